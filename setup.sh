@@ -239,7 +239,7 @@ checked=0
 .venv/bin/gputrain check-compatibility --quick || checked=$?
 case $task in
     demo) exec .venv/bin/gputrain demo ;;
-    test) exec .venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile ;;
+    test) exec .venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations=20 ;;
 esac
 ((checked == 0)) && say "done; next: source .venv/bin/activate, then gputrain demo"
 exit "$checked"

@@ -135,7 +135,7 @@ exit /b %CHECKED%
 .venv\Scripts\gputrain.exe demo
 exit /b %ERRORLEVEL%
 :test
-.venv\Scripts\python.exe -m pytest -n auto --maxprocesses 4 --dist loadfile
+.venv\Scripts\python.exe -m pytest -n auto --maxprocesses 4 --dist loadfile --durations=20
 exit /b %ERRORLEVEL%
 
 :dry_run

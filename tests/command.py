@@ -1,7 +1,6 @@
 """The command line as a user types it: in a process of its own, or within the tests' process, which is quicker."""
 
 import io
-import logging
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -10,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 from gputrain.cli.app import main
+from tests.process import process_kept
 
 Done = subprocess.CompletedProcess[str]
 
@@ -34,17 +34,14 @@ def gputrain(*words: object, **options: Any) -> Done:
 
 def gputrain_here(*words: object) -> Done:
     """The same without a process: modules that the tests have imported and patched are as they are."""
-    log, command = logging.getLogger("gputrain"), ["gputrain", *map(str, words)]
-    before = log.handlers, log.propagate, log.level  # which the command line sets
+    command = ["gputrain", *map(str, words)]
     out, err = io.StringIO(), io.StringIO()
     code: object = None
     try:
-        with redirect_stdout(out), redirect_stderr(err), mock.patch.object(sys, "argv", command):
+        with process_kept(), redirect_stdout(out), redirect_stderr(err), mock.patch.object(sys, "argv", command):
             main()
     except SystemExit as ended:
         code = ended.code
-    finally:
-        log.handlers, log.propagate, log.level = before
     assert isinstance(code, int), code
     assert "Traceback" not in err.getvalue()
     return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())

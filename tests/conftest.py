@@ -12,11 +12,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.process import process_kept, seed_all
+
 # Tests that run beside each other get one thread each, and so does what they start: OpenMP's threads wait for one
 # another actively, and with more of them than cores a test can take thirty times as long. Shells and job managers set
 # the number for a process that is alone.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
+
+# A script that starts the tests in the background has SIGINT ignored, and nohup SIGHUP. The processes that the tests
+# start would inherit that; of a signal with a handler they get the system's own.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 # The processes of a run share the bytecode of the tests and of the package: compiling it takes each of them seconds.
 # The process that only distributes tests to others imports neither them nor torch, so that the others begin at once.
@@ -110,21 +119,30 @@ def flops_known() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def handlers_of_signals():
-    """Gives the signals back to pytest after a command line within its process."""
-    from gputrain.engine.stop import CAUSES
+# Hypothesis tries the same examples in each run, and sets no limit on their time.
+with contextlib.suppress(ImportError):
+    from hypothesis import HealthCheck, settings
 
-    before = {number: signal.getsignal(number) for name in CAUSES if (number := getattr(signal, name, None))}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    settings.register_profile(
+        "suite", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def process_of_a_test() -> Iterator[None]:
+    seed_all()
+    with process_kept():
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
-def imports_of_this_file():
-    """Leaves alone what the tests of a file have imported, such as torch's compiler."""
-    yield
+def process_of_a_file() -> Iterator[None]:
+    """Ends what the fixtures of a file change with it, and leaves alone what its tests have imported, such as torch's
+    compiler."""
+    seed_all()
+    with process_kept():
+        yield
     leave_alone_what_is_there()
 
 

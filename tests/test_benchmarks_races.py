@@ -6,8 +6,8 @@ import json
 import math
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,38 +22,32 @@ sound = importlib.import_module("race_sound")
 METRIC = race.Metric("psnr_db", "PSNR, dB", "higher")
 
 
-def busy(seconds):
-    end = time.process_time() + seconds
-    while time.process_time() < end:
-        pass
+def test_the_clock_counts_the_start_and_stands_still_during_evaluations(monkeypatch):
+    """The start takes 5 s, a step 1 s, and an evaluation 60 s."""
+    now = 1000.0
+    monkeypatch.setattr(race, "time", SimpleNamespace(process_time=lambda: now))
 
+    class Counter:
+        steps = 0
 
-class Counter:
-    steps = 0
+        def step(self):
+            nonlocal now
+            now += 1
+            self.steps += 1
 
-    def step(self):
-        busy(0.01)
-        self.steps += 1
-
-
-def test_the_clock_counts_the_start_and_stands_still_during_evaluations():
     def begin():
-        busy(0.05)
+        nonlocal now
+        now += 5
         return Counter()
 
     def evaluate(trainee):
-        busy(0.06)
+        nonlocal now
+        now += 60
         return {"seen": trainee.steps}
 
-    began = time.process_time()
-    points = race.train_and_evaluate(begin, evaluate, [0, 0.1, 0.15])
-    assert time.process_time() - began >= 0.15 + 3 * 0.06
-    assert [point["seen"] for point in points] == [point["steps"] for point in points]
-    assert points[0]["steps"] == 0
-    assert points[0]["cpu_seconds"] == pytest.approx(0.05, abs=0.03)
-    for point, mark in zip(points[1:], (0.1, 0.15), strict=True):
-        assert mark <= point["cpu_seconds"] < mark + 0.04
-        assert point["steps"] == pytest.approx((mark - 0.05) / 0.01, abs=2)
+    points = race.train_and_evaluate(begin, evaluate, [0, 9.5, 15])
+    assert [list(point.values()) for point in points] == [[5, 0, 0], [10, 5, 5], [15, 10, 10]]
+    assert list(points[0]) == ["cpu_seconds", "steps", "seen"]
 
 
 def test_options_in_the_name_of_a_side():
@@ -186,5 +180,5 @@ def test_a_race_of_the_image_vae_from_the_command_line(tmp_path):
     assert list(sides) == ["peer", "ours"]
     assert sides["peer"]["points"][-1]["steps"] >= 1
     assert sides["ours"]["points"][0]["psnr_db"]["mean"] > sides["peer"]["points"][0]["psnr_db"]["mean"] + 3
-    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250)
     assert "measuring" not in again.stderr

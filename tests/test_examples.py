@@ -15,6 +15,7 @@ import yaml
 from gputrain.engine import checkpoint
 from tests.engine.test_leaving import GROUP_RUN
 from tests.engine.test_run import rows_of, wait_for_steps
+from tests.waiting import HANG_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "slurm" / "train.sbatch"
@@ -66,10 +67,7 @@ def start(cluster: dict[str, str], folder: Path, *words: str, **more: str) -> "s
 
 
 def step_of(folder: Path) -> int:
-    deadline = time.monotonic() + 60
-    while not (folder / "step.pid").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until((folder / "step.pid").exists, "the step of the job")
     return int((folder / "step.pid").read_text())
 
 
@@ -96,7 +94,7 @@ def test_a_job_that_slurm_signals_saves_and_is_requeued_if_it_still_runs(
         time.sleep(0.2)
         assert job.poll() is None
         os.killpg(step, signal.SIGTERM)
-    talk, _ = job.communicate(timeout=60)
+    talk, _ = job.communicate(timeout=HANG_SECONDS)
     assert job.returncode == code, talk
     assert "everything is saved" in talk
     log = tmp_path / "scontrol.log"
@@ -109,7 +107,7 @@ def test_a_job_that_slurm_signals_saves_and_is_requeued_if_it_still_runs(
 
 def test_an_error_of_the_user_is_not_requeued(cluster, tmp_path):
     job = start(cluster, tmp_path, "user-error")
-    talk, _ = job.communicate(timeout=60)
+    talk, _ = job.communicate(timeout=HANG_SECONDS)
     assert job.returncode == 2, talk
     assert not (tmp_path / "scontrol.log").exists()
     assert subprocess.run(["bash", SCRIPT], env=cluster, capture_output=True).returncode == 2

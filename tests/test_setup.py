@@ -100,7 +100,7 @@ class Machine:
         """Run a script of the checkout from another folder."""
         command: list[str | Path] = [self.checkout / script, *arguments]
         return subprocess.run(
-            command, cwd=self.bin, env=self.environment, stdin=stdin, capture_output=True, text=True, timeout=20
+            command, cwd=self.bin, env=self.environment, stdin=stdin, capture_output=True, text=True, timeout=200
         )
 
     def plan(self, *arguments: str, stdin: int = subprocess.DEVNULL) -> dict[str, str]:
@@ -272,7 +272,7 @@ INSTALL = f"{PIP} -e . -c constraints.txt"
 INSTALL_DEV = f"{PIP} -e .[dev] -c constraints.txt"
 
 
-TESTS = "-m pytest -n auto --maxprocesses 4 --dist loadfile"
+TESTS = "-m pytest -n auto --maxprocesses 4 --dist loadfile --durations=20"
 
 
 def from_nothing(build: str, torch: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 import logging
 import random
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from gputrain.autoconfig.recovery import Parts, recovering, split
 from gputrain.autoconfig.trainer import memory_callback, relieve, watched_first
 from gputrain.errors import UserError
 from gputrain.hw.probe import Machine
+from tests.waiting import wait_until
 
 RAM_GB = 1e-3
 
@@ -320,13 +320,14 @@ def test_memory_is_logged_with_the_rest(tmp_path):
 
     class Reader(TrainerCallback):
         def on_step_begin(self, args, state, control, **others):
-            time.sleep(0.1)  # the monitor looks from a thread of its own
+            wait_until(callback.monitor.figures, "a reading of the monitor's thread")
 
         def on_log(self, args, state, control, logs=None, **others):
             seen.append(dict(logs))
 
+    callback = memory_callback(parts)
     trainer.add_callback(Reader())
-    trainer.add_callback(memory_callback(parts))
+    trainer.add_callback(callback)
     with watched_first(trainer):
         trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 def can_mount() -> bool:
     try:
         done = subprocess.run(
-            ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, timeout=20
+            ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, timeout=200
         )
     except (OSError, subprocess.TimeoutExpired):
         return False

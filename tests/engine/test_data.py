@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 import traceback
 import warnings
@@ -48,6 +47,7 @@ from gputrain.errors import UserError
 from gputrain.hw import child_process, numba_cache
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
+from tests.waiting import HANG_SECONDS, wait_until
 
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 
@@ -175,17 +175,17 @@ def test_workers_use_one_thread_and_ignore_signals_to_the_group():
 
 
 class Trouble:
-    """Item 0 ends the worker, or raises."""
+    """Item 0 ends the worker, when a file is there, or raises."""
 
-    def __init__(self, kind):
-        self.kind = kind
+    def __init__(self, kind, file=None):
+        self.kind, self.file = kind, file
 
     def __getitem__(self, sample):
         if self.kind == "warning":
             warnings.warn("photo.jpg: truncated", DataWarning, stacklevel=2)
             warnings.warn("an odd tag", UserWarning, stacklevel=2)
         elif sample.item == 0 and self.kind == "killed":
-            time.sleep(0.2)
+            wait_until(self.file.exists, "the batches before")
             os.kill(os.getpid(), signal.SIGKILL)
         elif sample.item == 0 and self.kind == "user error":
             raise UserError("no picture is left", hint="mount the disk again")
@@ -239,12 +239,13 @@ def test_a_dead_worker_is_replaced_and_no_batch_is_lost(tmp_path, caplog):
 
 
 @pytest.mark.slow
-def test_workers_that_die_again_and_again_are_a_user_error():
+def test_workers_that_die_again_and_again_are_a_user_error(tmp_path):
     """Item 0 comes last: the batches before it arrive."""
     stream = Stream(3, 3, 1, 0, 3)
     assert [batch[0].item for batch in stream] == [2, 1, 0]
-    batches = loader(Trouble("killed"), stream, num_workers=1, prefetch=3)
+    batches = loader(Trouble("killed", tmp_path / "arrived"), stream, num_workers=1, prefetch=3)
     assert [next(batches).item(), next(batches).item()] == [2, 1]
+    (tmp_path / "arrived").touch()
     with pytest.raises(UserError, match=r"die repeatedly: a data worker process died \(SIGKILL\)") as caught:
         next(batches)
     assert "--num-workers" in caught.value.hint
@@ -260,14 +261,21 @@ def own_forkserver():
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no process that forks others")
-def test_the_death_of_the_process_that_forks_workers_costs_a_warning(own_forkserver, caplog):
+def test_the_death_of_the_process_that_forks_workers_costs_a_warning(own_forkserver, monkeypatch, caplog):
     """It hangs when a worker is asked for, and is killed then."""
-    list(loader(Hanging(), Stream(2, 0, 1, 1, 2), num_workers=1, start_method="forkserver"))
-    helper = own_forkserver._forkserver_pid
+    list(loader(Plain(), Stream(2, 0, 1, 1, 2), num_workers=1, start_method="forkserver"))
+    helper, ask = own_forkserver._forkserver_pid, own_forkserver.connect_to_new_process
     os.kill(helper, signal.SIGSTOP)
-    killing = threading.Timer(0.3, os.kill, (helper, signal.SIGKILL))
-    killing.start()
-    batches = loader(Hanging(), Stream(2, 0, 1, 0, 2), num_workers=1, start_method="forkserver")
+
+    def ask_and_kill(handles):
+        asked = ask(handles)
+        monkeypatch.undo()
+        os.kill(helper, signal.SIGKILL)
+        return asked
+
+    monkeypatch.setattr(own_forkserver, "connect_to_new_process", ask_and_kill)
+    monkeypatch.setattr(forkserver, "connect_to_new_process", ask_and_kill)
+    batches = loader(Plain(), Stream(2, 0, 1, 0, 2), num_workers=1, start_method="forkserver")
     assert sorted(batch.item() for batch in batches) == [0, 1]
     assert "or the one that starts it, was killed); new workers continue" in caplog.text
 
@@ -305,26 +313,37 @@ class LostLock:
 
 @pytest.mark.slow
 def test_a_worker_that_starts_while_the_main_process_ends_prints_no_traceback(capfd):
-    for first in (Reader(Hanging()), "any other object"):
+    for first in (Reader(Plain()), "any other object"):
         process = multiprocessing.get_context("spawn").Process(target=print, args=(first, LostLock()))
         process.start()
-        process.join(60)
+        process.join(HANG_SECONDS)
         assert process.exitcode == 1
         assert ("Traceback" in capfd.readouterr().err) == isinstance(first, str)
 
 
-class Hanging:
-    """Item 0 comes after a while."""
-
+class Plain:
     def __getitem__(self, sample):
-        if sample.item == 0:
-            time.sleep(1.2)
         return torch.tensor(sample.item)
 
 
-def test_a_batch_that_does_not_come_is_told(monkeypatch, caplog):
+@dataclass(frozen=True)
+class Hanging:
+    """Item 0 comes when the file is there."""
+
+    file: Path
+
+    def __getitem__(self, sample):
+        if sample.item == 0:
+            wait_until(self.file.exists, "the warning")
+        return torch.tensor(sample.item)
+
+
+def test_a_batch_that_does_not_come_is_told(tmp_path, monkeypatch, caplog):
+    """It comes once that has been told."""
     monkeypatch.setattr(workers, "HANG_SECONDS", 0.2)
-    batches = loader(Hanging(), Stream(2, 0, 1, 0, 2), num_workers=1)
+    warn = workers.log.warning
+    monkeypatch.setattr(workers.log, "warning", lambda *of: (warn(*of), (tmp_path / "told").touch()))
+    batches = loader(Hanging(tmp_path / "told"), Stream(2, 0, 1, 0, 2), num_workers=1)
     assert sorted(batch.item() for batch in batches) == [0, 1]
     assert re.search(r"no batch for \d+ s: the data workers \(processes \d+\) or the disk", caplog.text)
 
@@ -335,10 +354,9 @@ def test_workers_that_hang_are_killed_when_the_loader_is_closed(tmp_path, monkey
     assert [batch[0].item for batch in stream] == [1, 0]
     batches = loader(Sleeper(tmp_path), stream, num_workers=2)
     assert next(batches).tolist() == [1]
-    while not (pids := [int(path.name) for path in tmp_path.iterdir()]):
-        time.sleep(0.01)
+    wait_until(lambda: list(tmp_path.iterdir()), "a worker that hangs")
     batches.close()
-    for pid in pids:
+    for pid in [int(path.name) for path in tmp_path.iterdir()]:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 
@@ -427,7 +445,7 @@ def test_killed_parent_leaves_no_processes_behind(tmp_path):
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as parent:
         assert {int(parent.stdout.readline()) for _ in range(4)} != {parent.pid}
         parent.kill()
-        parent.communicate(timeout=10)  # returns when the last process that inherited the pipe is gone
+        parent.communicate(timeout=HANG_SECONDS)  # returns when the last process that inherited the pipe is gone
 
 
 # ------------------------------------------------------------------------------------------------------ split

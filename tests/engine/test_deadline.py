@@ -2,18 +2,20 @@
 with the same limit."""
 
 import random
-import time
+import threading
 
 import pytest
 
+from gputrain.cli import ui
 from gputrain.config import read_file
-from gputrain.engine import checkpoint, deadline
+from gputrain.engine import between_steps, deadline, saving
 from gputrain.engine.deadline import COMMAND_CLOCK, Deadline, seconds_of
 from gputrain.engine.schedule import Saving
 from gputrain.errors import Stopped, UserError
-from tests.children import Child
+from tests.engine.test_leaving import saved_step
 from tests.engine.test_run import assert_equal, schedule, steps_logged, trained
 from tests.toy import ToyRecipe, batches, quiet, train_toy, weights
+from tests.waiting import HANG_SECONDS, Clock
 
 
 @pytest.mark.parametrize(
@@ -91,18 +93,28 @@ def test_a_run_of_any_durations_ends_before_its_limit_and_not_long_before(trial)
     assert end >= began + limit - largest - 1.2 * step - evaluation
 
 
-def hanging(first: int, last: int):
-    yield from batches(first, min(last, 8))
-    time.sleep(1000)
-
-
-def test_a_wait_for_data_that_hangs_ends_before_the_limit(tmp_path, monkeypatch):
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    """The clock of the run, on which starting and saving a training take no time. Ending the process takes 0.05 s, and
+    the first save is expected to take as long."""
+    monkeypatch.setattr(deadline, "EXIT_SECONDS", 0.05)
     monkeypatch.setattr(deadline, "SLOW_START_SECONDS", 0.05)
     monkeypatch.setattr(COMMAND_CLOCK, "began", None)
-    began = time.monotonic()
+    return Clock(monkeypatch, deadline, between_steps, saving)
+
+
+def test_a_wait_for_data_that_hangs_ends_before_the_limit(tmp_path, clock):
+    """No batch comes after the eighth. When only the time to save and to end is left, with workers that hang, the run
+    ends from within the wait."""
+    left = deadline.SAVE_MARGIN * 0.05 + 2 * 0.05
+
+    def hanging(first: int, last: int):
+        yield from batches(first, min(last, 8))
+        clock.now += 6 - left
+        threading.Event().wait(HANG_SECONDS)
+
     with pytest.raises(Stopped, match="stopped in time for --max-time 6s after step 8; everything is saved"):
         train_toy(ToyRecipe(schedule(40), adversarial_from=3), quiet(tmp_path / "cut", max_time="6s"), hanging)
-    assert time.monotonic() - began < 6 - deadline.EXIT_SECONDS
     recipes = []
     for folder in ("straight", "cut"):
         recipes.append(ToyRecipe(schedule(12), adversarial_from=3))
@@ -110,32 +122,61 @@ def test_a_wait_for_data_that_hangs_ends_before_the_limit(tmp_path, monkeypatch)
     assert_equal(*map(weights, recipes))
 
 
-def slowly(first: int, last: int):
-    for x_BD in batches(first, last):
-        time.sleep(0.02)
-        yield x_BD
+def test_the_wait_goes_on_while_there_is_time(clock):
+    """The thread that watches looks at the clock again and again until only the time that must be left is left."""
+    ended, looks = threading.Event(), []
+
+    def seconds_to_leave() -> float:
+        looks.append(clock.now)
+        if len(looks) == 5:
+            assert not ended.is_set()
+            clock.now = 1005.0
+        return 1.0
+
+    clock.now = 1004.99
+    with Deadline(limit_seconds=6, began=1000.0).watched(seconds_to_leave, ended.set):
+        assert ended.wait(HANG_SECONDS)
+    assert looks == [1004.99] * 5 + [1005.0]
 
 
-def test_a_run_saves_in_time_and_goes_on_with_the_same_limit(tmp_path, monkeypatch):
-    """The limit counts from the start of each command. Ending the process takes no time here."""
-    monkeypatch.setattr(deadline, "EXIT_SECONDS", 0.05)
-    monkeypatch.setattr(deadline, "SLOW_START_SECONDS", 0.05)
-    monkeypatch.setattr(COMMAND_CLOCK, "began", None)
-    began = time.monotonic()
+def steps_of(clock: Clock, seconds: float = 0.02):
+    def slowly(first: int, last: int):
+        for x_BD in batches(first, last):
+            clock.now += seconds
+            yield x_BD
+
+    return slowly
+
+
+def test_a_run_saves_in_time_and_goes_on_with_the_same_limit(tmp_path, clock):
+    """The limit counts from the start of each run. A further step, two saves of 0.05 s and half as much again, and the
+    end of the process take 0.22 s and the time to write the weights: too long from 0.78 s on."""
+    slowly = steps_of(clock)
     long = schedule(60, num_epochs=100)
-    with pytest.raises(
-        Stopped, match=r"stopped in time for --max-time 1s after step \d+; everything is saved"
-    ) as caught:
+    with pytest.raises(Stopped, match=r"in time for --max-time 1s after step 39; everything is saved") as caught:
         train_toy(ToyRecipe(long, adversarial_from=3), quiet(tmp_path / "cut", log_freq=1, max_time="1s"), slowly)
-    assert time.monotonic() - began < 1.0
     assert caught.value.hint.endswith("--resume-from auto --max-steps 60")
-    done = checkpoint.read(tmp_path / "cut" / "checkpoint_last.pt", "toy")["progress"]["step"]
-    assert 1 <= done < 50
+    assert saved_step(tmp_path / "cut") == 39
     assert read_file(tmp_path / "cut" / "config.yaml")["max_time"] == "1s"
     again = quiet(tmp_path / "cut", log_freq=1, max_time="2s", resume_from="auto")
     with pytest.raises(Stopped):
         train_toy(ToyRecipe(schedule(200, num_epochs=100), adversarial_from=3), again, slowly)
-    assert checkpoint.read(tmp_path / "cut" / "checkpoint_last.pt", "toy")["progress"]["step"] >= done + 10
+    assert saved_step(tmp_path / "cut") == 39 + 89
+
+
+def test_the_limit_of_a_command_counts_its_start_and_its_report(tmp_path, clock):
+    """Of 10 s, loading takes 4 s, the report at the end may take 3 s, and half of the rest is left to steps of 0.02 s:
+    saves and the end take 0.2 s as above."""
+    settings = quiet(tmp_path, log_freq=1, max_time="10s")
+
+    def program() -> None:
+        clock.now += 4
+        train_toy(ToyRecipe(schedule(1000, num_epochs=1000), adversarial_from=3), settings, steps_of(clock))
+
+    with pytest.raises(SystemExit) as ended:
+        ui.run(program)
+    assert ended.value.code == ui.RESUMABLE
+    assert saved_step(tmp_path) == round((10 - 4 - 3 - 0.22) / 0.02)
 
 
 def test_another_limit_is_no_change_of_the_run(tmp_path, caplog):
@@ -145,49 +186,26 @@ def test_another_limit_is_no_change_of_the_run(tmp_path, caplog):
     assert "max_time" not in caplog.text
 
 
-def test_an_evaluation_that_would_end_too_late_is_left_to_the_resumed_run(tmp_path, monkeypatch):
-    """Evaluations take 0.6 s, every 10 steps. There is time for one, and not for a second one."""
-    monkeypatch.setattr(deadline, "EXIT_SECONDS", 0.05)
-    monkeypatch.setattr(deadline, "SLOW_START_SECONDS", 0.05)
-    monkeypatch.setattr(COMMAND_CLOCK, "began", None)
+def test_an_evaluation_that_would_end_too_late_is_left_to_the_resumed_run(tmp_path, clock):
+    """Evaluations take 0.8 s, every 10 steps of 0.02 s. After the first one, which ends at 1 s, there is time for
+    further steps until 1.78 s, and for none with a second evaluation behind it."""
     recipe = ToyRecipe(schedule(100, num_epochs=100), adversarial_from=3)
     evaluate = recipe.evaluate
-    recipe.evaluate = lambda: (time.sleep(0.6), evaluate())[1]
-    saving = quiet(tmp_path, log_freq=1, max_time="2s", evaluate_steps=10, eval_first=False)
-    began = time.monotonic()
-    with pytest.raises(Stopped, match="in time for --max-time 2s"):
-        train_toy(recipe, saving, slowly)
-    assert time.monotonic() - began < 2.0
-    evaluated = steps_logged(tmp_path, "eval/score")
-    done = checkpoint.read(tmp_path / "checkpoint_last.pt", "toy")["progress"]["step"]
-    assert evaluated
-    assert done < evaluated[-1] + 10
+    recipe.evaluate = lambda: (clock.sleep(0.8), evaluate())[1]
+    settings = quiet(tmp_path, log_freq=1, max_time="2s", evaluate_steps=10, eval_first=False)
+    with pytest.raises(Stopped, match="in time for --max-time 2s after step 19; everything is saved"):
+        train_toy(recipe, settings, steps_of(clock))
+    assert steps_logged(tmp_path, "eval/score") == [10]
+    assert saved_step(tmp_path) == 19
 
 
-@pytest.mark.slow
-def test_a_command_ends_with_75_before_its_limit_which_counts_its_start(tmp_path):
-    began = time.monotonic()
-    process = Child(tmp_path / "cut", schedule(2000, num_epochs=1000), max_time="16s", checkpoint_steps=5)
-    code, talk = process.wait()
-    assert time.monotonic() - began < 16 + 3  # The process of the test starts one that starts the command.
-    assert code == 75
-    assert "stopped in time for --max-time 16s" in talk
-    assert "--resume-from auto" in talk
-    done = checkpoint.read(tmp_path / "cut" / "checkpoint_last.pt", "toy")["progress"]["step"]
-    assert done > 20
-    recipes = []
-    for folder in ("straight", "cut"):
-        recipes.append(ToyRecipe(schedule(done + 5, num_epochs=1000), adversarial_from=3))
-        train_toy(recipes[-1], quiet(tmp_path / folder, resume_from="auto"))
-    assert_equal(*map(weights, recipes))
-
-
-def test_saves_and_reports_are_no_part_of_a_steps_duration():
+def test_saves_and_reports_are_no_part_of_a_steps_duration(clock):
     watch = Deadline(limit_seconds=100.0)
-    watch.add_step(time.monotonic())
+    watch.add_step(clock.now)
     for report in ("", "eval"):
         with watch.beside_the_steps(report):
-            time.sleep(0.2)
-    watch.add_step(time.monotonic())
-    assert watch.step_seconds[0] < 0.1
-    assert 0.2 <= watch.report_seconds["eval"] < 0.4
+            clock.now += 0.25
+    clock.now += 0.125
+    watch.add_step(clock.now)
+    assert list(watch.step_seconds) == [0.125]
+    assert watch.report_seconds == {"eval": 0.25}

@@ -18,6 +18,7 @@ from gputrain.engine.schedule import RunProgress, stages_ahead
 from gputrain.errors import Stopped
 from tests.engine.test_run import assert_equal, rows_of, schedule
 from tests.toy import ToyRecipe, quiet, train_toy, weights
+from tests.waiting import HANG_SECONDS
 
 STEPS = 8
 SAVING = {"log_freq": 1, "evaluate_steps": 2, "checkpoint_freq": 1, "checkpoint_steps": 2, "keep_checkpoints": 0}
@@ -45,7 +46,7 @@ def train(folder: Path, sign: int, *, resume_from: str = "", stop_in: int = -1, 
 
     def prepare(loaded: Tensor, step: int) -> object:
         if step + 1 == stop_in:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         return ToyRecipe.prepare(recipe, loaded, step)
 
     recipe.evaluate, recipe.prepare, Metrics.report = evaluate, prepare, report
@@ -62,7 +63,7 @@ def trained_until_killed(folder: Path, sign: int, stop_in: int, kill: str) -> No
     options = {"stop_in": stop_in, "kill": kill}
     process = context.Process(target=train, args=(folder, sign), kwargs=options)
     process.start()
-    process.join(60)
+    process.join(HANG_SECONDS)
     assert process.exitcode == -signal.SIGKILL
 
 

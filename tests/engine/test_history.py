@@ -43,7 +43,7 @@ def test_a_signal_and_an_error_are_noted(tmp_path):
     def signals(first: int, last: int):
         for step, batch in enumerate(batches(first, last), start=first):
             if step == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
             yield batch
 
     with pytest.raises(Stopped):

@@ -216,8 +216,8 @@ def test_a_second_signal_waits_for_the_save_and_interrupts_then(tmp_path, number
     def save() -> None:
         with run.stop as stop:
             with stop.held():
-                os.kill(os.getpid(), number)
-                os.kill(os.getpid(), number)
+                signal.raise_signal(number)
+                signal.raise_signal(number)
                 reached.append("the end of the save")
             reached.append("what comes after it")
 
@@ -233,9 +233,9 @@ def test_a_second_signal_between_saves_interrupts_at_once(tmp_path):
 
     def make_steps() -> None:
         with run.stop:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
             reached.append("between two steps")
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
             reached.append("the second one was not heard")
 
     with pytest.raises(Stopped, match="stopped at once") as caught:

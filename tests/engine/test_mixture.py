@@ -75,7 +75,7 @@ def test_a_weight_is_how_often_each_item_is_drawn():
     assert all(abs(over_100[item] - 30) <= 2 for item in range(7, 17)), over_100
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     folders=st.lists(st.tuples(st.integers(1, 40), st.floats(0.01, 5)), min_size=1, max_size=4),
     epochs=st.integers(2, 6),

@@ -16,6 +16,7 @@ from gputrain.engine.schedule import Schedule
 from gputrain.errors import Stopped, UserError
 from tests.children import Child
 from tests.toy import BATCH, ToyRecipe, batches, quiet, train_toy, weights
+from tests.waiting import HANG_SECONDS, wait_until
 
 
 def schedule(steps: int, **others) -> Schedule:
@@ -257,17 +258,12 @@ def test_full_disk_leaves_the_old_checkpoint_whole(tmp_path):
 
 
 def start(folder, **saving) -> Child:
-    return Child(folder, schedule(40), **saving)
+    return Child(folder, schedule(40), last_batch=30, **saving)
 
 
 def wait_for_steps(folder, count):
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        path = folder / "metrics.jsonl"
-        if path.exists() and path.read_text().count("\n") >= count:
-            return
-        time.sleep(0.01)
-    raise AssertionError("the run did not begin")
+    path = folder / "metrics.jsonl"
+    wait_until(lambda: path.exists() and path.read_text().count("\n") >= count, f"{count} steps in {folder}")
 
 
 def test_a_folder_that_another_process_trains_in_is_left_alone_until_that_has_ended(tmp_path, monkeypatch):
@@ -278,6 +274,7 @@ def test_a_folder_that_another_process_trains_in_is_left_alone_until_that_has_en
         patch.setattr(run_dir, "LEAVING_SECONDS", 0.1)
         with pytest.raises(UserError, match="another process trains in it"):
             trained(folder, 40, resume_from="auto")
+    monkeypatch.setattr(run_dir, "LEAVING_SECONDS", HANG_SECONDS)
     process.send_signal(signal.SIGTERM)
     resumed = trained(folder, 40, resume_from="auto")  # waits for the other one to save
     code, talk = process.wait()

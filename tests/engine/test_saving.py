@@ -6,26 +6,29 @@ import io
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gputrain.engine import checkpoint, snapshot
+from gputrain.engine import checkpoint, saving, snapshot
 from gputrain.engine.checkpoint import BEST, LAST, PREVIOUS
 from gputrain.engine.run_dir import Run
 from gputrain.engine.saving import finish_saving, start_saving
 from gputrain.engine.snapshot import HostSnapshot, buffers_like, map_tensors, tensor_bytes
 from gputrain.engine.state import TrainState
+from gputrain.engine.writer import BackgroundWriter
 from gputrain.errors import Stopped
 from tests.engine.test_run import assert_equal, schedule, steps_logged, trained
 from tests.toy import ToyRecipe, batches, cpu_runtime, quiet, train_toy, weights
 
 CPU = torch.device("cpu")
-WRITE = checkpoint._write
+WRITE, START, FINISH = checkpoint._write, BackgroundWriter.start, BackgroundWriter.finish
+UNTIL_WAITED_FOR = 1000  # More steps than a run has: a write lasts until the training waits for it.
+HANG_SECONDS = 120.0
 
 
 def same(one: object, other: object) -> bool:
@@ -39,54 +42,77 @@ def same(one: object, other: object) -> bool:
 
 
 class SlowDisk:
-    """Writes checkpoints piece by piece. The last pieces wait for `steps` further steps of the training."""
+    """Writes checkpoints slowly without a clock. What is written in a thread waits until the training has made `steps`
+    further steps or waits for it itself, and is complete before the training goes on.
 
-    def __init__(self, steps: int = 0, seconds: float = 0.0) -> None:
-        self.steps, self.seconds = steps, seconds
-        self.made = 0  # Number of batches that the training has asked for.
+    The main thread alone counts and releases, so that no order in which the threads run can change anything.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.asked = 0  # Number of batches that the training has asked for.
         self.during: list[int] = []  # Steps of the training during each write.
         self.fails: Callable[[int], None] = lambda number: None
-        self.is_over = False  # The training has its last batch.
+        self._writes: tuple[BackgroundWriter, int] | None = None  # The one whose thread writes, and its first batch.
+        self._released = threading.Event()
 
-    def __call__(self, content, file) -> int:
-        number, before = len(self.during), self.made
-        self.during.append(0)
+    def start(self, writer: BackgroundWriter, job: Callable[[], object]) -> None:
+        assert self._writes is None
+        self._released.clear()
+        self._writes = writer, self.asked
+        START(writer, job)
+
+    def finish(self, writer: BackgroundWriter) -> object:
+        self._complete()
+        return FINISH(writer)
+
+    def _complete(self) -> None:
+        if self._writes is None:
+            return
+        (writer, first), self._writes = self._writes, None
+        self._released.set()
+        writer._thread.join()
+        self.during.append(self.asked - first)
+
+    def write(self, content, file) -> int:
+        number = len(self.during)
+        if threading.current_thread() is threading.main_thread():
+            self.during.append(0)
+            self.fails(number)
+            return WRITE(content, file)
         self.fails(number)
-        disk = self
+        released = self._released
 
         class Slow:
             def write(self, data: bytes) -> int:
-                in_thread = threading.current_thread() is not threading.main_thread()
-                while in_thread and disk.made < before + disk.steps and not disk.is_over:
-                    time.sleep(0.0005)
+                assert released.wait(HANG_SECONDS)
                 return file.write(data)
 
             def __getattr__(self, name: str) -> object:
                 return getattr(file, name)
 
-        time.sleep(self.seconds)
-        result = WRITE(content, Slow())
-        self.during[number] = self.made - before
-        return result
+        return WRITE(content, Slow())
 
     def batches(self, first: int, last: int):
-        self.is_over = False
-        for step, x_BD in enumerate(batches(first, last), first):
-            self.made += 1
-            self.is_over = step == last - 1
+        for x_BD in batches(first, last):
+            if self._writes is not None and self.asked - self._writes[1] >= self.steps:
+                self._complete()
+            self.asked += 1
             yield x_BD
 
 
 @pytest.fixture
 def disk(monkeypatch) -> SlowDisk:
     slow = SlowDisk()
-    monkeypatch.setattr(checkpoint, "_write", slow)
+    monkeypatch.setattr(checkpoint, "_write", slow.write)
+    monkeypatch.setattr(BackgroundWriter, "start", lambda writer, job: slow.start(writer, job))
+    monkeypatch.setattr(BackgroundWriter, "finish", lambda writer: slow.finish(writer))
     return slow
 
 
-def run(folder, disk: SlowDisk, steps: int = 20, **saving) -> ToyRecipe:
+def run(folder, disk: SlowDisk, steps: int = 20, **others) -> ToyRecipe:
     recipe = ToyRecipe(schedule(steps), adversarial_from=3)
-    train_toy(recipe, quiet(folder, **{"log_freq": 1, "keep_checkpoints": 0, **saving}), disk.batches)
+    train_toy(recipe, quiet(folder, **{"log_freq": 1, "keep_checkpoints": 0, **others}), disk.batches)
     return recipe
 
 
@@ -100,7 +126,7 @@ def test_what_is_written_while_training_goes_on_is_the_state_of_its_step(tmp_pat
     bit by bit, although three steps change them while a checkpoint is written."""
     disk.steps = 3
     recipe = run(tmp_path / "meanwhile", disk, checkpoint_steps=5)
-    assert [count >= 3 for count in disk.during] == [True, True, True, False]  # The last one must be saved.
+    assert disk.during == [3, 3, 3, 0]  # The last one must be saved.
     in_one_thread(monkeypatch)
     waiting = run(tmp_path / "waiting", disk, checkpoint_steps=5)
     assert disk.during[4:] == [0] * 4
@@ -157,15 +183,13 @@ def test_sizes_count_shared_tensors_once_and_buffers_fill_chunks(monkeypatch):
 
 
 def test_a_second_save_waits_for_the_first_if_it_has_a_name_and_otherwise_comes_later(tmp_path, disk):
-    """Every step is due to be saved. A write lasts for four steps, and those at the end of the run are fast."""
+    """Every step is due to be saved, and a write lasts for four steps if the training doesn't wait for it."""
     disk.steps = 4
     run(tmp_path, disk, 21, checkpoint_minutes=1e-9)
-    assert disk.during[0] >= 4
-    assert len(disk.during) <= 8
-    disk.steps, disk.seconds = 0, 0.02
+    assert disk.during == [4, 4, 4, 4, 0]  # Those of steps 1, 6, 11 and 16, and the last one, which must be saved.
     disk.during.clear()
     run(tmp_path / "named", disk, 6, checkpoint_steps=1)
-    assert len(disk.during) == 6
+    assert disk.during == [1, 1, 1, 1, 1, 0]
     assert {path.name for path in (tmp_path / "named").glob("*_step_*.pt")} == {
         f"checkpoint_step_{step}.pt" for step in range(1, 7)
     }
@@ -208,39 +232,40 @@ def test_a_defect_in_the_thread_ends_the_run_and_the_step_is_saved(tmp_path, dis
     disk.fails = defect
     with pytest.raises(ValueError, match="of ours"):
         run(tmp_path, disk, 12, checkpoint_steps=3)
-    step = checkpoint.read(tmp_path / LAST, "toy")["progress"]["step"]
-    assert 3 < step <= 6
-    assert f"step {step} is saved before the run ends with an error" in caplog.text
+    assert checkpoint.read(tmp_path / LAST, "toy")["progress"]["step"] == 4
+    assert "step 4 is saved before the run ends with an error" in caplog.text
 
 
-def test_the_best_score_is_that_of_a_checkpoint_that_has_been_written(tmp_path, disk):
-    """The write of the second evaluation's checkpoint fails, so that the third one, a lower score, is the best."""
+@pytest.mark.parametrize(("failing", "expected"), [(1, (9, 3.0)), (None, (6, 5.0))])
+def test_the_best_score_is_that_of_a_checkpoint_that_has_been_written(tmp_path, disk, failing, expected):
+    """If the write of the second evaluation's checkpoint fails, the third one, a lower score, is the best. Whether it
+    has failed is known only when the third evaluation waits for it."""
     scores = iter([0.0, 1.0, 5.0, 3.0, 2.0])
 
     def full(number: int) -> None:
-        if number == 1:
+        if number == failing:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    disk.fails, disk.steps = full, 2
+    disk.fails, disk.steps = full, UNTIL_WAITED_FOR
     recipe = ToyRecipe(schedule(12), adversarial_from=3)
     evaluate = recipe.evaluate
     recipe.evaluate = lambda: (setattr(found := evaluate(), "scalars", {"score": next(scores)}), found)[1]
     train_toy(recipe, quiet(tmp_path, log_freq=1, evaluate_steps=3), disk.batches)
     best = checkpoint.read(tmp_path / BEST, "toy")["progress"]
-    assert (best["step"], best["best_score"]) == (9, 3.0)
-    assert checkpoint.read(tmp_path / LAST, "toy")["progress"]["best_score"] == 3.0
+    assert (best["step"], best["best_score"]) == expected
+    assert checkpoint.read(tmp_path / LAST, "toy")["progress"]["best_score"] == expected[1]
 
 
 def test_going_back_waits_for_the_checkpoint_that_is_being_written(tmp_path, disk, caplog):
     """Steps 16 to 18 are bad. The only checkpoint is one that is not complete when they are noticed."""
-    disk.seconds = 0.5
+    disk.steps = UNTIL_WAITED_FOR
 
     def poisoned(first: int, last: int):
         for step, x_BD in enumerate(disk.batches(first, last), first):
             yield x_BD * float("nan") if step in (15, 16, 17) else x_BD
 
-    saving = quiet(tmp_path, log_freq=1, checkpoint_steps=15)
-    train_toy(ToyRecipe(schedule(19), adversarial_from=3), saving, poisoned)
+    folder = quiet(tmp_path, log_freq=1, checkpoint_steps=15)
+    train_toy(ToyRecipe(schedule(19), adversarial_from=3), folder, poisoned)
     assert "weights and optimizers are back at step 15" in caplog.text
 
 
@@ -248,13 +273,13 @@ def test_going_back_waits_for_the_checkpoint_that_is_being_written(tmp_path, dis
 def test_a_signal_during_a_write_leaves_a_complete_checkpoint(tmp_path, disk, signals):
     """The write lasts until after the signals. One of them saves the last step too, two of them stop at once, but not
     before the checkpoint is complete."""
-    disk.seconds = 0.3
+    disk.steps = UNTIL_WAITED_FOR
     recipe = ToyRecipe(schedule(20), adversarial_from=3)
     average = recipe.average
 
     def signalled(step: int) -> None:
         for _ in range(signals if step == 6 else 0):
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         average(step)
 
     recipe.average = signalled
@@ -301,17 +326,17 @@ def test_a_checkpoint_that_the_disk_changes_replaces_none(tmp_path, monkeypatch)
     assert steps == [2, 1]
 
 
-def test_a_save_that_is_started_returns_before_it_is_written(tmp_path, disk):
-    disk.seconds = 0.3
+def test_a_save_that_is_started_returns_before_it_is_written(tmp_path, disk, monkeypatch):
+    """The clock is read when the save is started, and when the thread begins and ends."""
+    disk.steps = UNTIL_WAITED_FOR
+    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=iter([100.0, 100.5, 107.0]).__next__))
     run = Run(tmp_path, quiet(tmp_path), {}, "")
     recipe = ToyRecipe(schedule(100))
     state = TrainState.begin(recipe, recipe.schedule, cpu_runtime(), run)
-    began = time.monotonic()
     start_saving(state, run, names=["checkpoint_step_0.pt"])
-    assert time.monotonic() - began < 0.25
     assert (run.writer.is_busy, run.save_is_due(), run.saved_step) == (True, False, -1)
     assert not (tmp_path / LAST).exists()
     finish_saving(state, run)
     assert (run.writer.is_busy, run.saved_step) == (False, 0)
-    assert 0.3 <= run.save_seconds < 10
+    assert (run.saved_at, run.save_seconds) == (100.0, 6.5)
     assert os.path.samefile(tmp_path / LAST, tmp_path / "checkpoint_step_0.pt")

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import logging
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from unittest import mock
 import gputrain.engine.train
 from gputrain.cli.app import main
 from tests.fake_cuda.device import Copies, FakeCard, fake_cuda, switches
+from tests.process import process_kept
 
 
 @dataclass
@@ -42,7 +42,7 @@ def train(folder: Path, *words: object, passes_gb: Sequence[float] = (), **card:
     moment, in their order."""
     with fake_cuda(**card) as found, mock.patch.dict("os.environ", {"XDG_CACHE_HOME": str(folder / "cache")}):
         ran = Ran(-1, folder / "run", found)
-        with _counted_updates(ran, iter(passes_gb)), _logging_kept(), contextlib.redirect_stderr(ran.messages):
+        with _counted_updates(ran, iter(passes_gb)), process_kept(), contextlib.redirect_stderr(ran.messages):
             typed = ["gputrain", *map(str, words), "--output-dir", str(ran.folder)]
             with mock.patch.object(sys, "argv", typed):
                 try:
@@ -70,14 +70,3 @@ def _counted_updates(ran: Ran, passes_gb: Iterator[float]) -> Iterator[None]:
 
     with mock.patch.multiple(gputrain.engine.train, update=watched, dry_run=tried):
         yield
-
-
-@contextlib.contextmanager
-def _logging_kept() -> Iterator[None]:
-    log = logging.getLogger("gputrain")
-    handlers, propagate, level = log.handlers, log.propagate, log.level
-    log.handlers = list(handlers)
-    try:
-        yield
-    finally:
-        log.handlers, log.propagate, log.level = handlers, propagate, level

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ import torch
 from gputrain.hw import monitor
 from gputrain.hw.monitor import Monitor, Reading, look_at_ram, pressure_of, summary
 from gputrain.hw.probe import ram
+from tests.waiting import HANG_SECONDS, wait_until
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -95,35 +95,49 @@ def test_what_another_program_held_when_the_plan_was_made_is_no_pressure(total_g
 class Meter:
     """Counts its readings, and returns the count as GB of 100."""
 
-    def __init__(self, seconds=0.0):
-        self.looks, self.seconds = 0, seconds
+    def __init__(self):
+        self.looks = 0
 
     def __call__(self):
-        time.sleep(self.seconds)
         self.looks += 1
         return Reading(used_gb=float(self.looks), total_gb=100.0)
 
 
-def wait_until(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
+class Periods(threading.Event):
+    """The monitor's event: a period passes when the test says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun, self.passed = [], threading.Semaphore(0)
+
+    def wait(self, timeout=None):
+        self.begun.append(timeout)
+        assert self.passed.acquire(timeout=HANG_SECONDS)
+        return self.is_set()
 
 
-def test_the_thread_looks_once_a_period_and_stops_at_once():
+def test_the_thread_looks_once_a_period():
+    meter, periods = Meter(), Periods()
+    watching = Monitor(CPU, seconds=0.25, look=meter)
+    watching._stopped = periods
+    with watching:
+        for looks in (1, 2, 3, 4):
+            wait_until(lambda looks=looks: len(periods.begun) == looks, "the next period")
+            assert meter.looks == looks
+            if looks == 4:
+                periods.set()
+            periods.passed.release()
+    assert not watching._thread.is_alive()
+    assert (meter.looks, periods.begun) == (4, [0.25] * 4)
+
+
+def test_the_thread_stops_in_the_middle_of_a_period(monkeypatch):
+    monkeypatch.setattr(monitor, "HANG_SECONDS", HANG_SECONDS)
     meter = Meter()
-    with Monitor(CPU, seconds=0.05, look=meter):
-        time.sleep(0.5)
-    looks = meter.looks
-    assert 4 <= looks <= 11  # Readings are at 0, 0.05, ... 0.5 s; there are fewer on a busy machine.
-    time.sleep(0.15)
-    assert meter.looks == looks
-    with Monitor(CPU, seconds=3600, look=meter):
-        wait_until(lambda: meter.looks == looks + 1)
-        began = time.monotonic()
-    assert time.monotonic() - began < 1
-    assert meter.looks == looks + 1
+    with Monitor(CPU, seconds=100 * HANG_SECONDS, look=meter) as watching:
+        wait_until(lambda: meter.looks == 1, "the first reading")
+    assert not watching._thread.is_alive()
+    assert meter.looks == 1
 
 
 def test_each_figure_is_of_the_time_since_the_last():
@@ -132,12 +146,12 @@ def test_each_figure_is_of_the_time_since_the_last():
 
     def look():
         if len(shown) == 2:
-            asked.wait(10)
+            assert asked.wait(HANG_SECONDS)
         shown.append(readings[min(len(shown), 2)])
         return shown[-1]
 
     with Monitor(CPU, seconds=0.001, look=look) as watching:
-        wait_until(lambda: watching.pressure() == "act")
+        wait_until(lambda: watching.pressure() == "act", "the second reading")
         assert watching.pressure() == "act"  # A call of pressure() drops no reading.
         assert watching.figures() == {"memory/ram_gb": 99.0}
         assert (watching.pressure(), watching.figures()) == (
@@ -145,7 +159,7 @@ def test_each_figure_is_of_the_time_since_the_last():
             {"memory/ram_gb": 99.0},
         )  # Without new readings, the latest counts.
         asked.set()
-        wait_until(lambda: watching.pressure() == "warn")
+        wait_until(lambda: watching.pressure() == "warn", "the third reading")
         assert watching.figures() == {"memory/ram_gb": 91.0}
 
 
@@ -160,15 +174,15 @@ def test_a_driver_that_hangs_holds_nobody(monkeypatch):
 
     def look():
         hanging.set()
-        answer.wait(60)
+        assert answer.wait(HANG_SECONDS)
         return Reading(used_gb=1.0)
 
-    began = time.monotonic()
     with Monitor(CPU, look=look) as watching:
-        assert hanging.wait(10)
+        assert hanging.wait(HANG_SECONDS)
         assert (watching.figures(), watching.pressure()) == ({}, "")
-    assert time.monotonic() - began < 5
+    assert watching._thread.is_alive()  # It still hangs, and nobody has waited for it.
     answer.set()
+    watching._thread.join(HANG_SECONDS)
 
 
 def test_the_thread_does_not_keep_the_process_alive():
@@ -177,7 +191,7 @@ def test_the_thread_does_not_keep_the_process_alive():
         from gputrain.hw.monitor import Monitor
         Monitor(torch.device("cpu"), look=threading.Event().wait).__enter__()
         """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=HANG_SECONDS)
 
 
 def in_use_by_meminfo():
@@ -191,15 +205,16 @@ def test_ram_by_meminfo():
     if ram()[0] < in_use_by_meminfo()[1] * 0.99:
         pytest.skip("a container's limit counts here")
     with Monitor(CPU, seconds=3600) as watching:
-        wait_until(watching.figures)
+        wait_until(watching.figures, "the first reading")
         assert set(watching.figures()) == {"memory/ram_gb"}
-    errors = []
-    for _ in range(20):  # Other programs allocate and free meanwhile.
+
+    def readings_agree() -> bool:
         used_gb, total_gb = in_use_by_meminfo()
         reading = look_at_ram()
         assert reading.total_gb == pytest.approx(total_gb, rel=0.01)
-        errors.append(abs(reading.used_gb - used_gb))
-    assert min(errors) < 0.01
+        return abs(reading.used_gb - used_gb) < 0.01
+
+    wait_until(readings_agree, "two readings between which other programs neither take nor free 10 MB")
 
 
 def test_ram_that_is_not_known_is_no_pressure(monkeypatch):
@@ -329,7 +344,7 @@ def watched(tmp_path_factory) -> dict:
     subprocess.run(["gcc", "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, folder / "nvml.c"], check=True)
     environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", PROGRAM, json.dumps(list(CASES.values()))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stderr
     calls = done.stderr.split("|")
     return {
@@ -391,7 +406,7 @@ def test_without_nvml_there_is_one_warning_and_a_training(caplog):
 def test_a_real_gpu():
     tensor_N = torch.ones(250_000_000, device=CUDA)  # 1 GB
     with Monitor(CUDA, seconds=0.02) as watching:
-        wait_until(lambda: "memory/device_gb" in watching.figures())
+        wait_until(lambda: "memory/device_gb" in watching.figures(), "a reading of the GPU")
         figures = watching.figures()
     free, total = torch.cuda.mem_get_info()
     assert figures["memory/allocated_gb"] == pytest.approx(tensor_N.nbytes / 1e9, abs=0.1)

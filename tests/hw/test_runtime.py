@@ -25,6 +25,7 @@ from gputrain.vae.memory_efficient_layers import Features
 from gputrain.vae.model import AutoencoderKL, ResnetBlock, blocks
 from tests.fake_cuda.device import UNAVAILABLE, fake_cuda
 from tests.hw.test_plan import machine
+from tests.waiting import wait_until
 
 SMALL = VaeArchitecture((32, 64), latent_channels=4)
 
@@ -413,10 +414,8 @@ def test_prefetch_is_what_each_worker_reads_ahead(tmp_path, prefetch):
     stream = Stream(item_count=10, seed=0, batch_size=1, start_sample=0, stop_sample=10)
     batches = loader(Traces(tmp_path), stream, num_workers=1, prefetch=prefetch)
     next(batches)
-    until = time.monotonic() + 20
-    while len(list(tmp_path.iterdir())) < 1 + prefetch and time.monotonic() < until:
-        time.sleep(0.05)
-    time.sleep(0.3)
+    wait_until(lambda: len(list(tmp_path.iterdir())) >= 1 + prefetch, "what is read ahead")
+    time.sleep(0.3)  # A worker that read more would do so now; nothing else depends on it.
     assert len(list(tmp_path.iterdir())) == 1 + prefetch
     batches.close()
 

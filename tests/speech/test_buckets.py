@@ -54,7 +54,7 @@ FRAMES = st.lists(st.integers(1, 3000), min_size=1, max_size=60) | st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     frames=FRAMES, batch_size=st.integers(1, 20), batch_frames=st.sampled_from([0, 1, 500, 3000, 20000]),
     max_padding=st.sampled_from([0.0, 0.02, 0.2, 0.9]), seed=st.integers(0, 2**32),
@@ -74,7 +74,7 @@ def test_any_clips_under_any_limits(frames, batch_size, batch_frames, max_paddin
         assert epoch_of(pickle.loads(pickle.dumps(buckets)), epoch) == members
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(frames=st.lists(st.integers(1, 60), min_size=1, max_size=9), batch_size=st.integers(1, 9), share=st.floats(0, 1))
 def test_no_other_cut_with_as_little_padding_has_fewer_buckets_and_less_of_it(frames, batch_size, share):
     """Compares with every cut of a few clips. A cost per bucket finds the cuts on the convex hull."""
@@ -201,7 +201,7 @@ def test_a_recognisers_clip_has_as_many_frames_as_its_text_needs():
                 check_texts(store)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     frames=FRAMES, weight=st.floats(0.05, 3.5), batch_size=st.integers(1, 20),
     batch_frames=st.sampled_from([0, 500, 20000]), max_padding=st.sampled_from([0.02, 0.5]),

@@ -130,7 +130,7 @@ TIMES = "00:01,0 --> 00:02,0", "00:02.000 --> 00:01.000 x", "-->"
 LINES = st.sampled_from(["", " ", "7", "hi", "<b", "WEBVTT", *TIMES])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(LINES | st.text(max_size=10), max_size=20))
 def test_no_text_is_too_malformed(lines):
     """Every line of times becomes a subtitle or a fault."""

@@ -5,7 +5,6 @@ import os
 import pickle
 import struct
 import sys
-import time
 import warnings
 import zlib
 from contextlib import suppress
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageCms
+from PIL.ImageFile import ImageFile
 
 from gputrain.engine.data import DataWarning, Sample, Stream, is_held_out, loader, write_rows
 from gputrain.errors import UserError
@@ -586,25 +586,27 @@ def test_levels_are_clamped_and_rounded():
     assert to_u8(torch.tensor([0.49, 0.51, 254.49, 254.51]) / 127.5 - 1).tolist() == [0, 1, 254, 255]
 
 
-@pytest.mark.slow
-def test_decoding_in_training_is_not_slowed_by_what_surrounds_it(tmp_path):
-    """A crop takes at most 20 % longer than Pillow's decoding alone."""
-    path = saved(tmp_path / "a.jpg", noise(2000, 1500))
-    crops = dataset(path, image_size=256)
+def test_a_picture_is_decoded_once_and_only_its_crop_is_worked_on(tmp_path, monkeypatch):
+    """Nothing but the decoding takes time that grows with the picture."""
+    crops = dataset(saved(tmp_path / "a.jpg", noise(600, 500)), image_size=64)
+    worked_on = []
 
-    def seconds(work):
-        best = float("inf")
-        for _ in range(15):
-            begin = time.perf_counter()
-            work()
-            best = min(best, time.perf_counter() - begin)
-        return best
+    def watch(owner: type, name: str) -> None:
+        inner = getattr(owner, name)
 
-    def decode():
-        with Image.open(path) as image:
-            image.load()
+        def watched(image, *given, **named):
+            worked_on.append((name, image.size))
+            return inner(image, *given, **named)
 
-    assert seconds(lambda: crops[Sample(0, 0)]) < 1.2 * seconds(decode) + 1e-3
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(ImageFile, "load_end")  # A file has been decoded.
+    for name in ("convert", "copy", "point", "reduce", "resize", "tobytes", "transpose"):
+        watch(Image.Image, name)
+    crops[Sample(0, 0)]
+    assert worked_on.count(("load_end", (600, 500))) == 1
+    others = {size for name, size in worked_on if name != "load_end"}
+    assert others == {(64, 64)}, worked_on
 
 
 def test_pictures_kept_in_memory_give_the_same_crops(tmp_path, photographs):

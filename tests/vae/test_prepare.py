@@ -25,6 +25,7 @@ from gputrain.vae.data import open_pictures
 from gputrain.vae.pictures import JOURNAL
 from gputrain.vae.prepare import QUARANTINE, VaePrepareReport, output_names, prepare_images, sha256
 from gputrain.vae.validate import Disagreement, validate_images
+from tests.waiting import HANG_SECONDS, wait_until
 
 
 def noise(width, height, seed=0):
@@ -363,25 +364,31 @@ def test_journal_that_was_cut_costs_one_picture(raw, out):
 
 
 SCRIPT = """
-    import sys
+    import sys, time
     from pathlib import Path
     from gputrain.errors import UserError
     from gputrain.vae.config import VaePrepareConfig
     from gputrain.vae.prepare import prepare_images
 
+    def progress(done, total):
+        if done == int(sys.argv[2]):
+            time.sleep(1000)
+
     if __name__ == "__main__":
+        config, workers = VaePrepareConfig(target_size=256), int(sys.argv[1])
         try:
-            prepare_images(Path("raw"), Path("out"), VaePrepareConfig(target_size=256), num_workers=int(sys.argv[1]))
+            prepare_images(Path("raw"), Path("out"), config, num_workers=workers, progress=progress)
         except UserError as error:
             sys.exit(error.message)
 """
 
 
 def run_until(tmp_path, done, **options):
-    """Starts a real preparation in its own process group. Returns it when the journal has `done` pictures."""
+    """Starts a real preparation in its own process group. Returns it when the journal has `done` pictures. It hangs
+    when it has 20, so that it never ends before it is stopped."""
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     process = subprocess.Popen(
-        [sys.executable, "script.py", "2"],
+        [sys.executable, "script.py", "2", "20"],
         cwd=tmp_path,
         start_new_session=True,
         stderr=subprocess.PIPE,
@@ -389,9 +396,10 @@ def run_until(tmp_path, done, **options):
         **options,
     )
     journal = tmp_path / "out" / JOURNAL
-    while not journal.exists() or journal.read_text().count('"sha256"') < done:
-        assert process.poll() is None, "it finished before it could be stopped: give it more pictures"
-        time.sleep(0.005)
+    wait_until(
+        lambda: journal.exists() and journal.read_text().count('"sha256"') >= done,
+        f"{done} pictures", lambda: process.poll() is not None,
+    )  # fmt: skip
     return process
 
 
@@ -405,7 +413,7 @@ def many(raw):
 def test_killed_run_goes_on_where_it_was(tmp_path, many, out):
     process = run_until(tmp_path, done=4)
     process.kill()
-    process.communicate(timeout=10)  # Wait until the workers have ended, too.
+    process.communicate(timeout=HANG_SECONDS)  # Wait until the workers have ended, too.
     done = (out / JOURNAL).read_text().count('"sha256"')
     with pytest.raises(UserError, match="not finished"):
         open_pictures(out)
@@ -421,9 +429,9 @@ def test_killed_run_goes_on_where_it_was(tmp_path, many, out):
 def test_ctrl_c_stops_all_processes_quietly(tmp_path, many, out, done):
     """Interrupts while the processes start, and while they work."""
     process = run_until(tmp_path, done)
-    time.sleep(0 if done else 0.1)
+    time.sleep(0 if done else 0.1)  # Some of the processes have started by then, as a rule.
     os.killpg(process.pid, signal.SIGINT)
-    _, talk = process.communicate(timeout=10)
+    _, talk = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == -signal.SIGINT
     assert talk.count("Traceback") == 1  # It is the main process's, which the command line catches.
     with pytest.raises(UserError, match="not finished"):
@@ -440,7 +448,7 @@ def test_full_disk_is_a_user_error_and_nothing_is_lost(tmp_path, raw, out):
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     limit = 150_000
     process = subprocess.run(
-        [sys.executable, "script.py", "0"],
+        [sys.executable, "script.py", "0", "-1"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

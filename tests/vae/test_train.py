@@ -342,7 +342,7 @@ def test_a_run_killed_before_the_evaluation_of_its_first_stage_evaluates_it_at_i
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=killed_in_the_second_evaluation, args=(tmp_path / "b", photographs))
     process.start()
-    process.join(120)
+    process.join(200)
     assert process.exitcode == -signal.SIGKILL
     resumed = run(tmp_path / "b", photographs, **SCHEDULE, evaluate_freq=1, resume_from="auto")
     assert_same(straight["modules"], resumed["modules"])

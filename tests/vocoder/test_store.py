@@ -2,7 +2,7 @@
 
 import json
 import pickle
-import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def test_what_goes_in_comes_out(tmp_path):
         assert np.array_equal(f0, f0_in)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 2), st.integers(0, 30), st.integers(1, 40))
 def test_a_crop_is_a_slice_and_silence_beyond_the_end(tmp_path_factory, number, first, frames):
     folder = tmp_path_factory.getbasetemp() / "crops"
@@ -180,11 +180,16 @@ def test_other_processes_get_the_way_and_not_the_sound(tmp_path):
     assert np.array_equal(there.crop(there.clips[2], 4, 9)[0], store.crop(store.clips[2], 4, 9)[0])
 
 
-def test_a_crop_takes_well_under_a_millisecond(tmp_path):
+def test_a_crop_of_a_long_clip_reads_the_crop_alone(tmp_path):
+    """The clip takes 6 MB, and the crop 1 kB."""
     long = np.zeros(4 * 500_000, np.int16), np.zeros(500_000, np.float32)
     store = filled(tmp_path, long)
     store.crop(store.clips[0], 0, 80)
-    began = time.process_time()
-    for first in range(0, 400_000, 1000):
-        store.crop(store.clips[0], first, 80)
-    assert (time.process_time() - began) / 400 < 1e-3
+    tracemalloc.start()
+    try:
+        for first in range(0, 400_000, 1000):
+            store.crop(store.clips[0], first, 80)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100_000

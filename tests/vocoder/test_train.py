@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,7 @@ from tests.toy import quiet
 from tests.vae.test_recipe import assert_same
 from tests.vocoder.conftest import HOP, RATE_HZ, TINY, flags, hummed
 from tests.vocoder.test_recipe import largest_difference, sounds
+from tests.waiting import HANG_SECONDS, wait_until
 
 pytestmark = pytest.mark.usefixtures("flops_known")
 
@@ -137,10 +137,11 @@ def test_terminated_a_run_says_75_and_how_to_go_on(notes, tmp_path):
     words += [*flags(QUIET), "--output-dir", str(tmp_path / "run")]
     process = subprocess.Popen([sys.executable, "-m", "gputrain", *words], stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "run" / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and len(rows(tmp_path / "run")) >= 2):
-        time.sleep(0.05)
+    wait_until(
+        lambda: metrics.exists() and len(rows(tmp_path / "run")) >= 2, "two steps", lambda: process.poll() is not None
+    )
     process.send_signal(signal.SIGTERM)
-    _, printed = process.communicate(timeout=120)
+    _, printed = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 75, printed
     assert f"--config {tmp_path / 'run' / 'config.yaml'} --resume-from auto" in printed
     stopped = read_checkpoint(tmp_path / "run" / "checkpoint_last.pt")["progress"]["step"]

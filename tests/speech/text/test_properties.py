@@ -1,7 +1,7 @@
 """Properties of normalisation for arbitrary strings, in every language with rules."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gputrain.speech.text.frontend import frontend
@@ -15,7 +15,7 @@ TEXTS = st.text(st.one_of(st.sampled_from(ODD), st.characters()), max_size=40)
 def test_any_string_becomes_known_symbols_and_stays_so(language):
     reader = frontend(language)
 
-    @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=400)
     @given(TEXTS)
     def check(text):
         normalized = reader.normalize(text)
@@ -25,7 +25,7 @@ def test_any_string_becomes_known_symbols_and_stays_so(language):
     check()
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200)
 @given(TEXTS)
 def test_characters_know_the_texts_they_are_made_from(text):
     reader = frontend("characters", texts=[text])
@@ -34,7 +34,7 @@ def test_characters_know_the_texts_they_are_made_from(text):
     assert reader.normalize(normalized) == normalized
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200)
 @given(TEXTS)
 def test_sentences_lose_nothing_but_spaces(text):
     parts = frontend("uz").sentences(text * 20)

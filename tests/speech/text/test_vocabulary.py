@@ -38,7 +38,7 @@ def test_words(language, text, words):
     assert plain_words(words, language) == words
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(max_size=60), st.sampled_from(["uz", "ru", "en", "kk", "tr"]))
 def test_words_do_not_change_again(text, language):
     words = plain_words(text, language)
