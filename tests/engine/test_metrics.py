@@ -152,9 +152,9 @@ def test_the_time_passes_before_the_first_line():
 
 
 @pytest.mark.parametrize(("device", "rate"), [("cuda", "2 TFLOPS (50 % of peak)"), ("cpu", "2 TFLOPS")])
-def test_a_gpu_has_a_share_of_its_peak(tmp_path, device, rate, monkeypatch):
+def test_a_gpu_has_a_share_of_its_peak(tmp_path, device, rate, clock):
     """A CPU has none: its matrix products may be slower than its convolutions, and the share would exceed 100 %."""
-    clock, runtime = Clock(monkeypatch), replace(cpu_runtime(), device=torch.device(device))
+    runtime = replace(cpu_runtime(), device=torch.device(device))
     vars(runtime)["product_rate"] = 4e12
     console = Console(file=io.StringIO(), width=200, color_system=None)
     with Metrics(tmp_path, console, runtime, unit="images", first_step=0, last_step=1000) as written:
