@@ -6,7 +6,8 @@ The rates of the device are measured first: a large product, a large copy and, o
 Then each model's kernels are counted on shapes (planner/roofline.py), and real micro-batches are timed: forward and
 backward of every step group. Nothing is fitted. Needs diffusers and transformers for the models of others, whose
 architectures are built from configurations with random weights. On the CPU one thread computes, in fp32, and CPU time
-is counted. A GPU has sizes that keep it busy, in 16 bit, without and with compilation.
+is counted. A GPU has sizes that keep it busy, in the
+precision of a training, without and with compilation.
 Writes benchmarks/results/roofline_DEVICE.json after every row.
 """
 
@@ -137,11 +138,14 @@ def on_cuda() -> Iterator[Case]:
             yield Case(family, f"{size}, compiled", make, options, compiled=True)
 
 
-def our_row(case: Case, runtime: Runtime) -> Row:
-    settings, spec = case.make(**case.options, device=runtime.device.type, use_torch_compile=case.compiled)
+def our_row(case: Case, device: str) -> tuple[Row, Runtime]:
+    """Returns a row of one of our models, with the runtime of its training."""
+    settings, spec = case.make(**case.options, device=device, use_torch_compile=case.compiled, use_cuda_graphs=False)
+    runtime = apply(spec.decide(probe(), settings.hardware))
     target, items = spec.target(settings), settings.schedule.batch_size
     kernels = predict_step(target, runtime.plan, micro_batch_size=items).micro_batch
-    return Row(case.family, case.size, kernels, real_step(ResidentStep.of(target, runtime, False, items), items))
+    step = real_step(ResidentStep.of(target, runtime, False, items), items)
+    return Row(case.family, case.size, kernels, step), runtime
 
 
 def real_step(resident: ResidentStep, items: int) -> Callable[[], None]:
@@ -157,8 +161,9 @@ def real_step(resident: ResidentStep, items: int) -> Callable[[], None]:
     return step
 
 
-def other_row(case: Case, runtime: Runtime) -> Row:
-    """Returns a row of another project's model, by the planner of any torch model."""
+def other_row(case: Case, device: str) -> tuple[Row, Runtime]:
+    """Returns a row of another project's model, by the planner of any torch model, with its runtime."""
+    runtime = apply(plan_of(device))
     with runtime.device:
         model, loss, batch = case.make(**case.options)
     precision: Any = runtime.plan.precision.value
@@ -173,7 +178,7 @@ def other_row(case: Case, runtime: Runtime) -> Row:
             value = loss(model, real)
         value.backward()
 
-    return Row(case.family, case.size, found.micro_batch, step)
+    return Row(case.family, case.size, found.micro_batch, step), runtime
 
 
 def reconstruction(model: Any, images: Tensor) -> Tensor:
@@ -209,17 +214,16 @@ def rank_correlation(rows: list[dict[str, Any]]) -> float:
     return float(np.corrcoef(predicted, measured)[0, 1])
 
 
-def plan_of(device: Any, *, compiled: bool = False) -> Plan:
+def plan_of(device: Any) -> Plan:
     return decide(probe(), Hardware(device=device, mixed_precision=False if device == "cpu" else None,
-                                    use_torch_compile=compiled, use_cuda_graphs=False))  # fmt: skip
+                                    use_torch_compile=False, use_cuda_graphs=False))  # fmt: skip
 
 
 def row_of(case: Case, rates: DeviceRates, device: str, seconds: float) -> dict[str, Any]:
     """Returns the prediction and the measurement of a case, or the reason why it was not measured."""
-    runtime = apply(plan_of(device, compiled=case.compiled))
     found: dict[str, Any] = {"model": case.family, "size": case.size}
     try:
-        row = (our_row if case.ours else other_row)(case, runtime)
+        row, runtime = (our_row if case.ours else other_row)(case, device)
         measured = measured_seconds(row.micro_batch, runtime, seconds)
     except RuntimeError as error:
         if not is_out_of_memory(error):

@@ -1,0 +1,35 @@
+"""gputrain's commands within this process, and what a run folder tells of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from gputrain.cli.app import command_line
+from gputrain.engine.deadline import COMMAND_CLOCK
+from gputrain.errors import Stopped
+
+Row = dict[str, Any]
+
+
+def gputrain(*words: object) -> None:
+    """Runs a command as typed. Raises UserError and whatever else goes wrong; a run that was stopped early is none."""
+    COMMAND_CLOCK.start()
+    print("$ gputrain", *words, flush=True)
+    try:
+        command_line().main(args=[str(word) for word in words], prog_name="gputrain", standalone_mode=False)
+    except Stopped as stopped:
+        print(stopped.message)
+
+
+def rows_of(run: Path) -> list[Row]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def steps_of(run: Path) -> list[Row]:
+    """Returns the rows of metrics.jsonl that are of training steps."""
+    return [row for row in rows_of(run) if "learning_rate" in row]
+
+
+def settings_in_effect(run: Path) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads((run / "plan.json").read_text(encoding="utf-8"))["settings"]
+    return found
