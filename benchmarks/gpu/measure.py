@@ -389,6 +389,8 @@ def milliseconds(call: Callable[[], object], device: Any, repeats: int) -> float
 
 def memory_cell(name: str, context: Context) -> Figures:
     """Compares the predicted with the measured peak of a training that is planned for a smaller card."""
+    from gputrain.planner.resident import MeasuredPeak, metered, tensors_of
+
     limit_gb, training = CELLS[name]
     begin_predictions(context.device)
     plan, figures = prediction(name, context.device, limit_gb, False, True).result()
@@ -396,10 +398,14 @@ def memory_cell(name: str, context: Context) -> Figures:
     with planned(training, plan, context, **EAGER) as bench:
         if not context.smoke:
             bench.runtime.limit_memory(limit_gb)
-        for _ in range(1 if context.smoke else 2):  # cuDNN's search may use all memory.
-            bench.step()
-        found = timed(bench.step, bench.runtime.device, dataclasses.replace(context, smoke=True))
+        bench.step()  # The optimizer's state is allocated, and cuDNN's search may use all memory.
+        resident = tensors_of(bench.recipe, bench.recipe.prepare(bench.loaded, bench.steps))
+        peak = MeasuredPeak()
+        with metered(bench.runtime.device, peak, resident):
+            for _ in range(2):
+                bench.step()
         events = len(bench.state.events)
+    found: Figures = {"peak_gb": peak.allocated_gb, "reserved_gb": peak.reserved_gb, "retries": peak.retries}
     return {"limit_gb": limit_gb, **figures, **found, "out_of_memory": events, **beside({**figures, **found})}
 
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from gpu.data import data_folder
 from gputrain.bench.runner import NotMeasured, command_line, open_folder
@@ -33,6 +33,7 @@ from gputrain.errors import UserError, first_line
 
 Figures = dict[str, Any]
 STATES = {"ok": "ok", "failed": "FAILED", "cut off": "CUT OFF", "not run": "not run"}
+TRACEBACKS, PLACE = "tracebacks.txt", ".place"  # PLACE: where a part is when it is cut off, which the worker writes.
 SUMMARY = "summary"  # The figure that a line of the table shows, if a part has it.
 LEAST_SECONDS = 3.0  # With less time left, a part does not begin.
 GRACE_SECONDS = 10.0  # Time of a worker to end after its limit.
@@ -165,7 +166,7 @@ def main(subcommand: Subcommand) -> None:
     try:
         open_folder(options.output_dir)
         report.write()
-        (options.output_dir / "tracebacks.txt").touch()
+        (options.output_dir / TRACEBACKS).touch()
         subcommand.begin(options)
     except UserError as error:
         sys.exit(error.message)
@@ -177,7 +178,7 @@ def main(subcommand: Subcommand) -> None:
     ):
         report = supervise(report, [*sys.argv[1:], "--data", str(data)], began + options.seconds)
     last = subcommand.end(options)
-    print_tracebacks(options.output_dir / "tracebacks.txt", began)
+    print_tracebacks(options.output_dir / TRACEBACKS, began)
     print("\n" + report.table(time.time() - began) + (f"\n{last}" if last else ""), flush=True)
     sys.exit(any(one.state in ("failed", "cut off") for one in report.results))
 
@@ -200,21 +201,40 @@ def supervise(report: Report, words: Sequence[str], until: float) -> Report:
         report = Report.read(path)
         for one in report.results:
             if one.state == "running":
-                one.seconds = round(time.time() - one.began, 1)
-                is_late = one.seconds >= one.limit  # Its place has been written to tracebacks.txt.
-                one.state, one.reason = ("cut off", "") if is_late else ("failed", f"the process: {ending}")
+                end_of_worker(one, ending, path)
+        report.write()  # The next worker reads it.
         if not problem and len([one for one in report.results if one.state]) == begun:
             problem = f"no worker begins ({ending}): {_last_line(path.with_suffix('.log'))}"
     for one in report.results:
         if not one.state:
             one.state, one.reason = "not run", problem or "no time was left"
     report.write()
+    path.with_suffix(PLACE).unlink(missing_ok=True)
     return report
+
+
+def end_of_worker(result: Result, ending: str, path: Path) -> None:
+    """Notes what became of the part in which a worker has ended. At a limit, the worker has written where it was."""
+    result.seconds = round(time.time() - result.began, 1)
+    place = path.with_suffix(PLACE)
+    if result.seconds < result.limit:
+        result.state, result.reason = "failed", f"the process: {ending}"
+        return
+    result.state = "cut off"
+    if place.exists() and (text := place.read_text(encoding="utf-8", errors="replace")):
+        write_traceback(path, result.name, text)
+
+
+def write_traceback(path: Path, part: str, text: str) -> None:
+    with path.with_name(TRACEBACKS).open("a", encoding="utf-8") as file:
+        file.write(f"\n== {path.stem}: {part} at {time.time()}\n{text}")
 
 
 def run_worker(words: Sequence[str], log: Path, until: float) -> str:
     """Runs a worker. Returns how it ended; its children end with it."""
-    command = [sys.executable, "-m", f"gpu.{log.stem}", *words, "--until", str(until)]
+    module = sys.modules["__main__"].__spec__
+    assert module is not None  # The subcommands are run by `python -m`.
+    command = [sys.executable, "-m", module.name, *words, "--until", str(until)]
     reads, writes = os.pipe()  # It closes when this process ends, for whatever reason, and the worker ends too.
     with log.open("ab") as output:
         worker = subprocess.Popen(
@@ -272,15 +292,14 @@ def work(name: str, parts: Sequence[Part], options: argparse.Namespace) -> None:
     report = Report.read(options.output_dir / f"{name}.json")
     report.machine = machine_facts("cpu" if options.smoke else "cuda")
     by_name = {part.name: part for part in parts}
-    with (options.output_dir / "tracebacks.txt").open("a", encoding="utf-8") as tracebacks:
-        for result in report.results:
-            if not result.state:
-                run_part(by_name[result.name], result, report, options, tracebacks)
-                if result.state == "failed" and not options.smoke and context_is_broken():
-                    sys.exit(NEW_WORKER)
+    for result in report.results:
+        if not result.state:
+            run_part(by_name[result.name], result, report, options)
+            if result.state == "failed" and not options.smoke and context_is_broken():
+                sys.exit(NEW_WORKER)
 
 
-def run_part(part: Part, result: Result, report: Report, options: argparse.Namespace, tracebacks: TextIO) -> None:
+def run_part(part: Part, result: Result, report: Report, options: argparse.Namespace) -> None:
     """Runs a part within its limit. Past it, everything's place is written and this process ends."""
     began = time.time()
     slowly = 10 if options.smoke else 1  # A CPU that other tests use too.
@@ -302,9 +321,12 @@ def run_part(part: Part, result: Result, report: Report, options: argparse.Names
     result.state, result.began, result.limit = "running", began, limit
     print(f"\n== {part.name} (at most {limit:.0f} s)", flush=True)
     note({})
-    faulthandler.dump_traceback_later(limit, exit=True, file=tracebacks)
     try:
-        with tempfile.TemporaryDirectory(prefix="gputrain-") as scratch:
+        with contextlib.ExitStack() as stack:
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="gputrain-"))
+            place = stack.enter_context(report.path.with_suffix(PLACE).open("w", encoding="utf-8"))
+            faulthandler.dump_traceback_later(limit, exit=True, file=place)
+            stack.callback(faulthandler.cancel_dump_traceback_later)
             context = Context(options.smoke, Path(scratch), options.data, options.output_dir, note, began + limit)
             result.figures.update(part.ask(context))
             result.state = "ok"
@@ -312,10 +334,7 @@ def run_part(part: Part, result: Result, report: Report, options: argparse.Names
         result.state, result.reason = "not run", str(reason)
     except (Exception, SystemExit) as error:
         result.state, result.reason = "failed", f"{type(error).__name__}: {first_line(error)}"
-        tracebacks.write(f"\n== {report.path.stem}: {part.name} at {time.time()}\n{traceback.format_exc()}")
-        tracebacks.flush()
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+        write_traceback(report.path, part.name, traceback.format_exc())
     note({})
     clean_up()
 
