@@ -10,6 +10,9 @@
 # learn    held-out figures by time, of real trainings (at most 300 s)
 # prepare  data to carry to a machine without any, for alive and learn
 #
+# --only and --skip choose parts by what their names contain. Compiling keeps the processor busy and not the GPU, so that
+# `alive --only default compiled` can run beside `alive --skip default compiled`, with another output folder.
+#
 # Each prints one table last and writes JSON, a log and tracebacks to --output-dir, by default $OUT or gpu_results, while
 # it runs. Parts that find no time or lack a package are listed; one that fails leaves the others be, and the exit code is
 # 1. --smoke runs everything at a tiny size on the CPU. PYTHON names the interpreter; default: .venv's, else python3.

@@ -21,6 +21,7 @@ from PIL import Image
 
 from gputrain.bench import step_bench
 from gputrain.bench.runner import NotMeasured
+from gputrain.hw.plan import Setting
 from gputrain.planner.fake_runtime import FakeRuntime, on_fake_tensors
 from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.roofline import DeviceRates, StepTotals
@@ -343,6 +344,53 @@ def test_nothing_is_timed_before_compiling_and_capturing_are_over(monkeypatch):
     measure.warm_up(bench)
     assert len(steps) == 8
     assert not compiled
+
+
+@pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
+def test_a_training_is_measured_on_a_card(context, monkeypatch):
+    """Of times and memory, only the calls are tried: the card always tells the same."""
+    gpu = dataclasses.replace(context, smoke=False)
+    trained = dataclasses.replace(trainings.SMALL["vae"], values={**trainings.SMALL["vae"].values, "batch_size": 2})
+    monkeypatch.setattr(measure, "TRAININGS", {"small": trained})
+    monkeypatch.setattr(measure, "CELLS", {"small": (16, trained)})
+    monkeypatch.setattr(measure, "begin_predictions", lambda device: None)
+    monkeypatch.setattr(measure, "launches_of", lambda step, device: {"launches": 7})
+
+    def prediction(name, device, limit_gb, graphs, eager):
+        plan = trained.decide(trained.settings(device, use_cuda_graphs=graphs, use_torch_compile=not eager))
+        if limit_gb:
+            plan = dataclasses.replace(plan, memory_budget_gb=Setting(limit_gb, "of a smaller card"))
+        figures = {"micro_batch": 2, "predicted_seconds": 0.01, "predicted_gb": 0.5, "predicted_launches": 14}
+        return SimpleNamespace(result=lambda: (plan, figures))
+
+    monkeypatch.setattr(measure, "prediction", prediction)
+    for graphs in (False, True):
+        with fake_cuda(compiled=True), few_layers():
+            found = measure.step_of("small", graphs, gpu)
+        assert (found["seconds"], found["seconds_ratio"]) == (0.005, 2.0)
+        assert (found["peak_gb"], found["reserved_gb"], found["peak_gb_ratio"]) == (1.0, 1.25, 0.5)
+        assert (found["graphs"] > 0) == graphs
+        assert "7 launches (predicted 14)" in found["summary"]
+    with fake_cuda() as card, few_layers():
+        found = measure.memory_cell("small", gpu)
+        assert card.memory_fraction[0] == pytest.approx(16 / 80)
+    assert (found["peak_gb"], found["reserved_gb"], found["peak_gb_ratio"]) == (1.0, 1.25, 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
+def test_a_command_with_graphs_on_a_card(context, photographs, monkeypatch):
+    alive = importlib.import_module("gpu.alive")
+    small = ("--preset", "fast", "--channels", "16,16", "--image-size", 24, "--batch-size", 2, "--num-workers", 0)
+    monkeypatch.setitem(alive.TRAININGS, "vae", small)
+    context.data.mkdir()
+    shutil.copytree(photographs, context.data / "vae")
+    gpu = dataclasses.replace(context, smoke=False)
+    with fake_cuda(compiled=True), few_layers():
+        found = alive.train("vae", alive.GRAPHS, alive.GRAPH_STEPS, gpu)
+    assert (found["graphs"], found["precision"]) == (True, "bf16")
+    with fake_cuda(compiled=True), few_layers(), pytest.raises(AssertionError, match="nothing was captured"):
+        alive.train("vae", alive.GRAPHS, 3, dataclasses.replace(gpu, scratch=context.scratch / "few"))
 
 
 def test_launches_are_the_calls_that_start_work():

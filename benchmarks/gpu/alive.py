@@ -7,6 +7,7 @@ on a newer GPU), compiled, and with CUDA graphs. Beside them: losses and gradien
 that runs out, waits for the device in a step, the aligner, the allocator, and check-compatibility.
 """
 
+import logging
 import platform
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from gpu import checks
-from gpu.commands import gputrain, settings_in_effect, steps_of
+from gpu.commands import gputrain, log_of_package, plan_of, steps_of
 from gpu.data import KINDS
-from gpu.runner import Context, Figures, Part, Subcommand, main, warnings_of_package
+from gpu.runner import Context, Figures, Part, Subcommand, main
 from gpu.trainings import SMALL
 from gputrain.bench.runner import NotMeasured
 
@@ -39,7 +40,7 @@ MAYBE = (
     "pynvml",
     "psutil",
 )
-FEW = ("--log-freq", 1, "--warmup-steps", 2, "--save-samples-freq", STEPS, "--checkpoint-minutes", 0, "--no-calibrate")
+FEW = ("--log-freq", 1, "--warmup-steps", 2, "--save-samples-freq", STEPS, "--checkpoint-minutes", 0)
 TRAININGS: dict[str, tuple[object, ...]] = {
     "vae": ("--preset", "fast", "--channels", "32,64", "--image-size", 64, "--batch-size", 8,
             "--adversarial-weight", 0.1, "--discriminator-start", 2, "--discriminator-channels", 16),
@@ -82,18 +83,22 @@ def imports(context: Context) -> Figures:
 def train(kind: str, switches: tuple[object, ...], steps: int, context: Context) -> Figures:
     """Runs a train command. Returns its times and what it has warned of."""
     run = context.scratch / "run"
-    with warnings_of_package() as said:
+    with log_of_package() as records:
         gputrain(*training(kind, switches, context), "--output-dir", run, "--max-steps", steps)
     check_steps(run, steps)
-    made, settings = steps_of(run), settings_in_effect(run)
+    made, plan = steps_of(run), plan_of(run)
+    settings = plan["settings"]
     figures: Figures = {
         "seconds_a_step": made[-1]["speed/seconds_per_step"], "first_step": made[0]["speed/seconds_per_step"],
-        "peak_gb": made[-1].get("memory/peak_gb"), "precision": settings["precision"]["value"],
+        "peak_gb": made[-1].get("memory/peak_gb"),
+        "measured_to_predicted_gb": plan["measured"].get("ratio"), "precision": settings["precision"]["value"],
         "compiled": settings["compile"]["value"], "graphs": settings["cuda_graphs"]["value"],
-        "warnings": [line for line in said if " off" in line or "failed" in line or "out of memory" in line],
+        "warnings": [one.getMessage() for one in records if one.levelno >= logging.WARNING],
     }  # fmt: skip
     context.note(figures)
-    check_switches(settings, switches, said, context)
+    check_switches(settings, switches, [one.getMessage() for one in records], context)
+    if failures := [line for line in figures["warnings"] if "failed" in line or " are off" in line]:
+        raise AssertionError("; ".join(failures))
     if not (run / "samples").is_dir() or not any((run / "samples").iterdir()):
         raise AssertionError("there are no samples")
     if not (run / "report.html").is_file():
@@ -103,7 +108,7 @@ def train(kind: str, switches: tuple[object, ...], steps: int, context: Context)
 
 def train_and_resume(kind: str, context: Context) -> Figures:
     """Runs a train command kernel by kernel, and resumes it from its checkpoint."""
-    switches = (*EAGER, "--no-plan")
+    switches = (*EAGER, "--no-plan", "--num-workers", 0)
     figures, run = train(kind, switches, STEPS, context), context.scratch / "run"
     words = training(kind, switches, context)
     gputrain(*words, "--output-dir", run, "--max-steps", RESUMED_STEPS, "--resume-from", "auto")

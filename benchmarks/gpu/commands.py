@@ -1,6 +1,9 @@
 """gputrain's commands within this process, and what a run folder tells of them."""
 
 import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,21 @@ def gputrain(*words: object) -> None:
         print(stopped.message)
 
 
+@contextmanager
+def log_of_package() -> Iterator[list[logging.LogRecord]]:
+    """Gathers what the package logs within."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    log = logging.getLogger("gputrain")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield records
+    finally:
+        log.removeHandler(handler)
+
+
 def rows_of(run: Path) -> list[Row]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
@@ -30,6 +48,7 @@ def steps_of(run: Path) -> list[Row]:
     return [row for row in rows_of(run) if "learning_rate" in row]
 
 
-def settings_in_effect(run: Path) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = json.loads((run / "plan.json").read_text(encoding="utf-8"))["settings"]
+def plan_of(run: Path) -> dict[str, Any]:
+    """Returns plan.json: the settings in effect at the end, and the measured peak beside the predicted one."""
+    found: dict[str, Any] = json.loads((run / "plan.json").read_text(encoding="utf-8"))
     return found

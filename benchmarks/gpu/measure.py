@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import importlib
 import io
+import itertools
 import math
 import os
 import sys
@@ -104,17 +105,13 @@ def predict(training: Training, settings: Any, plan: Plan, budget: MemoryBudget)
 
 @cache
 def predictors() -> ProcessPoolExecutor:
-    """Returns the processes that predict beside the measurements, which see no GPU."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    """Returns the processes that predict beside the measurements."""
+    processes = min(PREDICTORS, max(1, (os.cpu_count() or 2) // 2))
+    return ProcessPoolExecutor(processes, get_context("spawn"), initializer=hide_gpu)
+
+
+def hide_gpu() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    pool = ProcessPoolExecutor(min(PREDICTORS, max(1, (os.cpu_count() or 2) // 2)), get_context("spawn"))
-    for _ in range(PREDICTORS):
-        pool.submit(os.getpid)  # They start now.
-    if visible is None:
-        del os.environ["CUDA_VISIBLE_DEVICES"]
-    else:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible
-    return pool
 
 
 @cache
@@ -164,9 +161,10 @@ def begin_predictions(device: str) -> None:
 
 def step_of(name: str, graphs: bool, context: Context) -> Figures:
     """Measures a training: seconds, memory and launches of a step, beside their predictions."""
-    begin_predictions(context.device)
     notes: Figures = {}
-    plan, figures = prediction(name, context.device, 0.0, graphs, False).result()
+    needed = prediction(name, context.device, 0.0, graphs, False)  # It comes before the others.
+    begin_predictions(context.device)
+    plan, figures = needed.result()
     context.note(figures)
     training = named(name) if not context.smoke else smoke_size(named(name))
     if training.kind in ("vocoder", "tts") and not graphs:  # Figures within seconds, in case that compiling takes long.
@@ -214,7 +212,10 @@ def planned(training: Training, plan: Plan, context: Context, **changes: Any) ->
     from gputrain.hw.runtime import apply
 
     settings = training.settings(context.device, **changes)
-    with training.begun(settings, apply(plan)) as bench:
+    runtime = apply(plan)
+    if plan.memory_budget_gb and float(plan.memory_budget_gb.value):
+        runtime.limit_memory(float(plan.memory_budget_gb.value))
+    with training.begun(settings, runtime) as bench:
         yield bench
 
 
@@ -310,7 +311,7 @@ def beside_diffusers(context: Context) -> Figures:
     versus = importlib.import_module("vae_vs_diffusers")
     size, batch, channels = (32, 1, (32, 32)) if context.smoke else (512, 8, ())
     options = argparse.Namespace(
-        preset="flux", channels=channels, batch_size=batch, largest=not context.smoke, sides=["stock", "ours"],
+        preset="flux", channels=channels, batch_size=batch, largest=False, sides=["stock", "ours"],
         rounds=1 if context.smoke else 7, minutes=0.2, device=context.device, precision=None, channels_last=None,
         compile=None,
     )  # fmt: skip
@@ -333,33 +334,38 @@ def depthwise(context: Context) -> Figures:
     channels before or behind positions in memory, compiled or not, and by cuDNN or by torch's own kernels."""
     import torch
 
-    from gputrain.vocoder.discriminators import PeriodBlock
-
-    device = torch.device(context.device)
+    sizes = ((2, 16, 32),) if context.smoke else TOKENS
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     figures: Figures = {}
     slower: list[str] = []
-    for batch, length, width in ((2, 16, 32),) if context.smoke else TOKENS:
-        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-        for name, dtype in list(dtypes.items())[: 2 if context.smoke else 3]:
-            row: dict[str, float] = {}
-            for form, (by_rows, compiled) in FORMS.items():
-                torch.manual_seed(0)
-                block = PeriodBlock(width, 11, width).to(device)
-                block.by_rows = by_rows
-                x_NLC = torch.randn(batch, length, width, device=device, requires_grad=True)
-                function = torch.compile(block) if compiled and not context.smoke else block
-                call = partial(forward_and_backward, function, x_NLC, dtype)
-                for kernels in ("cuDNN", "native"):
-                    with torch.backends.cudnn.flags(enabled=kernels == "cuDNN", benchmark=True, allow_tf32=True):
-                        row[f"{form}, {kernels}"] = round(milliseconds(call, device, 2 if context.smoke else 20), 4)
-            size = f"{batch} x {length} x {width} {name}"
-            figures[size] = row
-            slower += [
-                f"{size}, {form}: {row[f'{form}, cuDNN'] / row[f'{form}, native']:.1f}x"
-                for form in FORMS if row[f"{form}, cuDNN"] > 1.1 * row[f"{form}, native"]
-            ]  # fmt: skip
-            context.note(figures)
-    return {**figures, "slower_by_cudnn": "; ".join(slower) or "none"}
+    for form in FORMS:  # What compiles comes last.
+        for size, name in itertools.product(sizes, list(dtypes)[: 2 if context.smoke else 3]):
+            row = block_milliseconds(form, size, dtypes[name], context)
+            figures[f"{' x '.join(map(str, size))} {name}, {form}"] = row
+            if row["cuDNN"] > 1.1 * row["native"]:
+                slower.append(f"{size[-1]} {name}, {form}: {row['cuDNN'] / row['native']:.1f}x")
+            context.note({**figures, SUMMARY: f"slower by cuDNN: {'; '.join(slower) or 'none'}"})
+    return figures
+
+
+def block_milliseconds(form: str, size: tuple[int, int, int], dtype: Any, context: Context) -> dict[str, float]:
+    """Returns the time of a block by cuDNN and by torch's own kernels."""
+    import torch
+
+    from gputrain.vocoder.discriminators import PeriodBlock
+
+    device, (by_rows, compiled) = torch.device(context.device), FORMS[form]
+    torch.manual_seed(0)
+    block = PeriodBlock(size[-1], 11, size[-1]).to(device)
+    block.by_rows = by_rows
+    x_NLC = torch.randn(*size, device=device, requires_grad=True)
+    function = torch.compile(block) if compiled and not context.smoke else block
+    call = partial(forward_and_backward, function, x_NLC, dtype)
+    row: dict[str, float] = {}
+    for kernels in ("cuDNN", "native"):
+        with torch.backends.cudnn.flags(enabled=kernels == "cuDNN", benchmark=True, allow_tf32=True):
+            row[kernels] = round(milliseconds(call, device, 2 if context.smoke else 20), 4)
+    return row
 
 
 def forward_and_backward(function: Callable[..., Any], x: Any, dtype: Any) -> None:
@@ -389,21 +395,24 @@ def milliseconds(call: Callable[[], object], device: Any, repeats: int) -> float
 
 def memory_cell(name: str, context: Context) -> Figures:
     """Compares the predicted with the measured peak of a training that is planned for a smaller card."""
-    from gputrain.planner.resident import MeasuredPeak, metered, tensors_of
+    from gputrain.engine.memory_check import MeasuredPeak, allocator_peak
+    from gputrain.hw.runtime import release_memory
+    from gputrain.planner.resident import tensors_of, watched_peak
 
     limit_gb, training = CELLS[name]
+    needed = prediction(name, context.device, limit_gb, False, True)
     begin_predictions(context.device)
-    plan, figures = prediction(name, context.device, limit_gb, False, True).result()
+    plan, figures = needed.result()
     training = smoke_size(training) if context.smoke else training
     with planned(training, plan, context, **EAGER) as bench:
-        if not context.smoke:
-            bench.runtime.limit_memory(limit_gb)
         bench.step()  # The optimizer's state is allocated, and cuDNN's search may use all memory.
         resident = tensors_of(bench.recipe, bench.recipe.prepare(bench.loaded, bench.steps))
-        peak = MeasuredPeak()
-        with metered(bench.runtime.device, peak, resident):
+        peak, device = MeasuredPeak(), bench.runtime.device
+        release_memory()  # Of cuDNN's search and of the first step.
+        with watched_peak(peak, resident) if context.smoke else allocator_peak(device, peak):
             for _ in range(2):
                 bench.step()
+            synchronize(device)
         events = len(bench.state.events)
     found: Figures = {"peak_gb": peak.allocated_gb, "reserved_gb": peak.reserved_gb, "retries": peak.retries}
     return {"limit_gb": limit_gb, **figures, **found, "out_of_memory": events, **beside({**figures, **found})}
@@ -469,7 +478,7 @@ def parts(smoke: bool) -> Sequence[Part]:
         *first[:4],
         diffusers,
         *first[4:],
-        Part("depthwise", 30, depthwise),
+        Part("depthwise", 60, depthwise),
         *graphed,
         *cells,
         Part("rates", 15, rates),

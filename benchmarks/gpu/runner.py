@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -148,6 +148,7 @@ def main(subcommand: Subcommand) -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU, to see that the parts work")
     parser.add_argument("--data", type=Path, default=Path(".gpu_data"), help="folder that `gpu.sh prepare` has made")
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="parts whose names contain one of these")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="PART", help="parts whose names contain none of these")
     parser.add_argument("--cache", type=Path, help="folder with the compiled code that an earlier `measure` has saved")
     parser.add_argument("--until", type=float, default=0.0, help=argparse.SUPPRESS)  # This process is a worker.
     options = parser.parse_args()
@@ -158,6 +159,7 @@ def main(subcommand: Subcommand) -> None:
             parser.error(f"no part is called {' or '.join(options.only)}")
     elif options.smoke:
         chosen = [part for part in chosen if part.in_smoke]
+    chosen = [part for part in chosen if not any(words in part.name for words in options.skip)]
     if options.until:
         work(subcommand.name, chosen, options)
         return
@@ -297,6 +299,8 @@ def work(name: str, parts: Sequence[Part], options: argparse.Namespace) -> None:
             run_part(by_name[result.name], result, report, options)
             if result.state == "failed" and not options.smoke and context_is_broken():
                 sys.exit(NEW_WORKER)
+    sys.stdout.flush()
+    os._exit(0)  # Without waiting for processes that a part has left, such as those that predict.
 
 
 def run_part(part: Part, result: Result, report: Report, options: argparse.Namespace) -> None:
@@ -377,18 +381,3 @@ def end_with_supervisor() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
-
-
-@contextlib.contextmanager
-def warnings_of_package() -> Iterator[list[str]]:
-    """Gathers what the package logs within, at any level."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("gputrain")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        log.removeHandler(handler)
