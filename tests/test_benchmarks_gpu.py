@@ -277,6 +277,7 @@ def test_steps_of_the_vae_on_a_card_wait_only_where_a_graph_is_captured(graphs, 
     assert found["steps"] >= 6
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
 def test_a_wait_in_a_step_on_a_card_is_found(context, monkeypatch):
     from gputrain.vae.recipe import VaeRecipe
@@ -292,6 +293,7 @@ def test_a_wait_in_a_step_on_a_card_is_found(context, monkeypatch):
         checks.no_waits("vae", False, dataclasses.replace(context, smoke=False))
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_is_survived_and_a_wrong_split_is_not(context, monkeypatch):
     found = checks.out_of_memory("vae", context)
     assert found["micro_batch"] == "2 of 8"
@@ -346,6 +348,7 @@ def test_nothing_is_timed_before_compiling_and_capturing_are_over(monkeypatch):
     assert not compiled
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
 def test_a_training_is_measured_on_a_card(context, monkeypatch):
     """Of times and memory, only the calls are tried: the card always tells the same."""
@@ -460,6 +463,20 @@ def test_data_are_prepared_from_a_folder_of_photographs(photographs, tmp_path, m
     assert len(pictures) == len(list(photographs.iterdir()))
     assert max(Image.open(path).size[0] for path in pictures) <= 400
     assert data.prepare(tmp_path / "made", tmp_path / "source") == {}
+
+
+def test_recordings_are_copied_with_their_transcripts(tmp_path, monkeypatch):
+    speech = tmp_path / "speech"
+    (speech / "wavs").mkdir(parents=True)
+    for name in "abcd":
+        (speech / "wavs" / f"{name}.wav").write_bytes(bytes(100))
+    (speech / "metadata.csv").write_text("a|One.\nb|Two.\nc|Three.\n")
+    monkeypatch.setattr(data, "MOST_BYTES", {"tts": 200, "vocoder": 400})
+    assert data.copy_speech("tts", speech, tmp_path / "to") == ["--kind", "tts", "--language", "en"]
+    assert sorted(path.name for path in (tmp_path / "to" / "wavs").iterdir()) == ["a.wav", "c.wav"]
+    assert (tmp_path / "to" / "metadata.csv").read_text() == "a|One.\nc|Three.\n"
+    assert data.copy_speech("vocoder", speech, tmp_path / "sound")[:2] == ["--kind", "vocoder"]
+    assert not (tmp_path / "sound" / "metadata.csv").exists()
 
 
 def test_files_are_copied_evenly_as_far_as_there_is_room(tmp_path):

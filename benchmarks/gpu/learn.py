@@ -22,7 +22,8 @@ LEAST_SECONDS = 20  # With less time left, a training would say nothing.
 EVALUATIONS = {"vae": "eval/psnr_db", "vocoder": "eval/mel_distance", "tts": "eval/mel_distance"}
 OPTIONS = (
     "--no-use-torch-compile", "--no-plan", "--no-report", "--log-freq", 10, "--save-samples-freq", 0,
-    "--checkpoint-minutes", 0, "--evaluate-freq", 0, "--checkpoint-steps", 0, "--ema-decay", 0.99,
+    "--checkpoint-minutes", 0, "--evaluate-freq", 0, "--checkpoint-steps", 0, "--permanent-start", 0,
+    "--warmup-steps", 20, "--ema-decay", 0.99,
 )  # fmt: skip
 TRAININGS: dict[str, tuple[str, tuple[object, ...], int]] = {  # The kind, its options, and steps between evaluations.
     "flux 256 px, random start": ("vae", ("--preset", "flux", "--image-size", 256, "--batch-size", 16,
