@@ -34,5 +34,6 @@ images:  ## make the pictures of docs/images again; needs tmux and Chromium
 bench:  ## compare with diffusers on this machine; results go to benchmarks/results
 	$(PY) benchmarks/vae_vs_diffusers.py
 
-gpu:  ## all measurements that need a GPU, in ten minutes; results go to benchmarks/results
-	PYTHON=$(PY) benchmarks/gpu.sh
+gpu:  ## whether everything works on this machine's GPU, and its measurements, in eight minutes; results go to gpu_results
+	PYTHON=$(PY) benchmarks/gpu.sh alive
+	PYTHON=$(PY) benchmarks/gpu.sh measure

@@ -21,6 +21,7 @@ Writes benchmarks/results/precision_DEVICE.json and prints a table.
 import argparse
 import dataclasses
 import functools
+import importlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,10 +29,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 from typing import Any
 
-import gpu_check
 import numpy as np
 import torch
-import voice_check
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -72,6 +71,11 @@ LOW = (torch.bfloat16, torch.float16)
 FIRST_SCALE = 65536.0
 WORST = 8  # number of layers and of weights that the results name
 NOTABLE = 0.01  # share of the norm of a phase's gradient below which the gradient of a weight is not named
+recipes: Any = importlib.import_module("gputrain.tts.recipe")  # Its search is replaced in `aligned_as`.
+NARROW: dict[str, int] = {  # Sizes of a small voice.
+    "hidden_channels": 32, "latent_channels": 32, "encoder_filter_channels": 64, "encoder_layers": 2,
+    "posterior_layers": 4, "upsample_initial_channel": 64,
+}  # fmt: skip
 Weights = dict[str, dict[str, Tensor]]  # state dict of each module of a recipe
 
 
@@ -86,6 +90,24 @@ class Case:
     learning_rate: float = 5e-4
     output: int = 0  # which ChainGradients of a step starts at the output of the model
     around: Callable[[], AbstractContextManager[object]] = nullcontext  # context of the steps that are compared
+
+
+class Tf32Products(TorchDispatchMode):
+    """Computes the products of fp32 tensors from inputs that are rounded to the 10 bits of TF32's mantissa."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        named = named or {}
+        if function in PRODUCTS:
+            arguments, named = tree_map_only(Tensor, to_tf32, (arguments, named))
+        return function(*arguments, **named)
+
+
+def to_tf32(x: Tensor) -> Tensor:
+    if x.dtype != torch.float32:
+        return x
+    return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
 class ExactProducts(TorchDispatchMode):
@@ -103,28 +125,45 @@ class ExactProducts(TorchDispatchMode):
         return tree_map_only(Tensor, lambda x: x.to(low[0]) if x.dtype == torch.float32 else x, result)
 
 
+class AutocastOfCuda(FunctionsOf):
+    """The functions that CUDA's autocast computes in fp32. CTC keeps its values, which a plan does without."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(function, "__name__", "") == "ctc_loss":
+            return function(*arguments, **(named or {}))
+        return super().__torch_function__(function, types, arguments, named)
+
+
+@dataclasses.dataclass
 class Emulated(Runtime):
-    """The CPU, computing as a GPU would under autocast."""
+    """The CPU, computing as a GPU would under autocast, or with TF32."""
+
+    tf32: bool = False
 
     def autocast(self) -> AbstractContextManager[object]:
         stack = ExitStack()
         if self.dtype in LOW:
-            stack.enter_context(FunctionsOf("cuda"))
+            stack.enter_context(AutocastOfCuda("cuda"))
             stack.enter_context(super().autocast())
             stack.enter_context(ExactProducts())
+        elif self.tf32:
+            stack.enter_context(Tf32Products())
         return stack
 
 
 def runtime_of(precision: str) -> Emulated:
-    """Returns a runtime for bf16, fp16 or fp32; float64 is computed as fp32, whose autocast does nothing."""
+    """Returns a runtime for bf16, fp16, tf32 or fp32; float64 is computed as fp32, whose autocast does nothing."""
     plan = decide(Machine(system="", cpu_cores=1), Hardware(device="cpu"))
-    dtype = torch.float32 if precision == "float64" else DTYPES[precision]
-    return Emulated(plan, torch.device("cpu"), dtype, torch.contiguous_format)
+    dtype = DTYPES.get(precision, torch.float32)
+    return Emulated(plan, torch.device("cpu"), dtype, torch.contiguous_format, tf32=precision == "tf32")
 
 
 def begin_training(recipe: Any, runtime: Runtime, scale: float = 1.0) -> TrainState:
     names = [phase.name for phase in phases_of(recipe)]
-    return TrainState(recipe, runtime, 0.0, dict.fromkeys(names, 64), {name: LossScale(scale) for name in names})
+    scales = {name: LossScale(scale).to(runtime.device) for name in names}
+    return TrainState(recipe, runtime, 0.0, dict.fromkeys(names, 64), scales)
 
 
 def train(case: Case) -> Weights:
@@ -143,38 +182,47 @@ def train(case: Case) -> Weights:
 
 @dataclasses.dataclass
 class Step:
-    """The outputs of each layer, call after call, and the gradient of each weight by phase."""
+    """The outputs of each layer, call after call, the gradient of each weight by phase, and the losses."""
 
     layers: dict[str, list[Tensor]]
     gradients: dict[str, dict[str, Tensor]]
     outputs: list[Sequence[Tensor]]  # tensors of each ChainGradients
     arriving: list[Sequence[Tensor]]  # gradients of the losses at these
     scale: float
+    losses: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-def make_step(case: Case, weights: Weights, precision: str, arriving: Sequence[Sequence[Tensor]] = ()) -> Step:
-    """Computes the gradients of one step. Gradients `arriving` at the outputs replace those of the step's own losses.
+def make_step(
+    case: Case, weights: Weights, precision: str, arriving: Sequence[Sequence[Tensor]] = (),
+    runtime: Runtime | None = None,
+) -> Step:  # fmt: skip
+    """Computes the gradients of one step, by default on the CPU as a GPU would. Gradients `arriving` at the outputs
+    replace those of the step's own losses. On another `runtime`, the outputs of layers are not recorded.
 
     Raises RuntimeError if gradients overflow at any loss scale.
     """
-    runtime = runtime_of(precision)
-    recipe = case.begin(runtime)
+    records, runtime = runtime is None, runtime or runtime_of(precision)
+    recipe, on_cpu = case.begin(runtime), runtime_of("fp32")
     for name, module in recipe.modules.items():
         module.load_state_dict(weights[name])
-    batch = recipe.prepare(case.batches()[-1], case.steps)  # in fp32 on every side, for the same random numbers
+    # Drawn in fp32 on the CPU for every side, for the same random numbers.
+    batch = case.begin(on_cpu).prepare(case.batches()[-1], case.steps)
     if precision == "float64":
         for module in recipe.modules.values():
             module.double()
         fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
         values = tree_map_only(Tensor, lambda x: x.double() if x.dtype == torch.float32 else x, fields)
         batch = type(batch)(**values)
+    if runtime.device.type != "cpu":
+        fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+        batch = type(batch)(**tree_map_only(Tensor, lambda x: x.to(runtime.device), fields))
     scale = FIRST_SCALE if precision == "fp16" else 1.0
     groups = list(recipe.step_groups)
     while scale >= 1:
         step = Step({}, {}, [], [], scale)
         recipe.step_groups = [recording(group, step, arriving) for group in groups]
-        with case.around(), recorded(recipe.modules, step.layers):
-            step.gradients = gradients_of(recipe, runtime, batch, scale, case.steps)
+        with case.around(), recorded(recipe.modules, step.layers) if records else nullcontext():
+            step.gradients, step.losses = gradients_of(recipe, runtime, batch, scale, case.steps)
         if all(gradient.isfinite().all() for each in step.gradients.values() for gradient in each.values()):
             return step
         scale /= 8
@@ -188,28 +236,32 @@ def recording(group: StepGroup, step: Step, arriving: Sequence[Sequence[Tensor]]
     def terms(batch: Any, number: int) -> Iterator[Any]:
         for term in loss(batch, number):
             if isinstance(term, ChainGradients):
-                step.outputs.append([tensor.detach().double() for tensor in term.tensors])
-                step.arriving.append([gradient.double() / step.scale for gradient in term.gradients])
+                step.outputs.append([tensor.detach().cpu().double() for tensor in term.tensors])
+                step.arriving.append([gradient.cpu().double() / step.scale for gradient in term.gradients])
                 if arriving:
                     given = zip(arriving[len(step.arriving) - 1], term.gradients, strict=True)
-                    gradients = tuple((exact * step.scale).to(own.dtype) for exact, own in given)
+                    gradients = tuple((exact * step.scale).to(own) for exact, own in given)
                     term = dataclasses.replace(term, gradients=gradients)
             yield term
 
     return dataclasses.replace(group, loss=terms)
 
 
-def gradients_of(recipe: Any, runtime: Runtime, batch: Any, scale: float, step: int) -> dict[str, dict[str, Tensor]]:
-    """Returns the unscaled gradients of every phase, by the names of the weights."""
+def gradients_of(
+    recipe: Any, runtime: Runtime, batch: Any, scale: float, step: int
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, float]]:
+    """Returns the unscaled gradients of every phase, by the names of the weights, and the losses."""
     state = begin_training(recipe, runtime, scale)
     found: dict[str, dict[str, Tensor]] = {}
+    losses: dict[str, float] = {}
     for group in recipe.step_groups:
-        accumulate(state, group, batch, step)
+        sums = accumulate(state, group, batch, step)
         for phase in group.phases:
+            losses |= {f"{phase.name}/{name}": value.item() for name, value in sums[phase.name].losses.items()}
             named = [pair for module in phase.modules for pair in module.named_parameters()]
-            found[phase.name] = {name: p.grad.double() / scale for name, p in named if p.grad is not None}
+            found[phase.name] = {name: p.grad.cpu().double() / scale for name, p in named if p.grad is not None}
             phase.optimizer.zero_grad()
-    return found
+    return found, losses
 
 
 @contextmanager
@@ -309,9 +361,15 @@ def vae(preset: str, *, channels: Sequence[int], pixels: int = 64, items: int = 
     return Case(
         f"{items} images of {pixels} x {pixels}, channels {', '.join(map(str, channels))}",
         lambda runtime: VaeRecipe(settings, runtime, held_out=[]),
-        functools.cache(lambda: gpu_check.pictures(settings).split(items)),
+        functools.cache(lambda: pictures(items * count, pixels).split(items)),
         steps,
     )
+
+
+def pictures(count: int, pixels: int) -> Tensor:
+    """Returns smooth random pictures, (B, C, H, W) in uint8."""
+    coarse_BChw = torch.rand(count, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    return (255 * nn.functional.interpolate(coarse_BChw, size=pixels, mode="bilinear")).byte()
 
 
 VOCODERS: dict[str, dict[str, Any]] = {
@@ -372,7 +430,7 @@ def voice(preset: str, *, steps: int = 30, decoder_channels: int = 128, **sizes:
     speech = size_of(PlannedSpeech(), 1.0)
     architecture = dataclasses.replace(
         architecture_for(settings, speech),
-        **{**voice_check.NARROW, "upsample_initial_channel": decoder_channels, **sizes},
+        **{**NARROW, "upsample_initial_channel": decoder_channels, **sizes},
     )
 
     alignment: list[Tensor] = []  # as found by the float64 step
@@ -389,8 +447,26 @@ def voice(preset: str, *, steps: int = 30, decoder_channels: int = 128, **sizes:
         functools.cache(lambda: spoken_batches(architecture.mel, min(16, steps + 1))),
         steps,
         output=1,
-        around=lambda: voice_check.aligned_as(alignment),
+        around=lambda: aligned_as(alignment),
     )
+
+
+@contextmanager
+def aligned_as(alignment: list[Tensor]) -> Iterator[None]:
+    """Within this context, the first step stores its alignment in the empty list, and the others use it: rounding
+    errors can change the choice of a path."""
+    found = recipes.search
+
+    def search(scores_BTS: Tensor, symbols_B: Tensor, frames_B: Tensor) -> Tensor:
+        if not alignment:
+            alignment.append(found(scores_BTS, symbols_B, frames_B).cpu())
+        return alignment[0].to(scores_BTS.device)
+
+    recipes.search = search
+    try:
+        yield
+    finally:
+        recipes.search = found
 
 
 def spoken_batches(mel: Any, count: int) -> list[list[ClipBatch]]:

@@ -1,20 +1,20 @@
-"""Predicted and measured time of a micro-batch: our models and two of other projects, at several sizes, on this device.
+"""Predicted and measured time of a micro-batch on the CPU: our models and two of other projects, at several sizes.
 
-    python -m benchmarks.roofline_check [--device cpu|cuda] [--seconds 3] [--output-dir benchmarks/results]
+    python -m benchmarks.roofline_check [--seconds 3] [--output-dir benchmarks/results]
 
-The rates of the device are measured first: a large product, a large copy and, on the CPU, the time of a small operator.
-Then each model's kernels are counted on shapes (planner/roofline.py), and real micro-batches are timed: forward and
-backward of every step group. Nothing is fitted. Needs diffusers and transformers for the models of others, whose
-architectures are built from configurations with random weights. On the CPU one thread computes, in fp32, and CPU time
-is counted. A GPU has sizes that keep it busy, in 16 bit, without and with compilation.
-Writes benchmarks/results/roofline_DEVICE.json after every row.
+The rates of the CPU are measured first: a large product, a large copy, and the time of a small operator. Then each
+model's kernels are counted on shapes (planner/roofline.py), and real micro-batches are timed: forward and backward of
+every step group, with the plan of a training. Nothing is fitted. Needs diffusers and transformers for the models of
+others, whose architectures are built from configurations with random weights. One thread computes, in fp32, and CPU
+time is counted. Of a GPU, `gpu.sh measure` does the same with whole steps. Writes
+benchmarks/results/roofline_DEVICE.json after every row.
 """
 
 import argparse
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from gputrain.planner.predict import predict_training_memory
 from gputrain.planner.resident import ResidentStep, allocate_gradients
 from gputrain.planner.roofline import DeviceRates, KernelCost, StepTotals, busy_seconds
 from gputrain.planner.step_memory import predict_step
-from tests.planner.step_counts import of_recogniser, of_shipped, of_vae, of_vocoder, of_voice
+from tests.planner.step_counts import of_recogniser, of_vae, of_vocoder, of_voice
 
 
 class Row(NamedTuple):
@@ -51,13 +51,11 @@ class Case(NamedTuple):
     make: Callable[..., Any]
     options: dict[str, Any]
     ours: bool = True
-    compiled: bool = False
 
 
 SMALL_VAE = {"preset": "fast", "channels": "32,64,64"}
-SMALL_STOCK, STOCK = (32, 64, 64), (128, 256, 512, 512)
+SMALL_STOCK = (32, 64, 64)
 SMALL_W2V = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 1024}
-XLS_R = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
 
 
 def of_stock(channels: Sequence[int], size: int, batch: int) -> tuple[nn.Module, Callable[[Any, Any], Tensor], Tensor]:
@@ -102,46 +100,14 @@ ON_CPU = [
 ]  # fmt: skip
 
 
-def on_cuda() -> Iterator[Case]:
-    """Yields every model at a size whose kernels take longer than their launches, some of ours compiled, then every
-    model at a smaller size."""
-    ours: dict[str, dict[str, tuple[Callable[..., Any], dict[str, Any]]]] = {
-        "vae": {
-            f"flux {size} px x {batch}": (of_vae, {"preset": "flux", "image_size": size, "batch_size": batch})
-            for size, batch in ((512, 4), (256, 4))
-        },
-        "vocoder": {
-            f"base_hifi, 48 frames x {batch}": (of_shipped, {"name": "base_hifi_gpu", "batch_size": batch})
-            for batch in (16, 8)
-        },
-        "voice": {
-            f"high {seconds} s x {batch}": (of_voice, {"preset": "high", "batch_size": batch, "clip_seconds": seconds})
-            for seconds, batch in ((4.7, 64), (4.7, 16))
-        },
-        "recogniser": {
-            f"XLS-R 300M 8 s x {batch}": (of_recogniser, {"preset": "xls-r-300m", "batch_size": batch})
-            for batch in (8, 4)
-        },
-    }
-    for rank in (0, 1):
-        for family, sizes in ours.items():
-            size, (make, options) = list(sizes.items())[rank]
-            yield Case(family, size, make, options)
-        pixels, clips = (512, 256)[rank], (8, 4)[rank]
-        stock = {"channels": STOCK, "size": pixels, "batch": 4}
-        yield Case("diffusers AutoencoderKL", f"{pixels} px x 4", of_stock, stock, ours=False)
-        waves = {"sizes": XLS_R, "seconds": 8, "batch": clips}
-        yield Case("transformers Wav2Vec2", f"300M 8 s x {clips}", of_wav2vec2, waves, ours=False)
-        for family in ("vae", "vocoder", "voice") if rank == 0 else ():
-            size, (make, options) = next(iter(ours[family].items()))
-            yield Case(family, f"{size}, compiled", make, options, compiled=True)
-
-
-def our_row(case: Case, runtime: Runtime) -> Row:
-    settings, spec = case.make(**case.options, device=runtime.device.type, use_torch_compile=case.compiled)
+def our_row(case: Case) -> tuple[Row, Runtime]:
+    """Returns a row of one of our models, with the runtime of its training."""
+    settings, spec = case.make(**case.options, device="cpu")
+    runtime = apply(spec.decide(probe(), settings.hardware))
     target, items = spec.target(settings), settings.schedule.batch_size
     kernels = predict_step(target, runtime.plan, micro_batch_size=items).micro_batch
-    return Row(case.family, case.size, kernels, real_step(ResidentStep.of(target, runtime, False, items), items))
+    step = real_step(ResidentStep.of(target, runtime, False, items), items)
+    return Row(case.family, case.size, kernels, step), runtime
 
 
 def real_step(resident: ResidentStep, items: int) -> Callable[[], None]:
@@ -157,8 +123,9 @@ def real_step(resident: ResidentStep, items: int) -> Callable[[], None]:
     return step
 
 
-def other_row(case: Case, runtime: Runtime) -> Row:
-    """Returns a row of another project's model, by the planner of any torch model."""
+def other_row(case: Case) -> tuple[Row, Runtime]:
+    """Returns a row of another project's model, by the planner of any torch model, with its runtime."""
+    runtime = apply(plan_on_cpu())
     with runtime.device:
         model, loss, batch = case.make(**case.options)
     precision: Any = runtime.plan.precision.value
@@ -173,7 +140,7 @@ def other_row(case: Case, runtime: Runtime) -> Row:
             value = loss(model, real)
         value.backward()
 
-    return Row(case.family, case.size, found.micro_batch, step)
+    return Row(case.family, case.size, found.micro_batch, step), runtime
 
 
 def reconstruction(model: Any, images: Tensor) -> Tensor:
@@ -209,24 +176,20 @@ def rank_correlation(rows: list[dict[str, Any]]) -> float:
     return float(np.corrcoef(predicted, measured)[0, 1])
 
 
-def plan_of(device: Any, *, compiled: bool = False) -> Plan:
-    return decide(probe(), Hardware(device=device, mixed_precision=False if device == "cpu" else None,
-                                    use_torch_compile=compiled, use_cuda_graphs=False))  # fmt: skip
+def plan_on_cpu() -> Plan:
+    return decide(probe(), Hardware(device="cpu"))
 
 
-def row_of(case: Case, rates: DeviceRates, device: str, seconds: float) -> dict[str, Any]:
+def row_of(case: Case, rates: DeviceRates, seconds: float) -> dict[str, Any]:
     """Returns the prediction and the measurement of a case, or the reason why it was not measured."""
-    runtime = apply(plan_of(device, compiled=case.compiled))
     found: dict[str, Any] = {"model": case.family, "size": case.size}
     try:
-        row = (our_row if case.ours else other_row)(case, runtime)
+        row, runtime = (our_row if case.ours else other_row)(case)
         measured = measured_seconds(row.micro_batch, runtime, seconds)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         return {**found, "reason": "out of memory"}
-    if case.compiled and not runtime.plan.compile.value:
-        return {**found, "reason": runtime.plan.compile.reason}
     totals, predicted = StepTotals.of(row.kernels), busy_seconds(row.kernels, rates)
     return {
         **found, "kernels": totals.kernels, "gb": round(totals.gb, 4), "gflop": round(1e3 * totals.tflop, 3),
@@ -251,21 +214,19 @@ def summary_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=3.0, help="time for the micro-batches of a row")
     parser.add_argument("--output-dir", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
-    if options.device == "cpu":
-        torch.set_num_threads(1)
-    rates = rates_of(apply(plan_of(options.device)))
+    torch.set_num_threads(1)
+    rates = rates_of(apply(plan_on_cpu()))
     report: dict[str, Any] = {
-        **machine_facts(options.device), "command": runner.command_line("python -m benchmarks.roofline_check"),
+        **machine_facts("cpu"), "command": runner.command_line("python -m benchmarks.roofline_check"),
         "rates": dataclasses.asdict(rates), "rows": [],
     }  # fmt: skip
     runner.open_folder(options.output_dir)
     path = runner.result_path(options.output_dir, "roofline", str(report["device"]))
-    for case in ON_CPU if options.device == "cpu" else on_cuda():
-        row = row_of(case, rates, options.device, options.seconds)
+    for case in ON_CPU:
+        row = row_of(case, rates, options.seconds)
         release_memory()
         report["rows"].append(row)
         shown = [f"{name} {row[name]}" for name in ("predicted_ms", "measured_ms", "ratio", "reason") if name in row]

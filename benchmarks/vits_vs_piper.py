@@ -44,13 +44,13 @@ from gputrain.bench.runner import BenchResult, BenchRow, Settings
 from gputrain.bench.step_bench import StepBench
 from gputrain.config import assemble
 from gputrain.hw.heap import keep_freed_memory
-from gputrain.hw.plan import decide
+from gputrain.hw.plan import Plan
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.bench import synthetic_speech
 from gputrain.tts.config import PlannedSpeech, TrainTts
-from gputrain.tts.plan import architecture_for, size_of
+from gputrain.tts.plan import architecture_for, model_spec, size_of
 from gputrain.tts.recipe import VoiceRecipe
 
 SIDES = {"cpu": ("peer", "ours"), "cuda": ("peer", "peer-bf16", "ours", "ours-compiled")}
@@ -195,7 +195,7 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 def measure_ours(settings: Settings, folder: Path) -> dict[str, Any]:
     train = training(settings, **OURS[settings["device"], settings["side"]])
-    plan = decide(probe(), train.hardware)
+    plan = switches_of(settings, train)
     switches = ("precision", "compile") if train.hardware.use_torch_compile else ()
     for switch in switches:
         step_bench.check_switch(plan, switch)
@@ -223,7 +223,7 @@ def measure_peer(settings: Settings, folder: Path) -> dict[str, Any]:
     """
     on_cpu = {**settings, "device": "cpu"}
     train = training(on_cpu, **step_bench.PLAIN)
-    ours = begin(on_cpu, train, apply(decide(probe(), train.hardware)), folder)
+    ours = begin(on_cpu, train, apply(switches_of(settings, train)), folder)
     recipe: Any = ours.recipe
     prepared, sizes, weights = recipe.prepare(ours.loaded, 0), recipe.architecture, weights_for(settings, recipe)
     del ours, recipe  # so that the measured memory is the peer's
@@ -249,6 +249,12 @@ def training(settings: Settings, **added: Any) -> TrainTts:
     given = {"data_dir": ".", "preset": settings["configuration"], "batch_size": settings["batch_size"],
              "device": settings["device"], "alignment_prior_steps": 0}  # fmt: skip
     return assemble(TrainTts, {**given, **added})
+
+
+def switches_of(settings: Settings, train: TrainTts) -> Plan:
+    """Returns the plan of such a training on this machine."""
+    speech = size_of(PlannedSpeech(num_symbols=NUM_SYMBOLS), settings["seconds"])
+    return model_spec(speech).decide(probe(), train.hardware)
 
 
 def begin(settings: Settings, train: TrainTts, runtime: Runtime, folder: Path) -> StepBench:
@@ -290,7 +296,7 @@ def check(settings: Settings) -> dict[str, Any]:
     if settings["device"] != "cpu":
         settings = {**settings, "device": "cpu", "batch_size": min(MOST_CHECKED, settings["batch_size"])}
     train = training(settings, **PLAIN)
-    runtime = apply(decide(probe(), train.hardware))
+    runtime = apply(switches_of(settings, train))
     with tempfile.TemporaryDirectory() as folder:
         ours = begin(settings, train, runtime, Path(folder))
         recipe: Any = ours.recipe

@@ -39,12 +39,12 @@ from gputrain.bench.runner import BenchResult, BenchRow, Settings
 from gputrain.bench.step_bench import StepBench
 from gputrain.config import assemble, read_file
 from gputrain.hw.heap import keep_freed_memory
-from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
 from gputrain.vocoder.bench import begin_bench, synthetic_sound
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.openvpi import PROFILES, translate
+from gputrain.vocoder.plan import SPEC
 
 CONFIGURATIONS = {"standard": "base_hifi_gpu.yaml", "optimised": "base_hifi_rtx5090_optimized.yaml"}
 # Options that each of our sides adds to the file; the file sets fp32 or fp16.
@@ -219,7 +219,7 @@ def parts_of(ours: StepBench) -> dict[str, nn.Module]:
 
 def measure_ours(settings: Settings, train: TrainVocoder) -> dict[str, Any]:
     switch = "compile" if train.hardware.use_torch_compile else ""
-    plan = decide(probe(), train.hardware)
+    plan = SPEC.decide(probe(), train.hardware)
     step_bench.check_switch(plan, switch)
     with tempfile.TemporaryDirectory() as folder:
         ours: Any = begin_bench(train, apply(plan), Path(folder))
@@ -259,7 +259,7 @@ def check(settings: Settings) -> dict[str, Any]:
     """Compares the two sides, and saves the weights for later rows."""
     train = training(settings, **PLAIN)
     train = replace(train, schedule=replace(train.schedule, batch_size=min(2, train.schedule.whole_batch)))
-    runtime = apply(decide(probe(), train.hardware))
+    runtime = apply(SPEC.decide(probe(), train.hardware))
     with tempfile.TemporaryDirectory() as folder:
         ours: Any = begin_bench(train, runtime, Path(folder))
         torch.save({name: module.state_dict() for name, module in parts_of(ours).items()}, settings["weights"])

@@ -14,6 +14,20 @@ class UserError(Exception):
         self.hint = hint
 
 
+# Names under which pip knows modules that have another name.
+DISTRIBUTIONS = {
+    "PIL": "pillow", "pynvml": "nvidia-ml-py", "pyworld": "pyworld-prebuilt", "skimage": "scikit-image",
+    "yaml": "pyyaml",
+}  # fmt: skip
+
+
+def missing_package(*modules: str) -> UserError:
+    """Return the error for packages that are not installed, by the names of their modules."""
+    names = [DISTRIBUTIONS.get(module, module.replace("_", "-")) for module in modules]
+    is_missing = f"the package {names[0]} is" if len(names) == 1 else f"the packages {', '.join(names)} are"
+    return UserError(f"{is_missing} not installed", hint=f"pip install {' '.join(names)}")
+
+
 def first_line(error: object) -> str:
     """Return the first line of an error's message, or the name of its type if it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 peer = importlib.import_module("vits_peer")
 versus = importlib.import_module("vits_vs_piper")
 rtf = importlib.import_module("voice_rtf")
-check = importlib.import_module("voice_check")
+precision = importlib.import_module("precision")
 
 ROW = {"configuration": "medium", "batch_size": 2, "seconds": 0.6, "sizes": versus.TINY, "device": "cpu"}
 
@@ -221,58 +221,13 @@ def test_the_tempo_is_fitted_to_the_frames_of_a_symbol():
     assert speaker.say([1] * 10).frames == pytest.approx(10 * rtf.FRAMES_PER_SYMBOL, rel=0.01)
 
 
-def test_clips_of_a_check_are_uneven_and_silent_behind_their_ends():
-    settings, runtime = check.runtime_on("cpu")
-    before = check.recipes.vits_discriminators
-    recipe, (bucket,) = check.begin(settings, runtime)
-    assert check.recipes.vits_discriminators is before
-    assert len(list(recipe.by_kind["waves"])) == 2
-    assert bucket.frames_B.tolist() == [87, 78, 69, 60]
-    assert bucket.symbols_B.tolist() == [30, 27, 24, 21]
-    for item in range(4):
-        assert bucket.wave_BT[item, : bucket.samples_B[item]].any()
-        assert not bucket.wave_BT[item, bucket.samples_B[item] :].any()
-        assert not bucket.ids_BS[item, bucket.symbols_B[item] :].any()
-
-
-def test_errors_are_kept_to_their_bounds():
-    reference = ({"a": 2.0}, {"generator": torch.tensor([3.0, 4.0])})
-    found = ({"a": 2.02}, {"generator": torch.tensor([3.0, 4.5])})
-    figures = check.compared(found, reference, (0.02, 0.2))
-    assert (figures["passed"], figures["loss_error"]) == (True, pytest.approx(0.01))
-    assert figures["generator_gradient_error"] == pytest.approx(0.1)
-    assert not check.compared(found, reference, (0.005, 0.2))["passed"]
-    assert not check.compared(found, reference, (0.02, 0.05))["passed"]
-
-
 def test_the_second_side_has_the_alignment_of_the_first():
     counts = torch.tensor([3]), torch.tensor([6])
     one, other = (path_from_durations(torch.tensor([each]), 6).float() for each in ([4, 1, 1], [1, 2, 3]))
-    with check.aligned_as([]):
-        found = [check.recipes.search(scores, *counts).tolist() for scores in (one, other)]
+    with precision.aligned_as([]):
+        found = [precision.recipes.search(scores, *counts).tolist() for scores in (one, other)]
     assert found == [[[4, 1, 1]]] * 2
-    assert check.recipes.search(other, *counts).tolist() == [[1, 2, 3]]
-
-
-def test_targets_are_missed_above_their_values_and_without_a_measurement():
-    figures = {"seconds_per_step": 0.06, "peak_gb": 7.5}
-    assert check.missed(figures, check.T1_TARGETS) == ["peak_gb", "launches"]
-    assert check.T1_TARGETS == {"seconds_per_step": 0.06, "peak_gb": 7.0, "launches": 1500}
-    assert check.missed(figures, {}) == []
-    predicted = {f"predicted_{name}": 1.0 for name in check.T1_TARGETS}
-    missed = {"targets": check.T1_TARGETS, "missed": ["peak_gb", "launches"], **predicted, **figures}
-    line = check.target_line(BenchResult("T1", {}, missed))
-    assert line.startswith("MISSED  T1")
-    assert "seconds_per_step 0.06 (predicted 1, target 0.06: met)" in line
-    assert "peak_gb 7.5 (predicted 1, target 7: MISSED)" in line
-    assert "launches not measured (predicted 1, target 1500: MISSED)" in line
-    assert check.target_line(BenchResult("T1", {}, reason="out of memory")).startswith("FAILED")
-
-
-def test_launches_are_the_calls_that_start_work():
-    calls = [("cudaLaunchKernel", 900), ("cuLaunchKernelEx", 80), ("cudaGraphLaunch", 4), ("cudaMemcpyAsync", 9),
-             ("cudaMemsetAsync", 7), ("cudaStreamSynchronize", 50), ("aten::mm", 30)]  # fmt: skip
-    assert check.launches_among(calls) == 1000
+    assert precision.recipes.search(other, *counts).tolist() == [[1, 2, 3]]
 
 
 def test_a_gpu_has_more_sides_and_the_check_may_be_left_out():

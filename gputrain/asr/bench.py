@@ -6,11 +6,12 @@ from pathlib import Path
 import torch
 
 from gputrain.asr.config import BenchAsr, PlannedSpeech, TrainAsr
-from gputrain.asr.plan import UtteranceFacts, facts_of
+from gputrain.asr.plan import UtteranceFacts, facts_of, model_spec
 from gputrain.asr.recipe import RecogniserRecipe
 from gputrain.asr.train import with_learning_rate
 from gputrain.bench.step_bench import SWITCHES, BenchSpec, StepBench
 from gputrain.hw.runtime import Runtime
+from gputrain.planner.spec import ModelSpec
 from gputrain.speech.buckets import ClipBatch
 
 # Without channels_last, as the model has no 2-D convolutions.
@@ -47,6 +48,17 @@ def begin_bench(settings: TrainAsr, runtime: Runtime, folder: Path, clip_seconds
     return StepBench(build, loaded, settings, runtime, folder, item_seconds=clip_seconds)
 
 
+def planned_model(settings: TrainAsr, clip_seconds: float) -> ModelSpec[TrainAsr]:
+    return model_spec(facts_of(with_learning_rate(settings), PlannedSpeech(), clip_seconds))
+
+
 BENCH = BenchSpec(
-    "asr", TrainAsr, title, RecogniserRecipe.unit, begin_bench, options=("clip_seconds",), switches=SWITCHES_1D
+    "asr",
+    TrainAsr,
+    title,
+    RecogniserRecipe.unit,
+    begin_bench,
+    planned_model,
+    options=("clip_seconds",),
+    switches=SWITCHES_1D,
 )

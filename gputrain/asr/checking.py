@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from rapidfuzz.distance import Levenshtein
 
 from gputrain.asr.decode import GreedyDecoder, words_of
 from gputrain.asr.load import Recogniser, load_recogniser
@@ -111,6 +110,8 @@ class CtcChecker:
 
     def check_log_probs(self, log_probs_FV: NDArray[np.float32], text: str, other: str = "") -> TranscriptCheck:
         """Does the same for the log-probabilities (F, V) of a recording."""
+        from rapidfuzz.distance import Levenshtein
+
         read, reference = self._text_of(log_probs_FV), self.recogniser.vocabulary.normalize(text)
         cer = Levenshtein.distance(reference, read) / max(1, len(reference))
         return TranscriptCheck(self._loss(log_probs_FV, text), cer, read, self._loss(log_probs_FV, other))

@@ -13,8 +13,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rapidfuzz.distance import Levenshtein
-
 from gputrain.asr.commands import LanguageModelOptions
 from gputrain.asr.decode import words_of
 from gputrain.asr.held_out import ErrorRate, ReadClip, error_rates
@@ -55,6 +53,8 @@ class RecognisedClip:
     @property
     def cer(self) -> float:
         """The clip's character error rate."""
+        from rapidfuzz.distance import Levenshtein
+
         return Levenshtein.distance(self.reference, self.read) / max(1, len(self.reference))
 
     def to_json(self) -> dict[str, Any]:
@@ -257,6 +257,8 @@ def report_of(clips: Sequence[RecognisedClip], computing_seconds: float) -> Reco
 
 def confusions(pairs: Iterable[tuple[Sequence[str], Sequence[str]]]) -> dict[Confusion, int]:
     """Counts the parts of texts that are replaced, left out or added by the fewest edits, the most frequent first."""
+    from rapidfuzz.distance import Levenshtein
+
     counts = Counter[Confusion]()
     for reference, read in pairs:
         for edit in Levenshtein.editops(reference, read):

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from rapidfuzz.distance import Levenshtein
 
 from gputrain.asr.config import TrainAsr
 from gputrain.asr.load import predict
@@ -59,6 +58,8 @@ class ErrorRate:
 
 def error_rates(transcripts: Sequence[ReadClip]) -> dict[str, ErrorRate]:
     """Returns the error rates of characters (cer) and of words (wer)."""
+    from rapidfuzz.distance import Levenshtein
+
     rates = {}
     for name, parts in (("cer", list), ("wer", str.split)):
         pairs = [(parts(one.reference), parts(one.read)) for one in transcripts]

@@ -35,6 +35,7 @@ def model_spec(facts: UtteranceFacts) -> ModelSpec[TrainAsr]:
         fixed_shapes=False,  # Clips differ in length.
         is_1d=True,
         eager_because=EAGER_BECAUSE,
+        packages=("rapidfuzz", "soundfile"),
     )
 
 

@@ -14,8 +14,6 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
-import soundfile
-
 from gputrain.asr import subtitles
 from gputrain.asr.commands import LanguageModelOptions, Transcribe, TranscriptFormat
 from gputrain.asr.decode import BeamDecoder, BeamOptions, CtcDecoder, GreedyDecoder, TimedWord, words_of
@@ -144,6 +142,8 @@ def _advance(progress: Progress, begin: float, total: int, seconds: float) -> No
 
 def _seconds_of(path: Path) -> float:
     """Returns the length by the header of a file, 0 if it has none; what is wrong with it is said when it is read."""
+    import soundfile
+
     try:
         return float(soundfile.info(str(path)).duration)
     except (soundfile.LibsndfileError, OSError, ValueError):

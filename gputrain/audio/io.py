@@ -8,15 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import soundfile
-import soxr
 
 from gputrain.engine.wav import FULL_SCALE
 from gputrain.errors import UserError
+
+if TYPE_CHECKING:  # Packages that read sound are imported where they read: a training of prepared data needs none.
+    import soundfile
 
 Samples = npt.NDArray[np.float32]
 # Sound and video that ffmpeg decodes, if it is installed.
@@ -46,6 +47,8 @@ def resample(wave_T: Samples, from_hz: float, to_hz: float) -> Samples:
     """Returns the sound at another rate, ceil(T * to_hz / from_hz) samples long, by soxr's high-quality filter."""
     if from_hz == to_hz:
         return wave_T
+    import soxr
+
     resampled_T = soxr.resample(wave_T, from_hz, to_hz, quality="HQ")
     length = math.ceil(len(wave_T) * (to_hz / from_hz))
     return np.asarray(np.pad(resampled_T, (0, max(0, length - len(resampled_T))))[:length])  # soxr rounds the length.
@@ -82,6 +85,8 @@ def read_in_blocks(path: Path, rate_hz: int) -> Iterator[Samples]:
     if source_hz == rate_hz:
         yield from blocks
         return
+    import soxr
+
     stream = soxr.ResampleStream(source_hz, rate_hz, 1, dtype="float32", quality="HQ")
     taken = made = 0
     for block in blocks:
@@ -166,8 +171,10 @@ def _blocks_of(path: Path, source: Path) -> tuple[int, Iterator[Samples]]:
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[soundfile.SoundFile]:
+def _open(path: Path) -> "Iterator[soundfile.SoundFile]":
     """Opens a file for decoding. Raises UserError if libsndfile cannot decode it, while reading too."""
+    import soundfile
+
     try:
         # libsndfile takes names that are no UTF-8 as bytes, except on Windows.
         with soundfile.SoundFile(path if os.name == "nt" else os.fsencode(path)) as file:

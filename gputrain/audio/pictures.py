@@ -5,7 +5,6 @@ from functools import cache
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from skimage.color import lab2rgb
 from torch import Tensor
 
 BAND_PIXELS = 2  # Height of a mel band.
@@ -27,6 +26,8 @@ def coloured(share_MF: Tensor) -> Tensor:
 @cache
 def colour_map() -> NDArray[np.uint8]:
     """Returns 256 colours (256, 3), evenly from dark to light."""
+    from skimage.color import lab2rgb
+
     anchors = np.array(ANCHORS_LAB, dtype=np.float64)
     at = np.linspace(0, len(anchors) - 1, 256)
     lab = np.stack([np.interp(at, np.arange(len(anchors)), channel) for channel in anchors.T], axis=1)

@@ -20,12 +20,12 @@ from gputrain.engine.schedule import Saving
 from gputrain.engine.state import TrainState
 from gputrain.engine.train import update
 from gputrain.hw.heap import keep_freed_memory
-from gputrain.hw.plan import Plan, decide
+from gputrain.hw.plan import Plan
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.planner.roofline import DeviceRates, StepCost
 from gputrain.planner.session import measured_rates
-from gputrain.planner.spec import PlanTarget, TrainSettings
+from gputrain.planner.spec import ModelSpec, PlanTarget, TrainSettings
 from gputrain.planner.step_memory import predict_step
 
 PLAIN: Settings = {
@@ -61,6 +61,8 @@ class BenchSpec:
     # Takes the train command's settings, the runtime, a folder, and the `options`; returns what has `runtime` and
     # `measure`, as StepBench.
     begin: Callable[..., Any]
+    # Takes the train command's settings and the `options`; returns what the plan of such a training depends on.
+    model: Callable[..., ModelSpec[Any]]
     options: tuple[str, ...] = ()  # Options that only the benchmark has.
     switches: Sequence[Switch] = SWITCHES
     inference: Sequence[Switch] = ()  # With the option `inference`, if they are others.
@@ -159,9 +161,9 @@ def measure_bench_row(spec: BenchSpec, request: Settings) -> dict[str, Any]:
     """Runs in the child: returns the figures of a row. Raises NotMeasured if its switch is off on this machine."""
     switch = request["switch"]
     train: TrainSettings = assemble(spec.train, request["train"])
-    plan = decide(probe(), train.hardware)
-    check_switch(plan, switch)
     options = {name: request[name] for name in spec.options}
+    plan = spec.model(train, **options).decide(probe(), train.hardware)
+    check_switch(plan, switch)
     runtime = apply(plan)
     if runtime.device.type == "cpu":
         keep_freed_memory()  # As open_session does for a training.

@@ -19,7 +19,7 @@ from rich.text import Text
 from gputrain.engine.deadline import COMMAND_CLOCK
 from gputrain.engine.progress_line import duration
 from gputrain.engine.stop import interrupt_at_signals, leave_at_signals
-from gputrain.errors import Stopped, UserError
+from gputrain.errors import Stopped, UserError, missing_package
 from gputrain.hw.ranks import Ranks
 
 DONE, INTERNAL_ERROR, USER_ERROR, NOT_PASSED, RESUMABLE = 0, 1, 2, 3, 75
@@ -123,6 +123,12 @@ def _outcome(program: Callable[[], object], ranks: Ranks) -> int:
     except OSError as error:
         described = describe(error)
         return _print_end("error", *described, USER_ERROR) if described else _print_defect()
+    except ModuleNotFoundError as error:
+        module = error.name or "gputrain"
+        if "." in module or module == "gputrain":  # A part of an installed package is missing.
+            return _print_defect()
+        missing = missing_package(module)
+        return _print_end("error", missing.message, missing.hint, USER_ERROR)
     except Exception:
         return _print_defect()
     return DONE

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import soundfile
 
 from gputrain.errors import UserError
 
@@ -22,6 +21,8 @@ def to_int16(wave_T: npt.NDArray[Any]) -> npt.NDArray[np.int16]:
 
 def write_wav(path: Path, wave_T: npt.NDArray[Any], rate_hz: int) -> None:
     """Write one channel as 16-bit wav. Raises UserError if the file cannot be written, ValueError on NaN."""
+    import soundfile  # A training of pictures does without it.
+
     samples_T = to_int16(wave_T)
     try:
         soundfile.write(path, samples_T, rate_hz, subtype="PCM_16", format="WAV")

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any, Generic, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from gputrain.engine.data import SampleSource, batches
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.run_dir import Run, given_plan, open_run
 from gputrain.engine.schedule import StepSchedule
-from gputrain.errors import UserError
+from gputrain.errors import UserError, missing_package
 from gputrain.hw.heap import keep_freed_memory
 from gputrain.hw.plan import Hardware, Plan, Setting, fit_shared_memory, workers
 from gputrain.hw.probe import Machine, probe
@@ -109,8 +110,11 @@ class Session(Generic[S]):
 def open_session(settings: S, spec: ModelSpec[S]) -> Session[S]:
     """Opens the run folder that the settings name, and sets the hardware up as the plan says.
 
-    Raises UserError if the hardware, the plan or the run folder cannot be used.
+    Raises UserError if the hardware, the plan or the run folder cannot be used, or if a package is not installed that
+    the training needs later.
     """
+    if missing := [name for name in spec.packages if find_spec(name) is None]:
+        raise missing_package(*missing)
     ranks = Ranks.launched(os.environ)
     machine = share_of(probe(ranks.local_index if settings.hardware.device != "cpu" else 0), ranks)
     given = given_plan(settings.hardware)

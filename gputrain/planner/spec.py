@@ -74,6 +74,7 @@ class ModelSpec(Generic[S]):
     generator_is_1d: bool = False  # True if only the discriminators have 2-D convolutions.
     is_1d: bool = False  # True if the model has no 2-D convolutions at all.
     eager_because: str = ""  # The reason why compilation must be asked for; empty: it is the default on newer GPUs.
+    packages: tuple[str, ...] = ()  # Modules that are imported in the middle of a training, when it takes samples.
     fp32_because: str = ""  # The reason why 16 bit must be asked for; empty: 16 bit is the default.
 
     def decide(self, machine: Machine, wishes: Hardware) -> Plan:

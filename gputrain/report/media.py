@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-import soundfile
 import torch
 from PIL import Image
 
@@ -102,6 +101,8 @@ class MediaBudget:
         return self.attempt(lambda: self._sound(path, title, with_spectrogram))
 
     def _sound(self, path: Path, title: str, with_spectrogram: bool) -> EmbeddedSound | None:
+        import soundfile
+
         with soundfile.SoundFile(path) as file:
             rate, frames = file.samplerate, file.frames
             wave_T = file.read(int(SOUND_SECONDS * rate), dtype="float32", always_2d=True).mean(axis=1)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from PIL import Image
-from rapidfuzz.distance import Levenshtein
 
 from gputrain.engine.metrics import CAPTIONS, LAYOUT_KEY, LONGEST_CAPTION, REFERENCE
 
@@ -119,11 +118,15 @@ class ReadText:
     @property
     def cer(self) -> float:
         """The character error rate."""
+        from rapidfuzz.distance import Levenshtein
+
         return Levenshtein.distance(self.text, self.read) / max(1, len(self.text))
 
     @property
     def edits(self) -> list[Edit]:
         """The text that was read, with missing and additional pieces; both where one replaces the other."""
+        from rapidfuzz.distance import Levenshtein
+
         made: list[Edit] = []
         for operation in Levenshtein.opcodes(self.text, self.read):
             change = operation.tag

@@ -11,11 +11,12 @@ from torch import Tensor
 from gputrain.bench.inference_bench import SOUND_SWITCHES, Compute, InferenceBench, sound_title
 from gputrain.bench.step_bench import GRAPHS, SWITCHES, BenchSpec, StepBench
 from gputrain.hw.runtime import Runtime
+from gputrain.planner.spec import ModelSpec
 from gputrain.speech.buckets import ClipBatch
 from gputrain.speech.prepare_config import HOP_SIZE
 from gputrain.tts.config import BenchTts, PlannedSpeech, TrainTts
 from gputrain.tts.model import Voice, made_to_speak
-from gputrain.tts.plan import SpeechSize, architecture_for, size_of
+from gputrain.tts.plan import SpeechSize, architecture_for, model_spec, size_of
 from gputrain.tts.recipe import VoiceRecipe
 
 
@@ -57,6 +58,10 @@ def begin_bench(
     return StepBench(recipe, synthetic_speech(settings, speech), settings, runtime, folder, item_seconds=clip_seconds)
 
 
+def planned_model(settings: TrainTts, clip_seconds: float, inference: bool = False) -> ModelSpec[TrainTts]:
+    return model_spec(size_of(PlannedSpeech(), clip_seconds))
+
+
 def speaking(settings: TrainTts, speech: SpeechSize, runtime: Runtime) -> Compute:
     """Returns a function that speaks clips of random symbols. The durations of an untrained voice say nothing, so that
     all symbols are spoken equally long."""
@@ -78,6 +83,6 @@ def speaking(settings: TrainTts, speech: SpeechSize, runtime: Runtime) -> Comput
 
 
 BENCH = BenchSpec(
-    "tts", TrainTts, title, VoiceRecipe.unit, begin_bench, options=("clip_seconds", "inference"),
+    "tts", TrainTts, title, VoiceRecipe.unit, begin_bench, planned_model, options=("clip_seconds", "inference"),
     switches=(*SWITCHES, GRAPHS), inference=SOUND_SWITCHES,
 )  # fmt: skip

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import scipy.fft
-import scipy.spatial
 from numpy.typing import NDArray
 
 from gputrain.audio.config import Mel
@@ -80,6 +78,9 @@ def warping_path(made_MF: Floats, real_MF: Floats) -> tuple[Integers, Integers]:
     (0, 1) and (1, 0), of equal weights, over the distances of mel-cepstra without loudness. It takes 9 bytes per pair
     of frames: 0.5 GB for two clips of 86 s in frames of 12 ms.
     """
+    import scipy.fft
+    import scipy.spatial
+
     # The coefficients 1 to 25 of a log-mel's cosine series, as in `mel_cepstral_distortion`.
     made_CF, real_CF = (scipy.fft.dct(mel_MF, axis=0)[1 : CEPSTRUM + 1] / len(mel_MF) for mel_MF in (made_MF, real_MF))
     return cheapest_path(scipy.spatial.distance.cdist(made_CF.T, real_CF.T))

@@ -50,6 +50,7 @@ def model_spec(speech: SpeechSize) -> ModelSpec[TrainTts]:
         fixed_shapes=False,  # Clips differ in length.
         fixed_part=True,  # Their segments do not.
         generator_is_1d=True,
+        packages=("scipy", "skimage", "soundfile"),
     )
 
 

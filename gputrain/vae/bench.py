@@ -19,10 +19,12 @@ from gputrain.planner.fake_runtime import on_fake_tensors
 from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.roofline import DeviceRates, busy_seconds
 from gputrain.planner.session import measured_rates
+from gputrain.planner.spec import ModelSpec
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.config import BenchVae, TrainVae
 from gputrain.vae.data import to_u8, to_unit
 from gputrain.vae.model import AutoencoderKL
+from gputrain.vae.plan import SPEC
 from gputrain.vae.recipe import VaeRecipe, build_autoencoder, compile_layers
 
 SWITCHES = (
@@ -57,6 +59,10 @@ def begin_bench(
             raise NotMeasured("encoding and decoding are not captured in CUDA graphs")
         return ReconstructionBench(partial(frozen_autoencoder, settings), pictures_BCHW.to(runtime.device), runtime)
     return StepBench(partial(VaeRecipe, settings, held_out=[]), pictures_BCHW, settings, runtime, folder)
+
+
+def planned_model(settings: TrainVae, inference: bool = False) -> ModelSpec[TrainVae]:
+    return SPEC
 
 
 def frozen_autoencoder(settings: TrainVae, runtime: Runtime) -> AutoencoderKL:
@@ -113,4 +119,6 @@ def reconstruction_flops(architecture: VaeArchitecture, side: int) -> int:
     return round(timeline.log.flops)
 
 
-BENCH = BenchSpec("vae", TrainVae, title, VaeRecipe.unit, begin_bench, options=("inference",), switches=SWITCHES)
+BENCH = BenchSpec(
+    "vae", TrainVae, title, VaeRecipe.unit, begin_bench, planned_model, options=("inference",), switches=SWITCHES
+)

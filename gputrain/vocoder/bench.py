@@ -13,9 +13,11 @@ from gputrain.audio.weight_norm import weights_made_once
 from gputrain.bench.inference_bench import SOUND_SWITCHES, Compute, InferenceBench, sound_title
 from gputrain.bench.step_bench import GRAPHS, SWITCHES, BenchSpec, StepBench
 from gputrain.hw.runtime import Runtime
+from gputrain.planner.spec import ModelSpec
 from gputrain.vocoder.commands import BenchVocoder
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.generator import draw_noise
+from gputrain.vocoder.plan import SPEC
 from gputrain.vocoder.recipe import VocoderRecipe, build_generator
 
 
@@ -47,6 +49,10 @@ def begin_bench(
     return StepBench(build, synthetic_sound(settings), settings, runtime, folder, item_seconds=seconds)
 
 
+def planned_model(settings: TrainVocoder, inference: bool = False) -> ModelSpec[TrainVocoder]:
+    return SPEC
+
+
 def synthesis(settings: TrainVocoder, runtime: Runtime) -> Compute:
     """Returns a function that synthesises crops from their mels, and makes the weights first, as `vocode` does."""
     generator = build_generator(settings, runtime).requires_grad_(False)
@@ -65,6 +71,6 @@ def synthesis(settings: TrainVocoder, runtime: Runtime) -> Compute:
 
 
 BENCH = BenchSpec(
-    "vocoder", TrainVocoder, title, VocoderRecipe.unit, begin_bench, options=("inference",),
+    "vocoder", TrainVocoder, title, VocoderRecipe.unit, begin_bench, planned_model, options=("inference",),
     switches=(*SWITCHES, GRAPHS), inference=SOUND_SWITCHES,
 )  # fmt: skip

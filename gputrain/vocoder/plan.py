@@ -49,7 +49,7 @@ def fallbacks(settings: TrainVocoder, budget: MemoryBudget, found: Fit) -> dict[
 
 SPEC = ModelSpec(
     VocoderRecipe.kind, "crop", target, memory_key, fallbacks,
-    generator_is_1d=True, fp32_because=FP32_BECAUSE,
+    generator_is_1d=True, fp32_because=FP32_BECAUSE, packages=("skimage", "soundfile"),
 )  # fmt: skip
 
 

@@ -98,7 +98,7 @@ def fake_cuda(
     card = FakeCard(name, capability, memory_gb)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_kept())
-        stack.enter_context(mock.patch.multiple(MODE, copies=card.copies, pinned=set()))
+        stack.enter_context(mock.patch.multiple(MODE, copies=card.copies, pinned=set(), synchronised=card.synchronised))
         for patch in _patches(card):
             stack.enter_context(patch)
         if compiled:

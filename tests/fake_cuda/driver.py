@@ -5,6 +5,7 @@ calls. What is not stubbed here raises AttributeError, as in any build without C
 """
 
 import os
+import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ class Card:
     current: int = 0
     most_gb: float = 0.0  # Memory that was allocated for a moment, beyond ALLOCATED_GB, since the peaks were reset.
     calls: Counter[str] = field(default_factory=Counter)
+    sync_debug_mode: int = 0
 
     @property
     def properties(self) -> SimpleNamespace:
@@ -110,6 +112,21 @@ class Card:
 
     def _cuda_synchronize(self) -> None:
         self._started("synchronize")
+
+    def _cuda_set_sync_debug_mode(self, mode: object) -> None:
+        if mode not in (0, 1, 2):
+            raise RuntimeError(f"invalid value of debug_mode {mode}, expected one of 0, 1, 2")
+        self.sync_debug_mode = int(str(mode))
+
+    def _cuda_get_sync_debug_mode(self) -> int:
+        return self.sync_debug_mode
+
+    def synchronised(self) -> None:
+        """c10/cuda/CUDAFunctions.cpp, warn_or_error_on_sync: the host reads the device."""
+        if self.sync_debug_mode == 2:
+            raise RuntimeError("called a synchronizing CUDA operation")
+        if self.sync_debug_mode == 1:
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
 
     def _cuda_emptyCache(self, *pool: object) -> None:
         self._started("emptyCache")

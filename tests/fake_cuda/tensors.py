@@ -103,6 +103,7 @@ class DeviceMode(FakeTensorMode):
         self.copies: list[Copy] = []
         self.depth = 0  # Depth of nested operators; only the outermost one counts copies.
         self.pinned: set[int] = set()  # storages in pinned memory
+        self.synchronised: Any = lambda: None  # Called when the host reads the device.
         self.pinned_copies = WeakTensorKeyDictionary()  # Stand-ins for pinned tensors.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -155,6 +156,8 @@ class DeviceMode(FakeTensorMode):
 
     def note(self, direction: str, operator: str, pinned: bool = True) -> None:
         self.copies.append(Copy(direction, operator, frame_in_package(), pinned))
+        if direction == TO_HOST:
+            self.synchronised()
 
     def is_pinned(self, tensor: Tensor) -> bool:
         if isinstance(tensor, FakeTensor):

@@ -1,0 +1,103 @@
+"""Each train command needs its own packages alone, and says which one is missing.
+
+The commands run in a process in which the others cannot be imported, as on a machine without them.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.asr.stores import spelled_clips, write_store
+from tests.command import Done
+from tests.tts.test_train import spoken
+from tests.vocoder import conftest as vocoder
+
+# Packages that some commands need and others do without, by the names of their modules.
+OPTIONAL = {
+    "accelerate", "diffusers", "jiwer", "librosa", "numba", "onnx", "onnxruntime", "parselmouth", "pyworld",
+    "rapidfuzz", "scipy", "sherpa_onnx", "skimage", "soundfile", "soxr", "swift_f0", "transformers",
+}  # fmt: skip
+NEEDED = {
+    "vae": set[str](),
+    # The store names the method of its pitches, by which evaluations measure others; scikit-image imports scipy.
+    "vocoder": {"soundfile", "skimage", "scipy", "parselmouth"},
+    "tts": {"soundfile", "skimage", "scipy", "numba"},
+    "asr": {"soundfile", "rapidfuzz", "transformers"},
+}
+SHARED = {"device": "cpu", "plan": False, "num_workers": 0, "log_freq": 1, "max_steps": 1}
+TINY: dict[str, dict[str, Any]] = {
+    "vae": {"preset": "fast", "channels": [32, 32], "image_size": 32, "batch_size": 2},
+    "vocoder": {**vocoder.TINY, "evaluate_steps": 1, "save_samples_freq": 1},
+    "tts": {"preset": "fast", "discriminator_channels": 8, "batch_size": 2, "batch_room": 2.0},
+    "asr": {"preset": "tiny", "batch_size": 2},
+}
+BLOCKED = """
+import sys
+from importlib.machinery import PathFinder
+
+class OtherPackages(PathFinder):
+    names = {names}
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] in cls.names else PathFinder.find_spec(name, path, target)
+
+    @classmethod
+    def find_distributions(cls, *context):
+        found = PathFinder.find_distributions(*context)
+        return (one for one in found if one.metadata["Name"].lower().replace("-", "_") not in cls.names)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = OtherPackages
+from gputrain.cli.app import main
+main()
+"""
+
+
+def without(names: set[str], *words: object) -> Done:
+    """Runs a gputrain command in a process that cannot import the packages of these names."""
+    command = [sys.executable, "-c", BLOCKED.format(names=names), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def training(kind: str, data: Path, run: Path) -> list[object]:
+    source = "--data-path" if kind in ("vae", "vocoder") else "--data-dir"
+    return [f"train-{kind}", source, data, "--output-dir", run, *vocoder.flags({**SHARED, **TINY[kind]})]
+
+
+def data_of(kind: str, folder: Path, photographs: Path) -> Path:
+    if kind == "vae":
+        return photographs
+    if kind == "vocoder":
+        return vocoder.hummed(folder)
+    return spoken(folder) if kind == "tts" else write_store(folder, spelled_clips(8))
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param("vae"), *(pytest.param(k, marks=pytest.mark.slow) for k in NEEDED if k != "vae")]
+)
+def test_a_training_needs_its_own_packages_alone(kind: str, photographs: Path, tmp_path: Path) -> None:
+    words = training(kind, data_of(kind, tmp_path / "data", photographs), tmp_path / "run")
+    done = without(OPTIONAL - NEEDED[kind], *words)
+    assert done.returncode == 0, done.stderr
+    assert "not written" not in done.stderr
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"checkpoint_last.pt", "metrics.jsonl", "report.html", "samples"} <= names
+    assert any((tmp_path / "run" / "samples").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing"), [("vocoder", "soundfile"), ("tts", "skimage"), ("asr", "rapidfuzz"), ("asr", "transformers")]
+)
+def test_a_missing_package_is_named_before_the_first_step(
+    kind: str, missing: str, photographs: Path, tmp_path: Path
+) -> None:
+    done = without({missing}, *training(kind, data_of(kind, tmp_path / "data", photographs), tmp_path / "run"))
+    package = {"skimage": "scikit-image"}.get(missing, missing)
+    assert done.returncode == 2, done.stderr
+    assert f"the package {package} is not installed" in done.stderr
+    assert f"pip install {package}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
