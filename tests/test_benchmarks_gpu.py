@@ -207,7 +207,7 @@ def test_the_whole_subcommand_on_a_cpu(name, tmp_path):
         assert all("evaluations" in one["figures"] for one in found.values())
     if name == "measure":
         cell = found["memory, flux 512 px x 32"]["figures"]
-        assert cell["peak_gb"] == pytest.approx(cell["predicted_gb"], rel=0.1)
+        assert cell["peak_gb"] == pytest.approx(cell["predicted_gb"], rel=0.15)
 
 
 # --------------------------------------------------------------------------------------------------------- the checks
