@@ -34,6 +34,7 @@ class Gpu:
     fp32_tflops: float | None = None  # Rate without tensor cores.
     least_bf16_tflops: float | None = None  # The lowest published rate, if they disagree.
     multiprocessors: int = 0  # 0: unknown.
+    l2_mb: float = 0.0  # Second-level cache, in MiB, as vendors count it; 0: unknown.
     note: str = ""
 
     def flops_per_second(self, precision: str) -> float | None:

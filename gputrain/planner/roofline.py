@@ -1,13 +1,15 @@
 """The time of a training step on a GPU, predicted by a roofline of its kernels.
 
 A kernel takes as long as its arithmetic at the rate of a large product, or as its memory traffic at the rate of a large
-copy, whichever is longer, and at least a fixed time. The processor that launches runs ahead of the GPU, which waits
+copy, whichever is longer, and at least a fixed time. As much of a kernel's traffic as fits into the second-level cache
+was left there by the kernel before, and moves faster. The processor that launches runs ahead of the GPU, which waits
 only where it has done everything that was launched. Products are computed in tiles, a wave of which occupies all
 multiprocessors: a last wave that is half empty takes as long as a full one.
 https://people.eecs.berkeley.edu/~kubitron/cs252/handouts/papers/RooflineVyNoYellow.pdf,
 https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/
 
-What is not in it: the choice of cuDNN's algorithms, caches, the clock that a hot card keeps, other processes.
+What is not in it: the choice of cuDNN's algorithms, first-level caches, the clock that a hot card keeps, other
+processes.
 Imports no torch.
 """
 
@@ -34,6 +36,9 @@ LEAST_SECONDS = 2e-6  # Time that the smallest kernel takes on a GPU.
 # Shares of the published rates that large operations reach: an H100 (SXM) does 798 of 989 TFLOPS and 3.0 of 3.35 TB/s.
 PRODUCT_SHARE = 0.8
 COPY_SHARE = 0.9
+# Bandwidth of the second-level cache relative to the memory's. Chosen once, on eight published times of an image VAE on
+# an RTX 4090 and 3090, on which 2 and 4 make little difference (docs/planning.md).
+L2_SPEEDUP = 3.0
 MOST_WAVE_LOSS = 4.0  # A product of few tiles is divided along its inner dimension, so that it loses no more than this.
 
 
@@ -47,6 +52,7 @@ class DeviceRates:
     multiprocessors: int = 1
     launch_seconds: float = LAUNCH_SECONDS
     least_seconds: float = LEAST_SECONDS
+    l2_bytes: float = 0.0  # Second-level cache; 0: unknown, all traffic goes to the memory.
 
     def launches_of(self, kernels: Sequence["KernelCost"], *, graphs: bool) -> np.ndarray:
         """Returns the seconds that each launch of these kernels takes, by the processor or in a CUDA graph."""
@@ -61,8 +67,9 @@ class DeviceRates:
         if not (fp32 and gpu.bandwidth_gb_s and gpu.multiprocessors):
             return None
         sixteen = max(sixteen or 0.0, fp32)
+        bandwidth = COPY_SHARE * 1e9 * gpu.bandwidth_gb_s
         return cls(
-            PRODUCT_SHARE * sixteen, PRODUCT_SHARE * fp32, COPY_SHARE * 1e9 * gpu.bandwidth_gb_s, gpu.multiprocessors
+            PRODUCT_SHARE * sixteen, PRODUCT_SHARE * fp32, bandwidth, gpu.multiprocessors, l2_bytes=gpu.l2_mb * 2**20
         )
 
 
@@ -187,7 +194,11 @@ def kernel_seconds(kernel: KernelCost, rates: DeviceRates) -> tuple[float, float
     if kernel.tiles:
         waves = math.ceil(kernel.tiles / rates.multiprocessors)
         flops *= min(MOST_WAVE_LOSS, waves * rates.multiprocessors / kernel.tiles)
-    return flops, kernel.bytes / rates.bytes_per_second, kernel.launches * rates.least_seconds
+    memory = kernel.bytes / rates.bytes_per_second
+    if kernel.bytes:
+        cached = min(1.0, rates.l2_bytes * max(1.0, kernel.launches) / kernel.bytes)
+        memory *= 1 - cached + cached / L2_SPEEDUP
+    return flops, memory, kernel.launches * rates.least_seconds
 
 
 def busy_seconds(kernels: Sequence[KernelCost], rates: DeviceRates, *, graphs: bool = False) -> float:

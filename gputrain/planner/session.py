@@ -144,8 +144,11 @@ def measured_rates(runtime: Runtime) -> DeviceRates:
     device, in_16_bit = runtime.device, runtime.dtype != torch.float32
     fp32 = product_flops_per_second(device, torch.float32) if in_16_bit else runtime.product_rate
     sixteen_bit = runtime.product_rate if in_16_bit else fp32
-    count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return DeviceRates(sixteen_bit, fp32, copied_bytes_per_second(device), count)
+    count, l2_bytes = 1, 0  # Caches of a CPU are not modelled.
+    if device.type == "cuda":
+        card = torch.cuda.get_device_properties(device)
+        count, l2_bytes = card.multi_processor_count, card.L2_cache_size
+    return DeviceRates(sixteen_bit, fp32, copied_bytes_per_second(device), count, l2_bytes=l2_bytes)
 
 
 def compressed_dtype(wishes: Hardware, ranks: Ranks) -> torch.dtype | None:

@@ -42,6 +42,9 @@ def test_figures_agree_with_each_other(gpu):
     assert 4 <= gpu.memory_gb <= 288
     assert 100 <= gpu.bandwidth_gb_s <= 8000
     assert len(gpu.source) > 10
+    # Until Ampere 2 to 6 MB a chip, except for the data center's; since Ada 36 and more.
+    large = gpu.compute_capability in {(8, 0), (8, 9)} or gpu.compute_capability >= (9, 0)
+    assert 36 <= gpu.l2_mb <= 128 if large else 2 <= gpu.l2_mb <= 6
     if gpu.compute_capability < (8, 0):
         assert gpu.bf16_tflops is gpu.tf32_tflops is None
     elif gpu.bf16_tflops is None:
