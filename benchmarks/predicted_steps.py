@@ -87,7 +87,7 @@ def step_of(name: str) -> WholeStep:
 
 def step_of_peer(begin: Callable[[MemoryTimeline], Step]) -> WholeStep:
     """Returns the kernels of a peer's second step. `begin` makes its model, and returns what runs a step."""
-    timeline = MemoryTimeline()
+    timeline = MemoryTimeline.on("cuda")
     values = AssumedValues()
     hooks = (register_optimizer_step_pre_hook(values.count), register_optimizer_step_post_hook(values.count_ends))
     try:

@@ -40,7 +40,7 @@ def peer_seconds(step: Callable[[], object], device: torch.device, *, sixteen_bi
     A peer computes with torch's default switches, in fp32 with TF32 for convolutions, or with "fp16" or "bf16"
     autocast. This sets torch's switches, so that it must follow the last timed step.
     """
-    kernels = kernels_of(step)
+    kernels = kernels_of(step, MemoryTimeline.on(device.type))
     hardware = Hardware(
         device="cuda" if device.type == "cuda" else "cpu",
         mixed_precision=bool(sixteen_bit),

@@ -380,7 +380,7 @@ def predicted_seconds(
 ) -> float:
     """Returns the time of a side's step by the roofline of its kernels, which are counted on fake tensors. What is
     compiled is fused by the planner's model of the compiler (planner/fusion.py)."""
-    timeline = MemoryTimeline()
+    timeline = MemoryTimeline.on(runtime.device.type)
     fake = FakeRuntime(runtime.plan, timeline)
     with on_fake_tensors(), FunctionsOf("cuda" if runtime.device.type == "cuda" else "cpu"):
         side = make_side(name, architecture, stock_autoencoder(architecture).state_dict(), fake)

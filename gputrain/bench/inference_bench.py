@@ -51,7 +51,7 @@ class InferenceBench:
 
 def inference_kernels(build: Callable[[Runtime], Compute], plan: Plan) -> tuple[KernelCost, ...]:
     """Returns the kernels of what `build` returns, by shapes alone, for any device of the plan."""
-    timeline = MemoryTimeline()
+    timeline = MemoryTimeline.on(str(plan.device.value))
     with on_fake_tensors(), torch.no_grad():
         runtime = FakeRuntime(plan, timeline)
         compute = build(runtime)

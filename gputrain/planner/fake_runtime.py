@@ -148,9 +148,6 @@ class FakeRuntime(Runtime):
         stack.enter_context(super().autocast())
         return stack
 
-    def place(self, module: nn.Module) -> nn.Module:
-        return module  # It is on the right device; the layout of its weights changes no size.
-
     def compile(self, function: F, *, any_count: bool = False, any_shape: bool = False) -> F:
         return self.timeline.fused(function) if self.plan.compile.value else function
 
@@ -185,8 +182,9 @@ ONE_DNN_RECURRENT = {"lstm"}
 
 class FunctionsOf(TorchFunctionMode):
     """Has torch's functions work on fake tensors as on another device: they cast to fp32 if CUDA's autocast would and
-    the CPU's does not; the CTC loss needs no values; and functions whose memory does not follow from shapes are
-    refused."""
+    the CPU's does not; dropout is CUDA's kernel, which keeps a mask of a byte for each number; attention keeps no
+    scores, with dropout neither; the CTC loss needs no values; and functions whose memory does not follow from shapes
+    are refused."""
 
     def __init__(self, rules: Rules) -> None:
         super().__init__()
@@ -204,6 +202,14 @@ class FunctionsOf(TorchFunctionMode):
         if name == "ctc_loss":
             with self:
                 return ctc_loss(*arguments, **named)
+        if self.cuda and name == "dropout":
+            return dropout(*arguments, **named)
+        if self.cuda and name == "scaled_dot_product_attention":
+            # The CPU has a kernel without scores only for attention without dropout.
+            arguments = (*arguments[:4], *(0.0 for _ in arguments[4:5]), *arguments[5:])
+            named = {**named, "dropout_p": 0.0} if "dropout_p" in named else named
+        if self.cuda and name == "group_norm":
+            arguments = (arguments[0].contiguous(), *arguments[1:])  # CUDA's function knows no other layout.
         if self.cuda and name in IN_FP32 and torch.is_autocast_enabled("cpu"):
             arguments, named = tree_map(_to_fp32, (arguments, named))
         if function is torch.autograd.backward:
@@ -224,6 +230,18 @@ def _backward(
     gradients = tuple(grad_tensors or map(torch.ones_like, tensors))
     how = (bool(retain_graph), create_graph, tuple(inputs or ()))
     _engine_run_backward(tensors, gradients, *how, allow_unreachable=True, accumulate_grad=True)
+
+
+def dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool | None = None
+) -> Tensor:
+    """Replaces torch.dropout and torch.nn.functional.dropout by the function that both choose on CUDA."""
+    if p == 0 or not (training if train is None else train):
+        return input
+    if inplace:
+        return input.mul_(torch.native_dropout(input, p, True)[1])
+    made: Tensor = torch.native_dropout(input, p, True)[0]
+    return made
 
 
 def _to_fp32(value: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gputrain.planner.allocator import CachingAllocator, MemoryBlock, PlainAllocator, StorageEvent, rounded
-from gputrain.planner.operators import OperatorLog
+from gputrain.planner.operators import OperatorLog, cudnn_workspace
 
 F = TypeVar("F", bound=Callable[..., Any])
 KINDS = ("parameters", "gradients", "optimizer", "activations", "workspace")
@@ -38,6 +38,11 @@ class MemoryTimeline:
     accumulated: dict[int, int] = field(default_factory=dict)  # Number of earlier events by storage of a gradient.
     _fused: int = 0  # Nesting depth of fused functions.
     _known: Any = field(default_factory=WeakIdKeyDictionary)  # Numbers of the living storages.
+
+    @classmethod
+    def on(cls, device: str) -> "MemoryTimeline":
+        """Returns the timeline of operators that a device computes: "cuda" has cuDNN's convolutions."""
+        return cls(log=OperatorLog(cudnn=device == "cuda"))
 
     def note(self, kind: str, *groups: Any) -> None:
         """Notes that these tensors are in memory, and their kind."""
@@ -164,6 +169,13 @@ class MemoryTimeline:
     def _free(self, storages: Iterable[int]) -> None:
         self.events += [StorageEvent(storage, 0) for storage in storages]
 
+    def _use(self, size: int) -> None:
+        """Notes a workspace of an operator, which is freed when the operator ends; 0: it has none."""
+        if not size:
+            return
+        self.kinds.append("workspace")
+        self.events += [StorageEvent(len(self.kinds) - 1, size), StorageEvent(len(self.kinds) - 1, 0)]
+
     def _see(self, made: Any) -> bool:
         """Numbers the results of an operator. Returns whether one of them was new."""
         before = len(self.kinds)
@@ -203,6 +215,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         named = named or {}
         made = function(*arguments, **named)
         timeline = self.timeline
-        if timeline._fused or timeline._see(made) or function._schema.is_mutable:
+        if timeline._fused:
+            timeline.log.record(function, arguments, named, made)
+            return made
+        new = timeline._see(made)
+        if timeline.log.cudnn:
+            timeline._use(cudnn_workspace(function, arguments, made, compiled=timeline.log.region is not None))
+        if new or function._schema.is_mutable:
             timeline.log.record(function, arguments, named, made)
         return made

@@ -108,6 +108,7 @@ class OperatorLog:
     """The operators in the order in which they ran."""
 
     operators: list[Operator] = field(default_factory=list)
+    cudnn: bool = False  # cuDNN computes the convolutions.
     _region: Region | None = None
     _known: Any = field(default_factory=WeakIdKeyDictionary)  # Numbers of the living storages.
     _numbered: int = 0
@@ -193,7 +194,7 @@ class OperatorLog:
             return
         call = _Call(
             name, arguments, made, self._bytes(read), self._bytes(written), self.region,
-            any(tensor.dtype.itemsize == 2 and tensor.is_floating_point() for tensor in (*read, *results)),
+            self.cudnn, any(tensor.dtype.itemsize == 2 and tensor.is_floating_point() for tensor in (*read, *results)),
         )  # fmt: skip
         count = COUNTS.get(function.overloadpacket)
         flops = float(count(*arguments, **named, out_val=made)) if count else 0.0
@@ -231,6 +232,7 @@ class _Call:
     reads: dict[int, float]
     writes: dict[int, float]
     region: Region | None
+    cudnn: bool
     sixteen_bit: bool
 
     def kernel(
@@ -288,20 +290,58 @@ def _is_of_rows(arguments: tuple[Any, ...]) -> bool:
     return [dim % x.ndim for dim in dims] == [x.ndim - 1] and x.stride(-1) == 1 and x.shape[-1] <= LONGEST_ROW
 
 
+def converted_by_cudnn(x: Tensor, result: Tensor, groups: int, *, compiled: bool) -> list[Tensor]:
+    """Returns the tensors of a convolution that cuDNN converts between the layouts NCHW and NHWC, by a kernel each and
+    in a workspace.
+
+    Its kernels for tensor cores compute in NHWC. Those of TF32 write NCHW themselves, as their names say: tf32f32 ...
+    nhwckcrs_nchw, and f16f16 ... nhwckrsc_nhwc. Depthwise convolutions do not use tensor cores. torch hands sequences
+    over as pictures of height 1. That fp32 is computed in TF32 is assumed. In compiled regions inductor has pictures in
+    NHWC by itself.
+    https://docs.nvidia.com/deeplearning/performance/dl-performance-convolutional/index.html#tensor-layout
+    """
+    in_nhwc = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    if in_nhwc or groups == x.shape[1] > 1 or (compiled and x.ndim == 4):
+        return []
+    return [x, result] if x.dtype.itemsize == 2 else [x]
+
+
+def _layouts(call: _Call, x: Tensor, result: Tensor, groups: int, bytes_of: Sizes) -> list[Operator]:
+    if not call.cudnn:
+        return []
+    converted = converted_by_cudnn(x, result, groups, compiled=call.region is not None)
+    return [call.kernel("layout", bytes_of([one]), bytes_of([one]), fusible=False) for one in converted]
+
+
+def cudnn_workspace(function: Any, arguments: tuple[Any, ...], made: Any, *, compiled: bool) -> int:
+    """Returns the bytes of the copies in NHWC that cuDNN makes for a convolution or a product of its backward pass."""
+    name = function.overloadpacket.__name__
+    if name == "convolution":
+        x, weight, result, groups = arguments[0], arguments[1], made, arguments[8]
+    elif name == "convolution_backward":
+        result, x, weight, groups = *arguments[:3], arguments[9]
+    else:
+        return 0
+    converted = converted_by_cudnn(x, result, groups, compiled=compiled)
+    return sum(one.numel() * one.element_size() for one in (*converted, weight)) if converted else 0
+
+
 def _convolution(call: _Call, flops: float, bytes_of: Sizes) -> list[Operator]:
-    """Returns the convolution and, as cuDNN's does not add the bias, the addition."""
+    """Returns the convolution, its conversions and, as cuDNN's does not add the bias, the addition."""
     x, weight, bias = call.arguments[:3]
     result = call.made
     rows = result.numel() / result.shape[1]
     tiles = _tiles(rows, result.shape[1])
     made = [call.kernel("convolution", bytes_of([x, weight]), call.writes, flops, tiles, fusible=False)]
+    made += _layouts(call, x, result, call.arguments[8], bytes_of)
     if bias is not None:
         made.append(call.kernel("bias", {**call.writes, **bytes_of([bias])}, call.writes))
     return made
 
 
 def _convolution_backward(call: _Call, flops: float, bytes_of: Sizes) -> list[Operator]:
-    """Returns the products of a convolution's backward pass: for its input, for its weight, and the sum for the bias.
+    """Returns the products of a convolution's backward pass: for its input, for its weight, and the sum for the bias,
+    with the conversions of the products.
 
     The weight's product is divided along its long inner dimension, so that every multiprocessor takes part.
     """
@@ -309,6 +349,8 @@ def _convolution_backward(call: _Call, flops: float, bytes_of: Sizes) -> list[Op
     needed = call.arguments[-1]
     each = flops / max(1, sum(needed[:2]))
     made = []
+    for _ in range(sum(needed[:2])):  # Both products convert as many activations as the convolution.
+        made += _layouts(call, x, gradient, call.arguments[9], bytes_of)
     if needed[0]:
         reads, tiles = bytes_of([gradient, weight]), _tiles(x.numel() / x.shape[1], x.shape[1])
         made.append(call.kernel("input gradient", reads, bytes_of(call.made[:1]), each, tiles, fusible=False))

@@ -100,7 +100,7 @@ def predict_training_memory(
     modules whose memory cannot be predicted, and names the operator or the module.
     """
     began = time.perf_counter()
-    timeline = MemoryTimeline()
+    timeline = MemoryTimeline.on(autocast_rules)
     refuse_unpredictable(model)
     with on_fake_tensors():
         twin, shapes = _on_shapes(model, batch)

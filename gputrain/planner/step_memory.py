@@ -41,7 +41,7 @@ def predict_step(
     Raises UserError if an operator needs values, and names it.
     """
     began = time.perf_counter()
-    timeline = MemoryTimeline()
+    timeline = MemoryTimeline.on(str(plan.device.value))
     with on_fake_tensors(), explained():
         resident = ResidentStep.of(target, FakeRuntime(plan, timeline), checkpointing, micro_batch_size)
         resident.state.graphs = parts = NotedParts(timeline=timeline)

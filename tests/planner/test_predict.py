@@ -67,6 +67,82 @@ def test_autocast_by_the_rules_of_cuda():
     assert of["cuda"].flops == of["cpu"].flops
 
 
+class Attention(nn.Module):
+    def forward(self, x):
+        attended = torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+        return torch.nn.functional.scaled_dot_product_attention(attended, attended, attended, None, 0.1)
+
+
+def kept_gb(model, batch, rules="cuda"):
+    """Returns the activations of a step whose loss is the sum."""
+    found = predict_training_memory(model, lambda m, x: m(x).sum(), batch, precision="fp32", autocast_rules=rules)
+    return found.parts["activations"]
+
+
+def test_attention_with_dropout_keeps_no_scores_on_cuda():
+    """4 heads of 2048 tokens have 67 MB of scores in fp32, twice, which only the CPU's function for dropout keeps."""
+    rows = nn.Parameter(torch.empty(1, 4, 2048, 64)), 4 * 2048 * 2048 * 4 / 1e9
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows, self.attention = rows[0], Attention()
+
+        def forward(self, x):
+            return self.attention(self.rows * x)
+
+    assert kept_gb(Model(), torch.empty(1)) < 0.2 * rows[1]
+    assert kept_gb(Model(), torch.empty(1), "cpu") > 2 * rows[1]
+
+
+def test_dropout_keeps_a_byte_of_each_number_on_cuda():
+    """One kernel with a mask of bytes, where the CPU's keeps noise in the dtype of its input."""
+    numbers = 1 << 22
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows, self.dropout = nn.Parameter(torch.empty(numbers)), nn.Dropout(0.1)
+
+        def forward(self, x):
+            return self.dropout(self.rows * x)
+
+    # Besides the mask, the product and the result are there while dropout runs.
+    assert kept_gb(Model(), torch.empty(1)) == pytest.approx(numbers * (1 + 8) / 1e9, rel=0.01)
+    assert kept_gb(Model(), torch.empty(1), "cpu") == pytest.approx(numbers * (4 + 8) / 1e9, rel=0.01)
+    found = predict_training_memory(Model(), lambda m, x: m(x).sum(), torch.empty(1), precision="fp32")
+    assert [kernel.name for kernel in found.micro_batch if "dropout" in kernel.name or "bernoulli" in kernel.name] == [
+        "native_dropout", "native_dropout_backward"
+    ]  # fmt: skip
+
+
+def test_group_norm_reads_and_writes_nchw_on_cuda():
+    def layout(rules):
+        with on_fake_tensors(), fake_runtime.FunctionsOf(rules):
+            x = torch.empty(2, 8, 4, 4).to(memory_format=torch.channels_last)
+            return torch.nn.functional.group_norm(x, 2).is_contiguous()
+
+    assert layout("cuda")
+    assert not layout("cpu")
+
+
+def test_a_convolution_has_the_workspace_of_its_conversions():
+    """16 channels of 256 x 256 in fp16 to 16: at the peak the input, the result, and copies of both and of the weight.
+    Published peaks of a VAE on an RTX 4090 have exactly these (docs/planning.md)."""
+
+    def peak_mb(device, layout=torch.contiguous_format, dtype=torch.float16):
+        timeline = MemoryTimeline.on(device)
+        with on_fake_tensors(), torch.no_grad(), timeline.watching():
+            x = torch.empty(1, 16, 256, 256, dtype=dtype).to(memory_format=layout)
+            torch.nn.functional.conv2d(x, torch.empty(16, 16, 3, 3, dtype=dtype), padding=1)
+        return timeline.peak()[0] / 2**20
+
+    weight = 16 * 16 * 9 * 2 / 2**20
+    assert peak_mb("cuda") == pytest.approx(4 * 2 + 2 * weight, abs=2e-3)
+    assert peak_mb("cuda", torch.channels_last) == peak_mb("cpu") == pytest.approx(2 * 2 + weight, abs=2e-3)
+    assert peak_mb("cuda", dtype=torch.float32) == pytest.approx(3 * 4 + 4 * weight, abs=2e-3)
+
+
 def test_the_model_and_the_batch_are_left_alone():
     torch.manual_seed(0)
     model, rows = layers(2, 8), torch.randn(3, 8)

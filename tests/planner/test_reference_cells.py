@@ -69,7 +69,7 @@ def test_a_cell(row, at):
 
 @pytest.mark.parametrize("batch", RESIDENT)
 def test_gradients_resident(batch):
-    found = predicted("1B", 8, batch, precision="fp32")
+    found = predicted("1B", 8, batch, precision="fp32", autocast_rules="cpu")  # As the table was made: dropout too.
     assert abs(found.allocated_gb - RESIDENT[batch]) <= 0.05 + 0.005 * RESIDENT[batch]
 
 

@@ -14,6 +14,7 @@ from gputrain.planner.fake_runtime import on_fake_tensors
 from gputrain.planner.fusion import kernel_costs
 from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.roofline import (
+    L2_SPEEDUP,
     DeviceRates,
     GraphCost,
     KernelCost,
@@ -21,6 +22,7 @@ from gputrain.planner.roofline import (
     StepTotals,
     busy_seconds,
     by_operator,
+    kernel_seconds,
 )
 from gputrain.stored import from_json
 
@@ -51,6 +53,59 @@ def test_elementwise_operators_read_and_write_their_tensors_once():
     assert figures(recorded(work)) == [
         ("mul", 1, 8.0, 0), ("add", 1, 8.004, 0), ("mul_", 1, 8.0, 0), ("zero_", 1, 4e-5, 0), ("clone", 1, 8.0, 0)
     ]  # fmt: skip
+
+
+def test_the_second_level_cache_serves_what_it_holds():
+    """Bandwidth 1e12, a cache of 50 MB three times as fast: by hand, in microseconds."""
+    cached = replace(RATES, l2_bytes=50 * MB)
+
+    def microseconds(rates, megabytes, launches=1):
+        return 1e6 * kernel_seconds(KernelCost("add", launches, megabytes * MB, 0.0, 0.0, 1.0, False), rates)[1]
+
+    assert L2_SPEEDUP == 3
+    assert microseconds(cached, 30) == pytest.approx(10)  # All of it.
+    assert microseconds(cached, 200) == pytest.approx(150 + 50 / 3)  # A quarter of it.
+    assert microseconds(cached, 400, launches=2) == pytest.approx(2 * (150 + 50 / 3))  # Each launch alone.
+    assert [microseconds(RATES, megabytes) for megabytes in (0, 30, 200)] == pytest.approx([0, 30, 200])  # Unknown.
+    assert microseconds(cached, 0) == 0
+
+
+def test_cudnn_converts_to_nhwc_and_back_where_the_layout_is_nchw():
+    """16 items of 64 channels, 32 x 32 pixels, to 96 channels, in bf16; and the same in fp32, in NHWC, depthwise, on a
+    CPU, and as a sequence. Bytes by hand: each conversion reads and writes a tensor."""
+
+    def converted(
+        dtype=torch.bfloat16,
+        *,
+        groups=1,
+        layout=torch.contiguous_format,
+        device="cuda",
+        pixels=(32, 32),
+        compiled=False,
+    ):
+        def work(timeline):
+            weight = torch.empty(96 if groups == 1 else 64, 64 // groups, *(3 for _ in pixels), dtype=dtype)
+            x = torch.empty(16, 64, *pixels, dtype=dtype).to(memory_format=layout).requires_grad_()
+            function = F.conv2d if len(pixels) == 2 else F.conv1d
+            function = timeline.in_region(function) if compiled else function
+            made = function(x, weight.requires_grad_(), padding=1, groups=groups)
+            made.backward(torch.empty_like(made))
+
+        timeline = MemoryTimeline.on(device)
+        with on_fake_tensors(), timeline.watching():
+            work(timeline)
+        kernels = kernel_costs(timeline.log.operators)
+        return [kernel.bytes / MB for kernel in kernels if kernel.name == "layout"]
+
+    x, y = 16 * 64 * 1024 * 2 / MB, 16 * 96 * 1024 * 2 / MB
+    assert converted() == pytest.approx(
+        [2 * x, 2 * y] * 3
+    )  # The convolution and the two products of its backward pass.
+    assert converted(torch.float32) == pytest.approx([4 * x] * 3)  # TF32 writes NCHW.
+    assert converted(pixels=(1024,)) == pytest.approx([2 * x, 2 * y] * 3)
+    assert converted(layout=torch.channels_last) == converted(groups=64) == converted(device="cpu") == []
+    assert converted(compiled=True) == []  # Inductor has pictures in NHWC, and leaves sequences as they are.
+    assert converted(pixels=(1024,), compiled=True) == converted(pixels=(1024,))
 
 
 def test_views_and_empty_tensors_are_no_kernels():
