@@ -1,9 +1,9 @@
 """Tries the declared range of Python and of every dependency: `make versions`.
 
-For each Python from 3.10 to 3.14 that this machine has, uv installs gputrain with the lowest and with the newest versions
-of everything into an environment of its own, which is removed afterwards. Each row of the table is such an environment.
-torch comes from the default package index, whose Linux builds bring some gigabytes of CUDA libraries; uv downloads them
-once. `--short` is what .ci/run does: the lowest versions on the oldest Python, without the tests.
+For each Python from 3.10 to 3.14 that this machine has, uv installs gputrain with the lowest and with the newest
+versions of everything into an environment of its own, which is removed afterwards: one row of the table. torch comes
+from the default package index, whose Linux builds bring some gigabytes of CUDA libraries; uv downloads them once.
+`--short` is what .ci/run does: the lowest versions on the oldest Python, without the tests.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,8 +23,8 @@ RESOLUTIONS = {"lowest": "lowest-direct", "newest": "highest"}
 SHOWN = ("torch", "transformers", "numpy")  # Versions in the table.
 SECONDS_TO_INSTALL = 1800
 SECONDS_OF_A_CHECK = 3600
-# Packages as wheels only: the lowest version that declares a Python may predate it and not compile. One that is needed has
-# no wheel and needs no compiler.
+# All others come as wheels: the lowest version in the range may be older than this Python, and not compile for it.
+# docopt has no wheel and needs no compiler.
 FROM_SOURCE = ("docopt", "gputrain")
 IMPORT_ALL = """
 import importlib, pkgutil, gputrain
@@ -32,14 +33,15 @@ for module in pkgutil.walk_packages(gputrain.__path__, "gputrain."):
         importlib.import_module(module.name)
 """
 PROGRAM = ("-m", "gputrain")
-QUICK = {
-    "import": (("-c", IMPORT_ALL),),
-    "--help": ((*PROGRAM, "--help"),),
-    "plan": tuple((*PROGRAM, "plan", f"train-{kind}", "--gpu", "l4") for kind in ("vae", "vocoder", "tts", "asr")),
+Checks = dict[str, list[tuple[str, ...]]]  # Arguments of Python, for each process of a check.
+QUICK: Checks = {
+    "import": [("-c", IMPORT_ALL)],
+    "--help": [(*PROGRAM, "--help")],
+    "plan": [(*PROGRAM, "plan", f"train-{kind}", "--gpu", "l4") for kind in ("vae", "vocoder", "tts", "asr")],
 }
-MORE = {
-    "check": ((*PROGRAM, "check-compatibility", "--quick"),),
-    "tests": (("-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile"),),
+MORE: Checks = {
+    "check": [(*PROGRAM, "check-compatibility", "--quick")],
+    "tests": [("-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile")],
 }
 
 
@@ -49,33 +51,27 @@ def main() -> int:
     if uv is None:
         print("versions: found no uv; install the development tools: ./setup.sh test", file=sys.stderr)
         return 2
-    found = {version: interpreter(uv, version) for version in arguments.python}
-    present = [version for version, path in found.items() if path]
-    if arguments.short:
-        present = present[:1]
+    found = {version: path for version in arguments.python if (path := interpreter(uv, version))}
+    chosen = [*found][:1] if arguments.short else [*found]
     checks = QUICK if arguments.short else QUICK | MORE
     if arguments.without_tests:
         checks = {name: commands for name, commands in checks.items() if name != "tests"}
     resolutions = ["lowest"] if arguments.short else arguments.versions
-    rows = [tried(uv, version, found[version], each, checks) for version in present for each in resolutions]
+    rows = [tried(uv, version, found[version], each, checks) for version in chosen for each in resolutions]
     print_table([["python", "versions", *SHOWN, "install", *checks], *rows])
-    missing = [version for version in PYTHONS if not found.get(version)]
-    not_run = [version for version in PYTHONS if found.get(version) and version not in present]
-    print("not tried:")
-    for versions, reason in ((missing, "no interpreter on PATH, of uv or of pyenv, or not asked for"), (not_run, "--short")):
-        if versions:
-            print(f"  Python {', '.join(versions)}: {reason}")
-    left_out = [name for name in QUICK | MORE if name not in checks]
-    left_out += [f"{each} versions" for each in RESOLUTIONS if each not in resolutions]
-    print(f"  {', '.join([*left_out, 'other operating systems and torch builds than this one'])}")
-    failed = not rows or any("FAILED" in cell for row in rows for cell in row)
-    return 1 if failed else 0
+    reasons = dict.fromkeys(arguments.python, "no interpreter on PATH, of uv or of pyenv")
+    reasons.update(dict.fromkeys(found, "--short"))
+    not_tried = [f"Python {v}: {reasons.get(v, 'not asked for')}" for v in PYTHONS if v not in chosen]
+    not_tried += [f"{each} versions: not asked for" for each in RESOLUTIONS if each not in resolutions]
+    not_tried += [f"{name}: not asked for" for name in QUICK | MORE if name not in checks]
+    print("not tried:", *not_tried, "other operating systems and builds of torch: only this machine's", sep="\n  ")
+    return int(not rows or any("FAILED" in cell for row in rows for cell in row))
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", nargs="+", choices=PYTHONS, default=PYTHONS, help="versions of Python to try")
-    parser.add_argument("--versions", nargs="+", choices=RESOLUTIONS, default=[*RESOLUTIONS], help="of the dependencies")
+    parser.add_argument("--versions", nargs="+", choices=RESOLUTIONS, default=[*RESOLUTIONS], help="of dependencies")
     parser.add_argument("--without-tests", action="store_true", help="leave out the tests, which take minutes each")
     parser.add_argument("--short", action="store_true", help="lowest versions, oldest Python, neither check nor tests")
     return parser.parse_args()
@@ -90,14 +86,13 @@ def interpreter(uv: str, version: str) -> str:
     return found.stdout.strip() if found.returncode == 0 else ""
 
 
-def tried(uv: str, version: str, python: str, versions: str, checks: dict[str, tuple[tuple[str, ...], ...]]) -> list[str]:
-    """Returns a row of the table; what failed is printed at once."""
+def tried(uv: str, version: str, python: str, versions: str, checks: Checks) -> list[str]:
+    """Returns a row of the table; what fails is printed at once."""
     with tempfile.TemporaryDirectory(prefix="gputrain-versions-") as folder:
         path = str(Path(folder, "venv"))
         began = time.monotonic()
-        requirement = ".[dev]" if "tests" in checks else "."
-        error = installed(uv, python, path, RESOLUTIONS[versions], requirement)
         row = [version, versions]
+        error = install(uv, python, path, RESOLUTIONS[versions], ".[dev]" if "tests" in checks else ".")
         if error:
             print(f"versions: Python {version}, {versions}: could not install gputrain\n{error}", file=sys.stderr)
             return [*row, *("" for _ in SHOWN), "FAILED", *("" for _ in checks)]
@@ -107,44 +102,43 @@ def tried(uv: str, version: str, python: str, versions: str, checks: dict[str, t
         row += [*(numbers[name] for name in SHOWN), f"{time.monotonic() - began:.0f} s"]
         for name, commands in checks.items():
             began = time.monotonic()
-            works = all([passes([own, *command], folder) for command in commands])
-            row.append(f"{'ok' if works else 'FAILED'} {time.monotonic() - began:.0f} s")
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                passed = all(pool.map(lambda command: passes([own, *command], folder), commands))
+            row.append(f"{'ok' if passed else 'FAILED'} {time.monotonic() - began:.0f} s")
             print(f"versions: Python {version}, {versions}: {name}: {row[-1]}", file=sys.stderr)
         return row
 
 
-def installed(uv: str, python: str, path: str, resolution: str, requirement: str) -> str:
+def install(uv: str, python: str, path: str, resolution: str, requirement: str) -> str:
     """Makes an environment; returns what uv says if it could not."""
-    environment = {**os.environ, "UV_HTTP_TIMEOUT": "30", "UV_HTTP_RETRIES": "2"}  # A dead index must not hang.
+    environment = {**os.environ, "UV_HTTP_TIMEOUT": "30", "UV_HTTP_RETRIES": "2"}  # It ends if the index is dead.
     source = [option for name in FROM_SOURCE for option in ("--no-binary", name)]
-    install = [uv, "pip", "install", "-q", "-p", path, "--resolution", resolution, "--only-binary", ":all:", *source]
-    for command in ([uv, "venv", "-q", "-p", python, path], [*install, "-e", requirement]):
-        try:
-            done = subprocess.run(
-                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS_TO_INSTALL, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return f"no end after {SECONDS_TO_INSTALL} s: {' '.join(command)}"
-        if done.returncode:
-            return done.stderr.strip()
+    installing = [uv, "pip", "install", "-q", "-p", path, "--resolution", resolution, "--only-binary", ":all:", *source]
+    for command in ([uv, "venv", "-q", "-p", python, path], [*installing, "-e", requirement]):
+        code, output = output_of(command, ROOT, environment, SECONDS_TO_INSTALL)
+        if code:
+            return output
     return ""
 
 
 def passes(command: list[str], folder: str) -> bool:
     """Returns whether a command ends with 0; prints the end of its output if not. The tests run in the repository."""
-    where = ROOT if "pytest" in command else folder
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    code, output = output_of(command, ROOT if "pytest" in command else Path(folder), environment, SECONDS_OF_A_CHECK)
+    if code:
+        print(f"exit code {code}: {' '.join(command)}\n{output[-5000:]}", file=sys.stderr)
+    return code == 0
+
+
+def output_of(command: list[str], where: Path, environment: dict[str, str], seconds: int) -> tuple[int, str]:
     try:
         done = subprocess.run(
             command, cwd=where, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            timeout=SECONDS_OF_A_CHECK, check=False,
+            timeout=seconds, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        print(f"no end after {SECONDS_OF_A_CHECK} s: {' '.join(command)}", file=sys.stderr)
-        return False
-    if done.returncode:
-        print(f"exit code {done.returncode}: {' '.join(command)}\n{done.stdout[-5000:]}", file=sys.stderr)
-    return done.returncode == 0
+        return 124, f"it was ended after {seconds} s"
+    return done.returncode, done.stdout
 
 
 def print_table(rows: list[list[str]]) -> None:
