@@ -388,9 +388,8 @@ def test_help_has_other_names_once_and_in_the_sentence():
     page = invoked("train-vocoder", "--help")
     for leaf in leaves(TrainVocoder).values():
         for flag in leaf.flags[1:]:
-            assert (
-                page.count(f"{flag}.") == 1 or flag == "--dataloader-prefetch-factor"
-            )  # It is too long for the column.
+            # Names that are too long for the column are broken; older versions of typer have a narrower one.
+            assert page.count(f"{flag}.") == 1 or len(flag) > 24, flag
     assert " ".join(page.replace("│", "").split()).count("Also --ds-workers.") == 1
     assert "base_hifi_rtx5090_optimized" in page
 

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import pytest
@@ -161,7 +161,7 @@ def test_this_machine():
     except PackageNotFoundError:  # It runs from a copy that is not installed.
         assert packages == {}
     else:
-        assert packages["torch"] == Package("torch", torch_floor, torch.__version__)
+        assert packages["torch"] == Package("torch", torch_floor, version("torch"))
     assert "pytest" not in packages  # It belongs to an extra.
     if machine.system == "Linux":
         assert (
