@@ -2,7 +2,7 @@
 VENV ?= .venv
 PY = $(VENV)/bin/python
 
-.PHONY: help setup demo test slow lint docs images bench gpu
+.PHONY: help setup demo test slow lint versions docs images bench gpu
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):  ## /\1\t/p' Makefile
@@ -23,6 +23,9 @@ lint:  ## ruff and mypy, as .ci/run does
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy --strict
+
+versions:  ## try the lowest and the newest dependencies with every Python at hand; some minutes for each
+	$(PY) benchmarks/versions.py
 
 docs:  ## write the tables of options and keys from the code
 	$(PY) -m gputrain.cli.reference

@@ -29,8 +29,12 @@ def missing_package(*modules: str) -> UserError:
 
 
 def first_line(error: object) -> str:
-    """Return the first line of an error's message, or the name of its type if it has none."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """Return the first line of an error's message, or the name of its type if it has none.
+
+    A line that ends with a colon goes on in the next one: torch names the weights that don't fit below such a line.
+    """
+    lines = str(error).splitlines() or [type(error).__name__]
+    return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
 
 
 class Stopped(Exception):

@@ -33,6 +33,40 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
+# Packages that the tests alone need. A test, or a file of tests, that imports a missing one is skipped by its name.
+TOOLS = {
+    "accelerate", "alifbe", "diffusers", "hypothesis", "jiwer", "monotonic_alignment_search", "num2words",
+    "parselmouth", "piper", "pymorphy3", "uztextnorm",
+}  # fmt: skip
+
+
+def missing_tool(call: pytest.CallInfo) -> str:
+    """Return the name of the package for which a test or an import failed; nothing if there is none."""
+    error = call.excinfo.value if call.excinfo else None
+    while error is not None:
+        name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if name in TOOLS:
+            return name
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> None:
+    if tool := missing_tool(call):
+        with pytest.raises(pytest.skip.Exception) as skipped:
+            pytest.skip(f"{tool} is not installed")
+        call.excinfo = skipped
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector):
+    report = yield
+    if tool := missing_tool(report.call):
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 1, f"Skipped: {tool} is not installed")
+    return report
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session):
     """Collect the tests without garbage collections, and then take what the imports made out of all later ones.

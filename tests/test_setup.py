@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import requires
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 import pytest
@@ -532,7 +532,10 @@ def test_constraints_pin_every_dependency_once_for_each_python(python: str) -> N
     assert of_torch == ["nvidia-ml-py"]  # It queries the driver, and belongs to no build.
 
     versions = {pin.name: str(pin.specifier).removeprefix("==") for pin in pins}
-    needed = [Requirement(text) for text in requires("gputrain") or []]
+    try:
+        needed = [Requirement(text) for text in requires("gputrain") or []]
+    except PackageNotFoundError:
+        pytest.skip("gputrain is not installed")
     # Only the extra for development is checked: packages of others may need one build of torch.
     needed = [need for need in needed if need.marker is None or need.marker.evaluate({"extra": "dev"})]
     assert {need.name for need in needed} >= {"numpy", "torch", "pytest"}

@@ -45,8 +45,8 @@ from gputrain.vocoder.commands import BenchVocoder, PlanVocoder, Vocode
 from gputrain.vocoder.config import TrainVocoder
 
 app = typer.Typer(
-    help="Train image VAEs, vocoders and voices at the limit of the GPU at hand, and export them in the formats that "
-    "other tools load.",
+    help="Train image VAEs, vocoders, voices and speech recognisers at the limit of the GPU at hand, and export them "
+    "in the formats that other tools load.",
     cls=GroupPage,
     rich_markup_mode=None,  # Otherwise brackets in a help text, such as gputrain[f0], are taken for markup.
     no_args_is_help=True,

@@ -168,7 +168,8 @@ def _config_option(settings: type, shipped: Path | None, translate: Translate | 
 def _measured_config_option(
     settings: type[BenchSettings], shipped: Path | None, translate: Translate | None
 ) -> inspect.Parameter:
-    def load(context: typer.Context, paths: list[Path]) -> list[Path]:
+    # On Python 3.10 typer takes a bare `list[Path]` in a callback for a class, which it isn't, and raises TypeError.
+    def load(context: typer.Context, paths: list[Path] | None) -> list[Path] | None:
         found = [_find(path, shipped) if shipped else path for path in paths or ()]
         context.meta[FILES] = tuple(
             MeasuredFile(path.stem, read_defaults(path, settings.measured, translate)) for path in found

@@ -126,7 +126,7 @@ def request_expandable_segments() -> None:
     """
     works = Machine(platform.system(), 1, wsl=is_wsl()).has_expandable_segments
     if works and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # torch 2.9 reads no other for CUDA.
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def is_wsl() -> bool:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -52,17 +53,38 @@ OF_VALUES = {
 }  # fmt: skip
 
 
+# These operators draw numbers that depend on no data. A single one, as in layer drop, may decide what a model computes.
+UNIFORM = {
+    aten.rand.default, aten.rand.generator, aten.rand_like.default, aten.uniform_.default, aten.uniform.default,
+}  # fmt: skip
+BERNOULLI = {aten.bernoulli.default, aten.bernoulli.p, aten.bernoulli_.float, aten.bernoulli_.Tensor}
+
+
+@dataclass
+class Draws:
+    """Gives single random numbers a value on fake tensors: close to one end of their range, so that a comparison with
+    a rate has one result throughout the step."""
+
+    end: Literal["upper", "lower"] = "upper"  # `if torch.rand([]) < rate: continue` keeps its layer at the upper end.
+    decided: bool = False  # Whether Python read a number that may come from a draw; otherwise the end has no effect.
+
+    def number(self, low: float, high: float, dtype: torch.dtype) -> float:
+        from_end = max(abs(low), abs(high)) * torch.finfo(dtype).eps
+        return high - from_end if self.end == "upper" else low + from_end
+
+
 @contextmanager
-def on_fake_tensors() -> Iterator[None]:
+def on_fake_tensors(draws: Draws | None = None) -> Iterator[None]:
     """Has new tensors be fake: with shapes, dtypes and strides, but without memory and values; no operator computes.
 
-    They are nominally on the CPU. torch's random state is the same afterwards.
+    They are nominally on the CPU. torch's random state is the same afterwards. A single number that the model draws has
+    the value that `draws` gives it, by default at the upper end of its range.
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with (
         _errors_not_logged(),
         torch.random.fork_rng(devices=devices),
-        QuickFakeMode(allow_non_fake_inputs=True),
+        QuickFakeMode(draws or Draws()),
     ):
         yield
 
@@ -85,14 +107,49 @@ def _errors_not_logged() -> Iterator[None]:
 class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """FakeTensorMode for tensors on one device, with a shortcut for the operators in `PLAIN`.
 
-    Integers that have values, such as labels, keep them through the operators in `OF_VALUES`.
+    Integers that have values, such as labels, keep them through the operators in `OF_VALUES`. A single number that is
+    drawn has a value too, which FakeTensorMode carries through operators until they meet a tensor without values.
     """
+
+    def __init__(self, draws: Draws) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.draws = draws
+        self.any_drawn = False
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in OF_VALUES and _all_have_values(args):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default:
+            self.draws.decided |= self.any_drawn and isinstance(args[0], FakeTensor) and args[0].constant is not None
+        made = self._shapes_of(func, types, args, kwargs)
+        if func in UNIFORM or func in BERNOULLI:
+            self._draw(func, made, args)
+        return made
+
+    def _draw(self, func: Any, made: FakeTensor, args: Any) -> None:
+        """Gives what a random operator made its value, if it is a single number of its own memory."""
+        own = made.numel() == 1 and made.untyped_storage().nbytes() == made.element_size()
+        if not own or not made.is_floating_point():
+            return
+        if func in UNIFORM:
+            low, high = _bounds(*args[1:]) if func in (aten.uniform_.default, aten.uniform.default) else (0.0, 1.0)
+            number = self.draws.number(low, high, made.dtype)
+        else:
+            chance = args[0] if func is aten.bernoulli.default else args[1] if len(args) > 1 else 0.5
+            if isinstance(chance, FakeTensor):
+                chance = chance.constant
+            if chance is None:  # The probability depends on data, and so does the number.
+                return
+            number = float(chance > 0 if self.draws.end == "upper" else chance >= 1)
+        with unset_fake_temporarily():
+            made.constant = torch.full(made.shape, number, dtype=made.dtype)
+        self.fake_tensor_converter.add_constant_storage_mapping(made)
+        self.any_drawn = True
+
+    def _shapes_of(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Returns what the operator makes, as fake tensors."""
         if func not in PLAIN or "device" in kwargs or not all(map(self._has_shape_alone, args)):
             return super().dispatch(func, types, args, kwargs)
         with in_kernel_invocation_manager(self):
@@ -113,6 +170,11 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _faked(self, made: Any) -> Any:
         plain = isinstance(made, Tensor) and not isinstance(made, FakeTensor)
         return FakeTensor(self, made, torch.device("cpu")) if plain else made
+
+
+def _bounds(low: float = 0.0, high: float = 1.0) -> tuple[float, float]:
+    """Returns the arguments of uniform_, with its defaults."""
+    return low, high
 
 
 def _all_have_values(arguments: Sequence[Any]) -> bool:

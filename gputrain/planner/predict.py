@@ -6,6 +6,7 @@ the second reuses the segments of the first. The prediction does not contain the
 workspaces of cuDNN and cuBLAS, and it contains intermediate results that a compiler would fuse. GB is 1e9 bytes.
 """
 
+import functools
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gputrain.errors import UserError, first_line
 from gputrain.hw.runtime import DTYPES
 from gputrain.planner.allocator import CachingAllocator, PlainAllocator
-from gputrain.planner.fake_runtime import FunctionsOf, Rules, on_fake_tensors
+from gputrain.planner.fake_runtime import Draws, FunctionsOf, Rules, on_fake_tensors
 from gputrain.planner.fusion import kernel_costs
 from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.operators import WRITE_ONLY, Operator, addition
@@ -98,11 +99,30 @@ def predict_training_memory(
     moving average of the weights. `caching_allocator`: False for a CPU, which frees memory at once;
     `expandable_segments`: as set by PYTORCH_CUDA_ALLOC_CONF. Raises UserError if the model needs values to run, or has
     modules whose memory cannot be predicted, and names the operator or the module.
+
+    If single random numbers decide what the model computes, as in layer drop, the step is the larger of two: with all
+    of them at the upper and at the lower end of their ranges.
     """
+    refuse_unpredictable(model)
+    predict = functools.partial(
+        _predict, model, loss, batch, precision=precision, optimizer=optimizer, checkpointing=checkpointing,
+        gradients_resident=gradients_resident, ema=ema, caching_allocator=caching_allocator,
+        expandable_segments=expandable_segments, autocast_rules=autocast_rules,
+    )  # fmt: skip
+    draws = Draws("upper")
+    found = predict(draws)
+    return max(found, predict(Draws("lower")), key=lambda each: each.allocated_gb) if draws.decided else found
+
+
+def _predict(
+    model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Any, draws: Draws, *, precision: Precision,
+    optimizer: Optimizer, checkpointing: bool, gradients_resident: bool, ema: bool, caching_allocator: bool,
+    expandable_segments: bool, autocast_rules: Rules,
+) -> MemoryEstimate:  # fmt: skip
+    """Returns the memory of a step whose single random numbers are as `draws` says."""
     began = time.perf_counter()
     timeline = MemoryTimeline.on(autocast_rules)
-    refuse_unpredictable(model)
-    with on_fake_tensors():
+    with on_fake_tensors(draws):
         twin, shapes = _on_shapes(model, batch)
         if checkpointing:
             checkpoint_blocks(twin)

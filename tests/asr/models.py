@@ -68,7 +68,9 @@ def transformers_folder(
     return folder
 
 
-def run_folder(folder: Path, vocabulary: Vocabulary = VOCABULARY, *, normalizes: bool = True, **changes: Any) -> Path:
+def run_folder(
+    folder: Path, vocabulary: Vocabulary = VOCABULARY, *, normalizes: bool = True, seed: int = 0, **changes: Any
+) -> Path:
     """Writes a tiny model as the run folder of a training."""
     folder.mkdir(parents=True, exist_ok=True)
     facts = {
@@ -76,6 +78,6 @@ def run_folder(folder: Path, vocabulary: Vocabulary = VOCABULARY, *, normalizes:
         "architecture": tiny_architecture(vocabulary, **changes),
     }  # fmt: skip
     (folder / "config.yaml").write_text("kind: asr\n")
-    modules = {"recogniser": tiny_model(vocabulary, **changes).state_dict()}
+    modules = {"recogniser": tiny_model(vocabulary, seed, **changes).state_dict()}
     checkpoint.save(folder, {"kind": "asr", "format": FORMAT, "facts": facts, "modules": modules, "config": {}})
     return folder

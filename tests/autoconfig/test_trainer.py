@@ -20,6 +20,8 @@ from gputrain.errors import UserError
 from gputrain.hw.probe import Machine
 from tests.waiting import wait_until
 
+pytest.importorskip("accelerate")  # transformers' Trainer needs it, and says so in an ImportError of its own.
+
 RAM_GB = 1e-3
 
 

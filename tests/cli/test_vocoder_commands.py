@@ -110,7 +110,7 @@ def test_a_single_held_out_clip_is_a_warning(typed, tmp_path):
         ({"init_from": "gone.ckpt"}, "gone.ckpt: no such file or folder"),
         ({"resume_from": "gone.pt"}, "gone.pt: no such checkpoint"),
         ({"plan_file": "gone.json"}, "gone.json: No such file"),
-        ({"data_in_memory": True}, "No such option: --data-in-memory"),
+        ({"data_in_memory": True}, "--data-in-memory"),
         ({"gamma": 0.99}, "gamma 0.99 has no effect with learning_rate_schedule"),
         ({"checkpoint_steps": 0, "permanent_start": 8}, "permanent_start 8 has no effect"),
     ],

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import sys
 
 import pytest
 import torch
@@ -276,7 +277,11 @@ def test_the_operators_of_a_step_go_by_shapes_not_by_parameters():
     assert counts[0][1] <= 3 * 36
 
 
-@pytest.mark.parametrize(("dtype", "limit_gb"), [(torch.bfloat16, 0.16), (torch.float32, 0.256)])
+# Until Python 3.11, whoever calls a function keeps its arguments until it returns.
+OF_CALLERS_GB = 0.06 if sys.version_info < (3, 11) else 0.0
+
+
+@pytest.mark.parametrize(("dtype", "limit_gb"), [(torch.bfloat16, 0.16), (torch.float32, 0.256 + OF_CALLERS_GB)])
 def test_workspace_of_a_step_on_shapes(dtype, limit_gb):
     """Seven discriminators' worth of the widest kernels (1024, 1024, 5) and large squares: stacks keep their copies
     small."""

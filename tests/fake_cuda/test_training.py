@@ -258,6 +258,7 @@ def triton_without_a_driver() -> Iterator[Any]:
     if importlib.util.find_spec("triton"):
         yield importlib.import_module(name)
         return
+    torch.cuda.init()  # It registers kernels of Triton if it finds Triton, so it comes before the stand-in.
     stand_in = mock.MagicMock(cdiv=lambda a, b: -(-a // b), next_power_of_2=lambda n: 1 << (n - 1).bit_length())
     errors = mock.MagicMock(TritonError=type("TritonError", (Exception,), {}))
     modules = {"triton": stand_in, "triton.language": stand_in.language, "triton.errors": errors}

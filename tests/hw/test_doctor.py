@@ -430,7 +430,7 @@ def test_the_command(tmp_path):
 def test_the_table(capsys):
     checks = [
         Check("python", "ok", "3.12.11"),
-        Check("torch", "failed", "[no code] " + "for this card, " * 20, "./setup.sh --torch cu130"),
+        Check("torch", "failed", "[no code]" + " for this card," * 20, "./setup.sh --torch cu130"),
     ]
     tables.print_checks(checks)
     assert capsys.readouterr().out.splitlines() == [  # Piped output is not wrapped.

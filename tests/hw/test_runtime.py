@@ -116,7 +116,7 @@ def test_expandable_segments_are_asked_for_before_cuda_starts(switches, monkeypa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: seen.append(os.environ.get("PYTORCH_CUDA_ALLOC_CONF")))
     monkeypatch.setattr(probe, "ram", lambda: (1.0, 1.0))
     found = probe.probe()
-    assert seen == [expected]
+    assert set(seen) == {expected}  # A CUDA build asks again.
     assert found.has_expandable_segments is (expected is not None)
 
 

@@ -168,6 +168,129 @@ def test_a_recurrent_layer_is_measured_where_the_device_is():
     assert step.peak_gb > 4 * 100 * 512 * 4e-9 + gates
 
 
+# --------------------------------------------------------------------------------------------------------- draws
+
+
+class Branching(nn.Module):
+    """Two layers, each of which is left out if `out(rate)` says so."""
+
+    def __init__(self, out, rate=0.5):
+        super().__init__()
+        self.layers, self.out, self.rate = nn.ModuleList(nn.Linear(512, 512) for _ in range(2)), out, rate
+
+    def forward(self, x):
+        for layer in self.layers:
+            if not self.out(self.rate):
+                x = layer(x).relu()
+        return x * self.layers[0].bias
+
+
+DRAWN = {
+    "rand": lambda rate: torch.rand([]) < rate,
+    "rand of one element": lambda rate: torch.rand(1).item() < rate,
+    "rand beside a tensor": lambda rate: torch.rand([]).lt(torch.tensor(rate)),
+    "rand of a layer that survives": lambda rate: bool(torch.rand(()) > 1 - rate),
+    "rand_like": lambda rate: torch.rand_like(torch.zeros(())) < rate,
+    "uniform_": lambda rate: torch.empty([]).uniform_() < rate,
+    "uniform_ between others": lambda rate: 1 - torch.empty(1).uniform_(1, 2) > -rate,
+    "bernoulli_": lambda rate: torch.empty([]).bernoulli_(rate),
+    "bernoulli": lambda rate: torch.bernoulli(torch.tensor(rate)).item() == 1,
+    "bernoulli that keeps": lambda rate: not torch.bernoulli(torch.tensor(1 - rate)),
+}
+
+
+def test_a_drawn_number_that_decides_a_branch_keeps_the_layer():
+    """In whichever way the model draws and compares, the step is the one with all layers."""
+    options = {"precision": "fp32", "caching_allocator": False, "autocast_rules": "cpu"}
+    real = measure_step(
+        Branching(lambda rate: False), mean_square, ROWS, torch.device("cpu"), precision="fp32", optimizer="adamw"
+    )
+    found = {
+        (name, rate): predict_training_memory(Branching(out, rate), mean_square, ROWS, **options)
+        for name, out in DRAWN.items() for rate in (0.0, 0.5)
+    }  # fmt: skip
+    expected = (real.flops, pytest.approx(real.peak_gb, rel=0.005))
+    assert {case: (step.flops, step.allocated_gb) for case, step in found.items()} == dict.fromkeys(found, expected)
+
+
+def test_numbers_that_depend_on_data_are_refused_beside_drawn_ones():
+    of_data = {
+        "a product": lambda x: torch.rand([]) * x.mean() > 0.5,
+        "a sum in place": lambda x: torch.rand([]).add_(x.mean()) > 0.5,
+        "a write to a view": lambda x: _written(torch.rand([]), x.mean()) > 0.5,
+        "a probability": lambda x: torch.bernoulli(x.mean().sigmoid()),
+        "one of many": lambda x: torch.rand(8)[0] > 0.5,
+    }
+    messages = {}
+    for name, decide in of_data.items():
+        model = Wrapped(nn.Linear(512, 512), lambda self, out, decide=decide: out if decide(out) else 2 * out)
+        try:
+            messages[name] = str(predict_training_memory(model, mean_square, ROWS))
+        except UserError as error:
+            messages[name] = error.message
+    refused = "the model needs values, not shapes alone: aten._local_scalar_dense.default (in the model, a Wrapped)"
+    assert messages == dict.fromkeys(of_data, refused)
+
+
+def _written(drawn, value):
+    drawn.view(1).copy_(value[None])
+    return drawn
+
+
+WAV2VEC2 = {
+    "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 40,
+    "conv_dim": (32,) * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2,
+}  # fmt: skip
+SEQUENCES = {
+    "encoder_layers": 2, "decoder_layers": 2, "d_model": 64, "encoder_attention_heads": 4, "vocab_size": 100,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "forced_eos_token_id": 2, "decoder_start_token_id": 1,
+}  # fmt: skip
+IDS = torch.arange(120).reshape(3, 40) % 90 + 4
+WAVE = {"input_values": torch.zeros(3, 16000), "labels": IDS[:, :20] % 7 + 1}
+WITH_LAYER_DROP = {
+    "Wav2Vec2ForCTC": ("Wav2Vec2Config", WAV2VEC2, WAVE),
+    "HubertForCTC": ("HubertConfig", WAV2VEC2, WAVE),
+    "WavLMForCTC": ("WavLMConfig", WAV2VEC2, WAVE),
+    "UniSpeechForCTC": ("UniSpeechConfig", WAV2VEC2, WAVE),
+    "SEWForCTC": ("SEWConfig", {**WAV2VEC2, "conv_dim": (32,) * 13}, WAVE),
+    "WhisperForConditionalGeneration": (
+        "WhisperConfig", {**SEQUENCES, "max_source_positions": 100},
+        {"input_features": torch.zeros(3, 80, 200), "labels": IDS},
+    ),
+    "BartForConditionalGeneration": (
+        "BartConfig", SEQUENCES,
+        {"input_ids": IDS, "labels": IDS, "attention_mask": IDS > 0, "decoder_attention_mask": IDS > 0},
+    ),
+}  # fmt: skip
+
+
+def test_layer_drop_of_transformers_is_predicted_as_a_step_without_it():
+    """Some versions draw a tensor for each layer as soon as the model trains, also where the rate is 0."""
+    import transformers
+
+    def own_loss(model, batch):
+        return model(**batch).loss
+
+    def made(name: str, rate: float) -> nn.Module:
+        config, sizes, _ = WITH_LAYER_DROP[name]
+        drop = ("encoder_layerdrop", "decoder_layerdrop") if "d_model" in sizes else ("layerdrop",)
+        # What SpecAugment masks is left out of a prediction.
+        masks = {} if "d_model" in sizes else {"mask_time_prob": 0.0, "mask_feature_prob": 0.0}
+        return getattr(transformers, name)(getattr(transformers, config)(**sizes, **masks, **dict.fromkeys(drop, rate)))
+
+    ratios = {}
+    for name, (_, _, batch) in WITH_LAYER_DROP.items():
+        real = measure_step(
+            made(name, 0.0).train(), own_loss, batch, torch.device("cpu"), precision="fp32", optimizer="adamw"
+        )
+        found = predict_training_memory(
+            made(name, 0.9).train(), own_loss, batch, precision="fp32", caching_allocator=False, autocast_rules="cpu"
+        )  # fmt: skip
+        ratios[name] = found.allocated_gb / real.peak_gb
+    assert ratios == dict.fromkeys(ratios, pytest.approx(1.0, rel=0.006))
+
+
 # ----------------------------------------------------------------------------------------------------------- CTC
 
 

@@ -261,6 +261,7 @@ def test_an_empty_vocabulary(tmp_path, text, fault):
 
 
 def test_digits_without_rules_are_a_warning(tmp_path, caplog):
+    pytest.importorskip("num2words")
     speak(tmp_path / "in/a.wav", hum(2.0))
     (tmp_path / "in/a.txt").write_text("Бізде 25 кітап, 3% + 🙂", encoding="utf-8")
     config = recipe("kk")

@@ -254,7 +254,9 @@ def test_srgb_profile_changes_nothing(tmp_path):
     assert (levels(path) == np.asarray(image)).all()
 
 
-@pytest.mark.parametrize("broken", [b"", b"rubbish", profile()[:200], profile()[:128] + bytes(400)])
+@pytest.mark.parametrize(
+    "broken", [b"", b"rubbish", profile()[:200], profile()[:128] + bytes(400)], ids=["empty", "text", "cut", "zeros"]
+)  # A profile contains the second in which it was made: it cannot be the test's name.
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
 def test_broken_profile_or_one_for_another_mode_is_ignored(tmp_path, mode, broken):
     image = noise(40, 40).convert(mode)

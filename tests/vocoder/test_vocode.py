@@ -25,6 +25,8 @@ from gputrain.vocoder.vocode import FrameNoise, Vocoded, reach_frames, vocode, v
 from tests.vocoder.test_generator import inputs, largest, variants
 from tests.vocoder.test_load import CPU, loaded, openvpi_folder
 
+pytest.importorskip("parselmouth")  # The vocoders of these tests want its pitch.
+
 MEL = Mel()
 
 

@@ -1,0 +1,34 @@
+"""`make versions` without a package index. `.ci/run` shows the other outcome, which installs gigabytes."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_without_a_package_index_it_ends_with_a_message_and_the_table(tmp_path):
+    pytest.importorskip("uv")
+    own = "{}.{}".format(*sys.version_info)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # It never listens, so connections are refused.
+        index = f"http://127.0.0.1:{unused.getsockname()[1]}/simple"
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("UV_")}
+        done = subprocess.run(
+            [sys.executable, ROOT / "benchmarks/versions.py", "--short", "--python", own],
+            env={**environment, "UV_DEFAULT_INDEX": index, "UV_CACHE_DIR": str(tmp_path)},
+            capture_output=True, text=True, timeout=200, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert f"Python {own}, lowest: could not install gputrain" in done.stderr
+    assert "127.0.0.1" in done.stderr
+    head, row, *rest = [line.split() for line in done.stdout.splitlines()]
+    assert (head[:2], row) == (["python", "versions"], [own, "lowest", "FAILED"])
+    others = [
+        f"Python {version}: not asked for" for version in ("3.10", "3.11", "3.12", "3.13", "3.14") if version != own
+    ]
+    assert [" ".join(line) for line in rest[:5]] == ["not tried:", *others]
