@@ -124,6 +124,7 @@ def install(uv: str, python: str, path: str, resolution: str, requirement: str) 
 def passes(command: list[str], folder: str) -> bool:
     """Returns whether a command ends with 0; prints the end of its output if not. The tests run in the repository."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["OMP_NUM_THREADS"] = "1"  # Threads of processes that run at the same time wait for one another.
     code, output = output_of(command, ROOT if "pytest" in command else Path(folder), environment, SECONDS_OF_A_CHECK)
     if code:
         print(f"exit code {code}: {' '.join(command)}\n{output[-5000:]}", file=sys.stderr)
