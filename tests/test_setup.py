@@ -470,13 +470,14 @@ def test_train_rtx5090_prefers_the_environment_beside_it(machine: Machine) -> No
 # --- .ci/run ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("broken", ["", "demo", "test", "ruff check", "ruff format", "mypy"])
+@pytest.mark.parametrize("broken", ["", "demo", "test", "ruff check", "ruff format", "mypy", "versions"])
 def test_ci_runs_everything_and_fails_with_any(machine: Machine, broken: str) -> None:
     fails = f'echo "$*" >>"$LOG"; case "$*" in *"{broken or "nothing"}"*) exit 1 ;; esac\n'
     machine.put("./setup.sh", f'#!/bin/sh\n[ "$CI" ] || exit 1\n[ "$1" = demo ] || echo "7 passed in 0.10s"\n{fails}')
     machine.put(".venv/bin/python", f"#!/bin/sh\necho clean\n{fails}")
     done = machine.run(".ci/run")
-    assert machine.log() == ["demo", "test", "-m ruff check", "-m ruff format --check", "-m mypy --strict"]
+    linters = ["-m ruff check", "-m ruff format --check", "-m mypy --strict"]
+    assert machine.log() == ["demo", "test", *linters, "benchmarks/versions.py --short"]
     assert done.returncode == (1 if broken else 0)
     assert done.stdout.splitlines()[-1] == "7 passed in 0.10s"
 
