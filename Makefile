@@ -38,5 +38,4 @@ bench:  ## compare with diffusers on this machine; results go to benchmarks/resu
 	$(PY) benchmarks/vae_vs_diffusers.py
 
 gpu:  ## whether everything works on this machine's GPU, and its measurements, in eight minutes; results go to gpu_results
-	PYTHON=$(PY) benchmarks/gpu.sh alive
-	PYTHON=$(PY) benchmarks/gpu.sh measure
+	PYTHON=$(PY) benchmarks/gpu.sh alive; alive=$$?; PYTHON=$(PY) benchmarks/gpu.sh measure && exit $$alive

@@ -16,8 +16,8 @@ class UserError(Exception):
 
 # Names under which pip knows modules that have another name.
 DISTRIBUTIONS = {
-    "PIL": "pillow", "pynvml": "nvidia-ml-py", "pyworld": "pyworld-prebuilt", "skimage": "scikit-image",
-    "yaml": "pyyaml",
+    "PIL": "pillow", "parselmouth": "praat-parselmouth", "pynvml": "nvidia-ml-py", "pyworld": "pyworld-prebuilt",
+    "skimage": "scikit-image", "yaml": "pyyaml",
 }  # fmt: skip
 
 

@@ -38,6 +38,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 predictions = importlib.import_module("predictions")
 precision = importlib.import_module("precision")
 checks = importlib.import_module("gpu.checks")
+commands = importlib.import_module("gpu.commands")
 data = importlib.import_module("gpu.data")
 learn = importlib.import_module("gpu.learn")
 measure = importlib.import_module("gpu.measure")
@@ -434,6 +435,26 @@ def test_the_compilers_cache_is_saved_in_few_small_files_and_taken_back(tmp_path
         monkeypatch.setenv(name, str(cache))
     measure.take_cache(options)
     assert {path.name: path.read_bytes() for path in cache.rglob("*.bin")} == kept
+
+
+def test_a_file_that_is_too_large_for_an_archive_keeps_no_other_one_out(tmp_path, monkeypatch):
+    for number, size in enumerate((100, 9000, 100, 100)):
+        path = tmp_path / "cache" / f"{number}.bin"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(os.urandom(size))
+        os.utime(path, (number, number))
+    monkeypatch.setattr(measure, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(measure, "CACHE_BYTES", 9000)
+    (tmp_path / "out").mkdir()
+    assert measure.save_cache(argparse.Namespace(output_dir=tmp_path / "out")) == "compiled code: 3 of 4 files saved"
+
+
+def test_a_command_that_ends_with_a_code_has_failed(tmp_path):
+    """Without its standalone mode, click returns the code instead of raising it."""
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    commands.gputrain("validate", "--input-dir", tmp_path, "--num-workers", 0)
+    with pytest.raises(SystemExit, match="gputrain validate ended with exit code 3"):
+        commands.gputrain("validate", "--input-dir", tmp_path, "--num-workers", 0, "--strict")
 
 
 def test_curves_are_the_held_out_figures_by_time(tmp_path):

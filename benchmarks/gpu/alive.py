@@ -11,6 +11,7 @@ import logging
 import platform
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,7 @@ from gpu.data import KINDS
 from gpu.runner import Context, Figures, Part, Subcommand, main
 from gpu.trainings import SMALL
 from gputrain.bench.runner import NotMeasured
+from gputrain.errors import first_line
 
 STEPS, RESUMED_STEPS, GRAPH_STEPS = 6, 9, 10  # A graph is captured after some steps.
 PACKAGES = ("torch", "triton", "numpy", "numba", "transformers", "onnxruntime", "scipy", "skimage", "PIL", "jinja2")
@@ -72,11 +74,20 @@ def imports(context: Context) -> Figures:
         found["driver_memory_gb"] = torch.cuda.mem_get_info()[1] / 1e9
         found |= {"cuda": str(torch.version.cuda), "cudnn": torch.backends.cudnn.version()}
     found["missing"] = " ".join(name for name in (*PACKAGES, *MAYBE) if find_spec(name) is None) or "nothing"
+    broken = {}
     for name in (*PACKAGES, *MAYBE):
+        if find_spec(name):
+            try:
+                import_module(name)
+            except Exception as error:  # A package of another CUDA or numpy ends in any error.
+                broken[name] = first_line(error)
         try:
             found[name] = version({"skimage": "scikit-image", "PIL": "pillow"}.get(name, name))
         except PackageNotFoundError:
             continue
+    if broken:
+        context.note(found)
+        raise ImportError("; ".join(f"{name}: {why}" for name, why in broken.items()))
     return found
 
 
@@ -160,7 +171,7 @@ def check_switches(
 
 
 def compatibility(context: Context) -> Figures:
-    """Runs check-compatibility, which exits with 3 if training is not possible."""
+    """Runs check-compatibility, which exits with 1 if training is not possible."""
     gputrain("check-compatibility", "--data-path", context.scratch, "--quick")
     return {"can_train": True}
 

@@ -15,13 +15,20 @@ Row = dict[str, Any]
 
 
 def gputrain(*words: object) -> None:
-    """Runs a command as typed. Raises UserError and whatever else goes wrong; a run that was stopped early is none."""
+    """Runs a command as typed. Raises UserError, SystemExit for another code than 0, and whatever else goes wrong.
+
+    A run that was stopped early has not gone wrong.
+    """
     COMMAND_CLOCK.start()
     print("$ gputrain", *words, flush=True)
     try:
-        command_line().main(args=[str(word) for word in words], prog_name="gputrain", standalone_mode=False)
+        # Without its standalone mode, click returns the code of typer.Exit.
+        code = command_line().main(args=[str(word) for word in words], prog_name="gputrain", standalone_mode=False)
     except Stopped as stopped:
         print(stopped.message)
+        return
+    if isinstance(code, int) and code:
+        raise SystemExit(f"gputrain {words[0]} ended with exit code {code}")
 
 
 @contextmanager

@@ -456,7 +456,8 @@ def take_cache(options: argparse.Namespace) -> None:
 
 def save_cache(options: argparse.Namespace) -> str:
     """Saves the compiler's cache, what was compiled first at first, in as many files as there may be."""
-    files = sorted((path for path in CACHE.rglob("*") if path.is_file()), key=lambda path: path.stat().st_mtime)
+    found = sorted((path for path in CACHE.rglob("*") if path.is_file()), key=lambda path: path.stat().st_mtime)
+    files = [path for path in found if path.stat().st_size < CACHE_BYTES]
     saved = number = 0
     while saved < len(files) and number < CACHE_FILES:
         held = io.BytesIO()
@@ -466,7 +467,7 @@ def save_cache(options: argparse.Namespace) -> str:
                 saved += 1
         (options.output_dir / f"compiled_{number}.tgz").write_bytes(held.getvalue())
         number += 1
-    return f"compiled code: {saved} of {len(files)} files saved" if files else ""
+    return f"compiled code: {saved} of {len(found)} files saved" if found else ""
 
 
 def parts(smoke: bool) -> Sequence[Part]:

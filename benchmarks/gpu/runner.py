@@ -217,9 +217,10 @@ def supervise(report: Report, words: Sequence[str], until: float) -> Report:
 
 def end_of_worker(result: Result, ending: str, path: Path) -> None:
     """Notes what became of the part in which a worker has ended. At a limit, the worker has written where it was."""
-    result.seconds = round(time.time() - result.began, 1)
+    seconds = time.time() - result.began
+    result.seconds = round(seconds, 1)
     place = path.with_suffix(PLACE)
-    if result.seconds < result.limit:
+    if seconds < result.limit:
         result.state, result.reason = "failed", f"the process: {ending}"
         return
     result.state = "cut off"

@@ -124,7 +124,9 @@ def _outcome(program: Callable[[], object], ranks: Ranks) -> int:
         described = describe(error)
         return _print_end("error", *described, USER_ERROR) if described else _print_defect()
     except ModuleNotFoundError as error:
-        module = error.name or "gputrain"
+        # torch raises the error of a data worker again, with nothing but its text.
+        named = re.search(r"No module named '([^']+)'", str(error))
+        module = error.name or (named[1] if named else "gputrain")
         if "." in module or module == "gputrain":  # A part of an installed package is missing.
             return _print_defect()
         missing = missing_package(module)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gputrain.errors import first_line, missing_package
+
 T = TypeVar("T")
 
 ANSWER_SECONDS = 20  # A driver that loads on demand takes some seconds; one that hangs never answers.
@@ -54,8 +56,10 @@ def ask_driver() -> Driver:
 
 
 def read_nvml() -> Driver:
-    import pynvml
-
+    try:
+        import pynvml
+    except ImportError:
+        return Driver(error=missing_package("pynvml").message)
     try:
         with nvml():
             cuda = nvml_answer(pynvml.nvmlSystemGetCudaDriverVersion_v2) or 0
@@ -66,8 +70,8 @@ def read_nvml() -> Driver:
             return Driver(version, f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else "", cards)
     except pynvml.NVMLError_LibraryNotFound:
         return NO_DRIVER
-    except pynvml.NVMLError as error:
-        return Driver(error=str(error))
+    except Exception as error:  # Besides NVMLError, whatever a driver's answer or its library may cause.
+        return Driver(error=first_line(error))
 
 
 @contextmanager

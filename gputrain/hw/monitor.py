@@ -250,12 +250,19 @@ def _handle(uuid: str) -> object:
     return handle
 
 
+def _errors_of_nvml() -> tuple[type[Exception], ...]:
+    """Return what NVML raises, which is an ImportError where its package is not installed."""
+    try:
+        from pynvml import NVMLError
+    except ImportError:
+        return (ImportError,)
+    return (NVMLError,)
+
+
 @contextmanager
 def _forgiving_nvml() -> Iterator[None]:
     """End the block at a failure of NVML, with a warning."""
-    from pynvml import NVMLError
-
     try:
         yield
-    except NVMLError as error:
+    except _errors_of_nvml() as error:
         log.warning("NVML fails (%s); training goes on without the GPU's utilisation, power and temperature", error)

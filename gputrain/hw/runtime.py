@@ -212,7 +212,8 @@ def runtime_on(device: DeviceName, *, mixed_precision: bool | None = None) -> Ru
 def shapes_may_change() -> Iterator[None]:
     """Let cuDNN choose convolutions by its heuristics within the block, as it would search again for every new shape.
 
-    Algorithms that were found for the shapes of the training are used again afterwards.
+    Algorithms that were found for the shapes of the training are used again afterwards. A shape of the training that is
+    first met within the block keeps what the heuristics chose for it: torch remembers one choice for each shape.
     """
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = False
@@ -310,7 +311,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether memory has run out. Call it in the except block, while the memory of the failed part is in use."""
     if isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OUT_OF_MEMORY_TEXTS):
         return True
-    return is_library_failure(error) and memory_is_short()
+    return is_library_failure(error) and memory_is_short() is True
 
 
 def is_library_failure(error: BaseException) -> bool:
@@ -319,7 +320,7 @@ def is_library_failure(error: BaseException) -> bool:
 
 def library_failure(error: BaseException) -> UserError | None:
     """Return what to show for the failure of a library of CUDA that has not run out of memory; None for others."""
-    if not is_library_failure(error) or is_out_of_memory(error):
+    if not is_library_failure(error) or memory_is_short() is not False:
         return None
     return UserError(
         f"a library of CUDA has failed, although memory is free: {first_line(error)}",
@@ -328,16 +329,17 @@ def library_failure(error: BaseException) -> UserError | None:
     )
 
 
-def memory_is_short() -> bool:
-    """Return whether little memory of the current GPU is free, without what torch has reserved."""
+def memory_is_short() -> bool | None:
+    """Return whether little memory of the current GPU is free, without what torch has reserved; None if CUDA gives no
+    answer any more, as after an error of a kernel."""
     if not torch.cuda.is_available():
         return False
     try:
         free, total = torch.cuda.mem_get_info()
         limit = total * torch.cuda.get_per_process_memory_fraction()
         return min(free, limit - torch.cuda.memory_reserved()) < SHORT_SHARE * limit
-    except RuntimeError:  # After some errors, every call of CUDA fails.
-        return False
+    except RuntimeError:
+        return None
 
 
 def release_memory() -> None:

@@ -131,7 +131,7 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _draw(self, func: Any, made: FakeTensor, args: Any) -> None:
         """Gives what a random operator made its value, if it is a single number of its own memory."""
         own = made.numel() == 1 and made.untyped_storage().nbytes() == made.element_size()
-        if not own or not made.is_floating_point():
+        if not own or not made.is_floating_point() or isinstance(made, nn.Parameter):  # Parameters are drawn, too.
             return
         if func in UNIFORM:
             low, high = _bounds(*args[1:]) if func in (aten.uniform_.default, aten.uniform.default) else (0.0, 1.0)

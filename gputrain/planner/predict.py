@@ -101,7 +101,8 @@ def predict_training_memory(
     modules whose memory cannot be predicted, and names the operator or the module.
 
     If single random numbers decide what the model computes, as in layer drop, the step is the larger of two: with all
-    of them at the upper and at the lower end of their ranges.
+    of them at the upper and at the lower end of their ranges. A step that does not run at one of them, because no
+    trained layer is left, does not count.
     """
     refuse_unpredictable(model)
     predict = functools.partial(
@@ -109,9 +110,18 @@ def predict_training_memory(
         gradients_resident=gradients_resident, ema=ema, caching_allocator=caching_allocator,
         expandable_segments=expandable_segments, autocast_rules=autocast_rules,
     )  # fmt: skip
-    draws = Draws("upper")
-    found = predict(draws)
-    return max(found, predict(Draws("lower")), key=lambda each: each.allocated_gb) if draws.decided else found
+    found: list[MemoryEstimate] = []
+    failure: DoesNotRun | None = None
+    for draws in (Draws("upper"), Draws("lower")):
+        try:
+            found.append(predict(draws))
+        except DoesNotRun as error:
+            failure = failure or error
+        if not draws.decided:
+            break
+    if failure and not found:
+        raise failure
+    return max(found, key=lambda each: each.allocated_gb)
 
 
 def _predict(

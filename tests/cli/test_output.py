@@ -15,6 +15,7 @@ from PIL import Image
 from rich.console import Console
 
 from gputrain.cli import tables, ui
+from gputrain.hw.ranks import SINGLE
 from gputrain.planner.model_planner import PredictedTime
 from tests.chaos.tiny import make_data, words
 from tests.command import gputrain, gputrain_here
@@ -182,3 +183,16 @@ def test_a_price_without_a_cost_is_explained(capsys):
     unknown_items = told(0.5, l4=(1.5, None), t4=(3.0, None)).splitlines()
     assert [("size of the training set" in line, "--items" in line) for line in unknown_items] == [(True, True)]
     assert "for mystery: the time of a step" in told(0.5, l4=(1.5, 100), mystery=(None, 100))
+
+
+def test_a_package_that_a_data_worker_lacks_is_named(capsys):
+    """torch raises the worker's error again, with its traceback as the only argument."""
+
+    def program() -> None:
+        raise ModuleNotFoundError(
+            "Caught ModuleNotFoundError in DataLoader worker process 0.\n"
+            "Original Traceback (most recent call last):\nModuleNotFoundError: No module named 'soxr'\n"
+        )
+
+    assert ui._outcome(program, SINGLE) == ui.USER_ERROR
+    assert "the package soxr is not installed" in " ".join(capsys.readouterr().err.split())

@@ -402,6 +402,16 @@ def test_without_nvml_there_is_one_warning_and_a_training(caplog):
     assert caplog.messages == [WARNING.format("NVML Shared Library Not Found")]
 
 
+@pytest.mark.parametrize(("device", "warnings"), [("cpu", []), ("cuda:0", ["import of pynvml halted"])])
+def test_without_the_package_a_gpu_costs_one_warning_and_a_cpu_none(device, warnings, caplog, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with caplog.at_level(logging.WARNING), Monitor(torch.device(device), seconds=0.001) as watching:
+        assert watching.pressure() == ""
+    assert [message.partition(";")[0] for message in caplog.messages] == [
+        WARNING.format(f"{start}; None in sys.modules").partition(";")[0] for start in warnings
+    ]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_real_gpu():
     tensor_N = torch.ones(250_000_000, device=CUDA)  # 1 GB

@@ -120,6 +120,14 @@ def test_what_nvml_reports(fake_nvml, tmp_path, variables, expected):
     assert asked(fake_nvml, ASK, NVML_LOG=str(tmp_path / "log"), **variables) == expected
 
 
+def test_a_missing_package_and_an_unexpected_answer_are_no_hanging_driver(fake_nvml, tmp_path):
+    log = str(tmp_path / "log")
+    missing = f"import sys\nsys.modules['pynvml'] = None\n{ASK}"
+    assert asked(fake_nvml, missing, NVML_LOG=log) == Driver(error="the package nvidia-ml-py is not installed")
+    odd = f"import pynvml\npynvml.nvmlSystemGetDriverVersion = lambda: b'\\xff'.decode()\n{ASK}"
+    assert "can't decode byte 0xff" in asked(fake_nvml, odd, NVML_LOG=log).error
+
+
 def test_a_driver_that_hangs(fake_nvml, tmp_path):
     """The process goes on without an answer, and ends although the call has not returned."""
     impatient = f"from gputrain.hw import driver as module\nmodule.ANSWER_SECONDS = 0.1\n{ASK}"

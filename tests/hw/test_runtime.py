@@ -244,6 +244,7 @@ def test_nothing_is_known_of_memory_once_cuda_has_failed(monkeypatch):
     with fake_cuda(memory_gb=1.5):
         monkeypatch.setattr(torch.cuda, "mem_get_info", fails)
         assert not runtime.is_out_of_memory(RuntimeError(LIBRARY_FAILURES[0]))
+        assert runtime.library_failure(RuntimeError(LIBRARY_FAILURES[0])) is None  # Nobody knows that memory is free.
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from gputrain.autoconfig.memory_models import measure_step
 from gputrain.errors import UserError
 from gputrain.hw import create_optimal_config
+from gputrain.planner.fake_runtime import Draws, on_fake_tensors
 from gputrain.planner.predict import predict_training_memory
 
 
@@ -230,6 +231,34 @@ def test_numbers_that_depend_on_data_are_refused_beside_drawn_ones():
             messages[name] = error.message
     refused = "the model needs values, not shapes alone: aten._local_scalar_dense.default (in the model, a Wrapped)"
     assert messages == dict.fromkeys(of_data, refused)
+
+
+def test_a_parameter_of_one_number_is_no_draw():
+    """Layers initialise their biases with random numbers, and a bias that had a value could not change its layout."""
+    with on_fake_tensors(draws := Draws()):
+        layer = nn.Conv2d(4, 1, 3).to(memory_format=torch.channels_last)
+        with pytest.raises(RuntimeError):
+            layer.bias.item()
+    assert not draws.decided
+
+
+def test_a_step_without_a_trained_layer_does_not_count():
+    """With small numbers, no trained layer is left, and nothing to back-propagate."""
+
+    class Skipping(nn.Module):
+        def __init__(self, rate):
+            super().__init__()
+            self.layers, self.rate = nn.ModuleList(nn.Linear(512, 512) for _ in range(2)), rate
+            self.frozen = nn.Linear(512, 512).requires_grad_(False)
+
+        def forward(self, x):
+            for layer in self.layers:
+                if not torch.rand([]) < self.rate:
+                    x = layer(x).relu()
+            return self.frozen(x)
+
+    found, expected = (predict_training_memory(Skipping(rate), mean_square, ROWS) for rate in (0.1, -1.0))
+    assert (found.allocated_gb, found.flops) == (expected.allocated_gb, expected.flops)
 
 
 def _written(drawn, value):
