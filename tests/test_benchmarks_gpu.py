@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -188,7 +189,7 @@ def test_some_parts_of_alive_on_a_cpu(tmp_path):
                   "numerics, asr", "no waits, asr")  # fmt: skip
     assert done.returncode == 0, done.stdout + (tmp_path / "tracebacks.txt").read_text()
     found = results(tmp_path, "alive")
-    assert found["imports"]["figures"]["torch"] == torch.__version__
+    assert found["imports"]["figures"]["torch"] == version("torch")  # Without the build, where its package has none.
     assert found["vae, eager"]["reason"] == "there are no prepared data of this kind (gpu.sh prepare)"
     assert found["numerics, asr"]["figures"]["fp32 losses"] < 1e-6
 
