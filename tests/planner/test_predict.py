@@ -11,6 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from gputrain.errors import UserError
+from gputrain.hw.gpus import find_gpu
+from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.probe import Machine
 from gputrain.planner import fake_runtime
 from gputrain.planner.allocator import GRAIN, SEGMENT_GRAIN, CachingAllocator, StorageEvent
 from gputrain.planner.fake_runtime import on_fake_tensors
@@ -124,6 +127,18 @@ def test_group_norm_reads_and_writes_nchw_on_cuda():
 
     assert layout("cuda")
     assert not layout("cpu")
+
+
+def test_a_module_has_the_layout_of_the_plan():
+    """Weights of one pixel are in either layout until they are given one, and a bias of one number is no obstacle."""
+    plan = decide(find_gpu("h100").installed_in(Machine(system="Linux", cpu_cores=8)), Hardware())
+    with on_fake_tensors():
+        runtime = fake_runtime.FakeRuntime(plan, MemoryTimeline())
+        model = runtime.place(nn.Sequential(nn.Conv2d(8, 16, 1), nn.Conv2d(16, 1, 3)))
+        made = model[0](torch.empty(1, 8, 4, 4))
+    assert plan.channels_last.value
+    assert made.is_contiguous(memory_format=torch.channels_last)
+    assert model[1].weight.requires_grad
 
 
 def test_a_convolution_has_the_workspace_of_its_conversions():
