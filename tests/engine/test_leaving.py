@@ -174,7 +174,7 @@ def test_samples_and_evaluations_that_do_not_fit_are_left_out(tmp_path, caplog):
 
 
 def test_samples_and_evaluations_search_no_convolutions_and_the_steps_go_on_doing_so(tmp_path, monkeypatch):
-    """Held-out clips have any length, and cuDNN's search begins anew with each."""
+    """Held-out clips have any length, and cuDNN would search again for each."""
     searching = {"sample": [], "evaluate": [], "prepare": []}
 
     def note(recipe: ToyRecipe) -> None:
