@@ -26,8 +26,10 @@ def test_every_cell_names_its_source_and_is_predicted_by_a_program() -> None:
 
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.quick], ids=lambda cell: cell.name)
 def test_a_quick_cell(cell: published.Cell) -> None:
-    pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers")
     pytest.importorskip("diffusers")
+    if cell.name.startswith("bert") and int(transformers.__version__.partition(".")[0]) < 5:
+        pytest.skip("BERT of transformers before 5 decides by the values of its mask")
     row = row_of(cell)
     most = next((share for start, share in SECONDS.items() if cell.name.startswith(start)), 0.2)
     assert abs(row["seconds"]["ratio"] - 1) <= most, row

@@ -88,8 +88,10 @@ class Hub(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub(monkeypatch):
     pytest.importorskip("huggingface_hub")
-    from huggingface_hub import constants
+    from huggingface_hub import constants, utils
 
+    # A connection that was made while the Hub was offline stays offline. Versions before 1.0 have the first name.
+    getattr(utils, "reset_sessions" if hasattr(utils, "reset_sessions") else "close_session")()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()  # It ends within 10 ms.
     address = f"http://127.0.0.1:{server.server_port}"
