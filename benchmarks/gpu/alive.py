@@ -100,7 +100,7 @@ def train(kind: str, switches: tuple[object, ...], steps: int, context: Context)
     made, plan = steps_of(run), plan_of(run)
     settings = plan["settings"]
     figures: Figures = {
-        "seconds_a_step": made[-1]["speed/seconds_per_step"], "first_step": made[0]["speed/seconds_per_step"],
+        "seconds_a_step": made[-1]["seconds"] - made[-2]["seconds"], "first_step": made[0]["speed/seconds_per_step"],
         "peak_gb": made[-1].get("memory/peak_gb"),
         "measured_to_predicted_gb": plan["measured"].get("ratio"), "precision": settings["precision"]["value"],
         "compiled": settings["compile"]["value"], "graphs": settings["cuda_graphs"]["value"],
@@ -191,8 +191,8 @@ def parts(smoke: bool) -> Sequence[Part]:
         *(Part(f"no waits, {kind}", 20, partial(checks.no_waits, kind, False)) for kind in KINDS),
         Part("aligner", 20, checks.aligner),
         Part("allocator", 10, checks.allocator),
-        *trainings("default switches", 60, lambda kind, context: train(kind, (), STEPS, context)),
-        *trainings("compiled", 60, compiled),
+        *trainings("default switches", 150, lambda kind, context: train(kind, (), STEPS, context)),
+        *trainings("compiled", 150, compiled),
         *trainings("graphs", 25, lambda kind, context: train(kind, GRAPHS, GRAPH_STEPS, context), graphed),
         *(Part(f"no waits, graphs, {kind}", 20, partial(checks.no_waits, kind, True)) for kind in graphed),
         *(

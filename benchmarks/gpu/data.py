@@ -19,7 +19,7 @@ from pathlib import Path
 from gpu.commands import gputrain
 from gputrain.errors import UserError, first_line
 
-MOST_BYTES = {"vae": 20e6, "vocoder": 8e6, "tts": 6e6, "asr": 6e6}
+MOST_BYTES = {"vae": 20e6, "vocoder": 3e6, "tts": 6e6, "asr": 6e6}
 LANGUAGE = "en"
 KINDS = tuple(MOST_BYTES)
 PITCH = ("--f0-min", 80, "--f0-max", 700)  # Of the voices; the search of a smaller range is faster.

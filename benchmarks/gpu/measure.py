@@ -1,15 +1,13 @@
-"""Seconds a step, peak memory and launches on this GPU, each beside its prediction: at most five and a half minutes.
+"""Seconds a step, peak memory and launches on this GPU, each beside its prediction: at most eight minutes.
 
-usage: gpu.sh measure [--seconds 330] [--output-dir DIR] [--cache DIR] [--only PART...] [--smoke]
+usage: gpu.sh measure [--seconds 480] [--output-dir DIR] [--only PART...] [--smoke]
 
-In this order: the voice `high`, both vocoder configurations, the VAE `flux` at 1024 pixels, the same at 512 beside
-diffusers' autoencoder (both compiled), a recogniser of XLS-R's size; depthwise convolutions by kernel and precision;
-what CUDA graphs give; twelve cells of measured beside predicted peak memory; the rates of the card. A training has the
-plan of its train command, and its predictions are made on the CPU beside the measurements, by rates that are measured
-first. Steps that compile, choose algorithms or capture a graph are never timed.
-
-At the end the compiler's cache is saved in the output folder, in files that a machine may hand back; --cache takes it
-back. GB is 1e9 bytes.
+First the trainings compile, side by side, as compiling keeps one core busy and hardly the GPU. Then, in this order:
+the voice `high`, both vocoder configurations, the VAE `flux` at 1024 pixels, the same at 512 beside diffusers'
+autoencoder (both compiled), a recogniser of XLS-R's size; depthwise convolutions by kernel and precision; what CUDA
+graphs give; twelve cells of measured beside predicted peak memory; the rates of the card. A training has the plan of
+its train command, and its predictions are made on the CPU beside the measurements, by rates that are measured first.
+Steps that compile, choose algorithms or capture a graph are never timed. GB is 1e9 bytes.
 
 Shapes: N items times period, L positions, C channels.
 """
@@ -17,19 +15,16 @@ Shapes: N items times period, L positions, C channels.
 import argparse
 import dataclasses
 import importlib
-import io
 import itertools
 import math
 import os
 import sys
-import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 from gpu.runner import SUMMARY, Context, Figures, Part, Subcommand, main, short
@@ -41,8 +36,7 @@ from gputrain.planner.roofline import DeviceRates
 STEP_SECONDS, MOST_STEPS, LEAST_STEPS = 5.0, 30, 3  # Time of the timed steps of a training, and their number.
 WARM_UP_STEPS = 24  # Most of them, until nothing compiles and nothing is captured any more.
 PREDICTORS = 4  # Processes that predict.
-CACHE = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or Path.home() / ".cache" / "gpu_sh" / "compiled")
-CACHE_FILES, CACHE_BYTES = 3, 14_000_000  # The files that hold the compiler's cache, and the size of each.
+LAST_SECONDS = 3.0  # Time to end processes that still compile.
 EAGER = {"use_torch_compile": False, "use_cuda_graphs": False}
 TRAININGS = {
     "voice high, 64 x 4.7 s": Training("tts", {"preset": "high", "batch_size": 64}, 4.7),
@@ -156,6 +150,53 @@ def begin_predictions(device: str) -> None:
         prediction(name, device, limit_gb, False, True)
 
 
+# ----------------------------------------------------------------------------------------------------------- compiling
+
+
+def compile_side_by_side(context: Context) -> Figures:
+    """Compiles all trainings, each in a process of its own, so that their code is in the compiler's cache afterwards.
+    Returns the seconds of each; of one that finds too little time, what it has compiled is in the cache too."""
+    from multiprocessing.connection import Connection, wait
+
+    rates_of_card(context.device)  # On the idle card.
+    needed = {name: prediction(name, context.device, 0.0, False, False) for name in TRAININGS}
+    spawn, compiling = get_context("spawn"), {}
+    figures: Figures = {}
+    try:
+        for name, future in needed.items():
+            plan, _ = future.result()
+            if plan.compile.value:
+                reads, writes = spawn.Pipe(duplex=False)
+                process = spawn.Process(target=compile_training, args=(TRAININGS[name], plan, context.device, writes))
+                process.start()
+                writes.close()
+                compiling[reads] = name, process
+        while compiling and (ready := wait(compiling, context.seconds_left() - LAST_SECONDS)):
+            for end in ready:
+                assert isinstance(end, Connection)
+                name, process = compiling.pop(end)
+                try:
+                    figures[name] = end.recv()
+                except EOFError:
+                    figures[name] = "the process died"
+                process.join()
+                context.note(figures)
+    finally:
+        for name, process in compiling.values():
+            figures[name] = "too little time"
+            process.kill()
+            process.join()
+    return figures
+
+
+def compile_training(training: Training, plan: Plan, device: str, done: Any) -> None:
+    """Makes steps of a training until nothing compiles any more, and sends the seconds that they took."""
+    began = time.perf_counter()
+    with planned(training, plan, device) as bench:
+        warm_up(bench)
+    done.send(time.perf_counter() - began)
+
+
 # -------------------------------------------------------------------------------------------------------------- a step
 
 
@@ -167,14 +208,14 @@ def step_of(name: str, graphs: bool, context: Context) -> Figures:
     plan, figures = needed.result()
     context.note(figures)
     training = named(name) if not context.smoke else smoke_size(named(name))
-    if training.kind in ("vocoder", "tts") and not graphs:  # Figures within seconds, in case that compiling takes long.
+    if plan.compile.value and not graphs:  # Figures within seconds, in case that compiling takes long.
         without = dataclasses.replace(plan, compile=Setting(False, "measured first"))
-        with planned(training, without, context, use_cuda_graphs=False) as bench:
+        with planned(training, without, context.device, use_cuda_graphs=False) as bench:
             warm_up(bench)
-            eager = timed(bench.step, bench.runtime.device, context)
+            eager = timed(bench.step, bench.runtime.device, context) | launches_of(bench.step, bench.runtime.device)
         notes = {f"eager_{key}": value for key, value in eager.items()}
         context.note(notes)
-    with planned(training, plan, context, use_cuda_graphs=graphs) as bench:
+    with planned(training, plan, context.device, use_cuda_graphs=graphs) as bench:
         began = time.perf_counter()
         warm_up(bench)
         context.note({"seconds_to_warm_up": time.perf_counter() - began})
@@ -183,7 +224,7 @@ def step_of(name: str, graphs: bool, context: Context) -> Figures:
         settings = bench.runtime.plan
         found |= {"compiled": settings.compile.value, "precision": settings.precision.value,
                   "graphs": len(bench.state.graphs.of_gradients), "events": len(bench.state.events)}  # fmt: skip
-        found |= launches_of(bench.step, bench.runtime.device)
+        found |= launches_of(bench.step, bench.runtime.device) | workspaces_of(bench.runtime.device)
     if graphs and not context.smoke and not found["graphs"]:
         raise AssertionError(f"nothing was captured: {settings.cuda_graphs.reason}")
     return {**found, **beside({**figures, **found, **notes})}
@@ -208,10 +249,10 @@ def beside(figures: Figures) -> Figures:
 
 
 @contextmanager
-def planned(training: Training, plan: Plan, context: Context, **changes: Any) -> Iterator[Any]:
+def planned(training: Training, plan: Plan, device: str, **changes: Any) -> Iterator[Any]:
     from gputrain.hw.runtime import apply
 
-    settings = training.settings(context.device, **changes)
+    settings = training.settings(device, **changes)
     runtime = apply(plan)
     if plan.memory_budget_gb and float(plan.memory_budget_gb.value):
         runtime.limit_memory(float(plan.memory_budget_gb.value))
@@ -292,6 +333,18 @@ def launches_of(step: Callable[[], object], device: Any) -> Figures:
     calls = [(event.key, event.count) for event in profiler.key_averages()]
     kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     return {"launches": count_of(calls, LAUNCHING), "waits": count_of(calls, WAITING), "kernels": len(kernels)}
+
+
+def workspaces_of(device: Any) -> Figures:
+    """Returns the memory that cuBLAS's workspaces hold, which torch's allocator counts as allocated. They are freed."""
+    import torch
+
+    if device.type != "cuda":
+        return {}
+    synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    return {"cublas_workspaces_gb": (before - torch.cuda.memory_allocated(device)) / 1e9}
 
 
 def count_of(calls: Sequence[tuple[str, int]], names: tuple[str, ...]) -> int:
@@ -407,7 +460,7 @@ def memory_cell(name: str, context: Context) -> Figures:
     begin_predictions(context.device)
     plan, figures = needed.result()
     training = smoke_size(training) if context.smoke else training
-    with planned(training, plan, context, **EAGER) as bench:
+    with planned(training, plan, context.device, **EAGER) as bench:
         bench.step()  # The optimizer's state is allocated, and cuDNN's search may use all memory.
         resident = tensors_of(bench.recipe, bench.recipe.prepare(bench.loaded, bench.steps))
         peak, device = MeasuredPeak(), bench.runtime.device
@@ -438,38 +491,6 @@ def rates(context: Context) -> Figures:
     return figures
 
 
-# ----------------------------------------------------------------------------------------------------------- the cache
-
-
-def take_cache(options: argparse.Namespace) -> None:
-    """Has the compiler keep its code in a folder, which an earlier run may have filled."""
-    CACHE.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE))
-    os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE / "triton"))
-    pieces = sorted(options.cache.glob("compiled_*.tgz")) if options.cache else []
-    for piece in pieces:
-        with tarfile.open(piece) as archive:
-            archive.extractall(CACHE, filter="data")
-    if options.cache:
-        print(f"{len(pieces)} files of compiled code are taken back")
-
-
-def save_cache(options: argparse.Namespace) -> str:
-    """Saves the compiler's cache, what was compiled first at first, in as many files as there may be."""
-    found = sorted((path for path in CACHE.rglob("*") if path.is_file()), key=lambda path: path.stat().st_mtime)
-    files = [path for path in found if path.stat().st_size < CACHE_BYTES]
-    saved = number = 0
-    while saved < len(files) and number < CACHE_FILES:
-        held = io.BytesIO()
-        with tarfile.open(fileobj=held, mode="w:gz", compresslevel=3) as archive:
-            while saved < len(files) and held.tell() + files[saved].stat().st_size < CACHE_BYTES:
-                archive.add(files[saved], files[saved].relative_to(CACHE))
-                saved += 1
-        (options.output_dir / f"compiled_{number}.tgz").write_bytes(held.getvalue())
-        number += 1
-    return f"compiled code: {saved} of {len(found)} files saved" if found else ""
-
-
 def parts(smoke: bool) -> Sequence[Part]:
     stepped = {name: Part(name, 75, partial(step_of, name, False)) for name in TRAININGS}
     first = list(stepped.values())
@@ -478,7 +499,9 @@ def parts(smoke: bool) -> Sequence[Part]:
     cells = [Part(f"memory, {name}", 25, partial(memory_cell, name)) for name in CELLS]
     if smoke:  # One of each sort and kind.
         graphed, cells = graphed[:1], cells[:1]
+    compiling = [] if smoke else [Part("compile", 170, compile_side_by_side)]
     return [
+        *compiling,
         *first[:4],
         diffusers,
         *first[4:],
@@ -490,4 +513,4 @@ def parts(smoke: bool) -> Sequence[Part]:
 
 
 if __name__ == "__main__":
-    main(Subcommand("measure", __doc__, 330, parts, begin=take_cache, end=save_cache))
+    main(Subcommand("measure", __doc__, 480, parts))

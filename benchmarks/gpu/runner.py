@@ -37,6 +37,7 @@ TRACEBACKS, PLACE = "tracebacks.txt", ".place"  # PLACE: where a part is when it
 SUMMARY = "summary"  # The figure that a line of the table shows, if a part has it.
 LEAST_SECONDS = 3.0  # With less time left, a part does not begin.
 GRACE_SECONDS = 10.0  # Time of a worker to end after its limit.
+THREADS = 4  # Of products on the CPU.
 NEW_WORKER = 9  # Exit code of a worker whose CUDA context is of no use any more.
 WIDTH = 170  # Characters of a line of the table.
 SHOWN_LINES = 14  # Lines of a traceback that are printed before the table.
@@ -134,8 +135,6 @@ class Subcommand:
     seconds: int  # Default limit of all parts together.
     parts: Callable[[bool], Sequence[Part]]  # Takes whether it is a smoke test.
     needs_data: bool = False
-    begin: Callable[[argparse.Namespace], None] = lambda options: None  # Before the first part.
-    end: Callable[[argparse.Namespace], str] = lambda options: ""  # After the last; returns a line for the table.
 
 
 def main(subcommand: Subcommand) -> None:
@@ -149,7 +148,6 @@ def main(subcommand: Subcommand) -> None:
     parser.add_argument("--data", type=Path, default=Path(".gpu_data"), help="folder that `gpu.sh prepare` has made")
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="parts whose names contain one of these")
     parser.add_argument("--skip", nargs="+", default=[], metavar="PART", help="parts whose names contain none of these")
-    parser.add_argument("--cache", type=Path, help="folder with the compiled code that an earlier `measure` has saved")
     parser.add_argument("--until", type=float, default=0.0, help=argparse.SUPPRESS)  # This process is a worker.
     options = parser.parse_args()
     chosen = subcommand.parts(options.smoke)
@@ -169,7 +167,6 @@ def main(subcommand: Subcommand) -> None:
         open_folder(options.output_dir)
         report.write()
         (options.output_dir / TRACEBACKS).touch()
-        subcommand.begin(options)
     except UserError as error:
         sys.exit(error.message)
     began = time.time()
@@ -179,9 +176,8 @@ def main(subcommand: Subcommand) -> None:
         else contextlib.nullcontext(options.data) as data
     ):
         report = supervise(report, [*sys.argv[1:], "--data", str(data)], began + options.seconds)
-    last = subcommand.end(options)
     print_tracebacks(options.output_dir / TRACEBACKS, began)
-    print("\n" + report.table(time.time() - began) + (f"\n{last}" if last else ""), flush=True)
+    print("\n" + report.table(time.time() - began), flush=True)
     sys.exit(any(one.state in ("failed", "cut off") for one in report.results))
 
 
@@ -289,6 +285,8 @@ def work(name: str, parts: Sequence[Part], options: argparse.Namespace) -> None:
     from gputrain.hw.probe import probe
 
     probe()  # It asks for expandable segments before CUDA starts.
+    # The references on the CPU are tiny, and other processes compile: many threads would wait for each other.
+    torch.set_num_threads(min(THREADS, torch.get_num_threads()))
     if not options.smoke and not torch.cuda.is_available():
         sys.exit("no GPU that torch can use; --smoke tries the parts on the CPU")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
