@@ -5,7 +5,7 @@
 #        benchmarks/gpu.sh prepare FOLDER [--source FOLDER]
 #
 # alive    whether everything works: the train commands in every mode, numerics, out of memory (at most 150 s)
-# measure  seconds a step, peak memory and launches beside their predictions (at most 480 s)
+# measure  seconds a step, peak memory and launches beside their predictions (at most 580 s)
 # learn    held-out figures by time, of real trainings (at most 300 s)
 # prepare  data to carry to a machine without any, for alive and learn
 #

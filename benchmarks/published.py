@@ -50,16 +50,18 @@ class Predicted:
     reserved_gb: float
 
 
-def rates_of(gpu: Gpu) -> DeviceRates:
-    found = DeviceRates.published(gpu, tf32=True)
+def rates_of(gpu: Gpu, *, compiled: bool) -> DeviceRates:
+    found = DeviceRates.published(gpu, tf32=True, compiled=compiled)
     assert found is not None, gpu.key  # A test holds that all have what a prediction needs.
     return found
 
 
-def of_step(found: MemoryEstimate, gpu: Gpu, passes: int = 1, *, updates: bool = True) -> Predicted:
+def of_step(
+    found: MemoryEstimate, gpu: Gpu, passes: int = 1, *, updates: bool = True, compiled: bool = False
+) -> Predicted:
     """Returns the prediction of a step of so many micro-batches, with or without an optimizer."""
     cost = StepCost((), found.micro_batch, 1, found.update if updates else ())
-    return Predicted(cost.seconds(rates_of(gpu), 1, passes), found.allocated_gb, found.reserved_gb)
+    return Predicted(cost.seconds(rates_of(gpu, compiled=compiled), 1, passes), found.allocated_gb, found.reserved_gb)
 
 
 # Inference ------------------------------------------------------------------------------------------------------------
@@ -244,7 +246,7 @@ def gpt2(cell: Cell, compiled: bool = False) -> Predicted:
             optimizer.step()
     operators = timeline.log.operators
     found = MemoryEstimate.of(timeline, operators[:end], operators[end:], 0.0, CachingAllocator())
-    return of_step(found, find_gpu(cell.gpu))
+    return of_step(found, find_gpu(cell.gpu), compiled=True)
 
 
 def unet(cell: Cell) -> Predicted:

@@ -191,10 +191,10 @@ def parts(smoke: bool) -> Sequence[Part]:
         *(Part(f"no waits, {kind}", 20, partial(checks.no_waits, kind, False)) for kind in KINDS),
         Part("aligner", 20, checks.aligner),
         Part("allocator", 10, checks.allocator),
-        *trainings("default switches", 150, lambda kind, context: train(kind, (), STEPS, context)),
-        *trainings("compiled", 150, compiled),
         *trainings("graphs", 25, lambda kind, context: train(kind, GRAPHS, GRAPH_STEPS, context), graphed),
         *(Part(f"no waits, graphs, {kind}", 20, partial(checks.no_waits, kind, True)) for kind in graphed),
+        *trainings("default switches", 150, lambda kind, context: train(kind, (), STEPS, context)),
+        *trainings("compiled", 150, compiled),
         *(
             Part(f"numerics, compiled, {kind}", 60, partial(checks.compiled_numerics, kind), in_smoke=False)
             for kind in graphed

@@ -24,7 +24,7 @@ from gputrain.asr.plan import facts_of
 from gputrain.asr.recipe import RecogniserRecipe
 from gputrain.bench.runner import NotMeasured
 from gputrain.engine.graphs import StepGraphs
-from gputrain.hw.runtime import Runtime, apply, release_memory
+from gputrain.hw.runtime import TF32_EPS, Runtime, apply, release_memory
 from gputrain.tts import align
 
 # What is switched on beside everything that is off, and whether it is on in a plan.
@@ -37,8 +37,11 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 OFF = {"mixed_precision": False, "enable_tf32": False, "use_torch_compile": False, "channels_last": False,
        "use_cuda_graphs": False}  # fmt: skip
 # A GPU may err this many times as much as the same rounding does on the CPU: Winograd's convolutions, atomic sums and
-# other orders of additions cost about two bits. Of fp32, Winograd's larger tiles cost more: nine bits are allowed.
-FACTOR, LEAST_ERROR = 4.0, 2**9 * torch.finfo(torch.float32).eps
+# other orders of additions cost about two bits.
+FACTOR = 4.0
+# An error that is always allowed: of fp32, Winograd's larger tiles cost nine bits; of shorter formats, one rounding.
+LEAST_ERRORS = {"fp32": 2**9 * torch.finfo(torch.float32).eps, "tf32": TF32_EPS,
+                "bf16": torch.finfo(torch.bfloat16).eps, "fp16": torch.finfo(torch.float16).eps}  # fmt: skip
 FIRST_STEPS = 3  # Steps that fill caches, choose algorithms and allocate the optimizer's state.
 MOST_STEPS = 16
 CHECKED_STEPS = 3
@@ -105,7 +108,7 @@ def compared(kind: str, context: Context, wishes: dict[str, dict[str, Any]]) -> 
         errors, bounds = errors_of(step, exact), errors_of(on_cpu[name], exact)
         largest = 0.0
         for part, error in errors.items():
-            bound = max(FACTOR * bounds[part], LEAST_ERROR)
+            bound = max(FACTOR * bounds[part], LEAST_ERRORS[name])
             figures[f"{name} {part}"], figures[f"{name} {part}, bound"] = error, bound
             largest = max(largest, error / bound)
             if not error <= bound:

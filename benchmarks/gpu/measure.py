@@ -1,15 +1,13 @@
-"""Seconds a step, peak memory and launches on this GPU, each beside its prediction: at most eight minutes.
+"""Seconds a step, peak memory and launches on this GPU, each beside its prediction: at most ten minutes.
 
-usage: gpu.sh measure [--seconds 480] [--output-dir DIR] [--only PART...] [--smoke]
+usage: gpu.sh measure [--seconds 580] [--output-dir DIR] [--only PART...] [--smoke]
 
-First the trainings compile, side by side, as compiling keeps one core busy and hardly the GPU. Then, in this order:
-the voice `high`, both vocoder configurations, the VAE `flux` at 1024 pixels, the same at 512 beside diffusers'
-autoencoder (both compiled), a recogniser of XLS-R's size; depthwise convolutions by kernel and precision; what CUDA
-graphs give; twelve cells of measured beside predicted peak memory; the rates of the card. A training has the plan of
-its train command, and its predictions are made on the CPU beside the measurements, by rates that are measured first.
-Steps that compile, choose algorithms or capture a graph are never timed. GB is 1e9 bytes.
-
-Shapes: N items times period, L positions, C channels.
+In this order: steps kernel by kernel of the voice `high`, both vocoder configurations, the VAE `flux` at 1024 pixels
+and a recogniser of XLS-R's size; the same as CUDA graphs; the same compiled, first all side by side, as compiling keeps
+one core busy and hardly the GPU; `flux` at 512 pixels beside diffusers' autoencoder, both compiled; depthwise
+convolutions by kernel and precision; twelve cells of measured beside predicted peak memory; the rates of the card. The
+batch is split as for the train command, and predictions are made on the CPU beside the measurements, by rates that are
+measured first. Steps that compile, choose algorithms or capture a graph are never timed. GB is 1e9 bytes.
 """
 
 import argparse
@@ -29,7 +27,7 @@ from typing import Any
 
 from gpu.runner import SUMMARY, Context, Figures, Part, Subcommand, main, short
 from gpu.trainings import SMALL, Training, vocoder
-from gputrain.hw.plan import Plan, Setting
+from gputrain.hw.plan import Plan
 from gputrain.planner.microbatch import MemoryBudget, budget_gb
 from gputrain.planner.roofline import DeviceRates
 
@@ -37,7 +35,11 @@ STEP_SECONDS, MOST_STEPS, LEAST_STEPS = 5.0, 30, 3  # Time of the timed steps of
 WARM_UP_STEPS = 24  # Most of them, until nothing compiles and nothing is captured any more.
 PREDICTORS = 4  # Processes that predict.
 LAST_SECONDS = 3.0  # Time to end processes that still compile.
-EAGER = {"use_torch_compile": False, "use_cuda_graphs": False}
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"use_torch_compile": False, "use_cuda_graphs": False},
+    "graphs": {"use_torch_compile": False, "use_cuda_graphs": True},
+    "compiled": {"use_torch_compile": True, "use_cuda_graphs": False},
+}
 TRAININGS = {
     "voice high, 64 x 4.7 s": Training("tts", {"preset": "high", "batch_size": 64}, 4.7),
     "vocoder standard, 16 x 48": vocoder("base_hifi_gpu.yaml"),
@@ -45,7 +47,8 @@ TRAININGS = {
     "flux 1024 px x 16": Training("vae", {"preset": "flux", "image_size": 1024, "batch_size": 16}),
     "XLS-R 300M, 8 x 8 s": Training("asr", {"preset": "xls-r-300m", "batch_size": 8}, 8.0),
 }
-GRAPHED = ("voice high, 64 x 4.7 s", "vocoder standard, 16 x 48", "vocoder optimised, 32 x 80")
+GRAPHED = ("voice high, 64 x 4.7 s", "vocoder standard, 16 x 48", "vocoder optimised, 32 x 80", "flux 1024 px x 16")
+COMPILED = GRAPHED  # The clips of a recogniser differ in length.
 # The memory that a cell may take, in GB, and its training, which runs kernel by kernel.
 CELLS: dict[str, tuple[float, Training]] = {
     **{f"flux {size} px x {batch}": (32, Training("vae", {"preset": "flux", "image_size": size, "batch_size": batch}))
@@ -109,25 +112,25 @@ def hide_gpu() -> None:
 
 
 @cache
-def rates_of_card(device: str) -> DeviceRates:
+def rates_of_card(device: str, compiled: bool) -> DeviceRates:
     """Returns the rates by which everything is predicted, measured while the device is idle."""
     from gputrain.hw.runtime import apply
     from gputrain.planner.session import measured_rates
 
     training = SMALL["vae"]
-    return measured_rates(apply(training.decide(training.settings(device))))
+    return measured_rates(apply(training.decide(training.settings(device, use_torch_compile=compiled))))
 
 
 @cache
-def prediction(name: str, device: str, limit_gb: float, graphs: bool, eager: bool) -> "Future[tuple[Plan, Figures]]":
+def prediction(name: str, device: str, limit_gb: float, mode: str) -> "Future[tuple[Plan, Figures]]":
     """Begins to predict a training. The next ones of the list are begun too, so that they are ready in time."""
     from gputrain.hw.probe import probe
     from gputrain.planner.model_planner import memory_budget
 
     training = (CELLS[name][1] if limit_gb else TRAININGS[name]) if device == "cuda" else smoke_size(named(name))
-    changes: dict[str, Any] = {"use_cuda_graphs": graphs, **(EAGER if eager else {})}
-    settings = training.settings(device, **changes)
-    plan, rates = training.decide(settings), rates_of_card(device)
+    settings = training.settings(device, **MODES[mode])
+    plan = training.decide(settings)
+    rates = rates_of_card(device, bool(plan.compile.value))
     budget = memory_budget(probe(), plan, settings.hardware, rates)
     if limit_gb and device == "cuda":
         budget = dataclasses.replace(budget, budget_gb=budget_gb(limit_gb))
@@ -142,12 +145,11 @@ def begin_predictions(device: str) -> None:
     """Begins all predictions for a GPU, in the order in which they are needed."""
     if device == "cpu":  # A smoke test has few parts, and few cores.
         return
-    for name in TRAININGS:
-        prediction(name, device, 0.0, False, False)
-    for name in GRAPHED:
-        prediction(name, device, 0.0, True, False)
+    for mode, names in (("eager", TRAININGS), ("graphs", GRAPHED), ("compiled", COMPILED)):
+        for name in names:
+            prediction(name, device, 0.0, mode)
     for name, (limit_gb, _) in CELLS.items():
-        prediction(name, device, limit_gb, False, True)
+        prediction(name, device, limit_gb, "eager")
 
 
 # ----------------------------------------------------------------------------------------------------------- compiling
@@ -158,19 +160,17 @@ def compile_side_by_side(context: Context) -> Figures:
     Returns the seconds of each; of one that finds too little time, what it has compiled is in the cache too."""
     from multiprocessing.connection import Connection, wait
 
-    rates_of_card(context.device)  # On the idle card.
-    needed = {name: prediction(name, context.device, 0.0, False, False) for name in TRAININGS}
+    needed = {name: prediction(name, context.device, 0.0, "compiled") for name in COMPILED}
     spawn, compiling = get_context("spawn"), {}
     figures: Figures = {}
     try:
         for name, future in needed.items():
             plan, _ = future.result()
-            if plan.compile.value:
-                reads, writes = spawn.Pipe(duplex=False)
-                process = spawn.Process(target=compile_training, args=(TRAININGS[name], plan, context.device, writes))
-                process.start()
-                writes.close()
-                compiling[reads] = name, process
+            reads, writes = spawn.Pipe(duplex=False)
+            process = spawn.Process(target=compile_training, args=(TRAININGS[name], plan, context.device, writes))
+            process.start()
+            writes.close()
+            compiling[reads] = name, process
         while compiling and (ready := wait(compiling, context.seconds_left() - LAST_SECONDS)):
             for end in ready:
                 assert isinstance(end, Connection)
@@ -200,34 +200,26 @@ def compile_training(training: Training, plan: Plan, device: str, done: Any) -> 
 # -------------------------------------------------------------------------------------------------------------- a step
 
 
-def step_of(name: str, graphs: bool, context: Context) -> Figures:
+def step_of(name: str, mode: str, context: Context) -> Figures:
     """Measures a training: seconds, memory and launches of a step, beside their predictions."""
-    notes: Figures = {}
-    needed = prediction(name, context.device, 0.0, graphs, False)  # It comes before the others.
+    needed = prediction(name, context.device, 0.0, mode)  # It comes before the others.
     begin_predictions(context.device)
     plan, figures = needed.result()
     context.note(figures)
     training = named(name) if not context.smoke else smoke_size(named(name))
-    if plan.compile.value and not graphs:  # Figures within seconds, in case that compiling takes long.
-        without = dataclasses.replace(plan, compile=Setting(False, "measured first"))
-        with planned(training, without, context.device, use_cuda_graphs=False) as bench:
-            warm_up(bench)
-            eager = timed(bench.step, bench.runtime.device, context) | launches_of(bench.step, bench.runtime.device)
-        notes = {f"eager_{key}": value for key, value in eager.items()}
-        context.note(notes)
-    with planned(training, plan, context.device, use_cuda_graphs=graphs) as bench:
+    with planned(training, plan, context.device, **MODES[mode]) as bench:
         began = time.perf_counter()
         warm_up(bench)
         context.note({"seconds_to_warm_up": time.perf_counter() - began})
         found = timed(bench.step, bench.runtime.device, context)
-        context.note(found)
         settings = bench.runtime.plan
         found |= {"compiled": settings.compile.value, "precision": settings.precision.value,
                   "graphs": len(bench.state.graphs.of_gradients), "events": len(bench.state.events)}  # fmt: skip
+        context.note({**found, **beside({**figures, **found})})  # Counting many launches takes long.
         found |= launches_of(bench.step, bench.runtime.device) | workspaces_of(bench.runtime.device)
-    if graphs and not context.smoke and not found["graphs"]:
+    if mode == "graphs" and not context.smoke and not found["graphs"]:
         raise AssertionError(f"nothing was captured: {settings.cuda_graphs.reason}")
-    return {**found, **beside({**figures, **found, **notes})}
+    return {**found, **beside({**figures, **found})}
 
 
 def beside(figures: Figures) -> Figures:
@@ -243,9 +235,7 @@ def beside(figures: Figures) -> Figures:
         f"{figures[name]:.3g} {unit} (predicted {figures.get(pairs.get(name, 'predicted_launches')) or math.nan:.3g})"
         for name, unit in names.items() if name in figures
     ]  # fmt: skip
-    eager = [f"eager {figures['eager_seconds']:.3g} s"] if "eager_seconds" in figures else []
-    split = [f"{figures['micro_batch']} at once"]
-    return {**found, SUMMARY: ", ".join([*shown, *eager, *split])}
+    return {**found, SUMMARY: ", ".join([*shown, f"{figures['micro_batch']} at once"])}
 
 
 @contextmanager
@@ -328,11 +318,15 @@ def launches_of(step: Callable[[], object], device: Any) -> Figures:
 
     if device.type != "cuda":
         return {}
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
         step()
-    calls = [(event.key, event.count) for event in profiler.key_averages()]
-    kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    return {"launches": count_of(calls, LAUNCHING), "waits": count_of(calls, WAITING), "kernels": len(kernels)}
+        synchronize(device)
+    # The profiler's own tables take minutes for the events of a long step.
+    assert profiler.profiler is not None
+    events = profiler.profiler.kineto_results.events()
+    calls = [event.name() for event in events if event.device_type() != torch.autograd.DeviceType.CUDA]
+    launches, waits = count_of(calls, LAUNCHING), count_of(calls, WAITING)
+    return {"launches": launches, "waits": waits, "kernels": len(events) - len(calls)}
 
 
 def workspaces_of(device: Any) -> Figures:
@@ -347,8 +341,8 @@ def workspaces_of(device: Any) -> Figures:
     return {"cublas_workspaces_gb": (before - torch.cuda.memory_allocated(device)) / 1e9}
 
 
-def count_of(calls: Sequence[tuple[str, int]], names: tuple[str, ...]) -> int:
-    return sum(count for name, count in calls if name.startswith(names))
+def count_of(calls: Sequence[str], names: tuple[str, ...]) -> int:
+    return sum(name.startswith(names) for name in calls)
 
 
 # ------------------------------------------------------------------------------------------------- the other questions
@@ -369,7 +363,7 @@ def beside_diffusers(context: Context) -> Figures:
         compile=None,
     )  # fmt: skip
     runtime = apply(SPEC.decide(probe(), versus.wishes(options, not context.smoke)))
-    found: Figures = versus.compare(options, size, runtime, rates_of_card(context.device))
+    found: Figures = versus.compare(options, size, runtime, rates_of_card(context.device, not context.smoke))
     stock, ours = found["sides"]
     pairs = [
         f"{name} {short(ours.get(key))}, stock {short(stock.get(key))}"
@@ -456,11 +450,11 @@ def memory_cell(name: str, context: Context) -> Figures:
     from gputrain.planner.resident import tensors_of, watched_peak
 
     limit_gb, training = CELLS[name]
-    needed = prediction(name, context.device, limit_gb, False, True)
+    needed = prediction(name, context.device, limit_gb, "eager")
     begin_predictions(context.device)
     plan, figures = needed.result()
     training = smoke_size(training) if context.smoke else training
-    with planned(training, plan, context.device, **EAGER) as bench:
+    with planned(training, plan, context.device, **MODES["eager"]) as bench:
         bench.step()  # The optimizer's state is allocated, and cuDNN's search may use all memory.
         resident = tensors_of(bench.recipe, bench.recipe.prepare(bench.loaded, bench.steps))
         peak, device = MeasuredPeak(), bench.runtime.device
@@ -492,25 +486,24 @@ def rates(context: Context) -> Figures:
 
 
 def parts(smoke: bool) -> Sequence[Part]:
-    stepped = {name: Part(name, 75, partial(step_of, name, False)) for name in TRAININGS}
-    first = list(stepped.values())
-    diffusers = Part("flux 512 px x 8, diffusers", 80, beside_diffusers, ("diffusers",))
-    graphed = [Part(f"graphs, {name}", 60, partial(step_of, name, True)) for name in GRAPHED]
+    def stepped(mode: str, names: Sequence[str], seconds: float) -> list[Part]:
+        return [Part(f"{mode}, {name}", seconds, partial(step_of, name, mode)) for name in names]
+
+    eager, graphed = stepped("eager", list(TRAININGS), 40), stepped("graphs", GRAPHED, 40)
+    compiled = [Part("compile", 240, compile_side_by_side), *stepped("compiled", COMPILED, 75)]
     cells = [Part(f"memory, {name}", 25, partial(memory_cell, name)) for name in CELLS]
     if smoke:  # One of each sort and kind.
-        graphed, cells = graphed[:1], cells[:1]
-    compiling = [] if smoke else [Part("compile", 170, compile_side_by_side)]
+        graphed, compiled, cells = graphed[:1], [], cells[:1]
     return [
-        *compiling,
-        *first[:4],
-        diffusers,
-        *first[4:],
-        Part("depthwise", 60, depthwise),
+        *eager,
         *graphed,
+        *compiled,
+        Part("flux 512 px x 8, diffusers", 120, beside_diffusers, ("diffusers",)),
+        Part("depthwise", 60, depthwise),
         *cells,
         Part("rates", 15, rates),
     ]
 
 
 if __name__ == "__main__":
-    main(Subcommand("measure", __doc__, 480, parts))
+    main(Subcommand("measure", __doc__, 580, parts))

@@ -297,7 +297,7 @@ class Planner:
             memory_gb, free_gb = machine.ram_gb, machine.ram_free_gb
             return MemoryBudget(budget_gb(memory_gb, free_gb, share=share) if memory_gb else math.inf)
         budget = budget_gb(machine.gpu_memory_gb, machine.gpu_free_gb, share=share)
-        return MemoryBudget(budget, published_rates(machine.gpu, decide(machine, Hardware())))
+        return MemoryBudget(budget, published_rates(machine.gpu, decide(machine, Hardware(use_torch_compile=False))))
 
     def _fit(
         self, batch_size: int, budget: MemoryBudget, most_seconds: float, over_long: OverLong

@@ -241,11 +241,11 @@ def _compile(machine: Machine, wishes: Hardware, on_gpu: bool, eager_because: st
     if on_gpu and machine.system == "Linux" and not machine.compiler:
         return Setting(False, "Triton needs a C compiler, and none is on PATH: install gcc")
     if wishes.use_torch_compile:
-        return Setting(True, "asked for; the first steps compile, which takes a minute or more")
+        return Setting(True, "asked for; the first steps compile, which takes minutes the first time")
     if eager_because:
         return Setting(False, eager_because)
     if on_gpu and machine.compute_capability >= (8, 0):
-        return Setting(True, "the first steps compile, a minute or more; --no-use-torch-compile goes without")
+        return Setting(True, "the first steps compile, minutes the first time; --no-use-torch-compile goes without")
     return Setting(False, "the GPU is older than Triton's support is sure" if on_gpu else "not asked for on the CPU")
 
 

@@ -1,8 +1,8 @@
 """The choice of micro-batch, accumulation and checkpointing: pure arithmetic on predicted memory and FLOPs.
 
-The user's batch is kept exactly: a micro-batch divides it. Of the micro-batches that fit, with and without
-checkpointing, the one with the least predicted time is chosen (roofline.py), and the smallest of those that are as
-fast. Imports no torch. GB is 1e9 bytes.
+The user's batch is kept exactly: a micro-batch divides it. The largest one that fits is chosen: it needs the fewest
+launches, which take most of the time on a fast GPU. Checkpointing is chosen if nothing fits without it, or if the larger
+micro-batches that it allows are predicted to be clearly faster (roofline.py). Imports no torch. GB is 1e9 bytes.
 """
 
 import math
@@ -15,7 +15,7 @@ from gputrain.planner.roofline import DeviceRates, StepCost
 
 BUDGET_SHARE = 0.93  # Share of a GPU's memory; the rest is for the CUDA context (0.3 to 0.6 GB) and a desktop.
 MARGIN = 1.05  # Factor on a predicted peak, for what the prediction does not contain.
-WORTHLESS = 0.02  # Share of the time of a step that is not worth a larger micro-batch, or checkpointing.
+LEAST_GAIN = 0.10  # Share of the time of a step that a prediction must save before checkpointing or plain layers pay.
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ class Fit:
     cost: StepCost | None = None  # Kernels of a step; None: unknown.
 
     def is_faster_than(self, other: "Fit") -> bool:
-        """Returns True if both times are known, and this one is shorter by more than what is worthless."""
+        """Returns True if both times are known, and this one is shorter by more than the least gain."""
         own, others = self.predicted_seconds_per_step, other.predicted_seconds_per_step
-        return own is not None and others is not None and own * (1 + WORTHLESS) < others
+        return own is not None and others is not None and own * (1 + LEAST_GAIN) < others
 
     def to_json(self) -> dict[str, object]:
         """Returns the figures, without the settings, which the plan has."""
@@ -154,9 +154,9 @@ def fit(
     sizes = [m for m in range(1, min(share, largest or share) + 1) if share % m == 0]
     if micro_batch_size:
         sizes = [min(micro_batch_size, share)]
-    one = _Choice.fastest(memory_model(bool(checkpointing)), bool(checkpointing), sizes, share, budget)
-    if checkpointing is None and _may_gain(one, sizes, share, budget):
-        other = _Choice.fastest(memory_model(True), True, sizes, share, budget)
+    one = _Choice.largest(memory_model(bool(checkpointing)), bool(checkpointing), sizes, share, budget)
+    if checkpointing is None and one.size < sizes[-1]:
+        other = _Choice.largest(memory_model(True), True, sizes, share, budget)
         if not one.size and not other.size:
             one = min(one, other, key=lambda choice: choice.memory_model.peak_gb(sizes[0]))
         elif other.size and (not one.size or (one.seconds and other.is_faster_than(one.seconds))):
@@ -186,42 +186,23 @@ def fit(
 
 @dataclass
 class _Choice:
-    """The fastest micro-batch that fits, with or without checkpointing."""
+    """The largest micro-batch that fits, with or without checkpointing."""
 
     memory_model: MemoryModel
     checkpointing: bool
     size: int  # 0: none fits.
     seconds: float | None  # Predicted time of a step; None: unknown.
-    compared_seconds: float | None = None  # That of the fastest step without checkpointing; None: none fits.
+    compared_seconds: float | None = None  # That of the step without checkpointing; None: none fits.
 
     @classmethod
-    def fastest(
+    def largest(
         cls, memory_model: MemoryModel, checkpointing: bool, sizes: list[int], share: int, budget: MemoryBudget
     ) -> "_Choice":
-        """Returns the smallest of the fastest sizes that fit; the largest that fits if the times are unknown."""
-        fitting = [size for size in sizes if budget.takes(memory_model, size)]
-        if not fitting:
-            return cls(memory_model, checkpointing, 0, None)
-        times = {size: budget.seconds(memory_model, size, share) for size in fitting}
-        known = {size: seconds for size, seconds in times.items() if seconds is not None}
-        if not known:
-            return cls(memory_model, checkpointing, fitting[-1], None)
-        enough = (1 + WORTHLESS) * min(known.values())
-        size = next(size for size, seconds in known.items() if seconds <= enough)
-        return cls(memory_model, checkpointing, size, known[size])
+        size = max((size for size in sizes if budget.takes(memory_model, size)), default=0)
+        return cls(memory_model, checkpointing, size, budget.seconds(memory_model, size, share) if size else None)
 
     def is_faster_than(self, seconds: float) -> bool:
-        return self.seconds is not None and self.seconds * (1 + WORTHLESS) < seconds
-
-
-def _may_gain(plain: _Choice, sizes: list[int], share: int, budget: MemoryBudget) -> bool:
-    """Returns whether checkpointing may be needed or faster. It only adds work, so that it is no faster than the same
-    micro-batches would be without it, if they fitted."""
-    if not plain.size:
-        return True
-    times = [budget.seconds(plain.memory_model, size, share) for size in sizes]
-    least = min((seconds for seconds in times if seconds is not None), default=0.0)
-    return plain.seconds is not None and least * (1 + WORTHLESS) < plain.seconds
+        return self.seconds is not None and self.seconds * (1 + LEAST_GAIN) < seconds
 
 
 def _micro_batch(
@@ -229,19 +210,18 @@ def _micro_batch(
 ) -> Setting:
     cost = f"a predicted peak of {memory_model.peak_gb(size):.1f} GB"
     larger = next((m for m in sizes if m > size), 0)
-    over = bool(larger) and not budget.takes(memory_model, larger)
     if not fits:
         reason = f"{'asked for' if asked else 'the smallest'}; it does not fit {budget.budget_gb:.1f} GB"
     elif asked:
         reason = "asked for"
     elif size == share:
         reason = "the whole batch fits at once"
-    elif over:
+    elif larger:
         larger_gb = memory_model.peak_gb(larger)
         compared = "more than" if larger_gb > budget.budget_gb else "too near to"
         reason = f"{larger} would take {larger_gb:.1f} GB, {compared} the available {budget.budget_gb:.1f} GB"
     else:
-        reason = "a larger one is predicted to be no faster"
+        reason = "as many items as may be computed at once"
     return Setting(size, reason, cost)
 
 

@@ -43,7 +43,7 @@ class ModelPlanner(Generic[S]):
 
     def variant(self, settings: S, plan: Plan, budget: MemoryBudget) -> Variant[S]:
         """Returns the variant of the settings that fits and whose steps are predicted to be the fastest; the first one
-        unless another is faster by more than what is worthless."""
+        unless another is faster by more than the least gain."""
         best, *others = self.spec.variants(settings, plan)
         found = self._fit(best.settings, plan, budget)[1] if others else None
         for other in others:

@@ -26,7 +26,10 @@ from gputrain.hw.plan import MOST_GRAPHED_PARTS
 
 # A CUDA graph that holds kernels: of all micro-batches of a step, or of a part of each one; "": none can.
 Graph = Literal["", "step", "part"]
-LAUNCH_SECONDS = 4e-6  # Time in which the processor launches a kernel.
+LAUNCH_SECONDS = 4e-6  # Time in which compiled code launches a kernel; an assumption.
+# The same from Python, operator by operator, measured beside an H200: steps of a voice and of a vocoder took 20.4 and
+# 20.8 microseconds for each of their 15,556 and 10,021 launches (benchmarks/results/gpu_h200.json).
+EAGER_LAUNCH_SECONDS = 20e-6
 # Time between the kernels of a CUDA graph. NVIDIA's own measurement is 0.5 microseconds: kernels of 2.9 take 3.4 each.
 # https://developer.nvidia.com/blog/cuda-graphs/
 GRAPH_NODE_SECONDS = 1e-6
@@ -60,8 +63,9 @@ class DeviceRates:
         return np.array([in_graph if kernel.graph else self.launch_seconds for kernel in kernels])
 
     @classmethod
-    def published(cls, gpu: Gpu, *, tf32: bool) -> "DeviceRates | None":
-        """Returns the share of a GPU's published rates that is reached in practice; None if they are not published."""
+    def published(cls, gpu: Gpu, *, tf32: bool, compiled: bool = True) -> "DeviceRates | None":
+        """Returns the share of a GPU's published rates that is reached in practice, by compiled code or by Python; None
+        if they are not published."""
         sixteen = gpu.flops_per_second("bf16") or gpu.flops_per_second("fp16") or gpu.least_flops_per_second
         fp32 = (gpu.flops_per_second("tf32") if tf32 else None) or gpu.flops_per_second("fp32")
         if not (fp32 and gpu.bandwidth_gb_s and gpu.multiprocessors):
@@ -69,8 +73,9 @@ class DeviceRates:
         sixteen = max(sixteen or 0.0, fp32)
         bandwidth = COPY_SHARE * 1e9 * gpu.bandwidth_gb_s
         return cls(
-            PRODUCT_SHARE * sixteen, PRODUCT_SHARE * fp32, bandwidth, gpu.multiprocessors, l2_bytes=gpu.l2_mb * 2**20
-        )
+            PRODUCT_SHARE * sixteen, PRODUCT_SHARE * fp32, bandwidth, gpu.multiprocessors,
+            launch_seconds=LAUNCH_SECONDS if compiled else EAGER_LAUNCH_SECONDS, l2_bytes=gpu.l2_mb * 2**20,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

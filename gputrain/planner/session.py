@@ -21,7 +21,7 @@ from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.hw.speed import copied_bytes_per_second, product_flops_per_second
 from gputrain.planner.model_planner import ModelPlanner, memory_budget
-from gputrain.planner.roofline import DeviceRates
+from gputrain.planner.roofline import EAGER_LAUNCH_SECONDS, LAUNCH_SECONDS, DeviceRates
 from gputrain.planner.spec import ModelSpec, S
 from gputrain.stored import from_json
 
@@ -148,7 +148,9 @@ def measured_rates(runtime: Runtime) -> DeviceRates:
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
         count, l2_bytes = card.multi_processor_count, card.L2_cache_size
-    return DeviceRates(sixteen_bit, fp32, copied_bytes_per_second(device), count, l2_bytes=l2_bytes)
+    launch_seconds = LAUNCH_SECONDS if runtime.plan.compile.value else EAGER_LAUNCH_SECONDS
+    copied = copied_bytes_per_second(device)
+    return DeviceRates(sixteen_bit, fp32, copied, count, launch_seconds=launch_seconds, l2_bytes=l2_bytes)
 
 
 def compressed_dtype(wishes: Hardware, ranks: Ranks) -> torch.dtype | None:

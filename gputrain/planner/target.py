@@ -29,7 +29,7 @@ def published_rates(gpu: Gpu | str, plan: Plan) -> DeviceRates | None:
         found = find_gpu(gpu) if isinstance(gpu, str) else gpu
     except UserError:
         return None
-    return DeviceRates.published(found, tf32=bool(plan.tf32.value))
+    return DeviceRates.published(found, tf32=bool(plan.tf32.value), compiled=bool(plan.compile.value))
 
 
 def target_machines(cards: Cards) -> list[TargetMachine]:

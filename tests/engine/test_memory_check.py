@@ -54,10 +54,12 @@ def test_the_peak_is_compared_with_what_was_predicted(tmp_path, caplog):
 def test_more_than_the_margin_is_a_warning_with_what_helps(micro_batch, advice, tmp_path, caplog):
     check = check_of(tmp_path, planned=micro_batch, micro_batch=micro_batch)
     check.state.micro_batch["discriminators"] = micro_batch
-    check.report(replace(PEAK, allocated_gb=10.6), 2)
+    check.report(replace(PEAK, allocated_gb=10.59), 2)
+    assert not caplog.records  # cuBLAS's workspaces are not predicted: 0.1 GB are left for them.
+    check.report(replace(PEAK, allocated_gb=10.7), 2)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert record.message.startswith("a step takes 6% more memory than predicted, beyond the plan's margin of 5%")
+    assert record.message.startswith("a step takes 7% more memory than predicted, beyond the plan's margin of 5%")
     assert advice in record.message
     assert ("--micro-batch-size" in record.message) == (micro_batch > 1)
     assert check.state.events == [{"step": 2, "check": "memory", "message": record.message}]
