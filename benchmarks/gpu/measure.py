@@ -18,6 +18,7 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
@@ -325,8 +326,9 @@ def launches_of(step: Callable[[], object], device: Any) -> Figures:
     assert profiler.profiler is not None
     events = profiler.profiler.kineto_results.events()
     calls = [event.name() for event in events if event.device_type() != torch.autograd.DeviceType.CUDA]
+    kernels = Counter(event.name()[:80] for event in events if event.device_type() == torch.autograd.DeviceType.CUDA)
     launches, waits = count_of(calls, LAUNCHING), count_of(calls, WAITING)
-    return {"launches": launches, "waits": waits, "kernels": len(events) - len(calls)}
+    return {"launches": launches, "waits": waits, "kernels": kernels.total(), "names": kernels.most_common(40)}
 
 
 def workspaces_of(device: Any) -> Figures:
