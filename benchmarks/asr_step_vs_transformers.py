@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 
 from gputrain import __version__
 from gputrain.engine.data import Sample
-from gputrain.engine.train import update
+from gputrain.engine.step import update
 
 Batches = Sequence[Sequence[int]]  # Indices of clips, batch by batch.
 

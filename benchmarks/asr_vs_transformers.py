@@ -44,7 +44,7 @@ from gputrain.config import assemble
 from gputrain.engine.data import Sample
 from gputrain.engine.recipe import phases_of
 from gputrain.engine.state import TrainState
-from gputrain.engine.train import gradients, update
+from gputrain.engine.step import gradients, update
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
@@ -214,7 +214,7 @@ def difference_of_gradients(ours: Ours) -> float:
         module.double()
     batch = recipe.prepare([loaded], 0)
     object.__setattr__(batch, "mask_BT", None)
-    gradients(ours.state, recipe.step_groups[0], [batch], 0)
+    gradients(ours.state, recipe.step_groups[0], batch, 1, 0)
     found = torch.cat([p.grad.flatten() for p in recipe.phase.parameters() if p.grad is not None])
     model.config.mask_time_prob, model.config.ctc_loss_reduction = 0.0, "sum"
     model.freeze_feature_encoder()

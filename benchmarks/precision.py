@@ -43,7 +43,7 @@ from gputrain.config import assemble
 from gputrain.engine.optim import LossScale
 from gputrain.engine.recipe import ChainGradients, StepGroup, phases_of
 from gputrain.engine.state import TrainState
-from gputrain.engine.train import accumulate, update
+from gputrain.engine.step import accumulate, update
 from gputrain.hw.facts import machine_facts
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine

@@ -34,7 +34,7 @@ from gputrain.engine.run_dir import Run
 from gputrain.engine.schedule import Saving, StepSchedule, begin
 from gputrain.engine.sheet import FAINT, INK, PAPER, font
 from gputrain.engine.state import TrainState
-from gputrain.engine.train import update
+from gputrain.engine.step import update
 from gputrain.hw.heap import keep_freed_memory
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe

@@ -34,7 +34,7 @@ from vocoder_peer import Recorder, distance, gradients_of
 from gputrain.audio.config import Mel
 from gputrain.audio.mel import log_mel
 from gputrain.bench.step_bench import StepBench
-from gputrain.engine.train import accumulate
+from gputrain.engine.step import accumulate
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import SEGMENT_FRAMES
 from gputrain.tts.model import segment_starts, segments

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from gputrain.bench.step_bench import StepBench
-from gputrain.engine.train import accumulate
+from gputrain.engine.step import accumulate
 from gputrain.vocoder.discriminators import FastPeriodDiscriminator
 from gputrain.vocoder.generator import HARMONICS, Noise
 from gputrain.vocoder.recipe import VocoderBatch, VocoderRecipe

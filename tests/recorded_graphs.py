@@ -78,7 +78,7 @@ class _Recording(TorchDispatchMode):
 
 
 class RecordedGraphs:
-    """A back end for `StepGraphs.with_backend`. `captures` and `replays` count."""
+    """A back end for `replay_gradients`. `captures` and `replays` count."""
 
     def __init__(self) -> None:
         self.captures = self.replays = self.operators = 0

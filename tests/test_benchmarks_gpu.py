@@ -246,13 +246,13 @@ def test_an_error_beyond_the_rounding_of_its_precision_fails(context, monkeypatc
 def waiting(*steps):
     """Returns a step that waits for the device in the steps of these numbers, and the graphs that it captures in
     the fifth step."""
-    graphs = SimpleNamespace(of_gradients={}, of_matrices={}, eager=set(), make=object())
+    graphs = SimpleNamespace(graphs={}, eager=set(), is_off=False)
     made = []
 
     def step():
         made.append(None)
         if len(made) == 5:
-            graphs.of_gradients["a"] = "a graph"
+            graphs.graphs["a"] = "a graph"
         if len(made) in steps:
             import warnings
 
@@ -332,20 +332,20 @@ def test_a_benchmark_has_the_plan_of_its_training(spec, options, monkeypatch):
 
 
 def test_nothing_is_timed_before_compiling_and_capturing_are_over(monkeypatch):
-    graphs = SimpleNamespace(of_gradients={}, of_matrices={}, eager=set(), make=object())
+    graphs = SimpleNamespace(graphs={}, eager=set(), is_off=False)
     steps, compiled = [], []
 
     def step():
         steps.append(None)
         if len(steps) == 4:
-            graphs.of_gradients["a"] = "a graph"
+            graphs.graphs["a"] = "a graph"
 
-    bench = SimpleNamespace(step=step, runtime=cpu_runtime(), state=SimpleNamespace(graphs=graphs))
+    bench = SimpleNamespace(step=step, runtime=cpu_runtime(), state=SimpleNamespace(gradients=graphs))
     monkeypatch.setattr(measure, "compiled_graphs", lambda: min(6, len(steps)))
     measure.warm_up(bench)
     assert len(steps) == 8
     steps.clear()
-    graphs.make = None
+    graphs.is_off = True
     measure.warm_up(bench)
     assert len(steps) == 8
     assert not compiled

@@ -23,7 +23,7 @@ from gputrain.asr.config import PlannedSpeech
 from gputrain.asr.plan import facts_of
 from gputrain.asr.recipe import RecogniserRecipe
 from gputrain.bench.runner import NotMeasured
-from gputrain.engine.graphs import StepGraphs
+from gputrain.engine.cuda_graph import ReplayedGradients
 from gputrain.hw.runtime import TF32_EPS, Runtime, apply, release_memory
 from gputrain.tts import align
 
@@ -194,20 +194,20 @@ def little_memory(runtime: Runtime, limit_bytes: float) -> Iterator[None]:
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         return
-    from gputrain.engine import train
+    from gputrain.engine import step as engine
 
-    whole = train.gradients
+    whole = engine.gradients
 
-    def failing(state: Any, group: Any, parts: Any, step: int) -> Any:
-        if max(map(state.recipe.size, parts)) > 2:
+    def failing(state: Any, group: Any, batch: Any, parts: int, step: int) -> Any:
+        if max(map(state.recipe.size, state.recipe.split(batch, parts))) > 2:
             torch.empty(10**15)
-        return whole(state, group, parts, step)
+        return whole(state, group, batch, parts, step)
 
-    train.gradients = failing
+    engine.gradients = failing
     try:
         yield
     finally:
-        train.gradients = whole
+        engine.gradients = whole
 
 
 # --------------------------------------------------------------------------------------------------------------- waits
@@ -219,8 +219,8 @@ def no_waits(kind: str, graphs: bool, context: Context) -> Figures:
     settings = SMALL[kind].settings(context.device, use_torch_compile=False, use_cuda_graphs=graphs)
     runtime = apply(SMALL[kind].decide(settings))
     with SMALL[kind].begun(settings, runtime) as bench:
-        waits, steps = waits_of(bench.step, bench.state.graphs, runtime.device)
-        replays = len(bench.state.graphs.of_gradients)
+        waits, steps = waits_of(bench.step, bench.state.gradients, runtime.device)
+        replays = count_of_graphs(bench.state.gradients)
     if graphs and not replays and not context.smoke:
         raise AssertionError(f"nothing was captured: {runtime.plan.cuda_graphs.reason}")
     places = sorted(set(waits))
@@ -229,32 +229,42 @@ def no_waits(kind: str, graphs: bool, context: Context) -> Figures:
     return {"graphs": replays, "steps": steps, "waits": len(waits), **({"places": places} if places else {})}
 
 
-def waits_of(step: Callable[[], object], graphs: StepGraphs, device: torch.device) -> tuple[list[str], int]:
+def waits_of(
+    step: Callable[[], object], replayed: ReplayedGradients | None, device: torch.device
+) -> tuple[list[str], int]:
     """Makes steps until several have filled no caches and captured nothing. Returns the places at which these have
     waited for the device, and the number of all steps."""
     waits: list[str] = []
     checked = 0
     for number in range(1, MOST_STEPS + 1):
-        before = captures(graphs)
+        before = captures(replayed)
         with waits_for_device(device) as found:
             step()
-        if number <= FIRST_STEPS or captures(graphs) != before:
+        if number <= FIRST_STEPS or captures(replayed) != before:
             checked = 0
             waits.clear()
             continue
         waits += found
         checked += 1
         # A graph is captured after some eager steps, so the last ones may be too early.
-        if checked == CHECKED_STEPS and (graphs.make is None or graphs.of_gradients or number == MOST_STEPS):
+        if checked == CHECKED_STEPS and (not waits_for_capture(replayed) or number == MOST_STEPS):
             return waits, number
         if checked == CHECKED_STEPS:
             checked -= 1
     return waits, MOST_STEPS
 
 
-def captures(graphs: StepGraphs) -> tuple[object, ...]:
+def captures(replayed: ReplayedGradients | None) -> tuple[object, ...]:
     """Returns what changes when a graph is captured, is forgotten, or fails."""
-    return (*graphs.of_gradients, *graphs.of_matrices, *graphs.eager, graphs.make is None)
+    return () if replayed is None else (*replayed.graphs, *replayed.eager, replayed.is_off)
+
+
+def count_of_graphs(replayed: ReplayedGradients | None) -> int:
+    return 0 if replayed is None else len(replayed.graphs)
+
+
+def waits_for_capture(replayed: ReplayedGradients | None) -> bool:
+    return replayed is not None and not replayed.is_off and not replayed.graphs
 
 
 @contextlib.contextmanager

@@ -48,8 +48,8 @@ TRAININGS = {
     "flux 1024 px x 16": Training("vae", {"preset": "flux", "image_size": 1024, "batch_size": 16}),
     "XLS-R 300M, 8 x 8 s": Training("asr", {"preset": "xls-r-300m", "batch_size": 8}, 8.0),
 }
-GRAPHED = ("voice high, 64 x 4.7 s", "vocoder standard, 16 x 48", "vocoder optimised, 32 x 80", "flux 1024 px x 16")
-COMPILED = GRAPHED  # The clips of a recogniser differ in length.
+GRAPHED = ("vocoder standard, 16 x 48", "vocoder optimised, 32 x 80", "flux 1024 px x 16")  # Batches of one shape.
+COMPILED = ("voice high, 64 x 4.7 s", *GRAPHED)  # The clips of a recogniser differ in length.
 # The memory that a cell may take, in GB, and its training, which runs kernel by kernel.
 CELLS: dict[str, tuple[float, Training]] = {
     **{f"flux {size} px x {batch}": (32, Training("vae", {"preset": "flux", "image_size": size, "batch_size": batch}))
@@ -203,6 +203,8 @@ def compile_training(training: Training, plan: Plan, device: str, done: Any) -> 
 
 def step_of(name: str, mode: str, context: Context) -> Figures:
     """Measures a training: seconds, memory and launches of a step, beside their predictions."""
+    from gpu.checks import count_of_graphs
+
     needed = prediction(name, context.device, 0.0, mode)  # It comes before the others.
     begin_predictions(context.device)
     plan, figures = needed.result()
@@ -215,7 +217,7 @@ def step_of(name: str, mode: str, context: Context) -> Figures:
         found = timed(bench.step, bench.runtime.device, context)
         settings = bench.runtime.plan
         found |= {"compiled": settings.compile.value, "precision": settings.precision.value,
-                  "graphs": len(bench.state.graphs.of_gradients), "events": len(bench.state.events)}  # fmt: skip
+                  "graphs": count_of_graphs(bench.state.gradients), "events": len(bench.state.events)}  # fmt: skip
         context.note({**found, **beside({**figures, **found})})  # Counting many launches takes long.
         found |= launches_of(bench.step, bench.runtime.device) | workspaces_of(bench.runtime.device)
     if mode == "graphs" and not context.smoke and not found["graphs"]:
@@ -253,17 +255,16 @@ def planned(training: Training, plan: Plan, device: str, **changes: Any) -> Iter
 
 def warm_up(bench: Any) -> None:
     """Makes steps until two in a row have compiled and captured nothing."""
-    from gpu.checks import captures
+    from gpu.checks import captures, waits_for_capture
 
     before, still = None, 0
     for _ in range(WARM_UP_STEPS):
         bench.step()
         synchronize(bench.runtime.device)
-        now = (captures(bench.state.graphs), compiled_graphs())
+        now = (captures(bench.state.gradients), compiled_graphs())
         still = still + 1 if now == before else 0
         before = now
-        waits_for_capture = bench.state.graphs.make is not None and not bench.state.graphs.of_gradients
-        if still >= 2 and not waits_for_capture:
+        if still >= 2 and not waits_for_capture(bench.state.gradients):
             return
 
 

@@ -14,11 +14,12 @@ from gputrain.bench import runner, timing
 from gputrain.bench.options import BenchSettings
 from gputrain.bench.runner import BenchReport, BenchRow, NotMeasured, Settings
 from gputrain.config import assemble
+from gputrain.engine.cuda_graph import replay_gradients_if_planned
 from gputrain.engine.recipe import Recipe
 from gputrain.engine.run_dir import Run
 from gputrain.engine.schedule import Saving
 from gputrain.engine.state import TrainState
-from gputrain.engine.train import update
+from gputrain.engine.step import update
 from gputrain.hw.heap import keep_freed_memory
 from gputrain.hw.plan import Plan
 from gputrain.hw.probe import probe
@@ -44,7 +45,7 @@ SWITCHES: tuple[Switch, ...] = (
     ("+ channels_last", {"channels_last": True}, "channels_last"),
     ("+ compile", {"use_torch_compile": True}, "compile"),
 )
-# For models of which a part at least has fixed shapes. The capture may fall into a timed step, which the median leaves
+# For models whose batches have one shape. The capture may fall into a timed step, which the median leaves
 # out.
 GRAPHS: Switch = ("+ CUDA graphs", {"use_cuda_graphs": True}, "cuda_graphs")
 
@@ -125,6 +126,7 @@ class StepBench:
             self.loaded = tree_map_only(Tensor, Tensor.pin_memory, loaded)
         run = Run(folder, Saving(output_dir=folder), {}, "")
         self.state = TrainState.begin(self.recipe, settings.schedule, runtime, run)
+        replay_gradients_if_planned(self.state)
         self.steps = 0
 
     def step(self) -> None:

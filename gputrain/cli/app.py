@@ -154,7 +154,7 @@ def bench_train_vocoder(settings: BenchVocoder) -> None:
 
 @command(bench, "Machine", name="train-tts", translate=coqui.translate_coqui)
 def bench_train_tts(settings: BenchTts) -> None:
-    """Time a step of train-tts in fp32, adding TF32, 16 bit, channels_last, compile and CUDA graphs."""
+    """Time a step of train-tts in fp32, adding TF32, 16 bit, channels_last and compile."""
     print_bench("tts", settings)
 
 

@@ -276,8 +276,8 @@ class BetweenSteps:
         done, random = self.state.progress.step, random_state(device := self.state.runtime.device)
         with self.metrics.paused(), self.deadline.beside_the_steps(group), shapes_may_change():
             report = self._made(group, make, done)
-            if report is None and self.state.graphs.gave_way():
-                report = self._made(group, make, done)  # The memory of the CUDA graphs may suffice.
+            if report is None and self.state.free_memory():
+                report = self._made(group, make, done)
             if report is None:
                 log.warning("out of memory: %s of step %d are skipped", GROUPS[group], done)
         set_random_state(random, device)

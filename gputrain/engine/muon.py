@@ -6,7 +6,7 @@ Shapes: K matrices of one shape stacked, R rows, C columns, and `...` further di
 import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,24 +56,6 @@ def muon_with_adamw(
     )  # fmt: skip
 
 
-class StepInputs(NamedTuple):
-    """The inputs of a step besides gradients and state, in tensors that stay where they are."""
-
-    rate: Tensor  # In fp64, so that factors are computed as from a number.
-    grad_scale: Tensor
-    found_inf: Tensor
-
-    @classmethod
-    def like(cls, grad_scale: Tensor, found_inf: Tensor) -> "StepInputs":
-        rate = torch.zeros((), dtype=torch.float64, device=found_inf.device)
-        return cls(rate, torch.empty_like(grad_scale), torch.empty_like(found_inf))
-
-    def take(self, rate: float, grad_scale: Tensor, found_inf: Tensor) -> None:
-        self.rate.fill_(rate)
-        self.grad_scale.copy_(grad_scale)
-        self.found_inf.copy_(found_inf)
-
-
 class Muon(torch.optim.Optimizer):
     """Momentum orthogonalised by Newton-Schulz (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/), with
     Nesterov's look ahead and decoupled weight decay; fused AdamW for `rest`.
@@ -89,8 +71,6 @@ class Muon(torch.optim.Optimizer):
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
-    # Makes the step of the parameters of an orthogonal group; CUDA graphs put theirs in its place. None: step_stacks.
-    step_matrices: Callable[[list[Tensor], dict[str, Any]], None] | None = None
 
     def __init__(
         self,
@@ -130,30 +110,11 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             parameters: list[Tensor] = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["orthogonal"]:
-                (self.step_matrices or self.step_stacks)(parameters, group)
+                for alike in stacks(parameters):
+                    self._step_in_parts(alike, group)
             elif parameters:
                 self._step_plain(parameters, group)
         return loss
-
-    def step_stacks(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Muon's step for parameters of any shapes, those of one shape together."""
-        for alike in stacks(parameters):
-            self._step_in_parts(alike, group)
-
-    def step_captured(self, parameters: list[Tensor], group: dict[str, Any], inputs: StepInputs) -> None:
-        """The same with the kernels of `step_stacks`, none of whose arguments changes from step to step. When memory
-        runs out, nothing is tried again."""
-        before = self.grad_scale, self.found_inf
-        self._averaged, self.grad_scale, self.found_inf = set(), inputs.grad_scale, inputs.found_inf
-        try:
-            for alike in stacks(parameters):
-                self._step_matrices(alike, {**group, "lr": inputs.rate})
-        finally:
-            self.grad_scale, self.found_inf = before
-
-    def momentum_of(self, parameters: list[Tensor]) -> list[Tensor]:
-        """Returns the momentum of the parameters that have one."""
-        return [self.state[one]["momentum_buffer"] for one in parameters if self.state.get(one)]
 
     def _step_in_parts(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """Muon's step for parameters of one shape. When memory runs out, unused memory is released and they step one
@@ -172,11 +133,11 @@ class Muon(torch.optim.Optimizer):
         """Muon's step for parameters of one shape. All of them step, or none does if memory runs out: whatever needs
         memory comes before the first change."""
         rate = group["lr"]
-        made = None if self.found_inf is None else 1 - self.found_inf
+        made = 1.0 if self.found_inf is None else 1 - self.found_inf  # 0 if the step is not made.
         x_KRC = orthogonalised(self._look_ahead(parameters, group["momentum"]).flatten(2), group["rounds"])
         scale = rate * group["update_rms"] * math.sqrt(max(x_KRC.shape[1:]))
-        updates = x_KRC.to(parameters[0].dtype).mul_(_where_made(-scale, made)).reshape(-1, *parameters[0].shape)
-        kept = 1 - _where_made(rate * group["weight_decay"], made)
+        updates = x_KRC.to(parameters[0].dtype).mul_(-scale * made).reshape(-1, *parameters[0].shape)
+        kept = 1 - rate * group["weight_decay"] * made
         if group["weight_decay"]:
             torch._foreach_mul_(parameters, kept)
         torch._foreach_add_(parameters, updates.unbind())
@@ -207,13 +168,6 @@ class Muon(torch.optim.Optimizer):
         begin_adamw(self.state, parameters)
         with self._counts.counting(self.state, parameters, self.found_inf):
             step_adamw(self.state, parameters, group, self.grad_scale, self.found_inf)
-
-
-def _where_made(factor: float | Tensor, made: Tensor | None) -> float | Tensor:
-    """Returns the factor in the precision of `made`, or 0 if the step is not made."""
-    if made is None:
-        return factor
-    return (factor.to(made.dtype) if isinstance(factor, Tensor) else factor) * made
 
 
 def stacks(parameters: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -51,28 +51,7 @@ class ChainGradients:
     gradients: tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
-class FixedShapes:
-    """A part of a loss whose tensors have the same shapes in every step, amid terms of clips of any length, so that a
-    CUDA graph can hold its kernels.
-
-    `loss(*copies, *constants)` yields terms of detached copies of `inputs`, which are back-propagated as all others.
-    Then the gradients of the copies are propagated through the graphs of the inputs. Besides its arguments, the loss
-    takes parameters of `modules` alone, and it yields no part of fixed shapes itself.
-    """
-
-    name: str
-    loss: Callable[..., "Iterator[Yielded]"]
-    inputs: tuple[Tensor, ...]
-    modules: tuple[nn.Module, ...]
-    constants: tuple[Hashable, ...] = ()  # All that the loss takes from the batch besides tensors.
-    context: Callable[[], AbstractContextManager[object]] = nullcontext  # Entered around it in each micro-batch.
-
-    def parameters(self) -> list[Tensor]:
-        return [parameter for module in self.modules for parameter in module.parameters()]
-
-
-Yielded = Term | Together | BatchStat | ChainGradients | FixedShapes
+Yielded = Term | Together | BatchStat | ChainGradients
 
 
 @dataclass
@@ -82,10 +61,8 @@ class PhaseSums:
     losses: Scalars = field(default_factory=dict)
     statistics: Scalars = field(default_factory=dict)
 
-    def add(self, other: "PhaseSums") -> None:
-        for totals, values in ((self.losses, other.losses), (self.statistics, other.statistics)):
-            for name, value in values.items():
-                add_value(totals, name, value)
+
+Sums = dict[str, PhaseSums]  # By the name of the phase.
 
 
 def add_value(totals: Scalars, name: str, value: Tensor) -> None:
@@ -133,6 +110,9 @@ class StepGroup:
     def name(self) -> str:
         """The first phase's name, under which messages and the plan mention the group."""
         return self.phases[0].name
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for phase in self.phases for parameter in phase.parameters()]
 
 
 class Recipe(Protocol):

@@ -3,19 +3,19 @@
 import contextlib
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from gputrain.engine.checkpoint import Content
 from gputrain.engine.distributed import RankGroup
-from gputrain.engine.graphs import StepGraphs
 from gputrain.engine.loading import load_modules, load_optimizer
 from gputrain.engine.optim import LossScale, has_scaled
 from gputrain.engine.plan_file import NAME, PlanFile
-from gputrain.engine.recipe import Recipe, phases_of
+from gputrain.engine.recipe import Batch, Recipe, StepGroup, Sums, phases_of
 from gputrain.engine.run_dir import Run
 from gputrain.engine.schedule import RunProgress, Schedule
 from gputrain.engine.sharding import OptimizerShards
@@ -23,6 +23,13 @@ from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime, random_state, set_random_state
 
 log = logging.getLogger(__name__)
+
+
+class GradientsFunction(Protocol):
+    """Adds the gradients of a group's losses over a batch, in so many parts, to its parameters. Returns the sums of
+    each phase by name."""
+
+    def __call__(self, state: "TrainState", group: StepGroup, batch: Batch, parts: int, step: int, /) -> Sums: ...
 
 
 @dataclass
@@ -36,7 +43,9 @@ class TrainState:
     loss_scales: dict[str, LossScale]  # By phase; they have an effect in fp16 only.
     group: RankGroup = field(default_factory=RankGroup)  # The ranks that make each step together.
     shards: OptimizerShards = field(default_factory=lambda: OptimizerShards(RankGroup()))  # Their optimizer state.
-    graphs: StepGraphs = field(default_factory=StepGraphs)  # CUDA graphs of what has fixed shapes.
+    gradients: GradientsFunction | None = None  # Takes the place of `gradients` in step.py, with the same result.
+    # Frees memory that is kept to save time, when it has run out. Returns whether there was any.
+    free_memory: Callable[[], bool] = lambda: False
     progress: RunProgress = field(default_factory=RunProgress)  # Where the weights stand.
     is_consistent: bool = True  # False while some phases of a step have changed their weights and others have not.
     nonfinite: dict[str, Tensor] = field(default_factory=dict)  # By phase, on the device: 1 if the last step was.
@@ -64,7 +73,7 @@ class TrainState:
     def for_measurement(cls, recipe: Recipe, runtime: Runtime) -> "TrainState":
         """Return a state without a run folder or a schedule, whose gradients are not clipped."""
         scales = {phase.name: LossScale().to(runtime.device) for phase in phases_of(recipe)}
-        return cls(recipe, runtime, 0.0, {}, scales, graphs=StepGraphs.of(recipe, runtime))
+        return cls(recipe, runtime, 0.0, {}, scales)
 
     @property
     def scales_losses(self) -> bool:
@@ -87,7 +96,6 @@ class TrainState:
 
     def restore(self, content: Content) -> None:
         """Load a snapshot. Raises UserError if it belongs to another model."""
-        self.graphs.drop()  # The optimizers get new tensors.
         load_modules(self.recipe.modules, content["modules"])
         for phase in phases_of(self.recipe):
             optimizers = dict(content["optimizers"])
@@ -101,7 +109,6 @@ class TrainState:
 
     def shrink(self, phase: str, cause: str, step: int) -> None:
         """Halve the micro-batch of a step group. The result of its steps does not change."""
-        self.graphs.drop()
         before = self.micro_batch[phase]
         self.micro_batch[phase] = after = math.ceil(before / 2)
         self.events.append({"step": step, "phase": phase, "cause": cause, "from": before, "to": after})

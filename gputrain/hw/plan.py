@@ -147,7 +147,6 @@ def decide(
     wishes: Hardware,
     *,
     fixed_shapes: bool = True,
-    fixed_part: bool = False,
     generator_is_1d: bool = False,
     is_1d: bool = False,
     eager_because: str = "",
@@ -155,7 +154,7 @@ def decide(
 ) -> Plan:
     """Decide every setting.
 
-    `fixed_shapes`: all batches of the model have one shape; `fixed_part`: a part of its loss has.
+    `fixed_shapes`: all batches of the model have one shape.
     `generator_is_1d`: only discriminators have 2-D convolutions, to which channels_last applies; `is_1d`: the model has
     none. `eager_because`: the reason why nothing is compiled unless the user asks for it; empty if compiling is the
     default on newer GPUs. `fp32_because`: the reason why the model computes in fp32, and never in bf16, unless the user
@@ -180,7 +179,7 @@ def decide(
         prefetch_factor=_for_workers(wishes.prefetch_factor, "batches that each worker prefetches", processes),
         persistent_workers=_for_workers(wishes.persistent_workers, "workers stay alive between epochs", processes),
         pinned_memory=Setting(on_gpu, "copies to the GPU overlap with its work" if on_gpu else "there is no GPU"),
-        cuda_graphs=_cuda_graphs(wishes, on_gpu, fixed_shapes, fixed_part),
+        cuda_graphs=_cuda_graphs(wishes, on_gpu, fixed_shapes),
     )
 
 
@@ -274,16 +273,14 @@ def _cudnn_benchmark(on_gpu: bool, fixed_shapes: bool) -> Setting:
     return Setting(True, "batches are of one shape, so the search for the fastest convolutions pays")
 
 
-def _cuda_graphs(wishes: Hardware, on_gpu: bool, fixed_shapes: bool, fixed_part: bool) -> Setting:
+def _cuda_graphs(wishes: Hardware, on_gpu: bool, fixed_shapes: bool) -> Setting:
     if not wishes.use_cuda_graphs:
         return Setting(False, "off unless asked for: no gain has been measured on a GPU yet")
     if not on_gpu:
         return Setting(False, "asked for, but needs a GPU")
-    if not (fixed_shapes or fixed_part):
-        return Setting(False, "asked for, but shapes change from step to step, and a graph has one")
     if not fixed_shapes:
-        return Setting(True, "asked for; the part with fixed shapes is captured after the first steps")
-    return Setting(True, "asked for; a step is captured after the first ones")
+        return Setting(False, "asked for, but shapes change from step to step, and a graph has one")
+    return Setting(True, "asked for; the gradients of a step are captured after the first ones")
 
 
 def _expandable_segments(machine: Machine, on_gpu: bool) -> Setting:

@@ -107,16 +107,6 @@ class MemoryTimeline:
                 peak, parts = total, dict(standing)
         return peak, {kind: size / 1e9 for kind, size in parts.items()}
 
-    def most_bytes_since(self, event: int) -> int:
-        """Returns the most bytes that storages allocated from this event on take at a moment."""
-        held: dict[int, int] = {}
-        most = standing = 0
-        for one in self.events[event:]:
-            standing += one.bytes or -held.get(one.storage, 0)
-            held[one.storage] = one.bytes
-            most = max(most, standing)
-        return most
-
     def mark_accumulated(self, parameter: Tensor) -> None:
         """Notes that the backward pass has just added to this parameter's gradient."""
         assert parameter.grad is not None

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gputrain.planner.flops import COUNTS
-from gputrain.planner.roofline import Graph
 
 aten = torch.ops.aten
 
@@ -88,7 +87,7 @@ class Operator:
     passes: int = 1  # Times that everything is read.
     fusible: bool = True  # A compiler fuses it with its neighbours.
     region: "Region | None" = None  # The compiled region that it belongs to; None: it runs uncompiled.
-    graph: Graph = ""  # The CUDA graph that can hold it.
+    graphed: bool = False  # True if a CUDA graph of a step can hold it.
     accumulates: bool = False  # It adds to a gradient of an earlier micro-batch, which the first one does not do.
     of_rows: bool = False  # A reduction of short rows, which a compiler keeps in registers for what follows.
 
@@ -129,10 +128,10 @@ class OperatorLog:
         in_backward = torch._C._current_graph_task_id() != -1  # Autograd's engine is running.
         return None if region and region.backward and not in_backward else region
 
-    def note_graph(self, graph: Graph, first: int) -> None:
+    def note_graph(self, first: int) -> None:
         """Notes that a CUDA graph can hold the operators from this number on."""
         for operator in self.operators[first:]:
-            operator.graph = graph
+            operator.graphed = True
 
     def note_gradients(self, gradients: Iterable[Tensor | None]) -> None:
         """Notes gradients that stand for those of an earlier micro-batch, until something is added to them."""

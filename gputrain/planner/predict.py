@@ -30,7 +30,7 @@ from gputrain.planner.fake_runtime import Draws, FunctionsOf, Rules, on_fake_ten
 from gputrain.planner.fusion import kernel_costs
 from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.operators import WRITE_ONLY, Operator, addition
-from gputrain.planner.roofline import NO_GRAPHS, GraphCost, KernelCost, StepTotals
+from gputrain.planner.roofline import KernelCost, StepTotals
 from gputrain.planner.torch_model import (
     checkpoint_blocks,
     copy_with,
@@ -54,7 +54,7 @@ class MemoryEstimate:
     seconds_to_predict: float
     micro_batch: tuple[KernelCost, ...] = ()  # Kernels of a micro-batch, without those of the optimizer.
     update: tuple[KernelCost, ...] = ()  # Kernels of the optimizer.
-    graph: GraphCost = NO_GRAPHS  # Of the CUDA graphs that can hold some of these kernels.
+    graph_launches: int = 0  # As in StepCost.
 
     @property
     def kernels(self) -> int:

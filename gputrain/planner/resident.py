@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gputrain.engine.graphs import StepGraphs
 from gputrain.engine.memory_check import MeasuredPeak
 from gputrain.engine.recipe import Batch, Phase, Recipe, StepGroup, phases_of
 from gputrain.engine.state import TrainState
-from gputrain.engine.train import gradients
+from gputrain.engine.step import gradients
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.spec import PlanTarget
@@ -42,9 +41,7 @@ class ResidentStep:
             allocate_gradients(phase)
             phase.optimizer.step()  # It allocates the optimizer's state.
             phase.optimizer.zero_grad(set_to_none=True)
-        state = TrainState.for_measurement(recipe, runtime)
-        state.graphs = StepGraphs()  # A capture would be measured too.
-        return cls(state, batch, step)
+        return cls(TrainState.for_measurement(recipe, runtime), batch, step)
 
     @property
     def recipe(self) -> Recipe:
@@ -55,7 +52,7 @@ class ResidentStep:
         return self.recipe.split(self.batch, math.ceil(self.recipe.size(self.batch) / items))[0]
 
     def add_gradients(self, group: StepGroup, micro_batch: Batch) -> None:
-        gradients(self.state, group, [micro_batch], self.step)
+        gradients(self.state, group, micro_batch, 1, self.step)
 
 
 @contextmanager

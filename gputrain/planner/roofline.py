@@ -17,15 +17,13 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from gputrain.hw.gpus import Gpu
 from gputrain.hw.plan import MOST_GRAPHED_PARTS
 
-# A CUDA graph that holds kernels: of all micro-batches of a step, or of a part of each one; "": none can.
-Graph = Literal["", "step", "part"]
 LAUNCH_SECONDS = 4e-6  # Time in which compiled code launches a kernel; an assumption.
 # The same from Python, operator by operator, measured beside an H200: steps of a voice and of a vocoder took 20.4 and
 # 20.8 microseconds for each of their 15,556 and 10,021 launches (benchmarks/results/gpu_h200.json).
@@ -60,7 +58,7 @@ class DeviceRates:
     def launches_of(self, kernels: Sequence["KernelCost"], *, graphs: bool) -> np.ndarray:
         """Returns the seconds that each launch of these kernels takes, by the processor or in a CUDA graph."""
         in_graph = min(self.launch_seconds, GRAPH_NODE_SECONDS) if graphs else self.launch_seconds
-        return np.array([in_graph if kernel.graph else self.launch_seconds for kernel in kernels])
+        return np.array([in_graph if kernel.graphed else self.launch_seconds for kernel in kernels])
 
     @classmethod
     def published(cls, gpu: Gpu, *, tf32: bool, compiled: bool = True) -> "DeviceRates | None":
@@ -89,21 +87,8 @@ class KernelCost:
     tiles: float  # 0: it uses all multiprocessors.
     filled: float  # Share of the tiles that is used.
     sixteen_bit: bool
-    graph: Graph = ""
+    graphed: bool = False  # True if a CUDA graph of the gradients of a step can hold it.
     accumulates: bool = False  # It adds to a gradient of an earlier micro-batch, so that the first one leaves it out.
-
-
-@dataclass(frozen=True)
-class GraphCost:
-    """Launches and memory of CUDA graphs, beside their kernels. The processor launches the graphs, and copies of what
-    they read and write."""
-
-    step_launches: int = 0
-    part_launches: int = 0  # Those of a part of a micro-batch.
-    part_gb: float = 0.0  # Memory of a part's intermediate results, which its graphs keep.
-
-
-NO_GRAPHS = GraphCost()
 
 
 @dataclass(frozen=True)
@@ -114,8 +99,7 @@ class StepCost:
     many: tuple[KernelCost, ...]
     items: int
     update: tuple[KernelCost, ...] = ()
-    one_graph: GraphCost = NO_GRAPHS
-    many_graph: GraphCost = NO_GRAPHS
+    graph_launches: int = 0  # By the processor: of a step's CUDA graphs, and of copies of what they read and write.
 
     def micro_batch(self, items: int) -> tuple[KernelCost, ...]:
         """Returns the kernels of a micro-batch of any size. If the two that are known have different operators, the
@@ -130,8 +114,7 @@ class StepCost:
     def seconds(self, rates: DeviceRates, micro_batch: int, passes: int, *, graphs: bool = False) -> float:
         """Returns the time of a step of so many micro-batches, launched one by one or as CUDA graphs."""
         kernels = self.micro_batch(micro_batch)
-        # A graph of a part adds to gradients at fixed addresses, in the first micro-batch too.
-        first = [one for one in kernels if not one.accumulates or (graphs and one.graph == "part")]
+        first = [one for one in kernels if not one.accumulates]
         parts = busy_seconds(first, rates, graphs=graphs)
         if passes > 1:
             parts += (passes - 1) * busy_seconds(kernels, rates, graphs=graphs)
@@ -144,24 +127,18 @@ class StepCost:
         return first + kernels * (passes - 1) + self.update
 
     def can_be_graphed(self, passes: int) -> bool:
-        """Returns whether graphs can hold a step of so many micro-batches. Those of parts hold one of them each."""
-        return passes <= MOST_GRAPHED_PARTS or all(kernel.graph != "step" for kernel in self.many)
+        """Returns whether graphs can hold a step of so many micro-batches."""
+        return passes <= MOST_GRAPHED_PARTS
 
     def graph_gb(self, micro_batch: int, passes: int) -> float:
-        """Returns the memory of a step's CUDA graphs beyond that of its tensors, at most. The intermediate results of a
-        graph of a part are in memory beside all others."""
-        kernels = self.micro_batch(micro_batch)
-        held = [kernel for kernel in kernels if kernel.graph == "step"] * passes
-        held += [kernel for kernel in kernels if kernel.graph == "part"]
-        held += [kernel for kernel in self.update if kernel.graph]
-        share = (micro_batch - 1) / max(1, self.items - 1)
-        part_gb = self.one_graph.part_gb + share * (self.many_graph.part_gb - self.one_graph.part_gb)
-        return StepTotals.of(held).kernels * GRAPH_NODE_BYTES / 1e9 + part_gb
+        """Returns the memory of a step's CUDA graphs beyond that of its tensors, at most."""
+        held = [kernel for kernel in self.micro_batch(micro_batch) if kernel.graphed] * passes
+        return StepTotals.of(held).kernels * GRAPH_NODE_BYTES / 1e9
 
     def host_launches(self, micro_batch: int, passes: int) -> int:
         """Returns the launches by the processor in a step with CUDA graphs."""
-        alone = StepTotals.of([one for one in self.kernels(micro_batch, passes) if not one.graph]).kernels
-        return alone + self.many_graph.step_launches + passes * self.many_graph.part_launches
+        alone = StepTotals.of([one for one in self.kernels(micro_batch, passes) if not one.graphed]).kernels
+        return alone + self.graph_launches
 
     def totals(self, micro_batch: int, passes: int = 1) -> "StepTotals":
         """Returns launches, bytes and FLOPs of a step of so many micro-batches."""
@@ -248,7 +225,7 @@ def by_operator(kernels: Sequence[KernelCost], rates: DeviceRates, *, graphs: bo
         row[3] += kernel.flops
         row[bound] += work
         row[6] += waiting
-        row[7] += kernel.launches if graphs and kernel.graph else 0
+        row[7] += kernel.launches if graphs and kernel.graphed else 0
     bounds = ("arithmetic", "memory", "launches")
     rows = [
         OperatorTime(

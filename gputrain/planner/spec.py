@@ -70,7 +70,6 @@ class ModelSpec(Generic[S]):
     # Returns the variants whose plans are compared, the default first. The fastest that fits is chosen.
     variants: Callable[[S, Plan], list[Variant[S]]] = _one_variant
     fixed_shapes: bool = True  # True if all batches have the same shape.
-    fixed_part: bool = False  # True if a part of the loss has, although batches have not.
     generator_is_1d: bool = False  # True if only the discriminators have 2-D convolutions.
     is_1d: bool = False  # True if the model has no 2-D convolutions at all.
     eager_because: str = ""  # The reason why compilation must be asked for; empty: it is the default on newer GPUs.
@@ -83,7 +82,6 @@ class ModelSpec(Generic[S]):
             machine,
             wishes,
             fixed_shapes=self.fixed_shapes,
-            fixed_part=self.fixed_part,
             generator_is_1d=self.generator_is_1d,
             is_1d=self.is_1d,
             eager_because=self.eager_because,

@@ -5,18 +5,12 @@ GB is 1e9 bytes.
 
 import functools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
-from torch import Tensor
-
-from gputrain.engine.captured import Sums
-from gputrain.engine.graphs import StepGraphs
-from gputrain.engine.muon import Muon
-from gputrain.engine.recipe import FixedShapes, StepGroup, phases_of
+from gputrain.engine.recipe import phases_of
 from gputrain.engine.state import TrainState
-from gputrain.engine.train import drop_gradients, gradients, prepare_optimizer
+from gputrain.engine.step import drop_gradients, gradients, prepare_optimizer
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import Machine
 from gputrain.planner.allocator import CachingAllocator, PlainAllocator
@@ -24,10 +18,10 @@ from gputrain.planner.fake_runtime import FakeRuntime, on_fake_tensors
 from gputrain.planner.flops import FlopCount
 from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.microbatch import MemoryModel
-from gputrain.planner.operators import Operator, foreach_launches
+from gputrain.planner.operators import Operator
 from gputrain.planner.predict import MemoryEstimate, explained
 from gputrain.planner.resident import ResidentStep, allocate_gradients, batch_tensors, optimizer_tensors, weights_of
-from gputrain.planner.roofline import GraphCost, StepCost
+from gputrain.planner.roofline import StepCost
 from gputrain.planner.spec import PlanTarget
 
 
@@ -44,7 +38,6 @@ def predict_step(
     timeline = MemoryTimeline.on(str(plan.device.value))
     with on_fake_tensors(), explained():
         resident = ResidentStep.of(target, FakeRuntime(plan, timeline), checkpointing, micro_batch_size)
-        resident.state.graphs = parts = NotedParts(timeline=timeline)
         recipe, micro_batch = resident.recipe, resident.micro_batch(micro_batch_size)
         timeline.note("optimizer", optimizer_tensors(recipe))
         timeline.note("parameters", weights_of(recipe), batch_tensors(resident.batch))
@@ -57,52 +50,24 @@ def predict_step(
             with timeline.watching():
                 resident.add_gradients(group, micro_batch)
             if group.fixed is not None:
-                timeline.log.note_graph("step", first)
+                timeline.log.note_graph(first)
             drop_gradients(group)
         update = _update(resident)
     on_cpu, expandable = plan.device.value == "cpu", bool(plan.expandable_segments.value)
     allocator = PlainAllocator() if on_cpu else CachingAllocator(expandable=expandable)
     seconds = time.perf_counter() - began
     found = MemoryEstimate.of(timeline, timeline.log.operators, update, seconds, allocator)
-    steps = sum(isinstance(phase.optimizer, Muon) for phase in phases_of(recipe))
     groups = sum(group.fixed is not None for group in recipe.step_groups)
-    # The sums of a group are copied by one kernel, and a step of Muon has three inputs.
-    of_step = (len(batch_tensors(resident.batch)) + 2 * groups if groups else 0) + 4 * steps
-    return replace(found, graph=GraphCost(of_step, parts.launches, parts.most_bytes / 1e9))
-
-
-@dataclass
-class NotedParts(StepGraphs):
-    """Runs the parts of fixed shapes kernel by kernel, and notes what would be in their CUDA graphs."""
-
-    timeline: MemoryTimeline = field(default_factory=MemoryTimeline)
-    launches: int = 0  # Of replays, copies of inputs and sums, and zeros for the gradients.
-    most_bytes: int = 0
-
-    def gradients_of_part(
-        self, group: StepGroup, part: FixedShapes, compute: Callable[[Sequence[Tensor]], Sums]
-    ) -> tuple[Sums, list[Tensor | None]]:
-        first, events = len(self.timeline.log.operators), len(self.timeline.events)
-        made = super().gradients_of_part(group, part, compute)
-        self.timeline.log.note_graph("part", first)
-        self.most_bytes = max(self.most_bytes, self.timeline.most_bytes_since(events))
-        self.launches += len(part.inputs) + 2 + foreach_launches(part.parameters())
-        return made
+    # A step copies its batch; of each group, a graph is launched and its sums are copied by one kernel.
+    return replace(found, graph_launches=len(batch_tensors(resident.batch)) + 2 * groups if groups else 0)
 
 
 def _update(resident: ResidentStep) -> list[Operator]:
     """Returns the operators that follow the gradients of a step: clipping, the optimizers' steps, and averages."""
     timeline = MemoryTimeline()
 
-    def noted(optimizer: Muon, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        first = len(timeline.log.operators)
-        optimizer.step_stacks(parameters, group)
-        timeline.log.note_graph("step", first)
-
     for phase in phases_of(resident.recipe):
         allocate_gradients(phase)
-        if isinstance(phase.optimizer, Muon):
-            phase.optimizer.step_matrices = functools.partial(noted, phase.optimizer)
         with timeline.watching():
             prepare_optimizer(resident.state, phase, 0.0)
             phase.optimizer.step()
@@ -125,7 +90,7 @@ def step_flops(target: PlanTarget, step: int, items: int = 0) -> int:
         batch = recipe.prepare(target.load(items) if items else target.load(), step)
         with FlopCount() as counted:
             for group in recipe.step_groups:
-                gradients(state, group, [batch], step)
+                gradients(state, group, batch, 1, step)
         return int(counted.flops)
 
 
@@ -140,7 +105,7 @@ def memory_models(target: PlanTarget, plan: Plan, most: int) -> Callable[[bool],
             predict_step(target, plan, micro_batch_size=items, checkpointing=checkpointing) for items in (1, most)
         )
         flops = (more.flops - one.flops) / (most - 1)
-        cost = StepCost(one.micro_batch, more.micro_batch, most, one.update, one.graph, more.graph)
+        cost = StepCost(one.micro_batch, more.micro_batch, most, one.update, more.graph_launches)
         return MemoryModel.through(one.parts, more.parts, flops, cost, items=most, cached_gb=_cached_gb(more, plan))
 
     return memory_model

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gputrain.bench.inference_bench import SOUND_SWITCHES, Compute, InferenceBench, sound_title
-from gputrain.bench.step_bench import GRAPHS, SWITCHES, BenchSpec, StepBench
+from gputrain.bench.step_bench import SWITCHES, BenchSpec, StepBench
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.spec import ModelSpec
 from gputrain.speech.buckets import ClipBatch
@@ -84,5 +84,5 @@ def speaking(settings: TrainTts, speech: SpeechSize, runtime: Runtime) -> Comput
 
 BENCH = BenchSpec(
     "tts", TrainTts, title, VoiceRecipe.unit, begin_bench, planned_model, options=("clip_seconds", "inference"),
-    switches=(*SWITCHES, GRAPHS), inference=SOUND_SWITCHES,
+    switches=SWITCHES, inference=SOUND_SWITCHES,
 )  # fmt: skip

@@ -48,7 +48,6 @@ def model_spec(speech: SpeechSize) -> ModelSpec[TrainTts]:
         memory_key,
         fallbacks,
         fixed_shapes=False,  # Clips differ in length.
-        fixed_part=True,  # Their segments do not.
         generator_is_1d=True,
         packages=("scipy", "skimage", "soundfile"),
     )

@@ -5,10 +5,9 @@ Shapes: B items (clips), S symbols, N frequencies, C channels, T frames, L sampl
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +28,7 @@ from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.gan import exact
 from gputrain.engine.metrics import Report
 from gputrain.engine.optim import Ema, adamw
-from gputrain.engine.recipe import ChainGradients, FixedShapes, Phase, StepGroup, Term, Yielded
+from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Term, Yielded
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.spec import PlanTarget
 from gputrain.planner.step_memory import step_flops
@@ -41,8 +40,6 @@ from gputrain.tts.encoder import EncodedText
 from gputrain.tts.evaluate import HeldOutClips
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.model import Voice, frame_prior, length_mask, segment_starts, segments
-
-SegmentLoss = Callable[..., Iterator[Yielded]]
 
 
 @dataclass(frozen=True)
@@ -128,15 +125,12 @@ class VoiceRecipe:
             shared_weights, dtype=runtime.dtype, exact=self.voice.computing_in_fp32(),
             stacked=runtime.stands_for == "cuda", winograd=not runtime.plan.compile.value,
         )  # fmt: skip
-        # The weights of the fixed part are computed within it, so that a CUDA graph reads nothing but parameters.
-        self.of_segments = (self.voice.decoder, self.discriminators)
-        of_clips = [part for part in self.voice.children() if part is not self.voice.decoder]
-        self.segment_weights = functools.partial(weights_once, *self.of_segments)
-        group = StepGroup((generator, discriminator), self.loss, functools.partial(weights_once, *of_clips))
+        both = functools.partial(weights_once, self.voice, self.discriminators)
+        group = StepGroup((generator, discriminator), self.loss, both)
         self.step_groups = [group]
         if self.losses.step_order == "alternating":
-            weights_of_posterior = functools.partial(weights_once, self.voice.posterior_encoder)
-            first = StepGroup((discriminator,), self.discriminator_loss, weights_of_posterior)
+            parts = (self.voice.posterior_encoder, self.voice.decoder, self.discriminators)
+            first = StepGroup((discriminator,), self.discriminator_loss, functools.partial(weights_once, *parts))
             self.step_groups = [first, replace(group, phases=(generator,))]
         self._compile()
 
@@ -245,7 +239,7 @@ class VoiceRecipe:
         yield chain_gradients((text.mean_BCS, prior.mean_BCS), (text.log_scale_BCS, prior.log_scale_BCS))
         del text, prior, divergence, duration
 
-        yield self._of_segments("segments", self.segment_loss, latent_BCT, speaker, batch)
+        yield from self.segment_loss(*self._segments(latent_BCT, batch), speaker, batch.whole_clips)
         yield chain_gradients((posterior.latent_BCT, latent_BCT), (posterior.log_scale_BCT, log_scale_BCT))
         if speaker_BG1 is not None and speaker is not None:
             yield chain_gradients((speaker_BG1, speaker))
@@ -264,32 +258,24 @@ class VoiceRecipe:
         with torch.no_grad():
             speaker = voice.speaker(batch.speakers_B)
             posterior = voice.posterior_encoder(batch.spectrogram_BNT, mask_B1T, batch.noise_BCT, speaker)
-        loss = self.segment_discriminator_loss
-        yield self._of_segments("segments of the discriminators", loss, posterior.latent_BCT, speaker, batch)
-
-    def _of_segments(
-        self, name: str, loss: SegmentLoss, latent_BCT: Tensor, speaker: Tensor | None, batch: VoiceBatch
-    ) -> FixedShapes:
-        """Returns a part of the loss, of segments of latents and waves."""
-        starts_B = segment_starts(batch.places_B, batch.frames_B, SEGMENT_FRAMES)
-        latent_BCF, hop = segments(latent_BCT, starts_B, SEGMENT_FRAMES), self.mel.hop_size
-        real_B1L = segments(batch.wave_B1L, starts_B * hop, SEGMENT_FRAMES * hop)
-        inputs = (latent_BCF, real_B1L) if speaker is None else (latent_BCF, real_B1L, speaker)
-        return FixedShapes(name, loss, inputs, self.of_segments, (batch.whole_clips,), self.segment_weights)
-
-    def segment_discriminator_loss(self, latent_BCF: Tensor, real_B1L: Tensor, *rest: Any) -> Iterator[Yielded]:
-        """Yields the losses of segments of waves that train the discriminators alone."""
-        *speaker, whole_clips = rest
-        with torch.no_grad():
-            made_B1L = exact(self.decode(latent_BCF, *speaker))
-        counts = (whole_clips, whole_clips)
+            latent_BCF, real_B1L = self._segments(posterior.latent_BCT, batch)
+            made_B1L = exact(self.decode(latent_BCF, speaker))
+        counts = (batch.whole_clips, batch.whole_clips)
         yield from discriminator_terms(self.by_kind, real_B1L, made_B1L, *counts, passes=self._used_passes)
 
-    def segment_loss(self, latent_BCF: Tensor, real_B1L: Tensor, *rest: Any) -> Iterator[Yielded]:
+    def _segments(self, latent_BCT: Tensor, batch: VoiceBatch) -> tuple[Tensor, Tensor]:
+        """Returns segments of one length, of the latents and of the recordings: BCF and B1L."""
+        starts_B = segment_starts(batch.places_B, batch.frames_B, SEGMENT_FRAMES)
+        hop = self.mel.hop_size
+        real_B1L = segments(batch.wave_B1L, starts_B * hop, SEGMENT_FRAMES * hop)
+        return segments(latent_BCT, starts_B, SEGMENT_FRAMES), real_B1L
+
+    def segment_loss(
+        self, latent_BCF: Tensor, real_B1L: Tensor, speaker: Tensor | None, whole_clips: float
+    ) -> Iterator[Yielded]:
         """Yields the losses of segments of waves, which train the decoder and, unless they step alone, the
         discriminators."""
-        *speaker, whole_clips = rest
-        waves_B1L = self.decode(latent_BCF, *speaker)
+        waves_B1L = self.decode(latent_BCF, speaker)
         made_B1L = leaf(exact(waves_B1L))
         target_BMF = log_mel(real_B1L.squeeze(1), self.mel)
         yield mel_term(self.mel, made_B1L, target_BMF, whole_clips, self.losses.mel_weight)

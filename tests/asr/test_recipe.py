@@ -14,7 +14,7 @@ from gputrain.asr.recipe import RecogniserRecipe, UtteranceSize, plan_target
 from gputrain.config import assemble
 from gputrain.engine.run_dir import Run
 from gputrain.engine.state import TrainState
-from gputrain.engine.train import gradients, update
+from gputrain.engine.step import gradients, update
 from gputrain.planner.step_memory import predict_step, step_flops
 from gputrain.speech.buckets import ClipBatch
 from gputrain.speech.frames import encoder_frames
@@ -102,7 +102,7 @@ def their_gradients(
 
 def our_gradients(recipe: RecogniserRecipe, loaded: ClipBatch) -> dict[str, torch.Tensor]:
     gradients(
-        TrainState.for_measurement(recipe, cpu_runtime()), recipe.step_groups[0], [recipe.prepare([loaded], 0)], 0
+        TrainState.for_measurement(recipe, cpu_runtime()), recipe.step_groups[0], recipe.prepare([loaded], 0), 1, 0
     )
     return {name: p.grad for name, p in recipe.model.named_parameters() if p.grad is not None}
 
@@ -139,7 +139,7 @@ def test_gradients_in_fp32_differ_by_rounding():
     found = []
     for recipe in (exact, rounded):
         batch = recipe.prepare([bucket(0)], 0)
-        gradients(TrainState.for_measurement(recipe, cpu_runtime()), recipe.step_groups[0], [batch], 0)
+        gradients(TrainState.for_measurement(recipe, cpu_runtime()), recipe.step_groups[0], batch, 1, 0)
         found.append(torch.cat([p.grad.double().flatten() for p in recipe.phase.parameters()]))
     assert (found[0] - found[1]).norm() / found[0].norm() < 1e-4
 
@@ -235,7 +235,7 @@ def test_clips_with_too_few_frames_count_as_zero_and_are_counted():
     batch = recipe.prepare([short], 0)
     assert batch.frames == (12, 24)  # Twenty equal labels need 39 frames, nine 17.
     state = TrainState.for_measurement(recipe, cpu_runtime())
-    sums = gradients(state, recipe.step_groups[0], [batch], 0)["recogniser"]
+    sums = gradients(state, recipe.step_groups[0], batch, 1, 0)["recogniser"]
     assert sums.statistics["infinite"].item() == 0.5
     assert math.isfinite(sums.losses["ctc"].item())
     assert all(p.grad.isfinite().all() for p in recipe.phase.parameters() if p.grad is not None)
@@ -250,7 +250,7 @@ def test_the_share_of_blanks_is_that_of_the_frames_of_each_clip():
             recipe.model.lm_head.bias[recipe.blank] = bias
             recipe.model.lm_head.weight.mul_(20 if not bias else 1)
         batch = recipe.prepare([loaded], 0)
-        sums = gradients(TrainState.for_measurement(recipe, cpu_runtime()), recipe.step_groups[0], [batch], 0)
+        sums = gradients(TrainState.for_measurement(recipe, cpu_runtime()), recipe.step_groups[0], batch, 1, 0)
         read_BT = logits(recipe.model, batch.wave_BL, batch.frames_B).argmax(dim=-1)
         shares = [
             float((row[:frames] == recipe.blank).double().mean())

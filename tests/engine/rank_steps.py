@@ -22,7 +22,7 @@ from gputrain.engine.recipe import phases_of
 from gputrain.engine.run_dir import Run, open_run
 from gputrain.engine.schedule import Schedule, StepSchedule, begin
 from gputrain.engine.state import TrainState
-from gputrain.engine.train import update
+from gputrain.engine.step import update
 from gputrain.hw.ranks import Ranks
 from gputrain.hw.runtime import Runtime
 from tests.toy import BATCH, ITEMS, ToyBatch, ToyRecipe, ToySettings, batches, cpu_runtime, quiet

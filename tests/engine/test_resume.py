@@ -17,7 +17,7 @@ from gputrain.engine.recipe import phases_of
 from gputrain.engine.run_dir import Run
 from gputrain.engine.schedule import Schedule
 from gputrain.engine.state import TrainState
-from gputrain.engine.train import update
+from gputrain.engine.step import update
 from gputrain.errors import UserError
 from tests.engine.test_muon import MuonToy
 from tests.engine.test_run import schedule, trained

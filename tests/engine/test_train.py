@@ -7,7 +7,7 @@ from gputrain.engine.recipe import PhaseSums, StepGroup, Term, Together, phases_
 from gputrain.engine.run_dir import Run
 from gputrain.engine.schedule import Schedule
 from gputrain.engine.state import TrainState
-from gputrain.engine.train import back_propagate, update
+from gputrain.engine.step import back_propagate, update
 from gputrain.errors import UserError
 from tests.toy import BATCH, ITEMS, ToyRecipe, batches, cpu_runtime, quiet, weights
 

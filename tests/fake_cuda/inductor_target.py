@@ -40,7 +40,7 @@ from triton.runtime import driver
 
 from gputrain.audio import mel
 from gputrain.engine.state import TrainState
-from gputrain.engine.train import gradients
+from gputrain.engine.step import gradients
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
@@ -351,7 +351,7 @@ def run_step(target: PlanTarget, items: int, card: str, wishes: Hardware) -> Non
     step = recipe.peak_memory_step(0)
     batch = recipe.prepare(target.load(items), step)
     for group in recipe.step_groups:
-        gradients(state, group, [batch], step)
+        gradients(state, group, batch, 1, step)
 
 
 def graph_breaks() -> Counter[str]:

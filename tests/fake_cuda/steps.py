@@ -13,7 +13,7 @@ from gputrain.config import assemble
 from gputrain.engine.optim import LossScale
 from gputrain.engine.recipe import Recipe, phases_of
 from gputrain.engine.state import TrainState
-from gputrain.engine.train import update
+from gputrain.engine.step import update
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply

@@ -5,15 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gputrain.engine import graphs
+from gputrain.engine import cuda_graph
+from gputrain.engine.cuda_graph import replay_gradients_if_planned
 from gputrain.engine.recipe import Term
 from gputrain.engine.state import TrainState
-from gputrain.engine.train import update
+from gputrain.engine.step import update
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
 from tests.fake_cuda.device import UNAVAILABLE, fake_cuda
-from tests.fake_cuda.steps import LATE, vae, vocoder, voice
+from tests.fake_cuda.steps import LATE, vae, vocoder
 from tests.fake_cuda.tensors import Generator
 
 pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
@@ -28,6 +29,7 @@ def trained(card, build, steps, *, hardware=GRAPHS, micro_batch=4):
     runtime = apply(decide(probe(), hardware))
     recipe, loaded = build(runtime)
     state = TrainState.for_measurement(recipe, runtime)
+    replay_gradients_if_planned(state)
     state.gradient_clip = 1.0
     state.micro_batch = {group.name: micro_batch for group in recipe.step_groups}
     for step in range(LATE, LATE + steps):
@@ -39,18 +41,18 @@ def trained(card, build, steps, *, hardware=GRAPHS, micro_batch=4):
 
 @pytest.fixture(autouse=True)
 def no_garbage_collection(monkeypatch):
-    monkeypatch.setattr(graphs, "release_memory", lambda: torch.cuda.empty_cache())
+    monkeypatch.setattr(cuda_graph, "release_memory", lambda: torch.cuda.empty_cache())
 
 
-def test_the_vocoder_has_a_graph_of_gradients_and_one_of_muon():
+def test_the_vocoder_has_a_graph_of_gradients():
     """The calls in their order: no copy between device and host is in a capture, and a replayed step has none."""
     with fake_cuda() as card:
         build = vocoder(mini_nsf=True, pc_aug=True, noise_sigma=0.1, batch_size=2, discriminators=["mpd"], **MUON)
         state, copies = trained(card, build, 5, micro_batch=1)
-        assert card.graphs.log == [*2 * [*SIDE, CAPTURE, "end of capture", "replay"], "replay", "replay"]
+        assert card.graphs.log == [*SIDE, CAPTURE, "end of capture", "replay", "replay"]
         assert not copies.made
         assert card.graphs.current is card.graphs.default
-        (graph,) = state.graphs.of_gradients.values()
+        (graph,) = state.gradients.graphs.values()
         gradients = [gradient for _, gradient in graph.gradients if gradient is not None]
         assert {gradient.device for gradient in gradients} == {torch.device("cuda", 0)}
         assert state.runtime.plan.cuda_graphs.value
@@ -62,26 +64,7 @@ def test_the_vae_has_two_graphs_that_share_a_pool():
         state, copies = trained(card, vae(adversarial_weight=0.5, discriminator_norm="spectral", lecam_weight=0.1), 5)
         assert card.graphs.log == [*2 * [*SIDE, CAPTURE, "end of capture", "replay"], "replay", "replay"]
         assert not copies.made
-        assert [graph.group for graph in state.graphs.of_gradients.values()] == ["autoencoder", "discriminator"]
-
-
-@pytest.mark.slow
-def test_the_voice_has_a_graph_of_its_segments():
-    """It is captured amid the step, between terms of whole clips, and replayed for each of two micro-batches."""
-    with fake_cuda() as card:
-        state, copies = trained(card, voice(speakers=2, batch_size=2, preset="fast"), 3, micro_batch=1)
-        first_step = [*SIDE, CAPTURE, "end of capture", "replay", "replay"]
-        assert card.graphs.log == [*first_step, "replay", "replay"]
-        assert not copies.made
-        assert card.graphs.current is card.graphs.default
-        (graph,) = state.graphs.of_gradients.values()
-        latent_BCF, real_B1L, speaker_BG1 = graph.inputs
-        assert [one.grad is not None for one in graph.inputs] == [True, False, True]
-        assert (len(latent_BCF), len(real_B1L), len(speaker_BG1)) == (1, 1, 1)
-        assert {made.device for _, made in graph.added} == {torch.device("cuda", 0)}
-        assert len(graph.added) == len(list(state.recipe.voice.decoder.parameters())) + len(
-            list(state.recipe.discriminators.parameters())
-        )
+        assert [graph.group for graph in state.gradients.graphs.values()] == ["autoencoder", "discriminator"]
 
 
 @pytest.mark.parametrize("reads", [pytest.param("mean", marks=pytest.mark.slow), "cpu"])

@@ -19,7 +19,7 @@ from gputrain.engine.recipe import Recipe, phases_of
 from gputrain.engine.run_dir import Run
 from gputrain.engine.schedule import Schedule, StepSchedule, begin
 from gputrain.engine.state import TrainState
-from gputrain.engine.train import update
+from gputrain.engine.step import update
 from gputrain.speech.buckets import ClipBatch
 from gputrain.tts.recipe import VoiceRecipe
 from gputrain.vae.config import TrainVae

@@ -122,8 +122,8 @@ def test_switches_that_only_a_gpu_has():
     [
         ("H100", {}, True, False, "off unless asked for: no gain has been measured on a GPU yet"),
         ("", {}, True, False, "off unless asked for"),
-        ("H100", {"use_cuda_graphs": True}, True, True, "asked for; a step is captured"),
-        ("T4", {"use_cuda_graphs": True}, True, True, "asked for; a step is captured"),
+        ("H100", {"use_cuda_graphs": True}, True, True, "asked for; the gradients of a step are captured"),
+        ("T4", {"use_cuda_graphs": True}, True, True, "asked for; the gradients of a step are captured"),
         ("H100", {"use_cuda_graphs": True}, False, False, "asked for, but shapes change"),
         ("", {"use_cuda_graphs": True}, True, False, "asked for, but needs a GPU"),
     ],
@@ -133,8 +133,6 @@ def test_cuda_graphs(name, wish, fixed, on, reason):
     setting = decide(facts, Hardware(**wish), fixed_shapes=fixed).cuda_graphs
     assert setting.value is on
     assert setting.reason.startswith(reason)
-    partly = decide(facts, Hardware(**wish), fixed_shapes=fixed, fixed_part=True).cuda_graphs
-    assert partly.value is (bool(name) and bool(wish))
 
 
 def test_switches_that_only_workers_have():

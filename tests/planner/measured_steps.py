@@ -1,7 +1,7 @@
 """Real steps on the CPU, whose memory is compared with predictions."""
 
 from gputrain.engine.memory_check import MeasuredPeak
-from gputrain.engine.train import drop_gradients
+from gputrain.engine.step import drop_gradients
 from gputrain.planner.resident import ResidentStep, allocate_gradients, tensors_of, watched_peak
 
 

@@ -44,7 +44,7 @@ def test_a_first_micro_batch_has_the_kernels_of_a_step_without_gradients():
 
 def test_a_step_adds_once_less_than_it_has_micro_batches():
     """A kernel and an addition take 4 microseconds each, as their launches do."""
-    kernel, adding = KernelCost("mm", 1, 0, 0, 0, 1, False), KernelCost("add_", 1, 0, 0, 0, 1, False, "", True)
+    kernel, adding = KernelCost("mm", 1, 0, 0, 0, 1, False), KernelCost("add_", 1, 0, 0, 0, 1, False, False, True)
     cost = StepCost((kernel, adding), (kernel, adding), 8, (kernel,))
     assert [cost.totals(8, passes).kernels for passes in (1, 3)] == [2, 1 + 3 + 2]
     assert [cost.host_launches(8, passes) for passes in (1, 3)] == [2, 6]
@@ -52,11 +52,3 @@ def test_a_step_adds_once_less_than_it_has_micro_batches():
     one, three = (cost.seconds(RATES, 8, passes) for passes in (1, 3))
     assert one == pytest.approx(2 * (4e-6 + 2e-6))
     assert three == pytest.approx(6e-6 + 2 * (2 * 4e-6 + 2e-6) + 6e-6)
-
-
-def test_a_graph_of_a_part_adds_in_the_first_micro_batch_too():
-    """Its gradients have fixed addresses, which hold zeros before."""
-    adding = KernelCost("add_", 1000, 0, 0, 0, 1, False, "part", True)
-    cost = StepCost((adding,), (adding,), 8)
-    assert cost.seconds(RATES, 8, 1) == 0
-    assert cost.seconds(RATES, 8, 1, graphs=True) == pytest.approx(1000 * 2e-6, rel=2e-3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gputrain.engine.recipe import phases_of
-from gputrain.engine.train import gradients, prepare_optimizer
+from gputrain.engine.step import gradients, prepare_optimizer
 from gputrain.tts.recipe import VoiceRecipe
 from tests.tts.test_recipe import begin, bucket, go_on, largest_difference, one_sum, weights
 
@@ -47,7 +47,7 @@ def test_only_those_who_step_get_gradients(compiled, tmp_path):
     for group, index, idle in zip(
         recipe.step_groups, (1, 0), (recipe.voice, recipe.discriminators), strict=True
     ):  # fmt: skip
-        sums = gradients(state, group, [batch], 0)
+        sums = gradients(state, group, batch, 1, 0)
         (phase,) = group.phases
         assert list(sums) == [phase.name]
         assert all(parameter.grad is None for parameter in idle.parameters())

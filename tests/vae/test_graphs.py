@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from gputrain.engine import graphs
-from gputrain.engine.graphs import StepGraphs
+from gputrain.engine import cuda_graph
+from gputrain.engine.cuda_graph import replay_gradients
 from gputrain.engine.run_dir import Run
 from gputrain.engine.state import TrainState
-from gputrain.engine.train import update
+from gputrain.engine.step import update
 from gputrain.vae.lpips import Lpips
 from gputrain.vae.recipe import VaeRecipe
 from tests.recorded_graphs import RecordedGraphs
@@ -19,7 +19,7 @@ EARLY = {"discriminator_start": 0, "discriminator_warmup_steps": 0, "lecam_weigh
 
 @pytest.fixture(autouse=True)
 def no_garbage_collection(monkeypatch):
-    monkeypatch.setattr(graphs, "release_memory", lambda: None)
+    monkeypatch.setattr(cuda_graph, "release_memory", lambda: None)
 
 
 def trained(tmp_path, count, recorder=None, **changes):
@@ -30,7 +30,7 @@ def trained(tmp_path, count, recorder=None, **changes):
     recipe = VaeRecipe(settings, runtime, [], lpips)
     state = TrainState.begin(recipe, settings.schedule, runtime, Run(tmp_path, quiet(tmp_path), {}, ""))
     if recorder:
-        state.graphs = StepGraphs.with_backend(recipe, runtime, recorder)
+        replay_gradients(state, recorder)
     rows = []
     for step in range(count):
         images = crops(step, settings.schedule.batch_size)

@@ -11,7 +11,7 @@ from gputrain.config import assemble
 from gputrain.engine.recipe import ChainGradients, Term
 from gputrain.engine.run_dir import Run
 from gputrain.engine.state import TrainState
-from gputrain.engine.train import update
+from gputrain.engine.step import update
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from gputrain.engine.recipe import Phase, phases_of
 from gputrain.engine.run_dir import Run
 from gputrain.engine.state import TrainState
-from gputrain.engine.train import prepare_optimizer, update
+from gputrain.engine.step import prepare_optimizer, update
 from gputrain.errors import UserError
 from gputrain.vae import recipe as vae
 from gputrain.vae.recipe import VaeRecipe

@@ -12,7 +12,7 @@ from gputrain.engine.gan import exact
 from gputrain.engine.recipe import Term, phases_of
 from gputrain.engine.run_dir import Run
 from gputrain.engine.state import TrainState
-from gputrain.engine.train import accumulate, gradients, unfreeze_only, update
+from gputrain.engine.step import accumulate, gradients, unfreeze_only, update
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
@@ -146,7 +146,7 @@ def test_one_by_one_is_one_sum_in_the_recipe(variant, compiled, dtype, bound, tm
     recipe.runtime.plan = dataclasses.replace(plan, compile=dataclasses.replace(plan.compile, value=compiled))
     batch = recipe.prepare(sounds(recipe.settings, 0), 0)
     (group,) = recipe.step_groups
-    gradients(state, group, [batch], 0)
+    gradients(state, group, batch, 1, 0)
     counts = (batch.whole, batch.whole + 3 * batch.whole_shifted)
     for phase in group.phases:
         unfreeze_only(dataclasses.replace(group, phases=(phase,)), recipe)
@@ -187,8 +187,8 @@ def test_alternating_steps_have_the_gradients_of_simultaneous_ones_behind_the_di
     first, second = recipe.step_groups
     assert [phase.name for group in (first, second) for phase in group.phases] == ["discriminator", "generator"]
     (both,) = reference.step_groups
-    gradients(other, both, [batch], 0)
-    sums = gradients(alternating, first, [batch], 0)
+    gradients(other, both, batch, 1, 0)
+    sums = gradients(alternating, first, batch, 1, 0)
     assert set(sums["discriminator"].losses) == {"fast_mrd", "fast_mpd"}
     found, expected = (gradient_of(one.discriminators) for one in (recipe, reference))
     assert (found - expected).norm() / expected.norm() < 1e-13
@@ -200,8 +200,8 @@ def test_alternating_steps_have_the_gradients_of_simultaneous_ones_behind_the_di
                 parameter.sub_(0.1 * parameter.grad.sign() * parameter.abs())
                 parameter.grad = None
             one.generator.zero_grad()
-    gradients(other, both, [batch], 0)
-    sums = gradients(alternating, second, [batch], 0)
+    gradients(other, both, batch, 1, 0)
+    sums = gradients(alternating, second, batch, 1, 0)
     assert {"mel", "fast_mrd", "fast_mpd"} == set(sums["generator"].losses)
     assert set(sums["generator"].statistics) == {"fast_mrd_features", "fast_mpd_features"}
     found, expected = (gradient_of(one.generator) for one in (recipe, reference))

@@ -25,7 +25,7 @@ from gputrain.engine.plan_file import PlanFile
 from gputrain.engine.recipe import Term
 from gputrain.engine.run_dir import Run
 from gputrain.engine.state import TrainState
-from gputrain.engine.train import update
+from gputrain.engine.step import update
 from gputrain.errors import UserError
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe

@@ -7,14 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gputrain.engine import graphs, train
-from gputrain.engine.captured import StaticBatch, agree, mapped
-from gputrain.engine.graphs import MOST_RELEASES, StepGraphs
+from gputrain.engine import cuda_graph, step
+from gputrain.engine.cuda_graph import MOST_RELEASES, agree, replay_gradients
 from gputrain.engine.recipe import Term
 from gputrain.engine.run_dir import Run
 from gputrain.engine.schedule import Schedule
 from gputrain.engine.state import TrainState
-from gputrain.engine.train import update
 from gputrain.hw.plan import Hardware, Setting, decide
 from gputrain.hw.runtime import DTYPES, Runtime
 from tests.hw.test_plan import machine
@@ -28,8 +26,8 @@ OUT_OF_MEMORY = "CUDA out of memory"
 @pytest.fixture(autouse=True)
 def no_garbage_collection(monkeypatch):
     """Collecting the garbage of a whole test run takes longer than the tests."""
-    monkeypatch.setattr(graphs, "release_memory", lambda: None)
-    monkeypatch.setattr(train, "release_memory", lambda: None)
+    monkeypatch.setattr(cuda_graph, "release_memory", lambda: None)
+    monkeypatch.setattr(step, "release_memory", lambda: None)
 
 
 def trained(tmp_path, recorder=None, *, micro_batch=BATCH, prepare=None, sizes=None, change=lambda recipe: None):
@@ -40,14 +38,14 @@ def trained(tmp_path, recorder=None, *, micro_batch=BATCH, prepare=None, sizes=N
     change(recipe)
     state = TrainState.begin(recipe, recipe.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
     if recorder:
-        state.graphs = StepGraphs.with_backend(recipe, state.runtime, recorder)
+        replay_gradients(state, recorder)
     scalars = []
-    for step in range(STEPS):
-        x_BD = ITEMS[torch.arange(step * BATCH, step * BATCH + (sizes or {}).get(step, BATCH)) % len(ITEMS)]
+    for number in range(STEPS):
+        x_BD = ITEMS[torch.arange(number * BATCH, number * BATCH + (sizes or {}).get(number, BATCH)) % len(ITEMS)]
         if prepare:
-            prepare(state, step)
-        scalars.append(update(state, recipe.prepare(x_BD, step), step, learning_rate=1e-2))
-        recipe.average(step)
+            prepare(state, number)
+        scalars.append(step.update(state, recipe.prepare(x_BD, number), number, learning_rate=1e-2))
+        recipe.average(number)
     return state, [{name: float(value) for name, value in row.items()} for row in scalars]
 
 
@@ -143,21 +141,21 @@ def test_memory_that_runs_out_beside_graphs_ends_them_at_last(tmp_path, caplog):
     run_out: list[int] = []
 
     def fails_beside_graphs(state: TrainState, step: int) -> None:
-        if step in short and state.graphs.of_gradients:
+        if step in short and state.gradients.graphs:
             run_out.append(step)
             state.recipe.fail = {("generator", step): 0}
-            drop = state.graphs.drop
+            drop = state.gradients.drop
 
             def dropped() -> None:
                 state.recipe.fail = {}
                 drop()
 
-            state.graphs.drop = dropped
+            state.gradients.drop = dropped
 
     ours = trained(tmp_path, RecordedGraphs(), prepare=fails_beside_graphs, sizes=short)
     assert_equal(ours, trained(tmp_path, sizes=short))
     assert len(run_out) == MOST_RELEASES
-    assert ours[0].graphs.make is None
+    assert ours[0].gradients.is_off
     assert "memory ran out beside them" in ours[0].runtime.plan.cuda_graphs.reason
     assert not ours[0].events
 
@@ -170,7 +168,7 @@ def test_after_a_smaller_micro_batch_it_is_captured_again(tmp_path):
     ours = trained(tmp_path, recorder, change=run_out)
     assert_equal(ours, trained(tmp_path, change=run_out))
     assert ours[0].micro_batch == {"discriminators": BATCH, "generator": 4}
-    assert {key[:2] for key in ours[0].graphs.of_gradients} == {("discriminators", 1), ("generator", 2)}
+    assert {key[:2] for key in ours[0].gradients.graphs} == {("discriminators", 1), ("generator", 2)}
 
 
 def test_a_batch_of_another_size_is_eager_and_leaves_the_graphs(tmp_path):
@@ -232,7 +230,7 @@ def test_a_graph_that_differs_by_the_rounding_of_tf32_is_kept(tmp_path, caplog):
         state.runtime.plan = replace(state.runtime.plan, tf32=Setting(True, "on a GPU"))
 
     state, _ = trained(tmp_path, Wrong(recipes), change=recipes.append, prepare=compute_in_tf32)
-    assert state.graphs.of_gradients
+    assert state.gradients.graphs
     assert not warnings_in(caplog)
 
 
@@ -288,13 +286,17 @@ def test_half_of_the_digits_must_agree():
     """fp32 has a relative precision of 2^-23, of which half of the digits are 3.5e-4. A tensor that is zero but for
     rounding counts with the mean square of all."""
     large, small = torch.full((100,), 2.0), torch.full((50,), 1e-9)
-    exact, fp32, bf16 = [large, small], 2.0**-23, 2.0**-7
-    assert agree(exact, exact, fp32)
-    assert agree(exact, [large * (1 + 3e-4), small * 1000], fp32)
-    assert not agree(exact, [large * (1 + 4e-4), small], fp32)
-    assert not agree(exact, [large, small + 1e-3], fp32)
-    assert agree(exact, [large * 1.05, small], bf16)
-    assert not agree(exact, [large * float("nan"), small], fp32)
+    fp32, bf16 = 2.0**-23, 2.0**-7
+
+    def holds(other_large, other_small, eps):
+        return agree([(large, other_large), (small, other_small)], eps)
+
+    assert holds(large, small, fp32)
+    assert holds(large * (1 + 3e-4), small * 1000, fp32)
+    assert not holds(large * (1 + 4e-4), small, fp32)
+    assert not holds(large, small + 1e-3, fp32)
+    assert holds(large * 1.05, small, bf16)
+    assert not holds(large * float("nan"), small, fp32)
 
 
 @pytest.mark.parametrize(
@@ -314,15 +316,17 @@ def test_the_rounding_step_of_products(machine_name, wishes, eps):
     assert runtime.product_eps(torch.bfloat16) == 2**-7
 
 
-def test_a_static_batch_takes_batches_of_its_shapes_alone():
-    batch = ToyBatch(torch.ones(2, 3), torch.zeros(2, 3), 2)
-    static = StaticBatch.like(batch)
-    place = static.batch.x_BD.data_ptr()
-    assert static.takes(ToyBatch(torch.full((2, 3), 5.0), torch.ones(2, 3), 2))
-    assert torch.equal(static.batch.x_BD, torch.full((2, 3), 5.0))
-    assert static.batch.x_BD.data_ptr() == place != batch.x_BD.data_ptr()
+def test_a_static_batch_holds_batches_of_its_shapes_alone(tmp_path):
+    state, _ = trained(tmp_path, RecordedGraphs())
+    replayed = state.gradients
+    x_BD = torch.ones(2, 3)
+    assert replayed._static_of(ToyBatch(x_BD, torch.zeros(2, 3), 2)) is None  # The first of these shapes.
+    static = replayed._static_of(ToyBatch(x_BD, torch.zeros(2, 3), 2))
+    place = static.x_BD.data_ptr()
+    assert replayed._static_of(ToyBatch(torch.full((2, 3), 5.0), torch.ones(2, 3), 2)) is static
+    assert torch.equal(static.x_BD, torch.full((2, 3), 5.0))
+    assert static.x_BD.data_ptr() == place != x_BD.data_ptr()
     others = [(torch.ones(2, 3), 3), (torch.ones(1, 3), 2), (torch.ones(2, 3).double(), 2), (torch.ones(3, 2).T, 2)]
-    for x_BD, whole in others:
-        assert not static.takes(ToyBatch(x_BD, torch.ones(2, 3), whole))
-    nested = mapped({"a": (batch, [torch.ones(1)], 3)}, lambda tensor: tensor.numel())
-    assert nested == {"a": (ToyBatch(6, 6, 2), [1], 3)}
+    for other_BD, whole in others:
+        assert replayed._static_of(ToyBatch(other_BD, torch.ones(2, 3), whole)) is None
+        replayed.latest = None

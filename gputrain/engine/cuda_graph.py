@@ -1,0 +1,299 @@
+"""A CUDA graph in place of the gradients of a batch: its kernels are captured once, and then launched as one.
+
+A step of thousands of short kernels takes as long as the processor needs to launch them. Everything that a graph reads
+and writes has a fixed address: the batch is copied into static tensors, and the gradients and sums of losses are those
+of the capture, whose memory stays reserved. A graph holds the gradients of a whole batch with all its micro-batches.
+
+`ReplayedGradients` takes the place of `gradients()` in step.py. It captures a group only if its `StepGroup.fixed` says
+that its loss takes nothing else from the step. What is captured is computed kernel by kernel first, and the losses and
+gradients of the graph's first replay must be those.
+https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+"""
+
+import contextlib
+import logging
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from gputrain.engine.recipe import Batch, PhaseSums, StepGroup, Sums
+from gputrain.engine.state import TrainState
+from gputrain.engine.step import drop_gradients, gradients
+from gputrain.errors import first_line
+from gputrain.hw.plan import MOST_GRAPHED_PARTS, Setting
+from gputrain.hw.runtime import is_out_of_memory, release_memory
+
+log = logging.getLogger(__name__)
+
+EAGER_PASSES = 2  # Passes before a capture, in which code is compiled and cuDNN searches its algorithms.
+MOST_RELEASES = 3  # After memory has run out so often while there were graphs, there are none any more.
+Gradients = tuple[dict[str, float], list[Tensor | None]]  # Losses and statistics by name, and gradients, on the host.
+
+
+def replay_gradients_if_planned(state: TrainState) -> None:
+    """Have the gradients of a training replayed as CUDA graphs, if its plan says so."""
+    if state.runtime.device.type == "cuda" and state.runtime.plan.cuda_graphs.value:
+        replay_gradients(state, partial(CudaBackend, state.runtime.device))
+
+
+def replay_gradients(state: TrainState, make: Callable[[], "CudaBackend"]) -> None:
+    """Have the gradients of a training replayed, by graphs that `make()` captures."""
+    state.gradients = replayed = ReplayedGradients(state, make)
+    state.free_memory = replayed.free_memory
+
+
+class CudaBackend:
+    """Captures with torch.cuda.graph, on a stream and into a memory pool of its own, which all its graphs share."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, function: Callable[[], Sums]) -> Sums:
+        """Call the function on the stream of the capture, as autograd and cuBLAS keep workspaces by stream."""
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            made = function()
+        current.wait_stream(self.stream)
+        return made
+
+    def capture(self, function: Callable[[], Sums]) -> tuple[Sums, Callable[[], None]]:
+        """Call the function without executing its kernels. Returns its result, and what executes them."""
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        try:
+            # Other threads pin memory and ask for events meanwhile, which does not disturb a capture of this thread.
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                made = function()
+        except Exception:
+            torch.cuda.set_stream(current)  # torch does not return to it if the end of the capture fails.
+            self._end_failed_capture()
+            raise
+        return made, graph.replay
+
+    def _end_failed_capture(self) -> None:
+        """Tell the allocator that the capture is over, which torch does not if CUDA has invalidated it, and give the
+        default generator a copy of its state, with its seed and offset, that belongs to no capture.
+
+        torch 2.9 to 2.11 leave it in the capture, and the next dropout would raise. Former graphs keep the old state
+        and can be replayed no more. https://github.com/pytorch/pytorch/issues/171263
+        """
+        with contextlib.suppress(RuntimeError, AttributeError):  # It is an error if torch has done it.
+            torch._C._cuda_endAllocateToPool(self.device.index, self.pool)
+            torch._C._cuda_releasePool(self.device.index, self.pool)
+        generator = torch.cuda.default_generators[self.device.index]
+        generator.graphsafe_set_state(generator.clone_state())
+
+
+def map_batch(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return a batch, which consists of dataclasses and containers, with all its tensors changed."""
+
+    def changed(leaf: Any) -> Any:
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            return replace(leaf, **{part.name: map_batch(getattr(leaf, part.name), change) for part in fields(leaf)})
+        return change(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(changed, value)
+
+
+@dataclass
+class GradientGraph:
+    """The gradients of a group as a graph, with the tensors that it writes."""
+
+    group: str
+    replay: Callable[[], None]
+    sums: Sums
+    gradients: list[tuple[Tensor, Tensor | None]]  # Every parameter of the group, and its gradient.
+
+    def run(self) -> Sums:
+        """Replay the graph. Returns copies of the sums, as those of several steps are kept."""
+        self.replay()
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
+        return copied(self.sums)
+
+
+class ReplayedGradients:
+    """The gradients of a training's steps, as graphs where shapes are fixed."""
+
+    def __init__(self, state: TrainState, make: Callable[[], CudaBackend]) -> None:
+        self.runtime, self.make = state.runtime, make
+        self.is_off = not any(group.fixed is not None for group in state.recipe.step_groups)
+        self.backend: CudaBackend | None = None
+        self.static: Batch | None = None  # The batch whose tensors the graphs read.
+        self.static_shapes: Any = None
+        self.batch: Callable[[], Batch | None] = lambda: None  # The batch of the present step,
+        self.in_place: Batch | None = None  # and the one in its place for all groups, as losses may write into it.
+        self.latest: Any = None  # Shapes of the last batch that is not static.
+        self.passes: Counter[Hashable] = Counter()  # Eager passes by what would be captured.
+        self.graphs: dict[Hashable, GradientGraph] = {}
+        self.eager: set[Hashable] = set()  # What is not captured, as memory ran out.
+        self.releases = 0
+
+    def __call__(self, state: TrainState, group: StepGroup, batch: Batch, parts: int, step: int) -> Sums:
+        """Add the gradients of a batch to the group's parameters, which have none. Returns the sums of each phase."""
+        if self.batch() is not batch:
+            self.batch, self.in_place = weakref.ref(batch), self._static_of(batch)
+        batch = batch if self.in_place is None else self.in_place
+        compute = partial(gradients, state, group, batch, parts, step)
+        if batch is not self.static or group.fixed is None or parts > MOST_GRAPHED_PARTS:
+            return compute()
+        key = (group.name, parts, group.fixed(step))
+        if graph := self.graphs.get(key):
+            return graph.run()
+        if any(graph.group == group.name for graph in self.graphs.values()):
+            self._forget_graphs()  # Another loss or size has begun, and the former does not come back.
+        self.passes[key] += 1
+        if self.passes[key] <= EAGER_PASSES or key in self.eager:
+            return compute()
+        return self._first_replay(key, group, compute)
+
+    def _static_of(self, batch: Batch) -> Batch | None:
+        """Return a batch with these values in the tensors that the graphs read; None if nothing is captured for its
+        shapes. There are new ones after two batches of other shapes, as the last one of an epoch may be smaller."""
+        if self.is_off:
+            return None
+        shapes = map_batch(batch, lambda one: (tuple(one.shape), one.stride(), one.dtype, one.device))
+        if self.static is not None and shapes == self.static_shapes:
+            given: list[Tensor] = []
+            map_batch(batch, given.append)
+            values = iter(given)
+            map_batch(self.static, lambda target: target.copy_(next(values), non_blocking=True))
+            self.latest = None
+            return self.static
+        if shapes != self.latest:
+            self.latest = shapes
+            return None
+        self.drop()
+        self.static, self.static_shapes = map_batch(batch, torch.clone), shapes
+        return self.static
+
+    def _first_replay(self, key: Hashable, group: StepGroup, compute: Callable[[], Sums]) -> Sums:
+        """Compute the gradients eagerly and by a new graph. The graph is kept if both agree, otherwise the eager
+        gradients are the step's."""
+        self.backend = self.backend or self.make()
+        sums = copied(self.backend.warm_up(compute))
+        numbers, expected = on_host(sums, group.parameters())
+        values = [torch.tensor(list(numbers.values())), *(value for value in expected if value is not None)]
+        if not numbers or not all(bool(value.isfinite().all()) for value in values):
+            return sums
+        drop_gradients(group)
+        release_memory()  # The graph needs the memory that the eager pass has needed.
+        problem = self._capture(key, group, compute, (numbers, expected))
+        if not problem:
+            log.info("the gradients of the %s are a CUDA graph from now on", group.name)
+            return sums
+        drop_gradients(group)
+        if key in self.eager:
+            self._forget_graphs()
+            log.info("there is not enough memory for a CUDA graph of a step; training goes on without it")
+        else:
+            self.disable(problem)
+        for parameter, value in zip(group.parameters(), expected, strict=True):
+            parameter.grad = None if value is None else value.to(parameter.device)
+        return sums
+
+    def _capture(self, key: Hashable, group: StepGroup, compute: Callable[[], Sums], expected: Gradients) -> str:
+        """Capture and replay the gradients. Returns what is wrong with them, or ""."""
+        assert self.backend is not None
+        try:
+            torch.clear_autocast_cache()  # 16-bit copies are made on each side of the graph's border.
+            made, replay = self.backend.capture(compute)
+            torch.clear_autocast_cache()
+            graph = GradientGraph(group.name, replay, made, [(one, one.grad) for one in group.parameters()])
+            problem = difference(expected, on_host(graph.run(), group.parameters()), self.runtime.product_eps())
+        except Exception as error:
+            if is_out_of_memory(error):
+                self.eager.add(key)
+            return f"{type(error).__name__}: {first_line(error)}"
+        if not problem:
+            self.graphs[key] = graph
+        return problem
+
+    def disable(self, problem: str) -> None:
+        """Compute everything kernel by kernel from now on, after a graph has failed."""
+        self.drop()
+        self.is_off = True
+        self.runtime.plan = replace(self.runtime.plan, cuda_graphs=Setting(False, f"they were given up: {problem}"))
+        log.warning("CUDA graphs are off for the rest of this run (%s); training goes on without them", problem)
+
+    def free_memory(self) -> bool:
+        """Free the graphs' memory, after memory has run out. Returns whether there was any."""
+        if not self.graphs:
+            return False
+        self.releases += 1
+        if self.releases < MOST_RELEASES:
+            self.drop()
+        else:
+            self.disable("memory ran out beside them again and again")
+        return True
+
+    def drop(self) -> None:
+        """Forget all graphs and what has been counted for them, and free their memory. They are captured again."""
+        self.static = self.latest = None
+        self.passes.clear()
+        self.eager.clear()
+        self._forget_graphs()
+
+    def _forget_graphs(self) -> None:
+        if self.backend is not None:
+            self.graphs.clear()
+            self.backend = None  # The next graphs get another pool.
+            release_memory()
+
+
+def on_host(sums: Sums, parameters: Sequence[Tensor]) -> Gradients:
+    """Return copies of the sums and of the parameters' gradients, which take none of the device's memory."""
+    kinds = [(f"{phase} {kind}", named) for phase, one in sums.items() for kind, named in vars(one).items()]
+    numbers = {f"{kind} {name}": float(value) for kind, named in kinds for name, value in named.items()}
+    return numbers, [None if one.grad is None else one.grad.detach().to("cpu", copy=True) for one in parameters]
+
+
+def difference(expected: Gradients, found: Gradients, eps: float) -> str:
+    """Return what is wrong with the losses or gradients of a replay; "" if nothing is. `eps` is the relative rounding
+    step of the arithmetic."""
+    if found[0].keys() != expected[0].keys():
+        return "a replayed step has other losses"
+    for name, value in expected[0].items():
+        if not abs(found[0][name] - value) <= math.sqrt(eps) * abs(value):
+            return f"{name} of a replayed step is {found[0][name]:.6g} instead of {value:.6g}"
+    pairs = list(zip(expected[1], found[1], strict=True))
+    if any((value is None) != (made is None) for value, made in pairs):
+        return "a replayed step has gradients of other parameters"
+    if not agree([(value, made) for value, made in pairs if value is not None and made is not None], eps):
+        return "the gradients of a replayed step differ from those of a step"
+    return ""
+
+
+def agree(pairs: Sequence[tuple[Tensor, Tensor]], eps: float) -> bool:
+    """Return whether the tensors of each pair are equal in half of the digits of an arithmetic that rounds by `eps`.
+    The order of the additions in atomic sums differs from pass to pass, and changes fewer digits than these.
+
+    A difference is relative to the norm of the first tensor, or to the norm that it would have with the mean square of
+    all first tensors, because some are zero but for rounding.
+    """
+    squares = [float(value.double().square().sum()) for value, _ in pairs]
+    mean = sum(squares) / max(1, sum(value.numel() for value, _ in pairs))
+    norms = [max(square, mean * value.numel()) ** 0.5 for square, (value, _) in zip(squares, pairs, strict=True)]
+    distances = [float((other.double() - value.double()).norm()) for value, other in pairs]
+    return all(found <= math.sqrt(eps) * norm for found, norm in zip(distances, norms, strict=True))
+
+
+def copied(sums: Sums) -> Sums:
+    """Return copies of all sums, made by one kernel if they have one data type."""
+    values = [value for one in sums.values() for named in vars(one).values() for value in named.values()]
+    alike = len({(value.dtype, value.shape) for value in values}) == 1
+    copies = iter(torch.stack(values).unbind() if alike else [value.clone() for value in values])
+    return {
+        phase: PhaseSums(*({name: next(copies) for name in named} for named in vars(one).values()))
+        for phase, one in sums.items()
+    }
