@@ -22,11 +22,11 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from gputrain.engine.between_steps import BetweenSteps
-from gputrain.engine.metrics import Report
+from gputrain.engine.callbacks import Callbacks
 from gputrain.engine.optim import adamw
 from gputrain.engine.recipe import Phase, StepGroup, Term
-from gputrain.engine.run_dir import Run
+from gputrain.engine.run_folder import Run
+from gputrain.engine.samples import Report
 from gputrain.engine.schedule import Saving, Schedule, StepSchedule, begin
 from gputrain.engine.train import train
 from gputrain.hw.plan import Hardware, decide
@@ -92,7 +92,7 @@ def timed_run(folder: Path, given: argparse.Namespace, every: int) -> dict[str, 
     steps = StepSchedule(schedule, begin(None, BATCH, new_stage=False))
     moments: list[float] = []
     waits: list[float] = []
-    save = BetweenSteps.save
+    save = Callbacks.save
 
     def timed_save(*arguments: Any, **named: Any) -> None:
         began = time.monotonic()
@@ -104,11 +104,11 @@ def timed_run(folder: Path, given: argparse.Namespace, every: int) -> dict[str, 
             moments.append(time.monotonic())
             yield torch.randn(BATCH, width)
 
-    BetweenSteps.save = timed_save  # type: ignore[method-assign]
+    Callbacks.save = timed_save  # type: ignore[method-assign]
     try:
         train(recipe, batches, steps, Run(folder, saving, {}, ""), runtime, Console(quiet=True))
     finally:
-        BetweenSteps.save = save  # type: ignore[method-assign]
+        Callbacks.save = save  # type: ignore[method-assign]
     size_gb = (folder / "checkpoint_last.pt").stat().st_size / 1e9
     return {"seconds": moments[-1] - moments[1], "waits": waits[:-1], "size_gb": size_gb, "device": runtime.device}
 

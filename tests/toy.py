@@ -10,10 +10,10 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from gputrain.config import config
-from gputrain.engine.metrics import Report
 from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import BatchStat, ChainGradients, Phase, StepGroup, Term, Yielded
-from gputrain.engine.run_dir import open_run
+from gputrain.engine.run_folder import open_run
+from gputrain.engine.samples import Report
 from gputrain.engine.schedule import Saving, Schedule, StepSchedule, begin
 from gputrain.engine.train import train
 from gputrain.hw.plan import Hardware, decide

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gputrain.cli.app import command_line
-from gputrain.engine.deadline import COMMAND_CLOCK
+from gputrain.engine.stop import COMMAND_CLOCK
 from gputrain.errors import Stopped
 
 Row = dict[str, Any]

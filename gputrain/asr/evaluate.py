@@ -20,8 +20,7 @@ from gputrain.asr.load import Recogniser, load_recogniser
 from gputrain.asr.transcribe import MakeDecoder, decoder_of
 from gputrain.audio.io import from_int16
 from gputrain.config import read_file
-from gputrain.engine.data import HELD_OUT_SHARE
-from gputrain.engine.dataset_report import Progress, silent
+from gputrain.engine.data import HELD_OUT_SHARE, Progress, silent
 from gputrain.engine.mixture import GivenFolders
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName

@@ -24,7 +24,7 @@ from gputrain.asr.decode import GreedyDecoder
 from gputrain.asr.load import Recogniser
 from gputrain.audio.export import cpu_copy, import_onnx_package, write_onnx, written_aside
 from gputrain.audio.io import Samples, from_int16
-from gputrain.engine.dataset_report import Progress, StepProgress, silent
+from gputrain.engine.data import Progress, StepProgress, silent
 from gputrain.errors import UserError
 from gputrain.speech.frames import STRIDE
 from gputrain.speech.store import SpeechStore

@@ -15,8 +15,8 @@ import torch
 
 from gputrain.asr.config import TrainAsr
 from gputrain.asr.load import predict
-from gputrain.engine.metrics import Report, SoundSample, clip_caption
-from gputrain.engine.wav import FULL_SCALE
+from gputrain.engine.data import FULL_SCALE
+from gputrain.engine.samples import Report, SoundSample, clip_caption
 from gputrain.speech.buckets import Buckets, Speech
 from gputrain.speech.frames import STRIDE, encoder_frames
 from gputrain.speech.store import SpeechClip, SpeechStore

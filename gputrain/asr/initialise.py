@@ -16,7 +16,7 @@ from gputrain.asr.load import CONFIG, TOKENS, Recogniser, load_run, normalizes_i
 from gputrain.asr.recipe import RecogniserRecipe
 from gputrain.engine import checkpoint
 from gputrain.engine.optim import refuse_nonfinite
-from gputrain.engine.plan_file import write_text
+from gputrain.engine.run_folder import write_text
 from gputrain.errors import UserError
 from gputrain.speech.text.vocabulary import ABSENT, Vocabulary, match_symbols
 

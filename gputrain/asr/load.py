@@ -18,7 +18,7 @@ from gputrain.asr import model as networks
 from gputrain.asr.architecture import check_frames
 from gputrain.asr.lora import merged
 from gputrain.engine import checkpoint
-from gputrain.engine.loading import load_modules
+from gputrain.engine.checkpoint import load_modules
 from gputrain.engine.optim import refuse_nonfinite
 from gputrain.errors import UserError, first_line
 from gputrain.speech.frames import ENCODER_RATE, FIELD

@@ -21,9 +21,9 @@ from gputrain.asr.held_out import HeldOutSpeech
 from gputrain.asr.lora import add_lora, lora_parameters
 from gputrain.asr.spec_augment import dropped_layers, masked_spans
 from gputrain.engine.distributed import BatchDraws
-from gputrain.engine.metrics import Report
 from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import BatchStat, Phase, StepGroup, Term, Yielded
+from gputrain.engine.samples import Report
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.spec import PlanTarget
 from gputrain.planner.step_memory import step_flops

@@ -11,8 +11,8 @@ from gputrain.asr.held_out import HeldOutSpeech
 from gputrain.asr.initialise import init_weights, initial_normalizes, keep_architecture, recogniser_architecture
 from gputrain.asr.plan import UtteranceFacts, model_spec
 from gputrain.asr.recipe import RecogniserRecipe, UtteranceSize
-from gputrain.engine.dataset_report import digests
-from gputrain.engine.run_dir import Run
+from gputrain.engine.data import digests
+from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import StepSchedule, begin
 from gputrain.engine.train import train
 from gputrain.errors import UserError

@@ -22,8 +22,7 @@ from gputrain.asr.long_audio import ChunkLengths, blocks_of_file, log_prob_piece
 from gputrain.asr.ngram import LM_HINT, NgramModel, estimate_ngrams, read_arpa, read_sentences
 from gputrain.audio.io import HOW_TO_CONVERT
 from gputrain.audio.prepare import no_recording, scan
-from gputrain.engine.data import HELD_OUT_SHARE, split, writing
-from gputrain.engine.dataset_report import Progress, silent
+from gputrain.engine.data import HELD_OUT_SHARE, Progress, silent, split, writing
 from gputrain.errors import UserError
 from gputrain.hw.runtime import runtime_on
 from gputrain.speech.frames import FIELD, STRIDE

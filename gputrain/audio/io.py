@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gputrain.engine.wav import FULL_SCALE
+from gputrain.engine.data import FULL_SCALE
 from gputrain.errors import UserError
 
 if TYPE_CHECKING:  # Packages that read sound are imported where they read: a training of prepared data needs none.

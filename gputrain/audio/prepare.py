@@ -11,9 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from gputrain.audio.io import BLOCK, FFMPEG_SUFFIXES, Samples, read_sound, resample, trim
-from gputrain.engine.data import fingerprint, read_rows
-from gputrain.engine.dataset_report import RefusedItem
-from gputrain.engine.wav import FULL_SCALE
+from gputrain.engine.data import FULL_SCALE, RefusedItem, fingerprint, read_rows
 from gputrain.errors import UserError
 
 SUFFIXES = {".wav", ".flac", ".ogg", ".opus", ".mp3", ".aif", ".aiff", ".w64", ".caf"}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw, ImageFont
 
-from gputrain.engine.sheet import FAINT, INK, PAPER, Font, cut
+from gputrain.engine.samples import FAINT, INK, PAPER, Font, cut
 
 # Sizes are in pixels.
 WIDTH = 1200

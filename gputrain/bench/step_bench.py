@@ -16,7 +16,7 @@ from gputrain.bench.runner import BenchReport, BenchRow, NotMeasured, Settings
 from gputrain.config import assemble
 from gputrain.engine.cuda_graph import replay_gradients_if_planned
 from gputrain.engine.recipe import Recipe
-from gputrain.engine.run_dir import Run
+from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import Saving
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import update

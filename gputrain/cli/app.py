@@ -269,7 +269,7 @@ def reported(saving: Saving) -> Iterator[None]:
 
 def print_next_steps(kind: Kind, run: Path) -> None:
     """Print where a run is, and the commands that use its model."""
-    from gputrain.engine.run_dir import CONFIG
+    from gputrain.engine.run_folder import CONFIG
     from gputrain.report.next_commands import model_commands
 
     commands = [one.line for one in model_commands(run, kind, read_file(run / CONFIG))]

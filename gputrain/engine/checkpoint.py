@@ -29,13 +29,12 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
 import torch
+from torch import Tensor, nn
 
 from gputrain.config import FORMER_KINDS
-from gputrain.engine.content import FORMAT, is_content
-from gputrain.engine.snapshot import tensor_bytes
 from gputrain.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -380,3 +379,78 @@ def _sync_folder(folder: Path) -> None:
                 "%s: this file system cannot confirm that a rename is on the disk (%s); "
                 "a power failure may cost the newest checkpoint", folder, error.strerror or error,
             )  # fmt: skip
+
+
+FORMAT = 1
+# The types of its parts. Those of a test or of an older version may be fewer.
+PARTS = {"kind": str, "modules": dict, "optimizers": dict, "loss_scales": dict, "random": dict, "progress": dict,
+         "config": dict, "facts": dict, "data": dict, "names": list}  # fmt: skip
+
+
+def is_content(content: object) -> TypeGuard[dict[str, Any]]:
+    """Returns True if an object has the parts of a checkpoint, each of the right type."""
+    if not isinstance(content, dict) or content.get("format") != FORMAT or not {"kind", "modules"} <= content.keys():
+        return False
+    if not all(isinstance(content.get(name, kind()), kind) for name, kind in PARTS.items()):
+        return False
+    return all(
+        isinstance(state, dict) and all(isinstance(value, Tensor) for value in state.values())
+        for state in content["modules"].values()
+    )
+
+
+def load_modules(modules: dict[str, nn.Module], states: dict[str, Content], owner: str = "the checkpoint") -> None:
+    """Load a checkpoint's weights. Raises UserError, which names the `owner`, if they belong to other modules."""
+    for name, module in modules.items():
+        mine, theirs = module.state_dict(), states.get(name)
+        if theirs is None:
+            raise UserError(
+                f"{owner} holds no {name}",
+                hint="resume with the losses and averaging that it was trained with",
+            )
+        odd = list(mine.keys() ^ theirs.keys())
+        odd += [key for key in mine.keys() & theirs.keys() if mine[key].shape != theirs[key].shape]
+        if odd:
+            raise UserError(
+                f"{owner}'s {name} has another architecture: {len(odd)} tensors differ, such as {min(odd)}",
+                hint="resume with the preset and sizes that it was trained with; they stand in its run's config.yaml",
+            )
+        module.load_state_dict(theirs)
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of nested dicts, lists and tuples in which `change` has replaced the tensors, in their order.
+
+    Other values are passed on, and a dict keeps its class and its attributes, such as the versions in a state_dict.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        mapped = type(value)((key, map_tensors(item, change)) for key, item in value.items())
+        if hasattr(value, "__dict__"):
+            mapped.__dict__.update(value.__dict__)
+        return mapped
+    if isinstance(value, (list, tuple)):
+        return type(value)([map_tensors(item, change) for item in value])
+    return value
+
+
+def distinct_tensors(content: Any) -> dict[Any, Tensor]:
+    """Return the tensors in nested containers by what identifies their values. The same tensor appears once."""
+    found: dict[Any, Tensor] = {}
+
+    def look(tensor: Tensor) -> Tensor:
+        return found.setdefault(tensor_identity(tensor), tensor)
+
+    map_tensors(content, look)
+    return found
+
+
+def tensor_bytes(content: Any) -> int:
+    """Return the size of all tensors in nested containers. The same tensor counts once."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in distinct_tensors(content).values())
+
+
+def tensor_identity(tensor: Tensor) -> tuple[Any, ...]:
+    storage = tensor.untyped_storage()._cdata
+    return (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)

@@ -14,6 +14,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import statistics
 import threading
 import warnings
 from collections import deque
@@ -21,7 +22,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
@@ -398,3 +399,100 @@ def writing(path: Path) -> Iterator[None]:
         raise UserError(
             f"{path}: cannot be written ({error.strerror or error})", hint="free some space, or choose another folder"
         ) from None
+
+
+Progress = Callable[[float, int], None]  # Arguments: items done, parts of one included, and items in all.
+
+
+def silent(done: float, total: int) -> None:
+    """Reports no progress."""
+
+
+@dataclass
+class StepProgress:
+    """Reports the progress of work in steps, the first of them at once: `next()` is called after each."""
+
+    progress: Progress
+    total: int
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        self.progress(0, self.total)
+
+    def next(self) -> None:
+        self.done += 1
+        self.progress(self.done, self.total)
+
+
+class RefusedItem(Protocol):
+    """A file that is left out, and why."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def reason(self) -> str: ...
+
+    @property
+    def detail(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Smallest, median and largest value."""
+
+    min: float
+    median: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """Returns the spread of values. Raises ValueError where there are none."""
+        return cls(min(values), statistics.median(values), max(values))
+
+
+def spread_of(values: Sequence[float]) -> Spread | None:
+    """Returns the spread of values, or None where there are none."""
+    return Spread.of(values) if values else None
+
+
+def digests(**parts: Iterable[object]) -> dict[str, dict[str, Any]]:
+    """Returns the number of items and a digest of their descriptions, in order, for each part of the data."""
+    found = {}
+    for name, items in parts.items():
+        digest, count = hashlib.blake2b(digest_size=16), 0
+        for item in items:
+            digest.update(description_of(item).encode("utf-8", "surrogatepass") + b"\n")
+            count += 1
+        found[name] = {"items": count, "digest": digest.hexdigest()}
+    return found
+
+
+def description_of(item: object) -> str:
+    """Returns the description of an item for `digests`, without the name of its class, because checkpoints hold digests
+    from when the class had another name."""
+    if not is_dataclass(item):
+        return repr(item)
+    return f"Clip({', '.join(f'{part.name}={getattr(item, part.name)!r}' for part in fields(item))})"
+
+
+FULL_SCALE = 32768  # Magnitude of the largest 16-bit sample.
+
+
+def to_int16(wave_T: npt.NDArray[Any]) -> npt.NDArray[np.int16]:
+    """16-bit samples of a wave in [-1, 1]; what lies beyond is clipped. Raises ValueError on NaN."""
+    if np.isnan(wave_T).any():
+        raise ValueError("a wave with NaN has no 16-bit samples")
+    samples_T: npt.NDArray[np.int16] = np.rint(wave_T * FULL_SCALE).clip(-FULL_SCALE, FULL_SCALE - 1).astype(np.int16)
+    return samples_T
+
+
+def write_wav(path: Path, wave_T: npt.NDArray[Any], rate_hz: int) -> None:
+    """Write one channel as 16-bit wav. Raises UserError if the file cannot be written, ValueError on NaN."""
+    import soundfile  # A training of pictures does without it.
+
+    samples_T = to_int16(wave_T)
+    try:
+        soundfile.write(path, samples_T, rate_hz, subtype="PCM_16", format="WAV")
+    except soundfile.LibsndfileError as error:
+        raise UserError(f"{path}: cannot be written: {error.error_string}") from None

@@ -2,7 +2,7 @@
 
 Everything is detected from what metrics.jsonl records anyway: the scalars of the steps, and the figures of a window
 (the steps between two lines). A warning is also an event in plan.json. Non-finite gradients and full memory, to which a
-run reacts, are handled elsewhere (rollback.py, between_steps.py).
+run reacts, are handled elsewhere (saving.py, callbacks.py).
 """
 
 import logging

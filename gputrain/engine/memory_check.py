@@ -15,9 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gputrain.engine.run_dir import Run
-from gputrain.engine.saving import write_plan
-from gputrain.engine.state import TrainState
+from gputrain.engine.saving import Saver
 
 log = logging.getLogger(__name__)
 
@@ -51,17 +49,16 @@ def allocator_peak(device: torch.device, found: MeasuredPeak) -> Iterator[None]:
 class MemoryCheck:
     """Compares the peak of one step of a run with the plan's prediction."""
 
-    state: TrainState
-    run: Run
+    saver: Saver
     step: int | None  # The step that is measured; None: it has been.
 
     def __post_init__(self) -> None:
-        self.run.measured_memory = {}  # A run of several stages has measured the plan of the stage before.
+        self.saver.run.measured_memory = {}  # A run of several stages has measured the plan of the stage before.
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
         """Measures the code within if it is the step to be measured, on a GPU."""
-        device = self.state.runtime.device
+        device = self.saver.state.runtime.device
         if device.type != "cuda" or step != self.step:
             yield
             return
@@ -74,11 +71,12 @@ class MemoryCheck:
     def report(self, found: MeasuredPeak, done: int) -> None:
         """Log the measured peak beside the predicted one, and write both into plan.json; warn if it is larger by more
         than the plan's margin and what libraries take."""
-        plan, run = self.state.runtime.plan, self.run
+        state, run = self.saver.state, self.saver.run
+        plan = state.runtime.plan
         measured = {"peak_gb": found.allocated_gb, "peak_reserved_gb": found.reserved_gb, "step": done}
         predicted_gb = run.prediction.get("predicted_peak_gb")
         planned = int(plan.micro_batch_size.value) if plan.micro_batch_size else 0
-        if predicted_gb and all(size >= planned for size in self.state.micro_batch.values()):
+        if predicted_gb and all(size >= planned for size in state.micro_batch.values()):
             # Segments that cannot grow have gaps, which the prediction counts too.
             peak_gb = found.allocated_gb if plan.expandable_segments.value else found.reserved_gb
             measured["ratio"] = ratio = peak_gb / predicted_gb
@@ -89,16 +87,15 @@ class MemoryCheck:
             if peak_gb > run.prediction["margin"] * predicted_gb + LIBRARIES_GB:
                 self.warn(ratio, done)
         run.measured_memory = measured
-        if not run.writer.is_busy:  # A save in progress writes the plan itself, and the next one again.
-            write_plan(self.state, run)
+        self.saver.write_plan()
 
     def warn(self, ratio: float, done: int) -> None:
         message = (
             f"a step takes {ratio - 1:.0%} more memory than predicted, beyond the plan's margin of "
-            f"{self.run.prediction['margin'] - 1:.0%}. It has fitted; if memory runs out later, the same items are "
-            "computed in smaller micro-batches, and the result does not change"
+            f"{self.saver.run.prediction['margin'] - 1:.0%}. It has fitted; if memory runs out later, the same items "
+            "are computed in smaller micro-batches, and the result does not change"
         )
-        if (largest := max(self.state.micro_batch.values())) > 1:
+        if (largest := max(self.saver.state.micro_batch.values())) > 1:
             message += f"; --micro-batch-size {math.ceil(largest / 2)} leaves more room"
         log.warning("%s", message)
-        self.state.events.append({"step": done, "check": "memory", "message": message})
+        self.saver.state.events.append({"step": done, "check": "memory", "message": message})

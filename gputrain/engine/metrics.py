@@ -7,69 +7,44 @@ not wait for them.
 import contextlib
 import errno
 import functools
+import importlib
 import json
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
 from torch import Tensor
 
+from gputrain.engine.data import write_wav
 from gputrain.engine.distributed import RankGroup
-from gputrain.engine.plan_file import write_text
-from gputrain.engine.progress_line import Bar, Pace, duration, losses_in_short
-from gputrain.engine.sheet import Sheet
-from gputrain.engine.trackers import Trackers
-from gputrain.engine.wav import write_wav
+from gputrain.engine.run_folder import write_text
+from gputrain.engine.samples import Report, Sheet, SoundSample
+from gputrain.engine.schedule import TrackerName
+from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MetricsRow = dict[str, Any]  # The values of a line of metrics.jsonl by name.
-log = logging.getLogger(__name__)
-
 METRICS = "metrics.jsonl"
 CAPTIONS = "captions.json"  # The captions of the sounds in samples/, by name.
 REFERENCE = "_reference"  # The end of the name of a recording in samples/.
-LONGEST_CAPTION = 500  # Characters of a caption that a report reads.
 LAYOUT_KEY = "gputrain"  # The key of a sheet's layout in its PNG file.
-
-
-class SoundSample(NamedTuple):
-    """A sound: T samples in [-1, 1], and their rate in Hz; what it is, such as the spoken text; and the recording that
-    it should sound like, if there is one."""
-
-    wave_T: Tensor
-    rate_hz: int
-    caption: str = ""
-    reference_T: Tensor | None = None
-
-
-def clip_caption(clip: str, text: str) -> str:
-    """Returns the caption of the recording of a transcript, by which a report finds it."""
-    return f"{clip}: {text}"[:LONGEST_CAPTION]
-
-
-@dataclass
-class Report:
-    """The result of sampling or evaluation: numbers, pictures (uint8, HxWx3) and sheets of them, sounds, texts, and
-    recordings that belong to texts and are the same at every step."""
-
-    scalars: dict[str, float] = field(default_factory=dict)
-    pictures: dict[str, Tensor | Sheet] = field(default_factory=dict)
-    sounds: dict[str, SoundSample] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)
-    recordings: dict[str, SoundSample] = field(default_factory=dict)
-    headline: tuple[str, ...] = ()  # Names of the numbers, shares of 1, that the progress line shows.
 
 
 class Metrics:
@@ -375,3 +350,195 @@ def _save_png(image: Image.Image, layout: dict[str, Any], path: Path) -> None:
     if layout:
         info.add_itxt(LAYOUT_KEY, json.dumps(layout, ensure_ascii=False))
     image.save(path, pnginfo=info)
+
+
+RECENT_LINES = 20  # Lines of metrics over which speed and remaining time are averaged.
+
+
+class TimeLeft(ProgressColumn):
+    """The time that is left. Before that is known, it shows the time that has passed, so that something moves."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["left"] or duration(task.elapsed or 0.0))
+
+
+class Bar(Progress):
+    """The progress bar, with the last metrics on the lines below. It is shown on terminals only.
+
+    The time that is left comes from the caller: Rich's own estimate knows none if a step takes half a minute.
+    """
+
+    def __init__(self, console: Console, *, hidden: bool = False) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeLeft())
+        self.last_line = ""
+        super().__init__(*columns, console=console, disable=hidden or not console.is_terminal, transient=True)
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield from super().get_renderables()
+        yield Text(self.last_line)
+
+    def keep_last_line(self) -> None:
+        """Print what the bar has shown last, which it has removed from the terminal."""
+        task = self.tasks[0]
+        if not self.disable and self.last_line:
+            with contextlib.suppress(OSError):  # The terminal may be closed.
+                self.console.print(Text(f"{task.description} | {self.last_line}"), soft_wrap=True)
+
+
+@dataclass
+class Window:
+    """The steps of one line of metrics."""
+
+    ended: float  # On the clock of time.monotonic.
+    step: int
+    seconds: float  # Without samples, evaluations and saves.
+    items: float
+    flops: float
+
+
+@dataclass
+class Pace:
+    """The last lines of metrics, from which the speed and the remaining time are estimated."""
+
+    windows: deque[Window] = field(default_factory=lambda: deque(maxlen=RECENT_LINES))
+
+    def add(self, step: int, seconds: float, items: float, flops: float) -> None:
+        self.windows.append(Window(time.monotonic(), step, seconds, items, flops))
+
+    @property
+    def items_per_second(self) -> float:
+        return sum(one.items for one in self.windows) / sum(one.seconds for one in self.windows)
+
+    @property
+    def flops_per_second(self) -> float:
+        return sum(one.flops for one in self.windows) / sum(one.seconds for one in self.windows)
+
+    def seconds_left(self, last_step: int, seconds_per_step: float) -> float:
+        """Return the time to the last step, at the rate of the last lines, with the evaluations and saves among them.
+        With a single line, `seconds_per_step` is the rate."""
+        first, now = self.windows[0], self.windows[-1]
+        if now.step > first.step:
+            seconds_per_step = (now.ended - first.ended) / (now.step - first.step)
+        return (last_step - now.step) * seconds_per_step
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in its two largest units: "3 d 4 h", "3 h 12 min", "12 min", "40 s"."""
+    minutes = round(seconds / 60)
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"
+
+
+def losses_in_short(losses: Mapping[str, float]) -> str:
+    """Return the losses as text. A name gets its phase as a prefix only if several phases use it."""
+    held = Counter(name.split("/")[-1] for name in losses)
+    names = {name: name if held[name.split("/")[-1]] > 1 else name.split("/")[-1] for name in losses}
+    return " ".join(f"{names[name]} {loss:.4g}" for name, loss in losses.items())
+
+
+class Tracker(Protocol):
+    def log_scalars(self, values: Mapping[str, float], step: int) -> None: ...
+
+    def log_picture(self, name: str, image: Image.Image, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class WandbTracker:
+    """Logs to Weights & Biases, under the name of the run folder; a resumed run goes on with the same curves."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], first_step: int) -> None:
+        self.wandb = imported("wandb")
+        known = folder / "wandb_id.txt"
+        identity = known.read_text(encoding="utf-8").strip() if known.exists() and first_step else ""
+        self.run = self.wandb.init(
+            name=folder.name, dir=str(folder), config=dict(settings), id=identity or None, resume="allow"
+        )
+        known.write_text(self.run.id, encoding="utf-8")
+
+    def log_scalars(self, values: Mapping[str, float], step: int) -> None:
+        self.run.log(dict(values), step=step)
+
+    def log_picture(self, name: str, image: Image.Image, step: int) -> None:
+        self.run.log({name: self.wandb.Image(image)}, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class MlflowTracker:
+    """Logs to MLflow, under the name of the run folder; a resumed run goes on with the same curves."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], first_step: int) -> None:
+        self.mlflow = imported("mlflow")
+        known = folder / "mlflow_id.txt"
+        identity = known.read_text(encoding="utf-8").strip() if known.exists() and first_step else ""
+        run = self.mlflow.start_run(run_id=identity or None, run_name=None if identity else folder.name)
+        known.write_text(run.info.run_id, encoding="utf-8")
+        if not identity:
+            self.mlflow.log_params({name: str(value)[:500] for name, value in settings.items()})
+
+    def log_scalars(self, values: Mapping[str, float], step: int) -> None:
+        self.mlflow.log_metrics(dict(values), step=step)
+
+    def log_picture(self, name: str, image: Image.Image, step: int) -> None:
+        self.mlflow.log_image(image, artifact_file=f"{name}_step_{step:08d}.png")
+
+    def close(self) -> None:
+        self.mlflow.end_run()
+
+
+TRACKERS: Mapping[TrackerName, Callable[[Path, Mapping[str, Any], int], Tracker]] = {
+    "wandb": WandbTracker, "mlflow": MlflowTracker,
+}  # fmt: skip
+
+
+def imported(package: str) -> Any:
+    """Import a package of an extra. Raises UserError if it is not installed."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise UserError(
+            f"track: {package} is not installed", hint=f'pip install "gputrain[{package}]", or leave --track out'
+        ) from None
+
+
+class Trackers:
+    """All trackers of a run. One that fails is dropped with a warning."""
+
+    def __init__(
+        self, names: Sequence[TrackerName], folder: Path, settings: Mapping[str, Any], first_step: int
+    ) -> None:
+        """Open the trackers. Raises UserError if one is not installed."""
+        self.open: dict[str, Tracker] = {}
+        for name in names:
+            try:
+                self.open[name] = TRACKERS[name](folder, settings, first_step)
+            except UserError:
+                raise
+            except Exception as error:  # Every tracker has errors of its own.
+                self._drop(name, error)
+
+    def log_scalars(self, values: Mapping[str, float], step: int) -> None:
+        self._each(lambda tracker: tracker.log_scalars(values, step))
+
+    def log_picture(self, name: str, image: Image.Image, step: int) -> None:
+        self._each(lambda tracker: tracker.log_picture(name, image, step))
+
+    def close(self) -> None:
+        self._each(lambda tracker: tracker.close())
+
+    def _each(self, use: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self.open.items()):
+            try:
+                use(tracker)
+            except Exception as error:
+                self._drop(name, error)
+
+    def _drop(self, name: str, error: Exception) -> None:
+        self.open.pop(name, None)
+        log.warning("%s fails (%s): it gets no further metrics; training goes on", name, str(error).split("\n")[0])

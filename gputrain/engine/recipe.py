@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gputrain.engine.metrics import Report
+from gputrain.engine.samples import Report
 
 Batch = Any  # A recipe's own class; only its recipe looks inside.
 Scalars = dict[str, Tensor]

@@ -1,4 +1,4 @@
-"""Saving a training in its run folder: checkpoints and plan.json.
+"""Saving a training in its run folder, from a copy in host memory, and going back to what was saved.
 
 Between two steps a save only copies the state of the training into host memory. A thread writes the copy, reads it
 back, renames it, gives it its further names and deletes old checkpoints. One save is written at a time. A run waits for
@@ -6,25 +6,38 @@ the thread before it ends, goes back to a checkpoint, or saves because it must.
 """
 
 import dataclasses
-import functools
 import logging
+import math
 import shutil
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from gputrain.engine import checkpoint
-from gputrain.engine.checkpoint import Content
-from gputrain.engine.plan_file import NAME, PlanFile
+from gputrain.engine.checkpoint import Content, distinct_tensors, map_tensors, tensor_identity
 from gputrain.engine.recipe import phases_of
-from gputrain.engine.run_dir import Run
+from gputrain.engine.run_folder import PLAN, PlanFile, Run
 from gputrain.engine.schedule import RunProgress
 from gputrain.engine.state import TrainState
-from gputrain.errors import Stopped
-from gputrain.hw.runtime import memory_gb
+from gputrain.errors import Stopped, UserError
+from gputrain.hw.probe import ram
+from gputrain.hw.runtime import is_out_of_memory, memory_gb
 
 log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 64 << 20  # torch rounds pinned memory up to powers of two, so tensors share chunks of this size.
+ALIGNMENT = 64  # Bytes.
+FREE_SHARE = 0.1  # Share of the RAM that must stay free; from 0.9 on, the monitor warns.
+NONFINITE_LIMIT = 3  # Non-finite steps in a row after which the run returns to a checkpoint.
+ROLLBACK_LIMIT = 3  # Rollbacks after which the run gives up.
+GOOD_AFTER = 10  # Finite steps that must follow a checkpoint before a rollback prefers it.
+STEADY_STEPS = 1000  # Finite steps in a row after which earlier rollbacks no longer count.
 
 
 @dataclass(frozen=True)
@@ -48,93 +61,136 @@ class WrittenSave:
     error: checkpoint.SaveFailed | None = None
 
 
-def save_checkpoint(
-    state: TrainState,
-    run: Run,
-    progress: RunProgress,
-    *,
-    names: Sequence[str],
-    must: bool,
-    best_score: float | None = None,
-) -> RunProgress:
-    """Save a checkpoint, under further `names` too; with a `best_score`, as the best so far. Returns the progress,
-    whose best score changes only if its checkpoint was written.
+class Saver:
+    """Saves a training in its run folder. Only the leader of several ranks writes.
 
-    A write error ends only a run that `must` save. After a step with non-finite gradients the save is postponed to the
-    next finite step, so that doubtful weights don't replace a good checkpoint, unless the run must save.
+    Signals interrupt the main thread only, so that nothing stops the thread that writes between two of its steps but
+    the end of the process.
     """
-    with run.stop.held():
-        progress = _fetched(run, progress)
-        if (job := _job(state, run, progress, names, best_score, must=must)) is None:
-            return progress
-        return _settled(run, progress, _write(run, job), must=must)
 
+    def __init__(self, state: TrainState, run: Run) -> None:
+        self.state, self.run = state, run
+        self.host = HostSnapshot()
+        self.saved_at = time.monotonic()
+        self.disk_gb: dict[str, float] = {}  # Free space and size of a checkpoint, after the last save.
+        self.is_overdue = False  # True if a save was postponed.
+        self.pending: Future[WrittenSave] | None = None  # The save that is being written, or whose result is not taken.
+        self.executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint writer")
 
-def start_saving(state: TrainState, run: Run, *, names: Sequence[str], best_score: float | None = None) -> None:
-    """Copy the state of the training and have it saved in a thread, as `save_checkpoint` saves it.
+    @property
+    def is_busy(self) -> bool:
+        return self.pending is not None and not self.pending.done()
 
-    Waits for the save before, if it is not finished. If there is no memory for the copy, the training waits for the
-    save instead. `finish_saving` waits for the thread and reports errors.
-    """
-    with run.stop.held():
-        state.progress = _fetched(run, state.progress)
-        if (job := _job(state, run, state.progress, names, best_score, must=False)) is None:
+    @property
+    def has_result(self) -> bool:
+        """True if a save has ended whose result has not been taken over yet."""
+        return self.pending is not None and self.pending.done()
+
+    def is_due(self) -> bool:
+        """Return True if the time for a save has come; the leader's clock decides."""
+        if self.is_busy or not self.run.group.leads:  # A save that is still being written comes first.
+            return False
+        minutes = (time.monotonic() - self.saved_at) / 60
+        return self.is_overdue or 0 < self.run.saving.checkpoint_minutes <= minutes
+
+    def save(
+        self, names: Sequence[str] = (), *, best_score: float | None = None, waits: bool = False, must: bool = False
+    ) -> None:
+        """Save a checkpoint, under further `names` too; with a `best_score`, as the best so far, which `state.progress`
+        holds once its checkpoint was written.
+
+        It is written in a thread, from a copy of the state; without memory for the copy, or if the run `waits` or
+        `must` save, before this returns. A write error ends only a run that `must` save. After a step with non-finite
+        gradients the save is postponed to the next finite step, so that doubtful weights don't replace a good
+        checkpoint, unless the run must save.
+        """
+        with self.run.stop.held():
+            self._finish()
+            if (job := self._job(names, best_score, must=must)) is None:
+                return
+            copied = None if waits or must else self.host.copy(job.content, self.state.runtime.device)
+            if copied is None:
+                self._take_over(self._write(job), must=must)
+            else:
+                self._submit(dataclasses.replace(job, content=copied))
+
+    def finish(self) -> None:
+        """Wait for the save that is being written, if there is one, and take over its result."""
+        with self.run.stop.held():
+            self._finish()
+
+    def _submit(self, job: SaveJob) -> None:
+        self.pending = self.executor.submit(self._write, job)
+
+    def _finish(self) -> None:
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            self._take_over(pending.result(), must=False)
+
+    def _job(self, names: Sequence[str], best_score: float | None, *, must: bool) -> SaveJob | None:
+        """Return what is to be written, or None if the save is postponed, or another rank saves."""
+        state, run, progress = self.state, self.run, self.state.progress
+        self.is_overdue = not must and any(map(bool, state.nonfinite.values()))
+        if self.is_overdue:
+            for name in names if run.saved_step != progress.step else ():
+                log.warning("%s is not written, as the gradient of its step is not finite", run.folder / name)
+            return None
+        optimizers = {phase.name: state.shards.whole_state(phase) for phase in phases_of(state.recipe)}
+        if not run.group.leads:
+            return None
+        self.saved_at = time.monotonic()
+        if best_score is not None:
+            names, progress = [*names, checkpoint.BEST], dataclasses.replace(progress, best_score=best_score)
+        content = {
+            **state.snapshot(),
+            "optimizers": optimizers,
+            "progress": dataclasses.asdict(progress),
+            "names": [*names],
+        }
+        content |= {"config": run.settings, "facts": run.facts, "data": run.data}
+        content["nonfinite_in_a_row"] = state.nonfinite_in_a_row
+        return SaveJob(content, [*names], progress, self._plan_record())
+
+    def _write(self, job: SaveJob) -> WrittenSave:
+        """Write a checkpoint and the plan. This may run in the thread: it changes nothing but files."""
+        began, kept, failure = time.monotonic(), [], None
+        try:
+            checkpoint.save(self.run.folder, job.content, last_is_damaged=self.run.last_is_damaged)
+            kept = keep_and_prune(self.run, job.names)
+        except checkpoint.SaveFailed as error:
+            failure = error
+        _write_record(job.record, self.run)
+        return WrittenSave(job, kept, time.monotonic() - began, _disk_gb(self.run.folder), failure)
+
+    def _take_over(self, written: WrittenSave, *, must: bool) -> None:
+        """Take over the result of a save. Raises Stopped if it failed and the run `must` save."""
+        error, job = written.error, written.job
+        self.disk_gb = written.disk_gb
+        if error is None:
+            self.run.saved_step, self.run.save_seconds = job.progress.step, written.seconds
+            self.run.last_is_damaged = False
+            if checkpoint.BEST in written.kept:
+                self.state.progress = dataclasses.replace(self.state.progress, best_score=job.progress.best_score)
             return
-        copied = run.writer.snapshot.copy(job.content, state.runtime.device)
-        if copied is None:
-            state.progress = _settled(run, state.progress, _write(run, job), must=False)
-            return
-        run.writer.start(functools.partial(_write, run, dataclasses.replace(job, content=copied)))
+        if must:
+            earlier = "earlier checkpoints are intact; " if checkpoint.in_order(self.run.folder) else ""
+            hint = f"{error.hint}; {earlier}then {self.run.how_to_resume}"
+            raise Stopped(str(error), hint=hint) from None
+        log.warning("%s; %s. Training continues, and the next save tries again", error, error.hint)
 
+    def write_plan(self) -> None:
+        """Write plan.json, unless a save is being written, which writes it itself."""
+        if self.run.group.leads and not self.is_busy:
+            _write_record(self._plan_record(), self.run)
 
-def finish_saving(state: TrainState, run: Run) -> None:
-    """Wait for the save that is being written, if there is one, and take over its result."""
-    with run.stop.held():
-        state.progress = _fetched(run, state.progress)
-
-
-def _job(
-    state: TrainState,
-    run: Run,
-    progress: RunProgress,
-    names: Sequence[str],
-    best_score: float | None,
-    *,
-    must: bool,
-) -> SaveJob | None:
-    """Return what is to be written, or None if the save is postponed, or another rank saves."""
-    run.is_overdue = not must and any(map(bool, state.nonfinite.values()))
-    if run.is_overdue:
-        for name in names if run.saved_step != progress.step else ():
-            log.warning("%s is not written, as the gradient of its step is not finite", run.folder / name)
-        return None
-    optimizers = {phase.name: state.shards.whole_state(phase) for phase in phases_of(state.recipe)}
-    if not run.group.leads:
-        return None
-    run.saved_at = time.monotonic()
-    if best_score is not None:
-        names, progress = [*names, checkpoint.BEST], dataclasses.replace(progress, best_score=best_score)
-    content = {
-        **state.snapshot(),
-        "optimizers": optimizers,
-        "progress": dataclasses.asdict(progress),
-        "names": [*names],
-    }
-    content |= {"config": run.settings, "facts": run.facts, "data": run.data}
-    content["nonfinite_in_a_row"] = state.nonfinite_in_a_row
-    return SaveJob(content, [*names], progress, _plan_record(state, run))
-
-
-def _write(run: Run, job: SaveJob) -> WrittenSave:
-    """Write a checkpoint and the plan. This may run in a thread: it changes nothing but files."""
-    began, kept, failure = time.monotonic(), [], None
-    try:
-        checkpoint.save(run.folder, job.content, last_is_damaged=run.last_is_damaged)
-        kept = keep_and_prune(run, job.names)
-    except checkpoint.SaveFailed as error:
-        failure = error
-    _write_record(job.record, run)
-    return WrittenSave(job, kept, time.monotonic() - began, _disk_gb(run.folder), failure)
+    def _plan_record(self) -> PlanFile:
+        state, run = self.state, self.run
+        measured = dict(run.measured_memory)
+        if state.runtime.device.type == "cpu":  # This is the memory of the whole process, which no plan predicts.
+            measured = {name.removeprefix("memory/"): gb for name, gb in memory_gb(state.runtime.device).items()}
+        if len(run.seconds_per_step) > 1:
+            measured["seconds_per_step"] = run.seconds_per_step[-1]
+        return PlanFile(state.runtime.plan, dict(state.micro_batch), dict(run.prediction), measured, list(state.events))
 
 
 def _disk_gb(folder: Path) -> dict[str, float]:
@@ -147,47 +203,11 @@ def _disk_gb(folder: Path) -> dict[str, float]:
     return {"disk/checkpoint_gb": size / 1e9, **free}
 
 
-def _fetched(run: Run, progress: RunProgress) -> RunProgress:
-    """Wait for the thread that writes, if there is one, and take over its result."""
-    written: WrittenSave | None = run.writer.finish()
-    return progress if written is None else _settled(run, progress, written, must=False)
-
-
-def _settled(run: Run, progress: RunProgress, written: WrittenSave, *, must: bool) -> RunProgress:
-    """Take over the result of a save. Raises Stopped if it failed and the run `must` save."""
-    error, job = written.error, written.job
-    run.disk_gb = written.disk_gb
-    if error is None:
-        run.saved_step, run.save_seconds, run.last_is_damaged = job.progress.step, written.seconds, False
-        is_best = checkpoint.BEST in written.kept
-        return dataclasses.replace(progress, best_score=job.progress.best_score) if is_best else progress
-    if must:
-        earlier = "earlier checkpoints are intact; " if checkpoint.in_order(run.folder) else ""
-        hint = f"{error.hint}; {earlier}then {run.how_to_resume}"
-        raise Stopped(str(error), hint=hint) from None
-    log.warning("%s; %s. Training continues, and the next save tries again", error, error.hint)
-    return progress
-
-
-def write_plan(state: TrainState, run: Run) -> None:
-    if run.group.leads:
-        _write_record(_plan_record(state, run), run)
-
-
-def _plan_record(state: TrainState, run: Run) -> PlanFile:
-    measured = dict(run.measured_memory)
-    if state.runtime.device.type == "cpu":  # This is the memory of the whole process, which no plan predicts.
-        measured = {name.removeprefix("memory/"): gb for name, gb in memory_gb(state.runtime.device).items()}
-    if len(run.seconds_per_step) > 1:
-        measured["seconds_per_step"] = run.seconds_per_step[-1]
-    return PlanFile(state.runtime.plan, dict(state.micro_batch), dict(run.prediction), measured, list(state.events))
-
-
 def _write_record(record: PlanFile, run: Run) -> None:
     try:
-        record.save(run.folder / NAME)
+        record.save(run.folder / PLAN)
     except OSError as error:
-        log.warning("%s cannot be written (%s)", run.folder / NAME, error.strerror)
+        log.warning("%s cannot be written (%s)", run.folder / PLAN, error.strerror)
 
 
 def keep_and_prune(run: Run, names: Sequence[str]) -> list[str]:
@@ -205,3 +225,147 @@ def keep_and_prune(run: Run, names: Sequence[str]) -> list[str]:
     except OSError as error:
         log.warning("an old checkpoint cannot be deleted (%s)", error)
     return kept
+
+
+class HostSnapshot:
+    """Copies tensors into buffers in host memory, which are kept and used again from copy to copy.
+
+    The buffers are pinned if the tensors come from a GPU, so that its copies run at the full rate of the bus.
+    """
+
+    def __init__(self) -> None:
+        self._layout: list[Any] = []  # Shapes, strides and types that the buffers are for.
+        self._buffers: list[Tensor] = []
+        self._has_said = False
+
+    def copy(self, content: dict[str, Any], device: torch.device) -> dict[str, Any] | None:
+        """Return a copy of the content, valid until the next call; None, with one message, if memory is too short.
+
+        On return all tensors have been copied from the device.
+        """
+        tensors = distinct_tensors(content)
+        layout = [(key[2:], tensor.device.type) for key, tensor in tensors.items()]
+        if layout != self._layout and not self._allocate(layout, list(tensors.values()), device):
+            return None
+        buffers = dict(zip(tensors, self._buffers, strict=True))
+        with torch.no_grad():
+            for key, tensor in tensors.items():
+                buffers[key].copy_(tensor, non_blocking=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return dict(map_tensors(content, lambda tensor: buffers[tensor_identity(tensor)]))
+
+    def release(self) -> None:
+        """Drop the buffers; the next copy allocates new ones."""
+        self._layout, self._buffers = [], []
+
+    def _allocate(self, layout: list[Any], tensors: list[Tensor], device: torch.device) -> bool:
+        """Allocate buffers. Returns False if they don't fit into the RAM."""
+        self.release()
+        size = sum(_padded(tensor) for tensor in tensors)
+        total_gb, free_gb = ram()
+        fits = not free_gb or size / 1e9 <= free_gb - FREE_SHARE * total_gb
+        try:
+            if fits:
+                self._buffers = buffers_like(tensors, pinned=device.type == "cuda")
+                self._layout = layout
+                return True
+        except (RuntimeError, MemoryError) as error:
+            if not isinstance(error, MemoryError) and not is_out_of_memory(error):
+                raise
+        if not self._has_said:
+            self._has_said = True
+            log.warning(
+                "training waits for every save: a copy of the checkpoint takes %.2f GB of RAM, and %.2f GB are free",
+                size / 1e9, free_gb,
+            )  # fmt: skip
+        return False
+
+
+def buffers_like(tensors: list[Tensor], *, pinned: bool) -> list[Tensor]:
+    """Return host tensors of the same shapes, strides and types, each with a storage of its own size."""
+    left = sum(_padded(tensor) for tensor in tensors)
+    chunk, used, buffers = torch.empty(0, dtype=torch.uint8).numpy(), 0, []
+    for tensor in tensors:
+        needed = _padded(tensor)
+        if used + needed > len(chunk):
+            size = max(needed, min(CHUNK_BYTES, left))
+            new = torch.empty(size, dtype=torch.uint8)
+            chunk, used = (new.pin_memory() if pinned else new).numpy(), 0
+        # A tensor made from a slice of an array has a storage of the slice alone, and torch.save writes whole storages.
+        part = torch.from_numpy(chunk[used : used + tensor.numel() * tensor.element_size()])
+        strides = torch.empty_like(tensor, device="meta").stride()  # Dense, in the tensor's order of dimensions.
+        buffers.append(part.view(tensor.dtype).as_strided(tensor.shape, strides))
+        used, left = used + needed, left - needed
+    return buffers
+
+
+def _padded(tensor: Tensor) -> int:
+    return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+
+
+def go_back_if_unstable(saver: Saver, rows: list[dict[str, float]], done: int) -> None:
+    """Load a good checkpoint when the gradients of a phase were not finite several times in a row. `rows` are the
+    scalars of the last steps, up to step number `done`.
+
+    The data continues from the present position, so that the same batches don't cause the same failure. Raises
+    UserError if there is no checkpoint, or if earlier rollbacks did not help.
+    """
+    state = saver.state
+    for step, row in enumerate(rows, start=done - len(rows) + 1):
+        cause = _instability(state, row)
+        if cause:
+            _go_back(saver, cause, step - max(state.nonfinite_in_a_row.values()))
+            return
+        state.finite_in_a_row = 0 if any(state.nonfinite_in_a_row.values()) else state.finite_in_a_row + 1
+        if state.finite_in_a_row >= STEADY_STEPS:
+            state.rollbacks = 0
+
+
+def _go_back(saver: Saver, cause: str, last_finite: int) -> None:
+    """Load the newest checkpoint that was followed by enough finite steps, or else the oldest one."""
+    state, run = saver.state, saver.run
+    state.rollbacks += 1
+    saver.finish()
+    found: Content | None = None
+    problem = "there is no checkpoint to go back to"
+    if state.rollbacks > ROLLBACK_LIMIT:
+        problem = "going back did not help"
+    else:
+        found = run.group.of_leader(lambda: _good_checkpoint(run, state.recipe.kind, last_finite))
+    if found is None:
+        raise UserError(
+            f"{cause}, and {problem}",
+            hint="lower --learning-rate, lengthen --warmup-steps, or train in fp32 with --no-mixed-precision",
+        )
+    state.restore(found)
+    state.nonfinite.clear()
+    state.nonfinite_in_a_row.clear()
+    state.finite_in_a_row = 0
+    log.warning("%s; weights and optimizers are back at step %d", cause, found["progress"]["step"])
+
+
+def _good_checkpoint(run: Run, kind: str, last_finite: int) -> Content | None:
+    """Return the newest checkpoint that was followed by enough finite steps, or else the oldest one."""
+    found: Content | None = None
+    for content in checkpoint.readable(run.folder, kind):
+        if found is None or content["progress"]["step"] < found["progress"]["step"]:
+            found = content
+        if found["progress"]["step"] + GOOD_AFTER <= last_finite:
+            break
+    return found
+
+
+def _instability(state: TrainState, row: dict[str, float]) -> str:
+    """Returns a description of the phase that became unstable with this step, or an empty string."""
+    for name, value in row.items():
+        if name.startswith("nonfinite/"):
+            phase = name.removeprefix("nonfinite/")
+            streak = state.nonfinite_in_a_row.get(phase, 0) + 1 if value else 0
+            state.nonfinite_in_a_row[phase] = streak
+            if streak >= NONFINITE_LIMIT:
+                prefix = f"loss/{phase}/"
+                terms = [n.removeprefix(prefix) for n in row if n.startswith(prefix) and not math.isfinite(row[n])]
+                what = f"its {', '.join(terms)} too" if terms else "though its losses are"
+                return f"the gradient of the {phase} was not finite in {streak} steps in a row ({what})"
+    return ""

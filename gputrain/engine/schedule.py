@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from gputrain.config import config, opt
-from gputrain.engine.deadline import seconds_of
+from gputrain.engine.stop import seconds_of
 from gputrain.errors import UserError
 
 LearningRateSchedule = Literal["constant", "cosine", "exponential", "tri-stage"]

@@ -3,22 +3,19 @@
 import contextlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from gputrain.engine.checkpoint import Content
-from gputrain.engine.distributed import RankGroup
-from gputrain.engine.loading import load_modules, load_optimizer
+from gputrain.engine.checkpoint import Content, load_modules
+from gputrain.engine.distributed import OptimizerShards, RankGroup
 from gputrain.engine.optim import LossScale, has_scaled
-from gputrain.engine.plan_file import NAME, PlanFile
 from gputrain.engine.recipe import Batch, Recipe, StepGroup, Sums, phases_of
-from gputrain.engine.run_dir import Run
+from gputrain.engine.run_folder import PLAN, PlanFile, Run
 from gputrain.engine.schedule import RunProgress, Schedule
-from gputrain.engine.sharding import OptimizerShards
 from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime, random_state, set_random_state
 
@@ -125,8 +122,42 @@ def _micro_batch(phases: list[str], schedule: Schedule, runtime: Runtime, run: R
     known = run.given_plan
     if known is None and run.resumed:
         with contextlib.suppress(UserError):  # A damaged or older plan must not end a run.
-            known = PlanFile.load(run.folder / NAME)
+            known = PlanFile.load(run.folder / PLAN)
     now = runtime.plan
     if known is None or (known.plan.device, known.plan.micro_batch_size) != (now.device, now.micro_batch_size):
         return dict.fromkeys(phases, size)
     return {phase: min(size, known.micro_batch.get(phase, size)) for phase in phases}
+
+
+def load_optimizer(name: str, optimizer: torch.optim.Optimizer, states: dict[str, Content]) -> None:
+    """Load an optimizer's state; learning rates and decays come from the present configuration, not from the
+    checkpoint.
+
+    If the algorithm has changed, the optimizer starts without state, with a warning. Raises UserError if there is no
+    state, or if it belongs to other parameters.
+    """
+    if name not in states:
+        raise UserError(
+            f"the checkpoint holds no optimizer of the {name}", hint="resume with the losses it was trained with"
+        )
+    saved, groups = states[name], optimizer.state_dict()["param_groups"]
+    before, now = _algorithm(saved["param_groups"]), _algorithm(groups)
+    if before != now:
+        log.warning(
+            "the %s was trained with %s and continues with %s: its weights are kept, and the gradient averages "
+            "of %s are lost; the first hundred steps may be unstable", name, before, now, before,
+        )  # fmt: skip
+        return
+    if [len(group["params"]) for group in saved["param_groups"]] != [len(group["params"]) for group in groups]:
+        raise UserError(f"the checkpoint's optimizer of the {name} belongs to other parameters")
+    optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+    # Fused and foreach optimizers pair the elements of a parameter and its state by their positions in memory, and
+    # the saved state has the memory format (channels_last or not) of the run that saved it.
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if value.shape == parameter.shape and value.stride() != parameter.stride():
+                state[key] = torch.empty_like(parameter, requires_grad=False).copy_(value)
+
+
+def _algorithm(groups: Sequence[Content]) -> str:
+    return "Muon" if any("orthogonal" in group for group in groups) else "AdamW"

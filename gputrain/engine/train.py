@@ -2,26 +2,27 @@
 
 A model brings a Recipe (recipe.py): groups of phases, one phase for each optimizer. `update()` makes one optimizer step
 of every phase on one batch, in as many micro-batches as memory requires (step.py); `train()` repeats it, and logs,
-samples, evaluates, saves and stops between the steps (between_steps.py).
+samples, evaluates, saves and stops between the steps (callbacks.py).
 """
 
 import logging
-from collections.abc import Callable, Generator
-from contextlib import closing
+import os
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
+from torch.profiler import ProfilerActivity, profile, schedule
 
-from gputrain.engine.between_steps import BetweenSteps
+from gputrain.engine.callbacks import Callbacks, recorded, warn_of_surprises
 from gputrain.engine.cuda_graph import replay_gradients_if_planned
-from gputrain.engine.history import recorded
 from gputrain.engine.memory_check import MemoryCheck
 from gputrain.engine.metrics import Metrics
-from gputrain.engine.preflight import warn_of_surprises
-from gputrain.engine.profiler import profiling
 from gputrain.engine.recipe import Batch, Recipe
-from gputrain.engine.run_dir import Run
-from gputrain.engine.saving import write_plan
+from gputrain.engine.run_folder import Run
+from gputrain.engine.saving import Saver
 from gputrain.engine.schedule import StepSchedule
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import accumulate, allocate_optimizer_state, drop_gradients, update
@@ -45,8 +46,9 @@ def train(
     """
     state = TrainState.begin(recipe, steps.schedule, runtime, run)
     replay_gradients_if_planned(state)
-    check = MemoryCheck(state, run, steps.start.step + 1)
-    write_plan(state, run)
+    saver = Saver(state, run)
+    check = MemoryCheck(saver, steps.start.step + 1)
+    saver.write_plan()
     warn_of_surprises(state, run, steps)
     state.progress = steps.start
     first, end = steps.start.step, steps.stop_step
@@ -67,11 +69,11 @@ def train(
         run.stop,
         closing(open_batches(first, max(first, end))) as batches,
     ):
-        between = BetweenSteps(state, run, steps, metrics, monitor)
-        between.begin()
-        with between.saved_whatever_comes():
+        callbacks = Callbacks(saver, steps, metrics, monitor)
+        callbacks.begin()
+        with callbacks.saving_the_last_step():
             for step in range(first, end):
-                if between.ends_early:
+                if callbacks.ends_early:
                     break
                 with run.stop.ends_waiting():
                     loaded = metrics.next(batches)
@@ -88,7 +90,7 @@ def train(
                     run.has_started()
                 metrics.add(scalars, recipe.size(batch), recipe.flops(batch, step))
                 stepped()
-                between.after_step()
+                callbacks.after_step()
 
 
 def prepare(recipe: Recipe, loaded: Any, step: int) -> Batch:
@@ -128,3 +130,48 @@ def dry_run(state: TrainState, loaded: Any, step: int) -> None:
             allocate_optimizer_state(phase)
         drop_gradients(group)
     set_random_state(random, device)
+
+
+SKIPPED = 5  # Steps that compile, search for algorithms and fill the allocator.
+WARMED_UP = 2  # Steps in which the profiler itself warms up.
+RECORDED = 3
+ROWS = 40  # Number of rows of the table.
+
+
+@contextmanager
+def profiling(folder: Path | None, device: torch.device) -> Iterator[Callable[[], None]]:
+    """Record some steps into `folder`/table.txt and `folder`/trace.json; None records nothing.
+
+    Yields a function to call after every step. The trace opens in chrome://tracing and ui.perfetto.dev.
+    """
+    if folder is None:
+        yield lambda: None
+        return
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Otherwise torch's tracer prints messages.
+    by = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    steps = 0
+
+    def write(profiler: profile) -> None:
+        if steps < SKIPPED + WARMED_UP + RECORDED:
+            log.warning("no profile was written: it needs %d steps", SKIPPED + WARMED_UP + RECORDED)
+            return
+        try:
+            folder.mkdir(exist_ok=True)
+            table = profiler.key_averages().table(sort_by=by, row_limit=ROWS, max_name_column_width=80)
+            (folder / "table.txt").write_text(table + "\n", encoding="utf-8")
+            profiler.export_chrome_trace(str(folder / "trace.json"))
+        except OSError as error:
+            log.warning("%s cannot be written (%s); training continues", folder, error.strerror)
+        else:
+            log.info("profile of %d steps: %s, %s", RECORDED, folder / "table.txt", folder / "trace.json")
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    plan = schedule(wait=SKIPPED, warmup=WARMED_UP, active=RECORDED, repeat=1)
+    with profile(activities=activities, schedule=plan, on_trace_ready=write) as profiler:
+
+        def stepped() -> None:
+            nonlocal steps
+            steps += 1
+            profiler.step()
+
+        yield stepped

@@ -11,7 +11,7 @@ import torch
 
 from gputrain.engine.data import SampleSource, batches
 from gputrain.engine.distributed import RankGroup
-from gputrain.engine.run_dir import Run, given_plan, open_run
+from gputrain.engine.run_folder import Run, given_plan, open_run
 from gputrain.engine.schedule import StepSchedule
 from gputrain.errors import UserError, missing_package
 from gputrain.hw.heap import keep_freed_memory

@@ -20,7 +20,7 @@ from PIL import Image
 from gputrain.audio.config import Mel
 from gputrain.audio.mel import log_mel
 from gputrain.audio.pictures import coloured
-from gputrain.engine.wav import to_int16
+from gputrain.engine.data import to_int16
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from typing import Any
 from markupsafe import Markup, escape
 from PIL import Image, ImageDraw
 
-from gputrain.engine.sheet import FAINT, INK, PAPER, font
+from gputrain.engine.samples import FAINT, INK, PAPER, font
 from gputrain.errors import UserError
 
 # Colours of the parts, from the bottom of the memory to its top. They differ in lightness too.

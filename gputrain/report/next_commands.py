@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gputrain.config import TRAIN_COMMANDS
-from gputrain.engine.run_dir import CONFIG
+from gputrain.engine.run_folder import CONFIG
 from gputrain.report.records import RunRecord
 
 

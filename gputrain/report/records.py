@@ -16,11 +16,10 @@ from typing import Any, TypeGuard, TypeVar
 
 from gputrain import config
 from gputrain.config import FORMER_KINDS, TRAIN_COMMANDS
+from gputrain.engine.callbacks import HISTORY
 from gputrain.engine.checkpoint import in_order
-from gputrain.engine.history import HISTORY
 from gputrain.engine.metrics import METRICS, row_of
-from gputrain.engine.plan_file import NAME as PLAN
-from gputrain.engine.run_dir import CONFIG
+from gputrain.engine.run_folder import CONFIG, PLAN
 from gputrain.errors import UserError
 
 T = TypeVar("T")

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from PIL import Image
 
-from gputrain.engine.metrics import CAPTIONS, LAYOUT_KEY, LONGEST_CAPTION, REFERENCE
+from gputrain.engine.metrics import CAPTIONS, LAYOUT_KEY, REFERENCE
+from gputrain.engine.samples import LONGEST_CAPTION
 
 T = TypeVar("T")
 SAMPLE = re.compile(r"(?P<name>.+)_step_(?P<step>\d{1,12})\.(?P<kind>png|wav|txt)", re.DOTALL)

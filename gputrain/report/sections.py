@@ -7,7 +7,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from gputrain.engine.metrics import clip_caption
+from gputrain.engine.samples import clip_caption
 from gputrain.report.media import EmbeddedPicture, EmbeddedSound, MediaBudget, open_picture
 from gputrain.report.records import RunRecord
 from gputrain.report.samples import (

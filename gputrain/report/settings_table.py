@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gputrain import config
-from gputrain.engine.run_dir import NO_CHANGE
+from gputrain.engine.run_folder import NO_CHANGE
 from gputrain.report.records import RunRecord, is_count, short_time
 
 MISSING = "–"

@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from gputrain.engine.deadline import COMMAND_CLOCK, EXIT_SECONDS, seconds_of
-from gputrain.engine.history import HISTORY
-from gputrain.engine.plan_file import write_text
+from gputrain.engine.callbacks import HISTORY
+from gputrain.engine.run_folder import write_text
 from gputrain.engine.schedule import Saving
+from gputrain.engine.stop import COMMAND_CLOCK, EXIT_SECONDS, seconds_of
 from gputrain.errors import UserError, first_line
 from gputrain.hw.ranks import Ranks
 from gputrain.report.media import MediaBudget

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.store import Wave
-from gputrain.engine.dataset_report import Progress, silent
+from gputrain.engine.data import Progress, silent
 from gputrain.speech.store import SpeechClip
 
 # A transcript is a mismatch if its loss is this far on the way from the median to that of texts of other clips,

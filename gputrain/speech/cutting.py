@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.prepare import RefusedRecording
 from gputrain.audio.store import Wave
-from gputrain.engine.dataset_report import Progress, silent
+from gputrain.engine.data import Progress, silent
 from gputrain.errors import UserError
 from gputrain.speech.checker import SentenceTimes, SpeechChecker
 from gputrain.speech.prepare_config import SpeechPrepareConfig

@@ -19,9 +19,7 @@ from gputrain.audio.config import Sound
 from gputrain.audio.io import Samples
 from gputrain.audio.prepare import QUARANTINE, PrepareReport, RefusedRecording, faults_of
 from gputrain.audio.store import Wave
-from gputrain.engine.data import in_processes, write_rows
-from gputrain.engine.dataset_report import Progress, silent
-from gputrain.engine.wav import to_int16
+from gputrain.engine.data import Progress, in_processes, silent, to_int16, write_rows
 from gputrain.errors import UserError
 from gputrain.speech import text_checks
 from gputrain.speech.checker import SpeechChecker

@@ -15,7 +15,7 @@ import numpy as np
 
 from gputrain.audio import formants
 from gputrain.audio.formants import CONSONANTS, CONTROL_HZ, Floats, FormantVoice, Score, smooth
-from gputrain.engine.wav import write_wav
+from gputrain.engine.data import write_wav
 
 VOICE = FormantVoice(lowest_hz=105, mouth=1.0, breath=0.02, vibrato_hz=0.0, vibrato_semitones=0.0)
 # Men, women and children by their pitch and by the length of their mouths (Peterson and Barney 1952).

@@ -14,8 +14,7 @@ import numpy as np
 
 from gputrain.audio.prepare import RefusedRecording, read_quarantine
 from gputrain.audio.store import Wave
-from gputrain.engine.data import MANIFEST, in_processes, read_rows
-from gputrain.engine.dataset_report import Progress, Spread, silent, spread_of
+from gputrain.engine.data import MANIFEST, Progress, Spread, in_processes, read_rows, silent, spread_of
 from gputrain.errors import UserError
 from gputrain.speech import text_checks
 from gputrain.speech.buckets import check_kind

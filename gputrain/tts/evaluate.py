@@ -18,11 +18,10 @@ import torch
 from gputrain.audio.config import Mel
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.metrics import ClipMetrics, PitchMatch
-from gputrain.engine.data import Sample
-from gputrain.engine.dataset_report import Progress, silent
-from gputrain.engine.loading import load_modules
-from gputrain.engine.metrics import Report
+from gputrain.engine.checkpoint import load_modules
+from gputrain.engine.data import Progress, Sample, silent
 from gputrain.engine.mixture import GivenFolders
+from gputrain.engine.samples import Report
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on

@@ -24,7 +24,7 @@ from gputrain.audio.export import (
     write_onnx,
     written_aside,
 )
-from gputrain.engine.dataset_report import Progress, StepProgress, silent
+from gputrain.engine.data import Progress, StepProgress, silent
 from gputrain.errors import UserError
 from gputrain.tts.export_layers import faster_in_onnxruntime
 from gputrain.tts.load import LoadedVoice

@@ -26,9 +26,9 @@ from gputrain.audio.mel import log_mel, magnitudes
 from gputrain.audio.weight_norm import shared_weights
 from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.gan import exact
-from gputrain.engine.metrics import Report
 from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Term, Yielded
+from gputrain.engine.samples import Report
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.spec import PlanTarget
 from gputrain.planner.step_memory import step_flops

@@ -17,10 +17,8 @@ from torch import Tensor
 from gputrain.audio.config import Mel
 from gputrain.audio.mel import log_mel
 from gputrain.audio.pictures import GAP_PIXELS, colour_map, coloured
-from gputrain.engine.data import Sample
-from gputrain.engine.metrics import Report, SoundSample
-from gputrain.engine.sheet import INK, PAPER, Sheet, SheetCell, font
-from gputrain.engine.wav import FULL_SCALE
+from gputrain.engine.data import FULL_SCALE, Sample
+from gputrain.engine.samples import INK, PAPER, Report, Sheet, SheetCell, SoundSample, font
 from gputrain.speech.buckets import Buckets
 from gputrain.speech.store import SpeechClip, SpeechStore
 from gputrain.speech.text.frontend import PAD_ID, Frontend

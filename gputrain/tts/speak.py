@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gputrain.engine.wav import to_int16
+from gputrain.engine.data import to_int16
 from gputrain.errors import UserError
 from gputrain.hw.runtime import runtime_on
 from gputrain.speech.text.frontend import Frontend, shortened

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gputrain.engine.dataset_report import digests
-from gputrain.engine.run_dir import Run
+from gputrain.engine.data import digests
+from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import StepSchedule, begin
 from gputrain.engine.train import train
 from gputrain.errors import UserError

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gputrain.engine.dataset_report import Progress, silent
+from gputrain.engine.data import Progress, silent
 from gputrain.engine.mixture import GivenFolders
-from gputrain.engine.sheet import Sheet, SheetCell
+from gputrain.engine.samples import Sheet, SheetCell
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on

@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from gputrain.engine.dataset_report import Progress, silent
+from gputrain.engine.data import Progress, silent
 from gputrain.engine.mixture import GivenFolders, data_folders
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName

@@ -7,7 +7,7 @@ import torch
 
 from gputrain.config import assemble
 from gputrain.engine import checkpoint
-from gputrain.engine.loading import load_modules
+from gputrain.engine.checkpoint import load_modules
 from gputrain.engine.optim import refuse_nonfinite
 from gputrain.errors import UserError
 from gputrain.vae.config import TrainVae

@@ -25,8 +25,17 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, fingerprint, in_processes, split, write_rows, writing
-from gputrain.engine.dataset_report import Progress, silent
+from gputrain.engine.data import (
+    HELD_OUT_SHARE,
+    MANIFEST,
+    Progress,
+    fingerprint,
+    in_processes,
+    silent,
+    split,
+    write_rows,
+    writing,
+)
 from gputrain.errors import UserError
 from gputrain.vae.config import PictureFormat, VaePrepareConfig
 from gputrain.vae.journal import Journal, JournalRow, PictureJob, recipe_of

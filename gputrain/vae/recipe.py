@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from gputrain.engine import gan
 from gputrain.engine.cast_once import WeightSlot, layer_weights, weights_cast_once
 from gputrain.engine.distributed import BatchDraws
-from gputrain.engine.metrics import Report
 from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import BatchStat, ChainGradients, Phase, StepGroup, Term, Yielded
+from gputrain.engine.samples import Report
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.spec import PlanTarget
 from gputrain.planner.step_memory import step_flops

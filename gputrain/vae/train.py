@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 
 from gputrain import config
-from gputrain.engine.dataset_report import digests
+from gputrain.engine.data import digests
 from gputrain.engine.distributed import RankGroup
-from gputrain.engine.run_dir import Run
+from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import RunProgress, StepSchedule, begin, stages_ahead
 from gputrain.engine.train import train
 from gputrain.errors import UserError

@@ -7,8 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, fingerprint, in_processes, read_rows, split
-from gputrain.engine.dataset_report import Progress, Spread, silent, spread_of
+from gputrain.engine.data import (
+    HELD_OUT_SHARE,
+    MANIFEST,
+    Progress,
+    Spread,
+    fingerprint,
+    in_processes,
+    read_rows,
+    silent,
+    split,
+    spread_of,
+)
 from gputrain.vae.config import PictureLimits
 from gputrain.vae.journal import JournalRow
 from gputrain.vae.pictures import (

@@ -21,10 +21,8 @@ from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.metrics import ClipMetrics, PitchMatch, pitch_match
 from gputrain.audio.store import Wave
 from gputrain.audio.weight_norm import weights_made_once
-from gputrain.engine.data import HELD_OUT_SHARE
-from gputrain.engine.dataset_report import Progress, silent
+from gputrain.engine.data import HELD_OUT_SHARE, Progress, silent, to_int16
 from gputrain.engine.mixture import GivenFolders
-from gputrain.engine.wav import to_int16
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on

@@ -35,7 +35,7 @@ from gputrain.audio.export import (
     written_aside,
 )
 from gputrain.audio.weight_norm import weights_made_once
-from gputrain.engine.dataset_report import Progress, StepProgress, silent
+from gputrain.engine.data import Progress, StepProgress, silent
 from gputrain.errors import UserError
 from gputrain.vocoder.architecture import SAME_OPTIONS
 from gputrain.vocoder.generator import HARMONICS, Generator, Noise, draw_noise

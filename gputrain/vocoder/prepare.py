@@ -15,9 +15,7 @@ from gputrain.audio.config import Sound as Wishes
 from gputrain.audio.f0 import compile_tracker, default_method, f0
 from gputrain.audio.prepare import QUARANTINE, PrepareReport, RefusedRecording
 from gputrain.audio.store import Wave
-from gputrain.engine.data import in_processes, write_rows
-from gputrain.engine.dataset_report import Progress, silent
-from gputrain.engine.wav import to_int16
+from gputrain.engine.data import Progress, in_processes, silent, to_int16, write_rows
 from gputrain.errors import UserError
 from gputrain.vocoder.config import SAMPLING_RATE
 from gputrain.vocoder.store import Pitch, VocoderFormat, VocoderStoreWriter

@@ -20,10 +20,10 @@ from gputrain.audio.mel import log_mel
 from gputrain.audio.weight_norm import WeightNormed, shared_weights
 from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.gan import exact
-from gputrain.engine.metrics import Report
 from gputrain.engine.muon import muon_with_adamw
 from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Yielded
+from gputrain.engine.samples import Report
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.spec import PlanTarget
 from gputrain.planner.step_memory import step_flops

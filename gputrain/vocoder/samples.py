@@ -15,8 +15,7 @@ from gputrain.audio.f0 import interpolated
 from gputrain.audio.mel import log_mel
 from gputrain.audio.pictures import coloured
 from gputrain.audio.store import Wave
-from gputrain.engine.metrics import Report, SoundSample
-from gputrain.engine.sheet import Sheet, SheetCell
+from gputrain.engine.samples import Report, Sheet, SheetCell, SoundSample
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.generator import Generator
 from gputrain.vocoder.store import Pitch

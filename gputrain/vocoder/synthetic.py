@@ -11,7 +11,7 @@ import numpy as np
 
 from gputrain.audio import formants
 from gputrain.audio.formants import CONSONANTS, CONTROL_HZ, Floats, FormantVoice, Score, smooth
-from gputrain.engine.wav import write_wav
+from gputrain.engine.data import write_wav
 
 SCALE = (0, 2, 4, 7, 9, 12)  # Pentatonic scale, in semitones above the lowest note.
 # The first three formants of men's vowels: Peterson and Barney 1952, table II (https://doi.org/10.1121/1.1906875).

@@ -6,9 +6,9 @@ from dataclasses import replace
 from rich.console import Console
 
 from gputrain import config
-from gputrain.engine.dataset_report import digests
+from gputrain.engine.data import digests
 from gputrain.engine.mixture import in_words
-from gputrain.engine.run_dir import Run
+from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import StepSchedule, begin
 from gputrain.engine.train import train
 from gputrain.errors import UserError

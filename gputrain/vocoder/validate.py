@@ -17,8 +17,7 @@ from gputrain.audio.f0 import compile_tracker, default_method, f0, voiced
 from gputrain.audio.io import Samples, from_int16, read_sound
 from gputrain.audio.prepare import RefusedRecording
 from gputrain.audio.store import WAVES
-from gputrain.engine.data import in_processes
-from gputrain.engine.dataset_report import Progress, Spread, silent
+from gputrain.engine.data import Progress, Spread, in_processes, silent
 from gputrain.errors import UserError
 from gputrain.vocoder.store import Pitch, VocoderStore
 

@@ -16,9 +16,7 @@ from torch import Tensor
 from gputrain.audio.f0 import default_method, interpolated
 from gputrain.audio.io import HOW_TO_CONVERT
 from gputrain.audio.weight_norm import weights_made_once
-from gputrain.engine.data import writing
-from gputrain.engine.dataset_report import Progress, silent
-from gputrain.engine.wav import write_wav
+from gputrain.engine.data import Progress, silent, write_wav, writing
 from gputrain.errors import UserError
 from gputrain.hw.runtime import runtime_on
 from gputrain.vocoder import inputs

@@ -12,7 +12,7 @@ from gputrain.asr import architecture
 from gputrain.asr.architecture import Adapters, preset_architecture
 from gputrain.asr.model import build_recogniser
 from gputrain.engine import checkpoint
-from gputrain.engine.content import FORMAT
+from gputrain.engine.checkpoint import FORMAT
 from gputrain.speech.text.vocabulary import Vocabulary
 
 VOCABULARY = Vocabulary("en", ("<pad>", "<unk>", "|", *"'abcdefghijklmnopqrstuvwxyz"))

@@ -12,7 +12,7 @@ from gputrain.asr.initialise import init_weights
 from gputrain.asr.model import logits
 from gputrain.asr.recipe import RecogniserRecipe, UtteranceSize, plan_target
 from gputrain.config import assemble
-from gputrain.engine.run_dir import Run
+from gputrain.engine.run_folder import Run
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import gradients, update
 from gputrain.planner.step_memory import predict_step, step_flops

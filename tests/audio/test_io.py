@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gputrain.audio import io
 from gputrain.audio.io import read_sound, resample, trim
-from gputrain.engine.wav import to_int16, write_wav
+from gputrain.engine.data import to_int16, write_wav
 from gputrain.errors import UserError
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from gputrain.engine import train as engine
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.recipe import phases_of
-from gputrain.engine.run_dir import Run, open_run
+from gputrain.engine.run_folder import Run, open_run
 from gputrain.engine.schedule import Schedule, StepSchedule, begin
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import update

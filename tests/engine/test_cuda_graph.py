@@ -10,7 +10,7 @@ import torch
 from gputrain.engine import cuda_graph, step
 from gputrain.engine.cuda_graph import MOST_RELEASES, agree, replay_gradients
 from gputrain.engine.recipe import Term
-from gputrain.engine.run_dir import Run
+from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import Schedule
 from gputrain.engine.state import TrainState
 from gputrain.hw.plan import Hardware, Setting, decide

@@ -8,9 +8,9 @@ import pytest
 
 from gputrain.cli import ui
 from gputrain.config import read_file
-from gputrain.engine import between_steps, deadline, saving
-from gputrain.engine.deadline import COMMAND_CLOCK, Deadline, seconds_of
+from gputrain.engine import callbacks, saving, stop
 from gputrain.engine.schedule import Saving
+from gputrain.engine.stop import COMMAND_CLOCK, Deadline, seconds_of
 from gputrain.errors import Stopped, UserError
 from tests.engine.test_leaving import saved_step
 from tests.engine.test_run import assert_equal, schedule, steps_logged, trained
@@ -80,7 +80,7 @@ def test_a_run_of_any_durations_ends_before_its_limit_and_not_long_before(trial)
             watch._left_out += max(now, written_at) - now
             now = max(now, written_at)
             written_at = now + save
-        if number % 50 == 0:  # As `beside_the_steps` counts it, on this clock.
+        if number % 50 == 0:  # As `not_counted` counts it, on this clock.
             now += evaluation
             watch._left_out += evaluation
         if stops:
@@ -97,16 +97,16 @@ def test_a_run_of_any_durations_ends_before_its_limit_and_not_long_before(trial)
 def clock(monkeypatch) -> Clock:
     """The clock of the run, on which starting and saving a training take no time. Ending the process takes 0.05 s, and
     the first save is expected to take as long."""
-    monkeypatch.setattr(deadline, "EXIT_SECONDS", 0.05)
-    monkeypatch.setattr(deadline, "SLOW_START_SECONDS", 0.05)
+    monkeypatch.setattr(stop, "EXIT_SECONDS", 0.05)
+    monkeypatch.setattr(stop, "SLOW_START_SECONDS", 0.05)
     monkeypatch.setattr(COMMAND_CLOCK, "began", None)
-    return Clock(monkeypatch, deadline, between_steps, saving)
+    return Clock(monkeypatch, stop, callbacks, saving)
 
 
 def test_a_wait_for_data_that_hangs_ends_before_the_limit(tmp_path, clock):
     """No batch comes after the eighth. When only the time to save and to end is left, with workers that hang, the run
     ends from within the wait."""
-    left = deadline.SAVE_MARGIN * 0.05 + 2 * 0.05
+    left = stop.SAVE_MARGIN * 0.05 + 2 * 0.05
 
     def hanging(first: int, last: int):
         yield from batches(first, min(last, 8))
@@ -203,7 +203,7 @@ def test_saves_and_reports_are_no_part_of_a_steps_duration(clock):
     watch = Deadline(limit_seconds=100.0)
     watch.add_step(clock.now)
     for report in ("", "eval"):
-        with watch.beside_the_steps(report):
+        with watch.not_counted(report):
             clock.now += 0.25
     clock.now += 0.125
     watch.add_step(clock.now)

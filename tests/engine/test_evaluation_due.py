@@ -13,7 +13,8 @@ from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import BEST, LAST, PREVIOUS
-from gputrain.engine.metrics import Metrics, Report
+from gputrain.engine.metrics import Metrics
+from gputrain.engine.samples import Report
 from gputrain.engine.schedule import RunProgress, stages_ahead
 from gputrain.errors import Stopped
 from tests.engine.test_run import assert_equal, rows_of, schedule

@@ -12,10 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from gputrain.config import read_file
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import BEST, LAST, PREVIOUS
-from gputrain.engine.plan_file import write_text
-from gputrain.engine.rollback import GOOD_AFTER, ROLLBACK_LIMIT, STEADY_STEPS, go_back_if_unstable
-from gputrain.engine.run_dir import Run
-from gputrain.engine.saving import save_checkpoint
+from gputrain.engine.run_folder import Run, write_text
+from gputrain.engine.saving import GOOD_AFTER, ROLLBACK_LIMIT, STEADY_STEPS, Saver, go_back_if_unstable
 from gputrain.engine.schedule import RunProgress
 from gputrain.engine.state import TrainState
 from gputrain.errors import Stopped, UserError
@@ -111,12 +109,15 @@ def test_the_best_score_is_raised_only_with_a_checkpoint_of_it(tmp_path, in_the_
     """A folder stands where a file is to be written, which the disk refuses; training goes on, and tries again."""
     state, run = begun(tmp_path)
     (tmp_path / in_the_way / "x").mkdir(parents=True)
-    before = RunProgress(step=3, best_score=1.0)
-    assert save_checkpoint(state, run, before, names=(), must=False, best_score=2.0) == before
+    saver = Saver(state, run)
+    state.progress = before = RunProgress(step=3, best_score=1.0)
+    saver.save(waits=True, best_score=2.0)
+    assert state.progress == before
     assert "Is a directory" in caplog.text
     (tmp_path / in_the_way / "x").rmdir()
     (tmp_path / in_the_way).rmdir()
-    assert save_checkpoint(state, run, before, names=(), must=False, best_score=2.0).best_score == 2.0
+    saver.save(waits=True, best_score=2.0)
+    assert state.progress == RunProgress(step=3, best_score=2.0)
     assert checkpoint.read(tmp_path / BEST, "toy")["progress"]["best_score"] == 2.0
 
 
@@ -197,14 +198,15 @@ def test_many_good_steps_make_up_for_rollbacks(tmp_path):
         {"nonfinite/discriminators": 0.0, "nonfinite/generator": 0.0},
         {"nonfinite/discriminators": 0.0, "nonfinite/generator": 1.0},
     )
-    go_back_if_unstable(state, [good] * (STEADY_STEPS - 1), run, STEADY_STEPS - 1)
-    go_back_if_unstable(state, [bad, good], run, STEADY_STEPS + 1)
+    saver = Saver(state, run)
+    go_back_if_unstable(saver, [good] * (STEADY_STEPS - 1), STEADY_STEPS - 1)
+    go_back_if_unstable(saver, [bad, good], STEADY_STEPS + 1)
     assert state.rollbacks == ROLLBACK_LIMIT
-    go_back_if_unstable(state, [good] * (STEADY_STEPS - 1), run, 2 * STEADY_STEPS)
+    go_back_if_unstable(saver, [good] * (STEADY_STEPS - 1), 2 * STEADY_STEPS)
     assert state.rollbacks == 0
     state.rollbacks = ROLLBACK_LIMIT
     with pytest.raises(UserError, match="going back did not help"):
-        go_back_if_unstable(state, [bad] * 3, run, 2 * STEADY_STEPS + 3)
+        go_back_if_unstable(saver, [bad] * 3, 2 * STEADY_STEPS + 3)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])

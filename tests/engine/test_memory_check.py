@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from gputrain.engine.memory_check import MeasuredPeak, MemoryCheck
-from gputrain.engine.run_dir import Run
+from gputrain.engine.run_folder import Run
+from gputrain.engine.saving import Saver
 from gputrain.engine.schedule import Schedule
 from gputrain.engine.state import TrainState
 from gputrain.hw.plan import Setting
@@ -32,20 +33,20 @@ def check_of(folder: Path, *, planned: int = 8, micro_batch: int = 8, expandable
     recipe = ToyRecipe(Schedule(batch_size=8))
     state = TrainState.begin(recipe, recipe.schedule, runtime, run)
     state.micro_batch["generator"] = micro_batch
-    return MemoryCheck(state, run, 1)
+    return MemoryCheck(Saver(state, run), 1)
 
 
 def test_the_peak_is_compared_with_what_was_predicted(tmp_path, caplog):
     check = check_of(tmp_path)
     with caplog.at_level(logging.INFO):
         check.report(PEAK, 2)
-    assert check.run.measured_memory == {
+    assert check.saver.run.measured_memory == {
         "peak_gb": 10.4, "peak_reserved_gb": 12.0, "step": 2, "ratio": pytest.approx(1.04),
     }  # fmt: skip
     assert caplog.messages == [
         "memory of step 2: predicted peak 10.00 GB, measured 10.40 GB (12.00 GB reserved), measured / predicted 1.040"
     ]
-    assert check.state.events == []
+    assert check.saver.state.events == []
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_the_peak_is_compared_with_what_was_predicted(tmp_path, caplog):
 )
 def test_more_than_the_margin_is_a_warning_with_what_helps(micro_batch, advice, tmp_path, caplog):
     check = check_of(tmp_path, planned=micro_batch, micro_batch=micro_batch)
-    check.state.micro_batch["discriminators"] = micro_batch
+    check.saver.state.micro_batch["discriminators"] = micro_batch
     check.report(replace(PEAK, allocated_gb=10.59), 2)
     assert not caplog.records  # cuBLAS's workspaces are not predicted: 0.1 GB are left for them.
     check.report(replace(PEAK, allocated_gb=10.7), 2)
@@ -62,13 +63,13 @@ def test_more_than_the_margin_is_a_warning_with_what_helps(micro_batch, advice, 
     assert record.message.startswith("a step takes 7% more memory than predicted, beyond the plan's margin of 5%")
     assert advice in record.message
     assert ("--micro-batch-size" in record.message) == (micro_batch > 1)
-    assert check.state.events == [{"step": 2, "check": "memory", "message": record.message}]
+    assert check.saver.state.events == [{"step": 2, "check": "memory", "message": record.message}]
 
 
 def test_gaps_count_where_segments_cannot_grow(tmp_path):
     check = check_of(tmp_path, expandable=False)
     check.report(PEAK, 2)
-    assert check.run.measured_memory["ratio"] == pytest.approx(1.2)
+    assert check.saver.run.measured_memory["ratio"] == pytest.approx(1.2)
 
 
 def test_smaller_micro_batches_than_planned_are_not_compared(tmp_path, caplog):
@@ -76,16 +77,16 @@ def test_smaller_micro_batches_than_planned_are_not_compared(tmp_path, caplog):
     check = check_of(tmp_path, micro_batch=4)
     with caplog.at_level(logging.INFO):
         check.report(replace(PEAK, allocated_gb=11.0), 2)
-    assert check.run.measured_memory == {"peak_gb": 11.0, "peak_reserved_gb": 12.0, "step": 2}
+    assert check.saver.run.measured_memory == {"peak_gb": 11.0, "peak_reserved_gb": 12.0, "step": 2}
     assert caplog.messages == []
 
 
 def test_without_a_prediction_the_peak_is_noted(tmp_path, caplog):
     check = check_of(tmp_path)
-    check.run.prediction = {}
+    check.saver.run.prediction = {}
     with caplog.at_level(logging.INFO):
         check.report(PEAK, 2)
-    assert check.run.measured_memory == {"peak_gb": 10.4, "peak_reserved_gb": 12.0, "step": 2}
+    assert check.saver.run.measured_memory == {"peak_gb": 10.4, "peak_reserved_gb": 12.0, "step": 2}
     assert caplog.messages == []
 
 
@@ -93,7 +94,7 @@ def test_a_stage_does_not_keep_the_measurement_of_the_stage_before(tmp_path):
     check = check_of(tmp_path)
     check.report(PEAK, 2)
     MemoryCheck(check.state, check.run, 5)
-    assert check.run.measured_memory == {}
+    assert check.saver.run.measured_memory == {}
 
 
 def test_a_cpu_is_not_compared(tmp_path, caplog):

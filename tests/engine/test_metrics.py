@@ -21,10 +21,9 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gputrain.engine import metrics as engine_metrics
-from gputrain.engine import progress_line
-from gputrain.engine.between_steps import log_evaluation
-from gputrain.engine.metrics import Metrics, Report, SoundSample
-from gputrain.engine.progress_line import Bar, TimeLeft
+from gputrain.engine.callbacks import log_evaluation
+from gputrain.engine.metrics import Bar, Metrics, TimeLeft
+from gputrain.engine.samples import Report, SoundSample
 from tests.toy import cpu_runtime
 from tests.waiting import Clock
 
@@ -184,7 +183,7 @@ def shown_metrics(folder, clock, lines, terminal=True, steps=10, pauses=()) -> s
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     """The clock of speed and remaining time."""
-    return Clock(monkeypatch, engine_metrics, progress_line)
+    return Clock(monkeypatch, engine_metrics)
 
 
 def test_slow_steps_have_a_remaining_time(tmp_path, clock):
@@ -226,7 +225,7 @@ def test_the_last_line_stays_on_the_terminal(tmp_path, clock):
     [(40, "40 s"), (99.4, "99 s"), (100, "2 min"), (3599, "1 h 0 min"), (11_520, "3 h 12 min"), (273_600, "3 d 4 h")],
 )
 def test_durations(seconds, words):
-    assert progress_line.duration(seconds) == words
+    assert engine_metrics.duration(seconds) == words
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):

@@ -9,14 +9,13 @@ from torch import nn
 
 from gputrain.config import assemble
 from gputrain.engine import checkpoint
-from gputrain.engine.dataset_report import digests
-from gputrain.engine.loading import load_optimizer
+from gputrain.engine.data import digests
 from gputrain.engine.muon import muon_with_adamw
 from gputrain.engine.optim import adamw
 from gputrain.engine.recipe import phases_of
-from gputrain.engine.run_dir import Run
+from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import Schedule
-from gputrain.engine.state import TrainState
+from gputrain.engine.state import TrainState, load_optimizer
 from gputrain.engine.step import update
 from gputrain.errors import UserError
 from tests.engine.test_muon import MuonToy

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from gputrain.config import read_file
-from gputrain.engine import checkpoint, run_dir
-from gputrain.engine.loading import load_modules
+from gputrain.engine import checkpoint, run_folder
+from gputrain.engine.checkpoint import load_modules
 from gputrain.engine.schedule import Schedule
 from gputrain.errors import Stopped, UserError
 from tests.children import Child
@@ -271,10 +271,10 @@ def test_a_folder_that_another_process_trains_in_is_left_alone_until_that_has_en
     process = start(folder)
     wait_for_steps(folder, 3)
     with monkeypatch.context() as patch:
-        patch.setattr(run_dir, "LEAVING_SECONDS", 0.1)
+        patch.setattr(run_folder, "LEAVING_SECONDS", 0.1)
         with pytest.raises(UserError, match="another process trains in it"):
             trained(folder, 40, resume_from="auto")
-    monkeypatch.setattr(run_dir, "LEAVING_SECONDS", HANG_SECONDS)
+    monkeypatch.setattr(run_folder, "LEAVING_SECONDS", HANG_SECONDS)
     process.send_signal(signal.SIGTERM)
     resumed = trained(folder, 40, resume_from="auto")  # waits for the other one to save
     code, talk = process.wait()

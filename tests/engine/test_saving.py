@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,19 +15,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gputrain.engine import checkpoint, saving, snapshot
-from gputrain.engine.checkpoint import BEST, LAST, PREVIOUS
-from gputrain.engine.run_dir import Run
-from gputrain.engine.saving import finish_saving, start_saving
-from gputrain.engine.snapshot import HostSnapshot, buffers_like, map_tensors, tensor_bytes
+from gputrain.engine import checkpoint, saving
+from gputrain.engine.checkpoint import BEST, LAST, PREVIOUS, map_tensors, tensor_bytes
+from gputrain.engine.run_folder import Run
+from gputrain.engine.saving import HostSnapshot, SaveJob, Saver, buffers_like
 from gputrain.engine.state import TrainState
-from gputrain.engine.writer import BackgroundWriter
 from gputrain.errors import Stopped
 from tests.engine.test_run import assert_equal, schedule, steps_logged, trained
 from tests.toy import ToyRecipe, batches, cpu_runtime, quiet, train_toy, weights
 
 CPU = torch.device("cpu")
-WRITE, START, FINISH = checkpoint._write, BackgroundWriter.start, BackgroundWriter.finish
+WRITE, SUBMIT, FINISH = checkpoint._write, Saver._submit, Saver._finish
 UNTIL_WAITED_FOR = 1000  # More steps than a run has: a write lasts until the training waits for it.
 HANG_SECONDS = 120.0
 
@@ -53,25 +52,25 @@ class SlowDisk:
         self.asked = 0  # Number of batches that the training has asked for.
         self.during: list[int] = []  # Steps of the training during each write.
         self.fails: Callable[[int], None] = lambda number: None
-        self._writes: tuple[BackgroundWriter, int] | None = None  # The one whose thread writes, and its first batch.
+        self._writes: tuple[Saver, int] | None = None  # The one whose thread writes, and its first batch.
         self._released = threading.Event()
 
-    def start(self, writer: BackgroundWriter, job: Callable[[], object]) -> None:
+    def submit(self, saver: Saver, job: SaveJob) -> None:
         assert self._writes is None
         self._released.clear()
-        self._writes = writer, self.asked
-        START(writer, job)
+        self._writes = saver, self.asked
+        SUBMIT(saver, job)
 
-    def finish(self, writer: BackgroundWriter) -> object:
+    def finish(self, saver: Saver) -> None:
         self._complete()
-        return FINISH(writer)
+        FINISH(saver)
 
     def _complete(self) -> None:
         if self._writes is None:
             return
-        (writer, first), self._writes = self._writes, None
+        (saver, first), self._writes = self._writes, None
         self._released.set()
-        writer._thread.join()
+        wait([saver.pending])
         self.during.append(self.asked - first)
 
     def write(self, content, file) -> int:
@@ -105,8 +104,8 @@ class SlowDisk:
 def disk(monkeypatch) -> SlowDisk:
     slow = SlowDisk()
     monkeypatch.setattr(checkpoint, "_write", slow.write)
-    monkeypatch.setattr(BackgroundWriter, "start", lambda writer, job: slow.start(writer, job))
-    monkeypatch.setattr(BackgroundWriter, "finish", lambda writer: slow.finish(writer))
+    monkeypatch.setattr(Saver, "_submit", lambda saver, job: slow.submit(saver, job))
+    monkeypatch.setattr(Saver, "_finish", lambda saver: slow.finish(saver))
     return slow
 
 
@@ -118,7 +117,7 @@ def run(folder, disk: SlowDisk, steps: int = 20, **others) -> ToyRecipe:
 
 def in_one_thread(monkeypatch) -> None:
     """Let every save take the state as it is, without a copy and while the training waits."""
-    monkeypatch.setattr(snapshot, "ram", lambda: (1.0, 1e-9))
+    monkeypatch.setattr(saving, "ram", lambda: (1.0, 1e-9))
 
 
 def test_what_is_written_while_training_goes_on_is_the_state_of_its_step(tmp_path, disk, monkeypatch, caplog):
@@ -158,12 +157,12 @@ def test_a_copy_is_written_as_the_original_and_shares_its_memory_with_the_next_c
     assert len(files[0].getvalue()) == len(files[1].getvalue())
     assert same(*(torch.load(io.BytesIO(file.getvalue())) for file in files))
 
-    places = [tensor.data_ptr() for tensor in snapshot.distinct_tensors(copied).values()]
+    places = [tensor.data_ptr() for tensor in checkpoint.distinct_tensors(copied).values()]
     before = shared.clone()
     shared += 1
     assert torch.equal(copied["nested"][0]["b"], before)
     again = host.copy(content, CPU)
-    assert [tensor.data_ptr() for tensor in snapshot.distinct_tensors(again).values()] == places
+    assert [tensor.data_ptr() for tensor in checkpoint.distinct_tensors(again).values()] == places
     assert same(again, content)
     content["more"] = torch.ones(5)
     assert same(host.copy(content, CPU), content)
@@ -172,7 +171,7 @@ def test_a_copy_is_written_as_the_original_and_shares_its_memory_with_the_next_c
 def test_sizes_count_shared_tensors_once_and_buffers_fill_chunks(monkeypatch):
     one = torch.zeros(10, dtype=torch.float64)
     assert tensor_bytes({"a": one, "b": [one, torch.zeros(3)]}) == 80 + 12
-    monkeypatch.setattr(snapshot, "CHUNK_BYTES", 256)
+    monkeypatch.setattr(saving, "CHUNK_BYTES", 256)
     tensors = [torch.zeros(size) for size in (16, 16, 100, 16, 1)]
     buffers = buffers_like(tensors, pinned=False)
     assert [len(buffer) for buffer in buffers] == [16, 16, 100, 16, 1]
@@ -329,14 +328,15 @@ def test_a_checkpoint_that_the_disk_changes_replaces_none(tmp_path, monkeypatch)
 def test_a_save_that_is_started_returns_before_it_is_written(tmp_path, disk, monkeypatch):
     """The clock is read when the save is started, and when the thread begins and ends."""
     disk.steps = UNTIL_WAITED_FOR
-    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=iter([100.0, 100.5, 107.0]).__next__))
     run = Run(tmp_path, quiet(tmp_path), {}, "")
     recipe = ToyRecipe(schedule(100))
     state = TrainState.begin(recipe, recipe.schedule, cpu_runtime(), run)
-    start_saving(state, run, names=["checkpoint_step_0.pt"])
-    assert (run.writer.is_busy, run.save_is_due(), run.saved_step) == (True, False, -1)
+    saver = Saver(state, run)
+    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=iter([100.0, 100.5, 107.0]).__next__))
+    saver.save(["checkpoint_step_0.pt"])
+    assert (saver.is_busy, saver.is_due(), run.saved_step) == (True, False, -1)
     assert not (tmp_path / LAST).exists()
-    finish_saving(state, run)
-    assert (run.writer.is_busy, run.saved_step) == (False, 0)
-    assert (run.saved_at, run.save_seconds) == (100.0, 6.5)
+    saver.finish()
+    assert (saver.is_busy, run.saved_step) == (False, 0)
+    assert (saver.saved_at, run.save_seconds) == (100.0, 6.5)
     assert os.path.samefile(tmp_path / LAST, tmp_path / "checkpoint_step_0.pt")

@@ -8,8 +8,8 @@ from PIL import Image
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gputrain.engine.metrics import Metrics, Report, SoundSample
-from gputrain.engine.sheet import PAPER, Sheet, SheetCell, cut, font
+from gputrain.engine.metrics import Metrics
+from gputrain.engine.samples import PAPER, Report, Sheet, SheetCell, SoundSample, cut, font
 from tests.toy import cpu_runtime
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gputrain.engine.recipe import PhaseSums, StepGroup, Term, Together, phases_of
-from gputrain.engine.run_dir import Run
+from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import Schedule
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import back_propagate, update

@@ -18,7 +18,7 @@ import yaml
 from gputrain.autoconfig.memory_models import measure_step
 from gputrain.bench import timing
 from gputrain.engine.recipe import phases_of
-from gputrain.engine.snapshot import HostSnapshot
+from gputrain.engine.saving import HostSnapshot
 from gputrain.errors import UserError
 from gputrain.hw.facts import machine_facts
 from gputrain.hw.monitor import Monitor, Reading

@@ -16,7 +16,7 @@ from torch import Tensor
 from gputrain.asr.recipe import RecogniserRecipe, UtteranceSize
 from gputrain.config import assemble
 from gputrain.engine.recipe import Recipe, phases_of
-from gputrain.engine.run_dir import Run
+from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import Schedule, StepSchedule, begin
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import update

@@ -20,7 +20,7 @@ from gputrain.audio.io import read_sound
 from gputrain.cli.options import read_defaults
 from gputrain.config import assemble, leaves
 from gputrain.engine import checkpoint
-from gputrain.engine.plan_file import PlanFile
+from gputrain.engine.run_folder import PlanFile
 from gputrain.errors import UserError
 from gputrain.speech.store import SpeechStore
 from gputrain.speech.transcripts import read_transcripts

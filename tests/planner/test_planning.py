@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gputrain.engine.between_steps import MemoryRelief
-from gputrain.engine.plan_file import PlanFile
+from gputrain.engine.callbacks import MemoryRelief
 from gputrain.engine.recipe import phases_of
-from gputrain.engine.run_dir import Run
+from gputrain.engine.run_folder import PlanFile, Run
 from gputrain.engine.schedule import Schedule
 from gputrain.engine.state import TrainState
 from gputrain.engine.train import dry_run

@@ -8,8 +8,8 @@ import torch
 from rich.console import Console
 
 from gputrain.config import assemble, to_yaml
-from gputrain.engine.metrics import Metrics, Report, SoundSample, clip_caption
-from gputrain.engine.sheet import Sheet, SheetCell
+from gputrain.engine.metrics import Metrics
+from gputrain.engine.samples import Report, Sheet, SheetCell, SoundSample, clip_caption
 from gputrain.vae.config import TrainVae
 from tests.toy import cpu_runtime
 

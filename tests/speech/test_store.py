@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from gputrain.audio.store import WAVES
-from gputrain.engine.data import MANIFEST
-from gputrain.engine.dataset_report import description_of
+from gputrain.engine.data import MANIFEST, description_of
 from gputrain.errors import UserError
 from gputrain.speech.store import (
     SOUNDS,

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from gputrain.audio.mel import log_mel
 from gputrain.config import assemble
 from gputrain.engine.recipe import phases_of
-from gputrain.engine.run_dir import Run
+from gputrain.engine.run_folder import Run
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import gradients, update
 from gputrain.hw import runtime as runtimes

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gputrain.cli.options import read_defaults
 from gputrain.config import assemble, flatten, read_file
-from gputrain.engine.plan_file import PlanFile
+from gputrain.engine.run_folder import PlanFile
 from gputrain.errors import UserError
 from gputrain.speech.buckets import open_speech
 from gputrain.speech.store import Recording, SoundFormat, SpeechClip, SpeechFormat, SpeechWriter

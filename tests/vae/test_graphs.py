@@ -5,7 +5,7 @@ import torch
 
 from gputrain.engine import cuda_graph
 from gputrain.engine.cuda_graph import replay_gradients
-from gputrain.engine.run_dir import Run
+from gputrain.engine.run_folder import Run
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import update
 from gputrain.vae.lpips import Lpips

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from gputrain.config import assemble
 from gputrain.engine.recipe import ChainGradients, Term
-from gputrain.engine.run_dir import Run
+from gputrain.engine.run_folder import Run
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import update
 from gputrain.errors import UserError

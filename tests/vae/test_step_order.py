@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from gputrain.engine.recipe import Phase, phases_of
-from gputrain.engine.run_dir import Run
+from gputrain.engine.run_folder import Run
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import prepare_optimizer, update
 from gputrain.errors import UserError

@@ -19,7 +19,7 @@ from rich.console import Console
 from gputrain.config import assemble, leaves, read_file
 from gputrain.engine.data import Sample, Split
 from gputrain.engine.mixture import FolderItems, Mixture
-from gputrain.engine.plan_file import PlanFile
+from gputrain.engine.run_folder import PlanFile
 from gputrain.errors import UserError
 from gputrain.planner import step_memory
 from gputrain.vae import architecture, recipe

@@ -7,7 +7,7 @@ import torch
 from gputrain.audio.config import Mel
 from gputrain.audio.mel import log_mel
 from gputrain.audio.pictures import BAND_PIXELS, colour_map
-from gputrain.engine.sheet import Sheet
+from gputrain.engine.samples import Sheet
 from gputrain.vocoder.samples import sheet
 
 MEL = Mel(16000, 40, 160, 640, 1024, 40, 8000)

@@ -10,7 +10,7 @@ from gputrain.audio import losses
 from gputrain.config import assemble
 from gputrain.engine.gan import exact
 from gputrain.engine.recipe import Term, phases_of
-from gputrain.engine.run_dir import Run
+from gputrain.engine.run_folder import Run
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import accumulate, gradients, unfreeze_only, update
 from gputrain.errors import UserError

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from gputrain.cli.options import read_defaults
 from gputrain.config import assemble, read_file
-from gputrain.engine.plan_file import PlanFile
 from gputrain.engine.recipe import Term
-from gputrain.engine.run_dir import Run
+from gputrain.engine.run_folder import PlanFile, Run
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import update
 from gputrain.errors import UserError

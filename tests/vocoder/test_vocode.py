@@ -13,7 +13,7 @@ from torch import Tensor
 from gputrain.audio.config import Mel
 from gputrain.audio.f0 import f0, interpolated
 from gputrain.audio.mel import log_mel
-from gputrain.engine.dataset_report import silent
+from gputrain.engine.data import silent
 from gputrain.errors import UserError
 from gputrain.vocoder.architecture import NsfHifiganArchitecture
 from gputrain.vocoder.commands import Vocode

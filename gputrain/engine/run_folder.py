@@ -1,9 +1,10 @@
-"""A run folder: creating, locking, resuming, and the description of its run."""
+"""A run folder: creating, locking, resuming, its configuration, and plan.json."""
 
 import contextlib
+import json
 import logging
+import os
 import tempfile
-import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,18 +16,85 @@ from gputrain import config
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import Content
 from gputrain.engine.distributed import RankGroup
-from gputrain.engine.plan_file import NAME, PlanFile, write_text
 from gputrain.engine.schedule import RunProgress, Saving
 from gputrain.engine.stop import StopSignal
-from gputrain.engine.writer import BackgroundWriter
 from gputrain.errors import UserError
-from gputrain.hw.plan import Hardware
+from gputrain.hw.plan import Hardware, Plan
+from gputrain.stored import from_json
 
 log = logging.getLogger(__name__)
 
 NO_CHANGE = ("resume_from", "output_dir", "max_time")  # Settings whose changes are not reported.
-LOCK, CONFIG = ".lock", "config.yaml"
+LOCK, CONFIG, PLAN = ".lock", "config.yaml", "plan.json"
 LEAVING_SECONDS = 30  # Time for another process that was asked to stop to save.
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically, also in case of a power failure. Raises OSError."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+@dataclass
+class PlanFile:
+    """`micro_batch`: present micro-batch sizes by step group; `events`: changes of the plan during the run."""
+
+    plan: Plan
+    micro_batch: dict[str, int]
+    prediction: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, float] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def save(self, path: Path) -> None:
+        """Write the file atomically. Raises OSError."""
+        content = {
+            "settings": self.plan.to_json(),
+            "micro_batch": self.micro_batch,
+            "prediction": self.prediction,
+            "measured": self.measured,
+            "events": self.events,
+        }
+        write_text(path, json.dumps(content, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> "PlanFile":
+        """Read a plan file. Raises UserError if it is missing or invalid."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            content["plan"] = content.pop("settings")
+            found = from_json(cls, content)
+            _check(found)
+            return found
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}", hint="--plan-file takes the plan.json of a run") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise UserError(
+                f"{path} is not a plan of gputrain", hint="--plan-file takes the plan.json of a run"
+            ) from None
+
+
+def _check(found: PlanFile) -> None:
+    """Raises ValueError if a value is one that no plan has."""
+    settings = found.plan.settings
+    known: dict[str, tuple[object, ...]] = {"device": ("cuda", "cpu"), "precision": ("bf16", "fp16", "fp32")}
+    least = {"num_workers": 0, "prefetch_factor": 0, "micro_batch_size": 1, "accumulation_steps": 1}
+    fits = [settings[name].value in values for name, values in known.items()]
+    fits += [is_count(settings[name].value, low) for name, low in least.items() if name in settings]
+    fits += [is_count(size, 1) for size in found.micro_batch.values()]
+    if not all(fits):
+        raise ValueError
+
+
+def is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31
 
 
 @dataclass
@@ -47,17 +115,13 @@ class Run:
     last_is_damaged: bool = False  # True if checkpoint_last.pt is damaged, until the first save.
     divides_optimizers: bool = False  # True if each rank keeps a part of the optimizers' state.
     configuration: str = ""  # Content of config.yaml.
-    saved_at: float = field(default_factory=time.monotonic)
-    is_overdue: bool = False  # True if a save was postponed.
     saved_step: int = -1  # The step that this process saved last; -1: none.
     before: dict[str, Any] = field(default_factory=dict)  # Settings of the resumed checkpoint.
     changes: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # Those that have changed: before, now.
     data: dict[str, Any] = field(default_factory=dict)  # Counts and a digest of the training data.
     stop: StopSignal = field(init=False)
-    writer: BackgroundWriter[Any] = field(default_factory=BackgroundWriter)  # Writes checkpoints meanwhile.
     save_seconds: float = 0.0  # Time that writing the last checkpoint took.
     seconds_per_step: list[float] = field(default_factory=list)  # As measured, of each line of metrics.
-    disk_gb: dict[str, float] = field(default_factory=dict)  # Free space and size of a checkpoint, after the last save.
 
     def __post_init__(self) -> None:
         self.stop = StopSignal(lambda: self.how_to_resume, ranks=self.group.ranks)
@@ -108,14 +172,6 @@ class Run:
                 log.warning("the %s data differ from the checkpoint's: %s", part, what)
                 self.changes[f"{part} data"] = (f"{was[part]['items']} items", what)
         self.before = {}  # Changes are reported once.
-
-    def save_is_due(self) -> bool:
-        """Returns True if the time for a save has come; the leader's clock decides."""
-        if not self.group.leads:
-            return False
-        minutes = (time.monotonic() - self.saved_at) / 60
-        is_due = self.is_overdue or 0 < self.saving.checkpoint_minutes <= minutes
-        return is_due and not self.writer.is_busy  # A save that is still being written comes first.
 
     @property
     def progress(self) -> RunProgress | None:
@@ -210,7 +266,7 @@ def _passed_over_last(saving: Saving, found: Path) -> bool:
 
 def remove_partial(folder: Path) -> None:
     """Delete incomplete files that interrupted writing left in a run folder."""
-    for pattern in ("checkpoint_*", f"{CONFIG}*", f"{NAME}*", "metrics*"):
+    for pattern in ("checkpoint_*", f"{CONFIG}*", f"{PLAN}*", "metrics*"):
         for path in folder.glob(f"{pattern}.partial"):
             with contextlib.suppress(OSError):
                 path.unlink()

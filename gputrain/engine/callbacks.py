@@ -1,31 +1,38 @@
-"""Work between the steps of a training: logging, saving, sampling, evaluating, and stopping with everything saved.
+"""What a training does between its steps: a list of callbacks, each with the steps after which it is due.
 
 No completed step is lost. Before its end and before a stop, a run saves first and samples and evaluates afterwards, and
-if anything ends the run between two steps, the last completed step is saved.
+if anything ends the run between two steps, the last completed step is saved. history.jsonl records every start and end
+of a run.
 """
 
 import contextlib
+import json
 import logging
 import math
+import os
+import platform
+import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from gputrain.engine import checkpoint
-from gputrain.engine.deadline import COMMAND_CLOCK, REPORT_SECONDS, Deadline
+from gputrain.engine.checkpoint import tensor_bytes
 from gputrain.engine.health import Health
-from gputrain.engine.metrics import Metrics, Report
+from gputrain.engine.metrics import METRICS, Metrics, Trackers, append_line, row_of
 from gputrain.engine.recipe import phases_of
-from gputrain.engine.rollback import go_back_if_unstable
-from gputrain.engine.run_dir import Run
-from gputrain.engine.saving import finish_saving, save_checkpoint, start_saving, write_plan
+from gputrain.engine.run_folder import Run
+from gputrain.engine.samples import Report
+from gputrain.engine.saving import Saver, go_back_if_unstable
 from gputrain.engine.schedule import RunProgress, Saving, StepSchedule, every
-from gputrain.engine.snapshot import tensor_bytes
 from gputrain.engine.state import TrainState
-from gputrain.engine.stop import StopRequested
-from gputrain.engine.trackers import Trackers
+from gputrain.engine.stop import COMMAND_CLOCK, REPORT_SECONDS, Deadline, StopRequested
 from gputrain.errors import Stopped, UserError, first_line
+from gputrain.hw.facts import machine_facts
 from gputrain.hw.monitor import Monitor, Pressure
 from gputrain.hw.probe import usable_cores
 from gputrain.hw.runtime import (
@@ -39,6 +46,12 @@ from gputrain.hw.runtime import (
 )
 
 log = logging.getLogger(__name__)
+
+SHOWN_FIGURES = 4  # Held-out figures that are logged; all are in metrics.jsonl.
+SKIPPED = {"samples": "the samples", "eval": "the held-out figures"}  # What is skipped if memory runs out.
+HISTORY = "history.jsonl"
+TAIL_BYTES = 65536  # The last line of metrics.jsonl is within the last bytes.
+MOMENT_BYTES = 8  # AdamW's two moments of a parameter, in fp32.
 
 
 @dataclass
@@ -65,29 +78,49 @@ class MemoryRelief:
 
 
 @dataclass
-class BetweenSteps:
+class StepEnd:
+    """The end of a step, as it is known before any callback is called there."""
+
+    step: int  # Completed steps.
+    stops: bool  # True if the run ends here, or stops with everything saved.
+    reports: list[str]  # "samples" and "eval", if they are due.
+    names: list[str]  # Further names under which the checkpoint is kept, if any.
+    save_is_due: bool  # True if the time for a save has come.
+    best_score: float | None = None  # The score of its evaluation if it is the best so far, on the leader.
+    is_best: bool = False  # The same for all ranks.
+
+
+class Callback(NamedTuple):
+    """Something that is done after those steps after which it is due."""
+
+    due: Callable[[StepEnd], bool]
+    call: Callable[[StepEnd], None]
+
+
+class Callbacks:
     """The work between two steps of a run; `state.progress` holds the number of completed steps."""
 
-    state: TrainState
-    run: Run
-    steps: StepSchedule
-    metrics: Metrics
-    monitor: Monitor
-    health: Health = field(init=False)
-    relief: MemoryRelief = field(init=False)
-    deadline: Deadline = field(init=False)
-    ends_early: bool = False  # True after the evaluation with which early stopping ends the training.
-
-    def __post_init__(self) -> None:
+    def __init__(self, saver: Saver, steps: StepSchedule, metrics: Metrics, monitor: Monitor) -> None:
+        self.saver, self.state, self.run = saver, saver.state, saver.run
+        self.steps, self.metrics, self.monitor = steps, metrics, monitor
+        run = self.run
         self.relief = MemoryRelief(self.state)
-        if self.run.group.leads:
-            self.metrics.trackers = Trackers(
-                self.run.saving.track, self.run.folder, self.run.settings, self.steps.start.step
-            )
+        if run.group.leads:
+            metrics.trackers = Trackers(run.saving.track, run.folder, run.settings, steps.start.step)
         self.health = Health(self.state.runtime.plan, usable_cores())
-        self.deadline = Deadline.of(self.run.saving.max_time)
+        self.deadline = Deadline.of(run.saving.max_time)
         if self.deadline.limit_seconds:
             self.deadline.save_bytes = tensor_bytes(self.state.snapshot())
+        self.ends_early = False  # True after the evaluation with which early stopping ends the training.
+        self.callbacks = (
+            Callback(lambda end: end.stops or every(end.step, run.saving.log_freq), lambda end: self.log()),
+            Callback(lambda end: end.stops, lambda end: self.save(end.names, must=True)),
+            Callback(lambda end: "samples" in end.reports, lambda end: self.sample()),
+            Callback(lambda end: "eval" in end.reports, self._evaluate_step),
+            Callback(lambda end: self.saver.has_result, lambda end: self.saver.finish()),
+            Callback(self._save_is_due, lambda end: self.save(end.names, best_score=end.best_score)),
+            Callback(self._others_wait, lambda end: self.run.group.wait_for_all()),
+        )
 
     def begin(self) -> None:
         """Evaluate before the first step, if the settings ask for it, so that the curves start there. A run that ended
@@ -97,9 +130,9 @@ class BetweenSteps:
             self.evaluate()
             self.run.group.wait_for_all()
         elif progress.evaluation_due and saving.evaluates:
-            self._make_up_for_evaluation(progress)
+            self._evaluate_resumed_step(progress)
 
-    def _make_up_for_evaluation(self, progress: RunProgress) -> None:
+    def _evaluate_resumed_step(self, progress: RunProgress) -> None:
         """Evaluate the step of the resumed checkpoint, and save it as it would have been saved."""
         log.info("evaluating step %d, after which the run ended before its evaluation", progress.step)
         self.metrics.forget_report(progress.step, "eval")
@@ -108,48 +141,48 @@ class BetweenSteps:
                 group["lr"] = self.steps.learning_rate(progress.step - 1) * phase.lr_scale
         self.state.progress = self.steps.progress_at(progress.step, progress)
         names = kept_as(self.steps, self.run.saving, self.state.progress, evaluates=True)
-        self.save(names, waits=True, best_score=self._evaluate_and_count(self.state.progress))
+        self.save(names, waits=True, best_score=self._evaluate_and_count())
         self.run.group.wait_for_all()
 
     def after_step(self) -> None:
-        """Do everything that is due after the last completed step."""
-        saving, progress = self.run.saving, self.state.progress
-        done, last = progress.step, progress.step == self.steps.stop_step
+        """Call everything that is due after the last completed step."""
+        end = self._step_end()
+        self.state.progress = replace(self.state.progress, evaluation_due="eval" in end.reports)  # For a save before.
+        for callback in self.callbacks:
+            if callback.due(end):
+                callback.call(end)
+
+    def _step_end(self) -> StepEnd:
+        progress, saving, run = self.state.progress, self.run.saving, self.run
+        step, last = progress.step, progress.step == self.steps.stop_step
         if not last:
             self._stop_in_time()
-        stopping, is_due = self.run.group.any_of(bool(self.run.stop.requested), self.run.save_is_due())
-        if stopping:
-            self.run.stop.agree()
-        reports = self._reports_of(done)
+        stops, save_is_due = run.group.any_of(bool(run.stop.requested), self.saver.is_due())
+        if stops:
+            run.stop.agree()
+        reports = self._reports_of(step)
         names = kept_as(self.steps, saving, progress, "eval" in reports)
-        evaluates = "eval" in reports or (last and saving.evaluates)
-        self.state.progress = replace(progress, evaluation_due=evaluates)  # Until the evaluation, for any save before.
+        if last:
+            reports = ["samples"] + ["eval"] * saving.evaluates
+        return StepEnd(step, stops or last, reports, names, save_is_due)
 
-        if every(done, saving.log_freq) or last or stopping:
-            self.log()
-        if last or stopping:
-            self.save(names, must=True)
-        samples = "samples" in reports or last
-        if samples:
-            self.sample()
-        best_score = self._evaluate_and_count(progress) if evaluates else None
-        self.state.progress = replace(self.state.progress, evaluation_due=False)
-        (is_best,) = self.run.group.any_of(best_score is not None) if evaluates else (False,)
-        if self.run.writer.has_result:
-            finish_saving(self.state, self.run)
-        # A step that was saved before its evaluation is saved again, as an evaluated one.
-        if evaluates if last or stopping else (names or is_best or is_due or self.ends_early):
-            self.save(names, best_score=best_score)
-        if last or stopping or samples or evaluates or names or is_due:
-            self.run.group.wait_for_all()  # The others wait here while the leader works.
-
-    def _reports_of(self, done: int) -> list[str]:
-        """Return the reports that are due after this many steps."""
-        saving, epoch = self.run.saving, self.steps.epochs_done(done)
-        samples = every(done, saving.save_samples_freq) and epoch >= saving.samples_after_epochs
-        ends_epochs = self.steps.ends_epoch(done) and every(epoch, saving.evaluate_freq)
-        evaluates = ends_epochs or every(done, saving.evaluate_steps)
+    def _reports_of(self, step: int) -> list[str]:
+        """Return the reports that are due after this many steps, unless they are the last ones."""
+        saving, epoch = self.run.saving, self.steps.epochs_done(step)
+        samples = every(step, saving.save_samples_freq) and epoch >= saving.samples_after_epochs
+        ends_epochs = self.steps.ends_epoch(step) and every(epoch, saving.evaluate_freq)
+        evaluates = ends_epochs or every(step, saving.evaluate_steps)
         return ["samples"] * samples + ["eval"] * evaluates
+
+    def _save_is_due(self, end: StepEnd) -> bool:
+        """Return whether the step is saved now. One that was saved before its evaluation is saved again, evaluated."""
+        if end.stops:
+            return "eval" in end.reports
+        return bool(end.names) or end.is_best or end.save_is_due or self.ends_early
+
+    def _others_wait(self, end: StepEnd) -> bool:
+        """Return whether the leader has done what the other ranks must wait for."""
+        return end.stops or bool(end.reports or end.names) or end.save_is_due
 
     def _stop_in_time(self) -> None:
         """Request a stop if a further step might end too late to save before the limit of --max-time.
@@ -161,7 +194,7 @@ class BetweenSteps:
             return
         deadline.add_step(now)
         # A save that begins now or after the next step, the last one, and perhaps one that is being written.
-        saves = 3 if run.writer.is_busy else 2
+        saves = 3 if self.saver.is_busy else 2
         done = self.state.progress.step
         reports = self._reports_of(done) + self._reports_of(done + 1)
         reserve = deadline.reserve_seconds(run.save_seconds, saves=saves, reports=reports)
@@ -173,7 +206,7 @@ class BetweenSteps:
     def _out_of_time(self) -> str:
         return f"stopped in time for --max-time {self.run.saving.max_time}"
 
-    def _waits_in_time(self) -> contextlib.AbstractContextManager[None]:
+    def _ending_waits_in_time(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which a wait for a batch ends in time for --max-time, even if no batch arrives. Several
         ranks could not agree to stop then, as the others may wait for gradients."""
         run = self.run
@@ -181,7 +214,7 @@ class BetweenSteps:
             return contextlib.nullcontext()
 
         def seconds_to_leave() -> float:
-            saves = 2 if run.writer.is_busy else 1
+            saves = 2 if self.saver.is_busy else 1
             return self.deadline.saving_seconds(run.save_seconds, saves, hangs=True)
 
         return self.deadline.watched(seconds_to_leave, lambda: run.stop.end_wait(self._out_of_time))
@@ -194,33 +227,27 @@ class BetweenSteps:
         run.note_time(self.metrics.latest["speed/seconds_per_step"])
         events = self.health.watch(rows, self.metrics.latest, done) if run.group.leads else []
         state.events += events
-        if events and not run.writer.is_busy:  # A save in progress writes the plan itself, and the next one again.
-            write_plan(state, run)
-        go_back_if_unstable(state, rows, run, done)
+        if events:
+            self.saver.write_plan()
+        go_back_if_unstable(self.saver, rows, done)
         pressure = self.monitor.pressure()
-        if pressure == "act" and state.runtime.device.type == "cpu" and not run.writer.is_busy:
-            run.writer.snapshot.release()
+        if pressure == "act" and state.runtime.device.type == "cpu" and not self.saver.is_busy:
+            self.saver.host.release()
         self.relief.relieve(pressure, done - 1)
 
     def _write_metrics(self, *, alone: bool = False) -> list[dict[str, float]]:
         """Write the line of the steps since the last one. Returns the scalars of these steps."""
         done = self.state.progress.step
         further = {"learning_rate": self.steps.learning_rate(done - 1), **memory_gb(self.state.runtime.device)}
-        further |= {**self.monitor.figures(), **self.run.disk_gb}
+        further |= {**self.monitor.figures(), **self.saver.disk_gb}
         return self.metrics.write(done, self.steps.epochs_done(done), further, alone=alone)
 
     def save(
-        self, names: list[str], *, must: bool = False, waits: bool = False, best_score: float | None = None
+        self, names: Sequence[str] = (), *, must: bool = False, waits: bool = False, best_score: float | None = None
     ) -> None:
-        """Save in a thread while the training goes on; if it `waits` or `must` save, before returning."""
-        state, run = self.state, self.run
-        with self.metrics.paused(), self.deadline.beside_the_steps():
-            if must or waits:
-                state.progress = save_checkpoint(
-                    state, run, state.progress, names=names, must=must, best_score=best_score
-                )
-            else:
-                start_saving(state, run, names=names, best_score=best_score)
+        """Save as `Saver.save`, without counting its time as that of a step."""
+        with self.metrics.paused(), self.deadline.not_counted():
+            self.saver.save(names, best_score=best_score, waits=waits, must=must)
 
     def sample(self) -> None:
         self._report("samples", self.state.recipe.sample)
@@ -240,22 +267,27 @@ class BetweenSteps:
             return None
         if progress.step < self.run.saving.best_after:
             return None
-        finish_saving(self.state, self.run)  # The best score is that of a checkpoint that has been written.
+        self.saver.finish()  # The best score is that of a checkpoint that has been written.
         progress = self.state.progress
         score = report.scalars["score"]
         return score if score > progress.best_score else None
 
-    def _evaluate_and_count(self, progress: RunProgress) -> float | None:
-        """Evaluate the step of `progress`, and note whether early stopping ends the training, as all ranks must know.
+    def _evaluate_step(self, end: StepEnd) -> None:
+        end.best_score = self._evaluate_and_count()
+        self.state.progress = replace(self.state.progress, evaluation_due=False)
+        (end.is_best,) = self.run.group.any_of(end.best_score is not None)
+
+    def _evaluate_and_count(self) -> float | None:
+        """Evaluate the last completed step, and note whether early stopping ends the training, as all ranks must know.
         Returns the score if it is the best so far."""
         # An evaluation that only max_steps causes is not one of the undisturbed run, and counts for nothing.
-        counts = "eval" in self._reports_of(progress.step) or progress.finished
-        best_score, saving = self.evaluate(counts=counts), self.run.saving
+        step, finished, saving = self.state.progress.step, self.state.progress.finished, self.run.saving
+        best_score = self.evaluate(counts="eval" in self._reports_of(step) or finished)
         (self.ends_early,) = self.run.group.any_of(saving.ends_early(self.state.progress))
         if self.ends_early:
             log.info(
                 "the last %d evaluations were not better: training ends early after step %d, and %s has the best score",
-                saving.early_stopping_patience, progress.step, checkpoint.BEST,
+                saving.early_stopping_patience, step, checkpoint.BEST,
             )  # fmt: skip
         return best_score
 
@@ -274,16 +306,16 @@ class BetweenSteps:
         if not self.run.group.leads:
             return None
         done, random = self.state.progress.step, random_state(device := self.state.runtime.device)
-        with self.metrics.paused(), self.deadline.beside_the_steps(group), shapes_may_change():
-            report = self._made(group, make, done)
+        with self.metrics.paused(), self.deadline.not_counted(group), shapes_may_change():
+            report = self._report_if_it_fits(group, make, done)
             if report is None and self.state.free_memory():
-                report = self._made(group, make, done)
+                report = self._report_if_it_fits(group, make, done)
             if report is None:
-                log.warning("out of memory: %s of step %d are skipped", GROUPS[group], done)
+                log.warning("out of memory: %s of step %d are skipped", SKIPPED[group], done)
         set_random_state(random, device)
         return report
 
-    def _made(self, group: str, make: Callable[[], Report], done: int) -> Report | None:
+    def _report_if_it_fits(self, group: str, make: Callable[[], Report], done: int) -> Report | None:
         try:
             self.metrics.report(done, self.steps.epochs_done(done), group, report := make())
             return report
@@ -294,17 +326,17 @@ class BetweenSteps:
         return None
 
     @contextmanager
-    def saved_whatever_comes(self) -> Iterator[None]:
+    def saving_the_last_step(self) -> Iterator[None]:
         """Save the last completed step when the block ends early, because of a request to stop or an error. However
         it ends, wait for the checkpoint that is being written.
 
         Raises Stopped in the first case. An error is raised again, as a UserError if memory has run out.
         """
         try:
-            with self._saved_if_stopped(), self._waits_in_time():
+            with self._saved_if_stopped(), self._ending_waits_in_time():
                 yield
         finally:
-            finish_saving(self.state, self.run)
+            self.saver.finish()
 
     @contextmanager
     def _saved_if_stopped(self) -> Iterator[None]:
@@ -324,7 +356,7 @@ class BetweenSteps:
                 self._finish_saving_if_possible()
                 done = self.state.progress.step
                 if self.run.group.of_leader(lambda: done != self.run.saved_step):
-                    self.save([], must=True)
+                    self.save(must=True)
             done = self.state.progress.step
             cause = self.run.stop.requested
             raise Stopped(f"{cause} after step {done}; everything is saved", hint=self.run.how_to_resume)
@@ -356,7 +388,7 @@ class BetweenSteps:
             return
         release_memory()
         try:
-            self.save([], waits=True)
+            self.save(waits=True)
         except Exception as error:  # The device may have failed. The error that ended the run is more important.
             log.warning("step %d cannot be saved: %s", done, error)
         if self.run.saved_step == done:
@@ -367,7 +399,7 @@ class BetweenSteps:
 
     def _finish_saving_if_possible(self) -> None:
         try:
-            finish_saving(self.state, self.run)
+            self.saver.finish()
         except Exception as error:  # Whatever it is, the last step is saved next.
             log.warning("the checkpoint that was being written is lost: %s", error)
 
@@ -376,10 +408,6 @@ class BetweenSteps:
         if not checkpoint.in_order(self.run.folder):
             return "there is no checkpoint yet, so that a resumed run starts from scratch"
         return f"a resumed run goes on from step {saved}, as if it had never been interrupted"
-
-
-SHOWN_FIGURES = 4  # Held-out figures that are logged; all are in metrics.jsonl.
-GROUPS = {"samples": "the samples", "eval": "the held-out figures"}
 
 
 def out_of_memory(state: TrainState, run: Run, error: Exception) -> UserError:
@@ -414,3 +442,119 @@ def kept_as(steps: StepSchedule, saving: Saving, progress: RunProgress, evaluate
     if every(done, saving.checkpoint_steps) or (evaluates and saving.checkpoint_steps < 0):
         names.append(f"checkpoint_step_{done}.pt")
     return names
+
+
+@contextmanager
+def recorded(run: Run, steps: StepSchedule, state: TrainState) -> Iterator[None]:
+    """Add a line to history.jsonl at the start of the block, and one at its end, however it ends."""
+    progress = steps.start
+    start: dict[str, Any] = {
+        "event": "start", "command": run.command, "step": progress.step, "last_step": steps.last_step,
+        "logged_step": last_logged_step(run.folder), "stage": progress.stage, "stages": progress.stages,
+        "ranks": run.group.ranks.count, "machine": machine_facts(state.runtime.device.type),
+        "host": platform.node(), "process": os.getpid(), "changes": run.changes, "data": run.data,
+    }  # fmt: skip
+    _add(run, start)
+    outcome, message = "failed", ""
+    try:
+        yield
+        progress = state.progress
+        outcome = "finished" if progress.finished or run.saving.ends_early(progress) else "stopped"
+        if not progress.finished:
+            message = "ended early" if outcome == "finished" else "max_steps is reached"
+    except Stopped as error:
+        outcome, message = "stopped", error.message
+        raise
+    except BaseException as error:
+        message = first_line(error)
+        raise
+    finally:
+        _add(run, {"event": "end", "step": state.progress.step, "outcome": outcome, "message": message})
+
+
+def _add(run: Run, row: dict[str, Any]) -> None:
+    """Append a line with the time. An error must not end the training."""
+    if not run.group.leads:
+        return
+    line = json.dumps({"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), **row}, default=str) + "\n"
+    try:
+        append_line(line.encode(), run.folder / HISTORY)
+    except OSError as error:
+        log.warning("%s cannot be written (%s)", run.folder / HISTORY, error.strerror or error)
+
+
+def last_logged_step(folder: Path) -> int:
+    """Returns the step of the last whole line of metrics.jsonl; 0 if there is none."""
+    try:
+        with (folder / METRICS).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return 0
+    rows = (row_of(line) for line in reversed(lines))
+    return next((int(row["step"]) for row in rows if row is not None), 0)
+
+
+def warn_of_surprises(state: TrainState, run: Run, steps: StepSchedule) -> None:
+    """Say how much disk space the checkpoints will take, and warn if it is not there, or if a batch is larger than the
+    data set."""
+    if not run.group.leads:
+        return
+    if (items := steps.start.items) < steps.items_a_step:
+        what, option = ("batches", "--accumulation-steps") if steps.step_items else ("items", "--batch-size")
+        log.warning(
+            "a step takes %d %s, and the data set has %d: every step repeats some of them; a lower %s avoids it",
+            steps.items_a_step, what, items, option,
+        )  # fmt: skip
+    present = memory_gb(state.runtime.device).get("memory/peak_gb", 0.0)
+    if state.runtime.device.type == "cpu" and present:
+        log.info(
+            "the memory that is shown is the RAM of the whole process, with Python, torch and the data: %.1f GB before "
+            "the first step; the prediction counts the tensors of a step", present,
+        )  # fmt: skip
+    each_gb = checkpoint_gb(state)
+    count = kept_checkpoints(run.saving, steps)
+    files = [path.stat() for path in run.folder.glob("checkpoint_*.pt")]
+    present_gb = sum({file.st_ino: file.st_size for file in files}.values()) / 1e9  # Names of one file count once.
+    needed_gb = max(0.0, count * each_gb - present_gb)
+    disk = shutil.disk_usage(run.folder)
+    text = f"checkpoints will take up to {needed_gb:.3g} GB ({count} of {each_gb:.3g} GB)"
+    if not disk.total:  # Some network drives report 0 of 0 bytes.
+        log.info("%s", text)
+    elif disk.free / 1e9 < needed_gb:
+        log.warning(
+            "%s, and the disk of %s has %.3g GB free: free some space, or keep fewer with --keep-checkpoints",
+            text, run.folder, disk.free / 1e9,
+        )  # fmt: skip
+    else:
+        log.info("%s; the disk has %.3g GB free", text, disk.free / 1e9)
+
+
+def checkpoint_gb(state: TrainState) -> float:
+    """Return the size of a checkpoint, with the state that the optimizers have not allocated yet."""
+    phases = phases_of(state.recipe)
+    optimizers = max(
+        tensor_bytes([phase.optimizer.state_dict() for phase in phases]),
+        sum(MOMENT_BYTES * parameter.numel() for phase in phases for parameter in phase.trained_parameters()),
+    )
+    modules = tensor_bytes({name: module.state_dict() for name, module in state.recipe.modules.items()})
+    return (modules + optimizers) / 1e9
+
+
+def kept_checkpoints(saving: Saving, steps: StepSchedule) -> int:
+    """Return the largest number of different checkpoints on the disk during the run, the one being written included."""
+    first, end = steps.start.step, steps.stop_step
+    kept = 0
+    if saving.checkpoint_freq:
+        kept += _at_most(saving, (steps.epochs_done(end) - steps.epochs_done(first)) // saving.checkpoint_freq + 1)
+    interval = saving.checkpoint_steps
+    if interval < 0:
+        interval = saving.evaluate_steps or saving.evaluate_freq * max(1, steps.start.items // steps.items_a_step)
+    if interval > 0:
+        kept += _at_most(saving, (end - first) // interval)
+        kept += sum(map(saving.is_permanent, range(first - first % interval, end, interval)))
+    return 2 + saving.evaluates + min(kept, end - first) + 1  # The last, the previous and the best one.
+
+
+def _at_most(saving: Saving, count: int) -> int:
+    return min(count, saving.keep_checkpoints) if saving.keep_checkpoints else count
