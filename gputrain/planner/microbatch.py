@@ -1,8 +1,8 @@
 """The choice of micro-batch, accumulation and checkpointing: pure arithmetic on predicted memory and FLOPs.
 
 The user's batch is kept exactly: a micro-batch divides it. The largest one that fits is chosen: it needs the fewest
-launches, which take most of the time on a fast GPU. Checkpointing is chosen if nothing fits without it, or if the larger
-micro-batches that it allows are predicted to be clearly faster (roofline.py). Imports no torch. GB is 1e9 bytes.
+launches, which take most of the time on a fast GPU. Checkpointing is chosen if nothing fits without it, or if larger
+micro-batches with it are predicted to be clearly faster (roofline.py). Imports no torch. GB is 1e9 bytes.
 """
 
 import math
