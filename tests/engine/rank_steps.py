@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from gputrain.engine import train as engine
+from gputrain.engine import step as engine
+from gputrain.engine import train as training
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.recipe import phases_of
 from gputrain.engine.run_folder import Run, open_run
@@ -123,7 +124,7 @@ def train_runs(folder: Path, rank: int, stages: tuple[tuple[int, int], ...]) -> 
         run = open_run(settings, saving, kind="toy", command="gputrain train-toy", group=group)
         run.divides_optimizers = count == 2
         steps = StepSchedule(settings.schedule, begin(run.progress, len(ITEMS), new_stage=False))
-        engine.train(recipe, batches, steps, run, runtime, Console(quiet=True))
+        training.train(recipe, batches, steps, run, runtime, Console(quiet=True))
         group.close()
 
 

@@ -93,7 +93,7 @@ def test_without_a_prediction_the_peak_is_noted(tmp_path, caplog):
 def test_a_stage_does_not_keep_the_measurement_of_the_stage_before(tmp_path):
     check = check_of(tmp_path)
     check.report(PEAK, 2)
-    MemoryCheck(check.state, check.run, 5)
+    MemoryCheck(check.saver, 5)
     assert check.saver.run.measured_memory == {}
 
 
