@@ -47,11 +47,11 @@ THROTTLES = {
     ),
 }  # fmt: skip
 
-Figures = Mapping[str, float]  # The scalars of a step, or the figures of a window, by name.
+StepScalars = Mapping[str, float]  # The scalars of a step, or the figures of a window, by name.
 
 
 class Finding(NamedTuple):
-    """Whether something is out of bounds in a step or window, by its name, and what a message says of it."""
+    """Something that may be out of bounds in a step or window, by its name, and the values that a message shows."""
 
     name: str
     holds: bool
@@ -59,58 +59,58 @@ class Finding(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rule:
+class HealthRule:
     """A rule of the table: `signal` returns its findings in the figures of one step or one window."""
 
     check: str  # Its name in the events of plan.json.
-    signal: Callable[[Figures], Iterable[Finding]]
+    signal: Callable[[StepScalars], Iterable[Finding]]
     lasts: int  # Steps or windows in a row in which it holds before a warning, as a single unusual batch means nothing.
     message: str
     of_steps: bool = False  # False: it looks at windows.
     calm: float = math.inf  # Steps within bounds after which there may be another warning of the same name.
 
 
-def rules(plan: Plan, cores: int) -> tuple[Rule, ...]:
+def rules(plan: Plan, cores: int) -> tuple[HealthRule, ...]:
     """Return the table for a run with this plan on so many CPU cores."""
     return (
-        Rule(
+        HealthRule(
             "loss", Rise("loss/", 5.0), 3,
             "the loss {name} is {value:.4g} at step {step}, {times:.0f} times its median of the last {count} steps "
             "({median:.4g}): the training may diverge; if it stays there, go back to an earlier checkpoint with a "
             "lower --learning-rate", of_steps=True, calm=CALM,
         ),
-        Rule(
+        HealthRule(
             "gradient", Rise("gradient_norm/", 20.0), 5,
             "the gradient norm of the {name} is {value:.4g} at step {step}, {times:.0f} times its median of the last "
             "{count} steps ({median:.4g}): the gradients explode; lower --learning-rate, lengthen --warmup-steps, or "
             "lower --gradient-clip", of_steps=True, calm=CALM,
         ),
-        Rule(
+        HealthRule(
             "discriminator", WonDiscriminator(), COLLAPSED_STEPS,
             "the discriminator has won: its loss {name} is {value:.2g}, near its floor, and the adversarial loss "
             "against it stays at its largest ({against:.3g}), so that it teaches nothing; go back to an earlier "
             "checkpoint, with a weaker discriminator (a lower learning rate, a later start)", of_steps=True,
         ),
-        Rule(
+        HealthRule(
             "data", lambda facts: waiting_for_data(facts, plan, cores), WINDOWS,
             "the steps wait for data in {waits:.0f} % of the time{busy}: {remedy}",
         ),
-        Rule(
+        HealthRule(
             "idle", lambda facts: idle(facts, plan, cores), WINDOWS,
             "the GPU computes in {busy:.0f} % of the time, and the steps wait for data in {waits:.0f} %: {remedy}",
         ),
-        Rule("heat", throttled, WINDOWS, "{cause}{at}, in {share:.0f} % of the readings: {remedy}"),
-        Rule(
+        HealthRule("heat", throttled, WINDOWS, "{cause}{at}, in {share:.0f} % of the readings: {remedy}"),
+        HealthRule(
             "temperature", hot, WINDOWS,
             f"the GPU is at {{celsius:.0f}} °C; it should stay below {HOT_CELSIUS:.0f}: improve the airflow, raise the "
             "fan curve, or lower its power limit",
         ),
-        Rule(
+        HealthRule(
             "neighbours", Neighbours(), WINDOWS,
             "other programs have taken {more_gb:.1f} GB of the GPU's memory since the start of the run: end them "
             "(nvidia-smi lists them), or resume with a lower --memory-budget",
         ),
-        Rule(
+        HealthRule(
             "disk", filling_disk, 1,
             "the disk of the run folder has {free_gb:.2f} GB left, and a checkpoint takes {size_gb:.2f} GB: free some "
             "space, or keep fewer with --keep-checkpoints",
@@ -120,7 +120,7 @@ def rules(plan: Plan, cores: int) -> tuple[Rule, ...]:
 
 @dataclass
 class Streak:
-    """How long a finding has lasted, and when it last held after a warning."""
+    """The number of times in a row that a finding has held, and when it last held after a warning."""
 
     in_a_row: int = 0
     warned_at: float = -math.inf
@@ -133,7 +133,7 @@ class Health:
         self.rules = rules(plan, cores)
         self.streaks: dict[tuple[str, str], Streak] = {}
 
-    def watch(self, rows: Sequence[Figures], facts: Figures, done: int) -> list[dict[str, Any]]:
+    def watch(self, rows: Sequence[StepScalars], facts: StepScalars, done: int) -> list[dict[str, Any]]:
         """Warn about what is wrong in the last steps, up to step number `done`, whose scalars are `rows`, and in their
         window, whose figures are `facts`. Returns the warnings as events for plan.json."""
         events = []
@@ -145,7 +145,7 @@ class Health:
                     events.append({"step": step, "check": rule.check, "message": message})
         return events
 
-    def _messages(self, rule: Rule, figures: Figures, step: int) -> Iterator[str]:
+    def _messages(self, rule: HealthRule, figures: StepScalars, step: int) -> Iterator[str]:
         for name, holds, shown in rule.signal(figures):
             streak = self.streaks.setdefault((rule.check, name), Streak())
             streak.in_a_row = streak.in_a_row + 1 if holds else 0
@@ -169,7 +169,7 @@ class Rise:
     factor: float  # A value is out of bounds above this multiple of its median.
     history: dict[str, deque[float]] = field(default_factory=dict)
 
-    def __call__(self, row: Figures) -> Iterator[Finding]:
+    def __call__(self, row: StepScalars) -> Iterator[Finding]:
         for name, value in row.items():
             if not name.startswith(self.prefix) or not math.isfinite(value):  # Non-finite values have their own guard.
                 continue
@@ -214,7 +214,7 @@ class WonDiscriminator:
     losses: dict[str, MedianTrack] = field(default_factory=dict)
     adversarial: dict[str, MedianTrack] = field(default_factory=dict)
 
-    def __call__(self, row: Figures) -> Iterator[Finding]:
+    def __call__(self, row: StepScalars) -> Iterator[Finding]:
         for name, value in row.items():
             kind, _, rest = name.partition("/")
             phase, _, term = rest.partition("/")
@@ -225,7 +225,7 @@ class WonDiscriminator:
                 holds = self._has_won(rest, value, against, row, phase)
                 yield Finding(rest, holds, {"value": value, "against": against})
 
-    def _has_won(self, name: str, loss: float, against: float, row: Figures, phase: str) -> bool:
+    def _has_won(self, name: str, loss: float, against: float, row: StepScalars, phase: str) -> bool:
         own, other = self.losses.setdefault(name, MedianTrack()), self.adversarial.setdefault(name, MedianTrack())
         median, adversarial = own.add(loss), other.add(against)
         if median is None or adversarial is None or own.first is None:
@@ -236,7 +236,7 @@ class WonDiscriminator:
         return separated and adversarial > 0 and adversarial >= CEILING_SHARE * other.largest
 
 
-def adversarial_loss(row: Figures, phase: str, term: str) -> float | None:
+def adversarial_loss(row: StepScalars, phase: str, term: str) -> float | None:
     """Return the loss of the generator against a discriminator's term, without its feature matching, if recorded."""
     for name, value in row.items():
         kind, _, rest = name.partition("/")
@@ -249,7 +249,7 @@ def adversarial_loss(row: Figures, phase: str, term: str) -> float | None:
 # ------------------------------------------------------------------------------------------------ signals of windows
 
 
-def waiting_for_data(facts: Figures, plan: Plan, cores: int) -> Iterator[Finding]:
+def waiting_for_data(facts: StepScalars, plan: Plan, cores: int) -> Iterator[Finding]:
     """Finds that the steps wait for data, and names the setting that helps."""
     waits = facts.get("data/wait_share", 0.0)
     busy = f", and the GPU computes in {100 * facts['gpu/utilisation']:.0f} %" if "gpu/utilisation" in facts else ""
@@ -266,7 +266,7 @@ def data_remedy(plan: Plan, cores: int) -> str:
     return "put the data on a faster disk, or train on a machine with more CPU cores for each GPU"
 
 
-def idle(facts: Figures, plan: Plan, cores: int) -> Iterator[Finding]:
+def idle(facts: StepScalars, plan: Plan, cores: int) -> Iterator[Finding]:
     """Finds that a GPU has too little to do, unless it mostly waits for data, which has a rule of its own."""
     busy, waits = facts.get("gpu/utilisation", 1.0), facts.get("data/wait_share", 0.0)
     remedy = "raise --batch-size" if plan.compile.value else "try --use-torch-compile, or raise --batch-size"
@@ -276,7 +276,7 @@ def idle(facts: Figures, plan: Plan, cores: int) -> Iterator[Finding]:
     yield Finding("", holds, {"busy": 100 * busy, "waits": 100 * waits, "remedy": remedy})
 
 
-def throttled(facts: Figures) -> Iterator[Finding]:
+def throttled(facts: StepScalars) -> Iterator[Finding]:
     """Finds that the GPU is slowed down, and by what."""
     at = f" at {facts['gpu/temperature_c']:.0f} °C" if "gpu/temperature_c" in facts else ""
     for name, (cause, remedy) in THROTTLES.items():
@@ -285,7 +285,7 @@ def throttled(facts: Figures) -> Iterator[Finding]:
         yield Finding(name, share > THROTTLED_SHARE, shown)
 
 
-def hot(facts: Figures) -> Iterator[Finding]:
+def hot(facts: StepScalars) -> Iterator[Finding]:
     """Finds that the GPU is hot, before heat slows it down."""
     celsius = facts.get("gpu/temperature_c", 0.0)
     yield Finding("", celsius >= HOT_CELSIUS, {"celsius": celsius})
@@ -297,7 +297,7 @@ class Neighbours:
 
     least_gb: float = math.inf  # The least memory outside torch's allocator so far.
 
-    def __call__(self, facts: Figures) -> Iterator[Finding]:
+    def __call__(self, facts: StepScalars) -> Iterator[Finding]:
         if "memory/device_gb" in facts and "memory/reserved_gb" in facts:
             outside_gb = max(0.0, facts["memory/device_gb"] - facts["memory/reserved_gb"])
             self.least_gb = min(self.least_gb, outside_gb)
@@ -305,7 +305,7 @@ class Neighbours:
             yield Finding("", more_gb > OTHERS_GB, {"more_gb": more_gb})
 
 
-def filling_disk(facts: Figures) -> Iterator[Finding]:
+def filling_disk(facts: StepScalars) -> Iterator[Finding]:
     """Finds that the disk is filling up, by the free space after a save and the size of the checkpoint."""
     size_gb, free_gb = facts.get("disk/checkpoint_gb", 0.0), facts.get("disk/free_gb", math.inf)
     yield Finding("", free_gb < NEXT_CHECKPOINTS * size_gb, {"size_gb": size_gb, "free_gb": free_gb})
