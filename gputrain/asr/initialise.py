@@ -15,7 +15,7 @@ from gputrain.asr.config import TrainAsr
 from gputrain.asr.load import CONFIG, TOKENS, Recogniser, load_run, normalizes_input, read_transformers
 from gputrain.asr.recipe import RecogniserRecipe
 from gputrain.engine import checkpoint
-from gputrain.engine.optim import refuse_nonfinite
+from gputrain.engine.checkpoint import load_weights, refuse_nonfinite
 from gputrain.engine.run_folder import write_text
 from gputrain.errors import UserError
 from gputrain.speech.text.vocabulary import ABSENT, Vocabulary, match_symbols
@@ -138,8 +138,8 @@ def init_weights(recipe: RecogniserRecipe, name: str, vocabulary: Vocabulary) ->
         given = read_transformers(name)
         if (Path(name) / TOKENS).is_file():
             known = Vocabulary.from_transformers(Path(name))
-    refuse_nonfinite(given, name)
     weights = given.state_dict()
+    refuse_nonfinite(weights, name)
     own = recipe.model.state_dict()
     head = {key: tensor for key, tensor in weights.items() if key.startswith(HEAD)}
     taken = {key: tensor for key, tensor in weights.items() if key in own and key not in head}
@@ -148,9 +148,9 @@ def init_weights(recipe: RecogniserRecipe, name: str, vocabulary: Vocabulary) ->
     if odd:
         raise UserError(f"{name}: {odd[0]} has another shape than its configuration says")
     added = _copy_head(own, head, known, vocabulary)
-    recipe.model.load_state_dict({**own, **taken})
+    load_weights(recipe.model, taken, name, strict=False)
     if recipe.settings.schedule.ema_decay:
-        recipe.ema.average.load_state_dict(recipe.model.state_dict())
+        recipe.ema.restart(recipe.model)
     log.info("%s: initialised; %s", name, added)
     if missing:
         log.warning("%s: reinitialised: %d tensors, such as %s", name, len(missing), missing[0])

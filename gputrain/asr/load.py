@@ -18,8 +18,7 @@ from gputrain.asr import model as networks
 from gputrain.asr.architecture import check_frames
 from gputrain.asr.lora import merged
 from gputrain.engine import checkpoint
-from gputrain.engine.checkpoint import load_modules
-from gputrain.engine.optim import refuse_nonfinite
+from gputrain.engine.checkpoint import load_weights, refuse_nonfinite, trained_weights
 from gputrain.errors import UserError, first_line
 from gputrain.speech.frames import ENCODER_RATE, FIELD
 from gputrain.speech.text.vocabulary import Vocabulary
@@ -89,7 +88,7 @@ def load_recogniser(path: Path, device: torch.device) -> Recogniser:
         loaded = Recogniser(model, vocabulary, ENCODER_RATE, normalizes_input(path), str(path))
     else:
         loaded = load_run(path)
-    refuse_nonfinite(loaded.model, loaded.source)
+    refuse_nonfinite(loaded.model.state_dict(), loaded.source)
     loaded.model.requires_grad_(False).eval().to(device)
     return loaded
 
@@ -99,10 +98,7 @@ def load_run(path: Path) -> Recogniser:
     found = checkpoint.find(str(path), path, kind="asr")
     assert found is not None  # only `auto` may find nothing
     source, content = found
-    facts, states = content["facts"], content["modules"]
-    weights = states["recogniser"]
-    if "ema" in states:
-        weights = {name.removeprefix("average."): tensor for name, tensor in states["ema"].items()}
+    facts = content["facts"]
     try:
         architecture, rate, normalizes = facts["architecture"], int(facts["sampling_rate"]), bool(facts["normalizes"])
         vocabulary = Vocabulary.from_json(facts["text"])
@@ -113,7 +109,7 @@ def load_run(path: Path) -> Recogniser:
         raise UserError(
             f"{source}: the checkpoint does not describe its model: {first_line(error)}", hint="take another one"
         ) from None
-    load_modules({"recogniser": model}, {"recogniser": merged(weights)}, f"{source}: the checkpoint")
+    load_weights(model, merged(trained_weights(content, "recogniser")), f"{source}: the checkpoint's recogniser")
     return Recogniser(model, vocabulary, rate, normalizes, str(source))
 
 

@@ -1,4 +1,4 @@
-"""What a training does between its steps: a list of callbacks, each with the steps after which it is due.
+"""Work between the steps of a training: a list of callbacks, each with the steps after which it is due.
 
 No completed step is lost. Before its end and before a stop, a run saves first and samples and evaluates afterwards, and
 if anything ends the run between two steps, the last completed step is saved. history.jsonl records every start and end

@@ -26,7 +26,7 @@ import shutil
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
@@ -51,6 +51,9 @@ NO_SPACE = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 FORMER_MODULES = {"judges": "discriminators"}  # Names in checkpoints of older versions, and present names.
 # torch.load raises these errors when it interprets damaged bytes as instructions, names and sizes.
 UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
+
+SHOWN = 6  # Number of items shown of a longer list.
+OTHER_ARCHITECTURE = "use the preset and sizes that it was trained with; they stand in its run's config.yaml"
 
 Content = dict[str, Any]
 _not_synced: set[Path] = set()  # Folders whose renames cannot be made durable; each is reported once.
@@ -399,23 +402,81 @@ def is_content(content: object) -> TypeGuard[dict[str, Any]]:
     )
 
 
-def load_modules(modules: dict[str, nn.Module], states: dict[str, Content], owner: str = "the checkpoint") -> None:
-    """Load a checkpoint's weights. Raises UserError, which names the `owner`, if they belong to other modules."""
+def load_modules(modules: dict[str, nn.Module], states: dict[str, Content]) -> None:
+    """Load the weights of a checkpoint, to go on training. Raises UserError if they belong to other modules."""
     for name, module in modules.items():
-        mine, theirs = module.state_dict(), states.get(name)
-        if theirs is None:
+        if name not in states:
             raise UserError(
-                f"{owner} holds no {name}",
+                f"the checkpoint holds no {name}",
                 hint="resume with the losses and averaging that it was trained with",
             )
-        odd = list(mine.keys() ^ theirs.keys())
-        odd += [key for key in mine.keys() & theirs.keys() if mine[key].shape != theirs[key].shape]
-        if odd:
-            raise UserError(
-                f"{owner}'s {name} has another architecture: {len(odd)} tensors differ, such as {min(odd)}",
-                hint="resume with the preset and sizes that it was trained with; they stand in its run's config.yaml",
-            )
-        module.load_state_dict(theirs)
+        load_weights(module, states[name], f"the checkpoint's {name}", finite=False)
+
+
+def load_trained(model: nn.Module, content: Content, name: str, source: str) -> None:
+    """Load the weights of a checkpoint into a model for inference. Raises UserError if they belong to another model or
+    are not finite."""
+    load_weights(model, trained_weights(content, name), f"{source}: the checkpoint's {name}")
+
+
+def trained_weights(content: Content, name: str) -> dict[str, Tensor]:
+    """Return the weights of a checkpoint's module; those of its moving average, if the run has one."""
+    states = content["modules"]
+    if "ema" not in states:
+        return dict(states[name])
+    return {key.removeprefix("average."): tensor for key, tensor in states["ema"].items()}
+
+
+def load_weights(
+    module: nn.Module,
+    given: Mapping[str, Tensor],
+    owner: str,
+    *,
+    hint: str = OTHER_ARCHITECTURE,
+    left_out: Callable[[str], bool] = lambda name: False,
+    strict: bool = True,
+    finite: bool = True,
+) -> list[str]:
+    """Load tensors into a module by their names, except for those that are left out. Returns the names of the tensors
+    that the module keeps: those that are left out and, unless `strict`, those that are not given or have another shape.
+
+    Raises UserError, with a list of the differences, if tensors differ that must not or nothing fits, and if a number
+    is not `finite`; nothing is loaded then. `owner` is the beginning of its message.
+    """
+    mine = module.state_dict()
+    wanted, offered = ({name: one for name, one in side.items() if not left_out(name)} for side in (mine, given))
+    fitting = {name: offered[name] for name in wanted if name in offered and offered[name].shape == wanted[name].shape}
+    if (apart := differences(wanted, offered)) and (strict or not fitting):
+        count = f"{len(apart)} tensor{'s' * (len(apart) != 1)}"
+        raise UserError(f"{owner} differs in {count}: {shortened(apart)}", hint=hint)
+    if finite:
+        refuse_nonfinite(fitting, owner)
+    module.load_state_dict({**mine, **fitting})
+    return [name for name in mine if name not in fitting]
+
+
+def differences(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[str]:
+    """Return the differences in names and shapes, each as text."""
+    found = []
+    for name, tensor in wanted.items():
+        if name not in given:
+            found.append(f"{name} is missing")
+        elif given[name].shape != tensor.shape:
+            found.append(f"{name} is {tuple(given[name].shape)}, expected {tuple(tensor.shape)}")
+    return found + [f"{name} is unknown" for name in given if name not in wanted]
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Join the first SHOWN names, and count the rest."""
+    more = f"; and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return "; ".join(names[:SHOWN]) + more
+
+
+def refuse_nonfinite(weights: Mapping[str, Tensor], owner: str) -> None:
+    """Raise UserError if a number of these weights is not finite."""
+    for name, tensor in weights.items():
+        if not tensor.isfinite().all():
+            raise UserError(f"{owner}: {name}: not all weights are finite", hint="take an older checkpoint of the run")
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -1,4 +1,4 @@
-"""Warnings about trainings that go wrong or waste their machine, each with its remedy.
+"""Warnings about trainings that go wrong or waste their machine, each with its remedy: a table of rules.
 
 Everything is detected from what metrics.jsonl records anyway: the scalars of the steps, and the figures of a window
 (the steps between two lines). A warning is also an event in plan.json. Non-finite gradients and full memory, to which a
@@ -9,16 +9,13 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from gputrain.hw.plan import Plan
 
 log = logging.getLogger(__name__)
-
-ScalarRows = Sequence[Mapping[str, float]]
-StepWarning = tuple[int, str]  # The step and the message of a warning.
 
 HISTORY = 50  # Number of steps of a median; short enough for losses that rise slowly by nature, such as KL.
 LEAST_HISTORY = 10
@@ -36,61 +33,153 @@ FLOOR_SHARE = 0.04  # A discriminator's loss below this share of its first media
 CEILING_SHARE = 0.9  # The adversarial loss grows or is saturated above this share of its largest median.
 COLLAPSED_STEPS = 200
 
+# What slows a GPU down, by the name of its figure, with the remedy.
+THROTTLES = {
+    "gpu/thermal_throttling": (
+        "heat slows the GPU down", "improve its cooling, or lower its power limit with nvidia-smi --power-limit"
+    ),
+    "gpu/power_brake": (
+        "the power supply slows the GPU down (power brake)", "check its power cables, and whether the supply is strong "
+        "enough for all cards"
+    ),
+    "gpu/power_capped": (
+        "a lowered power limit slows the GPU down", "nvidia-smi --power-limit raises it, if the cooling suffices"
+    ),
+}  # fmt: skip
+
+StepScalars = Mapping[str, float]  # The scalars of a step, or the figures of a window, by name.
+
+
+class Finding(NamedTuple):
+    """Something that may be out of bounds in a step or window, by its name, and the values that a message shows."""
+
+    name: str
+    holds: bool
+    shown: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class HealthRule:
+    """A rule of the table: `signal` returns its findings in the figures of one step or one window."""
+
+    check: str  # Its name in the events of plan.json.
+    signal: Callable[[StepScalars], Iterable[Finding]]
+    lasts: int  # Steps or windows in a row in which it holds before a warning, as a single unusual batch means nothing.
+    message: str
+    of_steps: bool = False  # False: it looks at windows.
+    calm: float = math.inf  # Steps within bounds after which there may be another warning of the same name.
+
+
+def rules(plan: Plan, cores: int) -> tuple[HealthRule, ...]:
+    """Return the table for a run with this plan on so many CPU cores."""
+    return (
+        HealthRule(
+            "loss", Rise("loss/", 5.0), 3,
+            "the loss {name} is {value:.4g} at step {step}, {times:.0f} times its median of the last {count} steps "
+            "({median:.4g}): the training may diverge; if it stays there, go back to an earlier checkpoint with a "
+            "lower --learning-rate", of_steps=True, calm=CALM,
+        ),
+        HealthRule(
+            "gradient", Rise("gradient_norm/", 20.0), 5,
+            "the gradient norm of the {name} is {value:.4g} at step {step}, {times:.0f} times its median of the last "
+            "{count} steps ({median:.4g}): the gradients explode; lower --learning-rate, lengthen --warmup-steps, or "
+            "lower --gradient-clip", of_steps=True, calm=CALM,
+        ),
+        HealthRule(
+            "discriminator", WonDiscriminator(), COLLAPSED_STEPS,
+            "the discriminator has won: its loss {name} is {value:.2g}, near its floor, and the adversarial loss "
+            "against it stays at its largest ({against:.3g}), so that it teaches nothing; go back to an earlier "
+            "checkpoint, with a weaker discriminator (a lower learning rate, a later start)", of_steps=True,
+        ),
+        HealthRule(
+            "data", lambda facts: waiting_for_data(facts, plan, cores), WINDOWS,
+            "the steps wait for data in {waits:.0f} % of the time{busy}: {remedy}",
+        ),
+        HealthRule(
+            "idle", lambda facts: idle(facts, plan, cores), WINDOWS,
+            "the GPU computes in {busy:.0f} % of the time, and the steps wait for data in {waits:.0f} %: {remedy}",
+        ),
+        HealthRule("heat", throttled, WINDOWS, "{cause}{at}, in {share:.0f} % of the readings: {remedy}"),
+        HealthRule(
+            "temperature", hot, WINDOWS,
+            f"the GPU is at {{celsius:.0f}} °C; it should stay below {HOT_CELSIUS:.0f}: improve the airflow, raise the "
+            "fan curve, or lower its power limit",
+        ),
+        HealthRule(
+            "neighbours", Neighbours(), WINDOWS,
+            "other programs have taken {more_gb:.1f} GB of the GPU's memory since the start of the run: end them "
+            "(nvidia-smi lists them), or resume with a lower --memory-budget",
+        ),
+        HealthRule(
+            "disk", filling_disk, 1,
+            "the disk of the run folder has {free_gb:.2f} GB left, and a checkpoint takes {size_gb:.2f} GB: free some "
+            "space, or keep fewer with --keep-checkpoints",
+        ),
+    )  # fmt: skip
+
 
 @dataclass
-class RiseWatch:
-    """Keeps the last values of every scalar of a kind, and finds those that rise far above their median.
+class Streak:
+    """The number of times in a row that a finding has held, and when it last held after a warning."""
 
-    The next warning for the same scalar requires CALM steps within bounds: either as low as before, or at a level that
-    has lasted so long that it has become the median.
-    """
+    in_a_row: int = 0
+    warned_at: float = -math.inf
+
+
+class Health:
+    """Applies the rules to a run."""
+
+    def __init__(self, plan: Plan, cores: int) -> None:
+        self.rules = rules(plan, cores)
+        self.streaks: dict[tuple[str, str], Streak] = {}
+
+    def watch(self, rows: Sequence[StepScalars], facts: StepScalars, done: int) -> list[dict[str, Any]]:
+        """Warn about what is wrong in the last steps, up to step number `done`, whose scalars are `rows`, and in their
+        window, whose figures are `facts`. Returns the warnings as events for plan.json."""
+        events = []
+        steps = list(enumerate(rows, start=done - len(rows) + 1))
+        for rule in self.rules:
+            for step, figures in steps if rule.of_steps else [(done, facts)]:
+                for message in self._messages(rule, figures, step):
+                    log.warning("%s", message)
+                    events.append({"step": step, "check": rule.check, "message": message})
+        return events
+
+    def _messages(self, rule: HealthRule, figures: StepScalars, step: int) -> Iterator[str]:
+        for name, holds, shown in rule.signal(figures):
+            streak = self.streaks.setdefault((rule.check, name), Streak())
+            streak.in_a_row = streak.in_a_row + 1 if holds else 0
+            if streak.in_a_row < rule.lasts:
+                continue
+            is_new = streak.in_a_row == rule.lasts and step - streak.warned_at >= rule.calm
+            streak.warned_at = step
+            if is_new:
+                yield rule.message.format_map({"name": name, "step": step, **shown})
+
+
+# ------------------------------------------------------------------------------------------------ signals of steps
+
+
+@dataclass
+class Rise:
+    """Finds scalars that rise far above the median of their last values. It ends when they are as low as before, or at
+    a level that has lasted so long that it has become the median."""
 
     prefix: str  # Start of the scalars' names.
     factor: float  # A value is out of bounds above this multiple of its median.
-    in_a_row: int  # Steps out of bounds before a warning, so that a single unusual batch causes none.
-    message: str
     history: dict[str, deque[float]] = field(default_factory=dict)
-    above: dict[str, int] = field(default_factory=dict)  # Consecutive steps out of bounds.
-    warned_at: dict[str, int] = field(default_factory=dict)  # Last step out of bounds after a warning.
 
-    def look(self, rows: ScalarRows, facts: Mapping[str, float], done: int) -> list[StepWarning]:
-        found = []
-        for step, row in enumerate(rows, start=done - len(rows) + 1):
-            for name, value in row.items():
-                if name.startswith(self.prefix) and math.isfinite(value):  # Non-finite values have their own guard.
-                    found += self._look(name.removeprefix(self.prefix), value, step)
-        return found
-
-    def _look(self, name: str, value: float, step: int) -> list[StepWarning]:
-        before, found = self.history.setdefault(name, deque(maxlen=HISTORY)), []
-        if len(before) >= LEAST_HISTORY:
-            median = statistics.median(map(abs, before))
-            self.above[name] = self.above.get(name, 0) + 1 if abs(value) > self.factor * median > 0 else 0
-            is_new = step - self.warned_at.get(name, -CALM) >= CALM
-            if self.above[name] >= self.in_a_row:
-                self.warned_at[name] = step
-            if self.above[name] == self.in_a_row and is_new:
-                rise = f"{value:.4g} at step {step}, {abs(value) / median:.0f} times its median of the last "
-                rise += f"{len(before)} steps ({median:.4g})"
-                found.append((step, self.message.format(name=name, rise=rise)))
-        before.append(value)
-        return found
-
-
-@dataclass
-class Lasting:
-    """Finds once that a state has lasted for `needed` windows or steps in a row."""
-
-    needed: int
-    times: int = 0
-    has_warned: bool = False
-
-    def is_new(self, holds: bool) -> bool:
-        self.times = self.times + 1 if holds else 0
-        if self.times < self.needed or self.has_warned:
-            return False
-        self.has_warned = True
-        return True
+    def __call__(self, row: StepScalars) -> Iterator[Finding]:
+        for name, value in row.items():
+            if not name.startswith(self.prefix) or not math.isfinite(value):  # Non-finite values have their own guard.
+                continue
+            before = self.history.setdefault(name, deque(maxlen=HISTORY))
+            median = statistics.median(map(abs, before)) if len(before) >= LEAST_HISTORY else 0.0
+            holds = abs(value) > self.factor * median > 0
+            times = abs(value) / median if holds else 0.0
+            shown = {"value": value, "times": times, "count": len(before), "median": median}
+            yield Finding(name.removeprefix(self.prefix), holds, shown)
+            before.append(value)
 
 
 @dataclass
@@ -113,7 +202,7 @@ class MedianTrack:
 
 
 @dataclass
-class CollapseWatch:
+class WonDiscriminator:
     """Finds discriminators that have won: they tell real from generated items without error, and teach nothing.
 
     Both losses (hinge, least squares) are 0 for a discriminator without error, and far from it for an untrained one: 1
@@ -124,24 +213,19 @@ class CollapseWatch:
 
     losses: dict[str, MedianTrack] = field(default_factory=dict)
     adversarial: dict[str, MedianTrack] = field(default_factory=dict)
-    lasting: dict[str, Lasting] = field(default_factory=dict)
 
-    def look(self, rows: ScalarRows, facts: Mapping[str, float], done: int) -> list[StepWarning]:
-        found = []
-        for step, row in enumerate(rows, start=done - len(rows) + 1):
-            for name, value in row.items():
-                kind, _, rest = name.partition("/")
-                phase, _, term = rest.partition("/")
-                if kind != "loss" or not phase.startswith("discriminator"):
-                    continue
-                against = adversarial_loss(row, phase, term)
-                if against is None or not (math.isfinite(value) and math.isfinite(against)):
-                    continue
-                if self._has_won(rest, value, against, row, phase):
-                    found.append((step, COLLAPSED.format(name=rest, value=value, against=against)))
-        return found
+    def __call__(self, row: StepScalars) -> Iterator[Finding]:
+        for name, value in row.items():
+            kind, _, rest = name.partition("/")
+            phase, _, term = rest.partition("/")
+            if kind != "loss" or not phase.startswith("discriminator"):
+                continue
+            against = adversarial_loss(row, phase, term)
+            if against is not None and math.isfinite(value) and math.isfinite(against):
+                holds = self._has_won(rest, value, against, row, phase)
+                yield Finding(rest, holds, {"value": value, "against": against})
 
-    def _has_won(self, name: str, loss: float, against: float, row: Mapping[str, float], phase: str) -> bool:
+    def _has_won(self, name: str, loss: float, against: float, row: StepScalars, phase: str) -> bool:
         own, other = self.losses.setdefault(name, MedianTrack()), self.adversarial.setdefault(name, MedianTrack())
         median, adversarial = own.add(loss), other.add(against)
         if median is None or adversarial is None or own.first is None:
@@ -149,18 +233,10 @@ class CollapseWatch:
         near_floor = 0 <= median < FLOOR_SHARE * own.first
         real, fake = (row.get(f"statistics/{phase}/{side}_logits", 0.0) for side in ("real", "fake"))
         separated = near_floor or (real >= 1 and fake <= -1)
-        is_largest = adversarial > 0 and adversarial >= CEILING_SHARE * other.largest
-        return self.lasting.setdefault(name, Lasting(COLLAPSED_STEPS)).is_new(separated and is_largest)
+        return separated and adversarial > 0 and adversarial >= CEILING_SHARE * other.largest
 
 
-COLLAPSED = (
-    "the discriminator has won: its loss {name} is {value:.2g}, near its floor, and the adversarial loss against it "
-    "stays at its largest ({against:.3g}), so that it teaches nothing; go back to an earlier checkpoint, with a weaker "
-    "discriminator (a lower learning rate, a later start)"
-)
-
-
-def adversarial_loss(row: Mapping[str, float], phase: str, term: str) -> float | None:
+def adversarial_loss(row: StepScalars, phase: str, term: str) -> float | None:
     """Return the loss of the generator against a discriminator's term, without its feature matching, if recorded."""
     for name, value in row.items():
         kind, _, rest = name.partition("/")
@@ -170,21 +246,14 @@ def adversarial_loss(row: Mapping[str, float], phase: str, term: str) -> float |
     return None
 
 
-@dataclass
-class DataWatch:
+# ------------------------------------------------------------------------------------------------ signals of windows
+
+
+def waiting_for_data(facts: StepScalars, plan: Plan, cores: int) -> Iterator[Finding]:
     """Finds that the steps wait for data, and names the setting that helps."""
-
-    plan: Plan
-    cores: int
-    lasting: Lasting = field(default_factory=lambda: Lasting(WINDOWS))
-
-    def look(self, rows: ScalarRows, facts: Mapping[str, float], done: int) -> list[StepWarning]:
-        share = facts.get("data/wait_share", 0.0)
-        if not self.lasting.is_new(share > WAIT_SHARE):
-            return []
-        busy = f", and the GPU computes in {100 * facts['gpu/utilisation']:.0f} %" if "gpu/utilisation" in facts else ""
-        text = f"the steps wait for data in {100 * share:.0f} % of the time{busy}"
-        return [(done, f"{text}: {data_remedy(self.plan, self.cores)}")]
+    waits = facts.get("data/wait_share", 0.0)
+    busy = f", and the GPU computes in {100 * facts['gpu/utilisation']:.0f} %" if "gpu/utilisation" in facts else ""
+    yield Finding("", waits > WAIT_SHARE, {"waits": 100 * waits, "busy": busy, "remedy": data_remedy(plan, cores)})
 
 
 def data_remedy(plan: Plan, cores: int) -> str:
@@ -197,138 +266,46 @@ def data_remedy(plan: Plan, cores: int) -> str:
     return "put the data on a faster disk, or train on a machine with more CPU cores for each GPU"
 
 
-@dataclass
-class IdleWatch:
-    """Finds that a GPU has too little to do, whether it waits for data or not; DataWatch finds that it mostly waits."""
-
-    plan: Plan
-    cores: int
-    lasting: Lasting = field(default_factory=lambda: Lasting(WINDOWS))
-
-    def look(self, rows: ScalarRows, facts: Mapping[str, float], done: int) -> list[StepWarning]:
-        busy, waits = facts.get("gpu/utilisation", 1.0), facts.get("data/wait_share", 0.0)
-        if not self.lasting.is_new(busy < LEAST_UTILISATION and waits <= WAIT_SHARE):
-            return []
-        remedy = "raise --batch-size" if self.plan.compile.value else "try --use-torch-compile, or raise --batch-size"
-        if waits >= LITTLE_WAIT:
-            remedy = data_remedy(self.plan, self.cores)
-        text = f"the GPU computes in {100 * busy:.0f} % of the time, and the steps wait for data in {100 * waits:.0f} %"
-        return [(done, f"{text}: {remedy}")]
+def idle(facts: StepScalars, plan: Plan, cores: int) -> Iterator[Finding]:
+    """Finds that a GPU has too little to do, unless it mostly waits for data, which has a rule of its own."""
+    busy, waits = facts.get("gpu/utilisation", 1.0), facts.get("data/wait_share", 0.0)
+    remedy = "raise --batch-size" if plan.compile.value else "try --use-torch-compile, or raise --batch-size"
+    if waits >= LITTLE_WAIT:
+        remedy = data_remedy(plan, cores)
+    holds = busy < LEAST_UTILISATION and waits <= WAIT_SHARE
+    yield Finding("", holds, {"busy": 100 * busy, "waits": 100 * waits, "remedy": remedy})
 
 
-# What slows a GPU down, by the name of its figure, with the remedy.
-THROTTLES = {
-    "gpu/thermal_throttling": (
-        "heat slows the GPU down", "improve its cooling, or lower its power limit with nvidia-smi --power-limit"
-    ),
-    "gpu/power_brake": (
-        "the power supply slows the GPU down (power brake)", "check its power cables, and whether the supply is strong "
-        "enough for all cards"
-    ),
-    "gpu/power_capped": (
-        "a lowered power limit slows the GPU down", "nvidia-smi --power-limit raises it, if the cooling suffices"
-    ),
-}  # fmt: skip
-
-
-@dataclass
-class ThrottleWatch:
+def throttled(facts: StepScalars) -> Iterator[Finding]:
     """Finds that the GPU is slowed down, and by what."""
-
-    lasting: dict[str, Lasting] = field(default_factory=lambda: {name: Lasting(WINDOWS) for name in THROTTLES})
-
-    def look(self, rows: ScalarRows, facts: Mapping[str, float], done: int) -> list[StepWarning]:
-        found = []
-        for name, (cause, remedy) in THROTTLES.items():
-            share = facts.get(name, 0.0)
-            if self.lasting[name].is_new(share > THROTTLED_SHARE):
-                at = f" at {facts['gpu/temperature_c']:.0f} °C" if "gpu/temperature_c" in facts else ""
-                found.append((done, f"{cause}{at}, in {100 * share:.0f} % of the readings: {remedy}"))
-        return found
+    at = f" at {facts['gpu/temperature_c']:.0f} °C" if "gpu/temperature_c" in facts else ""
+    for name, (cause, remedy) in THROTTLES.items():
+        share = facts.get(name, 0.0)
+        shown = {"cause": cause, "at": at, "share": 100 * share, "remedy": remedy}
+        yield Finding(name, share > THROTTLED_SHARE, shown)
 
 
-@dataclass
-class TemperatureWatch:
+def hot(facts: StepScalars) -> Iterator[Finding]:
     """Finds that the GPU is hot, before heat slows it down."""
-
-    lasting: Lasting = field(default_factory=lambda: Lasting(WINDOWS))
-
-    def look(self, rows: ScalarRows, facts: Mapping[str, float], done: int) -> list[StepWarning]:
-        celsius = facts.get("gpu/temperature_c", 0.0)
-        if not self.lasting.is_new(celsius >= HOT_CELSIUS):
-            return []
-        message = f"the GPU is at {celsius:.0f} °C; it should stay below {HOT_CELSIUS:.0f}"
-        return [(done, f"{message}: improve the airflow, raise the fan curve, or lower its power limit")]
+    celsius = facts.get("gpu/temperature_c", 0.0)
+    yield Finding("", celsius >= HOT_CELSIUS, {"celsius": celsius})
 
 
 @dataclass
-class NeighbourWatch:
+class Neighbours:
     """Finds that other programs take memory of the GPU after the run has planned with it."""
 
     least_gb: float = math.inf  # The least memory outside torch's allocator so far.
-    lasting: Lasting = field(default_factory=lambda: Lasting(WINDOWS))
 
-    def look(self, rows: ScalarRows, facts: Mapping[str, float], done: int) -> list[StepWarning]:
-        if "memory/device_gb" not in facts or "memory/reserved_gb" not in facts:
-            return []
-        outside_gb = max(0.0, facts["memory/device_gb"] - facts["memory/reserved_gb"])
-        self.least_gb = min(self.least_gb, outside_gb)
-        more_gb = outside_gb - self.least_gb
-        if not self.lasting.is_new(more_gb > OTHERS_GB):
-            return []
-        message = f"other programs have taken {more_gb:.1f} GB of the GPU's memory since the start of the run"
-        return [(done, f"{message}: end them (nvidia-smi lists them), or resume with a lower --memory-budget")]
+    def __call__(self, facts: StepScalars) -> Iterator[Finding]:
+        if "memory/device_gb" in facts and "memory/reserved_gb" in facts:
+            outside_gb = max(0.0, facts["memory/device_gb"] - facts["memory/reserved_gb"])
+            self.least_gb = min(self.least_gb, outside_gb)
+            more_gb = outside_gb - self.least_gb
+            yield Finding("", more_gb > OTHERS_GB, {"more_gb": more_gb})
 
 
-@dataclass
-class DiskWatch:
+def filling_disk(facts: StepScalars) -> Iterator[Finding]:
     """Finds that the disk is filling up, by the free space after a save and the size of the checkpoint."""
-
-    lasting: Lasting = field(default_factory=lambda: Lasting(1))
-
-    def look(self, rows: ScalarRows, facts: Mapping[str, float], done: int) -> list[StepWarning]:
-        size_gb, free_gb = facts.get("disk/checkpoint_gb", 0.0), facts.get("disk/free_gb", math.inf)
-        if not self.lasting.is_new(free_gb < NEXT_CHECKPOINTS * size_gb):
-            return []
-        message = f"the disk of the run folder has {free_gb:.2f} GB left, and a checkpoint takes {size_gb:.2f} GB"
-        return [(done, f"{message}: free some space, or keep fewer with --keep-checkpoints")]
-
-
-class HealthCheck(Protocol):
-    """Looks at the scalars of the last steps, up to step number `done`, and at the figures of their window."""
-
-    def look(self, rows: ScalarRows, facts: Mapping[str, float], done: int) -> list[StepWarning]: ...
-
-
-class Health:
-    """All checks of a run."""
-
-    def __init__(self, plan: Plan, cores: int) -> None:
-        self.checks: dict[str, HealthCheck] = {
-            "loss": RiseWatch(
-                "loss/", 5.0, 3,
-                "the loss {name} is {rise}: the training may diverge; if it stays there, go back to an earlier "
-                "checkpoint with a lower --learning-rate",
-            ),
-            "gradient": RiseWatch(
-                "gradient_norm/", 20.0, 5,
-                "the gradient norm of the {name} is {rise}: the gradients explode; lower --learning-rate, lengthen "
-                "--warmup-steps, or lower --gradient-clip",
-            ),
-            "discriminator": CollapseWatch(),
-            "data": DataWatch(plan, cores),
-            "idle": IdleWatch(plan, cores),
-            "heat": ThrottleWatch(),
-            "temperature": TemperatureWatch(),
-            "neighbours": NeighbourWatch(),
-            "disk": DiskWatch(),
-        }  # fmt: skip
-
-    def watch(self, rows: ScalarRows, facts: Mapping[str, float], done: int) -> list[dict[str, Any]]:
-        """Warn about what is wrong, and return the warnings as events for plan.json."""
-        events = []
-        for name, check in self.checks.items():
-            for step, message in check.look(rows, facts, done):
-                log.warning("%s", message)
-                events.append({"step": step, "check": name, "message": message})
-        return events
+    size_gb, free_gb = facts.get("disk/checkpoint_gb", 0.0), facts.get("disk/free_gb", math.inf)
+    yield Finding("", free_gb < NEXT_CHECKPOINTS * size_gb, {"size_gb": size_gb, "free_gb": free_gb})

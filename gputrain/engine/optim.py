@@ -8,8 +8,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gputrain.errors import UserError
-
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -169,6 +167,10 @@ class Ema(nn.Module, Generic[Model]):
         self.decay, self.least_decay = decay, min(least_decay, decay)
         self.average = average
         self.average.requires_grad_(False)
+        self.restart(model)
+
+    def restart(self, model: Model) -> None:
+        """Average from the present weights of the model on."""
         self.average.load_state_dict(model.state_dict())
 
     @torch.no_grad()
@@ -177,10 +179,3 @@ class Ema(nn.Module, Generic[Model]):
         torch._foreach_lerp_(list(self.average.parameters()), list(model.parameters()), 1 - decay)
         for mine, theirs in zip(self.average.buffers(), model.buffers(), strict=True):
             mine.copy_(theirs)
-
-
-def refuse_nonfinite(model: nn.Module, source: str) -> None:
-    """Raises UserError if a weight that was loaded from `source` is not finite."""
-    for name, tensor in model.state_dict().items():
-        if not tensor.isfinite().all():
-            raise UserError(f"{source}: {name}: not all weights are finite", hint="take an older checkpoint of the run")

@@ -1,4 +1,4 @@
-"""What sampling and evaluation return: numbers, texts, sounds, pictures and sheets of pictures with labels."""
+"""The results of sampling and evaluation: numbers, texts, sounds, pictures and sheets of pictures with labels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

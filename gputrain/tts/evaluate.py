@@ -18,7 +18,7 @@ import torch
 from gputrain.audio.config import Mel
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.metrics import ClipMetrics, PitchMatch
-from gputrain.engine.checkpoint import load_modules
+from gputrain.engine.checkpoint import load_weights
 from gputrain.engine.data import Progress, Sample, silent
 from gputrain.engine.mixture import GivenFolders
 from gputrain.engine.samples import Report
@@ -238,7 +238,7 @@ def evaluate_voice(
     clips = with_speakers_of(trained, speech.store, chosen[:max_clips])
     # The full model is needed: a speaking copy lacks the posterior encoder.
     voice = Voice(trained.architecture)
-    load_modules({"voice": voice}, {"voice": dict(trained.voice)})
+    load_weights(voice, trained.voice, f"{trained.source}: the checkpoint's voice")
     with runtime.autocast():
         return evaluate_clips(
             voice.to(runtime.device),

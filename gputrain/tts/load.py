@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 from gputrain.config import assemble
 from gputrain.engine import checkpoint
-from gputrain.engine.checkpoint import load_modules
-from gputrain.engine.optim import refuse_nonfinite
-from gputrain.errors import UserError
+from gputrain.engine.checkpoint import load_weights, refuse_nonfinite, trained_weights
 from gputrain.speech.text.frontend import Frontend
 from gputrain.tts import pretrained_import
 from gputrain.tts.architecture import VoiceArchitecture, voice_architecture
@@ -66,8 +64,7 @@ def load_voice(path: Path, device: torch.device) -> LoadedVoice:
     """Loads a voice for inference. Raises UserError if it doesn't exist, is damaged or is of another kind."""
     trained = read_trained(path)
     voice = Voice(trained.architecture)
-    load_modules({"voice": voice}, {"voice": trained.voice}, f"{trained.source}: the checkpoint")
-    refuse_nonfinite(voice, trained.source)
+    load_weights(voice, trained.voice, f"{trained.source}: the checkpoint's voice")
     speaking = speaking_copy(voice).to(device)
     return LoadedVoice(speaking, trained.frontend, trained.settings, trained.speakers, trained.source)
 
@@ -79,9 +76,7 @@ def read_trained(path: Path) -> TrainedVoice:
     source, content = found
     settings = assemble(TrainTts, content["config"], source=str(source))
     facts, states = content["facts"], content["modules"]
-    voice = states["voice"]
-    if "ema" in states:
-        voice = {name.removeprefix("average."): tensor for name, tensor in states["ema"].items()}
+    voice = trained_weights(content, "voice")
     frontend, shape = Frontend.from_json(facts["text"]), architecture_of(settings, facts)
     return TrainedVoice(
         voice, states["discriminators"], frontend, settings, tuple(facts["speakers"]), shape, str(source)
@@ -108,9 +103,7 @@ def start_from(
             {name: row for row, name in enumerate(names)} for names in (trained.frontend.symbols, trained.speakers)
         )
         origin = Origin(trained.voice, trained.discriminators, symbols, speakers_there, trained.source)
-    for name, tensor in [*origin.voice.items(), *origin.discriminators.items()]:
-        if not tensor.isfinite().all():
-            raise UserError(f"{origin.source}: {name}: not all weights are finite", hint="take another checkpoint")
+    refuse_nonfinite({**origin.voice, **origin.discriminators}, origin.source)
     taken = _take_layers(voice, origin.voice)
     taken["discriminators"] = [
         fits for layers in _take_layers(discriminators, origin.discriminators).values() for fits in layers
@@ -127,7 +120,6 @@ def start_from(
     return reinitialised
 
 
-@torch.no_grad()
 def _take_layers(module: nn.Module, given: Tensors) -> dict[str, list[bool]]:
     """Copies the layers whose shapes match. Returns for each submodule a list that tells which layers were copied."""
     layers: dict[str, dict[str, Tensor]] = {}
@@ -135,12 +127,13 @@ def _take_layers(module: nn.Module, given: Tensors) -> dict[str, list[bool]]:
         if name not in (SYMBOLS, SPEAKERS):
             layers.setdefault(name.rpartition(".")[0], {})[name] = tensor
     taken: dict[str, list[bool]] = {}
+    fitting: set[str] = set()
     for layer, tensors in layers.items():
         fits = all(name in given and given[name].shape == tensor.shape for name, tensor in tensors.items())
-        if fits:
-            for name, tensor in tensors.items():
-                tensor.copy_(given[name])
         taken.setdefault(layer.partition(".")[0], []).append(fits)
+        fitting.update(tensors if fits else ())
+    if fitting:
+        load_weights(module, given, "", left_out=lambda name: name not in fitting)
     return taken
 
 

@@ -79,7 +79,7 @@ def init_from(recipe: VoiceRecipe, path: Path, format: SpeechFormat) -> None:
     if reinitialised:
         log.warning("%s: reinitialised: %s", path, "; ".join(reinitialised))
     if recipe.settings.schedule.ema_decay:
-        recipe.ema.average.load_state_dict(recipe.voice.state_dict())
+        recipe.ema.restart(recipe.voice)
 
 
 def log_training(settings: TrainTts, runtime: Runtime, speech: Speech, buckets: Buckets) -> None:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from gputrain.engine.checkpoint import differences, load_weights, refuse_nonfinite, shortened
 from gputrain.errors import UserError
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.model import AutoencoderKL
@@ -59,9 +60,7 @@ def export_and_verify(
     differs.
     """
     weights = _stock_weights(model)
-    for name, tensor in weights.items():
-        if not tensor.isfinite().all():
-            raise UserError(f"{name}: not all weights are finite", hint="export an older checkpoint of the run")
+    refuse_nonfinite(weights, str(folder))
     save_diffusers(model, folder, scaling_factor=scaling_factor, shift_factor=shift_factor, sample_size=sample_size)
     loaded, _ = load_diffusers(folder)
     for name, tensor in loaded.state_dict().items():
@@ -130,12 +129,12 @@ def load_diffusers(folder: Path) -> tuple[AutoencoderKL, dict[str, Any]]:
         ) from None
     with torch.device("meta"):  # This skips random initialisation.
         model = AutoencoderKL(architecture)
-    model.to_empty(device="cpu").load_state_dict(weights)
+    load_weights(model.to_empty(device="cpu"), weights, str(folder / WEIGHTS))
     return model, config
 
 
 class Unfit(Exception):
-    """Raised for missing tensors, unknown tensors and other shapes; the message names the first three."""
+    """Raised for missing tensors, unknown tensors and other shapes; the message names the first ones."""
 
 
 def fit_weights(weights: dict[str, Tensor], architecture: VaeArchitecture) -> dict[str, Tensor]:
@@ -145,20 +144,14 @@ def fit_weights(weights: dict[str, Tensor], architecture: VaeArchitecture) -> di
     Raises Unfit, before memory is allocated, if they are not exactly those of `architecture`.
     """
     with torch.device("meta"):
-        expected = {name: tensor.shape for name, tensor in AutoencoderKL(architecture).state_dict().items()}
+        expected = AutoencoderKL(architecture).state_dict()
+    matrices = {name for name, tensor in expected.items() if tensor.ndim == 2}
     fitted = {
-        name: tensor.flatten(1) if set(tensor.shape[2:]) == {1} and len(expected.get(name, ())) == 2 else tensor
+        name: tensor.flatten(1) if set(tensor.shape[2:]) == {1} and name in matrices else tensor
         for name, tensor in weights.items()
     }
-    odd = [f"{name} is missing" for name in expected if name not in fitted]
-    odd += [f"{name} is unknown" for name in fitted if name not in expected]
-    odd += [
-        f"{name} is {list(fitted[name].shape)}, expected {list(shape)}"
-        for name, shape in expected.items()
-        if name in fitted and fitted[name].shape != shape
-    ]
-    if odd:
-        raise Unfit("; ".join(odd[:3]) + (f" (and {len(odd) - 3} more)" if len(odd) > 3 else ""))
+    if odd := differences(expected, fitted):
+        raise Unfit(shortened(odd))
     return fitted
 
 

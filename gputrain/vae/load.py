@@ -7,8 +7,7 @@ import torch
 
 from gputrain.config import assemble
 from gputrain.engine import checkpoint
-from gputrain.engine.checkpoint import load_modules
-from gputrain.engine.optim import refuse_nonfinite
+from gputrain.engine.checkpoint import load_trained
 from gputrain.errors import UserError
 from gputrain.vae.config import TrainVae
 from gputrain.vae.diffusers_folder import load_diffusers
@@ -35,12 +34,7 @@ def load_model(path: Path, device: torch.device) -> LoadedVae:
     source, content = found
     settings = assemble(TrainVae, content["config"], source=str(source))
     model = AutoencoderKL(settings.architecture)
-    states = content["modules"]
-    weights = states["autoencoder"]
-    if "ema" in states:
-        weights = {name.removeprefix("average."): tensor for name, tensor in states["ema"].items()}
-    load_modules({"autoencoder": model}, {"autoencoder": weights}, f"{source}: the checkpoint")
-    refuse_nonfinite(model, str(source))
+    load_trained(model, content, "autoencoder", str(source))
     return LoadedVae(_ready(model, device), settings, content["progress"]["step"])
 
 

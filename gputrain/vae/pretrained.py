@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gputrain.engine.checkpoint import refuse_nonfinite
 from gputrain.errors import UserError
 from gputrain.vae.architecture import PRESETS, VaeArchitecture
 from gputrain.vae.diffusers_folder import (
@@ -70,9 +71,7 @@ def load_pretrained(path: Path, architecture: VaeArchitecture) -> dict[str, Tens
             f"{path}: different architecture: {_differences(found.architecture, architecture)}",
             hint=f"train with {options}" if options else "no preset has these layers",
         )
-    for name, tensor in found.weights.items():
-        if not tensor.isfinite().all():
-            raise UserError(f"{path}: {name}: not all weights are finite", hint="use another copy of the file")
+    refuse_nonfinite(found.weights, str(path))
     return found.weights
 
 

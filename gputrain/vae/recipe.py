@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gputrain.engine import gan
 from gputrain.engine.cast_once import WeightSlot, layer_weights, weights_cast_once
+from gputrain.engine.checkpoint import load_weights
 from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import BatchStat, ChainGradients, Phase, StepGroup, Term, Yielded
@@ -124,9 +125,9 @@ class VaeRecipe:
 
     def start_from(self, weights: dict[str, Tensor]) -> None:
         """Initialises the autoencoder, and the EMA of its weights, with these weights."""
-        self.autoencoder.load_state_dict(weights)
+        load_weights(self.autoencoder, weights, "the given autoencoder")
         if self.settings.schedule.ema_decay:
-            self.ema.average.load_state_dict(weights)
+            self.ema.restart(self.autoencoder)
 
     def prepare(self, loaded: Tensor, step: int) -> VaeBatch:
         device = self.runtime.device

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gputrain.config import assemble, convert, leaves, read_file
 from gputrain.engine import checkpoint
+from gputrain.engine.checkpoint import load_weights, trained_weights
 from gputrain.errors import UserError
 from gputrain.vocoder.architecture import SAME_OPTIONS, NsfHifiganArchitecture
 from gputrain.vocoder.config import Model, Spectrogram, TrainVocoder
@@ -30,7 +31,6 @@ DILATIONS = "resblock_dilation_sizes"
 LATER = {"mini_nsf": False, "noise_sigma": 0.0, "pc_aug": False}  # Keys that older models lack, with their behaviour.
 MODEL = "model.ckpt"
 GENERATOR, DISCRIMINATOR = "generator.", "discriminator."
-SHOWN = 6  # Number of items shown of a longer list.
 DIFFERENT = "give the options that it was trained with, or --no-finetune-strict-shapes to reinitialise these tensors"
 # Substitutions from other spellings to the names of our tensors, in this order.
 RENAMED = (
@@ -65,22 +65,11 @@ class Weights:
         Raises UserError, with a list of the differences, if tensors differ that must not or nothing fits, and if a
         number is not finite.
         """
-        mine = wanted.state_dict()
         given = self.generator if part == "generator" else self.discriminators[part]
-        given = {name: tensor for name, tensor in given.items() if not self._is_ignored(part, name)}
-        asked = {name: tensor for name, tensor in mine.items() if not self._is_ignored(part, name)}
-        apart = differences(asked, given)
-        fitting = {name for name in asked.keys() & given.keys() if asked[name].shape == given[name].shape}
-        if apart and (strict_shapes or not fitting):
-            count = f"{len(apart)} tensor{'s' * (len(apart) != 1)}"
-            raise UserError(f"{self.source}: its {part} differs in {count}: {shortened(apart)}", hint=hint)
-        for name in fitting:
-            if not given[name].isfinite().all():
-                raise UserError(f"{self.source}: {name}: not all weights are finite", hint="take another checkpoint")
-        with torch.no_grad():
-            for name in fitting:
-                mine[name].copy_(given[name])
-        return [name for name in mine if name not in fitting]
+        return load_weights(
+            wanted, given, f"{self.source}: its {part}", hint=hint, strict=strict_shapes,
+            left_out=lambda name: self._is_ignored(part, name),
+        )  # fmt: skip
 
     def _is_ignored(self, part: str, name: str) -> bool:
         """Returns True if a tensor's name is ignored, by ours or by openvpi's, where fast kinds have plain names."""
@@ -104,7 +93,7 @@ def load_vocoder(path: Path, device: torch.device) -> LoadedVocoder:
     assert found is not None  # Only `auto` may find nothing.
     source, content = found
     training = assemble(TrainVocoder, content["config"], source=str(source))
-    weights = Weights(generator_of_run(content), {}, str(source))
+    weights = Weights(trained_weights(content, "generator"), {}, str(source))
     return LoadedVocoder(_ready(training.architecture, weights, device), training, str(source))
 
 
@@ -219,31 +208,6 @@ def is_ours(path: Path) -> bool:
     return any(path.glob("checkpoint_*.pt")) if path.is_dir() else path.suffix == ".pt"
 
 
-def generator_of_run(content: checkpoint.Content) -> dict[str, Tensor]:
-    """Returns the generator of a checkpoint of ours; its EMA, if the run has one."""
-    states = content["modules"]
-    if "ema" not in states:
-        return dict(states["generator"])
-    return {name.removeprefix("average."): tensor for name, tensor in states["ema"].items()}
-
-
-def differences(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[str]:
-    """Returns the differences that prevent loading, each as text."""
-    found = []
-    for name, tensor in wanted.items():
-        if name not in given:
-            found.append(f"{name} is missing")
-        elif given[name].shape != tensor.shape:
-            found.append(f"{name} is {_shape(given[name])}, expected {_shape(tensor)}")
-    return found + [f"{name} {_shape(given[name])} is not in this model" for name in given if name not in wanted]
-
-
-def shortened(names: Sequence[str]) -> str:
-    """Joins the first SHOWN names, and counts the rest."""
-    more = f"; and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return "; ".join(names[:SHOWN]) + more
-
-
 def _read_run(path: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     found = checkpoint.find(str(path), path, kind="vocoder")
     assert found is not None  # Only `auto` may find nothing.
@@ -252,7 +216,7 @@ def _read_run(path: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor
     for name, tensor in content["modules"].get("discriminators", {}).items():
         kind, _, rest = name.partition(".")
         discriminators.setdefault(kind, {})[rest] = tensor
-    return generator_of_run(content), discriminators
+    return trained_weights(content, "generator"), discriminators
 
 
 def _read_openvpi(path: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:

@@ -18,6 +18,7 @@ from gputrain.audio import losses
 from gputrain.audio.discriminators import DiscriminatorGroup
 from gputrain.audio.mel import log_mel
 from gputrain.audio.weight_norm import WeightNormed, shared_weights
+from gputrain.engine.checkpoint import shortened
 from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.gan import exact
 from gputrain.engine.muon import muon_with_adamw
@@ -32,7 +33,7 @@ from gputrain.vocoder.config import OptimizerName, TrainVocoder
 from gputrain.vocoder.discriminators import KINDS, FastDiscriminator
 from gputrain.vocoder.evaluate import Excerpts, evaluate_generator, warn_of_faults
 from gputrain.vocoder.generator import Generator, Noise, draw_noise
-from gputrain.vocoder.load import Weights, frozen_parameters, shortened
+from gputrain.vocoder.load import Weights, frozen_parameters
 from gputrain.vocoder.samples import sample_clips
 from gputrain.vocoder.shifts import EACH, Shifts, draw_semitones, make_shifted, shifted_places
 
@@ -148,7 +149,7 @@ class VocoderRecipe:
         if reinitialised:
             log.warning("%s: reinitialised: %s", weights.source, shortened(reinitialised))
         if self.settings.schedule.ema_decay:
-            self.ema.average.load_state_dict(self.generator.state_dict())
+            self.ema.restart(self.generator)
 
     def prepare(self, loaded: tuple[Tensor, Tensor], step: int) -> VocoderBatch:
         """Returns a batch of samples (int16) and pitches, longer than the crop if key_aug may play it faster."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from gputrain.audio.f0 import default_method, interpolated
 from gputrain.audio.io import HOW_TO_CONVERT
 from gputrain.audio.weight_norm import weights_made_once
+from gputrain.engine.checkpoint import shortened
 from gputrain.engine.data import Progress, silent, write_wav, writing
 from gputrain.errors import UserError
 from gputrain.hw.runtime import runtime_on
@@ -23,7 +24,7 @@ from gputrain.vocoder import inputs
 from gputrain.vocoder.architecture import NsfHifiganArchitecture
 from gputrain.vocoder.commands import Vocode
 from gputrain.vocoder.generator import Generator, Noise, draw_noise
-from gputrain.vocoder.load import load_vocoder, shortened
+from gputrain.vocoder.load import load_vocoder
 
 log = logging.getLogger(__name__)
 

@@ -50,7 +50,7 @@ def test_a_rejected_resume_leaves_the_configuration_with_which_the_run_goes_on(t
         recipe.modules["g"] = torch.nn.Linear(3, 3)
     else:
         recipe.fail[("generator", 5)] = 0
-    with pytest.raises(UserError, match=rejected.split()[1] if "arch" in rejected else "out of memory"):
+    with pytest.raises(UserError, match="differs in 6 tensors" if "arch" in rejected else "out of memory"):
         train_toy(recipe, quiet(tmp_path / "b", log_freq=1, resume_from="auto"))
     assert read_file(tmp_path / "b" / "config.yaml")["log_freq"] == 1
     assert_equal(straight, trained(tmp_path / "b", 10, resume_from="auto", log_freq=2))

@@ -136,7 +136,7 @@ def test_what_is_no_voice_is_refused(tmp_path: Path, english: tuple[Path, Voice]
         load_voice(damaged, CPU)
     reading = frontend("en")
     other = run_folder(tmp_path / "run", full("fast", reading), reading, settings_of("medium"))
-    with pytest.raises(UserError, match="the checkpoint's voice has another architecture"):
+    with pytest.raises(UserError, match="the checkpoint's voice differs in"):
         load_voice(other, CPU)
 
 

@@ -215,8 +215,8 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "a null": (lambda f: configure(f, latent_channels=None), r"latent_channels is None"),
     "a number for a switch": (lambda f: configure(f, use_quant_conv=1), r"use_quant_conv is 1"),
     "groups": (lambda f: configure(f, norm_num_groups=3), r"norm_num_groups 3 does not divide 8 channels"),
-    "absurd widths": (lambda f: configure(f, block_out_channels=[8, 1 << 20]), r"is \[.*\], expected \[1048576"),
-    "another width": (lambda f: configure(f, latent_channels=3), r"is \[4, 16, 3, 3\], expected \[6, 16, 3, 3\]"),
+    "absurd widths": (lambda f: configure(f, block_out_channels=[8, 1 << 20]), r"is \(.*\), expected \(1048576"),
+    "another width": (lambda f: configure(f, latent_channels=3), r"is \(4, 16, 3, 3\), expected \(6, 16, 3, 3\)"),
     "a missing tensor": (without("quant_conv.bias"), r"does not fit config.json: quant_conv.bias is missing"),
     "tensors too many": (lambda f: configure(f, use_quant_conv=False), r"quant_conv.\w+ is unknown"),
     "truncated": (truncate, r"truncated or damaged"),
@@ -234,5 +234,5 @@ def test_broken_folder(name: str, folder: Path) -> None:
 
 def test_first_few_of_many_differences(folder: Path) -> None:
     configure(folder, mid_block_add_attention=False)
-    with pytest.raises(UserError, match=r"fit config.json: (\S+ is unknown;? ?){3} \(and 17 more\)"):
+    with pytest.raises(UserError, match=r"fit config.json: (\S+ is unknown; ){6}and 14 more"):
         load_diffusers(folder)
