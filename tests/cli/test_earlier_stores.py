@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gputrain.engine.data import MANIFEST, read_rows
-from gputrain.engine.dataset_report import digests
+from gputrain.engine.data import MANIFEST, digests, read_rows
 from gputrain.speech.buckets import open_speech
 from gputrain.speech.prepare import prepare_speech
 from gputrain.speech.prepare_config import SpeechKind, SpeechOptions, SpeechPrepareConfig

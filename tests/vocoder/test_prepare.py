@@ -9,8 +9,8 @@ import pytest
 import soundfile
 
 from gputrain.audio.config import Sound
-from gputrain.audio.prepare import QUARANTINE
 from gputrain.audio.store import WAVES
+from gputrain.engine.preparation import QUARANTINE
 from gputrain.errors import UserError
 from gputrain.vocoder.prepare import VocoderPrepareConfig, prepare_sound, vocoder_prepare_config
 from gputrain.vocoder.store import JOURNAL, MANIFEST, PITCHES, VocoderStore
