@@ -6,7 +6,6 @@ Sources are only read. Shape suffixes: T samples, F frames.
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -94,32 +93,31 @@ def prepare_speech(
     if odd := odd_letters(reader, material.transcripts.utterances):
         log.warning("%s", odd)
     writer = SpeechWriter(output_dir, sound_format(config))
-    with closing(writer):
-        prints = material.prints
-        ready = prepared_before(writer.recordings, prints)
-        missing = [path for path in prints if path not in ready]
-        refused, kept = list(material.refused), len(ready)
+    prints = material.prints
+    ready = prepared_before(writer.sounds, prints)
+    missing = [path for path in prints if path not in ready]
+    refused, kept = list(material.refused), len(ready)
 
-        def store(made: tuple[Recording, Wave] | RefusedItem) -> None:
-            if isinstance(made, RefusedItem):
-                refused.append(made)
-            else:
-                ready[made[0].path] = writer.add(*made)
+    def store(made: tuple[Recording, Wave] | RefusedItem) -> None:
+        if isinstance(made, RefusedItem):
+            refused.append(made)
+        else:
+            ready[made[0].path] = writer.append(*made)
 
-        jobs = [(input_dir, path, prints[path], sound_format(config)) for path in missing]
-        run_jobs(convert_recording, jobs, num_workers, store, progress, kept)
-        utterances = material.transcripts.utterances
-        if checker:
-            waves = partial(read_wave, output_dir)
-            utterances, misfits = cut_utterances(utterances, ready, config, checker, reader.sentences, waves, progress)
-            refused += misfits
-        chosen = select_clips(utterances, ready, config)
-        refused = sorted_refusals([*refused, *chosen.refused])
-        write_quarantine(output_dir, refused)
-        if not chosen.clips:
-            faults = faults_of(refused) or "no recording has a transcript"
-            raise nothing_usable(f"{input_dir}: nothing to train on: {faults}", output_dir)
-        writer.finish(chosen.format, chosen.clips)
+    jobs = [(input_dir, path, prints[path], sound_format(config)) for path in missing]
+    run_jobs(convert_recording, jobs, num_workers, store, progress, kept)
+    utterances = material.transcripts.utterances
+    if checker:
+        waves = partial(read_wave, output_dir)
+        utterances, misfits = cut_utterances(utterances, ready, config, checker, reader.sentences, waves, progress)
+        refused += misfits
+    chosen = select_clips(utterances, ready, config)
+    refused = sorted_refusals([*refused, *chosen.refused])
+    write_quarantine(output_dir, refused)
+    if not chosen.clips:
+        faults = faults_of(refused) or "no recording has a transcript"
+        raise nothing_usable(f"{input_dir}: nothing to train on: {faults}", output_dir)
+    writer.finish(chosen.format, chosen.clips)
     hours = sum(clip.samples for clip in chosen.clips) / config.sampling_rate / 3600
     return SpeechPrepareReport(
         input_dir=str(input_dir), output_dir=str(output_dir), transcripts=material.transcripts.source,

@@ -14,7 +14,7 @@ from gputrain.audio import prepare as audio_prepare
 from gputrain.audio.config import Sound as Wishes
 from gputrain.audio.f0 import compile_tracker, default_method, f0
 from gputrain.audio.prepare import SoundPrepareReport
-from gputrain.audio.store import Wave
+from gputrain.audio.store import Pitch, Wave
 from gputrain.engine.data import Progress, silent, to_int16
 from gputrain.engine.preparation import (
     RefusedItem,
@@ -27,7 +27,7 @@ from gputrain.engine.preparation import (
 )
 from gputrain.errors import UserError
 from gputrain.vocoder.config import SAMPLING_RATE
-from gputrain.vocoder.store import Pitch, VocoderFormat, VocoderStoreWriter
+from gputrain.vocoder.store import VocoderFormat, VocoderStoreWriter
 
 log = logging.getLogger(__name__)
 
@@ -74,10 +74,9 @@ def prepare_sound(
     refused = list(tree.refused)
     prints = audio_prepare.fingerprints(input_dir, tree.paths, refused)
     writer = VocoderStoreWriter(output_dir, recipe.format)
-    kept = {clip.path: clip.fingerprint for clip in writer.clips}
+    kept = {clip.path: clip.fingerprint for clip in writer.sounds}
     for path, known in kept.items():
         if prints.get(path) != known:
-            writer.close()
             raise UserError(
                 f"{output_dir} holds another version of {path} than {input_dir}", hint="prepare into another folder"
             )
@@ -96,15 +95,14 @@ def prepare_sound(
     )
     refused = sorted_refusals(refused)
     write_quarantine(output_dir, refused)
-    if not writer.clips:
-        writer.close()
+    if not writer.sounds:
         raise nothing_usable(
             f"{input_dir}: none of {len(tree.paths)} files holds usable sound: {faults_of(refused)}", output_dir
         )
     writer.finish()
-    hours = sum(clip.samples for clip in writer.clips) / recipe.sampling_rate / 3600
+    hours = sum(clip.samples for clip in writer.sounds) / recipe.sampling_rate / 3600
     return SoundPrepareReport(
-        input_dir=str(input_dir), output_dir=str(output_dir), made=len(writer.clips) - len(kept), kept=len(kept),
+        input_dir=str(input_dir), output_dir=str(output_dir), made=len(writer.sounds) - len(kept), kept=len(kept),
         hours=hours, ignored=tree.ignored, refused=refused,
     )  # fmt: skip
 

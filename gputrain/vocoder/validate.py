@@ -13,7 +13,7 @@ import numpy as np
 from gputrain.audio import prepare as audio_prepare
 from gputrain.audio.f0 import compile_tracker, default_method, f0, voiced
 from gputrain.audio.io import Samples, from_int16, read_sound
-from gputrain.audio.store import WAVES
+from gputrain.audio.store import WAVES, Pitch
 from gputrain.engine.data import Progress, silent
 from gputrain.engine.preparation import (
     DataReport,
@@ -25,7 +25,7 @@ from gputrain.engine.preparation import (
     sorted_refusals,
 )
 from gputrain.errors import UserError
-from gputrain.vocoder.store import Pitch, VocoderStore
+from gputrain.vocoder.store import VocoderStore
 
 SILENT_DB = 50.0  # Threshold of a pause, below the loudest frame.
 TRACKED_SECONDS = 30.0  # Length of the middle part of a recording whose pitch is tracked.
