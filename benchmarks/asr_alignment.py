@@ -31,7 +31,7 @@ import torch
 
 from gputrain.asr.checking import CtcChecker, load_checker
 from gputrain.audio.io import from_int16, read_sound, resample, trim
-from gputrain.audio.prepare import scan
+from gputrain.audio.prepare import scan_recordings
 from gputrain.speech.buckets import open_speech
 from gputrain.speech.checker import TranscriptCheck, mismatches, other_texts
 from gputrain.speech.cutting import quietest, sentence_edges
@@ -48,7 +48,7 @@ Prompt = tuple[str, np.ndarray]  # Its text and its samples at RATE.
 
 def prompts_of(folder: Path, count: int, checker: CtcChecker) -> list[Prompt]:
     """Returns trimmed prompts whose texts have letters of the recogniser, in a mixed order."""
-    utterances = read_transcripts(folder, scan(folder)[0]).utterances
+    utterances = read_transcripts(folder, scan_recordings(folder).paths).utterances
     random.Random(0).shuffle(utterances)
     found = []
     for utterance in utterances:

@@ -1,24 +1,34 @@
 """Finds and checks the recordings of a folder. Sources are only read. Shape suffix: T samples."""
 
 import math
-import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from gputrain.audio.io import BLOCK, FFMPEG_SUFFIXES, Samples, read_sound, resample, trim
-from gputrain.engine.data import FULL_SCALE, RefusedItem, fingerprint, read_rows
+from gputrain.engine.data import FULL_SCALE, fingerprint
+from gputrain.engine.preparation import (
+    PrepareReport,
+    RefusedItem,
+    SourceTree,
+    check_input_folder,
+    find_duplicates,
+    scan,
+    source_files,
+    why_unreadable,
+)
 from gputrain.errors import UserError
 
 SUFFIXES = {".wav", ".flac", ".ogg", ".opus", ".mp3", ".aif", ".aiff", ".w64", ".caf"}
 OTHER_SUFFIXES = FFMPEG_SUFFIXES  # Without ffmpeg, such files are listed as unreadable.
-QUARANTINE = "quarantine.jsonl"
 SILENCE = 1e-3  # Peak below which a recording is silent: 60 dB below full scale.
 NEAR_FULL_SCALE = (FULL_SCALE - 1) / FULL_SCALE
+FRAME_SECONDS = 0.01  # Window of the measurement of loudness.
 HEADROOM = 0.99  # Highest peak after loudness normalisation, relative to full scale.
 
 
@@ -27,17 +37,6 @@ RefusalReason = Literal[
     "duplicate", "silent", "clipped", "unknown symbols", "too short", "too long", "fewer frames than symbols",
     "odd speaking rate", "outside the recording", "overlapping subtitles", "text differs",
 ]  # fmt: skip
-FORMER_REASONS: dict[str, RefusalReason] = {"foreign symbols": "unknown symbols"}  # Those of earlier versions.
-
-
-@dataclass(frozen=True)
-class RefusedRecording:
-    """An item that is left out, with the reason. `path` is that of a file, relative to the folder that was read, or
-    names a line of its transcripts."""
-
-    path: str
-    reason: RefusalReason
-    detail: str
 
 
 def rms(wave_T: Samples) -> float:
@@ -51,20 +50,9 @@ def blocks(wave_T: Samples) -> Iterator[Samples]:
         yield wave_T[begin : begin + BLOCK]
 
 
-@dataclass(frozen=True)
-class PrepareReport:
-    """Result of a preparation: recordings `made` by this run or `kept` from earlier ones, and those left out."""
-
-    input_dir: str
-    output_dir: str
-    made: int
-    kept: int
+@dataclass(frozen=True, kw_only=True)
+class SoundPrepareReport(PrepareReport):
     hours: float
-    ignored: dict[str, int]  # Number of other files, by suffix.
-    refused: list[RefusedRecording]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class DecodedRecording(NamedTuple):
@@ -75,9 +63,17 @@ class DecodedRecording(NamedTuple):
     clipped_share: float  # Share of source samples at full scale.
 
 
+class LoudFrames(NamedTuple):
+    """Frames of a wave that are not a pause."""
+
+    hop: int  # Samples of a frame.
+    frames: int  # All frames of the wave.
+    loud: npt.NDArray[np.int64]  # Numbers of the loud ones.
+
+
 def decode_recording(
     folder: Path, path: str, sampling_rate: int, *, trim_db: float = 0.0, loudness_db: float = 0.0
-) -> DecodedRecording | RefusedRecording:
+) -> DecodedRecording | RefusedItem:
     """Reads `path` in `folder`, resamples it, trims both ends and normalises its loudness; 0 dB switches a step off.
 
     Returns the reason for leaving it out if it cannot be read or is silent.
@@ -85,12 +81,12 @@ def decode_recording(
     try:
         wave_T, source_hz = read_sound(folder / path)
     except UserError as error:
-        return RefusedRecording(path, "unreadable", error.message.removeprefix(f"{folder / path}: "))
+        return RefusedItem(path, "unreadable", error.message.removeprefix(f"{folder / path}: "))
     clipped = clipped_share(wave_T)
     wave_T = resample(wave_T, source_hz, sampling_rate)  # The source, half a gigabyte an hour, is released here.
     peak = peak_of(wave_T)
     if peak < SILENCE:
-        return RefusedRecording(path, "silent", f"its peak is {peak:.2g} of full scale")
+        return RefusedItem(path, "silent", f"its peak is {peak:.2g} of full scale")
     if trim_db:
         wave_T = trim(wave_T, trim_db)
     if loudness_db:
@@ -108,83 +104,38 @@ def peak_of(wave_T: Samples) -> float:
     return max(float(wave_T.max()), -float(wave_T.min()))
 
 
-def check_input_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        fault = "is a file, expected a folder" if folder.exists() else "no such folder"
-        raise UserError(f"{folder}: {fault}", hint="name the folder that holds the recordings")
+def loud_frames(wave_T: Samples, rate_hz: int, below_db: float) -> LoudFrames:
+    """Returns the frames of FRAME_SECONDS whose power is at most `below_db` below that of the loudest."""
+    hop = max(1, min(round(FRAME_SECONDS * rate_hz), len(wave_T)))
+    frames_FT = wave_T[: len(wave_T) // hop * hop].reshape(-1, hop)
+    power_F = np.einsum("ft,ft->f", frames_FT, frames_FT)
+    return LoudFrames(hop, len(power_F), np.flatnonzero(power_F > 10 ** (-below_db / 10) * power_F.max(initial=0.0)))
 
 
-def check_folders_apart(input_dir: Path, output_dir: Path) -> None:
-    """Raises UserError if one folder contains the other."""
-    read, written = input_dir.resolve(), output_dir.resolve()
-    if read == written or read in written.parents or written in read.parents:
-        raise UserError(
-            f"{input_dir} and {output_dir}: one contains the other, so prepared sound would mix with sources",
-            hint="choose an output folder outside the input folder",
-        )
+def scan_recordings(folder: Path) -> SourceTree:
+    """Finds the recordings of a folder tree by their suffixes. Raises UserError if the folder is missing."""
+    check_input_folder(folder, "recordings")
+    return scan(folder, SUFFIXES | OTHER_SUFFIXES)
 
 
-def scan(folder: Path) -> tuple[list[str], Counter[str]]:
-    """Returns the sorted recordings of a tree, found by their suffixes, and counts of other files by suffix. Hidden
-    files are ignored; links are followed, each folder once."""
-    found, ignored = [], Counter[str]()
-    seen = {os.path.realpath(folder)}
-    for at, folders, names in os.walk(folder, followlinks=True):
-        visible = {os.path.realpath(Path(at, name)): name for name in sorted(folders) if not name.startswith(".")}
-        folders[:] = [name for place, name in visible.items() if place not in seen]
-        seen |= visible.keys()
-        for name in names:
-            path = Path(at, name)
-            if name.startswith(".") or path.suffix.lower() not in SUFFIXES | OTHER_SUFFIXES:
-                ignored["hidden" if name.startswith(".") else path.suffix.lower() or "none"] += 1
-            else:
-                found.append(path.relative_to(folder).as_posix())
-    return sorted(found), ignored
-
-
-def no_recording(folder: Path, ignored: Counter[str]) -> UserError:
+def no_recording(folder: Path, ignored: Mapping[str, int]) -> UserError:
     """Returns the error for a folder without recordings, which lists the suffixes of other files."""
-    others = ", ".join(f"{count} {suffix}" for suffix, count in ignored.most_common(5))
+    others = ", ".join(f"{count} {suffix}" for suffix, count in Counter(ignored).most_common(5))
     return UserError(
         f"{folder}: no recording in it{f', but other files: {others}' if others else ''}",
         hint=f"looked for {', '.join(sorted(SUFFIXES))}, and with ffmpeg {', '.join(sorted(OTHER_SUFFIXES))}",
     )
 
 
-def faults_of(refused: Iterable[RefusedItem]) -> str:
-    """Returns as text the number of files left out for each reason, and the first file with its fault."""
-    refused = list(refused)
-    counts = Counter(refusal.reason for refusal in refused).most_common(5)
-    first = f"; {refused[0].path}: {refused[0].detail}" if refused else ""
-    return ", ".join(f"{count} {reason}" for reason, count in counts) + first
-
-
-def fingerprints(folder: Path, paths: Iterable[str], refused: list[RefusedRecording]) -> dict[str, str]:
+def fingerprints(folder: Path, paths: Iterable[str], refused: list[RefusedItem]) -> dict[str, str]:
     """Returns fingerprints by path; unreadable files and duplicates of earlier files are added to `refused`."""
-    firsts: dict[str, str] = {}
     found: dict[str, str] = {}
-    for path in paths:
+    files = source_files(folder, paths, refused)
+    for file in files:
         try:
-            content = fingerprint(folder / path)
+            found[file.path] = fingerprint(folder / file.path)
         except OSError as error:
-            refused.append(RefusedRecording(path, "unreadable", why_unreadable(folder / path, error)))
-            continue
-        if (first := firsts.setdefault(content, path)) == path:
-            found[path] = content
-        else:
-            refused.append(RefusedRecording(path, "duplicate", f"has the content of {first}"))
-    return found
-
-
-def read_quarantine(folder: Path) -> list[RefusedRecording]:
-    """Returns the items that the preparation of a store left out."""
-    path = folder / QUARANTINE
-    rows = read_rows(path, ("path", "reason", "detail")) if path.is_file() else []
-    return [RefusedRecording(**{**row, "reason": FORMER_REASONS.get(row["reason"], row["reason"])}) for row in rows]
-
-
-def why_unreadable(path: Path, error: OSError) -> str:
-    """Returns the cause as text; for a broken link, its target."""
-    if path.is_symlink() and not path.exists():
-        return f"a link to {os.readlink(path)}, which is not there"
-    return error.strerror or str(error)
+            refused.append(RefusedItem(file.path, "unreadable", why_unreadable(folder / file.path, error)))
+    repeats = find_duplicates(folder, [file for file in files if file.path in found], found)
+    refused += repeats.values()
+    return {path: content for path, content in found.items() if path not in repeats}

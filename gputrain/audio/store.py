@@ -1,25 +1,104 @@
-"""Reads files of prepared sound: int16 samples in one file, and a journal of its content."""
+"""The store of prepared sound: all waves in one file, their pitch in another if they have one, and an index.
 
-import json
+    waves.i16   mono, little-endian, sound after sound
+    f0.f32      Hz by frame, 0 where unvoiced, sound after sound; only a vocoder's store has it
+
+The files are counted in units: samples, or frames of `hop_size` samples with a pitch each. Reading a part takes a tenth
+of a millisecond; decoding a song takes most of a second. What is read is compared with checksums in the index. A sound
+is added to the index after the files hold it, so that an interrupted preparation continues behind the last whole one.
+"""
+
 import os
-from collections.abc import Mapping
-from dataclasses import asdict
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from gputrain.engine.data import writing
+from gputrain.engine.preparation import Journal
 from gputrain.errors import UserError
+from gputrain.stored import from_json
 
-WAVES = "waves.i16"
+WAVES, PITCHES = "waves.i16", "f0.f32"
 
 PREPARE_AGAIN = "delete the folder and prepare it again"
 Wave = npt.NDArray[np.int16]
-Row = TypeVar("Row")
+Pitch = npt.NDArray[np.float32]
+StoredNumbers = npt.NDArray[Any]
 
 
-def read_numbers(path: Path, dtype: str, first: int, count: int) -> npt.NDArray[Any]:
+class StoredFile(NamedTuple):
+    """A file of a store: numbers of one type, the same count of them for each unit."""
+
+    name: str
+    dtype: str
+    numbers_a_unit: int
+
+    @property
+    def bytes_a_unit(self) -> int:
+        return self.numbers_a_unit * np.dtype(self.dtype).itemsize
+
+
+def stored_files(hop_size: int = 0) -> tuple[StoredFile, ...]:
+    """Returns the files of a store: samples, or hops of samples with their pitch."""
+    if not hop_size:
+        return (StoredFile(WAVES, "<i2", 1),)
+    return StoredFile(WAVES, "<i2", hop_size), StoredFile(PITCHES, "<f4", 1)
+
+
+class StoredSound(Protocol):
+    """A sound of a store or a part of one, which begins at unit `first` of its files."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def first(self) -> int: ...
+
+    @property
+    def units(self) -> int: ...
+
+    @property
+    def units_a_checksum(self) -> int: ...
+
+    @property
+    def sums(self) -> tuple[int, ...]: ...  # CRC-32 of every `units_a_checksum` units; empty in older stores.
+
+    def placed(self, first: int, sums: tuple[int, ...]) -> Any: ...  # Returns it at another place.
+
+
+Row = TypeVar("Row", bound=StoredSound)
+Store = TypeVar("Store", bound="SoundStore[Any]")
+
+
+def end_of(sounds: Iterable[StoredSound]) -> int:
+    """Returns the first unit behind all sounds."""
+    return max((one.first + one.units for one in sounds), default=0)
+
+
+def checksums(numbers: Sequence[StoredNumbers], units: int, units_a_checksum: int) -> tuple[int, ...]:
+    """Returns the CRC-32 of every `units_a_checksum` units, computed over the numbers of one file after the other."""
+    sums = []
+    for begin in range(0, units, units_a_checksum):
+        crc = 0
+        for values in numbers:
+            a_unit = len(values) // units
+            crc = zlib.crc32(values[begin * a_unit : (begin + units_a_checksum) * a_unit].tobytes(), crc)
+        sums.append(crc)
+    return tuple(sums)
+
+
+# ------------------------------------------------------------------------------------------------------ reading
+
+
+def read_numbers(path: Path, dtype: str, first: int, count: int) -> StoredNumbers:
     """Reads `count` numbers of a file, starting at number `first`. Raises UserError if they cannot be read.
 
     A memory map would be no faster, and a truncated file would end the process with SIGBUS.
@@ -33,59 +112,154 @@ def read_numbers(path: Path, dtype: str, first: int, count: int) -> npt.NDArray[
     return found
 
 
-class JournaledFiles:
-    """Files of a store that grow row by row. A row of the journal is written after its data, so that an interrupted
-    preparation continues behind the last complete row."""
+def read_units(
+    folder: Path, files: Sequence[StoredFile], sound: StoredSound, first: int, count: int
+) -> tuple[StoredNumbers, ...]:
+    """Reads the numbers of each file for `count` units, starting at unit `first` of a sound.
 
-    def __init__(self, journal: Path, sizes: Mapping[Path, int]) -> None:
-        """Opens the journal, and files that hold at least so many bytes; what is behind these is removed. Raises
-        UserError if one is shorter."""
-        for path, size in sizes.items():
-            path.touch()
-            if path.stat().st_size < size:
-                raise UserError(f"{path}: shorter than its {journal.stem} says", hint=PREPARE_AGAIN)
-            os.truncate(path, size)
-        self.files: list[IO[Any]] = [*(path.open("ab") for path in sizes), journal.open("a", encoding="ascii")]
+    All checksummed blocks that these units touch are read. Raises UserError if they cannot be, or have changed.
+    """
+    block = sound.units_a_checksum
+    begin, end = first // block * block, min(-(-(first + count) // block) * block, sound.units)
+    read = [
+        read_numbers(
+            folder / file.name, file.dtype, (sound.first + begin) * file.numbers_a_unit,
+            (end - begin) * file.numbers_a_unit,
+        )
+        for file in files
+    ]  # fmt: skip
+    known = sound.sums[begin // block :][: -(-(end - begin) // block)]
+    if known and known != checksums(read, end - begin, block):
+        names = " or ".join(file.name for file in files)
+        raise UserError(f"{folder}: {sound.path} is damaged in {names}", hint=PREPARE_AGAIN)
+    return tuple(
+        values[(first - begin) * file.numbers_a_unit :][: count * file.numbers_a_unit]
+        for file, values in zip(files, read, strict=True)
+    )
 
-    def append(self, row: Any, *contents: bytes) -> None:
-        """Appends a row: the bytes for each file, then a line of the journal."""
-        for file, content in zip(self.files, (*contents, json.dumps(asdict(row)) + "\n"), strict=True):
-            file.write(content)
-            file.flush()
+
+@dataclass(frozen=True)
+class SoundStore(Generic[Row]):
+    """Prepared sound opened for reading: the store of a folder, or several `stores` as one, whose units and clips are
+    numbered through. It can be pickled; worker processes read the files themselves."""
+
+    folder: Path  # That of the first store.
+    format: Any
+    clips: list[Row]
+    stores: tuple[Any, ...] = ()
+
+    @property
+    def parts(self: Store) -> tuple[Store, ...]:
+        """The stores of single folders."""
+        return self.stores or (self,)
+
+    @property
+    def folders(self) -> str:
+        """The folders for messages."""
+        return ", ".join(str(part.folder) for part in self.parts)
+
+    def place_of(self, clip: Row) -> tuple[Path, Row]:
+        """Returns the folder of a clip, and the clip as that folder numbers it."""
+        if not self.stores:
+            return self.folder, clip
+        number = bisect_right(self._begins, clip.first) - 1
+        return self.stores[number].folder, moved(clip, -self._begins[number])
+
+    @cached_property
+    def _begins(self) -> list[int]:
+        return begins_of(self.stores)
+
+
+def begins_of(stores: Sequence[SoundStore[Any]]) -> list[int]:
+    """Returns the first unit of each store among the units of all."""
+    return [0, *accumulate(end_of(store.clips) for store in stores[:-1])]
+
+
+def moved(clip: Row, by: int) -> Row:
+    made: Row = clip.placed(clip.first + by, clip.sums)
+    return made
+
+
+def check_finished(folder: Path, names: Sequence[str], journal: str, content: str, options: str) -> None:
+    """Raises UserError if a folder lacks one of the files that a finished preparation writes."""
+    if not all((folder / name).is_file() for name in names):
+        what = "its preparation was not finished" if (folder / journal).is_file() else f"no prepared {content}"
+        raise UserError(f"{folder}: {what}", hint=f"run gputrain prepare-data {options}")
+
+
+def bytes_in(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+# ------------------------------------------------------------------------------------------------------ writing
+
+
+class SoundWriter(Generic[Row]):
+    """Writes a store sound by sound; opened again on the same folder, it continues."""
+
+    def __init__(self, folder: Path, journal: str, format: Any, row: type[Row], files: Sequence[StoredFile]) -> None:
+        """Opens the journal, and removes what the files hold behind its last sound. `format` is a dataclass.
+
+        Raises UserError if the folder holds a preparation of another format or a damaged one, or cannot be written.
+        """
+        self.folder, self.format, self._files = folder, format, files
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._journal = Journal(folder / journal)
+            self.sounds = self._known(row)
+            self._end = end_of(self.sounds)
+            for file in files:
+                path, size = folder / file.name, self._end * file.bytes_a_unit
+                path.touch()
+                if path.stat().st_size < size:
+                    raise UserError(f"{path}: shorter than its {Path(journal).stem} says", hint=PREPARE_AGAIN)
+                os.truncate(path, size)
+
+    def _known(self, row: type[Row]) -> list[Row]:
+        """Returns the sounds of an earlier preparation."""
+        journal = self._journal
+        if journal.head is None:
+            journal.head = asdict(self.format)
+        try:
+            earlier = from_json(type(self.format), journal.head)
+            found = [from_json(row, one) for one in journal.rows]
+            if journal.is_damaged:
+                raise ValueError
+        except ValueError:
+            raise UserError(f"{journal.path}: damaged", hint=PREPARE_AGAIN) from None
+        if earlier != self.format:
+            raise UserError(
+                f"{self.folder} was prepared with {format_of(earlier)}, not {format_of(self.format)}",
+                hint="prepare into another folder",
+            )
+        journal.rewrite(journal.rows)
+        return found
+
+    def append(self, sound: Row, *numbers: StoredNumbers) -> Row:
+        """Appends a sound, with the numbers for each file, and returns it with its place and checksums.
+
+        Raises UserError if the disk is full.
+        """
+        stored = [values.astype(file.dtype, copy=False) for file, values in zip(self._files, numbers, strict=True)]
+        placed: Row = sound.placed(self._end, checksums(stored, sound.units, sound.units_a_checksum))
+        for file, values in zip(self._files, stored, strict=True):
+            path = self.folder / file.name
+            with writing(path), path.open("ab") as to:
+                to.write(values.tobytes())
+        self._journal.append(asdict(placed))  # type: ignore[call-overload]
+        self._end += placed.units
+        self.sounds.append(placed)
+        return placed
 
     def sync(self) -> None:
-        for file in self.files:
-            file.flush()
-            os.fsync(file.fileno())
-
-    def close(self) -> None:
-        for file in self.files:
-            file.close()
+        """Waits until the disk holds all files."""
+        with writing(self.folder):
+            for path in (*(self.folder / file.name for file in self._files), self._journal.path):
+                with path.open("ab") as file:
+                    os.fsync(file.fileno())
 
 
-def read_journal(path: Path, format: Any, row: type[Row]) -> list[Row]:
-    """Reads the rows of a journal whose first line is the format; starts a new journal if there is none.
-
-    An incomplete last line is removed from the file. Raises UserError if the journal is damaged or of another format.
-    """
-    if not path.exists():
-        path.write_text(json.dumps(asdict(format)) + "\n", encoding="ascii")
-    try:
-        whole = path.read_text(encoding="ascii").rpartition("\n")[0].splitlines()
-        head, *rows = map(json.loads, whole)
-        earlier, found = type(format)(**head), [row(**one) for one in rows]
-    except (ValueError, TypeError):
-        raise UserError(f"{path}: damaged", hint=PREPARE_AGAIN) from None
-    if earlier != format:
-        raise UserError(
-            f"{path.parent} was prepared with {in_words(earlier)}, not {in_words(format)}",
-            hint="prepare into another folder",
-        )
-    path.write_text("".join(line + "\n" for line in whole), encoding="ascii")
-    return found
-
-
-def in_words(format: Any) -> str:
+def format_of(format: Any) -> str:
     """Returns names and values of a format as text."""
     values = asdict(format).items()
     return ", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in values)

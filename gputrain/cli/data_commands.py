@@ -17,7 +17,7 @@ from gputrain.errors import UserError
 from gputrain.vocoder.config import SAMPLING_RATE
 
 if TYPE_CHECKING:
-    from gputrain.engine.data import Spread
+    from gputrain.engine.preparation import Spread
     from gputrain.speech.checker import SpeechChecker
     from gputrain.speech.prepare import SpeechPrepareReport
     from gputrain.speech.prepare_config import SpeechKind

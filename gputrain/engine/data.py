@@ -11,16 +11,9 @@ import errno
 import hashlib
 import json
 import logging
-import multiprocessing
 import os
-import signal
-import statistics
-import threading
 import warnings
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
@@ -35,21 +28,17 @@ from gputrain.engine.workers import (
     LOOK_SECONDS,
     ReceivedFirst,
     awaited,
-    held,
     replacing_the_dead,
     start_worker,
     started,
 )
 from gputrain.errors import UserError
-from gputrain.hw.child_process import describe_exit, remedy_for_exit
 from gputrain.hw.plan import Plan
 from gputrain.hw.ranks import SINGLE, Ranks
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Job = TypeVar("Job")
-Result = TypeVar("Result")
 StartMethod = Literal["fork", "forkserver", "spawn"]
 
 MANIFEST = "manifest.jsonl"
@@ -258,54 +247,6 @@ def _as_it_is(message: Any) -> Any:
     return message
 
 
-def in_processes(
-    function: Callable[[Job], Result], jobs: Sequence[Job], num_workers: int
-) -> Generator[Result, None, None]:
-    """Yields `map(function, jobs)` in order, from `num_workers` new processes; 0 and 1 compute in this process.
-
-    The function and the jobs must be picklable. Close the iterator (`contextlib.closing`) to stop early. Raises
-    UserError if a process dies.
-    """
-    num_workers = min(num_workers, len(jobs))
-    if num_workers < 2:
-        yield from map(function, jobs)
-        return
-    # Processes are spawned on every platform, because a fork would copy the locks of the progress display's threads.
-    spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_workers, mp_context=spawn, initializer=_start_process)
-    waiting: deque[Future[Result]] = deque()
-    try:
-        for job in jobs:
-            with held([signal.SIGINT]):
-                waiting.append(pool.submit(function, job))
-            if len(waiting) > 4 * num_workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    except BrokenProcessPool:
-        workers = list(pool._processes.values())
-        pool.shutdown(wait=True)  # Afterwards all processes have exit codes.
-        # When one process has died, the pool ends the others by SIGTERM.
-        codes = [worker.exitcode for worker in workers if worker.exitcode not in (None, 0, -signal.SIGTERM)]
-        code = codes[0] if codes and codes[0] else -signal.SIGTERM
-        raise UserError(f"a worker process died ({describe_exit(code)})", hint=remedy_for_exit(code)) from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _start_process() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; only the main process handles it.
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-
-
-def _leave_with_parent() -> None:
-    """End this worker with its parent: a killed parent closes no queue, and its workers would wait for ever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
 def fingerprint(path: Path) -> str:
     """Returns 32 hexadecimal digits of a file's size and its first, middle and last 64 KiB (BLAKE2b).
 
@@ -422,38 +363,6 @@ class StepProgress:
     def next(self) -> None:
         self.done += 1
         self.progress(self.done, self.total)
-
-
-class RefusedItem(Protocol):
-    """A file that is left out, and why."""
-
-    @property
-    def path(self) -> str: ...
-
-    @property
-    def reason(self) -> str: ...
-
-    @property
-    def detail(self) -> str: ...
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Smallest, median and largest value."""
-
-    min: float
-    median: float
-    max: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
-        """Returns the spread of values. Raises ValueError where there are none."""
-        return cls(min(values), statistics.median(values), max(values))
-
-
-def spread_of(values: Sequence[float]) -> Spread | None:
-    """Returns the spread of values, or None where there are none."""
-    return Spread.of(values) if values else None
 
 
 def digests(**parts: Iterable[object]) -> dict[str, dict[str, Any]]:

@@ -27,10 +27,9 @@ from gputrain.engine.mixture import FolderItems, GivenFolders, Mixture, data_fol
 from gputrain.errors import UserError
 from gputrain.hw.ranks import SINGLE, Ranks
 from gputrain.speech.frames import ENCODER_RATE, STRIDE, encoder_frames
-from gputrain.speech.joined import joined
 from gputrain.speech.options import SpeechData
 from gputrain.speech.prepare_config import POLICIES, SpeechKind
-from gputrain.speech.store import SpeechClip, SpeechStore, frame_count
+from gputrain.speech.store import SpeechClip, SpeechStore, frame_count, joined
 
 Integers = npt.NDArray[np.int64]
 log = logging.getLogger(__name__)

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
-from gputrain.audio.prepare import RefusalReason, RefusedRecording
+from gputrain.audio.prepare import RefusalReason
+from gputrain.engine.preparation import RefusedItem
 from gputrain.errors import UserError
 from gputrain.speech.frames import encoder_frames
 from gputrain.speech.prepare_config import SpeechPrepareConfig
@@ -39,7 +40,7 @@ Reader: TypeAlias = Frontend | Vocabulary
 class Selection:
     format: SpeechFormat
     clips: list[SpeechClip]
-    refused: list[RefusedRecording]
+    refused: list[RefusedItem]
 
 
 class _Unfit(Exception):
@@ -102,7 +103,7 @@ def select_clips(
     """Selects clips of the utterances whose path is among the recordings. Raises UserError as `reader_of` does."""
     reader = reader_of(config, utterances)
     clip_filter = _ClipFilter(config, reader, unread(reader, (utterance.text for utterance in utterances)))
-    refused: list[RefusedRecording] = []
+    refused: list[RefusedItem] = []
     found: list[_Named] = []
     speakers = sorted({utterance.speaker for utterance in utterances})
     places = {speaker: place for place, speaker in enumerate(speakers)}
@@ -112,7 +113,7 @@ def select_clips(
                 made = clip_filter.clips_of(utterance, recording, places[utterance.speaker])
                 found += [_Named(utterance.name, clip) for clip in made]
             except _Unfit as fault:
-                refused.append(RefusedRecording(utterance.name, fault.reason, fault.detail))
+                refused.append(RefusedItem(utterance.name, fault.reason, fault.detail))
     clips = _evenly_spoken(found, refused, config, reader)
     present = {number: place for place, number in enumerate(sorted({clip.speaker for clip in clips}))}
     clips = [replace(clip, speaker=present[clip.speaker]) for clip in clips]
@@ -288,7 +289,7 @@ class _Named(NamedTuple):
 
 
 def _evenly_spoken(
-    found: list[_Named], refused: list[RefusedRecording], config: SpeechPrepareConfig, reader: Reader
+    found: list[_Named], refused: list[RefusedItem], config: SpeechPrepareConfig, reader: Reader
 ) -> list[SpeechClip]:
     """Removes clips with an outlying speaking rate: most often their text belongs to another recording."""
     clips, allowed = [one.clip for one in found], config.speech.max_rate_deviation
@@ -300,7 +301,7 @@ def _evenly_spoken(
     odd = odd_rates(spoken, allowed, USUAL_RATES, silence)
     for place, (rate, median) in odd.items():
         detail = f"{rate:.1f} symbols per second; the median of all clips is {median:.1f}"
-        refused.append(RefusedRecording(found[place].name, "odd speaking rate", detail))
+        refused.append(RefusedItem(found[place].name, "odd speaking rate", detail))
     return [clip for place, clip in enumerate(clips) if place not in odd]
 
 

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gputrain.audio.io import Samples, from_int16
-from gputrain.audio.prepare import RefusedRecording
 from gputrain.audio.store import Wave
 from gputrain.engine.data import Progress, silent
+from gputrain.engine.preparation import RefusedItem
 from gputrain.errors import UserError
 from gputrain.speech.checker import SentenceTimes, SpeechChecker
 from gputrain.speech.prepare_config import SpeechPrepareConfig
@@ -36,12 +36,12 @@ def cut_utterances(
     sentences_of: Callable[[str], list[str]],
     wave_of: Callable[[Recording], Wave],
     progress: Progress = silent,
-) -> tuple[list[Utterance], list[RefusedRecording]]:
+) -> tuple[list[Utterance], list[RefusedItem]]:
     """Returns the utterances, with those of recordings that exceed the maximum length cut into groups of whole
     sentences; and what was left out: recordings that cannot be aligned, and sentences that do not fit."""
     rate_hz, max_seconds = config.sampling_rate, config.speech.max_seconds
     found: list[Utterance] = []
-    refused: list[RefusedRecording] = []
+    refused: list[RefusedItem] = []
     long = {
         utterance
         for utterance in utterances
@@ -58,7 +58,7 @@ def cut_utterances(
         try:
             times = checker.align(wave_T, rate_hz, sentences)
         except UserError as error:
-            refused.append(RefusedRecording(utterance.path, "text differs", error.message))
+            refused.append(RefusedItem(utterance.path, "text differs", error.message))
         else:
             found += _groups(utterance, wave_T, rate_hz, list(zip(sentences, times, strict=True)), max_seconds, refused)
         done += 1
@@ -72,7 +72,7 @@ def _groups(
     rate_hz: int,
     sentences: Sequence[tuple[str, SentenceTimes | None]],
     max_seconds: float,
-    refused: list[RefusedRecording],
+    refused: list[RefusedItem],
 ) -> list[Utterance]:
     """Joins neighbouring sentences as far as `max_seconds` allows."""
     groups: list[tuple[float, float, str]] = []
@@ -80,7 +80,7 @@ def _groups(
     spans = iter(sentence_spans(wave_T, rate_hz, [times for _, times in sentences if times]))
     for sentence, times in sentences:
         if times is None:
-            refused.append(RefusedRecording(utterance.path, "text differs", f"{shortened(sentence)!r} is not said"))
+            refused.append(RefusedItem(utterance.path, "text differs", f"{shortened(sentence)!r} is not said"))
             follows = False
             continue
         begin, end = next(spans)

@@ -5,21 +5,28 @@ Sources are only read. Shape suffixes: T samples, F frames.
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from gputrain.audio import prepare as audio_prepare
 from gputrain.audio.config import Sound
 from gputrain.audio.io import Samples
-from gputrain.audio.prepare import QUARANTINE, PrepareReport, RefusedRecording, faults_of
+from gputrain.audio.prepare import SoundPrepareReport
 from gputrain.audio.store import Wave
-from gputrain.engine.data import Progress, in_processes, silent, to_int16, write_rows
+from gputrain.engine.data import Progress, silent, to_int16
+from gputrain.engine.preparation import (
+    RefusedItem,
+    check_folders,
+    faults_of,
+    nothing_usable,
+    run_jobs,
+    sorted_refusals,
+    write_quarantine,
+)
 from gputrain.errors import UserError
 from gputrain.speech import text_checks
 from gputrain.speech.checker import SpeechChecker
@@ -32,7 +39,6 @@ from gputrain.speech.transcripts import TranscriptRules, Transcripts, has_transc
 log = logging.getLogger(__name__)
 
 PAUSE_DB = 40.0  # threshold of a pause, below the loudest frame
-FRAME_SECONDS = 0.01  # window of the loudness measurement
 PAUSE_SECONDS = 0.15  # minimum length of a recorded pause
 
 
@@ -45,21 +51,13 @@ def speech_prepare_config(kind: SpeechKind, speech: SpeechOptions, sound: Sound)
     )
 
 
-@dataclass(frozen=True)
-class SpeechPrepareReport(PrepareReport):
+@dataclass(frozen=True, kw_only=True)
+class SpeechPrepareReport(SoundPrepareReport):
     transcripts: str  # file and detected format
     clips: int
     speakers: tuple[str, ...]
     vocabulary: tuple[str, ...] = ()  # symbols of a recogniser
     findings: tuple[str, ...] = ()  # oddities of the vocabulary, as text
-
-    @property
-    def reasons(self) -> dict[str, int]:
-        """Counts the items left out for each reason, the most frequent first."""
-        return dict(Counter(refusal.reason for refusal in self.refused).most_common())
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "reasons": self.reasons}
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class Material:
 
     transcripts: Transcripts
     prints: dict[str, str]  # fingerprints of transcribed recordings, by path
-    refused: list[RefusedRecording]
+    refused: list[RefusedItem]
     ignored: dict[str, int]
 
 
@@ -88,42 +86,38 @@ def prepare_speech(
 
     Raises UserError if a folder or the transcripts are invalid, or no recording is usable.
     """
-    audio_prepare.check_folders_apart(input_dir, output_dir)
+    check_folders(input_dir, output_dir)
     check_output(output_dir, config)
     material = gather_material(input_dir, config)
     reader = reader_of(config, material.transcripts.utterances)  # Invalid options raise here, before hours of work.
     if odd := odd_letters(reader, material.transcripts.utterances):
         log.warning("%s", odd)
     writer = SpeechWriter(output_dir, sound_format(config))
-    with closing(writer):
-        known = {recording.fingerprint: recording for recording in writer.recordings}
-        prints = material.prints
-        ready = {path: replace(known[key], path=path) for path, key in prints.items() if key in known}
-        missing = [path for path in prints if path not in ready]
-        refused, kept = list(material.refused), len(ready)
-        progress(kept, len(prints))
-        jobs = [(input_dir, path, prints[path], sound_format(config)) for path in missing]
-        with closing(in_processes(convert_recording, jobs, num_workers)) as results:
-            for done, made in enumerate(results, start=kept + 1):
-                if isinstance(made, RefusedRecording):
-                    refused.append(made)
-                else:
-                    ready[made[0].path] = writer.add(*made)
-                progress(done, len(prints))
-        utterances = material.transcripts.utterances
-        if checker:
-            waves = partial(read_wave, output_dir)
-            utterances, misfits = cut_utterances(utterances, ready, config, checker, reader.sentences, waves, progress)
-            refused += misfits
-        chosen = select_clips(utterances, ready, config)
-        refused = sort_rejected([*refused, *chosen.refused])
-        write_rows(output_dir / QUARANTINE, map(asdict, refused))
-        if not chosen.clips:
-            raise UserError(
-                f"{input_dir}: nothing to train on: {faults_of(refused) or 'no recording has a transcript'}",
-                hint=f"{output_dir / QUARANTINE} names each and its fault",
-            )
-        writer.finish(chosen.format, chosen.clips)
+    prints = material.prints
+    ready = prepared_before(writer.sounds, prints)
+    missing = [path for path in prints if path not in ready]
+    refused, kept = list(material.refused), len(ready)
+
+    def store(made: tuple[Recording, Wave] | RefusedItem) -> None:
+        if isinstance(made, RefusedItem):
+            refused.append(made)
+        else:
+            ready[made[0].path] = writer.append(*made)
+
+    jobs = [(input_dir, path, prints[path], sound_format(config)) for path in missing]
+    run_jobs(convert_recording, jobs, num_workers, store, progress, kept)
+    utterances = material.transcripts.utterances
+    if checker:
+        waves = partial(read_wave, output_dir)
+        utterances, misfits = cut_utterances(utterances, ready, config, checker, reader.sentences, waves, progress)
+        refused += misfits
+    chosen = select_clips(utterances, ready, config)
+    refused = sorted_refusals([*refused, *chosen.refused])
+    write_quarantine(output_dir, refused)
+    if not chosen.clips:
+        faults = faults_of(refused) or "no recording has a transcript"
+        raise nothing_usable(f"{input_dir}: nothing to train on: {faults}", output_dir)
+    writer.finish(chosen.format, chosen.clips)
     hours = sum(clip.samples for clip in chosen.clips) / config.sampling_rate / 3600
     return SpeechPrepareReport(
         input_dir=str(input_dir), output_dir=str(output_dir), transcripts=material.transcripts.source,
@@ -131,6 +125,16 @@ def prepare_speech(
         ignored=material.ignored, refused=refused,
         **(vocabulary_facts(chosen) if config.kind == "asr" else {}),
     )  # fmt: skip
+
+
+def prepared_before(recordings: Sequence[Recording], prints: Mapping[str, str]) -> dict[str, Recording]:
+    """Returns the stored recordings of files, whose fingerprints are `prints`, by path. A file may have another name
+    than before, unless files of different content have its fingerprint."""
+    by_file = {(one.path, one.fingerprint): one for one in recordings}
+    files, stored = Counter(prints.values()), Counter(one.fingerprint for one in recordings)
+    by_content = {one.fingerprint: one for one in recordings if files[one.fingerprint] == stored[one.fingerprint] == 1}
+    found = {path: by_file.get((path, key)) or by_content.get(key) for path, key in prints.items()}
+    return {path: replace(one, path=path) for path, one in found.items() if one}
 
 
 def vocabulary_facts(chosen: Selection) -> dict[str, tuple[str, ...]]:
@@ -154,59 +158,50 @@ def sound_format(config: SpeechPrepareConfig) -> SoundFormat:
     return SoundFormat(config.sampling_rate, config.trim_db, config.loudness_db)
 
 
-def sort_rejected(refused: Sequence[RefusedRecording]) -> list[RefusedRecording]:
-    return sorted(refused, key=lambda refusal: (refusal.path, refusal.reason))
-
-
 def gather_material(input_dir: Path, config: SpeechPrepareConfig) -> Material:
     """Reads the transcripts of a folder, and fingerprints their recordings. Raises UserError as `read_transcripts`."""
-    audio_prepare.check_input_folder(input_dir)
-    options = config.speech
-    paths, ignored = audio_prepare.scan(input_dir)
-    if not paths and options.transcripts is None and not has_transcripts(input_dir):
-        raise audio_prepare.no_recording(input_dir, ignored)
+    options, tree = config.speech, audio_prepare.scan_recordings(input_dir)
+    if not tree.paths and options.transcripts is None and not has_transcripts(input_dir):
+        raise audio_prepare.no_recording(input_dir, tree.ignored)
     policy, language = POLICIES[config.kind], options.language_for(config.kind)
     rules = TranscriptRules(
         policy.needs_speakers, options.cue_gap, options.max_seconds, language if policy.reads_subtitles else ""
     )
     transcripts = read_transcripts(
-        input_dir, paths, file=options.transcripts, columns=options.transcript_columns, rules=rules
+        input_dir, tree.paths, file=options.transcripts, columns=options.transcript_columns, rules=rules
     )
     if config.trim_db and any(one.span for one in transcripts.utterances):
         raise UserError(
             f"trim_db {config.trim_db:g} would move the beginning of recordings that subtitles cut by their times",
             hint="drop --trim-db",
         )
-    refused = list(transcripts.refused)
+    refused = [*tree.refused, *transcripts.refused]
     paths = sorted({one.path for one in transcripts.utterances})
     prints = audio_prepare.fingerprints(input_dir, paths, refused)
-    return Material(transcripts, prints, refused, dict(ignored))
+    return Material(transcripts, prints, refused, tree.ignored)
 
 
-def convert_recording(job: tuple[Path, str, str, SoundFormat]) -> tuple[Recording, Wave] | RefusedRecording:
+def convert_recording(job: tuple[Path, str, str, SoundFormat]) -> tuple[Recording, Wave] | RefusedItem:
     """Decodes a recording in a worker process. Returns the samples to store, or the reason for leaving it out."""
     folder, path, content, format = job
     decoded = audio_prepare.decode_recording(
         folder, path, format.sampling_rate, trim_db=format.trim_db, loudness_db=format.loudness_db
     )
-    if isinstance(decoded, RefusedRecording):
+    if isinstance(decoded, RefusedItem):
         return decoded
     wave_T, source_hz, clipped = decoded
     recording = Recording(path, content, 0, len(wave_T), source_hz, clipped, pauses(wave_T, format.sampling_rate))
     return recording, to_int16(wave_T)
 
 
-def measure_recording(job: tuple[Path, str, str, SoundFormat]) -> Recording | RefusedRecording:
+def measure_recording(job: tuple[Path, str, str, SoundFormat]) -> Recording | RefusedItem:
     """Returns the result of `convert_recording` without the samples."""
     made = convert_recording(job)
-    return made if isinstance(made, RefusedRecording) else made[0]
+    return made if isinstance(made, RefusedItem) else made[0]
 
 
 def pauses(wave_T: Samples, rate_hz: int) -> list[list[int]]:
     """Returns the pauses between loud frames of at least PAUSE_SECONDS, as [first sample, end)."""
-    hop = max(1, round(FRAME_SECONDS * rate_hz))
-    frames_FT = wave_T[: len(wave_T) // hop * hop].reshape(-1, hop)
-    power_F = np.einsum("ft,ft->f", frames_FT, frames_FT)
-    loud = np.flatnonzero(power_F > 10 ** (-PAUSE_DB / 10) * power_F.max(initial=0.0))
+    hop, _, loud = audio_prepare.loud_frames(wave_T, rate_hz, PAUSE_DB)
     wide = np.flatnonzero(np.diff(loud) > PAUSE_SECONDS * rate_hz / hop)
     return [[(int(loud[at]) + 1) * hop, int(loud[at + 1]) * hop] for at in wide]

@@ -1,6 +1,6 @@
-"""Storage of prepared speech: all waves in one int16 file, their index, and the list of training clips.
+"""The store of prepared speech: whole recordings, the clips of them that are trained on, and their texts.
 
-    waves.i16       mono, little-endian, recording after recording
+    waves.i16       as `gputrain.audio.store` describes it
     sounds.jsonl    settings of audio preprocessing, then a recording per line: source and position of its samples
     manifest.jsonl  a clip per line: a part of a recording, its text and its speaker
     text.json       the kind of model, its text front end or vocabulary, the sampling rate, the speakers by id
@@ -11,6 +11,7 @@ continues there.
 """
 
 import json
+import logging
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,18 +19,33 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gputrain.audio.store import PREPARE_AGAIN, WAVES, JournaledFiles, Wave, read_journal, read_numbers
+from gputrain.audio.store import (
+    PREPARE_AGAIN,
+    SoundStore,
+    SoundWriter,
+    Wave,
+    begins_of,
+    bytes_in,
+    check_finished,
+    end_of,
+    moved,
+    read_units,
+    stored_files,
+)
 from gputrain.engine.data import MANIFEST, read_rows, write_rows, writing
 from gputrain.errors import UserError
 from gputrain.speech.frames import encoder_frames
 from gputrain.speech.prepare_config import SpeechKind
-from gputrain.speech.text.frontend import Frontend
-from gputrain.speech.text.vocabulary import Vocabulary
+from gputrain.speech.text.frontend import RESERVED, Frontend
+from gputrain.speech.text.language import PUNCTUATION
+from gputrain.speech.text.vocabulary import SPECIAL, Vocabulary
 from gputrain.stored import from_json, is_fingerprint
+
+log = logging.getLogger(__name__)
 
 READERS: Mapping[str, type[Frontend] | type[Vocabulary]] = {"tts": Frontend, "asr": Vocabulary}
 SOUNDS, TEXT = "sounds.jsonl", "text.json"
-SAMPLE_BYTES = 2
+FILES = stored_files()
 
 
 @dataclass(frozen=True)
@@ -41,8 +57,36 @@ class SoundFormat:
     loudness_db: float
 
 
+class _Samples:
+    """A part of the samples of a store, with one checksum."""
+
+    first_sample: int
+    samples: int
+    crc32: int | None
+
+    @property
+    def first(self) -> int:
+        return self.first_sample
+
+    @property
+    def units(self) -> int:
+        return self.samples
+
+    @property
+    def units_a_checksum(self) -> int:
+        return self.samples
+
+    @property
+    def sums(self) -> tuple[int, ...]:
+        return () if self.crc32 is None else (self.crc32,)
+
+    def placed(self, first: int, sums: tuple[int, ...]) -> Any:
+        values: Any = self
+        return replace(values, first_sample=first, crc32=sums[0] if sums else None)
+
+
 @dataclass(frozen=True)
-class Recording:
+class Recording(_Samples):
     """A source whose samples are in the store, or would be, from `first_sample` of the file on."""
 
     path: str  # path of the source, relative to its folder
@@ -56,7 +100,7 @@ class Recording:
 
 
 @dataclass(frozen=True)
-class SpeechClip:
+class SpeechClip(_Samples):
     """A training clip: `samples` samples from `first_sample` of the file on, with their text."""
 
     path: str
@@ -131,39 +175,19 @@ def frame_count(samples: int, hop_size: int) -> int:
     return -(-samples // hop_size)
 
 
-class SpeechWriter:
+class SpeechWriter(SoundWriter[Recording]):
     """Writes a store recording by recording; opened again on the same folder, it continues."""
 
     def __init__(self, folder: Path, format: SoundFormat) -> None:
-        """Raises UserError if the folder holds a preparation of another format, or cannot be written."""
-        self.folder, self.format = folder, format
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            self.recordings = read_journal(folder / SOUNDS, format, Recording)
-            self._end = max((one.first_sample + one.samples for one in self.recordings), default=0)
-            self._files = JournaledFiles(folder / SOUNDS, {folder / WAVES: self._end * SAMPLE_BYTES})
-
-    def add(self, recording: Recording, wave_T: Wave) -> Recording:
-        """Appends a recording and returns it with its position in the file. Raises UserError if the disk is full."""
-        samples = wave_T.astype("<i2", copy=False).tobytes()
-        placed = replace(recording, first_sample=self._end, crc32=zlib.crc32(samples))
-        with writing(self.folder / WAVES):
-            self._files.append(placed, samples)
-        self._end += len(wave_T)
-        self.recordings.append(placed)
-        return placed
-
-    def close(self) -> None:
-        self._files.close()
+        super().__init__(folder, SOUNDS, format, Recording, FILES)
 
     def finish(self, format: SpeechFormat, clips: Sequence[SpeechClip]) -> None:
-        """Closes the files and completes the store with these training clips.
+        """Completes the store with these training clips.
 
         Raises UserError if the samples of a clip differ from those that were written.
         """
+        self.sync()
         with writing(self.folder):
-            self._files.sync()
-            self.close()
             if (self.folder / TEXT).exists() and _parsed(self.folder / TEXT) != format.to_json():
                 (self.folder / MANIFEST).unlink(missing_ok=True)  # Its texts come from another front end.
         write_rows(self.folder / TEXT, [format.to_json()])
@@ -171,10 +195,10 @@ class SpeechWriter:
 
     def _summed(self, clips: Iterable[SpeechClip]) -> Iterator[SpeechClip]:
         """Yields the clips with checksums of their samples, copied from whole recordings or computed."""
-        firsts = [one.first_sample for one in self.recordings]
+        firsts = [one.first_sample for one in self.sounds]
         read: tuple[Recording, Wave] | None = None  # Clips of one recording are consecutive.
         for clip in clips:
-            whole = self.recordings[bisect_right(firsts, clip.first_sample) - 1]
+            whole = self.sounds[bisect_right(firsts, clip.first_sample) - 1]
             begin = clip.first_sample - whole.first_sample
             if (begin, clip.samples) == (0, whole.samples) and whole.crc32 is not None:
                 yield replace(clip, crc32=whole.crc32)
@@ -198,21 +222,14 @@ def _parsed(path: Path) -> Any:
 
 
 @dataclass(frozen=True)
-class SpeechStore:
-    """Prepared speech opened for reading. It can be pickled; worker processes read the file themselves."""
-
-    folder: Path
+class SpeechStore(SoundStore[SpeechClip]):
     format: SpeechFormat
-    clips: list[SpeechClip]
 
     @classmethod
     def open(cls, folder: Path) -> "SpeechStore":
         """Opens a store. Raises UserError if there is no complete store, or it is damaged."""
-        path = folder / MANIFEST
-        if not path.is_file() or not (folder / TEXT).is_file():
-            what = "its preparation was not finished" if (folder / SOUNDS).is_file() else "no prepared speech"
-            raise UserError(f"{folder}: {what}", hint="run gputrain prepare-data --kind tts or --kind asr")
-        formats, rows = read_rows(folder / TEXT, ()), read_rows(path, ())
+        check_finished(folder, (MANIFEST, TEXT), SOUNDS, "speech", "--kind tts or --kind asr")
+        formats, rows = read_rows(folder / TEXT, ()), read_rows(folder / MANIFEST, ())
         try:
             store = cls(folder, SpeechFormat.from_json(formats[0]), [from_json(SpeechClip, row) for row in rows])
             whole = all(clip.is_whole for clip in store.clips) and store.format.is_whole
@@ -220,33 +237,96 @@ class SpeechStore:
             whole = False
         if not whole:
             raise UserError(f"{folder}: its {MANIFEST} or {TEXT} is damaged", hint=PREPARE_AGAIN)
-        end = max((clip.first_sample + clip.samples for clip in store.clips), default=0)
         speakers = max((clip.speaker for clip in store.clips), default=-1) + 1
-        held = (folder / WAVES).stat().st_size if (folder / WAVES).is_file() else 0
-        if held < end * SAMPLE_BYTES or speakers > len(store.format.speakers):
+        missing = any(bytes_in(folder / file.name) < end_of(store.clips) * file.bytes_a_unit for file in FILES)
+        if missing or speakers > len(store.format.speakers):
             raise UserError(f"{folder}: {MANIFEST} refers to missing samples or speakers", hint=PREPARE_AGAIN)
         if not store.clips:
             raise UserError(f"{folder}: a store without a clip", hint="see which clips gputrain prepare-data left out")
         return store
 
-    @property
-    def parts(self) -> "tuple[SpeechStore, ...]":
-        """The stores of single folders."""
-        return (self,)
-
     def wave(self, clip: SpeechClip) -> Wave:
         """Returns the samples (T,) of a clip. Raises UserError if they cannot be read, or have changed."""
-        return read_wave(self.folder, clip)
+        return read_wave(*self.place_of(clip))
 
 
 def read_wave(folder: Path, one: Recording | SpeechClip) -> Wave:
     """Returns the samples (T,) of a recording or clip. Raises UserError if they cannot be read, or have changed."""
-    wave_T: Wave = read_numbers(folder / WAVES, "<i2", one.first_sample, one.samples)
-    if one.crc32 is not None and one.crc32 != zlib.crc32(wave_T.tobytes()):
-        raise UserError(f"{folder / WAVES}: the samples of {one.path} are damaged", hint=PREPARE_AGAIN)
+    (wave_T,) = read_units(folder, FILES, one, 0, one.samples)
     return wave_T
 
 
 def folders_in_words(stores: Iterable[SpeechStore]) -> str:
     """Returns the folders of stores for messages: those of the parts of joined ones."""
     return ", ".join(str(part.folder) for store in stores for part in store.parts)
+
+
+# --------------------------------------------------- several folders
+
+
+def joined(stores: tuple[SpeechStore, ...]) -> SpeechStore:
+    """Returns stores of the same kind as one. Raises UserError if their texts or their sound do not go together."""
+    if len(stores) == 1:
+        return stores[0]
+    format = stores[0].format
+    for store in stores[1:]:
+        format = _joined_format(stores[0], format, store)
+    _check_speakers(stores)
+    places = {speaker: place for place, speaker in enumerate(format.speakers)}
+    clips = [
+        replace(moved(clip, begin), speaker=places[store.format.speakers[clip.speaker]])
+        for begin, store in zip(begins_of(stores), stores, strict=True)
+        for clip in store.clips
+    ]
+    return SpeechStore(stores[0].folder, format, clips, stores)
+
+
+def _joined_format(first: SpeechStore, format: SpeechFormat, other: SpeechStore) -> SpeechFormat:
+    """Returns the format of stores with the symbols and speakers of another one added."""
+    added = other.format
+    for name, own, theirs in (
+        ("sampling rate", format.sampling_rate, added.sampling_rate),
+        ("hop size", format.hop_size, added.hop_size),
+        ("language", format.frontend.language, added.frontend.language),
+        ("rules of text", _rules(format.frontend), _rules(added.frontend)),
+    ):
+        if own != theirs:
+            values = "" if isinstance(own, tuple) else f": {own} and {theirs}"
+            raise UserError(
+                f"{first.folder} and {other.folder} were prepared with another {name}{values}",
+                hint="run gputrain prepare-data for both with the same options",
+            )
+    speakers = (*format.speakers, *(one for one in added.speakers if one not in format.speakers))
+    return replace(format, frontend=_joined_symbols(format.frontend, added.frontend), speakers=speakers)
+
+
+def _check_speakers(stores: Sequence[SpeechStore]) -> None:
+    """Warns of several folders of a voice whose speaker has no name. Raises UserError if others have names."""
+    unnamed = [store for store in stores if store.format.kind == "tts" and "" in store.format.speakers]
+    named = [store for store in stores if any(store.format.speakers)]
+    if unnamed and named:
+        names = ", ".join(sorted({name for store in named for name in store.format.speakers if name}))
+        raise UserError(
+            f"{folders_in_words(unnamed)}: the speaker has no name, and in {folders_in_words(named)} it is {names}",
+            hint="prepare it with a column of speakers in its transcripts",
+        )
+    if len(unnamed) > 1:
+        log.warning(
+            "%s name no speaker and are trained as one voice; name them in the transcripts if they are several",
+            folders_in_words(unnamed),
+        )
+
+
+def _rules(frontend: Frontend | Vocabulary) -> tuple[object, ...]:
+    """Returns what decides how a text is read, besides the symbols."""
+    if isinstance(frontend, Frontend):
+        return (dict(frontend.alphabet), frontend.espeak_voice, frontend.raw)
+    return (frontend.blank, frontend.unknown_id, frontend.delimiter, frontend.upper, frontend.raw)
+
+
+def _joined_symbols(own: Frontend | Vocabulary, added: Frontend | Vocabulary) -> Frontend | Vocabulary:
+    """Returns the front end with the symbols of both, in the order in which one preparation of all would have them."""
+    if own.symbols == added.symbols:
+        return own
+    fixed = (*RESERVED, *PUNCTUATION) if isinstance(own, Frontend) else SPECIAL
+    return replace(own, symbols=(*fixed, *sorted({*own.symbols, *added.symbols} - {*fixed})))

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
-from gputrain.audio.prepare import RefusalReason, RefusedRecording
+from gputrain.audio.prepare import RefusalReason
+from gputrain.engine.preparation import RefusedItem
 from gputrain.errors import UserError
 from gputrain.speech import subtitles
 from gputrain.speech.sound_finder import PLACES, SoundFinder
@@ -69,7 +70,7 @@ class Transcripts:
 
     source: str
     utterances: list[Utterance]
-    refused: list[RefusedRecording]
+    refused: list[RefusedItem]
 
 
 INVALID = "holds invalid characters (NUL, U+FFFD or surrogates)"
@@ -84,12 +85,12 @@ class _Reading:
     folder: Path
     sounds: SoundFinder
     utterances: list[Utterance] = field(default_factory=list)
-    refused: list[RefusedRecording] = field(default_factory=list)
+    refused: list[RefusedItem] = field(default_factory=list)
     named: set[str] = field(default_factory=set)  # recordings that a line refers to, accepted or not
     is_selection: bool = False  # True if the file lists a part of the recordings on purpose
 
     def refuse(self, where: str, reason: RefusalReason, detail: str) -> None:
-        self.refused.append(RefusedRecording(where, reason, detail))
+        self.refused.append(RefusedItem(where, reason, detail))
 
     def find(self, name: str) -> list[str]:
         """Finds the recordings that a line may refer to; a single match is marked as named."""

@@ -1,10 +1,10 @@
 """Reports on the data in a folder of recordings and transcripts, or in a store of prepared speech."""
 
 import math
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -12,15 +12,24 @@ from typing import Any
 
 import numpy as np
 
-from gputrain.audio.prepare import RefusedRecording, read_quarantine
 from gputrain.audio.store import Wave
-from gputrain.engine.data import MANIFEST, Progress, Spread, in_processes, read_rows, silent, spread_of
+from gputrain.engine.data import MANIFEST, Progress, read_rows, silent
+from gputrain.engine.preparation import (
+    DataReport,
+    RefusedItem,
+    Spread,
+    check_input_folder,
+    read_quarantine,
+    run_jobs,
+    sorted_refusals,
+    spread_of,
+)
 from gputrain.errors import UserError
 from gputrain.speech import text_checks
 from gputrain.speech.buckets import check_kind
 from gputrain.speech.checker import CheckedText, SpeechChecker, check_clips
 from gputrain.speech.clip_filter import odd_letters, select_clips
-from gputrain.speech.prepare import convert_recording, gather_material, measure_recording, sort_rejected, sound_format
+from gputrain.speech.prepare import convert_recording, gather_material, measure_recording, sound_format
 from gputrain.speech.prepare_config import SpeechKind, SpeechPrepareConfig
 from gputrain.speech.store import SOUNDS, Recording, SpeechClip, SpeechFormat, SpeechStore, read_wave
 from gputrain.speech.text.frontend import RESERVED, shortened
@@ -38,11 +47,10 @@ class SpeakerSummary:
     hours: float
 
 
-@dataclass(frozen=True)
-class SpeechReport:
+@dataclass(frozen=True, kw_only=True)
+class SpeechReport(DataReport):
     """Report on a data set. `findings` are recommendations as text; the spreads are None without clips."""
 
-    input_dir: str
     prepared: bool
     transcripts: str  # file and detected format; empty for a store
     language: str
@@ -55,9 +63,6 @@ class SpeechReport:
     symbols: dict[str, int]  # occurrences of each symbol, the most frequent first
     speakers: dict[str, SpeakerSummary]
     symbols_a_second: Spread | None
-    reasons: dict[str, int]  # items left out for each reason, the most frequent first
-    refused: list[RefusedRecording]
-    ignored: dict[str, int]  # other files, by suffix
     findings: list[str]
     suspicious: list[SuspiciousText]  # texts that may differ from what is said
     checked: list[CheckedText] = field(default_factory=list)  # readings by a recogniser, the worst clips first
@@ -72,7 +77,7 @@ class SpeechReport:
         return [symbol for symbol, count in self.symbols.items() if not count]
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "rare": self.rare, "unspoken": self.unspoken}
+        return {**super().to_json(), "rare": self.rare, "unspoken": self.unspoken}
 
     @property
     def suspicions(self) -> dict[str, int]:
@@ -85,15 +90,16 @@ class _Held:
     format: SpeechFormat
     clips: Sequence[SpeechClip]
     source_rates: dict[int, int]
-    refused: list[RefusedRecording]
+    refused: list[RefusedItem]
     transcripts: str = ""
     ignored: dict[str, int] | None = None
     odd_letters: str = ""
-    starts: Mapping[str, int] = field(default_factory=dict)  # first samples of recordings, by fingerprint
+    starts: Sequence[int] = (0,)  # first samples of recordings, in order
 
     def names(self) -> list[str]:
         """Returns the names of the clips in reports: their recordings, and the second where a part of one begins."""
-        starts = [clip.first_sample - self.starts.get(clip.fingerprint, clip.first_sample) for clip in self.clips]
+        firsts = [clip.first_sample for clip in self.clips]
+        starts = [first - self.starts[max(0, bisect_right(self.starts, first) - 1)] for first in firsts]
         parts = Counter(clip.path for clip in self.clips)
         rate_hz = self.format.sampling_rate
         return [
@@ -116,8 +122,7 @@ def validate_speech(
 
     Raises UserError as `prepare_speech` does, and if a store is damaged.
     """
-    if not input_dir.is_dir():
-        raise UserError(f"{input_dir}: no such folder", hint="name a folder of recordings, or of prepared speech")
+    check_input_folder(input_dir, "recordings, or the prepared speech")
     prepared = (input_dir / SOUNDS).is_file() or (input_dir / MANIFEST).is_file()
     held = _in_store(input_dir, config.kind) if prepared else _in_tree(input_dir, config, num_workers, progress)
     rate_hz, reader = held.format.sampling_rate, held.format.frontend
@@ -150,8 +155,7 @@ def validate_speech(
         symbols=symbols,
         speakers=_speakers(held),
         symbols_a_second=spread_of(rates),
-        reasons=dict(Counter(refusal.reason for refusal in held.refused).most_common()),
-        refused=sort_rejected(held.refused),
+        refused=sorted_refusals(held.refused),
         ignored=held.ignored or {},
         findings=list(_in_words(held, sum(seconds) / 3600, symbols)),
         suspicious=suspicious,
@@ -171,7 +175,7 @@ class _DecodedTree:
     def wave_of(self, clip: SpeechClip) -> Wave:
         if clip.path != self.path or self.wave_T is None:
             made = convert_recording((self.folder, clip.path, clip.fingerprint, sound_format(self.config)))
-            if isinstance(made, RefusedRecording):
+            if isinstance(made, RefusedItem):
                 raise UserError(f"{self.folder / clip.path}: {made.detail}", hint="it has changed: start again")
             self.path, self.wave_T = clip.path, made[1]
         return self.wave_T[clip.first_sample : clip.first_sample + clip.samples]
@@ -189,21 +193,19 @@ def _symbols(held: _Held) -> dict[str, int]:
 
 def _in_tree(folder: Path, config: SpeechPrepareConfig, num_workers: int, progress: Progress) -> _Held:
     material = gather_material(folder, config)
-    refused, ready = list(material.refused), dict[str, Recording]()
+    refused = list(material.refused)
     jobs = [(folder, path, content, sound_format(config)) for path, content in material.prints.items()]
-    with closing(in_processes(measure_recording, jobs, num_workers)) as results:
-        for done, result in enumerate(results, start=1):
-            if isinstance(result, RefusedRecording):
-                refused.append(result)
-            else:
-                ready[result.path] = result
-            progress(done, len(jobs))
+    results: list[Recording | RefusedItem] = []
+    run_jobs(measure_recording, jobs, num_workers, results.append, progress)
+    refused += [result for result in results if isinstance(result, RefusedItem)]
+    ready = {result.path: result for result in results if isinstance(result, Recording)}
     chosen = select_clips(material.transcripts.utterances, ready, config)
     odd = odd_letters(chosen.format.frontend, material.transcripts.utterances)
     rates = dict(Counter(recording.source_hz for recording in ready.values()))
     refused += chosen.refused
-    source, starts = material.transcripts.source, {recording.fingerprint: 0 for recording in ready.values()}
-    return _Held(chosen.format, chosen.clips, rates, refused, source, material.ignored, odd, starts)
+    return _Held(
+        chosen.format, chosen.clips, rates, refused, material.transcripts.source, material.ignored, odd_letters=odd
+    )
 
 
 def _in_store(folder: Path, kind: SpeechKind) -> _Held:
@@ -213,7 +215,7 @@ def _in_store(folder: Path, kind: SpeechKind) -> _Held:
     sounds = read_rows(folder / SOUNDS, ())[1:]
     rows = {row.get("fingerprint"): row.get("source_hz", 0) for row in sounds}
     rates = dict(Counter(rate_hz for content, rate_hz in rows.items() if content in used))
-    starts = {str(row.get("fingerprint")): int(row.get("first_sample", 0)) for row in sounds}
+    starts = sorted(int(row.get("first_sample", 0)) for row in sounds) or [0]
     return _Held(store.format, store.clips, rates, read_quarantine(folder), starts=starts)
 
 

@@ -29,6 +29,7 @@ from gputrain.engine.data import (
     read_rows,
 )
 from gputrain.engine.mixture import FolderItems, GivenFolders, Mixture, data_folders, split_folders
+from gputrain.engine.preparation import RefusedItem, SourceFile
 from gputrain.errors import UserError
 from gputrain.stored import is_fingerprint
 from gputrain.vae.config import PictureLimits
@@ -36,8 +37,6 @@ from gputrain.vae.pictures import (
     JOURNAL,
     Box,
     Decoded,
-    PictureFile,
-    RejectedPicture,
     UnusablePicture,
     decode,
     look_at,
@@ -72,7 +71,7 @@ class Pictures:
     for training and evaluation."""
 
     split: FolderItems[Picture]
-    refused: list[RejectedPicture]
+    refused: list[RefusedItem]
 
     @property
     def train(self) -> list[Picture]:
@@ -115,13 +114,13 @@ def _fingerprint_of(picture: Picture) -> str:
     return picture.fingerprint
 
 
-def _with_folder(folder: Path, refused: RejectedPicture) -> RejectedPicture:
+def _with_folder(folder: Path, refused: RefusedItem) -> RefusedItem:
     return replace(refused, path=str(folder / refused.path))
 
 
-def _pictures_in(folder: Path) -> tuple[list[Picture], list[RejectedPicture]]:
+def _pictures_in(folder: Path) -> tuple[list[Picture], list[RefusedItem]]:
     """Returns the readable pictures of a folder, and those that are refused."""
-    refused: list[RejectedPicture] = []
+    refused: list[RefusedItem] = []
     if (folder / MANIFEST).is_file():
         rows = read_rows(folder / MANIFEST, ("path", "width", "height", "bytes", "fingerprint"))
         if not all(map(_is_whole, rows)):
@@ -134,7 +133,7 @@ def _pictures_in(folder: Path) -> tuple[list[Picture], list[RejectedPicture]]:
         refused += tree.refused
         found = _in_threads(partial(_from_file, folder), tree.sources)
     pictures = [one for one in found if isinstance(one, Picture)]
-    refused += [one for one in found if isinstance(one, RejectedPicture)]
+    refused += [one for one in found if isinstance(one, RefusedItem)]
     if not pictures:
         first = f"; {refused[0].path}: {refused[0].detail}" if refused else ""
         raise UserError(
@@ -144,7 +143,7 @@ def _pictures_in(folder: Path) -> tuple[list[Picture], list[RejectedPicture]]:
     return pictures, refused
 
 
-def _in_threads(look: Callable[[T], Picture | RejectedPicture], items: Sequence[T]) -> list[Picture | RejectedPicture]:
+def _in_threads(look: Callable[[T], Picture | RefusedItem], items: Sequence[T]) -> list[Picture | RefusedItem]:
     with warnings.catch_warnings(), ThreadPoolExecutor(min(32, 4 * (os.cpu_count() or 1))) as pool:
         warnings.simplefilter("ignore")  # catch_warnings also undoes the threads' changes of the filters.
         return list(pool.map(look, items))
@@ -157,17 +156,17 @@ def _is_whole(row: dict[str, Any]) -> bool:
     return is_path and is_fingerprint(row["fingerprint"]) and all(type(size) is int and size > 0 for size in sizes)
 
 
-def _from_manifest(folder: Path, row: dict[str, Any]) -> Picture | RejectedPicture:
+def _from_manifest(folder: Path, row: dict[str, Any]) -> Picture | RefusedItem:
     path = folder / row["path"]
     status = look_at(row["path"], path.stat)
-    if isinstance(status, RejectedPicture):
+    if isinstance(status, RefusedItem):
         return status
     if status.st_size != row["bytes"]:
-        return RejectedPicture(row["path"], "broken", "not the file that the manifest describes")
+        return RefusedItem(row["path"], "broken", "not the file that the manifest describes")
     return Picture(path, row["width"], row["height"], row["fingerprint"])
 
 
-def _from_file(folder: Path, source: PictureFile) -> Picture | RejectedPicture:
+def _from_file(folder: Path, source: SourceFile) -> Picture | RefusedItem:
     def look() -> Picture:
         path = folder / source.path
         header = read_header(path, PictureLimits())

@@ -1,7 +1,5 @@
 """Finds the pictures of a folder tree, and decodes pictures of all supported formats."""
 
-import os
-import stat
 import struct
 import warnings
 from collections import Counter
@@ -16,6 +14,14 @@ from typing import Literal, TypeVar
 import numpy as np
 from PIL import Image, ImageCms, UnidentifiedImageError
 
+from gputrain.engine.preparation import (
+    RefusedItem,
+    SourceFile,
+    check_input_folder,
+    scan,
+    sorted_refusals,
+    source_files,
+)
 from gputrain.errors import UserError
 from gputrain.vae.config import PictureLimits
 
@@ -44,16 +50,6 @@ UPRIGHT = {
 }
 
 
-@dataclass(frozen=True)
-class RejectedPicture:
-    """A file that is left out, with the reason; `path` is relative to the folder of pictures."""
-
-    path: str
-    reason: PictureFault
-    detail: str
-    repeats: str | None = None  # the first file with the content of this duplicate
-
-
 class UnusablePicture(UserError):
     """Raised for a picture that cannot be used."""
 
@@ -65,88 +61,45 @@ class UnusablePicture(UserError):
         return UnusablePicture, (self.path, self.reason, self.detail)
 
 
-def look_at(path: str, look: Callable[[], T]) -> T | RejectedPicture:
+def look_at(path: str, look: Callable[[], T]) -> T | RefusedItem:
     """Returns the result of `look`, or why it cannot read the picture at the relative `path`."""
     try:
         return look()
     except UnusablePicture as refused:
-        return RejectedPicture(path, refused.reason, refused.detail)
+        return RefusedItem(path, refused.reason, refused.detail)
     except OSError as error:
-        return RejectedPicture(path, "unreadable", error.strerror or str(error))
+        return RefusedItem(path, "unreadable", error.strerror or str(error))
 
 
 # ------------------------------------------------------------------------------------------------- finding
 
 
 @dataclass(frozen=True)
-class PictureFile:
-    """A file with the suffix of a picture; `path` is relative, with forward slashes."""
-
-    path: str
-    bytes: int
-    mtime_ns: int
-
-
-@dataclass(frozen=True)
 class PictureTree:
-    """Content of a folder: pictures and rejected files, sorted by path, and the number of other files by suffix."""
+    """Content of a folder: pictures and refused files, sorted by path, and the number of other files by suffix."""
 
-    sources: list[PictureFile]
-    refused: list[RejectedPicture]
+    sources: list[SourceFile]
+    refused: list[RefusedItem]
     ignored: dict[str, int]
 
 
 def scan_pictures(folder: Path) -> PictureTree:
-    """Finds the pictures of a folder tree by their suffixes. Links are followed, but each folder is read once.
+    """Finds the pictures of a folder tree by their suffixes, as `preparation.scan` does.
 
-    Hidden files and folders are ignored. Raises UserError if the folder is missing or holds no picture.
+    Raises UserError if the folder is missing or holds no picture.
     """
-    if not folder.is_dir():
-        fault = "is a file, expected a folder" if folder.exists() else "no such folder"
-        raise UserError(f"{folder}: {fault}", hint="name the folder that holds the pictures: --data-path FOLDER")
-    sources: list[PictureFile] = []
-    refused: list[RejectedPicture] = []
-    ignored: Counter[str] = Counter()
-    for path in _walk(folder, refused):
-        relative = path.relative_to(folder).as_posix()
-        if path.name.startswith("."):
-            ignored["hidden"] += 1
-            continue
-        if path.suffix.lower() not in SUFFIXES:
-            ignored[path.suffix.lower() or "without suffix"] += 1
-            continue
-        status = look_at(relative, path.stat)
-        if isinstance(status, RejectedPicture):
-            refused.append(status)
-        elif not stat.S_ISREG(status.st_mode):
-            refused.append(RejectedPicture(relative, "unreadable", "not a regular file"))
-        elif status.st_size == 0:
-            refused.append(RejectedPicture(relative, "broken", "the file is empty"))
-        else:
-            sources.append(PictureFile(relative, status.st_size, status.st_mtime_ns))
-    if not sources and not refused:
-        found = ", ".join(f"{count} {suffix}" for suffix, count in ignored.most_common(5))
+    check_input_folder(folder, "pictures: --data-path FOLDER")
+    tree = scan(folder, SUFFIXES)
+    if not tree.paths and not tree.refused:
+        found = ", ".join(f"{count} {suffix}" for suffix, count in Counter(tree.ignored).most_common(5))
         raise UserError(
             f"{folder}: " + (f"holds no picture (found {found})" if found else "the folder is empty"),
             hint=f"pictures are files with one of the suffixes {' '.join(sorted(SUFFIXES))}, in any subfolder",
         )
-    return PictureTree(sorted(sources, key=lambda s: s.path), sorted(refused, key=lambda r: r.path), dict(ignored))
-
-
-def _walk(folder: Path, refused: list[RejectedPicture]) -> Iterator[Path]:
-    def refuse(error: OSError) -> None:
-        name = Path(error.filename).relative_to(folder).as_posix()
-        refused.append(RejectedPicture(name, "unreadable", error.strerror or str(error)))
-
-    seen: set[tuple[int, int]] = set()
-    for root, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        status = os.stat(root)
-        if (status.st_dev, status.st_ino) in seen:
-            folders.clear()
-            continue
-        seen.add((status.st_dev, status.st_ino))
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__MACOSX")
-        yield from (Path(root, name) for name in names)
+    refused = tree.refused
+    files = source_files(folder, tree.paths, refused)
+    refused += [RefusedItem(one.path, "broken", "the file is empty") for one in files if not one.bytes]
+    return PictureTree([one for one in files if one.bytes], sorted_refusals(refused), tree.ignored)
 
 
 # ------------------------------------------------------------------------------------------------ decoding

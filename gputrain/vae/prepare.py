@@ -13,11 +13,8 @@ The pictures, manifest and quarantine depend only on the sources and the setting
 import hashlib
 import os
 import unicodedata
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import closing
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -25,23 +22,26 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from gputrain.engine.data import (
-    HELD_OUT_SHARE,
-    MANIFEST,
-    Progress,
-    fingerprint,
-    in_processes,
-    silent,
-    split,
-    write_rows,
-    writing,
+from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, Progress, fingerprint, silent, split, write_rows, writing
+from gputrain.engine.preparation import (
+    Journal,
+    JournalRow,
+    PrepareReport,
+    RefusedItem,
+    SourceFile,
+    check_folders,
+    duplicate,
+    find_duplicates,
+    nothing_usable,
+    run_jobs,
+    sorted_refusals,
+    write_quarantine,
 )
 from gputrain.errors import UserError
 from gputrain.vae.config import PictureFormat, VaePrepareConfig
-from gputrain.vae.journal import Journal, JournalRow, PictureJob, recipe_of
-from gputrain.vae.pictures import Box, PictureFile, RejectedPicture, look_at, read_picture, scan_pictures
+from gputrain.vae.pictures import JOURNAL, Box, look_at, read_picture, scan_pictures
 
-QUARANTINE = "quarantine.jsonl"
+LOOKS = ("target_size", "resize_mode", "format", "image_channels")  # Settings that change the pictures themselves.
 PICTURE_KEYS = ("path", "source", "width", "height", "bytes", "sha256", "fingerprint")
 SUFFIXES: dict[PictureFormat, str] = {"png": ".png", "jpeg": ".jpg", "webp": ".webp"}
 ENCODINGS: dict[PictureFormat, dict[str, Any]] = {
@@ -54,20 +54,12 @@ ENCODINGS: dict[PictureFormat, dict[str, Any]] = {
 # ------------------------------------------------------------------------------------------------ preparation
 
 
-@dataclass(frozen=True)
-class VaePrepareReport:
-    """Result of a preparation: pictures `made` by this run or `kept` from earlier ones, and the files left out."""
-
-    input_dir: str
-    output_dir: str
-    made: int
-    kept: int
+@dataclass(frozen=True, kw_only=True)
+class VaePrepareReport(PrepareReport):
     held_out: int
-    ignored: dict[str, int]
-    refused: list[RejectedPicture]
 
     def to_json(self) -> dict[str, Any]:
-        report = asdict(self)
+        report = super().to_json()
         report["quarantined"] = report.pop("refused")  # The name of the file that lists them.
         return report
 
@@ -92,53 +84,40 @@ def prepare_images(
     Raises UserError if a folder is invalid, no picture is usable, a process dies or the disk is full;
     the next run continues. It also raises UserError if the folder has pictures of other settings, unless `overwrite`.
     """
-    _check(input_dir, output_dir)
-    journal = Journal.open(input_dir, output_dir)
+    check_folders(input_dir, output_dir)
+    journal = open_journal(input_dir, output_dir)
     if not overwrite:
-        journal.check_recipe(recipe_of(config))
+        check_recipe(journal, recipe_of(config))
     tree = scan_pictures(input_dir)
     repeats = find_duplicates(input_dir, tree.sources)
     sources = [source for source in tree.sources if source.path not in repeats]
     names = output_names([source.path for source in sources], SUFFIXES[config.format])
     jobs = [PictureJob(input_dir, output_dir, source, names[source.path], config) for source in sources]
 
-    kept = journal.keep(jobs)
-    progress(len(kept), len(jobs))
+    kept = keep_results(journal, jobs)
     missing = [job for job in jobs if job.source.path not in kept]
-    with closing(in_processes(prepare_picture, missing, num_workers)) as results:
-        for done, row in enumerate(results, start=len(kept) + 1):
-            journal.append(row)
-            progress(done, len(jobs))
-    rows = [journal.rows[source.path] for source in sources]
-    journal.write(rows)
+    run_jobs(prepare_picture, missing, num_workers, journal.append, progress, kept=len(kept))
+    results = {row["source"]: row for row in journal.rows}
+    rows = [results[source.path] for source in sources]
+    journal.rewrite(rows)
 
     pictures, refused = _sort_out(rows, output_dir)
-    refused += tree.refused + [duplicate(path, first, "has the content of") for path, first in repeats.items()]
-    refused.sort(key=lambda refusal: refusal.path)
+    refused = sorted_refusals([*refused, *tree.refused, *repeats.values()])
     held_out = _publish(output_dir, pictures, refused, held_out_share)
     kept_pictures = sum(picture["source"] in kept for picture in pictures)
-    made = len(pictures) - kept_pictures
-    return VaePrepareReport(str(input_dir), str(output_dir), made, kept_pictures, held_out, tree.ignored, refused)
+    return VaePrepareReport(
+        input_dir=str(input_dir), output_dir=str(output_dir), made=len(pictures) - kept_pictures, kept=kept_pictures,
+        held_out=held_out, ignored=tree.ignored, refused=refused,
+    )  # fmt: skip
 
 
-def _check(input_dir: Path, output_dir: Path) -> None:
-    read, written = input_dir.resolve(), output_dir.resolve()
-    if read == written or read in written.parents or written in read.parents:
-        raise UserError(
-            f"{input_dir} and {output_dir}: one contains the other, so prepared pictures would mix with sources",
-            hint="choose an output folder outside the input folder",
-        )
-    if output_dir.exists() and not output_dir.is_dir():
-        raise UserError(f"{output_dir}: is a file, expected a folder", hint="name a new folder, or one prepared before")
-
-
-def _sort_out(rows: list[JournalRow], output_dir: Path) -> tuple[list[JournalRow], list[RejectedPicture]]:
+def _sort_out(rows: list[JournalRow], output_dir: Path) -> tuple[list[JournalRow], list[RefusedItem]]:
     """Separates pictures from rejected sources. Of sources with equal prepared pictures, only the first is kept."""
     pictures, refused = [], []
     firsts: dict[str, str] = {}
     for row in rows:
         if "reason" in row:
-            refused.append(RejectedPicture(row["source"], row["reason"], row["detail"]))
+            refused.append(RefusedItem(row["source"], row["reason"], row["detail"]))
         elif (first := firsts.setdefault(row["sha256"], row["source"])) == row["source"]:
             pictures.append({key: row[key] for key in PICTURE_KEYS})
         else:
@@ -148,23 +127,126 @@ def _sort_out(rows: list[JournalRow], output_dir: Path) -> tuple[list[JournalRow
     return pictures, refused
 
 
-def _publish(
-    output_dir: Path, pictures: list[JournalRow], refused: list[RejectedPicture], held_out_share: float
-) -> int:
+def _publish(output_dir: Path, pictures: list[JournalRow], refused: list[RefusedItem], held_out_share: float) -> int:
     """Writes the quarantine and then the manifest, which marks the folder as complete. Returns the number of held-out
     pictures."""
-    write_rows(output_dir / QUARANTINE, map(asdict, refused))
+    write_quarantine(output_dir, refused)
     if not pictures:
-        raise UserError(
-            f"{output_dir}: none of {len(refused)} files is a usable picture",
-            hint=f"{output_dir / QUARANTINE} names each and its fault",
-        )
+        raise nothing_usable(f"{output_dir}: none of {len(refused)} files is a usable picture", output_dir)
     parts = split(pictures, held_out_share, key=lambda row: str(row["fingerprint"]))
     held_out = {row["path"] for row in parts.held_out}
     for row in pictures:
         row["split"] = "both" if parts.shared else "held_out" if row["path"] in held_out else "train"
     write_rows(output_dir / MANIFEST, pictures)
     return len(held_out)
+
+
+# ---------------------------------------------------------------------------------------------- earlier results
+
+
+@dataclass(frozen=True)
+class PictureJob:
+    """A source to prepare; `name` is the relative path of the prepared picture."""
+
+    input_dir: Path
+    output_dir: Path
+    source: SourceFile
+    name: str
+    config: VaePrepareConfig
+
+    def conditions(self) -> JournalRow:
+        """Returns the values on which a result depends; an earlier one with other values is outdated."""
+        return {
+            "source": self.source.path,
+            "source_bytes": self.source.bytes,
+            "source_mtime_ns": self.source.mtime_ns,
+            "recipe": recipe_of(self.config),
+        }
+
+    def is_done(self, row: JournalRow, sums: set[str]) -> bool:
+        """Returns True if an earlier result still holds; `sums` has the SHA-256 of the pictures before it.
+
+        A picture with one of these was a duplicate, whose file has been removed. Unreadable sources are tried again.
+        """
+        if any(row.get(key) != value for key, value in self.conditions().items()):
+            return False
+        if "reason" in row:
+            return bool(row["reason"] != "unreadable")
+        file = self.output_dir / self.name
+        is_there = file.is_file() and file.stat().st_size == row["bytes"]
+        return row["path"] == self.name and (is_there or row["sha256"] in sums)
+
+
+def recipe_of(config: VaePrepareConfig) -> JournalRow:
+    """Returns the settings on which a prepared picture depends."""
+    recipe = {**vars(config), "max_pixels": config.max_pixels}
+    del recipe["max_megapixels"]  # Journals have held the limit in pixels from the first version on.
+    if config.image_channels == VaePrepareConfig.image_channels:  # The first journals had no other.
+        del recipe["image_channels"]
+    return recipe
+
+
+def open_journal(input_dir: Path, output_dir: Path) -> Journal:
+    """Reads the journal of an output folder. Damaged rows are made again.
+
+    Raises UserError if the folder contains anything else, or was prepared from another folder.
+    """
+    journal, head = Journal(output_dir / JOURNAL), {"input_dir": str(input_dir.resolve())}
+    if journal.head is None:
+        if output_dir.is_dir() and any(not file.name.startswith(".") for file in output_dir.iterdir()):
+            raise UserError(
+                f"{output_dir}: holds files that were not prepared here", hint="choose an empty or a new folder"
+            )
+    elif journal.head != head:
+        before = journal.head.get("input_dir", "an unknown folder")
+        raise UserError(
+            f"{output_dir}: was prepared from {before}, not from {input_dir}",
+            hint="choose another output folder, or delete this one first",
+        )
+    journal.head = head
+    return journal
+
+
+def check_recipe(journal: Journal, recipe: JournalRow) -> None:
+    """Raises UserError if the folder has pictures of other settings, which would be replaced."""
+    default = vars(VaePrepareConfig())
+    for row in journal.rows:
+        before = row.get("recipe", {}) if "path" in row else recipe
+        was = [
+            f"{name} {before.get(name, default[name])}, not {recipe.get(name, default[name])}"
+            for name in LOOKS
+            if before.get(name) != recipe.get(name)
+        ]
+        if was:
+            raise UserError(
+                f"{journal.path.parent}: its pictures were prepared with other settings: {'; '.join(was)}",
+                hint="choose another --output-dir; --overwrite replaces these pictures",
+            )
+
+
+def keep_results(journal: Journal, jobs: Sequence[PictureJob]) -> set[str]:
+    """Returns the sources of the jobs whose earlier result still holds; removes all other rows and their pictures.
+
+    If jobs remain, it also removes the manifest, which is written when all jobs are done.
+    """
+    earlier = {row["source"]: row for row in journal.rows if "source" in row}
+    rows: dict[str, JournalRow] = {}
+    sums: set[str] = set()
+    for job in jobs:
+        row = earlier.get(job.source.path)
+        if row is not None and job.is_done(row, sums):
+            rows[job.source.path] = row
+            sums.add(row.get("sha256", ""))
+    outdated = [row["path"] for source, row in earlier.items() if source not in rows and "path" in row]
+    folder = journal.path.parent
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if outdated or len(rows) < len(jobs):
+            (folder / MANIFEST).unlink(missing_ok=True)
+        for path in outdated:
+            (folder / path).unlink(missing_ok=True)
+    journal.rewrite(rows.values())
+    return set(rows)
 
 
 # ---------------------------------------------------------------------------------------------- one picture
@@ -175,7 +257,7 @@ def prepare_picture(job: PictureJob) -> JournalRow:
     source = job.input_dir / job.source.path
     row = job.conditions()
     found = look_at(job.name, lambda: (fingerprint(source), _fit(source, job.config)))
-    if isinstance(found, RejectedPicture):
+    if isinstance(found, RefusedItem):
         return row | {"reason": found.reason, "detail": found.detail}
     mark, picture = found
     buffer = BytesIO()
@@ -246,43 +328,3 @@ def _digest(name: str) -> str:
 
 def _folded(name: str) -> str:
     return unicodedata.normalize("NFC", name).casefold()
-
-
-def find_duplicates(folder: Path, sources: Iterable[PictureFile]) -> dict[str, str]:
-    """Returns {path: the first path with the same content}, by SHA-256.
-
-    Only files with equal sizes and fingerprints are read in full, which avoids nearly all reading.
-    """
-
-    def content(digest: Callable[[Path], str], source: PictureFile) -> str:
-        try:
-            return digest(folder / source.path)
-        except OSError:
-            return source.path  # A path is unique.
-
-    keys: list[Callable[[PictureFile], str]] = [
-        lambda s: str(s.bytes),
-        partial(content, fingerprint),
-        partial(content, sha256),
-    ]
-    groups = [list(sources)]
-    for key in keys:
-        finer: dict[tuple[int, str], list[PictureFile]] = defaultdict(list)
-        for number, group in enumerate(groups):
-            for source in group:
-                finer[number, key(source)].append(source)
-        groups = [group for group in finer.values() if len(group) > 1]
-    return {source.path: group[0].path for group in groups for source in group[1:]}
-
-
-def sha256(path: Path) -> str:
-    """Returns the SHA-256 of a file, in hexadecimal. Raises OSError."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def duplicate(path: str, first: str, relation: str) -> RejectedPicture:
-    return RejectedPicture(path, "duplicate", f"{relation} {first}", repeats=first)

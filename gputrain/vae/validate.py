@@ -1,37 +1,26 @@
 """Reports on a folder of pictures, prepared or not, and on its defects."""
 
 from collections import Counter
-from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from gputrain.engine.data import (
-    HELD_OUT_SHARE,
-    MANIFEST,
-    Progress,
+from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, Progress, fingerprint, read_rows, silent, split
+from gputrain.engine.preparation import (
+    DataReport,
+    JournalRow,
+    RefusedItem,
+    SourceFile,
     Spread,
-    fingerprint,
-    in_processes,
-    read_rows,
-    silent,
-    split,
+    find_duplicates,
+    run_jobs,
+    sha256,
+    sorted_refusals,
     spread_of,
 )
 from gputrain.vae.config import PictureLimits
-from gputrain.vae.journal import JournalRow
-from gputrain.vae.pictures import (
-    Header,
-    PictureFile,
-    PictureTree,
-    RejectedPicture,
-    look_at,
-    read_header,
-    read_picture,
-    scan_pictures,
-)
-from gputrain.vae.prepare import PICTURE_KEYS, duplicate, find_duplicates, sha256
+from gputrain.vae.pictures import Header, PictureTree, look_at, read_header, read_picture, scan_pictures
+from gputrain.vae.prepare import PICTURE_KEYS
 
 
 @dataclass(frozen=True)
@@ -44,11 +33,10 @@ class Disagreement:
     extra: list[str]
 
 
-@dataclass(frozen=True)
-class ImageReport:
+@dataclass(frozen=True, kw_only=True)
+class ImageReport(DataReport):
     """Report on a folder. `pictures` is the number of decodable pictures, to which the next fields refer."""
 
-    input_dir: str
     pictures: int
     held_out: int
     bytes: int
@@ -57,19 +45,14 @@ class ImageReport:
     width: Spread | None
     height: Spread | None
     megapixels: Spread | None
-    ignored: dict[str, int]
-    refused: list[RejectedPicture]
     manifest: Disagreement | None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
 class CheckedPicture:
     """A picture that has been decoded without errors."""
 
-    source: PictureFile
+    source: SourceFile
     header: Header
     fingerprint: str
     sha256: str
@@ -92,16 +75,11 @@ def validate_images(
     listed = {row["path"]: row for row in read_rows(manifest, PICTURE_KEYS)} if manifest.is_file() else None
     repeats = find_duplicates(input_dir, tree.sources)
     jobs = [source for source in tree.sources if source.path not in repeats]
-    check_one = partial(check_picture, input_dir, limits)
-    results = []
-    with closing(in_processes(check_one, jobs, num_workers)) as found:
-        for result in found:
-            results.append(result)
-            progress(len(results), len(jobs))
+    results: list[CheckedPicture | RefusedItem] = []
+    run_jobs(partial(check_picture, input_dir, limits), jobs, num_workers, results.append, progress)
 
     checked = [result for result in results if isinstance(result, CheckedPicture)]
-    refused = tree.refused + [result for result in results if isinstance(result, RejectedPicture)]
-    refused += [duplicate(path, first, "has the content of") for path, first in repeats.items()]
+    refused = [*tree.refused, *repeats.values()] + [result for result in results if isinstance(result, RefusedItem)]
     marks = [
         listed[f.source.path]["fingerprint"] if listed and f.source.path in listed else f.fingerprint for f in checked
     ]
@@ -117,12 +95,12 @@ def validate_images(
         height=spread_of([height for _, height in sizes]),
         megapixels=spread_of([width * height / 1e6 for width, height in sizes]),
         ignored=tree.ignored,
-        refused=sorted(refused, key=lambda refusal: refusal.path),
+        refused=sorted_refusals(refused),
         manifest=None if listed is None else _compare(listed, checked, repeats, tree),
     )
 
 
-def check_picture(folder: Path, limits: PictureLimits, source: PictureFile) -> CheckedPicture | RejectedPicture:
+def check_picture(folder: Path, limits: PictureLimits, source: SourceFile) -> CheckedPicture | RefusedItem:
     """Decodes a picture in a worker process."""
 
     def look() -> CheckedPicture:
@@ -135,11 +113,11 @@ def check_picture(folder: Path, limits: PictureLimits, source: PictureFile) -> C
 
 
 def _compare(
-    listed: dict[str, JournalRow], checked: list[CheckedPicture], repeats: dict[str, str], tree: PictureTree
+    listed: dict[str, JournalRow], checked: list[CheckedPicture], repeats: dict[str, RefusedItem], tree: PictureTree
 ) -> Disagreement:
     present = {source.path for source in tree.sources} | {refusal.path for refusal in tree.refused}
     sums = {finding.source.path: finding.sha256 for finding in checked}
-    sums |= {path: sums.get(first, "") for path, first in repeats.items()}
+    sums |= {path: sums.get(one.repeats or "", "") for path, one in repeats.items()}
     return Disagreement(
         missing=sorted(listed.keys() - present),
         changed=sorted(path for path in listed.keys() & present if sums.get(path) != listed[path]["sha256"]),

@@ -19,7 +19,7 @@ from gputrain.audio.config import Mel
 from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Method, f0, interpolated, reach, voiced
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.metrics import ClipMetrics, PitchMatch, pitch_match
-from gputrain.audio.store import Wave
+from gputrain.audio.store import Pitch, Wave
 from gputrain.audio.weight_norm import weights_made_once
 from gputrain.engine.data import HELD_OUT_SHARE, Progress, silent, to_int16
 from gputrain.engine.mixture import GivenFolders
@@ -28,7 +28,7 @@ from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
 from gputrain.vocoder.generator import Generator, Noise, draw_noise
 from gputrain.vocoder.load import load_vocoder
-from gputrain.vocoder.store import Pitch, VocoderClip, VocoderStore, open_sounds
+from gputrain.vocoder.store import VocoderClip, VocoderStore, open_sounds
 
 log = logging.getLogger(__name__)
 

@@ -4,21 +4,30 @@ Files of any sampling rate, number of channels and bit depth are accepted. Sourc
 """
 
 import logging
-from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from gputrain.audio import prepare as audio_prepare
 from gputrain.audio.config import Sound as Wishes
 from gputrain.audio.f0 import compile_tracker, default_method, f0
-from gputrain.audio.prepare import QUARANTINE, PrepareReport, RefusedRecording
-from gputrain.audio.store import Wave
-from gputrain.engine.data import Progress, in_processes, silent, to_int16, write_rows
+from gputrain.audio.prepare import SoundPrepareReport
+from gputrain.audio.store import Pitch, Wave
+from gputrain.engine.data import Progress, silent, to_int16
+from gputrain.engine.preparation import (
+    RefusedItem,
+    check_folders,
+    faults_of,
+    nothing_usable,
+    run_jobs,
+    sorted_refusals,
+    write_quarantine,
+)
 from gputrain.errors import UserError
 from gputrain.vocoder.config import SAMPLING_RATE
-from gputrain.vocoder.store import Pitch, VocoderFormat, VocoderStoreWriter
+from gputrain.vocoder.store import VocoderFormat, VocoderStoreWriter
 
 log = logging.getLogger(__name__)
 
@@ -53,66 +62,70 @@ def prepare_sound(
     *,
     num_workers: int = 0,
     progress: Progress = silent,
-) -> PrepareReport:
+) -> SoundPrepareReport:
     """Puts every usable recording of a folder tree into the store `output_dir`. Run again, it prepares what is missing.
 
     Raises UserError if a folder is unusable, no recording is usable, or a source of the store has changed.
     """
-    audio_prepare.check_input_folder(input_dir)
-    audio_prepare.check_folders_apart(input_dir, output_dir)
-    paths, ignored = audio_prepare.scan(input_dir)
-    if not paths:
-        raise audio_prepare.no_recording(input_dir, ignored)
-    refused: list[RefusedRecording] = []
-    prints = audio_prepare.fingerprints(input_dir, paths, refused)
+    check_folders(input_dir, output_dir)
+    tree = audio_prepare.scan_recordings(input_dir)
+    if not tree.paths:
+        raise audio_prepare.no_recording(input_dir, tree.ignored)
+    refused = list(tree.refused)
+    prints = audio_prepare.fingerprints(input_dir, tree.paths, refused)
     writer = VocoderStoreWriter(output_dir, recipe.format)
-    kept = {clip.path: clip.fingerprint for clip in writer.clips}
+    kept = {clip.path: clip.fingerprint for clip in writer.sounds}
     for path, known in kept.items():
         if prints.get(path) != known:
-            writer.close()
             raise UserError(
                 f"{output_dir} holds another version of {path} than {input_dir}", hint="prepare into another folder"
             )
     missing = [path for path in prints if path not in kept]
-    progress(len(kept), len(prints))
     if missing:
         compile_tracker(recipe.f0_method)
-    with closing(
-        in_processes(prepare_recording, [(input_dir, path, recipe) for path in missing], num_workers)
-    ) as results:
-        for done, (path, made) in enumerate(zip(missing, results, strict=True), start=len(kept) + 1):
-            if isinstance(made, RefusedRecording):
-                refused.append(made)
-            else:
-                writer.add(path, prints[path], *made)
-            progress(done, len(prints))
-    refused.sort(key=lambda refusal: refusal.path)
-    write_rows(output_dir / QUARANTINE, map(asdict, refused))
-    if not writer.clips:
-        writer.close()
-        raise UserError(
-            f"{input_dir}: none of {len(paths)} files holds usable sound: {audio_prepare.faults_of(refused)}",
-            hint=f"{output_dir / QUARANTINE} names each and its fault",
+
+    def store(made: PreparedRecording | RefusedItem) -> None:
+        if isinstance(made, RefusedItem):
+            refused.append(made)
+        else:
+            writer.add(made.path, prints[made.path], made.wave_T, made.f0_F)
+
+    run_jobs(
+        prepare_recording, [(input_dir, path, recipe) for path in missing], num_workers, store, progress, len(kept)
+    )
+    refused = sorted_refusals(refused)
+    write_quarantine(output_dir, refused)
+    if not writer.sounds:
+        raise nothing_usable(
+            f"{input_dir}: none of {len(tree.paths)} files holds usable sound: {faults_of(refused)}", output_dir
         )
     writer.finish()
-    hours = sum(clip.samples for clip in writer.clips) / recipe.sampling_rate / 3600
-    return PrepareReport(
-        str(input_dir), str(output_dir), len(writer.clips) - len(kept), len(kept), hours, dict(ignored), refused
-    )
+    hours = sum(clip.samples for clip in writer.sounds) / recipe.sampling_rate / 3600
+    return SoundPrepareReport(
+        input_dir=str(input_dir), output_dir=str(output_dir), made=len(writer.sounds) - len(kept), kept=len(kept),
+        hours=hours, ignored=tree.ignored, refused=refused,
+    )  # fmt: skip
 
 
-def prepare_recording(job: tuple[Path, str, VocoderPrepareConfig]) -> tuple[Wave, Pitch] | RefusedRecording:
-    """Returns the samples of a recording and its pitch by frame, or the reason for leaving it out. Runs in a worker."""
+class PreparedRecording(NamedTuple):
+    path: str
+    wave_T: Wave
+    f0_F: Pitch  # The pitch of each frame.
+
+
+def prepare_recording(job: tuple[Path, str, VocoderPrepareConfig]) -> PreparedRecording | RefusedItem:
+    """Decodes a recording and tracks its pitch in a worker. Returns the reason for leaving it out if it can't."""
     folder, path, recipe = job
     rate_hz, hop_size = recipe.sampling_rate, recipe.hop_size
     decoded = audio_prepare.decode_recording(
         folder, path, rate_hz, trim_db=recipe.trim_db, loudness_db=recipe.loudness_db
     )
-    if isinstance(decoded, RefusedRecording):
+    if isinstance(decoded, RefusedItem):
         return decoded
     wave_T = decoded.wave_T
     del decoded
     samples = len(wave_T)
     wave_T = np.pad(wave_T, (0, -samples % hop_size))
     pitch_F = f0(wave_T, rate_hz, hop_size, recipe.f0_method, floor_hz=recipe.f0_min, ceiling_hz=recipe.f0_max)
-    return np.concatenate([to_int16(block_T) for block_T in audio_prepare.blocks(wave_T[:samples])]), pitch_F
+    stored_T = np.concatenate([to_int16(block_T) for block_T in audio_prepare.blocks(wave_T[:samples])])
+    return PreparedRecording(path, stored_T, pitch_F)

@@ -14,11 +14,10 @@ from gputrain.audio.config import Mel
 from gputrain.audio.f0 import interpolated
 from gputrain.audio.mel import log_mel
 from gputrain.audio.pictures import coloured
-from gputrain.audio.store import Wave
+from gputrain.audio.store import Pitch, Wave
 from gputrain.engine.samples import Report, Sheet, SheetCell, SoundSample
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.generator import Generator
-from gputrain.vocoder.store import Pitch
 
 CLIPS = 4
 SECONDS = 4.0

@@ -4,24 +4,29 @@ Shapes: T samples, F frames.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
 
 import numpy as np
 
 from gputrain.audio import prepare as audio_prepare
 from gputrain.audio.f0 import compile_tracker, default_method, f0, voiced
 from gputrain.audio.io import Samples, from_int16, read_sound
-from gputrain.audio.prepare import RefusedRecording
-from gputrain.audio.store import WAVES
-from gputrain.engine.data import Progress, Spread, in_processes, silent
+from gputrain.audio.store import WAVES, Pitch
+from gputrain.engine.data import Progress, silent
+from gputrain.engine.preparation import (
+    DataReport,
+    RefusedItem,
+    Spread,
+    check_input_folder,
+    read_quarantine,
+    run_jobs,
+    sorted_refusals,
+)
 from gputrain.errors import UserError
-from gputrain.vocoder.store import Pitch, VocoderStore
+from gputrain.vocoder.store import VocoderStore
 
-FRAME_SECONDS = 0.01  # Window of the loudness measurement, and hop of the pitch tracked here.
 SILENT_DB = 50.0  # Threshold of a pause, below the loudest frame.
 TRACKED_SECONDS = 30.0  # Length of the middle part of a recording whose pitch is tracked.
 CLIPPED_SHARE = 1e-4  # Share of samples at full scale for a file to be listed; a single peak there is allowed.
@@ -64,22 +69,16 @@ class FolderStats:
     pitch_hz: tuple[float, float] | None  # Lowest and highest common pitch.
 
 
-@dataclass(frozen=True)
-class SoundReport:
+@dataclass(frozen=True, kw_only=True)
+class SoundReport(DataReport):
     """Report on a folder. `total` covers all usable recordings, `folders` those in each folder of the tree. `findings`
     are recommendations as text."""
 
-    input_dir: str
     prepared: bool
     total: FolderStats | None
     folders: dict[str, FolderStats]
     clipped: dict[str, float]  # Clipped files, with their share of samples at full scale.
-    ignored: dict[str, int]  # Number of other files, by suffix.
-    refused: list[RefusedRecording]
     findings: list[str]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def validate_sounds(
@@ -90,8 +89,7 @@ def validate_sounds(
 
     Raises UserError if the folder is missing or holds no recording, or the store is damaged.
     """
-    if not input_dir.is_dir():
-        raise UserError(f"{input_dir}: no such folder", hint="name a folder of recordings, or of prepared sound")
+    check_input_folder(input_dir, "recordings, or the prepared sound")
     prepared = (input_dir / WAVES).is_file()
     found, refused, ignored = (_in_store if prepared else _in_tree)(input_dir, num_workers, progress)
     by_folder: dict[str, list[RecordingStats]] = {}
@@ -106,59 +104,45 @@ def validate_sounds(
         folders={folder: _summary(members) for folder, members in sorted(by_folder.items())},
         clipped=clipped,
         ignored=ignored,
-        refused=sorted(refused, key=lambda refusal: refusal.path),
+        refused=sorted_refusals(refused),
         findings=list(_in_words(total, len(refused), sampling_rate)),
     )
 
 
-Found = tuple[list[RecordingStats], list[RefusedRecording], dict[str, int]]
-ValidationJob = TypeVar("ValidationJob")
-ValidationResult = TypeVar("ValidationResult")
+Found = tuple[list[RecordingStats], list[RefusedItem], dict[str, int]]
 
 
 def _in_tree(folder: Path, num_workers: int, progress: Progress) -> Found:
-    paths, ignored = audio_prepare.scan(folder)
-    if not paths:
-        raise audio_prepare.no_recording(folder, ignored)
-    refused: list[RefusedRecording] = []
-    jobs = [(folder, path) for path in audio_prepare.fingerprints(folder, paths, refused)]
+    tree = audio_prepare.scan_recordings(folder)
+    if not tree.paths:
+        raise audio_prepare.no_recording(folder, tree.ignored)
+    refused = list(tree.refused)
+    jobs = [(folder, path) for path in audio_prepare.fingerprints(folder, tree.paths, refused)]
     compile_tracker(default_method())  # It tells how long that takes, which the workers can't.
-    results = _all_of(examine, jobs, num_workers, progress)
-    refused += [result for result in results if isinstance(result, RefusedRecording)]
-    return [result for result in results if isinstance(result, RecordingStats)], refused, dict(ignored)
+    results: list[RecordingStats | RefusedItem] = []
+    run_jobs(examine, jobs, num_workers, results.append, progress)
+    refused += [result for result in results if isinstance(result, RefusedItem)]
+    return [result for result in results if isinstance(result, RecordingStats)], refused, tree.ignored
 
 
 def _in_store(folder: Path, num_workers: int, progress: Progress) -> Found:
     store = VocoderStore.open(folder)
     jobs = [VocoderStore(folder, store.format, [clip]) for clip in store.clips]  # Each is sent to a worker process.
-    found = _all_of(examine_clip, jobs, num_workers, progress)
-    return found, audio_prepare.read_quarantine(folder), {}
+    found: list[RecordingStats] = []
+    run_jobs(examine_clip, jobs, num_workers, found.append, progress)
+    return found, read_quarantine(folder), {}
 
 
-def _all_of(
-    function: Callable[[ValidationJob], ValidationResult],
-    jobs: Sequence[ValidationJob],
-    num_workers: int,
-    progress: Progress,
-) -> list[ValidationResult]:
-    results = []
-    with closing(in_processes(function, jobs, num_workers)) as made:
-        for result in made:
-            results.append(result)
-            progress(len(results), len(jobs))
-    return results
-
-
-def examine(job: tuple[Path, str]) -> RecordingStats | RefusedRecording:
+def examine(job: tuple[Path, str]) -> RecordingStats | RefusedItem:
     """Decodes a recording and tracks the pitch of its middle. Runs in a worker process."""
     folder, path = job
     try:
         wave_T, rate_hz = read_sound(folder / path)
     except UserError as error:
-        return RefusedRecording(path, "unreadable", error.message.removeprefix(f"{folder / path}: "))
+        return RefusedItem(path, "unreadable", error.message.removeprefix(f"{folder / path}: "))
     peak = audio_prepare.peak_of(wave_T)
     if peak < audio_prepare.SILENCE:
-        return RefusedRecording(path, "silent", f"its peak is {peak:.2g} of full scale")
+        return RefusedItem(path, "silent", f"its peak is {peak:.2g} of full scale")
     tracked = round(TRACKED_SECONDS * rate_hz)
     begin = max(0, (len(wave_T) - tracked) // 2)
     middle_T = wave_T[begin : begin + tracked]
@@ -174,11 +158,8 @@ def examine_clip(store: VocoderStore) -> RecordingStats:
 
 
 def _finding(path: str, wave_T: Samples, rate_hz: int, f0_F: Pitch, tracked_seconds: float) -> RecordingStats:
-    hop = min(_hop(rate_hz), len(wave_T))
-    frames_FT = wave_T[: len(wave_T) // hop * hop].reshape(-1, hop)
-    power_F = np.einsum("ft,ft->f", frames_FT, frames_FT)
-    loud = np.flatnonzero(power_F > 10 ** (-SILENT_DB / 10) * power_F.max())
-    first, last = (int(loud[0]), int(loud[-1]) + 1) if len(loud) else (len(power_F), len(power_F))
+    hop, frames, loud = audio_prepare.loud_frames(wave_T, rate_hz, SILENT_DB)
+    first, last = (int(loud[0]), int(loud[-1]) + 1) if len(loud) else (frames, frames)
     pitch_hz = f0_F[voiced(f0_F)]
     low_hz, high_hz = np.percentile(pitch_hz, (5, 95)) if len(pitch_hz) else (0.0, 0.0)
     return RecordingStats(
@@ -186,9 +167,9 @@ def _finding(path: str, wave_T: Samples, rate_hz: int, f0_F: Pitch, tracked_seco
         rate_hz=rate_hz,
         seconds=len(wave_T) / rate_hz,
         clipped_share=audio_prepare.clipped_share(wave_T),
-        silent_share=1 - len(loud) / len(power_F),
+        silent_share=1 - len(loud) / frames,
         leading_seconds=first * hop / rate_hz,
-        trailing_seconds=(len(power_F) - last) * hop / rate_hz,
+        trailing_seconds=(frames - last) * hop / rate_hz,
         tracked_seconds=tracked_seconds,
         voiced_share=float(voiced(f0_F).mean()) if len(f0_F) else 0.0,
         low_hz=float(low_hz),
@@ -197,7 +178,7 @@ def _finding(path: str, wave_T: Samples, rate_hz: int, f0_F: Pitch, tracked_seco
 
 
 def _hop(rate_hz: int) -> int:
-    return max(1, round(FRAME_SECONDS * rate_hz))
+    return max(1, round(audio_prepare.FRAME_SECONDS * rate_hz))
 
 
 def _summary(found: Sequence[RecordingStats]) -> FolderStats:

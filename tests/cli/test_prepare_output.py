@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gputrain.audio.prepare import RefusedRecording
 from gputrain.cli import tables
 from gputrain.cli.data_commands import other_files
 from gputrain.cli.settings import PrepareSettings
 from gputrain.config import assemble
+from gputrain.engine.preparation import RefusedItem
 from gputrain.errors import UserError
 from tests.command import gputrain_here
 
 
 def test_refusals_are_counted_by_reason_after_the_first_few(capsys):
-    items = [RefusedRecording(f"{number}.wav", "no transcript", "it has no text") for number in range(446)]
-    items[100:100] = [RefusedRecording("a.wav", "silent", "its peak is 0"), RefusedRecording("b.wav", "silent", "so")]
+    items = [RefusedItem(f"{number}.wav", "no transcript", "it has no text") for number in range(446)]
+    items[100:100] = [RefusedItem("a.wav", "silent", "its peak is 0"), RefusedItem("b.wav", "silent", "so")]
     tables.print_refusals(items)
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
@@ -29,7 +29,7 @@ def test_refusals_are_counted_by_reason_after_the_first_few(capsys):
 
 
 def test_a_line_break_in_a_name_stays_on_its_line(capsys):
-    tables.print_refusals([RefusedRecording("a\n  two.wav", "silent", "like b\nc.wav")])
+    tables.print_refusals([RefusedItem("a\n  two.wav", "silent", "like b\nc.wav")])
     tables.print_figures("in\n  put", {"files": "a\n  b"})
     told = capsys.readouterr()
     assert told.err == "silent: a\\n  two.wav: like b\\nc.wav\n"

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from gputrain.audio.store import PITCHES
 from gputrain.cli import ui
 from gputrain.engine.data import MANIFEST
-from gputrain.vocoder.store import JOURNAL, PITCHES
+from gputrain.vocoder.store import JOURNAL
 from tests.vocoder.conftest import TINY, flags, hummed
 
 pytestmark = pytest.mark.usefixtures("flops_known")

@@ -32,7 +32,6 @@ from gputrain.engine.data import (
     Stream,
     batches,
     fingerprint,
-    in_processes,
     is_held_out,
     item_rng,
     loader,
@@ -42,6 +41,7 @@ from gputrain.engine.data import (
     split,
     write_rows,
 )
+from gputrain.engine.preparation import in_processes
 from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule
 from gputrain.errors import UserError
 from gputrain.hw import child_process, numba_cache
@@ -428,7 +428,7 @@ def test_error_in_a_process_keeps_its_hint(tmp_path):
 
 ORPHANS = """
     import os, time
-    from gputrain.engine.data import in_processes
+    from gputrain.engine.preparation import in_processes
 
     def nap(number):
         os.write(1, f"{os.getpid()}\\n".encode())  # print would write it in two pieces.

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gputrain.audio.prepare import read_quarantine
+from gputrain.engine.preparation import read_quarantine
 from gputrain.errors import UserError
 from gputrain.speech.alignment import align_ctc
 from gputrain.speech.checker import SentenceTimes, TranscriptCheck, check_clips, mismatches, other_texts

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import soundfile
 
-from gputrain.audio.prepare import QUARANTINE
 from gputrain.audio.store import WAVES
-from gputrain.engine.data import MANIFEST
+from gputrain.engine.data import MANIFEST, fingerprint
+from gputrain.engine.preparation import QUARANTINE
 from gputrain.errors import UserError
 from gputrain.speech.prepare import pauses, prepare_speech
 from gputrain.speech.prepare_config import SpeechOptions, SpeechPrepareConfig
@@ -299,3 +299,30 @@ def test_digits_and_signs_are_no_letters_without_a_warning(tmp_path, caplog, tex
     assert all(each in messages[0] and repr(text) in messages[0] for each in warned)
     finding = validate_speech(tmp_path / "in", voice_of(language="characters")).findings
     assert [each for each in finding if "digits and signs" in each] == messages
+
+
+def test_recordings_that_share_a_fingerprint_are_both_kept(tmp_path):
+    """They differ only between the blocks that a fingerprint covers. A recording that moves keeps its samples."""
+    wave = (hum(10.0) * 32767).astype(np.int16)
+    other = wave.copy()
+    other[80_000 // 2 : 90_000 // 2] = 0
+    for name, samples in (("a", wave), ("b", other)):
+        (tmp_path / "in").mkdir(exist_ok=True)
+        soundfile.write(tmp_path / f"in/{name}.wav", samples, 16000)
+    assert fingerprint(tmp_path / "in/a.wav") == fingerprint(tmp_path / "in/b.wav")
+    (tmp_path / "in/metadata.csv").write_text(f"a|{SECOND}\nb|{SECOND}\n")
+    config = replace(RECIPE, trim_db=0.0)
+    for made, kept in ((2, 0), (0, 2)):
+        report = prepare_speech(tmp_path / "in", tmp_path / "out", config)
+        assert (report.made, report.kept, report.refused) == (made, kept, [])
+        store = SpeechStore.open(tmp_path / "out")
+        assert [clip.path for clip in store.clips] == ["a.wav", "b.wav"]
+        for clip, samples in zip(store.clips, (wave, other), strict=True):
+            assert (store.wave(clip) == samples).all()
+    (tmp_path / "in/b.wav").rename(tmp_path / "in/c.wav")
+    (tmp_path / "in/metadata.csv").write_text(f"a|{SECOND}\nc|{SECOND}\n")
+    prepare_speech(tmp_path / "in", tmp_path / "out", config)
+    store = SpeechStore.open(tmp_path / "out")
+    assert [clip.path for clip in store.clips] == ["a.wav", "c.wav"]
+    assert (store.wave(store.clips[0]) == wave).all()
+    assert (store.wave(store.clips[1]) == other).all()

@@ -42,7 +42,9 @@ def clip_of(one: Recording, text: str = "so", speaker: int = 0) -> SpeechClip:
 @pytest.fixture
 def folder(tmp_path):
     writer = SpeechWriter(tmp_path, SOUND)
-    placed = [writer.add(recording(name, length), wave(length, length)) for name, length in (("a", 700), ("b", 1300))]
+    placed = [
+        writer.append(recording(name, length), wave(length, length)) for name, length in (("a", 700), ("b", 1300))
+    ]
     inner = SpeechClip("b", "62", placed[1].first_sample + 100, 50, "Not", "not", 1)
     writer.finish(FORMAT, [clip_of(placed[0]), inner])
     return tmp_path
@@ -65,9 +67,9 @@ def test_a_writer_goes_on_behind_the_last_whole_recording(folder):
     with (folder / SOUNDS).open("a") as file:
         file.write('{"path": "c", "finge')
     writer = SpeechWriter(folder, SOUND)
-    assert [one.path for one in writer.recordings] == ["a", "b"]
-    assert writer.add(recording("c", 40), wave(40, 4)).first_sample == 2000
-    writer.finish(FORMAT, [clip_of(one) for one in writer.recordings])
+    assert [one.path for one in writer.sounds] == ["a", "b"]
+    assert writer.append(recording("c", 40), wave(40, 4)).first_sample == 2000
+    writer.finish(FORMAT, [clip_of(one) for one in writer.sounds])
     store = SpeechStore.open(folder)
     assert [clip.path for clip in store.clips] == ["a", "b", "c"]
     assert (store.wave(store.clips[2]) == wave(40, 4)).all()
@@ -99,7 +101,7 @@ def test_a_changed_bit_is_noticed_where_it_is_read(folder):
     store = SpeechStore.open(folder)
     for sample, damaged in ((699, 0), (800, 1)):
         flip(folder, sample)
-        with pytest.raises(UserError, match=r"waves\.i16: the samples of [ab] are damaged"):
+        with pytest.raises(UserError, match=r"[ab] is damaged in waves\.i16"):
             store.wave(store.clips[damaged])
         assert len(store.wave(store.clips[1 - damaged])) in (700, 50)
         flip(folder, sample)
@@ -121,8 +123,8 @@ def test_new_texts_make_no_clips_of_damaged_sound(folder):
     flip(folder, 760)  # This sample belongs to the recording of the second clip.
     writer = SpeechWriter(folder, SOUND)
     part = SpeechClip("b", "62", 900, 60, "Not", "not", 1)
-    with pytest.raises(UserError, match="the samples of b are damaged"):
-        writer.finish(FORMAT, [clip_of(writer.recordings[0]), part])
+    with pytest.raises(UserError, match="b is damaged in waves"):
+        writer.finish(FORMAT, [clip_of(writer.sounds[0]), part])
 
 
 def test_a_store_from_before_the_checksums_is_read_and_gets_them(folder):

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from gputrain.audio.prepare import QUARANTINE
 from gputrain.engine.data import MANIFEST
+from gputrain.engine.preparation import QUARANTINE
 from gputrain.errors import UserError
 from gputrain.speech.prepare import prepare_speech
 from gputrain.speech.prepare_config import SpeechOptions, SpeechPrepareConfig

@@ -54,7 +54,7 @@ def store_of(folder, language: str = "en", rate_hz: int = RATE_HZ, speakers: tup
     for number, text in enumerate(TEXTS):
         wave = (32767 * hum(0.05 * len(text) + 0.37, hz=110 + 20 * number)).astype(np.int16)
         print_of = f"{number * 50:02x}" + 30 * "0"
-        placed = writer.add(Recording(f"{number}.wav", print_of, 0, len(wave), rate_hz, 0.0, []), wave)
+        placed = writer.append(Recording(f"{number}.wav", print_of, 0, len(wave), rate_hz, 0.0, []), wave)
         clips.append(
             SpeechClip(placed.path, print_of, placed.first_sample, placed.samples, text, text, number % len(speakers))
         )

@@ -19,11 +19,12 @@ from PIL import Image, ImageCms
 
 from gputrain.config import leaves
 from gputrain.engine.data import MANIFEST, fingerprint, read_rows
+from gputrain.engine.preparation import QUARANTINE, sha256
 from gputrain.errors import UserError
 from gputrain.vae.config import PictureLimits, VaePrepareConfig
 from gputrain.vae.data import open_pictures
 from gputrain.vae.pictures import JOURNAL
-from gputrain.vae.prepare import QUARANTINE, VaePrepareReport, output_names, prepare_images, sha256
+from gputrain.vae.prepare import VaePrepareReport, output_names, prepare_images
 from gputrain.vae.validate import Disagreement, validate_images
 from tests.waiting import HANG_SECONDS, wait_until
 

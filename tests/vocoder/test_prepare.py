@@ -9,11 +9,11 @@ import pytest
 import soundfile
 
 from gputrain.audio.config import Sound
-from gputrain.audio.prepare import QUARANTINE
-from gputrain.audio.store import WAVES
+from gputrain.audio.store import PITCHES, WAVES
+from gputrain.engine.preparation import QUARANTINE
 from gputrain.errors import UserError
 from gputrain.vocoder.prepare import VocoderPrepareConfig, prepare_sound, vocoder_prepare_config
-from gputrain.vocoder.store import JOURNAL, MANIFEST, PITCHES, VocoderStore
+from gputrain.vocoder.store import JOURNAL, MANIFEST, VocoderStore
 
 RECIPE = VocoderPrepareConfig(sampling_rate=16000, hop_size=160, f0_method="parselmouth")
 

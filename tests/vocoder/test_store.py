@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gputrain.audio.store import WAVES
+from gputrain.audio.store import PITCHES, WAVES
 from gputrain.engine.data import MANIFEST
 from gputrain.errors import UserError
-from gputrain.vocoder.store import JOURNAL, PITCHES, VocoderFormat, VocoderStore, VocoderStoreWriter
+from gputrain.vocoder.store import JOURNAL, VocoderFormat, VocoderStore, VocoderStoreWriter
 
 FORMAT = VocoderFormat(sampling_rate=16000, hop_size=4, f0_method="pyin")
 
@@ -64,13 +64,12 @@ def test_a_preparation_that_was_cut_off_goes_on(tmp_path, cut):
     writer = VocoderStoreWriter(tmp_path, FORMAT)
     for number, clip in enumerate(CLIPS[:2]):
         writer.add(f"{number}.wav", f"{number}", *clip)
-    writer.close()
     if cut:
         for name, extra in ((WAVES, b"x" * cut), (PITCHES, b"y" * cut), (JOURNAL, b'{"path": "2.w'[: 4 * cut])):
             with (tmp_path / name).open("ab") as file:
                 file.write(extra)
     again = VocoderStoreWriter(tmp_path, FORMAT)
-    assert [clip.path for clip in again.clips] == ["0.wav", "1.wav"]
+    assert [clip.path for clip in again.sounds] == ["0.wav", "1.wav"]
     again.add("2.wav", "2", *CLIPS[2])
     again.finish()
     (tmp_path / "other").mkdir()
@@ -92,7 +91,7 @@ def test_a_changed_bit_is_noticed_where_it_is_read_and_only_there(tmp_path, name
     for first, frames in ((0, 128), (60, 68), (256, 44)):
         assert np.array_equal(store.crop(clip, first, frames)[1], LONG[1][first : first + frames])
     for first, frames in ((0, 129), (128, 1), (255, 1), (100, 200), (0, 300)):
-        with pytest.raises(UserError, match=r"the sound or pitch of 1\.wav is damaged"):
+        with pytest.raises(UserError, match=r"1\.wav is damaged in waves\.i16 or f0\.f32"):
             store.crop(clip, first, frames)
 
 
@@ -118,7 +117,7 @@ def test_a_store_from_before_the_checksums_is_read(tmp_path):
 
 
 def test_another_format_is_another_store(tmp_path):
-    VocoderStoreWriter(tmp_path, FORMAT).close()
+    VocoderStoreWriter(tmp_path, FORMAT)
     with pytest.raises(UserError, match="was prepared with sampling_rate 16000, hop_size 4"):
         VocoderStoreWriter(tmp_path, VocoderFormat(44100, 4, "pyin"))
     with pytest.raises(UserError, match=r"f0_min 40.*, not .*f0_min 60"):
@@ -139,7 +138,7 @@ def test_a_store_from_before_the_range_of_the_pitch_was_told(tmp_path):
 def test_stores_that_cannot_be_opened(tmp_path):
     with pytest.raises(UserError, match="no prepared sound"):
         VocoderStore.open(tmp_path)
-    VocoderStoreWriter(tmp_path, FORMAT).close()
+    VocoderStoreWriter(tmp_path, FORMAT)
     with pytest.raises(UserError, match="was not finished"):
         VocoderStore.open(tmp_path)
     VocoderStoreWriter(tmp_path, FORMAT).finish()
@@ -158,7 +157,6 @@ def test_stores_that_cannot_be_opened(tmp_path):
 def test_a_journal_that_names_what_is_not_there(tmp_path):
     writer = VocoderStoreWriter(tmp_path, FORMAT)
     writer.add("0.wav", "0", *CLIPS[0])
-    writer.close()
     (tmp_path / PITCHES).write_bytes(b"")
     with pytest.raises(UserError, match=r"f0\.f32: shorter than its journal says"):
         VocoderStoreWriter(tmp_path, FORMAT)

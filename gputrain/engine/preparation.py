@@ -1,0 +1,369 @@
+"""Shared by preparations of folders and by reports on them: finding files and duplicates, what is left out, results so
+far. Sources are only read, never moved or deleted. Imports no torch.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import stat
+import statistics
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gputrain.engine.data import Progress, fingerprint, read_rows, write_rows, writing
+from gputrain.engine.workers import held
+from gputrain.errors import UserError
+from gputrain.hw.child_process import describe_exit, remedy_for_exit
+
+QUARANTINE = "quarantine.jsonl"
+FORMER_REASONS = {"foreign symbols": "unknown symbols"}  # Those of earlier versions.
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+JournalRow = dict[str, Any]
+
+# ------------------------------------------------------------------------------------------------- what is left out
+
+
+@dataclass(frozen=True)
+class RefusedItem:
+    """An item that is left out, with the reason. `path` is that of a file, relative to the folder that was read, or
+    names a line of its transcripts."""
+
+    path: str
+    reason: str
+    detail: str
+    repeats: str | None = None  # the first file with the content of this duplicate
+
+
+def sorted_refusals(refused: Iterable[RefusedItem]) -> list[RefusedItem]:
+    return sorted(refused, key=lambda refusal: (refusal.path, refusal.reason))
+
+
+def faults_of(refused: Sequence[RefusedItem]) -> str:
+    """Returns as text the number of files left out for each reason, and the first file with its fault."""
+    counts = Counter(refusal.reason for refusal in refused).most_common(5)
+    first = f"; {refused[0].path}: {refused[0].detail}" if refused else ""
+    return ", ".join(f"{count} {reason}" for reason, count in counts) + first
+
+
+def why_unreadable(path: Path, error: OSError) -> str:
+    """Returns the cause as text; for a broken link, its target."""
+    if path.is_symlink() and not path.exists():
+        return f"a link to {os.readlink(path)}, which is not there"
+    return error.strerror or str(error)
+
+
+def write_quarantine(folder: Path, refused: Iterable[RefusedItem]) -> None:
+    write_rows(folder / QUARANTINE, map(asdict, refused))
+
+
+def read_quarantine(folder: Path) -> list[RefusedItem]:
+    """Returns the items that the preparation of a folder left out."""
+    path = folder / QUARANTINE
+    rows = read_rows(path, ("path", "reason", "detail")) if path.is_file() else []
+    return [RefusedItem(**{**row, "reason": FORMER_REASONS.get(row["reason"], row["reason"])}) for row in rows]
+
+
+def nothing_usable(fault: str, folder: Path) -> UserError:
+    """Returns the error for a folder into which nothing could be prepared."""
+    return UserError(fault, hint=f"{folder / QUARANTINE} names each and its fault")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataReport:
+    """Report on a folder that is prepared or validated."""
+
+    input_dir: str
+    ignored: dict[str, int]  # number of other files, by suffix
+    refused: list[RefusedItem]
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Number of items left out for each reason, the most frequent first."""
+        return dict(Counter(refusal.reason for refusal in self.refused).most_common())
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "reasons": self.reasons}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareReport(DataReport):
+    """Result of a preparation: items `made` by this run or `kept` from earlier ones, and those left out."""
+
+    output_dir: str
+    made: int
+    kept: int
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Smallest, median and largest value."""
+
+    min: float
+    median: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """Returns the spread of values. Raises ValueError where there are none."""
+        return cls(min(values), statistics.median(values), max(values))
+
+
+def spread_of(values: Sequence[float]) -> Spread | None:
+    """Returns the spread of values, or None where there are none."""
+    return Spread.of(values) if values else None
+
+
+# ------------------------------------------------------------------------------------------------- finding files
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file of a folder; `path` is relative, with forward slashes."""
+
+    path: str
+    bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class SourceTree:
+    """Files of a folder with the suffixes that were looked for, in the order of their paths, folders that cannot be
+    read, and the number of other files by suffix."""
+
+    paths: list[str]
+    refused: list[RefusedItem]
+    ignored: dict[str, int]
+
+
+def check_input_folder(folder: Path, content: str) -> None:
+    if not folder.is_dir():
+        fault = "is a file, expected a folder" if folder.exists() else "no such folder"
+        raise UserError(f"{folder}: {fault}", hint=f"name the folder that holds the {content}")
+
+
+def check_folders(input_dir: Path, output_dir: Path) -> None:
+    """Raises UserError if one folder contains the other, or the output is a file."""
+    read, written = input_dir.resolve(), output_dir.resolve()
+    if read == written or read in written.parents or written in read.parents:
+        raise UserError(
+            f"{input_dir} and {output_dir}: one contains the other, so prepared data would mix with sources",
+            hint="choose an output folder outside the input folder",
+        )
+    if output_dir.exists() and not output_dir.is_dir():
+        raise UserError(f"{output_dir}: is a file, expected a folder", hint="name a new folder, or one prepared before")
+
+
+def scan(folder: Path, suffixes: Iterable[str]) -> SourceTree:
+    """Finds the files of a folder tree by their suffixes. Links are followed, but each folder is read once.
+
+    Hidden files and folders are ignored. Of several names of a folder, the one nearest to the top is taken.
+    """
+    suffixes = frozenset(suffixes)
+    found, refused, ignored = [], list[RefusedItem](), Counter[str]()
+
+    def refuse(error: OSError) -> None:
+        name = Path(error.filename).relative_to(folder).as_posix()
+        refused.append(RefusedItem(name, "unreadable", error.strerror or str(error)))
+
+    seen = {os.path.realpath(folder)}
+    for at, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        visible: dict[str, str] = {}
+        for name in sorted(folders):
+            if not name.startswith(".") and name != "__MACOSX":
+                visible.setdefault(os.path.realpath(Path(at, name)), name)
+        folders[:] = [name for place, name in visible.items() if place not in seen]
+        seen |= visible.keys()
+        for name in names:
+            path = Path(at, name)
+            if name.startswith("."):
+                ignored["hidden"] += 1
+            elif path.suffix.lower() not in suffixes:
+                ignored[path.suffix.lower() or "without suffix"] += 1
+            else:
+                found.append(path.relative_to(folder).as_posix())
+    return SourceTree(sorted(found), refused, dict(ignored))
+
+
+def source_files(folder: Path, paths: Iterable[str], refused: list[RefusedItem]) -> list[SourceFile]:
+    """Returns files with their sizes and times; those that are no files or cannot be reached are added to `refused`."""
+    files = []
+    for path in paths:
+        try:
+            status = (folder / path).stat()
+        except OSError as error:
+            refused.append(RefusedItem(path, "unreadable", why_unreadable(folder / path, error)))
+            continue
+        if stat.S_ISREG(status.st_mode):
+            files.append(SourceFile(path, status.st_size, status.st_mtime_ns))
+        else:
+            refused.append(RefusedItem(path, "unreadable", "not a regular file"))
+    return files
+
+
+def find_duplicates(
+    folder: Path, files: Iterable[SourceFile], prints: Mapping[str, str] | None = None
+) -> dict[str, RefusedItem]:
+    """Returns the refusals of files that have the content of an earlier one, by path. Content is compared by SHA-256.
+
+    Only files with equal sizes and fingerprints are read in full, which avoids nearly all reading. `prints` are
+    fingerprints that are known already, by path.
+    """
+
+    def content(digest: Callable[[Path], str], file: SourceFile) -> str:
+        try:
+            return digest(folder / file.path)
+        except OSError:
+            return file.path  # A path is unique.
+
+    keys: list[Callable[[SourceFile], str]] = [
+        lambda file: str(file.bytes),
+        partial(content, fingerprint) if prints is None else lambda file: prints[file.path],
+        partial(content, sha256),
+    ]
+    groups = [list(files)]
+    for key in keys:
+        finer: dict[tuple[int, str], list[SourceFile]] = defaultdict(list)
+        for number, group in enumerate(groups):
+            for file in group:
+                finer[number, key(file)].append(file)
+        groups = [group for group in finer.values() if len(group) > 1]
+    return {
+        file.path: duplicate(file.path, group[0].path, "has the content of") for group in groups for file in group[1:]
+    }
+
+
+def duplicate(path: str, first: str, relation: str) -> RefusedItem:
+    return RefusedItem(path, "duplicate", f"{relation} {first}", repeats=first)
+
+
+def sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file, in hexadecimal. Raises OSError."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------- working
+
+
+def run_jobs(
+    function: Callable[[Job], Result],
+    jobs: Sequence[Job],
+    num_workers: int,
+    use: Callable[[Result], object],
+    progress: Progress,
+    kept: int = 0,
+) -> None:
+    """Calls `use` with the results of `in_processes` in order. Progress begins with the items `kept` from earlier."""
+    total = kept + len(jobs)
+    progress(kept, total)
+    with closing(in_processes(function, jobs, num_workers)) as results:
+        for done, result in enumerate(results, start=kept + 1):
+            use(result)
+            progress(done, total)
+
+
+def in_processes(
+    function: Callable[[Job], Result], jobs: Sequence[Job], num_workers: int
+) -> Generator[Result, None, None]:
+    """Yields `map(function, jobs)` in order, from `num_workers` new processes; 0 and 1 compute in this process.
+
+    The function and the jobs must be picklable. Close the iterator (`contextlib.closing`) to stop early. Raises
+    UserError if a process dies.
+    """
+    num_workers = min(num_workers, len(jobs))
+    if num_workers < 2:
+        yield from map(function, jobs)
+        return
+    # Processes are spawned on every platform, because a fork would copy the locks of the progress display's threads.
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(num_workers, mp_context=spawn, initializer=_start_process)
+    waiting: deque[Future[Result]] = deque()
+    try:
+        for job in jobs:
+            with held([signal.SIGINT]):
+                waiting.append(pool.submit(function, job))
+            if len(waiting) > 4 * num_workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        workers = list(pool._processes.values())
+        pool.shutdown(wait=True)  # Afterwards all processes have exit codes.
+        # When one process has died, the pool ends the others by SIGTERM.
+        codes = [worker.exitcode for worker in workers if worker.exitcode not in (None, 0, -signal.SIGTERM)]
+        code = codes[0] if codes and codes[0] else -signal.SIGTERM
+        raise UserError(f"a worker process died ({describe_exit(code)})", hint=remedy_for_exit(code)) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_process() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; only the main process handles it.
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    """End this worker with its parent: a killed parent closes no queue, and its workers would wait for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+class Journal:
+    """The results of a preparation: a head, on which all of them depend, then a line with a JSON object for each.
+
+    A row is appended after the files of its result are written, so that an interrupted preparation continues behind
+    it. `head` is None, and there are no rows, where there is no journal yet. An incomplete last line, which a killed
+    run may leave, is not a row; `is_damaged` is True if any other line is none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Reads a journal. Raises UserError if it cannot be read."""
+        self.path = path
+        self.head: JournalRow | None = None
+        self.rows: list[JournalRow] = []
+        self.is_damaged = False
+        try:
+            text = path.read_text(encoding="ascii", errors="replace")
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror})", hint="choose another folder") from None
+        head, *rows = [_parsed(line) for line in text.rpartition("\n")[0].splitlines()] or [None]
+        self.head, self.rows = head or {}, [row for row in rows if row]
+        self.is_damaged = not head or len(self.rows) < len(rows) or "\ufffd" in text
+
+    def rewrite(self, rows: Iterable[JournalRow]) -> None:
+        """Replaces all content by the head and these rows. Raises UserError if it cannot be written."""
+        self.rows = list(rows)
+        write_rows(self.path, [self.head or {}, *self.rows])
+
+    def append(self, row: JournalRow) -> None:
+        """Raises UserError if the row cannot be written."""
+        self.rows.append(row)
+        with writing(self.path), self.path.open("a", encoding="ascii") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _parsed(line: str) -> JournalRow | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None

@@ -1,0 +1,94 @@
+"""Finding files and duplicates of a folder, and journals that were cut off or damaged."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from gputrain.engine.data import FINGERPRINT_BLOCK, fingerprint
+from gputrain.engine.preparation import (
+    Journal,
+    RefusedItem,
+    find_duplicates,
+    read_quarantine,
+    scan,
+    source_files,
+    write_quarantine,
+)
+
+
+def test_files_with_one_fingerprint_are_duplicates_only_if_their_content_is_equal(tmp_path: Path) -> None:
+    """Fingerprints leave out what lies between the first, the middle and the last blocks."""
+    content = bytes(10 * FINGERPRINT_BLOCK)
+    other = bytearray(content)
+    other[2 * FINGERPRINT_BLOCK] = 1
+    for name, data in {"a": content, "b": other, "c": content, "d": other, "e": content[1:], "f": content}.items():
+        (tmp_path / name).write_bytes(data)
+    refused: list[RefusedItem] = []
+    files = source_files(tmp_path, "abcdefg", refused)
+    prints = {file.path: fingerprint(tmp_path / file.path) for file in files}
+    assert len({prints[name] for name in "abcdf"}) == 1
+    assert [one.path for one in refused] == ["g"]
+    for known in (None, prints):
+        found = find_duplicates(tmp_path, files, known)
+        assert {name: one.repeats for name, one in found.items()} == {"c": "a", "d": "b", "f": "a"}
+        assert found["c"] == RefusedItem("c", "duplicate", "has the content of a", "a")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs symbolic links")
+def test_a_folder_with_several_names_is_read_once(tmp_path: Path) -> None:
+    """The name nearest to the top is taken, of those the first."""
+    for name in ("deep/x.wav", "deep/er/y.wav", "z.WAV", "note", ".hidden/h.wav", "__MACOSX/m.wav"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/link").symlink_to(tmp_path / "deep")
+    (tmp_path / "a/around").symlink_to(tmp_path)
+    (tmp_path / "other").symlink_to(tmp_path / "deep/er")
+    (tmp_path / "same").symlink_to(tmp_path / "deep/er")
+    tree = scan(tmp_path, {".wav"})
+    assert (tree.paths, tree.refused) == (["deep/x.wav", "other/y.wav", "z.WAV"], [])
+    assert tree.ignored == {"without suffix": 1}
+
+
+def test_a_journal_is_read_up_to_an_incomplete_line(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    assert (journal.head, journal.rows, journal.is_damaged) == (None, [], False)
+    journal.head = {"of": "x"}
+    journal.rewrite([{"n": 1}])
+    journal.append({"n": 2})
+    whole = path.read_text()
+    assert list(map(json.loads, whole.splitlines())) == [{"of": "x"}, {"n": 1}, {"n": 2}]
+    for cut in range(1, len('{"n": 2}\n')):
+        path.write_text(whole[:-cut])
+        again = Journal(path)
+        assert (again.head, again.rows, again.is_damaged) == ({"of": "x"}, [{"n": 1}], False)
+    again.rewrite(again.rows)
+    again.append({"n": 2})
+    assert path.read_text() == whole
+
+
+@pytest.mark.parametrize(
+    ("content", "head", "rows"),
+    [
+        (b"", {}, []),
+        (b"{\n", {}, []),
+        (b'[1]\n{"n": 1}\n', {}, [{"n": 1}]),
+        (b'{"of": 1}\n{"n": 1\n{"n": 2}\n', {"of": 1}, [{"n": 2}]),
+        (b'{"of": 1}\n{"n": "\xff"}\n', {"of": 1}, [{"n": "\ufffd"}]),
+    ],
+)
+def test_a_damaged_journal_is_known(tmp_path: Path, content: bytes, head: object, rows: object) -> None:
+    (tmp_path / "journal.jsonl").write_bytes(content)
+    journal = Journal(tmp_path / "journal.jsonl")
+    assert (journal.head, journal.rows, journal.is_damaged) == (head, rows, True)
+
+
+def test_quarantines_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    refused = [RefusedItem("a", "duplicate", "has the content of b", "b"), RefusedItem("c", "silent", "so")]
+    write_quarantine(tmp_path, refused)
+    assert read_quarantine(tmp_path) == refused
+    (tmp_path / "quarantine.jsonl").write_text('{"path": "a", "reason": "foreign symbols", "detail": "x"}\n')
+    assert read_quarantine(tmp_path) == [RefusedItem("a", "unknown symbols", "x")]
