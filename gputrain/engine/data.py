@@ -27,10 +27,10 @@ from gputrain.engine.schedule import StepSchedule
 from gputrain.engine.workers import (
     LOOK_SECONDS,
     ReceivedFirst,
-    awaited,
-    replacing_the_dead,
+    received_batches,
+    restarting_workers,
+    running_workers,
     start_worker,
-    started,
 )
 from gputrain.errors import UserError
 from gputrain.hw.plan import Plan
@@ -180,7 +180,7 @@ def loader(
         def open_from(given: int, part: Stream = part) -> Generator[Message, None, None]:
             return _messages(dataset, part.after(given), num_workers, prefetch, pin_memory, start_method)
 
-        with closing(replacing_the_dead(open_from)) as messages:
+        with closing(restarting_workers(open_from)) as messages:
             for message in messages:
                 for text in message.warnings:
                     if text not in reported:
@@ -239,8 +239,8 @@ def _messages(
         multiprocessing_context=start_method if num_workers else None,
         generator=torch.Generator(),  # Otherwise every iterator draws from the global one, and a resumed run differs.
     )
-    with started(lambda: iter(batches)) as (iterator, workers):
-        yield from awaited(iterator, workers)
+    with running_workers(lambda: iter(batches)) as (iterator, workers):
+        yield from received_batches(iterator, workers)
 
 
 def _as_it_is(message: Any) -> Any:

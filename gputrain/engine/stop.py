@@ -84,9 +84,9 @@ class StopSignal:
         self.requested = ""
         self.agreed = ranks.count == 1
         self.before: dict[int, Any] = {}
-        self._held = 0  # Number of blocks of `held` that are open.
+        self._held = 0  # Number of blocks of `second_signal_delayed` that are open.
         self._interrupts = self._waits = False
-        self._ends_wait = False  # True if the next signal is that of `end_wait`.
+        self._interrupts_wait = False  # True if the next signal is that of `interrupt_wait`.
 
     def __enter__(self) -> "StopSignal":
         self.before = handle_signals(self._request)
@@ -112,19 +112,19 @@ class StopSignal:
         """Request a stop after the present step, unless one is requested already."""
         self.requested = self.requested or cause
 
-    def end_wait(self, cause: str) -> None:
+    def interrupt_wait(self, cause: str) -> None:
         """Request a stop from another thread than the main one, and end the wait for a batch that may never arrive."""
         self.request(cause)
         if not self._waits or not self.before:
             return
-        self._ends_wait, number = True, next(iter(self.before))
+        self._interrupts_wait, number = True, next(iter(self.before))
         if hasattr(signal, "pthread_kill"):
             signal.pthread_kill(threading.main_thread().ident or 0, number)
         else:  # Windows
             _thread.interrupt_main(number)
 
     @contextlib.contextmanager
-    def ends_waiting(self) -> Iterator[None]:
+    def interruptible_wait(self) -> Iterator[None]:
         """Let a request raise StopRequested in the block at once, because the awaited batch may never arrive."""
         self._waits = True
         try:
@@ -135,7 +135,7 @@ class StopSignal:
             self._waits = False
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def second_signal_delayed(self) -> Iterator[None]:
         """Delay a second signal until the end of the block."""
         self._held += 1
         try:
@@ -146,8 +146,8 @@ class StopSignal:
             raise KeyboardInterrupt
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        if self._ends_wait:
-            self._ends_wait = False
+        if self._interrupts_wait:
+            self._interrupts_wait = False
             if self._waits:
                 raise StopRequested
             return
@@ -256,15 +256,15 @@ class Deadline:
         return max(self.step_seconds, default=0.0) + reported + self.saving_seconds(save_seconds, saves)
 
     @contextlib.contextmanager
-    def watched(self, seconds_to_leave: Callable[[], float], end_wait: Callable[[], None]) -> Iterator[None]:
-        """Call `end_wait` in a thread as soon as the limit is only `seconds_to_leave` away, because a wait for data in
-        the block may last for ever."""
+    def watched(self, seconds_to_leave: Callable[[], float], interrupt_wait: Callable[[], None]) -> Iterator[None]:
+        """Call `interrupt_wait` in a thread as soon as the limit is only `seconds_to_leave` away, because a wait for
+        data in the block may last for ever."""
         left = threading.Event()
 
         def watch() -> None:
             while not left.wait(WATCH_SECONDS):
                 if self.is_reached(time.monotonic(), seconds_to_leave()):
-                    end_wait()
+                    interrupt_wait()
                     return
 
         thread = threading.Thread(target=watch, name="max-time", daemon=True)

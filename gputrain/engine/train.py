@@ -75,7 +75,7 @@ def train(
             for step in range(first, end):
                 if callbacks.ends_early:
                     break
-                with run.stop.ends_waiting():
+                with run.stop.interruptible_wait():
                     loaded = metrics.next(batches)
                 if step == first:
                     dry_run_later_peak(state, loaded, step, check)
