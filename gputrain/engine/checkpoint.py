@@ -436,12 +436,14 @@ def load_weights(
     left_out: Callable[[str], bool] = lambda name: False,
     strict: bool = True,
     finite: bool = True,
+    assign: bool = False,
 ) -> list[str]:
     """Load tensors into a module by their names, except for those that are left out. Returns the names of the tensors
     that the module keeps: those that are left out and, unless `strict`, those that are not given or have another shape.
 
     Raises UserError, with a list of the differences, if tensors differ that must not or nothing fits, and if a number
-    is not `finite`; nothing is loaded then. `owner` is the beginning of its message.
+    is not `finite`; nothing is loaded then. `owner` is the beginning of its message. With `assign`, the given tensors
+    take the place of the module's own, as those of a module on the meta device must.
     """
     mine = module.state_dict()
     wanted, offered = ({name: one for name, one in side.items() if not left_out(name)} for side in (mine, given))
@@ -451,7 +453,7 @@ def load_weights(
         raise UserError(f"{owner} differs in {count}: {shortened(apart)}", hint=hint)
     if finite:
         refuse_nonfinite(fitting, owner)
-    module.load_state_dict({**mine, **fitting})
+    module.load_state_dict({**mine, **fitting}, assign=assign)
     return [name for name in mine if name not in fitting]
 
 
