@@ -13,6 +13,8 @@ All but the first two are names (hard links, where the file system has them) of 
 
 A checkpoint is a file of torch.save. The checksum of all its bytes stands in the comment that a zip archive may end
 with, so that torch.load and unzip read it as they read any other.
+
+`load_weights` loads weights into modules, of our checkpoints and of files of other programs alike.
 """
 
 import contextlib
@@ -54,6 +56,10 @@ UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeErro
 
 SHOWN = 6  # Number of items shown of a longer list.
 OTHER_ARCHITECTURE = "use the preset and sizes that it was trained with; they stand in its run's config.yaml"
+FORMAT = 1
+# The types of a checkpoint's parts. Those of a test or of an older version may be fewer.
+PARTS = {"kind": str, "modules": dict, "optimizers": dict, "loss_scales": dict, "random": dict, "progress": dict,
+         "config": dict, "facts": dict, "data": dict, "names": list}  # fmt: skip
 
 Content = dict[str, Any]
 _not_synced: set[Path] = set()  # Folders whose renames cannot be made durable; each is reported once.
@@ -384,10 +390,7 @@ def _sync_folder(folder: Path) -> None:
             )  # fmt: skip
 
 
-FORMAT = 1
-# The types of its parts. Those of a test or of an older version may be fewer.
-PARTS = {"kind": str, "modules": dict, "optimizers": dict, "loss_scales": dict, "random": dict, "progress": dict,
-         "config": dict, "facts": dict, "data": dict, "names": list}  # fmt: skip
+# ---------------------------------------------------------------------------------------------------------- the content
 
 
 def is_content(content: object) -> TypeGuard[dict[str, Any]]:
@@ -400,6 +403,9 @@ def is_content(content: object) -> TypeGuard[dict[str, Any]]:
         isinstance(state, dict) and all(isinstance(value, Tensor) for value in state.values())
         for state in content["modules"].values()
     )
+
+
+# ------------------------------------------------------------------------------------------------------ loading weights
 
 
 def load_modules(modules: dict[str, nn.Module], states: dict[str, Content]) -> None:
@@ -479,6 +485,9 @@ def refuse_nonfinite(weights: Mapping[str, Tensor], owner: str) -> None:
     for name, tensor in weights.items():
         if not tensor.isfinite().all():
             raise UserError(f"{owner}: {name}: not all weights are finite", hint="take an older checkpoint of the run")
+
+
+# ------------------------------------------------------------------------------------------------- tensors of a content
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -40,10 +40,12 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 StartMethod = Literal["fork", "forkserver", "spawn"]
+Progress = Callable[[float, int], None]  # Arguments: items done, parts of one included, and items in all.
 
 MANIFEST = "manifest.jsonl"
 HELD_OUT_SHARE = 0.05
 FINGERPRINT_BLOCK = 65536  # bytes
+FULL_SCALE = 32768  # Magnitude of the largest 16-bit sample.
 
 
 class DataWarning(UserWarning):
@@ -342,7 +344,7 @@ def writing(path: Path) -> Iterator[None]:
         ) from None
 
 
-Progress = Callable[[float, int], None]  # Arguments: items done, parts of one included, and items in all.
+# ------------------------------------------------------------------------------------------------- progress and digests
 
 
 def silent(done: float, total: int) -> None:
@@ -385,7 +387,7 @@ def description_of(item: object) -> str:
     return f"Clip({', '.join(f'{part.name}={getattr(item, part.name)!r}' for part in fields(item))})"
 
 
-FULL_SCALE = 32768  # Magnitude of the largest 16-bit sample.
+# ------------------------------------------------------------------------------------------------- wav files of 16 bits
 
 
 def to_int16(wave_T: npt.NDArray[Any]) -> npt.NDArray[np.int16]:

@@ -1,7 +1,7 @@
 """Signals that end a training: the first one between two steps, with everything saved, the second one at once.
 
-The limit of --max-time requests the same end as a first signal. Before and after the steps, when there is nothing to
-save, a signal interrupts the command.
+The limit of --max-time, which is counted from the start of the command, requests the same end as a first signal, early
+enough to save before it. Before and after the steps, when there is nothing to save, a signal interrupts the command.
 """
 
 import _thread
@@ -30,6 +30,15 @@ CAUSES = {
     "SIGHUP": "the terminal was closed",
     "SIGUSR1": "asked to stop by SIGUSR1",
 }
+UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}  # Seconds of each unit, from the largest to the smallest.
+DURATION = re.compile("".join(rf"(?:(\d+){unit})?" for unit in UNITS), re.ASCII)
+RECENT_STEPS = 20
+SAVE_MARGIN = 1.5  # A save may take this many times as long as the last one.
+EXIT_SECONDS = 2.0  # Time to end workers and the process.
+REPORT_SECONDS = 3.0  # Time of a command to write a report at the end of its run.
+WATCH_SECONDS = 0.1  # Interval at which a wait for data is compared with the limit.
+# Estimate of a save's duration before the first one: a slow disk, and the time to open files on a network drive.
+SLOW_BYTES_PER_SECOND, SLOW_START_SECONDS = 100e6, 3.0
 
 
 def handle_signals(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
@@ -165,15 +174,7 @@ class StopSignal:
             raise StopRequested
 
 
-UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}  # Seconds of each unit, from the largest to the smallest.
-DURATION = re.compile("".join(rf"(?:(\d+){unit})?" for unit in UNITS), re.ASCII)
-RECENT_STEPS = 20
-SAVE_MARGIN = 1.5  # A save may take this many times as long as the last one.
-EXIT_SECONDS = 2.0  # Time to end workers and the process.
-REPORT_SECONDS = 3.0  # Time of a command to write a report at the end of its run.
-WATCH_SECONDS = 0.1  # Interval at which a wait for data is compared with the limit.
-# Estimate of a save's duration before the first one: a slow disk, and the time to open files on a network drive.
-SLOW_BYTES_PER_SECOND, SLOW_START_SECONDS = 100e6, 3.0
+# ----------------------------------------------------------------------------------------------------------- --max-time
 
 
 def seconds_of(text: str) -> float:
