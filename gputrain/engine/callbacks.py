@@ -217,7 +217,7 @@ class Callbacks:
             saves = 2 if self.saver.is_busy else 1
             return self.deadline.saving_seconds(run.save_seconds, saves, hangs=True)
 
-        return self.deadline.watched(seconds_to_leave, lambda: run.stop.end_wait(self._out_of_time))
+        return self.deadline.watched(seconds_to_leave, lambda: run.stop.interrupt_wait(self._out_of_time))
 
     def log(self) -> None:
         """Write the metrics of the steps since the last call, warn about what is wrong, and react to unstable gradients
@@ -352,7 +352,7 @@ class Callbacks:
         if failure is None:
             if self.metrics.window:
                 self.log()
-            with self.run.stop.held():
+            with self.run.stop.second_signal_delayed():
                 self._finish_saving_if_possible()
                 done = self.state.progress.step
                 if self.run.group.of_leader(lambda: done != self.run.saved_step):

@@ -13,6 +13,8 @@ All but the first two are names (hard links, where the file system has them) of 
 
 A checkpoint is a file of torch.save. The checksum of all its bytes stands in the comment that a zip archive may end
 with, so that torch.load and unzip read it as they read any other.
+
+`load_weights` loads weights into modules, of our checkpoints and of files of other programs alike.
 """
 
 import contextlib
@@ -54,6 +56,10 @@ UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeErro
 
 SHOWN = 6  # Number of items shown of a longer list.
 OTHER_ARCHITECTURE = "use the preset and sizes that it was trained with; they stand in its run's config.yaml"
+FORMAT = 1
+# The types of a checkpoint's parts. Those of a test or of an older version may be fewer.
+PARTS = {"kind": str, "modules": dict, "optimizers": dict, "loss_scales": dict, "random": dict, "progress": dict,
+         "config": dict, "facts": dict, "data": dict, "names": list}  # fmt: skip
 
 Content = dict[str, Any]
 _not_synced: set[Path] = set()  # Folders whose renames cannot be made durable; each is reported once.
@@ -384,10 +390,7 @@ def _sync_folder(folder: Path) -> None:
             )  # fmt: skip
 
 
-FORMAT = 1
-# The types of its parts. Those of a test or of an older version may be fewer.
-PARTS = {"kind": str, "modules": dict, "optimizers": dict, "loss_scales": dict, "random": dict, "progress": dict,
-         "config": dict, "facts": dict, "data": dict, "names": list}  # fmt: skip
+# ---------------------------------------------------------------------------------------------------------- the content
 
 
 def is_content(content: object) -> TypeGuard[dict[str, Any]]:
@@ -400,6 +403,9 @@ def is_content(content: object) -> TypeGuard[dict[str, Any]]:
         isinstance(state, dict) and all(isinstance(value, Tensor) for value in state.values())
         for state in content["modules"].values()
     )
+
+
+# ------------------------------------------------------------------------------------------------------ loading weights
 
 
 def load_modules(modules: dict[str, nn.Module], states: dict[str, Content]) -> None:
@@ -436,12 +442,14 @@ def load_weights(
     left_out: Callable[[str], bool] = lambda name: False,
     strict: bool = True,
     finite: bool = True,
+    assign: bool = False,
 ) -> list[str]:
     """Load tensors into a module by their names, except for those that are left out. Returns the names of the tensors
     that the module keeps: those that are left out and, unless `strict`, those that are not given or have another shape.
 
     Raises UserError, with a list of the differences, if tensors differ that must not or nothing fits, and if a number
-    is not `finite`; nothing is loaded then. `owner` is the beginning of its message.
+    is not `finite`; nothing is loaded then. `owner` is the beginning of its message. With `assign`, the given tensors
+    take the place of the module's own, as those of a module on the meta device must.
     """
     mine = module.state_dict()
     wanted, offered = ({name: one for name, one in side.items() if not left_out(name)} for side in (mine, given))
@@ -451,7 +459,7 @@ def load_weights(
         raise UserError(f"{owner} differs in {count}: {shortened(apart)}", hint=hint)
     if finite:
         refuse_nonfinite(fitting, owner)
-    module.load_state_dict({**mine, **fitting})
+    module.load_state_dict({**mine, **fitting}, assign=assign)
     return [name for name in mine if name not in fitting]
 
 
@@ -477,6 +485,9 @@ def refuse_nonfinite(weights: Mapping[str, Tensor], owner: str) -> None:
     for name, tensor in weights.items():
         if not tensor.isfinite().all():
             raise UserError(f"{owner}: {name}: not all weights are finite", hint="take an older checkpoint of the run")
+
+
+# ------------------------------------------------------------------------------------------------- tensors of a content
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

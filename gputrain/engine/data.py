@@ -27,10 +27,10 @@ from gputrain.engine.schedule import StepSchedule
 from gputrain.engine.workers import (
     LOOK_SECONDS,
     ReceivedFirst,
-    awaited,
-    replacing_the_dead,
+    received_batches,
+    restarting_workers,
+    running_workers,
     start_worker,
-    started,
 )
 from gputrain.errors import UserError
 from gputrain.hw.plan import Plan
@@ -40,10 +40,12 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 StartMethod = Literal["fork", "forkserver", "spawn"]
+Progress = Callable[[float, int], None]  # Arguments: items done, parts of one included, and items in all.
 
 MANIFEST = "manifest.jsonl"
 HELD_OUT_SHARE = 0.05
 FINGERPRINT_BLOCK = 65536  # bytes
+FULL_SCALE = 32768  # Magnitude of the largest 16-bit sample.
 
 
 class DataWarning(UserWarning):
@@ -180,7 +182,7 @@ def loader(
         def open_from(given: int, part: Stream = part) -> Generator[Message, None, None]:
             return _messages(dataset, part.after(given), num_workers, prefetch, pin_memory, start_method)
 
-        with closing(replacing_the_dead(open_from)) as messages:
+        with closing(restarting_workers(open_from)) as messages:
             for message in messages:
                 for text in message.warnings:
                     if text not in reported:
@@ -239,8 +241,8 @@ def _messages(
         multiprocessing_context=start_method if num_workers else None,
         generator=torch.Generator(),  # Otherwise every iterator draws from the global one, and a resumed run differs.
     )
-    with started(lambda: iter(batches)) as (iterator, workers):
-        yield from awaited(iterator, workers)
+    with running_workers(lambda: iter(batches)) as (iterator, workers):
+        yield from received_batches(iterator, workers)
 
 
 def _as_it_is(message: Any) -> Any:
@@ -342,7 +344,7 @@ def writing(path: Path) -> Iterator[None]:
         ) from None
 
 
-Progress = Callable[[float, int], None]  # Arguments: items done, parts of one included, and items in all.
+# ------------------------------------------------------------------------------------------------- progress and digests
 
 
 def silent(done: float, total: int) -> None:
@@ -385,7 +387,7 @@ def description_of(item: object) -> str:
     return f"Clip({', '.join(f'{part.name}={getattr(item, part.name)!r}' for part in fields(item))})"
 
 
-FULL_SCALE = 32768  # Magnitude of the largest 16-bit sample.
+# ------------------------------------------------------------------------------------------------- wav files of 16 bits
 
 
 def to_int16(wave_T: npt.NDArray[Any]) -> npt.NDArray[np.int16]:

@@ -308,9 +308,17 @@ class BatchDraws:
         return torch.cat([drawn[rows] for rows in self.rows])
 
 
+# ------------------------------------------------------------------------------------------------------ optimizer state
+
+
 @dataclass
 class OptimizerShards:
-    """Which rank steps which parameter. Without a division, all methods leave everything as it is."""
+    """Optimizer state divided among the ranks: ZeRO, stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054).
+
+    Every rank keeps the optimizer state of its own parameters, steps only these, and then sends them to the others. A
+    step is the same as without, since no optimizer here mixes parameters. Checkpoints hold the whole state, so that any
+    number of ranks can continue, divided or not. Without a division, all methods leave everything as it is.
+    """
 
     group: RankGroup
     divides: bool = False  # True if the state is divided.

@@ -1,7 +1,12 @@
-"""Metrics of a training: to the progress line, TensorBoard and metrics.jsonl.
+"""Metrics of a training: to the progress line, TensorBoard, metrics.jsonl and trackers.
 
 The scalars of a step stay on the device and are read once every `log_freq` steps, so that the steps between do
 not wait for them.
+
+Trackers (Weights & Biases, MLflow) are extras (gputrain[wandb], gputrain[mlflow]), imported only if they are asked for.
+Their own environment variables say where they write to (WANDB_MODE=offline, WANDB_PROJECT, MLFLOW_TRACKING_URI,
+MLFLOW_EXPERIMENT_NAME). A tracker that fails is dropped with a warning, since a training must not end because a server
+does not answer.
 """
 
 import contextlib
@@ -45,6 +50,7 @@ METRICS = "metrics.jsonl"
 CAPTIONS = "captions.json"  # The captions of the sounds in samples/, by name.
 REFERENCE = "_reference"  # The end of the name of a recording in samples/.
 LAYOUT_KEY = "gputrain"  # The key of a sheet's layout in its PNG file.
+RECENT_LINES = 20  # Lines of metrics over which speed and remaining time are averaged.
 
 
 class Metrics:
@@ -352,7 +358,7 @@ def _save_png(image: Image.Image, layout: dict[str, Any], path: Path) -> None:
     image.save(path, pnginfo=info)
 
 
-RECENT_LINES = 20  # Lines of metrics over which speed and remaining time are averaged.
+# ---------------------------------------------------------------------------------------------------- the progress line
 
 
 class TimeLeft(ProgressColumn):
@@ -438,6 +444,9 @@ def losses_in_short(losses: Mapping[str, float]) -> str:
     held = Counter(name.split("/")[-1] for name in losses)
     names = {name: name if held[name.split("/")[-1]] > 1 else name.split("/")[-1] for name in losses}
     return " ".join(f"{names[name]} {loss:.4g}" for name, loss in losses.items())
+
+
+# ------------------------------------------------------------------------------------------------------------- trackers
 
 
 class Tracker(Protocol):

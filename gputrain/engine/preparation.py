@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gputrain.engine.data import Progress, fingerprint, read_rows, write_rows, writing
-from gputrain.engine.workers import held
+from gputrain.engine.workers import signals_blocked
 from gputrain.errors import UserError
 from gputrain.hw.child_process import describe_exit, remedy_for_exit
 
@@ -295,7 +295,7 @@ def in_processes(
     waiting: deque[Future[Result]] = deque()
     try:
         for job in jobs:
-            with held([signal.SIGINT]):
+            with signals_blocked([signal.SIGINT]):
                 waiting.append(pool.submit(function, job))
             if len(waiting) > 4 * num_workers:
                 yield waiting.popleft().result()

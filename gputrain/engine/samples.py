@@ -19,6 +19,7 @@ TITLE_LINE, TEXT_LINE = 24, 17
 GAP = 6
 NARROWEST = 84  # Room for the caption of a small picture.
 LEAST_WIDTH = 420  # Room for a title.
+LONGEST_CAPTION = 500  # Characters of a caption that a report reads.
 
 
 class SheetCell(NamedTuple):
@@ -92,9 +93,6 @@ def cut(text: str, with_font: Font, room: int) -> str:
     while text and with_font.getlength(text + "...") > room:
         text = text[:-1]
     return text + "..."
-
-
-LONGEST_CAPTION = 500  # Characters of a caption that a report reads.
 
 
 class SoundSample(NamedTuple):

@@ -104,7 +104,7 @@ class Saver:
         gradients the save is postponed to the next finite step, so that doubtful weights don't replace a good
         checkpoint, unless the run must save.
         """
-        with self.run.stop.held():
+        with self.run.stop.second_signal_delayed():
             self._finish()
             if (job := self._job(names, best_score, must=must)) is None:
                 return
@@ -116,7 +116,7 @@ class Saver:
 
     def finish(self) -> None:
         """Wait for the save that is being written, if there is one, and take over its result."""
-        with self.run.stop.held():
+        with self.run.stop.second_signal_delayed():
             self._finish()
 
     def _submit(self, job: SaveJob) -> None:

@@ -1,7 +1,7 @@
 """Signals that end a training: the first one between two steps, with everything saved, the second one at once.
 
-The limit of --max-time requests the same end as a first signal. Before and after the steps, when there is nothing to
-save, a signal interrupts the command.
+The limit of --max-time, which is counted from the start of the command, requests the same end as a first signal, early
+enough to save before it. Before and after the steps, when there is nothing to save, a signal interrupts the command.
 """
 
 import _thread
@@ -30,6 +30,15 @@ CAUSES = {
     "SIGHUP": "the terminal was closed",
     "SIGUSR1": "asked to stop by SIGUSR1",
 }
+UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}  # Seconds of each unit, from the largest to the smallest.
+DURATION = re.compile("".join(rf"(?:(\d+){unit})?" for unit in UNITS), re.ASCII)
+RECENT_STEPS = 20
+SAVE_MARGIN = 1.5  # A save may take this many times as long as the last one.
+EXIT_SECONDS = 2.0  # Time to end workers and the process.
+REPORT_SECONDS = 3.0  # Time of a command to write a report at the end of its run.
+WATCH_SECONDS = 0.1  # Interval at which a wait for data is compared with the limit.
+# Estimate of a save's duration before the first one: a slow disk, and the time to open files on a network drive.
+SLOW_BYTES_PER_SECOND, SLOW_START_SECONDS = 100e6, 3.0
 
 
 def handle_signals(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
@@ -84,9 +93,9 @@ class StopSignal:
         self.requested = ""
         self.agreed = ranks.count == 1
         self.before: dict[int, Any] = {}
-        self._held = 0  # Number of blocks of `held` that are open.
+        self._held = 0  # Number of blocks of `second_signal_delayed` that are open.
         self._interrupts = self._waits = False
-        self._ends_wait = False  # True if the next signal is that of `end_wait`.
+        self._interrupts_wait = False  # True if the next signal is that of `interrupt_wait`.
 
     def __enter__(self) -> "StopSignal":
         self.before = handle_signals(self._request)
@@ -112,19 +121,19 @@ class StopSignal:
         """Request a stop after the present step, unless one is requested already."""
         self.requested = self.requested or cause
 
-    def end_wait(self, cause: str) -> None:
+    def interrupt_wait(self, cause: str) -> None:
         """Request a stop from another thread than the main one, and end the wait for a batch that may never arrive."""
         self.request(cause)
         if not self._waits or not self.before:
             return
-        self._ends_wait, number = True, next(iter(self.before))
+        self._interrupts_wait, number = True, next(iter(self.before))
         if hasattr(signal, "pthread_kill"):
             signal.pthread_kill(threading.main_thread().ident or 0, number)
         else:  # Windows
             _thread.interrupt_main(number)
 
     @contextlib.contextmanager
-    def ends_waiting(self) -> Iterator[None]:
+    def interruptible_wait(self) -> Iterator[None]:
         """Let a request raise StopRequested in the block at once, because the awaited batch may never arrive."""
         self._waits = True
         try:
@@ -135,7 +144,7 @@ class StopSignal:
             self._waits = False
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def second_signal_delayed(self) -> Iterator[None]:
         """Delay a second signal until the end of the block."""
         self._held += 1
         try:
@@ -146,8 +155,8 @@ class StopSignal:
             raise KeyboardInterrupt
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        if self._ends_wait:
-            self._ends_wait = False
+        if self._interrupts_wait:
+            self._interrupts_wait = False
             if self._waits:
                 raise StopRequested
             return
@@ -165,15 +174,7 @@ class StopSignal:
             raise StopRequested
 
 
-UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}  # Seconds of each unit, from the largest to the smallest.
-DURATION = re.compile("".join(rf"(?:(\d+){unit})?" for unit in UNITS), re.ASCII)
-RECENT_STEPS = 20
-SAVE_MARGIN = 1.5  # A save may take this many times as long as the last one.
-EXIT_SECONDS = 2.0  # Time to end workers and the process.
-REPORT_SECONDS = 3.0  # Time of a command to write a report at the end of its run.
-WATCH_SECONDS = 0.1  # Interval at which a wait for data is compared with the limit.
-# Estimate of a save's duration before the first one: a slow disk, and the time to open files on a network drive.
-SLOW_BYTES_PER_SECOND, SLOW_START_SECONDS = 100e6, 3.0
+# ----------------------------------------------------------------------------------------------------------- --max-time
 
 
 def seconds_of(text: str) -> float:
@@ -256,15 +257,15 @@ class Deadline:
         return max(self.step_seconds, default=0.0) + reported + self.saving_seconds(save_seconds, saves)
 
     @contextlib.contextmanager
-    def watched(self, seconds_to_leave: Callable[[], float], end_wait: Callable[[], None]) -> Iterator[None]:
-        """Call `end_wait` in a thread as soon as the limit is only `seconds_to_leave` away, because a wait for data in
-        the block may last for ever."""
+    def watched(self, seconds_to_leave: Callable[[], float], interrupt_wait: Callable[[], None]) -> Iterator[None]:
+        """Call `interrupt_wait` in a thread as soon as the limit is only `seconds_to_leave` away, because a wait for
+        data in the block may last for ever."""
         left = threading.Event()
 
         def watch() -> None:
             while not left.wait(WATCH_SECONDS):
                 if self.is_reached(time.monotonic(), seconds_to_leave()):
-                    end_wait()
+                    interrupt_wait()
                     return
 
         thread = threading.Thread(target=watch, name="max-time", daemon=True)

@@ -31,6 +31,10 @@ from gputrain.hw.runtime import Runtime, is_out_of_memory, random_state, release
 
 log = logging.getLogger(__name__)
 
+# Steps of --profile: the first ones compile, search for algorithms and fill the allocator, then the profiler warms up.
+SKIPPED, WARMED_UP, RECORDED = 5, 2, 3
+ROWS = 40  # Number of rows of the profile's table.
+
 
 def train(
     recipe: Recipe,
@@ -75,7 +79,7 @@ def train(
             for step in range(first, end):
                 if callbacks.ends_early:
                     break
-                with run.stop.ends_waiting():
+                with run.stop.interruptible_wait():
                     loaded = metrics.next(batches)
                 if step == first:
                     dry_run_later_peak(state, loaded, step, check)
@@ -130,12 +134,6 @@ def dry_run(state: TrainState, loaded: Any, step: int) -> None:
             allocate_optimizer_state(phase)
         drop_gradients(group)
     set_random_state(random, device)
-
-
-SKIPPED = 5  # Steps that compile, search for algorithms and fill the allocator.
-WARMED_UP = 2  # Steps in which the profiler itself warms up.
-RECORDED = 3
-ROWS = 40  # Number of rows of the table.
 
 
 @contextmanager

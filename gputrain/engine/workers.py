@@ -49,7 +49,9 @@ class WorkerDied(Exception):
         self.code = -9 if code is None else code
 
 
-def replacing_the_dead(open_from: Callable[[int], Generator[AnyBatch, None, None]]) -> Generator[AnyBatch, None, None]:
+def restarting_workers(
+    open_from: Callable[[int], Generator[AnyBatch, None, None]],
+) -> Generator[AnyBatch, None, None]:
     """Yields batches in order. `open_from(count)` starts workers and yields the batches after the first `count`; it is
     called again whenever it raises WorkerDied.
 
@@ -74,7 +76,7 @@ def replacing_the_dead(open_from: Callable[[int], Generator[AnyBatch, None, None
         log.warning("%s; new workers continue at the missing batch", problem)
 
 
-def awaited(iterator: Iterator[AnyBatch], workers: Sequence[BaseProcess]) -> Iterator[AnyBatch]:
+def received_batches(iterator: Iterator[AnyBatch], workers: Sequence[BaseProcess]) -> Iterator[AnyBatch]:
     """Yields the batches of torch's iterator, which has a timeout of LOOK_SECONDS. Raises WorkerDied."""
     since = time.monotonic()
     warn_after = HANG_SECONDS
@@ -115,13 +117,13 @@ def failed_code(workers: Iterable[BaseProcess]) -> int:
 
 
 @contextmanager
-def started(start: Callable[[], Any]) -> Iterator[tuple[Any, list[BaseProcess]]]:
+def running_workers(start: Callable[[], Any]) -> Iterator[tuple[Any, list[BaseProcess]]]:
     """Yields torch's iterator and its worker processes, which `start` creates. All have ended at the exit."""
     before = set(multiprocessing.active_children())
     with ExitStack() as ending:
         with (
             _without_torchs_sigchld_handler(),
-            held(GROUP_SIGNALS),
+            signals_blocked(GROUP_SIGNALS),
         ):  # This may raise at its end, when the workers already run.
             try:
                 iterator = start()
@@ -192,7 +194,7 @@ def _ignore_closed_connections(kind: type[BaseException], error: BaseException, 
 
 
 @contextmanager
-def held(signals: Iterable[int]) -> Iterator[None]:
+def signals_blocked(signals: Iterable[int]) -> Iterator[None]:
     """Block the signals in processes that start in the block until they can ignore them; this process receives them
     afterwards."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows

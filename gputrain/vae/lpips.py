@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gputrain.errors import UserError
+from gputrain.engine.checkpoint import load_weights
 from gputrain.vae.weights import Published, read_tensors, verify_files
 
 # Stages of VGG16 (Simonyan and Zisserman 2014, table 1, column D) up to its last convolution: the indices of the
@@ -109,14 +109,8 @@ def load_lpips(files: tuple[Path, ...], sha256: tuple[str, ...] = ()) -> Lpips:
     model = Lpips()
     where = " and ".join(map(str, files)) or "no file"
     hint = f"name two files: {TRUNK.origin}, and {HEADS.origin}"
-    for name, tensor in model.state_dict().items():
-        if name not in found:
-            part = "heads" if name.startswith("heads") else "VGG16"
-            raise UserError(f"{where}: the tensors of LPIPS's {part} are missing ({name})", hint=hint)
-        if found[name].shape != tensor.shape:
-            shapes = f"{list(found[name].shape)}, expected {list(tensor.shape)}"
-            raise UserError(f"{where}: {name} is {shapes}: not LPIPS with VGG16", hint=hint)
-    model.load_state_dict({name: found[name].float() for name in model.state_dict()}, assign=True)
+    given = {name: found[name].float() for name in model.state_dict() if name in found}
+    load_weights(model, given, f"{where}: LPIPS with VGG16", hint=hint, assign=True)
     return model.eval()
 
 

@@ -217,7 +217,7 @@ def test_a_second_signal_waits_for_the_save_and_interrupts_then(tmp_path, number
 
     def save() -> None:
         with run.stop as stop:
-            with stop.held():
+            with stop.second_signal_delayed():
                 signal.raise_signal(number)
                 signal.raise_signal(number)
                 reached.append("the end of the save")
