@@ -20,7 +20,7 @@ LAYERS = [
     {"planner", "bench", "audio", "speech", "report"},
     {"engine"},
     {"hw"},
-    {"config", "errors", "stored"},
+    {"config", "errors", "stored", "translation"},
 ]
 APART = LAYERS[1]  # These packages never import each other.
 REEXPORTS = "gputrain.hw"  # Its __init__ hands on public names of autoconfig and of the planner when they are used.

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from gputrain.audio.weight_norm import WeightNormed, has_transformed_weights
-from gputrain.audio.winograd_1d import reordered
+from gputrain.audio.weight_norm import WeightNormed
 
 SLOPE, LAST_SLOPE = 0.1, 0.01  # Slopes of the leaky ReLUs; the last one precedes the last convolution.
 
@@ -67,14 +66,10 @@ def leaky_relu(x: Tensor, slope: float) -> Tensor:
 def mean_of_blocks(blocks: nn.ModuleList, x_BCL: Tensor, *, checkpointing: bool) -> Tensor:
     """Returns the mean of the residual blocks of a stage, which have different receptive fields. With `checkpointing`,
     a block keeps only its input and is recomputed in the backward pass; it draws no random numbers."""
-    transformed = has_transformed_weights(blocks[0])
-    if transformed:  # Whether a weight is depends on the layer's width, which all blocks of a stage share.
-        x_BCL = reordered(x_BCL, channels_last=True)
     runs: list[Callable[[Tensor], Tensor]] = list(blocks)
     if checkpointing and torch.is_grad_enabled():
         runs = [functools.partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False) for run in runs]
-    mean_BCL = functools.reduce(torch.add, (run(x_BCL) for run in runs)) / len(runs)
-    return reordered(mean_BCL, channels_last=False) if transformed else mean_BCL
+    return functools.reduce(torch.add, (run(x_BCL) for run in runs)) / len(runs)
 
 
 def upsample(channels_in: int, channels: int, kernel: int, rate: int) -> WeightNormed:
@@ -89,4 +84,4 @@ def upsample(channels_in: int, channels: int, kernel: int, rate: int) -> WeightN
 def same_length(channels: int, kernel: int, dilation: int) -> WeightNormed:
     """Returns a convolution that keeps the length, for odd kernels."""
     padding = dilation * (kernel - 1) // 2
-    return WeightNormed(nn.Conv1d(channels, channels, kernel, dilation=dilation, padding=padding), channels_last=True)
+    return WeightNormed(nn.Conv1d(channels, channels, kernel, dilation=dilation, padding=padding))

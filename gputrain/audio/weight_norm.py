@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from gputrain.audio.cpu_convolutions import applies, faster_on_cpu
-from gputrain.audio.winograd_1d import winograd_form
 from gputrain.engine.cast_once import WeightSlot, layer_weights, weights_cast_once
 from gputrain.engine.gan import exact
 
@@ -22,29 +20,23 @@ CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
 }
 
 
-BLOCK = 1 << 16  # So many numbers of a weight form a block, which stays in the cache of a CPU.
-
-
 class WeightNormed(nn.Module):
     """A convolution whose weight has the direction of `weight_v` and the norms of `weight_g`, both trained (Salimans
     and Kingma 2016, arXiv:1602.07868). The weight is computed in every forward pass, or once within
-    `weights_made_once`. With `channels_last`, the caller puts channels last where weights are transformed."""
+    `weights_made_once`."""
 
     known_shapes = False  # If compiled: for inputs of one shape, which the compiler knows. Changes rounding only.
 
-    def __init__(self, conv: nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d, *, channels_last: bool = False) -> None:
+    def __init__(self, conv: nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d) -> None:
         super().__init__()
         named: dict[str, Any] = {name: getattr(conv, name) for name in ("stride", "padding", "dilation", "groups")}
         if isinstance(conv, nn.ConvTranspose1d):
             named["output_padding"] = conv.output_padding
         self.convolve = functools.partial(CONVOLUTIONS[type(conv)], **named)
-        self.convolve_on_cpu = faster_on_cpu(conv)
-        self.winograd_form = winograd_form(conv, channels_last=channels_last)
         self.bias = conv.bias
         self.weight_g = nn.Parameter(row_norms(conv.weight.detach()))
         self.weight_v = conv.weight
         self.made: Tensor | None = None
-        self.made_transformed = False  # Whether `made` is the weight of `winograd_form`.
 
     def make_weight(self) -> Tensor:
         """Computes the weight by the function behind torch.nn.utils.weight_norm, whose backward pass is one kernel. It
@@ -56,16 +48,11 @@ class WeightNormed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.make_weight() if self.made is None else self.made
-        if self.made_transformed:
-            assert self.winograd_form is not None
-            return self.winograd_form.convolve(x, weight, self.bias)
         if torch.compiler.is_compiling() and self.bias is not None:
             unbiased = self.convolve(x, weight, None)
             biased: Tensor = _AddBias.apply(unbiased, self.bias, self.known_shapes)  # type: ignore[no-untyped-call]
             return biased
-        on_cpu = self.convolve_on_cpu
-        made: Tensor = (on_cpu if on_cpu and applies(x) else self.convolve)(x, weight, self.bias)
-        return made
+        return self.convolve(x, weight, self.bias)
 
 
 class _AddBias(torch.autograd.Function):
@@ -119,23 +106,17 @@ class SpectralNormed(WeightNormed):
 
 
 @contextmanager
-def weights_made_once(*modules: nn.Module, stacked: bool | None = None, winograd: bool = False) -> Iterator[None]:
+def weights_made_once(*modules: nn.Module, stacked: bool | None = None) -> Iterator[None]:
     """Computes the weights of the weight-normed convolutions of `modules` once for all forward passes in the block,
-    those of one shape together if `stacked` (None: on a GPU). With `winograd`, layers on a CPU that are faster by
-    Winograd's minimal filtering get transformed weights (`winograd_1d`).
+    those of one shape together if `stacked` (None: on a GPU).
 
     The gradients of all micro-batches and loss terms are summed on these weights, and are propagated to weight_g and
     weight_v when the block is left. They are dropped if an error leaves it."""
     layers = [layer for module in modules for layer in module.modules() if isinstance(layer, WeightNormed)]
     weights = make_weights(layers, stacked)
-    forms = [
-        layer.winograd_form if winograd and applies(weight) else None
-        for layer, weight in zip(layers, weights, strict=True)
-    ]
-    weights = [form.transformed_weight(weight) if form else weight for form, weight in zip(forms, weights, strict=True)]
     leaves = [weight.detach().requires_grad_(weight.requires_grad) for weight in weights]
-    for layer, leaf, form in zip(layers, leaves, forms, strict=True):
-        layer.made, layer.made_transformed = leaf, form is not None
+    for layer, leaf in zip(layers, leaves, strict=True):
+        layer.made = leaf
     try:
         yield
         reached = [(weight, leaf.grad) for weight, leaf in zip(weights, leaves, strict=True) if leaf.grad is not None]
@@ -143,11 +124,11 @@ def weights_made_once(*modules: nn.Module, stacked: bool | None = None, winograd
             torch.autograd.backward([weight for weight, _ in reached], [gradient for _, gradient in reached])
     finally:
         for layer in layers:
-            layer.made, layer.made_transformed = None, False
+            layer.made = None
 
 
 def make_weights(layers: Sequence[WeightNormed], stacked: bool | None = None) -> list[Tensor]:
-    """Returns the weight of each layer. Its backward pass may overwrite the gradient that it is given.
+    """Returns the weight of each layer.
 
     If `stacked`, the weights of one shape are computed by one kernel. None: on a GPU, as on the CPU, copying them
     together would take longer than it saves."""
@@ -159,47 +140,13 @@ def make_weights(layers: Sequence[WeightNormed], stacked: bool | None = None) ->
     weights: dict[int, Tensor] = {}
     for indices in alike.values():
         if len(indices) == 1:
-            weights[indices[0]] = _weight_of_step(layers[indices[0]], predicted=stacked is False)
+            weights[indices[0]] = layers[indices[0]].make_weight()
         else:
             made = stacked_weight_norm(
                 [layers[index].weight_v for index in indices], [layers[index].weight_g for index in indices]
             )
             weights.update(zip(indices, made, strict=True))
     return [weights[index] for index in range(len(layers))]
-
-
-def _weight_of_step(layer: WeightNormed, *, predicted: bool) -> Tensor:
-    """Returns the weight of a layer. If `predicted`, fake tensors stand for values on a CPU."""
-    v = layer.weight_v
-    if isinstance(layer, SpectralNormed) or not (applies(v.detach(), fake=predicted) and v.is_contiguous()):
-        return layer.make_weight()
-    weight: Tensor = _OverwritingWeightNorm.apply(v, layer.weight_g)  # type: ignore[no-untyped-call]
-    return weight
-
-
-class _OverwritingWeightNorm(torch.autograd.Function):
-    """torch's weight norm. Block by block, the gradient of the direction takes the memory of the weight's: on a CPU,
-    memory that is written for the first time takes longer than the arithmetic."""
-
-    @staticmethod
-    def forward(ctx: Any, v: Tensor, g: Tensor) -> Tensor:
-        weight: Tensor
-        weight, norms = torch.ops.aten._weight_norm_interface(v, g, 0)
-        ctx.save_for_backward(v, g, norms)
-        return weight
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        v, g, norms = ctx.saved_tensors
-        gradient, of_lengths = gradient.contiguous(), torch.empty_like(g)
-        rows = max(1, BLOCK // v[0].numel())
-        parts = (tensor.split(rows) for tensor in (gradient, v, g, norms, of_lengths))
-        for given, *known, of_length in zip(*parts, strict=True):
-            of_direction, found = torch.ops.aten._weight_norm_interface_backward(given, *known, 0)
-            given.copy_(of_direction)
-            of_length.copy_(found)
-        return gradient.detach(), of_lengths  # autograd copies a gradient that others hold too, unless it is an alias.
 
 
 def stacked_weight_norm(directions: Sequence[Tensor], lengths: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -253,11 +200,9 @@ def shared_weights(
     dtype: torch.dtype,
     exact: Collection[nn.Module] = (),
     stacked: bool | None = None,
-    winograd: bool = True,
 ) -> Iterator[None]:
     """Computes weights once, as `weights_made_once`, and casts them once to `dtype`, the format of autocast, together
-    with those of plain layers. `exact` are parts of `modules` that compute without autocast. In fp32 with `winograd`,
-    weights are transformed where that is faster, but compiled functions need them as they are."""
+    with those of plain layers. `exact` are parts of `modules` that compute without autocast."""
     left_out = {part for module in exact for part in module.modules()}
     normed = [
         layer
@@ -265,16 +210,11 @@ def shared_weights(
         for layer in module.modules()
         if isinstance(layer, WeightNormed) and layer not in left_out
     ]
-    with weights_made_once(*modules, stacked=stacked, winograd=winograd and dtype == torch.float32):
+    with weights_made_once(*modules, stacked=stacked):
         slots = [WeightSlot(layer, "made") for layer in normed]
         slots += [WeightSlot(layer, "bias") for layer in normed if layer.bias is not None]
         with weights_cast_once([*layer_weights(modules, exact), *slots], dtype):
             yield
-
-
-def has_transformed_weights(module: nn.Module) -> bool:
-    """Returns whether the module has convolutions that compute by Winograd's minimal filtering in this step."""
-    return any(isinstance(layer, WeightNormed) and layer.made_transformed for layer in module.modules())
 
 
 def gradient_leaves(module: nn.Module) -> list[Tensor]:

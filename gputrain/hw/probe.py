@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from gputrain.errors import UserError, first_line
 from gputrain.hw.driver import NO_DRIVER, Driver, ask_driver, cards_without_driver
@@ -204,16 +207,12 @@ def ram(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tu
     The limits of containers and of `ulimit -v` count. Memory with cached files counts as free, as the kernel reclaims
     it before it kills a program.
     """
-    if platform.system() == "Windows":
-        return _windows_ram()
     try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
+        memory = psutil.virtual_memory()
+    except (OSError, RuntimeError):
         return 0.0, 0.0
-    meminfo = _read(proc / "meminfo")
-    available = re.search(r"MemAvailable:\s*(\d+) kB", meminfo)
-    free = int(available[1]) * 1024 if available else 0
-    for limit, spare in (*_group_limits(proc, cgroup), *_address_space(proc)):
+    total, free = int(memory.total), int(memory.available)
+    for limit, spare in (*_group_limits(proc, cgroup), *_address_space()):
         if limit < total:
             total, free = limit, min(free, spare)
     return total / 1e9, max(0, free) / 1e9
@@ -238,20 +237,25 @@ def _group_limits(proc: Path, cgroup: Path) -> Iterator[tuple[int, int]]:
                 yield int(limit), int(limit) - int(used) + sum(map(int, copies))
 
 
-def _address_space(proc: Path) -> Iterator[tuple[int, int]]:
+def _address_space() -> Iterator[tuple[int, int]]:
     """Yield the limit of `ulimit -v` on the addresses of this process, and its free part, in bytes."""
-    import resource  # Windows has no such module.
+    if sys.platform != "win32":
+        import resource  # Windows has no such module.
 
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY:
-        taken = int((_read(proc / "self" / "statm").split() or ["0"])[0]) * os.sysconf("SC_PAGE_SIZE")
-        yield limit, limit - taken
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit != resource.RLIM_INFINITY:
+            yield limit, limit - psutil.Process().memory_info().vms
 
 
-def swap_gb(proc: Path = Path("/proc")) -> float:
-    """Return the size of all swap space; -1 if it is unknown, as on other systems than Linux."""
-    total = re.search(r"SwapTotal:\s*(\d+) kB", _read(proc / "meminfo"))
-    return int(total[1]) * 1024 / 1e9 if total else -1.0
+def swap_gb() -> float:
+    """Return the size of all swap space; -1 if it is unknown, or grows as it is needed, as on other systems than
+    Linux."""
+    if platform.system() != "Linux":
+        return -1.0
+    try:
+        return float(psutil.swap_memory().total) / 1e9
+    except (OSError, RuntimeError):
+        return -1.0
 
 
 def shared_memory_gb(folder: Path = SHARED_MEMORY) -> float:
@@ -267,23 +271,3 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="ascii")
     except OSError:
         return ""
-
-
-def _windows_ram() -> tuple[float, float]:
-    """Call GlobalMemoryStatusEx, whose structure MEMORYSTATUSEX has two numbers of 32 bits, then seven of 64."""
-    import ctypes
-
-    class MemoryStatus(ctypes.Structure):
-        _fields_ = (
-            ("length", ctypes.c_uint32),
-            ("load", ctypes.c_uint32),
-            ("total_physical", ctypes.c_uint64),
-            ("free_physical", ctypes.c_uint64),
-            ("page_files_and_virtual", ctypes.c_uint64 * 5),
-        )
-
-    status = MemoryStatus(length=ctypes.sizeof(MemoryStatus))
-    kernel = getattr(ctypes, "windll").kernel32  # noqa: B009  (The attribute exists on Windows only.)
-    if not kernel.GlobalMemoryStatusEx(ctypes.byref(status)):
-        return 0.0, 0.0
-    return status.total_physical / 1e9, status.free_physical / 1e9

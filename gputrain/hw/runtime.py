@@ -268,11 +268,6 @@ def cap_onednn_if_wrong() -> str:
     return f"oneDNN runs without AMX ({bf16_check.VARIABLE}={bf16_check.BELOW_AMX}), with which convolutions are wrong"
 
 
-def has_mkl() -> bool:
-    """Returns whether MKL computes matrix products on the CPU."""
-    return bool(torch.backends.mkl.is_available())  # type: ignore[no-untyped-call]
-
-
 def keep_compiled_code() -> None:
     """Keep compiled code where the next run finds it; by default torch keeps it in a temporary folder."""
     folder = cache_folder() / "compiled"

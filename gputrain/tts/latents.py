@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gputrain.audio.weight_norm import WeightNormed, has_transformed_weights
-from gputrain.audio.winograd_1d import reordered
+from gputrain.audio.weight_norm import WeightNormed
 from gputrain.engine.gan import exact
 from gputrain.tts.architecture import VoiceArchitecture
 
@@ -136,9 +135,6 @@ class WaveNet(nn.Module):
         offsets: Any = [None] * len(self.layers)
         if speaker_BG1 is not None:
             offsets = self.condition(speaker_BG1).chunk(len(self.layers), dim=1)
-        channels_last = has_transformed_weights(self.layers[0])  # All layers have the same width.
-        if channels_last:
-            x_BCT = reordered(x_BCT, channels_last=True)
         sum_BCT: Tensor | None = None
         for layer, offset_BD1 in zip(self.layers, offsets, strict=True):
             run: Callable[..., tuple[Tensor, Tensor]] = layer
@@ -147,15 +143,14 @@ class WaveNet(nn.Module):
             x_BCT, skip_BCT = run(x_BCT, mask_B1T, offset_BD1)
             sum_BCT = skip_BCT if sum_BCT is None else sum_BCT + skip_BCT
         assert sum_BCT is not None
-        sum_BCT = sum_BCT * mask_B1T
-        return reordered(sum_BCT, channels_last=False) if channels_last else sum_BCT
+        return sum_BCT * mask_B1T
 
 
 class GatedLayer(nn.Module):
     def __init__(self, channels: int, kernel: int, *, last: bool) -> None:
         super().__init__()
         self.last = last
-        self.conv = WeightNormed(nn.Conv1d(channels, 2 * channels, kernel, padding=kernel // 2), channels_last=True)
+        self.conv = WeightNormed(nn.Conv1d(channels, 2 * channels, kernel, padding=kernel // 2))
         self.out = WeightNormed(nn.Conv1d(channels, channels if last else 2 * channels, 1))
 
     def forward(self, x_BCT: Tensor, mask_B1T: Tensor, offset_BD1: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -166,20 +161,11 @@ class GatedLayer(nn.Module):
         out_BDT = self.out(gate(gated_BDT))
         if self.last:
             return x_BCT, out_BDT
-        onward_BCT, skip_BCT = halves(out_BDT)
+        onward_BCT, skip_BCT = out_BDT.chunk(2, dim=1)
         return (x_BCT + onward_BCT) * mask_B1T, skip_BCT
 
 
 def gate(x_BDT: Tensor) -> Tensor:
     """Returns the tanh of the first half of the channels times the sigmoid of the second: (B, 2 C, T) to (B, C, T)."""
-    value_BCT, gate_BCT = halves(x_BDT)
+    value_BCT, gate_BCT = x_BDT.chunk(2, dim=1)
     return torch.tanh(value_BCT) * torch.sigmoid(gate_BCT)
-
-
-def halves(x_BDT: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns both halves of the channels. Gradients have their channels last in memory if those of x are."""
-    if x_BDT.is_contiguous():
-        first_BCT, second_BCT = x_BDT.chunk(2, dim=1)
-        return first_BCT, second_BCT
-    first_TBC, second_TBC = x_BDT.permute(2, 0, 1).chunk(2, dim=2)
-    return first_TBC.permute(1, 2, 0), second_TBC.permute(1, 2, 0)

@@ -123,7 +123,7 @@ class VoiceRecipe:
         )
         weights_once = functools.partial(
             shared_weights, dtype=runtime.dtype, exact=self.voice.computing_in_fp32(),
-            stacked=runtime.stands_for == "cuda", winograd=not runtime.plan.compile.value,
+            stacked=runtime.stands_for == "cuda",
         )  # fmt: skip
         both = functools.partial(weights_once, self.voice, self.discriminators)
         group = StepGroup((generator, discriminator), self.loss, both)

@@ -73,12 +73,9 @@ def _score_gradients_in_place(
 IN_PLACE = ScoreArithmetic(_powers_in_place, _score_gradients_in_place)
 
 
-def attention(
-    q_BTC: Tensor, k_BTC: Tensor, v_BTC: Tensor, *, fused: bool, arithmetic: ScoreArithmetic = IN_PLACE
-) -> Tensor:
-    """Returns softmax(q k^T / sqrt(C)) v, (B, T, C), by torch's fused kernel or in blocks. On the CPU, the fused kernel
-    supports heads of any width and does not materialise T x T scores."""
-    if fused:
+def attention(q_BTC: Tensor, k_BTC: Tensor, v_BTC: Tensor, arithmetic: ScoreArithmetic | None = IN_PLACE) -> Tensor:
+    """Returns softmax(q k^T / sqrt(C)) v, (B, T, C), in blocks, or with None by torch's own function."""
+    if arithmetic is None:
         return F.scaled_dot_product_attention(q_BTC.unsqueeze(1), k_BTC.unsqueeze(1), v_BTC.unsqueeze(1)).squeeze(1)
     return _in_blocks(q_BTC, k_BTC, v_BTC, arithmetic)
 
@@ -138,9 +135,13 @@ def _blocks(q_BTC: Tensor) -> Iterator[slice]:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Returns a @ b of two batches of matrices, accumulated in fp32 at least; 16-bit factors need CUDA."""
+    """Returns a @ b of two batches of matrices, accumulated in fp32 at least."""
     dtype = _exact_dtype(a)
-    return torch.bmm(a, b) if a.dtype == dtype else torch.bmm(a, b, out_dtype=dtype)
+    if a.dtype == dtype:
+        return torch.bmm(a, b)
+    if type(a) is Tensor and not a.is_cuda:  # Only CUDA has the product of 16-bit factors with a result in fp32.
+        return torch.bmm(a.to(dtype), b.to(dtype))
+    return torch.bmm(a, b, out_dtype=dtype)
 
 
 def _exact_dtype(x: Tensor) -> torch.dtype:

@@ -17,17 +17,14 @@ Shape suffixes: B items, C channels in, K channels out, H height, W width, G gro
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from gputrain.engine import winograd
-from gputrain.vae.norm_arithmetic import Arithmetic, activated, uses_cpu_kernels
-
-aten = torch.ops.aten
+from gputrain.vae.norm_arithmetic import Arithmetic, activated
 
 
 class Features(NamedTuple):
@@ -56,14 +53,13 @@ def norm_silu_conv(
 
     `norm` has a weight and a bias; `conv` has an odd kernel and stride 1, and keeps height and width.
     """
-    # A batch of one may have strides of neither memory format, which aten's CPU kernels do not accept.
+    # A batch of one may have strides of neither memory format.
     x_BCHW = features.x_BCHW.contiguous(memory_format=memory_format(features.x_BCHW))
-    later = leaves_biases(x_BCHW, arithmetic)
-    parameters = (norm.weight, norm.bias, conv.weight, None if later else conv.bias, features.offset_C)
+    parameters = (norm.weight, norm.bias, conv.weight, features.offset_C)
     out_BKHW, x_BCHW = _norm_silu_conv(
         x_BCHW, *parameters, norm.num_groups, norm.eps, compute_dtype(x_BCHW), arithmetic
     )
-    return Features(out_BKHW, conv.bias if later else None), Features(x_BCHW, features.offset_C)
+    return Features(out_BKHW, conv.bias), Features(x_BCHW, features.offset_C)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -82,7 +78,6 @@ class _NormSiluConv(torch.autograd.Function):
         norm_weight_C: Tensor,
         norm_bias_C: Tensor,
         weight_KCHW: Tensor,
-        bias_K: Tensor | None,
         offset_C: Tensor | None,
         groups: int,
         eps: float,
@@ -98,65 +93,39 @@ class _NormSiluConv(torch.autograd.Function):
         passed_BCHW = x_BCHW.view_as(x_BCHW)
         if not ctx.needs_input_grad[0]:
             ctx.mark_non_differentiable(passed_BCHW)
-        return convolve(active_BCHW, weight_KCHW, bias_K, arithmetic), passed_BCHW
+        out_BKHW = F.conv2d(active_BCHW, weight_KCHW.to(dtype), padding=weight_KCHW.shape[-1] // 2)
+        return out_BKHW, passed_BCHW
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BKHW: Tensor | None, other_BCHW: Tensor | None) -> tuple[Tensor | None, ...]:
         x_BCHW, mean_BG, rstd_BG, norm_weight_C, norm_bias_C, weight_KCHW, offset_C = ctx.saved_tensors
-        needs_x, needs_scale, needs_shift, needs_weight, needs_bias, needs_offset = ctx.needs_input_grad[:6]
+        needs_x, needs_scale, needs_shift, needs_weight, needs_offset = ctx.needs_input_grad[:5]
         if grad_BKHW is None:
-            return other_BCHW, *(None,) * 9
+            return other_BCHW, *(None,) * 8
         arithmetic, weight_KCHW = ctx.arithmetic, weight_KCHW.to(ctx.dtype)
         scale_BC, shift_BC = arithmetic.coefficients(mean_BG, rstd_BG, norm_weight_C, norm_bias_C, offset_C)
-        needs_norm = needs_x or needs_scale or needs_shift or needs_offset
-        # The elementwise functions compute the activation again on the way to the norm's gradients, and the gradients
-        # of the convolution's parameters follow.
-        together = not uses_cpu_kernels(x_BCHW, arithmetic) and needs_norm and needs_weight
-        active_BCHW = None if together else arithmetic.activate(x_BCHW, scale_BC, shift_BC, ctx.dtype)
-        grad_BCHW, grad_weight, grad_bias = convolve_backward(
-            grad_BKHW, x_BCHW.to(ctx.dtype) if active_BCHW is None else active_BCHW, weight_KCHW,
-            (needs_norm, needs_weight and not together, needs_bias and not together), arithmetic
-        )  # fmt: skip
-        del active_BCHW
-        if grad_BCHW is None:
-            return None, None, None, grad_weight, grad_bias, *(None,) * 5
+        if not (needs_x or needs_scale or needs_shift or needs_offset):
+            active_BCHW = arithmetic.activate(x_BCHW, scale_BC, shift_BC, ctx.dtype)
+            return None, None, None, _gradient(grad_BKHW, active_BCHW, weight_KCHW, "weight"), *(None,) * 5
+        grad_BCHW = _gradient(grad_BKHW, x_BCHW.to(ctx.dtype), weight_KCHW, "input")
+        # The elementwise functions compute the activation again on the way to the norm's gradients, and the gradient of
+        # the convolution's weight follows.
         grad_x, grad_scale, grad_shift, grad_offset, active_BCHW = arithmetic.gradients(
-            grad_BCHW, x_BCHW, scale_BC, shift_BC, mean_BG, rstd_BG, norm_weight_C, arithmetic.native, offset_C,
-            other_BCHW, ctx.dtype if together else None
+            grad_BCHW, x_BCHW, scale_BC, shift_BC, mean_BG, rstd_BG, norm_weight_C, offset_C, other_BCHW,
+            ctx.dtype if needs_weight else None
         )  # fmt: skip
-        if active_BCHW is not None:
-            _, grad_weight, grad_bias = convolve_backward(
-                grad_BKHW, active_BCHW, weight_KCHW, (False, needs_weight, needs_bias), arithmetic
-            )
-        return grad_x, grad_scale, grad_shift, grad_weight, grad_bias, grad_offset, None, None, None, None
+        grad_weight = None if active_BCHW is None else _gradient(grad_BKHW, active_BCHW, weight_KCHW, "weight")
+        return grad_x, grad_scale, grad_shift, grad_weight, grad_offset, None, None, None, None
 
 
 _norm_silu_conv: Callable[..., tuple[Tensor, Tensor]] = _NormSiluConv.apply
 
 
-def leaves_biases(x: Tensor, arithmetic: Arithmetic | None) -> bool:
-    """Returns whether biases wait for a norm: not with plain layers (None), nor with aten's kernels for the CPU, where
-    a convolution adds its bias for nothing."""
-    return arithmetic is not None and not uses_cpu_kernels(x, arithmetic)
-
-
-def convolve(x_BCHW: Tensor, weight_KCHW: Tensor, bias_K: Tensor | None, arithmetic: Arithmetic) -> Tensor:
-    padding, weight_KCHW = weight_KCHW.shape[-1] // 2, weight_KCHW.to(x_BCHW.dtype)
-    bias_K = None if bias_K is None else bias_K.to(x_BCHW.dtype)
-    if _multiplies_less(x_BCHW, weight_KCHW, arithmetic):
-        return winograd.convolve(x_BCHW, weight_KCHW, bias_K, (padding, padding))
-    return F.conv2d(x_BCHW, weight_KCHW, bias_K, padding=padding)
-
-
-def convolve_backward(
-    grad_BKHW: Tensor, x_BCHW: Tensor, weight_KCHW: Tensor, needs: tuple[bool, bool, bool], arithmetic: Arithmetic
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Returns the gradients of input, weight and bias in the dtype of `x_BCHW`; None where `needs` is False."""
-    padding, weight_KCHW = weight_KCHW.shape[-1] // 2, weight_KCHW.to(x_BCHW.dtype)
-    if _multiplies_less(x_BCHW, weight_KCHW, arithmetic):
-        return winograd.convolve_backward(grad_BKHW, x_BCHW, weight_KCHW, (padding, padding), needs)
-    grads: tuple[Tensor | None, Tensor | None, Tensor | None] = aten.convolution_backward(
+def _gradient(grad_BKHW: Tensor, x_BCHW: Tensor, weight_KCHW: Tensor, of: Literal["input", "weight"]) -> Tensor:
+    """Returns the gradient of a convolution's input, for which only the form of `x_BCHW` is read, or of its weight."""
+    padding = weight_KCHW.shape[-1] // 2
+    found: tuple[Tensor, Tensor, None] = torch.ops.aten.convolution_backward(
         grad_BKHW,
         x_BCHW,
         weight_KCHW,
@@ -167,17 +136,9 @@ def convolve_backward(
         transposed=False,
         output_padding=[0, 0],
         groups=1,
-        output_mask=list(needs),
+        output_mask=[of == "input", of == "weight", False],
     )
-    return grads
-
-
-def _multiplies_less(x_BCHW: Tensor, weight_KCHW: Tensor, arithmetic: Arithmetic) -> bool:
-    """Returns whether a convolution is one of `winograd`, which returns contiguous tensors. A step is planned with
-    torch's, as fake tensors take a hundred times as long for the many small operations; what these need at once is
-    small beside an activation of a large step."""
-    real = type(x_BCHW) is Tensor and memory_format(x_BCHW) == torch.contiguous_format
-    return real and uses_cpu_kernels(x_BCHW, arithmetic) and winograd.is_faster(x_BCHW, weight_KCHW)
+    return found[0] if of == "input" else found[1]
 
 
 def memory_format(x_BCHW: Tensor) -> torch.memory_format:

@@ -15,15 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gputrain.vae.architecture import VaeArchitecture
-from gputrain.vae.attention import IN_PLACE, attention
-from gputrain.vae.memory_efficient_layers import (
-    Features,
-    compute_dtype,
-    leaves_biases,
-    memory_format,
-    norm_silu_conv,
-)
-from gputrain.vae.norm_arithmetic import EAGER, Arithmetic, uses_cpu_kernels
+from gputrain.vae.attention import attention
+from gputrain.vae.memory_efficient_layers import Features, compute_dtype, memory_format, norm_silu_conv
+from gputrain.vae.norm_arithmetic import EAGER, Arithmetic
 from gputrain.vae.upsample_conv import upsample_conv
 
 EPS = 1e-6  # epsilon of every GroupNorm
@@ -142,8 +136,8 @@ class Layer(nn.Module):
     arithmetic: Arithmetic | None = EAGER  # None: plain layers
 
     def convolved(self, x_BCHW: Tensor, conv: nn.Conv2d, **options: int) -> Features:
-        """Returns a convolution, whose bias may be left to the norm after it."""
-        later = leaves_biases(x_BCHW, self.arithmetic)
+        """Returns a convolution, whose bias memory-efficient layers leave to the norm after it."""
+        later = self.arithmetic is not None
         out_BKHW = F.conv2d(x_BCHW, conv.weight, None if later else conv.bias, **options)
         return Features(out_BKHW, conv.bias if later else None)
 
@@ -196,9 +190,8 @@ class Attention(Layer):
         # The norm's fp32 output is cast once: autocast would cast it, and keep it, for each of the three products.
         normed_BTC = self.group_norm(x_BCHW.flatten(2)).to(compute_dtype(x_BCHW)).transpose(1, 2)
         q_BTC, k_BTC, v_BTC = (to(normed_BTC) for to in (self.to_q, self.to_k, self.to_v))
-        native = self.arithmetic is None or uses_cpu_kernels(x_BCHW, self.arithmetic)
-        scores = self.arithmetic.scores if self.arithmetic else IN_PLACE
-        out_BTC: Tensor = self.to_out[0](attention(q_BTC, k_BTC, v_BTC, fused=native, arithmetic=scores))
+        scores = self.arithmetic.scores if self.arithmetic else None
+        out_BTC: Tensor = self.to_out[0](attention(q_BTC, k_BTC, v_BTC, scores))
         # The sum has the memory format of its first term.
         return Features(x_BCHW + out_BTC.transpose(1, 2).view(x_BCHW.shape))
 
@@ -226,7 +219,7 @@ class Upsample(Layer):
     def forward(self, features: Features) -> Features:
         x_BChw = features.added()
         if self.arithmetic:
-            return upsample_conv(x_BChw, self.conv, self.arithmetic)
+            return upsample_conv(x_BChw, self.conv)
         return Features(self.conv(F.interpolate(x_BChw, scale_factor=2.0, mode="nearest")))
 
 

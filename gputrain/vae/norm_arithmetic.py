@@ -1,10 +1,9 @@
 """GroupNorm and SiLU as functions of whole pictures: for torch's own operations one by one, or for a compiler.
 
 Compiled functions keep what they compute in registers, in fp32. Uncompiled ones write each result to memory, so those
-for a GPU compute in place and store 16 bits wherever autocast has 16 bits: 54 bytes per bf16 value move in a forward
+compute in place and store 16 bits wherever autocast has 16 bits: 54 bytes per bf16 value move in a forward
 and a backward pass, where plain layers move 76. The normalised value and the gradient behind the activation are
-rounded for that, as the convolution's inputs are; sums over pixels and the coefficients stay in fp32. On the CPU
-aten's kernels are the fastest, and plain layers call them too.
+rounded for that, as the convolution's inputs are; sums over pixels and the coefficients stay in fp32.
 
 Gradients are returned in the dtype in which they were computed: autograd casts each to the dtype of its input.
 GroupNorm is arXiv:1803.08494, SiLU arXiv:1606.08415.
@@ -31,15 +30,14 @@ class Arithmetic(NamedTuple):
     coefficients: Callable[..., tuple[Tensor, Tensor]]
     activate: Callable[..., Tensor]
     gradients: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]
-    native: bool = True  # Whether aten's own kernels are used on the CPU, where they are the fastest.
     scores: ScoreArithmetic = IN_PLACE  # The functions of attention.
 
     @classmethod
-    def compiled(cls, compile: Callable[[Callable[..., Any]], Callable[..., Any]], *, native: bool) -> "Arithmetic":
+    def compiled(cls, compile: Callable[[Callable[..., Any]], Callable[..., Any]]) -> "Arithmetic":
         """Returns an Arithmetic whose functions are compiled one by one."""
         return cls(
             compile(_statistics), compile(_coefficients), compile(_activate), compile(_gradients),
-            native, ScoreArithmetic.compiled(compile),
+            ScoreArithmetic.compiled(compile),
         )  # fmt: skip
 
 
@@ -60,25 +58,13 @@ def activated(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns silu(norm(x + offset)) in `dtype`, and mean and 1 / standard deviation of x + offset by item and group.
 
-    On the CPU aten's kernel is the fastest, and plain layers call it too. On CUDA aten's kernel always returns NCHW,
-    and processes each item and group in a single block of threads; elementwise operations are used there, which
-    support any memory format and which torch.compile fuses.
+    aten's kernel for CUDA always returns NCHW, and processes each item and group in a single block of threads. These
+    elementwise operations support any memory format, and torch.compile fuses them.
     """
-    B, C, H, W = x_BCHW.shape
-    if uses_cpu_kernels(x_BCHW, arithmetic):
-        x_BCHW = exact(x_BCHW)
-        weight_C, bias_C = weight_C.to(x_BCHW.dtype), bias_C.to(x_BCHW.dtype)
-        y_BCHW, mean_BG, rstd_BG = torch.native_group_norm(x_BCHW, weight_C, bias_C, B, C, H * W, groups, eps)
-        return F.silu(y_BCHW, inplace=True).to(dtype), mean_BG, rstd_BG
     mean_BG, rstd_BG = arithmetic.statistics(x_BCHW, groups, eps, offset_C)
     # Coefficients are a separate function: if they were inlined, the compiler would store the activation in fp32.
     scale_BC, shift_BC = arithmetic.coefficients(mean_BG, rstd_BG, weight_C, bias_C, offset_C)
     return arithmetic.activate(x_BCHW, scale_BC, shift_BC, dtype), mean_BG, rstd_BG
-
-
-def uses_cpu_kernels(x: Tensor, arithmetic: Arithmetic) -> bool:
-    """Returns whether `x` is processed by aten's own kernels for CPUs."""
-    return arithmetic.native and x.device.type == "cpu"
 
 
 def _statistics(x_BCHW: Tensor, groups: int, eps: float, offset_C: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -159,7 +145,6 @@ def _gradients(
     mean_BG: Tensor,
     rstd_BG: Tensor,
     weight_C: Tensor,
-    native: bool,
     offset_C: Tensor | None = None,
     other_BCHW: Tensor | None = None,
     active_dtype: torch.dtype | None = None,
@@ -167,25 +152,16 @@ def _gradients(
     """Returns the gradients of input, weight, bias and offset from that of silu(norm(x + offset)), and silu(norm(x +
     offset)) in `active_dtype`, or None.
 
-    The device decides on the implementation as in `activated`. The input's gradient contains `other_BCHW`, the gradient
-    that reaches the input by another way. It has the input's dtype, and with `active_dtype` it overwrites `grad_BCHW`.
+    The input's gradient contains `other_BCHW`, the gradient that reaches the input by another way. It has the input's
+    dtype, and with `active_dtype` it overwrites `grad_BCHW`.
     """
-    B, C, H, W = x_BCHW.shape
     # The gradient overwrites y_BCHW, which is not used elsewhere and has the memory format of x_BCHW.
     y_BCHW = _normalised(x_BCHW, scale_BC, shift_BC)
     active_BCHW = None if active_dtype is None else F.silu(y_BCHW).to(active_dtype)
     grad_y_BCHW = aten.silu_backward.grad_input(grad_BCHW.to(y_BCHW.dtype), y_BCHW, grad_input=y_BCHW)
-    grad_offset = None
-    if native and x_BCHW.device.type == "cpu":
-        exact_BCHW = exact(x_BCHW)
-        sizes = (B, C, H * W, mean_BG.shape[1])
-        grad_x, grad_weight, grad_bias = aten.native_group_norm_backward(
-            grad_y_BCHW, exact_BCHW, mean_BG, rstd_BG, weight_C.to(exact_BCHW.dtype), *sizes, [True, True, True]
-        )
-    else:
-        grad_x, grad_weight, grad_bias, grad_offset = _norm_gradients(
-            grad_y_BCHW, x_BCHW, mean_BG, rstd_BG, weight_C, offset_C
-        )
+    grad_x, grad_weight, grad_bias, grad_offset = _norm_gradients(
+        grad_y_BCHW, x_BCHW, mean_BG, rstd_BG, weight_C, offset_C
+    )
     if other_BCHW is not None:
         grad_x.add_(other_BCHW)
     if active_BCHW is not None:
@@ -201,17 +177,11 @@ def _gradients_in_place(
     mean_BG: Tensor,
     rstd_BG: Tensor,
     weight_C: Tensor,
-    native: bool,
     offset_C: Tensor | None = None,
     other_BCHW: Tensor | None = None,
     active_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Computes `_gradients` in the dtype of `grad_BCHW`, which becomes the input's gradient, apart from sums."""
-    if native and x_BCHW.device.type == "cpu":
-        return _gradients(
-            grad_BCHW, x_BCHW, scale_BC, shift_BC, mean_BG, rstd_BG, weight_C, native, offset_C, other_BCHW,
-            active_dtype
-        )  # fmt: skip
     y_BCHW = _normalised_in(grad_BCHW.dtype, x_BCHW, scale_BC, shift_BC)
     active_BCHW = None if active_dtype is None else F.silu(y_BCHW).to(active_dtype)
     grad_y_BCHW = aten.silu_backward.grad_input(grad_BCHW, y_BCHW, grad_input=y_BCHW)

@@ -29,7 +29,7 @@ from gputrain.vae.linear_start import signals_of
 from gputrain.vae.lpips import Lpips, crop, crop_corners
 from gputrain.vae.memory_efficient_layers import Features
 from gputrain.vae.model import AutoencoderKL, Upsample, blocks
-from gputrain.vae.norm_arithmetic import EAGER, Arithmetic
+from gputrain.vae.norm_arithmetic import Arithmetic
 from gputrain.vae.reconstruct import reconstruct
 
 SAMPLES = 8  # number of pictures on a sheet of samples
@@ -321,13 +321,10 @@ def build_autoencoder(settings: TrainVae, runtime: Runtime) -> AutoencoderKL:
 def compile_layers(model: AutoencoderKL, runtime: Runtime) -> None:
     """Compiles the elementwise functions between the convolutions, and plain layers block by block; without effect if
     the runtime does not compile."""
-    native = runtime.stands_for == "cpu"
     if not model.lean:
         runtime.compile_modules(blocks(model))
     elif runtime.plan.compile.value:
-        model.use(Arithmetic.compiled(runtime.compile, native=native))
-    else:
-        model.use(EAGER._replace(native=native))
+        model.use(Arithmetic.compiled(runtime.compile))
 
 
 def plan_target(settings: TrainVae) -> PlanTarget:

@@ -18,11 +18,9 @@ from torch import Tensor, nn
 
 from gputrain.audio import discriminators as shared
 from gputrain.audio.config import Resolution
-from gputrain.audio.cpu_convolutions import applies
 from gputrain.audio.discriminators import DiscriminatorGroup, DiscriminatorOutput, pad_to_multiple, split_last
 from gputrain.audio.mel import stft_magnitudes
 from gputrain.vocoder.config import Discriminators
-from gputrain.vocoder.cpu_blocks import BlockwiseGate, BlockwiseUnitPower
 
 KINDS: dict[str, Callable[[Discriminators], DiscriminatorGroup]] = {
     "msd": lambda sizes: shared.multi_scale(sizes.msd_channels),
@@ -223,8 +221,7 @@ def _depthwise(x_NC1L: Tensor, weight_C1K: Tensor) -> Tensor:
 
 def gated(x: Tensor) -> Tensor:
     """Multiplies half of the channels by the other half, each bounded by softsign: ...(2 C) to ...C."""
-    function = BlockwiseGate if applies(x) else _SoftSignGate
-    made: Tensor = function.apply(x)  # type: ignore[no-untyped-call]
+    made: Tensor = _SoftSignGate.apply(x)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -251,9 +248,5 @@ class _SoftSignGate(torch.autograd.Function):
 
 def unit_power(x: Tensor) -> Tensor:
     """Divides ...C by the root of its mean square (Zhang and Sennrich 2019), summed in fp32, in the precision of x."""
-    eps = torch.finfo(torch.float32).eps
-    if applies(x):
-        normed: Tensor = BlockwiseUnitPower.apply(x, eps)  # type: ignore[no-untyped-call]
-        return normed
     with torch.autocast(x.device.type, enabled=False):
-        return F.rms_norm(x, x.shape[-1:], eps=eps)
+        return F.rms_norm(x, x.shape[-1:], eps=torch.finfo(torch.float32).eps)

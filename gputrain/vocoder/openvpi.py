@@ -1,22 +1,33 @@
-"""Translates openvpi's configuration files: each key becomes an option of ours, has no effect, or is refused.
+"""Translates openvpi's configuration files by `gputrain.translation`.
 
 `translate` follows the table of openvpi_keys.yaml, and so does docs/vocoder_keys.md, which
 `python -m gputrain.vocoder.openvpi` writes. Imports no torch.
 """
 
 import functools
-import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gputrain.audio.config import Sound
 from gputrain.config import convert, leaves, read_file, retired, unknown_key
 from gputrain.errors import UserError
+from gputrain.translation import (
+    BOTH,
+    NOTHING,
+    Command,
+    File,
+    Key,
+    NoEffect,
+    Outcome,
+    Values,
+    chosen,
+    met,
+    read_keys,
+    same,
+    translated,
+)
 from gputrain.vocoder.commands import PlanVocoder
-from gputrain.vocoder.openvpi_keys import BOTH, NOTHING, Command, Ignored, Key, known_keys
-
-log = logging.getLogger(__name__)
 
 PAGE = Path(__file__).parents[2] / "docs" / "vocoder_keys.md"
 PROFILES = Path(__file__).parent / "profiles"
@@ -47,20 +58,9 @@ def translate(content: dict[str, object], source: Path, *, of: Command) -> dict[
     if "base_config" not in content and not any("." in name or name in theirs for name in file.values):
         return content
     made: dict[str, object] = {"kind": "vocoder"} if of == "prepare" else {}
-    written: dict[str, str] = {}
-    problems: list[tuple[Path, UserError]] = []
-    for name in file.values:
-        try:
-            for option, value in file.options(name, of).items():
-                if option in written:
-                    raise UserError(
-                        f"{written[option]} and {name} are the same option, {option}", hint="keep one of them"
-                    )
-                written[option], made[option] = name, value
-        except UserError as error:
-            problems.append((file.origins[name], error))
-    if problems:
-        raise _together(problems, source)
+    made |= translated(
+        file, source, lambda name: options_of(name, file.values, of), page="docs/vocoder_keys.md", is_whole=True
+    )
     if of == "train":
         made.setdefault("use_stftloss", False)  # openvpi's default.
     return shared_where_equal(made)
@@ -73,67 +73,43 @@ def shared_where_equal(made: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in made.items() if name not in own or value != made.get(own[name])}
 
 
-def _together(problems: list[tuple[Path, UserError]], source: Path) -> UserError:
-    if len(problems) == 1:
-        path, error = problems[0]
-        return UserError(f"{path}: {error.message}", hint=error.hint)
-    lines = [f"{source}: {len(problems)} keys cannot be translated"]
-    for path, error in problems:
-        where = "" if path == source else f"{path}: "
-        lines.append(f"  {where}{error.message}" + (f" ({error.hint})" if error.hint else ""))
-    return UserError("\n".join(lines), hint="docs/vocoder_keys.md explains each key")
+def options_of(name: str, values: Values, of: Command) -> Outcome:
+    """Returns what one key becomes, with converted values."""
+    key = known_keys().get(name)
+    if key is None:
+        return _own(name, values[name], of)
+    if of not in key.of:
+        return {}
+    outcome = key.outcome(values)
+    if isinstance(outcome, NoEffect):
+        return outcome
+    return {option: convert(OURS[of][option], given, name=name) for option, given in outcome.items()}
 
 
-@dataclass(frozen=True)
-class File:
-    """All keys of a file and of its base files, nested ones joined by dots, with the file of each."""
+def _own(name: str, value: object, of: Command) -> dict[str, object]:
+    """Returns the option of a key that is not openvpi's."""
+    if name in OURS[of]:
+        leaf = OURS[of][name]
+        return {leaf.name: convert(leaf, value, name=name)}
+    if name in RETIRED and of == "train":
+        return {name: value}  # It is reported with our other keys.
+    if name in OURS["train"] or name in OURS["prepare"] or name in RETIRED:
+        return {}
+    if of == "prepare" and name.partition(".")[0] not in blocks():
+        return {name: value}  # prepare-data has more options and checks them.
+    raise unknown_key(name, {**known_keys(), **OURS["train"], **dict.fromkeys(blocks())})
 
-    values: dict[str, object]
-    origins: dict[str, Path]
 
-    def options(self, name: str, of: Command) -> dict[str, object]:
-        """Returns the options that one key becomes, converted."""
-        key = known_keys().get(name)
-        if key is None:
-            return self._own(name, of)
-        if of not in key.of:
-            return {}
-        value = self.values[name]
-        if value is None and key.null_is is NOTHING:
-            raise UserError(f"{name} is null", hint="leave the key out for its default; off is 0 or false")
-        value = key.null_is if value is None else value
-        try:
-            outcome = key.turn(value, self.values)
-        except UserError as error:
-            raise UserError(f"{name} is {value!r}: {error.message}", hint=error.hint) from None
-        if isinstance(outcome, Ignored):
-            log.warning("%s: %s is ignored: %s", self.origins[name], name, outcome.why)
-            return {}
-        return {option: convert(OURS[of][option], given, name=name) for option, given in outcome.items()}
-
-    def _own(self, name: str, of: Command) -> dict[str, object]:
-        """Returns the option of a key that is not openvpi's."""
-        if name in OURS[of]:
-            leaf = OURS[of][name]
-            return {leaf.name: convert(leaf, self.values[name], name=name)}
-        if name in RETIRED and of == "train":
-            return {name: self.values[name]}  # It is reported with our other keys.
-        if name in OURS["train"] or name in OURS["prepare"] or name in RETIRED:
-            return {}
-        if of == "prepare" and name.partition(".")[0] not in blocks():
-            return {name: self.values[name]}  # prepare-data has more options and checks them.
-        raise unknown_key(name, {**known_keys(), **OURS["train"], **dict.fromkeys(blocks())})
-
-    def over(self, base: "File") -> "File":
-        """Returns this file's keys and those of its base that it does not set. A key outside of a block overrides the
-        base's keys in blocks that become the same option, such as `lr` and `generater_optimizer_args.lr`."""
-        given = {one for name in self.values if "." not in name for one in options_of_key(name)}
-        left = {
-            name: value
-            for name, value in base.values.items()
-            if name in self.values or not given & options_of_key(name, with_weak=False)
-        }
-        return File({**left, **self.values}, {**base.origins, **self.origins})
+def _over(file: File, base: File) -> File:
+    """Returns a file's keys and those of its base that it does not set. A key outside of a block overrides the base's
+    keys in blocks that become the same option, such as `lr` and `generater_optimizer_args.lr`."""
+    given = {one for name in file.values if "." not in name for one in options_of_key(name)}
+    left = {
+        name: value
+        for name, value in base.values.items()
+        if name in file.values or not given & options_of_key(name, with_weak=False)
+    }
+    return File({**left, **file.values}, {**base.origins, **file.origins})
 
 
 def options_of_key(name: str, *, with_weak: bool = True) -> set[tuple[Command, str]]:
@@ -159,9 +135,9 @@ def read_with_bases(content: Mapping[str, object], source: Path, chain: tuple[Pa
         path = _find_base(base, source)
         if path.resolve() in chain:
             raise UserError(f"{source}: base_config {base} refers back to this file", hint="remove it from one of them")
-        below = read_with_bases(read_file(path), path, chain).over(below)
+        below = _over(read_with_bases(read_file(path), path, chain), below)
     values = _joined({name: value for name, value in content.items() if name != "base_config"}, source)
-    return File(values, dict.fromkeys(values, source)).over(below)
+    return _over(File(values, dict.fromkeys(values, source)), below)
 
 
 def _find_base(base: str, source: Path) -> Path:
@@ -190,6 +166,187 @@ def _joined(content: Mapping[str, object], source: Path, prefix: str = "") -> di
             raise UserError(f"{source}: {twice} occurs twice, in its block and with a dot", hint="keep one of them")
         made |= inner
     return made
+
+
+def place(name: str, shipped: str = "", null_is: object = NOTHING) -> Key:
+    """Returns a key for the place of openvpi's files, which ours does not use."""
+    why = "prepare-data has --input-dir and --output-dir for it, train-vocoder --data-path"
+
+    def turn(value: Any, file: Values) -> Outcome:
+        return {} if value in ("", [], shipped) else NoEffect(why, is_lost=True)
+
+    return Key(name, turn, words=why, remark="A warning is logged if it is set.", null_is=null_is, of=BOTH, fate="met")
+
+
+def dead(name: str, shipped: object, why: str, instead: str) -> Key:
+    """Returns a key that no code of the program reads. Its value in their files is ignored with a warning."""
+
+    def turn(value: Any, file: Values) -> Outcome:
+        if value != shipped:
+            raise UserError(why, hint=instead)
+        return NoEffect(why, is_lost=True)
+
+    return Key(name, turn, words=why, remark=f"`{shipped}`, as openvpi ships it, only logs a warning.", fate="refused")
+
+
+CONSTANT = "lr_scheduler.scheduler.WarmupLR"
+COSINE = "torch.optim.lr_scheduler.CosineAnnealingLR"
+
+
+def is_fast(file: Values) -> bool:
+    return "fast_task" in str(file.get("task_cls", "fast_task"))  # Our default too.
+
+
+def periods(value: Any, file: Values) -> Outcome:
+    """Ignores the value if the fast task has fast_mpd_periods, as openvpi does."""
+    beaten = is_fast(file) and "model_args.fast_mpd_periods" in file
+    return {} if beaten else {"discriminator_periods": value}
+
+
+def fast_periods(value: Any, file: Values) -> Outcome:
+    return {"discriminator_periods": value} if is_fast(file) else {}
+
+
+def dilations(value: Any, file: Values) -> Outcome:
+    if isinstance(value, str):
+        return {"resblock_dilation_sizes": value}
+    if not isinstance(value, list) or not all(isinstance(row, list) for row in value):
+        raise UserError("expected a list of lists", hint="such as [[1, 3, 5], [1, 3, 5], [1, 3, 5]]")
+    return {"resblock_dilation_sizes": ";".join(",".join(map(str, row)) for row in value)}
+
+
+def clipping(value: Any, file: Values) -> Outcome:
+    return {"gradient_clip": 0.0 if value is False else value}
+
+
+def kept(value: Any, file: Values) -> Outcome:
+    if value == 0:
+        raise UserError("no checkpoint would be kept", hint="at least 1; -1 keeps all")
+    return {"keep_checkpoints": 0 if value == -1 else value}
+
+
+def rate_of_all(value: Any, file: Values) -> Outcome:
+    return {"learning_rate": value, "discriminator_learning_rate": 0.0}
+
+
+def sanity_steps(value: Any, file: Values) -> Outcome:
+    """Translates Lightning's number of validation batches before training; 0 skips them, -1 runs all."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < -1:
+        raise UserError("expected a number of validation steps", hint="0 to start without an evaluation, otherwise 1")
+    return {"eval_first": value != 0}
+
+
+def finetuning(value: Any, file: Values) -> Outcome:
+    if not isinstance(value, bool):
+        raise UserError("expected true or false")
+    if value and not (file.get("finetune_ckpt_path") or file.get("init_from")):
+        raise UserError(
+            "finetune_ckpt_path names no file", hint="name the checkpoint to start from, or set it to false"
+        )
+    return {}
+
+
+def pretrained(value: Any, file: Values) -> Outcome:
+    return {} if value == "" or file.get("finetune_enabled") is False else {"init_from": value}
+
+
+def freezing(value: Any, file: Values) -> Outcome:
+    if not isinstance(value, bool):
+        raise UserError("expected true or false")
+    if value and not file.get("frozen_params"):
+        raise UserError("frozen_params names nothing", hint="such as [discriminator.mpd], or set it to false")
+    return {}
+
+
+def frozen(value: Any, file: Values) -> Outcome:
+    """Translates the names, which openvpi reads with freezing_enabled only."""
+    return {} if file.get("freezing_enabled") is False or not value else {"frozen_params": value}
+
+
+def steps(value: Any, file: Values) -> Outcome:
+    """Translates the scheduler: constant after a warm-up, or a cosine, with a warm-up if the file sets one."""
+    if value not in (CONSTANT, COSINE):
+        raise UserError("after a warm-up the rate is constant or follows a cosine", hint=f"one of {CONSTANT}, {COSINE}")
+    if value == CONSTANT:
+        return {"learning_rate_schedule": "constant"}
+    warms_up = "lr_scheduler_args.warmup_steps" in file or "warmup_steps" in file
+    return {"learning_rate_schedule": "cosine", **({} if warms_up else {"warmup_steps": 0})}
+
+
+def least_rate(value: Any, file: Values) -> Outcome:
+    """Ignores the value for a cosine with eta_min."""
+    return {} if is_cosine(file) and "lr_scheduler_args.eta_min" in file else {"min_learning_rate": value}
+
+
+def end_of_cosine(value: Any, file: Values) -> Outcome:
+    return {"min_learning_rate": value} if is_cosine(file) else {}
+
+
+def length_of_cosine(value: Any, file: Values) -> Outcome:
+    ends = (file.get("max_updates"), file.get("num_steps"))
+    if is_cosine(file) and value not in ends:
+        raise UserError("a cosine ends where training does", hint="leave it out, or set it to max_updates")
+    return {}
+
+
+def is_cosine(file: Values) -> bool:
+    return file.get("lr_scheduler_args.scheduler_cls") == COSINE
+
+
+OPTIMIZERS: dict[str, object] = {"torch.optim.AdamW": "adamw", "modules.optimizer.muon.Muon_AdamW": "muon"}
+
+
+def optimizer(block: str, whose: str, prefix: str = "") -> list[Key]:
+    """Returns the keys of the block of the generator's or the discriminators' optimizer."""
+    decay = f"{prefix}weight_decay"
+
+    def is_muon(file: Values) -> bool:
+        return "Muon" in str(file.get(f"{block}.optimizer_cls", file.get("optimizer_cls", "")))
+
+    def decay_of_all(value: Any, file: Values) -> Outcome:
+        if not is_muon(file):
+            return {decay: value}
+        if value != 0 and f"{block}.adamw_args.weight_decay" not in file:
+            raise UserError("parameters of AdamW have no decay with Muon", hint="write it as muon_args.weight_decay")
+        return {} if f"{block}.muon_args.weight_decay" in file else {decay: value}
+
+    def decay_of_matrices(value: Any, file: Values) -> Outcome:
+        return {decay: value} if is_muon(file) else {}
+
+    def decay_of_rest(value: Any, file: Values) -> Outcome:
+        if is_muon(file) and value != 0:
+            raise UserError("parameters of AdamW have no decay with Muon", hint="set it to 0")
+        return {}
+
+    for_muon = "Used with Muon_AdamW only."
+    choices = {cls: {f"{whose}_optimizer": name} for cls, name in OPTIMIZERS.items()}
+    only = "only AdamW and Muon are supported"
+    return [
+        chosen(f"{block}.optimizer_cls", choices, only, f"one of {', '.join(OPTIMIZERS)}"),
+        same(f"{block}.lr", f"{prefix}learning_rate"),
+        same(f"{block}.beta1", f"{prefix}beta1"),
+        same(f"{block}.beta2", f"{prefix}beta2"),
+        Key(f"{block}.weight_decay", decay_of_all, (decay,),
+            remark="With Muon_AdamW, `muon_args.weight_decay` takes precedence."),
+        Key(f"{block}.muon_args.weight_decay", decay_of_matrices, (decay,), remark=for_muon),
+        Key(f"{block}.adamw_args.weight_decay", decay_of_rest, remark=f"{for_muon} Anything else is refused.",
+            words="At `0`: parameters of AdamW have no decay with Muon", fate="met"),
+        met(f"{block}.verbose", "nothing is printed", [False], "nothing prints it", "set it to false"),
+    ]  # fmt: skip
+
+
+TURNS = (
+    dilations, periods, fast_periods, clipping, kept, rate_of_all, sanity_steps, finetuning, pretrained, freezing,
+    frozen, steps, least_rate, end_of_cosine, length_of_cosine,
+)  # fmt: skip
+
+
+@functools.cache
+def known_keys() -> dict[str, Key]:
+    """Returns the keys of openvpi_keys.yaml by name."""
+    return read_keys(
+        "gputrain.vocoder", "openvpi_keys.yaml", TURNS, {"place": place, "dead": dead, "optimizer": optimizer}
+    )
 
 
 HEAD = """# Keys of openvpi's configurations

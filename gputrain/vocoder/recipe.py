@@ -102,7 +102,7 @@ class VocoderRecipe:
         shared = (self.generator, self.discriminators)
         weights_once = functools.partial(
             shared_weights, *shared, dtype=runtime.dtype, exact=self.generator.computing_in_fp32(),
-            stacked=runtime.stands_for == "cuda", winograd=not runtime.plan.compile.value,
+            stacked=runtime.stands_for == "cuda",
         )  # fmt: skip
         step_group = functools.partial(StepGroup, step_context=weights_once, fixed=self._active)
         self.step_groups = [step_group((generator, discriminator), self.loss)]

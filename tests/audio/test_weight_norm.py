@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gputrain.audio import weight_norm
 from gputrain.audio.discriminators import multi_scale
 from gputrain.audio.weight_norm import WeightNormed, stacked_weight_norm, weights_made_once
 
@@ -69,23 +68,6 @@ def test_compiled_layers_add_their_bias_with_the_same_gradients(conv, shape, dyn
         found.append([made, *torch.autograd.grad((weight * made.square()).sum(), [x, *layer.parameters()])])
     for value, expected in zip(*reversed(found), strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_a_steps_weight_norm_overwrites_the_gradient_of_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    layer = WeightNormed(nn.Conv2d(6, 10, (5, 1))).double()
-    given = torch.randn_like(layer.weight_v)
-    expected = torch.autograd.grad(layer.make_weight(), (layer.weight_v, layer.weight_g), given)
-    monkeypatch.setattr(weight_norm, "BLOCK", 3 * layer.weight_v[0].numel())  # The last block has one row of 10.
-    layer.weight_g.grad = torch.ones_like(layer.weight_g)
-    with weights_made_once(layer):
-        assert layer.made is not None
-        layer.made.grad = given
-        place = given.data_ptr()
-    assert layer.weight_v.grad is not None
-    assert layer.weight_v.grad.data_ptr() == place
-    assert torch.equal(layer.weight_v.grad, expected[0])
-    assert torch.equal(layer.weight_g.grad, expected[1] + 1)  # It adds to a gradient that is there.
 
 
 def small(dtype=torch.float64):

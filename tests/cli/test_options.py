@@ -358,7 +358,7 @@ def test_ones_own_file_goes_before_the_one_that_comes_along(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("max_updates: 5\nnum_steps: 6\n", "c.yaml: max_updates and num_steps are the same option"),
+        ("max_updates: 5\nnum_steps: 6\n", "c.yaml: max_updates is 5 and num_steps is 6: both set num_steps"),
         ("ds_workers: many\n", "c.yaml: ds_workers is 'many', expected a whole number"),
         ("max_updates:\n", "c.yaml: max_updates is null"),
         ("- a\n", "c.yaml: expected a mapping"),

@@ -28,7 +28,7 @@ def layers(card: str) -> None:
 
     norm, conv = nn.GroupNorm(32, 256, device="cuda"), nn.Conv2d(256, 256, 3, padding=1, device="cuda")
     x_BCHW = torch.empty(4, 256, 256, 256, device="cuda", dtype=torch.bfloat16, memory_format=torch.channels_last)
-    compiled = Arithmetic.compiled(inductor_target.named_compile, native=False)
+    compiled = Arithmetic.compiled(inductor_target.named_compile)
     with torch.autocast("cuda", torch.bfloat16):
         (out_BCHW, _), _ = efficient.norm_silu_conv(efficient.Features(x_BCHW.requires_grad_()), norm, conv, compiled)
     out_BCHW.backward(torch.empty_like(out_BCHW))

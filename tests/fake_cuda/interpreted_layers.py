@@ -49,7 +49,7 @@ def layer(arithmetic: Arithmetic, given: dict[str, Tensor], dtype: torch.dtype) 
     scale_BC, shift_BC = arithmetic.coefficients(mean_BG, rstd_BG, weight_C, bias_C, offset_C)
     active_BCHW = arithmetic.activate(x_BCHW, scale_BC, shift_BC, dtype)
     grad_x_BCHW, grad_weight_C, grad_bias_C, grad_offset_C, again_BCHW = arithmetic.gradients(
-        grad_BCHW, x_BCHW, scale_BC, shift_BC, mean_BG, rstd_BG, weight_C, False, offset_C, other_BCHW, dtype
+        grad_BCHW, x_BCHW, scale_BC, shift_BC, mean_BG, rstd_BG, weight_C, offset_C, other_BCHW, dtype
     )
     assert grad_offset_C is not None
     assert again_BCHW is not None
@@ -63,7 +63,7 @@ def layer(arithmetic: Arithmetic, given: dict[str, Tensor], dtype: torch.dtype) 
 def main(file: str) -> None:
     stand_for_libdevice()
     inductor_target.target((9, 0))
-    compiled = Arithmetic.compiled(lambda function: torch.compile(function, dynamic=False), native=False)
+    compiled = Arithmetic.compiled(lambda function: torch.compile(function, dynamic=False))
     cases: list[dict[str, Any]] = []
     for dtype, memory_format in CASES:
         given = inputs(dtype, memory_format)

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -16,11 +17,25 @@ from gputrain.hw.driver import NO_DRIVER, Card, Driver, cards_without_driver
 from gputrain.hw.probe import Machine, Package, probe, ram, swap_gb
 from gputrain.stored import from_json
 
+MEMORY = {"MemTotal": 999_000_000, "MemAvailable": 900_000_000, "SwapTotal": 16_777_212, "SwapFree": 1}
 
-def test_swap_space(tmp_path):
-    assert swap_gb(tmp_path) == -1
-    (tmp_path / "meminfo").write_text("MemTotal:  1000 kB\nSwapTotal:       16777212 kB\nSwapFree: 1 kB\n")
-    assert swap_gb(tmp_path) == pytest.approx(17.18, abs=0.01)
+
+@pytest.fixture
+def fake_proc(tmp_path, monkeypatch):
+    """Returns the folder that takes the place of /proc, with a machine of 1 TB."""
+    others = ("MemFree", "Buffers", "Cached", "Shmem", "Active", "Inactive", "Slab")
+    lines = [f"{name}:   {size} kB\n" for name, size in {**dict.fromkeys(others, 0), **MEMORY}.items()]
+    (tmp_path / "meminfo").write_text("".join(lines), encoding="ascii")
+    (tmp_path / "vmstat").write_text("pswpin 0\npswpout 0\n", encoding="ascii")
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the size of swap is known on Linux")
+def test_swap_space(fake_proc):
+    assert swap_gb() == 16_777_212 * 1024 / 1e9
+    (fake_proc / "meminfo").unlink()
+    assert swap_gb() == -1
 
 
 # A shared library in place of the driver's. Its first card is an RTX 5090 in a narrow slot, its second one a card that
@@ -178,9 +193,9 @@ def test_this_machine():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="containers and their limits are Linux's")
-def test_ram_in_a_container(tmp_path):
+def test_ram_in_a_container(fake_proc):
     """Write a limit of 1 GiB, of which 1 MiB is free, and 3 MB of the rest are cached files."""
-    (tmp_path / "meminfo").write_text("MemTotal: 999 kB\nMemAvailable:   900000000 kB\n", encoding="ascii")
+    tmp_path = fake_proc
     limit, used, stat = tmp_path / "memory.max", tmp_path / "memory.current", tmp_path / "memory.stat"
     limit.write_text(f"{2**30}\n", encoding="ascii")
     used.write_text(f"{2**30 - 2**20}\n", encoding="ascii")
@@ -189,8 +204,9 @@ def test_ram_in_a_container(tmp_path):
     stat.unlink()
     assert ram(tmp_path, tmp_path) == (2**30 / 1e9, 2**20 / 1e9)
     limit.write_text("max\n", encoding="ascii")
-    assert ram(tmp_path, tmp_path)[1] == 900_000_000 * 1024 / 1e9
-    assert ram(tmp_path / "nowhere", tmp_path / "nowhere")[1] == 0.0
+    assert ram(tmp_path, tmp_path) == (999_000_000 * 1024 / 1e9, 900_000_000 * 1024 / 1e9)
+    (tmp_path / "meminfo").unlink()
+    assert ram(tmp_path, tmp_path) == (0.0, 0.0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="containers and their limits are Linux's")
@@ -202,9 +218,9 @@ def test_ram_in_a_container(tmp_path):
         ("7:memory:/elsewhere", "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"),
     ],
 )
-def test_limits_of_the_group_that_the_process_is_in(tmp_path, line, folder, names, prefix):
+def test_limits_of_the_group_that_the_process_is_in(fake_proc, line, folder, names, prefix):
     """Limits are read in version 2 and 1, from parent groups too, and from the root, a container's own group."""
-    (tmp_path / "meminfo").write_text("MemAvailable:   900000000 kB\n", encoding="ascii")
+    tmp_path = fake_proc
     (tmp_path / "self").mkdir()
     (tmp_path / "self" / "cgroup").write_text(f"9:cpu:/other\n{line}\n", encoding="ascii")
     group = tmp_path / folder

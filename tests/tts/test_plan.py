@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from gputrain.audio import weight_norm
 from gputrain.audio.config import Sound
 from gputrain.config import assemble
 from gputrain.hw.plan import decide
@@ -44,10 +43,8 @@ def settings_of(**changes: object) -> TrainTts:
         pytest.param({"step_order": "alternating"}, False, 2, marks=pytest.mark.slow),
     ],
 )
-def test_a_step_takes_what_was_predicted(changes, checkpointing, speakers, monkeypatch):
-    """Compares the tensors of a real step on the CPU, tracked through their lifetimes, with fake tensors. Transformed
-    weights, which only a CPU has and which take more, are not predicted."""
-    monkeypatch.setattr(weight_norm, "winograd_form", lambda conv, **how: None)
+def test_a_step_takes_what_was_predicted(changes, checkpointing, speakers):
+    """Compares the tensors of a real step on the CPU, tracked through their lifetimes, with fake tensors."""
     settings = settings_of(**changes)
     plan = decide(CPU, settings.hardware)
     with small_presets():

@@ -8,16 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gputrain.config import assemble
-from gputrain.hw.plan import Hardware, decide
 from gputrain.planner.fake_runtime import on_fake_tensors
 from gputrain.planner.memory_timeline import MemoryTimeline
-from gputrain.planner.step_memory import predict_step
-from gputrain.vae import attention, model
+from gputrain.vae import attention
 from gputrain.vae.attention import SCORES
-from gputrain.vae.config import TrainVae
-from gputrain.vae.recipe import plan_target
-from tests.hw.test_plan import machine
 
 
 def drawn(shape, dtype, seed=0):
@@ -40,7 +34,7 @@ def reference(leaves):
     return outcome(F.scaled_dot_product_attention, exact)
 
 
-in_blocks = functools.partial(attention.attention, fused=False)
+in_blocks = attention.attention
 
 
 @pytest.mark.parametrize("scores", [1, 2 * 21 * 4, 2 * 21 * 5, 10**6])  # block: one query, some, some with a rest, all
@@ -55,7 +49,7 @@ def test_as_close_as_torchs_in_fp32(monkeypatch):
     """At the width of the autoencoder, the error against float64 is about that of the fused kernel."""
     monkeypatch.setattr(attention, "SCORES", 3 * 100 * 17)
     leaves = drawn((3, 100, 512), torch.float32)
-    fused = functools.partial(attention.attention, fused=True)
+    fused = functools.partial(attention.attention, arithmetic=None)
     triples = zip(outcome(in_blocks, leaves), outcome(fused, leaves), reference(leaves), strict=True)
     for found, torchs, expected in triples:
         assert (found - expected).norm() < 2 * (torchs - expected).norm() + 1e-7 * expected.norm()
@@ -63,8 +57,7 @@ def test_as_close_as_torchs_in_fp32(monkeypatch):
 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 8), (torch.float16, 11)])
 def test_16_bits_round_factors_and_no_scores(monkeypatch, dtype, bits):
-    """Emulates CUDA's products of 16-bit factors with fp32 sums: the same numbers are multiplied in fp32."""
-    monkeypatch.setattr(attention, "_product", lambda a, b: torch.bmm(a.float(), b.float()))
+    """On a CPU the same numbers are multiplied in fp32 as in CUDA's products of 16-bit factors with fp32 sums."""
     monkeypatch.setattr(attention, "SCORES", 2 * 64 * 13)
     leaves = drawn((2, 64, 512), dtype)
     for found, expected in zip(outcome(in_blocks, leaves), reference(leaves), strict=True):
@@ -105,15 +98,3 @@ def test_scores_never_stand_together(items, side, dtype):
     blocks = SCORES * (2 * 4 + 2 * dtype.itemsize)
     tensors = items * tokens * width * (8 * dtype.itemsize + 3 * 4)
     assert timeline.peak()[0] < blocks + tensors
-
-
-@pytest.mark.parametrize(("card", "blocks"), [("H100", True), ("", False)])
-def test_the_planner_sees_the_attention_of_its_device(monkeypatch, card, blocks):
-    asked = []
-    monkeypatch.setattr(model, "attention", lambda *given, fused, arithmetic: asked.append(fused) or given[0])
-    plan = decide(machine(card), Hardware(use_torch_compile=False))
-    settings = assemble(
-        TrainVae, {"data_path": ".", "preset": "sd", "channels": [32, 32], "image_size": 16, "batch_size": 1}
-    )
-    predict_step(plan_target(settings), plan, micro_batch_size=1)
-    assert set(asked) == {not blocks}

@@ -9,21 +9,17 @@ from gputrain.vae.memory_efficient_layers import Features
 from gputrain.vae.model import ResnetBlock
 from gputrain.vae.norm_arithmetic import EAGER
 
-# As on a GPU, where biases wait for a norm; and by aten's kernels, as on a CPU.
-WAYS = {"offsets": EAGER._replace(native=False), "aten": EAGER}
-ways = pytest.mark.parametrize("way", WAYS)
 widths = pytest.mark.parametrize("width", [8, 12])
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
 
 
-def block(width: int, way: str, dtype: torch.dtype = torch.float64) -> ResnetBlock:
+def block(width: int, dtype: torch.dtype = torch.float64) -> ResnetBlock:
     """Returns a block of 8 channels in and `width` out, with biases that are no smaller than what they are added to."""
     torch.manual_seed(0)
     made = ResnetBlock(8, width, 4)
     for name, parameter in made.named_parameters():
         if name.endswith("bias") or "norm" in name:
             nn.init.normal_(parameter, mean=1.0)
-    made.arithmetic = WAYS[way]
     return made.to(dtype)
 
 
@@ -34,7 +30,7 @@ def picture(items: int = 2, layout: torch.memory_format = LAYOUTS[0]) -> Tensor:
 
 def passed(made: ResnetBlock, x_BCHW: Tensor) -> Tensor:
     """Returns the block's output for an input that has an offset of its own, if blocks have offsets."""
-    if made.arithmetic is None or made.arithmetic.native:
+    if made.arithmetic is None:
         return made(Features(x_BCHW)).added()
     offset_C = torch.linspace(-3, 3, x_BCHW.shape[1], dtype=torch.float64)
     before = x_BCHW - offset_C.to(x_BCHW.dtype)[:, None, None]
@@ -53,18 +49,17 @@ def results(made: ResnetBlock, x_BCHW: Tensor) -> dict[str, Tensor]:
 
 
 def plainly(made: ResnetBlock, x_BCHW: Tensor) -> dict[str, Tensor]:
-    way, made.arithmetic = made.arithmetic, None
+    made.arithmetic = None
     try:
         return results(made, x_BCHW)
     finally:
-        made.arithmetic = way
+        made.arithmetic = EAGER
 
 
-@ways
 @widths
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["nchw", "nhwc"])
-def test_values_and_gradients_are_those_of_plain_layers(way, width, layout):
-    made, x_BCHW = block(width, way), picture(layout=layout)
+def test_values_and_gradients_are_those_of_plain_layers(width, layout):
+    made, x_BCHW = block(width), picture(layout=layout)
     ours, plain = results(made, x_BCHW), plainly(made, x_BCHW)
     assert ours.keys() == plain.keys()
     assert len(ours) == 2 + len(list(made.parameters()))
@@ -73,13 +68,11 @@ def test_values_and_gradients_are_those_of_plain_layers(way, width, layout):
     assert ours["out"].is_contiguous(memory_format=layout)
 
 
-@ways
-def test_gradients_are_those_of_differences(way):
-    made, x_BCHW = block(12, way), picture(1)[:, :, :3, :3].requires_grad_()
+def test_gradients_are_those_of_differences():
+    made, x_BCHW = block(12), picture(1)[:, :, :3, :3].requires_grad_()
     assert gradcheck(lambda x, *_: passed(made, x), (x_BCHW, *made.parameters()))
 
 
-@ways
 @pytest.mark.parametrize(
     "frozen",
     [
@@ -89,8 +82,8 @@ def test_gradients_are_those_of_differences(way):
     ids=" ".join,
 )  # fmt: skip
 @pytest.mark.parametrize("of_input", [True, False])
-def test_frozen_parameters_get_no_gradients_and_change_none(way, frozen, of_input):
-    made, x_BCHW = block(12, way), picture()
+def test_frozen_parameters_get_no_gradients_and_change_none(frozen, of_input):
+    made, x_BCHW = block(12), picture()
     whole = results(made, x_BCHW)
     for name, parameter in made.named_parameters():
         parameter.requires_grad_(name not in frozen)
@@ -106,13 +99,12 @@ def test_frozen_parameters_get_no_gradients_and_change_none(way, frozen, of_inpu
     assert (x_BCHW.grad is not None) == of_input
 
 
-@ways
 @widths
-def test_under_autocast_the_error_is_that_of_plain_layers(way, width):
+def test_under_autocast_the_error_is_that_of_plain_layers(width):
     """Beside fp64, bf16 loses no more than plain layers do, up to a factor for the few roundings in another place, and
     two units of 8 bits for gradients of eight biases, sums that cancel: from picture to picture and from processor to
     processor, plain layers lose 0.002 to 0.012 of them."""
-    made, x_BCHW = block(width, way), picture()
+    made, x_BCHW = block(width), picture()
     right = plainly(made, x_BCHW)
     made.float()
     with torch.autocast("cpu", torch.bfloat16):
@@ -125,7 +117,7 @@ def test_under_autocast_the_error_is_that_of_plain_layers(way, width):
 
 def test_what_is_kept_is_two_inputs_and_statistics():
     """Of a picture in bf16: the inputs of the two norms, and mean and deviation of 4 groups for each of them."""
-    made, x_BCHW, kept = block(8, "offsets", torch.float32), picture().bfloat16().requires_grad_(), []
+    made, x_BCHW, kept = block(8, torch.float32), picture().bfloat16().requires_grad_(), []
     with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(kept.append, lambda one: one):
         made(Features(x_BCHW))
     mine = {parameter.data_ptr() for parameter in made.parameters()}

@@ -5,14 +5,12 @@ from functools import partial
 
 import pytest
 
-from gputrain.audio import weight_norm
 from gputrain.config import assemble
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import Machine
-from gputrain.hw.runtime import apply, has_mkl
+from gputrain.hw.runtime import apply
 from gputrain.planner.resident import ResidentStep
 from gputrain.planner.step_memory import predict_step
-from gputrain.vocoder import discriminators
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.plan import memory_key
 from gputrain.vocoder.recipe import target
@@ -42,20 +40,11 @@ def settings_of(**changes: object) -> TrainVocoder:
         slow({"use_bf16": True}, False), slow({"step_order": "alternating", **MINI}, True),
     ],
 )  # fmt: skip
-def test_a_step_takes_what_was_predicted(changes, checkpointing, monkeypatch):
-    """Every tensor of a real step on the CPU, watched as it comes and goes, against shapes alone.
-
-    Convolutions are other functions on a CPU than the predicted ones. They take no more memory, but for those at
-    points, of 128 channels in `msd` here: their weights and gradients are 1.6 times as large.
-    """
-    most = 1.1 if has_mkl() and "discriminators" in changes else 1.005
+def test_a_step_takes_what_was_predicted(changes, checkpointing):
+    """Every tensor of a real step on the CPU, watched as it comes and goes, against shapes alone."""
     settings = settings_of(**changes)
     plan = decide(CPU, settings.hardware)
     resident = ResidentStep.of(target(settings), apply(plan), checkpointing)
-    predicted = predict_step(target(settings), plan, micro_batch_size=2, checkpointing=checkpointing)
-    assert measured_peak_gb(resident, 2) < most * predicted.allocated_gb
-    for module in (weight_norm, discriminators):
-        monkeypatch.setattr(module, "applies", lambda x, **how: False)
     predicted = predict_step(target(settings), plan, micro_batch_size=2, checkpointing=checkpointing)
     assert predicted.allocated_gb == pytest.approx(measured_peak_gb(resident, 2), rel=5e-3)
 

@@ -1,4 +1,4 @@
-"""Computes the forward pass of openvpi's NSF-HiFiGAN from model.ckpt and config.json alone, to verify exports.
+"""The forward pass of openvpi's NSF-HiFiGAN from model.ckpt and config.json alone, to which exports are compared.
 
 It shares no code with `generator`, so that a mistake there or in the exporter shows as a different wave. The formulas
 are those of the generator of SingingVocoders at 4d0889c (models/nsf_HiFigan/models.py).
@@ -6,13 +6,19 @@ are those of the generator of SingingVocoders at 4d0889c (models/nsf_HiFigan/mod
 Shape suffixes: B items, M mel bands, F frames, C channels, T samples, H harmonics.
 """
 
+import copy
+import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from gputrain.vocoder.export import probe_inputs
+from gputrain.vocoder.generator import Generator, Noise, draw_noise
 
 HARMONICS = 9
 SINE_AMPLITUDE, VOICED_STD = 0.1, 0.003
@@ -48,6 +54,25 @@ def stock_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
                     add(f"resblocks.{blocks * stage + block}.{convs}.{number}", width, width, width, size)
     add("conv_post", 1, 1, width, 7)
     return shapes
+
+
+@torch.no_grad()
+def stock_difference(generator: Generator, folder: Path) -> float:
+    """Returns the largest difference between the waves of a generator and of the stock code with the files in `folder`,
+    both in fp64, so that rounding does not matter. The files must hold the stock generator's tensors."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    written = torch.load(folder / "model.ckpt", weights_only=True)["generator"]
+    assert {name: tuple(tensor.shape) for name, tensor in written.items()} == stock_tensors(config)
+    weights = {name: tensor.double() for name, tensor in written.items()}
+    exact, largest = copy.deepcopy(generator).double(), 0.0
+    for frames in (1, 7):
+        mel_MF, f0_F = (values.double() for values in probe_inputs(generator, frames))
+        drawn = draw_noise(generator.architecture, 1, frames, torch.Generator().manual_seed(frames))
+        noise = Noise(*(values.double() for values in drawn))
+        of_item = (noise.phase_BH[0], noise.source_BTH[0], noise.features_BCF)
+        stock = stock_forward(weights, config, mel_MF[None], f0_F[None], *of_item)
+        largest = max(largest, float((exact(mel_MF[None], f0_F[None], noise) - stock).abs().max()))
+    return largest
 
 
 def stock_forward(
