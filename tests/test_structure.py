@@ -17,10 +17,12 @@ PACKAGE = ROOT / "gputrain"
 LAYERS = [
     {"cli", "__main__"},
     {"vae", "vocoder", "tts", "asr", "autoconfig"},
-    {"planner", "bench", "audio", "speech", "report"},
+    {"report", "bench", "speech"},
+    {"session"},
+    {"planner", "audio"},
     {"engine"},
     {"hw"},
-    {"config", "errors", "stored"},
+    {"kinds", "config", "errors", "stored"},
 ]
 APART = LAYERS[1]  # These packages never import each other.
 REEXPORTS = "gputrain.hw"  # Its __init__ hands on public names of autoconfig and of the planner when they are used.

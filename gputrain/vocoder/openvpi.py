@@ -13,7 +13,7 @@ from pathlib import Path
 from gputrain.audio.config import Sound
 from gputrain.config import convert, leaves, read_file, retired, unknown_key
 from gputrain.errors import UserError
-from gputrain.vocoder.commands import PlanVocoder
+from gputrain.vocoder.config import PlanVocoder
 from gputrain.vocoder.openvpi_keys import BOTH, NOTHING, Command, Ignored, Key, known_keys
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from gputrain.planner.resident import ResidentStep
 from gputrain.planner.step_memory import predict_step
 from gputrain.vocoder import discriminators
 from gputrain.vocoder.config import TrainVocoder
-from gputrain.vocoder.plan import memory_key
 from gputrain.vocoder.recipe import target
+from gputrain.vocoder.work import VocoderWork
 from tests.planner.measured_steps import measured_peak_gb
 from tests.vocoder.conftest import TINY
 
@@ -77,4 +77,7 @@ def test_a_step_takes_what_was_predicted(changes, checkpointing, monkeypatch):
     ],
 )  # fmt: skip
 def test_what_a_prediction_depends_on(changes, same):
-    assert (json.dumps(memory_key(settings_of(**changes))) == json.dumps(memory_key(settings_of()))) is same
+    assert (
+        json.dumps(VocoderWork().memory_key(settings_of(**changes)))
+        == json.dumps(VocoderWork().memory_key(settings_of()))
+    ) is same
