@@ -16,8 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from gputrain.engine.metrics import duration
-from gputrain.engine.stop import COMMAND_CLOCK, interrupt_at_signals, leave_at_signals
+from gputrain.engine.stop import COMMAND_CLOCK, duration, interrupt_at_signals, leave_at_signals
 from gputrain.errors import Stopped, UserError, missing_package
 from gputrain.hw.ranks import Ranks
 
