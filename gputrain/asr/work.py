@@ -85,7 +85,6 @@ class AsrWork(SpeechWork[TrainAsr]):
     def memory_key(self, settings: TrainAsr) -> dict[str, Any]:
         model = settings.model
         return {
-            "recipe": "recogniser",
             "model": model.init_from or model.preset,
             "adapters": [model.adapters, model.lora_rank],
             "trains_features": model.trains_features,

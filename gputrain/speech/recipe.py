@@ -38,7 +38,7 @@ class BucketRecipe:
     clip: ClipSize
     held_out: Any  # Samples and evaluates a model; None: there is neither.
     best_model: Any
-    inference_options: Mapping[str, Any] = {}  # What samples and evaluations are told besides the model.
+    inference_options: Mapping[str, Any] = {}  # Passed to samples and evaluations beside the model.
 
     def plan_target(self) -> PlanTarget:
         """Returns the training in the form that the memory planner takes."""

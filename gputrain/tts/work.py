@@ -85,7 +85,6 @@ class TtsWork(SpeechWork[TrainTts]):
     def memory_key(self, settings: TrainTts) -> dict[str, Any]:
         model = settings.model
         return {
-            "recipe": "voice",
             "preset": model.preset,
             "discriminator_channels": model.discriminator_channels,
             "step_order": settings.losses.step_order,

@@ -77,7 +77,6 @@ class VaeWork(KindWork[TrainVae]):
     def memory_key(self, settings: TrainVae) -> dict[str, Any]:
         losses = {name: value for name, value in asdict(settings.losses).items() if name not in FILES}
         return {
-            "recipe": "vae",
             "architecture": asdict(settings.architecture),
             "lean": settings.model.lean is not False,
             "train_part": settings.model.train_part,

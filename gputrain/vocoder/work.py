@@ -56,7 +56,6 @@ class VocoderWork(KindWork[TrainVocoder]):
 
     def memory_key(self, settings: TrainVocoder) -> dict[str, Any]:
         return {
-            "recipe": "vocoder",
             "architecture": asdict(settings.architecture),
             "discriminators": asdict(settings.discriminators),
             "losses": asdict(settings.losses),
