@@ -10,11 +10,9 @@ import typer
 
 from gputrain import __version__
 from gputrain.bench.options import BenchSettings
-from gputrain.cli import data_commands, model_kind, tables, ui
+from gputrain.cli import kind_commands, tables, ui
 from gputrain.cli.completion import complete_at_the_first_tab
-from gputrain.cli.data_commands import write_report
 from gputrain.cli.help_pages import WIDEST, GroupPage
-from gputrain.cli.model_kind import format_of
 from gputrain.cli.options import add_command, command
 from gputrain.cli.settings import (
     DemoSettings,
@@ -94,13 +92,13 @@ SHIPPED_DATA = next((kind.shipped for kind in kinds().values() if kind.translate
 @command(app, "Data", shipped=SHIPPED_DATA, translate=translate_data)
 def prepare_data(settings: PrepareSettings) -> None:
     """Prepare a folder of pictures, recordings or speech for training. A second run does only what is missing."""
-    data_commands.prepare(settings)
+    kind_commands.prepare(settings)
 
 
 @command(app, "Data")
 def validate(settings: ValidateSettings) -> None:
     """Decode every picture or recording of a folder, and report what the folder holds and which files are faulty."""
-    data_commands.validate(settings)
+    kind_commands.validate(settings)
 
 
 @command(app, "Data")
@@ -231,16 +229,16 @@ def evaluate(settings: EvaluateSettings) -> None:
     kind = kind_of(settings.model)
     refuse_others(settings, kind, "evaluation", f"{settings.model}, {kind.title}")
     with ui.TerminalBar("evaluating") as bar:
-        title, figures, report = model_kind.evaluate(settings, kind, bar.update)
+        title, figures, report = kind_commands.evaluate(settings, kind, bar.update)
     ui.print_figures(title, figures)
-    write_report(settings.json, report)
+    kind_commands.write_report(settings.json, report)
 
 
 @command(app, "Trained models")
 def export(settings: ExportSettings) -> None:
     """Write a model in the format of another program, and verify that the file read back computes the same."""
     kind = kind_of(settings.model)
-    write = kind.exporters[format_of(settings, kind)].write
+    write = kind.exporters[kind_commands.format_of(settings, kind)].write
     with ui.TerminalBar("exporting") as bar:
         figures, hints = write(settings, bar.update)
     ui.print_figures(f"Exported {settings.output_dir}", figures)
@@ -267,6 +265,5 @@ def report(settings: ReportSettings) -> None:
 @command(app, "Trained models")
 def demo(settings: DemoSettings) -> None:
     """Prepare, train, evaluate and export a small model in a few minutes, on any machine and on data at hand."""
-    from gputrain.cli.demo import run_demo
-
-    run_demo(settings.output_dir, settings.kind, lambda words: command_line()(words, standalone_mode=False))
+    run_command: Any = partial(command_line(), standalone_mode=False)
+    kind_commands.run_demo(settings.output_dir, settings.kind, run_command)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gputrain.asr import kind as asr
-from gputrain.cli import demo
+from gputrain.cli import kind_commands
 from gputrain.cli.app import app, command_line
 from gputrain.config import assemble, leaves
 from gputrain.errors import UserError
@@ -23,7 +23,7 @@ from gputrain.vocoder.config import TrainVocoder
 
 
 def run_demo(folder: Path, kind: str) -> None:
-    demo.run_demo(folder, kind, lambda words: app(words, standalone_mode=False))
+    kind_commands.run_demo(folder, kind, lambda words: app(words, standalone_mode=False))
 
 
 def parsed(line: list[object]) -> dict[str, object]:

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from gputrain import config
-from gputrain.cli.model_kind import evaluate, format_of
+from gputrain.cli.kind_commands import evaluate, format_of
 from gputrain.cli.settings import EvaluateSettings, ExportSettings, refuse_others
 from gputrain.config import assemble
 from gputrain.engine import checkpoint
