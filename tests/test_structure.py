@@ -102,6 +102,14 @@ def test_models_never_import_each_other():
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_command_line_imports_no_model():
+    """It finds the models in the table of kinds, as it finds those of other packages."""
+    models = APART - {"autoconfig"}
+    upper = [name for name in imports() if name.split(".")[1] in LAYERS[0]]
+    assert "gputrain.cli.app" in upper
+    assert not [f"{a} imports {b}" for a in upper for b in imports()[a] if b.split(".")[1] in models]
+
+
 def cycle(graph: dict[str, set[str]]) -> list[str]:
     """Return the modules of an import cycle, or an empty list."""
     done: set[str] = set()
