@@ -17,9 +17,9 @@ import transformers
 
 from gputrain import __version__
 from gputrain.asr.config import PlanAsr
-from gputrain.asr.plan import plan_cards
+from gputrain.asr.work import AsrWork
 from gputrain.config import assemble
-from gputrain.planner.model_planner import CardPlan
+from gputrain.planner.model_planner import CardPlan, plan_cards
 
 CARDS = ["t4", "l4", "a100-40"]
 
@@ -28,7 +28,7 @@ def plans() -> Iterator[CardPlan]:
     for preset, seconds, adapters in itertools.product(("xls-r-300m", "xls-r-1b"), (8, 30), ("none", "lora")):
         values = {"preset": preset, "adapters": adapters, "clip_seconds": seconds, "batch_room": 1.0,
                   "batch_size": 32, "gpu": CARDS}  # fmt: skip
-        yield from plan_cards(assemble(PlanAsr, values))
+        yield from plan_cards(AsrWork(), assemble(PlanAsr, values))
 
 
 def table_row(plan: CardPlan) -> str:

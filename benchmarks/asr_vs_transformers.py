@@ -39,7 +39,7 @@ from gputrain.asr.architecture import Adapters, preset_architecture
 from gputrain.asr.config import TrainAsr
 from gputrain.asr.load import predict
 from gputrain.asr.recipe import RecogniserRecipe
-from gputrain.asr.train import fill_buckets, largest_utterance
+from gputrain.asr.work import AsrWork
 from gputrain.config import assemble
 from gputrain.engine.data import Sample
 from gputrain.engine.recipe import phases_of
@@ -168,7 +168,7 @@ def untrained(setting: Setting) -> Any:
     settings, speech = setting.settings, setting.speech
     torch.manual_seed(0)
     model = RecogniserRecipe(
-        settings, setting.architecture, largest_utterance(settings, fill_buckets(settings, speech)),
+        settings, setting.architecture, AsrWork().fill_buckets(settings, speech).largest_average,
         apply(decide(probe(), Hardware(device="cpu", mixed_precision=False))),
     ).model  # fmt: skip
     model.config.ctc_loss_reduction = "mean"
@@ -182,8 +182,8 @@ class Ours:
 
     def __init__(self, setting: Setting, weights: Any) -> None:
         settings, architecture, speech = setting.settings, setting.architecture, setting.speech
-        self.buckets = fill_buckets(settings, speech)
-        clip = largest_utterance(settings, self.buckets)
+        self.buckets = AsrWork().fill_buckets(settings, speech)
+        clip = self.buckets.largest_average
         runtime = apply(decide(probe(), Hardware(device="cpu", mixed_precision=False)))
         self.recipe = RecogniserRecipe(settings, architecture, clip, runtime)
         self.recipe.model.load_state_dict(weights)

@@ -52,8 +52,8 @@ from gputrain.planner.fake_runtime import FunctionsOf
 from gputrain.speech import synthetic
 from gputrain.speech.buckets import ClipBatch
 from gputrain.tts.config import PlannedSpeech, TrainTts
-from gputrain.tts.plan import architecture_for, size_of
 from gputrain.tts.recipe import VoiceRecipe
+from gputrain.tts.work import architecture_for, size_of
 from gputrain.vae.config import TrainVae
 from gputrain.vae.recipe import VaeRecipe
 from gputrain.vocoder import synthetic as singing

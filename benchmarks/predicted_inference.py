@@ -22,11 +22,10 @@ from gputrain.hw.gpus import find_gpu
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import Machine
 from gputrain.planner.roofline import DeviceRates, StepTotals, busy_seconds
-from gputrain.tts import bench as tts_bench
-from gputrain.tts.config import BenchTts, PlannedSpeech
-from gputrain.tts.plan import size_of
-from gputrain.vocoder import bench as vocoder_bench
-from gputrain.vocoder.commands import BenchVocoder
+from gputrain.tts.config import BenchTts, PlannedSpeech, TrainTts
+from gputrain.tts.work import TtsWork, size_of, speaking
+from gputrain.vocoder.config import BenchVocoder, TrainVocoder
+from gputrain.vocoder.work import VocoderWork, synthesis
 
 CARDS = ("h100", "rtx5090", "rtx4090", "l4", "t4")
 CLIP_SECONDS, CHUNK_SECONDS, CHUNK_FRAMES = 5.0, 10.0, 861
@@ -38,18 +37,17 @@ def rows_of(case: str) -> list[BenchRow]:
     shared = {"batch_size": 1, "inference": True, "device": "cuda"}
     if case == "vocoder":
         vocoder = assemble(BenchVocoder, {**shared, "crop_mel_frames": CHUNK_FRAMES})
-        return step_bench.bench_rows(vocoder_bench.BENCH, vocoder)
+        return step_bench.bench_rows(VocoderWork(), vocoder)
     voice = assemble(BenchTts, {**shared, "preset": case, "clip_seconds": CLIP_SECONDS})
-    return step_bench.bench_rows(tts_bench.BENCH, voice)
+    return step_bench.bench_rows(TtsWork(), voice)
 
 
 def predicted(case: str, row: BenchRow) -> dict[str, object]:
     """Returns launches, GB and TFLOP of a row, and its milliseconds by card."""
-    bench = vocoder_bench.BENCH if case == "vocoder" else tts_bench.BENCH
-    settings: Any = assemble(bench.train, row.settings["train"])
-    build = partial(vocoder_bench.synthesis, settings)
+    settings: Any = assemble(TrainVocoder if case == "vocoder" else TrainTts, row.settings["train"])
+    build = partial(synthesis, settings)
     if case != "vocoder":
-        build = partial(tts_bench.speaking, settings, size_of(PlannedSpeech(), CLIP_SECONDS))
+        build = partial(speaking, settings, TtsWork(size_of(PlannedSpeech(), CLIP_SECONDS)))
     plan = decide(find_gpu("h100").installed_in(Machine(system="Linux", cpu_cores=8)), settings.hardware)
     kernels = inference_kernels(build, plan)
     rates = {card: DeviceRates.published(find_gpu(card), tf32=bool(plan.tf32.value)) for card in CARDS}

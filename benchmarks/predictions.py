@@ -15,7 +15,7 @@ from gputrain.hw.runtime import Runtime, apply
 from gputrain.planner.fusion import kernel_costs
 from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.roofline import DeviceRates, KernelCost, busy_seconds
-from gputrain.planner.session import measured_rates
+from gputrain.session import measured_rates
 
 SMALL_OPERATORS = 20_000
 

@@ -36,7 +36,7 @@ from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.config import TrainVae
 from gputrain.vae.data import CropDataset, Pictures, centre_crop, open_pictures, to_unit
 from gputrain.vae.recipe import VaeRecipe
-from gputrain.vae.train import start_linear
+from gputrain.vae.work import start_linear
 
 HELD_OUT = 0.15
 EVALUATED_SIZE = 256

@@ -45,10 +45,9 @@ from gputrain.speech.buckets import Buckets, ClipBatch, Speech, open_speech
 from gputrain.speech.prepare_config import HOP_SIZE
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import TrainTts
-from gputrain.tts.plan import SpeechSize, architecture_for
 from gputrain.tts.reading import Text, at_rest, synthesise
 from gputrain.tts.recipe import VoiceRecipe
-from gputrain.tts.train import fill_buckets, largest_clip
+from gputrain.tts.work import SpeechSize, TtsWork, architecture_for
 
 SMALL: Settings = {"hidden_channels": 96, "latent_channels": 96, "encoder_filter_channels": 384, "encoder_layers": 4,
                    "upsample_initial_channel": 128}  # fmt: skip
@@ -107,7 +106,7 @@ class Ours(OurTraining):
     """Our recipe, with its default settings."""
 
     def __init__(self, settings: TrainTts, runtime: Any, sizes: VoiceArchitecture, clips: Buckets) -> None:
-        self.recipe_of_voice = VoiceRecipe(settings, sizes, largest_clip(settings, clips), runtime)
+        self.recipe_of_voice = VoiceRecipe(settings, sizes, clips.largest_average, runtime)
         super().__init__(self.recipe_of_voice, settings, runtime, clips, step_items=1)
 
     def speak(self, clip: ClipBatch) -> Tensor:
@@ -135,7 +134,7 @@ def measure(settings: Settings) -> dict[str, Any]:
         TrainTts, mine, data_dir=settings["data"], seed=seed, preset="medium", batch_size=settings["batch_size"],
         discriminator_channels=settings["discriminator_channels"],
     )  # fmt: skip
-    clips = fill_buckets(given, speech)
+    clips = TtsWork().fill_buckets(given, speech)
     sizes = small_voice(given, speech, clips, settings["sizes"])
     held_out = sorted(speech.parts.held_out, key=lambda clip: clip.fingerprint)[: settings["clips"]]
     one_by_one = Buckets(speech.store, held_out, HOP_SIZE, 1, 0)
@@ -185,7 +184,7 @@ def narrow_discriminators(discriminators: Any, channels: int) -> None:
 
 def small_voice(given: TrainTts, speech: Speech, clips: Buckets, sizes: Settings) -> VoiceArchitecture:
     format = speech.store.format
-    size = SpeechSize(format.sampling_rate, len(format.frontend.symbols), 1, largest_clip(given, clips))
+    size = SpeechSize(format.sampling_rate, len(format.frontend.symbols), 1, clips.largest_average)
     return replace(architecture_for(given, size), **sizes)
 
 

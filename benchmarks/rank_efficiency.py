@@ -20,14 +20,14 @@ from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
 from gputrain.planner.fake_runtime import on_fake_tensors
-from gputrain.planner.spec import PlanTarget
 from gputrain.planner.step_memory import predict_step, step_flops
+from gputrain.planner.work import PlanTarget
 from gputrain.tts.config import PlanTts
-from gputrain.tts.plan import model_spec, size_of
+from gputrain.tts.work import TtsWork, size_of
 from gputrain.vae.config import TrainVae
-from gputrain.vae.plan import SPEC as VAE
+from gputrain.vae.work import VaeWork
 from gputrain.vocoder.config import TrainVocoder
-from gputrain.vocoder.plan import SPEC as VOCODER
+from gputrain.vocoder.work import VocoderWork
 
 GPU, TFLOPS = "H100", 989.0  # Published rate of dense bf16 products.
 LINKS_GB_S = {"NVLink": 360.0, "PCIe 4 x16": 25.0}  # 80 % of the published rates in one direction.
@@ -38,12 +38,12 @@ COUNTS = (2, 4, 8)
 def trainings() -> Iterator[tuple[str, PlanTarget, int]]:
     """Yields a training of each model at its own default size: name, target, items of a batch."""
     vae = assemble(TrainVae, {"data_path": "unused", "image_size": 512, "batch_size": 32, "adversarial_weight": 0.5})
-    yield "VAE flux, 512 px, batch 32", VAE.target(vae), 32
+    yield "VAE flux, 512 px, batch 32", VaeWork().target(vae), 32
     vocoder = assemble(TrainVocoder, {"data_path": "unused", "batch_size": 16})
-    yield "vocoder, batch 16", VOCODER.target(vocoder), 16
+    yield "vocoder, batch 16", VocoderWork().target(vocoder), 16
     voice = assemble(PlanTts, {"data_dir": "unused", "preset": "high", "batch_size": 64})
     size = size_of(voice.speech, voice.data.batch_room * voice.speech.clip_seconds)
-    yield "voice high, batch 64", model_spec(size).target(voice), 64
+    yield "voice high, batch 64", TtsWork(size).target(voice), 64
 
 
 def gradient_gb(target: PlanTarget) -> float:

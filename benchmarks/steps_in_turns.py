@@ -45,7 +45,7 @@ from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
 from gputrain.tts.config import TrainTts
-from gputrain.vocoder.bench import begin_bench, synthetic_sound
+from gputrain.vocoder.work import VocoderWork
 
 Step = Callable[[], object]
 VOICES = ("high", "medium")
@@ -101,12 +101,12 @@ def vocoder_sides(name: str, options: argparse.Namespace, folder: Path) -> tuple
     changes = {"batch_size": options.batch_size, "crop_mel_frames": options.crop_frames}
     settings = {"configuration": name, "changes": changes, "channels": options.channels, "device": "cpu"}
     train = vocoder_vs_openvpi.training(settings, **vocoder_vs_openvpi.OURS["ours"])
-    ours = begin_bench(train, apply(decide(probe(), train.hardware)), folder)
+    ours = step_bench.begin_bench(VocoderWork(), train, apply(decide(probe(), train.hardware)), folder)
     task = vocoder_peer.load(options.peer, vocoder_vs_openvpi.profile(settings), torch.device("cpu"))
     parts = vocoder_peer.parts_of(task, train.discriminators.discriminators)
     for part, module in vocoder_vs_openvpi.parts_of(ours).items():
         parts[part].load_state_dict(module.state_dict())
-    samples_BT, f0_BF = synthetic_sound(train)
+    samples_BT, f0_BF = VocoderWork().synthetic_batch(train)
     sample = vocoder_peer.make_sample(task, samples_BT / 32768, f0_BF)
     return vocoder_peer.stepping(task, sample, torch.device("cpu"), fp16=False), ours.step
 

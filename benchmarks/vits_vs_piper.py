@@ -48,10 +48,9 @@ from gputrain.hw.plan import Plan
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.tts.architecture import VoiceArchitecture
-from gputrain.tts.bench import synthetic_speech
 from gputrain.tts.config import PlannedSpeech, TrainTts
-from gputrain.tts.plan import architecture_for, model_spec, size_of
 from gputrain.tts.recipe import VoiceRecipe
+from gputrain.tts.work import TtsWork, architecture_for, size_of
 
 SIDES = {"cpu": ("peer", "ours"), "cuda": ("peer", "peer-bf16", "ours", "ours-compiled")}
 # Options of each of our sides by device.
@@ -254,7 +253,7 @@ def training(settings: Settings, **added: Any) -> TrainTts:
 def switches_of(settings: Settings, train: TrainTts) -> Plan:
     """Returns the plan of such a training on this machine."""
     speech = size_of(PlannedSpeech(num_symbols=NUM_SYMBOLS), settings["seconds"])
-    return model_spec(speech).decide(probe(), train.hardware)
+    return TtsWork(speech).decide(probe(), train.hardware)
 
 
 def begin(settings: Settings, train: TrainTts, runtime: Runtime, folder: Path) -> StepBench:
@@ -262,7 +261,7 @@ def begin(settings: Settings, train: TrainTts, runtime: Runtime, folder: Path) -
     speech = size_of(PlannedSpeech(num_symbols=NUM_SYMBOLS), settings["seconds"])
     sizes = replace(architecture_for(train, speech), **settings["sizes"])
     build = partial(VoiceRecipe, train, sizes, speech.clip)
-    return StepBench(build, synthetic_speech(train, speech), train, runtime, folder)
+    return StepBench(build, TtsWork(speech).synthetic_batch(train), train, runtime, folder)
 
 
 def load_weights(settings: Settings) -> dict[str, Any]:

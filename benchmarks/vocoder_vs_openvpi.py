@@ -41,10 +41,9 @@ from gputrain.config import assemble, read_file
 from gputrain.hw.heap import keep_freed_memory
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
-from gputrain.vocoder.bench import begin_bench, synthetic_sound
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.openvpi import PROFILES, translate
-from gputrain.vocoder.plan import SPEC
+from gputrain.vocoder.work import VocoderWork
 
 CONFIGURATIONS = {"standard": "base_hifi_gpu.yaml", "optimised": "base_hifi_rtx5090_optimized.yaml"}
 # Options that each of our sides adds to the file; the file sets fp32 or fp16.
@@ -219,10 +218,10 @@ def parts_of(ours: StepBench) -> dict[str, nn.Module]:
 
 def measure_ours(settings: Settings, train: TrainVocoder) -> dict[str, Any]:
     switch = "compile" if train.hardware.use_torch_compile else ""
-    plan = SPEC.decide(probe(), train.hardware)
+    plan = VocoderWork().decide(probe(), train.hardware)
     step_bench.check_switch(plan, switch)
     with tempfile.TemporaryDirectory() as folder:
-        ours: Any = begin_bench(train, apply(plan), Path(folder))
+        ours: Any = step_bench.begin_bench(VocoderWork(), train, apply(plan), Path(folder))
         if settings["peer"]:
             load_weights(parts_of(ours), settings)
         if ours.runtime.device.type == "cpu":
@@ -241,7 +240,7 @@ def measure_peer(settings: Settings, train: TrainVocoder) -> dict[str, Any]:
     fp16 = device.type == "cuda" and content["pl_trainer_precision"] == "16-mixed"
     task = vocoder_peer.load(Path(settings["peer"]), content, device)
     load_weights(vocoder_peer.parts_of(task, train.discriminators.discriminators), settings)
-    samples_BT, f0_BF = synthetic_sound(train)
+    samples_BT, f0_BF = VocoderWork().synthetic_batch(train)
     sample = vocoder_peer.make_sample(task, samples_BT / 32768, f0_BF)
     step = vocoder_peer.stepping(task, sample, device, fp16=fp16)
     figures = timed(step, device, settings)
@@ -259,9 +258,9 @@ def check(settings: Settings) -> dict[str, Any]:
     """Compares the two sides, and saves the weights for later rows."""
     train = training(settings, **PLAIN)
     train = replace(train, schedule=replace(train.schedule, batch_size=min(2, train.schedule.whole_batch)))
-    runtime = apply(SPEC.decide(probe(), train.hardware))
+    runtime = apply(VocoderWork().decide(probe(), train.hardware))
     with tempfile.TemporaryDirectory() as folder:
-        ours: Any = begin_bench(train, runtime, Path(folder))
+        ours: Any = step_bench.begin_bench(VocoderWork(), train, runtime, Path(folder))
         torch.save({name: module.state_dict() for name, module in parts_of(ours).items()}, settings["weights"])
         task = vocoder_peer.load(Path(settings["peer"]), profile(settings), runtime.device)
         load_weights(vocoder_peer.parts_of(task, train.discriminators.discriminators), settings)

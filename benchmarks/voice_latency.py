@@ -20,8 +20,7 @@ from gputrain.config import assemble
 from gputrain.hw.facts import machine_facts
 from gputrain.speech.text.frontend import frontend
 from gputrain.tts.architecture import VoicePreset, voice_architecture
-from gputrain.tts.commands import Manner
-from gputrain.tts.config import TrainTts
+from gputrain.tts.config import Manner, TrainTts
 from gputrain.tts.load import LoadedVoice
 from gputrain.tts.model import Voice, speaking_copy
 from gputrain.tts.speak import Narrator

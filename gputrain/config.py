@@ -17,8 +17,8 @@ they are accepted as keys and flags, and are never written.
 A config class declares options that it no longer has, with the reason, `retired: ClassVar[dict[str, str]] =
 {"calibrate": "..."}`. They stay accepted, because files of older versions hold them, and have no effect.
 
-A config class that trains one kind of model declares it, `kind: ClassVar[Kind] = "vae"`. The kind is written as the
-first key of a configuration file and checked when the file is read.
+A config class that trains one kind of model declares it, `kind: ClassVar[str] = "vae"`. The kind is written as the
+first key of a configuration file and checked when the file is read (gputrain/kinds.py).
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ import logging
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -42,14 +42,6 @@ from gputrain.stored import read_json, read_yaml
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-Kind = Literal["vae", "vocoder", "tts", "asr"]
-FORMER_KINDS: Mapping[str, Kind] = {"images": "vae", "voice": "tts"}  # Names of the kinds in older versions.
-# The command that trains each kind.
-TRAIN_COMMANDS: Mapping[str, str] = {
-    "vae": "train-vae", "vocoder": "train-vocoder", "tts": "train-tts", "asr": "train-asr",
-}  # fmt: skip
-
-
 LARGEST = 2**63 - 1  # The largest number that an option takes.
 LONGEST_FILE = 10_000_000  # Bytes of a configuration file.
 
@@ -62,6 +54,7 @@ def opt(
     max: float | None = None,
     separator: str = ",",
     former_values: Mapping[str, str] | None = None,
+    choices: Sequence[str] = (),
     is_saved: bool = True,
     is_positional: bool = False,
 ) -> Any:
@@ -70,12 +63,13 @@ def opt(
 
     `separator` separates the items of a list that is written as one text. It is empty if the items are texts that may
     contain any character; then a list is the option repeated, or a sequence in a file. `former_values` maps values of
-    older versions, which stay accepted, to present ones. A value that is not `is_saved` belongs to one command, and is
-    not written to a run's config.yaml. One that `is_positional` is given without a flag.
+    older versions, which stay accepted, to present ones. `choices` are the values of a text if they are known only when
+    the program runs. A value that is not `is_saved` belongs to one command, and is not written to a run's config.yaml.
+    One that `is_positional` is given without a flag.
     """
     metadata = {
         "help": help, "min": min, "max": max, "separator": separator, "former_values": dict(former_values or {}),
-        "is_saved": is_saved, "is_positional": is_positional,
+        "choices": tuple(choices), "is_saved": is_saved, "is_positional": is_positional,
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -107,6 +101,7 @@ class Leaf:
     separator: str = ","
     spellings: tuple[str, ...] = ()
     former_values: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    choices: tuple[str, ...] = ()
     is_saved: bool = True
     is_positional: bool = False
 
@@ -144,6 +139,8 @@ class Leaf:
     @property
     def plain_type(self) -> Any:
         """The type without `| None`. None as a default means that the program chooses the value."""
+        if self.choices:
+            return Literal[self.choices]
         options = [t for t in get_args(self.type) if t is not type(None)]
         return options[0] if get_origin(self.type) in (types.UnionType, typing.Union) else self.type
 
@@ -297,22 +294,6 @@ def _range(low: float | None, high: float | None) -> str:
     if low is not None and high is not None:
         return f"{low} to {high}"
     return f"at least {low}" if low is not None else f"at most {high}"
-
-
-def without_kind(cls: type, content: Mapping[str, object], source: str) -> dict[str, object]:
-    """Return the content of a configuration file without its `kind`, if `cls` has no option of that name.
-
-    Raises UserError if the file configures another kind of model than `cls` trains.
-    """
-    if "kind" not in content or "kind" in leaves(cls):
-        return dict(content)
-    written, expected = str(content["kind"]), getattr(cls, "kind", None)
-    given = FORMER_KINDS.get(written, written)
-    if given != expected:
-        command = TRAIN_COMMANDS.get(given)
-        hint = f"use gputrain {command}" if command else f"known kinds: {', '.join(TRAIN_COMMANDS)}"
-        raise UserError(f"{source}: kind is {given!r}" + (f", expected {expected!r}" if expected else ""), hint=hint)
-    return {name: value for name, value in content.items() if name != "kind"}
 
 
 def unknown_key(name: str, known: Mapping[str, object], where: str = "") -> UserError:

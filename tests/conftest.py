@@ -122,8 +122,8 @@ def pytest_unconfigure() -> None:
 def measured_rates() -> Iterator[None]:
     """Every training measures the rate of matrix products for a quarter of a second, and a planned one that of copies;
     those of the tests share the rates of this CPU."""
+    from gputrain import session
     from gputrain.hw import runtime
-    from gputrain.planner import session
 
     measured_once = [
         (runtime, "product_flops_per_second"),
@@ -148,8 +148,8 @@ def flops_known() -> Iterator[None]:
     Tests of the recipes and of their benchmarks count them.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for kind in ("asr", "tts", "vae", "vocoder"):
-            patch.setattr(f"gputrain.{kind}.recipe.step_flops", lambda *_, **__: 10**9)
+        for package in ("speech", "vae", "vocoder"):
+            patch.setattr(f"gputrain.{package}.recipe.step_flops", lambda *_, **__: 10**9)
         yield
 
 

@@ -24,12 +24,11 @@ from PIL import Image
 from gputrain.bench import step_bench
 from gputrain.bench.runner import NotMeasured
 from gputrain.hw.plan import Setting
+from gputrain.kinds import kinds
 from gputrain.planner.fake_runtime import FakeRuntime, on_fake_tensors
 from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.roofline import DeviceRates, StepTotals
-from gputrain.tts.bench import BENCH as BENCH_TTS
 from gputrain.vae.architecture import VaeArchitecture
-from gputrain.vocoder.bench import BENCH as BENCH_VOCODER
 from tests.fake_cuda.device import UNAVAILABLE, fake_cuda
 from tests.fake_cuda.test_training import few_layers
 from tests.toy import cpu_runtime
@@ -313,20 +312,21 @@ class Planned(Exception):
     """Holds the plan that a benchmark would have used."""
 
 
-@pytest.mark.parametrize(("spec", "options"), [(BENCH_TTS, {"clip_seconds": 1.0}), (BENCH_VOCODER, {})])
-def test_a_benchmark_has_the_plan_of_its_training(spec, options, monkeypatch):
+@pytest.mark.parametrize(("kind", "options"), [("tts", {"clip_seconds": 1.0}), ("vocoder", {})])
+def test_a_benchmark_has_the_plan_of_its_training(kind, options, monkeypatch):
     """The shapes of a voice change, so that cuDNN does not search; a vocoder is trained in fp32."""
 
-    def begin(train, runtime, folder, **named):
+    def begin(work, train, runtime, folder, **named):
         raise Planned(runtime.plan)
 
+    monkeypatch.setattr(step_bench, "begin_bench", begin)
     monkeypatch.setattr(step_bench, "probe", lambda: H100)
     monkeypatch.setattr(step_bench, "apply", lambda plan: SimpleNamespace(plan=plan, device=torch.device("cuda")))
     request = {"train": {"data_path": "."}, "switch": "", "warmup_steps": 1, "steps": 1, "inference": False, **options}
     with pytest.raises(Planned) as raised:
-        step_bench.measure_bench_row(dataclasses.replace(spec, begin=begin), request)
+        step_bench.measure_bench_row(kinds()[kind], request)
     (plan,) = raised.value.args
-    voice = spec is BENCH_TTS
+    voice = kind == "tts"
     assert plan.cudnn_benchmark.value is not voice
     assert plan.precision.value == ("bf16" if voice else "fp32")
 

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from gputrain.bench import step_bench
 from gputrain.bench.runner import BenchResult
 from gputrain.vocoder.config import Discriminators
 from gputrain.vocoder.discriminators import FastPeriodDiscriminator
+from gputrain.vocoder.work import VocoderWork
 from tests.toy import cpu_runtime
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -111,7 +113,7 @@ def test_a_step_under_the_loss_scale_is_the_plain_one_and_an_overflow_none():
 @pytest.fixture
 def trial(tmp_path):
     settings = versus.training({**TINY, "configuration": "optimised"}, **versus.PLAIN)
-    return versus.begin_bench(settings, cpu_runtime(), tmp_path)
+    return step_bench.begin_bench(VocoderWork(), settings, cpu_runtime(), tmp_path)
 
 
 def test_noise_is_what_the_peers_source_draws_next(trial):

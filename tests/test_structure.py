@@ -17,10 +17,12 @@ PACKAGE = ROOT / "gputrain"
 LAYERS = [
     {"cli", "__main__"},
     {"vae", "vocoder", "tts", "asr", "autoconfig"},
-    {"planner", "bench", "audio", "speech", "report"},
+    {"report", "bench", "speech"},
+    {"session"},
+    {"planner", "audio"},
     {"engine"},
     {"hw"},
-    {"config", "errors", "stored", "translation"},
+    {"kinds", "config", "errors", "stored", "translation"},
 ]
 APART = LAYERS[1]  # These packages never import each other.
 REEXPORTS = "gputrain.hw"  # Its __init__ hands on public names of autoconfig and of the planner when they are used.
@@ -98,6 +100,14 @@ def test_models_never_import_each_other():
         others = APART - {package} if package in APART else set()
         wrong += [f"{importer} imports {imported}" for imported in found if imported.split(".")[1] in others]
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_command_line_imports_no_model():
+    """It finds the models in the table of kinds, as it finds those of other packages."""
+    models = APART - {"autoconfig"}
+    upper = [name for name in imports() if name.split(".")[1] in LAYERS[0]]
+    assert "gputrain.cli.app" in upper
+    assert not [f"{a} imports {b}" for a in upper for b in imports()[a] if b.split(".")[1] in models]
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:

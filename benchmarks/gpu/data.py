@@ -49,7 +49,7 @@ def write_source(kind: str, to: Path, source: Path | None, few: bool) -> list[ob
         if photographs and photographs.is_dir():
             copy_some(sorted(photographs.iterdir()), to, MOST_BYTES["vae"] * 4)  # They become smaller.
         else:
-            from gputrain.cli.demo import cut_photographs
+            from gputrain.vae.kind import cut_photographs
 
             cut_photographs(to.parent)
             (to.parent / "photographs").rename(to)

@@ -79,8 +79,8 @@ def predict(training: Training, settings: Any, plan: Plan, budget: MemoryBudget)
     """Returns the plan of a training with the settings of the batch, and what is predicted of a step. Runs in a process
     of its own, without the GPU."""
     from gputrain.planner.model_planner import ModelPlanner
-    from gputrain.planner.session import with_plan
     from gputrain.planner.step_memory import predict_step
+    from gputrain.session import with_plan
 
     began = time.perf_counter()
     model = training.model(settings)
@@ -116,7 +116,7 @@ def hide_gpu() -> None:
 def rates_of_card(device: str, compiled: bool) -> DeviceRates:
     """Returns the rates by which everything is predicted, measured while the device is idle."""
     from gputrain.hw.runtime import apply
-    from gputrain.planner.session import measured_rates
+    from gputrain.session import measured_rates
 
     training = SMALL["vae"]
     return measured_rates(apply(training.decide(training.settings(device, use_torch_compile=compiled))))
@@ -356,7 +356,7 @@ def beside_diffusers(context: Context) -> Figures:
     and without checkpointing."""
     from gputrain.hw.probe import probe
     from gputrain.hw.runtime import apply
-    from gputrain.vae.plan import SPEC
+    from gputrain.vae.work import VaeWork
 
     versus = importlib.import_module("vae_vs_diffusers")
     size, batch, channels = (32, 1, (32, 32)) if context.smoke else (512, 8, ())
@@ -365,7 +365,7 @@ def beside_diffusers(context: Context) -> Figures:
         rounds=1 if context.smoke else 7, minutes=0.2, device=context.device, precision=None, channels_last=None,
         compile=None,
     )  # fmt: skip
-    runtime = apply(SPEC.decide(probe(), versus.wishes(options, not context.smoke)))
+    runtime = apply(VaeWork().decide(probe(), versus.wishes(options, not context.smoke)))
     found: Figures = versus.compare(options, size, runtime, rates_of_card(context.device, not context.smoke))
     stock, ours = found["sides"]
     pairs = [

@@ -1,7 +1,6 @@
 """Trainings of every kind on synthetic data, with the plan that the train command makes."""
 
 import functools
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,14 +8,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from gputrain.bench.step_bench import BenchSpec, StepBench
+from gputrain.bench.step_bench import StepBench, begin_bench
 from gputrain.cli.options import read_defaults
 from gputrain.config import assemble
 from gputrain.hw.plan import Plan
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.session import with_plan
-from gputrain.planner.spec import ModelSpec
+from gputrain.kinds import kinds
+from gputrain.planner.work import KindWork
+from gputrain.session import with_plan
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.openvpi import PROFILES, translate
 
@@ -30,8 +30,8 @@ class Training:
     clip_seconds: float = 0.0
 
     @property
-    def bench(self) -> BenchSpec:
-        found: BenchSpec = importlib.import_module(f"gputrain.{self.kind}.bench").BENCH
+    def work(self) -> KindWork[Any]:
+        found: KindWork[Any] = kinds()[self.kind].work()
         return found
 
     @property
@@ -39,10 +39,10 @@ class Training:
         return {"clip_seconds": self.clip_seconds} if self.clip_seconds else {}
 
     def settings(self, device: str, **changes: Any) -> Any:
-        return assemble(self.bench.train, {"data_path": ".", **self.values, **changes, "device": device})
+        return assemble(kinds()[self.kind].train, {"data_path": ".", **self.values, **changes, "device": device})
 
-    def model(self, settings: Any) -> ModelSpec[Any]:
-        return self.bench.model(settings, **self.options)
+    def model(self, settings: Any) -> KindWork[Any]:
+        return self.work.of_bench(self.work.completed(settings), **self.options)
 
     def decide(self, settings: Any) -> Plan:
         """Returns the plan of the train command on this machine, without the settings of the batch."""
@@ -52,7 +52,7 @@ class Training:
     def begun(self, settings: Any, runtime: Runtime) -> Iterator[StepBench]:
         """Yields the training, with the settings of the batch that the runtime's plan has."""
         with TemporaryDirectory() as folder:
-            yield self.bench.begin(with_plan(settings, runtime.plan), runtime, Path(folder), **self.options)
+            yield begin_bench(self.work, with_plan(settings, runtime.plan), runtime, Path(folder), **self.options)
 
 
 def vocoder(file: str, **changes: Any) -> Training:

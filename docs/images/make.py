@@ -19,7 +19,7 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.text import Text
 
-from gputrain.cli.demo import DEMOS
+from gputrain.kinds import kinds
 
 HERE = Path(__file__).parent
 COLUMNS, ROWS, TALL = 80, 48, 1000  # ROWS of a help page are shown.
@@ -89,8 +89,8 @@ def make_help() -> None:
 
 def make_training(folder: Path) -> Path:
     """Takes the screen in the middle of a training, and returns the folder of the run when it has ended."""
-    DEMOS["vae"].make_source(folder)
-    (folder / "photos").symlink_to(folder / DEMOS["vae"].source)
+    kinds()["vae"].demo.make_source(folder)
+    (folder / "photos").symlink_to(folder / kinds()["vae"].demo.source)
     terminal = Terminal(folder, 30)
     terminal.type(f"clear; gputrain {TRAINING}; echo END")
     terminal.wait_for(r"held-out at step 30")

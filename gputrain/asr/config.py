@@ -1,4 +1,4 @@
-"""Options of training, planning and benchmarking a recogniser. Imports no torch."""
+"""Options of the commands of a recogniser. Imports no torch."""
 
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -6,10 +6,10 @@ from typing import ClassVar, Literal
 from gputrain.asr.architecture import AdapterKind, Adapters, RecogniserPreset
 from gputrain.audio.config import SoundSaving
 from gputrain.bench.options import BenchOptions, BenchSettings
-from gputrain.config import Kind, config, opt
+from gputrain.config import config, leaves, opt
 from gputrain.engine.schedule import SEVERAL, LearningRateSchedule, Schedule
 from gputrain.errors import UserError
-from gputrain.hw.plan import Cards, Hardware
+from gputrain.hw.plan import Cards, DeviceName, Hardware
 from gputrain.speech.options import SpeechData
 
 # Aliases of keys and flags: those of transformers' example scripts.
@@ -20,6 +20,7 @@ SPELLINGS = {
     "save_total_limit": "keep_checkpoints", "torch_compile": "use_torch_compile", "tf32": "enable_tf32",
 }  # fmt: skip
 
+TranscriptFormat = Literal["txt", "srt", "vtt"]
 FROM_SCRATCH_RATE, FINE_TUNING_RATE = 1e-3, 3e-4
 
 
@@ -131,7 +132,7 @@ class RecogniserSaving(SoundSaving):
 
 @config()
 class TrainAsr:
-    kind: ClassVar[Kind] = "asr"
+    kind: ClassVar[str] = "asr"
     spellings: ClassVar[dict[str, str]] = SPELLINGS
 
     data: Data
@@ -175,3 +176,53 @@ class BenchAsr(BenchSettings):
     clip_seconds: float = opt(default=8.0, help="Length of each clip, in seconds.", min=0.5)
     micro_batch_size: int = opt(default=0, help="Clips of a micro-batch; 0: batch_size.", min=0)
     bench: BenchOptions = BenchOptions()
+
+
+@config(panel="Language model")
+class LanguageModelOptions:
+    """Options of beam search, which is used if there is a language model."""
+
+    lm: Path | None = opt(
+        default=None,
+        help="Decode by beam search with an n-gram model of words: an ARPA file, a text with one sentence a line, or a "
+        "folder of prepared speech, whose training transcripts are used.",
+    )
+    lm_order: int = opt(default=3, help="Length of the n-grams of a model made from texts.", min=1, max=6)
+    lm_weight: float = opt(default=0.5, help="Weight of the language model's log-probabilities.", min=0, max=10)
+    word_score: float = opt(
+        default=1.0, help="Score of each word, which makes up for words being improbable.", min=-20, max=20
+    )
+    beam_width: int = opt(default=50, help="Number of beginnings of the text that are followed at once.", min=1)
+
+    def __post_init__(self) -> None:
+        known = leaves(type(self))
+        for name in ("lm_order", "lm_weight", "word_score", "beam_width"):
+            if self.lm is None and getattr(self, name) != known[name].default:
+                raise UserError(f"{name} does nothing without lm", hint=f"give --lm FILE, or drop {known[name].flag}")
+
+
+@config(panel="Transcription")
+class Transcribe:
+    model: Path = opt(help="A run folder or a checkpoint of train-asr, or a folder of transformers (Wav2Vec2ForCTC).")
+    input: Path = opt(help="A recording, or a folder tree of them, of any length, sampling rate and format.")
+    json: Path | None = opt(
+        default=None, help="JSON file for a list of recordings: path, text, and words with start and end in seconds."
+    )
+    output_dir: Path | None = opt(default=None, help="Folder for one file a recording and format, named after it.")
+    formats: tuple[TranscriptFormat, ...] = opt(
+        default=("srt",), help="Formats in the output folder: txt, or subtitles as srt or vtt."
+    )
+    chunk_seconds: float = opt(
+        default=30.0, help="Seconds that are recognised at once; fewer need less memory.", min=1, max=600
+    )
+    overlap_seconds: float = opt(
+        default=6.0, help="Seconds that neighbouring chunks share; each gives its half.", min=0.1, max=60
+    )
+    language_model: LanguageModelOptions = LanguageModelOptions()
+    device: DeviceName = opt(default="auto", help="Device to compute on.")
+
+    def __post_init__(self) -> None:
+        if self.output_dir is None and self.formats != ("srt",):
+            raise UserError("formats does nothing without output_dir", hint="give --output-dir FOLDER")
+        if not self.formats:
+            raise UserError("formats is empty", hint="give --formats txt,srt,vtt or some of them")

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from gputrain.asr.commands import LanguageModelOptions
+from gputrain.asr.config import LanguageModelOptions
 from gputrain.asr.decode import words_of
 from gputrain.asr.held_out import ErrorRate, ReadClip, error_rates
 from gputrain.asr.load import Recogniser, load_recogniser

@@ -4,45 +4,28 @@ Shapes: B items (clips), L samples, T frames, C channels, S labels, V symbols.
 """
 
 import functools
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from gputrain.asr import model as networks
 from gputrain.asr.config import TrainAsr
 from gputrain.asr.held_out import HeldOutSpeech
 from gputrain.asr.lora import add_lora, lora_parameters
 from gputrain.asr.spec_augment import dropped_layers, masked_spans
-from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import BatchStat, Phase, StepGroup, Term, Yielded
-from gputrain.engine.samples import Report
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.spec import PlanTarget
-from gputrain.planner.step_memory import step_flops
-from gputrain.speech.buckets import ClipBatch, clips_of_step
+from gputrain.planner.work import PlanTarget
+from gputrain.speech.buckets import ClipBatch, ClipSize, empty_bucket
 from gputrain.speech.frames import FIELD, STRIDE, encoder_frames
+from gputrain.speech.recipe import BucketRecipe
 
 PEAK_SEARCH = 10_000  # Steps in which the one that leaves out the fewest layers is looked for.
-
-
-@dataclass(frozen=True)
-class UtteranceSize:
-    """The average size of a clip in the largest batches."""
-
-    frames: int  # Counted as by the data set, with the incomplete last one.
-    labels: int
-
-    @property
-    def samples(self) -> int:
-        return self.frames * STRIDE
 
 
 @dataclass(frozen=True)
@@ -66,6 +49,10 @@ class UtteranceBatch:
         """Number of frames of the waves with their padding."""
         return encoder_frames(self.wave_BL.shape[1])
 
+    @property
+    def padded_frames(self) -> int:
+        return len(self.frames) * (self.most_frames + 1)  # The data set counts about one frame more.
+
     def part(self, first: int, stop: int) -> "UtteranceBatch":
         """Returns items `first` to `stop` - 1, with the padding cropped to the longest of them."""
         items, frames, labels = slice(first, stop), self.frames[first:stop], self.labels[first:stop]
@@ -83,16 +70,17 @@ class UtteranceBatch:
         )
 
 
-class RecogniserRecipe:
+class RecogniserRecipe(BucketRecipe):
     """One phase: the recogniser, or the parts of it that train."""
 
     kind, unit = "asr", "clips"
+    settings: TrainAsr
 
     def __init__(
         self,
         settings: TrainAsr,
         architecture: Mapping[str, Any],
-        clip: UtteranceSize,
+        clip: ClipSize,
         runtime: Runtime,
         held_out: HeldOutSpeech | None = None,
         *,
@@ -100,6 +88,7 @@ class RecogniserRecipe:
     ) -> None:
         self.settings, self.runtime, self.held_out = settings, runtime, held_out
         self.architecture, self.clip, self.normalizes = architecture, clip, normalizes
+        self.inference_options = {"normalizes": normalizes}
         schedule = settings.schedule
         torch.manual_seed(schedule.seed)
         self.model = self._placed()
@@ -133,9 +122,8 @@ class RecogniserRecipe:
         return dtype
 
     def prepare(self, loaded: list[ClipBatch], step: int) -> UtteranceBatch:
-        """Prepares the buckets of a step: one, or several with gradient accumulation."""
-        device, schedule, masking = self.runtime.device, self.settings.schedule, self.settings.masking
-        clips = clips_of_step(loaded)
+        device, masking = self.runtime.device, self.settings.masking
+        clips, draws = self.clips_and_draws(loaded, step)
         frames = tuple(encoder_frames(count) for bucket in clips.buckets for count in bucket.samples_B.tolist())
         labels = tuple(count for bucket in clips.buckets for count in bucket.symbols_B.tolist())
         # Without an attention mask the length of the padding matters, and is that of the whole batch.
@@ -148,8 +136,6 @@ class RecogniserRecipe:
         if self.normalizes:
             wave_BL = networks.normalized(wave_BL, samples_B)
         wave_BL = wave_BL[:, :longest]  # Samples after the last whole frame count for the mean and the variance only.
-        generator = torch.Generator(device).manual_seed((schedule.seed << 32) + step)
-        draws = BatchDraws(generator, len(clips.frames), clips.rows)
         frames_B = networks.frame_counts(samples_B)
         mask_BT = mask_BC = None
         if masking.mask_time_prob:
@@ -169,9 +155,8 @@ class RecogniserRecipe:
             frames=frames,
             labels=labels,
             dropped_layers=self._dropped(step),
-            # Divided by infinity, the terms of a clip that only fills a place are zero, and so are its gradients.
-            whole_labels=math.inf if clips.is_idle else sum(clips.symbols),
-            whole_clips=math.inf if clips.is_idle else len(clips.frames),
+            whole_labels=clips.whole_symbols,
+            whole_clips=clips.whole_clips,
             keeps_length=not self.uses_mask,
         )
 
@@ -179,19 +164,8 @@ class RecogniserRecipe:
         layers = int(self.model.config.num_hidden_layers)
         return dropped_layers(self.settings.schedule.seed, step, layers, self.settings.model.layer_drop)
 
-    def size(self, batch: UtteranceBatch) -> int:
-        """Returns the number of clips, or for long clips the number of average length that needs as much memory."""
-        taken = len(batch.frames) * (batch.most_frames + 1)  # The data set counts about one frame more.
-        return max(len(batch.frames), -(-taken // self.clip.frames))
-
-    def flops(self, batch: UtteranceBatch, step: int) -> float:
-        return self._item_flops * self.size(batch)
-
-    @functools.cached_property
-    def _item_flops(self) -> float:
-        """FLOPs of a step for each clip, with all layers and, once it trains, the encoder."""
-        whole = plan_target(self.settings, self.architecture, self.clip)
-        return step_flops(whole, self.peak_memory_step(0)) / self.settings.schedule.whole_batch
+    def plan_target(self) -> PlanTarget:
+        return plan_target(self.settings, self.architecture, self.clip)
 
     def peak_memory_step(self, step: int) -> int:
         """Returns the first step in which the encoder trains, and of the next ones the one with the most layers."""
@@ -199,13 +173,6 @@ class RecogniserRecipe:
         if not self.settings.model.layer_drop:
             return first
         return min(range(first, first + PEAK_SEARCH), key=lambda one: (len(self._dropped(one)), one))
-
-    def split(self, batch: UtteranceBatch, parts: int) -> list[UtteranceBatch]:
-        """Splits into parts whose numbers of clips differ by at most one; there are at most as many parts as clips."""
-        clips = len(batch.frames)
-        parts = min(parts, clips)
-        ends = [-(-clips * part // parts) for part in range(parts + 1)]
-        return [batch.part(first, stop) for first, stop in pairwise(ends)]
 
     def loss(self, batch: UtteranceBatch, step: int) -> Iterator[Yielded]:
         """Yields the sum of the negative log-likelihoods divided by the labels of the whole batch.
@@ -254,18 +221,6 @@ class RecogniserRecipe:
         """The EMA of the recogniser, or the recogniser itself if the EMA is off."""
         return self.ema.average if self.settings.schedule.ema_decay else self.model
 
-    def sample(self) -> Report:
-        """Transcribes the sample clips, next to their references."""
-        if self.held_out is None:
-            return Report()
-        with self.runtime.autocast():
-            return self.held_out.sample(self.best_model, self.runtime.device, normalizes=self.normalizes)
-
-    def evaluate(self) -> Report:
-        assert self.held_out is not None
-        with self.runtime.autocast():
-            return self.held_out.evaluate(self.best_model, self.runtime.device, normalizes=self.normalizes)
-
 
 def trained_parameters(model: Any, settings: TrainAsr) -> list[nn.Parameter]:
     """Returns the parameters that the settings train, in the model's order."""
@@ -288,7 +243,7 @@ def _joined(tensors: list[Tensor], length: int) -> Tensor:
     return fitted[0] if len(fitted) == 1 else torch.cat(fitted)
 
 
-def plan_target(settings: TrainAsr, architecture: Mapping[str, Any], clip: UtteranceSize) -> PlanTarget:
+def plan_target(settings: TrainAsr, architecture: Mapping[str, Any], clip: ClipSize) -> PlanTarget:
     """Returns the training in the form that the memory planner takes."""
 
     def build(runtime: Runtime, checkpointing: bool) -> RecogniserRecipe:
@@ -296,10 +251,6 @@ def plan_target(settings: TrainAsr, architecture: Mapping[str, Any], clip: Utter
         return RecogniserRecipe(replace(settings, model=model), architecture, clip, runtime)
 
     def load(items: int = settings.schedule.whole_batch) -> list[ClipBatch]:
-        with unset_fake_temporarily():  # the recipe reads the lengths, so they must be real tensors
-            each = torch.ones(items, dtype=torch.int64)
-            counts = {"symbols_B": each * clip.labels, "samples_B": each * clip.samples, "frames_B": each * clip.frames}
-        ids_BS, wave_BT = torch.zeros_like(each)[:, None].repeat(1, clip.labels), torch.zeros(items, clip.samples)
-        return [ClipBatch(ids_BS, wave_BT=wave_BT.to(torch.int16), speakers_B=each * 0, clips_B=each * 0, **counts)]
+        return empty_bucket(items, clip, clip.frames * STRIDE)
 
     return PlanTarget(build, load)

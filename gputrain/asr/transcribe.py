@@ -15,7 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from gputrain.asr import subtitles
-from gputrain.asr.commands import LanguageModelOptions, Transcribe, TranscriptFormat
+from gputrain.asr.config import LanguageModelOptions, Transcribe, TranscriptFormat
 from gputrain.asr.decode import BeamDecoder, BeamOptions, CtcDecoder, GreedyDecoder, TimedWord, words_of
 from gputrain.asr.load import Recogniser, load_recogniser
 from gputrain.asr.long_audio import ChunkLengths, blocks_of_file, log_prob_pieces, moments_of

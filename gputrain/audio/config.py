@@ -142,6 +142,11 @@ class Sound:
             )
 
 
+@config(panel="Evaluation")
+class ClipEvaluation:
+    max_clips: int = opt(default=1000, help="Maximum number of clips, for all kinds of model but vae.", min=1)
+
+
 @config(panel="Training")
 class AdversarialSchedule(Schedule):
     """The schedule of a generator of sound and its discriminators."""

@@ -28,6 +28,11 @@ class Exported:
     largest_difference: float  # Largest difference of a sample in [-1, 1] between the model and the exported files.
     notes: list[str]  # Advice for users of the files.
 
+    def shown(self, source: str) -> dict[str, Any]:
+        """Returns the figures to show of the export of a model that was read from `source`."""
+        names = ", ".join(file.name for file in self.files)
+        return {"of": source, "files": names, "largest difference of a sample": self.largest_difference}
+
 
 @contextmanager
 def written_aside(folder: Path) -> Iterator[Path]:

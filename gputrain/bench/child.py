@@ -1,20 +1,17 @@
-"""The child process that measures a row of `gputrain bench`: `python -m gputrain.bench.child KIND --row REQUEST`.
+"""The child process that measures a row of `gputrain bench`: `python -m gputrain.bench.child KIND --row REQUEST`."""
 
-KIND is the name of the model's package. The package is imported by name, because models import the benchmarks.
-"""
-
-import importlib
 import sys
 from typing import Any
 
 from gputrain.bench import runner
 from gputrain.bench.runner import Settings
 from gputrain.bench.step_bench import measure_bench_row
+from gputrain.kinds import kinds
 
 
 def measure_request(request: Settings) -> dict[str, Any]:
-    """Returns the figures of a row."""
-    return measure_bench_row(importlib.import_module(f"gputrain.{sys.argv[1]}.bench").BENCH, request)
+    """Returns the figures of a row of the kind of model that is the first argument."""
+    return measure_bench_row(kinds()[sys.argv[1]], request)
 
 
 if __name__ == "__main__":

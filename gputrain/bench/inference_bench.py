@@ -6,14 +6,15 @@ from typing import Any
 import torch
 
 from gputrain.bench import timing
-from gputrain.bench.step_bench import SWITCHES, Switch
+from gputrain.bench.step_bench import SWITCHES
 from gputrain.hw.plan import Plan
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.fake_runtime import FakeRuntime, on_fake_tensors
 from gputrain.planner.fusion import kernel_costs
 from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.roofline import KernelCost, busy_seconds
-from gputrain.planner.session import measured_rates
+from gputrain.planner.work import Switch
+from gputrain.session import measured_rates
 
 # One-dimensional convolutions have no channels_last, and the commands for trained models no CUDA graphs. The 16-bit row
 # comes last, because these commands compute in fp32.
@@ -23,12 +24,21 @@ Compute = Callable[[], object]
 
 
 class InferenceBench:
-    """Computes the same sound again and again, as `vocode` and `speak` do with a trained model."""
+    """Computes the same items again and again, as the commands that use a trained model do."""
 
-    def __init__(self, build: Callable[[Runtime], Compute], runtime: Runtime, items: int, item_seconds: float) -> None:
+    def __init__(
+        self,
+        build: Callable[[Runtime], Compute],
+        runtime: Runtime,
+        items: int,
+        item_seconds: float = 0.0,
+        flops: float | None = None,
+    ) -> None:
         """`build` makes a model with random weights and its inputs on the runtime's device, and returns a function that
-        computes `items` sounds of `item_seconds` from them."""
+        computes `items` items of `item_seconds` of sound from them. `flops` are those of all items; None: those of the
+        kernels."""
         self.build, self.runtime, self.items, self.item_seconds = build, runtime, items, item_seconds
+        self.flops = flops
         self.compute = build(runtime)
 
     @torch.no_grad()
@@ -40,11 +50,12 @@ class InferenceBench:
         rates = measured_rates(self.runtime)  # They are measured first, while the device is idle.
         figures: dict[str, Any] = timing.time_steps(self.step, self.runtime.device, warmup=warmup, steps=steps)
         seconds, kernels = figures["seconds_per_step"], inference_kernels(self.build, self.runtime.plan)
-        flops = sum(kernel.flops for kernel in kernels)
+        flops = sum(kernel.flops for kernel in kernels) if self.flops is None else self.flops
         figures |= timing.rates(seconds, self.items, flops, self.runtime)
         figures["predicted_seconds_per_step"] = busy_seconds(kernels, rates)
-        figures["real_time_factor"] = seconds / (self.items * self.item_seconds)
-        figures["audio_seconds_per_second"] = 1 / figures["real_time_factor"]
+        if self.item_seconds:
+            figures["real_time_factor"] = seconds / (self.items * self.item_seconds)
+            figures["audio_seconds_per_second"] = 1 / figures["real_time_factor"]
         figures["plan"] = {name: setting.value for name, setting in self.runtime.plan.settings.items()}
         return figures
 

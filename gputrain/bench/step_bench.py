@@ -2,8 +2,8 @@
 
 import math
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ from gputrain.hw.heap import keep_freed_memory
 from gputrain.hw.plan import Plan
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
+from gputrain.kinds import ModelKind
 from gputrain.planner.roofline import DeviceRates, StepCost
-from gputrain.planner.session import measured_rates
-from gputrain.planner.spec import ModelSpec, PlanTarget, TrainSettings
 from gputrain.planner.step_memory import predict_step
+from gputrain.planner.work import KindWork, PlanTarget, S, Switch, TrainSettings
+from gputrain.session import measured_rates
 
 PLAIN: Settings = {
     "enable_tf32": False,
@@ -36,8 +37,6 @@ PLAIN: Settings = {
     "use_torch_compile": False,
     "use_cuda_graphs": False,
 }
-# A row's label, what it adds to the settings of the row before, and the plan's setting that must be on afterwards.
-Switch = tuple[str, Settings, str]
 SWITCHES: tuple[Switch, ...] = (
     ("fp32", {}, ""),
     ("+ TF32", {"enable_tf32": True}, "tf32"),
@@ -50,57 +49,38 @@ SWITCHES: tuple[Switch, ...] = (
 GRAPHS: Switch = ("+ CUDA graphs", {"use_cuda_graphs": True}, "cuda_graphs")
 
 
-@dataclass(frozen=True)
-class BenchSpec:
-    """The benchmark of a kind of model, in `BENCH` of its module `bench`."""
-
-    kind: str
-    train: type  # The options of the train command.
-    # Describes the measured training, from the options of the benchmark and of the train command.
-    title: Callable[[Any, Any], str]
-    unit: str
-    # Takes the train command's settings, the runtime, a folder, and the `options`; returns what has `runtime` and
-    # `measure`, as StepBench.
-    begin: Callable[..., Any]
-    # Takes the train command's settings and the `options`; returns what the plan of such a training depends on.
-    model: Callable[..., ModelSpec[Any]]
-    options: tuple[str, ...] = ()  # Options that only the benchmark has.
-    switches: Sequence[Switch] = SWITCHES
-    inference: Sequence[Switch] = ()  # With the option `inference`, if they are others.
-
-
-def bench_rows(spec: BenchSpec, settings: BenchSettings) -> list[BenchRow]:
+def bench_rows(work: KindWork[Any], settings: BenchSettings) -> list[BenchRow]:
     """Returns the rows; each adds a setting to those of the row before. Several configuration files have a row each,
     with their own settings."""
-    names = {name: getattr(settings, name) for name in spec.options}
+    names = {name: getattr(settings, name) for name in work.bench_options}
     options = settings.bench
     shared = {"warmup_steps": options.warmup_steps, "steps": options.steps, "device": options.device, **names}
     files = options.files
     if len(files) > 1:
         return [BenchRow(file.name, {**shared, "switch": "", "train": settings.training(file)}) for file in files]
     values, rows = settings.training(*files) | PLAIN, []
-    switches = (names.get("inference") and spec.inference) or spec.switches
+    switches = (names.get("inference") and work.inference_switches) or work.switches or SWITCHES
     for label, added, switch in switches:
         values = values | added
         rows.append(BenchRow(label, {**shared, "switch": switch, "train": values}))
     return rows
 
 
-def run_bench(spec: BenchSpec, settings: BenchSettings) -> tuple[BenchReport, list[Path]]:
+def run_bench(work: KindWork[Any], settings: BenchSettings) -> tuple[BenchReport, list[Path]]:
     """Measures every row of a model's benchmark, and writes JSON and chart. Returns the report and their paths.
 
     Raises UserError if the folder cannot be written.
     """
     options = settings.bench
     files = options.files or (None,)
-    trained: list[Any] = [assemble(spec.train, settings.training(file)) for file in files]
+    trained: list[Any] = [assemble(settings.measured, settings.training(file)) for file in files]
     prefixes = [f"{file.name}: " if file and len(files) > 1 else "" for file in files]
-    described = "; ".join(prefix + spec.title(settings, one) for prefix, one in zip(prefixes, trained, strict=True))
-    report = BenchReport(f"train-{spec.kind}: {described}", spec.unit, runner.command_line("gputrain"))
-    switched_on = [name for name in spec.options if getattr(settings, name) is True]
+    described = "; ".join(prefix + work.title(settings, one) for prefix, one in zip(prefixes, trained, strict=True))
+    report = BenchReport(f"train-{work.kind}: {described}", work.unit, runner.command_line("gputrain"))
+    switched_on = [name for name in work.bench_options if getattr(settings, name) is True]
     written = runner.run_rows(
-        report, bench_rows(spec, settings), runner.model_child(spec.kind), minutes=options.row_minutes,
-        folder=options.output_dir, name="_".join(["bench", spec.kind, *switched_on]),
+        report, bench_rows(work, settings), runner.model_child(work.kind), minutes=options.row_minutes,
+        folder=options.output_dir, name="_".join(["bench", work.kind, *switched_on]),
     )  # fmt: skip
     return report, written
 
@@ -159,18 +139,28 @@ class StepBench:
         return cost.seconds(rates, micro_batch, math.ceil(items / micro_batch), graphs=graphs)
 
 
-def measure_bench_row(spec: BenchSpec, request: Settings) -> dict[str, Any]:
+def begin_bench(work: KindWork[S], settings: S, runtime: Runtime, folder: Path, **options: Any) -> Any:
+    """Returns a training on synthetic data, or the model in use without a training, by the options of a benchmark."""
+    settings = work.completed(settings)
+    work = work.of_bench(settings, **options)
+    if options.get("inference"):
+        return work.inference(settings, runtime, **options)
+    build, batch = partial(work.synthetic_recipe, settings), work.synthetic_batch(settings)
+    return StepBench(build, batch, settings, runtime, folder, item_seconds=work.item_seconds(settings, **options))
+
+
+def measure_bench_row(kind: ModelKind, request: Settings) -> dict[str, Any]:
     """Runs in the child: returns the figures of a row. Raises NotMeasured if its switch is off on this machine."""
-    switch = request["switch"]
-    train: TrainSettings = assemble(spec.train, request["train"])
-    options = {name: request[name] for name in spec.options}
-    plan = spec.model(train, **options).decide(probe(), train.hardware)
+    switch, work = request["switch"], kind.work()
+    train: TrainSettings = assemble(kind.train, request["train"])
+    options = {name: request[name] for name in work.bench_options}
+    plan = work.decide(probe(), train.hardware)
     check_switch(plan, switch)
     runtime = apply(plan)
     if runtime.device.type == "cpu":
         keep_freed_memory()  # As open_session does for a training.
     with tempfile.TemporaryDirectory() as folder:
-        bench = spec.begin(train, runtime, Path(folder), **options)
+        bench = begin_bench(work, train, runtime, Path(folder), **options)
         figures: dict[str, Any] = bench.measure(warmup=request["warmup_steps"], steps=request["steps"])
     check_switch(bench.runtime.plan, switch)  # A switch that failed in use is off by now.
     if switch == "precision":

@@ -16,60 +16,68 @@ from gputrain.bench.options import BenchSettings, MeasuredFile
 from gputrain.cli.help_pages import WIDEST, CommandPage
 from gputrain.config import Leaf
 from gputrain.errors import Stopped, UserError
+from gputrain.kinds import Translate, without_kind
 
 T = TypeVar("T")
 LIST_ITEMS = {int: "N", float: "N", Path: "PATH"}  # What help pages call an item of a list.
 FILES = "gputrain.files"  # Key of the files of a benchmark in click's context.
-# Translates the mapping in a file of another program, at the given path, to our keys and values.
-Translate = Callable[[dict[str, object], Path], dict[str, object]]
 
 
 def command(
+    app: typer.Typer, panel: str, *, shipped: Path | None = None, translate: Translate | None = None
+) -> Callable[[Callable[[T], None]], Callable[[T], None]]:
+    """Register a function of one config object as a command that has the function's name."""
+
+    def register(function: Callable[[T], None]) -> Callable[[T], None]:
+        (parameter,) = inspect.signature(function, eval_str=True).parameters.values()
+        name, page = function.__name__.replace("_", "-"), inspect.getdoc(function) or ""
+        add_command(
+            app, name, parameter.annotation, function, panel=panel, help=page, shipped=shipped, translate=translate
+        )
+        return function
+
+    return register
+
+
+def add_command(
     app: typer.Typer,
-    panel: str,
-    name: str = "",
+    name: str,
+    settings: type,
+    function: Callable[[Any], None],
     *,
+    panel: str,
+    help: str,
     profiles: Path | None = None,
     shipped: Path | None = None,
     translate: Translate | None = None,
-) -> Callable[[Callable[[T], None]], Callable[[T], None]]:
-    """Register a function of one config object as a command; by default it has the function's name.
+) -> None:
+    """Add a command that calls a function with an object of the config class `settings`.
 
     `profiles` is a folder of YAML files that `--profile-name` chooses from, `shipped` a folder of files that `--config`
     finds by their names alone. `translate` is applied to `--config` files before their keys are checked.
     """
 
-    def register(function: Callable[[T], None]) -> Callable[[T], None]:
-        (parameter,) = inspect.signature(function, eval_str=True).parameters.values()
-        settings = parameter.annotation
+    def run(context: typer.Context, **values: Any) -> None:
+        try:
+            made: Any = settings_of(settings, context, values)
+            function(with_files(made, context, values) if issubclass(settings, BenchSettings) else made)
+        except KeyboardInterrupt as error:
+            raise Stopped(str(error) or "interrupted", hint="run the same command again") from None
+        except EOFError as error:  # Click would print "Aborted." and nothing else.
+            raise RuntimeError("a file or a connection to another process ended too early") from error
 
-        def run(context: typer.Context, **values: Any) -> None:
-            try:
-                made = settings_of(settings, context, values)
-                function(with_files(made, context, values) if issubclass(settings, BenchSettings) else made)
-            except KeyboardInterrupt as error:
-                raise Stopped(str(error) or "interrupted", hint="run the same command again") from None
-            except EOFError as error:  # Click would print "Aborted." and nothing else.
-                raise RuntimeError("a file or a connection to another process ended too early") from error
-
-        options = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
-        options += [_option(leaf) for leaf in config.leaves(settings).values()]
-        if issubclass(settings, BenchSettings):
-            options.append(_measured_config_option(settings, shipped, translate))
-        else:
-            options.append(_config_option(settings, shipped, translate))
-        if profiles:
-            options.append(_profile_option(settings, profiles))
-        options += [_retired_option(name) for name in config.retired(settings)]
-        run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
-        run.settings = settings  # type: ignore[attr-defined]
-        run.__doc__ = function.__doc__
-        command_name = name or function.__name__.replace("_", "-")
-        add = app.command(command_name, cls=CommandPage, rich_help_panel=panel, context_settings=_context(settings))
-        add(run)
-        return function
-
-    return register
+    options = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+    options += [_option(leaf) for leaf in config.leaves(settings).values()]
+    if issubclass(settings, BenchSettings):
+        options.append(_measured_config_option(settings, shipped, translate))
+    else:
+        options.append(_config_option(settings, shipped, translate))
+    if profiles:
+        options.append(_profile_option(settings, profiles))
+    options += [_retired_option(name) for name in config.retired(settings)]
+    run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    run.settings = settings  # type: ignore[attr-defined]
+    app.command(name, help=help, cls=CommandPage, rich_help_panel=panel, context_settings=_context(settings))(run)
 
 
 def settings_of(cls: type[T], context: typer.Context, values: dict[str, Any]) -> T:
@@ -228,5 +236,5 @@ def read_defaults(path: Path, settings: type, translate: Translate | None = None
     Raises UserError if the file is unreadable, holds an unknown key or a wrong value, or configures another kind of
     model.
     """
-    content = config.without_kind(settings, config.read_file(path), str(path))
+    content = without_kind(settings, config.read_file(path), str(path))
     return config.checked(settings, translate(content, path) if translate else content, str(path))

@@ -7,30 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from gputrain import __version__
-from gputrain.config import Kind
 from gputrain.errors import UserError, first_line
+from gputrain.kinds import HubCard, ModelKind
 
 CARD = "README.md"
-# Library and task of each kind, as the Hub names them.
-TAGS: Mapping[Kind, tuple[str, str]] = {
-    "vae": ("diffusers", "image-to-image"),
-    "vocoder": ("onnx", "audio-to-audio"),
-    "tts": ("piper", "text-to-speech"),
-    "asr": ("transformers", "automatic-speech-recognition"),
-}
-NAMES: Mapping[Kind, str] = {
-    "vae": "image autoencoder (AutoencoderKL)", "vocoder": "NSF-HiFiGAN vocoder", "tts": "VITS voice",
-    "asr": "CTC speech recogniser",
-}  # fmt: skip
 
 
-def model_card(repo: str, kind: Kind, model: Path, figures: Mapping[str, object], hints: Sequence[str]) -> str:
+def model_card(repo: str, kind: ModelKind, model: Path, figures: Mapping[str, object], hints: Sequence[str]) -> str:
     """Return the card of an exported model: what it is, its held-out figures, how it is loaded, and its settings."""
-    library, task = TAGS[kind]
-    head = ["---", f"library_name: {library}", f"pipeline_tag: {task}", "tags:", "- gputrain", "---", ""]
+    hub = kind.hub or HubCard("gputrain", "other", kind.title.split(" ", 1)[-1])
+    head = ["---", f"library_name: {hub.library}", f"pipeline_tag: {hub.task}", "tags:", "- gputrain", "---", ""]
     text = [*head, f"# {repo.split('/')[-1]}", ""]
     text += [
-        f"A {NAMES[kind]}, trained with gputrain {__version__}. The data and their licence are not named here.",
+        f"A {hub.name}, trained with gputrain {__version__}. The data and their licence are not named here.",
         "",
     ]
     held_out = best_figures(model)

@@ -1,47 +1,54 @@
 """Options of the commands that serve several kinds of model. Imports no torch."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal, TypeVar
 
-from gputrain.asr.commands import LanguageModelOptions
-from gputrain.audio.config import Sound
-from gputrain.config import FORMER_KINDS, Kind, config, leaves, opt
+from gputrain.config import config, leaves, opt
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.probe import usable_cores
-from gputrain.speech.prepare_config import LANGUAGE_HINTS, SpeechOptions
-from gputrain.vae.config import PictureEvaluation, PictureLimits, VaePrepareConfig
+from gputrain.kinds import KindOptions, ModelKind, data_in_words, former_names, kinds, kinds_with
 
-VOICE_OPTIONS = frozenset(leaves(SpeechOptions)) - {"cue_gap"}
-RECOGNISER_OPTIONS = frozenset(leaves(SpeechOptions)) - {"alphabet", "espeak_voice"}
-# Options that only some kinds have. They would have no effect with others, so they are refused there.
-PREPARATION_OPTIONS: Mapping[Kind, frozenset[str]] = {
-    "vae": frozenset({"mode", "overwrite", *leaves(VaePrepareConfig)}),
-    "vocoder": frozenset(leaves(Sound)),
-    "tts": VOICE_OPTIONS | {"align_with", "audio_sample_rate", "trim_db", "loudness_db"},
-    "asr": RECOGNISER_OPTIONS | {"align_with", "trim_db", "loudness_db"},
-}
-VALIDATION_OPTIONS: Mapping[Kind, frozenset[str]] = {
-    "vae": frozenset(leaves(PictureLimits)),
-    "vocoder": frozenset({"audio_sample_rate"}),
-    "tts": VOICE_OPTIONS | {"audio_sample_rate", "check_with"},
-    "asr": RECOGNISER_OPTIONS | {"check_with"},
-}
-EVALUATION_OPTIONS: Mapping[Kind, frozenset[str]] = {
-    "vae": frozenset(leaves(PictureEvaluation)),
-    "vocoder": frozenset({"max_clips", "clip_seconds"}),
-    "tts": frozenset({"max_clips", "recogniser"}),
-    "asr": frozenset({"max_clips", *leaves(LanguageModelOptions)}),
-}
-DATA_KINDS = "vae (pictures), vocoder (recordings), tts or asr (recordings with their texts)"
+T = TypeVar("T")
+PREPARED, VALIDATED, FORMATS = (
+    kinds_with("prepare"), kinds_with("validate"),
+    list(dict.fromkeys(format for kind in kinds().values() for format in kind.exporters)),
+)  # fmt: skip
+AUTO = ", ".join(f"{next(iter(kind.exporters))} for {kind.title}" for kind in kinds().values() if kind.exporters)
 
 
-def refuse_others(settings: object, kind: Kind, options: Mapping[Kind, frozenset[str]], by: str) -> None:
-    """Raises UserError if an option of another kind is given. `by` names what decided the kind, for the message."""
+def options_of(kind: ModelKind, command: str) -> KindOptions:
+    """Returns the options of a command that the kind has beside those that all kinds have."""
+    found: KindOptions | None = getattr(kind, command)
+    return found or KindOptions()
+
+
+def with_options_of_kinds(command: str) -> Callable[[type[T]], type[T]]:
+    """Adds to a config class the groups of options that kinds of model have for a command, each group once."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        groups: dict[str, type] = {}
+        for kind in kinds().values():
+            groups |= options_of(kind, command).groups
+        parts = [(name, group, group()) for name, group in groups.items()]
+        made = dataclasses.make_dataclass(
+            cls.__name__, parts, bases=(cls,), namespace={"__doc__": cls.__doc__}, frozen=True, kw_only=True
+        )
+        made.__module__ = cls.__module__
+        return made
+
+    return decorate
+
+
+def refuse_others(settings: object, kind: ModelKind, command: str, by: str) -> None:
+    """Raises UserError if an option of another kind is given, which would have no effect. `by` names what decided the
+    kind, for the message."""
     known = leaves(type(settings))
-    for name in sorted(frozenset[str]().union(*options.values()) - options[kind]):
+    of_any = frozenset[str]().union(*(options_of(one, command).names for one in kinds().values()))
+    for name in sorted(of_any - options_of(kind, command).names):
         if known[name].value_in(settings) != known[name].default:
             raise UserError(f"{name} does nothing with {by}", hint=f"drop {known[name].flag}")
 
@@ -51,7 +58,10 @@ class DataSettings:
     """The options that both commands on data have."""
 
     input_dir: Path = opt(help="Folder tree of pictures or recordings; it is only read.")
-    kind: Kind = opt(default="vae", help=f"Kind of model the data are for: {DATA_KINDS}.", former_values=FORMER_KINDS)
+    kind: str = opt(
+        default=PREPARED[0], help=f"Kind of model the data are for: {data_in_words(PREPARED)}.", choices=PREPARED,
+        former_values=former_names(),
+    )  # fmt: skip
     output_file: Path | None = opt(default=None, help="JSON file for the report.")
     num_workers: int = opt(default=-1, help="Number of processes; -1: one for each core.", min=-1)
 
@@ -60,6 +70,7 @@ class DataSettings:
         return usable_cores() if self.num_workers < 0 else self.num_workers
 
 
+@with_options_of_kinds("validate")
 @config(panel="Validation")
 class ValidateSettings(DataSettings):
     input_dir: Path = opt(help="Folder of pictures or recordings, prepared or not.")
@@ -70,13 +81,12 @@ class ValidateSettings(DataSettings):
         default=None, help="Recogniser of train-asr or transformers that reads every clip and lists texts that differ."
     )
     strict: bool = opt(default=False, help="Exit with 3 if a file is refused.")
-    pictures: PictureLimits = PictureLimits()
-    speech: SpeechOptions = SpeechOptions()
 
     def __post_init__(self) -> None:
-        refuse_others(self, self.kind, VALIDATION_OPTIONS, f"--kind {self.kind}")
+        refuse_others(self, kinds()[self.kind], "validate", f"--kind {self.kind}")
 
 
+@with_options_of_kinds("prepare")
 @config(panel="Preparation")
 class PrepareSettings(DataSettings):
     mode: Literal["preprocess", "validate"] = opt(
@@ -88,16 +98,12 @@ class PrepareSettings(DataSettings):
         default=None,
         help="Recogniser of train-asr or transformers that cuts recordings longer than max_seconds between sentences.",
     )
-    pictures: VaePrepareConfig = VaePrepareConfig()
-    sound: Sound = Sound()
-    speech: SpeechOptions = SpeechOptions()
 
     def __post_init__(self) -> None:
-        refuse_others(self, self.kind, PREPARATION_OPTIONS, f"--kind {self.kind}")
-        if self.kind in ("tts", "asr"):
-            if self.speech.language is None:
-                raise UserError("language is missing", hint=LANGUAGE_HINTS[self.kind])
-            self.speech.language_for(self.kind)
+        kind = kinds()[self.kind]
+        refuse_others(self, kind, "prepare", f"--kind {self.kind}")
+        if kind.prepare:
+            kind.prepare.check(self)
         if self.mode == "preprocess" and self.output_dir is None:
             raise UserError("output_dir is missing", hint="name a folder for the prepared data: --output-dir FOLDER")
         if self.mode == "validate" and self.output_dir is not None:
@@ -107,14 +113,13 @@ class PrepareSettings(DataSettings):
 
     def as_validation(self) -> ValidateSettings:
         """Returns the options of `validate` for the mode that only checks pictures."""
-        shared = {field.name: getattr(self, field.name) for field in fields(DataSettings)}
-        return ValidateSettings(**shared, pictures=self.pictures)
+        shared = {field.name for field in fields(self)} & {field.name for field in fields(ValidateSettings)}
+        return ValidateSettings(**{name: getattr(self, name) for name in shared})
 
 
+@with_options_of_kinds("evaluation")
 @config(panel="Evaluation")
 class EvaluateSettings:
-    spellings: ClassVar[dict[str, str]] = {"check_with": "recogniser"}
-
     model: Path = opt(help="A run folder, a checkpoint, or a model of diffusers, openvpi or transformers (CTC).")
     data_path: tuple[Path, ...] = opt(
         help="Folder of pictures, prepared or not; for the other kinds of model, a prepared folder; may be repeated.",
@@ -124,16 +129,6 @@ class EvaluateSettings:
         default=None, help="Share of the data to evaluate; default: those that the run held out; 1: all.",
         min=0.0, max=1.0,
     )  # fmt: skip
-    pictures: PictureEvaluation = PictureEvaluation()
-    max_clips: int = opt(default=1000, help="Maximum number of clips, for all kinds of model but vae.", min=1)
-    clip_seconds: float = opt(
-        default=10.0, help="Length of the beginning of each clip that a vocoder is evaluated on, in seconds.", min=0.5
-    )
-    language_model: LanguageModelOptions = LanguageModelOptions()
-    recogniser: Path | None = opt(
-        default=None,
-        help="Model that counts a voice's recognition errors: of train-asr, transformers (CTC) or faster-whisper.",
-    )
     json: Path | None = opt(default=None, help="JSON file for the metrics.")
     device: DeviceName = opt(default="auto", help="Device to compute on.")
 
@@ -148,11 +143,7 @@ class ExportSettings:
         "speech on which an exported recogniser is compared (default: synthetic speech).",
     )
     device: DeviceName = opt(default="auto", help="Device to compute on.")
-    format: Literal["auto", "diffusers", "openvpi", "onnx", "oudep", "piper", "transformers", "sherpa"] = opt(
-        default="auto",
-        help="Format to write; auto: diffusers for an image VAE, openvpi for a vocoder, piper for a voice, "
-        "transformers for a recogniser.",
-    )
+    format: str = opt(default="auto", help=f"Format to write; auto: {AUTO}.", choices=("auto", *FORMATS))
     name: str = opt(
         default="", help="Name of the ONNX file and of the model in it; default: vocoder, voice or recogniser."
     )
@@ -182,7 +173,8 @@ class ReportSettings:
 @config(panel="Demo")
 class DemoSettings:
     output_dir: Path = opt(default=Path("demo"), help="Folder for data, run, export and reconstructions.")
-    kind: Kind = opt(
-        default="vae", help="Kind of model to train: vae (images), vocoder, tts (a voice) or asr (a recogniser).",
-        former_values=FORMER_KINDS,
+    kind: str = opt(
+        default=kinds_with("demo")[0],
+        help="Kind of model to train: vae (images), vocoder, tts (a voice) or asr (a recogniser).",
+        choices=kinds_with("demo"), former_values=former_names(),
     )  # fmt: skip

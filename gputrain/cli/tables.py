@@ -1,6 +1,6 @@
 """Prints figures, checks, benchmarks, plans and reports on data as tables on stdout."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,14 +14,6 @@ if TYPE_CHECKING:
     from gputrain.hw.doctor.host_rules import Check
     from gputrain.hw.plan import Plan
     from gputrain.planner.model_planner import CardPlan
-
-
-def print_figures(title: str, figures: Mapping[str, object]) -> None:
-    out.print(f"[bold]{one_line(title)}[/]")
-    width = max(map(len, figures), default=0)
-    for name, value in figures.items():
-        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-        out.print(f"  {name:<{width}}  {one_line(shown)}", soft_wrap=True)
 
 
 def print_checks(checks: Sequence["Check"]) -> None:

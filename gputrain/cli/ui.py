@@ -8,7 +8,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, NoReturn
 
 from rich import markup
@@ -16,8 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from gputrain.engine.metrics import duration
-from gputrain.engine.stop import COMMAND_CLOCK, interrupt_at_signals, leave_at_signals
+from gputrain.engine.stop import COMMAND_CLOCK, duration, interrupt_at_signals, leave_at_signals
 from gputrain.errors import Stopped, UserError, missing_package
 from gputrain.hw.ranks import Ranks
 
@@ -219,3 +218,29 @@ class BarTimes(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         return Text(self.bar.times(), style="progress.remaining")
+
+
+class TerminalOutput:
+    """The output of a kind's own command (kinds.CommandOutput), on the terminal or where it is redirected to."""
+
+    @contextlib.contextmanager
+    def progress(self, title: str, *, shown: bool = True) -> Iterator[Callable[[float, int], None]]:
+        with TerminalBar(title, shown=shown) as bar:
+            yield bar.update
+
+    def data(self, text: str) -> None:
+        out.print(escape(text), soft_wrap=True)
+
+    def message(self, text: str) -> None:
+        err.print(text, soft_wrap=True)
+
+    def figures(self, title: str, figures: Mapping[str, object]) -> None:
+        print_figures(title, figures)
+
+
+def print_figures(title: str, figures: Mapping[str, object]) -> None:
+    out.print(f"[bold]{one_line(title)}[/]")
+    width = max(map(len, figures), default=0)
+    for name, value in figures.items():
+        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+        out.print(f"  {name:<{width}}  {one_line(shown)}", soft_wrap=True)

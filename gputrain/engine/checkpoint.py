@@ -36,8 +36,8 @@ from typing import Any, BinaryIO, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from gputrain.config import FORMER_KINDS
 from gputrain.errors import UserError
+from gputrain.kinds import present_name
 
 log = logging.getLogger(__name__)
 
@@ -302,7 +302,7 @@ def read(path: Path, kind: str) -> Content:
         raise Damaged(f"{path}: truncated or damaged", hint=_nearby(path)) from None
     if not is_content(content):
         raise UserError(f"{path}: not a checkpoint that this version of gputrain has written", hint=_nearby(path))
-    content["kind"] = FORMER_KINDS.get(content["kind"], content["kind"])
+    content["kind"] = present_name(content["kind"])
     if content["kind"] != kind:
         raise UserError(f"{path}: holds a model of kind {content['kind']!r}, expected {kind!r}")
     content["modules"] = {FORMER_MODULES.get(name, name): state for name, state in content["modules"].items()}

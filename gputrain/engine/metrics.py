@@ -39,6 +39,7 @@ from gputrain.engine.distributed import RankGroup
 from gputrain.engine.run_folder import write_text
 from gputrain.engine.samples import Report, Sheet, SoundSample
 from gputrain.engine.schedule import TrackerName
+from gputrain.engine.stop import duration
 from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime
 
@@ -426,17 +427,6 @@ class Pace:
         if now.step > first.step:
             seconds_per_step = (now.ended - first.ended) / (now.step - first.step)
         return (last_step - now.step) * seconds_per_step
-
-
-def duration(seconds: float) -> str:
-    """Return a duration in its two largest units: "3 d 4 h", "3 h 12 min", "12 min", "40 s"."""
-    minutes = round(seconds / 60)
-    if seconds < 99.5:
-        return f"{seconds:.0f} s"
-    if minutes < 60:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"
 
 
 def losses_in_short(losses: Mapping[str, float]) -> str:

@@ -194,6 +194,17 @@ def seconds_of(text: str) -> float:
     return seconds
 
 
+def duration(seconds: float) -> str:
+    """Return a duration in its two largest units: "3 d 4 h", "3 h 12 min", "12 min", "40 s"."""
+    minutes = round(seconds / 60)
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"
+
+
 @dataclass
 class CommandClock:
     """The start of the command, which the command line sets before it loads anything."""

@@ -17,9 +17,9 @@ from gputrain.hw.plan import Cards, Hardware, Plan, Setting
 from gputrain.hw.probe import Machine
 from gputrain.planner.microbatch import BUDGET_SHARE, Fit, MemoryBudget, MemoryModel, budget_gb, fit
 from gputrain.planner.roofline import DeviceRates, OperatorTime, by_operator
-from gputrain.planner.spec import ModelSpec, S, Variant
 from gputrain.planner.step_memory import least_gb, memory_models, prediction_key
 from gputrain.planner.target import target_machines
+from gputrain.planner.work import KindWork, S, Variant
 
 log = logging.getLogger(__name__)
 
@@ -30,21 +30,21 @@ NCCL_GB = 1.0  # Memory of a GPU that NCCL's buffers and the buckets of gradient
 class ModelPlanner(Generic[S]):
     """Plans trainings of a model. GPUs with the same arithmetic share predictions."""
 
-    spec: ModelSpec[S]
+    work: KindWork[S]
     known: dict[object, Callable[[bool], MemoryModel]] = field(default_factory=dict)
 
     def memory_model(self, settings: S, plan: Plan) -> Callable[[bool], MemoryModel]:
         """Returns the function that gives the memory model with or without checkpointing."""
-        facts = json.dumps(self.spec.memory_key(settings), sort_keys=True)
+        facts = json.dumps(self.work.memory_key(settings), sort_keys=True)
         key = (facts, settings.schedule.batch_size, prediction_key(plan))
         if key not in self.known:
-            self.known[key] = memory_models(self.spec.target(settings), plan, settings.schedule.batch_size)
+            self.known[key] = memory_models(self.work.target(settings), plan, settings.schedule.batch_size)
         return self.known[key]
 
     def variant(self, settings: S, plan: Plan, budget: MemoryBudget) -> Variant[S]:
         """Returns the variant of the settings that fits and whose steps are predicted to be the fastest; the first one
         unless another is faster by more than the least gain."""
-        best, *others = self.spec.variants(settings, plan)
+        best, *others = self.work.variants(settings, plan)
         found = self._fit(best.settings, plan, budget)[1] if others else None
         for other in others:
             rival = self._fit(other.settings, plan, budget)[1]
@@ -70,11 +70,11 @@ class ModelPlanner(Generic[S]):
         """Returns sentences on what makes a training fit that does not: changes of options, one an option, the
         smallest loss first, and the smallest GPU."""
         sentences: dict[str, str] = {}
-        for flag, changed in self.spec.fallbacks(settings, budget, found).items():
+        for flag, changed in self.work.fallbacks(settings, budget, found).items():
             option = flag.split()[0]
             if changed != settings and option not in sentences:
                 checkpointing = changed.model.gradient_checkpointing is not False
-                need_gb = least_gb(self.spec.target(changed), plan, checkpointing)
+                need_gb = least_gb(self.work.target(changed), plan, checkpointing)
                 if need_gb * budget.margin <= budget.budget_gb:
                     sentences[option] = f"{flag} would take {need_gb:.1f} GB at least"
         optimizer_gb = found.parts["optimizer"]
@@ -91,7 +91,7 @@ class ModelPlanner(Generic[S]):
         if not found.fits:
             remedies = self.remedies(settings, plan, budget, found)
             if not settings.schedule.micro_batch_size:
-                raise does_not_fit(self.spec.item, found, remedies)
+                raise does_not_fit(self.work.item, found, remedies)
             log.warning("micro_batch_size %d is not predicted to fit; %s", found.micro_batch_size, "; ".join(remedies))
 
     def card_plans(
@@ -101,7 +101,7 @@ class ModelPlanner(Generic[S]):
         columns that name it in a table. `items` of the training set; None: unknown, unless `cards` says it."""
         plans = []
         for requested in target_machines(cards):
-            switches = self.spec.decide(requested.machine, stages[0][0].hardware)
+            switches = self.work.decide(requested.machine, stages[0][0].hardware)
             on_gpu = switches.device.value == "cuda"
             memory_gb = requested.machine.gpu_memory_gb if on_gpu else requested.machine.ram_gb
             for settings, columns in stages:
@@ -116,6 +116,12 @@ class ModelPlanner(Generic[S]):
                 )
                 plans.append(CardPlan(requested.name, memory_gb, columns, plan, found, remedies, time, operators))
         return plans
+
+
+def plan_cards(work: KindWork[S], settings: Any) -> list["CardPlan"]:
+    """Returns the plans for every GPU that the options of `plan` ask for."""
+    planned = work.planned(settings)
+    return ModelPlanner(planned.work).card_plans(settings.cards, planned.stages, planned.items)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from gputrain.engine.state import TrainState
 from gputrain.engine.step import gradients
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.memory_timeline import MemoryTimeline
-from gputrain.planner.spec import PlanTarget
+from gputrain.planner.work import PlanTarget
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from gputrain.planner.operators import Operator
 from gputrain.planner.predict import MemoryEstimate, explained
 from gputrain.planner.resident import ResidentStep, allocate_gradients, batch_tensors, optimizer_tensors, weights_of
 from gputrain.planner.roofline import StepCost
-from gputrain.planner.spec import PlanTarget
+from gputrain.planner.work import PlanTarget
 
 
 def predict_step(

@@ -13,14 +13,6 @@ class MetricStyle(NamedTuple):
     better: Better = ""
 
 
-# The figures on held-out data that stand at the head of a report, the most important first.
-HEADLINES: dict[str, tuple[str, ...]] = {
-    "vae": ("psnr_db", "ssim", "ms_ssim", "rfid"),
-    "vocoder": ("m_stft", "mel_distance", "f0_rmse_cents", "pesq"),
-    "tts": ("mcd_sl_db", "mel_distance", "length_mismatch", "cer"),
-    "asr": ("cer", "wer", "blank_share"),
-}
-
 # The metrics on held-out data that are also training losses.
 TRAINING_LOSSES = {
     "eval/l1": "loss/autoencoder/l1",

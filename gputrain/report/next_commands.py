@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gputrain.config import TRAIN_COMMANDS
 from gputrain.engine.run_folder import CONFIG
+from gputrain.kinds import ModelKind, kinds
 from gputrain.report.records import RunRecord
 
 
@@ -23,31 +23,26 @@ def next_commands(run: RunRecord) -> list[NextCommand]:
     """Returns the commands for the kind of the run; for an unknown kind, only that of TensorBoard."""
     folder = str(run.folder)
     board = _command("watch the curves live", "tensorboard", "--logdir", str(run.folder / "logs"))
-    if run.kind not in TRAIN_COMMANDS:
+    kind = kinds().get(run.kind)
+    if kind is None:
         return [board]
-    go_on = ["gputrain", TRAIN_COMMANDS[run.kind], "--config", str(run.folder / CONFIG), "--resume-from", "auto"]
+    go_on = ["gputrain", kind.command, "--config", str(run.folder / CONFIG), "--resume-from", "auto"]
     if _is_elsewhere(run):
         go_on += ["--output-dir", folder]
     return [
         _command("continue, or train longer with a larger --num-epochs or --num-steps", *go_on),
-        *model_commands(run.folder, run.kind, run.settings),
+        *model_commands(run.folder, kind, run.settings),
         _command("write this report again", "gputrain", "report", folder),
         board,
     ]
 
 
-def model_commands(run: Path, kind: str, settings: Mapping[str, Any]) -> list[NextCommand]:
+def model_commands(run: Path, kind: ModelKind, settings: Mapping[str, Any]) -> list[NextCommand]:
     """Returns the commands that use the model of a run with these settings."""
     folder, named = str(run), settings.get("data_path") or settings.get("data_dir") or "DATA"
     folders = map(str, named) if isinstance(named, list) else [str(named)]
     data = [word for one in folders for word in ("--data-path", one)]
-    use = {
-        "vae": ("reconstruct pictures", "reconstruct", "--input", "PICTURES", "--output-dir", "reconstructions"),
-        "vocoder": ("synthesise recordings", "vocode", "--input", "SONG.wav", "--output-dir", "vocoded"),
-        "tts": ("speak a text", "speak", "--text", "TEXT", "--output-file", "out.wav"),
-        "asr": ("transcribe a recording", "transcribe", "--input", "RECORDING.wav"),
-    }
-    purpose, name, *words = use[kind]
+    purpose, name, *words = kind.use
     return [
         _command("evaluate on held-out data", "gputrain", "evaluate", "--model", folder, *data),
         _command(purpose, "gputrain", name, "--model", folder, *words),

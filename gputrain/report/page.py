@@ -1,6 +1,6 @@
 """Composes a report: figures, curves, samples, settings, history and commands of runs, as one HTML file."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -10,10 +10,11 @@ import jinja2
 from markupsafe import Markup
 
 from gputrain import __version__
+from gputrain.kinds import kinds
 from gputrain.report import memory_chart, next_commands, settings_table
 from gputrain.report.curves import COLOURS, Chart, Curve, draw
 from gputrain.report.media import MediaBudget
-from gputrain.report.metric_names import HEADLINES, TRAINING_LOSSES, shown_value, style_of
+from gputrain.report.metric_names import TRAINING_LOSSES, shown_value, style_of
 from gputrain.report.records import RunRecord, now
 from gputrain.report.sections import SampleSection, sample_section
 
@@ -58,14 +59,14 @@ class ChartGroup:
     is_folded: bool = False
 
 
-def make_page(records: Sequence[RunRecord], classes: Mapping[str, type], budget: MediaBudget) -> str:
-    """Returns the report of runs as HTML. `classes` are the config classes of the kinds of model."""
+def make_page(records: Sequence[RunRecord], budget: MediaBudget) -> str:
+    """Returns the report of runs as HTML."""
     views = [_view(record, index, budget) for index, record in enumerate(records)]
     groups = [group for group in chart_groups(records) if group.charts]
     return _template().render(
         title=", ".join(record.name for record in records), views=views, groups=groups,
         comparison=comparison(records) if len(records) > 1 else [],
-        table=settings_table.settings_table(records, classes), plan=settings_table.plan_table(records),
+        table=settings_table.settings_table(records), plan=settings_table.plan_table(records),
         budget=budget, version=__version__, time=now(), style=Markup(_file("report.css")),
         script=Markup(_file("report.js")), has_many=len(records) > 1,
     )  # fmt: skip
@@ -99,9 +100,15 @@ def _view(record: RunRecord, index: int, budget: MediaBudget) -> RunView:
 # ----------------------------------------------------------------------------------------------------------- figures
 
 
+def headlines_of(record: RunRecord) -> tuple[str, ...]:
+    """Returns the figures on held-out data that matter most for the kind of a run; none if the kind is unknown."""
+    kind = kinds().get(record.kind)
+    return kind.headlines if kind else ()
+
+
 def headline_metric(record: RunRecord) -> str:
     """Returns the name of the most important metric that a run has; "" if it has none."""
-    for name in (*(f"eval/{name}" for name in HEADLINES.get(record.kind, ())), "eval/score"):
+    for name in (*(f"eval/{name}" for name in headlines_of(record)), "eval/score"):
         if name in record.names:
             return name
     return next((name for name in record.names if name.startswith("loss/")), "")
@@ -212,7 +219,7 @@ def chart_groups(records: Sequence[RunRecord]) -> list[ChartGroup]:
 
 def _leading(records: Sequence[RunRecord]) -> Iterator[str]:
     for record in records:
-        yield from (f"eval/{name}" for name in HEADLINES.get(record.kind, ()))
+        yield from (f"eval/{name}" for name in headlines_of(record))
 
 
 def _charts(records: Sequence[RunRecord], names: Sequence[str], reach: int) -> Iterator[Chart]:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
 from gputrain import config
-from gputrain.config import FORMER_KINDS, TRAIN_COMMANDS
 from gputrain.engine.callbacks import HISTORY
 from gputrain.engine.checkpoint import in_order
 from gputrain.engine.metrics import METRICS, row_of
 from gputrain.engine.run_folder import CONFIG, PLAN
 from gputrain.errors import UserError
+from gputrain.kinds import kinds, present_name
 
 T = TypeVar("T")
 Points = list[tuple[int, float]]  # Steps with values.
@@ -117,6 +117,11 @@ def read_run(folder: Path, name: str = "") -> RunRecord:
     return record
 
 
+def evaluated(folder: Path, name: str) -> list[float]:
+    """Returns a figure on held-out data at each evaluation of a run; the first is from before training."""
+    return [value for _, value in read_run(folder).series(f"eval/{name}")]
+
+
 def _attempt(path: Path, read: Callable[[Path], T], otherwise: T, notes: list[str]) -> T:
     """Read a file. If it is missing or damaged, note that and return something else."""
     if not path.exists():
@@ -205,14 +210,9 @@ def _is_number(value: object) -> bool:
 def _kind(record: RunRecord) -> str:
     """Returns the kind of a run; that of a run of an older version follows from the names of its metrics."""
     written = str(record.settings.get("kind", ""))
-    if (kind := FORMER_KINDS.get(written, written)) in TRAIN_COMMANDS:
+    if (kind := present_name(written)) in kinds():
         return kind
-    signs = {
-        "speed/images_per_second": "vae",
-        "speed/crops_per_second": "vocoder",
-        "loss/recogniser/ctc": "asr",
-        "speed/clips_per_second": "tts",
-    }
+    signs = {one.metric: one.name for one in kinds().values() if one.metric}
     return next((kind for sign, kind in signs.items() if sign in record.names), "")
 
 

@@ -98,7 +98,7 @@ def sample_section(run: RunRecord, budget: MediaBudget) -> SampleSection:
     section = SampleSection()
     section.sounds = sound_rows(files.sounds, files.references, files.captions, budget)
     for name, by_step in files.pictures.items():
-        grid = picture_grid(by_step, budget) if run.kind == "vae" else None
+        grid = picture_grid(by_step, budget)
         if grid:
             section.grids.append(grid)
             continue

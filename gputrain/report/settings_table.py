@@ -6,6 +6,7 @@ from typing import Any
 
 from gputrain import config
 from gputrain.engine.run_folder import NO_CHANGE
+from gputrain.kinds import kinds
 from gputrain.report.records import RunRecord, is_count, short_time
 
 MISSING = "–"
@@ -41,9 +42,9 @@ class SettingsTable:
         return [row for row in self.rows if not row.is_default]
 
 
-def settings_table(runs: Sequence[RunRecord], classes: Mapping[str, type]) -> SettingsTable:
-    """Returns the settings of all runs. `classes` are the config classes by kind, for panels, help and defaults."""
-    used = [classes[run.kind] for run in runs if run.kind in classes]
+def settings_table(runs: Sequence[RunRecord]) -> SettingsTable:
+    """Returns the settings of all runs, with the panels, help and defaults of the options of their kinds."""
+    used = [kinds()[run.kind].train for run in runs if run.kind in kinds()]
     known = {name: leaf for cls in used for name, leaf in config.leaves(cls).items()}
     defaults = {name: value for cls in used for name, value in config.completed(cls, {}).items()}
     names = list(dict.fromkeys([*known, *(name for run in runs for name in run.settings)]))

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gputrain.engine.callbacks import HISTORY
@@ -25,14 +25,14 @@ END_SECONDS = 4.0  # The same at the end of a run.
 LEAST_SECONDS = 1.5  # With less time before the limit of --max-time, no report is written.
 
 
-def write_report(runs: Sequence[Path], path: Path, classes: Mapping[str, type], seconds: float = MEDIA_SECONDS) -> int:
-    """Write the report of runs as one HTML file. `classes` are the config classes by kind; `seconds` limit the time for
-    pictures and sounds. Returns the size of the file in bytes.
+def write_report(runs: Sequence[Path], path: Path, seconds: float = MEDIA_SECONDS) -> int:
+    """Write the report of runs as one HTML file. `seconds` limit the time for pictures and sounds. Returns the
+    size of the file in bytes.
 
     Raises UserError if a folder holds no run, or if the file cannot be written.
     """
     records = [read_run(run, name) for run, name in zip(runs, unique_names(runs), strict=True)]
-    page = make_page(records, classes, MediaBudget.of(seconds))
+    page = make_page(records, MediaBudget.of(seconds))
     # Names of files may contain bytes that are no UTF-8.
     page = page.encode("utf-8", "replace").decode()
     try:
@@ -44,7 +44,7 @@ def write_report(runs: Sequence[Path], path: Path, classes: Mapping[str, type], 
 
 
 @contextlib.contextmanager
-def report_at_end(saving: Saving, classes: Mapping[str, type]) -> Iterator[None]:
+def report_at_end(saving: Saving) -> Iterator[None]:
     """Write report.html into the run folder when the block has trained, however it ends.
 
     An error of the report causes a warning, and nothing else: the outcome of the run stays as it is.
@@ -55,10 +55,10 @@ def report_at_end(saving: Saving, classes: Mapping[str, type]) -> Iterator[None]
         yield
     finally:
         if saving.report and Ranks.launched(os.environ).leads and _size(history) > before:
-            _write_at_end(saving, classes)
+            _write_at_end(saving)
 
 
-def _write_at_end(saving: Saving, classes: Mapping[str, type]) -> None:
+def _write_at_end(saving: Saving) -> None:
     seconds = END_SECONDS
     if saving.max_time and COMMAND_CLOCK.began is not None:
         left = seconds_of(saving.max_time) - (time.monotonic() - COMMAND_CLOCK.began) - EXIT_SECONDS / 2
@@ -67,7 +67,7 @@ def _write_at_end(saving: Saving, classes: Mapping[str, type]) -> None:
             return
         seconds = min(seconds, left - LEAST_SECONDS / 2)
     try:
-        write_report([saving.output_dir], saving.output_dir / REPORT, classes, seconds)
+        write_report([saving.output_dir], saving.output_dir / REPORT, seconds)
     except KeyboardInterrupt:
         log.warning("interrupted: %s is not written", REPORT)
     except Exception as error:  # Whatever it is, the training is complete.

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from gputrain.engine.data import HELD_OUT_SHARE, Sample, Split
 from gputrain.engine.mixture import FolderItems, GivenFolders, Mixture, data_folders, split_folders
@@ -147,6 +148,14 @@ def check_texts(store: SpeechStore) -> None:
             )
 
 
+@dataclass(frozen=True)
+class ClipSize:
+    """The average size of a clip in the largest batches."""
+
+    frames: int  # Counted as by the data set, with the incomplete last one.
+    symbols: int
+
+
 NOT_SHARED = torch.empty(0, dtype=torch.int64)  # Means that this process trains alone.
 
 
@@ -170,6 +179,16 @@ class ClipBatch(NamedTuple):
     def of_clips(self) -> tuple[Tensor, ...]:
         """The tensors of the B clips, without those that describe what ranks share."""
         return self[: self._fields.index("all_symbols_A")]
+
+
+def empty_bucket(items: int, clip: ClipSize, samples: int) -> list[ClipBatch]:
+    """Returns a bucket of silent clips of one size, for a plan. Recipes read the lengths, so that these have values
+    among fake tensors too."""
+    with unset_fake_temporarily():
+        each = torch.ones(items, dtype=torch.int64)
+        counts = {"symbols_B": each * clip.symbols, "samples_B": each * samples, "frames_B": each * clip.frames}
+    ids_BS, wave_BT = torch.zeros_like(each)[:, None].repeat(1, clip.symbols), torch.zeros(items, samples)
+    return [ClipBatch(ids_BS, wave_BT=wave_BT.to(torch.int16), speakers_B=each * 0, clips_B=each * 0, **counts)]
 
 
 @dataclass(frozen=True)
@@ -271,12 +290,12 @@ class Buckets:
         return math.ceil(self.stretch * int(frames_K.max())) * self.hop_size * 2
 
     @property
-    def largest_average(self) -> tuple[int, int]:
-        """The average numbers of frames and of symbols of a clip in a batch that reaches both limits."""
+    def largest_average(self) -> ClipSize:
+        """The average size of a clip in a batch that reaches both the limit of frames and that of clips."""
         frames = self.batch_frames / self.batch_size
         reader = self.store.format.frontend
         symbols = sum(len(reader.ids(clip.normalized)) for clip in self.clips)
-        return math.ceil(frames), math.ceil(frames * symbols / float(self.frames_N.sum()))
+        return ClipSize(math.ceil(frames), math.ceil(frames * symbols / float(self.frames_N.sum())))
 
     def log_fill(self) -> None:
         """Logs that batches are far from full, if they are."""
@@ -318,6 +337,21 @@ class StepClips(NamedTuple):
     frames: list[int]
     rows: tuple[slice, ...]  # Places of this rank's clips among all.
     is_idle: bool  # True if this rank has no clip of the step; its one clip only fills a place.
+
+    # The counts of the whole step, by which terms are divided. Divided by infinity, the terms of a clip that only fills
+    # a place are zero, and so are its gradients.
+
+    @property
+    def whole_clips(self) -> float:
+        return math.inf if self.is_idle else len(self.frames)
+
+    @property
+    def whole_frames(self) -> float:
+        return math.inf if self.is_idle else sum(self.frames)
+
+    @property
+    def whole_symbols(self) -> float:
+        return math.inf if self.is_idle else sum(self.symbols)
 
 
 def clips_of_step(loaded: list[ClipBatch]) -> StepClips:

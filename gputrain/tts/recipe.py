@@ -4,15 +4,12 @@ Shapes: B items (clips), S symbols, N frequencies, C channels, T frames, L sampl
 """
 
 import functools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from gputrain.audio.discriminators import vits_discriminators
 from gputrain.audio.losses import (
@@ -24,15 +21,13 @@ from gputrain.audio.losses import (
 )
 from gputrain.audio.mel import log_mel, magnitudes
 from gputrain.audio.weight_norm import shared_weights
-from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.gan import exact
 from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Term, Yielded
-from gputrain.engine.samples import Report
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.spec import PlanTarget
-from gputrain.planner.step_memory import step_flops
-from gputrain.speech.buckets import ClipBatch, clips_of_step
+from gputrain.planner.work import PlanTarget
+from gputrain.speech.buckets import ClipBatch, ClipSize, empty_bucket
+from gputrain.speech.recipe import BucketRecipe
 from gputrain.tts.align import alignment_scores, position_prior, search
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import SEGMENT_FRAMES, TrainTts
@@ -40,14 +35,6 @@ from gputrain.tts.encoder import EncodedText
 from gputrain.tts.evaluate import HeldOutClips
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.model import Voice, frame_prior, length_mask, segment_starts, segments
-
-
-@dataclass(frozen=True)
-class ClipSize:
-    """The average size of a clip in the largest batches."""
-
-    frames: int
-    symbols: int
 
 
 @dataclass(frozen=True)
@@ -69,10 +56,15 @@ class VoiceBatch:
     whole_symbols: float
     whole_clips: float
 
-    def part(self, first: int, stop: int, hop_size: int) -> "VoiceBatch":
+    @property
+    def padded_frames(self) -> int:
+        return len(self.frames) * max(self.frames)
+
+    def part(self, first: int, stop: int) -> "VoiceBatch":
         """Returns items `first` to `stop` - 1, with the padding cropped to the longest of them."""
         items, symbols, frames = slice(first, stop), self.symbols[first:stop], self.frames[first:stop]
         most_symbols, most_frames = max(symbols), max(frames)
+        hop_size = self.wave_B1L.shape[2] // self.spectrogram_BNT.shape[2]
         return replace(
             self,
             ids_BS=self.ids_BS[items, :most_symbols],
@@ -86,11 +78,12 @@ class VoiceBatch:
         )
 
 
-class VoiceRecipe:
+class VoiceRecipe(BucketRecipe):
     """Phases: the voice and the discriminators. Both are updated from the same generated waves in one pass, or, with
     alternating steps, in a step group each."""
 
     kind, unit = "tts", "clips"
+    settings: TrainTts
 
     def __init__(
         self,
@@ -155,11 +148,7 @@ class VoiceRecipe:
         return self.voice.text_encoder.embedding.weight.dtype
 
     def prepare(self, loaded: list[ClipBatch], step: int) -> VoiceBatch:
-        """Prepares the buckets of a step: one, or several with gradient accumulation."""
-        device = self.runtime.device
-        clips = clips_of_step(loaded)
-        generator = torch.Generator(device).manual_seed((self.settings.schedule.seed << 32) + step)
-        draws = BatchDraws(generator, len(clips.frames), clips.rows)
+        device, (clips, draws) = self.runtime.device, self.clips_and_draws(loaded, step)
         symbols = tuple(count for bucket in clips.buckets for count in bucket.symbols_B.tolist())
         frames = tuple(count for bucket in clips.buckets for count in bucket.frames_B.tolist())
         fields = zip(*(bucket.of_clips for bucket in clips.buckets), strict=True)
@@ -180,34 +169,13 @@ class VoiceRecipe:
             places_B=draws.uniform(),
             symbols=symbols,
             frames=frames,
-            # Divided by infinity, the terms of a clip that only fills a place are zero, and so are its gradients.
-            whole_frames=math.inf if clips.is_idle else sum(clips.frames),
-            whole_symbols=math.inf if clips.is_idle else sum(clips.symbols),
-            whole_clips=math.inf if clips.is_idle else len(clips.frames),
+            whole_frames=clips.whole_frames,
+            whole_symbols=clips.whole_symbols,
+            whole_clips=clips.whole_clips,
         )
 
-    def size(self, batch: VoiceBatch) -> int:
-        """Returns the number of clips, or for long clips the number of average length that needs as much memory."""
-        taken = len(batch.frames) * max(batch.frames)
-        return max(len(batch.frames), -(-taken // self.clip.frames))
-
-    def flops(self, batch: VoiceBatch, step: int) -> float:
-        return self._item_flops * self.size(batch)
-
-    @functools.cached_property
-    def _item_flops(self) -> float:
-        whole = plan_target(self.settings, self.architecture, self.clip)
-        return step_flops(whole, 0) / self.settings.schedule.whole_batch
-
-    def peak_memory_step(self, step: int) -> int:
-        return step
-
-    def split(self, batch: VoiceBatch, parts: int) -> list[VoiceBatch]:
-        """Splits into parts whose numbers of clips differ by at most one; there are at most as many parts as clips."""
-        clips = len(batch.frames)
-        parts = min(parts, clips)
-        ends = [-(-clips * part // parts) for part in range(parts + 1)]
-        return [batch.part(first, stop, self.mel.hop_size) for first, stop in pairwise(ends)]
+    def plan_target(self) -> PlanTarget:
+        return plan_target(self.settings, self.architecture, self.clip)
 
     def loss(self, batch: VoiceBatch, step: int) -> Iterator[Yielded]:
         """Yields the losses in an order that limits peak memory.
@@ -297,18 +265,6 @@ class VoiceRecipe:
         """The EMA of the voice, or the voice itself if the EMA is off."""
         return self.ema.average if self.settings.schedule.ema_decay else self.voice
 
-    def sample(self) -> Report:
-        """Synthesises the sample texts, as audio and pictures."""
-        if self.held_out is None:
-            return Report()
-        with self.runtime.autocast():
-            return self.held_out.sample(self.best_model, self.runtime.device)
-
-    def evaluate(self) -> Report:
-        assert self.held_out is not None
-        with self.runtime.autocast():
-            return self.held_out.evaluate(self.best_model, self.runtime.device)
-
 
 def divergence_from_prior(
     prior_latent_BCT: Tensor, log_scale_BCT: Tensor, text: EncodedText, durations_BS: Tensor, mask_B1T: Tensor
@@ -355,11 +311,6 @@ def plan_target(settings: TrainTts, architecture: VoiceArchitecture, clip: ClipS
         return VoiceRecipe(replace(settings, model=model), architecture, clip, runtime)
 
     def load(items: int = settings.schedule.whole_batch) -> list[ClipBatch]:
-        samples = clip.frames * architecture.mel.hop_size
-        with unset_fake_temporarily():  # the recipe reads the lengths, so they must be real tensors
-            each = torch.ones(items, dtype=torch.int64)
-            counts = {"symbols_B": each * clip.symbols, "samples_B": each * samples, "frames_B": each * clip.frames}
-        ids_BS, wave_BT = torch.zeros_like(each)[:, None].repeat(1, clip.symbols), torch.zeros(items, samples)
-        return [ClipBatch(ids_BS, wave_BT=wave_BT.to(torch.int16), speakers_B=each * 0, clips_B=each * 0, **counts)]
+        return empty_bucket(items, clip, clip.frames * architecture.mel.hop_size)
 
     return PlanTarget(build, load)

@@ -26,7 +26,7 @@ from gputrain.hw.runtime import runtime_on
 from gputrain.speech.text.frontend import Frontend, shortened
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.audio_writers import AudioStream, SoundFile
-from gputrain.tts.commands import Manner, Speak
+from gputrain.tts.config import Manner, Speak
 from gputrain.tts.decoder import FilterBank, WaveDecoder
 from gputrain.tts.load import LoadedVoice, load_voice
 from gputrain.tts.model import Voice

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from gputrain.bench.options import BenchOptions, BenchSettings
-from gputrain.config import Kind, config, opt
+from gputrain.config import config, opt
 from gputrain.engine.schedule import SEVERAL, STEP_ORDER_HELP, Saving, Schedule, StepOrder
 from gputrain.errors import UserError
 from gputrain.hw.plan import Cards, DeviceName, Hardware
@@ -154,7 +154,7 @@ class Losses:
 
 @config()
 class TrainVae:
-    kind: ClassVar[Kind] = "vae"
+    kind: ClassVar[str] = "vae"
 
     data: Data = Data()
     model: Model = Model()

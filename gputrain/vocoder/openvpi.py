@@ -27,7 +27,7 @@ from gputrain.translation import (
     same,
     translated,
 )
-from gputrain.vocoder.commands import PlanVocoder
+from gputrain.vocoder.config import PlanVocoder
 
 PAGE = Path(__file__).parents[2] / "docs" / "vocoder_keys.md"
 PROFILES = Path(__file__).parent / "profiles"

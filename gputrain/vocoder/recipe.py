@@ -26,8 +26,8 @@ from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Yielded
 from gputrain.engine.samples import Report
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.spec import PlanTarget
 from gputrain.planner.step_memory import step_flops
+from gputrain.planner.work import PlanTarget
 from gputrain.vocoder import augment
 from gputrain.vocoder.config import OptimizerName, TrainVocoder
 from gputrain.vocoder.discriminators import KINDS, FastDiscriminator

@@ -22,7 +22,7 @@ from gputrain.errors import UserError
 from gputrain.hw.runtime import runtime_on
 from gputrain.vocoder import inputs
 from gputrain.vocoder.architecture import NsfHifiganArchitecture
-from gputrain.vocoder.commands import Vocode
+from gputrain.vocoder.config import Vocode
 from gputrain.vocoder.generator import Generator, Noise, draw_noise
 from gputrain.vocoder.load import load_vocoder
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gputrain.asr import evaluate
-from gputrain.asr.commands import LanguageModelOptions
+from gputrain.asr.config import LanguageModelOptions
 from gputrain.asr.evaluate import RecognisedClip, confusions, evaluate_recogniser, held_out_share_of, report_of
 from gputrain.asr.held_out import transcribe_clips
 from gputrain.engine.data import HELD_OUT_SHARE

@@ -6,25 +6,26 @@ import json
 import pytest
 import torch
 
-from gputrain.asr import architecture, bench
+from gputrain.asr import architecture
 from gputrain.asr.config import BenchAsr, PlanAsr, PlannedSpeech, TrainAsr
-from gputrain.asr.plan import facts_of, memory_key, model_spec, plan_cards
-from gputrain.asr.recipe import UtteranceSize
+from gputrain.asr.work import AsrWork, facts_of
 from gputrain.bench import step_bench
 from gputrain.bench.runner import measure_row, model_child
 from gputrain.config import assemble
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
+from gputrain.planner.model_planner import plan_cards
 from gputrain.planner.resident import ResidentStep
 from gputrain.planner.step_memory import predict_step
+from gputrain.speech.buckets import ClipSize
 from tests.asr.models import SIZES
 from tests.command import gputrain_here
 from tests.planner.measured_steps import measured_peak_gb
 from tests.vae.test_bench import H100, T4
 
 CPU = Machine(system="Linux", cpu_cores=2, torch="2.13")
-CLIP = UtteranceSize(frames=60, labels=20)
+CLIP = ClipSize(frames=60, symbols=20)
 
 
 @pytest.fixture
@@ -37,9 +38,9 @@ def settings_of(**changes: object) -> TrainAsr:
     return assemble(TrainAsr, {**values, **changes})
 
 
-def target_of(settings: TrainAsr, clip: UtteranceSize = CLIP):
+def target_of(settings: TrainAsr, clip: ClipSize = CLIP):
     facts = facts_of(settings, PlannedSpeech(), 1.0)
-    return model_spec(dataclasses.replace(facts, clip=clip)).target(settings)
+    return AsrWork(dataclasses.replace(facts, clip=clip)).target(settings)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_a_step_takes_what_was_predicted(changes, checkpointing, small_preset):
 
 def test_settings_that_change_the_memory_are_in_its_key():
     keys = [
-        json.dumps(memory_key(settings_of(**changes)))
+        json.dumps(AsrWork().memory_key(settings_of(**changes)))
         for changes in ({}, {"adapters": "lora"}, {"adapters": "lora", "lora_rank": 4}, {"preset": "base"},
                         {"ema_decay": 0.5}, {"freeze_feature_encoder": True}, {"init_from": "folder"},
                         {"hidden_dropout": 0.1}, {"mask_time_prob": 0.0}, {"layer_drop": 0.1})
@@ -75,7 +76,9 @@ def test_settings_that_change_the_memory_are_in_its_key():
 @pytest.mark.slow
 def test_full_fine_tuning_of_1b_does_not_fit_a_t4_and_lora_does():
     values = {"preset": "xls-r-1b", "clip_seconds": 5.4, "gpu": ["t4"], "batch_size": 32}
-    (full,), (lora,) = (plan_cards(assemble(PlanAsr, {**values, "adapters": kind})) for kind in ("none", "lora"))
+    (full,), (lora,) = (
+        plan_cards(AsrWork(), assemble(PlanAsr, {**values, "adapters": kind})) for kind in ("none", "lora")
+    )
     assert not full.fit.fits
     assert full.fit.parts["parameters"] + full.fit.parts["gradients"] + full.fit.parts["optimizer"] > 15
     assert any(remedy.startswith("--adapters lora would take") for remedy in full.remedies)
@@ -96,7 +99,7 @@ def test_plan_train_asr_from_the_command_line():
 
 @pytest.mark.parametrize(("machine", "precision"), [(H100, "bf16"), (T4, "fp16")])
 def test_each_row_of_the_benchmark_turns_one_switch_on(machine, precision):
-    rows = step_bench.bench_rows(bench.BENCH, assemble(BenchAsr, {}))
+    rows = step_bench.bench_rows(AsrWork(), assemble(BenchAsr, {}))
     trains = [assemble(TrainAsr, json.loads(json.dumps(row.settings))["train"]) for row in rows]
     plans = [decide(machine, train.hardware) for train in trains]
     assert [(plan.precision.value, plan.compile.value) for plan in plans] == [
@@ -107,7 +110,7 @@ def test_each_row_of_the_benchmark_turns_one_switch_on(machine, precision):
 def test_synthetic_speech_is_of_the_size_asked_for():
     settings = settings_of()
     facts = facts_of(settings, PlannedSpeech(), 0.5)
-    (bucket,) = bench.synthetic_utterances(settings, facts)
+    (bucket,) = AsrWork(facts).synthetic_batch(settings)
     assert bucket.wave_BT.shape == (4, 25 * 320)
     assert (bucket.wave_BT.dtype, bucket.ids_BS.shape) == (torch.int16, (4, 8))
 
@@ -115,7 +118,7 @@ def test_synthetic_speech_is_of_the_size_asked_for():
 @pytest.mark.slow
 def test_the_benchmark_measures_a_row_in_its_child():
     options = {"batch_size": 2, "clip_seconds": 0.5, "device": "cpu", "warmup_steps": 1, "steps": 2}
-    row = step_bench.bench_rows(bench.BENCH, assemble(BenchAsr, options))[0]
+    row = step_bench.bench_rows(AsrWork(), assemble(BenchAsr, options))[0]
     result = measure_row(row, model_child("asr"), 5)
     assert result.reason == ""
     assert result.figures["seconds_per_step"] > 0

@@ -10,19 +10,19 @@ import torch
 from gputrain.asr.config import TrainAsr
 from gputrain.asr.initialise import init_weights
 from gputrain.asr.model import logits
-from gputrain.asr.recipe import RecogniserRecipe, UtteranceSize, plan_target
+from gputrain.asr.recipe import RecogniserRecipe, plan_target
 from gputrain.config import assemble
 from gputrain.engine.run_folder import Run
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import gradients, update
 from gputrain.planner.step_memory import predict_step, step_flops
-from gputrain.speech.buckets import ClipBatch
+from gputrain.speech.buckets import ClipBatch, ClipSize
 from gputrain.speech.frames import encoder_frames
 from tests.asr.models import VOCABULARY, tiny_architecture, transformers_folder
 from tests.toy import cpu_runtime, quiet
 
 SYMBOLS = 30
-CLIP = UtteranceSize(frames=30, labels=6)
+CLIP = ClipSize(frames=30, symbols=6)
 GROUP = {"feat_extract_norm": "group", "do_stable_layer_norm": False}
 
 

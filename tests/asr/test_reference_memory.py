@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from gputrain.asr import model as networks
 from gputrain.asr.config import PlannedSpeech, TrainAsr
 from gputrain.asr.lora import PROJECTIONS
-from gputrain.asr.plan import facts_of, model_spec
+from gputrain.asr.work import AsrWork, facts_of
 from gputrain.config import assemble
 from gputrain.engine.recipe import StepGroup
 from gputrain.hw.plan import Hardware, Plan, decide
@@ -30,8 +30,8 @@ from gputrain.planner.fake_runtime import FakeRuntime, FunctionsOf, on_fake_tens
 from gputrain.planner.memory_timeline import MemoryTimeline
 from gputrain.planner.predict import explained
 from gputrain.planner.resident import ResidentStep, batch_tensors, optimizer_tensors, weights_of
-from gputrain.planner.spec import PlanTarget
 from gputrain.planner.step_memory import predict_step
+from gputrain.planner.work import PlanTarget
 from tests.planner.test_reference_cells import BATCHES, CELLS, RESIDENT
 from tests.vae.test_bench import H100
 
@@ -50,7 +50,7 @@ def settings_of(size: str, **changes: object) -> TrainAsr:
 
 
 def target_of(settings: TrainAsr, seconds: float) -> PlanTarget:
-    return model_spec(facts_of(settings, PlannedSpeech(labels_a_second=1), seconds)).target(settings)
+    return AsrWork(facts_of(settings, PlannedSpeech(labels_a_second=1), seconds)).target(settings)
 
 
 def plan_of(precision: str) -> Plan:

@@ -18,7 +18,7 @@ from gputrain.asr import architecture
 from gputrain.asr.config import TrainAsr
 from gputrain.asr.held_out import Diagnosis, ErrorRate, collapsed
 from gputrain.asr.load import load_recogniser
-from gputrain.asr.train import fill_buckets, train_asr
+from gputrain.asr.work import AsrWork
 from gputrain.cli.options import read_defaults
 from gputrain.config import assemble
 from gputrain.errors import UserError
@@ -28,6 +28,7 @@ from tests.asr.models import SIZES, run_folder, small_preset, transformers_folde
 from tests.asr.stores import LETTERS, spelled_clips, write_store
 from tests.cli.test_torchrun import torchrun
 from tests.command import gputrain_here
+from tests.training import train_asr
 from tests.vae.test_recipe import assert_same
 from tests.vocoder.conftest import flags
 
@@ -184,7 +185,7 @@ def test_two_folders_of_which_one_counts_thrice(store, tmp_path, caplog):
     (share,) = re.findall(r"other: (\d+) clips with weight 3: (\d+) of an epoch", caplog.text)
     assert int(share[1]) == 3 * int(share[0]) > 0
     plain = {**TINY, **shared, "data_dir": [str(store), str(other)], "output_dir": "."}
-    buckets = fill_buckets(assemble(TrainAsr, plain), open_speech([store, other], 320, 0.2, kind="asr"))
+    buckets = AsrWork().fill_buckets(assemble(TrainAsr, plain), open_speech([store, other], 320, 0.2, kind="asr"))
     assert whole["progress"]["items"] > len(buckets)
     train(tmp_path / "parts", store, **shared, max_steps=2)
     settings = assemble(
@@ -315,7 +316,7 @@ def test_batches_have_little_padding(tmp_path):
     """The default limit is 2 %, for clips of 0.3 to 1 s."""
     store = write_store(tmp_path / "store", spelled_clips(200))
     settings = assemble(TrainAsr, {"data_dir": str(store), "batch_size": 8})
-    buckets = fill_buckets(settings, open_speech(store, 320, 0.05, kind="asr"))
+    buckets = AsrWork().fill_buckets(settings, open_speech(store, 320, 0.05, kind="asr"))
     assert buckets.padding <= 0.02
     assert len(buckets.clips) / len(buckets) > 4
 

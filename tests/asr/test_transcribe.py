@@ -10,7 +10,7 @@ import pytest
 import soundfile
 import torch
 
-from gputrain.asr.commands import LanguageModelOptions, Transcribe
+from gputrain.asr.config import LanguageModelOptions, Transcribe
 from gputrain.asr.decode import GreedyDecoder
 from gputrain.asr.load import Recogniser, load_recogniser
 from gputrain.asr.long_audio import ChunkLengths, blocks_of, chunk_spans, log_prob_pieces, long_log_probs, moments_of

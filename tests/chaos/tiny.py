@@ -17,11 +17,11 @@ import torch._dynamo  # The first step of an optimizer imports it.
 from PIL import Image
 from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
-from gputrain.asr import train as asr_train  # noqa: F401 (every process would import it)
+from gputrain.asr import work as asr_work  # noqa: F401 (every process would import it)
 from gputrain.cli import app
-from gputrain.tts import train as tts_train  # noqa: F401
-from gputrain.vae import train as vae_train  # noqa: F401
-from gputrain.vocoder import train as vocoder_train  # noqa: F401
+from gputrain.tts import work as tts_work  # noqa: F401
+from gputrain.vae import work as vae_work  # noqa: F401
+from gputrain.vocoder import work as vocoder_work  # noqa: F401
 from tests.asr import test_train as recognisers
 from tests.asr.models import small_preset
 from tests.asr.stores import spelled_clips, write_store

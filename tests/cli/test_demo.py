@@ -5,18 +5,25 @@ from pathlib import Path
 
 import pytest
 
-from gputrain.cli import demo
+from gputrain.asr import kind as asr
+from gputrain.cli import kind_commands
 from gputrain.cli.app import app, command_line
-from gputrain.config import Kind, assemble, leaves
+from gputrain.config import assemble, leaves
 from gputrain.errors import UserError
+from gputrain.kinds import kinds
+from gputrain.report.records import evaluated
+from gputrain.speech import data_commands as speech
 from gputrain.speech.synthetic import sentences
 from gputrain.speech.text.frontend import frontend
+from gputrain.tts import kind as tts
 from gputrain.tts.config import TrainTts
+from gputrain.vae import kind as vae
+from gputrain.vocoder import kind as vocoder
 from gputrain.vocoder.config import TrainVocoder
 
 
-def run_demo(folder: Path, kind: Kind) -> None:
-    demo.run_demo(folder, kind, lambda words: app(words, standalone_mode=False))
+def run_demo(folder: Path, kind: str) -> None:
+    kind_commands.run_demo(folder, kind, lambda words: app(words, standalone_mode=False))
 
 
 def parsed(line: list[object]) -> dict[str, object]:
@@ -31,7 +38,7 @@ TRAINED_BY = {"vae": "train-vae", "vocoder": "train-vocoder", "tts": "train-tts"
 
 @pytest.mark.parametrize("kind", ["vae", "vocoder", "tts", "asr"])
 def test_every_command_of_a_demo_is_understood(kind: str, tmp_path: Path) -> None:
-    commands = [[str(word) for word in line] for line in demo.DEMOS[kind].commands(tmp_path)]  # type: ignore[index]
+    commands = [[str(word) for word in line] for line in kinds()[kind].demo.commands(tmp_path)]
     assert [line[0] for line in commands][:5] == [
         "prepare-data", "validate", TRAINED_BY[kind], "evaluate", "export"
     ]  # fmt: skip
@@ -40,7 +47,7 @@ def test_every_command_of_a_demo_is_understood(kind: str, tmp_path: Path) -> Non
 
 
 def test_the_vocoder_is_trained_on_what_was_prepared(tmp_path: Path) -> None:
-    by_name = {str(line[0]): parsed(line) for line in demo.vocoder_commands(tmp_path)}
+    by_name = {str(line[0]): parsed(line) for line in vocoder.demo_commands(tmp_path)}
     given = {name: value for name, value in by_name["train-vocoder"].items() if name in leaves(TrainVocoder)}
     joined = {
         name: ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value for name, value in given.items()
@@ -54,17 +61,17 @@ def test_the_vocoder_is_trained_on_what_was_prepared(tmp_path: Path) -> None:
 
 
 def test_the_voice_is_trained_on_what_was_prepared_and_speaks_a_new_sentence(tmp_path: Path) -> None:
-    by_name = {str(line[0]): parsed(line) for line in demo.tts_commands(tmp_path)}
+    by_name = {str(line[0]): parsed(line) for line in tts.demo_commands(tmp_path)}
     given = {name: value for name, value in by_name["train-tts"].items() if name in leaves(TrainTts)}
     settings = assemble(TrainTts, {name: value for name, value in given.items() if value not in (None, "", [], ())})
     prepared, checked = by_name["prepare-data"], by_name["validate"]
-    assert prepared["audio_sample_rate"] == checked["audio_sample_rate"] == demo.SPEECH_RATE_HZ
+    assert prepared["audio_sample_rate"] == checked["audio_sample_rate"] == speech.RATE_HZ
     assert settings.data.data_dir == (Path(str(prepared["output_dir"])),)
-    assert (settings.schedule.num_steps, settings.schedule.num_epochs) == (demo.SPEECH_STEPS, 0)
+    assert (settings.schedule.num_steps, settings.schedule.num_epochs) == (tts.STEPS, 0)
     assert {str(by_name[name]["model"]) for name in ("speak", "evaluate")} == {str(settings.saving.output_dir)}
-    assert settings.data.held_out_share * demo.SPEECH_CLIPS > 2
+    assert settings.data.held_out_share * speech.CLIPS > 2
     reader = frontend("uz")
-    assert reader.normalize(demo.SENTENCE).rstrip(".") in sentences()[demo.SPEECH_CLIPS :]
+    assert reader.normalize(tts.SENTENCE).rstrip(".") in sentences()[speech.CLIPS :]
 
 
 def test_the_last_page_shows_first_and_last_figures(tmp_path: Path) -> None:
@@ -76,13 +83,13 @@ def test_the_last_page_shows_first_and_last_figures(tmp_path: Path) -> None:
     ]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "evaluation.json").write_text(json.dumps({"f0_rmse_cents": 12.4, "f0_rmse_cents_up_12": 33.3}))
-    vocoder = demo.vocoder_results(tmp_path)
-    assert vocoder["mel distance before training"] == 2.25
-    assert vocoder["mel distance after training"] == "0.625, on held-out clips"
-    assert vocoder["error of the pitch"] == "12 cents"
-    assert vocoder["error of the pitch an octave higher"] == "33 cents"
+    sung = vocoder.demo_results(tmp_path)
+    assert sung["mel distance before training"] == 2.25
+    assert sung["mel distance after training"] == "0.625, on held-out clips"
+    assert sung["error of the pitch"] == "12 cents"
+    assert sung["error of the pitch an octave higher"] == "33 cents"
     (tmp_path / "evaluation.json").write_text(json.dumps({"mcd_db": 7.25}))
-    voice = demo.tts_results(tmp_path)
+    voice = tts.demo_results(tmp_path)
     assert voice["mel distance before training"] == 2.25
     assert voice["mel distance after training"] == "0.625, on held-out clips"
     assert voice["length of the speech"] == "off by a factor of 1.13, before training 1.51"
@@ -91,7 +98,7 @@ def test_the_last_page_shows_first_and_last_figures(tmp_path: Path) -> None:
     (tmp_path / "transcripts.json").write_text(json.dumps([{"path": "speech/wavs/001.wav", "text": "ona keldi"}]))
     rows = [{"step": 0, "eval/cer": 2.5}, {"step": 10, "eval/cer": 0.05}]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recogniser = demo.asr_results(tmp_path)
+    recogniser = asr.demo_results(tmp_path)
     assert recogniser["character errors before training"] == "250 %"
     assert recogniser["character errors after training"] == "5.2 %, on held-out clips"
     assert recogniser["word errors after training"] == "12.5 %"
@@ -102,8 +109,8 @@ def test_the_last_page_shows_the_pictures_figures(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     rows = [{"step": 0, "eval/psnr_db": 10.26}, {"step": 20, "eval/psnr_db": 20.94}]
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    vae = demo.vae_results(tmp_path)
-    assert (vae["PSNR before training"], vae["PSNR after training"]) == (
+    shown = vae.demo_results(tmp_path)
+    assert (shown["PSNR before training"], shown["PSNR after training"]) == (
         "10.3 dB",
         "20.9 dB, on held-out parts",
     )
@@ -124,29 +131,29 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_the_vocoders_demo_learns(tmp_path: Path) -> None:
     run_demo(tmp_path / "demo", "vocoder")
-    before, *_, after = demo.evaluations(tmp_path / "demo" / "run", "mel_distance")
+    before, *_, after = evaluated(tmp_path / "demo" / "run", "mel_distance")
     assert after < before / 2
     assert {path.name for path in (tmp_path / "demo" / "export").iterdir()} == {"model.ckpt", "config.json"}
     for folder in ("sung", "sung_higher"):
-        assert len(list((tmp_path / "demo" / folder).glob("*.wav"))) == demo.SONGS
+        assert len(list((tmp_path / "demo" / folder).glob("*.wav"))) == vocoder.SONGS
 
 
 @pytest.mark.slow
 def test_the_voices_demo_learns(tmp_path: Path) -> None:
     run_demo(tmp_path / "demo", "tts")
-    before, *_, after = demo.evaluations(tmp_path / "demo" / "run", "mel_distance")
+    before, *_, after = evaluated(tmp_path / "demo" / "run", "mel_distance")
     assert after < before / 2
     exported = {path.name for path in (tmp_path / "demo" / "piper").iterdir()}
     assert exported == {"uz_UZ-demo.onnx", "uz_UZ-demo.onnx.json"}
-    assert (tmp_path / "demo" / "said.wav").stat().st_size > 0.3 * 2 * demo.SPEECH_RATE_HZ
+    assert (tmp_path / "demo" / "said.wav").stat().st_size > 0.3 * 2 * speech.RATE_HZ
 
 
 @pytest.mark.slow
 def test_the_recognisers_demo_learns(tmp_path: Path) -> None:
     run_demo(tmp_path / "demo", "asr")
-    before, *_, after = demo.evaluations(tmp_path / "demo" / "run", "cer")
+    before, *_, after = evaluated(tmp_path / "demo" / "run", "cer")
     assert after < before / 2
-    assert len(json.loads((tmp_path / "demo" / "transcripts.json").read_text())) == demo.SPEECH_CLIPS
-    assert len(list((tmp_path / "demo" / "subtitles").glob("*.srt"))) == demo.SPEECH_CLIPS
+    assert len(json.loads((tmp_path / "demo" / "transcripts.json").read_text())) == speech.CLIPS
+    assert len(list((tmp_path / "demo" / "subtitles").glob("*.srt"))) == speech.CLIPS
     exported = {path.name for path in (tmp_path / "demo" / "sherpa").iterdir()}
     assert exported == {"model.onnx", "model.int8.onnx", "tokens.txt"}

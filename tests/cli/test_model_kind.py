@@ -10,19 +10,21 @@ import torch
 from rich.console import Console
 
 from gputrain import config
-from gputrain.cli.model_kind import MODEL_KINDS, evaluate, format_of, kind_of
-from gputrain.cli.settings import EVALUATION_OPTIONS, EvaluateSettings, ExportSettings, refuse_others
+from gputrain.cli.kind_commands import evaluate, format_of
+from gputrain.cli.settings import EvaluateSettings, ExportSettings, refuse_others
 from gputrain.config import assemble
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError
+from gputrain.kinds import kind_of, kinds
 from gputrain.vae.diffusers_folder import save_diffusers
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vocoder.config import TrainVocoder
-from gputrain.vocoder.train import train_vocoder
 from tests.command import gputrain
+from tests.training import train_vocoder
 from tests.vae.test_recipe import settings_of as vae_settings
 from tests.vocoder.conftest import HOP, RATE_HZ, TINY, hummed
 
+VOCODER = kinds()["vocoder"]
 pytestmark = pytest.mark.usefixtures("flops_known")
 
 
@@ -58,32 +60,32 @@ def exported(vocoder_run) -> Path:
     """The vocoder in openvpi's format, exported as the command does it."""
     folder = vocoder_run.parent / "exported"
     settings = assemble(ExportSettings, {"model": str(vocoder_run), "output_dir": str(folder)})
-    figures, _ = MODEL_KINDS["vocoder"].exporters[format_of(settings, "vocoder")](settings, silent)
+    figures, _ = VOCODER.exporters[format_of(settings, VOCODER)].write(settings, silent)
     assert figures["largest difference of a sample"] == 0  # Read back, the files give the same wave.
     return folder
 
 
 def test_runs_and_their_checkpoints(vocoder_run, vae_run, tmp_path):
     for kind, folder in (("vocoder", vocoder_run), ("vae", vae_run)):
-        assert kind_of(folder) == kind
-        assert kind_of(folder / "checkpoint_last.pt") == kind
+        assert kind_of(folder).name == kind
+        assert kind_of(folder / "checkpoint_last.pt").name == kind
         alone = tmp_path / kind / "alone.pt"
         alone.parent.mkdir()
         shutil.copyfile(folder / "checkpoint_last.pt", alone)
-        assert kind_of(alone) == kind
+        assert kind_of(alone).name == kind
 
 
 def test_models_of_other_programs(exported, tmp_path):
     stock = tmp_path / "stock"
     model = AutoencoderKL(vae_settings().architecture)
     save_diffusers(model, stock, scaling_factor=1.0, shift_factor=0.0, sample_size=24)
-    assert kind_of(stock) == "vae"
+    assert kind_of(stock).name == "vae"
     for path in (exported, exported / "model.ckpt"):
-        assert kind_of(path) == "vocoder"
+        assert kind_of(path).name == "vocoder"
     renamed = tmp_path / "renamed"
     shutil.copytree(exported, renamed)
     (renamed / "model.ckpt").rename(renamed / "singer.ckpt")
-    assert kind_of(renamed) == "vocoder"
+    assert kind_of(renamed).name == "vocoder"
 
 
 def test_anything_else_is_left_to_the_loader_of_the_vae(tmp_path):
@@ -92,8 +94,8 @@ def test_anything_else_is_left_to_the_loader_of_the_vae(tmp_path):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
     for name in ("", "gone", "damaged.pt", "text.pt", "broken"):
-        assert kind_of(tmp_path / name) == "vae"
-    assert kind_of(tmp_path / "gone.ckpt") == "vocoder"
+        assert kind_of(tmp_path / name).name == "vae"
+    assert kind_of(tmp_path / "gone.ckpt").name == "vocoder"
 
 
 @pytest.mark.parametrize(
@@ -129,11 +131,11 @@ def test_options_of_another_kind_with_their_defaults_are_accepted(vocoder_run):
         EvaluateSettings, {"model": str(vocoder_run), "data_path": ".", "max_clips": 1000, "batch_size": 4}
     )
     for kind in ("vae", "vocoder"):
-        refuse_others(settings, kind, EVALUATION_OPTIONS, "a model")
+        refuse_others(settings, kinds()[kind], "evaluation", "a model")
     asked = assemble(EvaluateSettings, {"model": str(vocoder_run), "data_path": ".", "clip_seconds": 2.0})
-    refuse_others(asked, "vocoder", EVALUATION_OPTIONS, "a model")
+    refuse_others(asked, VOCODER, "evaluation", "a model")
     with pytest.raises(UserError, match="clip_seconds does nothing with a model"):
-        refuse_others(asked, "vae", EVALUATION_OPTIONS, "a model")
+        refuse_others(asked, kinds()["vae"], "evaluation", "a model")
 
 
 # ------------------------------------------------------------------------------------------------ a vocoder in use
@@ -143,7 +145,7 @@ def test_figures_of_a_run_are_those_of_what_was_exported(vocoder_run, exported, 
     printed = []
     for model, seconds in ((vocoder_run, 0.5), (exported, 0.5), (exported, 1.0)):
         settings = assemble(EvaluateSettings, {"model": str(model), "data_path": str(notes), "clip_seconds": seconds})
-        title, shown, report = evaluate(settings, "vocoder", silent)
+        title, shown, report = evaluate(settings, VOCODER, silent)
         assert title == f"{model} on 1 clip"
         printed.append(shown)
         assert report["clips"] == 1

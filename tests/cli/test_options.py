@@ -240,7 +240,7 @@ def test_an_early_end_of_a_connection_is_an_error_with_its_cause():
 from gputrain.cli import app
 def end():
     raise EOFError("unexpected EOF")
-app.data_commands.validate = lambda settings: end()
+app.kind_commands.validate = lambda settings: end()
 app.main()
 """
     done = subprocess.run(

@@ -136,7 +136,7 @@ def test_a_check_that_is_not_passed_is_3_with_strict(tmp_path):
 @pytest.mark.parametrize(("fits", "strict", "code"), [(True, True, 0), (False, True, 3), (False, False, 0)])
 def test_a_plan_that_does_not_fit_is_3_with_strict(fits, strict, code, monkeypatch):
     plans = [SimpleNamespace(fit=SimpleNamespace(fits=one), to_json=dict) for one in (True, fits)]
-    monkeypatch.setattr("gputrain.vae.plan.plan_cards", lambda settings: plans)
+    monkeypatch.setattr("gputrain.planner.model_planner.plan_cards", lambda work, settings: plans)
     words = ["--strict"] if strict else []
     assert gputrain_here("plan", "train-vae", "--gpu", "t4", "--json", *words).returncode == code
 

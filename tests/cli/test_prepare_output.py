@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gputrain.cli import tables
-from gputrain.cli.data_commands import other_files
+from gputrain.cli import tables, ui
 from gputrain.cli.settings import PrepareSettings
 from gputrain.config import assemble
 from gputrain.engine.preparation import RefusedItem
 from gputrain.errors import UserError
+from gputrain.kinds import other_files
 from tests.command import gputrain_here
 
 
@@ -30,7 +30,7 @@ def test_refusals_are_counted_by_reason_after_the_first_few(capsys):
 
 def test_a_line_break_in_a_name_stays_on_its_line(capsys):
     tables.print_refusals([RefusedItem("a\n  two.wav", "silent", "like b\nc.wav")])
-    tables.print_figures("in\n  put", {"files": "a\n  b"})
+    ui.print_figures("in\n  put", {"files": "a\n  b"})
     told = capsys.readouterr()
     assert told.err == "silent: a\\n  two.wav: like b\\nc.wav\n"
     assert told.out == "in\\n  put\n  files  a\\n  b\n"

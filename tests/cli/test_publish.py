@@ -10,6 +10,7 @@ import pytest
 
 from gputrain.cli.publish import best_figures, model_card, push_to_hub
 from gputrain.errors import UserError
+from gputrain.kinds import kinds
 
 ROWS = [
     {"step": 0, "eval/score": 9.0, "eval/psnr_db": 9.0},
@@ -30,7 +31,9 @@ def run(tmp_path):
 
 def test_a_card_has_the_best_figures_the_use_and_the_settings(run):
     assert best_figures(run) == {"step": 10, "score": 31.5, "psnr_db": 31.5, "ssim": 0.91}
-    card = model_card("ann/my-vae", "vae", run, {"files": "config.json"}, ["Load it: AutoencoderKL.from_pretrained"])
+    card = model_card(
+        "ann/my-vae", kinds()["vae"], run, {"files": "config.json"}, ["Load it: AutoencoderKL.from_pretrained"]
+    )
     assert card.startswith("---\nlibrary_name: diffusers\npipeline_tag: image-to-image\n")
     for part in (
         "# my-vae",
@@ -42,7 +45,7 @@ def test_a_card_has_the_best_figures_the_use_and_the_settings(run):
     ):
         assert part in card, part
     assert best_figures(run / "nowhere") == {}
-    assert "Held-out" not in model_card("ann/x", "tts", run / "nowhere", {}, [])
+    assert "Held-out" not in model_card("ann/x", kinds()["tts"], run / "nowhere", {}, [])
 
 
 class Hub(BaseHTTPRequestHandler):

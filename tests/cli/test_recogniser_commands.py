@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import soundfile
 
-from gputrain.cli.model_kind import kind_of, reader_of
 from gputrain.errors import UserError
+from gputrain.kinds import kind_of
 from gputrain.speech.store import SpeechStore
+from gputrain.tts.kind import reader_of
 from tests.asr.models import run_folder, transformers_folder
 from tests.asr.stores import spelled_clips, write_store
 from tests.command import gputrain, gputrain_here
@@ -138,10 +139,10 @@ def test_wrong_exports(folder: Path, tmp_path: Path) -> None:
 
 def test_kinds_are_found(folder: Path, tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run")
-    assert [kind_of(path) for path in (folder / "model", run, run / "checkpoint_last.pt")] == ["asr"] * 3
+    assert [kind_of(path).name for path in (folder / "model", run, run / "checkpoint_last.pt")] == ["asr"] * 3
     alone = tmp_path / "alone.pt"
     alone.write_bytes((run / "checkpoint_last.pt").read_bytes())
-    assert kind_of(alone) == "asr"
+    assert kind_of(alone).name == "asr"
 
 
 def test_long_recordings_are_cut_and_texts_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

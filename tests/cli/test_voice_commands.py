@@ -13,7 +13,7 @@ import pytest
 import soundfile
 
 from gputrain.cli.app import main
-from gputrain.cli.model_kind import kind_of
+from gputrain.kinds import kind_of
 from tests.command import gputrain
 from tests.speech.speech import RATE_HZ, hum, rest, speak
 from tests.tts.test_train import QUIET, TINY, small_presets, train
@@ -90,18 +90,18 @@ def test_from_recordings_to_a_voice(typed, recordings):
     assert code == 0, printed
     assert "The run is in run" in printed
     assert "gputrain speak --model run --text TEXT --output-file out.wav" in printed
-    assert kind_of(Path("run")) == "tts"
+    assert kind_of(Path("run")).name == "tts"
     code, printed = typed("validate", "--kind", "tts", "--language", "en", "--input-dir", recordings)
     assert code == 0, printed
     assert "high" in printed
 
 
 def test_what_holds_a_voice(voice_run, tmp_path):
-    assert kind_of(voice_run) == "tts"
-    assert kind_of(voice_run / "checkpoint_last.pt") == "tts"
+    assert kind_of(voice_run).name == "tts"
+    assert kind_of(voice_run / "checkpoint_last.pt").name == "tts"
     alone = tmp_path / "alone.pt"
     shutil.copyfile(voice_run / "checkpoint_last.pt", alone)
-    assert kind_of(alone) == "tts"
+    assert kind_of(alone).name == "tts"
 
 
 def test_it_is_measured_speaks_into_files_and_is_exported(typed, voice_run, prepared):

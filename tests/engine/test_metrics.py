@@ -21,6 +21,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gputrain.engine import metrics as engine_metrics
+from gputrain.engine import stop
 from gputrain.engine.callbacks import log_evaluation
 from gputrain.engine.metrics import Bar, Metrics, TimeLeft
 from gputrain.engine.samples import Report, SoundSample
@@ -225,7 +226,7 @@ def test_the_last_line_stays_on_the_terminal(tmp_path, clock):
     [(40, "40 s"), (99.4, "99 s"), (100, "2 min"), (3599, "1 h 0 min"), (11_520, "3 h 12 min"), (273_600, "3 d 4 h")],
 )
 def test_durations(seconds, words):
-    assert engine_metrics.duration(seconds) == words
+    assert stop.duration(seconds) == words
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):

@@ -60,9 +60,10 @@ def vocoder(card: str, **chosen: object) -> None:
 
 def voice(card: str, preset: str) -> None:
     from gputrain.config import assemble
+    from gputrain.speech.buckets import ClipSize
     from gputrain.tts.config import TrainTts
-    from gputrain.tts.plan import SpeechSize, architecture_for
-    from gputrain.tts.recipe import ClipSize, plan_target
+    from gputrain.tts.recipe import plan_target
+    from gputrain.tts.work import SpeechSize, architecture_for
 
     settings = assemble(TrainTts, {"data_dir": ".", "batch_size": 8, "preset": preset})
     clip = ClipSize(frames=400, symbols=80)

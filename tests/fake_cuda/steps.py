@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from gputrain.asr.config import TrainAsr
-from gputrain.asr.recipe import RecogniserRecipe, UtteranceSize
+from gputrain.asr.recipe import RecogniserRecipe
 from gputrain.asr.recipe import plan_target as recogniser_target
 from gputrain.config import assemble
 from gputrain.engine.optim import LossScale
@@ -17,10 +17,11 @@ from gputrain.engine.step import update
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
+from gputrain.speech.buckets import ClipSize
 from gputrain.tts.config import TrainTts
-from gputrain.tts.plan import SpeechSize, architecture_for
-from gputrain.tts.recipe import ClipSize, VoiceRecipe
+from gputrain.tts.recipe import VoiceRecipe
 from gputrain.tts.recipe import plan_target as voice_subject
+from gputrain.tts.work import SpeechSize, architecture_for
 from gputrain.vae.config import TrainVae
 from gputrain.vae.lpips import Lpips
 from gputrain.vae.recipe import VaeRecipe
@@ -73,7 +74,7 @@ def recogniser(**changes: Any) -> Build:
     def build(runtime: Runtime) -> tuple[Recipe, Any]:
         settings = assemble(TrainAsr, {"data_dir": ".", "batch_size": 4, "learning_rate": 1e-4, **changes})
         adapters = {"adapter_attn_dim": 4} if settings.model.adapters == "attention" else {}
-        architecture, clip = tiny_architecture(**adapters), UtteranceSize(frames=40, labels=12)
+        architecture, clip = tiny_architecture(**adapters), ClipSize(frames=40, symbols=12)
         return (
             RecogniserRecipe(settings, architecture, clip, runtime),
             recogniser_target(settings, architecture, clip).load(),

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gputrain.asr.recipe import RecogniserRecipe, UtteranceSize
+from gputrain.asr.recipe import RecogniserRecipe
 from gputrain.config import assemble
 from gputrain.engine.recipe import Recipe, phases_of
 from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import Schedule, StepSchedule, begin
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import update
-from gputrain.speech.buckets import ClipBatch
+from gputrain.speech.buckets import ClipBatch, ClipSize
 from gputrain.tts.recipe import VoiceRecipe
 from gputrain.vae.config import TrainVae
 from gputrain.vae.recipe import VaeRecipe
@@ -172,7 +172,7 @@ def asr() -> GoldenRun:
         masked_BT = uniform(f"masks {step}", *batch.mask_BT.shape) > 0.5
         return dataclasses.replace(batch, mask_BT=masked_BT & inside_BT)
 
-    clip = UtteranceSize(frames=25, labels=8)
+    clip = ClipSize(frames=25, symbols=8)
     recipe = RecogniserRecipe(settings, tiny_architecture(), clip, cpu_runtime())
     return GoldenRun(recipe, settings.schedule, load, with_exact_noise)
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from gputrain.config import FORMER_KINDS
 from gputrain.engine import checkpoint as engine_checkpoint
+from gputrain.kinds import present_name
 from tests.malformed.case import RAN, Case
 from tests.malformed.media import flipped, picture_bytes
 
@@ -244,9 +244,7 @@ def intact(kind: str) -> bytes:
     """Returns a checkpoint as this version writes it, with a checksum."""
     content = torch.load(RUNS / kind / "run" / "checkpoint_last.pt", weights_only=True)
     with tempfile.TemporaryDirectory() as folder:
-        return engine_checkpoint.save(
-            Path(folder), {**content, "kind": FORMER_KINDS.get(content["kind"], kind)}
-        ).read_bytes()
+        return engine_checkpoint.save(Path(folder), {**content, "kind": present_name(content["kind"])}).read_bytes()
 
 
 def with_weight(kind: str, value: float) -> bytes:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gputrain.asr import plan as asr
+from gputrain.asr import work as asr
 from gputrain.asr.config import PlanAsr
 from gputrain.cli.options import read_defaults
 from gputrain.config import assemble
@@ -22,46 +22,46 @@ from gputrain.hw.plan import Plan
 from gputrain.hw.probe import Machine
 from gputrain.planner.predict import MemoryEstimate
 from gputrain.planner.roofline import StepCost, StepTotals
-from gputrain.planner.spec import ModelSpec
 from gputrain.planner.step_memory import predict_step
-from gputrain.tts import plan as tts
+from gputrain.planner.work import KindWork
+from gputrain.tts import work as tts
 from gputrain.tts.config import PlanTts
-from gputrain.vae import plan as vae
+from gputrain.vae import work as vae
 from gputrain.vae.config import PlanVae
-from gputrain.vocoder import plan as vocoder
-from gputrain.vocoder.commands import PlanVocoder
+from gputrain.vocoder import work as vocoder
+from gputrain.vocoder.config import PlanVocoder
 from gputrain.vocoder.openvpi import PROFILES, translate
 from tests.tts.test_train import small_presets
 
 FILE = Path(__file__).parents[1] / "data" / "step_counts.json"
 
 
-def of_vae(**options: Any) -> tuple[Any, ModelSpec[Any]]:
-    return assemble(PlanVae, options), vae.SPEC
+def of_vae(**options: Any) -> tuple[Any, KindWork[Any]]:
+    return assemble(PlanVae, options), vae.VaeWork()
 
 
-def of_vocoder(**options: Any) -> tuple[Any, ModelSpec[Any]]:
-    return assemble(PlanVocoder, options), vocoder.SPEC
+def of_vocoder(**options: Any) -> tuple[Any, KindWork[Any]]:
+    return assemble(PlanVocoder, options), vocoder.VocoderWork()
 
 
-def of_shipped(name: str, **options: Any) -> tuple[Any, ModelSpec[Any]]:
+def of_shipped(name: str, **options: Any) -> tuple[Any, KindWork[Any]]:
     """A vocoder by a shipped configuration."""
     values = read_defaults(PROFILES / f"{name}.yaml", PlanVocoder, partial(translate, of="train"))
     return of_vocoder(**{**values, **options})
 
 
-def of_voice(**options: Any) -> tuple[Any, ModelSpec[Any]]:
+def of_voice(**options: Any) -> tuple[Any, KindWork[Any]]:
     settings = assemble(PlanTts, options)
-    return settings, tts.model_spec(tts.size_of(settings.speech, settings.speech.clip_seconds))
+    return settings, tts.TtsWork(tts.size_of(settings.speech, settings.speech.clip_seconds))
 
 
-def of_recogniser(**options: Any) -> tuple[Any, ModelSpec[Any]]:
+def of_recogniser(**options: Any) -> tuple[Any, KindWork[Any]]:
     settings = assemble(PlanAsr, options)
-    return settings, asr.model_spec(asr.facts_of(settings, settings.speech, settings.speech.clip_seconds))
+    return settings, asr.AsrWork(asr.facts_of(settings, settings.speech, settings.speech.clip_seconds))
 
 
 class Case(NamedTuple):
-    make: Callable[..., tuple[Any, ModelSpec[Any]]]
+    make: Callable[..., tuple[Any, KindWork[Any]]]
     options: dict[str, Any]
     quick: bool = False  # It is counted in every run of the tests; the others are slow.
     within: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -90,21 +90,21 @@ CASES = {
 }  # fmt: skip
 
 
-def plan_of(settings: Any, spec: ModelSpec[Any]) -> Plan:
-    return spec.decide(find_gpu("h100").installed_in(Machine(system="Linux", cpu_cores=8)), settings.hardware)
+def plan_of(settings: Any, work: KindWork[Any]) -> Plan:
+    return work.decide(find_gpu("h100").installed_in(Machine(system="Linux", cpu_cores=8)), settings.hardware)
 
 
-def whole_step(settings: Any, spec: ModelSpec[Any]) -> MemoryEstimate:
+def whole_step(settings: Any, work: KindWork[Any]) -> MemoryEstimate:
     """Returns the prediction of a step that takes the whole batch at once."""
     items = settings.schedule.batch_size
-    return predict_step(spec.target(settings), plan_of(settings, spec), micro_batch_size=items)
+    return predict_step(work.target(settings), plan_of(settings, work), micro_batch_size=items)
 
 
 def counted(name: str) -> StepTotals:
     """Returns the totals of a step that takes the whole batch at once, with the optimizers and averages."""
     with CASES[name].within():
-        settings, spec = CASES[name].make(**CASES[name].options)
-        found = whole_step(settings, spec)
+        settings, work = CASES[name].make(**CASES[name].options)
+        found = whole_step(settings, work)
     items = settings.schedule.batch_size
     return StepCost((), found.micro_batch, items, found.update).totals(items)
 

@@ -10,7 +10,7 @@ from gputrain.planner.microbatch import MARGIN, MemoryBudget, MemoryModel
 from gputrain.planner.model_planner import plan_step
 from gputrain.planner.roofline import GRAPH_NODE_BYTES, DeviceRates, KernelCost, StepCost, by_operator
 from gputrain.planner.step_memory import predict_step
-from gputrain.vocoder.plan import SPEC
+from gputrain.vocoder.work import VocoderWork
 from tests.hw.test_plan import machine
 from tests.planner.step_counts import of_vocoder, plan_of
 from tests.vocoder.conftest import TINY
@@ -80,9 +80,9 @@ def test_the_gradients_of_a_step_can_be_a_graph():
     """A step copies its batch (seven tensors at least), launches a graph and copies its sums; the update is none."""
     muon = {"generator_optimizer": "muon", "discriminator_optimizer": "adamw"}
     options = {name: value for name, value in TINY.items() if name not in ("plan", "device", "log_freq", "num_workers")}
-    settings, spec = of_vocoder(**{**options, "discriminators": "fast_mpd", **muon})
-    found = predict_step(spec.target(settings), plan_of(settings, spec), micro_batch_size=2)
-    assert spec is SPEC
+    settings, work = of_vocoder(**{**options, "discriminators": "fast_mpd", **muon})
+    found = predict_step(work.target(settings), plan_of(settings, work), micro_batch_size=2)
+    assert work == VocoderWork()
     assert all(kernel.graphed for kernel in found.micro_batch)
     assert not any(kernel.graphed for kernel in found.update)
     assert 7 + 2 <= found.graph_launches <= 12 + 2

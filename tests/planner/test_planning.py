@@ -19,8 +19,8 @@ from gputrain.hw.probe import Machine
 from gputrain.planner.microbatch import Fit, MemoryBudget, MemoryModel, fit
 from gputrain.planner.model_planner import ModelPlanner, does_not_fit, memory_budget, plan_step
 from gputrain.planner.roofline import DeviceRates
-from gputrain.planner.spec import Variant
 from gputrain.planner.step_memory import prediction_key
+from gputrain.planner.work import Variant
 from tests.toy import BATCH, ITEMS, ToyRecipe, cpu_runtime, quiet, train_toy, weights
 
 RATES = DeviceRates(sixteen_bit_flops=6e14, fp32_flops=3e14, bytes_per_second=3e12)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gputrain.cli.app import TRAIN_SETTINGS
 from gputrain.report.media import MediaBudget
 from gputrain.report.page import make_page
 from gputrain.report.records import read_run
@@ -45,7 +44,7 @@ def page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     runs = [read_run(make_run(folder / kind, kind)) for kind in KINDS]
     path = folder / "report.html"
-    path.write_text(make_page(runs, TRAIN_SETTINGS, MediaBudget.of(30)))
+    path.write_text(make_page(runs, MediaBudget.of(30)))
     return path
 
 

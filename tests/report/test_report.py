@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 import soundfile
 
-from gputrain.cli.app import TRAIN_SETTINGS, app, command_line, print_next_steps
+from gputrain.cli.app import app, command_line, print_next_steps
 from gputrain.cli.options import settings_of
 from gputrain.engine.schedule import Saving
 from gputrain.errors import Stopped
+from gputrain.kinds import kinds
 from gputrain.report import write
 from gputrain.report.curves import COLOURS
 from gputrain.report.media import MediaBudget
@@ -79,7 +80,7 @@ def runs(tmp_path_factory):
 
 def page_of(*folders: Path, budget: MediaBudget | None = None) -> Checked:
     records = [read_run(folder, name) for folder, name in zip(folders, unique_names(folders), strict=True)]
-    return Checked(make_page(records, TRAIN_SETTINGS, budget or MediaBudget.of(30)))
+    return Checked(make_page(records, budget or MediaBudget.of(30)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,7 +122,7 @@ def test_runs_are_compared(runs, tmp_path):
     (other / "config.yaml").write_text(text)
     page = page_of(runs["vae"], other)
     assert "2 runs compared" in page.text
-    table = settings_table([read_run(runs["vae"]), read_run(other)], TRAIN_SETTINGS)
+    table = settings_table([read_run(runs["vae"]), read_run(other)])
     assert [(row.name, row.values) for row in table.differing] == [("batch_size", ["4", "32"])]
     assert [row["class"] for row in page.all("tr") if "class" in row] == 2 * ["differs"]
     # The score falls from 3.2 at step 10; both runs have the same best value, which is marked as nobody's.
@@ -234,7 +235,7 @@ def commands() -> dict[str, type]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_training_ends_with_the_commands_that_use_its_model(runs, kind, capsys):
-    print_next_steps(kind, runs[kind])
+    print_next_steps(kinds()[kind], runs[kind])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"The run is in {runs[kind]}. Next:"
     commands = [next_command.line for next_command in next_commands(read_run(runs[kind]))]
@@ -317,7 +318,7 @@ def test_a_run_ends_with_a_report_however_it_ends(tmp_path):
     for error in (None, Stopped("asked to stop"), ValueError("wrong")):
         folder = make_run(tmp_path / type(error).__name__, "vocoder")
         expected = pytest.raises(type(error), match=str(error)) if error else contextlib.nullcontext()
-        with expected, report_at_end(saving(folder), TRAIN_SETTINGS):
+        with expected, report_at_end(saving(folder)):
             trained(folder)
             if error:
                 raise error
@@ -326,9 +327,9 @@ def test_a_run_ends_with_a_report_however_it_ends(tmp_path):
 
 def test_no_report_of_a_run_that_did_not_train_or_does_not_want_one(tmp_path):
     folder = make_run(tmp_path / "run", "vocoder")
-    with pytest.raises(ValueError, match="refused"), report_at_end(saving(folder), TRAIN_SETTINGS):
+    with pytest.raises(ValueError, match="refused"), report_at_end(saving(folder)):
         raise ValueError("refused")
-    with report_at_end(saving(folder, report=False), TRAIN_SETTINGS):
+    with report_at_end(saving(folder, report=False)):
         trained(folder)
     assert not (folder / "report.html").exists()
 
@@ -336,11 +337,11 @@ def test_no_report_of_a_run_that_did_not_train_or_does_not_want_one(tmp_path):
 def test_an_error_of_the_report_is_a_warning(tmp_path, monkeypatch, caplog):
     folder = make_run(tmp_path / "run", "vocoder")
     (folder / "report.html").mkdir()
-    with report_at_end(saving(folder), TRAIN_SETTINGS):
+    with report_at_end(saving(folder)):
         trained(folder)
     monkeypatch.setattr(write, "make_page", lambda *arguments: 1 / 0)
     write_rows(folder / "history.jsonl", [start_row(0)])
-    with report_at_end(saving(folder), TRAIN_SETTINGS):
+    with report_at_end(saving(folder)):
         trained(folder)
     assert [len(record.message.splitlines()) for record in caplog.records] == [1, 1]
     assert re.findall(r"report\.html is not written: .*?(Is a directory|division by zero)", caplog.text) == [
@@ -351,4 +352,4 @@ def test_an_error_of_the_report_is_a_warning(tmp_path, monkeypatch, caplog):
 def test_a_file_that_cannot_be_written_is_the_users_error(runs, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(write.UserError, match="file"):
-        write_report([runs["vae"]], tmp_path / "file" / "report.html", TRAIN_SETTINGS)
+        write_report([runs["vae"]], tmp_path / "file" / "report.html")

@@ -13,9 +13,8 @@ from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.hw.plan import decide
 from gputrain.speech.prepare_config import HOP_SIZE
-from gputrain.tts import bench
 from gputrain.tts.config import BenchTts, PlannedSpeech, TrainTts
-from gputrain.tts.plan import size_of
+from gputrain.tts.work import TtsWork, size_of
 from tests.toy import cpu_runtime
 from tests.tts.test_train import TINY, small_presets
 from tests.vae.test_bench import H100, T4
@@ -26,7 +25,7 @@ SMALL = {"preset": "fast", "discriminator_channels": 8, "batch_size": 2, "clip_s
 def trains(**changes: object) -> list[TrainTts]:
     """Returns the settings that each row trains, as its child reads them."""
     settings = [
-        json.dumps(row.settings) for row in step_bench.bench_rows(bench.BENCH, assemble(BenchTts, {**SMALL, **changes}))
+        json.dumps(row.settings) for row in step_bench.bench_rows(TtsWork(), assemble(BenchTts, {**SMALL, **changes}))
     ]
     return [assemble(TrainTts, json.loads(text)["train"]) for text in settings]
 
@@ -52,7 +51,7 @@ def test_rows_train_what_was_asked_for():
 
 def test_synthetic_speech_is_of_the_size_asked_for():
     settings, speech = assemble(TrainTts, {**TINY, "data_dir": "."}), size_of(PlannedSpeech(), 0.5)
-    (bucket,) = bench.synthetic_speech(settings, speech)
+    (bucket,) = TtsWork(speech).synthetic_batch(settings)
     assert bucket.wave_BT.shape == (3, math.ceil(0.5 * 22050 / HOP_SIZE) * HOP_SIZE)
     assert (bucket.wave_BT.dtype, bucket.ids_BS.shape) == (torch.int16, (3, 15))
     assert bucket.frames_B.tolist() == [44] * 3
@@ -69,7 +68,7 @@ def test_a_benchmark_makes_real_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(step_bench.StepBench, "predicted_seconds", lambda bench, rates: 0.5)
     settings = assemble(TrainTts, {**TINY, "data_dir": ".", **step_bench.PLAIN, "micro_batch_size": 2})
     with small_presets():
-        measured = bench.begin_bench(settings, cpu_runtime(), tmp_path, 0.5)
+        measured = step_bench.begin_bench(TtsWork(), settings, cpu_runtime(), tmp_path, clip_seconds=0.5)
         before = [weight.detach().clone() for weight in measured.recipe.voice.decoder.parameters()]
         figures = measured.measure(warmup=1, steps=2)
     assert measured.steps == 3
@@ -86,7 +85,7 @@ def test_a_benchmark_makes_real_steps(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_row_is_measured_in_its_child():
     asked = assemble(BenchTts, {**SMALL, "steps": 1, "warmup_steps": 1, "device": "cpu"})
-    result = measure_row(step_bench.bench_rows(bench.BENCH, asked)[0], model_child("tts"), 5)
+    result = measure_row(step_bench.bench_rows(TtsWork(), asked)[0], model_child("tts"), 5)
     assert result.reason == ""
     assert result.figures["seconds_per_step"] > 0
     assert result.figures["micro_batch_size"] == 2
@@ -107,10 +106,10 @@ def test_what_train_tts_refuses_is_refused_before_a_row_is_measured():
 
 def test_speaking_is_measured_without_a_training(tmp_path):
     settings = assemble(BenchTts, {**SMALL, "inference": True})
-    assert bench.title(settings, trains()[0]) == "fast, 2 clips of 0.5 s at once, without gradients"
-    labels = [row.label for row in step_bench.bench_rows(bench.BENCH, settings)]
+    assert TtsWork().title(settings, trains()[0]) == "fast, 2 clips of 0.5 s at once, without gradients"
+    labels = [row.label for row in step_bench.bench_rows(TtsWork(), settings)]
     assert labels == ["fp32", "+ TF32", "+ compile", "+ bf16"]
-    speaking = bench.begin_bench(trains()[0], cpu_runtime(), tmp_path, clip_seconds=0.5, inference=True)
+    speaking = step_bench.begin_bench(TtsWork(), trains()[0], cpu_runtime(), tmp_path, clip_seconds=0.5, inference=True)
     waves = []
     speaking.compute = lambda compute=speaking.compute: waves.append(compute())
     figures = speaking.measure(warmup=1, steps=1)

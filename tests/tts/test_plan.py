@@ -10,14 +10,15 @@ from gputrain.config import assemble
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
+from gputrain.planner.model_planner import plan_cards
 from gputrain.planner.resident import ResidentStep
 from gputrain.planner.step_memory import predict_step
+from gputrain.speech.buckets import ClipSize
 from gputrain.speech.prepare import speech_prepare_config
 from gputrain.speech.prepare_config import SpeechOptions
 from gputrain.speech.validate import validate_speech
 from gputrain.tts.config import PlannedSpeech, PlanTts, TrainTts
-from gputrain.tts.plan import SpeechSize, memory_by_preset, memory_key, model_spec, plan_cards, size_of
-from gputrain.tts.recipe import ClipSize
+from gputrain.tts.work import SpeechSize, TtsWork, memory_by_preset, size_of
 from tests.command import gputrain_here
 from tests.planner.measured_steps import measured_peak_gb
 from tests.speech.speech import RATE_HZ, hum, speak
@@ -48,7 +49,7 @@ def test_a_step_takes_what_was_predicted(changes, checkpointing, speakers):
     settings = settings_of(**changes)
     plan = decide(CPU, settings.hardware)
     with small_presets():
-        target = model_spec(replace(SPEECH, num_speakers=speakers)).target(settings)
+        target = TtsWork(replace(SPEECH, num_speakers=speakers)).target(settings)
         resident = ResidentStep.of(target, apply(plan), checkpointing)
         predicted = predict_step(target, plan, micro_batch_size=3, checkpointing=checkpointing)
         assert predicted.allocated_gb == pytest.approx(measured_peak_gb(resident, 3), rel=0.02)
@@ -60,7 +61,7 @@ def test_more_clips_longer_ones_and_a_larger_preset_take_more():
     longer = replace(SPEECH, clip=ClipSize(120, 40))
 
     def peak_gb(speech=SPEECH, clips=4, **changes: object) -> float:
-        target = model_spec(speech).target(settings_of(batch_size=8, **changes))
+        target = TtsWork(speech).target(settings_of(batch_size=8, **changes))
         return predict_step(target, plan, micro_batch_size=clips).allocated_gb
 
     with small_presets():
@@ -88,7 +89,9 @@ def test_speech_that_is_not_there_has_a_size():
     ],
 )  # fmt: skip
 def test_what_a_prediction_depends_on(changes, same):
-    assert (json.dumps(memory_key(settings_of(**changes))) == json.dumps(memory_key(settings_of()))) is same
+    assert (
+        json.dumps(TtsWork().memory_key(settings_of(**changes))) == json.dumps(TtsWork().memory_key(settings_of()))
+    ) is same
 
 
 @pytest.mark.slow
@@ -112,7 +115,7 @@ def test_the_users_batch_on_a_4090_and_on_a_t4():
     plans = {}
     for preset in ("high", "medium"):
         asked = assemble(PlanTts, {"preset": preset, "batch_size": 64, "gpu": "rtx4090,t4"})
-        plans[preset] = ours = plan_cards(asked)
+        plans[preset] = ours = plan_cards(TtsWork(), asked)
         for plan in ours:
             assert plan.fit.fits
             assert plan.fit.predicted_peak_gb <= plan.fit.budget_gb

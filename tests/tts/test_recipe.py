@@ -18,14 +18,14 @@ from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
 from gputrain.planner.step_memory import predict_step, step_flops
-from gputrain.speech.buckets import ClipBatch
+from gputrain.speech.buckets import ClipBatch, ClipSize
 from gputrain.tts import recipe as recipe_module
 from gputrain.tts.align import alignment_scores, position_prior, search
 from gputrain.tts.architecture import VoiceArchitecture, voice_architecture
 from gputrain.tts.config import SEGMENT_FRAMES, TrainTts
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.model import frame_prior, segment_starts, segments
-from gputrain.tts.recipe import ClipSize, VoiceRecipe, plan_target
+from gputrain.tts.recipe import VoiceRecipe, plan_target
 from tests.toy import cpu_runtime, quiet
 
 HOP = 16

@@ -25,7 +25,7 @@ from gputrain.speech.text.frontend import frontend
 from gputrain.speech.text.raw import RawRules
 from gputrain.tts.architecture import VoicePreset
 from gputrain.tts.audio_writers import AudioStream, SoundFile, wav_header
-from gputrain.tts.commands import Manner, Speak
+from gputrain.tts.config import Manner, Speak
 from gputrain.tts.decoder import WaveDecoder
 from gputrain.tts.load import LoadedVoice
 from gputrain.tts.speak import (
@@ -290,7 +290,7 @@ def test_bad_input(voice: Path, tmp_path: Path) -> None:
 PROGRAM = """
 import sys
 from gputrain.config import assemble
-from gputrain.tts.commands import Speak
+from gputrain.tts.config import Speak
 from gputrain.tts.speak import speak_text
 from tests.tts.test_train import small_presets
 with small_presets():

@@ -21,6 +21,7 @@ from gputrain.cli.options import read_defaults
 from gputrain.config import assemble, flatten, read_file
 from gputrain.engine.run_folder import PlanFile
 from gputrain.errors import UserError
+from gputrain.speech import recipe as speech_recipe
 from gputrain.speech.buckets import open_speech
 from gputrain.speech.store import Recording, SoundFormat, SpeechClip, SpeechFormat, SpeechWriter
 from gputrain.speech.text.commands import LanguageName
@@ -28,8 +29,9 @@ from gputrain.speech.text.frontend import frontend
 from gputrain.tts import architecture, recipe
 from gputrain.tts.config import TrainTts
 from gputrain.tts.coqui import translate_coqui
-from gputrain.tts.train import fill_buckets, train_tts
+from gputrain.tts.work import TtsWork
 from tests.speech.speech import RATE_HZ, hum
+from tests.training import train_tts
 from tests.vae.test_recipe import assert_same
 
 HOP = 256
@@ -56,7 +58,7 @@ def small_presets(**changes: object) -> Iterator[None]:
         for name, sizes in architecture.PRESETS.items():
             patch.setitem(architecture.PRESETS, name, {**sizes, **SIZES, **changes})
         patch.setattr(recipe, "SEGMENT_FRAMES", 8)
-        patch.setattr(recipe, "step_flops", lambda *_: 1e9)  # Counting FLOPs would take as long as ten steps.
+        patch.setattr(speech_recipe, "step_flops", lambda *_: 1e9)  # Counting FLOPs would take as long as ten steps.
         yield
 
 
@@ -145,7 +147,7 @@ def test_two_folders_of_which_one_counts_thrice(store, tmp_path, caplog):
     (share,) = re.findall(r"other: (\d+) clips with weight 3: (\d+) of an epoch", caplog.text)
     assert int(share[1]) == 3 * int(share[0]) > 0
     plain = {**TINY, **shared, "data_dir": [str(store), str(other)], "output_dir": "."}
-    buckets = fill_buckets(assemble(TrainTts, plain), open_speech([store, other], HOP, 0.2))
+    buckets = TtsWork().fill_buckets(assemble(TrainTts, plain), open_speech([store, other], HOP, 0.2))
     assert whole["progress"]["items"] > len(buckets)
     assert whole["facts"]["speakers"] == ["ann", "bob", "eve"]
     train(tmp_path / "parts", store, **shared, max_steps=2)
@@ -268,7 +270,7 @@ def test_the_newest_checkpoints_are_kept(store, tmp_path):
 def test_a_clip_longer_than_all_the_rest_is_a_batch_of_its_own(tmp_path):
     budget = {"batch_room": 1.0}
     settings = assemble(TrainTts, {**TINY, **budget, "data_dir": str(spoken(tmp_path / "store", long=6.0))})
-    buckets = fill_buckets(settings, open_speech(tmp_path / "store", HOP, 0.2))
+    buckets = TtsWork().fill_buckets(settings, open_speech(tmp_path / "store", HOP, 0.2))
     longest = int(buckets.frames_N.argmax())
     assert buckets.frames_N[longest] > buckets.batch_frames > np.sort(buckets.frames_N)[-2]
     alone = [members.tolist() for members in map(buckets.members, [(0, n) for n in range(len(buckets))])]
@@ -281,12 +283,12 @@ def test_a_clip_longer_than_all_the_rest_is_a_batch_of_its_own(tmp_path):
 def test_batches_by_seconds_of_sound(store):
     limits = {"batch_seconds": 1.2, "max_padding": 0.5, "batch_size": 8}
     settings = assemble(TrainTts, {**TINY, **limits, "data_dir": str(store)})
-    buckets = fill_buckets(settings, open_speech(store, HOP, 0.2))
+    buckets = TtsWork().fill_buckets(settings, open_speech(store, HOP, 0.2))
     assert buckets.batch_frames == math.ceil(1.2 * RATE_HZ / HOP)
     for number in range(len(buckets)):
         frames_B = buckets.frames_N[buckets.members((0, number))]
         assert len(frames_B) * frames_B.max() <= buckets.batch_frames
-    assert len(buckets) > len(fill_buckets(assemble(TrainTts, {**flatten(settings), "batch_seconds": 0.0}),
+    assert len(buckets) > len(TtsWork().fill_buckets(assemble(TrainTts, {**flatten(settings), "batch_seconds": 0.0}),
         open_speech(store, HOP, 0.2)))  # fmt: skip
 
 

@@ -8,15 +8,15 @@ from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
 from gputrain.bench import step_bench
+from gputrain.bench.inference_bench import inference_kernels
 from gputrain.bench.runner import NotMeasured
-from gputrain.config import assemble
+from gputrain.config import assemble, flatten
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
-from gputrain.planner.roofline import DeviceRates
+from gputrain.planner.roofline import DeviceRates, busy_seconds
 from gputrain.planner.step_memory import predict_step
-from gputrain.vae import bench
 from gputrain.vae.config import BenchVae, TrainVae
-from gputrain.vae.plan import SPEC
+from gputrain.vae.work import VaeWork
 from tests.command import gputrain
 from tests.toy import cpu_runtime
 
@@ -34,7 +34,7 @@ T4 = Machine(
 def trains(**changes: object) -> list[TrainVae]:
     """Returns the settings that each row trains, as its child reads them."""
     settings = [
-        json.dumps(row.settings) for row in step_bench.bench_rows(bench.BENCH, assemble(BenchVae, {**SMALL, **changes}))
+        json.dumps(row.settings) for row in step_bench.bench_rows(VaeWork(), assemble(BenchVae, {**SMALL, **changes}))
     ]
     return [assemble(TrainVae, json.loads(text)["train"]) for text in settings]
 
@@ -85,7 +85,7 @@ def test_rows_train_what_was_asked_for():
 
 def test_a_benchmark_makes_real_steps(tmp_path):
     settings = trains(micro_batch_size=2)[0]
-    trial = bench.begin_bench(settings, cpu_runtime(), tmp_path)
+    trial = step_bench.begin_bench(VaeWork(), settings, cpu_runtime(), tmp_path)
     before = [p.detach().clone() for p in trial.recipe.autoencoder.parameters()]
     figures = trial.measure(warmup=2, steps=3)
     assert trial.steps == 5
@@ -106,23 +106,25 @@ def test_a_benchmark_makes_real_steps(tmp_path):
 
 
 def test_inference_is_measured_without_a_training(tmp_path):
-    inference = bench.begin_bench(trains()[-1], cpu_runtime(), tmp_path, inference=True)
+    inference = step_bench.begin_bench(VaeWork(), trains()[-1], cpu_runtime(), tmp_path, inference=True)
     figures = inference.measure(warmup=1, steps=2)
-    assert not any(parameter.requires_grad for parameter in inference.model.parameters())
-    inference.model.use(None)  # Plain layers, whose FLOPs are given.
+    plain = assemble(TrainVae, {**flatten(trains()[-1]), "lean": False})  # Plain layers, whose FLOPs are given.
+    inference = step_bench.begin_bench(VaeWork(), plain, cpu_runtime(), tmp_path, inference=True)
     with FlopCounterMode(display=False) as counter:
         inference.step()
+    assert not inference.compute().requires_grad
     assert figures["tflops"] * 1e12 * figures["seconds_per_step"] == pytest.approx(counter.get_total_flops(), rel=1e-6)
     assert figures["items_per_second"] == pytest.approx(4 / figures["seconds_per_step"])
 
 
 def test_the_time_of_inference_is_predicted_by_its_layers(tmp_path):
     """On a card where only arithmetic takes time, it is that of the convolutions and products."""
-    inference = bench.begin_bench(trains()[0], cpu_runtime(), tmp_path, inference=True)
+    inference = step_bench.begin_bench(VaeWork(), trains()[0], cpu_runtime(), tmp_path, inference=True)
     rates = DeviceRates(1e12, 1e12, math.inf, launch_seconds=0.0, least_seconds=0.0)
     with FlopCounterMode(display=False) as counter:
         inference.step()
-    unused = inference.predicted_seconds(rates) * 1e12 / counter.get_total_flops()
+    seconds = busy_seconds(inference_kernels(inference.build, inference.runtime.plan), rates)
+    unused = seconds * 1e12 / counter.get_total_flops()
     assert 1 <= unused < 4  # Tiles that narrow layers leave partly empty, and waves of few tiles.
     assert inference.measure(warmup=1, steps=1)["predicted_seconds_per_step"] > 0
 
@@ -132,7 +134,7 @@ def test_rows_of_inference_have_a_file_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(step_bench.runner, "run_rows", lambda *_, name, **__: names.append(name))
     for inference in (False, True):
         options = {**SMALL, "inference": inference, "output_dir": str(tmp_path)}
-        report, _ = step_bench.run_bench(bench.BENCH, assemble(BenchVae, options))
+        report, _ = step_bench.run_bench(VaeWork(), assemble(BenchVae, options))
         assert ("encoded and decoded" in report.title) == inference
     assert names == ["bench_vae", "bench_vae_inference"]
 
@@ -142,11 +144,11 @@ def test_the_time_of_a_row_is_predicted_as_a_plan_predicts_it(tmp_path):
     settings = trains(micro_batch_size=2)[0]
     rates = DeviceRates(3e12, 1e12, 1e10, launch_seconds=0.0, least_seconds=0.0)
     runtime = cpu_runtime()
-    predicted = predict_step(SPEC.target(settings), runtime.plan, micro_batch_size=2)
+    predicted = predict_step(VaeWork().target(settings), runtime.plan, micro_batch_size=2)
     first = [one for one in predicted.micro_batch if not one.accumulates]  # It adds to no gradients.
     kernels = (*first, *predicted.micro_batch, *predicted.update)
     parts = [max(one.flops / one.filled / 1e12, one.bytes / 1e10) for one in kernels]
-    found = bench.begin_bench(settings, runtime, tmp_path).predicted_seconds(rates)
+    found = step_bench.begin_bench(VaeWork(), settings, runtime, tmp_path).predicted_seconds(rates)
     assert found == pytest.approx(sum(parts))
     assert 1e-4 < found < 1
 

@@ -26,8 +26,9 @@ from gputrain.vae.prepare import prepare_images
 from gputrain.vae.pretrained import options_for
 from gputrain.vae.recipe import VaeRecipe, plan_target
 from gputrain.vae.reconstruct import reconstruct_folder
-from gputrain.vae.train import train_vae, warn_of_opaque_pictures
+from gputrain.vae.work import warn_of_opaque_pictures
 from tests.command import ProgressSeen
+from tests.training import train_vae
 from tests.vae.test_recipe import SMALL, cpu_runtime, settings_of
 
 pytestmark = pytest.mark.usefixtures("flops_known")

@@ -13,13 +13,13 @@ from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
-from gputrain.planner.model_planner import NCCL_GB, CardPlan, ModelPlanner, memory_budget
-from gputrain.planner.session import with_plan
+from gputrain.planner.model_planner import NCCL_GB, CardPlan, ModelPlanner, memory_budget, plan_cards
 from gputrain.planner.step_memory import predict_step
 from gputrain.planner.target import target_machines
+from gputrain.session import with_plan
 from gputrain.vae.config import PlanVae
-from gputrain.vae.plan import SPEC, plan_cards
 from gputrain.vae.recipe import item_flops, plan_target
+from gputrain.vae.work import VaeWork
 
 ROWS = [(512, 32), (768, 24), (1024, 16), (1536, 8), (2048, 4)]
 # GB at the peak with the whole batch at once: bf16, AdamW, EMA, L1 and KL, as counted for stock diffusers and for a
@@ -52,7 +52,7 @@ def test_rows_of_the_reference_table(row):
 
 @pytest.mark.slow
 def test_the_users_five_rows_on_an_rtx5090():
-    planner = ModelPlanner(SPEC)
+    planner = ModelPlanner(VaeWork())
     for (side, batch), bound in zip(ROWS, BOUNDS, strict=True):
         asked = settings(image_size=side, batch_size=batch)
         (machine_target,) = target_machines(asked.cards)
@@ -109,7 +109,7 @@ def test_layers_are_chosen_by_time_and_memory():
     facts = {"gpu": "t4", "image_size": 64, "batch_size": 8, "preset": "fast"}
 
     def layers(**options):
-        (plan,) = plan_cards(settings(**{**facts, **options}))
+        (plan,) = plan_cards(VaeWork(), settings(**{**facts, **options}))
         return plan.plan.lean.value, plan
 
     plain, chosen = layers(use_torch_compile=False)
@@ -155,7 +155,9 @@ def test_a_plan_in_json():
 
 @pytest.mark.slow
 def test_a_stage_each_of_a_schedule():
-    plans = plan_cards(settings(**{**SMALL, "image_size": 256}, resolution_schedule="64:1:4,128:1:2", vram_gb="8"))
+    plans = plan_cards(
+        VaeWork(), settings(**{**SMALL, "image_size": 256}, resolution_schedule="64:1:4,128:1:2", vram_gb="8")
+    )
     assert [plan.stage for plan in plans] == [
         {"image_size": 64, "batch_size": 4}, {"image_size": 128, "batch_size": 2}
     ]  # fmt: skip
@@ -164,14 +166,14 @@ def test_a_stage_each_of_a_schedule():
 
 @pytest.mark.slow
 def test_a_batch_of_one():
-    (plan,) = plan_cards(settings(**{**SMALL, "batch_size": 1}))
+    (plan,) = plan_cards(VaeWork(), settings(**{**SMALL, "batch_size": 1}))
     assert plan.fit.micro_batch_size == 1
     assert plan.fit.item_flops > 1e9
 
 
 @pytest.mark.slow
 def test_a_plan_that_does_not_fit_names_what_would():
-    (plan,) = plan_cards(settings(preset="lite", image_size=1024, batch_size=1, vram_gb="3"))
+    (plan,) = plan_cards(VaeWork(), settings(preset="lite", image_size=1024, batch_size=1, vram_gb="3"))
     assert not plan.fit.fits
     assert plan.fit.checkpointing
     size = next(remedy for remedy in plan.remedies if remedy.startswith("--image-size"))
@@ -182,10 +184,10 @@ def test_a_plan_that_does_not_fit_names_what_would():
 
 def test_cards_that_are_not_known():
     with pytest.raises(UserError, match="unknown GPU 'rtx5900'") as raised:
-        plan_cards(settings(gpu="rtx5900"))
+        plan_cards(VaeWork(), settings(gpu="rtx5900"))
     assert "rtx5090" in raised.value.hint
     with pytest.raises(UserError, match="a memory budget of 20 GB on a card of 16"):
-        plan_cards(settings(gpu="t4", memory_budget=20))
+        plan_cards(VaeWork(), settings(gpu="t4", memory_budget=20))
 
 
 @pytest.mark.slow
@@ -193,7 +195,7 @@ def test_this_machine_without_a_card():
     machine = Machine(system="Linux", cpu_cores=2, ram_gb=16.0, ram_free_gb=12.0)
     asked = settings(**SMALL)
     switches = decide(machine, asked.hardware)
-    plan, found = ModelPlanner(SPEC).plan(asked, switches, memory_budget(machine, switches, asked.hardware, None))
+    plan, found = ModelPlanner(VaeWork()).plan(asked, switches, memory_budget(machine, switches, asked.hardware, None))
     assert found.micro_batch_size == 8  # all that fits: a CPU is at work with any size
     assert plan.memory_budget_gb.value == 12.0
 
@@ -202,14 +204,14 @@ def test_this_machine_without_a_card():
 def test_nothing_of_torch_is_changed_by_predicting():
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    plan_cards(settings(**SMALL))
+    plan_cards(VaeWork(), settings(**SMALL))
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.is_autocast_enabled("cpu") is False
 
 
 def planner_of_batches(items: int) -> Callable[..., CardPlan]:
     """Returns a function that plans batches of so many small pictures for the GPUs that it is given."""
-    planner, given = ModelPlanner(SPEC), {"image_size": 64, "channels": (128, 128), "batch_size": items}
+    planner, given = ModelPlanner(VaeWork()), {"image_size": 64, "channels": (128, 128), "batch_size": items}
     default = Hardware()
 
     def planned(hardware: Hardware = default, **cards: object) -> CardPlan:

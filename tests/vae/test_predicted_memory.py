@@ -12,8 +12,8 @@ from gputrain.hw.runtime import apply
 from gputrain.planner.resident import ResidentStep
 from gputrain.planner.step_memory import predict_step
 from gputrain.vae.config import TrainVae
-from gputrain.vae.plan import memory_key
 from gputrain.vae.recipe import plan_target
+from gputrain.vae.work import VaeWork
 from tests.planner.measured_steps import measured_peak_gb
 
 TINY = {
@@ -64,4 +64,6 @@ def test_a_step_takes_what_was_predicted(changes, checkpointing):
     ],
 )  # fmt: skip
 def test_what_a_prediction_depends_on(changes, same):
-    assert (json.dumps(memory_key(settings_of(**changes))) == json.dumps(memory_key(settings_of()))) is same
+    assert (
+        json.dumps(VaeWork().memory_key(settings_of(**changes))) == json.dumps(VaeWork().memory_key(settings_of()))
+    ) is same

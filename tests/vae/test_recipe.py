@@ -22,8 +22,8 @@ from gputrain.vae.data import open_pictures
 from gputrain.vae.discriminator import PatchDiscriminator
 from gputrain.vae.lpips import Lpips
 from gputrain.vae.recipe import VaeRecipe, item_flops
-from gputrain.vae.train import train_vae
 from tests.toy import cpu_runtime, quiet
+from tests.training import train_vae
 
 SMALL = {
     "data_path": "unused",

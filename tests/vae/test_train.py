@@ -21,6 +21,7 @@ from gputrain.engine.data import Sample, Split
 from gputrain.engine.mixture import FolderItems, Mixture
 from gputrain.engine.run_folder import PlanFile
 from gputrain.errors import UserError
+from gputrain.kinds import kinds
 from gputrain.planner import step_memory
 from gputrain.vae import architecture, recipe
 from gputrain.vae.config import TrainVae, parse_schedule
@@ -29,7 +30,8 @@ from gputrain.vae.diffusers_folder import save_diffusers
 from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.recipe import VaeRecipe
-from gputrain.vae.train import train_vae, warn_of_small_pictures
+from gputrain.vae.work import warn_of_small_pictures
+from tests.training import train_vae
 from tests.vae.test_recipe import SMALL, assert_same, settings_of
 
 pytestmark = pytest.mark.usefixtures("flops_known")
@@ -234,7 +236,7 @@ def test_a_stock_folder_of_another_architecture_is_refused(photographs, tmp_path
 
 def test_every_profile_is_a_configuration():
     known = leaves(TrainVae)
-    folder = Path(sys.modules[train_vae.__module__].__file__).parent / "profiles"
+    folder = kinds()["vae"].profiles
     assert sorted(path.stem for path in folder.iterdir()) == list(PROFILES)
     sizes = {}
     for name in PROFILES:

@@ -13,9 +13,8 @@ from gputrain.bench import step_bench
 from gputrain.bench.runner import measure_row, model_child
 from gputrain.config import assemble, to_yaml
 from gputrain.hw.plan import decide
-from gputrain.vocoder import bench
-from gputrain.vocoder.commands import BenchVocoder
-from gputrain.vocoder.config import TrainVocoder
+from gputrain.vocoder.config import BenchVocoder, TrainVocoder
+from gputrain.vocoder.work import VocoderWork
 from tests.command import gputrain, gputrain_here
 from tests.toy import cpu_runtime
 from tests.vae.test_bench import H100, T4
@@ -31,7 +30,7 @@ def trains(**changes: object) -> list[TrainVocoder]:
     """Returns the settings of each row as its child process reads them."""
     settings = [
         json.dumps(row.settings)
-        for row in step_bench.bench_rows(bench.BENCH, assemble(BenchVocoder, {**SMALL, **changes}))
+        for row in step_bench.bench_rows(VocoderWork(), assemble(BenchVocoder, {**SMALL, **changes}))
     ]
     return [assemble(TrainVocoder, json.loads(text)["train"]) for text in settings]
 
@@ -68,8 +67,8 @@ def run_with(*words: object) -> tuple[str, list[tuple[str, TrainVocoder]]]:
     assert done.returncode == 0, done.stderr
     (settings,) = seen
     with mock.patch("gputrain.bench.runner.run_rows", return_value=[]):
-        report, _ = step_bench.run_bench(bench.BENCH, settings)
-    rows = step_bench.bench_rows(bench.BENCH, settings)
+        report, _ = step_bench.run_bench(VocoderWork(), settings)
+    rows = step_bench.bench_rows(VocoderWork(), settings)
     return report.title, [
         (row.label, assemble(TrainVocoder, json.loads(json.dumps(row.settings))["train"])) for row in rows
     ]
@@ -108,7 +107,7 @@ def test_the_configuration_of_a_run_can_be_measured(tmp_path):
 
 def test_synthetic_sound_has_its_pitch():
     settings = assemble(TrainVocoder, {"data_path": ".", **TINY, "crop_mel_frames": 250, "key_aug": True})
-    wave_BT, f0_BF = bench.synthetic_sound(settings)
+    wave_BT, f0_BF = VocoderWork().synthetic_batch(settings)
     assert (wave_BT.dtype, wave_BT.shape) == (torch.int16, (4, 350 * 64))  # The frames that key_aug reads.
     assert f0_BF.shape == (4, 350)
     spectrum_BN = torch.fft.rfft(wave_BT.float()).abs()
@@ -121,7 +120,7 @@ def test_a_benchmark_makes_real_steps(tmp_path, monkeypatch):
     """Its prediction takes longer than the steps; that of the VAE's benchmark is tested."""
     monkeypatch.setattr(step_bench.StepBench, "predicted_seconds", lambda bench, rates: 0.5)
     settings = assemble(TrainVocoder, {"data_path": ".", **TINY, **step_bench.PLAIN, "micro_batch_size": 2})
-    measured = bench.begin_bench(settings, cpu_runtime(), tmp_path)
+    measured = step_bench.begin_bench(VocoderWork(), settings, cpu_runtime(), tmp_path)
     before = [weight.detach().clone() for weight in measured.recipe.generator.parameters()]
     figures = measured.measure(warmup=1, steps=2)
     assert measured.steps == 3
@@ -137,7 +136,7 @@ def test_a_benchmark_makes_real_steps(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_row_is_measured_in_its_child():
     asked = assemble(BenchVocoder, {**SMALL, "steps": 1, "warmup_steps": 1, "device": "cpu"})
-    result = measure_row(step_bench.bench_rows(bench.BENCH, asked)[0], model_child("vocoder"), 5)
+    result = measure_row(step_bench.bench_rows(VocoderWork(), asked)[0], model_child("vocoder"), 5)
     assert result.reason == ""
     assert math.isfinite(result.figures["seconds_per_step"])
     assert result.figures["micro_batch_size"] == 2
@@ -185,10 +184,10 @@ def test_bad_input_gets_a_sentence_and_2(typed, tmp_path, words, said):
 
 
 def test_synthesis_is_measured_without_a_training(tmp_path):
-    assert bench.title(assemble(BenchVocoder, {**SMALL, "inference": True}), trains()[0]) == (
+    assert VocoderWork().title(assemble(BenchVocoder, {**SMALL, "inference": True}), trains()[0]) == (
         "32 channels, 2 crops of 0.09 s at once, without gradients"
     )
-    synthesis = bench.begin_bench(trains()[0], cpu_runtime(), tmp_path, inference=True)
+    synthesis = step_bench.begin_bench(VocoderWork(), trains()[0], cpu_runtime(), tmp_path, inference=True)
     waves = []
     synthesis.compute = lambda compute=synthesis.compute: waves.append(compute())
     figures = synthesis.measure(warmup=1, steps=2)
@@ -206,7 +205,7 @@ def test_synthesis_is_measured_without_a_training(tmp_path):
 
 @pytest.mark.parametrize(("machine", "precision"), [(H100, "bf16"), (T4, "fp16")])
 def test_rows_of_inference_have_no_switch_that_does_nothing(machine, precision):
-    rows = step_bench.bench_rows(bench.BENCH, assemble(BenchVocoder, {**SMALL, "inference": True}))
+    rows = step_bench.bench_rows(VocoderWork(), assemble(BenchVocoder, {**SMALL, "inference": True}))
     plans = [decide(machine, assemble(TrainVocoder, row.settings["train"]).hardware) for row in rows]
     states = [(plan.tf32.value, plan.compile.value, plan.precision.value) for plan in plans]
     tf32 = machine is H100

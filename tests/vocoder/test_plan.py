@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from gputrain.config import assemble
+from gputrain.planner.model_planner import plan_cards
 from gputrain.planner.step_memory import predict_step
-from gputrain.vocoder.commands import PlanVocoder
-from gputrain.vocoder.config import TrainVocoder
-from gputrain.vocoder.plan import plan_cards
+from gputrain.vocoder.config import PlanVocoder, TrainVocoder
 from gputrain.vocoder.recipe import target
+from gputrain.vocoder.work import VocoderWork
 from tests.vocoder.test_recipe import SMALL
 
 MODEL = {name: value for name, value in SMALL.items() if name != "data_path"}
@@ -50,7 +50,7 @@ def test_the_optimised_configuration_takes_half_of_what_one_sum_takes():
 @pytest.mark.slow
 def test_the_optimised_configuration_on_cards_of_16_24_and_32_gb():
     asked = assemble(PlanVocoder, {**OPTIMISED, "vram_gb": "8,16,24,32"})
-    plans = plan_cards(asked)
+    plans = plan_cards(VocoderWork(), asked)
     assert [plan.fit.fits for plan in plans] == [True] * 4
     for plan in plans:
         assert plan.fit.predicted_peak_gb <= plan.fit.budget_gb
@@ -66,7 +66,7 @@ def test_a_plan_sees_where_the_activations_overtake_the_weights():
     the crops; with sixteen, it is in the generator's."""
     values = {"discriminators": "msd,mpd", "batch_size": 16, "mixed_precision": False}
     settings = assemble(PlanVocoder, {**values, "vram_gb": "32"})
-    (plan,) = plan_cards(settings)
+    (plan,) = plan_cards(VocoderWork(), settings)
     exact = predict_step(target(settings), benchmark().switches(settings), micro_batch_size=16)
     assert plan.fit.micro_batch_size == 16
     assert plan.fit.predicted_peak_gb == pytest.approx(exact.allocated_gb, rel=0.01)
@@ -76,7 +76,7 @@ def test_a_plan_sees_where_the_activations_overtake_the_weights():
 @pytest.mark.slow
 def test_what_does_not_fit_says_what_would():
     asked = assemble(PlanVocoder, {**MODEL, "upsample_initial_channel": 256, "vram_gb": "1", "memory_budget": 0.02})
-    (plan,) = plan_cards(asked)
+    (plan,) = plan_cards(VocoderWork(), asked)
     assert not plan.fit.fits
     assert any(remedy.startswith("--upsample-initial-channel 128 would take") for remedy in plan.remedies)
 
@@ -97,7 +97,7 @@ def test_the_command_takes_a_configuration_that_comes_along():
 )
 def test_a_vocoder_that_names_no_precision_is_planned_in_fp32(wishes, precision):
     """On a card that computes bf16 natively."""
-    (plan,) = plan_cards(assemble(PlanVocoder, {**MODEL, **wishes, "gpu": "rtx5090"}))
+    (plan,) = plan_cards(VocoderWork(), assemble(PlanVocoder, {**MODEL, **wishes, "gpu": "rtx5090"}))
     assert plan.plan.precision.value == precision
     assert plan.plan.tf32.value
     assert ("openvpi warns against" in plan.plan.precision.reason) == (precision != "bf16")

@@ -12,8 +12,8 @@ from gputrain.hw.runtime import apply
 from gputrain.planner.resident import ResidentStep
 from gputrain.planner.step_memory import predict_step
 from gputrain.vocoder.config import TrainVocoder
-from gputrain.vocoder.plan import memory_key
 from gputrain.vocoder.recipe import target
+from gputrain.vocoder.work import VocoderWork
 from tests.planner.measured_steps import measured_peak_gb
 from tests.vocoder.conftest import TINY
 
@@ -66,4 +66,7 @@ def test_a_step_takes_what_was_predicted(changes, checkpointing):
     ],
 )  # fmt: skip
 def test_what_a_prediction_depends_on(changes, same):
-    assert (json.dumps(memory_key(settings_of(**changes))) == json.dumps(memory_key(settings_of()))) is same
+    assert (
+        json.dumps(VocoderWork().memory_key(settings_of(**changes)))
+        == json.dumps(VocoderWork().memory_key(settings_of()))
+    ) is same

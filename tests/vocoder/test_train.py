@@ -34,9 +34,10 @@ from gputrain.vocoder.export import export_openvpi
 from gputrain.vocoder.load import load_vocoder, read_weights
 from gputrain.vocoder.openvpi import PROFILES, translate
 from gputrain.vocoder.recipe import VocoderRecipe
-from gputrain.vocoder.train import WARMUP_STEPS, log_training, open_training_data, train_vocoder
+from gputrain.vocoder.work import WARMUP_STEPS, log_training, open_training_data
 from tests.command import gputrain_here
 from tests.toy import quiet
+from tests.training import train_vocoder
 from tests.vae.test_recipe import assert_same
 from tests.vocoder.conftest import HOP, RATE_HZ, TINY, flags, hummed
 from tests.vocoder.test_recipe import largest_difference, sounds

@@ -16,7 +16,7 @@ from gputrain.audio.mel import log_mel
 from gputrain.engine.data import silent
 from gputrain.errors import UserError
 from gputrain.vocoder.architecture import NsfHifiganArchitecture
-from gputrain.vocoder.commands import Vocode
+from gputrain.vocoder.config import Vocode
 from gputrain.vocoder.export import export_openvpi
 from gputrain.vocoder.generator import Generator
 from gputrain.vocoder.inputs import VocoderInputReader

@@ -14,9 +14,7 @@ from gputrain.hw.doctor.host_rules import Check
 from gputrain.hw.doctor.rules import check_rules
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import Machine, probe
-
-# What a CPU trains in hours instead of weeks: 13 M parameters on crops of 128 pixels.
-SMALL_TRAINING = ("--preset", "fast", "--image-size", "128", "--batch-size", "8")
+from gputrain.kinds import default_kind
 
 
 @config(panel="Check")
@@ -122,8 +120,9 @@ def train_command(plan: Plan, data_path: Path, ranks: int = 1) -> str:
     """Return the command that trains with a plan's settings, on as many GPUs as `ranks`, for a shell of this system."""
     precision = plan.precision.value
     several = ranks > 1 and plan.device.value == "cuda"
+    kind = default_kind()
     launcher = ["torchrun", "--nproc-per-node", str(ranks), "-m"] if several else []
-    words = [*launcher, "gputrain", "train-vae", "--data-path", str(data_path), "--device", str(plan.device.value)]
+    words = [*launcher, "gputrain", kind.command, "--data-path", str(data_path), "--device", str(plan.device.value)]
     switches = {"mixed-precision": precision != "fp32"}
     if precision != "fp32":
         switches["use-bf16"] = precision == "bf16"
@@ -131,6 +130,6 @@ def train_command(plan: Plan, data_path: Path, ranks: int = 1) -> str:
     switches |= {name: bool(setting.value) for name, setting in settings.items()}
     words += [f"--{name}" if on else f"--no-{name}" for name, on in switches.items()]
     if plan.device.value == "cpu":
-        words += SMALL_TRAINING
+        words += kind.small
     words += ["--num-workers", str(plan.num_workers.value)]
     return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)

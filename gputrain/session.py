@@ -1,18 +1,26 @@
-"""The start of a run, the same for every model: hardware, plan, run folder, and the settings that the plan chooses."""
+"""A training from its settings to its end, the same for every kind of model: hardware, plan, run folder, data, stages.
+
+There is one stage, unless a kind of model has a schedule of them. A stage starts from the checkpoint at the end of the
+stage before, exactly as if the user had resumed it with other settings.
+"""
 
 import logging
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
-from typing import Any, Generic, Protocol
+from typing import Any, Generic
 
 import torch
+from rich.console import Console
 
-from gputrain.engine.data import SampleSource, batches
+from gputrain import config
+from gputrain.engine.data import batches
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.run_folder import Run, given_plan, open_run
-from gputrain.engine.schedule import StepSchedule
+from gputrain.engine.schedule import RunProgress, StepSchedule, begin, stages_ahead
+from gputrain.engine.train import train
 from gputrain.errors import UserError, missing_package
 from gputrain.hw.heap import keep_freed_memory
 from gputrain.hw.plan import Hardware, Plan, Setting, fit_shared_memory, workers
@@ -22,19 +30,10 @@ from gputrain.hw.runtime import Runtime, apply
 from gputrain.hw.speed import copied_bytes_per_second, product_flops_per_second
 from gputrain.planner.model_planner import ModelPlanner, memory_budget
 from gputrain.planner.roofline import EAGER_LAUNCH_SECONDS, LAUNCH_SECONDS, DeviceRates
-from gputrain.planner.spec import ModelSpec, S
+from gputrain.planner.work import BatchSource, KindWork, S, TrainingData
 from gputrain.stored import from_json
 
 log = logging.getLogger(__name__)
-
-
-class TrainingData(SampleSource, Protocol):
-    """A data set that batches are made of."""
-
-    @property
-    def item_bytes(self) -> int: ...  # Size of an item in a batch.
-
-    def __len__(self) -> int: ...
 
 
 @dataclass
@@ -46,11 +45,24 @@ class Session(Generic[S]):
     runtime: Runtime
     planner: ModelPlanner[S]
 
-    def choose_settings(self, settings: S, item_seconds: float) -> S:
+    def begin_stage(self, stages: Sequence[S], index: int, data: TrainingData[S]) -> tuple[S, RunProgress]:
+        """Returns the settings of a stage, planned, and where it starts."""
+        stage, run, count = stages[index], self.run, len(stages)
+        data.begin_stage(stage, f"stage {index + 1} of {count}" if count > 1 else "")
+        saved = run.progress
+        new = run.goes_onwards or (saved is not None and saved.stage != index)
+        start = begin(saved, len(data), new_stage=new, stage=index, stages=count)
+        run.settings = config.flatten(stage)
+        planned = self.choose_settings(stage, partial(data.item_seconds, stage))
+        if stage.hardware.plan and not run.given_plan:
+            self.runtime.plan = data.complete_plan(planned, self.machine, self.runtime.plan)
+        return planned, start
+
+    def choose_settings(self, settings: S, item_seconds: Callable[[], float]) -> S:
         """Returns the settings with the micro-batch and the checkpointing of the user's plan or of a new one.
 
-        A new plan becomes the runtime's plan. `item_seconds` is the CPU time that a data worker needs for an item.
-        Raises UserError if the training does not fit.
+        A new plan becomes the runtime's plan. `item_seconds` returns the CPU time that a data worker needs for an
+        item. Raises UserError if the training does not fit.
         """
         if self.run.given_plan:
             return with_plan(settings, self.run.given_plan.plan)
@@ -61,7 +73,7 @@ class Session(Generic[S]):
         runtime.plan = from_json(Plan, plan)
         return with_plan(settings, runtime.plan)
 
-    def _plan(self, settings: S, item_seconds: float) -> Plan:
+    def _plan(self, settings: S, item_seconds: Callable[[], float]) -> Plan:
         """Returns the plan with the settings of the batch and of the data workers, and logs them."""
         runtime, wishes = self.runtime, settings.hardware
         rates = measured_rates(runtime) if runtime.device.type == "cuda" else None
@@ -71,7 +83,7 @@ class Session(Generic[S]):
         plan, found = self.planner.plan(settings, runtime.plan, budget)
         self.planner.check_fit(settings, plan, budget, found)
         rate = runtime.product_rate / found.item_flops
-        processes = workers(self.machine, wishes.num_workers, item_seconds=item_seconds, items_per_second=rate)
+        processes = workers(self.machine, wishes.num_workers, item_seconds=item_seconds(), items_per_second=rate)
         plan = replace(plan, num_workers=processes)
         self.run.prediction = {**found.to_json(), "margin": budget.margin}
         is_known = plan.num_workers == runtime.plan.num_workers  # It has been logged with the runtime.
@@ -80,7 +92,7 @@ class Session(Generic[S]):
         return plan
 
     def open_batches(
-        self, dataset: TrainingData, steps: StepSchedule, *, divides_items: bool = False
+        self, dataset: BatchSource, steps: StepSchedule, *, divides_items: bool = False
     ) -> Callable[[int, int], Generator[Any, None, None]]:
         """Returns a function that opens the batches of the steps `first` to `last` - 1.
 
@@ -107,13 +119,36 @@ class Session(Generic[S]):
         return open_from
 
 
-def open_session(settings: S, spec: ModelSpec[S]) -> Session[S]:
+def train_model(work: KindWork[S], settings: S, console: Console) -> None:
+    """Trains in the run folder that the settings name, from the beginning or from a checkpoint."""
+    settings = work.completed(settings)
+    session = open_session(settings, work)
+    run, runtime = session.run, session.runtime
+    data = work.open_data(settings)
+    session.planner = ModelPlanner(replace(work, sizes=data.sizes))
+    run.data = data.digests()
+    stages = work.stages(data.begin(settings, run, runtime))
+    for index in stages_ahead(run.progress, len(stages), onwards=run.goes_onwards):
+        stage, start = session.begin_stage(stages, index, data)
+        recipe = data.recipe(stage, runtime)
+        if run.resumed is None:
+            data.start(recipe, run)
+        steps = StepSchedule(stage.schedule, start, step_items=data.step_items(stage))
+        opened = session.open_batches(data.source(stage, runtime), steps, divides_items=data.divides_items)
+        train(recipe, opened, steps, run, runtime, console)
+        if index + 1 < len(stages):
+            ended = run.reopen(work.kind)
+            if ended is None or not ended.finished:  # max_steps stopped the stage.
+                break
+
+
+def open_session(settings: S, work: KindWork[S]) -> Session[S]:
     """Opens the run folder that the settings name, and sets the hardware up as the plan says.
 
     Raises UserError if the hardware, the plan or the run folder cannot be used, or if a package is not installed that
     the training needs later.
     """
-    if missing := [name for name in spec.packages if find_spec(name) is None]:
+    if missing := [name for name in work.packages if find_spec(name) is None]:
         raise missing_package(*missing)
     ranks = Ranks.launched(os.environ)
     machine = share_of(probe(ranks.local_index if settings.hardware.device != "cpu" else 0), ranks)
@@ -124,10 +159,10 @@ def open_session(settings: S, spec: ModelSpec[S]) -> Session[S]:
     if machine.gpu_count > 1 and not ranks.under_torchrun and settings.hardware.device != "cpu":
         log.info(
             "this machine has %d GPUs, and one trains; for all of them: torchrun --nproc-per-node %d -m gputrain "
-            "train-%s ..., with the same options", machine.gpu_count, machine.gpu_count, spec.kind,
+            "train-%s ..., with the same options", machine.gpu_count, machine.gpu_count, work.kind,
         )  # fmt: skip
-    plan = given.plan if given else spec.decide(machine, settings.hardware)
-    run = open_run(settings, settings.saving, kind=spec.kind, command=f"gputrain train-{spec.kind}", group=group)
+    plan = given.plan if given else work.decide(machine, settings.hardware)
+    run = open_run(settings, settings.saving, kind=work.kind, command=f"gputrain train-{work.kind}", group=group)
     run.given_plan = given
     run.divides_optimizers = divides_optimizers(settings.hardware, ranks)
     runtime = apply(plan, ranks)
@@ -136,7 +171,7 @@ def open_session(settings: S, spec: ModelSpec[S]) -> Session[S]:
     budget = plan.memory_budget_gb  # The user's plan has one.
     budget_gb = float(budget.value) if budget else memory_budget(machine, plan, settings.hardware, None).budget_gb
     runtime.limit_memory(budget_gb)
-    return Session(machine, run, runtime, ModelPlanner(spec))
+    return Session(machine, run, runtime, ModelPlanner(work))
 
 
 def measured_rates(runtime: Runtime) -> DeviceRates:

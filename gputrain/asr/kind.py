@@ -1,0 +1,171 @@
+"""The speech recogniser as the commands know it. Imports no torch by itself."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gputrain.asr.config import BenchAsr, LanguageModelOptions, PlanAsr, TrainAsr, Transcribe
+from gputrain.audio.config import ClipEvaluation
+from gputrain.config import leaves
+from gputrain.kinds import (
+    CommandOutput,
+    DemoSteps,
+    EvaluateCommand,
+    Exporter,
+    ExportReport,
+    HubCard,
+    ModelKind,
+    OwnCommand,
+    ReportProgress,
+    Words,
+)
+from gputrain.speech.data_commands import prepare_command, validate_command, write_demo_speech
+
+if TYPE_CHECKING:
+    from gputrain.asr.checking import CtcChecker
+    from gputrain.asr.transcribe import Transcript
+    from gputrain.asr.work import AsrWork
+
+
+def work() -> "AsrWork":
+    from gputrain.asr.work import AsrWork
+
+    return AsrWork()
+
+
+# -------------------------------------------------------------------------------------------------- trained models
+
+
+def load_checker(model: Path, device: Any) -> "CtcChecker":
+    from gputrain.asr import checking
+
+    return checking.load_checker(model, device)
+
+
+def evaluate(settings: Any, **shared: Any) -> Any:
+    from gputrain.asr.evaluate import evaluate_recogniser
+
+    clips, options = settings.clips, settings.language_model
+    return evaluate_recogniser(
+        settings.model, settings.data_path, max_clips=clips.max_clips, language_model=options, **shared
+    )
+
+
+def export_recogniser(settings: Any, progress: ReportProgress, *, format: str) -> ExportReport:
+    import torch
+
+    from gputrain.asr import export
+    from gputrain.asr.load import load_recogniser
+
+    recogniser = load_recogniser(settings.model, torch.device("cpu"))
+    shared: dict[str, Any] = {"data_path": settings.data_path, "progress": progress}
+    if format == "transformers":
+        written = export.export_transformers(recogniser, settings.output_dir, **shared)
+    elif format == "onnx":
+        written = export.export_onnx(recogniser, settings.output_dir, settings.name or "recogniser", **shared)
+    else:
+        written = export.export_sherpa(recogniser, settings.output_dir, **shared)
+    return written.figures, written.notes
+
+
+def transcribe(settings: Transcribe, output: CommandOutput) -> None:
+    from gputrain.asr.transcribe import transcribe_files
+
+    several, quiet = settings.input.is_dir(), settings.json is not None or settings.output_dir is not None
+
+    def show(made: "Transcript") -> None:
+        if not quiet:
+            output.data(f"{made.path}: {made.text}" if several else made.text)
+
+    with output.progress("transcribing") as progress:
+        done = transcribe_files(settings, show=show, progress=progress)
+    counts = {"recordings": done.recordings, "words": done.words, "left out": len(done.refused)}
+    output.message(
+        f"{', '.join(f'{count} {name}' for name, count in counts.items())}; {done.sound_seconds:.1f} s of sound, "
+        f"{done.real_time_factor:.3f} s of computing for each"
+    )
+
+
+# --------------------------------------------------------------------------------------- demo, on synthetic speech
+
+STEPS = 400
+
+
+def demo_commands(folder: Path) -> list[Words]:
+    speech, data, run, export = (folder / name for name in ("speech", "data", "run", "sherpa"))
+    kind = ["--kind", "asr", "--language", "uz"]
+    train = [
+        "--preset", "tiny", "--batch-size", 8, "--max-padding", 0.1, "--num-epochs", 0, "--num-steps", STEPS,
+        "--learning-rate", 2e-3, "--warmup-steps", 50, "--mask-time-prob", 0, "--held-out-share", 0.1,
+        "--evaluate-steps", 100, "--checkpoint-steps", 0, "--save-samples-freq", STEPS,
+        "--resume-from", "auto",
+    ]  # fmt: skip
+    return [
+        ["prepare-data", *kind, "--input-dir", speech, "--output-dir", data],
+        ["validate", *kind, "--input-dir", speech, "--output-file", folder / "validation.json"],
+        ["train-asr", "--data-dir", data, "--output-dir", run, *train],
+        ["evaluate", "--model", run, "--data-path", data, "--json", folder / "evaluation.json"],
+        ["export", "--format", "sherpa", "--model", run, "--output-dir", export, "--data-path", data],
+        ["transcribe", "--model", run, "--input", speech / "wavs", "--json", folder / "transcripts.json",
+         "--output-dir", folder / "subtitles"],
+    ]  # fmt: skip
+
+
+def demo_results(folder: Path) -> dict[str, object]:
+    from gputrain.report.records import evaluated
+
+    figures = json.loads((folder / "evaluation.json").read_text())
+    transcripts, cer = json.loads((folder / "transcripts.json").read_text()), evaluated(folder / "run", "cer")
+    return {
+        "character errors before training": f"{100 * cer[0]:.0f} %",
+        "character errors after training": f"{100 * figures['cer']:.1f} %, on held-out clips",
+        "word errors after training": f"{100 * figures['wer']:.1f} %",
+        "it reads": f"{transcripts[0]['path']}: {transcripts[0]['text']}",
+        "look at": f"{folder / 'transcripts.json'} and {folder / 'subtitles'}",
+        "curves": f"tensorboard --logdir {folder / 'run' / 'logs'}",
+        "for sherpa-onnx": folder / "sherpa",
+        "next": "gputrain prepare-data --kind asr --language uz --input-dir YOUR_RECORDINGS --output-dir data/asr, "
+        "then gputrain train-asr --data-dir data/asr --output-dir outputs --init-from facebook/wav2vec2-xls-r-300m",
+    }
+
+
+KIND = ModelKind(
+    name="asr",
+    title="a recogniser",
+    panel="Speech recogniser",
+    help="Train a speech recogniser (wav2vec 2.0, XLS-R, MMS) by CTC on prepared speech.",
+    bench_help="Time a step of train-asr in fp32, then with TF32, 16 bit and compile added in turn.",
+    train=TrainAsr,
+    plan=PlanAsr,
+    bench=BenchAsr,
+    work=work,
+    data="recordings with their texts",
+    prepare=prepare_command("asr"),
+    validate=validate_command("asr"),
+    evaluation=EvaluateCommand(
+        groups={"clips": ClipEvaluation, "language_model": LanguageModelOptions},
+        names=frozenset({"max_clips", *leaves(LanguageModelOptions)}),
+        items="clips",
+        run=evaluate,
+    ),
+    exporters={
+        "transformers": Exporter(partial(export_recogniser, format="transformers"), frozenset({"data_path"})),
+        "onnx": Exporter(partial(export_recogniser, format="onnx"), frozenset({"data_path", "name"})),
+        "sherpa": Exporter(partial(export_recogniser, format="sherpa"), frozenset({"data_path"})),
+    },
+    commands=(
+        OwnCommand(
+            "transcribe", Transcribe,
+            "Transcribe recordings of any length with a recogniser: as text, JSON with word times, and subtitles.",
+            transcribe,
+        ),
+    ),
+    use=("transcribe a recording", "transcribe", "--input", "RECORDING.wav"),
+    headlines=("cer", "wer", "blank_share"),
+    demo=DemoSteps("speech", write_demo_speech, demo_commands, demo_results),
+    hub=HubCard("transformers", "automatic-speech-recognition", "CTC speech recogniser"),
+    keys=frozenset({"model_type"}),
+    metric="loss/recogniser/ctc",
+    load_speech_checker=load_checker,
+)  # fmt: skip

@@ -1,0 +1,188 @@
+"""Plans, measures and trains a recogniser."""
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from gputrain.asr.config import (
+    FINE_TUNING_RATE,
+    FROM_SCRATCH_RATE,
+    BenchAsr,
+    PlanAsr,
+    PlannedData,
+    PlannedSpeech,
+    TrainAsr,
+)
+from gputrain.asr.held_out import HeldOutSpeech
+from gputrain.asr.initialise import init_weights, initial_normalizes, keep_architecture, recogniser_architecture
+from gputrain.asr.recipe import RecogniserRecipe, plan_target
+from gputrain.bench.step_bench import SWITCHES
+from gputrain.engine.run_folder import Run
+from gputrain.hw.runtime import Runtime
+from gputrain.planner.microbatch import Fit, MemoryBudget
+from gputrain.planner.work import PlannedTraining, PlanTarget
+from gputrain.speech.buckets import ClipBatch, ClipSize
+from gputrain.speech.frames import ENCODER_RATE, STRIDE
+from gputrain.speech.training import (
+    SpeechTraining,
+    SpeechWork,
+    planned_seconds,
+    size_of_clip,
+    speaking_rate,
+    synthetic_bucket,
+)
+
+log = logging.getLogger(__name__)
+
+EAGER_BECAUSE = "clips differ in length, and compiled layers of any length were not measured; ask for it to try"
+
+
+@dataclass(frozen=True)
+class UtteranceFacts:
+    """Properties of the speech and the model that memory depends on."""
+
+    clip: ClipSize
+    architecture: dict[str, Any]  # fields of transformers' Wav2Vec2Config
+
+
+def architecture_of(settings: TrainAsr, facts: UtteranceFacts) -> dict[str, Any]:
+    """Returns the architecture of settings that a fallback may have changed."""
+    if settings.model.init_from:
+        return facts.architecture
+    return recogniser_architecture(settings, None, facts.architecture["vocab_size"])
+
+
+class AsrWork(SpeechWork[TrainAsr]):
+    """The work of planning, measuring and training a recogniser. Its sizes are UtteranceFacts."""
+
+    kind, speech_kind, hop_size = RecogniserRecipe.kind, "asr", STRIDE
+    is_1d = True
+    eager_because = EAGER_BECAUSE
+    packages = ("rapidfuzz", "soundfile")
+    bench_options = ("clip_seconds",)
+    # Without channels_last, as the model has no 2-D convolutions.
+    switches = tuple(switch for switch in SWITCHES if switch[2] != "channels_last")
+
+    def completed(self, settings: TrainAsr) -> TrainAsr:
+        """Returns the settings with a learning rate, if it is left to the program."""
+        if settings.schedule.learning_rate:
+            return settings
+        rate = FINE_TUNING_RATE if settings.model.init_from else FROM_SCRATCH_RATE
+        return replace(settings, schedule=replace(settings.schedule, learning_rate=rate))
+
+    def open_data(self, settings: TrainAsr) -> "AsrTraining":
+        speech = self.open_speech(settings)
+        vocabulary, buckets = speech.store.format.vocabulary, self.fill_buckets(settings, speech)
+        architecture = recogniser_architecture(settings, vocabulary, len(vocabulary.symbols))
+        facts = UtteranceFacts(buckets.largest_average, architecture)
+        return AsrTraining(speech, buckets, facts, initial_normalizes(settings))
+
+    def target(self, settings: TrainAsr) -> PlanTarget:
+        return plan_target(settings, architecture_of(settings, self.sizes), self.sizes.clip)
+
+    def memory_key(self, settings: TrainAsr) -> dict[str, Any]:
+        model = settings.model
+        return {
+            "model": model.init_from or model.preset,
+            "adapters": [model.adapters, model.lora_rank],
+            "trains_features": model.trains_features,
+            "freeze_encoder_steps": model.freeze_encoder_steps,
+            "layer_drop": model.layer_drop,
+            "dropout": [model.hidden_dropout > 0, model.attention_dropout > 0, model.final_dropout > 0],
+            "masks": [settings.masking.mask_time_prob > 0, settings.masking.mask_feature_prob > 0],
+            "whole_batch": settings.schedule.whole_batch,
+            "ema": settings.schedule.ema_decay > 0,
+        }
+
+    def fallbacks(self, settings: TrainAsr, budget: MemoryBudget, found: Fit) -> dict[str, TrainAsr]:
+        model, schedule = settings.model, settings.schedule
+        changes = {
+            **super().fallbacks(settings, budget, found),
+            "--ema-decay 0": replace(settings, schedule=replace(schedule, ema_decay=0.0)),
+        }
+        if model.trains_features:
+            changes["--freeze-feature-encoder"] = replace(settings, model=replace(model, freeze_feature_encoder=True))
+        if model.adapters == "none":
+            frozen = replace(model, adapters="lora", freeze_feature_encoder=None)
+            changes["--adapters lora"] = replace(settings, model=frozen)
+        if not model.init_from and model.preset == "xls-r-1b":
+            changes["--preset xls-r-300m"] = replace(settings, model=replace(model, preset="xls-r-300m"))
+        return changes
+
+    def planned(self, settings: PlanAsr) -> PlannedTraining:
+        clips = None
+        if settings.data.data_dir != PlannedData.data_dir:
+            speech = self.open_speech(settings)
+            clips, rate = len(speech.split.mixture()), speaking_rate(speech)
+            facts = PlannedSpeech(
+                clip_seconds=rate.clip_seconds, labels_a_second=rate.symbols_a_second,
+                num_symbols=len(speech.store.format.vocabulary.symbols),
+            )  # fmt: skip
+            settings = replace(settings, speech=facts)
+        model, seconds = settings.model, planned_seconds(settings)
+        columns = {"model": model.init_from or model.preset, "adapters": model.adapters, "seconds": round(seconds, 1),
+                   "batch_size": settings.schedule.whole_batch}  # fmt: skip
+        work = replace(self, sizes=facts_of(settings, settings.speech, seconds))
+        return PlannedTraining(work, [(settings, columns)], clips)
+
+    def title(self, settings: BenchAsr, train: TrainAsr) -> str:
+        return f"{train.model.preset}, {train.schedule.batch_size} clips of {settings.clip_seconds:g} s a step"
+
+    def of_bench(self, settings: TrainAsr, **options: Any) -> "AsrWork":
+        return replace(self, sizes=facts_of(settings, PlannedSpeech(), options["clip_seconds"]))
+
+    def synthetic_recipe(self, settings: TrainAsr, runtime: Runtime) -> RecogniserRecipe:
+        return RecogniserRecipe(settings, self.sizes.architecture, self.sizes.clip, runtime)
+
+    def synthetic_batch(self, settings: TrainAsr) -> list[ClipBatch]:
+        """Returns a bucket of noise."""
+        draws, clip = torch.Generator().manual_seed(0), self.sizes.clip
+        wave_BT = 3000 * torch.randn(settings.schedule.whole_batch, clip.frames * STRIDE, generator=draws)
+        return synthetic_bucket(wave_BT, clip, self.sizes.architecture["vocab_size"], draws)
+
+
+def facts_of(settings: TrainAsr, speech: PlannedSpeech, clip_seconds: float) -> UtteranceFacts:
+    """Returns the facts of hypothetical speech whose clips have the given length."""
+    frames, labels = clip_seconds * ENCODER_RATE / STRIDE, clip_seconds * speech.labels_a_second
+    return UtteranceFacts(size_of_clip(frames, labels), recogniser_architecture(settings, None, speech.num_symbols))
+
+
+@dataclass
+class AsrTraining(SpeechTraining[TrainAsr]):
+    """The speech of a recogniser's training."""
+
+    normalizes: bool  # True if waves are normalised before the model reads them.
+
+    def facts(self, run: Run) -> dict[str, Any]:
+        if run.resumed:  # The model to initialise from may be gone.
+            self.normalizes = bool(run.resumed["facts"].get("normalizes", self.normalizes))
+        return {
+            "text": self.speech.store.format.vocabulary.to_json(), "sampling_rate": ENCODER_RATE, "hop_size": STRIDE,
+            "architecture": self.sizes.architecture, "normalizes": self.normalizes,
+        }  # fmt: skip
+
+    def begin(self, settings: TrainAsr, run: Run, runtime: Runtime) -> TrainAsr:
+        settings = super().begin(settings, run, runtime)
+        if run.group.leads:
+            keep_architecture(run.folder, self.sizes.architecture)
+        return settings
+
+    def described(self, settings: TrainAsr) -> str:
+        return settings.model.init_from or settings.model.preset
+
+    def advise(self, settings: TrainAsr, hours: float) -> None:
+        if not settings.model.init_from and settings.model.preset not in ("tiny", "base"):
+            log.warning(
+                "%s begins with random weights: --init-from its pretrained model, a folder or a name on the Hugging "
+                "Face Hub, reaches low error rates with a thousandth of the speech", settings.model.preset,
+            )  # fmt: skip
+
+    def recipe(self, settings: TrainAsr, runtime: Runtime) -> RecogniserRecipe:
+        sizes, held_out = self.sizes, HeldOutSpeech(self.speech, settings)
+        return RecogniserRecipe(settings, sizes.architecture, sizes.clip, runtime, held_out, normalizes=self.normalizes)
+
+    def start(self, recipe: RecogniserRecipe, run: Run) -> None:
+        if path := recipe.settings.model.init_from:
+            init_weights(recipe, path, self.speech.store.format.vocabulary)

@@ -1,0 +1,129 @@
+"""The work of the commands that serve every kind of model: data, trained models, demos. Imports no torch by itself."""
+
+import json
+import shlex
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.markup import escape
+
+from gputrain.cli import tables, ui
+from gputrain.cli.settings import DataSettings, EvaluateSettings, ExportSettings, PrepareSettings, ValidateSettings
+from gputrain.errors import UserError
+from gputrain.kinds import DataWork, ModelKind, ReportProgress, kinds
+
+EvaluationReport = tuple[str, dict[str, Any], dict[str, Any]]  # A title, the figures to show, and the report.
+
+
+def work_of(settings: DataSettings, command: str) -> DataWork:
+    """Returns the work of a command for the kind of model that the settings name."""
+    made: DataWork = getattr(kinds()[settings.kind], command).work(settings)
+    return made
+
+
+def prepare(settings: PrepareSettings) -> None:
+    if settings.mode == "validate":
+        return validate(settings.as_validation())
+    with ui.TerminalBar("preparing") as bar:
+        work = work_of(settings, "prepare")
+        folders = (settings.input_dir, settings.output_dir)
+        report = work.run(*folders, work.config, num_workers=settings.processes, progress=bar.update)
+    _show(f"Prepared {settings.output_dir}", work, report, settings.output_file)
+
+
+def validate(settings: ValidateSettings) -> None:
+    with ui.TerminalBar("validating") as bar:
+        work = work_of(settings, "validate")
+        report = work.run(settings.input_dir, work.config, num_workers=settings.processes, progress=bar.update)
+    _show(report.input_dir, work, report, settings.output_file)
+    if settings.strict and report.refused:
+        raise typer.Exit(ui.NOT_PASSED)
+
+
+def _show(title: str, work: DataWork, report: Any, output_file: Path | None) -> None:
+    tables.print_refusals(report.refused)
+    for reason in getattr(report, "suspicions", ()):
+        tables.print_refusals([one for one in report.suspicious if one.reason == reason], shown=5)
+    predictions: dict[str, Any] = {}
+    if work.predict:
+        with ui.err.status("predicting the memory of a step"):
+            predictions = work.predict(report)
+    ui.print_figures(title, work.figures(report, **predictions))
+    for finding in getattr(report, "findings", ()):
+        ui.err.print(f"[yellow]note:[/] {escape(finding)}", soft_wrap=True)
+    write_report(output_file, report.to_json() | predictions)
+
+
+def write_report(path: Path | None, report: dict[str, Any]) -> None:
+    """Write a report as JSON. Raises UserError if the file cannot be written."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}", hint="name a file that can be written") from None
+
+
+def evaluate(settings: EvaluateSettings, kind: ModelKind, progress: ReportProgress) -> EvaluationReport:
+    figures = kind.evaluation.run(
+        settings, device=settings.device, held_out_share=settings.held_out_share, progress=progress
+    )
+    items = kind.evaluation.items
+    count = getattr(figures, items)
+    title = f"{settings.model} on {count} {items if count != 1 else items.removesuffix('s')}"
+    return title, dict(getattr(figures, "shown", figures.scalars)), figures.to_json()
+
+
+def format_of(settings: ExportSettings, kind: ModelKind) -> str:
+    """Return the format to write. Raises UserError if this kind of model doesn't have it, or options don't apply."""
+    title, known = kind.title, list(kind.exporters)
+    if settings.format not in ("auto", *known):
+        if not _holds_model(settings):
+            raise UserError(f"{settings.model}: holds no model", hint="name a run folder, or a checkpoint in it")
+        raise UserError(
+            f"{settings.model} is {title}, which has no format {settings.format}", hint=f"use {' or '.join(known)}"
+        )
+    format = known[0] if settings.format == "auto" else settings.format
+    used = kind.exporters[format].options
+    if settings.name and "name" not in used:
+        raise UserError(f"name does nothing with format {format}", hint="drop --name")
+    if settings.language_code and "language_code" not in used:
+        raise UserError(f"language_code does nothing with format {format}", hint="drop --language-code")
+    if settings.data_path is not None and "data_path" not in used:
+        raise UserError(f"data_path does nothing with {title}", hint="drop --data-path")
+    if settings.device == "cuda" and "device" not in used:
+        raise UserError(f"{title} is exported on the CPU", hint="drop --device")
+    return format
+
+
+def _holds_model(settings: ExportSettings) -> bool:
+    """Return True for a file, and for a folder with a configuration or a checkpoint."""
+    path, names = settings.model, ("config.yaml", "config.json", "*.pt", "*.ckpt")
+    return path.is_file() or any(True for name in names for _ in path.glob(name))
+
+
+def run_demo(folder: Path, kind: str, run_command: Callable[[list[str]], object]) -> None:
+    """Write source, data, run, export and synthesised results into `folder`. A second run does only what is missing.
+
+    `run_command` takes the words of a gputrain command.
+
+    Raises UserError if the folder holds something else.
+    """
+    demo = kinds()[kind].demo
+    assert demo is not None  # The option --kind names kinds that have one.
+    if folder.exists() and any(folder.iterdir()) and not (folder / demo.source).is_dir():
+        raise UserError(
+            f"{folder} is not empty, and holds no demo of {kind}", hint=f"--output-dir {folder.name}_{kind}, say"
+        )
+    began = time.monotonic()
+    demo.make_source(folder)
+    for line in demo.commands(folder):
+        words = [str(word) for word in line]
+        ui.err.print(f"\n[bold cyan]$ gputrain {shlex.join(words)}[/]", soft_wrap=True)
+        run_command(words)
+    ui.out.print()
+    ui.print_figures(f"The demo took {time.monotonic() - began:.0f} s", demo.results(folder))

@@ -1,0 +1,288 @@
+"""The kinds of model: a `ModelKind` describes each, and `kinds()` is the table of them. Imports no torch.
+
+The built-in kinds are folders of this package, each with a `ModelKind` in `KIND` of its `kind.py`. Other packages add
+kinds by entry points of the group `gputrain.kinds`, each of which names a `ModelKind`:
+
+    [project.entry-points."gputrain.kinds"]
+    colouriser = "colouriser.kind:KIND"
+
+The commands, plans, benchmarks, reports and checks loop over the table, and know no kind by its name.
+"""
+
+import functools
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, NamedTuple, Protocol
+
+from gputrain.config import leaves, read_file
+from gputrain.errors import UserError
+
+log = logging.getLogger(__name__)
+
+GROUP = "gputrain.kinds"
+BUILT_IN = ("vae", "vocoder", "tts", "asr")  # The folders of this package that hold a kind, in the order of help pages.
+
+# Endings of drawings and of files of cameras.
+DRAWINGS = {".svg", ".svgz", ".eps", ".ai", ".pdf", ".psd", ".heic", ".heif", ".cr2", ".cr3", ".nef", ".arw", ".dng"}
+Words = list[object]  # The words of a command line.
+ReportProgress = Callable[[float, int], None]  # Receives the number of items done and their total.
+ExportReport = tuple[dict[str, Any], list[str]]  # The figures to show, and hints on what to do next.
+# Translates the mapping in a file of another program, at the given path, to our keys and values.
+Translate = Callable[[dict[str, object], Path], dict[str, object]]
+
+
+class CommandOutput(Protocol):
+    """The output of a command: data on stdout, messages and progress on stderr."""
+
+    def progress(self, title: str, *, shown: bool = True) -> AbstractContextManager[ReportProgress]:
+        """Shows a bar while the block runs, and gives the function that moves it."""
+
+    def data(self, text: str) -> None:
+        """Prints a line on stdout."""
+
+    def message(self, text: str) -> None:
+        """Prints a line on stderr."""
+
+    def figures(self, title: str, figures: Mapping[str, object]) -> None:
+        """Prints a table of figures on stdout."""
+
+
+@dataclass(frozen=True)
+class OwnCommand:
+    """A command that only one kind of model has, such as one that uses a trained model."""
+
+    name: str
+    settings: type  # The config class of its options.
+    help: str
+    run: Callable[[Any, CommandOutput], None]
+
+
+class DataWork(NamedTuple):
+    """The work of a command on data for a kind of model."""
+
+    run: Callable[..., Any]  # Takes folders, config, num_workers and progress, and returns a report.
+    config: object
+    figures: Callable[..., dict[str, object]]  # Returns what is shown of the report and the predictions.
+    predict: Callable[[Any], dict[str, Any]] | None = None  # Returns predictions that the JSON has too.
+
+
+@dataclass(frozen=True)
+class KindOptions:
+    """The options of a command for all kinds of model that have an effect with some of them only."""
+
+    groups: Mapping[str, type] = field(default_factory=dict)  # Config classes, by the field that the command gets.
+    names: frozenset[str] = frozenset()  # Options in these groups, and of the command, that have an effect.
+
+
+@dataclass(frozen=True)
+class DataCommand(KindOptions):
+    """`prepare-data` or `validate` for a kind of model."""
+
+    work: Callable[[Any], DataWork] = field(kw_only=True)  # Takes the settings of the command.
+    check: Callable[[Any], None] = lambda settings: None  # Raises UserError if the settings cannot be used.
+
+
+@dataclass(frozen=True)
+class EvaluateCommand(KindOptions):
+    """`evaluate` for a kind of model."""
+
+    items: str = field(kw_only=True)  # What a model is evaluated on: the name of their number in the figures.
+    # Takes the settings and keyword arguments that all kinds have; returns figures.
+    run: Callable[..., Any] = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """A format of `export`."""
+
+    write: Callable[[Any, ReportProgress], ExportReport]
+    options: frozenset[str] = frozenset()  # Those of name, language_code, data_path and device that have an effect.
+
+
+@dataclass(frozen=True)
+class HubCard:
+    """Words of a model card on the Hugging Face Hub."""
+
+    library: str  # As the Hub names it.
+    task: str
+    name: str  # "image autoencoder (AutoencoderKL)"
+
+
+@dataclass(frozen=True)
+class DemoSteps:
+    """The parts of a demo. The functions take the folder of the demo."""
+
+    source: str  # Subfolder for the source data, by which a folder of this demo is recognised.
+    make_source: Callable[[Path], None]
+    commands: Callable[[Path], list[Words]]
+    results: Callable[[Path], dict[str, object]]
+
+
+@dataclass(frozen=True)
+class ModelKind:
+    """A kind of model: all that the commands, reports and checks know of it."""
+
+    name: str  # "vae": also that of the train command, and in checkpoints and configurations.
+    title: str  # "an image VAE", for messages.
+    panel: str  # Title of the kind's commands on the help page.
+    help: str  # What the train command does, in a sentence.
+    bench_help: str
+    train: type  # The options of train-NAME, of plan train-NAME and of bench train-NAME.
+    plan: type
+    bench: type
+    work: Callable[[], Any]  # Imports what plans, measures and trains it: a gputrain.planner.work.KindWork.
+    evaluation: EvaluateCommand
+    exporters: Mapping[str, Exporter]  # By format; the first is "auto".
+    use: tuple[str, ...]  # The command that uses a model: what it is for, its name, and words after --model.
+    headlines: tuple[str, ...]  # Figures on held-out data at the head of a report, the most important first.
+    data: str = ""  # "pictures": what prepare-data reads.
+    prepare: DataCommand | None = None
+    validate: DataCommand | None = None
+    commands: tuple[OwnCommand, ...] = ()
+    demo: DemoSteps | None = None
+    hub: HubCard | None = None
+    profiles: Path | None = None  # Folder of the YAML files that --profile-name chooses from.
+    shipped: Path | None = None  # Folder of files that --config finds by their names alone.
+    translate: Translate | None = None  # Reads other programs' keys in configuration files of the train command,
+    translate_data: Translate | None = None  # and in those of prepare-data.
+    former_names: tuple[str, ...] = ()  # Those of older versions, which stay accepted.
+    keys: frozenset[str] = frozenset()  # A configuration with one of these keys and without a kind is of this kind.
+    checkpoint_suffix: str = ""  # Ending of another program's checkpoints of this kind.
+    metric: str = ""  # A metric by which a run of an older version is recognised.
+    small: tuple[str, ...] = ()  # Options for a training that a CPU finishes in hours.
+    # Loads a model, on the named device, that aligns and reads recordings of speech.
+    load_speech_checker: Callable[..., Any] | None = None
+
+    @property
+    def command(self) -> str:
+        return f"train-{self.name}"
+
+
+@functools.cache
+def kinds() -> Mapping[str, ModelKind]:
+    """Returns the kinds of model by name: the built-in ones, then those of other packages."""
+    found: dict[str, ModelKind] = {name: import_module(f"gputrain.{name}.kind").KIND for name in BUILT_IN}
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        try:
+            kind = entry.load()
+        except Exception as error:  # Another package's defect must not stop the trainings of this one.
+            log.warning("the kind of model %s (%s) cannot be loaded: %s", entry.name, entry.value, error)
+            continue
+        if not isinstance(kind, ModelKind) or kind.name in found:
+            reason = f"there is a kind {kind.name} already" if isinstance(kind, ModelKind) else "it is no ModelKind"
+            log.warning("the kind of model %s (%s) is left out: %s", entry.name, entry.value, reason)
+            continue
+        found[kind.name] = kind
+    return found
+
+
+def former_names() -> dict[str, str]:
+    """Returns the present names of kinds by those of older versions."""
+    return {former: kind.name for kind in kinds().values() for former in kind.former_names}
+
+
+def present_name(name: str) -> str:
+    """Returns the present name of a kind; an unknown name is returned unchanged."""
+    return former_names().get(name, name)
+
+
+def default_kind() -> ModelKind:
+    return next(iter(kinds().values()))
+
+
+def kinds_with(part: str) -> list[str]:
+    """Returns the names of the kinds that have a part: `prepare`, `validate`, `demo`."""
+    return [name for name, kind in kinds().items() if getattr(kind, part) is not None]
+
+
+def speech_checker(model: Path, device: str = "auto") -> Any:
+    """Loads a recogniser, by the kind of model that has them."""
+    load = next(kind.load_speech_checker for kind in kinds().values() if kind.load_speech_checker)
+    return load(model, device)
+
+
+def without_kind(cls: type, content: Mapping[str, object], source: str) -> dict[str, object]:
+    """Returns the content of a configuration file without its `kind`, if `cls` has no option of that name.
+
+    Raises UserError if the file configures another kind of model than `cls` trains.
+    """
+    if "kind" not in content or "kind" in leaves(cls):
+        return dict(content)
+    given, expected = present_name(str(content["kind"])), getattr(cls, "kind", None)
+    if given != expected:
+        known = kinds()
+        hint = f"use gputrain {known[given].command}" if given in known else f"known kinds: {', '.join(known)}"
+        raise UserError(f"{source}: kind is {given!r}" + (f", expected {expected!r}" if expected else ""), hint=hint)
+    return {name: value for name, value in content.items() if name != "kind"}
+
+
+def kind_of(model: Path) -> ModelKind:
+    """Returns the kind of a run, a checkpoint, or a model in another program's format.
+
+    The `kind` of the run's config.yaml or of the checkpoint decides. If there is none, the keys of the configuration
+    do. Anything else is treated as the first kind, whose loader reports what is wrong.
+    """
+    folder = model if model.is_dir() else model.parent
+    for kind in kinds().values():
+        ending = kind.checkpoint_suffix
+        if ending and (model.suffix == ending or (model.is_dir() and (model / f"model{ending}").is_file())):
+            return kind
+    if (folder / "config.yaml").is_file():
+        return _stated_kind(read_file(folder / "config.yaml"))
+    if model.is_file() and model.suffix == ".pt":
+        return kinds().get(present_name(_saved_kind(model)), default_kind())
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return default_kind()
+    return _kind_by_keys(content) if isinstance(content, dict) else default_kind()
+
+
+def _stated_kind(content: Mapping[str, object]) -> ModelKind:
+    if "kind" not in content:
+        return _kind_by_keys(content)
+    return kinds().get(present_name(str(content["kind"])), default_kind())
+
+
+def _kind_by_keys(content: Mapping[str, object]) -> ModelKind:
+    """Returns the kind of a configuration of an older version or of another program, which states no kind."""
+    return next((kind for kind in kinds().values() if kind.keys & content.keys()), default_kind())
+
+
+def _saved_kind(checkpoint: Path) -> str:
+    """Returns the kind that a checkpoint states; nothing if it is unreadable, which its loader reports."""
+    import torch
+
+    try:
+        content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError):
+        return ""
+    return str(content.get("kind", "")) if isinstance(content, dict) else ""
+
+
+def data_in_words(names: Sequence[str]) -> str:
+    """Returns what the data of kinds are: "vae (pictures), tts or asr (recordings with their texts)"."""
+    by_data: dict[str, list[str]] = {}
+    for name in names:
+        by_data.setdefault(kinds()[name].data, []).append(name)
+    return ", ".join(f"{' or '.join(same)} ({data})" for data, same in by_data.items())
+
+
+def prepared_counts(report: Any, name: str, value: object) -> dict[str, object]:
+    """Returns the figures of a preparation, one of them of its own kind of data."""
+    figures = {"made": report.made, "kept": report.kept, name: value, "refused": len(report.refused)}
+    return figures | ({"other files": other_files(report.ignored)} if report.ignored else {})
+
+
+def other_files(ignored: Mapping[str, int]) -> str:
+    """Returns the files that are not read, by suffix; drawings of lines have to be converted to be pictures."""
+    found = ", ".join(f"{count} {suffix}" for suffix, count in sorted(ignored.items()))
+    drawings = sum(count for suffix, count in ignored.items() if suffix in DRAWINGS)
+    return found + (f"; {drawings} drawings or camera files are not read: convert them to png" if drawings else "")

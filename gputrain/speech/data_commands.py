@@ -1,0 +1,127 @@
+"""`prepare-data` and `validate` for speech, which a voice and a recogniser share. Imports no torch by itself."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gputrain.audio.config import Sound
+from gputrain.config import leaves
+from gputrain.errors import UserError
+from gputrain.kinds import DataCommand, DataWork, speech_checker
+from gputrain.speech.prepare_config import LANGUAGE_HINTS, SpeechKind, SpeechOptions
+
+if TYPE_CHECKING:
+    from gputrain.speech.checker import SpeechChecker
+    from gputrain.speech.prepare import SpeechPrepareReport
+    from gputrain.speech.validate import SpeechReport
+
+# Options of speech that have no effect for a kind.
+WITHOUT_EFFECT: Mapping[SpeechKind, frozenset[str]] = {
+    "tts": frozenset({"cue_gap"}), "asr": frozenset({"alphabet", "espeak_voice"}),
+}  # fmt: skip
+
+
+def options_of(kind: SpeechKind) -> frozenset[str]:
+    return frozenset(leaves(SpeechOptions)) - WITHOUT_EFFECT[kind]
+
+
+def prepare_command(kind: SpeechKind, *further: str) -> DataCommand:
+    """Returns `prepare-data` for a kind, with the options of a recording that the kind leaves to the user."""
+
+    def check(settings: Any) -> None:
+        if settings.speech.language is None:
+            raise UserError("language is missing", hint=LANGUAGE_HINTS[kind])
+        settings.speech.language_for(kind)
+
+    return DataCommand(
+        groups={"sound": Sound, "speech": SpeechOptions},
+        names=frozenset(leaves(SpeechOptions)) - WITHOUT_EFFECT[kind]
+        | {"align_with", "trim_db", "loudness_db", *further},
+        work=partial(prepare_transcribed, kind=kind),
+        check=check,
+    )
+
+
+def validate_command(
+    kind: SpeechKind, *further: str, predict: Callable[["SpeechReport"], dict[str, Any]] | None = None
+) -> DataCommand:
+    """Returns `validate` for a kind; `predict` makes predictions from its report."""
+    return DataCommand(
+        groups={"speech": SpeechOptions},
+        names=options_of(kind) | {"check_with", *further},
+        work=partial(validate_transcribed, kind=kind, predict=predict),
+    )
+
+
+def prepare_transcribed(settings: Any, kind: SpeechKind) -> DataWork:
+    from gputrain.speech.prepare import prepare_speech, speech_prepare_config
+
+    prepare_with = partial(prepare_speech, checker=checker_of(settings.align_with))
+    return DataWork(prepare_with, speech_prepare_config(kind, settings.speech, settings.sound), prepared_speech)
+
+
+def checker_of(model: Path | None) -> "SpeechChecker | None":
+    """Loads a recogniser that aligns and checks texts, if one is named."""
+    return None if model is None else speech_checker(model)
+
+
+def prepared_speech(report: "SpeechPrepareReport") -> dict[str, object]:
+    # Common Voice names its speakers by 128 digits.
+    names = [name if len(name) <= 20 else f"{name[:8]}…" for name in report.speakers[:8]]
+    more = f", ... ({len(report.speakers)})" if len(report.speakers) > 8 else ""
+    letters = [symbol for symbol in report.vocabulary if len(symbol) == 1]
+    return {
+        "recordings": f"{report.made} made, {report.kept} kept",
+        "clips": report.clips,
+        "hours": report.hours,
+        "speakers": ", ".join(filter(None, names)) + more or 1,
+        **({"vocabulary": f"{len(report.vocabulary)} symbols: {' '.join(letters)}"} if letters else {}),
+        "left out": len(report.refused),
+        **{f"  {reason}": count for reason, count in report.reasons.items()},
+    }
+
+
+def validate_transcribed(
+    settings: Any, kind: SpeechKind, predict: Callable[["SpeechReport"], dict[str, Any]] | None
+) -> DataWork:
+    from gputrain.speech.prepare import speech_prepare_config
+    from gputrain.speech.validate import validate_speech
+
+    config = speech_prepare_config(kind, settings.speech, Sound(audio_sample_rate=settings.audio_sample_rate))
+    validate_with = partial(validate_speech, checker=checker_of(settings.check_with))
+    return DataWork(validate_with, config, speech_figures, predict)
+
+
+def speech_figures(report: "SpeechReport", memory_gb: Mapping[str, float] | None = None) -> dict[str, object]:
+    figures: dict[str, object] = {"left out": len(report.refused)}
+    if report.seconds is not None and (rates := report.symbols_a_second) is not None:
+        spoken = {symbol: count for symbol, count in report.symbols.items() if count}
+        commonest = " ".join(f"{symbol}:{count}" for symbol, count in list(spoken.items())[:8])
+        figures = {
+            "clips": report.clips,
+            "hours": report.hours,
+            "language": report.language,
+            "speakers": len(report.speakers),
+            **figures,
+            "rates": ", ".join(f"{count} of {rate} Hz" for rate, count in report.source_rates.items()),
+            "seconds": f"{report.seconds.min:.3g} to {report.seconds.max:.3g}, half under {report.seconds.median:.3g}",
+            "clips by seconds": ", ".join(f"{span}: {count}" for span, count in report.histogram.items()),
+            "symbols": f"{len(spoken)} of {len(report.symbols)} are spoken: {commonest} ...",
+            "rare": " ".join(f"{symbol}:{count}" for symbol, count in report.rare.items()) or "none",
+            "symbols a second": f"{rates.median:.3g}, from {rates.min:.3g} to {rates.max:.3g}",
+        }
+        if memory_gb:
+            figures["memory, batch 32"] = ", ".join(f"{preset} {peak:g} GB" for preset, peak in memory_gb.items())
+        if report.suspicious:
+            figures["suspicious"] = ", ".join(f"{count} {reason}" for reason, count in report.suspicions.items())
+    return figures | {f"  {reason}": count for reason, count in report.reasons.items()}
+
+
+RATE_HZ, CLIPS = 16000, 80  # The synthetic speech of demos.
+
+
+def write_demo_speech(folder: Path) -> None:
+    from gputrain.speech.synthetic import write_speech
+
+    write_speech(folder / "speech", CLIPS, RATE_HZ)

@@ -1,0 +1,159 @@
+"""The training on prepared speech, which a voice and a recogniser share: its data, its plans and its benchmarks.
+
+Shape suffixes: B clips, T samples.
+"""
+
+import logging
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from gputrain.engine.data import digests
+from gputrain.engine.run_folder import Run
+from gputrain.errors import UserError
+from gputrain.hw.runtime import Runtime
+from gputrain.planner.work import BatchSource, KindWork, TrainingData, TrainSettings
+from gputrain.session import log_runtime
+from gputrain.speech.buckets import Buckets, ClipBatch, ClipSize, Speech, buckets_of, open_speech
+from gputrain.speech.prepare_config import SpeechKind
+
+S = TypeVar("S", bound=TrainSettings)
+log = logging.getLogger(__name__)
+
+CLIP_SECONDS = 0.0005  # CPU seconds to read a clip from the store and to pad it.
+
+
+@dataclass
+class SpeechTraining(TrainingData[S]):
+    """Prepared speech in buckets of clips with similar lengths."""
+
+    speech: Speech
+    buckets: Buckets
+    sizes: Any
+
+    divides_items = True
+    # Facts that a resumed run must share with its checkpoint.
+    fixed_facts: ClassVar[tuple[str, ...]] = ("text", "sampling_rate")
+
+    def __len__(self) -> int:
+        return len(self.buckets)
+
+    def digests(self) -> dict[str, Any]:
+        return digests(training=self.speech.parts.train, held_out=self.speech.parts.held_out)
+
+    def facts(self, run: Run) -> dict[str, Any]:
+        """Returns what inference needs besides the weights."""
+        raise NotImplementedError
+
+    def described(self, settings: S) -> str:
+        """Returns the model in a few words, for the log."""
+        raise NotImplementedError
+
+    def advise(self, settings: S, hours: float) -> None:
+        """Warns if a start from other weights would help."""
+
+    def begin(self, settings: S, run: Run, runtime: Runtime) -> S:
+        run.facts = self.facts(run)
+        before: dict[str, Any] = run.resumed.get("facts", {}) if run.resumed else {}
+        changed = [name for name in self.fixed_facts if name in before and before[name] != run.facts[name]]
+        if changed:
+            raise UserError(
+                f"the data's {' and '.join(changed)} changed since the run began",
+                hint="prepare the data as they were, or begin a new run with --init-from this one",
+            )
+        self.log(settings, runtime)
+        return settings
+
+    def log(self, settings: S, runtime: Runtime) -> None:
+        speech, buckets = self.speech, self.buckets
+        format, clips = speech.store.format, buckets.clips
+        if speech.parts.shared:
+            log.warning("there is only one recording: it is used both for training and for evaluation")
+        hours = sum(clip.samples for clip in clips) / format.sampling_rate / 3600
+        speakers = f", {len(format.speakers)} speakers" if len(format.speakers) > 1 else ""
+        held_out = len(speech.parts.held_out)
+        log.info("clips for training: %d (%.2f hours%s), held out: %d", len(clips), hours, speakers, held_out)
+        self.advise(settings, hours)
+        log.info(
+            "%s, %d symbols (%s); %d batches an epoch, of %.1f clips, %.1f %% of them padding",
+            self.described(settings), len(format.frontend.symbols), format.frontend.language, len(buckets),
+            len(buckets.longest_M) / len(buckets), 100 * buckets.padding,
+        )  # fmt: skip
+        buckets.log_fill()
+        speech.split.log_shares(speech.split.mixture(), "clips")
+        log_runtime(runtime)
+
+    def item_seconds(self, settings: S) -> float:
+        return CLIP_SECONDS
+
+    def source(self, settings: S, runtime: Runtime) -> BatchSource:
+        return replace(self.buckets, ranks=runtime.ranks)
+
+    def step_items(self, settings: S) -> int:
+        return settings.schedule.accumulation_steps
+
+
+class SpeechWork(KindWork[S]):
+    """The part of the work that a voice and a recogniser share."""
+
+    item, unit = "clip", "clips"
+    fixed_shapes = False  # Clips differ in length.
+    speech_kind: ClassVar[SpeechKind]
+    hop_size: ClassVar[int]
+
+    def open_speech(self, settings: Any) -> Speech:
+        data = settings.data
+        return open_speech(data.data_dir, self.hop_size, data.held_out_share, self.speech_kind)
+
+    def fill_buckets(self, settings: Any, speech: Speech) -> Buckets:
+        """Returns buckets that contain about the same amount of audio."""
+        schedule = settings.schedule
+        return buckets_of(speech, settings.data, self.hop_size, schedule.batch_size, schedule.seed)
+
+    def item_seconds(self, settings: S, **options: Any) -> float:
+        return float(options["clip_seconds"])
+
+
+@dataclass(frozen=True)
+class SpeakingRate:
+    """The average clip of prepared speech."""
+
+    clip_seconds: float
+    symbols_a_second: float
+
+
+def speaking_rate(speech: Speech) -> SpeakingRate:
+    format, clips = speech.store.format, speech.parts.train
+    seconds = sum(clip.samples for clip in clips) / format.sampling_rate
+    symbols = sum(len(format.frontend.ids(clip.normalized)) for clip in clips)
+    return SpeakingRate(seconds / len(clips), symbols / seconds)
+
+
+def planned_seconds(settings: Any) -> float:
+    """Returns the average length of a clip in the largest batches, from the options of `plan`."""
+    limit = settings.data.batch_seconds / settings.schedule.batch_size
+    return float(limit or settings.data.batch_room * settings.speech.clip_seconds)
+
+
+def size_of_clip(frames: float, symbols: float) -> ClipSize:
+    return ClipSize(math.ceil(frames), math.ceil(symbols))
+
+
+def synthetic_bucket(wave_BT: Tensor, clip: ClipSize, num_symbols: int, draws: torch.Generator) -> list[ClipBatch]:
+    """Returns a bucket as the loader does: clips of one length with random symbols."""
+    clips, samples = wave_BT.shape
+    each = torch.ones(clips, dtype=torch.int64)
+    return [
+        ClipBatch(
+            ids_BS=torch.randint(3, num_symbols, (clips, clip.symbols), generator=draws),
+            symbols_B=each * clip.symbols,
+            wave_BT=wave_BT.to(torch.int16),
+            samples_B=each * samples,
+            frames_B=each * clip.frames,
+            speakers_B=each * 0,
+            clips_B=torch.arange(clips),
+        )
+    ]

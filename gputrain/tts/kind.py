@@ -1,0 +1,178 @@
+"""The voice as the commands know it. Imports no torch by itself."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gputrain.audio.config import ClipEvaluation
+from gputrain.kinds import (
+    CommandOutput,
+    DemoSteps,
+    EvaluateCommand,
+    Exporter,
+    ExportReport,
+    HubCard,
+    ModelKind,
+    OwnCommand,
+    ReportProgress,
+    Words,
+    kind_of,
+    speech_checker,
+)
+from gputrain.speech.data_commands import RATE_HZ, prepare_command, validate_command, write_demo_speech
+from gputrain.tts import coqui
+from gputrain.tts.config import BenchTts, PlanTts, Speak, TrainTts, VoiceEvaluation
+
+if TYPE_CHECKING:
+    from gputrain.speech.validate import SpeechReport
+    from gputrain.tts.evaluate import SpeechReader
+    from gputrain.tts.work import TtsWork
+
+
+def work() -> "TtsWork":
+    from gputrain.tts.work import TtsWork
+
+    return TtsWork()
+
+
+def predict_memory(report: "SpeechReport") -> dict[str, Any]:
+    """Returns the memory that presets are predicted to take with the validated speech."""
+    from gputrain.tts.work import memory_by_preset
+
+    return {"memory_gb": memory_by_preset(report)}
+
+
+# -------------------------------------------------------------------------------------------------- trained models
+
+
+def evaluate(settings: Any, **shared: Any) -> Any:
+    from gputrain.tts.evaluate import evaluate_voice
+
+    reader = reader_of(settings.voice.recogniser, settings.device)
+    return evaluate_voice(
+        settings.model, settings.data_path, max_clips=settings.clips.max_clips, reader=reader, **shared
+    )
+
+
+def reader_of(model: Path | None, device: str) -> "SpeechReader | None":
+    """Loads a model that reads speech, if one is named: of faster-whisper, or a recogniser of ours or transformers."""
+    if model is None:
+        return None
+    if not model.is_dir() or kind_of(model).load_speech_checker:
+        checker = speech_checker(model, device)
+        return lambda wave, rate_hz, language: str(checker.read(wave, rate_hz))
+    from gputrain.tts.measures import recognise
+
+    return partial(recognise, model=model)
+
+
+def export_piper(settings: Any, progress: ReportProgress) -> ExportReport:
+    import torch
+
+    from gputrain.tts import export
+    from gputrain.tts.load import load_voice
+
+    voice = load_voice(settings.model, torch.device("cpu"))
+    written = export.export_piper(
+        voice, settings.output_dir, settings.name or "voice", language_code=settings.language_code, progress=progress
+    )
+    return written.shown(voice.source), written.notes
+
+
+def speak(settings: Speak, output: CommandOutput) -> None:
+    from gputrain.tts.speak import speak_text
+
+    with output.progress("speaking", shown=settings.known_beforehand and not settings.streams) as progress:
+        done = speak_text(settings, progress)
+    sentences = "1 sentence" if done.sentences == 1 else f"{done.sentences} sentences"
+    output.message(
+        f"{sentences}, {done.sound_seconds:.1f} s of sound, {done.real_time_factor:.3f} s of computing for each; "
+        f"{', '.join(str(file) for file in done.files[:3])}"
+    )
+
+
+# --------------------------------------------------------------------------------------- demo, on synthetic speech
+
+STEPS = 160
+SENTENCE = "Singlim soʻradi."  # No clip contains exactly this sentence.
+
+
+def demo_commands(folder: Path) -> list[Words]:
+    speech, data, run, piper = (folder / name for name in ("speech", "data", "run", "piper"))
+    kind = ["--kind", "tts", "--language", "uz", "--audio-sample-rate", RATE_HZ]
+    train = [
+        "--preset", "fast", "--discriminator-channels", 8, "--encoder-dropout", 0, "--duration-dropout", 0,
+        "--batch-size", 4, "--max-padding", 0.1, "--num-epochs", 0, "--num-steps", STEPS,
+        "--learning-rate", 1e-3, "--learning-rate-schedule", "cosine", "--warmup-steps", 20, "--gradient-clip", 5,
+        "--ema-decay", 0.9, "--held-out-share", 0.1, "--evaluate-steps", STEPS, "--checkpoint-steps", 0,
+        "--save-samples-freq", STEPS, "--num-audio-samples", 2, "--resume-from", "auto",
+    ]  # fmt: skip
+    export = ["export", "--format", "piper", "--name", "uz_UZ-demo", "--model", run, "--output-dir", piper]
+    return [
+        ["prepare-data", *kind, "--input-dir", speech, "--output-dir", data],
+        ["validate", *kind, "--input-dir", speech, "--output-file", folder / "validation.json"],
+        ["train-tts", "--data-dir", data, "--output-dir", run, *train],
+        ["evaluate", "--model", run, "--data-path", data, "--json", folder / "evaluation.json"],
+        export,
+        ["speak", "--model", run, "--text", SENTENCE, "--output-file", folder / "said.wav"],
+    ]
+
+
+def demo_results(folder: Path) -> dict[str, object]:
+    from gputrain.report.records import evaluated
+
+    figures = json.loads((folder / "evaluation.json").read_text())
+    distance, length = (evaluated(folder / "run", name) for name in ("mel_distance", "length_mismatch"))
+    samples = folder / "run" / "samples"
+    return {
+        "mel distance before training": distance[0],
+        "mel distance after training": f"{distance[-1]:.4g}, on held-out clips",
+        "length of the speech": f"off by a factor of {length[-1]:.2f}, before training {length[0]:.2f}",
+        "mel-cepstral distortion": f"{figures['mcd_db']:.1f} dB of speech from text, against recordings",
+        "look at": samples / f"recording_step_{STEPS:08d}.png",
+        "listen to": f"{folder / 'said.wav'} and {samples}; the recordings are in {folder / 'speech'}",
+        "expected result": "a hum in the rhythm of speech; words take many thousands of steps",
+        "curves": f"tensorboard --logdir {folder / 'run' / 'logs'}",
+        "for Piper and Home Assistant": folder / "piper",
+        "next": "gputrain prepare-data --kind tts --language uz --input-dir YOUR_RECORDINGS --output-dir data/tts, "
+        "then gputrain train-tts --data-dir data/tts --output-dir outputs",
+    }
+
+
+KIND = ModelKind(
+    name="tts",
+    title="a voice",
+    panel="Voice",
+    help="Train a VITS voice on prepared speech.",
+    bench_help="Time a step of train-tts in fp32, adding TF32, 16 bit, channels_last and compile.",
+    train=TrainTts,
+    plan=PlanTts,
+    bench=BenchTts,
+    work=work,
+    data="recordings with their texts",
+    prepare=prepare_command("tts", "audio_sample_rate"),
+    validate=validate_command("tts", "audio_sample_rate", predict=predict_memory),
+    evaluation=EvaluateCommand(
+        groups={"clips": ClipEvaluation, "voice": VoiceEvaluation},
+        names=frozenset({"max_clips", "recogniser"}),
+        items="clips",
+        run=evaluate,
+    ),
+    exporters={"piper": Exporter(export_piper, frozenset({"name", "language_code"}))},
+    commands=(
+        OwnCommand(
+            "speak", Speak,
+            "Synthesise a text with a voice, into audio files or sentence by sentence to standard output.", speak,
+        ),
+    ),
+    use=("speak a text", "speak", "--text", "TEXT", "--output-file", "out.wav"),
+    headlines=("mcd_sl_db", "mel_distance", "length_mismatch", "cer"),
+    demo=DemoSteps("speech", write_demo_speech, demo_commands, demo_results),
+    hub=HubCard("piper", "text-to-speech", "VITS voice"),
+    profiles=Path(__file__).parent / "profiles",
+    translate=coqui.translate_coqui,
+    former_names=("voice",),
+    keys=frozenset({"data_dir"}),
+    metric="loss/generator/duration",
+)  # fmt: skip

@@ -1,0 +1,229 @@
+"""Plans, measures and trains a voice."""
+
+import logging
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from gputrain.bench.inference_bench import SOUND_SWITCHES, Compute, InferenceBench, sound_title
+from gputrain.config import assemble
+from gputrain.engine.run_folder import Run
+from gputrain.hw.runtime import Runtime
+from gputrain.planner.microbatch import Fit, MemoryBudget
+from gputrain.planner.step_memory import predict_step
+from gputrain.planner.target import target_machines
+from gputrain.planner.work import PlannedTraining, PlanTarget
+from gputrain.speech.buckets import ClipBatch, ClipSize, Speech
+from gputrain.speech.prepare_config import HOP_SIZE
+from gputrain.speech.store import SpeechFormat
+from gputrain.speech.training import (
+    SpeechTraining,
+    SpeechWork,
+    planned_seconds,
+    size_of_clip,
+    speaking_rate,
+    synthetic_bucket,
+)
+from gputrain.speech.validate import SpeechReport
+from gputrain.tts.architecture import VoiceArchitecture, VoicePreset, voice_architecture
+from gputrain.tts.config import BenchTts, PlannedData, PlannedSpeech, PlanTts, TrainTts
+from gputrain.tts.evaluate import HeldOutClips
+from gputrain.tts.load import start_from
+from gputrain.tts.model import Voice, made_to_speak
+from gputrain.tts.recipe import VoiceRecipe, plan_target
+
+log = logging.getLogger(__name__)
+
+FEW_HOURS = 0.5
+
+
+@dataclass(frozen=True)
+class SpeechSize:
+    """Properties of the speech data that memory depends on; `clip` as in ClipSize."""
+
+    sampling_rate: int  # Hz
+    num_symbols: int
+    num_speakers: int
+    clip: ClipSize
+
+
+def architecture_for(settings: TrainTts, speech: SpeechSize) -> VoiceArchitecture:
+    return voice_architecture(
+        settings.model.preset,
+        num_symbols=speech.num_symbols,
+        num_speakers=speech.num_speakers,
+        sampling_rate=speech.sampling_rate,
+        encoder_dropout=settings.model.encoder_dropout,
+        duration_dropout=settings.model.duration_dropout,
+    )
+
+
+class TtsWork(SpeechWork[TrainTts]):
+    """The work of planning, measuring and training a voice. Its sizes are a SpeechSize."""
+
+    kind, speech_kind, hop_size = VoiceRecipe.kind, "tts", HOP_SIZE
+    generator_is_1d = True
+    packages = ("scipy", "skimage", "soundfile")
+    bench_options = ("clip_seconds", "inference")
+    inference_switches = SOUND_SWITCHES
+
+    def open_data(self, settings: TrainTts) -> "TtsTraining":
+        speech = self.open_speech(settings)
+        format, buckets = speech.store.format, self.fill_buckets(settings, speech)
+        symbols, speakers = len(format.frontend.symbols), len(format.speakers)
+        size = SpeechSize(format.sampling_rate, symbols, speakers, buckets.largest_average)
+        return TtsTraining(speech, buckets, size)
+
+    def target(self, settings: TrainTts) -> PlanTarget:
+        return plan_target(settings, architecture_for(settings, self.sizes), self.sizes.clip)
+
+    def memory_key(self, settings: TrainTts) -> dict[str, Any]:
+        model = settings.model
+        return {
+            "preset": model.preset,
+            "discriminator_channels": model.discriminator_channels,
+            "step_order": settings.losses.step_order,
+            "dropout": [model.encoder_dropout > 0, model.duration_dropout > 0],
+            "whole_batch": settings.schedule.whole_batch,
+            "ema": settings.schedule.ema_decay > 0,
+        }
+
+    def fallbacks(self, settings: TrainTts, budget: MemoryBudget, found: Fit) -> dict[str, TrainTts]:
+        model = settings.model
+        changes = dict(super().fallbacks(settings, budget, found))
+        if model.preset == "high":
+            changes["--preset medium"] = replace(settings, model=replace(model, preset="medium"))
+        return changes
+
+    def planned(self, settings: PlanTts) -> PlannedTraining:
+        clips = None
+        if settings.data.data_dir != PlannedData.data_dir:
+            speech = self.open_speech(settings)
+            clips = len(speech.split.mixture())
+            settings = replace(settings, speech=facts_of(speech))
+        columns = {"preset": settings.model.preset, "batch_size": settings.schedule.whole_batch}
+        size = size_of(settings.speech, planned_seconds(settings))
+        return PlannedTraining(replace(self, sizes=size), [(settings, columns)], clips)
+
+    def title(self, settings: BenchTts, train: TrainTts) -> str:
+        items = f"{train.schedule.batch_size} clips of {settings.clip_seconds:g} s"
+        return sound_title(train.model.preset, settings.inference, items)
+
+    def of_bench(self, settings: TrainTts, **options: Any) -> "TtsWork":
+        return replace(self, sizes=size_of(PlannedSpeech(), options["clip_seconds"]))
+
+    def synthetic_recipe(self, settings: TrainTts, runtime: Runtime) -> VoiceRecipe:
+        return VoiceRecipe(settings, architecture_for(settings, self.sizes), self.sizes.clip, runtime)
+
+    def synthetic_batch(self, settings: TrainTts) -> list[ClipBatch]:
+        """Returns a bucket of humming clips."""
+        draws, clips, clip = torch.Generator().manual_seed(0), settings.schedule.whole_batch, self.sizes.clip
+        samples = clip.frames * HOP_SIZE
+        time_T = torch.arange(samples) / self.sizes.sampling_rate
+        hz_B1 = 80 * 4 ** torch.rand(clips, 1, generator=draws)
+        wave_BT = 0.3 * torch.sin(2 * math.pi * hz_B1 * time_T) + 0.01 * torch.randn(clips, samples, generator=draws)
+        return synthetic_bucket(wave_BT * 32767, clip, self.sizes.num_symbols, draws)
+
+    def inference(self, settings: TrainTts, runtime: Runtime, **options: Any) -> InferenceBench:
+        build, items = partial(speaking, settings, self), settings.schedule.whole_batch
+        return InferenceBench(build, runtime, items, self.item_seconds(settings, **options))
+
+
+def speaking(settings: TrainTts, work: TtsWork, runtime: Runtime) -> Compute:
+    """Returns a function that speaks clips of random symbols. The durations of an untrained voice say nothing, so that
+    all symbols are spoken equally long."""
+    voice = made_to_speak(Voice(architecture_for(settings, work.sizes)))
+    runtime.place(voice)
+    voice.decoder.forward = runtime.compile(voice.decoder.forward)  # type: ignore[method-assign]
+    (bucket,), frames = work.synthetic_batch(settings), work.sizes.clip.frames
+    ids_BS, symbols_B = bucket.ids_BS.to(runtime.device), bucket.symbols_B.to(runtime.device)
+    durations_BS = torch.full(ids_BS.shape, frames / ids_BS.shape[1], device=runtime.device).cumsum(dim=1).round()
+    durations_BS = durations_BS.diff(dim=1, prepend=torch.zeros_like(durations_BS[:, :1]))
+
+    def compute() -> Tensor:
+        text = voice.encode_text(ids_BS, symbols_B)
+        voice.predict_durations(text)
+        wave_B1T: Tensor = voice.decoder(voice.speak(text, durations_BS, most_frames=frames))
+        return wave_B1T
+
+    return compute
+
+
+def size_of(speech: PlannedSpeech, clip_seconds: float) -> SpeechSize:
+    """Returns the size of hypothetical speech whose clips have the given length."""
+    frames = clip_seconds * speech.sampling_rate / HOP_SIZE
+    clip = size_of_clip(frames, clip_seconds * speech.symbols_a_second)
+    return SpeechSize(speech.sampling_rate, speech.num_symbols, speech.num_speakers, clip)
+
+
+def facts_of(speech: Speech) -> PlannedSpeech:
+    """Returns the facts of prepared speech that a plan needs."""
+    format, rate = speech.store.format, speaking_rate(speech)
+    return PlannedSpeech(
+        clip_seconds=rate.clip_seconds, symbols_a_second=rate.symbols_a_second,
+        num_symbols=len(format.frontend.symbols), num_speakers=len(format.speakers),
+        sampling_rate=format.sampling_rate,
+    )  # fmt: skip
+
+
+def memory_by_preset(report: SpeechReport, batch_size: int = 32) -> dict[str, float]:
+    """Returns by preset the memory in GB that `train-tts` on the validated speech is predicted to take with whole
+    batches at once, on a GPU of compute capability 8.0 or higher; nothing if there is no clip."""
+    if not report.clips:
+        return {}
+    seconds = report.hours * 3600 / report.clips
+    spoken = PlannedSpeech(
+        clip_seconds=seconds, symbols_a_second=report.symbols_a_second.median if report.symbols_a_second else 30.0,
+        num_symbols=len(report.symbols) + 3, num_speakers=max(1, len(report.speakers)),
+        sampling_rate=report.sampling_rate,
+    )  # fmt: skip
+    peaks: dict[str, float] = {}
+    for preset in get_args(VoicePreset):
+        settings = assemble(PlanTts, {"preset": preset, "batch_size": batch_size, "gpu": "a100-40"})
+        (requested,) = target_machines(settings.cards)
+        work = TtsWork(size_of(spoken, settings.data.batch_room * seconds))
+        plan = work.decide(requested.machine, settings.hardware)
+        estimate = predict_step(work.target(settings), plan, micro_batch_size=batch_size)
+        peaks[preset] = round(estimate.allocated_gb, 1)
+    return peaks
+
+
+class TtsTraining(SpeechTraining[TrainTts]):
+    """The speech of a voice's training."""
+
+    fixed_facts = ("text", "sampling_rate", "hop_size", "speakers")
+
+    def facts(self, run: Run) -> dict[str, Any]:
+        format = self.speech.store.format
+        return {
+            "text": format.frontend.to_json(), "sampling_rate": format.sampling_rate, "hop_size": HOP_SIZE,
+            "speakers": list(format.speakers),
+        }  # fmt: skip
+
+    def described(self, settings: TrainTts) -> str:
+        return f"{settings.model.preset} voice at {self.speech.store.format.sampling_rate} Hz"
+
+    def advise(self, settings: TrainTts, hours: float) -> None:
+        if hours < FEW_HOURS:
+            log.warning("%.2f hours are little data: --init-from a voice of any language helps most", hours)
+
+    def recipe(self, settings: TrainTts, runtime: Runtime) -> VoiceRecipe:
+        architecture, held_out = architecture_for(settings, self.sizes), HeldOutClips(self.speech, settings)
+        return VoiceRecipe(settings, architecture, self.sizes.clip, runtime, held_out)
+
+    def start(self, recipe: VoiceRecipe, run: Run) -> None:
+        if path := recipe.settings.model.init_from:
+            init_from(recipe, path, self.speech.store.format)
+
+
+def init_from(recipe: VoiceRecipe, path: Path, format: SpeechFormat) -> None:
+    reinitialised = start_from(path, recipe.voice, recipe.discriminators, format.front_end, format.speakers)
+    if reinitialised:
+        log.warning("%s: reinitialised: %s", path, "; ".join(reinitialised))
+    if recipe.settings.schedule.ema_decay:
+        recipe.ema.restart(recipe.voice)

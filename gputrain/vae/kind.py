@@ -1,0 +1,212 @@
+"""The image VAE as the commands know it. Imports no torch by itself."""
+
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gputrain.config import leaves
+from gputrain.kinds import (
+    CommandOutput,
+    DataCommand,
+    DataWork,
+    DemoSteps,
+    EvaluateCommand,
+    Exporter,
+    ExportReport,
+    HubCard,
+    ModelKind,
+    OwnCommand,
+    ReportProgress,
+    Words,
+    other_files,
+    prepared_counts,
+)
+from gputrain.vae.config import (
+    BenchVae,
+    PictureEvaluation,
+    PictureLimits,
+    PlanVae,
+    Reconstruct,
+    TrainVae,
+    VaePrepareConfig,
+)
+
+if TYPE_CHECKING:
+    from gputrain.engine.preparation import Spread
+    from gputrain.vae.validate import ImageReport
+    from gputrain.vae.work import VaeWork
+
+
+def work() -> "VaeWork":
+    from gputrain.vae.work import VaeWork
+
+    return VaeWork()
+
+
+# ------------------------------------------------------------------------------------------------------------ data
+
+
+def prepare_pictures(settings: Any) -> DataWork:
+    from gputrain.vae.prepare import prepare_images
+
+    run = partial(prepare_images, overwrite=settings.overwrite)
+    return DataWork(run, settings.pictures, lambda report: prepared_counts(report, "held out", report.held_out))
+
+
+def validate_pictures(settings: Any) -> DataWork:
+    from gputrain.vae.validate import validate_images
+
+    return DataWork(validate_images, settings.pictures, picture_figures)
+
+
+def picture_figures(report: "ImageReport") -> dict[str, object]:
+    def spread(of: "Spread | None") -> str:
+        return f"{of.min:g} to {of.max:g}, half of them under {of.median:g}" if of else "-"
+
+    figures: dict[str, object] = {
+        "readable pictures": report.pictures,
+        "held out": report.held_out,
+        "refused": len(report.refused),
+        "other files": other_files(report.ignored) or 0,
+        "formats": ", ".join(f"{count} {name}" for name, count in report.formats.items()),
+        "size": f"{report.bytes / 1e6:.1f} MB",
+        "width in pixels": spread(report.width),
+        "height in pixels": spread(report.height),
+    }
+    if report.manifest:
+        odd = {name: len(paths) for name, paths in vars(report.manifest).items() if paths}
+        figures["manifest"] = ", ".join(f"{count} {name}" for name, count in odd.items()) or "agrees with the files"
+    return figures
+
+
+# -------------------------------------------------------------------------------------------------- trained models
+
+
+def evaluate(settings: Any, **shared: Any) -> Any:
+    from gputrain.vae.evaluate import evaluate_pictures
+
+    return evaluate_pictures(settings.model, settings.data_path, settings.pictures, **shared)
+
+
+def export_diffusers(settings: Any, progress: ReportProgress) -> ExportReport:
+    from gputrain.vae.export import export_vae
+
+    figures = export_vae(
+        settings.model, settings.output_dir, data_path=settings.data_path, device=settings.device, progress=progress
+    )
+    return dict(figures), [f'Load it: diffusers.AutoencoderKL.from_pretrained("{settings.output_dir}")']
+
+
+def reconstruct(settings: Reconstruct, output: CommandOutput) -> None:
+    from gputrain.vae.reconstruct import reconstruct_folder
+
+    with output.progress("reconstructing") as progress:
+        written = reconstruct_folder(settings, progress)
+    output.data(f"{len(written) - 1} pictures; look at {written[-1]}")
+
+
+# --------------------------------------------------------------------------------------- demo, on real photographs
+
+# Photographs in scikit-image's wheel. Only one of its stereo pair is used, as the other shows the same scene.
+PHOTOGRAPHS = (
+    "astronaut.png", "camera.png", "chelsea.png", "coffee.png", "coins.png", "hubble_deep_field.jpg", "ihc.png",
+    "moon.png", "motorcycle_left.png", "retina.jpg", "rocket.jpg",
+)  # fmt: skip
+SIZE = 64  # Side of a crop, in pixels.
+SHARE = 0.2  # Share of the parts that is held out.
+
+
+def cut_photographs(folder: Path) -> None:
+    """Cut about sixty parts of 200 to 300 pixels a side, so that parts of several photographs are held out."""
+    import skimage.data
+    from PIL import Image
+
+    parts = folder / "photographs"
+    if parts.is_dir():
+        return
+    parts.mkdir(parents=True)
+    for name in PHOTOGRAPHS:
+        with Image.open(Path(skimage.data.__file__).parent / name) as image:
+            image.thumbnail((640, 640))
+            columns, rows = image.width // 200, image.height // 200
+            for column, row in product(range(columns), range(rows)):
+                box = (column / columns, row / rows, (column + 1) / columns, (row + 1) / rows)
+                part = image.crop(tuple(int(at * size) for at, size in zip(box, 2 * image.size, strict=True)))
+                part.convert("RGB").save(parts / f"{Path(name).stem}_{row}{column}.png")
+
+
+def demo_commands(folder: Path) -> list[Words]:
+    photographs, data, run, export = (folder / name for name in ("photographs", "data", "run", "export"))
+    train = [
+        "--preset", "fast", "--image-size", SIZE, "--batch-size", 4, "--num-epochs", 36, "--learning-rate", 1e-4,
+        "--warmup-steps", 100, "--perceptual-weight", 0.2, "--ema-decay", 0.9, "--held-out-share", SHARE,
+        "--evaluate-freq", 12, "--checkpoint-freq", 0, "--save-samples-freq", 100, "--resume-from", "auto",
+    ]  # fmt: skip
+    return [
+        ["prepare-data", "--input-dir", photographs, "--output-dir", data, "--target-size", 256],
+        ["validate", "--input-dir", data, "--output-file", folder / "validation.json"],
+        ["train-vae", "--data-path", data, "--output-dir", run, *train],
+        ["evaluate", "--model", run, "--data-path", data, "--json", folder / "evaluation.json"],
+        ["export", "--model", run, "--output-dir", export],
+        ["reconstruct", "--model", export, "--input", photographs, "--output-dir", folder / "reconstructions"],
+    ]
+
+
+def demo_results(folder: Path) -> dict[str, object]:
+    from gputrain.report.records import evaluated
+
+    psnr = evaluated(folder / "run", "psnr_db")
+    return {
+        "PSNR before training": f"{psnr[0]:.1f} dB",
+        "PSNR after training": f"{psnr[-1]:.1f} dB, on held-out parts",
+        "look at": folder / "reconstructions" / "sheet.png",
+        "curves": f"tensorboard --logdir {folder / 'run' / 'logs'}",
+        "load it": f'diffusers.AutoencoderKL.from_pretrained("{folder / "export"}")',
+        "next": "gputrain train-vae --data-path YOUR_PICTURES --output-dir outputs",
+    }
+
+
+KIND = ModelKind(
+    name="vae",
+    title="an image VAE",
+    panel="Image VAE",
+    help="Train an image VAE on a folder of pictures.",
+    bench_help="Time a step of train-vae in fp32, adding TF32, bf16, channels_last, compile, lean layers and CUDA "
+    "graphs.",
+    train=TrainVae,
+    plan=PlanVae,
+    bench=BenchVae,
+    work=work,
+    data="pictures",
+    prepare=DataCommand(
+        groups={"pictures": VaePrepareConfig},
+        names=frozenset({"mode", "overwrite", *leaves(VaePrepareConfig)}),
+        work=prepare_pictures,
+    ),
+    validate=DataCommand(
+        groups={"pictures": PictureLimits}, names=frozenset(leaves(PictureLimits)), work=validate_pictures
+    ),
+    evaluation=EvaluateCommand(
+        groups={"pictures": PictureEvaluation},
+        names=frozenset(leaves(PictureEvaluation)),
+        items="pictures",
+        run=evaluate,
+    ),
+    exporters={"diffusers": Exporter(export_diffusers, frozenset({"data_path", "device"}))},
+    commands=(
+        OwnCommand(
+            "reconstruct", Reconstruct,
+            "Reconstruct pictures of any size with a VAE, and show them next to their originals.", reconstruct,
+        ),
+    ),
+    use=("reconstruct pictures", "reconstruct", "--input", "PICTURES", "--output-dir", "reconstructions"),
+    headlines=("psnr_db", "ssim", "ms_ssim", "rfid"),
+    demo=DemoSteps("photographs", cut_photographs, demo_commands, demo_results),
+    hub=HubCard("diffusers", "image-to-image", "image autoencoder (AutoencoderKL)"),
+    profiles=Path(__file__).parent / "profiles",
+    former_names=("images",),
+    metric="speed/images_per_second",
+    # What a CPU trains in hours instead of weeks: 13 M parameters on crops of 128 pixels.
+    small=("--preset", "fast", "--image-size", "128", "--batch-size", "8"),
+)  # fmt: skip

@@ -1,0 +1,313 @@
+"""Plans, measures and trains an image VAE.
+
+A training has one stage, unless a schedule of resolutions names several.
+"""
+
+import contextlib
+import logging
+import math
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from gputrain.bench.inference_bench import Compute, InferenceBench
+from gputrain.bench.runner import NotMeasured
+from gputrain.bench.step_bench import GRAPHS
+from gputrain.engine.data import digests
+from gputrain.engine.distributed import RankGroup
+from gputrain.engine.run_folder import Run
+from gputrain.errors import UserError
+from gputrain.hw.plan import Plan, Setting, data_in_memory
+from gputrain.hw.probe import Machine
+from gputrain.hw.runtime import Runtime
+from gputrain.planner.fake_runtime import on_fake_tensors
+from gputrain.planner.memory_timeline import MemoryTimeline
+from gputrain.planner.microbatch import Fit, MemoryBudget
+from gputrain.planner.work import BatchSource, KindWork, PlannedTraining, PlanTarget, TrainingData, Variant
+from gputrain.session import log_runtime, log_setting
+from gputrain.vae.architecture import VaeArchitecture
+from gputrain.vae.config import BenchVae, PlannedData, PlanVae, TrainVae
+from gputrain.vae.data import CropDataset, Pictures, decoding_seconds, open_pictures, to_u8, to_unit
+from gputrain.vae.linear_start import LinearCode, fit_code, signals_of, write_code
+from gputrain.vae.lpips import load_lpips
+from gputrain.vae.model import AutoencoderKL
+from gputrain.vae.pictures import UnusablePicture, has_transparency
+from gputrain.vae.pretrained import load_pretrained
+from gputrain.vae.recipe import VaeRecipe, build_autoencoder, compile_layers, plan_target
+
+log = logging.getLogger(__name__)
+
+SIZE_STEP = 64  # Pixels between the image sizes that are proposed.
+FILES = ("lpips_weights", "lpips_sha256")  # Options without an effect on memory.
+LOOKED_AT = 50  # Pictures whose transparency is looked at before training.
+SWITCHES = (
+    ("fp32", {"lean": False}, ""),
+    ("+ TF32", {"enable_tf32": True}, "tf32"),
+    ("+ bf16", {"mixed_precision": True}, "precision"),
+    ("+ channels_last", {"channels_last": True}, "channels_last"),
+    ("+ compile", {"use_torch_compile": True}, "compile"),
+    ("+ lean", {"lean": True}, ""),
+    GRAPHS,
+)
+
+
+class VaeWork(KindWork[TrainVae]):
+    """The work of planning, measuring and training an image VAE."""
+
+    kind, item, unit = VaeRecipe.kind, "picture", VaeRecipe.unit
+    bench_options = ("inference",)
+    switches = SWITCHES
+
+    def completed(self, settings: TrainVae) -> TrainVae:
+        if settings.hardware.plan_file and len(settings.stages) > 1:
+            raise UserError("plan_file and resolution_schedule contradict each other", hint="a plan is for one size")
+        return settings
+
+    def open_data(self, settings: TrainVae) -> "VaeData":
+        return VaeData(open_pictures(settings.data.data_path, held_out_share=settings.data.held_out_share))
+
+    def stages(self, settings: TrainVae) -> tuple[TrainVae, ...]:
+        return settings.stages
+
+    def target(self, settings: TrainVae) -> PlanTarget:
+        return plan_target(settings)
+
+    def memory_key(self, settings: TrainVae) -> dict[str, Any]:
+        losses = {name: value for name, value in asdict(settings.losses).items() if name not in FILES}
+        return {
+            "architecture": asdict(settings.architecture),
+            "lean": settings.model.lean is not False,
+            "train_part": settings.model.train_part,
+            "losses": losses,
+            "image_size": settings.data.image_size,
+            "whole_batch": settings.schedule.whole_batch,
+            "ema": settings.schedule.ema_decay > 0,
+        }
+
+    def fallbacks(self, settings: TrainVae, budget: MemoryBudget, found: Fit) -> dict[str, TrainVae]:
+        model = settings.model
+        return {
+            **super().fallbacks(settings, budget, found),
+            "--lean": replace(settings, model=replace(model, lean=True)),
+            **{
+                f"--image-size {size}": replace(settings, data=replace(settings.data, image_size=size))
+                for size in smaller_sizes(settings, budget, found)
+            },
+            "--preset lite": replace(settings, model=replace(model, preset="lite", channels=())),
+            "--preset fast": replace(settings, model=replace(model, preset="fast", channels=())),
+        }
+
+    def variants(self, settings: TrainVae, plan: Plan) -> list[Variant[TrainVae]]:
+        """Returns the settings with memory-efficient layers and, if nothing is compiled on a GPU, those with plain
+        layers. Without a compiler, recomputing norms and activations takes more launches than storing them, which can
+        cost more time than the memory traffic that it saves."""
+        model = settings.model
+
+        def variant(lean: bool, reason: str) -> Variant[TrainVae]:
+            return Variant(replace(settings, model=replace(model, lean=lean)), {"lean": Setting(lean, reason)})
+
+        if model.lean is not None:
+            return [variant(model.lean, "asked for" if model.lean else "switched off")]
+        if plan.compile.value or plan.device.value != "cuda":
+            return [variant(True, "norms and activations are recomputed, which takes less memory")]
+        return [
+            variant(True, "storing norms and activations does not fit, or is predicted to be no faster"),
+            variant(False, "nothing is compiled: storing norms and activations fits and is predicted to be faster"),
+        ]
+
+    def planned(self, settings: PlanVae) -> PlannedTraining:
+        stages = [
+            (stage, {"image_size": stage.data.image_size, "batch_size": stage.schedule.whole_batch})
+            for stage in settings.stages
+        ]
+        named = settings.data.data_path != PlannedData.data_path
+        return PlannedTraining(self, stages, len(self.open_data(settings)) if named else None)
+
+    def title(self, settings: BenchVae, train: TrainVae) -> str:
+        what = "images encoded and decoded at once" if settings.inference else "images a step"
+        return f"{train.model.preset}, {train.data.image_size} px, {train.schedule.batch_size} {what}"
+
+    def synthetic_recipe(self, settings: TrainVae, runtime: Runtime) -> VaeRecipe:
+        return VaeRecipe(settings, runtime, held_out=[])
+
+    def synthetic_batch(self, settings: TrainVae) -> torch.Tensor:
+        data, draws = settings.data, torch.Generator().manual_seed(0)
+        shape = (settings.schedule.whole_batch, data.image_channels, data.image_size, data.image_size)
+        return torch.randint(256, shape, dtype=torch.uint8, generator=draws)
+
+    def inference(self, settings: TrainVae, runtime: Runtime, **options: Any) -> InferenceBench:
+        if runtime.plan.cuda_graphs.value:
+            raise NotMeasured("encoding and decoding are not captured in CUDA graphs")
+        items = settings.schedule.whole_batch
+        flops = items * reconstruction_flops(settings.architecture, settings.data.image_size)
+        return InferenceBench(partial(reconstruction, settings), runtime, items, flops=flops)
+
+
+def reconstruction(settings: TrainVae, runtime: Runtime) -> Compute:
+    """Returns a function that encodes and decodes synthetic pictures, as `reconstruct` and `evaluate` do."""
+    model = build_autoencoder(settings, runtime).requires_grad_(False)
+    compile_layers(model, runtime)
+    pictures_BCHW = VaeWork().synthetic_batch(settings).to(runtime.device)
+
+    def compute() -> torch.Tensor:
+        images_BCHW = to_unit(pictures_BCHW).contiguous(memory_format=runtime.memory_format)
+        return to_u8(model.decode(model.encode(images_BCHW).mean_BLhw))
+
+    return compute
+
+
+def reconstruction_flops(architecture: VaeArchitecture, side: int) -> int:
+    """Returns the FLOPs of encoding and decoding a picture, by plain layers as in training steps."""
+    timeline = MemoryTimeline()
+    with on_fake_tensors(), torch.no_grad():
+        model = AutoencoderKL(architecture, lean=False)
+        with timeline.watching():
+            model.decode(model.encode(torch.empty(1, architecture.in_channels, side, side)).mean_BLhw)
+    return round(timeline.log.flops)
+
+
+def smaller_sizes(settings: TrainVae, budget: MemoryBudget, found: Fit) -> list[int]:
+    """Returns three image sizes, the largest first. Activations and workspace grow at least in proportion to the
+    area."""
+    grows = {"activations", "workspace", "cached"}
+    growing_gb = sum(gb for kind, gb in found.parts.items() if kind in grows) / found.micro_batch_size
+    left_gb = budget.budget_gb / budget.margin - sum(gb for kind, gb in found.parts.items() if kind not in grows)
+    step = math.lcm(SIZE_STEP, settings.architecture.downsampling)
+    largest = int(settings.data.image_size * max(0.0, left_gb / growing_gb) ** 0.5) // step * step
+    return [size for size in (largest, largest - step, largest - 2 * step) if size > 0]
+
+
+@dataclass
+class VaeData(TrainingData[TrainVae]):
+    """The pictures of a training."""
+
+    pictures: Pictures
+
+    sizes = None
+
+    def __len__(self) -> int:
+        return len(self.pictures.mixture)
+
+    def digests(self) -> dict[str, Any]:
+        pictures = self.pictures
+        return digests(
+            training=[(one.fingerprint, one.width, one.height) for one in pictures.train],
+            held_out=[(one.fingerprint, one.width, one.height) for one in pictures.held_out],
+        )
+
+    def begin(self, settings: TrainVae, run: Run, runtime: Runtime) -> TrainVae:
+        check_same_channels(run, settings.data.image_channels)
+        log_training(settings, runtime, self.pictures)
+        return settings
+
+    def begin_stage(self, settings: TrainVae, position: str) -> None:
+        log.info(
+            "%s%d px, %d images a step, %s", f"{position}: " if position else "", settings.data.image_size,
+            settings.schedule.whole_batch, settings.schedule.length_in_words,
+        )  # fmt: skip
+        warn_of_small_pictures(self.pictures, settings.data.image_size)
+
+    def item_seconds(self, settings: TrainVae) -> float:
+        return decoding_seconds(self.crops(settings, in_memory=False))
+
+    def complete_plan(self, settings: TrainVae, machine: Machine, plan: Plan) -> Plan:
+        crops, processes = self.crops(settings, in_memory=False), int(plan.num_workers.value)
+        kept = data_in_memory(machine, settings.data.data_in_memory, crops.decoded_gb, processes)
+        log_setting("data_in_memory", kept)
+        return replace(plan, data_in_memory=kept)
+
+    def source(self, settings: TrainVae, runtime: Runtime) -> BatchSource:
+        kept = runtime.plan.data_in_memory
+        in_memory = bool(kept.value if kept else settings.data.data_in_memory)
+        source: BatchSource = self.pictures.mixture.of(self.crops(settings, in_memory=in_memory))
+        return source
+
+    def crops(self, settings: TrainVae, *, in_memory: bool) -> CropDataset:
+        data = settings.data
+        return CropDataset(
+            self.pictures.train,
+            data.image_size,
+            settings.schedule.seed,
+            data.horizontal_flip,
+            data.image_channels,
+            in_memory=in_memory,
+        )
+
+    def recipe(self, settings: TrainVae, runtime: Runtime) -> VaeRecipe:
+        losses = settings.losses
+        lpips = load_lpips(losses.lpips_weights, losses.lpips_sha256) if losses.uses_lpips else None
+        recipe = VaeRecipe(settings, runtime, self.pictures.held_out, lpips)
+        recipe.sample_crops  # noqa: B018  (It raises now, instead of in the middle of the training, if one is unreadable.)
+        return recipe
+
+    def start(self, recipe: VaeRecipe, run: Run) -> None:
+        model = recipe.settings.model
+        if model.init_from:
+            recipe.start_from(load_pretrained(model.init_from, recipe.settings.architecture))
+        elif model.start == "linear":
+            start_linear(recipe, run.group, self.pictures)
+
+
+def check_same_channels(run: Run, image_channels: int) -> None:
+    """Raises UserError if a resumed run would get pictures of another number of channels than before."""
+    before = run.resumed["config"].get("image_channels", 3) if run.resumed else image_channels
+    if before != image_channels:
+        raise UserError(
+            f"the checkpoint was trained with image_channels {before}, and this run has {image_channels}",
+            hint=f"--image-channels {before}, or begin a new run",
+        )
+
+
+def warn_of_small_pictures(pictures: Pictures, image_size: int) -> None:
+    """Warn if pictures have to be enlarged to the size of a crop, as a model learns their blur."""
+    sides = [min(one.width, one.height) for one in (*pictures.train, *pictures.held_out)]
+    small = [side for side in sides if side < image_size]
+    if small:
+        log.warning(
+            "%d of %d pictures are smaller than a crop of %d pixels (the smallest has %d) and are enlarged: the model "
+            "learns their blur; use a lower --image-size, or leave them out with prepare-data --min-size %d",
+            len(small), len(sides), image_size, min(small), image_size,
+        )  # fmt: skip
+
+
+def warn_of_opaque_pictures(image_channels: int, pictures: Pictures) -> None:
+    """Warn if pictures are to be trained with transparency, and none of a few has any."""
+    if image_channels != 4:
+        return
+    count = min(LOOKED_AT, len(pictures.train))
+    chosen = [pictures.train[number * len(pictures.train) // count] for number in range(count)]
+    with contextlib.suppress(UnusablePicture):
+        if not any(has_transparency(picture.path) for picture in chosen):
+            log.warning(
+                "image_channels is 4, and none of %d pictures has transparency: prepare the data with "
+                "--image-channels 4 if their sources have it, or train with 3", count,
+            )  # fmt: skip
+
+
+def start_linear(recipe: VaeRecipe, group: RankGroup, pictures: Pictures) -> None:
+    """Starts the autoencoder as a linear code of the pictures, if its architecture has a place for one."""
+    architecture, seed = recipe.settings.architecture, recipe.settings.schedule.seed
+    signals = signals_of(architecture)
+    if not signals:
+        log.info("the start is random: the norms of these channels have no place for a linear code")
+        return
+    code = LinearCode(signals, architecture.in_channels)
+    code.load_state_dict(group.of_leader(lambda: fit_code(pictures.of_epoch, architecture, seed).state_dict()))
+    torch.manual_seed(seed)
+    autoencoder = AutoencoderKL(architecture)
+    write_code(code, autoencoder)
+    recipe.start_from(autoencoder.state_dict())
+
+
+def log_training(settings: TrainVae, runtime: Runtime, pictures: Pictures) -> None:
+    for refused in pictures.refused:
+        log.warning("%s: %s; left out", refused.path, refused.detail)
+    if pictures.shared:
+        log.warning("there is only one picture: it is used both for training and for evaluation")
+    log.info("pictures for training: %d, held out: %d", len(pictures.train), len(pictures.held_out))
+    pictures.split.log_shares(pictures.mixture, "pictures")
+    warn_of_opaque_pictures(settings.data.image_channels, pictures)
+    log.info("model %s; losses: %s", settings.model.preset, settings.losses.in_words)
+    log_runtime(runtime)

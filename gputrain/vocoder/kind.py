@@ -1,0 +1,229 @@
+"""The vocoder as the commands know it. Imports no torch by itself."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gputrain.audio.config import ClipEvaluation, Sound
+from gputrain.config import leaves
+from gputrain.kinds import (
+    CommandOutput,
+    DataCommand,
+    DataWork,
+    DemoSteps,
+    EvaluateCommand,
+    Exporter,
+    ExportReport,
+    HubCard,
+    ModelKind,
+    OwnCommand,
+    ReportProgress,
+    Words,
+    other_files,
+    prepared_counts,
+)
+from gputrain.vocoder import openvpi
+from gputrain.vocoder.config import (
+    SAMPLING_RATE,
+    BenchVocoder,
+    ExcerptEvaluation,
+    PlanVocoder,
+    TrainVocoder,
+    Vocode,
+)
+
+if TYPE_CHECKING:
+    from gputrain.vocoder.validate import SoundReport
+    from gputrain.vocoder.work import VocoderWork
+
+
+def work() -> "VocoderWork":
+    from gputrain.vocoder.work import VocoderWork
+
+    return VocoderWork()
+
+
+# ------------------------------------------------------------------------------------------------------------ data
+
+
+def prepare_recordings(settings: Any) -> DataWork:
+    from gputrain.vocoder.prepare import prepare_sound, vocoder_prepare_config
+
+    config = vocoder_prepare_config(settings.sound)
+    return DataWork(prepare_sound, config, lambda report: prepared_counts(report, "hours", report.hours))
+
+
+def validate_recordings(settings: Any) -> DataWork:
+    from gputrain.vocoder.validate import validate_sounds
+
+    return DataWork(validate_sounds, settings.audio_sample_rate or SAMPLING_RATE, sound_figures)
+
+
+def sound_figures(report: "SoundReport") -> dict[str, object]:
+    figures: dict[str, object] = {"refused": len(report.refused), "other files": other_files(report.ignored) or 0}
+    if (total := report.total) is not None:
+        pitch = total.pitch_hz
+        figures = {
+            "recordings": total.recordings,
+            "hours": total.hours,
+            **figures,
+            "rates": ", ".join(f"{count} of {rate} Hz" for rate, count in total.rates.items()),
+            "seconds": f"{total.seconds.min:.3g} to {total.seconds.max:.3g}, half under {total.seconds.median:.3g}",
+            "clipped": f"{total.clipped} recordings, {100 * total.clipped_share:.2g} % of all samples",
+            "silence": f"{100 * total.silent_share:.3g} %",
+            "voiced": f"{100 * total.voiced_share:.3g} %",
+            "pitch": f"{pitch[0]:.0f} to {pitch[1]:.0f} Hz (nine tenths of it)" if pitch else "none",
+        }
+    return figures
+
+
+# -------------------------------------------------------------------------------------------------- trained models
+
+
+def evaluate(settings: Any, **shared: Any) -> Any:
+    from gputrain.vocoder.evaluate import evaluate_folder
+
+    clips, excerpts = settings.clips, settings.excerpts
+    return evaluate_folder(
+        settings.model, settings.data_path, max_clips=clips.max_clips, seconds=excerpts.clip_seconds, **shared
+    )
+
+
+def export(settings: Any, progress: ReportProgress, *, format: str) -> ExportReport:
+    import torch
+
+    from gputrain.vocoder.export import export_onnx, export_openvpi, export_oudep
+    from gputrain.vocoder.load import load_vocoder
+
+    loaded = load_vocoder(settings.model, torch.device("cpu"))
+    if format == "openvpi":
+        written = export_openvpi(loaded, settings.output_dir, progress)
+    else:
+        write = export_oudep if format == "oudep" else export_onnx
+        written = write(loaded, settings.output_dir, settings.name or "vocoder", progress)
+    return written.shown(loaded.source), written.notes
+
+
+def vocode(settings: Vocode, output: CommandOutput) -> None:
+    from gputrain.vocoder.vocode import vocode_files
+
+    with output.progress("vocoding") as progress:
+        done = vocode_files(settings, progress=progress)
+    counts = {"written": len(done.written), "left out": len(done.refused)}
+    output.figures(f"Vocoded into {settings.output_dir}", counts)
+
+
+# -------------------------------------------------------------------------------------- demo, on synthetic singing
+
+RATE_HZ = 22050
+CLIPS, SONGS = 32, 4  # Clips to train on (some are held out), and songs to synthesise.
+STEPS, STEPS_ALONE = 420, 300  # Steps in all, and steps before the discriminators start.
+SEMITONES = 5
+# The rate and hop are half of a vocoder's usual ones. The pitch range is that of the synthetic voices: pyin
+# tracks it in a quarter of the time.
+FRAMES = ["--audio-sample-rate", RATE_HZ, "--hop-size", 256]
+PITCH = ["--f0-min", 80, "--f0-max", 700]
+# This generator and these discriminators take less than a second of a core for a step.
+MODEL = [
+    "--audio-num-mel-bins", 80, "--fft-size", 1024, "--win-size", 1024, "--fmax", 8000,
+    "--upsample-rates", "8,8,2,2", "--upsample-kernel-sizes", "16,16,4,4", "--upsample-initial-channel", 128,
+    "--resblock-kernel-sizes", "3,7", "--resblock-dilation-sizes", "1,3,5;1,3,5",
+    "--discriminator-periods", "2,3", "--fast-mpd-init-channel", 2, "--fast-mrd-init-channel", 2,
+    "--fast-mrd-fft-sizes", "512,1024", "--fast-mrd-hop-sizes", "128,256", "--fast-mrd-win-lengths", "512,1024",
+]  # fmt: skip
+
+
+def synthesise_singing(folder: Path) -> None:
+    from gputrain.vocoder.synthetic import write_clips
+
+    write_clips(folder / "recordings", range(CLIPS), RATE_HZ)
+    write_clips(folder / "songs", range(CLIPS, CLIPS + SONGS), RATE_HZ)
+
+
+def demo_commands(folder: Path) -> list[Words]:
+    data, run, export, songs = (folder / name for name in ("data", "run", "export", "songs"))
+    prepare = ["--input-dir", folder / "recordings", "--output-dir", data, *FRAMES, *PITCH]
+    train = [
+        "--crop-mel-frames", 32, "--batch-size", 8, "--val-num", 4, "--num-steps", STEPS,
+        "--discriminator-start", STEPS_ALONE, "--discriminator-optimizer", "adamw", "--learning-rate", 2e-3,
+        "--discriminator-learning-rate", 5e-4, "--warmup-steps", 20, "--ema-decay", 0.95, "--evaluate-steps", STEPS,
+        "--checkpoint-steps", 0, "--save-samples-freq", STEPS // 2, "--resume-from", "auto",
+    ]  # fmt: skip
+    vocode = ["vocode", "--model", run, "--input", songs, *PITCH]
+    onnx = ["export", "--format", "onnx", "--model", run, "--output-dir", folder / "onnx"]
+    return [
+        ["prepare-data", "--kind", "vocoder", *prepare],
+        ["validate", "--kind", "vocoder", "--input-dir", data, "--audio-sample-rate", RATE_HZ,
+         "--output-file", folder / "validation.json"],
+        ["train-vocoder", "--data-path", data, "--output-dir", run, *FRAMES, *MODEL, *train],
+        ["evaluate", "--model", run, "--data-path", data, "--json", folder / "evaluation.json"],
+        ["export", "--format", "openvpi", "--model", run, "--output-dir", export],
+        onnx,
+        [*vocode, "--output-dir", folder / "sung"],
+        [*vocode, "--output-dir", folder / "sung_higher", "--shift-semitones", SEMITONES],
+    ]  # fmt: skip
+
+
+def demo_results(folder: Path) -> dict[str, object]:
+    from gputrain.report.records import evaluated
+
+    mel = evaluated(folder / "run", "mel_distance")
+    figures = json.loads((folder / "evaluation.json").read_text())
+    return {
+        "mel distance before training": mel[0],
+        "mel distance after training": f"{mel[-1]:.4g}, on held-out clips",
+        "error of the pitch": f"{figures['f0_rmse_cents']:.0f} cents",
+        "error of the pitch an octave higher": f"{figures['f0_rmse_cents_up_12']:.0f} cents",
+        "look at": folder / "run" / "samples" / f"spectrograms_step_{STEPS:08d}.png",
+        "listen to": f"{folder / 'songs'}, {folder / 'sung'} and "
+        f"{folder / 'sung_higher'} ({SEMITONES} semitones higher)",
+        "curves": f"tensorboard --logdir {folder / 'run' / 'logs'}",
+        "for openvpi's tools": folder / "export",
+        "for DiffSinger and OpenUtau": folder / "onnx",
+        "next": "gputrain prepare-data --kind vocoder --input-dir YOUR_RECORDINGS --output-dir data/vocoder, then "
+        "gputrain train-vocoder --config base_hifi_gpu.yaml --data-path data/vocoder --output-dir outputs",
+    }
+
+
+KIND = ModelKind(
+    name="vocoder",
+    title="a vocoder",
+    panel="Vocoder",
+    help="Train an NSF-HiFiGAN vocoder on prepared recordings.",
+    bench_help="Time a step of train-vocoder in fp32, adding TF32, 16 bit, channels_last, compile and CUDA graphs.",
+    train=TrainVocoder,
+    plan=PlanVocoder,
+    bench=BenchVocoder,
+    work=work,
+    data="recordings",
+    prepare=DataCommand(groups={"sound": Sound}, names=frozenset(leaves(Sound)), work=prepare_recordings),
+    validate=DataCommand(names=frozenset({"audio_sample_rate"}), work=validate_recordings),
+    evaluation=EvaluateCommand(
+        groups={"clips": ClipEvaluation, "excerpts": ExcerptEvaluation},
+        names=frozenset({"max_clips", "clip_seconds"}),
+        items="clips",
+        run=evaluate,
+    ),
+    exporters={
+        "openvpi": Exporter(partial(export, format="openvpi")),
+        "onnx": Exporter(partial(export, format="onnx"), frozenset({"name"})),
+        "oudep": Exporter(partial(export, format="oudep"), frozenset({"name"})),
+    },
+    commands=(
+        OwnCommand(
+            "vocode", Vocode,
+            "Synthesise recordings, or mels with pitch, with a vocoder; at another pitch, if asked for.", vocode,
+        ),
+    ),
+    use=("synthesise recordings", "vocode", "--input", "SONG.wav", "--output-dir", "vocoded"),
+    headlines=("m_stft", "mel_distance", "f0_rmse_cents", "pesq"),
+    demo=DemoSteps("recordings", synthesise_singing, demo_commands, demo_results),
+    hub=HubCard("onnx", "audio-to-audio", "NSF-HiFiGAN vocoder"),
+    shipped=openvpi.PROFILES,
+    translate=partial(openvpi.translate, of="train"),
+    translate_data=partial(openvpi.translate, of="prepare"),
+    keys=frozenset({"crop_mel_frames", "upsample_rates"}),
+    checkpoint_suffix=".ckpt",
+    metric="speed/crops_per_second",
+)  # fmt: skip

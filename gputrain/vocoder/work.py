@@ -1,0 +1,249 @@
+"""Plans, measures and trains a vocoder."""
+
+import logging
+import math
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gputrain import config
+from gputrain.audio.mel import log_mel
+from gputrain.audio.weight_norm import weights_made_once
+from gputrain.bench.inference_bench import SOUND_SWITCHES, Compute, InferenceBench, sound_title
+from gputrain.bench.step_bench import GRAPHS, SWITCHES
+from gputrain.engine.data import digests
+from gputrain.engine.mixture import Mixture, in_words
+from gputrain.engine.run_folder import Run
+from gputrain.errors import UserError
+from gputrain.hw.runtime import Runtime
+from gputrain.planner.microbatch import Fit, MemoryBudget
+from gputrain.planner.work import BatchSource, KindWork, PlannedTraining, PlanTarget, TrainingData
+from gputrain.session import log_runtime
+from gputrain.vocoder.config import FP32_BECAUSE, BenchVocoder, PlannedData, PlanVocoder, TrainVocoder
+from gputrain.vocoder.evaluate import Excerpts, check_fits
+from gputrain.vocoder.generator import draw_noise
+from gputrain.vocoder.load import Weights, read_weights
+from gputrain.vocoder.recipe import VocoderRecipe, build_generator, target
+from gputrain.vocoder.store import SoundCrops, VocoderData, open_sounds
+
+log = logging.getLogger(__name__)
+
+LEAST_FRAMES = 16  # Shortest crop that is proposed.
+CROP_SECONDS = 0.0003  # CPU seconds to read a crop from the store and to collate it.
+WARMUP_STEPS = 1000  # Warm-up of new discriminators next to a pretrained generator.
+LEAST_VOICED = 0.05  # Share of voiced frames below which the pitch is probably wrong.
+
+
+class VocoderWork(KindWork[TrainVocoder]):
+    """The work of planning, measuring and training a vocoder."""
+
+    kind, item, unit = VocoderRecipe.kind, "crop", VocoderRecipe.unit
+    generator_is_1d = True
+    fp32_because = FP32_BECAUSE
+    packages = ("skimage", "soundfile")
+    bench_options = ("inference",)
+    switches = (*SWITCHES, GRAPHS)
+    inference_switches = SOUND_SWITCHES
+
+    def open_data(self, settings: TrainVocoder) -> "VocoderTraining":
+        return VocoderTraining.of(settings, open_training_data(settings))
+
+    def target(self, settings: TrainVocoder) -> PlanTarget:
+        return target(settings)
+
+    def memory_key(self, settings: TrainVocoder) -> dict[str, Any]:
+        return {
+            "architecture": asdict(settings.architecture),
+            "discriminators": asdict(settings.discriminators),
+            "losses": asdict(settings.losses),
+            "frames": [settings.data.crop_mel_frames, settings.data.frames_to_read],
+            "whole_batch": settings.schedule.whole_batch,
+            "optimizers": [settings.schedule.generator_optimizer, settings.schedule.discriminator_optimizer],
+            "ema": settings.schedule.ema_decay > 0,
+            **({"frozen": list(settings.model.frozen_params)} if settings.model.frozen_params else {}),
+        }
+
+    def fallbacks(self, settings: TrainVocoder, budget: MemoryBudget, found: Fit) -> dict[str, TrainVocoder]:
+        model, shorter = settings.model, settings.data.crop_mel_frames // 2
+        fast = replace(settings.discriminators, discriminators=("fast_mrd", "fast_mpd"))
+        changes = {
+            **super().fallbacks(settings, budget, found),
+            "--discriminators fast_mrd,fast_mpd": replace(settings, discriminators=fast),
+        }
+        if shorter >= LEAST_FRAMES:
+            data = replace(settings.data, crop_mel_frames=shorter)
+            changes[f"--crop-mel-frames {shorter}"] = replace(settings, data=data)
+        if model.upsample_initial_channel % 64 == 0:
+            narrower = model.upsample_initial_channel // 2
+            narrow = replace(model, upsample_initial_channel=narrower)
+            changes[f"--upsample-initial-channel {narrower}"] = replace(settings, model=narrow)
+        return changes
+
+    def planned(self, settings: PlanVocoder) -> PlannedTraining:
+        columns = {"crop_mel_frames": settings.data.crop_mel_frames, "batch_size": settings.schedule.whole_batch}
+        data, items = settings.data, None
+        if data.data_path != PlannedData.data_path:
+            items = len(VocoderTraining.of(settings, open_sounds(data.data_path, data.held_out_share)))
+        return PlannedTraining(self, [(settings, columns)], items)
+
+    def title(self, settings: BenchVocoder, train: TrainVocoder) -> str:
+        parts = [f"{train.model.upsample_initial_channel} channels"]
+        parts += [] if settings.inference else train.discriminators.discriminators
+        items = f"{train.schedule.batch_size} crops of {train.crop_seconds:.2f} s"
+        return sound_title(", ".join(parts), settings.inference, items)
+
+    def synthetic_recipe(self, settings: TrainVocoder, runtime: Runtime) -> VocoderRecipe:
+        return VocoderRecipe(settings, runtime)
+
+    def synthetic_batch(self, settings: TrainVocoder) -> tuple[Tensor, Tensor]:
+        """Returns a batch as the data loader does: notes of two octaves with a little noise."""
+        draws = torch.Generator().manual_seed(0)
+        items, frames, mel = settings.schedule.whole_batch, settings.data.frames_to_read, settings.spectrogram.mel
+        time_T = torch.arange(frames * mel.hop_size) / mel.sampling_rate
+        f0_B1 = 110 * 4 ** torch.rand(items, 1, generator=draws)
+        wave_BT = 0.3 * torch.sin(2 * math.pi * f0_B1 * time_T) + 0.01 * torch.randn(
+            items, len(time_T), generator=draws
+        )
+        return (wave_BT * 32767).to(torch.int16), f0_B1.repeat(1, frames)
+
+    def item_seconds(self, settings: TrainVocoder, **options: Any) -> float:
+        return settings.crop_seconds
+
+    def inference(self, settings: TrainVocoder, runtime: Runtime, **options: Any) -> InferenceBench:
+        items, seconds = settings.schedule.whole_batch, settings.crop_seconds
+        return InferenceBench(partial(synthesis, settings), runtime, items, seconds)
+
+
+def synthesis(settings: TrainVocoder, runtime: Runtime) -> Compute:
+    """Returns a function that synthesises crops from their mels, and makes the weights first, as `vocode` does."""
+    generator = build_generator(settings, runtime).requires_grad_(False)
+    samples_BT, f0_BF = (tensor.to(runtime.device) for tensor in VocoderWork().synthetic_batch(settings))
+    frames = settings.data.crop_mel_frames
+    mel_BMF = log_mel(samples_BT / 32768, settings.spectrogram.mel)[..., :frames]
+    draws = torch.Generator(runtime.device).manual_seed(0)
+    noise = draw_noise(generator.architecture, len(mel_BMF), frames, draws)
+    generate = runtime.compile(generator.forward)
+
+    def compute() -> Tensor:
+        with weights_made_once(generator):
+            return generate(mel_BMF, f0_BF[:, :frames], noise)
+
+    return compute
+
+
+@dataclass
+class VocoderTraining(TrainingData[TrainVocoder]):
+    """The recordings of a training, and the pretrained weights that it begins with."""
+
+    sounds: VocoderData
+    all_crops: SoundCrops
+    mixture: Mixture
+    weights: Weights | None = None
+
+    sizes = None
+
+    @classmethod
+    def of(cls, settings: TrainVocoder, sounds: VocoderData) -> "VocoderTraining":
+        frames, seed = settings.data.frames_to_read, settings.schedule.seed
+        crops = SoundCrops(sounds.store, sounds.parts.train, frames, seed)
+        return cls(sounds, crops, sounds.mixture(crops))
+
+    def __len__(self) -> int:
+        return len(self.mixture)
+
+    def digests(self) -> dict[str, Any]:
+        return digests(training=self.sounds.parts.train, held_out=self.sounds.parts.held_out)
+
+    def begin(self, settings: TrainVocoder, run: Run, runtime: Runtime) -> TrainVocoder:
+        log_training(settings, runtime, self.sounds)
+        if settings.model.init_from and run.resumed is None:
+            self.weights = read_weights(settings.model.init_from, settings.model.finetune_ignored_params)
+        settings = with_warmup(settings, run, self.weights)
+        self.sounds.split.log_shares(self.mixture, "crops")
+        return settings
+
+    def item_seconds(self, settings: TrainVocoder) -> float:
+        return CROP_SECONDS
+
+    def source(self, settings: TrainVocoder, runtime: Runtime) -> BatchSource:
+        source: BatchSource = self.mixture.of(self.all_crops)
+        return source
+
+    def recipe(self, settings: TrainVocoder, runtime: Runtime) -> VocoderRecipe:
+        # In the order of their fingerprints, the first clips come from many recordings.
+        held_out = sorted(self.sounds.parts.held_out, key=lambda clip: clip.fingerprint)
+        return VocoderRecipe(
+            settings, runtime, Excerpts(self.sounds.store, held_out[: settings.saving.num_valid_plots])
+        )
+
+    def start(self, recipe: VocoderRecipe, run: Run) -> None:
+        if self.weights:
+            recipe.start_from(self.weights)
+
+
+def with_warmup(settings: TrainVocoder, run: Run, weights: Weights | None) -> TrainVocoder:
+    """Returns the settings with the number of warm-up steps of the discriminators, if the user left it open: new
+    discriminators would harm a pretrained generator. A resumed run keeps its number."""
+    if settings.losses.discriminator_warmup_steps >= 0:
+        return settings
+    if run.resumed:
+        steps = max(0, run.resumed["config"].get("discriminator_warmup_steps", 0))
+    else:
+        steps = (
+            WARMUP_STEPS if weights and not weights.discriminators and not settings.losses.discriminator_start else 0
+        )
+    if steps:
+        log.info("only the discriminators are trained in the first %d steps (discriminator_warmup_steps)", steps)
+    settings = replace(settings, losses=replace(settings.losses, discriminator_warmup_steps=steps))
+    run.settings = config.flatten(settings)
+    run.configuration = config.to_yaml(settings)
+    return settings
+
+
+def open_training_data(settings: TrainVocoder) -> VocoderData:
+    """Returns the prepared sound. Raises UserError if it does not suit the settings."""
+    data = settings.data
+    sounds = open_sounds(data.data_path, data.held_out_share, data.val_num)
+    check_fits(sounds.store, settings.spectrogram.mel)
+    longest = max(clip.frames for clip in sounds.parts.train)
+    if longest < data.crop_mel_frames:
+        raise UserError(
+            f"a crop of {data.crop_mel_frames} frames is longer than every clip in {in_words(data.data_path)}",
+            hint=f"--crop-mel-frames {longest // 8 * 8 or 8}, or longer recordings",
+        )
+    return sounds
+
+
+def log_training(settings: TrainVocoder, runtime: Runtime, sounds: VocoderData) -> None:
+    if sounds.parts.shared:
+        log.warning("there is only one clip: evaluations use the training data")
+    elif len(sounds.parts.held_out) == 1:
+        log.warning(
+            "only one clip is held out: every evaluation, the samples and checkpoint_best.pt depend on it; "
+            "--val-num 8 holds out eight"
+        )
+    mel = settings.spectrogram.mel
+    hours = sum(clip.samples for clip in sounds.parts.train) / mel.sampling_rate / 3600
+    log.info(
+        "clips for training: %d (%.2f hours), held out: %d", len(sounds.parts.train), hours, len(sounds.parts.held_out)
+    )
+    voiced = sounds.voiced_share
+    if voiced < LEAST_VOICED:
+        log.warning(
+            "%.1f %% of the frames have a pitch: the vocoder cannot learn it; run gputrain validate --kind vocoder",
+            100 * voiced,
+        )  # fmt: skip
+    source = "mini" if settings.model.mini_nsf else "full"
+    log.info(
+        "%s source, %d channels, %g Hz; discriminators: %s; crops of %.2f s", source,
+        settings.model.upsample_initial_channel, mel.sampling_rate,
+        ", ".join(settings.discriminators.discriminators), settings.crop_seconds,
+    )  # fmt: skip
+    if faults := settings.architecture.stock_faults:
+        log.warning(
+            "openvpi's generator cannot load this model; it can only be exported as ONNX: %s", "; ".join(faults)
+        )
+    log_runtime(runtime)

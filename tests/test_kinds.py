@@ -1,0 +1,115 @@
+"""The table of the kinds of model: a kind of another package has every command, and a faulty one harms no other."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gputrain.config import read_file
+from gputrain.kinds import former_names, kinds
+
+ROOT = Path(__file__).parents[1]
+TOY = ROOT / "tests" / "toy_kind"  # Holds the package `curve` and its entry point.
+
+
+def environment(*folders: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *folders))), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("curve")
+
+
+@pytest.fixture(scope="module")
+def done(folder) -> list[dict[str, Any]]:
+    """Returns every command of the toy kind with its exit code and its output."""
+    command = [sys.executable, "-m", "tests.toy_kind.commands", folder]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment(TOY), cwd=folder)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_a_kind_of_another_package_has_every_command(done, folder):
+    for one in done:
+        assert one["code"] == (2 if "max_clips" in one["err"] else 0), one["err"]
+    page, validated, prepared, trained, resumed, planned, measured, evaluated, refused, exported, *_ = done
+    assert "train-curve  Train a curve through points." in page["out"]
+    assert "trace        Print the y of a curve at an x." in page["out"]
+    for one in (validated, prepared):
+        assert one["out"].endswith("points  24\n")
+    assert json.loads((folder / "points" / "points.json").read_text())[1] == [-0.9167, -0.9657]  # --decimals 4
+    assert f"gputrain trace --model {folder / 'run'} --at 0.5" in trained["out"]
+    assert read_file(folder / "run" / "config.yaml")["kind"] == "curve"
+    assert "step 132/132" in resumed["err"]
+    (plan,) = json.loads(planned["out"])
+    assert (plan["gpu"], plan["width"], plan["fits"], plan["micro_batch_size"]) == ("t4", 16, True, 16)
+    assert "16 wide, 8 points a step" in measured["out"]
+    (table,) = folder.glob("bench_curve_*.json")
+    (row,) = json.loads(table.read_text())["rows"]
+    assert row["figures"]["items_per_second"] == pytest.approx(8 / row["figures"]["seconds_per_step"])
+    assert "on 12 points" in evaluated["out"]
+    assert "max_clips does nothing with" in refused["err"]
+    assert "tensors  4" in exported["out"]
+
+
+def test_what_its_commands_write_is_the_curve_that_was_trained(done, folder):
+    """The exported weights give the printed value and the error of the evaluation, and training has lowered it."""
+    weights = json.loads((folder / "export" / "sine.json").read_text())
+
+    def curve(x: float) -> float:
+        hidden = zip(weights["0.weight"], weights["0.bias"], weights["2.weight"][0], strict=True)
+        return sum(last * math.tanh(first * x + bias) for (first,), bias, last in hidden) + weights["2.bias"][0]
+
+    points = json.loads((folder / "points" / "points.json").read_text())[:12]
+    error = math.sqrt(sum((curve(x) - y) ** 2 for x, y in points) / len(points))
+    assert json.loads((folder / "figures.json").read_text()) == {"points": 12, "error": pytest.approx(error, rel=1e-5)}
+    assert float(next(one["out"] for one in done if one["command"] == "trace")) == pytest.approx(curve(0.5), abs=2e-6)
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    errors = [row["eval/error"] for row in rows if "eval/error" in row]
+    assert errors[-1] < 0.25 * errors[0]
+
+
+def test_its_report_has_its_options_its_figures_and_its_commands(done, folder):
+    page = (folder / "report.html").read_text()
+    for words in ("Width of the hidden layer.", "gputrain train-curve --config", "gputrain trace --model"):
+        assert words in page
+
+
+def test_a_faulty_kind_is_left_out_with_a_warning(tmp_path):
+    for name, content in (("broken", "import nothing_of_that_name"), ("wrong", "KIND = 3"), ("twice", TWICE)):
+        (tmp_path / f"{name}.py").write_text(content)
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[gputrain.kinds]\n{name} = {name}:KIND\n")
+    code = "from gputrain.kinds import kinds; print(list(kinds()))"
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment(tmp_path, TOY))
+    assert run.stdout == "['vae', 'vocoder', 'tts', 'asr', 'curve']\n"
+    broken, twice, wrong = run.stderr.splitlines()
+    assert "the kind of model broken (broken:KIND) cannot be loaded: No module named" in broken
+    assert "twice (twice:KIND) is left out: there is a kind vae already" in twice
+    assert "wrong (wrong:KIND) is left out: it is no ModelKind" in wrong
+
+
+TWICE = "from gputrain.vae.kind import KIND"
+
+
+def test_the_table_imports_no_torch():
+    code = "import sys; from gputrain.cli.app import app; print([m for m in ('torch', 'numba') if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=120)
+    assert run.stdout == "[]\n", run.stderr
+
+
+def test_names_of_options_and_formats_are_those_of_one_kind_or_mean_the_same():
+    table = kinds()
+    assert list(table) == ["vae", "vocoder", "tts", "asr"]
+    assert former_names() == {"images": "vae", "voice": "tts"}
+    assert all(kind.train.kind == name for name, kind in table.items())
+    assert all(kind.work().kind == name for name, kind in table.items())

@@ -1,0 +1,67 @@
+"""Plans, measures and trains a curve."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from curve.config import PlanCurve, TrainCurve
+from curve.model import CurveRecipe, PointSource, read_points
+
+from gputrain.engine.data import digests
+from gputrain.hw.runtime import Runtime
+from gputrain.planner.work import KindWork, PlannedTraining, PlanTarget, TrainingData
+
+
+class CurveWork(KindWork[TrainCurve]):
+    kind, item, unit = "curve", "point", "points"
+    switches = (("fp32", {}, ""),)
+
+    def open_data(self, settings: TrainCurve) -> "CurveData":
+        return CurveData(read_points(settings.data.data_path))
+
+    def target(self, settings: TrainCurve) -> PlanTarget:
+        def build(runtime: Runtime, checkpointing: bool) -> CurveRecipe:
+            return CurveRecipe(settings, runtime)
+
+        def load(items: int = settings.schedule.whole_batch) -> torch.Tensor:
+            return torch.zeros(items, 2)
+
+        return PlanTarget(build, load)
+
+    def memory_key(self, settings: TrainCurve) -> dict[str, Any]:
+        return {"width": settings.model.width, "whole_batch": settings.schedule.whole_batch}
+
+    def fallbacks(self, settings: TrainCurve, budget, found) -> dict[str, TrainCurve]:
+        narrow = replace(settings, model=replace(settings.model, width=max(1, settings.model.width // 2)))
+        return {**super().fallbacks(settings, budget, found), f"--width {narrow.model.width}": narrow}
+
+    def planned(self, settings: PlanCurve) -> PlannedTraining:
+        return PlannedTraining(self, [(settings, {"width": settings.model.width})], None)
+
+    def title(self, settings: Any, train: TrainCurve) -> str:
+        return f"{train.model.width} wide, {train.schedule.batch_size} points a step"
+
+    def synthetic_recipe(self, settings: TrainCurve, runtime: Runtime) -> CurveRecipe:
+        return CurveRecipe(settings, runtime)
+
+    def synthetic_batch(self, settings: TrainCurve) -> torch.Tensor:
+        return torch.rand(settings.schedule.whole_batch, 2, generator=torch.Generator().manual_seed(0))
+
+
+@dataclass
+class CurveData(TrainingData[TrainCurve]):
+    points: list[list[float]]
+
+    sizes = None
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def digests(self) -> dict[str, Any]:
+        return digests(training=map(tuple, self.points))
+
+    def source(self, settings: TrainCurve, runtime: Runtime) -> PointSource:
+        return PointSource(self.points)
+
+    def recipe(self, settings: TrainCurve, runtime: Runtime) -> CurveRecipe:
+        return CurveRecipe(settings, runtime, held_out=self.points)

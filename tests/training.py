@@ -1,0 +1,14 @@
+"""Trains each kind of model as its train command does: from its settings, with messages to a console."""
+
+from functools import partial
+
+from gputrain.asr.work import AsrWork
+from gputrain.session import train_model
+from gputrain.tts.work import TtsWork
+from gputrain.vae.work import VaeWork
+from gputrain.vocoder.work import VocoderWork
+
+train_vae = partial(train_model, VaeWork())
+train_vocoder = partial(train_model, VocoderWork())
+train_tts = partial(train_model, TtsWork())
+train_asr = partial(train_model, AsrWork())
