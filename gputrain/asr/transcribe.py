@@ -21,7 +21,7 @@ from gputrain.asr.load import Recogniser, load_recogniser
 from gputrain.asr.long_audio import ChunkLengths, blocks_of_file, log_prob_pieces, moments_of
 from gputrain.asr.ngram import LM_HINT, NgramModel, estimate_ngrams, read_arpa, read_sentences
 from gputrain.audio.io import HOW_TO_CONVERT
-from gputrain.audio.prepare import no_recording, scan_recordings
+from gputrain.audio.prepare import scan_recordings
 from gputrain.engine.data import HELD_OUT_SHARE, Progress, silent, split, writing
 from gputrain.errors import UserError
 from gputrain.hw.runtime import runtime_on
@@ -129,10 +129,7 @@ def recordings_of(input: Path) -> list[Path]:
         if not input.exists():
             raise UserError(f"{input}: no such file or folder", hint="--input takes a recording or a folder of them")
         return [input]
-    tree = scan_recordings(input)
-    if not tree.paths:
-        raise no_recording(input, tree.ignored)
-    return [input / path for path in tree.paths]
+    return [input / path for path in scan_recordings(input).paths]
 
 
 def _advance(progress: Progress, begin: float, total: int, seconds: float) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -72,9 +72,10 @@ class LoudFrames(NamedTuple):
 
 
 def decode_recording(
-    folder: Path, path: str, sampling_rate: int, *, trim_db: float = 0.0, loudness_db: float = 0.0
+    folder: Path, path: str, sampling_rate: int | None = None, *, trim_db: float = 0.0, loudness_db: float = 0.0
 ) -> DecodedRecording | RefusedItem:
-    """Reads `path` in `folder`, resamples it, trims both ends and normalises its loudness; 0 dB switches a step off.
+    """Reads `path` in `folder`, resamples it, trims both ends and normalises its loudness; None and 0 dB switch a step
+    off.
 
     Returns the reason for leaving it out if it cannot be read or is silent.
     """
@@ -83,7 +84,8 @@ def decode_recording(
     except UserError as error:
         return RefusedItem(path, "unreadable", error.message.removeprefix(f"{folder / path}: "))
     clipped = clipped_share(wave_T)
-    wave_T = resample(wave_T, source_hz, sampling_rate)  # The source, half a gigabyte an hour, is released here.
+    # The source, half a gigabyte an hour, is released here.
+    wave_T = resample(wave_T, source_hz, sampling_rate or source_hz)
     peak = peak_of(wave_T)
     if peak < SILENCE:
         return RefusedItem(path, "silent", f"its peak is {peak:.2g} of full scale")
@@ -112,19 +114,18 @@ def loud_frames(wave_T: Samples, rate_hz: int, below_db: float) -> LoudFrames:
     return LoudFrames(hop, len(power_F), np.flatnonzero(power_F > 10 ** (-below_db / 10) * power_F.max(initial=0.0)))
 
 
-def scan_recordings(folder: Path) -> SourceTree:
-    """Finds the recordings of a folder tree by their suffixes. Raises UserError if the folder is missing."""
+def scan_recordings(folder: Path, *, may_be_empty: bool = False) -> SourceTree:
+    """Finds the recordings of a folder tree by their suffixes. Raises UserError if the folder is missing, or holds no
+    recording."""
     check_input_folder(folder, "recordings")
-    return scan(folder, SUFFIXES | OTHER_SUFFIXES)
-
-
-def no_recording(folder: Path, ignored: Mapping[str, int]) -> UserError:
-    """Returns the error for a folder without recordings, which lists the suffixes of other files."""
-    others = ", ".join(f"{count} {suffix}" for suffix, count in Counter(ignored).most_common(5))
-    return UserError(
-        f"{folder}: no recording in it{f', but other files: {others}' if others else ''}",
-        hint=f"looked for {', '.join(sorted(SUFFIXES))}, and with ffmpeg {', '.join(sorted(OTHER_SUFFIXES))}",
-    )
+    tree = scan(folder, SUFFIXES | OTHER_SUFFIXES)
+    if not tree.paths and not may_be_empty:
+        others = ", ".join(f"{count} {suffix}" for suffix, count in Counter(tree.ignored).most_common(5))
+        raise UserError(
+            f"{folder}: no recording in it{f', but other files: {others}' if others else ''}",
+            hint=f"looked for {', '.join(sorted(SUFFIXES))}, and with ffmpeg {', '.join(sorted(OTHER_SUFFIXES))}",
+        )
+    return tree
 
 
 def fingerprints(folder: Path, paths: Iterable[str], refused: list[RefusedItem]) -> dict[str, str]:

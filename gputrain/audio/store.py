@@ -53,23 +53,23 @@ def stored_files(hop_size: int = 0) -> tuple[StoredFile, ...]:
     return StoredFile(WAVES, "<i2", hop_size), StoredFile(PITCHES, "<f4", 1)
 
 
+class Place(NamedTuple):
+    """A sound's place in the files of a store, and CRC-32 checksums of every so many units; older stores have none."""
+
+    first: int
+    units: int
+    sums: tuple[int, ...]
+    units_a_sum: int
+
+
 class StoredSound(Protocol):
-    """A sound of a store or a part of one, which begins at unit `first` of its files."""
+    """A sound of a store, or a part of one."""
 
     @property
     def path(self) -> str: ...
 
     @property
-    def first(self) -> int: ...
-
-    @property
-    def units(self) -> int: ...
-
-    @property
-    def units_a_checksum(self) -> int: ...
-
-    @property
-    def sums(self) -> tuple[int, ...]: ...  # CRC-32 of every `units_a_checksum` units; empty in older stores.
+    def place(self) -> Place: ...
 
     def placed(self, first: int, sums: tuple[int, ...]) -> Any: ...  # Returns it at another place.
 
@@ -80,17 +80,17 @@ Store = TypeVar("Store", bound="SoundStore[Any]")
 
 def end_of(sounds: Iterable[StoredSound]) -> int:
     """Returns the first unit behind all sounds."""
-    return max((one.first + one.units for one in sounds), default=0)
+    return max((one.place.first + one.place.units for one in sounds), default=0)
 
 
-def checksums(numbers: Sequence[StoredNumbers], units: int, units_a_checksum: int) -> tuple[int, ...]:
-    """Returns the CRC-32 of every `units_a_checksum` units, computed over the numbers of one file after the other."""
+def checksums(numbers: Sequence[StoredNumbers], units: int, units_a_sum: int) -> tuple[int, ...]:
+    """Returns the CRC-32 of every `units_a_sum` units, computed over the numbers of one file after the other."""
     sums = []
-    for begin in range(0, units, units_a_checksum):
+    for begin in range(0, units, units_a_sum):
         crc = 0
         for values in numbers:
             a_unit = len(values) // units
-            crc = zlib.crc32(values[begin * a_unit : (begin + units_a_checksum) * a_unit].tobytes(), crc)
+            crc = zlib.crc32(values[begin * a_unit : (begin + units_a_sum) * a_unit].tobytes(), crc)
         sums.append(crc)
     return tuple(sums)
 
@@ -119,16 +119,16 @@ def read_units(
 
     All checksummed blocks that these units touch are read. Raises UserError if they cannot be, or have changed.
     """
-    block = sound.units_a_checksum
-    begin, end = first // block * block, min(-(-(first + count) // block) * block, sound.units)
+    place, block = sound.place, sound.place.units_a_sum
+    begin, end = first // block * block, min(-(-(first + count) // block) * block, place.units)
     read = [
         read_numbers(
-            folder / file.name, file.dtype, (sound.first + begin) * file.numbers_a_unit,
+            folder / file.name, file.dtype, (place.first + begin) * file.numbers_a_unit,
             (end - begin) * file.numbers_a_unit,
         )
         for file in files
     ]  # fmt: skip
-    known = sound.sums[begin // block :][: -(-(end - begin) // block)]
+    known = place.sums[begin // block :][: -(-(end - begin) // block)]
     if known and known != checksums(read, end - begin, block):
         names = " or ".join(file.name for file in files)
         raise UserError(f"{folder}: {sound.path} is damaged in {names}", hint=PREPARE_AGAIN)
@@ -162,7 +162,7 @@ class SoundStore(Generic[Row]):
         """Returns the folder of a clip, and the clip as that folder numbers it."""
         if not self.stores:
             return self.folder, clip
-        number = bisect_right(self._begins, clip.first) - 1
+        number = bisect_right(self._begins, clip.place.first) - 1
         return self.stores[number].folder, moved(clip, -self._begins[number])
 
     @cached_property
@@ -176,7 +176,7 @@ def begins_of(stores: Sequence[SoundStore[Any]]) -> list[int]:
 
 
 def moved(clip: Row, by: int) -> Row:
-    made: Row = clip.placed(clip.first + by, clip.sums)
+    made: Row = clip.placed(clip.place.first + by, clip.place.sums)
     return made
 
 
@@ -241,13 +241,13 @@ class SoundWriter(Generic[Row]):
         Raises UserError if the disk is full.
         """
         stored = [values.astype(file.dtype, copy=False) for file, values in zip(self._files, numbers, strict=True)]
-        placed: Row = sound.placed(self._end, checksums(stored, sound.units, sound.units_a_checksum))
+        placed: Row = sound.placed(self._end, checksums(stored, sound.place.units, sound.place.units_a_sum))
         for file, values in zip(self._files, stored, strict=True):
             path = self.folder / file.name
             with writing(path), path.open("ab") as to:
                 to.write(values.tobytes())
         self._journal.append(asdict(placed))  # type: ignore[call-overload]
-        self._end += placed.units
+        self._end += placed.place.units
         self.sounds.append(placed)
         return placed
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from gputrain.autoconfig.lengths import Seconds, checked
 from gputrain.autoconfig.sounds import SAMPLING_RATE, is_waveform, labels_of, sound_of
+from gputrain.engine.preparation import check_input_folder, scan
 from gputrain.errors import UserError
 
 DataKind = Literal["audio", "pictures", "tensors"]
@@ -144,9 +145,8 @@ def _of_sounds(sounds: Sequence[ClipLength], items: int, decode_seconds: float, 
 
 def _profile_folder(folder: Path, seed: int) -> DatasetProfile:
     """Profiles a folder by the headers of its files; a few files are decoded to measure the time."""
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder", hint="pass a folder of sounds or pictures")
-    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SOUNDS | PICTURES)
+    check_input_folder(folder, "sounds or pictures")
+    files = [folder / path for path in scan(folder, SOUNDS | PICTURES).paths]
     sounds = [path for path in files if path.suffix.lower() in SOUNDS]
     files = sounds or files
     if not files:

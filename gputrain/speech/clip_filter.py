@@ -19,6 +19,7 @@ from gputrain.speech.text.language import CHARACTERS
 from gputrain.speech.text.number_words import checked_language, converter_of, is_installed, with_number_words
 from gputrain.speech.text.plain import plain_words, rules_of
 from gputrain.speech.text.raw import RawRules
+from gputrain.speech.text.unicode_cleanup import script_of
 from gputrain.speech.text.vocabulary import SPECIAL, Vocabulary, vocabulary_of
 from gputrain.speech.transcripts import Utterance
 
@@ -81,20 +82,15 @@ def raw_rules(config: SpeechPrepareConfig, utterances: Sequence[Utterance]) -> R
         has_rules = bool(rules_of(language))
     if asked in ("auto", "off"):
         automatic = asked == "auto" and config.kind == "asr" and not has_rules and is_installed()
-        scripts = Counter(script_of(char) for one in utterances for char in one.text if char.isalpha())
+        scripts = Counter(script for one in utterances for char in one.text if (script := script_of(char)))
         is_known = automatic and scripts and converter_of(language)
-        is_written = is_known and script_of(with_number_words("5", language)) == scripts.most_common(1)[0][0]
+        is_written = is_known and script_of(with_number_words("5", language)[0]) == scripts.most_common(1)[0][0]
         spoken = language if is_written else ""
     elif has_rules:
         raise UserError(f"the rules of {language} write numbers in words", hint="drop --number-words")
     else:
         spoken = checked_language(asked)
     return RawRules(number_words=spoken).with_words(options.lexicon)
-
-
-def script_of(text: str) -> str:
-    """Returns the script of the first character, such as LATIN."""
-    return unicodedata.name(text[0], "").split(" ")[0]
 
 
 def select_clips(

@@ -21,6 +21,7 @@ from gputrain.engine.data import Progress, silent, to_int16
 from gputrain.engine.preparation import (
     RefusedItem,
     check_folders,
+    check_input_folder,
     faults_of,
     nothing_usable,
     run_jobs,
@@ -160,9 +161,10 @@ def sound_format(config: SpeechPrepareConfig) -> SoundFormat:
 
 def gather_material(input_dir: Path, config: SpeechPrepareConfig) -> Material:
     """Reads the transcripts of a folder, and fingerprints their recordings. Raises UserError as `read_transcripts`."""
-    options, tree = config.speech, audio_prepare.scan_recordings(input_dir)
-    if not tree.paths and options.transcripts is None and not has_transcripts(input_dir):
-        raise audio_prepare.no_recording(input_dir, tree.ignored)
+    check_input_folder(input_dir, "recordings")
+    options = config.speech
+    has_table = options.transcripts is not None or has_transcripts(input_dir)  # It may name recordings elsewhere.
+    tree = audio_prepare.scan_recordings(input_dir, may_be_empty=has_table)
     policy, language = POLICIES[config.kind], options.language_for(config.kind)
     rules = TranscriptRules(
         policy.needs_speakers, options.cue_gap, options.max_seconds, language if policy.reads_subtitles else ""

@@ -21,6 +21,7 @@ from typing import Any
 
 from gputrain.audio.store import (
     PREPARE_AGAIN,
+    Place,
     SoundStore,
     SoundWriter,
     Wave,
@@ -65,20 +66,8 @@ class _Samples:
     crc32: int | None
 
     @property
-    def first(self) -> int:
-        return self.first_sample
-
-    @property
-    def units(self) -> int:
-        return self.samples
-
-    @property
-    def units_a_checksum(self) -> int:
-        return self.samples
-
-    @property
-    def sums(self) -> tuple[int, ...]:
-        return () if self.crc32 is None else (self.crc32,)
+    def place(self) -> Place:
+        return Place(self.first_sample, self.samples, () if self.crc32 is None else (self.crc32,), self.samples)
 
     def placed(self, first: int, sums: tuple[int, ...]) -> Any:
         values: Any = self

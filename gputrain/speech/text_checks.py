@@ -10,7 +10,7 @@ from typing import Literal
 from gputrain.speech.clip_filter import END_SECONDS, FEW_CLIPS, odd_rates
 from gputrain.speech.store import SpeechClip
 from gputrain.speech.text.frontend import shortened
-from gputrain.speech.text.unicode_cleanup import APOSTROPHES
+from gputrain.speech.text.unicode_cleanup import APOSTROPHES, script_of
 from gputrain.speech.text.vocabulary import SPECIAL, Vocabulary
 
 RARE = 20  # minimum number of occurrences for a symbol to be learnt
@@ -79,13 +79,6 @@ def _examples(clips: Iterable[SpeechClip], symbols: Iterable[str]) -> dict[str, 
                 found[symbol] = shortened(word, 30)
                 wanted.discard(symbol)
     return found
-
-
-def script_of(char: str) -> str:
-    """Returns the script of a letter by its Unicode name, such as Latin; empty for other characters."""
-    if len(char) != 1 or unicodedata.category(char) not in ("Lu", "Ll", "Lt", "Lo"):
-        return ""
-    return unicodedata.name(char, "").split(" ")[0].split("-")[0].capitalize()
 
 
 def suspicious_texts(

@@ -6,7 +6,6 @@ Shape suffixes: M mel bands, F frames, T samples.
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from gputrain.audio.f0 import Method, f0
 from gputrain.audio.io import read_sound, resample
 from gputrain.audio.mel import log_mel
 from gputrain.audio.prepare import SILENCE, SUFFIXES
+from gputrain.engine.preparation import scan
 from gputrain.errors import UserError
 
 ANALYSED_FRAMES = 8192  # Frames whose mel is computed at once, with a margin on either side.
@@ -126,7 +126,11 @@ def targets(input: Path, output_dir: Path) -> dict[Path, Path]:
     if not input.exists():
         raise UserError(f"{input}: no such file or folder", hint="name a recording, a .npz of mel and f0, or a folder")
     root = input if input.is_dir() else input.parent
-    sources = sorted(_found(root)) if input.is_dir() else [input]
+    sources = [input]
+    if input.is_dir():
+        found = [root / path for path in scan(root, SUFFIXES | FEATURES).paths]
+        is_pitch = [path.suffix.lower() == ".npy" and not path.name.endswith(MEL_SUFFIX) for path in found]
+        sources = [path for path, skip in zip(found, is_pitch, strict=True) if path.is_file() and not skip]
     if not sources:
         raise UserError(
             f"{input}: no recording and no mel in it", hint=f"looked for {', '.join(sorted(SUFFIXES))}, .npz, .mel.npy"
@@ -143,12 +147,3 @@ def targets(input: Path, output_dir: Path) -> dict[Path, Path]:
     for source in {source.resolve() for source in sources} & {target.resolve() for target in targets.values()}:
         raise UserError(f"{source} would be overwritten", hint="name another --output-dir")
     return targets
-
-
-def _found(root: Path) -> Iterator[Path]:
-    """Yields the inputs in a tree, found by their names; hidden files are ignored."""
-    for path in root.rglob("*"):
-        hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-        known = path.suffix.lower() in SUFFIXES | {".npz"} or path.name.endswith(MEL_SUFFIX)
-        if known and not hidden and path.is_file():
-            yield path

@@ -69,8 +69,6 @@ def prepare_sound(
     """
     check_folders(input_dir, output_dir)
     tree = audio_prepare.scan_recordings(input_dir)
-    if not tree.paths:
-        raise audio_prepare.no_recording(input_dir, tree.ignored)
     refused = list(tree.refused)
     prints = audio_prepare.fingerprints(input_dir, tree.paths, refused)
     writer = VocoderStoreWriter(output_dir, recipe.format)

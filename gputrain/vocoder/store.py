@@ -22,6 +22,7 @@ from gputrain.audio.store import (
     PITCHES,
     PREPARE_AGAIN,
     Pitch,
+    Place,
     SoundStore,
     SoundWriter,
     StoredFile,
@@ -60,20 +61,8 @@ class VocoderClip:
     checksums: tuple[int, ...] = ()  # CRC-32 of every CHECKED_FRAMES frames; older stores have none.
 
     @property
-    def first(self) -> int:
-        return self.first_frame
-
-    @property
-    def units(self) -> int:
-        return self.frames
-
-    @property
-    def units_a_checksum(self) -> int:
-        return CHECKED_FRAMES
-
-    @property
-    def sums(self) -> tuple[int, ...]:
-        return self.checksums
+    def place(self) -> Place:
+        return Place(self.first_frame, self.frames, self.checksums, CHECKED_FRAMES)
 
     def placed(self, first: int, sums: tuple[int, ...]) -> "VocoderClip":
         return replace(self, first_frame=first, checksums=sums)

@@ -12,7 +12,7 @@ import numpy as np
 
 from gputrain.audio import prepare as audio_prepare
 from gputrain.audio.f0 import compile_tracker, default_method, f0, voiced
-from gputrain.audio.io import Samples, from_int16, read_sound
+from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.store import WAVES, Pitch
 from gputrain.engine.data import Progress, silent
 from gputrain.engine.preparation import (
@@ -24,7 +24,6 @@ from gputrain.engine.preparation import (
     run_jobs,
     sorted_refusals,
 )
-from gputrain.errors import UserError
 from gputrain.vocoder.store import VocoderStore
 
 SILENT_DB = 50.0  # Threshold of a pause, below the loudest frame.
@@ -114,8 +113,6 @@ Found = tuple[list[RecordingStats], list[RefusedItem], dict[str, int]]
 
 def _in_tree(folder: Path, num_workers: int, progress: Progress) -> Found:
     tree = audio_prepare.scan_recordings(folder)
-    if not tree.paths:
-        raise audio_prepare.no_recording(folder, tree.ignored)
     refused = list(tree.refused)
     jobs = [(folder, path) for path in audio_prepare.fingerprints(folder, tree.paths, refused)]
     compile_tracker(default_method())  # It tells how long that takes, which the workers can't.
@@ -136,13 +133,10 @@ def _in_store(folder: Path, num_workers: int, progress: Progress) -> Found:
 def examine(job: tuple[Path, str]) -> RecordingStats | RefusedItem:
     """Decodes a recording and tracks the pitch of its middle. Runs in a worker process."""
     folder, path = job
-    try:
-        wave_T, rate_hz = read_sound(folder / path)
-    except UserError as error:
-        return RefusedItem(path, "unreadable", error.message.removeprefix(f"{folder / path}: "))
-    peak = audio_prepare.peak_of(wave_T)
-    if peak < audio_prepare.SILENCE:
-        return RefusedItem(path, "silent", f"its peak is {peak:.2g} of full scale")
+    decoded = audio_prepare.decode_recording(folder, path)
+    if isinstance(decoded, RefusedItem):
+        return decoded
+    wave_T, rate_hz, _ = decoded
     tracked = round(TRACKED_SECONDS * rate_hz)
     begin = max(0, (len(wave_T) - tracked) // 2)
     middle_T = wave_T[begin : begin + tracked]

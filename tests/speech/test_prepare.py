@@ -319,10 +319,10 @@ def test_recordings_that_share_a_fingerprint_are_both_kept(tmp_path):
         assert [clip.path for clip in store.clips] == ["a.wav", "b.wav"]
         for clip, samples in zip(store.clips, (wave, other), strict=True):
             assert (store.wave(clip) == samples).all()
-    (tmp_path / "in/b.wav").rename(tmp_path / "in/c.wav")
-    (tmp_path / "in/metadata.csv").write_text(f"a|{SECOND}\nc|{SECOND}\n")
+    (tmp_path / "in/a.wav").rename(tmp_path / "in/c.wav")
+    (tmp_path / "in/metadata.csv").write_text(f"b|{SECOND}\nc|{SECOND}\n")
     prepare_speech(tmp_path / "in", tmp_path / "out", config)
     store = SpeechStore.open(tmp_path / "out")
-    assert [clip.path for clip in store.clips] == ["a.wav", "c.wav"]
-    assert (store.wave(store.clips[0]) == wave).all()
-    assert (store.wave(store.clips[1]) == other).all()
+    assert [clip.path for clip in store.clips] == ["b.wav", "c.wav"]
+    assert (store.wave(store.clips[0]) == other).all()
+    assert (store.wave(store.clips[1]) == wave).all()

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from gputrain.errors import UserError
-from gputrain.speech.sound_finder import SoundFinder
 from gputrain.speech.transcript_columns import columns_of, header_of
-from gputrain.speech.transcripts import read_transcripts
+from gputrain.speech.transcripts import SoundFinder, read_transcripts
 
 PROVERBS = ("still waters run deep", "better late than never", "haste makes waste", "time will tell", "no news yet")
 

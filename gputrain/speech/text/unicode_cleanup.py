@@ -43,3 +43,10 @@ def _pause(found: re.Match[str]) -> str:
     if "-" not in run:
         return " "
     return " - " if " " in run else "-"
+
+
+def script_of(char: str) -> str:
+    """Returns the script of a letter by its Unicode name, such as Latin; empty for other characters."""
+    if len(char) != 1 or unicodedata.category(char) not in ("Lu", "Ll", "Lt", "Lo"):
+        return ""
+    return unicodedata.name(char, "").split(" ")[0].split("-")[0].capitalize()
