@@ -50,7 +50,7 @@ class Session(Generic[S]):
         stage, run, count = stages[index], self.run, len(stages)
         data.begin_stage(stage, f"stage {index + 1} of {count}" if count > 1 else "")
         saved = run.progress
-        new = run.goes_onwards or (saved is not None and saved.stage != index)
+        new = run.continues_beyond_end or (saved is not None and saved.stage != index)
         start = begin(saved, len(data), new_stage=new, stage=index, stages=count)
         run.settings = config.flatten(stage)
         planned = self.choose_settings(stage, partial(data.item_seconds, stage))
@@ -128,7 +128,7 @@ def train_model(work: KindWork[S], settings: S, console: Console) -> None:
     session.planner = ModelPlanner(replace(work, sizes=data.sizes))
     run.data = data.digests()
     stages = work.stages(data.begin(settings, run, runtime))
-    for index in stages_ahead(run.progress, len(stages), onwards=run.goes_onwards):
+    for index in stages_ahead(run.progress, len(stages), onwards=run.continues_beyond_end):
         stage, start = session.begin_stage(stages, index, data)
         recipe = data.recipe(stage, runtime)
         if run.resumed is None:

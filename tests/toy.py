@@ -155,7 +155,7 @@ def train_toy(recipe: ToyRecipe, saving: Saving, source=batches, prediction: dic
     settings = ToySettings(schedule=recipe.schedule, saving=saving)
     run = open_run(settings, saving, kind="toy", command="gputrain train-toy")
     run.prediction = prediction or {}
-    steps = StepSchedule(recipe.schedule, begin(run.progress, len(ITEMS), new_stage=run.goes_onwards))
+    steps = StepSchedule(recipe.schedule, begin(run.progress, len(ITEMS), new_stage=run.continues_beyond_end))
     runtime = cpu_runtime()
     vars(runtime)["product_rate"] = 1e11  # Measuring it would take longer than the training.
     train(recipe, source, steps, run, runtime, Console(quiet=True))

@@ -61,7 +61,7 @@ def data_folders(given: GivenFolders) -> tuple[DataFolder, ...]:
     return folders
 
 
-def in_words(given: GivenFolders) -> str:
+def format_folders(given: GivenFolders) -> str:
     """Returns the folders of --data-path as they were given, for messages."""
     return str(given) if isinstance(given, Path) else ", ".join(map(str, given))
 

@@ -179,7 +179,7 @@ class Run:
         return RunProgress(**self.resumed["progress"]) if self.resumed else None
 
     @property
-    def goes_onwards(self) -> bool:
+    def continues_beyond_end(self) -> bool:
         """True if the user named a checkpoint, which continues beyond it; `auto` only finishes an interrupted run."""
         return self.saving.resume_from not in ("", "auto")
 

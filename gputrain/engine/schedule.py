@@ -87,7 +87,7 @@ class Schedule:
             )
 
     @property
-    def length_in_words(self) -> str:
+    def length_text(self) -> str:
         """The length of a training: "100 epochs", "5000 steps", or "100 epochs or 5000 steps, whichever end first"."""
         ends = [f"{self.num_epochs} epochs"] * bool(self.num_epochs) + [f"{self.num_steps} steps"] * bool(
             self.num_steps

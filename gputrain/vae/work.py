@@ -205,7 +205,7 @@ class VaeData(TrainingData[TrainVae]):
     def begin_stage(self, settings: TrainVae, position: str) -> None:
         log.info(
             "%s%d px, %d images a step, %s", f"{position}: " if position else "", settings.data.image_size,
-            settings.schedule.whole_batch, settings.schedule.length_in_words,
+            settings.schedule.whole_batch, settings.schedule.length_text,
         )  # fmt: skip
         warn_of_small_pictures(self.pictures, settings.data.image_size)
 

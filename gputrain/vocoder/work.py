@@ -15,7 +15,7 @@ from gputrain.audio.weight_norm import weights_made_once
 from gputrain.bench.inference_bench import SOUND_SWITCHES, Compute, InferenceBench, sound_title
 from gputrain.bench.step_bench import GRAPHS, SWITCHES
 from gputrain.engine.data import digests
-from gputrain.engine.mixture import Mixture, in_words
+from gputrain.engine.mixture import Mixture, format_folders
 from gputrain.engine.run_folder import Run
 from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime
@@ -211,7 +211,7 @@ def open_training_data(settings: TrainVocoder) -> VocoderData:
     longest = max(clip.frames for clip in sounds.parts.train)
     if longest < data.crop_mel_frames:
         raise UserError(
-            f"a crop of {data.crop_mel_frames} frames is longer than every clip in {in_words(data.data_path)}",
+            f"a crop of {data.crop_mel_frames} frames is longer than every clip in {format_folders(data.data_path)}",
             hint=f"--crop-mel-frames {longest // 8 * 8 or 8}, or longer recordings",
         )
     return sounds
