@@ -37,7 +37,7 @@ import yaml
 from typing_extensions import dataclass_transform
 
 from gputrain.errors import UserError
-from gputrain.stored import read_json, read_yaml
+from gputrain.stored import converted, read_json, read_yaml
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -240,7 +240,8 @@ def convert(leaf: Leaf, value: object, where: str = "", name: str = "") -> Any:
     if isinstance(value, str):
         value = leaf.former_values.get(value, value)
     try:
-        made = _convert(leaf.plain_type, leaf.items(value) if isinstance(value, str) else value)
+        given = leaf.items(value) if isinstance(value, str) else value
+        made = converted(leaf.plain_type, given, name, reads_texts=True)
     except (TypeError, ValueError, OverflowError):
         raise UserError(f"{where}{name} is {reprlib.repr(value)}, expected {describe(leaf.plain_type)}") from None
     for number in made if isinstance(made, tuple) else (made,):
@@ -251,30 +252,6 @@ def convert(leaf: Leaf, value: object, where: str = "", name: str = "") -> Any:
             if abs(number) > LARGEST:  # Neither torch nor the file system takes such a number.
                 raise UserError(f"{where}{name} is {reprlib.repr(number)}, expected at most {LARGEST:.2g}")
     return made
-
-
-def _convert(kind: Any, value: Any) -> Any:
-    if get_origin(kind) is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise TypeError
-        return tuple(_convert(get_args(kind)[0], item) for item in value)
-    if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise ValueError
-        return value
-    if kind is bool:
-        if not isinstance(value, bool):
-            raise TypeError
-        return value
-    if isinstance(value, bool) or not isinstance(value, (str, int, float, Path)):
-        raise TypeError
-    if kind is int and isinstance(value, float):
-        raise TypeError
-    if kind in (str, Path) and isinstance(value, (int, float)):
-        raise TypeError
-    if kind is Path and "\0" in str(value):
-        raise ValueError
-    return kind(value)
 
 
 def describe(kind: Any) -> str:

@@ -7,6 +7,7 @@ import math
 import re
 import types
 import typing
+from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
@@ -22,11 +23,13 @@ def from_json(kind: type[T], value: Any, where: str = "the file") -> T:
 
     A key may be missing if its field has a default. Raises ValueError for any other difference, and names its place.
     """
-    made: T = _convert(kind, value, where)
+    made: T = converted(kind, value, where)
     return made
 
 
-def _convert(kind: Any, value: Any, where: str) -> Any:
+def converted(kind: Any, value: Any, where: str, *, reads_texts: bool = False) -> Any:
+    """Returns a value as `kind`, strictly: a bool is not a number, and 3.7 is not a whole number. With `reads_texts`, a
+    number may be written as a text, as on the command line. Raises ValueError, or OverflowError for a large number."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
@@ -35,14 +38,22 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
     if origin in (types.UnionType, typing.Union):
         return _first_that_fits(arguments, value, where)
     if origin in (tuple, list):
-        items = value if isinstance(value, list) else _refuse(value, where)
-        return origin(_convert(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(items))
+        items = value if isinstance(value, (list, tuple)) else _refuse(value, where)
+        return origin(
+            converted(arguments[0], item, f"{where}[{index}]", reads_texts=reads_texts)
+            for index, item in enumerate(items)
+        )
     if origin is dict:
         pairs = value if isinstance(value, dict) else _refuse(value, where)
-        return {name: _convert(arguments[1], item, f"{where}: {name}") for name, item in pairs.items()}
+        return {name: converted(arguments[1], item, f"{where}: {name}") for name, item in pairs.items()}
     if origin is Literal:
         return value if value in arguments else _refuse(value, where)
-    if type(value) is not kind and not (kind is float and type(value) is int):
+    if reads_texts and kind in (int, float) and isinstance(value, str):
+        return kind(value)
+    accepted = {float: (float, int), Path: (Path, str)}.get(kind, kind)
+    if not isinstance(value, accepted) or isinstance(value, bool) != (kind is bool):
+        _refuse(value, where)
+    if kind is Path and "\0" in str(value):
         _refuse(value, where)
     return None if value is None else kind(value)
 
@@ -54,7 +65,7 @@ def _dataclass(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict) or not required <= value.keys() <= fields.keys():
         _refuse(value, where)
     hints = _hints(kind)
-    return kind(**{name: _convert(hints[name], item, f"{where}: {name}") for name, item in value.items()})
+    return kind(**{name: converted(hints[name], item, f"{where}: {name}") for name, item in value.items()})
 
 
 @functools.cache
@@ -65,7 +76,7 @@ def _hints(kind: type) -> dict[str, Any]:
 def _first_that_fits(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
     for kind in kinds:
         try:
-            return _convert(kind, value, where)
+            return converted(kind, value, where)
         except ValueError:
             continue
     _refuse(value, where)

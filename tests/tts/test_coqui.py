@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gputrain.cli.app import TTS_PROFILES
 from gputrain.cli.options import read_defaults
 from gputrain.config import assemble, read_file, to_yaml
 from gputrain.errors import UserError
 from gputrain.tts.config import PlanTts, TrainTts
 from gputrain.tts.coqui import known_keys, translate_coqui
+from gputrain.tts.kind import KIND
 
 # The user's settings for an RTX 4090, in sections.
 USERS = {
@@ -77,7 +77,7 @@ def test_each_of_the_users_keys_is_honoured(whole, path, value, source):
     """In a file of the user's, and in the profile that contains the same settings."""
     found = whole
     if source == "profile":
-        values = read_defaults(TTS_PROFILES / "vits_rtx4090.yaml", TrainTts)
+        values = read_defaults(KIND.profiles / "vits_rtx4090.yaml", TrainTts)
         found = assemble(TrainTts, {**values, "data_dir": "."})
         assert found.model.preset == "high"
         assert len(found.data.test_sentences) == found.data.num_audio_samples
