@@ -80,7 +80,7 @@ def plan(size: str, seconds: int, card: str, lines: dict[bool, MemoryModel]) -> 
     budget = MemoryBudget(budget_gb(gpu.memory_gb), DeviceRates.published(gpu, tf32=True))
     found = fit(BATCH, lines.__getitem__, budget)
     most = {
-        name: max((clips for clips in range(1, 129) if budget.takes(lines[repeated], clips)), default=0)
+        name: max((clips for clips in range(1, 129) if budget.fits(lines[repeated], clips)), default=0)
         for name, repeated in (("most_clips", False), ("most_clips_checkpointed", True))
     }
     row = {
@@ -111,19 +111,19 @@ def predicted_speed(found: Fit, seconds: int) -> dict[str, float]:
 def least_seconds(lines: dict[bool, MemoryModel], budget: MemoryBudget) -> float:
     """Returns the least predicted time of a step over all micro-batches that fit, with and without checkpointing."""
     sizes = [size for size in range(1, BATCH + 1) if BATCH % size == 0]
-    times = [budget.seconds(line, size, BATCH) for line in lines.values() for size in sizes if budget.takes(line, size)]
+    times = [budget.seconds(line, size, BATCH) for line in lines.values() for size in sizes if budget.fits(line, size)]
     return min(time for time in times if time is not None)
 
 
 def step_in_parts(size: int, lines: dict[bool, MemoryModel], budget: MemoryBudget) -> dict[str, Any]:
     """Returns the peak and the time of a step in micro-batches of this size, checkpointed only if it does not fit
     otherwise."""
-    checkpointing = not budget.takes(lines[False], size)
+    checkpointing = not budget.fits(lines[False], size)
     line = lines[checkpointing]
     return {
         "micro_batch_size": size,
         "checkpointing": checkpointing,
-        "fits": budget.takes(line, size),
+        "fits": budget.fits(line, size),
         "predicted_peak_gb": line.peak_gb(size),
         "predicted_seconds_per_step": budget.seconds(line, size, BATCH),
     }

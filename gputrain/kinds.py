@@ -267,7 +267,7 @@ def _saved_kind(checkpoint: Path) -> str:
     return str(content.get("kind", "")) if isinstance(content, dict) else ""
 
 
-def data_in_words(names: Sequence[str]) -> str:
+def format_data_kinds(names: Sequence[str]) -> str:
     """Returns what the data of kinds are: "vae (pictures), tts or asr (recordings with their texts)"."""
     by_data: dict[str, list[str]] = {}
     for name in names:

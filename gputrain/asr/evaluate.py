@@ -27,7 +27,7 @@ from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
 from gputrain.speech.buckets import open_speech
 from gputrain.speech.frames import STRIDE
-from gputrain.speech.store import SpeechClip, SpeechStore, folders_in_words
+from gputrain.speech.store import SpeechClip, SpeechStore, format_store_folders
 
 log = logging.getLogger(__name__)
 
@@ -166,10 +166,12 @@ def evaluate_recogniser(
         ]
         if len(unknown) >= len(letters) / 2:
             raise UserError(
-                f"{folders_in_words(others)}: most of its letters are none of {recogniser.source}: {named}",
+                f"{format_store_folders(others)}: most of its letters are none of {recogniser.source}: {named}",
                 hint="name speech in the language of the recogniser",
             )
-        log.warning("%s: the recogniser has no symbol for %s, which count as errors", folders_in_words(others), named)
+        log.warning(
+            "%s: the recogniser has no symbol for %s, which count as errors", format_store_folders(others), named
+        )
     decoder = decoder_of(recogniser.vocabulary, language_model or LanguageModelOptions(), share)
     began = time.perf_counter()
     with runtime.autocast():

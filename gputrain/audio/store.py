@@ -71,7 +71,7 @@ class StoredSound(Protocol):
     @property
     def place(self) -> Place: ...
 
-    def placed(self, first: int, sums: tuple[int, ...]) -> Any: ...  # Returns it at another place.
+    def at_place(self, first: int, sums: tuple[int, ...]) -> Any: ...  # Returns it at another place.
 
 
 Row = TypeVar("Row", bound=StoredSound)
@@ -176,7 +176,7 @@ def begins_of(stores: Sequence[SoundStore[Any]]) -> list[int]:
 
 
 def moved(clip: Row, by: int) -> Row:
-    made: Row = clip.placed(clip.place.first + by, clip.place.sums)
+    made: Row = clip.at_place(clip.place.first + by, clip.place.sums)
     return made
 
 
@@ -241,15 +241,15 @@ class SoundWriter(Generic[Row]):
         Raises UserError if the disk is full.
         """
         stored = [values.astype(file.dtype, copy=False) for file, values in zip(self._files, numbers, strict=True)]
-        placed: Row = sound.placed(self._end, checksums(stored, sound.place.units, sound.place.units_a_sum))
+        row: Row = sound.at_place(self._end, checksums(stored, sound.place.units, sound.place.units_a_sum))
         for file, values in zip(self._files, stored, strict=True):
             path = self.folder / file.name
             with writing(path), path.open("ab") as to:
                 to.write(values.tobytes())
-        self._journal.append(asdict(placed))  # type: ignore[call-overload]
-        self._end += placed.place.units
-        self.sounds.append(placed)
-        return placed
+        self._journal.append(asdict(row))  # type: ignore[call-overload]
+        self._end += row.place.units
+        self.sounds.append(row)
+        return row
 
     def sync(self) -> None:
         """Waits until the disk holds all files."""

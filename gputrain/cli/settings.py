@@ -10,7 +10,7 @@ from gputrain.config import config, leaves, opt
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.probe import usable_cores
-from gputrain.kinds import KindOptions, ModelKind, data_in_words, former_names, kinds, kinds_with
+from gputrain.kinds import KindOptions, ModelKind, format_data_kinds, former_names, kinds, kinds_with
 
 T = TypeVar("T")
 PREPARED, VALIDATED, FORMATS = (
@@ -59,7 +59,7 @@ class DataSettings:
 
     input_dir: Path = opt(help="Folder tree of pictures or recordings; it is only read.")
     kind: str = opt(
-        default=PREPARED[0], help=f"Kind of model the data are for: {data_in_words(PREPARED)}.", choices=PREPARED,
+        default=PREPARED[0], help=f"Kind of model the data are for: {format_data_kinds(PREPARED)}.", choices=PREPARED,
         former_values=former_names(),
     )  # fmt: skip
     output_file: Path | None = opt(default=None, help="JSON file for the report.")

@@ -73,7 +73,7 @@ class Runtime:
     ranks: Ranks = SINGLE  # The processes that train together.
 
     @property
-    def stands_for(self) -> str:
+    def kernel_device(self) -> str:
         """Type of the device whose kernels are used, or simulated on fake tensors."""
         return self.device.type
 

@@ -194,19 +194,19 @@ class FakeRuntime(Runtime):
         self.timeline = timeline
 
     @property
-    def stands_for(self) -> str:
+    def kernel_device(self) -> str:
         return str(self.plan.device.value)
 
     @property
     def product_dtype(self) -> torch.dtype | None:
         # GPUs that know TF32 know bf16 as well.
         knows_it = self.plan.tf32.value or self.plan.precision.value == "bf16"
-        in_bf16 = self.stands_for == "cuda" and knows_it
+        in_bf16 = self.kernel_device == "cuda" and knows_it
         return torch.bfloat16 if in_bf16 else None
 
     def autocast(self) -> AbstractContextManager[object]:
         stack = ExitStack()
-        stack.enter_context(FunctionsOf("cuda" if self.stands_for == "cuda" else "cpu"))
+        stack.enter_context(FunctionsOf("cuda" if self.kernel_device == "cuda" else "cpu"))
         stack.enter_context(super().autocast())
         return stack
 

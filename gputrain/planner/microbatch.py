@@ -69,7 +69,7 @@ class MemoryBudget:
     gpus: int = 1  # Number of GPUs that share a batch; each has this budget.
     graphs: bool = False  # True if a step is launched as CUDA graphs.
 
-    def takes(self, memory_model: MemoryModel, items: int) -> bool:
+    def fits(self, memory_model: MemoryModel, items: int) -> bool:
         return memory_model.peak_gb(items) * self.margin <= self.budget_gb
 
     def seconds(self, memory_model: MemoryModel, items: int, share: int) -> float | None:
@@ -107,7 +107,7 @@ class Fit:
         figures = {name: value for name, value in vars(self).items() if name not in ("settings", "cost")}
         return {**figures, "budget_gb": self.budget_gb if math.isfinite(self.budget_gb) else None}
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         parts = ", ".join(f"{kind} {gb:.2f}" for kind, gb in self.parts.items())
         budget = f" of {self.budget_gb:.1f}" if math.isfinite(self.budget_gb) else ""
         line = f"predicted peak {self.predicted_peak_gb:.2f} GB{budget} ({parts})"
@@ -198,7 +198,7 @@ class _Choice:
     def largest(
         cls, memory_model: MemoryModel, checkpointing: bool, sizes: list[int], share: int, budget: MemoryBudget
     ) -> "_Choice":
-        size = max((size for size in sizes if budget.takes(memory_model, size)), default=0)
+        size = max((size for size in sizes if budget.fits(memory_model, size)), default=0)
         return cls(memory_model, checkpointing, size, budget.seconds(memory_model, size, share) if size else None)
 
     def is_faster_than(self, seconds: float) -> bool:

@@ -87,7 +87,7 @@ class ModelPlanner(Generic[S]):
 
     def check_fit(self, settings: S, plan: Plan, budget: MemoryBudget, found: Fit) -> None:
         """Logs the fit. Raises UserError if it does not fit, unless the user asked for this micro-batch."""
-        log.info("%s", found.in_words())
+        log.info("%s", found.describe())
         if not found.fits:
             remedies = self.remedies(settings, plan, budget, found)
             if not settings.schedule.micro_batch_size:

@@ -69,7 +69,7 @@ class _Samples:
     def place(self) -> Place:
         return Place(self.first_sample, self.samples, () if self.crc32 is None else (self.crc32,), self.samples)
 
-    def placed(self, first: int, sums: tuple[int, ...]) -> Any:
+    def at_place(self, first: int, sums: tuple[int, ...]) -> Any:
         values: Any = self
         return replace(values, first_sample=first, crc32=sums[0] if sums else None)
 
@@ -245,7 +245,7 @@ def read_wave(folder: Path, one: Recording | SpeechClip) -> Wave:
     return wave_T
 
 
-def folders_in_words(stores: Iterable[SpeechStore]) -> str:
+def format_store_folders(stores: Iterable[SpeechStore]) -> str:
     """Returns the folders of stores for messages: those of the parts of joined ones."""
     return ", ".join(str(part.folder) for store in stores for part in store.parts)
 
@@ -296,13 +296,14 @@ def _check_speakers(stores: Sequence[SpeechStore]) -> None:
     if unnamed and named:
         names = ", ".join(sorted({name for store in named for name in store.format.speakers if name}))
         raise UserError(
-            f"{folders_in_words(unnamed)}: the speaker has no name, and in {folders_in_words(named)} it is {names}",
+            f"{format_store_folders(unnamed)}: the speaker has no name, and in {format_store_folders(named)} "
+            f"it is {names}",
             hint="prepare it with a column of speakers in its transcripts",
         )
     if len(unnamed) > 1:
         log.warning(
             "%s name no speaker and are trained as one voice; name them in the transcripts if they are several",
-            folders_in_words(unnamed),
+            format_store_folders(unnamed),
         )
 
 

@@ -157,7 +157,7 @@ def validate_speech(
         symbols_a_second=spread_of(rates),
         refused=sorted_refusals(held.refused),
         ignored=held.ignored or {},
-        findings=list(_in_words(held, sum(seconds) / 3600, symbols)),
+        findings=list(_findings(held, sum(seconds) / 3600, symbols)),
         suspicious=suspicious,
         checked=checked,
     )
@@ -233,7 +233,7 @@ def _speakers(held: _Held) -> dict[str, SpeakerSummary]:
     return summaries
 
 
-def _in_words(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[str]:
+def _findings(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[str]:
     if not held.clips:
         yield "no clip can be used for training"
         return

@@ -26,7 +26,7 @@ from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
 from gputrain.speech.buckets import Buckets, ClipBatch, Speech, open_speech
-from gputrain.speech.store import SpeechClip, SpeechStore, folders_in_words, frame_count
+from gputrain.speech.store import SpeechClip, SpeechStore, format_store_folders, frame_count
 from gputrain.speech.text.frontend import PAD_ID, Frontend
 from gputrain.tts import measures
 from gputrain.tts.config import TrainTts
@@ -265,7 +265,8 @@ def check_store_fits(store: SpeechStore, trained: TrainedVoice) -> None:
     rate_hz, stored_hz = trained.architecture.mel.sampling_rate, store.format.sampling_rate
     if stored_hz != rate_hz:
         raise UserError(
-            f"{folders_in_words([store])}: prepared at {stored_hz} Hz, and the voice {trained.source} has {rate_hz} Hz",
+            f"{format_store_folders([store])}: prepared at {stored_hz} Hz, and the voice {trained.source} has "
+            f"{rate_hz} Hz",
             hint=f"prepare the recordings at {rate_hz} Hz, into another folder",
         )
     if ours != theirs:
@@ -273,7 +274,7 @@ def check_store_fits(store: SpeechStore, trained: TrainedVoice) -> None:
         differences = "; ".join(f"{who} has {' '.join(sorted(symbols))}" for who, symbols in alone.items() if symbols)
         others = [part for part in store.parts if not set(part.format.frontend.symbols) <= set(ours)]
         raise UserError(
-            f"{folders_in_words(others or [store])}: other symbols than {trained.source}: "
+            f"{format_store_folders(others or [store])}: other symbols than {trained.source}: "
             f"{differences or 'they are in another order'}",
             hint=f"prepare the data in the voice's language, {trained.frontend.language}, with its alphabet",
         )
@@ -289,7 +290,7 @@ def with_speakers_of(trained: TrainedVoice, store: SpeechStore, clips: list[Spee
     if unknown:
         others = [part for part in store.parts if set(part.format.speakers) & set(unknown)]
         raise UserError(
-            f"{folders_in_words(others)}: {trained.source} does not have the speakers {', '.join(unknown)}",
+            f"{format_store_folders(others)}: {trained.source} does not have the speakers {', '.join(unknown)}",
             hint=f"its speakers are {', '.join(ours)}",
         )
     return [replace(clip, speaker=ours.index(theirs[clip.speaker])) for clip in clips]

@@ -116,7 +116,7 @@ class VoiceRecipe(BucketRecipe):
         )
         weights_once = functools.partial(
             shared_weights, dtype=runtime.dtype, exact=self.voice.computing_in_fp32(),
-            stacked=runtime.stands_for == "cuda",
+            stacked=runtime.kernel_device == "cuda",
         )  # fmt: skip
         both = functools.partial(weights_once, self.voice, self.discriminators)
         group = StepGroup((generator, discriminator), self.loss, both)
@@ -132,7 +132,7 @@ class VoiceRecipe(BucketRecipe):
         the length of a segment. Layers of one kind share their code, so that compiling takes no longer for many."""
         compile = self.runtime.compile
         self.runtime.compile_modules(self.voice.compiled_parts(), any_shape=True)
-        if self.runtime.plan.compile.value and self.runtime.stands_for == "cuda":
+        if self.runtime.plan.compile.value and self.runtime.kernel_device == "cuda":
             self.voice.duration_predictor.compute_by_rows()
         for coupling in self.voice.duration_predictor.spline_couplings():
             coupling.transform = compile(coupling.transform, any_shape=True)

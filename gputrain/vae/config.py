@@ -145,7 +145,7 @@ class Losses:
         return self.perceptual_loss == "lpips" and self.perceptual_weight > 0
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         return (
             f"{self.reconstruction_loss} {self.reconstruction_weight:g}, {self.perceptual_loss} "
             f"{self.perceptual_weight:g}, kl {self.kl_weight:g}, adversarial {self.adversarial_weight:g}"

@@ -93,7 +93,7 @@ class VaeRecipe:
                 self.step_groups.append(group)
         if settings.schedule.ema_decay:
             average = build_autoencoder(settings, runtime)
-            least_decay = LEAST_DECAY if starts_well(settings) else 0.0
+            least_decay = LEAST_DECAY if has_good_start(settings) else 0.0
             self.ema = Ema(self.autoencoder, average, settings.schedule.ema_decay, least_decay)
             self.modules["ema"] = self.ema
         self.lpips = lpips
@@ -302,7 +302,7 @@ class VaeRecipe:
         return Report({**figures.scalars, "score": figures.scalars["psnr_db"]})
 
 
-def starts_well(settings: TrainVae) -> bool:
+def has_good_start(settings: TrainVae) -> bool:
     """Returns whether training begins with pretrained weights or a linear code, and not with random weights."""
     model = settings.model
     return model.init_from is not None or (model.start == "linear" and bool(signals_of(settings.architecture)))

@@ -309,5 +309,5 @@ def log_training(settings: TrainVae, runtime: Runtime, pictures: Pictures) -> No
     log.info("pictures for training: %d, held out: %d", len(pictures.train), len(pictures.held_out))
     pictures.split.log_shares(pictures.mixture, "pictures")
     warn_of_opaque_pictures(settings.data.image_channels, pictures)
-    log.info("model %s; losses: %s", settings.model.preset, settings.losses.in_words)
+    log.info("model %s; losses: %s", settings.model.preset, settings.losses.description)
     log_runtime(runtime)

@@ -102,7 +102,7 @@ class VocoderRecipe:
         shared = (self.generator, self.discriminators)
         weights_once = functools.partial(
             shared_weights, *shared, dtype=runtime.dtype, exact=self.generator.computing_in_fp32(),
-            stacked=runtime.stands_for == "cuda",
+            stacked=runtime.kernel_device == "cuda",
         )  # fmt: skip
         step_group = functools.partial(StepGroup, step_context=weights_once, fixed=self._active)
         self.step_groups = [step_group((generator, discriminator), self.loss)]
@@ -110,7 +110,7 @@ class VocoderRecipe:
             self.step_groups = [
                 step_group((discriminator,), self.discriminator_loss), step_group((generator,), self.generator_loss),
             ]  # fmt: skip
-        if runtime.plan.compile.value and runtime.stands_for == "cuda":
+        if runtime.plan.compile.value and runtime.kernel_device == "cuda":
             for part in (*self.generator.modules(), *self.discriminators.modules()):
                 if isinstance(part, WeightNormed):
                     part.known_shapes = True

@@ -64,7 +64,7 @@ class VocoderClip:
     def place(self) -> Place:
         return Place(self.first_frame, self.frames, self.checksums, CHECKED_FRAMES)
 
-    def placed(self, first: int, sums: tuple[int, ...]) -> "VocoderClip":
+    def at_place(self, first: int, sums: tuple[int, ...]) -> "VocoderClip":
         return replace(self, first_frame=first, checksums=sums)
 
 

@@ -104,7 +104,7 @@ def validate_sounds(
         clipped=clipped,
         ignored=ignored,
         refused=sorted_refusals(refused),
-        findings=list(_in_words(total, len(refused), sampling_rate)),
+        findings=list(_findings(total, len(refused), sampling_rate)),
     )
 
 
@@ -206,7 +206,7 @@ def _mean(weighted: Iterable[tuple[float, float]]) -> float:
     return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
 
 
-def _in_words(total: FolderStats | None, refused: int, sampling_rate: int) -> Iterator[str]:
+def _findings(total: FolderStats | None, refused: int, sampling_rate: int) -> Iterator[str]:
     if refused:
         yield f"{refused} files would be left out: repair them, or accept that"
     if total is None:

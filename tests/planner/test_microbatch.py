@@ -59,7 +59,7 @@ def test_no_other_choice_that_fits_is_faster_by_more_than_the_least_gain(batch, 
         budget.seconds(model, size, batch)
         for model in pair
         for size in range(1, batch + 1)
-        if batch % size == 0 and budget.takes(model, size)
+        if batch % size == 0 and budget.fits(model, size)
     ]
     assert found.fits == bool(fitting)
     if fitting:
