@@ -38,7 +38,7 @@ class Sound:
     def place(self) -> Place:
         return Place(self.begin, self.length, self.crcs, self.block)
 
-    def placed(self, first: int, sums: tuple[int, ...]) -> "Sound":
+    def at_place(self, first: int, sums: tuple[int, ...]) -> "Sound":
         return replace(self, begin=first, crcs=sums)
 
 
