@@ -174,10 +174,12 @@ def train(kind: ModelKind, settings: Any) -> None:
 
 
 def print_next_steps(kind: ModelKind, run: Path) -> None:
-    """Print where a run is, and the commands that use its model."""
+    """Print where a run is, and the commands that use its model; nothing of a run that made no step."""
     from gputrain.engine.run_folder import CONFIG
     from gputrain.report.next_commands import model_commands
 
+    if not (run / CONFIG).exists():
+        return
     commands = [one.line for one in model_commands(run, kind, read_file(run / CONFIG))]
     commands.append(f"tensorboard --logdir {run / 'logs'}")
     for line in (f"The run is in {run}. Next:", *(f"  {line}" for line in commands)):

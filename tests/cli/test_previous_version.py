@@ -175,3 +175,11 @@ def test_former_names_of_kinds_are_accepted_in_files_and_on_the_command_line(
     code, printed = typed("prepare-data", "--kind", former, *words, "--input-dir", "gone", "--output-dir", "out")
     assert code == 2
     assert "gone: no such folder" in printed
+
+
+def test_another_folder_for_a_run_that_has_made_all_its_steps_is_no_error(kind: str, typed) -> None:
+    words = ["--config", "run/config.yaml", "--resume-from", CHECKPOINT, "--output-dir", "new", "--max-steps", 2]
+    code, printed = typed(f"train-{kind}", *words)
+    assert code == 0, printed
+    assert "nothing is left to do" in printed
+    assert "error" not in printed
