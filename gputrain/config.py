@@ -285,6 +285,13 @@ def flatten(instance: object) -> dict[str, Any]:
     return {name: _plain(value) for name, value in values.items() if value is not None}
 
 
+def without_retired(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns flat values that an older version saved without the keys that have no effect any more. Nobody who uses a
+    trained model has given them, so nothing is said of them."""
+    gone = retired(cls)
+    return {name: value for name, value in values.items() if name not in gone}
+
+
 def completed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Complete flat plain values that an older version saved: add the default of every missing leaf, None if the
     program chooses it, and drop values that are no longer leaves."""

@@ -1,6 +1,7 @@
 """Declared options: types, ranges and files as a user meets them."""
 
 import json
+import logging
 from pathlib import Path
 from typing import ClassVar
 
@@ -8,7 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gputrain.config import assemble, checked, config, flatten, leaves, opt, read_file, retired, to_yaml
+from gputrain.config import (
+    assemble,
+    checked,
+    config,
+    flatten,
+    leaves,
+    opt,
+    read_file,
+    retired,
+    to_yaml,
+    without_retired,
+)
 from gputrain.errors import UserError
 from gputrain.vae.config import TrainVae
 
@@ -208,3 +220,14 @@ def test_a_spelling_that_is_a_field_is_an_error():
 
     with pytest.raises(AssertionError, match="the spelling rate is a field"):
         leaves(Twice)
+
+
+def test_keys_that_a_saved_model_has_and_that_have_no_effect_are_not_mentioned(caplog):
+    saved = {"data_path": "pictures", "batch_size": 3, "calibrate": True}
+    with caplog.at_level(logging.INFO):
+        assert assemble(TrainVae, without_retired(TrainVae, saved)).schedule.batch_size == 3
+        assert not caplog.messages
+        assemble(TrainVae, saved)
+    assert "calibrate has no effect any more" in caplog.text
+    with pytest.raises(UserError, match="calibrat"):  # Others are still refused.
+        assemble(TrainVae, without_retired(TrainVae, {"data_path": "pictures", "calibrat": True}))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gputrain.config import assemble
+from gputrain.config import assemble, without_retired
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import load_weights, refuse_nonfinite, trained_weights
 from gputrain.speech.text.frontend import Frontend
@@ -74,7 +74,7 @@ def read_trained(path: Path) -> TrainedVoice:
     found = checkpoint.find(str(path), path, kind="tts")
     assert found is not None  # only `auto` may find nothing
     source, content = found
-    settings = assemble(TrainTts, content["config"], source=str(source))
+    settings = assemble(TrainTts, without_retired(TrainTts, content["config"]), source=str(source))
     facts, states = content["facts"], content["modules"]
     voice = trained_weights(content, "voice")
     frontend, shape = Frontend.from_json(facts["text"]), architecture_of(settings, facts)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from gputrain.config import assemble
+from gputrain.config import assemble, without_retired
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import load_trained
 from gputrain.errors import UserError
@@ -32,7 +32,7 @@ def load_model(path: Path, device: torch.device) -> LoadedVae:
     found = checkpoint.find(str(path), path, kind="vae")
     assert found is not None  # Only `auto` may find nothing.
     source, content = found
-    settings = assemble(TrainVae, content["config"], source=str(source))
+    settings = assemble(TrainVae, without_retired(TrainVae, content["config"]), source=str(source))
     model = AutoencoderKL(settings.architecture)
     load_trained(model, content, "autoencoder", str(source))
     return LoadedVae(_ready(model, device), settings, content["progress"]["step"])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gputrain.config import assemble, convert, leaves, read_file
+from gputrain.config import assemble, convert, leaves, read_file, without_retired
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import load_weights, trained_weights
 from gputrain.errors import UserError
@@ -92,7 +92,7 @@ def load_vocoder(path: Path, device: torch.device) -> LoadedVocoder:
     found = checkpoint.find(str(file), file, kind="vocoder")
     assert found is not None  # Only `auto` may find nothing.
     source, content = found
-    training = assemble(TrainVocoder, content["config"], source=str(source))
+    training = assemble(TrainVocoder, without_retired(TrainVocoder, content["config"]), source=str(source))
     weights = Weights(trained_weights(content, "generator"), {}, str(source))
     return LoadedVocoder(_ready(training.architecture, weights, device), training, str(source))
 
