@@ -103,6 +103,9 @@ class ModelPlanner(Generic[S]):
         for requested in target_machines(cards):
             switches = self.work.decide(requested.machine, stages[0][0].hardware)
             on_gpu = switches.device.value == "cuda"
+            if requested.gpu and not on_gpu:  # As in the configuration of a run on a CPU.
+                log.warning("the device is %s, so that %s is not used; --device cuda plans for it",
+                            switches.device.value, requested.name)  # fmt: skip
             memory_gb = requested.machine.gpu_memory_gb if on_gpu else requested.machine.ram_gb
             for settings, columns in stages:
                 budget = memory_budget(requested.machine, switches, settings.hardware, requested.rates(switches))

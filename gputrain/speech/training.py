@@ -5,6 +5,7 @@ Shape suffixes: B clips, T samples.
 
 import logging
 import math
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -44,13 +45,13 @@ class SpeechTraining(TrainingData[S]):
     def digests(self) -> dict[str, Any]:
         return digests(training=self.speech.parts.train, held_out=self.speech.parts.held_out)
 
+    @abstractmethod
     def facts(self, run: Run) -> dict[str, Any]:
         """Returns what inference needs besides the weights."""
-        raise NotImplementedError
 
+    @abstractmethod
     def described(self, settings: S) -> str:
         """Returns the model in a few words, for the log."""
-        raise NotImplementedError
 
     def advise(self, settings: S, hours: float) -> None:
         """Warns if a start from other weights would help."""

@@ -13,6 +13,7 @@ from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
+from gputrain.planner.microbatch import MARGIN
 from gputrain.planner.model_planner import NCCL_GB, CardPlan, ModelPlanner, memory_budget, plan_cards
 from gputrain.planner.step_memory import predict_step
 from gputrain.planner.target import target_machines
@@ -54,7 +55,8 @@ def test_rows_of_the_reference_table(row):
 def test_the_users_five_rows_on_an_rtx5090():
     planner = ModelPlanner(VaeWork())
     for (side, batch), bound in zip(ROWS, BOUNDS, strict=True):
-        asked = settings(image_size=side, batch_size=batch)
+        # A plan fills the memory that it may take: the guide's memory, with the margin that it keeps free.
+        asked = settings(image_size=side, batch_size=batch, memory_budget=min(29.7, bound * MARGIN))
         (machine_target,) = target_machines(asked.cards)
         switches = decide(machine_target.machine, asked.hardware)
         _, found = planner.plan(
@@ -124,6 +126,15 @@ def test_layers_are_chosen_by_time_and_memory():
     assert layers(use_torch_compile=False, lean=False)[0] is False
     run = with_plan(settings(), chosen.plan)
     assert (run.model.lean, run.schedule.micro_batch_size) == (False, chosen.fit.micro_batch_size)
+
+
+def test_a_named_gpu_that_is_not_used_is_said(caplog):
+    """The configuration of a run on a CPU names the CPU."""
+    small = {"preset": "fast", "channels": [32, 32], "image_size": 32, "batch_size": 1, "gpu": "h100"}
+    assert plan_cards(VaeWork(), settings(**small, device="cuda"))[0].plan.device.value == "cuda"
+    assert not caplog.messages
+    assert plan_cards(VaeWork(), settings(**small, device="cpu"))[0].plan.device.value == "cpu"
+    assert caplog.messages == ["the device is cpu, so that h100 is not used; --device cuda plans for it"]
 
 
 @pytest.mark.slow
