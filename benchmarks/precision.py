@@ -48,7 +48,7 @@ from gputrain.hw.facts import machine_facts
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import DTYPES, Runtime
-from gputrain.planner.fake_runtime import FunctionsOf
+from gputrain.planner.memory.fake_runtime import FunctionsOf
 from gputrain.speech import synthetic
 from gputrain.speech.buckets import ClipBatch
 from gputrain.tts.config import PlannedSpeech, TrainTts

@@ -21,7 +21,7 @@ from gputrain.hw.facts import machine_facts
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import Machine
-from gputrain.planner.roofline import DeviceRates, StepTotals, busy_seconds
+from gputrain.planner.time.roofline import DeviceRates, StepTotals, busy_seconds
 from gputrain.tts.config import BenchTts, PlannedSpeech, TrainTts
 from gputrain.tts.work import TtsWork, size_of, speaking
 from gputrain.vocoder.config import BenchVocoder, TrainVocoder

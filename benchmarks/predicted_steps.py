@@ -11,8 +11,8 @@ of the copies of their inputs and of the rest.
 The peers run their own code on fake tensors, by CUDA's rules and in the precision that their users have:
 
 - Stock diffusers: AutoencoderKL in bf16 with a fused AdamW and EMA, as in benchmarks/vae_vs_diffusers.py. Compiled,
-  encoder and decoder are a region each, counted by the model of planner/fusion.py like ours. Beside inductor's real
-  kernels that model counts plain layers too low, in favour of the peer.
+  encoder and decoder are a region each, counted by the model of planner/time/fusion.py like ours. Beside inductor's
+  real kernels that model counts plain layers too low, in favour of the peer.
 - openvpi/SingingVocoders (--peer: a checkout at 4d0889c) with the two files that come with gputrain: `base_hifi_gpu` in
   fp32, where torch has TF32 for convolutions, and the other one in 16-mixed, with Muon's products in bf16.
 - Piper (the installed piper-tts) in fp32 with TF32, which its trainer switches on.
@@ -46,10 +46,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gputrain.bench import runner
 from gputrain.hw.facts import machine_facts
 from gputrain.hw.gpus import find_gpu
-from gputrain.planner.fake_runtime import FakeRuntime, FunctionsOf, on_fake_tensors
-from gputrain.planner.memory_timeline import MemoryTimeline
-from gputrain.planner.predict import make_optimizers
-from gputrain.planner.roofline import DeviceRates, StepCost
+from gputrain.planner.memory.fake_runtime import FakeRuntime, FunctionsOf, on_fake_tensors
+from gputrain.planner.memory.timeline import MemoryTimeline
+from gputrain.planner.memory.torch_model import make_optimizers
+from gputrain.planner.time.roofline import DeviceRates, StepCost
 from gputrain.vae.architecture import PRESETS
 from tests.planner.step_counts import CASES, HIGH, of_voice, plan_of, whole_step
 

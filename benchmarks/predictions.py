@@ -1,4 +1,4 @@
-"""Predicts the time of a step of any code by the roofline of its operators (gputrain/planner/roofline.py).
+"""Predicts the time of a step of any code by the roofline of its operators (gputrain/planner/time/roofline.py).
 
 The rates of the device are measured, and nothing is fitted.
 """
@@ -12,9 +12,9 @@ import torch
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.planner.fusion import kernel_costs
-from gputrain.planner.memory_timeline import MemoryTimeline
-from gputrain.planner.roofline import DeviceRates, KernelCost, busy_seconds
+from gputrain.planner.memory.timeline import MemoryTimeline
+from gputrain.planner.time.fusion import kernel_costs
+from gputrain.planner.time.roofline import DeviceRates, KernelCost, busy_seconds
 from gputrain.session import measured_rates
 
 SMALL_OPERATORS = 20_000

@@ -4,8 +4,8 @@
 
 The models are those of diffusers and transformers, with published sizes and random weights; nothing is downloaded, no
 GPU is needed, and nothing is measured here. Memory and kernels are those of the planner's prediction for any torch
-model (planner/predict.py), times those of its roofline with the published rates of a card (planner/roofline.py). WORDS
-choose cells whose name contains one of them.
+model (planner/memory/predict.py), times those of its roofline with the published rates of a card
+(planner/time/roofline.py). WORDS choose cells whose name contains one of them.
 
 A figure is `calibration`, `held out` or a `claim`. While the first were looked at, a part of our model was chosen: the
 factor of the second-level cache by eight times of an image VAE, cuDNN's workspaces by the memory of such VAEs. Nothing
@@ -31,12 +31,13 @@ from gputrain.bench import runner
 from gputrain.hw.facts import machine_facts
 from gputrain.hw.gpus import Gpu, find_gpu
 from gputrain.hw.plan import Cards
-from gputrain.planner.allocator import CachingAllocator
-from gputrain.planner.fake_runtime import FunctionsOf, on_fake_tensors
-from gputrain.planner.memory_timeline import MemoryTimeline
+from gputrain.planner.memory.allocator import CachingAllocator
+from gputrain.planner.memory.fake_runtime import FunctionsOf, on_fake_tensors
+from gputrain.planner.memory.predict import MemoryEstimate
+from gputrain.planner.memory.timeline import MemoryTimeline
+from gputrain.planner.memory.torch_model import make_optimizers, predict_training_memory
 from gputrain.planner.model_planner import ModelPlanner
-from gputrain.planner.predict import MemoryEstimate, make_optimizers, predict_training_memory
-from gputrain.planner.roofline import DeviceRates, StepCost
+from gputrain.planner.time.roofline import DeviceRates, StepCost
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 RESULTS = Path(__file__).parent / "results"

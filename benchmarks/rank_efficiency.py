@@ -19,8 +19,8 @@ from gputrain.hw.gpus import find_gpu
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
-from gputrain.planner.fake_runtime import on_fake_tensors
-from gputrain.planner.step_memory import predict_step, step_flops
+from gputrain.planner.memory.fake_runtime import on_fake_tensors
+from gputrain.planner.memory.predict import predict_step, step_flops
 from gputrain.planner.work import PlanTarget
 from gputrain.tts.config import PlanTts
 from gputrain.tts.work import TtsWork, size_of

@@ -3,8 +3,8 @@
     python -m benchmarks.roofline_check [--seconds 3] [--output-dir benchmarks/results]
 
 The rates of the CPU are measured first: a large product, a large copy, and the time of a small operator. Then each
-model's kernels are counted on shapes (planner/roofline.py), and real micro-batches are timed: forward and backward of
-every step group, with the plan of a training. Nothing is fitted. Needs diffusers and transformers for the models of
+model's kernels are counted on shapes (planner/time/roofline.py), and real micro-batches are timed: forward and backward
+of every step group, with the plan of a training. Nothing is fitted. Needs diffusers and transformers for the models of
 others, whose architectures are built from configurations with random weights. One thread computes, in fp32, and CPU
 time is counted. Of a GPU, `gpu.sh measure` does the same with whole steps. Writes
 benchmarks/results/roofline_DEVICE.json after every row.
@@ -28,10 +28,9 @@ from gputrain.hw.facts import machine_facts
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply, is_out_of_memory, release_memory
-from gputrain.planner.predict import predict_training_memory
-from gputrain.planner.resident import ResidentStep, allocate_gradients
-from gputrain.planner.roofline import DeviceRates, KernelCost, StepTotals, busy_seconds
-from gputrain.planner.step_memory import predict_step
+from gputrain.planner.memory.predict import ResidentStep, allocate_gradients, predict_step
+from gputrain.planner.memory.torch_model import predict_training_memory
+from gputrain.planner.time.roofline import DeviceRates, KernelCost, StepTotals, busy_seconds
 from tests.planner.step_counts import of_recogniser, of_vae, of_vocoder, of_voice
 
 

@@ -10,7 +10,7 @@ from gputrain.config import assemble
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
-from gputrain.planner.step_memory import predict_step
+from gputrain.planner.memory.predict import predict_step
 from gputrain.vae.config import TrainVae
 from gputrain.vae.recipe import plan_target
 

@@ -37,9 +37,9 @@ from gputrain.hw.heap import keep_freed_memory
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply, compiler_failure, is_out_of_memory, release_memory
-from gputrain.planner.fake_runtime import FakeRuntime, FunctionsOf, on_fake_tensors
-from gputrain.planner.memory_timeline import MemoryTimeline
-from gputrain.planner.roofline import DeviceRates, busy_seconds
+from gputrain.planner.memory.fake_runtime import FakeRuntime, FunctionsOf, on_fake_tensors
+from gputrain.planner.memory.timeline import MemoryTimeline
+from gputrain.planner.time.roofline import DeviceRates, busy_seconds
 from gputrain.vae.architecture import PRESETS, VaeArchitecture
 from gputrain.vae.losses import kl_divergence
 from gputrain.vae.model import AutoencoderKL
@@ -379,7 +379,7 @@ def predicted_seconds(
     name: str, architecture: VaeArchitecture, image_size: int, items: int, runtime: Runtime, rates: DeviceRates
 ) -> float:
     """Returns the time of a side's step by the roofline of its kernels, which are counted on fake tensors. What is
-    compiled is fused by the planner's model of the compiler (planner/fusion.py)."""
+    compiled is fused by the planner's model of the compiler (planner/time/fusion.py)."""
     timeline = MemoryTimeline.on(runtime.device.type)
     fake = FakeRuntime(runtime.plan, timeline)
     with on_fake_tensors(), FunctionsOf("cuda" if runtime.device.type == "cuda" else "cpu"):

@@ -29,7 +29,7 @@ from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.hw.speed import copied_bytes_per_second, product_flops_per_second
 from gputrain.planner.model_planner import ModelPlanner, memory_budget
-from gputrain.planner.roofline import EAGER_LAUNCH_SECONDS, LAUNCH_SECONDS, DeviceRates
+from gputrain.planner.time.roofline import EAGER_LAUNCH_SECONDS, LAUNCH_SECONDS, DeviceRates
 from gputrain.planner.work import BatchSource, KindWork, S, TrainingData
 from gputrain.stored import from_json
 

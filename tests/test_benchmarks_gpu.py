@@ -25,9 +25,9 @@ from gputrain.bench import step_bench
 from gputrain.bench.runner import NotMeasured
 from gputrain.hw.plan import Setting
 from gputrain.kinds import kinds
-from gputrain.planner.fake_runtime import FakeRuntime, on_fake_tensors
-from gputrain.planner.memory_timeline import MemoryTimeline
-from gputrain.planner.roofline import DeviceRates, StepTotals
+from gputrain.planner.memory.fake_runtime import FakeRuntime, on_fake_tensors
+from gputrain.planner.memory.timeline import MemoryTimeline
+from gputrain.planner.time.roofline import DeviceRates, StepTotals
 from gputrain.vae.architecture import VaeArchitecture
 from tests.fake_cuda.device import UNAVAILABLE, fake_cuda
 from tests.fake_cuda.test_training import few_layers

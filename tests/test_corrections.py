@@ -8,8 +8,8 @@ import torch
 
 from gputrain.config import read_file
 from gputrain.hw.gpus import find_gpu
-from gputrain.planner.fake_runtime import on_fake_tensors
-from gputrain.planner.memory_timeline import MemoryTimeline
+from gputrain.planner.memory.fake_runtime import on_fake_tensors
+from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.vae.architecture import PRESETS
 from gputrain.vae.model import AutoencoderKL
 

@@ -29,8 +29,8 @@ from typing import Any
 from gpu.runner import SUMMARY, Context, Figures, Part, Subcommand, main, short
 from gpu.trainings import SMALL, Training, vocoder
 from gputrain.hw.plan import Plan
-from gputrain.planner.microbatch import MemoryBudget, budget_gb
-from gputrain.planner.roofline import DeviceRates
+from gputrain.planner.memory.fit import MemoryBudget, budget_gb
+from gputrain.planner.time.roofline import DeviceRates
 
 STEP_SECONDS, MOST_STEPS, LEAST_STEPS = 5.0, 30, 3  # Time of the timed steps of a training, and their number.
 WARM_UP_STEPS = 24  # Most of them, until nothing compiles and nothing is captured any more.
@@ -78,8 +78,8 @@ def smoke_size(training: Training) -> Training:
 def predict(training: Training, settings: Any, plan: Plan, budget: MemoryBudget) -> tuple[Plan, Figures]:
     """Returns the plan of a training with the settings of the batch, and what is predicted of a step. Runs in a process
     of its own, without the GPU."""
+    from gputrain.planner.memory.predict import predict_step
     from gputrain.planner.model_planner import ModelPlanner
-    from gputrain.planner.step_memory import predict_step
     from gputrain.session import with_plan
 
     began = time.perf_counter()
@@ -450,7 +450,7 @@ def memory_cell(name: str, context: Context) -> Figures:
     """Compares the predicted with the measured peak of a training that is planned for a smaller card."""
     from gputrain.engine.memory_check import MeasuredPeak, allocator_peak
     from gputrain.hw.runtime import release_memory
-    from gputrain.planner.resident import tensors_of, watched_peak
+    from gputrain.planner.memory.predict import tensors_of, watched_peak
 
     limit_gb, training = CELLS[name]
     needed = prediction(name, context.device, limit_gb, "eager")

@@ -21,7 +21,7 @@ from gputrain.asr.recipe import RecogniserRecipe, plan_target
 from gputrain.bench.step_bench import SWITCHES
 from gputrain.engine.run_folder import Run
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.microbatch import Fit, MemoryBudget
+from gputrain.planner.memory.fit import Fit, MemoryBudget
 from gputrain.planner.work import PlannedTraining, PlanTarget
 from gputrain.speech.buckets import ClipBatch, ClipSize
 from gputrain.speech.frames import ENCODER_RATE, STRIDE
@@ -81,20 +81,6 @@ class AsrWork(SpeechWork[TrainAsr]):
 
     def target(self, settings: TrainAsr) -> PlanTarget:
         return plan_target(settings, architecture_of(settings, self.sizes), self.sizes.clip)
-
-    def memory_key(self, settings: TrainAsr) -> dict[str, Any]:
-        model = settings.model
-        return {
-            "model": model.init_from or model.preset,
-            "adapters": [model.adapters, model.lora_rank],
-            "trains_features": model.trains_features,
-            "freeze_encoder_steps": model.freeze_encoder_steps,
-            "layer_drop": model.layer_drop,
-            "dropout": [model.hidden_dropout > 0, model.attention_dropout > 0, model.final_dropout > 0],
-            "masks": [settings.masking.mask_time_prob > 0, settings.masking.mask_feature_prob > 0],
-            "whole_batch": settings.schedule.whole_batch,
-            "ema": settings.schedule.ema_decay > 0,
-        }
 
     def fallbacks(self, settings: TrainAsr, budget: MemoryBudget, found: Fit) -> dict[str, TrainAsr]:
         model, schedule = settings.model, settings.schedule

@@ -15,7 +15,6 @@ from gputrain.autoconfig.sounds import SAMPLING_RATE
 from gputrain.errors import UserError
 
 MakeBatch = Callable[[int, float], Any]  # (items, seconds of each; 0 if items have no length) -> batch
-Loss = Callable[[Any, Any], Tensor]
 
 
 TOKENS = 512  # Length of a text, if the data does not determine it.

@@ -26,7 +26,7 @@ from gputrain.autoconfig import settings
 from gputrain.autoconfig.clips import BucketSampler, PreparedClips
 from gputrain.autoconfig.dataset import DatasetProfile, profile_dataset
 from gputrain.autoconfig.devices import check_agreement, count_gpus, machines_to_plan, shared_settings
-from gputrain.autoconfig.inputs import Loss, MakeBatch, ModelProfile, batch_maker, output_loss, profile_weights
+from gputrain.autoconfig.inputs import MakeBatch, ModelProfile, batch_maker, output_loss, profile_weights
 from gputrain.autoconfig.lengths import Bucket, LengthLimit, OverLong, limit_length, make_buckets, pieces
 from gputrain.autoconfig.memory_models import MOMENTS, MemoryModels
 from gputrain.autoconfig.recovery import Parts, Reduction, recovering
@@ -37,10 +37,9 @@ from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, decide, workers
 from gputrain.hw.probe import Machine
 from gputrain.hw.ranks import Ranks
-from gputrain.planner.microbatch import Fit, MemoryBudget, budget_gb, fit
-from gputrain.planner.predict import Optimizer, Precision
+from gputrain.planner.memory.fit import Fit, MemoryBudget, budget_gb, fit
+from gputrain.planner.memory.torch_model import Loss, Optimizer, Precision, can_checkpoint
 from gputrain.planner.target import published_rates
-from gputrain.planner.torch_model import can_checkpoint
 
 MOST_CUT = 0.5  # Largest share of the hours that is cut or left out unless the user asks for it.
 log = logging.getLogger(__name__)
@@ -154,7 +153,7 @@ class Planner:
         steps = {}
         for (items, seconds, checkpointing), step in sorted(self.memory_models.known.items()):
             size = f"{items} item{'s' if items > 1 else ''}{f' of {seconds:.2f} s' if seconds else ''}"
-            steps[f"{size}{', checkpointed' if checkpointing else ''}"] = step.peak_gb
+            steps[f"{size}{', checkpointed' if checkpointing else ''}"] = step.reserved_gb
         return profile_weights(self.memory_models.model, MOMENTS[self.memory_models.optimizer], steps)
 
     def prepare(self, dataset: Any, config: OptimalConfig) -> PreparedClips:

@@ -6,7 +6,7 @@ from gputrain.autoconfig.memory_models import MemoryModels
 from gputrain.errors import UserError
 from gputrain.hw.gpus import known_gpus
 from gputrain.hw.probe import Machine
-from gputrain.planner.microbatch import MemoryBudget
+from gputrain.planner.memory.fit import MemoryBudget
 
 SHORTEST_SECONDS = 1.0  # Shortest length that clips are cut to unless the user asks for less.
 
@@ -53,4 +53,4 @@ def _fits_in_16_bit(of: MemoryModels, budget: MemoryBudget, seconds: float, chec
     if of.unpredictable:
         return False
     other = MemoryModels(of.model, of.loss, of.make_batch, "bf16", of.optimizer, None)
-    return budget.margin * other.step(1, seconds, checkpointing).peak_gb <= budget.budget_gb
+    return budget.margin * other.step(1, seconds, checkpointing).reserved_gb <= budget.budget_gb

@@ -9,10 +9,10 @@ from gputrain.bench import timing
 from gputrain.bench.step_bench import SWITCHES
 from gputrain.hw.plan import Plan
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.fake_runtime import FakeRuntime, on_fake_tensors
-from gputrain.planner.fusion import kernel_costs
-from gputrain.planner.memory_timeline import MemoryTimeline
-from gputrain.planner.roofline import KernelCost, busy_seconds
+from gputrain.planner.memory.fake_runtime import FakeRuntime, on_fake_tensors
+from gputrain.planner.memory.timeline import MemoryTimeline
+from gputrain.planner.time.fusion import kernel_costs
+from gputrain.planner.time.roofline import KernelCost, busy_seconds
 from gputrain.planner.work import Switch
 from gputrain.session import measured_rates
 

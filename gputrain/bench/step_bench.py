@@ -25,8 +25,8 @@ from gputrain.hw.plan import Plan
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.kinds import ModelKind
-from gputrain.planner.roofline import DeviceRates, StepCost
-from gputrain.planner.step_memory import predict_step
+from gputrain.planner.memory.predict import predict_step
+from gputrain.planner.time.roofline import DeviceRates, StepCost
 from gputrain.planner.work import KindWork, PlanTarget, S, Switch, TrainSettings
 from gputrain.session import measured_rates
 
@@ -129,7 +129,7 @@ class StepBench:
         return figures
 
     def predicted_seconds(self, rates: DeviceRates) -> float:
-        """Returns the time of a step by the roofline of its kernels (planner/roofline.py)."""
+        """Returns the time of a step by the roofline of its kernels (planner/time/roofline.py)."""
         items = self.settings.schedule.whole_batch
         micro_batch = min(items, *self.state.micro_batch.values())
         target = PlanTarget(lambda runtime, _: self.build(runtime), lambda: self.loaded)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gputrain.autoconfig.optimal import Planner, create_optimal_config
     from gputrain.autoconfig.settings import OptimalConfig, load_config
-    from gputrain.planner.predict import MemoryEstimate, predict_training_memory
+    from gputrain.planner.memory.predict import MemoryEstimate
+    from gputrain.planner.memory.torch_model import predict_training_memory
 
 __all__ = [
     "MemoryEstimate",
@@ -18,12 +19,12 @@ __all__ = [
 ]
 
 HOMES = {
-    "MemoryEstimate": "planner.predict",
+    "MemoryEstimate": "planner.memory.predict",
     "OptimalConfig": "autoconfig.settings",
     "Planner": "autoconfig.optimal",
     "create_optimal_config": "autoconfig.optimal",
     "load_config": "autoconfig.settings",
-    "predict_training_memory": "planner.predict",
+    "predict_training_memory": "planner.memory.torch_model",
 }
 
 

@@ -3,7 +3,6 @@
 GB is 1e9 bytes.
 """
 
-import json
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -15,14 +14,15 @@ from gputrain.errors import UserError
 from gputrain.hw.gpus import smallest_gpu
 from gputrain.hw.plan import Cards, Hardware, Plan, Setting
 from gputrain.hw.probe import Machine
-from gputrain.planner.microbatch import BUDGET_SHARE, Fit, MemoryBudget, MemoryModel, budget_gb, fit
-from gputrain.planner.roofline import DeviceRates, OperatorTime, by_operator
-from gputrain.planner.step_memory import least_gb, memory_models, prediction_key
+from gputrain.planner.memory.fit import BUDGET_SHARE, Fit, MemoryBudget, MemoryModel, budget_gb, fit
+from gputrain.planner.memory.predict import least_gb, memory_models, prediction_key
 from gputrain.planner.target import target_machines
+from gputrain.planner.time.roofline import DeviceRates, OperatorTime, by_operator
 from gputrain.planner.work import KindWork, S, Variant
 
 log = logging.getLogger(__name__)
 
+WITHOUT_EFFECT = ("saving", "hardware")  # Settings that the memory of a step does not depend on, besides the plan's.
 NCCL_GB = 1.0  # Memory of a GPU that NCCL's buffers and the buckets of gradients take when several GPUs train together.
 
 
@@ -35,8 +35,8 @@ class ModelPlanner(Generic[S]):
 
     def memory_model(self, settings: S, plan: Plan) -> Callable[[bool], MemoryModel]:
         """Returns the function that gives the memory model with or without checkpointing."""
-        facts = json.dumps(self.work.memory_key(settings), sort_keys=True)
-        key = (facts, settings.schedule.batch_size, prediction_key(plan))
+        kept = {name: value for name, value in vars(settings).items() if name not in WITHOUT_EFFECT}
+        key = (repr(kept), prediction_key(plan))
         if key not in self.known:
             self.known[key] = memory_models(self.work.target(settings), plan, settings.schedule.batch_size)
         return self.known[key]

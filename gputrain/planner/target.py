@@ -7,7 +7,7 @@ from gputrain.hw.gpus import Gpu, find_gpu, known_gpus
 from gputrain.hw.plan import Cards, Plan
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import weakest_of
-from gputrain.planner.roofline import DeviceRates
+from gputrain.planner.time.roofline import DeviceRates
 
 
 @dataclass(frozen=True)

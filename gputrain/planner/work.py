@@ -15,7 +15,7 @@ from gputrain.engine.schedule import Saving, Schedule
 from gputrain.hw.plan import Hardware, Plan, Setting, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.microbatch import Fit, MemoryBudget
+from gputrain.planner.memory.fit import Fit, MemoryBudget
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,12 @@ class PlanTarget:
     """The training that a plan is for.
 
     `build(runtime, checkpointing)` makes its recipe; `load()` returns the largest batch as the data loader does, and
-    `load(items)` one of another size.
+    `load(items)` one of another size. `model_name`: the class of a user's model, whose errors are explained.
     """
 
     build: Callable[[Runtime, bool], Recipe]
     load: Callable[..., Any]
+    model_name: str = ""
 
 
 class TrainSettings(Protocol):
@@ -182,11 +183,6 @@ class KindWork(ABC, Generic[S]):
     @abstractmethod
     def target(self, settings: S) -> PlanTarget:
         """Returns the training in the form that the memory planner takes."""
-
-    @abstractmethod
-    def memory_key(self, settings: S) -> dict[str, Any]:
-        """Returns what the memory of a step depends on besides the plan, batch_size and checkpointing, in values that
-        JSON has."""
 
     def fallbacks(self, settings: S, budget: MemoryBudget, found: Fit) -> Mapping[str, S]:
         """Returns changed settings that take less memory, by the flag that makes the change, the smallest loss

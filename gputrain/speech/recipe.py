@@ -15,7 +15,7 @@ from typing_extensions import Self
 from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.samples import Report
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.step_memory import step_flops
+from gputrain.planner.memory.predict import step_flops
 from gputrain.planner.work import PlanTarget
 from gputrain.speech.buckets import ClipBatch, ClipSize, StepClips, clips_of_step
 

@@ -14,8 +14,8 @@ from gputrain.bench.inference_bench import SOUND_SWITCHES, Compute, InferenceBen
 from gputrain.config import assemble
 from gputrain.engine.run_folder import Run
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.microbatch import Fit, MemoryBudget
-from gputrain.planner.step_memory import predict_step
+from gputrain.planner.memory.fit import Fit, MemoryBudget
+from gputrain.planner.memory.predict import predict_step
 from gputrain.planner.target import target_machines
 from gputrain.planner.work import PlannedTraining, PlanTarget
 from gputrain.speech.buckets import ClipBatch, ClipSize, Speech
@@ -81,17 +81,6 @@ class TtsWork(SpeechWork[TrainTts]):
 
     def target(self, settings: TrainTts) -> PlanTarget:
         return plan_target(settings, architecture_for(settings, self.sizes), self.sizes.clip)
-
-    def memory_key(self, settings: TrainTts) -> dict[str, Any]:
-        model = settings.model
-        return {
-            "preset": model.preset,
-            "discriminator_channels": model.discriminator_channels,
-            "step_order": settings.losses.step_order,
-            "dropout": [model.encoder_dropout > 0, model.duration_dropout > 0],
-            "whole_batch": settings.schedule.whole_batch,
-            "ema": settings.schedule.ema_decay > 0,
-        }
 
     def fallbacks(self, settings: TrainTts, budget: MemoryBudget, found: Fit) -> dict[str, TrainTts]:
         model = settings.model

@@ -18,7 +18,7 @@ from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import BatchStat, ChainGradients, Phase, StepGroup, Term, Yielded
 from gputrain.engine.samples import Report
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.step_memory import step_flops
+from gputrain.planner.memory.predict import step_flops
 from gputrain.planner.work import PlanTarget
 from gputrain.vae import losses
 from gputrain.vae.config import TrainVae

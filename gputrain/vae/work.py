@@ -6,7 +6,7 @@ A training has one stage, unless a schedule of resolutions names several.
 import contextlib
 import logging
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,9 +22,9 @@ from gputrain.errors import UserError
 from gputrain.hw.plan import Plan, Setting, data_in_memory
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.fake_runtime import on_fake_tensors
-from gputrain.planner.memory_timeline import MemoryTimeline
-from gputrain.planner.microbatch import Fit, MemoryBudget
+from gputrain.planner.memory.fake_runtime import on_fake_tensors
+from gputrain.planner.memory.fit import Fit, MemoryBudget
+from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.planner.work import BatchSource, KindWork, PlannedTraining, PlanTarget, TrainingData, Variant
 from gputrain.session import log_runtime, log_setting
 from gputrain.vae.architecture import VaeArchitecture
@@ -73,18 +73,6 @@ class VaeWork(KindWork[TrainVae]):
 
     def target(self, settings: TrainVae) -> PlanTarget:
         return plan_target(settings)
-
-    def memory_key(self, settings: TrainVae) -> dict[str, Any]:
-        losses = {name: value for name, value in asdict(settings.losses).items() if name not in FILES}
-        return {
-            "architecture": asdict(settings.architecture),
-            "lean": settings.model.lean is not False,
-            "train_part": settings.model.train_part,
-            "losses": losses,
-            "image_size": settings.data.image_size,
-            "whole_batch": settings.schedule.whole_batch,
-            "ema": settings.schedule.ema_decay > 0,
-        }
 
     def fallbacks(self, settings: TrainVae, budget: MemoryBudget, found: Fit) -> dict[str, TrainVae]:
         model = settings.model

@@ -26,7 +26,7 @@ from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Yielded
 from gputrain.engine.samples import Report
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.step_memory import step_flops
+from gputrain.planner.memory.predict import step_flops
 from gputrain.planner.work import PlanTarget
 from gputrain.vocoder import augment
 from gputrain.vocoder.config import OptimizerName, TrainVocoder

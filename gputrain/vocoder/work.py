@@ -2,7 +2,7 @@
 
 import logging
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from gputrain.engine.mixture import Mixture, format_folders
 from gputrain.engine.run_folder import Run
 from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.microbatch import Fit, MemoryBudget
+from gputrain.planner.memory.fit import Fit, MemoryBudget
 from gputrain.planner.work import BatchSource, KindWork, PlannedTraining, PlanTarget, TrainingData
 from gputrain.session import log_runtime
 from gputrain.vocoder.config import FP32_BECAUSE, BenchVocoder, PlannedData, PlanVocoder, TrainVocoder
@@ -53,18 +53,6 @@ class VocoderWork(KindWork[TrainVocoder]):
 
     def target(self, settings: TrainVocoder) -> PlanTarget:
         return target(settings)
-
-    def memory_key(self, settings: TrainVocoder) -> dict[str, Any]:
-        return {
-            "architecture": asdict(settings.architecture),
-            "discriminators": asdict(settings.discriminators),
-            "losses": asdict(settings.losses),
-            "frames": [settings.data.crop_mel_frames, settings.data.frames_to_read],
-            "whole_batch": settings.schedule.whole_batch,
-            "optimizers": [settings.schedule.generator_optimizer, settings.schedule.discriminator_optimizer],
-            "ema": settings.schedule.ema_decay > 0,
-            **({"frozen": list(settings.model.frozen_params)} if settings.model.frozen_params else {}),
-        }
 
     def fallbacks(self, settings: TrainVocoder, budget: MemoryBudget, found: Fit) -> dict[str, TrainVocoder]:
         model, shorter = settings.model, settings.data.crop_mel_frames // 2

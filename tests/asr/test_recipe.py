@@ -15,7 +15,7 @@ from gputrain.config import assemble
 from gputrain.engine.run_folder import Run
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import gradients, update
-from gputrain.planner.step_memory import predict_step, step_flops
+from gputrain.planner.memory.predict import predict_step, step_flops
 from gputrain.speech.buckets import ClipBatch, ClipSize
 from gputrain.speech.frames import encoder_frames
 from tests.asr.models import VOCABULARY, tiny_architecture, transformers_folder

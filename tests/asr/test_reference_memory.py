@@ -25,12 +25,17 @@ from gputrain.asr.work import AsrWork, facts_of
 from gputrain.config import assemble
 from gputrain.engine.recipe import StepGroup
 from gputrain.hw.plan import Hardware, Plan, decide
-from gputrain.planner.allocator import CachingAllocator
-from gputrain.planner.fake_runtime import FakeRuntime, FunctionsOf, on_fake_tensors
-from gputrain.planner.memory_timeline import MemoryTimeline
-from gputrain.planner.predict import explained
-from gputrain.planner.resident import ResidentStep, batch_tensors, optimizer_tensors, weights_of
-from gputrain.planner.step_memory import predict_step
+from gputrain.planner.memory.allocator import CachingAllocator
+from gputrain.planner.memory.fake_runtime import FakeRuntime, FunctionsOf, on_fake_tensors
+from gputrain.planner.memory.predict import (
+    ResidentStep,
+    batch_tensors,
+    explained,
+    optimizer_tensors,
+    predict_step,
+    weights_of,
+)
+from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.planner.work import PlanTarget
 from tests.planner.test_reference_cells import BATCHES, CELLS, RESIDENT
 from tests.vae.test_bench import H100

@@ -12,7 +12,7 @@ from torch import Tensor
 from gputrain.audio import mel
 from gputrain.audio.config import Mel, Resolution
 from gputrain.audio.mel import log_mel, stft_magnitudes
-from gputrain.planner.fake_runtime import on_fake_tensors
+from gputrain.planner.memory.fake_runtime import on_fake_tensors
 
 ORACLE = Path(__file__).parent.parent / "data" / "vocoder" / "log_mel_44k.npz"
 

@@ -13,14 +13,13 @@ from transformers import TrainingArguments, Wav2Vec2Config, Wav2Vec2ForCTC
 
 from gputrain.autoconfig.dataset import profile_dataset
 from gputrain.autoconfig.inputs import batch_maker, output_loss
-from gputrain.autoconfig.memory_models import MemoryModels, measure_step
+from gputrain.autoconfig.memory_models import MemoryModels
 from gputrain.autoconfig.optimal import Planner
 from gputrain.autoconfig.settings import BatchSplit
 from gputrain.errors import UserError
 from gputrain.hw import create_optimal_config, load_config
 from gputrain.hw.probe import Machine
-from gputrain.planner.predict import predict_training_memory
-from gputrain.planner.torch_model import on_meta
+from gputrain.planner.memory.torch_model import measure_training_memory, predict_training_memory
 
 DEEP = 6
 
@@ -78,7 +77,7 @@ def test_a_plan_for_a_card_is_of_what_the_allocator_reserves():
     config, _ = create_optimal_config(Items(50, 20_000_000), Scaled(20_000_000), 32, gpu="l4")
     batch = torch.empty(config.per_device_train_batch_size, 20_000_000, device="meta")
     found = predict_training_memory(Scaled(20_000_000), output_loss, batch)
-    assert found.reserved_gb > 1.02 * found.allocated_gb
+    assert found.reserved_gb > found.allocated_gb
     assert config.predicted_peak_gb == pytest.approx(found.reserved_gb, rel=1e-9)
 
 
@@ -128,11 +127,11 @@ def test_what_does_not_fit_says_by_how_much_and_what_would_help():
 def test_what_would_fit_in_16_bit_says_so():
     layers = [nn.Linear(64, 64, bias=False, device="meta") for _ in range(8)]
     found = MemoryModels(
-        nn.Sequential(*layers), output_loss, lambda items, seconds: torch.empty(items, 4096, 64), "fp32", "sgd", None
+        nn.Sequential(*layers), output_loss, lambda items, seconds: torch.empty(items, 65536, 64), "fp32", "sgd", None
     )  # fmt: skip
-    machine = Machine(system="Linux", cpu_cores=1, ram_gb=0.9 * found.step(1, 0.0).peak_gb / 0.85)
+    machine = Machine(system="Linux", cpu_cores=1, ram_gb=0.95 * found.step(1, 0.0).reserved_gb / 0.85)
     with pytest.raises(UserError) as error:
-        Planner(machine, profile_dataset(Items(5, 4096, 64)), found, "").plan(4, 0.85, 0, "chunk")
+        Planner(machine, profile_dataset(Items(5, 65536, 64)), found, "").plan(4, 0.85, 0, "chunk")
     assert error.value.hint.startswith("it fits with 16 bit, on a GPU that supports it; or the smallest known GPU")
 
 
@@ -235,7 +234,7 @@ def both(model, batch):
 def test_a_peak_that_bends_is_looked_at_where_it_counts():
     """The line through one item and two lies below what many take; the choice keeps to what they take."""
     _, manager = plan_on_cpu(Items(5, 1000), Late(), 1, 24, loss=both)
-    known = {items: manager.memory_models.step(items, 0.0).peak_gb for items in (1, 2, 1024, 2048)}
+    known = {items: manager.memory_models.step(items, 0.0).reserved_gb for items in (1, 2, 1024, 2048)}
     straight = known[1] + 2047 * (known[2] - known[1])
     assert known[2048] > 1.2 * straight
     between_gb = (straight + known[2048]) / 2  # The line would have allowed all 2048.
@@ -281,10 +280,10 @@ def test_a_model_of_transformers_is_predicted_and_left_alone():
     assert set(found.predicted_gb) >= {"1 item of 2.00 s", "2 items of 2.00 s"}
     # On the CPU, since the segments of a card's allocator are larger than so small a model.
     found = MemoryModels(model, output_loss, manager.memory_models.make_batch, "fp32", "adamw", torch.device("cpu"))
-    real = measure_step(
+    real = measure_training_memory(
         model, output_loss, found.make_batch(2, 2.0), torch.device("cpu"), precision="fp32", optimizer="adamw"
     )  # fmt: skip
-    assert real.peak_gb == pytest.approx(found.step(2, 2.0).peak_gb, rel=0.01)
+    assert real.reserved_gb == pytest.approx(found.step(2, 2.0).reserved_gb, rel=0.01)
     assert not found.unpredictable
     assert config.reasons["predicted_peak_gb"].startswith("predicted on fake tensors, of 13.6 GB")
 
@@ -294,7 +293,7 @@ def test_checkpointing_where_too_little_fits_without(tmp_path):
     model = tiny(layers=4)
     model.freeze_feature_encoder()
     _, manager = plan_on_cpu([6.0], model, 4, 24)
-    one, leaner = (manager.memory_models.step(1, 6.0, repeats).peak_gb for repeats in (False, True))
+    one, leaner = (manager.memory_models.step(1, 6.0, repeats).reserved_gb for repeats in (False, True))
     assert leaner < 0.9 * one
     assert not manager.memory_models.unpredictable
     config, _ = plan_on_cpu([6.0], model, 4, 1.05 * (one + leaner) / 2 / 0.9, share=0.9)
@@ -377,13 +376,6 @@ def test_a_batch_that_does_not_suit_asks_for_one():
     )  # fmt: skip
     assert config.per_device_train_batch_size == 4
     assert "as batch= makes them; the loss is the given one" in config.reasons["predicted_peak_gb"]
-
-
-def test_a_copy_without_memory():
-    model = Wave()
-    twin = on_meta(model)
-    assert twin.weight.is_meta
-    assert not model.weight.is_meta
 
 
 # ------------------------------------------------------------------------------------------------------- files

@@ -16,8 +16,8 @@ from gputrain.errors import UserError
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
-from gputrain.planner.fake_runtime import FakeRuntime, on_fake_tensors
-from gputrain.planner.memory_timeline import MemoryTimeline
+from gputrain.planner.memory.fake_runtime import FakeRuntime, on_fake_tensors
+from gputrain.planner.memory.timeline import MemoryTimeline
 from tests.toy import BATCH, ToyRecipe, quiet, train_toy, weights
 
 SHAPES = [(24, 40), (40, 24), (16, 16), (24, 40), (1, 30), (24, 40), (16, 16)]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from gputrain.engine.optim import Ema, FusedAdamW, LossScale, adamw
-from gputrain.planner.memory_timeline import MemoryTimeline
+from gputrain.planner.memory.timeline import MemoryTimeline
 
 
 def test_adamw_decays_weights_but_not_biases():

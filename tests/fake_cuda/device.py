@@ -36,8 +36,8 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gputrain.hw.driver import ask_driver
-from gputrain.planner.flops import FlopCount
-from gputrain.planner.memory_timeline import _Watch
+from gputrain.planner.memory.timeline import _Watch
+from gputrain.planner.time.flops import FlopCount
 from tests.fake_cuda import tensors
 from tests.fake_cuda.capture import StreamsAndGraphs
 from tests.fake_cuda.driver import VARIABLES, Card, Event, Nvml

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gputrain.planner.fake_runtime import PLAIN, ctc_loss
+from gputrain.planner.memory.fake_runtime import PLAIN, ctc_loss
 
 CUDA = torch.device("cuda", 0)
 PACKAGE = str(Path(__file__).parents[2] / "gputrain")

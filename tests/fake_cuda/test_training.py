@@ -15,7 +15,6 @@ import pytest
 import torch
 import yaml
 
-from gputrain.autoconfig.memory_models import measure_step
 from gputrain.bench import timing
 from gputrain.engine.recipe import phases_of
 from gputrain.engine.saving import HostSnapshot
@@ -26,11 +25,12 @@ from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.ranks import Ranks
 from gputrain.hw.runtime import apply, random_state, set_random_state
-from gputrain.planner import step_memory
-from gputrain.planner.fake_runtime import on_fake_tensors
+from gputrain.planner.memory import predict
+from gputrain.planner.memory.fake_runtime import on_fake_tensors
+from gputrain.planner.memory.predict import MemoryEstimate
+from gputrain.planner.memory.torch_model import measure_training_memory
 from gputrain.planner.model_planner import memory_budget
-from gputrain.planner.predict import MemoryEstimate
-from gputrain.planner.roofline import KernelCost
+from gputrain.planner.time.roofline import KernelCost
 from gputrain.tts import align
 from gputrain.vae import architecture
 from gputrain.vae import recipe as vae_recipe
@@ -152,7 +152,7 @@ def command(name: str, folder: Path, photographs: Path, planned: bool) -> comman
 def counted_elsewhere() -> Iterator[None]:
     """Leaves out what runs on shapes without the card: predictions of memory and counts of operations."""
     with (
-        mock.patch.object(step_memory, "predict_step", predicted),
+        mock.patch.object(predict, "predict_step", predicted),
         mock.patch.object(vae_recipe, "step_flops", return_value=10**9),
         mock.patch.object(vocoder_recipe, "step_flops", return_value=10**9),
     ):
@@ -271,12 +271,12 @@ def measure_a_model_of_the_user() -> None:
     """`create_optimal_config` on a model that needs values."""
     with fake_cuda() as card:
         batch = torch.randn(4, 8)
-        step = measure_step(
+        step = measure_training_memory(
             torch.nn.Linear(8, 8), lambda model, x: model(x).sum(), batch, torch.device("cuda", 0),
             precision="bf16", optimizer="adamw",
         )  # fmt: skip
     assert step.flops == 3 * 2 * 4 * 8 * 8 - 2 * 4 * 8 * 8, "no gradient of the input is asked for"
-    assert card.calls["_cuda_resetPeakMemoryStats"] == 2
+    assert card.calls["_cuda_resetPeakMemoryStats"] == 1
 
 
 def time_some_steps() -> None:

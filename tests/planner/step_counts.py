@@ -2,7 +2,7 @@
 
 python -m tests.planner.step_counts [CASE ...]
 
-after a change that is meant to change them. Compiled parts are counted by the model of planner/fusion.py.
+after a change that is meant to change them. Compiled parts are counted by the model of planner/time/fusion.py.
 """
 
 import json
@@ -20,9 +20,8 @@ from gputrain.config import assemble
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.plan import Plan
 from gputrain.hw.probe import Machine
-from gputrain.planner.predict import MemoryEstimate
-from gputrain.planner.roofline import StepCost, StepTotals
-from gputrain.planner.step_memory import predict_step
+from gputrain.planner.memory.predict import MemoryEstimate, predict_step
+from gputrain.planner.time.roofline import StepCost, StepTotals
 from gputrain.planner.work import KindWork
 from gputrain.tts import work as tts
 from gputrain.tts.config import PlanTts

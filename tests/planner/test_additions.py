@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from gputrain.planner.fake_runtime import on_fake_tensors
-from gputrain.planner.fusion import kernel_costs
-from gputrain.planner.memory_timeline import MemoryTimeline
-from gputrain.planner.roofline import DeviceRates, KernelCost, StepCost, StepTotals
+from gputrain.planner.memory.fake_runtime import on_fake_tensors
+from gputrain.planner.memory.timeline import MemoryTimeline
+from gputrain.planner.time.fusion import kernel_costs
+from gputrain.planner.time.roofline import DeviceRates, KernelCost, StepCost, StepTotals
 
 RATES = DeviceRates(1e14, 1e13, 1e12, multiprocessors=100, launch_seconds=4e-6, least_seconds=2e-6)
 

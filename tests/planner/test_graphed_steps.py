@@ -6,10 +6,10 @@ import pytest
 
 from gputrain.engine.schedule import Schedule
 from gputrain.hw.plan import Hardware, decide
-from gputrain.planner.microbatch import MARGIN, MemoryBudget, MemoryModel
+from gputrain.planner.memory.fit import MARGIN, MemoryBudget, MemoryModel
+from gputrain.planner.memory.predict import predict_step
 from gputrain.planner.model_planner import plan_step
-from gputrain.planner.roofline import GRAPH_NODE_BYTES, DeviceRates, KernelCost, StepCost, by_operator
-from gputrain.planner.step_memory import predict_step
+from gputrain.planner.time.roofline import GRAPH_NODE_BYTES, DeviceRates, KernelCost, StepCost, by_operator
 from gputrain.vocoder.work import VocoderWork
 from tests.hw.test_plan import machine
 from tests.planner.step_counts import of_vocoder, plan_of

@@ -16,10 +16,10 @@ from gputrain.engine.train import dry_run
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import Machine
-from gputrain.planner.microbatch import Fit, MemoryBudget, MemoryModel, fit
+from gputrain.planner.memory.fit import Fit, MemoryBudget, MemoryModel, fit
+from gputrain.planner.memory.predict import prediction_key
 from gputrain.planner.model_planner import ModelPlanner, does_not_fit, memory_budget, plan_step
-from gputrain.planner.roofline import DeviceRates
-from gputrain.planner.step_memory import prediction_key
+from gputrain.planner.time.roofline import DeviceRates
 from gputrain.planner.work import Variant
 from tests.toy import BATCH, ITEMS, ToyRecipe, cpu_runtime, quiet, train_toy, weights
 

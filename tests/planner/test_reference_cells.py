@@ -3,7 +3,7 @@
 Accumulation 1 (gradients not resident), fused AdamW, frozen waveform encoder, random weights from a configuration; the
 bf16 cells were made under the CPU's autocast, which keeps layer norms in bf16. The table is rounded to 0.1 GB, so that
 much is added to the tolerance. It has no reserved memory: that is held against the replay of real steps in
-test_memory.py alone.
+memory/test_predict.py alone.
 """
 
 import pytest

@@ -17,7 +17,7 @@ from gputrain.hw import runtime as runtimes
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
-from gputrain.planner.step_memory import predict_step, step_flops
+from gputrain.planner.memory.predict import predict_step, step_flops
 from gputrain.speech.buckets import ClipBatch, ClipSize
 from gputrain.tts import recipe as recipe_module
 from gputrain.tts.align import alignment_scores, position_prior, search

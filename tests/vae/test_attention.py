@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gputrain.planner.fake_runtime import on_fake_tensors
-from gputrain.planner.memory_timeline import MemoryTimeline
+from gputrain.planner.memory.fake_runtime import on_fake_tensors
+from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.vae import attention
 from gputrain.vae.attention import SCORES
 

@@ -13,8 +13,8 @@ from gputrain.bench.runner import NotMeasured
 from gputrain.config import assemble, flatten
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
-from gputrain.planner.roofline import DeviceRates, busy_seconds
-from gputrain.planner.step_memory import predict_step
+from gputrain.planner.memory.predict import predict_step
+from gputrain.planner.time.roofline import DeviceRates, busy_seconds
 from gputrain.vae.config import BenchVae, TrainVae
 from gputrain.vae.work import VaeWork
 from tests.command import gputrain

@@ -13,9 +13,9 @@ from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
-from gputrain.planner.microbatch import MARGIN
+from gputrain.planner.memory.fit import MARGIN
+from gputrain.planner.memory.predict import predict_step
 from gputrain.planner.model_planner import NCCL_GB, CardPlan, ModelPlanner, memory_budget, plan_cards
-from gputrain.planner.step_memory import predict_step
 from gputrain.planner.target import target_machines
 from gputrain.session import with_plan
 from gputrain.vae.config import PlanVae

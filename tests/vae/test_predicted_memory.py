@@ -1,20 +1,19 @@
 """Predicted memory of the image VAE against real steps, and what it depends on."""
 
-import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from gputrain.config import assemble
-from gputrain.hw.plan import decide
+from gputrain.hw.plan import Setting, decide
 from gputrain.hw.probe import Machine
-from gputrain.hw.runtime import apply
-from gputrain.planner.resident import ResidentStep
-from gputrain.planner.step_memory import predict_step
+from gputrain.planner.memory.predict import predict_step
+from gputrain.planner.model_planner import ModelPlanner
 from gputrain.vae.config import TrainVae
 from gputrain.vae.recipe import plan_target
 from gputrain.vae.work import VaeWork
-from tests.planner.measured_steps import measured_peak_gb
+from tests.planner.memory.measured_steps import measured_peak_gb
 
 TINY = {
     "data_path": ".", "preset": "fast", "channels": [32, 32], "image_size": 64, "batch_size": 8, "device": "cpu",
@@ -47,23 +46,17 @@ def test_a_step_takes_what_was_predicted(changes, checkpointing):
     """Compares the tensors of a real step on the CPU, tracked through their lifetimes, with fake tensors."""
     settings = settings_of(**changes)
     plan = decide(CPU, settings.hardware)
-    resident = ResidentStep.of(plan_target(settings), apply(plan), checkpointing)
     predicted = predict_step(plan_target(settings), plan, micro_batch_size=2, checkpointing=checkpointing)
-    assert predicted.allocated_gb == pytest.approx(measured_peak_gb(resident, 2), rel=2e-3)
+    assert predicted.allocated_gb == pytest.approx(
+        measured_peak_gb(plan_target(settings), plan, 2, checkpointing), rel=2e-3
+    )
 
 
-@pytest.mark.parametrize(
-    ("changes", "same"),
-    [
-        ({"data_path": "elsewhere", "learning_rate": 1.0, "num_epochs": 3, "seed": 5}, True),
-        ({"gradient_checkpointing": True, "micro_batch_size": 2, "memory_budget": 1.0}, True),
-        ({"preset": "lite"}, False), ({"channels": [32, 64]}, False), ({"image_size": 32}, False),
-        ({"batch_size": 4}, False), ({"lean": False}, False), ({"train_part": "decoder"}, False),
-        ({"ema_decay": 0}, False), ({"adversarial_weight": 0.5}, False), ({"lpips_crop": 64}, False),
-        ({"adversarial_weight": 0.5, "step_order": "alternating"}, False),
-    ],
-)  # fmt: skip
-def test_what_a_prediction_depends_on(changes, same):
-    assert (
-        json.dumps(VaeWork().memory_key(settings_of(**changes))) == json.dumps(VaeWork().memory_key(settings_of()))
-    ) is same
+def test_plans_share_a_prediction_unless_its_step_differs():
+    planner, plan = ModelPlanner(VaeWork()), decide(CPU, settings_of().hardware)
+    first = planner.memory_model(settings_of(), plan)
+    for same in ({"memory_budget": 1.0}, {"keep_checkpoints": 7}, {"prefetch_factor": 9}):
+        assert planner.memory_model(settings_of(**same), plan) is first, same
+    for other in ({"preset": "lite"}, {"image_size": 32}, {"batch_size": 4}, {"lean": False}, {"ema_decay": 0}):
+        assert planner.memory_model(settings_of(**other), plan) is not first, other
+    assert planner.memory_model(settings_of(), replace(plan, precision=Setting("bf16", ""))) is not first

@@ -22,7 +22,7 @@ from gputrain.engine.mixture import FolderItems, Mixture
 from gputrain.engine.run_folder import PlanFile
 from gputrain.errors import UserError
 from gputrain.kinds import kinds
-from gputrain.planner import step_memory
+from gputrain.planner.memory import predict
 from gputrain.vae import architecture, recipe
 from gputrain.vae.config import TrainVae, parse_schedule
 from gputrain.vae.data import CropDataset, Picture, Pictures
@@ -251,7 +251,7 @@ def test_every_profile_is_a_configuration():
 
 @pytest.mark.slow
 def test_progress_shows_arithmetic_and_the_profiler_writes_its_pages(photographs, tmp_path, monkeypatch):
-    monkeypatch.setattr(recipe, "step_flops", step_memory.step_flops)
+    monkeypatch.setattr(recipe, "step_flops", predict.step_flops)
     run(tmp_path, photographs, num_epochs=4, max_steps=11, profile=True)
     row = rows(tmp_path)[-1]
     assert "speed/peak_share" not in row  # On a CPU, the rate of a product is no peak.

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from gputrain.config import assemble
+from gputrain.planner.memory.predict import predict_step
 from gputrain.planner.model_planner import plan_cards
-from gputrain.planner.step_memory import predict_step
 from gputrain.vocoder.config import PlanVocoder, TrainVocoder
 from gputrain.vocoder.recipe import target
 from gputrain.vocoder.work import VocoderWork

@@ -28,9 +28,6 @@ class CurveWork(KindWork[TrainCurve]):
 
         return PlanTarget(build, load)
 
-    def memory_key(self, settings: TrainCurve) -> dict[str, Any]:
-        return {"width": settings.model.width, "whole_batch": settings.schedule.whole_batch}
-
     def fallbacks(self, settings: TrainCurve, budget, found) -> dict[str, TrainCurve]:
         narrow = replace(settings, model=replace(settings.model, width=max(1, settings.model.width // 2)))
         return {**super().fallbacks(settings, budget, found), f"--width {narrow.model.width}": narrow}

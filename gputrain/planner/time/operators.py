@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gputrain.planner.flops import COUNTS
+from gputrain.planner.time.flops import COUNTS
 
 aten = torch.ops.aten
 
@@ -96,12 +96,6 @@ class Operator:
         return self.passes * sum(self.reads.values()) + sum(self.writes.values())
 
 
-def addition(tensor: Tensor) -> Operator:
-    """Returns the addition of a gradient to an existing one of its size."""
-    size = float(tensor.numel() * tensor.element_size())
-    return Operator("add_", {-1: size, -2: size}, {-1: size}, accumulates=True)
-
-
 @dataclass
 class OperatorLog:
     """The operators in the order in which they ran."""
@@ -128,14 +122,18 @@ class OperatorLog:
         in_backward = torch._C._current_graph_task_id() != -1  # Autograd's engine is running.
         return None if region and region.backward and not in_backward else region
 
-    def note_graph(self, first: int) -> None:
-        """Notes that a CUDA graph can hold the operators from this number on."""
-        for operator in self.operators[first:]:
-            operator.graphed = True
+    def drain(self) -> list[Operator]:
+        """Returns the operators, and removes them from the log."""
+        found, self.operators = self.operators, []
+        return found
 
     def note_gradients(self, gradients: Iterable[Tensor | None]) -> None:
         """Notes gradients that stand for those of an earlier micro-batch, until something is added to them."""
         self._gradients.update(self._number(gradient) for gradient in gradients if gradient is not None)
+
+    def is_untouched(self, gradient: Tensor) -> bool:
+        """Returns whether nothing has been added to a gradient since it was noted."""
+        return self._number(gradient) in self._gradients
 
     @contextmanager
     def _within(self, region: Region) -> Iterator[None]:
@@ -199,9 +197,9 @@ class OperatorLog:
         flops = float(count(*arguments, **named, out_val=made)) if count else 0.0
         made_now = _kernels(call, flops, self._bytes)
         if name in ADDITIONS and self._gradients.issuperset(call.writes):
-            self._gradients.difference_update(call.writes)
             for operator in made_now:
                 operator.accumulates, operator.fusible = True, False
+        self._gradients.difference_update(call.writes)
         self.operators += made_now
 
     def _bytes(self, tensors: Sequence[Tensor]) -> dict[int, float]:

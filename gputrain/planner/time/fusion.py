@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 
-from gputrain.planner.operators import NORMALISATIONS, REDUCTIONS, Operator
-from gputrain.planner.roofline import KernelCost
+from gputrain.planner.time.operators import NORMALISATIONS, REDUCTIONS, Operator
+from gputrain.planner.time.roofline import KernelCost
 
 
 def fused(operators: Sequence[Operator]) -> list[Operator]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from gputrain.errors import UserError
 from gputrain.hw.plan import Setting
-from gputrain.planner.roofline import DeviceRates, StepCost
+from gputrain.planner.time.roofline import DeviceRates, StepCost
 
 BUDGET_SHARE = 0.93  # Share of a GPU's memory; the rest is for the CUDA context (0.3 to 0.6 GB) and a desktop.
 MARGIN = 1.05  # Factor on a predicted peak, for what the prediction does not contain.

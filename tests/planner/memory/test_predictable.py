@@ -9,11 +9,10 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from torch.nn import functional as F
 
-from gputrain.autoconfig.memory_models import measure_step
 from gputrain.errors import UserError
 from gputrain.hw import create_optimal_config
-from gputrain.planner.fake_runtime import Draws, on_fake_tensors
-from gputrain.planner.predict import predict_training_memory
+from gputrain.planner.memory.fake_runtime import Draws, on_fake_tensors
+from gputrain.planner.memory.torch_model import measure_training_memory, predict_training_memory
 
 
 class Wrapped(nn.Module):
@@ -136,8 +135,9 @@ def test_predicted_as_a_real_step_is_watched(name, precision):
     found = predict_training_memory(
         model, mean_square, batch, precision=precision, caching_allocator=False, autocast_rules="cpu"
     )  # fmt: skip
-    real = measure_step(model, mean_square, batch, torch.device("cpu"), precision=precision, optimizer="adamw")
-    assert found.allocated_gb == pytest.approx(real.peak_gb, rel=0.005)
+    device = torch.device("cpu")
+    real = measure_training_memory(model, mean_square, batch, device, precision=precision, optimizer="adamw")
+    assert found.allocated_gb == pytest.approx(real.allocated_gb, rel=0.005)
     assert found.flops == real.flops
     by_cuda = predict_training_memory(model, mean_square, batch, precision=precision)
     assert by_cuda.reserved_gb >= by_cuda.allocated_gb >= 0.9 * found.allocated_gb
@@ -166,7 +166,7 @@ def test_a_recurrent_layer_is_measured_where_the_device_is():
     assert "measured in a copy (what the kernel of" in config.reasons["predicted_peak_gb"]
     step = manager.memory_models.step(4, 0.0)
     gates = 4 * 100 * 4 * 64 * 4e-9  # Items, steps and four gates are kept for the backward pass.
-    assert step.peak_gb > 4 * 100 * 512 * 4e-9 + gates
+    assert step.allocated_gb > 4 * 100 * 512 * 4e-9 + gates
 
 
 # --------------------------------------------------------------------------------------------------------- draws
@@ -203,14 +203,14 @@ DRAWN = {
 def test_a_drawn_number_that_decides_a_branch_keeps_the_layer():
     """In whichever way the model draws and compares, the step is the one with all layers."""
     options = {"precision": "fp32", "caching_allocator": False, "autocast_rules": "cpu"}
-    real = measure_step(
+    real = measure_training_memory(
         Branching(lambda rate: False), mean_square, ROWS, torch.device("cpu"), precision="fp32", optimizer="adamw"
     )
     found = {
         (name, rate): predict_training_memory(Branching(out, rate), mean_square, ROWS, **options)
         for name, out in DRAWN.items() for rate in (0.0, 0.5)
     }  # fmt: skip
-    expected = (real.flops, pytest.approx(real.peak_gb, rel=0.005))
+    expected = (real.flops, pytest.approx(real.allocated_gb, rel=0.005))
     assert {case: (step.flops, step.allocated_gb) for case, step in found.items()} == dict.fromkeys(found, expected)
 
 
@@ -310,13 +310,13 @@ def test_layer_drop_of_transformers_is_predicted_as_a_step_without_it():
 
     ratios = {}
     for name, (_, _, batch) in WITH_LAYER_DROP.items():
-        real = measure_step(
+        real = measure_training_memory(
             made(name, 0.0).train(), own_loss, batch, torch.device("cpu"), precision="fp32", optimizer="adamw"
         )
         found = predict_training_memory(
             made(name, 0.9).train(), own_loss, batch, precision="fp32", caching_allocator=False, autocast_rules="cpu"
         )  # fmt: skip
-        ratios[name] = found.allocated_gb / real.peak_gb
+        ratios[name] = found.allocated_gb / real.allocated_gb
     assert ratios == dict.fromkeys(ratios, pytest.approx(1.0, rel=0.006))
 
 
@@ -339,8 +339,8 @@ def test_a_ctc_loss_with_labels_and_spec_augment():
         model, its_own, batch, precision="fp32", caching_allocator=False, autocast_rules="cpu"
     )  # fmt: skip
     assert model.config.apply_spec_augment
-    real = measure_step(model, its_own, batch, torch.device("cpu"), precision="fp32", optimizer="adamw")
-    assert found.allocated_gb == pytest.approx(real.peak_gb, rel=0.005)
+    real = measure_training_memory(model, its_own, batch, torch.device("cpu"), precision="fp32", optimizer="adamw")
+    assert found.allocated_gb == pytest.approx(real.allocated_gb, rel=0.005)
     assert predict_training_memory(model, its_own, batch).allocated_gb > 0
 
 
@@ -359,6 +359,7 @@ def test_a_ctc_loss_keeps_what_the_real_one_keeps(reduction):
     found = predict_training_memory(
         weight, ctc, torch.randn(T, B, C), precision="fp32", caching_allocator=False, autocast_rules="cpu"
     )  # fmt: skip
-    real = measure_step(weight, ctc, torch.randn(T, B, C), torch.device("cpu"), precision="fp32", optimizer="adamw")
+    scores, device = torch.randn(T, B, C), torch.device("cpu")
+    real = measure_training_memory(weight, ctc, scores, device, precision="fp32", optimizer="adamw")
     # Beta is the kernel's own, for the time of the backward pass: watching operators does not see it.
-    assert found.allocated_gb == pytest.approx(real.peak_gb + 4e-9 * B * T * (2 * S + 1), rel=0.005)
+    assert found.allocated_gb == pytest.approx(real.allocated_gb + 4e-9 * B * T * (2 * S + 1), rel=0.005)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from gputrain.errors import UserError
 from gputrain.hw.plan import Plan
 from gputrain.hw.runtime import DTYPES, Runtime
-from gputrain.planner.memory_timeline import MemoryTimeline
+from gputrain.planner.memory.timeline import MemoryTimeline
 
 F = TypeVar("F", bound=Callable[..., Any])
 Rules = Literal["cuda", "cpu"]
@@ -259,7 +259,7 @@ class FunctionsOf(TorchFunctionMode):
         if name in (RECURRENT if self.cuda else ONE_DNN_RECURRENT):
             raise UserError(
                 f"what the kernel of {name} keeps for the backward pass is not published",
-                hint="run create_optimal_config on the machine with the GPU, where it measures two real steps",
+                hint="run create_optimal_config on the machine with the GPU, where it measures a real step",
             )
         if name == "ctc_loss":
             with self:

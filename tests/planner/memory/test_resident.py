@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gputrain.engine.memory_check import MeasuredPeak
-from gputrain.planner.resident import watched_peak
+from gputrain.planner.memory.predict import watched_peak
 
 
 def test_the_meter_against_arithmetic():

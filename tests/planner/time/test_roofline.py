@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from gputrain.hw.gpus import find_gpu, known_gpus
-from gputrain.planner.fake_runtime import on_fake_tensors
-from gputrain.planner.fusion import kernel_costs
-from gputrain.planner.memory_timeline import MemoryTimeline
-from gputrain.planner.roofline import (
+from gputrain.planner.memory.fake_runtime import on_fake_tensors
+from gputrain.planner.memory.timeline import MemoryTimeline
+from gputrain.planner.time.fusion import kernel_costs
+from gputrain.planner.time.roofline import (
     L2_SPEEDUP,
     DeviceRates,
     KernelCost,

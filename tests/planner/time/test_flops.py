@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gputrain.planner.flops import FlopCount
+from gputrain.planner.time.flops import FlopCount
 
 CONVOLUTIONS = {
     "of one dimension": (F.conv1d, (2, 8, 50), (6, 8, 5), {"stride": 2}),

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gputrain.errors import UserError
-from gputrain.planner.microbatch import LEAST_GAIN, MARGIN, MemoryBudget, MemoryModel, budget_gb, fit
-from gputrain.planner.roofline import DeviceRates, KernelCost, StepCost
+from gputrain.planner.memory.fit import LEAST_GAIN, MARGIN, MemoryBudget, MemoryModel, budget_gb, fit
+from gputrain.planner.time.roofline import DeviceRates, KernelCost, StepCost
 
 RATES = DeviceRates(sixteen_bit_flops=1e14, fp32_flops=1e13, bytes_per_second=1e12, multiprocessors=100)
 

@@ -3,10 +3,9 @@ operators of the step."""
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gputrain.planner.allocator import CachingAllocator, MemoryBlock, PlainAllocator, StorageEvent, rounded
-from gputrain.planner.operators import OperatorLog, cudnn_workspace
+from gputrain.planner.memory.allocator import CachingAllocator, MemoryBlock, PlainAllocator, StorageEvent, rounded
+from gputrain.planner.time.operators import OperatorLog, cudnn_workspace
 
 F = TypeVar("F", bound=Callable[..., Any])
 KINDS = ("parameters", "gradients", "optimizer", "activations", "workspace")
@@ -35,9 +34,9 @@ class MemoryTimeline:
     kinds: list[str] = field(default_factory=list)  # Kind of each storage.
     log: OperatorLog = field(default_factory=OperatorLog)  # Operators that compute or write.
     standing: int = 0  # Bytes that are allocated now.
-    accumulated: dict[int, int] = field(default_factory=dict)  # Number of earlier events by storage of a gradient.
     _fused: int = 0  # Nesting depth of fused functions.
     _known: Any = field(default_factory=WeakIdKeyDictionary)  # Numbers of the living storages.
+    _forgotten: set[int] = field(default_factory=set)
 
     @classmethod
     def on(cls, device: str) -> "MemoryTimeline":
@@ -107,57 +106,18 @@ class MemoryTimeline:
                 peak, parts = total, dict(standing)
         return peak, {kind: size / 1e9 for kind, size in parts.items()}
 
-    def mark_accumulated(self, parameter: Tensor) -> None:
-        """Notes that the backward pass has just added to this parameter's gradient."""
-        assert parameter.grad is not None
-        self.accumulated[self._number(parameter.grad)] = len(self.events)
+    def repeat(self, begin: int) -> None:
+        """Appends the events from this number on once more, without what stays in memory: a second step, which finds
+        the segments of the first."""
+        again = self.events[begin:]
+        passing = {event.storage for event in again if event.bytes} & {e.storage for e in again if not e.bytes}
+        self.events += [event for event in again if event.storage in passing]
 
-    def training(self, micro_batch: slice, first_step: slice, *, accumulated: bool) -> "MemoryTimeline":
-        """Returns two optimizer steps, composed of events that were watched once: those of a micro-batch that begins
-        without gradients, and those of the optimizer's first step, which also allocates its state.
-
-        The state is in memory from the beginning, as in a resumed training; the second step reuses the segments of the
-        first. `accumulated`: each step has a second micro-batch, which adds to the gradients.
-        """
-        made = MemoryTimeline(self.events[: micro_batch.start], list(self.kinds))
-        stays = [self.kinds[event.storage] == "optimizer" for event in self.events[first_step]]
-        made.events += compress(self.events[first_step], stays)
-        passing_by = [event for event, stay in zip(self.events[first_step], stays, strict=True) if not stay]
-        gradients = {storage for storage in self.accumulated if self.kinds[storage] == "gradients"}
-        added = ["workspace" if storage in gradients else kind for storage, kind in enumerate(self.kinds)]
-        for _ in range(2):
-            standing = made._again(self.events[micro_batch], self.kinds)
-            made._free(name for storage, name in standing.items() if storage not in gradients)
-            if accumulated:
-                made._free(made._again(self._adding(micro_batch), added).values())
-            made._free(made._again(passing_by, self.kinds).values())
-            made._free(name for storage, name in standing.items() if storage in gradients)
-        return made
-
-    def _again(self, events: Iterable[StorageEvent], kinds: Sequence[str]) -> dict[int, int]:
-        """Appends events with new storage numbers. Returns those of the storages that remain, by their old numbers."""
-        names: dict[int, int] = {}
-        for event in events:
-            if event.bytes:
-                names[event.storage] = len(self.kinds)
-                self.kinds.append(kinds[event.storage])
-                self.events.append(StorageEvent(names[event.storage], event.bytes))
-            elif event.storage in names:
-                self.events.append(StorageEvent(names.pop(event.storage), 0))
-        return names
-
-    def _adding(self, micro_batch: slice) -> Iterator[StorageEvent]:
-        """Yields the events of a micro-batch that adds to existing gradients: each new gradient is freed once added."""
-        added: dict[int, list[int]] = {}
-        for storage, index in self.accumulated.items():
-            added.setdefault(index, []).append(storage)
-        for index in range(micro_batch.start, micro_batch.stop + 1):
-            yield from (StorageEvent(storage, 0) for storage in added.get(index, ()))
-            if index < micro_batch.stop:
-                yield self.events[index]
-
-    def _free(self, storages: Iterable[int]) -> None:
-        self.events += [StorageEvent(storage, 0) for storage in storages]
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """Removes the storages of these tensors from the timeline, as if they had never been allocated."""
+        forgotten = {self._number(tensor) for tensor in tensors}
+        self.events = [event for event in self.events if event.storage not in forgotten]
+        self._forgotten |= forgotten
 
     def _use(self, size: int) -> None:
         """Notes a workspace of an operator, which is freed when the operator ends; 0: it has none."""
@@ -188,7 +148,8 @@ class MemoryTimeline:
         return int(self._known[storage])
 
     def _remove(self, number: int, size: int) -> None:
-        self.events.append(StorageEvent(number, 0))
+        if number not in self._forgotten:
+            self.events.append(StorageEvent(number, 0))
         self.standing -= size
 
 

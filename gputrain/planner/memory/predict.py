@@ -1,0 +1,366 @@
+"""The memory and the arithmetic of a training step, predicted without a GPU: of a kind's recipe or of any torch model.
+
+A step runs on fake tensors, which have sizes and dtypes, but no memory, and no operator computes. The allocation and
+the release of every storage are noted, and replayed through a model of CUDA's caching allocator. The prediction does
+not contain the CUDA context (0.3 to 0.6 GB) and workspaces of cuBLAS, and it contains intermediate results that a
+compiler would fuse. GB is 1e9 bytes.
+"""
+
+import functools
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.utils._pytree import tree_leaves
+
+from gputrain.engine.memory_check import MeasuredPeak
+from gputrain.engine.recipe import Batch, Phase, Recipe, StepGroup, phases_of
+from gputrain.engine.state import TrainState
+from gputrain.engine.step import drop_gradients, gradients, prepare_optimizer
+from gputrain.errors import UserError, first_line
+from gputrain.hw.plan import Hardware, Plan, decide
+from gputrain.hw.probe import Machine
+from gputrain.hw.runtime import Runtime
+from gputrain.planner.memory.allocator import CachingAllocator, PlainAllocator
+from gputrain.planner.memory.fake_runtime import Draws, FakeRuntime, on_fake_tensors
+from gputrain.planner.memory.fit import MemoryModel
+from gputrain.planner.memory.timeline import MemoryTimeline
+from gputrain.planner.time.flops import FlopCount
+from gputrain.planner.time.fusion import kernel_costs
+from gputrain.planner.time.operators import Operator, OperatorLog
+from gputrain.planner.time.roofline import KernelCost, StepCost, StepTotals
+from gputrain.planner.work import PlanTarget
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """The predicted memory of a step; `parts` are the GB at the peak by purpose."""
+
+    allocated_gb: float
+    reserved_gb: float  # Memory that the allocator takes from the device.
+    parts: dict[str, float]  # Parameters, gradients, optimizer, activations, workspace.
+    flops: int  # FLOPs of the step, with those that checkpointing repeats, without elementwise operations.
+    seconds_to_predict: float
+    micro_batch: tuple[KernelCost, ...] = ()  # Kernels of a micro-batch, without those of the optimizer.
+    update: tuple[KernelCost, ...] = ()  # Kernels of the optimizer.
+    graph_launches: int = 0  # As in StepCost.
+
+    @property
+    def kernels(self) -> int:
+        """Kernels that a micro-batch launches."""
+        return StepTotals.of(self.micro_batch).kernels
+
+    @classmethod
+    def of(
+        cls,
+        timeline: MemoryTimeline,
+        micro_batch: Sequence[Operator],
+        update: Sequence[Operator],
+        seconds: float,
+        allocator: PlainAllocator | CachingAllocator,
+    ) -> "MemoryEstimate":
+        peak_bytes, parts = timeline.peak(allocator)
+        flops = sum(operator.flops for operator in (*micro_batch, *update))
+        kernels = (kernel_costs(micro_batch), kernel_costs(update))
+        return cls(peak_bytes / 1e9, allocator.reserved_bytes / 1e9, parts, round(flops), seconds, *kernels)
+
+
+def predict_step(
+    target: PlanTarget,
+    plan: Plan,
+    *,
+    micro_batch_size: int,
+    checkpointing: bool = False,
+    gradients_resident: bool = True,
+) -> MemoryEstimate:
+    """Returns the memory of a step on one micro-batch.
+
+    Weights, averages, optimizer state and the whole batch are in memory from the beginning. `gradients_resident`: so
+    are the gradients of each group, as in the second micro-batch of a step. Raises UserError if an operator needs
+    values, and names it and its module.
+
+    If single random numbers decide what a model computes, as in layer drop, the step is the larger of two: with all of
+    them at the upper and at the lower end of their ranges. A step that does not run at one of them, because no trained
+    layer is left, does not count.
+    """
+    found: list[MemoryEstimate] = []
+    failure: DoesNotRun | None = None
+    for draws in (Draws("upper"), Draws("lower")):
+        began = time.perf_counter()
+        timeline = MemoryTimeline.on(str(plan.device.value))
+        try:
+            with on_fake_tensors(draws), explained(target.model_name):
+                runtime = FakeRuntime(plan, timeline)
+                step = watch_step(target, runtime, timeline, micro_batch_size, checkpointing, gradients_resident)
+            found.append(step.estimate(time.perf_counter() - began, _allocator(plan)))
+        except DoesNotRun as error:
+            failure = failure or error
+        if not draws.decided:
+            break
+    if failure and not found:
+        raise failure
+    return max(found, key=lambda each: each.allocated_gb)
+
+
+@dataclass(frozen=True)
+class WatchedStep:
+    """A step that has run: its storages and its operators."""
+
+    timeline: MemoryTimeline
+    micro_batch: list[Operator]
+    update: list[Operator]  # Operators that follow the gradients: clipping, the optimizers' steps, and averages.
+    graph_launches: int  # As in StepCost.
+
+    def estimate(self, seconds: float, allocator: PlainAllocator | CachingAllocator) -> MemoryEstimate:
+        found = MemoryEstimate.of(self.timeline, self.micro_batch, self.update, seconds, allocator)
+        return replace(found, graph_launches=self.graph_launches)
+
+
+def watch_step(
+    target: PlanTarget,
+    runtime: Runtime,
+    timeline: MemoryTimeline,
+    items: int,
+    checkpointing: bool = False,
+    gradients_resident: bool = True,
+) -> WatchedStep:
+    """Runs a step of the target on one micro-batch of `items` items, and notes its storages and operators.
+
+    The tensors are those of the runtime: fake ones, or real ones.
+    """
+    resident = ResidentStep.of(target, runtime, checkpointing, items)
+    recipe, micro_batch, log = resident.recipe, resident.micro_batch(items), timeline.log
+    timeline.note("optimizer", optimizer_tensors(recipe))
+    timeline.note("parameters", weights_of(recipe), batch_tensors(resident.batch))
+    begin = len(timeline.events)
+    computed: list[Operator] = []
+    update: list[Operator] = []
+    for group in recipe.step_groups:
+        if gradients_resident:
+            for phase in group.phases:
+                allocate_gradients(phase)
+            found = [parameter.grad for parameter in group.parameters()]
+            timeline.note("gradients", found)
+            log.note_gradients(found)
+        with timeline.watching():
+            resident.add_gradients(group, micro_batch)
+        timeline.note("gradients", (parameter.grad for parameter in group.parameters()))
+        for operator in log.operators:
+            operator.graphed = group.fixed is not None
+        computed += log.drain()
+        timeline.forget(drop_unused(group, log))
+        with timeline.watching():
+            for phase in group.phases:
+                prepare_optimizer(resident.state, phase, 0.0)
+                phase.optimizer.step()
+        update += log.drain()
+        drop_gradients(group)
+    with timeline.watching():
+        recipe.average(resident.step)
+    timeline.repeat(begin)
+    groups = sum(group.fixed is not None for group in recipe.step_groups)
+    # A step copies its batch; of each group, a graph is launched and its sums are copied by one kernel.
+    graph_launches = len(batch_tensors(resident.batch)) + 2 * groups if groups else 0
+    return WatchedStep(timeline, computed, update + log.drain(), graph_launches)
+
+
+@dataclass(frozen=True)
+class ResidentStep:
+    """The step that takes the most memory, with weights, averages, optimizer state and batch, but without gradients."""
+
+    state: TrainState
+    batch: Batch
+    step: int
+
+    @classmethod
+    def of(cls, target: PlanTarget, runtime: Runtime, checkpointing: bool, items: int = 1) -> "ResidentStep":
+        """Returns the step on the target's largest batch, or on one of `items` items if that is more."""
+        recipe = target.build(runtime, checkpointing)
+        step = recipe.peak_memory_step(0)
+        batch = recipe.prepare(target.load(), step)
+        if recipe.size(batch) < items:
+            batch = recipe.prepare(target.load(items), step)
+        for phase in phases_of(recipe):
+            allocate_gradients(phase)
+            phase.optimizer.step()  # It allocates the optimizer's state.
+            phase.optimizer.zero_grad(set_to_none=True)
+        return cls(TrainState.for_measurement(recipe, runtime), batch, step)
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.state.recipe
+
+    def micro_batch(self, items: int) -> Batch:
+        """Returns the first micro-batch of at most `items` items."""
+        return self.recipe.split(self.batch, math.ceil(self.recipe.size(self.batch) / items))[0]
+
+    def add_gradients(self, group: StepGroup, micro_batch: Batch) -> None:
+        gradients(self.state, group, micro_batch, 1, self.step)
+
+
+@contextmanager
+def watched_peak(found: MeasuredPeak, resident: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Raises `found` to the peak of the code within, by watching every storage; those of `resident` count from the
+    beginning. It is what the allocator of a GPU would count."""
+    timeline = MemoryTimeline()
+    timeline.note("parameters", resident)
+    del resident  # Otherwise it would keep tensors that are freed on the way.
+    with timeline.watching():
+        yield
+    peak_gb = timeline.peak()[0] / 1e9
+    found.include(peak_gb, peak_gb)
+
+
+def tensors_of(recipe: Recipe, batch: Batch) -> list[Tensor]:
+    """Returns the tensors of a recipe's modules (trained or not), its gradients, its optimizers and a batch."""
+    weights = weights_of(recipe)
+    found = [weight.grad for weight in weights if weight.grad is not None]
+    return [*weights, *found, *optimizer_tensors(recipe), *batch_tensors(batch)]
+
+
+def weights_of(recipe: Recipe) -> list[Tensor]:
+    """Returns parameters and buffers of all modules that the recipe holds, those that no checkpoint has too."""
+    held = (*recipe.modules.values(), *(value for value in vars(recipe).values() if isinstance(value, nn.Module)))
+    return [tensor for module in held for tensor in (*module.parameters(), *module.buffers())]
+
+
+def optimizer_tensors(recipe: Recipe) -> list[Tensor]:
+    states = [state for phase in phases_of(recipe) for state in phase.optimizer.state.values()]
+    return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+
+def batch_tensors(batch: Batch) -> list[Tensor]:
+    return [value for value in tree_leaves(vars(batch)) if isinstance(value, Tensor)]
+
+
+def allocate_gradients(phase: Phase) -> None:
+    """Gives every trained parameter a gradient of zeros in its own layout, as autograd would."""
+    for parameter in phase.trained_parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def drop_unused(group: StepGroup, log: OperatorLog) -> list[Tensor]:
+    """Drops gradients and optimizer state of parameters that had no part in a step. Returns these tensors, none of
+    which a training has."""
+    dropped: list[Tensor] = []
+    for phase in group.phases:
+        for parameter in phase.trained_parameters():
+            gradient = parameter.grad
+            if gradient is None or log.is_untouched(gradient):
+                state = phase.optimizer.state.pop(parameter, {})
+                dropped += [tensor for tensor in (gradient, *state.values()) if isinstance(tensor, Tensor)]
+                parameter.grad = None
+    return dropped
+
+
+def step_flops(target: PlanTarget, step: int, items: int = 0) -> int:
+    """Returns the FLOPs of a step on `items` items (0: the whole batch), forward and backward of every group.
+
+    They are counted on fake tensors, without those that checkpointing repeats.
+    """
+    with on_fake_tensors():
+        plan = decide(Machine(system="", cpu_cores=1), Hardware(device="cpu"))
+        runtime = FakeRuntime(plan, MemoryTimeline())
+        recipe = target.build(runtime, False)
+        state = TrainState.for_measurement(recipe, runtime)
+        batch = recipe.prepare(target.load(items) if items else target.load(), step)
+        with FlopCount() as counted:
+            for group in recipe.step_groups:
+                gradients(state, group, batch, 1, step)
+        return int(counted.flops)
+
+
+def memory_models(target: PlanTarget, plan: Plan, most: int) -> Callable[[bool], MemoryModel]:
+    """Returns a function that gives the memory model with or without checkpointing, for micro-batches of up to `most`
+    items. Each of the two is predicted when it is first asked for."""
+    most = max(2, most)
+
+    @functools.cache
+    def memory_model(checkpointing: bool) -> MemoryModel:
+        one, more = (
+            predict_step(target, plan, micro_batch_size=items, checkpointing=checkpointing) for items in (1, most)
+        )
+        return memory_model_of(one, more, most, grows=_grows(plan))
+
+    return memory_model
+
+
+def memory_model_of(one: MemoryEstimate, more: MemoryEstimate, items: int, *, grows: bool) -> MemoryModel:
+    """Returns the line through a micro-batch of one item and one of `items`. `grows`: the allocator's segments can
+    grow, so that it holds nothing beyond its tensors."""
+    flops = (more.flops - one.flops) / (items - 1)
+    cost = StepCost(one.micro_batch, more.micro_batch, items, one.update, more.graph_launches)
+    # Elementwise work alone says nothing about the rate of a step.
+    known = cost if flops and one.micro_batch else None
+    cached_gb = 0.0 if grows else more.reserved_gb - more.allocated_gb
+    return MemoryModel.through(one.parts, more.parts, flops, known, items=items, cached_gb=cached_gb)
+
+
+def least_gb(target: PlanTarget, plan: Plan, checkpointing: bool) -> float:
+    one = predict_step(target, plan, micro_batch_size=1, checkpointing=checkpointing)
+    return one.allocated_gb if _grows(plan) else one.reserved_gb
+
+
+def prediction_key(plan: Plan) -> tuple[object, ...]:
+    """Returns the settings of a plan that a prediction depends on. GPUs that agree in them share predictions."""
+    sixteen_bit = plan.precision.value != "fp32"
+    switches = (plan.device, plan.compile, plan.channels_last, plan.expandable_segments)
+    return (sixteen_bit, *(setting.value for setting in switches))
+
+
+def _allocator(plan: Plan) -> PlainAllocator | CachingAllocator:
+    on_cpu = plan.device.value == "cpu"
+    return PlainAllocator() if on_cpu else CachingAllocator(expandable=bool(plan.expandable_segments.value))
+
+
+def _grows(plan: Plan) -> bool:
+    """Returns whether the allocator holds nothing beyond its tensors."""
+    return bool(plan.expandable_segments.value) or plan.device.value == "cpu"
+
+
+class DoesNotRun(UserError):
+    """A model does not run on the batch, or not on fake tensors."""
+
+
+@contextmanager
+def explained(model_name: str = "") -> Iterator[None]:
+    """Turns errors of fake tensors into a UserError that names the operator and the module, and every error into one if
+    the model is a user's."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+        cause = error.args[0] if error.args else error
+        raise UserError(
+            f"the model needs values, not shapes alone: {cause}{module_at(error)}",
+            hint="leave out inputs whose values the model chooses by, such as masks, or measure on the GPU",
+        ) from None
+    except UserError as error:
+        raise UserError(f"{error.message}{module_at(error)}", hint=error.hint) from None
+    except Exception as error:
+        if not model_name:
+            raise
+        raise DoesNotRun(
+            f"{model_name} does not run on such a batch: {first_line(error)}{module_at(error)}",
+            hint="if it does with real tensors, run create_optimal_config on the machine with the GPU, where it "
+            "measures a real step; else pass another batch or loss",
+        ) from error
+
+
+def module_at(error: BaseException) -> str:
+    """Returns the innermost module that the error passed through, in words; nothing if there is none."""
+    held = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    passed = [module for module in held if isinstance(module, nn.Module)]
+    if not passed:
+        return ""
+    names = (name for outer in passed for name, module in outer.named_modules() if module is passed[-1])
+    return f" (in {next(names) or 'the model'}, a {type(passed[-1]).__name__})"
