@@ -66,8 +66,10 @@ class MemoryModels:
 
     def _predict(self, items: int, seconds: float, checkpointing: bool) -> MemoryEstimate:
         on_gpu = self.device is None or self.device.type == "cuda"
-        plan = model_plan("cuda" if on_gpu else "cpu", self.precision)
-        target = model_target(self.model, self.loss, lambda items: self.make_batch(items, seconds), self.optimizer)
+        plan = model_plan("cuda" if on_gpu else "cpu")
+        target = model_target(
+            self.model, self.loss, lambda items: self.make_batch(items, seconds), self.precision, self.optimizer
+        )  # fmt: skip
         try:
             return predict_step(target, plan, micro_batch_size=items, checkpointing=checkpointing)
         except DoesNotRun as error:

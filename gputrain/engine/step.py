@@ -10,6 +10,7 @@ The result of a step does not depend on how its batch was split:
 
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ def back_propagate(state: TrainState, group: StepGroup, terms: Iterable[Yielded]
     first, device = group.name, state.runtime.device.type
     partly_frozen = {phase.name for phase in group.phases if phase.frozen}
     for yielded in terms:
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             if isinstance(yielded, ChainGradients):  # These gradients contain the loss scale already.
                 torch.autograd.backward(yielded.tensors, yielded.gradients)
                 continue

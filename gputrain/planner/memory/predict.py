@@ -82,11 +82,13 @@ def predict_step(
     micro_batch_size: int,
     checkpointing: bool = False,
     gradients_resident: bool = True,
+    caching_allocator: bool | None = None,
 ) -> MemoryEstimate:
     """Returns the memory of a step on one micro-batch.
 
     Weights, averages, optimizer state and the whole batch are in memory from the beginning. `gradients_resident`: so
-    are the gradients of each group, as in the second micro-batch of a step. Raises UserError if an operator needs
+    are the gradients of each group, as in the second micro-batch of a step. `caching_allocator`: whether the memory is
+    that of CUDA's allocator; None: on a GPU. Raises UserError if an operator needs
     values, and names it and its module.
 
     If single random numbers decide what a model computes, as in layer drop, the step is the larger of two: with all of
@@ -102,7 +104,7 @@ def predict_step(
             with on_fake_tensors(draws), explained(target.model_name):
                 runtime = FakeRuntime(plan, timeline)
                 step = watch_step(target, runtime, timeline, micro_batch_size, checkpointing, gradients_resident)
-            found.append(step.estimate(time.perf_counter() - began, _allocator(plan)))
+            found.append(step.estimate(time.perf_counter() - began, _allocator(plan, caching_allocator)))
         except DoesNotRun as error:
             failure = failure or error
         if not draws.decided:
@@ -318,9 +320,10 @@ def prediction_key(plan: Plan) -> tuple[object, ...]:
     return (sixteen_bit, *(setting.value for setting in switches))
 
 
-def _allocator(plan: Plan) -> PlainAllocator | CachingAllocator:
-    on_cpu = plan.device.value == "cpu"
-    return PlainAllocator() if on_cpu else CachingAllocator(expandable=bool(plan.expandable_segments.value))
+def _allocator(plan: Plan, caching: bool | None) -> PlainAllocator | CachingAllocator:
+    if plan.device.value != "cuda" if caching is None else not caching:
+        return PlainAllocator()
+    return CachingAllocator(expandable=bool(plan.expandable_segments.value))
 
 
 def _grows(plan: Plan) -> bool:

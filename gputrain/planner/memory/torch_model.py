@@ -70,12 +70,12 @@ def predict_training_memory(
     predicted, and names the operator or the module.
     """
     refuse_unpredictable(model)
-    target = model_target(model, loss, lambda items: batch, optimizer, ema=ema)
-    on_gpu = caching_allocator and autocast_rules == "cuda"
-    plan = model_plan("cuda" if on_gpu else "cpu", precision, expandable_segments=expandable_segments)
+    target = model_target(model, loss, lambda items: batch, precision, optimizer, ema=ema)
+    plan = model_plan(autocast_rules, expandable_segments=expandable_segments)
     return predict_step(
-        target, plan, micro_batch_size=1, checkpointing=checkpointing, gradients_resident=gradients_resident
-    )
+        target, plan, micro_batch_size=1, checkpointing=checkpointing, gradients_resident=gradients_resident,
+        caching_allocator=caching_allocator,
+    )  # fmt: skip
 
 
 def measure_training_memory(
@@ -92,9 +92,9 @@ def measure_training_memory(
     memory, and releases all of it. Tensors of the batch that have no values get random ones; kernels are not counted.
     """
     on_gpu = device.type == "cuda"
-    plan = model_plan("cuda" if on_gpu else "cpu", precision)
-    target = model_target(model, loss, lambda items: batch, optimizer)
-    runtime = Runtime(plan, device, DTYPES[precision], torch.contiguous_format)
+    plan = model_plan("cuda" if on_gpu else "cpu")
+    target = model_target(model, loss, lambda items: batch, precision, optimizer)
+    runtime = Runtime(plan, device, torch.float32, torch.contiguous_format)
     began, peak = time.perf_counter(), MeasuredPeak()
     if on_gpu:
         torch.cuda.init()  # type: ignore[no-untyped-call]  # Without it the allocator has no counters.
@@ -113,19 +113,24 @@ def measure_training_memory(
     return replace(found, allocated_gb=allocated_gb, reserved_gb=peak.reserved_gb - before_gb, parts=parts)
 
 
-def model_plan(device: Rules, precision: Precision, *, expandable_segments: bool = False) -> Plan:
-    """Returns the plan of an uncompiled training by another program."""
+def model_plan(device: Rules, *, expandable_segments: bool = False) -> Plan:
+    """Returns the plan of an uncompiled training by another program, whose loss enters autocast by itself."""
     plan = decide(Machine(system="", cpu_cores=1), Hardware(device="cpu"))
     return replace(
         plan,
         device=Setting(device, ""),
-        precision=Setting(precision, ""),
         expandable_segments=Setting(expandable_segments, ""),
     )
 
 
 def model_target(
-    model: nn.Module, loss: Loss, make_batch: Callable[[int], Any], optimizer: Optimizer, *, ema: bool = False
+    model: nn.Module,
+    loss: Loss,
+    make_batch: Callable[[int], Any],
+    precision: Precision,
+    optimizer: Optimizer,
+    *,
+    ema: bool = False,
 ) -> PlanTarget:
     """Returns the training of a copy of the model on batches of `make_batch(items)`, as the planner takes it.
 
@@ -141,7 +146,7 @@ def model_target(
             parameter.grad = None
         if checkpointing:
             checkpoint_blocks(twin)
-        return ModelRecipe(twin, loss, runtime, optimizer, ema)
+        return ModelRecipe(twin, loss, runtime, DTYPES[precision], optimizer, ema)
 
     def load(items: int = 1) -> ModelBatch:
         return ModelBatch(items, make_batch(items))
@@ -162,8 +167,10 @@ class ModelRecipe:
 
     kind, unit = "model", "items"
 
-    def __init__(self, model: nn.Module, loss: Loss, runtime: Runtime, optimizer: Optimizer, ema: bool) -> None:
-        self.model, self.loss, self.runtime = model, loss, runtime
+    def __init__(
+        self, model: nn.Module, loss: Loss, runtime: Runtime, dtype: torch.dtype, optimizer: Optimizer, ema: bool
+    ) -> None:
+        self.model, self.loss, self.runtime, self.dtype = model, loss, runtime, dtype
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.average_model = nn.ParameterList(torch.empty_like(p) for p in model.parameters() if ema)
         self.modules: dict[str, nn.Module] = {"model": model}
@@ -174,8 +181,9 @@ class ModelRecipe:
         self.step_groups = [StepGroup(phases, self._loss)]
 
     def _loss(self, batch: ModelBatch, step: int) -> Iterator[Term]:
-        value = self.loss(self.model, batch.inputs)
-        torch.clear_autocast_cache()  # Other programs leave autocast before the backward pass.
+        # Other programs leave autocast before the backward pass, and with it the copies of weights that it keeps.
+        with torch.autocast(self.runtime.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            value = self.loss(self.model, batch.inputs)
         yield Term("loss", value)
 
     def prepare(self, loaded: ModelBatch, step: int) -> ModelBatch:

@@ -217,6 +217,15 @@ def test_what_checkpointing_repeats_follows_the_same_rules_of_autocast():
     assert found.parts["workspace"] > 512 * 512 * 2 / 1e9
 
 
+def test_copies_of_weights_that_checkpointing_repeats_do_not_stay():
+    """A program that leaves autocast before the backward pass keeps 16-bit copies of one block's weights at a time."""
+    found = predict_training_memory(
+        Checkpointed(16), mean_square, torch.empty(16, 64), precision="bf16", gradients_resident=False
+    )  # fmt: skip
+    block = 2 * 64 * 512 * 2 / 1e9
+    assert found.parts["workspace"] + found.parts["activations"] < 4 * block
+
+
 def test_weights_that_have_no_part_in_the_step():
     """They are there, but without gradient and state; and a tensor of no elements takes nothing."""
 
