@@ -89,8 +89,7 @@ def _view(record: RunRecord, index: int, budget: MediaBudget) -> RunView:
     bar = memory_chart.bar_of("", record.plan)
     memory = Markup("")
     if bar:
-        drawing = memory_chart.memory_bars([bar])
-        memory = drawing.svg(bar.words, ink="currentColor", faint="currentColor", paper="")
+        memory = memory_chart.memory_bars([bar]).svg(bar.words, page_colour="currentColor")
     return RunView(
         record, index, headline_of(record), facts_of(record), memory, sample_section(record, budget),
         settings_table.plan_events(record), settings_table.run_parts(record), next_commands.next_commands(record),

@@ -11,14 +11,25 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image
 from torch import Tensor
 
 from gputrain.audio.config import Mel
 from gputrain.audio.mel import log_mel
-from gputrain.audio.pictures import GAP_PIXELS, colour_map, coloured
 from gputrain.engine.data import FULL_SCALE, Sample
-from gputrain.engine.samples import INK, PAPER, Report, Sheet, SheetCell, SoundSample, font
+from gputrain.engine.drawing import (
+    INK,
+    TEXT_SIZE,
+    Drawing,
+    Inset,
+    Label,
+    Line,
+    Rectangle,
+    colour_map,
+    font,
+    spectrogram_picture,
+)
+from gputrain.engine.samples import Report, Sheet, SheetCell, SoundSample
 from gputrain.speech.buckets import Buckets
 from gputrain.speech.store import SpeechClip, SpeechStore
 from gputrain.speech.text.frontend import PAD_ID, Frontend
@@ -30,7 +41,7 @@ VMIN, VMAX = -5.0, 1.5  # powers of ten: mel magnitudes of the darkest and brigh
 FRAME_PIXELS = 4  # width of a frame, wide enough for labels
 STAIRS_PIXELS = 240  # height of the text
 THINNEST = 3  # height of a symbol
-TEXT_SIZE = 13
+GAP_PIXELS = 4
 LABEL_PIXELS, LABEL_ROWS = 15, 3  # overlapping labels are moved to another row
 TICK_PIXELS = 5
 PATH, EVEN = 208, 128  # indices into the colour map
@@ -82,47 +93,43 @@ def alignment(log_mel_MF: Tensor, durations_S: Tensor, labels: Sequence[str], vm
     ten.
     """
     durations = durations_S.tolist()
-    share_MF = (log_mel_MF.detach().float().cpu() / math.log(10) - vmin) / (vmax - vmin)
-    mel = coloured(share_MF).repeat_interleave(FRAME_PIXELS, dim=1).numpy()
-    height, width, _ = mel.shape
+    decades_MF = log_mel_MF.detach().float().cpu() / math.log(10)
+    mel_HW3 = spectrogram_picture(decades_MF, vmin, vmax).repeat_interleave(FRAME_PIXELS, dim=1)
+    height, width, _ = mel_HW3.shape
     top = STAIRS_PIXELS + GAP_PIXELS
-    canvas = Image.new("RGB", (width, top + height + TICK_PIXELS + LABEL_PIXELS * LABEL_ROWS), PAPER)
-    canvas.paste(_stairs(durations, width), (0, 0))
-    canvas.paste(Image.fromarray(mel), (0, top))
-    _write_labels(ImageDraw.Draw(canvas), durations, labels, top + height, width)
-    return torch.from_numpy(np.array(canvas))
+    drawing = Drawing(width, top + height + TICK_PIXELS + LABEL_PIXELS * LABEL_ROWS)
+    drawing.shapes.append(Inset(0, 0, _staircase(durations, width)))
+    drawing.shapes.append(Inset(0, top, Image.fromarray(mel_HW3.numpy())))
+    _add_labels(drawing, durations, labels, top + height)
+    return torch.from_numpy(np.array(drawing.image()))
 
 
-def _stairs(durations: Sequence[int], width: int) -> Image.Image:
+def _staircase(durations: Sequence[int], width: int) -> Image.Image:
     """Draws symbols by frames; aligned cells are light."""
-    colours = [tuple(colour.tolist()) for colour in colour_map()]
-    picture = Image.new("RGB", (width, STAIRS_PIXELS), colours[0])
-    pen = ImageDraw.Draw(picture)
-    pen.line((0, STAIRS_PIXELS - 1, FRAME_PIXELS * sum(durations) - 1, 0), fill=colours[EVEN])
+    dark, uniform, aligned = (f"#{bytes(colour_map()[index]).hex()}" for index in (0, EVEN, PATH))
+    drawing = Drawing(width, STAIRS_PIXELS, dark)
+    drawing.shapes.append(Line(0, STAIRS_PIXELS - 1, FRAME_PIXELS * sum(durations) - 1, 0, uniform, 1))
     step = STAIRS_PIXELS / max(1, len(durations))
     for number, (start, end) in enumerate(_spans(durations)):
         bottom = max(THINNEST, STAIRS_PIXELS - 1 - round(number * step))
         highest = min(bottom - THINNEST, STAIRS_PIXELS - round((number + 1) * step))
-        if end > start:
-            pen.rectangle((start, highest, end - 1, bottom), fill=colours[PATH])
-    return picture
+        drawing.shapes.append(Rectangle(start, highest, end - start, bottom + 1 - highest, aligned))
+    return drawing.image()
 
 
-def _write_labels(
-    pen: ImageDraw.ImageDraw, durations: Sequence[int], labels: Sequence[str], top: int, width: int
-) -> None:
-    """Draws each label centred between its tick and the next, in the first free row."""
-    text = font(TEXT_SIZE)
+def _add_labels(drawing: Drawing, durations: Sequence[int], labels: Sequence[str], top: int) -> None:
+    """Adds a tick at the start of each labelled symbol, and the label centred between its tick and the next, in the
+    first free row."""
     labelled = [(start, label) for (start, _), label in zip(_spans(durations), labels, strict=True) if label]
-    taken = [0.0] * LABEL_ROWS  # right end of the last label in each row, in pixels
+    right_ends = [0.0] * LABEL_ROWS  # The last label of each row ends there, in pixels.
     for (start, label), (end, _) in pairwise([*labelled, (FRAME_PIXELS * sum(durations), "")]):
-        pen.line((start, top, start, top + TICK_PIXELS - 2), fill=INK)
-        label_width = text.getlength(label)
-        left = min(max(0.0, (start + end - label_width) / 2), width - label_width)
-        row = next((row for row in range(LABEL_ROWS) if taken[row] <= left), None)
+        drawing.shapes.append(Line(start, top, start, top + TICK_PIXELS - 2, INK, 1))
+        label_width = font(TEXT_SIZE).getlength(label)
+        left = min(max(0.0, (start + end - label_width) / 2), drawing.width - label_width)
+        row = next((row for row in range(LABEL_ROWS) if right_ends[row] <= left), None)
         if label.strip() and row is not None:
-            pen.text((left, top + TICK_PIXELS + LABEL_PIXELS * row), label, fill=INK, font=text)
-            taken[row] = left + label_width + 2
+            drawing.shapes.append(Label(left, top + TICK_PIXELS + LABEL_PIXELS * (row + 0.5), label))
+            right_ends[row] = left + label_width + 2
 
 
 def _spans(durations: Sequence[int]) -> list[tuple[int, int]]:

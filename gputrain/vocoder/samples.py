@@ -3,7 +3,6 @@
 Shapes: T samples, M mel bands, F frames.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
@@ -12,9 +11,9 @@ from torch import Tensor
 
 from gputrain.audio.config import Mel
 from gputrain.audio.f0 import interpolated
-from gputrain.audio.mel import log_mel
-from gputrain.audio.pictures import coloured
+from gputrain.audio.mel import log_mel, mel_decades
 from gputrain.audio.store import Pitch, Wave
+from gputrain.engine.drawing import spectrogram_picture
 from gputrain.engine.samples import Report, Sheet, SheetCell, SoundSample
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.generator import Generator
@@ -54,15 +53,10 @@ def sheet(real_waves: Sequence[Tensor], made_waves: Sequence[Tensor], mel: Mel, 
     """
     real, made, differences = [], [], []
     for number, (real_T, made_T) in enumerate(zip(real_waves, made_waves, strict=True), start=1):
-        real_MF, made_MF = (_decades(wave_T, mel) for wave_T in (real_T, made_T))
+        real_MF, made_MF = (mel_decades(wave_T, mel) for wave_T in (real_T, made_T))
         difference_MF = (real_MF - made_MF).abs()
-        real.append(SheetCell(coloured((real_MF - vmin) / (vmax - vmin)), f"clip {number}"))
-        made.append(SheetCell(coloured((made_MF - vmin) / (vmax - vmin))))
+        real.append(SheetCell(spectrogram_picture(real_MF, vmin, vmax), f"clip {number}"))
+        made.append(SheetCell(spectrogram_picture(made_MF, vmin, vmax)))
         words = f"{float(difference_MF.mean()):.2f} decades"
-        differences.append(SheetCell(coloured(difference_MF / DIFFERENCE_DECADES), words))
+        differences.append(SheetCell(spectrogram_picture(difference_MF, 0, DIFFERENCE_DECADES), words))
     return Sheet(("recording", "synthesised", "difference"), (real, made, differences), "mel spectrograms")
-
-
-def _decades(wave_T: Tensor, mel: Mel) -> Tensor:
-    """Returns mel magnitudes (M, F) as powers of ten."""
-    return log_mel(wave_T[None].float().cpu(), mel)[0] / math.log(10)

@@ -5,9 +5,17 @@ import math
 import numpy as np
 import torch
 
-from gputrain.audio.pictures import GAP_PIXELS, colour_map, coloured
+from gputrain.engine.drawing import colour_map, spectrogram_picture
 from gputrain.tts import samples
-from gputrain.tts.samples import FRAME_PIXELS, LABEL_PIXELS, LABEL_ROWS, STAIRS_PIXELS, TICK_PIXELS, alignment
+from gputrain.tts.samples import (
+    FRAME_PIXELS,
+    GAP_PIXELS,
+    LABEL_PIXELS,
+    LABEL_ROWS,
+    STAIRS_PIXELS,
+    TICK_PIXELS,
+    alignment,
+)
 
 MEL_MF = torch.randn(40, 20, generator=torch.Generator().manual_seed(0))
 TOP = STAIRS_PIXELS + GAP_PIXELS
@@ -21,7 +29,7 @@ def test_the_spectrogram_lies_below_the_stairs_a_frame_under_its_own():
     picture = picture_of([5, 5, 10], ["a", "b", "c"])
     assert picture.dtype == torch.uint8
     assert picture.shape == (TOP + 80 + TICK_PIXELS + LABEL_PIXELS * LABEL_ROWS, 20 * FRAME_PIXELS, 3)
-    mel = coloured((MEL_MF / math.log(10) + 1) / 2)
+    mel = spectrogram_picture(MEL_MF / math.log(10), -1, 1)
     for column in range(FRAME_PIXELS):
         assert torch.equal(picture[TOP : TOP + 80, column::FRAME_PIXELS], mel)
 

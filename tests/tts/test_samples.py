@@ -5,13 +5,12 @@ import pytest
 import torch
 
 from gputrain.audio.mel import log_mel
-from gputrain.audio.pictures import GAP_PIXELS
 from gputrain.errors import UserError
 from gputrain.speech.store import SpeechStore, frame_count
 from gputrain.tts import samples
 from gputrain.tts.evaluate import HeldOutClips
 from gputrain.tts.reading import Text, at_rest, clip_seed, synthesise
-from gputrain.tts.samples import FRAME_PIXELS, STAIRS_PIXELS, alignment
+from gputrain.tts.samples import FRAME_PIXELS, GAP_PIXELS, STAIRS_PIXELS, alignment
 from tests.tts.test_evaluate import CPU, ENGLISH, HOP, RATE_HZ, PlaybackVoice, settings_of, sizes, speech_of, store_of
 from tests.tts.voices import build
 

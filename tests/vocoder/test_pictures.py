@@ -6,7 +6,7 @@ import torch
 
 from gputrain.audio.config import Mel
 from gputrain.audio.mel import log_mel
-from gputrain.audio.pictures import BAND_PIXELS, colour_map
+from gputrain.engine.drawing import BAND_PIXELS, colour_map
 from gputrain.engine.samples import Sheet
 from gputrain.vocoder.samples import sheet
 
