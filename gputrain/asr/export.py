@@ -26,6 +26,7 @@ from gputrain.audio.export import cpu_copy, import_onnx_package, write_onnx, wri
 from gputrain.audio.io import Samples, from_int16
 from gputrain.engine.data import Progress, StepProgress, silent
 from gputrain.errors import UserError
+from gputrain.speech.error_rates import Edits, character_edits
 from gputrain.speech.frames import STRIDE
 from gputrain.speech.store import SpeechStore
 from gputrain.speech.synthetic import say, sentences
@@ -332,10 +333,8 @@ def export_sherpa(
 
 def changed_share(texts: Sequence[str], others: Sequence[str]) -> float:
     """Returns the edits that lead from texts to others, divided by the characters of the texts."""
-    from rapidfuzz.distance import Levenshtein
-
-    edits = sum(Levenshtein.distance(text, other) for text, other in zip(texts, others, strict=True))
-    return edits / max(1, sum(map(len, texts)))
+    edits = sum((character_edits(*pair) for pair in zip(texts, others, strict=True)), Edits())
+    return edits.edits / max(1, edits.length)
 
 
 def quantize(path: Path, target: Path) -> None:

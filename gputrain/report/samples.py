@@ -12,6 +12,7 @@ from PIL import Image
 
 from gputrain.engine.metrics import CAPTIONS, LAYOUT_KEY, REFERENCE
 from gputrain.engine.samples import LONGEST_CAPTION
+from gputrain.speech.error_rates import character_error_rate
 
 T = TypeVar("T")
 SAMPLE = re.compile(r"(?P<name>.+)_step_(?P<step>\d{1,12})\.(?P<kind>png|wav|txt)", re.DOTALL)
@@ -119,9 +120,7 @@ class ReadText:
     @property
     def cer(self) -> float:
         """The character error rate."""
-        from rapidfuzz.distance import Levenshtein
-
-        return Levenshtein.distance(self.text, self.read) / max(1, len(self.text))
+        return character_error_rate(self.text, self.read)
 
     @property
     def edits(self) -> list[Edit]:

@@ -26,12 +26,13 @@ from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
 from gputrain.speech.buckets import Buckets, ClipBatch, Speech, open_speech
+from gputrain.speech.error_rates import Edits, character_edits, word_edits
 from gputrain.speech.store import SpeechClip, SpeechStore, format_store_folders, frame_count
 from gputrain.speech.text.frontend import PAD_ID, Frontend
 from gputrain.tts import measures
 from gputrain.tts.config import TrainTts
 from gputrain.tts.load import TrainedVoice, read_trained
-from gputrain.tts.measures import AlignmentHealth, Edits, plain
+from gputrain.tts.measures import AlignmentHealth, plain
 from gputrain.tts.model import Voice
 from gputrain.tts.reading import (
     EncodedClips,
@@ -105,7 +106,7 @@ class _Tally:
         self.sums["real_samples"] += len(real_L)
 
     def add_recognised(self, prefix: str, written: str, recognised: str) -> None:
-        for name, edits in (("cer", measures.character_edits), ("wer", measures.word_edits)):
+        for name, edits in (("cer", character_edits), ("wer", word_edits)):
             self.edits[prefix + name] += edits(written, recognised)
 
     def scalars(self) -> dict[str, float]:
