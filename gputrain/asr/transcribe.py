@@ -23,6 +23,7 @@ from gputrain.asr.ngram import LM_HINT, NgramModel, estimate_ngrams, read_arpa, 
 from gputrain.audio.io import HOW_TO_CONVERT
 from gputrain.audio.prepare import scan_recordings
 from gputrain.engine.data import HELD_OUT_SHARE, Progress, silent, split, writing
+from gputrain.engine.preparation import RefusedItem
 from gputrain.errors import UserError
 from gputrain.hw.runtime import runtime_on
 from gputrain.speech.frames import FIELD, STRIDE
@@ -46,13 +47,6 @@ class Transcript:
         return {"path": self.path, "text": self.text, "words": rounded}
 
 
-@dataclass(frozen=True)
-class UnreadRecording:
-    path: str
-    reason: str
-    detail: str
-
-
 @dataclass
 class Transcribed:
     """Result of `transcribe_files`."""
@@ -60,7 +54,7 @@ class Transcribed:
     files: list[Path] = field(default_factory=list)
     recordings: int = 0
     words: int = 0
-    refused: list[UnreadRecording] = field(default_factory=list)
+    refused: list[RefusedItem] = field(default_factory=list)
     sound_seconds: float = 0.0
     computing_seconds: float = 0.0
 
@@ -104,7 +98,7 @@ def transcribe_files(
                 if not settings.input.is_dir():
                     raise
                 log.warning("%s; left out", error.message)
-                done.refused.append(UnreadRecording(str(path), "unreadable", error.message.removeprefix(f"{path}: ")))
+                done.refused.append(RefusedItem(str(path), "unreadable", error.message.removeprefix(f"{path}: ")))
             else:
                 done.recordings += 1
                 done.words += len(transcript.words)

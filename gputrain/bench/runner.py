@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from gputrain.engine.drawing import (
     wrap_text,
 )
 from gputrain.errors import UserError, first_line
+from gputrain.hw.child_process import describe_exit
 
 ROW = "--row"  # Argument of the child that precedes the settings of its row, in JSON.
 Settings = dict[str, Any]
@@ -110,11 +110,9 @@ def _last_output(output: bytes | None) -> str:
 
 
 def _ending(code: int) -> str:
-    if code >= 0:
-        return f"the process ended with code {code}"
     if code == -9:
         return "the process was killed, as the system does when memory runs out"
-    return f"the process died of {signal.Signals(-code).name}"
+    return f"the process ended with {describe_exit(code)}"
 
 
 def answer(measure: Callable[[Settings], dict[str, Any]]) -> bool:

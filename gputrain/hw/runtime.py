@@ -302,6 +302,12 @@ def compiler_failure(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has computed everything; nothing is pending on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether memory has run out. Call it in the except block, while the memory of the failed part is in use."""
     if isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OUT_OF_MEMORY_TEXTS):

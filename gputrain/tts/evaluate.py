@@ -24,7 +24,7 @@ from gputrain.engine.mixture import GivenFolders
 from gputrain.engine.samples import Report
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
-from gputrain.hw.runtime import runtime_on
+from gputrain.hw.runtime import runtime_on, synchronize
 from gputrain.speech.buckets import Buckets, ClipBatch, Speech, open_speech
 from gputrain.speech.error_rates import Edits, character_edits, word_edits
 from gputrain.speech.store import SpeechClip, SpeechStore, format_store_folders, frame_count
@@ -185,8 +185,7 @@ def evaluate_clips(
 
 def _timed(voice: Voice, texts: list[Text], device: torch.device) -> tuple[list[SynthesisedSpeech], float]:
     """Returns the speech and the seconds it took. The results are on the host, so no synchronisation is needed."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     began = time.perf_counter()
     spoken = synthesise(voice, texts, device)
     return spoken, time.perf_counter() - began

@@ -18,6 +18,7 @@ from gputrain.audio.io import HOW_TO_CONVERT
 from gputrain.audio.weight_norm import weights_made_once
 from gputrain.engine.checkpoint import shortened
 from gputrain.engine.data import Progress, silent, write_wav, writing
+from gputrain.engine.preparation import RefusedItem
 from gputrain.errors import UserError
 from gputrain.hw.runtime import runtime_on
 from gputrain.vocoder import inputs
@@ -33,15 +34,9 @@ NOISE_FRAMES = 256  # Frames whose noise is drawn at once, from a seed of their 
 
 
 @dataclass(frozen=True)
-class SkippedFile:
-    path: Path
-    detail: str
-
-
-@dataclass(frozen=True)
 class Vocoded:
     written: list[Path]
-    refused: list[SkippedFile]
+    refused: list[RefusedItem]
 
 
 def vocode(
@@ -138,7 +133,7 @@ def vocode_files(settings: Vocode, *, progress: Progress = silent) -> Vocoded:
             song = read(source)
         except UserError as error:
             log.warning("%s; left out", error.message)
-            done.refused.append(SkippedFile(source, error.message.removeprefix(f"{source}: ")))
+            done.refused.append(RefusedItem(str(source), "unreadable", error.message.removeprefix(f"{source}: ")))
         else:
             f0_F = _reachable(generator, song.f0_F * 2 ** (settings.shift_semitones / 12), source)
             wave_T = vocode(generator, song.mel_MF, f0_F, seed=settings.seed, chunk_seconds=settings.chunk_seconds)

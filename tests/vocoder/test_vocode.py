@@ -250,7 +250,7 @@ def test_one_bad_file_of_many(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     npz(root / "unvoiced.npz", f0=np.zeros(30))  # It is valid.
     done = run_vocode(openvpi_folder(tmp_path / "model", "mini"), root, out)
     assert relative(done.written, out) == ["good.wav", "unvoiced.wav"]
-    said = {refusal.path.name: refusal.detail for refusal in done.refused}
+    said = {Path(refusal.path).name: refusal.detail for refusal in done.refused}
     assert said.keys() == {"silent.wav", "empty.wav", "nan.wav", "torn.flac", "torn.npz", "alone.mel.npy"}
     assert said["silent.wav"] == "silent; its peak is 0 of full scale"
     assert said["empty.wav"] == "holds no sound"
