@@ -24,9 +24,8 @@ from torch import Tensor, nn
 
 from benchmarks.predictions import rates_of
 from gputrain.bench import runner, timing
-from gputrain.hw.facts import machine_facts
 from gputrain.hw.plan import Hardware, Plan, decide
-from gputrain.hw.probe import probe
+from gputrain.hw.probe import machine_facts, probe
 from gputrain.hw.runtime import Runtime, apply, is_out_of_memory, release_memory, synchronize
 from gputrain.planner.memory.predict import ResidentStep, allocate_gradients, predict_step
 from gputrain.planner.memory.torch_model import predict_training_memory

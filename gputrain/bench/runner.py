@@ -142,7 +142,7 @@ def answer(measure: Callable[[Settings], dict[str, Any]]) -> bool:
         if not is_out_of_memory(error):
             raise
         answered["reason"] = f"out of memory: {first_line(error)}"
-    from gputrain.hw.facts import machine_facts
+    from gputrain.hw.probe import machine_facts
 
     answered |= {"notes": notes.lines, "machine": machine_facts(settings["device"])}
     print(json.dumps(answered), flush=True)

@@ -11,9 +11,7 @@ import typer
 from gputrain import __version__
 from gputrain.bench.options import BenchSettings
 from gputrain.cli import kind_commands, tables, ui
-from gputrain.cli.completion import complete_at_the_first_tab
-from gputrain.cli.help_pages import WIDEST, GroupPage
-from gputrain.cli.options import add_command, command
+from gputrain.cli.options import WIDEST, GroupPage, add_command, command, complete_at_the_first_tab
 from gputrain.cli.settings import (
     DemoSettings,
     EvaluateSettings,

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from gputrain.engine.drawing import colour_map, spectrogram_picture
-from gputrain.tts import samples
-from gputrain.tts.samples import (
+from gputrain.tts import evaluate
+from gputrain.tts.evaluate import (
     FRAME_PIXELS,
     GAP_PIXELS,
     LABEL_PIXELS,
@@ -37,7 +37,7 @@ def test_the_spectrogram_lies_below_the_stairs_a_frame_under_its_own():
 def test_each_frame_shows_its_symbol_and_the_text_goes_up():
     durations = [5, 0, 1, 4, 8]  # Two more frames follow.
     picture = picture_of(durations, list("abcde"))
-    path = torch.from_numpy(colour_map()[samples.PATH])
+    path = torch.from_numpy(colour_map()[evaluate.PATH])
     is_path = (picture[:STAIRS_PIXELS] == path).all(dim=2)
     owners = [*np.repeat(np.arange(5), durations), None, None]
     for frame, owner in enumerate(owners):
@@ -52,7 +52,7 @@ def test_each_frame_shows_its_symbol_and_the_text_goes_up():
 
 def test_every_symbol_is_seen_however_many_there_are():
     picture = alignment(torch.zeros(40, 900), torch.ones(900, dtype=torch.int64), [""] * 900, -1, 1)
-    is_path = (picture[:STAIRS_PIXELS] == torch.from_numpy(colour_map()[samples.PATH])).all(dim=2)
+    is_path = (picture[:STAIRS_PIXELS] == torch.from_numpy(colour_map()[evaluate.PATH])).all(dim=2)
     assert is_path.any(dim=0).all()
 
 

@@ -19,9 +19,16 @@ from gputrain.vocoder.architecture import NsfHifiganArchitecture
 from gputrain.vocoder.config import Vocode
 from gputrain.vocoder.export import export_openvpi
 from gputrain.vocoder.generator import Generator
-from gputrain.vocoder.inputs import VocoderInputReader
 from gputrain.vocoder.load import LoadedVocoder
-from gputrain.vocoder.vocode import FrameNoise, Vocoded, reach_frames, vocode, vocode_files, wave_chunks
+from gputrain.vocoder.vocode import (
+    FrameNoise,
+    Vocoded,
+    VocoderInputReader,
+    reach_frames,
+    vocode,
+    vocode_files,
+    wave_chunks,
+)
 from tests.vocoder.test_generator import inputs, largest, variants
 from tests.vocoder.test_load import CPU, loaded, openvpi_folder
 
