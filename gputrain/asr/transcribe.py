@@ -14,9 +14,8 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
-from gputrain.asr import subtitles
 from gputrain.asr.config import LanguageModelOptions, Transcribe, TranscriptFormat
-from gputrain.asr.decode import BeamDecoder, BeamOptions, CtcDecoder, GreedyDecoder, TimedWord, words_of
+from gputrain.asr.decode import BeamDecoder, BeamOptions, CtcDecoder, GreedyDecoder, words_of
 from gputrain.asr.load import Recogniser, load_recogniser
 from gputrain.asr.long_audio import ChunkLengths, blocks_of_file, log_prob_pieces, moments_of
 from gputrain.asr.ngram import LM_HINT, NgramModel, estimate_ngrams, read_arpa, read_sentences
@@ -26,6 +25,7 @@ from gputrain.engine.data import HELD_OUT_SHARE, Progress, silent, split, writin
 from gputrain.engine.preparation import RefusedItem
 from gputrain.errors import UserError
 from gputrain.hw.runtime import runtime_on
+from gputrain.speech import subtitles
 from gputrain.speech.frames import FIELD, STRIDE
 from gputrain.speech.store import SpeechStore
 from gputrain.speech.text.vocabulary import Vocabulary
@@ -39,7 +39,7 @@ MakeDecoder = Callable[[], CtcDecoder]
 class Transcript:
     path: str
     text: str
-    words: list[TimedWord]
+    words: list[subtitles.TimedWord]
     seconds: float  # length of the recording
 
     def to_json(self) -> dict[str, object]:

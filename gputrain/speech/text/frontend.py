@@ -18,10 +18,9 @@ from gputrain.config import read_file
 from gputrain.errors import UserError
 from gputrain.speech.text.english import ENGLISH
 from gputrain.speech.text.language import CHARACTERS, PUNCTUATION, Language
-from gputrain.speech.text.raw import RawRules
+from gputrain.speech.text.raw import RawRules, without_tags
 from gputrain.speech.text.russian import RUSSIAN
 from gputrain.speech.text.sentences import split_sentences
-from gputrain.speech.text.ssml import without_tags
 from gputrain.speech.text.unicode_cleanup import APOSTROPHES
 from gputrain.speech.text.uzbek import UZBEK
 
