@@ -44,9 +44,8 @@ from gputrain.engine.optim import LossScale
 from gputrain.engine.recipe import ChainGradients, StepGroup, phases_of
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import accumulate, update
-from gputrain.hw.facts import machine_facts
 from gputrain.hw.plan import Hardware, decide
-from gputrain.hw.probe import Machine
+from gputrain.hw.probe import Machine, machine_facts
 from gputrain.hw.runtime import DTYPES, Runtime
 from gputrain.planner.memory.fake_runtime import FunctionsOf
 from gputrain.speech import synthetic

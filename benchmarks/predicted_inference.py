@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from gputrain.bench import runner, step_bench
-from gputrain.bench.inference_bench import inference_kernels
 from gputrain.bench.runner import BenchRow
+from gputrain.bench.step_bench import inference_kernels
 from gputrain.config import assemble
-from gputrain.hw.facts import machine_facts
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.plan import decide
-from gputrain.hw.probe import Machine
+from gputrain.hw.probe import Machine, machine_facts
 from gputrain.planner.time.roofline import DeviceRates, StepTotals, busy_seconds
 from gputrain.tts.config import BenchTts, PlannedSpeech, TrainTts
 from gputrain.tts.work import TtsWork, size_of, speaking

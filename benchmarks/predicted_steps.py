@@ -44,8 +44,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gputrain.bench import runner
-from gputrain.hw.facts import machine_facts
 from gputrain.hw.gpus import find_gpu
+from gputrain.hw.probe import machine_facts
 from gputrain.planner.memory.fake_runtime import FakeRuntime, FunctionsOf, on_fake_tensors
 from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.planner.memory.torch_model import make_optimizers

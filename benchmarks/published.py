@@ -28,9 +28,9 @@ from torch.nn import functional as F
 
 from benchmarks.published_cells import CELLS, LEFT_OUT, SOURCES, Cell
 from gputrain.bench import runner
-from gputrain.hw.facts import machine_facts
 from gputrain.hw.gpus import Gpu, find_gpu
 from gputrain.hw.plan import Cards
+from gputrain.hw.probe import machine_facts
 from gputrain.planner.memory.allocator import CachingAllocator
 from gputrain.planner.memory.fake_runtime import FunctionsOf, on_fake_tensors
 from gputrain.planner.memory.predict import MemoryEstimate

@@ -29,16 +29,15 @@ from gputrain.bench import runner
 from gputrain.bench.runner import BenchRow, Settings
 from gputrain.config import assemble
 from gputrain.engine.data import Stream, loader
+from gputrain.engine.drawing import FAINT, INK, PAPER, font
 from gputrain.engine.recipe import Recipe
 from gputrain.engine.run_folder import Run
-from gputrain.engine.samples import FAINT, INK, PAPER, font
 from gputrain.engine.schedule import Saving, StepSchedule, begin
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import update
-from gputrain.hw.heap import keep_freed_memory
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
-from gputrain.hw.runtime import Runtime, apply
+from gputrain.hw.runtime import Runtime, apply, keep_freed_memory
 
 # 97.5 % quantile of Student's t distribution, by degrees of freedom.
 QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}

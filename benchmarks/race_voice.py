@@ -42,7 +42,7 @@ from gputrain.audio.mel import magnitudes
 from gputrain.bench.runner import Settings
 from gputrain.engine.data import Sample
 from gputrain.speech.buckets import Buckets, ClipBatch, Speech, open_speech
-from gputrain.speech.prepare_config import HOP_SIZE
+from gputrain.speech.config import HOP_SIZE
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import TrainTts
 from gputrain.tts.reading import Text, at_rest, synthesise

@@ -24,10 +24,9 @@ from torch import Tensor, nn
 
 from benchmarks.predictions import rates_of
 from gputrain.bench import runner, timing
-from gputrain.hw.facts import machine_facts
 from gputrain.hw.plan import Hardware, Plan, decide
-from gputrain.hw.probe import probe
-from gputrain.hw.runtime import Runtime, apply, is_out_of_memory, release_memory
+from gputrain.hw.probe import machine_facts, probe
+from gputrain.hw.runtime import Runtime, apply, is_out_of_memory, release_memory, synchronize
 from gputrain.planner.memory.predict import ResidentStep, allocate_gradients, predict_step
 from gputrain.planner.memory.torch_model import predict_training_memory
 from gputrain.planner.time.roofline import DeviceRates, KernelCost, StepTotals, busy_seconds
@@ -155,13 +154,13 @@ def measured_seconds(step: Callable[[], object], runtime: Runtime, seconds: floa
     """Returns the median time of a micro-batch, over so many seconds and at least three of them, after a first one."""
     device, laps = runtime.device, timing.Laps(runtime.device)
     step()
-    timing.synchronize(device)
+    synchronize(device)
     began = time.perf_counter()
     laps.mark()
     done = 0
     while done < 3 or time.perf_counter() - began < seconds:
         step()
-        timing.synchronize(device)
+        synchronize(device)
         laps.mark()
         done += 1
     return statistics.median(laps.cpu_seconds() or laps.seconds())

@@ -39,11 +39,9 @@ import vocoder_peer
 import vocoder_vs_openvpi
 
 from gputrain.bench import runner, step_bench
-from gputrain.hw.facts import machine_facts
-from gputrain.hw.heap import keep_freed_memory
 from gputrain.hw.plan import decide
-from gputrain.hw.probe import probe
-from gputrain.hw.runtime import apply
+from gputrain.hw.probe import machine_facts, probe
+from gputrain.hw.runtime import apply, keep_freed_memory
 from gputrain.tts.config import TrainTts
 from gputrain.vocoder.work import VocoderWork
 

@@ -32,11 +32,17 @@ from torch import Tensor, nn
 
 from gputrain.bench import runner, timing
 from gputrain.engine.optim import adamw
-from gputrain.hw.facts import machine_facts
-from gputrain.hw.heap import keep_freed_memory
 from gputrain.hw.plan import Hardware, decide
-from gputrain.hw.probe import probe
-from gputrain.hw.runtime import Runtime, apply, compiler_failure, is_out_of_memory, release_memory
+from gputrain.hw.probe import machine_facts, probe
+from gputrain.hw.runtime import (
+    Runtime,
+    apply,
+    compiler_failure,
+    is_out_of_memory,
+    keep_freed_memory,
+    release_memory,
+    synchronize,
+)
 from gputrain.planner.memory.fake_runtime import FakeRuntime, FunctionsOf, on_fake_tensors
 from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.planner.time.roofline import DeviceRates, busy_seconds
@@ -326,7 +332,7 @@ def warm_up(side: Side, batch: Batch, runtime: Runtime, steps: int = 2) -> None:
     """Runs the first steps: the optimizer allocates its state, and convolutions choose their algorithms."""
     for _ in range(steps):
         step(side, batch, runtime)
-    timing.synchronize(runtime.device)
+    synchronize(runtime.device)
 
 
 def take_turns(sides: Sequence[Side], batch: Batch, runtime: Runtime, rounds: int, minutes: float) -> None:

@@ -43,10 +43,9 @@ from gputrain.bench import runner, step_bench
 from gputrain.bench.runner import BenchResult, BenchRow, Settings
 from gputrain.bench.step_bench import StepBench
 from gputrain.config import assemble
-from gputrain.hw.heap import keep_freed_memory
 from gputrain.hw.plan import Plan
 from gputrain.hw.probe import probe
-from gputrain.hw.runtime import Runtime, apply
+from gputrain.hw.runtime import Runtime, apply, keep_freed_memory
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import PlannedSpeech, TrainTts
 from gputrain.tts.recipe import VoiceRecipe

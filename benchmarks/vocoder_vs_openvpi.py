@@ -38,9 +38,8 @@ from gputrain.bench import runner, step_bench, timing
 from gputrain.bench.runner import BenchResult, BenchRow, Settings
 from gputrain.bench.step_bench import StepBench
 from gputrain.config import assemble, read_file
-from gputrain.hw.heap import keep_freed_memory
 from gputrain.hw.probe import probe
-from gputrain.hw.runtime import apply
+from gputrain.hw.runtime import apply, keep_freed_memory
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.openvpi import PROFILES, translate
 from gputrain.vocoder.work import VocoderWork

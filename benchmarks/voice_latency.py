@@ -17,7 +17,7 @@ import torch
 
 from gputrain.bench import runner
 from gputrain.config import assemble
-from gputrain.hw.facts import machine_facts
+from gputrain.hw.probe import machine_facts
 from gputrain.speech.text.frontend import frontend
 from gputrain.tts.architecture import VoicePreset, voice_architecture
 from gputrain.tts.config import Manner, TrainTts

@@ -33,7 +33,7 @@ import torch
 from gputrain.bench import runner
 from gputrain.bench.runner import BenchResult, BenchRow, NotMeasured, Settings
 from gputrain.config import assemble
-from gputrain.speech.prepare_config import HOP_SIZE
+from gputrain.speech.config import HOP_SIZE
 from gputrain.speech.text.frontend import frontend
 from gputrain.tts.architecture import VoicePreset
 from gputrain.tts.config import TrainTts

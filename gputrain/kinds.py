@@ -33,7 +33,6 @@ BUILT_IN = ("vae", "vocoder", "tts", "asr")  # The folders of this package that 
 DRAWINGS = {".svg", ".svgz", ".eps", ".ai", ".pdf", ".psd", ".heic", ".heif", ".cr2", ".cr3", ".nef", ".arw", ".dng"}
 Words = list[object]  # The words of a command line.
 ReportProgress = Callable[[float, int], None]  # Receives the number of items done and their total.
-ExportReport = tuple[dict[str, Any], list[str]]  # The figures to show, and hints on what to do next.
 # Translates the mapping in a file of another program, at the given path, to our keys and values.
 Translate = Callable[[dict[str, object], Path], dict[str, object]]
 
@@ -99,10 +98,19 @@ class EvaluateCommand(KindOptions):
 
 
 @dataclass(frozen=True)
+class Exported:
+    """The written files of an export, the figures to show, and notes on the use of the files."""
+
+    files: list[Path]
+    figures: dict[str, object]
+    notes: list[str]
+
+
+@dataclass(frozen=True)
 class Exporter:
     """A format of `export`."""
 
-    write: Callable[[Any, ReportProgress], ExportReport]
+    write: Callable[[Any, ReportProgress], Exported]
     options: frozenset[str] = frozenset()  # Those of name, language_code, data_path and device that have an effect.
 
 

@@ -22,11 +22,10 @@ from gputrain.engine.run_folder import Run, given_plan, open_run
 from gputrain.engine.schedule import RunProgress, StepSchedule, begin, stages_ahead
 from gputrain.engine.train import train
 from gputrain.errors import UserError, missing_package
-from gputrain.hw.heap import keep_freed_memory
 from gputrain.hw.plan import Hardware, Plan, Setting, fit_shared_memory, workers
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of
-from gputrain.hw.runtime import Runtime, apply
+from gputrain.hw.runtime import Runtime, apply, keep_freed_memory
 from gputrain.hw.speed import copied_bytes_per_second, product_flops_per_second
 from gputrain.planner.model_planner import ModelPlanner, memory_budget
 from gputrain.planner.time.roofline import EAGER_LAUNCH_SECONDS, LAUNCH_SECONDS, DeviceRates

@@ -275,9 +275,9 @@ def compiled_graphs() -> int:
 
 
 def synchronize(device: Any) -> None:
-    from gputrain.bench import timing
+    from gputrain.hw.runtime import synchronize as wait
 
-    timing.synchronize(device)
+    wait(device)
 
 
 def timed(step: Callable[[], object], device: Any, context: Context) -> Figures:

@@ -281,8 +281,7 @@ def work(name: str, parts: Sequence[Part], options: argparse.Namespace) -> None:
     end_with_supervisor()
     import torch
 
-    from gputrain.hw.facts import machine_facts
-    from gputrain.hw.probe import probe
+    from gputrain.hw.probe import machine_facts, probe
 
     probe()  # It asks for expandable segments before CUDA starts.
     # The references on the CPU are tiny, and other processes compile: many threads would wait for each other.

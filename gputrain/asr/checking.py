@@ -21,6 +21,7 @@ from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
 from gputrain.speech.alignment import align_ctc, frames_needed
 from gputrain.speech.checker import SentenceTimes, TranscriptCheck
+from gputrain.speech.error_rates import character_error_rate
 from gputrain.speech.frames import STRIDE
 from gputrain.speech.text.vocabulary import ABSENT
 
@@ -110,10 +111,8 @@ class CtcChecker:
 
     def check_log_probs(self, log_probs_FV: NDArray[np.float32], text: str, other: str = "") -> TranscriptCheck:
         """Does the same for the log-probabilities (F, V) of a recording."""
-        from rapidfuzz.distance import Levenshtein
-
         read, reference = self._text_of(log_probs_FV), self.recogniser.vocabulary.normalize(text)
-        cer = Levenshtein.distance(reference, read) / max(1, len(reference))
+        cer = character_error_rate(reference, read)
         return TranscriptCheck(self._loss(log_probs_FV, text), cer, read, self._loss(log_probs_FV, other))
 
     def _loss(self, log_probs_FV: NDArray[np.float32], text: str) -> float:

@@ -10,7 +10,7 @@ from gputrain.config import config, leaves, opt
 from gputrain.engine.schedule import SEVERAL, LearningRateSchedule, Schedule
 from gputrain.errors import UserError
 from gputrain.hw.plan import Cards, DeviceName, Hardware
-from gputrain.speech.options import SpeechData
+from gputrain.speech.config import SpeechData
 
 # Aliases of keys and flags: those of transformers' example scripts.
 SPELLINGS = {

@@ -15,17 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gputrain.asr.ngram import BEGIN, END, Ngram, NgramModel
+from gputrain.speech.subtitles import TimedWord
 from gputrain.speech.text.vocabulary import Vocabulary
 
 LEAST_LOG_PROB = -5.0  # Symbols that are less probable in a frame are ignored in it, except for the most probable.
 FAR_BEHIND = 15.0  # Prefixes whose score is so far below the best are dropped.
-
-
-@dataclass(frozen=True)
-class TimedWord:
-    word: str
-    start: float  # seconds
-    end: float
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from typing import Any
 
 from gputrain.asr.config import LanguageModelOptions
 from gputrain.asr.decode import words_of
-from gputrain.asr.held_out import ErrorRate, ReadClip, error_rates
 from gputrain.asr.load import Recogniser, load_recogniser
 from gputrain.asr.transcribe import MakeDecoder, decoder_of
 from gputrain.audio.io import from_int16
@@ -26,6 +25,7 @@ from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
 from gputrain.speech.buckets import open_speech
+from gputrain.speech.error_rates import character_error_rate, error_rates
 from gputrain.speech.frames import STRIDE
 from gputrain.speech.store import SpeechClip, SpeechStore, format_store_folders
 
@@ -52,9 +52,7 @@ class RecognisedClip:
     @property
     def cer(self) -> float:
         """The clip's character error rate."""
-        from rapidfuzz.distance import Levenshtein
-
-        return Levenshtein.distance(self.reference, self.read) / max(1, len(self.reference))
+        return character_error_rate(self.reference, self.read)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "cer": self.cer}
@@ -70,7 +68,7 @@ class ClipGroup:
     @classmethod
     def of(cls, clips: Sequence[RecognisedClip]) -> "ClipGroup":
         rates = rates_of(clips)
-        return cls(len(clips), sum(clip.seconds for clip in clips) / 3600, rates["cer"].value, rates["wer"].value)
+        return cls(len(clips), sum(clip.seconds for clip in clips) / 3600, rates["cer"], rates["wer"])
 
 
 @dataclass(frozen=True)
@@ -226,16 +224,13 @@ def _batches(clips: Sequence[SpeechClip], samples: float) -> Iterator[list[Speec
         yield batch
 
 
-def rates_of(clips: Sequence[RecognisedClip]) -> dict[str, ErrorRate]:
-    """Returns the error rates of characters (cer) and of words (wer)."""
-    return error_rates([ReadClip(clip.reference, clip.read, 0.0) for clip in clips])
+def rates_of(clips: Sequence[RecognisedClip]) -> dict[str, float]:
+    return error_rates([(clip.reference, clip.read) for clip in clips])
 
 
 def report_of(clips: Sequence[RecognisedClip], computing_seconds: float) -> RecogniserReport:
     """Returns the report on recognised clips."""
-    scalars: dict[str, float] = {}
-    for name, rate in rates_of(clips).items():
-        scalars |= {name: rate.value, f"{name}_low": rate.low, f"{name}_high": rate.high}
+    scalars = rates_of(clips)
     sound_seconds = sum(clip.seconds for clip in clips)
     scalars["correct"] = sum(clip.reference == clip.read for clip in clips) / len(clips)
     scalars["hours"] = sound_seconds / 3600

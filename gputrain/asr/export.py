@@ -10,7 +10,6 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,10 +21,12 @@ from torch import Tensor, nn
 from gputrain.asr import model as networks
 from gputrain.asr.decode import GreedyDecoder
 from gputrain.asr.load import Recogniser
-from gputrain.audio.export import cpu_copy, import_onnx_package, write_onnx, written_aside
+from gputrain.audio.export import check_file_name, cpu_copy, exported, import_onnx_package, write_onnx
 from gputrain.audio.io import Samples, from_int16
-from gputrain.engine.data import Progress, StepProgress, silent
+from gputrain.engine.data import Progress, StepProgress, silent, written_aside
 from gputrain.errors import UserError
+from gputrain.kinds import Exported
+from gputrain.speech.error_rates import Edits, character_edits
 from gputrain.speech.frames import STRIDE
 from gputrain.speech.store import SpeechStore
 from gputrain.speech.synthetic import say, sentences
@@ -42,13 +43,6 @@ LARGEST_PROTOBUF = 1_900_000_000  # Bytes; the weights of larger graphs are a fi
 BLANK, SPACE = "<blk>", "▁"  # sherpa-onnx's names in tokens.txt
 Floats: TypeAlias = NDArray[np.float32]
 Compute: TypeAlias = Callable[[Samples], Floats]  # Returns logits or log-probabilities (F, V) of a wave.
-
-
-@dataclass(frozen=True)
-class ExportedRecogniser:
-    files: list[Path]
-    figures: dict[str, object]
-    notes: list[str]
 
 
 def comparison_sounds(recogniser: Recogniser, data_path: Path | None) -> list[Samples]:
@@ -100,7 +94,7 @@ def largest_difference(
 
 def export_transformers(
     recogniser: Recogniser, folder: Path, *, data_path: Path | None = None, progress: Progress = silent
-) -> ExportedRecogniser:
+) -> Exported:
     """Writes a folder that AutoModelForCTC and Wav2Vec2Processor load. Raises UserError if it cannot be written,
     RuntimeError if the loaded model computes something else."""
     sounds = comparison_sounds(recogniser, data_path)
@@ -113,21 +107,11 @@ def export_transformers(
         steps.next()
         difference = largest_difference(own, sounds, _stock_transformers(own, aside), "transformers", steps)
         files = [folder / path.name for path in sorted(aside.iterdir())]
-    figures = _compared(recogniser, files, difference)
     notes = [
         f'Load it: transformers.AutoModelForCTC.from_pretrained("{folder}") and '
         f'transformers.Wav2Vec2Processor.from_pretrained("{folder}")'
     ]
-    return ExportedRecogniser(files, figures, notes)
-
-
-def _compared(recogniser: Recogniser, files: Sequence[Path], difference: float) -> dict[str, object]:
-    """Returns the figures of an export whose log-probabilities were compared."""
-    return {
-        "of": recogniser.source,
-        "files": ", ".join(path.name for path in files),
-        "largest difference of a log-probability": difference,
-    }
+    return exported(files, recogniser.source, "log-probability", difference, notes)
 
 
 def _on_cpu(recogniser: Recogniser) -> Recogniser:
@@ -257,10 +241,12 @@ def _stock_onnxruntime(path: Path) -> Compute:
 def export_onnx(
     recogniser: Recogniser, folder: Path, name: str = "recogniser", *, data_path: Path | None = None,
     progress: Progress = silent,
-) -> ExportedRecogniser:  # fmt: skip
+) -> Exported:  # fmt: skip
     """Writes NAME.onnx, whose input is raw samples of any length, and tokens.txt. Raises UserError for a wrong name or
     if the folder cannot be written, RuntimeError if ONNX Runtime computes something else."""
-    name, sounds = _file_name(name), comparison_sounds(recogniser, data_path)
+    name = name.removesuffix(".onnx")
+    check_file_name(name, example="recogniser")
+    sounds = comparison_sounds(recogniser, data_path)
     steps = StepProgress(progress, 1 + len(sounds))
     with written_aside(folder) as aside:
         graph = aside / f"{name}.onnx"
@@ -269,18 +255,17 @@ def export_onnx(
         steps.next()
         difference = largest_difference(recogniser, sounds, _stock_onnxruntime(graph), "ONNX Runtime", steps)
         files = [folder / path.name for path in sorted(aside.iterdir())]
-    figures = _compared(recogniser, files, difference)
     notes = [
         f"Input x: samples at {recogniser.sampling_rate} Hz in [-1, 1], float32 (N, samples), waves of equal length",
         f"Output logits: float32 (N, frames, {len(recogniser.vocabulary.symbols)}), a frame every {STRIDE} samples; "
         f"id {recogniser.vocabulary.blank} is the blank, {SPACE} in tokens.txt the space",
     ]
-    return ExportedRecogniser(files, figures, notes)
+    return exported(files, recogniser.source, "log-probability", difference, notes)
 
 
 def export_sherpa(
     recogniser: Recogniser, folder: Path, *, data_path: Path | None = None, progress: Progress = silent
-) -> ExportedRecogniser:
+) -> Exported:
     """Writes model.onnx, model.int8.onnx and tokens.txt for sherpa-onnx's loader of CTC models that read raw samples.
 
     Raises UserError if this recogniser does not suit it, a package is missing or the folder cannot be written,
@@ -327,15 +312,13 @@ def export_sherpa(
         "Use it: sherpa_onnx.OfflineRecognizer.from_omnilingual_asr_ctc("
         f'"{folder / "model.int8.onnx"}", "{folder / "tokens.txt"}")'
     ]
-    return ExportedRecogniser(files, figures, notes)
+    return Exported(files, figures, notes)
 
 
 def changed_share(texts: Sequence[str], others: Sequence[str]) -> float:
     """Returns the edits that lead from texts to others, divided by the characters of the texts."""
-    from rapidfuzz.distance import Levenshtein
-
-    edits = sum(Levenshtein.distance(text, other) for text, other in zip(texts, others, strict=True))
-    return edits / max(1, sum(map(len, texts)))
+    edits = sum((character_edits(*pair) for pair in zip(texts, others, strict=True)), Edits())
+    return edits.edits / max(1, edits.length)
 
 
 def quantize(path: Path, target: Path) -> None:
@@ -376,10 +359,3 @@ def _import_sherpa() -> Any:
     except ImportError as error:
         raise UserError(f"sherpa-onnx cannot be imported: {error}", hint="pip install sherpa-onnx") from None
     return sherpa_onnx
-
-
-def _file_name(name: str) -> str:
-    name = name.removesuffix(".onnx")
-    if not name or Path(name).name != name:
-        raise UserError(f"{name!r} is not a file name", hint="give a name without folders, such as recogniser")
-    return name

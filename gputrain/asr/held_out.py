@@ -1,6 +1,6 @@
 """Evaluation of a recogniser during training: error rates on held-out clips, with what they mean in words.
 
-Shapes: B clips, T frames, V symbols, N clips of the evaluation, R resamples.
+Shapes: B clips, T frames, V symbols.
 """
 
 import logging
@@ -18,13 +18,12 @@ from gputrain.asr.load import predict
 from gputrain.engine.data import FULL_SCALE
 from gputrain.engine.samples import Report, SoundSample, clip_caption
 from gputrain.speech.buckets import Buckets, Speech
+from gputrain.speech.error_rates import error_rates
 from gputrain.speech.frames import STRIDE, encoder_frames
 from gputrain.speech.store import SpeechClip, SpeechStore
 
 log = logging.getLogger(__name__)
 
-RESAMPLES = 1000
-INTERVAL = (2.5, 97.5)  # Percentiles of the resampled rates.
 ONLY_BLANKS = 0.995  # Above this share of blanks, nothing is written.
 SPOKEN = 0.97  # Below this share, the recogniser has begun to write.
 PATIENCE_STEPS = 2000  # Steps in which only blanks are normal, when training begins with random weights.
@@ -36,36 +35,6 @@ class ReadClip(NamedTuple):
     reference: str
     read: str
     blank_share: float
-
-
-@dataclass(frozen=True)
-class ErrorRate:
-    """Edits divided by the length of the references, with a 95 % interval by resampling clips (Bisani and Ney 2004,
-    "Bootstrap estimates for confidence intervals in ASR performance evaluation")."""
-
-    value: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, edits: Sequence[int], lengths: Sequence[int]) -> "ErrorRate":
-        edits_N, lengths_N = np.array(edits, dtype=np.int64), np.array(lengths, dtype=np.int64)
-        draws_RN = np.random.default_rng(0).integers(0, len(edits_N), (RESAMPLES, len(edits_N)))
-        rates_R: npt.NDArray[np.float64] = edits_N[draws_RN].sum(1) / np.maximum(1, lengths_N[draws_RN].sum(1))
-        low, high = np.percentile(rates_R, INTERVAL).tolist()
-        return cls(float(edits_N.sum() / max(1, lengths_N.sum())), low, high)
-
-
-def error_rates(transcripts: Sequence[ReadClip]) -> dict[str, ErrorRate]:
-    """Returns the error rates of characters (cer) and of words (wer)."""
-    from rapidfuzz.distance import Levenshtein
-
-    rates = {}
-    for name, parts in (("cer", list), ("wer", str.split)):
-        pairs = [(parts(one.reference), parts(one.read)) for one in transcripts]
-        edits = [Levenshtein.distance(reference, read) for reference, read in pairs]
-        rates[name] = ErrorRate.of(edits, [len(reference) for reference, _ in pairs])
-    return rates
 
 
 def transcribe_clips(
@@ -131,12 +100,10 @@ class HeldOutSpeech:
 
     def evaluate(self, model: Any, device: torch.device, *, normalizes: bool) -> Report:
         made = self._transcribe(model, self.clips, device, normalizes)
-        rates = error_rates(made)
+        rates = error_rates([(clip.reference, clip.read) for clip in made])
         blank_share = sum(one.blank_share for one in made) / len(made)
-        scalars = {"score": 1 - rates[self.best_by].value, "blank_share": blank_share}
-        for name, rate in rates.items():
-            scalars |= {name: rate.value, f"{name}_low": rate.low, f"{name}_high": rate.high}
-        words = self.diagnosis.of(self.step, blank_share, rates["cer"].value) if self.step else ""
+        scalars = {"score": 1 - rates[self.best_by], "blank_share": blank_share, **rates}
+        words = self.diagnosis.of(self.step, blank_share, rates["cer"]) if self.step else ""
         if words:
             log.warning("step %d: %s", self.step, words)
         return Report(scalars=scalars, headline=("cer", "wer"))

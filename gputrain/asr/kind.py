@@ -12,8 +12,8 @@ from gputrain.kinds import (
     CommandOutput,
     DemoSteps,
     EvaluateCommand,
+    Exported,
     Exporter,
-    ExportReport,
     HubCard,
     ModelKind,
     OwnCommand,
@@ -52,7 +52,7 @@ def evaluate(settings: Any, **shared: Any) -> Any:
     )
 
 
-def export_recogniser(settings: Any, progress: ReportProgress, *, format: str) -> ExportReport:
+def export_recogniser(settings: Any, progress: ReportProgress, *, format: str) -> Exported:
     import torch
 
     from gputrain.asr import export
@@ -61,12 +61,10 @@ def export_recogniser(settings: Any, progress: ReportProgress, *, format: str) -
     recogniser = load_recogniser(settings.model, torch.device("cpu"))
     shared: dict[str, Any] = {"data_path": settings.data_path, "progress": progress}
     if format == "transformers":
-        written = export.export_transformers(recogniser, settings.output_dir, **shared)
-    elif format == "onnx":
-        written = export.export_onnx(recogniser, settings.output_dir, settings.name or "recogniser", **shared)
-    else:
-        written = export.export_sherpa(recogniser, settings.output_dir, **shared)
-    return written.figures, written.notes
+        return export.export_transformers(recogniser, settings.output_dir, **shared)
+    if format == "onnx":
+        return export.export_onnx(recogniser, settings.output_dir, settings.name or "recogniser", **shared)
+    return export.export_sherpa(recogniser, settings.output_dir, **shared)
 
 
 def transcribe(settings: Transcribe, output: CommandOutput) -> None:

@@ -95,9 +95,7 @@ def load_recogniser(path: Path, device: torch.device) -> Recogniser:
 
 def load_run(path: Path) -> Recogniser:
     """Loads the recogniser of a run or checkpoint on the CPU: its moving average if it has one, adapters merged."""
-    found = checkpoint.find(str(path), path, kind="asr")
-    assert found is not None  # only `auto` may find nothing
-    source, content = found
+    source, content = checkpoint.find_named(path, "asr")
     facts = content["facts"]
     try:
         architecture, rate, normalizes = facts["architecture"], int(facts["sampling_rate"]), bool(facts["normalizes"])

@@ -14,17 +14,18 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
-from gputrain.asr import subtitles
 from gputrain.asr.config import LanguageModelOptions, Transcribe, TranscriptFormat
-from gputrain.asr.decode import BeamDecoder, BeamOptions, CtcDecoder, GreedyDecoder, TimedWord, words_of
+from gputrain.asr.decode import BeamDecoder, BeamOptions, CtcDecoder, GreedyDecoder, words_of
 from gputrain.asr.load import Recogniser, load_recogniser
 from gputrain.asr.long_audio import ChunkLengths, blocks_of_file, log_prob_pieces, moments_of
 from gputrain.asr.ngram import LM_HINT, NgramModel, estimate_ngrams, read_arpa, read_sentences
 from gputrain.audio.io import HOW_TO_CONVERT
 from gputrain.audio.prepare import scan_recordings
 from gputrain.engine.data import HELD_OUT_SHARE, Progress, silent, split, writing
+from gputrain.engine.preparation import RefusedItem
 from gputrain.errors import UserError
 from gputrain.hw.runtime import runtime_on
+from gputrain.speech import subtitles
 from gputrain.speech.frames import FIELD, STRIDE
 from gputrain.speech.store import SpeechStore
 from gputrain.speech.text.vocabulary import Vocabulary
@@ -38,19 +39,12 @@ MakeDecoder = Callable[[], CtcDecoder]
 class Transcript:
     path: str
     text: str
-    words: list[TimedWord]
+    words: list[subtitles.TimedWord]
     seconds: float  # length of the recording
 
     def to_json(self) -> dict[str, object]:
         rounded = [{"word": one.word, "start": round(one.start, 3), "end": round(one.end, 3)} for one in self.words]
         return {"path": self.path, "text": self.text, "words": rounded}
-
-
-@dataclass(frozen=True)
-class UnreadRecording:
-    path: str
-    reason: str
-    detail: str
 
 
 @dataclass
@@ -60,7 +54,7 @@ class Transcribed:
     files: list[Path] = field(default_factory=list)
     recordings: int = 0
     words: int = 0
-    refused: list[UnreadRecording] = field(default_factory=list)
+    refused: list[RefusedItem] = field(default_factory=list)
     sound_seconds: float = 0.0
     computing_seconds: float = 0.0
 
@@ -104,7 +98,7 @@ def transcribe_files(
                 if not settings.input.is_dir():
                     raise
                 log.warning("%s; left out", error.message)
-                done.refused.append(UnreadRecording(str(path), "unreadable", error.message.removeprefix(f"{path}: ")))
+                done.refused.append(RefusedItem(str(path), "unreadable", error.message.removeprefix(f"{path}: ")))
             else:
                 done.recordings += 1
                 done.words += len(transcript.words)

@@ -1,48 +1,34 @@
-"""Parts of an export that models share: writing a folder at once, and importing the packages of ONNX."""
+"""Parts of an export that models of sound share: names, comparisons, and the packages of ONNX."""
 
 import copy
 import importlib
 import math
-import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from gputrain.engine.data import writing
 from gputrain.errors import UserError
+from gputrain.kinds import Exported
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 LARGEST_DIFFERENCE = 1e-4  # Tolerance between two libraries for waves in [-1, 1]: 80 dB below full scale.
 
 
-@dataclass(frozen=True)
-class Exported:
-    files: list[Path]
-    largest_difference: float  # Largest difference of a sample in [-1, 1] between the model and the exported files.
-    notes: list[str]  # Advice for users of the files.
-
-    def shown(self, source: str) -> dict[str, Any]:
-        """Returns the figures to show of the export of a model that was read from `source`."""
-        names = ", ".join(file.name for file in self.files)
-        return {"of": source, "files": names, "largest difference of a sample": self.largest_difference}
+def check_file_name(name: str, example: str) -> None:
+    """Raises UserError if a name is not that of a file, without folders."""
+    if not name or Path(name).name != name:
+        raise UserError(f"{name!r} is not a file name", hint=f"give a name without folders, such as {example}")
 
 
-@contextmanager
-def written_aside(folder: Path) -> Iterator[Path]:
-    """Yields a temporary folder whose files are moved to `folder` when the block is left without an error."""
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=folder, prefix=".partial-") as name:
-            yield Path(name)
-            for path in sorted(Path(name).iterdir()):
-                os.replace(path, folder / path.name)
+def exported(files: list[Path], source: str, compared: str, difference: float, notes: list[str]) -> Exported:
+    """Returns the export of the model at `source`, whose outputs differ at most by so much from those of the files;
+    `compared` says of what, such as a sample in [-1, 1]."""
+    names = ", ".join(path.name for path in files)
+    figures: dict[str, object] = {"of": source, "files": names, f"largest difference of a {compared}": difference}
+    return Exported(files, figures, notes)
 
 
 def cpu_copy(model: ModuleT) -> ModuleT:

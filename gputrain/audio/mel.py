@@ -34,6 +34,12 @@ def log_mel(wave_BT: Tensor, mel: Mel, *, key_shift: float = 0.0) -> Tensor:
     return to_log_mel(magnitudes(wave_BT, mel, key_shift=key_shift), mel)
 
 
+def mel_decades(wave_T: Tensor, mel: Mel) -> Tensor:
+    """Returns the mel magnitudes (M, F) of a wave as powers of ten, on the CPU, for a picture."""
+    with torch.no_grad():
+        return log_mel(wave_T[None].float().cpu(), mel)[0] / math.log(10)
+
+
 def to_log_mel(magnitude_BNF: Tensor, mel: Mel) -> Tensor:
     """Returns the log-mel of the magnitudes that `magnitudes` returns."""
     with torch.autocast(magnitude_BNF.device.type, enabled=False):

@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,8 +19,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gputrain.bench import chart
+from gputrain.engine.drawing import (
+    FAINT,
+    INK,
+    Drawing,
+    Label,
+    Rectangle,
+    cut_text,
+    font,
+    format_number,
+    wrap_text,
+)
 from gputrain.errors import UserError, first_line
+from gputrain.hw.child_process import describe_exit
 
 ROW = "--row"  # Argument of the child that precedes the settings of its row, in JSON.
 Settings = dict[str, Any]
@@ -100,11 +110,9 @@ def _last_output(output: bytes | None) -> str:
 
 
 def _ending(code: int) -> str:
-    if code >= 0:
-        return f"the process ended with code {code}"
     if code == -9:
         return "the process was killed, as the system does when memory runs out"
-    return f"the process died of {signal.Signals(-code).name}"
+    return f"the process ended with {describe_exit(code)}"
 
 
 def answer(measure: Callable[[Settings], dict[str, Any]]) -> bool:
@@ -134,7 +142,7 @@ def answer(measure: Callable[[Settings], dict[str, Any]]) -> bool:
         if not is_out_of_memory(error):
             raise
         answered["reason"] = f"out of memory: {first_line(error)}"
-    from gputrain.hw.facts import machine_facts
+    from gputrain.hw.probe import machine_facts
 
     answered |= {"notes": notes.lines, "machine": machine_facts(settings["device"])}
     print(json.dumps(answered), flush=True)
@@ -200,7 +208,7 @@ class BenchReport:
 class BenchColumn:
     head: str
     key: str
-    form: Callable[[Any], str] = chart.number
+    form: Callable[[Any], str] = format_number
 
     def show(self, figures: dict[str, Any]) -> str:
         return self.form(figures[self.key]) if self.key in figures else "-"
@@ -258,13 +266,13 @@ def write_files(report: BenchReport, folder: Path, name: str) -> list[Path]:
     picture = table.with_suffix(".png")
     write_json(table, report.to_json())
     keys = {f"{report.unit} a second": "items_per_second", "peak memory, GB": "peak_gb"}
-    chart.draw(
+    bar_chart(
         report.title,
         f"{report.device}; torch {report.machine.get('torch', 'unknown')}",
         [result.label for result in report.results],
-        [chart.Bars(head, [result.figures.get(key) for result in report.results]) for head, key in keys.items()],
+        [BarGroup(head, [result.figures.get(key) for result in report.results]) for head, key in keys.items()],
         [result.reason for result in report.results],
-    ).save(picture)
+    ).image().save(picture)
     return [table, picture]
 
 
@@ -275,3 +283,60 @@ def result_path(folder: Path, name: str, device: str) -> Path:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------------------------------ chart
+
+# Sizes are in pixels.
+WIDTH, MARGIN, ROW_HEIGHT, BAR_HEIGHT = 1200, 40, 44, 26
+GAP = 28  # between labels and bars, and between groups
+TITLE_SIZE, TEXT_SIZE = 26, 19
+COLOURS = ("#2f6f9f", "#c98a2b")  # One for each group of bars.
+
+
+@dataclass(frozen=True)
+class BarGroup:
+    """A group of bars: its head and a value for each row; None: no bar."""
+
+    head: str
+    values: Sequence[float | None]
+
+
+def bar_chart(
+    title: str, subtitle: str, labels: Sequence[str], groups: Sequence[BarGroup], notes: Sequence[str]
+) -> Drawing:
+    """Returns a chart of one or two groups over the same rows. A row's note, if it has one, replaces its bars."""
+    text = font(TEXT_SIZE)
+    heading: list[Label] = []
+    y = float(MARGIN)
+    for words, size, colour in ((title, TITLE_SIZE, INK), (subtitle, TEXT_SIZE, FAINT)):
+        line_height = 1.75 * size
+        for line in wrap_text(words, font(size), WIDTH - 2 * MARGIN):
+            heading.append(Label(MARGIN, y + line_height / 2, line, colour, size))
+            y += line_height
+    top = round(y) + GAP
+    drawing = Drawing(WIDTH, top + ROW_HEIGHT * (len(labels) + 1) + MARGIN, shapes=[*heading])
+    left = MARGIN + int(max(text.getlength(label) for label in labels)) + GAP
+    head, *middles = (top + ROW_HEIGHT * row + ROW_HEIGHT // 2 for row in range(len(labels) + 1))
+    drawing.shapes += [Label(MARGIN, y, label, INK, TEXT_SIZE) for label, y in zip(labels, middles, strict=True)]
+    room = (WIDTH - MARGIN - left - GAP * (len(groups) - 1)) // len(groups)
+    for index, (group, colour) in enumerate(zip(groups, COLOURS, strict=False)):
+        at = left + index * (room + GAP)
+        drawing.shapes.append(Label(at, head, cut_text(group.head, text, room), FAINT, TEXT_SIZE))
+        _add_bars(drawing, group, at, room, middles, colour)
+    for note, y in zip(notes, middles, strict=True):
+        if note:
+            drawing.shapes.append(Label(left, y, cut_text(note, text, WIDTH - MARGIN - left), FAINT, TEXT_SIZE))
+    return drawing
+
+
+def _add_bars(drawing: Drawing, group: BarGroup, left: int, room: int, middles: Sequence[int], colour: str) -> None:
+    """Adds a bar for each row, with its value at its end; the longest bar and its value fill `room` pixels."""
+    texts = ["" if value is None else format_number(value) for value in group.values]
+    longest = room - int(max(font(TEXT_SIZE).getlength(text) for text in texts)) - 10
+    largest = max((value for value in group.values if value is not None), default=0.0)
+    for value, text, y in zip(group.values, texts, middles, strict=True):
+        if value is not None:
+            length = max(1, round(longest * value / largest)) if largest else 1
+            drawing.shapes.append(Rectangle(left, y - BAR_HEIGHT // 2, length, BAR_HEIGHT, colour))
+            drawing.shapes.append(Label(left + length + 10, y, text, INK, TEXT_SIZE))

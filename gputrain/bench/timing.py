@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gputrain.hw.runtime import Runtime, memory_gb
+from gputrain.hw.runtime import Runtime, memory_gb, synchronize
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Laps:
         """Returns the seconds of each lap. Waits for the device."""
         if self.device.type != "cuda":
             return _differences(self.marks)
-        torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return [a.elapsed_time(b) / 1e3 for a, b in pairwise(self.marks)]
 
     def cpu_seconds(self) -> list[float]:
@@ -72,11 +72,6 @@ def time_steps(step: Callable[[], object], device: torch.device, *, warmup: int,
     if laps.cpu_seconds():
         figures["cpu_seconds_per_step"] = statistics.median(laps.cpu_seconds())
     return figures | {name.removeprefix("memory/"): value for name, value in memory_gb(device).items()}
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def rates(seconds: float, items: int, flops: float, runtime: Runtime) -> dict[str, float]:

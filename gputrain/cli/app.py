@@ -11,9 +11,7 @@ import typer
 from gputrain import __version__
 from gputrain.bench.options import BenchSettings
 from gputrain.cli import kind_commands, tables, ui
-from gputrain.cli.completion import complete_at_the_first_tab
-from gputrain.cli.help_pages import WIDEST, GroupPage
-from gputrain.cli.options import add_command, command
+from gputrain.cli.options import WIDEST, GroupPage, add_command, command, complete_at_the_first_tab
 from gputrain.cli.settings import (
     DemoSettings,
     EvaluateSettings,
@@ -242,14 +240,14 @@ def export(settings: ExportSettings) -> None:
     kind = kind_of(settings.model)
     write = kind.exporters[kind_commands.format_of(settings, kind)].write
     with ui.TerminalBar("exporting") as bar:
-        figures, hints = write(settings, bar.update)
-    ui.print_figures(f"Exported {settings.output_dir}", figures)
-    for hint in hints:
-        ui.out.print(hint, markup=False, soft_wrap=True)
+        exported = write(settings, bar.update)
+    ui.print_figures(f"Exported {settings.output_dir}", exported.figures)
+    for note in exported.notes:
+        ui.out.print(note, markup=False, soft_wrap=True)
     if repo := settings.push_to_hub:
         from gputrain.cli.publish import model_card, push_to_hub
 
-        card = model_card(repo, kind, settings.model, figures, hints)
+        card = model_card(repo, kind, settings.model, exported.figures, exported.notes)
         with ui.err.status(f"uploading to {repo}"):
             address = push_to_hub(repo, settings.output_dir, card, private=settings.private)
         ui.out.print(ui.escape(f"Uploaded to {address}"), soft_wrap=True)

@@ -4,16 +4,17 @@ A value is checked in the same way whether a flag or a file gives it. A flag bea
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 import typer
+from typer import _completion_shared
+from typer.core import TyperCommand, TyperGroup
 
 from gputrain import config
 from gputrain.bench.options import BenchSettings, MeasuredFile
-from gputrain.cli.help_pages import WIDEST, CommandPage
 from gputrain.config import Leaf
 from gputrain.errors import Stopped, UserError
 from gputrain.kinds import Translate, without_kind
@@ -21,6 +22,45 @@ from gputrain.kinds import Translate, without_kind
 T = TypeVar("T")
 LIST_ITEMS = {int: "N", float: "N", Path: "PATH"}  # What help pages call an item of a list.
 FILES = "gputrain.files"  # Key of the files of a benchmark in click's context.
+
+
+WIDEST = 120  # Columns of a help page on a wider terminal.
+
+
+class CommandPage(TyperCommand):
+    """A command whose help page lists the options of each panel below its title, without a table: an option's name is
+    never cut, however narrow the terminal is, and brackets stay."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        write_panels(ctx, formatter, self.get_params(ctx))
+
+
+class GroupPage(TyperGroup):
+    """A group of commands whose help page lists the commands of each panel below its title."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        write_panels(ctx, formatter, self.get_params(ctx))
+        commands: dict[str, list[tuple[str, str]]] = {}
+        for name in self.list_commands(ctx):
+            command: Any = self.get_command(ctx, name)
+            text = (command.help or "").split("\n\n")[0].replace("\n", " ")
+            commands.setdefault(getattr(command, "rich_help_panel", None) or "Commands", []).append((name, text))
+        for panel, rows in commands.items():
+            with formatter.section(panel):
+                formatter.write_dl(rows)
+
+
+def write_panels(ctx: Any, formatter: Any, parameters: Iterable[Any]) -> None:
+    """Write the options of each panel, in the order of the panels' first options; those of no panel come first."""
+    panels: dict[str, list[tuple[str, str]]] = {"Options": []}
+    for parameter in parameters:
+        record = parameter.get_help_record(ctx)
+        if record:
+            panels.setdefault(getattr(parameter, "rich_help_panel", None) or "Options", []).append(record)
+    for panel, rows in panels.items():
+        if rows:
+            with formatter.section(panel):
+                formatter.write_dl(rows, col_max=28)
 
 
 def command(
@@ -238,3 +278,14 @@ def read_defaults(path: Path, settings: type, translate: Translate | None = None
     """
     content = without_kind(settings, config.read_file(path), str(path))
     return config.checked(settings, translate(content, path) if translate else content, str(path))
+
+
+# zsh runs the installed script when Tab is pressed first. Typer's only registers the function for the next Tab.
+CALL_IT = '[[ $zsh_eval_context[-1] == loadautofunc ]] && %(complete_func)s "$@"\n'
+
+
+def complete_at_the_first_tab() -> None:
+    """Let the script of --install-completion and --show-completion for zsh also complete when it is loaded."""
+    scripts: dict[str, str] = getattr(_completion_shared, "_completion_scripts", {})  # Another typer may have none.
+    if "zsh" in scripts and CALL_IT not in scripts["zsh"]:
+        scripts["zsh"] = f"{scripts['zsh'].rstrip()}\n{CALL_IT}"

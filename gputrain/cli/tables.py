@@ -11,7 +11,7 @@ from gputrain.cli.ui import err, escape, one_line, out
 if TYPE_CHECKING:
     from gputrain.bench.runner import BenchReport
     from gputrain.engine.preparation import RefusedItem
-    from gputrain.hw.doctor.host_rules import Check
+    from gputrain.hw.doctor.rules import Check
     from gputrain.hw.plan import Plan
     from gputrain.planner.model_planner import CardPlan
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from gputrain.engine.stop import COMMAND_CLOCK, duration, interrupt_at_signals, leave_at_signals
+from gputrain.engine.stop import COMMAND_CLOCK, format_duration, interrupt_at_signals, leave_at_signals
 from gputrain.errors import Stopped, UserError, missing_package
 from gputrain.hw.ranks import Ranks
 
@@ -201,12 +201,12 @@ class TerminalBar:
     def times(self) -> str:
         """Return the time that has passed, and the time that is left once it can be told."""
         now, total = self.clock(), self.progress.tasks[0].total
-        passed = duration(now - self.began)
+        passed = format_duration(now - self.began)
         if self.first is None or total is None or self.latest[1] <= self.first[1]:
             return passed
         (first, before), (latest, done) = self.first, self.latest
         left = (latest - first) / (done - before) * (total - done) - (now - latest)
-        return f"{passed}, {duration(max(0.0, left))} left"
+        return f"{passed}, {format_duration(max(0.0, left))} left"
 
 
 class BarTimes(ProgressColumn):

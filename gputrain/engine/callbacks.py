@@ -32,9 +32,8 @@ from gputrain.engine.schedule import RunProgress, Saving, StepSchedule, every
 from gputrain.engine.state import TrainState
 from gputrain.engine.stop import COMMAND_CLOCK, REPORT_SECONDS, Deadline, StopRequested
 from gputrain.errors import Stopped, UserError, first_line
-from gputrain.hw.facts import machine_facts
 from gputrain.hw.monitor import Monitor, Pressure
-from gputrain.hw.probe import usable_cores
+from gputrain.hw.probe import machine_facts, usable_cores
 from gputrain.hw.runtime import (
     is_out_of_memory,
     library_failure,

@@ -31,14 +31,16 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard
+from typing import Any, BinaryIO, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from gputrain.config import assemble, without_retired
 from gputrain.errors import UserError
 from gputrain.kinds import present_name
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 LAST, PREVIOUS, BEST = "checkpoint_last.pt", "checkpoint_previous.pt", "checkpoint_best.pt"
@@ -248,28 +250,40 @@ def in_order(folder: Path) -> list[Path]:
 
 
 def find(resume_from: str, folder: Path, kind: str) -> tuple[Path, Content] | None:
-    """Returns the checkpoint that `--resume-from` names: a file, a run folder, or `auto`, which may find nothing.
+    """Returns the checkpoint that `--resume-from` names: a file, a run folder, or `auto`, which may find nothing."""
+    if resume_from != "auto":
+        return find_named(Path(resume_from), kind)
+    choices = in_order(folder)
+    return _first_intact(choices, kind) if choices else None
+
+
+def find_named(path: Path, kind: str) -> tuple[Path, Content]:
+    """Returns the checkpoint at `path`: a file or a run folder. Raises UserError if there is none of this kind.
 
     A damaged one is replaced by the next one of its folder (`in_order`), with a warning.
     """
-    automatic = resume_from == "auto"
-    named = folder if automatic else Path(resume_from)
-    if not automatic and not (named.is_file() or named.is_dir()):  # Reading a FIFO or a device might never end.
-        raise UserError(f"{named}: no such checkpoint", hint=_nearby(named))
-    if automatic or named.is_dir():
-        choices = in_order(named)
-    else:
-        choices = [named, *(path for path in in_order(named.parent) if path.name != named.name)]
-    if not choices and not automatic:
-        raise UserError(f"{named}: holds no checkpoint", hint="name a run folder, or a checkpoint in it")
+    if not (path.is_file() or path.is_dir()):  # Reading a FIFO or a device might never end.
+        raise UserError(f"{path}: no such checkpoint", hint=_nearby(path))
+    if path.is_file():
+        return _first_intact([path, *(other for other in in_order(path.parent) if other.name != path.name)], kind)
+    choices = in_order(path)
     if not choices:
-        return None
+        raise UserError(f"{path}: holds no checkpoint", hint="name a run folder, or a checkpoint in it")
+    return _first_intact(choices, kind)
+
+
+def _first_intact(choices: Sequence[Path], kind: str) -> tuple[Path, Content]:
     for path, fallback in pairwise(choices):
         try:
             return path, read(path, kind)
         except Damaged as error:
             log.warning("%s; resuming from %s instead", error.message, fallback.name)
     return choices[-1], read(choices[-1], kind)
+
+
+def saved_settings(settings: type[T], content: Content, source: Path) -> T:
+    """Returns the settings of the training that wrote a checkpoint. Raises UserError if they are damaged."""
+    return assemble(settings, without_retired(settings, content["config"]), source=str(source))
 
 
 def readable(folder: Path, kind: str) -> Iterator[Content]:

@@ -18,6 +18,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -342,6 +343,22 @@ def writing(path: Path) -> Iterator[None]:
         raise UserError(
             f"{path}: cannot be written ({error.strerror or error})", hint="free some space, or choose another folder"
         ) from None
+
+
+@contextmanager
+def written_aside(folder: Path) -> Iterator[Path]:
+    """Yields a temporary folder whose files are moved to `folder` when the block is left without an error, each one
+    complete on the disk. Raises UserError if the folder cannot be written."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder, prefix=".partial-") as name:
+            yield Path(name)
+            paths = sorted(Path(name).iterdir())
+            for path in paths:
+                with path.open("rb+") as file:
+                    os.fsync(file.fileno())
+            for path in paths:
+                os.replace(path, folder / path.name)
 
 
 # ------------------------------------------------------------------------------------------------- progress and digests

@@ -39,9 +39,9 @@ from gputrain.engine.distributed import RankGroup
 from gputrain.engine.run_folder import write_text
 from gputrain.engine.samples import Report, Sheet, SoundSample
 from gputrain.engine.schedule import TrackerName
-from gputrain.engine.stop import duration
+from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError
-from gputrain.hw.runtime import Runtime
+from gputrain.hw.runtime import Runtime, synchronize
 
 log = logging.getLogger(__name__)
 
@@ -187,8 +187,7 @@ class Metrics:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude the time of the block, such as sampling, from the speed of the steps."""
-        if self.runtime.device.type == "cuda":  # Earlier steps may still be running.
-            torch.cuda.synchronize(self.runtime.device)
+        synchronize(self.runtime.device)  # Earlier steps may still be running.
         began = time.monotonic()
         try:
             yield
@@ -264,7 +263,7 @@ class Metrics:
         losses += f" | {self.headline}" if self.headline else ""
         line = f"epoch {epoch} | {losses} | {rate} | {memory} | data {100 * values['data/wait_share']:.0f} %"
         self.bar.last_line = line
-        left = duration(self.pace.seconds_left(self.last_step, values["speed/seconds_per_step"])) + " left"
+        left = format_duration(self.pace.seconds_left(self.last_step, values["speed/seconds_per_step"])) + " left"
         self.bar.update(self.task, completed=step, description=f"step {step}/{self.last_step}", left=left)
         if not self.console.is_terminal:
             self.console.print(f"step {step}/{self.last_step} | {line} | {left}", soft_wrap=True)
@@ -366,7 +365,7 @@ class TimeLeft(ProgressColumn):
     """The time that is left. Before that is known, it shows the time that has passed, so that something moves."""
 
     def render(self, task: Task) -> Text:
-        return Text(task.fields["left"] or duration(task.elapsed or 0.0))
+        return Text(task.fields["left"] or format_duration(task.elapsed or 0.0))
 
 
 class Bar(Progress):

@@ -5,17 +5,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 from torch import Tensor
 
-Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
-
-INK, FAINT, PAPER = "#1b1f24", "#6b7280", "#ffffff"
-FONTS = ("DejaVuSans.ttf", "arial.ttf", "Arial.ttf")  # System fonts; Pillow's own has only Latin letters.
+from gputrain.engine.drawing import Drawing, Inset, Label, cut_text, font
 
 # Sizes are in pixels.
-TITLE_SIZE, TEXT_SIZE = 14, 12
-TITLE_LINE, TEXT_LINE = 24, 17
+TITLE_SIZE, CAPTION_SIZE = 14, 12
+TITLE_LINE, CAPTION_LINE = 24, 17
 GAP = 6
 NARROWEST = 84  # Room for the caption of a small picture.
 LEAST_WIDTH = 420  # Room for a title.
@@ -48,51 +45,31 @@ class Sheet:
     def draw(self, title: str = "") -> DrawnSheet:
         """Returns the sheet with `title` before its own title, such as "step 500"."""
         title = " · ".join(filter(None, (title, self.title)))
-        text = font(TEXT_SIZE)
-        left = GAP + max((round(text.getlength(head)) + GAP for head in self.heads if head), default=0)
+        left = GAP + max((round(font(CAPTION_SIZE).getlength(head)) + GAP for head in self.heads if head), default=0)
         columns = zip(*self.rows, strict=True)
         widths = [max(NARROWEST, *(cell.picture_HW3.shape[1] for cell in column)) for column in columns]
         heights = [max((cell.picture_HW3.shape[0] for cell in row), default=0) for row in self.rows]
         captions = [any(cell.caption for cell in row) for row in self.rows]
-        height = sum(heights) + sum(TEXT_LINE if one else GAP for one in captions) + (TITLE_LINE if title else GAP)
+        height = sum(heights) + sum(CAPTION_LINE if has else GAP for has in captions) + (TITLE_LINE if title else GAP)
         width = max(left + sum(widths) + GAP * len(widths), LEAST_WIDTH if title else 0)
-        canvas = Image.new("RGB", (width, height), PAPER)
-        pen = ImageDraw.Draw(canvas)
-        pen.text((GAP, TITLE_LINE // 2), cut(title, font(TITLE_SIZE), width - 2 * GAP), INK, font(TITLE_SIZE), "lm")
+        drawing = Drawing(width, height)
+        shown = cut_text(title, font(TITLE_SIZE), width - 2 * GAP)
+        drawing.shapes.append(Label(GAP, TITLE_LINE // 2, shown, size=TITLE_SIZE))
         top, parts = TITLE_LINE if title else GAP, []
         for head, row, tallest, has_captions in zip(self.heads, self.rows, heights, captions, strict=True):
-            pen.text((GAP, top + tallest / 2), head, INK, text, "lm")
+            drawing.shapes.append(Label(GAP, top + tallest / 2, head, size=CAPTION_SIZE))
             at, boxes = left, []
             for cell, room in zip(row, widths, strict=True):
                 picture = Image.fromarray(np.ascontiguousarray(cell.picture_HW3.cpu().numpy()))
-                canvas.paste(picture, (at, top))
-                pen.text((at, top + tallest + TEXT_LINE / 2), cut(cell.caption, text, room), INK, text, "lm")
+                drawing.shapes.append(Inset(at, top, picture))
+                caption = cut_text(cell.caption, font(CAPTION_SIZE), room)
+                drawing.shapes.append(Label(at, top + tallest + CAPTION_LINE / 2, caption, size=CAPTION_SIZE))
                 box = [at, top, at + picture.width, top + picture.height]
                 boxes.append({"box": box, "caption": cell.caption})
                 at += room + GAP
             parts.append(boxes)
-            top += tallest + (TEXT_LINE if has_captions else GAP)
-        return DrawnSheet(canvas, {"title": self.title, "heads": list(self.heads), "rows": parts})
-
-
-def font(size: int) -> Font:
-    """Returns a font with many scripts if the system has one, otherwise Pillow's own."""
-    for name in FONTS:
-        try:
-            return ImageFont.truetype(name, size)
-        except OSError:
-            continue
-    return ImageFont.load_default(size)
-
-
-def cut(text: str, with_font: Font, room: int) -> str:
-    """Returns the text on one line, or as much of it as fits."""
-    text = " ".join(text.split())
-    if with_font.getlength(text) <= room:
-        return text
-    while text and with_font.getlength(text + "...") > room:
-        text = text[:-1]
-    return text + "..."
+            top += tallest + (CAPTION_LINE if has_captions else GAP)
+        return DrawnSheet(drawing.image(), {"title": self.title, "heads": list(self.heads), "rows": parts})
 
 
 class SoundSample(NamedTuple):

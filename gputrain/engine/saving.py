@@ -27,7 +27,7 @@ from gputrain.engine.schedule import RunProgress
 from gputrain.engine.state import TrainState
 from gputrain.errors import Stopped, UserError
 from gputrain.hw.probe import ram
-from gputrain.hw.runtime import is_out_of_memory, memory_gb
+from gputrain.hw.runtime import is_out_of_memory, memory_gb, synchronize
 
 log = logging.getLogger(__name__)
 
@@ -251,8 +251,7 @@ class HostSnapshot:
         with torch.no_grad():
             for key, tensor in tensors.items():
                 buffers[key].copy_(tensor, non_blocking=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         return dict(map_tensors(content, lambda tensor: buffers[tensor_identity(tensor)]))
 
     def release(self) -> None:

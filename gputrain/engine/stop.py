@@ -194,15 +194,15 @@ def seconds_of(text: str) -> float:
     return seconds
 
 
-def duration(seconds: float) -> str:
-    """Return a duration in its two largest units: "3 d 4 h", "3 h 12 min", "12 min", "40 s"."""
-    minutes = round(seconds / 60)
-    if seconds < 99.5:
-        return f"{seconds:.0f} s"
-    if minutes < 60:
-        return f"{minutes} min"
+def format_duration(seconds: float) -> str:
+    """Returns a duration in its two largest units, from ten minutes on without seconds: "3 d 4 h", "3 h 12 min",
+    "12 min", "1 min 40 s"."""
+    minutes, seconds = divmod(round(seconds) if seconds < 600 else 60 * round(seconds / 60), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"
+    days, hours = divmod(hours, 24)
+    parts = [(days, "d"), (hours, "h"), (minutes, "min"), (seconds, "s")]
+    first = next((index for index, (count, _) in enumerate(parts) if count), 3)
+    return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2] if count) or "0 s"
 
 
 @dataclass

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
-from gputrain.report.metric_names import number, shown_value
+from gputrain.engine.drawing import format_number, svg_element
+from gputrain.report.metric_names import shown_value
 from gputrain.report.records import Points
 
 # Sizes in the units of the drawing, which a screen scales.
@@ -115,45 +116,44 @@ def draw(chart: Chart) -> Markup:
 
 
 def _layer(chart: Chart, axes: Axes, name: str) -> Markup:
-    parts = [f'<g class="{name}">']
+    across, upright = {"x1": LEFT, "x2": WIDTH - RIGHT}, {"y1": TOP, "y2": HEIGHT - BOTTOM}
+    parts: list[Markup] = []
     for value in axes.ticks:
         y = axes.y(value)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        shown = escape(tick_label(100 * value if chart.unit == "%" else value))
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{shown}</text>')
+        parts.append(svg_element("line", class_="grid", **across, y1=y, y2=y))
+        shown = tick_label(100 * value if chart.unit == "%" else value)
+        parts.append(svg_element("text", shown, x=LEFT - 6, y=y + 4, text_anchor="end"))
     for step in step_ticks(axes.reach):
         anchor = "end" if axes.x(step) > WIDTH - RIGHT - 24 else "middle"
-        parts.append(f'<text x="{axes.x(step):.1f}" y="{HEIGHT - 10}" text-anchor="{anchor}">{_step(step)}</text>')
+        parts.append(svg_element("text", _step(step), x=axes.x(step), y=HEIGHT - 10, text_anchor=anchor))
     for step in chart.marks:
-        x = f"{axes.x(step):.1f}"
-        parts.append(f'<line class="mark" x1="{x}" x2="{x}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
+        parts.append(svg_element("line", class_="mark", x1=axes.x(step), x2=axes.x(step), **upright))
     for label, level in chart.levels:
         y = axes.y(level)
-        parts.append(f'<line class="level" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(
-            f'<text class="level" x="{WIDTH - RIGHT - 2}" y="{y - 4:.1f}" text-anchor="end">{escape(label)}</text>'
-        )
-    for curve in chart.curves:
-        parts.append(_curve(curve, axes))
-    return Markup("".join([*parts, "</g>"]))
+        parts.append(svg_element("line", class_="level", **across, y1=y, y2=y))
+        parts.append(svg_element("text", label, class_="level", x=WIDTH - RIGHT - 2, y=y - 4, text_anchor="end"))
+    parts += [_curve(curve, axes) for curve in chart.curves]
+    return svg_element("g", Markup("").join(parts), class_=name)
 
 
 def tick_label(value: float) -> str:
-    """Returns all digits of a round value: 0.9375, 12.5; large and tiny ones as `number` does."""
-    return f"{value:.10g}" if value == 0 or 1e-3 <= abs(value) < 1000 else number(value)
+    """Returns all digits of a round value: 0.9375, 12.5; large and tiny ones as `format_number` does."""
+    return f"{value:.10g}" if value == 0 or 1e-3 <= abs(value) < 1000 else format_number(value)
 
 
-def _curve(curve: Curve, axes: Axes) -> str:
+def _curve(curve: Curve, axes: Axes) -> Markup:
     style = f"run r{curve.run} c{curve.run % COLOURS}" + (" dashed" if curve.run >= COLOURS else "")
     if curve.is_training:
-        return f'<g class="{style} training"><path d="{_path(thinned(smoothed(curve.points)), axes)}"/></g>'
+        path = svg_element("path", d=_path(thinned(smoothed(curve.points)), axes))
+        return svg_element("g", path, class_=f"{style} training")
     if len(curve.points) <= FEW_POINTS:
-        dots = "".join(
-            f'<circle cx="{axes.x(step):.1f}" cy="{axes.y(value):.1f}" r="2.6"/>' for step, value in curve.points
+        dots = [svg_element("circle", cx=axes.x(step), cy=axes.y(value), r=2.6) for step, value in curve.points]
+        return svg_element(
+            "g", Markup("").join([svg_element("path", d=_path(curve.points, axes)), *dots]), class_=style
         )
-        return f'<g class="{style}"><path d="{_path(curve.points, axes)}"/>{dots}</g>'
-    raw, smooth = _path(extremes(curve.points), axes), _path(thinned(smoothed(curve.points)), axes)
-    return f'<g class="{style}"><path class="raw" d="{raw}"/><path class="smooth" d="{smooth}"/></g>'
+    raw = svg_element("path", class_="raw", d=_path(extremes(curve.points), axes))
+    smooth = svg_element("path", class_="smooth", d=_path(thinned(smoothed(curve.points)), axes))
+    return svg_element("g", raw + smooth, class_=style)
 
 
 def _path(points: Points, axes: Axes) -> str:

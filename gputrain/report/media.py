@@ -6,7 +6,6 @@ SOUND_SECONDS. What does not fit within the limits is left out, and counted.
 
 import base64
 import io
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,9 +17,9 @@ import torch
 from PIL import Image
 
 from gputrain.audio.config import Mel
-from gputrain.audio.mel import log_mel
-from gputrain.audio.pictures import coloured
+from gputrain.audio.mel import mel_decades
 from gputrain.engine.data import to_int16
+from gputrain.engine.drawing import spectrogram_picture
 
 T = TypeVar("T")
 
@@ -135,8 +134,4 @@ def spectrogram(wave_T: torch.Tensor, rate_hz: int) -> Image.Image:
     hop = max(32, len(wave_T) // SPECTROGRAM_FRAMES)
     size = max(size, 1 << (hop - 1).bit_length())
     mel = Mel(rate_hz, SPECTROGRAM_BANDS, hop, size, size, 0, rate_hz / 2)
-    with torch.no_grad():
-        shown_MF = log_mel(wave_T[None].float(), mel)[0] / math.log(10)
-    low, high = DECADES
-    share_MF: torch.Tensor = (shown_MF - low) / (high - low)
-    return Image.fromarray(coloured(share_MF).numpy())
+    return Image.fromarray(spectrogram_picture(mel_decades(wave_T, mel), *DECADES).numpy())

@@ -1,15 +1,11 @@
-"""Draws the parts of a training's memory as stacked bars: as SVG, or by Pillow."""
+"""Draws the parts of a training's memory as stacked bars."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup, escape
-from PIL import Image, ImageDraw
-
-from gputrain.engine.samples import FAINT, INK, PAPER, font
-from gputrain.errors import UserError
+from gputrain.engine.drawing import FAINT, INK, PAPER, TEXT_SIZE, Drawing, Label, Line, Rectangle, font
 
 # Colours of the parts, from the bottom of the memory to its top. They differ in lightness too.
 PART_COLOURS = {
@@ -24,7 +20,7 @@ BUDGET_COLOUR, MEASURED_COLOUR = "#c0392b", "#1e8449"
 FAR = 3.0  # A limit of more than so many times the peak is only named.
 
 # Sizes in pixels.
-WIDTH, MARGIN, ROW, BAR, LEGEND, TEXT = 720, 4, 62, 22, 26, 13
+WIDTH, MARGIN, ROW, BAR, LEGEND = 720, 4, 62, 22, 26
 
 
 @dataclass(frozen=True)
@@ -59,82 +55,40 @@ class MemoryBar:
         return ", ".join(texts)
 
 
-@dataclass
-class Drawing:
-    """Rectangles, lines and texts, to be drawn as SVG or as pixels. A text is placed by the left end of its middle."""
-
-    width: int
-    height: int
-    rectangles: list[tuple[float, float, float, float, str, str]] = field(default_factory=list)  # The last: a title.
-    lines: list[tuple[float, float, float, float, str]] = field(default_factory=list)
-    texts: list[tuple[float, float, str, str]] = field(default_factory=list)
-
-    def svg(self, alt: str, *, ink: str = INK, faint: str = FAINT, paper: str = PAPER) -> Markup:
-        """Returns the drawing as SVG, in these colours of texts and background ("": transparent)."""
-        colours = {INK: ink, FAINT: faint}
-        parts: list[str] = []
-        if paper:
-            parts.append(f'<rect width="{self.width}" height="{self.height}" fill="{paper}"/>')
-        for x, y, width, height, colour, title in self.rectangles:
-            place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
-            parts.append(f'<rect {place} fill="{colour}"><title>{escape(title)}</title></rect>')
-        for x, y, to_x, to_y, colour in self.lines:
-            place = f'x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}"'
-            parts.append(f'<line {place} stroke="{colour}" stroke-width="2"/>')
-        for x, y, text, colour in self.texts:
-            place = f'x="{x:.1f}" y="{y + TEXT / 3:.1f}" font-size="{TEXT}" fill="{colours.get(colour, colour)}"'
-            parts.append(f"<text {place}>{escape(text)}</text>")
-        head = '<svg xmlns="http://www.w3.org/2000/svg" font-family="system-ui, sans-serif"'
-        box = f'viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{escape(alt)}"'
-        return Markup(f"{head} {box}>{''.join(parts)}</svg>")
-
-    def image(self, scale: int = 2) -> Image.Image:
-        """Returns the drawing as a picture, `scale` pixels for each unit."""
-        canvas = Image.new("RGB", (self.width * scale, self.height * scale), PAPER)
-        pen, text_font = ImageDraw.Draw(canvas), font(TEXT * scale)
-        for x, y, width, height, colour, _ in self.rectangles:
-            box = (x * scale, y * scale, (x + width) * scale - 1, (y + height) * scale - 1)
-            if box[2] >= box[0]:
-                pen.rectangle(box, fill=colour)
-        for x, y, to_x, to_y, colour in self.lines:
-            pen.line((x * scale, y * scale, to_x * scale, to_y * scale), fill=colour, width=2 * scale)
-        for x, y, text, colour in self.texts:
-            pen.text((x * scale, y * scale), text, colour, text_font, "lm")
-        return canvas
-
-
 def memory_bars(bars: Sequence[MemoryBar]) -> Drawing:
     """Draws a stacked bar for each training, on a common scale: a red line is the limit, a green one what was
     measured."""
     largest = max(max(bar.total_gb, bar.shown_budget_gb or 0, bar.measured_gb or 0) for bar in bars) or 1.0
     names = list(dict.fromkeys(name for bar in bars for name in bar.parts))
-    made = Drawing(WIDTH, LEGEND + MARGIN + ROW * len(bars))
+    drawing = Drawing(WIDTH, LEGEND + MARGIN + ROW * len(bars))
     at = float(MARGIN)
     legend = [(name, PART_COLOURS.get(name, OTHER_COLOUR)) for name in names]
     legend += [("limit", BUDGET_COLOUR)] if any(bar.shown_budget_gb for bar in bars) else []
     legend += [("measured", MEASURED_COLOUR)] if any(bar.measured_gb is not None for bar in bars) else []
     for name, colour in legend:
-        made.rectangles.append((at, LEGEND / 2 - 5, 10, 10, colour, name))
-        made.texts.append((at + 15, LEGEND / 2, name, FAINT))
-        at += 15 + font(TEXT).getlength(name) + 16
+        drawing.shapes.append(Rectangle(at, LEGEND / 2 - 5, 10, 10, colour, name))
+        drawing.shapes.append(Label(at + 15, LEGEND / 2, name, FAINT))
+        at += 15 + font(TEXT_SIZE).getlength(name) + 16
     room = WIDTH - 2 * MARGIN
     for number, bar in enumerate(bars):
         top = LEGEND + ROW * number
-        made.texts.append((MARGIN, top + 10, f"{bar.label}: {bar.words}" if bar.label else bar.words, INK))
+        words = f"{bar.label}: {bar.words}" if bar.label else bar.words
+        drawing.shapes.append(Label(MARGIN, top + 10, words, INK))
         left = float(MARGIN)
         for name, gb in bar.parts.items():
             width = room * gb / largest
             colour = PART_COLOURS.get(name, OTHER_COLOUR)
-            made.rectangles.append((left, top + 22, width, BAR, colour, f"{name}: {gb:.3g} GB"))
+            drawing.shapes.append(Rectangle(left, top + 22, width, BAR, colour, f"{name}: {gb:.3g} GB"))
             size = f"{gb:.2g}"
-            if font(TEXT).getlength(size) + 8 < width:
-                made.texts.append((left + 4, top + 22 + BAR / 2, size, ON_LIGHT if colour in LIGHT else PAPER))
+            if font(TEXT_SIZE).getlength(size) + 8 < width:
+                ink = ON_LIGHT if colour in LIGHT else PAPER
+                drawing.shapes.append(Label(left + 4, top + 22 + BAR / 2, size, ink))
             left += width
         for value, colour in ((bar.shown_budget_gb, BUDGET_COLOUR), (bar.measured_gb, MEASURED_COLOUR)):
             if value is not None:
                 x = min(MARGIN + room * value / largest, WIDTH - MARGIN)
-                made.lines.append((x, top + 18, x, top + 26 + BAR, colour))
-    return made
+                drawing.shapes.append(Line(x, top + 18, x, top + 26 + BAR, colour))
+    return drawing
 
 
 def bar_of(label: str, plan: Mapping[str, Any]) -> MemoryBar | None:
@@ -161,14 +115,4 @@ def _size(value: object) -> float | None:
 
 def write_memory_chart(bars: Sequence[MemoryBar], path: Path) -> None:
     """Write the bars as a PNG or SVG file. Raises UserError for another ending, or if the file cannot be written."""
-    drawing = memory_bars(bars)
-    alt = "; ".join(f"{bar.label}: {bar.words}" for bar in bars)
-    try:
-        if path.suffix.lower() == ".svg":
-            path.write_text(drawing.svg(alt), encoding="utf-8")
-        elif path.suffix.lower() == ".png":
-            drawing.image().save(path)
-        else:
-            raise UserError(f"{path}: a chart is a .png or .svg file", hint="name the file chart.svg, say")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror or error})", hint="name another file") from None
+    memory_bars(bars).save(path, alt="; ".join(f"{bar.label}: {bar.words}" for bar in bars))

@@ -2,6 +2,8 @@
 
 from typing import Literal, NamedTuple
 
+from gputrain.engine.drawing import format_number
+
 Better = Literal["higher", "lower", ""]
 
 
@@ -79,14 +81,5 @@ def style_of(name: str) -> MetricStyle:
 def shown_value(value: float, unit: str = "") -> str:
     """Returns a value with about three digits and its unit; shares of 1 in percent."""
     if unit == "%":
-        return f"{number(100 * value)} %"
-    return f"{number(value)} {unit}".rstrip()
-
-
-def number(value: float) -> str:
-    """Returns a number with about three significant digits: 0.0123, 1.23, 31.2, 1,234."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 1000:
-        return f"{value:,.0f}" if abs(value) < 1e7 else f"{value:.3g}"
-    return f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.2e}"
+        return f"{format_number(100 * value)} %"
+    return f"{format_number(value)} {unit}".rstrip()

@@ -10,6 +10,7 @@ import jinja2
 from markupsafe import Markup
 
 from gputrain import __version__
+from gputrain.engine.stop import format_duration
 from gputrain.kinds import kinds
 from gputrain.report import memory_chart, next_commands, settings_table
 from gputrain.report.curves import COLOURS, Chart, Curve, draw
@@ -89,8 +90,7 @@ def _view(record: RunRecord, index: int, budget: MediaBudget) -> RunView:
     bar = memory_chart.bar_of("", record.plan)
     memory = Markup("")
     if bar:
-        drawing = memory_chart.memory_bars([bar])
-        memory = drawing.svg(bar.words, ink="currentColor", faint="currentColor", paper="")
+        memory = memory_chart.memory_bars([bar]).svg(bar.words, page_colour="currentColor")
     return RunView(
         record, index, headline_of(record), facts_of(record), memory, sample_section(record, budget),
         settings_table.plan_events(record), settings_table.run_parts(record), next_commands.next_commands(record),
@@ -140,7 +140,7 @@ def facts_of(record: RunRecord) -> list[tuple[str, str]]:
     if epochs := record.series("epoch"):
         facts.append(("epochs", f"{epochs[-1][1]:,.0f}"))
     if record.rows:
-        facts.append(("time", duration(record.seconds)))
+        facts.append(("time", format_duration(record.seconds)))
     for name in record.names:
         if name.startswith("speed/") and name.endswith("_per_second"):
             values = sorted(value for _, value in record.series(name))
@@ -152,16 +152,6 @@ def facts_of(record: RunRecord) -> list[tuple[str, str]]:
         if isinstance(machine, dict) and machine.get("device"):
             facts.append(("device", str(machine["device"])))
     return facts
-
-
-def duration(seconds: float) -> str:
-    """Returns a duration in its two largest units."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    parts = [(days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")]
-    first = next((index for index, (count, _) in enumerate(parts) if count), 3)
-    return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2] if count) or "0 s"
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,8 @@ from gputrain.engine.data import HELD_OUT_SHARE, Sample, Split
 from gputrain.engine.mixture import FolderItems, GivenFolders, Mixture, data_folders, split_folders
 from gputrain.errors import UserError
 from gputrain.hw.ranks import SINGLE, Ranks
+from gputrain.speech.config import POLICIES, SpeechData, SpeechKind
 from gputrain.speech.frames import ENCODER_RATE, STRIDE, encoder_frames
-from gputrain.speech.options import SpeechData
-from gputrain.speech.prepare_config import POLICIES, SpeechKind
 from gputrain.speech.store import SpeechClip, SpeechStore, frame_count, joined
 
 Integers = npt.NDArray[np.int64]

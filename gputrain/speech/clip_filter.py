@@ -11,8 +11,8 @@ from typing import NamedTuple, TypeAlias
 from gputrain.audio.prepare import RefusalReason
 from gputrain.engine.preparation import RefusedItem
 from gputrain.errors import UserError
+from gputrain.speech.config import SpeechPrepareConfig
 from gputrain.speech.frames import encoder_frames
-from gputrain.speech.prepare_config import SpeechPrepareConfig
 from gputrain.speech.store import Recording, SpeechClip, SpeechFormat, frame_count
 from gputrain.speech.text.frontend import LANGUAGES, RESERVED, Frontend, frontend, shortened
 from gputrain.speech.text.language import CHARACTERS

@@ -16,7 +16,7 @@ from gputrain.engine.data import Progress, silent
 from gputrain.engine.preparation import RefusedItem
 from gputrain.errors import UserError
 from gputrain.speech.checker import SentenceTimes, SpeechChecker
-from gputrain.speech.prepare_config import SpeechPrepareConfig
+from gputrain.speech.config import SpeechPrepareConfig
 from gputrain.speech.store import Recording
 from gputrain.speech.text.frontend import shortened
 from gputrain.speech.transcripts import Utterance

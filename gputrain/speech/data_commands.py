@@ -9,7 +9,7 @@ from gputrain.audio.config import Sound
 from gputrain.config import leaves
 from gputrain.errors import UserError
 from gputrain.kinds import DataCommand, DataWork, speech_checker
-from gputrain.speech.prepare_config import LANGUAGE_HINTS, SpeechKind, SpeechOptions
+from gputrain.speech.config import LANGUAGE_HINTS, SpeechKind, SpeechOptions
 
 if TYPE_CHECKING:
     from gputrain.speech.checker import SpeechChecker

@@ -32,8 +32,8 @@ from gputrain.errors import UserError
 from gputrain.speech import text_checks
 from gputrain.speech.checker import SpeechChecker
 from gputrain.speech.clip_filter import Selection, odd_letters, reader_of, select_clips
+from gputrain.speech.config import POLICIES, SpeechKind, SpeechOptions, SpeechPrepareConfig
 from gputrain.speech.cutting import cut_utterances
-from gputrain.speech.prepare_config import POLICIES, SpeechKind, SpeechOptions, SpeechPrepareConfig
 from gputrain.speech.store import Recording, SoundFormat, SpeechWriter, read_wave, stored_kind
 from gputrain.speech.transcripts import TranscriptRules, Transcripts, has_transcripts, read_transcripts
 

@@ -35,8 +35,8 @@ from gputrain.audio.store import (
 )
 from gputrain.engine.data import MANIFEST, read_rows, write_rows, writing
 from gputrain.errors import UserError
+from gputrain.speech.config import SpeechKind
 from gputrain.speech.frames import encoder_frames
-from gputrain.speech.prepare_config import SpeechKind
 from gputrain.speech.text.frontend import RESERVED, Frontend
 from gputrain.speech.text.language import PUNCTUATION
 from gputrain.speech.text.vocabulary import SPECIAL, Vocabulary

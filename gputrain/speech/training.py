@@ -19,7 +19,7 @@ from gputrain.hw.runtime import Runtime
 from gputrain.planner.work import BatchSource, KindWork, TrainingData, TrainSettings
 from gputrain.session import log_runtime
 from gputrain.speech.buckets import Buckets, ClipBatch, ClipSize, Speech, buckets_of, open_speech
-from gputrain.speech.prepare_config import SpeechKind
+from gputrain.speech.config import SpeechKind
 
 S = TypeVar("S", bound=TrainSettings)
 log = logging.getLogger(__name__)

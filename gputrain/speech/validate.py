@@ -29,8 +29,8 @@ from gputrain.speech import text_checks
 from gputrain.speech.buckets import check_kind
 from gputrain.speech.checker import CheckedText, SpeechChecker, check_clips
 from gputrain.speech.clip_filter import odd_letters, select_clips
+from gputrain.speech.config import SpeechKind, SpeechPrepareConfig
 from gputrain.speech.prepare import convert_recording, gather_material, measure_recording, sound_format
-from gputrain.speech.prepare_config import SpeechKind, SpeechPrepareConfig
 from gputrain.speech.store import SOUNDS, Recording, SpeechClip, SpeechFormat, SpeechStore, read_wave
 from gputrain.speech.text.frontend import RESERVED, shortened
 from gputrain.speech.text.vocabulary import Vocabulary

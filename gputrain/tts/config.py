@@ -9,7 +9,7 @@ from gputrain.config import config, opt
 from gputrain.engine.schedule import SEVERAL, STEP_ORDER_HELP, LearningRateSchedule, StepOrder
 from gputrain.errors import UserError
 from gputrain.hw.plan import Cards, DeviceName, Hardware
-from gputrain.speech.options import SpeechData
+from gputrain.speech.config import SpeechData
 from gputrain.speech.text.commands import LEXICON_HELP
 from gputrain.tts.architecture import VoicePreset
 

@@ -16,16 +16,17 @@ from torch import Tensor, nn
 
 from gputrain.audio.export import (
     LARGEST_DIFFERENCE,
-    Exported,
+    check_file_name,
     cpu_copy,
+    exported,
     load_checked_onnx,
     run_onnx,
     wave_difference,
     write_onnx,
-    written_aside,
 )
-from gputrain.engine.data import Progress, StepProgress, silent
+from gputrain.engine.data import Progress, StepProgress, silent, written_aside
 from gputrain.errors import UserError
+from gputrain.kinds import Exported
 from gputrain.tts.export_layers import faster_in_onnxruntime
 from gputrain.tts.load import LoadedVoice
 from gputrain.tts.model import Voice
@@ -77,8 +78,7 @@ def export_piper(
     onnxruntime's wave differs from torch's.
     """
     name = name.removesuffix(".onnx")
-    if not name or Path(name).name != name:
-        raise UserError(f"{name!r} is not a file name", hint="give a name without folders, such as uz_UZ-dilnoza")
+    check_file_name(name, example="uz_UZ-dilnoza")
     locale = locale_of(loaded, language_code)
     voice, steps = cpu_copy(loaded.voice), StepProgress(progress, 1 + len(COMPARED_SYMBOLS))
     with written_aside(folder) as aside:
@@ -90,7 +90,8 @@ def export_piper(
             raise RuntimeError(f"{folder / graph.name}: onnxruntime's wave differs from torch's by {difference:.3g}")
         text = json.dumps(piper_config(loaded, name, locale), indent=2, ensure_ascii=False)
         settings.write_text(text + "\n", encoding="utf-8")
-    return Exported([folder / graph.name, folder / settings.name], difference, notes(loaded, str(folder / name)))
+    files = [folder / graph.name, folder / settings.name]
+    return exported(files, loaded.source, "sample", difference, notes(loaded, str(folder / name)))
 
 
 def locale_of(loaded: LoadedVoice, language_code: str) -> Locale:

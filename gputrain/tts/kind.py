@@ -10,8 +10,8 @@ from gputrain.kinds import (
     CommandOutput,
     DemoSteps,
     EvaluateCommand,
+    Exported,
     Exporter,
-    ExportReport,
     HubCard,
     ModelKind,
     OwnCommand,
@@ -67,17 +67,16 @@ def reader_of(model: Path | None, device: str) -> "SpeechReader | None":
     return partial(recognise, model=model)
 
 
-def export_piper(settings: Any, progress: ReportProgress) -> ExportReport:
+def export_piper(settings: Any, progress: ReportProgress) -> Exported:
     import torch
 
     from gputrain.tts import export
     from gputrain.tts.load import load_voice
 
     voice = load_voice(settings.model, torch.device("cpu"))
-    written = export.export_piper(
+    return export.export_piper(
         voice, settings.output_dir, settings.name or "voice", language_code=settings.language_code, progress=progress
     )
-    return written.shown(voice.source), written.notes
 
 
 def speak(settings: Speak, output: CommandOutput) -> None:

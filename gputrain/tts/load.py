@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gputrain.config import assemble, without_retired
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import load_weights, refuse_nonfinite, trained_weights
 from gputrain.speech.text.frontend import Frontend
@@ -71,10 +70,8 @@ def load_voice(path: Path, device: torch.device) -> LoadedVoice:
 
 def read_trained(path: Path) -> TrainedVoice:
     """Reads the checkpoint of a voice. Raises UserError if there is none at `path` or it is damaged."""
-    found = checkpoint.find(str(path), path, kind="tts")
-    assert found is not None  # only `auto` may find nothing
-    source, content = found
-    settings = assemble(TrainTts, without_retired(TrainTts, content["config"]), source=str(source))
+    source, content = checkpoint.find_named(path, "tts")
+    settings = checkpoint.saved_settings(TrainTts, content, source)
     facts, states = content["facts"], content["modules"]
     voice = trained_weights(content, "voice")
     frontend, shape = Frontend.from_json(facts["text"]), architecture_of(settings, facts)

@@ -172,44 +172,6 @@ def alignment_gain(scores_FS: Floats, durations_S: Integers) -> float:
     return float((scores_FS[at_F, found_F].astype(np.float64) - scores_FS[at_F, at_F * symbols // frames]).mean())
 
 
-@dataclass(frozen=True)
-class Edits:
-    """The smallest number of words or characters to replace, leave out or add in the written text to get the recognised
-    one (Levenshtein 1966). Counts of several texts can be added."""
-
-    length: int = 0  # tokens of the written text
-    edits: int = 0
-
-    def __add__(self, other: "Edits") -> "Edits":
-        return Edits(self.length + other.length, self.edits + other.edits)
-
-    @property
-    def rate(self) -> float | None:
-        """The word or character error rate, which may exceed 1. None for an empty text."""
-        return self.edits / self.length if self.length else None
-
-
-def word_edits(written: str, recognised: str) -> Edits:
-    return edits(written.split(), recognised.split())
-
-
-def character_edits(written: str, recognised: str) -> Edits:
-    """Returns the edits of characters, including spaces."""
-    return edits(list(written), list(recognised))
-
-
-def edits(written: list[str], recognised: list[str]) -> Edits:
-    numbers = {token: number for number, token in enumerate({*written, *recognised})}
-    rows, columns = (np.array([numbers[token] for token in tokens], np.int64) for tokens in (written, recognised))
-    across = np.arange(len(recognised) + 1)
-    before = across
-    for row, token in enumerate(rows, start=1):
-        changed = np.minimum(before[1:] + 1, before[:-1] + (columns != token))
-        # An insertion costs one per column: the minimum over the cells to the left, plus their distance.
-        before = np.minimum.accumulate(np.concatenate([[row], changed]) - across) + across
-    return Edits(len(written), int(before[-1]))
-
-
 APOSTROPHES = "'\u2018\u2019\u02bb\u02bc`\u00b4"
 
 

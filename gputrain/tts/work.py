@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from gputrain.bench.inference_bench import SOUND_SWITCHES, Compute, InferenceBench, sound_title
+from gputrain.bench.step_bench import SOUND_SWITCHES, Compute, InferenceBench, sound_title
 from gputrain.config import assemble
 from gputrain.engine.run_folder import Run
 from gputrain.hw.runtime import Runtime
@@ -19,7 +19,7 @@ from gputrain.planner.memory.predict import predict_step
 from gputrain.planner.target import target_machines
 from gputrain.planner.work import PlannedTraining, PlanTarget
 from gputrain.speech.buckets import ClipBatch, ClipSize, Speech
-from gputrain.speech.prepare_config import HOP_SIZE
+from gputrain.speech.config import HOP_SIZE
 from gputrain.speech.store import SpeechFormat
 from gputrain.speech.training import (
     SpeechTraining,

@@ -7,11 +7,9 @@ https://huggingface.co/docs/diffusers/api/models/autoencoderkl describes the con
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gputrain.engine.checkpoint import differences, load_weights, refuse_nonfinite, shortened
+from gputrain.engine.data import written_aside
 from gputrain.errors import UserError
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.model import AutoencoderKL
@@ -95,22 +94,14 @@ def save_diffusers(
         "force_upcast": True,
     }
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=folder, prefix=".partial-") as name:
-            aside = Path(name)
+        with written_aside(folder) as aside:
             weights = _stock_weights(model)
             save_file(weights, aside / WEIGHTS, metadata={"format": "pt", DIGEST: digest_of(weights)})
             (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             shutil.copymode(aside / CONFIG, aside / WEIGHTS)  # safetensors makes files that nobody else can read.
-            for path in (aside / WEIGHTS, aside / CONFIG):
-                with path.open("rb+") as file:
-                    os.fsync(file.fileno())
-            for path in (aside / WEIGHTS, aside / CONFIG):
-                os.replace(path, folder / path.name)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
+    except SafetensorError as error:
         raise UserError(
-            f"{folder}: cannot be written: {reason}", hint="free some space, or name another folder"
+            f"{folder}: cannot be written: {error}", hint="free some space, or choose another folder"
         ) from None
 
 

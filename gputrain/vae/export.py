@@ -8,8 +8,9 @@ from gputrain.engine.mixture import GivenFolders, data_folders
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
+from gputrain.kinds import Exported
 from gputrain.vae.data import open_pictures
-from gputrain.vae.diffusers_folder import export_and_verify
+from gputrain.vae.diffusers_folder import CONFIG, WEIGHTS, export_and_verify
 from gputrain.vae.evaluate import readable_crops, reconstruction_figures
 from gputrain.vae.load import load_model
 
@@ -25,8 +26,8 @@ def export_vae(
     data_path: Path | None = None,
     device: DeviceName = "auto",
     progress: Progress = silent,
-) -> dict[str, object]:
-    """Writes `output_dir` and returns the statistics for the user.
+) -> Exported:
+    """Writes a folder of diffusers. The figures have the statistics of the latents.
 
     Scaling and shift come from the latents of the training pictures, at the size of training. Raises UserError if there
     is no such model, if its pictures are missing, or if the folder cannot be written.
@@ -51,13 +52,15 @@ def export_vae(
     pictures = pictures[:MEASURED]
     crops, total = readable_crops(pictures, data.image_size, data.image_channels), len(pictures) + 1
     progress(0, total)
-    figures = reconstruction_figures(loaded.model, crops, runtime.device, progress=lambda done: progress(done, total))
-    factors = {name: figures.scalars[name] for name in ("scaling_factor", "shift_factor")}
+    measured = reconstruction_figures(loaded.model, crops, runtime.device, progress=lambda done: progress(done, total))
+    factors = {name: measured.scalars[name] for name in ("scaling_factor", "shift_factor")}
     difference = export_and_verify(loaded.model, output_dir, sample_size=data.image_size, **factors)
     progress(total, total)  # The last one is the comparison with the written files.
-    return {
+    figures: dict[str, object] = {
         **factors,
-        "measured on": f"{figures.pictures} pictures of {data.image_size} pixels",
+        "measured on": f"{measured.pictures} pictures of {data.image_size} pixels",
         "weights": f"after {loaded.step} steps; read back, they are the same",
         "largest difference of a reconstruction": difference,
     }
+    files = [output_dir / CONFIG, output_dir / WEIGHTS]
+    return Exported(files, figures, [f'Load it: diffusers.AutoencoderKL.from_pretrained("{output_dir}")'])

@@ -12,8 +12,8 @@ from gputrain.kinds import (
     DataWork,
     DemoSteps,
     EvaluateCommand,
+    Exported,
     Exporter,
-    ExportReport,
     HubCard,
     ModelKind,
     OwnCommand,
@@ -89,13 +89,12 @@ def evaluate(settings: Any, **shared: Any) -> Any:
     return evaluate_pictures(settings.model, settings.data_path, settings.pictures, **shared)
 
 
-def export_diffusers(settings: Any, progress: ReportProgress) -> ExportReport:
+def export_diffusers(settings: Any, progress: ReportProgress) -> Exported:
     from gputrain.vae.export import export_vae
 
-    figures = export_vae(
+    return export_vae(
         settings.model, settings.output_dir, data_path=settings.data_path, device=settings.device, progress=progress
     )
-    return dict(figures), [f'Load it: diffusers.AutoencoderKL.from_pretrained("{settings.output_dir}")']
 
 
 def reconstruct(settings: Reconstruct, output: CommandOutput) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from gputrain.config import assemble, without_retired
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import load_trained
 from gputrain.errors import UserError
@@ -29,10 +28,8 @@ def load_model(path: Path, device: torch.device) -> LoadedVae:
         raise UserError(f"{path}: no such file or folder", hint="--model takes a run folder, a checkpoint or an export")
     if (path / "config.json").is_file():
         return LoadedVae(_ready(load_diffusers(path)[0], device), None, 0)
-    found = checkpoint.find(str(path), path, kind="vae")
-    assert found is not None  # Only `auto` may find nothing.
-    source, content = found
-    settings = assemble(TrainVae, without_retired(TrainVae, content["config"]), source=str(source))
+    source, content = checkpoint.find_named(path, "vae")
+    settings = checkpoint.saved_settings(TrainVae, content, source)
     model = AutoencoderKL(settings.architecture)
     load_trained(model, content, "autoencoder", str(source))
     return LoadedVae(_ready(model, device), settings, content["progress"]["step"])

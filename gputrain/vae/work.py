@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from gputrain.bench.inference_bench import Compute, InferenceBench
 from gputrain.bench.runner import NotMeasured
-from gputrain.bench.step_bench import GRAPHS
+from gputrain.bench.step_bench import GRAPHS, Compute, InferenceBench
 from gputrain.engine.data import digests
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.run_folder import Run

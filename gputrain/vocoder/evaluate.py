@@ -25,7 +25,7 @@ from gputrain.engine.data import HELD_OUT_SHARE, Progress, silent, to_int16
 from gputrain.engine.mixture import GivenFolders
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
-from gputrain.hw.runtime import runtime_on
+from gputrain.hw.runtime import runtime_on, synchronize
 from gputrain.vocoder.generator import Generator, Noise, draw_noise
 from gputrain.vocoder.load import load_vocoder
 from gputrain.vocoder.store import VocoderClip, VocoderStore, open_sounds
@@ -182,18 +182,14 @@ class _Resynthesis:
         mel_1MF, f0_1F = (torch.from_numpy(values)[None].to(self.device) for values in given)
         drawn = draw_noise(architecture, 1, len(f0_F), torch.Generator().manual_seed(self.seed))
         noise = Noise(*(tensor.to(self.device) for tensor in drawn))
-        self._wait()
+        synchronize(self.device)
         began = time.perf_counter()
         with weights_made_once(self.generator), self.autocast():
             made_T = self.generator(mel_1MF, f0_1F, noise)[0, 0]
-        self._wait()
+        synchronize(self.device)
         self.seconds = self.seconds or time.perf_counter() - began
         # NaN from a diverged model counts as silence, so that the metrics are bad and finite.
         return from_int16(to_int16(np.nan_to_num(made_T.float().cpu().numpy())))
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 @dataclass(frozen=True)

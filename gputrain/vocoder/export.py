@@ -24,18 +24,19 @@ from torch import Tensor, nn
 
 from gputrain.audio.export import (
     LARGEST_DIFFERENCE,
-    Exported,
+    check_file_name,
     cpu_copy,
+    exported,
     import_onnx_package,
     load_checked_onnx,
     run_onnx,
     wave_difference,
     write_onnx,
-    written_aside,
 )
 from gputrain.audio.weight_norm import weights_made_once
-from gputrain.engine.data import Progress, StepProgress, silent
+from gputrain.engine.data import Progress, StepProgress, silent, written_aside
 from gputrain.errors import UserError
+from gputrain.kinds import Exported
 from gputrain.vocoder.architecture import SAME_OPTIONS
 from gputrain.vocoder.generator import HARMONICS, Generator, Noise, draw_noise
 from gputrain.vocoder.load import CONFIG, DILATIONS, MODEL, SPECTROGRAM, LoadedVocoder, load_vocoder
@@ -66,7 +67,7 @@ def export_openvpi(loaded: LoadedVocoder, folder: Path, progress: Progress = sil
         if difference != 0:
             raise RuntimeError(f"{folder / MODEL}: read back, a wave differs by {difference:.3g}")
         steps.next()
-    return Exported([folder / MODEL, folder / CONFIG], difference, _notes(loaded))
+    return exported([folder / MODEL, folder / CONFIG], loaded.source, "sample", difference, _notes(loaded))
 
 
 def export_onnx(loaded: LoadedVocoder, folder: Path, name: str = "vocoder", progress: Progress = silent) -> Exported:
@@ -76,8 +77,7 @@ def export_onnx(loaded: LoadedVocoder, folder: Path, name: str = "vocoder", prog
     Raises UserError if weights are not finite, a package is not installed or the folder cannot be written; RuntimeError
     if onnxruntime's wave differs from torch's.
     """
-    if not name or Path(name).name != name:
-        raise UserError(f"{name!r} is not a file name", hint="give a name without folders, such as vocoder")
+    check_file_name(name, example="vocoder")
     generator, steps = cpu_copy(loaded.generator), StepProgress(progress, 1 + len(COMPARED_FRAMES))
     file = f"{name}.onnx"
     with written_aside(folder) as aside:
@@ -90,7 +90,7 @@ def export_onnx(loaded: LoadedVocoder, folder: Path, name: str = "vocoder", prog
         difference = largest_difference(generator, aside / file, probes, steps.next)
         if not difference < LARGEST_DIFFERENCE:
             raise RuntimeError(f"{folder / file}: onnxruntime's wave differs from torch's by {difference:.3g}")
-    return Exported([folder / file, folder / "vocoder.yaml"], difference, _notes(loaded))
+    return exported([folder / file, folder / "vocoder.yaml"], loaded.source, "sample", difference, _notes(loaded))
 
 
 def export_oudep(loaded: LoadedVocoder, folder: Path, name: str = "vocoder", progress: Progress = silent) -> Exported:
@@ -108,13 +108,13 @@ def export_oudep(loaded: LoadedVocoder, folder: Path, name: str = "vocoder", pro
         "description": f"NSF-HiFiGAN vocoder {name}",
     }
     with tempfile.TemporaryDirectory() as place, written_aside(folder) as aside:
-        exported = export_onnx(loaded, Path(place) / name, name, progress)
+        written = export_onnx(loaded, Path(place) / name, name, progress)
         with zipfile.ZipFile(aside / f"{name}.oudep", "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("oudep.yaml", yaml.safe_dump(package, sort_keys=False))
-            for file in exported.files:
+            for file in written.files:
                 archive.write(file, file.name)
-    notes = [*exported.notes, f"Drop {name}.oudep on OpenUtau's window; a singer uses it with `vocoder: {name}`"]
-    return replace(exported, files=[folder / f"{name}.oudep"], notes=notes)
+    notes = [*written.notes, f"Drop {name}.oudep on OpenUtau's window; a singer uses it with `vocoder: {name}`"]
+    return replace(written, files=[folder / f"{name}.oudep"], notes=notes)
 
 
 def probe_inputs(generator: Generator, frames: int) -> tuple[Tensor, Tensor]:

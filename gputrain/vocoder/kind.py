@@ -13,8 +13,8 @@ from gputrain.kinds import (
     DataWork,
     DemoSteps,
     EvaluateCommand,
+    Exported,
     Exporter,
-    ExportReport,
     HubCard,
     ModelKind,
     OwnCommand,
@@ -90,7 +90,7 @@ def evaluate(settings: Any, **shared: Any) -> Any:
     )
 
 
-def export(settings: Any, progress: ReportProgress, *, format: str) -> ExportReport:
+def export(settings: Any, progress: ReportProgress, *, format: str) -> Exported:
     import torch
 
     from gputrain.vocoder.export import export_onnx, export_openvpi, export_oudep
@@ -98,11 +98,9 @@ def export(settings: Any, progress: ReportProgress, *, format: str) -> ExportRep
 
     loaded = load_vocoder(settings.model, torch.device("cpu"))
     if format == "openvpi":
-        written = export_openvpi(loaded, settings.output_dir, progress)
-    else:
-        write = export_oudep if format == "oudep" else export_onnx
-        written = write(loaded, settings.output_dir, settings.name or "vocoder", progress)
-    return written.shown(loaded.source), written.notes
+        return export_openvpi(loaded, settings.output_dir, progress)
+    write = export_oudep if format == "oudep" else export_onnx
+    return write(loaded, settings.output_dir, settings.name or "vocoder", progress)
 
 
 def vocode(settings: Vocode, output: CommandOutput) -> None:

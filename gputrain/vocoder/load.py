@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gputrain.config import assemble, convert, leaves, read_file, without_retired
+from gputrain.config import convert, leaves, read_file
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import load_weights, trained_weights
 from gputrain.errors import UserError
@@ -89,10 +89,8 @@ def load_vocoder(path: Path, device: torch.device) -> LoadedVocoder:
     if not is_ours(file):
         architecture = read_architecture(file.with_name(CONFIG))
         return LoadedVocoder(_ready(architecture, read_weights(file), device), None, str(file))
-    found = checkpoint.find(str(file), file, kind="vocoder")
-    assert found is not None  # Only `auto` may find nothing.
-    source, content = found
-    training = assemble(TrainVocoder, without_retired(TrainVocoder, content["config"]), source=str(source))
+    source, content = checkpoint.find_named(file, "vocoder")
+    training = checkpoint.saved_settings(TrainVocoder, content, source)
     weights = Weights(trained_weights(content, "generator"), {}, str(source))
     return LoadedVocoder(_ready(training.architecture, weights, device), training, str(source))
 
@@ -209,9 +207,7 @@ def is_ours(path: Path) -> bool:
 
 
 def _read_run(path: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    found = checkpoint.find(str(path), path, kind="vocoder")
-    assert found is not None  # Only `auto` may find nothing.
-    _, content = found
+    _, content = checkpoint.find_named(path, "vocoder")
     discriminators: dict[str, dict[str, Tensor]] = {}
     for name, tensor in content["modules"].get("discriminators", {}).items():
         kind, _, rest = name.partition(".")

@@ -12,8 +12,7 @@ from torch import Tensor
 from gputrain import config
 from gputrain.audio.mel import log_mel
 from gputrain.audio.weight_norm import weights_made_once
-from gputrain.bench.inference_bench import SOUND_SWITCHES, Compute, InferenceBench, sound_title
-from gputrain.bench.step_bench import GRAPHS, SWITCHES
+from gputrain.bench.step_bench import GRAPHS, SOUND_SWITCHES, SWITCHES, Compute, InferenceBench, sound_title
 from gputrain.engine.data import digests
 from gputrain.engine.mixture import Mixture, format_folders
 from gputrain.engine.run_folder import Run

@@ -7,8 +7,9 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from gputrain.asr.decode import BeamDecoder, BeamOptions, GreedyDecoder, Spelled, TimedWord, words_of
+from gputrain.asr.decode import BeamDecoder, BeamOptions, GreedyDecoder, Spelled, words_of
 from gputrain.asr.ngram import BEGIN, END, estimate_ngrams
+from gputrain.speech.subtitles import TimedWord
 from gputrain.speech.text.vocabulary import Vocabulary
 
 VOCABULARY = Vocabulary("und", ("<pad>", "<unk>", "|", "a", "b"))

@@ -7,7 +7,7 @@ import torch
 from gputrain.asr.load import load_recogniser
 from gputrain.asr.lora import add_lora, lora_parameters, merged
 from gputrain.asr.model import ForwardOptions, frame_counts, logits, normalized, positions_made_once
-from gputrain.asr.spec_augment import masked_spans
+from gputrain.asr.recipe import masked_spans
 from gputrain.engine.distributed import BatchDraws
 from gputrain.errors import UserError
 from tests.asr.models import VOCABULARY, run_folder, tiny_model, transformers_folder

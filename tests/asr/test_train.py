@@ -16,13 +16,14 @@ from rich.console import Console
 
 from gputrain.asr import architecture
 from gputrain.asr.config import TrainAsr
-from gputrain.asr.held_out import Diagnosis, ErrorRate, collapsed
+from gputrain.asr.held_out import Diagnosis, collapsed
 from gputrain.asr.load import load_recogniser
 from gputrain.asr.work import AsrWork
 from gputrain.cli.options import read_defaults
 from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.speech.buckets import open_speech
+from gputrain.speech.error_rates import Edits, ErrorRate
 from gputrain.speech.text.vocabulary import Vocabulary
 from tests.asr.models import SIZES, run_folder, small_preset, transformers_folder
 from tests.asr.stores import LETTERS, spelled_clips, write_store
@@ -287,7 +288,7 @@ def test_train_asr_from_the_command_line(store, tmp_path):
 
 
 def test_error_rates_have_intervals_of_resampled_clips():
-    rate = ErrorRate.of([1] * 50 + [0] * 50, [10] * 100)
+    rate = ErrorRate.of([Edits(10, 1)] * 50 + [Edits(10, 0)] * 50)
     assert rate.value == 0.05
     # The standard error of the mean of a hundred draws of 0 or 0.1 is 0.005.
     assert rate.low == pytest.approx(0.05 - 1.96 * 0.005, abs=0.002)

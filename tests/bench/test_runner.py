@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gputrain.bench import chart, runner
+from gputrain.bench import runner
 from gputrain.bench.runner import BenchReport, BenchResult, BenchRow
+from gputrain.engine.drawing import format_number
 from gputrain.errors import UserError
 from tests.waiting import HANG_SECONDS, has_ended, wait_until
 
@@ -156,9 +157,9 @@ def test_files(tmp_path):
 
 def test_lengths_of_bars_are_in_proportion():
     """Counted in the picture: each bar of 26 pixels' height, in the colour of its group."""
-    groups = [chart.Bars("speed", [1.0, None, 4.0]), chart.Bars("memory", [30.0, None, 10.0])]
-    canvas = chart.draw("title", "subtitle", ["a", "b", "c"], groups, ["", "nothing", ""])
-    for colour, ratio in zip(chart.COLOURS, (4, 1 / 3), strict=True):
+    groups = [runner.BarGroup("speed", [1.0, None, 4.0]), runner.BarGroup("memory", [30.0, None, 10.0])]
+    canvas = runner.bar_chart("title", "subtitle", ["a", "b", "c"], groups, ["", "nothing", ""]).image()
+    for colour, ratio in zip(runner.COLOURS, (4, 1 / 3), strict=True):
         wanted = tuple(bytes.fromhex(colour[1:]))
         rows = [sum(canvas.getpixel((x, y)) == wanted for x in range(canvas.width)) for y in range(canvas.height)]
         lengths = [length for before, length in itertools.pairwise(rows) if length and not before]
@@ -167,8 +168,8 @@ def test_lengths_of_bars_are_in_proportion():
 
 
 def test_a_long_name_stays_in_the_picture():
-    canvas = chart.draw("t" * 300, "word " * 100, ["a"], [chart.Bars("", [1.0])], ["long " * 100])
-    margin = canvas.crop((chart.WIDTH - chart.MARGIN + 1, 0, chart.WIDTH, canvas.height))
+    canvas = runner.bar_chart("t" * 300, "word " * 100, ["a"], [runner.BarGroup("", [1.0])], ["long " * 100]).image()
+    margin = canvas.crop((runner.WIDTH - runner.MARGIN + 1, 0, runner.WIDTH, canvas.height))
     assert margin.getcolors() == [(margin.width * margin.height, (255, 255, 255))]
 
 
@@ -176,7 +177,7 @@ def test_a_long_name_stays_in_the_picture():
     ("value", "text"), [(0.01234, "0.0123"), (1.2, "1.2"), (123.4, "123"), (12345.6, "12,346"), (0, "0")]
 )
 def test_numbers(value, text):
-    assert chart.number(value) == text
+    assert format_number(value) == text
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):

@@ -14,8 +14,8 @@ from PIL import Image
 
 from gputrain.engine.data import MANIFEST, digests, read_rows
 from gputrain.speech.buckets import open_speech
+from gputrain.speech.config import SpeechKind, SpeechOptions, SpeechPrepareConfig
 from gputrain.speech.prepare import prepare_speech
-from gputrain.speech.prepare_config import SpeechKind, SpeechOptions, SpeechPrepareConfig
 from gputrain.vae.config import VaePrepareConfig
 from gputrain.vae.data import open_pictures
 from gputrain.vae.prepare import prepare_images

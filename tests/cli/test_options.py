@@ -22,8 +22,7 @@ from typer.testing import CliRunner
 from gputrain import config
 from gputrain.cli import reference
 from gputrain.cli.app import app, command_line
-from gputrain.cli.completion import complete_at_the_first_tab
-from gputrain.cli.options import command
+from gputrain.cli.options import command, complete_at_the_first_tab
 from gputrain.cli.settings import PrepareSettings
 from gputrain.config import leaves
 from gputrain.errors import UserError

@@ -152,12 +152,12 @@ def test_a_bar_shows_the_time_that_passes_and_what_is_left(monkeypatch):
     bar.update(4.5, 10)  # At 20 s: 2.5 items in 10 s, so 5.5 items in 22 s.
     assert bar.times() == "25 s, 17 s left"
     assert bar.times() == "30 s, 12 s left"
-    assert bar.times() == "61 s, 0 s left"
+    assert bar.times() == "1 min 1 s, 0 s left"
     shown = bar.progress.make_tasks_table(bar.progress.tasks)
     ui.err.print(shown)
     assert isinstance(ui.err.file, io.StringIO)
     assert "4/10" in ui.err.file.getvalue()
-    assert "90 s, 0 s left" in ui.err.file.getvalue()
+    assert "1 min 30 s, 0 s left" in ui.err.file.getvalue()
 
 
 def test_a_bar_is_drawn_on_terminals_only(monkeypatch):

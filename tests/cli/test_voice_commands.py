@@ -49,8 +49,8 @@ def preparing(recordings: Path, *more: object) -> list[object]:
 
 @pytest.fixture(scope="module")
 def prepared(recordings, tmp_path_factory) -> Path:
+    from gputrain.speech.config import SpeechOptions, SpeechPrepareConfig
     from gputrain.speech.prepare import prepare_speech
-    from gputrain.speech.prepare_config import SpeechOptions, SpeechPrepareConfig
 
     folder = tmp_path_factory.mktemp("prepared") / "speech"
     prepare_speech(recordings, folder, SpeechPrepareConfig(SpeechOptions(language="en"), sampling_rate=RATE_HZ))

@@ -223,10 +223,10 @@ def test_the_last_line_stays_on_the_terminal(tmp_path, clock):
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
-    [(40, "40 s"), (99.4, "99 s"), (100, "2 min"), (3599, "1 h 0 min"), (11_520, "3 h 12 min"), (273_600, "3 d 4 h")],
+    [(40, "40 s"), (99.4, "1 min 39 s"), (700, "12 min"), (3599, "1 h"), (11_520, "3 h 12 min"), (273_600, "3 d 4 h")],
 )
 def test_durations(seconds, words):
-    assert stop.duration(seconds) == words
+    assert stop.format_duration(seconds) == words
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):

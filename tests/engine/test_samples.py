@@ -8,8 +8,9 @@ from PIL import Image
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from gputrain.engine.drawing import PAPER, cut_text, font
 from gputrain.engine.metrics import Metrics
-from gputrain.engine.samples import PAPER, Report, Sheet, SheetCell, SoundSample, cut, font
+from gputrain.engine.samples import Report, Sheet, SheetCell, SoundSample
 from tests.toy import cpu_runtime
 
 
@@ -51,8 +52,8 @@ def test_titles_heads_and_captions_are_drawn():
 
 def test_long_texts_are_cut():
     text = font(12)
-    assert cut("short", text, 100) == "short"
-    shown = cut("a\nvery long name of a file.png", text, 60)
+    assert cut_text("short", text, 100) == "short"
+    shown = cut_text("a\nvery long name of a file.png", text, 60)
     assert shown.startswith("a very")
     assert shown.endswith("...")
     assert text.getlength(shown) <= 60

@@ -19,10 +19,9 @@ from gputrain.bench import timing
 from gputrain.engine.recipe import phases_of
 from gputrain.engine.saving import HostSnapshot
 from gputrain.errors import UserError
-from gputrain.hw.facts import machine_facts
 from gputrain.hw.monitor import Monitor, Reading
 from gputrain.hw.plan import Hardware, decide
-from gputrain.hw.probe import probe
+from gputrain.hw.probe import machine_facts, probe
 from gputrain.hw.ranks import Ranks
 from gputrain.hw.runtime import apply, random_state, set_random_state
 from gputrain.planner.memory import predict

@@ -22,9 +22,8 @@ from gputrain.cli.app import app
 from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.hw.doctor import trials
-from gputrain.hw.doctor.host_rules import Check
 from gputrain.hw.doctor.report import advise, advise_each, check_machine, train_command
-from gputrain.hw.doctor.rules import best_build, check_rules, numbers
+from gputrain.hw.doctor.rules import Check, best_build, check_rules, numbers
 from gputrain.hw.doctor.trials import try_compile, try_convolution, try_disk, try_product
 from gputrain.hw.driver import Card, Driver
 from gputrain.hw.plan import Hardware, decide

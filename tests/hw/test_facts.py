@@ -2,7 +2,7 @@
 
 import pytest
 
-from gputrain.hw.facts import cpu_name_in
+from gputrain.hw.probe import cpu_name_in
 
 FOUND = "processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: {model}\nmodel name\t: {name}\n"
 

@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from gputrain.hw.heap import VARIABLES
+from gputrain.hw.runtime import VARIABLES
 
 on_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these parameters")
 
@@ -16,7 +16,7 @@ STEPS = """
     import resource
     from ctypes import create_string_buffer
 
-    from gputrain.hw.heap import keep_freed_memory
+    from gputrain.hw.runtime import keep_freed_memory
 
     kept = keep_freed_memory()
 
@@ -56,10 +56,10 @@ def test_the_users_own_settings_of_malloc_stay(environment: dict[str, str]) -> N
 
 
 def test_other_systems_keep_their_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gputrain.hw import heap
+    from gputrain.hw import runtime
 
-    monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: object())  # musl has no mallopt.
-    assert not heap.keep_freed_memory()
-    monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: pytest.fail("the C library is used"))
-    monkeypatch.setattr(heap.sys, "platform", "darwin")
-    assert not heap.keep_freed_memory()
+    monkeypatch.setattr(runtime.ctypes, "CDLL", lambda name: object())  # musl has no mallopt.
+    assert not runtime.keep_freed_memory()
+    monkeypatch.setattr(runtime.ctypes, "CDLL", lambda name: pytest.fail("the C library is used"))
+    monkeypatch.setattr(runtime.sys, "platform", "darwin")
+    assert not runtime.keep_freed_memory()

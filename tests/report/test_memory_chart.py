@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageColor
 
+from gputrain.engine.drawing import Line, Rectangle
 from gputrain.errors import UserError
 from gputrain.report.memory_chart import (
     BAR,
@@ -31,22 +32,28 @@ BARS = [
 def widths(colour: str) -> list[float]:
     """Returns the widths of the parts of this colour, without the legend."""
     return [
-        width for _, _, width, height, drawn, _ in memory_bars(BARS).rectangles if drawn == colour and height == BAR
+        shape.width
+        for shape in memory_bars(BARS).shapes
+        if isinstance(shape, Rectangle) and (shape.colour, shape.height) == (colour, BAR)
     ]
+
+
+def lines(bars: list[MemoryBar]) -> list[Line]:
+    return [shape for shape in memory_bars(bars).shapes if isinstance(shape, Line)]
 
 
 def test_all_bars_have_one_scale():
     room = WIDTH - 2 * MARGIN  # It is 8 GB, the limit.
     assert widths(PART_COLOURS["parameters"]) == pytest.approx([room / 8, room / 4])
     assert widths(PART_COLOURS["activations"]) == pytest.approx([3 * room / 8])
-    limit, measured = memory_bars(BARS).lines
-    assert (limit[0], limit[4]) == (MARGIN + room, BUDGET_COLOUR)
-    assert measured[0] == pytest.approx(MARGIN + room * 4.5 / 8)
+    limit, measured = lines(BARS)
+    assert (limit.x, limit.colour) == (MARGIN + room, BUDGET_COLOUR)
+    assert measured.x == pytest.approx(MARGIN + room * 4.5 / 8)
 
 
 def test_a_distant_limit_is_only_named():
     bar = MemoryBar("", {"parameters": 1.0}, budget_gb=80.0)
-    assert memory_bars([bar]).lines == []
+    assert lines([bar]) == []
     assert bar.words == "predicted peak 1.00 GB, of 80.0 GB that may be used"
 
 

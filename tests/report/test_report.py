@@ -18,13 +18,14 @@ import soundfile
 from gputrain.cli.app import app, command_line, print_next_steps
 from gputrain.cli.options import settings_of
 from gputrain.engine.schedule import Saving
+from gputrain.engine.stop import format_duration
 from gputrain.errors import Stopped
 from gputrain.kinds import kinds
 from gputrain.report import write
 from gputrain.report.curves import COLOURS
 from gputrain.report.media import MediaBudget
 from gputrain.report.next_commands import next_commands
-from gputrain.report.page import duration, make_page, unique_names
+from gputrain.report.page import make_page, unique_names
 from gputrain.report.records import read_run
 from gputrain.report.settings_table import run_parts, settings_table
 from gputrain.report.write import report_at_end, write_report
@@ -285,7 +286,7 @@ def test_contrasts_are_sufficient(scheme):
 
 
 def test_small_things(tmp_path):
-    assert [duration(seconds) for seconds in (0, 59.7, 61, 3725, 90061)] == [
+    assert [format_duration(seconds) for seconds in (0, 59.7, 61, 3725, 90061)] == [
         "0 s", "1 min", "1 min 1 s", "1 h 2 min", "1 d 1 h",
     ]  # fmt: skip
     assert unique_names([tmp_path / "a" / "run", tmp_path / "b" / "run"]) == ["a/run", "b/run"]

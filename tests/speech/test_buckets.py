@@ -18,7 +18,7 @@ from gputrain.engine.mixture import Mixture
 from gputrain.errors import UserError
 from gputrain.speech.buckets import Buckets, check_texts, cut, open_speech, padding_share
 from gputrain.speech.buckets import buckets_of as buckets_of_speech
-from gputrain.speech.options import SpeechData
+from gputrain.speech.config import SpeechData
 from gputrain.speech.store import (
     Recording,
     SoundFormat,

@@ -12,9 +12,9 @@ from gputrain.engine.preparation import read_quarantine
 from gputrain.errors import UserError
 from gputrain.speech.alignment import align_ctc
 from gputrain.speech.checker import SentenceTimes, TranscriptCheck, check_clips, mismatches, other_texts
+from gputrain.speech.config import SpeechOptions, SpeechPrepareConfig
 from gputrain.speech.cutting import quietest, sentence_edges, sentence_spans
 from gputrain.speech.prepare import prepare_speech
-from gputrain.speech.prepare_config import SpeechOptions, SpeechPrepareConfig
 from gputrain.speech.store import SpeechClip, SpeechStore
 from gputrain.speech.validate import validate_speech
 from tests.speech.tones import RATE, VOCABULARY, ToneChecker, rest, said, write_said

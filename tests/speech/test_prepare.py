@@ -11,8 +11,8 @@ from gputrain.audio.store import WAVES
 from gputrain.engine.data import MANIFEST, fingerprint
 from gputrain.engine.preparation import QUARANTINE
 from gputrain.errors import UserError
+from gputrain.speech.config import SpeechOptions, SpeechPrepareConfig
 from gputrain.speech.prepare import pauses, prepare_speech
-from gputrain.speech.prepare_config import SpeechOptions, SpeechPrepareConfig
 from gputrain.speech.store import SOUNDS, TEXT, SpeechStore
 from gputrain.speech.validate import validate_speech
 from tests.speech.speech import hum, rest, speak

@@ -12,9 +12,9 @@ from gputrain.audio.config import Sound
 from gputrain.engine.preparation import QUARANTINE
 from gputrain.errors import UserError
 from gputrain.speech.buckets import Buckets, open_speech
+from gputrain.speech.config import SpeechOptions
 from gputrain.speech.frames import encoder_frames
 from gputrain.speech.prepare import prepare_speech, speech_prepare_config
-from gputrain.speech.prepare_config import SpeechOptions
 from gputrain.speech.store import TEXT, SpeechStore
 from gputrain.speech.text.vocabulary import Vocabulary
 from tests.speech.speech import hum, rest, speak

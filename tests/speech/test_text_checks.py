@@ -6,8 +6,8 @@ import pytest
 
 from gputrain.audio.config import Sound
 from gputrain.errors import UserError
+from gputrain.speech.config import SpeechOptions
 from gputrain.speech.prepare import prepare_speech, speech_prepare_config
-from gputrain.speech.prepare_config import SpeechOptions
 from gputrain.speech.store import SpeechClip
 from gputrain.speech.text.plain import plain_words
 from gputrain.speech.text.vocabulary import vocabulary_of

@@ -9,8 +9,8 @@ import pytest
 from gputrain.engine.data import MANIFEST
 from gputrain.engine.preparation import QUARANTINE
 from gputrain.errors import UserError
+from gputrain.speech.config import SpeechOptions, SpeechPrepareConfig
 from gputrain.speech.prepare import prepare_speech
-from gputrain.speech.prepare_config import SpeechOptions, SpeechPrepareConfig
 from gputrain.speech.store import SOUNDS
 from gputrain.speech.validate import validate_speech
 from tests.speech.speech import hum, rest, speak

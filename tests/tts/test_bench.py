@@ -12,7 +12,7 @@ from gputrain.bench.runner import measure_row, model_child
 from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.hw.plan import decide
-from gputrain.speech.prepare_config import HOP_SIZE
+from gputrain.speech.config import HOP_SIZE
 from gputrain.tts.config import BenchTts, PlannedSpeech, TrainTts
 from gputrain.tts.work import TtsWork, size_of
 from tests.toy import cpu_runtime

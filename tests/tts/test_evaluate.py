@@ -16,6 +16,7 @@ from gputrain.engine import checkpoint
 from gputrain.engine.gan import exact
 from gputrain.errors import UserError
 from gputrain.speech.buckets import Speech, open_speech
+from gputrain.speech.error_rates import Edits, character_edits
 from gputrain.speech.store import (
     Recording,
     SoundFormat,
@@ -275,7 +276,7 @@ def test_a_recogniser_transcribes_both_sides(store):
     assert found["cer"] == found["wer"] == found["recorded_cer"] == found["recorded_wer"] == 0
     found = measured(build(sizes()), store, quick=True, recogniser=transcribe)
     assert found["recorded_cer"] == found["recorded_wer"] == 0
-    expected = sum((measures.character_edits(text, "yes") for text in TEXTS), measures.Edits())
+    expected = sum((character_edits(text, "yes") for text in TEXTS), Edits())
     assert found["cer"] == expected.rate > 0.5
     assert expected.length == len(written)
     assert found["wer"] == 13 / 14  # One of 14 words is right.

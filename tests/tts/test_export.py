@@ -10,8 +10,8 @@ import onnx
 import pytest
 import torch
 
-from gputrain.audio.export import Exported
 from gputrain.errors import UserError
+from gputrain.kinds import Exported
 from gputrain.speech.text.frontend import Frontend, frontend
 from gputrain.tts.architecture import VoicePreset
 from gputrain.tts.export import (
@@ -73,7 +73,7 @@ def test_stock_piper_speaks_as_we_do(preset: VoicePreset, tmp_path: Path) -> Non
     done = export_piper(loaded, tmp_path, progress=progress)
     assert progress.leads_to(5)
     assert done.files == sorted(tmp_path.iterdir()) == [tmp_path / "voice.onnx", tmp_path / "voice.onnx.json"]
-    assert 0 < done.largest_difference < 1e-4
+    assert 0 < done.figures["largest difference of a sample"] < 1e-4
     for text in (UZBEK, "a"):
         speaks_alike(loaded, tmp_path / "voice.onnx", text)
 

@@ -13,8 +13,9 @@ from gputrain.audio.config import Mel
 from gputrain.audio.io import resample
 from gputrain.audio.metrics import mel_cepstral_distortion
 from gputrain.errors import UserError
+from gputrain.speech.error_rates import Edits, character_edits, word_edits
 from gputrain.tts import measures
-from gputrain.tts.measures import AlignmentHealth, Edits, alignment_health, character_edits, compare, plain, word_edits
+from gputrain.tts.measures import AlignmentHealth, alignment_health, compare, plain
 
 RATE = 16000
 MEL = Mel(RATE, 40, 160, 640, 1024, 40, 8000)

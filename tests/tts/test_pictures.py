@@ -5,9 +5,17 @@ import math
 import numpy as np
 import torch
 
-from gputrain.audio.pictures import GAP_PIXELS, colour_map, coloured
-from gputrain.tts import samples
-from gputrain.tts.samples import FRAME_PIXELS, LABEL_PIXELS, LABEL_ROWS, STAIRS_PIXELS, TICK_PIXELS, alignment
+from gputrain.engine.drawing import colour_map, spectrogram_picture
+from gputrain.tts import evaluate
+from gputrain.tts.evaluate import (
+    FRAME_PIXELS,
+    GAP_PIXELS,
+    LABEL_PIXELS,
+    LABEL_ROWS,
+    STAIRS_PIXELS,
+    TICK_PIXELS,
+    alignment,
+)
 
 MEL_MF = torch.randn(40, 20, generator=torch.Generator().manual_seed(0))
 TOP = STAIRS_PIXELS + GAP_PIXELS
@@ -21,7 +29,7 @@ def test_the_spectrogram_lies_below_the_stairs_a_frame_under_its_own():
     picture = picture_of([5, 5, 10], ["a", "b", "c"])
     assert picture.dtype == torch.uint8
     assert picture.shape == (TOP + 80 + TICK_PIXELS + LABEL_PIXELS * LABEL_ROWS, 20 * FRAME_PIXELS, 3)
-    mel = coloured((MEL_MF / math.log(10) + 1) / 2)
+    mel = spectrogram_picture(MEL_MF / math.log(10), -1, 1)
     for column in range(FRAME_PIXELS):
         assert torch.equal(picture[TOP : TOP + 80, column::FRAME_PIXELS], mel)
 
@@ -29,7 +37,7 @@ def test_the_spectrogram_lies_below_the_stairs_a_frame_under_its_own():
 def test_each_frame_shows_its_symbol_and_the_text_goes_up():
     durations = [5, 0, 1, 4, 8]  # Two more frames follow.
     picture = picture_of(durations, list("abcde"))
-    path = torch.from_numpy(colour_map()[samples.PATH])
+    path = torch.from_numpy(colour_map()[evaluate.PATH])
     is_path = (picture[:STAIRS_PIXELS] == path).all(dim=2)
     owners = [*np.repeat(np.arange(5), durations), None, None]
     for frame, owner in enumerate(owners):
@@ -44,7 +52,7 @@ def test_each_frame_shows_its_symbol_and_the_text_goes_up():
 
 def test_every_symbol_is_seen_however_many_there_are():
     picture = alignment(torch.zeros(40, 900), torch.ones(900, dtype=torch.int64), [""] * 900, -1, 1)
-    is_path = (picture[:STAIRS_PIXELS] == torch.from_numpy(colour_map()[samples.PATH])).all(dim=2)
+    is_path = (picture[:STAIRS_PIXELS] == torch.from_numpy(colour_map()[evaluate.PATH])).all(dim=2)
     assert is_path.any(dim=0).all()
 
 

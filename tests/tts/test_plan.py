@@ -12,8 +12,8 @@ from gputrain.hw.probe import Machine
 from gputrain.planner.memory.predict import predict_step
 from gputrain.planner.model_planner import plan_cards
 from gputrain.speech.buckets import ClipSize
+from gputrain.speech.config import SpeechOptions
 from gputrain.speech.prepare import speech_prepare_config
-from gputrain.speech.prepare_config import SpeechOptions
 from gputrain.speech.validate import validate_speech
 from gputrain.tts.config import PlannedSpeech, PlanTts, TrainTts
 from gputrain.tts.work import SpeechSize, TtsWork, memory_by_preset, size_of

@@ -24,8 +24,7 @@ from gputrain.speech.text.frontend import BOS, EOS, PAD, frontend
 from gputrain.tts.architecture import VoicePreset, voice_architecture
 from gputrain.tts.load import start_from
 from gputrain.tts.model import Voice
-from gputrain.tts.pretrained_import import PATHS, file_at
-from gputrain.tts.pretrained_symbols import coqui_labels
+from gputrain.tts.pretrained_import import PATHS, coqui_labels, file_at
 from tests.tts.voices import small
 
 UZBEK = frontend("uz")

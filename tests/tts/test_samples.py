@@ -5,13 +5,11 @@ import pytest
 import torch
 
 from gputrain.audio.mel import log_mel
-from gputrain.audio.pictures import GAP_PIXELS
 from gputrain.errors import UserError
 from gputrain.speech.store import SpeechStore, frame_count
-from gputrain.tts import samples
-from gputrain.tts.evaluate import HeldOutClips
+from gputrain.tts import evaluate
+from gputrain.tts.evaluate import FRAME_PIXELS, GAP_PIXELS, STAIRS_PIXELS, HeldOutClips, alignment
 from gputrain.tts.reading import Text, at_rest, clip_seed, synthesise
-from gputrain.tts.samples import FRAME_PIXELS, STAIRS_PIXELS, alignment
 from tests.tts.test_evaluate import CPU, ENGLISH, HOP, RATE_HZ, PlaybackVoice, settings_of, sizes, speech_of, store_of
 from tests.tts.voices import build
 
@@ -48,7 +46,7 @@ def test_sentences_are_spoken_as_the_model_reads_them(store):
     assert len(audio.wave_T) == HOP * int(spoken.durations_S.sum()) > 0
     labels = [ENGLISH.symbols[one] if one else "" for one in ids]
     mel = log_mel(audio.wave_T[None], voice.architecture.mel)[0]
-    expected = alignment(mel, spoken.durations_S, labels, samples.VMIN, samples.VMAX)
+    expected = alignment(mel, spoken.durations_S, labels, evaluate.VMIN, evaluate.VMAX)
     assert torch.equal(report.pictures["text_1"].rows[0][0].picture_HW3, expected)
     assert report.pictures["text_1"].title == f"text 1: {SENTENCES[0]}"
     assert (audio.caption, audio.reference_T) == (SENTENCES[0], None)
@@ -77,7 +75,11 @@ def test_the_recording_is_shown_over_all_its_frames_with_the_alignment_that_was_
     real = torch.from_numpy(store.wave(clip).copy())[None] / 32768
     frames = clip.samples // HOP
     shown = alignment(
-        log_mel(real, sizes().mel)[0], torch.ones(frames, dtype=torch.int64), [""] * frames, samples.VMIN, samples.VMAX
+        log_mel(real, sizes().mel)[0],
+        torch.ones(frames, dtype=torch.int64),
+        [""] * frames,
+        evaluate.VMIN,
+        evaluate.VMAX,
     )
     top, bottom, sure = STAIRS_PIXELS + GAP_PIXELS, STAIRS_PIXELS + GAP_PIXELS + 160, FRAME_PIXELS * (frames - 2)
     assert torch.equal(picture[top:bottom, :sure], shown[top:bottom, :sure])

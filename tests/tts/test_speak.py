@@ -24,19 +24,21 @@ from gputrain.errors import UserError
 from gputrain.speech.text.frontend import frontend
 from gputrain.speech.text.raw import RawRules
 from gputrain.tts.architecture import VoicePreset
-from gputrain.tts.audio_writers import AudioStream, SoundFile, wav_header
 from gputrain.tts.config import Manner, Speak
 from gputrain.tts.decoder import WaveDecoder
 from gputrain.tts.load import LoadedVoice
 from gputrain.tts.speak import (
     STREAM_FRAMES,
+    AudioStream,
     Narrator,
     SentenceAudio,
+    SoundFile,
     decode_in_chunks,
     decoder_reach_frames,
     speak_text,
     speaker_number,
     synthesise_sentence,
+    wav_header,
     with_lexicon,
 )
 from tests.tts.test_load import full, narrow, run_folder, settings_of

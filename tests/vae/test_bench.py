@@ -8,8 +8,8 @@ from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
 from gputrain.bench import step_bench
-from gputrain.bench.inference_bench import inference_kernels
 from gputrain.bench.runner import NotMeasured
+from gputrain.bench.step_bench import inference_kernels
 from gputrain.config import assemble, flatten
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine

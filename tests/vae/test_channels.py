@@ -247,7 +247,7 @@ def test_reconstructions_have_the_channels(trained, tmp_path):
 def test_stock_diffusers_gives_the_same_picture(trained, tmp_path):
     folder, channels = trained
     progress = ProgressSeen()
-    measured = export_vae(folder / "run", tmp_path / "out", device="cpu", progress=progress)["measured on"]
+    measured = export_vae(folder / "run", tmp_path / "out", device="cpu", progress=progress).figures["measured on"]
     assert progress.leads_to(int(str(measured).split()[0]) + 1)
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert (config["in_channels"], config["out_channels"]) == (channels, channels)

@@ -11,8 +11,8 @@ from torch.autograd import gradcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 from gputrain.vae import memory_efficient_layers as efficient
+from gputrain.vae import model as upsampling
 from gputrain.vae import norm_arithmetic as arithmetic
-from gputrain.vae import upsample_conv as upsampling
 
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
 layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=["nchw", "nhwc"])

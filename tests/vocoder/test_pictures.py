@@ -6,9 +6,9 @@ import torch
 
 from gputrain.audio.config import Mel
 from gputrain.audio.mel import log_mel
-from gputrain.audio.pictures import BAND_PIXELS, colour_map
+from gputrain.engine.drawing import BAND_PIXELS, colour_map
 from gputrain.engine.samples import Sheet
-from gputrain.vocoder.samples import sheet
+from gputrain.vocoder.recipe import sheet
 
 MEL = Mel(16000, 40, 160, 640, 1024, 40, 8000)
 ROW = BAND_PIXELS * 40

@@ -7,10 +7,10 @@ import torch
 
 from gputrain.audio.mel import log_mel
 from gputrain.config import assemble
-from gputrain.vocoder import samples
+from gputrain.vocoder import recipe
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.generator import Generator
-from gputrain.vocoder.samples import sample_clips
+from gputrain.vocoder.recipe import sample_clips
 from tests.vocoder.conftest import HOP, RATE_HZ, TINY
 
 CPU = torch.device("cpu")
@@ -31,8 +31,8 @@ def generator() -> Generator:
 
 
 def test_some_clips_are_sound_and_none_for_long():
-    frames = int(samples.SECONDS * RATE_HZ / HOP)
-    report = sample_clips(generator(), clips(samples.CLIPS + 1, frames + 10), SETTINGS, CPU)
+    frames = int(recipe.SECONDS * RATE_HZ / HOP)
+    report = sample_clips(generator(), clips(recipe.CLIPS + 1, frames + 10), SETTINGS, CPU)
     assert list(report.sounds) == ["clip_1", "clip_2", "clip_3", "clip_4"]
     for sound in report.sounds.values():
         assert sound.rate_hz == RATE_HZ

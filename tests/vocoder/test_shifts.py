@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
+from gputrain.vocoder.augment import Shifts, draw_semitones, make_shifted, shifted_places
 from gputrain.vocoder.generator import Noise
-from gputrain.vocoder.shifts import Shifts, draw_semitones, make_shifted, shifted_places
 
 
 @pytest.mark.parametrize(("items", "count"), [(8, 4), (8, 3), (5, 5), (32, 13), (1, 1), (4, 0)])

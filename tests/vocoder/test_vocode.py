@@ -19,9 +19,16 @@ from gputrain.vocoder.architecture import NsfHifiganArchitecture
 from gputrain.vocoder.config import Vocode
 from gputrain.vocoder.export import export_openvpi
 from gputrain.vocoder.generator import Generator
-from gputrain.vocoder.inputs import VocoderInputReader
 from gputrain.vocoder.load import LoadedVocoder
-from gputrain.vocoder.vocode import FrameNoise, Vocoded, reach_frames, vocode, vocode_files, wave_chunks
+from gputrain.vocoder.vocode import (
+    FrameNoise,
+    Vocoded,
+    VocoderInputReader,
+    reach_frames,
+    vocode,
+    vocode_files,
+    wave_chunks,
+)
 from tests.vocoder.test_generator import inputs, largest, variants
 from tests.vocoder.test_load import CPU, loaded, openvpi_folder
 
@@ -250,7 +257,7 @@ def test_one_bad_file_of_many(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     npz(root / "unvoiced.npz", f0=np.zeros(30))  # It is valid.
     done = run_vocode(openvpi_folder(tmp_path / "model", "mini"), root, out)
     assert relative(done.written, out) == ["good.wav", "unvoiced.wav"]
-    said = {refusal.path.name: refusal.detail for refusal in done.refused}
+    said = {Path(refusal.path).name: refusal.detail for refusal in done.refused}
     assert said.keys() == {"silent.wav", "empty.wav", "nan.wav", "torn.flac", "torn.npz", "alone.mel.npy"}
     assert said["silent.wav"] == "silent; its peak is 0 of full scale"
     assert said["empty.wav"] == "holds no sound"

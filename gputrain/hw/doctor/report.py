@@ -10,8 +10,7 @@ from typing import Any
 
 from gputrain.config import config, opt
 from gputrain.errors import UserError
-from gputrain.hw.doctor.host_rules import Check
-from gputrain.hw.doctor.rules import check_rules
+from gputrain.hw.doctor.rules import Check, check_rules
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import Machine, probe
 from gputrain.kinds import default_kind

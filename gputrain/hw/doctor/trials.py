@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from gputrain.errors import UserError, first_line
 from gputrain.hw import bf16_check, numba_cache
 from gputrain.hw.child_process import describe_exit, run_child
-from gputrain.hw.doctor.host_rules import Check
+from gputrain.hw.doctor.rules import Check
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.probe import Machine
 from gputrain.hw.speed import disk_speed, product_flops_per_second

@@ -4,6 +4,9 @@ Symbols are single code points after NFD, because stock Piper reads a text of ph
 without converting it to lower case or numbers to words, and drops code points that its map does not have.
 """
 
+import re
+import shutil
+import subprocess
 import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,21 +14,112 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from gputrain.config import read_file
 from gputrain.errors import UserError
-from gputrain.speech.text import espeak
-from gputrain.speech.text.alphabet import read_alphabet, respelled, standard
 from gputrain.speech.text.english import ENGLISH
 from gputrain.speech.text.language import CHARACTERS, PUNCTUATION, Language
-from gputrain.speech.text.raw import RawRules
+from gputrain.speech.text.raw import RawRules, without_tags
 from gputrain.speech.text.russian import RUSSIAN
 from gputrain.speech.text.sentences import split_sentences
-from gputrain.speech.text.ssml import without_tags
+from gputrain.speech.text.unicode_cleanup import APOSTROPHES
 from gputrain.speech.text.uzbek import UZBEK
 
 PAD, BOS, EOS = "_", "^", "$"
 RESERVED = (PAD, BOS, EOS)
 PAD_ID, BOS_ID, EOS_ID = range(3)
 LANGUAGES: dict[str, Language] = {one.name: one for one in (UZBEK, ENGLISH, RUSSIAN, CHARACTERS)}
+
+
+# Letters, IPA and its marks, as code points after NFD: the output of espeak-ng for all of its languages.
+IPA = "".join(
+    map(
+        chr,
+        (
+            *range(ord("a"), ord("z") + 1),
+            *map(ord, "æçðøħŋœǀǁǂǃβεθχᵻⱱ"),
+            *range(0x250, 0x2B0),  # IPA extensions
+            *map(ord, "ʰʲʷˈˌːˑ˞ˠˡˤⁿ"),
+            *range(0x300, 0x362),  # combining marks
+        ),
+    )
+)
+IPA_SYMBOLS = "".join(sorted({*unicodedata.normalize("NFD", IPA)}))
+_CLAUSE = re.compile(r"([^!,.:;?]*)([!,.:;?]*)")
+_LANGUAGE_SWITCH = re.compile(r"\([a-z-]+\)")
+
+
+BARRED = PUNCTUATION + "_^$"  # Characters besides digits that no spelling contains.
+
+
+def read_alphabet(path: Path, letters: tuple[str, ...]) -> dict[str, str]:
+    """Reads a table of spellings for `letters`. Raises UserError if it is invalid, or two letters have one spelling."""
+    table: dict[str, str] = {}
+    known = {_plain(letter): letter for letter in letters}
+    for key, spelling in read_file(path).items():
+        letter = known.get(_plain(key))
+        if letter is None:
+            raise UserError(f"{path}: {key!r} is not a letter of the language", hint=f"letters: {' '.join(letters)}")
+        is_lower = isinstance(spelling, str) and spelling and spelling == spelling.lower()
+        if not is_lower or any(char.isdigit() or char in BARRED for char in str(spelling)):
+            raise UserError(
+                f"{path}: {key} is spelled {spelling!r}, expected lower-case letters",
+                hint="no spaces, digits, punctuation, nor Piper's _ ^ $; in quotes if YAML reads it as another type",
+            )
+        table[letter] = unicodedata.normalize("NFC", str(spelling))
+    owners: dict[str, str] = {}
+    for letter in letters:
+        spelling = table.get(letter, letter)
+        if spelling in owners:
+            raise UserError(f"{path}: {owners[spelling]} and {letter} are both spelled {spelling}")
+        owners[spelling] = letter
+    return table
+
+
+def _plain(letter: str) -> str:
+    return re.sub(f"[{APOSTROPHES}]", "'", unicodedata.normalize("NFC", letter).lower())
+
+
+def respelled(text: str, table: Mapping[str, str], letters: Iterable[str]) -> str:
+    """Converts lower-case text in standard letters to the spellings of a table."""
+    return _replaced(text, {letter: table.get(letter, letter) for letter in letters}) if table else text
+
+
+def standard(text: str, table: Mapping[str, str], letters: Iterable[str]) -> str:
+    """Converts text of any case, in the spellings of a table or in standard letters, to standard letters."""
+    if not table:
+        return text
+    back = {form: form for letter in letters for form in (letter, letter.capitalize(), letter.upper())}
+    for letter, spelling in table.items():
+        back[spelling.upper()] = letter.capitalize()
+        back[spelling] = letter
+    return _replaced(unicodedata.normalize("NFC", text), back)
+
+
+def _replaced(text: str, by: Mapping[str, str]) -> str:
+    longest_first = sorted(by, key=len, reverse=True)
+    return re.sub("|".join(map(re.escape, longest_first)), lambda found: by[found[0]], text)
+
+
+def espeak_phonemes(text: str, voice: str) -> str:
+    """Returns a normalised text in IPA, with its punctuation, by the program espeak-ng. Stock Piper does the same with
+    its own copy for a voice of phoneme_type "espeak". Raises UserError if the program is missing or fails."""
+    program = shutil.which("espeak-ng")
+    if program is None:
+        raise UserError(
+            "espeak-ng is not installed, or not on the PATH",
+            hint="install it (apt install espeak-ng, brew install espeak-ng), or leave out the espeak voice",
+        )
+    clauses = [(words.strip(), marks) for words, marks in _CLAUSE.findall(text) if words.strip() or marks]
+    command = [program, "-q", "--ipa", "-b", "1", "-v", voice]
+    said = []
+    for words, marks in clauses:
+        if words:
+            done = subprocess.run([*command, "--", words], capture_output=True, encoding="utf-8", check=False)
+            if done.returncode:
+                raise UserError(f"espeak-ng failed for the voice {voice!r}: {done.stderr.strip()[:200]}")
+            words = " ".join(_LANGUAGE_SWITCH.sub("", done.stdout).split())
+        said.append(words + marks)
+    return unicodedata.normalize("NFC", " ".join(said))
 
 
 @dataclass(frozen=True)
@@ -56,7 +150,7 @@ class Frontend:
         text = self.raw(text, language)
         words = language.normalize(standard(text, self.alphabet, language.alphabet))
         if self.espeak_voice:
-            return espeak.phonemes(words, self.espeak_voice)
+            return espeak_phonemes(words, self.espeak_voice)
         return unicodedata.normalize("NFC", respelled(words, self.alphabet, language.alphabet))
 
     def unknown(self, normalized: str) -> list[str]:
@@ -164,7 +258,7 @@ def frontend(
     table = read_alphabet(alphabet, rules.alphabet) if alphabet is not None else {}
     letters = "".join(table.get(letter, letter) for letter in rules.alphabet) or rules.letters
     if espeak_voice:
-        letters = espeak.SYMBOLS
+        letters = IPA_SYMBOLS
     elif not letters:
         letters = "".join({char for text in texts for char in rules.normalize(raw(text, rules))})
     points = {rules.same.get(char, char) for char in unicodedata.normalize("NFD", letters)}

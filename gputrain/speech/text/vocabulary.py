@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 from gputrain.errors import UserError
 from gputrain.speech.text.frontend import LANGUAGES
 from gputrain.speech.text.plain import UNDETERMINED, plain_words, rules_of
-from gputrain.speech.text.raw import RawRules
+from gputrain.speech.text.raw import RawRules, without_tags
 from gputrain.speech.text.sentences import split_sentences
-from gputrain.speech.text.ssml import without_tags
 from gputrain.speech.text.unicode_cleanup import APOSTROPHES
 
 BLANK, UNKNOWN, DELIMITER = "<pad>", "<unk>", "|"

@@ -4,7 +4,7 @@ import pytest
 
 from gputrain.speech.text.frontend import frontend
 from gputrain.speech.text.plain import plain_words
-from gputrain.speech.text.ssml import without_tags
+from gputrain.speech.text.raw import without_tags
 
 
 @pytest.mark.parametrize(

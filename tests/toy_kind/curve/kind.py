@@ -9,7 +9,16 @@ from typing import Any
 from curve.config import BenchCurve, CurveEvaluation, PlanCurve, Points, Trace, TrainCurve
 
 from gputrain.config import leaves
-from gputrain.kinds import CommandOutput, DataCommand, DataWork, EvaluateCommand, Exporter, ModelKind, OwnCommand
+from gputrain.kinds import (
+    CommandOutput,
+    DataCommand,
+    DataWork,
+    EvaluateCommand,
+    Exported,
+    Exporter,
+    ModelKind,
+    OwnCommand,
+)
 
 
 def work() -> Any:
@@ -67,13 +76,14 @@ def evaluate(settings: Any, **shared: Any) -> CurveFigures:
     return CurveFigures(len(points), {"error": error_of(load_curve(settings.model), points)})
 
 
-def export(settings: Any, progress: Any) -> tuple[dict[str, Any], list[str]]:
+def export(settings: Any, progress: Any) -> Exported:
     from curve.model import load_curve
 
     weights = {name: tensor.tolist() for name, tensor in load_curve(settings.model).state_dict().items()}
     settings.output_dir.mkdir()
-    (settings.output_dir / f"{settings.name or 'curve'}.json").write_text(json.dumps(weights))
-    return {"tensors": len(weights)}, ["Read it with any JSON reader."]
+    path = settings.output_dir / f"{settings.name or 'curve'}.json"
+    path.write_text(json.dumps(weights))
+    return Exported([path], {"tensors": len(weights)}, ["Read it with any JSON reader."])
 
 
 def trace(settings: Trace, output: CommandOutput) -> None:

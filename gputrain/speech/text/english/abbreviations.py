@@ -2,9 +2,8 @@
 
 import re
 
-from gputrain.speech.text.addresses import ADDRESS, spoken_address
 from gputrain.speech.text.english.numbers import WORDS, cardinal, ordinal
-from gputrain.speech.text.language import any_of, rewriter
+from gputrain.speech.text.language import ADDRESS, any_of, rewriter, spoken_address
 from gputrain.speech.text.numerals import roman
 
 ABBREVIATIONS: dict[str, str] = WORDS["abbreviations"]

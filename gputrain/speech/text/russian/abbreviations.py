@@ -3,8 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from gputrain.speech.text.addresses import ADDRESS, spoken_address
-from gputrain.speech.text.language import any_of, rewriter
+from gputrain.speech.text.language import ADDRESS, any_of, rewriter, spoken_address
 from gputrain.speech.text.russian.grammar import inflected
 from gputrain.speech.text.russian.numbers import WORDS
 

@@ -2,8 +2,7 @@
 
 import re
 
-from gputrain.speech.text.addresses import ADDRESS, spoken_address
-from gputrain.speech.text.language import any_of, rewriter
+from gputrain.speech.text.language import ADDRESS, any_of, rewriter, spoken_address
 from gputrain.speech.text.uzbek.letters import WORDS
 from gputrain.speech.text.uzbek.numbers import SUFFIX
 

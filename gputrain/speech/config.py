@@ -1,4 +1,4 @@
-"""Options of `prepare-data --kind tts` and `--kind asr`, which prepare recordings of speech. Imports no torch."""
+"""Options of preparing recordings of speech, for voices and recognisers, and of training on them. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from gputrain.config import config, opt
+from gputrain.engine.schedule import SEVERAL
 from gputrain.errors import UserError
 from gputrain.speech.frames import ENCODER_RATE, STRIDE
 from gputrain.speech.text.commands import LEXICON_HELP
@@ -115,3 +116,23 @@ class SpeechPrepareConfig:
     trim_db: float = TRIM_DB  # Ends this far below the peak are trimmed; 0 is off.
     loudness_db: float = 0.0  # Target RMS of each file in dBFS (negative); 0 is off.
     kind: SpeechKind = "tts"
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+@config(panel="Data")
+class SpeechData:
+    data_dir: tuple[Path, ...] = opt(help=f"Folder that `prepare-data` has filled{SEVERAL}", separator="")
+    batch_seconds: float = opt(
+        default=0.0, help="Maximum seconds of audio in a batch, padding included; 0: computed from batch_room.", min=0
+    )
+    batch_room: float = opt(
+        default=1.5, help="Maximum audio of a batch, as a multiple of batch_size clips of average length.", min=1
+    )
+    max_padding: float = opt(
+        default=0.02, help="Maximum share of padding in an epoch; a higher one gives fuller batches.",
+        min=0.001, max=0.5,
+    )  # fmt: skip
+    held_out_share: float = opt(default=0.02, help="Share of the clips kept for evaluation.", min=0.0, max=0.5)
+    eval_clips: int = opt(default=64, help="Maximum number of held-out clips evaluated during training.", min=1)

@@ -2,8 +2,7 @@
 
 from itertools import pairwise
 
-from gputrain.asr.decode import TimedWord
-from gputrain.asr.subtitles import cues_of, srt, vtt
+from gputrain.speech.subtitles import TimedWord, cues_of, srt, vtt
 
 
 def words(text: str, start: float = 0.0, each: float = 0.4) -> list[TimedWord]:

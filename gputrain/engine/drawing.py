@@ -1,0 +1,232 @@
+"""Draws charts and pictures: shapes and texts as SVG or as pixels, fonts, numbers, and the colours of spectrograms.
+
+Shape suffixes: M mel bands, F frames, H x W pixels, 3 colours.
+"""
+
+import base64
+import io
+import textwrap
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from markupsafe import Markup, escape
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from gputrain.errors import UserError
+
+Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
+
+INK, FAINT, PAPER = "#1b1f24", "#6b7280", "#ffffff"
+FONTS = ("DejaVuSans.ttf", "arial.ttf", "Arial.ttf")  # System fonts; Pillow's own has only Latin letters.
+TEXT_SIZE = 13
+
+BAND_PIXELS = 2  # Height of a mel band.
+# The colours are black, violet, red, orange and pale yellow. CIELAB's lightness rises evenly, so that equal steps look
+# equal, and the picture is readable in grey too.
+ANCHORS_LAB = (
+    (0, 0, 0), (12.5, 14, -22), (25, 34, -33), (37.5, 48, -16), (50, 52, 12),
+    (62.5, 44, 38), (75, 24, 52), (87.5, 2, 48), (98, -6, 18),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A filled rectangle; the title is shown under the pointer."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    colour: str
+    title: str = ""
+
+    def svg(self, page_colour: str) -> Markup:
+        place = {name: float(getattr(self, name)) for name in ("x", "y", "width", "height")}
+        title = svg_element("title", self.title) if self.title else ""
+        return svg_element("rect", title, **place, fill=self.colour)
+
+    def paint(self, canvas: Image.Image, scale: int) -> None:
+        left, top = self.x * scale, self.y * scale
+        right, bottom = (self.x + self.width) * scale - 1, (self.y + self.height) * scale - 1
+        if right >= left and bottom >= top:
+            ImageDraw.Draw(canvas).rectangle((left, top, right, bottom), fill=self.colour)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A straight line between two points."""
+
+    x: float
+    y: float
+    to_x: float
+    to_y: float
+    colour: str
+    width: int = 2
+
+    def svg(self, page_colour: str) -> Markup:
+        ends = {"x1": float(self.x), "y1": float(self.y), "x2": float(self.to_x), "y2": float(self.to_y)}
+        return svg_element("line", **ends, stroke=self.colour, stroke_width=self.width)
+
+    def paint(self, canvas: Image.Image, scale: int) -> None:
+        ends = (self.x * scale, self.y * scale, self.to_x * scale, self.to_y * scale)
+        ImageDraw.Draw(canvas).line(ends, fill=self.colour, width=self.width * scale)
+
+
+@dataclass(frozen=True)
+class Label:
+    """A line of text, placed by the left end of its middle."""
+
+    x: float
+    y: float
+    text: str
+    colour: str = INK
+    size: int = TEXT_SIZE
+
+    def svg(self, page_colour: str) -> Markup:
+        colour = page_colour if page_colour and self.colour in (INK, FAINT) else self.colour
+        baseline = self.y + self.size / 3
+        return svg_element("text", self.text, x=float(self.x), y=baseline, font_size=self.size, fill=colour)
+
+    def paint(self, canvas: Image.Image, scale: int) -> None:
+        place = (self.x * scale, self.y * scale)
+        ImageDraw.Draw(canvas).text(place, self.text, self.colour, font(self.size * scale), "lm")
+
+
+@dataclass(frozen=True)
+class Inset:
+    """A picture, placed by its left upper corner."""
+
+    x: int
+    y: int
+    image: Image.Image
+
+    def svg(self, page_colour: str) -> Markup:
+        written = io.BytesIO()
+        self.image.save(written, "PNG")
+        address = f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
+        return svg_element("image", x=self.x, y=self.y, width=self.image.width, height=self.image.height, href=address)
+
+    def paint(self, canvas: Image.Image, scale: int) -> None:
+        size = (self.image.width * scale, self.image.height * scale)
+        canvas.paste(self.image.resize(size), (self.x * scale, self.y * scale))
+
+
+@dataclass
+class Drawing:
+    """Shapes on a background, in the order in which they are drawn: as SVG, or as pixels."""
+
+    width: int
+    height: int
+    background: str = PAPER
+    shapes: list[Rectangle | Line | Label | Inset] = field(default_factory=list)
+
+    def svg(self, alt: str, *, page_colour: str = "") -> Markup:
+        """Returns the drawing as SVG. With a `page_colour`, such as currentColor, the texts have that colour, and there
+        is no background."""
+        parts = [shape.svg(page_colour) for shape in self.shapes]
+        if not page_colour:
+            parts.insert(0, svg_element("rect", width=self.width, height=self.height, fill=self.background))
+        return svg_element(
+            "svg", Markup("").join(parts), xmlns="http://www.w3.org/2000/svg", font_family="system-ui, sans-serif",
+            viewBox=f"0 0 {self.width} {self.height}", role="img", aria_label=alt,
+        )  # fmt: skip
+
+    def image(self, scale: int = 1) -> Image.Image:
+        """Returns the drawing as a picture, `scale` pixels for each unit."""
+        canvas = Image.new("RGB", (self.width * scale, self.height * scale), self.background)
+        for shape in self.shapes:
+            shape.paint(canvas, scale)
+        return canvas
+
+    def save(self, path: Path, alt: str, scale: int = 2) -> None:
+        """Writes a PNG or SVG file. Raises UserError for another ending, or if the file cannot be written."""
+        try:
+            if path.suffix.lower() == ".svg":
+                path.write_text(self.svg(alt), encoding="utf-8")
+            elif path.suffix.lower() == ".png":
+                self.image(scale).save(path)
+            else:
+                raise UserError(f"{path}: a chart is a .png or .svg file", hint="name the file chart.svg, say")
+        except OSError as error:
+            raise UserError(
+                f"{path}: cannot be written ({error.strerror or error})", hint="name another file"
+            ) from None
+
+
+def svg_element(name: str, content: str = "", /, **attributes: str | float) -> Markup:
+    """Returns an SVG element. Attributes are written with hyphens (`class_` as class), fractions with one digit, and
+    whatever is not Markup is escaped."""
+    written = [
+        f'{key.rstrip("_").replace("_", "-")}="{f"{value:.1f}" if isinstance(value, float) else escape(value)}"'
+        for key, value in attributes.items()
+    ]
+    start = " ".join([name, *written])
+    return Markup(f"<{start}>{escape(content)}</{name}>" if content else f"<{start}/>")
+
+
+# ------------------------------------------------------------------------------------------------ texts and numbers
+
+
+@cache
+def font(size: int) -> Font:
+    """Returns a font with many scripts if the system has one, otherwise Pillow's own."""
+    for name in FONTS:
+        try:
+            return ImageFont.truetype(name, size)
+        except OSError:
+            continue
+    return ImageFont.load_default(size)
+
+
+def cut_text(text: str, with_font: Font, room: float) -> str:
+    """Returns the text on one line, or as much of it as fits into `room` pixels."""
+    text = " ".join(text.split())
+    if with_font.getlength(text) <= room:
+        return text
+    while text and with_font.getlength(text + "...") > room:
+        text = text[:-1]
+    return text + "..."
+
+
+def wrap_text(text: str, with_font: Font, room: float) -> list[str]:
+    """Returns lines that fit into `room` pixels, by the width of the whole text: characters differ little in width."""
+    width = with_font.getlength(text)
+    characters = len(text) if width <= room else int(0.9 * len(text) * room / width)
+    return textwrap.wrap(text, max(1, characters)) or [""]
+
+
+def format_number(value: float) -> str:
+    """Returns a number with about three significant digits: 0.0123, 1.23, 31.2, 1,234."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}" if abs(value) < 1e7 else f"{value:.3g}"
+    return f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.2e}"
+
+
+# ------------------------------------------------------------------------------------------------------- spectrograms
+
+
+def spectrogram_picture(values_MF: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
+    """Returns values as a picture (HW3, uint8) from the darkest colour for `low` to the brightest for `high`.
+    H = BAND_PIXELS * M, with the last band at the top."""
+    share_MF = (values_MF - low) / (high - low)
+    index_MF = (share_MF.clamp(0, 1) * 255).round().long().flip(0).repeat_interleave(BAND_PIXELS, dim=0)
+    return torch.from_numpy(colour_map())[index_MF]
+
+
+@cache
+def colour_map() -> NDArray[np.uint8]:
+    """Returns 256 colours (256, 3), evenly from dark to light."""
+    from skimage.color import lab2rgb
+
+    anchors = np.array(ANCHORS_LAB, dtype=np.float64)
+    at = np.linspace(0, len(anchors) - 1, 256)
+    lab = np.stack([np.interp(at, np.arange(len(anchors)), channel) for channel in anchors.T], axis=1)
+    colours: NDArray[np.uint8] = np.rint(255 * lab2rgb(lab)).astype(np.uint8)
+    return colours
