@@ -18,8 +18,9 @@ from torch import Tensor
 
 from gputrain.autoconfig.devices import average_over_processes
 from gputrain.autoconfig.settings import BatchSplit
+from gputrain.engine.step import FailedAttempt, retried
 from gputrain.errors import UserError, first_line
-from gputrain.hw.runtime import is_out_of_memory, library_failure, random_state, release_memory, set_random_state
+from gputrain.hw.runtime import is_out_of_memory, library_failure, random_state, set_random_state
 
 Reduction = Literal["items", "labels", "sum"]
 IGNORED = -100  # Label that losses ignore.
@@ -133,31 +134,28 @@ class Recovery:
         self.trainer, self.parts = trainer, parts
         self._whole_step: Callable[..., Tensor] = trainer.training_step
         self._whole_loss: Callable[..., Any] = trainer.compute_loss
-        self._possible: list[Reduction] = [reduction] if reduction else ["items", "labels", "sum"]
+        self._reductions: list[Reduction] = [reduction] if reduction else ["items", "labels", "sum"]
         self._weight = 1.0  # Weight of the current part.
-        self._at_once = 0  # Items of the current part.
-        self._most = 0  # Items that fit at once, as the batch itself says; 0: no limit.
+        self._items_at_once = 0  # Items of the current part.
+        self._most_items = 0  # Items that fit at once, as the batch itself says; 0: no limit.
         self._step = -1  # Optimizer step that the following belong to.
-        self._had: list[MicroBatch] = []
-        self._random: RandomStates | None = None  # At the beginning of the step.
-        self._failure = ""
-        self._scaled = False  # True once it is known how the trainer adds up micro-batches.
+        self._micro_batches: list[MicroBatch] = []
+        self._random = RandomStates.now(trainer.args.device)  # At the beginning of the step.
+        self._scale_is_known = False  # True once it is known how the trainer adds up micro-batches.
         self._processes = int(trainer.accelerator.num_processes)
 
     def training_step(self, model: Any, inputs: Any, *more: Any, **named: Any) -> Tensor:
         """Runs forward and backward of one micro-batch, as the trainer's own method; returns the loss of all of it."""
-        self._most = int(inputs.pop(MOST_ITEMS, 0))
+        self._most_items = int(inputs.pop(MOST_ITEMS, 0))
         step = self.trainer.state.global_step
         if self._processes > 1:
             # Without DDP's wrapper no backward pass waits for the other processes, so that each may repeat it.
             model = self.trainer.accelerator.unwrap_model(model)
         if step != self._step:
-            self._step, self._had, self._random = step, [], RandomStates.now(self.trainer.args.device)
-        self._had.append(MicroBatch(inputs, more, named))
-        loss = self._attempt(model, self._had[-1:])
-        while loss is None:  # This is outside the except block, whose traceback keeps the failed part alive.
-            self._halve_parts(model)
-            loss = self._attempt(model, self._had)
+            self._step, self._micro_batches = step, []
+            self._random = RandomStates.now(self.trainer.args.device)
+        self._micro_batches.append(MicroBatch(inputs, more, named))
+        loss = self._retried(model, self._random)
         if self._processes > 1 and self.trainer.accelerator.sync_gradients:
             average_over_processes(model)
         return loss
@@ -168,50 +166,46 @@ class Recovery:
             return found
         return (found[0] * self._weight, *found[1:]) if isinstance(found, tuple) else found * self._weight
 
-    def _attempt(self, model: Any, micro_batches: list[MicroBatch]) -> Tensor | None:
-        """Returns the loss of the last one; None if memory ran out."""
-        loss = None
-        try:
-            for micro_batch in micro_batches:
-                loss = self._in_parts(model, micro_batch)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            self._failure, loss = first_line(error), None
-        finally:
-            self._weight = 1.0
-        return loss
+    def _retried(self, model: Any, random_states: "RandomStates") -> Tensor:
+        """Returns the loss of the last micro-batch. If memory runs out, all of the step so far are repeated."""
+        pending = self._micro_batches[-1:]
+
+        def attempt() -> Tensor:
+            try:
+                return [self._in_parts(model, micro_batch) for micro_batch in pending][-1]
+            finally:
+                self._weight = 1.0
+
+        def make_room(failure: FailedAttempt) -> None:
+            nonlocal pending
+            model.zero_grad(set_to_none=True)
+            if self._items_at_once <= 1:
+                raise UserError(
+                    f"out of memory with a single item at once: {failure.cause}",
+                    hint="train on shorter clips, with gradient checkpointing, or a smaller model",
+                )
+            self.parts.halve(self._step, self._items_at_once, "out of memory")
+            pending = self._micro_batches
+
+        return retried(attempt, make_room, lambda: random_states.restore(self.trainer.args.device))
 
     def _in_parts(self, model: Any, micro_batch: MicroBatch) -> Tensor:
         inputs, more, named = micro_batch
         items = count_items(inputs)
-        self._at_once = items
-        if not self._scaled:
+        self._items_at_once = items
+        if not self._scale_is_known:
             self._keep_scale(model, micro_batch)
-        size = min(filter(None, (self.parts.size, self._most)), default=0)
+        size = min(filter(None, (self.parts.size, self._most_items)), default=0)
         if not 0 < size < items:
             return self._whole_step(model, inputs, *more, **named)
         parts = split(inputs, size)
         total = None
         for part, weight in zip(parts, self._weights(model, micro_batch, parts), strict=True):
-            self._weight, self._at_once = weight, count_items(part)
+            self._weight, self._items_at_once = weight, count_items(part)
             loss = self._whole_step(model, part, *more, **named)
             total = loss if total is None else total + loss
         assert total is not None
         return total
-
-    def _halve_parts(self, model: Any) -> None:
-        """Drops the gradients of the failed attempt, and halves the parts."""
-        model.zero_grad(set_to_none=True)
-        release_memory()
-        assert self._random
-        self._random.restore(self.trainer.args.device)
-        if self._at_once <= 1:
-            raise UserError(
-                f"out of memory with a single item at once: {self._failure}",
-                hint="train on shorter clips, with gradient checkpointing, or a smaller model",
-            )
-        self.parts.halve(self._step, self._at_once, "out of memory")
 
     def _keep_scale(self, model: Any, micro_batch: MicroBatch) -> None:
         """Has the trainer average micro-batches, and processes, if each of their losses is a mean.
@@ -234,16 +228,16 @@ class Recovery:
                     "the loss of a micro-batch is a mean, and the trainer would add them up: they are averaged instead"
                 )
                 trainer.model_accepts_loss_kwargs = False
-        self._scaled = True
+        self._scale_is_known = True
 
     # ------------------------------------------------------------------------------------------------- weights
 
     def _weights(self, model: Any, micro_batch: MicroBatch, parts: list[dict[str, Any]]) -> list[float]:
         """Returns the weights with which the losses of parts add up to the loss of the whole."""
-        found = [shares(reduction, micro_batch.inputs, parts) for reduction in self._possible]
+        found = [shares(reduction, micro_batch.inputs, parts) for reduction in self._reductions]
         if any(not np.allclose(found[0], other) for other in found[1:]):
-            self._possible = self._find_reduction(model, micro_batch)
-            found = [shares(reduction, micro_batch.inputs, parts) for reduction in self._possible]
+            self._reductions = self._find_reduction(model, micro_batch)
+            found = [shares(reduction, micro_batch.inputs, parts) for reduction in self._reductions]
         return found[0]
 
     def _find_reduction(self, model: Any, micro_batch: MicroBatch) -> list[Reduction]:
@@ -263,7 +257,7 @@ class Recovery:
         finally:
             model.train()
             random_states.restore(self.trainer.args.device)
-        sums = {r: float(np.dot(shares(r, together, alone), single)) for r in self._possible}
+        sums = {r: float(np.dot(shares(r, together, alone), single)) for r in self._reductions}
         best = min(sums, key=lambda r: abs(sums[r] - whole))
         if not abs(sums[best] - whole) <= LIKE * abs(whole):
             raise UserError(
@@ -271,7 +265,7 @@ class Recovery:
                 f"of two items it is {whole:.6g}, of each alone {single[0]:.6g} and {single[1]:.6g}",
                 hint="use a smaller per_device_train_batch_size, or pass loss_reduction= if the loss is random",
             )
-        return [r for r in self._possible if np.isclose(sums[r], sums[best])]
+        return [r for r in self._reductions if np.isclose(sums[r], sums[best])]
 
     def _label_counts(self, model: Any, micro_batch: MicroBatch) -> dict[str, Any]:
         """Returns the number of labels of the whole step, if the trainer counts them."""
