@@ -14,7 +14,6 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -25,7 +24,7 @@ from torch import nn
 from gputrain.autoconfig import settings
 from gputrain.autoconfig.clips import BucketSampler, PreparedClips
 from gputrain.autoconfig.dataset import DatasetProfile, profile_dataset
-from gputrain.autoconfig.devices import check_agreement, count_gpus, machines_to_plan, shared_settings
+from gputrain.autoconfig.devices import count_gpus, machines_to_plan
 from gputrain.autoconfig.inputs import MakeBatch, ModelProfile, batch_maker, output_loss, profile_weights
 from gputrain.autoconfig.lengths import Bucket, LengthLimit, OverLong, limit_length, make_buckets, pieces
 from gputrain.autoconfig.memory_models import MOMENTS, MemoryModels
@@ -203,13 +202,11 @@ class Planner:
         loss, the first time it matters. Raises UserError if a single item does not fit, and if the loss cannot be
         computed in parts.
         """
-        batches: AbstractContextManager[None] = nullcontext()
-        if config is not None:
-            if trainer.accelerator.num_processes > 1:
-                check_agreement(shared_settings(config))
-            batches = batched_by_length(trainer, self.sampler(trainer.train_dataset, config, trainer.args.seed))
-        with watched_first(trainer), recovering(trainer, self.parts, loss_reduction), batches:
-            return trainer.train(**arguments)
+        with watched_first(trainer), recovering(trainer, self.parts, loss_reduction, config):
+            if config is None:
+                return trainer.train(**arguments)
+            with batched_by_length(trainer, self.sampler(trainer.train_dataset, config, trainer.args.seed)):
+                return trainer.train(**arguments)
 
     # ----------------------------------------------------------------------------------------------- choices
 

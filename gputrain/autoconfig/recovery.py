@@ -5,19 +5,19 @@ Only methods of the trainer are used; transformers is not imported.
 
 import contextlib
 import inspect
+import itertools
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gputrain.autoconfig.devices import average_over_processes
-from gputrain.autoconfig.settings import BatchSplit
+from gputrain.autoconfig.settings import BatchSplit, OptimalConfig
+from gputrain.engine.distributed import RankGroup
 from gputrain.engine.step import FailedAttempt, retried
 from gputrain.errors import UserError, first_line
 from gputrain.hw.runtime import is_out_of_memory, library_failure, random_state, set_random_state
@@ -52,7 +52,7 @@ def split(inputs: Mapping[str, Any], size: int) -> list[dict[str, Any]]:
     items = count_items(inputs)
     count = -(-items // size)
     edges = [items * number // count for number in range(count + 1)]
-    return [rows(inputs, slice(start, stop)) for start, stop in pairwise(edges)]
+    return [rows(inputs, slice(start, stop)) for start, stop in itertools.pairwise(edges)]
 
 
 def count_items(inputs: Mapping[str, Any]) -> int:
@@ -81,22 +81,47 @@ def rows(inputs: Mapping[str, Any], which: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def recovering(trainer: Any, parts: Parts, reduction: Reduction | None = None) -> Iterator[None]:
+def recovering(
+    trainer: Any, parts: Parts, reduction: Reduction | None = None, config: OptimalConfig | None = None
+) -> Iterator[None]:
     """Has the trainer's steps recover from running out of memory, and restores its own methods afterwards.
 
     Several processes may train together in the way of DDP: each recovers by itself, and then their gradients are
-    averaged. Raises UserError if they divide the model, and if smaller parts would not help.
+    averaged. Raises UserError if they divide the model, if they were planned differently by their `config`, and if
+    smaller parts would not help.
     """
+    processes = int(trainer.accelerator.num_processes)
     way = str(getattr(trainer.accelerator.distributed_type, "value", trainer.accelerator.distributed_type))
-    if trainer.accelerator.num_processes > 1 and not way.startswith("MULTI_"):
+    if processes > 1 and not way.startswith("MULTI_"):
         raise UserError(
             f"recovery works in one process or with copies of the model in several, and this is {way}",
             hint="call trainer.train() itself",
         )
-    recovery = Recovery(trainer, parts, reduction)
+    with RankGroup.of_connected(processes) as group:
+        if config is not None:
+            check_agreement(group, config)
+        recovery = Recovery(trainer, parts, reduction, group)
+        with _methods_of(recovery, trainer), _explained_failures():
+            yield
+
+
+@contextlib.contextmanager
+def _methods_of(recovery: "Recovery", trainer: Any) -> Iterator[None]:
+    """Replaces the trainer's methods within the block by those of the recovery."""
     names = ("training_step", "compute_loss", "model_accepts_loss_kwargs")
     own = {name: vars(trainer)[name] for name in names if name in vars(trainer)}
     trainer.training_step, trainer.compute_loss = recovery.training_step, recovery.compute_loss
+    try:
+        yield
+    finally:
+        for name in names:
+            vars(trainer).pop(name, None)
+        vars(trainer).update(own)
+
+
+@contextlib.contextmanager
+def _explained_failures() -> Iterator[None]:
+    """Turns failures of libraries, and a lack of memory outside the steps, into UserErrors."""
     try:
         yield
     except RuntimeError as error:
@@ -108,10 +133,6 @@ def recovering(trainer: Any, parts: Parts, reduction: Reduction | None = None) -
             f"out of memory outside the steps, in the optimizer or in an evaluation: {first_line(error)}",
             hint="a smaller per_device_eval_batch_size helps an evaluation; else use a smaller model or optimizer",
         ) from error
-    finally:
-        for name in names:
-            vars(trainer).pop(name, None)
-        vars(trainer).update(own)
 
 
 class MicroBatch(NamedTuple):
@@ -130,8 +151,8 @@ class Recovery:
     smaller parts, with the same random numbers. Later ones are split from the beginning.
     """
 
-    def __init__(self, trainer: Any, parts: Parts, reduction: Reduction | None) -> None:
-        self.trainer, self.parts = trainer, parts
+    def __init__(self, trainer: Any, parts: Parts, reduction: Reduction | None, group: RankGroup) -> None:
+        self.trainer, self.parts, self.group = trainer, parts, group
         self._whole_step: Callable[..., Tensor] = trainer.training_step
         self._whole_loss: Callable[..., Any] = trainer.compute_loss
         self._reductions: list[Reduction] = [reduction] if reduction else ["items", "labels", "sum"]
@@ -142,13 +163,12 @@ class Recovery:
         self._micro_batches: list[MicroBatch] = []
         self._random = RandomStates.now(trainer.args.device)  # At the beginning of the step.
         self._scale_is_known = False  # True once it is known how the trainer adds up micro-batches.
-        self._processes = int(trainer.accelerator.num_processes)
 
     def training_step(self, model: Any, inputs: Any, *more: Any, **named: Any) -> Tensor:
         """Runs forward and backward of one micro-batch, as the trainer's own method; returns the loss of all of it."""
         self._most_items = int(inputs.pop(MOST_ITEMS, 0))
         step = self.trainer.state.global_step
-        if self._processes > 1:
+        if self.group.ranks.count > 1:
             # Without DDP's wrapper no backward pass waits for the other processes, so that each may repeat it.
             model = self.trainer.accelerator.unwrap_model(model)
         if step != self._step:
@@ -156,8 +176,8 @@ class Recovery:
             self._random = RandomStates.now(self.trainer.args.device)
         self._micro_batches.append(MicroBatch(inputs, more, named))
         loss = self._retried(model, self._random)
-        if self._processes > 1 and self.trainer.accelerator.sync_gradients:
-            average_over_processes(model)
+        if self.group.ranks.count > 1 and self.trainer.accelerator.sync_gradients:
+            average_over_processes(self.group, model)
         return loss
 
     def compute_loss(self, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
@@ -217,7 +237,7 @@ class Recovery:
         trainer = self.trainer
         adds_up = trainer.model_accepts_loss_kwargs and getattr(trainer, "loss_is_scaled_for_ga", None) is None
         counts = self._label_counts(model, micro_batch)
-        several = trainer.args.gradient_accumulation_steps > 1 or self._processes > 1
+        several = trainer.args.gradient_accumulation_steps > 1 or self.group.ranks.count > 1
         if several and adds_up and counts and trainer.compute_loss_func is None:
             try:
                 is_mean = count_items(micro_batch.inputs) > 1 and "sum" not in self._find_reduction(model, micro_batch)
@@ -279,6 +299,35 @@ class Recovery:
         with torch.no_grad(), self.trainer.compute_loss_context_manager():
             loss = self._whole_loss(model, self.trainer._prepare_inputs(micro_batch.inputs), **counts)
         return float(loss.mean())  # The mean is over the GPUs of a DataParallel.
+
+
+def average_over_processes(group: RankGroup, model: nn.Module) -> None:
+    """Replaces gradients by their means over all processes, and buffers by those of the first, as DDP does.
+
+    A parameter that has a gradient in some processes only counts as zero in the others.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    has_gradient = group.any_of(*(parameter.grad is not None for parameter in parameters))
+    gradients = []
+    for parameter in itertools.compress(parameters, has_gradient):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradients.append(parameter.grad)
+    if gradients:
+        group.add_up(gradients, [])
+        torch._foreach_div_(gradients, group.ranks.count)
+    group.make_equal(list(model.buffers()), source=0)
+
+
+def check_agreement(group: RankGroup, config: OptimalConfig) -> None:
+    """Raises UserError if the processes that train together have different settings of what they share."""
+    first, *others = group.gather(config.shared_by_processes())
+    if any(other != first for other in others):
+        raise UserError(
+            "the processes that train together have planned differently",
+            hint="give create_optimal_config the same dataset, model and options in all of them; machines with other "
+            "GPUs need the option gpu with the names of all GPUs",
+        )
 
 
 def count_labels(inputs: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
