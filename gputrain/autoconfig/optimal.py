@@ -16,35 +16,34 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import nn
 
 from gputrain.autoconfig import settings
-from gputrain.autoconfig.clips import BucketSampler, PreparedClips
+from gputrain.autoconfig.clips import BucketSampler, PreparedClips, batched_by_length
 from gputrain.autoconfig.dataset import DatasetProfile, profile_dataset
-from gputrain.autoconfig.devices import count_gpus, machines_to_plan
 from gputrain.autoconfig.inputs import MakeBatch, ModelProfile, batch_maker, output_loss, profile_weights
 from gputrain.autoconfig.lengths import Bucket, LengthLimit, OverLong, limit_length, make_buckets, pieces
 from gputrain.autoconfig.memory_models import MOMENTS, MemoryModels
-from gputrain.autoconfig.recovery import Parts, Reduction, recovering
-from gputrain.autoconfig.remedies import SHORTEST_SECONDS, does_not_fit
+from gputrain.autoconfig.recovery import Parts, Reduction, memory_callback, recovering, watched_first
 from gputrain.autoconfig.settings import DeviceSettings, OptimalConfig
-from gputrain.autoconfig.trainer import batched_by_length, memory_callback, watched_first
 from gputrain.errors import UserError
+from gputrain.hw.gpus import find_gpu, known_gpus
 from gputrain.hw.plan import Hardware, decide, workers
-from gputrain.hw.probe import Machine
-from gputrain.hw.ranks import Ranks
+from gputrain.hw.probe import Machine, probe
+from gputrain.hw.ranks import Ranks, weakest_of
 from gputrain.planner.memory.fit import Fit, MemoryBudget, budget_gb, fit
 from gputrain.planner.memory.torch_model import Loss, Optimizer, Precision, can_checkpoint
-from gputrain.planner.target import published_rates
+from gputrain.planner.target import one_machine, published_rates
 
-MOST_CUT = 0.5  # Largest share of the hours that is cut or left out unless the user asks for it.
 log = logging.getLogger(__name__)
 
+MOST_HOURS_CUT = 0.5  # Largest share of the hours that is cut or left out unless the user asks for it.
+SHORTEST_SECONDS = 1.0  # Shortest length that clips are cut to unless the user asks for less.
 WORKER_GB = 0.3  # Memory of a process that has imported torch, without its batches.
-READY = 2  # Micro-batches that each worker prefetches, the default of a DataLoader.
+PREFETCH = 2  # Micro-batches that each worker prefetches, the default of a DataLoader.
 
 
 def create_optimal_config(
@@ -104,6 +103,50 @@ def create_optimal_config(
     about = f"{description}; the loss is {loss_used}"
     planner = Planner(machine, profile, memory_models, about, machines.each)
     return planner.plan(target_batch_size, safety_margin, max_duration_seconds, over_long), planner
+
+
+class PlannedMachines(NamedTuple):
+    """`common` has what all GPUs can do, the least memory and the least capability; `each` has one of the GPUs."""
+
+    common: Machine
+    each: tuple[Machine, ...]
+
+
+def count_gpus(gpu: str | Sequence[str] | None, gpus: int, batch_size: int) -> int:
+    """Returns the number of GPUs that train together: as named, as asked for, or as torchrun says (`gpus` 0).
+
+    Raises UserError if they contradict one another, or if the batch cannot be divided.
+    """
+    named = 0 if gpu is None or isinstance(gpu, str) else len(gpu)
+    if named > 1 and gpus not in (0, named):
+        raise UserError(f"{named} named GPUs, and gpus is {gpus}", hint="leave gpus out")
+    count = (named if named > 1 else gpus) or Ranks.launched(os.environ).count
+    if batch_size % count:
+        raise UserError(
+            f"a target batch size of {batch_size} cannot be divided among {count} GPUs",
+            hint=f"choose a multiple of {count}",
+        )
+    return count
+
+
+def machines_to_plan(gpu: str | Sequence[str] | None, vram_gb: float, gpus: int) -> PlannedMachines:
+    """Returns the machines to plan for: this one, or this one with the named GPUs.
+
+    Raises UserError if a GPU is unknown, or if its number contradicts the number of names.
+    """
+    names = [] if gpu is None else [gpu] if isinstance(gpu, str) else list(gpu)
+    if len(names) > 1:
+        if vram_gb:
+            raise UserError("vram_gb for several named GPUs", hint="name the GPUs, or give the memory of one of them")
+        here = replace(probe(), gpus=len(names))
+        each = tuple(find_gpu(name).installed_in(here) for name in names)
+        return PlannedMachines(weakest_of(list(each), each[0]), each)
+    common = one_machine(names[0] if names else None, vram_gb, gpus)
+    here = probe()
+    if gpus > 1 and here.gpu_count > 1 and not names and not vram_gb:
+        count = min(gpus, here.gpu_count)
+        return PlannedMachines(common, tuple(replace(probe(index), gpus=gpus) for index in range(count)))
+    return PlannedMachines(common, (common,))
 
 
 class Planner:
@@ -310,11 +353,11 @@ class Planner:
         fitting = self._fitting_seconds(budget, limit.seconds)
         if not most_seconds and fitting >= SHORTEST_SECONDS:
             shorter = limit_length(seconds, over_long, fitting_seconds=fitting)
-            if shorter.hours_share <= MOST_CUT:
+            if shorter.hours_share <= MOST_HOURS_CUT:
                 found = self._fit_length(batch_size, budget, shorter.seconds)
                 if found.fits:
                     return shorter, found
-        raise does_not_fit(self.memory_models, self.machine, budget, limit.seconds, fitting, self._can_checkpoint)
+        raise self._does_not_fit(budget, limit.seconds, fitting)
 
     def _fit_length(self, batch_size: int, budget: MemoryBudget, seconds: float) -> Fit:
         """Returns the fit with clips of this length, made again until the chosen micro-batch is itself predicted."""
@@ -334,6 +377,40 @@ class Planner:
         fixed_gb = self.memory_models.memory_model(longest, self._can_checkpoint).peak_gb(0)
         return 0.98 * curve.longest(budget.budget_gb / budget.margin - fixed_gb)  # Lengths are rounded.
 
+    def _does_not_fit(self, budget: MemoryBudget, seconds: float, fitting: float) -> UserError:
+        """Returns the error for a step of one item that does not fit; its hint names what helps, the easiest first."""
+        found, machine, repeats = self.memory_models, self.machine, self._can_checkpoint
+        memory_model = found.memory_model(seconds, repeats)
+        need_gb, fixed_gb = budget.margin * memory_model.peak_gb(1), budget.margin * memory_model.peak_gb(0)
+        remedies = []
+        if fitting >= SHORTEST_SECONDS:
+            remedies.append(f"clips of at most {fitting:.1f} s fit (max_duration_seconds)")
+        if found.precision == "fp32" and self._fits_in_16_bit(budget, seconds):
+            remedies.append("it fits with 16 bit, on a GPU that supports it")
+        if fixed_gb > budget.budget_gb:
+            most = sum(p.numel() for p in found.model.parameters()) * budget.budget_gb / fixed_gb
+            remedies.append(
+                f"weights, gradients and optimizer state alone take {fixed_gb:.3g} GB: a model of about "
+                f"{most / 1e6:.3g} M parameters would be the largest"
+            )
+        share = budget.budget_gb / (machine.gpu_memory_gb or machine.ram_gb or math.inf)
+        able = [card for card in known_gpus().values() if found.precision == "fp32" or card.fp16_tflops]
+        if cards := [card for card in able if share * card.memory_gb >= need_gb]:
+            card = min(cards, key=lambda card: card.memory_gb)
+            remedies.append(f"the smallest known GPU that it fits is {card.name}, {card.memory_gb:g} GB ({card.key})")
+        item = f"one item{f' of {seconds:.1f} s' if seconds else ''}{' with gradient checkpointing' if repeats else ''}"
+        return UserError(
+            f"{type(found.model).__name__} does not fit {machine.gpu or 'this machine'}: {item} takes {need_gb:.3g} GB"
+            f", which is {need_gb - budget.budget_gb:.3g} GB more than the available {budget.budget_gb:.3g} GB",
+            hint="; or ".join(remedies) or "it fits no known GPU: train a smaller model",
+        )
+
+    def _fits_in_16_bit(self, budget: MemoryBudget, seconds: float) -> bool:
+        if self.memory_models.unpredictable:
+            return False
+        other = replace(self.memory_models, precision="bf16", device=None, known={})
+        return budget.margin * other.step(1, seconds, self._can_checkpoint).reserved_gb <= budget.budget_gb
+
     def _buckets(
         self, batch_size: int, budget: MemoryBudget, limit: LengthLimit, found: Fit, over_long: OverLong
     ) -> tuple[Bucket, ...]:
@@ -351,7 +428,7 @@ class Planner:
         typical = float(self.profile.seconds.mean()) / limit.seconds if limit.seconds else 1.0
         items, seconds = found.micro_batch_size * found.accumulation_steps, found.predicted_seconds_per_step
         rate = items / (seconds * typical) if seconds else 0.0
-        each_gb = WORKER_GB + READY * found.micro_batch_size * self.profile.item_bytes / 1e9
+        each_gb = WORKER_GB + PREFETCH * found.micro_batch_size * self.profile.item_bytes / 1e9
         return workers(
             self.machine, item_seconds=self.profile.decode_seconds, items_per_second=rate, each_gb=each_gb
         )  # fmt: skip

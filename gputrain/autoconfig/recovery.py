@@ -1,6 +1,7 @@
 """Recovery of `transformers.Trainer` from running out of memory, with the same batch and the same result.
 
-Only methods of the trainer are used; transformers is not imported.
+A callback watches the memory, so that it runs out less often. Only methods of the trainer are used; transformers is
+imported only for the callback.
 """
 
 import contextlib
@@ -16,11 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gputrain.autoconfig.settings import BatchSplit, OptimalConfig
+from gputrain.autoconfig.settings import BatchSplit, OptimalConfig, import_transformers
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.step import FailedAttempt, retried
 from gputrain.errors import UserError, first_line
-from gputrain.hw.runtime import is_out_of_memory, library_failure, random_state, set_random_state
+from gputrain.hw.monitor import Monitor
+from gputrain.hw.runtime import is_out_of_memory, library_failure, random_state, release_memory, set_random_state
 
 Reduction = Literal["items", "labels", "sum"]
 IGNORED = -100  # Label that losses ignore.
@@ -363,3 +365,73 @@ class RandomStates:
         set_random_state(self.of_torch, device)
         np.random.set_state(self.of_numpy)
         random.setstate(self.of_python)
+
+
+# -------------------------------------------------------------------------------------------------- memory in use
+
+
+def memory_callback(parts: Parts) -> Any:
+    """Returns a TrainerCallback that watches and logs the device's memory. Raises UserError without transformers."""
+
+    class MemoryCallback(import_transformers().TrainerCallback):  # type: ignore[misc]
+        """Warns when memory is short, and relieves it when it has nearly run out, at most once between two logs."""
+
+        watches_memory = True
+
+        def __init__(self) -> None:
+            self.monitor: Monitor | None = None
+            self.handled = ""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            self.close()
+            self.monitor = Monitor(args.device).__enter__()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            pressure = self.monitor.pressure() if self.monitor else ""
+            if pressure and pressure != self.handled:
+                relieve(pressure, parts, state.global_step, args.train_batch_size)
+                self.handled = pressure
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+            if self.monitor and logs is not None:
+                figures = self.monitor.figures()
+                logs.update(figures)
+                if state.log_history:
+                    state.log_history[-1].update(figures)
+            self.handled = ""
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            self.close()
+
+        def close(self) -> None:
+            if self.monitor:
+                self.monitor.__exit__(None, None, None)
+                self.monitor = None
+
+    return MemoryCallback()
+
+
+def relieve(pressure: str, parts: Parts, step: int, micro_batch_size: int) -> None:
+    """Warns; if memory has nearly run out, releases cached memory and makes micro-batches smaller."""
+    if pressure == "warn":
+        log.warning("step %d: more than 90 %% of the memory is in use", step)
+        return
+    release_memory()
+    items = parts.size or micro_batch_size
+    if items > 1:
+        parts.halve(step, items, "more than 95 % of the memory in use")
+
+
+@contextlib.contextmanager
+def watched_first(trainer: Any) -> Iterator[None]:
+    """Moves callbacks that watch memory before those that write logs, so that their figures are written too."""
+    handler = trainer.callback_handler
+    order = list(handler.callbacks)
+    watching = [callback for callback in order if getattr(callback, "watches_memory", False)]
+    handler.callbacks[:] = [*watching, *(callback for callback in order if callback not in watching)]
+    try:
+        yield
+    finally:
+        handler.callbacks[:] = order
+        for callback in watching:
+            callback.close()

@@ -184,7 +184,7 @@ def test_a_trainer_with_batches_by_length(tmp_path):
     weights = {}
     for by_length in (False, True):
         model = MeanOfClips()
-        common = {"max_steps": 5, "learning_rate": 1.0, "optim": "sgd", "use_cpu": True, "report_to": [],
+        common = {"max_steps": 10, "learning_rate": 0.1, "optim": "sgd", "use_cpu": True, "report_to": [],
                   "save_strategy": "no", "disable_tqdm": True, "lr_scheduler_type": "constant"}  # fmt: skip
         arguments = config.training_arguments(by_length=True)
         trainer = Trainer(
@@ -198,7 +198,7 @@ def test_a_trainer_with_batches_by_length(tmp_path):
             trainer.train()
         weights[by_length] = float(model.weight.detach())
         sizes = [items for items, _ in model.passes]
-        assert sum(sizes) == 40
+        assert sum(sizes) == 80
         if by_length:
             assert set(sizes) == {8, 4, 1}
             longest = {most: max(length for n, length in model.passes if n == most) / RATE for most in (8, 4)}

@@ -89,7 +89,7 @@ def test_a_column_of_lengths_is_used_and_few_sounds_are_decoded():
     rows = Table(Row(duration=1.0 + n, audio={"array": tone(0.1), "sampling_rate": RATE}) for n in range(100))
     found = profile_dataset(rows)
     assert (found.looked_at, found.longest_seconds, found.length_column) == (100, 100, "duration")
-    assert len(decoded) == module.TIMED
+    assert len(decoded) == module.TIMED_ITEMS
 
 
 def test_a_folder_of_sounds_by_their_headers(tmp_path):
@@ -157,7 +157,7 @@ def test_a_large_dataset_is_sampled_and_says_so():
             return {"audio": {"array": np.zeros(80 * (number % 10 + 1)), "sampling_rate": RATE}}
 
     found = profile_dataset(Large())
-    assert (found.items, found.looked_at) == (10_000, module.MOST_DECODED)
+    assert (found.items, found.looked_at) == (10_000, module.MOST_EXAMINED)
     assert "a sample of 300 looked at" in found.describe()
     assert found.hours == pytest.approx(10_000 * 0.055 / 3600, rel=0.1)
     assert profile_dataset(Large()).seconds.tolist() == found.seconds.tolist()
@@ -165,7 +165,7 @@ def test_a_large_dataset_is_sampled_and_says_so():
 
 
 def test_a_slow_dataset_is_left_in_time(monkeypatch):
-    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(module, "SAMPLING_SECONDS", 0.0)
     found = profile_dataset([{"audio": {"array": tone(0.1), "sampling_rate": RATE}}] * 50)
     assert found.looked_at == 2  # one to see how long it takes, one more
     assert found.items == 50

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gputrain.autoconfig.clips import BucketSampler
-from gputrain.autoconfig.devices import machines_to_plan
+from gputrain.autoconfig.optimal import machines_to_plan
 from gputrain.autoconfig.recovery import average_over_processes, check_agreement
 from gputrain.engine.distributed import RankGroup
 from gputrain.errors import UserError

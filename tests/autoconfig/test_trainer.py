@@ -14,8 +14,7 @@ from gputrain.autoconfig.dataset import profile_dataset
 from gputrain.autoconfig.inputs import output_loss
 from gputrain.autoconfig.memory_models import MemoryModels
 from gputrain.autoconfig.optimal import Planner
-from gputrain.autoconfig.recovery import Parts, recovering, split
-from gputrain.autoconfig.trainer import memory_callback, relieve, watched_first
+from gputrain.autoconfig.recovery import Parts, memory_callback, recovering, relieve, split, watched_first
 from gputrain.errors import UserError
 from gputrain.hw.probe import Machine
 from tests.waiting import wait_until

@@ -27,8 +27,8 @@ RATE = 16000
 
 
 class MeanOfClips(nn.Module):
-    """The mean over clips of a squared error; its passes are counted. Memory runs out once, after so many passes, in the
-    first one of several clips."""
+    """The mean over clips of a squared error; its passes are counted. Memory runs out once, after so many passes, in
+    the first one of several clips."""
 
     def __init__(self, fails_after: int) -> None:
         super().__init__()
