@@ -22,6 +22,7 @@ import numpy as np
 from gputrain.audio.io import read_sound
 from gputrain.audio.prepare import SUFFIXES as SOUNDS
 from gputrain.autoconfig.lengths import Seconds, checked
+from gputrain.engine.data import permutation
 from gputrain.engine.preparation import check_input_folder, scan
 from gputrain.errors import UserError
 
@@ -123,7 +124,7 @@ def profile_dataset(dataset: Any, *, seed: int = 0) -> DatasetProfile:
     if not column:
         return _profile_items(dataset, seed)
     seconds = checked(dataset[column])
-    _, decode_seconds = _timed(lambda number: _examine(dataset[number]), range(min(TIMED_ITEMS, len(dataset))))
+    _, decode_seconds = _examined(lambda number: _size_of(dataset[number]), range(min(TIMED_ITEMS, len(dataset))))
     labels = labels_of(dataset[0])
     return _of_lengths(
         seconds, len(seconds), SAMPLING_RATE, decode_seconds=decode_seconds, length_column=column, labels=labels
@@ -156,9 +157,8 @@ def _profile_folder(folder: Path, seed: int) -> DatasetProfile:
     files = sounds or files
     if not files:
         raise UserError(f"{folder}: no sounds and no pictures", hint="pass a folder of .wav, .flac, .png or .jpg files")
-    found = _in_time((_sound_header if sounds else _picture_header)(path) for path in _shuffled(files, seed))
-    load = read_sound if sounds else _decode_picture
-    _, decode_seconds = _timed(lambda number: load(files[number]), range(min(TIMED_ITEMS, len(files))))
+    found, _ = _examined(_sound_header if sounds else _picture_header, _shuffled(files, seed))
+    _, decode_seconds = _examined(read_sound if sounds else _decode_picture, files[:TIMED_ITEMS])
     if sounds:
         return _of_sounds(found, len(files), decode_seconds)
     return _of_shapes("pictures", found, len(files), decode_seconds)
@@ -210,9 +210,8 @@ def _shape_of_picture(picture: Any) -> TensorShape:
 
 def _profile_items(dataset: Any, seed: int) -> DatasetProfile:
     """Profiles a random sample of the items, or all of them if they are few."""
-    order = [int(number) for number in _shuffled(range(len(dataset)), seed)[:MOST_EXAMINED]]
-    first, decode_seconds = _timed(lambda number: _examine(dataset[number]), order[:TIMED_ITEMS])
-    found = [*first, *_in_time(_examine(dataset[number]) for number in order[len(first) :])]
+    order = _shuffled(range(len(dataset)), seed)[:MOST_EXAMINED]
+    found, decode_seconds = _examined(lambda number: _size_of(dataset[number]), order)
     if isinstance(found[0], ClipLength):
         return _of_sounds(found, len(dataset), decode_seconds, labels_of(dataset[order[0]]))
     kind: DataKind = "pictures" if isinstance(found[0], TensorShape) and len(found[0].shape) == 3 else "tensors"
@@ -233,28 +232,23 @@ def _of_shapes(kind: DataKind, found: list[Any], items: int, decode_seconds: flo
     )
 
 
-def _examine(item: Any) -> Any:
-    """Returns an item as a ClipLength or a tree of TensorShape; decodes it if need be."""
+def _size_of(item: Any) -> Any:
+    """Returns an item as a ClipLength or a tree of TensorShape. An encoded sound is decoded, because that is timed."""
+    if hasattr(item, "get_all_samples"):
+        item = {"audio": item}
+    if _has_sound(item):
+        sound = sound_of(item)
+        return ClipLength(sound.seconds, sound.sampling_rate)
     if isinstance(item, Mapping):
-        if "audio" in item:
-            return _length_of(item["audio"])
-        if "array" in item and "sampling_rate" in item:
-            return _length_of(item)
         picture = next((item[name] for name in ("pixel_values", "image", "img") if name in item), None)
         if hasattr(picture, "getbands"):
             return _shape_of_picture(picture)
-        if "input_values" in item and len(item) <= 4:
-            return ClipLength(np.shape(item["input_values"])[-1] / SAMPLING_RATE, SAMPLING_RATE)
-        return {name: _examine(value) for name, value in item.items()}
-    if is_waveform(item):
-        return ClipLength(item[0].shape[-1] / item[1], item[1])
+        return {name: _size_of(value) for name, value in item.items()}
     if isinstance(item, (tuple, list)) and not all(map(_is_number, item)):
-        first = _examine(item[0])  # The others are labels, because a model has one input.
+        first = _size_of(item[0])  # The others are labels, because a model has one input.
         return first if isinstance(first, (TensorShape, ClipLength)) else [first]
     if hasattr(item, "getbands"):
         return _shape_of_picture(item)
-    if hasattr(item, "get_all_samples"):
-        return _length_of(item)
     if hasattr(item, "shape") and hasattr(item, "dtype"):
         return TensorShape(tuple(item.shape), str(item.dtype).removeprefix("torch."))
     if isinstance(item, (tuple, list)) and item:
@@ -262,10 +256,11 @@ def _examine(item: Any) -> Any:
     return None
 
 
-def _length_of(sound: Any) -> ClipLength:
-    """Returns the length of the sound of an item. Encoded ones are decoded, because that is timed."""
-    decoded = sound_of({"audio": sound})
-    return ClipLength(decoded.seconds, decoded.sampling_rate)
+def _has_sound(item: Any) -> bool:
+    """Returns True for items with a sound. Beside many other inputs of a model, input_values need not be a wave."""
+    if not isinstance(item, Mapping):
+        return is_waveform(item)
+    return "audio" in item or {"array", "sampling_rate"} <= item.keys() or ("input_values" in item and len(item) <= 4)
 
 
 def leaves(tree: Any) -> list[TensorShape]:
@@ -368,30 +363,21 @@ def labels_of(item: Any) -> str:
 # --------------------------------------------------------------------------------------------------- in time
 
 
-def _shuffled(things: Any, seed: int) -> list[Any]:
-    return [things[number] for number in np.random.default_rng(seed).permutation(len(things))]
+def _shuffled(things: Sequence[Any], seed: int) -> list[Any]:
+    return [things[number] for number in permutation(seed, 0, len(things))]
 
 
-def _in_time(found: Iterable[Any]) -> list[Any]:
-    """Returns the results until the time limit, at least one."""
-    until = time.perf_counter() + SAMPLING_SECONDS
-    kept = []
-    for thing in found:
-        kept.append(thing)
-        if time.perf_counter() >= until:
-            break
-    return kept
+def _examined(load: Callable[[Any], Any], things: Iterable[Any]) -> tuple[list[Any], float]:
+    """Loads things until the time limit, at least one. Returns them, and the seconds for one.
 
-
-def _timed(load: Callable[[int], Any], order: Iterable[int]) -> tuple[list[Any], float]:
-    """Returns the loaded items and the seconds for one. The first is not timed, because it also opens files and imports
-    libraries."""
+    The first is not timed, because it also opens files and imports libraries.
+    """
     found, took = [], []
     until = time.perf_counter() + SAMPLING_SECONDS
-    for number in order:
+    for thing in things:
         began = time.perf_counter()
-        found.append(load(number))
+        found.append(load(thing))
         took.append(time.perf_counter() - began)
-        if time.perf_counter() > until:
+        if time.perf_counter() >= until:
             break
     return found, float(np.mean(took[1:] or took))

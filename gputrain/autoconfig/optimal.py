@@ -27,7 +27,7 @@ from gputrain.autoconfig.dataset import DatasetProfile, profile_dataset
 from gputrain.autoconfig.inputs import MakeBatch, ModelProfile, batch_maker, output_loss, profile_weights
 from gputrain.autoconfig.lengths import Bucket, LengthLimit, OverLong, limit_length, make_buckets, pieces
 from gputrain.autoconfig.memory_models import MOMENTS, MemoryModels
-from gputrain.autoconfig.recovery import Parts, Reduction, memory_callback, recovering, watched_first
+from gputrain.autoconfig.recovery import MicroBatchLimit, Reduction, memory_callback, recovering, watched_first
 from gputrain.autoconfig.settings import DeviceSettings, OptimalConfig
 from gputrain.errors import UserError
 from gputrain.hw.gpus import find_gpu, known_gpus
@@ -162,7 +162,7 @@ class Planner:
     ) -> None:
         self.machines = tuple(machines)
         self.machine, self.profile, self.memory_models, self.about = machine, profile, memory_models, about
-        self.parts = Parts()
+        self.limit = MicroBatchLimit()
         self._can_checkpoint = can_checkpoint(memory_models.model)
 
     # ------------------------------------------------------------------------------------------ for the user
@@ -177,7 +177,7 @@ class Planner:
 
     def with_splits(self, config: OptimalConfig) -> OptimalConfig:
         """Returns the configuration with the changes that running out of memory caused in trainings of this planner."""
-        new = [split for split in self.parts.history if split not in config.splits]
+        new = [split for split in self.limit.splits if split not in config.splits]
         return replace(config, splits=(*config.splits, *new))
 
     def profile_hardware(self) -> Machine:
@@ -223,7 +223,7 @@ class Planner:
     def callback(self) -> Any:
         """Returns a `transformers.TrainerCallback` that watches the memory: it logs figures with the trainer's, warns
         at 90 %, and at 95 % frees cached memory and makes micro-batches smaller."""
-        return memory_callback(self.parts)
+        return memory_callback(self.limit)
 
     def train_with_recovery(
         self,
@@ -245,7 +245,7 @@ class Planner:
         loss, the first time it matters. Raises UserError if a single item does not fit, and if the loss cannot be
         computed in parts.
         """
-        with watched_first(trainer), recovering(trainer, self.parts, loss_reduction, config):
+        with watched_first(trainer), recovering(trainer, self.limit, loss_reduction, config):
             if config is None:
                 return trainer.train(**arguments)
             with batched_by_length(trainer, self.sampler(trainer.train_dataset, config, trainer.args.seed)):

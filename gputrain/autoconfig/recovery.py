@@ -27,24 +27,24 @@ from gputrain.hw.runtime import is_out_of_memory, library_failure, random_state,
 Reduction = Literal["items", "labels", "sum"]
 IGNORED = -100  # Label that losses ignore.
 MOST_ITEMS = "most_items_at_once"  # Key of a batch under which its sampler gives the number of items that fit.
-LIKE = 0.01  # Relative difference up to which two losses count as equal; bf16 rounds by a few thousandths.
+EQUAL_LOSSES = 0.01  # Relative difference up to which two losses count as equal; bf16 rounds by a few thousandths.
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class Parts:
+class MicroBatchLimit:
     """The maximum number of items in a micro-batch; 0: no limit."""
 
-    size: int = 0
-    history: list[BatchSplit] = field(default_factory=list)
+    items: int = 0
+    splits: list[BatchSplit] = field(default_factory=list)
 
     def halve(self, step: int, items: int, cause: str) -> None:
         """Limits micro-batches to half of `items`, rounded up."""
-        self.size = -(-items // 2)
-        self.history.append(BatchSplit(step, items, self.size, cause))
+        self.items = -(-items // 2)
+        self.splits.append(BatchSplit(step, items, self.items, cause))
         log.warning(
-            "step %d: %s; %d items at once instead of %d; the batch stays the same", step, cause, self.size, items
+            "step %d: %s; %d items at once instead of %d; the batch stays the same", step, cause, self.items, items
         )
 
 
@@ -54,14 +54,14 @@ def split(inputs: Mapping[str, Any], size: int) -> list[dict[str, Any]]:
     items = count_items(inputs)
     count = -(-items // size)
     edges = [items * number // count for number in range(count + 1)]
-    return [rows(inputs, slice(start, stop)) for start, stop in itertools.pairwise(edges)]
+    return [select_rows(inputs, slice(start, stop)) for start, stop in itertools.pairwise(edges)]
 
 
 def count_items(inputs: Mapping[str, Any]) -> int:
     return next((len(value) for value in inputs.values() if isinstance(value, Tensor) and value.ndim), 1)
 
 
-def rows(inputs: Mapping[str, Any], which: Any) -> dict[str, Any]:
+def select_rows(inputs: Mapping[str, Any], which: Any) -> dict[str, Any]:
     items = count_items(inputs)
     taken: dict[str, Any] = {}
     for name, value in inputs.items():
@@ -84,7 +84,7 @@ def rows(inputs: Mapping[str, Any], which: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def recovering(
-    trainer: Any, parts: Parts, reduction: Reduction | None = None, config: OptimalConfig | None = None
+    trainer: Any, limit: MicroBatchLimit, reduction: Reduction | None = None, config: OptimalConfig | None = None
 ) -> Iterator[None]:
     """Has the trainer's steps recover from running out of memory, and restores its own methods afterwards.
 
@@ -93,16 +93,16 @@ def recovering(
     smaller parts would not help.
     """
     processes = int(trainer.accelerator.num_processes)
-    way = str(getattr(trainer.accelerator.distributed_type, "value", trainer.accelerator.distributed_type))
-    if processes > 1 and not way.startswith("MULTI_"):
+    strategy = str(getattr(trainer.accelerator.distributed_type, "value", trainer.accelerator.distributed_type))
+    if processes > 1 and not strategy.startswith("MULTI_"):
         raise UserError(
-            f"recovery works in one process or with copies of the model in several, and this is {way}",
+            f"recovery works in one process or with copies of the model in several, and this is {strategy}",
             hint="call trainer.train() itself",
         )
     with RankGroup.of_connected(processes) as group:
         if config is not None:
             check_agreement(group, config)
-        recovery = Recovery(trainer, parts, reduction, group)
+        recovery = Recovery(trainer, limit, reduction, group)
         with _methods_of(recovery, trainer), _explained_failures():
             yield
 
@@ -153,8 +153,8 @@ class Recovery:
     smaller parts, with the same random numbers. Later ones are split from the beginning.
     """
 
-    def __init__(self, trainer: Any, parts: Parts, reduction: Reduction | None, group: RankGroup) -> None:
-        self.trainer, self.parts, self.group = trainer, parts, group
+    def __init__(self, trainer: Any, limit: MicroBatchLimit, reduction: Reduction | None, group: RankGroup) -> None:
+        self.trainer, self.limit, self.group = trainer, limit, group
         self._whole_step: Callable[..., Tensor] = trainer.training_step
         self._whole_loss: Callable[..., Any] = trainer.compute_loss
         self._reductions: list[Reduction] = [reduction] if reduction else ["items", "labels", "sum"]
@@ -206,7 +206,7 @@ class Recovery:
                     f"out of memory with a single item at once: {failure.cause}",
                     hint="train on shorter clips, with gradient checkpointing, or a smaller model",
                 )
-            self.parts.halve(self._step, self._items_at_once, "out of memory")
+            self.limit.halve(self._step, self._items_at_once, "out of memory")
             pending = self._micro_batches
 
         return retried(attempt, make_room, lambda: random_states.restore(self.trainer.args.device))
@@ -217,7 +217,7 @@ class Recovery:
         self._items_at_once = items
         if not self._scale_is_known:
             self._keep_scale(model, micro_batch)
-        size = min(filter(None, (self.parts.size, self._most_items)), default=0)
+        size = min(filter(None, (self.limit.items, self._most_items)), default=0)
         if not 0 < size < items:
             return self._whole_step(model, inputs, *more, **named)
         parts = split(inputs, size)
@@ -270,8 +270,8 @@ class Recovery:
         """
         inputs, labels = micro_batch.inputs, count_labels(micro_batch.inputs)
         two = [int(labels.argmin()), int(labels.argmax())] if labels.min() < labels.max() else [0, 1]
-        alone = [rows(inputs, slice(one, one + 1)) for one in two]
-        together = rows(inputs, two)
+        alone = [select_rows(inputs, slice(one, one + 1)) for one in two]
+        together = select_rows(inputs, two)
         random_states = RandomStates.now(self.trainer.args.device)
         model.eval()
         try:
@@ -281,7 +281,7 @@ class Recovery:
             random_states.restore(self.trainer.args.device)
         sums = {r: float(np.dot(shares(r, together, alone), single)) for r in self._reductions}
         best = min(sums, key=lambda r: abs(sums[r] - whole))
-        if not abs(sums[best] - whole) <= LIKE * abs(whole):
+        if not abs(sums[best] - whole) <= EQUAL_LOSSES * abs(whole):
             raise UserError(
                 "out of memory, and the loss cannot be computed in parts: "
                 f"of two items it is {whole:.6g}, of each alone {single[0]:.6g} and {single[1]:.6g}",
@@ -370,7 +370,7 @@ class RandomStates:
 # -------------------------------------------------------------------------------------------------- memory in use
 
 
-def memory_callback(parts: Parts) -> Any:
+def memory_callback(limit: MicroBatchLimit) -> Any:
     """Returns a TrainerCallback that watches and logs the device's memory. Raises UserError without transformers."""
 
     class MemoryCallback(import_transformers().TrainerCallback):  # type: ignore[misc]
@@ -389,7 +389,7 @@ def memory_callback(parts: Parts) -> Any:
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             pressure = self.monitor.pressure() if self.monitor else ""
             if pressure and pressure != self.handled:
-                relieve(pressure, parts, state.global_step, args.train_batch_size)
+                relieve(pressure, limit, state.global_step, args.train_batch_size)
                 self.handled = pressure
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
@@ -411,15 +411,15 @@ def memory_callback(parts: Parts) -> Any:
     return MemoryCallback()
 
 
-def relieve(pressure: str, parts: Parts, step: int, micro_batch_size: int) -> None:
+def relieve(pressure: str, limit: MicroBatchLimit, step: int, micro_batch_size: int) -> None:
     """Warns; if memory has nearly run out, releases cached memory and makes micro-batches smaller."""
     if pressure == "warn":
         log.warning("step %d: more than 90 %% of the memory is in use", step)
         return
     release_memory()
-    items = parts.size or micro_batch_size
+    items = limit.items or micro_batch_size
     if items > 1:
-        parts.halve(step, items, "more than 95 % of the memory in use")
+        limit.halve(step, items, "more than 95 % of the memory in use")
 
 
 @contextlib.contextmanager

@@ -385,7 +385,7 @@ def test_a_configuration_survives_its_file(tmp_path):
     config, manager = create_optimal_config([4.0] * 60 + [16.0] * 60, Wave(), 16, vram_gb=SECOND_GB * 40)
     manager.save_config(config, tmp_path / "config.json")
     assert manager.load_config(tmp_path / "config.json") == config
-    manager.parts.halve(7, 4, "out of memory")
+    manager.limit.halve(7, 4, "out of memory")
     manager.save_config(config, tmp_path / "config.json")
     assert load_config(tmp_path / "config.json").splits == (BatchSplit(7, 4, 2, "out of memory"),)
 

@@ -91,7 +91,7 @@ def main(output: Path, memory_ends: bool) -> None:
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=clips, data_collator=collate)
     manager.train_with_recovery(trainer, config=config)
-    made = {"weights": model.layer.weight.detach(), "passes": model.passes, "splits": len(manager.parts.history)}
+    made = {"weights": model.layer.weight.detach(), "passes": model.passes, "splits": len(manager.limit.splits)}
     torch.save(made, output.with_suffix(f".{rank}.pt"))
 
 
