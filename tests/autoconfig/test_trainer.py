@@ -1,5 +1,6 @@
 """Stock `transformers.Trainer` that runs out of memory on the way, against the same training undisturbed."""
 
+import itertools
 import logging
 import random
 from pathlib import Path
@@ -17,6 +18,7 @@ from gputrain.autoconfig.optimal import Planner
 from gputrain.autoconfig.recovery import MicroBatchLimit, memory_callback, recovering, relieve, split, watched_first
 from gputrain.errors import UserError
 from gputrain.hw.probe import Machine
+from tests.tables import each_row
 from tests.waiting import wait_until
 
 pytest.importorskip("accelerate")  # transformers' Trainer needs it, and says so in an ImportError of its own.
@@ -116,8 +118,7 @@ def difference(one: nn.Module, other: nn.Module, start: nn.Module) -> float:
     return float((flat[0] - flat[1]).abs().max() / gone)
 
 
-@pytest.mark.parametrize("over", ["items", "labels", "sum"])
-@pytest.mark.parametrize("backward", [False, True])
+@each_row(*itertools.product(["items", "labels", "sum"], [False, True]))
 def test_out_of_memory_leaves_the_result_as_it_is(tmp_path, over, backward):
     """The fourth micro-batch, the second of its step, does not fit; nor do more than three items from then on."""
     plain, disturbed = Toy(over), Toy(over)
@@ -276,9 +277,7 @@ def test_inputs_without_a_row_for_each_item_are_named():
         split({"x": torch.zeros(8, 2), "table": torch.zeros(3)}, 4)
 
 
-@pytest.mark.parametrize(
-    ("items", "size", "sizes"), [(8, 4, [4, 4]), (5, 2, [1, 2, 2]), (7, 3, [2, 2, 3]), (3, 9, [3])]
-)
+@each_row((8, 4, [4, 4]), (5, 2, [1, 2, 2]), (7, 3, [2, 2, 3]), (3, 9, [3]))
 def test_parts_are_as_equal_as_can_be(items, size, sizes):
     names = [str(number) for number in range(items)]
     parts = split({"x": torch.arange(items), "scale": 2.0, "one": torch.tensor(1), "names": names}, size)
