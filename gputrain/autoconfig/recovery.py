@@ -37,6 +37,7 @@ class MicroBatchLimit:
     """The maximum number of items in a micro-batch; 0: no limit."""
 
     items: int = 0
+    largest: int = 0  # The largest number of items so far in a micro-batch that obeys the limit.
     splits: list[BatchSplit] = field(default_factory=list)
 
     def halve(self, step: int, items: int, cause: str) -> None:
@@ -217,8 +218,9 @@ class Recovery:
         self._items_at_once = items
         if not self._scale_is_known:
             self._keep_scale(model, micro_batch)
-        size = min(filter(None, (self.limit.items, self._most_items)), default=0)
-        if not 0 < size < items:
+        size = min(filter(None, (self.limit.items, self._most_items, items)), default=items)
+        self.limit.largest = max(self.limit.largest, size)
+        if size == items:
             return self._whole_step(model, inputs, *more, **named)
         parts = split(inputs, size)
         total = None
@@ -389,7 +391,7 @@ def memory_callback(limit: MicroBatchLimit) -> Any:
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             pressure = self.monitor.pressure() if self.monitor else ""
             if pressure and pressure != self.handled:
-                relieve(pressure, limit, state.global_step, args.train_batch_size)
+                relieve(pressure, limit, state.global_step)
                 self.handled = pressure
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
@@ -411,13 +413,13 @@ def memory_callback(limit: MicroBatchLimit) -> Any:
     return MemoryCallback()
 
 
-def relieve(pressure: str, limit: MicroBatchLimit, step: int, micro_batch_size: int) -> None:
-    """Warns; if memory has nearly run out, releases cached memory and makes micro-batches smaller."""
+def relieve(pressure: str, limit: MicroBatchLimit, step: int) -> None:
+    """Warns; if memory has nearly run out, frees cached memory and makes micro-batches that obey the limit smaller."""
     if pressure == "warn":
         log.warning("step %d: more than 90 %% of the memory is in use", step)
         return
     release_memory()
-    items = limit.items or micro_batch_size
+    items = min(limit.items or limit.largest, limit.largest)
     if items > 1:
         limit.halve(step, items, "more than 95 % of the memory in use")
 
