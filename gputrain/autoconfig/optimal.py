@@ -268,11 +268,12 @@ class Planner:
                 "to the whole of a clip",
                 hint='over_long="refuse" leaves them out; or cut them together with their labels before',
             )
-        memory_model = self.memory_models.memory_model(limit.seconds, found.checkpointing)
         chosen = decide(self.machine, Hardware())
+        own = self._device_settings(
+            self.machine.gpu or str(chosen.device.value), batch_size, budget, limit, found, over_long
+        )
         processes = self._workers(found, limit)
         streaming, why_streaming = self._streaming()
-        peak = memory_model.peak_gb(found.micro_batch_size)
         reasons = {
             "target_batch_size": "it is kept exactly" + (f", {batch_size} on each of {gpus} GPUs" if gpus > 1 else ""),
             "per_device_train_batch_size": _sentence(found, "micro_batch_size"),
@@ -284,24 +285,24 @@ class Planner:
             "max_duration_seconds": f"{limit.reason}; {self.profile.describe()}",
             "over_long": limit.reason if limit.clips_over else "none of the examined clips is longer",
             "streaming": why_streaming,
-            "predicted_peak_gb": self._why_peak(peak, share, budget.budget_gb),
+            "predicted_peak_gb": self._why_peak(own.predicted_peak_gb, share, budget.budget_gb),
         }
         return OptimalConfig(
             target_batch_size=whole_batch_size,
-            per_device_train_batch_size=found.micro_batch_size,
-            gradient_accumulation_steps=found.accumulation_steps,
+            per_device_train_batch_size=own.micro_batch_size,
+            gradient_accumulation_steps=own.accumulation_steps,
             fp16=self.memory_models.precision == "fp16",
             bf16=self.memory_models.precision == "bf16",
-            gradient_checkpointing=found.checkpointing,
+            gradient_checkpointing=own.gradient_checkpointing,
             dataloader_num_workers=int(processes.value),
             max_duration_seconds=limit.seconds,
             over_long=over_long,
             streaming=streaming,
-            predicted_peak_gb=peak,
-            budget_gb=budget.budget_gb,
-            device=str(chosen.device.value if not self.machine.gpu else self.machine.gpu),
+            predicted_peak_gb=own.predicted_peak_gb,
+            budget_gb=own.budget_gb,
+            device=own.device,
             reasons=reasons,
-            buckets=self._buckets(batch_size, budget, limit, found, over_long),
+            buckets=own.buckets,
             length_column=self.profile.length_column,
             gpus=gpus,
             devices=self._devices(batch_size, share, limit, over_long),
@@ -313,23 +314,25 @@ class Planner:
         """Returns the settings of each GPU for its share of the batch; nothing if all GPUs are alike."""
         if len({(machine.gpu, machine.gpu_memory_gb) for machine in self.machines}) < 2:
             return ()
-        made = []
+        found = []
         for machine in self.machines:
             budget = self._budget(machine, share)
-            found = self._fit_length(batch_size, budget, limit.seconds)
-            memory_model = self.memory_models.memory_model(limit.seconds, found.checkpointing)
-            made.append(
-                DeviceSettings(
-                    device=machine.gpu,
-                    micro_batch_size=found.micro_batch_size,
-                    accumulation_steps=found.accumulation_steps,
-                    gradient_checkpointing=found.checkpointing,
-                    predicted_peak_gb=memory_model.peak_gb(found.micro_batch_size),
-                    budget_gb=budget.budget_gb,
-                    buckets=self._buckets(batch_size, budget, limit, found, over_long),
-                )
-            )
-        return tuple(made)
+            fitting = self._fit_length(batch_size, budget, limit.seconds)
+            found.append(self._device_settings(machine.gpu, batch_size, budget, limit, fitting, over_long))
+        return tuple(found)
+
+    def _device_settings(
+        self, device: str, batch_size: int, budget: MemoryBudget, limit: LengthLimit, found: Fit, over_long: OverLong
+    ) -> DeviceSettings:
+        return DeviceSettings(
+            device=device,
+            micro_batch_size=found.micro_batch_size,
+            accumulation_steps=found.accumulation_steps,
+            gradient_checkpointing=found.checkpointing,
+            predicted_peak_gb=found.predicted_peak_gb,
+            budget_gb=found.budget_gb,
+            buckets=self._buckets(batch_size, budget, limit, found, over_long),
+        )
 
     def _budget(self, machine: Machine, share: float) -> MemoryBudget:
         if not machine.gpu:
