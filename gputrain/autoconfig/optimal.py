@@ -34,8 +34,9 @@ from gputrain.hw.gpus import find_gpu, known_gpus
 from gputrain.hw.plan import Hardware, decide, workers
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import Ranks, weakest_of
-from gputrain.planner.memory.fit import Fit, MemoryBudget, budget_gb, fit
+from gputrain.planner.memory.fit import Fit, MemoryBudget, fit
 from gputrain.planner.memory.torch_model import Loss, Optimizer, Precision, can_checkpoint
+from gputrain.planner.model_planner import memory_budget
 from gputrain.planner.target import one_machine, published_rates
 
 log = logging.getLogger(__name__)
@@ -335,11 +336,8 @@ class Planner:
         )
 
     def _budget(self, machine: Machine, share: float) -> MemoryBudget:
-        if not machine.gpu:
-            memory_gb, free_gb = machine.ram_gb, machine.ram_free_gb
-            return MemoryBudget(budget_gb(memory_gb, free_gb, share=share) if memory_gb else math.inf)
-        budget = budget_gb(machine.gpu_memory_gb, machine.gpu_free_gb, share=share)
-        return MemoryBudget(budget, published_rates(machine.gpu, decide(machine, Hardware(use_torch_compile=False))))
+        plan = decide(machine, Hardware(use_torch_compile=False))
+        return memory_budget(machine, plan, Hardware(), published_rates(machine.gpu, plan), share)
 
     def _fit(
         self, batch_size: int, budget: MemoryBudget, most_seconds: float, over_long: OverLong

@@ -16,6 +16,7 @@ from gputrain.engine.distributed import RankGroup
 from gputrain.errors import UserError
 from gputrain.hw import create_optimal_config
 from gputrain.hw.ranks import Ranks
+from gputrain.planner.model_planner import NCCL_GB
 from tests.autoconfig.test_clips import BUCKETS, lengths
 from tests.autoconfig.two_gpus import configuration
 from tests.tables import each_row
@@ -58,6 +59,7 @@ def test_each_gpu_has_its_own_settings_and_all_share_the_rest():
     assert together.on_device(0).buckets == strong.buckets
     assert together.on_device(3).gradient_checkpointing == weak.gradient_checkpointing
     assert plan(["l4", "l4"]).devices == ()
+    assert plan("t4").budget_gb - weak.budget_gb == pytest.approx(NCCL_GB)
 
 
 def test_arguments_are_those_of_the_own_gpu(monkeypatch):
