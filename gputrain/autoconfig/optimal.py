@@ -30,7 +30,7 @@ from gputrain.autoconfig.memory_models import MOMENTS, MemoryModels
 from gputrain.autoconfig.recovery import MicroBatchLimit, Reduction, memory_callback, recovering, watched_first
 from gputrain.autoconfig.settings import DeviceSettings, OptimalConfig
 from gputrain.errors import UserError
-from gputrain.hw.gpus import find_gpu, known_gpus
+from gputrain.hw.gpus import find_gpu, smallest_gpu
 from gputrain.hw.plan import Hardware, decide, workers
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import Ranks, weakest_of
@@ -394,10 +394,8 @@ class Planner:
                 f"weights, gradients and optimizer state alone take {fixed_gb:.3g} GB: a model of about "
                 f"{most / 1e6:.3g} M parameters would be the largest"
             )
-        share = budget.budget_gb / (machine.gpu_memory_gb or machine.ram_gb or math.inf)
-        able = [card for card in known_gpus().values() if found.precision == "fp32" or card.fp16_tflops]
-        if cards := [card for card in able if share * card.memory_gb >= need_gb]:
-            card = min(cards, key=lambda card: card.memory_gb)
+        memory_gb = machine.gpu_memory_gb or machine.ram_gb
+        if card := smallest_gpu(need_gb / budget.budget_gb * memory_gb):
             remedies.append(f"the smallest known GPU that it fits is {card.name}, {card.memory_gb:g} GB ({card.key})")
         item = f"one item{f' of {seconds:.1f} s' if seconds else ''}{' with gradient checkpointing' if repeats else ''}"
         return UserError(

@@ -117,7 +117,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would_help():
         f"Scaled does not fit this machine: one item takes {need_gb:.3g} GB, which is {need_gb - 20.4:.3g} GB more "
         "than the available 20.4 GB"
     )
-    assert error.value.hint == "the smallest known GPU that it fits is NVIDIA A100 SXM, 80 GB (a100-80)"
+    assert error.value.hint == "the smallest known GPU that it fits is NVIDIA H100 SXM, 80 GB (h100)"
     with pytest.raises(UserError) as error:
         plan_on_cpu(Items(5, 2 * 10**9), Scaled(2 * 10**9), 32, 24)
     alone = 1.05 * 4 * 2 * 4
