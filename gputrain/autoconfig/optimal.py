@@ -37,7 +37,7 @@ from gputrain.hw.ranks import Ranks, weakest_of
 from gputrain.planner.memory.fit import Fit, MemoryBudget, fit
 from gputrain.planner.memory.torch_model import Loss, Optimizer, Precision, can_checkpoint
 from gputrain.planner.model_planner import memory_budget
-from gputrain.planner.target import one_machine, published_rates
+from gputrain.planner.target import published_rates, unknown_gpu
 
 log = logging.getLogger(__name__)
 
@@ -136,18 +136,23 @@ def machines_to_plan(gpu: str | Sequence[str] | None, vram_gb: float, gpus: int)
     Raises UserError if a GPU is unknown, or if its number contradicts the number of names.
     """
     names = [] if gpu is None else [gpu] if isinstance(gpu, str) else list(gpu)
-    if len(names) > 1:
-        if vram_gb:
-            raise UserError("vram_gb for several named GPUs", hint="name the GPUs, or give the memory of one of them")
-        here = replace(probe(), gpus=len(names))
-        each = tuple(find_gpu(name).installed_in(here) for name in names)
-        return PlannedMachines(weakest_of(list(each), each[0]), each)
-    common = one_machine(names[0] if names else None, vram_gb, gpus)
-    here = probe()
-    if gpus > 1 and here.gpu_count > 1 and not names and not vram_gb:
-        count = min(gpus, here.gpu_count)
-        return PlannedMachines(common, tuple(replace(probe(index), gpus=gpus) for index in range(count)))
-    return PlannedMachines(common, (common,))
+    if len(names) > 1 and vram_gb:
+        raise UserError("vram_gb for several named GPUs", hint="name the GPUs, or give the memory of one of them")
+    here = replace(probe(), gpus=gpus)
+    if names:
+        each = [find_gpu(name).installed_in(here) for name in names]
+    elif vram_gb and not here.gpu:
+        each = [unknown_gpu(vram_gb).installed_in(here)]
+    elif gpus > 1 and here.gpu_count > 1:
+        each = [replace(probe(index), gpus=gpus) for index in range(min(gpus, here.gpu_count))]
+    else:
+        each = [here]
+    common = weakest_of(each, each[0])
+    if vram_gb:
+        free_gb = min(common.gpu_free_gb or vram_gb, vram_gb)
+        common = replace(common, gpu_memory_gb=vram_gb, gpu_free_gb=free_gb)
+        each = [common]
+    return PlannedMachines(common, tuple(each))
 
 
 class Planner:

@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch import nn
 
+from gputrain.autoconfig import optimal
 from gputrain.autoconfig.clips import BucketSampler
 from gputrain.autoconfig.optimal import machines_to_plan
 from gputrain.autoconfig.recovery import average_over_processes, check_agreement
 from gputrain.engine.distributed import RankGroup
 from gputrain.errors import UserError
 from gputrain.hw import create_optimal_config
+from gputrain.hw.gpus import find_gpu
+from gputrain.hw.probe import Machine
 from gputrain.hw.ranks import Ranks
 from gputrain.planner.model_planner import NCCL_GB
 from tests.autoconfig.test_clips import BUCKETS, lengths
@@ -75,6 +78,22 @@ def test_arguments_are_those_of_the_own_gpu(monkeypatch):
         name = next(key for key in ("activation_checkpointing", "gradient_checkpointing") if key in own)
         assert (own[name], shared[name]) == (checkpoints, False)
         assert (own["per_device_train_batch_size"], shared["per_device_train_batch_size"]) == (4, 1)
+
+
+def test_the_gpus_of_this_machine_are_planned_each_and_together(monkeypatch):
+    here = Machine(system="Linux", cpu_cores=8, ram_gb=64, ram_free_gb=60, gpu_count=2)
+    cards = [find_gpu(name).installed_in(here) for name in ("a100-40", "t4")]
+    monkeypatch.setattr(optimal, "probe", lambda index=0: cards[index])
+    common, each = machines_to_plan(None, 0.0, 2)
+    assert [(one.gpu, one.gpus) for one in each] == [(card.gpu, 2) for card in cards]
+    assert (common.gpu, common.gpu_memory_gb, common.compute_capability) == ("Tesla T4", 16, (7, 5))
+    for gpu, vram_gb, gpus, name, memory_gb in (
+        (None, 0.0, 1, cards[0].gpu, 40), (None, 12.0, 2, "Tesla T4", 12), ("l4", 0.0, 2, "NVIDIA L4", 24),
+        ("l4", 12.0, 2, "NVIDIA L4", 12),
+    ):  # fmt: skip
+        common, each = machines_to_plan(gpu, vram_gb, gpus)
+        assert each == (common,)
+        assert (common.gpu, common.gpu_memory_gb, common.gpu_free_gb, common.gpus) == (name, memory_gb, memory_gb, gpus)
 
 
 def test_names_of_gpus_that_contradict_are_refused():
