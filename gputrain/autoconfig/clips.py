@@ -7,19 +7,22 @@
 Shape suffix: T samples.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from gputrain.autoconfig.lengths import ROUNDING, Bucket, OverLong, piece_count
-from gputrain.autoconfig.sounds import Sound, labels_of, sound_of, with_sound
+from gputrain.autoconfig.dataset import Sound, labels_of, sound_of, with_sound
+from gputrain.autoconfig.lengths import ROUNDING, Bucket, OverLong, Seconds, piece_count
+from gputrain.autoconfig.recovery import MOST_ITEMS
+from gputrain.engine.data import permutation
 from gputrain.errors import UserError
 from gputrain.hw.ranks import SINGLE, Ranks
+from gputrain.speech.buckets import shuffled_by_length
 
 
 class Piece(NamedTuple):
@@ -130,35 +133,35 @@ class BucketSampler(torch.utils.data.Sampler[list[int]]):
         ranks: Ranks = SINGLE,
     ) -> None:
         """Raises UserError if a clip is longer than the last bucket allows."""
-        self.ranks = ranks
-        self._seconds: npt.NDArray[np.float64] = np.asarray(seconds, dtype=np.float64)
-        self._buckets, self.batch_size, self.seed, self.epoch = tuple(buckets), batch_size, seed, 0
-        self._edges = [bucket.to_seconds for bucket in self._buckets]
-        longest = float(self._seconds.max())
-        if self._edges and longest > self._edges[-1] * (1 + 1e-6):
+        self._seconds_N: Seconds = np.asarray(seconds, dtype=np.float64)
+        self._buckets, self.batch_size, self.seed, self.epoch, self.ranks = tuple(buckets), batch_size, seed, 0, ranks
+        limits = [bucket.to_seconds for bucket in buckets]
+        longest = float(self._seconds_N.max())
+        if limits and longest > limits[-1] * (1 + 1e-6):
             raise UserError(
-                f"a clip of {longest:.1f} s is longer than the planned {self._edges[-1]:.1f} s",
+                f"a clip of {longest:.1f} s is longer than the planned {limits[-1]:.1f} s",
                 hint="use the clips that manager.prepare returns",
             )
+        self._bucket_N = np.searchsorted(limits[:-1], self._seconds_N)  # The bucket of each clip.
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return -(-len(self._seconds) // self.batch_size)
+        return -(-len(self._seconds_N) // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        draws = np.random.default_rng([self.seed, self.epoch])
-        members: list[list[int]] = [[] for _ in self._edges or [0.0]]
-        for number in draws.permutation(len(self._seconds)).tolist():
-            members[self._bucket(self._seconds[number])].append(number)
-        batches, rest = [], []
-        for numbers in members:  # The shortest clips come first, so neighbours in the rest are similar, too.
-            whole = len(numbers) // self.batch_size * self.batch_size
-            batches += [numbers[start : start + self.batch_size] for start in range(0, whole, self.batch_size)]
-            rest += numbers[whole:]
-        order = draws.permutation(len(batches)).tolist()
-        yield from (self._part(batches[number]) for number in order)
+        sizes_K = np.bincount(self._bucket_N)
+        # So small a factor makes the order within each bucket random, and keeps the buckets apart.
+        order_N = shuffled_by_length(1 + self._bucket_N, 1 + 1 / len(sizes_K), self.seed, self.epoch)
+        batches: list[list[int]] = []
+        rest: list[int] = []
+        for members in np.split(order_N, np.cumsum(sizes_K)[:-1]):  # The shortest clips come first, in the rest too.
+            whole = len(members) // self.batch_size * self.batch_size
+            batches += members[:whole].reshape(-1, self.batch_size).tolist()
+            rest += members[whole:].tolist()
+        for number in permutation(self.seed, self.epoch, len(batches)):
+            yield self._part(batches[number])
         for start in range(0, len(rest), self.batch_size):
             yield self._part(rest[start : start + self.batch_size])
 
@@ -166,14 +169,78 @@ class BucketSampler(torch.utils.data.Sampler[list[int]]):
         """Returns how many clips of a batch fit into memory at once: as many as of its longest clip."""
         if not self._buckets:
             return len(batch)
-        return self._buckets[self._bucket(float(self._seconds[list(batch)].max()))].micro_batch_size
-
-    def _bucket(self, seconds: float) -> int:
-        return min(bisect_left(self._edges, seconds), max(0, len(self._edges) - 1))
+        return self._buckets[int(self._bucket_N[list(batch)].max())].micro_batch_size
 
     def _part(self, batch: list[int]) -> list[int]:
         """Returns this rank's part, sorted by length, so that its micro-batches need little padding."""
-        ordered = sorted(batch, key=lambda number: -self._seconds[number])
+        ordered = sorted(batch, key=lambda number: -self._seconds_N[number])
         missing = -len(ordered) % self.ranks.count
         repeated = [ordered[place % len(ordered)] for place in range(missing)]
         return [*repeated, *ordered][self.ranks.index :: self.ranks.count]
+
+
+# ------------------------------------------------------------------------------------------- transformers' Trainer
+
+
+@contextlib.contextmanager
+def batched_by_length(trainer: Any, sampler: BucketSampler) -> Iterator[None]:
+    """Has the trainer read the batches of the sampler, each of which says how many of its clips fit at once.
+
+    Raises UserError if the trainer's arguments are not those for whole batches.
+    """
+    arguments = trainer.args
+    share, several = sampler.batch_size // sampler.ranks.count, sampler.ranks.count > 1
+    if (arguments.train_batch_size, arguments.gradient_accumulation_steps) != (share, 1):
+        raise UserError(
+            f"batches by length have {share} clips{' on each GPU' if several else ''}, and the trainer was made for "
+            f"{arguments.train_batch_size} x {arguments.gradient_accumulation_steps}",
+            hint="make its TrainingArguments with **config.training_arguments(by_length=True)",
+        )
+    collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description="training")
+
+    def load() -> Any:
+        workers = arguments.dataloader_num_workers
+        loader: DataLoader[Any] = EpochLoader(
+            BatchReader(trainer.train_dataset, collate, sampler),
+            batch_sampler=sampler,
+            collate_fn=_as_it_is,
+            num_workers=workers,
+            pin_memory=arguments.dataloader_pin_memory and arguments.device.type == "cuda",
+            persistent_workers=arguments.dataloader_persistent_workers and workers > 0,
+            prefetch_factor=arguments.dataloader_prefetch_factor if workers else None,
+        )
+        # accelerate would divide the batches among the processes once more.
+        return loader if several else trainer.accelerator.prepare(loader)
+
+    trainer.get_train_dataloader = load
+    try:
+        yield
+    finally:
+        vars(trainer).pop("get_train_dataloader", None)
+
+
+class EpochLoader(DataLoader[Any]):
+    """DataLoader that passes on the epoch to its sampler of batches."""
+
+    def set_epoch(self, epoch: int) -> None:
+        sampler: Any = self.batch_sampler
+        sampler.set_epoch(epoch)
+
+
+class BatchReader(torch.utils.data.Dataset[Any]):
+    """Reads and collates whole batches, and adds to each how many of its items fit at once."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], sampler: BucketSampler) -> None:
+        self._dataset, self._collate, self._sampler = dataset, collate, sampler
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, numbers: list[int]) -> Any:
+        batch = self._collate([self._dataset[number] for number in numbers])
+        batch[MOST_ITEMS] = self._sampler.micro_batch_size(numbers)
+        return batch
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,8 +1,8 @@
-"""Profiles of datasets: the lengths of clips, the sizes of items, and the time to decode an item.
+"""Profiles of datasets: the lengths of clips, the sizes of items, and the time to decode an item; sounds in items.
 
 A dataset is a list of lengths, a folder of sounds or pictures, a Hugging Face dataset with an audio column, or anything
 that has a length and returns items by their number. One without a column of lengths is sampled. Imports no torch, and
-no dataset library.
+no dataset library. Shape suffix: T samples.
 """
 
 import itertools
@@ -10,7 +10,8 @@ import math
 import numbers
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -18,19 +19,24 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from gputrain.audio.io import read_sound
+from gputrain.audio.prepare import SUFFIXES as SOUNDS
 from gputrain.autoconfig.lengths import Seconds, checked
-from gputrain.autoconfig.sounds import SAMPLING_RATE, is_waveform, labels_of, sound_of
+from gputrain.engine.data import permutation
 from gputrain.engine.preparation import check_input_folder, scan
 from gputrain.errors import UserError
 
 DataKind = Literal["audio", "pictures", "tensors"]
 
-SOUNDS = {".wav", ".flac", ".ogg", ".opus", ".mp3", ".aif", ".aiff", ".au", ".w64", ".caf"}
+SAMPLING_RATE = 16_000  # Hz; that of speech models, used if the data has none.
+TEXT_KEYS = {
+    "text", "sentence", "transcript", "transcription", "normalized", "normalized_text", "raw_text", "target_text"
+}  # fmt: skip
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
-IN_SECONDS = ("duration", "duration_seconds", "durations", "seconds", "length_seconds")  # Columns of lengths.
-MOST_DECODED = 300  # Maximum number of sampled items.
-PATIENCE_SECONDS = 5.0  # Time limit of sampling.
-TIMED = 8  # Number of items whose decoding is timed.
+LENGTH_COLUMNS = ("duration", "duration_seconds", "durations", "seconds", "length_seconds")  # In seconds.
+MOST_EXAMINED = 300  # Maximum number of sampled items.
+SAMPLING_SECONDS = 5.0  # Time limit of sampling.
+TIMED_ITEMS = 8  # Number of items whose decoding is timed.
 
 
 class TensorShape(NamedTuple):
@@ -114,11 +120,11 @@ def profile_dataset(dataset: Any, *, seed: int = 0) -> DatasetProfile:
     if _is_number(dataset[0]):
         seconds = checked(dataset)
         return _of_lengths(seconds, len(seconds), SAMPLING_RATE)
-    column = next((name for name in IN_SECONDS if name in columns), "")
+    column = next((name for name in LENGTH_COLUMNS if name in columns), "")
     if not column:
         return _profile_items(dataset, seed)
     seconds = checked(dataset[column])
-    _, decode_seconds = _timed(lambda number: _look(dataset[number]), range(min(TIMED, len(dataset))))
+    _, decode_seconds = _examined(lambda number: _size_of(dataset[number]), range(min(TIMED_ITEMS, len(dataset))))
     labels = labels_of(dataset[0])
     return _of_lengths(
         seconds, len(seconds), SAMPLING_RATE, decode_seconds=decode_seconds, length_column=column, labels=labels
@@ -151,29 +157,30 @@ def _profile_folder(folder: Path, seed: int) -> DatasetProfile:
     files = sounds or files
     if not files:
         raise UserError(f"{folder}: no sounds and no pictures", hint="pass a folder of .wav, .flac, .png or .jpg files")
-    found = _in_time((_sound_header if sounds else _picture_header)(path) for path in _shuffled(files, seed))
-    load = _decode_file if sounds else _decode_picture
-    _, decode_seconds = _timed(lambda number: load(files[number]), range(min(TIMED, len(files))))
+    found, _ = _examined(_sound_header if sounds else _picture_header, _shuffled(files, seed))
+    _, decode_seconds = _examined(read_sound if sounds else _decode_picture, files[:TIMED_ITEMS])
     if sounds:
         return _of_sounds(found, len(files), decode_seconds)
     return _of_shapes("pictures", found, len(files), decode_seconds)
 
 
-def _sound_header(file: Any) -> ClipLength:
+def _sound_header(path: Path) -> ClipLength:
     import soundfile
 
-    try:
-        header = soundfile.info(file)
-    except soundfile.LibsndfileError as error:
-        name = file if isinstance(file, (str, Path)) else "a sound"
-        raise UserError(f"{name}: {error.error_string}", hint="remove it from the data, or replace it") from None
+    with _named_in_errors(path):
+        header = soundfile.info(path)
     return ClipLength(header.frames / header.samplerate, header.samplerate)
 
 
-def _decode_file(file: Any) -> None:
+@contextmanager
+def _named_in_errors(name: object) -> Iterator[None]:
+    """Turns the failure to decode a sound into a UserError that names it."""
     import soundfile
 
-    soundfile.read(file, dtype="float32")
+    try:
+        yield
+    except soundfile.LibsndfileError as error:
+        raise UserError(f"{name}: {error.error_string}", hint="remove it from the data, or replace it") from None
 
 
 def _picture_header(path: Path) -> TensorShape:
@@ -203,9 +210,8 @@ def _shape_of_picture(picture: Any) -> TensorShape:
 
 def _profile_items(dataset: Any, seed: int) -> DatasetProfile:
     """Profiles a random sample of the items, or all of them if they are few."""
-    order = [int(number) for number in _shuffled(range(len(dataset)), seed)[:MOST_DECODED]]
-    first, decode_seconds = _timed(lambda number: _look(dataset[number]), order[:TIMED])
-    found = [*first, *_in_time(_look(dataset[number]) for number in order[len(first) :])]
+    order = _shuffled(range(len(dataset)), seed)[:MOST_EXAMINED]
+    found, decode_seconds = _examined(lambda number: _size_of(dataset[number]), order)
     if isinstance(found[0], ClipLength):
         return _of_sounds(found, len(dataset), decode_seconds, labels_of(dataset[order[0]]))
     kind: DataKind = "pictures" if isinstance(found[0], TensorShape) and len(found[0].shape) == 3 else "tensors"
@@ -226,28 +232,23 @@ def _of_shapes(kind: DataKind, found: list[Any], items: int, decode_seconds: flo
     )
 
 
-def _look(item: Any) -> Any:
-    """Returns an item as a ClipLength or a tree of TensorShape; decodes it if need be."""
+def _size_of(item: Any) -> Any:
+    """Returns an item as a ClipLength or a tree of TensorShape. An encoded sound is decoded, because that is timed."""
+    if hasattr(item, "get_all_samples"):
+        item = {"audio": item}
+    if _has_sound(item):
+        sound = sound_of(item)
+        return ClipLength(sound.seconds, sound.sampling_rate)
     if isinstance(item, Mapping):
-        if "audio" in item:
-            return _look_at_sound(item["audio"])
-        if "array" in item and "sampling_rate" in item:
-            return _look_at_sound(item)
         picture = next((item[name] for name in ("pixel_values", "image", "img") if name in item), None)
         if hasattr(picture, "getbands"):
             return _shape_of_picture(picture)
-        if "input_values" in item and len(item) <= 4:
-            return ClipLength(np.shape(item["input_values"])[-1] / SAMPLING_RATE, SAMPLING_RATE)
-        return {name: _look(value) for name, value in item.items()}
-    if is_waveform(item):
-        return ClipLength(item[0].shape[-1] / item[1], item[1])
+        return {name: _size_of(value) for name, value in item.items()}
     if isinstance(item, (tuple, list)) and not all(map(_is_number, item)):
-        first = _look(item[0])  # The others are labels, because a model has one input.
+        first = _size_of(item[0])  # The others are labels, because a model has one input.
         return first if isinstance(first, (TensorShape, ClipLength)) else [first]
     if hasattr(item, "getbands"):
         return _shape_of_picture(item)
-    if hasattr(item, "get_all_samples"):
-        return _look_at_sound(item)
     if hasattr(item, "shape") and hasattr(item, "dtype"):
         return TensorShape(tuple(item.shape), str(item.dtype).removeprefix("torch."))
     if isinstance(item, (tuple, list)) and item:
@@ -255,15 +256,11 @@ def _look(item: Any) -> Any:
     return None
 
 
-def _look_at_sound(sound: Any) -> ClipLength:
-    """Returns the length of a sound that `sound_of` can decode. Encoded ones are decoded too, because it is timed."""
-    if isinstance(sound, Mapping) and sound.get("array") is None and (sound.get("bytes") or sound.get("path")):
-        encoded = sound.get("bytes")
-        found = _sound_header(BytesIO(encoded) if encoded else sound["path"])
-        _decode_file(BytesIO(encoded) if encoded else sound["path"])
-        return found
-    decoded = sound_of({"audio": sound})
-    return ClipLength(decoded.seconds, decoded.sampling_rate)
+def _has_sound(item: Any) -> bool:
+    """Returns True for items with a sound. Beside many other inputs of a model, input_values need not be a wave."""
+    if not isinstance(item, Mapping):
+        return is_waveform(item)
+    return "audio" in item or {"array", "sampling_rate"} <= item.keys() or ("input_values" in item and len(item) <= 4)
 
 
 def leaves(tree: Any) -> list[TensorShape]:
@@ -274,33 +271,113 @@ def leaves(tree: Any) -> list[TensorShape]:
     return list(itertools.chain.from_iterable(map(leaves, inside)))
 
 
+# --------------------------------------------------------------------------------------------- sounds in items
+
+
+class Sound(NamedTuple):
+    wave_T: Any  # Array or tensor, (T,) or (channels, T).
+    sampling_rate: int  # Hz
+
+    @property
+    def samples(self) -> int:
+        return int(np.shape(self.wave_T)[-1])
+
+    @property
+    def seconds(self) -> float:
+        return self.samples / self.sampling_rate
+
+
+def is_waveform(item: Any) -> bool:
+    """Returns True for items of the form (wave, sampling rate, ...), as in torchaudio's datasets."""
+    return (
+        isinstance(item, tuple)
+        and len(item) > 1
+        and hasattr(item[0], "shape")
+        and isinstance(item[1], int)
+        and 4000 <= item[1] <= 192_000
+        and len(item[0].shape) in (1, 2)
+    )
+
+
+def sound_of(item: Any) -> Sound:
+    """Returns the decoded sound of an item. Raises UserError if the item has none."""
+    if is_waveform(item):
+        return Sound(item[0], item[1])
+    if isinstance(item, Mapping) and "audio" in item:
+        return _decoded(item["audio"])
+    if isinstance(item, Mapping) and "array" in item and "sampling_rate" in item:
+        return _decoded(item)
+    if isinstance(item, Mapping) and "input_values" in item:
+        return Sound(np.asarray(item["input_values"]), SAMPLING_RATE)
+    raise UserError(
+        f"an item of the dataset is a {type(item).__name__} without a sound",
+        hint="items need a column audio, a column input_values, or the form (wave, sampling rate, ...)",
+    )
+
+
+def _decoded(sound: Any) -> Sound:
+    if hasattr(sound, "get_all_samples"):
+        samples = sound.get_all_samples()
+        return Sound(samples.data, int(samples.sample_rate))
+    if isinstance(sound, Mapping) and sound.get("array") is not None:
+        return Sound(np.asarray(sound["array"]), int(sound["sampling_rate"]))
+    if isinstance(sound, Mapping) and (sound.get("bytes") or sound.get("path")):
+        import soundfile
+
+        encoded = sound.get("bytes")
+        with _named_in_errors("a sound" if encoded else sound["path"]):
+            wave_T, rate = soundfile.read(BytesIO(encoded) if encoded else sound["path"], dtype="float32")
+        return Sound(wave_T.T, int(rate))
+    raise UserError(
+        f"the column audio contains {type(sound).__name__}",
+        hint="give it dicts of array and sampling_rate, or pass a list of lengths in seconds",
+    )
+
+
+def with_sound(item: Any, sound: Sound) -> Any:
+    """Returns the item with another sound in place of its own."""
+    if is_waveform(item):
+        return (sound.wave_T, sound.sampling_rate, *item[2:])
+    decoded = {"array": sound.wave_T, "sampling_rate": sound.sampling_rate}
+    if "audio" in item:
+        path = {"path": item["audio"].get("path")} if isinstance(item["audio"], Mapping) else {}
+        return {**item, "audio": {**path, **decoded}}
+    return {**item, **decoded} if "array" in item else {**item, "input_values": sound.wave_T}
+
+
+def labels_of(item: Any) -> str:
+    """Returns the name of what belongs to the whole sound of an item, so that a piece would not have it; empty if there
+    is nothing such. A number, such as that of a speaker, belongs to every piece."""
+    if is_waveform(item):
+        return next(("its text" for value in item[2:] if isinstance(value, str)), "")
+    if not isinstance(item, Mapping):
+        return ""
+    for name, value in item.items():
+        if name in ("audio", "array", "input_values"):
+            continue
+        if name.lower() in TEXT_KEYS or (np.ndim(value) and not isinstance(value, (str, bytes, Mapping))):
+            return str(name)
+    return ""
+
+
 # --------------------------------------------------------------------------------------------------- in time
 
 
-def _shuffled(things: Any, seed: int) -> list[Any]:
-    return [things[number] for number in np.random.default_rng(seed).permutation(len(things))]
+def _shuffled(things: Sequence[Any], seed: int) -> list[Any]:
+    return [things[number] for number in permutation(seed, 0, len(things))]
 
 
-def _in_time(found: Iterable[Any]) -> list[Any]:
-    """Returns the results until the time limit, at least one."""
-    until = time.perf_counter() + PATIENCE_SECONDS
-    kept = []
-    for thing in found:
-        kept.append(thing)
-        if time.perf_counter() >= until:
-            break
-    return kept
+def _examined(load: Callable[[Any], Any], things: Iterable[Any]) -> tuple[list[Any], float]:
+    """Loads things until the time limit, at least one. Returns them, and the seconds for one.
 
-
-def _timed(load: Callable[[int], Any], order: Iterable[int]) -> tuple[list[Any], float]:
-    """Returns the loaded items and the seconds for one. The first is not timed, because it also opens files and imports
-    libraries."""
+    The first is not timed, because it also opens files and imports libraries.
+    """
     found, took = [], []
-    until = time.perf_counter() + PATIENCE_SECONDS
-    for number in order:
+    until = time.perf_counter() + SAMPLING_SECONDS
+    for thing in things:
         began = time.perf_counter()
-        found.append(load(number))
+        found.append(load(thing))
         took.append(time.perf_counter() - began)
-        if time.perf_counter() > until:
+        if time.perf_counter() >= until:
             break
     return found, float(np.mean(took[1:] or took))

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gputrain.autoconfig.dataset import DatasetProfile, TensorShape
-from gputrain.autoconfig.sounds import SAMPLING_RATE
+from gputrain.autoconfig.dataset import SAMPLING_RATE, DatasetProfile, TensorShape
 from gputrain.errors import UserError
 
 MakeBatch = Callable[[int, float], Any]  # (items, seconds of each; 0 if items have no length) -> batch

@@ -16,8 +16,8 @@ from gputrain.errors import UserError
 OverLong = Literal["chunk", "refuse"]
 Seconds = npt.NDArray[np.float64]
 
-RARE = 0.01  # Maximum share of the clips that counts as outliers.
-FAR = 1.5  # Factor on the longest of the other clips above which outliers are cut.
+OUTLIER_SHARE = 0.01  # Maximum share of the clips that counts as outliers.
+OUTLIER_FACTOR = 1.5  # Factor on the longest of the other clips above which outliers are cut.
 BUCKETS = 6
 ROUNDING = 1e-3  # Relative difference between the length in a file's header and that of its decoded sound.
 
@@ -94,12 +94,12 @@ def limit_length(
     It is shorter if a clip of that length does not fit (`fitting_seconds` does), or if it is far longer than 99 % of
     the clips: those few would make all micro-batches smaller.
     """
-    longest, most = float(lengths.max()), float(np.quantile(lengths, 1 - RARE, method="inverted_cdf"))
+    longest, most = float(lengths.max()), float(np.quantile(lengths, 1 - OUTLIER_SHARE, method="inverted_cdf"))
     seconds, why = longest, "the longest clip of the data"
     if asked_seconds:
         seconds, why = min(longest, asked_seconds), f"asked for at most {asked_seconds:.1f} s"
-    elif longest > FAR * most:  # If there are less than a hundred clips, `most` is the longest.
-        seconds, why = most, f"{1 - RARE:.0%} of the clips are no longer, and the longest has {longest:.1f} s"
+    elif longest > OUTLIER_FACTOR * most:  # If there are less than a hundred clips, `most` is the longest.
+        seconds, why = most, f"{1 - OUTLIER_SHARE:.0%} of the clips are no longer, and the longest has {longest:.1f} s"
     if seconds > fitting_seconds:
         seconds = math.floor(100 * fitting_seconds) / 100
         why = "a longer clip does not fit even alone, with gradient checkpointing"

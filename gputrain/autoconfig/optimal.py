@@ -14,38 +14,37 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import nn
 
 from gputrain.autoconfig import settings
-from gputrain.autoconfig.clips import BucketSampler, PreparedClips
+from gputrain.autoconfig.clips import BucketSampler, PreparedClips, batched_by_length
 from gputrain.autoconfig.dataset import DatasetProfile, profile_dataset
-from gputrain.autoconfig.devices import check_agreement, count_gpus, machines_to_plan, shared_settings
 from gputrain.autoconfig.inputs import MakeBatch, ModelProfile, batch_maker, output_loss, profile_weights
 from gputrain.autoconfig.lengths import Bucket, LengthLimit, OverLong, limit_length, make_buckets, pieces
 from gputrain.autoconfig.memory_models import MOMENTS, MemoryModels
-from gputrain.autoconfig.recovery import Parts, Reduction, recovering
-from gputrain.autoconfig.remedies import SHORTEST_SECONDS, does_not_fit
+from gputrain.autoconfig.recovery import MicroBatchLimit, Reduction, memory_callback, recovering, watched_first
 from gputrain.autoconfig.settings import DeviceSettings, OptimalConfig
-from gputrain.autoconfig.trainer import batched_by_length, memory_callback, watched_first
 from gputrain.errors import UserError
+from gputrain.hw.gpus import find_gpu, smallest_gpu
 from gputrain.hw.plan import Hardware, decide, workers
-from gputrain.hw.probe import Machine
-from gputrain.hw.ranks import Ranks
-from gputrain.planner.memory.fit import Fit, MemoryBudget, budget_gb, fit
+from gputrain.hw.probe import Machine, probe
+from gputrain.hw.ranks import Ranks, weakest_of
+from gputrain.planner.memory.fit import Fit, MemoryBudget, fit
 from gputrain.planner.memory.torch_model import Loss, Optimizer, Precision, can_checkpoint
-from gputrain.planner.target import published_rates
+from gputrain.planner.model_planner import memory_budget
+from gputrain.planner.target import published_rates, unknown_gpu
 
-MOST_CUT = 0.5  # Largest share of the hours that is cut or left out unless the user asks for it.
 log = logging.getLogger(__name__)
 
+MOST_HOURS_CUT = 0.5  # Largest share of the hours that is cut or left out unless the user asks for it.
+SHORTEST_SECONDS = 1.0  # Shortest length that clips are cut to unless the user asks for less.
 WORKER_GB = 0.3  # Memory of a process that has imported torch, without its batches.
-READY = 2  # Micro-batches that each worker prefetches, the default of a DataLoader.
+PREFETCH = 2  # Micro-batches that each worker prefetches, the default of a DataLoader.
 
 
 def create_optimal_config(
@@ -107,6 +106,55 @@ def create_optimal_config(
     return planner.plan(target_batch_size, safety_margin, max_duration_seconds, over_long), planner
 
 
+class PlannedMachines(NamedTuple):
+    """`common` has what all GPUs can do, the least memory and the least capability; `each` has one of the GPUs."""
+
+    common: Machine
+    each: tuple[Machine, ...]
+
+
+def count_gpus(gpu: str | Sequence[str] | None, gpus: int, batch_size: int) -> int:
+    """Returns the number of GPUs that train together: as named, as asked for, or as torchrun says (`gpus` 0).
+
+    Raises UserError if they contradict one another, or if the batch cannot be divided.
+    """
+    named = 0 if gpu is None or isinstance(gpu, str) else len(gpu)
+    if named > 1 and gpus not in (0, named):
+        raise UserError(f"{named} named GPUs, and gpus is {gpus}", hint="leave gpus out")
+    count = (named if named > 1 else gpus) or Ranks.launched(os.environ).count
+    if batch_size % count:
+        raise UserError(
+            f"a target batch size of {batch_size} cannot be divided among {count} GPUs",
+            hint=f"choose a multiple of {count}",
+        )
+    return count
+
+
+def machines_to_plan(gpu: str | Sequence[str] | None, vram_gb: float, gpus: int) -> PlannedMachines:
+    """Returns the machines to plan for: this one, or this one with the named GPUs.
+
+    Raises UserError if a GPU is unknown, or if its number contradicts the number of names.
+    """
+    names = [] if gpu is None else [gpu] if isinstance(gpu, str) else list(gpu)
+    if len(names) > 1 and vram_gb:
+        raise UserError("vram_gb for several named GPUs", hint="name the GPUs, or give the memory of one of them")
+    here = replace(probe(), gpus=gpus)
+    if names:
+        each = [find_gpu(name).installed_in(here) for name in names]
+    elif vram_gb and not here.gpu:
+        each = [unknown_gpu(vram_gb).installed_in(here)]
+    elif gpus > 1 and here.gpu_count > 1:
+        each = [replace(probe(index), gpus=gpus) for index in range(min(gpus, here.gpu_count))]
+    else:
+        each = [here]
+    common = weakest_of(each, each[0])
+    if vram_gb:
+        free_gb = min(common.gpu_free_gb or vram_gb, vram_gb)
+        common = replace(common, gpu_memory_gb=vram_gb, gpu_free_gb=free_gb)
+        each = [common]
+    return PlannedMachines(common, tuple(each))
+
+
 class Planner:
     """The facts that `create_optimal_config` found, and methods to train with its settings."""
 
@@ -120,7 +168,7 @@ class Planner:
     ) -> None:
         self.machines = tuple(machines)
         self.machine, self.profile, self.memory_models, self.about = machine, profile, memory_models, about
-        self.parts = Parts()
+        self.limit = MicroBatchLimit()
         self._can_checkpoint = can_checkpoint(memory_models.model)
 
     # ------------------------------------------------------------------------------------------ for the user
@@ -135,7 +183,7 @@ class Planner:
 
     def with_splits(self, config: OptimalConfig) -> OptimalConfig:
         """Returns the configuration with the changes that running out of memory caused in trainings of this planner."""
-        new = [split for split in self.parts.history if split not in config.splits]
+        new = [split for split in self.limit.splits if split not in config.splits]
         return replace(config, splits=(*config.splits, *new))
 
     def profile_hardware(self) -> Machine:
@@ -181,7 +229,7 @@ class Planner:
     def callback(self) -> Any:
         """Returns a `transformers.TrainerCallback` that watches the memory: it logs figures with the trainer's, warns
         at 90 %, and at 95 % frees cached memory and makes micro-batches smaller."""
-        return memory_callback(self.parts)
+        return memory_callback(self.limit)
 
     def train_with_recovery(
         self,
@@ -203,13 +251,11 @@ class Planner:
         loss, the first time it matters. Raises UserError if a single item does not fit, and if the loss cannot be
         computed in parts.
         """
-        batches: AbstractContextManager[None] = nullcontext()
-        if config is not None:
-            if trainer.accelerator.num_processes > 1:
-                check_agreement(shared_settings(config))
-            batches = batched_by_length(trainer, self.sampler(trainer.train_dataset, config, trainer.args.seed))
-        with watched_first(trainer), recovering(trainer, self.parts, loss_reduction), batches:
-            return trainer.train(**arguments)
+        with watched_first(trainer), recovering(trainer, self.limit, loss_reduction, config):
+            if config is None:
+                return trainer.train(**arguments)
+            with batched_by_length(trainer, self.sampler(trainer.train_dataset, config, trainer.args.seed)):
+                return trainer.train(**arguments)
 
     # ----------------------------------------------------------------------------------------------- choices
 
@@ -228,11 +274,12 @@ class Planner:
                 "to the whole of a clip",
                 hint='over_long="refuse" leaves them out; or cut them together with their labels before',
             )
-        memory_model = self.memory_models.memory_model(limit.seconds, found.checkpointing)
         chosen = decide(self.machine, Hardware())
+        own = self._device_settings(
+            self.machine.gpu or str(chosen.device.value), batch_size, budget, limit, found, over_long
+        )
         processes = self._workers(found, limit)
         streaming, why_streaming = self._streaming()
-        peak = memory_model.peak_gb(found.micro_batch_size)
         reasons = {
             "target_batch_size": "it is kept exactly" + (f", {batch_size} on each of {gpus} GPUs" if gpus > 1 else ""),
             "per_device_train_batch_size": _sentence(found, "micro_batch_size"),
@@ -244,24 +291,24 @@ class Planner:
             "max_duration_seconds": f"{limit.reason}; {self.profile.describe()}",
             "over_long": limit.reason if limit.clips_over else "none of the examined clips is longer",
             "streaming": why_streaming,
-            "predicted_peak_gb": self._why_peak(peak, share, budget.budget_gb),
+            "predicted_peak_gb": self._why_peak(own.predicted_peak_gb, share, budget.budget_gb),
         }
         return OptimalConfig(
             target_batch_size=whole_batch_size,
-            per_device_train_batch_size=found.micro_batch_size,
-            gradient_accumulation_steps=found.accumulation_steps,
+            per_device_train_batch_size=own.micro_batch_size,
+            gradient_accumulation_steps=own.accumulation_steps,
             fp16=self.memory_models.precision == "fp16",
             bf16=self.memory_models.precision == "bf16",
-            gradient_checkpointing=found.checkpointing,
+            gradient_checkpointing=own.gradient_checkpointing,
             dataloader_num_workers=int(processes.value),
             max_duration_seconds=limit.seconds,
             over_long=over_long,
             streaming=streaming,
-            predicted_peak_gb=peak,
-            budget_gb=budget.budget_gb,
-            device=str(chosen.device.value if not self.machine.gpu else self.machine.gpu),
+            predicted_peak_gb=own.predicted_peak_gb,
+            budget_gb=own.budget_gb,
+            device=own.device,
             reasons=reasons,
-            buckets=self._buckets(batch_size, budget, limit, found, over_long),
+            buckets=own.buckets,
             length_column=self.profile.length_column,
             gpus=gpus,
             devices=self._devices(batch_size, share, limit, over_long),
@@ -273,30 +320,29 @@ class Planner:
         """Returns the settings of each GPU for its share of the batch; nothing if all GPUs are alike."""
         if len({(machine.gpu, machine.gpu_memory_gb) for machine in self.machines}) < 2:
             return ()
-        made = []
+        found = []
         for machine in self.machines:
             budget = self._budget(machine, share)
-            found = self._fit_length(batch_size, budget, limit.seconds)
-            memory_model = self.memory_models.memory_model(limit.seconds, found.checkpointing)
-            made.append(
-                DeviceSettings(
-                    device=machine.gpu,
-                    micro_batch_size=found.micro_batch_size,
-                    accumulation_steps=found.accumulation_steps,
-                    gradient_checkpointing=found.checkpointing,
-                    predicted_peak_gb=memory_model.peak_gb(found.micro_batch_size),
-                    budget_gb=budget.budget_gb,
-                    buckets=self._buckets(batch_size, budget, limit, found, over_long),
-                )
-            )
-        return tuple(made)
+            fitting = self._fit_length(batch_size, budget, limit.seconds)
+            found.append(self._device_settings(machine.gpu, batch_size, budget, limit, fitting, over_long))
+        return tuple(found)
+
+    def _device_settings(
+        self, device: str, batch_size: int, budget: MemoryBudget, limit: LengthLimit, found: Fit, over_long: OverLong
+    ) -> DeviceSettings:
+        return DeviceSettings(
+            device=device,
+            micro_batch_size=found.micro_batch_size,
+            accumulation_steps=found.accumulation_steps,
+            gradient_checkpointing=found.checkpointing,
+            predicted_peak_gb=found.predicted_peak_gb,
+            budget_gb=found.budget_gb,
+            buckets=self._buckets(batch_size, budget, limit, found, over_long),
+        )
 
     def _budget(self, machine: Machine, share: float) -> MemoryBudget:
-        if not machine.gpu:
-            memory_gb, free_gb = machine.ram_gb, machine.ram_free_gb
-            return MemoryBudget(budget_gb(memory_gb, free_gb, share=share) if memory_gb else math.inf)
-        budget = budget_gb(machine.gpu_memory_gb, machine.gpu_free_gb, share=share)
-        return MemoryBudget(budget, published_rates(machine.gpu, decide(machine, Hardware(use_torch_compile=False))))
+        plan = decide(machine, Hardware(use_torch_compile=False))
+        return memory_budget(machine, plan, Hardware(), published_rates(machine.gpu, plan), share)
 
     def _fit(
         self, batch_size: int, budget: MemoryBudget, most_seconds: float, over_long: OverLong
@@ -313,11 +359,11 @@ class Planner:
         fitting = self._fitting_seconds(budget, limit.seconds)
         if not most_seconds and fitting >= SHORTEST_SECONDS:
             shorter = limit_length(seconds, over_long, fitting_seconds=fitting)
-            if shorter.hours_share <= MOST_CUT:
+            if shorter.hours_share <= MOST_HOURS_CUT:
                 found = self._fit_length(batch_size, budget, shorter.seconds)
                 if found.fits:
                     return shorter, found
-        raise does_not_fit(self.memory_models, self.machine, budget, limit.seconds, fitting, self._can_checkpoint)
+        raise self._does_not_fit(budget, limit.seconds, fitting)
 
     def _fit_length(self, batch_size: int, budget: MemoryBudget, seconds: float) -> Fit:
         """Returns the fit with clips of this length, made again until the chosen micro-batch is itself predicted."""
@@ -337,6 +383,38 @@ class Planner:
         fixed_gb = self.memory_models.memory_model(longest, self._can_checkpoint).peak_gb(0)
         return 0.98 * curve.longest(budget.budget_gb / budget.margin - fixed_gb)  # Lengths are rounded.
 
+    def _does_not_fit(self, budget: MemoryBudget, seconds: float, fitting: float) -> UserError:
+        """Returns the error for a step of one item that does not fit; its hint names what helps, the easiest first."""
+        found, machine, repeats = self.memory_models, self.machine, self._can_checkpoint
+        memory_model = found.memory_model(seconds, repeats)
+        need_gb, fixed_gb = budget.margin * memory_model.peak_gb(1), budget.margin * memory_model.peak_gb(0)
+        remedies = []
+        if fitting >= SHORTEST_SECONDS:
+            remedies.append(f"clips of at most {fitting:.1f} s fit (max_duration_seconds)")
+        if found.precision == "fp32" and self._fits_in_16_bit(budget, seconds):
+            remedies.append("it fits with 16 bit, on a GPU that supports it")
+        if fixed_gb > budget.budget_gb:
+            most = sum(p.numel() for p in found.model.parameters()) * budget.budget_gb / fixed_gb
+            remedies.append(
+                f"weights, gradients and optimizer state alone take {fixed_gb:.3g} GB: a model of about "
+                f"{most / 1e6:.3g} M parameters would be the largest"
+            )
+        memory_gb = machine.gpu_memory_gb or machine.ram_gb
+        if card := smallest_gpu(need_gb / budget.budget_gb * memory_gb):
+            remedies.append(f"the smallest known GPU that it fits is {card.name}, {card.memory_gb:g} GB ({card.key})")
+        item = f"one item{f' of {seconds:.1f} s' if seconds else ''}{' with gradient checkpointing' if repeats else ''}"
+        return UserError(
+            f"{type(found.model).__name__} does not fit {machine.gpu or 'this machine'}: {item} takes {need_gb:.3g} GB"
+            f", which is {need_gb - budget.budget_gb:.3g} GB more than the available {budget.budget_gb:.3g} GB",
+            hint="; or ".join(remedies) or "it fits no known GPU: train a smaller model",
+        )
+
+    def _fits_in_16_bit(self, budget: MemoryBudget, seconds: float) -> bool:
+        if self.memory_models.unpredictable:
+            return False
+        other = replace(self.memory_models, precision="bf16", device=None, known={})
+        return budget.margin * other.step(1, seconds, self._can_checkpoint).reserved_gb <= budget.budget_gb
+
     def _buckets(
         self, batch_size: int, budget: MemoryBudget, limit: LengthLimit, found: Fit, over_long: OverLong
     ) -> tuple[Bucket, ...]:
@@ -354,7 +432,7 @@ class Planner:
         typical = float(self.profile.seconds.mean()) / limit.seconds if limit.seconds else 1.0
         items, seconds = found.micro_batch_size * found.accumulation_steps, found.predicted_seconds_per_step
         rate = items / (seconds * typical) if seconds else 0.0
-        each_gb = WORKER_GB + READY * found.micro_batch_size * self.profile.item_bytes / 1e9
+        each_gb = WORKER_GB + PREFETCH * found.micro_batch_size * self.profile.item_bytes / 1e9
         return workers(
             self.machine, item_seconds=self.profile.decode_seconds, items_per_second=rate, each_gb=each_gb
         )  # fmt: skip

@@ -1,47 +1,51 @@
 """Recovery of `transformers.Trainer` from running out of memory, with the same batch and the same result.
 
-Only methods of the trainer are used; transformers is not imported.
+A callback watches the memory, so that it runs out less often. Only methods of the trainer are used; transformers is
+imported only for the callback.
 """
 
 import contextlib
 import inspect
+import itertools
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gputrain.autoconfig.devices import average_over_processes
-from gputrain.autoconfig.settings import BatchSplit
+from gputrain.autoconfig.settings import BatchSplit, OptimalConfig, import_transformers
+from gputrain.engine.distributed import RankGroup
+from gputrain.engine.step import FailedAttempt, retried
 from gputrain.errors import UserError, first_line
+from gputrain.hw.monitor import Monitor
 from gputrain.hw.runtime import is_out_of_memory, library_failure, random_state, release_memory, set_random_state
 
 Reduction = Literal["items", "labels", "sum"]
 IGNORED = -100  # Label that losses ignore.
 MOST_ITEMS = "most_items_at_once"  # Key of a batch under which its sampler gives the number of items that fit.
-LIKE = 0.01  # Relative difference up to which two losses count as equal; bf16 rounds by a few thousandths.
+EQUAL_LOSSES = 0.01  # Relative difference up to which two losses count as equal; bf16 rounds by a few thousandths.
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class Parts:
+class MicroBatchLimit:
     """The maximum number of items in a micro-batch; 0: no limit."""
 
-    size: int = 0
-    history: list[BatchSplit] = field(default_factory=list)
+    items: int = 0
+    largest: int = 0  # The largest number of items so far in a micro-batch that obeys the limit.
+    splits: list[BatchSplit] = field(default_factory=list)
 
     def halve(self, step: int, items: int, cause: str) -> None:
         """Limits micro-batches to half of `items`, rounded up."""
-        self.size = -(-items // 2)
-        self.history.append(BatchSplit(step, items, self.size, cause))
+        self.items = -(-items // 2)
+        self.splits.append(BatchSplit(step, items, self.items, cause))
         log.warning(
-            "step %d: %s; %d items at once instead of %d; the batch stays the same", step, cause, self.size, items
+            "step %d: %s; %d items at once instead of %d; the batch stays the same", step, cause, self.items, items
         )
 
 
@@ -51,14 +55,14 @@ def split(inputs: Mapping[str, Any], size: int) -> list[dict[str, Any]]:
     items = count_items(inputs)
     count = -(-items // size)
     edges = [items * number // count for number in range(count + 1)]
-    return [rows(inputs, slice(start, stop)) for start, stop in pairwise(edges)]
+    return [select_rows(inputs, slice(start, stop)) for start, stop in itertools.pairwise(edges)]
 
 
 def count_items(inputs: Mapping[str, Any]) -> int:
     return next((len(value) for value in inputs.values() if isinstance(value, Tensor) and value.ndim), 1)
 
 
-def rows(inputs: Mapping[str, Any], which: Any) -> dict[str, Any]:
+def select_rows(inputs: Mapping[str, Any], which: Any) -> dict[str, Any]:
     items = count_items(inputs)
     taken: dict[str, Any] = {}
     for name, value in inputs.items():
@@ -80,22 +84,47 @@ def rows(inputs: Mapping[str, Any], which: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def recovering(trainer: Any, parts: Parts, reduction: Reduction | None = None) -> Iterator[None]:
+def recovering(
+    trainer: Any, limit: MicroBatchLimit, reduction: Reduction | None = None, config: OptimalConfig | None = None
+) -> Iterator[None]:
     """Has the trainer's steps recover from running out of memory, and restores its own methods afterwards.
 
     Several processes may train together in the way of DDP: each recovers by itself, and then their gradients are
-    averaged. Raises UserError if they divide the model, and if smaller parts would not help.
+    averaged. Raises UserError if they divide the model, if they were planned differently by their `config`, and if
+    smaller parts would not help.
     """
-    way = str(getattr(trainer.accelerator.distributed_type, "value", trainer.accelerator.distributed_type))
-    if trainer.accelerator.num_processes > 1 and not way.startswith("MULTI_"):
+    processes = int(trainer.accelerator.num_processes)
+    strategy = str(getattr(trainer.accelerator.distributed_type, "value", trainer.accelerator.distributed_type))
+    if processes > 1 and not strategy.startswith("MULTI_"):
         raise UserError(
-            f"recovery works in one process or with copies of the model in several, and this is {way}",
+            f"recovery works in one process or with copies of the model in several, and this is {strategy}",
             hint="call trainer.train() itself",
         )
-    recovery = Recovery(trainer, parts, reduction)
+    with RankGroup.of_connected(processes) as group:
+        if config is not None:
+            check_agreement(group, config)
+        recovery = Recovery(trainer, limit, reduction, group)
+        with _methods_of(recovery, trainer), _explained_failures():
+            yield
+
+
+@contextlib.contextmanager
+def _methods_of(recovery: "Recovery", trainer: Any) -> Iterator[None]:
+    """Replaces the trainer's methods within the block by those of the recovery."""
     names = ("training_step", "compute_loss", "model_accepts_loss_kwargs")
     own = {name: vars(trainer)[name] for name in names if name in vars(trainer)}
     trainer.training_step, trainer.compute_loss = recovery.training_step, recovery.compute_loss
+    try:
+        yield
+    finally:
+        for name in names:
+            vars(trainer).pop(name, None)
+        vars(trainer).update(own)
+
+
+@contextlib.contextmanager
+def _explained_failures() -> Iterator[None]:
+    """Turns failures of libraries, and a lack of memory outside the steps, into UserErrors."""
     try:
         yield
     except RuntimeError as error:
@@ -107,10 +136,6 @@ def recovering(trainer: Any, parts: Parts, reduction: Reduction | None = None) -
             f"out of memory outside the steps, in the optimizer or in an evaluation: {first_line(error)}",
             hint="a smaller per_device_eval_batch_size helps an evaluation; else use a smaller model or optimizer",
         ) from error
-    finally:
-        for name in names:
-            vars(trainer).pop(name, None)
-        vars(trainer).update(own)
 
 
 class MicroBatch(NamedTuple):
@@ -129,37 +154,33 @@ class Recovery:
     smaller parts, with the same random numbers. Later ones are split from the beginning.
     """
 
-    def __init__(self, trainer: Any, parts: Parts, reduction: Reduction | None) -> None:
-        self.trainer, self.parts = trainer, parts
+    def __init__(self, trainer: Any, limit: MicroBatchLimit, reduction: Reduction | None, group: RankGroup) -> None:
+        self.trainer, self.limit, self.group = trainer, limit, group
         self._whole_step: Callable[..., Tensor] = trainer.training_step
         self._whole_loss: Callable[..., Any] = trainer.compute_loss
-        self._possible: list[Reduction] = [reduction] if reduction else ["items", "labels", "sum"]
+        self._reductions: list[Reduction] = [reduction] if reduction else ["items", "labels", "sum"]
         self._weight = 1.0  # Weight of the current part.
-        self._at_once = 0  # Items of the current part.
-        self._most = 0  # Items that fit at once, as the batch itself says; 0: no limit.
+        self._items_at_once = 0  # Items of the current part.
+        self._most_items = 0  # Items that fit at once, as the batch itself says; 0: no limit.
         self._step = -1  # Optimizer step that the following belong to.
-        self._had: list[MicroBatch] = []
-        self._random: RandomStates | None = None  # At the beginning of the step.
-        self._failure = ""
-        self._scaled = False  # True once it is known how the trainer adds up micro-batches.
-        self._processes = int(trainer.accelerator.num_processes)
+        self._micro_batches: list[MicroBatch] = []
+        self._random = RandomStates.now(trainer.args.device)  # At the beginning of the step.
+        self._scale_is_known = False  # True once it is known how the trainer adds up micro-batches.
 
     def training_step(self, model: Any, inputs: Any, *more: Any, **named: Any) -> Tensor:
         """Runs forward and backward of one micro-batch, as the trainer's own method; returns the loss of all of it."""
-        self._most = int(inputs.pop(MOST_ITEMS, 0))
+        self._most_items = int(inputs.pop(MOST_ITEMS, 0))
         step = self.trainer.state.global_step
-        if self._processes > 1:
+        if self.group.ranks.count > 1:
             # Without DDP's wrapper no backward pass waits for the other processes, so that each may repeat it.
             model = self.trainer.accelerator.unwrap_model(model)
         if step != self._step:
-            self._step, self._had, self._random = step, [], RandomStates.now(self.trainer.args.device)
-        self._had.append(MicroBatch(inputs, more, named))
-        loss = self._attempt(model, self._had[-1:])
-        while loss is None:  # This is outside the except block, whose traceback keeps the failed part alive.
-            self._halve_parts(model)
-            loss = self._attempt(model, self._had)
-        if self._processes > 1 and self.trainer.accelerator.sync_gradients:
-            average_over_processes(model)
+            self._step, self._micro_batches = step, []
+            self._random = RandomStates.now(self.trainer.args.device)
+        self._micro_batches.append(MicroBatch(inputs, more, named))
+        loss = self._retried(model, self._random)
+        if self.group.ranks.count > 1 and self.trainer.accelerator.sync_gradients:
+            average_over_processes(self.group, model)
         return loss
 
     def compute_loss(self, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
@@ -168,50 +189,47 @@ class Recovery:
             return found
         return (found[0] * self._weight, *found[1:]) if isinstance(found, tuple) else found * self._weight
 
-    def _attempt(self, model: Any, micro_batches: list[MicroBatch]) -> Tensor | None:
-        """Returns the loss of the last one; None if memory ran out."""
-        loss = None
-        try:
-            for micro_batch in micro_batches:
-                loss = self._in_parts(model, micro_batch)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            self._failure, loss = first_line(error), None
-        finally:
-            self._weight = 1.0
-        return loss
+    def _retried(self, model: Any, random_states: "RandomStates") -> Tensor:
+        """Returns the loss of the last micro-batch. If memory runs out, all of the step so far are repeated."""
+        pending = self._micro_batches[-1:]
+
+        def attempt() -> Tensor:
+            try:
+                return [self._in_parts(model, micro_batch) for micro_batch in pending][-1]
+            finally:
+                self._weight = 1.0
+
+        def make_room(failure: FailedAttempt) -> None:
+            nonlocal pending
+            model.zero_grad(set_to_none=True)
+            if self._items_at_once <= 1:
+                raise UserError(
+                    f"out of memory with a single item at once: {failure.cause}",
+                    hint="train on shorter clips, with gradient checkpointing, or a smaller model",
+                )
+            self.limit.halve(self._step, self._items_at_once, "out of memory")
+            pending = self._micro_batches
+
+        return retried(attempt, make_room, lambda: random_states.restore(self.trainer.args.device))
 
     def _in_parts(self, model: Any, micro_batch: MicroBatch) -> Tensor:
         inputs, more, named = micro_batch
         items = count_items(inputs)
-        self._at_once = items
-        if not self._scaled:
+        self._items_at_once = items
+        if not self._scale_is_known:
             self._keep_scale(model, micro_batch)
-        size = min(filter(None, (self.parts.size, self._most)), default=0)
-        if not 0 < size < items:
+        size = min(filter(None, (self.limit.items, self._most_items, items)), default=items)
+        self.limit.largest = max(self.limit.largest, size)
+        if size == items:
             return self._whole_step(model, inputs, *more, **named)
         parts = split(inputs, size)
         total = None
         for part, weight in zip(parts, self._weights(model, micro_batch, parts), strict=True):
-            self._weight, self._at_once = weight, count_items(part)
+            self._weight, self._items_at_once = weight, count_items(part)
             loss = self._whole_step(model, part, *more, **named)
             total = loss if total is None else total + loss
         assert total is not None
         return total
-
-    def _halve_parts(self, model: Any) -> None:
-        """Drops the gradients of the failed attempt, and halves the parts."""
-        model.zero_grad(set_to_none=True)
-        release_memory()
-        assert self._random
-        self._random.restore(self.trainer.args.device)
-        if self._at_once <= 1:
-            raise UserError(
-                f"out of memory with a single item at once: {self._failure}",
-                hint="train on shorter clips, with gradient checkpointing, or a smaller model",
-            )
-        self.parts.halve(self._step, self._at_once, "out of memory")
 
     def _keep_scale(self, model: Any, micro_batch: MicroBatch) -> None:
         """Has the trainer average micro-batches, and processes, if each of their losses is a mean.
@@ -223,7 +241,7 @@ class Recovery:
         trainer = self.trainer
         adds_up = trainer.model_accepts_loss_kwargs and getattr(trainer, "loss_is_scaled_for_ga", None) is None
         counts = self._label_counts(model, micro_batch)
-        several = trainer.args.gradient_accumulation_steps > 1 or self._processes > 1
+        several = trainer.args.gradient_accumulation_steps > 1 or self.group.ranks.count > 1
         if several and adds_up and counts and trainer.compute_loss_func is None:
             try:
                 is_mean = count_items(micro_batch.inputs) > 1 and "sum" not in self._find_reduction(model, micro_batch)
@@ -234,16 +252,16 @@ class Recovery:
                     "the loss of a micro-batch is a mean, and the trainer would add them up: they are averaged instead"
                 )
                 trainer.model_accepts_loss_kwargs = False
-        self._scaled = True
+        self._scale_is_known = True
 
     # ------------------------------------------------------------------------------------------------- weights
 
     def _weights(self, model: Any, micro_batch: MicroBatch, parts: list[dict[str, Any]]) -> list[float]:
         """Returns the weights with which the losses of parts add up to the loss of the whole."""
-        found = [shares(reduction, micro_batch.inputs, parts) for reduction in self._possible]
+        found = [shares(reduction, micro_batch.inputs, parts) for reduction in self._reductions]
         if any(not np.allclose(found[0], other) for other in found[1:]):
-            self._possible = self._find_reduction(model, micro_batch)
-            found = [shares(reduction, micro_batch.inputs, parts) for reduction in self._possible]
+            self._reductions = self._find_reduction(model, micro_batch)
+            found = [shares(reduction, micro_batch.inputs, parts) for reduction in self._reductions]
         return found[0]
 
     def _find_reduction(self, model: Any, micro_batch: MicroBatch) -> list[Reduction]:
@@ -254,8 +272,8 @@ class Recovery:
         """
         inputs, labels = micro_batch.inputs, count_labels(micro_batch.inputs)
         two = [int(labels.argmin()), int(labels.argmax())] if labels.min() < labels.max() else [0, 1]
-        alone = [rows(inputs, slice(one, one + 1)) for one in two]
-        together = rows(inputs, two)
+        alone = [select_rows(inputs, slice(one, one + 1)) for one in two]
+        together = select_rows(inputs, two)
         random_states = RandomStates.now(self.trainer.args.device)
         model.eval()
         try:
@@ -263,15 +281,15 @@ class Recovery:
         finally:
             model.train()
             random_states.restore(self.trainer.args.device)
-        sums = {r: float(np.dot(shares(r, together, alone), single)) for r in self._possible}
+        sums = {r: float(np.dot(shares(r, together, alone), single)) for r in self._reductions}
         best = min(sums, key=lambda r: abs(sums[r] - whole))
-        if not abs(sums[best] - whole) <= LIKE * abs(whole):
+        if not abs(sums[best] - whole) <= EQUAL_LOSSES * abs(whole):
             raise UserError(
                 "out of memory, and the loss cannot be computed in parts: "
                 f"of two items it is {whole:.6g}, of each alone {single[0]:.6g} and {single[1]:.6g}",
                 hint="use a smaller per_device_train_batch_size, or pass loss_reduction= if the loss is random",
             )
-        return [r for r in self._possible if np.isclose(sums[r], sums[best])]
+        return [r for r in self._reductions if np.isclose(sums[r], sums[best])]
 
     def _label_counts(self, model: Any, micro_batch: MicroBatch) -> dict[str, Any]:
         """Returns the number of labels of the whole step, if the trainer counts them."""
@@ -285,6 +303,35 @@ class Recovery:
         with torch.no_grad(), self.trainer.compute_loss_context_manager():
             loss = self._whole_loss(model, self.trainer._prepare_inputs(micro_batch.inputs), **counts)
         return float(loss.mean())  # The mean is over the GPUs of a DataParallel.
+
+
+def average_over_processes(group: RankGroup, model: nn.Module) -> None:
+    """Replaces gradients by their means over all processes, and buffers by those of the first, as DDP does.
+
+    A parameter that has a gradient in some processes only counts as zero in the others.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    has_gradient = group.any_of(*(parameter.grad is not None for parameter in parameters))
+    gradients = []
+    for parameter in itertools.compress(parameters, has_gradient):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradients.append(parameter.grad)
+    if gradients:
+        group.add_up(gradients, [])
+        torch._foreach_div_(gradients, group.ranks.count)
+    group.make_equal(list(model.buffers()), source=0)
+
+
+def check_agreement(group: RankGroup, config: OptimalConfig) -> None:
+    """Raises UserError if the processes that train together have different settings of what they share."""
+    first, *others = group.gather(config.shared_by_processes())
+    if any(other != first for other in others):
+        raise UserError(
+            "the processes that train together have planned differently",
+            hint="give create_optimal_config the same dataset, model and options in all of them; machines with other "
+            "GPUs need the option gpu with the names of all GPUs",
+        )
 
 
 def count_labels(inputs: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -320,3 +367,73 @@ class RandomStates:
         set_random_state(self.of_torch, device)
         np.random.set_state(self.of_numpy)
         random.setstate(self.of_python)
+
+
+# -------------------------------------------------------------------------------------------------- memory in use
+
+
+def memory_callback(limit: MicroBatchLimit) -> Any:
+    """Returns a TrainerCallback that watches and logs the device's memory. Raises UserError without transformers."""
+
+    class MemoryCallback(import_transformers().TrainerCallback):  # type: ignore[misc]
+        """Warns when memory is short, and relieves it when it has nearly run out, at most once between two logs."""
+
+        watches_memory = True
+
+        def __init__(self) -> None:
+            self.monitor: Monitor | None = None
+            self.handled = ""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            self.close()
+            self.monitor = Monitor(args.device).__enter__()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            pressure = self.monitor.pressure() if self.monitor else ""
+            if pressure and pressure != self.handled:
+                relieve(pressure, limit, state.global_step)
+                self.handled = pressure
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+            if self.monitor and logs is not None:
+                figures = self.monitor.figures()
+                logs.update(figures)
+                if state.log_history:
+                    state.log_history[-1].update(figures)
+            self.handled = ""
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            self.close()
+
+        def close(self) -> None:
+            if self.monitor:
+                self.monitor.__exit__(None, None, None)
+                self.monitor = None
+
+    return MemoryCallback()
+
+
+def relieve(pressure: str, limit: MicroBatchLimit, step: int) -> None:
+    """Warns; if memory has nearly run out, frees cached memory and makes micro-batches that obey the limit smaller."""
+    if pressure == "warn":
+        log.warning("step %d: more than 90 %% of the memory is in use", step)
+        return
+    release_memory()
+    items = min(limit.items or limit.largest, limit.largest)
+    if items > 1:
+        limit.halve(step, items, "more than 95 % of the memory in use")
+
+
+@contextlib.contextmanager
+def watched_first(trainer: Any) -> Iterator[None]:
+    """Moves callbacks that watch memory before those that write logs, so that their figures are written too."""
+    handler = trainer.callback_handler
+    order = list(handler.callbacks)
+    watching = [callback for callback in order if getattr(callback, "watches_memory", False)]
+    handler.callbacks[:] = [*watching, *(callback for callback in order if callback not in watching)]
+    try:
+        yield
+    finally:
+        handler.callbacks[:] = order
+        for callback in watching:
+            callback.close()

@@ -87,6 +87,11 @@ class OptimalConfig:
             device=own.device,
         )
 
+    def shared_by_processes(self) -> tuple[object, ...]:
+        """Returns what all processes that train together must have in common."""
+        precision, edges = (self.fp16, self.bf16), tuple(bucket.to_seconds for bucket in self.buckets)
+        return (self.target_batch_size, self.gpus, precision, self.max_duration_seconds, self.over_long, edges)
+
     def training_arguments(self, *, by_length: bool = False) -> dict[str, Any]:
         """Returns keyword arguments for the TrainingArguments of the installed transformers, 4.5x or 5.x.
 

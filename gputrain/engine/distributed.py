@@ -67,6 +67,19 @@ class RankGroup:
         atexit.register(group.close)  # torch warns of groups that are left open.
         return group
 
+    @classmethod
+    @contextlib.contextmanager
+    def of_connected(cls, processes: int) -> Iterator["RankGroup"]:
+        """Yields the group of so many processes, all of which call it, and which another library has connected."""
+        if processes == 1:
+            yield cls()
+            return
+        group = cls(Ranks(dist.get_rank(), processes), dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
+        try:
+            yield group
+        finally:
+            dist.destroy_process_group(group.control)
+
     def close(self) -> None:
         """Disconnects; the process may join another group afterwards."""
         if self.control is not None:

@@ -9,9 +9,9 @@ The result of a step does not depend on how its batch was split:
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ from gputrain.engine.recipe import (
 from gputrain.engine.state import TrainState
 from gputrain.errors import UserError, first_line
 from gputrain.hw.runtime import compiler_failure, is_out_of_memory, random_state, release_memory, set_random_state
+
+T = TypeVar("T")
 
 
 def update(state: TrainState, batch: Batch, step: int, learning_rate: float) -> Scalars:
@@ -65,33 +67,67 @@ def accumulate(state: TrainState, group: StepGroup, batch: Batch, step: int) -> 
     items = recipe.size(batch)
     random = random_state(device)
     compute = state.gradients or gradients
-    while True:
-        micro_batch = min(items, state.micro_batch[name])
-        try:
-            return compute(state, group, batch, math.ceil(items / micro_batch), step)
-        except Exception as error:
-            failure, cause = compiler_failure(error), first_line(error)
-            if is_out_of_memory(error):
-                failure = ""
-            elif not failure:
-                set_random_state(random, device)
-                raise
-        # This is outside the except block, because the traceback keeps the tensors of the failed part alive.
+
+    def attempt() -> Sums:
+        return compute(state, group, batch, math.ceil(items / min(items, state.micro_batch[name])), step)
+
+    def make_room(failure: FailedAttempt) -> None:
+        micro_batch = min(items, state.micro_batch[name])  # The planned size may exceed the number of items.
         has_freed = state.free_memory()
-        if micro_batch == 1 and not failure and not has_freed:
+        if micro_batch == 1 and not failure.of_compiler and not has_freed:
             raise UserError(
-                f"out of memory in the {name}'s step with a single item ({device}): {cause}",
+                f"out of memory in the {name}'s step with a single item ({device}): {failure.cause}",
                 hint="a smaller picture or clip, --gradient-checkpointing, a smaller preset, or a larger GPU",
             )
         drop_gradients(group)
+        if failure.of_compiler:
+            state.runtime.stop_compiling(failure.cause)
+        elif not has_freed:
+            state.micro_batch[name] = micro_batch
+            state.shrink(name, "out of memory", step)
+
+    return retried(attempt, make_room, lambda: set_random_state(random, device), without_compiler=True)
+
+
+class FailedAttempt(NamedTuple):
+    """The reason why an attempt to compute gradients has failed."""
+
+    cause: str  # The error's message in one line.
+    of_compiler: bool  # False: memory ran out.
+
+    @classmethod
+    def of(cls, error: Exception) -> "FailedAttempt | None":
+        """Returns the reason if another attempt may succeed. Call it in the except block, as `is_out_of_memory`."""
+        if is_out_of_memory(error):
+            return cls(first_line(error), of_compiler=False)
+        failure = compiler_failure(error)
+        return cls(failure, of_compiler=True) if failure else None
+
+
+def retried(
+    attempt: Callable[[], T],
+    make_room: Callable[[FailedAttempt], None],
+    restore_random: Callable[[], None],
+    *,
+    without_compiler: bool = False,
+) -> T:
+    """Returns what `attempt` returns. When memory runs out, it is called again, as often as necessary, with the same
+    random numbers; with `without_compiler` also when the compiler fails.
+
+    `make_room` drops the gradients of the failed attempt and has the next one need less, or raises an error.
+    """
+    while True:
+        try:
+            return attempt()
+        except Exception as error:
+            failure = FailedAttempt.of(error)
+            if failure is None or (failure.of_compiler and not without_compiler):
+                restore_random()
+                raise
+        # This is outside the except block, because the traceback keeps the tensors of the failed part alive.
+        make_room(failure)
         release_memory()
-        set_random_state(random, device)
-        if failure:
-            state.runtime.stop_compiling(failure)
-        if failure or has_freed:
-            continue
-        state.micro_batch[name] = micro_batch  # The planned size may exceed the number of items.
-        state.shrink(name, "out of memory", step)
+        restore_random()
 
 
 def gradients(state: TrainState, group: StepGroup, batch: Batch, parts: int, step: int) -> Sums:

@@ -214,16 +214,18 @@ def operator_times(found: Fit, budget: MemoryBudget) -> list[OperatorTime]:
     return by_operator(kernels, budget.rates, graphs=budget.graphs)
 
 
-def memory_budget(machine: Machine, plan: Plan, wishes: Hardware, rates: DeviceRates | None) -> MemoryBudget:
-    """Returns the memory that training may take of the plan's device. A CPU is busy with any micro-batch, so that its
-    rates have no effect."""
+def memory_budget(
+    machine: Machine, plan: Plan, wishes: Hardware, rates: DeviceRates | None, share: float = BUDGET_SHARE
+) -> MemoryBudget:
+    """Returns the memory that training may take of the plan's device, at most a share of all. A CPU is busy with any
+    micro-batch, so that its rates have no effect."""
     if plan.device.value == "cuda":
         total_gb, free_gb = machine.gpu_memory_gb, machine.gpu_free_gb
     else:
         total_gb, free_gb, rates = machine.ram_gb, machine.ram_free_gb, None
     if not total_gb:
         return MemoryBudget(wishes.memory_budget or math.inf, rates, gpus=machine.gpus)
-    budget = budget_gb(total_gb, free_gb, wishes.memory_budget)
+    budget = budget_gb(total_gb, free_gb, wishes.memory_budget, share)
     if machine.gpus > 1 and plan.device.value == "cuda":
         budget -= NCCL_GB
     return MemoryBudget(budget, rates, gpus=machine.gpus)

@@ -37,7 +37,7 @@ def target_machines(cards: Cards) -> list[TargetMachine]:
     machine = probe()
     gpus = [find_gpu(name) for name in cards.gpu]
     gpus += known_gpus().values() if cards.all_gpus else []
-    gpus += [_unknown(gb) for gb in cards.vram_gb]
+    gpus += [unknown_gpu(gb) for gb in cards.vram_gb]
     if cards.together:
         return [_together(gpus, machine)]
     together = replace(machine, gpus=cards.gpus)
@@ -45,23 +45,6 @@ def target_machines(cards: Cards) -> list[TargetMachine]:
     if not gpus:
         return [TargetMachine(times + (machine.gpu or "this CPU"), together)]
     return [TargetMachine(times + gpu.key, gpu.installed_in(together), gpu) for gpu in dict.fromkeys(gpus)]
-
-
-def one_machine(gpu: str | None, vram_gb: float = 0.0, gpus: int = 1) -> Machine:
-    """Returns the machine to plan for: this one, with the named GPU or with so much GPU memory if they are given. Of
-    several GPUs that train together, it has the weakest."""
-    machine = probe()
-    if gpus > 1 and machine.gpu_count > 1:
-        machine = weakest_of([probe(index) for index in range(min(gpus, machine.gpu_count))], machine)
-    machine = replace(machine, gpus=gpus)
-    if gpu is not None:
-        machine = find_gpu(gpu).installed_in(machine)
-    elif vram_gb and not machine.gpu:
-        machine = _unknown(vram_gb).installed_in(machine)
-    if vram_gb:
-        free_gb = min(machine.gpu_free_gb or vram_gb, vram_gb)
-        machine = replace(machine, gpu_memory_gb=vram_gb, gpu_free_gb=free_gb)
-    return machine
 
 
 def _together(gpus: list[Gpu], machine: Machine) -> TargetMachine:
@@ -72,7 +55,7 @@ def _together(gpus: list[Gpu], machine: Machine) -> TargetMachine:
     return TargetMachine(" + ".join(gpu.key for gpu in gpus), common, slowest)
 
 
-def _unknown(memory_gb: float) -> Gpu:
+def unknown_gpu(memory_gb: float) -> Gpu:
     """Returns a GPU of which only the memory is known; it is assumed to support bf16, as all do since Ampere."""
     if memory_gb > 1000:
         raise UserError(f"a card of {memory_gb:g} GB", hint="--vram-gb takes gigabytes, such as 24")

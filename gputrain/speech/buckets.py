@@ -233,11 +233,8 @@ class Buckets:
     def members(self, sample: Sample) -> Integers:
         """Returns the indices of the clips of a bucket, approximately from the shortest to the longest."""
         epoch, number = sample
-        # numpy guarantees that raw words and a stable sort do not change between versions (NEP 19).
         frames_M = self.frames_N if self.mixture is None else self.frames_N[self.mixture.items(epoch)]
-        words_M = np.random.PCG64(np.random.SeedSequence(self.seed, spawn_key=(2, epoch))).random_raw(len(frames_M))
-        factors_M = 1 + (self.stretch - 1) * (words_M >> np.uint64(11)) * 2.0**-53
-        order_M = np.argsort(frames_M * factors_M, kind="stable")
+        order_M = shuffled_by_length(frames_M, self.stretch, self.seed, epoch)
         begin = self.ends_K[number - 1] if number else 0
         places_B: Integers = order_M[begin : self.ends_K[number]]
         return places_B if self.mixture is None else self.mixture.items(epoch)[places_B]
@@ -314,6 +311,14 @@ class Buckets:
         """Cumulative number of clips up to the end of each bucket."""
         limit = max(1, math.floor(self.batch_frames * (1 - self.max_padding))) if self.batch_frames else 0
         return cut(self.longest_M, self.batch_size, limit, (1 - SHUFFLED) * self.max_padding)
+
+
+def shuffled_by_length(lengths_N: Integers, stretch: float, seed: int, epoch: int) -> Integers:
+    """Returns the indices of clips, sorted by length times a random factor from 1 to `stretch`, which is excluded."""
+    # numpy guarantees that raw words and a stable sort do not change between versions (NEP 19).
+    words_N = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(2, epoch))).random_raw(len(lengths_N))
+    factors_N = 1 + (stretch - 1) * (words_N >> np.uint64(11)) * 2.0**-53
+    return np.argsort(lengths_N * factors_N, kind="stable")
 
 
 def buckets_of(speech: Speech, data: SpeechData, hop_size: int, batch_size: int, seed: int) -> Buckets:

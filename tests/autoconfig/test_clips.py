@@ -2,6 +2,7 @@
 
 import pickle
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,15 +14,11 @@ from transformers import Trainer, TrainingArguments
 
 from gputrain.autoconfig.clips import BucketSampler, PreparedClips
 from gputrain.autoconfig.dataset import profile_dataset
-from gputrain.autoconfig.inputs import output_loss
 from gputrain.autoconfig.lengths import Bucket
-from gputrain.autoconfig.memory_models import MemoryModels
-from gputrain.autoconfig.optimal import Planner
 from gputrain.errors import UserError
 from gputrain.hw import create_optimal_config
-from gputrain.hw.probe import Machine
-
-RATE = 16_000
+from tests.autoconfig.two_gpus import RATE, MeanOfClips, buckets, collate, planner_of, waves
+from tests.tables import each_row
 
 
 def wave(seconds: float) -> np.ndarray:
@@ -32,7 +29,7 @@ def sound(seconds: float, **others) -> dict:
     return {"audio": {"array": wave(seconds), "sampling_rate": RATE}, **others}
 
 
-@pytest.mark.parametrize("keep", [False, True])
+@each_row(False, True)
 def test_long_clips_are_cut_without_losing_a_sample(keep):
     clips = PreparedClips([sound(1, speaker=3), sound(5, speaker=4)], 2, "chunk", keep_decoded=keep)
     assert clips.seconds == pytest.approx([1, 5 / 3, 5 / 3, 5 / 3])
@@ -43,7 +40,7 @@ def test_long_clips_are_cut_without_losing_a_sample(keep):
     assert np.array_equal(clips[0]["audio"]["array"], wave(1))
 
 
-@pytest.mark.parametrize("keep", [False, True])
+@each_row(False, True)
 def test_long_clips_are_left_out(keep):
     clips = PreparedClips([sound(5), sound(1, text="a"), sound(2.001, text="b")], 2, "refuse", keep_decoded=keep)
     assert (clips.left_out, len(clips)) == (1, 2)  # A length in a header may differ by a thousandth.
@@ -52,14 +49,11 @@ def test_long_clips_are_left_out(keep):
         PreparedClips([sound(5)], 2, "refuse", keep_decoded=keep)
 
 
-@pytest.mark.parametrize(
-    ("item", "label"),
-    [
-        (sound(5, text="two words"), "text"),
-        (sound(5, labels=[1, 2]), "labels"),
-        ({"input_values": wave(5), "labels": torch.tensor([1])}, "labels"),
-        ((torch.ones(1, 5 * RATE), RATE, "two words", 7), "its text"),
-    ],
+@each_row(
+    (sound(5, text="two words"), "text"),
+    (sound(5, labels=[1, 2]), "labels"),
+    ({"input_values": wave(5), "labels": torch.tensor([1])}, "labels"),
+    ((torch.ones(1, 5 * RATE), RATE, "two words", 7), "its text"),
 )
 def test_labels_cannot_be_cut(item, label):
     with pytest.raises(UserError, match=f"item 1 .* {label} belongs to all of it"):
@@ -78,6 +72,12 @@ def test_every_form_of_a_sound(tmp_path):
     kept = PreparedClips([waveform], 2, "chunk", keep_decoded=True)
     assert torch.equal(torch.cat([kept[0][0], kept[1][0]], 1), waveform[0])
     assert kept[1][1:] == (RATE, 5)
+    (tmp_path / "b.wav").write_bytes(b"RIFF nothing")
+    for damaged, name in ((tmp_path / "b.wav", r"b\.wav"), (None, "a sound")):
+        item = {"audio": {"path": str(damaged)} if damaged else {"bytes": b"RIFF nothing", "path": None}}
+        for read in (profile_dataset, lambda items: PreparedClips(items, 2, "chunk", keep_decoded=False)):
+            with pytest.raises(UserError, match=f"{name}: "):
+                read([item])
     with pytest.raises(UserError, match="without a sound"):
         PreparedClips([{"text": "a"}], 2, "chunk", keep_decoded=False)
 
@@ -98,10 +98,8 @@ def test_kept_clips_are_decoded_once_and_travel_as_one_tensor():
 
 
 def test_streaming_decides_whether_clips_are_kept():
-    profile = profile_dataset([10.0] * 1000)  # 0.64 GB
-    found = MemoryModels(nn.Linear(1, 1), output_loss, lambda B, s: torch.empty(B, 1), "fp32", "adamw", None)
     for free_gb, kept in ((0.5, False), (8, True)):
-        manager = Planner(Machine(system="Linux", cpu_cores=4, ram_gb=16, ram_free_gb=free_gb), profile, found, "")
+        manager = planner_of([10.0] * 1000, free_gb)  # 0.64 GB
         config = manager.plan(4, 0.85, 0, "auto")
         assert config.streaming is not kept
         assert (manager.prepare([sound(1)], config)._kept is not None) is kept
@@ -137,6 +135,14 @@ def test_a_batch_has_clips_of_one_bucket_and_an_epoch_every_clip_once():
         BucketSampler([1, 9.5], BUCKETS, 8)
 
 
+def test_without_buckets_clips_of_all_lengths_share_a_batch():
+    sampler = BucketSampler(lengths(), (), 8)
+    epoch = list(sampler)
+    assert Counter(number for batch in epoch for number in batch) == Counter(range(87))
+    assert [sampler.micro_batch_size(batch) for batch in epoch] == [8] * 10 + [7]
+    assert all(np.ptp(lengths()[batch]) > 2 for batch in epoch)
+
+
 def test_a_loader_reads_such_batches():
     clips = PreparedClips([sound(float(seconds)) for seconds in lengths()[:20]], 9, "chunk", keep_decoded=True)
     sampler = BucketSampler(clips.seconds, BUCKETS, 4)
@@ -144,47 +150,16 @@ def test_a_loader_reads_such_batches():
     assert list(loader) == [4] * 5
 
 
-class MeanOfClips(nn.Module):
-    """A weight times the mean of each clip, and the items of every forward pass with gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
-        self.passes: list[tuple[int, int]] = []
-
-    def forward(self, input_values, labels):
-        if torch.is_grad_enabled():
-            self.passes.append(tuple(input_values.shape))
-        return {"loss": ((self.weight * input_values.double().sum(1) / RATE - labels[:, 0]) ** 2).mean()}
-
-
-def collate(items):
-    longest = max(len(item["input_values"]) for item in items)
-    rows = [np.pad(item["input_values"], (0, longest - len(item["input_values"]))) for item in items]
-    return {
-        "input_values": torch.from_numpy(np.stack(rows)),
-        "labels": torch.tensor([item["labels"] for item in items]).double(),
-    }
-
-
 def test_a_trainer_with_batches_by_length(tmp_path):
     """Its gradients are those of the whole batch, and micro-batches of short clips have more of them."""
     pytest.importorskip("accelerate")
-    draws = np.random.default_rng(4)
-    items = [
-        {"input_values": draws.normal(size=round(s * 1600)).astype(np.float32), "labels": [s]} for s in lengths()
-    ]  # Their seconds are a tenth of the planned ones.
-    shrunk = tuple(Bucket(b.over_seconds / 10, b.to_seconds / 10, b.clips, b.micro_batch_size) for b in BUCKETS)
-    profile = profile_dataset(lengths() / 10)
-    found = MemoryModels(nn.Linear(1, 1), output_loss, lambda B, s: torch.empty(B, 1), "fp32", "adamw", None)
-    manager = Planner(Machine(system="Linux", cpu_cores=2, ram_gb=16, ram_free_gb=8), profile, found, "")
-    config = manager.plan(8, 0.85, 0, "auto")
-    config = type(config)(**{**vars(config), "buckets": shrunk, "dataloader_num_workers": 0})
-    clips = manager.prepare(items, config)
+    manager = planner_of(lengths() / 10)
+    config = replace(manager.plan(8, 0.85, 0, "auto"), buckets=buckets(8, 4, 1), dataloader_num_workers=0)
+    clips = manager.prepare(waves(lengths() / 10), config)
     weights = {}
     for by_length in (False, True):
         model = MeanOfClips()
-        common = {"max_steps": 5, "learning_rate": 1.0, "optim": "sgd", "use_cpu": True, "report_to": [],
+        common = {"max_steps": 10, "learning_rate": 0.1, "optim": "sgd", "use_cpu": True, "report_to": [],
                   "save_strategy": "no", "disable_tqdm": True, "lr_scheduler_type": "constant"}  # fmt: skip
         arguments = config.training_arguments(by_length=True)
         trainer = Trainer(
@@ -196,15 +171,16 @@ def test_a_trainer_with_batches_by_length(tmp_path):
             sampler = manager.sampler(clips, config, seed=42)
             trainer.get_train_dataloader = lambda s=sampler: DataLoader(clips, batch_sampler=s, collate_fn=collate)
             trainer.train()
-        weights[by_length] = float(model.weight.detach())
+        weights[by_length] = model.layer.weight.detach()
         sizes = [items for items, _ in model.passes]
-        assert sum(sizes) == 40
+        assert sum(sizes) == 80
         if by_length:
             assert set(sizes) == {8, 4, 1}
             longest = {most: max(length for n, length in model.passes if n == most) / RATE for most in (8, 4)}
             assert longest[8] <= 0.2 < longest[4] <= 0.5
-    assert weights[True] == pytest.approx(weights[False], rel=1e-12)
-    assert abs(weights[True] - 1) > 1e-4
+            assert manager.limit.largest == 8
+    assert (weights[True] - weights[False]).abs().max() < 1e-12
+    assert (weights[True] - MeanOfClips().layer.weight).abs().max() > 1e-4
     with pytest.raises(UserError, match="batches by length have 8 clips, and the trainer was made for 2 x 4"):
         manager.train_with_recovery(
             Trainer(

@@ -12,6 +12,7 @@ from PIL import Image
 from gputrain.autoconfig import dataset as module
 from gputrain.autoconfig.dataset import TensorShape, profile_dataset
 from gputrain.errors import UserError
+from tests.tables import each_row
 
 RATE = 8000
 
@@ -47,7 +48,7 @@ class Decoder:
         return SimpleNamespace(data=torch.from_numpy(tone(self.seconds))[None], sample_rate=RATE)
 
 
-@pytest.mark.parametrize("make", [list, tuple, np.array])
+@each_row(list, tuple, np.array)
 def test_a_list_of_lengths(make):
     found = profile_dataset(make([2.0, 4.0, 12.0, 6.0]))
     assert (found.kind, found.items, found.looked_at, found.longest_seconds) == ("audio", 4, 4, 12)
@@ -60,13 +61,10 @@ def test_a_list_of_lengths(make):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        lambda s: {"array": tone(s), "sampling_rate": RATE, "path": None},
-        lambda s: {"bytes": encoded(s), "path": "clip.wav"},
-        Decoder,
-    ],
+@each_row(
+    lambda s: {"array": tone(s), "sampling_rate": RATE, "path": None},
+    lambda s: {"bytes": encoded(s), "path": "clip.wav"},
+    Decoder,
 )
 def test_a_column_of_sounds(shape):
     rows = Table({"text": "words", "audio": shape(seconds)} for seconds in (0.5, 1.25, 0.75))
@@ -89,7 +87,7 @@ def test_a_column_of_lengths_is_used_and_few_sounds_are_decoded():
     rows = Table(Row(duration=1.0 + n, audio={"array": tone(0.1), "sampling_rate": RATE}) for n in range(100))
     found = profile_dataset(rows)
     assert (found.looked_at, found.longest_seconds, found.length_column) == (100, 100, "duration")
-    assert len(decoded) == module.TIMED
+    assert len(decoded) == module.TIMED_ITEMS
 
 
 def test_a_folder_of_sounds_by_their_headers(tmp_path):
@@ -123,27 +121,24 @@ def test_a_folder_of_pictures(photographs):
     assert found.decoded_gb == pytest.approx(sum(w * h for w, h in sizes) * 3 * 4 / 1e9)
 
 
-@pytest.mark.parametrize(
-    ("item", "kind", "largest"),
-    [
-        (lambda n: Image.new("RGB", (10 * n, 20)), "pictures", TensorShape((3, 20, 50), "float32")),
-        (lambda n: (Image.new("L", (10 * n, 20)), n), "pictures", TensorShape((1, 20, 50), "float32")),
-        (lambda n: {"image": Image.new("RGB", (10, 20 * n))}, "pictures", TensorShape((3, 100, 10), "float32")),
-        (lambda n: (torch.zeros(3, 8, n), 7), "pictures", TensorShape((3, 8, 5), "float32")),
-        (lambda n: torch.zeros(4 * n, dtype=torch.float16), "tensors", TensorShape((20,), "float16")),
-        (
-            lambda n: {"input_ids": list(range(n)), "mask": torch.ones(n, dtype=torch.bool)},
-            "tensors",
-            {"input_ids": TensorShape((5,), "int64"), "mask": TensorShape((5,), "bool")},
-        ),
-    ],
+@each_row(
+    (lambda n: Image.new("RGB", (10 * n, 20)), "pictures", TensorShape((3, 20, 50), "float32")),
+    (lambda n: (Image.new("L", (10 * n, 20)), n), "pictures", TensorShape((1, 20, 50), "float32")),
+    (lambda n: {"image": Image.new("RGB", (10, 20 * n))}, "pictures", TensorShape((3, 100, 10), "float32")),
+    (lambda n: (torch.zeros(3, 8, n), 7), "pictures", TensorShape((3, 8, 5), "float32")),
+    (lambda n: torch.zeros(4 * n, dtype=torch.float16), "tensors", TensorShape((20,), "float16")),
+    (
+        lambda n: {"input_ids": list(range(n)), "mask": torch.ones(n, dtype=torch.bool)},
+        "tensors",
+        {"input_ids": TensorShape((5,), "int64"), "mask": TensorShape((5,), "bool")},
+    ),
 )
 def test_items_of_other_datasets(item, kind, largest):
     found = profile_dataset([item(n) for n in range(1, 6)])
     assert (found.kind, found.largest) == (kind, largest)
 
 
-@pytest.mark.parametrize("wave", [torch.zeros(1, 12000), np.zeros(12000)])
+@each_row(torch.zeros(1, 12000), np.zeros(12000))
 def test_waves_with_their_sampling_rate(wave):
     assert profile_dataset([(wave, RATE, "words", 1)] * 2).longest_seconds == 1.5
 
@@ -157,7 +152,7 @@ def test_a_large_dataset_is_sampled_and_says_so():
             return {"audio": {"array": np.zeros(80 * (number % 10 + 1)), "sampling_rate": RATE}}
 
     found = profile_dataset(Large())
-    assert (found.items, found.looked_at) == (10_000, module.MOST_DECODED)
+    assert (found.items, found.looked_at) == (10_000, module.MOST_EXAMINED)
     assert "a sample of 300 looked at" in found.describe()
     assert found.hours == pytest.approx(10_000 * 0.055 / 3600, rel=0.1)
     assert profile_dataset(Large()).seconds.tolist() == found.seconds.tolist()
@@ -165,9 +160,9 @@ def test_a_large_dataset_is_sampled_and_says_so():
 
 
 def test_a_slow_dataset_is_left_in_time(monkeypatch):
-    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(module, "SAMPLING_SECONDS", 0.0)
     found = profile_dataset([{"audio": {"array": tone(0.1), "sampling_rate": RATE}}] * 50)
-    assert found.looked_at == 2  # one to see how long it takes, one more
+    assert found.looked_at == 1
     assert found.items == 50
 
 

@@ -2,20 +2,27 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from gputrain.autoconfig import devices
+from gputrain.autoconfig import optimal
 from gputrain.autoconfig.clips import BucketSampler
-from gputrain.autoconfig.devices import machines_to_plan, shared_settings
+from gputrain.autoconfig.optimal import machines_to_plan
+from gputrain.autoconfig.recovery import average_over_processes, check_agreement
+from gputrain.engine.distributed import RankGroup
 from gputrain.errors import UserError
 from gputrain.hw import create_optimal_config
+from gputrain.hw.gpus import find_gpu
+from gputrain.hw.probe import Machine
 from gputrain.hw.ranks import Ranks
+from gputrain.planner.model_planner import NCCL_GB
 from tests.autoconfig.test_clips import BUCKETS, lengths
 from tests.autoconfig.two_gpus import configuration
+from tests.tables import each_row
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,10 +58,11 @@ def test_each_gpu_has_its_own_settings_and_all_share_the_rest():
     # The T4 has no bf16, so that the A100 computes in fp16, too; the Trainer's own batch is that of the T4.
     assert (together.fp16, together.bf16, strong.bf16) == (True, False, True)
     assert together.per_device_train_batch_size == weak.per_device_train_batch_size
-    assert shared_settings(together) == shared_settings(weak)
+    assert together.shared_by_processes() == weak.shared_by_processes()
     assert together.on_device(0).buckets == strong.buckets
     assert together.on_device(3).gradient_checkpointing == weak.gradient_checkpointing
     assert plan(["l4", "l4"]).devices == ()
+    assert plan("t4").budget_gb - weak.budget_gb == pytest.approx(NCCL_GB)
 
 
 def test_arguments_are_those_of_the_own_gpu(monkeypatch):
@@ -72,6 +80,22 @@ def test_arguments_are_those_of_the_own_gpu(monkeypatch):
         assert (own["per_device_train_batch_size"], shared["per_device_train_batch_size"]) == (4, 1)
 
 
+def test_the_gpus_of_this_machine_are_planned_each_and_together(monkeypatch):
+    here = Machine(system="Linux", cpu_cores=8, ram_gb=64, ram_free_gb=60, gpu_count=2)
+    cards = [find_gpu(name).installed_in(here) for name in ("a100-40", "t4")]
+    monkeypatch.setattr(optimal, "probe", lambda index=0: cards[index])
+    common, each = machines_to_plan(None, 0.0, 2)
+    assert [(one.gpu, one.gpus) for one in each] == [(card.gpu, 2) for card in cards]
+    assert (common.gpu, common.gpu_memory_gb, common.compute_capability) == ("Tesla T4", 16, (7, 5))
+    for gpu, vram_gb, gpus, name, memory_gb in (
+        (None, 0.0, 1, cards[0].gpu, 40), (None, 12.0, 2, "Tesla T4", 12), ("l4", 0.0, 2, "NVIDIA L4", 24),
+        ("l4", 12.0, 2, "NVIDIA L4", 12),
+    ):  # fmt: skip
+        common, each = machines_to_plan(gpu, vram_gb, gpus)
+        assert each == (common,)
+        assert (common.gpu, common.gpu_memory_gb, common.gpu_free_gb, common.gpus) == (name, memory_gb, memory_gb, gpus)
+
+
 def test_names_of_gpus_that_contradict_are_refused():
     with pytest.raises(UserError, match="2 named GPUs, and gpus is 3"):
         plan(["l4", "t4"], gpus=3)
@@ -79,7 +103,7 @@ def test_names_of_gpus_that_contradict_are_refused():
         machines_to_plan(["l4", "t4"], 12.0, 2)
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@each_row(2, 3)
 def test_ranks_share_each_batch(count):
     """Together they have the clips of the undivided batch; the last one repeats its longest clips to be divisible."""
     whole = list(BucketSampler(lengths(), BUCKETS, 6 * count, seed=1))
@@ -94,11 +118,44 @@ def test_ranks_share_each_batch(count):
             assert list(lengths()[share]) == sorted(lengths()[share], reverse=True)
 
 
-def test_gradients_travel_in_parts_of_one_dtype(monkeypatch):
-    monkeypatch.setattr(devices, "EXCHANGED_BYTES", 40)
-    tensors = [torch.zeros(6), torch.zeros(3, dtype=torch.float64), torch.zeros(6), torch.zeros(1)]
-    parts = [[len(one) for one in part] for part in devices._exchanged(tensors)]
-    assert parts == [[6, 6], [1], [3]]
+class TwoBranches(nn.Module):
+    """Two layers, of which a process may use one, a layer that none uses, and a count."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 2, bias=False).double(), nn.Linear(2, 2, bias=False)
+        self.unused = nn.Linear(2, 2)
+        self.register_buffer("count", torch.tensor(7 - rank))
+        self.first.weight.grad = torch.full((2, 3), 1.0 + 2 * rank).double()
+        if rank:
+            self.second.weight.grad = torch.full((2, 2), 3.0)
+
+
+def exchange(rank: int, folder: Path) -> None:
+    """Process `rank` of two: averages gradients, and compares what was planned."""
+    meeting = f"file://{folder / 'meeting'}"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    model, refused = TwoBranches(rank), ""
+    with RankGroup.of_connected(2) as group:
+        average_over_processes(group, model)
+        check_agreement(group, configuration(2))
+        try:
+            check_agreement(group, replace(configuration(2), max_duration_seconds=1.0 + rank))
+        except UserError as error:
+            refused = error.message
+    torch.distributed.destroy_process_group()  # The connection of the other library is still open.
+    found = {"first": model.first.weight.grad, "second": model.second.weight.grad, "count": model.count}
+    torch.save({**found, "unused": model.unused.weight.grad, "refused": refused}, folder / f"{rank}.pt")
+
+
+def test_processes_average_gradients_and_compare_their_plans(tmp_path):
+    torch.multiprocessing.spawn(exchange, (tmp_path,), nprocs=2)
+    for rank in range(2):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        assert found["first"].tolist() == [[2.0] * 3] * 2
+        assert found["second"].tolist() == [[1.5] * 2] * 2
+        assert (found["unused"], int(found["count"])) == (None, 7)
+        assert found["refused"] == "the processes that train together have planned differently"
 
 
 def trained(folder: Path, processes: int, *options: str) -> list[dict]:
@@ -117,8 +174,9 @@ def test_two_different_gpus_give_the_weights_of_one(tmp_path):
     strong, weak = trained(tmp_path, 2)
     assert torch.equal(strong["weights"], weak["weights"])
     assert (strong["weights"] - alone["weights"]).abs().max() < 1e-12 * alone["weights"].abs().max()
-    assert sum(alone["passes"]) == sum(strong["passes"]) + sum(weak["passes"])
-    assert max(strong["passes"]) == max(weak["passes"]) == 4
+    sizes = [[items for items, _ in one["passes"]] for one in (alone, strong, weak)]
+    assert sum(sizes[0]) == sum(sizes[1]) + sum(sizes[2])
+    assert max(sizes[1]) == max(sizes[2]) == 4
     assert len(strong["passes"]) < len(weak["passes"])  # The weak GPU takes its share in smaller parts.
     again, failing = trained(tmp_path, 2, "--memory-ends")
     assert (failing["splits"], again["splits"]) == (1, 0)

@@ -18,6 +18,7 @@ from transformers import (
 from gputrain.autoconfig.dataset import profile_dataset
 from gputrain.autoconfig.inputs import batch_maker, output_loss, profile_weights
 from gputrain.errors import UserError
+from tests.tables import each_row
 
 CLIPS = [2.0, 8.0]
 PICTURES = [Image.new("RGB", (64, 48))] * 3
@@ -28,25 +29,22 @@ def model(name: str, config):
     return SimpleNamespace(main_input_name=name, config=config)
 
 
-@pytest.mark.parametrize(
-    ("name", "config", "data", "shapes"),
-    [
-        ("input_values", Wav2Vec2Config(), CLIPS, {"input_values": (3, 64_000)}),
-        (
-            "input_features", WhisperConfig(num_mel_bins=128), CLIPS,
-            {"input_features": (3, 128, 3000), "decoder_input_ids": (3, 448)},  # always 30 s
-        ),
-        ("input_features", Wav2Vec2BertConfig(), CLIPS, {"input_features": (3, 200, 160)}),
-        (
-            "input_features", Speech2TextConfig(), CLIPS,
-            {"input_features": (3, 400, 80), "decoder_input_ids": (3, 1024)},
-        ),
-        ("pixel_values", ViTConfig(image_size=32), PICTURES, {"pixel_values": (3, 3, 32, 32)}),
-        ("pixel_values", SimpleNamespace(num_channels=3), PICTURES, {"pixel_values": (3, 3, 48, 64)}),
-        ("input_ids", BertConfig(), TEXTS, {"input_ids": (3, 9)}),
-        ("input_ids", BertConfig(), [torch.zeros(4)], {"input_ids": (3, 512)}),
-        ("input_ids", BertConfig(max_position_embeddings=100), [torch.zeros(4)], {"input_ids": (3, 100)}),
-    ],
+@each_row(
+    ("input_values", Wav2Vec2Config(), CLIPS, {"input_values": (3, 64_000)}),
+    (
+        "input_features", WhisperConfig(num_mel_bins=128), CLIPS,
+        {"input_features": (3, 128, 3000), "decoder_input_ids": (3, 448)},  # always 30 s
+    ),
+    ("input_features", Wav2Vec2BertConfig(), CLIPS, {"input_features": (3, 200, 160)}),
+    (
+        "input_features", Speech2TextConfig(), CLIPS,
+        {"input_features": (3, 400, 80), "decoder_input_ids": (3, 1024)},
+    ),
+    ("pixel_values", ViTConfig(image_size=32), PICTURES, {"pixel_values": (3, 3, 32, 32)}),
+    ("pixel_values", SimpleNamespace(num_channels=3), PICTURES, {"pixel_values": (3, 3, 48, 64)}),
+    ("input_ids", BertConfig(), TEXTS, {"input_ids": (3, 9)}),
+    ("input_ids", BertConfig(), [torch.zeros(4)], {"input_ids": (3, 512)}),
+    ("input_ids", BertConfig(max_position_embeddings=100), [torch.zeros(4)], {"input_ids": (3, 100)}),
 )  # fmt: skip
 def test_batches_of_three_items_of_four_seconds(name, config, data, shapes):
     make, _ = batch_maker(model(name, config), profile_dataset(data))
@@ -56,13 +54,10 @@ def test_batches_of_three_items_of_four_seconds(name, config, data, shapes):
     assert all((value.dtype == torch.long) == ("ids" in key) for key, value in batch.items())
 
 
-@pytest.mark.parametrize(
-    ("data", "shape"),
-    [
-        ([{"audio": {"array": [0.0] * 4000, "sampling_rate": 8000}}], (3, 32_000)),
-        (PICTURES, (3, 3, 48, 64)),
-        ([(torch.zeros(2, 7, dtype=torch.float16), 1)], (3, 2, 7)),
-    ],
+@each_row(
+    ([{"audio": {"array": [0.0] * 4000, "sampling_rate": 8000}}], (3, 32_000)),
+    (PICTURES, (3, 3, 48, 64)),
+    ([(torch.zeros(2, 7, dtype=torch.float16), 1)], (3, 2, 7)),
 )
 def test_other_models_get_what_the_items_are(data, shape):
     make, _ = batch_maker(nn.Linear(1, 1), profile_dataset(data))
@@ -75,15 +70,12 @@ def test_other_models_get_items_by_name():
     assert said == "x (2, 5), mask (5,)"
 
 
-@pytest.mark.parametrize(
-    ("name", "config", "data", "message"),
-    [
-        ("input_values", Wav2Vec2Config(), PICTURES, "takes input_values, and the dataset contains pictures"),
-        ("pixel_values", ViTConfig(), CLIPS, "takes pixel_values, and the dataset contains audio"),
-        ("input_ids", BertConfig(), CLIPS, "takes input_ids, and the dataset contains audio"),
-        ("input_features", SimpleNamespace(), CLIPS, "cannot be guessed"),
-        ("point_clouds", SimpleNamespace(), CLIPS, "point_clouds cannot be guessed"),
-    ],
+@each_row(
+    ("input_values", Wav2Vec2Config(), PICTURES, "takes input_values, and the dataset contains pictures"),
+    ("pixel_values", ViTConfig(), CLIPS, "takes pixel_values, and the dataset contains audio"),
+    ("input_ids", BertConfig(), CLIPS, "takes input_ids, and the dataset contains audio"),
+    ("input_features", SimpleNamespace(), CLIPS, "cannot be guessed"),
+    ("point_clouds", SimpleNamespace(), CLIPS, "point_clouds cannot be guessed"),
 )
 def test_what_cannot_be_guessed_asks_for_a_batch(name, config, data, message):
     with pytest.raises(UserError, match=message) as error:

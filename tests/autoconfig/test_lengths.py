@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from gputrain.autoconfig.lengths import LengthCurve, checked, limit_length, make_buckets, pieces
 from gputrain.errors import UserError
+from tests.tables import each_row
 
 clips = st.lists(st.floats(0.05, 60), min_size=1, max_size=200).map(lambda values: np.array(values))
 curves = st.builds(LengthCurve, st.floats(0, 0.1), st.floats(1e-4, 0.5), st.floats(0, 0.01))
 
 
-@pytest.mark.parametrize(("lengths", "what"), [([1.0, math.nan], "clip 1: a length of nan"), ([2, 0], "clip 1: a l")])
+@each_row(([1.0, math.nan], "clip 1: a length of nan"), ([2, 0], "clip 1: a l"))
 def test_what_is_no_length_is_named(lengths, what):
     with pytest.raises(UserError, match=what):
         checked(lengths)

@@ -8,7 +8,9 @@ many clips each pass had.
 
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,19 +29,21 @@ RATE = 16000
 
 
 class MeanOfClips(nn.Module):
-    """The mean over clips of a squared error; its passes are counted."""
+    """The mean over clips of a squared error; its passes are counted. Memory runs out once, after so many passes, in
+    the first one of several clips."""
 
-    def __init__(self, fails_at: int) -> None:
+    def __init__(self, fails_after: int = sys.maxsize) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layer = nn.Linear(4, 3).double()
-        self.passes: list[int] = []
-        self.fails_at = fails_at
+        self.passes: list[tuple[int, int]] = []  # Clips and samples of each.
+        self.fails_after = fails_after
 
     def forward(self, input_values, labels):
         if torch.is_grad_enabled():
-            self.passes.append(len(input_values))
-            if len(self.passes) == self.fails_at:
+            self.passes.append(tuple(input_values.shape))
+            if len(self.passes) > self.fails_after and len(input_values) > 1:
+                self.fails_after = sys.maxsize
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than there is")
         features = torch.stack([input_values.double().sum(1) * scale / RATE for scale in (1, 2, 3, 4)], dim=1).sin()
         return {"loss": (self.layer(features) - labels[:, :1]).square().sum(1).mean()}
@@ -71,17 +75,26 @@ def configuration(gpus: int) -> OptimalConfig:
     return OptimalConfig(**shared, devices=(strong, weak) if gpus > 1 else ())
 
 
+def waves(lengths: Iterable[float]) -> list[dict]:
+    """Returns items with waves of these seconds, which are their labels."""
+    draws = np.random.default_rng(4)
+    return [{"input_values": draws.normal(size=round(s * RATE)).astype(np.float32), "labels": [s]} for s in lengths]
+
+
+def planner_of(lengths: Any, free_gb: float = 8) -> Planner:
+    """Returns a planner for clips of these seconds, and a model of a few bytes."""
+    found = MemoryModels(nn.Linear(1, 1), output_loss, lambda B, s: torch.empty(B, 1), "fp32", "adamw", None)
+    machine = Machine(system="Linux", cpu_cores=2, ram_gb=16, ram_free_gb=free_gb)
+    return Planner(machine, profile_dataset(lengths), found, "")
+
+
 def main(output: Path, memory_ends: bool) -> None:
     processes, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    draws = np.random.default_rng(4)
     lengths = np.random.default_rng(3).uniform(0.05, 0.9, 86)
-    items = [{"input_values": draws.normal(size=round(s * RATE)).astype(np.float32), "labels": [s]} for s in lengths]
-    found = MemoryModels(nn.Linear(1, 1), output_loss, lambda B, s: torch.empty(B, 1), "fp32", "adamw", None)
-    machine = Machine(system="Linux", cpu_cores=2, ram_gb=16, ram_free_gb=8)
-    manager = Planner(machine, profile_dataset(lengths), found, "")
+    manager = planner_of(lengths)
     config = configuration(processes)
-    clips = manager.prepare(items, config)
-    model = MeanOfClips(6 if memory_ends and rank == processes - 1 else 0)
+    clips = manager.prepare(waves(lengths), config)
+    model = MeanOfClips(5 if memory_ends and rank == processes - 1 else sys.maxsize)
     arguments = TrainingArguments(
         str(output.parent / "trainer"), max_steps=25, learning_rate=0.05, optim="sgd", use_cpu=True, report_to=[],
         save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant", seed=5, max_grad_norm=0.5,
@@ -89,7 +102,7 @@ def main(output: Path, memory_ends: bool) -> None:
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=clips, data_collator=collate)
     manager.train_with_recovery(trainer, config=config)
-    made = {"weights": model.layer.weight.detach(), "passes": model.passes, "splits": len(manager.parts.history)}
+    made = {"weights": model.layer.weight.detach(), "passes": model.passes, "splits": len(manager.limit.splits)}
     torch.save(made, output.with_suffix(f".{rank}.pt"))
 
 
