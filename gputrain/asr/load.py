@@ -72,8 +72,7 @@ def predict(model: Any, wave_BL: Tensor, samples_B: Tensor, *, normalizes: bool)
             wave_BL = networks.normalized(wave_BL, samples_B)
         wave_BL = wave_BL.to(model.lm_head.weight.dtype)
         frames_B = networks.frame_counts(samples_B) if networks.uses_attention_mask(model) else None
-        options = networks.ForwardOptions(channels_last=wave_BL.device.type == "cpu")
-        return torch.log_softmax(networks.logits(model, wave_BL, frames_B, options).float(), dim=-1)
+        return torch.log_softmax(networks.logits(model, wave_BL, frames_B).float(), dim=-1)
 
 
 def load_recogniser(path: Path, device: torch.device) -> Recogniser:

@@ -34,7 +34,6 @@ class ForwardOptions:
     checkpoints: bool = False  # True: layers are recomputed in the backward pass.
     trains_features: bool = False  # True: the feature encoder is part of the graph.
     trains_encoder: bool = True  # False: only the head is part of the graph.
-    channels_last: bool = False  # True: convolutions that read waves have channels last, which is faster on a CPU.
 
 
 EVERYTHING = ForwardOptions()
@@ -124,34 +123,11 @@ def encode(model: Any, wave_BL: Tensor, frames_B: Tensor | None, options: Forwar
 def _projected(base: Any, wave_BL: Tensor, options: ForwardOptions) -> Tensor:
     """Returns the features of the waves, projected to the encoder's width."""
     with nullcontext() if options.trains_features else torch.no_grad():
-        features_BTC = _features(base.feature_extractor.conv_layers, wave_BL, options.channels_last)
-    hidden_BTC: Tensor = base.feature_projection(features_BTC)[0]
-    return hidden_BTC
-
-
-def _features(layers: Any, wave_BL: Tensor, channels_last: bool) -> Tensor:
-    """Returns the features of the waves, (B, T, C).
-
-    transformers transposes what each convolution makes, as layer norms need channels last, and transposes it back. With
-    channels last throughout, nothing is copied; torch has that layout for two-dimensional convolutions only.
-    """
-    first = layers[0].conv
-    if not channels_last or not all(isinstance(getattr(layer, "layer_norm", None), nn.LayerNorm) for layer in layers):
         features_BCT = wave_BL[:, None]
-        for layer in layers:
+        for layer in base.feature_extractor.conv_layers:
             features_BCT = layer(features_BCT)
-        features_BTC: Tensor = features_BCT.transpose(1, 2)
-        return features_BTC
-    # The first one reads one channel, so that it is a matrix product of overlapping pieces of the waves.
-    pieces_BTK = wave_BL.unfold(1, first.kernel_size[0], first.stride[0])
-    features_BTC = F.linear(pieces_BTK, first.weight[:, 0], first.bias)
-    features_BTC = layers[0].activation(layers[0].layer_norm(features_BTC))
-    for layer in layers[1:]:
-        weight = layer.conv.weight[:, :, None].contiguous(memory_format=torch.channels_last)
-        features_BC1T = features_BTC[:, None].permute(0, 3, 1, 2)  # A view: its channels are last in memory.
-        features_BC1T = F.conv2d(features_BC1T, weight, layer.conv.bias, stride=(1, layer.conv.stride[0]))
-        features_BTC = layer.activation(layer.layer_norm(features_BC1T.permute(0, 2, 3, 1)[:, 0]))
-    return features_BTC
+    hidden_BTC: Tensor = base.feature_projection(features_BCT.transpose(1, 2))[0]
+    return hidden_BTC
 
 
 def _through(layer: Any, hidden_BTC: Tensor, mask_B11T: Tensor | None, options: ForwardOptions) -> Tensor:

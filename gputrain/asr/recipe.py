@@ -191,7 +191,6 @@ class RecogniserRecipe(BucketRecipe):
             checkpoints=bool(self.settings.model.gradient_checkpointing),
             trains_features=self.settings.model.trains_features,
             trains_encoder=step >= self.settings.model.freeze_encoder_steps,
-            channels_last=self.runtime.kernel_device == "cpu",  # Not measured on GPUs.
         )
         is_padded = self.uses_mask and min(batch.frames) < most
         logits_BTV = networks.logits(self.model, batch.wave_BL, batch.frames_B if is_padded else None, options)

@@ -5,7 +5,6 @@ Shapes: K matrices of one shape stacked, R rows, C columns, and `...` further di
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,11 +17,8 @@ from gputrain.hw.runtime import is_out_of_memory, release_memory
 LINEAR, CUBIC, QUINTIC = 3.4445, -4.7750, 2.0315
 LEAST_NORM = 1e-7
 # In fp32, all rounds are made on the Gram matrix of a matrix that is so many times longer than wide. For five rounds
-# this takes 1.6 a + 12.1 products of R x R matrices instead of 8.1 a + 3.1, if its aspect is a and symmetric products
-# take 5/8 of others.
+# this takes 2 a + 17 products of R x R matrices instead of 10 a + 5, if its aspect is a.
 LEAST_ASPECT = 1.5
-# On a CPU, symmetric products are computed in at most so many rows of blocks, each of at least so many rows.
-MOST_BLOCKS, LEAST_ROWS = 4, 128
 # A stack of this many numbers takes 10 bytes each at the peak with bf16 products and 16 with fp32: 0.16 or 0.25 GB.
 STACKED_NUMBERS = 15 << 20
 # Names in torch.nn.utils.weight_norm and torch.nn.utils.parametrizations.weight_norm.
@@ -208,22 +204,20 @@ def orthogonalised(x_KRC: Tensor, rounds: int) -> Tensor:
 
 
 def _round(x_KRC: Tensor) -> Tensor:
-    gram_KRR = symmetric_product(x_KRC, x_KRC.mT)
+    gram_KRR = x_KRC @ x_KRC.mT
     return torch.baddbmm(x_KRC, _quintic(gram_KRR), x_KRC, beta=LINEAR)
 
 
 def _rounds(x_KRC: Tensor, rounds: int) -> Tensor:
     """Returns X after some rounds, as a polynomial of its Gram matrix times X: the columns enter two products instead
     of two in each round. All factors are polynomials of one matrix, so that they are symmetric and commute."""
-    gram_KRR = symmetric_product(x_KRC, x_KRC.mT)
+    gram_KRR = x_KRC @ x_KRC.mT
     product_KRR: Tensor | None = None
     for left in reversed(range(rounds)):
         polynomial_KRR = _quintic(gram_KRR)
         polynomial_KRR.diagonal(dim1=1, dim2=2).add_(LINEAR)
         if left:
-            gram_KRR = symmetric_product(polynomial_KRR, symmetric_product(gram_KRR, polynomial_KRR))
-        # No blocks are copied here: a copy has the factors in the other order, where the former ones, whose values are
-        # up to 485 / 3.4, would enlarge the rounding errors of the newest.
+            gram_KRR = polynomial_KRR @ (gram_KRR @ polynomial_KRR)
         product_KRR = polynomial_KRR if product_KRR is None else polynomial_KRR @ product_KRR
     assert product_KRR is not None
     return product_KRR @ x_KRC
@@ -231,31 +225,4 @@ def _rounds(x_KRC: Tensor, rounds: int) -> Tensor:
 
 def _quintic(gram_KRR: Tensor) -> Tensor:
     """Returns the factor of a round less its constant, b G + c G G."""
-    if not in_blocks(gram_KRR):
-        return torch.baddbmm(gram_KRR, gram_KRR, gram_KRR, beta=CUBIC, alpha=QUINTIC)
-    return symmetric_product(gram_KRR, gram_KRR).mul_(QUINTIC).add_(gram_KRR, alpha=CUBIC)
-
-
-def in_blocks(a_KRC: Tensor) -> bool:
-    # Fake tensors are nominally on the CPU, and nearly always stand for a GPU's, where there are no blocks. A plan for
-    # a CPU counts somewhat more arithmetic than that of the blocks.
-    return (
-        type(a_KRC) is Tensor
-        and a_KRC.device.type == "cpu"
-        and a_KRC.shape[1] >= 2 * LEAST_ROWS
-        and a_KRC.element_size() > 2
-    )
-
-
-def symmetric_product(a_KRC: Tensor, b_KCR: Tensor) -> Tensor:
-    """Returns A B where it is symmetric up to rounding. On a CPU, blocks below the diagonal are copies of those above
-    it, so that products of four rows of blocks take 5/8 of the arithmetic."""
-    if not in_blocks(a_KRC):
-        return a_KRC @ b_KCR
-    rows = a_KRC.shape[1]
-    blocks = min(MOST_BLOCKS, rows // LEAST_ROWS)
-    made_KRR = a_KRC.new_empty(a_KRC.shape[0], rows, rows)
-    for first, stop in pairwise(rows * number // blocks for number in range(blocks + 1)):
-        torch.bmm(a_KRC[:, first:stop], b_KCR[:, :, first:], out=made_KRR[:, first:stop, first:])
-        made_KRR[:, first:stop, :first] = made_KRR[:, :first, first:stop].mT
-    return made_KRR
+    return torch.baddbmm(gram_KRR, gram_KRR, gram_KRR, beta=CUBIC, alpha=QUINTIC)

@@ -78,19 +78,6 @@ def test_a_dropped_layer_is_the_one_that_is_named(dropped):
     assert (found - whole).abs().max() > 1e-3
 
 
-def test_channels_last_changes_nothing_but_rounding():
-    """Also in the gradients, which the feature encoder has if it trains."""
-    model, wave_BL = tiny_model().double().train(), waves((5000, 4000))[0]
-    found = []
-    for last in (False, True):
-        made = logits(model, wave_BL, None, ForwardOptions(channels_last=last, trains_features=True))
-        gradients = torch.autograd.grad(made.square().sum(), list(model.wav2vec2.feature_extractor.parameters()))
-        found.append([made, *gradients])
-    assert len(found[0]) == 1 + 7 * 4
-    for one, other in zip(*found, strict=True):
-        assert (one - other).norm() <= 1e-12 * one.norm()
-
-
 def test_one_weight_of_the_positions_collects_the_gradients_of_all_passes():
     model = tiny_model().double()
     parameters = list(model.wav2vec2.encoder.pos_conv_embed.parameters())

@@ -404,12 +404,10 @@ TINY = torch.cat([torch.ones(4), torch.full((60,), 1e-3)])
 
 @pytest.mark.parametrize("values", [torch.ones(64), torch.logspace(0, -7, 64), TINY])
 @pytest.mark.parametrize("columns", [100, 192, 512])
-@pytest.mark.parametrize("least_rows", [64, 16])  # Without blocks, and with four rows of them.
-def test_rounds_on_the_gram_matrix_are_as_orthogonal_as_rounds_on_the_matrix(monkeypatch, values, columns, least_rows):
+def test_rounds_on_the_gram_matrix_are_as_orthogonal_as_rounds_on_the_matrix(monkeypatch, values, columns):
     """Against singular values in fp64, with equal, quickly decaying and mostly tiny ones. The Gram matrix is rounded to
     24 bits, and so is each of its products."""
     matrix = svd_with(values.double(), 64, columns)
-    monkeypatch.setattr(muon, "LEAST_ROWS", least_rows)
     with monkeypatch.context() as patched:
         patched.setattr(muon, "LEAST_ASPECT", math.inf)
         exact, one_by_one = orthogonalised(matrix[None], 5), orthogonalised(matrix[None].float(), 5)
@@ -424,24 +422,13 @@ def test_rounds_on_the_gram_matrix_are_as_orthogonal_as_rounds_on_the_matrix(mon
     assert torch.allclose(*spreads, rtol=0, atol=2 * SLOPE * 2.0**-24)
 
 
-@pytest.mark.parametrize("rows", [255, 256, 300, 530])
-def test_symmetric_products_in_blocks(rows):
-    source = torch.Generator().manual_seed(0)
-    matrices = torch.randn(2, rows, 40, generator=source, dtype=torch.float64)
-    made = muon.symmetric_product(matrices, matrices.mT)
-    assert torch.allclose(made, matrices @ matrices.mT, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize(("gpu", "dtype"), [("h100", torch.bfloat16), ("rtx3090", torch.bfloat16), ("t4", None)])
 def test_a_plan_for_a_gpu_has_the_products_of_that_gpu(gpu, dtype):
-    """Fake tensors are nominally on the CPU, whose products in fp32 and in blocks have twice the launches."""
+    """Fake tensors are nominally on the CPU, whose products in fp32 have twice the launches."""
     machine = find_gpu(gpu).installed_in(Machine(system="Linux", cpu_cores=8))
     assert FakeRuntime(decide(machine, Hardware()), MemoryTimeline()).product_dtype is dtype
     on_cpu = decide(machine, Hardware(device="cpu"))
     assert FakeRuntime(on_cpu, MemoryTimeline()).product_dtype is None
-    with on_fake_tensors():
-        assert not muon.in_blocks(torch.empty(1, 512, 600))
-    assert muon.in_blocks(torch.empty(1, 512, 600))
 
 
 def test_the_arithmetic_of_long_matrices():
@@ -455,5 +442,3 @@ def test_the_arithmetic_of_long_matrices():
     # The columns enter two products, and the Gram matrix five of polynomials, two for each of the next four Gram
     # matrices, and four of the factors.
     assert flops(8, 800) == 2 * 2 * 8**2 * 800 + 17 * 2 * 8**3
-    # With four rows of blocks, ten of sixteen blocks are computed of all but the factors and the result.
-    assert flops(512, 4096) == 2 * 512**2 * 4096 * (1 + 10 / 16) + 2 * 512**3 * (13 * 10 / 16 + 4)
