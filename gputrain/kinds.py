@@ -235,8 +235,12 @@ def kind_of(model: Path) -> ModelKind:
     """Returns the kind of a run, a checkpoint, or a model in another program's format.
 
     The `kind` of the run's config.yaml or of the checkpoint decides. If there is none, the keys of the configuration
-    do. Anything else is treated as the first kind, whose loader reports what is wrong.
+    do. Anything else is treated as the first kind, whose loader reports what is wrong. Raises UserError if there is
+    nothing at the path.
     """
+    if not model.exists():
+        hint = "--model takes a run folder, a checkpoint or an export"
+        raise UserError(f"{model}: no such file or folder", hint=hint)
     folder = model if model.is_dir() else model.parent
     for kind in kinds().values():
         ending = kind.checkpoint_suffix

@@ -60,7 +60,7 @@ def exported(vocoder_run) -> Path:
     """The vocoder in openvpi's format, exported as the command does it."""
     folder = vocoder_run.parent / "exported"
     settings = assemble(ExportSettings, {"model": str(vocoder_run), "output_dir": str(folder)})
-    figures, _ = VOCODER.exporters[format_of(settings, VOCODER)].write(settings, silent)
+    figures = VOCODER.exporters[format_of(settings, VOCODER)].write(settings, silent).figures
     assert figures["largest difference of a sample"] == 0  # Read back, the files give the same wave.
     return folder
 
@@ -93,9 +93,14 @@ def test_anything_else_is_left_to_the_loader_of_the_vae(tmp_path):
     (tmp_path / "text.pt").write_text("weights")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
-    for name in ("", "gone", "damaged.pt", "text.pt", "broken"):
+    for name in ("", "damaged.pt", "text.pt", "broken"):
         assert kind_of(tmp_path / name).name == "vae"
-    assert kind_of(tmp_path / "gone.ckpt").name == "vocoder"
+
+
+@pytest.mark.parametrize("name", ["gone", "gone.ckpt"])
+def test_a_missing_model_is_named_before_anything_is_said_of_options(typed, tmp_path, name):
+    code, printed = typed("evaluate", "--model", tmp_path / name, "--data-path", ".", "--clip-seconds", 1)
+    assert (code, "no such file or folder" in printed) == (2, True)
 
 
 @pytest.mark.parametrize(
