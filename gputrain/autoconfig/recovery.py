@@ -202,12 +202,14 @@ class Recovery:
         def make_room(failure: FailedAttempt) -> None:
             nonlocal pending
             model.zero_grad(set_to_none=True)
-            if self._items_at_once <= 1:
+            # Memory may also run out where the reduction of the loss is found, which the limit does not make smaller.
+            items = min(self._items_at_once, self.limit.items or self._items_at_once)
+            if items <= 1:
                 raise UserError(
                     f"out of memory with a single item at once: {failure.cause}",
                     hint="train on shorter clips, with gradient checkpointing, or a smaller model",
                 )
-            self.limit.halve(self._step, self._items_at_once, "out of memory")
+            self.limit.halve(self._step, items, "out of memory")
             pending = self._micro_batches
 
         return retried(attempt, make_room, lambda: random_states.restore(self.trainer.args.device))

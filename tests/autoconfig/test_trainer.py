@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.exc
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, Wav2Vec2Config, Wav2Vec2ForCTC
 
@@ -234,15 +235,33 @@ def test_a_single_item_that_does_not_fit(tmp_path):
     assert not {"training_step", "compute_loss"} & vars(trainer).keys()
 
 
-def test_a_convolution_that_cannot_be_computed_is_not_tried_in_smaller_parts(tmp_path):
+def test_memory_that_runs_out_without_gradients_too(tmp_path):
+    """The reduction of the loss cannot be found either."""
     model, limit = Toy("items"), MicroBatchLimit()
 
     def fail(*arguments):
-        raise RuntimeError("FIND was unable to find an engine to execute this computation after trying 42 plans.")
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
     model.register_forward_hook(fail)
     trainer = toy_trainer(tmp_path, model)
-    with pytest.raises(UserError, match="42 plans"), recovering(trainer, limit):
+    with pytest.raises(UserError, match="with a single item at once"), recovering(trainer, limit):
+        trainer.train()
+    assert [(s.before, s.after) for s in limit.splits] == [(8, 4), (4, 2), (2, 1)]
+
+
+@each_row(
+    (RuntimeError("FIND was unable to find an engine to execute this computation after trying 42 plans."), UserError),
+    (torch._dynamo.exc.InternalTorchDynamoError("42 plans of the compiler"), torch._dynamo.exc.TorchDynamoException),
+)
+def test_what_smaller_parts_cannot_help_is_not_tried_again(tmp_path, failure, expected):
+    model, limit = Toy("items"), MicroBatchLimit()
+
+    def fail(*arguments):
+        raise failure
+
+    model.register_forward_hook(fail)
+    trainer = toy_trainer(tmp_path, model)
+    with pytest.raises(expected, match="42 plans"), recovering(trainer, limit):
         trainer.train()
     assert not limit.splits
 
