@@ -17,6 +17,7 @@ from gputrain.bench.runner import BenchResult
 from gputrain.tts.align import path_from_durations
 from gputrain.tts.architecture import voice_architecture
 from gputrain.tts.model import Voice, segment_starts
+from tests.tables import check_rows
 from tests.toy import cpu_runtime
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -53,9 +54,8 @@ def test_checks_come_first_and_sides_take_turns():
     assert rows[0].settings["weights"] == rows[2].settings["weights"] != rows[1].settings["weights"]
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
+def test_names_of_the_peer():
+    rows = [
         ("text_encoder.embedding.weight", ["enc_p.emb.weight"]),
         ("text_encoder.layers.4.attention.query_key_value.bias",
          [f"enc_p.encoder.attn_layers.4.conv_{part}.bias" for part in "qkv"]),
@@ -71,10 +71,12 @@ def test_checks_come_first_and_sides_take_turns():
          ["dp.post_flows.3.convs.convs_sep.0.weight"]),
         ("decoder.head.post.weight", ["dec.conv_post.weight"]),
         ("decoder.resblocks.8.convs.1.weight_v", ["dec.resblocks.8.convs.1.weight_v"]),
-    ],
-)  # fmt: skip
-def test_names_of_the_peer(ours, theirs):
-    assert peer.names_of(ours) == theirs
+    ]  # fmt: skip
+
+    def check(ours, theirs):
+        assert peer.names_of(ours) == theirs
+
+    check_rows(rows, check)
 
 
 @pytest.mark.parametrize("preset", ["high", "medium"])

@@ -23,6 +23,7 @@ from gputrain.config import (
 )
 from gputrain.errors import UserError
 from gputrain.vae.config import TrainVae
+from tests.tables import check_rows
 
 
 @config(panel="Inner")
@@ -54,9 +55,8 @@ def test_assemble_nests():
     assert made == Outer(folder=Path("x"), inner=Inner(size=9, channels=(3, 4)), rate=0.001)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
+def test_wrong_values_are_named():
+    rows = [
         ({"folder": "x", "sise": 3}, "unknown key 'sise'"),
         ({"folder": "x", "size": None}, "size is null"),
         ({"folder": "x", "size": 3.5}, "size is 3.5, expected a whole number"),
@@ -72,11 +72,13 @@ def test_assemble_nests():
         ({"folder": "x", "name": 3}, "name is 3, expected a text"),
         ({"folder": {"a": 1}}, "folder is {'a': 1}, expected a path"),
         ({}, "folder is missing"),
-    ],
-)
-def test_wrong_values_are_named(values, message):
-    with pytest.raises(UserError, match=message):
-        assemble(Outer, values)
+    ]
+
+    def check(values, message):
+        with pytest.raises(UserError, match=message):
+            assemble(Outer, values)
+
+    check_rows(rows, check)
 
 
 def test_unknown_key_comes_with_the_nearest():
@@ -105,23 +107,24 @@ def test_yaml_gives_the_same_configuration_back(tmp_path_factory, settings):
     assert assemble(Outer, flatten(settings)) == settings
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
+def test_bad_files_are_named(tmp_path):
+    rows = [
         ("a.yaml", "- 1\n- 2\n", "expected a mapping of keys to values, found list"),
         ("a.yaml", "just words", "expected a mapping of keys to values, found str"),
         ("a.yaml", "a: [1", "not valid YAML"),
         ("a.yaml", "1: 2", "expected a mapping"),
         ("a.json", "{'a': 1}", "not valid JSON"),
         ("a.yaml", "\x00", "not valid YAML"),
-    ],
-)
-def test_bad_files_are_named(tmp_path, name, text, message):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=rf"{name}: {message}"):
-        read_file(tmp_path / name)
-    with pytest.raises(UserError, match="No such file"):
-        read_file(tmp_path / "missing.yaml")
+    ]
+
+    def check(name, text, message):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match=rf"{name}: {message}"):
+            read_file(tmp_path / name)
+        with pytest.raises(UserError, match="No such file"):
+            read_file(tmp_path / "missing.yaml")
+
+    check_rows(rows, check)
 
 
 def test_the_guides_json(tmp_path):
@@ -135,21 +138,22 @@ def test_the_guides_json(tmp_path):
     assert settings.schedule.batch_size == 12
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
+def test_contradictions_are_refused_with_a_remedy():
+    rows = [
         ({"image_size": 100}, "image_size 100 is not a multiple of 8"),
         ({"image_size": 16, "adversarial_weight": 0.5}, "image_size 16 is too small for the discriminator"),
         ({"channels": [100, 128]}, "100 is not divisible into 32 groups"),
         ({"channels": [64]}, "an autoencoder needs at least two blocks"),
         ({"use_bf16": True, "mixed_precision": False}, "contradict each other"),
         ({"discriminator_channels": 24}, "not a multiple of 16"),
-    ],
-)
-def test_contradictions_are_refused_with_a_remedy(values, message):
-    with pytest.raises(UserError, match=message) as caught:
-        assemble(TrainVae, {"data_path": "x", **values})
-    assert caught.value.hint
+    ]
+
+    def check(values, message):
+        with pytest.raises(UserError, match=message) as caught:
+            assemble(TrainVae, {"data_path": "x", **values})
+        assert caught.value.hint
+
+    check_rows(rows, check)
 
 
 @config()
@@ -173,22 +177,23 @@ def test_other_names_are_keys_too_and_never_written(tmp_path):
     assert "lr" not in written
 
 
-@pytest.mark.parametrize(
-    ("values", "message", "hint"),
-    [
+def test_errors_name_the_key_as_it_is_spelt():
+    rows = [
         ({"width": 1, "size": 1}, "c.yaml: width and size are one and the same key", "keep one of them"),
         ({"width": 1, "side": 2}, "c.yaml: width and side are one and the same key", "keep one of them"),
         ({"width": 99}, "c.yaml: width is 99, expected 1 to 64", ""),
         ({"width": None}, "c.yaml: width is null", "leave the key out"),
         ({"width": "many"}, "c.yaml: width is 'many', expected a whole number", ""),
         ({"widht": 3}, "c.yaml: unknown key 'widht'", "did you mean 'width'?"),
-    ],
-)
-def test_errors_name_the_key_as_it_is_spelt(values, message, hint):
-    with pytest.raises(UserError) as caught:
-        assemble(Spelt, {"folder": "x", **values}, "c.yaml")
-    assert message in caught.value.message
-    assert hint in caught.value.hint
+    ]
+
+    def check(values, message, hint):
+        with pytest.raises(UserError) as caught:
+            assemble(Spelt, {"folder": "x", **values}, "c.yaml")
+        assert message in caught.value.message
+        assert hint in caught.value.hint
+
+    check_rows(rows, check)
 
 
 @config()

@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from gputrain.config import leaves
 from gputrain.tts.config import TrainTts
 from gputrain.vocoder.config import TrainVocoder
+from tests.tables import check_rows
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the scripts under test are bash")
 
@@ -139,9 +140,8 @@ def machine(tmp_path: Path) -> Machine:
 # --- which build of torch ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("cuda", "capabilities", "build", "torch"),
-    [
+def test_auto_picks_the_newest_build_that_driver_and_cards_run(machine: Machine) -> None:
+    rows = [
         ("13.0", ["12.0"], "cu130", "2.13.0"),  # RTX 5090, driver 580
         ("12.8", ["12.0"], "cu128", "2.11.0"),  # RTX 5090, driver 570
         ("12.9", ["8.9", "8.9"], "cu128", "2.11.0"),  # two RTX 4090
@@ -154,15 +154,15 @@ def machine(tmp_path: Path) -> Machine:
         ("12.8", ["8.9", "6.1"], "cu126", "2.13.0"),  # RTX 4090 and GTX 1060: 12.6 runs both.
         ("12.8", ["6.1", "12.0"], "cu128", "2.11.0"),  # RTX 5090 and GTX 1060: no build runs both.
         ("13.0", ["[N/A]"], "cu130", "2.13.0"),  # The GPU does not report it.
-    ],
-)
-def test_auto_picks_the_newest_build_that_driver_and_cards_run(
-    machine: Machine, cuda: str, capabilities: list[str], build: str, torch: str
-) -> None:
-    machine.put("nvidia-smi", nvidia_smi(cuda, *capabilities))
-    plan = machine.plan()
-    assert (plan["build"], plan["torch"]) == (build, torch)
-    assert plan["index"] == f"https://download.pytorch.org/whl/{build}"
+    ]
+
+    def check(cuda: str, capabilities: list[str], build: str, torch: str) -> None:
+        machine.put("nvidia-smi", nvidia_smi(cuda, *capabilities))
+        plan = machine.plan()
+        assert (plan["build"], plan["torch"]) == (build, torch)
+        assert plan["index"] == f"https://download.pytorch.org/whl/{build}"
+
+    check_rows(rows, check)
 
 
 def test_auto_reads_the_report_of_drivers_from_610_on(machine: Machine) -> None:
@@ -200,14 +200,16 @@ def test_an_old_driver_is_an_error_unless_cpu_is_asked_for(machine: Machine, cud
     assert machine.plan("--torch", "cpu")["build"] == "cpu"
 
 
-@pytest.mark.parametrize(
-    ("typed", "build"),
-    [("1\n", "cu130"), ("\n", "cu130"), ("2\n", "cpu"), ("3\n", "cu126"), ("4\n", "cu128"), ("9\n5\n", "cu130")],
-)
-def test_a_terminal_gets_the_menu_unless_it_is_ci(machine: Machine, typed: str, build: str) -> None:
+def test_a_terminal_gets_the_menu_unless_it_is_ci(machine: Machine) -> None:
+    rows = [("1\n", "cu130"), ("\n", "cu130"), ("2\n", "cpu"), ("3\n", "cu126"), ("4\n", "cu128"), ("9\n5\n", "cu130")]
+
     machine.put("nvidia-smi", nvidia_smi("13.0", "12.0"))
-    with terminal(typed) as screen:
-        assert machine.plan(stdin=screen)["build"] == build
+
+    def check(typed: str, build: str) -> None:
+        with terminal(typed) as screen:
+            assert machine.plan(stdin=screen)["build"] == build
+
+    check_rows(rows, check)
     machine.environment["CI"] = "true"
     with terminal("4\n") as screen:
         assert machine.plan(stdin=screen)["build"] == "cu130"
@@ -216,23 +218,24 @@ def test_a_terminal_gets_the_menu_unless_it_is_ci(machine: Machine, typed: str, 
 # --- arguments and Python ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_wrong_arguments_exit_2_with_the_usage(machine: Machine) -> None:
+    rows = [
         (["--tourch", "cpu"], "unknown argument '--tourch'"),
         (["demmo"], "unknown argument 'demmo'"),
         (["--torch", "cu121"], "unknown build 'cu121'"),
         (["--torch"], "--torch needs a value"),
         (["demo", "test"], "one task at a time"),
-    ],
-)
-def test_wrong_arguments_exit_2_with_the_usage(machine: Machine, arguments: list[str], message: str) -> None:
-    done = machine.run("setup.sh", *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-    usage = machine.run("setup.sh", "--help").stdout
-    assert usage.startswith("usage: ./setup.sh [--torch auto|cpu|")
-    assert done.stderr.endswith(usage)
+    ]
+
+    def check(arguments: list[str], message: str) -> None:
+        done = machine.run("setup.sh", *arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert message in done.stderr
+        usage = machine.run("setup.sh", "--help").stdout
+        assert usage.startswith("usage: ./setup.sh [--torch auto|cpu|")
+        assert done.stderr.endswith(usage)
+
+    check_rows(rows, check)
 
 
 def test_python_3_9_is_passed_over_and_named_as_missing(machine: Machine) -> None:
@@ -394,17 +397,19 @@ BY_WORD = [
 ]
 
 
-@pytest.mark.parametrize(("word", "begins"), BY_WORD)
-def test_train_rtx5090_passes_arguments_on_after_its_own(machine: Machine, word: list[str], begins: str) -> None:
-    machine.put("gputrain", PRINT_ARGUMENTS)
-    assert machine.run("train_rtx5090.sh", *word).stdout.split() == begins.split()
-    done = machine.run("train_rtx5090.sh", *word, "--data_path", "my vocoder", "--batch_size", "8")
-    # Every folder that is named adds one, so those of the script are left out.
-    assert done.stdout.splitlines() == [*without_data(begins), "--data_path", "my vocoder", "--batch_size", "8"]
-    for given in (["--data-path=a", "--data-path", "b=2"], ["--data-dir", "a"], ["--data_dir=a"]):
-        assert machine.run("train_rtx5090.sh", *word, *given).stdout.split() == [*without_data(begins), *given]
-    done = machine.run("train_rtx5090.sh", *word, "--data-in-memory", "--output-dir", "data_dir")
-    assert done.stdout.split() == [*begins.split(), "--data-in-memory", "--output-dir", "data_dir"]
+def test_train_rtx5090_passes_arguments_on_after_its_own(machine: Machine) -> None:
+    def check(word: list[str], begins: str) -> None:
+        machine.put("gputrain", PRINT_ARGUMENTS)
+        assert machine.run("train_rtx5090.sh", *word).stdout.split() == begins.split()
+        done = machine.run("train_rtx5090.sh", *word, "--data_path", "my vocoder", "--batch_size", "8")
+        # Every folder that is named adds one, so those of the script are left out.
+        assert done.stdout.splitlines() == [*without_data(begins), "--data_path", "my vocoder", "--batch_size", "8"]
+        for given in (["--data-path=a", "--data-path", "b=2"], ["--data-dir", "a"], ["--data_dir=a"]):
+            assert machine.run("train_rtx5090.sh", *word, *given).stdout.split() == [*without_data(begins), *given]
+        done = machine.run("train_rtx5090.sh", *word, "--data-in-memory", "--output-dir", "data_dir")
+        assert done.stdout.split() == [*begins.split(), "--data-in-memory", "--output-dir", "data_dir"]
+
+    check_rows(BY_WORD, check)
 
 
 def without_data(begins: str) -> list[str]:
@@ -423,24 +428,24 @@ def test_train_rtx5090_takes_a_word_only_where_it_is_the_first(machine: Machine)
         assert machine.run("train_rtx5090.sh", *words).stdout.split() == [*expected, *passed_on]
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--config", "wide.json"], ["--config=wide.json"], ["-c", "wide.json"], ["-cwide.json"]]
-)
-@pytest.mark.parametrize(
-    ("word", "begins"),
-    [
-        ([], f"train-vae {SWITCHES}"),
-        (["vocoder"], f"train-vocoder {SWITCHES_VOCODER}"),
-        (["tts"], f"train-tts {SWITCHES_TTS}"),
-        (["voice"], f"train-tts {SWITCHES_TTS}"),
-    ],
-)
-def test_train_rtx5090_leaves_data_and_sizes_to_a_configuration(
-    machine: Machine, word: list[str], begins: str, arguments: list[str]
-) -> None:
-    machine.put("gputrain", PRINT_ARGUMENTS)
-    done = machine.run("train_rtx5090.sh", *word, *arguments)
-    assert done.stdout.split() == [*begins.split(), *arguments]
+def test_train_rtx5090_leaves_data_and_sizes_to_a_configuration(machine: Machine) -> None:
+    rows = [
+        (arguments, word, begins)
+        for arguments in [["--config", "wide.json"], ["--config=wide.json"], ["-c", "wide.json"], ["-cwide.json"]]
+        for (word, begins) in [
+            ([], f"train-vae {SWITCHES}"),
+            (["vocoder"], f"train-vocoder {SWITCHES_VOCODER}"),
+            (["tts"], f"train-tts {SWITCHES_TTS}"),
+            (["voice"], f"train-tts {SWITCHES_TTS}"),
+        ]
+    ]
+
+    def check(arguments: list[str], word: list[str], begins: str) -> None:
+        machine.put("gputrain", PRINT_ARGUMENTS)
+        done = machine.run("train_rtx5090.sh", *word, *arguments)
+        assert done.stdout.split() == [*begins.split(), *arguments]
+
+    check_rows(rows, check)
 
 
 def test_train_rtx5090_says_what_train_vocoder_understands() -> None:
@@ -470,16 +475,22 @@ def test_train_rtx5090_prefers_the_environment_beside_it(machine: Machine) -> No
 # --- .ci/run ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("broken", ["", "demo", "test", "ruff check", "ruff format", "mypy", "versions"])
-def test_ci_runs_everything_and_fails_with_any(machine: Machine, broken: str) -> None:
-    fails = f'echo "$*" >>"$LOG"; case "$*" in *"{broken or "nothing"}"*) exit 1 ;; esac\n'
-    machine.put("./setup.sh", f'#!/bin/sh\n[ "$CI" ] || exit 1\n[ "$1" = demo ] || echo "7 passed in 0.10s"\n{fails}')
-    machine.put(".venv/bin/python", f"#!/bin/sh\necho clean\n{fails}")
-    done = machine.run(".ci/run")
-    linters = ["-m ruff check", "-m ruff format --check", "-m mypy --strict"]
-    assert machine.log() == ["demo", "test", *linters, "benchmarks/versions.py --short"]
-    assert done.returncode == (1 if broken else 0)
-    assert done.stdout.splitlines()[-1] == "7 passed in 0.10s"
+def test_ci_runs_everything_and_fails_with_any(machine: Machine) -> None:
+    rows = [(broken,) for broken in ["", "demo", "test", "ruff check", "ruff format", "mypy", "versions"]]
+
+    def check(broken: str) -> None:
+        fails = f'echo "$*" >>"$LOG"; case "$*" in *"{broken or "nothing"}"*) exit 1 ;; esac\n'
+        machine.put(
+            "./setup.sh", f'#!/bin/sh\n[ "$CI" ] || exit 1\n[ "$1" = demo ] || echo "7 passed in 0.10s"\n{fails}'
+        )
+        machine.put(".venv/bin/python", f"#!/bin/sh\necho clean\n{fails}")
+        done = machine.run(".ci/run")
+        linters = ["-m ruff check", "-m ruff format --check", "-m mypy --strict"]
+        assert machine.log() == ["demo", "test", *linters, "benchmarks/versions.py --short"]
+        assert done.returncode == (1 if broken else 0)
+        assert done.stdout.splitlines()[-1] == "7 passed in 0.10s"
+
+    check_rows(rows, check)
 
 
 # --- what no run shows ------------------------------------------------------------------------------------------------
@@ -504,42 +515,45 @@ def test_batch_files_have_windows_line_ends_and_all_their_labels(name: str) -> N
     assert wanted <= set(labels)
 
 
-@pytest.mark.parametrize(
-    ("shell", "batch", "pattern"),
-    [
+def test_windows_and_linux_agree() -> None:
+    rows = [
         ("setup.sh", "setup_windows.bat", r"\b\d\.\d+\.\d+\b"),  # torch's versions.
         ("setup.sh", "setup_windows.bat", r"https://[\w./]+"),
         ("setup.sh", "setup_windows.bat", r"(?m)  (\d\) [AC].*)$"),  # The menu.
         ("setup.sh", "setup_windows.bat", r"\b(?:1206|1208|1300|705|1000)\b"),  # The bounds of the decision.
         ("setup.sh", "setup_windows.bat", r"--(?:no-deps|timeout|retries|index-url|clear)(?: \d+)?"),
         ("train_rtx5090.sh", "train_rtx5090.bat", r"--[a-z][\w-]*(?: [\w./]+)?"),
-    ],
-)
-def test_windows_and_linux_agree(shell: str, batch: str, pattern: str) -> None:
-    in_shell = set(re.findall(pattern, (ROOT / shell).read_text()))
-    in_batch = set(re.findall(pattern, (ROOT / batch).read_text()))
-    assert in_shell == in_batch
-    assert in_shell
+    ]
+
+    def check(shell: str, batch: str, pattern: str) -> None:
+        in_shell = set(re.findall(pattern, (ROOT / shell).read_text()))
+        in_batch = set(re.findall(pattern, (ROOT / batch).read_text()))
+        assert in_shell == in_batch
+        assert in_shell
+
+    check_rows(rows, check)
 
 
-@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13", "3.14"])
-def test_constraints_pin_every_dependency_once_for_each_python(python: str) -> None:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = [Requirement(line) for line in lines if not line.startswith("#")]
-    pins = [pin for pin in pins if pin.marker is None or pin.marker.evaluate({"python_version": python})]
-    names = [pin.name for pin in pins]
-    assert sorted(names) == sorted(set(names))
-    of_torch = [name for name in names if name.startswith(("torch", "nvidia", "triton", "cuda"))]
-    assert of_torch == ["nvidia-ml-py"]  # It queries the driver, and belongs to no build.
+def test_constraints_pin_every_dependency_once_for_each_python() -> None:
+    def check(python: str) -> None:
+        lines = (ROOT / "constraints.txt").read_text().splitlines()
+        pins = [Requirement(line) for line in lines if not line.startswith("#")]
+        pins = [pin for pin in pins if pin.marker is None or pin.marker.evaluate({"python_version": python})]
+        names = [pin.name for pin in pins]
+        assert sorted(names) == sorted(set(names))
+        of_torch = [name for name in names if name.startswith(("torch", "nvidia", "triton", "cuda"))]
+        assert of_torch == ["nvidia-ml-py"]  # It queries the driver, and belongs to no build.
 
-    versions = {pin.name: str(pin.specifier).removeprefix("==") for pin in pins}
-    try:
-        needed = [Requirement(text) for text in requires("gputrain") or []]
-    except PackageNotFoundError:
-        pytest.skip("gputrain is not installed")
-    # Only the extra for development is checked: packages of others may need one build of torch.
-    needed = [need for need in needed if need.marker is None or need.marker.evaluate({"extra": "dev"})]
-    assert {need.name for need in needed} >= {"numpy", "torch", "pytest"}
-    for need in needed:
-        if need.name not in ("torch", "triton"):  # Each build of torch needs its own triton.
-            assert need.specifier.contains(versions[need.name.lower()]), need
+        versions = {pin.name: str(pin.specifier).removeprefix("==") for pin in pins}
+        try:
+            needed = [Requirement(text) for text in requires("gputrain") or []]
+        except PackageNotFoundError:
+            pytest.skip("gputrain is not installed")
+        # Only the extra for development is checked: packages of others may need one build of torch.
+        needed = [need for need in needed if need.marker is None or need.marker.evaluate({"extra": "dev"})]
+        assert {need.name for need in needed} >= {"numpy", "torch", "pytest"}
+        for need in needed:
+            if need.name not in ("torch", "triton"):  # Each build of torch needs its own triton.
+                assert need.specifier.contains(versions[need.name.lower()]), need
+
+    check_rows([("3.10",), ("3.11",), ("3.12",), ("3.13",), ("3.14",)], check)

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from tests.tables import check_rows
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "gputrain"
@@ -175,11 +175,13 @@ def texts() -> Iterator[Path]:
                 yield path
 
 
-@pytest.mark.parametrize(
-    "text", ["A judge of waves", "FastPeriodJudge", "made-up sound", "the knobs", "lengths are foretold"]
-)
-def test_private_words_are_found(text):
-    assert WORDS.search(text)
+def test_private_words_are_found():
+    rows = [("A judge of waves",), ("FastPeriodJudge",), ("made-up sound",), ("the knobs",), ("lengths are foretold",)]
+
+    def check(text):
+        assert WORDS.search(text)
+
+    check_rows(rows, check)
 
 
 def test_no_private_words():

@@ -25,6 +25,7 @@ from gputrain.vae.memory_efficient_layers import Features
 from gputrain.vae.model import AutoencoderKL, ResnetBlock, blocks
 from tests.fake_cuda.device import UNAVAILABLE, fake_cuda
 from tests.hw.test_plan import machine
+from tests.tables import check_rows
 from tests.waiting import wait_until
 
 SMALL = VaeArchitecture((32, 64), latent_channels=4)
@@ -206,30 +207,30 @@ OTHER_FAILURES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"), [*((text, True) for text in OUT_OF_MEMORY), *((text, False) for text in OTHER_FAILURES)]
-)
-def test_running_out_of_memory_is_told_from_other_failures(text, expected):
-    assert runtime.is_out_of_memory(RuntimeError(text)) is expected
-    assert runtime.is_out_of_memory(torch.OutOfMemoryError(text))
-    assert runtime.library_failure(RuntimeError(text)) is None
+def test_running_out_of_memory_is_told_from_other_failures():
+    def check(text, expected):
+        assert runtime.is_out_of_memory(RuntimeError(text)) is expected
+        assert runtime.is_out_of_memory(torch.OutOfMemoryError(text))
+        assert runtime.library_failure(RuntimeError(text)) is None
+
+    check_rows([*((text, True) for text in OUT_OF_MEMORY), *((text, False) for text in OTHER_FAILURES)], check)
 
 
 @pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
-@pytest.mark.parametrize(
-    ("memory_gb", "fraction", "short"),
-    # The process has reserved 1.25 GB, and 1 GB of the card is in use.
-    [(80, 1.0, False), (1.7, 1.0, False), (1.6, 1.0, True), (80, 1.7 / 80, False), (80, 1.6 / 80, True)],
-)
-def test_a_library_that_fails_has_run_out_of_memory_only_if_little_is_free(memory_gb, fraction, short):
-    with fake_cuda(memory_gb=memory_gb):
-        torch.cuda.set_per_process_memory_fraction(fraction)
-        for text in LIBRARY_FAILURES:
-            error = RuntimeError(text)
-            assert runtime.is_out_of_memory(error) is short, text
-            shown = runtime.library_failure(error)
-            assert (shown is None) is short
-            assert short or text in shown.message
+def test_a_library_that_fails_has_run_out_of_memory_only_if_little_is_free():
+    rows = [(80, 1.0, False), (1.7, 1.0, False), (1.6, 1.0, True), (80, 1.7 / 80, False), (80, 1.6 / 80, True)]
+
+    def check(memory_gb, fraction, short):
+        with fake_cuda(memory_gb=memory_gb):
+            torch.cuda.set_per_process_memory_fraction(fraction)
+            for text in LIBRARY_FAILURES:
+                error = RuntimeError(text)
+                assert runtime.is_out_of_memory(error) is short, text
+                shown = runtime.library_failure(error)
+                assert (shown is None) is short
+                assert short or text in shown.message
+
+    check_rows(rows, check)
 
 
 def test_a_library_that_fails_without_a_gpu_has_not_run_out_of_memory():

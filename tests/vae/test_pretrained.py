@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from gputrain.vae.config import Data, Model, TrainVae
 from gputrain.vae.diffusers_folder import save_diffusers
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pretrained import load_pretrained, options_for, read_pretrained
+from tests.tables import check_rows
 from tests.vae.test_model import stock_autoencoder
 
 WIDTHS = (32, 64, 96, 64)  # those of the first latent diffusion models have 32 groups
@@ -87,7 +89,9 @@ def aged(weights: Weights, prefix: str = "", *, matrices: bool = False) -> Weigh
     return made
 
 
-def check(weights: Weights, architecture: VaeArchitecture, reference: diffusers.AutoencoderKL, size: int = 32) -> None:
+def assert_reads(
+    weights: Weights, architecture: VaeArchitecture, reference: diffusers.AutoencoderKL, size: int = 32
+) -> None:
     """Asserts that reconstructions with the weights equal diffusers', in fp64 to exclude rounding errors."""
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     model = AutoencoderKL(architecture)
@@ -101,31 +105,30 @@ def check(weights: Weights, architecture: VaeArchitecture, reference: diffusers.
     assert (ours - theirs).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("architecture", [SD, FLUX], ids=["sd", "flux"])
-@pytest.mark.parametrize(
-    ("prefix", "matrices"), [("", False), ("first_stage_model.", True), ("vae.", False)], ids=["alone", "sd-", "vae-"]
-)
-def test_first_latent_diffusion_names(
-    stock: dict[VaeArchitecture, diffusers.AutoencoderKL],
-    architecture: VaeArchitecture,
-    prefix: str,
-    matrices: bool,
-    tmp_path: Path,
-) -> None:
+def test_first_latent_diffusion_names(stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path) -> None:
     """diffusers' own converter reads the same weights from the file."""
-    reference = stock[architecture]
-    old = aged(reference.state_dict(), prefix, matrices=matrices)
-    assert not any("_blocks" in name or ".attentions." in name for name in old)
-    converted = convert_ldm_vae_checkpoint(dict(old), dict(reference.config))
-    again = stock_autoencoder(architecture)
-    again.load_state_dict(converted)
-    rest = {"model.diffusion_model.out.2.bias": torch.ones(3), "cond_stage_model.encoder.bias": torch.ones(3)}
-    save_file(old | (rest if prefix else {"loss.logvar": torch.ones(1)}), tmp_path / "ae.safetensors")
-    weights = load_pretrained(tmp_path / "ae.safetensors", architecture)
-    check(weights, architecture, again)
-    for name, tensor in reference.state_dict().items():
-        assert torch.equal(weights[name], tensor), name
-    assert read_pretrained(tmp_path / "ae.safetensors").architecture == architecture
+    rows = [
+        (architecture, prefix, matrices)
+        for architecture in [SD, FLUX]
+        for (prefix, matrices) in [("", False), ("first_stage_model.", True), ("vae.", False)]
+    ]
+
+    def check(architecture: VaeArchitecture, prefix: str, matrices: bool) -> None:
+        reference = stock[architecture]
+        old = aged(reference.state_dict(), prefix, matrices=matrices)
+        assert not any("_blocks" in name or ".attentions." in name for name in old)
+        converted = convert_ldm_vae_checkpoint(dict(old), dict(reference.config))
+        again = stock_autoencoder(architecture)
+        again.load_state_dict(converted)
+        rest = {"model.diffusion_model.out.2.bias": torch.ones(3), "cond_stage_model.encoder.bias": torch.ones(3)}
+        save_file(old | (rest if prefix else {"loss.logvar": torch.ones(1)}), tmp_path / "ae.safetensors")
+        weights = load_pretrained(tmp_path / "ae.safetensors", architecture)
+        assert_reads(weights, architecture, again)
+        for name, tensor in reference.state_dict().items():
+            assert torch.equal(weights[name], tensor), name
+        assert read_pretrained(tmp_path / "ae.safetensors").architecture == architecture
+
+    check_rows(rows, check)
 
 
 def test_pickles_of_tensors(stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path) -> None:
@@ -137,14 +140,16 @@ def test_pickles_of_tensors(stock: dict[VaeArchitecture, diffusers.AutoencoderKL
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("place", ["vae", ".", "vae/diffusion_pytorch_model.safetensors", "alone.safetensors"])
-def test_diffusers_folders_and_files(
-    stock: dict[VaeArchitecture, diffusers.AutoencoderKL], place: str, tmp_path: Path
-) -> None:
+def test_diffusers_folders_and_files(stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path) -> None:
     """A folder, a pipeline that contains it, and the file itself, with and without its configuration."""
+
     stock[TINY].save_pretrained(tmp_path / "vae")
-    (tmp_path / "alone.safetensors").write_bytes((tmp_path / "vae/diffusion_pytorch_model.safetensors").read_bytes())
-    check(load_pretrained(tmp_path / place, TINY), TINY, stock[TINY])
+    shutil.copy(tmp_path / "vae/diffusion_pytorch_model.safetensors", tmp_path / "alone.safetensors")
+
+    def check(place: str) -> None:
+        assert_reads(load_pretrained(tmp_path / place, TINY), TINY, stock[TINY])
+
+    check_rows([("vae",), (".",), ("vae/diffusion_pytorch_model.safetensors",), ("alone.safetensors",)], check)
 
 
 def test_groups_that_only_the_configuration_tells(
@@ -218,11 +223,13 @@ def test_another_architecture(name: str, stock: dict[VaeArchitecture, diffusers.
     assert caught.value.hint == hint
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_hint_gives_the_architecture(preset: VaePreset) -> None:
-    assert options_for(PRESETS[preset]) == f"--preset {preset}"
-    assert options_for(built(preset, z_channels=12)) == f"--preset {preset} --z-channels 12"
-    assert options_for(built(preset, (64, 64), 3)) == f"--preset {preset} --channels 64,64 --z-channels 3"
+def test_hint_gives_the_architecture() -> None:
+    def check(preset: VaePreset) -> None:
+        assert options_for(PRESETS[preset]) == f"--preset {preset}"
+        assert options_for(built(preset, z_channels=12)) == f"--preset {preset} --z-channels 12"
+        assert options_for(built(preset, (64, 64), 3)) == f"--preset {preset} --channels 64,64 --z-channels 3"
+
+    check_rows([(preset,) for preset in PRESETS], check)
 
 
 def attention_at_a_level(weights: Weights) -> Weights:
@@ -250,14 +257,14 @@ UNFIT: dict[str, tuple[Callable[[Weights], Weights], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", UNFIT)
-def test_files_that_cannot_be_taken(
-    name: str, stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path
-) -> None:
-    change, message = UNFIT[name]
-    save_file(change(stock[FLUX].state_dict()), tmp_path / "ae.safetensors")
-    with pytest.raises(UserError, match=message):
-        load_pretrained(tmp_path / "ae.safetensors", FLUX)
+def test_files_that_cannot_be_taken(stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path) -> None:
+    def check(name: str) -> None:
+        change, message = UNFIT[name]
+        save_file(change(stock[FLUX].state_dict()), tmp_path / "ae.safetensors")
+        with pytest.raises(UserError, match=message):
+            load_pretrained(tmp_path / "ae.safetensors", FLUX)
+
+    check_rows([(name,) for name in UNFIT], check)
 
 
 def test_missing_and_damaged(stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from gputrain.vae.data import open_pictures
 from gputrain.vae.discriminator import PatchDiscriminator
 from gputrain.vae.lpips import Lpips
 from gputrain.vae.recipe import VaeRecipe, item_flops
+from tests.tables import check_rows
 from tests.toy import cpu_runtime, quiet
 from tests.training import train_vae
 
@@ -146,19 +147,20 @@ def test_what_is_off_costs_nothing():
     assert set(recipe.modules) == {"autoencoder"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "least"),
-    [
+def test_the_average_of_good_weights_begins_with_many_steps():
+    rows = [
         ({}, 0.99),
         ({"init_from": "weights"}, 0.99),
         ({"ema_decay": 0.9}, 0.9),
         ({"start": "random"}, 0.0),
         ({"channels": [16, 32]}, 0.0),  # The norms of so few channels have no place for a linear code.
-    ],
-)
-def test_the_average_of_good_weights_begins_with_many_steps(changes, least):
-    settings = settings_of(**{"preset": "fast", "channels": [], **changes})
-    assert VaeRecipe(settings, cpu_runtime(), []).ema.least_decay == least
+    ]
+
+    def check(changes, least):
+        settings = settings_of(**{"preset": "fast", "channels": [], **changes})
+        assert VaeRecipe(settings, cpu_runtime(), []).ema.least_decay == least
+
+    check_rows(rows, check)
 
 
 def test_gradient_is_that_of_the_summed_loss():

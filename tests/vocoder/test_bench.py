@@ -16,6 +16,7 @@ from gputrain.hw.plan import decide
 from gputrain.vocoder.config import BenchVocoder, TrainVocoder
 from gputrain.vocoder.work import VocoderWork
 from tests.command import gputrain, gputrain_here
+from tests.tables import check_rows
 from tests.toy import cpu_runtime
 from tests.vae.test_bench import H100, T4
 from tests.vocoder.conftest import TINY
@@ -163,9 +164,8 @@ def test_the_command(tmp_path):
         assert picture.width == 1200
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_bad_input_gets_a_sentence_and_2(typed, tmp_path):
+    rows = [
         (["--batch-size", 0], "--batch-size"),
         (["--discriminators", "fast_mpd,cqt"], "discriminators is"),
         (["--discriminators", "msd,msd"], "each may be named once"),
@@ -173,14 +173,16 @@ def test_the_command(tmp_path):
         (["--optimizer", "adam"], "--optimizer"),
         (["--upsample-initial-channel", 31], "--upsample-initial-channel"),
         (["--output-dir", "file/below"], "Not a directory"),
-    ],
-)
-def test_bad_input_gets_a_sentence_and_2(typed, tmp_path, words, said):
-    (tmp_path / "file").write_text("")
-    code, printed = typed("bench", "train-vocoder", *words)
-    assert code == 2
-    assert said in printed
-    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+    ]
+
+    def check(words, said):
+        (tmp_path / "file").write_text("")
+        code, printed = typed("bench", "train-vocoder", *words)
+        assert code == 2
+        assert said in printed
+        assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+    check_rows(rows, check)
 
 
 def test_synthesis_is_measured_without_a_training(tmp_path):

@@ -1,6 +1,7 @@
 """Discriminators: openvpi's names, sizes and numbers; any length; no item knows of another; one by one as all at
 once."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from gputrain.engine.recipe import Term, Together
 from gputrain.vocoder import discriminators
 from gputrain.vocoder.config import Discriminators
 from gputrain.vocoder.discriminators import KINDS
+from tests.tables import check_rows
 
 SEVEN = Discriminators(discriminator_periods=(2, 3, 5, 7, 11, 17, 23))
 SMALL = Discriminators(
@@ -46,13 +48,20 @@ def waves(items=4, seed=0, samples=SAMPLES):
     return 0.3 * torch.randn(items, 1, samples, generator=generator, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(
-    ("kind", "parameters"),
-    [("msd", 29_618_821), ("mpd", 57_548_078), ("mrd", 280_902), ("fast_mrd", 1_228_803), ("fast_mpd", 9_945_383)],
-)
-def test_parameters(kind, parameters):
-    with torch.device("meta"):
-        assert sum(p.numel() for p in KINDS[kind](SEVEN).parameters()) == parameters
+def test_parameters():
+    rows = [
+        ("msd", 29_618_821),
+        ("mpd", 57_548_078),
+        ("mrd", 280_902),
+        ("fast_mrd", 1_228_803),
+        ("fast_mpd", 9_945_383),
+    ]
+
+    def check(kind, parameters):
+        with torch.device("meta"):
+            assert sum(p.numel() for p in KINDS[kind](SEVEN).parameters()) == parameters
+
+    check_rows(rows, check)
 
 
 @pytest.mark.parametrize("kind", ["mpd", "mrd"])
@@ -67,9 +76,8 @@ def test_the_memory_format_of_the_weights_is_that_of_every_feature(kind, layout)
             assert torch.allclose(feature, reference, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("kind", "tensors", "samples"),
-    [
+def test_names_and_shapes_are_openvpis():
+    rows = [
         (
             "msd",
             80,
@@ -111,13 +119,15 @@ def test_the_memory_format_of_the_weights_is_that_of_every_feature(kind, layout)
                 "discriminators.2.layers.2.net.4.weight": (128, 128),
             },
         ),
-    ],
-)
-def test_names_and_shapes_are_openvpis(kind, tensors, samples):
-    with torch.device("meta"):
-        state = KINDS[kind](SEVEN).state_dict()
-    assert len(state) == tensors
-    assert {name: tuple(state[name].shape) for name in samples} == samples
+    ]
+
+    def check(kind, tensors, samples):
+        with torch.device("meta"):
+            state = KINDS[kind](SEVEN).state_dict()
+        assert len(state) == tensors
+        assert {name: tuple(state[name].shape) for name in samples} == samples
+
+    check_rows(rows, check)
 
 
 def fill(discriminator):
@@ -164,23 +174,27 @@ def test_logits_and_features_are_openvpis(kind, member):
     assert [feature.abs().mean().item() for feature in features] == pytest.approx(feature_sizes, rel=1e-3)
 
 
-@KIND
-@pytest.mark.parametrize("samples", [300, 512, 777])
-def test_any_length_is_accepted(kind, samples):
-    for discriminator in small(kind):
-        logits, features = discriminator(waves(2, samples=samples))
-        assert len(logits) == 2
-        assert all(len(feature) == 2 for feature in features)
-        assert torch.stack([x.abs().sum() for x in (logits, *features)]).min() > 0
+def test_any_length_is_accepted():
+    def check(kind, samples):
+        for discriminator in small(kind):
+            logits, features = discriminator(waves(2, samples=samples))
+            assert len(logits) == 2
+            assert all(len(feature) == 2 for feature in features)
+            assert torch.stack([x.abs().sum() for x in (logits, *features)]).min() > 0
+
+    check_rows(itertools.product(KINDS, [300, 512, 777]), check)
 
 
-@KIND
-def test_the_last_sample_matters(kind):
+def test_the_last_sample_matters():
     """Lengths that do not divide are padded, not truncated."""
-    for discriminator in small(kind):
-        wave = waves(1, samples=SAMPLES).requires_grad_()
-        discriminator(wave)[0].square().sum().backward()
-        assert wave.grad[0, 0, -5:].abs().min() > 0
+
+    def check(kind):
+        for discriminator in small(kind):
+            wave = waves(1, samples=SAMPLES).requires_grad_()
+            discriminator(wave)[0].square().sum().backward()
+            assert wave.grad[0, 0, -5:].abs().min() > 0
+
+    check_rows([(kind,) for kind in KINDS], check)
 
 
 def back_propagated(kind, discriminators, real, made, items, passes=None):
@@ -324,21 +338,25 @@ def test_unit_power_is_its_formula_and_leaves_silence_alone():
     assert silence.grad.isfinite().all()
 
 
-@KIND
-def test_silence_has_finite_gradients(kind):
-    for discriminator in small(kind, torch.float32):
-        wave = torch.zeros(2, 1, SAMPLES, requires_grad=True)
-        discriminator(wave)[0].square().sum().backward()
-        assert wave.grad.isfinite().all()
-        assert all(p.grad is None or p.grad.isfinite().all() for p in discriminator.parameters())
+def test_silence_has_finite_gradients():
+    def check(kind):
+        for discriminator in small(kind, torch.float32):
+            wave = torch.zeros(2, 1, SAMPLES, requires_grad=True)
+            discriminator(wave)[0].square().sum().backward()
+            assert wave.grad.isfinite().all()
+            assert all(p.grad is None or p.grad.isfinite().all() for p in discriminator.parameters())
+
+    check_rows([(kind,) for kind in KINDS], check)
 
 
-@KIND
-def test_16_bit_autocast_is_near(kind):
-    for discriminator in small(kind, torch.float32):
-        wave = waves().float()
-        expected, _ = discriminator(wave)
-        with torch.autocast("cpu", torch.bfloat16):
-            logits, features = discriminator(wave)
-        assert {logits.dtype, *(feature.dtype for feature in features)} == {torch.bfloat16}
-        assert (logits - expected).abs().max() < 0.05 * expected.abs().max()
+def test_16_bit_autocast_is_near():
+    def check(kind):
+        for discriminator in small(kind, torch.float32):
+            wave = waves().float()
+            expected, _ = discriminator(wave)
+            with torch.autocast("cpu", torch.bfloat16):
+                logits, features = discriminator(wave)
+            assert {logits.dtype, *(feature.dtype for feature in features)} == {torch.bfloat16}
+            assert (logits - expected).abs().max() < 0.05 * expected.abs().max()
+
+    check_rows([(kind,) for kind in KINDS], check)

@@ -12,6 +12,7 @@ from gputrain.errors import UserError
 from gputrain.vocoder import openvpi
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.openvpi import PROFILES, known_keys, translate
+from tests.tables import check_rows
 
 STANDARD, FAST = PROFILES / "base_hifi_gpu.yaml", PROFILES / "base_hifi_rtx5090_optimized.yaml"
 ADAMW, MUON = "torch.optim.AdamW", "modules.optimizer.muon.Muon_AdamW"
@@ -209,12 +210,14 @@ def test_a_file_over_one_that_comes_along(tmp_path):
     assert translate(read_file(path), path, of="prepare")["num_workers"] == 3
 
 
-@pytest.mark.parametrize("place", ["", "mine", "configs", "configs/mine/songs"])
-def test_where_bases_are_looked_for(tmp_path, place):
-    configs = like_openvpis(tmp_path)
-    content = {"base_config": ["configs/base_hifi.yaml"], "batch_size": 7}
-    made = training(content, configs.parent / place, "own.yaml")
-    assert (made.schedule.batch_size, made.data.crop_mel_frames) == (7, 20)
+def test_where_bases_are_looked_for(tmp_path):
+    def check(place):
+        configs = like_openvpis(tmp_path)
+        content = {"base_config": ["configs/base_hifi.yaml"], "batch_size": 7}
+        made = training(content, configs.parent / place, "own.yaml")
+        assert (made.schedule.batch_size, made.data.crop_mel_frames) == (7, 20)
+
+    check_rows([("",), ("mine",), ("configs",), ("configs/mine/songs",)], check)
 
 
 def test_bases_of_our_keys_alone(tmp_path):
@@ -236,9 +239,8 @@ def test_a_file_goes_before_its_base_for_the_command_that_it_means(tmp_path):
     assert (made.betas, made.discriminator_betas) == ((0.9, 0.99), (0.8, 0.99))
 
 
-@pytest.mark.parametrize(
-    ("content", "options"),
-    [
+def test_what_keys_become(tmp_path):
+    rows = [
         ({"pl_trainer_precision": "bf16"}, {"mixed_precision": True, "use_bf16": True}),
         ({"pl_trainer_precision": "bf16-mixed"}, {"mixed_precision": True, "use_bf16": True}),
         ({"pl_trainer_accelerator": "gpu"}, {"device": "cuda"}),
@@ -313,11 +315,13 @@ def test_a_file_goes_before_its_base_for_the_command_that_it_means(tmp_path):
             {"generater_optimizer_args": {"weight_decay": 0.2, "muon_args": {"weight_decay": 0.1}}, "ds_workers": 1},
             {"weight_decay": 0.2, "num_workers": 1},
         ),
-    ],
-)  # fmt: skip
-def test_what_keys_become(tmp_path, content, options):
-    path = write(tmp_path / "c.yaml", content)
-    assert translate(read_file(path), path, of="train") == {"use_stftloss": False, **options}
+    ]  # fmt: skip
+
+    def check(content, options):
+        path = write(tmp_path / "c.yaml", content)
+        assert translate(read_file(path), path, of="train") == {"use_stftloss": False, **options}
+
+    check_rows(rows, check)
 
 
 def test_paths_of_their_preparation_are_passed_over_aloud(tmp_path, caplog):
@@ -338,9 +342,8 @@ def test_frozen_parameters_and_the_one_step_task(tmp_path):
     assert found == {"discriminators": ("msd", "mpd"), "step_order": "simultaneous", "use_stftloss": False}
 
 
-@pytest.mark.parametrize(
-    ("content", "message", "hint"),
-    [
+def test_what_is_refused(tmp_path):
+    rows = [
         ({"task_cls": "training.univnet.univnet_task"}, "task_cls is 'training.univnet.univnet_task'", "nsf_HiFigan"),
         ({"pl_trainer_precision": "16-true"}, "pl_trainer_precision is '16-true'", "16-mixed"),
         ({"pl_trainer_devices": 2}, "pl_trainer_devices is 2: training runs in one process", "CUDA_VISIBLE_DEVICES"),
@@ -389,13 +392,15 @@ def test_frozen_parameters_and_the_one_step_task(tmp_path):
         ({"base_config": ["c.yaml"]}, "base_config c.yaml refers back to this file", "remove it"),
         ({"base_config": 3}, "base_config is 3, expected a list of paths", ""),
         ({"num_ckpt_keep": 0}, "no checkpoint would be kept", "-1 keeps all"),
-    ],
-)  # fmt: skip
-def test_what_is_refused(tmp_path, content, message, hint):
-    error = refusal(content, tmp_path)
-    assert error.message.startswith(f"{tmp_path / 'c.yaml'}: ")
-    assert message in error.message
-    assert hint in error.hint
+    ]  # fmt: skip
+
+    def check(content, message, hint):
+        error = refusal(content, tmp_path)
+        assert error.message.startswith(f"{tmp_path / 'c.yaml'}: ")
+        assert message in error.message
+        assert hint in error.hint
+
+    check_rows(rows, check)
 
 
 def test_all_refusals_come_at_once(tmp_path):
