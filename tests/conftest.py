@@ -153,6 +153,14 @@ def flops_known() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def no_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let steps and CUDA graphs free memory without collecting the garbage of a whole test run, which takes longer than
+    a test."""
+    for module in ("cuda_graph", "step"):
+        monkeypatch.setattr(f"gputrain.engine.{module}.release_memory", lambda: None)
+
+
 # Hypothesis tries the same examples in each run, and sets no limit on their time.
 with contextlib.suppress(ImportError):
     from hypothesis import HealthCheck, settings

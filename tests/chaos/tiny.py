@@ -25,6 +25,7 @@ from gputrain.vocoder import work as vocoder_work  # noqa: F401
 from tests.asr import test_train as recognisers
 from tests.asr.models import small_preset
 from tests.asr.stores import spelled_clips, write_store
+from tests.comparison import differing
 from tests.tts import test_train as voices
 from tests.vocoder import conftest as vocoders
 
@@ -160,17 +161,6 @@ def finish(line: Sequence[str], log: Path) -> tuple[int, str]:
     return TinyRun(line, log).wait()
 
 
-def same(one: object, other: object) -> bool:
-    """Returns True if two parts of checkpoints are equal, bit for bit."""
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return isinstance(other, type(one)) and len(one) == len(other) and all(map(same, one, other))
-    return one == other
-
-
 def logged(folder: Path) -> dict[tuple[int, str], object]:
     """Returns the losses and held-out figures by step and name, without those of time."""
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
@@ -188,7 +178,7 @@ def differences(cut: Path, straight: Path) -> list[str]:
         found.append(f"files: {sorted(names ^ others)}")
     for name in sorted(names & others - {"checkpoint_previous.pt"}):
         one, other = (torch.load(folder / name, weights_only=True) for folder in (cut, straight))
-        found += [f"{name}: {part}" for part in COMPARED if not same(one[part], other[part])]
+        found += [f"{name}: {part}" for part in COMPARED if differing(one[part], other[part])]
     one, other = logged(cut), logged(straight)
     odd = sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
     return found + ([f"metrics.jsonl: {len(odd)} values, such as {odd[0]}"] if odd else [])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gputrain.engine import cuda_graph, step
+from gputrain.engine import step
 from gputrain.engine.cuda_graph import MOST_RELEASES, agree, replay_gradients
 from gputrain.engine.recipe import Term
 from gputrain.engine.run_folder import Run
@@ -24,11 +24,7 @@ STEPS, LATE = 20, 8
 OUT_OF_MEMORY = "CUDA out of memory"
 
 
-@pytest.fixture(autouse=True)
-def no_garbage_collection(monkeypatch):
-    """Collecting the garbage of a whole test run takes longer than the tests."""
-    monkeypatch.setattr(cuda_graph, "release_memory", lambda: None)
-    monkeypatch.setattr(step, "release_memory", lambda: None)
+pytestmark = pytest.mark.usefixtures("no_garbage_collection")
 
 
 def trained(tmp_path, recorder=None, *, micro_batch=BATCH, prepare=None, sizes=None, change=lambda recipe: None):

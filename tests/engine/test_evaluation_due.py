@@ -6,8 +6,6 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
-import torch._dynamo  # The first step of an optimizer imports it.
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
@@ -17,6 +15,7 @@ from gputrain.engine.metrics import Metrics
 from gputrain.engine.samples import Report
 from gputrain.engine.schedule import RunProgress, stages_ahead
 from gputrain.errors import Stopped
+from tests.comparison import differing
 from tests.engine.test_run import assert_equal, rows_of, schedule
 from tests.toy import ToyRecipe, quiet, train_toy, weights
 from tests.waiting import HANG_SECONDS
@@ -68,14 +67,6 @@ def trained_until_killed(folder: Path, sign: int, stop_in: int, kill: str) -> No
     assert process.exitcode == -signal.SIGKILL
 
 
-def same(one: object, other: object) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    return one == other
-
-
 def evaluations(folder: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["eval/score"]) for row in rows_of(folder) if "eval/score" in row]
 
@@ -86,7 +77,7 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert names == others
     for name in names - {PREVIOUS}:
         mine, theirs = (checkpoint.read(folder / name, "toy") for folder in (one, other))
-        assert [part for part in PARTS if not same(mine[part], theirs[part])] == [], name
+        assert [place for part in PARTS for place in differing(mine[part], theirs[part], part)] == [], name
     assert evaluations(one) == evaluations(other)
 
 

@@ -21,6 +21,7 @@ from gputrain.engine.run_folder import Run
 from gputrain.engine.saving import HostSnapshot, SaveJob, Saver, buffers_like
 from gputrain.engine.state import TrainState
 from gputrain.errors import Stopped
+from tests.comparison import assert_same
 from tests.engine.test_run import assert_equal, schedule, steps_logged, trained
 from tests.toy import ToyRecipe, batches, cpu_runtime, quiet, train_toy, weights
 
@@ -28,16 +29,6 @@ CPU = torch.device("cpu")
 WRITE, SUBMIT, FINISH = checkpoint._write, Saver._submit, Saver._finish
 UNTIL_WAITED_FOR = 1000  # More steps than a run has: a write lasts until the training waits for it.
 HANG_SECONDS = 120.0
-
-
-def same(one: object, other: object) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other) and (one.dtype, one.stride()) == (other.dtype, other.stride())
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
 
 
 class SlowDisk:
@@ -134,7 +125,7 @@ def test_what_is_written_while_training_goes_on_is_the_state_of_its_step(tmp_pat
     for name in [f"checkpoint_step_{step}.pt" for step in (5, 10, 15, 20)] + [LAST, PREVIOUS]:
         found, expected = (checkpoint.read(tmp_path / kind / name, "toy") for kind in ("meanwhile", "waiting"))
         expected["config"]["output_dir"] = found["config"]["output_dir"]
-        assert same(found, expected), name
+        assert_same(found, expected)
 
 
 def test_a_copy_is_written_as_the_original_and_shares_its_memory_with_the_next_copy():
@@ -148,14 +139,14 @@ def test_a_copy_is_written_as_the_original_and_shares_its_memory_with_the_next_c
     }
     host = HostSnapshot()
     copied = host.copy(content, CPU)
-    assert same(copied, content)
+    assert_same(copied, content)
     assert copied["module"]._metadata == content["module"]._metadata
     files = [io.BytesIO(), io.BytesIO()]
     for file, value in zip(files, (content, copied), strict=True):
         torch.save(value, file)
     # Shared tensors are written once, and no byte beside the tensors is.
     assert len(files[0].getvalue()) == len(files[1].getvalue())
-    assert same(*(torch.load(io.BytesIO(file.getvalue())) for file in files))
+    assert_same(*(torch.load(io.BytesIO(file.getvalue())) for file in files))
 
     places = [tensor.data_ptr() for tensor in checkpoint.distinct_tensors(copied).values()]
     before = shared.clone()
@@ -163,9 +154,9 @@ def test_a_copy_is_written_as_the_original_and_shares_its_memory_with_the_next_c
     assert torch.equal(copied["nested"][0]["b"], before)
     again = host.copy(content, CPU)
     assert [tensor.data_ptr() for tensor in checkpoint.distinct_tensors(again).values()] == places
-    assert same(again, content)
+    assert_same(again, content)
     content["more"] = torch.ones(5)
-    assert same(host.copy(content, CPU), content)
+    assert_same(host.copy(content, CPU), content)
 
 
 def test_sizes_count_shared_tensors_once_and_buffers_fill_chunks(monkeypatch):

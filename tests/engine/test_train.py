@@ -9,6 +9,7 @@ from gputrain.engine.schedule import Schedule
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import back_propagate, update
 from gputrain.errors import UserError
+from tests.comparison import largest_difference
 from tests.toy import BATCH, ITEMS, ToyRecipe, batches, cpu_runtime, quiet, weights
 
 STEPS = 20
@@ -23,11 +24,6 @@ def after_20_steps(tmp_path, *, micro_batch=BATCH, fail=None, clip=1.0):
         update(state, recipe.prepare(x, step), step, learning_rate=1e-2)
         recipe.average(step)
     return weights(recipe), state
-
-
-def largest_difference(a, b):
-    assert a.keys() == b.keys()
-    return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
 def test_step_equals_one_summed_loss_with_torchs_own_clipping(tmp_path):

@@ -385,21 +385,6 @@ def test_compiler_failures_are_told_from_other_errors():
     assert compiler_failure(RuntimeError("shapes do not fit")) == ""
 
 
-class Workers:
-    """Returns the id of the process that reads."""
-
-    def __getitem__(self, sample):
-        return os.getpid()
-
-
-@pytest.mark.parametrize("persistent", [True, False])
-def test_workers_alive_over_epochs(persistent):
-    stream = Stream(item_count=4, seed=0, batch_size=2, start_sample=0, stop_sample=12)
-    pids = [set(batch.tolist()) for batch in loader(Workers(), stream, num_workers=1, persistent=persistent)]
-    assert len(pids) == 6
-    assert len(set.union(*pids)) == (1 if persistent else 3)
-
-
 class Traces:
     """Writes a file for every item that is read."""
 

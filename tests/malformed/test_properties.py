@@ -31,8 +31,8 @@ from gputrain.vae.data import open_pictures
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.openvpi import translate
 from gputrain.vocoder.store import VocoderStore
-from tests.chaos.tiny import same
 from tests.command import gputrain_here
+from tests.comparison import differing
 from tests.malformed.files import RUNS, intact
 from tests.malformed.media import GOOD, ROW, SOUNDS, picture_bytes, sound_bytes
 
@@ -239,7 +239,7 @@ def test_checkpoints(examples):
     def holds(edits):
         with written(edited(good, edits), "c.pt") as path:
             read = only_user_errors(lambda: checkpoint.read(path, "vocoder"))
-            assert read is None or same(read, content)
+            assert read is None or not differing(read, content)
 
     holds()
 

@@ -25,11 +25,6 @@ from tests.vae.test_model import SMALL, stock_autoencoder
 FACTORS = {"scaling_factor": 0.36, "shift_factor": 0.12, "sample_size": 256}
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def reconstruct(model: AutoencoderKL, images: Tensor) -> Tensor:
     with torch.no_grad():
         return model.decode(model.encode(images).mean_BLhw)

@@ -91,16 +91,6 @@ def test_value_and_gradient_are_the_papers(model: Lpips, weights: Weights) -> No
     torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-10 * float(expected.abs().max()))
 
 
-def test_gradient_is_that_of_finite_differences(model: Lpips) -> None:
-    made, target = pictures(items=1, height=16)
-    (gradient,) = torch.autograd.grad(model(made, target).sum(), made)
-    direction, step = gradient / gradient.norm(), 1e-6
-    with torch.no_grad():
-        slope = (model(made + step * direction, target) - model(made - step * direction, target)) / (2 * step)
-    assert gradient.norm() > 1e-3
-    assert float(slope) == pytest.approx(float(gradient.norm()), rel=1e-5)
-
-
 def test_target_gets_no_gradient_and_nothing_learns(model: Lpips) -> None:
     made, target = pictures(items=1)
     distance = model(made, target.requires_grad_())

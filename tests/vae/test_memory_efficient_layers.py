@@ -18,11 +18,6 @@ LAYOUTS = [torch.contiguous_format, torch.channels_last]
 layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=["nchw", "nhwc"])
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def layers(dtype: torch.dtype = torch.float32, kernel: int = 3) -> tuple[nn.GroupNorm, nn.Conv2d]:
     norm = nn.GroupNorm(4, 8, eps=1e-6).to(dtype)
     nn.init.normal_(norm.weight, mean=1.0)

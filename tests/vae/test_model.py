@@ -23,11 +23,6 @@ SMALL = VaeArchitecture((8, 16), 2, norm_num_groups=4, use_quant_conv=True, use_
 presets = pytest.mark.parametrize("preset", PRESETS)
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def stock_autoencoder(architecture: VaeArchitecture) -> diffusers.AutoencoderKL:
     levels = len(architecture.block_out_channels)
     return diffusers.AutoencoderKL(

@@ -237,7 +237,6 @@ def planner_of_batches(items: int) -> Callable[..., CardPlan]:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_gpus_share_a_batch_and_the_optimizers_state():
     """Each of four GPUs is planned for its quarter of the batch, with 1 GB less for the exchange, and may keep a
     quarter of AdamW's averages; different GPUs are planned for the weakest."""

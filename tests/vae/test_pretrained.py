@@ -33,11 +33,6 @@ TINY = VaeArchitecture((8, 16), 4, norm_num_groups=4, layers_per_block=1)
 Weights = dict[str, Tensor]
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.fixture(scope="module")
 def stock() -> dict[VaeArchitecture, diffusers.AutoencoderKL]:
     """Returns diffusers' autoencoders with random tensors, so that missing or swapped norms are detected."""

@@ -8,6 +8,7 @@ from PIL import Image
 from rich.console import Console
 
 from gputrain.config import assemble
+from gputrain.engine.cuda_graph import replay_gradients
 from gputrain.engine.recipe import ChainGradients, Term
 from gputrain.engine.run_folder import Run
 from gputrain.engine.state import TrainState
@@ -22,8 +23,9 @@ from gputrain.vae.data import open_pictures
 from gputrain.vae.discriminator import PatchDiscriminator
 from gputrain.vae.lpips import Lpips
 from gputrain.vae.recipe import VaeRecipe, item_flops
+from tests.comparison import assert_same, largest_difference
 from tests.tables import check_rows
-from tests.toy import cpu_runtime, quiet
+from tests.toy import cpu_runtime, quiet, weights
 from tests.training import train_vae
 
 SMALL = {
@@ -52,17 +54,19 @@ def crops(step: int, count: int = 8) -> torch.Tensor:
     return (255 * smooth).byte()
 
 
-def weights_after(steps, tmp_path, *, lr=1e-4, fail=None, dtype=torch.float64, **changes):
+def weights_after(steps, tmp_path, *, lr=1e-4, fail=None, dtype=torch.float64, graphs=None, **changes):
     recipe = VaeRecipe(settings_of(**changes), cpu_runtime(), held_out=[])
     for module in recipe.modules.values():
         module.to(dtype)
     if fail:
         inject(recipe, *fail)
     state = TrainState.begin(recipe, recipe.settings.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
+    if graphs:
+        replay_gradients(state, graphs)
     for step in range(steps):
-        update(state, recipe.prepare(crops(step), step), step, lr)
+        update(state, recipe.prepare(crops(step, recipe.settings.schedule.whole_batch), step), step, lr)
         recipe.average(step)
-    return {f"{n}.{k}": v for n, m in recipe.modules.items() for k, v in m.state_dict().items()}, state
+    return weights(recipe), state
 
 
 def inject(recipe: VaeRecipe, name: str, at_step: int) -> None:
@@ -77,11 +81,6 @@ def inject(recipe: VaeRecipe, name: str, at_step: int) -> None:
                         torch.empty(10**15)
 
             recipe.step_groups[index] = dataclasses.replace(group, loss=loss)
-
-
-def largest_difference(a, b):
-    assert a.keys() == b.keys()
-    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
 
 
 @pytest.fixture(scope="module")
@@ -239,20 +238,6 @@ def test_resumed_run_is_bit_for_bit_the_undisturbed_one(tmp_path, photographs):
     assert_same(straight["optimizers"], resumed["optimizers"])
     assert straight["progress"] == resumed["progress"]
     assert straight["progress"]["items_seen"] == 32
-
-
-def assert_same(a, b):
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b)
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert_same(a[key], b[key])
-    elif isinstance(a, list):
-        for one, other in zip(a, b, strict=True):
-            assert_same(one, other)
-    else:
-        assert a == b
 
 
 @pytest.mark.parametrize(

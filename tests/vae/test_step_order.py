@@ -11,8 +11,9 @@ from gputrain.engine.step import prepare_optimizer, update
 from gputrain.errors import UserError
 from gputrain.vae import recipe as vae
 from gputrain.vae.recipe import VaeRecipe
-from tests.toy import cpu_runtime, quiet
-from tests.vae.test_recipe import crops, largest_difference, settings_of, weights_after
+from tests.comparison import largest_difference
+from tests.toy import cpu_runtime, quiet, weights
+from tests.vae.test_recipe import crops, settings_of, weights_after
 
 ALTERNATING = {
     "step_order": "alternating", "discriminator_start": 0, "discriminator_warmup_steps": 1, "lecam_weight": 0.1,
@@ -32,11 +33,6 @@ def go_on(state: TrainState, steps: range) -> None:
     for step in steps:
         update(state, state.recipe.prepare(crops(step, 4), step), step, LEARNING_RATE)
         state.recipe.average(step)
-
-
-def weights(state: TrainState) -> dict[str, torch.Tensor]:
-    modules = state.recipe.modules.items()
-    return {f"{n}.{k}": v.clone() for n, module in modules for k, v in module.state_dict().items()}
 
 
 def step_by_hand(state: TrainState, step: int) -> None:
@@ -82,12 +78,12 @@ def test_steps_are_those_of_a_loop_by_hand(tmp_path):
         for group in phase.optimizer.param_groups:
             group["eps"] = 1e-5  # Some gradients are zero but for rounding, such as that of the keys' bias.
     assert [group.name for group in ours.recipe.step_groups] == ["discriminator", "autoencoder"]
-    start = weights(ours)
+    start = weights(ours.recipe)
     go_on(ours, range(3))
     for step in range(3):
         step_by_hand(theirs, step)
-    assert largest_difference(start, weights(ours)) > 1e-3
-    assert largest_difference(weights(theirs), weights(ours)) < 1e-10
+    assert largest_difference(start, weights(ours.recipe)) > 1e-3
+    assert largest_difference(weights(theirs.recipe), weights(ours.recipe)) < 1e-10
 
 
 def test_a_resumed_training_is_the_undisturbed_one_bit_for_bit(tmp_path):
@@ -96,7 +92,7 @@ def test_a_resumed_training_is_the_undisturbed_one_bit_for_bit(tmp_path):
     go_on(first, range(2))
     second.restore(first.snapshot())
     go_on(second, range(2, 3))
-    assert largest_difference(weights(undisturbed), weights(second)) == 0
+    assert largest_difference(weights(undisturbed.recipe), weights(second.recipe)) == 0
 
 
 @pytest.mark.parametrize("norm", ["group", pytest.param("spectral", marks=pytest.mark.slow)])

@@ -31,9 +31,10 @@ from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.recipe import VaeRecipe
 from gputrain.vae.work import warn_of_small_pictures
+from tests.comparison import assert_same
 from tests.tables import check_rows
 from tests.training import train_vae
-from tests.vae.test_recipe import SMALL, assert_same, settings_of
+from tests.vae.test_recipe import SMALL, settings_of
 
 pytestmark = pytest.mark.usefixtures("flops_known")
 

@@ -35,7 +35,7 @@ from gputrain.vocoder.generator import Generator
 from gputrain.vocoder.load import LoadedVocoder, load_vocoder
 from tests.command import ProgressSeen
 from tests.vocoder.stock_forward import stock_difference, stock_forward, stock_tensors
-from tests.vocoder.test_generator import DATA, TINY, build, stored, variants
+from tests.vocoder.test_generator import TINY, build, stored, variants
 from tests.vocoder.test_load import CPU, gives_the_oracle, loaded, run_folder
 
 
@@ -126,16 +126,6 @@ def test_a_generator_that_computes_otherwise_is_found_out(tmp_path: Path, monkey
     monkeypatch.setattr(generators, "LAST_SLOPE", 0.1)
     export_openvpi(loaded("full"), tmp_path)
     assert stock_difference(loaded("full").generator, tmp_path) > LARGEST_DIFFERENCE
-
-
-@pytest.mark.slow
-@variants
-def test_the_names_and_shapes_of_a_model_of_512_channels(tmp_path: Path, name: str) -> None:
-    contract = json.loads((DATA / "nsf_hifigan_512_tensors.json").read_text(encoding="utf-8"))[name]
-    generator = Generator(NsfHifiganArchitecture(mini_nsf=name == "mini")).requires_grad_(False)
-    export_openvpi(LoadedVocoder(generator, None, ""), tmp_path)
-    weights = torch.load(tmp_path / "model.ckpt", weights_only=True)["generator"]
-    assert {key: list(tensor.shape) for key, tensor in weights.items()} == contract
 
 
 VOCODER_YAML = {

@@ -3,13 +3,14 @@
 import copy
 
 import pytest
-import torch
 
-from gputrain.engine import cuda_graph
 from gputrain.engine.cuda_graph import replay_gradients
+from tests.comparison import assert_same
 from tests.recorded_graphs import RecordedGraphs
+from tests.toy import weights
 from tests.vocoder.test_train import begin, steps
 
+pytestmark = pytest.mark.usefixtures("no_garbage_collection")
 MUON = {"generator_optimizer": "muon", "discriminator_optimizer": "muon", "weight_decay": 0.01}
 SMALL = {**MUON, "discriminators": "fast_mpd", "crop_mel_frames": 12, "upsample_initial_channel": 8}
 SHIFTED = {**SMALL, "mini_nsf": True, "pc_aug": True, "noise_sigma": 0.1}
@@ -20,24 +21,9 @@ ALL = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def no_garbage_collection(monkeypatch):
-    monkeypatch.setattr(cuda_graph, "release_memory", lambda: None)
-
-
 def recorded(state, recorder):
     replay_gradients(state, recorder)
     return state
-
-
-def weights(state):
-    return {f"{n}.{k}": v.clone() for n, m in state.recipe.modules.items() for k, v in m.state_dict().items()}
-
-
-def assert_equal_weights(ours, theirs):
-    mine, expected = weights(ours), weights(theirs)
-    different = [name for name in expected if not torch.equal(mine[name], expected[name])]
-    assert not different
 
 
 @pytest.mark.parametrize(
@@ -57,7 +43,7 @@ def test_replayed_steps_are_eager_steps(tmp_path, count, options):
     recorder = RecordedGraphs()
     ours, theirs = recorded(begin(tmp_path, **options), recorder), begin(tmp_path, **options)
     assert steps(ours, count) == steps(theirs, count)
-    assert_equal_weights(ours, theirs)
+    assert_same(weights(ours.recipe), weights(theirs.recipe))
     groups = len(ours.recipe.step_groups)
     if "discriminator_start" in options:  # Other losses begin at step 4.
         assert (recorder.captures, recorder.replays) == (2 * groups, groups * (count - 5))
@@ -76,4 +62,4 @@ def test_graphs_stay_when_a_checkpoint_is_loaded(tmp_path):
         state.restore(kept)
         steps(state, 6, first=4)
     assert recorder.captures == 1
-    assert_equal_weights(ours, theirs)
+    assert_same(weights(ours.recipe), weights(theirs.recipe))

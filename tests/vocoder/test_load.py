@@ -101,21 +101,6 @@ def test_a_run_and_its_checkpoint(tmp_path: Path, averaged: bool) -> None:
         assert model.source == str(run / "checkpoint_last.pt")
 
 
-def test_weights_under_torchs_newer_names_of_weight_norm(tmp_path: Path) -> None:
-    folder = openvpi_folder(tmp_path)
-    newer = {
-        name.replace("weight_g", "parametrizations.weight.original0").replace(
-            "weight_v", "parametrizations.weight.original1"
-        ): tensor.half()
-        for name, tensor in build(TINY["full"]).state_dict().items()
-    }
-    assert not any("weight_" in name for name in newer)
-    torch.save({"generator": newer}, folder / "model.ckpt")
-    generator = load_vocoder(folder, CPU).generator
-    for name, tensor in build(TINY["full"]).state_dict().items():
-        assert torch.equal(generator.state_dict()[name], tensor.half().float())
-
-
 def test_differing_tensors_are_listed(tmp_path: Path) -> None:
     folder = openvpi_folder(tmp_path, upsample_initial_channel=64)
     with pytest.raises(UserError) as raised:

@@ -20,7 +20,8 @@ from gputrain.planner.memory.predict import predict_step, step_flops
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.load import Weights
 from gputrain.vocoder.recipe import VocoderRecipe, target
-from tests.toy import cpu_runtime, quiet
+from tests.comparison import largest_difference
+from tests.toy import cpu_runtime, quiet, weights
 
 SMALL = {
     "data_path": "unused",
@@ -98,16 +99,6 @@ def go_on(state: TrainState, steps: range, lr: float = 1e-3) -> None:
         recipe.average(step)
 
 
-def weights(state: TrainState) -> dict[str, torch.Tensor]:
-    modules = state.recipe.modules.items()
-    return {f"{n}.{k}": v.clone() for n, module in modules for k, v in module.state_dict().items()}
-
-
-def largest_difference(a, b) -> float:
-    assert a.keys() == b.keys()
-    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -119,13 +110,13 @@ def largest_difference(a, b) -> float:
 )
 def test_any_split_gives_the_same_weights(changes, tmp_path):
     whole = begin(tmp_path, **changes)
-    start = weights(whole)
+    start = weights(whole.recipe)
     go_on(whole, range(2))
-    assert largest_difference(start, weights(whole)) > 1e-3
+    assert largest_difference(start, weights(whole.recipe)) > 1e-3
     for size in (1, 3):
         split = begin(tmp_path, **changes, micro_batch_size=size)
         go_on(split, range(2))
-        assert largest_difference(weights(whole), weights(split)) < 1e-12
+        assert largest_difference(weights(whole.recipe), weights(split.recipe)) < 1e-12
 
 
 # A gradient sums up some 4,000 products, in another order on the other side: its error in fp32 is about 4000**0.5 *
@@ -215,12 +206,16 @@ def gradient_of(module) -> torch.Tensor:
 
 def test_with_alternating_steps_the_discriminators_learn_alone_at_first(tmp_path):
     state = begin(tmp_path, discriminator_warmup_steps=1, ema_decay=0, **ALTERNATING)
-    start = weights(state)
+    start = weights(state.recipe)
     go_on(state, range(1))
-    moved = {name.partition(".")[0] for name, value in weights(state).items() if not torch.equal(value, start[name])}
+    moved = {
+        name.partition(".")[0] for name, value in weights(state.recipe).items() if not torch.equal(value, start[name])
+    }
     assert moved == {"discriminators"}
     go_on(state, range(1, 2))
-    moved = {name.partition(".")[0] for name, value in weights(state).items() if not torch.equal(value, start[name])}
+    moved = {
+        name.partition(".")[0] for name, value in weights(state.recipe).items() if not torch.equal(value, start[name])
+    }
     assert moved == {"generator", "discriminators"}
 
 
@@ -233,7 +228,7 @@ def test_a_resumed_training_is_the_undisturbed_one_bit_for_bit(tmp_path):
     second = begin(tmp_path, dtype=torch.float32, **changes)
     second.restore(first.snapshot())
     go_on(second, range(2, 3))
-    assert largest_difference(weights(undisturbed), weights(second)) == 0
+    assert largest_difference(weights(undisturbed.recipe), weights(second.recipe)) == 0
 
 
 @pytest.mark.parametrize("phase", [pytest.param("generator", marks=pytest.mark.slow), "discriminator"])
@@ -253,20 +248,22 @@ def test_running_out_of_memory_changes_nothing(phase, tmp_path):
     short.recipe.step_groups = [dataclasses.replace(group, loss=loss)]
     go_on(short, range(3))
     assert short.micro_batch == {"generator": 2}
-    assert largest_difference(weights(whole), weights(short)) < 1e-12
+    assert largest_difference(weights(whole.recipe), weights(short.recipe)) < 1e-12
 
 
 def test_a_good_generator_waits_until_the_discriminators_have_learnt(tmp_path):
     state = begin(tmp_path, discriminator_warmup_steps=2, ema_decay=0)
-    start = weights(state)
+    start = weights(state.recipe)
     go_on(state, range(2))
-    warm = weights(state)
+    warm = weights(state.recipe)
     go_on(state, range(2, 3))
     moved = {name for name in start if not torch.equal(start[name], warm[name])}
     assert moved
     assert all(name.startswith("discriminators.") for name in moved)
     assert any(
-        not torch.equal(warm[name], value) for name, value in weights(state).items() if name.startswith("generator")
+        not torch.equal(warm[name], value)
+        for name, value in weights(state.recipe).items()
+        if name.startswith("generator")
     )
 
 
@@ -281,9 +278,9 @@ def test_a_good_generator_waits_until_the_discriminators_have_learnt(tmp_path):
 def test_frozen_parameters_keep_their_values_and_the_others_do_not(variant, frozen, tmp_path):
     """openvpi's name of a fast kind is the plain one."""
     state = begin(tmp_path, **VARIANTS[variant], frozen_params=frozen, gradient_clip=1.0, weight_decay=0.1)
-    before = weights(state)
+    before = weights(state.recipe)
     go_on(state, range(3))
-    after = weights(state)
+    after = weights(state.recipe)
     starts = [start.replace("discriminator.", "discriminators.") for start in frozen]
     starts += [start.replace(".mpd", ".fast_mpd") for start in starts]
     trained = {name for name, _ in state.recipe.generator.named_parameters(prefix="generator")}
@@ -355,13 +352,15 @@ def test_names_that_freeze_nothing_or_everything_are_refused(frozen, said, tmp_p
 
 def test_discriminators_may_begin_late(tmp_path):
     state = begin(tmp_path, discriminator_start=2)
-    discriminators = {name: value for name, value in weights(state).items() if name.startswith("discriminators")}
+    discriminators = {name: value for name, value in weights(state.recipe).items() if name.startswith("discriminators")}
     recipe = state.recipe
     for step in range(3):
         scalars = update(state, recipe.prepare(sounds(recipe.settings, step), step), step, 1e-3)
         assert ("loss/discriminator/fast_mpd" in scalars) == ("loss/generator/fast_mpd" in scalars) == (step == 2)
         same = all(
-            torch.equal(value, discriminators[name]) for name, value in weights(state).items() if name in discriminators
+            torch.equal(value, discriminators[name])
+            for name, value in weights(state.recipe).items()
+            if name in discriminators
         )
         assert same == (step < 2)
     assert recipe.peak_memory_step(0) == 2
@@ -369,9 +368,9 @@ def test_discriminators_may_begin_late(tmp_path):
 
 def test_the_discriminators_have_a_rate_of_their_own(tmp_path):
     still = begin(tmp_path, learning_rate=1e-3, discriminator_learning_rate=1e-9, ema_decay=0)
-    start = weights(still)
+    start = weights(still.recipe)
     go_on(still, range(1))
-    for name, value in weights(still).items():
+    for name, value in weights(still.recipe).items():
         if name.endswith(("weight", "bias", "weight_v")):
             moved = float((value - start[name]).abs().max())
             assert moved < 1e-8 if name.startswith("discriminators") else moved > 1e-6, name
@@ -390,8 +389,10 @@ def test_spectral_norms_are_refreshed_once_a_step_for_any_parts(tmp_path):
     for state in (one, many):
         go_on(state, range(1))
     name = "discriminators.msd.discriminators.0.convs.1.weight_u"
-    assert torch.allclose(weights(one)[name], weights(many)[name], atol=1e-12)
-    assert not torch.allclose(weights(one)[name], weights(begin(tmp_path, discriminators="msd"))[name], atol=1e-6)
+    assert torch.allclose(weights(one.recipe)[name], weights(many.recipe)[name], atol=1e-12)
+    assert not torch.allclose(
+        weights(one.recipe)[name], weights(begin(tmp_path, discriminators="msd").recipe)[name], atol=1e-6
+    )
 
 
 def test_weights_of_another_shape_are_listed(tmp_path):

@@ -36,11 +36,11 @@ from gputrain.vocoder.openvpi import PROFILES, translate
 from gputrain.vocoder.recipe import VocoderRecipe
 from gputrain.vocoder.work import WARMUP_STEPS, log_training, open_training_data
 from tests.command import gputrain_here
+from tests.comparison import assert_same, largest_difference
 from tests.toy import quiet
 from tests.training import train_vocoder
-from tests.vae.test_recipe import assert_same
 from tests.vocoder.conftest import HOP, RATE_HZ, TINY, flags, hummed
-from tests.vocoder.test_recipe import largest_difference, sounds
+from tests.vocoder.test_recipe import sounds
 from tests.waiting import HANG_SECONDS, wait_until
 
 pytestmark = pytest.mark.usefixtures("flops_known")
