@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from gputrain.config import config
 from gputrain.engine.optim import Ema, adamw
-from gputrain.engine.recipe import BatchStat, ChainGradients, Phase, StepGroup, Term, Yielded
-from gputrain.engine.run_folder import open_run
+from gputrain.engine.recipe import BatchStat, ChainGradients, Phase, Recipe, StepGroup, Term, Yielded
+from gputrain.engine.run_folder import Run, open_run
 from gputrain.engine.samples import Report
 from gputrain.engine.schedule import Saving, Schedule, StepSchedule, begin
+from gputrain.engine.state import TrainState
 from gputrain.engine.train import train
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
@@ -161,7 +162,13 @@ def train_toy(recipe: ToyRecipe, saving: Saving, source=batches, prediction: dic
     train(recipe, source, steps, run, runtime, Console(quiet=True))
 
 
-def weights(recipe: ToyRecipe) -> dict[str, Tensor]:
+def new_state(recipe: Recipe, folder: Path, runtime: Runtime | None = None) -> TrainState:
+    """Return the state with which a training of any recipe begins."""
+    schedule = getattr(recipe, "settings", recipe).schedule
+    return TrainState.begin(recipe, schedule, runtime or cpu_runtime(), Run(folder, quiet(folder), {}, ""))
+
+
+def weights(recipe: Recipe) -> dict[str, Tensor]:
     return {f"{n}.{k}": v.clone() for n, m in recipe.modules.items() for k, v in m.state_dict().items()}
 
 

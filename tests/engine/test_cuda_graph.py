@@ -10,7 +10,6 @@ import torch
 from gputrain.engine import step
 from gputrain.engine.cuda_graph import MOST_RELEASES, agree, replay_gradients
 from gputrain.engine.recipe import Term
-from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import Schedule
 from gputrain.engine.state import TrainState
 from gputrain.hw.plan import Hardware, Setting, decide
@@ -18,7 +17,7 @@ from gputrain.hw.runtime import DTYPES, Runtime
 from tests.hw.test_plan import machine
 from tests.recorded_graphs import RecordedGraphs
 from tests.tables import check_rows
-from tests.toy import BATCH, ITEMS, ToyBatch, ToyRecipe, cpu_runtime, quiet, weights
+from tests.toy import BATCH, ITEMS, ToyBatch, ToyRecipe, new_state, weights
 
 STEPS, LATE = 20, 8
 OUT_OF_MEMORY = "CUDA out of memory"
@@ -33,7 +32,7 @@ def trained(tmp_path, recorder=None, *, micro_batch=BATCH, prepare=None, sizes=N
         Schedule(batch_size=BATCH, micro_batch_size=micro_batch, gradient_clip=1.0), adversarial_from=LATE
     )
     change(recipe)
-    state = TrainState.begin(recipe, recipe.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
+    state = new_state(recipe, tmp_path)
     if recorder:
         replay_gradients(state, recorder)
     scalars = []

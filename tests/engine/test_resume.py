@@ -20,7 +20,7 @@ from gputrain.engine.step import update
 from gputrain.errors import UserError
 from tests.engine.test_muon import MuonToy
 from tests.engine.test_run import schedule, trained
-from tests.toy import BATCH, ToyRecipe, batches, cpu_runtime, quiet, train_toy
+from tests.toy import BATCH, ToyRecipe, batches, cpu_runtime, new_state, quiet, train_toy
 
 LEARNING_RATE = 1e-2
 
@@ -29,7 +29,7 @@ def begin(folder, dtype: torch.dtype, clip: float = 1.0) -> TrainState:
     """A training of fp32 weights under autocast to `dtype`."""
     recipe = ToyRecipe(Schedule(batch_size=BATCH, gradient_clip=clip), dtype=torch.float32)
     runtime = dataclasses.replace(cpu_runtime(), dtype=dtype)
-    return TrainState.begin(recipe, recipe.schedule, runtime, Run(folder, quiet(folder), {}, ""))
+    return new_state(recipe, folder, runtime)
 
 
 def make_steps(state: TrainState, first: int, last: int) -> None:

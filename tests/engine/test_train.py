@@ -4,13 +4,11 @@ import pytest
 import torch
 
 from gputrain.engine.recipe import PhaseSums, StepGroup, Term, Together, phases_of
-from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import Schedule
-from gputrain.engine.state import TrainState
 from gputrain.engine.step import back_propagate, update
 from gputrain.errors import UserError
 from tests.comparison import largest_difference
-from tests.toy import BATCH, ITEMS, ToyRecipe, batches, cpu_runtime, quiet, weights
+from tests.toy import BATCH, ITEMS, ToyRecipe, batches, new_state, weights
 
 STEPS = 20
 
@@ -18,8 +16,7 @@ STEPS = 20
 def after_20_steps(tmp_path, *, micro_batch=BATCH, fail=None, clip=1.0):
     recipe = ToyRecipe(Schedule(batch_size=BATCH, micro_batch_size=micro_batch, gradient_clip=clip), adversarial_from=3)
     recipe.fail = fail or {}
-    run = Run(tmp_path, quiet(tmp_path), {}, "")
-    state = TrainState.begin(recipe, recipe.schedule, cpu_runtime(), run)
+    state = new_state(recipe, tmp_path)
     for step, x in enumerate(batches(0, STEPS)):
         update(state, recipe.prepare(x, step), step, learning_rate=1e-2)
         recipe.average(step)
@@ -88,14 +85,14 @@ def test_out_of_memory_with_one_item_says_so(tmp_path):
 
 def test_other_errors_are_not_taken_for_memory(tmp_path):
     recipe = ToyRecipe(Schedule(batch_size=BATCH))
-    state = TrainState.begin(recipe, recipe.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
+    state = new_state(recipe, tmp_path)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         update(state, recipe.prepare(ITEMS[:4, :3], 0), 0, 1e-3)
 
 
 def test_nonfinite_gradient_never_reaches_the_weights(tmp_path):
     recipe = ToyRecipe(Schedule(batch_size=BATCH))
-    state = TrainState.begin(recipe, recipe.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
+    state = new_state(recipe, tmp_path)
     update(state, recipe.prepare(ITEMS[:BATCH], 0), 0, 1e-2)
     before = weights(recipe)
     poisoned = ITEMS[:BATCH].clone()
@@ -110,7 +107,7 @@ def test_nonfinite_gradient_never_reaches_the_weights(tmp_path):
 
 def test_only_the_phases_own_modules_gather_gradients(tmp_path):
     recipe = ToyRecipe(Schedule(batch_size=BATCH))
-    state = TrainState.begin(recipe, recipe.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
+    state = new_state(recipe, tmp_path)
     update(state, recipe.prepare(ITEMS[:BATCH], 0), 0, 0.0)
     # After the generator's phase, which ran the discriminators too, nothing is left on them.
     assert all(p.grad is None and not p.requires_grad for p in recipe.discriminators.parameters())
@@ -134,7 +131,7 @@ class RunsOnce(torch.autograd.Function):
 
 def test_terms_together_have_the_loss_scale_of_their_own_phase(tmp_path, monkeypatch):
     recipe = ToyRecipe(Schedule(batch_size=BATCH))
-    state = TrainState.begin(recipe, recipe.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
+    state = new_state(recipe, tmp_path)
     group = StepGroup(tuple(phases_of(recipe)), recipe.generator_loss)
     monkeypatch.setattr(state, "loss_scale", {"discriminators": 16.0, "generator": 1024.0}.get)
     weights_of_phases = [phase.parameters()[0] for phase in group.phases]

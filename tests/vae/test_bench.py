@@ -17,7 +17,7 @@ from gputrain.planner.memory.predict import predict_step
 from gputrain.planner.time.roofline import DeviceRates, busy_seconds
 from gputrain.vae.config import BenchVae, TrainVae
 from gputrain.vae.work import VaeWork
-from tests.command import gputrain
+from tests.command import gputrain_here
 from tests.tables import check_rows
 from tests.toy import cpu_runtime
 
@@ -155,12 +155,13 @@ def test_the_time_of_a_row_is_predicted_as_a_plan_predicts_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path):
+def test_the_command(tmp_path, monkeypatch):
     """Measures real rows on the CPU: rows that need a GPU are reported so, and memory is that of the child process."""
     words = ["--preset", "fast", "--channels", "8,16", "--image-size", 32, "--batch-size", 2, "--steps", 2]
-    done = gputrain(
+    monkeypatch.setenv("PATH", "")
+    done = gputrain_here(
         "bench", "train-vae", *words, "--device", "cpu", "--output-dir", tmp_path, "--row-minutes", 0.5,
-        env={"PATH": "", "OMP_NUM_THREADS": "1"},
+
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (table,) = tmp_path.glob("bench_vae_*.json")

@@ -27,7 +27,7 @@ from gputrain.vae.linear_start import (
 )
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.norm_arithmetic import EAGER
-from tests.command import gputrain
+from tests.command import gputrain_here
 from tests.vae.test_model import stock_autoencoder
 
 SMALL = {
@@ -197,7 +197,7 @@ def test_training_never_falls_below_its_start(folder, tmp_path):
     """Held-out figures of the first 240 steps, through the warm-up; random weights are far behind."""
     found = {}
     for start in ("linear", "random"):
-        done = gputrain(
+        done = gputrain_here(
             "train-vae", "--data-path", folder, "--output-dir", tmp_path / start, "--preset", "fast",
             "--image-size", 32, "--batch-size", 4, "--max-steps", 240, "--evaluate-steps", 30, "--held-out-share", 0.34,
             "--start", start, "--num-workers", 0, "--no-plan",

@@ -1,8 +1,6 @@
 """Plans of train-vae without the GPU: predictions compared with a reference table, the user's five rows, bad input."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -22,6 +20,7 @@ from gputrain.session import with_plan
 from gputrain.vae.config import PlanVae
 from gputrain.vae.recipe import item_flops, plan_target
 from gputrain.vae.work import VaeWork
+from tests.command import gputrain_here
 
 ROWS = [(512, 32), (768, 24), (1024, 16), (1536, 8), (2048, 4)]
 # GB at the peak with the whole batch at once: bf16, AdamW, EMA, L1 and KL, as counted for stock diffusers and for a
@@ -145,10 +144,7 @@ def test_a_plan_in_json():
     words = ["plan", "train-vae", "--gpu", "rtx5090", "--gpu", "t4,l4", "--vram-gb", 24, "--json"]
     words += ["--items", 1000, "--price-per-hour", 1.5]
     words += [word for name, value in SMALL.items() for word in ("--" + name.replace("_", "-"), value)]
-    done = subprocess.run(
-        [sys.executable, "-m", "gputrain", *map(str, words)], capture_output=True, text=True, check=True
-    )
-    plans = json.loads(done.stdout)
+    plans = json.loads(gputrain_here(*words).stdout)
     assert [plan["gpu"] for plan in plans] == ["rtx5090", "t4", "l4", "24 GB"]
     assert [plan["precision"] for plan in plans] == ["bf16", "fp16", "bf16", "bf16"]
     for plan in plans:

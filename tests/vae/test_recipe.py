@@ -10,8 +10,6 @@ from rich.console import Console
 from gputrain.config import assemble
 from gputrain.engine.cuda_graph import replay_gradients
 from gputrain.engine.recipe import ChainGradients, Term
-from gputrain.engine.run_folder import Run
-from gputrain.engine.state import TrainState
 from gputrain.engine.step import update
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, decide
@@ -25,7 +23,7 @@ from gputrain.vae.lpips import Lpips
 from gputrain.vae.recipe import VaeRecipe, item_flops
 from tests.comparison import assert_same, largest_difference
 from tests.tables import check_rows
-from tests.toy import cpu_runtime, quiet, weights
+from tests.toy import cpu_runtime, new_state, weights
 from tests.training import train_vae
 
 SMALL = {
@@ -60,7 +58,7 @@ def weights_after(steps, tmp_path, *, lr=1e-4, fail=None, dtype=torch.float64, g
         module.to(dtype)
     if fail:
         inject(recipe, *fail)
-    state = TrainState.begin(recipe, recipe.settings.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
+    state = new_state(recipe, tmp_path)
     if graphs:
         replay_gradients(state, graphs)
     for step in range(steps):
@@ -251,7 +249,7 @@ def test_bf16_learns_what_fp32_learns(tmp_path, wishes):
     moved = []
     for at, micro_batch in ((cpu_runtime(), 8), (runtime, 8), (runtime, 2)):
         recipe = VaeRecipe(settings_of(micro_batch_size=micro_batch), at, held_out=[])
-        state = TrainState.begin(recipe, recipe.settings.schedule, at, Run(tmp_path, quiet(tmp_path), {}, ""))
+        state = new_state(recipe, tmp_path, at)
         for step in (2, 5, 6):
             scalars = update(state, recipe.prepare(crops(step), step), step, 1e-3)
         assert all(value.isfinite() for value in scalars.values())
@@ -301,7 +299,7 @@ def after_lpips(lpips, tmp_path, **changes):
     recipe = VaeRecipe(settings, cpu_runtime(), [], lpips)
     recipe.autoencoder.double()
     before = {name: tensor.clone() for name, tensor in recipe.autoencoder.state_dict().items()}
-    state = TrainState.begin(recipe, settings.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
+    state = new_state(recipe, tmp_path)
     pictures = torch.nn.functional.interpolate(crops(0, 4).float(), size=40).byte()
     for step in range(2):
         scalars = update(state, recipe.prepare(pictures, step), step, 1e-3)

@@ -5,14 +5,13 @@ import torch
 import torch.nn.functional as F
 
 from gputrain.engine.recipe import Phase, phases_of
-from gputrain.engine.run_folder import Run
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import prepare_optimizer, update
 from gputrain.errors import UserError
 from gputrain.vae import recipe as vae
 from gputrain.vae.recipe import VaeRecipe
 from tests.comparison import largest_difference
-from tests.toy import cpu_runtime, quiet, weights
+from tests.toy import cpu_runtime, new_state, weights
 from tests.vae.test_recipe import crops, settings_of, weights_after
 
 ALTERNATING = {
@@ -26,7 +25,7 @@ def begin(tmp_path, *, dtype=torch.float64, **changes) -> TrainState:
     recipe = VaeRecipe(settings_of(**{**ALTERNATING, **changes}), cpu_runtime(), held_out=[])
     for module in recipe.modules.values():
         module.to(dtype)
-    return TrainState.begin(recipe, recipe.settings.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
+    return new_state(recipe, tmp_path)
 
 
 def go_on(state: TrainState, steps: range) -> None:

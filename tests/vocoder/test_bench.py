@@ -15,7 +15,7 @@ from gputrain.config import assemble, to_yaml
 from gputrain.hw.plan import decide
 from gputrain.vocoder.config import BenchVocoder, TrainVocoder
 from gputrain.vocoder.work import VocoderWork
-from tests.command import gputrain, gputrain_here
+from tests.command import gputrain_here
 from tests.tables import check_rows
 from tests.toy import cpu_runtime
 from tests.vae.test_bench import H100, T4
@@ -145,12 +145,13 @@ def test_a_row_is_measured_in_its_child():
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path):
+def test_the_command(tmp_path, monkeypatch):
     """Runs real rows on the CPU: those that need a GPU say so, the others are measured."""
     words = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", value)]
-    done = gputrain(
+    monkeypatch.setenv("PATH", "")
+    done = gputrain_here(
         "bench", "train-vocoder", *words, "--steps", 1, "--warmup-steps", 1, "--device", "cpu",
-        "--output-dir", tmp_path, env={"PATH": "", "OMP_NUM_THREADS": "1"},
+        "--output-dir", tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (table,) = tmp_path.glob("bench_vocoder_*.json")
@@ -166,21 +167,18 @@ def test_the_command(tmp_path):
 
 def test_bad_input_gets_a_sentence_and_2(typed, tmp_path):
     rows = [
-        (["--batch-size", 0], "--batch-size"),
         (["--discriminators", "fast_mpd,cqt"], "discriminators is"),
         (["--discriminators", "msd,msd"], "each may be named once"),
         (["--crop-mel-frames", 8, "--discriminators", "mrd,nothing"], "discriminators is"),
         (["--optimizer", "adam"], "--optimizer"),
         (["--upsample-initial-channel", 31], "--upsample-initial-channel"),
-        (["--output-dir", "file/below"], "Not a directory"),
     ]
 
     def check(words, said):
-        (tmp_path / "file").write_text("")
         code, printed = typed("bench", "train-vocoder", *words)
         assert code == 2
         assert said in printed
-        assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+        assert not list(tmp_path.iterdir())
 
     check_rows(rows, check)
 

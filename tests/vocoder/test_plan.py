@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from gputrain.planner.model_planner import plan_cards
 from gputrain.vocoder.config import PlanVocoder, TrainVocoder
 from gputrain.vocoder.recipe import target
 from gputrain.vocoder.work import VocoderWork
+from tests.command import gputrain_here
 from tests.vocoder.test_recipe import SMALL
 
 MODEL = {name: value for name, value in SMALL.items() if name != "data_path"}
@@ -83,8 +82,7 @@ def test_what_does_not_fit_says_what_would():
 
 @pytest.mark.slow
 def test_the_command_takes_a_configuration_that_comes_along():
-    words = ["plan", "train-vocoder", "--config", "base_hifi_gpu.yaml", "--vram-gb", "12", "--json"]
-    done = subprocess.run([sys.executable, "-m", "gputrain", *words], capture_output=True, text=True)
+    done = gputrain_here("plan", "train-vocoder", "--config", "base_hifi_gpu.yaml", "--vram-gb", 12, "--json")
     assert done.returncode == 0, done.stderr
     (plan,) = json.loads(done.stdout)
     assert (plan["crop_mel_frames"], plan["batch_size"], plan["precision"]) == (48, 16, "fp32")

@@ -10,7 +10,6 @@ from gputrain.audio import losses
 from gputrain.config import assemble
 from gputrain.engine.gan import exact
 from gputrain.engine.recipe import Term, phases_of
-from gputrain.engine.run_folder import Run
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import accumulate, gradients, unfreeze_only, update
 from gputrain.errors import UserError
@@ -21,7 +20,7 @@ from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.load import Weights
 from gputrain.vocoder.recipe import VocoderRecipe, target
 from tests.comparison import largest_difference
-from tests.toy import cpu_runtime, quiet, weights
+from tests.toy import cpu_runtime, new_state, weights
 
 SMALL = {
     "data_path": "unused",
@@ -89,7 +88,7 @@ def begin(tmp_path, *, dtype=torch.float64, **changes) -> TrainState:
     recipe = VocoderRecipe(settings_of(**changes), cpu_runtime())
     for module in recipe.modules.values():
         module.to(dtype)
-    return TrainState.begin(recipe, recipe.settings.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
+    return new_state(recipe, tmp_path)
 
 
 def go_on(state: TrainState, steps: range, lr: float = 1e-3) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from gputrain.cli.options import read_defaults
 from gputrain.config import assemble, read_file
 from gputrain.engine.recipe import Term
-from gputrain.engine.run_folder import PlanFile, Run
+from gputrain.engine.run_folder import PlanFile
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import update
 from gputrain.errors import UserError
@@ -37,7 +37,7 @@ from gputrain.vocoder.recipe import VocoderRecipe
 from gputrain.vocoder.work import WARMUP_STEPS, log_training, open_training_data
 from tests.command import gputrain_here
 from tests.comparison import assert_same, largest_difference
-from tests.toy import quiet
+from tests.toy import new_state
 from tests.training import train_vocoder
 from tests.vocoder.conftest import HOP, RATE_HZ, TINY, flags, hummed
 from tests.vocoder.test_recipe import sounds
@@ -335,7 +335,7 @@ def begin(folder: Path, **changes: object) -> TrainState:
     settings = assemble(TrainVocoder, {"data_path": ".", **TINY, **changes})
     runtime = apply(decide(probe(), settings.hardware))
     recipe = VocoderRecipe(settings, runtime)
-    return TrainState.begin(recipe, settings.schedule, runtime, Run(folder, quiet(folder), {}, ""))
+    return new_state(recipe, folder, runtime)
 
 
 def steps(state: TrainState, count: int, first: int = 0) -> list[dict[str, float]]:
