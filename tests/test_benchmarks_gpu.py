@@ -269,7 +269,7 @@ def test_waits_in_the_step_that_captures_are_none_and_replays_are_checked():
 
 
 @pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_steps_of_the_vae_on_a_card_wait_only_where_a_graph_is_captured(graphs, context):
     gpu = dataclasses.replace(context, smoke=False)
     with fake_cuda(), few_layers():

@@ -81,12 +81,6 @@ def test_wrong_values_are_named():
     check_rows(rows, check)
 
 
-def test_unknown_key_comes_with_the_nearest():
-    with pytest.raises(UserError) as caught:
-        assemble(Outer, {"folder": "x", "chanels": [1]})
-    assert caught.value.hint == "did you mean 'channels'?"
-
-
 @given(
     st.builds(
         lambda folder, size, channels, fast, rate, name: Outer(
@@ -105,26 +99,6 @@ def test_yaml_gives_the_same_configuration_back(tmp_path_factory, settings):
     path.write_text(to_yaml(settings), encoding="utf-8")
     assert assemble(Outer, read_file(path)) == settings
     assert assemble(Outer, flatten(settings)) == settings
-
-
-def test_bad_files_are_named(tmp_path):
-    rows = [
-        ("a.yaml", "- 1\n- 2\n", "expected a mapping of keys to values, found list"),
-        ("a.yaml", "just words", "expected a mapping of keys to values, found str"),
-        ("a.yaml", "a: [1", "not valid YAML"),
-        ("a.yaml", "1: 2", "expected a mapping"),
-        ("a.json", "{'a': 1}", "not valid JSON"),
-        ("a.yaml", "\x00", "not valid YAML"),
-    ]
-
-    def check(name, text, message):
-        (tmp_path / name).write_text(text)
-        with pytest.raises(UserError, match=rf"{name}: {message}"):
-            read_file(tmp_path / name)
-        with pytest.raises(UserError, match="No such file"):
-            read_file(tmp_path / "missing.yaml")
-
-    check_rows(rows, check)
 
 
 def test_the_guides_json(tmp_path):

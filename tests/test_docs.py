@@ -32,7 +32,7 @@ RUN_BY = {
     "normalize": "tests/cli/test_voice_commands.py::test_normalize_prints_what_a_voice_sees",
     "check-compatibility": "setup.sh",
     "train-vae": "tests/vae/test_use.py::run",
-    "train-vocoder": "tests/vocoder/test_train.py::test_terminated_a_run_says_75_and_how_to_go_on",
+    "train-vocoder": "tests/vocoder/test_train.py::test_the_command_trains_at_the_sizes_of_the_file",
     "train-tts": "tests/cli/test_voice_commands.py::test_from_recordings_to_a_voice",
     "train-asr": "tests/asr/test_train.py::test_train_asr_from_the_command_line",
     "reconstruct": "tests/vae/test_use.py::test_commands_from_a_run_to_stock_diffusers",

@@ -149,7 +149,8 @@ def test_a_run_saves_in_time_and_goes_on_with_the_same_limit(tmp_path, clock):
     long = schedule(60, num_epochs=100)
     with pytest.raises(Stopped, match=r"in time for --max-time 1s after step 39; everything is saved") as caught:
         train_toy(ToyRecipe(long, adversarial_from=3), quiet(tmp_path / "cut", log_freq=1, max_time="1s"), slowly)
-    assert caught.value.hint.endswith("--resume-from auto --max-steps 60")
+    configuration = tmp_path / "cut" / "config.yaml"
+    assert caught.value.hint.endswith(f"--config {configuration} --resume-from auto --max-steps 60")
     assert saved_step(tmp_path / "cut") == 39
     assert read_file(tmp_path / "cut" / "config.yaml")["max_time"] == "1s"
     again = quiet(tmp_path / "cut", log_freq=1, max_time="2s", resume_from="auto")

@@ -11,7 +11,6 @@ import torch
 
 from gputrain.config import read_file
 from gputrain.engine import checkpoint, run_folder
-from gputrain.engine.checkpoint import load_modules
 from gputrain.engine.schedule import Schedule
 from gputrain.errors import Stopped, UserError
 from tests.children import Child
@@ -85,40 +84,6 @@ def test_kill_between_the_renames_leaves_a_whole_checkpoint(tmp_path):
     trained(tmp_path / "b", 6, resume_from="auto")
     (tmp_path / "b" / "checkpoint_last.pt").rename(tmp_path / "b" / "checkpoint_last.pt.partial")
     assert_equal(straight, trained(tmp_path / "b", 10, resume_from="auto"))
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "truncated or damaged"),
-        (b"not a zip file", "truncated or damaged"),
-        (None, "no such checkpoint"),
-    ],
-)
-def test_bad_checkpoints_are_named(tmp_path, content, message):
-    path = tmp_path / "some.pt"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(UserError, match=f"some.pt: {message}"):
-        trained(tmp_path / "run", 2, resume_from=str(path))
-
-
-def test_foreign_files_are_no_checkpoints(tmp_path):
-    torch.save({"state_dict": {}}, tmp_path / "foreign.pt")
-    with pytest.raises(UserError, match="not a checkpoint that this version of gputrain has written"):
-        checkpoint.read(tmp_path / "foreign.pt", "toy")
-    trained(tmp_path / "run", 2)
-    with pytest.raises(UserError, match="holds a model of kind 'toy', expected 'vae'"):
-        checkpoint.read(tmp_path / "run" / "checkpoint_last.pt", "vae")
-
-
-def test_checkpoint_of_another_architecture_is_refused(tmp_path):
-    trained(tmp_path, 2)
-    content = checkpoint.read(tmp_path / "checkpoint_last.pt", "toy")
-    recipe = ToyRecipe(schedule(2))
-    recipe.modules["g"] = torch.nn.Linear(3, 3)
-    with pytest.raises(UserError, match=r"the checkpoint's g differs in 6 tensors: "):
-        load_modules(recipe.modules, content["modules"])
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path):
@@ -278,20 +243,6 @@ def test_a_folder_that_cannot_be_locked_is_trained_in_with_a_warning(tmp_path, c
     trained(tmp_path, 2)
     assert "a second process in it would not be detected" in caplog.text
     assert steps_logged(tmp_path) == [1, 2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-def test_signal_ends_in_a_checkpoint_and_75(tmp_path, number):
-    process = start(tmp_path / "cut")
-    wait_for_steps(tmp_path / "cut", 3)
-    process.send_signal(number)
-    code, talk = process.wait()
-    assert code == 75
-    assert "everything is saved" in talk
-    assert "--resume-from auto" in talk
-    assert "Traceback" not in talk
-    assert_equal(trained(tmp_path / "straight", 40), trained(tmp_path / "cut", 40, resume_from="auto"))
 
 
 def test_kill_at_any_moment_is_survived(tmp_path):

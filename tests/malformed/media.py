@@ -4,7 +4,6 @@ import io
 import json
 import os
 import struct
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from PIL import Image
 
 from tests.command import gputrain_here
 from tests.malformed.case import Case
+from tests.png import png
 from tests.speech.speech import hum
 
 RATE_HZ = 16000
@@ -25,17 +25,6 @@ def picture_bytes(format: str = "PNG", size: tuple[int, int] = (64, 48)) -> byte
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, format)
     return file.getvalue()
-
-
-def png(width: int, height: int, *, color: int = 2, data: bytes = b"") -> bytes:
-    """Returns a PNG with any header."""
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, color, 0, 0, 0)
-    parts = (chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(data)), chunk(b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
 def flipped(content: bytes, at: float = 0.5) -> bytes:
@@ -77,7 +66,7 @@ PICTURES: dict[str, tuple[str, bytes]] = {
     "PNG with a flipped bit": ("bad.png", flipped(picture_bytes())),
     "PNG without a pixel": ("bad.png", png(0, 10)),
     "PNG of an unknown colour type": ("bad.png", png(40, 40, color=5)),
-    "PNG with too few pixels": ("bad.png", png(64, 64, data=b"\0" * 100)),
+    "PNG with too few pixels": ("bad.png", png(64, 64, rows=b"\0" * 100)),
     "decompression bomb": ("bad.png", png(60000, 60000)),
     "signature alone": ("bad.png", b"\x89PNG\r\n\x1a\n"),
     "text as a picture": ("bad.jpg", b"<html>404 Not Found</html>" * 20),

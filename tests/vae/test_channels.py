@@ -28,6 +28,7 @@ from gputrain.vae.recipe import VaeRecipe, plan_target
 from gputrain.vae.reconstruct import reconstruct_folder
 from gputrain.vae.work import warn_of_opaque_pictures
 from tests.command import ProgressSeen
+from tests.png import png
 from tests.training import train_vae
 from tests.vae.test_recipe import SMALL, cpu_runtime, settings_of
 
@@ -76,22 +77,9 @@ def test_transparency_is_kept_and_not_composited(tmp_path):
     assert found.tolist() == [[[250, 20, 30, 255], [250, 20, 30, 255], [9, 8, 7, 0], [0, 0, 0, 255]]]
     opaque = decoded(path, Image.fromarray(RGBA[..., :3]), 4)
     assert opaque.tolist() == [[[*colour, 255] for colour in RGBA[0, :, :3].tolist()]]
-    (tmp_path / "deep.png").write_bytes(png_of_16_bits(RGBA.astype(np.uint16) * 257))
+    deep = b"\0" + (RGBA.astype(">u2") * 257).tobytes()  # Pillow reads 16 bits, and cannot write them.
+    (tmp_path / "deep.png").write_bytes(png(4, 1, color=6, bits=16, rows=deep))
     assert (np.asarray(read_picture(tmp_path / "deep.png", channels=4)) == RGBA).all()
-
-
-def png_of_16_bits(pixels: np.ndarray) -> bytes:
-    """Returns an RGBA file with 16 bits, which Pillow reads and cannot write."""
-    import struct
-    import zlib
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-    height, width, _ = pixels.shape
-    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
-    head = struct.pack(">IIBBBBB", width, height, 16, 6, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
 def test_hidden_colours_become_white_in_tensors(tmp_path):

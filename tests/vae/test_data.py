@@ -7,7 +7,6 @@ import pickle
 import struct
 import sys
 import warnings
-import zlib
 from contextlib import suppress
 
 import numpy as np
@@ -21,6 +20,7 @@ from gputrain.errors import UserError
 from gputrain.vae.config import PictureLimits
 from gputrain.vae.data import CropDataset, Picture, centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.pictures import JOURNAL, UnusablePicture, read_header, read_picture, scan_pictures
+from tests.png import png
 from tests.tables import check_rows
 
 EXACT = {".jpg": {"quality": 100, "subsampling": 0}, ".webp": {"lossless": True}}
@@ -336,27 +336,17 @@ def test_flipped_bytes_never_get_past_the_decoder(tmp_path):
                 assert read_picture(path, PictureLimits(min_size=1, max_megapixels=1)).mode == "RGB"
 
 
-def png_header(width, height):
-    """Returns a PNG with a size in its header and no pixels."""
-
-    def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
-
-
 def test_huge_and_tiny_are_refused_from_the_header(tmp_path):
     path = tmp_path / "bomb.png"
-    path.write_bytes(png_header(60_000, 60_000))
+    path.write_bytes(png(60_000, 60_000))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert reason(path) == "huge"
-    path.write_bytes(png_header(15_000, 13_000))  # 195 megapixels, over Pillow's own limit of 179 and under ours
+    path.write_bytes(png(15_000, 13_000))  # 195 megapixels, over Pillow's own limit of 179 and under ours
     assert reason(path) == "broken"
-    path.write_bytes(png_header(31, 4000))
+    path.write_bytes(png(31, 4000))
     assert reason(path, PictureLimits()) == "tiny"
-    path.write_bytes(png_header(100, 100))
+    path.write_bytes(png(100, 100))
     assert reason(path, PictureLimits(max_megapixels=0.0099)) == "huge"
 
 
@@ -453,7 +443,7 @@ def test_open_pictures_reads_sizes_and_names_what_it_refuses(tmp_path):
     saved(tmp_path / "b.png", noise(50, 40))
     saved(tmp_path / "small.png", noise(50, 31))
     (tmp_path / "broken.jpg").write_bytes(b"x")
-    (tmp_path / "bomb.png").write_bytes(png_header(60_000, 60_000))
+    (tmp_path / "bomb.png").write_bytes(png(60_000, 60_000))
     pictures = open_pictures(tmp_path, held_out_share=0.5)
     found = sorted(pictures.train + pictures.held_out, key=lambda picture: picture.path)
     assert [(p.path.name, p.width, p.height) for p in found] == [("a.jpg", 40, 60), ("b.png", 50, 40)]

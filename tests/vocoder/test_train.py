@@ -5,9 +5,6 @@ import logging
 import math
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +38,6 @@ from tests.toy import new_state
 from tests.training import train_vocoder
 from tests.vocoder.conftest import HOP, RATE_HZ, TINY, flags, hummed
 from tests.vocoder.test_recipe import sounds
-from tests.waiting import HANG_SECONDS, wait_until
 
 pytestmark = pytest.mark.usefixtures("flops_known")
 
@@ -128,28 +124,6 @@ def test_micro_batches_give_the_same_weights(undisturbed, notes, tmp_path, size)
     assert PlanFile.load(tmp_path / "1" / "plan.json").micro_batch == {"generator": size}
     later = weights(read_checkpoint(whole / "checkpoint_step_2.pt"))
     assert 0 < distance(*made) < 0.05 * distance(made[0], later)
-
-
-@pytest.mark.slow
-def test_terminated_a_run_says_75_and_how_to_go_on(notes, tmp_path):
-    """This is a real process, stopped at an arbitrary point."""
-    words = ["train-vocoder", "--config", "base_hifi_rtx5090_optimized", "--data-path", str(notes), *flags(TINY)]
-    words += [*flags(QUIET), "--output-dir", str(tmp_path / "run")]
-    process = subprocess.Popen([sys.executable, "-m", "gputrain", *words], stderr=subprocess.PIPE, text=True)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    wait_until(
-        lambda: metrics.exists() and len(rows(tmp_path / "run")) >= 2, "two steps", lambda: process.poll() is not None
-    )
-    process.send_signal(signal.SIGTERM)
-    _, printed = process.communicate(timeout=HANG_SECONDS)
-    assert process.returncode == 75, printed
-    assert f"--config {tmp_path / 'run' / 'config.yaml'} --resume-from auto" in printed
-    stopped = read_checkpoint(tmp_path / "run" / "checkpoint_last.pt")["progress"]["step"]
-    assert rows(tmp_path / "run")[-1]["step"] == stopped >= 2
-
-    resumed = train(tmp_path / "run", tmp_path / "run" / "config.yaml", resume_from="auto", max_steps=stopped + 1)
-    assert resumed["progress"]["step"] == stopped + 1
-    assert [row["step"] for row in rows(tmp_path / "run")] == [*range(1, stopped + 2)]
 
 
 @pytest.mark.slow
