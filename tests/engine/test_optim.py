@@ -19,24 +19,6 @@ def test_adamw_decays_weights_but_not_biases():
     assert torch.equal(layer.bias, before["bias"])
 
 
-def test_fused_adamw_divides_and_skips_as_update_relies_on():
-    """grad_scale and found_inf are how a step is unscaled, clipped and guarded without a pass over the gradients."""
-    ours, theirs = (nn.Parameter(torch.tensor([1.0, -2.0])) for _ in range(2))
-    fused = adamw([ours], learning_rate=0.1, weight_decay=0.0, betas=(0.9, 0.99))
-    plain = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.0, betas=(0.9, 0.99), fused=False)
-    ours.grad, theirs.grad = torch.tensor([4.0, 8.0]), torch.tensor([1.0, 2.0])
-    fused.grad_scale, fused.found_inf = torch.tensor(4.0), torch.tensor(0.0)
-    fused.step()
-    plain.step()
-    assert torch.allclose(ours, theirs)
-    stepped = ours.detach().clone()
-    ours.grad = torch.tensor([float("nan"), 1.0])
-    fused.found_inf = torch.tensor(1.0)
-    fused.step()
-    assert torch.equal(ours, stepped)
-    assert fused.state[ours]["step"] == 1
-
-
 def test_our_adamw_is_that_of_torch_bit_for_bit():
     """With steps that are not finite, parameters without a gradient, and a state that is loaded on the way."""
     torch.manual_seed(0)
