@@ -17,7 +17,7 @@ from gputrain.bench.runner import BenchResult
 from gputrain.tts.align import path_from_durations
 from gputrain.tts.architecture import voice_architecture
 from gputrain.tts.model import Voice, segment_starts
-from tests.tables import check_rows
+from tests.tables import each_row
 from tests.toy import cpu_runtime
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -54,29 +54,25 @@ def test_checks_come_first_and_sides_take_turns():
     assert rows[0].settings["weights"] == rows[2].settings["weights"] != rows[1].settings["weights"]
 
 
-def test_names_of_the_peer():
-    rows = [
-        ("text_encoder.embedding.weight", ["enc_p.emb.weight"]),
-        ("text_encoder.layers.4.attention.query_key_value.bias",
-         [f"enc_p.encoder.attn_layers.4.conv_{part}.bias" for part in "qkv"]),
-        ("text_encoder.layers.0.attention.relative_keys", ["enc_p.encoder.attn_layers.0.emb_rel_k"]),
-        ("text_encoder.layers.5.attention_norm.weight", ["enc_p.encoder.norm_layers_1.5.gamma"]),
-        ("text_encoder.layers.1.convolutions.narrow.weight", ["enc_p.encoder.ffn_layers.1.conv_2.weight"]),
-        ("posterior_encoder.wavenet.layers.15.out.weight_g", ["enc_q.enc.res_skip_layers.15.weight_g"]),
-        ("flow.couplings.3.post.bias", ["flow.flows.6.post.bias"]),
-        ("duration_predictor.text_post.weight", ["dp.proj.weight"]),
-        ("duration_predictor.posterior_stack.layers.2.pointwise_norm.bias", ["dp.post_convs.norms_2.2.beta"]),
-        ("duration_predictor.flow.log_scale", ["dp.flows.0.logs"]),
-        ("duration_predictor.posterior_flow.couplings.1.stack.layers.0.depthwise.weight",
-         ["dp.post_flows.3.convs.convs_sep.0.weight"]),
-        ("decoder.head.post.weight", ["dec.conv_post.weight"]),
-        ("decoder.resblocks.8.convs.1.weight_v", ["dec.resblocks.8.convs.1.weight_v"]),
-    ]  # fmt: skip
-
-    def check(ours, theirs):
-        assert peer.names_of(ours) == theirs
-
-    check_rows(rows, check)
+@each_row(
+    ("text_encoder.embedding.weight", ["enc_p.emb.weight"]),
+    ("text_encoder.layers.4.attention.query_key_value.bias",
+     [f"enc_p.encoder.attn_layers.4.conv_{part}.bias" for part in "qkv"]),
+    ("text_encoder.layers.0.attention.relative_keys", ["enc_p.encoder.attn_layers.0.emb_rel_k"]),
+    ("text_encoder.layers.5.attention_norm.weight", ["enc_p.encoder.norm_layers_1.5.gamma"]),
+    ("text_encoder.layers.1.convolutions.narrow.weight", ["enc_p.encoder.ffn_layers.1.conv_2.weight"]),
+    ("posterior_encoder.wavenet.layers.15.out.weight_g", ["enc_q.enc.res_skip_layers.15.weight_g"]),
+    ("flow.couplings.3.post.bias", ["flow.flows.6.post.bias"]),
+    ("duration_predictor.text_post.weight", ["dp.proj.weight"]),
+    ("duration_predictor.posterior_stack.layers.2.pointwise_norm.bias", ["dp.post_convs.norms_2.2.beta"]),
+    ("duration_predictor.flow.log_scale", ["dp.flows.0.logs"]),
+    ("duration_predictor.posterior_flow.couplings.1.stack.layers.0.depthwise.weight",
+     ["dp.post_flows.3.convs.convs_sep.0.weight"]),
+    ("decoder.head.post.weight", ["dec.conv_post.weight"]),
+    ("decoder.resblocks.8.convs.1.weight_v", ["dec.resblocks.8.convs.1.weight_v"]),
+)  # fmt: skip
+def test_names_of_the_peer(ours, theirs):
+    assert peer.names_of(ours) == theirs
 
 
 @pytest.mark.parametrize("preset", ["high", "medium"])

@@ -23,7 +23,7 @@ from gputrain.config import (
 )
 from gputrain.errors import UserError
 from gputrain.vae.config import TrainVae
-from tests.tables import check_rows
+from tests.tables import each_row
 
 
 @config(panel="Inner")
@@ -55,30 +55,26 @@ def test_assemble_nests():
     assert made == Outer(folder=Path("x"), inner=Inner(size=9, channels=(3, 4)), rate=0.001)
 
 
-def test_wrong_values_are_named():
-    rows = [
-        ({"folder": "x", "sise": 3}, "unknown key 'sise'"),
-        ({"folder": "x", "size": None}, "size is null"),
-        ({"folder": "x", "size": 3.5}, "size is 3.5, expected a whole number"),
-        ({"folder": "x", "size": True}, "size is True, expected a whole number"),
-        ({"folder": "x", "size": "many"}, "size is 'many', expected a whole number"),
-        ({"folder": "x", "size": [1]}, r"size is \[1\], expected a whole number"),
-        ({"folder": "x", "size": 65}, "size is 65, expected 1 to 64"),
-        ({"folder": "x", "rate": -1}, "rate is -1.0, expected at least 0"),
-        ({"folder": "x", "rate": float("nan")}, "rate is nan, expected at least 0"),
-        ({"folder": "x", "fast": 1}, "fast is 1, expected true or false"),
-        ({"folder": "x", "channels": [1, 0]}, "channels is 0, expected at least 1"),
-        ({"folder": "x", "channels": "1,b"}, "channels is '1,b', expected a list of whole numbers"),
-        ({"folder": "x", "name": 3}, "name is 3, expected a text"),
-        ({"folder": {"a": 1}}, "folder is {'a': 1}, expected a path"),
-        ({}, "folder is missing"),
-    ]
-
-    def check(values, message):
-        with pytest.raises(UserError, match=message):
-            assemble(Outer, values)
-
-    check_rows(rows, check)
+@each_row(
+    ({"folder": "x", "sise": 3}, "unknown key 'sise'"),
+    ({"folder": "x", "size": None}, "size is null"),
+    ({"folder": "x", "size": 3.5}, "size is 3.5, expected a whole number"),
+    ({"folder": "x", "size": True}, "size is True, expected a whole number"),
+    ({"folder": "x", "size": "many"}, "size is 'many', expected a whole number"),
+    ({"folder": "x", "size": [1]}, r"size is \[1\], expected a whole number"),
+    ({"folder": "x", "size": 65}, "size is 65, expected 1 to 64"),
+    ({"folder": "x", "rate": -1}, "rate is -1.0, expected at least 0"),
+    ({"folder": "x", "rate": float("nan")}, "rate is nan, expected at least 0"),
+    ({"folder": "x", "fast": 1}, "fast is 1, expected true or false"),
+    ({"folder": "x", "channels": [1, 0]}, "channels is 0, expected at least 1"),
+    ({"folder": "x", "channels": "1,b"}, "channels is '1,b', expected a list of whole numbers"),
+    ({"folder": "x", "name": 3}, "name is 3, expected a text"),
+    ({"folder": {"a": 1}}, "folder is {'a': 1}, expected a path"),
+    ({}, "folder is missing"),
+)
+def test_wrong_values_are_named(values, message):
+    with pytest.raises(UserError, match=message):
+        assemble(Outer, values)
 
 
 @given(
@@ -112,22 +108,18 @@ def test_the_guides_json(tmp_path):
     assert settings.schedule.batch_size == 12
 
 
-def test_contradictions_are_refused_with_a_remedy():
-    rows = [
-        ({"image_size": 100}, "image_size 100 is not a multiple of 8"),
-        ({"image_size": 16, "adversarial_weight": 0.5}, "image_size 16 is too small for the discriminator"),
-        ({"channels": [100, 128]}, "100 is not divisible into 32 groups"),
-        ({"channels": [64]}, "an autoencoder needs at least two blocks"),
-        ({"use_bf16": True, "mixed_precision": False}, "contradict each other"),
-        ({"discriminator_channels": 24}, "not a multiple of 16"),
-    ]
-
-    def check(values, message):
-        with pytest.raises(UserError, match=message) as caught:
-            assemble(TrainVae, {"data_path": "x", **values})
-        assert caught.value.hint
-
-    check_rows(rows, check)
+@each_row(
+    ({"image_size": 100}, "image_size 100 is not a multiple of 8"),
+    ({"image_size": 16, "adversarial_weight": 0.5}, "image_size 16 is too small for the discriminator"),
+    ({"channels": [100, 128]}, "100 is not divisible into 32 groups"),
+    ({"channels": [64]}, "an autoencoder needs at least two blocks"),
+    ({"use_bf16": True, "mixed_precision": False}, "contradict each other"),
+    ({"discriminator_channels": 24}, "not a multiple of 16"),
+)
+def test_contradictions_are_refused_with_a_remedy(values, message):
+    with pytest.raises(UserError, match=message) as caught:
+        assemble(TrainVae, {"data_path": "x", **values})
+    assert caught.value.hint
 
 
 @config()
@@ -151,23 +143,19 @@ def test_other_names_are_keys_too_and_never_written(tmp_path):
     assert "lr" not in written
 
 
-def test_errors_name_the_key_as_it_is_spelt():
-    rows = [
-        ({"width": 1, "size": 1}, "c.yaml: width and size are one and the same key", "keep one of them"),
-        ({"width": 1, "side": 2}, "c.yaml: width and side are one and the same key", "keep one of them"),
-        ({"width": 99}, "c.yaml: width is 99, expected 1 to 64", ""),
-        ({"width": None}, "c.yaml: width is null", "leave the key out"),
-        ({"width": "many"}, "c.yaml: width is 'many', expected a whole number", ""),
-        ({"widht": 3}, "c.yaml: unknown key 'widht'", "did you mean 'width'?"),
-    ]
-
-    def check(values, message, hint):
-        with pytest.raises(UserError) as caught:
-            assemble(Spelt, {"folder": "x", **values}, "c.yaml")
-        assert message in caught.value.message
-        assert hint in caught.value.hint
-
-    check_rows(rows, check)
+@each_row(
+    ({"width": 1, "size": 1}, "c.yaml: width and size are one and the same key", "keep one of them"),
+    ({"width": 1, "side": 2}, "c.yaml: width and side are one and the same key", "keep one of them"),
+    ({"width": 99}, "c.yaml: width is 99, expected 1 to 64", ""),
+    ({"width": None}, "c.yaml: width is null", "leave the key out"),
+    ({"width": "many"}, "c.yaml: width is 'many', expected a whole number", ""),
+    ({"widht": 3}, "c.yaml: unknown key 'widht'", "did you mean 'width'?"),
+)
+def test_errors_name_the_key_as_it_is_spelt(values, message, hint):
+    with pytest.raises(UserError) as caught:
+        assemble(Spelt, {"folder": "x", **values}, "c.yaml")
+    assert message in caught.value.message
+    assert hint in caught.value.hint
 
 
 @config()

@@ -15,7 +15,7 @@ from gputrain.config import assemble, leaves, to_yaml
 from gputrain.tts import coqui
 from gputrain.tts.config import SPELLINGS, TrainTts
 from gputrain.vae.config import TrainVae
-from tests.tables import check_rows
+from tests.tables import each_row
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -89,12 +89,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_command_line_accepts_every_command_of_the_documents(folder: Path) -> None:
-    def check(line: str) -> None:
-        name, settings = parsed(line)
-        assert type(settings) is reference.commands(app)[name]
-
-    check_rows([(line,) for line in COMMANDS], check)
+@each_row(*COMMANDS)
+def test_the_command_line_accepts_every_command_of_the_documents(folder: Path, line: str) -> None:
+    name, settings = parsed(line)
+    assert type(settings) is reference.commands(app)[name]
 
 
 def test_a_wrong_option_or_value_of_a_document_is_found(folder: Path) -> None:

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from gputrain.config import leaves
 from gputrain.tts.config import TrainTts
 from gputrain.vocoder.config import TrainVocoder
-from tests.tables import check_rows
+from tests.tables import check_rows, each_row
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the scripts under test are bash")
 
@@ -140,29 +140,27 @@ def machine(tmp_path: Path) -> Machine:
 # --- which build of torch ---------------------------------------------------------------------------------------------
 
 
-def test_auto_picks_the_newest_build_that_driver_and_cards_run(machine: Machine) -> None:
-    rows = [
-        ("13.0", ["12.0"], "cu130", "2.13.0"),  # RTX 5090, driver 580
-        ("12.8", ["12.0"], "cu128", "2.11.0"),  # RTX 5090, driver 570
-        ("12.9", ["8.9", "8.9"], "cu128", "2.11.0"),  # two RTX 4090
-        ("13.1", ["9.0"], "cu130", "2.13.0"),  # H100
-        ("14.0", ["7.5"], "cu130", "2.13.0"),  # T4
-        ("12.7", ["8.6"], "cu126", "2.13.0"),  # RTX 3090, driver 565
-        ("12.6", ["8.0"], "cu126", "2.13.0"),  # A100, driver 560
-        ("13.0", ["6.1"], "cu126", "2.13.0"),  # GTX 1080 Ti
-        ("12.8", ["7.0"], "cu126", "2.13.0"),  # V100
-        ("12.8", ["8.9", "6.1"], "cu126", "2.13.0"),  # RTX 4090 and GTX 1060: 12.6 runs both.
-        ("12.8", ["6.1", "12.0"], "cu128", "2.11.0"),  # RTX 5090 and GTX 1060: no build runs both.
-        ("13.0", ["[N/A]"], "cu130", "2.13.0"),  # The GPU does not report it.
-    ]
-
-    def check(cuda: str, capabilities: list[str], build: str, torch: str) -> None:
-        machine.put("nvidia-smi", nvidia_smi(cuda, *capabilities))
-        plan = machine.plan()
-        assert (plan["build"], plan["torch"]) == (build, torch)
-        assert plan["index"] == f"https://download.pytorch.org/whl/{build}"
-
-    check_rows(rows, check)
+@each_row(
+    ("13.0", ["12.0"], "cu130", "2.13.0"),  # RTX 5090, driver 580
+    ("12.8", ["12.0"], "cu128", "2.11.0"),  # RTX 5090, driver 570
+    ("12.9", ["8.9", "8.9"], "cu128", "2.11.0"),  # two RTX 4090
+    ("13.1", ["9.0"], "cu130", "2.13.0"),  # H100
+    ("14.0", ["7.5"], "cu130", "2.13.0"),  # T4
+    ("12.7", ["8.6"], "cu126", "2.13.0"),  # RTX 3090, driver 565
+    ("12.6", ["8.0"], "cu126", "2.13.0"),  # A100, driver 560
+    ("13.0", ["6.1"], "cu126", "2.13.0"),  # GTX 1080 Ti
+    ("12.8", ["7.0"], "cu126", "2.13.0"),  # V100
+    ("12.8", ["8.9", "6.1"], "cu126", "2.13.0"),  # RTX 4090 and GTX 1060: 12.6 runs both.
+    ("12.8", ["6.1", "12.0"], "cu128", "2.11.0"),  # RTX 5090 and GTX 1060: no build runs both.
+    ("13.0", ["[N/A]"], "cu130", "2.13.0"),  # The GPU does not report it.
+)
+def test_auto_picks_the_newest_build_that_driver_and_cards_run(
+    machine: Machine, cuda: str, capabilities: list[str], build: str, torch: str
+) -> None:
+    machine.put("nvidia-smi", nvidia_smi(cuda, *capabilities))
+    plan = machine.plan()
+    assert (plan["build"], plan["torch"]) == (build, torch)
+    assert plan["index"] == f"https://download.pytorch.org/whl/{build}"
 
 
 def test_auto_reads_the_report_of_drivers_from_610_on(machine: Machine) -> None:
@@ -218,24 +216,20 @@ def test_a_terminal_gets_the_menu_unless_it_is_ci(machine: Machine) -> None:
 # --- arguments and Python ---------------------------------------------------------------------------------------------
 
 
-def test_wrong_arguments_exit_2_with_the_usage(machine: Machine) -> None:
-    rows = [
-        (["--tourch", "cpu"], "unknown argument '--tourch'"),
-        (["demmo"], "unknown argument 'demmo'"),
-        (["--torch", "cu121"], "unknown build 'cu121'"),
-        (["--torch"], "--torch needs a value"),
-        (["demo", "test"], "one task at a time"),
-    ]
-
-    def check(arguments: list[str], message: str) -> None:
-        done = machine.run("setup.sh", *arguments)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert message in done.stderr
-        usage = machine.run("setup.sh", "--help").stdout
-        assert usage.startswith("usage: ./setup.sh [--torch auto|cpu|")
-        assert done.stderr.endswith(usage)
-
-    check_rows(rows, check)
+@each_row(
+    (["--tourch", "cpu"], "unknown argument '--tourch'"),
+    (["demmo"], "unknown argument 'demmo'"),
+    (["--torch", "cu121"], "unknown build 'cu121'"),
+    (["--torch"], "--torch needs a value"),
+    (["demo", "test"], "one task at a time"),
+)
+def test_wrong_arguments_exit_2_with_the_usage(machine: Machine, arguments: list[str], message: str) -> None:
+    done = machine.run("setup.sh", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    usage = machine.run("setup.sh", "--help").stdout
+    assert usage.startswith("usage: ./setup.sh [--torch auto|cpu|")
+    assert done.stderr.endswith(usage)
 
 
 def test_python_3_9_is_passed_over_and_named_as_missing(machine: Machine) -> None:
@@ -397,19 +391,17 @@ BY_WORD = [
 ]
 
 
-def test_train_rtx5090_passes_arguments_on_after_its_own(machine: Machine) -> None:
-    def check(word: list[str], begins: str) -> None:
-        machine.put("gputrain", PRINT_ARGUMENTS)
-        assert machine.run("train_rtx5090.sh", *word).stdout.split() == begins.split()
-        done = machine.run("train_rtx5090.sh", *word, "--data_path", "my vocoder", "--batch_size", "8")
-        # Every folder that is named adds one, so those of the script are left out.
-        assert done.stdout.splitlines() == [*without_data(begins), "--data_path", "my vocoder", "--batch_size", "8"]
-        for given in (["--data-path=a", "--data-path", "b=2"], ["--data-dir", "a"], ["--data_dir=a"]):
-            assert machine.run("train_rtx5090.sh", *word, *given).stdout.split() == [*without_data(begins), *given]
-        done = machine.run("train_rtx5090.sh", *word, "--data-in-memory", "--output-dir", "data_dir")
-        assert done.stdout.split() == [*begins.split(), "--data-in-memory", "--output-dir", "data_dir"]
-
-    check_rows(BY_WORD, check)
+@each_row(*BY_WORD)
+def test_train_rtx5090_passes_arguments_on_after_its_own(machine: Machine, word: list[str], begins: str) -> None:
+    machine.put("gputrain", PRINT_ARGUMENTS)
+    assert machine.run("train_rtx5090.sh", *word).stdout.split() == begins.split()
+    done = machine.run("train_rtx5090.sh", *word, "--data_path", "my vocoder", "--batch_size", "8")
+    # Every folder that is named adds one, so those of the script are left out.
+    assert done.stdout.splitlines() == [*without_data(begins), "--data_path", "my vocoder", "--batch_size", "8"]
+    for given in (["--data-path=a", "--data-path", "b=2"], ["--data-dir", "a"], ["--data_dir=a"]):
+        assert machine.run("train_rtx5090.sh", *word, *given).stdout.split() == [*without_data(begins), *given]
+    done = machine.run("train_rtx5090.sh", *word, "--data-in-memory", "--output-dir", "data_dir")
+    assert done.stdout.split() == [*begins.split(), "--data-in-memory", "--output-dir", "data_dir"]
 
 
 def without_data(begins: str) -> list[str]:
@@ -428,8 +420,8 @@ def test_train_rtx5090_takes_a_word_only_where_it_is_the_first(machine: Machine)
         assert machine.run("train_rtx5090.sh", *words).stdout.split() == [*expected, *passed_on]
 
 
-def test_train_rtx5090_leaves_data_and_sizes_to_a_configuration(machine: Machine) -> None:
-    rows = [
+@each_row(
+    *[
         (arguments, word, begins)
         for arguments in [["--config", "wide.json"], ["--config=wide.json"], ["-c", "wide.json"], ["-cwide.json"]]
         for (word, begins) in [
@@ -439,13 +431,13 @@ def test_train_rtx5090_leaves_data_and_sizes_to_a_configuration(machine: Machine
             (["voice"], f"train-tts {SWITCHES_TTS}"),
         ]
     ]
-
-    def check(arguments: list[str], word: list[str], begins: str) -> None:
-        machine.put("gputrain", PRINT_ARGUMENTS)
-        done = machine.run("train_rtx5090.sh", *word, *arguments)
-        assert done.stdout.split() == [*begins.split(), *arguments]
-
-    check_rows(rows, check)
+)
+def test_train_rtx5090_leaves_data_and_sizes_to_a_configuration(
+    machine: Machine, arguments: list[str], word: list[str], begins: str
+) -> None:
+    machine.put("gputrain", PRINT_ARGUMENTS)
+    done = machine.run("train_rtx5090.sh", *word, *arguments)
+    assert done.stdout.split() == [*begins.split(), *arguments]
 
 
 def test_train_rtx5090_says_what_train_vocoder_understands() -> None:
@@ -475,22 +467,16 @@ def test_train_rtx5090_prefers_the_environment_beside_it(machine: Machine) -> No
 # --- .ci/run ----------------------------------------------------------------------------------------------------------
 
 
-def test_ci_runs_everything_and_fails_with_any(machine: Machine) -> None:
-    rows = [(broken,) for broken in ["", "demo", "test", "ruff check", "ruff format", "mypy", "versions"]]
-
-    def check(broken: str) -> None:
-        fails = f'echo "$*" >>"$LOG"; case "$*" in *"{broken or "nothing"}"*) exit 1 ;; esac\n'
-        machine.put(
-            "./setup.sh", f'#!/bin/sh\n[ "$CI" ] || exit 1\n[ "$1" = demo ] || echo "7 passed in 0.10s"\n{fails}'
-        )
-        machine.put(".venv/bin/python", f"#!/bin/sh\necho clean\n{fails}")
-        done = machine.run(".ci/run")
-        linters = ["-m ruff check", "-m ruff format --check", "-m mypy --strict"]
-        assert machine.log() == ["demo", "test", *linters, "benchmarks/versions.py --short"]
-        assert done.returncode == (1 if broken else 0)
-        assert done.stdout.splitlines()[-1] == "7 passed in 0.10s"
-
-    check_rows(rows, check)
+@each_row("", "demo", "test", "ruff check", "ruff format", "mypy", "versions")
+def test_ci_runs_everything_and_fails_with_any(machine: Machine, broken: str) -> None:
+    fails = f'echo "$*" >>"$LOG"; case "$*" in *"{broken or "nothing"}"*) exit 1 ;; esac\n'
+    machine.put("./setup.sh", f'#!/bin/sh\n[ "$CI" ] || exit 1\n[ "$1" = demo ] || echo "7 passed in 0.10s"\n{fails}')
+    machine.put(".venv/bin/python", f"#!/bin/sh\necho clean\n{fails}")
+    done = machine.run(".ci/run")
+    linters = ["-m ruff check", "-m ruff format --check", "-m mypy --strict"]
+    assert machine.log() == ["demo", "test", *linters, "benchmarks/versions.py --short"]
+    assert done.returncode == (1 if broken else 0)
+    assert done.stdout.splitlines()[-1] == "7 passed in 0.10s"
 
 
 # --- what no run shows ------------------------------------------------------------------------------------------------
@@ -515,45 +501,39 @@ def test_batch_files_have_windows_line_ends_and_all_their_labels(name: str) -> N
     assert wanted <= set(labels)
 
 
-def test_windows_and_linux_agree() -> None:
-    rows = [
-        ("setup.sh", "setup_windows.bat", r"\b\d\.\d+\.\d+\b"),  # torch's versions.
-        ("setup.sh", "setup_windows.bat", r"https://[\w./]+"),
-        ("setup.sh", "setup_windows.bat", r"(?m)  (\d\) [AC].*)$"),  # The menu.
-        ("setup.sh", "setup_windows.bat", r"\b(?:1206|1208|1300|705|1000)\b"),  # The bounds of the decision.
-        ("setup.sh", "setup_windows.bat", r"--(?:no-deps|timeout|retries|index-url|clear)(?: \d+)?"),
-        ("train_rtx5090.sh", "train_rtx5090.bat", r"--[a-z][\w-]*(?: [\w./]+)?"),
-    ]
-
-    def check(shell: str, batch: str, pattern: str) -> None:
-        in_shell = set(re.findall(pattern, (ROOT / shell).read_text()))
-        in_batch = set(re.findall(pattern, (ROOT / batch).read_text()))
-        assert in_shell == in_batch
-        assert in_shell
-
-    check_rows(rows, check)
+@each_row(
+    ("setup.sh", "setup_windows.bat", r"\b\d\.\d+\.\d+\b"),  # torch's versions.
+    ("setup.sh", "setup_windows.bat", r"https://[\w./]+"),
+    ("setup.sh", "setup_windows.bat", r"(?m)  (\d\) [AC].*)$"),  # The menu.
+    ("setup.sh", "setup_windows.bat", r"\b(?:1206|1208|1300|705|1000)\b"),  # The bounds of the decision.
+    ("setup.sh", "setup_windows.bat", r"--(?:no-deps|timeout|retries|index-url|clear)(?: \d+)?"),
+    ("train_rtx5090.sh", "train_rtx5090.bat", r"--[a-z][\w-]*(?: [\w./]+)?"),
+)
+def test_windows_and_linux_agree(shell: str, batch: str, pattern: str) -> None:
+    in_shell = set(re.findall(pattern, (ROOT / shell).read_text()))
+    in_batch = set(re.findall(pattern, (ROOT / batch).read_text()))
+    assert in_shell == in_batch
+    assert in_shell
 
 
-def test_constraints_pin_every_dependency_once_for_each_python() -> None:
-    def check(python: str) -> None:
-        lines = (ROOT / "constraints.txt").read_text().splitlines()
-        pins = [Requirement(line) for line in lines if not line.startswith("#")]
-        pins = [pin for pin in pins if pin.marker is None or pin.marker.evaluate({"python_version": python})]
-        names = [pin.name for pin in pins]
-        assert sorted(names) == sorted(set(names))
-        of_torch = [name for name in names if name.startswith(("torch", "nvidia", "triton", "cuda"))]
-        assert of_torch == ["nvidia-ml-py"]  # It queries the driver, and belongs to no build.
+@each_row("3.10", "3.11", "3.12", "3.13", "3.14")
+def test_constraints_pin_every_dependency_once_for_each_python(python: str) -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    pins = [pin for pin in pins if pin.marker is None or pin.marker.evaluate({"python_version": python})]
+    names = [pin.name for pin in pins]
+    assert sorted(names) == sorted(set(names))
+    of_torch = [name for name in names if name.startswith(("torch", "nvidia", "triton", "cuda"))]
+    assert of_torch == ["nvidia-ml-py"]  # It queries the driver, and belongs to no build.
 
-        versions = {pin.name: str(pin.specifier).removeprefix("==") for pin in pins}
-        try:
-            needed = [Requirement(text) for text in requires("gputrain") or []]
-        except PackageNotFoundError:
-            pytest.skip("gputrain is not installed")
-        # Only the extra for development is checked: packages of others may need one build of torch.
-        needed = [need for need in needed if need.marker is None or need.marker.evaluate({"extra": "dev"})]
-        assert {need.name for need in needed} >= {"numpy", "torch", "pytest"}
-        for need in needed:
-            if need.name not in ("torch", "triton"):  # Each build of torch needs its own triton.
-                assert need.specifier.contains(versions[need.name.lower()]), need
-
-    check_rows([("3.10",), ("3.11",), ("3.12",), ("3.13",), ("3.14",)], check)
+    versions = {pin.name: str(pin.specifier).removeprefix("==") for pin in pins}
+    try:
+        needed = [Requirement(text) for text in requires("gputrain") or []]
+    except PackageNotFoundError:
+        pytest.skip("gputrain is not installed")
+    # Only the extra for development is checked: packages of others may need one build of torch.
+    needed = [need for need in needed if need.marker is None or need.marker.evaluate({"extra": "dev"})]
+    assert {need.name for need in needed} >= {"numpy", "torch", "pytest"}
+    for need in needed:
+        if need.name not in ("torch", "triton"):  # Each build of torch needs its own triton.
+            assert need.specifier.contains(versions[need.name.lower()]), need

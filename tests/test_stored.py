@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 
 from gputrain.stored import from_json
-from tests.tables import check_rows
+from tests.tables import each_row
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,13 @@ class Outer:
 WHOLE = Outer("n", "b", 0.5, Inner(3), (Inner(1, 0.25), Inner(2)), {"x": 1}, [None, {"y": [1]}])
 
 
-def test_what_was_written_comes_back():
-    def check(value):
-        written = {**asdict(WHOLE), "value": value}
-        found = from_json(Outer, json.loads(json.dumps(written)))
-        assert asdict(found) == written
-        assert type(found.value) is type(value)
-        assert found.several == WHOLE.several
-
-    check_rows([(True,), (1,), (0.5,), ("text",)], check)
+@each_row(True, 1, 0.5, "text")
+def test_what_was_written_comes_back(value):
+    written = {**asdict(WHOLE), "value": value}
+    found = from_json(Outer, json.loads(json.dumps(written)))
+    assert asdict(found) == written
+    assert type(found.value) is type(value)
+    assert found.several == WHOLE.several
 
 
 def test_fields_with_defaults_may_be_missing_and_a_whole_number_may_be_a_float():
@@ -46,22 +44,18 @@ def test_fields_with_defaults_may_be_missing_and_a_whole_number_may_be_a_float()
     assert from_json(Inner, {"size": 1}) == Inner(1)
 
 
-def test_what_differs_is_refused_with_its_place():
-    rows = [
-        ({"inner": {"size": 1.5}}, "inner: size is '1.5'"),
-        ({"inner": {"size": True}}, "inner: size is 'True'"),
-        ({"inner": {}}, "inner is '{}'"),
-        ({"inner": {"size": 1, "more": 2}}, "inner is "),
-        ({"several": [{"size": 1}, 2]}, r"several\[1\] is '2'"),
-        ({"several": "ab"}, "several is 'ab'"),
-        ({"counts": {"x": "1"}}, "counts: x is '1'"),
-        ({"kind": "c"}, "kind is 'c'"),
-        ({"name": None}, "name is 'None'"),
-        ({"value": None}, "value is 'None'"),
-    ]
-
-    def check(change, place):
-        with pytest.raises(ValueError, match=f"^f: {place}.*not valid"):
-            from_json(Outer, {**json.loads(json.dumps(asdict(WHOLE))), **change}, "f")
-
-    check_rows(rows, check)
+@each_row(
+    ({"inner": {"size": 1.5}}, "inner: size is '1.5'"),
+    ({"inner": {"size": True}}, "inner: size is 'True'"),
+    ({"inner": {}}, "inner is '{}'"),
+    ({"inner": {"size": 1, "more": 2}}, "inner is "),
+    ({"several": [{"size": 1}, 2]}, r"several\[1\] is '2'"),
+    ({"several": "ab"}, "several is 'ab'"),
+    ({"counts": {"x": "1"}}, "counts: x is '1'"),
+    ({"kind": "c"}, "kind is 'c'"),
+    ({"name": None}, "name is 'None'"),
+    ({"value": None}, "value is 'None'"),
+)
+def test_what_differs_is_refused_with_its_place(change, place):
+    with pytest.raises(ValueError, match=f"^f: {place}.*not valid"):
+        from_json(Outer, {**json.loads(json.dumps(asdict(WHOLE))), **change}, "f")

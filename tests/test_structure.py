@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.tables import check_rows
+from tests.tables import each_row
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "gputrain"
@@ -175,13 +175,9 @@ def texts() -> Iterator[Path]:
                 yield path
 
 
-def test_private_words_are_found():
-    rows = [("A judge of waves",), ("FastPeriodJudge",), ("made-up sound",), ("the knobs",), ("lengths are foretold",)]
-
-    def check(text):
-        assert WORDS.search(text)
-
-    check_rows(rows, check)
+@each_row("A judge of waves", "FastPeriodJudge", "made-up sound", "the knobs", "lengths are foretold")
+def test_private_words_are_found(text):
+    assert WORDS.search(text)
 
 
 def test_no_private_words():

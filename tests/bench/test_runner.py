@@ -17,7 +17,7 @@ from gputrain.bench import runner
 from gputrain.bench.runner import BenchReport, BenchResult, BenchRow
 from gputrain.engine.drawing import format_number
 from gputrain.errors import UserError
-from tests.tables import check_rows
+from tests.tables import each_row
 from tests.waiting import HANG_SECONDS, has_ended, wait_until
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -174,11 +174,9 @@ def test_a_long_name_stays_in_the_picture():
     assert margin.getcolors() == [(margin.width * margin.height, (255, 255, 255))]
 
 
-def test_numbers():
-    def check(value, text):
-        assert format_number(value) == text
-
-    check_rows([(0.01234, "0.0123"), (1.2, "1.2"), (123.4, "123"), (12345.6, "12,346"), (0, "0")], check)
+@each_row((0.01234, "0.0123"), (1.2, "1.2"), (123.4, "123"), (12345.6, "12,346"), (0, "0"))
+def test_numbers(value, text):
+    assert format_number(value) == text
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):

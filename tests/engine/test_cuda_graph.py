@@ -16,7 +16,7 @@ from gputrain.hw.plan import Hardware, Setting, decide
 from gputrain.hw.runtime import DTYPES, Runtime
 from tests.hw.test_plan import machine
 from tests.recorded_graphs import RecordedGraphs
-from tests.tables import check_rows
+from tests.tables import each_row
 from tests.toy import BATCH, ITEMS, ToyBatch, ToyRecipe, new_state, weights
 
 STEPS, LATE = 20, 8
@@ -295,22 +295,18 @@ def test_half_of_the_digits_must_agree():
     assert not holds(large * float("nan"), small, fp32)
 
 
-def test_the_rounding_step_of_products():
-    rows = [
-        ("H100", {"mixed_precision": False}, 2**-10),
-        ("H100", {"mixed_precision": False, "enable_tf32": False}, 2**-23),
-        ("T4", {"mixed_precision": False}, 2**-23),
-        ("T4", {}, 2**-10),
-        ("H100", {}, 2**-7),
-    ]
-
-    def check(machine_name, wishes, eps):
-        plan = decide(machine(machine_name), Hardware(**wishes))
-        runtime = Runtime(plan, torch.device("cpu"), DTYPES[plan.precision.value], torch.contiguous_format)
-        assert runtime.product_eps() == eps
-        assert runtime.product_eps(torch.bfloat16) == 2**-7
-
-    check_rows(rows, check)
+@each_row(
+    ("H100", {"mixed_precision": False}, 2**-10),
+    ("H100", {"mixed_precision": False, "enable_tf32": False}, 2**-23),
+    ("T4", {"mixed_precision": False}, 2**-23),
+    ("T4", {}, 2**-10),
+    ("H100", {}, 2**-7),
+)
+def test_the_rounding_step_of_products(machine_name, wishes, eps):
+    plan = decide(machine(machine_name), Hardware(**wishes))
+    runtime = Runtime(plan, torch.device("cpu"), DTYPES[plan.precision.value], torch.contiguous_format)
+    assert runtime.product_eps() == eps
+    assert runtime.product_eps(torch.bfloat16) == 2**-7
 
 
 def test_a_static_batch_holds_batches_of_its_shapes_alone(tmp_path):

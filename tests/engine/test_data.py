@@ -47,7 +47,7 @@ from gputrain.errors import UserError
 from gputrain.hw import child_process, numba_cache
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
-from tests.tables import check_rows
+from tests.tables import each_row
 from tests.waiting import HANG_SECONDS, wait_until
 
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
@@ -552,14 +552,12 @@ def test_write_that_fails_leaves_the_old_file_whole(tmp_path):
     assert read_rows(path, ["a"]) == [{"a": 1}]
 
 
-def test_damaged_manifest_names_the_line(tmp_path):
-    def check(line):
-        path = tmp_path / "manifest.jsonl"
-        path.write_text('{"path": "a"}\n' + line + "\n", encoding="latin-1")
-        with pytest.raises(UserError, match=r"manifest\.jsonl(, line 2: damaged|: cannot be read)"):
-            read_rows(path, ["path"])
-
-    check_rows([("{",), ("[]",), ('{"other": 1}',), ("",), ("\xff",)], check)
+@each_row("{", "[]", '{"other": 1}', "", "\xff")
+def test_damaged_manifest_names_the_line(tmp_path, line):
+    path = tmp_path / "manifest.jsonl"
+    path.write_text('{"path": "a"}\n' + line + "\n", encoding="latin-1")
+    with pytest.raises(UserError, match=r"manifest\.jsonl(, line 2: damaged|: cannot be read)"):
+        read_rows(path, ["path"])
 
 
 def test_importing_imports_no_torch():

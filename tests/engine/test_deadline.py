@@ -14,77 +14,67 @@ from gputrain.engine.stop import COMMAND_CLOCK, Deadline, seconds_of
 from gputrain.errors import Stopped, UserError
 from tests.engine.test_leaving import saved_step
 from tests.engine.test_run import assert_equal, schedule, steps_logged, trained
-from tests.tables import check_rows
+from tests.tables import each_row
 from tests.toy import ToyRecipe, batches, quiet, train_toy, weights
 from tests.waiting import HANG_SECONDS, Clock
 
 
-def test_durations():
-    rows = [
-        ("90s", 90), ("45m", 2700), ("3h50m", 13800), ("1d2h", 93600), ("2d1s", 172801), ("36h", 129600), ("1h0m", 3600)
-    ]  # fmt: skip
-
-    def check(text, seconds):
-        assert seconds_of(text) == seconds
-        assert Saving(max_time=text).max_time == text
-
-    check_rows(rows, check)
+@each_row(
+    ("90s", 90), ("45m", 2700), ("3h50m", 13800), ("1d2h", 93600), ("2d1s", 172801), ("36h", 129600), ("1h0m", 3600)
+)  # fmt: skip
+def test_durations(text, seconds):
+    assert seconds_of(text) == seconds
+    assert Saving(max_time=text).max_time == text
 
 
-def test_what_is_no_duration_is_refused_with_examples():
-    wrong = [
-        "3600", "3 h", "3h 50m", "50m3h", "1.5h", "-1h", "0s", "0h0m", "1h90m", "1d24h", "5m60s", "h", "3H", "2w",
-        "1h1h", "١h ",
-    ]  # fmt: skip
+@each_row(
 
-    def check(text):
-        with pytest.raises(UserError, match=r"max_time is .* expected a duration such as 90s, 45m, 3h50m or 1d2h"):
-            Saving(max_time=text)
-
-    check_rows([(text,) for text in wrong], check)
+    "3600", "3 h", "3h 50m", "50m3h", "1.5h", "-1h", "0s", "0h0m", "1h90m", "1d24h", "5m60s", "h", "3H", "2w",
+    "1h1h", "١h ",
+)  # fmt: skip
+def test_what_is_no_duration_is_refused_with_examples(text):
+    with pytest.raises(UserError, match=r"max_time is .* expected a duration such as 90s, 45m, 3h50m or 1d2h"):
+        Saving(max_time=text)
 
 
-def test_a_run_of_any_durations_ends_before_its_limit_and_not_long_before():
+@each_row(*range(40))
+def test_a_run_of_any_durations_ends_before_its_limit_and_not_long_before(trial):
     """Times vary by a tenth. The first step compiles, every 50th is followed by an evaluation, and every 20th by a save
     that is being written while the steps go on."""
-
-    def check(trial):
-        rng = random.Random(trial)
-        step, save, evaluation = rng.uniform(0.1, 20), rng.uniform(0.1, 60), rng.uniform(0.1, 300)
-        first = step + rng.uniform(0, 200)
-        began, now = 1000.0, 1000.0 + rng.uniform(5, 60)
-        limit = now - began + first + 60 * (step + evaluation / 40 + save)
-        watch = Deadline(limit_seconds=limit, began=began, save_bytes=int(50e6 * save))
-        watch.report_seconds["eval"] = evaluation  # There is one before the first step.
-        saved_seconds, written_at, largest = 0.0, 0.0, 0.0
-        for number in range(1, 10**6):
-            now += first if number == 1 else step * rng.uniform(0.9, 1.1)
-            if written_at and now >= written_at:
-                saved_seconds, written_at = save, 0.0
-            watch.add_step(now)
-            reports = ["eval"] if number % 50 == 0 or (number + 1) % 50 == 0 else []
-            reserve = watch.reserve_seconds(saved_seconds, saves=3 if written_at else 2, reports=reports)
-            largest = max(largest, reserve)
-            stops = watch.is_reached(now, reserve)
-            if stops:  # The write in progress, then the last save.
-                now = max(now, written_at) + 1.1 * save
-            elif number % 20 == 0:  # It waits for the write in progress.
-                watch._left_out += max(now, written_at) - now
-                now = max(now, written_at)
-                written_at = now + save
-            if number % 50 == 0:  # As `not_counted` counts it, on this clock.
-                now += evaluation
-                watch._left_out += evaluation
-            if stops:
-                break
-        else:
-            raise AssertionError("the run did not stop")
-        end = now + 1.0  # The exit.
-        assert number > 20
-        assert end <= began + limit
-        assert end >= began + limit - largest - 1.2 * step - evaluation
-
-    check_rows([(trial,) for trial in range(40)], check)
+    rng = random.Random(trial)
+    step, save, evaluation = rng.uniform(0.1, 20), rng.uniform(0.1, 60), rng.uniform(0.1, 300)
+    first = step + rng.uniform(0, 200)
+    began, now = 1000.0, 1000.0 + rng.uniform(5, 60)
+    limit = now - began + first + 60 * (step + evaluation / 40 + save)
+    watch = Deadline(limit_seconds=limit, began=began, save_bytes=int(50e6 * save))
+    watch.report_seconds["eval"] = evaluation  # There is one before the first step.
+    saved_seconds, written_at, largest = 0.0, 0.0, 0.0
+    for number in range(1, 10**6):
+        now += first if number == 1 else step * rng.uniform(0.9, 1.1)
+        if written_at and now >= written_at:
+            saved_seconds, written_at = save, 0.0
+        watch.add_step(now)
+        reports = ["eval"] if number % 50 == 0 or (number + 1) % 50 == 0 else []
+        reserve = watch.reserve_seconds(saved_seconds, saves=3 if written_at else 2, reports=reports)
+        largest = max(largest, reserve)
+        stops = watch.is_reached(now, reserve)
+        if stops:  # The write in progress, then the last save.
+            now = max(now, written_at) + 1.1 * save
+        elif number % 20 == 0:  # It waits for the write in progress.
+            watch._left_out += max(now, written_at) - now
+            now = max(now, written_at)
+            written_at = now + save
+        if number % 50 == 0:  # As `not_counted` counts it, on this clock.
+            now += evaluation
+            watch._left_out += evaluation
+        if stops:
+            break
+    else:
+        raise AssertionError("the run did not stop")
+    end = now + 1.0  # The exit.
+    assert number > 20
+    assert end <= began + limit
+    assert end >= began + limit - largest - 1.2 * step - evaluation
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from gputrain.engine.health import Health
 from gputrain.hw.plan import Hardware, Setting, decide
 from gputrain.hw.probe import Machine
 from tests.engine.test_run import schedule
-from tests.tables import check_rows
+from tests.tables import each_row
 from tests.toy import ToyRecipe, quiet, train_toy
 
 PLAN = decide(Machine(system="Linux", cpu_cores=8, ram_free_gb=64.0), Hardware(device="cpu", num_workers=8))
@@ -64,15 +64,11 @@ def test_a_loss_that_runs_away_is_named_once_with_its_step_and_median():
     assert "the loss l1 is 30 at step 103, 27 times its median of the last 50 steps (1.1" in event["message"]
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        [5 * 0.98**step for step in range(300)],
-        [0.001 * 1.05**step for step in range(200)],  # KL rises like this.
-        [1.0, 40.0, 1.0, 1.0, 40.0, 40.0] * 20,
-        [0.001] * 5 + [1.0] * 5,
-    ],
-    ids=["falls", "rises slowly", "odd batches", "too few steps"],
+@each_row(
+    [5 * 0.98**step for step in range(300)],
+    [0.001 * 1.05**step for step in range(200)],  # KL rises like this.
+    [1.0, 40.0, 1.0, 1.0, 40.0, 40.0] * 20,
+    [0.001] * 5 + [1.0] * 5,
 )
 def test_a_loss_without_a_jump_that_stays_causes_no_warning(values):
     assert of_losses(values) == []
@@ -146,31 +142,24 @@ def test_a_regularised_discriminator_that_separates_everything_has_won():
     assert len(of_logits(hinge, towards(1.2, -1.2, 900), regularised=0.3)) == 1
 
 
-def test_a_discriminator_that_makes_errors_causes_no_warning():
-    rows = [
-        (hinge, towards(0.3, -0.4, 900)),
-        (hinge, [(0.5 + math.sin(step / 9), -0.5 + math.sin(step / 7)) for step in range(900)]),
-        (least_squares, towards(0.6, 0.4, 900)),
-        (least_squares, towards(0.9, 0.3, 900)),
-        (hinge, towards(3.0, -9.0, 250) + [(0.1, 0.1)] * 300),  # Separated from step 100 on.
-    ]
-
-    def check(kind, logits):
-        assert of_logits(kind, logits) == []
-
-    check_rows(rows, check)
+@each_row(
+    (hinge, towards(0.3, -0.4, 900)),
+    (hinge, [(0.5 + math.sin(step / 9), -0.5 + math.sin(step / 7)) for step in range(900)]),
+    (least_squares, towards(0.6, 0.4, 900)),
+    (least_squares, towards(0.9, 0.3, 900)),
+    (hinge, towards(3.0, -9.0, 250) + [(0.1, 0.1)] * 300),  # Separated from step 100 on.
+)
+def test_a_discriminator_that_makes_errors_causes_no_warning(kind, logits):
+    assert of_logits(kind, logits) == []
 
 
 # ------------------------------------------------------------------------------------- the machine
 
 
-@pytest.mark.parametrize(
-    ("settings", "remedy"),
-    [
-        ({"num_workers": 2}, "raise --num-workers from 2 to at most 8, the number of CPU cores"),
-        ({"data_in_memory": False}, "--data-in-memory keeps decoded data"),
-        ({}, "put the data on a faster disk"),
-    ],
+@each_row(
+    ({"num_workers": 2}, "raise --num-workers from 2 to at most 8, the number of CPU cores"),
+    ({"data_in_memory": False}, "--data-in-memory keeps decoded data"),
+    ({}, "put the data on a faster disk"),
 )
 def test_steps_that_wait_for_data_name_the_setting_that_helps(settings, remedy):
     (event,) = of_windows([GOOD | {"data/wait_share": 0.35}] * 30, plan(**settings))
@@ -202,13 +191,10 @@ def test_a_hot_gpu_is_named_before_heat_slows_it_down(celsius, warns):
         assert "the GPU is at 85 °C; it should stay below 85: improve the airflow" in events[0]["message"]
 
 
-@pytest.mark.parametrize(
-    ("figure", "cause", "remedy"),
-    [
-        ("gpu/thermal_throttling", "heat slows the GPU down at 70 °C, in 50 % of the readings", "cooling"),
-        ("gpu/power_brake", "the power supply slows the GPU down (power brake)", "power cables"),
-        ("gpu/power_capped", "a lowered power limit slows the GPU down", "--power-limit raises it"),
-    ],
+@each_row(
+    ("gpu/thermal_throttling", "heat slows the GPU down at 70 °C, in 50 % of the readings", "cooling"),
+    ("gpu/power_brake", "the power supply slows the GPU down (power brake)", "power cables"),
+    ("gpu/power_capped", "a lowered power limit slows the GPU down", "--power-limit raises it"),
 )
 def test_what_slows_a_gpu_down_is_named(figure, cause, remedy):
     (event,) = of_windows([GOOD | {figure: 0.5}] * 30)

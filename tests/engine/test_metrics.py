@@ -25,7 +25,7 @@ from gputrain.engine import stop
 from gputrain.engine.callbacks import log_evaluation
 from gputrain.engine.metrics import Bar, Metrics, TimeLeft
 from gputrain.engine.samples import Report, SoundSample
-from tests.tables import check_rows
+from tests.tables import each_row
 from tests.toy import cpu_runtime
 from tests.waiting import Clock
 
@@ -222,15 +222,11 @@ def test_the_last_line_stays_on_the_terminal(tmp_path, clock):
     assert "step 20/1000 | epoch 0 | l1 0.5 | 4.0 images/s | 1.5 GB RAM" in last
 
 
-def test_durations():
-    rows = [
-        (40, "40 s"), (99.4, "1 min 39 s"), (700, "12 min"), (3599, "1 h"), (11_520, "3 h 12 min"), (273_600, "3 d 4 h")
-    ]  # fmt: skip
-
-    def check(seconds, words):
-        assert stop.format_duration(seconds) == words
-
-    check_rows(rows, check)
+@each_row(
+    (40, "40 s"), (99.4, "1 min 39 s"), (700, "12 min"), (3599, "1 h"), (11_520, "3 h 12 min"), (273_600, "3 d 4 h")
+)
+def test_durations(seconds, words):
+    assert stop.format_duration(seconds) == words
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):

@@ -11,7 +11,7 @@ from gputrain.engine.data import Sample, Stream, loader
 from gputrain.engine.mixture import DataFolder, Mixture, data_folders, split_folders
 from gputrain.errors import UserError
 from gputrain.hw.ranks import Ranks
-from tests.tables import check_rows
+from tests.tables import each_row
 
 
 @pytest.fixture
@@ -33,26 +33,22 @@ def test_folders_and_weights_as_they_are_written(folders):
     assert data_folders([Path("x=2=1"), Path("x=2.0")]) == (DataFolder(Path("x=2")), DataFolder(Path("x"), 2.0))
 
 
-def test_what_is_refused(folders):
-    rows = [
-        (["a=0"], "a: its weight is 0,"),
-        (["a", "b=-1"], "b: its weight is -1,"),
-        (["a=nan"], "a: its weight is nan,"),
-        (["a=inf"], "a: its weight is inf,"),
-        (["a=10001"], "a: its weight is 10001,"),
-        (["a", "b", "same=2"], "same: the same folder as a"),
-        (["a", "b/../a"], "b/../a: the same folder as a"),
-        (["x=2"], "x=2: both a folder of this name and x with a weight of 2 exist"),
-        ([], "no data folder is given"),
-    ]
-
-    def check(given, message):
-        with pytest.raises(UserError) as refused:
-            data_folders(list(map(Path, given)))
-        assert str(refused.value).startswith(message)
-        assert refused.value.hint
-
-    check_rows(rows, check)
+@each_row(
+    (["a=0"], "a: its weight is 0,"),
+    (["a", "b=-1"], "b: its weight is -1,"),
+    (["a=nan"], "a: its weight is nan,"),
+    (["a=inf"], "a: its weight is inf,"),
+    (["a=10001"], "a: its weight is 10001,"),
+    (["a", "b", "same=2"], "same: the same folder as a"),
+    (["a", "b/../a"], "b/../a: the same folder as a"),
+    (["x=2"], "x=2: both a folder of this name and x with a weight of 2 exist"),
+    ([], "no data folder is given"),
+)
+def test_what_is_refused(folders, given, message):
+    with pytest.raises(UserError) as refused:
+        data_folders(list(map(Path, given)))
+    assert str(refused.value).startswith(message)
+    assert refused.value.hint
 
 
 def test_the_ways_out_of_an_ambiguous_name_are_right(folders):

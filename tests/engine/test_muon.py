@@ -19,7 +19,7 @@ from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.planner.memory.fake_runtime import FakeRuntime, on_fake_tensors
 from gputrain.planner.memory.timeline import MemoryTimeline
-from tests.tables import check_rows
+from tests.tables import each_row
 from tests.toy import BATCH, ToyRecipe, quiet, train_toy, weights
 
 SHAPES = [(24, 40), (40, 24), (16, 16), (24, 40), (1, 30), (24, 40), (16, 16)]
@@ -78,19 +78,17 @@ def test_the_rest_moves_as_in_torchs_fused_adamw():
     assert distance(ours, theirs) < 1e-6
 
 
-def test_orthogonalising_moves_singular_values_by_the_quintic_alone():
-    def check(shape):
-        matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        left, values, right = torch.linalg.svd(matrices, full_matrices=False)
-        values = values / values.norm(dim=1, keepdim=True)
-        for _ in range(5):
-            values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-        expected = left @ torch.diag_embed(values) @ right
-        made = orthogonalised(matrices, 5)
-        assert torch.allclose(made, expected, rtol=0, atol=1e-10)
-        assert made.is_contiguous()
-
-    check_rows([((3, 8, 20),), ((3, 20, 8),), ((2, 9, 9),), ((1, 1, 5),)], check)
+@each_row(((3, 8, 20),), ((3, 20, 8),), ((2, 9, 9),), ((1, 1, 5),))
+def test_orthogonalising_moves_singular_values_by_the_quintic_alone(shape):
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    left, values, right = torch.linalg.svd(matrices, full_matrices=False)
+    values = values / values.norm(dim=1, keepdim=True)
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    expected = left @ torch.diag_embed(values) @ right
+    made = orthogonalised(matrices, 5)
+    assert torch.allclose(made, expected, rtol=0, atol=1e-10)
+    assert made.is_contiguous()
 
 
 def test_a_zero_gradient_moves_nothing():
@@ -313,39 +311,36 @@ class MuonToy(ToyRecipe):
         return muon_with_adamw([module], learning_rate=0.0, weight_decay=0.01)
 
 
-def test_a_step_that_runs_out_of_memory_is_repeated_in_parts(monkeypatch):
+@each_row(*itertools.product(["stack", "orthogonalised", "linalg.vector_norm"], [False, True]))
+def test_a_step_that_runs_out_of_memory_is_repeated_in_parts(monkeypatch, place, bad):
     """Memory runs out for more than one matrix at once, in each of the places that take it, and the step is the same up
     to the rounding of the batched product. Where the gradients are not finite, nothing moves."""
+    straight, undisturbed = mixed()
+    cut, optimizer = mixed()
+    owner = torch if place == "stack" else muon if place == "orthogonalised" else torch.linalg
+    name, failures = place.rpartition(".")[2], 0
+    enough = getattr(owner, name)
 
-    def check(place, bad):
-        straight, undisturbed = mixed()
-        cut, optimizer = mixed()
-        owner = torch if place == "stack" else muon if place == "orthogonalised" else torch.linalg
-        name, failures = place.rpartition(".")[2], 0
-        enough = getattr(owner, name)
+    def limited(matrices, *arguments, **named):
+        nonlocal failures
+        if len(matrices) > 1:
+            failures += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return enough(matrices, *arguments, **named)
 
-        def limited(matrices, *arguments, **named):
-            nonlocal failures
-            if len(matrices) > 1:
-                failures += 1
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return enough(matrices, *arguments, **named)
-
-        for step in range(4):
-            for to, by in ((straight, undisturbed), (cut, optimizer)):
-                give_gradients(to, step)
-                by.found_inf = torch.tensor(float(bad and step == 2))
-                with monkeypatch.context() as patched:
-                    if by is optimizer:
-                        patched.setattr(owner, name, limited)
-                    by.step()
-        assert failures >= 4
-        assert distance(straight, cut) < 1e-5
-        for one, other in zip(straight, cut, strict=True):
-            state, theirs = undisturbed.state[one], optimizer.state[other]
-            assert all(float((state[key] - theirs[key]).abs().max()) < 1e-6 for key in state)
-
-    check_rows(itertools.product(["stack", "orthogonalised", "linalg.vector_norm"], [False, True]), check)
+    for step in range(4):
+        for to, by in ((straight, undisturbed), (cut, optimizer)):
+            give_gradients(to, step)
+            by.found_inf = torch.tensor(float(bad and step == 2))
+            with monkeypatch.context() as patched:
+                if by is optimizer:
+                    patched.setattr(owner, name, limited)
+                by.step()
+    assert failures >= 4
+    assert distance(straight, cut) < 1e-5
+    for one, other in zip(straight, cut, strict=True):
+        state, theirs = undisturbed.state[one], optimizer.state[other]
+        assert all(float((state[key] - theirs[key]).abs().max()) < 1e-6 for key in state)
 
 
 def test_a_step_without_enough_memory_for_one_matrix_ends_the_run_and_loses_no_checkpoint(
@@ -408,8 +403,7 @@ SLOPE = abs(muon.CUBIC / muon.LINEAR) * sum(muon.LINEAR ** (2 * number) for numb
 TINY = torch.cat([torch.ones(4), torch.full((60,), 1e-3)])
 
 
-@pytest.mark.parametrize("values", [torch.ones(64), torch.logspace(0, -7, 64), TINY])
-@pytest.mark.parametrize("columns", [100, 192, 512])
+@each_row(*itertools.product([torch.ones(64), torch.logspace(0, -7, 64), TINY], [100, 192, 512]))
 def test_rounds_on_the_gram_matrix_are_as_orthogonal_as_rounds_on_the_matrix(monkeypatch, values, columns):
     """Against singular values in fp64, with equal, quickly decaying and mostly tiny ones. The Gram matrix is rounded to
     24 bits, and so is each of its products."""

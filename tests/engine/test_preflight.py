@@ -10,7 +10,7 @@ import pytest
 from gputrain.config import read_file
 from gputrain.engine.callbacks import kept_checkpoints
 from gputrain.engine.schedule import RunProgress, Saving, Schedule, StepSchedule
-from tests.tables import check_rows
+from tests.tables import each_row
 from tests.toy import BATCH, ITEMS, ToyRecipe, quiet, train_toy
 
 Disk = namedtuple("Disk", "total used free")
@@ -60,23 +60,19 @@ def raising():
     yield
 
 
-def test_number_of_checkpoints_on_the_disk():
+@each_row(
+    ({"checkpoint_freq": 0, "evaluate_freq": 0}, 3),  # The last, the previous and the one being written.
+    ({"checkpoint_freq": 0}, 4),  # And the best.
+    ({"checkpoint_freq": 5, "keep_checkpoints": 8}, 4 + 8),
+    ({"checkpoint_freq": 50, "keep_checkpoints": 8}, 4 + 3),
+    ({"checkpoint_freq": 0, "checkpoint_steps": 10, "keep_checkpoints": 8}, 4 + 8),
+    ({"checkpoint_freq": 0, "checkpoint_steps": 10, "keep_checkpoints": 0}, 4 + 20),
+    ({"checkpoint_freq": 0, "checkpoint_steps": 10, "permanent_start": 100, "permanent_interval": 40}, 4 + 5 + 3),
+)
+def test_number_of_checkpoints_on_the_disk(saving, count):
     """200 steps in 100 epochs of two."""
-    rows = [
-        ({"checkpoint_freq": 0, "evaluate_freq": 0}, 3),  # The last, the previous and the one being written.
-        ({"checkpoint_freq": 0}, 4),  # And the best.
-        ({"checkpoint_freq": 5, "keep_checkpoints": 8}, 4 + 8),
-        ({"checkpoint_freq": 50, "keep_checkpoints": 8}, 4 + 3),
-        ({"checkpoint_freq": 0, "checkpoint_steps": 10, "keep_checkpoints": 8}, 4 + 8),
-        ({"checkpoint_freq": 0, "checkpoint_steps": 10, "keep_checkpoints": 0}, 4 + 20),
-        ({"checkpoint_freq": 0, "checkpoint_steps": 10, "permanent_start": 100, "permanent_interval": 40}, 4 + 5 + 3),
-    ]
-
-    def check(saving, count):
-        steps = StepSchedule(Schedule(batch_size=2, num_epochs=100), RunProgress(items=4))
-        assert kept_checkpoints(Saving(**saving), steps) == count
-
-    check_rows(rows, check)
+    steps = StepSchedule(Schedule(batch_size=2, num_epochs=100), RunProgress(items=4))
+    assert kept_checkpoints(Saving(**saving), steps) == count
 
 
 def test_max_steps_of_one_command_does_not_end_the_next(tmp_path, caplog):

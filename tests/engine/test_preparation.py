@@ -16,7 +16,7 @@ from gputrain.engine.preparation import (
     source_files,
     write_quarantine,
 )
-from tests.tables import check_rows
+from tests.tables import each_row
 
 
 def test_files_with_one_fingerprint_are_duplicates_only_if_their_content_is_equal(tmp_path: Path) -> None:
@@ -71,21 +71,17 @@ def test_a_journal_is_read_up_to_an_incomplete_line(tmp_path: Path) -> None:
     assert path.read_text() == whole
 
 
-def test_a_damaged_journal_is_known(tmp_path: Path) -> None:
-    rows = [
-        (b"", {}, []),
-        (b"{\n", {}, []),
-        (b'[1]\n{"n": 1}\n', {}, [{"n": 1}]),
-        (b'{"of": 1}\n{"n": 1\n{"n": 2}\n', {"of": 1}, [{"n": 2}]),
-        (b'{"of": 1}\n{"n": "\xff"}\n', {"of": 1}, [{"n": "\ufffd"}]),
-    ]
-
-    def check(content: bytes, head: object, rows: object) -> None:
-        (tmp_path / "journal.jsonl").write_bytes(content)
-        journal = Journal(tmp_path / "journal.jsonl")
-        assert (journal.head, journal.rows, journal.is_damaged) == (head, rows, True)
-
-    check_rows(rows, check)
+@each_row(
+    (b"", {}, []),
+    (b"{\n", {}, []),
+    (b'[1]\n{"n": 1}\n', {}, [{"n": 1}]),
+    (b'{"of": 1}\n{"n": 1\n{"n": 2}\n', {"of": 1}, [{"n": 2}]),
+    (b'{"of": 1}\n{"n": "\xff"}\n', {"of": 1}, [{"n": "\ufffd"}]),
+)
+def test_a_damaged_journal_is_known(tmp_path: Path, content: bytes, head: object, rows: object) -> None:
+    (tmp_path / "journal.jsonl").write_bytes(content)
+    journal = Journal(tmp_path / "journal.jsonl")
+    assert (journal.head, journal.rows, journal.is_damaged) == (head, rows, True)
 
 
 def test_quarantines_of_earlier_versions_are_read(tmp_path: Path) -> None:

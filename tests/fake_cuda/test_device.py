@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from gputrain.hw.driver import ask_driver
 from tests.fake_cuda.device import UNAVAILABLE, fake_cuda
-from tests.tables import check_rows
+from tests.tables import each_row
 
 pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
 
@@ -52,31 +52,27 @@ def test_tensors_of_two_devices_are_refused_in_forward_and_backward_passes():
             y.backward()
 
 
-def test_copies_between_the_sides_are_noted():
-    rows = [
-        (lambda x: x.sum().item(), "device to host"),
-        (lambda x: x.tolist(), "device to host"),
-        (lambda x: bool(x.sum() > 0), "device to host"),
-        (lambda x: x.cpu(), "device to host"),
-        (lambda x: x.to("cpu"), "device to host"),
-        (lambda x: torch.arange(x.max(), device="cuda"), "device to host"),
-        (lambda x: torch.ones(3).to(x.device), "host to device"),
-        (lambda x: torch.tensor([1.0, 2.0], device="cuda"), "host to device"),
-        (lambda x: x.new_tensor([1.0]), "host to device"),
-        (lambda x: x[[0, 1]], "host to device"),
-        (lambda x: x * torch.tensor(2.0), ""),  # A number is an argument of the kernel.
-        (lambda x: x.new_zeros(3), ""),
-        (lambda x: torch.where(x > 0, x, 0.0).sum(), ""),
-    ]
-
-    def check(read, direction):
-        with fake_cuda() as card:
-            x = torch.zeros(3, device="cuda")
-            with card.watched() as copies:
-                read(x)
-            assert {copy.direction for copy in copies.made} == ({direction} if direction else set())
-
-    check_rows(rows, check)
+@each_row(
+    (lambda x: x.sum().item(), "device to host"),
+    (lambda x: x.tolist(), "device to host"),
+    (lambda x: bool(x.sum() > 0), "device to host"),
+    (lambda x: x.cpu(), "device to host"),
+    (lambda x: x.to("cpu"), "device to host"),
+    (lambda x: torch.arange(x.max(), device="cuda"), "device to host"),
+    (lambda x: torch.ones(3).to(x.device), "host to device"),
+    (lambda x: torch.tensor([1.0, 2.0], device="cuda"), "host to device"),
+    (lambda x: x.new_tensor([1.0]), "host to device"),
+    (lambda x: x[[0, 1]], "host to device"),
+    (lambda x: x * torch.tensor(2.0), ""),  # A number is an argument of the kernel.
+    (lambda x: x.new_zeros(3), ""),
+    (lambda x: torch.where(x > 0, x, 0.0).sum(), ""),
+)
+def test_copies_between_the_sides_are_noted(read, direction):
+    with fake_cuda() as card:
+        x = torch.zeros(3, device="cuda")
+        with card.watched() as copies:
+            read(x)
+        assert {copy.direction for copy in copies.made} == ({direction} if direction else set())
 
 
 def test_pinned_memory_is_known_to_its_copy():

@@ -31,7 +31,7 @@ from gputrain.hw.probe import Machine, Package
 from gputrain.hw.speed import FREE_BYTES
 from gputrain.stored import from_json
 from gputrain.vae.config import TrainVae
-from tests.tables import check_rows
+from tests.tables import each_row
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "tests" / "data" / "machines"
@@ -100,45 +100,41 @@ def line(machine: Machine, name: str) -> Check:
     return found
 
 
-def test_verdicts_by_line():
-    def check(name):
-        checks = check_rules(recorded(name))
-        assert {check.name: check.status for check in checks if check.status != "ok"} == {
-            line: status for line, (status, _, _) in VERDICTS[name].items()
-        }
-        for each in checks:
-            _, found, remedy = VERDICTS[name].get(each.name, ("ok", "", ""))
-            assert found in each.found
-            assert remedy in each.remedy
-            assert bool(each.remedy) is (each.status != "ok")
-            if each.status == "failed":
-                assert each.remedy.endswith("until then train with --device cpu")
-        assert {"python", "packages", "torch", "compiler", "cpu", "ram"} <= {each.name for each in checks}
-
-    check_rows([(name,) for name in VERDICTS], check)
+@each_row(*VERDICTS)
+def test_verdicts_by_line(name):
+    checks = check_rules(recorded(name))
+    assert {check.name: check.status for check in checks if check.status != "ok"} == {
+        line: status for line, (status, _, _) in VERDICTS[name].items()
+    }
+    for each in checks:
+        _, found, remedy = VERDICTS[name].get(each.name, ("ok", "", ""))
+        assert found in each.found
+        assert remedy in each.remedy
+        assert bool(each.remedy) is (each.status != "ok")
+        if each.status == "failed":
+            assert each.remedy.endswith("until then train with --device cpu")
+    assert {"python", "packages", "torch", "compiler", "cpu", "ram"} <= {each.name for each in checks}
 
 
-def test_advice_is_a_command_that_gives_the_plan():
-    def check(name):
-        machine = recorded(name)
-        plan = advise(machine, check_rules(machine))
-        command = train_command(plan, Path("my pictures"))
-        assert ADVISED[name] in command
-        words = shlex.split(command)
-        assert words[:4] == ["gputrain", "train-vae", "--data-path", "my pictures"]
-        values = {}
-        for flag, value in zip(words[2:], [*words[3:], "--"], strict=True):
-            if flag.startswith("--"):
-                switch = value.startswith("--")
-                key = flag.removeprefix("--no-" if switch else "--").removeprefix("--").replace("-", "_")
-                values[key] = not flag.startswith("--no-") if switch else value
-        again = decide(machine, assemble(TrainVae, values).hardware)
-        for key, setting in plan.settings.items():
-            assert getattr(again, key).value == setting.value, key
-        on_cpu = plan.device.value == "cpu"
-        assert (values.get("preset"), values.get("image_size")) == (("fast", "128") if on_cpu else (None, None))
-
-    check_rows([(name,) for name in VERDICTS], check)
+@each_row(*VERDICTS)
+def test_advice_is_a_command_that_gives_the_plan(name):
+    machine = recorded(name)
+    plan = advise(machine, check_rules(machine))
+    command = train_command(plan, Path("my pictures"))
+    assert ADVISED[name] in command
+    words = shlex.split(command)
+    assert words[:4] == ["gputrain", "train-vae", "--data-path", "my pictures"]
+    values = {}
+    for flag, value in zip(words[2:], [*words[3:], "--"], strict=True):
+        if flag.startswith("--"):
+            switch = value.startswith("--")
+            key = flag.removeprefix("--no-" if switch else "--").removeprefix("--").replace("-", "_")
+            values[key] = not flag.startswith("--no-") if switch else value
+    again = decide(machine, assemble(TrainVae, values).hardware)
+    for key, setting in plan.settings.items():
+        assert getattr(again, key).value == setting.value, key
+    on_cpu = plan.device.value == "cpu"
+    assert (values.get("preset"), values.get("image_size")) == (("fast", "128") if on_cpu else (None, None))
 
 
 def test_what_a_failed_compile_changes():
@@ -150,13 +146,9 @@ def test_what_a_failed_compile_changes():
     assert advise(machine, [Check("matrix product", "failed", "wrong", "...")]).device.value == "cpu"
 
 
-def test_python():
-    rows = [("3.9.18", "failed"), ("3.10.0", "ok"), ("3.14.2", "ok"), ("3.15.0a1", "failed"), ("", "failed")]
-
-    def check(version, status):
-        assert line(recorded("h100", python=version), "python").status == status
-
-    check_rows(rows, check)
+@each_row(("3.9.18", "failed"), ("3.10.0", "ok"), ("3.14.2", "ok"), ("3.15.0a1", "failed"), ("", "failed"))
+def test_python(version, status):
+    assert line(recorded("h100", python=version), "python").status == status
 
 
 def test_packages():
@@ -181,24 +173,19 @@ def test_a_torch_that_cannot_be_imported():
     assert line(machine, "torch").remedy == "./setup.sh --torch auto"
 
 
-def test_drivers_for_each_cuda():
-    rows = [
-        ("Linux", "525.60.13", "12.6", "ok"),
-        ("Linux", "520.61.05", "12.6", "failed"),
-        ("Windows", "528.33", "12.6", "ok"),
-        ("Windows", "527.41", "12.6", "failed"),
-        ("Linux", "580.65.06", "13.2", "ok"),
-        ("Linux", "575.57.08", "13.0", "failed"),
-        ("Linux", "470.256.02", "", "ok"),  # A build without CUDA needs no driver.
-    ]
-
-    def check(system, driver, cuda, status):
-        assert (
-            line(Machine(system=system, cpu_cores=4, cuda=cuda, driver=Driver(driver, "12.0")), "driver").status
-            == status
-        )
-
-    check_rows(rows, check)
+@each_row(
+    ("Linux", "525.60.13", "12.6", "ok"),
+    ("Linux", "520.61.05", "12.6", "failed"),
+    ("Windows", "528.33", "12.6", "ok"),
+    ("Windows", "527.41", "12.6", "failed"),
+    ("Linux", "580.65.06", "13.2", "ok"),
+    ("Linux", "575.57.08", "13.0", "failed"),
+    ("Linux", "470.256.02", "", "ok"),  # A build without CUDA needs no driver.
+)
+def test_drivers_for_each_cuda(system, driver, cuda, status):
+    assert (
+        line(Machine(system=system, cpu_cores=4, cuda=cuda, driver=Driver(driver, "12.0")), "driver").status == status
+    )
 
 
 def test_a_driver_older_than_every_build():
@@ -209,13 +196,10 @@ def test_a_driver_older_than_every_build():
     )
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "remedy"),
-    [
-        ("RM has detected an NVML/RM version mismatch.", "failed", "restart the machine; until then"),
-        ("Driver Not Loaded", "failed", "or install NVIDIA driver 580 or later again"),
-        ("no devices were found", "note", "docker run --gpus all"),
-    ],
+@each_row(
+    ("RM has detected an NVML/RM version mismatch.", "failed", "restart the machine; until then"),
+    ("Driver Not Loaded", "failed", "or install NVIDIA driver 580 or later again"),
+    ("no devices were found", "note", "docker run --gpus all"),
 )
 def test_what_nvml_complains_of(error, status, remedy):
     found = line(recorded("driver_too_old", driver=Driver(error=error)), "driver")
@@ -231,41 +215,32 @@ def test_machines_without_a_card():
     assert {check.name: check.status for check in check_rules(plain) if check.status != "ok"} == {"gpu": "note"}
 
 
-def test_a_card_that_torch_does_not_see():
+@each_row(("", "note"), ("-1", "note"), ("3", "note"), ("0", "failed"), (None, "failed"))
+def test_a_card_that_torch_does_not_see(visible, status):
     """A GPU that the user has hidden counts as none; otherwise something is broken."""
-
-    def check(visible, status):
-        seen = Driver("580.95.05", "13.0", recorded("driver_too_old").driver.cards)
-        machine = recorded("driver_too_old", driver=seen, gpu_error="CUDA unknown error", visible_devices=visible)
-        found = line(machine, "gpu")
-        assert found.status == status
-        assert ("CUDA_VISIBLE_DEVICES" in found.found) is (status == "note")
-        assert ("CUDA unknown error" in found.found) is (status == "failed")
-        assert line(recorded("cpu_build", visible_devices=visible), "torch").status == {"note": "ok"}.get(
-            status, status
-        )
-
-    check_rows([("", "note"), ("-1", "note"), ("3", "note"), ("0", "failed"), (None, "failed")], check)
+    seen = Driver("580.95.05", "13.0", recorded("driver_too_old").driver.cards)
+    machine = recorded("driver_too_old", driver=seen, gpu_error="CUDA unknown error", visible_devices=visible)
+    found = line(machine, "gpu")
+    assert found.status == status
+    assert ("CUDA_VISIBLE_DEVICES" in found.found) is (status == "note")
+    assert ("CUDA unknown error" in found.found) is (status == "failed")
+    assert line(recorded("cpu_build", visible_devices=visible), "torch").status == {"note": "ok"}.get(status, status)
 
 
-def test_notes():
-    rows = [
-        ({"gpu_free_gb": 40.0}, "gpu memory", "40.0 of 84.9 GB free"),
-        ({"ram_free_gb": 2.5}, "ram", "2.5 of 236.0 GB free"),
-        ({"triton": False}, "compiler", "no Triton"),
-        ({"compiler": ""}, "compiler", "no C++ compiler on PATH, which Triton needs"),
-        ({"compute_capability": (12, 0), "triton_version": "3.2.0"}, "compiler", "3.3 and later do"),
-        ({"compute_capability": (7, 5), "triton_version": "3.2.0"}, "bf16", "not native"),
-    ]
-
-    def check(facts, name, found):
-        machine = recorded("h100", **facts)
-        (check,) = [check for check in check_rules(machine) if check.status == "note"]
-        assert check.name == name
-        assert found in check.found
-        assert check.remedy
-
-    check_rows(rows, check)
+@each_row(
+    ({"gpu_free_gb": 40.0}, "gpu memory", "40.0 of 84.9 GB free"),
+    ({"ram_free_gb": 2.5}, "ram", "2.5 of 236.0 GB free"),
+    ({"triton": False}, "compiler", "no Triton"),
+    ({"compiler": ""}, "compiler", "no C++ compiler on PATH, which Triton needs"),
+    ({"compute_capability": (12, 0), "triton_version": "3.2.0"}, "compiler", "3.3 and later do"),
+    ({"compute_capability": (7, 5), "triton_version": "3.2.0"}, "bf16", "not native"),
+)
+def test_notes(facts, name, found):
+    machine = recorded("h100", **facts)
+    (check,) = [check for check in check_rules(machine) if check.status == "note"]
+    assert check.name == name
+    assert found in check.found
+    assert check.remedy
 
 
 def test_a_cpu_without_a_compiler():
@@ -308,32 +283,26 @@ def machine_with(**facts) -> Machine:
     return recorded("h100", driver=Driver("580.95.05", "13.0", (plain, replace(plain, **facts))))
 
 
-def test_every_card_is_listed_with_its_slot_and_power_limit():
-    rows = [
-        ({}, "ok", "NVIDIA GeForce RTX 5090, 34.2 GB, PCIe 5.0 x16, power limit 575 W", ""),
-        ({"pcie_lanes": 8}, "note", "PCIe 5.0 x8 of 5.0 x16", "the slot next to the CPU"),
-        ({"pcie_generation": 4}, "note", "PCIe 4.0 x16 of 5.0 x16", "a board with newer slots"),
-        ({"power_limit_w": 400.0}, "note", "power limit 400 of 575 W", "nvidia-smi -i 1 --power-limit 575"),
-        ({"power_limit_w": 550.0}, "ok", "power limit 550 W", ""),
-        ({"pcie_generation": 0, "power_limit_w": 0.0}, "ok", "NVIDIA GeForce RTX 5090, 34.2 GB", ""),
-    ]
-
-    def check(facts, status, found, remedy):
-        check = of_card(**facts)
-        assert (check.status, found in check.found, remedy in check.remedy) == (status, True, True)
-        assert bool(check.remedy) is (status == "note")
-        assert [one.name for one in check_rules(machine_with()) if one.name.startswith("card")] == ["card 0", "card 1"]
-
-    check_rows(rows, check)
+@each_row(
+    ({}, "ok", "NVIDIA GeForce RTX 5090, 34.2 GB, PCIe 5.0 x16, power limit 575 W", ""),
+    ({"pcie_lanes": 8}, "note", "PCIe 5.0 x8 of 5.0 x16", "the slot next to the CPU"),
+    ({"pcie_generation": 4}, "note", "PCIe 4.0 x16 of 5.0 x16", "a board with newer slots"),
+    ({"power_limit_w": 400.0}, "note", "power limit 400 of 575 W", "nvidia-smi -i 1 --power-limit 575"),
+    ({"power_limit_w": 550.0}, "ok", "power limit 550 W", ""),
+    ({"pcie_generation": 0, "power_limit_w": 0.0}, "ok", "NVIDIA GeForce RTX 5090, 34.2 GB", ""),
+)
+def test_every_card_is_listed_with_its_slot_and_power_limit(facts, status, found, remedy):
+    check = of_card(**facts)
+    assert (check.status, found in check.found, remedy in check.remedy) == (status, True, True)
+    assert bool(check.remedy) is (status == "note")
+    assert [one.name for one in check_rules(machine_with()) if one.name.startswith("card")] == ["card 0", "card 1"]
 
 
-def test_swap():
-    def check(swap_gb, ram_gb, status):
-        check = line(recorded("h100", swap_gb=swap_gb, ram_gb=ram_gb, ram_free_gb=ram_gb), "swap")
-        assert (check.status, "mkswap" in check.remedy) == (status, status == "note")
-        assert not [one for one in check_rules(recorded("h100")) if one.name == "swap"]  # It is unknown.
-
-    check_rows([(0.0, 32.0, "note"), (0.0, 96.0, "ok"), (16.0, 32.0, "ok"), (0.0, 0.0, "ok")], check)
+@each_row((0.0, 32.0, "note"), (0.0, 96.0, "ok"), (16.0, 32.0, "ok"), (0.0, 0.0, "ok"))
+def test_swap(swap_gb, ram_gb, status):
+    check = line(recorded("h100", swap_gb=swap_gb, ram_gb=ram_gb, ram_free_gb=ram_gb), "swap")
+    assert (check.status, "mkswap" in check.remedy) == (status, status == "note")
+    assert not [one for one in check_rules(recorded("h100")) if one.name == "swap"]  # It is unknown.
 
 
 def test_windows_has_its_own_script():
@@ -385,17 +354,14 @@ def test_a_compiler_that_hangs():
     assert "--no-use-torch-compile" in found.remedy
 
 
-@pytest.mark.parametrize(
-    ("output", "code", "cause"),
-    [
-        (
-            "Traceback\ntorch._inductor.exc.InductorError: CppCompileError: C++ compile error\n\nSet TORCH...\n",
-            1,
-            "torch._inductor.exc.InductorError: CppCompileError: C++ compile error",
-        ),
-        ("something strange\n", 1, "something strange"),
-        ("warning: of no account\n", -11, "the compiler's process crashed (exit code -11)"),
-    ],
+@each_row(
+    (
+        "Traceback\ntorch._inductor.exc.InductorError: CppCompileError: C++ compile error\n\nSet TORCH...\n",
+        1,
+        "torch._inductor.exc.InductorError: CppCompileError: C++ compile error",
+    ),
+    ("something strange\n", 1, "something strange"),
+    ("warning: of no account\n", -11, "the compiler's process crashed (exit code -11)"),
 )
 def test_causes_of_a_failed_compile(output, code, cause):
     assert trials._cause(output, code) == cause

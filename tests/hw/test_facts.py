@@ -1,18 +1,14 @@
 """The name of the processor, without which no figure says what it was measured on."""
 
-import pytest
-
 from gputrain.hw.probe import cpu_name_in
+from tests.tables import each_row
 
 FOUND = "processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: {model}\nmodel name\t: {name}\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("Intel(R) Xeon(R) Processor", "Intel(R) Xeon(R) Processor (family 6, model 143)"),
-        ("Intel(R) Core(TM) i9-13900K", "Intel(R) Core(TM) i9-13900K"),
-    ],
+@each_row(
+    ("Intel(R) Xeon(R) Processor", "Intel(R) Xeon(R) Processor (family 6, model 143)"),
+    ("Intel(R) Core(TM) i9-13900K", "Intel(R) Core(TM) i9-13900K"),
 )
 def test_family_and_model_stand_for_a_hidden_number(name, expected):
     text = FOUND.format(vendor="GenuineIntel", family=6, model=143, name=name)

@@ -7,7 +7,7 @@ import pytest
 from gputrain.errors import UserError
 from gputrain.hw import gpus
 from gputrain.hw.gpus import find_gpu, known_gpus
-from tests.tables import check_rows
+from tests.tables import each_row
 
 # Memory, compute capability, dense bf16 TFLOPS, TF32 TFLOPS, GB/s by key; None: unknown or disputed.
 PUBLISHED = {
@@ -31,37 +31,33 @@ PUBLISHED = {
 }
 
 
-def test_published_figures():
-    def check(key):
-        gpu = known_gpus()[key]
-        found = (gpu.memory_gb, gpu.compute_capability, gpu.bf16_tflops, gpu.tf32_tflops, gpu.bandwidth_gb_s)
-        assert found == PUBLISHED[key]
-
-    check_rows([(key,) for key in PUBLISHED], check)
+@each_row(*PUBLISHED)
+def test_published_figures(key):
+    gpu = known_gpus()[key]
+    found = (gpu.memory_gb, gpu.compute_capability, gpu.bf16_tflops, gpu.tf32_tflops, gpu.bandwidth_gb_s)
+    assert found == PUBLISHED[key]
 
 
-def test_figures_agree_with_each_other():
-    def check(gpu):
-        assert 4 <= gpu.memory_gb <= 288
-        assert 100 <= gpu.bandwidth_gb_s <= 8000
-        assert len(gpu.source) > 10
-        # Until Ampere 2 to 6 MB a chip, except for the data center's; since Ada 36 and more.
-        large = gpu.compute_capability in {(8, 0), (8, 9)} or gpu.compute_capability >= (9, 0)
-        assert 36 <= gpu.l2_mb <= 128 if large else 2 <= gpu.l2_mb <= 6
-        if gpu.compute_capability < (8, 0):
-            assert gpu.bf16_tflops is gpu.tf32_tflops is None
-        elif gpu.bf16_tflops is None:
-            assert "bf16" in gpu.note
-        else:
-            # Tensor cores have one rate for both 16-bit formats and half of it for TF32, if they accumulate in fp32.
-            assert gpu.bf16_tflops == gpu.fp16_tflops
-            assert gpu.tf32_tflops == pytest.approx(gpu.bf16_tflops / 2, rel=0.015)
-            # A sparse figure, twice as high, would be out of range: no GPU does so much arithmetic per byte.
-            assert 60 < gpu.bf16_tflops * 1e3 / gpu.bandwidth_gb_s < 450
-        if gpu.compute_capability < (7, 0):
-            assert gpu.fp16_tflops is None
-
-    check_rows([(gpu,) for gpu in known_gpus().values()], check)
+@each_row(*known_gpus().values())
+def test_figures_agree_with_each_other(gpu):
+    assert 4 <= gpu.memory_gb <= 288
+    assert 100 <= gpu.bandwidth_gb_s <= 8000
+    assert len(gpu.source) > 10
+    # Until Ampere 2 to 6 MB a chip, except for the data center's; since Ada 36 and more.
+    large = gpu.compute_capability in {(8, 0), (8, 9)} or gpu.compute_capability >= (9, 0)
+    assert 36 <= gpu.l2_mb <= 128 if large else 2 <= gpu.l2_mb <= 6
+    if gpu.compute_capability < (8, 0):
+        assert gpu.bf16_tflops is gpu.tf32_tflops is None
+    elif gpu.bf16_tflops is None:
+        assert "bf16" in gpu.note
+    else:
+        # Tensor cores have one rate for both 16-bit formats and half of it for TF32, if they accumulate in fp32.
+        assert gpu.bf16_tflops == gpu.fp16_tflops
+        assert gpu.tf32_tflops == pytest.approx(gpu.bf16_tflops / 2, rel=0.015)
+        # A sparse figure, twice as high, would be out of range: no GPU does so much arithmetic per byte.
+        assert 60 < gpu.bf16_tflops * 1e3 / gpu.bandwidth_gb_s < 450
+    if gpu.compute_capability < (7, 0):
+        assert gpu.fp16_tflops is None
 
 
 def test_the_rtx_4090_and_the_t4_by_precision():
@@ -75,33 +71,29 @@ def test_the_rtx_4090_and_the_t4_by_precision():
     ]
 
 
-def test_names():
-    rows = [
-        ("rtx4090", "rtx4090"),
-        ("RTX 4090", "rtx4090"),
-        ("rtx-4090", "rtx4090"),
-        ("4090", "rtx4090"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("NVIDIA GeForce RTX 5070 Ti", "rtx5070ti"),
-        ("a100-40", "a100-40"),
-        ("A100-80", "a100-80"),
-        ("a100", "a100-40"),
-        ("NVIDIA A100-SXM4-80GB", "a100-80"),
-        ("NVIDIA A100 80GB PCIe", "a100pcie-80"),
-        ("Tesla T4", "t4"),
-        ("Tesla V100-SXM2-16GB", "v100-16"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H100 PCIe", "h100pcie"),
-        ("NVIDIA RTX A6000", "rtxa6000"),
-        ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
-        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtxpro6000"),
-        ("RTX 3060 12GB", "rtx3060"),
-    ]
-
-    def check(name, key):
-        assert find_gpu(name).key == key
-
-    check_rows(rows, check)
+@each_row(
+    ("rtx4090", "rtx4090"),
+    ("RTX 4090", "rtx4090"),
+    ("rtx-4090", "rtx4090"),
+    ("4090", "rtx4090"),
+    ("NVIDIA GeForce RTX 4090", "rtx4090"),
+    ("NVIDIA GeForce RTX 5070 Ti", "rtx5070ti"),
+    ("a100-40", "a100-40"),
+    ("A100-80", "a100-80"),
+    ("a100", "a100-40"),
+    ("NVIDIA A100-SXM4-80GB", "a100-80"),
+    ("NVIDIA A100 80GB PCIe", "a100pcie-80"),
+    ("Tesla T4", "t4"),
+    ("Tesla V100-SXM2-16GB", "v100-16"),
+    ("NVIDIA H100 80GB HBM3", "h100"),
+    ("NVIDIA H100 PCIe", "h100pcie"),
+    ("NVIDIA RTX A6000", "rtxa6000"),
+    ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
+    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtxpro6000"),
+    ("RTX 3060 12GB", "rtx3060"),
+)
+def test_names(name, key):
+    assert find_gpu(name).key == key
 
 
 def test_every_card_is_found_by_its_own_name():
@@ -110,22 +102,18 @@ def test_every_card_is_found_by_its_own_name():
         assert find_gpu(f"{gpu.name} {gpu.memory_gb:g}GB") == gpu
 
 
-def test_unknown_names():
-    rows = [
-        ("rtx 4096", "unknown GPU 'rtx 4096'", "rtx4090"),
-        ("a100-60", "has 40 or 80 GB", "a100-40"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "unknown GPU", "rtx4090"),  # This is another chip.
-        ("Voodoo 2", "unknown GPU 'Voodoo 2'", "rtx5090"),
-        ("", "unknown GPU ''", "rtx5090"),
-    ]
-
-    def check(name, message, hint):
-        with pytest.raises(UserError) as error:
-            find_gpu(name)
-        assert message in error.value.message
-        assert hint in error.value.hint
-
-    check_rows(rows, check)
+@each_row(
+    ("rtx 4096", "unknown GPU 'rtx 4096'", "rtx4090"),
+    ("a100-60", "has 40 or 80 GB", "a100-40"),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", "unknown GPU", "rtx4090"),  # This is another chip.
+    ("Voodoo 2", "unknown GPU 'Voodoo 2'", "rtx5090"),
+    ("", "unknown GPU ''", "rtx5090"),
+)
+def test_unknown_names(name, message, hint):
+    with pytest.raises(UserError) as error:
+        find_gpu(name)
+    assert message in error.value.message
+    assert hint in error.value.hint
 
 
 def test_no_decision_hangs_on_a_name():

@@ -17,7 +17,7 @@ import torch
 from gputrain.hw import monitor
 from gputrain.hw.monitor import Monitor, Reading, look_at_ram, pressure_of, summary
 from gputrain.hw.probe import ram
-from tests.tables import check_rows
+from tests.tables import each_row
 from tests.waiting import HANG_SECONDS, wait_until
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -43,13 +43,11 @@ def test_figures_are_means_and_maxima_of_what_is_known():
     assert summary([Reading()]) == summary([]) == {}
 
 
-def test_the_pressure_is_that_of_the_fullest_moment():
-    def check(used_gb, expected):
-        readings = [Reading(used_gb=1.0, total_gb=32.0), Reading(used_gb=used_gb, total_gb=32.0), Reading(used_gb=31.0)]
-        assert pressure_of(readings) == pressure_of(readings[::-1]) == expected
-        assert pressure_of([]) == ""
-
-    check_rows([(28.79, ""), (28.8, "warn"), (30.39, "warn"), (30.4, "act"), (32.0, "act"), (None, "")], check)
+@each_row((28.79, ""), (28.8, "warn"), (30.39, "warn"), (30.4, "act"), (32.0, "act"), (None, ""))
+def test_the_pressure_is_that_of_the_fullest_moment(used_gb, expected):
+    readings = [Reading(used_gb=1.0, total_gb=32.0), Reading(used_gb=used_gb, total_gb=32.0), Reading(used_gb=31.0)]
+    assert pressure_of(readings) == pressure_of(readings[::-1]) == expected
+    assert pressure_of([]) == ""
 
 
 def on_a_card(total_gb, others_gb, context_gb=0.6, free_share=1.0):
@@ -60,18 +58,15 @@ def on_a_card(total_gb, others_gb, context_gb=0.6, free_share=1.0):
     return reading, monitor.outside_gb(total_gb, limit_gb)
 
 
-def test_what_a_training_takes_itself_is_no_pressure():
+@each_row(*itertools.product([8.0, 10.0, 12.0, 24.0], [0.3, 0.6, 0.9]))
+def test_what_a_training_takes_itself_is_no_pressure(total_gb, context_gb):
     """The allocator's 0.93 and the context together are more than 0.95 of a GPU of up to 24 GB."""
-
-    def check(total_gb, context_gb):
-        reading, outside_gb = on_a_card(total_gb, 0.0, context_gb)
-        assert reading.memory_share > (0.95 if total_gb < 24 or context_gb > 0.5 else 0.94)
-        assert pressure_of([reading], outside_gb) == ""
-        assert pressure_of([Reading(reading.used_gb, total_gb)], outside_gb) == pressure_of(
-            [reading]
-        )  # The allocator's part is unknown.
-
-    check_rows(itertools.product([8.0, 10.0, 12.0, 24.0], [0.3, 0.6, 0.9]), check)
+    reading, outside_gb = on_a_card(total_gb, 0.0, context_gb)
+    assert reading.memory_share > (0.95 if total_gb < 24 or context_gb > 0.5 else 0.94)
+    assert pressure_of([reading], outside_gb) == ""
+    assert pressure_of([Reading(reading.used_gb, total_gb)], outside_gb) == pressure_of(
+        [reading]
+    )  # The allocator's part is unknown.
 
 
 @pytest.mark.parametrize("total_gb", [8.0, 10.0, 12.0, 24.0])
@@ -357,28 +352,24 @@ def watched(tmp_path_factory) -> dict:
     }
 
 
-def test_nvml_tells_of_the_device_with_torchs_uuid_what_it_can(watched):
-    rows = [
-        (
-            "card",
-            "",
-            {"memory/device_gb": 6.0, "gpu/utilisation": 0.97, "gpu/power_w": 312.5, "gpu/temperature_c": 66.0, **COOL},
-        ),
-        (
-            "full",
-            "act",
-            {"memory/device_gb": 31.0, "gpu/utilisation": 0.4, "gpu/power_w": 501.0, "gpu/temperature_c": 71.0, **HOT},
-        ),
-        ("slice", "warn", {"memory/device_gb": 9.2}),
-        ("no power", "", {"memory/device_gb": 6.0, "gpu/utilisation": 0.97, "gpu/temperature_c": 66.0, **COOL}),
-        ("no memory", "", {"gpu/utilisation": 0.4, "gpu/power_w": 501.0, "gpu/temperature_c": 71.0, **HOT}),
-    ]
-
-    def check(case, pressure, figures):
-        expected = TORCH | {name: pytest.approx(value) for name, value in figures.items()}
-        assert watched[case] == (pressure, expected, True, [], ["init", "shutdown"])
-
-    check_rows(rows, check)
+@each_row(
+    (
+        "card",
+        "",
+        {"memory/device_gb": 6.0, "gpu/utilisation": 0.97, "gpu/power_w": 312.5, "gpu/temperature_c": 66.0, **COOL},
+    ),
+    (
+        "full",
+        "act",
+        {"memory/device_gb": 31.0, "gpu/utilisation": 0.4, "gpu/power_w": 501.0, "gpu/temperature_c": 71.0, **HOT},
+    ),
+    ("slice", "warn", {"memory/device_gb": 9.2}),
+    ("no power", "", {"memory/device_gb": 6.0, "gpu/utilisation": 0.97, "gpu/temperature_c": 66.0, **COOL}),
+    ("no memory", "", {"gpu/utilisation": 0.4, "gpu/power_w": 501.0, "gpu/temperature_c": 71.0, **HOT}),
+)
+def test_nvml_tells_of_the_device_with_torchs_uuid_what_it_can(watched, case, pressure, figures):
+    expected = TORCH | {name: pytest.approx(value) for name, value in figures.items()}
+    assert watched[case] == (pressure, expected, True, [], ["init", "shutdown"])
 
 
 @pytest.mark.parametrize("case", ["cut", "unknown"])

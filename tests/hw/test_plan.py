@@ -8,7 +8,7 @@ from gputrain.errors import UserError
 from gputrain.hw.driver import Card, Driver
 from gputrain.hw.plan import Hardware, data_in_memory, decide, fit_shared_memory, workers
 from gputrain.hw.probe import Machine
-from tests.tables import check_rows
+from tests.tables import each_row
 
 CARDS = {
     "V100": ((7, 0), 16.0),
@@ -29,67 +29,55 @@ def machine(name: str = "", **others) -> Machine:
     return Machine(**{**facts, **others})
 
 
-def test_precision():
-    rows = [
-        ("H100", {}, "bf16"),
-        ("RTX 5090", {"mixed_precision": True, "use_bf16": True}, "bf16"),
-        ("RTX 4090", {"use_bf16": False}, "fp16"),
-        ("RTX 4090", {"mixed_precision": False}, "fp32"),
-        ("T4", {}, "fp16"),
-        ("T4", {"use_bf16": True}, "fp16"),
-        ("", {}, "fp32"),
-        ("", {"mixed_precision": True}, "fp32"),
-        ("", {"use_bf16": True}, "bf16"),
-        ("H100", {"device": "cpu"}, "fp32"),
-    ]
-
-    def check(name, wishes, precision):
-        assert decide(machine(name), Hardware(**wishes)).precision.value == precision
-
-    check_rows(rows, check)
+@each_row(
+    ("H100", {}, "bf16"),
+    ("RTX 5090", {"mixed_precision": True, "use_bf16": True}, "bf16"),
+    ("RTX 4090", {"use_bf16": False}, "fp16"),
+    ("RTX 4090", {"mixed_precision": False}, "fp32"),
+    ("T4", {}, "fp16"),
+    ("T4", {"use_bf16": True}, "fp16"),
+    ("", {}, "fp32"),
+    ("", {"mixed_precision": True}, "fp32"),
+    ("", {"use_bf16": True}, "bf16"),
+    ("H100", {"device": "cpu"}, "fp32"),
+)
+def test_precision(name, wishes, precision):
+    assert decide(machine(name), Hardware(**wishes)).precision.value == precision
 
 
-def test_where_fp32_is_the_default_16_bit_is_asked_for_by_name():
-    rows = [
-        ("RTX 5090", {}, "fp32"),
-        ("RTX 5090", {"use_bf16": False}, "fp32"),
-        ("RTX 5090", {"mixed_precision": True}, "fp16"),
-        ("RTX 5090", {"use_bf16": True}, "bf16"),
-        ("T4", {}, "fp32"),
-        ("T4", {"mixed_precision": True}, "fp16"),
-        ("", {}, "fp32"),
-    ]
-
-    def check(name, wishes, precision):
-        setting = decide(machine(name), Hardware(**wishes), fp32_because="a reason").precision
-        assert setting.value == precision
-        unasked_on_a_gpu = name and not {"mixed_precision", "use_bf16"} & {key for key, on in wishes.items() if on}
-        assert (setting.reason == "a reason") == bool(unasked_on_a_gpu)
-
-    check_rows(rows, check)
+@each_row(
+    ("RTX 5090", {}, "fp32"),
+    ("RTX 5090", {"use_bf16": False}, "fp32"),
+    ("RTX 5090", {"mixed_precision": True}, "fp16"),
+    ("RTX 5090", {"use_bf16": True}, "bf16"),
+    ("T4", {}, "fp32"),
+    ("T4", {"mixed_precision": True}, "fp16"),
+    ("", {}, "fp32"),
+)
+def test_where_fp32_is_the_default_16_bit_is_asked_for_by_name(name, wishes, precision):
+    setting = decide(machine(name), Hardware(**wishes), fp32_because="a reason").precision
+    assert setting.value == precision
+    unasked_on_a_gpu = name and not {"mixed_precision", "use_bf16"} & {key for key, on in wishes.items() if on}
+    assert (setting.reason == "a reason") == bool(unasked_on_a_gpu)
 
 
-def test_compile():
-    rows = [
-        ({"name": "H100"}, {"use_torch_compile": True}, True, "asked for"),
-        ({"name": "H100"}, {}, True, "the first steps compile"),
-        ({"name": "T4"}, {}, False, "older than"),
-        ({"name": "T4"}, {"use_torch_compile": True}, True, "asked for"),
-        ({}, {}, False, "not asked for on the CPU"),
-        ({"name": "H100"}, {"use_torch_compile": False}, False, "switched off"),
-        ({"name": "V100"}, {"use_torch_compile": True}, False, "Triton does not support this GPU"),
-        ({"name": "H100", "triton": False}, {"use_torch_compile": True}, False, "install triton"),
-        ({"name": "H100", "triton": False, "system": "Windows"}, {"use_torch_compile": True}, False, "triton-windows"),
-        ({}, {"use_torch_compile": True}, True, "asked for"),
-        ({"compiler": ""}, {"use_torch_compile": True}, False, "C++ compiler"),
-    ]
-
-    def check(facts, wishes, on, reason):
-        setting = decide(machine(**facts), Hardware(**wishes)).compile
-        assert setting.value is on
-        assert reason in setting.reason
-
-    check_rows(rows, check)
+@each_row(
+    ({"name": "H100"}, {"use_torch_compile": True}, True, "asked for"),
+    ({"name": "H100"}, {}, True, "the first steps compile"),
+    ({"name": "T4"}, {}, False, "older than"),
+    ({"name": "T4"}, {"use_torch_compile": True}, True, "asked for"),
+    ({}, {}, False, "not asked for on the CPU"),
+    ({"name": "H100"}, {"use_torch_compile": False}, False, "switched off"),
+    ({"name": "V100"}, {"use_torch_compile": True}, False, "Triton does not support this GPU"),
+    ({"name": "H100", "triton": False}, {"use_torch_compile": True}, False, "install triton"),
+    ({"name": "H100", "triton": False, "system": "Windows"}, {"use_torch_compile": True}, False, "triton-windows"),
+    ({}, {"use_torch_compile": True}, True, "asked for"),
+    ({"compiler": ""}, {"use_torch_compile": True}, False, "C++ compiler"),
+)
+def test_compile(facts, wishes, on, reason):
+    setting = decide(machine(**facts), Hardware(**wishes)).compile
+    assert setting.value is on
+    assert reason in setting.reason
 
 
 def test_tf32_and_channels_last_by_card():
@@ -121,23 +109,19 @@ def test_switches_that_only_a_gpu_has():
     assert decide(machine("H100"), Hardware(), fixed_shapes=False).cudnn_benchmark.value is False
 
 
-def test_cuda_graphs():
-    rows = [
-        ("H100", {}, True, False, "off unless asked for: no gain has been measured on a GPU yet"),
-        ("", {}, True, False, "off unless asked for"),
-        ("H100", {"use_cuda_graphs": True}, True, True, "asked for; the gradients of a step are captured"),
-        ("T4", {"use_cuda_graphs": True}, True, True, "asked for; the gradients of a step are captured"),
-        ("H100", {"use_cuda_graphs": True}, False, False, "asked for, but shapes change"),
-        ("", {"use_cuda_graphs": True}, True, False, "asked for, but needs a GPU"),
-    ]
-
-    def check(name, wish, fixed, on, reason):
-        facts = machine(name) if name else machine()
-        setting = decide(facts, Hardware(**wish), fixed_shapes=fixed).cuda_graphs
-        assert setting.value is on
-        assert setting.reason.startswith(reason)
-
-    check_rows(rows, check)
+@each_row(
+    ("H100", {}, True, False, "off unless asked for: no gain has been measured on a GPU yet"),
+    ("", {}, True, False, "off unless asked for"),
+    ("H100", {"use_cuda_graphs": True}, True, True, "asked for; the gradients of a step are captured"),
+    ("T4", {"use_cuda_graphs": True}, True, True, "asked for; the gradients of a step are captured"),
+    ("H100", {"use_cuda_graphs": True}, False, False, "asked for, but shapes change"),
+    ("", {"use_cuda_graphs": True}, True, False, "asked for, but needs a GPU"),
+)
+def test_cuda_graphs(name, wish, fixed, on, reason):
+    facts = machine(name) if name else machine()
+    setting = decide(facts, Hardware(**wish), fixed_shapes=fixed).cuda_graphs
+    assert setting.value is on
+    assert setting.reason.startswith(reason)
 
 
 def test_switches_that_only_workers_have():
@@ -169,23 +153,19 @@ def test_workers():
     assert decide(machine(), Hardware(num_workers=0)).num_workers.value == 0
 
 
-def test_workers_follow_cores_and_rate():
-    rows = [
-        (32, 20, 600, 15),  # 12 cores are busy; a quarter more.
-        (32, 20, 100, 3),
-        (32, 20, 6000, 32),
-        (16, 20, 600, 15),
-        (12, 20, 600, 12),
-        (4, 20, 600, 4),
-        (32, 0, 0, 8),  # Nothing is known.
-    ]
-
-    def check(cores, item_ms, rate, processes):
-        found = workers(machine(cpu_cores=cores), item_seconds=item_ms / 1000, items_per_second=rate)
-        assert found.value == processes
-        assert ("so the device will wait for data" in found.reason) is (item_ms * rate / 1000 > cores)
-
-    check_rows(rows, check)
+@each_row(
+    (32, 20, 600, 15),  # 12 cores are busy; a quarter more.
+    (32, 20, 100, 3),
+    (32, 20, 6000, 32),
+    (16, 20, 600, 15),
+    (12, 20, 600, 12),
+    (4, 20, 600, 4),
+    (32, 0, 0, 8),  # Nothing is known.
+)
+def test_workers_follow_cores_and_rate(cores, item_ms, rate, processes):
+    found = workers(machine(cpu_cores=cores), item_seconds=item_ms / 1000, items_per_second=rate)
+    assert found.value == processes
+    assert ("so the device will wait for data" in found.reason) is (item_ms * rate / 1000 > cores)
 
 
 def test_no_gpu_where_one_is_asked_for():
@@ -199,72 +179,60 @@ def test_every_setting_has_its_reason():
             assert setting["reason"]
 
 
-def test_kernels_for_the_card():
-    rows = [
-        (("sm_80", "sm_90"), (9, 0), True),
-        (("sm_80",), (8, 9), True),
-        (("sm_89",), (8, 6), False),
-        (("sm_80", "sm_90"), (12, 0), False),
-        (("sm_90", "compute_90"), (12, 0), True),
-        (("sm_90a", "sm_120"), (12, 0), True),
-        (("sm_75",), (7, 0), False),
-    ]
-
-    def check(compiled, capability, runs):
-        facts = {"gpu": "some", "compute_capability": capability, "compiled_capabilities": compiled}
-        assert Machine(system="Linux", cpu_cores=1, **facts).has_kernels is runs
-
-    check_rows(rows, check)
+@each_row(
+    (("sm_80", "sm_90"), (9, 0), True),
+    (("sm_80",), (8, 9), True),
+    (("sm_89",), (8, 6), False),
+    (("sm_80", "sm_90"), (12, 0), False),
+    (("sm_90", "compute_90"), (12, 0), True),
+    (("sm_90a", "sm_120"), (12, 0), True),
+    (("sm_75",), (7, 0), False),
+)
+def test_kernels_for_the_card(compiled, capability, runs):
+    facts = {"gpu": "some", "compute_capability": capability, "compiled_capabilities": compiled}
+    assert Machine(system="Linux", cpu_cores=1, **facts).has_kernels is runs
 
 
-def test_decoded_data_stay_where_there_is_room():
-    rows = [
-        (None, 1.0, 16.0, True, "fit into a quarter"),  # Four processes need 4 of 4 GB.
-        (None, 1.1, 16.0, False, "would take 4.4 GB, and 4.0 GB of RAM may be used"),
-        (None, 0.1, 0.0, False, "0.0 GB of RAM may be used"),  # The size is unknown.
-        (True, 9.0, 16.0, True, "asked for"),
-        (False, 0.1, 16.0, False, "switched off"),
-    ]
-
-    def check(wish, decoded_gb, free_gb, value, words):
-        setting = data_in_memory(Machine(system="Linux", cpu_cores=4, ram_free_gb=free_gb), wish, decoded_gb, 4)
-        assert setting.value is value
-        assert words in setting.reason
-
-    check_rows(rows, check)
+@each_row(
+    (None, 1.0, 16.0, True, "fit into a quarter"),  # Four processes need 4 of 4 GB.
+    (None, 1.1, 16.0, False, "would take 4.4 GB, and 4.0 GB of RAM may be used"),
+    (None, 0.1, 0.0, False, "0.0 GB of RAM may be used"),  # The size is unknown.
+    (True, 9.0, 16.0, True, "asked for"),
+    (False, 0.1, 16.0, False, "switched off"),
+)
+def test_decoded_data_stay_where_there_is_room(wish, decoded_gb, free_gb, value, words):
+    setting = data_in_memory(Machine(system="Linux", cpu_cores=4, ram_free_gb=free_gb), wish, decoded_gb, 4)
+    assert setting.value is value
+    assert words in setting.reason
 
 
-def test_the_batches_of_workers_fit_into_shared_memory():
-    rows = [
-        (64, 1.0, 8, 4),  # 34 of 51 batches fit.
-        (64, 2.5, 8, 2),
-        (64, 3.0, 8, 1),
-        (64, 6.0, 6, 1),
-        (64, 12.0, 2, 1),
-        (64, 48.0, 0, 0),
-        (0, 48.0, 8, 4),  # The size is unknown.
-        (8000, 48.0, 8, 4),
-    ]
-
-    def check(shared_mb, batch_mb, workers, prefetch):
-        facts = machine("H100", shared_memory_gb=shared_mb / 1e3)
-        before = decide(facts, Hardware(num_workers=8))
-        plan = fit_shared_memory(before, facts, int(batch_mb * 1e6))
-        found = int(plan.num_workers.value), int(plan.prefetch_factor.value)
-        assert found[1] == prefetch
-        assert found[0] == workers
-        if shared_mb:
-            held = found[0] * found[1] + 2 if found[0] else 0  # The training process holds two.
-            assert held * batch_mb <= shared_mb
-        if found == (8, 4):
-            assert plan == before
-        else:
-            assert "/dev/shm" in plan.num_workers.reason
-            assert "--shm-size" in plan.num_workers.reason
-        assert plan.persistent_workers.value is bool(workers)
-        assert fit_shared_memory(plan, facts, int(batch_mb * 1e6)) == plan
-
-    check_rows(rows, check)
+@each_row(
+    (64, 1.0, 8, 4),  # 34 of 51 batches fit.
+    (64, 2.5, 8, 2),
+    (64, 3.0, 8, 1),
+    (64, 6.0, 6, 1),
+    (64, 12.0, 2, 1),
+    (64, 48.0, 0, 0),
+    (0, 48.0, 8, 4),  # The size is unknown.
+    (8000, 48.0, 8, 4),
+)
+def test_the_batches_of_workers_fit_into_shared_memory(shared_mb, batch_mb, workers, prefetch):
+    facts = machine("H100", shared_memory_gb=shared_mb / 1e3)
+    before = decide(facts, Hardware(num_workers=8))
+    plan = fit_shared_memory(before, facts, int(batch_mb * 1e6))
+    found = int(plan.num_workers.value), int(plan.prefetch_factor.value)
+    assert found[1] == prefetch
+    assert found[0] == workers
+    if shared_mb:
+        held = found[0] * found[1] + 2 if found[0] else 0  # The training process holds two.
+        assert held * batch_mb <= shared_mb
+    if found == (8, 4):
+        assert plan == before
+    else:
+        assert "/dev/shm" in plan.num_workers.reason
+        assert "--shm-size" in plan.num_workers.reason
+    assert plan.persistent_workers.value is bool(workers)
+    assert fit_shared_memory(plan, facts, int(batch_mb * 1e6)) == plan
 
 
 def test_no_workers_need_no_shared_memory():

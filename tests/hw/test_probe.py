@@ -16,7 +16,7 @@ import torch
 from gputrain.hw.driver import NO_DRIVER, Card, Driver, cards_without_driver
 from gputrain.hw.probe import Machine, Package, probe, ram, swap_gb
 from gputrain.stored import from_json
-from tests.tables import check_rows
+from tests.tables import each_row
 
 MEMORY = {"MemTotal": 999_000_000, "MemAvailable": 900_000_000, "SwapTotal": 16_777_212, "SwapFree": 1}
 
@@ -120,21 +120,17 @@ def test_the_driver_is_asked_once_in_a_process(fake_nvml, tmp_path):
     assert log.read_text(encoding="ascii") == "started\n"
 
 
-def test_what_nvml_reports(fake_nvml, tmp_path):
-    rows = [
-        ({"NVML_CARDS": "1"}, Driver("580.95.05", "13.1", CARDS[:1])),
-        ({"NVML_CARDS": "0"}, Driver(error="no devices were found")),
-        ({"NVML_INIT": "9"}, Driver(error="Driver Not Loaded")),
-        ({"NVML_INIT": "18"}, Driver(error="RM has detected an NVML/RM version mismatch.")),
-        ({"LD_LIBRARY_PATH": "."}, NO_DRIVER),
-    ]
-
-    def check(variables, expected):
-        if "LD_LIBRARY_PATH" in variables and Path("/dev/nvidiactl").exists():
-            pytest.skip("this machine has an NVIDIA driver")
-        assert asked(fake_nvml, ASK, NVML_LOG=str(tmp_path / "log"), **variables) == expected
-
-    check_rows(rows, check)
+@each_row(
+    ({"NVML_CARDS": "1"}, Driver("580.95.05", "13.1", CARDS[:1])),
+    ({"NVML_CARDS": "0"}, Driver(error="no devices were found")),
+    ({"NVML_INIT": "9"}, Driver(error="Driver Not Loaded")),
+    ({"NVML_INIT": "18"}, Driver(error="RM has detected an NVML/RM version mismatch.")),
+    ({"LD_LIBRARY_PATH": "."}, NO_DRIVER),
+)
+def test_what_nvml_reports(fake_nvml, tmp_path, variables, expected):
+    if "LD_LIBRARY_PATH" in variables and Path("/dev/nvidiactl").exists():
+        pytest.skip("this machine has an NVIDIA driver")
+    assert asked(fake_nvml, ASK, NVML_LOG=str(tmp_path / "log"), **variables) == expected
 
 
 def test_a_missing_package_and_an_unexpected_answer_are_no_hanging_driver(fake_nvml, tmp_path):

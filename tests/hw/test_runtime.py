@@ -25,7 +25,7 @@ from gputrain.vae.memory_efficient_layers import Features
 from gputrain.vae.model import AutoencoderKL, ResnetBlock, blocks
 from tests.fake_cuda.device import UNAVAILABLE, fake_cuda
 from tests.hw.test_plan import machine
-from tests.tables import check_rows
+from tests.tables import each_row
 from tests.waiting import wait_until
 
 SMALL = VaeArchitecture((32, 64), latent_channels=4)
@@ -207,30 +207,24 @@ OTHER_FAILURES = [
 ]
 
 
-def test_running_out_of_memory_is_told_from_other_failures():
-    def check(text, expected):
-        assert runtime.is_out_of_memory(RuntimeError(text)) is expected
-        assert runtime.is_out_of_memory(torch.OutOfMemoryError(text))
-        assert runtime.library_failure(RuntimeError(text)) is None
-
-    check_rows([*((text, True) for text in OUT_OF_MEMORY), *((text, False) for text in OTHER_FAILURES)], check)
+@each_row(*((text, True) for text in OUT_OF_MEMORY), *((text, False) for text in OTHER_FAILURES))
+def test_running_out_of_memory_is_told_from_other_failures(text, expected):
+    assert runtime.is_out_of_memory(RuntimeError(text)) is expected
+    assert runtime.is_out_of_memory(torch.OutOfMemoryError(text))
+    assert runtime.library_failure(RuntimeError(text)) is None
 
 
 @pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
-def test_a_library_that_fails_has_run_out_of_memory_only_if_little_is_free():
-    rows = [(80, 1.0, False), (1.7, 1.0, False), (1.6, 1.0, True), (80, 1.7 / 80, False), (80, 1.6 / 80, True)]
-
-    def check(memory_gb, fraction, short):
-        with fake_cuda(memory_gb=memory_gb):
-            torch.cuda.set_per_process_memory_fraction(fraction)
-            for text in LIBRARY_FAILURES:
-                error = RuntimeError(text)
-                assert runtime.is_out_of_memory(error) is short, text
-                shown = runtime.library_failure(error)
-                assert (shown is None) is short
-                assert short or text in shown.message
-
-    check_rows(rows, check)
+@each_row((80, 1.0, False), (1.7, 1.0, False), (1.6, 1.0, True), (80, 1.7 / 80, False), (80, 1.6 / 80, True))
+def test_a_library_that_fails_has_run_out_of_memory_only_if_little_is_free(memory_gb, fraction, short):
+    with fake_cuda(memory_gb=memory_gb):
+        torch.cuda.set_per_process_memory_fraction(fraction)
+        for text in LIBRARY_FAILURES:
+            error = RuntimeError(text)
+            assert runtime.is_out_of_memory(error) is short, text
+            shown = runtime.library_failure(error)
+            assert (shown is None) is short
+            assert short or text in shown.message
 
 
 def test_a_library_that_fails_without_a_gpu_has_not_run_out_of_memory():
@@ -248,10 +242,7 @@ def test_nothing_is_known_of_memory_once_cuda_has_failed(monkeypatch):
         assert runtime.library_failure(RuntimeError(LIBRARY_FAILURES[0])) is None  # Nobody knows that memory is free.
 
 
-@pytest.mark.parametrize(
-    ("wishes", "dtype"),
-    [({}, torch.float32), ({"use_bf16": True}, torch.bfloat16), ({"use_bf16": False}, torch.float32)],
-)
+@each_row(({}, torch.float32), ({"use_bf16": True}, torch.bfloat16), ({"use_bf16": False}, torch.float32))
 def test_precision_is_that_of_the_convolutions(wishes, dtype):
     used = on_cpu(**wishes)
     seen = []
@@ -337,15 +328,12 @@ def test_compiled_code_is_kept_under_the_users_folder(switches, monkeypatch, tmp
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "gputrain" / "compiled")
 
 
-@pytest.mark.parametrize(
-    ("capability", "bf16", "given", "expected"),
-    [
-        ("AVX512", True, None, 256),
-        ("AVX512", False, None, None),  # fp32 is transposed by other code, which is compiled right.
-        ("AVX512", True, 512, 512),
-        ("AVX2", True, None, None),
-        ("DEFAULT", True, None, None),  # With a length that the CPU does not have, torch would not vectorise at all.
-    ],
+@each_row(
+    ("AVX512", True, None, 256),
+    ("AVX512", False, None, None),  # fp32 is transposed by other code, which is compiled right.
+    ("AVX512", True, 512, 512),
+    ("AVX2", True, None, None),
+    ("DEFAULT", True, None, None),  # With a length that the CPU does not have, torch would not vectorise at all.
 )
 def test_bf16_is_compiled_without_avx512(switches, monkeypatch, capability, bf16, given, expected):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)

@@ -22,25 +22,21 @@ from gputrain.report.curves import (
     tick_label,
 )
 from gputrain.report.metric_names import shown_value, style_of
-from tests.tables import check_rows
+from tests.tables import each_row
 
 
-def test_linear_ticks_are_round_and_reach_around_the_values():
-    rows = [
-        (10.1, 31.2, [0, 10, 20, 30, 40]),
-        (27.0, 31.2, [27, 28, 29, 30, 31, 32]),
-        (0, 0.9, [0, 0.25, 0.5, 0.75, 1]),
-        (-3, 5, [-4, -2, 0, 2, 4, 6]),
-        (5, 5, [4.5, 4.75, 5, 5.25, 5.5]),
-        (0, 0, [-1, -0.5, 0, 0.5, 1]),
-    ]
-
-    def check(low, high, ticks):
-        axes = linear_axes(low, high, 100)
-        assert axes.ticks == ticks
-        assert axes.low <= low <= high <= axes.high
-
-    check_rows(rows, check)
+@each_row(
+    (10.1, 31.2, [0, 10, 20, 30, 40]),
+    (27.0, 31.2, [27, 28, 29, 30, 31, 32]),
+    (0, 0.9, [0, 0.25, 0.5, 0.75, 1]),
+    (-3, 5, [-4, -2, 0, 2, 4, 6]),
+    (5, 5, [4.5, 4.75, 5, 5.25, 5.5]),
+    (0, 0, [-1, -0.5, 0, 0.5, 1]),
+)
+def test_linear_ticks_are_round_and_reach_around_the_values(low, high, ticks):
+    axes = linear_axes(low, high, 100)
+    assert axes.ticks == ticks
+    assert axes.low <= low <= high <= axes.high
 
 
 def test_places_follow_the_scales():

@@ -12,7 +12,7 @@ from gputrain.errors import UserError
 from gputrain.report import records
 from gputrain.report.records import RunRecord, RunStatus, read_rows, read_run
 from tests.report.runs import KINDS, end_row, make_run, metric_rows, start_row, write_rows
-from tests.tables import check_rows
+from tests.tables import each_row
 
 PREVIOUS = Path(__file__).parents[1] / "data" / "previous_version"
 
@@ -90,17 +90,13 @@ def test_the_time_of_all_attempts_is_added_up():
     assert record.seconds == 30 + 12 + 3
 
 
-def test_how_a_run_ended():
-    rows = [
-        ([start_row(0), end_row(7, "failed", "no memory")], RunStatus("failed", "no memory")),
-        ([start_row(0), end_row(7, "stopped"), start_row(7)], RunStatus("unknown")),
-        ([start_row(0, host=platform.node(), process=os.getpid())], RunStatus("running")),
-        ([start_row(0, host=platform.node(), process=2**22 + 1)], RunStatus("unknown")),
-    ]
-
-    def check(rows, state):
-        status = RunRecord(Path(), "", "", history=json.loads(json.dumps(rows))).status
-        assert status.state == state.state
-        assert state.detail in status.detail
-
-    check_rows(rows, check)
+@each_row(
+    ([start_row(0), end_row(7, "failed", "no memory")], RunStatus("failed", "no memory")),
+    ([start_row(0), end_row(7, "stopped"), start_row(7)], RunStatus("unknown")),
+    ([start_row(0, host=platform.node(), process=os.getpid())], RunStatus("running")),
+    ([start_row(0, host=platform.node(), process=2**22 + 1)], RunStatus("unknown")),
+)
+def test_how_a_run_ended(rows, state):
+    status = RunRecord(Path(), "", "", history=json.loads(json.dumps(rows))).status
+    assert status.state == state.state
+    assert state.detail in status.detail

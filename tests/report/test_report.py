@@ -31,7 +31,7 @@ from gputrain.report.settings_table import run_parts, settings_table
 from gputrain.report.write import report_at_end, write_report
 from tests.command import gputrain_here
 from tests.report.runs import KINDS, PLAN, end_row, make_run, metric_rows, start_row, write_rows
-from tests.tables import check_rows
+from tests.tables import each_row
 
 PREVIOUS = Path(__file__).parents[1] / "data" / "previous_version"
 VOID = {"meta", "link", "img", "input", "br"}
@@ -246,25 +246,22 @@ def test_a_training_ends_with_the_commands_that_use_its_model(runs, kind, capsys
     assert [line.split()[1] for line in lines[1:4]] == ["evaluate", use, "export"]
 
 
-def test_the_commands_are_accepted_by_the_command_line(runs, tmp_path):
+@each_row(*KINDS)
+def test_the_commands_are_accepted_by_the_command_line(runs, tmp_path, kind):
     """Only the values are not: the files are the reader's."""
-
-    def check(kind):
-        copied = tmp_path / f"a copy of {kind}"
-        shutil.copytree(runs[kind], copied)
-        click = command_line()
-        for command in next_commands(read_run(copied)):
-            program, *words = shlex.split(command.line)
-            if program != "gputrain":
-                assert program == "tensorboard"
-                continue
-            if kind == "vae" or "--config" not in words:
-                name, *flags = words
-                context = click.commands[name].make_context(name, flags)
-                settings_of(commands()[name], context, context.params)
-            assert str(copied) in command.line
-
-    check_rows([(kind,) for kind in KINDS], check)
+    copied = tmp_path / f"a copy of {kind}"
+    shutil.copytree(runs[kind], copied)
+    click = command_line()
+    for command in next_commands(read_run(copied)):
+        program, *words = shlex.split(command.line)
+        if program != "gputrain":
+            assert program == "tensorboard"
+            continue
+        if kind == "vae" or "--config" not in words:
+            name, *flags = words
+            context = click.commands[name].make_context(name, flags)
+            settings_of(commands()[name], context, context.params)
+        assert str(copied) in command.line
 
 
 def luminance(colour: str) -> float:

@@ -18,7 +18,7 @@ from gputrain.planner.time.roofline import DeviceRates, busy_seconds
 from gputrain.vae.config import BenchVae, TrainVae
 from gputrain.vae.work import VaeWork
 from tests.command import gputrain_here
-from tests.tables import check_rows
+from tests.tables import each_row
 from tests.toy import cpu_runtime
 
 SMALL = {"preset": "fast", "channels": [8, 16], "image_size": 32, "batch_size": 4, "device": "cpu"}
@@ -184,20 +184,16 @@ def test_the_command(tmp_path, monkeypatch):
         assert picture.width == 1200
 
 
-def test_bad_input_gets_a_sentence_and_2(typed, tmp_path):
-    rows = [
-        (["--image-size", 100], "image_size 100 is not a multiple of 8"),
-        (["--batch-size", 0], "--batch-size"),
-        (["--channels", "32,48"], "48 is not divisible into 32 groups"),
-        (["--output-dir", "file/below"], "Not a directory"),
-        (["--preset", "huge"], "--preset"),
-    ]
-
-    def check(words, message):
-        (tmp_path / "file").write_text("")
-        code, printed = typed("bench", "train-vae", *words)
-        assert code == 2
-        assert message in printed
-        assert list(tmp_path.iterdir()) == [tmp_path / "file"]
-
-    check_rows(rows, check)
+@each_row(
+    (["--image-size", 100], "image_size 100 is not a multiple of 8"),
+    (["--batch-size", 0], "--batch-size"),
+    (["--channels", "32,48"], "48 is not divisible into 32 groups"),
+    (["--output-dir", "file/below"], "Not a directory"),
+    (["--preset", "huge"], "--preset"),
+)
+def test_bad_input_gets_a_sentence_and_2(typed, tmp_path, words, message):
+    (tmp_path / "file").write_text("")
+    code, printed = typed("bench", "train-vae", *words)
+    assert code == 2
+    assert message in printed
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]

@@ -21,7 +21,7 @@ from gputrain.vae.config import PictureLimits
 from gputrain.vae.data import CropDataset, Picture, centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.pictures import JOURNAL, UnusablePicture, read_header, read_picture, scan_pictures
 from tests.png import png
-from tests.tables import check_rows
+from tests.tables import check_rows, each_row
 
 EXACT = {".jpg": {"quality": 100, "subsampling": 0}, ".webp": {"lossless": True}}
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
@@ -64,50 +64,43 @@ def saved(path, image, **options):
 # ---------------------------------------------------------------------------------------------- decoding
 
 
-def test_formats_decode_to_their_pixels(tmp_path):
-    rows = [(suffix,) for suffix in [".jpg", ".png", ".webp", ".tif", ".bmp", ".gif", ".JPG", ".TiFF"]]
-
-    def check(suffix):
-        image = noise(50, 40)
-        path = tmp_path / f"picture{suffix}"
-        if suffix == ".gif":
-            image = image.quantize(64)
-        image.save(path, **EXACT.get(suffix.lower(), {}))
-        expected = np.asarray(image.convert("RGB")).astype(int)
-        assert np.abs(levels(path) - expected).max() <= (5 if suffix.lower() == ".jpg" else 0)
-        assert read_picture(path).info == {}
-
-    check_rows(rows, check)
+@each_row(".jpg", ".png", ".webp", ".tif", ".bmp", ".gif", ".JPG", ".TiFF")
+def test_formats_decode_to_their_pixels(tmp_path, suffix):
+    image = noise(50, 40)
+    path = tmp_path / f"picture{suffix}"
+    if suffix == ".gif":
+        image = image.quantize(64)
+    image.save(path, **EXACT.get(suffix.lower(), {}))
+    expected = np.asarray(image.convert("RGB")).astype(int)
+    assert np.abs(levels(path) - expected).max() <= (5 if suffix.lower() == ".jpg" else 0)
+    assert read_picture(path).info == {}
 
 
-def test_exif_orientation_is_applied_once(tmp_path):
+@each_row(*itertools.product([".jpg", ".png", ".webp", ".tif"], range(1, 9)))
+def test_exif_orientation_is_applied_once(tmp_path, suffix, orientation):
     """The corners of an upright picture are red, green, blue (clockwise) and white, for every orientation."""
-
-    def check(suffix, orientation):
-        stored = {  # EXIF 2.3, tag 0x0112: which corners of the upright picture the stored rows and columns begin with
-            1: (RED, GREEN, WHITE, BLUE),
-            2: (GREEN, RED, BLUE, WHITE),
-            3: (BLUE, WHITE, GREEN, RED),
-            4: (WHITE, BLUE, RED, GREEN),
-            5: (RED, WHITE, GREEN, BLUE),
-            6: (GREEN, BLUE, RED, WHITE),
-            7: (BLUE, GREEN, WHITE, RED),
-            8: (WHITE, RED, BLUE, GREEN),
-        }[orientation]
-        turned = orientation >= 5
-        corners = Image.fromarray(np.array(stored, dtype=np.uint8).reshape(2, 2, 3))
-        image = corners.resize((32, 48) if turned else (48, 32), Image.Resampling.NEAREST)
-        exif = Image.Exif()
-        exif[0x0112] = orientation
-        path = saved(tmp_path / f"picture{suffix}", image, exif=exif)
-        upright = levels(path)
-        assert upright.shape == (32, 48, 3)
-        header = read_header(path)
-        assert (header.width, header.height) == (48, 32)
-        for (x, y), colour in zip([(4, 4), (43, 4), (43, 27), (4, 27)], (RED, GREEN, BLUE, WHITE), strict=True):
-            assert np.abs(upright[y, x] - colour).max() <= 3
-
-    check_rows(itertools.product([".jpg", ".png", ".webp", ".tif"], range(1, 9)), check)
+    stored = {  # EXIF 2.3, tag 0x0112: which corners of the upright picture the stored rows and columns begin with
+        1: (RED, GREEN, WHITE, BLUE),
+        2: (GREEN, RED, BLUE, WHITE),
+        3: (BLUE, WHITE, GREEN, RED),
+        4: (WHITE, BLUE, RED, GREEN),
+        5: (RED, WHITE, GREEN, BLUE),
+        6: (GREEN, BLUE, RED, WHITE),
+        7: (BLUE, GREEN, WHITE, RED),
+        8: (WHITE, RED, BLUE, GREEN),
+    }[orientation]
+    turned = orientation >= 5
+    corners = Image.fromarray(np.array(stored, dtype=np.uint8).reshape(2, 2, 3))
+    image = corners.resize((32, 48) if turned else (48, 32), Image.Resampling.NEAREST)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = saved(tmp_path / f"picture{suffix}", image, exif=exif)
+    upright = levels(path)
+    assert upright.shape == (32, 48, 3)
+    header = read_header(path)
+    assert (header.width, header.height) == (48, 32)
+    for (x, y), colour in zip([(4, 4), (43, 4), (43, 27), (4, 27)], (RED, GREEN, BLUE, WHITE), strict=True):
+        assert np.abs(upright[y, x] - colour).max() <= 3
 
 
 @pytest.mark.parametrize("orientation", [1, 6])
@@ -147,18 +140,14 @@ def test_16_bit_big_endian_tiff_is_scaled(tmp_path):
     assert (levels(path)[..., 0] == np.round(values / 65535 * 255)).all()
 
 
-def test_white_of_32_bit_greys(tmp_path):
-    rows = [("int32", 255), ("int32", 65535), ("int32", 10**6)] + [("float32", w) for w in (1, 255, 65535, 4e6)]
-
-    def check(dtype, white):
-        values = np.linspace(0, white, 4096).astype(dtype).reshape(64, 64)
-        path = saved(tmp_path / "grey.tif", Image.fromarray(values))
-        expected = np.round(values.astype(np.float64) / white * 255)
-        assert np.abs(levels(path)[..., 0] - expected).max() <= (0 if dtype == "int32" and white <= 65535 else 1)
-        corner = levels(path, crop=lambda width, height: (0, 0, 32, 32))
-        assert (corner == levels(path)[:32, :32]).all()
-
-    check_rows(rows, check)
+@each_row(*[("int32", 255), ("int32", 65535), ("int32", 10**6)] + [("float32", w) for w in (1, 255, 65535, 4e6)])
+def test_white_of_32_bit_greys(tmp_path, dtype, white):
+    values = np.linspace(0, white, 4096).astype(dtype).reshape(64, 64)
+    path = saved(tmp_path / "grey.tif", Image.fromarray(values))
+    expected = np.round(values.astype(np.float64) / white * 255)
+    assert np.abs(levels(path)[..., 0] - expected).max() <= (0 if dtype == "int32" and white <= 65535 else 1)
+    corner = levels(path, crop=lambda width, height: (0, 0, 32, 32))
+    assert (corner == levels(path)[:32, :32]).all()
 
 
 def test_dark_grey_of_32_bits_stays_dark(tmp_path):
@@ -188,16 +177,12 @@ def cut_out(mode):
     return image.convert(mode)
 
 
-def test_transparency_lies_on_white(tmp_path):
-    rows = [("RGBA", ".png"), ("RGBA", ".webp"), ("RGBA", ".tif"), ("P", ".png"), ("P", ".gif"), ("LA", ".png")]
-
-    def check(mode, suffix):
-        pixels = levels(saved(tmp_path / f"picture{suffix}", cut_out(mode)))
-        grey = np.asarray(Image.new("RGB", (1, 1), RED).convert("L")).item()
-        assert (pixels[:, :20] == ((grey,) * 3 if mode == "LA" else RED)).all()
-        assert (pixels[:, 20:] == WHITE).all()
-
-    check_rows(rows, check)
+@each_row(("RGBA", ".png"), ("RGBA", ".webp"), ("RGBA", ".tif"), ("P", ".png"), ("P", ".gif"), ("LA", ".png"))
+def test_transparency_lies_on_white(tmp_path, mode, suffix):
+    pixels = levels(saved(tmp_path / f"picture{suffix}", cut_out(mode)))
+    grey = np.asarray(Image.new("RGB", (1, 1), RED).convert("L")).item()
+    assert (pixels[:, :20] == ((grey,) * 3 if mode == "LA" else RED)).all()
+    assert (pixels[:, 20:] == WHITE).all()
 
 
 def test_half_transparency_is_mixed_with_white(tmp_path):
@@ -233,15 +218,13 @@ def test_cmyk(tmp_path, suffix):
     assert np.abs(pixels[:, 22:] - GREEN).max() <= 3
 
 
-def test_first_frame_of_an_animation(tmp_path):
-    def check(suffix):
-        frames = [Image.new("RGB", (40, 40), colour) for colour in (RED, GREEN, BLUE)]
-        path = saved(tmp_path / f"moving{suffix}", frames[0], save_all=True, append_images=frames[1:])
-        with Image.open(path) as image:
-            assert image.n_frames == 3
-        assert (levels(path) == RED).all()
-
-    check_rows([(".gif",), (".webp",), (".png",), (".tif",)], check)
+@each_row(".gif", ".webp", ".png", ".tif")
+def test_first_frame_of_an_animation(tmp_path, suffix):
+    frames = [Image.new("RGB", (40, 40), colour) for colour in (RED, GREEN, BLUE)]
+    path = saved(tmp_path / f"moving{suffix}", frames[0], save_all=True, append_images=frames[1:])
+    with Image.open(path) as image:
+        assert image.n_frames == 3
+    assert (levels(path) == RED).all()
 
 
 def profile(swap_red_and_blue=False):
@@ -252,14 +235,12 @@ def profile(swap_red_and_blue=False):
     return bytes(data)
 
 
-def test_embedded_profile_is_converted_to_srgb(tmp_path):
-    def check(suffix):
-        path = saved(
-            tmp_path / f"picture{suffix}", Image.new("RGB", (40, 40), RED), icc_profile=profile(swap_red_and_blue=True)
-        )
-        assert np.abs(levels(path) - BLUE).max() <= 3
-
-    check_rows([(".jpg",), (".png",), (".webp",), (".tif",)], check)
+@each_row(".jpg", ".png", ".webp", ".tif")
+def test_embedded_profile_is_converted_to_srgb(tmp_path, suffix):
+    path = saved(
+        tmp_path / f"picture{suffix}", Image.new("RGB", (40, 40), RED), icc_profile=profile(swap_red_and_blue=True)
+    )
+    assert np.abs(levels(path) - BLUE).max() <= 3
 
 
 def test_srgb_profile_changes_nothing(tmp_path):
@@ -268,15 +249,11 @@ def test_srgb_profile_changes_nothing(tmp_path):
     assert (levels(path) == np.asarray(image)).all()
 
 
-def test_broken_profile_or_one_for_another_mode_is_ignored(tmp_path):
-    rows = itertools.product([b"", b"rubbish", profile()[:200], profile()[:128] + bytes(400)], ["RGB", "L", "CMYK"])
-
-    def check(broken, mode):
-        image = noise(40, 40).convert(mode)
-        path = saved(tmp_path / "picture.tif", image, icc_profile=broken or (profile() if mode != "RGB" else b"x"))
-        assert (levels(path) == np.asarray(image.convert("RGB"))).all()
-
-    check_rows(rows, check)
+@each_row(*itertools.product([b"", b"rubbish", profile()[:200], profile()[:128] + bytes(400)], ["RGB", "L", "CMYK"]))
+def test_broken_profile_or_one_for_another_mode_is_ignored(tmp_path, broken, mode):
+    image = noise(40, 40).convert(mode)
+    path = saved(tmp_path / "picture.tif", image, icc_profile=broken or (profile() if mode != "RGB" else b"x"))
+    assert (levels(path) == np.asarray(image.convert("RGB"))).all()
 
 
 # ------------------------------------------------------------------------------------------------ damage
@@ -290,30 +267,21 @@ def reason(path, *limits):
 
 
 @pytest.mark.filterwarnings("error")
-def test_truncated_picture_is_broken_wherever_it_is_cut(tmp_path):
-    def check(suffix):
-        image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
-        path = saved(tmp_path / f"picture{suffix}", image)
-        content = path.read_bytes()
-        for share in (0.001, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.97):
-            path.write_bytes(content[: int(len(content) * share)])
-            assert reason(path) == "broken"
-
-    check_rows([(".jpg",), (".png",), (".webp",), (".tif",), (".bmp",), (".gif",)], check)
-
-
-def test_rubbish_is_broken(tmp_path):
-    rows = [
-        (content,)
-        for content in [b"", b"\0", b"dear diary", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"II*\0", b"GIF89a"]
-    ]
-
-    def check(content):
-        path = tmp_path / "picture.jpg"
-        path.write_bytes(content)
+@each_row(".jpg", ".png", ".webp", ".tif", ".bmp", ".gif")
+def test_truncated_picture_is_broken_wherever_it_is_cut(tmp_path, suffix):
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
+    path = saved(tmp_path / f"picture{suffix}", image)
+    content = path.read_bytes()
+    for share in (0.001, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.97):
+        path.write_bytes(content[: int(len(content) * share)])
         assert reason(path) == "broken"
 
-    check_rows(rows, check)
+
+@each_row(b"", b"\0", b"dear diary", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"II*\0", b"GIF89a")
+def test_rubbish_is_broken(tmp_path, content):
+    path = tmp_path / "picture.jpg"
+    path.write_bytes(content)
+    assert reason(path) == "broken"
 
 
 @pytest.mark.filterwarnings("error")

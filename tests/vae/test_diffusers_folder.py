@@ -19,7 +19,7 @@ from gputrain.vae.architecture import PRESETS, VaeArchitecture, VaePreset
 from gputrain.vae.diffusers_folder import CONFIG, WEIGHTS, export_and_verify, load_diffusers, save_diffusers
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.weights import DIGEST, digest_of, read_tensors
-from tests.tables import check_rows
+from tests.tables import each_row
 from tests.vae.test_model import SMALL, stock_autoencoder
 
 FACTORS = {"scaling_factor": 0.36, "shift_factor": 0.12, "sample_size": 256}
@@ -220,15 +220,13 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-def test_broken_folder(folder: Path, tmp_path: Path) -> None:
-    def check(name: str, damage: tuple[Callable[[Path], object], str]) -> None:
-        spoil, message = damage
-        shutil.copytree(folder, tmp_path / name)
-        spoil(tmp_path / name)
-        with pytest.raises(UserError, match=message):
-            load_diffusers(tmp_path / name)
-
-    check_rows(BROKEN.items(), check)
+@each_row(*BROKEN.items())
+def test_broken_folder(folder: Path, tmp_path: Path, name: str, damage: tuple[Callable[[Path], object], str]) -> None:
+    spoil, message = damage
+    shutil.copytree(folder, tmp_path / name)
+    spoil(tmp_path / name)
+    with pytest.raises(UserError, match=message):
+        load_diffusers(tmp_path / name)
 
 
 def test_first_few_of_many_differences(folder: Path) -> None:

@@ -26,7 +26,7 @@ from gputrain.vae.data import open_pictures
 from gputrain.vae.pictures import JOURNAL
 from gputrain.vae.prepare import VaePrepareReport, output_names, prepare_images
 from gputrain.vae.validate import Disagreement, validate_images
-from tests.tables import check_rows
+from tests.tables import each_row
 from tests.waiting import HANG_SECONDS, wait_until
 
 
@@ -467,15 +467,11 @@ def test_full_disk_is_a_user_error_and_nothing_is_lost(tmp_path, raw, out):
 # ------------------------------------------------------------------------------------------------- errors
 
 
-def test_size_that_8_does_not_divide_names_the_nearest(raw, out):
-    rows = [(0, "8 or 16"), (-8, "8 or 16"), (7, "8 or 16"), (1001, "1000 or 1008"), (20, "16 or 24")]
-
-    def check(size, hint):
-        with pytest.raises(UserError, match=str(size)) as caught:
-            prepare(raw, out, target_size=size)
-        assert hint in caught.value.hint
-
-    check_rows(rows, check)
+@each_row((0, "8 or 16"), (-8, "8 or 16"), (7, "8 or 16"), (1001, "1000 or 1008"), (20, "16 or 24"))
+def test_size_that_8_does_not_divide_names_the_nearest(raw, out, size, hint):
+    with pytest.raises(UserError, match=str(size)) as caught:
+        prepare(raw, out, target_size=size)
+    assert hint in caught.value.hint
 
 
 def test_folders_that_hold_one_another_are_refused(raw, tmp_path):

@@ -23,7 +23,7 @@ from gputrain.vae.config import Data, Model, TrainVae
 from gputrain.vae.diffusers_folder import save_diffusers
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pretrained import load_pretrained, options_for, read_pretrained
-from tests.tables import check_rows
+from tests.tables import check_rows, each_row
 from tests.vae.test_model import stock_autoencoder
 
 WIDTHS = (32, 64, 96, 64)  # those of the first latent diffusion models have 32 groups
@@ -100,30 +100,34 @@ def assert_reads(
     assert (ours - theirs).abs().max() < 1e-10
 
 
-def test_first_latent_diffusion_names(stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path) -> None:
-    """diffusers' own converter reads the same weights from the file."""
-    rows = [
+@each_row(
+    *[
         (architecture, prefix, matrices)
         for architecture in [SD, FLUX]
         for (prefix, matrices) in [("", False), ("first_stage_model.", True), ("vae.", False)]
     ]
-
-    def check(architecture: VaeArchitecture, prefix: str, matrices: bool) -> None:
-        reference = stock[architecture]
-        old = aged(reference.state_dict(), prefix, matrices=matrices)
-        assert not any("_blocks" in name or ".attentions." in name for name in old)
-        converted = convert_ldm_vae_checkpoint(dict(old), dict(reference.config))
-        again = stock_autoencoder(architecture)
-        again.load_state_dict(converted)
-        rest = {"model.diffusion_model.out.2.bias": torch.ones(3), "cond_stage_model.encoder.bias": torch.ones(3)}
-        save_file(old | (rest if prefix else {"loss.logvar": torch.ones(1)}), tmp_path / "ae.safetensors")
-        weights = load_pretrained(tmp_path / "ae.safetensors", architecture)
-        assert_reads(weights, architecture, again)
-        for name, tensor in reference.state_dict().items():
-            assert torch.equal(weights[name], tensor), name
-        assert read_pretrained(tmp_path / "ae.safetensors").architecture == architecture
-
-    check_rows(rows, check)
+)
+def test_first_latent_diffusion_names(
+    stock: dict[VaeArchitecture, diffusers.AutoencoderKL],
+    tmp_path: Path,
+    architecture: VaeArchitecture,
+    prefix: str,
+    matrices: bool,
+) -> None:
+    """diffusers' own converter reads the same weights from the file."""
+    reference = stock[architecture]
+    old = aged(reference.state_dict(), prefix, matrices=matrices)
+    assert not any("_blocks" in name or ".attentions." in name for name in old)
+    converted = convert_ldm_vae_checkpoint(dict(old), dict(reference.config))
+    again = stock_autoencoder(architecture)
+    again.load_state_dict(converted)
+    rest = {"model.diffusion_model.out.2.bias": torch.ones(3), "cond_stage_model.encoder.bias": torch.ones(3)}
+    save_file(old | (rest if prefix else {"loss.logvar": torch.ones(1)}), tmp_path / "ae.safetensors")
+    weights = load_pretrained(tmp_path / "ae.safetensors", architecture)
+    assert_reads(weights, architecture, again)
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(weights[name], tensor), name
+    assert read_pretrained(tmp_path / "ae.safetensors").architecture == architecture
 
 
 def test_pickles_of_tensors(stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path) -> None:
@@ -218,13 +222,11 @@ def test_another_architecture(name: str, stock: dict[VaeArchitecture, diffusers.
     assert caught.value.hint == hint
 
 
-def test_hint_gives_the_architecture() -> None:
-    def check(preset: VaePreset) -> None:
-        assert options_for(PRESETS[preset]) == f"--preset {preset}"
-        assert options_for(built(preset, z_channels=12)) == f"--preset {preset} --z-channels 12"
-        assert options_for(built(preset, (64, 64), 3)) == f"--preset {preset} --channels 64,64 --z-channels 3"
-
-    check_rows([(preset,) for preset in PRESETS], check)
+@each_row(*PRESETS)
+def test_hint_gives_the_architecture(preset: VaePreset) -> None:
+    assert options_for(PRESETS[preset]) == f"--preset {preset}"
+    assert options_for(built(preset, z_channels=12)) == f"--preset {preset} --z-channels 12"
+    assert options_for(built(preset, (64, 64), 3)) == f"--preset {preset} --channels 64,64 --z-channels 3"
 
 
 def attention_at_a_level(weights: Weights) -> Weights:
@@ -252,14 +254,14 @@ UNFIT: dict[str, tuple[Callable[[Weights], Weights], str]] = {
 }
 
 
-def test_files_that_cannot_be_taken(stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path) -> None:
-    def check(name: str) -> None:
-        change, message = UNFIT[name]
-        save_file(change(stock[FLUX].state_dict()), tmp_path / "ae.safetensors")
-        with pytest.raises(UserError, match=message):
-            load_pretrained(tmp_path / "ae.safetensors", FLUX)
-
-    check_rows([(name,) for name in UNFIT], check)
+@each_row(*UNFIT)
+def test_files_that_cannot_be_taken(
+    stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path, name: str
+) -> None:
+    change, message = UNFIT[name]
+    save_file(change(stock[FLUX].state_dict()), tmp_path / "ae.safetensors")
+    with pytest.raises(UserError, match=message):
+        load_pretrained(tmp_path / "ae.safetensors", FLUX)
 
 
 def test_missing_and_damaged(stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path) -> None:

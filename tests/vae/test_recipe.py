@@ -22,7 +22,7 @@ from gputrain.vae.discriminator import PatchDiscriminator
 from gputrain.vae.lpips import Lpips
 from gputrain.vae.recipe import VaeRecipe, item_flops
 from tests.comparison import assert_same, largest_difference
-from tests.tables import check_rows
+from tests.tables import each_row
 from tests.toy import cpu_runtime, new_state, weights
 from tests.training import train_vae
 
@@ -144,20 +144,16 @@ def test_what_is_off_costs_nothing():
     assert set(recipe.modules) == {"autoencoder"}
 
 
-def test_the_average_of_good_weights_begins_with_many_steps():
-    rows = [
-        ({}, 0.99),
-        ({"init_from": "weights"}, 0.99),
-        ({"ema_decay": 0.9}, 0.9),
-        ({"start": "random"}, 0.0),
-        ({"channels": [16, 32]}, 0.0),  # The norms of so few channels have no place for a linear code.
-    ]
-
-    def check(changes, least):
-        settings = settings_of(**{"preset": "fast", "channels": [], **changes})
-        assert VaeRecipe(settings, cpu_runtime(), []).ema.least_decay == least
-
-    check_rows(rows, check)
+@each_row(
+    ({}, 0.99),
+    ({"init_from": "weights"}, 0.99),
+    ({"ema_decay": 0.9}, 0.9),
+    ({"start": "random"}, 0.0),
+    ({"channels": [16, 32]}, 0.0),  # The norms of so few channels have no place for a linear code.
+)
+def test_the_average_of_good_weights_begins_with_many_steps(changes, least):
+    settings = settings_of(**{"preset": "fast", "channels": [], **changes})
+    assert VaeRecipe(settings, cpu_runtime(), []).ema.least_decay == least
 
 
 def test_gradient_is_that_of_the_summed_loss():
@@ -352,12 +348,9 @@ def test_lpips_looks_at_another_place_of_each_picture_in_each_step(lpips):
     assert recipe.prepare(pictures[..., :32, :32], 0).top_B is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"perceptual_loss": "lpips"}, "perceptual_loss lpips needs lpips_weights"),
-        ({"lpips_crop": 16}, "lpips_crop 16 is too small"),
-    ],
+@each_row(
+    ({"perceptual_loss": "lpips"}, "perceptual_loss lpips needs lpips_weights"),
+    ({"lpips_crop": 16}, "lpips_crop 16 is too small"),
 )
 def test_lpips_settings_that_cannot_be(changes, message):
     with pytest.raises(UserError, match=message):

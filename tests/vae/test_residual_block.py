@@ -10,7 +10,7 @@ from torch.autograd import gradcheck
 from gputrain.vae.memory_efficient_layers import Features
 from gputrain.vae.model import ResnetBlock
 from gputrain.vae.norm_arithmetic import EAGER
-from tests.tables import check_rows
+from tests.tables import each_row
 
 widths = pytest.mark.parametrize("width", [8, 12])
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
@@ -76,29 +76,28 @@ def test_gradients_are_those_of_differences():
     assert gradcheck(lambda x, *_: passed(made, x), (x_BCHW, *made.parameters()))
 
 
-def test_frozen_parameters_get_no_gradients_and_change_none():
-    rows = itertools.product([
-        ["norm1.weight", "norm1.bias", "conv1.weight", "conv1.bias"], ["conv1.bias"], ["conv2.weight", "conv2.bias"],
-        ["conv_shortcut.weight"], ["conv2.bias"], ["conv_shortcut.bias"], ["norm2.weight", "norm2.bias"],
-    ], [True, False])  # fmt: skip
+FROZEN = (
+    ["norm1.weight", "norm1.bias", "conv1.weight", "conv1.bias"], ["conv1.bias"], ["conv2.weight", "conv2.bias"],
+    ["conv_shortcut.weight"], ["conv2.bias"], ["conv_shortcut.bias"], ["norm2.weight", "norm2.bias"],
+)  # fmt: skip
 
-    def check(frozen, of_input):
-        made, x_BCHW = block(12), picture()
-        whole = results(made, x_BCHW)
-        for name, parameter in made.named_parameters():
-            parameter.requires_grad_(name not in frozen)
-        made.zero_grad()
-        draws = torch.Generator().manual_seed(2)
-        x_BCHW = x_BCHW.requires_grad_(of_input)
-        out = passed(made, x_BCHW)
-        (out * torch.randn(out.shape, generator=draws, dtype=torch.float64)).sum().backward()
-        for name, parameter in made.named_parameters():
-            assert (parameter.grad is None) == (name in frozen)
-            if parameter.grad is not None:
-                torch.testing.assert_close(parameter.grad, whole[name], rtol=1e-12, atol=1e-12)
-        assert (x_BCHW.grad is not None) == of_input
 
-    check_rows(rows, check)
+@each_row(*itertools.product(FROZEN, [True, False]))
+def test_frozen_parameters_get_no_gradients_and_change_none(frozen, of_input):
+    made, x_BCHW = block(12), picture()
+    whole = results(made, x_BCHW)
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    made.zero_grad()
+    draws = torch.Generator().manual_seed(2)
+    x_BCHW = x_BCHW.requires_grad_(of_input)
+    out = passed(made, x_BCHW)
+    (out * torch.randn(out.shape, generator=draws, dtype=torch.float64)).sum().backward()
+    for name, parameter in made.named_parameters():
+        assert (parameter.grad is None) == (name in frozen)
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, whole[name], rtol=1e-12, atol=1e-12)
+    assert (x_BCHW.grad is not None) == of_input
 
 
 @widths

@@ -32,7 +32,7 @@ from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.recipe import VaeRecipe
 from gputrain.vae.work import warn_of_small_pictures
 from tests.comparison import assert_same
-from tests.tables import check_rows
+from tests.tables import each_row
 from tests.training import train_vae
 from tests.vae.test_recipe import SMALL, settings_of
 
@@ -168,28 +168,20 @@ def test_a_finished_schedule_has_nothing_left(scheduled, photographs, tmp_path):
         run(folder, photographs, resume_from="auto")
 
 
-def test_schedules():
-    rows = [
-        ("512:25,1024:50,2048:25", 16, [(512, 25, 32), (1024, 50, 16), (2048, 25, 4)]),
-        ("768:1,1536:2", 16, [(768, 1, 24), (1536, 2, 8)]),
-        ("64:1, 2048:2:7", 1, [(64, 1, 2), (2048, 2, 7)]),
-        ("2048:1", 1, [(2048, 1, 1)]),
-    ]
-
-    def check(text, batch, stages):
-        assert parse_schedule(text, batch) == stages
-
-    check_rows(rows, check)
+@each_row(
+    ("512:25,1024:50,2048:25", 16, [(512, 25, 32), (1024, 50, 16), (2048, 25, 4)]),
+    ("768:1,1536:2", 16, [(768, 1, 24), (1536, 2, 8)]),
+    ("64:1, 2048:2:7", 1, [(64, 1, 2), (2048, 2, 7)]),
+    ("2048:1", 1, [(2048, 1, 1)]),
+)
+def test_schedules(text, batch, stages):
+    assert parse_schedule(text, batch) == stages
 
 
-def test_schedules_that_do_not_parse():
-    rows = [(text,) for text in ["512", "512:", "512:x", "512:1:0", "8:1", "512:0", "512:1,", "512:1:2:3", "-512:1"]]
-
-    def check(text):
-        with pytest.raises(UserError, match="resolution_schedule"):
-            settings_of(resolution_schedule=text, image_size=256)
-
-    check_rows(rows, check)
+@each_row("512", "512:", "512:x", "512:1:0", "8:1", "512:0", "512:1,", "512:1:2:3", "-512:1")
+def test_schedules_that_do_not_parse(text):
+    with pytest.raises(UserError, match="resolution_schedule"):
+        settings_of(resolution_schedule=text, image_size=256)
 
 
 def test_a_stage_has_as_many_parts_as_the_batch_was_given():

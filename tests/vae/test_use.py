@@ -15,7 +15,7 @@ from gputrain.vae.evaluate import LatentMoments, reconstruction_figures, reconst
 from gputrain.vae.model import AutoencoderKL, Moments
 from gputrain.vae.reconstruct import reconstruct
 from tests.command import gputrain_here
-from tests.tables import check_rows
+from tests.tables import each_row
 
 pytestmark = pytest.mark.usefixtures("flops_known")
 
@@ -81,12 +81,10 @@ def test_latent_moments_are_those_of_samples():
     assert gathered.scaling_factor == pytest.approx(1 / float(samples.std()), rel=0.01)
 
 
-def test_any_size_comes_back_whole():
-    def check(size):
-        picture = gradient_picture(*size)
-        assert torch.equal(reconstruct(Echo(), picture, CPU, tile_size=128), picture)
-
-    check_rows([((64, 64),), ((129, 131),), ((7, 300),), ((200, 513),), ((8, 8),)], check)
+@each_row(((64, 64),), ((129, 131),), ((7, 300),), ((200, 513),), ((8, 8),))
+def test_any_size_comes_back_whole(size):
+    picture = gradient_picture(*size)
+    assert torch.equal(reconstruct(Echo(), picture, CPU, tile_size=128), picture)
 
 
 class LargestFloats(TorchDispatchMode):
@@ -199,24 +197,20 @@ def test_commands_from_a_run_to_stock_diffusers(run, photographs, tmp_path):
     assert stock.config.scaling_factor == pytest.approx(1 / float(deviation), rel=1e-4)
 
 
-def test_bad_input_of_the_other_commands(run, typed):
-    rows = [
-        (["evaluate", "--model", "missing", "--data-path", "."], "missing: no such file or folder"),
-        (
-            ["evaluate", "--model", "RUN", "--data-path", ".", "--image-size", "36"],
-            "image_size 36 is not a multiple of 8",
-        ),
-        (["reconstruct", "--model", "RUN", "--input", "none.png", "--output-dir", "out"], "none.png"),
-        (["reconstruct", "--model", ".", "--input", ".", "--output-dir", "out"], "holds no checkpoint"),
-        (["export", "--model", "RUN", "--output-dir", "out", "--data-path", "gone"], "gone"),
-        (["prepare-data", "--input-dir", "."], "output_dir is missing"),
-        (["prepare-data", "--input-dir", ".", "--output-dir", "out", "--target-size", "100"], "multiple of 8"),
-        (["validate", "--input-dir", "gone"], "gone: no such folder"),
-    ]
-
-    def check(words, message):
-        code, output = typed(*[run if word == "RUN" else word for word in words])
-        assert code == 2, output
-        assert message in output
-
-    check_rows(rows, check)
+@each_row(
+    (["evaluate", "--model", "missing", "--data-path", "."], "missing: no such file or folder"),
+    (
+        ["evaluate", "--model", "RUN", "--data-path", ".", "--image-size", "36"],
+        "image_size 36 is not a multiple of 8",
+    ),
+    (["reconstruct", "--model", "RUN", "--input", "none.png", "--output-dir", "out"], "none.png"),
+    (["reconstruct", "--model", ".", "--input", ".", "--output-dir", "out"], "holds no checkpoint"),
+    (["export", "--model", "RUN", "--output-dir", "out", "--data-path", "gone"], "gone"),
+    (["prepare-data", "--input-dir", "."], "output_dir is missing"),
+    (["prepare-data", "--input-dir", ".", "--output-dir", "out", "--target-size", "100"], "multiple of 8"),
+    (["validate", "--input-dir", "gone"], "gone: no such folder"),
+)
+def test_bad_input_of_the_other_commands(run, typed, words, message):
+    code, output = typed(*[run if word == "RUN" else word for word in words])
+    assert code == 2, output
+    assert message in output

@@ -14,7 +14,7 @@ from gputrain.hw.plan import decide
 from gputrain.vocoder.config import BenchVocoder, TrainVocoder
 from gputrain.vocoder.work import VocoderWork
 from tests.command import gputrain_here
-from tests.tables import check_rows
+from tests.tables import each_row
 from tests.toy import cpu_runtime
 from tests.vae.test_bench import H100, T4
 from tests.vocoder.conftest import TINY
@@ -154,22 +154,18 @@ def test_the_command(tmp_path, monkeypatch):
         assert picture.width == 1200
 
 
-def test_bad_input_gets_a_sentence_and_2(typed, tmp_path):
-    rows = [
-        (["--discriminators", "fast_mpd,cqt"], "discriminators is"),
-        (["--discriminators", "msd,msd"], "each may be named once"),
-        (["--crop-mel-frames", 8, "--discriminators", "mrd,nothing"], "discriminators is"),
-        (["--optimizer", "adam"], "--optimizer"),
-        (["--upsample-initial-channel", 31], "--upsample-initial-channel"),
-    ]
-
-    def check(words, said):
-        code, printed = typed("bench", "train-vocoder", *words)
-        assert code == 2
-        assert said in printed
-        assert not list(tmp_path.iterdir())
-
-    check_rows(rows, check)
+@each_row(
+    (["--discriminators", "fast_mpd,cqt"], "discriminators is"),
+    (["--discriminators", "msd,msd"], "each may be named once"),
+    (["--crop-mel-frames", 8, "--discriminators", "mrd,nothing"], "discriminators is"),
+    (["--optimizer", "adam"], "--optimizer"),
+    (["--upsample-initial-channel", 31], "--upsample-initial-channel"),
+)
+def test_bad_input_gets_a_sentence_and_2(typed, tmp_path, words, said):
+    code, printed = typed("bench", "train-vocoder", *words)
+    assert code == 2
+    assert said in printed
+    assert not list(tmp_path.iterdir())
 
 
 def test_synthesis_is_measured_without_a_training(tmp_path):

@@ -15,7 +15,7 @@ from gputrain.engine.recipe import Term, Together
 from gputrain.vocoder import discriminators
 from gputrain.vocoder.config import Discriminators
 from gputrain.vocoder.discriminators import KINDS
-from tests.tables import check_rows
+from tests.tables import each_row
 
 SEVEN = Discriminators(discriminator_periods=(2, 3, 5, 7, 11, 17, 23))
 SMALL = Discriminators(
@@ -48,20 +48,16 @@ def waves(items=4, seed=0, samples=SAMPLES):
     return 0.3 * torch.randn(items, 1, samples, generator=generator, dtype=torch.float64)
 
 
-def test_parameters():
-    rows = [
-        ("msd", 29_618_821),
-        ("mpd", 57_548_078),
-        ("mrd", 280_902),
-        ("fast_mrd", 1_228_803),
-        ("fast_mpd", 9_945_383),
-    ]
-
-    def check(kind, parameters):
-        with torch.device("meta"):
-            assert sum(p.numel() for p in KINDS[kind](SEVEN).parameters()) == parameters
-
-    check_rows(rows, check)
+@each_row(
+    ("msd", 29_618_821),
+    ("mpd", 57_548_078),
+    ("mrd", 280_902),
+    ("fast_mrd", 1_228_803),
+    ("fast_mpd", 9_945_383),
+)
+def test_parameters(kind, parameters):
+    with torch.device("meta"):
+        assert sum(p.numel() for p in KINDS[kind](SEVEN).parameters()) == parameters
 
 
 @pytest.mark.parametrize("kind", ["mpd", "mrd"])
@@ -76,58 +72,54 @@ def test_the_memory_format_of_the_weights_is_that_of_every_feature(kind, layout)
             assert torch.allclose(feature, reference, rtol=1e-9, atol=1e-9)
 
 
-def test_names_and_shapes_are_openvpis():
-    rows = [
-        (
-            "msd",
-            80,
-            {
-                "discriminators.0.convs.2.weight_orig": (256, 8, 41),
-                "discriminators.0.convs.2.weight_u": (256,),
-                "discriminators.0.convs.2.weight_v": (328,),
-                "discriminators.2.convs.6.weight_g": (1024, 1, 1),
-                "discriminators.2.conv_post.weight_v": (1, 1024, 3),
-            },
-        ),
-        (
-            "mpd",
-            126,
-            {
-                "discriminators.6.convs.1.weight_v": (128, 32, 5, 1),
-                "discriminators.6.convs.1.weight_g": (128, 1, 1, 1),
-                "discriminators.0.conv_post.bias": (1,),
-            },
-        ),
-        (
-            "fast_mpd",
-            196,
-            {
-                "discriminators.0.pre.weight": (32, 4),
-                "discriminators.3.residual_layers.0.net.1.weight": (32, 32, 11),
-                "discriminators.3.residual_layers.1.net.1.weight": (128, 1, 11),
-                "discriminators.6.residual_layers.2.net.7.bias": (512,),
-            },
-        ),
-        (
-            "fast_mrd",
-            60,
-            {
-                "discriminators.1.window": (1024,),
-                "discriminators.2.freq_coords": (1025, 1, 1),
-                "discriminators.0.freq.weight": (32, 1),
-                "discriminators.2.layers.2.net.1.weight": (256, 128, 3, 3),
-                "discriminators.2.layers.2.net.4.weight": (128, 128),
-            },
-        ),
-    ]
-
-    def check(kind, tensors, samples):
-        with torch.device("meta"):
-            state = KINDS[kind](SEVEN).state_dict()
-        assert len(state) == tensors
-        assert {name: tuple(state[name].shape) for name in samples} == samples
-
-    check_rows(rows, check)
+@each_row(
+    (
+        "msd",
+        80,
+        {
+            "discriminators.0.convs.2.weight_orig": (256, 8, 41),
+            "discriminators.0.convs.2.weight_u": (256,),
+            "discriminators.0.convs.2.weight_v": (328,),
+            "discriminators.2.convs.6.weight_g": (1024, 1, 1),
+            "discriminators.2.conv_post.weight_v": (1, 1024, 3),
+        },
+    ),
+    (
+        "mpd",
+        126,
+        {
+            "discriminators.6.convs.1.weight_v": (128, 32, 5, 1),
+            "discriminators.6.convs.1.weight_g": (128, 1, 1, 1),
+            "discriminators.0.conv_post.bias": (1,),
+        },
+    ),
+    (
+        "fast_mpd",
+        196,
+        {
+            "discriminators.0.pre.weight": (32, 4),
+            "discriminators.3.residual_layers.0.net.1.weight": (32, 32, 11),
+            "discriminators.3.residual_layers.1.net.1.weight": (128, 1, 11),
+            "discriminators.6.residual_layers.2.net.7.bias": (512,),
+        },
+    ),
+    (
+        "fast_mrd",
+        60,
+        {
+            "discriminators.1.window": (1024,),
+            "discriminators.2.freq_coords": (1025, 1, 1),
+            "discriminators.0.freq.weight": (32, 1),
+            "discriminators.2.layers.2.net.1.weight": (256, 128, 3, 3),
+            "discriminators.2.layers.2.net.4.weight": (128, 128),
+        },
+    ),
+)
+def test_names_and_shapes_are_openvpis(kind, tensors, samples):
+    with torch.device("meta"):
+        state = KINDS[kind](SEVEN).state_dict()
+    assert len(state) == tensors
+    assert {name: tuple(state[name].shape) for name in samples} == samples
 
 
 def fill(discriminator):
@@ -174,27 +166,22 @@ def test_logits_and_features_are_openvpis(kind, member):
     assert [feature.abs().mean().item() for feature in features] == pytest.approx(feature_sizes, rel=1e-3)
 
 
-def test_any_length_is_accepted():
-    def check(kind, samples):
-        for discriminator in small(kind):
-            logits, features = discriminator(waves(2, samples=samples))
-            assert len(logits) == 2
-            assert all(len(feature) == 2 for feature in features)
-            assert torch.stack([x.abs().sum() for x in (logits, *features)]).min() > 0
-
-    check_rows(itertools.product(KINDS, [300, 512, 777]), check)
+@each_row(*itertools.product(KINDS, [300, 512, 777]))
+def test_any_length_is_accepted(kind, samples):
+    for discriminator in small(kind):
+        logits, features = discriminator(waves(2, samples=samples))
+        assert len(logits) == 2
+        assert all(len(feature) == 2 for feature in features)
+        assert torch.stack([x.abs().sum() for x in (logits, *features)]).min() > 0
 
 
-def test_the_last_sample_matters():
+@each_row(*KINDS)
+def test_the_last_sample_matters(kind):
     """Lengths that do not divide are padded, not truncated."""
-
-    def check(kind):
-        for discriminator in small(kind):
-            wave = waves(1, samples=SAMPLES).requires_grad_()
-            discriminator(wave)[0].square().sum().backward()
-            assert wave.grad[0, 0, -5:].abs().min() > 0
-
-    check_rows([(kind,) for kind in KINDS], check)
+    for discriminator in small(kind):
+        wave = waves(1, samples=SAMPLES).requires_grad_()
+        discriminator(wave)[0].square().sum().backward()
+        assert wave.grad[0, 0, -5:].abs().min() > 0
 
 
 def back_propagated(kind, discriminators, real, made, items, passes=None):
@@ -343,25 +330,21 @@ def test_unit_power_is_its_formula_and_leaves_silence_alone():
     assert silence.grad.isfinite().all()
 
 
-def test_silence_has_finite_gradients():
-    def check(kind):
-        for discriminator in small(kind, torch.float32):
-            wave = torch.zeros(2, 1, SAMPLES, requires_grad=True)
-            discriminator(wave)[0].square().sum().backward()
-            assert wave.grad.isfinite().all()
-            assert all(p.grad is None or p.grad.isfinite().all() for p in discriminator.parameters())
-
-    check_rows([(kind,) for kind in KINDS], check)
+@each_row(*KINDS)
+def test_silence_has_finite_gradients(kind):
+    for discriminator in small(kind, torch.float32):
+        wave = torch.zeros(2, 1, SAMPLES, requires_grad=True)
+        discriminator(wave)[0].square().sum().backward()
+        assert wave.grad.isfinite().all()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in discriminator.parameters())
 
 
-def test_16_bit_autocast_is_near():
-    def check(kind):
-        for discriminator in small(kind, torch.float32):
-            wave = waves().float()
-            expected, _ = discriminator(wave)
-            with torch.autocast("cpu", torch.bfloat16):
-                logits, features = discriminator(wave)
-            assert {logits.dtype, *(feature.dtype for feature in features)} == {torch.bfloat16}
-            assert (logits - expected).abs().max() < 0.05 * expected.abs().max()
-
-    check_rows([(kind,) for kind in KINDS], check)
+@each_row(*KINDS)
+def test_16_bit_autocast_is_near(kind):
+    for discriminator in small(kind, torch.float32):
+        wave = waves().float()
+        expected, _ = discriminator(wave)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits, features = discriminator(wave)
+        assert {logits.dtype, *(feature.dtype for feature in features)} == {torch.bfloat16}
+        assert (logits - expected).abs().max() < 0.05 * expected.abs().max()

@@ -19,6 +19,7 @@ from gputrain.audio.config import Mel
 from gputrain.audio.weight_norm import WeightNormed, weights_made_once
 from gputrain.vocoder.architecture import NsfHifiganArchitecture
 from gputrain.vocoder.generator import Generator, HarmonicSource, Noise, SineSource, draw_noise
+from tests.tables import each_row
 
 DATA = Path(__file__).parent.parent / "data" / "vocoder"
 TINY = {name: NsfHifiganArchitecture(upsample_initial_channel=32, mini_nsf=name == "mini") for name in ("full", "mini")}
@@ -90,10 +91,7 @@ def test_names_and_shapes_are_those_that_others_load(name: str) -> None:
     assert len(contract) == {"full": 303, "mini": 293}[name]
 
 
-@pytest.mark.parametrize(
-    ("channels", "mini_nsf", "parameters"),
-    [(512, False, 14_178_956), (512, True, 14_143_234), (1024, False, 55_685_388)],
-)
+@each_row((512, False, 14_178_956), (512, True, 14_143_234), (1024, False, 55_685_388))
 def test_parameters(channels: int, mini_nsf: bool, parameters: int) -> None:
     with torch.device("meta"):
         generator = Generator(NsfHifiganArchitecture(upsample_initial_channel=channels, mini_nsf=mini_nsf))

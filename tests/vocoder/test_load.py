@@ -17,7 +17,7 @@ from gputrain.errors import UserError
 from gputrain.vocoder.config import Data, Model, TrainVocoder
 from gputrain.vocoder.generator import Generator
 from gputrain.vocoder.load import LoadedVocoder, load_vocoder
-from tests.tables import check_rows
+from tests.tables import each_row
 from tests.vocoder.test_generator import TINY, build, largest, stored, variants
 
 CPU = torch.device("cpu")
@@ -122,24 +122,20 @@ def test_a_full_model_called_mini(tmp_path: Path) -> None:
     assert "m_source.l_linear.weight is unknown" in raised.value.message
 
 
-def test_a_config_that_describes_no_model(tmp_path: Path) -> None:
-    rows = [
-        ("sampling_rate", None, "sampling_rate is missing"),
-        ("upsample_rates", None, "upsample_rates is missing"),
-        ("num_mels", "many", "num_mels is 'many', expected a whole number"),
-        ("upsample_rates", [8, 8, 2, 2], "upsample_rates and upsample_kernel_sizes differ in length"),
-        ("hop_size", 256, "make 512 samples of a frame, and hop_size is 256"),
-        ("resblock", "2", "resblock is '2', expected one of 1"),
-        ("resblock_dilation_sizes", [[1, 3, 5], [1, 3.5], [1]], "expected a list of lists of whole numbers"),
-        ("fmax", 44100, "do not fit below half of 44100 Hz"),
-    ]
-
-    def check(key: str, value: object, said: str) -> None:
-        with pytest.raises(UserError, match=r"config\.json: ") as raised:
-            load_vocoder(openvpi_folder(tmp_path, **{key: value}), CPU)
-        assert said in raised.value.message
-
-    check_rows(rows, check)
+@each_row(
+    ("sampling_rate", None, "sampling_rate is missing"),
+    ("upsample_rates", None, "upsample_rates is missing"),
+    ("num_mels", "many", "num_mels is 'many', expected a whole number"),
+    ("upsample_rates", [8, 8, 2, 2], "upsample_rates and upsample_kernel_sizes differ in length"),
+    ("hop_size", 256, "make 512 samples of a frame, and hop_size is 256"),
+    ("resblock", "2", "resblock is '2', expected one of 1"),
+    ("resblock_dilation_sizes", [[1, 3, 5], [1, 3.5], [1]], "expected a list of lists of whole numbers"),
+    ("fmax", 44100, "do not fit below half of 44100 Hz"),
+)
+def test_a_config_that_describes_no_model(tmp_path: Path, key: str, value: object, said: str) -> None:
+    with pytest.raises(UserError, match=r"config\.json: ") as raised:
+        load_vocoder(openvpi_folder(tmp_path, **{key: value}), CPU)
+    assert said in raised.value.message
 
 
 def test_no_model(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from gputrain.errors import UserError
 from gputrain.vocoder import openvpi
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.openvpi import PROFILES, known_keys, translate
-from tests.tables import check_rows
+from tests.tables import each_row
 
 STANDARD, FAST = PROFILES / "base_hifi_gpu.yaml", PROFILES / "base_hifi_rtx5090_optimized.yaml"
 ADAMW, MUON = "torch.optim.AdamW", "modules.optimizer.muon.Muon_AdamW"
@@ -210,14 +210,12 @@ def test_a_file_over_one_that_comes_along(tmp_path):
     assert translate(read_file(path), path, of="prepare")["num_workers"] == 3
 
 
-def test_where_bases_are_looked_for(tmp_path):
-    def check(place):
-        configs = like_openvpis(tmp_path)
-        content = {"base_config": ["configs/base_hifi.yaml"], "batch_size": 7}
-        made = training(content, configs.parent / place, "own.yaml")
-        assert (made.schedule.batch_size, made.data.crop_mel_frames) == (7, 20)
-
-    check_rows([("",), ("mine",), ("configs",), ("configs/mine/songs",)], check)
+@each_row("", "mine", "configs", "configs/mine/songs")
+def test_where_bases_are_looked_for(tmp_path, place):
+    configs = like_openvpis(tmp_path)
+    content = {"base_config": ["configs/base_hifi.yaml"], "batch_size": 7}
+    made = training(content, configs.parent / place, "own.yaml")
+    assert (made.schedule.batch_size, made.data.crop_mel_frames) == (7, 20)
 
 
 def test_bases_of_our_keys_alone(tmp_path):
@@ -239,89 +237,85 @@ def test_a_file_goes_before_its_base_for_the_command_that_it_means(tmp_path):
     assert (made.betas, made.discriminator_betas) == ((0.9, 0.99), (0.8, 0.99))
 
 
-def test_what_keys_become(tmp_path):
-    rows = [
-        ({"pl_trainer_precision": "bf16"}, {"mixed_precision": True, "use_bf16": True}),
-        ({"pl_trainer_precision": "bf16-mixed"}, {"mixed_precision": True, "use_bf16": True}),
-        ({"pl_trainer_accelerator": "gpu"}, {"device": "cuda"}),
-        ({"num_sanity_val_steps": 0}, {"eval_first": False}),
-        ({"num_sanity_val_steps": 2, "nccl_p2p": True}, {"eval_first": True}),
-        ({"pl_trainer_accelerator": "cpu", "pl_trainer_devices": 1}, {"device": "cpu"}),
-        ("clip_grad_norm: off", {"gradient_clip": 0.0}),
-        ({"clip_grad_norm": 0.5}, {"gradient_clip": 0.5}),
-        ({"lab_aux_loss": 30}, {"lab_aux_melloss": 30.0}),
-        ({"aux_step": None}, {"discriminator_start": 0}),
-        ({"num_ckpt_keep": -1}, {"keep_checkpoints": 0}),
-        ({"finetune_enabled": False, "finetune_ckpt_path": "x.ckpt"}, {}),
-        ({"finetune_ckpt_path": "x.ckpt"}, {"init_from": Path("x.ckpt")}),
-        (
-            {"finetune_ignored_params": None, "frozen_params": None, "nccl_p2p": True},
-            {"finetune_ignored_params": ()},
-        ),
-        ({"model_args": {"resblock_dilation_sizes": [[1, 2], [3]]}}, {"resblock_dilation_sizes": "1,2;3"}),
-        (
-            {"model_args": {"fast_mpd_periods": [2, 3], "discriminator_periods": [5]}},
-            {"discriminator_periods": (2, 3)},
-        ),
-        (
-            {
-                "task_cls": "nsf_HiFigan_task.nsf_HiFigan",
-                "model_args": {"fast_mpd_periods": [2, 3], "discriminator_periods": [5]},
+@each_row(
+    ({"pl_trainer_precision": "bf16"}, {"mixed_precision": True, "use_bf16": True}),
+    ({"pl_trainer_precision": "bf16-mixed"}, {"mixed_precision": True, "use_bf16": True}),
+    ({"pl_trainer_accelerator": "gpu"}, {"device": "cuda"}),
+    ({"num_sanity_val_steps": 0}, {"eval_first": False}),
+    ({"num_sanity_val_steps": 2, "nccl_p2p": True}, {"eval_first": True}),
+    ({"pl_trainer_accelerator": "cpu", "pl_trainer_devices": 1}, {"device": "cpu"}),
+    ("clip_grad_norm: off", {"gradient_clip": 0.0}),
+    ({"clip_grad_norm": 0.5}, {"gradient_clip": 0.5}),
+    ({"lab_aux_loss": 30}, {"lab_aux_melloss": 30.0}),
+    ({"aux_step": None}, {"discriminator_start": 0}),
+    ({"num_ckpt_keep": -1}, {"keep_checkpoints": 0}),
+    ({"finetune_enabled": False, "finetune_ckpt_path": "x.ckpt"}, {}),
+    ({"finetune_ckpt_path": "x.ckpt"}, {"init_from": Path("x.ckpt")}),
+    (
+        {"finetune_ignored_params": None, "frozen_params": None, "nccl_p2p": True},
+        {"finetune_ignored_params": ()},
+    ),
+    ({"model_args": {"resblock_dilation_sizes": [[1, 2], [3]]}}, {"resblock_dilation_sizes": "1,2;3"}),
+    (
+        {"model_args": {"fast_mpd_periods": [2, 3], "discriminator_periods": [5]}},
+        {"discriminator_periods": (2, 3)},
+    ),
+    (
+        {
+            "task_cls": "nsf_HiFigan_task.nsf_HiFigan",
+            "model_args": {"fast_mpd_periods": [2, 3], "discriminator_periods": [5]},
+        },
+        {"discriminators": ("msd", "mpd"), "step_order": "alternating", "discriminator_periods": (5,)},
+    ),
+    (
+        {
+            "max_updates": 900,
+            "lr_scheduler_args": {
+                "scheduler_cls": COSINE, "T_max": 900, "eta_min": 1e-6,
+                "min_lr": 1e-5,
             },
-            {"discriminators": ("msd", "mpd"), "step_order": "alternating", "discriminator_periods": (5,)},
-        ),
-        (
-            {
-                "max_updates": 900,
-                "lr_scheduler_args": {
-                    "scheduler_cls": COSINE, "T_max": 900, "eta_min": 1e-6,
-                    "min_lr": 1e-5,
-                },
-            },
-            {"num_steps": 900, "learning_rate_schedule": "cosine", "warmup_steps": 0, "min_learning_rate": 1e-6},
-        ),
-        (
-            {"lr_scheduler_args": {"scheduler_cls": COSINE, "warmup_steps": 5, "min_lr": 1e-5}},
-            {"learning_rate_schedule": "cosine", "warmup_steps": 5, "min_learning_rate": 1e-5},
-        ),
-        (  # Used by a cosine only.
-            {"lr_scheduler_args": {"scheduler_cls": "lr_scheduler.scheduler.WarmupLR", "T_max": 5, "eta_min": 1e-6}},
-            {"learning_rate_schedule": "constant"},
-        ),
-        (
-            {"optimizer_cls": MUON, "generater_optimizer_args": {"muon_args": {"weight_decay": 0.1}}},
-            {"generator_optimizer": "muon", "discriminator_optimizer": "muon", "weight_decay": 0.1},
-        ),
-        (
-            {"optimizer_cls": MUON, "generater_optimizer_args": {"weight_decay": 0.1, "adamw_args.weight_decay": 0}},
-            {"generator_optimizer": "muon", "discriminator_optimizer": "muon", "weight_decay": 0.1},
-        ),
-        (  # Used by Muon only.
-            {"generater_optimizer_args": {"optimizer_cls": ADAMW, "adamw_args": {"weight_decay": 0.1}}},
-            {"generator_optimizer": "adamw"},
-        ),
-        (
-            {"generater_optimizer_args": {"lr": 1e-4}, "discriminate_optimizer_args": {"lr": 2e-4}},
-            {"learning_rate": 1e-4, "discriminator_learning_rate": 2e-4},
-        ),
-        (
-            {
-                "generater_optimizer_args": {"lr": 1e-4, "beta1": 0.8, "beta2": 0.99},
-                "discriminate_optimizer_args": {"lr": 1e-4, "beta1": 0.5, "beta2": 0.99},
-            },
-            {"learning_rate": 1e-4, "beta1": 0.8, "beta2": 0.99, "discriminator_beta1": 0.5},
-        ),
-        (
-            {"generater_optimizer_args": {"weight_decay": 0.2, "muon_args": {"weight_decay": 0.1}}, "ds_workers": 1},
-            {"weight_decay": 0.2, "num_workers": 1},
-        ),
-    ]  # fmt: skip
-
-    def check(content, options):
-        path = write(tmp_path / "c.yaml", content)
-        assert translate(read_file(path), path, of="train") == {"use_stftloss": False, **options}
-
-    check_rows(rows, check)
+        },
+        {"num_steps": 900, "learning_rate_schedule": "cosine", "warmup_steps": 0, "min_learning_rate": 1e-6},
+    ),
+    (
+        {"lr_scheduler_args": {"scheduler_cls": COSINE, "warmup_steps": 5, "min_lr": 1e-5}},
+        {"learning_rate_schedule": "cosine", "warmup_steps": 5, "min_learning_rate": 1e-5},
+    ),
+    (  # Used by a cosine only.
+        {"lr_scheduler_args": {"scheduler_cls": "lr_scheduler.scheduler.WarmupLR", "T_max": 5, "eta_min": 1e-6}},
+        {"learning_rate_schedule": "constant"},
+    ),
+    (
+        {"optimizer_cls": MUON, "generater_optimizer_args": {"muon_args": {"weight_decay": 0.1}}},
+        {"generator_optimizer": "muon", "discriminator_optimizer": "muon", "weight_decay": 0.1},
+    ),
+    (
+        {"optimizer_cls": MUON, "generater_optimizer_args": {"weight_decay": 0.1, "adamw_args.weight_decay": 0}},
+        {"generator_optimizer": "muon", "discriminator_optimizer": "muon", "weight_decay": 0.1},
+    ),
+    (  # Used by Muon only.
+        {"generater_optimizer_args": {"optimizer_cls": ADAMW, "adamw_args": {"weight_decay": 0.1}}},
+        {"generator_optimizer": "adamw"},
+    ),
+    (
+        {"generater_optimizer_args": {"lr": 1e-4}, "discriminate_optimizer_args": {"lr": 2e-4}},
+        {"learning_rate": 1e-4, "discriminator_learning_rate": 2e-4},
+    ),
+    (
+        {
+            "generater_optimizer_args": {"lr": 1e-4, "beta1": 0.8, "beta2": 0.99},
+            "discriminate_optimizer_args": {"lr": 1e-4, "beta1": 0.5, "beta2": 0.99},
+        },
+        {"learning_rate": 1e-4, "beta1": 0.8, "beta2": 0.99, "discriminator_beta1": 0.5},
+    ),
+    (
+        {"generater_optimizer_args": {"weight_decay": 0.2, "muon_args": {"weight_decay": 0.1}}, "ds_workers": 1},
+        {"weight_decay": 0.2, "num_workers": 1},
+    ),
+)  # fmt: skip
+def test_what_keys_become(tmp_path, content, options):
+    path = write(tmp_path / "c.yaml", content)
+    assert translate(read_file(path), path, of="train") == {"use_stftloss": False, **options}
 
 
 def test_paths_of_their_preparation_are_passed_over_aloud(tmp_path, caplog):
@@ -342,65 +336,61 @@ def test_frozen_parameters_and_the_one_step_task(tmp_path):
     assert found == {"discriminators": ("msd", "mpd"), "step_order": "simultaneous", "use_stftloss": False}
 
 
-def test_what_is_refused(tmp_path):
-    rows = [
-        ({"task_cls": "training.univnet.univnet_task"}, "task_cls is 'training.univnet.univnet_task'", "nsf_HiFigan"),
-        ({"pl_trainer_precision": "16-true"}, "pl_trainer_precision is '16-true'", "16-mixed"),
-        ({"pl_trainer_devices": 2}, "pl_trainer_devices is 2: training runs in one process", "CUDA_VISIBLE_DEVICES"),
-        ({"pl_trainer_strategy": {"name": "ddp"}}, "pl_trainer_strategy.name is 'ddp': training runs in one", "auto"),
-        ({"nccl_p2p": False}, "nccl_p2p is False: training runs in one process", "leave it out"),
-        ({"num_sanity_val_steps": "all"}, "num_sanity_val_steps is 'all': expected a number", "0 to start without"),
-        ({"aug_num": 2}, "aug_num is 2: no code of openvpi's reads it", "leave it out"),
-        ({"sampler_frame_count_grid": 200}, "sampler_frame_count_grid is 200: no code", "leave it out"),
-        ({"freezing_enabled": True}, "freezing_enabled is True: frozen_params names nothing", "or set it to false"),
-        ({"freezing_enabled": 1, "ds_workers": 1}, "freezing_enabled is 1: expected true or false", ""),
-        ({"gan_d_scale": 2, "ds_workers": 1}, "gan_d_scale is 2: the steps of AdamW", "leave it out"),
-        ({"finetune_enabled": True, "finetune_ckpt_path": ""}, "finetune_ckpt_path names no file", "name the check"),
-        ({"max_updates": None}, "max_updates is null", "leave the key out"),
-        ({"model_args": {"mini_nsf": None}}, "model_args.mini_nsf is null", "leave the key out"),
-        ({"model_args": {"mini_nfs": True}}, "unknown key 'model_args.mini_nfs'", "'model_args.mini_nsf'"),
-        ({"pl_trainer_precison": "32", "ds_workers": 1}, "unknown key 'pl_trainer_precison'", "'pl_trainer_precision'"),
-        ({"modle_args": {"mini_nsf": True}, "ds_workers": 1}, "unknown key 'modle_args'", "'model_args'"),
-        ({"model_args": 3}, "model_args is 3, expected keys and values", "indent"),
-        ({"model_args": None}, "model_args is null, expected keys and values", "indent"),
-        ({"model_args": {"resblock": 1}}, "model_args.resblock is 1: only kind", "quotation marks"),
-        ({"model_args": {"resblock_dilation_sizes": [1, 3]}}, "expected a list of lists", "such as"),
-        ({"generater_optimizer_args": {"lr": "fast"}}, "generater_optimizer_args.lr is 'fast', expected a number", ""),
-        ({"ds_workers": 4, "batch_size": 0}, "batch_size is 0, expected at least 1", ""),
-        ({"ds_workers": 4, "num_workers": 8}, "ds_workers is 4 and num_workers is 8: both set num_workers", "keep one"),
-        ({"lr": 1e-4, "generater_optimizer_args": {"lr": 2e-4}}, "and generater_optimizer_args.lr is", "keep"),
-        ({"lr": 1e-4, "discriminate_optimizer_args": {"lr": 2e-4}}, "both set discriminator_learning_rate", "keep"),
-        ({"generater_optimizer_args": {"optimizer_cls": "torch.optim.SGD"}}, "only AdamW and Muon", "one of"),
-        (
-            {"generater_optimizer_args": {"optimizer_cls": MUON, "adamw_args": {"weight_decay": 0.1}}},
-            "generater_optimizer_args.adamw_args.weight_decay is 0.1: parameters of AdamW have no decay",
-            "set it to 0",
-        ),
-        ({"generater_optimizer_args": {"optimizer_cls": MUON, "weight_decay": 0.1}}, "have no decay", "muon_args"),
-        ({"lr_scheduler_args": {"scheduler_cls": "torch.optim.lr_scheduler.StepLR"}}, "after a warm-up", "Cosine"),
-        (
-            {"lr_scheduler_args": {"scheduler_cls": COSINE, "T_max": 5}},
-            "lr_scheduler_args.T_max is 5: a cosine ends where training does",
-            "leave it out",
-        ),
-        (
-            {"binarization_args": {"num_workers": 8}, "binarization_args.num_workers": 16},
-            "binarization_args.num_workers occurs twice",
-            "keep one",
-        ),
-        ({"base_config": ["configs/gone.yaml"]}, "base_config configs/gone.yaml does not exist", "every key has a def"),
-        ({"base_config": ["c.yaml"]}, "base_config c.yaml refers back to this file", "remove it"),
-        ({"base_config": 3}, "base_config is 3, expected a list of paths", ""),
-        ({"num_ckpt_keep": 0}, "no checkpoint would be kept", "-1 keeps all"),
-    ]  # fmt: skip
-
-    def check(content, message, hint):
-        error = refusal(content, tmp_path)
-        assert error.message.startswith(f"{tmp_path / 'c.yaml'}: ")
-        assert message in error.message
-        assert hint in error.hint
-
-    check_rows(rows, check)
+@each_row(
+    ({"task_cls": "training.univnet.univnet_task"}, "task_cls is 'training.univnet.univnet_task'", "nsf_HiFigan"),
+    ({"pl_trainer_precision": "16-true"}, "pl_trainer_precision is '16-true'", "16-mixed"),
+    ({"pl_trainer_devices": 2}, "pl_trainer_devices is 2: training runs in one process", "CUDA_VISIBLE_DEVICES"),
+    ({"pl_trainer_strategy": {"name": "ddp"}}, "pl_trainer_strategy.name is 'ddp': training runs in one", "auto"),
+    ({"nccl_p2p": False}, "nccl_p2p is False: training runs in one process", "leave it out"),
+    ({"num_sanity_val_steps": "all"}, "num_sanity_val_steps is 'all': expected a number", "0 to start without"),
+    ({"aug_num": 2}, "aug_num is 2: no code of openvpi's reads it", "leave it out"),
+    ({"sampler_frame_count_grid": 200}, "sampler_frame_count_grid is 200: no code", "leave it out"),
+    ({"freezing_enabled": True}, "freezing_enabled is True: frozen_params names nothing", "or set it to false"),
+    ({"freezing_enabled": 1, "ds_workers": 1}, "freezing_enabled is 1: expected true or false", ""),
+    ({"gan_d_scale": 2, "ds_workers": 1}, "gan_d_scale is 2: the steps of AdamW", "leave it out"),
+    ({"finetune_enabled": True, "finetune_ckpt_path": ""}, "finetune_ckpt_path names no file", "name the check"),
+    ({"max_updates": None}, "max_updates is null", "leave the key out"),
+    ({"model_args": {"mini_nsf": None}}, "model_args.mini_nsf is null", "leave the key out"),
+    ({"model_args": {"mini_nfs": True}}, "unknown key 'model_args.mini_nfs'", "'model_args.mini_nsf'"),
+    ({"pl_trainer_precison": "32", "ds_workers": 1}, "unknown key 'pl_trainer_precison'", "'pl_trainer_precision'"),
+    ({"modle_args": {"mini_nsf": True}, "ds_workers": 1}, "unknown key 'modle_args'", "'model_args'"),
+    ({"model_args": 3}, "model_args is 3, expected keys and values", "indent"),
+    ({"model_args": None}, "model_args is null, expected keys and values", "indent"),
+    ({"model_args": {"resblock": 1}}, "model_args.resblock is 1: only kind", "quotation marks"),
+    ({"model_args": {"resblock_dilation_sizes": [1, 3]}}, "expected a list of lists", "such as"),
+    ({"generater_optimizer_args": {"lr": "fast"}}, "generater_optimizer_args.lr is 'fast', expected a number", ""),
+    ({"ds_workers": 4, "batch_size": 0}, "batch_size is 0, expected at least 1", ""),
+    ({"ds_workers": 4, "num_workers": 8}, "ds_workers is 4 and num_workers is 8: both set num_workers", "keep one"),
+    ({"lr": 1e-4, "generater_optimizer_args": {"lr": 2e-4}}, "and generater_optimizer_args.lr is", "keep"),
+    ({"lr": 1e-4, "discriminate_optimizer_args": {"lr": 2e-4}}, "both set discriminator_learning_rate", "keep"),
+    ({"generater_optimizer_args": {"optimizer_cls": "torch.optim.SGD"}}, "only AdamW and Muon", "one of"),
+    (
+        {"generater_optimizer_args": {"optimizer_cls": MUON, "adamw_args": {"weight_decay": 0.1}}},
+        "generater_optimizer_args.adamw_args.weight_decay is 0.1: parameters of AdamW have no decay",
+        "set it to 0",
+    ),
+    ({"generater_optimizer_args": {"optimizer_cls": MUON, "weight_decay": 0.1}}, "have no decay", "muon_args"),
+    ({"lr_scheduler_args": {"scheduler_cls": "torch.optim.lr_scheduler.StepLR"}}, "after a warm-up", "Cosine"),
+    (
+        {"lr_scheduler_args": {"scheduler_cls": COSINE, "T_max": 5}},
+        "lr_scheduler_args.T_max is 5: a cosine ends where training does",
+        "leave it out",
+    ),
+    (
+        {"binarization_args": {"num_workers": 8}, "binarization_args.num_workers": 16},
+        "binarization_args.num_workers occurs twice",
+        "keep one",
+    ),
+    ({"base_config": ["configs/gone.yaml"]}, "base_config configs/gone.yaml does not exist", "every key has a def"),
+    ({"base_config": ["c.yaml"]}, "base_config c.yaml refers back to this file", "remove it"),
+    ({"base_config": 3}, "base_config is 3, expected a list of paths", ""),
+    ({"num_ckpt_keep": 0}, "no checkpoint would be kept", "-1 keeps all"),
+)  # fmt: skip
+def test_what_is_refused(tmp_path, content, message, hint):
+    error = refusal(content, tmp_path)
+    assert error.message.startswith(f"{tmp_path / 'c.yaml'}: ")
+    assert message in error.message
+    assert hint in error.hint
 
 
 def test_all_refusals_come_at_once(tmp_path):

@@ -20,6 +20,7 @@ from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.load import Weights
 from gputrain.vocoder.recipe import VocoderRecipe, target
 from tests.comparison import largest_difference
+from tests.tables import each_row
 from tests.toy import cpu_runtime, new_state, weights
 
 SMALL = {
@@ -336,15 +337,12 @@ def test_gradients_of_frozen_parameters_do_not_count_for_clipping(tmp_path):
     assert partly["gradient_norm/generator"] == pytest.approx(free["gradient_norm/generator"], rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("frozen", "said"),
-    [
-        (["discriminator.msd"], "no tensor begins with 'discriminator.msd'"),
-        (["mpd"], "no tensor begins with 'mpd'"),
-        (["generator"], "leaves nothing of the generator to train"),
-    ],
+@each_row(
+    (["discriminator.msd"], "no tensor begins with 'discriminator.msd'"),
+    (["mpd"], "no tensor begins with 'mpd'"),
+    (["generator"], "leaves nothing of the generator to train"),
 )
-def test_names_that_freeze_nothing_or_everything_are_refused(frozen, said, tmp_path):
+def test_names_that_freeze_nothing_or_everything_are_refused(tmp_path, frozen, said):
     with pytest.raises(UserError, match=said):
         begin(tmp_path, frozen_params=frozen)
 

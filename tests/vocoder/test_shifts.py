@@ -7,23 +7,21 @@ import torch
 
 from gputrain.vocoder.augment import Shifts, draw_semitones, make_shifted, shifted_places
 from gputrain.vocoder.generator import Noise
-from tests.tables import check_rows
+from tests.tables import each_row
 
 
-def test_places_are_spread_evenly():
-    def check(items, count):
-        places, on_device = shifted_places(items, count, torch.device("cpu"))
-        assert on_device.tolist() == list(places)
-        assert len(set(places)) == count
-        assert all(0 <= place < items for place in places)
-        for parts in range(1, items + 1):
-            ends = [items * part // parts for part in range(parts + 1)]
-            held = [sum(a <= place < b for place in places) for a, b in itertools.pairwise(ends)]
-            sizes = [b - a for a, b in itertools.pairwise(ends)]
-            for number, size in zip(held, sizes, strict=True):
-                assert abs(number - size * count / items) < 1
-
-    check_rows([(8, 4), (8, 3), (5, 5), (32, 13), (1, 1), (4, 0)], check)
+@each_row((8, 4), (8, 3), (5, 5), (32, 13), (1, 1), (4, 0))
+def test_places_are_spread_evenly(items, count):
+    places, on_device = shifted_places(items, count, torch.device("cpu"))
+    assert on_device.tolist() == list(places)
+    assert len(set(places)) == count
+    assert all(0 <= place < items for place in places)
+    for parts in range(1, items + 1):
+        ends = [items * part // parts for part in range(parts + 1)]
+        held = [sum(a <= place < b for place in places) for a, b in itertools.pairwise(ends)]
+        sizes = [b - a for a, b in itertools.pairwise(ends)]
+        for number, size in zip(held, sizes, strict=True):
+            assert abs(number - size * count / items) < 1
 
 
 def test_no_shift_goes_beyond_what_is_asked_for():

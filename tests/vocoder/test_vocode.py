@@ -29,7 +29,7 @@ from gputrain.vocoder.vocode import (
     vocode_files,
     wave_chunks,
 )
-from tests.tables import check_rows
+from tests.tables import each_row
 from tests.vocoder.test_generator import inputs, largest, variants
 from tests.vocoder.test_load import CPU, loaded, openvpi_folder
 
@@ -224,27 +224,23 @@ def spoiled(array: Tensor, value: float) -> np.ndarray[Any, Any]:
     return made
 
 
-def test_features_that_cannot_be_sung(tmp_path: Path) -> None:
-    rows = [
-        ({"mel": spoiled(song(30)[0], float("nan")).T}, "mel is NaN or infinite in frame 7"),
-        ({"f0": spoiled(song(30)[1], float("inf"))}, "f0 is NaN, infinite or negative in frame 7"),
-        ({"f0": spoiled(song(30)[1], -1)}, "f0 is NaN, infinite or negative in frame 7"),
-        ({"mel": np.full((30, 128), 1e300)}, "mel is NaN or infinite in frame 0"),
-        ({"f0": np.zeros(28)}, "a mel of 30 frames and an f0 of 28"),
-        ({"f0": np.zeros((3, 10))}, r"f0 of shape \(3, 10\), expected \(frames,\)"),
-        ({"mel": np.zeros((30, 80))}, r"a mel of shape \(30, 80\), expected \(frames, 128\)"),
-        ({"mel": np.zeros((0, 128)), "f0": np.zeros(0)}, "a mel of 0 frames and an f0 of 0"),
-        ({"f0": None}, "does not hold both mel and f0"),
-        ({"f0": np.array(["a"] * 30)}, "holds values that are not numbers"),
-        ({"f0": np.array([None] * 30)}, "damaged, or no arrays of numbers"),
-    ]
-
-    def check(changes: dict[str, Any], said: str) -> None:
-        path = npz(tmp_path / "a.npz", **changes)
-        with pytest.raises(UserError, match=rf"a\.npz: {said}"):
-            VocoderInputReader(MEL, "parselmouth", 40, 1100, CPU)(path)
-
-    check_rows(rows, check)
+@each_row(
+    ({"mel": spoiled(song(30)[0], float("nan")).T}, "mel is NaN or infinite in frame 7"),
+    ({"f0": spoiled(song(30)[1], float("inf"))}, "f0 is NaN, infinite or negative in frame 7"),
+    ({"f0": spoiled(song(30)[1], -1)}, "f0 is NaN, infinite or negative in frame 7"),
+    ({"mel": np.full((30, 128), 1e300)}, "mel is NaN or infinite in frame 0"),
+    ({"f0": np.zeros(28)}, "a mel of 30 frames and an f0 of 28"),
+    ({"f0": np.zeros((3, 10))}, r"f0 of shape \(3, 10\), expected \(frames,\)"),
+    ({"mel": np.zeros((30, 80))}, r"a mel of shape \(30, 80\), expected \(frames, 128\)"),
+    ({"mel": np.zeros((0, 128)), "f0": np.zeros(0)}, "a mel of 0 frames and an f0 of 0"),
+    ({"f0": None}, "does not hold both mel and f0"),
+    ({"f0": np.array(["a"] * 30)}, "holds values that are not numbers"),
+    ({"f0": np.array([None] * 30)}, "damaged, or no arrays of numbers"),
+)
+def test_features_that_cannot_be_sung(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    path = npz(tmp_path / "a.npz", **changes)
+    with pytest.raises(UserError, match=rf"a\.npz: {said}"):
+        VocoderInputReader(MEL, "parselmouth", 40, 1100, CPU)(path)
 
 
 def test_one_bad_file_of_many(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
