@@ -199,10 +199,7 @@ def test_commands_from_a_run_to_stock_diffusers(run, photographs, tmp_path):
 
 @each_row(
     (["evaluate", "--model", "missing", "--data-path", "."], "missing: no such file or folder"),
-    (
-        ["evaluate", "--model", "RUN", "--data-path", ".", "--image-size", "36"],
-        "image_size 36 is not a multiple of 8",
-    ),
+    (["evaluate", "--model", "RUN", "--data-path", ".", "--image-size", "36"], "image_size 36 is not a multiple of 8"),
     (["reconstruct", "--model", "RUN", "--input", "none.png", "--output-dir", "out"], "none.png"),
     (["reconstruct", "--model", ".", "--input", ".", "--output-dir", "out"], "holds no checkpoint"),
     (["export", "--model", "RUN", "--output-dir", "out", "--data-path", "gone"], "gone"),
