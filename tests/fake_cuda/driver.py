@@ -101,14 +101,8 @@ class Card:
 
     _cuda_maybeExchangeDevice = _cuda_exchangeDevice
 
-    def _cuda_isInBadFork(self) -> bool:
-        return False
-
     def _cuda_getArchFlags(self) -> str:
         return "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"
-
-    def _cuda_getCompiledVersion(self) -> int:
-        return 13000
 
     def _cuda_synchronize(self) -> None:
         self._started("synchronize")
@@ -117,9 +111,6 @@ class Card:
         if mode not in (0, 1, 2):
             raise RuntimeError(f"invalid value of debug_mode {mode}, expected one of 0, 1, 2")
         self.sync_debug_mode = int(str(mode))
-
-    def _cuda_get_sync_debug_mode(self) -> int:
-        return self.sync_debug_mode
 
     def synchronised(self) -> None:
         """c10/cuda/CUDAFunctions.cpp, warn_or_error_on_sync: the host reads the device."""
@@ -300,6 +291,3 @@ class Nvml:
 
     def nvmlDeviceGetMigMode(self, handle: str) -> list[int]:
         return [0, 0]
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[Any]:
-        return [SimpleNamespace(pid=os.getpid(), usedGpuMemory=int(2e9))]
