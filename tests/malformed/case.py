@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.command import gputrain_here
+from tests.waiting import HANG_SECONDS
 
 RAN = Path(tempfile.gettempdir(), "malformed_checkpoint_ran_code")  # A file that code in a checkpoint would write.
 
@@ -86,7 +87,7 @@ def outcome(case: Case, folder: Path) -> tuple[Outcome, Path]:
     """Runs a case in an empty folder. Returns what came of it, and the faulty path."""
     words, faulty = case.make(folder)
     before = contents(folder)
-    with interrupted_after(60):
+    with interrupted_after(HANG_SECONDS):
         done = gputrain_here(*words)
     after = contents(folder)
     changed = [path for path, digest in before.items() if after.get(path) != digest and not path.endswith(WRITTEN)]
