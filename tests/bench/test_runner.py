@@ -15,9 +15,7 @@ import torch
 
 from gputrain.bench import runner
 from gputrain.bench.runner import BenchReport, BenchResult, BenchRow
-from gputrain.engine.drawing import format_number
 from gputrain.errors import UserError
-from tests.tables import each_row
 from tests.waiting import HANG_SECONDS, has_ended, wait_until
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -172,11 +170,6 @@ def test_a_long_name_stays_in_the_picture():
     canvas = runner.bar_chart("t" * 300, "word " * 100, ["a"], [runner.BarGroup("", [1.0])], ["long " * 100]).image()
     margin = canvas.crop((runner.WIDTH - runner.MARGIN + 1, 0, runner.WIDTH, canvas.height))
     assert margin.getcolors() == [(margin.width * margin.height, (255, 255, 255))]
-
-
-@each_row((0.01234, "0.0123"), (1.2, "1.2"), (123.4, "123"), (12345.6, "12,346"), (0, "0"))
-def test_numbers(value, text):
-    assert format_number(value) == text
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):

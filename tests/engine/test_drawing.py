@@ -3,7 +3,6 @@
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 from skimage.color import rgb2lab
@@ -17,10 +16,12 @@ from gputrain.engine.drawing import (
     Rectangle,
     colour_map,
     font,
+    format_number,
     spectrogram_picture,
     svg_element,
     wrap_text,
 )
+from tests.tables import each_row
 
 
 def test_equal_steps_look_equal():
@@ -33,7 +34,7 @@ def test_equal_steps_look_equal():
     assert tuple(colour_map()[0]) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("value", [-1.0, 2.0])
+@each_row((-1.0,), (2.0,))
 def test_what_is_beyond_has_the_colour_of_the_limit(value):
     assert torch.equal(
         spectrogram_picture(torch.full((3, 4), value)), spectrogram_picture(torch.full((3, 4), float(value > 0)))
@@ -70,3 +71,11 @@ def test_texts_are_wrapped_to_the_room():
     assert " ".join(lines).split() == ["word"] * 40
     assert max(font(12).getlength(line) for line in lines) <= 200 < font(12).getlength(" ".join(lines[:2]))
     assert wrap_text("", font(12), 200) == [""]
+
+
+@each_row(
+    (0, "0"), (0.01234, "0.0123"), (1.2, "1.2"), (1.234, "1.23"), (31.26, "31.3"), (123.4, "123"),
+    (1234.5, "1,234"), (12345.6, "12,346"), (2.5e7, "2.5e+07"), (1.5e-5, "1.50e-05"),
+)  # fmt: skip
+def test_numbers_have_about_three_digits(value, text):
+    assert format_number(value) == text

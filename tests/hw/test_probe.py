@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gputrain.hw.driver import NO_DRIVER, Card, Driver, cards_without_driver
-from gputrain.hw.probe import Machine, Package, probe, ram, swap_gb
+from gputrain.hw.probe import Machine, Package, cpu_name_in, probe, ram, swap_gb
 from gputrain.stored import from_json
 from tests.tables import each_row
 
@@ -260,3 +260,20 @@ def test_amds_cards_have_their_code():
         "compiled_capabilities": ("gfx942", "gfx1100"),
     }
     assert Machine(system="Linux", cpu_cores=1, **card).has_kernels
+
+
+CPUINFO = "processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: {model}\nmodel name\t: {name}\n"
+
+
+@each_row(
+    ("Intel(R) Xeon(R) Processor", "Intel(R) Xeon(R) Processor (family 6, model 143)"),
+    ("Intel(R) Core(TM) i9-13900K", "Intel(R) Core(TM) i9-13900K"),
+)
+def test_family_and_model_stand_for_the_hidden_number_of_a_processor(name, expected):
+    text = CPUINFO.format(vendor="GenuineIntel", family=6, model=143, name=name)
+    assert cpu_name_in(text + "\n" + text) == expected
+
+
+def test_other_forms_of_cpuinfo():
+    assert cpu_name_in("model name\t: Some CPU\n") == "Some CPU"
+    assert cpu_name_in("processor\t: 0\nBogoMIPS\t: 50.00\nCPU implementer\t: 0x41\n") == ""

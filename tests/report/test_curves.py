@@ -7,7 +7,6 @@ from html import unescape
 
 import pytest
 
-from gputrain.engine.drawing import format_number
 from gputrain.report.curves import (
     MOST_POINTS,
     Chart,
@@ -99,9 +98,6 @@ def test_many_points_are_drawn_plain_and_smoothed():
 
 def test_numbers_and_titles():
     assert [tick_label(value) for value in (0.9375, 100 * 0.07, 5000, 0.0)] == ["0.9375", "7", "5,000", "0"]
-    assert [format_number(value) for value in (0, 0.01234, 1.234, 31.26, 1234.5, 1.5e-5)] == [
-        "0", "0.0123", "1.23", "31.3", "1,234", "1.50e-05",
-    ]  # fmt: skip
     assert shown_value(0.1234, "%") == "12.3 %"
     assert style_of("eval/psnr_db").title == "PSNR"
     assert style_of("loss/generator/fast_mpd").title == "generator: fast mpd"
