@@ -20,6 +20,7 @@ from gputrain.speech.buckets import ClipSize
 from tests.asr.models import SIZES
 from tests.command import gputrain_here
 from tests.planner.memory.measured_steps import measured_peak_gb
+from tests.tables import each_row
 from tests.vae.test_bench import H100, T4
 
 CPU = Machine(system="Linux", cpu_cores=2, torch="2.13")
@@ -84,7 +85,7 @@ def test_plan_train_asr_from_the_command_line():
     assert all(one["settings"]["compile"] is False for one in made)
 
 
-@pytest.mark.parametrize(("machine", "precision"), [(H100, "bf16"), (T4, "fp16")])
+@each_row((H100, "bf16"), (T4, "fp16"))
 def test_each_row_of_the_benchmark_turns_one_switch_on(machine, precision):
     rows = step_bench.bench_rows(AsrWork(), assemble(BenchAsr, {}))
     trains = [assemble(TrainAsr, json.loads(json.dumps(row.settings))["train"]) for row in rows]

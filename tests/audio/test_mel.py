@@ -13,6 +13,7 @@ from gputrain.audio import mel
 from gputrain.audio.config import Mel, Resolution
 from gputrain.audio.mel import log_mel, stft_magnitudes
 from gputrain.planner.memory.fake_runtime import on_fake_tensors
+from tests.tables import each_row
 
 ORACLE = Path(__file__).parent.parent / "data" / "vocoder" / "log_mel_44k.npz"
 
@@ -61,7 +62,7 @@ def exact_log_mel(wave_T: np.ndarray, mel: Mel, key_shift: float = 0) -> tuple[n
     return np.log(floored_MF), error_MF / floored_MF + 16 * rounding
 
 
-@pytest.mark.parametrize("key_shift", [0, 5, -3])
+@each_row(0, 5, -3)
 def test_log_mel_and_the_oracle_are_within_rounding_of_float64(key_shift: int) -> None:
     with np.load(ORACLE) as oracle:
         wave_T, stored_MF = oracle["wav"], oracle[f"mel_shift_{key_shift}"][0]

@@ -20,6 +20,7 @@ from gputrain.tts.config import TrainTts
 from gputrain.vae import kind as vae
 from gputrain.vocoder import kind as vocoder
 from gputrain.vocoder.config import TrainVocoder
+from tests.tables import each_row
 
 
 def run_demo(folder: Path, kind: str) -> None:
@@ -36,8 +37,8 @@ def parsed(line: list[object]) -> dict[str, object]:
 TRAINED_BY = {"vae": "train-vae", "vocoder": "train-vocoder", "tts": "train-tts", "asr": "train-asr"}
 
 
-@pytest.mark.parametrize("kind", ["vae", "vocoder", "tts", "asr"])
-def test_every_command_of_a_demo_is_understood(kind: str, tmp_path: Path) -> None:
+@each_row("vae", "vocoder", "tts", "asr")
+def test_every_command_of_a_demo_is_understood(tmp_path: Path, kind: str) -> None:
     commands = [[str(word) for word in line] for line in kinds()[kind].demo.commands(tmp_path)]
     assert [line[0] for line in commands][:5] == [
         "prepare-data", "validate", TRAINED_BY[kind], "evaluate", "export"

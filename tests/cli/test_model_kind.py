@@ -20,6 +20,7 @@ from gputrain.vae.diffusers_folder import save_diffusers
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vocoder.config import TrainVocoder
 from tests.command import gputrain
+from tests.tables import each_row
 from tests.training import train_vocoder
 from tests.vae.test_recipe import settings_of as vae_settings
 from tests.vocoder.conftest import HOP, RATE_HZ, TINY, hummed
@@ -103,23 +104,20 @@ def test_a_missing_model_is_named_before_anything_is_said_of_options(typed, tmp_
     assert (code, "no such file or folder" in printed) == (2, True)
 
 
-@pytest.mark.parametrize(
-    ("command", "model", "option", "said", "hint"),
-    [
-        ("evaluate", "vocoder", ["--image-size", 64], "image_size does nothing with", "drop --image-size"),
-        ("evaluate", "VAE", ["--max-clips", 3], "max_clips does nothing with", "drop --max-clips"),
-        (
-            "export",
-            "vocoder",
-            ["--format", "diffusers"],
-            "a vocoder, which has no format diffusers",
-            "openvpi or onnx or",
-        ),
-        ("export", "vocoder", ["--data-path", "."], "data_path does nothing with a vocoder", "drop --data-path"),
-        ("export", "vocoder", ["--name", "x"], "name does nothing with format openvpi", "drop --name"),
-        ("export", "vocoder", ["--language-code", "uz_UZ"], "language_code does nothing", "drop --language-code"),
-        ("export", "VAE", ["--format", "onnx"], "an image VAE, which has no format onnx", "use diffusers"),
-    ],
+@each_row(
+    ("evaluate", "vocoder", ["--image-size", 64], "image_size does nothing with", "drop --image-size"),
+    ("evaluate", "VAE", ["--max-clips", 3], "max_clips does nothing with", "drop --max-clips"),
+    (
+        "export",
+        "vocoder",
+        ["--format", "diffusers"],
+        "a vocoder, which has no format diffusers",
+        "openvpi or onnx or",
+    ),
+    ("export", "vocoder", ["--data-path", "."], "data_path does nothing with a vocoder", "drop --data-path"),
+    ("export", "vocoder", ["--name", "x"], "name does nothing with format openvpi", "drop --name"),
+    ("export", "vocoder", ["--language-code", "uz_UZ"], "language_code does nothing", "drop --language-code"),
+    ("export", "VAE", ["--format", "onnx"], "an image VAE, which has no format onnx", "use diffusers"),
 )
 def test_commands_refuse_options_of_the_other_kind(typed, vocoder_run, vae_run, command, model, option, said, hint):
     place = {"evaluate": ["--data-path", "."], "export": ["--output-dir", "out"]}[command]

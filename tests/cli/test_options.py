@@ -30,6 +30,7 @@ from gputrain.vae.config import TrainVae
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.openvpi import PROFILES, translate
 from tests.command import gputrain, gputrain_here
+from tests.tables import each_row
 from tests.waiting import HANG_SECONDS
 
 # Every flag of the guide's longest command line, with its underscores.
@@ -178,24 +179,21 @@ def test_a_list_of_texts_is_the_option_several_times():
     assert invoked("speak").sizes == (1, 2)
 
 
-@pytest.mark.parametrize(
-    ("words", "message", "hint"),
-    [
-        (["--data-path", "missing"], "missing: no such folder", "name the folder"),
-        (["--data-path", "."], "holds no picture", "pictures are files with one of the suffixes"),
-        (["--data-path", ".", "--image-size", 100], "image_size 100 is not a multiple of 8", "use 96 or 104"),
-        (["--data-path", ".", "--use-bf16", "--no-mixed-precision"], "contradict each other", "drop one"),
-        (["--data-path", ".", "--channels", "64,x"], "channels is '64,x', expected a list of whole numbers", ""),
-        (["--data-path", ".", "--batch-size", "0"], "--batch-size", ""),
-        (["--data-path", ".", "--batch-sise", "4"], "--batch-sise", "--batch-size"),
-        (["--data-path", ".", "--resume-from", "no.pt"], "no.pt: no such checkpoint", ""),
-        (["--data-path", ".", "--config", "c.yaml"], "c.yaml: unknown key 'image_sise'", "did you mean 'image_size'?"),
-        (["--data-path", ".", "--config", "null.yaml"], "null.yaml: image_size is null", "leave the key out"),
-        (["--data-path", ".", "--config", "list.yaml"], "list.yaml: expected a mapping", "key: value"),
-        (["--data-path", ".", "--config", "gone.yaml"], "gone.yaml: No such file", "YAML or JSON"),
-        (["--data-path", ".", "--device", "cuda"], "no GPU that this torch can use", "check-compatibility"),
-        ([], "data/train: no such folder", "name the folder that holds the pictures: --data-path"),
-    ],
+@each_row(
+    (["--data-path", "missing"], "missing: no such folder", "name the folder"),
+    (["--data-path", "."], "holds no picture", "pictures are files with one of the suffixes"),
+    (["--data-path", ".", "--image-size", 100], "image_size 100 is not a multiple of 8", "use 96 or 104"),
+    (["--data-path", ".", "--use-bf16", "--no-mixed-precision"], "contradict each other", "drop one"),
+    (["--data-path", ".", "--channels", "64,x"], "channels is '64,x', expected a list of whole numbers", ""),
+    (["--data-path", ".", "--batch-size", "0"], "--batch-size", ""),
+    (["--data-path", ".", "--batch-sise", "4"], "--batch-sise", "--batch-size"),
+    (["--data-path", ".", "--resume-from", "no.pt"], "no.pt: no such checkpoint", ""),
+    (["--data-path", ".", "--config", "c.yaml"], "c.yaml: unknown key 'image_sise'", "did you mean 'image_size'?"),
+    (["--data-path", ".", "--config", "null.yaml"], "null.yaml: image_size is null", "leave the key out"),
+    (["--data-path", ".", "--config", "list.yaml"], "list.yaml: expected a mapping", "key: value"),
+    (["--data-path", ".", "--config", "gone.yaml"], "gone.yaml: No such file", "YAML or JSON"),
+    (["--data-path", ".", "--device", "cuda"], "no GPU that this torch can use", "check-compatibility"),
+    ([], "data/train: no such folder", "name the folder that holds the pictures: --data-path"),
 )
 def test_bad_input_gets_a_sentence_and_2(typed, tmp_path, words, message, hint):
     (tmp_path / "c.yaml").write_text("image_sise: 3\n")
@@ -329,10 +327,10 @@ def invoked(*words):
     return seen[0] if seen else result.output
 
 
-@pytest.mark.parametrize("name", ["base_hifi_rtx5090_optimized.yaml", "base_hifi_rtx5090_optimized"])
+@each_row("base_hifi_rtx5090_optimized.yaml", "base_hifi_rtx5090_optimized")
 def test_a_bare_name_finds_the_file_that_comes_along(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / name.removesuffix(".yaml")).mkdir()  # A run's folder of that name is no file.
+    (tmp_path / name.removesuffix(".yaml")).mkdir(exist_ok=True)  # A run's folder of that name is no file.
     flags = ("--crop-mel-frames", 64, "--max-updates", 20, "--ds_workers", 3, "--lr", 1e-4)
     made = invoked("train-vocoder", "--config", name, "--data-path", "d", "--output-dir", "o", *flags)
     assert (made.schedule.batch_size, made.model.upsample_initial_channel) == (32, 1024)
@@ -354,17 +352,14 @@ def test_ones_own_file_goes_before_the_one_that_comes_along(tmp_path, monkeypatc
         invoked("train-vocoder", "--config", Path("sub") / "base_hifi_gpu.yaml", "--data-path", "d")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("max_updates: 5\nnum_steps: 6\n", "c.yaml: max_updates is 5 and num_steps is 6: both set num_steps"),
-        ("ds_workers: many\n", "c.yaml: ds_workers is 'many', expected a whole number"),
-        ("max_updates:\n", "c.yaml: max_updates is null"),
-        ("- a\n", "c.yaml: expected a mapping"),
-        ("batch_sise: 3\n", "c.yaml: unknown key 'batch_sise'"),
-        ("generater_optimizer_args:\n  lr: -1\n", "c.yaml: generater_optimizer_args.lr is -1.0, expected at least 0"),
-        ("min_lr: 1\nlearning_rate: 0.1\n", "min_learning_rate 1 is above learning_rate 0.1"),
-    ],
+@each_row(
+    ("max_updates: 5\nnum_steps: 6\n", "c.yaml: max_updates is 5 and num_steps is 6: both set num_steps"),
+    ("ds_workers: many\n", "c.yaml: ds_workers is 'many', expected a whole number"),
+    ("max_updates:\n", "c.yaml: max_updates is null"),
+    ("- a\n", "c.yaml: expected a mapping"),
+    ("batch_sise: 3\n", "c.yaml: unknown key 'batch_sise'"),
+    ("generater_optimizer_args:\n  lr: -1\n", "c.yaml: generater_optimizer_args.lr is -1.0, expected at least 0"),
+    ("min_lr: 1\nlearning_rate: 0.1\n", "min_learning_rate 1 is above learning_rate 0.1"),
 )
 def test_errors_name_the_file_and_the_key_as_written(tmp_path, monkeypatch, text, message):
     monkeypatch.chdir(tmp_path)

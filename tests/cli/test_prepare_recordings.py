@@ -11,6 +11,7 @@ from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.vocoder.store import VocoderStore
 from tests.command import gputrain_here
+from tests.tables import each_row
 
 
 @pytest.mark.slow
@@ -44,9 +45,8 @@ def test_recordings_become_a_store(tmp_path):
     assert "kept     2" in again.stdout
 
 
-@pytest.mark.parametrize(
-    ("given", "flag"),
-    [({"kind": "vocoder", "target_size": 512}, "--target-size"), ({"audio_sample_rate": 22050}, "--audio-sample-rate")],
+@each_row(
+    ({"kind": "vocoder", "target_size": 512}, "--target-size"), ({"audio_sample_rate": 22050}, "--audio-sample-rate")
 )
 def test_options_of_the_other_kind_are_refused(given, flag):
     with pytest.raises(UserError, match="does nothing with --kind") as raised:

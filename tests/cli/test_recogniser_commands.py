@@ -16,6 +16,7 @@ from tests.asr.stores import spelled_clips, write_store
 from tests.command import gputrain, gputrain_here
 from tests.speech.test_cutting import sentences, spoken
 from tests.speech.tones import ToneChecker, rest, said, write_said
+from tests.tables import each_row
 
 
 @pytest.fixture(scope="module")
@@ -62,18 +63,15 @@ def test_json_and_subtitles(folder: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["0.srt", "0.vtt", "1.srt", "1.vtt"]
 
 
-@pytest.mark.parametrize(
-    ("input", "more", "message"),
-    [
-        ("sounds/broken.wav", [], "error: sounds/broken.wav: cannot be decoded"),
-        ("broken", [], "broken: no usable recording: broken/a.wav: cannot be decoded"),
-        ("missing", [], "missing: no such file or folder"),
-        ("sounds/0.wav", ["--overlap-seconds", 20], "overlap_seconds 20 is more than half of chunk_seconds 30"),
-        ("sounds/0.wav", ["--beam-width", 9], "beam_width does nothing without lm"),
-        ("sounds/0.wav", ["--lm", "missing.txt"], "missing.txt: No such file"),
-        ("sounds/0.wav", ["--model", "sounds"], "holds no checkpoint"),
-        ("sounds/0.wav", ["--model", "missing"], "no such checkpoint"),
-    ],
+@each_row(
+    ("sounds/broken.wav", [], "error: sounds/broken.wav: cannot be decoded"),
+    ("broken", [], "broken: no usable recording: broken/a.wav: cannot be decoded"),
+    ("missing", [], "missing: no such file or folder"),
+    ("sounds/0.wav", ["--overlap-seconds", 20], "overlap_seconds 20 is more than half of chunk_seconds 30"),
+    ("sounds/0.wav", ["--beam-width", 9], "beam_width does nothing without lm"),
+    ("sounds/0.wav", ["--lm", "missing.txt"], "missing.txt: No such file"),
+    ("sounds/0.wav", ["--model", "sounds"], "holds no checkpoint"),
+    ("sounds/0.wav", ["--model", "missing"], "no such checkpoint"),
 )
 def test_wrong_input_exits_with_2(
     folder: Path, monkeypatch: pytest.MonkeyPatch, input: str, more: list[object], message: str
@@ -102,13 +100,10 @@ def test_evaluate(folder: Path, store: Path, tmp_path: Path) -> None:
     assert (wrong.returncode, "clip_seconds does nothing with" in " ".join(wrong.stderr.split())) == (2, True)
 
 
-@pytest.mark.parametrize(
-    ("format", "files"),
-    [
-        ("auto", ["config.json", "model.safetensors"]),
-        ("onnx", ["recogniser.onnx", "tokens.txt"]),
-        ("sherpa", ["model.int8.onnx", "model.onnx", "tokens.txt"]),
-    ],
+@each_row(
+    ("auto", ["config.json", "model.safetensors"]),
+    ("onnx", ["recogniser.onnx", "tokens.txt"]),
+    ("sherpa", ["model.int8.onnx", "model.onnx", "tokens.txt"]),
 )
 def test_export(folder: Path, store: Path, tmp_path: Path, format: str, files: list[str]) -> None:
     words = ["export", "--model", folder / "model", "--output-dir", tmp_path / "out", "--format", format]

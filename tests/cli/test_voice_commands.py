@@ -16,6 +16,7 @@ from gputrain.cli.app import main
 from gputrain.kinds import kind_of
 from tests.command import gputrain
 from tests.speech.speech import RATE_HZ, hum, rest, speak
+from tests.tables import each_row
 from tests.tts.test_train import QUIET, TINY, small_presets, train
 from tests.vocoder.conftest import flags
 
@@ -192,17 +193,14 @@ def test_the_commands_in_processes_of_their_own(recordings, tmp_path):
 # ---------------------------------------------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize(
-    ("words", "said", "hint"),
-    [
-        (["--kind", "tts"], "language is missing", "--language characters"),
-        (["--kind", "vocoder", "--language", "en"], "language does nothing with --kind vocoder", "drop --language"),
-        (["--kind", "tts", "--language", "en", "--f0-min", 55], "f0_min does nothing with --kind tts", "--f0-min"),
-        (["--kind", "tts", "--language", "en", "--target-size", 64], "target_size does nothing", "--target-size"),
-        (["--kind", "tts", "--language", "fr"], "--language", "characters"),
-        (["--kind", "tts", "--language", "en", "--max-seconds", 1, "--min-seconds", 2], "leave no clip", "0.4"),
-        (["--kind", "tts", "--language", "en", "--transcripts", "gone.csv"], "gone.csv", ""),
-    ],
+@each_row(
+    (["--kind", "tts"], "language is missing", "--language characters"),
+    (["--kind", "vocoder", "--language", "en"], "language does nothing with --kind vocoder", "drop --language"),
+    (["--kind", "tts", "--language", "en", "--f0-min", 55], "f0_min does nothing with --kind tts", "--f0-min"),
+    (["--kind", "tts", "--language", "en", "--target-size", 64], "target_size does nothing", "--target-size"),
+    (["--kind", "tts", "--language", "fr"], "--language", "characters"),
+    (["--kind", "tts", "--language", "en", "--max-seconds", 1, "--min-seconds", 2], "leave no clip", "0.4"),
+    (["--kind", "tts", "--language", "en", "--transcripts", "gone.csv"], "gone.csv", ""),
 )
 def test_preparations_that_cannot_be(typed, recordings, words, said, hint):
     refused(typed, ["prepare-data", "--input-dir", recordings, "--output-dir", "out", *words], said, hint)
@@ -217,24 +215,21 @@ def test_metadata_that_cannot_be_followed(typed, recordings):
         assert code == 2, (content, printed)
 
 
-@pytest.mark.parametrize(
-    ("command", "options", "said", "hint"),
-    [
-        ("evaluate", ["--data-path", ".", "--image-size", 64], "image_size does nothing with", "drop --image-size"),
-        ("evaluate", ["--data-path", ".", "--clip-seconds", 2], "clip_seconds does nothing", "drop --clip-seconds"),
-        ("evaluate", ["--data-path", "gone"], "gone", "prepare-data"),
-        ("export", ["--output-dir", "out", "--format", "openvpi"], "a voice, which has no format openvpi", "piper"),
-        ("export", ["--output-dir", "out", "--data-path", "."], "data_path does nothing with a voice", "--data-path"),
-        ("export", ["--output-dir", "out", "--language-code", "british"], "'british'", "such as kk_KZ"),
-        ("export", ["--output-dir", "out", "--name", "a/b"], "'a/b' is not a file name", "without folders"),
-        ("speak", ["--text", "so"], "no output_file is given", "--output-file out.wav"),
-        ("speak", ["--text", "so", "--output-file", "a.wav", "--speaker", "zoe"], "zoe", "ann"),
-        ("speak", ["--text", "中文", "--output-file", "a.wav"], "nothing to say", "gputrain normalize"),
-        ("speak", ["--text", "", "--output-file", "a.wav"], "nothing to say", ""),
-        ("speak", ["--text", "so", "--output-file", "a.wav", "--length-scale", 0], "--length-scale", ""),
-        ("speak", ["--input-file", "gone.txt", "--output-file", "a.wav"], "gone.txt", ""),
-        ("speak", ["--text", "so", "--output-file", "gone/there/a.wav", "--output-dir", "b"], "both given", ""),
-    ],
+@each_row(
+    ("evaluate", ["--data-path", ".", "--image-size", 64], "image_size does nothing with", "drop --image-size"),
+    ("evaluate", ["--data-path", ".", "--clip-seconds", 2], "clip_seconds does nothing", "drop --clip-seconds"),
+    ("evaluate", ["--data-path", "gone"], "gone", "prepare-data"),
+    ("export", ["--output-dir", "out", "--format", "openvpi"], "a voice, which has no format openvpi", "piper"),
+    ("export", ["--output-dir", "out", "--data-path", "."], "data_path does nothing with a voice", "--data-path"),
+    ("export", ["--output-dir", "out", "--language-code", "british"], "'british'", "such as kk_KZ"),
+    ("export", ["--output-dir", "out", "--name", "a/b"], "'a/b' is not a file name", "without folders"),
+    ("speak", ["--text", "so"], "no output_file is given", "--output-file out.wav"),
+    ("speak", ["--text", "so", "--output-file", "a.wav", "--speaker", "zoe"], "zoe", "ann"),
+    ("speak", ["--text", "中文", "--output-file", "a.wav"], "nothing to say", "gputrain normalize"),
+    ("speak", ["--text", "", "--output-file", "a.wav"], "nothing to say", ""),
+    ("speak", ["--text", "so", "--output-file", "a.wav", "--length-scale", 0], "--length-scale", ""),
+    ("speak", ["--input-file", "gone.txt", "--output-file", "a.wav"], "gone.txt", ""),
+    ("speak", ["--text", "so", "--output-file", "gone/there/a.wav", "--output-dir", "b"], "both given", ""),
 )
 def test_uses_that_cannot_be(typed, voice_run, command, options, said, hint):
     refused(typed, [command, "--model", voice_run, *options], said, hint)
@@ -247,30 +242,24 @@ def test_a_model_that_is_no_voice(typed, tmp_path):
         refused(typed, ["speak", "--model", path, "--text", "so", "--output-file", "a.wav"], path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"data_dir": "gone"}, "gone"),
-        ({"batch_size": 0}, "--batch-size"),
-        ({"preset": "grand"}, "--preset"),
-        ({"discriminator_channels": 12}, "not a multiple of 8"),
-        ({"init_from": "gone"}, "gone: no such checkpoint"),
-        ({"held_out_share": 0.9}, "--held-out-share"),
-    ],
+@each_row(
+    ({"data_dir": "gone"}, "gone"),
+    ({"batch_size": 0}, "--batch-size"),
+    ({"preset": "grand"}, "--preset"),
+    ({"discriminator_channels": 12}, "not a multiple of 8"),
+    ({"init_from": "gone"}, "gone: no such checkpoint"),
+    ({"held_out_share": 0.9}, "--held-out-share"),
 )
 def test_settings_that_cannot_be(typed, prepared, changes, said):
     refused(typed, training(prepared, **changes), said)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("pin_memory: false\n", "c.yaml: pin_memory is False: data for a GPU is always read into pinned memory"),
-        ("save_interval: 500\nsave_step: 1000\n", "save_interval is 500 and save_step is 1000"),
-        ("batch_sise: 3\n", "c.yaml: unknown key 'batch_sise' hint: did you mean 'batch_size'?"),
-        ("training:\n  1: 2\n", "c.yaml: 1 is not a valid key"),
-        ("batch_size:\n", "c.yaml: batch_size is null"),
-    ],
+@each_row(
+    ("pin_memory: false\n", "c.yaml: pin_memory is False: data for a GPU is always read into pinned memory"),
+    ("save_interval: 500\nsave_step: 1000\n", "save_interval is 500 and save_step is 1000"),
+    ("batch_sise: 3\n", "c.yaml: unknown key 'batch_sise' hint: did you mean 'batch_size'?"),
+    ("training:\n  1: 2\n", "c.yaml: 1 is not a valid key"),
+    ("batch_size:\n", "c.yaml: batch_size is null"),
 )
 def test_files_that_cannot_be_followed(typed, prepared, text, said):
     Path("c.yaml").write_text(text)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from gputrain.speech.alignment import align_ctc, frames_needed
+from tests.tables import each_row
 
 
 def random_log_probs(frames: int, symbols: int, seed: int) -> np.ndarray:
@@ -64,7 +65,7 @@ def test_known_cuts_are_found():
     np.testing.assert_allclose(found.log_prob_F, np.log(0.9))
 
 
-@pytest.mark.parametrize(("frames", "labels"), [(3, [1, 1, 2]), (5, []), (2, [1, 2, 3])])
+@each_row((3, [1, 1, 2]), (5, []), (2, [1, 2, 3]))
 def test_too_few_frames_or_no_labels_are_refused(frames, labels):
     with pytest.raises(ValueError, match="frames for"):
         align_ctc(random_log_probs(frames, 4, 0), labels)

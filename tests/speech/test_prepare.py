@@ -16,6 +16,7 @@ from gputrain.speech.prepare import pauses, prepare_speech
 from gputrain.speech.store import SOUNDS, TEXT, SpeechStore
 from gputrain.speech.validate import validate_speech
 from tests.speech.speech import hum, rest, speak
+from tests.tables import each_row
 
 RECIPE = SpeechPrepareConfig(SpeechOptions(language="en"), sampling_rate=16000)
 SECOND = "so it is said"  # takes about a second
@@ -214,14 +215,11 @@ def test_a_long_clip_is_split_at_the_pauses_between_its_sentences(long_clip, tmp
     assert [clip.text for clip in SpeechStore.open(tmp_path / "out").clips] == [text.strip() for text in SENTENCES]
 
 
-@pytest.mark.parametrize(
-    ("text", "limit", "fault"),
-    [
-        ("".join(SENTENCES), 2.05, "single sentence"),
-        ("This is the first of them, a second one follows it here and the third is the last one", 5, "single sentence"),
-        ("Short. A second one follows it here. " + SENTENCES[2], 5, "no pause where sentence 1 of 3"),
-        ("Some words here. " + 2 * ("".join(SENTENCES) + " "), 5, "no pause where sentence 1 of 7"),
-    ],
+@each_row(
+    ("".join(SENTENCES), 2.05, "single sentence"),
+    ("This is the first of them, a second one follows it here and the third is the last one", 5, "single sentence"),
+    ("Short. A second one follows it here. " + SENTENCES[2], 5, "no pause where sentence 1 of 3"),
+    ("Some words here. " + 2 * ("".join(SENTENCES) + " "), 5, "no pause where sentence 1 of 7"),
 )
 def test_a_long_clip_that_cannot_be_split_safely_is_left_out(long_clip, tmp_path, text, limit, fault):
     (long_clip / "a.txt").write_text(text)

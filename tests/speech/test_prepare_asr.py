@@ -18,6 +18,7 @@ from gputrain.speech.prepare import prepare_speech, speech_prepare_config
 from gputrain.speech.store import TEXT, SpeechStore
 from gputrain.speech.text.vocabulary import Vocabulary
 from tests.speech.speech import hum, rest, speak
+from tests.tables import each_row
 
 SECOND = "so it is said"  # takes about a second
 
@@ -66,7 +67,7 @@ def test_a_store_of_many_speakers_at_16_khz(tmp_path):
     assert (again.made, again.kept, again.clips) == (0, 5, 3)
 
 
-@pytest.mark.parametrize("text", ["a" * 13, "ab" * 12 + "a", "a b a b a b a b a b a b a", "aab" * 5 + "aaa"])
+@each_row("a" * 13, "ab" * 12 + "a", "a b a b a b a b a b a b a", "aab" * 5 + "aaa")
 def test_the_condition_of_ctc_is_exact(tmp_path, text):
     """The reference is torch's CTC loss on as many frames as wav2vec 2.0 makes of the clip."""
     needed = Vocabulary("und", ("<pad>", "<unk>", "|", "a", "b")).frames_needed(text)

@@ -15,6 +15,7 @@ from gputrain.hw.plan import decide
 from gputrain.speech.config import HOP_SIZE
 from gputrain.tts.config import BenchTts, PlannedSpeech, TrainTts
 from gputrain.tts.work import TtsWork, size_of
+from tests.tables import each_row
 from tests.toy import cpu_runtime
 from tests.tts.test_train import TINY, small_presets
 from tests.vae.test_bench import H100, T4
@@ -30,7 +31,7 @@ def trains(**changes: object) -> list[TrainTts]:
     return [assemble(TrainTts, json.loads(text)["train"]) for text in settings]
 
 
-@pytest.mark.parametrize(("machine", "precision"), [(H100, "bf16"), (T4, "fp16")])
+@each_row((H100, "bf16"), (T4, "fp16"))
 def test_each_row_turns_one_switch_on(machine, precision):
     plans = [decide(machine, train.hardware) for train in trains()]
     switches = ("tf32", "precision", "channels_last", "compile", "cuda_graphs")

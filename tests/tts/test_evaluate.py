@@ -38,6 +38,7 @@ from gputrain.tts.model import Voice, frame_prior
 from gputrain.tts.reading import Text, at_rest, clip_seed, encode_recordings, synthesise
 from tests.command import ProgressSeen
 from tests.speech.speech import RATE_HZ, hum
+from tests.tables import each_row
 from tests.tts.voices import build, small
 
 pytest.importorskip("parselmouth")
@@ -122,7 +123,7 @@ def test_a_voice_that_is_the_recording(store, quick):
         assert found["rtf"] > 0
 
 
-@pytest.mark.parametrize(("pace", "ratio"), [(1.5, 1.5), (0.5, 0.5), (1000.0, LONGEST), (math.inf, LONGEST)])
+@each_row((1.5, 1.5), (0.5, 0.5), (1000.0, LONGEST), (math.inf, LONGEST))
 def test_broken_durations_are_seen(store, pace, ratio):
     """Half of the recording, or the recording with a limited silence after it."""
     found = measured(PlaybackVoice(store, pace), store, quick=True)

@@ -15,6 +15,7 @@ from gputrain.audio.weight_norm import WeightNormed, weights_made_once
 from gputrain.tts.architecture import VoicePreset
 from gputrain.tts.encoder import band_to_square, square_to_band
 from gputrain.tts.model import Voice, length_mask, segment_starts, segments, speaking_copy
+from tests.tables import each_row
 from tests.tts.voices import Losses, build, small, some_batch, training
 
 presets = pytest.mark.parametrize("preset", ["high", "medium", "fast"])
@@ -162,7 +163,7 @@ def test_weights_can_be_made_once() -> None:
     assert difference([gradient for gradient in made if gradient is not None], expected) < 1e-11
 
 
-@pytest.mark.parametrize("symbols", [1, 3, 4, 5, 12])
+@each_row(1, 3, 4, 5, 12)
 def test_bands_and_squares(symbols: int) -> None:
     band, square = torch.randn(2, symbols, 9), torch.randn(2, symbols, symbols)
     as_square, as_band = torch.zeros_like(square), torch.zeros_like(band)

@@ -26,6 +26,7 @@ from gputrain.tts.config import SEGMENT_FRAMES, TrainTts
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.model import frame_prior, segment_starts, segments
 from gputrain.tts.recipe import VoiceRecipe, plan_target
+from tests.tables import each_row
 from tests.toy import cpu_runtime, quiet
 
 HOP = 16
@@ -157,8 +158,8 @@ def test_cut_graphs_are_one_sum(preset, speakers, compiled, tmp_path):
         assert (ours - theirs).norm() / theirs.norm() < 1e-12
 
 
-@pytest.mark.parametrize(("step", "weight"), [(0, 1.0), (1, 0.75), (3, 0.25), (4, 0.0), (9, 0.0)])
-def test_an_even_pace_is_preferred_less_with_every_step(step, weight, tmp_path, monkeypatch):
+@each_row((0, 1.0), (1, 0.75), (3, 0.25), (4, 0.0), (9, 0.0))
+def test_an_even_pace_is_preferred_less_with_every_step(tmp_path, monkeypatch, step, weight):
     seen = []
 
     def watched(scores_BTS, *counts):

@@ -41,6 +41,7 @@ from gputrain.tts.speak import (
     wav_header,
     with_lexicon,
 )
+from tests.tables import each_row
 from tests.tts.test_load import full, narrow, run_folder, settings_of
 from tests.tts.test_train import small_presets
 from tests.tts.voices import small
@@ -187,7 +188,7 @@ def test_a_wave_beyond_its_range_is_made_softer() -> None:
         said(loaded, "Hello.")
 
 
-@pytest.mark.parametrize("shift", [-30.0, float("nan")])
+@each_row(-30.0, float("nan"))
 def test_a_voice_that_would_never_end_is_stopped(shift: float) -> None:
     loaded = narrow()
     with torch.no_grad():

@@ -31,6 +31,7 @@ from gputrain.tts.config import TrainTts
 from gputrain.tts.coqui import translate_coqui
 from gputrain.tts.work import TtsWork
 from tests.speech.speech import RATE_HZ, hum
+from tests.tables import each_row
 from tests.training import train_tts
 from tests.vae.test_recipe import assert_same
 
@@ -357,18 +358,15 @@ def test_what_does_not_fit_says_what_would(store, tmp_path):
 # ---------------------------------------------------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"data_dir": "gone"}, "gone"),
-        ({"init_from": "gone"}, "gone: no such checkpoint"),
-        ({"resume_from": "gone.pt"}, "gone.pt: no such checkpoint"),
-        ({"test_sentences": ["中文"]}, "no symbol"),
-        ({"discriminator_channels": 12}, "discriminator_channels 12 is not a multiple of 8"),
-        ({"preset": "grand"}, "preset is 'grand', expected one of high, medium, fast"),
-        ({"num_epochs": 0}, "num_epochs and num_steps are both 0"),
-        ({"plan_file": "gone.json"}, "gone.json"),
-    ],
+@each_row(
+    ({"data_dir": "gone"}, "gone"),
+    ({"init_from": "gone"}, "gone: no such checkpoint"),
+    ({"resume_from": "gone.pt"}, "gone.pt: no such checkpoint"),
+    ({"test_sentences": ["中文"]}, "no symbol"),
+    ({"discriminator_channels": 12}, "discriminator_channels 12 is not a multiple of 8"),
+    ({"preset": "grand"}, "preset is 'grand', expected one of high, medium, fast"),
+    ({"num_epochs": 0}, "num_epochs and num_steps are both 0"),
+    ({"plan_file": "gone.json"}, "gone.json"),
 )
 def test_settings_that_cannot_be(store, tmp_path, changes, said):
     with pytest.raises(UserError) as raised:
