@@ -19,7 +19,7 @@ import typer
 from typer._completion_shared import get_completion_script
 from typer.testing import CliRunner
 
-from gputrain import config
+from gputrain import __version__, config
 from gputrain.cli import reference
 from gputrain.cli.app import app, command_line
 from gputrain.cli.options import command, complete_at_the_first_tab
@@ -70,7 +70,7 @@ def test_help_imports_nothing_that_takes_long():
     imported = {line.rsplit("|", 1)[1].strip() for line in page.stderr.splitlines() if line.startswith("import time:")}
     assert "gputrain.cli.app" in imported
     assert not {"torch", "numpy", "PIL", "scipy", "tensorboard", "transformers"} & imported
-    for name in (
+    names = {
         "prepare-data",
         "validate",
         "check-compatibility",
@@ -79,8 +79,8 @@ def test_help_imports_nothing_that_takes_long():
         "reconstruct",
         "export",
         "demo",
-    ):
-        assert name in page.stdout
+    }
+    assert names <= set(page.stdout.split())
 
 
 def test_no_name_and_no_bracket_is_cut_on_a_narrow_terminal(typed):
@@ -93,6 +93,9 @@ def test_no_name_and_no_bracket_is_cut_on_a_narrow_terminal(typed):
                     continue
                 assert f"{leaf.flag} " in f"{page} ".replace("\n", " "), (name, leaf.flag)
             assert "…" not in page
+        page = gputrain_here("train-vae", "--help").stdout
+        for panel in ("Data", "Model", "Losses", "Training", "Run folder", "Hardware"):
+            assert f"\n{panel}:\n" in page
     assert "installed (gputrain[f0])" in " ".join(typed("prepare-data", "--help")[1].split())
 
 
@@ -125,18 +128,8 @@ def test_zsh_completes_at_the_first_tab(tmp_path):
     assert done.stdout == ""
 
 
-def test_help_of_a_command_has_every_option_in_its_panel():
-    page = gputrain("train-vae", "--help", env={"COLUMNS": "200", "PATH": ""}).stdout
-    for leaf in leaves(TrainVae).values():
-        assert leaf.flag in page
-    for panel in ("Data", "Model", "Losses", "Training", "Run folder", "Hardware"):
-        assert f"\n{panel}:\n" in page
-
-
 def test_version():
-    from gputrain import __version__
-
-    assert gputrain("--version").stdout == f"gputrain {__version__}\n"
+    assert gputrain_here("--version").stdout == f"gputrain {__version__}\n"
 
 
 def test_a_flag_beats_the_file_and_the_file_the_default(tmp_path):
@@ -148,10 +141,6 @@ def test_a_flag_beats_the_file_and_the_file_the_default(tmp_path):
     assert made.hardware.use_bf16 is False
     assert made.hardware.mixed_precision is None
     assert made.schedule.num_epochs == 100
-
-
-def test_lists_on_the_command_line():
-    assert invoked("train-vae", "--data-path", "d", "--channels", "64,128,256").model.channels == (64, 128, 256)
 
 
 @config.config()
@@ -240,12 +229,8 @@ def end():
 app.kind_commands.validate = lambda settings: end()
 app.main()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, "validate", "--input-dir", "."],
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
+    command = [sys.executable, "-c", code, "validate", "--input-dir", "."]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 1
     assert "unexpected EOF" in done.stderr
     assert "internal error of gputrain" in done.stderr
@@ -388,7 +373,8 @@ def test_help_has_other_names_once_and_in_the_sentence():
     assert "base_hifi_rtx5090_optimized" in page
 
 
-def test_lists_of_names_on_the_command_line():
+def test_lists_on_the_command_line():
+    assert invoked("train-vae", "--data-path", "d", "--channels", "64,128,256").model.channels == (64, 128, 256)
     made = invoked("train-vocoder", "--data-path", "d", "--discriminators", "msd,mpd", "--discriminator-periods", "3,5")
     assert made.discriminators.discriminators == ("msd", "mpd")
     assert made.discriminators.discriminator_periods == (3, 5)

@@ -8,10 +8,9 @@ import pytest
 import soundfile
 
 from gputrain.errors import UserError
-from gputrain.kinds import kind_of
 from gputrain.speech.store import SpeechStore
 from gputrain.tts.kind import reader_of
-from tests.asr.models import run_folder, transformers_folder
+from tests.asr.models import transformers_folder
 from tests.asr.stores import spelled_clips, write_store
 from tests.command import gputrain, gputrain_here
 from tests.speech.test_cutting import sentences, spoken
@@ -130,14 +129,6 @@ def test_wrong_exports(folder: Path, tmp_path: Path) -> None:
         done = gputrain_here(*words, *more)
         assert done.returncode == 2
         assert message in " ".join(done.stderr.split())
-
-
-def test_kinds_are_found(folder: Path, tmp_path: Path) -> None:
-    run = run_folder(tmp_path / "run")
-    assert [kind_of(path).name for path in (folder / "model", run, run / "checkpoint_last.pt")] == ["asr"] * 3
-    alone = tmp_path / "alone.pt"
-    alone.write_bytes((run / "checkpoint_last.pt").read_bytes())
-    assert kind_of(alone).name == "asr"
 
 
 def test_long_recordings_are_cut_and_texts_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

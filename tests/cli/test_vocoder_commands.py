@@ -118,24 +118,6 @@ def test_settings_that_cannot_be(typed, notes, changes, said):
     refused(typed, training(notes, **changes), said)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there(typed, notes):
-    refused(typed, training(notes, device="cuda"), "no GPU that this torch can use", "check-compatibility")
-
-
-@each_row(
-    ("batch_size:\n", "c.yaml: batch_size is null"),
-    ("batch_sise: 3\n", "c.yaml: unknown key 'batch_sise' hint: did you mean 'batch_size'?"),
-    ("task_cls: nsf_HiFigan_task.nsf_HiFigan\nbatch_sise: 3\n", "c.yaml: unknown key 'batch_sise'"),
-    ("pe: parselmouth\nfreezing_enabled: true\n", "c.yaml: freezing_enabled is True"),
-    ("pe: parselmouth\nmodel_args:\n", "c.yaml: model_args is null"),
-    ("- batch_size\n", "c.yaml: expected a mapping"),
-)
-def test_files_that_cannot_be_followed(typed, notes, text, said):
-    Path("c.yaml").write_text(text)
-    refused(typed, [*training(notes), "--config", "c.yaml"], said)
-
-
 def test_a_plan_is_followed_and_one_of_a_gpu_is_not(typed, notes):
     assert typed(*training(notes))[0] == 0
     plan = json.loads(Path("run", "plan.json").read_text())

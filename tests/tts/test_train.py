@@ -257,14 +257,6 @@ def test_samples_begin_after_the_epochs_asked_for(undisturbed):
         assert picture.mode == "RGB"
 
 
-@pytest.mark.slow  # tests/engine/test_lost_work.py has the same of the engine's toy.
-def test_the_newest_checkpoints_are_kept(store, tmp_path):
-    train(tmp_path, store, **{**QUIET, "checkpoint_steps": 1}, keep_checkpoints=2, max_steps=4)
-    assert {path.name for path in tmp_path.glob("checkpoint_step_*.pt")} == {
-        "checkpoint_step_3.pt", "checkpoint_step_4.pt",
-    }  # fmt: skip
-
-
 # ------------------------------------------------------------------------------------------------------ speech
 
 
