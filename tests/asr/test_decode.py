@@ -49,8 +49,7 @@ def test_beam_search_finds_the_most_probable_text(seed):
     assert " ".join(word.word for word in spoken(decoder, log_probs)) == max(texts, key=texts.__getitem__)
 
 
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("order", [1, 3])
+@each_row(*itertools.product(range(12), (1, 3)))
 def test_beam_search_weighs_the_language_model(seed, order):
     log_probs = random_log_probs(6, seed)
     model = estimate_ngrams(["a b", "b a b", "ab ba", "ba", "aba b"], order)

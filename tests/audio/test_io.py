@@ -65,27 +65,20 @@ def test_trimming_keeps_the_frames_within_so_many_decibels_of_the_loudest(top_db
     assert len(trim(silence_T, top_db)) == 5000
 
 
-@pytest.mark.parametrize(
-    ("suffix", "subtype", "error"),
-    [
-        (".wav", "PCM_16", 1e-4), (".wav", "PCM_U8", 1e-2), (".wav", "PCM_24", 1e-6), (".wav", "FLOAT", 1e-7),
-        (".wav", "DOUBLE", 1e-7), (".flac", "PCM_16", 1e-4), (".ogg", "VORBIS", 0.05), (".mp3", "MPEG_LAYER_III", 0.05),
-        (".aiff", "PCM_16", 1e-4),
-    ],
+@each_row(
+    (".wav", "PCM_16", 1e-4), (".wav", "PCM_U8", 1e-2), (".wav", "PCM_24", 1e-6), (".wav", "FLOAT", 1e-7),
+    (".wav", "DOUBLE", 1e-7), (".flac", "PCM_16", 1e-4), (".ogg", "VORBIS", 0.05), (".mp3", "MPEG_LAYER_III", 0.05),
+    (".aiff", "PCM_16", 1e-4),
 )  # fmt: skip
-@pytest.mark.parametrize("channels", [1, 2])
-def test_files_of_every_kind_to_one_channel(
-    tmp_path: Path, suffix: str, subtype: str, error: float, channels: int
-) -> None:
+def test_files_of_every_kind_to_one_channel(tmp_path: Path, suffix: str, subtype: str, error: float) -> None:
     left, right = sine(440, 30000).numpy(), sine(660, 30000).numpy()
-    written = np.stack([left, right], axis=1)[:, :channels]
     path = tmp_path / f"klang ü{suffix}"
-    soundfile.write(path, written, 44100, subtype=subtype)
-    wave_T, rate_hz = read_sound(path)
-    assert rate_hz == 44100
-    assert wave_T.dtype == np.float32
-    assert wave_T.shape == (30000,)
-    assert np.abs(wave_T - written.mean(axis=1))[2000:-2000].max() < error
+    for channels in (1, 2):
+        written = np.stack([left, right], axis=1)[:, :channels]
+        soundfile.write(path, written, 44100, subtype=subtype)
+        wave_T, rate_hz = read_sound(path)
+        assert (rate_hz, wave_T.dtype, wave_T.shape) == (44100, np.float32, (30000,))
+        assert np.abs(wave_T - written.mean(axis=1))[2000:-2000].max() < error
 
 
 def test_a_long_file_is_put_together_from_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,8 +103,8 @@ def test_discriminators_terms_do_not_reach_the_generator():
     assert all(p.grad is not None for discriminator in DISCRIMINATORS["one"] for p in discriminator.parameters())
 
 
-@pytest.mark.parametrize("parts", [[1, 1, 1, 1], [2, 2], [3, 1], [1, 3]])
 @pytest.mark.parametrize(("terms", "tolerance"), [(exact_terms, 1e-12), (mel_terms, 1e-6)])
+@each_row([1, 1, 1, 1], [2, 2], [3, 1], [1, 3])
 def test_any_split_adds_up(terms, tolerance, parts):
     made, target = waves()
     whole = made.clone().requires_grad_()

@@ -24,13 +24,11 @@ def best_by_trying_all(log_probs: np.ndarray, labels: list[int], blank: int) -> 
     return max((float(log_probs[np.arange(frames), path].sum()), path) for path in paths)
 
 
-@pytest.mark.parametrize("block", [1, 2, 3, 100])
-@pytest.mark.parametrize(
-    ("frames", "labels", "blank"),
-    [(6, [1, 2], 0), (7, [1, 1, 2], 0), (7, [2, 0, 0], 1), (3, [1, 1], 0), (1, [1], 0), (6, [1, 2, 1, 2, 1, 2], 0)],
-)
-def test_the_path_is_the_best_of_all(frames, labels, blank, block):
-    for seed in range(6):
+@each_row(
+    (6, [1, 2], 0), (7, [1, 1, 2], 0), (7, [2, 0, 0], 1), (3, [1, 1], 0), (1, [1], 0), (6, [1, 2, 1, 2, 1, 2], 0)
+)  # fmt: skip
+def test_the_path_is_the_best_of_all(frames, labels, blank):
+    for seed, block in itertools.product(range(6), (1, 2, 3, 100)):
         log_probs = random_log_probs(frames, 3, seed)
         found = align_ctc(log_probs, labels, blank, block=block)
         log_prob, path = best_by_trying_all(log_probs, labels, blank)

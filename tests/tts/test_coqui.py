@@ -2,6 +2,7 @@
 
 import json
 import logging
+import operator
 import re
 from pathlib import Path
 
@@ -72,20 +73,16 @@ def whole(tmp_path: Path) -> TrainTts:
     return settings(USERS, tmp_path)
 
 
-@pytest.mark.parametrize(("path", "value"), HONOURED)
-@pytest.mark.parametrize("source", ["file", "profile"])
-def test_each_of_the_users_keys_is_honoured(whole, path, value, source):
+@each_row(*HONOURED)
+def test_each_of_the_users_keys_is_honoured(whole, path, value):
     """In a file of the user's, and in the profile that contains the same settings."""
-    found = whole
-    if source == "profile":
-        values = read_defaults(KIND.profiles / "vits_rtx4090.yaml", TrainTts)
-        found = assemble(TrainTts, {**values, "data_dir": "."})
-        assert found.model.preset == "high"
-        assert len(found.data.test_sentences) == found.data.num_audio_samples
-    for step in path.split("."):
-        found = getattr(found, step)
-    assert found == value
-    assert type(found) is type(value)
+    profile = assemble(TrainTts, {**read_defaults(KIND.profiles / "vits_rtx4090.yaml", TrainTts), "data_dir": "."})
+    assert profile.model.preset == "high"
+    assert len(profile.data.test_sentences) == profile.data.num_audio_samples
+    for source in (whole, profile):
+        found = operator.attrgetter(path)(source)
+        assert found == value
+        assert type(found) is type(value)
 
 
 def test_keys_without_effect_are_logged_and_no_others(tmp_path, caplog):
@@ -175,12 +172,7 @@ def test_the_file_that_coqui_writes_beside_a_voice_is_read(tmp_path, caplog):
     ("model_args", "hidden_channels", 256, "hidden_channels is 256: preset high has the architecture of VITS"),
     ("model_args", "use_d_vector_file", True, "use_d_vector_file is True and False"),
     ("model_args", "freeze_PE", True, "freeze_PE is True: every part of a voice is trained"),
-    (
-        "model_args",
-        "resblock_kernel_sizes_decoder",
-        [3, 5, 7],
-        "resblock_kernel_sizes_decoder is [3, 5, 7]: preset",
-    ),
+    ("model_args", "resblock_kernel_sizes_decoder", [3, 5, 7], "resblock_kernel_sizes_decoder is [3, 5, 7]: preset"),
     ("audio", "hop_length", 300, "hop_length is 300: the spectrograms are those of VITS"),
     ("", "optimizer", "RAdam", "optimizer is 'RAdam'"),
     ("", "lr_scheduler_gen", "NoamLR", "lr_scheduler_gen is 'NoamLR'"),
@@ -204,10 +196,7 @@ def test_speakers_of_a_file_of_coquis_may_stand_there_twice(tmp_path):
 
 
 @each_row(
-    (
-        {"save_interval": 500, "save_step": 1000},
-        "save_step is 1000: both set checkpoint_steps",
-    ),
+    ({"save_interval": 500, "save_step": 1000}, "save_step is 1000: both set checkpoint_steps"),
     ({"lr": 1e-4, "optimizer": {"learning_rate": 2e-4}}, "lr is 0.0001 and learning_rate is 0.0002"),
     ({"a": {"gamma": 0.9}, "b": {"gamma": 0.99}}, "gamma is 0.9 and 0.99"),
     ({"pin_memory": False}, "pin_memory is False: data for a GPU is always read into pinned memory"),
