@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,15 +18,7 @@ from gputrain.engine.gan import exact
 from gputrain.errors import UserError
 from gputrain.speech.buckets import Speech, open_speech
 from gputrain.speech.error_rates import Edits, character_edits
-from gputrain.speech.store import (
-    Recording,
-    SoundFormat,
-    SpeechClip,
-    SpeechFormat,
-    SpeechStore,
-    SpeechWriter,
-    frame_count,
-)
+from gputrain.speech.store import SpeechClip, SpeechStore, frame_count
 from gputrain.speech.text.frontend import frontend
 from gputrain.tts import measures
 from gputrain.tts.align import alignment_scores, search
@@ -39,6 +32,7 @@ from gputrain.tts.reading import Text, at_rest, clip_seed, encode_recordings, sy
 from tests.command import ProgressSeen
 from tests.speech.speech import RATE_HZ, hum
 from tests.tables import each_row
+from tests.tts.test_train import spoken
 from tests.tts.voices import build, small
 
 pytest.importorskip("parselmouth")
@@ -49,20 +43,9 @@ CPU = torch.device("cpu")
 TEXTS = ("so it is said", "an owl", "two words and more", "it is late", "yes")
 
 
-def store_of(folder, language: str = "en", rate_hz: int = RATE_HZ, speakers: tuple[str, ...] = ("ann",)) -> SpeechStore:
+def store_of(folder: Path, **changes: Any) -> SpeechStore:
     """Writes a hum for each text, with its own pitch and length."""
-    writer = SpeechWriter(folder, SoundFormat(rate_hz, 40.0, 0.0))
-    clips = []
-    for number, text in enumerate(TEXTS):
-        wave = (32767 * hum(0.05 * len(text) + 0.37, hz=110 + 20 * number)).astype(np.int16)
-        print_of = f"{number * 50:02x}" + 30 * "0"
-        placed = writer.append(Recording(f"{number}.wav", print_of, 0, len(wave), rate_hz, 0.0, []), wave)
-        clips.append(
-            SpeechClip(placed.path, print_of, placed.first_sample, placed.samples, text, text, number % len(speakers))
-        )
-    reader = frontend(language, texts=TEXTS) if language == "characters" else frontend(language)
-    writer.finish(SpeechFormat(reader, rate_hz, HOP, speakers), clips)
-    return SpeechStore.open(folder)
+    return SpeechStore.open(spoken(folder, **{"texts": TEXTS, **changes}))
 
 
 @pytest.fixture(scope="module")
@@ -349,7 +332,7 @@ def test_a_run_is_measured_on_what_it_held_out(store, trained):
 
 def test_speech_that_is_not_for_the_voice(store, trained, tmp_path):
     run, _ = trained
-    uzbek = store_of(tmp_path / "uz", "characters")
+    uzbek = store_of(tmp_path / "uz", language="characters")
     with pytest.raises(UserError, match=r"other symbols than .*only the voice has ") as raised:
         evaluate_voice(run, uzbek.folder, device="cpu")
     assert " b " in raised.value.message  # No text has a b.
