@@ -340,13 +340,6 @@ def test_a_run_says_what_it_will_take_and_how_it_goes(store, tmp_path, caplog):
     assert "hours are little data" in caplog.text
 
 
-@pytest.mark.slow
-def test_what_does_not_fit_says_what_would(store, tmp_path):
-    with pytest.raises(UserError) as raised:
-        train(tmp_path, store, **QUIET, plan=True, memory_budget=0.001, max_steps=1)
-    assert "does not fit" in raised.value.message or "take" in raised.value.message
-
-
 # ---------------------------------------------------------------------------------------------------------- bad input
 
 
