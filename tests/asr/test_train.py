@@ -24,6 +24,7 @@ from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.speech.buckets import open_speech
 from gputrain.speech.error_rates import Edits, ErrorRate
+from gputrain.speech.store import SpeechStore
 from gputrain.speech.text.vocabulary import Vocabulary
 from tests.asr.models import SIZES, run_folder, small_preset, transformers_folder
 from tests.asr.stores import LETTERS, spelled_clips, write_store
@@ -157,7 +158,7 @@ def test_two_ranks_end_early_at_the_step_of_one_process(store, tmp_path):
     """Rank 0 evaluates and decides; the other one ends with it. A resumed run has nothing to do."""
     changes = {**TINY, **KEPT, "preset": "base", "learning_rate": 1e-12, "early_stopping_patience": 1, "num_steps": 20}
     # The command knows no smaller presets, so that this run continues a small model.
-    changes["init_from"] = run_folder(tmp_path / "model", store_vocabulary(store))
+    changes["init_from"] = str(run_folder(tmp_path / "model", SpeechStore.open(store).format.vocabulary))
     ended = train(tmp_path / "alone", store, **changes)
     assert ended["progress"]["step"] == 4
     values = {**changes, "data_dir": store, "output_dir": tmp_path / "together"}
@@ -169,10 +170,6 @@ def test_two_ranks_end_early_at_the_step_of_one_process(store, tmp_path):
     together = read_checkpoint(tmp_path / "together" / "checkpoint_last.pt")
     assert {**together["progress"], "best_score": 0} == {**ended["progress"], "best_score": 0}
     assert together["progress"]["best_score"] == pytest.approx(ended["progress"]["best_score"], abs=1e-6)
-
-
-def store_vocabulary(store: Path) -> Vocabulary:
-    return open_speech(store, 320, 0.2, kind="asr").store.format.vocabulary
 
 
 @pytest.mark.slow

@@ -101,12 +101,10 @@ def test_no_name_and_no_bracket_is_cut_on_a_narrow_terminal(typed):
 
 def test_the_shell_completes_commands_and_options():
     def completed(words: str) -> list[str]:
-        environment = {**os.environ, "_GPUTRAIN_COMPLETE": "complete_bash", "COMP_WORDS": words}
-        environment["COMP_CWORD"] = str(len(words.split(" ")) - 1)
+        asked = {"_GPUTRAIN_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
         program = "import sys; sys.argv = ['gputrain']; from gputrain.cli.app import main; main()"
-        return subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-        ).stdout.split()
+        command = [sys.executable, "-c", program]
+        return subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True).stdout.split()
 
     assert completed("gputrain train-") == ["train-vae", "train-vocoder", "train-tts", "train-asr"]
     assert completed("gputrain train-vae --image-s") == ["--image-size"]

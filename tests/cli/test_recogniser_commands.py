@@ -1,4 +1,4 @@
-"""`transcribe` as a command, in a process of its own where the exit code counts."""
+"""The recogniser's commands as typed: transcripts, figures, exports, and what they refuse."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from gputrain.speech.store import SpeechStore
 from gputrain.tts.kind import reader_of
 from tests.asr.models import transformers_folder
 from tests.asr.stores import spelled_clips, write_store
-from tests.command import gputrain, gputrain_here
+from tests.command import gputrain_here
 from tests.speech.test_cutting import sentences, spoken
 from tests.speech.tones import ToneChecker, rest, said, write_said
 from tests.tables import each_row
@@ -37,10 +37,9 @@ def transcribing(folder: Path, input: object, *more: object) -> list[object]:
     return ["transcribe", "--model", folder / "model", "--input", input, "--device", "cpu", *more]
 
 
-@pytest.mark.slow
 def test_transcripts_are_on_standard_output(folder: Path) -> None:
     """Transcripts are data, all else are messages; a file that cannot be read is a warning beside others."""
-    done = gputrain(*transcribing(folder, folder / "sounds"))
+    done = gputrain_here(*transcribing(folder, folder / "sounds"))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.partition(": ")[0] for line in lines] == [

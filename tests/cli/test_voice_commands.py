@@ -39,13 +39,6 @@ def recordings(tmp_path_factory) -> Path:
     return folder
 
 
-def preparing(recordings: Path, *more: object) -> list[object]:
-    return [
-        "prepare-data", "--kind", "tts", "--language", "en", "--audio-sample-rate", RATE_HZ, "--num-workers", 1,
-        "--input-dir", recordings, "--output-dir", "prepared", *more,
-    ]  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def prepared(recordings, tmp_path_factory) -> Path:
     from gputrain.speech.config import SpeechOptions, SpeechPrepareConfig
@@ -82,7 +75,8 @@ def refused(typed, words: list[object], *said: str) -> None:
 
 @pytest.mark.slow
 def test_from_recordings_to_a_voice(typed, recordings):
-    code, printed = typed(*preparing(recordings))
+    words = ["--kind", "tts", "--language", "en", "--audio-sample-rate", RATE_HZ, "--num-workers", 1]
+    code, printed = typed("prepare-data", *words, "--input-dir", recordings, "--output-dir", "prepared")
     assert code == 0, printed
     assert Path("prepared", "manifest.jsonl").is_file()
     code, printed = typed(*training("prepared"))
