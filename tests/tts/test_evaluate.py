@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from gputrain.tts.reading import Text, at_rest, clip_seed, encode_recordings, sy
 from tests.command import ProgressSeen
 from tests.speech.speech import RATE_HZ, hum
 from tests.tables import each_row
-from tests.tts.test_train import spoken
+from tests.tts.test_train import small_presets, spoken
 from tests.tts.voices import build, small
 
 pytest.importorskip("parselmouth")
@@ -305,8 +306,16 @@ def run_of(folder: Path, store: SpeechStore, *speakers: str) -> tuple[Path, Voic
 
 
 @pytest.fixture(scope="module")
-def trained(store, tmp_path_factory) -> tuple[Path, Voice]:
-    return run_of(tmp_path_factory.mktemp("runs") / "run", store, "ann")
+def small_run(store, tmp_path_factory) -> tuple[Path, Voice]:
+    with small_presets():
+        return run_of(tmp_path_factory.mktemp("runs") / "run", store, "ann")
+
+
+@pytest.fixture
+def trained(small_run) -> Iterator[tuple[Path, Voice]]:
+    """A run, which is read with the same small presets."""
+    with small_presets():
+        yield small_run
 
 
 def without_time(found: Evaluation) -> dict[str, float]:
