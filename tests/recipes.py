@@ -1,6 +1,7 @@
 """What the engine promises of every recipe, checked on the training states of a kind of model."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -28,15 +29,31 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
 
 
-def assert_split_changes_nothing(
-    whole: TrainState, split: TrainState, load: Load, steps: range, within: float = 1e-11
-) -> None:
-    """Two states in float64 have the same weights after the same steps, and others than before."""
-    start = weights(whole)
-    for state in (whole, split):
+def parts(state: TrainState, load: Load) -> list[int]:
+    """Return the number of parts of the first step's batch in each group."""
+    batch = state.recipe.prepare(load(0), 0)
+    items = state.recipe.size(batch)
+    return [math.ceil(items / min(items, state.micro_batch[group.name])) for group in state.recipe.step_groups]
+
+
+def assert_split_changes_nothing(whole: TrainState, split: TrainState, load: Load, steps: range) -> None:
+    """A state that computes each batch at once has the weights of one that splits it, in float64.
+
+    Long clips count for more, so that a batch may be several micro-batches of as many items as it has clips.
+    """
+    whole.micro_batch = dict.fromkeys(whole.micro_batch, 10**6)
+    assert set(parts(whole, load)) == {1}
+    assert min(parts(split, load)) > 1
+    assert_same_weights(whole, split, load, steps, 1e-11)
+
+
+def assert_same_weights(one: TrainState, other: TrainState, load: Load, steps: range, within: float) -> None:
+    """After the same steps the weights are the same, and others than before."""
+    start = weights(one)
+    for state in (one, other):
         go_on(state, load, steps)
-    assert largest_difference(start, weights(whole)) > 1e-3
-    assert largest_difference(weights(whole), weights(split)) < within
+    assert largest_difference(start, weights(one)) > 1e-3
+    assert largest_difference(weights(one), weights(other)) < within
 
 
 def assert_resumed_is_undisturbed(
