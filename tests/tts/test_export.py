@@ -80,7 +80,7 @@ def test_stock_piper_speaks_as_we_do(preset: VoicePreset, tmp_path: Path) -> Non
 
 
 class Handed(NamedTuple):
-    """Returns a `fast` voice with three speakers, and its export."""
+    """A `fast` voice with three speakers, and its export."""
 
     loaded: LoadedVoice
     done: Exported

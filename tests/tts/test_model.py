@@ -46,7 +46,7 @@ def test_parts_of_a_batch_add_up_to_it(preset: VoicePreset, num_speakers: int) -
 
 @speakers
 def test_padding_changes_nothing(num_speakers: int) -> None:
-    """Returns losses and segment of a single item without padding."""
+    """An item has the same losses and segment without its padding, and with noise in it."""
     sizes = small("high", num_speakers)
     voice, batch = build(sizes).double(), some_batch(sizes).to(torch.float64)
     padded = training(voice, batch.items(slice(1, 2)))
