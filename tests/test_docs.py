@@ -45,7 +45,7 @@ RUN_BY = {
     "demo": "tests/cli/test_demo.py::test_the_vocoders_demo_learns",
     "bench train-vae": "tests/vae/test_bench.py::test_the_command",
     "bench train-vocoder": "tests/vocoder/test_bench.py::test_the_command",
-    "bench train-tts": "tests/cli/test_voice_commands.py::test_bench_measures_a_row_of_the_voice",
+    "bench train-tts": "tests/tts/test_bench.py::test_bench_measures_a_row_of_the_voice_in_its_child",
     "bench train-asr": "tests/asr/test_plan.py::test_bench_train_asr_from_the_command_line",
     "plan train-vae": "tests/vae/test_plan.py::test_a_plan_in_json",
     "plan train-vocoder": "tests/vocoder/test_plan.py::test_the_command_takes_a_configuration_that_comes_along",

@@ -11,6 +11,7 @@ from gputrain.asr.decode import BeamDecoder, BeamOptions, GreedyDecoder, Spelled
 from gputrain.asr.ngram import BEGIN, END, estimate_ngrams
 from gputrain.speech.subtitles import TimedWord
 from gputrain.speech.text.vocabulary import Vocabulary
+from tests.tables import each_row
 
 VOCABULARY = Vocabulary("und", ("<pad>", "<unk>", "|", "a", "b"))
 EXACT = {"least_log_prob": -math.inf, "far_behind": math.inf}
@@ -40,7 +41,7 @@ def spoken(decoder, log_probs: np.ndarray, pieces: int = 1) -> list[TimedWord]:
     return words_of(decoder.finish(), VOCABULARY, 0.02)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@each_row(*range(12))
 def test_beam_search_finds_the_most_probable_text(seed):
     log_probs = random_log_probs(6, seed)
     texts = texts_by_trying_all(log_probs)
@@ -48,8 +49,7 @@ def test_beam_search_finds_the_most_probable_text(seed):
     assert " ".join(word.word for word in spoken(decoder, log_probs)) == max(texts, key=texts.__getitem__)
 
 
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("order", [1, 3])
+@each_row(*itertools.product(range(12), (1, 3)))
 def test_beam_search_weighs_the_language_model(seed, order):
     log_probs = random_log_probs(6, seed)
     model = estimate_ngrams(["a b", "b a b", "ab ba", "ba", "aba b"], order)
@@ -77,7 +77,7 @@ PATH = [0, 0, 2, 3, 3, 0, 3, 4, 0, 2, 2, 0, 4, 4, 4, 0, 2]
 WORDS = [TimedWord("aab", 0.06, 0.16), TimedWord("b", 0.24, 0.30)]
 
 
-@pytest.mark.parametrize("pieces", [1, 2, 5, 17])
+@each_row(1, 2, 5, 17)
 def test_words_have_the_times_of_their_letters(pieces):
     decoders = [GreedyDecoder(VOCABULARY), BeamDecoder(VOCABULARY), BeamDecoder(VOCABULARY, estimate_ngrams(["aab b"]))]
     for decoder in decoders:

@@ -11,6 +11,7 @@ from gputrain.asr.recipe import masked_spans
 from gputrain.engine.distributed import BatchDraws
 from gputrain.errors import UserError
 from tests.asr.models import VOCABULARY, run_folder, tiny_model, transformers_folder
+from tests.tables import each_row
 
 CPU = torch.device("cpu")
 LENGTHS = (400, 4000, 9999)
@@ -23,7 +24,7 @@ def waves(lengths=LENGTHS, dtype=torch.float64):
     return wave_BL * (torch.arange(max(lengths)) < samples_B[:, None]), samples_B
 
 
-@pytest.mark.parametrize("stable", [True, False])
+@each_row(True, False)
 def test_logits_are_those_of_transformers(stable):
     model = tiny_model(do_stable_layer_norm=stable).double()
     wave_BL, samples_B = waves()
@@ -68,7 +69,7 @@ def test_a_span_fills_a_clip_of_its_length_and_no_shorter_one():
     assert {tuple(row) for row in masked.int().tolist()} == {(1, 1, 1, 1, 1, 0), (0, 1, 1, 1, 1, 1)}
 
 
-@pytest.mark.parametrize("dropped", [0, 1])
+@each_row(0, 1)
 def test_a_dropped_layer_is_the_one_that_is_named(dropped):
     model, wave_BL = tiny_model().double(), waves((4000,))[0]
     options = ForwardOptions(dropped_layers=frozenset({dropped}))

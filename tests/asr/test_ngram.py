@@ -7,11 +7,12 @@ import pytest
 
 from gputrain.asr.ngram import BEGIN, END, UNKNOWN, NgramModel, estimate_ngrams, read_arpa
 from gputrain.errors import UserError
+from tests.tables import each_row
 
 SENTENCES = ["a b a", "a b", "b a b c", "c", "a b c a b"]
 
 
-@pytest.mark.parametrize("order", [1, 2, 3, 4])
+@each_row(1, 2, 3, 4)
 def test_probabilities_of_all_words_sum_to_1(order):
     model = estimate_ngrams(SENTENCES, order)
     contexts = {(), (BEGIN,), ("a",), ("b",), (BEGIN, "a"), ("a", "b"), ("c", "c"), ("never",), ("a", "b", "c")}

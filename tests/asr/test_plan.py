@@ -10,7 +10,6 @@ from gputrain.asr import architecture
 from gputrain.asr.config import BenchAsr, PlanAsr, PlannedSpeech, TrainAsr
 from gputrain.asr.work import AsrWork, facts_of
 from gputrain.bench import step_bench
-from gputrain.bench.runner import measure_row, model_child
 from gputrain.config import assemble
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import Machine
@@ -20,6 +19,7 @@ from gputrain.speech.buckets import ClipSize
 from tests.asr.models import SIZES
 from tests.command import gputrain_here
 from tests.planner.memory.measured_steps import measured_peak_gb
+from tests.tables import each_row
 from tests.vae.test_bench import H100, T4
 
 CPU = Machine(system="Linux", cpu_cores=2, torch="2.13")
@@ -84,7 +84,7 @@ def test_plan_train_asr_from_the_command_line():
     assert all(one["settings"]["compile"] is False for one in made)
 
 
-@pytest.mark.parametrize(("machine", "precision"), [(H100, "bf16"), (T4, "fp16")])
+@each_row((H100, "bf16"), (T4, "fp16"))
 def test_each_row_of_the_benchmark_turns_one_switch_on(machine, precision):
     rows = step_bench.bench_rows(AsrWork(), assemble(BenchAsr, {}))
     trains = [assemble(TrainAsr, json.loads(json.dumps(row.settings))["train"]) for row in rows]
@@ -100,16 +100,6 @@ def test_synthetic_speech_is_of_the_size_asked_for():
     (bucket,) = AsrWork(facts).synthetic_batch(settings)
     assert bucket.wave_BT.shape == (4, 25 * 320)
     assert (bucket.wave_BT.dtype, bucket.ids_BS.shape) == (torch.int16, (4, 8))
-
-
-@pytest.mark.slow
-def test_the_benchmark_measures_a_row_in_its_child():
-    options = {"batch_size": 2, "clip_seconds": 0.5, "device": "cpu", "warmup_steps": 1, "steps": 2}
-    row = step_bench.bench_rows(AsrWork(), assemble(BenchAsr, options))[0]
-    result = measure_row(row, model_child("asr"), 5)
-    assert result.reason == ""
-    assert result.figures["seconds_per_step"] > 0
-    assert result.figures["micro_batch_size"] == 2
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """The recogniser's recipe in the engine: gradients of transformers, exact splits and repetition, out of memory."""
 
-import dataclasses
 import functools
 import math
 
@@ -19,6 +18,14 @@ from gputrain.planner.memory.predict import predict_step, step_flops
 from gputrain.speech.buckets import ClipBatch, ClipSize
 from gputrain.speech.frames import encoder_frames
 from tests.asr.models import VOCABULARY, tiny_architecture, transformers_folder
+from tests.recipes import (
+    assert_out_of_memory_changes_nothing,
+    assert_resumed_is_undisturbed,
+    assert_same_weights,
+    assert_split_changes_nothing,
+    go_on,
+    weights,
+)
 from tests.toy import cpu_runtime, quiet
 
 SYMBOLS = 30
@@ -59,20 +66,8 @@ def begin(tmp_path, architecture=None, dtype=torch.float64, **changes) -> TrainS
     return TrainState.begin(recipe, recipe.settings.schedule, cpu_runtime(), Run(tmp_path, quiet(tmp_path), {}, ""))
 
 
-def go_on(state: TrainState, steps: range, lr: float = 1e-3) -> None:
-    for step in steps:
-        update(state, state.recipe.prepare([bucket(step)], step), step, lr)
-        state.recipe.average(step)
-
-
-def weights(state: TrainState) -> dict[str, torch.Tensor]:
-    modules = state.recipe.modules.items()
-    return {f"{n}.{k}": v.clone() for n, module in modules for k, v in module.state_dict().items()}
-
-
-def largest_difference(a, b) -> float:
-    assert a.keys() == b.keys()
-    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
+def load(step: int) -> list[ClipBatch]:
+    return [bucket(step)]
 
 
 def their_gradients(
@@ -161,32 +156,24 @@ def variant(tmp_path, name: str, **changes) -> TrainState:
 @pytest.mark.parametrize("size", [1, 4])
 def test_any_micro_batch_gives_the_same_weights(name, size, tmp_path):
     whole, split = variant(tmp_path, name), variant(tmp_path, name, micro_batch_size=size)
-    start = weights(whole)
-    go_on(whole, range(3))
-    assert largest_difference(start, weights(whole)) > 1e-3
-    go_on(split, range(3))
-    assert largest_difference(weights(whole), weights(split)) < 1e-11
+    assert_split_changes_nothing(whole, split, load, range(3))
 
 
 def test_a_model_with_group_norm_keeps_the_padding_of_the_whole_batch(tmp_path):
     whole, split = (begin(tmp_path, GROUP, micro_batch_size=size) for size in (6, 2))
-    for state in (whole, split):
-        go_on(state, range(2))
-    assert largest_difference(weights(whole), weights(split)) < 1e-11
+    assert_split_changes_nothing(whole, split, load, range(2))
 
 
 def test_checkpointing_changes_nothing_but_memory(tmp_path):
     plain, kept = (begin(tmp_path, gradient_checkpointing=on) for on in (False, True))
-    for state in (plain, kept):
-        go_on(state, range(2))
-    assert largest_difference(weights(plain), weights(kept)) < 1e-12
+    assert_same_weights(plain, kept, load, range(2), within=1e-12)
 
 
 @pytest.mark.parametrize("name", ["lora", "attention", "frozen"])
 def test_only_what_trains_has_optimizer_state_and_moves(name, tmp_path):
     state = variant(tmp_path, name)
     before = weights(state)
-    go_on(state, range(3))
+    go_on(state, load, range(3))
     moved = {key for key, tensor in weights(state).items() if not torch.equal(tensor, before[key])}
     moved = {key.removeprefix("recogniser.") for key in moved if key.startswith("recogniser.")}
     assert {"lm_head.weight", "lm_head.bias"} < moved
@@ -203,10 +190,10 @@ def test_the_encoder_stays_as_it_is_in_the_first_steps(tmp_path):
     state = begin(tmp_path, freeze_encoder_steps=2, ema_decay=0.0)
     assert state.recipe.peak_memory_step(0) == 2
     start = weights(state)
-    go_on(state, range(2))
+    go_on(state, load, range(2))
     moved = {key for key, tensor in weights(state).items() if not torch.equal(tensor, start[key])}
     assert moved == {"recogniser.lm_head.weight", "recogniser.lm_head.bias"}
-    go_on(state, range(2, 3))
+    go_on(state, load, range(2, 3))
     moved = {key for key, tensor in weights(state).items() if not torch.equal(tensor, start[key])}
     assert "recogniser.wav2vec2.encoder.layers.0.attention.q_proj.weight" in moved
 
@@ -294,37 +281,13 @@ def test_buckets_accumulate(tmp_path):
 def test_a_resumed_training_is_the_undisturbed_one_bit_for_bit(tmp_path):
     """Across the step from which the encoder trains."""
     changes = {"dtype": torch.float32, "freeze_encoder_steps": 3, "layer_drop": 0.3}
-    undisturbed, first, second = (begin(tmp_path, **changes) for _ in range(3))
-    for state in (undisturbed, first, second):
-        for module in state.recipe.model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.3
-    torch.manual_seed(1)
-    go_on(undisturbed, range(5))
-    torch.manual_seed(1)
-    go_on(first, range(2))
-    snapshot = first.snapshot()
-    torch.manual_seed(99)
-    second.restore(snapshot)
-    go_on(second, range(2, 5))
-    assert largest_difference(weights(undisturbed), weights(second)) == 0
+    assert_resumed_is_undisturbed(lambda: begin(tmp_path, **changes), load, steps=5, stop=2, dropout=0.3)
 
 
 def test_running_out_of_memory_changes_nothing(tmp_path):
     whole, short = begin(tmp_path), begin(tmp_path)
-    go_on(whole, range(3))
-    (group,) = short.recipe.step_groups
-
-    def loss(batch, step):
-        for term in group.loss(batch, step):
-            yield term
-            if step == 1 and len(batch.frames) > 2 and getattr(term, "name", "") == "ctc":
-                torch.empty(10**15)
-
-    short.recipe.step_groups = [dataclasses.replace(group, loss=loss)]
-    go_on(short, range(3))
+    assert_out_of_memory_changes_nothing(whole, short, load, "ctc", lambda batch: len(batch.frames) > 2)
     assert short.micro_batch == {"recogniser": 3}
-    assert largest_difference(weights(whole), weights(short)) < 1e-11
 
 
 def test_bf16_learns_what_fp32_learns(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,24 +11,23 @@ import pytest
 import soundfile
 import torch
 from huggingface_hub import constants
-from rich.console import Console
 
 from gputrain.asr import architecture
 from gputrain.asr.config import TrainAsr
 from gputrain.asr.held_out import Diagnosis, collapsed
 from gputrain.asr.load import load_recogniser
 from gputrain.asr.work import AsrWork
-from gputrain.cli.options import read_defaults
 from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.speech.buckets import open_speech
 from gputrain.speech.error_rates import Edits, ErrorRate
+from gputrain.speech.store import SpeechStore
 from gputrain.speech.text.vocabulary import Vocabulary
 from tests.asr.models import SIZES, run_folder, small_preset, transformers_folder
 from tests.asr.stores import LETTERS, spelled_clips, write_store
 from tests.cli.test_torchrun import torchrun
 from tests.command import gputrain_here
-from tests.training import train_asr
+from tests.speech.trainings import SpeechTraining, read_checkpoint, rows
 from tests.vae.test_recipe import assert_same
 from tests.vocoder.conftest import flags
 
@@ -55,20 +53,7 @@ def store(tmp_path_factory) -> Path:
     return write_store(tmp_path_factory.mktemp("speech") / "store", spelled_clips(20))
 
 
-def train(folder: Path, store: Path, **changes: object) -> dict[str, Any]:
-    """Trains as the command does, and returns the content of the last checkpoint."""
-    train_asr(
-        assemble(TrainAsr, {**TINY, "data_dir": str(store), **changes, "output_dir": str(folder)}), Console(quiet=True)
-    )
-    return read_checkpoint(folder / "checkpoint_last.pt")
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    return torch.load(path, weights_only=True)
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+train = SpeechTraining(AsrWork(), TrainAsr, TINY)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +142,7 @@ def test_two_ranks_end_early_at_the_step_of_one_process(store, tmp_path):
     """Rank 0 evaluates and decides; the other one ends with it. A resumed run has nothing to do."""
     changes = {**TINY, **KEPT, "preset": "base", "learning_rate": 1e-12, "early_stopping_patience": 1, "num_steps": 20}
     # The command knows no smaller presets, so that this run continues a small model.
-    changes["init_from"] = run_folder(tmp_path / "model", store_vocabulary(store))
+    changes["init_from"] = str(run_folder(tmp_path / "model", SpeechStore.open(store).format.vocabulary))
     ended = train(tmp_path / "alone", store, **changes)
     assert ended["progress"]["step"] == 4
     values = {**changes, "data_dir": store, "output_dir": tmp_path / "together"}
@@ -171,29 +156,11 @@ def test_two_ranks_end_early_at_the_step_of_one_process(store, tmp_path):
     assert together["progress"]["best_score"] == pytest.approx(ended["progress"]["best_score"], abs=1e-6)
 
 
-def store_vocabulary(store: Path) -> Vocabulary:
-    return open_speech(store, 320, 0.2, kind="asr").store.format.vocabulary
-
-
 @pytest.mark.slow
 def test_two_folders_of_which_one_counts_thrice(store, tmp_path, caplog):
-    """As typed, with a stop, from the run's own configuration."""
     clips = [(f"other_{name}", wave, text) for name, wave, text in spelled_clips(10, seed=1)]
-    other = write_store(tmp_path / "other", clips)
-    shared = {"data_dir": [str(store), f"{other}=3"], "num_steps": 4}
-    with caplog.at_level(logging.INFO, "gputrain"):
-        whole = train(tmp_path / "whole", store, **shared)
-    (share,) = re.findall(r"other: (\d+) clips with weight 3: (\d+) of an epoch", caplog.text)
-    assert int(share[1]) == 3 * int(share[0]) > 0
-    plain = {**TINY, **shared, "data_dir": [str(store), str(other)], "output_dir": "."}
-    buckets = AsrWork().fill_buckets(assemble(TrainAsr, plain), open_speech([store, other], 320, 0.2, kind="asr"))
-    assert whole["progress"]["items"] > len(buckets)
-    train(tmp_path / "parts", store, **shared, max_steps=2)
-    settings = assemble(
-        TrainAsr, {**read_defaults(tmp_path / "parts" / "config.yaml", TrainAsr), "resume_from": "auto"}
-    )
-    train_asr(settings, Console(quiet=True))
-    assert_same(read_checkpoint(tmp_path / "parts" / "checkpoint_last.pt")["modules"], whole["modules"])
+    folders = store, write_store(tmp_path / "other", clips)
+    train.assert_second_folder_counts_thrice(open_speech(folders, 320, 0.2, kind="asr"), folders, tmp_path, caplog)
 
 
 def test_early_stopping_needs_evaluations():

@@ -18,6 +18,7 @@ from gputrain.asr.transcribe import decoder_of, language_model, recordings_of, t
 from gputrain.audio.io import resample
 from gputrain.errors import UserError
 from tests.asr.models import VOCABULARY, run_folder, transformers_folder
+from tests.tables import each_row
 
 RATE = 16000
 
@@ -51,7 +52,7 @@ def local(recogniser: Recogniser) -> Recogniser:
     return recogniser
 
 
-@pytest.mark.parametrize("frames", [1, 49, 50, 51, 89, 90, 91, 130, 1000])
+@each_row(1, 49, 50, 51, 89, 90, 91, 130, 1000)
 def test_chunks_cover_every_frame_once(frames: int) -> None:
     spans = chunk_spans(frames, ChunkLengths(50, 10))
     assert [frame for _, _, begin, end in spans for frame in range(begin, end)] == list(range(frames))
@@ -61,7 +62,7 @@ def test_chunks_cover_every_frame_once(frames: int) -> None:
         assert kept_to == frames or end - kept_to >= 5
 
 
-@pytest.mark.parametrize("seconds", [0.5, 2.0, 2.01, 7.3])
+@each_row(0.5, 2.0, 2.01, 7.3)
 def test_chunks_of_a_local_model_equal_the_whole(folder: Path, seconds: float) -> None:
     recogniser = local(load_recogniser(folder, torch.device("cpu")))
     wave = babble(seconds)

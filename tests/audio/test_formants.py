@@ -6,6 +6,7 @@ import scipy.signal
 
 from gputrain.audio import formants
 from gputrain.audio.formants import FormantVoice, Score
+from tests.tables import each_row
 
 RATE_HZ = 22050
 SCHWA_HZ = np.array([500.0, 1500, 2500, *formants.UPPER_HZ])
@@ -59,7 +60,7 @@ def test_between_points_of_control_the_loudness_goes_straight():
     np.testing.assert_allclose(found_T[before_T], (rise_T * full_T)[before_T], atol=1e-9)
 
 
-@pytest.mark.parametrize(("consonant", "centre_hz"), [(0, 7000), (1, 3300)])
+@each_row((0, 7000), (1, 3300))
 def test_a_consonant_is_noise_where_it_should_be(consonant, centre_hz):
     draws = np.random.default_rng(0)
     wave_T = formants.noise(VOICE, held(200, tone=0.0, consonant=consonant), RATE_HZ, RATE_HZ, draws)

@@ -18,15 +18,14 @@ from gputrain.audio import io
 from gputrain.audio.io import read_sound, resample, trim
 from gputrain.engine.data import to_int16, write_wav
 from gputrain.errors import UserError
+from tests.tables import each_row
 
 
 def sine(hz: float, samples: int = 8192, rate_hz: int = 44100) -> Tensor:
     return 0.5 * torch.sin(2 * math.pi * hz / rate_hz * torch.arange(samples, dtype=torch.float64)).float()
 
 
-@pytest.mark.parametrize(
-    ("from_hz", "to_hz"), [(44100, 16000), (16000, 44100), (22050, 44100), (48000, 44100), (11025, 24001)]
-)
+@each_row((44100, 16000), (16000, 44100), (22050, 44100), (48000, 44100), (11025, 24001))
 def test_resampled_sines_keep_their_pitch_and_loudness(from_hz: int, to_hz: int) -> None:
     made_T = resample(sine(1000, from_hz // 2, from_hz).numpy(), from_hz, to_hz)
     assert len(made_T) == math.ceil(from_hz // 2 * to_hz / from_hz)
@@ -52,7 +51,7 @@ def loud_frames(wave_T: np.ndarray, top_db: float) -> tuple[int, int]:
     return loud[0], loud[-1]
 
 
-@pytest.mark.parametrize("top_db", [15.0, 45.0])
+@each_row(15.0, 45.0)
 def test_trimming_keeps_the_frames_within_so_many_decibels_of_the_loudest(top_db: float) -> None:
     random = np.random.default_rng(0)
     for samples in (1, 700, 2048, 20000, 30011):
@@ -66,27 +65,20 @@ def test_trimming_keeps_the_frames_within_so_many_decibels_of_the_loudest(top_db
     assert len(trim(silence_T, top_db)) == 5000
 
 
-@pytest.mark.parametrize(
-    ("suffix", "subtype", "error"),
-    [
-        (".wav", "PCM_16", 1e-4), (".wav", "PCM_U8", 1e-2), (".wav", "PCM_24", 1e-6), (".wav", "FLOAT", 1e-7),
-        (".wav", "DOUBLE", 1e-7), (".flac", "PCM_16", 1e-4), (".ogg", "VORBIS", 0.05), (".mp3", "MPEG_LAYER_III", 0.05),
-        (".aiff", "PCM_16", 1e-4),
-    ],
+@each_row(
+    (".wav", "PCM_16", 1e-4), (".wav", "PCM_U8", 1e-2), (".wav", "PCM_24", 1e-6), (".wav", "FLOAT", 1e-7),
+    (".wav", "DOUBLE", 1e-7), (".flac", "PCM_16", 1e-4), (".ogg", "VORBIS", 0.05), (".mp3", "MPEG_LAYER_III", 0.05),
+    (".aiff", "PCM_16", 1e-4),
 )  # fmt: skip
-@pytest.mark.parametrize("channels", [1, 2])
-def test_files_of_every_kind_to_one_channel(
-    tmp_path: Path, suffix: str, subtype: str, error: float, channels: int
-) -> None:
+def test_files_of_every_kind_to_one_channel(tmp_path: Path, suffix: str, subtype: str, error: float) -> None:
     left, right = sine(440, 30000).numpy(), sine(660, 30000).numpy()
-    written = np.stack([left, right], axis=1)[:, :channels]
     path = tmp_path / f"klang ü{suffix}"
-    soundfile.write(path, written, 44100, subtype=subtype)
-    wave_T, rate_hz = read_sound(path)
-    assert rate_hz == 44100
-    assert wave_T.dtype == np.float32
-    assert wave_T.shape == (30000,)
-    assert np.abs(wave_T - written.mean(axis=1))[2000:-2000].max() < error
+    for channels in (1, 2):
+        written = np.stack([left, right], axis=1)[:, :channels]
+        soundfile.write(path, written, 44100, subtype=subtype)
+        wave_T, rate_hz = read_sound(path)
+        assert (rate_hz, wave_T.dtype, wave_T.shape) == (44100, np.float32, (30000,))
+        assert np.abs(wave_T - written.mean(axis=1))[2000:-2000].max() < error
 
 
 def test_a_long_file_is_put_together_from_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,13 +104,10 @@ def broken_files(folder: Path) -> dict[str, Path]:
     return files
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("missing", "no such file"), ("folder", "no such file"), ("empty", "cannot be decoded"),
-        ("text", "cannot be decoded"), ("cut_header", "cannot be decoded"), ("no_samples", "holds no sound"),
-        ("nan", "at 0.050 seconds"), ("infinite", "at 0.050 seconds"),
-    ],
+@each_row(
+    ("missing", "no such file"), ("folder", "no such file"), ("empty", "cannot be decoded"),
+    ("text", "cannot be decoded"), ("cut_header", "cannot be decoded"), ("no_samples", "holds no sound"),
+    ("nan", "at 0.050 seconds"), ("infinite", "at 0.050 seconds"),
 )  # fmt: skip
 def test_bad_files_are_refused_by_name(tmp_path: Path, name: str, message: str) -> None:
     path = broken_files(tmp_path)[name]
@@ -163,7 +152,7 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
     assert not (tmp_path / "out.wav").exists()
 
 
-@pytest.mark.parametrize(("rate_hz", "channels"), [(16000, 1), (44100, 2), (8000, 1), (22050, 1), (48000, 2)])
+@each_row((16000, 1), (44100, 2), (8000, 1), (22050, 1), (48000, 2))
 def test_reading_in_blocks_gives_the_same_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate_hz: int, channels: int
 ) -> None:
@@ -193,7 +182,7 @@ def by_ffmpeg(path: Path, *words: str) -> Path:
 
 
 @needs_ffmpeg
-@pytest.mark.parametrize("name", ["a.m4a", "-a b.aac", "a%d.webm", "a.mkv", "a.mp4"])
+@each_row("a.m4a", "-a b.aac", "a%d.webm", "a.mkv", "a.mp4")
 def test_ffmpeg_decodes_what_libsndfile_does_not(tmp_path: Path, name: str) -> None:
     source, rate_hz = tmp_path / "source.wav", 48000
     wave_T = sine(440, rate_hz, rate_hz)

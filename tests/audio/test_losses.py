@@ -16,6 +16,7 @@ from gputrain.audio.config import Mel, Resolution
 from gputrain.audio.mel import log_mel, stft_magnitudes
 from gputrain.audio.weight_norm import WeightNormed, gradient_leaves, weights_made_once
 from gputrain.engine.recipe import BatchStat, ChainGradients, Term, Together
+from tests.tables import each_row
 
 MEL = Mel(sampling_rate=8000, num_mels=12, hop_size=50, win_size=200, n_fft=200, fmin=20.0, fmax=4000.0)
 FINE, COARSE = Resolution(256, 64, 200), Resolution(512, 100, 512)
@@ -102,8 +103,8 @@ def test_discriminators_terms_do_not_reach_the_generator():
     assert all(p.grad is not None for discriminator in DISCRIMINATORS["one"] for p in discriminator.parameters())
 
 
-@pytest.mark.parametrize("parts", [[1, 1, 1, 1], [2, 2], [3, 1], [1, 3]])
 @pytest.mark.parametrize(("terms", "tolerance"), [(exact_terms, 1e-12), (mel_terms, 1e-6)])
+@each_row([1, 1, 1, 1], [2, 2], [3, 1], [1, 3])
 def test_any_split_adds_up(terms, tolerance, parts):
     made, target = waves()
     whole = made.clone().requires_grad_()
@@ -152,7 +153,7 @@ def reference_magnitudes(resolution, wave):
     return np.abs(np.fft.rfft(frames * window)).T
 
 
-@pytest.mark.parametrize("resolution", [FINE, COARSE])
+@each_row(FINE, COARSE)
 def test_stft_distance_is_that_of_numpys_spectra(resolution):
     made, target = waves()
     expected = []
@@ -163,7 +164,7 @@ def test_stft_distance_is_that_of_numpys_spectra(resolution):
     assert losses.stft_distance(resolution, made, target)[1:].numpy() == pytest.approx(expected, rel=1e-10)
 
 
-@pytest.mark.parametrize("resolution", [FINE, COARSE, Resolution(255, 60, 200)])
+@each_row(FINE, COARSE, Resolution(255, 60, 200))
 def test_gradients_of_the_stft_distance_are_autograds(resolution):
     """Autograd's graph of the published formula, on torch's own transform. Parts of the waves are silent, so that some
     magnitudes are below the floor; an odd transform has no highest frequency."""
@@ -214,7 +215,7 @@ def test_distances_of_all_resolutions_run_the_same_compiled_code():
     assert 0 < made_graphs[0] == made_graphs[2] < made_graphs[3] == made_graphs[5]
 
 
-@pytest.mark.parametrize("resolution", [FINE, COARSE])
+@each_row(FINE, COARSE)
 def test_magnitudes_are_numpys(resolution):
     wave, _ = waves()
     expected = [reference_magnitudes(resolution, one) for one in wave[:, 0].numpy()]
@@ -273,7 +274,7 @@ def test_losses_are_zero_at_equality():
     assert losses.feature_distance(features, features).tolist() == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize(("made_level", "target_level"), [(0, 0), (0, 1), (1, 0)])
+@each_row((0, 0), (0, 1), (1, 0))
 def test_gradients_are_finite_in_silence(made_level, target_level):
     made, target = (wave.float() * level for wave, level in zip(waves(), (made_level, target_level), strict=True))
     made.requires_grad_()

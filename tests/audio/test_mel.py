@@ -1,5 +1,6 @@
 """The log-mel spectrogram compared with a stored oracle, and its properties; spectra under autocast."""
 
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from gputrain.audio import mel
 from gputrain.audio.config import Mel, Resolution
 from gputrain.audio.mel import log_mel, stft_magnitudes
 from gputrain.planner.memory.fake_runtime import on_fake_tensors
+from tests.tables import each_row
 
 ORACLE = Path(__file__).parent.parent / "data" / "vocoder" / "log_mel_44k.npz"
 
@@ -61,7 +63,7 @@ def exact_log_mel(wave_T: np.ndarray, mel: Mel, key_shift: float = 0) -> tuple[n
     return np.log(floored_MF), error_MF / floored_MF + 16 * rounding
 
 
-@pytest.mark.parametrize("key_shift", [0, 5, -3])
+@each_row(0, 5, -3)
 def test_log_mel_and_the_oracle_are_within_rounding_of_float64(key_shift: int) -> None:
     with np.load(ORACLE) as oracle:
         wave_T, stored_MF = oracle["wav"], oracle[f"mel_shift_{key_shift}"][0]
@@ -83,8 +85,7 @@ def test_log_mel_at_other_settings() -> None:
     assert (np.abs(made_MF - exact_MF) < rounding_MF).all()
 
 
-@pytest.mark.parametrize("samples", [1, 511, 512, 768, 769, 1024, 5120, 5121, 6000])
-@pytest.mark.parametrize("key_shift", [0.0, 0.3, 12.0, -12.0])
+@each_row(*itertools.product((1, 511, 512, 768, 769, 1024, 5120, 5121, 6000), (0.0, 0.3, 12.0, -12.0)))
 def test_a_frame_for_every_whole_hop(samples: int, key_shift: float) -> None:
     made = log_mel(sine(440, samples)[None].expand(2, -1), Mel(), key_shift=key_shift)
     assert made.shape == (2, 128, samples // 512)

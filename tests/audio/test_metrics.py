@@ -12,6 +12,7 @@ import soxr
 from gputrain.audio import metrics
 from gputrain.audio.config import Mel
 from gputrain.audio.f0 import f0
+from tests.tables import each_row
 
 RATE = 16000
 MEL = Mel(RATE, 40, 160, 640, 1024, 40, 8000)
@@ -38,7 +39,7 @@ def stft_by_scipy(wave: np.ndarray, fft_size: int, hop: int, window: int) -> np.
     return np.maximum(np.abs(np.fft.rfft(frames)), 1e-4)
 
 
-@pytest.mark.parametrize("loudness", [1e-4, 1e-2, 0.3])
+@each_row(1e-4, 1e-2, 0.3)
 def test_multi_resolution_stft_by_another_way(loudness):
     real, made = voice(), noisy(voice(), loudness)
     expected = []
@@ -56,7 +57,7 @@ def test_multi_resolution_stft_is_the_published_one():
     assert metrics.multi_resolution_stft(made, real) == pytest.approx(0.50242, rel=3e-5)
 
 
-@pytest.mark.parametrize("samples", [1, 600, 1025])
+@each_row(1, 600, 1025)
 def test_short_waves_are_followed_by_silence(samples):
     real, made = voice()[:samples], noisy(voice()[:samples], 0.1)
     longer = [np.pad(wave, (0, 2048 - samples)) for wave in (made, real)]
@@ -71,7 +72,7 @@ def test_mel_cepstral_distortion_by_scipys_cosine_transform():
     assert metrics.mel_cepstral_distortion(ours, theirs) == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("bands", [8, 40, 128])
+@each_row(8, 40, 128)
 def test_mel_cepstral_distortion_is_the_root_mean_square_difference_in_decibels(bands):
     """The spectra are as smooth as its coefficients; a constant factor in loudness does not count."""
     theirs = np.random.default_rng(0).normal(size=(bands, 5))
@@ -161,7 +162,7 @@ def test_periodicity_of_a_tone_of_noise_and_of_silence():
     assert (metrics.periodicity(hum, RATE, 160, 100, 500)[8:-8] < 0.1).all()  # A slope is not a peak.
 
 
-@pytest.mark.parametrize(("samples", "hop"), [(0, 160), (159, 160), (1600, 160), (8000, 2000), (5000, 201)])
+@each_row((0, 160), (159, 160), (1600, 160), (8000, 2000), (5000, 201))
 def test_periodicity_has_the_frames_of_the_pitch(samples, hop):
     wave = voice()[:samples]
     assert metrics.periodicity(wave, RATE, hop).shape == f0(wave, RATE, hop, "pyin").shape == (samples // hop,)

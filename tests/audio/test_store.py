@@ -1,5 +1,6 @@
 """The store of sound, with a pitch and without: reading what was written, interrupted writing, damage."""
 
+import itertools
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from gputrain.audio.store import (
     stored_files,
 )
 from gputrain.errors import UserError
+from tests.tables import each_row
 
 HOPS = [0, 4]  # Samples alone, and hops of four samples with a pitch each.
 JOURNAL = "index.jsonl"
@@ -105,21 +107,20 @@ def test_checksums_cover_the_numbers_of_all_files():
     assert checksums([wave, pitch], 5, 3) == tuple(expected)
 
 
-@pytest.mark.parametrize("hop", HOPS)
-@pytest.mark.parametrize("cut", [0, 1, 3, 9])
-def test_an_interrupted_writer_goes_on_behind_the_last_whole_sound(tmp_path, hop, cut):
+@each_row(*itertools.product(HOPS, (0, 1, 3, 9)))
+def test_an_interrupted_writer_goes_on_behind_the_last_whole_sound(tmp_path_factory, hop, cut):
     """Bytes without a row, and an incomplete row, are removed."""
-    written(tmp_path / "cut", hop, LENGTHS[:2])
+    folder = tmp_path_factory.mktemp("cut")
+    written(folder, hop, LENGTHS[:2])
     for file in stored_files(hop):
-        with (tmp_path / "cut" / file.name).open("ab") as to:
+        with (folder / file.name).open("ab") as to:
             to.write(b"x" * cut)
-    with (tmp_path / "cut" / JOURNAL).open("ab") as to:
+    with (folder / JOURNAL).open("ab") as to:
         to.write(b'{"path": "2.w'[:cut])
-    again = written(tmp_path / "cut", hop)
+    again = written(folder, hop)
     again.sync()
     assert [sound.path for sound in again.sounds] == ["0.wav", "1.wav", "2.wav"]
-    written(tmp_path / "once", hop)
-    assert files_in(tmp_path / "cut") == files_in(tmp_path / "once")
+    assert files_in(folder) == files_in(written(tmp_path_factory.mktemp("once"), hop).folder)
 
 
 @pytest.mark.parametrize("hop", HOPS)
@@ -161,16 +162,16 @@ def test_another_format_is_another_store(tmp_path):
         writer_of(tmp_path / "file", 0)
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "{}", '{"path": "1.wav"}', '{"path": 1, "begin": 0, "length": 3}'])
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_damaged_index_is_named_and_nothing_is_removed(tmp_path, line, place):
-    written(tmp_path, 0)
-    lines = (tmp_path / JOURNAL).read_text().splitlines()
-    (tmp_path / JOURNAL).write_text("".join(one + "\n" for one in [*lines[:place], line, *lines[place + 1 :]]))
-    before = files_in(tmp_path)
-    with pytest.raises(UserError, match=r"index\.jsonl: damaged"):
-        writer_of(tmp_path, 0)
-    assert files_in(tmp_path) == before
+@each_row("{", "[]", "{}", '{"path": "1.wav"}', '{"path": 1, "begin": 0, "length": 3}')
+def test_a_damaged_index_is_named_and_nothing_is_removed(tmp_path_factory, line):
+    folder = written(tmp_path_factory.mktemp("index"), 0).folder
+    lines = (folder / JOURNAL).read_text().splitlines()
+    for place in (0, 1):
+        (folder / JOURNAL).write_text("".join(one + "\n" for one in [*lines[:place], line, *lines[place + 1 :]]))
+        before = files_in(folder)
+        with pytest.raises(UserError, match=r"index\.jsonl: damaged"):
+            writer_of(folder, 0)
+        assert files_in(folder) == before
 
 
 def test_rows_of_the_index_are_json_lines(tmp_path):

@@ -8,15 +8,13 @@ from torch import Tensor, nn
 
 from gputrain.audio.discriminators import multi_scale
 from gputrain.audio.weight_norm import WeightNormed, stacked_weight_norm, weights_made_once
+from tests.tables import each_row
 
 
-@pytest.mark.parametrize(
-    ("conv", "x"),
-    [
-        (nn.Conv1d(6, 4, 5, stride=2, padding=2, dilation=2, groups=2), torch.randn(2, 6, 20)),
-        (nn.Conv2d(3, 4, (5, 1), stride=(3, 1), padding=(2, 0)), torch.randn(2, 3, 20, 4)),
-        (nn.ConvTranspose1d(6, 4, 5, stride=2, padding=2, output_padding=1), torch.randn(2, 6, 20)),
-    ],
+@each_row(
+    (nn.Conv1d(6, 4, 5, stride=2, padding=2, dilation=2, groups=2), torch.randn(2, 6, 20)),
+    (nn.Conv2d(3, 4, (5, 1), stride=(3, 1), padding=(2, 0)), torch.randn(2, 3, 20, 4)),
+    (nn.ConvTranspose1d(6, 4, 5, stride=2, padding=2, output_padding=1), torch.randn(2, 6, 20)),
 )
 def test_weight_norm_equals_torchs(conv: nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d, x: Tensor) -> None:
     ours = WeightNormed(conv)
@@ -33,7 +31,7 @@ def test_weight_norm_equals_torchs(conv: nn.Conv1d | nn.Conv2d | nn.ConvTranspos
         assert torch.allclose(made.grad, expected.grad, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("size", [(5, 1), (3, 9)])
+@each_row(((5, 1),), ((3, 9),))
 def test_weight_norm_keeps_channels_last(size: tuple[int, int]) -> None:
     torch.manual_seed(0)
     plain = WeightNormed(nn.Conv2d(6, 4, size)).double()
@@ -47,14 +45,11 @@ def test_weight_norm_keeps_channels_last(size: tuple[int, int]) -> None:
     assert torch.allclose(placed.weight_v.grad, plain.weight_v.grad, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("conv", "shape", "dynamic"),
-    [
-        (nn.Conv1d(3, 4, 3), (2, 3, 9), False),  # Its bias has a gradient of sums over positions, then over items.
-        (nn.Conv1d(3, 4, 3), (2, 3, 9), True),
-        (nn.Conv2d(3, 4, (3, 1)), (2, 3, 9, 2), False),
-        (nn.ConvTranspose1d(3, 4, 4, 2), (2, 3, 9), False),
-    ],
+@each_row(
+    (nn.Conv1d(3, 4, 3), (2, 3, 9), False),  # Its bias has a gradient of sums over positions, then over items.
+    (nn.Conv1d(3, 4, 3), (2, 3, 9), True),
+    (nn.Conv2d(3, 4, (3, 1)), (2, 3, 9, 2), False),
+    (nn.ConvTranspose1d(3, 4, 4, 2), (2, 3, 9), False),
 )
 def test_compiled_layers_add_their_bias_with_the_same_gradients(conv, shape, dynamic):
     torch.manual_seed(0)

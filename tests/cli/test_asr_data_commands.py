@@ -4,9 +4,6 @@ import json
 
 import pytest
 
-from gputrain.cli.settings import PrepareSettings
-from gputrain.config import assemble
-from gputrain.errors import UserError
 from gputrain.speech.store import SpeechStore
 from tests.command import gputrain_here
 from tests.speech.speech import hum, speak
@@ -52,32 +49,3 @@ def test_from_recordings_to_a_checked_store(recordings, tmp_path):
     done = gputrain_here("train-tts", "--data-dir", store, "--output-dir", tmp_path / "run")
     assert done.returncode == 2
     assert f"error: {store}: prepared for a recogniser (--kind asr), not for a voice" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("given", "flag"),
-    [
-        ({"audio_sample_rate": 22050}, "--audio-sample-rate"), ({"espeak_voice": "uz"}, "--espeak-voice"),
-        ({"alphabet": "a.yaml"}, "--alphabet"), ({"hop_size": 256}, "--hop-size"),
-        ({"kind": "tts", "cue_gap": 0.5}, "--cue-gap"),
-    ],
-)  # fmt: skip
-def test_options_without_effect_are_refused(given, flag):
-    with pytest.raises(UserError, match="does nothing with --kind") as raised:
-        assemble(PrepareSettings, {"input_dir": "in", "output_dir": "out", "kind": "asr", "language": "uz", **given})
-    assert raised.value.hint == f"drop {flag}"
-
-
-@pytest.mark.parametrize(
-    ("kind", "language", "fault"),
-    [
-        ("asr", None, "language is missing"), ("tts", None, "language is missing"),
-        ("asr", "characters", "language 'characters' is not the code"), ("asr", "k", "language 'k' is not the code"),
-        ("tts", "kk", "language 'kk' has no text rules for a voice"),
-    ],
-)  # fmt: skip
-def test_languages_that_will_not_do(kind, language, fault):
-    given = {"input_dir": "in", "output_dir": "out", "kind": kind, **({"language": language} if language else {})}
-    with pytest.raises(UserError, match=fault) as raised:
-        assemble(PrepareSettings, given)
-    assert "--language" in str(raised.value.hint) or "use uz, ru or en" in str(raised.value.hint)

@@ -1,6 +1,5 @@
 """Commands that serve several kinds of model: the kind of a path, the options refused, and a vocoder in use."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -16,11 +15,15 @@ from gputrain.config import assemble
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError
 from gputrain.kinds import kind_of, kinds
+from gputrain.speech.text.frontend import frontend
 from gputrain.vae.diffusers_folder import save_diffusers
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vocoder.config import TrainVocoder
-from tests.command import gputrain
+from tests.asr.models import run_folder as recogniser_run
+from tests.tables import each_row
 from tests.training import train_vocoder
+from tests.tts import test_load as voices
+from tests.tts.voices import build, small
 from tests.vae.test_recipe import settings_of as vae_settings
 from tests.vocoder.conftest import HOP, RATE_HZ, TINY, hummed
 
@@ -66,7 +69,10 @@ def exported(vocoder_run) -> Path:
 
 
 def test_runs_and_their_checkpoints(vocoder_run, vae_run, tmp_path):
-    for kind, folder in (("vocoder", vocoder_run), ("vae", vae_run)):
+    voice = voices.run_folder(tmp_path / "voice", build(small("fast")), frontend("en"), voices.settings_of("fast"))
+    (voice / "config.yaml").write_text("kind: tts\n")
+    runs = {"vocoder": vocoder_run, "vae": vae_run, "tts": voice, "asr": recogniser_run(tmp_path / "recogniser")}
+    for kind, folder in runs.items():
         assert kind_of(folder).name == kind
         assert kind_of(folder / "checkpoint_last.pt").name == kind
         alone = tmp_path / kind / "alone.pt"
@@ -103,23 +109,14 @@ def test_a_missing_model_is_named_before_anything_is_said_of_options(typed, tmp_
     assert (code, "no such file or folder" in printed) == (2, True)
 
 
-@pytest.mark.parametrize(
-    ("command", "model", "option", "said", "hint"),
-    [
-        ("evaluate", "vocoder", ["--image-size", 64], "image_size does nothing with", "drop --image-size"),
-        ("evaluate", "VAE", ["--max-clips", 3], "max_clips does nothing with", "drop --max-clips"),
-        (
-            "export",
-            "vocoder",
-            ["--format", "diffusers"],
-            "a vocoder, which has no format diffusers",
-            "openvpi or onnx or",
-        ),
-        ("export", "vocoder", ["--data-path", "."], "data_path does nothing with a vocoder", "drop --data-path"),
-        ("export", "vocoder", ["--name", "x"], "name does nothing with format openvpi", "drop --name"),
-        ("export", "vocoder", ["--language-code", "uz_UZ"], "language_code does nothing", "drop --language-code"),
-        ("export", "VAE", ["--format", "onnx"], "an image VAE, which has no format onnx", "use diffusers"),
-    ],
+@each_row(
+    ("evaluate", "vocoder", ["--image-size", 64], "image_size does nothing with", "drop --image-size"),
+    ("evaluate", "VAE", ["--max-clips", 3], "max_clips does nothing with", "drop --max-clips"),
+    ("export", "vocoder", ["--format", "diffusers"], "a vocoder, which has no format diffusers", "openvpi or onnx or"),
+    ("export", "vocoder", ["--data-path", "."], "data_path does nothing with a vocoder", "drop --data-path"),
+    ("export", "vocoder", ["--name", "x"], "name does nothing with format openvpi", "drop --name"),
+    ("export", "vocoder", ["--language-code", "uz_UZ"], "language_code does nothing", "drop --language-code"),
+    ("export", "VAE", ["--format", "onnx"], "an image VAE, which has no format onnx", "use diffusers"),
 )
 def test_commands_refuse_options_of_the_other_kind(typed, vocoder_run, vae_run, command, model, option, said, hint):
     place = {"evaluate": ["--data-path", "."], "export": ["--output-dir", "out"]}[command]
@@ -185,19 +182,3 @@ def test_the_command_exports_a_graph(typed, vocoder_run):
     mel, f0 = torch.full((1, 9, TINY["audio_num_mel_bins"]), -4.0), torch.full((1, 9), 200.0)
     (wave,) = session.run(["waveform"], {"mel": mel.numpy(), "f0": f0.numpy()})
     assert wave.shape == (1, 9 * HOP)
-
-
-@pytest.mark.slow
-def test_the_commands_in_processes_of_their_own(vocoder_run, notes, tmp_path):
-    sung = tmp_path / "sung"
-    soundfile.write(tmp_path / "a.wav", 0.1 * torch.randn(RATE_HZ).numpy(), RATE_HZ)
-    for words in (
-        ["vocode", "--model", vocoder_run, "--input", tmp_path / "a.wav", "--output-dir", sung],
-        ["evaluate", "--model", vocoder_run, "--data-path", notes, "--json", tmp_path / "figures.json"],
-        ["export", "--model", vocoder_run, "--output-dir", tmp_path / "out", "--format", "onnx"],
-    ):
-        done = gputrain(*words)
-        assert done.returncode == 0, done.stderr
-    assert len(list(sung.glob("*.wav"))) == 1
-    assert json.loads((tmp_path / "figures.json").read_text())["m_stft"] > 0
-    assert (tmp_path / "out" / "vocoder.onnx").stat().st_size > 10_000

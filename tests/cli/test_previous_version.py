@@ -16,8 +16,11 @@ from gputrain.errors import UserError
 from gputrain.kinds import kind_of
 from gputrain.tts import coqui
 from gputrain.tts.config import TrainTts
+from gputrain.tts.load import load_voice
 from gputrain.vae.config import TrainVae
+from gputrain.vae.load import load_model
 from gputrain.vocoder.config import TrainVocoder
+from gputrain.vocoder.load import load_vocoder
 from gputrain.vocoder.openvpi import translate
 from tests.tts.test_train import small_presets
 
@@ -116,27 +119,15 @@ def test_a_run_is_resumed(kind: str, typed) -> None:
 
 
 def test_a_run_is_loaded_for_use(kind: str) -> None:
-    cpu = torch.device("cpu")
-    content = torch.load(CHECKPOINT, weights_only=True)
-    if kind == "vae":
-        from gputrain.vae.load import load_model
-
-        model = load_model(Path("run"), cpu).model
-        expected = content["modules"]["ema"]["average.decoder.conv_out.weight"]
-        assert torch.equal(model.state_dict()["decoder.conv_out.weight"], expected)
-    elif kind == "vocoder":
-        from gputrain.vocoder.load import load_vocoder
-
-        vocoder = load_vocoder(Path("run"), cpu)
-        expected = content["modules"]["ema"]["average.noise_convs.0.bias"]
-        assert torch.equal(vocoder.generator.state_dict()["noise_convs.0.bias"], expected)
-    else:
-        from gputrain.tts.load import load_voice as load_voice
-
-        voice = load_voice(Path("run"), cpu)
-        expected = content["modules"]["ema"]["average.text_encoder.embedding.weight"]
-        assert torch.equal(voice.voice.state_dict()["text_encoder.embedding.weight"], expected)
-        assert voice.speakers == ("ann", "bob")
+    load, module, weight = {
+        "vae": (load_model, "model", "decoder.conv_out.weight"),
+        "vocoder": (load_vocoder, "generator", "noise_convs.0.bias"),
+        "tts": (load_voice, "voice", "text_encoder.embedding.weight"),
+    }[kind]
+    loaded = load(Path("run"), torch.device("cpu"))
+    expected = torch.load(CHECKPOINT, weights_only=True)["modules"]["ema"][f"average.{weight}"]
+    assert torch.equal(getattr(loaded, module).state_dict()[weight], expected)
+    assert kind != "tts" or loaded.speakers == ("ann", "bob")
 
 
 USES = [

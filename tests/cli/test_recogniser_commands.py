@@ -1,4 +1,4 @@
-"""`transcribe` as a command, in a process of its own where the exit code counts."""
+"""The recogniser's commands as typed: transcripts, figures, exports, and what they refuse."""
 
 import json
 from pathlib import Path
@@ -8,14 +8,14 @@ import pytest
 import soundfile
 
 from gputrain.errors import UserError
-from gputrain.kinds import kind_of
 from gputrain.speech.store import SpeechStore
 from gputrain.tts.kind import reader_of
-from tests.asr.models import run_folder, transformers_folder
+from tests.asr.models import transformers_folder
 from tests.asr.stores import spelled_clips, write_store
-from tests.command import gputrain, gputrain_here
+from tests.command import gputrain_here
 from tests.speech.test_cutting import sentences, spoken
 from tests.speech.tones import ToneChecker, rest, said, write_said
+from tests.tables import each_row
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +37,9 @@ def transcribing(folder: Path, input: object, *more: object) -> list[object]:
     return ["transcribe", "--model", folder / "model", "--input", input, "--device", "cpu", *more]
 
 
-@pytest.mark.slow
 def test_transcripts_are_on_standard_output(folder: Path) -> None:
     """Transcripts are data, all else are messages; a file that cannot be read is a warning beside others."""
-    done = gputrain(*transcribing(folder, folder / "sounds"))
+    done = gputrain_here(*transcribing(folder, folder / "sounds"))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.partition(": ")[0] for line in lines] == [
@@ -62,18 +61,15 @@ def test_json_and_subtitles(folder: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["0.srt", "0.vtt", "1.srt", "1.vtt"]
 
 
-@pytest.mark.parametrize(
-    ("input", "more", "message"),
-    [
-        ("sounds/broken.wav", [], "error: sounds/broken.wav: cannot be decoded"),
-        ("broken", [], "broken: no usable recording: broken/a.wav: cannot be decoded"),
-        ("missing", [], "missing: no such file or folder"),
-        ("sounds/0.wav", ["--overlap-seconds", 20], "overlap_seconds 20 is more than half of chunk_seconds 30"),
-        ("sounds/0.wav", ["--beam-width", 9], "beam_width does nothing without lm"),
-        ("sounds/0.wav", ["--lm", "missing.txt"], "missing.txt: No such file"),
-        ("sounds/0.wav", ["--model", "sounds"], "holds no checkpoint"),
-        ("sounds/0.wav", ["--model", "missing"], "no such checkpoint"),
-    ],
+@each_row(
+    ("sounds/broken.wav", [], "error: sounds/broken.wav: cannot be decoded"),
+    ("broken", [], "broken: no usable recording: broken/a.wav: cannot be decoded"),
+    ("missing", [], "missing: no such file or folder"),
+    ("sounds/0.wav", ["--overlap-seconds", 20], "overlap_seconds 20 is more than half of chunk_seconds 30"),
+    ("sounds/0.wav", ["--beam-width", 9], "beam_width does nothing without lm"),
+    ("sounds/0.wav", ["--lm", "missing.txt"], "missing.txt: No such file"),
+    ("sounds/0.wav", ["--model", "sounds"], "holds no checkpoint"),
+    ("sounds/0.wav", ["--model", "missing"], "no such checkpoint"),
 )
 def test_wrong_input_exits_with_2(
     folder: Path, monkeypatch: pytest.MonkeyPatch, input: str, more: list[object], message: str
@@ -102,13 +98,10 @@ def test_evaluate(folder: Path, store: Path, tmp_path: Path) -> None:
     assert (wrong.returncode, "clip_seconds does nothing with" in " ".join(wrong.stderr.split())) == (2, True)
 
 
-@pytest.mark.parametrize(
-    ("format", "files"),
-    [
-        ("auto", ["config.json", "model.safetensors"]),
-        ("onnx", ["recogniser.onnx", "tokens.txt"]),
-        ("sherpa", ["model.int8.onnx", "model.onnx", "tokens.txt"]),
-    ],
+@each_row(
+    ("auto", ["config.json", "model.safetensors"]),
+    ("onnx", ["recogniser.onnx", "tokens.txt"]),
+    ("sherpa", ["model.int8.onnx", "model.onnx", "tokens.txt"]),
 )
 def test_export(folder: Path, store: Path, tmp_path: Path, format: str, files: list[str]) -> None:
     words = ["export", "--model", folder / "model", "--output-dir", tmp_path / "out", "--format", format]
@@ -119,9 +112,9 @@ def test_export(folder: Path, store: Path, tmp_path: Path, format: str, files: l
 
 
 def test_a_folder_that_is_no_model_is_not_taken_for_another_kind(tmp_path: Path) -> None:
-    for model in (tmp_path, tmp_path / "missing"):
+    for model, words in ((tmp_path, "holds no model"), (tmp_path / "missing", "missing: no such file or folder")):
         done = gputrain_here("export", "--model", model, "--output-dir", tmp_path / "out", "--format", "sherpa")
-        assert (done.returncode, "holds no model" in done.stderr) == (2, True)
+        assert (done.returncode, words in " ".join(done.stderr.split())) == (2, True), done.stderr
 
 
 def test_wrong_exports(folder: Path, tmp_path: Path) -> None:
@@ -135,14 +128,6 @@ def test_wrong_exports(folder: Path, tmp_path: Path) -> None:
         done = gputrain_here(*words, *more)
         assert done.returncode == 2
         assert message in " ".join(done.stderr.split())
-
-
-def test_kinds_are_found(folder: Path, tmp_path: Path) -> None:
-    run = run_folder(tmp_path / "run")
-    assert [kind_of(path).name for path in (folder / "model", run, run / "checkpoint_last.pt")] == ["asr"] * 3
-    alone = tmp_path / "alone.pt"
-    alone.write_bytes((run / "checkpoint_last.pt").read_bytes())
-    assert kind_of(alone).name == "asr"
 
 
 def test_long_recordings_are_cut_and_texts_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

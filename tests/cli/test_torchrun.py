@@ -28,15 +28,9 @@ def options(photographs: Path, folder: Path, **changes: object) -> list[str]:
 
 
 def torchrun(*words: str, ranks: int = 2, restarts: int = 0) -> subprocess.Popen[str]:
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-        f"--max-restarts={restarts}",
-    ]
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
     return subprocess.Popen(
-        [sys.executable, *launcher, "-m", "gputrain", *words],
+        [sys.executable, "-m", *launcher, "-m", "gputrain", *words],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ from gputrain.audio.store import PITCHES
 from gputrain.cli import ui
 from gputrain.engine.data import MANIFEST
 from gputrain.vocoder.store import JOURNAL
+from tests.tables import each_row
 from tests.vocoder.conftest import TINY, flags, hummed
 
 pytestmark = pytest.mark.usefixtures("flops_known")
@@ -101,44 +102,20 @@ def test_a_single_held_out_clip_is_a_warning(typed, tmp_path):
 # ----------------------------------------------------------------------------------------------------- the settings
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"pc_aug": True}, "pc_aug needs mini_nsf"),
-        ({"upsample_rates": [8, 4]}, "make 32 samples of a frame, and hop_size is 64"),
-        ({"discriminators": "msd,cqt"}, "discriminators is 'msd,cqt', expected a list"),
-        ({"fmax": 9000}, "mel bands from 40 to 9000 Hz do not fit below half of 16000 Hz"),
-        ({"init_from": "gone.ckpt"}, "gone.ckpt: no such file or folder"),
-        ({"resume_from": "gone.pt"}, "gone.pt: no such checkpoint"),
-        ({"plan_file": "gone.json"}, "gone.json: No such file"),
-        ({"data_in_memory": True}, "--data-in-memory"),
-        ({"gamma": 0.99}, "gamma 0.99 has no effect with learning_rate_schedule"),
-        ({"checkpoint_steps": 0, "permanent_start": 8}, "permanent_start 8 has no effect"),
-    ],
+@each_row(
+    ({"pc_aug": True}, "pc_aug needs mini_nsf"),
+    ({"upsample_rates": [8, 4]}, "make 32 samples of a frame, and hop_size is 64"),
+    ({"discriminators": "msd,cqt"}, "discriminators is 'msd,cqt', expected a list"),
+    ({"fmax": 9000}, "mel bands from 40 to 9000 Hz do not fit below half of 16000 Hz"),
+    ({"init_from": "gone.ckpt"}, "gone.ckpt: no such file or folder"),
+    ({"resume_from": "gone.pt"}, "gone.pt: no such checkpoint"),
+    ({"plan_file": "gone.json"}, "gone.json: No such file"),
+    ({"data_in_memory": True}, "--data-in-memory"),
+    ({"gamma": 0.99}, "gamma 0.99 has no effect with learning_rate_schedule"),
+    ({"checkpoint_steps": 0, "permanent_start": 8}, "permanent_start 8 has no effect"),
 )
 def test_settings_that_cannot_be(typed, notes, changes, said):
     refused(typed, training(notes, **changes), said)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there(typed, notes):
-    refused(typed, training(notes, device="cuda"), "no GPU that this torch can use", "check-compatibility")
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("batch_size:\n", "c.yaml: batch_size is null"),
-        ("batch_sise: 3\n", "c.yaml: unknown key 'batch_sise' hint: did you mean 'batch_size'?"),
-        ("task_cls: nsf_HiFigan_task.nsf_HiFigan\nbatch_sise: 3\n", "c.yaml: unknown key 'batch_sise'"),
-        ("pe: parselmouth\nfreezing_enabled: true\n", "c.yaml: freezing_enabled is True"),
-        ("pe: parselmouth\nmodel_args:\n", "c.yaml: model_args is null"),
-        ("- batch_size\n", "c.yaml: expected a mapping"),
-    ],
-)
-def test_files_that_cannot_be_followed(typed, notes, text, said):
-    Path("c.yaml").write_text(text)
-    refused(typed, [*training(notes), "--config", "c.yaml"], said)
 
 
 def test_a_plan_is_followed_and_one_of_a_gpu_is_not(typed, notes):

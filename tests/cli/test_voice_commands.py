@@ -2,7 +2,6 @@
 with their messages and exit codes."""
 
 import json
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +13,8 @@ import soundfile
 
 from gputrain.cli.app import main
 from gputrain.kinds import kind_of
-from tests.command import gputrain
 from tests.speech.speech import RATE_HZ, hum, rest, speak
+from tests.tables import each_row
 from tests.tts.test_train import QUIET, TINY, small_presets, train
 from tests.vocoder.conftest import flags
 
@@ -38,13 +37,6 @@ def recordings(tmp_path_factory) -> Path:
     lines = [f"{number}|{'ann' if number % 2 else 'bob'}|{text}" for number, text in enumerate(TEXTS)]
     (folder / "metadata.csv").write_text("\n".join(lines))
     return folder
-
-
-def preparing(recordings: Path, *more: object) -> list[object]:
-    return [
-        "prepare-data", "--kind", "tts", "--language", "en", "--audio-sample-rate", RATE_HZ, "--num-workers", 1,
-        "--input-dir", recordings, "--output-dir", "prepared", *more,
-    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +75,8 @@ def refused(typed, words: list[object], *said: str) -> None:
 
 @pytest.mark.slow
 def test_from_recordings_to_a_voice(typed, recordings):
-    code, printed = typed(*preparing(recordings))
+    words = ["--kind", "tts", "--language", "en", "--audio-sample-rate", RATE_HZ, "--num-workers", 1]
+    code, printed = typed("prepare-data", *words, "--input-dir", recordings, "--output-dir", "prepared")
     assert code == 0, printed
     assert Path("prepared", "manifest.jsonl").is_file()
     code, printed = typed(*training("prepared"))
@@ -94,14 +87,6 @@ def test_from_recordings_to_a_voice(typed, recordings):
     code, printed = typed("validate", "--kind", "tts", "--language", "en", "--input-dir", recordings)
     assert code == 0, printed
     assert "high" in printed
-
-
-def test_what_holds_a_voice(voice_run, tmp_path):
-    assert kind_of(voice_run).name == "tts"
-    assert kind_of(voice_run / "checkpoint_last.pt").name == "tts"
-    alone = tmp_path / "alone.pt"
-    shutil.copyfile(voice_run / "checkpoint_last.pt", alone)
-    assert kind_of(alone).name == "tts"
 
 
 def test_it_is_measured_speaks_into_files_and_is_exported(typed, voice_run, prepared):
@@ -172,127 +157,25 @@ def test_a_file_of_the_users_keys_is_followed(typed, prepared):
     assert row["learning_rate"] == 0.0003
 
 
-@pytest.mark.slow
-def test_the_commands_in_processes_of_their_own(recordings, tmp_path):
-    """The preset `fast` has its full size here, as nothing is patched in other processes."""
-    words = [*preparing(recordings)[:-1], tmp_path / "prepared"]
-    run = tmp_path / "run"
-    for line in (
-        words,
-        training(tmp_path / "prepared", output_dir=run, batch_size=2),
-        ["speak", "--model", run, "--text", "Well.", "--output-file", tmp_path / "out.wav"],
-        ["export", "--model", run, "--output-dir", tmp_path / "out"],
-    ):
-        done = gputrain(*line)
-        assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out" / "voice.onnx").stat().st_size > 10_000_000
-    assert soundfile.info(tmp_path / "out.wav").samplerate == RATE_HZ
-
-
 # ---------------------------------------------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize(
-    ("words", "said", "hint"),
-    [
-        (["--kind", "tts"], "language is missing", "--language characters"),
-        (["--kind", "vocoder", "--language", "en"], "language does nothing with --kind vocoder", "drop --language"),
-        (["--kind", "tts", "--language", "en", "--f0-min", 55], "f0_min does nothing with --kind tts", "--f0-min"),
-        (["--kind", "tts", "--language", "en", "--target-size", 64], "target_size does nothing", "--target-size"),
-        (["--kind", "tts", "--language", "fr"], "--language", "characters"),
-        (["--kind", "tts", "--language", "en", "--max-seconds", 1, "--min-seconds", 2], "leave no clip", "0.4"),
-        (["--kind", "tts", "--language", "en", "--transcripts", "gone.csv"], "gone.csv", ""),
-    ],
-)
-def test_preparations_that_cannot_be(typed, recordings, words, said, hint):
-    refused(typed, ["prepare-data", "--input-dir", recordings, "--output-dir", "out", *words], said, hint)
-    assert not Path("out").exists()
-
-
-def test_metadata_that_cannot_be_followed(typed, recordings):
-    shutil.copytree(recordings, "in")
-    for content in ("", "a|b\n" * 3, "\x00\x01"):
-        Path("in", "metadata.csv").write_text(content)
-        code, printed = typed(*preparing(Path("in")))
-        assert code == 2, (content, printed)
-
-
-@pytest.mark.parametrize(
-    ("command", "options", "said", "hint"),
-    [
-        ("evaluate", ["--data-path", ".", "--image-size", 64], "image_size does nothing with", "drop --image-size"),
-        ("evaluate", ["--data-path", ".", "--clip-seconds", 2], "clip_seconds does nothing", "drop --clip-seconds"),
-        ("evaluate", ["--data-path", "gone"], "gone", "prepare-data"),
-        ("export", ["--output-dir", "out", "--format", "openvpi"], "a voice, which has no format openvpi", "piper"),
-        ("export", ["--output-dir", "out", "--data-path", "."], "data_path does nothing with a voice", "--data-path"),
-        ("export", ["--output-dir", "out", "--language-code", "british"], "'british'", "such as kk_KZ"),
-        ("export", ["--output-dir", "out", "--name", "a/b"], "'a/b' is not a file name", "without folders"),
-        ("speak", ["--text", "so"], "no output_file is given", "--output-file out.wav"),
-        ("speak", ["--text", "so", "--output-file", "a.wav", "--speaker", "zoe"], "zoe", "ann"),
-        ("speak", ["--text", "中文", "--output-file", "a.wav"], "nothing to say", "gputrain normalize"),
-        ("speak", ["--text", "", "--output-file", "a.wav"], "nothing to say", ""),
-        ("speak", ["--text", "so", "--output-file", "a.wav", "--length-scale", 0], "--length-scale", ""),
-        ("speak", ["--input-file", "gone.txt", "--output-file", "a.wav"], "gone.txt", ""),
-        ("speak", ["--text", "so", "--output-file", "gone/there/a.wav", "--output-dir", "b"], "both given", ""),
-    ],
+@each_row(
+    ("evaluate", ["--data-path", ".", "--image-size", 64], "image_size does nothing with", "drop --image-size"),
+    ("evaluate", ["--data-path", ".", "--clip-seconds", 2], "clip_seconds does nothing", "drop --clip-seconds"),
+    ("evaluate", ["--data-path", "gone"], "gone", "prepare-data"),
+    ("export", ["--output-dir", "out", "--format", "openvpi"], "a voice, which has no format openvpi", "piper"),
+    ("export", ["--output-dir", "out", "--data-path", "."], "data_path does nothing with a voice", "--data-path"),
+    ("export", ["--output-dir", "out", "--language-code", "british"], "'british'", "such as kk_KZ"),
+    ("export", ["--output-dir", "out", "--name", "a/b"], "'a/b' is not a file name", "without folders"),
+    ("speak", ["--text", "so"], "no output_file is given", "--output-file out.wav"),
+    ("speak", ["--text", "so", "--output-file", "a.wav", "--speaker", "zoe"], "zoe", "ann"),
+    ("speak", ["--text", "中文", "--output-file", "a.wav"], "nothing to say", "gputrain normalize"),
+    ("speak", ["--text", "", "--output-file", "a.wav"], "nothing to say", ""),
+    ("speak", ["--text", "so", "--output-file", "a.wav", "--length-scale", 0], "--length-scale", ""),
+    ("speak", ["--input-file", "gone.txt", "--output-file", "a.wav"], "gone.txt", ""),
+    ("speak", ["--text", "so", "--output-file", "gone/there/a.wav", "--output-dir", "b"], "both given", ""),
 )
 def test_uses_that_cannot_be(typed, voice_run, command, options, said, hint):
     refused(typed, [command, "--model", voice_run, *options], said, hint)
     assert not Path("out").exists()
-
-
-def test_a_model_that_is_no_voice(typed, tmp_path):
-    for path in ("gone", "damaged.pt"):
-        Path("damaged.pt").write_bytes(b"PK\x03\x04 and no more")
-        refused(typed, ["speak", "--model", path, "--text", "so", "--output-file", "a.wav"], path)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"data_dir": "gone"}, "gone"),
-        ({"batch_size": 0}, "--batch-size"),
-        ({"preset": "grand"}, "--preset"),
-        ({"discriminator_channels": 12}, "not a multiple of 8"),
-        ({"init_from": "gone"}, "gone: no such checkpoint"),
-        ({"held_out_share": 0.9}, "--held-out-share"),
-    ],
-)
-def test_settings_that_cannot_be(typed, prepared, changes, said):
-    refused(typed, training(prepared, **changes), said)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("pin_memory: false\n", "c.yaml: pin_memory is False: data for a GPU is always read into pinned memory"),
-        ("save_interval: 500\nsave_step: 1000\n", "save_interval is 500 and save_step is 1000"),
-        ("batch_sise: 3\n", "c.yaml: unknown key 'batch_sise' hint: did you mean 'batch_size'?"),
-        ("training:\n  1: 2\n", "c.yaml: 1 is not a valid key"),
-        ("batch_size:\n", "c.yaml: batch_size is null"),
-    ],
-)
-def test_files_that_cannot_be_followed(typed, prepared, text, said):
-    Path("c.yaml").write_text(text)
-    refused(typed, [*training(prepared), "--config", "c.yaml"], said)
-
-
-def test_a_folder_that_holds_a_run_stays_as_it_is(typed, prepared, voice_run):
-    shutil.copytree(voice_run, "mine")
-    before = Path("mine", "config.yaml").read_bytes()
-    refused(typed, training(prepared, output_dir="mine", learning_rate=0.5), "mine already holds a run")
-    assert Path("mine", "config.yaml").read_bytes() == before
-
-
-@pytest.mark.slow
-def test_bench_measures_a_row_of_the_voice(tmp_path):
-    words = ["--preset", "fast", "--discriminator-channels", 8, "--batch-size", 2, "--clip-seconds", 0.5]
-    done = gputrain(
-        "bench", "train-tts", *words, "--steps", 1, "--warmup-steps", 1, "--device", "cpu", "--output-dir", tmp_path,
-        env={"PATH": "", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (table,) = tmp_path.glob("bench_*.json")
-    rows = {row["label"]: row for row in json.loads(table.read_text())["rows"]}
-    assert rows["fp32"]["figures"]["seconds_per_step"] > 0
-    assert "needs a GPU" in rows["+ bf16"]["reason"]

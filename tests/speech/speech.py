@@ -20,7 +20,10 @@ def rest(seconds: float, rate_hz: int = RATE_HZ) -> np.ndarray:
     return np.zeros(round(seconds * rate_hz), np.float32)
 
 
-def speak(path: Path, *parts: np.ndarray, rate_hz: int = RATE_HZ) -> Path:
+def speak(path: Path, *parts: np.ndarray, rate_hz: int = RATE_HZ, text: str = "") -> Path:
+    """Writes a recording, and its text next to it if there is one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     soundfile.write(path, np.concatenate(parts), rate_hz)
+    if text:
+        path.with_suffix(".txt").write_text(text, encoding="utf-8")
     return path

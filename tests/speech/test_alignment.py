@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from gputrain.speech.alignment import align_ctc, frames_needed
+from tests.tables import each_row
 
 
 def random_log_probs(frames: int, symbols: int, seed: int) -> np.ndarray:
@@ -23,13 +24,11 @@ def best_by_trying_all(log_probs: np.ndarray, labels: list[int], blank: int) -> 
     return max((float(log_probs[np.arange(frames), path].sum()), path) for path in paths)
 
 
-@pytest.mark.parametrize("block", [1, 2, 3, 100])
-@pytest.mark.parametrize(
-    ("frames", "labels", "blank"),
-    [(6, [1, 2], 0), (7, [1, 1, 2], 0), (7, [2, 0, 0], 1), (3, [1, 1], 0), (1, [1], 0), (6, [1, 2, 1, 2, 1, 2], 0)],
-)
-def test_the_path_is_the_best_of_all(frames, labels, blank, block):
-    for seed in range(6):
+@each_row(
+    (6, [1, 2], 0), (7, [1, 1, 2], 0), (7, [2, 0, 0], 1), (3, [1, 1], 0), (1, [1], 0), (6, [1, 2, 1, 2, 1, 2], 0)
+)  # fmt: skip
+def test_the_path_is_the_best_of_all(frames, labels, blank):
+    for seed, block in itertools.product(range(6), (1, 2, 3, 100)):
         log_probs = random_log_probs(frames, 3, seed)
         found = align_ctc(log_probs, labels, blank, block=block)
         log_prob, path = best_by_trying_all(log_probs, labels, blank)
@@ -64,7 +63,7 @@ def test_known_cuts_are_found():
     np.testing.assert_allclose(found.log_prob_F, np.log(0.9))
 
 
-@pytest.mark.parametrize(("frames", "labels"), [(3, [1, 1, 2]), (5, []), (2, [1, 2, 3])])
+@each_row((3, [1, 1, 2]), (5, []), (2, [1, 2, 3]))
 def test_too_few_frames_or_no_labels_are_refused(frames, labels):
     with pytest.raises(ValueError, match="frames for"):
         align_ctc(random_log_probs(frames, 4, 0), labels)

@@ -16,6 +16,7 @@ from gputrain.speech.prepare import pauses, prepare_speech
 from gputrain.speech.store import SOUNDS, TEXT, SpeechStore
 from gputrain.speech.validate import validate_speech
 from tests.speech.speech import hum, rest, speak
+from tests.tables import each_row
 
 RECIPE = SpeechPrepareConfig(SpeechOptions(language="en"), sampling_rate=16000)
 SECOND = "so it is said"  # takes about a second
@@ -156,8 +157,7 @@ def test_a_changed_recording_is_prepared_again(folder, tmp_path):
 
 
 def test_loudness(tmp_path):
-    speak(tmp_path / "in/a.wav", hum(1.0, loud=0.02))
-    (tmp_path / "in/a.txt").write_text(SECOND)
+    speak(tmp_path / "in/a.wav", hum(1.0, loud=0.02), text=SECOND)
     prepare_speech(tmp_path / "in", tmp_path / "out", replace(RECIPE, loudness_db=-20.0))
     store = SpeechStore.open(tmp_path / "out")
     unit = store.wave(store.clips[0]) / 32768
@@ -168,8 +168,7 @@ def test_a_text_that_is_anothers_is_noticed_by_its_rate(tmp_path):
     """Thirty clips have about 13 symbols per second, one has 3 and one 25."""
     rng = np.random.default_rng(0)
     for number in range(30):
-        speak(tmp_path / f"in/{number:02}.wav", hum(1.0 + 0.2 * rng.random(), hz=100 + number))
-        (tmp_path / f"in/{number:02}.txt").write_text(SECOND)
+        speak(tmp_path / f"in/{number:02}.wav", hum(1.0 + 0.2 * rng.random(), hz=100 + number), text=SECOND)
     (tmp_path / "in/07.txt").write_text("ash")
     (tmp_path / "in/21.txt").write_text(SECOND + " " + SECOND)
     report = prepare_speech(tmp_path / "in", tmp_path / "out", RECIPE)
@@ -195,13 +194,12 @@ SENTENCES = ("This is the first of them. ", "A second one follows it here. ", "A
 def long_clip(tmp_path):
     """Writes three sentences of two seconds each, with pauses of half a second and a short pause in the second one."""
     second = [hum(1.0), rest(0.2), hum(0.8)]
-    speak(tmp_path / "in/a.wav", hum(2.0), rest(0.5), *second, rest(0.5), hum(2.0))
-    (tmp_path / "in/a.txt").write_text("".join(SENTENCES))
+    speak(tmp_path / "in/a.wav", hum(2.0), rest(0.5), *second, rest(0.5), hum(2.0), text="".join(SENTENCES))
     return tmp_path / "in"
 
 
 def test_a_long_clip_is_split_at_the_pauses_between_its_sentences(long_clip, tmp_path):
-    prepare_speech(long_clip, tmp_path / "out", voice_of(max_seconds=5, over_long="split"))
+    prepare_speech(tmp_path / "in", tmp_path / "out", voice_of(max_seconds=5, over_long="split"))
     store = SpeechStore.open(tmp_path / "out")
     first, last = store.clips
     assert (first.text, last.text) == ("".join(SENTENCES[:2]).strip(), SENTENCES[2])
@@ -214,14 +212,11 @@ def test_a_long_clip_is_split_at_the_pauses_between_its_sentences(long_clip, tmp
     assert [clip.text for clip in SpeechStore.open(tmp_path / "out").clips] == [text.strip() for text in SENTENCES]
 
 
-@pytest.mark.parametrize(
-    ("text", "limit", "fault"),
-    [
-        ("".join(SENTENCES), 2.05, "single sentence"),
-        ("This is the first of them, a second one follows it here and the third is the last one", 5, "single sentence"),
-        ("Short. A second one follows it here. " + SENTENCES[2], 5, "no pause where sentence 1 of 3"),
-        ("Some words here. " + 2 * ("".join(SENTENCES) + " "), 5, "no pause where sentence 1 of 7"),
-    ],
+@each_row(
+    ("".join(SENTENCES), 2.05, "single sentence"),
+    ("This is the first of them, a second one follows it here and the third is the last one", 5, "single sentence"),
+    ("Short. A second one follows it here. " + SENTENCES[2], 5, "no pause where sentence 1 of 3"),
+    ("Some words here. " + 2 * ("".join(SENTENCES) + " "), 5, "no pause where sentence 1 of 7"),
 )
 def test_a_long_clip_that_cannot_be_split_safely_is_left_out(long_clip, tmp_path, text, limit, fault):
     (long_clip / "a.txt").write_text(text)
@@ -231,8 +226,7 @@ def test_a_long_clip_that_cannot_be_split_safely_is_left_out(long_clip, tmp_path
 
 
 def test_of_two_pauses_as_long_none_is_the_end_of_a_sentence(tmp_path):
-    speak(tmp_path / "in/a.wav", hum(1.9), rest(0.3), hum(0.2), rest(0.3), hum(2.0))
-    (tmp_path / "in/a.txt").write_text(2 * "It is of this length. ")
+    speak(tmp_path / "in/a.wav", hum(1.9), rest(0.3), hum(0.2), rest(0.3), hum(2.0), text=2 * "It is of this length. ")
     with pytest.raises(UserError, match="1 too long"):
         prepare_speech(tmp_path / "in", tmp_path / "out", voice_of(max_seconds=3, over_long="split"))
     assert (
@@ -291,8 +285,7 @@ def test_a_folder_without_usable_sound_names_the_cause(tmp_path):
     [("so it is, 12/34 + 5", ["+ (", "/ (", "1 (", "2 (", "3 (", "and 2 more"]), ("so “it” is... – said!", [])],
 )
 def test_digits_and_signs_are_no_letters_without_a_warning(tmp_path, caplog, text, warned):
-    speak(tmp_path / "in/a.wav", hum(2.0))
-    (tmp_path / "in/a.txt").write_text(text, encoding="utf-8")
+    speak(tmp_path / "in/a.wav", hum(2.0), text=text)
     prepare_speech(tmp_path / "in", tmp_path / "out", voice_of(language="characters"))
     messages = [record.getMessage() for record in caplog.records if "digits and signs" in record.getMessage()]
     assert len(messages) == bool(warned)

@@ -18,6 +18,7 @@ from gputrain.speech.prepare import prepare_speech, speech_prepare_config
 from gputrain.speech.store import TEXT, SpeechStore
 from gputrain.speech.text.vocabulary import Vocabulary
 from tests.speech.speech import hum, rest, speak
+from tests.tables import each_row
 
 SECOND = "so it is said"  # takes about a second
 
@@ -66,15 +67,14 @@ def test_a_store_of_many_speakers_at_16_khz(tmp_path):
     assert (again.made, again.kept, again.clips) == (0, 5, 3)
 
 
-@pytest.mark.parametrize("text", ["a" * 13, "ab" * 12 + "a", "a b a b a b a b a b a b a", "aab" * 5 + "aaa"])
+@each_row("a" * 13, "ab" * 12 + "a", "a b a b a b a b a b a b a", "aab" * 5 + "aaa")
 def test_the_condition_of_ctc_is_exact(tmp_path, text):
     """The reference is torch's CTC loss on as many frames as wav2vec 2.0 makes of the clip."""
     needed = Vocabulary("und", ("<pad>", "<unk>", "|", "a", "b")).frames_needed(text)
     assert needed == 25
     for samples, is_kept in ((400 + 320 * 24, True), (400 + 320 * 24 - 1, False)):
         frames = encoder_frames(samples)
-        speak(tmp_path / "in/a.wav", hum(samples / 16000))
-        (tmp_path / "in/a.txt").write_text(text)
+        speak(tmp_path / "in/a.wav", hum(samples / 16000), text=text)
         ids = torch.tensor([[3 if char == "a" else 4 if char == "b" else 2 for char in text]])
         loss = torch.nn.functional.ctc_loss(
             torch.zeros(frames, 1, 5).log_softmax(-1), ids, torch.tensor([frames]), torch.tensor([ids.shape[1]])
@@ -150,8 +150,7 @@ def test_subtitles_in_a_linked_folder(tmp_path):
 def test_text_files_serve_recordings_without_subtitles(tmp_path):
     """Programs write the text of a recording next to its subtitles, too."""
     for number, name in enumerate("abc"):
-        speak(tmp_path / f"in/{name}.wav", hum(2.0, hz=100 + number))
-        (tmp_path / f"in/{name}.txt").write_text(SECOND)
+        speak(tmp_path / f"in/{name}.wav", hum(2.0, hz=100 + number), text=SECOND)
     (tmp_path / "in/a.srt").write_text(srt((0.5, 1.5, "Only this.")))
     (tmp_path / "in/c.de.srt").write_text(srt((0.5, 1.5, "nur")))
     (tmp_path / "in/c.fr.srt").write_text(srt((0.5, 1.5, "seul")))
@@ -193,11 +192,10 @@ def test_common_voice(tmp_path):
 def test_clips_with_silent_ends_are_not_slow(tmp_path):
     """The voice leaves out the short text, too, as its ends are trimmed."""
     for number in range(30):
-        speak(tmp_path / f"in/{number:02}.wav", rest(0.2), hum(1.0 + 0.01 * number, hz=100 + number), rest(0.2))
-        (tmp_path / f"in/{number:02}.txt").write_text(SECOND)
+        sound = [rest(0.2), hum(1.0 + 0.01 * number, hz=100 + number), rest(0.2)]
+        speak(tmp_path / f"in/{number:02}.wav", *sound, text=SECOND)
     (tmp_path / "in/07.txt").write_text("a")  # 1.47 seconds for a letter: more than a second of surplus
-    speak(tmp_path / "in/08.wav", rest(0.45), hum(0.1, hz=180), rest(0.45))
-    (tmp_path / "in/08.txt").write_text("a")  # 1.0 second
+    speak(tmp_path / "in/08.wav", rest(0.45), hum(0.1, hz=180), rest(0.45), text="a")  # 1.0 second
     (tmp_path / "in/09.txt").write_text(3 * (SECOND + " "))
     report = prepare_speech(tmp_path / "in", tmp_path / "out", recipe())
     assert [(one.path, one.reason) for one in report.refused] == [
@@ -206,8 +204,7 @@ def test_clips_with_silent_ends_are_not_slow(tmp_path):
 
 
 def test_stores_of_voices_and_recognisers_are_not_mixed_up(tmp_path):
-    speak(tmp_path / "in/a.wav", hum(1.0))
-    (tmp_path / "in/a.txt").write_text(SECOND)
+    speak(tmp_path / "in/a.wav", hum(1.0), text=SECOND)
     voice = speech_prepare_config("tts", SpeechOptions(language="en"), Sound(audio_sample_rate=16000, trim_db=0.0))
     prepare_speech(tmp_path / "in", tmp_path / "asr", recipe())
     prepare_speech(tmp_path / "in", tmp_path / "tts", voice)
@@ -251,8 +248,7 @@ def test_batches_have_labels(tmp_path):
     [("?!", r"the vocabulary is empty: no transcript has a letter, such as '\?!' in a\.txt"), (" ", "1 no transcript")],
 )
 def test_an_empty_vocabulary(tmp_path, text, fault):
-    speak(tmp_path / "in/a.wav", hum(1.0))
-    (tmp_path / "in/a.txt").write_text(text)
+    speak(tmp_path / "in/a.wav", hum(1.0), text=text)
     with pytest.raises(UserError, match=fault):
         prepare_speech(tmp_path / "in", tmp_path / "out", recipe())
     for language, match in ((None, "a recogniser needs a language"), ("characters", "not the code of a language")):
@@ -262,8 +258,7 @@ def test_an_empty_vocabulary(tmp_path, text, fault):
 
 def test_digits_without_rules_are_a_warning(tmp_path, caplog):
     pytest.importorskip("num2words")
-    speak(tmp_path / "in/a.wav", hum(2.0))
-    (tmp_path / "in/a.txt").write_text("Бізде 25 кітап, 3% + 🙂", encoding="utf-8")
+    speak(tmp_path / "in/a.wav", hum(2.0), text="Бізде 25 кітап, 3% + 🙂")
     config = recipe("kk")
     config = replace(config, speech=replace(config.speech, number_words="off"))
     prepare_speech(tmp_path / "in", tmp_path / "out", config)
@@ -277,8 +272,7 @@ def test_digits_without_rules_are_a_warning(tmp_path, caplog):
 def test_numbers_are_words_if_num2words_has_the_language_in_the_script_of_the_texts(tmp_path):
     pytest.importorskip("num2words")
     for name, text in (("cyrillic", "Бізде 25 кітап"), ("latin", "Bizde 25 kitap")):
-        speak(tmp_path / name / "a.wav", hum(2.0))
-        (tmp_path / name / "a.txt").write_text(text, encoding="utf-8")
+        speak(tmp_path / name / "a.wav", hum(2.0), text=text)
         prepare_speech(tmp_path / name, tmp_path / "out" / name, recipe("kk"))
     stores = [SpeechStore.open(tmp_path / "out" / name) for name in ("cyrillic", "latin")]
     assert [store.clips[0].normalized for store in stores] == ["бізде жиырма бес кітап", "bizde 25 kitap"]

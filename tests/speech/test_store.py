@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 import zlib
 
 import numpy as np
@@ -22,6 +23,7 @@ from gputrain.speech.store import (
     frame_count,
 )
 from gputrain.speech.text.frontend import frontend
+from tests.tables import each_row
 
 SOUND = SoundFormat(16000, 40.0, 0.0)
 FORMAT = SpeechFormat(frontend("en"), 16000, 256, ("ann", "bob"))
@@ -133,31 +135,29 @@ def _edit(name, change):
     return damage
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (_cut_wave, "refers to missing"),
-        (lambda folder: (folder / WAVES).unlink(), "refers to missing"),
-        (lambda folder: (folder / MANIFEST).unlink(), "not finished"),
-        (lambda folder: (folder / TEXT).unlink(), "not finished"),
-        (lambda folder: (folder / MANIFEST).write_text(""), "without a clip"),
-        (lambda folder: (folder / MANIFEST).write_text("{\n"), "line 1: damaged"),
-        (lambda folder: (folder / TEXT).write_bytes(b"\xff"), "cannot be read"),
-        (lambda folder: (folder / TEXT).write_text("[]\n"), "damaged"),
-        (lambda folder: (folder / TEXT).write_text("{}\n"), "damaged"),
-        (_edit(MANIFEST, lambda row: row.pop("speaker")), "damaged"),
-        (_edit(MANIFEST, lambda row: row.update(speaker=2)), "refers to missing"),
-        (_edit(MANIFEST, lambda row: row.update(samples="x")), "damaged"),
-        (_edit(MANIFEST, lambda row: row.update(normalized=7)), "damaged"),
-        (_edit(MANIFEST, lambda row: row.update(first_sample=-5)), "damaged"),
-        (_edit(TEXT, lambda row: row.update(frontend={})), "damaged"),
-        (_edit(TEXT, lambda row: row.update(sampling_rate="fast")), "damaged"),
-    ],
+@each_row(
+    (_cut_wave, "refers to missing"),
+    (lambda folder: (folder / WAVES).unlink(), "refers to missing"),
+    (lambda folder: (folder / MANIFEST).unlink(), "not finished"),
+    (lambda folder: (folder / TEXT).unlink(), "not finished"),
+    (lambda folder: (folder / MANIFEST).write_text(""), "without a clip"),
+    (lambda folder: (folder / MANIFEST).write_text("{\n"), "line 1: damaged"),
+    (lambda folder: (folder / TEXT).write_bytes(b"\xff"), "cannot be read"),
+    (lambda folder: (folder / TEXT).write_text("[]\n"), "damaged"),
+    (lambda folder: (folder / TEXT).write_text("{}\n"), "damaged"),
+    (_edit(MANIFEST, lambda row: row.pop("speaker")), "damaged"),
+    (_edit(MANIFEST, lambda row: row.update(speaker=2)), "refers to missing"),
+    (_edit(MANIFEST, lambda row: row.update(samples="x")), "damaged"),
+    (_edit(MANIFEST, lambda row: row.update(normalized=7)), "damaged"),
+    (_edit(MANIFEST, lambda row: row.update(first_sample=-5)), "damaged"),
+    (_edit(TEXT, lambda row: row.update(frontend={})), "damaged"),
+    (_edit(TEXT, lambda row: row.update(sampling_rate="fast")), "damaged"),
 )
-def test_damage_is_named(folder, damage, message):
-    damage(folder)
+def test_damage_is_named(folder, tmp_path_factory, damage, message):
+    copy = shutil.copytree(folder, tmp_path_factory.mktemp("copy"), dirs_exist_ok=True)
+    damage(copy)
     with pytest.raises(UserError, match=message):
-        SpeechStore.open(folder)
+        SpeechStore.open(copy)
 
 
 def test_a_folder_that_is_no_store(tmp_path):

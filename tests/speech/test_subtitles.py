@@ -1,10 +1,10 @@
 """Subtitles as people and programs write them: times, text, joined sentences, overlaps, faults."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gputrain.speech.subtitles import Subtitle, files_by_recording, join_sentences, parse_subtitles, split_overlapping
+from tests.tables import each_row
 
 SRT = """1
 00:00:01,000 --> 00:00:02,500
@@ -141,6 +141,6 @@ def test_no_text_is_too_malformed(lines):
     assert all(cue.begin < cue.end and cue.text == " ".join(cue.text.split()) for cue in cues)
 
 
-@pytest.mark.parametrize("content", ["", "WEBVTT", "{}", "00:00:01 -> 00:00:02\nhi\n"])
+@each_row("", "WEBVTT", "{}", "00:00:01 -> 00:00:02\nhi\n")
 def test_no_subtitle(content):
     assert parse_subtitles(content) == ([], [])

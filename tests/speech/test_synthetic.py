@@ -20,6 +20,7 @@ from gputrain.speech.synthetic import (
     write_speech,
 )
 from gputrain.speech.text.frontend import frontend
+from tests.tables import each_row
 
 RATE_HZ = 16000
 
@@ -62,9 +63,7 @@ def resonance_hz(wave: np.ndarray, near_hz: float) -> float:
     return float(hz[inside][envelope[inside].argmax()])
 
 
-@pytest.mark.parametrize(
-    ("vowel", "first", "second"), [("a", 720, 1500), ("i", 280, 2250), ("o", 600, 950), ("u", 300, 900)]
-)
+@each_row(("a", 720, 1500), ("i", 280, 2250), ("o", 600, 950), ("u", 300, 900))
 def test_vowels_resound_where_they_should(vowel: str, first: float, second: float) -> None:
     wave = said(vowel * 3)
     steady = wave[len(wave) // 4 : -len(wave) // 4]

@@ -8,6 +8,7 @@ import pytest
 from gputrain.errors import UserError
 from gputrain.speech.transcript_columns import columns_of, header_of
 from gputrain.speech.transcripts import SoundFinder, read_transcripts
+from tests.tables import each_row
 
 PROVERBS = ("still waters run deep", "better late than never", "haste makes waste", "time will tell", "no news yet")
 
@@ -39,18 +40,15 @@ def reasons(transcripts) -> list[tuple[str, str]]:
 ABC = {"wavs/a.wav": "One.", "wavs/b.wav": "Two two.", "wavs/c.wav": "It is 3."}
 
 
-@pytest.mark.parametrize(
-    "transcript",
-    [
-        "a|One.\nb|Two two.\nc|It is 3.\n",
-        "\ufeffa|One.\r\nb|Two two.\r\nc|It is 3.",
-        "a.wav|One.\rb.wav|Two two.\rc.wav|It is 3.\r",
-        "wavs/a.wav|One.\n\n./wavs/b|Two two.\n/data/old/place/wavs/c.wav|It is 3.\n\n",
-        "C:\\voice\\wavs\\a.wav|One.\nb| Two  two. \nc|It is 3.\n",
-        "id|text\na|One.\nb|Two two.\nc|It is 3.\n",
-        "Audio File|Speaker Name|Text\na.wav||One.\nb.wav||Two two.\nc.wav||It is 3.\n",
-        '"a"|One.\n"b"|Two two.\n"c"|It is 3.\n',
-    ],
+@each_row(
+    "a|One.\nb|Two two.\nc|It is 3.\n",
+    "\ufeffa|One.\r\nb|Two two.\r\nc|It is 3.",
+    "a.wav|One.\rb.wav|Two two.\rc.wav|It is 3.\r",
+    "wavs/a.wav|One.\n\n./wavs/b|Two two.\n/data/old/place/wavs/c.wav|It is 3.\n\n",
+    "C:\\voice\\wavs\\a.wav|One.\nb| Two  two. \nc|It is 3.\n",
+    "id|text\na|One.\nb|Two two.\nc|It is 3.\n",
+    "Audio File|Speaker Name|Text\na.wav||One.\nb.wav||Two two.\nc.wav||It is 3.\n",
+    '"a"|One.\n"b"|Two two.\n"c"|It is 3.\n',
 )
 def test_a_table_of_two_columns(tmp_path, transcript):
     transcripts = read(folder_of(tmp_path, transcript))
@@ -80,20 +78,17 @@ def test_piper_gives_speakers(tmp_path):
 LJSPEECH, PIPER = ("audio", "text", "normalized"), ("audio", "speaker", "text")
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns"),
-    [
-        ([(f"id{n}", text.title() + "!", text) for n, text in enumerate(PROVERBS)], LJSPEECH),
-        ([("a.wav", "Yes.", "yes"), ("b.wav", "No!", "no")], LJSPEECH),
-        # The third column is in another alphabet and shares no word, but there are too many names for speakers.
-        ([("a.wav", "O'zbek tili", "ўзбек тили"), ("b.wav", "Bir ikki", "бир икки")], LJSPEECH),
-        ([("a", "1984", "nineteen eighty four"), ("b", "7", "seven")], LJSPEECH),
-        ([(f"{n}.wav", "John Smith", text) for n, text in enumerate(PROVERBS)], PIPER),
-        ([(f"{n}.wav", str(n % 2), text) for n, text in enumerate(PROVERBS)], PIPER),
-        ([("1.wav", "ann", "so it is"), ("2.wav", "bob", "not now")], PIPER),
-        ([("1.wav", "", "so it is"), ("2.wav", "", "not now")], PIPER),
-        ([("a", "so it is", ""), ("b", "not now", "")], LJSPEECH),
-    ],
+@each_row(
+    ([(f"id{n}", text.title() + "!", text) for n, text in enumerate(PROVERBS)], LJSPEECH),
+    ([("a.wav", "Yes.", "yes"), ("b.wav", "No!", "no")], LJSPEECH),
+    # The third column is in another alphabet and shares no word, but there are too many names for speakers.
+    ([("a.wav", "O'zbek tili", "ўзбек тили"), ("b.wav", "Bir ikki", "бир икки")], LJSPEECH),
+    ([("a", "1984", "nineteen eighty four"), ("b", "7", "seven")], LJSPEECH),
+    ([(f"{n}.wav", "John Smith", text) for n, text in enumerate(PROVERBS)], PIPER),
+    ([(f"{n}.wav", str(n % 2), text) for n, text in enumerate(PROVERBS)], PIPER),
+    ([("1.wav", "ann", "so it is"), ("2.wav", "bob", "not now")], PIPER),
+    ([("1.wav", "", "so it is"), ("2.wav", "", "not now")], PIPER),
+    ([("a", "so it is", ""), ("b", "not now", "")], LJSPEECH),
 )
 def test_three_columns_are_distinguished_by_their_content(rows, columns):
     assert columns_of(Path("metadata.csv"), rows) == columns
@@ -124,7 +119,7 @@ def test_a_tab_separated_table_with_many_columns(tmp_path):
     assert [each.speaker for each in transcripts.utterances] == ["x1", "x2", "x1"]
 
 
-@pytest.mark.parametrize("key", ["audio", "audio_filepath", "wav", "file"])
+@each_row("audio", "audio_filepath", "wav", "file")
 def test_json_lines(tmp_path, key):
     rows = [{key: "wavs/a.wav", "text": "One."}, {key: "b.wav", "text": "Two two."}, {key: "c", "text": "It is 3."}]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
@@ -240,7 +235,7 @@ def test_a_transcript_is_looked_for_and_several_are_refused(tmp_path):
         read(folder)
 
 
-@pytest.mark.parametrize("table", ["just a line\nand another\n", "a|b|c|d\ne|f|g|h\n"])
+@each_row("just a line\nand another\n", "a|b|c|d\ne|f|g|h\n")
 def test_a_file_that_is_no_table(tmp_path, table):
     with pytest.raises(UserError) as error:
         read(folder_of(tmp_path, table))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gputrain.tts import align
 from gputrain.tts.align import alignment_scores, path_from_durations, position_prior, search
+from tests.tables import each_row
 
 TRITON = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed")
 
@@ -73,7 +74,7 @@ def evenly(symbols_B: Tensor, frames_B: Tensor, most: int) -> Tensor:
     return cuts_BS.diff(dim=1)
 
 
-@pytest.mark.parametrize("of_ten", range(10))
+@each_row(*range(10))
 def test_paths_are_those_of_the_reference(of_ten):
     for seed in range(of_ten, 200, 10):
         case = random_case(seed)
@@ -118,7 +119,7 @@ def test_no_other_path_is_better():
             assert scale > 1 or tuple(found_BS[0].tolist()) in durations
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@each_row(float("nan"), float("inf"), -float("inf"))
 def test_every_symbol_keeps_a_frame_whatever_the_scores(value):
     scores_BTS, symbols_B, frames_B = random_case(2)
     scores_BTS[torch.rand(scores_BTS.shape, generator=torch.Generator().manual_seed(0)) < 0.1] = value
@@ -128,7 +129,7 @@ def test_every_symbol_keeps_a_frame_whatever_the_scores(value):
         assert torch.equal((durations_BS > 0).sum(dim=1), symbols_B)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@each_row(torch.float16, torch.bfloat16, torch.float64)
 def test_sums_are_in_fp32_and_scores_stay(dtype):
     scores_BTS, symbols_B, frames_B = random_case(4)
     given_BTS = scores_BTS.to(dtype)

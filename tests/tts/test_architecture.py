@@ -9,6 +9,7 @@ from gputrain.errors import UserError
 from gputrain.tts.architecture import VoiceArchitecture, VoicePreset, voice_architecture
 from gputrain.tts.decoder import WaveDecoder
 from gputrain.tts.model import Voice
+from tests.tables import each_row
 
 
 def count(module: nn.Module) -> int:
@@ -20,10 +21,7 @@ def on_fake_tensors(sizes: VoiceArchitecture) -> Voice:
         return Voice(sizes)
 
 
-@pytest.mark.parametrize(
-    ("preset", "decoder", "total"),
-    [("high", 14_337_024, 36_336_048), ("medium", 1_664_768, 23_663_792), ("fast", 1_649_360, 23_648_384)],
-)
+@each_row(("high", 14_337_024, 36_336_048), ("medium", 1_664_768, 23_663_792), ("fast", 1_649_360, 23_648_384))
 def test_parameters_with_256_symbols(preset: VoicePreset, decoder: int, total: int) -> None:
     """In millions of parameters: 6.34 for text, 7.24, 7.10, 1.32 and the decoder; 36.34 for VITS, 23.66 for medium."""
     voice = on_fake_tensors(voice_architecture(preset, num_symbols=256))
@@ -49,14 +47,11 @@ def test_speakers_cost_an_embedding_and_conditions() -> None:
     assert count(three) - count(one) == 3 * 256 + conditions
 
 
-@pytest.mark.parametrize(
-    ("sampling_rate", "preset", "sizes"),
-    [
-        (16000, "high", {}),
-        (16000, "medium", {"hop_size": 200, "upsample_rates": (5, 8, 5), "upsample_kernel_sizes": (11, 16, 11)}),
-        (16000, "fast", {"hop_size": 240, "upsample_rates": (5, 3), "upsample_kernel_sizes": (16, 8)}),
-        (44100, "fast", {"hop_size": 512, "upsample_rates": (8, 4), "upsample_kernel_sizes": (16, 16)}),
-    ],
+@each_row(
+    (16000, "high", {}),
+    (16000, "medium", {"hop_size": 200, "upsample_rates": (5, 8, 5), "upsample_kernel_sizes": (11, 16, 11)}),
+    (16000, "fast", {"hop_size": 240, "upsample_rates": (5, 3), "upsample_kernel_sizes": (16, 8)}),
+    (44100, "fast", {"hop_size": 512, "upsample_rates": (8, 4), "upsample_kernel_sizes": (16, 16)}),
 )
 def test_a_hop_of_samples_a_frame(sampling_rate: int, preset: VoicePreset, sizes: dict[str, object]) -> None:
     narrow = {"latent_channels": 4, "upsample_initial_channel": 32}
@@ -67,19 +62,16 @@ def test_a_hop_of_samples_a_frame(sampling_rate: int, preset: VoicePreset, sizes
         assert decoder(torch.randn(2, 4, frames)).shape == (2, 1, frames * made.mel.hop_size)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "said"),
-    [
-        ({"hop_size": 200}, "upsample_rates make 256 samples of a frame, and hop_size is 200"),
-        ({"hop_size": 300, "preset": "fast"}, "istft_hop_size and subbands make 256 samples"),
-        ({"preset": "hihg"}, "no preset 'hihg'"),
-        ({"upsample_kernel_sizes": (16, 16)}, "differ in length"),
-        ({"upsample_kernel_sizes": (4, 16, 4, 4)}, "a rate of 8 leaves gaps"),
-        ({"encoder_heads": 5}, "hidden_channels 192 is not a multiple of 5"),
-        ({"upsample_initial_channel": 500}, "upsample_initial_channel 500 is not a multiple of 16"),
-        ({"wavenet_kernel_size": 4}, "wavenet_kernel_size 4 has an even kernel"),
-        ({"preset": "fast", "istft_n_fft": 20}, "istft_n_fft 20 for istft_hop_size 4"),
-    ],
+@each_row(
+    ({"hop_size": 200}, "upsample_rates make 256 samples of a frame, and hop_size is 200"),
+    ({"hop_size": 300, "preset": "fast"}, "istft_hop_size and subbands make 256 samples"),
+    ({"preset": "hihg"}, "no preset 'hihg'"),
+    ({"upsample_kernel_sizes": (16, 16)}, "differ in length"),
+    ({"upsample_kernel_sizes": (4, 16, 4, 4)}, "a rate of 8 leaves gaps"),
+    ({"encoder_heads": 5}, "hidden_channels 192 is not a multiple of 5"),
+    ({"upsample_initial_channel": 500}, "upsample_initial_channel 500 is not a multiple of 16"),
+    ({"wavenet_kernel_size": 4}, "wavenet_kernel_size 4 has an even kernel"),
+    ({"preset": "fast", "istft_n_fft": 20}, "istft_n_fft 20 for istft_hop_size 4"),
 )
 def test_what_makes_no_voice(sizes: dict[str, object], said: str) -> None:
     with pytest.raises(UserError, match=said):

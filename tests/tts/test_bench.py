@@ -8,16 +8,18 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from gputrain.bench import step_bench
-from gputrain.bench.runner import measure_row, model_child
 from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.hw.plan import decide
 from gputrain.speech.config import HOP_SIZE
 from gputrain.tts.config import BenchTts, PlannedSpeech, TrainTts
 from gputrain.tts.work import TtsWork, size_of
+from tests.command import gputrain_here
+from tests.tables import each_row
 from tests.toy import cpu_runtime
 from tests.tts.test_train import TINY, small_presets
 from tests.vae.test_bench import H100, T4
+from tests.vocoder.conftest import flags
 
 SMALL = {"preset": "fast", "discriminator_channels": 8, "batch_size": 2, "clip_seconds": 0.5}
 
@@ -30,7 +32,7 @@ def trains(**changes: object) -> list[TrainTts]:
     return [assemble(TrainTts, json.loads(text)["train"]) for text in settings]
 
 
-@pytest.mark.parametrize(("machine", "precision"), [(H100, "bf16"), (T4, "fp16")])
+@each_row((H100, "bf16"), (T4, "fp16"))
 def test_each_row_turns_one_switch_on(machine, precision):
     plans = [decide(machine, train.hardware) for train in trains()]
     switches = ("tf32", "precision", "channels_last", "compile", "cuda_graphs")
@@ -83,13 +85,17 @@ def test_a_benchmark_makes_real_steps(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_row_is_measured_in_its_child():
-    asked = assemble(BenchTts, {**SMALL, "steps": 1, "warmup_steps": 1, "device": "cpu"})
-    result = measure_row(step_bench.bench_rows(TtsWork(), asked)[0], model_child("tts"), 5)
-    assert result.reason == ""
-    assert result.figures["seconds_per_step"] > 0
-    assert result.figures["micro_batch_size"] == 2
-    assert result.figures["plan"]["precision"] == "fp32"
+def test_bench_measures_a_row_of_the_voice_in_its_child(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")  # Without a compiler, the row of compiled code is left out.
+    words = flags({**SMALL, "steps": 1, "warmup_steps": 1, "device": "cpu", "output_dir": tmp_path})
+    done = gputrain_here("bench", "train-tts", *words)
+    assert done.returncode == 0, done.stderr
+    (table,) = tmp_path.glob("bench_*.json")
+    rows = {row["label"]: row for row in json.loads(table.read_text())["rows"]}
+    figures = rows["fp32"]["figures"]
+    assert figures["seconds_per_step"] > 0
+    assert (figures["micro_batch_size"], figures["plan"]["precision"]) == (2, "fp32")
+    assert "needs a GPU" in rows["+ bf16"]["reason"]
 
 
 def test_what_train_tts_refuses_is_refused_before_a_row_is_measured():

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import operator
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from gputrain.errors import UserError
 from gputrain.tts.config import PlanTts, TrainTts
 from gputrain.tts.coqui import known_keys, translate_coqui
 from gputrain.tts.kind import KIND
+from tests.tables import each_row
 
 # The user's settings for an RTX 4090, in sections.
 USERS = {
@@ -71,20 +73,16 @@ def whole(tmp_path: Path) -> TrainTts:
     return settings(USERS, tmp_path)
 
 
-@pytest.mark.parametrize(("path", "value"), HONOURED)
-@pytest.mark.parametrize("source", ["file", "profile"])
-def test_each_of_the_users_keys_is_honoured(whole, path, value, source):
+@each_row(*HONOURED)
+def test_each_of_the_users_keys_is_honoured(whole, path, value):
     """In a file of the user's, and in the profile that contains the same settings."""
-    found = whole
-    if source == "profile":
-        values = read_defaults(KIND.profiles / "vits_rtx4090.yaml", TrainTts)
-        found = assemble(TrainTts, {**values, "data_dir": "."})
-        assert found.model.preset == "high"
-        assert len(found.data.test_sentences) == found.data.num_audio_samples
-    for step in path.split("."):
-        found = getattr(found, step)
-    assert found == value
-    assert type(found) is type(value)
+    profile = assemble(TrainTts, {**read_defaults(KIND.profiles / "vits_rtx4090.yaml", TrainTts), "data_dir": "."})
+    assert profile.model.preset == "high"
+    assert len(profile.data.test_sentences) == profile.data.num_audio_samples
+    for source in (whole, profile):
+        found = operator.attrgetter(path)(source)
+        assert found == value
+        assert type(found) is type(value)
 
 
 def test_keys_without_effect_are_logged_and_no_others(tmp_path, caplog):
@@ -131,11 +129,8 @@ def test_other_keys_of_coquis(tmp_path):
     assert made.data.test_sentences == ("salom", "xayr")
 
 
-@pytest.mark.parametrize(
-    ("rates", "learnt", "share"),
-    [({"lr_gen": 2e-4, "lr_disc": 1e-4}, 2e-4, 0.5), ({"lr_gen": 1e-4, "lr_disc": 1e-4, "lr": 3e-4}, 1e-4, 1.0)],
-)
-def test_both_networks_have_the_rates_of_the_file(rates, learnt, share, tmp_path):
+@each_row(({"lr_gen": 2e-4, "lr_disc": 1e-4}, 2e-4, 0.5), ({"lr_gen": 1e-4, "lr_disc": 1e-4, "lr": 3e-4}, 1e-4, 1.0))
+def test_both_networks_have_the_rates_of_the_file(tmp_path, rates, learnt, share):
     schedule = settings(rates, tmp_path).schedule
     assert (schedule.learning_rate, schedule.discriminator_rate) == (learnt, share)
     schedule = settings({"optimizer_params": {"betas": [0.7, 0.98]}}, tmp_path).schedule
@@ -173,26 +168,18 @@ def test_the_file_that_coqui_writes_beside_a_voice_is_read(tmp_path, caplog):
     assert "hidden_channels" not in text  # It is as ours.
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value", "said"),
-    [
-        ("model_args", "hidden_channels", 256, "hidden_channels is 256: preset high has the architecture of VITS"),
-        ("model_args", "use_d_vector_file", True, "use_d_vector_file is True and False"),
-        ("model_args", "freeze_PE", True, "freeze_PE is True: every part of a voice is trained"),
-        (
-            "model_args",
-            "resblock_kernel_sizes_decoder",
-            [3, 5, 7],
-            "resblock_kernel_sizes_decoder is [3, 5, 7]: preset",
-        ),
-        ("audio", "hop_length", 300, "hop_length is 300: the spectrograms are those of VITS"),
-        ("", "optimizer", "RAdam", "optimizer is 'RAdam'"),
-        ("", "lr_scheduler_gen", "NoamLR", "lr_scheduler_gen is 'NoamLR'"),
-        ("", "scheduler_after_epoch", False, "scheduler_after_epoch is False: the learning rate falls once an epoch"),
-        ("", "use_noise_augment", True, "use_noise_augment is True"),
-    ],
+@each_row(
+    ("model_args", "hidden_channels", 256, "hidden_channels is 256: preset high has the architecture of VITS"),
+    ("model_args", "use_d_vector_file", True, "use_d_vector_file is True and False"),
+    ("model_args", "freeze_PE", True, "freeze_PE is True: every part of a voice is trained"),
+    ("model_args", "resblock_kernel_sizes_decoder", [3, 5, 7], "resblock_kernel_sizes_decoder is [3, 5, 7]: preset"),
+    ("audio", "hop_length", 300, "hop_length is 300: the spectrograms are those of VITS"),
+    ("", "optimizer", "RAdam", "optimizer is 'RAdam'"),
+    ("", "lr_scheduler_gen", "NoamLR", "lr_scheduler_gen is 'NoamLR'"),
+    ("", "scheduler_after_epoch", False, "scheduler_after_epoch is False: the learning rate falls once an epoch"),
+    ("", "use_noise_augment", True, "use_noise_augment is True"),
 )
-def test_what_coqui_can_and_gputrain_cannot_is_refused(section, key, value, said, tmp_path):
+def test_what_coqui_can_and_gputrain_cannot_is_refused(tmp_path, section, key, value, said):
     content = json.loads(WRITTEN.read_text())
     (content[section] if section else content)[key] = value
     assert said in refusal(content, tmp_path).message
@@ -208,34 +195,28 @@ def test_speakers_of_a_file_of_coquis_may_stand_there_twice(tmp_path):
     assert settings(content, tmp_path).schedule.batch_size == 32
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (
-            {"save_interval": 500, "save_step": 1000},
-            "save_step is 1000: both set checkpoint_steps",
-        ),
-        ({"lr": 1e-4, "optimizer": {"learning_rate": 2e-4}}, "lr is 0.0001 and learning_rate is 0.0002"),
-        ({"a": {"gamma": 0.9}, "b": {"gamma": 0.99}}, "gamma is 0.9 and 0.99"),
-        ({"pin_memory": False}, "pin_memory is False: data for a GPU is always read into pinned memory"),
-        ({"deterministic": True}, "deterministic is True: repeating a run bit for bit is promised on the CPU alone"),
-        ({"optimizer": "RAdam"}, "optimizer is 'RAdam': VITS is trained with AdamW"),
-        ({"model": {"name": "tacotron2"}}, "model is 'tacotron2': VITS"),
-        ({"scheduler": {"name": "StepLR"}}, "scheduler is 'StepLR'"),
-        ({"pin_memory": 1}, "pin_memory is 1"),
-        ({"memory_format": "nhwc"}, "unknown key 'memory_format'"),
-        ({"save_intervall": 500}, "unknown key 'save_intervall'"),
-        ({"training": {"batch_sise": 3}}, "unknown key 'batch_sise'"),
-        ({"batch_size": None}, "batch_size is null"),
-        ({"training": None}, "unknown key 'training'"),
-        ({"lr": "fast"}, "lr is 'fast', expected a number"),
-        ({"grad_clip": [5.0, 1.0]}, "grad_clip is [5.0, 1.0], expected a number"),
-        ({"batch_size": 0}, "batch_size is 0, expected at least 1"),
-        ({"mixed_precision": "yes please"}, "mixed_precision is 'yes please', expected true or false"),
-        ({"training": {1: 2}}, "1 is not a valid key"),
-        ("- batch_size\n", "expected a mapping of keys to values"),
-        ("a: [", "not valid YAML"),
-    ],
+@each_row(
+    ({"save_interval": 500, "save_step": 1000}, "save_step is 1000: both set checkpoint_steps"),
+    ({"lr": 1e-4, "optimizer": {"learning_rate": 2e-4}}, "lr is 0.0001 and learning_rate is 0.0002"),
+    ({"a": {"gamma": 0.9}, "b": {"gamma": 0.99}}, "gamma is 0.9 and 0.99"),
+    ({"pin_memory": False}, "pin_memory is False: data for a GPU is always read into pinned memory"),
+    ({"deterministic": True}, "deterministic is True: repeating a run bit for bit is promised on the CPU alone"),
+    ({"optimizer": "RAdam"}, "optimizer is 'RAdam': VITS is trained with AdamW"),
+    ({"model": {"name": "tacotron2"}}, "model is 'tacotron2': VITS"),
+    ({"scheduler": {"name": "StepLR"}}, "scheduler is 'StepLR'"),
+    ({"pin_memory": 1}, "pin_memory is 1"),
+    ({"memory_format": "nhwc"}, "unknown key 'memory_format'"),
+    ({"save_intervall": 500}, "unknown key 'save_intervall'"),
+    ({"training": {"batch_sise": 3}}, "unknown key 'batch_sise'"),
+    ({"batch_size": None}, "batch_size is null"),
+    ({"training": None}, "unknown key 'training'"),
+    ({"lr": "fast"}, "lr is 'fast', expected a number"),
+    ({"grad_clip": [5.0, 1.0]}, "grad_clip is [5.0, 1.0], expected a number"),
+    ({"batch_size": 0}, "batch_size is 0, expected at least 1"),
+    ({"mixed_precision": "yes please"}, "mixed_precision is 'yes please', expected true or false"),
+    ({"training": {1: 2}}, "1 is not a valid key"),
+    ("- batch_size\n", "expected a mapping of keys to values"),
+    ("a: [", "not valid YAML"),
 )
 def test_what_cannot_be_is_said(tmp_path, content, said):
     error = refusal(content, tmp_path)

@@ -2,8 +2,10 @@
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,15 +19,7 @@ from gputrain.engine.gan import exact
 from gputrain.errors import UserError
 from gputrain.speech.buckets import Speech, open_speech
 from gputrain.speech.error_rates import Edits, character_edits
-from gputrain.speech.store import (
-    Recording,
-    SoundFormat,
-    SpeechClip,
-    SpeechFormat,
-    SpeechStore,
-    SpeechWriter,
-    frame_count,
-)
+from gputrain.speech.store import SpeechClip, SpeechStore, frame_count
 from gputrain.speech.text.frontend import frontend
 from gputrain.tts import measures
 from gputrain.tts.align import alignment_scores, search
@@ -38,6 +32,8 @@ from gputrain.tts.model import Voice, frame_prior
 from gputrain.tts.reading import Text, at_rest, clip_seed, encode_recordings, synthesise
 from tests.command import ProgressSeen
 from tests.speech.speech import RATE_HZ, hum
+from tests.tables import each_row
+from tests.tts.test_train import small_presets, spoken
 from tests.tts.voices import build, small
 
 pytest.importorskip("parselmouth")
@@ -48,20 +44,9 @@ CPU = torch.device("cpu")
 TEXTS = ("so it is said", "an owl", "two words and more", "it is late", "yes")
 
 
-def store_of(folder, language: str = "en", rate_hz: int = RATE_HZ, speakers: tuple[str, ...] = ("ann",)) -> SpeechStore:
+def store_of(folder: Path, **changes: Any) -> SpeechStore:
     """Writes a hum for each text, with its own pitch and length."""
-    writer = SpeechWriter(folder, SoundFormat(rate_hz, 40.0, 0.0))
-    clips = []
-    for number, text in enumerate(TEXTS):
-        wave = (32767 * hum(0.05 * len(text) + 0.37, hz=110 + 20 * number)).astype(np.int16)
-        print_of = f"{number * 50:02x}" + 30 * "0"
-        placed = writer.append(Recording(f"{number}.wav", print_of, 0, len(wave), rate_hz, 0.0, []), wave)
-        clips.append(
-            SpeechClip(placed.path, print_of, placed.first_sample, placed.samples, text, text, number % len(speakers))
-        )
-    reader = frontend(language, texts=TEXTS) if language == "characters" else frontend(language)
-    writer.finish(SpeechFormat(reader, rate_hz, HOP, speakers), clips)
-    return SpeechStore.open(folder)
+    return SpeechStore.open(spoken(folder, **{"texts": TEXTS, **changes}))
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +107,7 @@ def test_a_voice_that_is_the_recording(store, quick):
         assert found["rtf"] > 0
 
 
-@pytest.mark.parametrize(("pace", "ratio"), [(1.5, 1.5), (0.5, 0.5), (1000.0, LONGEST), (math.inf, LONGEST)])
+@each_row((1.5, 1.5), (0.5, 0.5), (1000.0, LONGEST), (math.inf, LONGEST))
 def test_broken_durations_are_seen(store, pace, ratio):
     """Half of the recording, or the recording with a limited silence after it."""
     found = measured(PlaybackVoice(store, pace), store, quick=True)
@@ -321,8 +306,16 @@ def run_of(folder: Path, store: SpeechStore, *speakers: str) -> tuple[Path, Voic
 
 
 @pytest.fixture(scope="module")
-def trained(store, tmp_path_factory) -> tuple[Path, Voice]:
-    return run_of(tmp_path_factory.mktemp("runs") / "run", store, "ann")
+def small_run(store, tmp_path_factory) -> tuple[Path, Voice]:
+    with small_presets():
+        return run_of(tmp_path_factory.mktemp("runs") / "run", store, "ann")
+
+
+@pytest.fixture
+def trained(small_run) -> Iterator[tuple[Path, Voice]]:
+    """A run, which is read with the same small presets."""
+    with small_presets():
+        yield small_run
 
 
 def without_time(found: Evaluation) -> dict[str, float]:
@@ -348,7 +341,7 @@ def test_a_run_is_measured_on_what_it_held_out(store, trained):
 
 def test_speech_that_is_not_for_the_voice(store, trained, tmp_path):
     run, _ = trained
-    uzbek = store_of(tmp_path / "uz", "characters")
+    uzbek = store_of(tmp_path / "uz", language="characters")
     with pytest.raises(UserError, match=r"other symbols than .*only the voice has ") as raised:
         evaluate_voice(run, uzbek.folder, device="cpu")
     assert " b " in raised.value.message  # No text has a b.

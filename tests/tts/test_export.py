@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 
@@ -79,7 +80,7 @@ def test_stock_piper_speaks_as_we_do(preset: VoicePreset, tmp_path: Path) -> Non
 
 
 class Handed(NamedTuple):
-    """Returns a `fast` voice with three speakers, and its export."""
+    """A `fast` voice with three speakers, and its export."""
 
     loaded: LoadedVoice
     done: Exported
@@ -104,6 +105,23 @@ def test_several_speakers(handed: Handed) -> None:
         waves.append(ours(handed.loaded, "salom, dunyo.", speaker)[:2000])
     assert np.abs(waves[0] - waves[1]).max() > 0.01
     assert "choose one of 3 speakers by number: --speaker 0 is anna" in handed.done.notes
+
+
+@torch.no_grad()
+def test_a_batch_of_texts_of_two_lengths(handed: Handed) -> None:
+    """Piper reads one text at a time, and the graph any number; the audio of the shorter one ends in padding."""
+    session = onnxruntime.InferenceSession(handed.graph, providers=["CPUExecutionProvider"])
+    ids_BS = torch.randint(3, 30, (2, 17), generator=torch.Generator().manual_seed(1))
+    lengths_B, speaker_B = torch.tensor([17, 3]), torch.tensor([2, 1])
+    scales = np.array([0.0, 1.3, 0.0], np.float32)
+    given = dict(zip(INPUTS, (ids_BS.numpy(), lengths_B.numpy(), scales, speaker_B.numpy()), strict=True))
+    (wave_B11T,) = session.run(None, given)
+    expected_B1T, _ = handed.loaded.voice.infer(
+        ids_BS, lengths_B, speaker_B, noise_scale=0.0, noise_w=0.0, length_scale=1.3
+    )
+    assert expected_B1T.std() > 1e-3
+    assert wave_B11T[:, 0].shape == expected_B1T.shape
+    assert np.abs(wave_B11T[:, 0] - expected_B1T.numpy()).max() < 1e-4
 
 
 def test_piper_draws_its_noise(handed: Handed) -> None:

@@ -9,10 +9,11 @@ from gputrain.tts.architecture import VoicePreset, voice_architecture
 from gputrain.tts.decoder import WaveDecoder
 from gputrain.tts.export_layers import OneRow, RowDecoder, RowStage, faster_in_onnxruntime, joined, overlapping
 from gputrain.tts.model import PlainConvolution, speaking_copy
+from tests.tables import each_row
 from tests.tts.voices import build, small
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8])
+@each_row(1, 2, 8)
 def test_rows_overlap_and_are_joined_again(rows: int) -> None:
     for length in (1, 3, 8, 40, 41, 203):
         x_BCL = torch.arange(2.0 * length).reshape(1, 2, length)
@@ -57,7 +58,7 @@ def test_only_convolutions_that_see_one_position_stay_one_dimensional() -> None:
     assert not any(isinstance(layer, OneRow) for layer in voice.modules())
 
 
-@pytest.mark.parametrize(("preset", "rows"), [("high", [1, 4, 8, 8]), ("medium", [2, 8, 8]), ("fast", [1, 4])])
+@each_row(("high", [1, 4, 8, 8]), ("medium", [2, 8, 8]), ("fast", [1, 4]))
 def test_rows_of_the_presets(preset: VoicePreset, rows: list[int]) -> None:
     """A layer has eight parts where they lengthen a sentence of 100 frames by a quarter at the most."""
     sizes = voice_architecture(preset, num_symbols=12)

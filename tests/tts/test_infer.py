@@ -1,16 +1,9 @@
-"""Inference of the voice, in torch and as an ONNX graph. Shape suffixes: B items, S symbols, T frames, L samples."""
+"""Inference of the voice in torch. Shape suffixes: B items, S symbols, T frames, L samples."""
 
-import io
-import warnings
-from pathlib import Path
-
-import onnxruntime
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gputrain.tts.architecture import VoicePreset
-from gputrain.tts.model import Voice, speaking_copy
 from tests.tts.voices import build, small
 
 
@@ -62,59 +55,3 @@ def test_items_of_a_batch_speak_as_alone() -> None:
 def test_a_speaker_must_be_named() -> None:
     with pytest.raises(ValueError, match="one of 3 speakers"):
         build(small("high", 3)).infer(some_ids(4), torch.tensor([4]))
-
-
-class Piper(nn.Module):
-    """A module with the inputs and the output of Piper's graphs."""
-
-    def __init__(self, voice: Voice) -> None:
-        super().__init__()
-        self.voice = voice
-
-    def forward(self, ids_BS: Tensor, lengths_B: Tensor, scales: Tensor, speaker_B: Tensor | None = None) -> Tensor:
-        noise_scale, length_scale, noise_w = scales.unbind()
-        scales = {"noise_scale": noise_scale, "length_scale": length_scale, "noise_w": noise_w}
-        wave_B1L: Tensor = self.voice.infer(ids_BS, lengths_B, speaker_B, **scales)[0]
-        return wave_B1L[:, None]
-
-
-@pytest.mark.parametrize(
-    ("preset", "num_speakers", "opset"),
-    [
-        pytest.param("high", 1, 15, marks=pytest.mark.slow),
-        pytest.param("medium", 3, 16, marks=pytest.mark.slow),
-        pytest.param("fast", 1, 17, marks=pytest.mark.slow),
-        ("fast", 3, 15),
-    ],
-)
-def test_the_graph_of_onnx_speaks_alike(preset: VoicePreset, num_speakers: int, opset: int, tmp_path: Path) -> None:
-    speaking = Piper(speaking_copy(build(small(preset, num_speakers)))).eval()
-    names = ["input", "input_lengths", "scales", "sid"][: 3 + (num_speakers > 1)]
-
-    def inputs(symbols: int, items: int, scales: tuple[float, float, float]) -> tuple[Tensor, ...]:
-        lengths_B = torch.tensor([symbols, 3][:items])
-        speaker_B = torch.tensor([2, 1][:items])
-        return (some_ids(symbols, items), lengths_B, torch.tensor(scales), speaker_B)[: len(names)]
-
-    graph = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(
-            speaking, inputs(6, 1, (0.667, 1.0, 0.8)), graph, input_names=names, output_names=["output"],
-            opset_version=opset, dynamo=False, dynamic_axes={
-                "input": {0: "batch", 1: "phonemes"}, "input_lengths": {0: "batch"}, "sid": {0: "batch"},
-                "output": {0: "batch", 3: "time"},
-            },
-        )  # fmt: skip
-    session = onnxruntime.InferenceSession(graph.getvalue(), providers=["CPUExecutionProvider"])
-    for symbols, items in ((6, 1), (1, 1), (53, 1), (17, 2)):
-        still = inputs(symbols, items, (0.0, 1.3, 0.0))
-        (wave,) = session.run(None, {name: tensor.numpy() for name, tensor in zip(names, still, strict=True)})
-        with torch.no_grad():
-            expected = speaking(*still)
-        assert wave.shape == expected.shape
-        assert (torch.from_numpy(wave) - expected).abs().max() < 1e-4
-        assert expected.std() > 1e-3
-    lively = {name: tensor.numpy() for name, tensor in zip(names, inputs(53, 1, (0.667, 1.0, 0.8)), strict=True)}
-    first, second = (session.run(None, lively)[0] for _ in range(2))
-    assert first.shape != second.shape or abs(first - second).max() > 1e-3

@@ -16,6 +16,7 @@ from gputrain.errors import UserError
 from gputrain.speech.error_rates import Edits, character_edits, word_edits
 from gputrain.tts import measures
 from gputrain.tts.measures import AlignmentHealth, alignment_health, compare, plain
+from tests.tables import each_row
 
 RATE = 16000
 MEL = Mel(RATE, 40, 160, 640, 1024, 40, 8000)
@@ -115,7 +116,7 @@ def test_the_health_of_an_even_alignment():
     assert AlignmentHealth().scalars() == {}
 
 
-@pytest.mark.parametrize(("at", "off"), [(0, 0.5), (50, 0.25), (100, 0.5)])
+@each_row((0, 0.5), (50, 0.25), (100, 0.5))
 def test_the_health_of_a_collapsed_alignment(at, off):
     durations = np.ones(101, np.int64)
     durations[at] = 10_000
@@ -154,16 +155,13 @@ def test_error_rates_are_those_of_jiwer():
         assert characters.rate == pytest.approx(jiwer.cer(written, recognised))
 
 
-@pytest.mark.parametrize(
-    ("written", "recognised", "expected"),
-    [
-        ("a b c d", "a b c d", Edits(4)),
-        ("a b c d", "a c d", Edits(4, 1)),
-        ("a b c d", "a b b c d", Edits(4, 1)),
-        ("a b c d", "a x c d", Edits(4, 1)),
-        ("a b", "", Edits(2, 2)),
-        ("", "a b", Edits(0, 2)),
-    ],
+@each_row(
+    ("a b c d", "a b c d", Edits(4)),
+    ("a b c d", "a c d", Edits(4, 1)),
+    ("a b c d", "a b b c d", Edits(4, 1)),
+    ("a b c d", "a x c d", Edits(4, 1)),
+    ("a b", "", Edits(2, 2)),
+    ("", "a b", Edits(0, 2)),
 )
 def test_words_left_out_and_words_said_twice(written, recognised, expected):
     assert word_edits(written, recognised) == expected
@@ -174,16 +172,13 @@ def test_no_text_has_no_rate():
     assert Edits(0, 2).rate is None
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (" Hello,  World! ", "hello world"),
-        ("Don't -- “stop”.", "don't stop"),
-        ("O\u2018zbekiston, g\u02bboz; tong\u2019", "o'zbekiston g'oz tong"),
-        ("Привет, мир!", "привет мир"),
-        ("Cafe\u0301 12", "caf\u00e9 12"),
-        ("...", ""),
-    ],
+@each_row(
+    (" Hello,  World! ", "hello world"),
+    ("Don't -- “stop”.", "don't stop"),
+    ("O\u2018zbekiston, g\u02bboz; tong\u2019", "o'zbekiston g'oz tong"),
+    ("Привет, мир!", "привет мир"),
+    ("Cafe\u0301 12", "caf\u00e9 12"),
+    ("...", ""),
 )
 def test_plain_words(text, expected):
     assert plain(text) == expected

@@ -15,6 +15,7 @@ from gputrain.audio.weight_norm import WeightNormed, weights_made_once
 from gputrain.tts.architecture import VoicePreset
 from gputrain.tts.encoder import band_to_square, square_to_band
 from gputrain.tts.model import Voice, length_mask, segment_starts, segments, speaking_copy
+from tests.tables import each_row
 from tests.tts.voices import Losses, build, small, some_batch, training
 
 presets = pytest.mark.parametrize("preset", ["high", "medium", "fast"])
@@ -45,7 +46,7 @@ def test_parts_of_a_batch_add_up_to_it(preset: VoicePreset, num_speakers: int) -
 
 @speakers
 def test_padding_changes_nothing(num_speakers: int) -> None:
-    """Returns losses and segment of a single item without padding."""
+    """An item has the same losses and segment without its padding, and with noise in it."""
     sizes = small("high", num_speakers)
     voice, batch = build(sizes).double(), some_batch(sizes).to(torch.float64)
     padded = training(voice, batch.items(slice(1, 2)))
@@ -162,7 +163,7 @@ def test_weights_can_be_made_once() -> None:
     assert difference([gradient for gradient in made if gradient is not None], expected) < 1e-11
 
 
-@pytest.mark.parametrize("symbols", [1, 3, 4, 5, 12])
+@each_row(1, 3, 4, 5, 12)
 def test_bands_and_squares(symbols: int) -> None:
     band, square = torch.randn(2, symbols, 9), torch.randn(2, symbols, symbols)
     as_square, as_band = torch.zeros_like(square), torch.zeros_like(band)

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from gputrain.tts.decoder import FilterBank, InverseSTFT
+from tests.tables import each_row
 
 
-@pytest.mark.parametrize(("n_fft", "hop_size"), [(16, 4), (20, 5)])
+@each_row((16, 4), (20, 5))
 def test_the_inverse_transform_is_that_of_torch(n_fft: int, hop_size: int) -> None:
     torch.manual_seed(0)
     for frames in (2, 9, 40):
@@ -45,7 +46,7 @@ def test_bands_make_the_wave_that_they_came_of() -> None:
     assert decibels((back_B1T - wave_B1T)[middle], wave_B1T[middle]) == pytest.approx(-64.0, abs=0.3)
 
 
-@pytest.mark.parametrize("band", range(4))
+@each_row(*range(4))
 def test_a_tone_lies_in_its_band(band: int) -> None:
     """A band has the amplitude of the wave, 70 dB above the other bands."""
     cycles = (band + 0.5) / 8  # per sample, in the middle of the band

@@ -159,7 +159,7 @@ def same_wave(sizes: VoiceArchitecture) -> None:
 
 @speakers
 def test_with_the_same_noise_too(num_speakers: int) -> None:
-    """Returns noise in their order: for the durations, then for latents, which are transposed in memory."""
+    """Noise is drawn in their order: for the durations, then for latents, which are transposed in memory."""
     sizes = replace(SMALL, num_speakers=num_speakers)
     voice, reference = both(sizes)
     voice, reference = voice.double(), reference.double()

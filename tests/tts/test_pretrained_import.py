@@ -25,6 +25,7 @@ from gputrain.tts.architecture import VoicePreset, voice_architecture
 from gputrain.tts.load import start_from
 from gputrain.tts.model import Voice
 from gputrain.tts.pretrained_import import PATHS, coqui_labels, file_at
+from tests.tables import each_row
 from tests.tts.voices import small
 
 UZBEK = frontend("uz")
@@ -337,40 +338,38 @@ def test_every_tensor_of_coquis_voice_is_taken(
 VITS_CHARACTERS = {"characters_class": "TTS.tts.models.vits.VitsCharacters", "punctuations": "! ", "characters": "ba"}
 
 
-@pytest.mark.parametrize(
-    ("section", "more", "rows", "expected"),
-    [
-        (VITS_CHARACTERS | {"pad": "_", "phonemes": "ɯ", "eos": "", "bos": ""}, {}, 7,
-         {"!": 1, " ": 2, "b": 3, "a": 4, "ɯ": 5, PAD: 6, "<BLNK>": 6}),
-        (VITS_CHARACTERS | {"pad": "<PAD>"}, {"add_blank": False}, 6,
-         {PAD: 0, "<PAD>": 0, "!": 1, " ": 2, "b": 3, "a": 4, "<BLNK>": 5}),
-        ({"characters_class": "TTS.tts.utils.text.characters.Graphemes", "pad": "<PAD>", "eos": "<EOS>",
-          "bos": "<BOS>", "blank": "<BLNK>", "characters": "cab", "punctuations": "? "}, {}, 9,
-         {"<PAD>": 0, EOS: 1, "<EOS>": 1, BOS: 2, "<BOS>": 2, PAD: 3, "<BLNK>": 3, "a": 4, "b": 5, "c": 6, "?": 7,
-          " ": 8}),
-        ({"pad": "_", "eos": "", "bos": None, "characters": "caca", "punctuations": "? ", "is_unique": True}, {}, 5,
-         {PAD: 0, "a": 1, "c": 2, "?": 3, " ": 4}),
-        ({"pad": "_", "characters": "ca^", "punctuations": "’", "is_sorted": False}, {}, 5,
-         {PAD: 0, "c": 1, "a": 2, **dict.fromkeys("'ʻʼ‘’`", 4)}),
-        ({"pad": "_", "characters": "ca", "phonemes": "ʃə", "punctuations": "?"}, {"use_phonemes": True}, 4,
-         {PAD: 0, "ə": 1, "ʃ": 2, "?": 3}),
-        ({"pad": "_", "characters": "ca", "phonemes": "ʃə", "punctuations": "?"}, {}, 4,
-         {PAD: 0, "a": 1, "c": 2, "?": 3}),
-        ({"characters_class": "TTS.tts.utils.text.characters.BaseVocabulary", "pad": "b", "vocab_dict": ["a", "b"]}, {},
-         2, {"a": 0, "b": 1, PAD: 1}),
-    ],
+@each_row(
+    (VITS_CHARACTERS | {"pad": "_", "phonemes": "ɯ", "eos": "", "bos": ""}, {}, 7,
+     {"!": 1, " ": 2, "b": 3, "a": 4, "ɯ": 5, PAD: 6, "<BLNK>": 6}),
+    (VITS_CHARACTERS | {"pad": "<PAD>"}, {"add_blank": False}, 6,
+     {PAD: 0, "<PAD>": 0, "!": 1, " ": 2, "b": 3, "a": 4, "<BLNK>": 5}),
+    ({"characters_class": "TTS.tts.utils.text.characters.Graphemes", "pad": "<PAD>", "eos": "<EOS>",
+      "bos": "<BOS>", "blank": "<BLNK>", "characters": "cab", "punctuations": "? "}, {}, 9,
+     {"<PAD>": 0, EOS: 1, "<EOS>": 1, BOS: 2, "<BOS>": 2, PAD: 3, "<BLNK>": 3, "a": 4, "b": 5, "c": 6, "?": 7,
+      " ": 8}),
+    ({"pad": "_", "eos": "", "bos": None, "characters": "caca", "punctuations": "? ", "is_unique": True}, {}, 5,
+     {PAD: 0, "a": 1, "c": 2, "?": 3, " ": 4}),
+    ({"pad": "_", "characters": "ca^", "punctuations": "’", "is_sorted": False}, {}, 5,
+     {PAD: 0, "c": 1, "a": 2, **dict.fromkeys("'ʻʼ‘’`", 4)}),
+    ({"pad": "_", "characters": "ca", "phonemes": "ʃə", "punctuations": "?"}, {"use_phonemes": True}, 4,
+     {PAD: 0, "ə": 1, "ʃ": 2, "?": 3}),
+    ({"pad": "_", "characters": "ca", "phonemes": "ʃə", "punctuations": "?"}, {}, 4,
+     {PAD: 0, "a": 1, "c": 2, "?": 3}),
+    ({"characters_class": "TTS.tts.utils.text.characters.BaseVocabulary", "pad": "b", "vocab_dict": ["a", "b"]}, {},
+     2, {"a": 0, "b": 1, PAD: 1}),
 )  # fmt: skip
 def test_coquis_characters_in_their_order(
-    section: dict[str, Any], more: dict[str, Any], rows: int, expected: dict[str, int], tmp_path: Path
+    tmp_path: Path, section: dict[str, Any], more: dict[str, Any], rows: int, expected: dict[str, int]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"characters": section, **more}), encoding="utf-8")
     assert coqui_labels({}, tmp_path / "best_model.pth", rows).symbols == expected
 
 
-@pytest.mark.parametrize("section", [{"characters_class": "mine.Letters"}, {"is_unique": True, "is_sorted": False}])
+@each_row({"characters_class": "mine.Letters"}, {"is_unique": True, "is_sorted": False})
 def test_characters_in_an_unknown_order_are_reinitialised(
-    section: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, section: dict[str, Any]
 ) -> None:
+    caplog.clear()
     config = {"characters": {"pad": "_", "characters": "abc", "punctuations": "?", **section}}
     assert coqui_labels({"config": config}, tmp_path / "best_model.pth", 5).symbols == {}
     assert "the order of its characters is not known" in caplog.text
@@ -478,29 +477,27 @@ GLOW = {"model": {"encoder.emb.weight": torch.rand(3, 4), "decoder.flows.0.logs"
 OF_NO_VOICE = "holds no voice of Piper or of Coqui's VITS"
 
 
-@pytest.mark.parametrize(
-    ("content", "config", "said"),
-    [
-        (GLOW, None, OF_NO_VOICE),
-        ({"generator": {"conv_pre.weight": torch.rand(3)}}, None, OF_NO_VOICE),
-        ({"state_dict": [1], "model": "VITS"}, None, OF_NO_VOICE),
-        ([torch.rand(2)], None, "does not contain named tensors"),
-        ({**tiny_piper(), "more": System(pathlib.Path.home)}, None, "reading it could run code"),
-        (tiny_piper(), "{", r"config\.json: damaged"),
-        (tiny_piper(), "[1]", r"config\.json: holds no JSON object"),
-        (tiny_piper(), json.dumps(COQUI), r"config\.json: holds no phoneme_id_map"),
-        (tiny_piper(), '{"phoneme_id_map": {"a": [8]}}', r"'a' is symbol 8, and the voice has 8"),
-        (tiny_piper(), '{"phoneme_id_map": {"a": ["b"]}}', r"'a' is symbol 'b'"),
-        (tiny_coqui(), None, f"best_model.ckpt: {COQUIS_ROWS} characters, and the voice has 8"),
-        (tiny_coqui(), '{"phoneme_id_map": {"a": [1]}}', r"config\.json: holds no characters"),
-        (tiny_piper(**{"model_g.dec.conv_pre.bias": torch.full((32,), torch.inf)}), '{"phoneme_id_map": {}}',
-         r"decoder\.pre\.bias: not all weights are finite"),
-    ],
+@each_row(
+    (GLOW, None, OF_NO_VOICE),
+    ({"generator": {"conv_pre.weight": torch.rand(3)}}, None, OF_NO_VOICE),
+    ({"state_dict": [1], "model": "VITS"}, None, OF_NO_VOICE),
+    ([torch.rand(2)], None, "does not contain named tensors"),
+    ({**tiny_piper(), "more": System(pathlib.Path.home)}, None, "reading it could run code"),
+    (tiny_piper(), "{", r"config\.json: damaged"),
+    (tiny_piper(), "[1]", r"config\.json: holds no JSON object"),
+    (tiny_piper(), json.dumps(COQUI), r"config\.json: holds no phoneme_id_map"),
+    (tiny_piper(), '{"phoneme_id_map": {"a": [8]}}', r"'a' is symbol 8, and the voice has 8"),
+    (tiny_piper(), '{"phoneme_id_map": {"a": ["b"]}}', r"'a' is symbol 'b'"),
+    (tiny_coqui(), None, f"best_model.ckpt: {COQUIS_ROWS} characters, and the voice has 8"),
+    (tiny_coqui(), '{"phoneme_id_map": {"a": [1]}}', r"config\.json: holds no characters"),
+    (tiny_piper(**{"model_g.dec.conv_pre.bias": torch.full((32,), torch.inf)}), '{"phoneme_id_map": {}}',
+     r"decoder\.pre\.bias: not all weights are finite"),
 )  # fmt: skip
 def test_what_is_no_voice_is_refused_and_nothing_is_lost(
-    content: Any, config: str | None, said: str, tmp_path: Path
+    tmp_path: Path, content: Any, config: str | None, said: str
 ) -> None:
     torch.save(content, tmp_path / "best_model.ckpt")
+    (tmp_path / "config.json").unlink(missing_ok=True)
     if config is not None:
         (tmp_path / "config.json").write_text(config, encoding="utf-8")
     voice = small_voice()

@@ -26,6 +26,13 @@ from gputrain.tts.config import SEGMENT_FRAMES, TrainTts
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.model import frame_prior, segment_starts, segments
 from gputrain.tts.recipe import VoiceRecipe, plan_target
+from tests.recipes import (
+    assert_out_of_memory_changes_nothing,
+    assert_resumed_is_undisturbed,
+    assert_split_changes_nothing,
+    go_on,
+)
+from tests.tables import each_row
 from tests.toy import cpu_runtime, quiet
 
 HOP = 16
@@ -88,20 +95,8 @@ def begin(tmp_path, preset="medium", speakers=2, dtype=torch.float64, autocast=t
     return TrainState.begin(recipe, recipe.settings.schedule, runtime, Run(tmp_path, quiet(tmp_path), {}, ""))
 
 
-def go_on(state: TrainState, steps: range, lr: float = 1e-3) -> None:
-    for step in steps:
-        update(state, state.recipe.prepare([bucket(step)], step), step, lr)
-        state.recipe.average(step)
-
-
-def weights(state: TrainState) -> dict[str, torch.Tensor]:
-    modules = state.recipe.modules.items()
-    return {f"{n}.{k}": v.clone() for n, module in modules for k, v in module.state_dict().items()}
-
-
-def largest_difference(a, b) -> float:
-    assert a.keys() == b.keys()
-    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
+def load(step: int) -> list[ClipBatch]:
+    return [bucket(step)]
 
 
 def one_sum(recipe: VoiceRecipe, batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,8 +152,8 @@ def test_cut_graphs_are_one_sum(preset, speakers, compiled, tmp_path):
         assert (ours - theirs).norm() / theirs.norm() < 1e-12
 
 
-@pytest.mark.parametrize(("step", "weight"), [(0, 1.0), (1, 0.75), (3, 0.25), (4, 0.0), (9, 0.0)])
-def test_an_even_pace_is_preferred_less_with_every_step(step, weight, tmp_path, monkeypatch):
+@each_row((0, 1.0), (1, 0.75), (3, 0.25), (4, 0.0), (9, 0.0))
+def test_an_even_pace_is_preferred_less_with_every_step(tmp_path, monkeypatch, step, weight):
     seen = []
 
     def watched(scores_BTS, *counts):
@@ -191,11 +186,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize("size", [pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 4])
 def test_any_micro_batch_gives_the_same_weights(size, tmp_path):
     whole, split = (begin(tmp_path, alignment_prior_steps=5, **parts) for parts in ({}, {"micro_batch_size": size}))
-    start = weights(whole)
-    go_on(whole, range(3))
-    assert largest_difference(start, weights(whole)) > 1e-3
-    go_on(split, range(3))
-    assert largest_difference(weights(whole), weights(split)) < 1e-11
+    assert_split_changes_nothing(whole, split, load, range(3))
 
 
 def test_parts_lose_their_padding(tmp_path):
@@ -229,7 +220,7 @@ def test_the_optimizers_use_eps(tmp_path):
 def test_the_discriminators_have_a_rate_and_betas_of_their_own(tmp_path):
     own = {"discriminator_learning_rate": 5e-4, "discriminator_beta1": 0.5, "discriminator_beta2": 0.9}
     state = begin(tmp_path, learning_rate=1e-3, **own)
-    go_on(state, range(1), lr=1e-3)
+    go_on(state, load, range(1))
     for phase in phases_of(state.recipe):
         expected = (1e-3, (0.8, 0.99)) if phase.name == "generator" else (5e-4, (0.5, 0.9))
         assert {(group["lr"], group["betas"]) for group in phase.optimizer.param_groups} == {expected}
@@ -248,42 +239,15 @@ def test_buckets_accumulate(tmp_path):
 
 
 def test_a_resumed_training_is_the_undisturbed_one_bit_for_bit(tmp_path):
-    """Steps with dropout, whose random numbers are torch's global ones."""
-    undisturbed, first, second = (begin(tmp_path, dtype=torch.float32) for _ in range(3))
-    for state in (undisturbed, first, second):
-        for module in state.recipe.voice.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.3
-    torch.manual_seed(1)
-    go_on(undisturbed, range(4))
-    torch.manual_seed(1)
-    go_on(first, range(2))
-    snapshot = first.snapshot()
-    torch.manual_seed(99)
-    second.restore(snapshot)
-    go_on(second, range(2, 4))
-    assert largest_difference(weights(undisturbed), weights(second)) == 0
+    begin_fp32 = functools.partial(begin, tmp_path, dtype=torch.float32)
+    assert_resumed_is_undisturbed(begin_fp32, load, steps=4, stop=2, dropout=0.3)
 
 
 @pytest.mark.parametrize("name", [pytest.param("kl", marks=SLOW), "waves", pytest.param("mel", marks=SLOW)])
 def test_running_out_of_memory_changes_nothing(name, tmp_path):
     whole, short = begin(tmp_path), begin(tmp_path)
-    go_on(whole, range(3))
-    (group,) = short.recipe.step_groups
-
-    def failing(terms, fails):
-        for term in terms:
-            yield term
-            if fails and getattr(term, "name", "") == name:
-                torch.empty(10**15)
-
-    def loss(batch, step):
-        yield from failing(group.loss(batch, step), fails=step == 1 and len(batch.frames) > 2)
-
-    short.recipe.step_groups = [dataclasses.replace(group, loss=loss)]
-    go_on(short, range(3))
+    assert_out_of_memory_changes_nothing(whole, short, load, name, lambda batch: len(batch.frames) > 2)
     assert short.micro_batch == {"generator": 3}  # of the six clips, which count as eight, two at once
-    assert largest_difference(weights(whole), weights(short)) < 1e-11
 
 
 def test_bf16_learns_what_fp32_learns(tmp_path):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gputrain.tts.duration import DurationPredictor, of_every_row
 from gputrain.tts.model import speaking_copy
+from tests.tables import each_row
 from tests.tts.voices import build, small
 
 PRECISION = {torch.float64: 1e-11, torch.float32: 1e-3}
@@ -39,7 +40,7 @@ def test_losses_and_gradients_are_those_of_convolutions(dtype, checkpointing):
         assert float(value.norm()) > 0, name
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@each_row(False, True)
 def test_layers_that_run_again_are_compiled_one_by_one(checkpointing):
     voice = build(small(), checkpointing=checkpointing)
     kinds = {type(part).__name__ for part in voice.compiled_parts()}

@@ -41,6 +41,7 @@ from gputrain.tts.speak import (
     wav_header,
     with_lexicon,
 )
+from tests.tables import each_row
 from tests.tts.test_load import full, narrow, run_folder, settings_of
 from tests.tts.test_train import small_presets
 from tests.tts.voices import small
@@ -187,7 +188,7 @@ def test_a_wave_beyond_its_range_is_made_softer() -> None:
         said(loaded, "Hello.")
 
 
-@pytest.mark.parametrize("shift", [-30.0, float("nan")])
+@each_row(-30.0, float("nan"))
 def test_a_voice_that_would_never_end_is_stopped(shift: float) -> None:
     loaded = narrow()
     with torch.no_grad():
@@ -303,17 +304,11 @@ with small_presets():
 
 def quieter(voice: Path, file: Path) -> Path:
     """Writes a checkpoint whose waves have a hundredth of the amplitude before tanh, and returns the file."""
-    content, found = torch.load(voice / LAST if voice.is_dir() else voice, weights_only=True), []
-
-    def visit(values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            if isinstance(value, dict):
-                visit(value)
-            elif name.endswith("head.post.weight_g"):
-                found.append(value.mul_(0.01))
-
-    visit(content)
+    content = torch.load(voice / LAST, weights_only=True)
+    found = [w for state in content["modules"].values() for n, w in state.items() if n.endswith("head.post.weight_g")]
     assert found
+    for weight in found:
+        weight.mul_(0.01)
     torch.save(content, file)
     return file
 

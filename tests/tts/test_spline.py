@@ -1,10 +1,10 @@
 """Splines: the inverse undoes the map, and slopes equal autograd's. Shapes: `...`, K bins."""
 
-import pytest
 import torch
 from torch import Tensor
 
 from gputrain.tts.duration import Knots, spline
+from tests.tables import each_row
 
 BOUND = 5.0
 
@@ -19,7 +19,7 @@ def places(dtype: torch.dtype) -> Tensor:
     return torch.cat([torch.linspace(-7, 7, 399), torch.tensor([-BOUND, BOUND, 1e30])]).to(dtype)
 
 
-@pytest.mark.parametrize(("dtype", "spread", "tolerance"), [(torch.float64, 1.0, 1e-10), (torch.float32, 0.5, 1e-5)])
+@each_row((torch.float64, 1.0, 1e-10), (torch.float32, 0.5, 1e-5))
 def test_each_way_undoes_the_other(dtype: torch.dtype, spread: float, tolerance: float) -> None:
     x, knots = places(dtype), some_knots(402, dtype, spread)
     there, log_slope = spline(x, knots, BOUND)
@@ -48,7 +48,7 @@ def test_one_spline_rises_and_meets_its_tails() -> None:
     assert log_slope[-1].abs() < 1e-6
 
 
-@pytest.mark.parametrize("inverse", [False, True])
+@each_row(False, True)
 def test_gradients(inverse: bool) -> None:
     x = torch.tensor([-5.5, -3.2, 0.1, 4.9], dtype=torch.float64)
     inputs = [x, *some_knots(4, torch.float64, 1.0)]
@@ -57,7 +57,7 @@ def test_gradients(inverse: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("inverse", [False, True])
+@each_row(False, True)
 def test_nothing_makes_nan(inverse: bool) -> None:
     """Steep and flat splines, points outside the bounds, and their gradients."""
     x, knots = places(torch.float32).requires_grad_(), Knots(*(50 * part for part in some_knots(402, torch.float32)))

@@ -1,6 +1,7 @@
 """The voice with alternating steps: the discriminators' first, then the voice's with the updated discriminators."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -8,7 +9,14 @@ import torch
 from gputrain.engine.recipe import phases_of
 from gputrain.engine.step import gradients, prepare_optimizer
 from gputrain.tts.recipe import VoiceRecipe
-from tests.tts.test_recipe import begin, bucket, go_on, largest_difference, one_sum, weights
+from tests.recipes import (
+    assert_resumed_is_undisturbed,
+    assert_split_changes_nothing,
+    go_on,
+    largest_difference,
+    weights,
+)
+from tests.tts.test_recipe import begin, bucket, load, one_sum
 
 ALTERNATING = {"step_order": "alternating"}
 LEARNING_RATE = 1e-3
@@ -20,7 +28,7 @@ def test_steps_are_those_of_a_loop_by_hand(preset, tmp_path):
     ours, theirs = (begin(tmp_path, preset, **ALTERNATING) for _ in range(2))
     assert [group.name for group in ours.recipe.step_groups] == ["discriminator", "generator"]
     start = weights(ours)
-    go_on(ours, range(2), LEARNING_RATE)
+    go_on(ours, load, range(2), LEARNING_RATE)
     recipe, phases = theirs.recipe, {phase.name: phase for phase in phases_of(theirs.recipe)}
     for module in recipe.modules.values():
         module.requires_grad_(True)
@@ -60,15 +68,9 @@ def test_only_those_who_step_get_gradients(compiled, tmp_path):
 
 def test_any_micro_batch_gives_the_same_weights(tmp_path):
     whole, split = begin(tmp_path, **ALTERNATING), begin(tmp_path, **ALTERNATING, micro_batch_size=4)
-    for state in (whole, split):
-        go_on(state, range(2))
-    assert largest_difference(weights(whole), weights(split)) < 1e-11
+    assert_split_changes_nothing(whole, split, load, range(2))
 
 
 def test_a_resumed_training_is_the_undisturbed_one_bit_for_bit(tmp_path):
-    undisturbed, first, second = (begin(tmp_path, dtype=torch.float32, **ALTERNATING) for _ in range(3))
-    go_on(undisturbed, range(3))
-    go_on(first, range(2))
-    second.restore(first.snapshot())
-    go_on(second, range(2, 3))
-    assert largest_difference(weights(undisturbed), weights(second)) == 0
+    begin_fp32 = functools.partial(begin, tmp_path, dtype=torch.float32, **ALTERNATING)
+    assert_resumed_is_undisturbed(begin_fp32, load, steps=3, stop=2)

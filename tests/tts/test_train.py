@@ -1,11 +1,10 @@
 """The train-tts command with small voices: stopping and resuming, the run folder, fine-tuning, invalid input."""
 
 import contextlib
-import json
 import logging
 import math
-import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 import soundfile
 import torch
 from PIL import Image
-from rich.console import Console
 from torch import Tensor
 
 from gputrain.cli.options import read_defaults
@@ -31,7 +29,8 @@ from gputrain.tts.config import TrainTts
 from gputrain.tts.coqui import translate_coqui
 from gputrain.tts.work import TtsWork
 from tests.speech.speech import RATE_HZ, hum
-from tests.training import train_tts
+from tests.speech.trainings import SpeechTraining, assert_same_training, read_checkpoint, rows
+from tests.tables import each_row
 from tests.vae.test_recipe import assert_same
 
 HOP = 256
@@ -86,19 +85,7 @@ def spoken(
     return folder
 
 
-def train(folder: Path, store: Path, **changes: object) -> dict[str, Any]:
-    """Trains as the command does, and returns the content of the last checkpoint."""
-    values = {**TINY, "data_dir": str(store), **changes, "output_dir": str(folder)}
-    train_tts(assemble(TrainTts, values), Console(quiet=True))
-    return read_checkpoint(folder / "checkpoint_last.pt")
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    return torch.load(path, weights_only=True)
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+train = SpeechTraining(TtsWork(), TrainTts, TINY)
 
 
 def weights(content: dict[str, Any]) -> dict[str, Tensor]:
@@ -108,11 +95,6 @@ def weights(content: dict[str, Any]) -> dict[str, Tensor]:
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     assert one.keys() == other.keys()
     return math.sqrt(sum(float((one[name].double() - other[name].double()).square().sum()) for name in one))
-
-
-def assert_same_training(one: dict[str, Any], other: dict[str, Any]) -> None:
-    for part in ("modules", "optimizers", "loss_scales", "random", "progress", "facts"):
-        assert_same(one[part], other[part])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -139,23 +121,10 @@ def undisturbed(store, tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_two_folders_of_which_one_counts_thrice(store, tmp_path, caplog):
-    """As typed, with a stop, from the run's own configuration."""
-    other = spoken(tmp_path / "other", texts=TEXTS[::-1], speakers=("bob", "eve"))
-    shared = {"data_dir": [str(store), f"{other}=3"], "num_epochs": 0, "num_steps": 4, **QUIET}
-    with caplog.at_level(logging.INFO, "gputrain"):
-        whole = train(tmp_path / "whole", store, **shared)
-    (share,) = re.findall(r"other: (\d+) clips with weight 3: (\d+) of an epoch", caplog.text)
-    assert int(share[1]) == 3 * int(share[0]) > 0
-    plain = {**TINY, **shared, "data_dir": [str(store), str(other)], "output_dir": "."}
-    buckets = TtsWork().fill_buckets(assemble(TrainTts, plain), open_speech([store, other], HOP, 0.2))
-    assert whole["progress"]["items"] > len(buckets)
+    folders = store, spoken(tmp_path / "other", texts=TEXTS[::-1], speakers=("bob", "eve"))
+    quiet = replace(train, values={**TINY, **QUIET})
+    whole = quiet.assert_second_folder_counts_thrice(open_speech(folders, HOP, 0.2), folders, tmp_path, caplog)
     assert whole["facts"]["speakers"] == ["ann", "bob", "eve"]
-    train(tmp_path / "parts", store, **shared, max_steps=2)
-    settings = assemble(
-        TrainTts, {**read_defaults(tmp_path / "parts" / "config.yaml", TrainTts), "resume_from": "auto"}
-    )
-    train_tts(settings, Console(quiet=True))
-    assert_same_training(read_checkpoint(tmp_path / "parts" / "checkpoint_last.pt"), whole)
 
 
 @pytest.mark.slow
@@ -186,10 +155,8 @@ def test_its_own_configuration_repeats_a_run(undisturbed, tmp_path):
     values = read_defaults(undisturbed / "config.yaml", TrainTts, translate_coqui)
     written = read_checkpoint(undisturbed / "checkpoint_last.pt")["config"]
     assert flatten(assemble(TrainTts, values)) == {**written, "max_steps": 0}  # It belongs to one command.
-    train_tts(assemble(TrainTts, {**values, "output_dir": str(tmp_path), "max_steps": 2}), Console(quiet=True))
-    assert_same_training(
-        read_checkpoint(tmp_path / "checkpoint_last.pt"), read_checkpoint(undisturbed / "checkpoint_step_2.pt")
-    )
+    repeated = train.of({**values, "output_dir": str(tmp_path), "max_steps": 2})
+    assert_same_training(repeated, read_checkpoint(undisturbed / "checkpoint_step_2.pt"))
 
 
 @pytest.mark.slow
@@ -254,14 +221,6 @@ def test_samples_begin_after_the_epochs_asked_for(undisturbed):
     assert np.isfinite(wave_T).all()
     with Image.open(samples / "recording_step_00000008.png") as picture:
         assert picture.mode == "RGB"
-
-
-@pytest.mark.slow  # tests/engine/test_lost_work.py has the same of the engine's toy.
-def test_the_newest_checkpoints_are_kept(store, tmp_path):
-    train(tmp_path, store, **{**QUIET, "checkpoint_steps": 1}, keep_checkpoints=2, max_steps=4)
-    assert {path.name for path in tmp_path.glob("checkpoint_step_*.pt")} == {
-        "checkpoint_step_3.pt", "checkpoint_step_4.pt",
-    }  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------ speech
@@ -347,28 +306,18 @@ def test_a_run_says_what_it_will_take_and_how_it_goes(store, tmp_path, caplog):
     assert "hours are little data" in caplog.text
 
 
-@pytest.mark.slow
-def test_what_does_not_fit_says_what_would(store, tmp_path):
-    with pytest.raises(UserError) as raised:
-        train(tmp_path, store, **QUIET, plan=True, memory_budget=0.001, max_steps=1)
-    assert "does not fit" in raised.value.message or "take" in raised.value.message
-
-
 # ---------------------------------------------------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"data_dir": "gone"}, "gone"),
-        ({"init_from": "gone"}, "gone: no such checkpoint"),
-        ({"resume_from": "gone.pt"}, "gone.pt: no such checkpoint"),
-        ({"test_sentences": ["中文"]}, "no symbol"),
-        ({"discriminator_channels": 12}, "discriminator_channels 12 is not a multiple of 8"),
-        ({"preset": "grand"}, "preset is 'grand', expected one of high, medium, fast"),
-        ({"num_epochs": 0}, "num_epochs and num_steps are both 0"),
-        ({"plan_file": "gone.json"}, "gone.json"),
-    ],
+@each_row(
+    ({"data_dir": "gone"}, "gone"),
+    ({"init_from": "gone"}, "gone: no such checkpoint"),
+    ({"resume_from": "gone.pt"}, "gone.pt: no such checkpoint"),
+    ({"test_sentences": ["中文"]}, "no symbol"),
+    ({"discriminator_channels": 12}, "discriminator_channels 12 is not a multiple of 8"),
+    ({"preset": "grand"}, "preset is 'grand', expected one of high, medium, fast"),
+    ({"num_epochs": 0}, "num_epochs and num_steps are both 0"),
+    ({"plan_file": "gone.json"}, "gone.json"),
 )
 def test_settings_that_cannot_be(store, tmp_path, changes, said):
     with pytest.raises(UserError) as raised:

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from tests.speech.text.uzbek_cases import CASES, of_kind
+from tests.speech.text.spoken_cases import spoken_cases
 
 
 def plain(text: str) -> str:
@@ -17,7 +17,7 @@ def plain(text: str) -> str:
 def uztextnorm_differences() -> dict[str, tuple[str, str]]:
     """Returns (ours, theirs) for all cases."""
     theirs = pytest.importorskip("uztextnorm").UzbekTextNormalizer()
-    said = {written: (plain(ours), plain(theirs.normalize(written))) for written, ours in CASES}
+    said = {written: (plain(ours), plain(theirs.normalize(written))) for written, ours in spoken_cases("uzbek")}
     return {written: pair for written, pair in said.items() if pair[0] != pair[1]}
 
 
@@ -30,6 +30,8 @@ def alifbe_differences() -> dict[str, tuple[str, str]]:
             warnings.simplefilter("ignore")
             return str(alifbe.normalize_apostrophes(str(alifbe.cyrillic_to_latin(written))))
 
-    letters = [pair for pair in of_kind("Cyrillic", "apostrophes") if not any(char.isdigit() for char in pair[0])]
+    letters = [
+        pair for pair in spoken_cases("uzbek", "Cyrillic", "apostrophes") if not any(char.isdigit() for char in pair[0])
+    ]
     said = {written: (plain(ours), plain(theirs(written))) for written, ours in letters}
     return {written: pair for written, pair in said.items() if pair[0] != pair[1]}

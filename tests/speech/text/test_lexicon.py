@@ -11,24 +11,22 @@ from gputrain.speech.text.frontend import Frontend, frontend
 from gputrain.speech.text.lexicon import Lexicon, read_lexicon
 from gputrain.speech.text.raw import RawRules
 from gputrain.speech.text.vocabulary import Vocabulary, vocabulary_of
+from tests.tables import each_row
 
 WORDS = {"Korzinka": "karzinka", "IT": "ay ti", "New York": "nyu york", "C++": "si plyus plyus"}
 
 
-@pytest.mark.parametrize(
-    ("written", "said"),
-    [
-        ("Korzinka", "karzinka"),
-        ("KORZINKA va korzinka", "karzinka va karzinka"),
-        ("Korzinkalar", "Korzinkalar"),
-        ("superKorzinka", "superKorzinka"),
-        ("IT kompaniya", "ay ti kompaniya"),
-        ("it hurdi, It", "it hurdi, It"),
-        ("New York shahri", "nyu york shahri"),
-        ("C++ tili, C+", "si plyus plyus tili, C+"),
-        ("korzinka.", "karzinka."),
-        ("info@korzinka.uz, korzinka.uz", "info@korzinka.uz, korzinka.uz"),
-    ],
+@each_row(
+    ("Korzinka", "karzinka"),
+    ("KORZINKA va korzinka", "karzinka va karzinka"),
+    ("Korzinkalar", "Korzinkalar"),
+    ("superKorzinka", "superKorzinka"),
+    ("IT kompaniya", "ay ti kompaniya"),
+    ("it hurdi, It", "it hurdi, It"),
+    ("New York shahri", "nyu york shahri"),
+    ("C++ tili, C+", "si plyus plyus tili, C+"),
+    ("korzinka.", "karzinka."),
+    ("info@korzinka.uz, korzinka.uz", "info@korzinka.uz, korzinka.uz"),
 )
 def test_whole_words_match_and_capitals_match_only_capitals(written, said):
     assert Lexicon(WORDS)(written) == said
@@ -47,13 +45,10 @@ def test_a_user_takes_precedence_over_the_names_of_the_package():
     assert frontend("uz", raw=RawRules({"facebook": "feys"})).normalize("Facebook'da") == "feysda"
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.yaml", "Facebook: feysbuk\nIT: ay ti\n"),
-        ("a.json", '{"Facebook": "feysbuk", "IT": "ay ti"}'),
-        ("a.tsv", "# word\tspelling\nFacebook\tfeysbuk\n\nIT\tay ti\n"),
-    ],
+@each_row(
+    ("a.yaml", "Facebook: feysbuk\nIT: ay ti\n"),
+    ("a.json", '{"Facebook": "feysbuk", "IT": "ay ti"}'),
+    ("a.tsv", "# word\tspelling\nFacebook\tfeysbuk\n\nIT\tay ti\n"),
 )
 def test_files(tmp_path, name, content):
     path = tmp_path / name
@@ -61,17 +56,14 @@ def test_files(tmp_path, name, content):
     assert read_lexicon(path) == {"Facebook": "feysbuk", "IT": "ay ti"}
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("a.yaml", "Facebook: 5\n", "'Facebook' is spelled 5, expected a word"),
-        ("a.yaml", "Facebook: ''\n", "expected a word and its spelling"),
-        ("a.yaml", "'!': undov\n", "'!' is spelled 'undov'"),
-        ("a.yaml", "a: b\nb: c\n", "the spelling of a, b, contains a word of the lexicon"),
-        ("a.tsv", "Facebook\tfeys\tbuk\n", "line 1 has 3 columns"),
-        ("none.tsv", None, "No such file"),
-        ("none.yaml", None, "No such file"),
-    ],
+@each_row(
+    ("a.yaml", "Facebook: 5\n", "'Facebook' is spelled 5, expected a word"),
+    ("a.yaml", "Facebook: ''\n", "expected a word and its spelling"),
+    ("a.yaml", "'!': undov\n", "'!' is spelled 'undov'"),
+    ("a.yaml", "a: b\nb: c\n", "the spelling of a, b, contains a word of the lexicon"),
+    ("a.tsv", "Facebook\tfeys\tbuk\n", "line 1 has 3 columns"),
+    ("none.tsv", None, "No such file"),
+    ("none.yaml", None, "No such file"),
 )
 def test_files_that_are_none(tmp_path, name, content, said):
     path = tmp_path / name

@@ -9,24 +9,22 @@ from gputrain.speech.text.commands import Normalize, normalize_lines
 from gputrain.speech.text.number_words import checked_language, converter_of, with_number_words
 from gputrain.speech.text.plain import plain_words
 from gputrain.speech.text.raw import RawRules
+from tests.tables import each_row
 
 pytest.importorskip("num2words")
 
 
-@pytest.mark.parametrize(
-    ("language", "written", "said"),
-    [
-        ("tr", "Saat 5", "Saat beş"),
-        ("de", "21 Tage", "einundzwanzig Tage"),
-        ("fr", "80 ans", "quatre-vingts ans"),
-        ("es", "1.000.000", "un millón"),
-        ("de", "3,5 km", "drei Komma fünf km"),
-        ("de", "-4 Grad", "minus vier Grad"),
-        ("de", "007", "null null sieben"),
-        ("de", "ohne", "ohne"),
-        ("pt-BR", "2 dias", "dois dias"),
-        ("kk", "2 күн", "екі күн"),
-    ],
+@each_row(
+    ("tr", "Saat 5", "Saat beş"),
+    ("de", "21 Tage", "einundzwanzig Tage"),
+    ("fr", "80 ans", "quatre-vingts ans"),
+    ("es", "1.000.000", "un millón"),
+    ("de", "3,5 km", "drei Komma fünf km"),
+    ("de", "-4 Grad", "minus vier Grad"),
+    ("de", "007", "null null sieben"),
+    ("de", "ohne", "ohne"),
+    ("pt-BR", "2 dias", "dois dias"),
+    ("kk", "2 күн", "екі күн"),
 )
 def test_numbers_of_other_languages(language, written, said):
     assert with_number_words(written, language) == said

@@ -11,27 +11,25 @@ from gputrain.errors import UserError
 from gputrain.speech.text.language import check_language
 from gputrain.speech.text.plain import plain_words
 from gputrain.speech.text.vocabulary import ABSENT, Vocabulary, match_symbols, vocabulary_of
+from tests.tables import each_row
 
 
-@pytest.mark.parametrize(
-    ("language", "text", "words"),
-    [
-        ("uz", "Oʻzbekiston — 2024-yil, «gʻalaba»!", "oʻzbekiston ikki ming yigirma toʻrtinchi yil gʻalaba"),
-        ("uz", "O'ZBEK maʼno, bora-bora.", "oʻzbek maʼno bora-bora"),
-        ("ru", "Кто-то сказал: «5 рублей»…", "кто-то сказал пять рублей"),
-        ("en", "Don't e-mail 21 'friends'.", "don't e mail twenty one friends"),
-        ("en-US", "No. 5", "number five"),
-        ("kk", "Қазақстан – БІЗ-дің ел! 12 жыл", "қазақстан біз-дің ел 12 жыл"),
-        ("fr", "L’été, c'est «ÇA» — peut-être_100%", "l'été c'est ça peut-être 100"),
-        ("tr", "IĞDIR, İzmir", "ığdır izmir"),
-        ("de", "İzmir STRASSE straße \u00adso\u00adgar", "izmir strasse straße sogar"),
-        ("el", "ΟΔΟΣ", "οδος"),
-        ("hi", "नमस्ते, दुनिया!", "नमस्ते दुनिया"),
-        ("haw", "ʻOkina", "ʻokina"),
-        ("vi", "Tie\u0302\u0301ng 'Vie\u0302\u0323t'", "tiếng việt"),
-        ("pl", "❤\ufe0f -tak- a\u200bb", "tak a b"),
-        ("und", "?!…", ""),
-    ],
+@each_row(
+    ("uz", "Oʻzbekiston — 2024-yil, «gʻalaba»!", "oʻzbekiston ikki ming yigirma toʻrtinchi yil gʻalaba"),
+    ("uz", "O'ZBEK maʼno, bora-bora.", "oʻzbek maʼno bora-bora"),
+    ("ru", "Кто-то сказал: «5 рублей»…", "кто-то сказал пять рублей"),
+    ("en", "Don't e-mail 21 'friends'.", "don't e mail twenty one friends"),
+    ("en-US", "No. 5", "number five"),
+    ("kk", "Қазақстан – БІЗ-дің ел! 12 жыл", "қазақстан біз-дің ел 12 жыл"),
+    ("fr", "L’été, c'est «ÇA» — peut-être_100%", "l'été c'est ça peut-être 100"),
+    ("tr", "IĞDIR, İzmir", "ığdır izmir"),
+    ("de", "İzmir STRASSE straße \u00adso\u00adgar", "izmir strasse straße sogar"),
+    ("el", "ΟΔΟΣ", "οδος"),
+    ("hi", "नमस्ते, दुनिया!", "नमस्ते दुनिया"),
+    ("haw", "ʻOkina", "ʻokina"),
+    ("vi", "Tie\u0302\u0301ng 'Vie\u0302\u0323t'", "tiếng việt"),
+    ("pl", "❤\ufe0f -tak- a\u200bb", "tak a b"),
+    ("und", "?!…", ""),
 )
 def test_words(language, text, words):
     assert plain_words(text, language) == words
@@ -61,7 +59,7 @@ def test_labels_and_their_text():
         vocabulary_of("uz", ["", " "])
 
 
-@pytest.mark.parametrize("text", ["a", "aa", "aaa", "abba", "a a", "baab  bb".replace("  ", " "), "abcabc"])
+@each_row("a", "aa", "aaa", "abba", "a a", "baab  bb".replace("  ", " "), "abcabc")
 def test_frames_needed_are_where_the_loss_becomes_finite(text):
     """The reference is torch's CTC loss."""
     vocabulary = vocabulary_of("und", ["abc"])
@@ -113,13 +111,10 @@ def test_a_vocabulary_of_many_languages(tmp_path):
         Vocabulary.from_transformers(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("content", "fault"),
-    [
-        ("{", "not valid JSON"), ("[]", "expected a mapping"), ('{"a": 0, "b": 0, "<pad>": 1}', "its ids"),
-        ('{"a": "0", "<pad>": 1}', "its ids"), ('{"a": 0}', "no symbol of the blank"), ("{}", "no symbol of the blank"),
-        ('{"a": true, "<pad>": 0}', "its ids"), ('{"a": 999999999, "<pad>": 0}', "its ids"),
-    ],
+@each_row(
+    ("{", "not valid JSON"), ("[]", "expected a mapping"), ('{"a": 0, "b": 0, "<pad>": 1}', "its ids"),
+    ('{"a": "0", "<pad>": 1}', "its ids"), ('{"a": 0}', "no symbol of the blank"), ("{}", "no symbol of the blank"),
+    ('{"a": true, "<pad>": 0}', "its ids"), ('{"a": 999999999, "<pad>": 0}', "its ids"),
 )  # fmt: skip
 def test_malformed_vocabularies(tmp_path, content, fault):
     (tmp_path / "vocab.json").write_text(content)
@@ -129,9 +124,7 @@ def test_malformed_vocabularies(tmp_path, content, fault):
         Vocabulary.from_transformers(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize(
-    "change", [{"symbols": ["a", "a"]}, {"blank": -1}, {"blank": 99}, {"symbols": None}, {"upper": 1}, {"blank": "0"}]
-)
+@each_row({"symbols": ["a", "a"]}, {"blank": -1}, {"blank": 99}, {"symbols": None}, {"upper": 1}, {"blank": "0"})
 def test_malformed_json_of_a_vocabulary(change):
     content = vocabulary_of("uz", ["salom"]).to_json()
     with pytest.raises(UserError, match="vocabulary is invalid"):
@@ -148,12 +141,12 @@ def test_vocabularies_are_matched_by_symbol():
     assert without.ids("字 x字") == [1, 1]
 
 
-@pytest.mark.parametrize("code", ["characters", "", "u", "uz_UZ", "../x", "uz-"])
+@each_row("characters", "", "u", "uz_UZ", "../x", "uz-")
 def test_codes_that_are_no_language(code):
     with pytest.raises(UserError, match="not the code of a language"):
         check_language(code)
 
 
-@pytest.mark.parametrize("code", ["uz", "kk", "pt-BR", "zh-CN", "uz-Cyrl", "haw", "und", "nan-tw"])
+@each_row("uz", "kk", "pt-BR", "zh-CN", "uz-Cyrl", "haw", "und", "nan-tw")
 def test_codes_of_languages(code):
     check_language(code)
