@@ -71,13 +71,13 @@ class Key:
             raise UserError(f"{self.name} is {value!r}: {error.message}", hint=error.hint) from None
 
 
-def same(name: str, option: str = "", **facts: Any) -> Key:
+def same_value(name: str, option: str = "", **facts: Any) -> Key:
     """Returns a key whose value is that of our option (default name: the last part of the key)."""
     option = option or name.rpartition(".")[2]
     return Key(name, lambda value, file: {option: value}, (option,), **facts)
 
 
-def chosen(
+def choice(
     name: str,
     choices: Mapping[Any, dict[str, object]],
     why: str,
@@ -115,7 +115,7 @@ def as_typed(options: Mapping[str, object]) -> str:
     return f"`{' '.join(flags)}`"
 
 
-def met(
+def fixed_behaviour(
     name: str, why: str, values: Sequence[object] = (), otherwise: str = "", instead: str = "", **facts: Any
 ) -> Key:
     """Returns a key that asks for our fixed behaviour: with these values, or with any if none are given."""
@@ -125,7 +125,7 @@ def met(
             raise UserError(otherwise or why, hint=instead or "change the key, or leave it out")
         return NoEffect(why, is_ours=bool(values))
 
-    words = f"At {' or '.join(f'`{shown(value)}`' for value in values)}: {why}" if values else why
+    words = f"At {' or '.join(f'`{format_yaml_value(value)}`' for value in values)}: {why}" if values else why
     because = "" if otherwise == why else f": {otherwise}"
     remark = f"Anything else is refused{because}." if values else ""
     return Key(name, turn, words=words, remark=remark, values=tuple(values), fate="met", **facts)
@@ -137,7 +137,7 @@ def _equal(supported: object, value: object) -> bool:
     return isinstance(supported, bool) == isinstance(value, bool) and supported == value
 
 
-def shown(value: object) -> str:
+def format_yaml_value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -152,7 +152,7 @@ def read_keys(
         return Key(name, by_name[by], **facts)
 
     made: Mapping[str, Callable[..., Key | list[Key]]] = {
-        "same": same, "computed": computed, "chosen": chosen, "met": met, **(kinds or {})
+        "same": same_value, "computed": computed, "chosen": choice, "met": fixed_behaviour, **(kinds or {})
     }  # fmt: skip
     known: dict[str, Key] = {}
     for row in read_table(package, table):

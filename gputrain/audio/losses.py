@@ -248,7 +248,7 @@ class _AbsoluteDifference(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, made: Tensor, target: Tensor) -> Tensor:
-        difference = gan.exact(made) - gan.exact(target)
+        difference = gan.at_least_fp32(made) - gan.at_least_fp32(target)
         ctx.save_for_backward(difference.sign().to(torch.int8))
         ctx.dtypes = made.dtype, target.dtype
         size = difference.abs()

@@ -470,7 +470,7 @@ def load_weights(
     fitting = {name: offered[name] for name in wanted if name in offered and offered[name].shape == wanted[name].shape}
     if (apart := differences(wanted, offered)) and (strict or not fitting):
         count = f"{len(apart)} tensor{'s' * (len(apart) != 1)}"
-        raise UserError(f"{owner} differs in {count}: {shortened(apart)}", hint=hint)
+        raise UserError(f"{owner} differs in {count}: {format_list(apart)}", hint=hint)
     if finite:
         refuse_nonfinite(fitting, owner)
     module.load_state_dict({**mine, **fitting}, assign=assign)
@@ -488,7 +488,7 @@ def differences(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> li
     return found + [f"{name} is unknown" for name in given if name not in wanted]
 
 
-def shortened(names: Sequence[str]) -> str:
+def format_list(names: Sequence[str]) -> str:
     """Join the first SHOWN names, and count the rest."""
     more = f"; and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return "; ".join(names[:SHOWN]) + more

@@ -208,7 +208,7 @@ def batches(
     stream = Stream(
         item_count=items,
         seed=steps.schedule.seed,
-        batch_size=steps.items_a_step,
+        batch_size=steps.items_per_step,
         start_sample=steps.items_seen(first),
         stop_sample=steps.items_seen(last),
         ranks=ranks,
@@ -364,7 +364,7 @@ def written_aside(folder: Path) -> Iterator[Path]:
 # ------------------------------------------------------------------------------------------------- progress and digests
 
 
-def silent(done: float, total: int) -> None:
+def no_progress(done: float, total: int) -> None:
     """Reports no progress."""
 
 

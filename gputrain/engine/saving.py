@@ -110,7 +110,7 @@ class Saver:
                 return
             copied = None if waits or must else self.host.copy(job.content, self.state.runtime.device)
             if copied is None:
-                self._take_over(self._write(job), must=must)
+                self._finish_save(self._write(job), must=must)
             else:
                 self._submit(dataclasses.replace(job, content=copied))
 
@@ -125,7 +125,7 @@ class Saver:
     def _finish(self) -> None:
         pending, self.pending = self.pending, None
         if pending is not None:
-            self._take_over(pending.result(), must=False)
+            self._finish_save(pending.result(), must=False)
 
     def _job(self, names: Sequence[str], best_score: float | None, *, must: bool) -> SaveJob | None:
         """Return what is to be written, or None if the save is postponed, or another rank saves."""
@@ -135,7 +135,7 @@ class Saver:
             for name in names if run.saved_step != progress.step else ():
                 log.warning("%s is not written, as the gradient of its step is not finite", run.folder / name)
             return None
-        optimizers = {phase.name: state.shards.whole_state(phase) for phase in phases_of(state.recipe)}
+        optimizers = {phase.name: state.shards.gathered_state(phase) for phase in phases_of(state.recipe)}
         if not run.group.leads:
             return None
         self.saved_at = time.monotonic()
@@ -162,7 +162,7 @@ class Saver:
         _write_record(job.record, self.run)
         return WrittenSave(job, kept, time.monotonic() - began, _disk_gb(self.run.folder), failure)
 
-    def _take_over(self, written: WrittenSave, *, must: bool) -> None:
+    def _finish_save(self, written: WrittenSave, *, must: bool) -> None:
         """Take over the result of a save. Raises Stopped if it failed and the run `must` save."""
         error, job = written.error, written.job
         self.disk_gb = written.disk_gb
@@ -331,7 +331,7 @@ def _go_back(saver: Saver, cause: str, last_finite: int) -> None:
     if state.rollbacks > ROLLBACK_LIMIT:
         problem = "going back did not help"
     else:
-        found = run.group.of_leader(lambda: _good_checkpoint(run, state.recipe.kind, last_finite))
+        found = run.group.from_leader(lambda: _good_checkpoint(run, state.recipe.kind, last_finite))
     if found is None:
         raise UserError(
             f"{cause}, and {problem}",

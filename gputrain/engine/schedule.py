@@ -198,7 +198,7 @@ class StepSchedule:
     step_items: int = 0  # Items of the stream per step; 0: the whole batch.
 
     @property
-    def items_a_step(self) -> int:
+    def items_per_step(self) -> int:
         return self.step_items or self.schedule.whole_batch
 
     @property
@@ -207,7 +207,7 @@ class StepSchedule:
         ends = []
         if self.schedule.num_epochs:
             ends_at = (self.start.stage_epoch + self.schedule.num_epochs) * self.start.items
-            ends.append(self.start.step + math.ceil(max(0, ends_at - self.start.items_seen) / self.items_a_step))
+            ends.append(self.start.step + math.ceil(max(0, ends_at - self.start.items_seen) / self.items_per_step))
         if self.schedule.num_steps:
             ends.append(max(self.start.step, self.start.stage_step + self.schedule.num_steps))
         return min(ends)
@@ -218,7 +218,7 @@ class StepSchedule:
         return min(self.last_step, self.schedule.max_steps) if self.schedule.max_steps else self.last_step
 
     def items_seen(self, step: int) -> int:
-        return self.start.items_seen + (step - self.start.step) * self.items_a_step
+        return self.start.items_seen + (step - self.start.step) * self.items_per_step
 
     def epochs_done(self, step: int) -> int:
         """Returns the number of whole epochs after `step` steps."""

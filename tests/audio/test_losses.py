@@ -14,7 +14,7 @@ from torch._inductor.compile_fx import compile_fx
 from gputrain.audio import losses
 from gputrain.audio.config import Mel, Resolution
 from gputrain.audio.mel import log_mel, stft_magnitudes
-from gputrain.audio.weight_norm import WeightNormed, gradient_leaves, weights_made_once
+from gputrain.audio.weight_norm import WeightNormed, cached_weights, gradient_leaves
 from gputrain.engine.recipe import BatchStat, ChainGradients, Term, Together
 
 MEL = Mel(sampling_rate=8000, num_mels=12, hop_size=50, win_size=200, n_fft=200, fmin=20.0, fmax=4000.0)
@@ -386,7 +386,7 @@ def test_made_waves_take_one_forward_pass(compiled, learns):
     found = []
     for at_once in (True, False):
         made = wave.clone().requires_grad_()
-        with weights_made_once(discriminator):
+        with cached_weights(discriminator):
             _, targets = losses.real_pass(discriminator, real)
             if at_once:
                 fake, *of_generator = function(discriminator, made, *targets)

@@ -98,7 +98,7 @@ def compare_compressed(folder: Path, rank: int, cases: list[str]) -> None:
         for dtype in (None, torch.bfloat16):
             group.gradient_dtype = dtype
             sums = engine.accumulate(state, step_group, batch, step)
-            engine.add_up_over_ranks(state, step_group, sums)
+            engine.all_reduce_sums(state, step_group, sums)
             gradients = (p.grad for phase in step_group.phases for p in phase.parameters() if p.grad is not None)
             # The gradients of each parameter count alike.
             flat[dtype] = torch.cat([(grad / (grad.norm() + 1e-30)).flatten() for grad in gradients])

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from gputrain.audio.discriminators import vits_discriminators
-from gputrain.audio.weight_norm import shared_weights, weights_made_once
+from gputrain.audio.weight_norm import cached_weights, shared_weights
 from gputrain.engine import cast_once
 from gputrain.engine.cast_once import layer_weights, weights_cast_once
 
@@ -83,7 +83,7 @@ def test_normed_weights_are_cast_too():
         torch.manual_seed(0)
         discriminator = list(vits_discriminators(4))[1]
         wave_B1T = torch.randn(2, 1, 64)
-        context = shared_weights(discriminator, dtype=torch.bfloat16) if shared else weights_made_once(discriminator)
+        context = shared_weights(discriminator, dtype=torch.bfloat16) if shared else cached_weights(discriminator)
         with context, torch.autocast("cpu", torch.bfloat16):
             for _ in range(2):
                 discriminator(wave_B1T)[0].float().sum().backward()

@@ -21,7 +21,7 @@ from gputrain.report.curves import (
     thinned,
     tick_label,
 )
-from gputrain.report.metric_names import shown_value, style_of
+from gputrain.report.metric_names import format_value, style_of
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_numbers_and_titles():
     assert [format_number(value) for value in (0, 0.01234, 1.234, 31.26, 1234.5, 1.5e-5)] == [
         "0", "0.0123", "1.23", "31.3", "1,234", "1.50e-05",
     ]  # fmt: skip
-    assert shown_value(0.1234, "%") == "12.3 %"
+    assert format_value(0.1234, "%") == "12.3 %"
     assert style_of("eval/psnr_db").title == "PSNR"
     assert style_of("loss/generator/fast_mpd").title == "generator: fast mpd"
     assert style_of("speed/images_per_second").title == "images a second"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gputrain.tts.architecture import VoicePreset
-from gputrain.tts.model import Voice, speaking_copy
+from gputrain.tts.model import Voice, inference_copy
 from tests.tts.voices import build, small
 
 
@@ -88,7 +88,7 @@ class Piper(nn.Module):
     ],
 )
 def test_the_graph_of_onnx_speaks_alike(preset: VoicePreset, num_speakers: int, opset: int, tmp_path: Path) -> None:
-    speaking = Piper(speaking_copy(build(small(preset, num_speakers)))).eval()
+    speaking = Piper(inference_copy(build(small(preset, num_speakers)))).eval()
     names = ["input", "input_lengths", "scales", "sid"][: 3 + (num_speakers > 1)]
 
     def inputs(symbols: int, items: int, scales: tuple[float, float, float]) -> tuple[Tensor, ...]:
