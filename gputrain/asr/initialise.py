@@ -64,7 +64,7 @@ def saved_architecture(settings: TrainAsr) -> dict[str, Any] | None:
     named, folder = settings.saving.resume_from, settings.saving.output_dir
     if named not in ("", "auto"):
         folder = Path(named) if Path(named).is_dir() else Path(named).parent
-    if not named or not checkpoint.in_order(folder):
+    if not named or not checkpoint.newest_first(folder):
         return None
     try:
         found = json.loads((folder / ARCHITECTURE).read_text(encoding="utf-8"))
@@ -83,7 +83,7 @@ def save_architecture(folder: Path, architecture: Mapping[str, Any]) -> None:
 def is_own(name: str) -> bool:
     """Returns True if a name means a run or a checkpoint of train-asr."""
     path = Path(name)
-    return path.is_file() or (path.is_dir() and bool(checkpoint.in_order(path)))
+    return path.is_file() or (path.is_dir() and bool(checkpoint.newest_first(path)))
 
 
 def _initial_architecture(name: str) -> dict[str, Any]:

@@ -198,12 +198,12 @@ def _rows(tensors: Sequence[Any]) -> Tensor:
 def shared_weights(
     *modules: nn.Module,
     dtype: torch.dtype,
-    at_least_fp32: Collection[nn.Module] = (),
+    without_autocast: Collection[nn.Module] = (),
     stacked: bool | None = None,
 ) -> Iterator[None]:
     """Computes weights once, as `cached_weights`, and casts them once to `dtype`, the format of autocast, together
-    with those of plain layers. `exact` are parts of `modules` that compute without autocast."""
-    left_out = {part for module in at_least_fp32 for part in module.modules()}
+    with those of plain layers. `without_autocast` are parts of `modules` that compute without autocast."""
+    left_out = {part for module in without_autocast for part in module.modules()}
     normed = [
         layer
         for module in modules
@@ -213,7 +213,7 @@ def shared_weights(
     with cached_weights(*modules, stacked=stacked):
         slots = [WeightSlot(layer, "made") for layer in normed]
         slots += [WeightSlot(layer, "bias") for layer in normed if layer.bias is not None]
-        with weights_cast_once([*layer_weights(modules, at_least_fp32), *slots], dtype):
+        with weights_cast_once([*layer_weights(modules, without_autocast), *slots], dtype):
             yield
 
 

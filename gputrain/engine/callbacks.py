@@ -28,7 +28,7 @@ from gputrain.engine.recipe import phases_of
 from gputrain.engine.run_folder import Run
 from gputrain.engine.samples import Report
 from gputrain.engine.saving import Saver, go_back_if_unstable
-from gputrain.engine.schedule import RunProgress, Saving, StepSchedule, every
+from gputrain.engine.schedule import RunProgress, Saving, StepSchedule, is_due_every
 from gputrain.engine.state import TrainState
 from gputrain.engine.stop import COMMAND_CLOCK, REPORT_SECONDS, Deadline, StopRequested
 from gputrain.errors import Stopped, UserError, first_line
@@ -112,8 +112,8 @@ class Callbacks:
             self.deadline.save_bytes = tensor_bytes(self.state.snapshot())
         self.ends_early = False  # True after the evaluation with which early stopping ends the training.
         self.callbacks = (
-            Callback(lambda end: end.stops or every(end.step, run.saving.log_freq), lambda end: self.log()),
-            Callback(lambda end: end.stops, lambda end: self.save(end.names, must=True)),
+            Callback(lambda end: end.stops or is_due_every(end.step, run.saving.log_freq), lambda end: self.log()),
+            Callback(lambda end: end.stops, lambda end: self.save(end.names, is_required=True)),
             Callback(lambda end: "samples" in end.reports, lambda end: self.sample()),
             Callback(lambda end: "eval" in end.reports, self._evaluate_step),
             Callback(lambda end: self.saver.has_result, lambda end: self.saver.finish()),
@@ -168,9 +168,9 @@ class Callbacks:
     def _reports_of(self, step: int) -> list[str]:
         """Return the reports that are due after this many steps, unless they are the last ones."""
         saving, epoch = self.run.saving, self.steps.epochs_done(step)
-        samples = every(step, saving.save_samples_freq) and epoch >= saving.samples_after_epochs
-        ends_epochs = self.steps.ends_epoch(step) and every(epoch, saving.evaluate_freq)
-        evaluates = ends_epochs or every(step, saving.evaluate_steps)
+        samples = is_due_every(step, saving.save_samples_freq) and epoch >= saving.samples_after_epochs
+        ends_epochs = self.steps.ends_epoch(step) and is_due_every(epoch, saving.evaluate_freq)
+        evaluates = ends_epochs or is_due_every(step, saving.evaluate_steps)
         return ["samples"] * samples + ["eval"] * evaluates
 
     def _save_is_due(self, end: StepEnd) -> bool:
@@ -242,11 +242,16 @@ class Callbacks:
         return self.metrics.write(done, self.steps.epochs_done(done), further, alone=alone)
 
     def save(
-        self, names: Sequence[str] = (), *, must: bool = False, waits: bool = False, best_score: float | None = None
+        self,
+        names: Sequence[str] = (),
+        *,
+        is_required: bool = False,
+        waits: bool = False,
+        best_score: float | None = None,
     ) -> None:
         """Save as `Saver.save`, without counting its time as that of a step."""
         with self.metrics.paused(), self.deadline.not_counted():
-            self.saver.save(names, best_score=best_score, waits=waits, must=must)
+            self.saver.save(names, best_score=best_score, waits=waits, is_required=is_required)
 
     def sample(self) -> None:
         self._report("samples", self.state.recipe.sample)
@@ -355,7 +360,7 @@ class Callbacks:
                 self._finish_saving_if_possible()
                 done = self.state.progress.step
                 if self.run.group.from_leader(lambda: done != self.run.saved_step):
-                    self.save(must=True)
+                    self.save(is_required=True)
             done = self.state.progress.step
             cause = self.run.stop.requested
             raise Stopped(f"{cause} after step {done}; everything is saved", hint=self.run.how_to_resume)
@@ -404,7 +409,7 @@ class Callbacks:
 
     def _resume_note(self) -> str:
         saved = self.run.saved_step if self.run.saved_step >= 0 else self.steps.start.step
-        if not checkpoint.in_order(self.run.folder):
+        if not checkpoint.newest_first(self.run.folder):
             return "there is no checkpoint yet, so that a resumed run starts from scratch"
         return f"a resumed run goes on from step {saved}, as if it had never been interrupted"
 
@@ -436,9 +441,9 @@ def kept_names(steps: StepSchedule, saving: Saving, progress: RunProgress, evalu
     """Returns the further names under which the checkpoint of this step is kept, if any."""
     done, names = progress.step, []
     epoch = steps.epochs_done(done)
-    if steps.ends_epoch(done) and (every(epoch, saving.checkpoint_freq) or progress.finished):
+    if steps.ends_epoch(done) and (is_due_every(epoch, saving.checkpoint_freq) or progress.finished):
         names.append(f"checkpoint_epoch_{epoch}.pt")
-    if every(done, saving.checkpoint_steps) or (evaluates and saving.checkpoint_steps < 0):
+    if is_due_every(done, saving.checkpoint_steps) or (evaluates and saving.checkpoint_steps < 0):
         names.append(f"checkpoint_step_{done}.pt")
     return names
 

@@ -233,7 +233,7 @@ def _messages(
     batches: Any = DataLoader(
         reader,
         batch_sampler=stream,
-        collate_fn=_as_it_is,
+        collate_fn=_identity,
         num_workers=num_workers,
         prefetch_factor=prefetch if num_workers else None,
         pin_memory=pin_memory,
@@ -246,7 +246,7 @@ def _messages(
         yield from received_batches(iterator, workers)
 
 
-def _as_it_is(message: Any) -> Any:
+def _identity(message: Any) -> Any:
     return message
 
 

@@ -46,10 +46,10 @@ class RankGroup:
     gradient_dtype: torch.dtype | None = None  # Format in which gradients travel; None: their own.
 
     @classmethod
-    def join(cls, ranks: Ranks, *, on_gpu: bool, meeting: str = "env://") -> "RankGroup":
+    def join(cls, ranks: Ranks, *, on_gpu: bool, init_method: str = "env://") -> "RankGroup":
         """Connects this process with the other ranks. Returns when all have joined.
 
-        `meeting` is the address at which they find each other; by default it is torchrun's, in the environment.
+        `init_method` is the address at which they find each other; by default it is torchrun's, in the environment.
         """
         if ranks.count == 1:
             return cls(ranks)
@@ -59,7 +59,7 @@ class RankGroup:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
         backend = "nccl" if on_gpu and dist.is_nccl_available() else "gloo"
         with _connected():
-            store, index, count = next(dist.rendezvous(meeting, ranks.index, ranks.count, timeout=JOIN_TIMEOUT))  # type: ignore[attr-defined]
+            store, index, count = next(dist.rendezvous(init_method, ranks.index, ranks.count, timeout=JOIN_TIMEOUT))  # type: ignore[attr-defined]
             # torchrun's store outlives a restart, and with it the addresses of ranks that have ended.
             store = dist.PrefixStore(f"attempt {ranks.restarts}", store)  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=GRADIENT_TIMEOUT)

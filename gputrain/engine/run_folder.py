@@ -231,7 +231,7 @@ def _open_folder(saving: Saving, kind: str) -> OpenedFolder:
     lock = lock_folder(folder) if folder.is_dir() else None
     found = checkpoint.find(saving.resume_from, folder, kind) if saving.resume_from else None
     here = found is not None and found[0].parent.resolve() == folder.resolve()
-    holds_run = bool(checkpoint.in_order(folder)) or (folder / "metrics.jsonl").exists()
+    holds_run = bool(checkpoint.newest_first(folder)) or (folder / "metrics.jsonl").exists()
     begins_anew = holds_run and found is None and saving.resume_from == "auto"
     if holds_run and not here and not begins_anew:
         raise UserError(

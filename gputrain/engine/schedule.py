@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from gputrain.config import config, opt
-from gputrain.engine.stop import seconds_of
+from gputrain.engine.stop import parse_duration
 from gputrain.errors import UserError
 
 LearningRateSchedule = Literal["constant", "cosine", "exponential", "tri-stage"]
@@ -140,7 +140,7 @@ class Saving:
 
     def __post_init__(self) -> None:
         if self.max_time:
-            seconds_of(self.max_time)
+            parse_duration(self.max_time)
         if self.early_stopping_patience and not self.evaluates:
             raise UserError(
                 f"early_stopping_patience {self.early_stopping_patience} has no effect: nothing is evaluated",
@@ -299,6 +299,6 @@ def begin(saved: RunProgress | None, items: int, *, new_stage: bool, stage: int 
     return start if items == saved.items else replace(start, items_seen=epoch * items)
 
 
-def every(count: int, interval: int) -> bool:
+def is_due_every(count: int, interval: int) -> bool:
     """Returns True if `count` is a multiple of `interval`; an interval of 0 means never."""
     return interval > 0 and count > 0 and count % interval == 0

@@ -207,7 +207,7 @@ class Speak:
     speaker: str = opt(default="", help="Name or number of the speaker; default: the first.")
     lexicon: Path | None = opt(default=None, help=LEXICON_HELP + " They are added to the voice's own.")
     sentence_silence: float = opt(default=0.2, help="Silence between sentences, in seconds.", min=0, max=60)
-    manner: SpeakingOptions = SpeakingOptions()
+    sampling: SpeakingOptions = SpeakingOptions()
     device: DeviceName = opt(default="auto", help="Device to compute on.")
 
     def __post_init__(self) -> None:

@@ -115,7 +115,7 @@ class VoiceRecipe(BucketRecipe):
             lr_scale=schedule.discriminator_rate,
         )
         weights_once = functools.partial(
-            shared_weights, dtype=runtime.dtype, at_least_fp32=self.voice.computing_in_fp32(),
+            shared_weights, dtype=runtime.dtype, without_autocast=self.voice.computing_in_fp32(),
             stacked=runtime.kernel_device == "cuda",
         )  # fmt: skip
         both = functools.partial(weights_once, self.voice, self.discriminators)

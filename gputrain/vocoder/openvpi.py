@@ -172,21 +172,25 @@ def place(name: str, shipped: str = "", null_is: object = NOTHING) -> Key:
     """Returns a key for the place of openvpi's files, which ours does not use."""
     why = "prepare-data has --input-dir and --output-dir for it, train-vocoder --data-path"
 
-    def turn(value: Any, file: Values) -> Outcome:
+    def convert_value(value: Any, file: Values) -> Outcome:
         return {} if value in ("", [], shipped) else NoEffect(why, is_lost=True)
 
-    return Key(name, turn, words=why, remark="A warning is logged if it is set.", null_is=null_is, of=BOTH, fate="met")
+    return Key(
+        name, convert_value, words=why, remark="A warning is logged if it is set.", null_is=null_is, of=BOTH, fate="met"
+    )
 
 
 def dead(name: str, shipped: object, why: str, instead: str) -> Key:
     """Returns a key that no code of the program reads. Its value in their files is ignored with a warning."""
 
-    def turn(value: Any, file: Values) -> Outcome:
+    def convert_value(value: Any, file: Values) -> Outcome:
         if value != shipped:
             raise UserError(why, hint=instead)
         return NoEffect(why, is_lost=True)
 
-    return Key(name, turn, words=why, remark=f"`{shipped}`, as openvpi ships it, only logs a warning.", fate="refused")
+    return Key(
+        name, convert_value, words=why, remark=f"`{shipped}`, as openvpi ships it, only logs a warning.", fate="refused"
+    )
 
 
 CONSTANT = "lr_scheduler.scheduler.WarmupLR"

@@ -104,7 +104,7 @@ class VocoderRecipe:
         )
         shared = (self.generator, self.discriminators)
         weights_once = functools.partial(
-            shared_weights, *shared, dtype=runtime.dtype, at_least_fp32=self.generator.computing_in_fp32(),
+            shared_weights, *shared, dtype=runtime.dtype, without_autocast=self.generator.computing_in_fp32(),
             stacked=runtime.kernel_device == "cuda",
         )  # fmt: skip
         step_group = functools.partial(StepGroup, step_context=weights_once, fixed=self._active)

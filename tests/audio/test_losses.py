@@ -379,7 +379,7 @@ def test_made_waves_take_one_forward_pass(compiled, learns):
         return graph
 
     torch._dynamo.reset()
-    function = losses.made_pass
+    function = losses.generated_pass
     if compiled:
         function = torch.compile(function, backend=functools.partial(compile_fx, inner_compile=inner), fullgraph=True)
     discriminator, (wave, real) = TwoWeights().requires_grad_(learns), waves()

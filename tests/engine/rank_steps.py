@@ -85,7 +85,7 @@ def compare_compressed(folder: Path, rank: int, cases: list[str]) -> None:
     """Save how far the gradients of a step differ if two ranks exchange them in bf16: relative error by case."""
     if rank > 1:
         return
-    group = RankGroup.join(Ranks(rank, 2, rank, 2), on_gpu=False, meeting=f"file://{folder}/compressed")
+    group = RankGroup.join(Ranks(rank, 2, rank, 2), on_gpu=False, init_method=f"file://{folder}/compressed")
     errors = {}
     for case in cases:
         runtime = dataclasses.replace(cpu_runtime(), ranks=group.ranks)
@@ -114,8 +114,8 @@ def train_runs(folder: Path, rank: int, stages: tuple[tuple[int, int], ...]) -> 
     for count, last in stages:
         if rank >= count:
             continue
-        meeting = f"file://{folder}.{count}"
-        group = RankGroup.join(Ranks(rank, count, rank, count), on_gpu=False, meeting=meeting)
+        init_method = f"file://{folder}.{count}"
+        group = RankGroup.join(Ranks(rank, count, rank, count), on_gpu=False, init_method=init_method)
         runtime = dataclasses.replace(cpu_runtime(), ranks=group.ranks)
         vars(runtime)["product_rate"] = 1e11  # It would be measured for each run.
         recipe, _ = toy(runtime)
@@ -134,7 +134,7 @@ def main(folder: Path, rank: int, cases: list[str], dtype: torch.dtype, steps: i
         if rank >= count:
             continue
         group = RankGroup.join(
-            Ranks(rank, count, rank, count), on_gpu=False, meeting=f"file://{folder}/meeting_{number}"
+            Ranks(rank, count, rank, count), on_gpu=False, init_method=f"file://{folder}/meeting_{number}"
         )
         for case in cases:
             torch.save(train(case, group, folder, dtype, steps), folder / f"{case}_{count}_{rank}.pt")

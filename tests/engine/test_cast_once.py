@@ -67,7 +67,7 @@ def test_a_step_that_fails_leaves_the_weights_and_no_gradient():
 def test_frozen_and_excepted_layers():
     model = network()
     model[0].requires_grad_(False)
-    with weights_cast_once(layer_weights([model], exact=[model[4]]), torch.bfloat16):
+    with weights_cast_once(layer_weights([model], without_autocast=[model[4]]), torch.bfloat16):
         assert model[4].weight.dtype == torch.float32
         passes(model)
     assert model[0].weight.grad is None

@@ -272,7 +272,7 @@ def test_an_optimizer_that_never_fits_leaves_a_run_without_a_checkpoint(tmp_path
         train_with(tmp_path, lambda recipe: (setattr(recipe, "adversarial_from", 0), fault(recipe)))
     assert "step 3 failed" in caplog.text
     assert "there is no checkpoint yet, so that a resumed run starts from scratch" in caplog.text
-    assert not checkpoint.in_order(tmp_path)
+    assert not checkpoint.newest_first(tmp_path)
 
 
 def test_state_of_an_optimizer_that_does_not_fit_at_first_is_allocated_again(tmp_path, monkeypatch):
