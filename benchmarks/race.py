@@ -107,7 +107,7 @@ class OurTraining:
         run = Run(Path(), Saving(), {}, "")
         self.state = TrainState.begin(recipe, schedule, runtime, run)
         self.schedule = StepSchedule(schedule, begin(None, len(dataset), new_stage=False), step_items)
-        self.batches = batches_of(dataset, self.schedule.items_a_step, schedule.seed)
+        self.batches = batches_of(dataset, self.schedule.items_per_step, schedule.seed)
         self.steps = 0
 
     def step(self) -> None:

@@ -45,7 +45,7 @@ from gputrain.speech.buckets import Buckets, ClipBatch, Speech, open_speech
 from gputrain.speech.config import HOP_SIZE
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import TrainTts
-from gputrain.tts.reading import Text, at_rest, synthesise
+from gputrain.tts.reading import Text, eval_mode, synthesise
 from gputrain.tts.recipe import VoiceRecipe
 from gputrain.tts.work import SpeechSize, TtsWork, architecture_for
 
@@ -112,14 +112,14 @@ class Ours(OurTraining):
     def speak(self, clip: ClipBatch) -> Tensor:
         voice = self.recipe_of_voice.best_model
         text = Text(clip.ids_BS[0].tolist(), 0, 0, LONGEST * int(clip.frames_B))
-        with at_rest(voice):
+        with eval_mode(voice):
             return torch.from_numpy(synthesise(voice, [text], torch.device("cpu"))[0].wave_L)
 
     def decode(self, clip: ClipBatch) -> Tensor:
         voice = self.recipe_of_voice.best_model
         spectrogram_BNT = magnitudes(clip.wave_BT / 32768, voice.architecture.mel)
         none_BCT = torch.zeros(1, voice.architecture.latent_channels, spectrogram_BNT.shape[2])
-        with at_rest(voice):
+        with eval_mode(voice):
             posterior, _ = voice.encode_sound(spectrogram_BNT, clip.frames_B, none_BCT, None)
             return voice.decoder(posterior.latent_BCT, None)[0, 0]  # type: ignore[no-any-return]
 

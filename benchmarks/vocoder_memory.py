@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from gputrain.audio import losses
-from gputrain.audio.weight_norm import weights_made_once
+from gputrain.audio.weight_norm import cached_weights
 from gputrain.cli.options import read_defaults
 from gputrain.config import assemble
-from gputrain.engine.gan import exact, generator_loss
+from gputrain.engine.gan import at_least_fp32, generator_loss
 from gputrain.engine.recipe import StepGroup, Term, Yielded
 from gputrain.hw.plan import Cards, Plan, decide
 from gputrain.hw.runtime import Runtime
@@ -42,7 +42,7 @@ class AtOnce(VocoderRecipe):
 
     def __init__(self, settings: TrainVocoder, runtime: Runtime) -> None:
         super().__init__(settings, runtime)
-        discriminators = functools.partial(weights_made_once, self.discriminators)
+        discriminators = functools.partial(cached_weights, self.discriminators)
         (group,) = self.step_groups
         generator, discriminator = group.phases
         self.step_groups = [
@@ -54,12 +54,12 @@ class AtOnce(VocoderRecipe):
     def generator_loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:
         waves_W1T = self._make(batch)
         self.waves = waves_W1T.detach()
-        terms = self._reconstruction_terms(exact(waves_W1T), batch)
+        terms = self._reconstruction_terms(at_least_fp32(waves_W1T), batch)
         sums = [term.value * term.weight for term in terms if isinstance(term, Term)]
         for discriminator in self.every_discriminator():
             with torch.no_grad():
                 targets = discriminator(batch.real_B1T)[1]
-            logits, features = discriminator(exact(waves_W1T))
+            logits, features = discriminator(at_least_fp32(waves_W1T))
             matching = losses.FEATURE_WEIGHT * losses.feature_distance(features, targets)
             sums.append((generator_loss("least-squares", logits) + matching).sum() / batch.whole)
         yield Term("sum", torch.stack(sums).sum())

@@ -20,9 +20,9 @@ from gputrain.config import assemble
 from gputrain.hw.probe import machine_facts
 from gputrain.speech.text.frontend import frontend
 from gputrain.tts.architecture import VoicePreset, voice_architecture
-from gputrain.tts.config import Manner, TrainTts
+from gputrain.tts.config import SpeakingOptions, TrainTts
 from gputrain.tts.load import LoadedVoice
-from gputrain.tts.model import Voice, speaking_copy
+from gputrain.tts.model import Voice, inference_copy
 from gputrain.tts.speak import Narrator
 
 TEXT = "The first sound of a long sentence should be heard while the rest of it is still being computed, shouldn't it?"
@@ -34,7 +34,7 @@ def voice_of(preset: VoicePreset) -> LoadedVoice:
     reading = frontend("en")
     sizes = voice_architecture(preset, num_symbols=len(reading.symbols), num_speakers=1, sampling_rate=RATE_HZ)
     settings = assemble(TrainTts, {"data_dir": ".", "preset": preset})
-    return LoadedVoice(speaking_copy(Voice(sizes)), reading, settings, ("one",), "random weights")
+    return LoadedVoice(inference_copy(Voice(sizes)), reading, settings, ("one",), "random weights")
 
 
 def times(narrator: Narrator, *, in_chunks: bool) -> dict[str, float]:
@@ -50,10 +50,10 @@ def measured(preset: VoicePreset, rounds: int) -> dict[str, Any]:
     loaded = voice_of(preset)
     scale = 1.0
     for _ in range(3):  # Durations are rounded up to frames, so that the tempo is found in steps.
-        scale *= SECONDS / times(Narrator(loaded, Manner(length_scale=scale)), in_chunks=False)["sound"]
+        scale *= SECONDS / times(Narrator(loaded, SpeakingOptions(length_scale=scale)), in_chunks=False)["sound"]
     row: dict[str, Any] = {"voice": preset}
     for name, in_chunks in (("whole", False), ("stream", True)):
-        narrator = Narrator(loaded, Manner(length_scale=scale))
+        narrator = Narrator(loaded, SpeakingOptions(length_scale=scale))
         taken = [times(narrator, in_chunks=in_chunks) for _ in range(rounds + 1)][1:]
         for what in ("first", "all", "sound"):
             row[f"{name}_{what}_seconds"] = round(statistics.median(one[what] for one in taken), 3)

@@ -39,7 +39,7 @@ from gputrain.tts.architecture import VoicePreset
 from gputrain.tts.config import TrainTts
 from gputrain.tts.export import export_piper
 from gputrain.tts.load import LoadedVoice, architecture_of
-from gputrain.tts.model import Voice, speaking_copy
+from gputrain.tts.model import Voice, inference_copy
 
 JOE = "joe"
 VOICES = (*get_args(VoicePreset), JOE)
@@ -145,7 +145,7 @@ def exported(preset: str, folder: Path) -> Path:
     reader = frontend("en")
     facts = {"text": reader.to_json(), "sampling_rate": 22050, "hop_size": HOP_SIZE, "speakers": ["someone"]}
     torch.manual_seed(0)
-    voice = speaking_copy(Voice(architecture_of(settings, facts)))
+    voice = inference_copy(Voice(architecture_of(settings, facts)))
     return export_piper(LoadedVoice(voice, reader, settings, ("someone",), "chance"), folder, preset).files[0]
 
 

@@ -68,7 +68,7 @@ class Session(Generic[S]):
         if not settings.hardware.plan:
             return settings
         runtime = self.runtime
-        plan = self.run.group.of_leader(lambda: self._plan(settings, item_seconds).to_json())
+        plan = self.run.group.from_leader(lambda: self._plan(settings, item_seconds).to_json())
         runtime.plan = from_json(Plan, plan)
         return with_plan(settings, runtime.plan)
 
@@ -101,10 +101,10 @@ class Session(Generic[S]):
         """
         runtime, before, ranks = self.runtime, self.runtime.plan, self.runtime.ranks
         reading = SINGLE if divides_items else ranks
-        items = reading.largest_part(steps.items_a_step)
-        if steps.items_a_step < reading.count:
+        items = reading.largest_part(steps.items_per_step)
+        if steps.items_per_step < reading.count:
             raise UserError(
-                f"batches of {steps.items_a_step} cannot be divided among {ranks.count} ranks",
+                f"batches of {steps.items_per_step} cannot be divided among {ranks.count} ranks",
                 hint=f"--batch-size {ranks.count} or more; the batch size counts the items of all ranks together",
             )
         runtime.plan = fit_shared_memory(before, self.machine, dataset.item_bytes * items)

@@ -35,7 +35,7 @@ class NoEffect:
 
 
 Outcome = dict[str, object] | NoEffect
-Turn = Callable[[Any, Values], Outcome]
+ConvertValue = Callable[[Any, Values], Outcome]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Key:
     the reason against the value and a remedy."""
 
     name: str
-    turn: Turn
+    convert_value: ConvertValue
     options: Sequence[str] = ()  # Options that it may become.
     words: str = ""  # Description of the result for a page of documentation.
     remark: str = ""
@@ -66,18 +66,18 @@ class Key:
             raise UserError(f"{self.name} is null", hint="leave the key out for its default; off is 0 or false")
         value = self.null_is if value is None else value
         try:
-            return self.turn(value, file)
+            return self.convert_value(value, file)
         except UserError as error:
             raise UserError(f"{self.name} is {value!r}: {error.message}", hint=error.hint) from None
 
 
-def same(name: str, option: str = "", **facts: Any) -> Key:
+def same_value(name: str, option: str = "", **facts: Any) -> Key:
     """Returns a key whose value is that of our option (default name: the last part of the key)."""
     option = option or name.rpartition(".")[2]
     return Key(name, lambda value, file: {option: value}, (option,), **facts)
 
 
-def chosen(
+def choice(
     name: str,
     choices: Mapping[Any, dict[str, object]],
     why: str,
@@ -89,7 +89,7 @@ def chosen(
     """Returns a key with few values, with or without `prefix`, each of which stands for options; others are refused.
     The file may set options in `weak` itself."""
 
-    def turn(value: Any, file: Values) -> Outcome:
+    def convert_value(value: Any, file: Values) -> Outcome:
         value = value.removeprefix(prefix) if isinstance(value, str) else value
         if not isinstance(value, (str, int)) or isinstance(value, bool) or value not in choices:
             raise UserError(why, hint=instead)
@@ -103,7 +103,7 @@ def chosen(
     remark = f"Anything else is refused: {why}."
     for option in weak:
         remark += f" A key `{option}` takes precedence."
-    return Key(name, turn, sorted(names), words, remark, weak=weak, **facts)
+    return Key(name, convert_value, sorted(names), words, remark, weak=weak, **facts)
 
 
 def as_typed(options: Mapping[str, object]) -> str:
@@ -115,20 +115,20 @@ def as_typed(options: Mapping[str, object]) -> str:
     return f"`{' '.join(flags)}`"
 
 
-def met(
+def fixed_behaviour(
     name: str, why: str, values: Sequence[object] = (), otherwise: str = "", instead: str = "", **facts: Any
 ) -> Key:
     """Returns a key that asks for our fixed behaviour: with these values, or with any if none are given."""
 
-    def turn(value: Any, file: Values) -> Outcome:
+    def convert_value(value: Any, file: Values) -> Outcome:
         if values and not any(_equal(one, value) for one in values):
             raise UserError(otherwise or why, hint=instead or "change the key, or leave it out")
         return NoEffect(why, is_ours=bool(values))
 
-    words = f"At {' or '.join(f'`{shown(value)}`' for value in values)}: {why}" if values else why
+    words = f"At {' or '.join(f'`{format_yaml_value(value)}`' for value in values)}: {why}" if values else why
     because = "" if otherwise == why else f": {otherwise}"
     remark = f"Anything else is refused{because}." if values else ""
-    return Key(name, turn, words=words, remark=remark, values=tuple(values), fate="met", **facts)
+    return Key(name, convert_value, words=words, remark=remark, values=tuple(values), fate="met", **facts)
 
 
 def _equal(supported: object, value: object) -> bool:
@@ -137,22 +137,25 @@ def _equal(supported: object, value: object) -> bool:
     return isinstance(supported, bool) == isinstance(value, bool) and supported == value
 
 
-def shown(value: object) -> str:
+def format_yaml_value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def read_keys(
-    package: str, table: str, turns: Iterable[Turn], kinds: Mapping[str, Callable[..., Key | list[Key]]] | None = None
+    package: str,
+    table: str,
+    converters: Iterable[ConvertValue],
+    kinds: Mapping[str, Callable[..., Key | list[Key]]] | None = None,
 ) -> dict[str, Key]:
     """Returns the keys of a table by name, in its order. `turns` are the functions that an entry `computed: NAME` calls
     `by` name, and `kinds` are the program's own kinds of entries."""
-    by_name = {turn.__name__: turn for turn in turns}
+    by_name = {convert_value.__name__: convert_value for convert_value in converters}
 
     def computed(name: str, by: str, **facts: Any) -> Key:
         return Key(name, by_name[by], **facts)
 
     made: Mapping[str, Callable[..., Key | list[Key]]] = {
-        "same": same, "computed": computed, "chosen": chosen, "met": met, **(kinds or {})
+        "same": same_value, "computed": computed, "chosen": choice, "met": fixed_behaviour, **(kinds or {})
     }  # fmt: skip
     known: dict[str, Key] = {}
     for row in read_table(package, table):

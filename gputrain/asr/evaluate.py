@@ -19,7 +19,7 @@ from gputrain.asr.load import Recogniser, load_recogniser
 from gputrain.asr.transcribe import MakeDecoder, decoder_of
 from gputrain.audio.io import from_int16
 from gputrain.config import read_file
-from gputrain.engine.data import HELD_OUT_SHARE, Progress, silent
+from gputrain.engine.data import HELD_OUT_SHARE, Progress, no_progress
 from gputrain.engine.mixture import GivenFolders
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
@@ -142,7 +142,7 @@ def evaluate_recogniser(
     held_out_share: float | None = None,
     max_clips: int = 1000,
     language_model: LanguageModelOptions | None = None,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> RecogniserReport:
     """Evaluates a recogniser on the held-out clips of prepared speech, the first `max_clips` of them.
 
@@ -190,7 +190,7 @@ def recognise_clips(
     store: SpeechStore,
     clips: Sequence[SpeechClip],
     make_decoder: MakeDecoder,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> Iterator[RecognisedClip]:
     """Yields the transcripts of clips, the shortest first."""
     rate_hz, done = recogniser.sampling_rate, 0

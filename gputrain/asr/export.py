@@ -23,7 +23,7 @@ from gputrain.asr.decode import GreedyDecoder
 from gputrain.asr.load import Recogniser
 from gputrain.audio.export import check_file_name, cpu_copy, exported, import_onnx_package, write_onnx
 from gputrain.audio.io import Samples, from_int16
-from gputrain.engine.data import Progress, StepProgress, silent, written_aside
+from gputrain.engine.data import Progress, StepProgress, no_progress, written_aside
 from gputrain.errors import UserError
 from gputrain.kinds import Exported
 from gputrain.speech.error_rates import Edits, character_edits
@@ -93,7 +93,7 @@ def largest_difference(
 
 
 def export_transformers(
-    recogniser: Recogniser, folder: Path, *, data_path: Path | None = None, progress: Progress = silent
+    recogniser: Recogniser, folder: Path, *, data_path: Path | None = None, progress: Progress = no_progress
 ) -> Exported:
     """Writes a folder that AutoModelForCTC and Wav2Vec2Processor load. Raises UserError if it cannot be written,
     RuntimeError if the loaded model computes something else."""
@@ -240,7 +240,7 @@ def _stock_onnxruntime(path: Path) -> Compute:
 
 def export_onnx(
     recogniser: Recogniser, folder: Path, name: str = "recogniser", *, data_path: Path | None = None,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> Exported:  # fmt: skip
     """Writes NAME.onnx, whose input is raw samples of any length, and tokens.txt. Raises UserError for a wrong name or
     if the folder cannot be written, RuntimeError if ONNX Runtime computes something else."""
@@ -264,7 +264,7 @@ def export_onnx(
 
 
 def export_sherpa(
-    recogniser: Recogniser, folder: Path, *, data_path: Path | None = None, progress: Progress = silent
+    recogniser: Recogniser, folder: Path, *, data_path: Path | None = None, progress: Progress = no_progress
 ) -> Exported:
     """Writes model.onnx, model.int8.onnx and tokens.txt for sherpa-onnx's loader of CTC models that read raw samples.
 
@@ -294,7 +294,7 @@ def export_sherpa(
             stock = sherpa_onnx.OfflineRecognizer.from_omnilingual_asr_ctc(str(aside / name), str(aside / "tokens.txt"))
             heard[name] = []
             for sound in sounds:
-                heard[name].append(_heard_by(stock, sound, recogniser))
+                heard[name].append(_transcribed_by(stock, sound, recogniser))
                 steps.next()
         changed, changed_int8 = (changed_share(texts, heard[name]) for name in ("model.onnx", "model.int8.onnx"))
         if changed > MOST_CHANGED:
@@ -345,7 +345,7 @@ def _without_log_lines() -> Iterator[None]:
         root.setLevel(before)
 
 
-def _heard_by(stock: Any, wave_L: Samples, recogniser: Recogniser) -> str:
+def _transcribed_by(stock: Any, wave_L: Samples, recogniser: Recogniser) -> str:
     stream = stock.create_stream()
     stream.accept_waveform(recogniser.sampling_rate, wave_L)
     stock.decode_stream(stream)

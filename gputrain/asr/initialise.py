@@ -36,7 +36,7 @@ def recogniser_architecture(settings: TrainAsr, vocabulary: Vocabulary | None, n
     that of a recogniser with the frames of wav2vec 2.0.
     """
     options = settings.model
-    kept = kept_architecture(settings)
+    kept = saved_architecture(settings)
     if kept is not None:
         architecture = kept
     elif not options.init_from:
@@ -59,12 +59,12 @@ def recogniser_architecture(settings: TrainAsr, vocabulary: Vocabulary | None, n
     return plain
 
 
-def kept_architecture(settings: TrainAsr) -> dict[str, Any] | None:
+def saved_architecture(settings: TrainAsr) -> dict[str, Any] | None:
     """Returns the architecture of the run to resume, so that the model that it began with is not needed any more."""
     named, folder = settings.saving.resume_from, settings.saving.output_dir
     if named not in ("", "auto"):
         folder = Path(named) if Path(named).is_dir() else Path(named).parent
-    if not named or not checkpoint.in_order(folder):
+    if not named or not checkpoint.newest_first(folder):
         return None
     try:
         found = json.loads((folder / ARCHITECTURE).read_text(encoding="utf-8"))
@@ -73,7 +73,7 @@ def kept_architecture(settings: TrainAsr) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def keep_architecture(folder: Path, architecture: Mapping[str, Any]) -> None:
+def save_architecture(folder: Path, architecture: Mapping[str, Any]) -> None:
     try:
         write_text(folder / ARCHITECTURE, json.dumps(architecture, indent=1) + "\n")
     except OSError as error:
@@ -83,7 +83,7 @@ def keep_architecture(folder: Path, architecture: Mapping[str, Any]) -> None:
 def is_own(name: str) -> bool:
     """Returns True if a name means a run or a checkpoint of train-asr."""
     path = Path(name)
-    return path.is_file() or (path.is_dir() and bool(checkpoint.in_order(path)))
+    return path.is_file() or (path.is_dir() and bool(checkpoint.newest_first(path)))
 
 
 def _initial_architecture(name: str) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def predict(model: Any, wave_BL: Tensor, samples_B: Tensor, *, normalizes: bool)
 
     The model computes in the data type of its weights, or in that of an autocast around the call.
     """
-    with networks.at_rest(model):
+    with networks.eval_mode(model):
         if normalizes:
             wave_BL = networks.normalized(wave_BL, samples_B)
         wave_BL = wave_BL.to(model.lm_head.weight.dtype)

@@ -157,7 +157,7 @@ def _positions(embedding: Any, hidden_BTC: Tensor) -> Tensor:
 
 
 @contextmanager
-def positions_made_once(model: Any) -> Iterator[None]:
+def cached_position_weights(model: Any) -> Iterator[None]:
     """Computes the weight-normed weight of the positional convolution once for all forward passes in the block.
 
     The gradients of all micro-batches are summed on it, and are propagated to its norms and directions when the block
@@ -175,7 +175,7 @@ def positions_made_once(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def at_rest(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Has the model compute without dropout and without a graph in the block."""
     training = model.training
     model.eval()

@@ -95,10 +95,10 @@ class RecogniserRecipe(BucketRecipe):
         self.inference_options = {"normalizes": normalizes}
         schedule = settings.schedule
         torch.manual_seed(schedule.seed)
-        self.model = self._placed()
+        self.model = self._model_on_device()
         self.modules: dict[str, nn.Module] = {"recogniser": self.model}
         if schedule.ema_decay:
-            self.ema = Ema(self.model, self._placed(), schedule.ema_decay)
+            self.ema = Ema(self.model, self._model_on_device(), schedule.ema_decay)
             self.modules["ema"] = self.ema
         self.uses_mask = networks.uses_attention_mask(self.model)
         self.blank = int(self.model.config.pad_token_id)
@@ -109,11 +109,11 @@ class RecogniserRecipe(BucketRecipe):
         )  # fmt: skip
         # The phase's module holds the parameters that train, and not those that are frozen.
         self.phase = Phase("recogniser", (nn.ParameterList(trained),), optimizer)
-        once = functools.partial(networks.positions_made_once, self.model)
+        once = functools.partial(networks.cached_position_weights, self.model)
         self.step_groups = [StepGroup((self.phase,), self.loss, once)]
         runtime.compile_modules(self.model.wav2vec2.encoder.layers, any_shape=True)
 
-    def _placed(self) -> Any:
+    def _model_on_device(self) -> Any:
         model = networks.build_recogniser(self.architecture)
         if self.settings.model.adapters == "lora":
             add_lora(model, self.settings.model.lora_rank)

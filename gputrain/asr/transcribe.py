@@ -21,7 +21,7 @@ from gputrain.asr.long_audio import ChunkLengths, blocks_of_file, log_prob_piece
 from gputrain.asr.ngram import LM_HINT, NgramModel, estimate_ngrams, read_arpa, read_sentences
 from gputrain.audio.io import HOW_TO_CONVERT
 from gputrain.audio.prepare import scan_recordings
-from gputrain.engine.data import HELD_OUT_SHARE, Progress, silent, split, writing
+from gputrain.engine.data import HELD_OUT_SHARE, Progress, no_progress, split, writing
 from gputrain.engine.preparation import RefusedItem
 from gputrain.errors import UserError
 from gputrain.hw.runtime import runtime_on
@@ -72,7 +72,10 @@ WRITERS: dict[TranscriptFormat, Callable[[Transcript], str]] = {
 
 
 def transcribe_files(
-    settings: Transcribe, *, show: Callable[[Transcript], None] = lambda transcript: None, progress: Progress = silent
+    settings: Transcribe,
+    *,
+    show: Callable[[Transcript], None] = lambda transcript: None,
+    progress: Progress = no_progress,
 ) -> Transcribed:
     """Transcribes every recording of a file or folder tree. `show` receives each transcript as soon as it is made, and
     `progress` the seconds of sound, also within a recording.

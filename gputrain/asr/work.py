@@ -16,7 +16,7 @@ from gputrain.asr.config import (
     TrainAsr,
 )
 from gputrain.asr.held_out import HeldOutSpeech
-from gputrain.asr.initialise import init_weights, initial_normalizes, keep_architecture, recogniser_architecture
+from gputrain.asr.initialise import init_weights, initial_normalizes, recogniser_architecture, save_architecture
 from gputrain.asr.recipe import RecogniserRecipe, plan_target
 from gputrain.bench.step_bench import SWITCHES
 from gputrain.engine.run_folder import Run
@@ -152,7 +152,7 @@ class AsrTraining(SpeechTraining[TrainAsr]):
     def begin(self, settings: TrainAsr, run: Run, runtime: Runtime) -> TrainAsr:
         settings = super().begin(settings, run, runtime)
         if run.group.leads:
-            keep_architecture(run.folder, self.sizes.architecture)
+            save_architecture(run.folder, self.sizes.architecture)
         return settings
 
     def described(self, settings: TrainAsr) -> str:

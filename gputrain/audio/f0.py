@@ -42,7 +42,7 @@ def default_method() -> Method:
     return "parselmouth" if importlib.util.find_spec("parselmouth") else "pyin"
 
 
-def reach(method: Method | None, floor_hz: float, ceiling_hz: float) -> tuple[float, float]:
+def trackable_range(method: Method | None, floor_hz: float, ceiling_hz: float) -> tuple[float, float]:
     """Returns the part of this range that `f0` can find, in Hz."""
     lowest_hz, highest_hz = LIMITS_HZ.get(method or default_method(), (floor_hz, ceiling_hz))
     return max(floor_hz, lowest_hz), min(ceiling_hz, highest_hz)

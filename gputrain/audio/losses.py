@@ -106,11 +106,11 @@ def fake_pass(discriminator: Discriminator, made_B1T: Tensor) -> Tensor:
 
 def generator_pass(discriminator: Discriminator, made_B1T: Tensor, *targets: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the generator's adversarial loss and feature matching, each summed over items."""
-    _, adversarial_B, matching_B = losses_of_made_waves(discriminator, made_B1T, targets)
+    _, adversarial_B, matching_B = losses_of_generated_waves(discriminator, made_B1T, targets)
     return adversarial_B.sum(), matching_B.sum()
 
 
-def made_pass(discriminator: nn.Module, made_B1T: Tensor, *targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def generated_pass(discriminator: nn.Module, made_B1T: Tensor, *targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the losses of `fake_pass` and `generator_pass` from one forward pass. The gradients of the first reach
     the discriminator's weights alone, those of the others the waves alone; they must be computed together."""
     if torch.compiler.is_compiling():
@@ -118,11 +118,11 @@ def made_pass(discriminator: nn.Module, made_B1T: Tensor, *targets: Tensor) -> t
         fake = fake_pass(discriminator, made_B1T.detach())
         known = functools.partial(torch.func.functional_call, discriminator, detached_weights(discriminator))
         return fake, *generator_pass(known, made_B1T, *targets)
-    return _MadeLosses.apply(made_B1T, discriminator, targets)  # type: ignore[no-untyped-call, no-any-return]
+    return _GeneratedLosses.apply(made_B1T, discriminator, targets)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _MadeLosses(torch.autograd.Function):
-    """Computes `made_pass` as it runs uncompiled: one forward pass that is back-propagated twice."""
+class _GeneratedLosses(torch.autograd.Function):
+    """Computes `generated_pass` as it runs uncompiled: one forward pass that is back-propagated twice."""
 
     @staticmethod
     def forward(
@@ -131,7 +131,7 @@ class _MadeLosses(torch.autograd.Function):
         ctx.wave_B1T, ctx.leaves = made_B1T.detach().requires_grad_(), gradient_leaves(discriminator)
         with torch.enable_grad():
             fake, adversarial, matching = (
-                one.sum() for one in losses_of_made_waves(discriminator, ctx.wave_B1T, targets)
+                one.sum() for one in losses_of_generated_waves(discriminator, ctx.wave_B1T, targets)
             )
         ctx.losses = fake, adversarial, matching
         return fake.detach(), adversarial.detach(), matching.detach()
@@ -156,10 +156,10 @@ class DiscriminatorPasses(NamedTuple):
 
     @classmethod
     def compiled(cls, compile: Callable[..., Any]) -> "DiscriminatorPasses":
-        return cls(compile(real_pass), compile(fake_pass), compile(generator_pass), compile(made_pass))
+        return cls(compile(real_pass), compile(fake_pass), compile(generator_pass), compile(generated_pass))
 
 
-UNCOMPILED_PASSES = DiscriminatorPasses(real_pass, fake_pass, generator_pass, made_pass)
+UNCOMPILED_PASSES = DiscriminatorPasses(real_pass, fake_pass, generator_pass, generated_pass)
 
 
 def adversarial_terms(
@@ -189,7 +189,7 @@ def adversarial_terms(
             yield Term(kind, real / real_items, phase="discriminator")
             if passes is None:
                 fake, adversarial, matching = (
-                    one.sum() for one in losses_of_made_waves(discriminator, made_B1T, targets)
+                    one.sum() for one in losses_of_generated_waves(discriminator, made_B1T, targets)
                 )
                 leaves = gradient_leaves(discriminator)
                 fake = fake if leaves else fake.detach()  # All of it may be frozen.
@@ -210,7 +210,7 @@ def losses_of_real_waves(discriminator: Discriminator, real_B1T: Tensor) -> tupl
     return gan.real_loss(ADVERSARIAL, logits), [feature.detach() for feature in features]
 
 
-def losses_of_made_waves(
+def losses_of_generated_waves(
     discriminator: Discriminator, made_B1T: Tensor, targets: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns three losses of each item, B: the discriminator's, the adversarial loss of the generator (Mao et al.
@@ -248,7 +248,7 @@ class _AbsoluteDifference(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, made: Tensor, target: Tensor) -> Tensor:
-        difference = gan.exact(made) - gan.exact(target)
+        difference = gan.at_least_fp32(made) - gan.at_least_fp32(target)
         ctx.save_for_backward(difference.sign().to(torch.int8))
         ctx.dtypes = made.dtype, target.dtype
         size = difference.abs()

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.function import once_differentiable
 
 from gputrain.audio.config import Mel, Resolution
-from gputrain.engine.gan import exact
+from gputrain.engine.gan import at_least_fp32
 
 FLOOR = 1e-5  # Lowest mel magnitude before the logarithm: silence is ln 1e-5 = -11.5.
 
@@ -56,7 +56,7 @@ def magnitudes(wave_BT: Tensor, mel: Mel, *, key_shift: float = 0.0) -> Tensor:
     frames = wave_BT.shape[-1] // mel.hop_size
     with torch.autocast(wave_BT.device.type, enabled=False):
         missing = max(mel.hop_size, after + 1) - wave_BT.shape[-1]
-        wave_BT = F.pad(exact(wave_BT), (0, max(0, missing)))
+        wave_BT = F.pad(at_least_fp32(wave_BT), (0, max(0, missing)))
         resolution = Resolution(transform, mel.hop_size, window)
         magnitude_BNF = _frame_magnitudes(resolution, wave_BT, before, after)[..., :frames]
         # A longer window sums more samples, so that the same sound has a larger magnitude.
@@ -94,7 +94,7 @@ def stft_magnitudes(resolution: Resolution, wave_B1T: Tensor) -> Tensor:
     Raises RuntimeError unless T is more than half of fft_size, because the ends are padded by reflection.
     """
     half = resolution.fft_size // 2
-    return _frame_magnitudes(resolution, exact(wave_B1T.squeeze(1)), half, half)
+    return _frame_magnitudes(resolution, at_least_fp32(wave_B1T.squeeze(1)), half, half)
 
 
 def _frame_magnitudes(resolution: Resolution, wave_BT: Tensor, before: int, after: int) -> Tensor:

@@ -42,7 +42,7 @@ class StoredFile(NamedTuple):
     numbers_a_unit: int
 
     @property
-    def bytes_a_unit(self) -> int:
+    def bytes_per_unit(self) -> int:
         return self.numbers_a_unit * np.dtype(self.dtype).itemsize
 
 
@@ -209,7 +209,7 @@ class SoundWriter(Generic[Row]):
             self.sounds = self._known(row)
             self._end = end_of(self.sounds)
             for file in files:
-                path, size = folder / file.name, self._end * file.bytes_a_unit
+                path, size = folder / file.name, self._end * file.bytes_per_unit
                 path.touch()
                 if path.stat().st_size < size:
                     raise UserError(f"{path}: shorter than its {Path(journal).stem} says", hint=PREPARE_AGAIN)

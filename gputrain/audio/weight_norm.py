@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gputrain.engine.cast_once import WeightSlot, layer_weights, weights_cast_once
-from gputrain.engine.gan import exact
+from gputrain.engine.gan import at_least_fp32
 
 CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.Conv1d: F.conv1d,
@@ -23,7 +23,7 @@ CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
 class WeightNormed(nn.Module):
     """A convolution whose weight has the direction of `weight_v` and the norms of `weight_g`, both trained (Salimans
     and Kingma 2016, arXiv:1602.07868). The weight is computed in every forward pass, or once within
-    `weights_made_once`."""
+    `cached_weights`."""
 
     known_shapes = False  # If compiled: for inputs of one shape, which the compiler knows. Changes rounding only.
 
@@ -38,7 +38,7 @@ class WeightNormed(nn.Module):
         self.weight_v = conv.weight
         self.made: Tensor | None = None
 
-    def make_weight(self) -> Tensor:
+    def compute_weight(self) -> Tensor:
         """Computes the weight by the function behind torch.nn.utils.weight_norm, whose backward pass is one kernel. It
         always returns a contiguous weight, so a channels_last weight is passed in the order of its memory."""
         if not _is_channels_last(self.weight_v):
@@ -47,7 +47,7 @@ class WeightNormed(nn.Module):
         return weight_KHWC.permute(0, 3, 1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.make_weight() if self.made is None else self.made
+        weight = self.compute_weight() if self.made is None else self.made
         if torch.compiler.is_compiling() and self.bias is not None:
             unbiased = self.convolve(x, weight, None)
             biased: Tensor = _AddBias.apply(unbiased, self.bias, self.known_shapes)  # type: ignore[no-untyped-call]
@@ -69,7 +69,7 @@ class _AddBias(torch.autograd.Function):
         if ctx.known_shapes and gradient.ndim == 3:
             # Large sums of known shapes are divided: those over items and positions into two kernels that read the
             # gradient once more, those over positions into the kernel that makes it and a small one.
-            sum_C = exact(gradient).sum(2).sum(0)
+            sum_C = at_least_fp32(gradient).sum(2).sum(0)
         else:
             sum_C = gradient.sum((0, *range(2, gradient.ndim)))
         return gradient, sum_C.to(ctx.dtype), None
@@ -100,20 +100,20 @@ class SpectralNormed(WeightNormed):
             self.weight_v.copy_(F.normalize(matrix.T @ self.weight_u, dim=0))
             self.weight_u.copy_(F.normalize(matrix @ self.weight_v, dim=0))
 
-    def make_weight(self) -> Tensor:
+    def compute_weight(self) -> Tensor:
         with torch.autocast(self.weight_orig.device.type, enabled=False):
             return self.weight_orig / (self.weight_u @ self.weight_orig.flatten(1) @ self.weight_v)
 
 
 @contextmanager
-def weights_made_once(*modules: nn.Module, stacked: bool | None = None) -> Iterator[None]:
+def cached_weights(*modules: nn.Module, stacked: bool | None = None) -> Iterator[None]:
     """Computes the weights of the weight-normed convolutions of `modules` once for all forward passes in the block,
     those of one shape together if `stacked` (None: on a GPU).
 
     The gradients of all micro-batches and loss terms are summed on these weights, and are propagated to weight_g and
     weight_v when the block is left. They are dropped if an error leaves it."""
     layers = [layer for module in modules for layer in module.modules() if isinstance(layer, WeightNormed)]
-    weights = make_weights(layers, stacked)
+    weights = compute_weights(layers, stacked)
     leaves = [weight.detach().requires_grad_(weight.requires_grad) for weight in weights]
     for layer, leaf in zip(layers, leaves, strict=True):
         layer.made = leaf
@@ -127,7 +127,7 @@ def weights_made_once(*modules: nn.Module, stacked: bool | None = None) -> Itera
             layer.made = None
 
 
-def make_weights(layers: Sequence[WeightNormed], stacked: bool | None = None) -> list[Tensor]:
+def compute_weights(layers: Sequence[WeightNormed], stacked: bool | None = None) -> list[Tensor]:
     """Returns the weight of each layer.
 
     If `stacked`, the weights of one shape are computed by one kernel. None: on a GPU, as on the CPU, copying them
@@ -140,7 +140,7 @@ def make_weights(layers: Sequence[WeightNormed], stacked: bool | None = None) ->
     weights: dict[int, Tensor] = {}
     for indices in alike.values():
         if len(indices) == 1:
-            weights[indices[0]] = layers[indices[0]].make_weight()
+            weights[indices[0]] = layers[indices[0]].compute_weight()
         else:
             made = stacked_weight_norm(
                 [layers[index].weight_v for index in indices], [layers[index].weight_g for index in indices]
@@ -198,22 +198,22 @@ def _rows(tensors: Sequence[Any]) -> Tensor:
 def shared_weights(
     *modules: nn.Module,
     dtype: torch.dtype,
-    exact: Collection[nn.Module] = (),
+    without_autocast: Collection[nn.Module] = (),
     stacked: bool | None = None,
 ) -> Iterator[None]:
-    """Computes weights once, as `weights_made_once`, and casts them once to `dtype`, the format of autocast, together
-    with those of plain layers. `exact` are parts of `modules` that compute without autocast."""
-    left_out = {part for module in exact for part in module.modules()}
+    """Computes weights once, as `cached_weights`, and casts them once to `dtype`, the format of autocast, together
+    with those of plain layers. `without_autocast` are parts of `modules` that compute without autocast."""
+    left_out = {part for module in without_autocast for part in module.modules()}
     normed = [
         layer
         for module in modules
         for layer in module.modules()
         if isinstance(layer, WeightNormed) and layer not in left_out
     ]
-    with weights_made_once(*modules, stacked=stacked):
+    with cached_weights(*modules, stacked=stacked):
         slots = [WeightSlot(layer, "made") for layer in normed]
         slots += [WeightSlot(layer, "bias") for layer in normed if layer.bias is not None]
-        with weights_cast_once([*layer_weights(modules, exact), *slots], dtype):
+        with weights_cast_once([*layer_weights(modules, without_autocast), *slots], dtype):
             yield
 
 

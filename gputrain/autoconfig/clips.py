@@ -203,7 +203,7 @@ def batched_by_length(trainer: Any, sampler: BucketSampler) -> Iterator[None]:
         loader: DataLoader[Any] = EpochLoader(
             BatchReader(trainer.train_dataset, collate, sampler),
             batch_sampler=sampler,
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             num_workers=workers,
             pin_memory=arguments.dataloader_pin_memory and arguments.device.type == "cuda",
             persistent_workers=arguments.dataloader_persistent_workers and workers > 0,
@@ -242,5 +242,5 @@ class BatchReader(torch.utils.data.Dataset[Any]):
         return batch
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch

@@ -313,16 +313,16 @@ def average_over_processes(group: RankGroup, model: nn.Module) -> None:
     A parameter that has a gradient in some processes only counts as zero in the others.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    has_gradient = group.any_of(*(parameter.grad is not None for parameter in parameters))
+    has_gradient = group.any_rank(*(parameter.grad is not None for parameter in parameters))
     gradients = []
     for parameter in itertools.compress(parameters, has_gradient):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradients.append(parameter.grad)
     if gradients:
-        group.add_up(gradients, [])
+        group.all_reduce(gradients, [])
         torch._foreach_div_(gradients, group.ranks.count)
-    group.make_equal(list(model.buffers()), source=0)
+    group.broadcast(list(model.buffers()), source=0)
 
 
 def check_agreement(group: RankGroup, config: OptimalConfig) -> None:

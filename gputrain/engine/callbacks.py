@@ -28,7 +28,7 @@ from gputrain.engine.recipe import phases_of
 from gputrain.engine.run_folder import Run
 from gputrain.engine.samples import Report
 from gputrain.engine.saving import Saver, go_back_if_unstable
-from gputrain.engine.schedule import RunProgress, Saving, StepSchedule, every
+from gputrain.engine.schedule import RunProgress, Saving, StepSchedule, is_due_every
 from gputrain.engine.state import TrainState
 from gputrain.engine.stop import COMMAND_CLOCK, REPORT_SECONDS, Deadline, StopRequested
 from gputrain.errors import Stopped, UserError, first_line
@@ -112,13 +112,13 @@ class Callbacks:
             self.deadline.save_bytes = tensor_bytes(self.state.snapshot())
         self.ends_early = False  # True after the evaluation with which early stopping ends the training.
         self.callbacks = (
-            Callback(lambda end: end.stops or every(end.step, run.saving.log_freq), lambda end: self.log()),
-            Callback(lambda end: end.stops, lambda end: self.save(end.names, must=True)),
+            Callback(lambda end: end.stops or is_due_every(end.step, run.saving.log_freq), lambda end: self.log()),
+            Callback(lambda end: end.stops, lambda end: self.save(end.names, is_required=True)),
             Callback(lambda end: "samples" in end.reports, lambda end: self.sample()),
             Callback(lambda end: "eval" in end.reports, self._evaluate_step),
             Callback(lambda end: self.saver.has_result, lambda end: self.saver.finish()),
             Callback(self._save_is_due, lambda end: self.save(end.names, best_score=end.best_score)),
-            Callback(self._others_wait, lambda end: self.run.group.wait_for_all()),
+            Callback(self._ranks_must_wait, lambda end: self.run.group.wait_for_all()),
         )
 
     def begin(self) -> None:
@@ -139,7 +139,7 @@ class Callbacks:
             for group in phase.optimizer.param_groups if phase.optimizer.state else ():  # The others have not stepped.
                 group["lr"] = self.steps.learning_rate(progress.step - 1) * phase.lr_scale
         self.state.progress = self.steps.progress_at(progress.step, progress)
-        names = kept_as(self.steps, self.run.saving, self.state.progress, evaluates=True)
+        names = kept_names(self.steps, self.run.saving, self.state.progress, evaluates=True)
         self.save(names, waits=True, best_score=self._evaluate_and_count())
         self.run.group.wait_for_all()
 
@@ -156,11 +156,11 @@ class Callbacks:
         step, last = progress.step, progress.step == self.steps.stop_step
         if not last:
             self._stop_in_time()
-        stops, save_is_due = run.group.any_of(bool(run.stop.requested), self.saver.is_due())
+        stops, save_is_due = run.group.any_rank(bool(run.stop.requested), self.saver.is_due())
         if stops:
             run.stop.agree()
         reports = self._reports_of(step)
-        names = kept_as(self.steps, saving, progress, "eval" in reports)
+        names = kept_names(self.steps, saving, progress, "eval" in reports)
         if last:
             reports = ["samples"] + ["eval"] * saving.evaluates
         return StepEnd(step, stops or last, reports, names, save_is_due)
@@ -168,9 +168,9 @@ class Callbacks:
     def _reports_of(self, step: int) -> list[str]:
         """Return the reports that are due after this many steps, unless they are the last ones."""
         saving, epoch = self.run.saving, self.steps.epochs_done(step)
-        samples = every(step, saving.save_samples_freq) and epoch >= saving.samples_after_epochs
-        ends_epochs = self.steps.ends_epoch(step) and every(epoch, saving.evaluate_freq)
-        evaluates = ends_epochs or every(step, saving.evaluate_steps)
+        samples = is_due_every(step, saving.save_samples_freq) and epoch >= saving.samples_after_epochs
+        ends_epochs = self.steps.ends_epoch(step) and is_due_every(epoch, saving.evaluate_freq)
+        evaluates = ends_epochs or is_due_every(step, saving.evaluate_steps)
         return ["samples"] * samples + ["eval"] * evaluates
 
     def _save_is_due(self, end: StepEnd) -> bool:
@@ -179,7 +179,7 @@ class Callbacks:
             return "eval" in end.reports
         return bool(end.names) or end.is_best or end.save_is_due or self.ends_early
 
-    def _others_wait(self, end: StepEnd) -> bool:
+    def _ranks_must_wait(self, end: StepEnd) -> bool:
         """Return whether the leader has done what the other ranks must wait for."""
         return end.stops or bool(end.reports or end.names) or end.save_is_due
 
@@ -205,7 +205,7 @@ class Callbacks:
     def _out_of_time(self) -> str:
         return f"stopped in time for --max-time {self.run.saving.max_time}"
 
-    def _ending_waits_in_time(self) -> contextlib.AbstractContextManager[None]:
+    def _interrupt_waits_at_deadline(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which a wait for a batch ends in time for --max-time, even if no batch arrives. Several
         ranks could not agree to stop then, as the others may wait for gradients."""
         run = self.run
@@ -242,11 +242,16 @@ class Callbacks:
         return self.metrics.write(done, self.steps.epochs_done(done), further, alone=alone)
 
     def save(
-        self, names: Sequence[str] = (), *, must: bool = False, waits: bool = False, best_score: float | None = None
+        self,
+        names: Sequence[str] = (),
+        *,
+        is_required: bool = False,
+        waits: bool = False,
+        best_score: float | None = None,
     ) -> None:
         """Save as `Saver.save`, without counting its time as that of a step."""
         with self.metrics.paused(), self.deadline.not_counted():
-            self.saver.save(names, best_score=best_score, waits=waits, must=must)
+            self.saver.save(names, best_score=best_score, waits=waits, is_required=is_required)
 
     def sample(self) -> None:
         self._report("samples", self.state.recipe.sample)
@@ -274,7 +279,7 @@ class Callbacks:
     def _evaluate_step(self, end: StepEnd) -> None:
         end.best_score = self._evaluate_and_count()
         self.state.progress = replace(self.state.progress, evaluation_due=False)
-        (end.is_best,) = self.run.group.any_of(end.best_score is not None)
+        (end.is_best,) = self.run.group.any_rank(end.best_score is not None)
 
     def _evaluate_and_count(self) -> float | None:
         """Evaluate the last completed step, and note whether early stopping ends the training, as all ranks must know.
@@ -282,7 +287,7 @@ class Callbacks:
         # An evaluation that only max_steps causes is not one of the undisturbed run, and counts for nothing.
         step, finished, saving = self.state.progress.step, self.state.progress.finished, self.run.saving
         best_score = self.evaluate(counts="eval" in self._reports_of(step) or finished)
-        (self.ends_early,) = self.run.group.any_of(saving.ends_early(self.state.progress))
+        (self.ends_early,) = self.run.group.any_rank(saving.ends_early(self.state.progress))
         if self.ends_early:
             log.info(
                 "the last %d evaluations were not better: training ends early after step %d, and %s has the best score",
@@ -325,14 +330,14 @@ class Callbacks:
         return None
 
     @contextmanager
-    def saving_the_last_step(self) -> Iterator[None]:
+    def save_last_step_on_exit(self) -> Iterator[None]:
         """Save the last completed step when the block ends early, because of a request to stop or an error. However
         it ends, wait for the checkpoint that is being written.
 
         Raises Stopped in the first case. An error is raised again, as a UserError if memory has run out.
         """
         try:
-            with self._saved_if_stopped(), self._ending_waits_in_time():
+            with self._saved_if_stopped(), self._interrupt_waits_at_deadline():
                 yield
         finally:
             self.saver.finish()
@@ -354,8 +359,8 @@ class Callbacks:
             with self.run.stop.second_signal_delayed():
                 self._finish_saving_if_possible()
                 done = self.state.progress.step
-                if self.run.group.of_leader(lambda: done != self.run.saved_step):
-                    self.save(must=True)
+                if self.run.group.from_leader(lambda: done != self.run.saved_step):
+                    self.save(is_required=True)
             done = self.state.progress.step
             cause = self.run.stop.requested
             raise Stopped(f"{cause} after step {done}; everything is saved", hint=self.run.how_to_resume)
@@ -377,13 +382,13 @@ class Callbacks:
         if not state.is_consistent:
             log.warning(
                 "step %d failed after some of its weights had changed, and is not saved; %s",
-                done + 1, self._where_it_resumes(),
+                done + 1, self._resume_note(),
             )  # fmt: skip
             return
         if done in (self.steps.start.step, self.run.saved_step):
             return
         if self.run.divides_optimizers:
-            log.warning("step %d is not saved, as other ranks hold parts of it; %s", done, self._where_it_resumes())
+            log.warning("step %d is not saved, as other ranks hold parts of it; %s", done, self._resume_note())
             return
         release_memory()
         try:
@@ -402,9 +407,9 @@ class Callbacks:
         except Exception as error:  # Whatever it is, the last step is saved next.
             log.warning("the checkpoint that was being written is lost: %s", error)
 
-    def _where_it_resumes(self) -> str:
+    def _resume_note(self) -> str:
         saved = self.run.saved_step if self.run.saved_step >= 0 else self.steps.start.step
-        if not checkpoint.in_order(self.run.folder):
+        if not checkpoint.newest_first(self.run.folder):
             return "there is no checkpoint yet, so that a resumed run starts from scratch"
         return f"a resumed run goes on from step {saved}, as if it had never been interrupted"
 
@@ -432,13 +437,13 @@ def log_evaluation(step: int, scalars: dict[str, float], best_before: float) -> 
     log.info("held-out at step %d: %s; score %.4g%s", step, text, score, comparison)
 
 
-def kept_as(steps: StepSchedule, saving: Saving, progress: RunProgress, evaluates: bool) -> list[str]:
+def kept_names(steps: StepSchedule, saving: Saving, progress: RunProgress, evaluates: bool) -> list[str]:
     """Returns the further names under which the checkpoint of this step is kept, if any."""
     done, names = progress.step, []
     epoch = steps.epochs_done(done)
-    if steps.ends_epoch(done) and (every(epoch, saving.checkpoint_freq) or progress.finished):
+    if steps.ends_epoch(done) and (is_due_every(epoch, saving.checkpoint_freq) or progress.finished):
         names.append(f"checkpoint_epoch_{epoch}.pt")
-    if every(done, saving.checkpoint_steps) or (evaluates and saving.checkpoint_steps < 0):
+    if is_due_every(done, saving.checkpoint_steps) or (evaluates and saving.checkpoint_steps < 0):
         names.append(f"checkpoint_step_{done}.pt")
     return names
 
@@ -499,11 +504,11 @@ def warn_of_surprises(state: TrainState, run: Run, steps: StepSchedule) -> None:
     data set."""
     if not run.group.leads:
         return
-    if (items := steps.start.items) < steps.items_a_step:
+    if (items := steps.start.items) < steps.items_per_step:
         what, option = ("batches", "--accumulation-steps") if steps.step_items else ("items", "--batch-size")
         log.warning(
             "a step takes %d %s, and the data set has %d: every step repeats some of them; a lower %s avoids it",
-            steps.items_a_step, what, items, option,
+            steps.items_per_step, what, items, option,
         )  # fmt: skip
     present = memory_gb(state.runtime.device).get("memory/peak_gb", 0.0)
     if state.runtime.device.type == "cpu" and present:
@@ -545,15 +550,15 @@ def kept_checkpoints(saving: Saving, steps: StepSchedule) -> int:
     first, end = steps.start.step, steps.stop_step
     kept = 0
     if saving.checkpoint_freq:
-        kept += _at_most(saving, (steps.epochs_done(end) - steps.epochs_done(first)) // saving.checkpoint_freq + 1)
+        kept += _kept_count(saving, (steps.epochs_done(end) - steps.epochs_done(first)) // saving.checkpoint_freq + 1)
     interval = saving.checkpoint_steps
     if interval < 0:
-        interval = saving.evaluate_steps or saving.evaluate_freq * max(1, steps.start.items // steps.items_a_step)
+        interval = saving.evaluate_steps or saving.evaluate_freq * max(1, steps.start.items // steps.items_per_step)
     if interval > 0:
-        kept += _at_most(saving, (end - first) // interval)
+        kept += _kept_count(saving, (end - first) // interval)
         kept += sum(map(saving.is_permanent, range(first - first % interval, end, interval)))
     return 2 + saving.evaluates + min(kept, end - first) + 1  # The last, the previous and the best one.
 
 
-def _at_most(saving: Saving, count: int) -> int:
+def _kept_count(saving: Saving, count: int) -> int:
     return min(count, saving.keep_checkpoints) if saving.keep_checkpoints else count

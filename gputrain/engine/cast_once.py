@@ -37,10 +37,10 @@ class WeightSlot(NamedTuple):
         return tensor
 
 
-def layer_weights(modules: Iterable[nn.Module], exact: Collection[nn.Module] = ()) -> list[WeightSlot]:
+def layer_weights(modules: Iterable[nn.Module], without_autocast: Collection[nn.Module] = ()) -> list[WeightSlot]:
     """Returns the weights and biases of the linear layers and convolutions of `modules`, except for those inside of
-    `exact`, which compute without autocast."""
-    left_out = {part for module in exact for part in module.modules()}
+    `without_autocast`, which compute without autocast."""
+    left_out = {part for module in without_autocast for part in module.modules()}
     return [
         WeightSlot(part, name)
         for module in modules

@@ -238,7 +238,7 @@ def _kept(folder: Path, kind: str) -> list[tuple[int, Path]]:
     return [(int(match[2]), path) for match, path in named if match and match[1] == kind]
 
 
-def in_order(folder: Path) -> list[Path]:
+def newest_first(folder: Path) -> list[Path]:
     """Returns the checkpoints of a run folder in the order in which a resumed run tries them: last, previous, the kept
     ones from the newest on, best."""
     if not folder.is_dir():
@@ -253,20 +253,20 @@ def find(resume_from: str, folder: Path, kind: str) -> tuple[Path, Content] | No
     """Returns the checkpoint that `--resume-from` names: a file, a run folder, or `auto`, which may find nothing."""
     if resume_from != "auto":
         return find_named(Path(resume_from), kind)
-    choices = in_order(folder)
+    choices = newest_first(folder)
     return _first_intact(choices, kind) if choices else None
 
 
 def find_named(path: Path, kind: str) -> tuple[Path, Content]:
     """Returns the checkpoint at `path`: a file or a run folder. Raises UserError if there is none of this kind.
 
-    A damaged one is replaced by the next one of its folder (`in_order`), with a warning.
+    A damaged one is replaced by the next one of its folder (`newest_first`), with a warning.
     """
     if not (path.is_file() or path.is_dir()):  # Reading a FIFO or a device might never end.
         raise UserError(f"{path}: no such checkpoint", hint=_nearby(path))
     if path.is_file():
-        return _first_intact([path, *(other for other in in_order(path.parent) if other.name != path.name)], kind)
-    choices = in_order(path)
+        return _first_intact([path, *(other for other in newest_first(path.parent) if other.name != path.name)], kind)
+    choices = newest_first(path)
     if not choices:
         raise UserError(f"{path}: holds no checkpoint", hint="name a run folder, or a checkpoint in it")
     return _first_intact(choices, kind)
@@ -286,9 +286,9 @@ def saved_settings(settings: type[T], content: Content, source: Path) -> T:
     return assemble(settings, without_retired(settings, content["config"]), source=str(source))
 
 
-def readable(folder: Path, kind: str) -> Iterator[Content]:
-    """Yields the checkpoints of a run folder that can be read, in the order of `in_order`."""
-    for path in in_order(folder):
+def intact_checkpoints(folder: Path, kind: str) -> Iterator[Content]:
+    """Yields the checkpoints of a run folder that can be read, in the order of `newest_first`."""
+    for path in newest_first(folder):
         try:
             yield read(path, kind)
         except Damaged as error:
@@ -470,7 +470,7 @@ def load_weights(
     fitting = {name: offered[name] for name in wanted if name in offered and offered[name].shape == wanted[name].shape}
     if (apart := differences(wanted, offered)) and (strict or not fitting):
         count = f"{len(apart)} tensor{'s' * (len(apart) != 1)}"
-        raise UserError(f"{owner} differs in {count}: {shortened(apart)}", hint=hint)
+        raise UserError(f"{owner} differs in {count}: {format_list(apart)}", hint=hint)
     if finite:
         refuse_nonfinite(fitting, owner)
     module.load_state_dict({**mine, **fitting}, assign=assign)
@@ -488,7 +488,7 @@ def differences(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> li
     return found + [f"{name} is unknown" for name in given if name not in wanted]
 
 
-def shortened(names: Sequence[str]) -> str:
+def format_list(names: Sequence[str]) -> str:
     """Join the first SHOWN names, and count the rest."""
     more = f"; and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return "; ".join(names[:SHOWN]) + more

@@ -269,12 +269,12 @@ def difference(expected: Gradients, found: Gradients, eps: float) -> str:
     pairs = list(zip(expected[1], found[1], strict=True))
     if any((value is None) != (made is None) for value, made in pairs):
         return "a replayed step has gradients of other parameters"
-    if not agree([(value, made) for value, made in pairs if value is not None and made is not None], eps):
+    if not all_close([(value, made) for value, made in pairs if value is not None and made is not None], eps):
         return "the gradients of a replayed step differ from those of a step"
     return ""
 
 
-def agree(pairs: Sequence[tuple[Tensor, Tensor]], eps: float) -> bool:
+def all_close(pairs: Sequence[tuple[Tensor, Tensor]], eps: float) -> bool:
     """Return whether the tensors of each pair are equal in half of the digits of an arithmetic that rounds by `eps`.
     The order of the additions in atomic sums differs from pass to pass, and changes fewer digits than these.
 

@@ -208,7 +208,7 @@ def batches(
     stream = Stream(
         item_count=items,
         seed=steps.schedule.seed,
-        batch_size=steps.items_a_step,
+        batch_size=steps.items_per_step,
         start_sample=steps.items_seen(first),
         stop_sample=steps.items_seen(last),
         ranks=ranks,
@@ -233,7 +233,7 @@ def _messages(
     batches: Any = DataLoader(
         reader,
         batch_sampler=stream,
-        collate_fn=_as_it_is,
+        collate_fn=_identity,
         num_workers=num_workers,
         prefetch_factor=prefetch if num_workers else None,
         pin_memory=pin_memory,
@@ -246,7 +246,7 @@ def _messages(
         yield from received_batches(iterator, workers)
 
 
-def _as_it_is(message: Any) -> Any:
+def _identity(message: Any) -> Any:
     return message
 
 
@@ -364,7 +364,7 @@ def written_aside(folder: Path) -> Iterator[Path]:
 # ------------------------------------------------------------------------------------------------- progress and digests
 
 
-def silent(done: float, total: int) -> None:
+def no_progress(done: float, total: int) -> None:
     """Reports no progress."""
 
 

@@ -46,10 +46,10 @@ class RankGroup:
     gradient_dtype: torch.dtype | None = None  # Format in which gradients travel; None: their own.
 
     @classmethod
-    def join(cls, ranks: Ranks, *, on_gpu: bool, meeting: str = "env://") -> "RankGroup":
+    def join(cls, ranks: Ranks, *, on_gpu: bool, init_method: str = "env://") -> "RankGroup":
         """Connects this process with the other ranks. Returns when all have joined.
 
-        `meeting` is the address at which they find each other; by default it is torchrun's, in the environment.
+        `init_method` is the address at which they find each other; by default it is torchrun's, in the environment.
         """
         if ranks.count == 1:
             return cls(ranks)
@@ -59,7 +59,7 @@ class RankGroup:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
         backend = "nccl" if on_gpu and dist.is_nccl_available() else "gloo"
         with _connected():
-            store, index, count = next(dist.rendezvous(meeting, ranks.index, ranks.count, timeout=JOIN_TIMEOUT))  # type: ignore[attr-defined]
+            store, index, count = next(dist.rendezvous(init_method, ranks.index, ranks.count, timeout=JOIN_TIMEOUT))  # type: ignore[attr-defined]
             # torchrun's store outlives a restart, and with it the addresses of ranks that have ended.
             store = dist.PrefixStore(f"attempt {ranks.restarts}", store)  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=GRADIENT_TIMEOUT)
@@ -102,7 +102,7 @@ class RankGroup:
             dist.all_gather_object(values, value, group=self.control)
         return values
 
-    def of_leader(self, make: Callable[[], T]) -> T:
+    def from_leader(self, make: Callable[[], T]) -> T:
         """Returns what `make` returns on rank 0, where alone it is called. Tensors arrive on the CPU.
 
         The value consists of what torch.save and torch.load with `weights_only` can carry.
@@ -124,7 +124,7 @@ class RankGroup:
         arrived: T = _unpacked(packed)
         return arrived
 
-    def to_leader(self, value: T) -> list[T]:
+    def gather_to_leader(self, value: T) -> list[T]:
         """Returns the values of all ranks on the leader, in the order of the ranks, and only its own on any other.
 
         Values consist of what torch.save and torch.load with `weights_only` can carry; tensors arrive on the CPU.
@@ -146,7 +146,7 @@ class RankGroup:
                 values.append(_unpacked(packed))
         return values
 
-    def any_of(self, *flags: bool) -> list[bool]:
+    def any_rank(self, *flags: bool) -> list[bool]:
         """Returns for each flag whether it is set on any rank."""
         if self.control is None:
             return list(flags)
@@ -167,11 +167,11 @@ class RankGroup:
 
     def wait_for_all(self) -> None:
         """Returns when every rank has called it, however long the leader evaluates or saves."""
-        self.any_of(False)
+        self.any_rank(False)
 
     # ------------------------------------------------------------------------------------------------ gradients
 
-    def add_up(self, gradients: Sequence[Tensor], scalars: Sequence[dict[str, Tensor]]) -> None:
+    def all_reduce(self, gradients: Sequence[Tensor], scalars: Sequence[dict[str, Tensor]]) -> None:
         """Replaces gradients and scalars by their sums over all ranks.
 
         Every rank has gradients of the same parameters, and scalars of the same names: both depend on the step only.
@@ -179,10 +179,10 @@ class RankGroup:
         if self.control is None or not gradients:
             return
         with _connected():
-            self._add_up_scalars(scalars)
-            self._add_up_gradients(gradients)
+            self._all_reduce_scalars(scalars)
+            self._all_reduce_gradients(gradients)
 
-    def _add_up_scalars(self, scalars: Sequence[dict[str, Tensor]]) -> None:
+    def _all_reduce_scalars(self, scalars: Sequence[dict[str, Tensor]]) -> None:
         places = [(named, name) for named in scalars for name in sorted(named)]
         if not places:
             return
@@ -191,7 +191,7 @@ class RankGroup:
         for (named, name), value in zip(places, values.unbind(), strict=True):
             named[name] = value.to(named[name].dtype)
 
-    def _add_up_gradients(self, gradients: Sequence[Tensor]) -> None:
+    def _all_reduce_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Sums gradients in buckets. While one bucket travels, the next one is filled; few of them are in memory."""
         travelling: deque[tuple[Any, list[Tensor], list[Tensor]]] = deque()
         for pieces in buckets(gradients, BUCKET_BYTES):
@@ -201,11 +201,11 @@ class RankGroup:
             torch._foreach_copy_(parts, pieces)
             travelling.append((dist.all_reduce(flat, async_op=True), parts, pieces))
             if len(travelling) == IN_FLIGHT:
-                _arrive(*travelling.popleft())
+                _copy_when_reduced(*travelling.popleft())
         while travelling:
-            _arrive(*travelling.popleft())
+            _copy_when_reduced(*travelling.popleft())
 
-    def make_equal(self, tensors: Sequence[Tensor], source: int) -> None:
+    def broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
         """Copies the tensors of the rank `source` to all ranks."""
         if self.control is None:
             return
@@ -224,7 +224,7 @@ class RankGroup:
             torch.manual_seed((seed << 32) + step * self.ranks.count + self.ranks.index)
 
 
-def _arrive(handle: Any, parts: list[Tensor], pieces: list[Tensor]) -> None:
+def _copy_when_reduced(handle: Any, parts: list[Tensor], pieces: list[Tensor]) -> None:
     handle.wait()
     torch._foreach_copy_(pieces, parts)
 
@@ -354,14 +354,14 @@ class OptimizerShards:
                 if owner != self.group.ranks.index:
                     parameter.grad = None
 
-    def exchange_weights(self, phase: Phase) -> None:
+    def broadcast_weights(self, phase: Phase) -> None:
         """Copies every parameter from the rank that has stepped it to all others."""
         if self.divides:
             for rank in range(self.group.ranks.count):
                 mine = [parameter for parameter, owner in self.owners(phase).items() if owner == rank]
-                self.group.make_equal(mine, source=rank)
+                self.group.broadcast(mine, source=rank)
 
-    def own_part(self, phase: Phase, saved: Content) -> Content:
+    def own_shard(self, phase: Phase, saved: Content) -> Content:
         """Returns a checkpoint's optimizer state with this rank's parameters only."""
         if not self.divides:
             return saved
@@ -369,10 +369,10 @@ class OptimizerShards:
         own = {index: state for index, state in saved["state"].items() if owners[index] == self.group.ranks.index}
         return {**saved, "state": own}
 
-    def whole_state(self, phase: Phase) -> Content:
+    def gathered_state(self, phase: Phase) -> Content:
         """Returns the whole state of an optimizer on the leader, and this rank's part elsewhere. All ranks call it."""
         own: Content = phase.optimizer.state_dict()
         if not self.divides:
             return own
-        parts = self.group.to_leader(own["state"])
+        parts = self.group.gather_to_leader(own["state"])
         return {**own, "state": dict(sorted(pair for part in parts for pair in part.items()))}

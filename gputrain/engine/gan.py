@@ -13,14 +13,14 @@ from torch import Tensor, nn
 AdversarialLoss = Literal["hinge", "least-squares"]
 
 
-def exact(values: Tensor) -> Tensor:
+def at_least_fp32(values: Tensor) -> Tensor:
     """Returns the values in fp32 or higher precision."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def per_item(values: Tensor) -> Tensor:
     """Returns the mean over all dimensions but the first, in fp32 or higher precision: B."""
-    return exact(values).flatten(1).mean(dim=1)
+    return at_least_fp32(values).flatten(1).mean(dim=1)
 
 
 def discriminator_loss(kind: AdversarialLoss, real_logits: Tensor, fake_logits: Tensor) -> Tensor:
@@ -31,22 +31,22 @@ def discriminator_loss(kind: AdversarialLoss, real_logits: Tensor, fake_logits: 
 def real_loss(kind: AdversarialLoss, real_logits: Tensor) -> Tensor:
     """Returns the part of `discriminator_loss` that real items have, B."""
     if kind == "hinge":
-        return 0.5 * per_item(F.relu(1 - exact(real_logits)))
-    return 0.5 * per_item((exact(real_logits) - 1) ** 2)
+        return 0.5 * per_item(F.relu(1 - at_least_fp32(real_logits)))
+    return 0.5 * per_item((at_least_fp32(real_logits) - 1) ** 2)
 
 
 def fake_loss(kind: AdversarialLoss, fake_logits: Tensor) -> Tensor:
     """Returns the part of `discriminator_loss` that generated items have, B."""
     if kind == "hinge":
-        return 0.5 * per_item(F.relu(1 + exact(fake_logits)))
-    return 0.5 * per_item(exact(fake_logits) ** 2)
+        return 0.5 * per_item(F.relu(1 + at_least_fp32(fake_logits)))
+    return 0.5 * per_item(at_least_fp32(fake_logits) ** 2)
 
 
 def generator_loss(kind: AdversarialLoss, fake_logits: Tensor) -> Tensor:
     """B: the adversarial loss of the generator."""
     if kind == "hinge":
         return -per_item(fake_logits)
-    return per_item((exact(fake_logits) - 1) ** 2)
+    return per_item((at_least_fp32(fake_logits) - 1) ** 2)
 
 
 class Balance(nn.Module):
@@ -84,4 +84,5 @@ class Balance(nn.Module):
 
     def lecam(self, real_logits: Tensor, fake_logits: Tensor) -> Tensor:
         """B: squared distances of real logits from the average of fake ones, and vice versa."""
-        return per_item((exact(real_logits) - self.fake) ** 2) + per_item((exact(fake_logits) - self.real) ** 2)
+        real_distance = (at_least_fp32(real_logits) - self.fake) ** 2
+        return per_item(real_distance) + per_item((at_least_fp32(fake_logits) - self.real) ** 2)

@@ -248,7 +248,7 @@ class Metrics:
     def _show(self, step: int, epoch: int, values: dict[str, float]) -> None:
         if not self.group.leads:
             return
-        losses = losses_in_short({n.removeprefix("loss/"): v for n, v in values.items() if n.startswith("loss/")})
+        losses = format_losses({n.removeprefix("loss/"): v for n, v in values.items() if n.startswith("loss/")})
         rate = f"{self.pace.items_per_second:.{1 if self.pace.items_per_second >= 0.95 else 3}f} {self.unit}/s"
         if "speed/tflops" in values:
             rate += f", {self.pace.flops_per_second / 1e12:.3g} TFLOPS"
@@ -428,7 +428,7 @@ class Pace:
         return (last_step - now.step) * seconds_per_step
 
 
-def losses_in_short(losses: Mapping[str, float]) -> str:
+def format_losses(losses: Mapping[str, float]) -> str:
     """Return the losses as text. A name gets its phase as a prefix only if several phases use it."""
     held = Counter(name.split("/")[-1] for name in losses)
     names = {name: name if held[name.split("/")[-1]] > 1 else name.split("/")[-1] for name in losses}

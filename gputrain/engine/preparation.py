@@ -107,7 +107,7 @@ class PrepareReport(DataReport):
 
 
 @dataclass(frozen=True)
-class Spread:
+class ValueRange:
     """Smallest, median and largest value."""
 
     min: float
@@ -115,14 +115,14 @@ class Spread:
     max: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
+    def of(cls, values: Sequence[float]) -> "ValueRange":
         """Returns the spread of values. Raises ValueError where there are none."""
         return cls(min(values), statistics.median(values), max(values))
 
 
-def spread_of(values: Sequence[float]) -> Spread | None:
+def value_range(values: Sequence[float]) -> ValueRange | None:
     """Returns the spread of values, or None where there are none."""
-    return Spread.of(values) if values else None
+    return ValueRange.of(values) if values else None
 
 
 # ------------------------------------------------------------------------------------------------- finding files

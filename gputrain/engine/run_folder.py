@@ -185,7 +185,7 @@ class Run:
 
     def reopen(self, kind: str) -> RunProgress | None:
         """Continue from the newest checkpoint, as a resumed run would. Returns its progress."""
-        self.resumed = self.group.of_leader(lambda: (checkpoint.find("auto", self.folder, kind) or (None, None))[1])
+        self.resumed = self.group.from_leader(lambda: (checkpoint.find("auto", self.folder, kind) or (None, None))[1])
         return self.progress
 
 
@@ -207,7 +207,7 @@ def open_run(settings: object, saving: Saving, *, kind: str, command: str, group
         opened = _open_folder(saving, kind)
         return opened.resumed
 
-    resumed = group.of_leader(open_folder)
+    resumed = group.from_leader(open_folder)
     return Run(
         saving.output_dir, saving, config.flatten(settings), command, resumed, lock=opened.lock, group=group,
         configuration=config.to_yaml(settings), last_is_damaged=opened.last_is_damaged,
@@ -228,10 +228,10 @@ def _open_folder(saving: Saving, kind: str) -> OpenedFolder:
     """Creates or opens the run folder."""
     folder = saving.output_dir
     # The lock comes before reading the checkpoint, which another process may be about to replace.
-    lock = hold(folder) if folder.is_dir() else None
+    lock = lock_folder(folder) if folder.is_dir() else None
     found = checkpoint.find(saving.resume_from, folder, kind) if saving.resume_from else None
     here = found is not None and found[0].parent.resolve() == folder.resolve()
-    holds_run = bool(checkpoint.in_order(folder)) or (folder / "metrics.jsonl").exists()
+    holds_run = bool(checkpoint.newest_first(folder)) or (folder / "metrics.jsonl").exists()
     begins_anew = holds_run and found is None and saving.resume_from == "auto"
     if holds_run and not here and not begins_anew:
         raise UserError(
@@ -240,7 +240,7 @@ def _open_folder(saving: Saving, kind: str) -> OpenedFolder:
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = lock or hold(folder)
+        lock = lock or lock_folder(folder)
         with tempfile.TemporaryFile(dir=folder):  # This detects a read-only folder before hours of work are lost.
             pass
     except OSError as error:
@@ -253,11 +253,11 @@ def _open_folder(saving: Saving, kind: str) -> OpenedFolder:
         log.info("resuming %s", found[0])
     if found and here:
         checkpoint.restore_names(found[0], found[1].get("names", ()))
-    damaged = found is not None and here and _passed_over_last(saving, found[0])
+    damaged = found is not None and here and _skipped_last_checkpoint(saving, found[0])
     return OpenedFolder(lock, found[1] if found else None, damaged)
 
 
-def _passed_over_last(saving: Saving, found: Path) -> bool:
+def _skipped_last_checkpoint(saving: Saving, found: Path) -> bool:
     """Return True if an older checkpoint than checkpoint_last.pt is resumed because that one is damaged."""
     last, named = saving.output_dir / checkpoint.LAST, Path(saving.resume_from)
     wanted_another = named.is_file() and named.resolve() != last.resolve()
@@ -272,7 +272,7 @@ def remove_partial(folder: Path) -> None:
                 path.unlink()
 
 
-def hold(folder: Path) -> FileLock:
+def lock_folder(folder: Path) -> FileLock:
     """Lock a folder for this process until it ends or drops the returned lock.
 
     Warns if files cannot be locked, as on some network drives. Raises UserError if another process trains in the folder

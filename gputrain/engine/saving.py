@@ -94,23 +94,28 @@ class Saver:
         return self.is_overdue or 0 < self.run.saving.checkpoint_minutes <= minutes
 
     def save(
-        self, names: Sequence[str] = (), *, best_score: float | None = None, waits: bool = False, must: bool = False
+        self,
+        names: Sequence[str] = (),
+        *,
+        best_score: float | None = None,
+        waits: bool = False,
+        is_required: bool = False,
     ) -> None:
         """Save a checkpoint, under further `names` too; with a `best_score`, as the best so far, which `state.progress`
         holds once its checkpoint was written.
 
-        It is written in a thread, from a copy of the state; without memory for the copy, or if the run `waits` or
-        `must` save, before this returns. A write error ends only a run that `must` save. After a step with non-finite
-        gradients the save is postponed to the next finite step, so that doubtful weights don't replace a good
-        checkpoint, unless the run must save.
+        It is written in a thread, from a copy of the state; without memory for the copy, or if the run `waits` or the
+        save `is_required`, before this returns. A write error ends the run only if the save is required. After a step
+        with non-finite gradients a save that isn't required is postponed to the next finite step, so that doubtful
+        weights don't replace a good checkpoint.
         """
         with self.run.stop.second_signal_delayed():
             self._finish()
-            if (job := self._job(names, best_score, must=must)) is None:
+            if (job := self._job(names, best_score, is_required=is_required)) is None:
                 return
-            copied = None if waits or must else self.host.copy(job.content, self.state.runtime.device)
+            copied = None if waits or is_required else self.host.copy(job.content, self.state.runtime.device)
             if copied is None:
-                self._take_over(self._write(job), must=must)
+                self._finish_save(self._write(job), is_required=is_required)
             else:
                 self._submit(dataclasses.replace(job, content=copied))
 
@@ -125,17 +130,17 @@ class Saver:
     def _finish(self) -> None:
         pending, self.pending = self.pending, None
         if pending is not None:
-            self._take_over(pending.result(), must=False)
+            self._finish_save(pending.result(), is_required=False)
 
-    def _job(self, names: Sequence[str], best_score: float | None, *, must: bool) -> SaveJob | None:
+    def _job(self, names: Sequence[str], best_score: float | None, *, is_required: bool) -> SaveJob | None:
         """Return what is to be written, or None if the save is postponed, or another rank saves."""
         state, run, progress = self.state, self.run, self.state.progress
-        self.is_overdue = not must and any(map(bool, state.nonfinite.values()))
+        self.is_overdue = not is_required and any(map(bool, state.nonfinite.values()))
         if self.is_overdue:
             for name in names if run.saved_step != progress.step else ():
                 log.warning("%s is not written, as the gradient of its step is not finite", run.folder / name)
             return None
-        optimizers = {phase.name: state.shards.whole_state(phase) for phase in phases_of(state.recipe)}
+        optimizers = {phase.name: state.shards.gathered_state(phase) for phase in phases_of(state.recipe)}
         if not run.group.leads:
             return None
         self.saved_at = time.monotonic()
@@ -162,7 +167,7 @@ class Saver:
         _write_record(job.record, self.run)
         return WrittenSave(job, kept, time.monotonic() - began, _disk_gb(self.run.folder), failure)
 
-    def _take_over(self, written: WrittenSave, *, must: bool) -> None:
+    def _finish_save(self, written: WrittenSave, *, is_required: bool) -> None:
         """Take over the result of a save. Raises Stopped if it failed and the run `must` save."""
         error, job = written.error, written.job
         self.disk_gb = written.disk_gb
@@ -172,8 +177,8 @@ class Saver:
             if checkpoint.BEST in written.kept:
                 self.state.progress = dataclasses.replace(self.state.progress, best_score=job.progress.best_score)
             return
-        if must:
-            earlier = "earlier checkpoints are intact; " if checkpoint.in_order(self.run.folder) else ""
+        if is_required:
+            earlier = "earlier checkpoints are intact; " if checkpoint.newest_first(self.run.folder) else ""
             hint = f"{error.hint}; {earlier}then {self.run.how_to_resume}"
             raise Stopped(str(error), hint=hint) from None
         log.warning("%s; %s. Training continues, and the next save tries again", error, error.hint)
@@ -331,7 +336,7 @@ def _go_back(saver: Saver, cause: str, last_finite: int) -> None:
     if state.rollbacks > ROLLBACK_LIMIT:
         problem = "going back did not help"
     else:
-        found = run.group.of_leader(lambda: _good_checkpoint(run, state.recipe.kind, last_finite))
+        found = run.group.from_leader(lambda: _good_checkpoint(run, state.recipe.kind, last_finite))
     if found is None:
         raise UserError(
             f"{cause}, and {problem}",
@@ -347,7 +352,7 @@ def _go_back(saver: Saver, cause: str, last_finite: int) -> None:
 def _good_checkpoint(run: Run, kind: str, last_finite: int) -> Content | None:
     """Return the newest checkpoint that was followed by enough finite steps, or else the oldest one."""
     found: Content | None = None
-    for content in checkpoint.readable(run.folder, kind):
+    for content in checkpoint.intact_checkpoints(run.folder, kind):
         if found is None or content["progress"]["step"] < found["progress"]["step"]:
             found = content
         if found["progress"]["step"] + GOOD_AFTER <= last_finite:

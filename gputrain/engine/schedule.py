@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from gputrain.config import config, opt
-from gputrain.engine.stop import seconds_of
+from gputrain.engine.stop import parse_duration
 from gputrain.errors import UserError
 
 LearningRateSchedule = Literal["constant", "cosine", "exponential", "tri-stage"]
@@ -140,7 +140,7 @@ class Saving:
 
     def __post_init__(self) -> None:
         if self.max_time:
-            seconds_of(self.max_time)
+            parse_duration(self.max_time)
         if self.early_stopping_patience and not self.evaluates:
             raise UserError(
                 f"early_stopping_patience {self.early_stopping_patience} has no effect: nothing is evaluated",
@@ -198,7 +198,7 @@ class StepSchedule:
     step_items: int = 0  # Items of the stream per step; 0: the whole batch.
 
     @property
-    def items_a_step(self) -> int:
+    def items_per_step(self) -> int:
         return self.step_items or self.schedule.whole_batch
 
     @property
@@ -207,7 +207,7 @@ class StepSchedule:
         ends = []
         if self.schedule.num_epochs:
             ends_at = (self.start.stage_epoch + self.schedule.num_epochs) * self.start.items
-            ends.append(self.start.step + math.ceil(max(0, ends_at - self.start.items_seen) / self.items_a_step))
+            ends.append(self.start.step + math.ceil(max(0, ends_at - self.start.items_seen) / self.items_per_step))
         if self.schedule.num_steps:
             ends.append(max(self.start.step, self.start.stage_step + self.schedule.num_steps))
         return min(ends)
@@ -218,7 +218,7 @@ class StepSchedule:
         return min(self.last_step, self.schedule.max_steps) if self.schedule.max_steps else self.last_step
 
     def items_seen(self, step: int) -> int:
-        return self.start.items_seen + (step - self.start.step) * self.items_a_step
+        return self.start.items_seen + (step - self.start.step) * self.items_per_step
 
     def epochs_done(self, step: int) -> int:
         """Returns the number of whole epochs after `step` steps."""
@@ -299,6 +299,6 @@ def begin(saved: RunProgress | None, items: int, *, new_stage: bool, stage: int 
     return start if items == saved.items else replace(start, items_seen=epoch * items)
 
 
-def every(count: int, interval: int) -> bool:
+def is_due_every(count: int, interval: int) -> bool:
     """Returns True if `count` is a multiple of `interval`; an interval of 0 means never."""
     return interval > 0 and count > 0 and count % interval == 0

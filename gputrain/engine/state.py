@@ -97,7 +97,7 @@ class TrainState:
         for phase in phases_of(self.recipe):
             optimizers = dict(content["optimizers"])
             if phase.name in optimizers:
-                optimizers[phase.name] = self.shards.own_part(phase, optimizers[phase.name])
+                optimizers[phase.name] = self.shards.own_shard(phase, optimizers[phase.name])
             load_optimizer(phase.name, phase.optimizer, optimizers)
             saved = content["loss_scales"].get(phase.name)
             if saved and self.scales_losses and has_scaled(saved):

@@ -42,7 +42,7 @@ def update(state: TrainState, batch: Batch, step: int, learning_rate: float) -> 
     scalars: Scalars = {}
     for group in state.recipe.step_groups:
         sums = accumulate(state, group, batch, step)
-        add_up_over_ranks(state, group, sums)
+        all_reduce_sums(state, group, sums)
         for phase in group.phases:
             if not sums[phase.name].losses:  # The phase starts at a later step.
                 continue
@@ -50,7 +50,7 @@ def update(state: TrainState, batch: Batch, step: int, learning_rate: float) -> 
             state.is_consistent = False
             phase.optimizer.step()
             phase.optimizer.zero_grad(set_to_none=True)
-            state.shards.exchange_weights(phase)
+            state.shards.broadcast_weights(phase)
             phase.after_step(sums[phase.name].statistics, finite)
             scalars |= finish_step(state, phase, sums[phase.name], norm, finite)
     return scalars
@@ -188,10 +188,10 @@ def drop_gradients(group: StepGroup) -> None:
         phase.optimizer.zero_grad(set_to_none=True)
 
 
-def add_up_over_ranks(state: TrainState, group: StepGroup, sums: Sums) -> None:
+def all_reduce_sums(state: TrainState, group: StepGroup, sums: Sums) -> None:
     """Replace the gradients, losses and statistics of this rank's part of the batch by those of the whole batch."""
     found = [parameter.grad for parameter in group.parameters() if parameter.grad is not None]
-    state.group.add_up(found, [named for one in sums.values() for named in (one.losses, one.statistics)])
+    state.group.all_reduce(found, [named for one in sums.values() for named in (one.losses, one.statistics)])
 
 
 def prepare_optimizer(state: TrainState, phase: Phase, learning_rate: float) -> tuple[Tensor, Tensor]:

@@ -177,7 +177,7 @@ class StopSignal:
 # ----------------------------------------------------------------------------------------------------------- --max-time
 
 
-def seconds_of(text: str) -> float:
+def parse_duration(text: str) -> float:
     """Return the seconds of a duration such as 90s, 45m, 3h50m or 1d2h. Raises UserError for any other text."""
     match = DURATION.fullmatch(text)
     counts = [int(count) if count else None for count in match.groups()] if match else []
@@ -236,7 +236,7 @@ class Deadline:
         """Return the deadline of --max-time, which is counted from the start of the command, or from now on if another
         program calls gputrain."""
         now = time.monotonic()
-        return cls(seconds_of(max_time) if max_time else 0.0, COMMAND_CLOCK.began or now)
+        return cls(parse_duration(max_time) if max_time else 0.0, COMMAND_CLOCK.began or now)
 
     @contextlib.contextmanager
     def not_counted(self, report: str = "") -> Iterator[None]:

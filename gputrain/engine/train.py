@@ -68,14 +68,14 @@ def train(
         Metrics(
             run.folder, console, runtime, unit=recipe.unit, first_step=first, last_step=end, group=run.group
         ) as metrics,
-        profiling(run.folder / "profile" if run.saving.profile else None, runtime.device) as stepped,
+        profiling(run.folder / "profile" if run.saving.profile else None, runtime.device) as mark_step,
         Monitor(runtime.device) as monitor,
         run.stop,
         closing(open_batches(first, max(first, end))) as batches,
     ):
         callbacks = Callbacks(saver, steps, metrics, monitor)
         callbacks.begin()
-        with callbacks.saving_the_last_step():
+        with callbacks.save_last_step_on_exit():
             for step in range(first, end):
                 if callbacks.ends_early:
                     break
@@ -93,7 +93,7 @@ def train(
                 if step == first:
                     run.has_started()
                 metrics.add(scalars, recipe.size(batch), recipe.flops(batch, step))
-                stepped()
+                mark_step()
                 callbacks.after_step()
 
 
@@ -167,9 +167,9 @@ def profiling(folder: Path | None, device: torch.device) -> Iterator[Callable[[]
     plan = schedule(wait=SKIPPED, warmup=WARMED_UP, active=RECORDED, repeat=1)
     with profile(activities=activities, schedule=plan, on_trace_ready=write) as profiler:
 
-        def stepped() -> None:
+        def mark_step() -> None:
             nonlocal steps
             steps += 1
             profiler.step()
 
-        yield stepped
+        yield mark_step

@@ -46,7 +46,7 @@ NO_DRIVER = Driver()
 
 
 @functools.cache
-def ask_driver() -> Driver:
+def query_driver() -> Driver:
     """Return NVML's report. It is asked for once in a process, in a thread, as a driver may hang."""
     answers: list[Driver] = []
     thread = threading.Thread(target=lambda: answers.append(read_nvml()), name="nvml", daemon=True)

@@ -97,7 +97,7 @@ class Monitor:
 
     def __init__(self, device: torch.device, *, seconds: float = 1.0, look: Look | None = None) -> None:
         self.device, self.seconds = device, seconds
-        self._look = look or (None if device.type == "cuda" else look_at_ram)
+        self._look = look or (None if device.type == "cuda" else read_ram)
         self._closing = ExitStack()  # Shuts NVML down, if it was started.
         self._readings: list[Reading] = []  # Readings since figures() was last called.
         self._latest: list[Reading] = []  # The latest reading, or none.
@@ -148,7 +148,7 @@ class Monitor:
         """Return the readings, or the latest one; add torch's reading if none of them has a GPU's memory."""
         readings = self._readings or self._latest
         if self.device.type == "cuda" and all(reading.used_gb is None for reading in readings):
-            return [*readings, self._with_reserved(_look_with_torch(self.device))]
+            return [*readings, self._with_reserved(_read_with_torch(self.device))]
         return readings
 
     def _with_reserved(self, reading: Reading) -> Reading:
@@ -160,7 +160,7 @@ class Monitor:
     def _open_nvml(self) -> Look:
         with ExitStack() as opened:
             opened.enter_context(nvml())
-            look = look_at_gpu(str(torch.cuda.get_device_properties(self.device).uuid))
+            look = read_gpu(str(torch.cuda.get_device_properties(self.device).uuid))
             self._closing = opened.pop_all()
         return look
 
@@ -184,13 +184,13 @@ def outside_gb(total_gb: float, limit_gb: float) -> float:
     return max(CONTEXT_GB, total_gb - limit_gb + LIBRARIES_GB)
 
 
-def look_at_ram() -> Reading:
+def read_ram() -> Reading:
     """Read the RAM in use by all programs, within a container's limit."""
     total_gb, free_gb = ram()
     return Reading(used_gb=total_gb - free_gb, total_gb=total_gb) if free_gb else Reading()
 
 
-def _look_with_torch(device: torch.device) -> Reading:
+def _read_with_torch(device: torch.device) -> Reading:
     """Read a GPU's memory from CUDA, if torch has started CUDA: a reading must not take memory."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return Reading()
@@ -205,7 +205,7 @@ def _look_with_torch(device: torch.device) -> Reading:
 # https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html
 
 
-def look_at_gpu(uuid: str) -> Look:
+def read_gpu(uuid: str) -> Look:
     """Return a function that reads the GPU, or slice of one (MIG), of this UUID, which torch reports regardless of
     CUDA_VISIBLE_DEVICES. Both raise pynvml.NVMLError if the GPU is not there, or not any more."""
     import pynvml

@@ -18,7 +18,7 @@ import psutil
 
 from gputrain import __version__
 from gputrain.errors import UserError, first_line
-from gputrain.hw.driver import NO_DRIVER, Driver, ask_driver, cards_without_driver
+from gputrain.hw.driver import NO_DRIVER, Driver, cards_without_driver, query_driver
 
 SHARED_MEMORY = Path("/dev/shm")
 # Environment variables of torch's allocator in their order: torch reads only the first one that is set.
@@ -108,7 +108,7 @@ def probe(gpu: int = 0) -> Machine:
         cpu_cores=usable_cores(),
         wsl=is_wsl(),
         compiler=next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++", "cl"))), ""),
-        driver=ask_driver(),
+        driver=query_driver(),
         cards_without_driver=cards_without_driver(),
         visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         python=platform.python_version(),

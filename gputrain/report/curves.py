@@ -14,7 +14,7 @@ from typing import Any
 from markupsafe import Markup
 
 from gputrain.engine.drawing import format_number, svg_element
-from gputrain.report.metric_names import shown_value
+from gputrain.report.metric_names import format_value
 from gputrain.report.records import Points
 
 # Sizes in the units of the drawing, which a screen scales.
@@ -61,8 +61,8 @@ class Chart:
         for curve in self.curves:
             (first_step, first), (last_step, last) = curve.points[0], curve.points[-1]
             best = (max if self.better == "higher" else min)(value for _, value in curve.points)
-            words = f"{shown_value(first, self.unit)} at step {first_step}, {shown_value(last, self.unit)} at step "
-            words += f"{last_step}" + (f", best {shown_value(best, self.unit)}" if self.better else "")
+            words = f"{format_value(first, self.unit)} at step {first_step}, {format_value(last, self.unit)} at step "
+            words += f"{last_step}" + (f", best {format_value(best, self.unit)}" if self.better else "")
             parts.append(f"{curve.label}: {words}" if len(self.curves) > 1 else words)
         return f"{self.title}: {'; '.join(parts)}"
 

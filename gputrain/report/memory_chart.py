@@ -91,7 +91,7 @@ def memory_bars(bars: Sequence[MemoryBar]) -> Drawing:
     return drawing
 
 
-def bar_of(label: str, plan: Mapping[str, Any]) -> MemoryBar | None:
+def memory_bar(label: str, plan: Mapping[str, Any]) -> MemoryBar | None:
     """Returns the bar of the content of a plan.json; None if it predicts nothing."""
     prediction, measured = plan.get("prediction"), plan.get("measured")
     parts = prediction.get("parts") if isinstance(prediction, dict) else None

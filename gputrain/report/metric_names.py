@@ -78,7 +78,7 @@ def style_of(name: str) -> MetricStyle:
     return MetricStyle(last.replace("_", " "))
 
 
-def shown_value(value: float, unit: str = "") -> str:
+def format_value(value: float, unit: str = "") -> str:
     """Returns a value with about three digits and its unit; shares of 1 in percent."""
     if unit == "%":
         return f"{format_number(100 * value)} %"

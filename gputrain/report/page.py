@@ -15,7 +15,7 @@ from gputrain.kinds import kinds
 from gputrain.report import memory_chart, next_commands, settings_table
 from gputrain.report.curves import COLOURS, Chart, Curve, draw
 from gputrain.report.media import MediaBudget
-from gputrain.report.metric_names import TRAINING_LOSSES, shown_value, style_of
+from gputrain.report.metric_names import TRAINING_LOSSES, format_value, style_of
 from gputrain.report.records import RunRecord, now
 from gputrain.report.sections import SampleSection, sample_section
 
@@ -87,7 +87,7 @@ def _file(name: str) -> str:
 
 
 def _view(record: RunRecord, index: int, budget: MediaBudget) -> RunView:
-    bar = memory_chart.bar_of("", record.plan)
+    bar = memory_chart.memory_bar("", record.plan)
     memory = Markup("")
     if bar:
         memory = memory_chart.memory_bars([bar]).svg(bar.words, page_colour="currentColor")
@@ -123,12 +123,12 @@ def headline_of(record: RunRecord) -> Headline | None:
     (first_step, first), (last_step, last) = points[0], points[-1]
     words = [f"at step {best_step:,}" if len(points) > 1 else f"at step {best_step:,}, the only evaluation"]
     if best_step != first_step:
-        words.append(f"{shown_value(first, style.unit)} at step {first_step:,}")
+        words.append(f"{format_value(first, style.unit)} at step {first_step:,}")
     if best_step != last_step:
-        words.append(f"{shown_value(last, style.unit)} at step {last_step:,}, the last")
+        words.append(f"{format_value(last, style.unit)} at step {last_step:,}, the last")
     where = "best " if len(points) > 1 else ""
     where += style.title + (" on held-out data" if name.startswith("eval/") else " (training)")
-    return Headline(where, shown_value(best, style.unit), " · ".join(words))
+    return Headline(where, format_value(best, style.unit), " · ".join(words))
 
 
 def facts_of(record: RunRecord) -> list[tuple[str, str]]:
@@ -144,9 +144,9 @@ def facts_of(record: RunRecord) -> list[tuple[str, str]]:
     for name in record.names:
         if name.startswith("speed/") and name.endswith("_per_second"):
             values = sorted(value for _, value in record.series(name))
-            facts.append(("speed", f"{shown_value(values[len(values) // 2])} {style_of(name).title}"))
+            facts.append(("speed", f"{format_value(values[len(values) // 2])} {style_of(name).title}"))
     if peak := record.series("memory/peak_gb"):
-        facts.append(("peak memory", shown_value(max(value for _, value in peak), "GB")))
+        facts.append(("peak memory", format_value(max(value for _, value in peak), "GB")))
     if record.starts:
         machine = record.starts[-1].get("machine")
         if isinstance(machine, dict) and machine.get("device"):
@@ -175,7 +175,7 @@ def comparison(records: Sequence[RunRecord]) -> list[ComparedMetric]:
         present = [value for value in bests if value is not None]
         if len(present) > 1:
             best = bests.index(choose(present)) if len(set(present)) > 1 else -1
-            values = [settings_table.MISSING if one is None else shown_value(one, style.unit) for one in bests]
+            values = [settings_table.MISSING if one is None else format_value(one, style.unit) for one in bests]
             rows.append(ComparedMetric(style.title, values, best))
     return rows
 
@@ -223,7 +223,7 @@ def _charts(records: Sequence[RunRecord], names: Sequence[str], reach: int) -> I
         levels, marks = [], []
         if len(records) == 1:
             marks = [part.first_step for part in settings_table.run_parts(records[0])[1:] if part.first_step]
-            bar = memory_chart.bar_of("", records[0].plan) if name == "memory/peak_gb" else None
+            bar = memory_chart.memory_bar("", records[0].plan) if name == "memory/peak_gb" else None
             levels = [("predicted", bar.total_gb)] if bar else []
         yield Chart(style.title, curves, style.unit, style.better, levels, marks, reach)
 

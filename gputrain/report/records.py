@@ -16,7 +16,7 @@ from typing import Any, TypeGuard, TypeVar
 
 from gputrain import config
 from gputrain.engine.callbacks import HISTORY
-from gputrain.engine.checkpoint import in_order
+from gputrain.engine.checkpoint import newest_first
 from gputrain.engine.metrics import METRICS, row_of
 from gputrain.engine.run_folder import CONFIG, PLAN
 from gputrain.errors import UserError
@@ -104,7 +104,7 @@ def read_run(folder: Path, name: str = "") -> RunRecord:
     if not folder.is_dir():
         fault = "is a file, expected a run folder" if folder.exists() else "no such folder"
         raise UserError(f"{folder}: {fault}", hint="name the --output-dir of a training")
-    if not any((folder / part).exists() for part in (CONFIG, METRICS, PLAN)) and not in_order(folder):
+    if not any((folder / part).exists() for part in (CONFIG, METRICS, PLAN)) and not newest_first(folder):
         raise UserError(f"{folder}: holds no run", hint="name the --output-dir of a training")
     record = RunRecord(folder, name or folder.resolve().name, "")
     noted = record.notes

@@ -68,7 +68,7 @@ def find_samples(folder: Path) -> SampleFiles:
     return found
 
 
-def spread(values: Sequence[T], most: int) -> list[T]:
+def evenly_spaced(values: Sequence[T], most: int) -> list[T]:
     """Returns at most `most` of the values, evenly spread: always the last one, and the first one if there is room."""
     if len(values) <= most:
         return list(values)
@@ -258,7 +258,7 @@ def picture_grid(by_step: ByStep, budget: MediaBudget) -> PictureGrid | None:
     The originals are those of the last sheet.
     """
     sheets: list[tuple[int, Image.Image, SheetLayout]] = []
-    for step in spread(list(by_step), PICTURE_STEPS):
+    for step in evenly_spaced(list(by_step), PICTURE_STEPS):
         image = budget.attempt(partial(open_picture, by_step[step]))
         layout = layout_of(image) if image else None
         if image and layout and len(layout.rows) == 2 and len(layout.rows[0]) == len(layout.rows[1]):
@@ -298,7 +298,7 @@ def sound_rows(
     # The last step of every sound comes before earlier steps of the first one.
     for turn in range(SOUND_STEPS):
         for name in names:
-            steps = spread(list(sounds[name]), SOUND_STEPS)[::-1]
+            steps = evenly_spaced(list(sounds[name]), SOUND_STEPS)[::-1]
             if turn < len(steps) and (sound := budget.sound(sounds[name][steps[turn]], f"step {steps[turn]:,}")):
                 made[name].append((steps[turn], sound))
     rows = []
@@ -313,7 +313,7 @@ def transcript_table(by_step: ByStep, files: SampleFiles, budget: MediaBudget) -
     """Returns the transcripts of the last step that can be read, with the error rates at some steps, and with the
     recordings of the first clips."""
     found: dict[int, list[ReadText]] = {}
-    for step in spread(list(by_step), TEXT_STEPS):
+    for step in evenly_spaced(list(by_step), TEXT_STEPS):
         try:
             found[step] = read_transcripts(by_step[step])
         except OSError:

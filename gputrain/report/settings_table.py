@@ -56,18 +56,18 @@ def settings_table(runs: Sequence[RunRecord]) -> SettingsTable:
         leaf = known.get(name)
         differs = any(value != present[0] for value in present) and name not in NO_CHANGE
         is_default = all(value is None or value == defaults.get(name, value) for value in present)
-        values = [shown(value) for value in present]
+        values = [format_setting(value) for value in present]
         row = TableRow(name, values, leaf.help if leaf else "", differs, is_default)
         table.panels.setdefault(leaf.panel if leaf else "Other", []).append(row)
     return table
 
 
-def shown(value: object) -> str:
+def format_setting(value: object) -> str:
     """Returns a value as a reader writes it."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, list):
-        return ", ".join(map(shown, value)) or "none"
+        return ", ".join(map(format_setting, value)) or "none"
     if isinstance(value, float):
         return f"{value:.6g}"
     if value is None:
@@ -89,7 +89,10 @@ def plan_table(runs: Sequence[RunRecord]) -> list[PlanRow]:
     rows = []
     for name in dict.fromkeys(name for plan in plans for name in plan):
         found = [plan.get(name) for plan in plans]
-        values = [(shown(one.get("value")), _reason(one)) if isinstance(one, dict) else (MISSING, "") for one in found]
+        values = [
+            (format_setting(one.get("value")), _reason(one)) if isinstance(one, dict) else (MISSING, "")
+            for one in found
+        ]
         rows.append(PlanRow(str(name), values, len({value for value, _ in values}) > 1))
     return rows
 
@@ -108,7 +111,7 @@ def plan_events(run: RunRecord) -> list[tuple[str, str]]:
             continue
         rest = {name: value for name, value in event.items() if name != "step"}
         message = rest.pop("message", None) or rest.pop("warning", None)
-        words = ", ".join(f"{name} {shown(value)}" for name, value in rest.items())
+        words = ", ".join(f"{name} {format_setting(value)}" for name, value in rest.items())
         found.append((str(event.get("step", "?")), ": ".join(str(part) for part in (message, words) if part)))
     return found[:100]
 
@@ -154,7 +157,7 @@ def run_parts(run: RunRecord) -> list[RunPart]:
 def _changes(start: Mapping[str, Any], machine: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     changed = start.get("changes")
     words = [
-        f"{name}: {shown(values[0])} → {shown(values[1])}"
+        f"{name}: {format_setting(values[0])} → {format_setting(values[1])}"
         for name, values in (changed.items() if isinstance(changed, dict) else ())
         if isinstance(values, list) and len(values) == 2
     ]

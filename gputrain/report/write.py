@@ -10,7 +10,7 @@ from pathlib import Path
 from gputrain.engine.callbacks import HISTORY
 from gputrain.engine.run_folder import write_text
 from gputrain.engine.schedule import Saving
-from gputrain.engine.stop import COMMAND_CLOCK, EXIT_SECONDS, seconds_of
+from gputrain.engine.stop import COMMAND_CLOCK, EXIT_SECONDS, parse_duration
 from gputrain.errors import UserError, first_line
 from gputrain.hw.ranks import Ranks
 from gputrain.report.media import MediaBudget
@@ -61,7 +61,7 @@ def report_at_end(saving: Saving) -> Iterator[None]:
 def _write_at_end(saving: Saving) -> None:
     seconds = END_SECONDS
     if saving.max_time and COMMAND_CLOCK.began is not None:
-        left = seconds_of(saving.max_time) - (time.monotonic() - COMMAND_CLOCK.began) - EXIT_SECONDS / 2
+        left = parse_duration(saving.max_time) - (time.monotonic() - COMMAND_CLOCK.began) - EXIT_SECONDS / 2
         if left < LEAST_SECONDS:
             log.info("there is no time for a report before the limit: gputrain report %s writes it", saving.output_dir)
             return

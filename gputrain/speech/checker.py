@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.store import Wave
-from gputrain.engine.data import Progress, silent
+from gputrain.engine.data import Progress, no_progress
 from gputrain.speech.store import SpeechClip
 
 # A transcript is a mismatch if its loss is this far on the way from the median to that of texts of other clips,
@@ -68,7 +68,7 @@ def check_clips(
     rate_hz: int,
     checker: SpeechChecker,
     wave_of: Callable[[SpeechClip], Wave],
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> list[CheckedText]:
     """Checks the text of every clip. Returns them all, the worst first."""
     checks = []

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.store import Wave
-from gputrain.engine.data import Progress, silent
+from gputrain.engine.data import Progress, no_progress
 from gputrain.engine.preparation import RefusedItem
 from gputrain.errors import UserError
 from gputrain.speech.checker import SentenceTimes, SpeechChecker
@@ -35,7 +35,7 @@ def cut_utterances(
     checker: SpeechChecker,
     sentences_of: Callable[[str], list[str]],
     wave_of: Callable[[Recording], Wave],
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> tuple[list[Utterance], list[RefusedItem]]:
     """Returns the utterances, with those of recordings that exceed the maximum length cut into groups of whole
     sentences; and what was left out: recordings that cannot be aligned, and sentences that do not fit."""

@@ -17,7 +17,7 @@ from gputrain.audio.config import Sound
 from gputrain.audio.io import Samples
 from gputrain.audio.prepare import SoundPrepareReport
 from gputrain.audio.store import Wave
-from gputrain.engine.data import Progress, silent, to_int16
+from gputrain.engine.data import Progress, no_progress, to_int16
 from gputrain.engine.preparation import (
     RefusedItem,
     check_folders,
@@ -78,7 +78,7 @@ def prepare_speech(
     *,
     checker: SpeechChecker | None = None,
     num_workers: int = 0,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> SpeechPrepareReport:
     """Writes every usable recording of a folder tree, with its text, to the store `output_dir`. A later run prepares
     only new and changed recordings, and selects the training clips again.

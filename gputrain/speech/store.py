@@ -227,7 +227,7 @@ class SpeechStore(SoundStore[SpeechClip]):
         if not whole:
             raise UserError(f"{folder}: its {MANIFEST} or {TEXT} is damaged", hint=PREPARE_AGAIN)
         speakers = max((clip.speaker for clip in store.clips), default=-1) + 1
-        missing = any(bytes_in(folder / file.name) < end_of(store.clips) * file.bytes_a_unit for file in FILES)
+        missing = any(bytes_in(folder / file.name) < end_of(store.clips) * file.bytes_per_unit for file in FILES)
         if missing or speakers > len(store.format.speakers):
             raise UserError(f"{folder}: {MANIFEST} refers to missing samples or speakers", hint=PREPARE_AGAIN)
         if not store.clips:

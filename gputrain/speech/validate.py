@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 
 from gputrain.audio.store import Wave
-from gputrain.engine.data import MANIFEST, Progress, read_rows, silent
+from gputrain.engine.data import MANIFEST, Progress, no_progress, read_rows
 from gputrain.engine.preparation import (
     DataReport,
     RefusedItem,
-    Spread,
+    ValueRange,
     check_input_folder,
     read_quarantine,
     run_jobs,
     sorted_refusals,
-    spread_of,
+    value_range,
 )
 from gputrain.errors import UserError
 from gputrain.speech import text_checks
@@ -58,11 +58,11 @@ class SpeechReport(DataReport):
     source_rates: dict[int, int]  # Hz, recordings
     clips: int
     hours: float
-    seconds: Spread | None
+    seconds: ValueRange | None
     histogram: dict[str, int]  # number of clips by duration, "2-3" or "20-"
     symbols: dict[str, int]  # occurrences of each symbol, the most frequent first
     speakers: dict[str, SpeakerSummary]
-    symbols_a_second: Spread | None
+    symbols_a_second: ValueRange | None
     findings: list[str]
     suspicious: list[SuspiciousText]  # texts that may differ from what is said
     checked: list[CheckedText] = field(default_factory=list)  # readings by a recogniser, the worst clips first
@@ -114,7 +114,7 @@ def validate_speech(
     *,
     checker: SpeechChecker | None = None,
     num_workers: int = 0,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> SpeechReport:
     """Reports on a folder as `prepare_speech` would read it, without writing; or on a prepared store, with the items
     that its preparation left out, where `config` is ignored. A `checker` reads every clip, and the texts that differ
@@ -150,11 +150,11 @@ def validate_speech(
         source_rates=held.source_rates,
         clips=len(seconds),
         hours=sum(seconds) / 3600,
-        seconds=spread_of(seconds),
+        seconds=value_range(seconds),
         histogram=_histogram(seconds),
         symbols=symbols,
         speakers=_speakers(held),
-        symbols_a_second=spread_of(rates),
+        symbols_a_second=value_range(rates),
         refused=sorted_refusals(held.refused),
         ignored=held.ignored or {},
         findings=list(_findings(held, sum(seconds) / 3600, symbols)),

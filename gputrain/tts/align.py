@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gputrain import __version__
-from gputrain.engine.gan import exact
+from gputrain.engine.gan import at_least_fp32
 from gputrain.hw import numba_cache
 
 Array: TypeAlias = NDArray[Any]
@@ -42,7 +42,7 @@ def alignment_scores(z_p_BCT: Tensor, m_p_BCS: Tensor, logs_p_BCS: Tensor) -> Te
     contiguous in memory, as the search reads them. There is no gradient, since the search has none.
     """
     with torch.autocast(z_p_BCT.device.type, enabled=False):
-        z_BTC, m_BCS, logs_BCS = exact(z_p_BCT).mT, exact(m_p_BCS), exact(logs_p_BCS)
+        z_BTC, m_BCS, logs_BCS = at_least_fp32(z_p_BCT).mT, at_least_fp32(m_p_BCS), at_least_fp32(logs_p_BCS)
         precision_BCS = torch.exp(-2 * logs_BCS)
         scaled_BCS = m_BCS * precision_BCS
         of_symbol_B1S = -(0.5 * m_BCS * scaled_BCS + logs_BCS + 0.5 * math.log(2 * math.pi)).sum(dim=1, keepdim=True)

@@ -175,7 +175,7 @@ class VoiceEvaluation:
 
 
 @config(panel="Voice")
-class Manner:
+class SpeakingOptions:
     """Sampling options of inference; the defaults are Piper's."""
 
     length_scale: float = opt(default=1.0, help="Length of every symbol, as a factor; more is slower.", min=0.1, max=10)
@@ -207,7 +207,7 @@ class Speak:
     speaker: str = opt(default="", help="Name or number of the speaker; default: the first.")
     lexicon: Path | None = opt(default=None, help=LEXICON_HELP + " They are added to the voice's own.")
     sentence_silence: float = opt(default=0.2, help="Silence between sentences, in seconds.", min=0, max=60)
-    manner: Manner = Manner()
+    sampling: SpeakingOptions = SpeakingOptions()
     device: DeviceName = opt(default="auto", help="Device to compute on.")
 
     def __post_init__(self) -> None:
@@ -222,7 +222,7 @@ class Speak:
             raise UserError("output_format raw does nothing with output_dir", hint="give --output-file, or drop it")
 
     @property
-    def known_beforehand(self) -> bool:
+    def has_whole_text(self) -> bool:
         """Returns whether all of the text is there before the first sentence is spoken."""
         return self.text is not None or self.input_file is not None
 

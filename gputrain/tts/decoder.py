@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gputrain.audio.hifigan import LAST_SLOPE, SLOPE, ResBlock, leaky_relu, mean_of_blocks, same_length, upsample
 from gputrain.audio.weight_norm import WeightNormed
-from gputrain.engine.gan import exact
+from gputrain.engine.gan import at_least_fp32
 from gputrain.tts.architecture import VoiceArchitecture
 
 BETA = 9.0  # beta of the Kaiser window
@@ -117,7 +117,7 @@ class WaveDecoder(nn.Module):
             blocks = self.resblocks[self.kernels * stage : self.kernels * (stage + 1)]
             x_BCL = mean_of_blocks(blocks, up(leaky_relu(x_BCL, SLOPE)), checkpointing=self.checkpointing)
         with torch.autocast(x_BCL.device.type, enabled=False):
-            wave_B1T: Tensor = self.head(leaky_relu(exact(x_BCL), LAST_SLOPE))
+            wave_B1T: Tensor = self.head(leaky_relu(at_least_fp32(x_BCL), LAST_SLOPE))
         return wave_B1T
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from gputrain.engine.gan import exact
+from gputrain.engine.gan import at_least_fp32
 from gputrain.tts.architecture import VoiceArchitecture
 
 SHORTEST = 1e-5  # minimum number of frames before the logarithm
@@ -131,7 +131,7 @@ class DurationPredictor(nn.Module):
         with torch.autocast(hidden_BCS.device.type, enabled=False):
             text_BCS = self._text(hidden_BCS, mask_B1S, speaker_BG1)
             durations_B1S = durations_BS.to(text_BCS.dtype)[:, None] * mask_B1S
-            noise_B2S = exact(noise_B2S) * mask_B1S
+            noise_B2S = at_least_fp32(noise_B2S) * mask_B1S
             drawn_B2S, log_q_B = self._posterior(text_BCS, mask_B1S, durations_B1S, noise_B2S)
             before_B1S, v_B1S = drawn_B2S.chunk(2, dim=1)
             log_q_B = log_q_B - _summed((F.logsigmoid(before_B1S) + F.logsigmoid(-before_B1S)) * mask_B1S)
@@ -159,13 +159,13 @@ class DurationPredictor(nn.Module):
         the mask is False are undefined."""
         with torch.autocast(hidden_BCS.device.type, enabled=False):
             text_BCS = self._text(hidden_BCS, mask_B1S, speaker_BG1)
-            log_B1S, _ = self.flow.inverse(exact(noise_B2S), text_BCS, mask_B1S).chunk(2, dim=1)
+            log_B1S, _ = self.flow.inverse(at_least_fp32(noise_B2S), text_BCS, mask_B1S).chunk(2, dim=1)
             return log_B1S
 
     def _text(self, hidden_BCS: Tensor, mask_B1S: Tensor, speaker_BG1: Tensor | None) -> Tensor:
-        text_BCS = self.text_pre(exact(hidden_BCS.detach()))
+        text_BCS = self.text_pre(at_least_fp32(hidden_BCS.detach()))
         if speaker_BG1 is not None:
-            text_BCS = text_BCS + self.condition(exact(speaker_BG1.detach()))
+            text_BCS = text_BCS + self.condition(at_least_fp32(speaker_BG1.detach()))
         told_BCS: Tensor = self.text_post(self.text_stack(text_BCS, mask_B1S)) * mask_B1S
         return told_BCS
 

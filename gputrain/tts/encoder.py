@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gputrain.engine.gan import exact
+from gputrain.engine.gan import at_least_fp32
 from gputrain.tts.architecture import VoiceArchitecture
 
 IMPOSSIBLE = -1e4  # A masked score: softmax gives 0 for it in every precision, and fp16 can represent it.
@@ -42,7 +42,7 @@ class TextEncoder(nn.Module):
         for layer in self.layers:
             x_BSC = layer(x_BSC, mask_BS1)
         hidden_BCS = (x_BSC * mask_BS1).transpose(1, 2)
-        mean_BCS, log_scale_BCS = (exact(self.project(hidden_BCS)) * mask_B1S).chunk(2, dim=1)
+        mean_BCS, log_scale_BCS = (at_least_fp32(self.project(hidden_BCS)) * mask_B1S).chunk(2, dim=1)
         return EncodedText(hidden_BCS, mean_BCS, log_scale_BCS, mask_B1S)
 
 

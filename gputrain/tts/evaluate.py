@@ -24,7 +24,7 @@ from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.mel import log_mel
 from gputrain.audio.metrics import ClipMetrics, PitchMatch
 from gputrain.engine.checkpoint import load_weights
-from gputrain.engine.data import FULL_SCALE, Progress, Sample, silent
+from gputrain.engine.data import FULL_SCALE, Progress, Sample, no_progress
 from gputrain.engine.drawing import (
     INK,
     TEXT_SIZE,
@@ -55,9 +55,9 @@ from gputrain.tts.reading import (
     EncodedClips,
     SynthesisedSpeech,
     Text,
-    at_rest,
     clip_seed,
     encode_recordings,
+    eval_mode,
     seed_of,
     synthesise,
 )
@@ -162,7 +162,7 @@ def evaluate_clips(
     *,
     recogniser: Recogniser | None = None,
     quick: bool = False,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> Evaluation:
     """Synthesises every clip's text and encodes its recording. Texts of a bucket are batched.
 
@@ -172,7 +172,7 @@ def evaluate_clips(
     """
     tally, mel, done = _Tally(), voice.architecture.mel, 0
     progress(0, len(clips.clips))
-    with at_rest(voice):
+    with eval_mode(voice):
         for number in range(len(clips)):
             batch = clips[Sample(0, number)]
             these = [clips.clips[place] for place in batch.clips_B.tolist()]
@@ -218,8 +218,8 @@ class HeldOutClips:
         held_out = sorted(speech.parts.held_out, key=lambda clip: clip.fingerprint)
         self.clips = held_out[: data.eval_clips]
         reader, speakers, most = format.front_end, len(format.speakers), data.num_audio_samples
-        sentences = [of_sentence(one, reader, number % speakers) for number, one in enumerate(data.test_sentences)]
-        self.texts = sentences[:most] or [of_clip(clip, reader) for clip in held_out[:most]]
+        sentences = [text_of_sentence(one, reader, number % speakers) for number, one in enumerate(data.test_sentences)]
+        self.texts = sentences[:most] or [text_of_clip(clip, reader) for clip in held_out[:most]]
 
     def sample(self, voice: Voice, device: torch.device) -> Report:
         return synthesise_samples(voice, self.texts, self.store, self.clips[0], device)
@@ -238,7 +238,7 @@ def evaluate_voice(
     held_out_share: float | None = None,
     max_clips: int = 1000,
     reader: SpeechReader | None = None,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> Evaluation:
     """Evaluates a trained voice on the held-out clips of prepared speech, the first `max_clips` of them, one by one.
 
@@ -327,12 +327,12 @@ TICK_PIXELS = 5
 PATH, EVEN = 208, 128  # indices into the colour map
 
 
-def of_sentence(sentence: str, frontend: Frontend, speaker: int) -> Text:
+def text_of_sentence(sentence: str, frontend: Frontend, speaker: int) -> Text:
     """Returns a sentence as a text to synthesise. Raises UserError if it has no symbol of the voice."""
     return Text(frontend.ids(frontend.normalize(sentence)), speaker, seed_of(sentence), LONGEST_TEXT, sentence)
 
 
-def of_clip(clip: SpeechClip, frontend: Frontend) -> Text:
+def text_of_clip(clip: SpeechClip, frontend: Frontend) -> Text:
     return Text(frontend.ids(clip.normalized), clip.speaker, clip_seed(clip), LONGEST_TEXT, clip.text, clip)
 
 
@@ -343,7 +343,7 @@ def synthesise_samples(
     its recording. The global random state of torch is unchanged."""
     mel, symbols = voice.architecture.mel, store.format.frontend.symbols
     report = Report()
-    with at_rest(voice):
+    with eval_mode(voice):
         for number, text in enumerate(texts, start=1):
             [spoken] = synthesise(voice, [text], device)
             wave_L = torch.from_numpy(spoken.wave_L)

@@ -24,7 +24,7 @@ from gputrain.audio.export import (
     wave_difference,
     write_onnx,
 )
-from gputrain.engine.data import Progress, StepProgress, silent, written_aside
+from gputrain.engine.data import Progress, StepProgress, no_progress, written_aside
 from gputrain.errors import UserError
 from gputrain.kinds import Exported
 from gputrain.tts.export_layers import faster_in_onnxruntime
@@ -69,7 +69,7 @@ def export_piper(
     name: str = "voice",
     *,
     language_code: str = "",
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> Exported:
     """Writes NAME.onnx and NAME.onnx.json in the format that piper-tts loads.
 

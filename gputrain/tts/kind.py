@@ -82,7 +82,7 @@ def export_piper(settings: Any, progress: ReportProgress) -> Exported:
 def speak(settings: Speak, output: CommandOutput) -> None:
     from gputrain.tts.speak import speak_text
 
-    with output.progress("speaking", shown=settings.known_beforehand and not settings.streams) as progress:
+    with output.progress("speaking", shown=settings.has_whole_text and not settings.streams) as progress:
         done = speak_text(settings, progress)
     sentences = "1 sentence" if done.sentences == 1 else f"{done.sentences} sentences"
     output.message(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gputrain.audio.weight_norm import WeightNormed
-from gputrain.engine.gan import exact
+from gputrain.engine.gan import at_least_fp32
 from gputrain.tts.architecture import VoiceArchitecture
 
 
@@ -42,7 +42,7 @@ class PosteriorEncoder(nn.Module):
         self, spectrogram_BNT: Tensor, mask_B1T: Tensor, noise_BCT: Tensor, speaker_BG1: Tensor | None = None
     ) -> Posterior:
         hidden_BCT = self.wavenet(self.pre(spectrogram_BNT) * mask_B1T, mask_B1T, speaker_BG1)
-        statistics = exact(self.project(hidden_BCT)) * mask_B1T
+        statistics = at_least_fp32(self.project(hidden_BCT)) * mask_B1T
         mean_BCT, log_scale_BCT = statistics.chunk(2, dim=1)
         latent_BCT = (mean_BCT + noise_BCT * log_scale_BCT.exp()) * mask_B1T
         return Posterior(latent_BCT, mean_BCT, log_scale_BCT, mask_B1T)
@@ -95,7 +95,7 @@ class Coupling(nn.Module):
 
     def shift(self, half_BHT: Tensor, mask_B1T: Tensor, speaker_BG1: Tensor | None) -> Tensor:
         hidden_BCT = self.wavenet(self.pre(half_BHT) * mask_B1T, mask_B1T, speaker_BG1)
-        return exact(self.post(hidden_BCT)) * mask_B1T
+        return at_least_fp32(self.post(hidden_BCT)) * mask_B1T
 
 
 def kl_loss(
@@ -109,9 +109,11 @@ def kl_loss(
     in fp32 at least.
     """
     with torch.autocast(mask_B1T.device.type, enabled=False):
-        log_scale_p_BCT = exact(log_scale_p_BCT)
-        distance_BCT = (exact(prior_latent_BCT) - exact(mean_p_BCT)) ** 2
-        kl_BCT = log_scale_p_BCT - exact(log_scale_q_BCT) - 0.5 + 0.5 * distance_BCT * (-2 * log_scale_p_BCT).exp()
+        log_scale_p_BCT = at_least_fp32(log_scale_p_BCT)
+        distance_BCT = (at_least_fp32(prior_latent_BCT) - at_least_fp32(mean_p_BCT)) ** 2
+        kl_BCT = (
+            log_scale_p_BCT - at_least_fp32(log_scale_q_BCT) - 0.5 + 0.5 * distance_BCT * (-2 * log_scale_p_BCT).exp()
+        )
         return (kl_BCT * mask_B1T).sum(dim=(1, 2))
 
 

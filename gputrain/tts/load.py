@@ -17,7 +17,7 @@ from gputrain.speech.text.frontend import Frontend
 from gputrain.tts import pretrained_import
 from gputrain.tts.architecture import VoiceArchitecture, voice_architecture
 from gputrain.tts.config import TrainTts
-from gputrain.tts.model import Voice, speaking_copy
+from gputrain.tts.model import Voice, inference_copy
 from gputrain.tts.pretrained_import import Origin, Tensors
 
 SYMBOLS, SPEAKERS = "text_encoder.embedding.weight", "speakers.weight"  # embedding tables
@@ -64,7 +64,7 @@ def load_voice(path: Path, device: torch.device) -> LoadedVoice:
     trained = read_trained(path)
     voice = Voice(trained.architecture)
     load_weights(voice, trained.voice, f"{trained.source}: the checkpoint's voice")
-    speaking = speaking_copy(voice).to(device)
+    speaking = inference_copy(voice).to(device)
     return LoadedVoice(speaking, trained.frontend, trained.settings, trained.speakers, trained.source)
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gputrain.audio.weight_norm import WeightNormed
-from gputrain.engine.gan import exact
+from gputrain.engine.gan import at_least_fp32
 from gputrain.tts.align import path_from_durations
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.decoder import WaveDecoder
@@ -93,7 +93,7 @@ class Voice(nn.Module):
         noise_B2S: Tensor | None = None,
     ) -> Tensor:
         """Returns the frames of each symbol, whole numbers in fp32, BS. Noise that is not given is drawn here."""
-        noise_B2S = torch.randn_like(exact(text.hidden_BCS[:, :2])) if noise_B2S is None else noise_B2S
+        noise_B2S = torch.randn_like(at_least_fp32(text.hidden_BCS[:, :2])) if noise_B2S is None else noise_B2S
         log_B1S = self.duration_predictor.log_durations(
             text.hidden_BCS, text.mask_B1S, noise_B2S * noise_w, speaker_BG1
         )
@@ -170,13 +170,13 @@ def segments(x_BCT: Tensor, starts_B: Tensor, size: int) -> Tensor:
     return x_BCT.gather(2, place_BL[:, None].expand(-1, x_BCT.shape[1], -1))
 
 
-def speaking_copy(voice: Voice) -> Voice:
+def inference_copy(voice: Voice) -> Voice:
     """Returns a frozen copy for inference and export, without the modules that only training needs. `infer` gives the
     same wave."""
-    return made_to_speak(copy.deepcopy(voice))
+    return prepare_for_inference(copy.deepcopy(voice))
 
 
-def made_to_speak(voice: Voice) -> Voice:
+def prepare_for_inference(voice: Voice) -> Voice:
     """Returns the same voice without what only training needs, frozen, with weight norm folded and without dropout."""
     voice.eval().requires_grad_(False)
     del voice.posterior_encoder
@@ -198,7 +198,7 @@ class PlainConvolution(nn.Module):
     def __init__(self, layer: WeightNormed) -> None:
         super().__init__()
         self.convolve = layer.convolve
-        self.weight = nn.Parameter(layer.make_weight().detach(), requires_grad=False)
+        self.weight = nn.Parameter(layer.compute_weight().detach(), requires_grad=False)
         self.bias = layer.bias
 
     def forward(self, x_BCL: Tensor) -> Tensor:

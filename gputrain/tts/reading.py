@@ -16,9 +16,9 @@ from torch import Tensor
 
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.mel import log_mel, magnitudes
-from gputrain.audio.weight_norm import weights_made_once
+from gputrain.audio.weight_norm import cached_weights
 from gputrain.engine.data import FULL_SCALE, to_int16
-from gputrain.engine.gan import exact
+from gputrain.engine.gan import at_least_fp32
 from gputrain.speech.buckets import ClipBatch
 from gputrain.speech.store import SpeechClip
 from gputrain.tts.align import alignment_scores, search
@@ -29,12 +29,12 @@ NOISE_SCALE, NOISE_W = 0.667, 0.8  # default noise scales of latents and duratio
 
 
 @contextmanager
-def at_rest(voice: Voice) -> Iterator[None]:
+def eval_mode(voice: Voice) -> Iterator[None]:
     """Context in which the voice is in eval mode, without gradients and with cached weights; restored on exit."""
     trained = voice.training
     voice.eval()
     try:
-        with torch.no_grad(), weights_made_once(voice):
+        with torch.no_grad(), cached_weights(voice):
             yield
     finally:
         voice.train(trained)
@@ -87,7 +87,7 @@ def synthesise(voice: Voice, texts: Sequence[Text], device: torch.device) -> lis
     frames = durations_BS.sum(dim=1).clamp(min=1).long().tolist()
     noise_BCT = noise_BCT[..., : max(frames)].to(device, dtype)
     latent_BCT = voice.speak(encoded, durations_BS, speaker_BG1, noise_scale=NOISE_SCALE, noise_BCT=noise_BCT)
-    waves_BL = np.nan_to_num(exact(voice.decoder(latent_BCT, speaker_BG1)[:, 0]).cpu().numpy())
+    waves_BL = np.nan_to_num(at_least_fp32(voice.decoder(latent_BCT, speaker_BG1)[:, 0]).cpu().numpy())
     return [
         SynthesisedSpeech(from_int16(to_int16(wave_L[: count * hop])), durations_S[: len(text.ids)].long().cpu())
         for wave_L, count, durations_S, text in zip(waves_BL, frames, durations_BS, texts, strict=True)
@@ -126,7 +126,7 @@ def encode_recordings(voice: Voice, batch: ClipBatch, seeds: Sequence[int], devi
     scores_BTS = alignment_scores(prior_latent_BCT, text.mean_BCS, text.log_scale_BCS)
     durations_BS = search(scores_BTS, batch.symbols_B, batch.frames_B)
     prior = frame_prior(text, durations_BS, prior_latent_BCT.shape[2])
-    made_BL = exact(voice.decoder(posterior.latent_BCT, speaker_BG1)[:, 0])
+    made_BL = at_least_fp32(voice.decoder(posterior.latent_BCT, speaker_BG1)[:, 0])
     made_BL = made_BL * length_mask(batch.frames_B * mel.hop_size, made_BL.shape[1])[:, 0]
     distance_BT = (log_mel(made_BL, mel) - log_mel(wave_BL, mel)).abs().mean(dim=1)
     return EncodedClips(

@@ -21,7 +21,7 @@ from gputrain.audio.losses import (
 )
 from gputrain.audio.mel import log_mel, magnitudes
 from gputrain.audio.weight_norm import shared_weights
-from gputrain.engine.gan import exact
+from gputrain.engine.gan import at_least_fp32
 from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Term, Yielded
 from gputrain.hw.runtime import Runtime
@@ -115,7 +115,7 @@ class VoiceRecipe(BucketRecipe):
             lr_scale=schedule.discriminator_rate,
         )
         weights_once = functools.partial(
-            shared_weights, dtype=runtime.dtype, exact=self.voice.computing_in_fp32(),
+            shared_weights, dtype=runtime.dtype, without_autocast=self.voice.computing_in_fp32(),
             stacked=runtime.kernel_device == "cuda",
         )  # fmt: skip
         both = functools.partial(weights_once, self.voice, self.discriminators)
@@ -227,7 +227,7 @@ class VoiceRecipe(BucketRecipe):
             speaker = voice.speaker(batch.speakers_B)
             posterior = voice.posterior_encoder(batch.spectrogram_BNT, mask_B1T, batch.noise_BCT, speaker)
             latent_BCF, real_B1L = self._segments(posterior.latent_BCT, batch)
-            made_B1L = exact(self.decode(latent_BCF, speaker))
+            made_B1L = at_least_fp32(self.decode(latent_BCF, speaker))
         counts = (batch.whole_clips, batch.whole_clips)
         yield from discriminator_terms(self.by_kind, real_B1L, made_B1L, *counts, passes=self._used_passes)
 
@@ -244,7 +244,7 @@ class VoiceRecipe(BucketRecipe):
         """Yields the losses of segments of waves, which train the decoder and, unless they step alone, the
         discriminators."""
         waves_B1L = self.decode(latent_BCF, speaker)
-        made_B1L = leaf(exact(waves_B1L))
+        made_B1L = leaf(at_least_fp32(waves_B1L))
         target_BMF = log_mel(real_B1L.squeeze(1), self.mel)
         yield mel_term(self.mel, made_B1L, target_BMF, whole_clips, self.losses.mel_weight)
         terms = generator_terms if self.losses.step_order == "alternating" else adversarial_terms

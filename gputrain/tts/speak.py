@@ -29,7 +29,7 @@ from gputrain.errors import UserError
 from gputrain.hw.runtime import runtime_on
 from gputrain.speech.text.frontend import Frontend, shortened
 from gputrain.tts.architecture import VoiceArchitecture
-from gputrain.tts.config import Manner, Speak
+from gputrain.tts.config import Speak, SpeakingOptions
 from gputrain.tts.decoder import FilterBank, WaveDecoder
 from gputrain.tts.load import LoadedVoice, load_voice
 from gputrain.tts.model import Voice
@@ -166,11 +166,11 @@ def speak_text(settings: Speak, progress: Callable[[int, int], None] = lambda do
     """
     lines = _lines(settings)
     loaded = with_lexicon(load_voice(settings.model, runtime_on(settings.device).device), settings.lexicon)
-    narrator = Narrator(loaded, settings.manner, speaker_number(loaded.speakers, settings.speaker))
+    narrator = Narrator(loaded, settings.sampling, speaker_number(loaded.speakers, settings.speaker))
     rate_hz = loaded.voice.architecture.mel.sampling_rate
     silence = np.zeros(round(settings.sentence_silence * rate_hz), np.int16)
     spoken = SpeechStatistics()
-    total = sum(len(loaded.frontend.sentences(line)) for line in lines) if settings.known_beforehand else 0
+    total = sum(len(loaded.frontend.sentences(line)) for line in lines) if settings.has_whole_text else 0
     for writer, texts in _writers(settings, lines, rate_hz):
         with writer:
             for text in texts:
@@ -255,7 +255,7 @@ class Narrator:
     """A voice with its sampling options. Each unknown character is reported once, as are digits."""
 
     loaded: LoadedVoice
-    manner: Manner
+    sampling: SpeakingOptions
     speaker: int = 0
     reported: set[str] = field(default_factory=set)
     told_digits: bool = False
@@ -266,14 +266,14 @@ class Narrator:
         `in_chunks`: each sentence comes in chunks, the first of which is short, so that it can be heard at once. A
         sentence that exceeds full scale is then scaled down only from the chunk on that does.
         """
-        random = torch.Generator().manual_seed(self.manner.seed)
+        random = torch.Generator().manual_seed(self.sampling.seed)
         for sentence in self.loaded.frontend.sentences(text):
             begun = time.perf_counter()
             ids = self._ids(sentence)
             if not ids:
                 continue
             frames = STREAM_FRAMES if in_chunks else CHUNK_FRAMES
-            chunks = sentence_chunks(self.loaded.voice, ids, self.manner, random, self.speaker, frames=frames)
+            chunks = sentence_chunks(self.loaded.voice, ids, self.sampling, random, self.speaker, frames=frames)
             highest = 0.0
             for number, wave_T in enumerate(chunks if in_chunks else [torch.cat(list(chunks))]):
                 peak = wave_T.abs().max().item()
@@ -311,15 +311,15 @@ def reads_digits(frontend: Frontend, normalized: str) -> bool:
 
 @torch.no_grad()
 def synthesise_sentence(
-    voice: Voice, ids: list[int], manner: Manner, random: torch.Generator, speaker: int = 0
+    voice: Voice, ids: list[int], sampling: SpeakingOptions, random: torch.Generator, speaker: int = 0
 ) -> Tensor:
     """Returns the wave (T,) of ids, in fp32 on the CPU. Noise is drawn on the CPU, so it is the same on all devices."""
-    return torch.cat(list(sentence_chunks(voice, ids, manner, random, speaker)))
+    return torch.cat(list(sentence_chunks(voice, ids, sampling, random, speaker)))
 
 
 @torch.no_grad()
 def sentence_chunks(
-    voice: Voice, ids: list[int], manner: Manner, random: torch.Generator, speaker: int = 0, *,
+    voice: Voice, ids: list[int], sampling: SpeakingOptions, random: torch.Generator, speaker: int = 0, *,
     frames: int = CHUNK_FRAMES,
 ) -> Iterator[Tensor]:  # fmt: skip
     """Yields the wave of ids in chunks (T,), the first of which has at most `frames` frames."""
@@ -329,14 +329,14 @@ def sentence_chunks(
     text = voice.encode_text(ids_BS, lengths_B)
     noise_B2S = torch.randn(1, 2, len(ids), generator=random)
     durations_BS = voice.predict_durations(
-        text, speaker_BG1, length_scale=manner.length_scale, noise_w=manner.noise_w, noise_B2S=noise_B2S.to(device)
+        text, speaker_BG1, length_scale=sampling.length_scale, noise_w=sampling.noise_w, noise_B2S=noise_B2S.to(device)
     )
     count = _frames(voice.architecture, float(durations_BS.sum()))
     noise_BCF = torch.randn(1, voice.architecture.latent_channels, count, generator=random)
     latent_BCF = voice.speak(
-        text, durations_BS, speaker_BG1, noise_scale=manner.noise_scale, noise_BCT=noise_BCF.to(device)
+        text, durations_BS, speaker_BG1, noise_scale=sampling.noise_scale, noise_BCT=noise_BCF.to(device)
     )
-    reach = decoder_reach_frames(voice.architecture)
+    reach = decoder_receptive_field(voice.architecture)
     for wave_T in decode_in_chunks(voice.decoder, latent_BCF, reach, speaker_BG1, frames=frames):
         yield wave_T.cpu()
 
@@ -373,7 +373,7 @@ def decode_in_chunks(
         first, frames = last, max(frames, min(2 * frames, CHUNK_FRAMES))
 
 
-def decoder_reach_frames(architecture: VoiceArchitecture) -> int:
+def decoder_receptive_field(architecture: VoiceArchitecture) -> int:
     """Returns the receptive field of the decoder to each side, in frames."""
     inner = 1 if architecture.resblock == "1" else 0  # HiFi-GAN's "1" has a convolution without dilation behind each
     blocks = max(

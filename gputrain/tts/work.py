@@ -34,7 +34,7 @@ from gputrain.tts.architecture import VoiceArchitecture, VoicePreset, voice_arch
 from gputrain.tts.config import BenchTts, PlannedData, PlannedSpeech, PlanTts, TrainTts
 from gputrain.tts.evaluate import HeldOutClips
 from gputrain.tts.load import start_from
-from gputrain.tts.model import Voice, made_to_speak
+from gputrain.tts.model import Voice, prepare_for_inference
 from gputrain.tts.recipe import VoiceRecipe, plan_target
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class TtsWork(SpeechWork[TrainTts]):
 def speaking(settings: TrainTts, work: TtsWork, runtime: Runtime) -> Compute:
     """Returns a function that speaks clips of random symbols. The durations of an untrained voice say nothing, so that
     all symbols are spoken equally long."""
-    voice = made_to_speak(Voice(architecture_for(settings, work.sizes)))
+    voice = prepare_for_inference(Voice(architecture_for(settings, work.sizes)))
     runtime.place(voice)
     voice.decoder.forward = runtime.compile(voice.decoder.forward)  # type: ignore[method-assign]
     (bucket,), frames = work.synthetic_batch(settings), work.sizes.clip.frames

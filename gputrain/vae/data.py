@@ -39,9 +39,9 @@ from gputrain.vae.pictures import (
     Decoded,
     UnusablePicture,
     decode,
-    look_at,
     read_header,
     read_picture,
+    result_or_refusal,
     scan_pictures,
 )
 
@@ -158,7 +158,7 @@ def _is_whole(row: dict[str, Any]) -> bool:
 
 def _from_manifest(folder: Path, row: dict[str, Any]) -> Picture | RefusedItem:
     path = folder / row["path"]
-    status = look_at(row["path"], path.stat)
+    status = result_or_refusal(row["path"], path.stat)
     if isinstance(status, RefusedItem):
         return status
     if status.st_size != row["bytes"]:
@@ -172,7 +172,7 @@ def _from_file(folder: Path, source: SourceFile) -> Picture | RefusedItem:
         header = read_header(path, PictureLimits())
         return Picture(path, header.width, header.height, fingerprint(path))
 
-    return look_at(source.path, look)
+    return result_or_refusal(source.path, look)
 
 
 # ------------------------------------------------------------------------------------------------- training

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gputrain.engine.checkpoint import differences, load_weights, refuse_nonfinite, shortened
+from gputrain.engine.checkpoint import differences, format_list, load_weights, refuse_nonfinite
 from gputrain.engine.data import written_aside
 from gputrain.errors import UserError
 from gputrain.vae.architecture import VaeArchitecture
@@ -142,7 +142,7 @@ def fit_weights(weights: dict[str, Tensor], architecture: VaeArchitecture) -> di
         for name, tensor in weights.items()
     }
     if odd := differences(expected, fitted):
-        raise Unfit(shortened(odd))
+        raise Unfit(format_list(odd))
     return fitted
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gputrain.engine.data import Progress, silent
+from gputrain.engine.data import Progress, no_progress
 from gputrain.engine.mixture import GivenFolders
 from gputrain.engine.samples import Sheet, SheetCell
 from gputrain.errors import UserError
@@ -154,7 +154,7 @@ def _batches(crops: Iterable[Tensor], batch_size: int) -> Iterator[Tensor]:
         yield torch.stack(batch)
 
 
-def shown(image_CHW: Tensor) -> Tensor:
+def to_rgb(image_CHW: Tensor) -> Tensor:
     """Returns a uint8 picture as colours, HW3; transparency shows a chequered ground."""
     if len(image_CHW) == 4:
         height, width = image_CHW.shape[1:]
@@ -173,8 +173,8 @@ def reconstruction_sheet(
     pairs = [(to_unit(b)[None], to_unit(a)[None]) for a, b in zip(originals, made, strict=True)]
     psnrs = [float(psnr_db(made_13HW, target_13HW)) for made_13HW, target_13HW in pairs]
     labels = names or [""] * len(originals)
-    upper = [SheetCell(shown(a), name) for a, name in zip(originals, labels, strict=True)]
-    lower = [SheetCell(shown(b), f"{psnr:.1f} dB") for b, psnr in zip(made, psnrs, strict=True)]
+    upper = [SheetCell(to_rgb(a), name) for a, name in zip(originals, labels, strict=True)]
+    lower = [SheetCell(to_rgb(b), f"{psnr:.1f} dB") for b, psnr in zip(made, psnrs, strict=True)]
     mean = f"PSNR {sum(psnrs) / len(psnrs):.1f} dB on average"
     return Sheet(("original", "reconstruction"), (upper, lower), f"{title}, {mean}" if title else mean)
 
@@ -186,7 +186,7 @@ def evaluate_pictures(
     *,
     device: DeviceName = "auto",
     held_out_share: float | None = None,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> VaeFigures:
     """Evaluates a trained model on centre crops of the held-out pictures of a folder.
 

@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from gputrain.engine.data import Progress, silent
+from gputrain.engine.data import Progress, no_progress
 from gputrain.engine.mixture import GivenFolders, data_folders
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
@@ -25,7 +25,7 @@ def export_vae(
     *,
     data_path: Path | None = None,
     device: DeviceName = "auto",
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> Exported:
     """Writes a folder of diffusers. The figures have the statistics of the latents.
 

@@ -33,7 +33,7 @@ from gputrain.vae.config import (
 )
 
 if TYPE_CHECKING:
-    from gputrain.engine.preparation import Spread
+    from gputrain.engine.preparation import ValueRange
     from gputrain.vae.validate import ImageReport
     from gputrain.vae.work import VaeWork
 
@@ -61,7 +61,7 @@ def validate_pictures(settings: Any) -> DataWork:
 
 
 def picture_figures(report: "ImageReport") -> dict[str, object]:
-    def spread(of: "Spread | None") -> str:
+    def format_range(of: "ValueRange | None") -> str:
         return f"{of.min:g} to {of.max:g}, half of them under {of.median:g}" if of else "-"
 
     figures: dict[str, object] = {
@@ -71,8 +71,8 @@ def picture_figures(report: "ImageReport") -> dict[str, object]:
         "other files": other_files(report.ignored) or 0,
         "formats": ", ".join(f"{count} {name}" for name, count in report.formats.items()),
         "size": f"{report.bytes / 1e6:.1f} MB",
-        "width in pixels": spread(report.width),
-        "height in pixels": spread(report.height),
+        "width in pixels": format_range(report.width),
+        "height in pixels": format_range(report.height),
     }
     if report.manifest:
         odd = {name: len(paths) for name, paths in vars(report.manifest).items() if paths}

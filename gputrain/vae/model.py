@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from gputrain.engine.gan import at_least_fp32
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.attention import attention
 from gputrain.vae.memory_efficient_layers import Features, compute_dtype, memory_format, norm_silu_conv
-from gputrain.vae.norm_arithmetic import EAGER, Arithmetic, exact
+from gputrain.vae.norm_arithmetic import EAGER, Arithmetic
 
 EPS = 1e-6  # epsilon of every GroupNorm
 
@@ -72,13 +73,13 @@ _upsample_conv: Callable[..., Tensor] = _UpsampleConv.apply
 def _doubled(weight_KC33: Tensor) -> Tensor:
     """Returns the kernel (C, K, 4, 4) of the transposed convolution, in fp32 or fp64: the sums over windows of 2x2
     taps, in reverse."""
-    taps_CK33 = exact(weight_KC33).transpose(0, 1)
+    taps_CK33 = at_least_fp32(weight_KC33).transpose(0, 1)
     return F.avg_pool2d(taps_CK33.flip(2, 3), 2, stride=1, padding=1, divisor_override=1)
 
 
 def _undoubled(grad_CK44: Tensor) -> Tensor:
     """Returns the gradient of the 3x3 kernel from that of `_doubled`, (K, C, 3, 3) in fp32 or fp64."""
-    grad_CK33 = F.avg_pool2d(exact(grad_CK44), 2, stride=1, divisor_override=1)
+    grad_CK33 = F.avg_pool2d(at_least_fp32(grad_CK44), 2, stride=1, divisor_override=1)
     return grad_CK33.flip(2, 3).transpose(0, 1)
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gputrain.engine.gan import at_least_fp32
 from gputrain.vae.attention import IN_PLACE, ScoreArithmetic
 
 aten = torch.ops.aten
@@ -39,11 +40,6 @@ class Arithmetic(NamedTuple):
             compile(_statistics), compile(_coefficients), compile(_activate), compile(_gradients),
             ScoreArithmetic.compiled(compile),
         )  # fmt: skip
-
-
-def exact(x: Tensor) -> Tensor:
-    """Returns `x` in fp32, or fp64 if it is fp64: the dtype of statistics and normalisation."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def activated(
@@ -74,7 +70,7 @@ def _statistics(x_BCHW: Tensor, groups: int, eps: float, offset_C: Tensor | None
     then by the law of total variance, without cancellation: mean of the channels' variances plus variance of their
     means.
     """
-    var_BC, mean_BC = torch.var_mean(exact(x_BCHW), dim=(2, 3), correction=0)
+    var_BC, mean_BC = torch.var_mean(at_least_fp32(x_BCHW), dim=(2, 3), correction=0)
     return _of_groups(var_BC, mean_BC, groups, eps, offset_C)
 
 

@@ -61,7 +61,7 @@ class UnusablePicture(UserError):
         return UnusablePicture, (self.path, self.reason, self.detail)
 
 
-def look_at(path: str, look: Callable[[], T]) -> T | RefusedItem:
+def result_or_refusal(path: str, look: Callable[[], T]) -> T | RefusedItem:
     """Returns the result of `look`, or why it cannot read the picture at the relative `path`."""
     try:
         return look()

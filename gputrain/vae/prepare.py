@@ -22,7 +22,16 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, Progress, fingerprint, silent, split, write_rows, writing
+from gputrain.engine.data import (
+    HELD_OUT_SHARE,
+    MANIFEST,
+    Progress,
+    fingerprint,
+    no_progress,
+    split,
+    write_rows,
+    writing,
+)
 from gputrain.engine.preparation import (
     Journal,
     JournalRow,
@@ -39,7 +48,7 @@ from gputrain.engine.preparation import (
 )
 from gputrain.errors import UserError
 from gputrain.vae.config import PictureFormat, VaePrepareConfig
-from gputrain.vae.pictures import JOURNAL, Box, look_at, read_picture, scan_pictures
+from gputrain.vae.pictures import JOURNAL, Box, read_picture, result_or_refusal, scan_pictures
 
 LOOKS = ("target_size", "resize_mode", "format", "image_channels")  # Settings that change the pictures themselves.
 PICTURE_KEYS = ("path", "source", "width", "height", "bytes", "sha256", "fingerprint")
@@ -71,7 +80,7 @@ def prepare_images(
     *,
     held_out_share: float = HELD_OUT_SHARE,
     num_workers: int = 0,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
     overwrite: bool = False,
 ) -> VaePrepareReport:
     """Resizes every usable picture of a tree to a square, in the same tree under `output_dir`.
@@ -101,7 +110,7 @@ def prepare_images(
     rows = [results[source.path] for source in sources]
     journal.rewrite(rows)
 
-    pictures, refused = _sort_out(rows, output_dir)
+    pictures, refused = _keep_usable(rows, output_dir)
     refused = sorted_refusals([*refused, *tree.refused, *repeats.values()])
     held_out = _publish(output_dir, pictures, refused, held_out_share)
     kept_pictures = sum(picture["source"] in kept for picture in pictures)
@@ -111,7 +120,7 @@ def prepare_images(
     )  # fmt: skip
 
 
-def _sort_out(rows: list[JournalRow], output_dir: Path) -> tuple[list[JournalRow], list[RefusedItem]]:
+def _keep_usable(rows: list[JournalRow], output_dir: Path) -> tuple[list[JournalRow], list[RefusedItem]]:
     """Separates pictures from rejected sources. Of sources with equal prepared pictures, only the first is kept."""
     pictures, refused = [], []
     firsts: dict[str, str] = {}
@@ -256,7 +265,7 @@ def prepare_picture(job: PictureJob) -> JournalRow:
     """Prepares a picture in a worker process. Raises UserError if it cannot be written."""
     source = job.input_dir / job.source.path
     row = job.conditions()
-    found = look_at(job.name, lambda: (fingerprint(source), _fit(source, job.config)))
+    found = result_or_refusal(job.name, lambda: (fingerprint(source), _fit(source, job.config)))
     if isinstance(found, RefusedItem):
         return row | {"reason": found.reason, "detail": found.detail}
     mark, picture = found

@@ -193,7 +193,7 @@ class VaeRecipe:
             moments = self.autoencoder.encode(images_BCHW)
         mean_BLhw, logvar_BLhw = (moment.detach().requires_grad_() for moment in moments)
         decoded_BCHW = self.autoencoder.decode(sampled(mean_BLhw, logvar_BLhw, batch))
-        made_BCHW = gan.exact(decoded_BCHW.detach()).requires_grad_()
+        made_BCHW = gan.at_least_fp32(decoded_BCHW.detach()).requires_grad_()
         if batch.made_BCHW is not None:
             batch.made_BCHW.copy_(made_BCHW.detach())
 
@@ -243,7 +243,7 @@ class VaeRecipe:
         if made_BCHW is None:  # With alternating steps, the autoencoder's phase makes these pictures once more.
             with torch.no_grad():
                 latents_BLhw = sampled(*self.autoencoder.encode(images_BCHW), batch)
-                made_BCHW = gan.exact(self.autoencoder.decode(latents_BLhw))
+                made_BCHW = gan.at_least_fp32(self.autoencoder.decode(latents_BLhw))
         # In one pass, whose weights are cast and whose kernels are launched once.
         logits = self.discriminator(torch.cat([images_BCHW, made_BCHW.to(self.dtype)]))
         real, fake = logits.split(len(images_BCHW))

@@ -5,21 +5,21 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, Progress, fingerprint, read_rows, silent, split
+from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, Progress, fingerprint, no_progress, read_rows, split
 from gputrain.engine.preparation import (
     DataReport,
     JournalRow,
     RefusedItem,
     SourceFile,
-    Spread,
+    ValueRange,
     find_duplicates,
     run_jobs,
     sha256,
     sorted_refusals,
-    spread_of,
+    value_range,
 )
 from gputrain.vae.config import PictureLimits
-from gputrain.vae.pictures import Header, PictureTree, look_at, read_header, read_picture, scan_pictures
+from gputrain.vae.pictures import Header, PictureTree, read_header, read_picture, result_or_refusal, scan_pictures
 from gputrain.vae.prepare import PICTURE_KEYS
 
 
@@ -42,9 +42,9 @@ class ImageReport(DataReport):
     bytes: int
     formats: dict[str, int]
     modes: dict[str, int]
-    width: Spread | None
-    height: Spread | None
-    megapixels: Spread | None
+    width: ValueRange | None
+    height: ValueRange | None
+    megapixels: ValueRange | None
     manifest: Disagreement | None
 
 
@@ -64,7 +64,7 @@ def validate_images(
     *,
     held_out_share: float = HELD_OUT_SHARE,
     num_workers: int = 0,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> ImageReport:
     """Decodes every picture of a folder tree, and compares a prepared folder with its manifest.
 
@@ -91,9 +91,9 @@ def validate_images(
         bytes=sum(f.source.bytes for f in checked),
         formats=dict(Counter(f.header.format for f in checked)),
         modes=dict(Counter(f.header.mode for f in checked)),
-        width=spread_of([width for width, _ in sizes]),
-        height=spread_of([height for _, height in sizes]),
-        megapixels=spread_of([width * height / 1e6 for width, height in sizes]),
+        width=value_range([width for width, _ in sizes]),
+        height=value_range([height for _, height in sizes]),
+        megapixels=value_range([width * height / 1e6 for width, height in sizes]),
         ignored=tree.ignored,
         refused=sorted_refusals(refused),
         manifest=None if listed is None else _compare(listed, checked, repeats, tree),
@@ -109,7 +109,7 @@ def check_picture(folder: Path, limits: PictureLimits, source: SourceFile) -> Ch
         read_picture(path, limits)
         return CheckedPicture(source, header, fingerprint(path), sha256(path))
 
-    return look_at(source.path, look)
+    return result_or_refusal(source.path, look)
 
 
 def _compare(

@@ -281,7 +281,7 @@ def start_linear(recipe: VaeRecipe, group: RankGroup, pictures: Pictures) -> Non
         log.info("the start is random: the norms of these channels have no place for a linear code")
         return
     code = LinearCode(signals, architecture.in_channels)
-    code.load_state_dict(group.of_leader(lambda: fit_code(pictures.of_epoch, architecture, seed).state_dict()))
+    code.load_state_dict(group.from_leader(lambda: fit_code(pictures.of_epoch, architecture, seed).state_dict()))
     torch.manual_seed(seed)
     autoencoder = AutoencoderKL(architecture)
     write_code(code, autoencoder)

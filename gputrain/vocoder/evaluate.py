@@ -16,12 +16,12 @@ import torch
 
 from gputrain.audio import metrics
 from gputrain.audio.config import Mel
-from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Method, f0, interpolated, reach, voiced
+from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Method, f0, interpolated, trackable_range, voiced
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.metrics import ClipMetrics, PitchMatch, pitch_match
 from gputrain.audio.store import Pitch, Wave
-from gputrain.audio.weight_norm import weights_made_once
-from gputrain.engine.data import HELD_OUT_SHARE, Progress, silent, to_int16
+from gputrain.audio.weight_norm import cached_weights
+from gputrain.engine.data import HELD_OUT_SHARE, Progress, no_progress, to_int16
 from gputrain.engine.mixture import GivenFolders
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
@@ -113,7 +113,7 @@ def evaluate_generator(
     seed: int = 0,
     quick: bool = False,
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> VocoderEvaluation:
     """Resynthesises the first `seconds` of each clip (int16 samples T, pitch in Hz F) and compares.
 
@@ -184,7 +184,7 @@ class _Resynthesis:
         noise = Noise(*(tensor.to(self.device) for tensor in drawn))
         synchronize(self.device)
         began = time.perf_counter()
-        with weights_made_once(self.generator), self.autocast():
+        with cached_weights(self.generator), self.autocast():
             made_T = self.generator(mel_1MF, f0_1F, noise)[0, 0]
         synchronize(self.device)
         self.seconds = self.seconds or time.perf_counter() - began
@@ -207,7 +207,7 @@ class _Tracker:
 
     @property
     def range_hz(self) -> tuple[float, float]:
-        floor_hz, ceiling_hz = reach(self.method, self.floor_hz, self.ceiling_hz)
+        floor_hz, ceiling_hz = trackable_range(self.method, self.floor_hz, self.ceiling_hz)
         return floor_hz, min(ceiling_hz, self.source_hz)
 
 
@@ -264,7 +264,7 @@ def evaluate_folder(
     max_clips: int = 1000,
     seconds: float = SECONDS,
     quick: bool = False,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> VocoderEvaluation:
     """Evaluates a trained model on the first `max_clips` held-out clips of prepared sound.
 

@@ -33,8 +33,8 @@ from gputrain.audio.export import (
     wave_difference,
     write_onnx,
 )
-from gputrain.audio.weight_norm import weights_made_once
-from gputrain.engine.data import Progress, StepProgress, silent, written_aside
+from gputrain.audio.weight_norm import cached_weights
+from gputrain.engine.data import Progress, StepProgress, no_progress, written_aside
 from gputrain.errors import UserError
 from gputrain.kinds import Exported
 from gputrain.vocoder.architecture import SAME_OPTIONS
@@ -47,7 +47,7 @@ OPSET = 17
 EXAMPLE_FRAMES = 10
 
 
-def export_openvpi(loaded: LoadedVocoder, folder: Path, progress: Progress = silent) -> Exported:
+def export_openvpi(loaded: LoadedVocoder, folder: Path, progress: Progress = no_progress) -> Exported:
     """Writes model.ckpt and config.json in the format that openvpi's tools load.
 
     Raises UserError if the stock generator cannot load these sizes, weights are not finite or the folder cannot be
@@ -70,7 +70,9 @@ def export_openvpi(loaded: LoadedVocoder, folder: Path, progress: Progress = sil
     return exported([folder / MODEL, folder / CONFIG], loaded.source, "sample", difference, _notes(loaded))
 
 
-def export_onnx(loaded: LoadedVocoder, folder: Path, name: str = "vocoder", progress: Progress = silent) -> Exported:
+def export_onnx(
+    loaded: LoadedVocoder, folder: Path, name: str = "vocoder", progress: Progress = no_progress
+) -> Exported:
     """Writes NAME.onnx (mel [1, n_frames, M], f0 [1, n_frames] -> waveform [1, n_samples]) and vocoder.yaml, in
     the format that DiffSinger and OpenUtau load.
 
@@ -93,7 +95,9 @@ def export_onnx(loaded: LoadedVocoder, folder: Path, name: str = "vocoder", prog
     return exported([folder / file, folder / "vocoder.yaml"], loaded.source, "sample", difference, _notes(loaded))
 
 
-def export_oudep(loaded: LoadedVocoder, folder: Path, name: str = "vocoder", progress: Progress = silent) -> Exported:
+def export_oudep(
+    loaded: LoadedVocoder, folder: Path, name: str = "vocoder", progress: Progress = no_progress
+) -> Exported:
     """Writes NAME.oudep, a package that OpenUtau installs when it is dropped on its window: a zip file of the files of
     `export_onnx` and of oudep.yaml, which names it. The singers whose dsconfig.yaml has `vocoder: NAME` then use it.
 
@@ -211,7 +215,7 @@ def write_graph(generator: Generator, path: Path) -> None:
     Raises UserError if onnx is not installed.
     """
     frames, bands = EXAMPLE_FRAMES, generator.architecture.mel.num_mels
-    with weights_made_once(generator):
+    with cached_weights(generator):
         write_onnx(
             OnnxGenerator(generator),
             (torch.zeros(1, frames, bands), torch.full((1, frames), 440.0)),

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from gputrain.audio.hifigan import LAST_SLOPE, SLOPE, ResBlock, leaky_relu, mean_of_blocks, upsample
 from gputrain.audio.weight_norm import WeightNormed, row_norms
-from gputrain.engine.gan import exact
+from gputrain.engine.gan import at_least_fp32
 from gputrain.vocoder.architecture import NsfHifiganArchitecture
 
 HARMONICS = 9  # Number of sines: the fundamental and eight overtones.
@@ -115,12 +115,12 @@ class Generator(nn.Module):
         """
         noise_sigma, count = self.architecture.noise_sigma, len(self.architecture.resblock_kernel_sizes)
         source_B1L = self.m_source(f0_BF, noise, start_BF)
-        x_BCL = exact(self.conv_pre(mel_BMF))
+        x_BCL = at_least_fp32(self.conv_pre(mel_BMF))
         in_fp32 = functools.partial(torch.autocast, x_BCL.device.type, enabled=False)
         if noise is not None and noise_sigma:
             x_BCL = x_BCL + noise_sigma * noise.features_BCF.to(x_BCL.dtype)
         for stage, up in enumerate(self.ups):
-            x_BCL = exact(up(leaky_relu(x_BCL, SLOPE)))
+            x_BCL = at_least_fp32(up(leaky_relu(x_BCL, SLOPE)))
             source_conv = self._source_conv(stage)
             if source_conv is not None:
                 with in_fp32():
@@ -128,7 +128,7 @@ class Generator(nn.Module):
             blocks = self.resblocks[count * stage : count * (stage + 1)]
             x_BCL = mean_of_blocks(blocks, x_BCL, checkpointing=self.checkpointing)
         with in_fp32():
-            wave_B1T: Tensor = torch.tanh(self.conv_post(leaky_relu(exact(x_BCL), LAST_SLOPE)))
+            wave_B1T: Tensor = torch.tanh(self.conv_post(leaky_relu(at_least_fp32(x_BCL), LAST_SLOPE)))
         return wave_B1T
 
     def frame_starts(self, f0_BF: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class PitchSource(nn.Module):
 
     def frame_starts(self, f0_BF: Tensor) -> Tensor:
         """Returns the phase at the start of each frame, in cycles, [-1, 1]: (B, F)."""
-        f0_BF = exact(f0_BF)
+        f0_BF = at_least_fp32(f0_BF)
         ends_BF = self.frame_cycles(f0_BF, self._counted(f0_BF)[-1:])[..., 0]
         # It is wrapped to half a cycle in the precision of the wave, as in the training of the models that we load: the
         # ninth harmonic shows the rounding. The sum is in fp64, because an hour has 300 000 frames.
@@ -186,7 +186,7 @@ class HarmonicSource(PitchSource):
     def forward(self, f0_BF: Tensor, noise: Noise | None, start_BF: Tensor | None) -> Tensor:
         with torch.autocast(f0_BF.device.type, enabled=False):
             with torch.no_grad():
-                sines_BTH = self._sines(exact(f0_BF), noise, start_BF)
+                sines_BTH = self._sines(at_least_fp32(f0_BF), noise, start_BF)
             merged_B1T: Tensor = torch.tanh(self.l_linear(sines_BTH)).transpose(1, 2)
             return merged_B1T
 
@@ -216,7 +216,7 @@ class SineSource(PitchSource):
     @torch.no_grad()
     def forward(self, f0_BF: Tensor, noise: Noise | None, start_BF: Tensor | None) -> Tensor:
         with torch.autocast(f0_BF.device.type, enabled=False):
-            return torch.sin(2 * math.pi * self.cycles(exact(f0_BF), start_BF))[:, None]
+            return torch.sin(2 * math.pi * self.cycles(at_least_fp32(f0_BF), start_BF))[:, None]
 
 
 def _noise_conv(channels: int, stride: int) -> nn.Conv1d:

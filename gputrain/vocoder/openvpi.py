@@ -21,10 +21,10 @@ from gputrain.translation import (
     NoEffect,
     Outcome,
     Values,
-    chosen,
-    met,
+    choice,
+    fixed_behaviour,
     read_keys,
-    same,
+    same_value,
     translated,
 )
 from gputrain.vocoder.config import PlanVocoder
@@ -172,21 +172,25 @@ def place(name: str, shipped: str = "", null_is: object = NOTHING) -> Key:
     """Returns a key for the place of openvpi's files, which ours does not use."""
     why = "prepare-data has --input-dir and --output-dir for it, train-vocoder --data-path"
 
-    def turn(value: Any, file: Values) -> Outcome:
+    def convert_value(value: Any, file: Values) -> Outcome:
         return {} if value in ("", [], shipped) else NoEffect(why, is_lost=True)
 
-    return Key(name, turn, words=why, remark="A warning is logged if it is set.", null_is=null_is, of=BOTH, fate="met")
+    return Key(
+        name, convert_value, words=why, remark="A warning is logged if it is set.", null_is=null_is, of=BOTH, fate="met"
+    )
 
 
 def dead(name: str, shipped: object, why: str, instead: str) -> Key:
     """Returns a key that no code of the program reads. Its value in their files is ignored with a warning."""
 
-    def turn(value: Any, file: Values) -> Outcome:
+    def convert_value(value: Any, file: Values) -> Outcome:
         if value != shipped:
             raise UserError(why, hint=instead)
         return NoEffect(why, is_lost=True)
 
-    return Key(name, turn, words=why, remark=f"`{shipped}`, as openvpi ships it, only logs a warning.", fate="refused")
+    return Key(
+        name, convert_value, words=why, remark=f"`{shipped}`, as openvpi ships it, only logs a warning.", fate="refused"
+    )
 
 
 CONSTANT = "lr_scheduler.scheduler.WarmupLR"
@@ -322,16 +326,16 @@ def optimizer(block: str, whose: str, prefix: str = "") -> list[Key]:
     choices = {cls: {f"{whose}_optimizer": name} for cls, name in OPTIMIZERS.items()}
     only = "only AdamW and Muon are supported"
     return [
-        chosen(f"{block}.optimizer_cls", choices, only, f"one of {', '.join(OPTIMIZERS)}"),
-        same(f"{block}.lr", f"{prefix}learning_rate"),
-        same(f"{block}.beta1", f"{prefix}beta1"),
-        same(f"{block}.beta2", f"{prefix}beta2"),
+        choice(f"{block}.optimizer_cls", choices, only, f"one of {', '.join(OPTIMIZERS)}"),
+        same_value(f"{block}.lr", f"{prefix}learning_rate"),
+        same_value(f"{block}.beta1", f"{prefix}beta1"),
+        same_value(f"{block}.beta2", f"{prefix}beta2"),
         Key(f"{block}.weight_decay", decay_of_all, (decay,),
             remark="With Muon_AdamW, `muon_args.weight_decay` takes precedence."),
         Key(f"{block}.muon_args.weight_decay", decay_of_matrices, (decay,), remark=for_muon),
         Key(f"{block}.adamw_args.weight_decay", decay_of_rest, remark=f"{for_muon} Anything else is refused.",
             words="At `0`: parameters of AdamW have no decay with Muon", fate="met"),
-        met(f"{block}.verbose", "nothing is printed", [False], "nothing prints it", "set it to false"),
+        fixed_behaviour(f"{block}.verbose", "nothing is printed", [False], "nothing prints it", "set it to false"),
     ]  # fmt: skip
 
 

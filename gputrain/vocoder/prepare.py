@@ -15,7 +15,7 @@ from gputrain.audio.config import Sound as Wishes
 from gputrain.audio.f0 import compile_tracker, default_method, f0
 from gputrain.audio.prepare import SoundPrepareReport
 from gputrain.audio.store import Pitch, Wave
-from gputrain.engine.data import Progress, silent, to_int16
+from gputrain.engine.data import Progress, no_progress, to_int16
 from gputrain.engine.preparation import (
     RefusedItem,
     check_folders,
@@ -61,7 +61,7 @@ def prepare_sound(
     recipe: VocoderPrepareConfig,
     *,
     num_workers: int = 0,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> SoundPrepareReport:
     """Puts every usable recording of a folder tree into the store `output_dir`. Run again, it prepares what is missing.
 

@@ -21,10 +21,10 @@ from gputrain.audio.f0 import interpolated
 from gputrain.audio.mel import log_mel, mel_decades
 from gputrain.audio.store import Pitch, Wave
 from gputrain.audio.weight_norm import WeightNormed, shared_weights
-from gputrain.engine.checkpoint import shortened
+from gputrain.engine.checkpoint import format_list
 from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.drawing import spectrogram_picture
-from gputrain.engine.gan import exact
+from gputrain.engine.gan import at_least_fp32
 from gputrain.engine.muon import muon_with_adamw
 from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Yielded
@@ -104,7 +104,7 @@ class VocoderRecipe:
         )
         shared = (self.generator, self.discriminators)
         weights_once = functools.partial(
-            shared_weights, *shared, dtype=runtime.dtype, exact=self.generator.computing_in_fp32(),
+            shared_weights, *shared, dtype=runtime.dtype, without_autocast=self.generator.computing_in_fp32(),
             stacked=runtime.kernel_device == "cuda",
         )  # fmt: skip
         step_group = functools.partial(StepGroup, step_context=weights_once, fixed=self._active)
@@ -150,7 +150,7 @@ class VocoderRecipe:
             reinitialised += weights.fit(kind, self.by_kind[kind], strict_shapes=strict)
         reinitialised += [f"all of {kind}" for kind in self.by_kind if kind not in weights.discriminators]
         if reinitialised:
-            log.warning("%s: reinitialised: %s", weights.source, shortened(reinitialised))
+            log.warning("%s: reinitialised: %s", weights.source, format_list(reinitialised))
         if self.settings.schedule.ema_decay:
             self.ema.restart(self.generator)
 
@@ -234,7 +234,7 @@ class VocoderRecipe:
         """Yields the terms of the discriminators alone."""
         if self._discriminator_learns(step):
             with torch.no_grad():
-                waves_W1T = exact(self._make(batch))
+                waves_W1T = at_least_fp32(self._make(batch))
             given = (self.by_kind, batch.real_B1T, waves_W1T, *_counts(batch))
             yield from losses.discriminator_terms(*given, passes=self._used_passes)
 
@@ -255,7 +255,7 @@ class VocoderRecipe:
     def _make_for_loss(self, batch: VocoderBatch) -> tuple[Tensor, Tensor]:
         """Returns the generated waves, and a detached copy that collects their gradients."""
         waves_W1T = self._make(batch)
-        return waves_W1T, exact(waves_W1T.detach()).requires_grad_()
+        return waves_W1T, at_least_fp32(waves_W1T.detach()).requires_grad_()
 
     def _make(self, batch: VocoderBatch) -> Tensor:
         if not batch.shifts.places:

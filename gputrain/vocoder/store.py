@@ -127,7 +127,7 @@ class VocoderStore(SoundStore[VocoderClip]):
         if not store.clips:
             raise UserError(f"{folder}: a store without a clip", hint="see what gputrain prepare-data left out")
         for file in store.format.files:
-            held, expected = bytes_in(folder / file.name), end_of(store.clips) * file.bytes_a_unit
+            held, expected = bytes_in(folder / file.name), end_of(store.clips) * file.bytes_per_unit
             if held != expected:
                 raise UserError(f"{folder / file.name}: {held} bytes, expected {expected}", hint=PREPARE_AGAIN)
         return store

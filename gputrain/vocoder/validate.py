@@ -14,11 +14,11 @@ from gputrain.audio import prepare as audio_prepare
 from gputrain.audio.f0 import compile_tracker, default_method, f0, voiced
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.store import WAVES, Pitch
-from gputrain.engine.data import Progress, silent
+from gputrain.engine.data import Progress, no_progress
 from gputrain.engine.preparation import (
     DataReport,
     RefusedItem,
-    Spread,
+    ValueRange,
     check_input_folder,
     read_quarantine,
     run_jobs,
@@ -58,12 +58,12 @@ class FolderStats:
     recordings: int
     hours: float
     rates: dict[int, int]  # Number of recordings by rate in Hz.
-    seconds: Spread
+    seconds: ValueRange
     clipped_share: float
     clipped: int  # Number of recordings above CLIPPED_SHARE.
     silent_share: float
-    leading_seconds: Spread
-    trailing_seconds: Spread
+    leading_seconds: ValueRange
+    trailing_seconds: ValueRange
     voiced_share: float
     pitch_hz: tuple[float, float] | None  # Lowest and highest common pitch.
 
@@ -81,7 +81,7 @@ class SoundReport(DataReport):
 
 
 def validate_sounds(
-    input_dir: Path, sampling_rate: int = 44100, *, num_workers: int = 0, progress: Progress = silent
+    input_dir: Path, sampling_rate: int = 44100, *, num_workers: int = 0, progress: Progress = no_progress
 ) -> SoundReport:
     """Decodes every recording of a folder tree in full, or reads a prepared store; its refusals are those of its
     preparation. `sampling_rate` is that of the training, in Hz.
@@ -181,12 +181,12 @@ def _summary(found: Sequence[RecordingStats]) -> FolderStats:
         recordings=len(found),
         hours=sum(seconds) / 3600,
         rates=dict(sorted(Counter(finding.rate_hz for finding in found).items())),
-        seconds=Spread.of(seconds),
+        seconds=ValueRange.of(seconds),
         clipped_share=_mean((finding.clipped_share, finding.seconds) for finding in found),
         clipped=sum(finding.clipped_share > CLIPPED_SHARE for finding in found),
         silent_share=_mean((finding.silent_share, finding.seconds) for finding in found),
-        leading_seconds=Spread.of([finding.leading_seconds for finding in found]),
-        trailing_seconds=Spread.of([finding.trailing_seconds for finding in found]),
+        leading_seconds=ValueRange.of([finding.leading_seconds for finding in found]),
+        trailing_seconds=ValueRange.of([finding.trailing_seconds for finding in found]),
         voiced_share=_mean((finding.voiced_share, finding.tracked_seconds) for finding in found),
         pitch_hz=_pitch_range(found),
     )

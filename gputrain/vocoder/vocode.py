@@ -23,9 +23,9 @@ from gputrain.audio.f0 import Method, default_method, f0, interpolated
 from gputrain.audio.io import HOW_TO_CONVERT, read_sound, resample
 from gputrain.audio.mel import log_mel
 from gputrain.audio.prepare import SILENCE, SUFFIXES
-from gputrain.audio.weight_norm import weights_made_once
-from gputrain.engine.checkpoint import shortened
-from gputrain.engine.data import Progress, silent, write_wav, writing
+from gputrain.audio.weight_norm import cached_weights
+from gputrain.engine.checkpoint import format_list
+from gputrain.engine.data import Progress, no_progress, write_wav, writing
 from gputrain.engine.preparation import RefusedItem, scan
 from gputrain.errors import UserError
 from gputrain.hw.runtime import runtime_on
@@ -65,19 +65,19 @@ def wave_chunks(generator: Generator, mel_MF: Tensor, f0_F: Tensor, *, seed: int
     """Yields the same wave in pieces of `frames`; the last may be shorter."""
     f0_F = torch.from_numpy(interpolated(f0_F.cpu().numpy()))
     architecture, device = generator.architecture, next(generator.parameters()).device
-    margin, hop, count = reach_frames(architecture), architecture.mel.hop_size, len(f0_F)
+    margin, hop, count = receptive_field_frames(architecture), architecture.mel.hop_size, len(f0_F)
     start_F = generator.frame_starts(f0_F[None].float())[0]
     noise = FrameNoise(architecture, seed, device)
     for first in range(0, count, frames):
         last = min(first + frames, count)
         low, high = max(0, first - margin), min(count, last + margin)
         seen = [part[..., low:high].to(device, torch.float32)[None] for part in (mel_MF, f0_F, start_F)]
-        with weights_made_once(generator):
+        with cached_weights(generator):
             wave_T = generator(seen[0], seen[1], noise.between(low, high), seen[2])[0, 0]
         yield wave_T[(first - low) * hop : (last - low) * hop].cpu()
 
 
-def reach_frames(architecture: NsfHifiganArchitecture) -> int:
+def receptive_field_frames(architecture: NsfHifiganArchitecture) -> int:
     """Returns the receptive field of a sample in frames to either side."""
     per_frame, reach = 1, 3.0  # The reach of conv_pre is 3 frames.
     blocks = max(
@@ -119,7 +119,7 @@ class FrameNoise:
         return draw_noise(self.architecture, 1, frames, random)
 
 
-def vocode_files(settings: Vocode, *, progress: Progress = silent) -> Vocoded:
+def vocode_files(settings: Vocode, *, progress: Progress = no_progress) -> Vocoded:
     """Synthesises every recording, and every mel with its pitch, of a file or a folder tree: 16-bit wav in
     `output_dir`.
 
@@ -142,7 +142,7 @@ def vocode_files(settings: Vocode, *, progress: Progress = silent) -> Vocoded:
             log.warning("%s; left out", error.message)
             done.refused.append(RefusedItem(str(source), "unreadable", error.message.removeprefix(f"{source}: ")))
         else:
-            f0_F = _reachable(generator, song.f0_F * 2 ** (settings.shift_semitones / 12), source)
+            f0_F = _clipped_pitch(generator, song.f0_F * 2 ** (settings.shift_semitones / 12), source)
             wave_T = vocode(generator, song.mel_MF, f0_F, seed=settings.seed, chunk_seconds=settings.chunk_seconds)
             with writing(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -150,12 +150,12 @@ def vocode_files(settings: Vocode, *, progress: Progress = silent) -> Vocoded:
             done.written.append(target)
         progress(count, len(wanted))
     if not done.written:
-        causes = shortened([f"{refusal.path}: {refusal.detail}" for refusal in done.refused])
+        causes = format_list([f"{refusal.path}: {refusal.detail}" for refusal in done.refused])
         raise UserError(f"{settings.input}: no usable input: {causes}", hint=HOW_TO_CONVERT)
     return done
 
 
-def _reachable(generator: Generator, f0_F: Tensor, source: Path) -> Tensor:
+def _clipped_pitch(generator: Generator, f0_F: Tensor, source: Path) -> Tensor:
     """Clips the pitch to half the rate of the model's sine, above which it would alias."""
     ceiling_hz = generator.m_source.rate_hz / 2
     above = int((f0_F > ceiling_hz).sum())

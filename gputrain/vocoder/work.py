@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gputrain import config
 from gputrain.audio.mel import log_mel
-from gputrain.audio.weight_norm import weights_made_once
+from gputrain.audio.weight_norm import cached_weights
 from gputrain.bench.step_bench import GRAPHS, SOUND_SWITCHES, SWITCHES, Compute, InferenceBench, sound_title
 from gputrain.engine.data import digests
 from gputrain.engine.mixture import Mixture, format_folders
@@ -115,7 +115,7 @@ def synthesis(settings: TrainVocoder, runtime: Runtime) -> Compute:
     generate = runtime.compile(generator.forward)
 
     def compute() -> Tensor:
-        with weights_made_once(generator):
+        with cached_weights(generator):
             return generate(mel_BMF, f0_BF[:, :frames], noise)
 
     return compute

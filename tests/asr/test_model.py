@@ -6,7 +6,7 @@ import torch
 
 from gputrain.asr.load import load_recogniser
 from gputrain.asr.lora import add_lora, lora_parameters, merged
-from gputrain.asr.model import ForwardOptions, frame_counts, logits, normalized, positions_made_once
+from gputrain.asr.model import ForwardOptions, cached_position_weights, frame_counts, logits, normalized
 from gputrain.asr.recipe import masked_spans
 from gputrain.engine.distributed import BatchDraws
 from gputrain.errors import UserError
@@ -86,7 +86,7 @@ def test_one_weight_of_the_positions_collects_the_gradients_of_all_passes():
     (logits(model, wave_BL, None).square().sum()).backward()
     whole = [parameter.grad.clone() for parameter in parameters]
     model.zero_grad()
-    with positions_made_once(model):
+    with cached_position_weights(model):
         for row in range(2):
             logits(model, wave_BL[row : row + 1], None).square().sum().backward()
     for parameter, expected in zip(parameters, whole, strict=True):

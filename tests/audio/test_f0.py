@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from gputrain.audio.f0 import METHODS, _swift_model, default_method, f0, interpolated, reach, voiced
+from gputrain.audio.f0 import METHODS, _swift_model, default_method, f0, interpolated, trackable_range, voiced
 from gputrain.errors import UserError
 from tests.tables import each_row
 
@@ -141,9 +141,9 @@ def test_a_silent_piece_of_a_long_sound(monkeypatch, method):
 
 
 def test_the_reach_of_trackers():
-    assert reach("parselmouth", 30, 5000) == (30, 5000)
-    assert reach("swift-f0", 30, 5000) == (46.875, 2093.75)
-    assert reach("swift-f0", 60, 800) == (60, 800)
+    assert trackable_range("parselmouth", 30, 5000) == (30, 5000)
+    assert trackable_range("swift-f0", 30, 5000) == (46.875, 2093.75)
+    assert trackable_range("swift-f0", 60, 800) == (60, 800)
 
 
 @pytest.mark.parametrize("method", TRACKERS)

@@ -26,7 +26,7 @@ def test_resblock_is_a_sum_of_its_pairs() -> None:
     expected = x
     for dilated, plain, dilation in zip(block.convs1, block.convs2, (1, 3), strict=True):
         first = F.conv1d(
-            F.leaky_relu(expected, 0.1), dilated.make_weight(), dilated.bias, padding="same", dilation=dilation
+            F.leaky_relu(expected, 0.1), dilated.compute_weight(), dilated.bias, padding="same", dilation=dilation
         )
-        expected = expected + F.conv1d(F.leaky_relu(first, 0.1), plain.make_weight(), plain.bias, padding="same")
+        expected = expected + F.conv1d(F.leaky_relu(first, 0.1), plain.compute_weight(), plain.bias, padding="same")
     assert torch.allclose(block(x), expected, atol=1e-6)

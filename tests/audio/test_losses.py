@@ -14,7 +14,7 @@ from torch._inductor.compile_fx import compile_fx
 from gputrain.audio import losses
 from gputrain.audio.config import Mel, Resolution
 from gputrain.audio.mel import log_mel, stft_magnitudes
-from gputrain.audio.weight_norm import WeightNormed, gradient_leaves, weights_made_once
+from gputrain.audio.weight_norm import WeightNormed, cached_weights, gradient_leaves
 from gputrain.engine.recipe import BatchStat, ChainGradients, Term, Together
 from tests.tables import each_row
 
@@ -380,14 +380,14 @@ def test_made_waves_take_one_forward_pass(compiled, learns):
         return graph
 
     torch._dynamo.reset()
-    function = losses.made_pass
+    function = losses.generated_pass
     if compiled:
         function = torch.compile(function, backend=functools.partial(compile_fx, inner_compile=inner), fullgraph=True)
     discriminator, (wave, real) = TwoWeights().requires_grad_(learns), waves()
     found = []
     for at_once in (True, False):
         made = wave.clone().requires_grad_()
-        with weights_made_once(discriminator):
+        with cached_weights(discriminator):
             _, targets = losses.real_pass(discriminator, real)
             if at_once:
                 fake, *of_generator = function(discriminator, made, *targets)

@@ -127,7 +127,7 @@ def test_an_interrupted_writer_goes_on_behind_the_last_whole_sound(tmp_path_fact
 def test_a_changed_bit_is_noticed_where_it_is_read_and_only_there(tmp_path, hop):
     sound = written(tmp_path, hop).sounds[2]
     for file in stored_files(hop):
-        at = (sound.begin + 13) * file.bytes_a_unit  # Checksums are those of units 12 to 14.
+        at = (sound.begin + 13) * file.bytes_per_unit  # Checksums are those of units 12 to 14.
         whole = (tmp_path / file.name).read_bytes()
         (tmp_path / file.name).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         for first, count in ((0, 12), (15, 10)):
@@ -182,5 +182,5 @@ def test_rows_of_the_index_are_json_lines(tmp_path):
 
 
 def test_units_have_the_sizes_of_their_numbers():
-    assert [file.bytes_a_unit for file in stored_files(5)] == [10, 4]
-    assert StoredFile("x", "<f4", 3).bytes_a_unit == 12
+    assert [file.bytes_per_unit for file in stored_files(5)] == [10, 4]
+    assert StoredFile("x", "<f4", 3).bytes_per_unit == 12

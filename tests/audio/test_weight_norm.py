@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gputrain.audio.discriminators import multi_scale
-from gputrain.audio.weight_norm import WeightNormed, stacked_weight_norm, weights_made_once
+from gputrain.audio.weight_norm import WeightNormed, cached_weights, stacked_weight_norm
 from tests.tables import each_row
 
 
@@ -36,10 +36,10 @@ def test_weight_norm_keeps_channels_last(size: tuple[int, int]) -> None:
     torch.manual_seed(0)
     plain = WeightNormed(nn.Conv2d(6, 4, size)).double()
     placed = copy.deepcopy(plain).to(memory_format=torch.channels_last)
-    assert plain.make_weight().is_contiguous()
-    assert placed.make_weight().is_contiguous(memory_format=torch.channels_last)
+    assert plain.compute_weight().is_contiguous()
+    assert placed.compute_weight().is_contiguous(memory_format=torch.channels_last)
     for made in (plain, placed):
-        with weights_made_once(made):
+        with cached_weights(made):
             made(torch.ones(2, 6, 20, 20, dtype=torch.float64)).square().sum().backward()
     assert torch.allclose(placed.weight_g.grad, plain.weight_g.grad, rtol=1e-12)
     assert torch.allclose(placed.weight_v.grad, plain.weight_v.grad, rtol=1e-12, atol=1e-12)
@@ -81,14 +81,14 @@ def test_spectral_norm_is_refreshed_only_when_asked():
     first.weight_orig.data.copy_(torch.randn(first.weight_orig.shape, generator=torch.Generator().manual_seed(5)))
     for _ in range(300):
         discriminators.refresh_spectral_norms()
-    assert torch.linalg.svdvals(first.make_weight().flatten(1))[0].item() == pytest.approx(1, rel=1e-6)
+    assert torch.linalg.svdvals(first.compute_weight().flatten(1))[0].item() == pytest.approx(1, rel=1e-6)
 
 
 def test_spectral_norm_is_exact_under_autocast():
     conv = small(torch.float32).discriminators[0].convs[2]
     with torch.autocast("cpu", torch.bfloat16):
-        cast = conv.make_weight()
-    assert torch.equal(cast, conv.make_weight())
+        cast = conv.compute_weight()
+    assert torch.equal(cast, conv.compute_weight())
 
 
 @pytest.mark.parametrize("size", [(5, 1), (3, 9)])
@@ -99,7 +99,7 @@ def test_stacked_layers_have_their_own_weights_and_gradients(size, layout):
     layers = [WeightNormed(nn.Conv2d(6, 4, size)).to(memory_format=layout) for _ in range(3)]
     for layer in layers:
         layer.weight_g.data.mul_(1 + torch.rand_like(layer.weight_g))
-    alone = [layer.make_weight() for layer in layers]
+    alone = [layer.compute_weight() for layer in layers]
     together = stacked_weight_norm([layer.weight_v for layer in layers], [layer.weight_g for layer in layers])
     found = []
     for weights in (alone, together):

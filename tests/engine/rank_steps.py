@@ -85,7 +85,7 @@ def compare_compressed(folder: Path, rank: int, cases: list[str]) -> None:
     """Save how far the gradients of a step differ if two ranks exchange them in bf16: relative error by case."""
     if rank > 1:
         return
-    group = RankGroup.join(Ranks(rank, 2, rank, 2), on_gpu=False, meeting=f"file://{folder}/compressed")
+    group = RankGroup.join(Ranks(rank, 2, rank, 2), on_gpu=False, init_method=f"file://{folder}/compressed")
     errors = {}
     for case in cases:
         runtime = dataclasses.replace(cpu_runtime(), ranks=group.ranks)
@@ -98,7 +98,7 @@ def compare_compressed(folder: Path, rank: int, cases: list[str]) -> None:
         for dtype in (None, torch.bfloat16):
             group.gradient_dtype = dtype
             sums = engine.accumulate(state, step_group, batch, step)
-            engine.add_up_over_ranks(state, step_group, sums)
+            engine.all_reduce_sums(state, step_group, sums)
             gradients = (p.grad for phase in step_group.phases for p in phase.parameters() if p.grad is not None)
             # The gradients of each parameter count alike.
             flat[dtype] = torch.cat([(grad / (grad.norm() + 1e-30)).flatten() for grad in gradients])
@@ -114,8 +114,8 @@ def train_runs(folder: Path, rank: int, stages: tuple[tuple[int, int], ...]) -> 
     for count, last in stages:
         if rank >= count:
             continue
-        meeting = f"file://{folder}.{count}"
-        group = RankGroup.join(Ranks(rank, count, rank, count), on_gpu=False, meeting=meeting)
+        init_method = f"file://{folder}.{count}"
+        group = RankGroup.join(Ranks(rank, count, rank, count), on_gpu=False, init_method=init_method)
         runtime = dataclasses.replace(cpu_runtime(), ranks=group.ranks)
         vars(runtime)["product_rate"] = 1e11  # It would be measured for each run.
         recipe, _ = toy(runtime)
@@ -134,7 +134,7 @@ def main(folder: Path, rank: int, cases: list[str], dtype: torch.dtype, steps: i
         if rank >= count:
             continue
         group = RankGroup.join(
-            Ranks(rank, count, rank, count), on_gpu=False, meeting=f"file://{folder}/meeting_{number}"
+            Ranks(rank, count, rank, count), on_gpu=False, init_method=f"file://{folder}/meeting_{number}"
         )
         for case in cases:
             torch.save(train(case, group, folder, dtype, steps), folder / f"{case}_{count}_{rank}.pt")

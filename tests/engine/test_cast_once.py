@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from gputrain.audio.discriminators import vits_discriminators
-from gputrain.audio.weight_norm import shared_weights, weights_made_once
+from gputrain.audio.weight_norm import cached_weights, shared_weights
 from gputrain.engine import cast_once
 from gputrain.engine.cast_once import layer_weights, weights_cast_once
 
@@ -67,7 +67,7 @@ def test_a_step_that_fails_leaves_the_weights_and_no_gradient():
 def test_frozen_and_excepted_layers():
     model = network()
     model[0].requires_grad_(False)
-    with weights_cast_once(layer_weights([model], exact=[model[4]]), torch.bfloat16):
+    with weights_cast_once(layer_weights([model], without_autocast=[model[4]]), torch.bfloat16):
         assert model[4].weight.dtype == torch.float32
         passes(model)
     assert model[0].weight.grad is None
@@ -83,7 +83,7 @@ def test_normed_weights_are_cast_too():
         torch.manual_seed(0)
         discriminator = list(vits_discriminators(4))[1]
         wave_B1T = torch.randn(2, 1, 64)
-        context = shared_weights(discriminator, dtype=torch.bfloat16) if shared else weights_made_once(discriminator)
+        context = shared_weights(discriminator, dtype=torch.bfloat16) if shared else cached_weights(discriminator)
         with context, torch.autocast("cpu", torch.bfloat16):
             for _ in range(2):
                 discriminator(wave_B1T)[0].float().sum().backward()

@@ -126,7 +126,7 @@ def test_the_kept_ones_are_tried_by_their_numbers_although_copying_has_changed_t
         checkpoint.keep(tmp_path, f"checkpoint_step_{step}.pt")
     for time, step in enumerate((100, 9, 10)):
         os.utime(tmp_path / f"checkpoint_step_{step}.pt", (time, time))
-    names = [path.name for path in checkpoint.in_order(tmp_path) if "step" in path.name]
+    names = [path.name for path in checkpoint.newest_first(tmp_path) if "step" in path.name]
     assert names == ["checkpoint_step_100.pt", "checkpoint_step_10.pt", "checkpoint_step_9.pt"]
 
 

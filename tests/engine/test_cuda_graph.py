@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gputrain.engine import step
-from gputrain.engine.cuda_graph import MOST_RELEASES, agree, replay_gradients
+from gputrain.engine.cuda_graph import MOST_RELEASES, all_close, replay_gradients
 from gputrain.engine.recipe import Term
 from gputrain.engine.schedule import Schedule
 from gputrain.engine.state import TrainState
@@ -285,7 +285,7 @@ def test_half_of_the_digits_must_agree():
     fp32, bf16 = 2.0**-23, 2.0**-7
 
     def holds(other_large, other_small, eps):
-        return agree([(large, other_large), (small, other_small)], eps)
+        return all_close([(large, other_large), (small, other_small)], eps)
 
     assert holds(large, small, fp32)
     assert holds(large * (1 + 3e-4), small * 1000, fp32)

@@ -10,7 +10,7 @@ from gputrain.cli import ui
 from gputrain.config import read_file
 from gputrain.engine import callbacks, saving, stop
 from gputrain.engine.schedule import Saving
-from gputrain.engine.stop import COMMAND_CLOCK, Deadline, seconds_of
+from gputrain.engine.stop import COMMAND_CLOCK, Deadline, parse_duration
 from gputrain.errors import Stopped, UserError
 from tests.engine.test_leaving import saved_step
 from tests.engine.test_run import assert_equal, schedule, steps_logged, trained
@@ -23,7 +23,7 @@ from tests.waiting import HANG_SECONDS, Clock
     ("90s", 90), ("45m", 2700), ("3h50m", 13800), ("1d2h", 93600), ("2d1s", 172801), ("36h", 129600), ("1h0m", 3600)
 )  # fmt: skip
 def test_durations(text, seconds):
-    assert seconds_of(text) == seconds
+    assert parse_duration(text) == seconds
     assert Saving(max_time=text).max_time == text
 
 

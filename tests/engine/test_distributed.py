@@ -169,9 +169,9 @@ def test_draws_of_an_item_do_not_depend_on_the_ranks():
 def test_a_single_process_exchanges_nothing():
     group = RankGroup()
     gradient = torch.ones(3)
-    group.add_up([gradient], [{"loss": torch.ones(())}])
-    assert (group.gather("a"), group.any_of(True, False), group.total(2.0)) == (["a"], [True, False], [2.0])
-    assert group.of_leader(lambda: {"a": 1}) == {"a": 1}
+    group.all_reduce([gradient], [{"loss": torch.ones(())}])
+    assert (group.gather("a"), group.any_rank(True, False), group.total(2.0)) == (["a"], [True, False], [2.0])
+    assert group.from_leader(lambda: {"a": 1}) == {"a": 1}
     assert gradient.tolist() == [1, 1, 1]
 
 

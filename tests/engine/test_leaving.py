@@ -142,15 +142,15 @@ def test_an_error_between_steps_loses_no_step(tmp_path, caplog, made, error, opt
 
 def test_a_step_that_is_saved_before_an_error_has_a_line_of_metrics(tmp_path, monkeypatch):
     """After seven steps, the exchange with other ranks fails, as when one of them has ended."""
-    agree, calls = RankGroup.any_of, iter(range(1000))
+    agree, calls = RankGroup.any_rank, iter(range(1000))
 
-    def any_of(self, *flags: bool) -> list[bool]:
+    def any_rank(self, *flags: bool) -> list[bool]:
         if next(calls) >= 6:
             raise UserError("the connection to another rank is lost")
         return agree(self, *flags)
 
     with monkeypatch.context() as patched:
-        patched.setattr(RankGroup, "any_of", any_of)
+        patched.setattr(RankGroup, "any_rank", any_rank)
         patched.setattr(RankGroup, "total", lambda self, *values: defect())
         with pytest.raises(UserError, match="is lost"):
             train_with(tmp_path, log_freq=10)
@@ -272,7 +272,7 @@ def test_an_optimizer_that_never_fits_leaves_a_run_without_a_checkpoint(tmp_path
         train_with(tmp_path, lambda recipe: (setattr(recipe, "adversarial_from", 0), fault(recipe)))
     assert "step 3 failed" in caplog.text
     assert "there is no checkpoint yet, so that a resumed run starts from scratch" in caplog.text
-    assert not checkpoint.in_order(tmp_path)
+    assert not checkpoint.newest_first(tmp_path)
 
 
 def test_state_of_an_optimizer_that_does_not_fit_at_first_is_allocated_again(tmp_path, monkeypatch):

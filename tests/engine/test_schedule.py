@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from gputrain.engine.schedule import RunProgress, Saving, Schedule, StepSchedule, begin, every
+from gputrain.engine.schedule import RunProgress, Saving, Schedule, StepSchedule, begin, is_due_every
 from gputrain.errors import UserError
 
 
@@ -62,8 +62,8 @@ def test_another_data_set_goes_on_at_an_epochs_start():
 
 
 def test_every():
-    assert [n for n in range(10) if every(n, 3)] == [3, 6, 9]
-    assert not any(every(n, 0) for n in range(10))
+    assert [n for n in range(10) if is_due_every(n, 3)] == [3, 6, 9]
+    assert not any(is_due_every(n, 0) for n in range(10))
 
 
 def test_a_stage_may_be_counted_in_steps():

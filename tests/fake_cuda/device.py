@@ -35,7 +35,7 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from gputrain.hw.driver import ask_driver
+from gputrain.hw.driver import query_driver
 from gputrain.planner.memory.timeline import _Watch
 from gputrain.planner.time.flops import FlopCount
 from tests.fake_cuda import tensors
@@ -193,7 +193,7 @@ def switches() -> dict[str, bool]:
 
 def _forget() -> None:
     """Empty the package's caches of tensors, and of what it found out about the device."""
-    ask_driver.cache_clear()
+    query_driver.cache_clear()
     audio, align = sys.modules.get("gputrain.audio.mel"), sys.modules.get("gputrain.tts.align")
     if audio:
         audio.mel_bank.cache_clear()

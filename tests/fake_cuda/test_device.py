@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from gputrain.hw.driver import ask_driver
+from gputrain.hw.driver import query_driver
 from tests.fake_cuda.device import UNAVAILABLE, fake_cuda
 from tests.tables import each_row
 
@@ -101,7 +101,7 @@ def test_what_torch_refuses_is_refused():
 
 def test_nvml_reports_the_card():
     with fake_cuda("NVIDIA A10", (8, 6), 24.0):
-        (found,) = ask_driver().cards
+        (found,) = query_driver().cards
         assert (found.name, found.compute_capability, found.memory_gb) == ("NVIDIA A10", (8, 6), 24.0)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gputrain.hw import monitor
-from gputrain.hw.monitor import Monitor, Reading, look_at_ram, pressure_of, summary
+from gputrain.hw.monitor import Monitor, Reading, pressure_of, read_ram, summary
 from gputrain.hw.probe import ram
 from tests.tables import each_row
 from tests.waiting import HANG_SECONDS, wait_until
@@ -209,7 +209,7 @@ def test_ram_by_meminfo():
 
     def readings_agree() -> bool:
         used_gb, total_gb = in_use_by_meminfo()
-        reading = look_at_ram()
+        reading = read_ram()
         assert reading.total_gb == pytest.approx(total_gb, rel=0.01)
         return abs(reading.used_gb - used_gb) < 0.01
 
@@ -218,9 +218,9 @@ def test_ram_by_meminfo():
 
 def test_ram_that_is_not_known_is_no_pressure(monkeypatch):
     monkeypatch.setattr(monitor, "ram", lambda: (16.0, 0.0))
-    assert look_at_ram() == Reading()
+    assert read_ram() == Reading()
     monkeypatch.setattr(monitor, "ram", lambda: (16.0, 0.5))
-    assert pressure_of([look_at_ram()]) == "act"
+    assert pressure_of([read_ram()]) == "act"
 
 
 # -------------------------------------------------------------------------------------------------------- NVML

@@ -109,7 +109,7 @@ def asked(environment, statements: str, **variables: str) -> Driver:
     return from_json(Driver, json.loads(done.stdout))
 
 
-ASK = "from gputrain.hw.driver import ask_driver\ndriver = ask_driver()"
+ASK = "from gputrain.hw.driver import query_driver\ndriver = query_driver()"
 
 
 def test_the_driver_is_asked_once_in_a_process(fake_nvml, tmp_path):

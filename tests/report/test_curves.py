@@ -20,7 +20,7 @@ from gputrain.report.curves import (
     thinned,
     tick_label,
 )
-from gputrain.report.metric_names import shown_value, style_of
+from gputrain.report.metric_names import format_value, style_of
 from tests.tables import each_row
 
 
@@ -98,7 +98,7 @@ def test_many_points_are_drawn_plain_and_smoothed():
 
 def test_numbers_and_titles():
     assert [tick_label(value) for value in (0.9375, 100 * 0.07, 5000, 0.0)] == ["0.9375", "7", "5,000", "0"]
-    assert shown_value(0.1234, "%") == "12.3 %"
+    assert format_value(0.1234, "%") == "12.3 %"
     assert style_of("eval/psnr_db").title == "PSNR"
     assert style_of("loss/generator/fast_mpd").title == "generator: fast mpd"
     assert style_of("speed/images_per_second").title == "images a second"

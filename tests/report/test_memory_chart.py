@@ -16,7 +16,7 @@ from gputrain.report.memory_chart import (
     PART_COLOURS,
     WIDTH,
     MemoryBar,
-    bar_of,
+    memory_bar,
     memory_bars,
     write_memory_chart,
 )
@@ -73,11 +73,11 @@ def test_files(tmp_path):
 
 
 def test_the_content_of_a_plan():
-    bar = bar_of("run", PLAN)
+    bar = memory_bar("run", PLAN)
     assert bar is not None
     assert bar.words == "predicted peak 2.00 GB, measured peak 2.50 GB of the whole process, of 4.0 GB that may be used"
     on_gpu = {"settings": {"device": {"value": "cuda"}}, "measured": {"peak_gb": 2.5, "ratio": 1.25, "step": 2}}
-    bar = bar_of("run", PLAN | on_gpu)
+    bar = memory_bar("run", PLAN | on_gpu)
     assert bar is not None
     assert bar.words == (
         "predicted peak 2.00 GB, measured peak 2.50 GB (1.250 of the prediction), of 4.0 GB that may be used"
@@ -88,7 +88,7 @@ def test_the_content_of_a_plan():
         {"prediction": {"parts": {"parameters": "x"}}},
         {"prediction": {"parts": {}}},
     ):
-        assert bar_of("run", broken) is None
+        assert memory_bar("run", broken) is None
 
 
 @pytest.mark.slow

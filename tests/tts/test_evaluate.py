@@ -15,7 +15,7 @@ from torch import nn
 from gputrain.audio.mel import log_mel
 from gputrain.config import assemble, flatten
 from gputrain.engine import checkpoint
-from gputrain.engine.gan import exact
+from gputrain.engine.gan import at_least_fp32
 from gputrain.errors import UserError
 from gputrain.speech.buckets import Speech, open_speech
 from gputrain.speech.error_rates import Edits, character_edits
@@ -29,7 +29,7 @@ from gputrain.tts.evaluate import LONGEST, Evaluation, HeldOutClips, batch_clips
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.load import architecture_of
 from gputrain.tts.model import Voice, frame_prior
-from gputrain.tts.reading import Text, at_rest, clip_seed, encode_recordings, synthesise
+from gputrain.tts.reading import Text, clip_seed, encode_recordings, eval_mode, synthesise
 from tests.command import ProgressSeen
 from tests.speech.speech import RATE_HZ, hum
 from tests.tables import each_row
@@ -171,14 +171,14 @@ def read_by_hand(voice: Voice, store: SpeechStore, clip: SpeechClip) -> dict[str
     padded = nn.functional.pad(wave[None], (384, 384), mode="reflect")[0]
     window = torch.hann_window(1024)
     spectrogram = torch.stft(padded, 1024, HOP, 1024, window, center=False, return_complex=True).abs()
-    with at_rest(voice):
+    with eval_mode(voice):
         text = voice.encode_text(ids, torch.tensor([symbols]))
         posterior, prior_latent = voice.encode_sound(spectrogram, torch.tensor([frames]), noise)
         scores = alignment_scores(prior_latent, text.mean_BCS, text.log_scale_BCS)
         durations = search(scores, torch.tensor([symbols]), torch.tensor([frames]))
         kl = kl_loss(prior_latent, posterior.log_scale_BCT, *frame_prior(text, durations, frames), posterior.mask_B1T)
         loss = voice.duration_loss(text, durations, duration_noise)
-        made = exact(voice.decoder(posterior.latent_BCT))[0].numpy()
+        made = at_least_fp32(voice.decoder(posterior.latent_BCT))[0].numpy()
     distance = np.abs(measures.log_mel_of(made[0], mel) - measures.log_mel_of(wave[0].numpy(), mel)).mean(axis=0)
     of_symbols = durations[0].numpy()
     health = measures.alignment_health(of_symbols, ids[0].numpy() == 0)
@@ -216,7 +216,7 @@ def test_a_recording_made_again_is_compared_over_its_own_frames(store):
         return torch.randn(made_B1L.shape, generator=random) * behind_L * torch.tensor([1, 0])[:, None, None]
 
     voice.decoder.register_forward_hook(silence)
-    with at_rest(voice):
+    with eval_mode(voice):
         found = encode_recordings(voice, batch, [1, 2], CPU).mel_distance_B
     real_BMT = log_mel(batch.wave_BT / 32768, voice.architecture.mel)
     for row, frames in enumerate((short, long)):
@@ -230,7 +230,7 @@ def test_figures_of_speaking_against_measures_by_hand(store):
     matches = []
     for clip in store.clips:
         frames = frame_count(clip.samples, HOP)
-        with at_rest(voice):
+        with eval_mode(voice):
             [spoken] = synthesise(
                 voice, [Text(ENGLISH.ids(clip.normalized), 0, clip_seed(clip), LONGEST * frames)], CPU
             )

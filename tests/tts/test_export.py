@@ -26,7 +26,7 @@ from gputrain.tts.export import (
     write_piper_graph,
 )
 from gputrain.tts.load import LoadedVoice
-from gputrain.tts.model import speaking_copy
+from gputrain.tts.model import inference_copy
 from tests.command import ProgressSeen
 from tests.tts.test_load import full, narrow, settings_of
 
@@ -139,7 +139,7 @@ def test_stock_piper_speaks_voices_of_full_size(preset: VoicePreset, speakers: t
         for name, parameter in voice.duration_predictor.named_parameters():
             if "project" in name:  # At this width, the durations of `build` would be hours.
                 parameter *= 0.05
-    loaded = LoadedVoice(speaking_copy(voice), reading, settings_of(preset), speakers, "full")
+    loaded = LoadedVoice(inference_copy(voice), reading, settings_of(preset), speakers, "full")
     export_piper(loaded, tmp_path)
     speaks_alike(loaded, tmp_path / "voice.onnx", UZBEK, len(speakers) - 1 if len(speakers) > 1 else None)
 

@@ -8,7 +8,7 @@ from gputrain.audio.weight_norm import WeightNormed
 from gputrain.tts.architecture import VoicePreset, voice_architecture
 from gputrain.tts.decoder import WaveDecoder
 from gputrain.tts.export_layers import OneRow, RowDecoder, RowStage, faster_in_onnxruntime, joined, overlapping
-from gputrain.tts.model import PlainConvolution, speaking_copy
+from gputrain.tts.model import PlainConvolution, inference_copy
 from tests.tables import each_row
 from tests.tts.voices import build, small
 
@@ -29,7 +29,7 @@ def test_rows_overlap_and_are_joined_again(rows: int) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("preset", ["high", "medium", "fast"])
 def test_a_decoder_in_rows_gives_the_same_wave(preset: VoicePreset) -> None:
-    voice = speaking_copy(build(small(preset, 3)))
+    voice = inference_copy(build(small(preset, 3)))
     decoder = voice.double().decoder
     in_rows = RowDecoder(decoder, voice.architecture.upsample_rates).double()
     stages: list[RowStage] = list(in_rows.stages)  # type: ignore[arg-type]
@@ -44,7 +44,7 @@ def test_a_decoder_in_rows_gives_the_same_wave(preset: VoicePreset) -> None:
 
 @torch.no_grad()
 def test_only_convolutions_that_see_one_position_stay_one_dimensional() -> None:
-    voice = speaking_copy(build(small("medium")))
+    voice = inference_copy(build(small("medium")))
     fast = faster_in_onnxruntime(voice)
     kept = [layer for part in (fast.flow, fast.text_encoder) for layer in part.modules()]
     plain = [layer for layer in kept if isinstance(layer, (PlainConvolution, nn.Conv1d))]

@@ -16,7 +16,7 @@ from gputrain.speech.text.frontend import Frontend, frontend
 from gputrain.tts.architecture import VoicePreset, voice_architecture
 from gputrain.tts.config import TrainTts
 from gputrain.tts.load import LoadedVoice, architecture_of, load_voice, start_from
-from gputrain.tts.model import Voice, speaking_copy
+from gputrain.tts.model import Voice, inference_copy
 from tests.tts.test_train import small_presets
 from tests.tts.voices import build, small
 
@@ -41,7 +41,7 @@ def narrow(
     """Returns a loaded voice that is smaller than the presets."""
     reading = frontend(reads) if isinstance(reads, str) else reads
     sizes = replace(small(preset, len(speakers)), num_symbols=len(reading.symbols))
-    return LoadedVoice(speaking_copy(build(sizes)), reading, settings_of(preset), tuple(speakers), "narrow")
+    return LoadedVoice(inference_copy(build(sizes)), reading, settings_of(preset), tuple(speakers), "narrow")
 
 
 def run_folder(

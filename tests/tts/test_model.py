@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from gputrain.audio.weight_norm import WeightNormed, weights_made_once
+from gputrain.audio.weight_norm import WeightNormed, cached_weights
 from gputrain.tts.architecture import VoicePreset
 from gputrain.tts.encoder import band_to_square, square_to_band
-from gputrain.tts.model import Voice, length_mask, segment_starts, segments, speaking_copy
+from gputrain.tts.model import Voice, inference_copy, length_mask, segment_starts, segments
 from tests.tables import each_row
 from tests.tts.voices import Losses, build, small, some_batch, training
 
@@ -156,7 +156,7 @@ def test_weights_can_be_made_once() -> None:
     sizes = small("medium", 3)
     voice, batch = build(sizes).double(), some_batch(sizes).to(torch.float64)
     expected = gradients(voice, training(voice, batch))
-    with weights_made_once(voice):
+    with cached_weights(voice):
         for part in (slice(0, 2), slice(2, 3)):
             training(voice, batch.items(part)).total().backward()
     made = [parameter.grad for parameter in voice.parameters()]
@@ -199,7 +199,7 @@ def test_dropout_is_that_of_the_sizes() -> None:
 def test_a_copy_to_speak_with() -> None:
     voice = build(small("fast"))
     names = set(voice.state_dict())
-    copied = speaking_copy(voice)
+    copied = inference_copy(voice)
     assert set(voice.state_dict()) == names
     assert not any(isinstance(module, WeightNormed) for module in copied.modules())
     assert not any("posterior" in name or "weight_v" in name for name in copied.state_dict())

@@ -15,7 +15,7 @@ from transformers import VitsConfig, VitsModel
 
 from gputrain.audio.weight_norm import WeightNormed
 from gputrain.tts.architecture import VoiceArchitecture, voice_architecture
-from gputrain.tts.model import Voice, length_mask, speaking_copy
+from gputrain.tts.model import Voice, inference_copy, length_mask
 
 SMALL = VoiceArchitecture(
     num_symbols=30, hidden_channels=32, latent_channels=32, speaker_channels=24, encoder_layers=2,
@@ -151,7 +151,7 @@ def same_wave(sizes: VoiceArchitecture) -> None:
     with torch.no_grad():
         theirs_BT = reference(ids_BS, speaker_id=speaker_id).waveform
         ours_B1T, _ = voice.infer(ids_BS, torch.tensor([17]), speaker_B, **quiet)
-        copied_B1T, _ = speaking_copy(voice).infer(ids_BS, torch.tensor([17]), speaker_B, **quiet)
+        copied_B1T, _ = inference_copy(voice).infer(ids_BS, torch.tensor([17]), speaker_B, **quiet)
     assert theirs_BT.std() > 0.01
     assert difference(ours_B1T[:, 0], theirs_BT) < 1e-5
     assert difference(copied_B1T[:, 0], theirs_BT) < 1e-5

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gputrain.tts.duration import DurationPredictor, of_every_row
-from gputrain.tts.model import speaking_copy
+from gputrain.tts.model import inference_copy
 from tests.tables import each_row
 from tests.tts.voices import build, small
 
@@ -62,4 +62,4 @@ def test_a_copy_that_speaks_has_convolutions_again():
     voice = build(small())
     voice.duration_predictor.compute_by_rows()
     assert voice.duration_predictor.text_pre.by_rows
-    assert not any(getattr(module, "by_rows", False) for module in speaking_copy(voice).modules())
+    assert not any(getattr(module, "by_rows", False) for module in inference_copy(voice).modules())

@@ -9,7 +9,7 @@ from gputrain.errors import UserError
 from gputrain.speech.store import SpeechStore, frame_count
 from gputrain.tts import evaluate
 from gputrain.tts.evaluate import FRAME_PIXELS, GAP_PIXELS, STAIRS_PIXELS, HeldOutClips, alignment
-from gputrain.tts.reading import Text, at_rest, clip_seed, synthesise
+from gputrain.tts.reading import Text, clip_seed, eval_mode, synthesise
 from tests.tts.test_evaluate import CPU, ENGLISH, HOP, RATE_HZ, PlaybackVoice, settings_of, sizes, speech_of, store_of
 from tests.tts.voices import build
 
@@ -37,7 +37,7 @@ def test_sentences_are_spoken_as_the_model_reads_them(store):
     again = clips.sample(voice, CPU)
     ids = ENGLISH.ids("it is five o'clock.")
     assert clips.texts[0].ids == ids
-    with at_rest(voice):
+    with eval_mode(voice):
         [spoken] = synthesise(voice, clips.texts[:1], CPU)
     audio = report.sounds["text_1"]
     assert audio.rate_hz == RATE_HZ
@@ -90,7 +90,7 @@ def test_a_voice_without_end_is_cut_off_and_one_that_has_diverged_is_silent(stor
     text = Text(ENGLISH.ids("so it is"), 0, 0, 40)
     voice.duration_predictor.flow.shift.data[0] = -20.0  # shift of log durations
     voice.decoder.register_forward_hook(lambda module, given, made: made * torch.nan)
-    with at_rest(voice):
+    with eval_mode(voice):
         [spoken] = synthesise(voice, [text], CPU)
     assert int(spoken.durations_S.sum()) == 40
     assert len(spoken.wave_L) == 40 * HOP

@@ -24,7 +24,7 @@ from gputrain.errors import UserError
 from gputrain.speech.text.frontend import frontend
 from gputrain.speech.text.raw import RawRules
 from gputrain.tts.architecture import VoicePreset
-from gputrain.tts.config import Manner, Speak
+from gputrain.tts.config import Speak, SpeakingOptions
 from gputrain.tts.decoder import WaveDecoder
 from gputrain.tts.load import LoadedVoice
 from gputrain.tts.speak import (
@@ -34,7 +34,7 @@ from gputrain.tts.speak import (
     SentenceAudio,
     SoundFile,
     decode_in_chunks,
-    decoder_reach_frames,
+    decoder_receptive_field,
     speak_text,
     speaker_number,
     synthesise_sentence,
@@ -54,8 +54,8 @@ TEXT = "Hello there. It is 5 o'clock! And now?"
 @PRESETS
 @torch.no_grad()
 def test_the_receptive_field_of_a_decoder(preset: VoicePreset) -> None:
-    """A change of one frame has effects up to `reach_frames` away, and nearly as far."""
-    decoder, reach = WaveDecoder(small(preset)).double(), decoder_reach_frames(small(preset))
+    """A change of one frame has effects up to `receptive_field_frames` away, and nearly as far."""
+    decoder, reach = WaveDecoder(small(preset)).double(), decoder_receptive_field(small(preset))
     latent_BCF = torch.randn(1, 8, 101, dtype=torch.float64)
     changed_BCF = latent_BCF.clone()
     changed_BCF[..., 50] += 1
@@ -69,7 +69,7 @@ def test_the_receptive_field_of_a_decoder(preset: VoicePreset) -> None:
 @torch.no_grad()
 def test_chunks_make_the_whole(preset: VoicePreset) -> None:
     loaded = narrow(preset, speakers=("anna", "boris"))
-    voice, reach = loaded.voice, decoder_reach_frames(loaded.voice.architecture)
+    voice, reach = loaded.voice, decoder_receptive_field(loaded.voice.architecture)
     latent_BCF, speaker_BG1 = torch.randn(1, 8, 150), voice.speaker(torch.tensor([1]))
     whole_T = voice.decoder(latent_BCF, speaker_BG1)[0, 0]
     assert whole_T.std() > 1e-3
@@ -84,7 +84,7 @@ def test_chunks_make_the_whole(preset: VoicePreset) -> None:
 def test_an_utterance_is_what_infer_makes_of_the_same_noise() -> None:
     loaded = narrow("medium", speakers=("anna", "boris"))
     ids = loaded.frontend.ids("some words, and more of them.")
-    manner = Manner(length_scale=1.3, noise_scale=0.5, noise_w=0.4)
+    manner = SpeakingOptions(length_scale=1.3, noise_scale=0.5, noise_w=0.4)
     wave_T = synthesise_sentence(loaded.voice, ids, manner, torch.Generator().manual_seed(3), speaker=1)
     random = torch.Generator().manual_seed(3)
     noise_B2S = torch.randn(1, 2, len(ids), generator=random)
@@ -98,7 +98,7 @@ def test_an_utterance_is_what_infer_makes_of_the_same_noise() -> None:
 
 
 def said(loaded: LoadedVoice, text: str, **manner: Any) -> list[SentenceAudio]:
-    return list(Narrator(loaded, Manner(**manner)).say(text))
+    return list(Narrator(loaded, SpeakingOptions(**manner)).say(text))
 
 
 def test_a_seed_and_a_text_are_a_wave() -> None:
@@ -119,14 +119,14 @@ def test_what_cannot_be_said_is_left_out(caplog: pytest.LogCaptureFixture) -> No
     reading = frontend("characters", texts=["abc"])
     voice = narrow("fast", reading)
     assert reading.unknown(reading.normalize("abx")) == ["x"]
-    narrator = Narrator(voice, Manner())
+    narrator = Narrator(voice, SpeakingOptions())
     assert len([*narrator.say("abx! xa"), *narrator.say("xxx"), *narrator.say("xc")]) == 3
     assert [text for text in caplog.messages if "no symbol" in text] == ["the voice has no symbol for 'x': left out"]
     assert "nothing to say in 'xxx': left out" in caplog.messages
 
 
 def test_digits_without_rules_are_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
-    narrator = Narrator(narrow("fast", frontend("characters", texts=["abc 123"])), Manner())
+    narrator = Narrator(narrow("fast", frontend("characters", texts=["abc 123"])), SpeakingOptions())
     assert len([*narrator.say("abc"), *narrator.say("ab 12. C 3")]) == 3
     (message,) = [text for text in caplog.messages if "digits" in text]
     assert message.startswith("the voice reads digits as letters, as in 'ab 12.': write numbers in words")
@@ -143,7 +143,7 @@ def test_a_lexicon_is_added_to_that_of_the_voice(tmp_path: Path) -> None:
 
 def test_a_stream_begins_with_a_short_chunk_and_is_the_same_wave() -> None:
     loaded = narrow("fast")
-    narrator, text = Narrator(loaded, Manner(length_scale=4)), "Hello you over there. Yes."
+    narrator, text = Narrator(loaded, SpeakingOptions(length_scale=4)), "Hello you over there. Yes."
     whole = list(narrator.say(text))
     chunks = list(narrator.say(text, in_chunks=True))
     begins = [number for number, chunk in enumerate(chunks) if chunk.begins]
@@ -158,7 +158,7 @@ def test_a_stream_begins_with_a_short_chunk_and_is_the_same_wave() -> None:
 
 def test_a_stream_is_made_softer_from_the_chunk_on_that_is_too_loud() -> None:
     loaded = narrow("fast")
-    narrator = Narrator(loaded, Manner(length_scale=4))
+    narrator = Narrator(loaded, SpeakingOptions(length_scale=4))
     (plain,) = narrator.say("Hello you over there.")
     peaks = [chunk.peak for chunk in narrator.say("Hello you over there.", in_chunks=True)]
     with torch.no_grad():
@@ -377,7 +377,7 @@ def test_ten_thousand_characters(caplog: pytest.LogCaptureFixture) -> None:
     text = "many words without an end " * 400
     longest = 0
     total = 0
-    for utterance in Narrator(loaded, Manner(length_scale=0.1)).say(text):
+    for utterance in Narrator(loaded, SpeakingOptions(length_scale=0.1)).say(text):
         total += len(utterance.wave_T)
         longest = max(longest, len(utterance.wave_T))
     assert len(text) > 10_000

@@ -17,7 +17,7 @@ from gputrain.vae.architecture import VaeArchitecture, vae_architecture
 from gputrain.vae.config import Data, PictureEvaluation, Reconstruct, TrainVae, VaePrepareConfig
 from gputrain.vae.data import CropDataset, as_rgb, centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.discriminator import PatchDiscriminator
-from gputrain.vae.evaluate import evaluate_pictures, shown
+from gputrain.vae.evaluate import evaluate_pictures, to_rgb
 from gputrain.vae.export import export_vae
 from gputrain.vae.linear_start import signals_of
 from gputrain.vae.load import load_model
@@ -156,12 +156,12 @@ def test_lpips_sees_three_channels(channels):
 
 def test_sheets_show_transparency_on_squares():
     picture = torch.zeros(4, 16, 16, dtype=torch.uint8)
-    assert set(shown(picture).flatten().tolist()) == {204, 255}
-    assert shown(picture)[0, 0].tolist() == [204] * 3
-    assert shown(picture)[0, 8].tolist() == [255] * 3
+    assert set(to_rgb(picture).flatten().tolist()) == {204, 255}
+    assert to_rgb(picture)[0, 0].tolist() == [204] * 3
+    assert to_rgb(picture)[0, 8].tolist() == [255] * 3
     picture[3], picture[0] = 255, 100
-    assert shown(picture)[5, 5].tolist() == [100, 0, 0]
-    assert shown(torch.full((1, 2, 2), 7, dtype=torch.uint8)).tolist() == [[[7] * 3] * 2] * 2
+    assert to_rgb(picture)[5, 5].tolist() == [100, 0, 0]
+    assert to_rgb(torch.full((1, 2, 2), 7, dtype=torch.uint8)).tolist() == [[[7] * 3] * 2] * 2
 
 
 def test_the_model_the_discriminator_and_the_plan_have_the_channels():

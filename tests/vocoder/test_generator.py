@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import saved_tensors_hooks
 
 from gputrain.audio.config import Mel
-from gputrain.audio.weight_norm import WeightNormed, weights_made_once
+from gputrain.audio.weight_norm import WeightNormed, cached_weights
 from gputrain.vocoder.architecture import NsfHifiganArchitecture
 from gputrain.vocoder.generator import Generator, HarmonicSource, Noise, SineSource, draw_noise
 from tests.tables import each_row
@@ -302,7 +302,7 @@ def test_gradients_reach_every_parameter(name: str) -> None:
 def test_checkpointing_gives_the_same_gradients(name: str) -> None:
     noise = noise_for(TINY[name])
     plain, repeated = build(TINY[name]), build(TINY[name], checkpointing=True)
-    with weights_made_once(repeated):
+    with cached_weights(repeated):
         repeated(*inputs(), noise).square().sum().backward()
     plain(*inputs(), noise).square().sum().backward()
     assert difference([p.grad for p in repeated.parameters()], [p.grad for p in plain.parameters()]) < 1e-5
@@ -321,8 +321,8 @@ def test_weights_made_once_give_the_same_gradients(name: str) -> None:
     generator.zero_grad(set_to_none=True)
     for layer in generator.modules():
         if isinstance(layer, WeightNormed):
-            layer.make_weight = lambda layer=layer, plain=layer.make_weight: made.append(layer) or plain()
-    with weights_made_once(generator):
+            layer.compute_weight = lambda layer=layer, plain=layer.compute_weight: made.append(layer) or plain()
+    with cached_weights(generator):
         for ((mel_BMF, f0_BF), noise), wave in zip(parts, waves, strict=True):
             again = generator(mel_BMF, f0_BF, noise)
             assert torch.equal(again, wave)
@@ -339,7 +339,7 @@ def test_weights_made_once_and_an_error_leave_no_trace() -> None:
     generator = build(TINY["mini"])
 
     def fail() -> None:
-        with weights_made_once(generator):
+        with cached_weights(generator):
             generator(*inputs()).sum().backward()
             raise MemoryError
 
@@ -348,7 +348,7 @@ def test_weights_made_once_and_an_error_leave_no_trace() -> None:
     assert all(p.grad is None for n, p in generator.named_parameters() if "weight_" in n)
     assert generator.conv_pre.made is None
     generator.requires_grad_(False)
-    with weights_made_once(generator):  # Frozen weights have no gradients to propagate.
+    with cached_weights(generator):  # Frozen weights have no gradients to propagate.
         mel_BMF = inputs()[0].requires_grad_()
         generator(mel_BMF, inputs()[1]).sum().backward()
     assert mel_BMF.grad.abs().max() > 0
@@ -400,7 +400,7 @@ def test_fp32_sums_keep_nothing_for_the_backward_pass_under_autocast() -> None:
 @pytest.mark.slow
 @variants
 def test_compiles_as_one_graph(name: str) -> None:
-    """There is one trace without and one within `weights_made_once`, and gradients are those of eager mode in fp64. In
+    """There is one trace without and one within `cached_weights`, and gradients are those of eager mode in fp64. In
     16 bits, where a compiled convolution is rounded before its bias is added, the wave is as near to that of fp32."""
     generator, noise = build(replace(TINY[name], noise_sigma=0.1)), noise_for(replace(TINY[name], noise_sigma=0.1))
     torch._dynamo.reset()
@@ -409,7 +409,7 @@ def test_compiles_as_one_graph(name: str) -> None:
     exact = generator(*inputs(), noise)
     assert (compiled(*inputs(), noise) - exact).norm() < 1e-4 * exact.norm()
     for _ in range(3):
-        with weights_made_once(generator):
+        with cached_weights(generator):
             compiled(*inputs(), noise)
     assert counter.frame_count == 2
     with torch.autocast("cpu", dtype=torch.bfloat16):

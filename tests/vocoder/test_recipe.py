@@ -8,7 +8,7 @@ import torch
 
 from gputrain.audio import losses
 from gputrain.config import assemble
-from gputrain.engine.gan import exact
+from gputrain.engine.gan import at_least_fp32
 from gputrain.engine.recipe import Term, phases_of
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import accumulate, gradients, unfreeze_only, update
@@ -142,7 +142,7 @@ def test_one_by_one_is_one_sum_in_the_recipe(variant, compiled, dtype, bound, tm
         unfreeze_only(dataclasses.replace(group, phases=(phase,)), recipe)
         parameters = phase.parameters()
         gathered = torch.cat([parameter.grad.flatten() for parameter in parameters])
-        waves = exact(recipe._make(batch))
+        waves = at_least_fp32(recipe._make(batch))
         discriminators = [discriminator for kind in recipe.by_kind.values() for discriminator in kind]
         if phase.name == "generator":
             value = sum(

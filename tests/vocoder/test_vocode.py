@@ -13,7 +13,7 @@ from torch import Tensor
 from gputrain.audio.config import Mel
 from gputrain.audio.f0 import f0, interpolated
 from gputrain.audio.mel import log_mel
-from gputrain.engine.data import silent
+from gputrain.engine.data import no_progress
 from gputrain.errors import UserError
 from gputrain.vocoder.architecture import NsfHifiganArchitecture
 from gputrain.vocoder.config import Vocode
@@ -24,7 +24,7 @@ from gputrain.vocoder.vocode import (
     FrameNoise,
     Vocoded,
     VocoderInputReader,
-    reach_frames,
+    receptive_field_frames,
     vocode,
     vocode_files,
     wave_chunks,
@@ -77,7 +77,7 @@ def test_the_reach_of_a_frame(name: str) -> None:
     )  # fmt: skip
     for generator in (loaded(name).generator, Generator(other)):
         architecture, frames = generator.architecture, 61
-        reach = reach_frames(architecture)
+        reach = receptive_field_frames(architecture)
         mel_MF, f0_F = song(frames)
         changed_MF = mel_MF.clone()
         changed_MF[:, 30] += 100
@@ -108,7 +108,7 @@ def test_chunks_are_as_long_as_is_said() -> None:
     assert lengths == [30 * 512, 30 * 512, 10 * 512]
     seen: list[int] = []
     generator.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[-1]))
-    reach = reach_frames(generator.architecture)
+    reach = receptive_field_frames(generator.architecture)
     vocode(generator, *song(70), chunk_seconds=30 * 512 / 44100)
     assert seen == [30 + reach, 70 - (30 - reach), 70 - (60 - reach)]
     seen.clear()
@@ -129,7 +129,7 @@ def write(path: Path, wave: np.ndarray[Any, Any], rate_hz: int) -> Path:
 
 def run_vocode(model: Path, input: Path, output: Path, **options: Any) -> Vocoded:
     named = {"model": model, "input": input, "output_dir": output, "device": "cpu", "f0_method": "parselmouth"}
-    progress = options.pop("progress", silent)
+    progress = options.pop("progress", no_progress)
     return vocode_files(Vocode(**named, **options), progress=progress)
 
 

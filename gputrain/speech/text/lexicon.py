@@ -8,12 +8,12 @@ from pathlib import Path
 
 from gputrain.config import read_file
 from gputrain.errors import UserError
-from gputrain.speech.text.unicode_cleanup import unified
+from gputrain.speech.text.unicode_cleanup import unify_characters
 
 
 @dataclass(frozen=True)
 class Lexicon:
-    """Spellings by word, for text after `unified`.
+    """Spellings by word, for text after `unify_characters`.
 
     Whole words match. A word in capitals (IT) matches only capitals, any other (Facebook, iPhone) matches in every
     case. `suffix` is a pattern of endings that may follow a word, also after an apostrophe or a hyphen, and `attach`
@@ -62,7 +62,7 @@ def read_lexicon(path: Path) -> dict[str, str]:
     found = _read_table(path) if path.suffix.lower() in (".tsv", ".txt") else read_file(path)
     words: dict[str, str] = {}
     for word, spelling in found.items():
-        key, said = unified(str(word)), unified(spelling) if isinstance(spelling, str) else ""
+        key, said = unify_characters(str(word)), unify_characters(spelling) if isinstance(spelling, str) else ""
         if not key or not said or not any(char.isalnum() for char in key):
             raise UserError(
                 f"{path}: {word!r} is spelled {spelling!r}, expected a word and its spelling",

@@ -15,7 +15,7 @@ from typing import Any
 from gputrain.speech.text.language import Language
 from gputrain.speech.text.lexicon import Lexicon, read_lexicon
 from gputrain.speech.text.number_words import with_number_words
-from gputrain.speech.text.unicode_cleanup import unified
+from gputrain.speech.text.unicode_cleanup import unify_characters
 
 _NAMES = (
     "speak|voice|lang|p|s|break|prosody|emphasis|say-as|sub|phoneme|token|w|mark|audio|desc|lexicon|lookup|meta|metadata"
@@ -55,8 +55,8 @@ class RawRules:
         """Returns a text without tags, with the spellings of the lexicon, and with numbers in words."""
         text = without_tags(text)
         if self.lexicon:
-            text = self._compiled(language)(unified(text))
-        return with_number_words(unified(text), self.number_words) if self.number_words else text
+            text = self._compiled(language)(unify_characters(text))
+        return with_number_words(unify_characters(text), self.number_words) if self.number_words else text
 
     def _compiled(self, language: Language) -> Lexicon:
         if language.name not in self._by_language:

@@ -16,7 +16,7 @@ def split_sentences(text: str, abbreviations: frozenset[str] = frozenset(), long
     found: list[str] = []
     start = 0
     for end in _END.finditer(text):
-        if end[0] == "\n" or not _goes_on(text, start, end, abbreviations):
+        if end[0] == "\n" or not _continues_sentence(text, start, end, abbreviations):
             found.append(text[start : end.end()])
             start = end.end()
     found.append(text[start:])
@@ -24,7 +24,7 @@ def split_sentences(text: str, abbreviations: frozenset[str] = frozenset(), long
     return [part for sentence in tidy if sentence for part in _short(sentence, longest)]
 
 
-def _goes_on(text: str, start: int, end: re.Match[str], abbreviations: frozenset[str]) -> bool:
+def _continues_sentence(text: str, start: int, end: re.Match[str], abbreviations: frozenset[str]) -> bool:
     """Returns True if the dot belongs to an abbreviation, an initial or an ordinal of a list."""
     if end[0] != ".":
         return False

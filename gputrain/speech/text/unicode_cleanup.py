@@ -14,7 +14,7 @@ _BRACKETS = str.maketrans(dict.fromkeys("()[]{}", ","))
 _PAUSE = re.compile(r"[ !,\-.:;?]+")
 
 
-def unified(text: str) -> str:
+def unify_characters(text: str) -> str:
     """Maps apostrophes, dashes, digits, spaces and widths to one code point each, and removes invisible ones."""
     text = unicodedata.normalize("NFC", text)
     if text.isascii():
@@ -27,7 +27,7 @@ def unified(text: str) -> str:
     return " ".join(unicodedata.normalize("NFC", digits.translate(_APOSTROPHES).translate(_DASHES)).split())
 
 
-def settled(text: str, letters: str) -> str:
+def keep_letters(text: str, letters: str) -> str:
     """Returns lower case with only `letters` and PUNCTUATION; adjacent punctuation becomes one pause."""
     kept = re.sub(f"[^{re.escape(letters + PUNCTUATION)}]", " ", text.lower().translate(_BRACKETS))
     return _PAUSE.sub(_pause, kept).lstrip(PUNCTUATION).rstrip(" -")

@@ -7,7 +7,7 @@ from gputrain.speech.text.english import dates, quantities
 from gputrain.speech.text.english.abbreviations import ABBREVIATIONS, LATIN, expand, spell_capitals
 from gputrain.speech.text.english.numbers import SMALL, WORDS
 from gputrain.speech.text.language import Language, any_of, spell_signs
-from gputrain.speech.text.unicode_cleanup import APOSTROPHES, settled, unified
+from gputrain.speech.text.unicode_cleanup import APOSTROPHES, keep_letters, unify_characters
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz'"
 _LOWER: dict[str, str] = WORDS["foreign_letters"]
@@ -17,14 +17,14 @@ _FOREIGN_LETTER = re.compile(any_of(_FOREIGN))
 
 def normalize(text: str) -> str:
     """Returns words of a to z and the apostrophe, in lower case, without accents."""
-    text = unified(text)
+    text = unify_characters(text)
     for mark in APOSTROPHES[1:]:
         text = text.replace(mark, "'")
     text = _plain_letters(text)
     text = spell_capitals(quantities.rewrite(dates.rewrite(expand(text))))
     # A slash is spoken between letters (a/b), and is a space between words (and/or).
     text = spell_signs(re.sub(r"(?<=[A-Za-z0-9]{2})/|/(?=[A-Za-z0-9]{2})", " ", text), WORDS["signs"])
-    return settled(re.sub(r"(?<![A-Za-z])'|'(?![A-Za-z])", " ", text), LETTERS)
+    return keep_letters(re.sub(r"(?<![A-Za-z])'|'(?![A-Za-z])", " ", text), LETTERS)
 
 
 def _plain_letters(text: str) -> str:

@@ -15,7 +15,7 @@ from gputrain.speech.text.russian.abbreviations import (
     spell_capitals,
 )
 from gputrain.speech.text.russian.numbers import WORDS, cardinal
-from gputrain.speech.text.unicode_cleanup import settled, unified
+from gputrain.speech.text.unicode_cleanup import keep_letters, unify_characters
 
 LETTERS = "абвгдежзийклмнопрстуфхцчшщъыьэюяё"
 NAMES = Lexicon(read_table("gputrain.speech.text", "names.yaml")["ru"])
@@ -23,9 +23,9 @@ NAMES = Lexicon(read_table("gputrain.speech.text", "names.yaml")["ru"])
 
 def normalize(text: str) -> str:
     """Returns words of а to я and ё, in lower case; Latin words are transliterated to Cyrillic."""
-    text = expand(NAMES(read_addresses(unified(text))))
+    text = expand(NAMES(read_addresses(unify_characters(text))))
     text = spell_capitals(expand_alone(quantities.rewrite(dates.rewrite(text))))
-    return settled(cyrillic(spell_signs(text, WORDS["signs"])), LETTERS)
+    return keep_letters(cyrillic(spell_signs(text, WORDS["signs"])), LETTERS)
 
 
 RUSSIAN = Language(
