@@ -151,9 +151,9 @@ def watch_step(
         if gradients_resident:
             for phase in group.phases:
                 allocate_gradients(phase)
-            found = [parameter.grad for parameter in group.parameters()]
-            timeline.note("gradients", found)
-            log.note_gradients(found)
+            # No list of them is kept, which would hold the gradients beyond the group's step.
+            timeline.note("gradients", (parameter.grad for parameter in group.parameters()))
+            log.note_gradients(parameter.grad for parameter in group.parameters())
         with timeline.watching():
             resident.add_gradients(group, micro_batch)
         timeline.note("gradients", (parameter.grad for parameter in group.parameters()))
