@@ -30,7 +30,7 @@ from gputrain.engine.step import drop_gradients, gradients, prepare_optimizer
 from gputrain.errors import UserError, first_line
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import Machine
-from gputrain.hw.runtime import Runtime
+from gputrain.hw.runtime import Runtime, is_out_of_memory
 from gputrain.planner.memory.allocator import CachingAllocator, PlainAllocator
 from gputrain.planner.memory.fake_runtime import Draws, FakeRuntime, on_fake_tensors
 from gputrain.planner.memory.fit import MemoryModel
@@ -331,14 +331,20 @@ def _grows(plan: Plan) -> bool:
     return bool(plan.expandable_segments.value) or plan.device.value == "cpu"
 
 
+IF_NOT_ON_SHAPES = (
+    "if it does with real tensors, run create_optimal_config on the machine with the GPU, where it measures a real "
+    "step; else pass another batch or loss"
+)
+
+
 class DoesNotRun(UserError):
     """A model does not run on the batch, or not on fake tensors."""
 
 
 @contextmanager
-def explained(model_name: str = "") -> Iterator[None]:
-    """Turns errors of fake tensors into a UserError that names the operator and the module, and every error into one if
-    the model is a user's."""
+def explained(model_name: str = "", hint: str = IF_NOT_ON_SHAPES) -> Iterator[None]:
+    """Turns errors of fake tensors into a UserError that names the operator and the module, and every error into one,
+    with this hint, if the model is a user's. Running out of memory stays what it is."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
@@ -350,12 +356,11 @@ def explained(model_name: str = "") -> Iterator[None]:
     except UserError as error:
         raise UserError(f"{error.message}{module_at(error)}", hint=error.hint) from None
     except Exception as error:
-        if not model_name:
+        if not model_name or is_out_of_memory(error):
             raise
+        kind = "KeyError: " if isinstance(error, KeyError) else ""  # Its message is the key alone.
         raise DoesNotRun(
-            f"{model_name} does not run on such a batch: {first_line(error)}{module_at(error)}",
-            hint="if it does with real tensors, run create_optimal_config on the machine with the GPU, where it "
-            "measures a real step; else pass another batch or loss",
+            f"{model_name} does not run on such a batch: {kind}{first_line(error)}{module_at(error)}", hint=hint
         ) from error
 
 

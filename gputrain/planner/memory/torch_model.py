@@ -22,7 +22,7 @@ from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import DTYPES, Runtime, release_memory
 from gputrain.planner.memory.allocator import PlainAllocator
 from gputrain.planner.memory.fake_runtime import FakeRuntime, Rules
-from gputrain.planner.memory.predict import MemoryEstimate, predict_step, watch_step
+from gputrain.planner.memory.predict import MemoryEstimate, explained, predict_step, watch_step
 from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.planner.work import PlanTarget
 
@@ -100,7 +100,8 @@ def measure_training_memory(
         torch.cuda.init()  # type: ignore[no-untyped-call]  # Without it the allocator has no counters.
     before_gb = torch.cuda.memory_allocated(device) / 1e9 if on_gpu else 0.0
     try:
-        with allocator_peak(device, peak) if on_gpu else nullcontext():
+        hint = "pass batch=, a function of the number of items and their seconds, and loss= if need be"
+        with explained(target.model_name, hint), allocator_peak(device, peak) if on_gpu else nullcontext():
             step = watch_step(target, runtime, MemoryTimeline(), 1, checkpointing)
     finally:
         release_memory()
@@ -184,6 +185,13 @@ class ModelRecipe:
         # Other programs leave autocast before the backward pass, and with it the copies of weights that it keeps.
         with torch.autocast(self.runtime.device.type, self.dtype, enabled=self.dtype != torch.float32):
             value = self.loss(self.model, batch.inputs)
+        # Fake tensors would back-propagate a loss of any shape.
+        if not isinstance(value, Tensor):
+            raise TypeError(f"the loss is a {type(value).__name__}, not a tensor of one number")
+        if value.numel() != 1:
+            raise ValueError(f"the loss has the shape {tuple(value.shape)}, not one number")
+        if not value.requires_grad:
+            raise ValueError("the loss depends on no weight that is trained")
         yield Term("loss", value)
 
     def prepare(self, loaded: ModelBatch, step: int) -> ModelBatch:
@@ -270,7 +278,13 @@ def copy_with(model: M, replace: Callable[[Tensor], Tensor]) -> M:
 
 
 def refuse_unpredictable(model: nn.Module) -> None:
-    """Raises UserError for the first module whose step cannot run on fake tensors, and names it."""
+    """Raises UserError for a model without a weight that is trained, and for the first module whose step cannot run on
+    fake tensors, and names it."""
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UserError(
+            f"{type(model).__name__} has no weight that is trained",
+            hint="call requires_grad_(True) for the parts that are to be trained",
+        )
     for name, module in model.named_modules():
         where = f"{name or 'the model'}, a {type(module).__name__},"
         trainable = [p for p in module.parameters(recurse=False) if p.requires_grad]

@@ -1,6 +1,7 @@
 """Models that are hard to run on shapes: each is predicted as a real step on the CPU is watched, or refused by name."""
 
 import logging
+import re
 import threading
 
 import pytest
@@ -158,6 +159,50 @@ def test_refused_by_name(name, caplog, capfd):
         )  # fmt: skip
     assert (caplog.text, capfd.readouterr().err) == ("", "")
     assert not logging.getLogger(fake_tensor.__name__).filters
+
+
+class Shifted(nn.Module):
+    """A linear layer whose outputs are looked up by a name that they do not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Wrapped(nn.Linear(512, 8), lambda self, out: {"logits": out}["tokens"])
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_losses_and_models_that_cannot_be_trained_say_why():
+    """On shapes, and in a real step on this machine, where errors of the model used to pass as they were."""
+    model = nn.Linear(512, 8)
+    lost = "Linear does not run on such a batch: the loss "
+    cases = [
+        (model, lambda model, batch: model(batch), re.escape(lost + "has the shape (16, 8), not one number")),
+        (model, lambda model, batch: model(batch).detach().sum(), lost + "depends on no weight that is trained"),
+        (model, lambda model, batch: None, lost + "is a NoneType, not a tensor of one number"),
+        (model, lambda model, batch: 1.0, lost + "is a float, not a tensor of one number"),
+        (nn.Linear(512, 8).requires_grad_(False), mean_square, "Linear has no weight that is trained"),
+        (nn.ReLU(), mean_square, "ReLU has no weight that is trained"),
+        (Shifted(), mean_square, r"Shifted does not run .*: KeyError: 'tokens' \(in inner, a Wrapped\)"),
+    ]
+    rows = torch.zeros(16, 512)
+
+    def on_shapes(model, loss):
+        return predict_training_memory(model, loss, rows)
+
+    def on_this_machine(model, loss):
+        return create_optimal_config([rows[0]] * 16, model, 16, loss=loss, batch=lambda items, seconds: rows)
+
+    wrong = []
+    for model, loss, message in cases:
+        for way in (on_shapes, on_this_machine):
+            try:
+                way(model, loss)
+                wrong.append((way.__name__, message, "no error"))
+            except Exception as error:
+                if not (isinstance(error, UserError) and re.match(message, error.message) and error.hint):
+                    wrong.append((way.__name__, message, repr(error)))
+    assert not wrong
 
 
 def test_a_recurrent_layer_is_measured_where_the_device_is():
