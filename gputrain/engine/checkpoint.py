@@ -277,7 +277,7 @@ def _first_intact(choices: Sequence[Path], kind: str) -> tuple[Path, Content]:
         try:
             return path, read(path, kind)
         except Damaged as error:
-            log.warning("%s; resuming from %s instead", error.message, fallback.name)
+            log.warning("%s; %s is used instead", error.message, fallback.name)
     return choices[-1], read(choices[-1], kind)
 
 

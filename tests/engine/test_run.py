@@ -75,7 +75,7 @@ def test_truncated_checkpoint_falls_back_to_the_one_before(tmp_path, share, capl
     last = tmp_path / "b" / "checkpoint_last.pt"
     os.truncate(last, int(last.stat().st_size * share))
     assert_equal(straight, trained(tmp_path / "b", 10, resume_from="auto"))
-    assert "checkpoint_last.pt: truncated or damaged; resuming from checkpoint_previous.pt instead" in caplog.text
+    assert "checkpoint_last.pt: truncated or damaged; checkpoint_previous.pt is used instead" in caplog.text
 
 
 def test_kill_between_the_renames_leaves_a_whole_checkpoint(tmp_path):

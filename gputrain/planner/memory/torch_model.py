@@ -63,7 +63,8 @@ def predict_training_memory(
     `model` and the tensors in `batch` may be on any device, including meta; neither is changed. The step is that of the
     model in training mode, in which from_pretrained does not return it. `precision` is that of autocast; weights,
     gradients and optimizer state have the weights' own dtype. `optimizer` muon is torch's Muon for matrices, and AdamW
-    for the rest. `checkpointing` enables the gradient checkpointing of a transformers model. `gradients_resident`: a micro-batch adds to existing gradients, as in gradient accumulation. `ema`: there is a
+    for the rest. `checkpointing` enables the gradient checkpointing of a transformers model.
+    `gradients_resident`: a micro-batch adds to existing gradients, as in gradient accumulation. `ema`: there is a
     moving average of the weights. `caching_allocator`: False for a CPU, which frees memory at once;
     `expandable_segments`: as set by PYTORCH_CUDA_ALLOC_CONF; `autocast_rules`: the device whose kernels and rules of
     autocast are assumed. Raises UserError if the model needs values to run, or has modules whose memory cannot be
