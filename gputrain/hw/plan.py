@@ -245,7 +245,9 @@ def _compile(machine: Machine, wishes: Hardware, on_gpu: bool, eager_because: st
         return Setting(False, eager_because)
     if on_gpu and machine.compute_capability >= (8, 0):
         return Setting(True, "the first steps compile, minutes the first time; --no-use-torch-compile goes without")
-    return Setting(False, "the GPU is older than Triton's support is sure" if on_gpu else "not asked for on the CPU")
+    return Setting(
+        False, "the GPU is older than those that Triton is sure to support" if on_gpu else "not asked for on the CPU"
+    )
 
 
 def _tf32(machine: Machine, wishes: Hardware, on_gpu: bool) -> Setting:
