@@ -80,7 +80,7 @@ def test_a_row_that_fails_says_why_and_the_others_still_run(program):
     results = measured(program, "run out", "crash", "die", "say nothing", "refuse")
     reasons = [result.reason for result in results]
     assert reasons[0].startswith("out of memory: ")
-    assert reasons[1] == "the process ended with code 1; its last line: ValueError: something foolish"
+    assert reasons[1] == "the process ended with exit code 1; its last line: ValueError: something foolish"
     killed = "the process was killed, as the system does when memory runs out; its last line: about to die"
     assert reasons[2] == killed
     assert reasons[3] == "the process ended with code 0; its last line: about to say nothing"

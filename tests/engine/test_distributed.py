@@ -105,14 +105,14 @@ def test_ranks_train_as_one_process(tmp_path):
 
 @pytest.mark.slow
 def test_ranks_train_as_one_process_in_fp32(tmp_path):
-    """Losses agree to rounding. Weights do where a gradient is more than rounding; AdamW moves any other by up to the
-    learning rate in each step."""
+    """Losses agree to rounding, which 20 steps enlarge. Weights do where a gradient is more than rounding; AdamW moves
+    any other by up to the learning rate in each step."""
     cases = [case for case in CASES if case != "toy"]  # Its data are in float64.
     results = train_on_ranks(tmp_path, cases, "float32", 20, (1, 2))
     for case in cases:
         for name, value in results[case, 1, 0]["scalars"].items():
             if name.startswith("loss/"):
-                assert float(results[case, 2, 1]["scalars"][name]) == pytest.approx(float(value), rel=1e-5, abs=1e-6)
+                assert float(results[case, 2, 1]["scalars"][name]) == pytest.approx(float(value), rel=1e-4, abs=1e-6)
 
 
 def test_rows_of_all_ranks_are_the_batch():

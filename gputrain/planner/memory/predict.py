@@ -160,7 +160,8 @@ def watch_step(
         for operator in log.operators:
             operator.graphed = group.fixed is not None
         computed += log.drain()
-        timeline.forget(drop_unused(group, log))
+        if target.model_name:  # What a recipe of ours leaves out of a step trains in another one.
+            timeline.forget(drop_unused(group, log))
         with timeline.watching():
             for phase in group.phases:
                 prepare_optimizer(resident.state, phase, 0.0)
