@@ -83,7 +83,7 @@ def test_a_row_that_fails_says_why_and_the_others_still_run(program):
     assert reasons[1] == "the process ended with exit code 1; its last line: ValueError: something foolish"
     killed = "the process was killed, as the system does when memory runs out; its last line: about to die"
     assert reasons[2] == killed
-    assert reasons[3] == "the process ended with code 0; its last line: about to say nothing"
+    assert reasons[3] == "the process ended with exit code 0; its last line: about to say nothing"
     assert reasons[4] == "needs another machine"
     assert not any(result.figures for result in results)
 
