@@ -196,13 +196,13 @@ class ModelRecipe:
         yield Term("loss", value)
 
     def prepare(self, loaded: ModelBatch, step: int) -> ModelBatch:
-        def placed(leaf: Any) -> Any:
+        def copy_to_runtime(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
             fake = isinstance(self.runtime, FakeRuntime)
             return _shape_of_input(leaf) if fake else _on_device(leaf, self.runtime.device)
 
-        return ModelBatch(loaded.items, tree_map(placed, loaded.inputs))
+        return ModelBatch(loaded.items, tree_map(copy_to_runtime, loaded.inputs))
 
     def size(self, batch: ModelBatch) -> int:
         return batch.items
