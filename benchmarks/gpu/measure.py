@@ -19,7 +19,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
@@ -446,11 +446,25 @@ def milliseconds(call: Callable[[], object], device: Any, repeats: int) -> float
     return 1e3 * statistics.median(laps.seconds())
 
 
+@contextmanager
+def watched_peak(found: Any, resident: Iterable[Any]) -> Iterator[None]:
+    """Raises `found`, a MeasuredPeak, to the peak of the code within and of `resident`, by watching every storage,
+    where no allocator of a GPU counts."""
+    from gputrain.planner.memory.timeline import MemoryTimeline
+
+    timeline = MemoryTimeline()
+    timeline.note("parameters", resident)
+    with timeline.watching():
+        yield
+    peak_gb = timeline.peak()[0] / 1e9
+    found.include(peak_gb, peak_gb)
+
+
 def memory_cell(name: str, context: Context) -> Figures:
     """Compares the predicted with the measured peak of a training that is planned for a smaller card."""
     from gputrain.engine.memory_check import MeasuredPeak, allocator_peak
     from gputrain.hw.runtime import release_memory
-    from gputrain.planner.memory.predict import tensors_of, watched_peak
+    from gputrain.planner.memory.predict import batch_tensors, optimizer_tensors, weights_of
 
     limit_gb, training = CELLS[name]
     needed = prediction(name, context.device, limit_gb, "eager")
@@ -459,7 +473,9 @@ def memory_cell(name: str, context: Context) -> Figures:
     training = smoke_size(training) if context.smoke else training
     with planned(training, plan, context.device, **MODES["eager"]) as bench:
         bench.step()  # The optimizer's state is allocated, and cuDNN's search may use all memory.
-        resident = tensors_of(bench.recipe, bench.recipe.prepare(bench.loaded, bench.steps))
+        batch = bench.recipe.prepare(bench.loaded, bench.steps)
+        resident = [*weights_of(bench.recipe), *optimizer_tensors(bench.recipe), *batch_tensors(batch)]
+        del batch
         peak, device = MeasuredPeak(), bench.runtime.device
         release_memory()  # Of cuDNN's search and of the first step.
         with watched_peak(peak, resident) if context.smoke else allocator_peak(device, peak):

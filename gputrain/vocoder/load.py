@@ -257,7 +257,3 @@ def _renamed(name: str, table: Sequence[tuple[str, str]]) -> str:
     for old, new in table:
         name = re.sub(old, new, name)
     return name
-
-
-def _shape(tensor: Tensor) -> str:
-    return f"({', '.join(map(str, tensor.shape))})"

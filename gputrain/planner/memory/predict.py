@@ -10,7 +10,7 @@ import functools
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -23,7 +23,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves
 
-from gputrain.engine.memory_check import MeasuredPeak
 from gputrain.engine.recipe import Batch, Phase, Recipe, StepGroup, phases_of
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import drop_gradients, gradients, prepare_optimizer
@@ -88,8 +87,7 @@ def predict_step(
 
     Weights, averages, optimizer state and the whole batch are in memory from the beginning. `gradients_resident`: so
     are the gradients of each group, as in the second micro-batch of a step. `caching_allocator`: whether the memory is
-    that of CUDA's allocator; None: on a GPU. Raises UserError if an operator needs
-    values, and names it and its module.
+    that of CUDA's allocator; None: on a GPU. Raises UserError if an operator needs values, and names it and its module.
 
     If single random numbers decide what a model computes, as in layer drop, the step is the larger of two: with all of
     them at the upper and at the lower end of their ranges. A step that does not run at one of them, because no trained
@@ -209,26 +207,6 @@ class ResidentStep:
 
     def add_gradients(self, group: StepGroup, micro_batch: Batch) -> None:
         gradients(self.state, group, micro_batch, 1, self.step)
-
-
-@contextmanager
-def watched_peak(found: MeasuredPeak, resident: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Raises `found` to the peak of the code within, by watching every storage; those of `resident` count from the
-    beginning. It is what the allocator of a GPU would count."""
-    timeline = MemoryTimeline()
-    timeline.note("parameters", resident)
-    del resident  # Otherwise it would keep tensors that are freed on the way.
-    with timeline.watching():
-        yield
-    peak_gb = timeline.peak()[0] / 1e9
-    found.include(peak_gb, peak_gb)
-
-
-def tensors_of(recipe: Recipe, batch: Batch) -> list[Tensor]:
-    """Returns the tensors of a recipe's modules (trained or not), its gradients, its optimizers and a batch."""
-    weights = weights_of(recipe)
-    found = [weight.grad for weight in weights if weight.grad is not None]
-    return [*weights, *found, *optimizer_tensors(recipe), *batch_tensors(batch)]
 
 
 def weights_of(recipe: Recipe) -> list[Tensor]:

@@ -10,12 +10,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gputrain.planner.memory.allocator import CachingAllocator, MemoryBlock, PlainAllocator, StorageEvent, rounded
+from gputrain.planner.time.flops import OperatorMode
 from gputrain.planner.time.operators import OperatorLog, cudnn_workspace
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -33,7 +32,6 @@ class MemoryTimeline:
     events: list[StorageEvent] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)  # Kind of each storage.
     log: OperatorLog = field(default_factory=OperatorLog)  # Operators that compute or write.
-    standing: int = 0  # Bytes that are allocated now.
     _fused: int = 0  # Nesting depth of fused functions.
     _known: Any = field(default_factory=WeakIdKeyDictionary)  # Numbers of the living storages.
     _forgotten: set[int] = field(default_factory=set)
@@ -143,35 +141,26 @@ class MemoryTimeline:
             self.kinds.append("workspace" if in_backward else "activations")
             if size:
                 self.events.append(StorageEvent(number, size))
-                self.standing += size
-                weakref.finalize(storage, self._remove, number, size)
+                weakref.finalize(storage, self._remove, number)
         return int(self._known[storage])
 
-    def _remove(self, number: int, size: int) -> None:
+    def _remove(self, number: int) -> None:
         if number not in self._forgotten:
             self.events.append(StorageEvent(number, 0))
-        self.standing -= size
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watch(OperatorMode):  # type: ignore[no-untyped-call]
     def __init__(self, timeline: MemoryTimeline) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.timeline = timeline
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
-    ) -> Any:
-        if function is torch.ops.prim.device.default:  # Three in four calls.
-            return arguments[0].fake_device if isinstance(arguments[0], FakeTensor) else arguments[0].device
-        named = named or {}
-        made = function(*arguments, **named)
+    def after(self, function: Any, arguments: tuple[Any, ...], named: dict[str, Any], made: Any) -> None:
         timeline = self.timeline
         if timeline._fused:
             timeline.log.record(function, arguments, named, made)
-            return made
+            return
         new = timeline._see(made)
         if timeline.log.cudnn:
             timeline._use(cudnn_workspace(function, arguments, made, compiled=timeline.log.region is not None))
         if new or function._schema.is_mutable:
             timeline.log.record(function, arguments, named, made)
-        return made

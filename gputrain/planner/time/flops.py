@@ -59,12 +59,11 @@ COUNTS = {
 }
 
 
-class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the FLOPs of the operators that run within, in `flops`, and notes nothing else about them."""
+class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls `after` with each operator that has run, its arguments and its results."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
@@ -73,7 +72,21 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return arguments[0].fake_device if isinstance(arguments[0], FakeTensor) else arguments[0].device
         named = named or {}
         made = function(*arguments, **named)
+        self.after(function, arguments, named, made)
+        return made
+
+    def after(self, function: Any, arguments: tuple[Any, ...], named: dict[str, Any], made: Any) -> None:
+        raise NotImplementedError
+
+
+class FlopCount(OperatorMode):  # type: ignore[no-untyped-call]
+    """Adds up the FLOPs of the operators that run within, in `flops`, and notes nothing else about them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def after(self, function: Any, arguments: tuple[Any, ...], named: dict[str, Any], made: Any) -> None:
         count = COUNTS.get(function.overloadpacket)
         if count:
             self.flops += count(*arguments, **named, out_val=made)
-        return made

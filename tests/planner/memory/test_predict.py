@@ -17,9 +17,11 @@ from gputrain.hw.probe import Machine
 from gputrain.planner.memory import fake_runtime
 from gputrain.planner.memory.allocator import GRAIN, SEGMENT_GRAIN, CachingAllocator, StorageEvent
 from gputrain.planner.memory.fake_runtime import on_fake_tensors
+from gputrain.planner.memory.predict import predict_step
 from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.planner.memory.torch_model import predict_training_memory
 from gputrain.planner.time.fusion import kernel_costs
+from tests.planner.step_counts import of_vae, plan_of
 
 MB = 2**20
 STEP = GRAIN  # The optimizer counts the steps of each weight in a tensor.
@@ -593,3 +595,28 @@ def test_a_fused_function_under_autograd_keeps_what_the_backward_pass_needs():
             out = timeline.fused(lambda x: x.exp().sin())(x)
     assert out.grad_fn is not None
     assert timeline.peak()[0] == pytest.approx(3 * 4e6 - 4e6, rel=0.01)
+
+
+def test_a_timeline_against_arithmetic():
+    """8 MB are in memory, 3 of them are freed before the peak, at which there are two more tensors of 4 MB."""
+    held = [torch.empty(size, dtype=torch.uint8) for size in (5_000_064, 3_000_064)]
+    timeline = MemoryTimeline()
+    timeline.note("parameters", held)
+    with timeline.watching():
+        del held[1:]
+        for _ in range(3):
+            first = torch.zeros(1_000_064)
+            second = first + 1
+            del first, second
+        torch.zeros(10)
+    assert timeline.peak()[0] == 5_000_192 + 2 * 4_000_256
+
+
+def test_gradients_of_one_group_end_before_those_of_the_next():
+    """At the peak, in the autoencoder's step, the discriminator has no gradients, nor in the steps after the first."""
+    found = {}
+    for weight in (0.0, 0.5):
+        settings, work = of_vae(preset="fast", image_size=128, batch_size=4, adversarial_weight=weight)
+        target = work.target(settings)
+        found[weight] = predict_step(target, plan_of(settings, work), micro_batch_size=4).parts["gradients"]
+    assert found[0.5] == pytest.approx(found[0.0], rel=1e-6)
