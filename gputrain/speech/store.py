@@ -38,7 +38,7 @@ from gputrain.errors import UserError
 from gputrain.speech.config import SpeechKind
 from gputrain.speech.frames import encoder_frames
 from gputrain.speech.text.frontend import RESERVED, Frontend
-from gputrain.speech.text.language import PUNCTUATION
+from gputrain.speech.text.unicode_cleanup import PUNCTUATION
 from gputrain.speech.text.vocabulary import SPECIAL, Vocabulary
 from gputrain.stored import from_json, is_fingerprint
 

@@ -1,6 +1,7 @@
 """Words with a spelling of their own: the package's names of products, and a user's lexicon (`Facebook: feysbuk`)."""
 
 import re
+import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,12 +9,12 @@ from pathlib import Path
 
 from gputrain.config import read_file
 from gputrain.errors import UserError
-from gputrain.speech.text.unicode_cleanup import unify_characters
+from gputrain.speech.text.unicode_cleanup import JOINERS, visible
 
 
 @dataclass(frozen=True)
 class Lexicon:
-    """Spellings by word, for text after `unify_characters`.
+    """Spellings by word, for text whose characters are unified as those of the words are.
 
     Whole words match. A word in capitals (IT) matches only capitals, any other (Facebook, iPhone) matches in every
     case. `suffix` is a pattern of endings that may follow a word, also after an apostrophe or a hyphen, and `attach`
@@ -29,6 +30,10 @@ class Lexicon:
         return self._pattern.sub(self._spelling, text) if self.words else text
 
     def _spelling(self, found: re.Match[str]) -> str:
+        text, start, end = found.string, found.start(), found.end()
+        neighbours = text[max(0, start - 1) : start] + text[end : end + 1]
+        if any(char in JOINERS or unicodedata.category(char)[0] == "M" for char in neighbours):
+            return found[0]  # A vowel sign is part of the word, though no letter.
         word, suffix = found["word"], found["suffix"] if self.suffix else None
         spelling = self.words.get(word) or self._in_any_case.get(word.lower())
         if spelling is None:
@@ -62,7 +67,7 @@ def read_lexicon(path: Path) -> dict[str, str]:
     found = _read_table(path) if path.suffix.lower() in (".tsv", ".txt") else read_file(path)
     words: dict[str, str] = {}
     for word, spelling in found.items():
-        key, said = unify_characters(str(word)), unify_characters(spelling) if isinstance(spelling, str) else ""
+        key, said = map(visible, (str(word), spelling if isinstance(spelling, str) else ""))
         if not key or not said or not any(char.isalnum() for char in key):
             raise UserError(
                 f"{path}: {word!r} is spelled {spelling!r}, expected a word and its spelling",

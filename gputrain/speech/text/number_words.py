@@ -13,7 +13,8 @@ from gputrain.speech.text.numerals import NUMBER, parse_number
 _INSTALL = "pip install 'gputrain[numbers]'"
 _CODES = {"kk": "kz", "cmn": "zh", "nb": "no"}  # Codes of ISO 639 that num2words has under another name.
 _DECIMAL_POINT = {"en", "zh", "ja", "ko", "th", "he", "hi", "te", "kn", "bn"}
-_WRITTEN = re.compile(rf"(?<![0-9])(?P<sign>(?<![^\s(])-)?(?P<number>{NUMBER})")
+_WRITTEN = re.compile(rf"(?<![0-9])(?P<sign>(?<![^\s(])[-−])?(?P<number>{NUMBER})")
+_OTHER_DIGIT = re.compile(r"(?![0-9])\d")
 
 
 def is_installed() -> bool:
@@ -45,7 +46,9 @@ def checked_language(language: str) -> str:
 
 
 def with_number_words(text: str, language: str) -> str:
-    """Returns a text with its numbers in words; numbers that the language can't say are read digit by digit."""
+    """Returns a text with its numbers in words; numbers that the language can't say are read digit by digit. Digits may
+    be those of any script."""
+    text = _OTHER_DIGIT.sub(lambda found: str(int(found[0])), text)
     if not re.search("[0-9]", text):
         return text
     name = converter_of(language)

@@ -6,16 +6,18 @@ import unicodedata
 from gputrain.speech.text.frontend import LANGUAGES
 from gputrain.speech.text.language import CHARACTERS
 from gputrain.speech.text.raw import RawRules
-from gputrain.speech.text.unicode_cleanup import APOSTROPHES
+from gputrain.speech.text.unicode_cleanup import APOSTROPHES, JOINERS, joins, tidy_joiners, visible
 
 UNDETERMINED = "und"  # The code of ISO 639-2 for a language that is not known.
 HYPHENS = "-‐‑－"
 _REGION = re.compile(r"(?P<language>[a-z]{2,3})-([a-z]{2}|[0-9]{3})", re.IGNORECASE)
 _DOTLESS = {"tr", "az", "crh", "tt-latn"}  # The capital of the dotless ı is I in these languages.
-_ZERO_WIDTH_SPACE = "\u200b"
 _VARIATION = re.compile("[\ufe00-\ufe0f\U000e0100-\U000e01ef]")  # Variants of characters, such as coloured emoji.
 # Apostrophes that are letters of some alphabets, such as ʻ, stay as they are; all others become the first one.
 _APOSTROPHES = frozenset(mark for mark in APOSTROPHES if unicodedata.category(mark) != "Lm")
+# Marks that belong to a word between its letters: col·legi in Catalan, geresh and gershayim in Hebrew.
+WITHIN_WORDS = "·׳״"
+_EMPHASIS = re.compile("[՚-՟]")  # Armenian marks of stress, question and exclamation, which stand above a letter.
 # Compounds are written with and without a hyphen, and stock English vocabularies have none.
 _WITHOUT_HYPHENS = {"en"}
 
@@ -37,12 +39,12 @@ def plain_words(text: str, language: str, raw: RawRules | None = None) -> str:
     """
     rules = rules_of(language)
     text = (raw or RawRules())(text, LANGUAGES[rules or CHARACTERS.name])
-    text = LANGUAGES[rules].normalize(text) if rules else _lowered(unicodedata.normalize("NFC", text), language)
+    text = LANGUAGES[rules].normalize(text) if rules else _lowered(visible(text), language)
     if rules in _WITHOUT_HYPHENS:
         text = text.replace("-", " ")
-    text = _VARIATION.sub("", text)
+    text = _EMPHASIS.sub("", _VARIATION.sub("", text))
     kept = "".join(_kept(text, place) for place in range(len(text)))
-    return unicodedata.normalize("NFC", " ".join(kept.split()))
+    return tidy_joiners(unicodedata.normalize("NFC", " ".join(kept.split())))
 
 
 def _lowered(text: str, language: str) -> str:
@@ -54,14 +56,10 @@ def _lowered(text: str, language: str) -> str:
 def _kept(text: str, place: int) -> str:
     """Returns a letter, mark or digit, and what joins letters to words; a space for other characters."""
     char = text[place]
-    if char in _APOSTROPHES or char in HYPHENS:
-        is_within = place and _joins(text[place - 1]) and place + 1 < len(text) and _joins(text[place + 1])
-        return " " if not is_within else "-" if char in HYPHENS else "'"
+    if char in _APOSTROPHES or char in HYPHENS or char in WITHIN_WORDS:
+        is_within = place and joins(text[place - 1]) and joins(text[place + 1 : place + 2])
+        return " " if not is_within else "-" if char in HYPHENS else char if char in WITHIN_WORDS else "'"
     kind = unicodedata.category(char)
-    if kind[0] in "LN" or kind in ("Mn", "Mc"):
+    if kind[0] in "LN" or kind in ("Mn", "Mc") or char in JOINERS:
         return char
-    return "" if kind in ("Cf", "Me") and char != _ZERO_WIDTH_SPACE else " "
-
-
-def _joins(char: str) -> bool:
-    return unicodedata.category(char)[0] in "LM"
+    return "" if kind == "Me" else " "

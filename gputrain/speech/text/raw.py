@@ -6,7 +6,7 @@ new line, and <sub alias="..."> its alias; the content of all other elements is 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 from gputrain.speech.text.language import Language
 from gputrain.speech.text.lexicon import Lexicon, read_lexicon
 from gputrain.speech.text.number_words import with_number_words
-from gputrain.speech.text.unicode_cleanup import unify_characters
+from gputrain.speech.text.unicode_cleanup import unify_characters, visible
 
 _NAMES = (
     "speak|voice|lang|p|s|break|prosody|emphasis|say-as|sub|phoneme|token|w|mark|audio|desc|lexicon|lookup|meta|metadata"
@@ -55,16 +55,21 @@ class RawRules:
         """Returns a text without tags, with the spellings of the lexicon, and with numbers in words."""
         text = without_tags(text)
         if self.lexicon:
-            text = self._compiled(language)(unify_characters(text))
-        return with_number_words(unify_characters(text), self.number_words) if self.number_words else text
+            lexicon, unified = self._compiled(language)
+            text = lexicon(unified(text))
+        return with_number_words(visible(text), self.number_words) if self.number_words else text
 
-    def _compiled(self, language: Language) -> Lexicon:
+    def _compiled(self, language: Language) -> tuple[Lexicon, Callable[[str], str]]:
+        """Returns the lexicon for a language, and the function that its words and the text go through: only rules of a
+        language may change characters, so that texts of other languages stay as they are."""
         if language.name not in self._by_language:
-            self._by_language[language.name] = Lexicon(self.lexicon, language.endings, language.attach)
+            unified = unify_characters if language.letters else visible
+            words = {unified(word): unified(said) for word, said in self.lexicon.items()}
+            self._by_language[language.name] = Lexicon(words, language.endings, language.attach), unified
         return self._by_language[language.name]
 
     @cached_property
-    def _by_language(self) -> dict[str, Lexicon]:
+    def _by_language(self) -> dict[str, tuple[Lexicon, Callable[[str], str]]]:
         return {}
 
     def with_words(self, path: Path | None) -> "RawRules":

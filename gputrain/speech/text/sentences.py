@@ -3,15 +3,16 @@
 import re
 
 LONGEST = 300  # maximum number of characters: about 20 seconds of speech
-_END = re.compile(r"[.!?…;。！？؟]+[\"'»”’)\]]*(?= |$)|\n")
+_END = re.compile(r"[.!?…;؟۔।॥።။]+[\"'»”’)\]]*(?= |$)|[。！？]+[」』”’)]*|\n")
 _LAST_WORD = re.compile(r"[^\s(\"'«“]+$")
 
 
 def split_sentences(text: str, abbreviations: frozenset[str] = frozenset(), longest: int = LONGEST) -> list[str]:
     """Returns the sentences of a raw text, none empty or longer than `longest` characters.
 
-    A sentence ends at . ! ? … ; before a space, and at a new line. A dot after an abbreviation (known words, initials)
-    or before a lower-case letter does not end it. Longer sentences are split at commas, then at spaces, then anywhere.
+    A sentence ends at . ! ? … ; before a space, at a full stop of Chinese or Japanese, and at a new line. A dot after
+    an abbreviation (known words, initials) or before a lower-case letter does not end it. Longer sentences are split at
+    commas, then at spaces, then anywhere.
     """
     found: list[str] = []
     start = 0

@@ -3,8 +3,7 @@
 import re
 import unicodedata
 
-from gputrain.speech.text.language import PUNCTUATION
-
+PUNCTUATION = " !,-.:;?"
 # All characters that are typed for an apostrophe; normalisation maps them to the first one.
 APOSTROPHES = "'ʻʼ‘’‛`´ʹʽʾʿˈ′‵＇ꞌ"
 _APOSTROPHES = str.maketrans(dict.fromkeys(APOSTROPHES, "'"))
@@ -12,11 +11,41 @@ _DASHES = str.maketrans({**dict.fromkeys("‐‑‒–−⁃－", "-"), "—": "
 _FRACTIONS = re.compile(r"[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]")
 _BRACKETS = str.maketrans(dict.fromkeys("()[]{}", ","))
 _PAUSE = re.compile(r"[ !,\-.:;?]+")
+_CONTROLS = re.compile("[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f]")  # Without those that are spaces.
+_ZERO_WIDTH_SPACE = "\u200b"
+JOINERS = "\u200c\u200d"  # Zero-width non-joiner and joiner, parts of the spelling in Persian, Sinhala, Hindi ...
+_JOINERS = re.compile(f"[{JOINERS}]+")
+_VIRAMA = 9  # The combining class of signs that remove a vowel; a joiner after one shapes the letter before it.
+
+
+def visible(text: str) -> str:
+    """Returns NFC with single spaces, without control and format characters, except for joiners."""
+    text = _CONTROLS.sub("", text)
+    if not text.isascii():
+        spaced = text.replace(_ZERO_WIDTH_SPACE, " ")
+        text = "".join(char for char in spaced if char in JOINERS or unicodedata.category(char) != "Cf")
+    return unicodedata.normalize("NFC", " ".join(text.split()))
+
+
+def tidy_joiners(text: str) -> str:
+    """Returns a text whose joiners stand between letters or marks, or after a virama."""
+    return _JOINERS.sub(_joiner, text)
+
+
+def _joiner(found: re.Match[str]) -> str:
+    before, after = found.string[found.start() - 1 : found.start()], found.string[found.end() : found.end() + 1]
+    is_shaping = before and unicodedata.combining(before) == _VIRAMA
+    return found[0][0] if joins(before) and (is_shaping or joins(after)) else ""
+
+
+def joins(char: str) -> bool:
+    """Returns True for a letter or a mark, False for other characters and for none."""
+    return bool(char) and unicodedata.category(char)[0] in "LM"
 
 
 def unify_characters(text: str) -> str:
     """Maps apostrophes, dashes, digits, spaces and widths to one code point each, and removes invisible ones."""
-    text = unicodedata.normalize("NFC", text)
+    text = unicodedata.normalize("NFC", _CONTROLS.sub("", text))
     if text.isascii():
         return " ".join(text.replace("`", "'").split())
     text = _FRACTIONS.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text.translate(_APOSTROPHES))

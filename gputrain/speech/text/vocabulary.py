@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from gputrain.errors import UserError
 from gputrain.speech.text.frontend import LANGUAGES
-from gputrain.speech.text.plain import UNDETERMINED, plain_words, rules_of
+from gputrain.speech.text.plain import UNDETERMINED, WITHIN_WORDS, plain_words, rules_of
 from gputrain.speech.text.raw import RawRules, without_tags
 from gputrain.speech.text.sentences import split_sentences
-from gputrain.speech.text.unicode_cleanup import APOSTROPHES
+from gputrain.speech.text.unicode_cleanup import APOSTROPHES, JOINERS
 
 BLANK, UNKNOWN, DELIMITER = "<pad>", "<unk>", "|"
 SPECIAL = (BLANK, UNKNOWN, DELIMITER)
@@ -46,8 +46,8 @@ class Vocabulary:
     def normalize(self, text: str) -> str:
         """Returns the words of a text in lower case, with single spaces and without punctuation; "" if none is left.
 
-        Hyphens and apostrophes without a symbol become a space and an apostrophe that has one. Normalised text does
-        not change.
+        Hyphens and apostrophes without a symbol become a space and an apostrophe that has one; joiners and other marks
+        within words that have none are left out. Normalised text does not change.
         """
         words = plain_words(text, self.language, self.raw)
         if "-" not in self._ids:
@@ -55,6 +55,8 @@ class Vocabulary:
         own = next((mark for mark in APOSTROPHES if mark in self._ids), "")
         for mark in {*APOSTROPHES} - self._ids.keys():
             words = words.replace(mark, own)
+        for mark in {*JOINERS, *WITHIN_WORDS} - self._ids.keys():
+            words = words.replace(mark, "")
         return words
 
     def unknown(self, normalized: str) -> list[str]:

@@ -94,6 +94,7 @@ def test_json_gives_it_back(tmp_path):
 def test_characters_take_their_symbols_from_the_texts():
     reader = frontend("characters", texts=["Grüße, Ёж_$!", "안"])
     assert reader.normalize("GRÜSSE _ Ёж") == "grüsse ёж"
+    assert reader.normalize("Grü\u00adße\0 می\u200cخواهم\u200c ශ්\u200dරී") == "grüße می\u200cخواهم ශ්\u200dරී"
     assert reader.unknown("grüße ёж!, 안") == []
     assert reader.unknown("grab") == ["a", "b"]
     assert reader.ids("u\u0308") == reader.ids("ü")
@@ -128,7 +129,8 @@ def test_alphabets_that_are_none(tmp_path, table, said):
 
 def test_bad_input_is_named(tmp_path, monkeypatch):
     reader = frontend("uz")
-    assert reader.normalize("sa\u00adlom\u200b") == "salom"
+    assert reader.normalize("sa\u00adlo\0m\u200b") == "salom"
+    assert frontend("ru").normalize("при\x07вет") == "привет"
     for text in ("", "   ", "🎉🎉", "日本", "\u200b"):
         assert reader.normalize(text) == ""
         with pytest.raises(UserError, match="no symbol of the voice"):

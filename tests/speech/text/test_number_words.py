@@ -6,6 +6,7 @@ from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.speech.text import number_words
 from gputrain.speech.text.commands import Normalize, normalize_lines
+from gputrain.speech.text.frontend import frontend
 from gputrain.speech.text.number_words import checked_language, converter_of, with_number_words
 from gputrain.speech.text.plain import plain_words
 from gputrain.speech.text.raw import RawRules
@@ -32,6 +33,26 @@ def test_numbers_of_other_languages(language, written, said):
 
 def test_a_recogniser_of_such_a_language_has_no_digits():
     assert plain_words("Es sind 21 Tage!", "de", RawRules(number_words="de")) == "es sind einundzwanzig tage"
+
+
+@each_row(
+    ("th", "น้ำ ๕ แก้ว", "น้ำ ห้า แก้ว"),
+    ("fa", "می\u200cخواهم ۵ کتاب", "می\u200cخواهم پنج کتاب"),
+    ("bn", "র\u200d্যাব ৫", "র\u200d্যাব পাঁচ"),
+    ("ja", "ＡＢ ５ ｶﾞ", "ａｂ 五 ｶﾞ"),
+    ("fr", "1\u202f000 œufs ½ l’eau", "mille œufs ½ l'eau"),
+    ("de", "\u22124 Grad", "minus vier grad"),
+)
+def test_numbers_in_words_change_no_other_character(language, written, said):
+    """The same for a lexicon, whose words are characters of the text as well."""
+    assert plain_words(written, language, RawRules(number_words=language)) == said
+    reader = frontend("characters", texts=[written], raw=RawRules({"zzz": "y"}, language))
+    assert reader.normalize(written).replace("’", "'") == said
+
+
+def test_a_lexicon_replaces_whole_words_of_any_script():
+    raw = RawRules({"น้ำ": "x", "क": "y"})
+    assert plain_words("น้ำ, คน้ำ कि क", "th", raw) == "x คน้ำ कि y"
 
 
 def test_normalize_writes_them():

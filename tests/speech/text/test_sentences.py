@@ -16,6 +16,8 @@ from tests.tables import each_row
     ("ru", "Это ул. Ленина. Да.", ["Это ул. Ленина.", "Да."]),
     ("uz", "“Keldi.” Ketdi.", ["“Keldi.”", "Ketdi."]),
     ("uz", " \n ", []),
+    ("characters", "今日は。「はい。」明日！", ["今日は。", "「はい。」", "明日！"]),
+    ("characters", "नमस्ते। आप कैसे हैं? خوب۔ ہاں", ["नमस्ते।", "आप कैसे हैं?", "خوب۔", "ہاں"]),
 )
 def test_sentences(language, text, parts):
     assert frontend(language).sentences(text) == parts
