@@ -21,6 +21,7 @@ from gputrain.engine.checkpoint import differences, format_list, load_weights, r
 from gputrain.engine.data import written_aside
 from gputrain.errors import UserError
 from gputrain.vae.architecture import VaeArchitecture
+from gputrain.vae.latents import LatentScaling
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.weights import DIGEST, digest_of, read_safetensors
 
@@ -49,9 +50,7 @@ DEFAULTS: dict[str, Any] = {
 OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
-def export_and_verify(
-    model: AutoencoderKL, folder: Path, *, scaling_factor: float, shift_factor: float, sample_size: int
-) -> float:
+def export_and_verify(model: AutoencoderKL, folder: Path, scaling: LatentScaling, *, sample_size: int) -> float:
     """Exports with `save_diffusers`, then loads the folder and compares weights and a reconstruction with the model.
 
     Returns the largest difference of the reconstructions, whose pixels are in about [-1, 1]: zero up to rounding.
@@ -60,7 +59,7 @@ def export_and_verify(
     """
     weights = _stock_weights(model)
     refuse_nonfinite(weights, str(folder))
-    save_diffusers(model, folder, scaling_factor=scaling_factor, shift_factor=shift_factor, sample_size=sample_size)
+    save_diffusers(model, folder, scaling, sample_size=sample_size)
     loaded, _ = load_diffusers(folder)
     for name, tensor in loaded.state_dict().items():
         if not torch.equal(tensor, weights[name]):
@@ -72,14 +71,11 @@ def export_and_verify(
     return difference
 
 
-def save_diffusers(
-    model: AutoencoderKL, folder: Path, *, scaling_factor: float, shift_factor: float, sample_size: int
-) -> None:
+def save_diffusers(model: AutoencoderKL, folder: Path, scaling: LatentScaling, *, sample_size: int) -> None:
     """Writes `model` as a folder for stock diffusers, in fp32. Each file is renamed into place when complete, and the
     weights have a digest, which `load_diffusers` verifies.
 
-    The denoiser of a pipeline gets (latents - shift_factor) * scaling_factor: mean and 1 / standard deviation of the
-    latents. `sample_size` is the side of a training picture in pixels. Raises UserError if writing fails.
+    `sample_size` is the side of a training picture in pixels. Raises UserError if writing fails.
     """
     levels = len(model.architecture.block_out_channels)
     config = {
@@ -89,8 +85,7 @@ def save_diffusers(
         "down_block_types": [DOWN_BLOCK] * levels,
         "up_block_types": [UP_BLOCK] * levels,
         "sample_size": sample_size,
-        "scaling_factor": scaling_factor,
-        "shift_factor": shift_factor,
+        **scaling.config(),
         "force_upcast": True,
     }
     try:
@@ -110,8 +105,8 @@ def load_diffusers(folder: Path) -> tuple[AutoencoderKL, dict[str, Any]]:
 
     Raises UserError if a file is missing or damaged, or is not of an AutoencoderKL that this package supports.
     """
-    config = _read_config(folder / CONFIG)
-    architecture = _architecture(config, folder / CONFIG)
+    config = read_config(folder / CONFIG)
+    architecture = diffusers_architecture(config, folder / CONFIG)
     try:
         weights = fit_weights(_read_weights(folder / WEIGHTS), architecture)
     except Unfit as unfit:
@@ -146,12 +141,6 @@ def fit_weights(weights: dict[str, Tensor], architecture: VaeArchitecture) -> di
     return fitted
 
 
-def read_diffusers_architecture(path: Path) -> VaeArchitecture:
-    """Returns the architecture in a config.json of diffusers. Raises UserError if it is missing, malformed or
-    unsupported."""
-    return _architecture(_read_config(path), path)
-
-
 def present_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Renames tensors with diffusers' older names of attention to the present names."""
     old_name = re.compile(rf"(\.attentions\.\d+\.)({'|'.join(OLD_ATTENTION)})\.")
@@ -179,7 +168,9 @@ def _difference(model: AutoencoderKL, other: AutoencoderKL) -> float:
     return (made - remade).abs().max().item()
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """Returns a config.json of diffusers with its defaults. Raises UserError if it is missing, malformed or of another
+    class."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -197,7 +188,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     return {**DEFAULTS, **config}
 
 
-def _architecture(config: dict[str, Any], path: Path) -> VaeArchitecture:
+def diffusers_architecture(config: dict[str, Any], path: Path) -> VaeArchitecture:
     """Parses a configuration. Raises UserError, naming the key, if it is malformed or its layers are unsupported."""
     shape: dict[str, Any] = {}
     for field in dataclasses.fields(VaeArchitecture):
@@ -239,4 +230,4 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
         raise UserError(
             f"{path}: no such file", hint="save it with diffusers' save_pretrained(folder, safe_serialization=True)"
         )
-    return present_names(read_safetensors(path))
+    return present_names(read_safetensors(path).tensors)

@@ -22,6 +22,7 @@ from gputrain.hw.runtime import runtime_on
 from gputrain.vae import losses
 from gputrain.vae.config import Data, PictureEvaluation
 from gputrain.vae.data import Picture, as_rgb, centre_crop, open_pictures, to_u8, to_unit
+from gputrain.vae.latents import LatentScaling
 from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL, Moments
 from gputrain.vae.pictures import UnusablePicture
@@ -38,21 +39,20 @@ class VaeFigures:
     """Metrics of an autoencoder, averaged over the pictures.
 
     `scalars` has `psnr_db` in decibels, `ssim` and `ms_ssim` (at most 1), `structural` (the perceptual loss), `l1`, and
-    `rfid` if Inception's weights are given; `scaling_factor` = 1 / standard deviation and `shift_factor` = mean of all
-    latents, as latent diffusion models use them. `latent_mean` and `latent_deviation` are by channel.
+    `rfid` if Inception's weights are given; `std_of_latents` and `mean_of_latents`, of all channels together. Their
+    means and standard deviations by channel are in `latents`.
     """
 
     scalars: dict[str, float]
-    latent_mean: list[float]
-    latent_deviation: list[float]
+    latents: "LatentMoments"
     pictures: int
 
     def to_json(self) -> dict[str, object]:
         return {
             "pictures": self.pictures,
             **self.scalars,
-            "latent_mean": self.latent_mean,
-            "latent_deviation": self.latent_deviation,
+            "latent_mean": self.latents.mean_L.tolist(),
+            "latent_deviation": self.latents.deviation_L.tolist(),
         }
 
 
@@ -79,14 +79,18 @@ class LatentMoments:
         return (self.squares_L / self.count - self.mean_L**2).clamp(min=0).sqrt()
 
     @property
-    def shift_factor(self) -> float:
+    def mean(self) -> float:
         return float(self.mean_L.mean())
 
     @property
-    def scaling_factor(self) -> float:
-        """1 / standard deviation over all channels together."""
-        variance = float((self.squares_L / self.count).mean()) - self.shift_factor**2
-        return 1 / math.sqrt(max(variance, 1e-12))
+    def deviation(self) -> float:
+        """Standard deviation over all channels together."""
+        return math.sqrt(max(float((self.squares_L / self.count).mean()) - self.mean**2, 1e-12))
+
+    @property
+    def scaling(self) -> LatentScaling:
+        """The factors that give the latents a mean of 0 and a standard deviation of 1."""
+        return LatentScaling(scaling_factor=1 / self.deviation, shift_factor=self.mean)
 
 
 @torch.no_grad()
@@ -124,8 +128,9 @@ def reconstruction_figures(
     names = ("psnr_db", "ssim", "ms_ssim", "structural", "l1")
     scalars = dict(zip(names, values.mean(dim=1).tolist(), strict=True))
     scalars |= {"rfid": fid.distance()} if fid else {}
-    scalars |= {"scaling_factor": latents.scaling_factor, "shift_factor": latents.shift_factor}
-    return VaeFigures(scalars, latents.mean_L.tolist(), latents.deviation_L.tolist(), values.shape[1])
+    # Not as factors: those that a pipeline uses are in the export, measured on other pictures or given by the source.
+    scalars |= {"std_of_latents": latents.deviation, "mean_of_latents": latents.mean}
+    return VaeFigures(scalars, latents, values.shape[1])
 
 
 def _compare(made_BCHW: Tensor, target_BCHW: Tensor) -> Tensor:

@@ -2,9 +2,12 @@
 
 import logging
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
 
 from gputrain.engine.data import Progress, no_progress
-from gputrain.engine.mixture import GivenFolders, data_folders
+from gputrain.engine.mixture import GivenFolders, data_folders, format_folders
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
@@ -12,7 +15,9 @@ from gputrain.kinds import Exported
 from gputrain.vae.data import open_pictures
 from gputrain.vae.diffusers_folder import CONFIG, WEIGHTS, export_and_verify
 from gputrain.vae.evaluate import readable_crops, reconstruction_figures
-from gputrain.vae.load import load_model
+from gputrain.vae.latents import LatentScaling, LatentSource, nearest_family
+from gputrain.vae.load import LoadedVae, load_model
+from gputrain.vae.pretrained import source_of_run
 
 log = logging.getLogger(__name__)
 
@@ -27,40 +32,100 @@ def export_vae(
     device: DeviceName = "auto",
     progress: Progress = no_progress,
 ) -> Exported:
-    """Writes a folder of diffusers. The figures have the statistics of the latents.
+    """Writes a folder of diffusers. The figures have the factors of the latents.
 
-    Scaling and shift come from the latents of the training pictures, at the size of training. Raises UserError if there
-    is no such model, if its pictures are missing, or if the folder cannot be written.
+    If the encoder is that of a pretrained model, the factors stay those of that model; otherwise they are measured on
+    the training pictures, at the size of training, or on those of `data_path`. Raises UserError if there is no such
+    model, if pictures are needed and missing, or if the folder cannot be written.
     """
     runtime = runtime_on(device)
     loaded = load_model(model, runtime.device)
     if loaded.settings is None:
         raise UserError(f"{model}: already exported", hint="--model takes a run folder or a checkpoint")
+    source = source_of_run(loaded)
+    kept = source.scaling if source and not source.encoder_trained else None
+    figures: dict[str, object] = {}
+    if kept and source:
+        scaling, total = kept, 1
+        written = f"those of {source.source} ({source.told_by}), whose encoder was not trained"
+        progress(0, total)
+    if kept is None or data_path is not None:
+        measured = measure_scaling(loaded, source, data_path, runtime.device, progress)
+        figures["measured on"], total = measured.where, measured.pictures + 1
+        if kept:
+            figures["measured there, not written"] = str(measured.scaling)
+        else:
+            scaling, written = choose_scaling(measured.scaling, source, loaded.model.architecture.latent_channels)
+    sample_size = loaded.settings.data.image_size
+    difference = export_and_verify(loaded.model, output_dir, scaling, sample_size=sample_size)
+    progress(total, total)  # The last one is the comparison with the written files.
+    factors = {"scaling_factor": scaling.scaling_factor, "shift_factor": scaling.shift_factor}
+    shown: dict[str, object] = {name: "none" if value is None else value for name, value in factors.items()}
+    shown |= {"these factors are": written, **figures}
+    if source and source.encoder_trained and source.scaling:
+        shown["before training"] = f"{source.scaling} ({source.source}); the encoder was trained, so they changed"
+    shown |= {
+        "weights": f"after {loaded.step} steps; read back, they are the same",
+        "largest difference of a reconstruction": difference,
+    }
+    files = [output_dir / CONFIG, output_dir / WEIGHTS]
+    return Exported(files, shown, [f'Load it: diffusers.AutoencoderKL.from_pretrained("{output_dir}")'])
+
+
+def choose_scaling(measured: LatentScaling, source: LatentSource | None, channels: int) -> tuple[LatentScaling, str]:
+    """Returns the factors to write where no pretrained model says them, and as text where they are from."""
+    if source is None or source.encoder_trained or not source.published:
+        return measured, "measured"
+    family = nearest_family(measured, channels)
+    if family is None:
+        return measured, f"measured, as {source.source} does not say its own"
+    return family.scaling, (
+        f"those of {family.name}: {source.source} does not say its own, its encoder was not trained, and they are "
+        f"nearest to the measured {measured}; write others into {CONFIG} if it is another model"
+    )
+
+
+class MeasuredScaling(NamedTuple):
+    """Factors of latents as measured, and on which pictures."""
+
+    scaling: LatentScaling
+    where: str
+    pictures: int
+
+
+def measure_scaling(
+    loaded: LoadedVae, source: LatentSource | None, data_path: Path | None, device: torch.device, progress: Progress
+) -> MeasuredScaling:
+    """Measures the factors of the latents of training pictures: of `data_path`, of the run whose encoder it is, or of
+    this run. Raises UserError if they are missing."""
+    assert loaded.settings is not None
     data = loaded.settings.data
     given: GivenFolders = data_path or data.data_path
+    image_size, share = data.image_size, data.held_out_share
+    own = source.pictures if source and not source.encoder_trained and data_path is None else None
+    if source and own:
+        folders = tuple(map(Path, own.data_path))
+        if all(folder.path.is_dir() for folder in data_folders(folders)):
+            given, image_size, share = folders, own.image_size, own.held_out_share
+        else:
+            log.warning(
+                "the encoder is that of %s, whose pictures are missing (%s): the factors are measured on those of this "
+                "run, and differ from those of its export", source.source, ", ".join(own.data_path),
+            )  # fmt: skip
     missing = [str(folder.path) for folder in data_folders(given) if not folder.path.is_dir()]
     if missing:
         raise UserError(
             f"{', '.join(missing)}: the run's pictures are missing",
             hint="name another folder of pictures: --data-path FOLDER",
         )
-    opened = open_pictures(given, held_out_share=data.held_out_share)
+    opened = open_pictures(given, held_out_share=share)
     pictures = opened.of_epoch
     if len(opened.split.folders) > 1:  # Pictures of all folders, in proportion to their shares of an epoch.
         count = min(MEASURED, len(pictures))
         pictures = [pictures[number * len(pictures) // count] for number in range(count)]
     pictures = pictures[:MEASURED]
-    crops, total = readable_crops(pictures, data.image_size, data.image_channels), len(pictures) + 1
+    crops, total = readable_crops(pictures, image_size, data.image_channels), len(pictures) + 1
     progress(0, total)
-    measured = reconstruction_figures(loaded.model, crops, runtime.device, progress=lambda done: progress(done, total))
-    factors = {name: measured.scalars[name] for name in ("scaling_factor", "shift_factor")}
-    difference = export_and_verify(loaded.model, output_dir, sample_size=data.image_size, **factors)
-    progress(total, total)  # The last one is the comparison with the written files.
-    figures: dict[str, object] = {
-        **factors,
-        "measured on": f"{measured.pictures} pictures of {data.image_size} pixels",
-        "weights": f"after {loaded.step} steps; read back, they are the same",
-        "largest difference of a reconstruction": difference,
-    }
-    files = [output_dir / CONFIG, output_dir / WEIGHTS]
-    return Exported(files, figures, [f'Load it: diffusers.AutoencoderKL.from_pretrained("{output_dir}")'])
+    made = reconstruction_figures(loaded.model, crops, device, progress=lambda done: progress(done, total))
+    where = f"{made.pictures} training pictures in {format_folders(given)}, crops of {image_size} pixels"
+    return MeasuredScaling(made.latents.scaling, where, len(pictures))

@@ -10,6 +10,7 @@ from gputrain.engine.checkpoint import load_trained
 from gputrain.errors import UserError
 from gputrain.vae.config import TrainVae
 from gputrain.vae.diffusers_folder import load_diffusers
+from gputrain.vae.latents import LatentSource
 from gputrain.vae.model import AutoencoderKL
 
 
@@ -20,6 +21,7 @@ class LoadedVae:
     model: AutoencoderKL  # EMA weights if the run has them; in eval mode, without gradients
     settings: TrainVae | None  # settings of the run; None for an exported folder
     step: int  # number of optimizer steps; 0 for an exported folder
+    latents: LatentSource | None = None  # the pretrained model that a run began with
 
 
 def load_model(path: Path, device: torch.device) -> LoadedVae:
@@ -32,7 +34,8 @@ def load_model(path: Path, device: torch.device) -> LoadedVae:
     settings = checkpoint.saved_settings(TrainVae, content, source)
     model = AutoencoderKL(settings.architecture)
     load_trained(model, content, "autoencoder", str(source))
-    return LoadedVae(_ready(model, device), settings, content["progress"]["step"])
+    latents = LatentSource.of_facts(content.get("facts", {}), source)
+    return LoadedVae(_ready(model, device), settings, content["progress"]["step"], latents)
 
 
 def _ready(model: AutoencoderKL, device: torch.device) -> AutoencoderKL:

@@ -6,9 +6,11 @@ the autoencoder alone or of a whole pipeline; and runs of gputrain.
 """
 
 import dataclasses
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,16 +24,25 @@ from gputrain.vae.diffusers_folder import (
     DEFAULTS,
     WEIGHTS,
     Unfit,
+    diffusers_architecture,
     fit_weights,
     load_diffusers,
     present_names,
-    read_diffusers_architecture,
+    read_config,
 )
-from gputrain.vae.load import load_model
-from gputrain.vae.weights import read_tensors
+from gputrain.vae.latents import LatentScaling, LatentSource, TrainedPictures, family_of
+from gputrain.vae.load import LoadedVae, load_model
+from gputrain.vae.weights import DIGEST, WeightsFile, read_weights_file
 
+log = logging.getLogger(__name__)
+
+ARCHITECTURE = "modelspec.architecture"  # Key in the header, by github.com/Stability-AI/ModelSpec.
 PREFIXES = ("", "first_stage_model.", "vae.")  # prefixes of the autoencoder's tensors in a file
-PARTS = rf"^({'|'.join(map(re.escape, PREFIXES))})((en|de)coder|(post_)?quant_conv)\."
+AUTOENCODER = rf"^({'|'.join(map(re.escape, PREFIXES))})((en|de)coder|(post_)?quant_conv)\."
+# Beside the autoencoder, few files have the factors of its latents: those that a training of CompVis's code measured,
+# and those of Playground 2.5, whose scaling factor diffusers' code states.
+MEASURED_FACTOR, EDM_MEAN, EDM_STD, EDM_SCALING = "scale_factor", "edm_mean", "edm_std", 0.5
+PARTS = rf"{AUTOENCODER}|^({MEASURED_FACTOR}|{EDM_MEAN}|{EDM_STD})$"
 # These patterns rename the first latent diffusion models' tensors to diffusers' names; they are applied in this order.
 # Up blocks are numbered in reverse there.
 RENAMED = (
@@ -51,14 +62,15 @@ RENAMED = (
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Weights and architecture of an autoencoder."""
+    """Weights and architecture of an autoencoder, and what is known of the factors of its latents."""
 
     weights: dict[str, Tensor]  # Tensors in fp32 on the CPU, by diffusers' present names.
     architecture: VaeArchitecture
+    latents: LatentSource
 
 
-def load_pretrained(path: Path, architecture: VaeArchitecture) -> dict[str, Tensor]:
-    """Returns weights for `AutoencoderKL(architecture).load_state_dict`, in fp32 on the CPU.
+def load_pretrained(path: Path, architecture: VaeArchitecture) -> Pretrained:
+    """Returns a pretrained autoencoder, whose weights `AutoencoderKL(architecture).load_state_dict` takes.
 
     `path` is a folder of diffusers (of an autoencoder or a pipeline), a file of weights, or a run folder or checkpoint
     of gputrain, whose EMA weights are read if it has them. Raises UserError if it is missing or damaged, or has another
@@ -72,7 +84,7 @@ def load_pretrained(path: Path, architecture: VaeArchitecture) -> dict[str, Tens
             hint=f"train with {options}" if options else "no preset has these layers",
         )
     refuse_nonfinite(found.weights, str(path))
-    return found.weights
+    return found
 
 
 def read_pretrained(path: Path, norm_num_groups: int = DEFAULTS["norm_num_groups"]) -> Pretrained:
@@ -93,8 +105,9 @@ def read_pretrained(path: Path, norm_num_groups: int = DEFAULTS["norm_num_groups
 def _read_folder(path: Path) -> Pretrained:
     for folder in (path, path / "vae"):  # folder of an autoencoder, or of a pipeline
         if (folder / CONFIG).is_file():
-            model, _ = load_diffusers(folder)
-            return Pretrained(_in_fp32(model.state_dict()), model.architecture)
+            model, config = load_diffusers(folder)
+            latents = _source_of_config(path, config, folder / CONFIG)
+            return Pretrained(_in_fp32(model.state_dict()), model.architecture, latents)
     if any(path.glob("checkpoint_*.pt")):
         return _read_run(path)
     raise UserError(
@@ -103,13 +116,41 @@ def _read_folder(path: Path) -> Pretrained:
     )
 
 
+def _source_of_config(path: Path, config: dict[str, Any], file: Path) -> LatentSource:
+    return LatentSource(str(path), LatentScaling.of_config(config, file), told_by=f"its {CONFIG}", published=True)
+
+
 def _read_run(path: Path) -> Pretrained:
-    model = load_model(path, torch.device("cpu")).model
-    return Pretrained(_in_fp32(model.state_dict()), model.architecture)
+    """A run that kept the encoder of its own source has the factors of that source."""
+    loaded = load_model(path, torch.device("cpu"))
+    latents, settings = source_of_run(loaded), loaded.settings
+    if settings is not None and (latents is None or latents.encoder_trained):
+        data = settings.data
+        pictures = TrainedPictures(list(map(str, data.data_path)), data.image_size, data.held_out_share)
+        latents = LatentSource(str(path), pictures=pictures)
+    return Pretrained(
+        _in_fp32(loaded.model.state_dict()), loaded.model.architecture, latents or LatentSource(str(path))
+    )
+
+
+def source_of_run(loaded: LoadedVae) -> LatentSource | None:
+    """Returns what a run began with; None if that was no pretrained model. Of a run of an earlier version, whose
+    checkpoints do not say it, the pretrained model is read again, as long as it is in its place."""
+    settings = loaded.settings
+    if loaded.latents or settings is None or settings.model.init_from is None:
+        return loaded.latents
+    path = settings.model.init_from
+    try:
+        found = read_pretrained(path, settings.architecture.norm_num_groups).latents
+    except UserError as error:
+        log.warning("%s: the factors of its latents are not known: %s", path, error)
+        found = LatentSource(str(path), published=True)
+    return dataclasses.replace(found, encoder_trained=settings.model.train_part == "all")
 
 
 def _read_file(path: Path, norm_num_groups: int) -> Pretrained:
-    tensors = read_tensors(path, PARTS)
+    file = read_weights_file(path, PARTS)
+    tensors = {name: tensor for name, tensor in file.tensors.items() if re.search(AUTOENCODER, name)}
     inside = [prefix for prefix in PREFIXES if f"{prefix}decoder.conv_in.weight" in tensors]
     if not inside:
         raise UserError(f"{path}: holds no autoencoder", hint="name the file of the VAE, or of a pipeline that has one")
@@ -120,16 +161,36 @@ def _read_file(path: Path, norm_num_groups: int) -> Pretrained:
     config_file = path.with_name(CONFIG)
     try:
         if path.name.startswith(Path(WEIGHTS).stem) and config_file.is_file():
-            architecture = read_diffusers_architecture(config_file)
+            config = read_config(config_file)
+            architecture = diffusers_architecture(config, config_file)
+            latents = _source_of_config(path, config, config_file)
         else:
             architecture = _deduce(weights, norm_num_groups)
-        return Pretrained(_in_fp32(fit_weights(weights, architecture)), architecture)
+            latents = _source_of_file(path, file, architecture.latent_channels)
+        return Pretrained(_in_fp32(fit_weights(weights, architecture)), architecture, latents)
     except (Unfit, KeyError, IndexError) as error:
         reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else error
         raise UserError(
             f"{path}: its autoencoder is not a supported {CLASS_NAME}: {reason}",
             hint="the autoencoders of Stable Diffusion 1 to 3, SDXL and FLUX.1 are supported",
         ) from None
+
+
+def _source_of_file(path: Path, file: WeightsFile, latent_channels: int) -> LatentSource:
+    """Returns what a file without a configuration tells of the factors of its latents: by tensors that hold them, or by
+    those of the whole pipeline, its header or its name."""
+    if MEASURED_FACTOR in file.tensors:
+        scaling = LatentScaling(float(file.tensors[MEASURED_FACTOR]))
+        return LatentSource(str(path), scaling, told_by=f"its tensor {MEASURED_FACTOR}", published=True)
+    if {EDM_MEAN, EDM_STD} <= file.tensors.keys():
+        mean, std = (file.tensors[name].float().flatten().tolist() for name in (EDM_MEAN, EDM_STD))
+        scaling = LatentScaling(EDM_SCALING, None, mean, std)
+        return LatentSource(str(path), scaling, told_by=f"its tensors {EDM_MEAN} and {EDM_STD}", published=True)
+    words = f"{path.name} {file.metadata.get(ARCHITECTURE, '')}"
+    family = family_of(file.names, words, latent_channels)
+    if family is None:  # Files of gputrain have a digest, and factors of their own.
+        return LatentSource(str(path), published=DIGEST not in file.metadata)
+    return LatentSource(str(path), family.scaling, told_by=f"it is of {family.name}", published=True)
 
 
 def _rename(weights: dict[str, Tensor]) -> dict[str, Tensor]:

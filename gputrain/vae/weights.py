@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -60,7 +60,20 @@ def verify_files(paths: Sequence[Path], known: Sequence[Published], stated: Sequ
             )
 
 
-def read_tensors(path: Path, parts: str = "") -> dict[str, Tensor]:
+class WeightsFile(NamedTuple):
+    """Tensors of a file, the names of all that it holds, and the metadata of a .safetensors file."""
+
+    tensors: dict[str, Tensor]
+    names: list[str]
+    metadata: Mapping[str, str]
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Reads all tensors of a file as `read_weights_file` does, with the same errors."""
+    return read_weights_file(path).tensors
+
+
+def read_weights_file(path: Path, parts: str = "") -> WeightsFile:
     """Reads the tensors of a .safetensors file, or of a .pth, .pt, .ckpt or .bin of torch, by name, on the CPU.
 
     Only names that match the regular expression `parts` anywhere are read. Of a training checkpoint, `state_dict` is
@@ -68,24 +81,27 @@ def read_tensors(path: Path, parts: str = "") -> dict[str, Tensor]:
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file", hint="name a file of weights, preferably .safetensors")
-    content = read_safetensors(path, parts) if path.suffix == ".safetensors" else _read_pickle(path)
-    return {name: tensor for name, tensor in content.items() if isinstance(tensor, Tensor) and re.search(parts, name)}
+    if path.suffix == ".safetensors":
+        return read_safetensors(path, parts)
+    content = {name: tensor for name, tensor in _read_pickle(path).items() if isinstance(tensor, Tensor)}
+    return WeightsFile({name: one for name, one in content.items() if re.search(parts, name)}, list(content), {})
 
 
-def read_safetensors(path: Path, parts: str = "") -> dict[str, Tensor]:
+def read_safetensors(path: Path, parts: str = "") -> WeightsFile:
     """Reads the tensors whose names match the regular expression `parts` anywhere, on the CPU.
 
     If all are read and the file has a digest of them, it is verified. Raises UserError if the file is damaged.
     """
     try:
         with safe_open(path, "pt") as file:
-            names, digest = list(file.keys()), (file.metadata() or {}).get(DIGEST)
+            names, metadata = list(file.keys()), file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in names if re.search(parts, name)}
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: truncated or damaged: {error}", hint=DAMAGED) from None
+    digest = metadata.get(DIGEST)
     if digest and len(tensors) == len(names) and digest != digest_of(tensors):
         raise UserError(f"{path}: damaged: its tensors differ from those that were written", hint=DAMAGED)
-    return tensors
+    return WeightsFile(tensors, names, metadata)
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:

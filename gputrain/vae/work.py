@@ -186,6 +186,7 @@ class VaeData(TrainingData[TrainVae]):
 
     def begin(self, settings: TrainVae, run: Run, runtime: Runtime) -> TrainVae:
         check_same_channels(run, settings.data.image_channels)
+        run.facts |= run.resumed.get("facts", {}) if run.resumed else {}
         log_training(settings, runtime, self.pictures)
         return settings
 
@@ -232,7 +233,10 @@ class VaeData(TrainingData[TrainVae]):
     def start(self, recipe: VaeRecipe, run: Run) -> None:
         model = recipe.settings.model
         if model.init_from:
-            recipe.start_from(load_pretrained(model.init_from, recipe.settings.architecture))
+            pretrained = load_pretrained(model.init_from, recipe.settings.architecture)
+            recipe.start_from(pretrained.weights)
+            latents = replace(pretrained.latents, encoder_trained=model.train_part == "all")
+            run.facts |= latents.facts()
         elif model.start == "linear":
             start_linear(recipe, run.group, self.pictures)
 

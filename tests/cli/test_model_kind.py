@@ -17,6 +17,7 @@ from gputrain.errors import UserError
 from gputrain.kinds import kind_of, kinds
 from gputrain.speech.text.frontend import frontend
 from gputrain.vae.diffusers_folder import save_diffusers
+from gputrain.vae.latents import LatentScaling
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vocoder.config import TrainVocoder
 from tests.asr.models import run_folder as recogniser_run
@@ -84,7 +85,7 @@ def test_runs_and_their_checkpoints(vocoder_run, vae_run, tmp_path):
 def test_models_of_other_programs(exported, tmp_path):
     stock = tmp_path / "stock"
     model = AutoencoderKL(vae_settings().architecture)
-    save_diffusers(model, stock, scaling_factor=1.0, shift_factor=0.0, sample_size=24)
+    save_diffusers(model, stock, LatentScaling(1.0), sample_size=24)
     assert kind_of(stock).name == "vae"
     for path in (exported, exported / "model.ckpt"):
         assert kind_of(path).name == "vocoder"

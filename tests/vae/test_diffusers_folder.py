@@ -17,11 +17,13 @@ from torch import Tensor
 from gputrain.errors import UserError
 from gputrain.vae.architecture import PRESETS, VaeArchitecture, VaePreset
 from gputrain.vae.diffusers_folder import CONFIG, WEIGHTS, export_and_verify, load_diffusers, save_diffusers
+from gputrain.vae.latents import LatentScaling
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.weights import DIGEST, digest_of, read_tensors
 from tests.tables import each_row
 from tests.vae.test_model import SMALL, stock_autoencoder
 
+SCALING = LatentScaling(0.36, 0.12)
 FACTORS = {"scaling_factor": 0.36, "shift_factor": 0.12, "sample_size": 256}
 
 
@@ -38,7 +40,7 @@ def reconstruct_by_stock(model: diffusers.AutoencoderKL, images: Tensor) -> Tens
 def test_all_files_follow_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        save_diffusers(AutoencoderKL(SMALL), tmp_path / "vae", **FACTORS)
+        save_diffusers(AutoencoderKL(SMALL), tmp_path / "vae", SCALING, sample_size=256)
     finally:
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "vae").iterdir()}
@@ -61,7 +63,7 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_stock_loads_ours(preset: VaePreset, tmp_path: Path) -> None:
     model = AutoencoderKL(PRESETS[preset]).to(memory_format=torch.channels_last)
-    save_diffusers(model, tmp_path / "deep" / "vae", **FACTORS)
+    save_diffusers(model, tmp_path / "deep" / "vae", SCALING, sample_size=256)
     stock, report = diffusers.AutoencoderKL.from_pretrained(tmp_path / "deep" / "vae", output_loading_info=True)
     assert not any(report.values())
     assert {key: stock.config[key] for key in FACTORS} == FACTORS
@@ -122,19 +124,19 @@ def test_old_names_of_attention(folder: Path, ndim: int) -> None:
 
 def test_export_and_verify(tmp_path: Path) -> None:
     model = AutoencoderKL(SMALL)
-    assert export_and_verify(model, tmp_path, **FACTORS) < 1e-6
+    assert export_and_verify(model, tmp_path, SCALING, sample_size=256) < 1e-6
     before = (tmp_path / WEIGHTS).read_bytes()
     with torch.no_grad():
         model.decoder.conv_in.weight[0, 0, 0, 0] = float("nan")
     with pytest.raises(UserError, match=r"decoder.conv_in.weight: not all weights are finite"):
-        export_and_verify(model, tmp_path, **FACTORS)
+        export_and_verify(model, tmp_path, SCALING, sample_size=256)
     assert (tmp_path / WEIGHTS).read_bytes() == before
 
 
 @pytest.mark.parametrize("place", ["a number", "a name"])
 def test_damage_to_an_export_is_noticed(place: str, tmp_path: Path) -> None:
     """A valid file with a changed byte: of a number, or of the names of two tensors with equal shapes."""
-    save_diffusers(AutoencoderKL(SMALL), tmp_path, **FACTORS)
+    save_diffusers(AutoencoderKL(SMALL), tmp_path, SCALING, sample_size=256)
     load_diffusers(tmp_path)
     path = tmp_path / WEIGHTS
     content = path.read_bytes()
@@ -156,18 +158,18 @@ def test_export_and_verify_notices_another_model(tmp_path: Path) -> None:
     model = AutoencoderKL(SMALL)
     model.architecture = VaeArchitecture(**{**vars(SMALL), "norm_num_groups": 2})
     with pytest.raises(RuntimeError, match="a reconstruction differs by"):
-        export_and_verify(model, tmp_path, **FACTORS)
+        export_and_verify(model, tmp_path, SCALING, sample_size=256)
 
 
 def test_full_disk_leaves_the_old_export_whole(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")  # The module does not exist on Windows.
-    save_diffusers(AutoencoderKL(SMALL), tmp_path, **FACTORS)
+    save_diffusers(AutoencoderKL(SMALL), tmp_path, SCALING, sample_size=256)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
         with pytest.raises(UserError, match="cannot be written"):
-            save_diffusers(AutoencoderKL(SMALL), tmp_path, **FACTORS)
+            save_diffusers(AutoencoderKL(SMALL), tmp_path, SCALING, sample_size=256)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -176,7 +178,7 @@ def test_full_disk_leaves_the_old_export_whole(tmp_path: Path) -> None:
 def test_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "vae").write_text("")
     with pytest.raises(UserError, match=r"vae: cannot be written \(File exists"):
-        save_diffusers(AutoencoderKL(SMALL), tmp_path / "vae", **FACTORS)
+        save_diffusers(AutoencoderKL(SMALL), tmp_path / "vae", SCALING, sample_size=256)
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:

@@ -21,6 +21,7 @@ from gputrain.vae.architecture import PRESETS, VaeArchitecture, VaePreset
 from gputrain.vae.architecture import vae_architecture as built
 from gputrain.vae.config import Data, Model, TrainVae
 from gputrain.vae.diffusers_folder import save_diffusers
+from gputrain.vae.latents import LatentScaling
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pretrained import load_pretrained, options_for, read_pretrained
 from tests.tables import check_rows, each_row
@@ -123,7 +124,7 @@ def test_first_latent_diffusion_names(
     again.load_state_dict(converted)
     rest = {"model.diffusion_model.out.2.bias": torch.ones(3), "cond_stage_model.encoder.bias": torch.ones(3)}
     save_file(old | (rest if prefix else {"loss.logvar": torch.ones(1)}), tmp_path / "ae.safetensors")
-    weights = load_pretrained(tmp_path / "ae.safetensors", architecture)
+    weights = load_pretrained(tmp_path / "ae.safetensors", architecture).weights
     assert_reads(weights, architecture, again)
     for name, tensor in reference.state_dict().items():
         assert torch.equal(weights[name], tensor), name
@@ -134,7 +135,7 @@ def test_pickles_of_tensors(stock: dict[VaeArchitecture, diffusers.AutoencoderKL
     """A .ckpt of a Lightning run has its tensors under state_dict, in half precision."""
     halves = {name: tensor.half() for name, tensor in stock[SD].state_dict().items()}
     torch.save({"state_dict": aged(halves, "first_stage_model."), "global_step": 7}, tmp_path / "old.ckpt")
-    weights = load_pretrained(tmp_path / "old.ckpt", SD)
+    weights = load_pretrained(tmp_path / "old.ckpt", SD).weights
     assert all(torch.equal(weights[name], tensor.float()) for name, tensor in halves.items())
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
 
@@ -146,7 +147,7 @@ def test_diffusers_folders_and_files(stock: dict[VaeArchitecture, diffusers.Auto
     shutil.copy(tmp_path / "vae/diffusion_pytorch_model.safetensors", tmp_path / "alone.safetensors")
 
     def check(place: str) -> None:
-        assert_reads(load_pretrained(tmp_path / place, TINY), TINY, stock[TINY])
+        assert_reads(load_pretrained(tmp_path / place, TINY).weights, TINY, stock[TINY])
 
     check_rows([("vae",), (".",), ("vae/diffusion_pytorch_model.safetensors",), ("alone.safetensors",)], check)
 
@@ -184,14 +185,14 @@ def test_runs_of_ours(tmp_path: Path) -> None:
     ema = {f"average.{name}": tensor for name, tensor in averaged.state_dict().items()}
     content = {"kind": "vae", "config": flatten(settings), "progress": {"step": 3}}
     checkpoint.save(tmp_path, content | {"modules": modules | {"ema": ema}})
-    save_diffusers(averaged, tmp_path / "export", scaling_factor=1.0, shift_factor=0.0, sample_size=16)
+    save_diffusers(averaged, tmp_path / "export", LatentScaling(1.0), sample_size=16)
     for path in (tmp_path, tmp_path / "checkpoint_last.pt", tmp_path / "export"):
-        weights = load_pretrained(path, architecture)
+        weights = load_pretrained(path, architecture).weights
         assert weights.keys() == trained.state_dict().keys()
         assert all(torch.equal(weights[name], tensor) for name, tensor in averaged.state_dict().items())
         assert read_pretrained(path).architecture == architecture
     checkpoint.save(tmp_path, content | {"modules": modules})
-    weights = load_pretrained(tmp_path, architecture)
+    weights = load_pretrained(tmp_path, architecture).weights
     assert all(torch.equal(weights[name], tensor) for name, tensor in trained.state_dict().items())
 
 

@@ -19,6 +19,7 @@ from gputrain.vae.config import PictureEvaluation
 from gputrain.vae.data import centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.diffusers_folder import save_diffusers
 from gputrain.vae.evaluate import evaluate_pictures, reconstruction_figures
+from gputrain.vae.latents import LatentScaling
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.rfid import INCEPTION, FeatureMoments, ReconstructionFid, frechet_distance, load_extractor
 from tests.vae.test_use import TINY
@@ -166,7 +167,7 @@ def test_torch_fidelitys_figure(photographs: Path, tmp_path: Path) -> None:
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
 
     model = AutoencoderKL(PRESETS["fast"]).eval()
-    save_diffusers(model, tmp_path / "vae", scaling_factor=1.0, shift_factor=0.0, sample_size=64)
+    save_diffusers(model, tmp_path / "vae", LatentScaling(1.0), sample_size=64)
     options = PictureEvaluation(image_size=64, batch_size=4, rfid_weights=file, rfid_sha256=digest)
     found = evaluate_pictures(tmp_path / "vae", photographs, options, device="cpu", held_out_share=1.0).scalars["rfid"]
 

@@ -27,6 +27,7 @@ from gputrain.vae import architecture, recipe
 from gputrain.vae.config import TrainVae, parse_schedule
 from gputrain.vae.data import CropDataset, Picture, Pictures
 from gputrain.vae.diffusers_folder import save_diffusers
+from gputrain.vae.latents import LatentScaling
 from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.recipe import VaeRecipe
@@ -210,7 +211,7 @@ def test_training_begins_from_a_stock_folder(photographs, tmp_path):
     settings = settings_of()
     torch.manual_seed(5)
     model = AutoencoderKL(settings.architecture)
-    save_diffusers(model, tmp_path / "stock", scaling_factor=1.0, shift_factor=0.0, sample_size=24)
+    save_diffusers(model, tmp_path / "stock", LatentScaling(1.0), sample_size=24)
     changes = {"init_from": str(tmp_path / "stock"), "learning_rate": 0.0, "max_steps": 1}
     made = run(tmp_path / "run", photographs, **changes)["modules"]
     assert_same(made["autoencoder"], dict(model.state_dict()))
@@ -227,7 +228,7 @@ def test_training_begins_from_a_stock_folder(photographs, tmp_path):
 
 def test_a_stock_folder_of_another_architecture_is_refused(photographs, tmp_path):
     model = AutoencoderKL(settings_of(z_channels=8).architecture)
-    save_diffusers(model, tmp_path / "stock", scaling_factor=1.0, shift_factor=0.0, sample_size=24)
+    save_diffusers(model, tmp_path / "stock", LatentScaling(1.0), sample_size=24)
     with pytest.raises(UserError, match="latent_channels") as caught:
         run(tmp_path / "run", photographs, init_from=str(tmp_path / "stock"))
     assert "--z-channels 8" in caught.value.hint

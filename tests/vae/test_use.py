@@ -77,8 +77,8 @@ def test_latent_moments_are_those_of_samples():
     samples = (mean + 0.5 * torch.randn(mean.shape, generator=generator)).double()
     assert gathered.mean_L.tolist() == pytest.approx(samples.mean(dim=(0, 2, 3)).tolist(), abs=0.02)
     assert gathered.deviation_L.tolist() == pytest.approx(samples.std(dim=(0, 2, 3)).tolist(), rel=0.01)
-    assert gathered.shift_factor == pytest.approx(float(samples.mean()), abs=0.02)
-    assert gathered.scaling_factor == pytest.approx(1 / float(samples.std()), rel=0.01)
+    assert gathered.scaling.shift_factor == pytest.approx(float(samples.mean()), abs=0.02)
+    assert gathered.scaling.scaling_factor == pytest.approx(1 / float(samples.std()), rel=0.01)
 
 
 @each_row(((64, 64),), ((129, 131),), ((7, 300),), ((200, 513),), ((8, 8),))

@@ -1,0 +1,163 @@
+"""The factors of latents that an export writes: those of the source of a frozen encoder, otherwise measured ones."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gputrain.errors import UserError
+from gputrain.vae.diffusers_folder import CONFIG, WEIGHTS, save_diffusers
+from gputrain.vae.export import export_vae
+from gputrain.vae.latents import LatentScaling, family_of, nearest_family
+from gputrain.vae.model import AutoencoderKL
+from gputrain.vae.pretrained import read_pretrained
+from tests.tables import check_rows, each_row
+from tests.vae.test_pretrained import SD, aged
+from tests.vae.test_recipe import settings_of
+from tests.vae.test_train import few_layers, run
+
+pytestmark = pytest.mark.usefixtures("flops_known")
+
+SD_1, SDXL, SD_3, FLUX = (LatentScaling(*pair) for pair in ((0.18215,), (0.13025,), (1.5305, 0.0609), (0.3611, 0.1159)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_layers():
+    with few_layers():
+        yield
+
+
+@each_row(
+    (["cond_stage_model.transformer.x", "decoder.conv_in.weight"], "model.ckpt", 4, SD_1),
+    (["conditioner.embedders.0.x"], "model.safetensors", 4, SDXL),
+    (["model.diffusion_model.joint_blocks.0.x"], "model.safetensors", 16, SD_3),
+    (["double_blocks.0.img_attn.norm.key_norm.scale"], "model.safetensors", 16, FLUX),
+    ([], "sdxl_vae.safetensors", 4, SDXL),
+    ([], "sdxl.vae.safetensors", 4, SDXL),
+    ([], "vae.safetensors stable-diffusion-xl-v1-base/vae", 4, SDXL),
+    ([], "vae-ft-mse-840000-ema-pruned.ckpt", 4, SD_1),
+    ([], "v1-5-pruned-emaonly.safetensors", 4, SD_1),
+    ([], "flux-ae.safetensors flux-1-dev", 16, FLUX),
+    ([], "sd3_medium.safetensors", 16, SD_3),
+    ([], "ae.safetensors", 16, None),
+    ([], "pixl.ckpt", 4, None),
+    (["conditioner.embedders.0.x"], "flux.safetensors", 8, None),
+)
+def test_what_a_file_without_a_configuration_tells(names, words, channels, scaling):
+    found = family_of(names, words, channels)
+    assert (found and found.scaling) == scaling
+
+
+@each_row((0.35, 16, FLUX), (1.2, 16, SD_3), (0.14, 4, SDXL), (0.19, 4, SD_1), (0.9, 4, None), (0.3, 8, None))
+def test_the_nearest_published_factor(measured, channels, scaling):
+    found = nearest_family(LatentScaling(measured, 0.0), channels)
+    assert (found and found.scaling) == scaling
+
+
+def test_the_factors_of_every_source(tmp_path):
+    """Folders state them; files of pipelines tell them by tensors."""
+    weights = {name: tensor.half() for name, tensor in AutoencoderKL(SD).state_dict().items()}
+    old, one = aged(weights, "first_stage_model."), torch.ones(1)
+    mean, std = [1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]
+    torch.save({"state_dict": old | {"cond_stage_model.x": one}}, tmp_path / "old.ckpt")
+    torch.save(old | {"scale_factor": torch.tensor(0.25)}, tmp_path / "own.pth")
+    save_file(old | {"conditioner.x": one}, tmp_path / "base.safetensors")
+    edm = {"conditioner.x": one, "edm_mean": torch.tensor(mean)[None, :, None, None], "edm_std": torch.tensor(std)}
+    save_file(old | edm, tmp_path / "edm.safetensors")
+    save_file(aged(weights), tmp_path / "bare.safetensors")
+    save_file(aged(weights), tmp_path / "x.safetensors", metadata={"modelspec.architecture": "stable-diffusion-xl-v1"})
+    save_diffusers(AutoencoderKL(SD), tmp_path / "pipe" / "vae", LatentScaling(0.5, 0.1, mean, std), sample_size=64)
+    save_diffusers(AutoencoderKL(SD), tmp_path / "plain", SDXL, sample_size=64)
+    assert "latents_mean" not in json.loads((tmp_path / "plain" / CONFIG).read_text())
+    save_diffusers(AutoencoderKL(SD), tmp_path / "oldest", SDXL, sample_size=64)
+    config = json.loads((tmp_path / "oldest" / CONFIG).read_text())
+    del config["scaling_factor"], config["shift_factor"]
+    (tmp_path / "oldest" / CONFIG).write_text(json.dumps(config))
+    shutil.copy(tmp_path / "plain" / WEIGHTS, tmp_path / "ours.safetensors")
+
+    def check(name, scaling, published):
+        found = read_pretrained(tmp_path / name).latents
+        assert (found.scaling, found.published, found.encoder_trained) == (scaling, published, False)
+
+    check_rows(
+        [
+            ("old.ckpt", SD_1, True), ("own.pth", LatentScaling(0.25), True), ("base.safetensors", SDXL, True),
+            ("edm.safetensors", LatentScaling(0.5, None, mean, std), True), ("bare.safetensors", None, True),
+            ("x.safetensors", SDXL, True), ("pipe", LatentScaling(0.5, 0.1, mean, std), True), ("plain", SDXL, True),
+            (f"plain/{WEIGHTS}", SDXL, True), ("oldest", SD_1, True), ("ours.safetensors", None, False),
+        ],
+        check,
+    )  # fmt: skip
+    (tmp_path / "oldest" / CONFIG).write_text(json.dumps(config | {"scaling_factor": "large"}))
+    with pytest.raises(UserError, match="scaling_factor"):
+        read_pretrained(tmp_path / "oldest")
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    """A pretrained autoencoder whose factors are not those of its latents."""
+    folder = tmp_path_factory.mktemp("pretrained") / "stock"
+    torch.manual_seed(5)
+    save_diffusers(AutoencoderKL(settings_of().architecture), folder, SD_1, sample_size=24)
+    return folder
+
+
+def written(folder):
+    config = json.loads((folder / CONFIG).read_text())
+    return config["scaling_factor"], config["shift_factor"]
+
+
+def test_a_decoder_keeps_the_factors_of_its_source(photographs, stock, tmp_path):
+    """Through a resume, through runs that begin with the run, and without the source and the pictures."""
+    first, again, third = tmp_path / "first", tmp_path / "again", tmp_path / "third"
+    moved = tmp_path / "moved"
+    shutil.copytree(stock, moved)
+    pictures = tmp_path / "pictures"
+    shutil.copytree(photographs, pictures)
+    changes = {"train_part": "decoder", "num_epochs": 50}
+    run(first, pictures, init_from=str(moved), max_steps=1, **changes)
+    shutil.rmtree(moved)
+    run(first, pictures, init_from=str(moved), max_steps=2, resume_from="auto", **changes)
+    run(again, pictures, init_from=str(first), max_steps=1, **changes)
+    shutil.rmtree(pictures)
+    for made in (first, again):
+        figures = export_vae(made, made / "export").figures
+        assert written(made / "export") == (0.18215, None)
+        assert "whose encoder was not trained" in str(figures["these factors are"])
+        assert load_file(made / "export" / WEIGHTS)["encoder.conv_in.weight"].equal(
+            load_file(stock / WEIGHTS)["encoder.conv_in.weight"]
+        )
+    # Pictures that are named are measured, and the source's factors still are written.
+    figures = export_vae(first, first / "measured", data_path=photographs).figures
+    assert written(first / "measured") == (0.18215, None)
+    assert "scaling_factor" in str(figures["measured there, not written"])
+    # Once the encoder has been trained too, its latents are others.
+    run(third, photographs, init_from=str(first), max_steps=1)
+    figures = export_vae(third, third / "export").figures
+    assert figures["these factors are"] == "measured"
+    assert "scaling_factor 0.18215, no shift_factor" in str(figures["before training"])
+    assert written(third / "export")[0] != 0.18215
+
+
+def test_a_decoder_of_a_run_keeps_what_the_run_exports(photographs, tmp_path):
+    """A run from scratch has measured factors: another run with its encoder measures them on the same pictures."""
+    other = tmp_path / "pictures"
+    other.mkdir()
+    for path in sorted(photographs.iterdir())[:3]:
+        shutil.copy(path, other)
+    run(tmp_path / "scratch", photographs, max_steps=1, ema_decay=0, start="random")
+    changes = {"train_part": "decoder", "max_steps": 1, "ema_decay": 0}
+    run(tmp_path / "decoder", other, init_from=str(tmp_path / "scratch"), **changes)
+    for name in ("scratch", "decoder"):
+        export_vae(tmp_path / name, tmp_path / name / "export")
+    assert written(tmp_path / "decoder" / "export") == written(tmp_path / "scratch" / "export")
+
+
+def test_a_checkpoint_without_facts_asks_its_source(photographs, stock, tmp_path):
+    content = run(tmp_path, photographs, init_from=str(stock), train_part="decoder", max_steps=1)
+    content["facts"] = {}
+    torch.save(content, tmp_path / "former.pt")
+    export_vae(tmp_path / "former.pt", tmp_path / "export")
+    assert written(tmp_path / "export") == (0.18215, None)
