@@ -4,8 +4,8 @@
 class UserError(Exception):
     """An error in the user's input.
 
-    `message` says what is wrong and where (`photo.jpg: truncated`), `hint` what to do next (`delete it, or run gputrain
-    validate`). The command line prints both without a traceback and exits with 2.
+    `message` says what is wrong and where (`photo.jpg: truncated`), `hint` what to do next (`copy it again, or run
+    gputrain validate`). The command line prints both without a traceback and exits with 2.
     """
 
     def __init__(self, message: str, *, hint: str = "") -> None:

@@ -31,6 +31,7 @@ BUILT_IN = ("vae", "vocoder", "tts", "asr")  # The folders of this package that 
 
 # Endings of drawings and of files of cameras.
 DRAWINGS = {".svg", ".svgz", ".eps", ".ai", ".pdf", ".psd", ".heic", ".heif", ".cr2", ".cr3", ".nef", ".arw", ".dng"}
+LONGEST_LINE = 1 << 20  # Bytes read of a line to recognise a file; that of a recogniser with many symbols is long.
 Words = list[object]  # The words of a command line.
 ReportProgress = Callable[[float, int], None]  # Receives the number of items done and their total.
 # Translates the mapping in a file of another program, at the given path, to our keys and values.
@@ -151,6 +152,8 @@ class ModelKind:
     use: tuple[str, ...]  # The command that uses a model: what it is for, its name, and words after --model.
     headlines: tuple[str, ...]  # Figures on held-out data at the head of a report, the most important first.
     data: str = ""  # "pictures": what prepare-data reads.
+    # Files that show that a folder was prepared for it: keys of the first line of such a file, by the file's name.
+    prepared: Mapping[str, frozenset[str]] = field(default_factory=dict)
     prepare: DataCommand | None = None
     validate: DataCommand | None = None
     commands: tuple[OwnCommand, ...] = ()
@@ -285,6 +288,42 @@ def format_data_kinds(names: Sequence[str]) -> str:
     for name in names:
         by_data.setdefault(kinds()[name].data, []).append(name)
     return ", ".join(f"{' or '.join(same)} ({data})" for data, same in by_data.items())
+
+
+def prepared_for(folder: Path) -> list[str]:
+    """Returns the kinds of model that a folder's data are prepared for, finished or not; none for other folders."""
+    first: dict[str, set[str]] = {}
+    for name in {name for kind in kinds().values() for name in kind.prepared}:
+        try:
+            with (folder / name).open("rb") as file:
+                row = json.loads(file.readline(LONGEST_LINE))
+        except (OSError, ValueError, RecursionError):
+            continue
+        first[name] = set(row) if isinstance(row, dict) else set()
+    return [
+        kind.name
+        for kind in kinds().values()
+        if any(name in first and keys <= first[name] for name, keys in kind.prepared.items())
+    ]
+
+
+def refuse_other_data(folder: Path, *wanted: str, hint: str = "") -> None:
+    """Raises UserError if a folder's data are prepared for other kinds of model than those that are `wanted`."""
+    found = prepared_for(folder)
+    if not found or set(found) & set(wanted):
+        return
+    names = " or ".join(kinds()[name].command for name in found)
+    raise UserError(
+        f"{folder}: is prepared for {format_data_kinds(found)}, not for {format_data_kinds(wanted)}",
+        hint=hint or f"the folder is whole, and {names} reads it; {how_to_prepare(*wanted)}",
+    )
+
+
+def how_to_prepare(*names: str) -> str:
+    """Returns the hint for data of kinds of model that are not prepared."""
+    what = " or ".join(dict.fromkeys(kinds()[name].data for name in names))
+    options = " or ".join(f"--kind {name}" for name in names)
+    return f"prepare {what} for it: gputrain prepare-data {options} --input-dir FOLDER --output-dir NEW_FOLDER"
 
 
 def prepared_counts(report: Any, name: str, value: object) -> dict[str, object]:

@@ -3,15 +3,20 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import soundfile
 
 from gputrain.config import read_file
-from gputrain.kinds import former_names, kinds
+from gputrain.kinds import former_names, kinds, prepared_for
+from tests.command import gputrain_here
+from tests.tables import each_row
 
 ROOT = Path(__file__).parents[1]
 TOY = ROOT / "tests" / "toy_kind"  # Holds the package `curve` and its entry point.
@@ -113,3 +118,78 @@ def test_names_of_options_and_formats_are_those_of_one_kind_or_mean_the_same():
     assert former_names() == {"images": "vae", "voice": "tts"}
     assert all(kind.train.kind == name for name, kind in table.items())
     assert all(kind.work().kind == name for name, kind in table.items())
+
+
+# ---------------------------------------------------------------------------------------- data of another kind of model
+
+STORES = ROOT / "tests" / "data" / "earlier_stores"
+SPEECH = ["tts", "asr"]  # Their preparations differ in text.json alone, whose readers tell them apart.
+OTHERS = [
+    (kind, data) for kind in kinds() for data in kinds() if kind != data and [kind, data] not in (SPEECH, SPEECH[::-1])
+]
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@each_row(*[(kind, state) for kind in kinds() for state in ("prepared", "interrupted")])
+def test_prepared_data_are_recognised(kind, state):
+    assert prepared_for(STORES / kind / state) == (SPEECH if kind in SPEECH else [kind])
+
+
+def test_other_folders_are_prepared_for_nothing(tmp_path):
+    assert prepared_for(tmp_path / "missing") == prepared_for(tmp_path) == []
+    for text in ('{"audio_filepath": "a.wav", "text": "a"}', "[1]", "", '{"width"'):
+        (tmp_path / "manifest.jsonl").write_text(text)
+        assert prepared_for(tmp_path) == []
+
+
+def refused_as_other(folder: Path, kind: str, *words: object) -> None:
+    before = content_of(folder)
+    done = gputrain_here(*words)
+    assert done.returncode == 2
+    assert f"{folder}: is prepared for" in done.stderr
+    assert f"not for {kind}" in done.stderr
+    assert content_of(folder) == before
+
+
+@each_row(*OTHERS)
+def test_data_of_another_kind_are_said_to_be_so(tmp_path_factory, kind, data):
+    folder, run = STORES / data / "prepared", tmp_path_factory.mktemp("run")
+    option = "--data-dir" if kind in SPEECH else "--data-path"
+    refused_as_other(folder, kind, f"train-{kind}", option, folder, "--output-dir", run)
+    refused_as_other(folder, kind, "validate", "--kind", kind, "--input-dir", folder)
+
+
+@each_row(*OTHERS)
+def test_a_preparation_never_replaces_one_of_another_kind(tmp_path_factory, kind, data):
+    made = tmp_path_factory.mktemp("made")
+    folder, recordings = made / "data", made / "recordings"
+    shutil.copytree(STORES / data / "prepared", folder)
+    recordings.mkdir()
+    soundfile.write(recordings / "a.wav", 0.5 * np.sin(np.arange(16000) / 9), 16000)
+    (recordings / "metadata.csv").write_text("a.wav|Hello\n")
+    language = ["--language", "en"] if kind in SPEECH else []
+    refused_as_other(
+        folder, kind, "prepare-data", "--kind", kind, *language, "--input-dir", recordings, "--output-dir", folder
+    )
+
+
+@each_row("vocoder", "tts")
+def test_a_preparation_replaces_no_file_of_another_origin(tmp_path_factory, kind):
+    made = tmp_path_factory.mktemp("made")
+    folder = made / "data"
+    for name in ("recordings", "data"):
+        (made / name).mkdir()
+    soundfile.write(made / "recordings" / "a.wav", 0.5 * np.sin(np.arange(16000) / 9), 16000)
+    (made / "recordings" / "metadata.csv").write_text("a.wav|Hello\n")
+    (folder / "manifest.jsonl").write_text('{"audio_filepath": "a.wav", "text": "a"}\n')
+    before = content_of(folder)
+    language = ["--language", "en"] if kind in SPEECH else []
+    done = gputrain_here(
+        "prepare-data", "--kind", kind, *language, "--input-dir", made / "recordings", "--output-dir", folder
+    )
+    assert done.returncode == 2
+    assert "holds manifest.jsonl of another origin" in done.stderr
+    assert content_of(folder) == before

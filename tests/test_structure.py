@@ -233,3 +233,26 @@ def test_librosa_is_imported_in_one_place():
             names += [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
             importing += [path.name for name in names if name.split(".")[0] == "librosa"]
     assert set(importing) == {"numba_cache.py"}
+
+
+ADVICE = re.compile(r"\b(delete|erase|wipe|rm -\w+|remove (it|the|this|that|them|your))\b", re.IGNORECASE)
+NO_ADVICE = {"delete"}  # How an edit of a text is named.
+
+
+def test_no_message_advises_deleting():
+    """What the program didn't make in this call may be all that a user has: messages name another folder or file."""
+    wrong = []
+    for name, path in modules().items():
+        tree = tree_of(path)
+        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        wrong += [
+            f"{name}: {node.value!r}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
+            if ADVICE.search(node.value) and node.value not in NO_ADVICE
+        ]
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        wrong += [
+            f"{path.name}: {line}" for line in path.read_text(encoding="utf-8").splitlines() if ADVICE.search(line)
+        ]
+    assert not wrong, "\n".join(wrong)

@@ -20,7 +20,7 @@ from gputrain.kinds import (
     ReportProgress,
     Words,
 )
-from gputrain.speech.data_commands import prepare_command, validate_command, write_demo_speech
+from gputrain.speech.data_commands import PREPARED_SPEECH, prepare_command, validate_command, write_demo_speech
 
 if TYPE_CHECKING:
     from gputrain.asr.checking import CtcChecker
@@ -139,6 +139,7 @@ KIND = ModelKind(
     bench=BenchAsr,
     work=work,
     data="recordings with their texts",
+    prepared=PREPARED_SPEECH,
     prepare=prepare_command("asr"),
     validate=validate_command("asr"),
     evaluation=EvaluateCommand(

@@ -158,7 +158,7 @@ def transcribe_sound(
     if sound.samples < FIELD:
         raise UserError(
             f"{path}: lasts {1000 * sound.samples / rate_hz:.3g} ms, less than a frame, {1000 * FIELD / rate_hz:g} ms",
-            hint="remove the file, or record it again",
+            hint="leave it out, or record it again",
         )
     decoder, frames = make_decoder(), 0
     for log_probs_FV in log_prob_pieces(recogniser, blocks, sound, lengths):

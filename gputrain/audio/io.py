@@ -164,7 +164,7 @@ def _blocks_of(path: Path, source: Path) -> tuple[int, Iterator[Samples]]:
                 yield wave_T
                 first += len(wave_T)
         if not first:
-            raise UserError(f"{source}: holds no sound", hint="remove the file, or record it again")
+            raise UserError(f"{source}: holds no sound", hint="leave it out, or record it again")
 
     with _open(path) as file:
         return file.samplerate, blocks()

@@ -11,24 +11,28 @@ is added to the index after the files hold it, so that an interrupted preparatio
 import os
 import zlib
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from gputrain.engine.data import writing
-from gputrain.engine.preparation import Journal
+from gputrain.engine.data import MANIFEST, writing
+from gputrain.engine.preparation import QUARANTINE, Journal
 from gputrain.errors import UserError
+from gputrain.kinds import how_to_prepare, refuse_other_data
 from gputrain.stored import from_json
 
+SHOWN = 4  # Sorts of files that are named of a folder that is not prepared.
 WAVES, PITCHES = "waves.i16", "f0.f32"
 
-PREPARE_AGAIN = "delete the folder and prepare it again"
+PREPARE_AGAIN = "prepare the recordings again, into another folder: gputrain prepare-data --output-dir NEW_FOLDER"
+ELSEWHERE = "prepare into another folder: --output-dir NEW_FOLDER"
 Wave = npt.NDArray[np.int16]
 Pitch = npt.NDArray[np.float32]
 StoredNumbers = npt.NDArray[Any]
@@ -180,11 +184,29 @@ def moved(clip: Row, by: int) -> Row:
     return made
 
 
-def check_finished(folder: Path, names: Sequence[str], journal: str, content: str, options: str) -> None:
-    """Raises UserError if a folder lacks one of the files that a finished preparation writes."""
-    if not all((folder / name).is_file() for name in names):
-        what = "its preparation was not finished" if (folder / journal).is_file() else f"no prepared {content}"
-        raise UserError(f"{folder}: {what}", hint=f"run gputrain prepare-data {options}")
+def check_finished(folder: Path, names: Sequence[str], journal: str, *wanted: str) -> None:
+    """Raises UserError if a folder lacks one of the files that a finished preparation for the kinds of model that are
+    `wanted` writes, or is prepared for another one."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder", hint=how_to_prepare(*wanted))
+    refuse_other_data(folder, *wanted)
+    if all((folder / name).is_file() for name in names):
+        return
+    if (folder / journal).is_file():
+        options = " or ".join(f"--kind {name}" for name in wanted)
+        raise UserError(
+            f"{folder}: its preparation was not finished",
+            hint=f"run gputrain prepare-data {options} again, with the same options: it goes on where it ended",
+        )
+    raise UserError(
+        f"{folder}: not prepared for {' or '.join(wanted)} (found {summary_of(folder)})", hint=how_to_prepare(*wanted)
+    )
+
+
+def summary_of(folder: Path) -> str:
+    """Returns what a folder holds, without its subfolders' content: "60 .wav, 1 .csv"."""
+    counts = Counter("folder" if path.is_dir() else path.suffix or path.name for path in folder.iterdir())
+    return ", ".join(f"{count} {name}" for name, count in counts.most_common(SHOWN)) or "nothing"
 
 
 def bytes_in(path: Path) -> int:
@@ -197,6 +219,8 @@ def bytes_in(path: Path) -> int:
 class SoundWriter(Generic[Row]):
     """Writes a store sound by sound; opened again on the same folder, it continues."""
 
+    further_files: ClassVar[tuple[str, ...]] = (MANIFEST, QUARANTINE)  # Those that a preparation writes beside them.
+
     def __init__(self, folder: Path, journal: str, format: Any, row: type[Row], files: Sequence[StoredFile]) -> None:
         """Opens the journal, and removes what the files hold behind its last sound. `format` is a dataclass.
 
@@ -206,6 +230,7 @@ class SoundWriter(Generic[Row]):
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._journal = Journal(folder / journal)
+            self._refuse_to_replace(journal)
             self.sounds = self._known(row)
             self._end = end_of(self.sounds)
             for file in files:
@@ -214,6 +239,16 @@ class SoundWriter(Generic[Row]):
                 if path.stat().st_size < size:
                     raise UserError(f"{path}: shorter than its {Path(journal).stem} says", hint=PREPARE_AGAIN)
                 os.truncate(path, size)
+
+    def _refuse_to_replace(self, journal: str) -> None:
+        """Raises UserError if the folder has files without a journal that the preparation would replace."""
+        written = (*self.further_files, *(file.name for file in self._files))
+        strangers = [name for name in written if name != journal and (self.folder / name).exists()]
+        if self._journal.head is None and strangers:
+            raise UserError(
+                f"{self.folder}: holds {', '.join(strangers)} of another origin, which would be replaced",
+                hint=ELSEWHERE,
+            )
 
     def _known(self, row: type[Row]) -> list[Row]:
         """Returns the sounds of an earlier preparation."""
@@ -230,7 +265,7 @@ class SoundWriter(Generic[Row]):
         if earlier != self.format:
             raise UserError(
                 f"{self.folder} was prepared with {format_of(earlier)}, not {format_of(self.format)}",
-                hint="prepare into another folder",
+                hint=ELSEWHERE,
             )
         journal.rewrite(journal.rows)
         return found

@@ -180,7 +180,7 @@ def _named_in_errors(name: object) -> Iterator[None]:
     try:
         yield
     except soundfile.LibsndfileError as error:
-        raise UserError(f"{name}: {error.error_string}", hint="remove it from the data, or replace it") from None
+        raise UserError(f"{name}: {error.error_string}", hint="leave it out of the data, or replace it") from None
 
 
 def _picture_header(path: Path) -> TensorShape:
@@ -190,7 +190,7 @@ def _picture_header(path: Path) -> TensorShape:
         with Image.open(path) as picture:
             return _shape_of_picture(picture)
     except (OSError, UnidentifiedImageError) as error:
-        raise UserError(f"{path}: {error}", hint="remove it from the data, or replace it") from None
+        raise UserError(f"{path}: {error}", hint="leave it out of the data, or replace it") from None
 
 
 def _decode_picture(path: Path) -> None:

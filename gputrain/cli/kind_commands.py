@@ -13,13 +13,15 @@ from rich.markup import escape
 from gputrain.cli import tables, ui
 from gputrain.cli.settings import DataSettings, EvaluateSettings, ExportSettings, PrepareSettings, ValidateSettings
 from gputrain.errors import UserError
-from gputrain.kinds import DataWork, ModelKind, ReportProgress, kinds
+from gputrain.kinds import DataWork, ModelKind, ReportProgress, kinds, refuse_other_data
 
 EvaluationReport = tuple[str, dict[str, Any], dict[str, Any]]  # A title, the figures to show, and the report.
 
 
 def work_of(settings: DataSettings, command: str) -> DataWork:
-    """Returns the work of a command for the kind of model that the settings name."""
+    """Returns the work of a command for the kind of model that the settings name. Raises UserError if the data are
+    prepared for another one."""
+    refuse_other_data(settings.input_dir, settings.kind)
     made: DataWork = getattr(kinds()[settings.kind], command).work(settings)
     return made
 

@@ -24,6 +24,7 @@ from gputrain.engine.data import Progress, fingerprint, read_rows, write_rows, w
 from gputrain.engine.workers import signals_blocked
 from gputrain.errors import UserError
 from gputrain.hw.child_process import describe_exit, remedy_for_exit
+from gputrain.kinds import refuse_other_data
 
 QUARANTINE = "quarantine.jsonl"
 FORMER_REASONS = {"foreign symbols": "unknown symbols"}  # Those of earlier versions.
@@ -153,8 +154,9 @@ def check_input_folder(folder: Path, content: str) -> None:
         raise UserError(f"{folder}: {fault}", hint=f"name the folder that holds the {content}")
 
 
-def check_folders(input_dir: Path, output_dir: Path) -> None:
-    """Raises UserError if one folder contains the other, or the output is a file."""
+def check_folders(input_dir: Path, output_dir: Path, kind: str) -> None:
+    """Raises UserError if one folder contains the other, or the output is a file or is prepared for other kinds of
+    model than `kind`."""
     read, written = input_dir.resolve(), output_dir.resolve()
     if read == written or read in written.parents or written in read.parents:
         raise UserError(
@@ -163,6 +165,7 @@ def check_folders(input_dir: Path, output_dir: Path) -> None:
         )
     if output_dir.exists() and not output_dir.is_dir():
         raise UserError(f"{output_dir}: is a file, expected a folder", hint="name a new folder, or one prepared before")
+    refuse_other_data(output_dir, kind, hint="prepare into another folder: --output-dir NEW_FOLDER")
 
 
 def scan(folder: Path, suffixes: Iterable[str]) -> SourceTree:

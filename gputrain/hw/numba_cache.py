@@ -34,7 +34,7 @@ def folder() -> Path:
 
 
 def how_to_clear() -> str:
-    return f"delete the folder {folder()}"
+    return f"set NUMBA_CACHE_DIR to a new folder, which takes the place of {folder()}"
 
 
 def stamp(name: str, release: str) -> Path:

@@ -81,7 +81,7 @@ def open_speech(
 
 def _open_store(folder: Path, hop_size: int, kind: SpeechKind) -> SpeechStore:
     """Opens one folder of prepared speech and checks it."""
-    store = SpeechStore.open(folder)
+    store = SpeechStore.open(folder, kind)
     check_kind(store, kind)
     if kind == "tts" and hop_size > store.format.hop_size:
         reader = store.format.frontend

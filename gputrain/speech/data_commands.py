@@ -21,6 +21,9 @@ WITHOUT_EFFECT: Mapping[SpeechKind, frozenset[str]] = {
     "tts": frozenset({"cue_gap"}), "asr": frozenset({"alphabet", "espeak_voice"}),
 }  # fmt: skip
 
+# Of a voice and of a recogniser: their unfinished preparations differ in nothing.
+PREPARED_SPEECH = {"text.json": frozenset({"frontend", "hop_size"}), "sounds.jsonl": frozenset({"trim_db"})}
+
 
 def options_of(kind: SpeechKind) -> frozenset[str]:
     return frozenset(leaves(SpeechOptions)) - WITHOUT_EFFECT[kind]

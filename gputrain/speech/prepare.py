@@ -87,7 +87,7 @@ def prepare_speech(
 
     Raises UserError if a folder or the transcripts are invalid, or no recording is usable.
     """
-    check_folders(input_dir, output_dir)
+    check_folders(input_dir, output_dir, config.kind)
     check_output(output_dir, config)
     material = gather_material(input_dir, config)
     reader = reader_of(config, material.transcripts.utterances)  # Invalid options raise here, before hours of work.

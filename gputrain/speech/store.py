@@ -167,6 +167,8 @@ def frame_count(samples: int, hop_size: int) -> int:
 class SpeechWriter(SoundWriter[Recording]):
     """Writes a store recording by recording; opened again on the same folder, it continues."""
 
+    further_files = (*SoundWriter.further_files, TEXT)
+
     def __init__(self, folder: Path, format: SoundFormat) -> None:
         super().__init__(folder, SOUNDS, format, Recording, FILES)
 
@@ -215,9 +217,10 @@ class SpeechStore(SoundStore[SpeechClip]):
     format: SpeechFormat
 
     @classmethod
-    def open(cls, folder: Path) -> "SpeechStore":
-        """Opens a store. Raises UserError if there is no complete store, or it is damaged."""
-        check_finished(folder, (MANIFEST, TEXT), SOUNDS, "speech", "--kind tts or --kind asr")
+    def open(cls, folder: Path, *wanted: str) -> "SpeechStore":
+        """Opens a store. Raises UserError if there is no complete store, or it is damaged. `wanted` are the kinds of
+        model for messages; default: both."""
+        check_finished(folder, (MANIFEST, TEXT), SOUNDS, *(wanted or ("tts", "asr")))
         formats, rows = read_rows(folder / TEXT, ()), read_rows(folder / MANIFEST, ())
         try:
             store = cls(folder, SpeechFormat.from_json(formats[0]), [from_json(SpeechClip, row) for row in rows])

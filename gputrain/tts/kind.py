@@ -20,7 +20,13 @@ from gputrain.kinds import (
     kind_of,
     speech_checker,
 )
-from gputrain.speech.data_commands import RATE_HZ, prepare_command, validate_command, write_demo_speech
+from gputrain.speech.data_commands import (
+    PREPARED_SPEECH,
+    RATE_HZ,
+    prepare_command,
+    validate_command,
+    write_demo_speech,
+)
 from gputrain.tts import coqui
 from gputrain.tts.config import BenchTts, PlanTts, Speak, TrainTts, VoiceEvaluation
 
@@ -150,6 +156,7 @@ KIND = ModelKind(
     bench=BenchTts,
     work=work,
     data="recordings with their texts",
+    prepared=PREPARED_SPEECH,
     prepare=prepare_command("tts", "audio_sample_rate"),
     validate=validate_command("tts", "audio_sample_rate", predict=predict_memory),
     evaluation=EvaluateCommand(

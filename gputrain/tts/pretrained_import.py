@@ -55,7 +55,7 @@ PATHS = {
 Rows = dict[str, int]  # rows of an embedding table, by the names of their symbols or speakers
 
 CONFIG = "config.json"
-NOT_ITS_OWN = "replace it by the config.json of this voice, or remove it: the symbols are then reinitialised"
+NOT_ITS_OWN = "put the config.json of this voice in its place; without one, the symbols are reinitialised"
 SPEAKER_FILES = ("speakers.pth", "speakers.json", "speaker_ids.json")  # names of Coqui's files
 COQUI_BLANK = "<BLNK>"  # the only blank of VitsCharacters
 LISTED = ("", "BaseCharacters", "Graphemes", "IPAPhonemes")  # Coqui's classes with the same order of characters
@@ -152,7 +152,11 @@ def _coqui_speakers(folder: Path) -> Rows:
         return {}
     if file.suffix == ".json":
         return _speakers(_read_json(file))
-    return _speakers(checkpoint.read_foreign(file, instead="remove it: the speakers are then reinitialised"))
+    return _speakers(
+        checkpoint.read_foreign(
+            file, instead="name a copy of the checkpoint without this file: the speakers are then new"
+        )
+    )
 
 
 def _with_apostrophes(rows: Rows) -> Rows:
@@ -184,7 +188,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:  # not JSON, or not UTF-8
-        raise UserError(f"{path}: damaged: {error}", hint="copy or download it again, or remove it") from None
+        raise UserError(f"{path}: damaged: {error}", hint="copy or download it again") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: holds no JSON object", hint=NOT_ITS_OWN)
     return content

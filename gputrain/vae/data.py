@@ -31,6 +31,7 @@ from gputrain.engine.data import (
 from gputrain.engine.mixture import FolderItems, GivenFolders, Mixture, data_folders, split_folders
 from gputrain.engine.preparation import RefusedItem, SourceFile
 from gputrain.errors import UserError
+from gputrain.kinds import refuse_other_data
 from gputrain.stored import is_fingerprint
 from gputrain.vae.config import PictureLimits
 from gputrain.vae.pictures import (
@@ -121,6 +122,7 @@ def _with_folder(folder: Path, refused: RefusedItem) -> RefusedItem:
 def _pictures_in(folder: Path) -> tuple[list[Picture], list[RefusedItem]]:
     """Returns the readable pictures of a folder, and those that are refused."""
     refused: list[RefusedItem] = []
+    refuse_other_data(folder, "vae")
     if (folder / MANIFEST).is_file():
         rows = read_rows(folder / MANIFEST, ("path", "width", "height", "bytes", "fingerprint"))
         if not all(map(_is_whole, rows)):

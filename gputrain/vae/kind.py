@@ -178,6 +178,7 @@ KIND = ModelKind(
     bench=BenchVae,
     work=work,
     data="pictures",
+    prepared={"manifest.jsonl": frozenset({"width", "height"}), "journal.jsonl": frozenset({"input_dir"})},
     prepare=DataCommand(
         groups={"pictures": VaePrepareConfig},
         names=frozenset({"mode", "overwrite", *leaves(VaePrepareConfig)}),

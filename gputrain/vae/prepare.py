@@ -93,7 +93,7 @@ def prepare_images(
     Raises UserError if a folder is invalid, no picture is usable, a process dies or the disk is full;
     the next run continues. It also raises UserError if the folder has pictures of other settings, unless `overwrite`.
     """
-    check_folders(input_dir, output_dir)
+    check_folders(input_dir, output_dir, "vae")
     journal = open_journal(input_dir, output_dir)
     if not overwrite:
         check_recipe(journal, recipe_of(config))
@@ -210,7 +210,7 @@ def open_journal(input_dir: Path, output_dir: Path) -> Journal:
         before = journal.head.get("input_dir", "an unknown folder")
         raise UserError(
             f"{output_dir}: was prepared from {before}, not from {input_dir}",
-            hint="choose another output folder, or delete this one first",
+            hint="choose another output folder: --output-dir NEW_FOLDER",
         )
     journal.head = head
     return journal

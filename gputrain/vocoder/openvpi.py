@@ -134,7 +134,9 @@ def read_with_bases(content: Mapping[str, object], source: Path, chain: tuple[Pa
     for base in bases:
         path = _find_base(base, source)
         if path.resolve() in chain:
-            raise UserError(f"{source}: base_config {base} refers back to this file", hint="remove it from one of them")
+            raise UserError(
+                f"{source}: base_config {base} refers back to this file", hint="let only one of them name the other"
+            )
         below = _over(read_with_bases(read_file(path), path, chain), below)
     values = _joined({name: value for name, value in content.items() if name != "base_config"}, source)
     return _over(File(values, dict.fromkeys(values, source)), below)

@@ -67,7 +67,7 @@ def prepare_sound(
 
     Raises UserError if a folder is unusable, no recording is usable, or a source of the store has changed.
     """
-    check_folders(input_dir, output_dir)
+    check_folders(input_dir, output_dir, "vocoder")
     tree = audio_prepare.scan_recordings(input_dir)
     refused = list(tree.refused)
     prints = audio_prepare.fingerprints(input_dir, tree.paths, refused)

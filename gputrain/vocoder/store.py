@@ -40,6 +40,7 @@ from gputrain.audio.store import (
 from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, Sample, Split, item_rng, read_rows, writing
 from gputrain.engine.mixture import FolderItems, GivenFolders, Mixture, data_folders, split_folders
 from gputrain.errors import UserError
+from gputrain.kinds import prepared_for
 from gputrain.stored import from_json, is_fingerprint
 
 JOURNAL = "journal.jsonl"
@@ -89,7 +90,7 @@ class VocoderStoreWriter(SoundWriter[VocoderClip]):
 
     def __init__(self, folder: Path, format: VocoderFormat) -> None:
         with writing(folder):
-            if not (folder / JOURNAL).exists() and (folder / MANIFEST).exists():
+            if "vocoder" in prepared_for(folder) and not (folder / JOURNAL).exists() and (folder / MANIFEST).exists():
                 os.replace(folder / MANIFEST, folder / JOURNAL)
         super().__init__(folder, JOURNAL, format, VocoderClip, format.files)
 
@@ -116,7 +117,7 @@ class VocoderStore(SoundStore[VocoderClip]):
     def open(cls, folder: Path) -> "VocoderStore":
         """Opens a store. Raises UserError if there is no complete store, or it is damaged."""
         path = folder / MANIFEST
-        check_finished(folder, (MANIFEST,), JOURNAL, "sound", "--kind vocoder")
+        check_finished(folder, (MANIFEST,), JOURNAL, "vocoder")
         try:
             head, *rows = read_rows(path, ())
             store = cls(folder, from_json(VocoderFormat, head), [from_json(VocoderClip, row) for row in rows])

@@ -125,7 +125,7 @@ def test_speech_of_another_script_is_refused(store: Path, tmp_path: Path) -> Non
     with pytest.raises(UserError, match=r"most of its letters are none of .*: a b c d e") as raised:
         evaluate_recogniser(run_folder(tmp_path / "run", vocabulary), [fitting, store], device="cpu", held_out_share=1)
     assert raised.value.message.startswith(f"{store}: ")  # Not the first folder, whose letters are known.
-    with pytest.raises(UserError, match="no prepared speech"):
+    with pytest.raises(UserError, match="not prepared for asr"):
         evaluate_recogniser(run_folder(tmp_path / "other"), tmp_path, device="cpu")
 
 

@@ -122,7 +122,7 @@ def test_wrong_exports(folder: Path, tmp_path: Path) -> None:
     for more, message in (
         (["--format", "piper"], "is a recogniser, which has no format piper"),
         (["--format", "sherpa", "--name", "x"], "name does nothing with format sherpa"),
-        (["--data-path", tmp_path], "no prepared speech"),
+        (["--data-path", tmp_path], "not prepared for"),
         (["--device", "cuda"], "a recogniser is exported on the CPU"),
     ):
         done = gputrain_here(*words, *more)

@@ -61,14 +61,14 @@ def test_a_crop_longer_than_every_clip(typed, notes):
 
 
 def test_no_sound_and_sound_half_prepared(typed, notes, tmp_path):
-    refused(typed, training(tmp_path / "gone"), "gone: no prepared sound", "prepare-data --kind vocoder")
+    refused(typed, training(tmp_path / "gone"), "gone: no such folder", "prepare-data --kind vocoder")
     unfinished = tmp_path / "unfinished"
     shutil.copytree(notes, unfinished)
     (unfinished / MANIFEST).rename(unfinished / JOURNAL)
     refused(typed, training(unfinished), "unfinished: its preparation was not finished")
     (unfinished / JOURNAL).rename(unfinished / MANIFEST)
     (unfinished / PITCHES).write_bytes((unfinished / PITCHES).read_bytes()[:-4])
-    refused(typed, training(unfinished), "bytes, expected", "delete the folder and prepare it again")
+    refused(typed, training(unfinished), "bytes, expected", "prepare the recordings again, into another folder")
 
 
 def test_sound_without_a_pitch_is_a_warning(typed, tmp_path):

@@ -127,10 +127,10 @@ def damaged(cache, monkeypatch, tmp_path):
 def test_damaged_code_is_found_and_the_folder_named(damaged):
     found = trials.try_pitch()
     assert (found.status, found.found) == ("failed", "pyin crashed (SIGSEGV)")
-    assert f"delete the folder {damaged}" in found.remedy
+    assert f"NUMBA_CACHE_DIR to a new folder, which takes the place of {damaged}" in found.remedy
     with pytest.raises(UserError, match="cannot be compiled: SIGSEGV") as caught:
         f0.compile_tracker("pyin")
-    assert f"delete the folder {damaged}" in caught.value.hint
+    assert f"NUMBA_CACHE_DIR to a new folder, which takes the place of {damaged}" in caught.value.hint
     assert not list(damaged.glob("*.compiled"))
 
 

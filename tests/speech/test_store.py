@@ -161,7 +161,7 @@ def test_damage_is_named(folder, tmp_path_factory, damage, message):
 
 
 def test_a_folder_that_is_no_store(tmp_path):
-    with pytest.raises(UserError, match="no prepared speech"):
+    with pytest.raises(UserError, match="not prepared for tts or asr"):
         SpeechStore.open(tmp_path)
 
 

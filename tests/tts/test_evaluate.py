@@ -347,7 +347,7 @@ def test_speech_that_is_not_for_the_voice(store, trained, tmp_path):
     assert " b " in raised.value.message  # No text has a b.
     with pytest.raises(UserError, match=r"at 22050 Hz, and the voice .* has 16000 Hz"):
         evaluate_voice(run, store_of(tmp_path / "fast", rate_hz=22050).folder, device="cpu")
-    with pytest.raises(UserError, match="no prepared speech"):
+    with pytest.raises(UserError, match="not prepared for tts"):
         evaluate_voice(run, tmp_path, device="cpu")
 
 

@@ -382,7 +382,7 @@ def test_frozen_parameters_and_the_one_step_task(tmp_path):
         "keep one",
     ),
     ({"base_config": ["configs/gone.yaml"]}, "base_config configs/gone.yaml does not exist", "every key has a def"),
-    ({"base_config": ["c.yaml"]}, "base_config c.yaml refers back to this file", "remove it"),
+    ({"base_config": ["c.yaml"]}, "base_config c.yaml refers back to this file", "let only one"),
     ({"base_config": 3}, "base_config is 3, expected a list of paths", ""),
     ({"num_ckpt_keep": 0}, "no checkpoint would be kept", "-1 keeps all"),
 )  # fmt: skip

@@ -96,7 +96,7 @@ def test_a_store_from_before_the_range_of_the_pitch_was_told(tmp_path):
 
 
 def test_stores_that_cannot_be_opened(tmp_path):
-    with pytest.raises(UserError, match="no prepared sound"):
+    with pytest.raises(UserError, match="not prepared for vocoder"):
         VocoderStore.open(tmp_path)
     VocoderStoreWriter(tmp_path, FORMAT)
     with pytest.raises(UserError, match="was not finished"):

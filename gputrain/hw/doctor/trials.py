@@ -27,7 +27,7 @@ COMPILE_SECONDS = 240.0  # A cold start with a slow disk takes a minute.
 LITTLE_FREE_GB = 20.0
 LITTLE_READ_MB_PER_SECOND = 100.0  # Hard disks are about this slow.
 
-REPAIR_TORCH = "update the driver, or delete .venv and run the set-up script again"
+REPAIR_TORCH = "update the driver, or install torch again in a new environment"
 
 
 def training_dtype(machine: Machine, device: torch.device) -> torch.dtype:
