@@ -19,7 +19,7 @@ from gputrain.asr.decode import BeamDecoder, BeamOptions, CtcDecoder, GreedyDeco
 from gputrain.asr.load import Recogniser, load_recogniser
 from gputrain.asr.long_audio import ChunkLengths, blocks_of_file, log_prob_pieces, moments_of
 from gputrain.asr.ngram import LM_HINT, NgramModel, estimate_ngrams, read_arpa, read_sentences
-from gputrain.audio.io import HOW_TO_CONVERT
+from gputrain.audio.io import HOW_TO_CONVERT, length_of
 from gputrain.audio.prepare import scan_recordings
 from gputrain.engine.data import HELD_OUT_SHARE, Progress, no_progress, split, writing
 from gputrain.engine.preparation import RefusedItem
@@ -90,7 +90,7 @@ def transcribe_files(
     make_decoder = decoder_of(recogniser.vocabulary, settings.language_model)
     done, began = Transcribed(), time.perf_counter()
     targets = _targets(settings, paths)
-    *begins, end = accumulate(map(_seconds_of, paths), initial=0.0)
+    *begins, end = accumulate((length_of(path) or 0.0 for path in paths), initial=0.0)
     total = math.ceil(end)
     with _json_list(settings.json) as add, runtime.autocast():
         for path, begin in zip(paths, begins, strict=True):
@@ -131,16 +131,6 @@ def recordings_of(input: Path) -> list[Path]:
 
 def _advance(progress: Progress, begin: float, total: int, seconds: float) -> None:
     progress(min(total, round(begin + seconds)), total)
-
-
-def _seconds_of(path: Path) -> float:
-    """Returns the length by the header of a file, 0 if it has none; what is wrong with it is said when it is read."""
-    import soundfile
-
-    try:
-        return float(soundfile.info(str(path)).duration)
-    except (soundfile.LibsndfileError, OSError, ValueError):
-        return 0.0
 
 
 def transcribe_sound(

@@ -99,6 +99,16 @@ def read_in_blocks(path: Path, rate_hz: int) -> Iterator[Samples]:
     yield np.pad(rest_T, (0, max(0, length - len(rest_T))))[: max(0, length)]
 
 
+def length_of(path: Path) -> float | None:
+    """Returns the seconds of a file by its header; None if it has none that libsndfile reads."""
+    import soundfile
+
+    try:
+        return float(soundfile.info(str(path)).duration)
+    except (soundfile.LibsndfileError, OSError, ValueError):
+        return None
+
+
 def _decoded(path: Path) -> tuple[int, Iterator[Samples]]:
     """Returns the sampling rate of a file, and its decoded blocks; there is one at least."""
     if not path.is_file():

@@ -188,12 +188,12 @@ class _ClipFilter:
         """Returns the first sample of an utterance in its recording, and the end."""
         if utterance.span is None:
             return 0, recording.samples
-        rate_hz = self.config.sampling_rate
-        begin, end = (round(seconds * rate_hz) for seconds in utterance.span)
-        if begin >= recording.samples or end > recording.samples + BEYOND_SECONDS * rate_hz:
-            detail = f"{utterance.span[0]:.2f} to {utterance.span[1]:.2f} seconds of a recording of "
-            raise _Unfit("outside the recording", f"{detail}{recording.samples / rate_hz:.2f}")
-        return begin, min(end, recording.samples)
+        rate_hz, (first, last) = self.config.sampling_rate, utterance.span
+        begin, length = round(first * rate_hz), recording.samples
+        if begin >= length or (last < math.inf and last * rate_hz > length + BEYOND_SECONDS * rate_hz):
+            part = f"{first:.2f} to {last:.2f} seconds" if last < math.inf else f"{first:.2f} seconds to the end"
+            raise _Unfit("outside the recording", f"{part} of a recording of {length / rate_hz:.2f}")
+        return begin, min(round(min(last, length) * rate_hz), length)
 
     def normalized(self, text: str) -> str:
         try:

@@ -57,7 +57,9 @@ class SpeechOptions:
     espeak_voice: str = opt(default="", help="Phonemise for a voice with this voice of an installed espeak-ng.")
     transcripts: Path | None = opt(default=None, help="File of the transcripts; default: found in the folder.")
     transcript_columns: tuple[TranscriptColumn, ...] = opt(
-        default=(), help="Columns: audio,text or audio,text,normalized or audio,speaker,text; default: detected."
+        default=(),
+        help="Columns: audio,text or audio,text,normalized or audio,speaker,text, also start, end and duration in "
+        "seconds; default: detected.",
     )
     min_seconds: float = opt(default=0.4, help="Leave out shorter clips, in seconds.", min=0.05)
     max_seconds: float = opt(default=20.0, help="Split or leave out longer clips, in seconds.", min=1)
@@ -114,6 +116,7 @@ class SpeechPrepareConfig:
     sampling_rate: int = SAMPLING_RATE  # Hz
     hop_size: int = HOP_SIZE  # samples of a frame; a clip needs as many frames as its text takes
     trim_db: float = TRIM_DB  # Ends this far below the peak are trimmed; 0 is off.
+    trims_by_default: bool = False  # True if nobody asked for it, so that times of clips switch it off.
     loudness_db: float = 0.0  # Target RMS of each file in dBFS (negative); 0 is off.
     kind: SpeechKind = "tts"
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from gputrain.audio import prepare as audio_prepare
 from gputrain.audio.config import Sound
-from gputrain.audio.io import Samples
+from gputrain.audio.io import Samples, length_of
 from gputrain.audio.prepare import SoundPrepareReport
 from gputrain.audio.store import Wave
 from gputrain.engine.data import Progress, no_progress, to_int16
@@ -31,16 +31,17 @@ from gputrain.engine.preparation import (
 from gputrain.errors import UserError
 from gputrain.speech import text_checks
 from gputrain.speech.checker import SpeechChecker
-from gputrain.speech.clip_filter import Selection, odd_letters, reader_of, select_clips
+from gputrain.speech.clip_filter import BEYOND_SECONDS, Selection, odd_letters, reader_of, select_clips
 from gputrain.speech.config import POLICIES, SpeechKind, SpeechOptions, SpeechPrepareConfig
 from gputrain.speech.cutting import cut_utterances
 from gputrain.speech.store import Recording, SoundFormat, SpeechWriter, read_wave, stored_kind
-from gputrain.speech.transcripts import TranscriptRules, Transcripts, has_transcripts, read_transcripts
+from gputrain.speech.transcripts import TranscriptRules, Transcripts, Utterance, has_transcripts, read_transcripts
 
 log = logging.getLogger(__name__)
 
 PAUSE_DB = 40.0  # threshold of a pause, below the loudest frame
 PAUSE_SECONDS = 0.15  # minimum length of a recorded pause
+ROUNDED_SECONDS = 0.1  # accepted difference between the length in a manifest and the longer one of the recording
 
 
 def speech_prepare_config(kind: SpeechKind, speech: SpeechOptions, sound: Sound) -> SpeechPrepareConfig:
@@ -48,8 +49,9 @@ def speech_prepare_config(kind: SpeechKind, speech: SpeechOptions, sound: Sound)
     trim_db = policy.trim_db if sound.trim_db is None else sound.trim_db
     rate_hz = sound.audio_sample_rate or policy.sampling_rate
     return SpeechPrepareConfig(
-        speech, rate_hz, policy.hop_size, trim_db=trim_db, loudness_db=sound.loudness_db, kind=kind
-    )
+        speech, rate_hz, policy.hop_size, trim_db=trim_db, trims_by_default=sound.trim_db is None,
+        loudness_db=sound.loudness_db, kind=kind,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +65,12 @@ class SpeechPrepareReport(SoundPrepareReport):
 
 @dataclass(frozen=True)
 class Material:
-    """A folder before decoding: its transcripts, the fingerprints of its files, and unusable items."""
+    """A folder before decoding: its transcripts, the fingerprints of its files, and unusable items. `config` has the
+    trimming that its transcripts allow, and `notes` say as text what a reader may not expect."""
 
+    config: SpeechPrepareConfig
     transcripts: Transcripts
+    notes: list[str]
     prints: dict[str, str]  # fingerprints of transcribed recordings, by path
     refused: list[RefusedItem]
     ignored: dict[str, int]
@@ -90,6 +95,9 @@ def prepare_speech(
     check_folders(input_dir, output_dir, config.kind)
     check_output(output_dir, config)
     material = gather_material(input_dir, config)
+    config = material.config
+    for note in material.notes:
+        log.warning("%s", note)
     reader = reader_of(config, material.transcripts.utterances)  # Invalid options raise here, before hours of work.
     if odd := odd_letters(reader, material.transcripts.utterances):
         log.warning("%s", odd)
@@ -172,15 +180,38 @@ def gather_material(input_dir: Path, config: SpeechPrepareConfig) -> Material:
     transcripts = read_transcripts(
         input_dir, tree.paths, file=options.transcripts, columns=options.transcript_columns, rules=rules
     )
+    refused, notes = [*tree.refused, *transcripts.refused], list(transcripts.notes)
+    transcripts = replace(transcripts, utterances=without_whole_spans(input_dir, transcripts.utterances, notes))
     if config.trim_db and any(one.span for one in transcripts.utterances):
-        raise UserError(
-            f"trim_db {config.trim_db:g} would move the beginning of recordings that subtitles cut by their times",
-            hint="drop --trim-db",
-        )
-    refused = [*tree.refused, *transcripts.refused]
+        if not config.trims_by_default:
+            raise UserError(
+                f"trim_db {config.trim_db:g} would move the beginning of recordings that are cut by times",
+                hint="drop --trim-db",
+            )
+        config = replace(config, trim_db=0.0)
+        notes.append("silence at both ends is kept, since the transcripts cut clips out of recordings by their times")
     paths = sorted({one.path for one in transcripts.utterances})
     prints = audio_prepare.fingerprints(input_dir, paths, refused)
-    return Material(transcripts, prints, refused, tree.ignored)
+    return Material(config, transcripts, notes, prints, refused, tree.ignored)
+
+
+def without_whole_spans(folder: Path, utterances: list[Utterance], notes: list[str]) -> list[Utterance]:
+    """Returns the utterances; the only one of a recording has no times if they are those of the whole recording, which
+    many manifests give. Recordings that go on after such times are added to the notes."""
+    parts = Counter(one.path for one in utterances)
+    found, longer = [], list[str]()
+    for one in utterances:
+        seconds = length_of(folder / one.path) if one.span and not one.span[0] and parts[one.path] == 1 else None
+        if one.span is None or seconds is None:
+            found.append(one)
+            continue
+        is_whole = -ROUNDED_SECONDS <= one.span[1] - seconds <= BEYOND_SECONDS
+        found.append(replace(one, span=None) if is_whole else one)
+        if one.span[1] < seconds - ROUNDED_SECONDS:
+            longer.append(f"{one.path}, of which {one.span[1]:g} of {seconds:.2f} seconds are used")
+    if longer:
+        notes.append(f"{len(longer)} recordings go on after the end that the transcripts give, such as {longer[0]}")
+    return found
 
 
 def convert_recording(job: tuple[Path, str, str, SoundFormat]) -> tuple[Recording, Wave] | RefusedItem:

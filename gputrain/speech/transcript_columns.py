@@ -1,5 +1,6 @@
 """Detects the columns of a transcript table. Imports no torch."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,38 +9,102 @@ from typing import Literal
 
 from gputrain.errors import UserError
 
-TranscriptColumn = Literal["audio", "speaker", "text", "normalized", "other"]
+TranscriptColumn = Literal["audio", "speaker", "text", "normalized", "start", "end", "duration", "other"]
 TranscriptColumns = tuple[TranscriptColumn, ...]
 
 LJSPEECH: TranscriptColumns = ("audio", "text", "normalized")
 PIPER: TranscriptColumns = ("audio", "speaker", "text")
+AUDIO_KEYS = ("audio", "audio_filepath", "audio_file", "audio_path", "wav", "file", "file_name", "path")
+TEXT_KEYS = ("text", "transcript", "transcription", "sentence")
+SPEAKER_KEYS = ("speaker", "speaker_name", "speaker_id")
+START_KEYS = ("offset", "start", "start_time", "begin")
+END_KEYS, DURATION_KEYS = ("end", "end_time", "stop"), ("duration",)
+# Names of columns of a header, in any case and with blanks or hyphens for underscores.
 HEADINGS: Mapping[str, TranscriptColumn] = {
-    **dict.fromkeys(("id", "audio", "audio_file", "audio_filepath", "audio_path", "wav", "wav_file"), "audio"),
-    **dict.fromkeys(("file", "filename", "file_name", "file_path", "path", "clip", "utterance_id"), "audio"),
-    **dict.fromkeys(("text", "transcript", "transcription", "sentence", "raw_text"), "text"),
+    **dict.fromkeys((*AUDIO_KEYS, "id", "wav_file", "wav_path", "wav_filename", "filename", "filepath"), "audio"),
+    **dict.fromkeys(("file_path", "clip", "utterance_id", "recording"), "audio"),
+    **dict.fromkeys((*TEXT_KEYS, "raw_text", "raw_transcription"), "text"),
     **dict.fromkeys(("normalized", "normalised", "normalized_text", "normalised_text"), "normalized"),
     **dict.fromkeys(("normalized_transcription", "normalized_transcript"), "normalized"),
-    **dict.fromkeys(("speaker", "speaker_name", "speaker_id", "client_id", "voice"), "speaker"),
+    **dict.fromkeys((*SPEAKER_KEYS, "client_id", "voice"), "speaker"),
+    **dict.fromkeys(START_KEYS, "start"), **dict.fromkeys(END_KEYS, "end"), **dict.fromkeys(DURATION_KEYS, "duration"),
 }  # fmt: skip
+IDENTIFIERS = ("id", "clip", "utterance_id")  # They name a recording where no other column does.
 ALIKE = 0.5  # minimum share of a text's words that its normalised form contains
 REPEATED = 0.5  # minimum share of lines whose speaker occurs in another line
-COLUMNS_HINT = "use --transcript-columns audio,text,normalized or audio,speaker,text (other: an ignored column)"
+COLUMNS_HINT = (
+    "use --transcript-columns audio,text,normalized or audio,speaker,text (also start, end, duration, and "
+    "other for an ignored column)"
+)
+DISAGREEING_SECONDS = 0.1  # accepted difference between an end and a duration
 
 
 def header_of(cells: Sequence[str]) -> TranscriptColumns | None:
-    """Returns the columns named by a header line, or None if it is not a header. The first of equal columns is used."""
+    """Returns the columns named by a header line, or None if it is not a header. The first of equal columns is used,
+    but a path rather than an identifier."""
+    names = [_heading(cell) for cell in cells]
+    has_path = any(HEADINGS.get(name) == "audio" and name not in IDENTIFIERS for name in names)
     named: list[TranscriptColumn] = []
-    for cell in cells:
-        kind = HEADINGS.get(cell.strip('" ').lower().replace(" ", "_"), "other")
+    for name in names:
+        kind = "other" if has_path and name in IDENTIFIERS else HEADINGS.get(name, "other")
         named.append("other" if kind in named else kind)
     if "normalized" in named and "text" not in named:
         named[named.index("normalized")] = "text"
     return tuple(named) if {"audio", "text"} <= set(named) else None
 
 
+def _heading(name: str) -> str:
+    return re.sub(r"[ -]", "_", name.strip('" ').lower())
+
+
+def check_units(where: str, names: Sequence[str]) -> None:
+    """Raises UserError if columns or keys give times in another unit than seconds."""
+    for name in names:
+        time = re.fullmatch(r"(\w+?)[_\[(]+(ms|msec|milliseconds|samples|frames)[\])]*", _heading(name))
+        if time and HEADINGS.get(time[1]) in ("start", "end", "duration"):
+            raise UserError(
+                f"{where}: {name} is not in seconds", hint="give start, end or duration in seconds, or drop the column"
+            )
+
+
+def span_of(start: object, end: object, duration: object) -> tuple[float, float] | None:
+    """Returns the first second of an utterance in its recording, and the end, which is infinite if neither an end nor
+    a duration is given; None for the whole recording.
+
+    Raises ValueError, with the fault as text, if they are no times, or disagree.
+    """
+    begin, stop, seconds = (_seconds(*one) for one in (("start", start), ("end", end), ("duration", duration)))
+    if begin is not None and begin < 0:
+        raise ValueError(f"begins at {begin:g} seconds, before its recording")
+    begin = begin or 0.0
+    if seconds is not None and stop is None:
+        stop = begin + seconds
+    if stop is None:
+        return (begin, math.inf) if begin else None
+    if stop <= begin:
+        raise ValueError(f"begins at {begin:g} seconds and ends at {stop:g}")
+    if seconds is not None and abs(stop - begin - seconds) > DISAGREEING_SECONDS:
+        raise ValueError(f"{begin:g} to {stop:g} seconds are no duration of {seconds:g} seconds")
+    return begin, stop
+
+
+def _seconds(name: str, value: object) -> float | None:
+    if value is None or value == "":
+        return None
+    try:
+        seconds = float("nan") if isinstance(value, bool) else float(str(value))
+    except ValueError:
+        seconds = math.nan
+    if not math.isfinite(seconds):
+        raise ValueError(f"its {name} {str(value)[:20]!r} is no number of seconds")
+    return seconds
+
+
 def columns_of(file: Path, rows: Sequence[Sequence[str]]) -> TranscriptColumns:
     """Detects the columns from most lines. Raises UserError if they are ambiguous."""
     count = Counter(map(len, rows)).most_common(1)[0][0] if rows else 0
+    if count > 3 and not any(row[-1] for row in rows if len(row) == count):  # Every line ends with a separator.
+        return columns_of(file, [row[:-1] for row in rows if len(row) == count])
     if count == 2:
         return ("audio", "text")
     if count != 3:

@@ -1,38 +1,60 @@
-"""Reads the transcripts of a folder of recordings: tables, JSON lines, or a text file for each recording.
+"""Reads the transcripts of a folder of recordings: tables, JSON, or a text file for each recording.
 
     LJSpeech     id|text or id|text|normalised text, the recordings in wavs/ or next to the table
     Piper        recording|speaker|text
-    JSON lines   {"audio": ..., "text": ..., "speaker": ...}, "speaker" is optional
+    CSV          a header in any order, cells separated by |, tabs, commas or semicolons
+    JSON         lines or a list of {"audio": ..., "text": ..., "speaker": ...}, "speaker" is optional
     pairs        NAME.wav and NAME.txt, anywhere in the tree
     subtitles    NAME.wav and NAME.srt or NAME.vtt, anywhere in the tree, for a recogniser
     Common Voice client_id, path, sentence, ... separated by tabs, the recordings in clips/
 
-A table may have a header that names its columns. An invalid line is left out, without effect on the others.
+A table may have a header that names its columns. Columns or keys `start`, `end`, `offset` and `duration`, in seconds,
+cut a clip out of its recording. An invalid line is left out, without effect on the others.
 """
 
-import json
 import logging
 import math
 import os
+import re
 import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from gputrain.audio.prepare import OTHER_SUFFIXES, SUFFIXES, RefusalReason
 from gputrain.engine.preparation import RefusedItem
 from gputrain.errors import UserError
 from gputrain.speech import subtitles
-from gputrain.speech.transcript_columns import TranscriptColumns, columns_of, header_of
+from gputrain.speech.transcript_columns import (
+    AUDIO_KEYS,
+    DURATION_KEYS,
+    END_KEYS,
+    SPEAKER_KEYS,
+    START_KEYS,
+    TEXT_KEYS,
+    TranscriptColumns,
+    check_units,
+    columns_of,
+    header_of,
+    span_of,
+)
+from gputrain.speech.transcript_files import (
+    QUOTED,
+    SEPARATORS,
+    decoded,
+    first_cells,
+    holds_json,
+    json_rows,
+    read_text,
+    table_rows,
+)
 
 log = logging.getLogger(__name__)
 
 TABLES = {".csv", ".tsv", ".psv", ".list", ".txt"}
 JSON_LINES = {".jsonl", ".json", ".ndjson"}
-AUDIO_KEYS = ("audio", "audio_filepath", "audio_file", "audio_path", "wav", "file", "file_name", "path")
-TEXT_KEYS = ("text", "transcript", "transcription", "sentence")
-SPEAKER_KEYS = ("speaker", "speaker_name", "speaker_id")
 COMMON_VOICE = {"client_id", "path", "sentence"}
 COMMON_VOICE_HINT = (
     "name one with --transcripts: train.tsv, which leaves dev.tsv and test.tsv for evaluation, or validated.tsv, which "
@@ -40,6 +62,7 @@ COMMON_VOICE_HINT = (
 )
 PLACES = ("", "wavs/", "clips/")  # Folders of the recordings next to a table.
 LOOKED_AT = 50  # number of lines read to detect a transcript
+LOOKED_AT_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -73,6 +96,7 @@ class Transcripts:
     source: str
     utterances: list[Utterance]
     refused: list[RefusedItem]
+    notes: list[str]  # Each is a sentence about something unexpected.
 
 
 INVALID = "holds invalid characters (NUL, U+FFFD or surrogates)"
@@ -85,18 +109,22 @@ def invalid(text: str) -> bool:
 class SoundFinder:
     """Finds the recordings of a tree by the names in transcripts: a path, with or without its suffix, relative to the
     folder, to its wavs/ or clips/, or to the folder of the transcript; an absolute path, or one that leads out of the
-    folder, of an existing file; or the bare name if it is unique in the tree. `root` is the folder."""
+    folder, of an existing file; or the bare name if it is unique in the tree. A name that differs in capitals or has
+    another suffix is that of a recording if no other fits better. `root` is the folder."""
 
     def __init__(self, paths: Iterable[str], bases: Sequence[str] = PLACES, root: Path | None = None) -> None:
         self._bases, self._root = bases, root
         self._by_path: dict[str, list[str]] = {}
         self._by_name: dict[str, list[str]] = {}
+        self._by_folded: dict[str, list[str]] = {}
         for path in paths:
             key = unicodedata.normalize("NFC", path)  # Some file systems decompose letters.
             for spelled in {key, _bare(key)}:
                 self._by_path.setdefault(spelled, []).append(path)
             for spelled in {_name(key), _bare(_name(key))}:
                 self._by_name.setdefault(spelled, []).append(path)
+            for spelled in {one.casefold() for whole in (key, _name(key)) for one in (whole, _bare(whole))}:
+                self._by_folded.setdefault(spelled, []).append(path)
 
     def find(self, name: str) -> list[str]:
         """Returns the recordings that match; only those of supported formats if there are any."""
@@ -105,11 +133,14 @@ class SoundFinder:
         if outside := self._outside(given):
             return outside
         ways = [(self._by_path, base + key) for base in self._bases] + [(self._by_name, _name(key))]
-        for known, way in ways:
+        ways += [(self._by_folded, one.casefold()) for one in (*(base + key for base in self._bases), _name(key))]
+        other = re.sub(r"\.[A-Za-z][A-Za-z0-9]{1,3}$", "", _name(key))  # Of a format that is not read, such as .sph.
+        for known, way in [*ways, (self._by_folded, other.casefold())]:
             for spelled in (way, _bare(way)):
                 if spelled in known:
-                    found = known[spelled]
-                    return [path for path in found if _suffix(path) in SUFFIXES] or found
+                    found = [path for path in known[spelled] if _suffix(path) in SUFFIXES] or known[spelled]
+                    # The path may begin with folders that lead to this one.
+                    return [path for path in found if f"/{key}".endswith(f"/{path}")] or found
         return []
 
     def _outside(self, given: str) -> list[str]:
@@ -159,9 +190,16 @@ class _Reading:
             self.named.add(found[0])
         return found
 
-    def add(self, where: str, name: str, text: str, speaker: str = "") -> None:
-        """Adds the utterance of a line, or refuses the line."""
+    def add(
+        self, where: str, name: str, text: str, speaker: str = "", times: tuple[object, object, object] = (None,) * 3
+    ) -> None:
+        """Adds the utterance of a line, whose times are its start, its end and its duration, or refuses the line."""
         found = self.find(name)
+        try:
+            span = span_of(*times)
+        except ValueError as error:
+            self.refuse(where, "malformed", f"{name}: {error}")
+            return
         if invalid(text + speaker):
             self.refuse(where, "malformed", INVALID)
         elif not name.strip():
@@ -174,7 +212,8 @@ class _Reading:
         elif not text.strip():
             self.refuse(where, "no transcript", f"{found[0]}: its text is empty")
         else:
-            self.utterances.append(Utterance(found[0], " ".join(text.split()), speaker.strip(), where))
+            person = " ".join(unicodedata.normalize("NFC", speaker).split())
+            self.utterances.append(Utterance(found[0], " ".join(text.split()), person, where, span))
 
 
 def read_transcripts(
@@ -211,7 +250,10 @@ def read_transcripts(
     utterances = _single(reading, rules.needs_speakers)
     for path in [] if reading.is_selection else sorted(set(paths) - reading.named):
         reading.refuse(path, "no transcript", f"it has no text ({source})")
-    return Transcripts(source, utterances, reading.refused)
+    notes = [
+        note for note in (overlapping(utterances, rules), similar_speakers(one.speaker for one in utterances)) if note
+    ]
+    return Transcripts(source, utterances, reading.refused, notes)
 
 
 def _found(folder: Path, paths: Sequence[str], has_subtitles: bool) -> Path | None:
@@ -253,89 +295,115 @@ def has_transcripts(folder: Path) -> bool:
 
 def _names_sounds(path: Path, sounds: SoundFinder) -> bool:
     """Returns True if one of the first lines names a recording in the expected place."""
+    text = _head_of(path)
+    if path.suffix.lower() in JSON_LINES or holds_json(text):
+        rows = [row for _, row in json_rows(text) if row] or [row for _, row in json_rows(_head_of(path, None)) if row]
+        return any(sounds.find(_first_of(row, AUDIO_KEYS)) for row in rows[:LOOKED_AT])
+    lines = [line for line in text.split("\n") if line.strip()][:LOOKED_AT]
+    tables = [[first_cells(line, separator) for line in lines if separator in line] for separator in SEPARATORS]
+    for separator, rows in zip(SEPARATORS, tables, strict=True):
+        if separator not in QUOTED or (rows and header_of(rows[0]) is not None):
+            found = any(sounds.find(cell) for cells in rows for cell in cells)
+        else:  # Commas stand in any text, and its words may be names of recordings.
+            found = 2 * sum(bool(sounds.find(cells[0])) for cells in rows) > len(lines)
+        if found:
+            return True
+    return False
+
+
+def _head_of(path: Path, size: int | None = LOOKED_AT_BYTES) -> str:
+    """Returns the beginning of a text; empty if it cannot be read."""
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            lines = list(islice(file, LOOKED_AT))
-    except OSError:
-        return False
-    if path.suffix.lower() in JSON_LINES:
-        return any(sounds.find(_first_of(row, AUDIO_KEYS)) for row in map(_object, lines) if row)
-    separator = _separator(path)
-    return any(sounds.find(cell) for line in lines if separator in line for cell in line.split(separator))
+        with path.open("rb") as file:
+            return decoded(file.read() if size is None else file.read(size), errors="replace")
+    except (OSError, UnicodeError):
+        return ""
 
 
 def _read_file(reading: _Reading, file: Path, columns: TranscriptColumns) -> str:
-    """Reads a table or JSON lines; returns a description of the detected format."""
-    lines = [(number, line) for number, line in enumerate(_text_of(file).split("\n"), start=1) if line.strip()]
-    if not lines:
+    """Reads a table or JSON; returns a description of the detected format."""
+    text = read_text(file)
+    if not text.strip():
         raise UserError(f"{file}: empty", hint="expected a line for each recording, such as NAME|TEXT")
-    if file.suffix.lower() in JSON_LINES:
-        _read_json(reading, file, lines)
-        return "JSON lines"
-    return _read_table(reading, file, lines, columns)
+    if file.suffix.lower() in JSON_LINES or holds_json(text):
+        return _read_json(reading, file, json_rows(text))
+    return _read_table(reading, file, text.split("\n"), columns)
 
 
-def _text_of(file: Path) -> str:
-    """Returns the text with Unix line ends. Raises UserError if the file cannot be read or is not UTF-8."""
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}", hint="name the transcript with --transcripts FILE") from None
-    content = content.removeprefix(b"\xef\xbb\xbf")
-    try:
-        return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
-    except UnicodeDecodeError as error:
-        number = content.count(b"\n", 0, error.start) + 1
-        raise UserError(
-            f"{file}, line {number}: not UTF-8", hint="save it as UTF-8, for instance with iconv -f CP1251 -t UTF-8"
-        ) from None
+def _read_table(reading: _Reading, file: Path, lines: Sequence[str], columns: TranscriptColumns) -> str:
+    filled = [line for line in lines if line.strip()]
+    audio_at = columns.index("audio") if columns else 0
+    separator = _separator(file, filled[:LOOKED_AT], reading.sounds, audio_at)
+    alone = [first_cells(line, separator) for line in filled]
+    has_header = header_of(alone[0]) is not None and not reading.sounds.find(alone[0][audio_at])
+    reading.is_selection = has_header and _is_common_voice(file)
+    if has_header:
+        check_units(f"{file.name}, line 1", alone[0])
+    if not columns and not has_header and separator == "," and len({len(cells) for cells in alone}) > 1:
+        columns = ("audio", "text")  # The other commas are those of texts.
+    columns = columns or (has_header and header_of(alone[0])) or columns_of(file, alone)
+    audio_at, least = columns.index("audio"), 2 if columns == ("audio", "text", "normalized") else len(columns)
 
+    def is_row(cells: Sequence[str]) -> bool:
+        return bool(reading.sounds.find(cells[audio_at]))
 
-def _separator(file: Path) -> str:
-    return "\t" if file.suffix.lower() == ".tsv" else "|"
-
-
-def _read_table(reading: _Reading, file: Path, lines: Sequence[tuple[int, str]], columns: TranscriptColumns) -> str:
-    rows = [(number, [cell.strip() for cell in line.split(_separator(file))]) for number, line in lines]
-    header = None if reading.sounds.find(rows[0][1][0]) else header_of(rows[0][1])
-    rows = rows[1:] if header else rows
-    reading.is_selection = header is not None and _is_common_voice(file)
-    columns = columns or header or columns_of(file, [cells for _, cells in rows])
-    least = 2 if columns == ("audio", "text", "normalized") else len(columns)
-    for number, cells in rows:
+    rows = list(table_rows(lines, separator, len(columns), is_row))
+    for number, cells in rows[has_header:]:
         where = f"{file.name}, line {number}"
+        if isinstance(cells, str):
+            reading.refuse(where, "malformed", cells)
+            continue
+        while len(cells) > len(columns) and not cells[-1]:
+            cells = cells[:-1]  # A separator at the end of the line.
+        if len(cells) > len(columns) and separator == "," and columns[-1] == "text" and '"' not in lines[number - 1]:
+            cells = lines[number - 1].split(",", len(columns) - 1)  # The text may have commas.
         if not least <= len(cells) <= len(columns):
             wanted = ", ".join(columns)
             reading.refuse(where, "malformed", f"{len(cells)} columns, expected {len(columns)}: {wanted}")
             reading.find(cells[0])
             continue
         values = dict(zip(columns, cells, strict=False))
-        reading.add(where, values["audio"], values.get("normalized") or values["text"], values.get("speaker", ""))
-    return f"a table of {', '.join(columns)}{' by its header' if header else ''}"
+        times = values.get("start"), values.get("end"), values.get("duration")
+        text = values.get("normalized") or values["text"]
+        reading.add(where, values["audio"], text, values.get("speaker", ""), times)
+    return f"a table of {', '.join(columns)}{' by its header' if has_header else ''}"
 
 
-def _read_json(reading: _Reading, file: Path, lines: Sequence[tuple[int, str]]) -> None:
-    for number, line in lines:
-        where, row = f"{file.name}, line {number}", _object(line)
+def _separator(file: Path, lines: Sequence[str], sounds: SoundFinder, audio_at: int) -> str:
+    """Returns the separator of a table: that of its header, or that between the names of recordings and their texts."""
+    usual = ("\t", "|", ";", ",") if file.suffix.lower() == ".tsv" else SEPARATORS
+    for separator in usual:
+        if header_of(first_cells(lines[0], separator)) is not None:
+            return separator
+    rows = {separator: [first_cells(line, separator) for line in lines] for separator in usual}
+    split = {one: [cells for cells in rows[one] if len(cells) > max(audio_at, 1)] for one in usual}
+    named = {separator: sum(bool(sounds.find(cells[audio_at])) for cells in split[separator]) for separator in usual}
+    # Where no name is known, one that texts seldom have; of equal ones, the first.
+    return max(usual, key=lambda one: (named[one], bool(split[one]) and one not in QUOTED, len(split[one])))
+
+
+def _read_json(reading: _Reading, file: Path, rows: Sequence[tuple[str, dict[str, Any] | None]]) -> str:
+    check_units(file.name, sorted({key for _, row in rows[:LOOKED_AT] if row for key in row}))
+    for place, row in rows:
+        where = f"{file.name}, {place}"
         if row is None:
             reading.refuse(where, "malformed", "not a JSON object")
         elif not _first_of(row, AUDIO_KEYS):
             reading.refuse(where, "malformed", f"names no recording: none of {', '.join(AUDIO_KEYS)}")
         else:
-            reading.add(where, _first_of(row, AUDIO_KEYS), _first_of(row, TEXT_KEYS), _first_of(row, SPEAKER_KEYS))
+            times = [next((row[key] for key in keys if key in row), None) for keys in _TIME_KEYS]
+            texts = [_first_of(row, keys) for keys in (AUDIO_KEYS, TEXT_KEYS, SPEAKER_KEYS)]
+            reading.add(where, *texts, times=(times[0], times[1], times[2]))
+    return "JSON lines" if rows[0][0].startswith("line") else "JSON"
 
 
-def _object(line: str) -> dict[str, object] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
+_TIME_KEYS = (START_KEYS, END_KEYS, DURATION_KEYS)
 
 
-def _first_of(row: dict[str, object], keys: Iterable[str]) -> str:
-    """Returns the first string or integer under one of the keys; empty if there is none."""
+def _first_of(row: dict[str, Any], keys: Iterable[str]) -> str:
+    """Returns the first string or integer under one of the keys, or under `path` within it; empty if there is none."""
     given = (row[key] for key in keys if key in row)
+    given = (value.get("path") if isinstance(value, dict) else value for value in given)
     return next((str(value) for value in given if isinstance(value, (str, int)) and not isinstance(value, bool)), "")
 
 
@@ -343,8 +411,7 @@ def _is_common_voice(file: Path) -> bool:
     """Returns True for a table of Common Voice, which lists a part of the recordings in clips/."""
     if file.suffix.lower() != ".tsv":
         return False
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        return set(next(lines, "").strip().split("\t")) >= COMMON_VOICE
+    return set(_head_of(file).partition("\n")[0].strip().split("\t")) >= COMMON_VOICE
 
 
 def _subtitle_files(folder: Path, paths: Iterable[str]) -> list[str]:
@@ -364,7 +431,7 @@ def _read_subtitles(reading: _Reading, path: str, files: Sequence[str], rules: T
         return
     (file,) = files
     try:
-        cues, faults = subtitles.parse_subtitles(_text_of(reading.folder / file))
+        cues, faults = subtitles.parse_subtitles(read_text(reading.folder / file))
     except UserError as error:
         reading.refuse(path, "malformed", error.message)
         return
@@ -389,7 +456,7 @@ def _read_pairs(reading: _Reading, paths: Sequence[str], subtitled: Collection[s
         if sound in subtitled or not (reading.folder / text_file).is_file():
             continue  # It is reported with all recordings without a transcript.
         try:
-            text = _text_of(reading.folder / text_file)
+            text = read_text(reading.folder / text_file)
         except UserError as error:
             reading.named.add(sound)
             reading.refuse(sound, "malformed", error.message)
@@ -422,3 +489,34 @@ def _single(reading: _Reading, needs_speakers: bool) -> list[Utterance]:
         else:
             taken[part] = utterance
     return list(taken.values())
+
+
+def overlapping(utterances: Sequence[Utterance], rules: TranscriptRules) -> str:
+    """Returns a note about clips that transcripts cut out of the same sound; empty if there are none."""
+    by_path: dict[str, list[Utterance]] = {}
+    for one in utterances:
+        if one.span and one.span[1] - one.span[0] <= rules.max_seconds:  # Others are left out or split.
+            by_path.setdefault(one.path, []).append(one)
+    pairs = []
+    for parts in by_path.values():
+        ordered = sorted(parts, key=lambda one: one.span or (0.0, math.inf))
+        for before, after in pairwise(ordered):
+            if before.span and after.span and after.span[0] < before.span[1] - subtitles.OVERLAP_SECONDS:
+                pairs.append((before, after))
+    if not pairs:
+        return ""
+    before, after = pairs[0]
+    example = f"such as {after.where} with {before.where}, both of {after.path}"
+    return f"{len(pairs)} clips overlap the one before, {example}; each text should be all that is said in its clip"
+
+
+def similar_speakers(speakers: Iterable[str]) -> str:
+    """Returns a note about speakers whose names differ in capitals alone; empty if there are none."""
+    spelled: dict[str, set[str]] = {}
+    for name in set(speakers):
+        spelled.setdefault(name.casefold(), set()).add(name)
+    alike = [" and ".join(sorted(names)) for names in spelled.values() if len(names) > 1]
+    if not alike:
+        return ""
+    named = ", ".join(sorted(alike)[:3]) + (f" and {len(alike) - 3} more" if len(alike) > 3 else "")
+    return f"{named} differ in capitals alone and are separate speakers; if they are one, write the name one way"

@@ -94,6 +94,8 @@ class _Held:
     transcripts: str = ""
     ignored: dict[str, int] | None = None
     odd_letters: str = ""
+    notes: Sequence[str] = ()
+    config: SpeechPrepareConfig | None = None  # settings by which the recordings of a folder were read
     starts: Sequence[int] = (0,)  # first samples of recordings, in order
 
     def names(self) -> list[str]:
@@ -133,7 +135,7 @@ def validate_speech(
         suspicious = text_checks.suspicious_texts(held.clips, held.names(), reader, rate_hz)
     checked = []
     if checker:
-        wave_of = partial(read_wave, input_dir) if prepared else _DecodedTree(input_dir, config).wave_of
+        wave_of = _DecodedTree(input_dir, held.config).wave_of if held.config else partial(read_wave, input_dir)
         checked = check_clips(held.clips, held.names(), rate_hz, checker, wave_of, progress)
         suspicious += [
             SuspiciousText(one.path, "text differs", f"{shortened(one.text)!r}, recognised: {shortened(one.read)!r}")
@@ -193,6 +195,7 @@ def _symbols(held: _Held) -> dict[str, int]:
 
 def _in_tree(folder: Path, config: SpeechPrepareConfig, num_workers: int, progress: Progress) -> _Held:
     material = gather_material(folder, config)
+    config = material.config
     refused = list(material.refused)
     jobs = [(folder, path, content, sound_format(config)) for path, content in material.prints.items()]
     results: list[Recording | RefusedItem] = []
@@ -204,8 +207,9 @@ def _in_tree(folder: Path, config: SpeechPrepareConfig, num_workers: int, progre
     rates = dict(Counter(recording.source_hz for recording in ready.values()))
     refused += chosen.refused
     return _Held(
-        chosen.format, chosen.clips, rates, refused, material.transcripts.source, material.ignored, odd_letters=odd
-    )
+        chosen.format, chosen.clips, rates, refused, material.transcripts.source, material.ignored, odd, material.notes,
+        config,
+    )  # fmt: skip
 
 
 def _in_store(folder: Path, kind: SpeechKind) -> _Held:
@@ -237,6 +241,7 @@ def _findings(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[st
     if not held.clips:
         yield "no clip can be used for training"
         return
+    yield from held.notes
     if held.odd_letters:
         yield held.odd_letters
     left_out, rate_hz = len(held.refused), held.format.sampling_rate

@@ -259,7 +259,7 @@ REFUSED: dict[str, tuple[str | bytes, str, str]] = {
     "empty": ("", "metadata.csv", "empty"),
     "blank lines alone": ("\n\n \n", "metadata.csv", "empty"),
     "no UTF-8": (GOOD.encode() + b"2|\xff\xfe\n", "metadata.csv", "line 3: not UTF-8"),
-    "UTF-16": (GOOD.encode("utf-16"), "metadata.csv", "not UTF-8"),
+    "Windows-1251": (GOOD.encode() + "2|время\n".encode("cp1251"), "metadata.csv", "line 3: not UTF-8"),
     "binary": (bytes(range(256)) * 4, "metadata.csv", "not UTF-8"),
     "no line that can be read": ("{}\n[]\n", "metadata.jsonl", ""),
 }  # fmt: skip

@@ -17,6 +17,7 @@ from gputrain.speech.frames import encoder_frames
 from gputrain.speech.prepare import prepare_speech, speech_prepare_config
 from gputrain.speech.store import TEXT, SpeechStore
 from gputrain.speech.text.vocabulary import Vocabulary
+from gputrain.speech.validate import validate_speech
 from tests.speech.speech import hum, rest, speak
 from tests.tables import each_row
 
@@ -278,3 +279,32 @@ def test_numbers_are_words_if_num2words_has_the_language_in_the_script_of_the_te
     assert [store.clips[0].normalized for store in stores] == ["бізде жиырма бес кітап", "bizde 25 kitap"]
     # The store keeps the rule, so that a recogniser normalises other texts equally.
     assert [store.format.frontend.normalize("3") for store in stores] == ["үш", "3"]
+
+
+@each_row("tts", "asr")
+def test_a_manifest_cuts_a_recording_at_its_offsets(tmp_path, kind):
+    """Each clip is the tone of its time, in the store of either kind, and in the report on the folder."""
+    tones = {100: 2.0, 200: 3.0, 300: 1.5}
+    speak(tmp_path / f"{kind}/talk.wav", *(hum(seconds, hz=hz) for hz, seconds in tones.items()))
+    speak(tmp_path / f"{kind}/whole.wav", hum(1.2, hz=400))
+    speak(tmp_path / f"{kind}/longer.wav", hum(3.0, hz=500))
+    cuts = [(0, 2.0), (2.0, 3.0), (5.0, None), (6.2, 2.0), (9.0, 1.0)]
+    rows = [{"audio_filepath": "talk.wav", "offset": at, "duration": length, "text": "so it is"} for at, length in cuts]
+    rows += [{"audio_filepath": f"{name}.wav", "duration": 1.2, "text": "so it is"} for name in ("whole", "longer")]
+    (tmp_path / f"{kind}/train.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = speech_prepare_config(kind, SpeechOptions(language="en"), Sound(audio_sample_rate=16000))
+    report = prepare_speech(tmp_path / kind, tmp_path / f"{kind}-out", config)
+    store = SpeechStore.open(tmp_path / f"{kind}-out")
+    found = []
+    for clip in store.clips:
+        spectrum = np.abs(np.fft.rfft(store.wave(clip).astype(np.float64)))
+        found.append((clip.path, round(spectrum.argmax() * 16000 / clip.samples / 100), clip.samples / 16000))
+    assert found == [
+        ("talk.wav", 1, 2.0), ("talk.wav", 2, 3.0), ("talk.wav", 3, 1.5), ("whole.wav", 4, 1.2), ("longer.wav", 5, 1.2)
+    ]  # fmt: skip
+    assert [refusal.reason for refusal in report.refused] == ["outside the recording"] * 2
+    seen = validate_speech(tmp_path / kind, config)
+    assert (seen.clips, seen.seconds.max, seen.refused) == (5, 3.0, report.refused)
+    notes = " ".join(seen.findings)
+    assert "longer.wav, of which 1.2 of 3.00 seconds are used" in notes
+    assert ("silence at both ends is kept" in notes) == (kind == "tts")

@@ -1,12 +1,15 @@
 """Transcripts in all supported formats, and with all kinds of damage."""
 
+import csv
+import io
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from gputrain.errors import UserError
-from gputrain.speech.transcript_columns import columns_of, header_of
+from gputrain.speech.transcript_columns import columns_of, header_of, span_of
 from gputrain.speech.transcripts import SoundFinder, read_transcripts
 from tests.tables import each_row
 
@@ -110,6 +113,7 @@ def test_headers():
     assert header_of(["id", "normalized_text"]) == ("audio", "text")
     assert header_of(["file", "text", "sentence"]) == ("audio", "text", "other")
     assert header_of(["a", "The text"]) is None
+    assert header_of(["id", "Path", "transcription"]) == ("other", "audio", "text")
 
 
 def test_a_tab_separated_table_with_many_columns(tmp_path):
@@ -208,9 +212,129 @@ def test_other_encodings_are_named_with_their_line(tmp_path):
     folder = folder_of(tmp_path, b"a|One.\n" + "b|привет\n".encode("cp1251"))
     with pytest.raises(UserError, match=r"metadata\.csv, line 2: not UTF-8"):
         read(folder)
-    (folder / "metadata.csv").write_bytes("a|One.\n".encode("utf-16"))
-    with pytest.raises(UserError, match=r"metadata\.csv, line 1: not UTF-8"):
-        read(folder)
+
+
+CSV_ROWS = [("a", "One, two; three."), ("b", 'He said "hi" | to me'), ("c", "Two\nlines")]
+
+
+def csv_text(
+    separator: str, header: list[str], *, quoting: int = csv.QUOTE_MINIMAL, end: str = "\n", further=()
+) -> str:
+    """Returns the rows of CSV_ROWS under a header that has `audio` and `text` in any order."""
+    written = io.StringIO()
+    table = csv.writer(written, delimiter=separator, quoting=quoting, lineterminator=end)
+    table.writerow(header)
+    for name, text in CSV_ROWS:
+        known = {"text": text, "sentence": text, "Transcription": text}
+        table.writerow([*(known.get(column, f"{name}.wav" if "i" in column else "x") for column in header), *further])
+    return written.getvalue()
+
+
+@each_row(
+    csv_text(",", ["audio", "text"]),
+    csv_text(",", ["File Name", "Transcription"], end="\r\n"),
+    csv_text(";", ["speaker", "sentence", "audio"]),
+    csv_text("\t", ["audio", "text"], quoting=csv.QUOTE_ALL),
+    csv_text("|", ["text", "audio"]),
+    csv_text(",", ["audio", "text"], further=[""]),
+    csv_text(",", ["", "audio", "text"]),
+    csv_text(",", ["audio", "text"]).replace(".wav", ".mp3").replace("a.", "A."),
+    csv_text(",", ["audio", "text"]).encode("utf-16"),
+    csv_text(",", ["audio", "text"]).encode("utf-16-le"),
+    csv_text(",", ["audio", "text"]).encode("utf-8-sig"),
+    json.dumps([{"audio": name, "text": text} for name, text in CSV_ROWS], indent=1),
+    json.dumps([{"path": f"in/wavs/{name}.wav", "text": text, "words": []} for name, text in CSV_ROWS]),
+    json.dumps({"data": [{"audio": {"path": name}, "text": text} for name, text in CSV_ROWS]}),
+    json.dumps(dict(CSV_ROWS)),
+)
+def test_csv_and_json_as_programs_write_them(tmp_path, content):
+    transcripts = read(folder_of(tmp_path, content))
+    assert texts_of(transcripts) == {f"wavs/{name}.wav": text.replace("\n", " ") for name, text in CSV_ROWS}
+    assert transcripts.refused == []
+
+
+def test_rows_that_end_with_a_separator_and_commas_of_texts_without_quotes(tmp_path):
+    piper = read(folder_of(tmp_path / "p", "a.wav|ann|So it is|\nb.wav|bob|Not now|\nc.wav|ann|Ann will come|\n"))
+    assert [(one.speaker, one.text) for one in piper.utterances][:2] == [("ann", "So it is"), ("bob", "Not now")]
+    commas = read(folder_of(tmp_path / "c", "a.wav,One.\nb.wav,Two, two\nc.wav,It costs 3,000\n"))
+    assert texts_of(commas) == {"wavs/a.wav": "One.", "wavs/b.wav": "Two, two", "wavs/c.wav": "It costs 3,000"}
+
+
+def test_a_quote_that_is_not_closed_costs_its_row(tmp_path):
+    transcripts = read(folder_of(tmp_path, 'audio,text\na.wav,"One.\nb.wav,"Two, two"\nc.wav,It is 3.\n'))
+    assert texts_of(transcripts) == {"wavs/b.wav": "Two, two", "wavs/c.wav": "It is 3."}
+    assert reasons(transcripts)[0] == ("metadata.csv, line 2", "malformed")
+
+
+def test_capitals_and_the_parent_folder_tell_recordings_apart_only_where_they_must():
+    sounds = SoundFinder(["a.wav", "A.wav", "x/b.wav", "y/b.wav", "c.sph.wav"])
+    assert [sounds.find(name) for name in ("A.wav", "a", "x/B")] == [["A.wav"], ["a.wav"], ["x/b.wav"]]
+    assert SoundFinder(["Ab.wav", "aB.wav"]).find("AB") == ["Ab.wav", "aB.wav"]
+    assert sounds.find("recordings/y/b.wav") == ["y/b.wav"]
+    assert sounds.find("c.sph") == ["c.sph.wav"]
+
+
+TIMES = {
+    (None, None, None): None, ("", "", ""): None, (0, None, None): None, (0, None, 2): (0, 2),
+    (1.5, None, "2"): (1.5, 3.5), (1, 3, None): (1, 3), (1, 3, 2.05): (1, 3),
+    (1, None, None): (1, math.inf), (None, 4, None): (0, 4),
+}  # fmt: skip
+
+
+def test_times_of_a_clip():
+    assert {times: span_of(*times) for times in TIMES} == TIMES
+    faults = [
+        (-1, None, 3),
+        (3, 2, None),
+        (0, None, 0),
+        ("x", None, 1),
+        (1, 3, 9),
+        (math.nan, 1, None),
+        (True, 2, None),
+    ]
+    for times in faults:
+        with pytest.raises(ValueError, match="seconds"):
+            span_of(*times)
+
+
+@each_row(
+    (
+        "cut.jsonl",
+        '{"audio_filepath": "a.wav", "offset": 1.5, "duration": 2, "text": "One."}\n'
+        '{"audio_filepath": "a.wav", "offset": 3.5, "duration": null, "text": "Two two."}\n',
+    ),
+    ("metadata.csv", "path,start,end,sentence\na.wav,1.5,3.5,One.\na.wav,3.5,,Two two.\n"),
+    ("metadata.csv", "text|duration|offset|audio\nOne.|2|1.5|a\nTwo two.||3.5|a\n"),
+)
+def test_manifests_with_times_cut_clips_out_of_a_recording(tmp_path, name, content):
+    folder = folder_of(tmp_path, content, name, sounds="a")
+    transcripts = read(folder, file=folder / name)
+    assert [(one.text, one.span) for one in transcripts.utterances] == [
+        ("One.", (1.5, 3.5)),
+        ("Two two.", (3.5, math.inf)),
+    ]
+    assert transcripts.refused == []
+
+
+def test_times_that_cannot_be_right_are_named(tmp_path):
+    row = '{{"audio": "a.wav", "start": {}, "duration": {}, "text": "{}"}}\n'.format
+    content = row(-1, 2, "x") + row(0, 2, "y") + row(1, 2, "z") + row(2.95, 2, "w")
+    transcripts = read(folder_of(tmp_path, content, "cut.json", sounds="a"))
+    assert [one.text for one in transcripts.utterances] == ["y", "z", "w"]
+    assert transcripts.refused[0].detail == "a.wav: begins at -1 seconds, before its recording"
+    assert transcripts.notes == [
+        "1 clips overlap the one before, such as cut.json, line 3 with cut.json, line 2, both of wavs/a.wav; each text "
+        "should be all that is said in its clip"
+    ]
+    with pytest.raises(UserError, match="start_ms is not in seconds"):
+        read(folder_of(tmp_path / "ms", "audio,text,start_ms,end_ms\na,One.,100,2000\n", sounds="a"))
+
+
+def test_speakers_that_differ_in_capitals_are_named(tmp_path):
+    transcripts = read(folder_of(tmp_path, "a.wav|Ann|So it is\nb.wav|ann|Not now\nc.wav| Ann |Ann will come\n"))
+    assert sorted({one.speaker for one in transcripts.utterances}) == ["Ann", "ann"]
+    (note,) = transcripts.notes
+    assert note.startswith("Ann and ann differ in capitals alone")
 
 
 def test_a_transcript_is_looked_for_and_several_are_refused(tmp_path):
