@@ -113,8 +113,9 @@ def demo_commands(folder: Path) -> list[Words]:
 def demo_results(folder: Path) -> dict[str, object]:
     from gputrain.report.records import evaluated
 
-    figures = json.loads((folder / "evaluation.json").read_text())
-    transcripts, cer = json.loads((folder / "transcripts.json").read_text()), evaluated(folder / "run", "cer")
+    figures = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+    transcripts = json.loads((folder / "transcripts.json").read_text(encoding="utf-8"))
+    cer = evaluated(folder / "run", "cer")
     return {
         "character errors before training": f"{100 * cer[0]:.0f} %",
         "character errors after training": f"{100 * figures['cer']:.1f} %, on held-out clips",

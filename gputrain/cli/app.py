@@ -49,6 +49,7 @@ app.add_typer(
 
 
 def main() -> None:
+    ui.restart_in_utf8()
     complete_at_the_first_tab()
     ui.run(lambda: command_line()())
 

@@ -175,7 +175,8 @@ def print_operators(plan: "CardPlan") -> None:
     for name, launches, gb, tflop, seconds, bound in lines:
         figures = f"  {name[:23]:<24}{launches:>9}{gb:>8.1f}{tflop:>8.2f}{1e3 * seconds:>9.2f}  {bound}"
         out.print(escape(f"{figures:<72}").rstrip(), soft_wrap=True)
-        out.print(f"  {'█' * round(BAR * seconds / longest) or '▏'} {seconds / total:.1%}", soft_wrap=True)
+        full, least = ("█", "▏") if out.encoding.startswith("utf") else "#|"
+        out.print(f"  {full * round(BAR * seconds / longest) or least} {seconds / total:.1%}", soft_wrap=True)
     sums = [sum(row[column] for row in rows) for column in (1, 3, 4)]
     out.print(f"  {'all':<24}{sums[0]:>9}{sums[1]:>8.1f}{sums[2]:>8.2f}{1e3 * total:>9.2f}")
     if graphed := sum(row.graphed for row in rows):

@@ -1,7 +1,10 @@
 """Consoles, the progress bar, and the exit with an error. Data goes to stdout, messages to stderr."""
 
+import codecs
 import contextlib
 import errno
+import io
+import json
 import logging
 import os
 import re
@@ -9,11 +12,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 from rich import markup
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.status import Status
 from rich.text import Text
 
 from gputrain.engine.stop import COMMAND_CLOCK, format_duration, interrupt_at_signals, leave_at_signals
@@ -40,6 +44,47 @@ class PipeConsole(Console):
     def on_broken_pipe(self) -> None:
         self.quiet = True
         discard(self.file)
+
+    def status(self, status: RenderableType, **options: Any) -> Status:
+        """Show a text while something works, with a spinner that every encoding has."""
+        return super().status(status, **{"spinner": "line", **options})
+
+
+class Escaped:
+    """Replaces what the encoding of a standard stream lacks by the escapes of JSON, whose lines keep their meaning."""
+
+    def __init__(self) -> None:
+        self.replaced = False
+
+    def __call__(self, error: UnicodeError) -> tuple[str, int]:
+        if not isinstance(error, UnicodeEncodeError):
+            raise error
+        self.replaced = True
+        return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
+def restart_in_utf8() -> None:
+    """Start the same command again in Python's UTF-8 mode where names of files are ASCII, as in the C locale with
+    PYTHONUTF8=0: no name with another letter could be opened, nor a text on the command line be read."""
+    ascii_names = codecs.lookup(sys.getfilesystemencoding()).name == "ascii"
+    if ascii_names and os.environ.get("PYTHONUTF8") != "1":  # The mode is refused with -X utf8=0.
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONUTF8": "1"})
+
+
+def prepare_streams(environment: Mapping[str, str]) -> Escaped:
+    """Let no print fail, whatever the encoding of standard output and standard error: a terminal gets escapes for what
+    it lacks, and what is redirected is UTF-8 as every file of this program, unless PYTHONIOENCODING says otherwise.
+
+    Returns what tells whether the data on standard output needed escapes.
+    """
+    of_data = Escaped()
+    for stream, name, escaped in ((sys.stdout, "data", of_data), (sys.stderr, "messages", Escaped())):
+        codecs.register_error(f"gputrain_{name}", escaped)
+        if isinstance(stream, io.TextIOWrapper):  # Otherwise it is closed, or that of a test.
+            encoding, _, errors = environment.get("PYTHONIOENCODING", "").partition(":")
+            chosen = errors if errors and stream is sys.stdout else f"gputrain_{name}"
+            stream.reconfigure(encoding=encoding or (None if stream.isatty() else "utf-8"), errors=chosen)
+    return of_data
 
 
 def discard(file: IO[str]) -> None:
@@ -82,6 +127,7 @@ class LineHandler(logging.Handler):
 def run(program: Callable[[], object]) -> NoReturn:
     """Run the command line and exit: 0 done, 1 internal error, 2 user error, 75 stopped and resumable."""
     COMMAND_CLOCK.start()
+    escaped = prepare_streams(os.environ)
     ranks = Ranks.launched(os.environ)
     if not ranks.under_torchrun:  # A rank that waits for another one could not react before torchrun's patience ends.
         interrupt_at_signals(RESUMABLE)
@@ -90,6 +136,11 @@ def run(program: Callable[[], object]) -> NoReturn:
     log.handlers, log.propagate = [LineHandler(ranks)], False
     out.quiet = not ranks.leads
     code = _outcome(program, ranks)
+    if escaped.replaced:
+        log.warning(
+            "standard output is %s, which lacks some of the characters: they are written as \\uXXXX; "
+            "PYTHONIOENCODING=utf-8 writes them all", sys.stdout.encoding
+        )  # fmt: skip
     try:
         if sys.stdout is not None:  # None if the shell has closed it.
             sys.stdout.flush()

@@ -71,7 +71,7 @@ def checker_of(model: Path | None) -> "SpeechChecker | None":
 
 def prepared_speech(report: "SpeechPrepareReport") -> dict[str, object]:
     # Common Voice names its speakers by 128 digits.
-    names = [name if len(name) <= 20 else f"{name[:8]}…" for name in report.speakers[:8]]
+    names = [name if len(name) <= 20 else f"{name[:8]}..." for name in report.speakers[:8]]
     more = f", ... ({len(report.speakers)})" if len(report.speakers) > 8 else ""
     letters = [symbol for symbol in report.vocabulary if len(symbol) == 1]
     return {

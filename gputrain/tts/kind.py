@@ -127,7 +127,7 @@ def demo_commands(folder: Path) -> list[Words]:
 def demo_results(folder: Path) -> dict[str, object]:
     from gputrain.report.records import evaluated
 
-    figures = json.loads((folder / "evaluation.json").read_text())
+    figures = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
     distance, length = (evaluated(folder / "run", name) for name in ("mel_distance", "length_mismatch"))
     samples = folder / "run" / "samples"
     return {

@@ -28,6 +28,7 @@ from gputrain.engine.data import to_int16, writing
 from gputrain.errors import UserError
 from gputrain.hw.runtime import runtime_on
 from gputrain.speech.text.frontend import Frontend, shortened
+from gputrain.speech.text.lines import text_lines
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import Speak, SpeakingOptions
 from gputrain.tts.decoder import FilterBank, WaveDecoder
@@ -213,22 +214,7 @@ def _lines(settings: Speak) -> Iterable[str]:
     """Returns the lines, read lazily from standard input. Raises UserError if they are not text."""
     if settings.text is not None:
         return settings.text.splitlines()
-    if settings.input_file is None:
-        if sys.stdin.isatty():
-            log.info("type the text, one paragraph per line; end with Ctrl-D (on Windows Ctrl-Z)")
-        return _decoded(sys.stdin.buffer, "standard input")
-    try:
-        return list(_decoded(settings.input_file.read_bytes().splitlines(), str(settings.input_file)))
-    except OSError as error:
-        raise UserError(f"{settings.input_file}: {error.strerror}", hint="--input-file takes a text file") from None
-
-
-def _decoded(lines: Iterable[bytes], source: str) -> Iterator[str]:
-    for number, line in enumerate(lines, start=1):
-        try:
-            yield line.decode("utf-8-sig").strip()
-        except UnicodeDecodeError:
-            raise UserError(f"{source}: line {number} is not UTF-8", hint="save the text as UTF-8") from None
+    return text_lines(settings.input_file)
 
 
 def with_lexicon(loaded: LoadedVoice, path: Path | None) -> LoadedVoice:

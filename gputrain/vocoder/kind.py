@@ -167,7 +167,7 @@ def demo_results(folder: Path) -> dict[str, object]:
     from gputrain.report.records import evaluated
 
     mel = evaluated(folder / "run", "mel_distance")
-    figures = json.loads((folder / "evaluation.json").read_text())
+    figures = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
     return {
         "mel distance before training": mel[0],
         "mel distance after training": f"{mel[-1]:.4g}, on held-out clips",

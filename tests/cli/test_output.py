@@ -18,7 +18,7 @@ from gputrain.cli import tables, ui
 from gputrain.hw.ranks import SINGLE
 from gputrain.planner.model_planner import PredictedTime
 from tests.chaos.tiny import make_data, words
-from tests.command import gputrain_here
+from tests.command import gputrain, gputrain_here
 from tests.tables import each_row
 from tests.waiting import HANG_SECONDS, wait_until
 
@@ -81,6 +81,38 @@ def test_input_without_an_end_ends_with_its_reader():
 def test_closed_streams_are_no_error(closed):
     line = f'exec "{sys.executable}" -m gputrain --version {closed.removeprefix("closed ")}'
     assert subprocess.run(["sh", "-c", line], timeout=HANG_SECONDS, check=False).returncode == 0
+
+
+@each_row(
+    ("cp1252", True, b"na\xefve \\u02bb \\ud83d\\ude00", True),
+    ("cp866:replace", True, b"na?ve ? ?", False),  # What the user has chosen is obeyed.
+    ("ascii", False, b"na\\u00efve \\u02bb \\ud83d\\ude00", True),
+    ("utf-8", True, "naïve ʻ \U0001f600".encode(), False),
+    ("", False, "naïve ʻ \U0001f600".encode(), False),  # What goes to a file is UTF-8, whatever the locale.
+    ("", True, b"na\xefve \\u02bb \\ud83d\\ude00", True),
+)
+def test_printing_never_fails(monkeypatch, chosen, terminal, expected, warns):
+    """The escapes are JSON's, so that a line of JSON has its meaning in every encoding."""
+    written = io.BytesIO()
+    stream = io.TextIOWrapper(written, encoding=chosen.partition(":")[0] or "cp1252")
+    monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(sys, "stdout", stream)
+    escaped = ui.prepare_streams({"PYTHONIOENCODING": chosen})
+    stream.write("naïve ʻ \U0001f600")
+    stream.flush()
+    assert (written.getvalue(), escaped.replaced) == (expected, warns)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="file names are UTF-16 on Windows")
+def test_the_c_locale_keeps_letters_of_names_and_texts(tmp_path):
+    (tmp_path / "матн.txt").write_text("Oʻn", encoding="utf-8")
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = gputrain("normalize", "--input-file", tmp_path / "матн.txt", env=environment, encoding="utf-8")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "oʻn\n", "")
+    environment |= {"PYTHONIOENCODING": "cp1252"}
+    done = gputrain("normalize", "--text", "Oʻn", env=environment)
+    assert (done.returncode, done.stdout) == (0, "o\\u02bbn\n")
+    assert "standard output is cp1252" in done.stderr
 
 
 @pytest.mark.slow

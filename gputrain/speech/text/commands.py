@@ -1,13 +1,13 @@
 """Options and implementation of `gputrain normalize`. Imports no torch."""
 
 import logging
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from gputrain.config import config, opt
 from gputrain.errors import UserError
+from gputrain.speech.text.lines import text_lines
 
 if TYPE_CHECKING:
     from gputrain.speech.text.frontend import Frontend
@@ -82,13 +82,4 @@ def _described(made: "Frontend", normalized: str) -> str:
 def _lines(settings: Normalize) -> Iterable[str]:
     if settings.text:
         return settings.text.splitlines()
-    if settings.input_file is None:
-        return (line.rstrip("\r\n") for line in sys.stdin)
-    try:
-        return settings.input_file.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UserError(f"{settings.input_file}: {error.strerror}", hint="--input-file takes a text file") from None
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{settings.input_file}: not UTF-8 at byte {error.start}", hint="save the file as UTF-8"
-        ) from None
+    return text_lines(settings.input_file)

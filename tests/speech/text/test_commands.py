@@ -25,7 +25,7 @@ def test_files_and_standard_input(tmp_path, monkeypatch):
     path = tmp_path / "lines.txt"
     path.write_bytes("\ufeff5-sinf\r\n\r\nЁш\n".encode())
     assert said(input_file=str(path)) == ["beshinchi sinf", "", "yosh"]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("7-may\n\n"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"7-may\n\n")))
     assert said() == ["yettinchi may", ""]
 
 
@@ -48,7 +48,7 @@ def test_digits_without_rules_are_a_warning(caplog):
 def test_bad_input_is_named(tmp_path):
     path = tmp_path / "latin1.txt"
     path.write_bytes(b"caf\xe9")
-    with pytest.raises(UserError, match="not UTF-8 at byte 3"):
+    with pytest.raises(UserError, match="line 1 is not UTF-8 at its byte 4"):
         said(input_file=str(path))
     with pytest.raises(UserError, match="No such file"):
         said(input_file=str(tmp_path / "none"))

@@ -1,0 +1,48 @@
+"""Lines of texts in the encodings that editors and shells write."""
+
+import io
+from types import SimpleNamespace
+
+import pytest
+
+from gputrain.errors import UserError
+from gputrain.speech.text.lines import text_lines
+from tests.tables import each_row
+
+TEXT = "Привет, 5 кг\nмир"
+
+
+@each_row(
+    (TEXT.encode(), TEXT.splitlines()),
+    (TEXT.encode("utf-8-sig"), TEXT.splitlines()),
+    (TEXT.encode("utf-16"), TEXT.splitlines()),
+    (TEXT.encode("utf-32"), TEXT.splitlines()),
+    (b"a\r\nb\rc\n\nd \xe2\x80\xa8 e\n", ["a", "b", "c", "", "d \u2028 e"]),
+    (b"", []),
+    (TEXT.encode("cp1251"), "line 1 is not UTF-8 at its byte 1"),
+    (b"one\ncaf\xe9 two\n", "line 2 is not UTF-8 at its byte 4"),
+    (TEXT.encode("utf-16-le"), "UTF-16 without the mark"),
+    ("plain".encode("utf-16-be"), "UTF-16 without the mark"),
+    (TEXT.encode("utf-16")[:9], "begins as UTF-16 and is not"),
+)
+def test_lines_are_decoded_or_refused(monkeypatch, tmp_path, raw, expected):
+    (tmp_path / "text.txt").write_bytes(raw)
+    for file in (None, tmp_path / "text.txt"):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="cp1252"))
+        if isinstance(expected, list):
+            assert list(text_lines(file)) == expected
+        else:
+            with pytest.raises(UserError, match=expected):
+                list(text_lines(file))
+
+
+def test_what_is_typed_is_decoded_as_the_terminal_says(monkeypatch):
+    typed = SimpleNamespace(buffer=io.BytesIO("мир\n".encode("koi8-r")), isatty=lambda: True, encoding="koi8-r")
+    monkeypatch.setattr("sys.stdin", typed)
+    assert list(text_lines(None)) == ["мир"]
+
+
+def test_a_closed_standard_input_is_an_error_of_the_user(monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(UserError, match="standard input is closed"):
+        list(text_lines(None))
