@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import tensor_bytes
 from gputrain.engine.health import Health
-from gputrain.engine.metrics import METRICS, Metrics, Trackers, append_line, row_of
+from gputrain.engine.metrics import METRICS, TAIL_BYTES, Metrics, Trackers, append_line, row_of
 from gputrain.engine.recipe import phases_of
 from gputrain.engine.run_folder import Run
 from gputrain.engine.samples import Report
@@ -49,7 +49,6 @@ log = logging.getLogger(__name__)
 SHOWN_FIGURES = 4  # Held-out figures that are logged; all are in metrics.jsonl.
 SKIPPED = {"samples": "the samples", "eval": "the held-out figures"}  # What is skipped if memory runs out.
 HISTORY = "history.jsonl"
-TAIL_BYTES = 65536  # The last line of metrics.jsonl is within the last bytes.
 MOMENT_BYTES = 8  # AdamW's two moments of a parameter, in fp32.
 
 

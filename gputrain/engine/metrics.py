@@ -17,10 +17,12 @@ import json
 import logging
 import math
 import os
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
@@ -36,7 +38,7 @@ from torch import Tensor
 
 from gputrain.engine.data import write_wav
 from gputrain.engine.distributed import RankGroup
-from gputrain.engine.run_folder import write_text
+from gputrain.engine.run_folder import blocks, replace_file, write_text
 from gputrain.engine.samples import Report, Sheet, SoundSample
 from gputrain.engine.schedule import TrackerName
 from gputrain.engine.stop import format_duration
@@ -51,6 +53,7 @@ METRICS = "metrics.jsonl"
 CAPTIONS = "captions.json"  # The captions of the sounds in samples/, by name.
 REFERENCE = "_reference"  # The end of the name of a recording in samples/.
 LAYOUT_KEY = "gputrain"  # The key of a sheet's layout in its PNG file.
+TAIL_BYTES = 65536  # Bytes at the end of metrics.jsonl that are read first; they hold about 200 lines.
 RECENT_LINES = 20  # Lines of metrics over which speed and remaining time are averaged.
 
 
@@ -81,7 +84,7 @@ class Metrics:
         # Metrics that an earlier attempt wrote for the following steps are removed.
         end = first_step + 1 if first_step else 0
         self._attempt("logs", functools.partial(self._open_board, end))
-        self._attempt("metrics.jsonl", functools.partial(self._keep_lines, lambda row: row["step"] < end))
+        self._attempt("metrics.jsonl", functools.partial(self._keep_lines, end, lambda row: False))
         self.bar = Bar(console, hidden=not self.group.leads)
         self.task = self.bar.add_task("starting", total=last_step, completed=first_step, left="")
         self.pace = Pace()
@@ -233,6 +236,8 @@ class Metrics:
         # Importing TensorBoard takes a second, which commands that do not train avoid.
         from torch.utils.tensorboard import SummaryWriter
 
+        if not isinstance(threading.excepthook, BoardErrors):
+            threading.excepthook = BoardErrors(threading.excepthook)
         logs = self.folder / "logs"
         earlier = _event_files(logs)
         self.board = SummaryWriter(str(logs), purge_step=purge_step)
@@ -287,20 +292,59 @@ class Metrics:
         def is_another(row: MetricsRow) -> bool:
             return row["step"] != step or not any(name.startswith(f"{group}/") for name in row)
 
-        self._attempt("metrics.jsonl", functools.partial(self._keep_lines, is_another))
+        self._attempt("metrics.jsonl", functools.partial(self._keep_lines, step, is_another))
 
-    def _keep_lines(self, is_kept: Callable[[MetricsRow], bool]) -> None:
-        """Remove all other lines, and damaged ones."""
+    def _keep_lines(self, first_step: int, is_kept: Callable[[MetricsRow], bool]) -> None:
+        """Remove all other lines from a step on, and damaged ones there. What stands before is not read."""
         if not self.path.exists():
             return
-        lines = self.path.read_bytes().splitlines(keepends=True)
+        start, lines = lines_from(self.path, first_step)
         kept = [line for line in lines if (row := row_of(line)) is not None and is_kept(row)]
-        if kept != lines:
-            write_text(self.path, b"".join(kept).decode())
+        if kept == lines:
+            return
+        if not kept:
+            os.truncate(self.path, start)
+            return
+        with self.path.open("rb") as file:
+            replace_file(self.path, chain(blocks(file, start), kept))
+
+
+@dataclass(frozen=True)
+class BoardErrors:
+    """A hook for the errors that end threads, which drops those of TensorBoard's thread that writes: the next call of
+    its writer raises them again, and that is a warning. Without this its traceback stands beside the warning."""
+
+    before: Callable[[threading.ExceptHookArgs], object]
+
+    def __call__(self, ended: threading.ExceptHookArgs) -> None:
+        if not (isinstance(ended.exc_value, OSError) and type(ended.thread).__module__.startswith("tensorboard.")):
+            self.before(ended)
 
 
 def _event_files(logs: Path) -> set[str]:
     return {path.name for path in logs.glob("events.out.tfevents.*")}
+
+
+def lines_from(path: Path, step: int) -> tuple[int, list[bytes]]:
+    """Return the lines of metrics behind the last whole one of an earlier step, and the position where they begin.
+
+    Lines are in the order of their steps, so the file is read from its end: a long run has a million lines. Raises
+    OSError.
+    """
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        length = min(TAIL_BYTES, size)
+        while True:
+            file.seek(size - length)
+            lines = file.read(length).splitlines(keepends=True)
+            if length < size:
+                lines.pop(0)  # Its beginning may not have been read.
+            rows = (row_of(line) for line in reversed(lines))
+            later = next((number for number, row in enumerate(rows) if row is not None and row["step"] < step), None)
+            if later is not None or length == size:
+                found = lines[len(lines) - later :] if later is not None else lines
+                return size - sum(map(len, found)), found
+            length = min(4 * length, size)
 
 
 def append_line(line: bytes, path: Path) -> None:
@@ -456,7 +500,7 @@ class WandbTracker:
         self.run = self.wandb.init(
             name=folder.name, dir=str(folder), config=dict(settings), id=identity or None, resume="allow"
         )
-        known.write_text(self.run.id, encoding="utf-8")
+        write_text(known, self.run.id)
 
     def log_scalars(self, values: Mapping[str, float], step: int) -> None:
         self.run.log(dict(values), step=step)
@@ -476,7 +520,7 @@ class MlflowTracker:
         known = folder / "mlflow_id.txt"
         identity = known.read_text(encoding="utf-8").strip() if known.exists() and first_step else ""
         run = self.mlflow.start_run(run_id=identity or None, run_name=None if identity else folder.name)
-        known.write_text(run.info.run_id, encoding="utf-8")
+        write_text(known, run.info.run_id)
         if not identity:
             self.mlflow.log_params({name: str(value)[:500] for name, value in settings.items()})
 

@@ -5,9 +5,10 @@ import json
 import logging
 import os
 import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from filelock import FileLock, Timeout
@@ -31,10 +32,22 @@ LEAVING_SECONDS = 30  # Time for another process that was asked to stop to save.
 
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically, also in case of a power failure. Raises OSError."""
+    replace_file(path, [text.encode()])
+
+
+def blocks(file: BinaryIO, length: int) -> Iterator[bytes]:
+    """Yield the first bytes of a file. Raises OSError."""
+    while length > 0 and (block := file.read(min(length, 1 << 20))):
+        length -= len(block)
+        yield block
+
+
+def replace_file(path: Path, content: Iterable[bytes]) -> None:
+    """Write a file atomically, also in case of a power failure. Raises OSError."""
     partial = path.with_name(path.name + ".partial")
     try:
-        with partial.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with partial.open("wb") as file:
+            file.writelines(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)

@@ -25,6 +25,7 @@ from gputrain.engine import stop
 from gputrain.engine.callbacks import log_evaluation
 from gputrain.engine.metrics import Bar, Metrics, TimeLeft
 from gputrain.engine.samples import Report, SoundSample
+from tests.process import killed_at
 from tests.tables import each_row
 from tests.toy import cpu_runtime
 from tests.waiting import Clock
@@ -266,6 +267,40 @@ def largest_file(size: int):
         signal.signal(signal.SIGXFSZ, handler)
 
 
+def test_a_resumed_run_reads_only_the_end_of_its_metrics(tmp_path, monkeypatch):
+    """Of a million lines. What was written behind the checkpoint is cut off, and a report is removed from its step."""
+    path = tmp_path / "metrics.jsonl"
+    lines = [b'{"step": %d, "loss/x": %f}\n' % (step, 1 / step) for step in range(1, 4001)]
+    lines.insert(3990, b'{"step": 3990, "eval/score": 1.0}\n')
+    path.write_bytes(b"".join(lines) + b'{"step": 40')
+    parsed: list[bytes] = []
+    known = engine_metrics.row_of
+    monkeypatch.setattr(engine_metrics, "row_of", lambda line: parsed.append(line) or known(line))
+    with metrics(tmp_path, first_step=3990) as written:
+        assert path.read_bytes() == b"".join(lines[:3991])
+        written.forget_report(3990, "eval")
+        assert path.read_bytes() == b"".join(lines[:3990])
+        assert len(parsed) < 40
+        written.forget_report(1, "loss")  # Far from the end: all is read.
+    assert path.read_bytes() == b"".join(lines[1:3990])
+
+
+@each_row("fsync", "replace", "truncate")
+def test_a_kill_while_metrics_are_shortened_loses_no_line(tmp_path, moment):
+    path = tmp_path / "metrics.jsonl"
+    content = b"".join(b'{"step": %d, "%s/x": 1}\n' % (step, name) for step in (1, 2, 3) for name in (b"loss", b"eval"))
+    path.write_bytes(content)
+    with metrics(tmp_path, first_step=3) as written:
+
+        def shorten() -> None:
+            written.forget_report(2, "eval")
+            Metrics(tmp_path, written.console, cpu_runtime(), unit="images", first_step=1, last_step=9)
+
+        assert killed_at(moment, shorten)
+    shorter = content.replace(b'{"step": 2, "eval/x": 1}\n', b"")
+    assert path.read_bytes() == (shorter if moment == "truncate" else content)
+
+
 @pytest.mark.parametrize("damage", [b'\xff{"step": 2}', b'{"step": 2, "eval/score": "\xff"}', b"\0\0\0", b"[2]"])
 def test_a_damaged_line_is_dropped_and_the_others_stay(tmp_path, damage):
     with metrics(tmp_path) as written:
@@ -287,7 +322,8 @@ def test_a_line_goes_behind_the_end_of_the_one_before(tmp_path):
 
 
 def test_after_a_full_disk_metrics_and_tensorboard_are_written_again(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(threading, "excepthook", lambda args: None)  # The thread of TensorBoard's writer ends.
+    printed: list[object] = []  # The traceback of a thread that ends with an error.
+    monkeypatch.setattr(threading, "excepthook", printed.append)
     with metrics(tmp_path) as written:
         add_score(written, 1)
         written.board.flush()
@@ -303,6 +339,7 @@ def test_after_a_full_disk_metrics_and_tensorboard_are_written_again(tmp_path, c
     assert [row["step"] for row in rows(tmp_path)] == [1, 4, 5, 6]
     assert caplog.text.count("metrics.jsonl cannot be written (No space left on device)") == 1
     assert caplog.text.count("logs cannot be written (File too large)") == 1
+    assert not printed
     board = EventAccumulator(str(tmp_path / "logs")).Reload()
     seen = [event.step for event in board.Scalars("eval/score")]
     assert seen[0] == 1

@@ -16,6 +16,7 @@ from gputrain.engine.preparation import (
     source_files,
     write_quarantine,
 )
+from tests.process import killed_at
 from tests.tables import each_row
 
 
@@ -69,6 +70,21 @@ def test_a_journal_is_read_up_to_an_incomplete_line(tmp_path: Path) -> None:
     again.rewrite(again.rows)
     again.append({"n": 2})
     assert path.read_text() == whole
+
+
+@each_row("fsync", "replace")
+def test_a_kill_while_a_journal_is_rewritten_loses_no_row(tmp_path: Path, moment: str) -> None:
+    path = tmp_path / "journal.jsonl"
+    whole = '{"of": "x"}\n' + "".join(f'{{"n": {number}}}\n' for number in range(2000))
+    path.write_text(whole + '{"n": 20')
+    again = Journal(path)
+    assert killed_at(moment, lambda: again.rewrite(again.rows))
+    assert path.read_text() == whole + '{"n": 20'
+    again.rewrite(again.rows)
+    before = (path.stat().st_ino, path.stat().st_mtime_ns)
+    assert path.read_text() == whole
+    again.rewrite(again.rows)
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == before  # What is as it should be is not written.
 
 
 @each_row(
