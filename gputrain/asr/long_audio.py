@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from gputrain.asr.load import Recogniser, predict
 from gputrain.asr.model import NORMALIZING_EPSILON
-from gputrain.audio.io import Samples, read_in_blocks
+from gputrain.audio.io import Mixing, Samples, read_in_blocks
 from gputrain.errors import UserError
 from gputrain.speech.frames import FIELD, STRIDE, encoder_frames
 
@@ -114,7 +114,8 @@ def blocks_of(wave_T: Samples) -> Blocks:
 
 def blocks_of_file(path: Path, rate_hz: int) -> Blocks:
     """Returns a recording of any rate and number of channels as blocks at the recogniser's rate."""
-    return lambda: read_in_blocks(path, rate_hz)
+    known: list[Mixing] = []
+    return lambda: read_in_blocks(path, rate_hz, known)
 
 
 def long_log_probs(recogniser: Recogniser, wave_T: Samples, lengths: ChunkLengths) -> NDArray[np.float32]:

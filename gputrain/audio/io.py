@@ -1,5 +1,6 @@
-"""Reads, resamples and trims recordings. Shape suffixes: T samples, F frames."""
+"""Reads, resamples and trims recordings. Shape suffixes: T samples, F frames, C channels."""
 
+import logging
 import math
 import os
 import shutil
@@ -19,6 +20,8 @@ from gputrain.errors import UserError
 if TYPE_CHECKING:  # Packages that read sound are imported where they read: a training of prepared data needs none.
     import soundfile
 
+log = logging.getLogger(__name__)
+
 Samples = npt.NDArray[np.float32]
 # Sound and video that ffmpeg decodes, if it is installed.
 FFMPEG_SUFFIXES = frozenset({
@@ -28,6 +31,14 @@ FFMPEG_SUFFIXES = frozenset({
 BLOCK = 1 << 20  # Samples of a file that are decoded at once.
 TRIM_WINDOW = 2048  # Samples over which power is averaged to detect silence.
 TRIM_HOP = 512
+# Subtypes of libsndfile whose samples may exceed full scale, or have another one: floating point, decoded sound, and
+# integers that hold shorter ones.
+UNSCALED = frozenset({"FLOAT", "DOUBLE", "PCM_32", "VORBIS", "OPUS", "MPEG_LAYER_I", "MPEG_LAYER_II", "MPEG_LAYER_III"})
+LOUDEST = 16.0  # Highest peak, relative to full scale, of sound that is merely too loud: 24 dB.
+SCALES = {16: 2.0**15, 24: 2.0**23, 32: 2.0**31}  # Full scale of integers by their bits.
+QUIETEST = 2.0**-7  # Lowest peak, relative to the scale of integers, by which it is recognised: -42 dB.
+CANCELLED = 0.5  # A mix with less than this share of what it keeps of a single channel cancels channels.
+CANCELLED_SHARE = 0.02  # Share of the sound in which channels cancel each other, above which they are not mixed.
 HOW_TO_CONVERT = "wav, flac, ogg and mp3 are supported; an installed ffmpeg also reads m4a, aac, webm, mp4 and others"
 
 
@@ -67,21 +78,41 @@ def trim(wave_T: Samples, top_db: float) -> Samples:
     return wave_T[loud[0] * TRIM_HOP : (loud[-1] + 1) * TRIM_HOP]
 
 
-def read_sound(path: Path) -> DecodedSound:
-    """Returns the mean of the channels of a sound file: wav, flac, ogg, mp3 and other formats that libsndfile decodes.
+class Mixing(NamedTuple):
+    """How the samples of a file become one channel between -1 and 1. `remark` says what is unusual about it."""
 
-    Raises UserError, naming the file, if it is missing, damaged or of an unknown kind, empty, or holds NaN or infinity.
+    full_scale: float = 1.0
+    channel: int | None = None  # The channel that is taken; None for the mean of all.
+    remark: str = ""
+
+
+def read_sound(path: Path, remarks: list[str] | None = None) -> DecodedSound:
+    """Returns the mean of the channels of a sound file: wav, flac, ogg, mp3 and other formats that libsndfile decodes.
+    One channel is taken where channels cancel each other, and samples of another scale or above full scale are scaled
+    down; both are added to `remarks`, and without them logged.
+
+    Raises UserError, naming the file, if it is missing, damaged or of an unknown kind, empty, of an unknown scale, or
+    holds NaN or infinity.
     """
-    rate_hz, blocks = _decoded(path)
+    rate_hz, blocks, mixing = _decoded(path)
+    if mixing.remark and remarks is not None:
+        remarks.append(mixing.remark)
+    elif mixing.remark:
+        log.warning("%s: %s", path, mixing.remark)
     return DecodedSound(np.concatenate(list(blocks)), rate_hz)
 
 
-def read_in_blocks(path: Path, rate_hz: int) -> Iterator[Samples]:
-    """Yields the samples of `resample(*read_sound(path), rate_hz)` in blocks, so that an hour needs no memory.
+def read_in_blocks(path: Path, rate_hz: int, known: list[Mixing] | None = None) -> Iterator[Samples]:
+    """Yields the samples of `resample(*read_sound(path), rate_hz)` in blocks, so that an hour needs no memory. `known`
+    keeps what the first reading of a file finds out, so that later ones need not look for it, nor log it again.
 
     Raises UserError as `read_sound` does, the errors of later samples when they are reached.
     """
-    source_hz, blocks = _decoded(path)
+    source_hz, blocks, mixing = _decoded(path, known[0] if known else None)
+    if mixing.remark and not known:
+        log.warning("%s: %s", path, mixing.remark)
+    if known is not None and not known:
+        known.append(mixing)
     if source_hz == rate_hz:
         yield from blocks
         return
@@ -109,22 +140,22 @@ def length_of(path: Path) -> float | None:
         return None
 
 
-def _decoded(path: Path) -> tuple[int, Iterator[Samples]]:
-    """Returns the sampling rate of a file, and its decoded blocks; there is one at least."""
+def _decoded(path: Path, known: Mixing | None = None) -> tuple[int, Iterator[Samples], Mixing]:
+    """Returns the sampling rate of a file, its decoded blocks, at least one, and how their samples are made."""
     if not path.is_file():
         raise UserError(f"{path}: no such file", hint="name a sound file: wav, flac, ogg or mp3")
     if path.suffix.lower() not in FFMPEG_SUFFIXES:
-        return _blocks_of(path, path)
+        return _blocks_of(path, path, known)
     folder = TemporaryDirectory(prefix="gputrain-")  # It is deleted with the last block.
     converted = Path(folder.name) / "sound.wav"
     _by_ffmpeg(path, converted)
-    rate_hz, blocks = _blocks_of(converted, path)
+    rate_hz, blocks, mixing = _blocks_of(converted, path, known)
 
     def kept_until_read() -> Iterator[Samples]:
         with folder:
             yield from blocks
 
-    return rate_hz, kept_until_read()
+    return rate_hz, kept_until_read(), mixing
 
 
 def _by_ffmpeg(path: Path, converted: Path) -> None:
@@ -157,27 +188,84 @@ def _by_ffmpeg(path: Path, converted: Path) -> None:
         raise UserError(f"{path}: cannot be decoded by ffmpeg: {reason}", hint=HOW_TO_CONVERT)
 
 
-def _blocks_of(path: Path, source: Path) -> tuple[int, Iterator[Samples]]:
-    """Returns the sampling rate and the blocks of a file that libsndfile decodes; `source` is named in errors."""
+def _blocks_of(path: Path, source: Path, known: Mixing | None) -> tuple[int, Iterator[Samples], Mixing]:
+    """Returns the sampling rate and the blocks of a file that libsndfile decodes, and how they are made; `source` is
+    named in errors."""
+    with _open(path) as file:
+        rate_hz = file.samplerate
+        is_plain = file.channels == 1 and file.subtype not in UNSCALED
+        mixing = known or (Mixing() if is_plain else _mixing_of(file, source))
 
     def blocks() -> Iterator[Samples]:
         first = 0
         with _open(path) as file:
-            for block in file.blocks(BLOCK, dtype="float32", always_2d=True):
-                wave_T = block.mean(axis=1)
+            for block_TC in file.blocks(BLOCK, dtype="float32", always_2d=True):
+                wave_T = block_TC.mean(axis=1) if mixing.channel is None else block_TC[:, mixing.channel]
                 if not np.isfinite(wave_T).all():
                     seconds = (first + int(np.argmin(np.isfinite(wave_T)))) / file.samplerate
                     raise UserError(
                         f"{source}: a sample is no finite number, the first at {seconds:.3f} seconds",
                         hint="export it again as 16-bit wav or flac",
                     )
-                yield wave_T
+                yield wave_T if mixing.full_scale == 1 else wave_T / np.float32(mixing.full_scale)
                 first += len(wave_T)
         if not first:
-            raise UserError(f"{source}: holds no sound", hint="leave it out, or record it again")
+            raise UserError(f"{source}: holds no sound", hint="remove the file, or record it again")
 
-    with _open(path) as file:
-        return file.samplerate, blocks()
+    return rate_hz, blocks(), mixing
+
+
+def _mixing_of(file: "soundfile.SoundFile", source: Path) -> Mixing:
+    """Reads a file to find its scale, and whether its channels cancel each other when they are mixed.
+
+    A mix of C uncorrelated channels keeps 1 / C of their power, and of a single one 1 / C^2; it has less than that only
+    where channels have opposite phases. Raises UserError if the scale is unknown.
+    """
+    peak, are_whole, total_C, cancelled = 0.0, True, np.zeros(file.channels), 0.0
+    loudest = 0.0
+    for block_TC in file.blocks(BLOCK // file.channels, dtype="float32", always_2d=True):
+        peak = max(peak, float(block_TC.max()), -float(block_TC.min()))
+        are_whole = are_whole and bool(np.array_equal(block_TC, np.rint(block_TC)))
+        for begin in range(0, len(block_TC) if file.channels > 1 else 0, file.samplerate):
+            second_TC = block_TC[begin : begin + file.samplerate].astype(np.float64)
+            power_C = np.square(second_TC).sum(axis=0)
+            total_C += power_C
+            loudest += power_C.max()
+            if np.square(second_TC.mean(axis=1)).sum() < CANCELLED * power_C.max() / file.channels**2:
+                cancelled += power_C.max()
+    full_scale, remark = _full_scale(peak, are_whole, file.subtype, source)
+    remarks = [remark] if remark else []
+    channel = int(total_C.argmax()) if cancelled > CANCELLED_SHARE * loudest else None
+    if channel is not None:
+        remarks.append(f"its channels cancel each other when mixed, so that channel {channel + 1} is taken")
+    return Mixing(full_scale, channel, "; ".join(remarks))
+
+
+def _full_scale(peak: float, are_whole: bool, subtype: str, source: Path) -> tuple[float, str]:
+    """Returns the value that becomes 1, and what is unusual about it. Raises UserError if the scale is unknown."""
+    if subtype == "PCM_32":
+        lowest, bits = peak * SCALES[32], 16 if peak * SCALES[32] <= SCALES[16] else 24
+        if LOUDEST < lowest <= SCALES[24]:
+            raise UserError(
+                f"{source}: the samples of 32 bits reach {lowest:.0f}, which is the scale of {bits} bits",
+                hint="export it again at full scale, as 16-bit wav or flac",
+            )
+        return 1.0, ""
+    if peak <= 1 or not math.isfinite(peak):
+        return 1.0, ""
+    decoded = subtype not in ("FLOAT", "DOUBLE") or source.suffix.lower() in FFMPEG_SUFFIXES
+    if decoded and peak <= 2:
+        return peak, ""  # MP3 and others often exceed full scale a little.
+    if peak <= LOUDEST and not are_whole:
+        return peak, f"its samples reach {peak:.3g} times full scale and are scaled down"
+    for bits, scale in SCALES.items():
+        if QUIETEST * scale <= peak <= 2 * scale:
+            return max(scale, peak), f"its samples reach {peak:.0f}, which is read at the scale of {bits} bits"
+    raise UserError(
+        f"{source}: its samples reach {peak:.3g}, which is neither full scale of floating point, 1, nor that of 16, 24 "
+        "or 32 bits",
+        hint="divide the samples by their full scale, or export the file again as 16-bit wav or flac",
+    )
 
 
 @contextmanager

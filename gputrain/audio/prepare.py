@@ -61,6 +61,7 @@ class DecodedRecording(NamedTuple):
     wave_T: Samples
     source_hz: int
     clipped_share: float  # Share of source samples at full scale.
+    remark: str  # What was unusual about its scale or channels, if anything.
 
 
 class LoudFrames(NamedTuple):
@@ -80,7 +81,7 @@ def decode_recording(
     Returns the reason for leaving it out if it cannot be read or is silent.
     """
     try:
-        wave_T, source_hz = read_sound(folder / path)
+        wave_T, source_hz = read_sound(folder / path, remarks := [])
     except UserError as error:
         return RefusedItem(path, "unreadable", error.message.removeprefix(f"{folder / path}: "))
     clipped = clipped_share(wave_T)
@@ -93,7 +94,17 @@ def decode_recording(
         wave_T = trim(wave_T, trim_db)
     if loudness_db:
         wave_T = wave_T * min(10 ** (loudness_db / 20) / rms(wave_T), HEADROOM / peak)
-    return DecodedRecording(wave_T, source_hz, clipped)
+    return DecodedRecording(wave_T, source_hz, clipped, "; ".join(remarks))
+
+
+def remarks_on(recordings: Iterable[tuple[str, str]]) -> list[str]:
+    """Returns a sentence about recordings that were changed as they were read, from paths and remarks; or none."""
+    changed = [f"{path}: {remark}" for path, remark in recordings if remark]
+    if not changed:
+        return []
+    more = f"; and {len(changed) - 2} more" if len(changed) > 2 else ""
+    are = "recording is" if len(changed) == 1 else "recordings are"
+    return [f"{len(changed)} {are} not stored as they were recorded: {'; '.join(changed[:2])}{more}"]
 
 
 def clipped_share(wave_T: Samples) -> float:

@@ -115,6 +115,8 @@ def prepare_speech(
 
     jobs = [(input_dir, path, prints[path], sound_format(config)) for path in missing]
     run_jobs(convert_recording, jobs, num_workers, store, progress, kept)
+    for note in audio_prepare.remarks_on((path, ready[path].remark) for path in missing if path in ready):
+        log.warning("%s", note)
     utterances = material.transcripts.utterances
     if checker:
         waves = partial(read_wave, output_dir)
@@ -222,8 +224,9 @@ def convert_recording(job: tuple[Path, str, str, SoundFormat]) -> tuple[Recordin
     )
     if isinstance(decoded, RefusedItem):
         return decoded
-    wave_T, source_hz, clipped = decoded
-    recording = Recording(path, content, 0, len(wave_T), source_hz, clipped, pauses(wave_T, format.sampling_rate))
+    wave_T, source_hz, clipped, remark = decoded
+    silent = pauses(wave_T, format.sampling_rate)
+    recording = Recording(path, content, 0, len(wave_T), source_hz, clipped, silent, remark=remark)
     return recording, to_int16(wave_T)
 
 

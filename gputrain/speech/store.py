@@ -87,6 +87,7 @@ class Recording(_Samples):
     clipped_share: float  # share of the source's samples at full scale
     pauses: list[list[int]]  # [start, end) in samples, relative to first_sample
     crc32: int | None = None  # checksum of the samples; older stores have none
+    remark: str = ""  # What was unusual about its scale or channels, if anything.
 
 
 @dataclass(frozen=True)

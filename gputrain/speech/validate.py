@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from gputrain.audio.prepare import remarks_on
 from gputrain.audio.store import Wave
 from gputrain.engine.data import MANIFEST, Progress, no_progress, read_rows
 from gputrain.engine.preparation import (
@@ -206,10 +207,10 @@ def _in_tree(folder: Path, config: SpeechPrepareConfig, num_workers: int, progre
     odd = odd_letters(chosen.format.frontend, material.transcripts.utterances)
     rates = dict(Counter(recording.source_hz for recording in ready.values()))
     refused += chosen.refused
+    notes = [*material.notes, *remarks_on((path, recording.remark) for path, recording in ready.items())]
     return _Held(
-        chosen.format, chosen.clips, rates, refused, material.transcripts.source, material.ignored, odd, material.notes,
-        config,
-    )  # fmt: skip
+        chosen.format, chosen.clips, rates, refused, material.transcripts.source, material.ignored, odd, notes, config
+    )
 
 
 def _in_store(folder: Path, kind: SpeechKind) -> _Held:
@@ -218,9 +219,10 @@ def _in_store(folder: Path, kind: SpeechKind) -> _Held:
     used = {clip.fingerprint for clip in store.clips}
     sounds = read_rows(folder / SOUNDS, ())[1:]
     rows = {row.get("fingerprint"): row.get("source_hz", 0) for row in sounds}
+    notes = remarks_on((str(row.get("path")), str(row.get("remark", ""))) for row in sounds)
     rates = dict(Counter(rate_hz for content, rate_hz in rows.items() if content in used))
     starts = sorted(int(row.get("first_sample", 0)) for row in sounds) or [0]
-    return _Held(store.format, store.clips, rates, read_quarantine(folder), starts=starts)
+    return _Held(store.format, store.clips, rates, read_quarantine(folder), notes=notes, starts=starts)
 
 
 def _histogram(seconds: Sequence[float]) -> dict[str, int]:

@@ -82,15 +82,20 @@ def prepare_sound(
     if missing:
         compile_tracker(recipe.f0_method)
 
+    remarks: list[tuple[str, str]] = []
+
     def store(made: PreparedRecording | RefusedItem) -> None:
         if isinstance(made, RefusedItem):
             refused.append(made)
         else:
             writer.add(made.path, prints[made.path], made.wave_T, made.f0_F)
+            remarks.append((made.path, made.remark))
 
     run_jobs(
         prepare_recording, [(input_dir, path, recipe) for path in missing], num_workers, store, progress, len(kept)
     )
+    for note in audio_prepare.remarks_on(remarks):
+        log.warning("%s", note)
     refused = sorted_refusals(refused)
     write_quarantine(output_dir, refused)
     if not writer.sounds:
@@ -109,6 +114,7 @@ class PreparedRecording(NamedTuple):
     path: str
     wave_T: Wave
     f0_F: Pitch  # The pitch of each frame.
+    remark: str  # What was unusual about its scale or channels, if anything.
 
 
 def prepare_recording(job: tuple[Path, str, VocoderPrepareConfig]) -> PreparedRecording | RefusedItem:
@@ -120,10 +126,10 @@ def prepare_recording(job: tuple[Path, str, VocoderPrepareConfig]) -> PreparedRe
     )
     if isinstance(decoded, RefusedItem):
         return decoded
-    wave_T = decoded.wave_T
+    wave_T, remark = decoded.wave_T, decoded.remark
     del decoded
     samples = len(wave_T)
     wave_T = np.pad(wave_T, (0, -samples % hop_size))
     pitch_F = f0(wave_T, rate_hz, hop_size, recipe.f0_method, floor_hz=recipe.f0_min, ceiling_hz=recipe.f0_max)
     stored_T = np.concatenate([to_int16(block_T) for block_T in audio_prepare.blocks(wave_T[:samples])])
-    return PreparedRecording(path, stored_T, pitch_F)
+    return PreparedRecording(path, stored_T, pitch_F, remark)

@@ -5,7 +5,7 @@ Shapes: T samples, F frames.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -49,6 +49,7 @@ class RecordingStats:
     voiced_share: float
     low_hz: float  # 5th percentile of the pitch; 0 without voiced frames.
     high_hz: float  # 95th percentile.
+    remark: str = ""  # What was unusual about its scale or channels, if anything.
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,10 @@ def validate_sounds(
         clipped=clipped,
         ignored=ignored,
         refused=sorted_refusals(refused),
-        findings=list(_findings(total, len(refused), sampling_rate)),
+        findings=[
+            *_findings(total, len(refused), sampling_rate),
+            *audio_prepare.remarks_on((one.path, one.remark) for one in found),
+        ],
     )
 
 
@@ -136,11 +140,12 @@ def examine(job: tuple[Path, str]) -> RecordingStats | RefusedItem:
     decoded = audio_prepare.decode_recording(folder, path)
     if isinstance(decoded, RefusedItem):
         return decoded
-    wave_T, rate_hz, _ = decoded
+    wave_T, rate_hz, _, remark = decoded
     tracked = round(TRACKED_SECONDS * rate_hz)
     begin = max(0, (len(wave_T) - tracked) // 2)
     middle_T = wave_T[begin : begin + tracked]
-    return _finding(path, wave_T, rate_hz, f0(middle_T, rate_hz, _hop(rate_hz)), len(middle_T) / rate_hz)
+    found = _finding(path, wave_T, rate_hz, f0(middle_T, rate_hz, _hop(rate_hz)), len(middle_T) / rate_hz)
+    return replace(found, remark=remark)
 
 
 def examine_clip(store: VocoderStore) -> RecordingStats:

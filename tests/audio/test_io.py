@@ -144,6 +144,78 @@ def test_wav_in_16_bits(tmp_path: Path) -> None:
     assert np.array_equal(to_int16(read_T), to_int16(wave_T))
 
 
+SPEECH = np.sin(np.arange(16000) / 9) * np.linspace(0.5, 1, 16000)
+SPEECH = (0.6 / np.abs(SPEECH).max() * SPEECH).astype(np.float32)
+
+
+@each_row(
+    ("a.wav", 32768.0, "FLOAT", 0.6, "its samples reach 19661, which is read at the scale of 16 bits"),
+    ("a.caf", 32768.0, "DOUBLE", 0.6, "its samples reach 19661, which is read at the scale of 16 bits"),
+    ("a.au", 1000.0, "FLOAT", 600 / 32768, "its samples reach 600, which is read at the scale of 16 bits"),
+    ("a.aiff", 2.0**23, "FLOAT", 0.6, "its samples reach 5033165, which is read at the scale of 24 bits"),
+    ("a.w64", 1e9, "DOUBLE", 6e8 / 2**31, "its samples reach 600000000, which is read at the scale of 32 bits"),
+    ("a.wav", 1.6 / 0.6, "FLOAT", 1.0, "its samples reach 1.6 times full scale and are scaled down"),
+    ("a.wav", 60000 / 0.6, "FLOAT", 1.0, "its samples reach 60000, which is read at the scale of 16 bits"),
+    ("a.wav", 1.0, "FLOAT", 0.6, ""), ("a.wav", 1.0, "PCM_32", 0.6, ""), ("a.wav", 0.01, "PCM_24", 0.006, ""),
+)  # fmt: skip
+def test_floating_point_of_another_scale(
+    tmp_path: Path, name: str, factor: float, subtype: str, peak: float, remark: str
+) -> None:
+    """The peak becomes that of the recording before it was multiplied, in whole files and in blocks."""
+    soundfile.write(tmp_path / name, SPEECH.astype(np.float64) * factor, 16000, subtype=subtype)
+    remarks: list[str] = []
+    wave_T = read_sound(tmp_path / name, remarks).wave_T
+    np.testing.assert_allclose(wave_T, SPEECH / np.abs(SPEECH).max() * peak, atol=1e-4)
+    assert remarks == ([remark] if remark else [])
+    assert np.array_equal(np.concatenate(list(io.read_in_blocks(tmp_path / name, 16000))), wave_T)
+
+
+@each_row(
+    (100.0, "FLOAT", "reach 60, which is neither full scale"), (1e13, "DOUBLE", r"reach 6e\+12, which is neither"),
+    (2.0**-8, "PCM_32", "32 bits reach 5033165, which is the scale of 24 bits"),
+    (2.0**-16, "PCM_32", "32 bits reach 19661, which is the scale of 16 bits"),
+)  # fmt: skip
+def test_an_unknown_scale_is_named(tmp_path: Path, factor: float, subtype: str, message: str) -> None:
+    soundfile.write(tmp_path / "a.wav", SPEECH.astype(np.float64) * factor, 16000, subtype)
+    with pytest.raises(UserError, match=message):
+        read_sound(tmp_path / "a.wav")
+
+
+@each_row(
+    ([1, -1], 0), ([1, -0.97], 0), ([-0.5, 1], 1), ([1, -1, 1, -1], 0), ([0, 0.8, -1, 0], 2), ([1, 1], None),
+    ([1, 0], None), ([1, -0.2], None), ([0, 0, 1, 0, 0, 0], None),
+)  # fmt: skip
+def test_channels_that_cancel_each_other_are_not_mixed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, gains: list[float], taken: int | None
+) -> None:
+    channels_TC = SPEECH[:, None] * np.array(gains, np.float32)
+    for suffix in ("wav", "flac"):
+        soundfile.write(tmp_path / f"a.{suffix}", channels_TC, 16000)
+        caplog.clear()
+        wave_T = read_sound(tmp_path / f"a.{suffix}").wave_T
+        expected_T = channels_TC.mean(axis=1) if taken is None else channels_TC[:, taken]
+        np.testing.assert_allclose(wave_T, expected_T, atol=2 / 32768)
+        said = [] if taken is None else [f"{tmp_path}/a.{suffix}: its channels cancel each other when mixed, so that "]
+        assert [message.partition("channel ")[0] for message in caplog.messages] == said
+
+
+@each_row((-1.0, True), (1.0, False))
+def test_one_of_twenty_seconds_in_opposite_phase(tmp_path: Path, sign: float, cancels: bool) -> None:
+    left_T = np.tile(SPEECH, 20)
+    right_T = np.where(np.arange(len(left_T)) // 16000 == 5, sign * left_T, left_T)
+    soundfile.write(tmp_path / "a.wav", np.stack([left_T, right_T], axis=1), 16000)
+    read_sound(tmp_path / "a.wav", remarks := [])
+    assert bool(remarks) == cancels
+
+
+def test_a_second_reading_in_blocks_says_nothing_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    soundfile.write(tmp_path / "a.wav", np.stack([SPEECH, -SPEECH], axis=1), 16000)
+    known: list[io.Mixing] = []
+    for _ in range(2):
+        assert np.abs(np.concatenate(list(io.read_in_blocks(tmp_path / "a.wav", 8000, known)))).max() > 0.5
+    assert len(caplog.messages) == 1
+
+
 def test_what_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere.*cannot be written"):
         write_wav(tmp_path / "nowhere" / "out.wav", np.zeros(10), 44100)

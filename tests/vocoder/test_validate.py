@@ -9,6 +9,7 @@ import soundfile
 
 from gputrain.errors import UserError
 from gputrain.vocoder.prepare import VocoderPrepareConfig, prepare_sound
+from gputrain.vocoder.store import VocoderStore
 from gputrain.vocoder.validate import validate_sounds
 from tests.vocoder.test_prepare import tone
 
@@ -157,3 +158,23 @@ def test_other_processes_say_the_same_and_plain_values_are_left(recordings):
     assert plain["total"]["recordings"] == 5
     assert plain["folders"]["low"]["seconds"]["max"] == 2.0
     assert math.isclose(plain["clipped"]["high/again.wav"], validate_sounds(recordings).clipped["high/again.wav"])
+
+
+def test_another_scale_and_channels_of_opposite_phases_are_named(tmp_path, caplog):
+    """Both are stored at the level of the recording, with a sentence, and neither counts as clipped or silent."""
+    wave_T = tone(1.0, RATE, 220)
+    (tmp_path / "in").mkdir()
+    soundfile.write(tmp_path / "in/plain.wav", wave_T, RATE)
+    soundfile.write(tmp_path / "in/integers.wav", 32000 * wave_T[:-100], RATE, subtype="FLOAT")
+    soundfile.write(tmp_path / "in/opposite.wav", np.stack([wave_T, -wave_T], axis=1)[:-200], RATE)
+    said = validate_sounds(tmp_path / "in", sampling_rate=RATE)
+    assert (said.total.recordings, said.total.clipped, said.refused) == (3, 0, [])
+    sentence = "2 recordings are not stored as they were recorded: integers.wav: its samples reach"
+    assert said.findings[-1].startswith(sentence)
+    prepare_sound(tmp_path / "in", tmp_path / "store", VocoderPrepareConfig(RATE, 200, "parselmouth"))
+    assert any(message.startswith(sentence) for message in caplog.messages)
+    peaks = {clip.path: np.abs(wave_T).max() / 32768 for clip, wave_T, _ in VocoderStore.open(tmp_path / "store")}
+    peak = np.abs(wave_T).max()
+    assert peaks == pytest.approx({
+        "plain.wav": peak, "integers.wav": peak * 32000 / 32768, "opposite.wav": peak
+    }, rel=1e-3)  # fmt: skip
