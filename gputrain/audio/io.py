@@ -79,7 +79,7 @@ def trim(wave_T: Samples, top_db: float) -> Samples:
 
 
 class Mixing(NamedTuple):
-    """How the samples of a file become one channel between -1 and 1. `remark` says what is unusual about it."""
+    """The way from the samples of a file to one channel between -1 and 1. `remark` says what is unusual about it."""
 
     full_scale: float = 1.0
     channel: int | None = None  # The channel that is taken; None for the mean of all.
@@ -210,7 +210,7 @@ def _blocks_of(path: Path, source: Path, known: Mixing | None) -> tuple[int, Ite
                 yield wave_T if mixing.full_scale == 1 else wave_T / np.float32(mixing.full_scale)
                 first += len(wave_T)
         if not first:
-            raise UserError(f"{source}: holds no sound", hint="remove the file, or record it again")
+            raise UserError(f"{source}: holds no sound", hint="leave it out, or record it again")
 
     return rate_hz, blocks(), mixing
 

@@ -13,7 +13,7 @@ import zlib
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -281,7 +281,9 @@ class SoundWriter(Generic[Row]):
             path = self.folder / file.name
             with writing(path), path.open("ab") as to:
                 to.write(values.tobytes())
-        self._journal.append(asdict(row))  # type: ignore[call-overload]
+        usual = {field.name: field.default for field in fields(row)}  # type: ignore[arg-type]
+        written = asdict(row).items()  # type: ignore[call-overload]
+        self._journal.append({name: value for name, value in written if value != usual[name]})
         self._end += row.place.units
         self.sounds.append(row)
         return row
