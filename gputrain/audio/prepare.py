@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -29,6 +29,13 @@ OTHER_SUFFIXES = FFMPEG_SUFFIXES  # Without ffmpeg, such files are listed as unr
 SILENCE = 1e-3  # Peak below which a recording is silent: 60 dB below full scale.
 NEAR_FULL_SCALE = (FULL_SCALE - 1) / FULL_SCALE
 FRAME_SECONDS = 0.01  # Window of the measurement of loudness.
+BAND_HZ = 250.0  # Width of the bands in which the spectrum is looked at.
+SPECTRUM_SAMPLES = 2048  # Samples of a spectrum.
+SPECTRUM_SECONDS = 30.0  # Length of the middle part of a recording whose spectrum is looked at.
+EMPTY_DB = -112.0  # Power of an empty band, relative to full scale: 8 dB above that of rounding to 16 bits.
+EDGE_DB = 20.0  # Least step of the spectrum from the bands below an edge to all bands above it.
+NARROW = 0.8  # Share of the usual bandwidth, half the sampling rate, below which treble is missing.
+USUAL_RATES = (8000, 11025, 16000, 22050, 24000, 32000, 44100, 48000)  # Hz
 HEADROOM = 0.99  # Highest peak after loudness normalisation, relative to full scale.
 
 
@@ -123,6 +130,56 @@ def loud_frames(wave_T: Samples, rate_hz: int, below_db: float) -> LoudFrames:
     frames_FT = wave_T[: len(wave_T) // hop * hop].reshape(-1, hop)
     power_F = np.einsum("ft,ft->f", frames_FT, frames_FT)
     return LoudFrames(hop, len(power_F), np.flatnonzero(power_F > 10 ** (-below_db / 10) * power_F.max(initial=0.0)))
+
+
+def bandwidth_of(wave_T: Samples, rate_hz: int) -> float:
+    """Returns the frequency in Hz above which a recording holds nothing, or half its rate.
+
+    Resampling from a lower rate and lossy compression leave rounding errors above it, or, where noise was added later,
+    a spectrum that falls steeply and does not rise again.
+    """
+    length = round(SPECTRUM_SECONDS * rate_hz)
+    begin = max(0, (len(wave_T) - length) // 2)
+    middle_T = wave_T[begin : begin + length]
+    window_T = np.hanning(SPECTRUM_SAMPLES)
+    frames_FT = middle_T[: len(middle_T) // SPECTRUM_SAMPLES * SPECTRUM_SAMPLES].reshape(-1, SPECTRUM_SAMPLES)
+    if not len(frames_FT):
+        return rate_hz / 2
+    power = np.zeros(SPECTRUM_SAMPLES // 2 + 1)
+    for frame_T in frames_FT:
+        power += np.square(np.abs(np.fft.rfft(frame_T * window_T)))
+    power *= 2 / len(frames_FT) / SPECTRUM_SAMPLES / np.square(window_T).sum()
+    bands = (np.fft.rfftfreq(SPECTRUM_SAMPLES, BAND_HZ / rate_hz)).astype(int)
+    level_db = 10 * np.log10(np.bincount(bands, power)[: int(rate_hz / 2 / BAND_HZ)] + 1e-30)
+    filled = np.flatnonzero(level_db > EMPTY_DB)
+    if not len(filled) or filled[-1] < 4:
+        return rate_hz / 2
+    # The band beside an edge belongs to the slope of a filter.
+    above_db = np.maximum.accumulate(level_db[::-1])[::-1]
+    steps_db = [float(level_db[at - 4 : at - 1].mean() - above_db[at + 1]) for at in range(4, len(level_db) - 1)]
+    edges = [4 + int(np.argmax(steps_db))] if steps_db and max(steps_db) >= EDGE_DB else []
+    return float(min([*edges, filled[-1] + 1]) * BAND_HZ)
+
+
+def is_narrow(bandwidth_hz: float, source_hz: int, rate_hz: int) -> bool:
+    """Returns True if a recording lacks treble that its own rate and the rate of a training promise."""
+    return bandwidth_hz < NARROW * min(source_hz, rate_hz) / 2
+
+
+def lacking_treble(narrow: Mapping[str, float], recordings: int, rate_hz: int) -> str:
+    """Returns the beginning of a sentence about recordings whose bandwidths in Hz are given by path."""
+    low, high = min(narrow.values()) / 1000, max(narrow.values()) / 1000
+    above = f"{low:g} kHz" if low == high else f"{low:g} to {high:g} kHz"
+    example = f", such as {next(iter(narrow))}" if recordings > 1 else ""
+    return (
+        f"{len(narrow)} of {recordings} recordings hold nothing above {above}{example}, although their sampling rate "
+        f"promises it at {rate_hz} Hz: they were resampled from a lower rate, or compressed"
+    )
+
+
+def rate_for(bandwidth_hz: float) -> int:
+    """Returns the lowest usual rate in Hz that holds sound of a bandwidth."""
+    return next((rate for rate in USUAL_RATES if rate / 2 >= bandwidth_hz), USUAL_RATES[-1])
 
 
 def scan_recordings(folder: Path, *, may_be_empty: bool = False) -> SourceTree:

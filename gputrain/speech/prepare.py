@@ -15,7 +15,7 @@ import numpy as np
 from gputrain.audio import prepare as audio_prepare
 from gputrain.audio.config import Sound
 from gputrain.audio.io import Samples, length_of
-from gputrain.audio.prepare import SoundPrepareReport
+from gputrain.audio.prepare import SoundPrepareReport, bandwidth_of, is_narrow
 from gputrain.audio.store import Wave
 from gputrain.engine.data import Progress, no_progress, to_int16
 from gputrain.engine.preparation import (
@@ -225,8 +225,11 @@ def convert_recording(job: tuple[Path, str, str, SoundFormat]) -> tuple[Recordin
     if isinstance(decoded, RefusedItem):
         return decoded
     wave_T, source_hz, clipped, remark = decoded
-    silent = pauses(wave_T, format.sampling_rate)
-    recording = Recording(path, content, 0, len(wave_T), source_hz, clipped, silent, remark=remark)
+    silent, bandwidth_hz = pauses(wave_T, format.sampling_rate), bandwidth_of(wave_T, format.sampling_rate)
+    recording = Recording(
+        path, content, 0, len(wave_T), source_hz, clipped, silent, remark=remark,
+        bandwidth_hz=bandwidth_hz if is_narrow(bandwidth_hz, source_hz, format.sampling_rate) else None,
+    )  # fmt: skip
     return recording, to_int16(wave_T)
 
 

@@ -88,6 +88,7 @@ class Recording(_Samples):
     pauses: list[list[int]]  # [start, end) in samples, relative to first_sample
     crc32: int | None = None  # checksum of the samples; older stores have none
     remark: str = ""  # What was unusual about its scale or channels, if anything.
+    bandwidth_hz: float | None = None  # The recording holds nothing above it; None if it has the treble of its rate.
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gputrain.audio.prepare import remarks_on
+from gputrain.audio.prepare import lacking_treble, rate_for, remarks_on
 from gputrain.audio.store import Wave
 from gputrain.engine.data import MANIFEST, Progress, no_progress, read_rows
 from gputrain.engine.preparation import (
@@ -96,6 +96,7 @@ class _Held:
     ignored: dict[str, int] | None = None
     odd_letters: str = ""
     notes: Sequence[str] = ()
+    narrow: Mapping[str, float] = field(default_factory=dict)  # bandwidths in Hz of recordings that lack treble
     config: SpeechPrepareConfig | None = None  # settings by which the recordings of a folder were read
     starts: Sequence[int] = (0,)  # first samples of recordings, in order
 
@@ -209,8 +210,10 @@ def _in_tree(folder: Path, config: SpeechPrepareConfig, num_workers: int, progre
     refused += chosen.refused
     notes = [*material.notes, *remarks_on((path, recording.remark) for path, recording in ready.items())]
     return _Held(
-        chosen.format, chosen.clips, rates, refused, material.transcripts.source, material.ignored, odd, notes, config
-    )
+        chosen.format, chosen.clips, rates, refused, material.transcripts.source, material.ignored, odd, notes,
+        {path: one.bandwidth_hz for path, one in ready.items() if one.bandwidth_hz is not None},
+        config,
+    )  # fmt: skip
 
 
 def _in_store(folder: Path, kind: SpeechKind) -> _Held:
@@ -221,8 +224,9 @@ def _in_store(folder: Path, kind: SpeechKind) -> _Held:
     rows = {row.get("fingerprint"): row.get("source_hz", 0) for row in sounds}
     notes = remarks_on((str(row.get("path")), str(row.get("remark", ""))) for row in sounds)
     rates = dict(Counter(rate_hz for content, rate_hz in rows.items() if content in used))
+    narrow = {str(row.get("path")): float(row["bandwidth_hz"]) for row in sounds if "bandwidth_hz" in row}
     starts = sorted(int(row.get("first_sample", 0)) for row in sounds) or [0]
-    return _Held(store.format, store.clips, rates, read_quarantine(folder), notes=notes, starts=starts)
+    return _Held(store.format, store.clips, rates, read_quarantine(folder), notes=notes, narrow=narrow, starts=starts)
 
 
 def _histogram(seconds: Sequence[float]) -> dict[str, int]:
@@ -258,6 +262,11 @@ def _findings(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[st
             f"{low} recordings have less than {rate_hz} Hz: after resampling they lack high frequencies, and so will "
             f"the voice; prepare at {min(held.source_rates)} Hz, or record again"
         )
+    if held.narrow:
+        yield (
+            f"{lacking_treble(held.narrow, sum(held.source_rates.values()), rate_hz)}; the voice will lack treble: "
+            f"leave them out, or prepare at {rate_for(min(held.narrow.values()))} Hz"
+        )
     if hours < FEW_HOURS:
         yield f"{60 * hours:.0f} minutes of speech suffice to fine-tune a voice, but not to train one from scratch"
     rare = [symbol for symbol, count in symbols.items() if 0 < count < RARE and symbol.isalpha()]
@@ -275,6 +284,9 @@ def _for_recogniser(held: _Held, hours: float, low: int) -> Iterator[str]:
             f"{low} recordings have less than {held.format.sampling_rate} Hz and so lack high frequencies; this suits "
             "a recogniser of telephone speech only"
         )
+    if held.narrow:
+        all_recordings = sum(held.source_rates.values())
+        yield (f"{lacking_treble(held.narrow, all_recordings, held.format.sampling_rate)}; this suits such sound only")
     if hours < FEW_HOURS:
         yield (
             f"{60 * hours:.0f} minutes of speech suffice to adapt a recogniser to a few words and one voice; "

@@ -49,6 +49,7 @@ class RecordingStats:
     voiced_share: float
     low_hz: float  # 5th percentile of the pitch; 0 without voiced frames.
     high_hz: float  # 95th percentile.
+    bandwidth_hz: float  # The recording holds nothing above it.
     remark: str = ""  # What was unusual about its scale or channels, if anything.
 
 
@@ -78,6 +79,7 @@ class SoundReport(DataReport):
     total: FolderStats | None
     folders: dict[str, FolderStats]
     clipped: dict[str, float]  # Clipped files, with their share of samples at full scale.
+    narrow: dict[str, float]  # Files that lack the treble which their rate promises, with their bandwidth in Hz.
     findings: list[str]
 
 
@@ -96,6 +98,11 @@ def validate_sounds(
     for finding in found:
         by_folder.setdefault(str(PurePosixPath(finding.path).parent), []).append(finding)
     clipped = {finding.path: finding.clipped_share for finding in found if finding.clipped_share > CLIPPED_SHARE}
+    narrow = {
+        one.path: one.bandwidth_hz
+        for one in found
+        if audio_prepare.is_narrow(one.bandwidth_hz, one.rate_hz, sampling_rate)
+    }
     total = _summary(found) if found else None
     return SoundReport(
         input_dir=str(input_dir),
@@ -103,10 +110,11 @@ def validate_sounds(
         total=total,
         folders={folder: _summary(members) for folder, members in sorted(by_folder.items())},
         clipped=clipped,
+        narrow=narrow,
         ignored=ignored,
         refused=sorted_refusals(refused),
         findings=[
-            *_findings(total, len(refused), sampling_rate),
+            *_findings(total, len(refused), sampling_rate, narrow),
             *audio_prepare.remarks_on((one.path, one.remark) for one in found),
         ],
     )
@@ -173,6 +181,7 @@ def _finding(path: str, wave_T: Samples, rate_hz: int, f0_F: Pitch, tracked_seco
         voiced_share=float(voiced(f0_F).mean()) if len(f0_F) else 0.0,
         low_hz=float(low_hz),
         high_hz=float(high_hz),
+        bandwidth_hz=audio_prepare.bandwidth_of(wave_T, rate_hz),
     )
 
 
@@ -211,7 +220,7 @@ def _mean(weighted: Iterable[tuple[float, float]]) -> float:
     return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
 
 
-def _findings(total: FolderStats | None, refused: int, sampling_rate: int) -> Iterator[str]:
+def _findings(total: FolderStats | None, refused: int, sampling_rate: int, narrow: dict[str, float]) -> Iterator[str]:
     if refused:
         yield f"{refused} files would be left out: repair them, or accept that"
     if total is None:
@@ -222,6 +231,12 @@ def _findings(total: FolderStats | None, refused: int, sampling_rate: int) -> It
         yield (
             f"{low} of {total.recordings} recordings have less than {sampling_rate} Hz: resampled, they lack treble, "
             f"and the vocoder learns to produce none; leave them out, or train at {min(total.rates)} Hz"
+        )
+    if narrow:
+        lacking = audio_prepare.lacking_treble(narrow, total.recordings, sampling_rate)
+        yield (
+            f"{lacking}; the vocoder learns no treble from them: leave them out, or train at "
+            f"{audio_prepare.rate_for(min(narrow.values()))} Hz"
         )
     if total.hours < FEW_HOURS:
         yield f"{60 * total.hours:.0f} minutes of sound are few: enough for fine-tuning, not for training from scratch"

@@ -139,8 +139,12 @@ def test_an_interrupted_preparation_is_continued(kind: str) -> None:
             assert after[name][0].startswith(content)
     assert refused_in(folder) == refused_in(whole)
     if kind == "tts":
-        for name in (MANIFEST, "text.json", "sounds.jsonl"):
+        for name in (MANIFEST, "text.json"):
             assert after[name][0] == expected[name][0]
+        new, old = (read_rows(at / "sounds.jsonl", ()) for at in (folder, whole))
+        for row in new:
+            row.pop("bandwidth_hz", None)  # Earlier versions did not look for it.
+        assert new == old
     if kind in ("vae", "tts"):  # The others depend on the versions of the resampler and of the pitch tracker.
         assert OPEN[kind]([folder]) == EXPECTED[kind]["one"]
     else:

@@ -2,10 +2,12 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
 import soundfile
+import soxr
 
 from gputrain.errors import UserError
 from gputrain.vocoder.prepare import VocoderPrepareConfig, prepare_sound
@@ -178,3 +180,22 @@ def test_another_scale_and_channels_of_opposite_phases_are_named(tmp_path, caplo
     assert peaks == pytest.approx({
         "plain.wav": peak, "integers.wav": peak * 32000 / 32768, "opposite.wav": peak
     }, rel=1e-3)  # fmt: skip
+
+
+def test_recordings_that_lack_the_treble_of_their_rate_are_named(tmp_path):
+    """Noise has all frequencies: resampled to 44.1 kHz it has those of its former rate, and a store tells the same."""
+    noise = np.random.default_rng(0).normal(size=44100) / 10
+    (tmp_path / "in").mkdir()
+    for rate in (16000, 22050, 28000, 44100, 48000):
+        soundfile.write(tmp_path / f"in/{rate}.wav", soxr.resample(noise[: 2 * rate], rate, 44100), 44100)
+    rising = soxr.resample(noise, 16000, 44100) + 1e-4 * np.random.default_rng(1).normal(size=121551)
+    soundfile.write(tmp_path / "in/hiss.flac", rising, 44100, subtype="PCM_24")
+    report = validate_sounds(tmp_path / "in")
+    limits = {"16000.wav": 8000, "22050.wav": 11025, "28000.wav": 14000, "hiss.flac": 8000}
+    assert report.narrow == pytest.approx(limits, rel=0.06)
+    said = " ".join(report.findings)
+    assert re.search(r"4 of 6 recordings hold nothing above 7.\d* to 13.\d* kHz, such as 16000.wav, although", said)
+    assert "or train at 16000 Hz" in said
+    prepare_sound(tmp_path / "in", tmp_path / "store", VocoderPrepareConfig(44100, 512, "parselmouth"))
+    assert validate_sounds(tmp_path / "store").narrow == pytest.approx(limits, rel=0.06)
+    assert "16000.wav" not in validate_sounds(tmp_path / "in", sampling_rate=16000).narrow
