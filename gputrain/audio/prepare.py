@@ -87,8 +87,9 @@ def decode_recording(
 
     Returns the reason for leaving it out if it cannot be read or is silent.
     """
+    remarks: list[str] = []
     try:
-        wave_T, source_hz = read_sound(folder / path, remarks := [])
+        wave_T, source_hz = read_sound(folder / path, remarks)
     except UserError as error:
         return RefusedItem(path, "unreadable", error.message.removeprefix(f"{folder / path}: "))
     clipped = clipped_share(wave_T)

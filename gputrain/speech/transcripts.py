@@ -297,8 +297,9 @@ def _names_sounds(path: Path, sounds: SoundFinder) -> bool:
     """Returns True if one of the first lines names a recording in the expected place."""
     text = _head_of(path)
     if path.suffix.lower() in JSON_LINES or holds_json(text):
-        rows = [row for _, row in json_rows(text) if row] or [row for _, row in json_rows(_head_of(path, None)) if row]
-        return any(sounds.find(_first_of(row, AUDIO_KEYS)) for row in rows[:LOOKED_AT])
+        objects = [row for _, row in json_rows(text) if row]
+        objects = objects or [row for _, row in json_rows(_head_of(path, None)) if row]
+        return any(sounds.find(_first_of(row, AUDIO_KEYS)) for row in objects[:LOOKED_AT])
     lines = [line for line in text.split("\n") if line.strip()][:LOOKED_AT]
     tables = [[first_cells(line, separator) for line in lines if separator in line] for separator in SEPARATORS]
     for separator, rows in zip(SEPARATORS, tables, strict=True):
@@ -391,9 +392,9 @@ def _read_json(reading: _Reading, file: Path, rows: Sequence[tuple[str, dict[str
         elif not _first_of(row, AUDIO_KEYS):
             reading.refuse(where, "malformed", f"names no recording: none of {', '.join(AUDIO_KEYS)}")
         else:
-            times = [next((row[key] for key in keys if key in row), None) for keys in _TIME_KEYS]
-            texts = [_first_of(row, keys) for keys in (AUDIO_KEYS, TEXT_KEYS, SPEAKER_KEYS)]
-            reading.add(where, *texts, times=(times[0], times[1], times[2]))
+            start, end, duration = (next((row[key] for key in keys if key in row), None) for keys in _TIME_KEYS)
+            name, words, person = (_first_of(row, keys) for keys in (AUDIO_KEYS, TEXT_KEYS, SPEAKER_KEYS))
+            reading.add(where, name, words, person, (start, end, duration))
     return "JSON lines" if rows[0][0].startswith("line") else "JSON"
 
 
