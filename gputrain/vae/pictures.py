@@ -1,18 +1,19 @@
 """Finds the pictures of a folder tree, and decodes pictures of all supported formats."""
 
+import re
 import struct
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import numpy as np
-from PIL import Image, ImageCms, UnidentifiedImageError
+from PIL import Image, ImageCms, UnidentifiedImageError, features
 
 from gputrain.engine.preparation import (
     RefusedItem,
@@ -24,14 +25,30 @@ from gputrain.engine.preparation import (
 )
 from gputrain.errors import UserError
 from gputrain.vae.config import PictureLimits
+from gputrain.vae.tiff import TiffLayout, UnsupportedTiff, check_layout, decode_tiff, read_layout, shares_of_white
 
 T = TypeVar("T")
-PictureFault = Literal["broken", "tiny", "huge", "duplicate", "unreadable"]
+PictureFault = Literal["broken", "unsupported", "tiny", "huge", "duplicate", "unreadable"]
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 Crop = Callable[[int, int], Box]  # Takes width and height.
 
-SUFFIXES = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".tif", ".tiff", ".bmp", ".dib", ".gif"}
+SUFFIXES = {
+    ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".tif", ".tiff", ".bmp", ".dib", ".gif", ".avif", ".heic",
+    ".heif", ".hif",
+}  # fmt: skip
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "DIB", "GIF")
+# Pictures that Pillow does not read, or not each build of it, by the bytes from an offset on.
+OTHER_FORMATS = {
+    (4, rb"ftyp(avif|avis)"): "AVIF",
+    (4, rb"ftyp(hei|hev|mif1|msf1)"): "HEIC",
+    (0, rb"\xff\x0a|\0\0\0\x0cJXL "): "JPEG XL",
+    (0, rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51"): "JPEG 2000",
+    (0, rb"8BPS"): "Photoshop",
+    (0, rb"\x76\x2f\x31\x01"): "OpenEXR",
+    (0, rb"P[1-6]\s"): "PPM",
+    (0, rb"%PDF"): "PDF",
+    (0, rb"\s*(<\?xml|<svg)"): "SVG",
+}
 # Training reads prepared pictures of any size, but no decompression bomb.
 ANY_SIZE = PictureLimits(min_size=1)
 JOURNAL = "journal.jsonl"  # It exists from the start of a preparation on.
@@ -117,19 +134,14 @@ class Header:
 
 def has_transparency(path: Path) -> bool:
     """Returns True if a picture has a channel or a colour of transparency. Raises UnusablePicture."""
-    with _opened(path, ANY_SIZE) as image:
-        return image.has_transparency_data
+    with _opened(path, ANY_SIZE) as opened:
+        return opened.transparent
 
 
 def read_header(path: Path, limits: PictureLimits = ANY_SIZE) -> Header:
-    """Reads format and size without decoding. Raises UnusablePicture: broken, unreadable, tiny or huge."""
-    with _opened(path, limits) as image:
-        width, height = image.size
-        # For PNG, Pillow would decode the whole file to search for a tag after the pixels.
-        known = image.format != "PNG" or "exif" in image.info
-        if known and image.format != "TIFF" and _orientation(image) >= 5:
-            width, height = height, width
-        return Header(image.format or "", image.mode, width, height)
+    """Reads format and size without decoding. Raises UnusablePicture: broken, unsupported, unreadable, tiny or huge."""
+    with _opened(path, limits) as opened:
+        return opened.header()
 
 
 def read_picture(
@@ -142,8 +154,9 @@ def read_picture(
     the first frame of an animation is read. With 1 and 3 channels, transparency is composited over white, the
     background for which most cut-outs are drawn, as hidden colours are meaningless; with 4 it is kept, and colours are
     not multiplied by it. 16 bits are scaled to 8; for 32-bit integers and floats, white is the smallest of 1, 255,
-    65535 and the maximum that is not exceeded by any value. Colours are converted from an embedded ICC profile to sRGB;
-    a broken profile is ignored. Raises UnusablePicture: broken, unreadable, tiny or huge.
+    65535 and the maximum that is not exceeded by any value (see `shares_of_white`). Colours are converted from an
+    embedded ICC profile to sRGB; a broken profile is ignored. Raises UnusablePicture: broken, unsupported, unreadable,
+    tiny or huge.
     """
     return decode(path, limits, crop=crop, channels=channels).part()
 
@@ -167,36 +180,47 @@ class Decoded:
 def decode(path: Path, limits: PictureLimits = ANY_SIZE, *, crop: Crop | None = None, channels: int = 3) -> Decoded:
     """Decodes a picture, or the part that `crop` chooses, as `read_picture` does, with the same errors."""
     with _opened(path, limits) as opened:
-        opened.load()
-        image: Image.Image = opened
-        upright = UPRIGHT.get(_orientation(image))
-        if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-            image = _in_8_bits(image)
+        image, upright = opened.decoded()
         if crop is not None:
             image = image.crop(crop(*image.size))
         return Decoded(CONVERTED[channels](image), upright)
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A picture of which only the header has been read. `decoded` returns it as it is stored, in one of Pillow's modes
+    of 8 bits, with the transposition that makes it upright."""
+
+    header: Callable[[], Header]
+    transparent: bool
+    decoded: Callable[[], tuple[Image.Image, Image.Transpose | None]]
+
+
 @contextmanager
-def _opened(path: Path, limits: PictureLimits) -> Iterator[Image.Image]:
+def _opened(path: Path, limits: PictureLimits) -> Iterator[Opened]:
     # The limit of pixels replaces Pillow's own limit, which is fixed and also warns; it is checked before decoding.
     Image.MAX_IMAGE_PIXELS = None
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), ExitStack() as open_files:
             warnings.simplefilter("ignore")  # Pillow warns about invalid tags.
-            with Image.open(path, formats=FORMATS) as image:
-                width, height = image.size
-                if width * height > limits.max_pixels:
-                    raise UnusablePicture(
-                        path, "huge", f"{width} x {height} pixels, the limit is {limits.max_megapixels:g} million"
-                    )
-                if min(width, height) < limits.min_size:
-                    raise UnusablePicture(
-                        path, "tiny", f"{width} x {height} pixels, the smaller side must have {limits.min_size}"
-                    )
-                yield image
+            tiff, image = read_layout(path), None
+            if tiff is None or tiff.pillow_reads:
+                try:
+                    image = open_files.enter_context(Image.open(path, formats=_readable_formats()))
+                except UnidentifiedImageError:
+                    if tiff is None:
+                        raise
+            if image is not None:
+                _check_size(path, limits, *image.size)
+                yield _opened_by_pillow(image, tiff)
+            elif tiff is not None:
+                check_layout(tiff)
+                _check_size(path, limits, tiff.width, tiff.height)
+                yield _opened_tiff(path, tiff)
     except UnidentifiedImageError:
-        raise UnusablePicture(path, "broken", "not a picture, although its name says so") from None
+        raise _unidentified(path) from None
+    except UnsupportedTiff as error:
+        raise UnusablePicture(path, "unsupported", str(error)) from None
     except MemoryError:
         raise UnusablePicture(path, "huge", "does not fit in memory") from None
     except OSError as error:
@@ -205,6 +229,68 @@ def _opened(path: Path, limits: PictureLimits) -> Iterator[Image.Image]:
         raise UnusablePicture(path, "broken", str(error)) from None
     except DAMAGE as error:
         raise UnusablePicture(path, "broken", f"{type(error).__name__}: {error}") from None
+
+
+def _check_size(path: Path, limits: PictureLimits, width: int, height: int) -> None:
+    if width * height > limits.max_pixels:
+        raise UnusablePicture(
+            path, "huge", f"{width} x {height} pixels, the limit is {limits.max_megapixels:g} million"
+        )
+    if min(width, height) < limits.min_size:
+        raise UnusablePicture(path, "tiny", f"{width} x {height} pixels, the smaller side must have {limits.min_size}")
+
+
+def _opened_by_pillow(image: Image.Image, tiff: TiffLayout | None) -> Opened:
+    def header() -> Header:
+        width, height = image.size
+        # For PNG, Pillow would decode the whole file to search for a tag after the pixels.
+        known = image.format != "PNG" or "exif" in image.info
+        if known and image.format != "TIFF" and _orientation(image) >= 5:
+            width, height = height, width
+        return Header(image.format or "", image.mode, width, height)
+
+    def decoded() -> tuple[Image.Image, Image.Transpose | None]:
+        bits = _bits_of_gray_png(image)
+        image.load()
+        level = image.info.get("transparency")
+        if bits and isinstance(level, int) and level < 2**bits:  # Pillow scales the levels to 8 bits, but not this one.
+            image.info["transparency"] = level * 255 // (2**bits - 1)
+        upright = UPRIGHT.get(_orientation(image))
+        if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+            return _in_8_bits(image, tiff.bits if tiff else 16), upright
+        return image, upright
+
+    return Opened(header, image.has_transparency_data, decoded)
+
+
+def _bits_of_gray_png(image: Image.Image) -> int:
+    """Returns 2 or 4 for a gray PNG of so many bits that has not been decoded; otherwise 0."""
+    tiles = getattr(image, "tile", None)
+    return {"L;2": 2, "L;4": 4}.get(str(tiles[0][3]), 0) if tiles and image.format == "PNG" else 0
+
+
+def _opened_tiff(path: Path, tiff: TiffLayout) -> Opened:
+    def header() -> Header:
+        sides = (tiff.height, tiff.width) if tiff.orientation >= 5 else (tiff.width, tiff.height)
+        return Header("TIFF", tiff.mode, *sides)
+
+    return Opened(header, tiff.alpha is not None, lambda: (decode_tiff(path, tiff), UPRIGHT.get(tiff.orientation)))
+
+
+@cache
+def _readable_formats() -> tuple[str, ...]:
+    return (*FORMATS, "AVIF") if features.check("avif") else FORMATS
+
+
+def _unidentified(path: Path) -> UnusablePicture:
+    with path.open("rb") as file:
+        start = file.read(64)
+    for (offset, pattern), name in OTHER_FORMATS.items():
+        if re.match(pattern, start[offset:]):
+            return UnusablePicture(
+                path, "unsupported", f"a file of format {name}, which is not read: convert it to JPEG or PNG"
+            )
+    return UnusablePicture(path, "broken", "not a picture, although its name says so")
 
 
 def _orientation(image: Image.Image) -> int:
@@ -216,16 +302,18 @@ def _orientation(image: Image.Image) -> int:
     return value if isinstance(value, int) else 1
 
 
-def _in_8_bits(image: Image.Image) -> Image.Image:
+def _in_8_bits(image: Image.Image, bits: int) -> Image.Image:
+    """Returns a gray picture of up to 16 `bits`, or of 32 bits, with 8."""
     values = np.asarray(image)
-    white = 65535.0
-    if not image.mode.startswith("I;16"):
-        values = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
-        largest = float(values.max())
-        white = next((limit for limit in (1.0, 255.0, 65535.0) if largest <= limit), largest)
-    levels = np.multiply(values, 255.0 / white, dtype=np.float32).round().clip(0, 255)
-    grey = Image.fromarray(levels.astype(np.uint8))
-    grey.info = {key: value for key, value in image.info.items() if key == "icc_profile"}
+    if image.mode.startswith("I;16"):
+        key = image.info.get("transparency")
+        shares = np.multiply(values, 1 / (2**bits - 1), dtype=np.float32)
+    else:
+        key, shares = None, shares_of_white(values)
+    grey = Image.fromarray((255 * shares).round().clip(0, 255).astype(np.uint8))
+    if isinstance(key, int):  # Pixels of this level are transparent.
+        grey.putalpha(Image.fromarray(np.where(values == key, 0, 255).astype(np.uint8)))
+    grey.info = {name: value for name, value in image.info.items() if name == "icc_profile"}
     return grey
 
 

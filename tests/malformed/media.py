@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import soundfile
+import tifffile
 from PIL import Image
 
 from tests.command import gputrain_here
@@ -56,6 +57,12 @@ def floats(*values: float) -> bytes:
     return wav(wave.astype("<f4").tobytes(), kind=3, bits=32)
 
 
+def tiff_bytes(samples: np.ndarray) -> bytes:
+    written = io.BytesIO()
+    tifffile.imwrite(written, samples, photometric="minisblack")
+    return written.getvalue()
+
+
 PICTURES: dict[str, tuple[str, bytes]] = {
     "empty": ("bad.png", b""),
     "truncated PNG": ("bad.png", picture_bytes()[:-400]),
@@ -73,6 +80,8 @@ PICTURES: dict[str, tuple[str, bytes]] = {
     "program as a picture": ("bad.png", b"\x7fELF" + bytes(range(256)) * 8),
     "zeros": ("bad.png", bytes(4096)),
     "smaller than the limit": ("bad.png", picture_bytes(size=(64, 8))),
+    "HEIC by the name of JPEG": ("bad.jpg", b"\0\0\0\x18ftypheic" + bytes(400)),
+    "TIFF of samples below zero": ("bad.tif", tiff_bytes(np.arange(-2048, 2048, dtype=np.int16).reshape(64, 64))),
 }
 SOUNDS: dict[str, tuple[str, bytes]] = {
     "empty": ("bad.wav", b""),

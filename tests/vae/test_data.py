@@ -12,14 +12,21 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageCms
+from PIL import Image, ImageCms, features
 from PIL.ImageFile import ImageFile
 
 from gputrain.engine.data import DataWarning, Sample, Stream, is_held_out, loader, write_rows
 from gputrain.errors import UserError
 from gputrain.vae.config import PictureLimits
 from gputrain.vae.data import CropDataset, Picture, centre_crop, open_pictures, to_u8, to_unit
-from gputrain.vae.pictures import JOURNAL, UnusablePicture, read_header, read_picture, scan_pictures
+from gputrain.vae.pictures import (
+    JOURNAL,
+    UnusablePicture,
+    has_transparency,
+    read_header,
+    read_picture,
+    scan_pictures,
+)
 from tests.png import png
 from tests.tables import check_rows, each_row
 
@@ -254,6 +261,44 @@ def test_broken_profile_or_one_for_another_mode_is_ignored(tmp_path, broken, mod
     image = noise(40, 40).convert(mode)
     path = saved(tmp_path / "picture.tif", image, icc_profile=broken or (profile() if mode != "RGB" else b"x"))
     assert (levels(path) == np.asarray(image.convert("RGB"))).all()
+
+
+@each_row(1, 2, 4, 8, 16)
+def test_transparent_level_of_gray_pngs(tmp_path, bits):
+    values = np.arange(64 * 64).reshape(64, 64) % 2**bits
+    shifts = np.arange(8 - bits, -1, -bits)
+    packed = values.astype(">u2") if bits == 16 else (values.reshape(64, -1, 8 // bits) << shifts).sum(-1).astype("u1")
+    rows = b"".join(b"\0" + row.tobytes() for row in packed)
+    content = png(64, 64, color=0, bits=bits, rows=rows, transparent=struct.pack(">H", 1))
+    (tmp_path / "a.png").write_bytes(content)
+    opaque = np.round(values * 255 / (2**bits - 1))
+    assert (levels(tmp_path / "a.png")[..., 0] == np.where(values == 1, 255, opaque)).all()
+    assert has_transparency(tmp_path / "a.png")
+    assert (np.asarray(read_picture(tmp_path / "a.png", channels=4))[..., 3] == np.where(values == 1, 0, 255)).all()
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="this Pillow reads no AVIF")
+def test_avif(tmp_path):
+    image = Image.new("RGB", (64, 40), RED)
+    image.paste(GREEN, (0, 0, 32, 40))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    path = saved(tmp_path / "a.avif", image, quality=95, exif=exif)
+    assert [source.path for source in scan_pictures(tmp_path).sources] == ["a.avif"]
+    header = read_header(path)
+    assert (header.format, header.width, header.height) == ("AVIF", 40, 64)
+    assert np.abs(levels(path)[:28] - GREEN).max() <= 6
+    assert np.abs(levels(path)[36:] - RED).max() <= 6
+
+
+@each_row(
+    (b"\0\0\0\x18ftypheic", "HEIC"), (b"\0\0\0\x18ftypmif1", "HEIC"), (b"\xff\x0a\xfa", "JPEG XL"),
+    (b"\0\0\0\x0cjP  \r\n", "JPEG 2000"), (b"8BPS\0\1", "Photoshop"), (b"%PDF-1.7", "PDF"), (b"<svg xmlns=", "SVG"),
+)  # fmt: skip
+def test_pictures_of_other_formats_are_named(tmp_path, start, name):
+    (tmp_path / "photo.jpg").write_bytes(start + bytes(100))
+    with pytest.raises(UnusablePicture, match=f"unsupported: a file of format {name}, .* convert it to JPEG or PNG"):
+        read_picture(tmp_path / "photo.jpg")
 
 
 # ------------------------------------------------------------------------------------------------ damage

@@ -1,0 +1,164 @@
+"""TIFF pictures of every sample format, written by tifffile: decoded rightly, or refused by the name of the format."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+from PIL import Image
+
+from gputrain.vae.pictures import UnusablePicture, read_header, read_picture
+from gputrain.vae.tiff import shares_of_white
+from tests.tables import check_rows, each_row
+
+RGB = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+RGB[0, :3] = [[0, 0, 0], [255, 255, 255], [255, 0, 0]]
+GRAY = np.ascontiguousarray(RGB[..., 1])
+OPACITY = np.tile(np.linspace(0, 255, 64).round().astype(np.uint8), (48, 1))
+# The same levels as other samples.
+SAMPLES = {
+    "u1": 1, "u2": 257, "u4": 16843009, "f2": 1 / 255, "f4": 1 / 255, "f8": 1 / 255, "i1": 0.5, "i2": 128,
+}  # fmt: skip
+
+
+def levels(path: Path, channels: int = 3) -> np.ndarray:
+    return np.asarray(read_picture(path, channels=channels)).astype(int)
+
+
+def sampled(picture: np.ndarray, dtype: str) -> np.ndarray:
+    return (picture * np.float64(SAMPLES[dtype])).astype(dtype)
+
+
+def planes(picture: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(np.moveaxis(picture, -1, 0))
+
+
+def written(path: Path, picture: np.ndarray, **how: Any) -> Path:
+    tifffile.imwrite(path, picture, **how)
+    return path
+
+
+STORED = [
+    {"byteorder": order, "compression": compression, "tile": tile, "predictor": predictor}
+    for order, (compression, predictor), tile in itertools.product(
+        "<>", ((None, None), ("zlib", None), ("zlib", True)), (None, (16, 16))
+    )
+]
+
+
+@each_row(*[(dtype, how) for dtype in SAMPLES for how in STORED if not (dtype[0] == "f" and how["predictor"])])
+def test_every_sample_format_in_every_order(tmp_path: Path, dtype: str, how: dict[str, Any]) -> None:
+    rgb, gray = sampled(RGB, dtype), sampled(GRAY, dtype)
+    tolerance = 2 if dtype == "i1" else 1
+
+    def check(picture: np.ndarray, expected: np.ndarray, layout: dict[str, str]) -> None:
+        path = written(tmp_path / "a.tif", picture, **layout, **how)
+        assert np.abs(levels(path) - expected).max() <= tolerance
+        header = read_header(path)
+        assert (header.format, header.width, header.height) == ("TIFF", 64, 48)
+
+    three = [GRAY.astype(int)[..., None], 255 - GRAY.astype(int)[..., None]]
+    check_rows(
+        [
+            (rgb, RGB, {"photometric": "rgb", "planarconfig": "contig"}),
+            (planes(rgb), RGB, {"photometric": "rgb", "planarconfig": "separate"}),
+            (gray, three[0], {"photometric": "minisblack"}),
+            (gray, three[1], {"photometric": "miniswhite"}),
+        ],
+        check,
+    )
+
+
+@each_row(*itertools.product(("u1", "u2", "f4"), ("unassalpha", "assocalpha"), (False, True), (3, 4)))
+def test_transparency(tmp_path: Path, dtype: str, kind: str, separate: bool, channels: int) -> None:
+    opacity = OPACITY[..., None] / 255
+    colours = RGB * (opacity if kind == "assocalpha" else 1)
+    for count in (3, 1):
+        picture = sampled(np.dstack([colours[..., :count], OPACITY]).round(), dtype)
+        photometric = "rgb" if count == 3 else "minisblack"
+        how = {"photometric": photometric, "planarconfig": "separate" if separate else "contig", "extrasamples": [kind]}
+        path = written(tmp_path / "a.tif", planes(picture) if separate else picture, **how)
+        made = levels(path, channels)
+        if channels == 4:
+            assert np.abs(made[..., 3] - OPACITY).max() <= 1
+            made = np.round(made[..., :3] * (made[..., 3:] / 255) + 255 * (1 - made[..., 3:] / 255))
+        expected = np.broadcast_to(RGB[..., :count], RGB.shape) * opacity + 255 * (1 - opacity)
+        assert np.abs(made - expected).max() <= 3
+
+
+@each_row(*itertools.product(("u1", "u2"), (False, True), "<>", (None, (16, 16))))
+def test_ink_colours(tmp_path: Path, dtype: str, separate: bool, order: str, tile: tuple[int, int] | None) -> None:
+    ink = Image.fromarray(RGB).convert("CMYK")
+    picture = sampled(np.asarray(ink), dtype)
+    how = {"photometric": "separated", "planarconfig": "separate" if separate else "contig"}
+    path = written(tmp_path / "a.tif", planes(picture) if separate else picture, byteorder=order, tile=tile, **how)
+    assert np.abs(levels(path) - np.asarray(ink.convert("RGB"))).max() <= 1
+
+
+@each_row(*range(1, 9))
+def test_orientation_and_profile_of_separate_planes(tmp_path: Path, orientation: int) -> None:
+    turned = {
+        1: RGB, 2: RGB[:, ::-1], 3: RGB[::-1, ::-1], 4: RGB[::-1], 5: RGB.transpose(1, 0, 2), 6: np.rot90(RGB, -1),
+        7: np.rot90(RGB.transpose(1, 0, 2), 2), 8: np.rot90(RGB),
+    }[orientation]  # fmt: skip
+    tags = [(274, 3, 1, orientation, True), (34675, 7, None, b"no profile", True)]
+    how: dict[str, Any] = {"photometric": "rgb", "planarconfig": "separate", "extratags": tags}
+    path = written(tmp_path / "a.tif", planes(sampled(RGB, "u2")), **how)
+    assert (levels(path) == turned).all()
+    header = read_header(path)
+    assert (header.height, header.width) == turned.shape[:2]
+
+
+def test_12_bits_have_a_white_of_their_own(tmp_path: Path) -> None:
+    """Pairs of 12-bit samples in three bytes; the tags of a TIFF with 8-bit samples are changed."""
+    values = np.linspace(0, 4095, 32 * 32).round().astype(np.uint16)
+    first, second = values[::2], values[1::2]
+    packed = np.stack([first >> 4, (first & 15) << 4 | second >> 8, second & 255], axis=-1).astype(np.uint8)
+    path = written(tmp_path / "a.tif", packed.reshape(32, 48), photometric="minisblack")
+    with tifffile.TiffFile(path, mode="r+") as tiff:
+        tags = tiff.pages[0].tags
+        tags["BitsPerSample"].overwrite(12)
+        tags["ImageWidth"].overwrite(32)
+    assert np.abs(levels(path)[..., 0] - (values / 4095 * 255).reshape(32, 32)).max() <= 1
+
+
+COMPLEX = GRAY.astype(np.complex64)
+REFUSED = {
+    "complex": (COMPLEX, {"photometric": "minisblack"}, "64-bit complex samples"),
+    "below zero": (GRAY.astype("i2") - 100, {"photometric": "minisblack"}, "16-bit signed samples.* below zero"),
+    "bands": (np.dstack([GRAY] * 10), {"photometric": "minisblack", "planarconfig": "contig"}, "8-bit unsigned.* 10 a"),
+    "raw": (sampled(GRAY, "u2"), {"photometric": "cfa"}, "16-bit unsigned samples, 1 a pixel, colours of kind 32803"),
+    "scale": ((RGB / 50).astype("f4"), {"photometric": "rgb"}, r"reach 5\.1, neither 1 nor 255"),
+}
+
+
+@each_row(*REFUSED)
+def test_what_no_picture_is_refused_by_its_format(tmp_path: Path, name: str) -> None:
+    picture, how, message = REFUSED[name]
+    with pytest.raises(UnusablePicture, match=message) as caught:
+        levels(written(tmp_path / "a.tif", picture, **how))
+    assert caught.value.reason == "unsupported"
+
+
+def test_a_compression_that_needs_another_package_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.tif", planes(sampled(RGB, "u2")), photometric="rgb", planarconfig="separate")
+    with tifffile.TiffFile(path, mode="r+") as tiff:
+        tiff.pages[0].tags["Compression"].overwrite(50001)  # WebP
+    with pytest.raises(UnusablePicture, match="16-bit unsigned samples, 3 a pixel, separate planes, WEBP compression"):
+        levels(path)
+
+
+def test_a_few_highlights_do_not_darken_a_picture(tmp_path: Path) -> None:
+    picture = (RGB / 255).astype(np.float32)
+    picture[:2, :2] = 1.6
+    expected = RGB.copy()
+    expected[:2, :2] = 255
+    for path in (
+        written(tmp_path / "a.tif", picture, photometric="rgb"),
+        written(tmp_path / "b.tif", picture[..., 1], photometric="minisblack"),
+    ):
+        count = 3 if path.name == "a.tif" else 1
+        assert np.abs(levels(path) - (expected if count == 3 else expected[..., 1:2])).max() <= 1
+    assert shares_of_white(np.array([0.0, 51.0, 200.0]))[1] == pytest.approx(0.2)
