@@ -4,8 +4,10 @@ far. Sources are only read, never moved or deleted. Imports no torch.
 
 import hashlib
 import json
+import logging
 import multiprocessing
 import os
+import re
 import signal
 import stat
 import statistics
@@ -26,7 +28,18 @@ from gputrain.errors import UserError
 from gputrain.hw.child_process import describe_exit, remedy_for_exit
 from gputrain.kinds import refuse_other_data
 
+log = logging.getLogger(__name__)
+
 QUARANTINE = "quarantine.jsonl"
+# Folders in which programs and systems keep thumbnails, deleted files, copies and notes: those of Synology, QNAP and
+# NetApp (with a sign before the name), macOS, Windows, ext4, FrontPage and Python. Hidden folders, such as .git,
+# .thumbnails, .Trash-1000 and .ipynb_checkpoints, begin with a dot.
+OF_PROGRAMS = {
+    "@eadir", "#recycle", "@recycle", "#snapshot", "~snapshot", "@recently-snapshot", "@tmp", "@transcode", "__macosx",
+    "network trash folder", "temporary items", "ipod photo cache", "$recycle.bin", "recycler", "recycled",
+    "system volume information", "$extend", "lost+found", "_vti_cnf", "__pycache__",
+}  # fmt: skip
+CHECKED_DISK = re.compile(r"found\.\d{3}")  # Files that Windows's chkdsk recovered.
 FORMER_REASONS = {"foreign symbols": "unknown symbols"}  # Those of earlier versions.
 
 Job = TypeVar("Job")
@@ -171,7 +184,9 @@ def check_folders(input_dir: Path, output_dir: Path, kind: str) -> None:
 def scan(folder: Path, suffixes: Iterable[str]) -> SourceTree:
     """Finds the files of a folder tree by their suffixes. Links are followed, but each folder is read once.
 
-    Hidden files and folders are ignored. Of several names of a folder, the one nearest to the top is taken.
+    Hidden files and folders, and those of OF_PROGRAMS below the given folder, are not searched: they are counted among
+    the ignored, with a slash after the name, and logged. Of several names of a folder, the one nearest to the top is
+    taken.
     """
     suffixes = frozenset(suffixes)
     found, refused, ignored = [], list[RefusedItem](), Counter[str]()
@@ -184,7 +199,9 @@ def scan(folder: Path, suffixes: Iterable[str]) -> SourceTree:
     for at, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         visible: dict[str, str] = {}
         for name in sorted(folders):
-            if not name.startswith(".") and name != "__MACOSX":
+            if is_of_programs(name):
+                ignored["hidden/" if name.startswith(".") else f"{name}/"] += 1
+            else:
                 visible.setdefault(os.path.realpath(Path(at, name)), name)
         folders[:] = [name for place, name in visible.items() if place not in seen]
         seen |= visible.keys()
@@ -196,7 +213,16 @@ def scan(folder: Path, suffixes: Iterable[str]) -> SourceTree:
                 ignored[path.suffix.lower() or "without suffix"] += 1
             else:
                 found.append(path.relative_to(folder).as_posix())
+    if skipped := {name: count for name, count in sorted(ignored.items()) if name.endswith("/")}:
+        named = ", ".join(f"{count} {name}" for name, count in skipped.items())
+        log.info("%s: folders of programs are not searched: %s", folder, named)
     return SourceTree(sorted(found), refused, dict(ignored))
+
+
+def is_of_programs(folder_name: str) -> bool:
+    """Returns True for the name of a folder that a program keeps for itself, hidden or not."""
+    name = folder_name.casefold()
+    return name.startswith(".") or name in OF_PROGRAMS or bool(CHECKED_DISK.fullmatch(name))
 
 
 def source_files(folder: Path, paths: Iterable[str], refused: list[RefusedItem]) -> list[SourceFile]:

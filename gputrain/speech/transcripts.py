@@ -290,7 +290,8 @@ def _found(folder: Path, paths: Sequence[str], has_subtitles: bool) -> Path | No
 
 def has_transcripts(folder: Path) -> bool:
     """Returns True if a file may be a table or JSON lines, which may name recordings elsewhere."""
-    return any(path.suffix.lower() in TABLES | JSON_LINES for path in folder.iterdir())
+    found = (path for path in folder.iterdir() if not path.name.startswith("."))
+    return any(path.suffix.lower() in TABLES | JSON_LINES for path in found)
 
 
 def _names_sounds(path: Path, sounds: SoundFinder) -> bool:
@@ -467,7 +468,7 @@ def _read_pairs(reading: _Reading, paths: Sequence[str], subtitled: Collection[s
     places = {text.parent for text in texts if (reading.folder / text).is_file()}
     for place in sorted(places):
         for path in sorted((reading.folder / place).glob("*.txt")):
-            if (alone := place / path.name) not in texts:
+            if (alone := place / path.name) not in texts and not path.name.startswith("."):
                 reading.refuse(alone.as_posix(), "no sound", "a text without a recording of the same name")
 
 

@@ -240,7 +240,8 @@ def file_at(path: Path) -> Path | None:
         return path
     if not path.is_dir() or any(path.glob("checkpoint_*.pt")):
         return None
-    found = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.name not in SPEAKER_FILES)
+    files = [file for file in path.iterdir() if not file.name.startswith(".")]
+    found = sorted(file for file in files if file.suffix in SUFFIXES and file.name not in SPEAKER_FILES)
     found = [path / BEST] if path / BEST in found else found
     if len(found) > 1:
         raise UserError(f"{path}: holds {', '.join(file.name for file in found)}", hint="name the file itself")

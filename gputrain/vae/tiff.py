@@ -138,7 +138,7 @@ def decode_tiff(path: Path, layout: TiffLayout) -> Image.Image:
         values = np.moveaxis(values, 0, -1)
     values_HWS = values.reshape(layout.height, layout.width, layout.samples)
     colours = COLOURS[layout.photometric]
-    shares_HWS = shares(values_HWS[..., :colours], layout)
+    shares_HWS: NDArray[Any] = shares(values_HWS[..., :colours], layout)
     if layout.photometric == WHITE_IS_ZERO:
         shares_HWS = 1 - shares_HWS
     if layout.alpha is not None:
@@ -156,7 +156,8 @@ def decode_tiff(path: Path, layout: TiffLayout) -> Image.Image:
 def shares(values: NDArray[Any], layout: TiffLayout) -> NDArray[np.float32]:
     """Returns samples as shares of white."""
     if layout.sample_format == UNSIGNED and layout.bits <= 16:
-        return np.multiply(values, 1 / (2**layout.bits - 1), dtype=np.float32)
+        made: NDArray[np.float32] = np.multiply(values, 1 / (2**layout.bits - 1), dtype=np.float32)
+        return made
     if layout.sample_format != FLOAT and layout.bits <= 16:
         limits: Sequence[float] = (127.0,) if layout.bits <= 8 else (255.0, 32767.0)
     else:

@@ -192,7 +192,7 @@ def weights_file(path: Path) -> Path:
         )
     if path.is_file() or is_ours(path):
         return path
-    found = [path / MODEL] if (path / MODEL).is_file() else sorted(path.glob("*.ckpt"))
+    found = [path / MODEL] if (path / MODEL).is_file() else sorted(path.glob("[!.]*.ckpt"))
     if len(found) == 1:
         return found[0]
     what = f"holds {', '.join(file.name for file in found)}" if found else f"holds neither {MODEL} nor a checkpoint"

@@ -51,7 +51,29 @@ def test_a_folder_with_several_names_is_read_once(tmp_path: Path) -> None:
     (tmp_path / "same").symlink_to(tmp_path / "deep/er")
     tree = scan(tmp_path, {".wav"})
     assert (tree.paths, tree.refused) == (["deep/x.wav", "other/y.wav", "z.WAV"], [])
-    assert tree.ignored == {"without suffix": 1}
+    assert tree.ignored == {"without suffix": 1, "hidden/": 1, "__MACOSX/": 1}
+
+
+def test_folders_of_programs_are_counted_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    hidden = [".thumbnails", ".Trash-1000", ".git", ".ipynb_checkpoints", ".Spotlight-V100", ".@__thumb"]
+    others = [
+        "@eaDir", "#recycle", "__MACOSX", "$RECYCLE.BIN", "System Volume Information", "lost+found", "@Recycle",
+        "FOUND.000", "@EADIR", "Temporary Items",
+    ]  # fmt: skip
+    for folder in ("", "deep"):
+        for name in ("mine", "#1 tag", "@home", *hidden, *others):
+            (tmp_path / folder / name / "inside").mkdir(parents=True)
+            (tmp_path / folder / name / "inside/a.png").touch()
+            (tmp_path / folder / name / "b.png").touch()
+    (tmp_path / "._c.png").touch()
+    caplog.set_level("INFO")
+    tree = scan(tmp_path, {".png"})
+    assert {path.split("/")[-3 if "inside" in path else -2] for path in tree.paths} == {"mine", "#1 tag", "@home"}
+    assert len(tree.paths) == 12
+    assert tree.ignored == {"hidden": 1, "hidden/": 2 * len(hidden), **{f"{name}/": 2 for name in others}}
+    assert "folders of programs are not searched: 2 #recycle/, 2 $RECYCLE.BIN/" in caplog.text
+    # A folder that is named itself is searched.
+    assert scan(tmp_path / "@eaDir", {".png"}).paths == ["b.png", "inside/a.png"]
 
 
 def test_a_journal_is_read_up_to_an_incomplete_line(tmp_path: Path) -> None:
