@@ -94,7 +94,7 @@ def load_recogniser(path: Path, device: torch.device) -> Recogniser:
 
 def load_run(path: Path) -> Recogniser:
     """Loads the recogniser of a run or checkpoint on the CPU: its moving average if it has one, adapters merged."""
-    source, content = checkpoint.find_named(path, "asr")
+    source, content = checkpoint.find_named(path, "asr", ["recogniser"])
     facts = content["facts"]
     try:
         architecture, rate, normalizes = facts["architecture"], int(facts["sampling_rate"]), bool(facts["normalizes"])
