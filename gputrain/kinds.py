@@ -69,7 +69,8 @@ class DataWork(NamedTuple):
 
     run: Callable[..., Any]  # Takes folders, config, num_workers and progress, and returns a report.
     config: object
-    figures: Callable[..., dict[str, object]]  # Returns what is shown of the report.
+    figures: Callable[..., dict[str, object]]  # Returns what is shown of the report and the predictions.
+    predict: Callable[[Any], dict[str, Any]] | None = None  # Returns predictions that the JSON has too.
 
 
 @dataclass(frozen=True)
@@ -240,10 +241,12 @@ def kind_of(model: Path) -> ModelKind:
     do. Anything else is treated as the first kind, whose loader reports what is wrong. Raises UserError if there is
     nothing at the path.
     """
+    folder = model if model.is_dir() else model.parent
+    if not model.exists() and (cached := _in_cache_of_hub(model)) is not None:
+        model = folder = cached
     if not model.exists():
         hint = "--model takes a run folder, a checkpoint or an export"
         raise UserError(f"{model}: no such file or folder", hint=hint)
-    folder = model if model.is_dir() else model.parent
     for kind in kinds().values():
         ending = kind.checkpoint_suffix
         if ending and (model.suffix == ending or (model.is_dir() and (model / f"model{ending}").is_file())):
@@ -257,6 +260,17 @@ def kind_of(model: Path) -> ModelKind:
     except (OSError, ValueError):
         return default_kind()
     return _kind_by_keys(content) if isinstance(content, dict) else default_kind()
+
+
+def _in_cache_of_hub(model: Path) -> Path | None:
+    """Returns the folder of a model that is named as on the Hugging Face Hub, user/model, if it has been downloaded."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache("/".join(model.parts[:2]), "config.json")
+    except (ImportError, ValueError):  # It has no such name.
+        return None
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def _stated_kind(content: Mapping[str, object]) -> ModelKind:

@@ -10,6 +10,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -30,7 +31,7 @@ from gputrain.speech.error_rates import Edits, character_edits
 from gputrain.speech.frames import STRIDE
 from gputrain.speech.store import SpeechStore
 from gputrain.speech.synthetic import say, sentences
-from gputrain.speech.text.vocabulary import ABSENT, Vocabulary
+from gputrain.speech.text.vocabulary import ABSENT, DELIMITER, Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +129,10 @@ def _write_processor(recogniser: Recogniser, folder: Path) -> None:
     from transformers import Wav2Vec2CTCTokenizer, Wav2Vec2FeatureExtractor, Wav2Vec2Processor
 
     vocabulary = recogniser.vocabulary
+    if vocabulary.delimiter != ABSENT and DELIMITER not in vocabulary.symbols:
+        # transformers 5 reads no other delimiter than this one from files.
+        symbols = (DELIMITER if at == vocabulary.delimiter else one for at, one in enumerate(vocabulary.symbols))
+        vocabulary = replace(vocabulary, symbols=tuple(symbols))
     ids = {symbol: number for number, symbol in enumerate(vocabulary.symbols)}
     path = folder / "vocab.json"
     path.write_text(json.dumps(ids, ensure_ascii=False, indent=1), encoding="utf-8")
@@ -148,6 +153,7 @@ def _write_processor(recogniser: Recogniser, folder: Path) -> None:
         return_attention_mask=networks.uses_attention_mask(recogniser.model),
     )
     Wav2Vec2Processor(feature_extractor=extractor, tokenizer=tokenizer).save_pretrained(folder)
+    extractor.save_pretrained(folder)  # transformers before version 5 reads no other file of its settings.
 
 
 def _stock_transformers(recogniser: Recogniser, folder: Path) -> Compute:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gputrain.asr.architecture import check_frames, preset_architecture, with_adapters
+from gputrain.asr.architecture import preset_architecture, with_adapters
 from gputrain.asr.config import TrainAsr
-from gputrain.asr.load import CONFIG, TOKENS, Recogniser, load_run, normalizes_input, read_transformers
+from gputrain.asr.load import load_run
+from gputrain.asr.pretrained import is_pretrained, open_pretrained
 from gputrain.asr.recipe import RecogniserRecipe
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import load_weights, refuse_nonfinite
@@ -23,7 +23,6 @@ from gputrain.speech.text.vocabulary import ABSENT, Vocabulary, match_symbols
 log = logging.getLogger(__name__)
 
 HEAD = "lm_head."
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # Of a user and a model.
 ARCHITECTURE = "architecture.json"  # File in a run folder.
 # Fields of a configuration that describe a file and not the model.
 NO_ARCHITECTURE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
@@ -83,33 +82,12 @@ def save_architecture(folder: Path, architecture: Mapping[str, Any]) -> None:
 def is_own(name: str) -> bool:
     """Returns True if a name means a run or a checkpoint of train-asr."""
     path = Path(name)
-    return path.is_file() or (path.is_dir() and bool(checkpoint.newest_first(path)))
+    return not is_pretrained(name) and (path.is_file() or bool(checkpoint.newest_first(path)))
 
 
 def _initial_architecture(name: str) -> dict[str, Any]:
-    if is_own(name):
-        return dict(_plain(load_run(Path(name)).model.config.to_dict()))
-    from transformers import AutoConfig
-
-    if Path(name).exists() and not (Path(name) / CONFIG).is_file():
-        raise UserError(f"{name} holds neither a run of train-asr nor a {CONFIG} of transformers")
-    if not Path(name).exists() and (not HUB_NAME.fullmatch(name) or name.startswith(".")):
-        raise UserError(
-            f"{name}: no such folder",
-            hint="name a folder with a model, or one on the Hugging Face Hub: --init-from facebook/wav2vec2-xls-r-300m",
-        )
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f"{name} is neither a folder nor a model that can be read from the Hugging Face Hub: "
-            f"{(str(error).splitlines() or [''])[0]}",
-            hint="without network, download it elsewhere and name its folder",
-        ) from None
-    if config.model_type != "wav2vec2":
-        raise UserError(f"{name} is a model of type {config.model_type}", hint="use wav2vec2, XLS-R or MMS")
-    check_frames(config.to_dict(), name)
-    return dict(_plain(config.to_dict()))
+    found = load_run(Path(name)).model.config.to_dict() if is_own(name) else open_pretrained(name).architecture
+    return dict(_plain(found))
 
 
 def _plain(architecture: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -119,9 +97,9 @@ def _plain(architecture: Mapping[str, Any]) -> Mapping[str, Any]:
 def initial_normalizes(settings: TrainAsr) -> bool:
     """Returns True if the model to initialise from reads waves of zero mean and unit variance, as a new one does."""
     name = settings.model.init_from
-    if not name or not Path(name).exists():
+    if not name or saved_architecture(settings) is not None:  # The checkpoint of a resumed run tells.
         return True
-    return load_run(Path(name)).normalizes if is_own(name) else normalizes_input(Path(name))
+    return load_run(Path(name)).normalizes if is_own(name) else open_pretrained(name).normalizes
 
 
 def init_weights(recipe: RecogniserRecipe, name: str, vocabulary: Vocabulary) -> None:
@@ -130,15 +108,15 @@ def init_weights(recipe: RecogniserRecipe, name: str, vocabulary: Vocabulary) ->
 
     Raises UserError if there is no such model, or one of its weights is not finite.
     """
-    known: Vocabulary | None = None
+    lacking: list[str] = []
+    known: Vocabulary | None
     if is_own(name):
-        found: Recogniser = load_run(Path(name))
-        given, known = found.model, found.vocabulary
+        run = load_run(Path(name))
+        given, known = run.model, run.vocabulary
     else:
-        given = read_transformers(name)
-        if (Path(name) / TOKENS).is_file():
-            known = Vocabulary.from_transformers(Path(name))
-    weights = given.state_dict()
+        found = open_pretrained(name)
+        (given, lacking), known = found.load(), found.vocabulary
+    weights = {key: tensor for key, tensor in given.state_dict().items() if key not in lacking}
     refuse_nonfinite(weights, name)
     own = recipe.model.state_dict()
     head = {key: tensor for key, tensor in weights.items() if key.startswith(HEAD)}
@@ -152,6 +130,8 @@ def init_weights(recipe: RecogniserRecipe, name: str, vocabulary: Vocabulary) ->
     if recipe.settings.schedule.ema_decay:
         recipe.ema.restart(recipe.model)
     log.info("%s: initialised; %s", name, added)
+    if head and known is None:
+        log.warning("%s: its head is not used, since no vocab.json names its symbols", name)
     if missing:
         log.warning("%s: reinitialised: %d tensors, such as %s", name, len(missing), missing[0])
 

@@ -3,7 +3,6 @@
 Shapes: F frames, V symbols.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +14,14 @@ import torch
 from torch import Tensor
 
 from gputrain.asr import model as networks
-from gputrain.asr.architecture import check_frames
 from gputrain.asr.lora import merged
+from gputrain.asr.pretrained import is_pretrained, open_pretrained
+from gputrain.asr.tokenizer import VOCABULARY
 from gputrain.engine import checkpoint
-from gputrain.engine.checkpoint import load_weights, refuse_nonfinite, trained_weights
+from gputrain.engine.checkpoint import format_list, load_weights, refuse_nonfinite, trained_weights
 from gputrain.errors import UserError, first_line
 from gputrain.speech.frames import ENCODER_RATE, FIELD
 from gputrain.speech.text.vocabulary import Vocabulary
-
-CONFIG, PREPROCESSOR, TOKENS = "config.json", "preprocessor_config.json", "vocab.json"
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 @dataclass(frozen=True)
@@ -76,25 +73,34 @@ def predict(model: Any, wave_BL: Tensor, samples_B: Tensor, *, normalizes: bool)
 
 
 def load_recogniser(path: Path, device: torch.device) -> Recogniser:
-    """Loads a recogniser for inference. Raises UserError if it doesn't exist, is damaged or is of another kind."""
-    if is_transformers_folder(path):
-        model, vocabulary = read_transformers(str(path)), Vocabulary.from_transformers(path)
-        if len(vocabulary.symbols) > model.config.vocab_size:
-            raise UserError(
-                f"{path}: {TOKENS} has {len(vocabulary.symbols)} symbols, and the model {model.config.vocab_size}",
-                hint="copy the model's folder again",
-            )
-        loaded = Recogniser(model, vocabulary, ENCODER_RATE, normalizes_input(path), str(path))
-    else:
-        loaded = load_run(path)
+    """Loads a recogniser for inference: of a run, a checkpoint, or a folder or a name of transformers. Raises UserError
+    if it doesn't exist, is damaged or is of another kind."""
+    loaded = load_pretrained(str(path)) if is_pretrained(str(path)) else load_run(path)
     refuse_nonfinite(loaded.model.state_dict(), loaded.source)
     loaded.model.requires_grad_(False).eval().to(device)
     return loaded
 
 
+def load_pretrained(name: str) -> Recogniser:
+    """Loads a recogniser of transformers on the CPU. Raises UserError if it cannot be read, or is no recogniser yet."""
+    found = open_pretrained(name)
+    if found.vocabulary is None:
+        raise UserError(
+            f"{name}: no {VOCABULARY}, so that nothing tells which symbols its head writes",
+            hint="copy the tokenizer's files there; one that was only pretrained needs gputrain train-asr --init-from",
+        )
+    model, missing = found.load()
+    if missing:
+        raise UserError(
+            f"{name}: its weights lack {format_list(missing)}",
+            hint="one that was only pretrained needs gputrain train-asr --init-from",
+        )
+    return Recogniser(model, found.vocabulary, ENCODER_RATE, found.normalizes, name)
+
+
 def load_run(path: Path) -> Recogniser:
     """Loads the recogniser of a run or checkpoint on the CPU: its moving average if it has one, adapters merged."""
-    source, content = checkpoint.find_named(path, "asr", ["recogniser"])
+    source, content = checkpoint.find_named(path, "asr")
     facts = content["facts"]
     try:
         architecture, rate, normalizes = facts["architecture"], int(facts["sampling_rate"]), bool(facts["normalizes"])
@@ -108,42 +114,3 @@ def load_run(path: Path) -> Recogniser:
         ) from None
     load_weights(model, merged(trained_weights(content, "recogniser")), f"{source}: the checkpoint's recogniser")
     return Recogniser(model, vocabulary, rate, normalizes, str(source))
-
-
-def is_transformers_folder(path: Path) -> bool:
-    return path.is_dir() and (path / CONFIG).is_file() and any((path / name).is_file() for name in WEIGHTS)
-
-
-def read_transformers(name: str) -> Any:
-    """Returns a Wav2Vec2ForCTC from a folder or, by its name, from the Hugging Face Hub, on the CPU in fp32.
-
-    Layers that the model lacks are made anew. Raises UserError if it cannot be read or is of another type.
-    """
-    from safetensors import SafetensorError
-    from transformers import AutoConfig, Wav2Vec2ForCTC
-
-    try:
-        with networks.quiet_transformers():
-            config = AutoConfig.from_pretrained(name)
-            if config.model_type != "wav2vec2":
-                raise UserError(f"{name} is a model of type {config.model_type}", hint="use wav2vec2, XLS-R or MMS")
-            check_frames(config.to_dict(), name)
-            model = Wav2Vec2ForCTC.from_pretrained(
-                name, config=config, attn_implementation="sdpa", dtype=torch.float32
-            )  # fmt: skip
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise UserError(
-            f"{name} is neither a folder of transformers nor a model that can be read from the Hugging Face Hub: "
-            f"{first_line(error)}",
-            hint="name a folder with config.json and model.safetensors; without network, download it elsewhere first",
-        ) from None
-    return model.float().train()
-
-
-def normalizes_input(folder: Path) -> bool:
-    """Returns True if a model in a folder of transformers reads waves of zero mean and unit variance, the default."""
-    try:
-        content = json.loads((folder / PREPROCESSOR).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return True
-    return bool(content.get("do_normalize", True)) if isinstance(content, dict) else True

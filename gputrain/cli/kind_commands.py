@@ -49,10 +49,14 @@ def _show(title: str, work: DataWork, report: Any, output_file: Path | None) -> 
     tables.print_refusals(report.refused)
     for reason in getattr(report, "suspicions", ()):
         tables.print_refusals([one for one in report.suspicious if one.reason == reason], shown=5)
-    ui.print_figures(title, work.figures(report))
+    predictions: dict[str, Any] = {}
+    if work.predict:
+        with ui.err.status("predicting the memory of a step"):
+            predictions = work.predict(report)
+    ui.print_figures(title, work.figures(report, **predictions))
     for finding in getattr(report, "findings", ()):
         ui.err.print(f"[yellow]note:[/] {escape(finding)}", soft_wrap=True)
-    write_report(output_file, report.to_json())
+    write_report(output_file, report.to_json() | predictions)
 
 
 def write_report(path: Path | None, report: dict[str, Any]) -> None:

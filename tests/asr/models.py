@@ -1,12 +1,15 @@
 """Tiny recognisers with random weights, in the forms in which trained ones are read."""
 
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from gputrain.asr import architecture
 from gputrain.asr.architecture import Adapters, preset_architecture
@@ -66,6 +69,65 @@ def transformers_folder(
     }  # fmt: skip
     (folder / "preprocessor_config.json").write_text(json.dumps(features))
     return folder
+
+
+MMS_SYMBOLS = {
+    "eng": "'abcdefghijklmnopqrstuvwxyz",
+    "rus": "абвгдежзиклмнопрстуфхцчшщыэюя",
+    "uzb-script_latin": "abdefghijklmno",
+}
+
+
+def mms_folder(
+    folder: Path, *, adapters: Sequence[str] = (), language: str | None = None, form: str = "safetensors",
+    main: str = "eng", languages: Sequence[str] = tuple(MMS_SYMBOLS),
+) -> Path:  # fmt: skip
+    """Writes a tiny model as a folder of MMS: a vocabulary of several languages, the adapters and heads of some of
+    them, and main weights of one."""
+    symbols = {name: ("<pad>", "<s>", "</s>", "<unk>", "|", *MMS_SYMBOLS[name]) for name in MMS_SYMBOLS}
+    made = {
+        name: tiny_model(Vocabulary("und", symbols[name], 0, 3, 4), seed, adapter_attn_dim=4)
+        for seed, name in enumerate(dict.fromkeys((main, *adapters)))
+    }
+    folder = transformers_folder(folder, adapter_attn_dim=4)
+    made[main].save_pretrained(folder)
+    for name in adapters:
+        weights = {key: tensor.detach().clone() for key, tensor in made[name]._get_adapters().items()}
+        if form == "safetensors":
+            save_file(weights, folder / f"adapter.{name}.safetensors")
+        else:
+            torch.save(weights, folder / f"adapter.{name}.{form}")
+    ids = {name: {symbol: number for number, symbol in enumerate(symbols[name])} for name in languages}
+    (folder / "vocab.json").write_text(json.dumps(ids))
+    change_json(folder / "tokenizer_config.json", target_lang=language)
+    return folder
+
+
+def change_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def written_by_transformers(folder: Path, wave: np.ndarray, language: str | None = None) -> str:
+    """Returns a wave's text by transformers' model and processor, with the adapter of a language if one is named."""
+    from transformers import Wav2Vec2ForCTC, Wav2Vec2Processor
+
+    processor, model = Wav2Vec2Processor.from_pretrained(folder), Wav2Vec2ForCTC.from_pretrained(folder).eval()
+    if language is not None:
+        processor.tokenizer.set_target_lang(language)
+        model.load_adapter(language)
+    with torch.no_grad():
+        inputs = processor(wave, sampling_rate=16000, return_tensors="pt")
+        ids = model(**inputs).logits.argmax(dim=-1)
+    return " ".join(processor.batch_decode(ids)[0].split())
+
+
+def in_cache_of_hub(cache: Path, name: str, folder: Path) -> Path:
+    """Copies a folder of transformers to where huggingface_hub keeps the model that has the given name. Returns the
+    snapshot."""
+    model, commit = cache / f"models--{name.replace('/', '--')}", "0123456789" * 4
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text(commit)
+    return Path(shutil.copytree(folder, model / "snapshots" / commit))
 
 
 def run_folder(

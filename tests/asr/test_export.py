@@ -1,5 +1,6 @@
 """Exports, loaded by transformers, ONNX Runtime and sherpa-onnx."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ from gputrain.asr.load import Recogniser, load_recogniser
 from gputrain.asr.lora import add_lora
 from gputrain.errors import UserError
 from gputrain.speech.text.vocabulary import ABSENT, Vocabulary
-from tests.asr.models import VOCABULARY, run_folder, tiny_model, transformers_folder
+from tests.asr.models import VOCABULARY, run_folder, tiny_model, transformers_folder, written_by_transformers
 from tests.command import ProgressSeen
+from tests.tables import each_row
 
 CPU = torch.device("cpu")
 # Ids in another order, capitals, and a blank that is not the first symbol, as in stock folders.
@@ -34,16 +36,6 @@ def heard(folder: Path, wave: np.ndarray, name: str = "model.onnx") -> str:
     stream.accept_waveform(16000, wave)
     stock.decode_stream(stream)
     return " ".join(stream.result.text.split())
-
-
-def written_by_transformers(folder: Path, wave: np.ndarray) -> str:
-    from transformers import AutoModelForCTC, Wav2Vec2Processor
-
-    processor = Wav2Vec2Processor.from_pretrained(folder)
-    with torch.no_grad():
-        inputs = processor(wave, sampling_rate=16000, return_tensors="pt")
-        ids = AutoModelForCTC.from_pretrained(folder)(**inputs).logits.argmax(dim=-1)
-    return " ".join(processor.batch_decode(ids)[0].split())
 
 
 @pytest.mark.parametrize(("vocabulary", "changes"), [(VOCABULARY, {}), (VOCABULARY, GROUP), (STOCK, {})])
@@ -150,6 +142,31 @@ def test_a_vocabulary_without_delimiter_and_unknown_symbol(tmp_path: Path) -> No
     wave = sounds()[0]
     ours = export.text_of(recogniser.log_probs([wave])[0].numpy(), vocabulary)
     assert heard(tmp_path / "sherpa", wave) == written_by_transformers(tmp_path / "transformers", wave) == ours != ""
+
+
+@each_row("_", " ", "|")
+def test_any_delimiter_is_a_space_for_transformers(tmp_path: Path, delimiter: str) -> None:
+    vocabulary = Vocabulary("en", ("<pad>", delimiter, "<unk>", *"abcdefgh"), 0, 2, 1)
+    recogniser = load_recogniser(run_folder(tmp_path / f"run {ord(delimiter)}", vocabulary), CPU)
+    folder = tmp_path / f"transformers {ord(delimiter)}"
+    export.export_transformers(recogniser, folder)
+    wave = sounds()[0]
+    ours = export.text_of(recogniser.log_probs([wave])[0].numpy(), vocabulary)
+    assert written_by_transformers(folder, wave) == ours
+    assert " " in ours
+    again = load_recogniser(folder, CPU)
+    assert export.text_of(again.log_probs([wave])[0].numpy(), again.vocabulary) == ours
+
+
+def test_settings_of_the_feature_extractor_are_where_old_and_new_versions_look(tmp_path: Path) -> None:
+    """transformers 4 reads preprocessor_config.json only, and version 5 processor_config.json first."""
+    from transformers import Wav2Vec2FeatureExtractor
+
+    recogniser = load_recogniser(run_folder(tmp_path / "run", normalizes=False), CPU)
+    export.export_transformers(recogniser, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "preprocessor_config.json").read_text())["do_normalize"] is False
+    assert Wav2Vec2FeatureExtractor.from_pretrained(tmp_path / "out").do_normalize is False
+    assert load_recogniser(tmp_path / "out", CPU).normalizes is False
 
 
 def test_white_space_is_no_symbol_of_sherpa(tmp_path: Path) -> None:

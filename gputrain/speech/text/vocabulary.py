@@ -4,18 +4,16 @@ It is the counterpart of `Frontend`. Symbols are single code points after NFC, b
 sherpa-onnx read them so.
 """
 
-import json
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from gputrain.errors import UserError
 from gputrain.speech.text.frontend import LANGUAGES
-from gputrain.speech.text.plain import UNDETERMINED, WITHIN_WORDS, plain_words, rules_of
+from gputrain.speech.text.plain import WITHIN_WORDS, plain_words, rules_of
 from gputrain.speech.text.raw import RawRules, without_tags
 from gputrain.speech.text.sentences import split_sentences
 from gputrain.speech.text.unicode_cleanup import APOSTROPHES, JOINERS
@@ -109,32 +107,6 @@ class Vocabulary:
             raise UserError("the recogniser's vocabulary is invalid", hint="prepare the data again")
         return made
 
-    @classmethod
-    def from_transformers(cls, folder: Path, language: str = UNDETERMINED) -> "Vocabulary":
-        """Reads the vocabulary of a Wav2Vec2CTCTokenizer: ids in any order, letters in lower or upper case.
-
-        Raises UserError if the folder has none, or it is damaged.
-        """
-        settings = _read(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-        path = folder / "vocab.json"
-        found = _read(path)
-        if found and all(isinstance(inner, dict) for inner in found.values()):
-            found = _of_language(path, found, settings.get("target_lang"))
-        if (folder / "added_tokens.json").is_file():
-            found = {**_read(folder / "added_tokens.json"), **found}
-        symbols = _in_order(path, found)
-        blank = _token(settings, "pad_token", (BLANK, "[PAD]"), found)
-        if blank is None:
-            raise UserError(f"{path}: no symbol of the blank", hint="tokenizer_config.json names it as pad_token")
-        unknown = _token(settings, "unk_token", (UNKNOWN, "[UNK]"), found)
-        delimiter = _token(settings, "word_delimiter_token", (DELIMITER, " "), found)
-        letters = [symbol for symbol in symbols if len(symbol) == 1 and symbol.lower() != symbol.upper()]
-        return cls(
-            language, symbols, found[blank], ABSENT if unknown is None else found[unknown],
-            ABSENT if delimiter is None else found[delimiter],
-            upper=bool(letters) and all(letter == letter.upper() for letter in letters),
-        )  # fmt: skip
-
     @cached_property
     def _ids(self) -> dict[str, int]:
         """Ids of the characters of normalised text."""
@@ -179,41 +151,3 @@ def match_symbols(old: Vocabulary, new: Vocabulary) -> SymbolMatch:
 
 def _folded(symbol: str) -> str:
     return unicodedata.normalize("NFC", symbol.lower())
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}", hint="name the folder of a model with its tokenizer") from None
-    except (ValueError, RecursionError):
-        raise UserError(f"{path}: not valid JSON", hint="copy the model's folder again") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: expected a mapping of symbols to ids", hint="copy the model's folder again")
-    return content
-
-
-def _of_language(path: Path, found: dict[str, Any], language: object) -> dict[str, Any]:
-    """Returns the vocabulary of one language of a model of many, such as MMS."""
-    if isinstance(language, str) and language in found:
-        return dict(found[language])
-    raise UserError(
-        f"{path}: vocabularies of {len(found)} languages, and tokenizer_config.json names none of them as target_lang",
-        hint=f"write one of {', '.join(list(found)[:5])}, ... there",
-    )
-
-
-def _in_order(path: Path, found: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the symbols by id. An id without a symbol gets a name of its own, as models have rows for it."""
-    numbers = list(found.values())
-    if not all(type(number) is int and 0 <= number < 100_000 for number in numbers) or len(set(numbers)) < len(numbers):
-        raise UserError(f"{path}: its ids are not whole numbers from 0 on, each once", hint="copy the folder again")
-    named = {number: symbol for symbol, number in found.items()}
-    return tuple(named.get(number, f"<unused {number}>") for number in range(max(named, default=-1) + 1))
-
-
-def _token(settings: Mapping[str, Any], name: str, usual: Iterable[str], found: Mapping[str, Any]) -> str | None:
-    """Returns the symbol that the settings name for a purpose, or a usual one; None if the vocabulary lacks them."""
-    given = settings.get(name)
-    given = given.get("content") if isinstance(given, dict) else given
-    return next((one for one in (given, *usual) if isinstance(one, str) and one in found), None)

@@ -88,56 +88,6 @@ def test_frames_needed_are_where_the_loss_becomes_finite(text):
             assert bool(loss.isfinite()) == is_finite, frames
 
 
-def write_tokenizer(folder, symbols, **config):
-    (folder / "vocab.json").write_text(json.dumps(symbols))
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
-
-
-def test_a_stock_vocabulary_in_capitals(tmp_path):
-    """These are the ids of facebook/wav2vec2-base-960h, shortened."""
-    symbols = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "|": 4, "E": 5, "T": 6, "'": 8, "A": 7}
-    vocabulary = Vocabulary.from_transformers(write_tokenizer(tmp_path, symbols, pad_token="<pad>"), "en")
-    assert (vocabulary.upper, vocabulary.blank, vocabulary.unknown_id, vocabulary.delimiter) == (True, 0, 3, 4)
-    assert vocabulary.ids("tea't at") == [6, 5, 7, 8, 6, 4, 7, 6]
-    assert vocabulary.text_of([6, 5, 7, 4, 7]) == "tea a"
-    assert vocabulary.unknown("tea z") == ["z"]
-
-
-def test_a_vocabulary_of_a_tokenizer_with_other_names_and_holes(tmp_path):
-    symbols = {"а": 0, "б": 3, "[UNK]": 4, "[PAD]": 5, "|": 1}
-    (tmp_path / "added_tokens.json").write_text('{"<s>": 6, "</s>": 7}')
-    token = {"content": "[PAD]", "lstrip": False}
-    vocabulary = Vocabulary.from_transformers(write_tokenizer(tmp_path, symbols, pad_token=token), "ru")
-    assert vocabulary.symbols == ("а", "|", "<unused 2>", "б", "[UNK]", "[PAD]", "<s>", "</s>")
-    assert (vocabulary.blank, vocabulary.delimiter, vocabulary.unknown_id, vocabulary.upper) == (5, 1, 4, False)
-    assert vocabulary.normalize("А-б 'а'") == "а б а"  # It has no hyphen.
-
-
-def test_a_vocabulary_of_many_languages(tmp_path):
-    symbols = {"eng": {"<pad>": 0, "a": 1}, "uzb-script_latin": {"<pad>": 0, "<unk>": 1, "|": 2, "o": 3, "'": 4}}
-    write_tokenizer(tmp_path, symbols, target_lang="uzb-script_latin")
-    vocabulary = Vocabulary.from_transformers(tmp_path, "uz")
-    assert vocabulary.normalize("O‘z") == "o'z"  # The normal okina has no symbol there.
-    assert vocabulary.ids("o'") == [3, 4]
-    write_tokenizer(tmp_path, symbols)
-    with pytest.raises(UserError, match="vocabularies of 2 languages"):
-        Vocabulary.from_transformers(tmp_path)
-
-
-@each_row(
-    ("{", "not valid JSON"), ("[]", "expected a mapping"), ('{"a": 0, "b": 0, "<pad>": 1}', "its ids"),
-    ('{"a": "0", "<pad>": 1}', "its ids"), ('{"a": 0}', "no symbol of the blank"), ("{}", "no symbol of the blank"),
-    ('{"a": true, "<pad>": 0}', "its ids"), ('{"a": 999999999, "<pad>": 0}', "its ids"),
-)  # fmt: skip
-def test_malformed_vocabularies(tmp_path, content, fault):
-    (tmp_path / "vocab.json").write_text(content)
-    with pytest.raises(UserError, match=fault):
-        Vocabulary.from_transformers(tmp_path)
-    with pytest.raises(UserError, match=r"vocab\.json"):
-        Vocabulary.from_transformers(tmp_path / "nowhere")
-
-
 @each_row({"symbols": ["a", "a"]}, {"blank": -1}, {"blank": 99}, {"symbols": None}, {"upper": 1}, {"blank": "0"})
 def test_malformed_json_of_a_vocabulary(change):
     content = vocabulary_of("uz", ["salom"]).to_json()

@@ -1,0 +1,276 @@
+"""Models of transformers: their folders, or names on the Hugging Face Hub, and what is read from them.
+
+A name becomes a folder here and nowhere else, so that a model that is named on the Hub is read as its folder is. Models
+of many languages, as those of MMS, have one vocabulary a language, and the weights of its adapters and of its head in
+`adapter.LANGUAGE.safetensors`. The main weights have those of one language, English unless they were saved anew.
+"""
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gputrain.asr import model as networks
+from gputrain.asr.architecture import check_frames
+from gputrain.asr.tokenizer import FILES, StockTokenizer, format_languages, read_json, read_tokenizer
+from gputrain.engine import checkpoint
+from gputrain.errors import UserError, first_line
+from gputrain.speech.frames import ENCODER_RATE
+from gputrain.speech.text.vocabulary import Vocabulary
+
+log = logging.getLogger(__name__)
+
+CONFIG, PREPROCESSOR, PROCESSOR = "config.json", "preprocessor_config.json", "processor_config.json"
+# The files of weights, and what the Hub has of each form.
+WEIGHTS = {
+    ("model.safetensors", "model.safetensors.index.json"): "model-*.safetensors",
+    ("pytorch_model.bin", "pytorch_model.bin.index.json"): "pytorch_model-*.bin",
+}
+ADAPTER = re.compile(r"adapter\.([\w.-]+)\.(?:safetensors|bin)")
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # Of a user and a model.
+MAIN_LANGUAGE = "eng"  # That of the main weights of MMS, as transformers' Wav2Vec2ForCTC takes them.
+POINTER = b"version https://git-lfs"  # Beginning of the file that stands for weights in a clone without Git LFS.
+
+
+@dataclass(frozen=True)
+class StockRecogniser:
+    """A model of transformers, of which everything but the weights has been read."""
+
+    name: str  # the one that the user gave
+    folder: Path
+    hub_name: str  # "" for a folder that the user named
+    architecture: dict[str, Any]  # the fields of its Wav2Vec2Config
+    vocabulary: Vocabulary | None  # None if it has no tokenizer, as one that was never fine-tuned
+    language: str | None  # the one whose adapter is loaded
+    normalizes: bool  # True: it reads waves of zero mean and unit variance.
+
+    def load(self) -> tuple[Any, list[str]]:
+        """Returns its Wav2Vec2ForCTC on the CPU in fp32, and the tensors that the files lack, which are random. Raises
+        UserError if weights are missing or damaged."""
+        from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+        if self.hub_name:
+            _fetch_weights(self.hub_name, self.folder)
+        _check_weight_files(self.name, self.folder)
+        try:
+            with networks.quiet_transformers():
+                model, found = Wav2Vec2ForCTC.from_pretrained(
+                    str(self.folder), config=Wav2Vec2Config.from_pretrained(str(self.folder)),
+                    attn_implementation="sdpa", dtype=torch.float32, output_loading_info=True,
+                )  # fmt: skip
+                missing = list(found["missing_keys"])
+                if self.language is not None:
+                    model.load_adapter(self.language)
+                    log.info("%s: with the adapter and the head of %s", self.name, self.language)
+                    missing = [name for name in missing if "adapter_layer" not in name and "lm_head" not in name]
+        except Exception as error:  # Damaged files raise errors of many kinds.
+            why = "no file of torch.save" if isinstance(error, UnpicklingError) else first_line(error)
+            raise UserError(
+                f"{self.name}: its weights cannot be read: {why}", hint="copy or download them again"
+            ) from None
+        return model.float().train(), [name for name in missing if "masked_spec_embed" not in name]
+
+
+def is_pretrained(name: str) -> bool:
+    """Returns True if a name means a model of transformers, and not a run or a checkpoint of train-asr: a folder with a
+    configuration, the adapter of a language in it, or the name of either on the Hugging Face Hub."""
+    path = Path(name)
+    if path.is_dir():
+        return (path / CONFIG).is_file() and not checkpoint.newest_first(path)
+    if ADAPTER.fullmatch(path.name):
+        return True
+    return not path.exists() and _is_hub_name(name, path)
+
+
+def _is_hub_name(name: str, path: Path) -> bool:
+    return not name.startswith(".") and HUB_NAME.fullmatch(path.as_posix()) is not None
+
+
+def open_pretrained(name: str) -> StockRecogniser:
+    """Reads all of a model of transformers but its weights. Raises UserError if there is none, it is of another type,
+    or its language cannot be told."""
+    folder, hub_name, language = _located(name)
+    content = read_json(folder / CONFIG)
+    if content.get("model_type") != "wav2vec2":
+        raise UserError(
+            f"{name} is a model of type {content.get('model_type', 'unknown')}", hint="use wav2vec2, XLS-R or MMS"
+        )
+    from transformers import Wav2Vec2Config
+
+    try:
+        architecture = Wav2Vec2Config.from_pretrained(str(folder)).to_dict()
+    except Exception as error:  # The configuration of transformers raises errors of many kinds.
+        raise UserError(
+            f"{folder / CONFIG}: not a configuration of wav2vec2: {first_line(error)}", hint="copy it again"
+        ) from None
+    check_frames(architecture, name)
+    normalizes = _normalizes(name, folder, fine_tuned=(tokenizer := read_tokenizer(folder)) is not None)
+    vocabulary = None
+    if tokenizer is not None:
+        language = _language_of(name, folder, hub_name, tokenizer, language, architecture)
+        rows = architecture["vocab_size"] if language is None else _rows_of_adapter(folder, language)
+        at = language or tokenizer.target_language
+        if language is not None and not tokenizer.fits(at, rows):
+            raise UserError(
+                f"{name}: the adapter of {language} writes {rows} symbols, and {tokenizer.path.name} has "
+                f"{tokenizer.rows_of(at)} of that language",
+                hint="copy both from one model",
+            )
+        vocabulary = tokenizer.vocabulary(at, rows, architecture.get("pad_token_id"))
+    elif language is not None:
+        raise UserError(f"{name}: the folder has no vocab.json", hint="copy the tokenizer's files there, too")
+    return StockRecogniser(name, folder, hub_name, architecture, vocabulary, language, normalizes)
+
+
+def _located(name: str) -> tuple[Path, str, str | None]:
+    """Returns the folder of a model, its name on the Hub or "", and the language whose adapter is named."""
+    path, language = Path(name), None
+    if not path.is_dir() and (adapter := ADAPTER.fullmatch(path.name)):
+        path, language = path.parent, adapter[1]
+    if path.is_dir():
+        if not (path / CONFIG).is_file():
+            raise UserError(
+                f"{path} holds neither a run of train-asr nor a {CONFIG} of transformers",
+                hint="name a run folder, or a folder with config.json and model.safetensors",
+            )
+        return path, "", language
+    if path.is_file() or not _is_hub_name(name, path):
+        raise UserError(
+            f"{name}: no such folder",
+            hint="name a folder with a model, or one on the Hugging Face Hub: facebook/wav2vec2-xls-r-300m",
+        )
+    return _fetch(path.as_posix(), CONFIG, *FILES, PREPROCESSOR, PROCESSOR), path.as_posix(), language
+
+
+def _fetch(hub_name: str, *patterns: str) -> Path:
+    """Returns the folder of a model of the Hub in the cache, after downloading the files that the cache lacks. Raises
+    UserError if neither has it."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.utils import logging as hub_logging
+
+    before = hub_logging.get_verbosity()
+    hub_logging.set_verbosity(logging.ERROR)  # It warns of patterns without a file.
+    try:
+        folder = Path(snapshot_download(hub_name, allow_patterns=list(patterns)))
+    except Exception as error:  # Those of several libraries, by the cause.
+        offline = isinstance(error, LocalEntryNotFoundError)
+        why = "the cache lacks files of it, and the Hub cannot be reached" if offline else first_line(error)
+        raise UserError(
+            f"{hub_name} is neither a folder nor a model that can be read from the Hugging Face Hub: {why}",
+            hint="without network, download it elsewhere and name its folder",
+        ) from None
+    finally:
+        hub_logging.set_verbosity(before)
+    if CONFIG in patterns and not (folder / CONFIG).is_file():
+        raise UserError(f"{hub_name}: the Hugging Face Hub has no {CONFIG} of it", hint="name another model")
+    return folder
+
+
+def _fetch_weights(hub_name: str, folder: Path) -> None:
+    for names, parts in WEIGHTS.items():
+        if not any((folder / name).is_file() for name in names):
+            _fetch(hub_name, *names, parts)
+        if any((folder / name).is_file() for name in names):
+            break
+
+
+def _check_weight_files(name: str, folder: Path) -> None:
+    """Raises UserError if there are no weights, or what stands for them in a clone without Git LFS."""
+    known = [file for names in WEIGHTS for file in names]
+    files = [folder / file for file in known if (folder / file).is_file()]
+    if not files:
+        raise UserError(f"{name}: no weights in it", hint=f"copy {known[0]} or {known[2]} there")
+    for file in files:
+        with file.open("rb") as opened:
+            if opened.read(len(POINTER)) == POINTER:
+                raise UserError(f"{file}: the pointer of Git LFS instead of weights", hint="run git lfs pull there")
+
+
+def _normalizes(name: str, folder: Path, *, fine_tuned: bool) -> bool:
+    """Returns True if the model reads waves of zero mean and unit variance, the default of transformers. Raises
+    UserError if the settings of its feature extractor are damaged, or it reads another sampling rate."""
+    processor = read_json(folder / PROCESSOR) if (folder / PROCESSOR).is_file() else {}
+    # Since version 5 of transformers, the settings are a part of processor_config.json, which then comes first.
+    found = processor.get("feature_extractor", processor.get("audio_processor"))
+    if not isinstance(found, dict):
+        if not (folder / PREPROCESSOR).is_file():
+            if fine_tuned:
+                log.warning("%s: no %s: waves are normalised, as is usual", name, PREPROCESSOR)
+            return True
+        found = read_json(folder / PREPROCESSOR)
+    if (rate := found.get("sampling_rate", ENCODER_RATE)) != ENCODER_RATE:
+        raise UserError(f"{name} reads {rate} samples a second", hint=f"use a model for {ENCODER_RATE} Hz")
+    return bool(found.get("do_normalize", True))
+
+
+# ---------------------------------------------------------------------------------------- models of many languages
+
+
+def _adapters(folder: Path) -> dict[str, Path]:
+    """Returns the files with the weights of each language; transformers prefers safetensors."""
+    return {
+        match[1]: path
+        for ending in ("bin", "safetensors")
+        for path in folder.glob(f"adapter.*.{ending}")
+        if (match := ADAPTER.fullmatch(path.name))
+    }
+
+
+def _language_of(
+    name: str, folder: Path, hub_name: str, tokenizer: StockTokenizer, named: str | None, architecture: dict[str, Any]
+) -> str | None:
+    """Returns the language whose adapter is to be loaded, None if the main weights are those to use. Raises UserError
+    if neither is right."""
+    wanted = named or tokenizer.target_language
+    own, head = tokenizer.rows_of(wanted), architecture["vocab_size"]  # Raises UserError if no language is chosen.
+    if wanted is None:
+        return None
+    if hub_name:
+        for ending in ("safetensors", "bin"):
+            if wanted not in _adapters(folder):
+                _fetch(hub_name, f"adapter.{wanted}.{ending}")
+    present = _adapters(folder)
+    if wanted in present:
+        if not architecture.get("adapter_attn_dim"):
+            raise UserError(f"{name}: {CONFIG} has no adapter_attn_dim, so that no adapter fits", hint="copy it again")
+        return wanted
+    if named is None and not tokenizer.of_language:
+        return None
+    if named is None:  # The main weights are known to be of a language whose symbols alone are as many as their head's.
+        sizes = [tokenizer.rows_of(language) for language in tokenizer.of_language]
+        if len(sizes) == 1 and tokenizer.fits(wanted, head):
+            return None
+        if own == head and (wanted == MAIN_LANGUAGE or sizes.count(own) == 1):
+            return None
+    have = f"it has those of {format_languages(present, like=wanted)}" if present else "it has none"
+    raise UserError(
+        f"{name}: no adapter of {wanted}, and the head of the main weights may be that of another language",
+        hint=f"copy adapter.{wanted}.safetensors there ({have}), or leave only the head's language in vocab.json",
+    )
+
+
+def _rows_of_adapter(folder: Path, language: str) -> int:
+    """Returns the number of symbols that an adapter's head writes. Raises UserError if it cannot be read."""
+    path = _adapters(folder)[language]
+    try:
+        weights = _weights_of(path)
+        return len(weights["lm_head.weight"])
+    except Exception as error:  # Damaged files raise errors of many kinds.
+        raise UserError(
+            f"{path}: not the adapter of a language: {first_line(error)}", hint="copy or download it again"
+        ) from None
+
+
+def _weights_of(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    found: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    return found
