@@ -8,6 +8,7 @@ Shape suffix: T samples.
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,13 +17,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from gputrain.autoconfig.dataset import Sound, labels_of, sound_of, with_sound
-from gputrain.autoconfig.lengths import ROUNDING, Bucket, OverLong, Seconds, piece_count
+from gputrain.autoconfig.dataset import Sound, labels_of, length_column, sound_of, with_sound
+from gputrain.autoconfig.lengths import Bucket, OverLong, Seconds, checked, is_over, piece_count
 from gputrain.autoconfig.recovery import MOST_ITEMS
 from gputrain.engine.data import permutation
 from gputrain.errors import UserError
 from gputrain.hw.ranks import SINGLE, Ranks
 from gputrain.speech.buckets import shuffled_by_length
+
+log = logging.getLogger(__name__)
+
+BLOCK_SAMPLES = 1 << 26  # Size of the blocks in which decoded sounds are kept.
 
 
 class Piece(NamedTuple):
@@ -34,8 +39,9 @@ class Piece(NamedTuple):
 class PreparedClips(Sequence[Any]):
     """The clips of a dataset of at most `limit_seconds`. Longer ones are cut into pieces of equal length or left out.
 
-    `keep_decoded`: items are decoded once and stay in memory, in one tensor that data workers share; otherwise each is
-    decoded when it is read. Raises UserError if an item that would be cut has labels, and if no clip is left.
+    `keep_decoded`: items are decoded once and stay in memory, in tensors that data workers share; otherwise each is
+    decoded when it is read, and none before if the dataset has a column of lengths. Raises UserError if an item that
+    would be cut has labels, and if no clip is left.
     """
 
     def __init__(self, dataset: Any, limit_seconds: float, over_long: OverLong, *, keep_decoded: bool) -> None:
@@ -43,29 +49,38 @@ class PreparedClips(Sequence[Any]):
         self.pieces: list[Piece] = []
         self.seconds: list[float] = []  # Length of each clip.
         self.left_out = 0
+        column = length_column(dataset)
+        known: Sequence[float] | Seconds = checked(dataset[column]) if column and not keep_decoded else ()
+        if not len(known) and not keep_decoded:
+            log.info("all %d items are read once, because the dataset has no column of lengths", len(dataset))
+        may_cut = False  # True once it is known that the items of a dataset with known lengths have no labels.
         for number in range(len(dataset)):
-            item = dataset[number]
-            sound = sound_of(item)
-            count = piece_count(sound.seconds, limit_seconds, ROUNDING)
+            item = None if len(known) else dataset[number]
+            seconds = sound_of(item).seconds if item is not None else float(known[number])
+            count = piece_count(seconds, limit_seconds)
             if count > 1 and over_long == "refuse":
                 self.left_out += 1
                 count = 0
-            elif count > 1 and (labels := labels_of(item)):
-                raise UserError(
-                    f"item {number} lasts {sound.seconds:.1f} s and must be cut, but {labels} belongs to all of it",
-                    hint=f'over_long="refuse" leaves such items out; or cut them together with their {labels} before',
-                )
+            elif count > 1 and not may_cut:
+                self._check_labels(number, dataset[number] if item is None else item, seconds)
+                may_cut = bool(len(known))
             self.pieces += [Piece(number, piece, count) for piece in range(count)]
-            self.seconds += [sound.seconds / max(1, count)] * count
+            self.seconds += [seconds / max(1, count)] * count
             if self._kept is not None:
-                self._kept.add(item, sound) if count else self._kept.skip()
+                self._kept.add(item if count else None)
         if not self.pieces:
             raise UserError(
                 f"none of {len(dataset)} clips is at most {limit_seconds:g} s long",
                 hint='use a larger max_duration_seconds, or over_long="chunk" if the clips have no labels',
             )
-        if self._kept is not None:
-            self._kept.join()
+
+    @staticmethod
+    def _check_labels(number: int, item: Any, seconds: float) -> None:
+        if labels := labels_of(item):
+            raise UserError(
+                f"item {number} lasts {seconds:.1f} s and must be cut, but {labels} belongs to all of it",
+                hint=f'over_long="refuse" leaves such items out; or cut them together with their {labels} before',
+            )
 
     def __len__(self) -> int:
         return len(self.pieces)
@@ -80,45 +95,60 @@ class PreparedClips(Sequence[Any]):
         return with_sound(item, Sound(sound.wave_T[..., edges[0] : edges[1]], sound.sampling_rate))
 
 
+class _KeptItem(NamedTuple):
+    item: Any  # The item with an empty sound.
+    empty: Sound
+    block: int  # Number of the block with the samples.
+    start: int
+    shape: torch.Size
+
+
 class _KeptItems:
-    """Decoded items. Their waves are one tensor: data workers share it, where they would copy a list of arrays."""
+    """Decoded items. Their waves stand in a few large blocks: data workers share them, where they would copy a list of
+    arrays. Each wave is copied into its block at once, so that no second copy of the data is in memory."""
 
     def __init__(self) -> None:
-        self._items: list[tuple[Any, Sound] | None] = []  # Each item with an empty sound, and this sound.
-        self._waves: list[Tensor] = []
-        self._shapes: list[tuple[int, ...]] = []
-        self._joined = torch.empty(0)
+        self._items: list[_KeptItem | None] = []
+        self._blocks: list[Tensor] = []
+        self._used = 0  # Samples of the last block.
 
-    def add(self, item: Any, sound: Sound) -> None:
+    def add(self, item: Any) -> None:
+        """Keeps an item; None: nothing at its number."""
+        if item is None:
+            self._items.append(None)
+            return
+        sound = sound_of(item)
         wave_T = torch.as_tensor(sound.wave_T)
-        empty = Sound(wave_T[..., :0] if isinstance(sound.wave_T, Tensor) else np.empty(0), sound.sampling_rate)
-        self._items.append((with_sound(item, empty), empty))
-        self._shapes.append(tuple(wave_T.shape))
-        self._waves.append(wave_T.reshape(-1))
+        size = wave_T.numel()
+        last = self._blocks[-1] if self._blocks else torch.empty(0)
+        if self._used + size > len(last) or wave_T.dtype != last.dtype:
+            # Memory of a block that is not used yet is not taken from the system.
+            self._blocks.append(torch.empty(max(BLOCK_SAMPLES, size), dtype=wave_T.dtype))
+            self._used = 0
+        empty = Sound(torch.empty(0) if isinstance(sound.wave_T, Tensor) else np.empty(0), sound.sampling_rate)
+        kept = _KeptItem(with_sound(item, empty), empty, len(self._blocks) - 1, self._used, wave_T.shape)
+        self._items.append(kept)
+        self._wave(kept).copy_(wave_T)
+        self._used += size
 
-    def skip(self) -> None:
-        self._items.append(None)
-        self._shapes.append((0,))
-        self._waves.append(torch.empty(0))
-
-    def join(self) -> None:
-        self._starts = np.cumsum([0, *map(len, self._waves)])
-        self._joined = torch.cat([wave for wave in self._waves if len(wave)])
-        self._waves.clear()
+    def _wave(self, kept: _KeptItem) -> Tensor:
+        return self._blocks[kept.block][kept.start : kept.start + kept.shape.numel()].view(kept.shape)
 
     def __getitem__(self, number: int) -> Any:
         kept = self._items[number]
         assert kept is not None
-        item, empty = kept
-        wave_T = self._joined[self._starts[number] : self._starts[number + 1]].reshape(self._shapes[number])
-        return with_sound(item, empty._replace(wave_T=wave_T if isinstance(empty.wave_T, Tensor) else wave_T.numpy()))
+        wave_T: Any = self._wave(kept)
+        if not isinstance(kept.empty.wave_T, Tensor):
+            wave_T = wave_T.numpy()
+        return with_sound(kept.item, kept.empty._replace(wave_T=wave_T))
 
 
 class BucketSampler(torch.utils.data.Sampler[list[int]]):
     """Batches of indices of clips, for the `batch_sampler` of a DataLoader. Each has clips of one bucket.
 
     The clips left over in the buckets form the last batches of the epoch, so every clip occurs once in it; only the
-    very last batch may be smaller. The order is a function of (seed, epoch); `set_epoch` chooses the epoch.
+    very last batch may be smaller, and is left out if a rank would get fewer than `least_items`. The order is a
+    function of (seed, epoch); `set_epoch` chooses the epoch.
 
     Several `ranks` share each batch: this process gets an equal part, with every n-th clip by length, so that parts
     need about the same memory. If a batch cannot be divided, as the last one, its longest clips are repeated.
@@ -131,15 +161,17 @@ class BucketSampler(torch.utils.data.Sampler[list[int]]):
         batch_size: int,
         seed: int = 0,
         ranks: Ranks = SINGLE,
+        least_items: int = 1,
     ) -> None:
         """Raises UserError if a clip is longer than the last bucket allows."""
         self._seconds_N: Seconds = np.asarray(seconds, dtype=np.float64)
         self._buckets, self.batch_size, self.seed, self.epoch, self.ranks = tuple(buckets), batch_size, seed, 0, ranks
+        self._least = 1 if least_items == 1 else least_items * ranks.count  # Clips that the last batch has at least.
         limits = [bucket.to_seconds for bucket in buckets]
         longest = float(self._seconds_N.max())
-        if limits and longest > limits[-1] * (1 + 1e-6):
+        if limits and is_over(longest, limits[-1]):
             raise UserError(
-                f"a clip of {longest:.1f} s is longer than the planned {limits[-1]:.1f} s",
+                f"a clip of {longest:.2f} s is longer than the planned {limits[-1]:.2f} s",
                 hint="use the clips that manager.prepare returns",
             )
         self._bucket_N = np.searchsorted(limits[:-1], self._seconds_N)  # The bucket of each clip.
@@ -148,7 +180,8 @@ class BucketSampler(torch.utils.data.Sampler[list[int]]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return -(-len(self._seconds_N) // self.batch_size)
+        whole, rest = divmod(len(self._seconds_N), self.batch_size)
+        return whole + (rest >= self._least or (rest > 0 and not whole))
 
     def __iter__(self) -> Iterator[list[int]]:
         sizes_K = np.bincount(self._bucket_N)
@@ -162,7 +195,7 @@ class BucketSampler(torch.utils.data.Sampler[list[int]]):
             rest += members[whole:].tolist()
         for number in permutation(self.seed, self.epoch, len(batches)):
             yield self._part(batches[number])
-        for start in range(0, len(rest), self.batch_size):
+        for start in range(0, (len(self) - len(batches)) * self.batch_size, self.batch_size):
             yield self._part(rest[start : start + self.batch_size])
 
     def micro_batch_size(self, batch: Sequence[int]) -> int:

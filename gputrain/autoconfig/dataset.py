@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -37,13 +37,19 @@ LENGTH_COLUMNS = ("duration", "duration_seconds", "durations", "seconds", "lengt
 MOST_EXAMINED = 300  # Maximum number of sampled items.
 SAMPLING_SECONDS = 5.0  # Time limit of sampling.
 TIMED_ITEMS = 8  # Number of items whose decoding is timed.
+MOST_VALUES = 8192  # Integers of a tensor whose values are kept.
+PICTURE_KEYS = ("pixel_values", "image", "img")
+SOUND_KEYS = ("audio", "array", "input_values")
 
 
-class TensorShape(NamedTuple):
-    """A tensor's shape and the name of its dtype, without torch."""
+@dataclass(frozen=True)
+class TensorShape:
+    """A tensor's shape and the name of its dtype, without torch. `values`: those of a short tensor of integers, by
+    which models choose what they compute, such as masks and special tokens."""
 
     shape: tuple[int, ...]
     dtype: str
+    values: Any = field(default=None, compare=False, repr=False)
 
     @property
     def bytes(self) -> int:
@@ -54,6 +60,7 @@ class TensorShape(NamedTuple):
 class ClipLength(NamedTuple):
     seconds: float
     sampling_rate: int  # Hz
+    beside: Any = None  # The other tensors of the item by name, such as labels, as a tree of TensorShape.
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +71,8 @@ class DatasetProfile:
     items: int
     looked_at: int  # Number of examined items.
     seconds: Seconds  # Lengths of the examined items; empty unless they are sounds.
-    largest: Any = None  # The largest item as a tree of TensorShape, unless they are sounds.
+    largest: Any = None  # The largest item as a tree of TensorShape; of sounds, the tensors beside them by name.
+    widest: Any = None  # The same tree with the largest tensor of each name, which may come from different items.
     item_bytes: float = 0.0  # Average size of a decoded item.
     decode_seconds: float = 0.0  # CPU seconds to decode an item; 0: unknown.
     length_column: str = ""  # Column of the lengths, if there is one.
@@ -120,7 +128,7 @@ def profile_dataset(dataset: Any, *, seed: int = 0) -> DatasetProfile:
     if _is_number(dataset[0]):
         seconds = checked(dataset)
         return _of_lengths(seconds, len(seconds), SAMPLING_RATE)
-    column = next((name for name in LENGTH_COLUMNS if name in columns), "")
+    column = length_column(dataset)
     if not column:
         return _profile_items(dataset, seed)
     seconds = checked(dataset[column])
@@ -129,6 +137,12 @@ def profile_dataset(dataset: Any, *, seed: int = 0) -> DatasetProfile:
     return _of_lengths(
         seconds, len(seconds), SAMPLING_RATE, decode_seconds=decode_seconds, length_column=column, labels=labels
     )
+
+
+def length_column(dataset: Any) -> str:
+    """Returns the name of a dataset's column of lengths in seconds; empty if it has none."""
+    columns = getattr(dataset, "column_names", None) or []
+    return next((name for name in LENGTH_COLUMNS if name in columns), "")
 
 
 def _is_number(value: Any) -> bool:
@@ -143,7 +157,9 @@ def _of_lengths(seconds: Seconds, items: int, sampling_rate: float, **more: Any)
 def _of_sounds(sounds: Sequence[ClipLength], items: int, decode_seconds: float, labels: str = "") -> DatasetProfile:
     seconds = checked([sound.seconds for sound in sounds])
     rate = float(np.mean([sound.sampling_rate for sound in sounds]))
-    return _of_lengths(seconds, items, rate, decode_seconds=decode_seconds, labels=labels)
+    beside = _widest([sound.beside for sound in sounds])
+    more = {"decode_seconds": decode_seconds, "labels": labels, "largest": beside, "widest": beside}
+    return _of_lengths(seconds, items, rate, **more)
 
 
 # ------------------------------------------------------------------------------------------------------ folders
@@ -214,13 +230,19 @@ def _profile_items(dataset: Any, seed: int) -> DatasetProfile:
     found, decode_seconds = _examined(lambda number: _size_of(dataset[number]), order)
     if isinstance(found[0], ClipLength):
         return _of_sounds(found, len(dataset), decode_seconds, labels_of(dataset[order[0]]))
-    kind: DataKind = "pictures" if isinstance(found[0], TensorShape) and len(found[0].shape) == 3 else "tensors"
-    return _of_shapes(kind, found, len(dataset), decode_seconds)
+    return _of_shapes("pictures" if _has_picture(found[0]) else "tensors", found, len(dataset), decode_seconds)
+
+
+def _has_picture(tree: Any) -> bool:
+    first = tree[0] if isinstance(tree, list) and tree else tree
+    if isinstance(first, Mapping):
+        first = next((first[name] for name in PICTURE_KEYS if name in first), None)
+    return isinstance(first, TensorShape) and len(first.shape) == 3
 
 
 def _of_shapes(kind: DataKind, found: list[Any], items: int, decode_seconds: float) -> DatasetProfile:
     """Profiles items that are trees of TensorShape."""
-    sizes = [sum(leaf.bytes for leaf in leaves(tree)) for tree in found]
+    sizes = [sum(leaf.bytes for leaf in leaves(tree) if leaf.shape) for tree in found]
     if not max(sizes):
         raise UserError(
             "the items of the dataset contain no tensors, no pictures and no sounds",
@@ -228,8 +250,24 @@ def _of_shapes(kind: DataKind, found: list[Any], items: int, decode_seconds: flo
         )
     largest = found[sizes.index(max(sizes))]
     return DatasetProfile(
-        kind, items, len(found), np.empty(0), largest, float(np.mean(sizes)), decode_seconds=decode_seconds
-    )
+        kind, items, len(found), np.empty(0), largest, _widest(found), float(np.mean(sizes)),
+        decode_seconds=decode_seconds,
+    )  # fmt: skip
+
+
+def _widest(found: Sequence[Any]) -> Any:
+    """Returns the tree with the largest tensor of each place, as a batch of items of different lengths is padded."""
+    present = [tree for tree in found if tree is not None]
+    if not present:
+        return None
+    if isinstance(present[0], Mapping):
+        named = [tree for tree in present if isinstance(tree, Mapping)]
+        return {
+            name: _widest([tree.get(name) for tree in named]) for name in dict.fromkeys(n for t in named for n in t)
+        }
+    if isinstance(present[0], list):
+        return [_widest(column) for column in itertools.zip_longest(*(t for t in present if isinstance(t, list)))]
+    return max((tree for tree in present if isinstance(tree, TensorShape)), key=lambda leaf: leaf.bytes, default=None)
 
 
 def _size_of(item: Any) -> Any:
@@ -238,29 +276,72 @@ def _size_of(item: Any) -> Any:
         item = {"audio": item}
     if _has_sound(item):
         sound = sound_of(item)
-        return ClipLength(sound.seconds, sound.sampling_rate)
+        return ClipLength(sound.seconds, sound.sampling_rate, _beside_sound(item))
     if isinstance(item, Mapping):
-        picture = next((item[name] for name in ("pixel_values", "image", "img") if name in item), None)
-        if hasattr(picture, "getbands"):
-            return _shape_of_picture(picture)
-        return {name: _size_of(value) for name, value in item.items()}
+        return {name: _size_of_value(value) for name, value in item.items()}
     if isinstance(item, (tuple, list)) and not all(map(_is_number, item)):
-        first = _size_of(item[0])  # The others are labels, because a model has one input.
-        return first if isinstance(first, (TensorShape, ClipLength)) else [first]
-    if hasattr(item, "getbands"):
-        return _shape_of_picture(item)
-    if hasattr(item, "shape") and hasattr(item, "dtype"):
-        return TensorShape(tuple(item.shape), str(item.dtype).removeprefix("torch."))
-    if isinstance(item, (tuple, list)) and item:
-        return TensorShape((len(item),), "int64" if isinstance(item[0], int) else "float32")
-    return None
+        first = _size_of(item[0])
+        if isinstance(first, ClipLength):
+            return first
+        return [first, *map(_size_of_value, item[1:])]
+    return _size_of_value(item)
+
+
+def _size_of_value(value: Any) -> Any:
+    """Returns a value of an item as a tree of TensorShape; None for what no batch of tensors has, such as a text."""
+    if hasattr(value, "getbands"):
+        return _shape_of_picture(value)
+    if isinstance(value, Mapping):
+        return {name: _size_of_value(part) for name, part in value.items()}
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
+        integers = dtype.startswith(("int", "uint", "bool")) and math.prod(shape) <= MOST_VALUES
+        has_values = integers and not getattr(value, "is_meta", False)
+        return TensorShape(shape, dtype, np.asarray(value) if has_values else None)
+    if _is_number(value):
+        return _size_of_lists(value)
+    return _size_of_lists(value) if isinstance(value, (tuple, list)) else None
+
+
+def _size_of_lists(value: Any) -> TensorShape | None:
+    """Returns nested lists of numbers, as datasets store arrays, as a TensorShape, by the first of each level."""
+    shape, first = [], value
+    while isinstance(first, (tuple, list)) and first:
+        shape.append(len(first))
+        first = first[0]
+    if not isinstance(first, numbers.Real):
+        return None
+    kinds = ((bool, "bool"), (numbers.Integral, "int64"), (numbers.Real, "float32"))
+    dtype = next(name for kind, name in kinds if isinstance(first, kind))
+    return TensorShape(tuple(shape), dtype, None if dtype == "float32" else _few_integers(value))
+
+
+def _few_integers(value: Any) -> Any:
+    """Returns integers as an array; None for rows of different lengths, and for too many."""
+    try:
+        found = np.asarray(value)
+    except ValueError:
+        return None
+    return found if found.size <= MOST_VALUES and found.dtype.kind in "biu" else None
 
 
 def _has_sound(item: Any) -> bool:
-    """Returns True for items with a sound. Beside many other inputs of a model, input_values need not be a wave."""
+    """Returns True for items with a sound. Beside many other inputs of a model, input_values need not be a wave, and
+    with two axes they are a spectrogram."""
     if not isinstance(item, Mapping):
         return is_waveform(item)
-    return "audio" in item or {"array", "sampling_rate"} <= item.keys() or ("input_values" in item and len(item) <= 4)
+    if "audio" in item or {"array", "sampling_rate"} <= item.keys():
+        return True
+    wave = item.get("input_values")
+    return len(item) <= 4 and wave is not None and (np.ndim(wave) == 1 or len(wave) == 1)
+
+
+def _beside_sound(item: Any) -> dict[str, Any] | None:
+    """Returns the tensors beside the sound of an item, by name."""
+    if not isinstance(item, Mapping):
+        return None
+    found = {name: _size_of_value(value) for name, value in item.items() if name not in (*SOUND_KEYS, "sampling_rate")}
+    return {name: size for name, size in found.items() if size is not None} or None
 
 
 def leaves(tree: Any) -> list[TensorShape]:
@@ -353,7 +434,7 @@ def labels_of(item: Any) -> str:
     if not isinstance(item, Mapping):
         return ""
     for name, value in item.items():
-        if name in ("audio", "array", "input_values"):
+        if name in SOUND_KEYS:
             continue
         if name.lower() in TEXT_KEYS or (np.ndim(value) and not isinstance(value, (str, bytes, Mapping))):
             return str(name)

@@ -6,7 +6,7 @@ Lengths are in seconds, memory in GB (1e9 bytes).
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ Seconds = npt.NDArray[np.float64]
 OUTLIER_SHARE = 0.01  # Maximum share of the clips that counts as outliers.
 OUTLIER_FACTOR = 1.5  # Factor on the longest of the other clips above which outliers are cut.
 BUCKETS = 6
-ROUNDING = 1e-3  # Relative difference between the length in a file's header and that of its decoded sound.
+ROUNDING = 1e-3  # Share of a limit by which a clip may be longer: a header and the decoded sound differ by as much.
 
 
 def checked(lengths: Sequence[float] | Seconds) -> Seconds:
@@ -103,7 +103,7 @@ def limit_length(
     if seconds > fitting_seconds:
         seconds = math.floor(100 * fitting_seconds) / 100
         why = "a longer clip does not fit even alone, with gradient checkpointing"
-    over = lengths > seconds
+    over = is_over(lengths, seconds)
     share = float(lengths[over].sum() / lengths.sum())
     if over.any():
         what = "are cut into pieces of equal length" if over_long == "chunk" else "are left out"
@@ -111,9 +111,17 @@ def limit_length(
     return LengthLimit(seconds, int(over.sum()), share, why)
 
 
-def piece_count(seconds: float, limit_seconds: float, rounding: float = 0.0) -> int:
-    """Returns the fewest pieces of a clip that are at most `limit_seconds` long, up to a relative rounding."""
-    return max(1, math.ceil(seconds / limit_seconds - rounding)) if limit_seconds else 1
+def is_over(seconds: Any, limit_seconds: float) -> Any:
+    """Returns whether a clip, or each of several, is longer than a limit allows. This is the one rule for all."""
+    return seconds > limit_seconds * (1 + ROUNDING)
+
+
+def piece_count(seconds: float, limit_seconds: float) -> int:
+    """Returns the fewest pieces of equal length of a clip none of which is over the limit."""
+    if not limit_seconds:
+        return 1
+    count = max(1, math.ceil(seconds / (limit_seconds * (1 + ROUNDING))))
+    return count + bool(is_over(seconds / count, limit_seconds))
 
 
 def pieces(lengths: Seconds, limit_seconds: float, over_long: OverLong) -> Seconds:
@@ -122,7 +130,7 @@ def pieces(lengths: Seconds, limit_seconds: float, over_long: OverLong) -> Secon
     if over_long == "refuse":
         kept: Seconds = lengths[counts == 1]
         return kept
-    return np.repeat(np.minimum(lengths / counts, limit_seconds), counts)
+    return np.repeat(lengths / counts, counts)
 
 
 @dataclass(frozen=True)
@@ -136,19 +144,28 @@ class Bucket:
 
 
 def make_buckets(
-    lengths: Seconds, item_gb: Callable[[float], float], spare_gb: float, batch_size: int, count: int = BUCKETS
+    lengths: Seconds,
+    item_gb: Callable[[float], float],
+    spare_gb: float,
+    batch_size: int,
+    count: int = BUCKETS,
+    *,
+    smallest: int = 1,
+    longest: float = 0.0,
 ) -> tuple[Bucket, ...]:
     """Returns buckets of clips by length, with about the same number of clips in each.
 
     `item_gb(seconds)`: memory that an item adds to the peak, more for longer ones; `spare_gb`: memory for all items. A
-    micro-batch divides the batch, so that accumulation keeps it exactly. Raises UserError if the longest clip does not
-    fit alone.
+    micro-batch divides the batch, so that accumulation keeps it exactly, and has at least `smallest` items. The last
+    bucket is for clips of up to `longest`, also if the examined ones are shorter. Raises UserError if the longest clip
+    does not fit alone.
     """
     edges = np.unique(np.quantile(lengths, np.arange(1, count + 1) / count, method="inverted_cdf"))
+    edges[-1] = max(edges[-1], longest)
     found: list[Bucket] = []
     below = 0.0
     for edge in edges.tolist():
-        sizes = [m for m in range(1, batch_size + 1) if batch_size % m == 0 and m * item_gb(edge) <= spare_gb]
+        sizes = [m for m in range(smallest, batch_size + 1) if batch_size % m == 0 and m * item_gb(edge) <= spare_gb]
         if not sizes:
             raise UserError(
                 f"a clip of {edge:.1f} s adds {item_gb(edge):.2f} GB, and {spare_gb:.2f} GB are left for it",

@@ -13,7 +13,8 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
@@ -24,7 +25,14 @@ from torch import nn
 from gputrain.autoconfig import settings
 from gputrain.autoconfig.clips import BucketSampler, PreparedClips, batched_by_length
 from gputrain.autoconfig.dataset import DatasetProfile, profile_dataset
-from gputrain.autoconfig.inputs import MakeBatch, ModelProfile, batch_maker, output_loss, profile_weights
+from gputrain.autoconfig.inputs import (
+    BatchGuess,
+    MakeBatch,
+    ModelProfile,
+    batch_guesses,
+    output_loss,
+    profile_weights,
+)
 from gputrain.autoconfig.lengths import Bucket, LengthLimit, OverLong, limit_length, make_buckets, pieces
 from gputrain.autoconfig.memory_models import MOMENTS, MemoryModels
 from gputrain.autoconfig.recovery import MicroBatchLimit, Reduction, memory_callback, recovering, watched_first
@@ -35,7 +43,7 @@ from gputrain.hw.plan import Hardware, decide, workers
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import Ranks, weakest_of
 from gputrain.planner.memory.fit import Fit, MemoryBudget, fit
-from gputrain.planner.memory.torch_model import Loss, Optimizer, Precision, can_checkpoint
+from gputrain.planner.memory.torch_model import Loss, Optimizer, Precision, batch_statistics, can_checkpoint
 from gputrain.planner.model_planner import memory_budget
 from gputrain.planner.target import published_rates, unknown_gpu
 
@@ -97,11 +105,12 @@ def create_optimal_config(
     machine = machines.common
     profile = profile_dataset(dataset)
     precision = cast(Precision, decide(machine, Hardware()).precision.value)
-    make_batch, description = (batch, "as batch= makes them") if batch else batch_maker(model, profile)
+    guesses = (
+        [BatchGuess(batch, "as batch= makes them")] if batch else batch_guesses(model, profile, own_loss=bool(loss))
+    )
     here = None if gpu or vram_gb else torch.device("cuda" if machine.gpu else "cpu")
-    memory_models = MemoryModels(model, loss or output_loss, make_batch, precision, optimizer, here)
-    loss_used = "the given one" if loss else "assumed as expensive as that of logits, or of the squared outputs"
-    about = f"{description}; the loss is {loss_used}"
+    memory_models = MemoryModels(model, loss or output_loss, guesses, precision, optimizer, here)
+    about = "the given one" if loss else "the model's own, or assumed as expensive as that of its outputs"
     planner = Planner(machine, profile, memory_models, about, machines.each)
     return planner.plan(target_batch_size, safety_margin, max_duration_seconds, over_long), planner
 
@@ -163,13 +172,14 @@ class Planner:
         machine: Machine,
         profile: DatasetProfile,
         memory_models: MemoryModels,
-        about: str,
+        loss_used: str,
         machines: Sequence[Machine] = (),  # The GPUs that train together, if they differ.
     ) -> None:
         self.machines = tuple(machines)
-        self.machine, self.profile, self.memory_models, self.about = machine, profile, memory_models, about
+        self.machine, self.profile, self.memory_models, self.loss_used = machine, profile, memory_models, loss_used
         self.limit = MicroBatchLimit()
         self._can_checkpoint = can_checkpoint(memory_models.model)
+        self._batch_layers = batch_statistics(memory_models.model)
 
     # ------------------------------------------------------------------------------------------ for the user
 
@@ -224,7 +234,8 @@ class Planner:
         """
         ranks = Ranks.launched(os.environ)
         buckets = config.on_device(ranks.local_index).buckets
-        return BucketSampler(clips.seconds, buckets, config.target_batch_size, seed, ranks)
+        least = self.memory_models.least_items
+        return BucketSampler(clips.seconds, buckets, config.target_batch_size, seed, ranks, least_items=least)
 
     def callback(self) -> Any:
         """Returns a `transformers.TrainerCallback` that watches the memory: it logs figures with the trainer's, warns
@@ -266,12 +277,14 @@ class Planner:
         labels, gpus = self.profile.labels, self.machine.gpus
         over_long: OverLong = ("refuse" if labels else "chunk") if wish == "auto" else wish
         whole_batch_size, batch_size = batch_size, batch_size // gpus
+        self.memory_models.least_items = self.limit.least = 2 if self._batch_layers and batch_size > 1 else 1
         budget = self._budget(self.machine, share)
-        limit, found = self._fit(batch_size, budget, most_seconds, over_long)
+        with self._batch_norm_explained(batch_size):
+            limit, found = self._fit(batch_size, budget, most_seconds, over_long)
         if limit.clips_over and over_long == "chunk" and labels:
+            clips = f"{limit.clips_over} clips are" if limit.clips_over > 1 else "1 clip is"
             raise UserError(
-                f"{limit.clips_over} clips are longer than {limit.seconds:.1f} s, and cannot be cut: {labels} belongs "
-                "to the whole of a clip",
+                f"{clips} longer than {limit.seconds:.1f} s and cannot be cut: {labels} belongs to the whole of a clip",
                 hint='over_long="refuse" leaves them out; or cut them together with their labels before',
             )
         chosen = decide(self.machine, Hardware())
@@ -281,7 +294,7 @@ class Planner:
         processes = self._workers(found, limit)
         streaming, why_streaming = self._streaming()
         reasons = {
-            "target_batch_size": "it is kept exactly" + (f", {batch_size} on each of {gpus} GPUs" if gpus > 1 else ""),
+            "target_batch_size": self._why_batch(own.micro_batch_size, batch_size, gpus),
             "per_device_train_batch_size": _sentence(found, "micro_batch_size"),
             "gradient_accumulation_steps": _sentence(found, "accumulation_steps"),
             "fp16": chosen.precision.reason,
@@ -312,6 +325,7 @@ class Planner:
             length_column=self.profile.length_column,
             gpus=gpus,
             devices=self._devices(batch_size, share, limit, over_long),
+            drop_last=self._drops_last(own.micro_batch_size * gpus, gpus),
         )
 
     def _devices(
@@ -363,14 +377,18 @@ class Planner:
                 found = self._fit_length(batch_size, budget, shorter.seconds)
                 if found.fits:
                     return shorter, found
-        raise self._does_not_fit(budget, limit.seconds, fitting)
+        raise self._does_not_fit(budget, limit.seconds, fitting, found.micro_batch_size)
 
     def _fit_length(self, batch_size: int, budget: MemoryBudget, seconds: float) -> Fit:
         """Returns the fit with clips of this length, made again until the chosen micro-batch is itself predicted."""
         memory_model = functools.partial(self.memory_models.memory_model, seconds)
         repeats = None if self._can_checkpoint else False
         while True:
-            found = fit(batch_size, memory_model, budget, checkpointing=repeats)
+            memory_model(False)  # Its steps show whether the loss compares items.
+            found = fit(
+                batch_size, memory_model, budget, checkpointing=repeats, smallest=self.memory_models.least_items,
+                prefers_large=self._depends_on_split,
+            )  # fmt: skip
             if not found.fits or found.micro_batch_size <= self.memory_models.most_items(seconds, found.checkpointing):
                 return found
             self.memory_models.step(found.micro_batch_size, seconds, found.checkpointing)
@@ -383,12 +401,18 @@ class Planner:
         fixed_gb = self.memory_models.memory_model(longest, self._can_checkpoint).peak_gb(0)
         return 0.98 * curve.longest(budget.budget_gb / budget.margin - fixed_gb)  # Lengths are rounded.
 
-    def _does_not_fit(self, budget: MemoryBudget, seconds: float, fitting: float) -> UserError:
-        """Returns the error for a step of one item that does not fit; its hint names what helps, the easiest first."""
+    def _does_not_fit(self, budget: MemoryBudget, seconds: float, fitting: float, smallest: int) -> UserError:
+        """Returns the error for a step of the smallest micro-batch that does not fit; its hint names what helps, the
+        easiest first."""
         found, machine, repeats = self.memory_models, self.machine, self._can_checkpoint
         memory_model = found.memory_model(seconds, repeats)
-        need_gb, fixed_gb = budget.margin * memory_model.peak_gb(1), budget.margin * memory_model.peak_gb(0)
+        need_gb, fixed_gb = budget.margin * memory_model.peak_gb(smallest), budget.margin * memory_model.peak_gb(0)
         remedies = []
+        if smallest > found.least_items:
+            remedies.append(
+                f"choose a target_batch_size that is a multiple of {found.least_items}: a micro-batch of "
+                f"{found.least_items} items, the least for BatchNorm, has to divide it"
+            )
         if fitting >= SHORTEST_SECONDS:
             remedies.append(f"clips of at most {fitting:.1f} s fit (max_duration_seconds)")
         if found.precision == "fp32" and self._fits_in_16_bit(budget, seconds):
@@ -402,9 +426,11 @@ class Planner:
         memory_gb = machine.gpu_memory_gb or machine.ram_gb
         if card := smallest_gpu(need_gb / budget.budget_gb * memory_gb):
             remedies.append(f"the smallest known GPU that it fits is {card.name}, {card.memory_gb:g} GB ({card.key})")
-        item = f"one item{f' of {seconds:.1f} s' if seconds else ''}{' with gradient checkpointing' if repeats else ''}"
+        length, how = f" of {seconds:.1f} s" if seconds else "", " with gradient checkpointing" if repeats else ""
+        items = "one item" if smallest == 1 else f"the smallest micro-batch, of {smallest} items"
+        takes = f"{items}{length}{how} takes {need_gb:.3g} GB"
         return UserError(
-            f"{type(found.model).__name__} does not fit {machine.gpu or 'this machine'}: {item} takes {need_gb:.3g} GB"
+            f"{type(found.model).__name__} does not fit {machine.gpu or 'this machine'}: {takes}"
             f", which is {need_gb - budget.budget_gb:.3g} GB more than the available {budget.budget_gb:.3g} GB",
             hint="; or ".join(remedies) or "it fits no known GPU: train a smaller model",
         )
@@ -413,7 +439,9 @@ class Planner:
         if self.memory_models.unpredictable:
             return False
         other = replace(self.memory_models, precision="bf16", device=None, known={})
-        return budget.margin * other.step(1, seconds, self._can_checkpoint).reserved_gb <= budget.budget_gb
+        return (
+            budget.margin * other.step(other.least_items, seconds, self._can_checkpoint).reserved_gb <= budget.budget_gb
+        )
 
     def _buckets(
         self, batch_size: int, budget: MemoryBudget, limit: LengthLimit, found: Fit, over_long: OverLong
@@ -426,7 +454,10 @@ class Planner:
         fixed_gb = memory_model.peak_gb(0)
         longest_gb = memory_model.peak_gb(1) - fixed_gb
         spare_gb = budget.budget_gb / budget.margin - fixed_gb
-        return make_buckets(kept, lambda seconds: min(curve.item_gb(seconds), longest_gb), spare_gb, batch_size)
+        return make_buckets(
+            kept, lambda seconds: min(curve.item_gb(seconds), longest_gb), spare_gb, batch_size,
+            smallest=self.memory_models.least_items, longest=limit.seconds,
+        )  # fmt: skip
 
     def _workers(self, found: Fit, limit: LengthLimit) -> Any:
         typical = float(self.profile.seconds.mean()) / limit.seconds if limit.seconds else 1.0
@@ -444,6 +475,53 @@ class Planner:
         reason = f"the decoded data take about {decoded_gb:.3g} GB, and half of the free RAM is {half_gb:.1f} GB"
         return decoded_gb > half_gb, reason
 
+    @property
+    def _depends_on_split(self) -> bool:
+        return bool(self._batch_layers) or self.memory_models.compares_items
+
+    @contextmanager
+    def _batch_norm_explained(self, batch_size: int) -> Iterator[None]:
+        """Says of a batch of one item that BatchNorm needs more."""
+        try:
+            yield
+        except UserError as error:
+            if not self._batch_layers or "more than 1 value per channel" not in error.message:
+                raise
+            raise UserError(
+                f"{self._batch_layer} needs at least two items in a batch, and it gets {batch_size}",
+                hint=f"choose a target_batch_size of at least {2 * self.machine.gpus}, or use GroupNorm instead",
+            ) from error
+
+    @property
+    def _batch_layer(self) -> str:
+        """Returns the class and the name of the first layer that uses statistics of a batch."""
+        name = self._batch_layers[0]
+        return f"{type(self.memory_models.model.get_submodule(name)).__name__} ({name or 'the model'})"
+
+    def _drops_last(self, items: int, gpus: int) -> bool:
+        """Returns whether the last micro-batch of an epoch would have too few items for BatchNorm, where the others
+        have so many on all GPUs."""
+        rest = self.profile.items % items
+        return items < self.profile.items and 0 < rest < self.memory_models.least_items * gpus
+
+    def _why_batch(self, micro_batch_size: int, batch_size: int, gpus: int) -> str:
+        """Returns whether the result is that of the whole batch at once, and warns if it is not."""
+        on_each = f", {batch_size} on each of {gpus} GPUs" if gpus > 1 else ""
+        whole = batch_size * gpus
+        if not self._depends_on_split or micro_batch_size == whole:
+            return f"it is kept exactly{on_each}"
+        causes = []
+        if self._batch_layers:
+            causes.append(f"{self._batch_layer} uses the statistics of a batch")
+        if self.memory_models.compares_items:
+            causes.append("the loss compares the items of a batch with each other")
+        said = (
+            f"{' and '.join(causes)}, which here is a micro-batch of {micro_batch_size} and not all {whole} items: "
+            "another micro-batch size gives another result"
+        )
+        log.warning("%s", said)
+        return f"its items are kept exactly{on_each}, but {said}"
+
     def _why_checkpointing(self, found: Fit) -> str:
         if not self._can_checkpoint:
             return f"{type(self.memory_models.model).__name__} has no gradient checkpointing that can be enabled"
@@ -454,7 +532,10 @@ class Planner:
         if self.memory_models.unpredictable:
             how = f"measured in a copy ({self.memory_models.unpredictable})"
         device = self.machine.gpu or "this machine"
-        return f"{how}, of {budget:.3g} GB, at most {share:.0%} of {device}; batches are {self.about}"
+        return (
+            f"{how}, of {budget:.3g} GB, at most {share:.0%} of {device}; batches are "
+            f"{self.memory_models.guesses[0].description}; the loss is {self.loss_used}"
+        )
 
 
 def _sentence(found: Fit, name: str) -> str:

@@ -34,26 +34,27 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class MicroBatchLimit:
-    """The maximum number of items in a micro-batch; 0: no limit."""
+    """The maximum number of items in a micro-batch; 0: no limit. With `least` above 1 the model has layers that use
+    statistics of the batch."""
 
     items: int = 0
+    least: int = 1  # Items that a micro-batch has at least.
     largest: int = 0  # The largest number of items so far in a micro-batch that obeys the limit.
     splits: list[BatchSplit] = field(default_factory=list)
 
     def halve(self, step: int, items: int, cause: str) -> None:
         """Limits micro-batches to half of `items`, rounded up."""
-        self.items = -(-items // 2)
+        self.items = max(self.least, -(-items // 2))
         self.splits.append(BatchSplit(step, items, self.items, cause))
-        log.warning(
-            "step %d: %s; %d items at once instead of %d; the batch stays the same", step, cause, self.items, items
-        )
+        same = "the statistics of BatchNorm are those of so many" if self.least > 1 else "the batch stays the same"
+        log.warning("step %d: %s; %d items at once instead of %d; %s", step, cause, self.items, items, same)
 
 
-def split(inputs: Mapping[str, Any], size: int) -> list[dict[str, Any]]:
-    """Returns a batch in parts of at most `size` items, as equal as possible. Raises UserError for inputs that do not
-    have a row for each item."""
+def split(inputs: Mapping[str, Any], size: int, least: int = 1) -> list[dict[str, Any]]:
+    """Returns a batch in parts of at most `size` items, as equal as possible; larger ones rather than parts of fewer
+    than `least`. Raises UserError for inputs that do not have a row for each item."""
     items = count_items(inputs)
-    count = -(-items // size)
+    count = min(-(-items // size), max(1, items // least))
     edges = [items * number // count for number in range(count + 1)]
     return [select_rows(inputs, slice(start, stop)) for start, stop in itertools.pairwise(edges)]
 
@@ -204,9 +205,10 @@ class Recovery:
             model.zero_grad(set_to_none=True)
             # Memory may also run out where the reduction of the loss is found, which the limit does not make smaller.
             items = min(self._items_at_once, self.limit.items or self._items_at_once)
-            if items <= 1:
+            if items <= self.limit.least:
+                few = "a single item" if items <= 1 else f"{items} items, the fewest for BatchNorm,"
                 raise UserError(
-                    f"out of memory with a single item at once: {failure.cause}",
+                    f"out of memory with {few} at once: {failure.cause}",
                     hint="train on shorter clips, with gradient checkpointing, or a smaller model",
                 )
             self.limit.halve(self._step, items, "out of memory")
@@ -224,7 +226,7 @@ class Recovery:
         self.limit.largest = max(self.limit.largest, size)
         if size == items:
             return self._whole_step(model, inputs, *more, **named)
-        parts = split(inputs, size)
+        parts = split(inputs, size, self.limit.least)
         total = None
         for part, weight in zip(parts, self._weights(model, micro_batch, parts), strict=True):
             self._weight, self._items_at_once = weight, count_items(part)
@@ -422,7 +424,7 @@ def relieve(pressure: str, limit: MicroBatchLimit, step: int) -> None:
         return
     release_memory()
     items = min(limit.items or limit.largest, limit.largest)
-    if items > 1:
+    if items > limit.least:
         limit.halve(step, items, "more than 95 % of the memory in use")
 
 

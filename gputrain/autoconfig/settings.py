@@ -72,6 +72,7 @@ class OptimalConfig:
     gpus: int = 1  # GPUs that train together.
     splits: tuple[BatchSplit, ...] = ()  # Changes that running out of memory has caused.
     devices: tuple[DeviceSettings, ...] = ()  # Empty if there is one GPU, or all are alike.
+    drop_last: bool = False  # The last micro-batch of an epoch would have too few items for BatchNorm.
 
     def on_device(self, number: int) -> "OptimalConfig":
         """Returns the settings with those of a GPU in place of the shared ones, by its number on its machine."""
@@ -110,6 +111,7 @@ class OptimalConfig:
             "bf16": self.bf16,
             "dataloader_num_workers": self.dataloader_num_workers,
             "dataloader_persistent_workers": self.dataloader_num_workers > 0,
+            "dataloader_drop_last": self.drop_last,
         }
         checkpointing = (
             "activation_checkpointing" if "activation_checkpointing" in accepted else "gradient_checkpointing"

@@ -123,9 +123,22 @@ def test_a_folder_of_pictures(photographs):
 
 @each_row(
     (lambda n: Image.new("RGB", (10 * n, 20)), "pictures", TensorShape((3, 20, 50), "float32")),
-    (lambda n: (Image.new("L", (10 * n, 20)), n), "pictures", TensorShape((1, 20, 50), "float32")),
-    (lambda n: {"image": Image.new("RGB", (10, 20 * n))}, "pictures", TensorShape((3, 100, 10), "float32")),
-    (lambda n: (torch.zeros(3, 8, n), 7), "pictures", TensorShape((3, 8, 5), "float32")),
+    (
+        lambda n: (Image.new("L", (10 * n, 20)), n),
+        "pictures",
+        [TensorShape((1, 20, 50), "float32"), TensorShape((), "int64")],
+    ),
+    (
+        lambda n: {"image": Image.new("RGB", (10, 20 * n)), "text": "a", "label": n},
+        "pictures",
+        {"image": TensorShape((3, 100, 10), "float32"), "text": None, "label": TensorShape((), "int64")},
+    ),
+    (
+        lambda n: (torch.zeros(3, 8, n), 7),
+        "pictures",
+        [TensorShape((3, 8, 5), "float32"), TensorShape((), "int64")],
+    ),
+    (lambda n: {"frames": [[0.5] * n] * 4}, "tensors", {"frames": TensorShape((4, 5), "float32")}),
     (lambda n: torch.zeros(4 * n, dtype=torch.float16), "tensors", TensorShape((20,), "float16")),
     (
         lambda n: {"input_ids": list(range(n)), "mask": torch.ones(n, dtype=torch.bool)},
@@ -136,6 +149,22 @@ def test_a_folder_of_pictures(photographs):
 def test_items_of_other_datasets(item, kind, largest):
     found = profile_dataset([item(n) for n in range(1, 6)])
     assert (found.kind, found.largest) == (kind, largest)
+
+
+def test_the_largest_of_each_tensor_may_come_from_different_items():
+    items = [{"input_ids": [1] * a, "labels": [2] * b} for a, b in ((9, 1), (2, 5), (4, 4))]
+    found = profile_dataset(items)
+    shapes = {"input_ids": TensorShape((9,), "int64"), "labels": TensorShape((5,), "int64")}
+    assert found.widest == shapes
+    assert found.largest == {**shapes, "labels": TensorShape((1,), "int64")}
+    assert found.widest["labels"].values.tolist() == [2] * 5
+
+
+def test_tensors_beside_a_sound():
+    items = [{"audio": {"array": tone(0.5), "sampling_rate": RATE}, "labels": [1] * n, "text": "a"} for n in (3, 7)]
+    assert profile_dataset(items).widest == {"labels": TensorShape((7,), "int64")}
+    spectrogram = profile_dataset([{"input_values": torch.zeros(64, 32), "labels": 1}])
+    assert (spectrogram.kind, spectrogram.largest["input_values"]) == ("tensors", TensorShape((64, 32), "float32"))
 
 
 @each_row(torch.zeros(1, 12000), np.zeros(12000))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gputrain.autoconfig.lengths import LengthCurve, checked, limit_length, make_buckets, pieces
+from gputrain.autoconfig.lengths import LengthCurve, checked, is_over, limit_length, make_buckets, pieces
 from gputrain.errors import UserError
 from tests.tables import each_row
 
@@ -91,10 +91,16 @@ def test_what_is_asked_for_is_the_limit():
 def test_pieces_keep_the_hours_and_the_limit(lengths, limit):
     cut = pieces(lengths, limit, "chunk")
     assert cut.sum() == pytest.approx(lengths.sum())
-    assert cut.max() <= limit
+    assert not is_over(cut, limit).any()
     assert len(cut) < len(lengths) + lengths.sum() / limit + 1e-9 + len(lengths)
     kept = pieces(lengths, limit, "refuse")
-    assert kept.tolist() == [seconds for seconds in lengths if seconds <= limit]
+    assert kept.tolist() == [seconds for seconds in lengths if seconds <= limit * 1.001]
+
+
+def test_the_last_bucket_reaches_to_the_longest_clip_that_is_allowed():
+    found = make_buckets(np.array([1.0, 2, 3]), lambda seconds: seconds, 8, 4, 3, longest=4.0)
+    assert [(b.to_seconds, b.micro_batch_size) for b in found] == [(1, 4), (2, 4), (4, 2)]
+    assert [b.micro_batch_size for b in make_buckets(np.array([1.0, 3]), lambda s: s, 8, 4, 2, smallest=2)] == [4, 2]
 
 
 @given(clips, curves, st.floats(1, 40), st.integers(1, 64), st.integers(1, 9))

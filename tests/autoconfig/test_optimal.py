@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import TrainingArguments, Wav2Vec2Config, Wav2Vec2ForCTC
 
 from gputrain.autoconfig.dataset import profile_dataset
-from gputrain.autoconfig.inputs import batch_maker, output_loss
+from gputrain.autoconfig.inputs import BatchGuess, batch_guesses, output_loss
 from gputrain.autoconfig.memory_models import MemoryModels
 from gputrain.autoconfig.optimal import Planner
 from gputrain.autoconfig.settings import BatchSplit
@@ -87,8 +87,7 @@ def plan_on_cpu(
 ):
     """A plan for a machine without a card, whose allocator keeps nothing: there arithmetic holds to the last byte."""
     profile = profile_dataset(data)
-    make_batch, _ = batch_maker(model, profile)
-    found = MemoryModels(model, loss, make_batch, "fp32", "adamw", torch.device("cpu"))
+    found = MemoryModels(model, loss, batch_guesses(model, profile), "fp32", "adamw", torch.device("cpu"))
     manager = Planner(Machine(system="Linux", cpu_cores=1, ram_gb=ram_gb), profile, found, "")
     return manager.plan(batch_size, share, seconds, over), manager
 
@@ -128,7 +127,8 @@ def test_what_does_not_fit_says_by_how_much_and_what_would_help():
 def test_what_would_fit_in_16_bit_says_so():
     layers = [nn.Linear(64, 64, bias=False, device="meta") for _ in range(8)]
     found = MemoryModels(
-        nn.Sequential(*layers), output_loss, lambda items, seconds: torch.empty(items, 65536, 64), "fp32", "sgd", None
+        nn.Sequential(*layers), output_loss,
+        [BatchGuess(lambda items, seconds: torch.empty(items, 65536, 64), "")], "fp32", "sgd", None,
     )  # fmt: skip
     machine = Machine(system="Linux", cpu_cores=1, ram_gb=0.95 * found.step(1, 0.0).reserved_gb / 0.85)
     with pytest.raises(UserError) as error:
@@ -155,6 +155,79 @@ def test_bad_input_is_named(changes, message):
         create_optimal_config(**{"dataset": Items(5, 8), "model": Scaled(8), **changes})
     if "gpu" in changes:
         assert "rtx4090" in error.value.hint
+
+
+# ------------------------------------------------------------------------------------- models that mix the items
+
+
+class Pairs(nn.Module):
+    """Compares all items of a batch with each other, without and with memory for it."""
+
+    def __init__(self, wide=4_000_000, *, compares=True):
+        super().__init__()
+        self.weight, self.compares = nn.Parameter(torch.ones(wide, device="meta")), compares
+
+    def forward(self, x):
+        x = torch.relu(x * self.weight)
+        return {"loss": torch.log_softmax(x @ x.T, -1).diagonal().mean() if self.compares else x.mean()}
+
+
+def test_a_loss_that_compares_items_says_that_parts_change_it(caplog):
+    for compares, batch_size, said in ((True, 64, True), (False, 64, False), (True, 2, False)):
+        caplog.clear()
+        config, _ = create_optimal_config(Items(50, 4_000_000), Pairs(compares=compares), batch_size, vram_gb=1)
+        assert (config.per_device_train_batch_size < batch_size) == (batch_size == 64)
+        assert ("the loss compares the items of a batch with each other" in config.reasons["target_batch_size"]) == said
+        assert ("another micro-batch size gives another result" in caplog.text) == said
+        assert config.reasons["target_batch_size"].startswith("it is kept exactly") != said
+
+
+def norms(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 64, 3), layer, nn.ReLU(), nn.Conv2d(64, 64, 3))
+
+
+class MinibatchStdDev(nn.Module):
+    def forward(self, x):
+        return x
+
+
+class Kept(nn.BatchNorm2d):
+    def train(self, mode=True):
+        return super().train(False)
+
+
+@each_row(
+    (nn.BatchNorm2d(64), True), (nn.SyncBatchNorm(64), True), (nn.BatchNorm2d(64, track_running_stats=False), True),
+    (MinibatchStdDev(), True), (nn.GroupNorm(8, 64), False), (nn.InstanceNorm2d(64), False), (Kept(64), False),
+)  # fmt: skip
+def test_layers_with_statistics_of_a_batch_get_at_least_two_items_and_say_so(layer, found):
+    model = norms(layer).eval()
+    config, _ = create_optimal_config([torch.zeros(3, 64, 64)] * 40, model, 14, vram_gb=0.02 if not found else 0.04)
+    assert config.per_device_train_batch_size in ((2, 7) if found else (1, 2, 7))
+    said = f"{type(layer).__name__} (1) uses the statistics of a batch, which here is a micro-batch of"
+    assert (said in config.reasons["target_batch_size"]) == found
+    assert not any(module.training for module in model.modules())
+
+
+def test_batch_norm_of_vectors_is_planned_from_two_items_on():
+    model = nn.Sequential(nn.Linear(10, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 2))
+    data = [(torch.zeros(10), 0)] * 33
+    for gpu in ("l4", None):
+        config, manager = create_optimal_config(data, model, 8, gpu=gpu)
+        assert config.per_device_train_batch_size == 8
+        assert config.drop_last  # The last of 33 items would be alone.
+        assert manager.limit.least == 2
+    with pytest.raises(
+        UserError, match=r"BatchNorm1d \(1\) needs at least two items in a batch, and it gets 1"
+    ) as error:
+        create_optimal_config(data, model, 1, gpu="l4")
+    assert "at least 2, or use GroupNorm" in error.value.hint
+
+
+def test_a_prime_batch_that_two_items_do_not_divide_says_so():
+    with pytest.raises(UserError, match="the smallest micro-batch, of 13 items takes") as error:
+        create_optimal_config([torch.zeros(3, 64, 64)] * 40, norms(nn.BatchNorm2d(64)), 13, vram_gb=0.04)
+    assert "choose a target_batch_size that is a multiple of 2" in error.value.hint
 
 
 # ------------------------------------------------------------------------------------------------------- clips
@@ -245,7 +318,8 @@ def test_data_too_large_for_the_ram_are_streamed():
     machine = Machine(system="Linux", cpu_cores=4, ram_gb=16, ram_free_gb=8)
     for hours, streaming in ((10, False), (20, True)):  # 0.23 GB an hour in fp32 at 16 kHz, and 4 GB are half
         profile = profile_dataset([36.0] * (100 * hours))
-        found = MemoryModels(Wave(), output_loss, lambda B, s: torch.empty(B, round(s * 16000)), "fp32", "adamw", None)
+        guess = BatchGuess(lambda B, s: torch.empty(B, round(s * 16000)), "")
+        found = MemoryModels(Wave(), output_loss, [guess], "fp32", "adamw", None)
         config = Planner(machine, profile, found, "").plan(4, 0.85, 0, "chunk")
         assert config.streaming is streaming
         assert f"about {hours * 3600 * 16000 * 4 / 1e9:.3g} GB" in config.reasons["streaming"]
@@ -277,9 +351,9 @@ def test_a_model_of_transformers_is_predicted_and_left_alone():
     assert found.optimizer_gb == pytest.approx(2 * found.gradients_gb) == pytest.approx(8e-9 * weights)
     assert set(found.predicted_gb) >= {"1 item of 2.00 s", "2 items of 2.00 s"}
     # On the CPU, since the segments of a card's allocator are larger than so small a model.
-    found = MemoryModels(model, output_loss, manager.memory_models.make_batch, "fp32", "adamw", torch.device("cpu"))
+    found = MemoryModels(model, output_loss, manager.memory_models.guesses, "fp32", "adamw", torch.device("cpu"))
     real = measure_training_memory(
-        model, output_loss, found.make_batch(2, 2.0), torch.device("cpu"), precision="fp32", optimizer="adamw"
+        model, output_loss, found.guesses[0].make(2, 2.0), torch.device("cpu"), precision="fp32", optimizer="adamw"
     )  # fmt: skip
     assert real.reserved_gb == pytest.approx(found.step(2, 2.0).reserved_gb, rel=0.01)
     assert not found.unpredictable
@@ -347,8 +421,8 @@ def test_a_model_that_needs_values_is_measured_here_and_refused_elsewhere():
     machine = Machine(system="Linux", cpu_cores=1, ram_gb=1)
     profile = profile_dataset(Items(5, 1000))
     model = Choosing()
-    found = MemoryModels(model, output_loss, lambda B, s: torch.empty(B, 1000, device="meta"), "fp32", "adamw",
-                       torch.device("cpu"))  # fmt: skip
+    guess = BatchGuess(lambda B, s: torch.empty(B, 1000, device="meta"), "")
+    found = MemoryModels(model, output_loss, [guess], "fp32", "adamw", torch.device("cpu"))
     config = Planner(machine, profile, found, "").plan(4, 0.85, 0, "chunk")
     assert config.per_device_train_batch_size == 4
     assert config.reasons["predicted_peak_gb"].startswith("measured in a copy")

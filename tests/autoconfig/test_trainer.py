@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, Wav2Vec2Config, Wav2Vec2ForCTC
 
 from gputrain.autoconfig.dataset import profile_dataset
-from gputrain.autoconfig.inputs import output_loss
+from gputrain.autoconfig.inputs import BatchGuess, output_loss
 from gputrain.autoconfig.memory_models import MemoryModels
 from gputrain.autoconfig.optimal import Planner
 from gputrain.autoconfig.recovery import MicroBatchLimit, memory_callback, recovering, relieve, split, watched_first
@@ -418,7 +418,7 @@ def planner_of(model: nn.Module) -> Planner:
     def make_batch(items: int, seconds: float):
         return {"input_values": torch.empty(items, round(seconds * 16000), dtype=torch.float64, device="meta")}
 
-    memory_models = MemoryModels(model, output_loss, make_batch, "fp32", "sgd", None)
+    memory_models = MemoryModels(model, output_loss, [BatchGuess(make_batch, "")], "fp32", "sgd", None)
     return Planner(machine, profile_dataset(speech()), memory_models, "waves")
 
 

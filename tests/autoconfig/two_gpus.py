@@ -18,7 +18,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from gputrain.autoconfig.dataset import profile_dataset
-from gputrain.autoconfig.inputs import output_loss
+from gputrain.autoconfig.inputs import BatchGuess, output_loss
 from gputrain.autoconfig.lengths import Bucket
 from gputrain.autoconfig.memory_models import MemoryModels
 from gputrain.autoconfig.optimal import Planner
@@ -83,7 +83,9 @@ def waves(lengths: Iterable[float]) -> list[dict]:
 
 def planner_of(lengths: Any, free_gb: float = 8) -> Planner:
     """Returns a planner for clips of these seconds, and a model of a few bytes."""
-    found = MemoryModels(nn.Linear(1, 1), output_loss, lambda B, s: torch.empty(B, 1), "fp32", "adamw", None)
+    found = MemoryModels(
+        nn.Linear(1, 1), output_loss, [BatchGuess(lambda B, s: torch.empty(B, 1), "")], "fp32", "adamw", None
+    )
     machine = Machine(system="Linux", cpu_cores=2, ram_gb=16, ram_free_gb=free_gb)
     return Planner(machine, profile_dataset(lengths), found, "")
 

@@ -245,8 +245,8 @@ ONE_DNN_RECURRENT = {"lstm"}
 class FunctionsOf(TorchFunctionMode):
     """Has torch's functions work on fake tensors as on another device: they cast to fp32 if CUDA's autocast would and
     the CPU's does not; dropout is CUDA's kernel, which keeps a mask of a byte for each number; attention keeps no
-    scores, with dropout neither; the CTC loss needs no values; and functions whose memory does not follow from shapes
-    are refused."""
+    scores, with dropout neither; the CTC loss needs no values; products of groups of rows have any dtype; and functions
+    whose memory does not follow from shapes are refused."""
 
     def __init__(self, rules: Rules) -> None:
         super().__init__()
@@ -264,6 +264,8 @@ class FunctionsOf(TorchFunctionMode):
         if name == "ctc_loss":
             with self:
                 return ctc_loss(*arguments, **named)
+        if name in ("grouped_mm", "_grouped_mm") and arguments[0].dtype != torch.bfloat16:
+            return grouped_product(*arguments[:2])
         if self.cuda and name == "dropout":
             return dropout(*arguments, **named)
         if self.cuda and name == "scaled_dot_product_attention":
@@ -304,6 +306,14 @@ def dropout(
         return input.mul_(torch.native_dropout(input, p, True)[1])
     made: Tensor = torch.native_dropout(input, p, True)[0]
     return made
+
+
+def grouped_product(rows: Tensor, weights: Tensor) -> Tensor:
+    """Replaces torch.nn.functional.grouped_mm of rows (N, K) with the matrices of their groups (G, K, M), which on fake
+    tensors takes bf16 alone: as many FLOPs, and a gradient of all matrices. Autocast leaves it as it is."""
+    with torch.autocast("cpu", enabled=False):
+        made: Tensor = rows @ weights[0]
+        return made
 
 
 def _to_fp32(value: Any) -> Any:

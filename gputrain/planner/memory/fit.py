@@ -34,16 +34,16 @@ class MemoryModel:
     @classmethod
     def through(
         cls, one: dict[str, float], more: dict[str, float], item_flops: float, cost: StepCost | None = None, *,
-        items: int = 2, cached_gb: float = 0.0,
+        items: int = 2, cached_gb: float = 0.0, first: int = 1,
     ) -> "MemoryModel":  # fmt: skip
-        """Returns the lines through the peak with one item and the peak with `items` items, for which the allocator
-        holds `cached_gb` beyond its tensors.
+        """Returns the lines through the peak with one item, or with `first` items, and the peak with `items` items, for
+        which the allocator holds `cached_gb` beyond its tensors.
 
         Between the two, the true peak is below the line: with few items it may be at a moment of large weights, and
         with many at one of large activations, which grow faster.
         """
-        item = {kind: (more[kind] - one[kind]) / (items - 1) for kind in one}
-        fixed = {kind: one[kind] - item[kind] for kind in one}
+        item = {kind: (more[kind] - one[kind]) / (items - first) for kind in one}
+        fixed = {kind: one[kind] - first * item[kind] for kind in one}
         if cached_gb:
             fixed["cached"], item["cached"] = 0.0, cached_gb / items
         return cls(fixed=fixed, item=item, item_flops=item_flops, cost=cost)
@@ -137,13 +137,16 @@ def fit(
     micro_batch_size: int = 0,
     checkpointing: bool | None = None,
     ranks: int = 1,
+    smallest: int = 1,
+    prefers_large: bool = False,
 ) -> Fit:
     """Chooses micro-batch, accumulation and checkpointing for a step on `batch_size` items, over `ranks` GPUs.
 
-    A micro-batch has at most `largest` items (0: all). `memory_model(checkpointing)` is called only if it is needed. A
-    given `micro_batch_size` (0: none) or `checkpointing` is kept, even if it does not fit. If nothing fits, `fits` is
-    False, and the smallest micro-batch is returned, with checkpointing if that takes less memory. Raises UserError if
-    the ranks cannot share the batch equally.
+    A micro-batch has at least `smallest` items, and at most `largest` (0: all). `prefers_large`: a larger micro-batch
+    is chosen even if it is slower, for models whose result depends on it. `memory_model(checkpointing)` is called only
+    if it is needed. A given `micro_batch_size` (0: none) or `checkpointing` is kept, even if it does not fit. If
+    nothing fits, `fits` is False, and the smallest micro-batch is returned, with checkpointing if that takes less
+    memory. Raises UserError if the ranks cannot share the batch equally.
     """
     if batch_size % ranks:
         raise UserError(
@@ -151,7 +154,7 @@ def fit(
             hint=f"use a batch of {batch_size // ranks * ranks + ranks}",
         )
     share = batch_size // ranks
-    sizes = [m for m in range(1, min(share, largest or share) + 1) if share % m == 0]
+    sizes = [m for m in range(min(smallest, share), min(share, largest or share) + 1) if share % m == 0]
     if micro_batch_size:
         sizes = [min(micro_batch_size, share)]
     one = _Choice.largest(memory_model(bool(checkpointing)), bool(checkpointing), sizes, share, budget)
@@ -159,6 +162,8 @@ def fit(
         other = _Choice.largest(memory_model(True), True, sizes, share, budget)
         if not one.size and not other.size:
             one = min(one, other, key=lambda choice: choice.memory_model.peak_gb(sizes[0]))
+        elif prefers_large and other.size > one.size > 0:
+            other.replaced_size, one = one.size, other
         elif other.size and (not one.size or (one.seconds and other.is_faster_than(one.seconds))):
             other.compared_seconds, one = one.seconds if one.size else None, other
     chosen, repeats = one.memory_model, one.checkpointing
@@ -193,6 +198,7 @@ class _Choice:
     size: int  # 0: none fits.
     seconds: float | None  # Predicted time of a step; None: unknown.
     compared_seconds: float | None = None  # That of the step without checkpointing; None: none fits.
+    replaced_size: int = 0  # The smaller micro-batch that fits without checkpointing, if that is why it is chosen.
 
     @classmethod
     def largest(
@@ -235,6 +241,8 @@ def _checkpointing(choice: _Choice, *, asked: bool) -> Setting:
     repeats = choice.checkpointing
     if asked:
         reason = "asked for" if repeats else "switched off"
+    elif choice.replaced_size:
+        reason = f"micro-batches of {choice.size} fit with it, {choice.replaced_size} without"
     elif repeats and choice.compared_seconds and choice.seconds:
         gain = choice.compared_seconds / choice.seconds - 1
         reason = f"it is predicted to be {gain:.0%} faster than the micro-batches that fit without it"

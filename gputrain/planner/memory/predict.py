@@ -276,15 +276,19 @@ def memory_models(target: PlanTarget, plan: Plan, most: int) -> Callable[[bool],
     return memory_model
 
 
-def memory_model_of(one: MemoryEstimate, more: MemoryEstimate, items: int, *, grows: bool) -> MemoryModel:
-    """Returns the line through a micro-batch of one item and one of `items`. `grows`: the allocator's segments can
-    grow, so that it holds nothing beyond its tensors."""
-    flops = (more.flops - one.flops) / (items - 1)
-    cost = StepCost(one.micro_batch, more.micro_batch, items, one.update, more.graph_launches)
+def memory_model_of(
+    one: MemoryEstimate, more: MemoryEstimate, items: int, *, grows: bool, first: int = 1
+) -> MemoryModel:
+    """Returns the line through a micro-batch of one item, or of `first`, and one of `items`. `grows`: the allocator's
+    segments can grow, so that it holds nothing beyond its tensors."""
+    flops = (more.flops - one.flops) / (items - first)
+    cost = StepCost(one.micro_batch, more.micro_batch, items, one.update, more.graph_launches, first)
     # Elementwise work alone says nothing about the rate of a step.
     known = cost if flops and one.micro_batch else None
     cached_gb = 0.0 if grows else more.reserved_gb - more.allocated_gb
-    return MemoryModel.through(one.parts, more.parts, flops, known, items=items, cached_gb=cached_gb)
+    return MemoryModel.through(
+        one.parts, more.parts, flops, known, items=items, cached_gb=cached_gb, first=first
+    )  # fmt: skip
 
 
 def least_gb(target: PlanTarget, plan: Plan, checkpointing: bool) -> float:

@@ -1,9 +1,10 @@
 """Any torch or transformers model as a recipe, to predict or measure a step of its training."""
 
 import copy
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -24,6 +25,7 @@ from gputrain.planner.memory.allocator import PlainAllocator
 from gputrain.planner.memory.fake_runtime import FakeRuntime, Rules
 from gputrain.planner.memory.predict import MemoryEstimate, explained, predict_step, watch_step
 from gputrain.planner.memory.timeline import MemoryTimeline
+from gputrain.planner.time.flops import OperatorMode
 from gputrain.planner.work import PlanTarget
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -133,11 +135,13 @@ def model_target(
     optimizer: Optimizer,
     *,
     ema: bool = False,
+    shapes: list[torch.Size] | None = None,
 ) -> PlanTarget:
     """Returns the training of a copy of the model on batches of `make_batch(items)`, as the planner takes it.
 
-    The copy and the batches have the tensors of the runtime that the recipe is built for. Fake integers of a batch keep
-    their values, because losses read those of labels; of real tensors, those that have no values get random ones.
+    `shapes` gets the shape of every result of the last forward pass, for `compares_items`. The copy and the batches
+    have the tensors of the runtime that the recipe is built for. Fake integers of a batch keep their values, because
+    losses read those of labels; of real tensors, those that have no values get random ones.
     """
 
     def build(runtime: Runtime, checkpointing: bool) -> "ModelRecipe":
@@ -148,7 +152,7 @@ def model_target(
             parameter.grad = None
         if checkpointing:
             checkpoint_blocks(twin)
-        return ModelRecipe(twin, loss, runtime, DTYPES[precision], optimizer, ema)
+        return ModelRecipe(twin, loss, runtime, DTYPES[precision], optimizer, ema, shapes)
 
     def load(items: int = 1) -> ModelBatch:
         return ModelBatch(items, make_batch(items))
@@ -170,9 +174,17 @@ class ModelRecipe:
     kind, unit = "model", "items"
 
     def __init__(
-        self, model: nn.Module, loss: Loss, runtime: Runtime, dtype: torch.dtype, optimizer: Optimizer, ema: bool
+        self,
+        model: nn.Module,
+        loss: Loss,
+        runtime: Runtime,
+        dtype: torch.dtype,
+        optimizer: Optimizer,
+        ema: bool,
+        shapes: list[torch.Size] | None = None,
     ) -> None:
         self.model, self.loss, self.runtime, self.dtype = model, loss, runtime, dtype
+        self._shapes = shapes
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.average_model = nn.ParameterList(torch.empty_like(p) for p in model.parameters() if ema)
         self.modules: dict[str, nn.Module] = {"model": model}
@@ -184,7 +196,8 @@ class ModelRecipe:
 
     def _loss(self, batch: ModelBatch, step: int) -> Iterator[Term]:
         # Other programs leave autocast before the backward pass, and with it the copies of weights that it keeps.
-        with torch.autocast(self.runtime.device.type, self.dtype, enabled=self.dtype != torch.float32):
+        watching = nullcontext() if self._shapes is None else _ResultShapes(self._shapes)
+        with watching, torch.autocast(self.runtime.device.type, self.dtype, enabled=self.dtype != torch.float32):
             value = self.loss(self.model, batch.inputs)
         # Fake tensors would back-propagate a loss of any shape.
         if not isinstance(value, Tensor):
@@ -224,6 +237,53 @@ class ModelRecipe:
 
     def evaluate(self) -> Report:
         return Report()
+
+
+class _ResultShapes(OperatorMode):  # type: ignore[no-untyped-call]
+    """Notes the shapes of the results of all operators, in their order."""
+
+    def __init__(self, shapes: list[torch.Size]) -> None:
+        super().__init__()
+        self.shapes = shapes
+        shapes.clear()
+
+    def after(self, function: Any, arguments: tuple[Any, ...], named: dict[str, Any], made: Any) -> None:
+        if isinstance(made, Tensor):
+            self.shapes.append(made.shape)
+
+
+def compares_items(few: Sequence[torch.Size], many: Sequence[torch.Size], times: int) -> bool:
+    """Returns whether a forward pass compares the items of a batch with each other, as a contrastive loss does.
+
+    `few` and `many` are the shapes of its results; the second batch has `times` as many items. Then a result has two
+    axes that grow with the items. Passes of different operators are not compared.
+    """
+    if len(few) != len(many):
+        return False
+    pairs = ((a, b) for a, b in zip(few, many, strict=True) if len(a) == len(b))
+    return any(sum(x * times == y for x, y in zip(a, b, strict=True)) > 1 for a, b in pairs)
+
+
+BATCH_STATISTICS = re.compile(r"batch_?(re)?norm|mini_?batch|batch_?std", re.IGNORECASE)
+
+
+def batch_statistics(model: nn.Module) -> list[str]:
+    """Returns the names of the layers that use statistics of all items of a batch in training mode, such as BatchNorm;
+    of other libraries' by the names of their classes."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.train()
+        return [name for name, module in model.named_modules() if _uses_batch_statistics(module)]
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _uses_batch_statistics(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return module.training  # Some models keep theirs as it is.
+    name, is_layer = type(module).__name__, next(module.children(), None) is None
+    return is_layer and module.training and "frozen" not in name.lower() and bool(BATCH_STATISTICS.search(name))
 
 
 def make_optimizers(kind: Optimizer, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:

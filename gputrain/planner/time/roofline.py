@@ -93,13 +93,15 @@ class KernelCost:
 
 @dataclass(frozen=True)
 class StepCost:
-    """The kernels of a micro-batch of one item and of one of `items`, and those of a step's end, with the optimizer."""
+    """The kernels of a micro-batch of one item, or of `first` items, and of one of `items`, and those of a step's end,
+    with the optimizer."""
 
     one: tuple[KernelCost, ...]
     many: tuple[KernelCost, ...]
     items: int
     update: tuple[KernelCost, ...] = ()
     graph_launches: int = 0  # By the processor: of a step's CUDA graphs, and of copies of what they read and write.
+    first: int = 1
 
     def micro_batch(self, items: int) -> tuple[KernelCost, ...]:
         """Returns the kernels of a micro-batch of any size. If the two that are known have different operators, the
@@ -108,7 +110,7 @@ class StepCost:
             return self.many
         if [kernel.name for kernel in self.one] != [kernel.name for kernel in self.many]:
             return tuple(_scaled(kernel, items / self.items) for kernel in self.many)
-        share = (items - 1) / (self.items - 1)
+        share = (items - self.first) / (self.items - self.first)
         return tuple(_between(a, b, share) for a, b in zip(self.one, self.many, strict=True))
 
     def seconds(self, rates: DeviceRates, micro_batch: int, passes: int, *, graphs: bool = False) -> float:

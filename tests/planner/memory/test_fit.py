@@ -176,3 +176,21 @@ def test_budget(memory, free, limit, budget):
 def test_budgets_that_cannot_be(limit, share):
     with pytest.raises(UserError):
         budget_gb(32, 0, limit, share)
+
+
+def test_a_model_whose_result_depends_on_the_micro_batch_gets_the_largest():
+    models = {False: MemoryModel({"activations": 1.0}, {"activations": 1.0}, 1.0),
+              True: MemoryModel({"activations": 1.0}, {"activations": 0.5}, 1.3)}  # fmt: skip
+    budget = MemoryBudget(6.0, margin=1.0)
+    plain = fit(12, models.__getitem__, budget)
+    large = fit(12, models.__getitem__, budget, prefers_large=True)
+    assert (plain.micro_batch_size, plain.checkpointing) == (4, False)
+    assert (large.micro_batch_size, large.checkpointing) == (6, True)
+    assert large.settings["gradient_checkpointing"].reason == "micro-batches of 6 fit with it, 4 without"
+    assert fit(12, models.__getitem__, MemoryBudget(2.0, margin=1.0), smallest=2, checkpointing=False).fits is False
+    assert fit(12, models.__getitem__, MemoryBudget(2.0, margin=1.0), smallest=2).micro_batch_size == 2
+
+
+def test_the_line_may_begin_at_two_items():
+    line = MemoryModel.through({"activations": 4.5}, {"activations": 8.5}, 1.0, items=4, first=2)
+    assert (line.peak_gb(0), line.peak_gb(3)) == (0.5, 6.5)
