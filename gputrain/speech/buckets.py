@@ -38,6 +38,7 @@ FEW_SOURCES = 20  # Below this number of recordings, a recogniser's held-out cli
 MAX_PADDING = 0.02  # share of the frames of an epoch
 SHUFFLED = 0.25  # minimum share of that padding reserved for regrouping the clips
 FULL = 0.7  # Minimum average fill of batches, as a share of batch_size.
+KEPT_ORDERS = 2  # Epochs whose order is kept.
 FINEST = 24  # bisection steps for the cost of a bucket
 
 
@@ -233,11 +234,24 @@ class Buckets:
     def members(self, sample: Sample) -> Integers:
         """Returns the indices of the clips of a bucket, approximately from the shortest to the longest."""
         epoch, number = sample
-        frames_M = self.frames_N if self.mixture is None else self.frames_N[self.mixture.items(epoch)]
-        order_M = shuffled_by_length(frames_M, self.stretch, self.seed, epoch)
         begin = self.ends_K[number - 1] if number else 0
-        places_B: Integers = order_M[begin : self.ends_K[number]]
-        return places_B if self.mixture is None else self.mixture.items(epoch)[places_B]
+        return self._order(epoch)[begin : self.ends_K[number]]
+
+    def _order(self, epoch: int) -> Integers:
+        """Returns the clips of an epoch in the order of its buckets. Sorting them takes longer than reading a bucket,
+        so that the orders of the last two epochs are kept: reading ahead alternates between them."""
+        if epoch not in self._orders:
+            items_M = None if self.mixture is None else self.mixture.items(epoch)
+            frames_M = self.frames_N if items_M is None else self.frames_N[items_M]
+            places_M = shuffled_by_length(frames_M, self.stretch, self.seed, epoch)
+            while len(self._orders) >= KEPT_ORDERS:
+                self._orders.pop(next(iter(self._orders)))
+            self._orders[epoch] = places_M if items_M is None else items_M[places_M]
+        return self._orders[epoch]
+
+    @cached_property
+    def _orders(self) -> dict[int, Integers]:
+        return {}
 
     def collated(self, members_B: Sequence[int] | Integers) -> ClipBatch:
         """Collates clips, given by their indices in the list, into a batch; also used for held-out clips."""

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gputrain.engine.data import Sample, Stream
 from gputrain.engine.mixture import Mixture
 from gputrain.errors import UserError
-from gputrain.speech.buckets import Buckets, check_texts, cut, open_speech, padding_share
+from gputrain.speech.buckets import Buckets, check_texts, cut, open_speech, padding_share, shuffled_by_length
 from gputrain.speech.buckets import buckets_of as buckets_of_speech
 from gputrain.speech.config import SpeechData
 from gputrain.speech.store import (
@@ -288,3 +288,22 @@ def test_speech_that_does_not_go_together(tmp_path, caplog):
     caplog.clear()
     assert open_speech([named, prepared("capital", speaker="Ann")], HOP).store.format.speakers == ("ann", "Ann")
     assert caplog.messages[0].startswith("Ann and ann differ in capitals alone")
+
+
+def test_the_clips_are_sorted_once_an_epoch(monkeypatch):
+    sorted_epochs = []
+
+    def counted(*arguments):
+        sorted_epochs.append(arguments[-1])
+        return shuffled_by_length(*arguments)
+
+    monkeypatch.setattr("gputrain.speech.buckets.shuffled_by_length", counted)
+    buckets = buckets_of(range(1, 200), 4, max_padding=0.2)
+    before = [epoch_of(buckets_of(range(1, 200), 4, max_padding=0.2), epoch) for epoch in range(4)]
+    sorted_epochs.clear()
+    assert [epoch_of(buckets, epoch) for epoch in range(4)] == before
+    for number in range(len(buckets)):  # Workers read ahead into the next epoch.
+        assert buckets.members(Sample(2, number)).tolist() == before[2][number]
+        assert buckets.members(Sample(3, number)).tolist() == before[3][number]
+    assert sorted_epochs == [0, 1, 2, 3]
+    assert len(buckets._orders) == 2
