@@ -69,8 +69,7 @@ class DataWork(NamedTuple):
 
     run: Callable[..., Any]  # Takes folders, config, num_workers and progress, and returns a report.
     config: object
-    figures: Callable[..., dict[str, object]]  # Returns what is shown of the report and the predictions.
-    predict: Callable[[Any], dict[str, Any]] | None = None  # Returns predictions that the JSON has too.
+    figures: Callable[..., dict[str, object]]  # Returns what is shown of the report.
 
 
 @dataclass(frozen=True)

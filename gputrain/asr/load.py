@@ -100,7 +100,7 @@ def load_pretrained(name: str) -> Recogniser:
 
 def load_run(path: Path) -> Recogniser:
     """Loads the recogniser of a run or checkpoint on the CPU: its moving average if it has one, adapters merged."""
-    source, content = checkpoint.find_named(path, "asr")
+    source, content = checkpoint.find_named(path, "asr", ["recogniser"])
     facts = content["facts"]
     try:
         architecture, rate, normalizes = facts["architecture"], int(facts["sampling_rate"]), bool(facts["normalizes"])

@@ -49,14 +49,10 @@ def _show(title: str, work: DataWork, report: Any, output_file: Path | None) -> 
     tables.print_refusals(report.refused)
     for reason in getattr(report, "suspicions", ()):
         tables.print_refusals([one for one in report.suspicious if one.reason == reason], shown=5)
-    predictions: dict[str, Any] = {}
-    if work.predict:
-        with ui.err.status("predicting the memory of a step"):
-            predictions = work.predict(report)
-    ui.print_figures(title, work.figures(report, **predictions))
+    ui.print_figures(title, work.figures(report))
     for finding in getattr(report, "findings", ()):
         ui.err.print(f"[yellow]note:[/] {escape(finding)}", soft_wrap=True)
-    write_report(output_file, report.to_json() | predictions)
+    write_report(output_file, report.to_json())
 
 
 def write_report(path: Path | None, report: dict[str, Any]) -> None:

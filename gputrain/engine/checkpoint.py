@@ -257,28 +257,30 @@ def find(resume_from: str, folder: Path, kind: str) -> tuple[Path, Content] | No
     return _first_intact(choices, kind) if choices else None
 
 
-def find_named(path: Path, kind: str) -> tuple[Path, Content]:
+def find_named(path: Path, kind: str, modules: Sequence[str] = ()) -> tuple[Path, Content]:
     """Returns the checkpoint at `path`: a file or a run folder. Raises UserError if there is none of this kind.
 
-    A damaged one is replaced by the next one of its folder (`newest_first`), with a warning.
+    A damaged one is replaced by the next one of its folder (`newest_first`), with a warning. With `modules`, only what
+    `read` says is read.
     """
     if not (path.is_file() or path.is_dir()):  # Reading a FIFO or a device might never end.
         raise UserError(f"{path}: no such checkpoint", hint=_nearby(path))
     if path.is_file():
-        return _first_intact([path, *(other for other in newest_first(path.parent) if other.name != path.name)], kind)
+        others = [other for other in newest_first(path.parent) if other.name != path.name]
+        return _first_intact([path, *others], kind, modules)
     choices = newest_first(path)
     if not choices:
         raise UserError(f"{path}: holds no checkpoint", hint="name a run folder, or a checkpoint in it")
-    return _first_intact(choices, kind)
+    return _first_intact(choices, kind, modules)
 
 
-def _first_intact(choices: Sequence[Path], kind: str) -> tuple[Path, Content]:
+def _first_intact(choices: Sequence[Path], kind: str, modules: Sequence[str] = ()) -> tuple[Path, Content]:
     for path, fallback in pairwise(choices):
         try:
-            return path, read(path, kind)
+            return path, read(path, kind, modules)
         except Damaged as error:
             log.warning("%s; %s is used instead", error.message, fallback.name)
-    return choices[-1], read(choices[-1], kind)
+    return choices[-1], read(choices[-1], kind, modules)
 
 
 def saved_settings(settings: type[T], content: Content, source: Path) -> T:
@@ -295,11 +297,56 @@ def intact_checkpoints(folder: Path, kind: str) -> Iterator[Content]:
             log.warning("%s", error.message)
 
 
-def read(path: Path, kind: str) -> Content:
+def read(path: Path, kind: str, modules: Sequence[str] = ()) -> Content:
     """Returns the verified content of a checkpoint of a `kind` of model, on the CPU.
 
-    Raises Damaged if it is truncated, changed or unreadable, UserError if it is missing or not a checkpoint.
+    With `modules`, it holds the weights of these modules alone, in the place of the first its moving average if the run
+    has one, and no state of optimizers; the rest of the file, most of it, is not read. Raises Damaged if what is read
+    is truncated, changed or unreadable, UserError if it is missing or not a checkpoint.
     """
+    content = (_read_parts(path, modules) if modules else None) or _read_whole(path)
+    content["kind"] = present_name(content["kind"])
+    if content["kind"] != kind:
+        raise UserError(f"{path}: holds a model of kind {content['kind']!r}, expected {kind!r}")
+    content["modules"] = {FORMER_MODULES.get(name, name): state for name, state in content["modules"].items()}
+    return content
+
+
+def _read_parts(path: Path, modules: Sequence[str]) -> Content | None:
+    """Returns a checkpoint with the weights of some modules. None if that cannot be done or verified, as with files of
+    older versions and damaged ones, whose fault `_read_whole` names.
+
+    A mapped tensor is intact if the archive's directory lists a member with its size and its checksum.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if not re.fullmatch(MARK + rb"[0-9a-f]{8}", archive.comment):
+                return None
+            members = archive.infolist()
+            for one in members:  # Raises where the directory refers to another member, whose checksum is right, too.
+                archive.open(one).close()
+            archive.read(next(one for one in members if one.filename.endswith("/data.pkl")))  # Raises if damaged.
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # Damaged headers can cause any error.
+        return None
+    if not is_content(content):
+        return None
+    sums = {(one.file_size, one.CRC) for one in members}
+    states = {FORMER_MODULES.get(name, name): state for name, state in content["modules"].items()}
+    wanted = ["ema" if "ema" in states else modules[0], *modules[1:]]
+    kept = {name: states[name] for name in wanted if name in states}
+    for storage in {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for state in kept.values()
+                    for tensor in state.values()}.values():  # fmt: skip
+        stored = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        if (storage.nbytes(), zlib.crc32(stored)) not in sums:
+            return None
+    # Copies let go of the file, which a training may be about to replace, and Windows would not let it.
+    unread = {name: {} for name in ("optimizers", "loss_scales", "random") if name in content}
+    return {**content, **unread, "modules": map_tensors(kept, torch.clone)}
+
+
+def _read_whole(path: Path) -> Content:
+    """Returns the verified content of a checkpoint. Raises as `read`."""
     try:
         intact = _is_intact(path)
     except FileNotFoundError:
@@ -316,10 +363,6 @@ def read(path: Path, kind: str) -> Content:
         raise Damaged(f"{path}: truncated or damaged", hint=_nearby(path)) from None
     if not is_content(content):
         raise UserError(f"{path}: not a checkpoint that this version of gputrain has written", hint=_nearby(path))
-    content["kind"] = present_name(content["kind"])
-    if content["kind"] != kind:
-        raise UserError(f"{path}: holds a model of kind {content['kind']!r}, expected {kind!r}")
-    content["modules"] = {FORMER_MODULES.get(name, name): state for name, state in content["modules"].items()}
     return content
 
 

@@ -1,6 +1,6 @@
 """`prepare-data` and `validate` for speech, which a voice and a recogniser share. Imports no torch by itself."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,14 +46,12 @@ def prepare_command(kind: SpeechKind, *further: str) -> DataCommand:
     )
 
 
-def validate_command(
-    kind: SpeechKind, *further: str, predict: Callable[["SpeechReport"], dict[str, Any]] | None = None
-) -> DataCommand:
-    """Returns `validate` for a kind; `predict` makes predictions from its report."""
+def validate_command(kind: SpeechKind, *further: str) -> DataCommand:
+    """Returns `validate` for a kind."""
     return DataCommand(
         groups={"speech": SpeechOptions},
         names=options_of(kind) | {"check_with", *further},
-        work=partial(validate_transcribed, kind=kind, predict=predict),
+        work=partial(validate_transcribed, kind=kind),
     )
 
 
@@ -85,18 +83,16 @@ def prepared_speech(report: "SpeechPrepareReport") -> dict[str, object]:
     }
 
 
-def validate_transcribed(
-    settings: Any, kind: SpeechKind, predict: Callable[["SpeechReport"], dict[str, Any]] | None
-) -> DataWork:
+def validate_transcribed(settings: Any, kind: SpeechKind) -> DataWork:
     from gputrain.speech.prepare import speech_prepare_config
     from gputrain.speech.validate import validate_speech
 
     config = speech_prepare_config(kind, settings.speech, Sound(audio_sample_rate=settings.audio_sample_rate))
     validate_with = partial(validate_speech, checker=checker_of(settings.check_with))
-    return DataWork(validate_with, config, speech_figures, predict)
+    return DataWork(validate_with, config, speech_figures)
 
 
-def speech_figures(report: "SpeechReport", memory_gb: Mapping[str, float] | None = None) -> dict[str, object]:
+def speech_figures(report: "SpeechReport") -> dict[str, object]:
     figures: dict[str, object] = {"left out": len(report.refused)}
     if report.seconds is not None and (rates := report.symbols_a_second) is not None:
         spoken = {symbol: count for symbol, count in report.symbols.items() if count}
@@ -114,8 +110,6 @@ def speech_figures(report: "SpeechReport", memory_gb: Mapping[str, float] | None
             "rare": " ".join(f"{symbol}:{count}" for symbol, count in report.rare.items()) or "none",
             "symbols a second": f"{rates.median:.3g}, from {rates.min:.3g} to {rates.max:.3g}",
         }
-        if memory_gb:
-            figures["memory, batch 32"] = ", ".join(f"{preset} {peak:g} GB" for preset, peak in memory_gb.items())
         if report.suspicious:
             figures["suspicious"] = ", ".join(f"{count} {reason}" for reason, count in report.suspicions.items())
     return figures | {f"  {reason}": count for reason, count in report.reasons.items()}

@@ -31,7 +31,6 @@ from gputrain.tts import coqui
 from gputrain.tts.config import BenchTts, PlanTts, Speak, TrainTts, VoiceEvaluation
 
 if TYPE_CHECKING:
-    from gputrain.speech.validate import SpeechReport
     from gputrain.tts.evaluate import SpeechReader
     from gputrain.tts.work import TtsWork
 
@@ -40,13 +39,6 @@ def work() -> "TtsWork":
     from gputrain.tts.work import TtsWork
 
     return TtsWork()
-
-
-def predict_memory(report: "SpeechReport") -> dict[str, Any]:
-    """Returns the memory that presets are predicted to take with the validated speech."""
-    from gputrain.tts.work import memory_by_preset
-
-    return {"memory_gb": memory_by_preset(report)}
 
 
 # -------------------------------------------------------------------------------------------------- trained models
@@ -158,7 +150,7 @@ KIND = ModelKind(
     data="recordings with their texts",
     prepared=PREPARED_SPEECH,
     prepare=prepare_command("tts", "audio_sample_rate"),
-    validate=validate_command("tts", "audio_sample_rate", predict=predict_memory),
+    validate=validate_command("tts", "audio_sample_rate"),
     evaluation=EvaluateCommand(
         groups={"clips": ClipEvaluation, "voice": VoiceEvaluation},
         names=frozenset({"max_clips", "recogniser"}),

@@ -68,15 +68,16 @@ def load_voice(path: Path, device: torch.device) -> LoadedVoice:
     return LoadedVoice(speaking, trained.frontend, trained.settings, trained.speakers, trained.source)
 
 
-def read_trained(path: Path) -> TrainedVoice:
-    """Reads the checkpoint of a voice. Raises UserError if there is none at `path` or it is damaged."""
-    source, content = checkpoint.find_named(path, "tts")
+def read_trained(path: Path, *further: str) -> TrainedVoice:
+    """Reads the checkpoint of a voice, and of its further modules the `discriminators` if they are named. Raises
+    UserError if there is none at `path` or it is damaged."""
+    source, content = checkpoint.find_named(path, "tts", ["voice", *further])
     settings = checkpoint.saved_settings(TrainTts, content, source)
     facts, states = content["facts"], content["modules"]
     voice = trained_weights(content, "voice")
     frontend, shape = Frontend.from_json(facts["text"]), architecture_of(settings, facts)
     return TrainedVoice(
-        voice, states["discriminators"], frontend, settings, tuple(facts["speakers"]), shape, str(source)
+        voice, states.get("discriminators", {}), frontend, settings, tuple(facts["speakers"]), shape, str(source)
     )
 
 
@@ -95,7 +96,7 @@ def start_from(
     if file:
         origin = pretrained_import.read_imported_voice(file, voice, discriminators)
     else:
-        trained = read_trained(path)
+        trained = read_trained(path, "discriminators")
         symbols, speakers_there = (
             {name: row for row, name in enumerate(names)} for names in (trained.frontend.symbols, trained.speakers)
         )

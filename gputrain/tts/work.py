@@ -5,18 +5,15 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gputrain.bench.step_bench import SOUND_SWITCHES, Compute, InferenceBench, sound_title
-from gputrain.config import assemble
 from gputrain.engine.run_folder import Run
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.memory.fit import Fit, MemoryBudget
-from gputrain.planner.memory.predict import predict_step
-from gputrain.planner.target import target_machines
 from gputrain.planner.work import PlannedTraining, PlanTarget
 from gputrain.speech.buckets import ClipBatch, ClipSize, Speech
 from gputrain.speech.config import HOP_SIZE
@@ -29,8 +26,7 @@ from gputrain.speech.training import (
     speaking_rate,
     synthetic_bucket,
 )
-from gputrain.speech.validate import SpeechReport
-from gputrain.tts.architecture import VoiceArchitecture, VoicePreset, voice_architecture
+from gputrain.tts.architecture import VoiceArchitecture, voice_architecture
 from gputrain.tts.config import BenchTts, PlannedData, PlannedSpeech, PlanTts, TrainTts
 from gputrain.tts.evaluate import HeldOutClips
 from gputrain.tts.load import start_from
@@ -158,28 +154,6 @@ def facts_of(speech: Speech) -> PlannedSpeech:
         num_symbols=len(format.frontend.symbols), num_speakers=len(format.speakers),
         sampling_rate=format.sampling_rate,
     )  # fmt: skip
-
-
-def memory_by_preset(report: SpeechReport, batch_size: int = 32) -> dict[str, float]:
-    """Returns by preset the memory in GB that `train-tts` on the validated speech is predicted to take with whole
-    batches at once, on a GPU of compute capability 8.0 or higher; nothing if there is no clip."""
-    if not report.clips:
-        return {}
-    seconds = report.hours * 3600 / report.clips
-    spoken = PlannedSpeech(
-        clip_seconds=seconds, symbols_a_second=report.symbols_a_second.median if report.symbols_a_second else 30.0,
-        num_symbols=len(report.symbols) + 3, num_speakers=max(1, len(report.speakers)),
-        sampling_rate=report.sampling_rate,
-    )  # fmt: skip
-    peaks: dict[str, float] = {}
-    for preset in get_args(VoicePreset):
-        settings = assemble(PlanTts, {"preset": preset, "batch_size": batch_size, "gpu": "a100-40"})
-        (requested,) = target_machines(settings.cards)
-        work = TtsWork(size_of(spoken, settings.data.batch_room * seconds))
-        plan = work.decide(requested.machine, settings.hardware)
-        estimate = predict_step(work.target(settings), plan, micro_batch_size=batch_size)
-        peaks[preset] = round(estimate.allocated_gb, 1)
-    return peaks
 
 
 class TtsTraining(SpeechTraining[TrainTts]):

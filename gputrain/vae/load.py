@@ -30,7 +30,7 @@ def load_model(path: Path, device: torch.device) -> LoadedVae:
         raise UserError(f"{path}: no such file or folder", hint="--model takes a run folder, a checkpoint or an export")
     if (path / "config.json").is_file():
         return LoadedVae(_ready(load_diffusers(path)[0], device), None, 0)
-    source, content = checkpoint.find_named(path, "vae")
+    source, content = checkpoint.find_named(path, "vae", ["autoencoder"])
     settings = checkpoint.saved_settings(TrainVae, content, source)
     model = AutoencoderKL(settings.architecture)
     load_trained(model, content, "autoencoder", str(source))

@@ -89,7 +89,7 @@ def load_vocoder(path: Path, device: torch.device) -> LoadedVocoder:
     if not is_ours(file):
         architecture = read_architecture(file.with_name(CONFIG))
         return LoadedVocoder(_ready(architecture, read_weights(file), device), None, str(file))
-    source, content = checkpoint.find_named(file, "vocoder")
+    source, content = checkpoint.find_named(file, "vocoder", ["generator"])
     training = checkpoint.saved_settings(TrainVocoder, content, source)
     weights = Weights(trained_weights(content, "generator"), {}, str(source))
     return LoadedVocoder(_ready(training.architecture, weights, device), training, str(source))
@@ -207,7 +207,7 @@ def is_ours(path: Path) -> bool:
 
 
 def _read_run(path: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    _, content = checkpoint.find_named(path, "vocoder")
+    _, content = checkpoint.find_named(path, "vocoder", ["generator", "discriminators"])
     discriminators: dict[str, dict[str, Tensor]] = {}
     for name, tensor in content["modules"].get("discriminators", {}).items():
         kind, _, rest = name.partition(".")

@@ -89,8 +89,32 @@ def test_no_flipped_bit_loads_a_wrong_value_or_keeps_an_intact_checkpoint_from_s
         found = checkpoint.find("auto", folder, "toy")
         assert found is not None
         outcomes[step_of(found[1])] += 1
+        assert step_of(checkpoint.find_named(folder, "toy", ["g"])[1]) in (3, 4)
     # A flip in the mark of the checksum itself harms nothing: the archive's own checksums are looked at.
     assert outcomes[4] < count / 10 < outcomes[3]
+
+
+def test_for_the_use_of_a_model_only_its_weights_are_read(tmp_path):
+    """The state of the optimizer is most of a checkpoint; that it is damaged makes no difference then."""
+    moments = {"exp_avg": torch.full((7, 11), 5.0)}
+    average = {f"average.{name}": tensor + 0.5 for name, tensor in content(4)["modules"]["g"].items()}
+    plain = {**content(4), "optimizers": {"g": moments}, "random": {"cpu": torch.zeros(5, dtype=torch.uint8)}}
+    with_average = {**plain, "modules": {**plain["modules"], "d": {"x": torch.ones(3)}, "ema": average}}
+    for whole, names in ((plain, {"g"}), (with_average, {"ema", "d"})):
+        checkpoint.save(tmp_path, whole)
+        path = tmp_path / LAST
+        path.write_bytes(path.read_bytes().replace(struct.pack("<ff", 5, 5), struct.pack("<ff", 5, 6)))
+        with pytest.raises(checkpoint.Damaged, match="truncated or damaged"):
+            checkpoint.read(path, "toy")
+        found = checkpoint.read(path, "toy", ["g", "d"])
+        assert (found["optimizers"], found["random"], found["modules"].keys()) == ({}, {}, names)
+        expected = {name: tensor for part in names for name, tensor in whole["modules"][part].items()}
+        read = {name: tensor for part in found["modules"].values() for name, tensor in part.items()}
+        assert read.keys() == expected.keys()
+        assert all(torch.equal(read[name], expected[name]) for name in expected)
+    path.write_bytes(path.read_bytes().replace(struct.pack("<f", 402.5), struct.pack("<f", 402.25)))
+    with pytest.raises(checkpoint.Damaged, match="truncated or damaged"):
+        checkpoint.read(path, "toy", ["g"])
 
 
 @pytest.mark.parametrize(

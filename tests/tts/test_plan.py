@@ -5,21 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from gputrain.audio.config import Sound
 from gputrain.config import assemble
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import Machine
 from gputrain.planner.memory.predict import predict_step
 from gputrain.planner.model_planner import plan_cards
 from gputrain.speech.buckets import ClipSize
-from gputrain.speech.config import SpeechOptions
-from gputrain.speech.prepare import speech_prepare_config
-from gputrain.speech.validate import validate_speech
 from gputrain.tts.config import PlannedSpeech, PlanTts, TrainTts
-from gputrain.tts.work import SpeechSize, TtsWork, memory_by_preset, size_of
+from gputrain.tts.work import SpeechSize, TtsWork, size_of
 from tests.command import gputrain_here
 from tests.planner.memory.measured_steps import measured_peak_gb
-from tests.speech.speech import RATE_HZ, hum, speak
+from tests.speech.speech import RATE_HZ
 from tests.tts.test_train import TINY, small_presets
 
 CPU = Machine(system="Linux", cpu_cores=2, torch="2.13")
@@ -73,21 +69,6 @@ def test_speech_that_is_not_there_has_a_size():
     size = size_of(PlannedSpeech(symbols_a_second=20, num_speakers=3, sampling_rate=16000), 4.0)
     assert size == SpeechSize(16000, 64, 3, ClipSize(frames=250, symbols=80))
     assert size_of(PlannedSpeech(), 5.0).clip == ClipSize(431, 150)
-
-
-@pytest.mark.slow
-def test_validation_says_what_each_preset_would_take(tmp_path):
-    for number in range(3):
-        speak(tmp_path / f"{number}.wav", hum(1.0, hz=110 + 30 * number))
-    (tmp_path / "metadata.csv").write_text("".join(f"{number}|so it is said\n" for number in range(3)))
-    report = validate_speech(
-        tmp_path, speech_prepare_config("tts", SpeechOptions(language="en"), Sound(audio_sample_rate=RATE_HZ))
-    )
-    few, many = (memory_by_preset(report, batch_size) for batch_size in (16, 64))
-    assert list(few) == ["high", "medium", "fast"]
-    assert all(few[preset] < many[preset] for preset in few)
-    assert many["high"] > many["medium"]
-    assert memory_by_preset(replace(report, clips=0)) == {}
 
 
 @pytest.mark.slow
