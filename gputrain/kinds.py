@@ -21,7 +21,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NamedTuple, Protocol
 
-from gputrain.config import leaves, read_file
+from gputrain.config import config, leaves, opt, read_file
 from gputrain.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -231,6 +231,38 @@ def without_kind(cls: type, content: Mapping[str, object], source: str) -> dict[
         hint = f"use gputrain {known[given].command}" if given in known else f"known kinds: {', '.join(known)}"
         raise UserError(f"{source}: kind is {given!r}" + (f", expected {expected!r}" if expected else ""), hint=hint)
     return {name: value for name, value in content.items() if name != "kind"}
+
+
+@config()
+class TrainedModel:
+    """The options that name a trained model."""
+
+    model: Path = opt(help="A run folder, a checkpoint, or a model in another program's format.")
+    checkpoint: str = opt(
+        default="auto",
+        help="Checkpoint of a run folder: best, last, or the name of its file; auto: the best, if one was chosen on "
+        "held-out data, otherwise the last.",
+    )
+
+    @property
+    def weights(self) -> Path:
+        """The model's file, or its folder if there is nothing to choose: `engine.checkpoint.find_named` then decides.
+
+        Raises UserError if there is no such checkpoint.
+        """
+        if self.checkpoint == "auto":
+            return self.model
+        held = sorted(path.name for path in self.model.glob("checkpoint_*.pt")) if self.model.is_dir() else []
+        if not held:
+            raise UserError(
+                f"checkpoint {self.checkpoint} does nothing with {self.model}, which is no run folder",
+                hint="drop --checkpoint, or name the run folder with --model",
+            )
+        name = f"checkpoint_{self.checkpoint}.pt" if self.checkpoint in ("best", "last") else self.checkpoint
+        for path in (self.model / name, Path(name)):
+            if path.is_file():
+                return path
+        raise UserError(f"{self.model}: holds no {name}", hint=f"it holds {', '.join(held)}")
 
 
 def kind_of(model: Path) -> ModelKind:

@@ -10,6 +10,7 @@ from gputrain.config import config, leaves, opt
 from gputrain.engine.schedule import SEVERAL, LearningRateSchedule, Schedule
 from gputrain.errors import UserError
 from gputrain.hw.plan import Cards, DeviceName, Hardware
+from gputrain.kinds import TrainedModel
 from gputrain.speech.config import SpeechData
 
 # Aliases of keys and flags: those of transformers' example scripts.
@@ -202,7 +203,7 @@ class LanguageModelOptions:
 
 
 @config(panel="Transcription")
-class Transcribe:
+class Transcribe(TrainedModel):
     model: Path = opt(help="A run folder or a checkpoint of train-asr, or a folder of transformers (Wav2Vec2ForCTC).")
     input: Path = opt(help="A recording, or a folder tree of them, of any length, sampling rate and format.")
     json: Path | None = opt(

@@ -48,7 +48,7 @@ def evaluate(settings: Any, **shared: Any) -> Any:
 
     clips, options = settings.clips, settings.language_model
     return evaluate_recogniser(
-        settings.model, settings.data_path, max_clips=clips.max_clips, language_model=options, **shared
+        settings.weights, settings.data_path, max_clips=clips.max_clips, language_model=options, **shared
     )
 
 
@@ -58,7 +58,7 @@ def export_recogniser(settings: Any, progress: ReportProgress, *, format: str) -
     from gputrain.asr import export
     from gputrain.asr.load import load_recogniser
 
-    recogniser = load_recogniser(settings.model, torch.device("cpu"))
+    recogniser = load_recogniser(settings.weights, torch.device("cpu"))
     shared: dict[str, Any] = {"data_path": settings.data_path, "progress": progress}
     if format == "transformers":
         return export.export_transformers(recogniser, settings.output_dir, **shared)

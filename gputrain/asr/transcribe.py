@@ -85,7 +85,7 @@ def transcribe_files(
     """
     paths = recordings_of(settings.input)
     runtime = runtime_on(settings.device)
-    recogniser = load_recogniser(settings.model, runtime.device)
+    recogniser = load_recogniser(settings.weights, runtime.device)
     lengths = ChunkLengths.of_seconds(settings.chunk_seconds, settings.overlap_seconds, recogniser.sampling_rate)
     make_decoder = decoder_of(recogniser.vocabulary, settings.language_model)
     done, began = Transcribed(), time.perf_counter()

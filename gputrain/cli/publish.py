@@ -8,12 +8,14 @@ from typing import Any
 
 from gputrain import __version__
 from gputrain.errors import UserError, first_line
-from gputrain.kinds import HubCard, ModelKind
+from gputrain.kinds import HubCard, ModelKind, TrainedModel
 
 CARD = "README.md"
 
 
-def model_card(repo: str, kind: ModelKind, model: Path, figures: Mapping[str, object], hints: Sequence[str]) -> str:
+def model_card(
+    repo: str, kind: ModelKind, exported: TrainedModel, figures: Mapping[str, object], hints: Sequence[str]
+) -> str:
     """Return the card of an exported model: what it is, its held-out figures, how it is loaded, and its settings."""
     hub = kind.hub or HubCard("gputrain", "other", kind.title.split(" ", 1)[-1])
     head = ["---", f"library_name: {hub.library}", f"pipeline_tag: {hub.task}", "tags:", "- gputrain", "---", ""]
@@ -22,36 +24,43 @@ def model_card(repo: str, kind: ModelKind, model: Path, figures: Mapping[str, ob
         f"A {hub.name}, trained with gputrain {__version__}. The data and their licence are not named here.",
         "",
     ]
-    held_out = best_figures(model)
+    folder = exported.model if exported.model.is_dir() else exported.model.parent
+    step = step_of(exported.weights, kind)
+    held_out = figures_at(folder, step) if step else {}
     if held_out:
-        text += [f"## Held-out figures, step {held_out.pop('step')}", "", "| figure | value |", "|---|---|"]
+        text += [f"## Held-out figures, step {step}", "", "| figure | value |", "|---|---|"]
         text += [f"| `{name}` | {value:.4g} |" for name, value in held_out.items()]
         text += [""]
     text += ["## Files", ""]
     text += [f"- {name}: {value}" for name, value in figures.items()]
     text += ["", "## Use", "", *(f"- {hint}" for hint in hints), ""] if hints else [""]
-    configuration = model / "config.yaml"
+    configuration = folder / "config.yaml"
     if configuration.is_file():
         text += ["## Settings", "", "```yaml", configuration.read_text(encoding="utf-8").rstrip(), "```", ""]
     return "\n".join(text)
 
 
-def best_figures(model: Path) -> dict[str, Any]:
-    """Return the step and the figures of the evaluation with the best score of a run; nothing if there is none."""
-    path = model / "metrics.jsonl"
+def step_of(weights: Path, kind: ModelKind) -> int | None:
+    """Return the step of the checkpoint that was exported; None for a model of another program."""
+    from gputrain.engine import checkpoint
+
+    if weights.suffix != ".pt" and not checkpoint.newest_first(weights):
+        return None
+    return int(checkpoint.find_named(weights, kind.name)[1]["progress"]["step"])
+
+
+def figures_at(folder: Path, step: int) -> dict[str, Any]:
+    """Return the figures of a run's evaluation after a step; nothing if there was none."""
+    path = folder / "metrics.jsonl"
     rows: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:
             rows.append(json.loads(line))
         except ValueError:  # The line of a run that was killed while it wrote.
             continue
-    scored = [row for row in rows if isinstance(row.get("eval/score"), (int, float)) and row.get("step")]
-    if not scored:
-        return {}
-    best = max(scored, key=lambda row: float(row["eval/score"]))
-    found = {name.removeprefix("eval/"): value for name, value in best.items() if name.startswith("eval/")}
-    known = {name: value for name, value in found.items() if isinstance(value, (int, float)) and math.isfinite(value)}
-    return {"step": best["step"], **known}
+    row = next((row for row in reversed(rows) if row.get("step") == step and "eval/score" in row), {})
+    found = {name.removeprefix("eval/"): value for name, value in row.items() if name.startswith("eval/")}
+    return {name: value for name, value in found.items() if isinstance(value, (int, float)) and math.isfinite(value)}
 
 
 def push_to_hub(repo: str, folder: Path, card: str, *, private: bool) -> str:

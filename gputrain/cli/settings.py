@@ -10,7 +10,7 @@ from gputrain.config import config, leaves, opt
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.probe import usable_cores
-from gputrain.kinds import KindOptions, ModelKind, format_data_kinds, former_names, kinds, kinds_with
+from gputrain.kinds import KindOptions, ModelKind, TrainedModel, format_data_kinds, former_names, kinds, kinds_with
 
 T = TypeVar("T")
 PREPARED, VALIDATED, FORMATS = (
@@ -119,7 +119,7 @@ class PrepareSettings(DataSettings):
 
 @with_options_of_kinds("evaluation")
 @config(panel="Evaluation")
-class EvaluateSettings:
+class EvaluateSettings(TrainedModel):
     model: Path = opt(help="A run folder, a checkpoint, or a model of diffusers, openvpi or transformers (CTC).")
     data_path: tuple[Path, ...] = opt(
         help="Folder of pictures, prepared or not; for the other kinds of model, a prepared folder; may be repeated.",
@@ -134,7 +134,7 @@ class EvaluateSettings:
 
 
 @config(panel="Export")
-class ExportSettings:
+class ExportSettings(TrainedModel):
     model: Path = opt(help="Run folder or checkpoint.")
     output_dir: Path = opt(help="Folder for the exported model.")
     data_path: Path | None = opt(

@@ -64,6 +64,7 @@ PARTS = {"kind": str, "modules": dict, "optimizers": dict, "loss_scales": dict, 
          "config": dict, "facts": dict, "data": dict, "names": list}  # fmt: skip
 
 Content = dict[str, Any]
+_shown: set[Path] = set()  # Checkpoints of models that are in use; each is reported once.
 _not_synced: set[Path] = set()  # Folders whose renames cannot be made durable; each is reported once.
 
 
@@ -252,23 +253,46 @@ def newest_first(folder: Path) -> list[Path]:
 def find(resume_from: str, folder: Path, kind: str) -> tuple[Path, Content] | None:
     """Returns the checkpoint that `--resume-from` names: a file, a run folder, or `auto`, which may find nothing."""
     if resume_from != "auto":
-        return find_named(Path(resume_from), kind)
+        return _find_in_order(Path(resume_from), kind, newest_first)
     choices = newest_first(folder)
     return _first_intact(choices, kind) if choices else None
 
 
 def find_named(path: Path, kind: str, modules: Sequence[str] = ()) -> tuple[Path, Content]:
-    """Returns the checkpoint at `path`: a file or a run folder. Raises UserError if there is none of this kind.
+    """Returns the checkpoint of a trained model at `path`, and logs which one it is: a file, or of a run folder the
+    best one, if one was chosen, otherwise the newest (`best_first`). Raises UserError if there is none of this kind.
 
-    A damaged one is replaced by the next one of its folder (`newest_first`), with a warning. With `modules`, only what
-    `read` says is read.
+    A damaged one is replaced by the next one of its folder, with a warning. With `modules`, only what `read` says is
+    read.
     """
+    source, content = _find_in_order(path, kind, best_first, modules)
+    if source.resolve() not in _shown:
+        _shown.add(source.resolve())
+        step = content.get("progress", {}).get("step", 0)
+        log.info("using %s (step %d%s)", source, step, _why_chosen(source) if path.is_dir() else "")
+    return source, content
+
+
+def best_first(folder: Path) -> list[Path]:
+    """Returns the checkpoints of a run folder in the order in which its model is taken from them."""
+    return sorted(newest_first(folder), key=lambda path: path.name != BEST)
+
+
+def _why_chosen(source: Path) -> str:
+    if source.name == BEST:
+        return ", the best on held-out data; --checkpoint last takes the newest"
+    return ", the newest; no best one was chosen" if source.name == LAST else ""
+
+
+def _find_in_order(
+    path: Path, kind: str, ordered: Callable[[Path], list[Path]], modules: Sequence[str] = ()
+) -> tuple[Path, Content]:
     if not (path.is_file() or path.is_dir()):  # Reading a FIFO or a device might never end.
         raise UserError(f"{path}: no such checkpoint", hint=_nearby(path))
     if path.is_file():
-        others = [other for other in newest_first(path.parent) if other.name != path.name]
+        others = [other for other in ordered(path.parent) if other.name != path.name]
         return _first_intact([path, *others], kind, modules)
-    choices = newest_first(path)
+    choices = ordered(path)
     if not choices:
         raise UserError(f"{path}: holds no checkpoint", hint="name a run folder, or a checkpoint in it")
     return _first_intact(choices, kind, modules)

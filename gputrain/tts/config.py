@@ -9,6 +9,7 @@ from gputrain.config import config, opt
 from gputrain.engine.schedule import SEVERAL, STEP_ORDER_HELP, LearningRateSchedule, StepOrder
 from gputrain.errors import UserError
 from gputrain.hw.plan import Cards, DeviceName, Hardware
+from gputrain.kinds import TrainedModel
 from gputrain.speech.config import SpeechData
 from gputrain.speech.text.commands import LEXICON_HELP
 from gputrain.tts.architecture import VoicePreset
@@ -189,7 +190,7 @@ class SpeakingOptions:
 
 
 @config(panel="Speaking")
-class Speak:
+class Speak(TrainedModel):
     model: Path = opt(help="A run folder or a checkpoint of train-tts.")
     text: str | None = opt(
         default=None, help="Text to speak; default: lines of standard input, each as soon as it is read."

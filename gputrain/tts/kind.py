@@ -49,7 +49,7 @@ def evaluate(settings: Any, **shared: Any) -> Any:
 
     reader = reader_of(settings.voice.recogniser, settings.device)
     return evaluate_voice(
-        settings.model, settings.data_path, max_clips=settings.clips.max_clips, reader=reader, **shared
+        settings.weights, settings.data_path, max_clips=settings.clips.max_clips, reader=reader, **shared
     )
 
 
@@ -71,7 +71,7 @@ def export_piper(settings: Any, progress: ReportProgress) -> Exported:
     from gputrain.tts import export
     from gputrain.tts.load import load_voice
 
-    voice = load_voice(settings.model, torch.device("cpu"))
+    voice = load_voice(settings.weights, torch.device("cpu"))
     return export.export_piper(
         voice, settings.output_dir, settings.name or "voice", language_code=settings.language_code, progress=progress
     )

@@ -166,7 +166,7 @@ def speak_text(settings: Speak, progress: Callable[[int, int], None] = lambda do
     speaker, the text cannot be read or the audio cannot be written, or the text is empty.
     """
     lines = _lines(settings)
-    loaded = with_lexicon(load_voice(settings.model, runtime_on(settings.device).device), settings.lexicon)
+    loaded = with_lexicon(load_voice(settings.weights, runtime_on(settings.device).device), settings.lexicon)
     narrator = Narrator(loaded, settings.sampling, speaker_number(loaded.speakers, settings.speaker))
     rate_hz = loaded.voice.architecture.mel.sampling_rate
     silence = np.zeros(round(settings.sentence_silence * rate_hz), np.int16)

@@ -10,6 +10,7 @@ from gputrain.config import config, opt
 from gputrain.engine.schedule import SEVERAL, STEP_ORDER_HELP, Saving, Schedule, StepOrder
 from gputrain.errors import UserError
 from gputrain.hw.plan import Cards, DeviceName, Hardware
+from gputrain.kinds import TrainedModel
 from gputrain.vae.architecture import VaeArchitecture, VaePreset, vae_architecture
 
 AdversarialLoss = Literal["hinge", "least-squares"]
@@ -305,7 +306,7 @@ class PictureEvaluation:
 
 
 @config(panel="Reconstruction")
-class Reconstruct:
+class Reconstruct(TrainedModel):
     model: Path = opt(help="Run folder, checkpoint, or exported diffusers folder.")
     input: Path = opt(help="Picture, or folder tree of pictures.")
     output_dir: Path = opt(help="Folder for the reconstructions and sheet.png, which shows them below the originals.")

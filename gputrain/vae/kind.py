@@ -86,14 +86,14 @@ def picture_figures(report: "ImageReport") -> dict[str, object]:
 def evaluate(settings: Any, **shared: Any) -> Any:
     from gputrain.vae.evaluate import evaluate_pictures
 
-    return evaluate_pictures(settings.model, settings.data_path, settings.pictures, **shared)
+    return evaluate_pictures(settings.weights, settings.data_path, settings.pictures, **shared)
 
 
 def export_diffusers(settings: Any, progress: ReportProgress) -> Exported:
     from gputrain.vae.export import export_vae
 
     return export_vae(
-        settings.model, settings.output_dir, data_path=settings.data_path, device=settings.device, progress=progress
+        settings.weights, settings.output_dir, data_path=settings.data_path, device=settings.device, progress=progress
     )
 
 

@@ -103,7 +103,7 @@ def reconstruct_folder(settings: Reconstruct, progress: Callable[[float, int], N
     files. Logs a warning for each unreadable picture. Raises UserError if none is readable.
     """
     runtime = runtime_on(settings.device)
-    model = load_model(settings.model, runtime.device).model
+    model = load_model(settings.weights, runtime.device).model
     runtime.place(model)
     folder = settings.input if settings.input.is_dir() else settings.input.parent
     names = (
@@ -132,7 +132,7 @@ def reconstruct_folder(settings: Reconstruct, progress: Callable[[float, int], N
         raise UserError(f"{settings.input}: no readable picture", hint="gputrain validate names each fault")
     originals, made, shown = zip(*pairs, strict=True)
     sheet = settings.output_dir / "sheet.png"
-    reconstruction_sheet(originals, made, shown, title=str(settings.model)).draw().image.save(sheet)
+    reconstruction_sheet(originals, made, shown, title=str(settings.weights)).draw().image.save(sheet)
     return [*written, sheet]
 
 

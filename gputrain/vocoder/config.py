@@ -20,6 +20,7 @@ from gputrain.config import config, opt
 from gputrain.engine.schedule import SEVERAL, STEP_ORDER_HELP, StepOrder
 from gputrain.errors import UserError
 from gputrain.hw.plan import Cards, DeviceName, Hardware
+from gputrain.kinds import TrainedModel
 from gputrain.vocoder.architecture import SAME_OPTIONS, NsfHifiganArchitecture
 
 DiscriminatorKind = Literal["msd", "mpd", "mrd", "fast_mpd", "fast_mrd"]
@@ -346,7 +347,7 @@ class ExcerptEvaluation:
 
 
 @config(panel="Vocoding")
-class Vocode:
+class Vocode(TrainedModel):
     model: Path = opt(help="A run folder, a checkpoint, or openvpi's model.ckpt with its config.json.")
     input: Path = opt(help="A recording, or mel and pitch (NAME.npz, NAME.mel.npy + NAME.f0.npy), or a folder of them.")
     output_dir: Path = opt(help="Folder for the output, 16-bit wav.")

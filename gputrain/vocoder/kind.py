@@ -86,7 +86,7 @@ def evaluate(settings: Any, **shared: Any) -> Any:
 
     clips, excerpts = settings.clips, settings.excerpts
     return evaluate_folder(
-        settings.model, settings.data_path, max_clips=clips.max_clips, seconds=excerpts.clip_seconds, **shared
+        settings.weights, settings.data_path, max_clips=clips.max_clips, seconds=excerpts.clip_seconds, **shared
     )
 
 
@@ -96,7 +96,7 @@ def export(settings: Any, progress: ReportProgress, *, format: str) -> Exported:
     from gputrain.vocoder.export import export_onnx, export_openvpi, export_oudep
     from gputrain.vocoder.load import load_vocoder
 
-    loaded = load_vocoder(settings.model, torch.device("cpu"))
+    loaded = load_vocoder(settings.weights, torch.device("cpu"))
     if format == "openvpi":
         return export_openvpi(loaded, settings.output_dir, progress)
     write = export_oudep if format == "oudep" else export_onnx

@@ -130,7 +130,7 @@ def vocode_files(settings: Vocode, *, progress: Progress = no_progress) -> Vocod
     """
     wanted = targets(settings.input, settings.output_dir)
     runtime = runtime_on(settings.device)
-    generator = load_vocoder(settings.model, runtime.device).generator
+    generator = load_vocoder(settings.weights, runtime.device).generator
     mel = generator.architecture.mel
     method = default_method() if settings.f0_method == "auto" else settings.f0_method
     read = VocoderInputReader(mel, method, settings.f0_min, settings.f0_max, runtime.device)

@@ -12,6 +12,7 @@ import torch
 from gputrain.cli.options import read_defaults
 from gputrain.cli.settings import DemoSettings, PrepareSettings
 from gputrain.config import assemble, read_file, to_yaml
+from gputrain.engine import checkpoint
 from gputrain.errors import UserError
 from gputrain.kinds import kind_of
 from gputrain.tts import coqui
@@ -135,6 +136,42 @@ USES = [
     ("vocoder", ["evaluate", "--model", "run", "--data-path", "data", "--clip-seconds", 0.5, "--json", "out.json"]),
     ("tts", ["speak", "--model", "run", "--text", "an owl", "--speaker", "bob", "--output-file", "out.wav"]),
 ]
+
+
+MODEL_COMMANDS = {
+    "vae": [["evaluate", "--data-path", "data"], ["export", "--output-dir", "o"],
+            ["reconstruct", "--input", "data", "--output-dir", "o"]],
+    "vocoder": [["evaluate", "--data-path", "data"], ["export", "--output-dir", "o"],
+                ["vocode", "--input", "data", "--output-dir", "o"]],
+    "tts": [["evaluate", "--data-path", "data"], ["export", "--output-dir", "o"],
+            ["speak", "--text", "an owl", "--output-file", "o.wav"]],
+}  # fmt: skip
+
+
+def test_every_command_of_a_model_takes_the_checkpoint_that_is_named(kind: str, typed) -> None:
+    for name, *words in MODEL_COMMANDS[kind]:
+        code, printed = typed(name, "--model", "run", "--checkpoint", "best", *words)
+        assert code == 2
+        assert "error: run: holds no checkpoint_best.pt hint: it holds checkpoint_last.pt" in printed, name
+        code, printed = typed(name, "--model", CHECKPOINT, "--checkpoint", "last", *words)
+        assert code == 2
+        assert f"checkpoint last does nothing with {CHECKPOINT}" in printed, name
+
+
+@pytest.mark.parametrize(("kind", "words"), USES, indirect=["kind"])
+def test_the_best_checkpoint_is_used_unless_another_one_is_named(kind: str, words, typed, monkeypatch) -> None:
+    content = torch.load(CHECKPOINT, weights_only=True)
+    content["progress"]["step"] = 1
+    torch.save(content, CHECKPOINT.with_name("checkpoint_best.pt"))
+    best, last = (
+        "using run/checkpoint_best.pt (step 1, the best on held-out data",
+        "using run/checkpoint_last.pt (step 2)",
+    )
+    for chosen, said in (([], best), (["--checkpoint", "last"], last), (["--checkpoint", "checkpoint_last.pt"], last)):
+        monkeypatch.setattr(checkpoint, "_shown", set())
+        code, printed = typed(*words, *chosen, "--device", "cpu")
+        assert code == 0, printed
+        assert said in printed
 
 
 @pytest.mark.parametrize(("kind", "words"), USES, indirect=["kind"])

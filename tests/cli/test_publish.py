@@ -8,9 +8,10 @@ from typing import ClassVar
 
 import pytest
 
-from gputrain.cli.publish import best_figures, model_card, push_to_hub
+from gputrain.cli.publish import figures_at, model_card, push_to_hub
+from gputrain.engine import checkpoint
 from gputrain.errors import UserError
-from gputrain.kinds import kinds
+from gputrain.kinds import TrainedModel, kinds
 
 ROWS = [
     {"step": 0, "eval/score": 9.0, "eval/psnr_db": 9.0},
@@ -29,11 +30,22 @@ def run(tmp_path):
     return folder
 
 
-def test_a_card_has_the_best_figures_the_use_and_the_settings(run):
-    assert best_figures(run) == {"step": 10, "score": 31.5, "psnr_db": 31.5, "ssim": 0.91}
-    card = model_card(
-        "ann/my-vae", kinds()["vae"], run, {"files": "config.json"}, ["Load it: AutoencoderKL.from_pretrained"]
-    )
+def save_at(run, step: int) -> None:
+    checkpoint.save(run, {"kind": "vae", "modules": {}, "progress": {"step": step}})
+
+
+def card_of(model, chosen: str = "auto") -> str:
+    files = {"files": "config.json"}
+    exported = TrainedModel(model=model, checkpoint=chosen)
+    return model_card("ann/my-vae", kinds()["vae"], exported, files, ["Load it: AutoencoderKL.from_pretrained"])
+
+
+def test_a_card_has_the_figures_of_the_exported_checkpoint_the_use_and_the_settings(run):
+    assert figures_at(run, 10) == {"score": 31.5, "psnr_db": 31.5, "ssim": 0.91}
+    save_at(run, 10)
+    checkpoint.keep(run, checkpoint.BEST)
+    save_at(run, 20)
+    card = card_of(run)
     assert card.startswith("---\nlibrary_name: diffusers\npipeline_tag: image-to-image\n")
     for part in (
         "# my-vae",
@@ -44,8 +56,13 @@ def test_a_card_has_the_best_figures_the_use_and_the_settings(run):
         "image_size: 64",
     ):
         assert part in card, part
-    assert best_figures(run / "nowhere") == {}
-    assert "Held-out" not in model_card("ann/x", kinds()["tts"], run / "nowhere", {}, [])
+    for card in (card_of(run, "last"), card_of(run / checkpoint.LAST)):
+        assert "step 20" in card
+        assert "| `psnr_db` | 30 |" in card
+        assert "image_size: 64" in card
+    save_at(run, 25)  # A step without an evaluation.
+    assert "Held-out" not in card_of(run, "last")
+    assert "Held-out" not in card_of(run / "nowhere")
 
 
 class Hub(BaseHTTPRequestHandler):

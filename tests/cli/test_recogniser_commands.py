@@ -10,7 +10,7 @@ import soundfile
 from gputrain.errors import UserError
 from gputrain.speech.store import SpeechStore
 from gputrain.tts.kind import reader_of
-from tests.asr.models import transformers_folder
+from tests.asr.models import run_folder, transformers_folder
 from tests.asr.stores import spelled_clips, write_store
 from tests.command import gputrain_here
 from tests.speech.test_cutting import sentences, spoken
@@ -115,6 +115,18 @@ def test_a_folder_that_is_no_model_is_not_taken_for_another_kind(tmp_path: Path)
     for model, words in ((tmp_path, "holds no model"), (tmp_path / "missing", "missing: no such file or folder")):
         done = gputrain_here("export", "--model", model, "--output-dir", tmp_path / "out", "--format", "sherpa")
         assert (done.returncode, words in " ".join(done.stderr.split())) == (2, True), done.stderr
+
+
+def test_every_command_takes_the_checkpoint_that_is_named(tmp_path: Path, store: Path) -> None:
+    run = run_folder(tmp_path / "run")
+    for words in (
+        ["evaluate", "--data-path", store],
+        ["export", "--output-dir", tmp_path / "out"],
+        ["transcribe", "--input", store],
+    ):
+        done = gputrain_here(*words, "--model", run, "--checkpoint", "best")
+        assert done.returncode == 2
+        assert f"{run}: holds no checkpoint_best.pt" in done.stderr
 
 
 def test_wrong_exports(folder: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import fcntl
 import os
 import random
 import re
+import shutil
 import struct
 import zipfile
 from pathlib import Path
@@ -136,6 +137,24 @@ def test_every_intact_checkpoint_serves_from_the_newest_on(folder, damaged, serv
         assert caplog.text.count("truncated or damaged") == len(damaged)
     if damaged:
         assert re.search(rf"{damaged[-1]}: truncated or damaged; checkpoint_\w+.pt is used instead", caplog.text)
+
+
+def test_a_model_is_taken_from_the_best_one_and_a_run_goes_on_from_the_last(folder, caplog):
+    caplog.set_level("INFO")
+    source, found = checkpoint.find_named(folder, "toy")
+    assert (source, step_of(found)) == (folder / BEST, 1)
+    assert f"using {source} (step 1, the best on held-out data; --checkpoint last takes the newest)" in caplog.text
+    assert step_of(checkpoint.find(str(folder), folder, "toy")[1]) == 4
+    assert step_of(checkpoint.find_named(folder / LAST, "toy")[1]) == 4
+    damage(folder / BEST)
+    assert step_of(checkpoint.find_named(folder, "toy")[1]) == 4
+    assert f"{BEST}: truncated or damaged; {LAST} is used instead" in caplog.text
+    (folder / BEST).unlink()
+    caplog.clear()
+    assert checkpoint.find_named(folder, "toy")[0] == folder / LAST
+    other = shutil.copytree(folder, folder / "copy")
+    checkpoint.find_named(other, "toy")
+    assert f"using {other / LAST} (step 4, the newest; no best one was chosen)" in caplog.text
 
 
 def test_without_an_intact_one_there_is_an_error(folder):

@@ -97,7 +97,7 @@ def error_of(curve: nn.Module, points: list[list[float]]) -> float:
 
 
 def load_curve(run: Path) -> nn.Module:
-    _, content = checkpoint.find(str(run), run, kind="curve")
+    _, content = checkpoint.find_named(run, "curve")
     curve = network(assemble(TrainCurve, content["config"]))
     curve.load_state_dict(content["modules"]["curve"])
     return curve.eval()
