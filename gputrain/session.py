@@ -6,7 +6,7 @@ stage before, exactly as if the user had resumed it with other settings.
 
 import logging
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -20,6 +20,7 @@ from gputrain.engine.data import batches
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.run_folder import Run, given_plan, open_run
 from gputrain.engine.schedule import RunProgress, StepSchedule, begin, stages_ahead
+from gputrain.engine.stop import format_duration
 from gputrain.engine.train import train
 from gputrain.errors import UserError, missing_package
 from gputrain.hw.plan import Hardware, Plan, Setting, fit_shared_memory, workers
@@ -55,6 +56,7 @@ class Session(Generic[S]):
         planned = self.choose_settings(stage, partial(data.item_seconds, stage))
         if stage.hardware.plan and not run.given_plan:
             self.runtime.plan = data.complete_plan(planned, self.machine, self.runtime.plan)
+        log_runtime(self.runtime, run.prediction)
         return planned, start
 
     def choose_settings(self, settings: S, item_seconds: Callable[[], float]) -> S:
@@ -73,22 +75,17 @@ class Session(Generic[S]):
         return with_plan(settings, runtime.plan)
 
     def _plan(self, settings: S, item_seconds: Callable[[], float]) -> Plan:
-        """Returns the plan with the settings of the batch and of the data workers, and logs them."""
+        """Returns the plan with the settings of the batch and of the data workers."""
         runtime, wishes = self.runtime, settings.hardware
         rates = measured_rates(runtime) if runtime.device.type == "cuda" else None
         budget = memory_budget(self.machine, runtime.plan, wishes, rates)
         variant = self.planner.variant(settings, runtime.plan, budget)
-        settings, runtime.plan = variant.settings, replace(runtime.plan, **variant.reasons)
-        plan, found = self.planner.plan(settings, runtime.plan, budget)
-        self.planner.check_fit(settings, plan, budget, found)
+        plan, found = self.planner.plan_variant(variant, runtime.plan, budget)
+        self.planner.check_fit(variant.settings, plan, budget, found)
         rate = runtime.product_rate / found.item_flops
         processes = workers(self.machine, wishes.num_workers, item_seconds=item_seconds(), items_per_second=rate)
-        plan = replace(plan, num_workers=processes)
         self.run.prediction = {**found.to_json(), "margin": budget.margin}
-        is_known = plan.num_workers == runtime.plan.num_workers  # It has been logged with the runtime.
-        for name in (*variant.reasons, *found.settings, "memory_budget_gb", *([] if is_known else ["num_workers"])):
-            log_setting(name, plan.settings[name])
-        return plan
+        return replace(plan, num_workers=processes)
 
     def open_batches(
         self, dataset: BatchSource, steps: StepSchedule, *, divides_items: bool = False
@@ -120,6 +117,8 @@ class Session(Generic[S]):
 
 def train_model(work: KindWork[S], settings: S, console: Console) -> None:
     """Trains in the run folder that the settings name, from the beginning or from a checkpoint."""
+    if settings.saving.verbose:
+        logging.getLogger("gputrain").setLevel(logging.DEBUG)
     settings = work.completed(settings)
     session = open_session(settings, work)
     run, runtime = session.run, session.runtime
@@ -128,11 +127,13 @@ def train_model(work: KindWork[S], settings: S, console: Console) -> None:
     run.data = data.digests()
     stages = work.stages(data.begin(settings, run, runtime))
     for index in stages_ahead(run.progress, len(stages), onwards=run.continues_beyond_end):
-        stage, start = session.begin_stage(stages, index, data)
+        with console.status("planning the training"):
+            stage, start = session.begin_stage(stages, index, data)
         recipe = data.recipe(stage, runtime)
         if run.resumed is None:
             data.start(recipe, run)
         steps = StepSchedule(stage.schedule, start, step_items=data.step_items(stage))
+        log_length(steps, run, runtime)
         opened = session.open_batches(data.source(stage, runtime), steps, divides_items=data.divides_items)
         train(recipe, opened, steps, run, runtime, console)
         if index + 1 < len(stages):
@@ -217,13 +218,46 @@ def with_plan(settings: S, plan: Plan) -> S:
 def log_setting(name: str, setting: Setting) -> None:
     value = {True: "on", False: "off"}[setting.value] if isinstance(setting.value, bool) else setting.value
     cost = f"; costs {setting.cost}" if setting.cost else ""
-    log.info("%s: %s (%s%s)", name, value, setting.reason, cost)
+    log.debug("%s: %s (%s%s)", name, value, setting.reason, cost)
 
 
-def log_runtime(runtime: Runtime) -> None:
-    """Logs how the hardware is used, and the rate at which a GPU computes."""
-    for name, setting in runtime.plan.settings.items():
+def log_runtime(runtime: Runtime, prediction: Mapping[str, Any]) -> None:
+    """Logs how the hardware is used and the memory that is planned, in a line each, and for --verbose every setting."""
+    plan = runtime.plan
+    on_gpu = runtime.device.type == "cuda"
+    device = plan.device.reason if on_gpu else f"CPU ({plan.device.reason})"
+    used = [name for name in ("compile", "channels_last", "tf32", "cuda_graphs") if plan.settings[name].value]
+    log.info("runs on: %s; %s", device, ", ".join([str(plan.precision.value), *used]))
+    if on_gpu and not plan.compile.value:
+        log.info("not compiled: %s", plan.compile.reason)
+    if prediction:
+        log.info("memory: %s", format_memory(plan, prediction))
+    for name, setting in plan.settings.items():
         log_setting(name, setting)
-    if runtime.device.type == "cuda":
+    if on_gpu:
         rate = runtime.product_rate / 1e12
-        log.info("peak: %.3g TFLOPS (a large matrix product in %s, measured)", rate, runtime.plan.precision.value)
+        log.debug("peak: %.3g TFLOPS (a large matrix product in %s, measured)", rate, plan.precision.value)
+
+
+def format_memory(plan: Plan, prediction: Mapping[str, Any]) -> str:
+    size, passes = prediction["micro_batch_size"], prediction["accumulation_steps"]
+    budget = f" of {prediction['budget_gb']:.1f}" if prediction["budget_gb"] else ""
+    how = "the whole batch at once" if passes == 1 else f"{passes} micro-batches of {size}"
+    repeats = ", with checkpointing" if prediction["checkpointing"] else ""
+    return f"{prediction['predicted_peak_gb']:.2f}{budget} GB predicted; {how}{repeats}"
+
+
+def log_length(steps: StepSchedule, run: Run, runtime: Runtime) -> None:
+    """Logs the steps that are left and the time that they are predicted to take. Of a CPU only the time of the largest
+    batch's arithmetic is known."""
+    left = max(0, steps.stop_step - steps.start.step)
+    limit = f"--max-steps {steps.schedule.max_steps} of " if steps.stop_step < steps.last_step else ""
+    length = f"{left} steps" + (f" ({limit}{steps.schedule.length_text})" if left != steps.schedule.num_steps else "")
+    seconds = run.prediction.get("predicted_seconds_per_step")
+    least = run.prediction.get("item_flops", 0) * steps.schedule.whole_batch / runtime.product_rate
+    if seconds:
+        log.info("time: %s, %s predicted, %.3g s a step", length, format_duration(left * seconds), seconds)
+    elif least and runtime.ranks.count == 1:
+        log.info("time: %s; the arithmetic alone takes about %s", length, format_duration(left * least))
+    else:
+        log.info("time: %s", length)

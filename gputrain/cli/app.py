@@ -181,8 +181,9 @@ def print_next_steps(kind: ModelKind, run: Path) -> None:
         return
     commands = [one.line for one in model_commands(run, kind, read_file(run / CONFIG))]
     commands.append(f"tensorboard --logdir {run / 'logs'}")
-    for line in (f"The run is in {run}. Next:", *(f"  {line}" for line in commands)):
-        ui.out.print(ui.escape(line), soft_wrap=True)
+    ui.out.print(ui.escape(f"The run is in {run}. Next:"), soft_wrap=True)
+    for line in commands:
+        ui.out.print(ui.command_line(ui.escape(line)), soft_wrap=True)
 
 
 def add_commands_of(kind: ModelKind) -> None:

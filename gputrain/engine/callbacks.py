@@ -47,6 +47,7 @@ from gputrain.hw.runtime import (
 log = logging.getLogger(__name__)
 
 SHOWN_FIGURES = 4  # Held-out figures that are logged; all are in metrics.jsonl.
+DOING = {"samples": "sampling", "eval": "evaluating"}  # What the progress bar shows meanwhile.
 SKIPPED = {"samples": "the samples", "eval": "the held-out figures"}  # What is skipped if memory runs out.
 HISTORY = "history.jsonl"
 MOMENT_BYTES = 8  # AdamW's two moments of a parameter, in fp32.
@@ -146,6 +147,9 @@ class Callbacks:
         """Call everything that is due after the last completed step."""
         end = self._step_end()
         self.state.progress = replace(self.state.progress, evaluation_due="eval" in end.reports)  # For a save before.
+        log_freq = self.run.saving.log_freq
+        if end.step == self.steps.start.step + 1 < log_freq and not self.metrics.console.is_terminal:
+            log.info("step %d/%d is done; metrics follow every %d steps", end.step, self.steps.stop_step, log_freq)
         for callback in self.callbacks:
             if callback.due(end):
                 callback.call(end)
@@ -309,7 +313,7 @@ class Callbacks:
         if not self.run.group.leads:
             return None
         done, random = self.state.progress.step, random_state(device := self.state.runtime.device)
-        with self.metrics.paused(), self.deadline.not_counted(group), shapes_may_change():
+        with self.metrics.paused(DOING[group]), self.deadline.not_counted(group), shapes_may_change():
             report = self._report_if_it_fits(group, make, done)
             if report is None and self.state.free_memory():
                 report = self._report_if_it_fits(group, make, done)
@@ -511,7 +515,7 @@ def warn_of_surprises(state: TrainState, run: Run, steps: StepSchedule) -> None:
         )  # fmt: skip
     present = memory_gb(state.runtime.device).get("memory/peak_gb", 0.0)
     if state.runtime.device.type == "cpu" and present:
-        log.info(
+        log.debug(
             "the memory that is shown is the RAM of the whole process, with Python, torch and the data: %.1f GB before "
             "the first step; the prediction counts the tensors of a step", present,
         )  # fmt: skip
@@ -521,16 +525,20 @@ def warn_of_surprises(state: TrainState, run: Run, steps: StepSchedule) -> None:
     present_gb = sum({file.st_ino: file.st_size for file in files}.values()) / 1e9  # Names of one file count once.
     needed_gb = max(0.0, count * each_gb - present_gb)
     disk = shutil.disk_usage(run.folder)
-    text = f"checkpoints will take up to {needed_gb:.3g} GB ({count} of {each_gb:.3g} GB)"
+    text = f"run folder: {run.folder}; checkpoints up to {_gb(needed_gb)} ({count} of {_gb(each_gb)})"
     if not disk.total:  # Some network drives report 0 of 0 bytes.
         log.info("%s", text)
     elif disk.free / 1e9 < needed_gb:
         log.warning(
-            "%s, and the disk of %s has %.3g GB free: free some space, or keep fewer with --keep-checkpoints",
-            text, run.folder, disk.free / 1e9,
+            "%s, and its disk has %s free: free some space, or keep fewer with --keep-checkpoints",
+            text, _gb(disk.free / 1e9),
         )  # fmt: skip
     else:
-        log.info("%s; the disk has %.3g GB free", text, disk.free / 1e9)
+        log.info("%s, %s free", text, _gb(disk.free / 1e9))
+
+
+def _gb(size: float) -> str:
+    return f"{size:.1f} GB" if size >= 1 else f"{size:.2g} GB"
 
 
 def checkpoint_gb(state: TrainState) -> float:

@@ -86,7 +86,8 @@ class Metrics:
         self._attempt("logs", functools.partial(self._open_board, end))
         self._attempt("metrics.jsonl", functools.partial(self._keep_lines, end, lambda row: False))
         self.bar = Bar(console, hidden=not self.group.leads)
-        self.task = self.bar.add_task("starting", total=last_step, completed=first_step, left="")
+        self.done = first_step
+        self.task = self.bar.add_task(self._step_text, total=last_step, completed=first_step, left="")
         self.pace = Pace()
         self.started = time.monotonic()
         self._open_window()
@@ -117,6 +118,17 @@ class Metrics:
         self.window.append(scalars)
         self.items += items
         self.flops += flops
+        self.done += 1
+        self._move_bar()
+
+    @property
+    def _step_text(self) -> str:
+        return f"step {self.done}/{self.last_step}"
+
+    def _move_bar(self) -> None:
+        """Show the steps that are done and, once it is known, the time that is left."""
+        left = f"{format_duration(self.pace.seconds_left(self.last_step, self.done))} left" if self.pace.windows else ""
+        self.bar.update(self.task, completed=self.done, description=self._step_text, left=left)
 
     def write(self, step: int, epoch: int, further: dict[str, float], *, alone: bool = False) -> list[dict[str, float]]:
         """Log the means over the steps since the last call, and return the scalars of each of these steps.
@@ -124,6 +136,7 @@ class Metrics:
         The host waits for the device here. If other ranks cannot answer any more, this one
         writes `alone`, as if all had as many items.
         """
+        self.done = step
         rows, count = _read(self.window), self.group.ranks.count
         items, flops = (self.items * count, self.flops * count) if alone else self.group.total(self.items, self.flops)
         seconds = time.monotonic() - self.window_started
@@ -137,7 +150,7 @@ class Metrics:
             speed["speed/tflops"] = flops / seconds / 1e12
             if (share := self.runtime.peak_share(flops / seconds / count)) is not None:
                 speed["speed/peak_share"] = share
-        self.pace.add(step, seconds, items, flops)
+        self.pace.add(step, max(1, len(rows)), seconds, items, flops)
         self.latest = {**means, **speed, **further}
         self._put(step, epoch, self.latest)
         with contextlib.suppress(OSError):  # A closed terminal must not end a run.
@@ -188,14 +201,16 @@ class Metrics:
             self._plot("add_audio", f"{group}/{name}{REFERENCE}", reference.wave_T, step, reference.rate_hz)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the time of the block, such as sampling, from the speed of the steps."""
+    def paused(self, doing: str = "saving") -> Iterator[None]:
+        """Exclude the time of the block, such as sampling, from the speed of the steps; the bar shows what is done."""
         synchronize(self.runtime.device)  # Earlier steps may still be running.
         began = time.monotonic()
+        self.bar.update(self.task, description=f"{self._step_text}, {doing}")
         try:
             yield
         finally:
             self.window_started += time.monotonic() - began
+            self.bar.update(self.task, description=self._step_text)
 
     def _open_window(self) -> None:
         self.window: list[dict[str, Tensor]] = []
@@ -268,10 +283,10 @@ class Metrics:
         losses += f" | {self.headline}" if self.headline else ""
         line = f"epoch {epoch} | {losses} | {rate} | {memory} | data {100 * values['data/wait_share']:.0f} %"
         self.bar.last_line = line
-        left = format_duration(self.pace.seconds_left(self.last_step, values["speed/seconds_per_step"])) + " left"
-        self.bar.update(self.task, completed=step, description=f"step {step}/{self.last_step}", left=left)
+        self._move_bar()
         if not self.console.is_terminal:
-            self.console.print(f"step {step}/{self.last_step} | {line} | {left}", soft_wrap=True)
+            left = format_duration(self.pace.seconds_left(self.last_step, step))
+            self.console.print(f"step {step}/{self.last_step} | {line} | {left} left", soft_wrap=True)
 
     def _attempt(self, what: str, write: Callable[[], None]) -> None:
         """Write, or warn once, because a full disk must not end the training."""
@@ -432,7 +447,7 @@ class Bar(Progress):
         task = self.tasks[0]
         if not self.disable and self.last_line:
             with contextlib.suppress(OSError):  # The terminal may be closed.
-                self.console.print(Text(f"{task.description} | {self.last_line}"), soft_wrap=True)
+                self.console.print(Text(f"{task.description} | {self.last_line}"))
 
 
 @dataclass
@@ -441,6 +456,7 @@ class Window:
 
     ended: float  # On the clock of time.monotonic.
     step: int
+    count: int  # Of its steps.
     seconds: float  # Without samples, evaluations and saves.
     items: float
     flops: float
@@ -452,8 +468,8 @@ class Pace:
 
     windows: deque[Window] = field(default_factory=lambda: deque(maxlen=RECENT_LINES))
 
-    def add(self, step: int, seconds: float, items: float, flops: float) -> None:
-        self.windows.append(Window(time.monotonic(), step, seconds, items, flops))
+    def add(self, step: int, count: int, seconds: float, items: float, flops: float) -> None:
+        self.windows.append(Window(time.monotonic(), step, count, seconds, items, flops))
 
     @property
     def items_per_second(self) -> float:
@@ -463,13 +479,14 @@ class Pace:
     def flops_per_second(self) -> float:
         return sum(one.flops for one in self.windows) / sum(one.seconds for one in self.windows)
 
-    def seconds_left(self, last_step: int, seconds_per_step: float) -> float:
-        """Return the time to the last step, at the rate of the last lines, with the evaluations and saves among them.
-        With a single line, `seconds_per_step` is the rate."""
+    def seconds_left(self, last_step: int, done: int) -> float:
+        """Return the time from step `done` to the last one, at the rate of the last lines, with the evaluations and
+        saves among them; with a single line, at its own rate."""
         first, now = self.windows[0], self.windows[-1]
+        seconds_per_step = now.seconds / now.count
         if now.step > first.step:
             seconds_per_step = (now.ended - first.ended) / (now.step - first.step)
-        return (last_step - now.step) * seconds_per_step
+        return (last_step - done) * seconds_per_step
 
 
 def format_losses(losses: Mapping[str, float]) -> str:

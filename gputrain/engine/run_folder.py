@@ -25,7 +25,7 @@ from gputrain.stored import from_json
 
 log = logging.getLogger(__name__)
 
-NO_CHANGE = ("resume_from", "output_dir", "max_time")  # Settings whose changes are not reported.
+NO_CHANGE = ("resume_from", "output_dir", "max_time", "verbose")  # Settings whose changes are not reported.
 LOCK, CONFIG, PLAN = ".lock", "config.yaml", "plan.json"
 LEAVING_SECONDS = 30  # Time for another process that was asked to stop to save.
 

@@ -136,6 +136,10 @@ class Saving:
     track: tuple[TrackerName, ...] = opt(
         default=(), help="Also log to wandb or mlflow, which are extras; their environment variables say where."
     )
+    verbose: bool = opt(
+        default=False, is_saved=False,
+        help="Log every setting of the plan with its reason, as plan.json has them. Not written to config.yaml.",
+    )  # fmt: skip
     profile: bool = opt(default=False, help="Profile three early steps into profile/ of the run folder.")
 
     def __post_init__(self) -> None:

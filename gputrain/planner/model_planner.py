@@ -54,7 +54,10 @@ class ModelPlanner(Generic[S]):
 
     def plan(self, settings: S, plan: Plan, budget: MemoryBudget) -> tuple[Plan, Fit]:
         """Returns the plan with the settings of the batch, and the fit that they come from."""
-        chosen = self.variant(settings, plan, budget)
+        return self.plan_variant(self.variant(settings, plan, budget), plan, budget)
+
+    def plan_variant(self, chosen: Variant[S], plan: Plan, budget: MemoryBudget) -> tuple[Plan, Fit]:
+        """Returns the same for the variant of the settings that has been chosen."""
         return self._fit(chosen.settings, replace(plan, **chosen.reasons), budget)
 
     def _fit(self, settings: S, plan: Plan, budget: MemoryBudget) -> tuple[Plan, Fit]:
@@ -87,7 +90,7 @@ class ModelPlanner(Generic[S]):
 
     def check_fit(self, settings: S, plan: Plan, budget: MemoryBudget, found: Fit) -> None:
         """Logs the fit. Raises UserError if it does not fit, unless the user asked for this micro-batch."""
-        log.info("%s", found.describe())
+        log.debug("%s", found.describe())
         if not found.fits:
             remedies = self.remedies(settings, plan, budget, found)
             if not settings.schedule.micro_batch_size:

@@ -17,7 +17,6 @@ from gputrain.engine.run_folder import Run
 from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.work import BatchSource, KindWork, TrainingData, TrainSettings
-from gputrain.session import log_runtime
 from gputrain.speech.buckets import Buckets, ClipBatch, ClipSize, Speech, buckets_of, open_speech
 from gputrain.speech.config import SpeechKind
 
@@ -79,13 +78,12 @@ class SpeechTraining(TrainingData[S]):
         log.info("clips for training: %d (%.2f hours%s), held out: %d", len(clips), hours, speakers, held_out)
         self.advise(settings, hours)
         log.info(
-            "%s, %d symbols (%s); %d batches an epoch, of %.1f clips, %.1f %% of them padding",
+            "model: %s, %d symbols (%s); %d batches an epoch of %.1f clips, %.1f %% padding",
             self.described(settings), len(format.frontend.symbols), format.frontend.language, len(buckets),
             len(buckets.longest_M) / len(buckets), 100 * buckets.padding,
         )  # fmt: skip
         buckets.log_fill()
         speech.split.log_shares(speech.split.mixture(), "clips")
-        log_runtime(runtime)
 
     def item_seconds(self, settings: S) -> float:
         return CLIP_SECONDS

@@ -338,7 +338,7 @@ def fit_code(pictures: Sequence[Picture], architecture: VaeArchitecture, seed: i
     with one_thread():
         error = code.fit(to_unit(tiles_BCHW), seed)
     log.info(
-        "the start is a linear code of the pictures: %.1f dB before the first step (fitted to %d pictures in %.0f s)",
+        "start: a linear code of the pictures, %.1f dB (fitted to %d pictures in %.0f s)",
         20 * math.log10(2 / error), len(chosen), time.perf_counter() - began,
     )  # fmt: skip
     return code

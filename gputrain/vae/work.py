@@ -25,7 +25,6 @@ from gputrain.planner.memory.fake_runtime import on_fake_tensors
 from gputrain.planner.memory.fit import Fit, MemoryBudget
 from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.planner.work import BatchSource, KindWork, PlannedTraining, PlanTarget, TrainingData, Variant
-from gputrain.session import log_runtime, log_setting
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.config import BenchVae, PlannedData, PlanVae, TrainVae
 from gputrain.vae.data import CropDataset, Pictures, decoding_seconds, open_pictures, to_u8, to_unit
@@ -191,10 +190,8 @@ class VaeData(TrainingData[TrainVae]):
         return settings
 
     def begin_stage(self, settings: TrainVae, position: str) -> None:
-        log.info(
-            "%s%d px, %d images a step, %s", f"{position}: " if position else "", settings.data.image_size,
-            settings.schedule.whole_batch, settings.schedule.length_text,
-        )  # fmt: skip
+        where = f"{position}: " if position else ""
+        log.info("%s%d px, %d images a step", where, settings.data.image_size, settings.schedule.whole_batch)
         warn_of_small_pictures(self.pictures, settings.data.image_size)
 
     def item_seconds(self, settings: TrainVae) -> float:
@@ -203,7 +200,6 @@ class VaeData(TrainingData[TrainVae]):
     def complete_plan(self, settings: TrainVae, machine: Machine, plan: Plan) -> Plan:
         crops, processes = self.crops(settings, in_memory=False), int(plan.num_workers.value)
         kept = data_in_memory(machine, settings.data.data_in_memory, crops.decoded_gb, processes)
-        log_setting("data_in_memory", kept)
         return replace(plan, data_in_memory=kept)
 
     def source(self, settings: TrainVae, runtime: Runtime) -> BatchSource:
@@ -300,5 +296,4 @@ def log_training(settings: TrainVae, runtime: Runtime, pictures: Pictures) -> No
     log.info("pictures for training: %d, held out: %d", len(pictures.train), len(pictures.held_out))
     pictures.split.log_shares(pictures.mixture, "pictures")
     warn_of_opaque_pictures(settings.data.image_channels, pictures)
-    log.info("model %s; losses: %s", settings.model.preset, settings.losses.description)
-    log_runtime(runtime)
+    log.info("model: %s; losses: %s", settings.model.preset, settings.losses.description)

@@ -20,7 +20,6 @@ from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.memory.fit import Fit, MemoryBudget
 from gputrain.planner.work import BatchSource, KindWork, PlannedTraining, PlanTarget, TrainingData
-from gputrain.session import log_runtime
 from gputrain.vocoder.config import FP32_BECAUSE, BenchVocoder, PlannedData, PlanVocoder, TrainVocoder
 from gputrain.vocoder.evaluate import Excerpts, check_fits
 from gputrain.vocoder.generator import draw_noise
@@ -225,7 +224,7 @@ def log_training(settings: TrainVocoder, runtime: Runtime, sounds: VocoderData) 
         )  # fmt: skip
     source = "mini" if settings.model.mini_nsf else "full"
     log.info(
-        "%s source, %d channels, %g Hz; discriminators: %s; crops of %.2f s", source,
+        "model: %s source, %d channels, %g Hz; %s; crops of %.2f s", source,
         settings.model.upsample_initial_channel, mel.sampling_rate,
         ", ".join(settings.discriminators.discriminators), settings.crop_seconds,
     )  # fmt: skip
@@ -233,4 +232,3 @@ def log_training(settings: TrainVocoder, runtime: Runtime, sounds: VocoderData) 
         log.warning(
             "openvpi's generator cannot load this model; it can only be exported as ONNX: %s", "; ".join(faults)
         )
-    log_runtime(runtime)

@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import soundfile
 import torch
 
 from gputrain.cli.options import read_defaults
@@ -142,13 +144,14 @@ MODEL_COMMANDS = {
     "vae": [["evaluate", "--data-path", "data"], ["export", "--output-dir", "o"],
             ["reconstruct", "--input", "data", "--output-dir", "o"]],
     "vocoder": [["evaluate", "--data-path", "data"], ["export", "--output-dir", "o"],
-                ["vocode", "--input", "data", "--output-dir", "o"]],
+                ["vocode", "--input", "song.wav", "--output-dir", "o"]],
     "tts": [["evaluate", "--data-path", "data"], ["export", "--output-dir", "o"],
             ["speak", "--text", "an owl", "--output-file", "o.wav"]],
 }  # fmt: skip
 
 
 def test_every_command_of_a_model_takes_the_checkpoint_that_is_named(kind: str, typed) -> None:
+    soundfile.write("song.wav", np.zeros(8000), 8000)
     for name, *words in MODEL_COMMANDS[kind]:
         code, printed = typed(name, "--model", "run", "--checkpoint", "best", *words)
         assert code == 2

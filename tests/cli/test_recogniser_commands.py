@@ -119,10 +119,11 @@ def test_a_folder_that_is_no_model_is_not_taken_for_another_kind(tmp_path: Path)
 
 def test_every_command_takes_the_checkpoint_that_is_named(tmp_path: Path, store: Path) -> None:
     run = run_folder(tmp_path / "run")
+    write_said(tmp_path / "in.wav", rest(0.2))
     for words in (
         ["evaluate", "--data-path", store],
         ["export", "--output-dir", tmp_path / "out"],
-        ["transcribe", "--input", store],
+        ["transcribe", "--input", tmp_path / "in.wav"],
     ):
         done = gputrain_here(*words, "--model", run, "--checkpoint", "best")
         assert done.returncode == 2

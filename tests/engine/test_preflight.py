@@ -35,7 +35,7 @@ def test_a_batch_larger_than_the_data_set_is_said(tmp_path, caplog):
 
 def test_the_disk_space_of_checkpoints_is_that_of_the_files(tmp_path, caplog):
     train_toy(ToyRecipe(schedule(8)), quiet(tmp_path, checkpoint_steps=1, keep_checkpoints=3))
-    (line,) = [line for line in caplog.messages if line.startswith("checkpoints will take up to")]
+    (line,) = [line for line in caplog.messages if line.startswith(f"run folder: {tmp_path}; checkpoints up to")]
     words = line.replace("(", "").split()
     count, each_gb = int(words[words.index("GB") + 1]), float(words[words.index("of") + 1])
     files = {path.stat().st_ino: path.stat().st_size for path in tmp_path.glob("checkpoint_*.pt")}
