@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from PIL import Image
 from rich.console import Console
 
 from gputrain.cli import tables, ui
+from gputrain.cli.ui import PipeConsole
 from gputrain.hw.ranks import SINGLE
 from gputrain.planner.model_planner import PredictedTime
 from tests.chaos.tiny import make_data, words
@@ -228,3 +230,58 @@ def test_a_package_that_a_data_worker_lacks_is_named(capsys):
 
     assert ui._outcome(program, SINGLE) == ui.USER_ERROR
     assert "the package soxr is not installed" in " ".join(capsys.readouterr().err.split())
+
+
+# ---------------------------------------------------------------------------------------------- the start of a training
+
+
+@pytest.mark.parametrize("kind", ["vae", *[pytest.param(kind, marks=pytest.mark.slow) for kind in ("vocoder", "tts")]])
+def test_the_start_of_a_training_is_short_and_its_plan_is_logged_if_asked_for(tmp_path, monkeypatch, caplog, kind):
+    data = make_data(kind, tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    smaller = {"adversarial_weight": 0, "discriminator_start": 5000, "discriminator_channels": 64}
+    changes = {**(smaller if kind == "vae" else {}), "save_samples_freq": 0, "evaluate_steps": 0}
+    caplog.set_level("DEBUG", "gputrain")
+    monkeypatch.setattr(ui, "LineHandler", lambda ranks: caplog.handler)
+    done = gputrain_here(
+        *words(kind, data, Path("run"), 1, **changes), "--plan", "--no-report", "--verbose", "--no-eval-first"
+    )
+    assert done.returncode == 0, done.stderr
+    short = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    detailed = [record.getMessage() for record in caplog.records if record.levelname == "DEBUG"]
+    assert len(short) <= 8, short
+    runs_on = "runs on: CPU (asked for); fp32"
+    for part in ("model: ", "for training: ", runs_on, "memory: ", "time: ", "run folder: run;"):
+        assert sum(part in line for line in short) == 1, (part, short)
+    settings = json.loads(Path("run", "plan.json").read_text())["settings"]
+    for name, setting in settings.items():
+        assert not [line for line in short if line.startswith(f"{name}: ")]
+        assert sum(line.startswith(f"{name}: ") and setting["reason"] in line for line in detailed) == 1, name
+    assert {name for name, one in settings.items() if one["reason"] == "asked for"} <= {"device", "num_workers"}
+    assert "verbose" not in Path("run", "config.yaml").read_text()
+
+
+def test_messages_on_a_terminal_break_between_words():
+    text = "the start is a linear code of the pictures: 35.1 dB before the first step, fitted to 23 pictures in 3 s"
+    command = "go on with: gputrain train-vae --config outputs/vae/config.yaml --resume-from auto --max-steps 100000"
+    for is_terminal in (True, False):
+        console = ui.MessageConsole(file=io.StringIO(), width=80, force_terminal=is_terminal, color_system=None)
+        for line in (text, command):
+            console.print(line, soft_wrap=True)
+        first, *others = console.file.getvalue().splitlines()
+        assert others[-1] == command
+        assert "".join([first, *others[:-1]]).replace(" ", "") == text.replace(" ", "")
+        assert {*first.split(), *" ".join(others[:-1]).split()} == {*text.split()}
+        assert (len(first) <= 80) == is_terminal
+
+
+def test_a_command_on_a_narrow_terminal_can_be_copied(monkeypatch):
+    command = "gputrain reconstruct --model outputs/vae --input PICTURES --output-dir outputs/reconstructions-of-mine"
+    shown = PipeConsole(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    monkeypatch.setattr(ui, "out", shown)
+    lines = ui.command_line(command).split("\n")
+    assert len(lines) == 2
+    assert max(map(len, lines)) <= 80
+    assert " ".join(line.removesuffix("\\").strip() for line in lines) == command
+    monkeypatch.setattr(ui, "out", PipeConsole(file=io.StringIO(), width=80))
+    assert ui.command_line(command) == f"  {command}"

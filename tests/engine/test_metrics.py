@@ -189,6 +189,22 @@ def clock(monkeypatch) -> Clock:
     return Clock(monkeypatch, engine_metrics)
 
 
+def test_the_bar_moves_at_every_step(tmp_path, clock):
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    with Metrics(tmp_path, console, cpu_runtime(), unit="images", first_step=3, last_step=100) as written:
+        (task,) = written.bar.tasks
+        assert (task.description, task.completed) == ("step 3/100", 3)
+        with written.paused("evaluating"):
+            assert task.description == "step 3/100, evaluating"
+        for step in (4, 5, 6):
+            clock.now += 2.0
+            written.add({"loss/g/l1": torch.tensor(0.5)}, items=40, flops=0)
+            assert (task.description, task.completed, task.fields["left"]) == (f"step {step}/100", step, "")
+        written.write(6, 0, {})
+        written.add({"loss/g/l1": torch.tensor(0.5)}, items=40, flops=0)
+        assert (task.completed, task.fields["left"]) == (7, "3 min 6 s left")  # 93 steps of 2 s.
+
+
 def test_slow_steps_have_a_remaining_time(tmp_path, clock):
     """A line every 400 s: Rich's own estimate forgets after 30 s."""
     shown = shown_metrics(tmp_path, clock, [400.0] * 4)

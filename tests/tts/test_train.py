@@ -300,7 +300,7 @@ def test_a_run_says_what_it_will_take_and_how_it_goes(store, tmp_path, caplog):
     plan = PlanFile.load(tmp_path / "plan.json")
     assert plan.prediction["predicted_peak_gb"] == pytest.approx(sum(plan.prediction["parts"].values()))
     assert plan.plan.micro_batch_size.value == 3
-    assert "predicted peak" in caplog.text
+    assert f"memory: {plan.prediction['predicted_peak_gb']:.2f} of " in caplog.text
     assert "clips for training: 6 (0.00 hours, 2 speakers), held out: 2" in caplog.text
     assert "fast voice at 16000 Hz" in caplog.text
     assert "hours are little data" in caplog.text
