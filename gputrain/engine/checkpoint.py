@@ -10,11 +10,8 @@ A run folder holds
     checkpoint_step_800.pt  kept every checkpoint_steps steps
 
 All but the first two are names (hard links, where the file system has them) of what was saved as checkpoint_last.pt.
-
 A checkpoint is a file of torch.save. The checksum of all its bytes stands in the comment that a zip archive may end
-with, so that torch.load and unzip read it as they read any other.
-
-`load_weights` loads weights into modules, of our checkpoints and of files of other programs alike.
+with, so that torch.load and unzip read it as they read any other. `load_weights` loads weights into modules.
 """
 
 import contextlib
@@ -44,6 +41,9 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 LAST, PREVIOUS, BEST = "checkpoint_last.pt", "checkpoint_previous.pt", "checkpoint_best.pt"
+WHY_CHOSEN = {
+    BEST: ", the best on held-out data; --checkpoint last takes the newest", LAST: ", the newest; no best one was chosen",
+}  # fmt: skip
 KEPT_NAME = re.compile(r"checkpoint_(epoch|step)_(\d+)\.pt")
 # CRC-32 detects every flipped bit and every burst of up to 32 flipped bits. It is several times faster than a
 # cryptographic hash on processors without instructions for the hash.
@@ -64,6 +64,7 @@ PARTS = {"kind": str, "modules": dict, "optimizers": dict, "loss_scales": dict, 
          "config": dict, "facts": dict, "data": dict, "names": list}  # fmt: skip
 
 Content = dict[str, Any]
+Ordered = Callable[[Path], list[Path]]  # Returns the checkpoints of a folder in some order.
 _shown: set[Path] = set()  # Checkpoints of models that are in use; each is reported once.
 _not_synced: set[Path] = set()  # Folders whose renames cannot be made durable; each is reported once.
 
@@ -268,8 +269,8 @@ def find_named(path: Path, kind: str, modules: Sequence[str] = ()) -> tuple[Path
     source, content = _find_in_order(path, kind, best_first, modules)
     if source.resolve() not in _shown:
         _shown.add(source.resolve())
-        step = content.get("progress", {}).get("step", 0)
-        log.info("using %s (step %d%s)", source, step, _why_chosen(source) if path.is_dir() else "")
+        why = WHY_CHOSEN.get(source.name, "") if path.is_dir() else ""
+        log.info("using %s (step %d%s)", source, content.get("progress", {}).get("step", 0), why)
     return source, content
 
 
@@ -278,21 +279,12 @@ def best_first(folder: Path) -> list[Path]:
     return sorted(newest_first(folder), key=lambda path: path.name != BEST)
 
 
-def _why_chosen(source: Path) -> str:
-    if source.name == BEST:
-        return ", the best on held-out data; --checkpoint last takes the newest"
-    return ", the newest; no best one was chosen" if source.name == LAST else ""
-
-
-def _find_in_order(
-    path: Path, kind: str, ordered: Callable[[Path], list[Path]], modules: Sequence[str] = ()
-) -> tuple[Path, Content]:
+def _find_in_order(path: Path, kind: str, ordered: Ordered, modules: Sequence[str] = ()) -> tuple[Path, Content]:
     if not (path.is_file() or path.is_dir()):  # Reading a FIFO or a device might never end.
         raise UserError(f"{path}: no such checkpoint", hint=_nearby(path))
+    choices = ordered(path if path.is_dir() else path.parent)
     if path.is_file():
-        others = [other for other in ordered(path.parent) if other.name != path.name]
-        return _first_intact([path, *others], kind, modules)
-    choices = ordered(path)
+        choices = [path, *(other for other in choices if other.name != path.name)]
     if not choices:
         raise UserError(f"{path}: holds no checkpoint", hint="name a run folder, or a checkpoint in it")
     return _first_intact(choices, kind, modules)
@@ -566,9 +558,6 @@ def refuse_nonfinite(weights: Mapping[str, Tensor], owner: str) -> None:
     for name, tensor in weights.items():
         if not tensor.isfinite().all():
             raise UserError(f"{owner}: {name}: not all weights are finite", hint="take an older checkpoint of the run")
-
-
-# ------------------------------------------------------------------------------------------------- tensors of a content
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
