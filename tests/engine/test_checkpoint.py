@@ -154,7 +154,7 @@ def test_a_model_is_taken_from_the_best_one_and_a_run_goes_on_from_the_last(fold
     assert checkpoint.find_named(folder, "toy")[0] == folder / LAST
     other = shutil.copytree(folder, folder / "copy")
     checkpoint.find_named(other, "toy")
-    assert f"using {other / LAST} (step 4, the newest; no best one was chosen)" in caplog.text
+    assert f"using {other / LAST} (step 4, the newest; none was the best)" in caplog.text
 
 
 def test_without_an_intact_one_there_is_an_error(folder):
