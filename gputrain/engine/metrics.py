@@ -88,8 +88,7 @@ class Metrics:
         self.bar = Bar(console, hidden=not self.group.leads)
         self.done = first_step
         self.task = self.bar.add_task(self._step_text, total=last_step, completed=first_step, left="")
-        self.pace = Pace()
-        self.started = time.monotonic()
+        self.pace, self.started = Pace(), time.monotonic()
         self._open_window()
 
     def __enter__(self) -> "Metrics":
@@ -125,10 +124,11 @@ class Metrics:
     def _step_text(self) -> str:
         return f"step {self.done}/{self.last_step}"
 
-    def _move_bar(self) -> None:
-        """Show the steps that are done and, once it is known, the time that is left."""
+    def _move_bar(self) -> str:
+        """Show the steps that are done and, once it is known, the time that is left, which is returned."""
         left = f"{format_duration(self.pace.seconds_left(self.last_step, self.done))} left" if self.pace.windows else ""
         self.bar.update(self.task, completed=self.done, description=self._step_text, left=left)
+        return left
 
     def write(self, step: int, epoch: int, further: dict[str, float], *, alone: bool = False) -> list[dict[str, float]]:
         """Log the means over the steps since the last call, and return the scalars of each of these steps.
@@ -154,7 +154,7 @@ class Metrics:
         self.latest = {**means, **speed, **further}
         self._put(step, epoch, self.latest)
         with contextlib.suppress(OSError):  # A closed terminal must not end a run.
-            self._show(step, epoch, self.latest)
+            self._show(epoch, self.latest)
         self._open_window()
         return rows
 
@@ -222,7 +222,6 @@ class Metrics:
     def _put(self, step: int, epoch: int, values: dict[str, float]) -> None:
         row = {"step": step, "epoch": epoch, "seconds": round(time.monotonic() - self.started, 3)}
         numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
-
         line = json.dumps({**row, **numbers}) + "\n"
         self._attempt("metrics.jsonl", functools.partial(append_line, line.encode(), self.path))
         for name, value in values.items():
@@ -265,7 +264,7 @@ class Metrics:
             time.sleep(1)
             self.board = SummaryWriter(str(logs), purge_step=purge_step)
 
-    def _show(self, step: int, epoch: int, values: dict[str, float]) -> None:
+    def _show(self, epoch: int, values: dict[str, float]) -> None:
         if not self.group.leads:
             return
         losses = format_losses({n.removeprefix("loss/"): v for n, v in values.items() if n.startswith("loss/")})
@@ -274,8 +273,7 @@ class Metrics:
             rate += f", {self.pace.flops_per_second / 1e12:.3g} TFLOPS"
             share = self.runtime.peak_share(self.pace.flops_per_second / self.group.ranks.count)
             rate += "" if share is None else f" ({100 * share:.0f} % of peak)"
-        where = " RAM" if self.runtime.device.type == "cpu" else ""
-        memory = f"{values.get('memory/peak_gb', 0):.1f} GB{where}"
+        memory = f"{values.get('memory/peak_gb', 0):.1f} GB{' RAM' * (self.runtime.device.type == 'cpu')}"
         shares = {
             n.split("/")[-1]: v for n, v in values.items() if n.startswith("statistics/") and n.endswith("_share")
         }
@@ -283,10 +281,9 @@ class Metrics:
         losses += f" | {self.headline}" if self.headline else ""
         line = f"epoch {epoch} | {losses} | {rate} | {memory} | data {100 * values['data/wait_share']:.0f} %"
         self.bar.last_line = line
-        self._move_bar()
+        left = self._move_bar()
         if not self.console.is_terminal:
-            left = format_duration(self.pace.seconds_left(self.last_step, step))
-            self.console.print(f"step {step}/{self.last_step} | {line} | {left} left", soft_wrap=True)
+            self.console.print(f"{self._step_text} | {line} | {left}", soft_wrap=True)
 
     def _attempt(self, what: str, write: Callable[[], None]) -> None:
         """Write, or warn once, because a full disk must not end the training."""
