@@ -257,7 +257,7 @@ def log_length(steps: StepSchedule, run: Run, runtime: Runtime) -> None:
     least = run.prediction.get("item_flops", 0) * steps.schedule.whole_batch / runtime.product_rate
     if seconds:
         log.info("time: %s, %s predicted, %.3g s a step", length, format_duration(left * seconds), seconds)
-    elif least and runtime.ranks.count == 1:
+    elif left * least >= 1 and runtime.ranks.count == 1:
         log.info("time: %s; the arithmetic alone takes about %s", length, format_duration(left * least))
     else:
         log.info("time: %s", length)
