@@ -58,7 +58,8 @@ def figures_at(folder: Path, step: int) -> dict[str, Any]:
             rows.append(json.loads(line))
         except ValueError:  # The line of a run that was killed while it wrote.
             continue
-    row = next((row for row in reversed(rows) if row.get("step") == step and "eval/score" in row), {})
+    evaluated: list[dict[str, Any]] = [row for row in rows if row.get("step") == step and "eval/score" in row]
+    row = evaluated[-1] if evaluated else {}
     found = {name.removeprefix("eval/"): value for name, value in row.items() if name.startswith("eval/")}
     return {name: value for name, value in found.items() if isinstance(value, (int, float)) and math.isfinite(value)}
 

@@ -296,8 +296,7 @@ def test_a_run_is_planned_and_the_same_plan_can_be_had_again(photographs, tmp_pa
     parts = record.prediction["parts"]
     assert record.prediction["predicted_peak_gb"] == pytest.approx(sum(parts.values()))
     assert parts["optimizer"] > 2 * parts["gradients"]  # two moments, and the step count of each weight
-    assert "memory: 0.01 of 0.5 GB predicted; " in caplog.text
-    assert "micro_batch_size: 2 (the whole batch fits at once" in caplog.text
+    assert "memory: 0.01 of 0.5 GB predicted; the whole batch" in caplog.text
 
     record.micro_batch["autoencoder"] = 1
     record.save(tmp_path / "plan.json")
