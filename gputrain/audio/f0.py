@@ -182,9 +182,12 @@ def compile_tracker(method: Method) -> None:
         )
         if child.returncode:
             last = (child.stderr.strip().splitlines() or [describe_exit(child.returncode)])[-1]
-            cause = describe_exit(child.returncode) if child.returncode < 0 else last
+            has_crashed = child.returncode < 0
+            cause = describe_exit(child.returncode) if has_crashed else last
+            other = "--f0-method parselmouth or pyworld (pip install 'gputrain[f0]') does without numba"
             raise UserError(
-                f"the pitch tracker pyin cannot be compiled: {cause}", hint=remedy_for_exit(child.returncode)
+                f"the pitch tracker pyin cannot be compiled: {cause}",
+                hint=remedy_for_exit(child.returncode) if has_crashed else other,
             )
 
 

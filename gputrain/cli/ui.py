@@ -23,6 +23,7 @@ from rich.text import Text
 
 from gputrain.engine.stop import COMMAND_CLOCK, format_duration, interrupt_at_signals, leave_at_signals
 from gputrain.errors import Stopped, UserError, missing_package
+from gputrain.hw.caches import provide_home
 from gputrain.hw.ranks import Ranks
 
 DONE, INTERNAL_ERROR, USER_ERROR, NOT_PASSED, RESUMABLE = 0, 1, 2, 3, 75
@@ -157,6 +158,7 @@ def run(program: Callable[[], object]) -> NoReturn:
     log = logging.getLogger("gputrain")
     log.setLevel(logging.INFO)
     log.handlers, log.propagate = [LineHandler(ranks)], False
+    provide_home()
     out.quiet = not ranks.leads
     code = _outcome(program, ranks)
     if escaped.replaced:

@@ -21,15 +21,19 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
+from gputrain.hw.caches import cache_folder, can_write_into, say_once
+
 log = logging.getLogger(__name__)
 
 
 def folder() -> Path:
-    """Return numba's cache folder for gputrain: NUMBA_CACHE_DIR, or a folder that no other program writes to."""
-    if chosen := os.environ.get("NUMBA_CACHE_DIR"):
+    """Return numba's cache folder for gputrain: NUMBA_CACHE_DIR if it can be written to, or a folder that no other
+    program writes to."""
+    chosen = os.environ.get("NUMBA_CACHE_DIR")
+    if chosen and can_write_into(Path(chosen)):
         return Path(chosen)
-    from gputrain.hw.runtime import cache_folder  # This import needs torch.
-
+    if chosen:
+        say_once(f"NUMBA_CACHE_DIR {chosen} cannot be written to; another folder is used")
     return cache_folder() / "numba"
 
 

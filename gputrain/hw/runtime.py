@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from gputrain.errors import UserError, first_line
 from gputrain.hw import bf16_check
+from gputrain.hw.caches import cache_folder
 from gputrain.hw.plan import DeviceName, Hardware, Plan, Setting, decide
 from gputrain.hw.probe import ALLOCATOR_VARIABLES, probe, request_expandable_segments
 from gputrain.hw.ranks import SINGLE, Ranks
@@ -286,12 +286,6 @@ def compile_without_avx512() -> None:
     """
     if torch.backends.cpu.get_cpu_capability() == "AVX512" and torch._inductor.config.cpp.simdlen is None:
         torch._inductor.config.cpp.simdlen = 256
-
-
-def cache_folder() -> Path:
-    """Return the folder for files of gputrain that can be computed again."""
-    home = os.environ.get("LOCALAPPDATA") if os.name == "nt" else os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "gputrain"
 
 
 def compiler_failure(error: BaseException) -> str:

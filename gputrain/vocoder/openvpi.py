@@ -57,6 +57,11 @@ def translate(content: dict[str, object], source: Path, *, of: Command) -> dict[
     theirs = known_keys().keys() - TRAINING.keys() - PREPARATION.keys()
     if "base_config" not in content and not any("." in name or name in theirs for name in file.values):
         return content
+    if of == "train" and "task_cls" in file.values:
+        try:
+            options_of("task_cls", file.values, of)  # Keys of another model are not worth a message each.
+        except UserError as error:
+            raise UserError(f"{file.origins['task_cls']}: {error.message}", hint=error.hint) from None
     made: dict[str, object] = {"kind": "vocoder"} if of == "prepare" else {}
     made |= translated(
         file, source, lambda name: options_of(name, file.values, of), page="docs/vocoder_keys.md", is_whole=True
@@ -95,8 +100,11 @@ def _own(name: str, value: object, of: Command) -> dict[str, object]:
         return {name: value}  # It is reported with our other keys.
     if name in OURS["train"] or name in OURS["prepare"] or name in RETIRED:
         return {}
-    if of == "prepare" and name.partition(".")[0] not in blocks():
+    block = name.partition(".")[0]
+    if of == "prepare" and block not in blocks():
         return {name: value}  # prepare-data has more options and checks them.
+    if of == "prepare" and block == "model_args":
+        return {}
     raise unknown_key(name, {**known_keys(), **OURS["train"], **dict.fromkeys(blocks())})
 
 
@@ -160,7 +168,7 @@ def _joined(content: Mapping[str, object], source: Path, prefix: str = "") -> di
     made: dict[str, object] = {}
     for key, value in content.items():
         name = f"{prefix}{key}"
-        if name in blocks() and not isinstance(value, dict):
+        if name in blocks() - known_keys().keys() and not isinstance(value, dict):
             found = "null" if value is None else repr(value)
             raise UserError(f"{source}: {name} is {found}, expected keys and values", hint="indent them below it")
         inner = _joined(value, source, f"{name}.") if name in blocks() and isinstance(value, dict) else {name: value}

@@ -239,6 +239,15 @@ def test_a_file_goes_before_its_base_for_the_command_that_it_means(tmp_path):
 
 @each_row(
     ({"pl_trainer_precision": "bf16"}, {"mixed_precision": True, "use_bf16": True}),
+    (  # Keys that files of former versions have, which their code did not read, or which concern several GPUs.
+        {"pl_trainer_strategy": "auto", "ddp_backend": "nccl_no_p2p", "optimizer_args": {"lr": 1}, "sort_by_len": True,
+         "shuff_val": True, "num_val": 5, "test_prefixes": [], "use_midi_loss": True, "use_bound_loss": True,
+         "binarizer_cls": "preprocessing.BaseBinarizer", "pe": "rmvpe", "pe_ckpt": "model.pt", "add_watermark": False,
+         "lambda_wm": 1, "model_args": {"fast_mpd_glu_decay": 0.1}},
+        {},
+    ),
+    ({"pl_trainer_strategy": {"find_unused_parameters": False, "name": "auto"}}, {}),
+    ({"pl_trainer_strategy": None, "pc_aug_prob": 0.25}, {"pc_aug_rate": 0.25}),
     ({"pl_trainer_precision": "bf16-mixed"}, {"mixed_precision": True, "use_bf16": True}),
     ({"pl_trainer_accelerator": "gpu"}, {"device": "cuda"}),
     ({"num_sanity_val_steps": 0}, {"eval_first": False}),
@@ -326,6 +335,12 @@ def test_paths_of_their_preparation_are_passed_over_aloud(tmp_path, caplog):
     assert f"{path}: data_input_path has no effect: prepare-data has --input-dir" in record.getMessage()
 
 
+def test_their_preparation_of_another_model_or_version(tmp_path):
+    content = {"pe": "rmvpe", "binarizer_cls": "x.Y", "pl_trainer_strategy": "auto", "model_args": {"lvc_kernels": 3}}
+    path = write(tmp_path / "c.yaml", content)
+    assert translate(read_file(path), path, of="prepare") == {"kind": "vocoder", "f0_method": "auto"}
+
+
 def test_frozen_parameters_and_the_one_step_task(tmp_path):
     freezes = {"freezing_enabled": True, "frozen_params": ["discriminator.mpd"], "ds_workers": 1}
     path = tmp_path / "ft.yaml"
@@ -340,6 +355,12 @@ def test_frozen_parameters_and_the_one_step_task(tmp_path):
     ({"task_cls": "training.univnet.univnet_task"}, "task_cls is 'training.univnet.univnet_task'", "nsf_HiFigan"),
     ({"pl_trainer_precision": "16-true"}, "pl_trainer_precision is '16-true'", "16-mixed"),
     ({"pl_trainer_devices": 2}, "pl_trainer_devices is 2: training runs in one process", "CUDA_VISIBLE_DEVICES"),
+    ({"pl_trainer_strategy": "ddp"}, "pl_trainer_strategy is 'ddp': training runs in one process", "auto"),
+    ({"add_watermark": True, "ds_workers": 1}, "add_watermark is True: no watermark is trained", "set it to false"),
+    (  # The keys of another model are not listed.
+        {"task_cls": "training.univnet.univnet_task", "model_args": {"lvc_kernels": 3}},
+        "c.yaml: task_cls is 'training.univnet.univnet_task': the others train other models", "nsf_HiFigan",
+    ),
     ({"pl_trainer_strategy": {"name": "ddp"}}, "pl_trainer_strategy.name is 'ddp': training runs in one", "auto"),
     ({"nccl_p2p": False}, "nccl_p2p is False: training runs in one process", "leave it out"),
     ({"num_sanity_val_steps": "all"}, "num_sanity_val_steps is 'all': expected a number", "0 to start without"),
