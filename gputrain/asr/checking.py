@@ -20,9 +20,10 @@ from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
 from gputrain.speech.alignment import align_ctc, frames_needed
-from gputrain.speech.checker import SentenceTimes, TranscriptCheck
+from gputrain.speech.checker import NotRecognised, SentenceTimes, TranscriptCheck
 from gputrain.speech.error_rates import character_error_rate
 from gputrain.speech.frames import STRIDE
+from gputrain.speech.text.frontend import shortened
 from gputrain.speech.text.vocabulary import ABSENT
 
 MOST_LOSS = 6.0  # Sentences for which a path loses more, in nats per letter, are not said.
@@ -62,6 +63,10 @@ class CtcChecker:
         labels = [self.labels(sentence) for sentence in sentences]
         log_probs_FV = self.log_probs(wave_T, rate_hz)
         kept = {place for place, own in enumerate(labels) if own}
+        if not kept:
+            raise NotRecognised(f"the recogniser has no symbol for a letter of {shortened(sentences[0])!r}")
+        if not self._text_of(log_probs_FV):
+            raise NotRecognised(f"the recogniser writes nothing for a recording of {len(wave_T) / rate_hz:.1f} seconds")
         if len(log_probs_FV) < frames_needed(self._joined([labels[place] for place in sorted(kept)])):
             raise UserError(
                 f"{sum(map(len, labels))} letters in {len(wave_T) / rate_hz:.1f} seconds: the text does not fit the "

@@ -175,6 +175,8 @@ def evaluate_recogniser(
     with runtime.autocast():
         found = list(recognise_clips(recogniser, speech.store, clips[:max_clips], decoder, progress))
     seconds = time.perf_counter() - began
+    if (unread := sum(not clip.read for clip in found)) > len(found) / 2:
+        log.warning("the recogniser wrote nothing for %d of %d clips", unread, len(found))
     return report_of(found, seconds)
 
 

@@ -284,15 +284,15 @@ def export_sherpa(
             hint="use --format onnx, or train with a model whose feature extractor has do_normalize",
         )
     sounds = comparison_sounds(recogniser, data_path)
-    steps = StepProgress(progress, 3 + 2 * len(sounds))
+    steps = StepProgress(progress, 3 + 3 * len(sounds))
     texts = [text_of(recogniser.log_probs([sound])[0].numpy(), recogniser.vocabulary) for sound in sounds]
     steps.next()
-    if not any(texts):
-        log.warning("the recogniser writes nothing for the sounds that are compared: name others with --data-path")
     with written_aside(folder) as aside:
         write_recogniser_graph(recogniser, aside / "model.onnx")
         write_tokens(recogniser.vocabulary, aside / "tokens.txt")
         steps.next()
+        graph = _stock_onnxruntime(aside / "model.onnx")
+        difference = largest_difference(recogniser, sounds, graph, "ONNX Runtime", steps)
         quantize(aside / "model.onnx", aside / "model.int8.onnx")
         steps.next()
         heard: dict[str, list[str]] = {}
@@ -311,9 +311,17 @@ def export_sherpa(
     figures: dict[str, object] = {
         "of": recogniser.source,
         "files": ", ".join(sizes),
-        "compared transcripts": f"{len(texts)}, of {sum(map(len, texts))} characters",
-        "characters that differ": f"{100 * changed:.3g} %, with int8 {100 * changed_int8:.3g} %",
+        "largest difference of a log-probability": f"{difference:.4g}",
     }
+    if any(texts):
+        figures["compared transcripts"] = f"{len(texts)}, of {sum(map(len, texts))} characters"
+        figures["characters that differ"] = f"{100 * changed:.3g} %, with int8 {100 * changed_int8:.3g} %"
+    else:
+        figures["compared transcripts"] = "none, since the recogniser writes nothing for these sounds"
+        log.warning(
+            "no transcript could be compared, and nothing tells what int8 changes: the recogniser writes nothing for "
+            "%s; name other speech with --data-path", data_path or "synthetic speech",
+        )  # fmt: skip
     notes = [
         "Use it: sherpa_onnx.OfflineRecognizer.from_omnilingual_asr_ctc("
         f'"{folder / "model.int8.onnx"}", "{folder / "tokens.txt"}")'

@@ -117,6 +117,8 @@ def transcribe_files(
         raise UserError(
             f"{settings.input}: no usable recording: {first.path}: {first.detail}{more}", hint=HOW_TO_CONVERT
         )
+    if not done.words:
+        log.warning("no word was recognised: the recogniser has not learnt to write yet, or not this language")
     return done
 
 

@@ -12,12 +12,20 @@ from typing import NamedTuple, Protocol
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.store import Wave
 from gputrain.engine.data import Progress, no_progress
+from gputrain.errors import UserError
 from gputrain.speech.store import SpeechClip
 
 # A transcript is a mismatch if its loss is this far on the way from the median to that of texts of other clips,
 NEARER_TO_OTHERS = 0.6
 LEAST_LOSS = 4.0  # at least this much higher than the median, in nats per letter,
 LEAST_CER = 0.5  # and this share of the text is not what was recognised.
+# Of so many clips and more, a recogniser that knows the language finds the own text of nearly all more probable than
+# that of another clip, and one that knows nothing that of half of them.
+ENOUGH_CLIPS, LEAST_PREFERRED = 20, 0.7
+
+
+class NotRecognised(UserError):
+    """The recogniser cannot read a recording, which tells nothing about its text."""
 
 
 class SentenceTimes(NamedTuple):
@@ -44,7 +52,7 @@ class TranscriptCheck:
 class SpeechChecker(Protocol):
     def align(self, wave_T: Samples, rate_hz: int, sentences: Sequence[str]) -> list[SentenceTimes | None]:
         """Returns the place of each sentence, None for one that is not said. Raises UserError if the recording is too
-        short for them."""
+        short for them, and NotRecognised if the recogniser reads nothing there."""
 
     def check(self, wave_T: Samples, rate_hz: int, text: str, other: str = "") -> TranscriptCheck:
         """Compares a text with a recording, and the text of another clip to see what a wrong one would give."""
@@ -69,18 +77,40 @@ def check_clips(
     checker: SpeechChecker,
     wave_of: Callable[[SpeechClip], Wave],
     progress: Progress = no_progress,
-) -> list[CheckedText]:
-    """Checks the text of every clip. Returns them all, the worst first."""
+) -> tuple[list[CheckedText], str]:
+    """Checks the text of every clip. Returns them all, the worst first, and why the recogniser cannot tell: then
+    none of them differs."""
     checks = []
     for done, (clip, other) in enumerate(zip(clips, other_texts([clip.text for clip in clips]), strict=True), start=1):
         checks.append(checker.check(from_int16(wave_of(clip)), rate_hz, clip.text, other))
         progress(done, len(clips))
-    odd = set(mismatches(checks))
+    doubt = doubt_of(checks)
+    odd = set() if doubt else set(mismatches(checks))
     found = [
         CheckedText(name, clip.text, one.read, one.cer, one.loss if one.loss < math.inf else None, place in odd)
         for place, (name, clip, one) in enumerate(zip(names, clips, checks, strict=True))
     ]
-    return sorted(found, key=lambda one: (not one.differs, -math.inf if one.loss is None else -one.loss))
+    return sorted(found, key=lambda one: (not one.differs, -math.inf if one.loss is None else -one.loss)), doubt
+
+
+def doubt_of(checks: Sequence[TranscriptCheck]) -> str:
+    """Returns why a recogniser cannot tell whether texts differ; "" if it can."""
+    count, silent = len(checks), sum(not one.read for one in checks)
+    impossible = sum(one.loss == math.inf for one in checks)
+    pairs = [one for one in checks if one.loss < math.inf and one.other_loss < math.inf]
+    preferred = sum(one.loss < one.other_loss for one in pairs)
+    if 2 * silent > count:
+        why = f"wrote nothing for {silent} of {count} clips: it has not learnt to write, or not this language"
+    elif 2 * impossible > count:
+        why = f"cannot write {impossible} of {count} texts: it lacks their letters, or the recordings are too short"
+    elif len(pairs) >= ENOUGH_CLIPS and preferred < LEAST_PREFERRED * len(pairs):
+        why = (
+            f"found another clip's text as probable as its own for {len(pairs) - preferred} of {len(pairs)} clips: "
+            "it does not know this speech, or most texts belong to other recordings"
+        )
+    else:
+        return ""
+    return f"the recogniser {why}; it was not used on the texts"
 
 
 def other_texts(texts: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ from gputrain.audio.store import Wave
 from gputrain.engine.data import Progress, no_progress
 from gputrain.engine.preparation import RefusedItem
 from gputrain.errors import UserError
-from gputrain.speech.checker import SentenceTimes, SpeechChecker
+from gputrain.speech.checker import NotRecognised, SentenceTimes, SpeechChecker
 from gputrain.speech.config import SpeechPrepareConfig
 from gputrain.speech.store import Recording
 from gputrain.speech.text.frontend import shortened
@@ -49,7 +49,7 @@ def cut_utterances(
         and utterance.path in recordings
         and recordings[utterance.path].samples > max_seconds * rate_hz
     }
-    done = 0
+    done, unread = 0, ""
     for utterance in utterances:
         if utterance not in long:
             found.append(utterance)
@@ -57,12 +57,21 @@ def cut_utterances(
         wave_T, sentences = from_int16(wave_of(recordings[utterance.path])), sentences_of(utterance.text)
         try:
             times = checker.align(wave_T, rate_hz, sentences)
+        except NotRecognised as error:
+            unread = error.message
+            refused.append(RefusedItem(utterance.path, "not recognised", unread))
         except UserError as error:
             refused.append(RefusedItem(utterance.path, "text differs", error.message))
         else:
             found += _groups(utterance, wave_T, rate_hz, list(zip(sentences, times, strict=True)), max_seconds, refused)
         done += 1
         progress(done, len(long))
+    if unread and all(one.reason == "not recognised" for one in refused) and len(refused) == len(long):
+        others = f", as for all {len(long)} that are longer than {max_seconds:g} seconds" if len(long) > 1 else ""
+        raise UserError(
+            f"{unread}{others}",
+            hint="name a recogniser that has learnt this language with --align-with",
+        )
     return found, refused
 
 

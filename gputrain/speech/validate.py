@@ -135,10 +135,11 @@ def validate_speech(
     suspicious = []
     if isinstance(reader, Vocabulary):
         suspicious = text_checks.suspicious_texts(held.clips, held.names(), reader, rate_hz)
-    checked = []
+    checked: list[CheckedText] = []
+    doubt = ""
     if checker:
         wave_of = _DecodedTree(input_dir, held.config).wave_of if held.config else partial(read_wave, input_dir)
-        checked = check_clips(held.clips, held.names(), rate_hz, checker, wave_of, progress)
+        checked, doubt = check_clips(held.clips, held.names(), rate_hz, checker, wave_of, progress)
         suspicious += [
             SuspiciousText(one.path, "text differs", f"{shortened(one.text)!r}, recognised: {shortened(one.read)!r}")
             for one in checked
@@ -161,7 +162,7 @@ def validate_speech(
         symbols_a_second=value_range(rates),
         refused=sorted_refusals(held.refused),
         ignored=held.ignored or {},
-        findings=list(_findings(held, sum(seconds) / 3600, symbols)),
+        findings=[*filter(None, [doubt]), *_findings(held, sum(seconds) / 3600, symbols)],
         suspicious=suspicious,
         checked=checked,
     )

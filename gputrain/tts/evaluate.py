@@ -4,6 +4,7 @@ prepared speech, or one in training; and the samples of a training.
 Shapes: S symbols, T and F frames, L samples, M mel bands, H x W pixels, 3 colours.
 """
 
+import logging
 import math
 import statistics
 import time
@@ -61,6 +62,8 @@ from gputrain.tts.reading import (
     seed_of,
     synthesise,
 )
+
+log = logging.getLogger(__name__)
 
 LONGEST = 2  # maximum duration of synthesised speech relative to its recording
 PADDING = 0.1  # maximum share of padding in an evaluation batch
@@ -123,6 +126,7 @@ class _Tally:
         self.sums["real_samples"] += len(real_L)
 
     def add_recognised(self, prefix: str, written: str, recognised: str) -> None:
+        self.sums[f"{prefix}unread"] += not recognised
         for name, edits in (("cer", character_edits), ("wer", word_edits)):
             self.edits[prefix + name] += edits(written, recognised)
 
@@ -197,6 +201,11 @@ def evaluate_clips(
                     tally.add_recognised("recorded_", written, recogniser(real_L))
                 done += 1
                 progress(done, len(clips.clips))
+    if (unread := round(tally.sums["recorded_unread"])) > done / 2:
+        log.warning(
+            "the recogniser wrote nothing for %d of %d recordings, so that cer and wer tell about it and not about the "
+            "voice: name another one with --check-with", unread, done,
+        )  # fmt: skip
     return Evaluation(tally.scalars(), done)
 
 

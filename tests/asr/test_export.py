@@ -47,7 +47,7 @@ def test_transcripts_are_identical_everywhere(
     export.export_transformers(recogniser, tmp_path / "transformers", progress=seen[0])
     made = export.export_sherpa(recogniser, tmp_path / "sherpa", progress=seen[1])
     assert seen[0].leads_to(1 + export.COMPARED_CLIPS)
-    assert seen[1].leads_to(3 + 2 * export.COMPARED_CLIPS)
+    assert seen[1].leads_to(3 + 3 * export.COMPARED_CLIPS)
     assert str(made.figures["characters that differ"]).startswith("0 %")
     for wave in sounds():
         ours = export.text_of(recogniser.log_probs([wave])[0].numpy(), vocabulary)
@@ -62,6 +62,18 @@ def test_transcripts_are_identical_everywhere(
     assert again.vocabulary.symbols == vocabulary.symbols
     wave = sounds()[0]
     torch.testing.assert_close(again.log_probs([wave])[0], recogniser.log_probs([wave])[0])
+
+
+def test_a_recogniser_that_writes_nothing_is_compared_by_its_log_probabilities(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recogniser = load_recogniser(run_folder(tmp_path / "run"), CPU)
+    torch.nn.init.constant_(recogniser.model.lm_head.bias[VOCABULARY.blank : 1], 1000.0)
+    made = export.export_sherpa(recogniser, tmp_path / "sherpa")
+    assert "none, since the recogniser writes nothing" in str(made.figures["compared transcripts"])
+    assert "characters that differ" not in made.figures
+    assert float(str(made.figures["largest difference of a log-probability"])) < export.LARGEST_DIFFERENCE
+    assert "no transcript could be compared" in caplog.text
 
 
 def test_onnx_reads_raw_samples_of_any_length_and_number(tmp_path: Path) -> None:

@@ -11,13 +11,14 @@ import pytest
 from gputrain.engine.preparation import read_quarantine
 from gputrain.errors import UserError
 from gputrain.speech.alignment import align_ctc
-from gputrain.speech.checker import SentenceTimes, TranscriptCheck, check_clips, mismatches, other_texts
+from gputrain.speech.checker import SentenceTimes, TranscriptCheck, check_clips, doubt_of, mismatches, other_texts
 from gputrain.speech.config import SpeechOptions, SpeechPrepareConfig
 from gputrain.speech.cutting import quietest, sentence_edges, sentence_spans
 from gputrain.speech.prepare import prepare_speech
 from gputrain.speech.store import SpeechClip, SpeechStore
 from gputrain.speech.validate import validate_speech
 from tests.speech.tones import RATE, VOCABULARY, ToneChecker, rest, said, write_said
+from tests.tables import each_row
 
 WORDS = ("zebra", "quick", "fox", "lazy", "dog", "jump", "vex", "my", "sphinx", "of", "black", "quartz", "jar", "five")
 
@@ -153,6 +154,76 @@ def test_a_recogniser_that_has_learnt_nothing_suspects_nothing() -> None:
     assert mismatches([*nothing, TranscriptCheck(14.0, 1.0, "", 9.0)]) == [200]
 
 
+class DeafChecker(ToneChecker):
+    """Writes nothing but blanks."""
+
+    def log_probs(self, wave, rate_hz):
+        found = np.full_like(super().log_probs(wave, rate_hz), -9.0)
+        found[:, VOCABULARY.blank] = -0.01
+        return found
+
+
+class ForeignChecker(ToneChecker):
+    """Has symbols for none of the letters of the texts."""
+
+    def labels(self, text):
+        return []
+
+
+@each_row((DeafChecker(), "wrote nothing for 24 of 24 clips"), (ForeignChecker(), "cannot write 24 of 24 texts"))
+def test_a_recogniser_that_cannot_read_is_accused_and_not_the_texts(tmp_path, checker, doubt):
+    texts, folder = sentences(24, seed=2), tmp_path / type(checker).__name__
+    for number, text in enumerate(texts):
+        write_said(folder / f"{number:02}.wav", said(text))
+    (folder / "metadata.csv").write_text("".join(f"{number:02}|{text}\n" for number, text in enumerate(texts)))
+    report = validate_speech(folder, config(min_seconds=0.1), checker=checker)
+    assert doubt in report.findings[0]
+    assert not [one for one in report.suspicious if one.reason == "text differs"]
+    assert len(report.checked) == 24
+
+
+def test_texts_that_all_belong_to_other_clips_are_no_outliers() -> None:
+    """As in a table whose texts are shifted by a line: the other texts fit as often as the own."""
+    draws = random.Random(0)
+    shifted = [TranscriptCheck(draws.gauss(13, 1), 0.9, "x", draws.gauss(13, 1)) for _ in range(40)]
+    assert "most texts belong to other recordings" in doubt_of(shifted)
+    right = [TranscriptCheck(draws.gauss(3, 0.4), 0.7, "x", draws.gauss(13, 1)) for _ in range(20)]
+    assert doubt_of([*shifted[:15], *right]) == ""
+    assert doubt_of(shifted[:19]) == ""  # Too few to tell.
+    silent = [TranscriptCheck(3.0, 1.0, "", 13.0)]
+    assert "wrote nothing for 21 of 41 clips" in doubt_of([*silent * 21, *right])
+    assert doubt_of([*silent * 20, *right]) == ""
+
+
+@each_row((DeafChecker(), "writes nothing for a recording of"), (ForeignChecker(), "no symbol for a letter"))
+def test_long_recordings_are_not_cut_by_a_recogniser_that_cannot_read(tmp_path, checker, message):
+    folder = tmp_path / type(checker).__name__
+    for seed, name in enumerate("ab"):
+        write_said(folder / f"{name}.wav", spoken(sentences(12, seed))[0])
+    write_said(folder / "short.wav", said("a fox in the box"))
+    rows = [f"{name}|{' '.join(sentences(12))}\n" for name in ("a", "b")]
+    (folder / "metadata.csv").write_text("".join([*rows, "short|A fox in the box.\n"]))
+    with pytest.raises(UserError, match=rf"{message}.*, as for all 2 that are longer than 6 seconds"):
+        prepare_speech(folder, tmp_path / "out", config(), checker=checker)
+
+
+def test_a_recording_that_is_not_recognised_says_nothing_about_its_text(tmp_path: Path) -> None:
+    """Noise of 8 seconds, beside a long recording that is cut."""
+
+    class Checker(ToneChecker):
+        def log_probs(self, wave, rate_hz):
+            checker = DeafChecker() if len(wave) == 8 * rate_hz else ToneChecker()
+            return checker.log_probs(wave, rate_hz)
+
+    noise = np.random.default_rng(0).normal(0, 0.1, 8 * RATE).astype(np.float32)
+    write_said(tmp_path / "in" / "noise.wav", noise)
+    write_said(tmp_path / "in" / "long.wav", spoken(sentences(12))[0])
+    rows = f"noise|{sentences(1)[0]}\nlong|{' '.join(sentences(12))}\n"
+    (tmp_path / "in" / "metadata.csv").write_text(rows)
+    report = prepare_speech(tmp_path / "in", tmp_path / "out", config(), checker=Checker())
+    assert report.reasons == {"not recognised": 1}
+
+
 def test_a_text_is_compared_with_one_of_another_clip() -> None:
     assert other_texts(["a", "b", "c", "d", "e"]) == ["c", "d", "e", "a", "b"]
     assert other_texts(["a", "b", "a", "b"]) == ["b", "a", "b", "a"]
@@ -198,5 +269,5 @@ def test_a_text_longer_than_its_recording_is_the_worst() -> None:
         SpeechClip("b.wav", "1" * 32, 0, RATE, "x " * 99, "", 0),
     ]
     wave = (said("fox")[: RATE // 4] * 32767).astype(np.int16)
-    checked = check_clips(clips, ["a", "b"], RATE, ToneChecker(), lambda clip: wave)
+    checked, _ = check_clips(clips, ["a", "b"], RATE, ToneChecker(), lambda clip: wave)
     assert [(one.path, one.loss is None) for one in checked] == [("b", True), ("a", False)]

@@ -248,6 +248,11 @@ def test_figures_of_speaking_against_measures_by_hand(store):
     assert found.get("f0_rmse_cents") == (by_hand and pytest.approx(by_hand, rel=1e-12))
 
 
+def test_a_recogniser_that_writes_nothing_is_accused_and_not_the_voice(store, caplog):
+    measured(build(sizes()), store, quick=True, recogniser=lambda wave_L: "")
+    assert f"the recogniser wrote nothing for {len(TEXTS)} of {len(TEXTS)} recordings" in caplog.text
+
+
 def test_a_recogniser_transcribes_both_sides(store):
     """The recogniser transcribes recordings correctly, and everything else as "yes"."""
     waves = {store.wave(clip).tobytes()[:4000]: clip.normalized for clip in store.clips}
