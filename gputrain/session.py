@@ -14,10 +14,12 @@ from typing import Any, Generic
 
 import torch
 from rich.console import Console
+from torch import nn
 
 from gputrain import config
 from gputrain.engine.data import batches
 from gputrain.engine.distributed import RankGroup
+from gputrain.engine.recipe import Recipe, phases_of
 from gputrain.engine.run_folder import Run, given_plan, open_run
 from gputrain.engine.schedule import RunProgress, StepSchedule, begin, stages_ahead
 from gputrain.engine.stop import format_duration
@@ -132,8 +134,10 @@ def train_model(work: KindWork[S], settings: S, console: Console) -> None:
         recipe = data.recipe(stage, runtime)
         if run.resumed is None:
             data.start(recipe, run)
+        log_trained(recipe)
         steps = StepSchedule(stage.schedule, start, step_items=data.step_items(stage))
         log_length(steps, run, runtime)
+        warn_of_late_parts(work.begins(stage), steps)
         opened = session.open_batches(data.source(stage, runtime), steps, divides_items=data.divides_items)
         train(recipe, opened, steps, run, runtime, console)
         if index + 1 < len(stages):
@@ -239,10 +243,40 @@ def log_runtime(runtime: Runtime, prediction: Mapping[str, Any]) -> None:
         log.debug("peak: %.3g TFLOPS (a large matrix product in %s, measured)", rate, plan.precision.value)
 
 
+def log_trained(recipe: Recipe) -> None:
+    """Logs the parts of the model that are trained, if others keep their values."""
+    name, model = next(iter(recipe.modules.items()))
+    trained = {id(parameter) for phase in phases_of(recipe) for parameter in phase.trained_parameters()}
+
+    def millions(of: nn.Module) -> float:
+        return sum(one.numel() for one in of.parameters() if id(one) in trained) / 1e6
+
+    whole = sum(one.numel() for one in model.parameters()) / 1e6
+    if millions(model) < whole:
+        parts = ", ".join(part for part, child in model.named_children() if millions(child))
+        log.info("trains: %.3g of %.3g M parameters of the %s: %s", millions(model), whole, name, parts)
+
+
+def warn_of_late_parts(begins: Mapping[str, int], steps: StepSchedule) -> None:
+    """Warns of what begins after the last step of this run, and of a learning rate that is never at its highest."""
+    for what, before in begins.items():
+        if 0 < steps.stop_step <= before:
+            log.warning(
+                "%s begins after step %d, and this run ends after step %d: give it more steps, or a lower option", what,
+                before, steps.stop_step,
+            )  # fmt: skip
+    warmup, length = steps.schedule.warmup_steps, steps.last_step - steps.start.stage_step
+    if 0 < length < warmup:
+        log.warning(
+            "the learning rate rises over %d steps (warmup_steps), and the training has %d: it never reaches %g; "
+            "--warmup-steps %d takes a tenth of them", warmup, length, steps.schedule.learning_rate, length // 10,
+        )  # fmt: skip
+
+
 def format_memory(plan: Plan, prediction: Mapping[str, Any]) -> str:
     size, passes = prediction["micro_batch_size"], prediction["accumulation_steps"]
     budget = f" of {prediction['budget_gb']:.1f}" if prediction["budget_gb"] else ""
-    how = "the whole batch at once" if passes == 1 else f"{passes} micro-batches of {size}"
+    how = f"the whole batch of {size} at once" if passes == 1 else f"{passes} micro-batches of {size}"
     repeats = ", with checkpointing" if prediction["checkpointing"] else ""
     return f"{prediction['predicted_peak_gb']:.2f}{budget} GB predicted; {how}{repeats}"
 

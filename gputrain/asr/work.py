@@ -97,6 +97,9 @@ class AsrWork(SpeechWork[TrainAsr]):
             changes["--preset xls-r-300m"] = replace(settings, model=replace(model, preset="xls-r-300m"))
         return changes
 
+    def begins(self, settings: TrainAsr) -> dict[str, int]:
+        return {"training of the encoder (freeze_encoder_steps)": settings.model.freeze_encoder_steps}
+
     def planned(self, settings: PlanAsr) -> PlannedTraining:
         clips = None
         if settings.data.data_dir != PlannedData.data_dir:

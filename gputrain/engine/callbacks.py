@@ -173,7 +173,7 @@ class Callbacks:
         saving, epoch = self.run.saving, self.steps.epochs_done(step)
         samples = is_due_every(step, saving.save_samples_freq) and epoch >= saving.samples_after_epochs
         ends_epochs = self.steps.ends_epoch(step) and is_due_every(epoch, saving.evaluate_freq)
-        evaluates = ends_epochs or is_due_every(step, saving.evaluate_steps)
+        evaluates = saving.evaluation_is_due(step, ends_epochs=ends_epochs)
         return ["samples"] * samples + ["eval"] * evaluates
 
     def _save_is_due(self, end: StepEnd) -> bool:

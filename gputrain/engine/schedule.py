@@ -161,6 +161,12 @@ class Saving:
     def evaluates(self) -> bool:
         return bool(self.evaluate_freq or self.evaluate_steps)
 
+    def evaluation_is_due(self, step: int, *, ends_epochs: bool) -> bool:
+        """Returns True if an evaluation is due after a step, which may end an epoch that asks for one. Where both
+        intervals are given, an epoch's evaluation is left out beside one by steps, as it would show the same."""
+        apart = min(step % self.evaluate_steps, -step % self.evaluate_steps) if self.evaluate_steps else step
+        return is_due_every(step, self.evaluate_steps) or (ends_epochs and 4 * apart >= self.evaluate_steps)
+
     def ends_early(self, progress: "RunProgress") -> bool:
         """Returns True if so many evaluations were not better that early stopping ends the training."""
         return 0 < self.early_stopping_patience <= progress.evaluations_since_best

@@ -147,11 +147,10 @@ def profiling(folder: Path | None, device: torch.device) -> Iterator[Callable[[]
         return
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Otherwise torch's tracer prints messages.
     by = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    steps = 0
+    steps, needed = 0, SKIPPED + WARMED_UP + RECORDED
 
     def write(profiler: profile) -> None:
-        if steps < SKIPPED + WARMED_UP + RECORDED:
-            log.warning("no profile was written: it needs %d steps", SKIPPED + WARMED_UP + RECORDED)
+        if steps < needed:
             return
         try:
             folder.mkdir(exist_ok=True)
@@ -172,4 +171,8 @@ def profiling(folder: Path | None, device: torch.device) -> Iterator[Callable[[]
             steps += 1
             profiler.step()
 
-        yield mark_step
+        try:
+            yield mark_step
+        finally:
+            if steps < needed:
+                log.warning("no profile was written: it needs %d steps, and this run made %d", needed, steps)

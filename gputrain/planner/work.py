@@ -194,6 +194,10 @@ class KindWork(ABC, Generic[S]):
             "--gradient-checkpointing": replace(any_settings, model=model),
         }
 
+    def begins(self, settings: S) -> Mapping[str, int]:
+        """Returns what begins later than the first step, with its option: the number of steps before it."""
+        return {}
+
     def variants(self, settings: S, plan: Plan) -> list[Variant[S]]:
         """Returns the variants whose plans are compared, the default first. The fastest that fits is chosen."""
         return [Variant(settings)]

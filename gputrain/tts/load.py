@@ -81,27 +81,31 @@ def read_trained(path: Path, *further: str) -> TrainedVoice:
     )
 
 
-def start_from(
-    path: Path, voice: Voice, discriminators: nn.Module, frontend: Frontend, speakers: Sequence[str]
-) -> list[str]:
-    """Initialises a training from another run or checkpoint, of any language and preset, or from a checkpoint of
-    Piper or Coqui.
-
-    Copies every layer whose tensors all have the same shapes there, and the embedding rows of symbols and speakers
-    that both voices have by name. `voice` has symbols and speakers in the order of `frontend.symbols` and
-    `speakers`; the caller must set the EMA of its weights. Returns descriptions of the reinitialised parts. Raises
-    UserError if there is no such voice, or one of its weights is not finite.
-    """
-    file = pretrained_import.file_at(path)
-    if file:
+def read_origin(path: Path, voice: Voice, discriminators: nn.Module) -> Origin:
+    """Reads a voice to initialise a training from: a run or checkpoint, of any language and preset, or a checkpoint of
+    Piper or Coqui, whose tensors get the names and shapes of `voice` and `discriminators`, which may be on the meta
+    device. Raises UserError if there is no such voice, or one of its weights is not finite."""
+    if file := pretrained_import.file_at(path):
         origin = pretrained_import.read_imported_voice(file, voice, discriminators)
     else:
         trained = read_trained(path, "discriminators")
-        symbols, speakers_there = (
+        symbols, speakers = (
             {name: row for row, name in enumerate(names)} for names in (trained.frontend.symbols, trained.speakers)
         )
-        origin = Origin(trained.voice, trained.discriminators, symbols, speakers_there, trained.source)
+        origin = Origin(trained.voice, trained.discriminators, symbols, speakers, trained.source)
     refuse_nonfinite({**origin.voice, **origin.discriminators}, origin.source)
+    return origin
+
+
+def start_from(
+    origin: Origin, voice: Voice, discriminators: nn.Module, frontend: Frontend, speakers: Sequence[str]
+) -> list[str]:
+    """Initialises a training from a voice that `read_origin` has read.
+
+    Copies every layer whose tensors all have the same shapes there, and the embedding rows of symbols and speakers
+    that both voices have by name. `voice` has symbols and speakers in the order of `frontend.symbols` and
+    `speakers`; the caller must set the EMA of its weights. Returns descriptions of the reinitialised parts.
+    """
     taken = _take_layers(voice, origin.voice)
     taken["discriminators"] = [
         fits for layers in _take_layers(discriminators, origin.discriminators).values() for fits in layers

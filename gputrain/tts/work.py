@@ -4,12 +4,12 @@ import logging
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from gputrain.audio.discriminators import vits_discriminators
 from gputrain.bench.step_bench import SOUND_SWITCHES, Compute, InferenceBench, sound_title
 from gputrain.engine.run_folder import Run
 from gputrain.hw.runtime import Runtime
@@ -29,8 +29,9 @@ from gputrain.speech.training import (
 from gputrain.tts.architecture import VoiceArchitecture, voice_architecture
 from gputrain.tts.config import BenchTts, PlannedData, PlannedSpeech, PlanTts, TrainTts
 from gputrain.tts.evaluate import HeldOutClips
-from gputrain.tts.load import start_from
+from gputrain.tts.load import read_origin, start_from
 from gputrain.tts.model import Voice, prepare_for_inference
+from gputrain.tts.pretrained_import import Origin
 from gputrain.tts.recipe import VoiceRecipe, plan_target
 
 log = logging.getLogger(__name__)
@@ -160,6 +161,7 @@ class TtsTraining(SpeechTraining[TrainTts]):
     """The speech of a voice's training."""
 
     fixed_facts = ("text", "sampling_rate", "hop_size", "speakers")
+    origin: Origin | None = None  # What the training begins with, until it begins.
 
     def facts(self, run: Run) -> dict[str, Any]:
         format = self.speech.store.format
@@ -179,14 +181,25 @@ class TtsTraining(SpeechTraining[TrainTts]):
         architecture, held_out = architecture_for(settings, self.sizes), HeldOutClips(self.speech, settings)
         return VoiceRecipe(settings, architecture, self.sizes.clip, runtime, held_out)
 
+    def begin(self, settings: TrainTts, run: Run, runtime: Runtime) -> TrainTts:
+        settings = super().begin(settings, run, runtime)
+        if settings.model.init_from and run.resumed is None:
+            with torch.device("meta"):
+                voice = Voice(architecture_for(settings, self.sizes))
+                discriminators = nn.ModuleDict({"waves": vits_discriminators(settings.model.discriminator_channels)})
+            self.origin = read_origin(settings.model.init_from, voice, discriminators)
+            log.info("start: the weights of %s", self.origin.source)
+        return settings
+
     def start(self, recipe: VoiceRecipe, run: Run) -> None:
-        if path := recipe.settings.model.init_from:
-            init_from(recipe, path, self.speech.store.format)
+        if self.origin:
+            init_from(recipe, self.origin, self.speech.store.format)
+            self.origin = None
 
 
-def init_from(recipe: VoiceRecipe, path: Path, format: SpeechFormat) -> None:
-    reinitialised = start_from(path, recipe.voice, recipe.discriminators, format.front_end, format.speakers)
+def init_from(recipe: VoiceRecipe, origin: Origin, format: SpeechFormat) -> None:
+    reinitialised = start_from(origin, recipe.voice, recipe.discriminators, format.front_end, format.speakers)
     if reinitialised:
-        log.warning("%s: reinitialised: %s", path, "; ".join(reinitialised))
+        log.warning("%s: reinitialised: %s", origin.source, "; ".join(reinitialised))
     if recipe.settings.schedule.ema_decay:
         recipe.ema.restart(recipe.voice)

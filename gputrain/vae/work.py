@@ -32,13 +32,14 @@ from gputrain.vae.linear_start import LinearCode, fit_code, signals_of, write_co
 from gputrain.vae.lpips import load_lpips
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pictures import UnusablePicture, has_transparency
-from gputrain.vae.pretrained import load_pretrained
+from gputrain.vae.pretrained import Pretrained, load_pretrained
 from gputrain.vae.recipe import VaeRecipe, build_autoencoder, compile_layers, plan_target
 
 log = logging.getLogger(__name__)
 
 SIZE_STEP = 64  # Pixels between the image sizes that are proposed.
 FILES = ("lpips_weights", "lpips_sha256")  # Options without an effect on memory.
+MOST_LEFT_OUT = 0.2  # Share of small pictures up to which leaving them out is proposed.
 LOOKED_AT = 50  # Pictures whose transparency is looked at before training.
 SWITCHES = (
     ("fp32", {"lean": False}, ""),
@@ -84,6 +85,12 @@ class VaeWork(KindWork[TrainVae]):
             "--preset lite": replace(settings, model=replace(model, preset="lite", channels=())),
             "--preset fast": replace(settings, model=replace(model, preset="fast", channels=())),
         }
+
+    def begins(self, settings: TrainVae) -> dict[str, int]:
+        losses = settings.losses
+        late = losses.discriminator_start + losses.discriminator_warmup_steps
+        what = "the adversarial loss (discriminator_start + discriminator_warmup_steps)"
+        return {what: late} if losses.adversarial_weight else {}
 
     def variants(self, settings: TrainVae, plan: Plan) -> list[Variant[TrainVae]]:
         """Returns the settings with memory-efficient layers and, if nothing is compiled on a GPU, those with plain
@@ -170,6 +177,7 @@ class VaeData(TrainingData[TrainVae]):
     """The pictures of a training."""
 
     pictures: Pictures
+    pretrained: Pretrained | None = None  # What the training begins with, until it begins.
 
     sizes = None
 
@@ -187,11 +195,14 @@ class VaeData(TrainingData[TrainVae]):
         check_same_channels(run, settings.data.image_channels)
         run.facts |= run.resumed.get("facts", {}) if run.resumed else {}
         log_training(settings, runtime, self.pictures)
+        if settings.model.init_from and run.resumed is None:
+            self.pretrained = load_pretrained(settings.model.init_from, settings.architecture)
+            log.info("start: the weights of %s", settings.model.init_from)
         return settings
 
     def begin_stage(self, settings: TrainVae, position: str) -> None:
-        where = f"{position}: " if position else ""
-        log.info("%s%d px, %d images a step", where, settings.data.image_size, settings.schedule.whole_batch)
+        if position:
+            log.info("%s: %d px, %d images a step", position, settings.data.image_size, settings.schedule.whole_batch)
         warn_of_small_pictures(self.pictures, settings.data.image_size)
 
     def item_seconds(self, settings: TrainVae) -> float:
@@ -228,11 +239,11 @@ class VaeData(TrainingData[TrainVae]):
 
     def start(self, recipe: VaeRecipe, run: Run) -> None:
         model = recipe.settings.model
-        if model.init_from:
-            pretrained = load_pretrained(model.init_from, recipe.settings.architecture)
-            recipe.start_from(pretrained.weights)
-            latents = replace(pretrained.latents, encoder_trained=model.train_part == "all")
+        if self.pretrained:
+            recipe.start_from(self.pretrained.weights)
+            latents = replace(self.pretrained.latents, encoder_trained=model.train_part == "all")
             run.facts |= latents.facts()
+            self.pretrained = None
         elif model.start == "linear":
             start_linear(recipe, run.group, self.pictures)
 
@@ -251,12 +262,17 @@ def warn_of_small_pictures(pictures: Pictures, image_size: int) -> None:
     """Warn if pictures have to be enlarged to the size of a crop, as a model learns their blur."""
     sides = [min(one.width, one.height) for one in (*pictures.train, *pictures.held_out)]
     small = [side for side in sides if side < image_size]
-    if small:
-        log.warning(
-            "%d of %d pictures are smaller than a crop of %d pixels (the smallest has %d) and are enlarged: the model "
-            "learns their blur; use a lower --image-size, or leave them out with prepare-data --min-size %d",
-            len(small), len(sides), image_size, min(small), image_size,
-        )  # fmt: skip
+    if not small:
+        return
+    remedy = f"--image-size {max(16, min(small) // 16 * 16)} takes them as they are"
+    if len(small) <= MOST_LEFT_OUT * len(sides):
+        remedy += f", and prepare-data --min-size {image_size} leaves them out"
+    else:
+        remedy += f", and prepare-data --target-size {image_size} keeps larger sources larger"
+    log.warning(
+        "%d of %d pictures are smaller than a crop of %d pixels (the smallest has %d) and are enlarged: the model "
+        "learns their blur; %s", len(small), len(sides), image_size, min(small), remedy,
+    )  # fmt: skip
 
 
 def warn_of_opaque_pictures(image_channels: int, pictures: Pictures) -> None:
@@ -296,4 +312,5 @@ def log_training(settings: TrainVae, runtime: Runtime, pictures: Pictures) -> No
     log.info("pictures for training: %d, held out: %d", len(pictures.train), len(pictures.held_out))
     pictures.split.log_shares(pictures.mixture, "pictures")
     warn_of_opaque_pictures(settings.data.image_channels, pictures)
-    log.info("model: %s; losses: %s", settings.model.preset, settings.losses.description)
+    sizes = ", ".join(f"{stage.data.image_size} px" for stage in settings.stages)
+    log.info("model: %s, %s; losses: %s", settings.model.preset, sizes, settings.losses.description)

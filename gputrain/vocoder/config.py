@@ -219,8 +219,8 @@ class Losses:
     )
     discriminator_warmup_steps: int = opt(
         default=-1,
-        help="Number of first steps that train only the discriminators, for a pretrained generator; -1: 1000 if "
-        "init_from holds only a generator, otherwise 0.",
+        help="Number of first steps that train only the discriminators, for a pretrained generator; -1: 1000, at most "
+        "a tenth of the training, if init_from holds only a generator, otherwise 0.",
         min=-1,
     )
 

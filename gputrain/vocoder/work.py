@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gputrain import config
 from gputrain.audio.mel import log_mel
@@ -16,13 +16,15 @@ from gputrain.bench.step_bench import GRAPHS, SOUND_SWITCHES, SWITCHES, Compute,
 from gputrain.engine.data import digests
 from gputrain.engine.mixture import Mixture, format_folders
 from gputrain.engine.run_folder import Run
+from gputrain.engine.schedule import RunProgress, StepSchedule
 from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.memory.fit import Fit, MemoryBudget
 from gputrain.planner.work import BatchSource, KindWork, PlannedTraining, PlanTarget, TrainingData
 from gputrain.vocoder.config import FP32_BECAUSE, BenchVocoder, PlannedData, PlanVocoder, TrainVocoder
+from gputrain.vocoder.discriminators import KINDS
 from gputrain.vocoder.evaluate import Excerpts, check_fits
-from gputrain.vocoder.generator import draw_noise
+from gputrain.vocoder.generator import Generator, draw_noise
 from gputrain.vocoder.load import Weights, read_weights
 from gputrain.vocoder.recipe import VocoderRecipe, build_generator, target
 from gputrain.vocoder.store import SoundCrops, VocoderData, open_sounds
@@ -67,6 +69,13 @@ class VocoderWork(KindWork[TrainVocoder]):
             narrow = replace(model, upsample_initial_channel=narrower)
             changes[f"--upsample-initial-channel {narrower}"] = replace(settings, model=narrow)
         return changes
+
+    def begins(self, settings: TrainVocoder) -> dict[str, int]:
+        losses = settings.losses
+        return {
+            "training of the discriminators (discriminator_start)": losses.discriminator_start,
+            "training of the generator (discriminator_warmup_steps)": losses.discriminator_warmup_steps,
+        }
 
     def planned(self, settings: PlanVocoder) -> PlannedTraining:
         columns = {"crop_mel_frames": settings.data.crop_mel_frames, "batch_size": settings.schedule.whole_batch}
@@ -147,7 +156,10 @@ class VocoderTraining(TrainingData[TrainVocoder]):
         log_training(settings, runtime, self.sounds)
         if settings.model.init_from and run.resumed is None:
             self.weights = read_weights(settings.model.init_from, settings.model.finetune_ignored_params)
-        settings = with_warmup(settings, run, self.weights)
+            check_weights(settings, self.weights)
+            groups = ", ".join(["generator", *self.weights.discriminators])
+            log.info("start: the weights of %s (%s)", self.weights.source, groups)
+        settings = with_warmup(settings, run, self.weights, len(self))
         self.sounds.split.log_shares(self.mixture, "crops")
         return settings
 
@@ -170,17 +182,29 @@ class VocoderTraining(TrainingData[TrainVocoder]):
             recipe.start_from(self.weights)
 
 
-def with_warmup(settings: TrainVocoder, run: Run, weights: Weights | None) -> TrainVocoder:
+def check_weights(settings: TrainVocoder, weights: Weights) -> None:
+    """Raises UserError, before anything is planned, if weights belong to another architecture."""
+    with torch.device("meta"):
+        generator = Generator(settings.architecture)
+        groups = {kind: KINDS[kind](settings.discriminators) for kind in settings.discriminators.discriminators}
+    parts: dict[str, nn.Module] = {"generator": generator}
+    parts |= {kind: module for kind, module in groups.items() if kind in weights.discriminators}
+    for name, module in parts.items():
+        weights.fit(name, module.to_empty(device="cpu"), strict_shapes=settings.model.finetune_strict_shapes)
+
+
+def with_warmup(settings: TrainVocoder, run: Run, weights: Weights | None, items: int) -> TrainVocoder:
     """Returns the settings with the number of warm-up steps of the discriminators, if the user left it open: new
-    discriminators would harm a pretrained generator. A resumed run keeps its number."""
+    discriminators would harm a pretrained generator. It is at most a tenth of the training on `items` crops. A resumed
+    run keeps its number."""
     if settings.losses.discriminator_warmup_steps >= 0:
         return settings
     if run.resumed:
         steps = max(0, run.resumed["config"].get("discriminator_warmup_steps", 0))
     else:
-        steps = (
-            WARMUP_STEPS if weights and not weights.discriminators and not settings.losses.discriminator_start else 0
-        )
+        needs_some = weights and not weights.discriminators and not settings.losses.discriminator_start
+        length = StepSchedule(settings.schedule, RunProgress(items=items)).last_step
+        steps = min(WARMUP_STEPS, length // 10) if needs_some else 0
     if steps:
         log.info("only the discriminators are trained in the first %d steps (discriminator_warmup_steps)", steps)
     settings = replace(settings, losses=replace(settings.losses, discriminator_warmup_steps=steps))

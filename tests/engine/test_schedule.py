@@ -93,6 +93,20 @@ def test_some_checkpoints_are_permanent():
     assert not any(Saving().is_permanent(step) for step in range(0, 400_000, 1000))
 
 
+def test_an_epochs_evaluation_is_left_out_beside_one_by_steps():
+    def due(epoch_steps: int, **intervals: int) -> list[int]:
+        saving = Saving(**intervals)
+        ends = {
+            step for step in range(1, 101) if saving.evaluate_freq and step % (epoch_steps * saving.evaluate_freq) == 0
+        }
+        return [step for step in range(1, 101) if saving.evaluation_is_due(step, ends_epochs=step in ends)]
+
+    assert due(29, evaluate_steps=20, evaluate_freq=1) == [20, 29, 40, 60, 80, 87, 100]  # 58 is beside 60.
+    assert due(10, evaluate_steps=20, evaluate_freq=2) == [20, 40, 60, 80, 100]
+    assert due(29, evaluate_steps=0, evaluate_freq=1) == [29, 58, 87]
+    assert due(29, evaluate_steps=40, evaluate_freq=0) == [40, 80]
+
+
 @pytest.mark.parametrize("saving", [{}, {"checkpoint_steps": -1, "evaluate_freq": 0}])
 def test_permanent_checkpoints_need_checkpoints_by_step(saving):
     with pytest.raises(UserError, match="permanent_start 200 has no effect"):

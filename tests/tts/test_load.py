@@ -15,10 +15,10 @@ from gputrain.errors import UserError
 from gputrain.speech.text.frontend import Frontend, frontend
 from gputrain.tts.architecture import VoicePreset, voice_architecture
 from gputrain.tts.config import TrainTts
-from gputrain.tts.load import LoadedVoice, architecture_of, load_voice, start_from
+from gputrain.tts.load import LoadedVoice, architecture_of, load_voice
 from gputrain.tts.model import Voice, inference_copy
 from tests.tts.test_train import small_presets
-from tests.tts.voices import build, small
+from tests.tts.voices import begun_from, build, small
 
 CPU = torch.device("cpu")
 
@@ -150,7 +150,7 @@ def test_another_language_begins_with_all_but_its_own_symbols(english: tuple[Pat
     torch.manual_seed(1)
     voice = Voice(voice_architecture("fast", num_symbols=len(uzbek.symbols), num_speakers=2))
     discriminators, before = some_discriminators(), state(voice)
-    assert start_from(folder, voice, discriminators, uzbek, ("clara", "anna")) == ["symbols: ʻ", "speakers: clara"]
+    assert begun_from(folder, voice, discriminators, uzbek, ("clara", "anna")) == ["symbols: ʻ", "speakers: clara"]
     after, given = state(voice), source.state_dict()
     tables = {"text_encoder.embedding.weight", "speakers.weight"}
     assert all(torch.equal(after[name], given[name]) for name in after.keys() - tables)
@@ -170,7 +170,7 @@ def test_another_preset_begins_with_all_but_the_decoder(english: tuple[Path, Voi
     folder, source = english
     reading = frontend("en")
     voice = Voice(voice_architecture("high", num_symbols=len(reading.symbols)))
-    reinitialised = start_from(folder, voice, some_discriminators(5), reading, ("someone",))
+    reinitialised = begun_from(folder, voice, some_discriminators(5), reading, ("someone",))
     parts = [line.split(":")[0] for line in reinitialised]
     assert parts == ["decoder", "discriminators"]  # A single-speaker voice has no speaker to report.
     assert reinitialised[1] == "discriminators: 2 of 2 layers"
@@ -185,7 +185,7 @@ def test_a_layer_is_taken_as_a_whole(english: tuple[Path, Voice]) -> None:
     reading = frontend("en")
     sizes = voice_architecture("fast", num_symbols=len(reading.symbols), num_speakers=2, upsample_kernel_sizes=(16, 12))
     voice = Voice(sizes)
-    assert start_from(folder, voice, some_discriminators(), reading, ("anna", "boris")) == ["decoder: 1 of 9 layers"]
+    assert begun_from(folder, voice, some_discriminators(), reading, ("anna", "boris")) == ["decoder: 1 of 9 layers"]
     assert voice.decoder.ups[1].weight_g.shape == source.decoder.ups[1].weight_g.shape
     assert not torch.equal(voice.decoder.ups[1].weight_g, source.decoder.ups[1].weight_g)
 
@@ -197,4 +197,4 @@ def test_broken_weights_are_nothing_to_begin_with(tmp_path: Path) -> None:
         broken.decoder.pre.bias[3] = torch.nan
     folder = run_folder(tmp_path / "run", broken, reading, settings_of("fast"))
     with pytest.raises(UserError, match=r"decoder\.pre\.bias: not all weights are finite"):
-        start_from(folder, full("fast", reading), some_discriminators(), reading, ("anna",))
+        begun_from(folder, full("fast", reading), some_discriminators(), reading, ("anna",))

@@ -22,11 +22,10 @@ from gputrain.engine import checkpoint
 from gputrain.errors import UserError
 from gputrain.speech.text.frontend import BOS, EOS, PAD, frontend
 from gputrain.tts.architecture import VoicePreset, voice_architecture
-from gputrain.tts.load import start_from
 from gputrain.tts.model import Voice
 from gputrain.tts.pretrained_import import PATHS, coqui_labels, file_at
 from tests.tables import each_row
-from tests.tts.voices import small
+from tests.tts.voices import begun_from, small
 
 UZBEK = frontend("uz")
 PIPERS_ROWS = 256
@@ -96,7 +95,7 @@ def assert_ours_speaks_as_theirs(theirs: Pipers, preset: VoicePreset, speakers: 
     voice = Voice(voice_architecture(preset, num_symbols=len(UZBEK.symbols), num_speakers=speakers)).eval()
     discriminators = our_discriminators()
     names = [f"speaker {number}" for number in range(speakers)][::-1]  # in reverse order
-    assert start_from(theirs.file.parent, voice, discriminators, UZBEK, names) == []
+    assert begun_from(theirs.file.parent, voice, discriminators, UZBEK, names) == []
     symbols = UZBEK.symbols[2:22]
     ids_BS = torch.tensor([[UZBEK.symbols.index(symbol) for symbol in symbols]])
     their_ids_BS = torch.tensor([[theirs.ids["'" if symbol == "ʻ" else symbol] for symbol in symbols]])
@@ -287,7 +286,7 @@ def test_every_tensor_of_coquis_voice_is_taken(
         state[table] = torch.arange(float(shapes[table][0]))[:, None].expand(shapes[table])
     torch.save({"model": state, "optimizer": [{}, {}], "config": COQUI, "step": 130000}, tmp_path / "best_model.pth")
     torch.save({"bob": 1, "ann": 0}, tmp_path / "speakers.pth")
-    reinitialised = start_from(tmp_path, voice, discriminators, UZBEK, ("bob", "cem", "ann"))
+    reinitialised = begun_from(tmp_path, voice, discriminators, UZBEK, ("bob", "cem", "ann"))
     assert reinitialised == ["symbols: ^ $", "speakers: cem"]
     assert caplog.text == ""
     taken = {**voice.state_dict(), **discriminators.state_dict()}
@@ -398,7 +397,7 @@ def small_voice(speakers: int = 1) -> Voice:
 
 
 def start_small(path: Path, voice: Voice) -> list[str]:
-    return start_from(path, voice, nn.ModuleDict(), UZBEK, ("anna", "bob")[: voice.architecture.num_speakers])
+    return begun_from(path, voice, nn.ModuleDict(), UZBEK, ("anna", "bob")[: voice.architecture.num_speakers])
 
 
 def test_without_its_configuration_a_voice_is_taken_but_for_symbols(

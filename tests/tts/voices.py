@@ -3,14 +3,18 @@
 Shape suffixes: B items, S symbols, N frequencies, C channels, T frames, L samples, 1 and 2 so many channels.
 """
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gputrain.audio.weight_norm import WeightNormed
+from gputrain.speech.text.frontend import Frontend
 from gputrain.tts.architecture import VoiceArchitecture, VoicePreset, voice_architecture
 from gputrain.tts.latents import kl_loss
+from gputrain.tts.load import read_origin, start_from
 from gputrain.tts.model import Voice, frame_prior, segments
 
 SEGMENT = 4  # number of decoded frames
@@ -106,3 +110,10 @@ def training(voice: Voice, batch: Batch) -> Losses:
         kl_loss(prior_BCT, posterior.log_scale_BCT, mean_BCT, log_scale_BCT, posterior.mask_B1T),
         voice.decoder(segments(posterior.latent_BCT, batch.starts_B, SEGMENT), speaker_BG1),
     )
+
+
+def begun_from(
+    path: Path, voice: Voice, discriminators: nn.Module, reading: Frontend, speakers: Sequence[str]
+) -> list[str]:
+    """Initialises a voice from a checkpoint, as a training does. Returns the parts that are reinitialised."""
+    return start_from(read_origin(path, voice, discriminators), voice, discriminators, reading, speakers)

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from PIL import Image
 from rich.console import Console
 
 from gputrain.config import assemble, leaves, read_file
@@ -25,7 +26,7 @@ from gputrain.kinds import kinds
 from gputrain.planner.memory import predict
 from gputrain.vae import architecture, recipe
 from gputrain.vae.config import TrainVae, parse_schedule
-from gputrain.vae.data import CropDataset, Picture, Pictures
+from gputrain.vae.data import CropDataset, Picture, Pictures, open_pictures
 from gputrain.vae.diffusers_folder import save_diffusers
 from gputrain.vae.latents import LatentScaling
 from gputrain.vae.load import load_model
@@ -198,22 +199,30 @@ def test_schedule_and_size_contradict_each_other():
         settings_of(resolution_schedule="32:1,33:1", image_size=256)
 
 
-def test_only_the_decoder_learns(photographs, tmp_path):
+def test_only_the_decoder_learns(photographs, tmp_path, caplog):
     before = run(tmp_path / "before", photographs, max_steps=1, learning_rate=0.0)["modules"]["autoencoder"]
-    after = run(tmp_path / "after", photographs, max_steps=3, train_part="decoder")["modules"]["autoencoder"]
+    assert "trains: " not in caplog.text
+    with caplog.at_level(logging.INFO, "gputrain"):
+        after = run(tmp_path / "after", photographs, max_steps=3, train_part="decoder")["modules"]["autoencoder"]
+    millions = [
+        sum(one.numel() for name, one in after.items() if name.startswith(part)) / 1e6 for part in ("decoder", "")
+    ]
+    assert f"trains: {millions[0]:.3g} of {millions[1]:.3g} M parameters of the autoencoder: decoder" in caplog.text
     changed = {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"decoder"}
     assert "loss/autoencoder/l1" in rows(tmp_path / "after")[0]
     assert "loss/autoencoder/kl" not in rows(tmp_path / "after")[0]
 
 
-def test_training_begins_from_a_stock_folder(photographs, tmp_path):
+def test_training_begins_from_a_stock_folder(photographs, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "gputrain")
     settings = settings_of()
     torch.manual_seed(5)
     model = AutoencoderKL(settings.architecture)
     save_diffusers(model, tmp_path / "stock", LatentScaling(1.0), sample_size=24)
     changes = {"init_from": str(tmp_path / "stock"), "learning_rate": 0.0, "max_steps": 1}
     made = run(tmp_path / "run", photographs, **changes)["modules"]
+    assert caplog.text.count(f"start: the weights of {tmp_path / 'stock'}") == 1
     assert_same(made["autoencoder"], dict(model.state_dict()))
     averaged = load_model(tmp_path / "run", torch.device("cpu")).model.state_dict()
     for name, tensor in model.state_dict().items():
@@ -226,12 +235,30 @@ def test_training_begins_from_a_stock_folder(photographs, tmp_path):
         run(tmp_path / "other", photographs, **changes)
 
 
-def test_a_stock_folder_of_another_architecture_is_refused(photographs, tmp_path):
+def test_pictures_smaller_than_a_crop_are_said_with_what_helps(tmp_path, caplog):
+    """Leaving small pictures out is no remedy where all of them are small."""
+    for sides, helps, does_not in (
+        ([256] * 6, ("6 of 6 pictures", "--image-size 256", "--target-size 512"), "--min-size"),
+        ([600] * 9 + [200], ("1 of 10 pictures", "--image-size 192", "--min-size 512"), "--target-size"),
+        ([512, 600], (), "pictures are smaller"),
+    ):
+        caplog.clear()
+        folder = tmp_path / str(len(sides))
+        folder.mkdir()
+        for number, side in enumerate(sides):
+            Image.new("RGB", (side, 600), (number, 0, 0)).save(folder / f"{number}.png")
+        warn_of_small_pictures(open_pictures(folder), 512)
+        assert all(part in caplog.text for part in helps), caplog.text
+        assert does_not not in caplog.text
+
+
+def test_a_stock_folder_of_another_architecture_is_refused(photographs, tmp_path, caplog):
     model = AutoencoderKL(settings_of(z_channels=8).architecture)
     save_diffusers(model, tmp_path / "stock", LatentScaling(1.0), sample_size=24)
     with pytest.raises(UserError, match="latent_channels") as caught:
-        run(tmp_path / "run", photographs, init_from=str(tmp_path / "stock"))
+        run(tmp_path / "run", photographs, init_from=str(tmp_path / "stock"), plan=True)
     assert "--z-channels 8" in caught.value.hint
+    assert "runs on" not in caplog.text  # It is refused before anything is planned.
 
 
 def test_every_profile_is_a_configuration():

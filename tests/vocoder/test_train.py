@@ -270,6 +270,18 @@ def test_a_generator_alone_waits_for_the_discriminators(taught, notes, tmp_path,
         finetune(tmp_path / "other", notes, source, max_steps=1)
 
 
+@pytest.mark.parametrize(("steps", "warmup"), [(40, 4), (9, 0)])
+def test_the_warm_up_is_at_most_a_tenth_of_the_training(taught, notes, tmp_path, caplog, steps, warmup):
+    source = tmp_path / "model.ckpt"
+    source.write_bytes((taught / "openvpi" / "model.ckpt").read_bytes())
+    with caplog.at_level(logging.INFO, "gputrain"):
+        finetune(tmp_path / "run", notes, source, num_epochs=0, num_steps=steps, max_steps=1)
+    assert read_file(tmp_path / "run" / "config.yaml")["discriminator_warmup_steps"] == warmup
+    assert f"start: the weights of {source} (generator)" in caplog.text
+    late = "training of the generator (discriminator_warmup_steps) begins after step 4, and this run ends after step 1"
+    assert (late in caplog.text) == (warmup > 0)
+
+
 def test_a_full_checkpoint_needs_no_warm_up(taught, notes, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "gputrain"):
         made = finetune(tmp_path, notes, taught / "checkpoint_last.pt", max_steps=1, learning_rate=0.0)
@@ -285,8 +297,12 @@ def test_a_full_checkpoint_needs_no_warm_up(taught, notes, tmp_path, caplog):
 def test_other_shapes_are_listed_or_reinitialised(taught, notes, tmp_path, caplog):
     source = taught / "openvpi" / "model.ckpt"
     wider = {"resblock_kernel_sizes": [5], "max_steps": 2, "discriminator_warmup_steps": 1}
-    with pytest.raises(UserError, match=r"its generator differs in 12 tensors: resblocks\.0\.") as raised:
+    with (
+        caplog.at_level(logging.INFO, "gputrain"),
+        pytest.raises(UserError, match=r"its generator differs in 12 tensors: resblocks\.0\.") as raised,
+    ):
         finetune(tmp_path / "strict", notes, source, **wider)
+    assert "runs on" not in caplog.text  # It is refused before anything is planned.
     assert "(16, 16, 3), expected (16, 16, 5)" in raised.value.message
     assert "--no-finetune-strict-shapes" in raised.value.hint
     assert not (tmp_path / "strict" / "checkpoint_last.pt").exists()

@@ -1,0 +1,48 @@
+"""What a training says of itself before its first step."""
+
+from typing import Any
+
+from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule
+from gputrain.kinds import kinds
+from gputrain.session import warn_of_late_parts
+from tests.tables import each_row
+
+
+def steps_of(**values: Any) -> StepSchedule:
+    return StepSchedule(Schedule(batch_size=1, **{"num_epochs": 0, "warmup_steps": 0, **values}), RunProgress(items=10))
+
+
+def begins(kind: str, **losses: Any) -> dict[str, int]:
+    """Returns what begins late in a training of a kind with other losses than the default ones."""
+    from gputrain.config import assemble
+
+    place = {"data_dir": "."} if kind in ("tts", "asr") else {"data_path": "."}
+    return dict(kinds()[kind].work().begins(assemble(kinds()[kind].train, {**place, **losses})))
+
+
+@each_row(
+    ("vae", {"adversarial_weight": 0.5, "discriminator_start": 60, "discriminator_warmup_steps": 40}, 100, True),
+    ("vae", {"adversarial_weight": 0.5, "discriminator_start": 60, "discriminator_warmup_steps": 39}, 100, False),
+    ("vae", {}, 100, False),  # Without an adversarial loss, its default start in step 5000 is of no interest.
+    ("vocoder", {"discriminator_start": 100}, 100, True),
+    ("vocoder", {"discriminator_start": 99}, 100, False),
+    ("vocoder", {"discriminator_warmup_steps": 100}, 100, True),
+    ("asr", {"freeze_encoder_steps": 100}, 100, True),
+    ("asr", {}, 100, False),
+    ("tts", {}, 1, False),
+)
+def test_what_begins_after_the_end_is_said(caplog, kind, losses, steps, warns):
+    for schedule in (steps_of(num_steps=steps), steps_of(num_steps=10_000, max_steps=steps)):
+        caplog.clear()
+        warn_of_late_parts(begins(kind, **losses), schedule)
+        assert (f"and this run ends after step {steps}" in caplog.text) == warns
+
+
+@each_row((100, 101, True), (100, 100, False), (100, 0, False))
+def test_a_learning_rate_that_never_reaches_its_height_is_said(caplog, steps, warmup, warns):
+    caplog.clear()
+    schedule = steps_of(num_steps=steps, warmup_steps=warmup)
+    warn_of_late_parts({}, schedule)
+    assert ("--warmup-steps 10 takes a tenth" in caplog.text) == warns
+    highest = max(schedule.learning_rate(step) for step in range(steps))
+    assert (highest < schedule.schedule.learning_rate) == warns
