@@ -353,11 +353,11 @@ def _read_parts(path: Path, modules: Sequence[str]) -> Content | None:
     kept = {name: states[name] for name in wanted if name in states}
     for storage in {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for state in kept.values()
                     for tensor in state.values()}.values():  # fmt: skip
-        stored = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        stored: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
         if (storage.nbytes(), zlib.crc32(stored)) not in sums:
             return None
     # Copies let go of the file, which a training may be about to replace, and Windows would not let it.
-    unread = {name: {} for name in ("optimizers", "loss_scales", "random") if name in content}
+    unread: Content = {name: {} for name in ("optimizers", "loss_scales", "random") if name in content}
     return {**content, **unread, "modules": map_tensors(kept, torch.clone)}
 
 

@@ -121,7 +121,11 @@ class Saving:
     best_after: int = opt(default=0, help="No checkpoint_best.pt is written before this step.", min=0)
     save_samples_freq: int = opt(default=500, help="Steps between samples; 0 is off.", min=0)
     samples_after_epochs: int = opt(default=0, help="Epochs before the first samples.", min=0)
-    evaluate_freq: int = opt(default=5, help="Epochs between evaluations on held-out data; 0 is off.", min=0)
+    evaluate_freq: int = opt(
+        default=5,
+        help="Epochs between evaluations on held-out data; 0 is off. Beside one by evaluate_steps it is left out.",
+        min=0,
+    )
     evaluate_steps: int = opt(default=0, help="Steps between evaluations on held-out data; 0 is off.", min=0)
     early_stopping_patience: int = opt(
         default=0, help="Evaluations in a row without a better score that end the training; 0 is off.", min=0
