@@ -125,7 +125,7 @@ def demo_results(folder: Path) -> dict[str, object]:
         "curves": f"tensorboard --logdir {folder / 'run' / 'logs'}",
         "for sherpa-onnx": folder / "sherpa",
         "next": "gputrain prepare-data --kind asr --language uz --input-dir YOUR_RECORDINGS --output-dir data/asr, "
-        "then gputrain train-asr --data-dir data/asr --output-dir outputs --init-from facebook/wav2vec2-xls-r-300m",
+        "then gputrain train-asr --data-dir data/asr --output-dir outputs/asr --init-from facebook/wav2vec2-xls-r-300m",
     }
 
 

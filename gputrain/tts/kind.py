@@ -133,7 +133,7 @@ def demo_results(folder: Path) -> dict[str, object]:
         "curves": f"tensorboard --logdir {folder / 'run' / 'logs'}",
         "for Piper and Home Assistant": folder / "piper",
         "next": "gputrain prepare-data --kind tts --language uz --input-dir YOUR_RECORDINGS --output-dir data/tts, "
-        "then gputrain train-tts --data-dir data/tts --output-dir outputs",
+        "then gputrain train-tts --data-dir data/tts --output-dir outputs/tts",
     }
 
 

@@ -162,7 +162,7 @@ def demo_results(folder: Path) -> dict[str, object]:
         "look at": folder / "reconstructions" / "sheet.png",
         "curves": f"tensorboard --logdir {folder / 'run' / 'logs'}",
         "load it": f'diffusers.AutoencoderKL.from_pretrained("{folder / "export"}")',
-        "next": "gputrain train-vae --data-path YOUR_PICTURES --output-dir outputs",
+        "next": "gputrain train-vae --data-path YOUR_PICTURES --output-dir outputs/vae",
     }
 
 

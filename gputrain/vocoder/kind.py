@@ -180,7 +180,7 @@ def demo_results(folder: Path) -> dict[str, object]:
         "for openvpi's tools": folder / "export",
         "for DiffSinger and OpenUtau": folder / "onnx",
         "next": "gputrain prepare-data --kind vocoder --input-dir YOUR_RECORDINGS --output-dir data/vocoder, then "
-        "gputrain train-vocoder --config base_hifi_gpu.yaml --data-path data/vocoder --output-dir outputs",
+        "gputrain train-vocoder --config base_hifi_gpu.yaml --data-path data/vocoder --output-dir outputs/vocoder",
     }
 
 
