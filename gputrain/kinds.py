@@ -12,6 +12,7 @@ The commands, plans, benchmarks, reports and checks loop over the table, and kno
 import functools
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -265,6 +266,41 @@ class TrainedModel:
         raise UserError(f"{self.model}: holds no {name}", hint=f"it holds {', '.join(held)}")
 
 
+WEIGHTS = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".onnx"})
+# A part of a file that was split, such as model.pt.aa, model.ckpt.001, model.pt.part2 or model.pt_1.
+SPLIT = re.compile(
+    r"(?P<whole>.+\.(pt|pth|ckpt|bin|safetensors|onnx))[._-]?(part[._-]?\d+|\d{1,4}|(?!gz|xz|bz)[a-z]{2}|z\d\d)"
+)
+
+
+def refuse_in_pieces(path: Path) -> None:
+    """Raises UserError if a path that should lead to weights has a checkpoint that was unpacked, which torch writes as
+    a zip archive, or split into several files."""
+    is_part = path.is_file() and SPLIT.fullmatch(path.name)
+    inside = sorted((path if path.is_dir() else path.parent).iterdir()) if is_part or path.is_dir() else []
+    if path.is_dir() and any(file.suffix in WEIGHTS and file.is_file() for file in inside):
+        return
+    places = [place for place in (path, *inside) if path.is_dir() and place.is_dir()]
+    places += [deeper for place in places[1:] for deeper in sorted(place.iterdir()) if deeper.is_dir()]
+    for place in places:
+        if (place / "data.pkl").is_file() and (place / "data").is_dir():
+            whole = place.resolve()
+            raise UserError(
+                f"{place}: an unpacked checkpoint, which must be one file",
+                hint=f"take the file itself, or pack it again: cd {whole.parent} && zip -0 -r packed.pt {whole.name}",
+            )
+    parts: dict[str, list[str]] = {}
+    for file in inside:
+        if file.is_file() and (match := SPLIT.fullmatch(file.name)):
+            parts.setdefault(match["whole"], []).append(file.name)
+    for name, pieces in parts.items():
+        if path.is_dir() or path.name in pieces:
+            raise UserError(
+                f"{path}: {', '.join(pieces)} {'is a part' if len(pieces) == 1 else 'are parts'} of {name}",
+                hint=f"put all parts together in their order: cat {' '.join(pieces)} > {name}",
+            )
+
+
 def kind_of(model: Path) -> ModelKind:
     """Returns the kind of a run, a checkpoint, or a model in another program's format.
 
@@ -278,6 +314,7 @@ def kind_of(model: Path) -> ModelKind:
     if not model.exists():
         hint = "--model takes a run folder, a checkpoint or an export"
         raise UserError(f"{model}: no such file or folder", hint=hint)
+    refuse_in_pieces(model)
     for kind in kinds().values():
         ending = kind.checkpoint_suffix
         if ending and (model.suffix == ending or (model.is_dir() and (model / f"model{ending}").is_file())):

@@ -18,6 +18,7 @@ from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import load_weights, refuse_nonfinite
 from gputrain.engine.run_folder import write_text
 from gputrain.errors import UserError
+from gputrain.kinds import refuse_in_pieces
 from gputrain.speech.text.vocabulary import ABSENT, Vocabulary, match_symbols
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ def save_architecture(folder: Path, architecture: Mapping[str, Any]) -> None:
 def is_own(name: str) -> bool:
     """Returns True if a name means a run or a checkpoint of train-asr."""
     path = Path(name)
+    refuse_in_pieces(path)
     return not is_pretrained(name) and (path.is_file() or bool(checkpoint.newest_first(path)))
 
 

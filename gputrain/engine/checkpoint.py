@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from gputrain.config import assemble, without_retired
 from gputrain.errors import UserError
-from gputrain.kinds import present_name
+from gputrain.kinds import present_name, refuse_in_pieces
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -282,6 +282,7 @@ def best_first(folder: Path) -> list[Path]:
 def _find_in_order(path: Path, kind: str, ordered: Ordered, modules: Sequence[str] = ()) -> tuple[Path, Content]:
     if not (path.is_file() or path.is_dir()):  # Reading a FIFO or a device might never end.
         raise UserError(f"{path}: no such checkpoint", hint=_nearby(path))
+    refuse_in_pieces(path)
     choices = ordered(path if path.is_dir() else path.parent)
     if path.is_file():
         choices = [path, *(other for other in choices if other.name != path.name)]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gputrain.engine.checkpoint import refuse_nonfinite
 from gputrain.errors import UserError
+from gputrain.kinds import refuse_in_pieces
 from gputrain.vae.architecture import PRESETS, VaeArchitecture
 from gputrain.vae.diffusers_folder import (
     CLASS_NAME,
@@ -95,6 +96,7 @@ def read_pretrained(path: Path, norm_num_groups: int = DEFAULTS["norm_num_groups
             f"{path}: no such file or folder",
             hint="name a folder of diffusers, a .safetensors file, a run folder or a checkpoint",
         )
+    refuse_in_pieces(path)
     if path.is_dir():
         return _read_folder(path)
     if path.suffix == ".pt" and path.name.startswith("checkpoint_"):

@@ -17,6 +17,7 @@ from gputrain.config import convert, leaves, read_file
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import load_weights, trained_weights
 from gputrain.errors import UserError
+from gputrain.kinds import refuse_in_pieces
 from gputrain.vocoder.architecture import SAME_OPTIONS, NsfHifiganArchitecture
 from gputrain.vocoder.config import Model, Spectrogram, TrainVocoder
 from gputrain.vocoder.generator import Generator
@@ -190,6 +191,7 @@ def weights_file(path: Path) -> Path:
         raise UserError(
             f"{path}: no such file or folder", hint="name a run folder, a checkpoint, or the model.ckpt of openvpi"
         )
+    refuse_in_pieces(path)
     if path.is_file() or is_ours(path):
         return path
     found = [path / MODEL] if (path / MODEL).is_file() else sorted(path.glob("[!.]*.ckpt"))
