@@ -12,10 +12,10 @@ take several minutes.
 
 import argparse
 import hashlib
+import io
 import json
 import math
 import multiprocessing
-import os
 import sys
 import tempfile
 import time
@@ -200,7 +200,7 @@ def resume_metrics(folder: Path, size: int) -> Prepared:
     def resume() -> None:
         from rich.console import Console
 
-        console = Console(file=open(os.devnull, "w"))
+        console = Console(file=io.StringIO())
         metrics = Metrics(folder, console, runtime, unit="clips", first_step=size, last_step=size + 1)
         metrics.forget_report(size, "eval")
 
