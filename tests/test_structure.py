@@ -22,7 +22,7 @@ LAYERS = [
     {"planner", "audio"},
     {"engine"},
     {"hw"},
-    {"kinds", "config", "errors", "stored", "translation"},
+    {"kinds", "config", "errors", "figures", "stored", "translation"},
 ]
 APART = LAYERS[1]  # These packages never import each other.
 REEXPORTS = "gputrain.hw"  # Its __init__ hands on public names of autoconfig and of the planner when they are used.

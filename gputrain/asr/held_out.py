@@ -103,9 +103,8 @@ class HeldOutSpeech:
         rates = error_rates([(clip.reference, clip.read) for clip in made])
         blank_share = sum(one.blank_share for one in made) / len(made)
         scalars = {"score": 1 - rates[self.best_by], "blank_share": blank_share, **rates}
-        words = self.diagnosis.of(self.step, blank_share, rates["cer"]) if self.step else ""
-        if words:
-            log.warning("step %d: %s", self.step, words)
+        if self.step and (found := self.diagnosis.of(self.step, blank_share, rates["cer"])):
+            log.log(found.level, "step %d: %s", self.step, found.words)
         return Report(scalars=scalars, headline=("cer", "wer"))
 
     def _transcribe(
@@ -116,6 +115,13 @@ class HeldOutSpeech:
         )  # fmt: skip
 
 
+class Remark(NamedTuple):
+    """A sentence about an evaluation, and its level in the log."""
+
+    level: int
+    words: str
+
+
 @dataclass
 class Diagnosis:
     """Puts into words what the share of blanks means, as it depends on whether the recogniser has written before."""
@@ -123,25 +129,29 @@ class Diagnosis:
     from_scratch: bool
     has_written: bool = False
     lowest_cer: float = math.inf
+    said_normal: bool = False
 
-    def of(self, step: int, blank_share: float, cer: float) -> str:
-        """Returns a sentence about an evaluation after `step` steps; "" if nothing is wrong."""
+    def of(self, step: int, blank_share: float, cer: float) -> "Remark | None":
+        """Returns a sentence about an evaluation after `step` steps; None if nothing is to be said. That only blanks
+        are normal yet is no warning, and is said once."""
         only_blanks, lowest = blank_share > ONLY_BLANKS, self.lowest_cer
         self.has_written |= blank_share < SPOKEN
         self.lowest_cer = min(lowest, cer)
         normal = PATIENCE_STEPS if self.from_scratch else PATIENCE_STEPS // 2
+        if only_blanks and not self.has_written and step < normal:
+            said, self.said_normal = self.said_normal, True
+            return None if said else Remark(logging.INFO, f"only blanks, which is normal in the first {normal} steps")
+        words = ""
         if only_blanks and self.has_written:
-            return (
+            words = (
                 f"collapsed: the recogniser writes nothing any more (its best CER was {100 * lowest:.1f} %); go back "
                 "to an earlier checkpoint with a lower --learning-rate or a longer --warmup-steps"
             )
-        if only_blanks and step < normal:
-            return f"only blanks, which is normal in the first {normal} steps"
-        if only_blanks:
-            return (
+        elif only_blanks:
+            words = (
                 f"only blanks after {step} steps: raise --learning-rate if it is below 1e-4, lower it if the loss does "
                 "not fall, and check with gputrain validate that texts belong to their recordings"
             )
-        if cer > 2 * lowest and cer - lowest > 0.1:
-            return f"the CER has risen from {100 * lowest:.1f} to {100 * cer:.1f} %: lower --learning-rate"
-        return ""
+        elif cer > 2 * lowest and cer - lowest > 0.1:
+            words = f"the CER has risen from {100 * lowest:.1f} to {100 * cer:.1f} %: lower --learning-rate"
+        return Remark(logging.WARNING, words) if words else None

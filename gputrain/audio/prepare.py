@@ -23,6 +23,7 @@ from gputrain.engine.preparation import (
     why_unreadable,
 )
 from gputrain.errors import UserError
+from gputrain.figures import counted
 
 SUFFIXES = {".wav", ".flac", ".ogg", ".opus", ".mp3", ".aif", ".aiff", ".au", ".w64", ".caf"}
 OTHER_SUFFIXES = FFMPEG_SUFFIXES  # Without ffmpeg, such files are listed as unreadable.
@@ -172,9 +173,10 @@ def lacking_treble(narrow: Mapping[str, float], recordings: int, rate_hz: int) -
     low, high = min(narrow.values()) / 1000, max(narrow.values()) / 1000
     above = f"{low:g} kHz" if low == high else f"{low:g} to {high:g} kHz"
     example = f", such as {next(iter(narrow))}" if recordings > 1 else ""
+    hold = f"{len(narrow)} of {counted(recordings, 'recording')} {'holds' if len(narrow) == 1 else 'hold'}"
     return (
-        f"{len(narrow)} of {recordings} recordings hold nothing above {above}{example}, although their sampling rate "
-        f"promises it at {rate_hz} Hz: they were resampled from a lower rate, or compressed"
+        f"{hold} nothing above {above}{example}, although the rate promises it at {rate_hz} Hz: resampled from a lower "
+        "rate, or compressed"
     )
 
 

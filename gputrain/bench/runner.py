@@ -27,10 +27,10 @@ from gputrain.engine.drawing import (
     Rectangle,
     cut_text,
     font,
-    format_number,
     wrap_text,
 )
 from gputrain.errors import UserError, first_line
+from gputrain.figures import format_number
 from gputrain.hw.child_process import describe_exit
 
 ROW = "--row"  # Argument of the child that precedes the settings of its row, in JSON.

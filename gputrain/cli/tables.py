@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from gputrain.cli.ui import err, escape, one_line, out
+from gputrain.figures import format_number
 
 if TYPE_CHECKING:
     from gputrain.bench.runner import BenchReport
@@ -150,7 +151,7 @@ def _plan_column(plan: "CardPlan", *, parts: bool) -> dict[str, str]:
 
 
 def _predicted(value: float | None, unit: str = "") -> str:
-    return "unknown" if value is None else f"{value:.3g} {unit}".rstrip()
+    return "unknown" if value is None else f"{format_number(value)} {unit}".rstrip()
 
 
 OPERATORS = 12  # Operators that are shown; the others are one line.

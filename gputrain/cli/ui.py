@@ -23,6 +23,7 @@ from rich.text import Text
 
 from gputrain.engine.stop import COMMAND_CLOCK, format_duration, interrupt_at_signals, leave_at_signals
 from gputrain.errors import Stopped, UserError, missing_package
+from gputrain.figures import format_number
 from gputrain.hw.caches import provide_home
 from gputrain.hw.ranks import Ranks
 
@@ -318,5 +319,5 @@ def print_figures(title: str, figures: Mapping[str, object]) -> None:
     out.print(f"[bold]{one_line(title)}[/]")
     width = max(map(len, figures), default=0)
     for name, value in figures.items():
-        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+        shown = format_number(value, 4) if isinstance(value, float) else str(value)
         out.print(f"  {name:<{width}}  {one_line(shown)}", soft_wrap=True)

@@ -13,7 +13,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -32,6 +32,7 @@ from gputrain.engine.schedule import RunProgress, Saving, StepSchedule, is_due_e
 from gputrain.engine.state import TrainState
 from gputrain.engine.stop import COMMAND_CLOCK, REPORT_SECONDS, Deadline, StopRequested
 from gputrain.errors import Stopped, UserError, first_line
+from gputrain.figures import format_number
 from gputrain.hw.monitor import Monitor, Pressure
 from gputrain.hw.probe import machine_facts, usable_cores
 from gputrain.hw.runtime import (
@@ -269,7 +270,7 @@ class Callbacks:
         best = progress.best_evaluation
         if progress.step and counts:
             self._count(report.scalars["score"])
-        log_evaluation(progress.step, report.scalars, best)
+        log_evaluation(progress.step, report.scalars, best, report.headline)
         if not progress.step:
             return None
         if progress.step < self.run.saving.best_after:
@@ -426,10 +427,14 @@ def out_of_memory(state: TrainState, run: Run, error: Exception) -> UserError:
     )
 
 
-def log_evaluation(step: int, scalars: dict[str, float], best_before: float) -> None:
-    """Log the held-out figures, and the best score so far."""
-    figures = {name: value for name, value in scalars.items() if name != "score"}
-    text = ", ".join(f"{name} {value:.4g}" for name, value in list(figures.items())[:SHOWN_FIGURES])
+def log_evaluation(step: int, scalars: dict[str, float], best_before: float, shares: Collection[str] = ()) -> None:
+    """Log the held-out figures, and the best score so far. Figures of these names are shares of 1."""
+    figures = [(name, value) for name, value in scalars.items() if name != "score"][:SHOWN_FIGURES]
+    percent = {name for name, _ in figures if name in shares or name.endswith("_share")}
+    text = ", ".join(
+        f"{name} {format_number(100 * value)} %" if name in percent else f"{name} {format_number(value, 4)}"
+        for name, value in figures
+    )
     score = scalars["score"]
     if best_before == -math.inf:
         comparison = ""

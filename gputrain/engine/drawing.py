@@ -200,15 +200,6 @@ def wrap_text(text: str, with_font: Font, room: float) -> list[str]:
     return textwrap.wrap(text, max(1, characters)) or [""]
 
 
-def format_number(value: float) -> str:
-    """Returns a number with about three significant digits: 0.0123, 1.23, 31.2, 1,234."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 1000:
-        return f"{value:,.0f}" if abs(value) < 1e7 else f"{value:.3g}"
-    return f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.2e}"
-
-
 # ------------------------------------------------------------------------------------------------------- spectrograms
 
 

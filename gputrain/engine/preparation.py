@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from gputrain.engine.data import Progress, fingerprint, read_rows, write_rows, writing
 from gputrain.engine.workers import signals_blocked
 from gputrain.errors import UserError
+from gputrain.figures import format_number
 from gputrain.hw.child_process import describe_exit, remedy_for_exit
 from gputrain.kinds import refuse_other_data
 
@@ -132,6 +133,14 @@ class ValueRange:
     def of(cls, values: Sequence[float]) -> "ValueRange":
         """Returns the spread of values. Raises ValueError where there are none."""
         return cls(min(values), statistics.median(values), max(values))
+
+
+def format_range(of: ValueRange | None) -> str:
+    """Returns a range as text; "-" for none."""
+    if of is None:
+        return "-"
+    low, middle, high = map(format_number, (of.min, of.median, of.max))
+    return f"all {low}" if of.min == of.max else f"{low} to {high}, half of them at most {middle}"
 
 
 def value_range(values: Sequence[float]) -> ValueRange | None:

@@ -13,7 +13,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from gputrain.engine.drawing import format_number, svg_element
+from gputrain.engine.drawing import svg_element
+from gputrain.figures import format_number
 from gputrain.report.metric_names import format_value
 from gputrain.report.records import Points
 

@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-from gputrain.engine.drawing import format_number
+from gputrain.figures import format_number
 
 Better = Literal["higher", "lower", ""]
 

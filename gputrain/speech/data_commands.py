@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gputrain.audio.config import Sound
 from gputrain.config import leaves
+from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError
 from gputrain.kinds import DataCommand, DataWork, speech_checker
 from gputrain.speech.config import LANGUAGE_HINTS, SpeechKind, SpeechOptions
@@ -75,7 +76,7 @@ def prepared_speech(report: "SpeechPrepareReport") -> dict[str, object]:
     return {
         "recordings": f"{report.made} made, {report.kept} kept",
         "clips": report.clips,
-        "hours": report.hours,
+        "duration": format_duration(3600 * report.hours),
         "speakers": ", ".join(filter(None, names)) + more or 1,
         **({"vocabulary": f"{len(report.vocabulary)} symbols: {' '.join(letters)}"} if letters else {}),
         "left out": len(report.refused),
@@ -93,18 +94,20 @@ def validate_transcribed(settings: Any, kind: SpeechKind) -> DataWork:
 
 
 def speech_figures(report: "SpeechReport") -> dict[str, object]:
+    from gputrain.engine.preparation import format_range
+
     figures: dict[str, object] = {"left out": len(report.refused)}
     if report.seconds is not None and (rates := report.symbols_a_second) is not None:
         spoken = {symbol: count for symbol, count in report.symbols.items() if count}
         commonest = " ".join(f"{symbol}:{count}" for symbol, count in list(spoken.items())[:8])
         figures = {
             "clips": report.clips,
-            "hours": report.hours,
+            "duration": format_duration(3600 * report.hours),
             "language": report.language,
             "speakers": len(report.speakers),
             **figures,
             "rates": ", ".join(f"{count} of {rate} Hz" for rate, count in report.source_rates.items()),
-            "seconds": f"{report.seconds.min:.3g} to {report.seconds.max:.3g}, half under {report.seconds.median:.3g}",
+            "seconds": format_range(report.seconds),
             "clips by seconds": ", ".join(f"{span}: {count}" for span, count in report.histogram.items()),
             "symbols": f"{len(spoken)} of {len(report.symbols)} are spoken: {commonest} ...",
             "rare": " ".join(f"{symbol}:{count}" for symbol, count in report.rare.items()) or "none",

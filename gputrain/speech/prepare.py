@@ -29,6 +29,7 @@ from gputrain.engine.preparation import (
     write_quarantine,
 )
 from gputrain.errors import UserError
+from gputrain.figures import counted
 from gputrain.speech import text_checks
 from gputrain.speech.checker import SpeechChecker
 from gputrain.speech.clip_filter import BEYOND_SECONDS, Selection, odd_letters, reader_of, select_clips
@@ -212,7 +213,8 @@ def without_whole_spans(folder: Path, utterances: list[Utterance], notes: list[s
         if one.span[1] < seconds - ROUNDED_SECONDS:
             longer.append(f"{one.path}, of which {one.span[1]:g} of {seconds:.2f} seconds are used")
     if longer:
-        notes.append(f"{len(longer)} recordings go on after the end that the transcripts give, such as {longer[0]}")
+        go_on = counted(len(longer), "recording goes", "recordings go")
+        notes.append(f"{go_on} on after the end that the transcripts give, such as {longer[0]}")
     return found
 
 

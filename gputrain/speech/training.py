@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gputrain.engine.data import digests
 from gputrain.engine.run_folder import Run
+from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.work import BatchSource, KindWork, TrainingData, TrainSettings
@@ -75,7 +76,8 @@ class SpeechTraining(TrainingData[S]):
         hours = sum(clip.samples for clip in clips) / format.sampling_rate / 3600
         speakers = f", {len(format.speakers)} speakers" if len(format.speakers) > 1 else ""
         held_out = len(speech.parts.held_out)
-        log.info("clips for training: %d (%.2f hours%s), held out: %d", len(clips), hours, speakers, held_out)
+        duration = format_duration(3600 * hours)
+        log.info("clips for training: %d (%s%s), held out: %d", len(clips), duration, speakers, held_out)
         self.advise(settings, hours)
         log.info(
             "model: %s, %d symbols (%s); %d batches an epoch of %.1f clips, %.1f %% padding",

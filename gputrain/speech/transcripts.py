@@ -26,6 +26,7 @@ from typing import Any
 from gputrain.audio.prepare import OTHER_SUFFIXES, SUFFIXES, RefusalReason
 from gputrain.engine.preparation import RefusedItem
 from gputrain.errors import UserError
+from gputrain.figures import counted
 from gputrain.speech import subtitles
 from gputrain.speech.transcript_columns import (
     AUDIO_KEYS,
@@ -509,7 +510,8 @@ def overlapping(utterances: Sequence[Utterance], rules: TranscriptRules) -> str:
         return ""
     before, after = pairs[0]
     example = f"such as {after.where} with {before.where}, both of {after.path}"
-    return f"{len(pairs)} clips overlap the one before, {example}; each text should be all that is said in its clip"
+    overlap = counted(len(pairs), "clip overlaps", "clips overlap")
+    return f"{overlap} the one before, {example}; each text should be all that is said in its clip"
 
 
 def similar_speakers(speakers: Iterable[str]) -> str:

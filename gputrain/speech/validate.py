@@ -25,7 +25,9 @@ from gputrain.engine.preparation import (
     sorted_refusals,
     value_range,
 )
+from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError
+from gputrain.figures import counted
 from gputrain.speech import text_checks
 from gputrain.speech.buckets import check_kind
 from gputrain.speech.checker import CheckedText, SpeechChecker, check_clips
@@ -260,8 +262,9 @@ def _findings(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[st
         return
     if low:
         yield (
-            f"{low} recordings have less than {rate_hz} Hz: after resampling they lack high frequencies, and so will "
-            f"the voice; prepare at {min(held.source_rates)} Hz, or record again"
+            f"{counted(low, 'recording has', 'recordings have')} less than {rate_hz} Hz: after resampling, high "
+            "frequencies are missing, and so they will in the voice; "
+            f" prepare at {min(held.source_rates)} Hz, or record again"
         )
     if held.narrow:
         yield (
@@ -269,7 +272,7 @@ def _findings(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[st
             f"leave them out, or prepare at {rate_for(min(held.narrow.values()))} Hz"
         )
     if hours < FEW_HOURS:
-        yield f"{60 * hours:.0f} minutes of speech suffice to fine-tune a voice, but not to train one from scratch"
+        yield f"{format_duration(3600 * hours)} of speech is enough to fine-tune a voice, not to train one from scratch"
     rare = [symbol for symbol, count in symbols.items() if 0 < count < RARE and symbol.isalpha()]
     if rare:
         yield f"{' '.join(rare)}: these letters occur less than {RARE} times, too rarely for the voice to learn them"
@@ -282,15 +285,15 @@ def _findings(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[st
 def _for_recogniser(held: _Held, hours: float, low: int) -> Iterator[str]:
     if low:
         yield (
-            f"{low} recordings have less than {held.format.sampling_rate} Hz and so lack high frequencies; this suits "
-            "a recogniser of telephone speech only"
+            f"{counted(low, 'recording has', 'recordings have')} less than {held.format.sampling_rate} Hz and so no "
+            "high frequencies; this suits a recogniser of telephone speech only"
         )
     if held.narrow:
         all_recordings = sum(held.source_rates.values())
         yield (f"{lacking_treble(held.narrow, all_recordings, held.format.sampling_rate)}; this suits such sound only")
     if hours < FEW_HOURS:
         yield (
-            f"{60 * hours:.0f} minutes of speech suffice to adapt a recogniser to a few words and one voice; "
+            f"{format_duration(3600 * hours)} of speech is enough to adapt a recogniser to a few words and one voice; "
             "fine-tuning a pretrained one takes an hour or more"
         )
     if len(held.format.speakers) == 1:

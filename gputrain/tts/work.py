@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gputrain.audio.discriminators import vits_discriminators
 from gputrain.bench.step_bench import SOUND_SWITCHES, Compute, InferenceBench, sound_title
 from gputrain.engine.run_folder import Run
+from gputrain.engine.stop import format_duration
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.memory.fit import Fit, MemoryBudget
 from gputrain.planner.work import PlannedTraining, PlanTarget
@@ -175,7 +176,9 @@ class TtsTraining(SpeechTraining[TrainTts]):
 
     def advise(self, settings: TrainTts, hours: float) -> None:
         if hours < FEW_HOURS:
-            log.warning("%.2f hours are little data: --init-from a voice of any language helps most", hours)
+            log.warning(
+                "%s of speech is little: --init-from a voice of any language helps most", format_duration(3600 * hours)
+            )
 
     def recipe(self, settings: TrainTts, runtime: Runtime) -> VoiceRecipe:
         architecture, held_out = architecture_for(settings, self.sizes), HeldOutClips(self.speech, settings)

@@ -33,7 +33,6 @@ from gputrain.vae.config import (
 )
 
 if TYPE_CHECKING:
-    from gputrain.engine.preparation import ValueRange
     from gputrain.vae.validate import ImageReport
     from gputrain.vae.work import VaeWork
 
@@ -61,8 +60,7 @@ def validate_pictures(settings: Any) -> DataWork:
 
 
 def picture_figures(report: "ImageReport") -> dict[str, object]:
-    def format_range(of: "ValueRange | None") -> str:
-        return f"{of.min:g} to {of.max:g}, half of them under {of.median:g}" if of else "-"
+    from gputrain.engine.preparation import format_range
 
     figures: dict[str, object] = {
         "readable pictures": report.pictures,

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from gputrain.audio.config import ClipEvaluation, Sound
 from gputrain.config import leaves
+from gputrain.engine.stop import format_duration
+from gputrain.figures import counted, format_number
 from gputrain.kinds import (
     CommandOutput,
     DataCommand,
@@ -34,6 +36,7 @@ from gputrain.vocoder.config import (
 )
 
 if TYPE_CHECKING:
+    from gputrain.audio.prepare import SoundPrepareReport
     from gputrain.vocoder.validate import SoundReport
     from gputrain.vocoder.work import VocoderWork
 
@@ -51,7 +54,11 @@ def prepare_recordings(settings: Any) -> DataWork:
     from gputrain.vocoder.prepare import prepare_sound, vocoder_prepare_config
 
     config = vocoder_prepare_config(settings.sound)
-    return DataWork(prepare_sound, config, lambda report: prepared_counts(report, "hours", report.hours))
+
+    def figures(report: "SoundPrepareReport") -> dict[str, object]:
+        return prepared_counts(report, "duration", format_duration(3600 * report.hours))
+
+    return DataWork(prepare_sound, config, figures)
 
 
 def validate_recordings(settings: Any) -> DataWork:
@@ -61,16 +68,19 @@ def validate_recordings(settings: Any) -> DataWork:
 
 
 def sound_figures(report: "SoundReport") -> dict[str, object]:
+    from gputrain.engine.preparation import format_range
+
     figures: dict[str, object] = {"refused": len(report.refused), "other files": other_files(report.ignored) or 0}
     if (total := report.total) is not None:
         pitch = total.pitch_hz
         figures = {
             "recordings": total.recordings,
-            "hours": total.hours,
+            "duration": format_duration(3600 * total.hours),
             **figures,
             "rates": ", ".join(f"{count} of {rate} Hz" for rate, count in total.rates.items()),
-            "seconds": f"{total.seconds.min:.3g} to {total.seconds.max:.3g}, half under {total.seconds.median:.3g}",
-            "clipped": f"{total.clipped} recordings, {100 * total.clipped_share:.2g} % of all samples",
+            "seconds": format_range(total.seconds),
+            "clipped": counted(total.clipped, "recording")
+            + f", {format_number(100 * total.clipped_share)} % of all samples",
             "silence": f"{100 * total.silent_share:.3g} %",
             "voiced": f"{100 * total.voiced_share:.3g} %",
             "pitch": f"{pitch[0]:.0f} to {pitch[1]:.0f} Hz (nine tenths of it)" if pitch else "none",

@@ -381,6 +381,6 @@ def sheet(real_waves: Sequence[Tensor], made_waves: Sequence[Tensor], mel: Mel, 
         difference_MF = (real_MF - made_MF).abs()
         real.append(SheetCell(spectrogram_picture(real_MF, vmin, vmax), f"clip {number}"))
         made.append(SheetCell(spectrogram_picture(made_MF, vmin, vmax)))
-        words = f"{float(difference_MF.mean()):.2f} decades"
+        words = f"{20 * float(difference_MF.mean()):.1f} dB apart"
         differences.append(SheetCell(spectrogram_picture(difference_MF, 0, DIFFERENCE_DECADES), words))
     return Sheet(("recording", "synthesised", "difference"), (real, made, differences), "mel spectrograms")

@@ -24,6 +24,8 @@ from gputrain.engine.preparation import (
     run_jobs,
     sorted_refusals,
 )
+from gputrain.engine.stop import format_duration
+from gputrain.figures import counted
 from gputrain.vocoder.store import VocoderStore
 
 SILENT_DB = 50.0  # Threshold of a pause, below the loudest frame.
@@ -222,15 +224,16 @@ def _mean(weighted: Iterable[tuple[float, float]]) -> float:
 
 def _findings(total: FolderStats | None, refused: int, sampling_rate: int, narrow: dict[str, float]) -> Iterator[str]:
     if refused:
-        yield f"{refused} files would be left out: repair them, or accept that"
+        yield f"{counted(refused, 'file')} would be left out: repair what you need"
     if total is None:
         yield "nothing here can be trained on"
         return
     low = sum(count for rate_hz, count in total.rates.items() if rate_hz < sampling_rate)
     if low:
+        lower = f"{low} of {counted(total.recordings, 'recording')} {'has' if low == 1 else 'have'} less than"
         yield (
-            f"{low} of {total.recordings} recordings have less than {sampling_rate} Hz: resampled, they lack treble, "
-            f"and the vocoder learns to produce none; leave them out, or train at {min(total.rates)} Hz"
+            f"{lower} {sampling_rate} Hz and no treble, and the vocoder learns to produce none; leave them out, or "
+            f"train at {min(total.rates)} Hz"
         )
     if narrow:
         lacking = audio_prepare.lacking_treble(narrow, total.recordings, sampling_rate)
@@ -239,12 +242,11 @@ def _findings(total: FolderStats | None, refused: int, sampling_rate: int, narro
             f"{audio_prepare.rate_for(min(narrow.values()))} Hz"
         )
     if total.hours < FEW_HOURS:
-        yield f"{60 * total.hours:.0f} minutes of sound are few: enough for fine-tuning, not for training from scratch"
+        duration = format_duration(3600 * total.hours)
+        yield f"{duration} of sound is little: enough for fine-tuning, not to train from scratch"
     if total.clipped:
-        yield (
-            f"{total.clipped} recordings are clipped, and the vocoder learns the distortion; record them again at a "
-            "lower level"
-        )
+        clipped = counted(total.clipped, "recording is", "recordings are")
+        yield f"{clipped} clipped, and the vocoder learns the distortion; record them again at a lower level"
     if total.silent_share > MUCH_SILENCE:
         yield f"{100 * total.silent_share:.0f} % is silence: prepare-data --trim-db 50 trims it at both ends"
     if total.voiced_share < FEW_VOICED:

@@ -17,6 +17,7 @@ from gputrain.engine.data import digests
 from gputrain.engine.mixture import Mixture, format_folders
 from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import RunProgress, StepSchedule
+from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.memory.fit import Fit, MemoryBudget
@@ -238,7 +239,10 @@ def log_training(settings: TrainVocoder, runtime: Runtime, sounds: VocoderData) 
     mel = settings.spectrogram.mel
     hours = sum(clip.samples for clip in sounds.parts.train) / mel.sampling_rate / 3600
     log.info(
-        "clips for training: %d (%.2f hours), held out: %d", len(sounds.parts.train), hours, len(sounds.parts.held_out)
+        "clips for training: %d (%s), held out: %d",
+        len(sounds.parts.train),
+        format_duration(3600 * hours),
+        len(sounds.parts.held_out),
     )
     voiced = sounds.voiced_share
     if voiced < LEAST_VOICED:

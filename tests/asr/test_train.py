@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from gputrain.asr import architecture
 from gputrain.asr.config import TrainAsr
-from gputrain.asr.held_out import Diagnosis, collapsed
+from gputrain.asr.held_out import Diagnosis, Remark, collapsed
 from gputrain.asr.load import load_recogniser
 from gputrain.asr.work import AsrWork
 from gputrain.config import assemble
@@ -269,15 +269,22 @@ def test_a_path_is_collapsed():
 
 def test_a_diagnosis():
     fresh = Diagnosis(from_scratch=True)
-    assert "normal in the first 2000 steps" in fresh.of(500, 1.0, 1.0)
-    assert "only blanks after 3000 steps" in fresh.of(3000, 1.0, 1.0)
-    assert fresh.of(3500, 0.8, 0.5) == ""
-    assert fresh.of(4000, 0.8, 0.2) == ""
-    assert "risen from 20.0 to 60.0 %" in fresh.of(4500, 0.8, 0.6)
-    assert fresh.of(5000, 1.0, 1.0).startswith("collapsed")
-    assert "only blanks after 1500 steps" in Diagnosis(from_scratch=False).of(1500, 1.0, 1.0)
+    assert fresh.of(500, 1.0, 1.0) == (logging.INFO, "only blanks, which is normal in the first 2000 steps")
+    assert fresh.of(1000, 1.0, 1.0) is None  # It is said once.
+    assert warned(fresh.of(3000, 1.0, 1.0)).startswith("only blanks after 3000 steps")
+    assert fresh.of(3500, 0.8, 0.5) is None
+    assert fresh.of(4000, 0.8, 0.2) is None
+    assert "risen from 20.0 to 60.0 %" in warned(fresh.of(4500, 0.8, 0.6))
+    assert warned(fresh.of(5000, 1.0, 1.0)).startswith("collapsed")
+    assert "only blanks after 1500 steps" in warned(Diagnosis(from_scratch=False).of(1500, 1.0, 1.0))
     babbling = Diagnosis(from_scratch=True)  # Random weights write more letters than there are.
-    assert [babbling.of(0, 0.0, 12.5), babbling.of(3, 0.01, 7.1)] == ["", ""]
+    assert [babbling.of(0, 0.0, 12.5), babbling.of(3, 0.01, 7.1)] == [None, None]
+
+
+def warned(remark: Remark | None) -> str:
+    assert remark is not None
+    assert remark.level == logging.WARNING
+    return remark.words
 
 
 def test_batches_have_little_padding(tmp_path):

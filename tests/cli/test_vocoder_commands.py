@@ -85,7 +85,7 @@ def test_a_single_clip_serves_as_both(typed, tmp_path):
     code, printed = typed(*training(store, val_num=1))
     assert code == 0
     assert "warning: there is only one clip: evaluations use the training data" in printed
-    assert "clips for training: 1 (0.00 hours), held out: 1" in printed
+    assert "clips for training: 1 (1 s), held out: 1" in printed
 
 
 def test_a_single_held_out_clip_is_a_warning(typed, tmp_path):

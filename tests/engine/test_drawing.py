@@ -16,7 +16,6 @@ from gputrain.engine.drawing import (
     Rectangle,
     colour_map,
     font,
-    format_number,
     spectrogram_picture,
     svg_element,
     wrap_text,
@@ -71,11 +70,3 @@ def test_texts_are_wrapped_to_the_room():
     assert " ".join(lines).split() == ["word"] * 40
     assert max(font(12).getlength(line) for line in lines) <= 200 < font(12).getlength(" ".join(lines[:2]))
     assert wrap_text("", font(12), 200) == [""]
-
-
-@each_row(
-    (0, "0"), (0.01234, "0.0123"), (1.2, "1.2"), (1.234, "1.23"), (31.26, "31.3"), (123.4, "123"),
-    (1234.5, "1,234"), (12345.6, "12,346"), (2.5e7, "2.5e+07"), (1.5e-5, "1.50e-05"),
-)  # fmt: skip
-def test_numbers_have_about_three_digits(value, text):
-    assert format_number(value) == text

@@ -32,7 +32,7 @@ def test_the_layout_of_a_sheet():
     assert real.dtype == torch.uint8
     assert torch.equal(real, made)
     assert not difference.any()  # Equal spectra are black.
-    assert [cell.caption for cell in shown.rows[2]] == ["0.00 decades", "0.00 decades"]
+    assert [cell.caption for cell in shown.rows[2]] == ["0.0 dB apart", "0.0 dB apart"]
 
 
 def test_low_frequencies_are_at_the_bottom():

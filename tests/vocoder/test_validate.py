@@ -111,10 +111,10 @@ def test_clipping_is_measured_and_named(recordings):
 def test_findings_say_what_to_act_on(recordings, tmp_path):
     said = " | ".join(validate_sounds(recordings, sampling_rate=16000).findings)
     assert "5 files would be left out" in said
-    assert "1 of 5 recordings have less than 16000 Hz" in said
+    assert "1 of 5 recordings has less than 16000 Hz" in said
     assert "train at 8000 Hz" in said
-    assert "0 minutes of sound are few" in said
-    assert "1 recordings are clipped" in said
+    assert "of sound is little" in said
+    assert "1 recording is clipped" in said
     assert "% is silence" not in said
     assert "of the frames are voiced" not in said
     assert "less than" not in " ".join(validate_sounds(recordings, sampling_rate=8000).findings)

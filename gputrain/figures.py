@@ -1,0 +1,19 @@
+"""Numbers as people write them, for what is printed and drawn."""
+
+import math
+
+
+def format_number(value: float, digits: int = 3) -> str:
+    """Returns a number with about so many significant digits, without an exponent: 0.0123, 1.23, 31.2, 1,234."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    exponent = math.floor(math.log10(abs(value)))
+    if exponent < -6:
+        return f"{value:.{digits - 1}e}"
+    text = f"{value:,.{max(0, digits - 1 - exponent)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def counted(count: int, one: str, many: str = "") -> str:
+    """Returns a count with its noun, and what follows it: "1 file", "3 files", "1 file is", "2 files are"."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
