@@ -2,6 +2,8 @@
 
 import json
 import logging
+import sys
+from collections import Counter
 from pathlib import Path
 
 import jiwer
@@ -14,7 +16,14 @@ from gputrain.asr.config import LanguageModelOptions, Transcribe
 from gputrain.asr.decode import GreedyDecoder
 from gputrain.asr.load import Recogniser, load_recogniser
 from gputrain.asr.long_audio import ChunkLengths, blocks_of, chunk_spans, log_prob_pieces, long_log_probs, moments_of
-from gputrain.asr.transcribe import decoder_of, language_model, recordings_of, transcribe_files, transcribe_sound
+from gputrain.asr.transcribe import (
+    _targets,
+    decoder_of,
+    language_model,
+    recordings_of,
+    transcribe_files,
+    transcribe_sound,
+)
 from gputrain.audio.io import resample
 from gputrain.errors import UserError
 from tests.asr.models import VOCABULARY, run_folder, transformers_folder
@@ -213,6 +222,36 @@ def test_files_that_differ_in_their_suffix_have_two_outputs(folder: Path, tmp_pa
         soundfile.write(tmp_path / f"a.{suffix}", babble(1), RATE)
     done = transcribe_files(Transcribe(model=folder, input=tmp_path, output_dir=tmp_path / "out", device="cpu"))
     assert sorted(file.name for file in done.files) == ["a.flac.srt", "a.wav.srt"]
+
+
+@each_row(
+    (["a.wav", "b.wav"], ["a", "b"]),
+    (["a.wav", "a.flac", "d/a.wav"], ["a.wav", "a.flac", "d/a"]),
+    (["a.wav", "a.flac", "a.wav.mp3"], ["a.wav", "a.flac", "a.wav.mp3"]),  # The stem of the last is the first's name.
+    (["A.wav", "a.flac", "x.y.wav"], ["A.wav", "a.flac", "x.y"]),  # Other systems do not tell A from a.
+)
+def test_no_two_recordings_have_one_output(folder, tmp_path, names, expected) -> None:
+    settings = Transcribe(model=folder, input=tmp_path, output_dir=tmp_path / "out")
+    found = _targets(settings, [tmp_path / name for name in names])
+    assert [one["srt"].relative_to(tmp_path / "out") for one in found.values()] == [
+        Path(f"{name}.srt") for name in expected
+    ]
+
+
+def test_names_of_outputs_take_a_time_that_grows_with_their_number(folder: Path, tmp_path: Path) -> None:
+    """Counted in calls: twice as many files take twice as many."""
+    settings = Transcribe(model=folder, input=tmp_path, output_dir=tmp_path / "out")
+
+    def calls(count: int) -> int:
+        paths, seen = [tmp_path / f"{number}.wav" for number in range(count)], Counter[str]()
+        sys.setprofile(lambda frame, event, argument: seen.update([event]))
+        try:
+            _targets(settings, paths)
+        finally:
+            sys.setprofile(None)
+        return seen["call"]
+
+    assert calls(200) < 2.2 * calls(100)
 
 
 def test_language_models_from_texts_and_arpa_files(tmp_path: Path) -> None:

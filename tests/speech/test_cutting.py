@@ -229,6 +229,7 @@ def test_a_text_is_compared_with_one_of_another_clip() -> None:
     assert other_texts(["a", "b", "a", "b"]) == ["b", "a", "b", "a"]
     assert other_texts(["a", "a"]) == ["", ""]
     assert other_texts([]) == []
+    assert other_texts(["a", "b", "b", "b"]) == ["b", "a", "a", "a"]
     checker = ToneChecker()
     one = checker.check(said("quick fox"), RATE, "Quick fox.", "Lazy dog.")
     assert one == replace(checker.check(said("quick fox"), RATE, "Quick fox."), other_loss=one.other_loss)
@@ -236,6 +237,29 @@ def test_a_text_is_compared_with_one_of_another_clip() -> None:
     log_probs, labels = checker.log_probs(said("quick fox"), RATE), checker.labels("Lazy dog.")
     lost = log_probs.max(axis=1).sum(dtype=np.float64) - align_ctc(log_probs, labels).log_prob
     assert one.other_loss == pytest.approx(lost / len("lazy dog"))
+
+
+def test_finding_other_texts_takes_a_time_that_grows_with_their_number() -> None:
+    """Counted in comparisons, of texts that are all equal but one."""
+
+    class Counted(str):
+        __slots__ = ()
+        comparisons = 0
+
+        def __eq__(self, other: object) -> bool:
+            Counted.comparisons += 1
+            return str.__eq__(self, other)
+
+        def __ne__(self, other: object) -> bool:
+            return not self == other
+
+        __hash__ = str.__hash__
+
+    texts = [Counted("yes")] * 300
+    assert other_texts([*texts, Counted("no")]) == ["no"] * 300 + ["yes"]
+    Counted.comparisons = 0
+    other_texts(texts)
+    assert Counted.comparisons < 4 * len(texts)
 
 
 def test_sound_that_is_kept_ends_at_the_cut() -> None:
