@@ -37,6 +37,7 @@ USERS_ERRNOS = DISK_ERRNOS | {
 }  # fmt: skip
 # Everything that changes a terminal or cannot be written as UTF-8. Continuation lines of a message are indented, which
 # distinguishes them from a line break in the name of a file.
+LINE_SECONDS = 30.0  # Time between lines of progress where no bar is drawn.
 UNPRINTABLE = re.compile(r"(?!\n  )[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
@@ -245,14 +246,17 @@ def _rank_prefix(ranks: Ranks) -> str:
 
 
 class TerminalBar:
-    """A progress bar on a terminal, and nothing elsewhere: `with TerminalBar("preparing") as bar: work(bar.update)`.
+    """A progress bar on a terminal, and elsewhere a line every half minute: `with TerminalBar("preparing") as bar:
+    work(bar.update)`.
 
     It shows the time that has passed, so that something moves even during long work without an update, and the time
     that is left, which counts from the first update and not from the loading of models before.
     """
 
     def __init__(self, title: str, clock: Callable[[], float] = time.monotonic, *, shown: bool = True) -> None:
-        self.clock, self.began = clock, clock()
+        self.clock, self.began, self.title = clock, clock(), title
+        self.line_at = self.began + LINE_SECONDS  # Time of the next line where no bar is drawn.
+        self.draws_lines = shown and not err.is_terminal
         # The time and the items that were done, at the first update and at the latest.
         self.first: tuple[float, float] | None = None
         self.latest = (0.0, 0.0)
@@ -274,6 +278,9 @@ class TerminalBar:
         self.latest = (self.clock(), done)
         self.first = self.first or self.latest
         self.progress.update(self.task, completed=done, total=total, count=f"{int(done)}/{total}")
+        if self.draws_lines and self.latest[0] >= self.line_at:
+            self.line_at = self.latest[0] + LINE_SECONDS
+            err.print(f"{self.title}: {int(done)}/{total}, {self.times()}", soft_wrap=True)
 
     def times(self) -> str:
         """Return the time that has passed, and the time that is left once it can be told."""

@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -45,6 +46,7 @@ Progress = Callable[[float, int], None]  # Arguments: items done, parts of one i
 
 MANIFEST = "manifest.jsonl"
 HELD_OUT_SHARE = 0.05
+FEW_HELD_OUT, FEW_ITEMS = 4, 20  # Fewer held-out items are too few for figures, if there are so many items in all.
 FINGERPRINT_BLOCK = 65536  # bytes
 FULL_SCALE = 32768  # Magnitude of the largest 16-bit sample.
 
@@ -295,6 +297,30 @@ def split(items: Sequence[T], share: float, key: Callable[[T], str], count: int 
     lowest = set(kinds[:count])
     train = [item for item in items if key(item) not in lowest]
     return Split(train, [item for item in items if key(item) in lowest], shared=False)
+
+
+def few_held_out(held_out: int, items: int, noun: str, remedy: str) -> str:
+    """Returns a warning if so few of the items are held out that single ones decide what evaluations tell: fewer than
+    four where there are twenty, or one; otherwise "". `noun` is that of an item, in the plural."""
+    if held_out >= FEW_HELD_OUT or (held_out > 1 and items < FEW_ITEMS):
+        return ""
+    are, them = ("is", "it") if held_out == 1 else ("are", "them")
+    return (
+        f"only {held_out} of {items} {noun} {are} held out: every evaluation, the samples and checkpoint_best.pt "
+        f"depend on {them}; {remedy}"
+    )
+
+
+def share_that_holds_out(fingerprints: Iterable[str], command: str = "") -> str:
+    """Returns as advice the option, of a train `command` if it is another one, that holds out four of the items of
+    these fingerprints, or a quarter of fewer."""
+    kinds = sorted(set(fingerprints))
+    wanted = min(FEW_HELD_OUT, len(kinds) // 4)
+    if wanted < 2:
+        return "more of them make evaluations reliable"
+    share = math.ceil(100 * (int(kinds[wanted - 1][:16], 16) + 1) / 2**64) / 100
+    count = sum(is_held_out(kind, share) for kind in kinds)
+    return f"{command} --held-out-share {share:g} holds out {count}".strip()
 
 
 def read_rows(path: Path, keys: Iterable[str]) -> list[dict[str, Any]]:

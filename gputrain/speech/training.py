@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from gputrain.engine.data import digests
+from gputrain.engine.data import digests, few_held_out
 from gputrain.engine.run_folder import Run
 from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError
@@ -73,6 +73,11 @@ class SpeechTraining(TrainingData[S]):
         format, clips = speech.store.format, buckets.clips
         if speech.parts.shared:
             log.warning("there is only one recording: it is used both for training and for evaluation")
+        elif few := few_held_out(
+            len(speech.parts.held_out), len(clips) + len(speech.parts.held_out), "clips",
+            "a higher --held-out-share holds out more",
+        ):  # fmt: skip
+            log.warning("%s", few)
         hours = sum(clip.samples for clip in clips) / format.sampling_rate / 3600
         speakers = f", {len(format.speakers)} speakers" if len(format.speakers) > 1 else ""
         held_out = len(speech.parts.held_out)

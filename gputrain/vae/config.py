@@ -274,7 +274,8 @@ class VaePrepareConfig(PictureLimits):
     target_size: int = opt(default=1024, help="Side of the prepared pictures, in pixels; a multiple of 8.", min=8)
     resize_mode: Literal["cover", "contain", "stretch"] = opt(
         default="cover",
-        help="cover: fill the square and crop; contain: fit in and pad; stretch: change the proportions.",
+        help="cover: fill the square and crop; contain: fit in and pad with repeated border pixels, up to three times "
+        "the shorter side; stretch: change the proportions.",
     )
     format: PictureFormat = opt(default="png", help="Format of the prepared pictures.")
     image_channels: int = opt(default=3, help=CHANNELS_HELP, min=1, max=4)
@@ -310,6 +311,8 @@ class Reconstruct(TrainedModel):
     model: Path = opt(help="Run folder, checkpoint, or exported diffusers folder.")
     input: Path = opt(help="Picture, or folder tree of pictures.")
     output_dir: Path = opt(help="Folder for the reconstructions and sheet.png, which shows them below the originals.")
+    pictures: int = opt(default=0, help="Pictures of a folder, evenly spaced by name; 0: all.", min=0)
+    max_side: int = opt(default=0, help="Pictures with a longer side are scaled down to it, in pixels; 0: none.", min=0)
     tile_size: int = opt(default=512, help="Larger pictures are reconstructed in tiles of this many pixels.", min=128)
     device: DeviceName = opt(default="auto", help="Device to compute on.")
 

@@ -5,6 +5,7 @@ until they are on the device, where `to_unit` converts them to floats in [-1, 1]
 that return tensors, because preparing pictures needs no torch.
 """
 
+import logging
 import os
 import statistics
 import time
@@ -50,7 +51,10 @@ if TYPE_CHECKING:
     import torch
 
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+SLOW_SECONDS = 5.0  # Time of looking at pictures that were not prepared, from which on preparing them is proposed.
 
 
 # --------------------------------------------------------------------------------------------------- folders
@@ -131,9 +135,14 @@ def _pictures_in(folder: Path) -> tuple[list[Picture], list[RefusedItem]]:
     elif (folder / JOURNAL).is_file():
         raise UserError(f"{folder}: its preparation was not finished", hint="run gputrain prepare-data again")
     else:
-        tree = scan_pictures(folder)
+        tree, began = scan_pictures(folder), time.monotonic()
         refused += tree.refused
         found = _in_threads(partial(_from_file, folder), tree.sources)
+        if (took := time.monotonic() - began) > SLOW_SECONDS:
+            log.info(
+                "%s: looking at %d pictures took %.0f s, as it will at each start, but for prepared ones: "
+                "gputrain prepare-data --input-dir %s --output-dir PREPARED", folder, len(found), took, folder,
+            )  # fmt: skip
     pictures = [one for one in found if isinstance(one, Picture)]
     refused += [one for one in found if isinstance(one, RefusedItem)]
     if not pictures:

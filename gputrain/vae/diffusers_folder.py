@@ -227,7 +227,11 @@ def _is_count(value: object) -> bool:
 def _read_weights(path: Path) -> dict[str, Tensor]:
     """Reads tensors by diffusers' present names."""
     if not path.is_file():
-        raise UserError(
-            f"{path}: no such file", hint="save it with diffusers' save_pretrained(folder, safe_serialization=True)"
+        others = sorted(
+            other for other in path.parent.glob(f"{path.stem}[.-]*") if other.suffix in (".safetensors", ".bin")
         )
+        hint = "save it with diffusers' save_pretrained(folder, safe_serialization=True)"
+        if others:
+            hint = f"train-vae --init-from takes the file {others[0].name} itself: --init-from {others[0]}"
+        raise UserError(f"{path}: no such file", hint=hint)
     return present_names(read_safetensors(path).tensors)

@@ -25,12 +25,14 @@ from gputrain.vae.data import Picture, as_rgb, centre_crop, open_pictures, to_u8
 from gputrain.vae.latents import LatentScaling
 from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL, Moments
-from gputrain.vae.pictures import UnusablePicture
+from gputrain.vae.pictures import FLAT, UnusablePicture
 from gputrain.vae.rfid import ReconstructionFid, load_extractor
 
 log = logging.getLogger(__name__)
 
 CHEQUER = 8  # Pixels a side of a square of the ground behind transparent pictures.
+SHOWN_SIDE = 256  # Pixels a side of a picture on a sheet, if it is smaller.
+PIXELS_AT_ONCE = 1 << 20  # Pixels whose differences are in memory.
 ENCODED, DECODED = 0.3, 0.9  # Shares of the time of a picture, for the progress that is shown.
 
 
@@ -171,17 +173,36 @@ def to_rgb(image_CHW: Tensor) -> Tensor:
 
 
 def reconstruction_sheet(
-    originals: Sequence[Tensor], made: Sequence[Tensor], names: Sequence[str] = (), title: str = ""
+    originals: Sequence[Tensor],
+    made: Sequence[Tensor],
+    names: Sequence[str] = (),
+    title: str = "",
+    psnrs_db: Sequence[float] = (),
 ) -> Sheet:
     """Returns a sheet of pairs of uint8 pictures (CHW, equal sizes in a pair): originals in the upper row, with their
-    names if there are any, and reconstructions with their PSNR in the lower row."""
-    pairs = [(to_unit(b)[None], to_unit(a)[None]) for a, b in zip(originals, made, strict=True)]
-    psnrs = [float(psnr_db(made_13HW, target_13HW)) for made_13HW, target_13HW in pairs]
+    names if there are any, and reconstructions with their PSNR in the lower row. `psnrs_db` are those of the whole
+    pictures, if only parts are shown. Small pictures are enlarged by whole factors."""
+    psnrs = psnrs_db or [picture_psnr_db(b, a) for a, b in zip(originals, made, strict=True)]
     labels = names or [""] * len(originals)
-    upper = [SheetCell(to_rgb(a), name) for a, name in zip(originals, labels, strict=True)]
-    lower = [SheetCell(to_rgb(b), f"{psnr:.1f} dB") for b, psnr in zip(made, psnrs, strict=True)]
+    upper = [SheetCell(_enlarged(to_rgb(a)), name) for a, name in zip(originals, labels, strict=True)]
+    lower = [SheetCell(_enlarged(to_rgb(b)), f"{psnr:.1f} dB") for b, psnr in zip(made, psnrs, strict=True)]
     mean = f"PSNR {sum(psnrs) / len(psnrs):.1f} dB on average"
     return Sheet(("original", "reconstruction"), (upper, lower), f"{title}, {mean}" if title else mean)
+
+
+def picture_psnr_db(made_CHW: Tensor, target_CHW: Tensor) -> float:
+    """Returns the peak signal-to-noise ratio of a uint8 picture of any size, as `psnr_db` does, in little memory."""
+    squares, rows = 0.0, max(1, PIXELS_AT_ONCE // made_CHW.shape[2])
+    for top in range(0, made_CHW.shape[1], rows):
+        made_CYW, target_CYW = made_CHW[:, top : top + rows], target_CHW[:, top : top + rows]
+        squares += float((made_CYW.float().cpu() - target_CYW.float().cpu()).square().sum(dtype=torch.float64))
+    mean = squares / made_CHW.numel() / 127.5**2
+    return 10 * math.log10(4 / max(mean, 1e-10))
+
+
+def _enlarged(picture_HW3: Tensor) -> Tensor:
+    factor = max(1, SHOWN_SIDE // max(picture_HW3.shape[:2]))
+    return picture_HW3.repeat_interleave(factor, dim=0).repeat_interleave(factor, dim=1)
 
 
 def evaluate_pictures(
@@ -224,9 +245,20 @@ def evaluate_pictures(
 
 
 def readable_crops(pictures: Sequence[Picture], image_size: int, channels: int) -> Iterator[Tensor]:
-    """Yields centre crops (uint8, CHW) of the readable pictures; logs a warning for each of the others."""
+    """Yields centre crops (uint8, CHW) of the readable pictures; logs a warning for each of the others, and one for
+    those of one colour."""
+    flat, count = 0, 0
     for picture in pictures:
         try:
-            yield centre_crop(picture.path, image_size, channels)
+            crop_CHW = centre_crop(picture.path, image_size, channels)
         except UnusablePicture as refused:
             log.warning("%s; left out", refused)
+            continue
+        count += 1
+        flat += int((crop_CHW.amax(dim=(1, 2)).int() - crop_CHW.amin(dim=(1, 2)).int()).max()) <= FLAT
+        yield crop_CHW
+    if flat:
+        log.warning(
+            "%d of %d centre crops have a single colour, which any model reconstructs: the averages of their figures "
+            "say less, and are higher; gputrain prepare-data leaves out pictures of one colour", flat, count,
+        )  # fmt: skip

@@ -99,8 +99,12 @@ def reconstruct(settings: Reconstruct, output: CommandOutput) -> None:
     from gputrain.vae.reconstruct import reconstruct_folder
 
     with output.progress("reconstructing") as progress:
-        written = reconstruct_folder(settings, progress)
-    output.data(f"{len(written) - 1} pictures; look at {written[-1]}")
+        made = reconstruct_folder(settings, progress)
+    count = len(made.written)
+    output.data(
+        f"{count} picture{'s' * (count != 1)}, PSNR {made.psnr_db:.1f} dB on average over whole pictures (evaluate "
+        f"takes centre crops of held-out ones); look at {made.sheet}"
+    )
 
 
 # --------------------------------------------------------------------------------------- demo, on real photographs
@@ -198,7 +202,10 @@ KIND = ModelKind(
             "Reconstruct pictures of any size with a VAE, and show them next to their originals.", reconstruct,
         ),
     ),
-    use=("reconstruct pictures", "reconstruct", "--input", "PICTURES", "--output-dir", "reconstructions"),
+    use=(
+        "reconstruct pictures", "reconstruct", "--input", "PICTURES", "--pictures", "8",
+        "--output-dir", "reconstructions",
+    ),
     headlines=("psnr_db", "ssim", "ms_ssim", "rfid"),
     demo=DemoSteps("photographs", cut_photographs, demo_commands, demo_results),
     hub=HubCard("diffusers", "image-to-image", "image autoencoder (AutoencoderKL)"),

@@ -28,7 +28,8 @@ from gputrain.vae.config import PictureLimits
 from gputrain.vae.tiff import TiffLayout, UnsupportedTiff, check_layout, decode_tiff, read_layout, shares_of_white
 
 T = TypeVar("T")
-PictureFault = Literal["broken", "unsupported", "tiny", "huge", "duplicate", "unreadable"]
+PictureFault = Literal["broken", "unsupported", "tiny", "huge", "one colour", "elongated", "duplicate", "unreadable"]
+FLAT = 2  # Levels between the darkest and the brightest pixel of a picture of one colour, which JPEG may add.
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 Crop = Callable[[int, int], Box]  # Takes width and height.
 
@@ -184,6 +185,19 @@ def decode(path: Path, limits: PictureLimits = ANY_SIZE, *, crop: Crop | None = 
         if crop is not None:
             image = image.crop(crop(*image.size))
         return Decoded(CONVERTED[channels](image), upright)
+
+
+def check_colours(path: Path, image: Image.Image) -> None:
+    """Raises UnusablePicture if all visible pixels of a decoded picture have one colour: there is nothing to learn."""
+    ranges = [(round(low), round(high)) for low, high in np.atleast_2d(image.getextrema()).tolist()]
+    if image.mode == "RGBA" and ranges[3][1] <= FLAT:
+        raise UnusablePicture(path, "one colour", "it is fully transparent")
+    if all(high - low <= FLAT for low, high in ranges):
+        colour = ", ".join(str(low) for low, _ in ranges)
+        hint = ""
+        if image.mode != "RGBA" and has_transparency(path):
+            hint = " over the white ground of its transparency, which prepare-data --image-channels 4 keeps"
+        raise UnusablePicture(path, "one colour", f"all its pixels are {colour}{hint}")
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,10 @@ from gputrain.engine.data import (
     HELD_OUT_SHARE,
     MANIFEST,
     Progress,
+    few_held_out,
     fingerprint,
     no_progress,
+    share_that_holds_out,
     split,
     write_rows,
     writing,
@@ -48,8 +50,17 @@ from gputrain.engine.preparation import (
 )
 from gputrain.errors import UserError
 from gputrain.vae.config import PictureFormat, VaePrepareConfig
-from gputrain.vae.pictures import JOURNAL, Box, read_picture, result_or_refusal, scan_pictures
+from gputrain.vae.pictures import (
+    JOURNAL,
+    Box,
+    UnusablePicture,
+    check_colours,
+    read_picture,
+    result_or_refusal,
+    scan_pictures,
+)
 
+MOST_ELONGATED = 3  # Ratio of the sides of a picture from which on most of a square that contains it would be padding.
 LOOKS = ("target_size", "resize_mode", "format", "image_channels")  # Settings that change the pictures themselves.
 PICTURE_KEYS = ("path", "source", "width", "height", "bytes", "sha256", "fingerprint")
 SUFFIXES: dict[PictureFormat, str] = {"png": ".png", "jpeg": ".jpg", "webp": ".webp"}
@@ -66,6 +77,7 @@ ENCODINGS: dict[PictureFormat, dict[str, Any]] = {
 @dataclass(frozen=True, kw_only=True)
 class VaePrepareReport(PrepareReport):
     held_out: int
+    findings: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         report = super().to_json()
@@ -87,7 +99,8 @@ def prepare_images(
 
     "cover" fills the square and crops both ends evenly; "contain" fits the picture in and pads with repeated border
     pixels, because bars of one colour would teach the model edges that photographs do not have; "stretch" changes
-    the proportions. PNG and WebP are lossless, JPEG has quality 95 and full chroma. Broken, tiny, huge, duplicate
+    the proportions. Of a picture that is more than three times as long as wide most of the square would be padding, so
+    "contain" refuses it. PNG and WebP are lossless, JPEG has quality 95 and full chroma. Broken, tiny, huge, duplicate
     and unreadable files are quarantined: listed in quarantine.jsonl, and not moved.
 
     Raises UserError if a folder is invalid, no picture is usable, a process dies or the disk is full;
@@ -117,7 +130,14 @@ def prepare_images(
     return VaePrepareReport(
         input_dir=str(input_dir), output_dir=str(output_dir), made=len(pictures) - kept_pictures, kept=kept_pictures,
         held_out=held_out, ignored=tree.ignored, refused=refused,
+        findings=findings_of([str(row["fingerprint"]) for row in pictures], held_out),
     )  # fmt: skip
+
+
+def findings_of(fingerprints: Sequence[str], held_out: int) -> tuple[str, ...]:
+    """Returns as text what a training on pictures of these fingerprints would warn of."""
+    few = few_held_out(held_out, len(fingerprints), "pictures", share_that_holds_out(fingerprints, "train-vae"))
+    return (few,) if few and len(fingerprints) > 1 else ()
 
 
 def _keep_usable(rows: list[JournalRow], output_dir: Path) -> tuple[list[JournalRow], list[RefusedItem]]:
@@ -294,8 +314,14 @@ def _fit(path: Path, config: VaePrepareConfig) -> Image.Image:
     image = read_picture(path, config, crop=crop, channels=config.image_channels)
     width, height = size, size
     if config.resize_mode == "contain":
+        if max(image.size) > MOST_ELONGATED * min(image.size):
+            raise UnusablePicture(
+                path, "elongated", f"{image.width} x {image.height} pixels fill less than {100 / MOST_ELONGATED:.0f} % "
+                "of a square, and repeated border pixels the rest: --resize-mode cover crops instead",
+            )  # fmt: skip
         scale = size / max(image.size)
         width, height = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+    check_colours(path, image)
     image = image.resize((width, height), Image.Resampling.LANCZOS, reducing_gap=3.0)
     if (width, height) == (size, size):
         return image
@@ -311,14 +337,14 @@ def _centred(width: int, height: int) -> Box:
     return left, top, left + side, top + side
 
 
-def output_names(sources: Iterable[str], suffix: str) -> dict[str, str]:
-    """Returns a unique path for each source's picture: its own with another suffix if that is free.
+def output_names(sources: Iterable[str], suffix: str, taken: Iterable[str] = ()) -> dict[str, str]:
+    """Returns a unique path for each source's picture: its own with another suffix if that is free, and not `taken`.
 
     For a.gif and a.jpg, in this order, the paths are a.png and a.jpg.png. Names count as equal if any file system
     treats them as equal; a name that is still taken or too long is shortened and gets a hash.
     """
     sources = sorted(sources)
-    taken = {_folded(str(folder)) for source in sources for folder in PurePosixPath(source).parents}
+    taken = {_folded(str(folder)) for source in sources for folder in PurePosixPath(source).parents} | set(taken)
     names = {}
     for source in sources:
         path = PurePosixPath(source)

@@ -7,6 +7,7 @@ autoencoder.
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +18,15 @@ from gputrain.errors import UserError
 from gputrain.hw.runtime import runtime_on
 from gputrain.vae.config import Reconstruct
 from gputrain.vae.data import image_tensor, to_u8, to_unit
-from gputrain.vae.evaluate import reconstruction_sheet
+from gputrain.vae.evaluate import picture_psnr_db, reconstruction_sheet
 from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pictures import UnusablePicture, read_picture, scan_pictures
+from gputrain.vae.prepare import output_names
 
 log = logging.getLogger(__name__)
 
-SHEET_PICTURES, SHEET_SIDE = 8, 256
+SHEET, SHEET_PICTURES, SHEET_SIDE = "sheet.png", 8, 256
 OVERLAP = 64  # Pixels that neighbouring tiles share, or a quarter of a smaller tile.
 
 
@@ -96,21 +98,29 @@ def _fade(start: int, stop: int, size: int, overlap: int) -> Tensor:
     return torch.minimum(rising, falling).clamp(max=1.0)
 
 
-def reconstruct_folder(settings: Reconstruct, progress: Callable[[float, int], None]) -> list[Path]:
-    """Reconstructs a picture, or every picture of a folder tree, into `output_dir`, with a sheet.png of some of them.
+class Reconstructed(NamedTuple):
+    """The written pictures, the sheet of some of them, and their average PSNR."""
 
-    `progress` receives the number of pictures that are done, parts of one included, and of all. Returns the written
-    files. Logs a warning for each unreadable picture. Raises UserError if none is readable.
+    written: list[Path]
+    sheet: Path
+    psnr_db: float
+
+
+def reconstruct_folder(settings: Reconstruct, progress: Callable[[float, int], None]) -> Reconstructed:
+    """Reconstructs a picture, or pictures of a folder tree, into `output_dir`, with a sheet.png of some of them.
+
+    `progress` receives the number of pictures that are done, parts of one included, and of all. Logs a warning for each
+    unreadable picture. Raises UserError if none is readable, or if the output would lie among the sources.
     """
+    folder = settings.input if settings.input.is_dir() else settings.input.parent
+    names = wanted_pictures(settings)
     runtime = runtime_on(settings.device)
     model = load_model(settings.weights, runtime.device).model
     runtime.place(model)
-    folder = settings.input if settings.input.is_dir() else settings.input.parent
-    names = (
-        [source.path for source in scan_pictures(folder).sources] if settings.input.is_dir() else [settings.input.name]
-    )
     settings.output_dir.mkdir(parents=True, exist_ok=True)
+    targets = output_names(names, ".png", taken=[SHEET])
     written: list[Path] = []
+    psnrs: list[float] = []
     pairs: list[tuple[Tensor, Tensor, str]] = []
 
     def of_picture(number: int) -> Callable[[float], None]:
@@ -119,21 +129,50 @@ def reconstruct_folder(settings: Reconstruct, progress: Callable[[float, int], N
     progress(0, len(names))
     for done, name in enumerate(names):
         try:
-            original_CHW = image_tensor(read_picture(folder / name, channels=model.architecture.in_channels))
+            image = read_picture(folder / name, channels=model.architecture.in_channels)
         except UnusablePicture as refused:
             log.warning("%s; left out", refused)
             continue
+        if settings.max_side:
+            image.thumbnail((settings.max_side, settings.max_side), Image.Resampling.LANCZOS)
+        original_CHW = image_tensor(image)
         with runtime.autocast():
             made_CHW = reconstruct(model, original_CHW, runtime.device, settings.tile_size, of_picture(done))
-        written.append(_save(made_CHW, settings.output_dir / f"{name}.png"))
+        written.append(_save(made_CHW, settings.output_dir / targets[name]))
+        psnrs.append(picture_psnr_db(made_CHW, original_CHW))
         if len(pairs) < SHEET_PICTURES:
             pairs.append((_thumbnail(original_CHW), _thumbnail(made_CHW), name))
     if not written:
         raise UserError(f"{settings.input}: no readable picture", hint="gputrain validate names each fault")
     originals, made, shown = zip(*pairs, strict=True)
-    sheet = settings.output_dir / "sheet.png"
-    reconstruction_sheet(originals, made, shown, title=str(settings.weights)).draw().image.save(sheet)
-    return [*written, sheet]
+    title = f"{settings.weights}: centres of the pictures; over whole pictures"
+    sheet = reconstruction_sheet(originals, made, shown, title, psnrs[: len(pairs)])
+    sheet.draw().image.save(settings.output_dir / SHEET)
+    return Reconstructed(written, settings.output_dir / SHEET, sum(psnrs) / len(psnrs))
+
+
+def wanted_pictures(settings: Reconstruct) -> list[str]:
+    """Returns the paths of the pictures to reconstruct, relative to their folder, and logs how many are left out.
+
+    Earlier reconstructions in a subfolder are none of them. Raises UserError if the output is the folder itself.
+    """
+    is_folder = settings.input.is_dir()
+    read, output = (settings.input if is_folder else settings.input.parent).resolve(), settings.output_dir.resolve()
+    if output == read:
+        raise UserError(
+            f"{settings.output_dir}: holds the pictures that are reconstructed", hint="choose another --output-dir"
+        )
+    if not is_folder:
+        return [settings.input.name]
+    names = [source.path for source in scan_pictures(settings.input).sources]
+    if read in output.parents:
+        names = [name for name in names if output not in (read / name).parents]
+    count = min(settings.pictures or len(names), len(names))
+    if count < len(names):
+        log.info("%d of %d pictures are reconstructed, evenly spaced by name", count, len(names))
+    elif count > SHEET_PICTURES:
+        log.info("%d pictures are reconstructed; --pictures %d takes a few of them", count, SHEET_PICTURES)
+    return [names[number * len(names) // count] for number in range(count)]
 
 
 def _save(image_CHW: Tensor, path: Path) -> Path:

@@ -19,8 +19,16 @@ from gputrain.engine.preparation import (
     value_range,
 )
 from gputrain.vae.config import PictureLimits
-from gputrain.vae.pictures import Header, PictureTree, read_header, read_picture, result_or_refusal, scan_pictures
-from gputrain.vae.prepare import PICTURE_KEYS
+from gputrain.vae.pictures import (
+    Header,
+    PictureTree,
+    check_colours,
+    read_header,
+    read_picture,
+    result_or_refusal,
+    scan_pictures,
+)
+from gputrain.vae.prepare import PICTURE_KEYS, findings_of
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,7 @@ class ImageReport(DataReport):
     height: ValueRange | None
     megapixels: ValueRange | None
     manifest: Disagreement | None
+    findings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,7 @@ def validate_images(
     repeats = find_duplicates(input_dir, tree.sources)
     jobs = [source for source in tree.sources if source.path not in repeats]
     results: list[CheckedPicture | RefusedItem] = []
-    run_jobs(partial(check_picture, input_dir, limits), jobs, num_workers, results.append, progress)
+    run_jobs(partial(check_picture, input_dir, limits, listed is not None), jobs, num_workers, results.append, progress)
 
     checked = [result for result in results if isinstance(result, CheckedPicture)]
     refused = [*tree.refused, *repeats.values()] + [result for result in results if isinstance(result, RefusedItem)]
@@ -84,10 +93,12 @@ def validate_images(
         listed[f.source.path]["fingerprint"] if listed and f.source.path in listed else f.fingerprint for f in checked
     ]
     sizes = [(f.header.width, f.header.height) for f in checked]
+    held_out = len(split(marks, held_out_share, key=str).held_out)
     return ImageReport(
         input_dir=str(input_dir),
         pictures=len(checked),
-        held_out=len(split(marks, held_out_share, key=str).held_out),
+        held_out=held_out,
+        findings=findings_of(marks, held_out),
         bytes=sum(f.source.bytes for f in checked),
         formats=dict(Counter(f.header.format for f in checked)),
         modes=dict(Counter(f.header.mode for f in checked)),
@@ -100,13 +111,16 @@ def validate_images(
     )
 
 
-def check_picture(folder: Path, limits: PictureLimits, source: SourceFile) -> CheckedPicture | RefusedItem:
-    """Decodes a picture in a worker process."""
+def check_picture(
+    folder: Path, limits: PictureLimits, is_prepared: bool, source: SourceFile
+) -> CheckedPicture | RefusedItem:
+    """Decodes a picture in a worker process. A prepared one with transparency is for a training with it."""
 
     def look() -> CheckedPicture:
         path = folder / source.path
         header = read_header(path, limits)
-        read_picture(path, limits)
+        channels = 4 if is_prepared and header.mode == "RGBA" else 3
+        check_colours(path, read_picture(path, limits, channels=channels))
         return CheckedPicture(source, header, fingerprint(path), sha256(path))
 
     return result_or_refusal(source.path, look)

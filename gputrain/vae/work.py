@@ -14,7 +14,7 @@ import torch
 
 from gputrain.bench.runner import NotMeasured
 from gputrain.bench.step_bench import GRAPHS, Compute, InferenceBench
-from gputrain.engine.data import digests
+from gputrain.engine.data import digests, few_held_out, share_that_holds_out
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.run_folder import Run
 from gputrain.errors import UserError
@@ -309,6 +309,11 @@ def log_training(settings: TrainVae, runtime: Runtime, pictures: Pictures) -> No
         log.warning("%s: %s; left out", refused.path, refused.detail)
     if pictures.shared:
         log.warning("there is only one picture: it is used both for training and for evaluation")
+    else:
+        prints = [one.fingerprint for one in (*pictures.train, *pictures.held_out)]
+        remedy = share_that_holds_out(prints)
+        if few := few_held_out(len(pictures.held_out), len(prints), "pictures", remedy):
+            log.warning("%s", few)
     log.info("pictures for training: %d, held out: %d", len(pictures.train), len(pictures.held_out))
     pictures.split.log_shares(pictures.mixture, "pictures")
     warn_of_opaque_pictures(settings.data.image_channels, pictures)

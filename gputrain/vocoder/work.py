@@ -13,7 +13,7 @@ from gputrain import config
 from gputrain.audio.mel import log_mel
 from gputrain.audio.weight_norm import cached_weights
 from gputrain.bench.step_bench import GRAPHS, SOUND_SWITCHES, SWITCHES, Compute, InferenceBench, sound_title
-from gputrain.engine.data import digests
+from gputrain.engine.data import digests, few_held_out
 from gputrain.engine.mixture import Mixture, format_folders
 from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import RunProgress, StepSchedule
@@ -231,11 +231,10 @@ def open_training_data(settings: TrainVocoder) -> VocoderData:
 def log_training(settings: TrainVocoder, runtime: Runtime, sounds: VocoderData) -> None:
     if sounds.parts.shared:
         log.warning("there is only one clip: evaluations use the training data")
-    elif len(sounds.parts.held_out) == 1:
-        log.warning(
-            "only one clip is held out: every evaluation, the samples and checkpoint_best.pt depend on it; "
-            "--val-num 8 holds out eight"
-        )
+    else:
+        held_out, clips = len(sounds.parts.held_out), len(sounds.parts.held_out) + len(sounds.parts.train)
+        if few := few_held_out(held_out, clips, "clips", "--val-num 8 holds out eight"):
+            log.warning("%s", few)
     mel = settings.spectrogram.mel
     hours = sum(clip.samples for clip in sounds.parts.train) / mel.sampling_rate / 3600
     log.info(

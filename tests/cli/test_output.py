@@ -157,7 +157,7 @@ def test_an_internal_error_keeps_its_traceback():
 
 def test_a_check_that_is_not_passed_is_3_with_strict(tmp_path):
     """Without it, the report is all that tells."""
-    Image.new("RGB", (64, 64)).save(tmp_path / "whole.png")
+    Image.linear_gradient("L").save(tmp_path / "whole.png")
     line = ["validate", "--input-dir", tmp_path, "--num-workers", 1]
     assert gputrain_here(*line, "--strict").returncode == ui.DONE
     (tmp_path / "broken.png").write_bytes(b"no picture")
@@ -192,6 +192,19 @@ def test_a_bar_shows_the_time_that_passes_and_what_is_left(monkeypatch):
     assert isinstance(ui.err.file, io.StringIO)
     assert "4/10" in ui.err.file.getvalue()
     assert "1 min 30 s, 0 s left" in ui.err.file.getvalue()
+
+
+def test_without_a_terminal_a_line_tells_the_progress_every_half_minute(monkeypatch):
+    now, written = [0.0], io.StringIO()
+    monkeypatch.setattr(ui, "err", Console(file=written, force_terminal=False, width=80))
+    with ui.TerminalBar("preparing", lambda: now[0]) as bar:
+        for second in range(0, 100, 5):
+            now[0] = second
+            bar.update(second / 10, 20)
+    assert written.getvalue().splitlines() == [
+        "preparing: 3/20, 30 s, 2 min 50 s left", "preparing: 6/20, 1 min, 2 min 20 s left",
+        "preparing: 9/20, 1 min 30 s, 1 min 50 s left",
+    ]  # fmt: skip
 
 
 def test_a_bar_is_drawn_on_terminals_only(monkeypatch):

@@ -92,11 +92,11 @@ def test_a_single_held_out_clip_is_a_warning(typed, tmp_path):
     store = hummed(tmp_path / "three", clips=3)
     code, printed = typed(*training(store, val_num=1))
     assert code == 0
-    assert "warning: only one clip is held out" in printed
+    assert "warning: only 1 of 3 clips is held out" in printed
     assert "--val-num 8" in printed
     code, printed = typed(*training(store, val_num=2, output_dir="other"))
     assert code == 0
-    assert "only one clip" not in printed
+    assert "held out: every" not in printed
 
 
 # ----------------------------------------------------------------------------------------------------- the settings

@@ -18,6 +18,7 @@ from itertools import chain
 from multiprocessing import forkserver, synchronize
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -31,6 +32,7 @@ from gputrain.engine.data import (
     Reader,
     Stream,
     batches,
+    few_held_out,
     fingerprint,
     is_held_out,
     item_rng,
@@ -38,6 +40,7 @@ from gputrain.engine.data import (
     permutation,
     read_rows,
     samples,
+    share_that_holds_out,
     split,
     write_rows,
 )
@@ -563,3 +566,22 @@ def test_damaged_manifest_names_the_line(tmp_path, line):
 def test_importing_imports_no_torch():
     code = "import sys, gputrain.engine.data, gputrain.vae.data, gputrain.vae.prepare; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@each_row((1, 63, True), (3, 63, True), (4, 63, False), (1, 8, True), (2, 8, False), (2, 20, True), (2, 19, False))
+def test_few_held_out_items_are_a_warning(held_out, items, warns):
+    text = few_held_out(held_out, items, "clips", "record more")
+    assert bool(text) == warns
+    if warns:
+        assert text.startswith(f"only {held_out} of {items} clips {'is' if held_out == 1 else 'are'} held out: ")
+        assert text.endswith("; record more")
+
+
+@each_row(16, 20, 63, 500)
+def test_the_share_that_holds_out_four(count):
+    prints = [f"{number:016x}" for number in np.random.default_rng(count).integers(2**64, size=count, dtype=np.uint64)]
+    advice = share_that_holds_out(prints, "train-vae")
+    share, number = re.fullmatch(r"train-vae --held-out-share ([\d.]+) holds out (\d+)", advice).groups()
+    assert len(split(prints, float(share), key=str).held_out) == int(number) >= 4
+    assert len(split(prints, float(share) - 0.01, key=str).held_out) < 4
+    assert share_that_holds_out(prints[:7]) == "more of them make evaluations reliable"

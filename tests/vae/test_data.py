@@ -19,6 +19,7 @@ from gputrain.engine.data import DataWarning, Sample, Stream, is_held_out, loade
 from gputrain.errors import UserError
 from gputrain.vae.config import PictureLimits
 from gputrain.vae.data import CropDataset, Picture, centre_crop, open_pictures, to_u8, to_unit
+from gputrain.vae.evaluate import readable_crops
 from gputrain.vae.pictures import (
     JOURNAL,
     UnusablePicture,
@@ -299,6 +300,29 @@ def test_pictures_of_other_formats_are_named(tmp_path, start, name):
     (tmp_path / "photo.jpg").write_bytes(start + bytes(100))
     with pytest.raises(UnusablePicture, match=f"unsupported: a file of format {name}, .* convert it to JPEG or PNG"):
         read_picture(tmp_path / "photo.jpg")
+
+
+def test_slow_looking_at_pictures_proposes_to_prepare_them(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    for number in range(3):
+        noise(40, 40, number).save(tmp_path / f"{number}.png")
+    open_pictures(tmp_path)
+    assert "prepare-data" not in caplog.text
+    monkeypatch.setattr("gputrain.vae.data.SLOW_SECONDS", -1.0)
+    open_pictures(tmp_path)
+    assert "looking at 3 pictures took 0 s, as it will at each start" in caplog.text
+    assert f"gputrain prepare-data --input-dir {tmp_path} --output-dir PREPARED" in caplog.text
+
+
+def test_held_out_crops_of_one_colour_are_said(tmp_path, caplog):
+    Image.new("RGB", (40, 40), RED).save(tmp_path / "red.png")
+    noise(40, 40).save(tmp_path / "noise.png")
+    pictures = [Picture(path, 40, 40, "0") for path in sorted(tmp_path.iterdir())]
+    assert len(list(readable_crops(pictures, 32, 3))) == 2
+    assert "1 of 2 centre crops have a single colour" in caplog.text
+    caplog.clear()
+    list(readable_crops(pictures[:1], 32, 3))
+    assert not caplog.text
 
 
 # ------------------------------------------------------------------------------------------------ damage

@@ -19,6 +19,7 @@ from gputrain.vae.architecture import PRESETS, VaeArchitecture, VaePreset
 from gputrain.vae.diffusers_folder import CONFIG, WEIGHTS, export_and_verify, load_diffusers, save_diffusers
 from gputrain.vae.latents import LatentScaling
 from gputrain.vae.model import AutoencoderKL
+from gputrain.vae.pretrained import read_pretrained
 from gputrain.vae.weights import DIGEST, digest_of, read_tensors
 from tests.tables import each_row
 from tests.vae.test_model import SMALL, stock_autoencoder
@@ -235,3 +236,13 @@ def test_first_few_of_many_differences(folder: Path) -> None:
     configure(folder, mid_block_add_attention=False)
     with pytest.raises(UserError, match=r"fit config.json: (\S+ is unknown; ){6}and 14 more"):
         load_diffusers(folder)
+
+
+@each_row("diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.non_ema.safetensors")
+def test_a_folder_of_another_variant_names_its_file(folder: Path, name: str) -> None:
+    (folder / WEIGHTS).rename(folder / name)
+    with pytest.raises(UserError, match=r"safetensors: no such file") as caught:
+        load_diffusers(folder)
+    assert caught.value.hint.endswith(f"--init-from {folder / name}")
+    assert read_pretrained(folder / name).architecture == SMALL
+    (folder / name).rename(folder / WEIGHTS)

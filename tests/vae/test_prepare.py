@@ -121,6 +121,51 @@ def test_downsizing_averages_what_it_drops(raw, out):
     assert np.abs(np.asarray(Image.open(out / "a.png")).astype(int) - 127).max() <= 2
 
 
+def test_pictures_of_one_colour_are_refused(raw, out):
+    """White on transparency is one colour over white, and a picture with four channels."""
+    white = np.full((64, 64, 4), 255, dtype=np.uint8)
+    white[:32, :, 3] = 0
+    Image.fromarray(white).save(raw / "logo.png")
+    Image.new("L", (64, 64), 128).save(raw / "grey.jpg")
+    Image.new("RGBA", (64, 64), (9, 9, 9, 0)).save(raw / "nothing.png")
+    halves = noise(128, 64)
+    halves.paste((7, 8, 9), (32, 0, 96, 64))
+    halves.save(raw / "middle.png")
+    noise(64, 64).save(raw / "a.png")
+    prepare(raw, out, target_size=64)
+    faults = {row["path"]: row["detail"] for row in rows(out, QUARANTINE) if row["reason"] == "one colour"}
+    assert list(faults) == ["grey.jpg", "logo.png", "middle.png", "nothing.png"]
+    assert faults["middle.png"] == "all its pixels are 7, 8, 9"
+    assert faults["logo.png"].endswith("which prepare-data --image-channels 4 keeps")
+    assert {one.path for one in validate_images(raw).refused} == {"grey.jpg", "logo.png", "nothing.png"}
+    four = out.with_name("four")
+    prepare(raw, four, target_size=64, image_channels=4)
+    assert [row["path"] for row in rows(four)] == ["a.png", "logo.png"]
+    assert not validate_images(four).refused
+
+
+def test_few_held_out_pictures_are_told(raw, out):
+    for number in range(30):
+        noise(40, 40, seed=number).save(raw / f"{number}.png")
+    report = prepare(raw, out, target_size=32)
+    assert report.held_out < 4
+    (finding,) = report.findings
+    assert finding.startswith(f"only {report.held_out} of 30 pictures ")
+    assert "train-vae --held-out-share 0." in finding
+    assert validate_images(out).findings == validate_images(raw).findings == (finding,)
+
+
+def test_contain_refuses_what_would_be_stripes(raw, out):
+    for name, size in {"panorama": (301, 100), "tower": (100, 301), "wide": (300, 100)}.items():
+        noise(*size).save(raw / f"{name}.png")
+    prepare(raw, out, target_size=64, resize_mode="contain")
+    assert [(row["path"], row["reason"]) for row in rows(out, QUARANTINE)] == [
+        ("panorama.png", "elongated"), ("tower.png", "elongated"),
+    ]  # fmt: skip
+    prepare(raw, out.with_name("cover"), target_size=64)
+    assert len(rows(out.with_name("cover"))) == 3
+
+
 @pytest.mark.parametrize(("format", "suffix", "error"), [("png", ".png", 0), ("webp", ".webp", 0), ("jpeg", ".jpg", 6)])
 def test_formats_keep_the_pixels(raw, out, format, suffix, error):
     image = noise(64, 64)
@@ -289,8 +334,10 @@ def test_run_does_only_what_changed(raw, out):
 
 def test_name_that_passes_to_another_source(raw, out):
     """The prepared pictures have equal sizes in bytes and differ only in their names."""
-    Image.new("RGB", (64, 64), (10, 20, 30)).save(raw / "a.bmp")
-    Image.new("RGB", (64, 64), (30, 10, 20)).save(raw / "a.webp", lossless=True)
+    two_colours = Image.new("RGB", (64, 64), (10, 20, 30))
+    two_colours.paste((40, 50, 60), (32, 0, 64, 64))
+    two_colours.save(raw / "a.bmp")
+    Image.merge("RGB", [two_colours.getchannel(name) for name in "BRG"]).save(raw / "a.webp", lossless=True)
     prepare(raw, out, target_size=64)
     assert (out / "a.png").stat().st_size == (out / "a.webp.png").stat().st_size
     (raw / "a.bmp").unlink()

@@ -267,7 +267,7 @@ def test_held_out_pictures_that_go_missing_end_no_run(photographs, tmp_path):
         path.unlink()
     assert recipe.evaluate().scalars == before
     sheet = recipe.sample().pictures["reconstructions"]
-    assert [[cell.picture_HW3.shape for cell in row] for row in sheet.rows] == 2 * [len(pictures) * [(24, 24, 3)]]
+    assert [[cell.picture_HW3.shape for cell in row] for row in sheet.rows] == 2 * [len(pictures) * [(240, 240, 3)]]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Use of a trained VAE: evaluation, reconstruction in tiles, loading, export, and their commands."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -11,7 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.data import centre_crop, open_pictures, to_u8, to_unit
-from gputrain.vae.evaluate import LatentMoments, reconstruction_figures, reconstruction_sheet
+from gputrain.vae.evaluate import (
+    LatentMoments,
+    picture_psnr_db,
+    psnr_db,
+    reconstruction_figures,
+    reconstruction_sheet,
+)
 from gputrain.vae.model import AutoencoderKL, Moments
 from gputrain.vae.reconstruct import reconstruct
 from tests.command import gputrain_here
@@ -130,12 +137,25 @@ def test_sheet_lays_pairs_below_each_other_with_their_psnr():
     sheet = reconstruction_sheet([a, b], [a + 1, b + 4], ["a.png", "b.png"])
     originals, made = sheet.rows
     assert sheet.heads == ("original", "reconstruction")
-    assert [cell.picture_HW3.shape for cell in originals] == [(10, 6, 3), (8, 4, 3)]
+    # Small pictures are enlarged by whole factors to at most 256 pixels.
+    assert [cell.picture_HW3.shape for cell in originals] == [(250, 150, 3), (256, 128, 3)]
     assert [int(cell.picture_HW3.unique()) for cell in (*originals, *made)] == [0, 9, 1, 13]
     assert [cell.caption for cell in originals] == ["a.png", "b.png"]
     # A difference of d in 255 is 20 log10(255 / d) dB.
     assert [cell.caption for cell in made] == ["48.1 dB", "36.1 dB"]
     assert sheet.title == "PSNR 42.1 dB on average"
+
+
+def test_a_sheet_shows_parts_with_the_psnr_of_whole_pictures():
+    picture, made = gradient_picture(600, 400), gradient_picture(600, 400)
+    made[:, :100] = 255 - made[:, :100]
+    expected = peak_signal_noise_ratio(picture.numpy(), made.numpy(), data_range=255)
+    assert picture_psnr_db(made, picture) == pytest.approx(expected, abs=1e-4)
+    assert picture_psnr_db(picture, picture) == pytest.approx(float(psnr_db(*[to_unit(picture)[None]] * 2)))
+    parts = [part[:, 200:456, 72:328] for part in (picture, made)]
+    sheet = reconstruction_sheet(parts[:1], parts[1:], ["a.png"], psnrs_db=[expected])
+    assert [cell.caption for row in sheet.rows for cell in row] == ["a.png", f"{expected:.1f} dB"]
+    assert torch.equal(sheet.rows[0][0].picture_HW3, parts[0].permute(1, 2, 0))
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +205,7 @@ def test_commands_from_a_run_to_stock_diffusers(run, photographs, tmp_path):
     images = torch.nn.functional.pad(images, (0, -images.shape[3] % 8, 0, -images.shape[2] % 8), mode="replicate")
     with torch.no_grad():
         theirs = to_u8(stock(images).sample)[0, :, : original.shape[0], : original.shape[1]]
-    ours = np.array(Image.open(tmp_path / "looks" / "chelsea.png.png"))
+    ours = np.array(Image.open(tmp_path / "looks" / "chelsea.png"))
     assert np.abs(ours.astype(int) - theirs.permute(1, 2, 0).numpy().astype(int)).max() <= 1
     assert stock.config.sample_size == 32
     crops = [centre_crop(picture.path, 32) for picture in open_pictures(photographs).train]
@@ -201,13 +221,38 @@ def test_commands_from_a_run_to_stock_diffusers(run, photographs, tmp_path):
     (["evaluate", "--model", "missing", "--data-path", "."], "missing: no such file or folder"),
     (["evaluate", "--model", "RUN", "--data-path", ".", "--image-size", "36"], "image_size 36 is not a multiple of 8"),
     (["reconstruct", "--model", "RUN", "--input", "none.png", "--output-dir", "out"], "none.png"),
-    (["reconstruct", "--model", ".", "--input", ".", "--output-dir", "out"], "holds no checkpoint"),
+    (["reconstruct", "--model", ".", "--input", "PHOTOS", "--output-dir", "out"], "holds no checkpoint"),
+    (["reconstruct", "--model", "RUN", "--input", "PHOTOS", "--output-dir", "PHOTOS"], "holds the pictures that are"),
+    (["reconstruct", "--model", "RUN", "--input", "a.png", "--output-dir", "."], "choose another --output-dir"),
     (["export", "--model", "RUN", "--output-dir", "out", "--data-path", "gone"], "gone"),
     (["prepare-data", "--input-dir", "."], "output_dir is missing"),
     (["prepare-data", "--input-dir", ".", "--output-dir", "out", "--target-size", "100"], "multiple of 8"),
     (["validate", "--input-dir", "gone"], "gone: no such folder"),
 )
-def test_bad_input_of_the_other_commands(run, typed, words, message):
-    code, output = typed(*[run if word == "RUN" else word for word in words])
+def test_bad_input_of_the_other_commands(run, photographs, typed, words, message):
+    code, output = typed(*[{"RUN": run, "PHOTOS": photographs}.get(word, word) for word in words])
     assert code == 2, output
     assert message in output
+
+
+def test_a_few_pictures_are_reconstructed_small_under_their_own_names(run, tmp_path, typed):
+    sources = tmp_path / "sources"
+    for number, name in enumerate(("a.jpg", "a.png", "deep/b.tif", "deep/c.png", "sheet.jpg", "z.webp")):
+        path = sources / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(gradient_picture(60, 90 + number).permute(1, 2, 0).numpy()).save(path)
+
+    def names_of(folder, *options):
+        code, output = typed("reconstruct", "--model", run, "--input", sources, "--output-dir", folder, *options)
+        assert code == 0, output
+        return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.*")), output
+
+    names, output = names_of(tmp_path / "all")
+    assert names == ["a.png", "a.png.png", "deep/b.png", "deep/c.png", "sheet.jpg.png", "sheet.png", "z.png"]
+    assert re.search(r"6 pictures, PSNR [\d.]+ dB on average over whole pictures \(evaluate takes centre crops", output)
+    for _ in range(2):  # Those of the first time, in a subfolder, are no sources of the second.
+        names, output = names_of(sources / "few", "--pictures", 2, "--max-side", 48)
+        assert names == ["a.png", "deep/c.png", "sheet.png"]
+        assert "2 of 6 pictures are reconstructed" in output
+    with Image.open(sources / "few/deep/c.png") as image:
+        assert image.size == (48, 31)
