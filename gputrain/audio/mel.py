@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from gputrain.audio.config import Mel, Resolution
 from gputrain.engine.gan import at_least_fp32
 
+OCTAVES_HZ = (250, 500, 1000, 2000, 4000, 8000, 16000)
 FLOOR = 1e-5  # Lowest mel magnitude before the logarithm: silence is ln 1e-5 = -11.5.
 
 
@@ -81,6 +82,16 @@ def mel_bank(mel: Mel, device: torch.device) -> Tensor:
 def _hz_to_mel(hz: float) -> float:
     """Converts Hz to Slaney's scale: linear up to 1000 Hz, which is 15 mel, then 27 mel for each factor of 6.4."""
     return 15 * hz / 1000 if hz < 1000 else 15 + 27 * math.log(hz / 1000) / math.log(6.4)
+
+
+def frequency_ticks(mel: Mel) -> list[tuple[float, str]]:
+    """Returns octaves with their places in a spectrogram of all bands, as shares of its height from below."""
+    lowest, highest = _hz_to_mel(mel.fmin), _hz_to_mel(mel.fmax)
+    distance = (highest - lowest) / (mel.num_mels + 1)
+    places = {hz: ((_hz_to_mel(hz) - lowest) / distance - 0.5) / mel.num_mels for hz in OCTAVES_HZ}
+    return [
+        (place, f"{hz / 1000:g} kHz" if hz >= 1000 else f"{hz} Hz") for hz, place in places.items() if 0 <= place <= 1
+    ]
 
 
 def _mel_to_hz(mel: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

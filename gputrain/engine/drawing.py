@@ -5,7 +5,9 @@ Shape suffixes: M mel bands, F frames, H x W pixels, 3 colours.
 
 import base64
 import io
+import math
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -26,6 +28,9 @@ FONTS = ("DejaVuSans.ttf", "arial.ttf", "Arial.ttf")  # System fonts; Pillow's o
 TEXT_SIZE = 13
 
 BAND_PIXELS = 2  # Height of a mel band.
+AXIS_TEXT_SIZE, TICK_LENGTH = 11, 4
+AXIS_PIXELS = TICK_LENGTH + AXIS_TEXT_SIZE + 2  # Height of the axis of time.
+TICKS_APART = 60  # Least distance of two times, in pixels.
 # The colours are black, violet, red, orange and pale yellow. CIELAB's lightness rises evenly, so that equal steps look
 # equal, and the picture is readable in grey too.
 ANCHORS_LAB = (
@@ -209,6 +214,38 @@ def spectrogram_picture(values_MF: Tensor, low: float = 0.0, high: float = 1.0) 
     share_MF = (values_MF - low) / (high - low)
     index_MF = (share_MF.clamp(0, 1) * 255).round().long().flip(0).repeat_interleave(BAND_PIXELS, dim=0)
     return torch.from_numpy(colour_map())[index_MF]
+
+
+def with_axes(
+    picture_HW3: Tensor, ticks: Sequence[tuple[float, str]], seconds: float, *, top: int = 0, height: int = 0
+) -> Tensor:
+    """Returns a picture with an axis to the left of `height` of its pixels from `top` on (0: the whole height), and one
+    of the seconds that its width shows below it. The picture itself is at the right upper corner.
+
+    `ticks` are labels with their places, as shares of the height from below, the lowest first.
+    """
+    tall, wide, _ = picture_HW3.shape
+    height = height or tall
+    letters = font(AXIS_TEXT_SIZE)
+    left = round(max((letters.getlength(text) for _, text in ticks), default=0)) + TICK_LENGTH + 3
+    drawing = Drawing(left + wide, tall + AXIS_PIXELS)
+    drawing.shapes.append(Inset(left, 0, Image.fromarray(np.ascontiguousarray(picture_HW3.cpu().numpy()))))
+    above = math.inf
+    for share, text in ticks:
+        y = top + height * (1 - share)
+        if above - y >= AXIS_TEXT_SIZE:
+            drawing.shapes.append(Line(left - TICK_LENGTH, y, left - 1, y, INK, 1))
+            x, above = left - TICK_LENGTH - 2 - letters.getlength(text), y
+            drawing.shapes.append(Label(x, max(y, AXIS_TEXT_SIZE / 2), text, size=AXIS_TEXT_SIZE))
+    steps = (factor * 10**power for power in range(-3, 5) for factor in (1, 2, 5))
+    step = next((one for one in steps if wide * one / seconds >= TICKS_APART), seconds)
+    for number in range(int(seconds / step * (1 + 1e-9)) + 1):
+        x, text = min(left + wide * number * step / seconds, drawing.width - 1), f"{number * step:.3g} s"
+        drawing.shapes.append(Line(x, tall, x, tall + TICK_LENGTH, INK, 1))
+        room = drawing.width - letters.getlength(text)
+        middle = tall + TICK_LENGTH + AXIS_TEXT_SIZE / 2
+        drawing.shapes.append(Label(min(x - letters.getlength(text) / 2, room), middle, text, size=AXIS_TEXT_SIZE))
+    return torch.from_numpy(np.array(drawing.image()))
 
 
 @cache

@@ -17,9 +17,9 @@ import torch
 from PIL import Image
 
 from gputrain.audio.config import Mel
-from gputrain.audio.mel import mel_decades
+from gputrain.audio.mel import frequency_ticks, mel_decades
 from gputrain.engine.data import to_int16
-from gputrain.engine.drawing import spectrogram_picture
+from gputrain.engine.drawing import spectrogram_picture, with_axes
 
 T = TypeVar("T")
 
@@ -129,9 +129,12 @@ def open_picture(path: Path) -> Image.Image:
 
 
 def spectrogram(wave_T: torch.Tensor, rate_hz: int) -> Image.Image:
-    """Returns the mel spectrogram of a wave, of about SPECTROGRAM_FRAMES frames; low frequencies are at the bottom."""
+    """Returns the mel spectrogram of a wave, of about SPECTROGRAM_FRAMES frames, with axes; low frequencies are at the
+    bottom."""
     size = 1024
     hop = max(32, len(wave_T) // SPECTROGRAM_FRAMES)
     size = max(size, 1 << (hop - 1).bit_length())
     mel = Mel(rate_hz, SPECTROGRAM_BANDS, hop, size, size, 0, rate_hz / 2)
-    return Image.fromarray(spectrogram_picture(mel_decades(wave_T, mel), *DECADES).numpy())
+    values_MF = mel_decades(wave_T, mel)
+    picture = spectrogram_picture(values_MF, *DECADES)
+    return Image.fromarray(with_axes(picture, frequency_ticks(mel), values_MF.shape[1] * hop / rate_hz).numpy())

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from gputrain.audio.config import Mel
 from gputrain.audio.io import Samples, from_int16
-from gputrain.audio.mel import log_mel
+from gputrain.audio.mel import frequency_ticks, log_mel
 from gputrain.audio.metrics import ClipMetrics, PitchMatch
 from gputrain.engine.checkpoint import load_weights
 from gputrain.engine.data import FULL_SCALE, Progress, Sample, no_progress
 from gputrain.engine.drawing import (
+    BAND_PIXELS,
     INK,
     TEXT_SIZE,
     Drawing,
@@ -37,6 +38,7 @@ from gputrain.engine.drawing import (
     colour_map,
     font,
     spectrogram_picture,
+    with_axes,
 )
 from gputrain.engine.mixture import GivenFolders
 from gputrain.engine.samples import Report, Sheet, SheetCell, SoundSample
@@ -369,7 +371,11 @@ def synthesise_samples(
 
 def _picture(wave_L: Tensor, durations_S: Tensor, ids: Sequence[int], symbols: Sequence[str], mel: Mel) -> Tensor:
     labels = ["" if one == PAD_ID else symbols[one] for one in ids]
-    return alignment(log_mel(wave_L[None], mel)[0], durations_S, labels, VMIN, VMAX)
+    log_mel_MF = log_mel(wave_L[None], mel)[0]
+    picture = alignment(log_mel_MF, durations_S, labels, VMIN, VMAX)
+    bands, frames = log_mel_MF.shape
+    seconds, top = frames * mel.hop_size / mel.sampling_rate, STAIRS_PIXELS + GAP_PIXELS
+    return with_axes(picture, frequency_ticks(mel), seconds, top=top, height=BAND_PIXELS * bands)
 
 
 def alignment(log_mel_MF: Tensor, durations_S: Tensor, labels: Sequence[str], vmin: float, vmax: float) -> Tensor:

@@ -18,12 +18,12 @@ from gputrain.audio import losses
 from gputrain.audio.config import Mel
 from gputrain.audio.discriminators import DiscriminatorGroup
 from gputrain.audio.f0 import interpolated
-from gputrain.audio.mel import log_mel, mel_decades
+from gputrain.audio.mel import frequency_ticks, log_mel, mel_decades
 from gputrain.audio.store import Pitch, Wave
 from gputrain.audio.weight_norm import WeightNormed, shared_weights
 from gputrain.engine.checkpoint import format_list
 from gputrain.engine.distributed import BatchDraws
-from gputrain.engine.drawing import spectrogram_picture
+from gputrain.engine.drawing import spectrogram_picture, with_axes
 from gputrain.engine.gan import at_least_fp32
 from gputrain.engine.muon import muon_with_adamw
 from gputrain.engine.optim import Ema, adamw
@@ -370,17 +370,22 @@ def sample_clips(
 
 def sheet(real_waves: Sequence[Tensor], made_waves: Sequence[Tensor], mel: Mel, vmin: float, vmax: float) -> Sheet:
     """Returns spectrograms with a column for each clip (waves of T samples): from the top, the recording, the
-    synthesised wave, and their difference. Low frequencies are at the bottom.
+    synthesised wave, and their difference, each with axes of frequency and time. Low frequencies are at the bottom.
 
     `vmin` and `vmax` are the mel magnitudes that are shown darkest and brightest, as powers of ten. The difference is
     that of these powers, from 0 to DIFFERENCE_DECADES.
     """
+
+    def shown(values_MF: Tensor, low: float, high: float) -> Tensor:
+        seconds = values_MF.shape[1] * mel.hop_size / mel.sampling_rate
+        return with_axes(spectrogram_picture(values_MF, low, high), frequency_ticks(mel), seconds)
+
     real, made, differences = [], [], []
     for number, (real_T, made_T) in enumerate(zip(real_waves, made_waves, strict=True), start=1):
         real_MF, made_MF = (mel_decades(wave_T, mel) for wave_T in (real_T, made_T))
         difference_MF = (real_MF - made_MF).abs()
-        real.append(SheetCell(spectrogram_picture(real_MF, vmin, vmax), f"clip {number}"))
-        made.append(SheetCell(spectrogram_picture(made_MF, vmin, vmax)))
+        real.append(SheetCell(shown(real_MF, vmin, vmax), f"clip {number}"))
+        made.append(SheetCell(shown(made_MF, vmin, vmax)))
         words = f"{20 * float(difference_MF.mean()):.1f} dB apart"
-        differences.append(SheetCell(spectrogram_picture(difference_MF, 0, DIFFERENCE_DECADES), words))
+        differences.append(SheetCell(shown(difference_MF, 0, DIFFERENCE_DECADES), words))
     return Sheet(("recording", "synthesised", "difference"), (real, made, differences), "mel spectrograms")

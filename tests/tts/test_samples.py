@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from gputrain.audio.mel import log_mel
+from gputrain.engine.drawing import AXIS_PIXELS
 from gputrain.errors import UserError
 from gputrain.speech.store import SpeechStore, frame_count
 from gputrain.tts import evaluate
@@ -47,7 +48,8 @@ def test_sentences_are_spoken_as_the_model_reads_them(store):
     labels = [ENGLISH.symbols[one] if one else "" for one in ids]
     mel = log_mel(audio.wave_T[None], voice.architecture.mel)[0]
     expected = alignment(mel, spoken.durations_S, labels, evaluate.VMIN, evaluate.VMAX)
-    assert torch.equal(report.pictures["text_1"].rows[0][0].picture_HW3, expected)
+    shown = report.pictures["text_1"].rows[0][0].picture_HW3
+    assert torch.equal(shown[: len(expected), -expected.shape[1] :], expected)  # The rest are axes.
     assert report.pictures["text_1"].title == f"text 1: {SENTENCES[0]}"
     assert (audio.caption, audio.reference_T) == (SENTENCES[0], None)
 
@@ -70,8 +72,9 @@ def test_texts_of_held_out_clips_where_none_are_given(store):
 def test_the_recording_is_shown_over_all_its_frames_with_the_alignment_that_was_found(store):
     report = held_out(store, num_audio_samples=0).sample(build(sizes()), CPU)
     clip = min(speech_of(store).parts.held_out, key=lambda clip: clip.fingerprint)
-    picture = report.pictures["recording"].rows[0][0].picture_HW3
-    assert picture.shape[1] == FRAME_PIXELS * frame_count(clip.samples, HOP)
+    wide = FRAME_PIXELS * frame_count(clip.samples, HOP)
+    picture = report.pictures["recording"].rows[0][0].picture_HW3[:-AXIS_PIXELS, -wide:]
+    assert picture.shape[1] == wide
     real = torch.from_numpy(store.wave(clip).copy())[None] / 32768
     frames = clip.samples // HOP
     shown = alignment(

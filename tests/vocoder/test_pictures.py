@@ -5,8 +5,8 @@ import math
 import torch
 
 from gputrain.audio.config import Mel
-from gputrain.audio.mel import log_mel
-from gputrain.engine.drawing import BAND_PIXELS, colour_map
+from gputrain.audio.mel import frequency_ticks, log_mel
+from gputrain.engine.drawing import AXIS_PIXELS, BAND_PIXELS, TICK_LENGTH, colour_map
 from gputrain.engine.samples import Sheet
 from gputrain.vocoder.recipe import sheet
 
@@ -19,15 +19,18 @@ def tone(hz: float, frames: int) -> torch.Tensor:
 
 
 def first_of(shown: Sheet) -> list[torch.Tensor]:
-    """Returns the pictures of the first clip: recording, synthesised, difference."""
-    return [row[0].picture_HW3 for row in shown.rows]
+    """Returns the pictures of the first clip, of 30 frames, without their axes: recording, synthesised, difference."""
+    return [row[0].picture_HW3[:ROW, -30:] for row in shown.rows]
 
 
 def test_the_layout_of_a_sheet():
     """It has three rows and a column for each clip, as wide as its frames."""
     shown = sheet([tone(300, 30), tone(900, 50)], [tone(300, 30), tone(900, 50)], MEL, -6, 1.5)
     assert shown.heads == ("recording", "synthesised", "difference")
-    assert [[cell.picture_HW3.shape for cell in row] for row in shown.rows] == 3 * [[(ROW, 30, 3), (ROW, 50, 3)]]
+    for row in shown.rows:
+        narrow, wide = (cell.picture_HW3.shape for cell in row)
+        assert wide[1] - narrow[1] == 20
+        assert narrow[0] == wide[0] == ROW + AXIS_PIXELS
     real, made, difference = first_of(shown)
     assert real.dtype == torch.uint8
     assert torch.equal(real, made)
@@ -58,4 +61,19 @@ def test_colours_are_magnitudes_between_the_limits():
 
 def test_the_picture_is_made_of_sound_of_any_precision_and_reach():
     made = tone(440, 30).to(torch.float16)
-    assert first_of(sheet([tone(440, 30)], [made], MEL, -6, 1.5))[1].shape == (ROW, 30, 3)
+    assert first_of(sheet([tone(440, 30)], [made], MEL, -6, 1.5))[1].any()
+
+
+def test_axes_stand_at_the_frequencies_and_times_that_they_name():
+    """A tone of each octave is brightest at its tick, and the ticks of time are as far apart as their seconds."""
+    ticks = {text: place for place, text in frequency_ticks(MEL)}
+    assert list(ticks) == ["250 Hz", "500 Hz", "1 kHz", "2 kHz", "4 kHz"]  # The band around 8 kHz is above the others.
+    for hz, text in ((1000, "1 kHz"), (2000, "2 kHz"), (4000, "4 kHz")):
+        picture = sheet([tone(hz, 300)], [tone(hz, 300)], MEL, -6, 1.5).rows[0][0].picture_HW3
+        loudest = int(picture[:ROW, -150].sum(dim=1).argmax())
+        assert abs(loudest + 0.5 - ROW * (1 - ticks[text])) <= BAND_PIXELS
+        left = picture.shape[1] - 300
+        dark = (picture[:ROW, left - TICK_LENGTH : left] < 100).all(dim=2).all(dim=1).nonzero()[:, 0]
+        assert min(abs(dark - ROW * (1 - ticks[text]))) <= 1
+    times = (picture[ROW, left:] < 100).all(dim=1).nonzero()[:, 0]
+    assert times.tolist() == [0, 100, 200, 299]  # 3 seconds of 100 frames.
