@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Configuration files that the documents name, with their content. They stand for files of the reader.
 FILES: dict[str, Callable[[], str]] = {
-    "outputs/config.yaml": lambda: to_yaml(assemble(TrainVae, {"data_path": "photos", "output_dir": "outputs"})),
+    "outputs/vae/config.yaml": lambda: to_yaml(assemble(TrainVae, {"data_path": "photos", "output_dir": "outputs/vae"})),
     "outputs/dilnoza/config.yaml": lambda: to_yaml(assemble(TrainTts, {"data_dir": "data/dilnoza"})),
     "config.yaml": lambda: "epochs: 10\naudio:\n  sample_rate: 22050\n",  # A configuration of Coqui's.
 }
@@ -102,7 +102,7 @@ def test_a_wrong_option_or_value_of_a_document_is_found(folder: Path) -> None:
         "gputrain train-vae --data-path d --preset huge",
         "gputrain train-vae --data-path d --image-size 500",
         "gputrain prepare-data --kind voices --input-dir i --output-dir o",
-        "gputrain train-tts --config outputs/config.yaml",  # A configuration of a VAE.
+        "gputrain train-tts --config outputs/vae/config.yaml",  # A configuration of a VAE.
         "gputrain export --output-dir o",
     ):
         with pytest.raises(Exception, match=r"image-sise|huge|500|voices|kind|[Mm]issing"):
