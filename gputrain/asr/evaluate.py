@@ -241,11 +241,13 @@ def report_of(clips: Sequence[RecognisedClip], computing_seconds: float) -> Reco
     grouped = {
         name: [clip for clip in clips if low <= clip.seconds < high] for name, (low, high) in names.items()
     }  # fmt: skip
-    speakers = sorted({clip.speaker for clip in clips})
+    by_speaker: dict[str, list[RecognisedClip]] = {}
+    for clip in sorted(clips, key=lambda clip: clip.speaker):
+        by_speaker.setdefault(clip.speaker, []).append(clip)
     return RecogniserReport(
         clips=len(clips),
         scalars=scalars,
-        by_speaker={name: ClipGroup.of([clip for clip in clips if clip.speaker == name]) for name in speakers},
+        by_speaker={name: ClipGroup.of(group) for name, group in by_speaker.items()},
         by_seconds={name: ClipGroup.of(group) for name, group in grouped.items() if group},
         worst=sorted(clips, key=lambda clip: (-clip.cer, clip.path))[:MOST_LISTED],
         letters=confusions((clip.reference, clip.read) for clip in clips),

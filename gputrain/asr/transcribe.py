@@ -21,7 +21,7 @@ from gputrain.asr.long_audio import ChunkLengths, blocks_of_file, log_prob_piece
 from gputrain.asr.ngram import LM_HINT, NgramModel, estimate_ngrams, read_arpa, read_sentences
 from gputrain.audio.io import HOW_TO_CONVERT, length_of
 from gputrain.audio.prepare import scan_recordings
-from gputrain.engine.data import HELD_OUT_SHARE, Progress, no_progress, split, writing
+from gputrain.engine.data import HELD_OUT_SHARE, Progress, no_progress, output_names, split, writing
 from gputrain.engine.preparation import RefusedItem
 from gputrain.errors import UserError
 from gputrain.hw.runtime import runtime_on
@@ -194,12 +194,11 @@ def _targets(settings: Transcribe, paths: list[Path]) -> dict[Path, dict[Transcr
     if settings.output_dir is None:
         return {}
     root = settings.input if settings.input.is_dir() else settings.input.parent
-    stems = [path.relative_to(root).with_suffix("") for path in paths]
-    targets = {}
-    for path, stem in zip(paths, stems, strict=True):
-        name = path.relative_to(root) if stems.count(stem) > 1 else stem
-        targets[path] = {format: settings.output_dir / f"{name}.{format}" for format in settings.formats}
-    return targets
+    names = output_names([path.relative_to(root) for path in paths], lambda name: name.with_suffix(""))
+    return {
+        path: {format: settings.output_dir / f"{name}.{format}" for format in settings.formats}
+        for path, name in zip(paths, names, strict=True)
+    }
 
 
 def _write(transcript: Transcript, targets: dict[TranscriptFormat, Path]) -> list[Path]:

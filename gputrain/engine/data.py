@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -369,6 +370,18 @@ def writing(path: Path) -> Iterator[None]:
         raise UserError(
             f"{path}: cannot be written ({error.strerror or error})", hint="free some space, or choose another folder"
         ) from None
+
+
+def output_names(names: Sequence[Path], stem_of: Callable[[Path], Path]) -> list[Path]:
+    """Returns the name, without an ending, of what is made of each file: its stem, or all of its name where the stem is
+    also that of another file, in any case, or another file's name."""
+    stems = [stem_of(name) for name in names]
+    keys = [str(stem).casefold() for stem in stems]
+    times, whole = Counter(keys), {str(name).casefold() for name in names}
+    return [
+        stem if times[key] == 1 and key not in whole else name
+        for name, stem, key in zip(names, stems, keys, strict=True)
+    ]
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import logging
 import math
 import zipfile
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from gputrain.audio.mel import log_mel
 from gputrain.audio.prepare import SILENCE, SUFFIXES
 from gputrain.audio.weight_norm import cached_weights
 from gputrain.engine.checkpoint import format_list
-from gputrain.engine.data import Progress, no_progress, write_wav, writing
+from gputrain.engine.data import Progress, no_progress, output_names, write_wav, writing
 from gputrain.engine.preparation import RefusedItem, scan
 from gputrain.errors import UserError
 from gputrain.hw.runtime import runtime_on
@@ -281,15 +280,14 @@ def targets(input: Path, output_dir: Path) -> dict[Path, Path]:
         raise UserError(
             f"{input}: no recording and no mel in it", hint=f"looked for {', '.join(sorted(SUFFIXES))}, .npz, .mel.npy"
         )
-    plain = {}
-    for source in sources:
-        stem = source.name.removesuffix(MEL_SUFFIX) if source.name.endswith(MEL_SUFFIX) else source.stem
-        plain[source] = output_dir / source.relative_to(root).with_name(f"{stem}.wav")
-    times = Counter(plain.values())
-    targets = {
-        source: target if times[target] == 1 else target.with_name(f"{source.name}.wav")
-        for source, target in plain.items()
-    }
+    names = output_names([source.relative_to(root) for source in sources], _stem_of)
+    targets = {source: output_dir / f"{name}.wav" for source, name in zip(sources, names, strict=True)}
     for source in {source.resolve() for source in sources} & {target.resolve() for target in targets.values()}:
         raise UserError(f"{source} would be overwritten", hint="name another --output-dir")
     return targets
+
+
+def _stem_of(name: Path) -> Path:
+    return (
+        name.with_name(name.name.removesuffix(MEL_SUFFIX)) if name.name.endswith(MEL_SUFFIX) else name.with_suffix("")
+    )

@@ -78,7 +78,10 @@ expand = rewriter(
     (rf"(?<=[a-z'] )({any_of(word.capitalize() for word in _AFTER)})\.", _full),
     (rf"\b([Ss]t|[Dd]r|{any_of(word.capitalize() for word in _BEFORE)})\.(?= ?[A-Z])", _full),
     # p. 5, pp. 12-15, No. 7, vol. 3, Fig. 2; a Roman numeral may follow, too.
-    (rf"\b((?i:{any_of(_NUMBERED)}))\. ?(?=[0-9]|[IVXLC]+\b)", lambda m: _NUMBERED[m[1].lower()] + " "),
+    (
+        rf"\b((?i:{any_of(_NUMBERED)}))\. ?(?=[0-9]|[IVXLC]+\b)",
+        lambda m: _NUMBERED[m[1].lower()] + " ",
+    ),
     (rf"\b((?i:{any_of(_ALWAYS)}))\.", _full),
     # Louis XIV, Pope John Paul II, Chapter ix, § vi, World War I; XIX century.
     (r" ?§+ ?(?=[IVXivx])", lambda m: " section "),

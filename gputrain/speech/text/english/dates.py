@@ -50,20 +50,8 @@ def _decade(words: str) -> str:
 
 
 rewrite = rewriter(
-<<<<<<< Updated upstream
     (rf"{_START}(?P<year>[0-9]{{4}})-(?P<month>[0-9]{{2}})-(?P<day>[0-9]{{2}})(?![0-9])", _numeric),
     (rf"{_START}(?P<year>[0-9]{{4}})/(?P<month>[0-9]{{1,2}})/(?P<day>[0-9]{{1,2}})(?![0-9])", _numeric),
-=======
-    # Durations, whose m is a minute: 2h 30m, 5m 30s, 3d 4h.
-    (r"(?<=[0-9]) ?d ?(?=[0-9]{1,2} ?h)", lambda _: " days "),
-    (r"(?<=[0-9]) ?m ?([0-9]{1,2}) ?s(?![A-Za-z0-9])", lambda m: f" min {m[1]} sec"),
-    (r"(?<=[0-9]) ?h(?:rs?)? ?([0-9]{1,2}) ?m(?:ins?)?(?![A-Za-z0-9])", lambda m: f" h {m[1]} min"),
-    # Ranges of days and of months: Mon-Fri, Jan-Mar, May 30 - June 2; Sat 10:00.
-    (rf"\b{_ANY} ?- ?{_ANY}(?![A-Za-z]| ?[0-9]{{1,2}}(?![0-9:]))", lambda m: f"{_name(m[1])} to {_name(m[2])}"),
-    (rf"\b({any_of(_SHORT_DAYS)})\.?,?(?= [0-9]{{1,2}}:)", lambda m: _name(m[1])),
-    (rf"\b({_DATE}) ?- ?(?={_DATE}(?![A-Za-z0-9]))", lambda m: f"{m[1]} to "),
-    (rf"{_START}(?P<year>[0-9]{{4}})([/-])(?P<month>[0-9]{{1,2}})\2(?P<day>[0-9]{{1,2}})(?![0-9])", _numeric),
->>>>>>> Stashed changes
     (rf"{_START}(?P<month>[0-9]{{1,2}})/(?P<day>[0-9]{{1,2}})/(?P<year>[0-9]{{4}})(?![0-9])", _numeric),
     (rf"{_START}(?P<day>[0-9]{{1,2}})\.(?P<month>[0-9]{{1,2}})\.(?P<year>[0-9]{{4}})(?![0-9])", _numeric),
     # July 4, 1776; Jan. 1; 5 May 2020; the 1st of April stays in this order.

@@ -39,17 +39,12 @@ def _day_case(found: re.Match[str]) -> str:
     return "gent"
 
 
-def _dot(found: re.Match[str]) -> str:
-    """Returns the dot of г. or в. if it also ends the sentence, which has a verb before if any capital follows."""
-    return final_dot(found, STARTS, found[0].endswith(".") and grammar.has_verb(found.string, found.start()))
-
-
 def _date(found: re.Match[str]) -> str:
     day, month = int(found["day"]), int(found["month"])
     if not (1 <= day <= 31 and 1 <= month <= 12):
         return found[0]
     year = ordinal(int(found["year"]), "masc", "gent")
-    return f"{ordinal(day, 'neut', _day_case(found))} {MONTHS[month - 1]} {year} года{_dot(found)}"
+    return f"{ordinal(day, 'neut', _day_case(found))} {MONTHS[month - 1]} {year} года"
 
 
 def _named_date(found: re.Match[str]) -> str:
@@ -61,7 +56,7 @@ def _named_date(found: re.Match[str]) -> str:
         link = " - " if "-" in found["link"] else found["link"]
         last = ordinal(int(found["day"]), "neut", "accs" if found["link"] == " по " else first)
         said = f"{ordinal(int(found['first']), 'neut', first)}{link}{last} {found['month']}"
-    return f"{said} {ordinal(int(found['year']), 'masc', 'gent')} года{_dot(found)}" if found["year"] else said
+    return f"{said} {ordinal(int(found['year']), 'masc', 'gent')} года" if found["year"] else said
 
 
 def _year(found: re.Match[str]) -> str:
@@ -76,13 +71,7 @@ def _year(found: re.Match[str]) -> str:
         before = _BEFORE_DATE.search(found.string, 0, found.start())
         if not allowed and before and before[1].lower() in WORDS["seasons"]:
             case = "gent"
-<<<<<<< Updated upstream
         word = forms[case]
-=======
-        word = forms[case] + _dot(found)
-        if not last and (int(first) < 1000 or case == "nomn") and _is_weight(found):
-            return found[0].replace("г.", "г")
->>>>>>> Stashed changes
     else:
         case = _YEAR_WORDS[word]
         if word == "году" and allowed[:1] == ["datv"]:
@@ -93,7 +82,7 @@ def _year(found: re.Match[str]) -> str:
 
 def _from_year(found: re.Match[str]) -> str:
     word = "годы" if found[4] in ("годы", "гг.") else "год"
-    return f"{found[1]} {ordinal(int(found[2]), 'masc', 'gent')} по {ordinal(int(found[3]))} {word}{_dot(found)}"
+    return f"{found[1]} {ordinal(int(found[2]), 'masc', 'gent')} по {ordinal(int(found[3]))} {word}"
 
 
 def _is_motion(found: re.Match[str]) -> bool:
@@ -107,7 +96,7 @@ def _decade(found: re.Match[str]) -> str:
     allowed = governed(found.string, found.start())
     in_years = case == "gent" and "loct" in allowed
     word = _YEARS_FORMS["loct" if in_years else case] if found[3] == "гг." else found[3]
-    return f"{ordinal(int(found[1]), 'plur', case)} {word}{_dot(found)}"
+    return f"{ordinal(int(found[1]), 'plur', case)} {word}"
 
 
 def _century(found: re.Match[str]) -> str:
@@ -118,14 +107,8 @@ def _century(found: re.Match[str]) -> str:
     word, allowed = found[3], governed(found.string, found.start())
     forms = _CENTURIES_FORMS if len(numbers) > 1 else _CENTURY_FORMS
     if word in ("в.", "вв."):
-<<<<<<< Updated upstream
         case = "loct" if "loct" in allowed else (allowed or ["nomn"])[0]
         word = forms[case]
-=======
-        case = "loct" if "loct" in allowed else (allowed or ["gent" if _depends(found) else "nomn"])[0]
-        word = grammar.inflected("век", case, "plur" if len(numbers) > 1 else "sing")
-        word += _dot(found)
->>>>>>> Stashed changes
     else:
         case = _CENTURY_WORDS[word]
         if word == "века" and len(numbers) > 1:
@@ -214,7 +197,10 @@ rewrite = rewriter(
     ),
     (rf"{START}([0-9]{{1,3}})%-(й|го|му|м|я|е|ю|х|ми){STOP}", _percent_adjective),
     # С 2010 по 2020 год: the first year is in the genitive, the second in the accusative.
-    (rf"(?<![А-Яа-яЁё])([Сс]) ([0-9]{{4}}) по ([0-9]{{4}}) (год|годы|г\.|гг\.){STOP}", _from_year),
+    (
+        rf"(?<![А-Яа-яЁё])([Сс]) ([0-9]{{4}}) по ([0-9]{{4}}) (год|годы|г\.|гг\.){STOP}",
+        _from_year,
+    ),
     # Years: 1941-1945 гг., в 2024 г., 2024 год, в 44 г. до н. э.
     (rf"{START}([0-9]{{3,4}})(?: ?- ?([0-9]{{3,4}}))? ?({any_of(_YEAR_WORDS)}|гг?\.){STOP}", _year),
     (rf"{START}([0-9]{{1,2}})(?: ?- ?([0-9]{{1,2}}))? ?(гг?\.)(?= (?:до )?н\. ?э)", _year),

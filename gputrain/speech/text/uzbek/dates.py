@@ -11,14 +11,9 @@ from gputrain.speech.text.uzbek.numbers import SUFFIX, attached, cardinal, joine
 MONTHS = WORDS["months"]
 _CASE = r"(?:ning|ni|gacha|ga|dagi|dan|da|gi)"
 _AFTER = rf"(?:[ -]?yil)?(?:[ -]?(?P<case>{_CASE})(?![A-Za-zʻʼ]))?"
-<<<<<<< Updated upstream
 _NUMBERED = (
     "asr|bob|qism|jild|sinf|kurs|chorak|bo[ʻ]?lim|tom|jahon|sessiya|kvartal|fasl|bosqich|modda|ilova|band|daraja"
 )
-=======
-_NUMBERED = "asr|bob|qism|jild|sinf|kurs|chorak|boʻlim|tom|jahon|sessiya|kvartal|fasl|bosqich|modda|ilova|band|daraja"
-_RULERS = any_of(WORDS["rulers"])
->>>>>>> Stashed changes
 _NO_YEAR = "oldin|avval|muqaddam|davomida|mobaynida|ichida|keyin"
 
 
@@ -38,7 +33,7 @@ def _clock(hours: str, minutes: str, seconds: str | None = None) -> str:
 
 
 def _time(found: re.Match[str]) -> str:
-    words = _clock(found[1], found[2], found[3])
+    words = _clock(found["hours"], found["minutes"], found["seconds"])
     return attached(words, found["case"]) if found["case"] else words
 
 
@@ -90,8 +85,6 @@ def _ordinals(first: str, last: str | None) -> str:
 
 
 _MONTH = "|".join((*MONTHS, "sentyabr", "oktyabr"))
-_D = r"(?<![0-9.,/-])"
-_TIME = "([01]?[0-9]|2[0-4]):([0-5][0-9])"
 _NUMERAL = r"[IVXLCDM]{1,9}"
 rewrite = rewriter(
     # 12-§ and 1.1-§; 3-"B" sinf; 3-, 7-, 8-sinf; 10:2=5, 7-3=4.
@@ -101,10 +94,20 @@ rewrite = rewriter(
     (r"(?<=[0-9]) ?: ?(?=[0-9]+ ?=)", lambda _: " boʻlingan "),
     (r"(?<=[0-9]) ?- ?(?=[0-9]+ ?=)", lambda _: " minus "),
     (r"(?<![0-9.,])([0-9]{1,3}(?:\.[0-9]{1,3})+)-([A-Za-z][A-Za-zʻʼ]*)", _section),
-    (rf"{_D}(?P<day>[0-9]{{1,2}})([./-])(?P<month>[0-9]{{1,2}})\2(?P<year>[0-9]{{4}})(?![0-9]){_AFTER}", _date),
-    (rf"{_D}(?P<year>[0-9]{{4}})([./-])(?P<month>[0-9]{{1,2}})\2(?P<day>[0-9]{{1,2}})(?![0-9]){_AFTER}", _date),
-    (rf"(?<![0-9:]){_TIME} ?- ?{_TIME}(?![0-9:])", _hours),
-    (rf"(?<![0-9:]){_TIME}(?::([0-5][0-9]))?(?![0-9:])(?:[ -]?(?P<case>{_CASE})(?![A-Za-zʻʼ]))?", _time),
+    (
+        rf"(?<![0-9.,/-])(?P<day>[0-9]{{1,2}})([./-])(?P<month>[0-9]{{1,2}})\2(?P<year>[0-9]{{4}})(?![0-9]){_AFTER}",
+        _date,
+    ),
+    (
+        rf"(?<![0-9.,/-])(?P<year>[0-9]{{4}})([./-])(?P<month>[0-9]{{1,2}})\2(?P<day>[0-9]{{1,2}})(?![0-9]){_AFTER}",
+        _date,
+    ),
+    (r"(?<![0-9:])([01]?[0-9]|2[0-4]):([0-5][0-9]) ?- ?([01]?[0-9]|2[0-4]):([0-5][0-9])(?![0-9:])", _hours),
+    (
+        r"(?<![0-9:])(?P<hours>[01]?[0-9]|2[0-4]):(?P<minutes>[0-5][0-9])(?::(?P<seconds>[0-5][0-9]))?(?![0-9:])"
+        rf"(?:[ -]?(?P<case>{_CASE})(?![A-Za-zʻʼ]))?",
+        _time,
+    ),
     (r"(?<![0-9:])([0-9]{1,3}):([0-9]{1,3})(?![0-9:])", lambda m: f"{attached(whole(m[1]), 'ga')} {whole(m[2])}"),
     # Karl V, Pyotr I: one letter after a name; II. Jahon urushi: a dot before a numbered noun.
     (r"(?<=[a-zʻʼ]{3} )(?<!-)([IVX])(?![A-Za-zʻʼ.-]| [A-Z])", lambda m: ordinal(str(roman(m[1])))),
