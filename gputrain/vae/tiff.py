@@ -5,6 +5,8 @@ Tags and their values are those of TIFF 6.0 (Adobe, 1992): https://www.adobe.io/
 Shape suffixes: H rows, W columns, S samples of a pixel.
 """
 
+import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +23,7 @@ COLOURS = {WHITE_IS_ZERO: 1, BLACK_IS_ZERO: 1, RGB: 3, SEPARATED: 4}  # Samples 
 UNSIGNED, SIGNED, FLOAT = 1, 2, 3  # SampleFormat
 FORMATS = {UNSIGNED: "unsigned", SIGNED: "signed", FLOAT: "float", 5: "complex", 6: "complex"}
 PREMULTIPLIED, TRANSPARENCY = 1, 2  # ExtraSamples
+REDUCED = 1  # Bit of NewSubfileType.
 ORIENTATION, ICC_PROFILE = 274, 34675
 OTHERS = "save it as a PNG, or as a TIFF with 8-bit samples"
 
@@ -31,8 +34,9 @@ class UnsupportedTiff(Exception):
 
 @dataclass(frozen=True)
 class TiffLayout:
-    """Layout in which a TIFF file stores its first picture."""
+    """Layout in which a TIFF file stores its first picture that is no thumbnail; `page` is its number."""
 
+    page: int
     width: int
     height: int
     bits: int
@@ -49,6 +53,8 @@ class TiffLayout:
     @property
     def pillow_reads(self) -> bool:
         """True if Pillow decodes this layout rightly; found by comparison with files of known content."""
+        if self.page:
+            return False
         if self.sample_format in (SIGNED, FLOAT):
             native = not (self.big_endian and self.compression)
             return (self.bits, self.samples, self.photometric) == (32, 1, BLACK_IS_ZERO) and native
@@ -93,13 +99,15 @@ def read_layout(path: Path) -> TiffLayout | None:
         return None
     from tifffile import TiffFile
 
+    logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # What it says of damaged tags is said by the refusal.
     try:
         with TiffFile(path) as tiff:
-            page: Any = tiff.pages[0]
+            number = first_picture(tiff)
+            page: Any = tiff.pages[number]
             tags = page.tags
             compression = page.compression
             return TiffLayout(
-                page.imagewidth, page.imagelength, int(np.max(page.bitspersample)), page.samplesperpixel,
+                number, page.imagewidth, page.imagelength, int(np.max(page.bitspersample)), page.samplesperpixel,
                 int(np.max(page.sampleformat)), int(page.photometric), page.planarconfig == 2,
                 tuple(map(int, page.extrasamples)), "" if compression == 1 else getattr(compression, "name", "unknown"),
                 tiff.byteorder == ">", tags[ORIENTATION].value if ORIENTATION in tags else 1,
@@ -107,6 +115,13 @@ def read_layout(path: Path) -> TiffLayout | None:
             )  # fmt: skip
     except Exception:  # Damaged tags raise any error in it; Pillow then names the fault, or reads the file.
         return None
+
+
+def first_picture(tiff: Any) -> int:
+    """Returns the number of the first page that is no thumbnail; 0 if all are."""
+    if not tiff.pages[0].subfiletype & REDUCED:
+        return 0
+    return next((n for n in range(1, len(tiff.pages)) if not tiff.pages[n].subfiletype & REDUCED), 0)
 
 
 def check_layout(layout: TiffLayout) -> None:
@@ -119,21 +134,28 @@ def check_layout(layout: TiffLayout) -> None:
 
 
 def decode_tiff(path: Path, layout: TiffLayout) -> Image.Image:
-    """Decodes the first picture of a TIFF file as it is stored, with 8 bits: L, LA, RGB, RGBA or CMYK.
+    """Decodes the picture of a TIFF file as it is stored, with 8 bits: L, LA, RGB, RGBA or CMYK.
 
-    Raises UnsupportedTiff if its layout or its compression is not supported, and errors of tifffile if it is damaged.
+    Raises UnsupportedTiff if its layout or its compression is not supported, OSError if it is damaged.
     """
     from tifffile import TiffFile
 
     check_layout(layout)
     try:
         with TiffFile(path) as tiff:
-            page: Any = tiff.pages[0]
+            page: Any = tiff.pages[layout.page]
+            pieces, end = math.prod(page.chunked), path.stat().st_size
+            stored = list(zip(page.dataoffsets, page.databytecounts, strict=True))
+            whole = len(stored) == pieces or page.is_contiguous
+            if not whole or any(size <= 0 or offset + size > end for offset, size in stored):
+                raise OSError("truncated: parts of the picture are missing")
             values: NDArray[Any] = page.asarray()
-    except (KeyError, ValueError, ImportError) as error:
+    except OSError:
+        raise
+    except Exception as error:
         if "imagecodecs" in str(error):
             raise UnsupportedTiff(f"a TIFF of {layout}, which is not supported: {OTHERS}") from None
-        raise
+        raise OSError(f"{type(error).__name__}: {error}") from None
     if layout.separate and layout.samples > 1:
         values = np.moveaxis(values, 0, -1)
     values_HWS = values.reshape(layout.height, layout.width, layout.samples)

@@ -1,6 +1,7 @@
 """TIFF pictures of every sample format, written by tifffile: decoded rightly, or refused by the name of the format."""
 
 import itertools
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +163,35 @@ def test_a_few_highlights_do_not_darken_a_picture(tmp_path: Path) -> None:
         count = 3 if path.name == "a.tif" else 1
         assert np.abs(levels(path) - (expected if count == 3 else expected[..., 1:2])).max() <= 1
     assert shares_of_white(np.array([0.0, 51.0, 200.0]))[1] == pytest.approx(0.2)
+
+
+@each_row(("u1", "contig"), ("u2", "separate"))
+def test_a_thumbnail_before_the_picture_is_passed_over(tmp_path: Path, dtype: str, planarconfig: str) -> None:
+    picture = planes(sampled(RGB, dtype)) if planarconfig == "separate" else RGB
+    with tifffile.TiffWriter(tmp_path / "a.tif") as writer:
+        for _ in range(2):
+            writer.write(np.zeros((24, 32, 3), np.uint8), photometric="rgb", subfiletype=1)
+        writer.write(picture, photometric="rgb", planarconfig=planarconfig, subfiletype=0)
+    assert (levels(tmp_path / "a.tif") == RGB).all()
+    header = read_header(tmp_path / "a.tif")
+    assert (header.width, header.height) == (64, 48)
+
+
+@each_row(*itertools.product((None, "zlib"), (None, (16, 16))))
+def test_damage_is_found(tmp_path: Path, compression: str | None, tile: tuple[int, int] | None) -> None:
+    how: dict[str, Any] = {"photometric": "rgb", "planarconfig": "separate", "compression": compression, "tile": tile}
+    path = written(tmp_path / "a.tif", planes(sampled(RGB, "u2")), rowsperstrip=None if tile else 8, **how)
+    content = path.read_bytes()
+    cut, changed = content[:-300], bytearray(content)
+    changed[-700] ^= 0xFF
+    for damaged in (cut, bytes(changed)) if compression else (cut,):
+        path.write_bytes(damaged)
+        with pytest.raises(UnusablePicture) as caught:
+            levels(path)
+        assert caught.value.reason == "broken"
+    for place in range(0, 400, 7):  # Any fault in the tags is one of the picture.
+        changed = bytearray(content)
+        changed[place] ^= 0x41
+        path.write_bytes(changed)
+        with suppress(UnusablePicture):
+            levels(path)
