@@ -6,6 +6,7 @@ A training has one stage, unless a schedule of resolutions names several.
 import contextlib
 import logging
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 SIZE_STEP = 64  # Pixels between the image sizes that are proposed.
 FILES = ("lpips_weights", "lpips_sha256")  # Options without an effect on memory.
 MOST_LEFT_OUT = 0.2  # Share of small pictures up to which leaving them out is proposed.
+NAMED = 10  # Files left out that are named one by one.
 LOOKED_AT = 50  # Pictures whose transparency is looked at before training.
 SWITCHES = (
     ("fp32", {"lean": False}, ""),
@@ -305,8 +307,11 @@ def start_linear(recipe: VaeRecipe, group: RankGroup, pictures: Pictures) -> Non
 
 
 def log_training(settings: TrainVae, runtime: Runtime, pictures: Pictures) -> None:
-    for refused in pictures.refused:
+    for refused in pictures.refused[:NAMED]:
         log.warning("%s: %s; left out", refused.path, refused.detail)
+    if more := pictures.refused[NAMED:]:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in Counter(one.reason for one in more).most_common())
+        log.warning("%d more files are left out (%s); gputrain validate names each", len(more), reasons)
     if pictures.shared:
         log.warning("there is only one picture: it is used both for training and for evaluation")
     else:

@@ -32,9 +32,10 @@ from gputrain.vae.latents import LatentScaling
 from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.recipe import VaeRecipe
-from gputrain.vae.work import warn_of_small_pictures
+from gputrain.vae.work import log_training, warn_of_small_pictures
 from tests.comparison import assert_same
 from tests.tables import each_row
+from tests.toy import cpu_runtime
 from tests.training import train_vae
 from tests.vae.test_recipe import SMALL, settings_of
 
@@ -82,6 +83,16 @@ def test_pictures_smaller_than_a_crop_are_said(caplog):
     assert message.startswith(
         "2 of 4 pictures are smaller than a crop of 64 pixels (the smallest has 40) and are enlar"
     )
+
+
+def test_many_files_that_are_left_out_are_named_in_part_and_counted(photographs, tmp_path, caplog):
+    for path in photographs.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    for number in range(13):
+        (tmp_path / f"{number:02}.heic").write_bytes(b"\0\0\0\x18ftypheic" + bytes(20 + number))
+    log_training(settings_of(), cpu_runtime(), open_pictures(tmp_path))
+    assert sum("; left out" in message for message in caplog.messages) == 10
+    assert "3 more files are left out (3 unsupported); gputrain validate names each" in caplog.messages
 
 
 def test_an_unreadable_sample_picture_is_refused_before_the_first_step(photographs, tmp_path):
