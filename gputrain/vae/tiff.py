@@ -106,12 +106,14 @@ def read_layout(path: Path) -> TiffLayout | None:
             page: Any = tiff.pages[number]
             tags = page.tags
             compression = page.compression
+            profile = tags[ICC_PROFILE].value if ICC_PROFILE in tags else None
             return TiffLayout(
-                number, page.imagewidth, page.imagelength, int(np.max(page.bitspersample)), page.samplesperpixel,
-                int(np.max(page.sampleformat)), int(page.photometric), page.planarconfig == 2,
-                tuple(map(int, page.extrasamples)), "" if compression == 1 else getattr(compression, "name", "unknown"),
-                tiff.byteorder == ">", tags[ORIENTATION].value if ORIENTATION in tags else 1,
-                tags[ICC_PROFILE].value if ICC_PROFILE in tags else None,
+                number, int(page.imagewidth), int(page.imagelength), int(np.max(page.bitspersample)),
+                int(page.samplesperpixel), int(np.max(page.sampleformat)), int(page.photometric),
+                int(page.planarconfig or 1) == 2, tuple(map(int, page.extrasamples)),
+                "" if compression == 1 else getattr(compression, "name", "unknown"), tiff.byteorder == ">",
+                int(tags[ORIENTATION].value) if ORIENTATION in tags else 1,
+                profile if isinstance(profile, bytes) else None,
             )  # fmt: skip
     except Exception:  # Damaged tags raise any error in it; Pillow then names the fault, or reads the file.
         return None
