@@ -180,7 +180,7 @@ class Frontend:
 
     def sentences(self, text: str) -> list[str]:
         """Splits a raw text into sentences that are synthesised separately; tags of SSML are removed."""
-        return split_sentences(without_tags(text), LANGUAGES[self.language].abbreviations)
+        return split_sentences(without_tags(text), LANGUAGES[self.language])
 
     def id_map(self) -> dict[str, list[int]]:
         """Returns Piper's phoneme_id_map, from code points to ids, for raw and normalised text.

@@ -5,6 +5,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from gputrain.errors import UserError
 from gputrain.speech.text.unicode_cleanup import JOINERS, tidy_joiners, visible
@@ -21,8 +22,8 @@ class Language:
     letters, including digraphs, for which a table may have another spelling. `readings` maps raw code points (capitals,
     digits, letters of another alphabet) to normalised text, for a reader without a normaliser (stock Piper). `same`
     maps code points of normalised text to others with which they share a symbol. `abbreviations` are words, in lower
-    case and without their final dot, after which a dot does not end a sentence. `endings` is a pattern of those that
-    may follow a foreign word, and `attach` adds one.
+    case and without their final dot, after which a dot does not end a sentence unless one of the words in `starts`
+    follows. `endings` is a pattern of those that may follow a foreign word, and `attach` adds one.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Language:
     readings: Mapping[str, str] = field(default_factory=dict)
     same: Mapping[str, str] = field(default_factory=dict)
     abbreviations: frozenset[str] = frozenset()
+    starts: frozenset[str] = frozenset()
     endings: str = ""
     attach: Callable[[str, str], str] = str.__add__
 
@@ -48,9 +50,45 @@ def rewriter(*rules: Rule) -> Callable[[str], str]:
     return rewrite
 
 
+def with_colons(found: re.Match[str]) -> str:
+    """Returns times with a dot (18.30) as times with a colon."""
+    return re.sub(r"(?<=[0-9])\.(?=[0-9])", ":", found[0])
+
+
+def with_prefixes(units: Mapping[str, Any], prefixes: Mapping[str, str]) -> dict[str, Any]:
+    """Returns units, each with its name or a list of its forms, with and without metric prefixes: kW as kilowatt."""
+    made = dict(units)
+    for prefix, start in prefixes.items():
+        for unit, name in units.items():
+            made[prefix + unit] = [start + one for one in name] if isinstance(name, list) else start + name
+    return made
+
+
 def any_of(words: Iterable[str]) -> str:
     """Returns a pattern of words, which prefers longer ones."""
     return "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
+
+
+_NOTHING = re.compile(r"[\s\"»”)]*$")
+_NEXT_WORD = re.compile(r"[\s\"»”)]+[\"«“(]?([^\W\d_]+)(['ʻʼ]\w+)?(\.?)")
+
+
+def ends_sentence(text: str, place: int, starts: frozenset[str]) -> bool:
+    """Returns True if a dot before a place of the text ends a sentence, although it belongs to an abbreviation: nothing
+    follows, or one of the words in `starts`, which begin sentences and are no names."""
+    following = _NEXT_WORD.match(text, place)
+    if following is None:
+        return _NOTHING.match(text, place) is not None
+    word, rest, dot = following.groups()
+    is_initial = dot and len(word) == 1
+    return not is_initial and (word in starts or word + (rest or "") in starts)
+
+
+def final_dot(found: re.Match[str], starts: frozenset[str], closes: bool = False) -> str:
+    """Returns the dot of an abbreviation if it also ends the sentence; one that `closes` ends it before any capital."""
+    text, end = found.string, found.end()
+    ends = ends_sentence(text, end, starts) or (closes and re.match(r"\s+[\"«(]?[A-ZА-ЯЁ]", text[end : end + 4]))
+    return "." if ends and found[0].endswith(".") else ""
 
 
 def spell_signs(text: str, names: Mapping[str, str]) -> str:

@@ -13,6 +13,7 @@ from gputrain.speech.text.numerals import NUMBER, parse_number
 _INSTALL = "pip install 'gputrain[numbers]'"
 _CODES = {"kk": "kz", "cmn": "zh", "nb": "no"}  # Codes of ISO 639 that num2words has under another name.
 _DECIMAL_POINT = {"en", "zh", "ja", "ko", "th", "he", "hi", "te", "kn", "bn"}
+_LONGEST = 100  # The most digits of a number; longer ones are codes.
 _WRITTEN = re.compile(rf"(?<![0-9])(?P<sign>(?<![^\s(])[-−])?(?P<number>{NUMBER})")
 _OTHER_DIGIT = re.compile(r"(?![0-9])\d")
 
@@ -56,8 +57,8 @@ def with_number_words(text: str, language: str) -> str:
 
     def spoken(found: re.Match[str]) -> str:
         parsed = parse_number(found["number"], decimal)
-        value = float(f"{parsed.whole}.{parsed.fraction}") if parsed.fraction else int(parsed.whole)
-        is_code = parsed.whole.startswith("0") and len(parsed.whole) > 1
+        is_code = (parsed.whole.startswith("0") and len(parsed.whole) > 1) or len(parsed.whole) > _LONGEST
+        value = 0 if is_code else float(f"{parsed.whole}.{parsed.fraction}") if parsed.fraction else int(parsed.whole)
         words = "" if is_code else _words(-value if found["sign"] else value, name)
         return f" {words or ' '.join(_words(int(digit), name) or digit for digit in parsed.whole + parsed.fraction)} "
 

@@ -21,21 +21,28 @@ _NAMES = (
     "speak|voice|lang|p|s|break|prosody|emphasis|say-as|sub|phoneme|token|w|mark|audio|desc|lexicon|lookup|meta|metadata"
     r"|par|seq|media|(?:amazon|mstts|google):[a-z-]+"
 )
-_SUBSTITUTE = re.compile(r"<sub\s[^<>]*?alias\s*=\s*([\"'])(?P<alias>[^<>]*?)\1[^<>]*>[^<>]*</sub\s*>", re.IGNORECASE)
-_TAG = re.compile(rf"<!--.*?-->|<[?!][^<>]*>|<(?P<end>/?)(?P<name>{_NAMES})(?:\s[^<>]*)?/?>", re.IGNORECASE | re.DOTALL)
+_SUBSTITUTE = re.compile(
+    r"<sub\s[^<>]{0,99}?alias\s{0,9}=\s{0,9}([\"'])(?P<alias>[^<>]{0,300}?)\1[^<>]{0,99}>[^<>]*</sub\s*>", re.IGNORECASE
+)
+_MOST_NESTED = 5  # Tags within tags that are removed, one level at a time.
+_TAG = re.compile(
+    rf"<!--(?:(?!-->|<!--).)*-->|<[?!][^<>]*>|<(?P<end>/?)(?P<name>{_NAMES})(?:\s[^<>]*)?/?>", re.IGNORECASE | re.DOTALL
+)
 _ENTITIES = {"&amp;": "&", "&quot;": '"', "&apos;": "'", "&lt;": " ", "&gt;": " "}
 
 
 def without_tags(text: str) -> str:
     """Returns a text without the tags of SSML, and with its entities as characters; other text stays as it is."""
-    if "<" not in text:
-        return text
-    plain, count = _TAG.subn(_spoken, _SUBSTITUTE.sub(lambda found: found["alias"], text))
-    if not count and plain == text:
-        return text
-    for entity, char in _ENTITIES.items():
-        plain = plain.replace(entity, char)
-    return without_tags(plain)
+    for _ in range(_MOST_NESTED):
+        if "<" not in text:
+            return text
+        plain, count = _TAG.subn(_spoken, _SUBSTITUTE.sub(lambda found: found["alias"], text))
+        if not count and plain == text:
+            return text
+        for entity, char in _ENTITIES.items():
+            plain = plain.replace(entity, char)
+        text = plain
+    return text.replace("<", " ")
 
 
 def _spoken(found: re.Match[str]) -> str:

@@ -9,6 +9,8 @@ APOSTROPHES = "'ʻʼ‘’‛`´ʹʽʾʿˈ′‵＇ꞌ"
 _APOSTROPHES = str.maketrans(dict.fromkeys(APOSTROPHES, "'"))
 _DASHES = str.maketrans({**dict.fromkeys("‐‑‒–−⁃－", "-"), "—": " - ", "―": " - ", "⁄": "/", "∕": "/"})
 _FRACTIONS = re.compile(r"[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]")
+_POWER = re.compile(r"(?<![^\W\d_]{3})(?<=[\w)])[⁺⁻]?(?:[⁰¹²³⁴-⁹]+|ⁿ)")
+_SQUARE_UNIT = re.compile(r"(?:^|[0-9/ ])(?:[mcdk]?m|sm|s|ft|in|yd|mi|[мсдк]?м|с)$")
 _BRACKETS = str.maketrans(dict.fromkeys("()[]{}", ","))
 _PAUSE = re.compile(r"[ !,\-.:;?]+")
 _CONTROLS = re.compile("[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f]")  # Without those that are spaces.
@@ -48,12 +50,19 @@ def unify_characters(text: str) -> str:
     text = unicodedata.normalize("NFC", _CONTROLS.sub("", text))
     if text.isascii():
         return " ".join(text.replace("`", "'").split())
-    text = _FRACTIONS.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text.translate(_APOSTROPHES))
+    text = _POWER.sub(_power, text.translate(_APOSTROPHES))
+    text = _FRACTIONS.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text)
     # Cf are zero-width characters; NFKC would replace № by No.
     plain = "".join(char if char in "№" else unicodedata.normalize("NFKC", char) for char in text)
     kinds = ((char, unicodedata.category(char)) for char in plain)
     digits = "".join(str(unicodedata.decimal(char)) if kind == "Nd" else char for char, kind in kinds if kind != "Cf")
     return " ".join(unicodedata.normalize("NFC", digits.translate(_APOSTROPHES).translate(_DASHES)).split())
+
+
+def _power(found: re.Match[str]) -> str:
+    """Returns x² as x^2, and m² as the unit m2."""
+    is_unit = found[0] in "²³" and _SQUARE_UNIT.search(found.string[max(0, found.start() - 4) : found.start()])
+    return ("" if is_unit else "^") + unicodedata.normalize("NFKC", found[0]).replace("−", "-")
 
 
 def keep_letters(text: str, letters: str) -> str:

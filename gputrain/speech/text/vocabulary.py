@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from gputrain.errors import UserError
 from gputrain.speech.text.frontend import LANGUAGES
+from gputrain.speech.text.language import CHARACTERS
 from gputrain.speech.text.plain import WITHIN_WORDS, plain_words, rules_of
 from gputrain.speech.text.raw import RawRules, without_tags
 from gputrain.speech.text.sentences import split_sentences
@@ -83,8 +84,7 @@ class Vocabulary:
 
     def sentences(self, text: str) -> list[str]:
         """Splits a raw text into sentences."""
-        rules = rules_of(self.language)
-        return split_sentences(without_tags(text), LANGUAGES[rules].abbreviations if rules else frozenset())
+        return split_sentences(without_tags(text), LANGUAGES[rules_of(self.language) or CHARACTERS.name])
 
     def to_json(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("language", *PLACES, "upper")}

@@ -16,6 +16,21 @@ from tests.tables import each_row
     ("ru", "Это ул. Ленина. Да.", ["Это ул. Ленина.", "Да."]),
     ("uz", "“Keldi.” Ketdi.", ["“Keldi.”", "Ketdi."]),
     ("uz", " \n ", []),
+    # The dot of an abbreviation, an initial or a numeral also ends a sentence before a word that begins sentences.
+    (
+        "en",
+        "She left at 5 p.m. He works at Acme Inc. It is big.",
+        ["She left at 5 p.m.", "He works at Acme Inc.", "It is big."],
+    ),
+    ("en", "It was I. He and J. K. Rowling met Dr. Brown.", ["It was I.", "He and J. K. Rowling met Dr. Brown."]),
+    ("en", "Take vitamin C. I'm fine.", ["Take vitamin C.", "I'm fine."]),
+    (
+        "ru",
+        "Он жил в 1950 г. Потом уехал. В 1961 г. Гагарин.",
+        ["Он жил в 1950 г.", "Потом уехал.", "В 1961 г. Гагарин."],
+    ),
+    ("ru", "Группа А. Она и А. С. Пушкин.", ["Группа А.", "Она и А. С. Пушкин."]),
+    ("uz", "Narxi 5 mln. Bu B. U va A. Navoiy.", ["Narxi 5 mln.", "Bu B.", "U va A. Navoiy."]),
     ("characters", "今日は。「はい。」明日！", ["今日は。", "「はい。」", "明日！"]),
     ("characters", "नमस्ते। आप कैसे हैं? خوب۔ ہاں", ["नमस्ते।", "आप कैसे हैं?", "خوب۔", "ہاں"]),
 )

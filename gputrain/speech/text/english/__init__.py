@@ -4,7 +4,7 @@ import re
 import unicodedata
 
 from gputrain.speech.text.english import dates, quantities
-from gputrain.speech.text.english.abbreviations import ABBREVIATIONS, LATIN, expand, spell_capitals
+from gputrain.speech.text.english.abbreviations import ABBREVIATIONS, LATIN, STARTS, expand, spell_capitals
 from gputrain.speech.text.english.numbers import SMALL, WORDS
 from gputrain.speech.text.language import Language, any_of, spell_signs
 from gputrain.speech.text.unicode_cleanup import APOSTROPHES, keep_letters, unify_characters
@@ -42,5 +42,7 @@ ENGLISH = Language(
     readings=dict.fromkeys(APOSTROPHES, "'")
     | {str(digit): word + " " for digit, word in enumerate(SMALL[:10])}
     | {"…": "...", "–": "-", "—": "-", "&": "and", "%": " percent", "(": ",", ")": ","},
-    abbreviations=frozenset(ABBREVIATIONS) - {"etc", "no", "min", "max", "est", "sen", "rep"} | LATIN.keys(),
+    abbreviations=frozenset(ABBREVIATIONS) - {"no", "min", "max", "est", "sen", "rep", *WORDS["closing"]}
+    | LATIN.keys(),
+    starts=STARTS,
 )

@@ -3,23 +3,19 @@
 import re
 
 from gputrain.speech.text.english.numbers import WORDS, cardinal, ordinal
-from gputrain.speech.text.language import ADDRESS, any_of, rewriter, spoken_address
+from gputrain.speech.text.language import ADDRESS, any_of, ends_sentence, final_dot, rewriter, spoken_address
 from gputrain.speech.text.numerals import roman
 
 ABBREVIATIONS: dict[str, str] = WORDS["abbreviations"]
 LATIN: dict[str, str] = WORDS["latin"]
 _NUMBERED, _STREETS = WORDS["numbered"], WORDS["streets"]
 _AFTER, _BEFORE = WORDS["after_names"], WORDS["before_names"]
-_ALWAYS = ABBREVIATIONS.keys() - {
-    "no",
-    "st",
-    "dr",
-    "min",
-    "max",
-    *_AFTER,
-    *_BEFORE,
-    *(_NUMBERED.keys() - {"tel", "apt"}),
-}
+_ALWAYS = (
+    ABBREVIATIONS.keys() - {"no", "st", "dr", "min", "max", *_AFTER, *_BEFORE} - (_NUMBERED.keys() - {"tel", "apt"})
+)
+STARTS = frozenset(WORDS["sentence_starts"])
+# After p.m. a day, a month or a time zone begins no sentence.
+_DATES = re.compile(rf" (?:(?i:{any_of(WORDS['days'] + WORDS['months'])})|[A-Z]{{2,4}})\b")
 _NAME = r"(?:[A-Z][a-z']+|[0-9]+(?:st|nd|rd|th))"
 _WORDS_IN_CAPITALS, _SPELLED = frozenset(WORDS["words_in_capitals"]), frozenset(WORDS["spelled"])
 _CAPITALS = re.compile(r"(?<![A-Za-z'])([A-Z]{2,6})('?s)?(?![A-Za-z]|'[A-Za-z])")
@@ -29,8 +25,9 @@ _NOUNS, _RULERS, _TITLES = (frozenset(WORDS[name]) for name in ("numbered_nouns"
 
 
 def _ends(found: re.Match[str]) -> str:
-    """Returns the dot of an abbreviation that also ends the text."""
-    return "." if found[0].endswith(".") and not found.string[found.end() :].strip() else ""
+    """Returns the dot of an abbreviation that also ends the sentence."""
+    closes = found[0].rstrip(".").split(" ")[-1].lower() in WORDS["closing"]
+    return final_dot(found, STARTS, closes and not _DATES.match(found.string, found.end()))
 
 
 def _full(found: re.Match[str]) -> str:
@@ -38,7 +35,19 @@ def _full(found: re.Match[str]) -> str:
 
 
 def _street(found: re.Match[str]) -> str:
+    """Returns Baker St. as street; before another name the abbreviation is a title or a saint, also in The Dr. said."""
+    is_before_name = re.match(" ?[A-Z][a-z]", found.string[found.end() : found.end() + 3])
+    if found[1] in STARTS or (is_before_name and not ends_sentence(found.string, found.end(), STARTS)):
+        return found[0]
     return f"{found[1]} {_STREETS[found[2].lower()]}{_ends(found)}"
+
+
+def _initial(found: re.Match[str]) -> str:
+    """Returns the letter of an initial; not of a numeral or a name (War I., plan B.) at the end of a sentence."""
+    before = re.search("([a-z]+) $", found.string[max(0, found.start() - 15) : found.start()])
+    if (before and before[1] in _NOUNS) or ends_sentence(found.string, found.start() + 2, STARTS):
+        return found[0]
+    return f"{found[1].lower()} "
 
 
 def _label(label: str, is_last: bool) -> str:
@@ -71,23 +80,23 @@ expand = rewriter(
     # e.g., i.e., p.m., Ph.D.; U.S.A. and initials (J. K. Rowling) become letters.
     (rf"(?<![A-Za-z.])(?i:({any_of(LATIN)}))\.(?![A-Za-z])", lambda m: LATIN[m[1].lower()] + _ends(m)),
     (r"(?<![A-Za-z.])(?:[A-Z]\.){2,}", lambda m: " ".join(m[0].replace(".", "").lower()) + _ends(m)),
-    (r"(?<![A-Za-z.'])([A-Z])\. ?(?=[A-Z](?:\.|[a-z]))", lambda m: f"{m[1].lower()} "),
+    (r"(?<![A-Za-z.'])([A-Z])\. ?(?=[A-Z](?:\.|[a-z]))", _initial),
     # St. and Dr. after a name, and not before one, belong to a street: Baker St., Elm Dr.
-    (rf"({_NAME}) (St|Dr|Ct|Pl|Sq)\.(?! ?[A-Z][a-z])", _street),
-    (rf"([0-9][0-9A-Z]* {_NAME}) (St|Dr|Ct|Pl|Sq)\.", _street),
+    (rf"(?<![0-9A-Za-z'])({_NAME}) (St|Dr|Ct|Pl|Sq)\.", _street),
+    (rf"(?<![0-9A-Za-z'])({_NAME}) (St|Dr)(?![A-Za-z.'])(?! [A-Z])", _street),
+    (rf"(?<![0-9A-Za-z])([0-9][0-9A-Z]* {_NAME}) (St|Dr|Ct|Pl|Sq)\.", _street),
     (rf"(?<=[a-z'] )({any_of(word.capitalize() for word in _AFTER)})\.", _full),
+    (rf"(?<=[a-z'] )({any_of(WORDS['after_names_without_dot'])})(?![A-Za-z.'])", _full),
     (rf"\b([Ss]t|[Dd]r|{any_of(word.capitalize() for word in _BEFORE)})\.(?= ?[A-Z])", _full),
+    (rf"\b({any_of(WORDS['titles_without_dot'])})(?= [A-Z][a-z'])", _full),
     # p. 5, pp. 12-15, No. 7, vol. 3, Fig. 2; a Roman numeral may follow, too.
-    (
-        rf"\b((?i:{any_of(_NUMBERED)}))\. ?(?=[0-9]|[IVXLC]+\b)",
-        lambda m: _NUMBERED[m[1].lower()] + " ",
-    ),
+    (rf"\b((?i:{any_of(_NUMBERED)}))\. ?(?=[0-9]|[IVXLC]+\b)", lambda m: _NUMBERED[m[1].lower()] + " "),
     (rf"\b((?i:{any_of(_ALWAYS)}))\.", _full),
     # Louis XIV, Pope John Paul II, Chapter ix, § vi, World War I; XIX century.
     (r" ?§+ ?(?=[IVXivx])", lambda m: " section "),
     (
         r"\b((?:(?:King|Queen|Pope|Emperor|Empress|Tsar|Prince|Princess|Sultan|Duke) (?:[A-Z][a-z]+ )?)?[A-Z]?[a-z]+ )"
-        r"([IVXLC]{1,7}|[ivxl]{2,7}|[IVX][ivx]{1,6})(?![A-Za-z'.])( [a-z]+)?",
+        r"([IVXLC]{1,7}|[ivxl]{2,7}|[IVX][ivx]{1,6})(?!\.?[A-Za-z]|'(?!s\b))( [a-z]+)?",
         _roman,
     ),
     (r"\b([IVX]{1,6})(?= centur)", lambda m: ordinal(roman(m[1])) if roman(m[1]) else m[0]),

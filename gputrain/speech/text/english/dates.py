@@ -8,9 +8,15 @@ from gputrain.speech.text.language import any_of, rewriter
 MONTHS: list[str] = WORDS["months"]
 _SHORT: dict[str, str] = WORDS["month_abbreviations"]
 _MONTH = "(?i:" + any_of([*MONTHS, *_SHORT]) + ")"
+_SHORT_DAYS = {day[:length].capitalize(): day for day in WORDS["days"] for length in (3, 4, 5) if length < len(day) - 2}
+_ANY = rf"({any_of(_SHORT_DAYS)}|{_MONTH})\.?"
+_DATE = rf"(?:{_MONTH}\.? [0-9]{{1,2}}|[0-9]{{1,2}} {_MONTH}\.?)"
+_YEAR = r"(?:,? (?P<year>[0-9]{4})(?![0-9]))?"
 _START = r"(?<![0-9A-Za-z.,])"
-_END = r"(?:st|nd|rd|th)?(?![0-9A-Za-z:]|[.,][0-9])"
-_HALF = r"(?: ?([apAP])\.? ?[mM]\b\.?)"
+_TH = r"(?:st|nd|rd|th)?"
+_END = rf"{_TH}(?![0-9A-Za-z:]|[.,][0-9])"
+_DAYS = rf"(?P<day>[0-9]{{1,2}})(?:{_TH} ?- ?(?P<last>[0-9]{{1,2}}))?"
+_HALF = r"(?: ?([apAP])\.? ?[mM]\b)"
 
 
 def _numeric(found: re.Match[str]) -> str:
@@ -25,7 +31,8 @@ def _named(found: re.Match[str]) -> str:
     name = found["month"].lower()
     if not 1 <= int(found["day"]) <= 31:
         return found[0]
-    said = f"{_SHORT.get(name, name)} {ordinal(int(found['day']))}"
+    last = f" to {ordinal(int(found['last']))}" if found["last"] else ""
+    said = f"{_SHORT.get(name, name)} {ordinal(int(found['day']))}{last}"
     return f"{said}, {year(int(found['year']))}" if found["year"] else said
 
 
@@ -49,21 +56,29 @@ def _decade(words: str) -> str:
     return words[:-1] + "ies" if words.endswith("y") else words + "s"
 
 
+def _in(found: re.Match[str]) -> str:
+    return f"{found[1]} {year(int(found[2]))}"
+
+
 rewrite = rewriter(
-    (rf"{_START}(?P<year>[0-9]{{4}})-(?P<month>[0-9]{{2}})-(?P<day>[0-9]{{2}})(?![0-9])", _numeric),
-    (rf"{_START}(?P<year>[0-9]{{4}})/(?P<month>[0-9]{{1,2}})/(?P<day>[0-9]{{1,2}})(?![0-9])", _numeric),
+    # Durations, whose m is a minute: 2h 30m, 5m 30s, 3d 4h.
+    (r"(?<=[0-9]) ?d ?(?=[0-9]{1,2} ?h)", lambda _: " days "),
+    (r"(?<=[0-9]) ?m ?([0-9]{1,2}) ?s(?![A-Za-z0-9])", lambda m: f" min {m[1]} sec"),
+    (r"(?<=[0-9]) ?h(?:rs?)? ?([0-9]{1,2}) ?m(?:ins?)?(?![A-Za-z0-9])", lambda m: f" h {m[1]} min"),
+    # Ranges of days and of months: Mon-Fri, Jan-Mar, May 30 - June 2; Sat 10:00.
+    (rf"\b{_ANY} ?- ?{_ANY}(?![A-Za-z]| ?[0-9]{{1,2}}(?![0-9:]))", lambda m: f"{_name(m[1])} to {_name(m[2])}"),
+    (rf"\b({any_of(_SHORT_DAYS)})\.?,?(?= [0-9]{{1,2}}:)", lambda m: _name(m[1])),
+    (rf"\b({_DATE}) ?- ?(?={_DATE}(?![A-Za-z0-9]))", lambda m: f"{m[1]} to "),
+    (rf"{_START}(?P<year>[0-9]{{4}})([/-])(?P<month>[0-9]{{1,2}})\2(?P<day>[0-9]{{1,2}})(?![0-9])", _numeric),
     (rf"{_START}(?P<month>[0-9]{{1,2}})/(?P<day>[0-9]{{1,2}})/(?P<year>[0-9]{{4}})(?![0-9])", _numeric),
     (rf"{_START}(?P<day>[0-9]{{1,2}})\.(?P<month>[0-9]{{1,2}})\.(?P<year>[0-9]{{4}})(?![0-9])", _numeric),
     # July 4, 1776; Jan. 1; 5 May 2020; the 1st of April stays in this order.
-    (rf"\b(?P<month>{_MONTH})\.? (?P<day>[0-9]{{1,2}}){_END}(?:,? (?P<year>[0-9]{{4}})(?![0-9]))?", _named),
+    (rf"\b(?P<month>{_MONTH})\.? {_DAYS}{_END}{_YEAR}", _named),
     (rf"(?<![A-Za-z])([Tt]he [0-9]{{1,2}}(?:st|nd|rd|th)) (?={_MONTH}\b)", lambda m: f"{m[1]} of "),
-    (
-        rf"(?<![Tt]he ){_START}(?P<day>[0-9]{{1,2}})(?:st|nd|rd|th)? (?P<month>{_MONTH})\b\.?"
-        r"(?:,? (?P<year>[0-9]{4})(?![0-9]))?",
-        _named,
-    ),
+    (rf"(?<![Tt]he ){_START}{_DAYS}{_TH} (?P<month>{_MONTH})\b\.?{_YEAR}", _named),
     # Ranges of times and of decades: 2pm-5pm, 9:00 am - 5:00 pm, 1960s-80s.
     (r"(?<=[0-9mM.]) ?- ?(?=[0-9]{1,2}(?::[0-9]{2})? ?[ap]\.?m\b)", lambda _: " to "),
+    (r"(?<=:[0-5][0-9]) ?- ?(?=[0-9]{1,2}:[0-9]{2})", lambda _: " to "),
     (r"(?<=[0-9]0s)-(?=[0-9]{2,4}s\b)", lambda _: " to "),
     # 10:30, 10:30:15, 9:30 am, 6 p.m.
     (rf"(?<![0-9:.])([01]?[0-9]|2[0-3]):([0-5][0-9])(?::([0-5][0-9]))?(?![0-9:]){_HALF}?", _time),
@@ -73,20 +88,19 @@ rewrite = rewriter(
     (r"(?<![0-9A-Za-z.,$])'?([2-9]0)'?s\b", lambda m: _decade(cardinal(int(m[1])))),
     (r"(?<![0-9A-Za-z'])'([0-9]{2})(?![0-9A-Za-z']|[.,:%][0-9])", lambda m: pair(int(m[1]))),
     # A year stands alone, or before an era, or in 1066; 1939-1945 is a range.
-    (r"(?<![0-9A-Za-z.,$€£/-])([12][0-9]{3})-((?:1[0-9]|20)[0-9]{2})(?![0-9-])", lambda m: _years(m[1], m[2])),
+    (
+        r"(?<![0-9A-Za-z.,$€£/-])([12][0-9]{3})-((?:1[0-9]|20)[0-9]{2})(?![0-9-])",
+        lambda m: f"{year(int(m[1]))} to {year(int(m[2]))}",
+    ),
     (
         r"(?<![0-9A-Za-z.,$€£/-])(1[1-9][0-9]{2}|20[0-9]{2})-([0-9]{2})(?![0-9A-Za-z-]|[.,/:][0-9])",
         lambda m: _short_years(m),
     ),
-    (r"\b((?i:in|year|since|by|until|before|after|from|of)) (10[0-9]{2})(?![0-9A-Za-z,.:]|-[0-9])", lambda m: _in(m)),
+    (r"\b((?i:in|year|since|by|until|before|after|from|of)) (10[0-9]{2})(?![0-9A-Za-z]|[.,:-][0-9])", _in),
     (r"(?<![0-9A-Za-z.,$€£:/#-])(1[1-9][0-9]{2}|20[0-9]{2})(?![0-9A-Za-z]|[.,:/-][0-9])", lambda m: year(int(m[1]))),
     (r"(?<![0-9A-Za-z.,])([0-9]{1,4})(?= (?:BC|AD|BCE|CE)\b)", lambda m: whole(m[1])),
-    (rf"\b(?P<month>(?i:{any_of(_SHORT.keys() - {'mar', 'sep'})}))\.(?= ?(?:$|[0-9a-z,]))", lambda m: _month(m)),
+    (rf"\b((?i:{any_of(_SHORT.keys() - {'mar', 'sep'})}))\.(?= ?(?:$|[0-9a-z,]))", lambda m: _name(m[1])),
 )
-
-
-def _years(first: str, last: str) -> str:
-    return f"{year(int(first))} to {year(int(last))}"
 
 
 def _short_years(found: re.Match[str]) -> str:
@@ -96,9 +110,6 @@ def _short_years(found: re.Match[str]) -> str:
     return f"{year(int(found[1]))} to {cardinal(int(found[2]))}"
 
 
-def _in(found: re.Match[str]) -> str:
-    return f"{found[1]} {year(int(found[2]))}"
-
-
-def _month(found: re.Match[str]) -> str:
-    return _SHORT[found["month"].lower()]
+def _name(word: str) -> str:
+    """Returns the name of a day or a month."""
+    return _SHORT_DAYS.get(word) or _SHORT.get(word.lower(), word)

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Mapping
 
-from gputrain.speech.text.language import ADDRESS, any_of, rewriter, spoken_address
-from gputrain.speech.text.russian.grammar import inflected
-from gputrain.speech.text.russian.numbers import WORDS
+from gputrain.speech.text.language import ADDRESS, any_of, ends_sentence, final_dot, rewriter, spoken_address
+from gputrain.speech.text.russian.grammar import agreed_case, inflected, noun
+from gputrain.speech.text.russian.numbers import CASES, WORDS
 
 ABBREVIATIONS: dict[str, str] = WORDS["abbreviations"]
 BEFORE_NUMBERS: dict[str, str] = WORDS["before_numbers"]
@@ -14,6 +14,9 @@ LATIN: dict[str, str] = WORDS["latin"]
 _LETTERS, _LATIN_NAMES = WORDS["letter_names"], WORDS["latin_names"]
 _READINGS: dict[str, str] = WORDS["readings"]
 _WORDS_IN_CAPITALS = frozenset(WORDS["words_in_capitals"] + WORDS["words_for_emphasis"])
+STARTS = frozenset(WORDS["sentence_starts"])
+_UNIT_FOLLOWS = re.compile(r"[0-9]{1,3} ?(?:мин|м|сек|с|кг|г|см|мм|ц)(?![А-Яа-яЁё])")
+_VARIABLES = {"x": "икс", "y": "игрек", "z": "зет"}
 _LATIN_LETTERS = re.compile(any_of(LATIN))
 _CAPITALS = re.compile(r"(?<![А-Яа-яЁё])([А-ЯЁ]{2,6})(?![А-Яа-яЁё])")
 _VOWELS = frozenset("АЕЁИОУЫЭЮЯ")
@@ -30,17 +33,41 @@ _ALONE: dict[str, str] = WORDS["without_number"]
 _BY_LETTERS = {word.replace(" ", ""): said for word, said in (ABBREVIATIONS | _ALONE).items()}
 
 
+def _follows_number(text: str, place: int) -> bool:
+    return re.search("[0-9] ?$", text[max(0, place - 2) : place]) is not None
+
+
 def _full(found: re.Match[str]) -> str:
     """Returns an abbreviation in words; its dot is kept if it also ends the sentence."""
+    if found[0][:-1] in WORDS["units"] and _follows_number(found.string, found.start()):
+        return found[0]  # 180 см. is a length, см. рис. 5 a reference.
     said = _BY_LETTERS[found[0].lower().replace(" ", "")]
-    closes = r"\s*$|\s+[А-ЯЁ]" if said in WORDS["closing"] else r"\s*$"
-    ends = found[0].endswith(".") and re.match(closes, found.string[found.end() :])
-    return said + ("." if ends else "")
+    return said + final_dot(found, STARTS, said in WORDS["closing"])
+
+
+def _initials(found: re.Match[str]) -> str:
+    """Returns the letters of initials: В.В. Путин; not of a name at the end of a sentence (группа А. Она)."""
+    letters = re.findall("[А-ЯЁ]", found[0])
+    if len(letters) == 1 and ends_sentence(found.string, found.start() + 2, STARTS):
+        return found[0]
+    return " ".join(_LETTERS[letter.lower()] for letter in letters) + " "
+
+
+def _saint(found: re.Match[str]) -> str:
+    """Returns св. in the gender and case of its name: храм св. Николая."""
+    name = noun(found["name"].lower())
+    if name is None or not name.singular:
+        return f"святой {found['name']}"
+    case = agreed_case(found.string, found.start(), name.singular - ({"accs"} if "gent" in name.singular else set()))
+    ending = WORDS["ordinal_endings"]["femn" if name.gender == "femn" else "masc"][CASES.index(case)]
+    return f"свят{'ой' if ending == 'ый' else ending} {found['name']}"
 
 
 def _with_preposition(found: re.Match[str], words: Mapping[str, str]) -> str:
     """Returns город, страница, ... in the case of its preposition: в г. Москве, на стр. 5."""
     word, before = words[found["short"].lower()], (found["before"] or "").lower()
+    if _UNIT_FOLLOWS.match(found.string, found.end()) and _follows_number(found.string, found.start("short")):
+        return found[0]  # 19 ч. 38 мин. is a time.
     case = WORDS["place_cases"].get(before)
     said = inflected(word, case, "sing") if case else word
     return f"{found['before'] + ' ' if found['before'] else ''}{said} "
@@ -59,14 +86,14 @@ expand = rewriter(
         rf"(?i:(?P<short>{any_of(BEFORE_NUMBERS)})) ?(?=[0-9+(]|[IVX]+\b)",
         lambda m: _with_preposition(m, BEFORE_NUMBERS),
     ),
+    (r"(?<![А-Яа-яЁё.])(?:[А-ЯЁ]\. ?){1,3}(?=[А-ЯЁ][а-яё])|(?<=[а-яё] )(?:[А-ЯЁ]\. ?){2}(?![А-Яа-яЁё])", _initials),
+    (r"(?<![А-Яа-яЁё])[Сс]в\. ?(?P<name>[А-ЯЁ][а-яё]+)", _saint),
     (rf"{_START}(?i:{_pattern(ABBREVIATIONS)}){_STOP}", _full),
     (
         r"(?:(?<![А-Яа-яЁё])(?P<before>[А-Яа-яЁё]{1,6}) )?(?<![А-Яа-яЁё0-9.-])(?<![0-9] )"
         rf"(?P<short>{any_of(BEFORE_NAMES)}) ?(?=[А-ЯЁ])",
         lambda m: _with_preposition(m, BEFORE_NAMES),
     ),
-    # Initials: А. С. Пушкин; «Б» класс.
-    (r"(?<![А-Яа-яЁё.])([А-ЯЁ])\. ?(?=[А-ЯЁ](?:\.|[а-яё]))", lambda m: f"{_LETTERS[m[1].lower()]} "),
     (r"(?<=[«\"“])([А-ЯЁ])(?=[»\"”])", lambda m: _LETTERS[m[1].lower()]),
     (r"(?<![А-Яа-яЁё])([БГДЖЗЛМНПРТФХЦЧШЩ])(?![А-Яа-яЁё.-])", lambda m: _LETTERS[m[1].lower()]),
 )
@@ -100,7 +127,7 @@ def _letters(found: re.Match[str]) -> str:
 
 def cyrillic(text: str) -> str:
     """Returns Latin words in Cyrillic letters: abbreviations by the English names of their letters, others by sound."""
-    text = re.sub(r"(?<![A-Za-z])([xXyY])(?![A-Za-z])", lambda m: {"x": "икс", "y": "игрек"}[m[1].lower()], text)
+    text = re.sub(r"(?<![A-Za-z])([xyzXYZ])(?![A-Za-z])", lambda m: _VARIABLES[m[1].lower()], text)
     text = re.sub(r"(?<![A-Za-z])([A-Z]{1,6})(?![A-Za-z])", _latin_letters, text)
     return re.sub("[A-Za-z]+", lambda m: _LATIN_LETTERS.sub(lambda one: LATIN[one[0]], m[0].lower()), text)
 

@@ -2,8 +2,10 @@
 
 import re
 
-from gputrain.speech.text.language import any_of, rewriter
-from gputrain.speech.text.numerals import roman
+from gputrain.speech.text.language import any_of, final_dot, rewriter, with_colons
+from gputrain.speech.text.numerals import CLOCK, roman
+from gputrain.speech.text.russian import grammar
+from gputrain.speech.text.russian.abbreviations import STARTS
 from gputrain.speech.text.russian.grammar import agreed_case, following_noun, governed, noun
 from gputrain.speech.text.russian.numbers import WORDS, cardinal, compound, ordinal
 
@@ -19,9 +21,10 @@ _CENTURY_WORDS = {"век": "nomn", "века": "gent", "веке": "loct", "в�
                   "веках": "loct", "веками": "ablt", "векам": "datv"}  # fmt: skip
 _YEAR_FORMS = {"nomn": "год", "accs": "год", "gent": "года", "loct": "году", "datv": "году", "ablt": "годом"}
 _YEARS_FORMS = {"nomn": "годы", "accs": "годы", "gent": "годов", "loct": "годах", "datv": "годам", "ablt": "годами"}
-_CENTURY_FORMS = {"nomn": "век", "accs": "век", "gent": "века", "loct": "веке", "datv": "веку", "ablt": "веком"}
-_CENTURIES_FORMS = {"nomn": "века", "accs": "века", "gent": "веков", "loct": "веках", "datv": "векам", "ablt": "веками"}
+# What follows a number with a dot that is no time.
+_NO_TIME = r"(?! ?(?:раз|руб|км|кг|м|см|мм|г|т|л|тыс|млн|млрд|балл|процент|градус|[%$€°])(?![а-яё]{4})|[0-9])"
 _NUMBERED = frozenset(WORDS["numbered_nouns"])
+_NOTHING_OR_DASH = re.compile(r"\W*$| [—-]")
 _BEFORE_DATE = re.compile(r"([А-Яа-яЁё]+)[ —-]*$")
 
 
@@ -31,12 +34,17 @@ def _day_case(found: re.Match[str]) -> str:
     allowed = governed(found.string, found.start())
     if allowed:
         return "gent" if allowed[0] == "gent" else "accs" if "accs" in allowed else allowed[0]
-    before = _BEFORE_DATE.search(found.string, 0, found.start())
-    is_bare = not found.string[: found.start()].strip() and re.match(r"\W*$| [—-]", found.string[found.end() :])
+    before = _BEFORE_DATE.search(found.string, max(0, found.start() - 30), found.start())
+    is_bare = not found.string[: found.start()].strip() and _NOTHING_OR_DASH.match(found.string, found.end())
     has_year = "year" in found.groupdict() and found["year"]
     if (before and before[1].lower() in WORDS["date_is"]) or (is_bare and not has_year):
         return "nomn"
     return "gent"
+
+
+def _dot(found: re.Match[str]) -> str:
+    """Returns the dot of г. or в. if it also ends the sentence, which has a verb before if any capital follows."""
+    return final_dot(found, STARTS, found[0].endswith(".") and grammar.has_verb(found.string, found.start()))
 
 
 def _date(found: re.Match[str]) -> str:
@@ -44,7 +52,7 @@ def _date(found: re.Match[str]) -> str:
     if not (1 <= day <= 31 and 1 <= month <= 12):
         return found[0]
     year = ordinal(int(found["year"]), "masc", "gent")
-    return f"{ordinal(day, 'neut', _day_case(found))} {MONTHS[month - 1]} {year} года"
+    return f"{ordinal(day, 'neut', _day_case(found))} {MONTHS[month - 1]} {year} года{_dot(found)}"
 
 
 def _named_date(found: re.Match[str]) -> str:
@@ -56,7 +64,7 @@ def _named_date(found: re.Match[str]) -> str:
         link = " - " if "-" in found["link"] else found["link"]
         last = ordinal(int(found["day"]), "neut", "accs" if found["link"] == " по " else first)
         said = f"{ordinal(int(found['first']), 'neut', first)}{link}{last} {found['month']}"
-    return f"{said} {ordinal(int(found['year']), 'masc', 'gent')} года" if found["year"] else said
+    return f"{said} {ordinal(int(found['year']), 'masc', 'gent')} года{_dot(found)}" if found["year"] else said
 
 
 def _year(found: re.Match[str]) -> str:
@@ -68,10 +76,11 @@ def _year(found: re.Match[str]) -> str:
         case = (
             "loct" if "loct" in allowed and allowed[0] == "accs" and not _is_motion(found) else (allowed or ["nomn"])[0]
         )
-        before = _BEFORE_DATE.search(found.string, 0, found.start())
-        if not allowed and before and before[1].lower() in WORDS["seasons"]:
+        if not allowed and _depends(found):
             case = "gent"
-        word = forms[case]
+        word = forms[case] + _dot(found)
+        if not last and (int(first) < 1000 or case == "nomn") and _is_weight(found):
+            return found[0].replace("г.", "г")
     else:
         case = _YEAR_WORDS[word]
         if word == "году" and allowed[:1] == ["datv"]:
@@ -80,14 +89,29 @@ def _year(found: re.Match[str]) -> str:
     return f"{' - '.join(said)} {word}"
 
 
+def _is_weight(found: re.Match[str]) -> bool:
+    """Returns True before a noun in the genitive that has a weight: 500 г. муки, but 988 г. рождения."""
+    after = re.match(" ([а-яё]+)", found.string[found.end() : found.end() + 30])
+    if after is None or after[1] in WORDS["of_a_year"] or not grammar.is_noun(after[1]):
+        return False
+    weighed = noun(after[1])
+    return weighed is not None and "gent" in weighed.singular | weighed.plural
+
+
+def _depends(found: re.Match[str]) -> bool:
+    """Returns True after a noun, on which the date depends: в конце XIX в., летом 1990 г."""
+    before = re.search(r"([а-яё]+) $", found.string[max(0, found.start() - 30) : found.start()])
+    return before is not None and (grammar.is_noun(before[1]) or before[1] == "зимой")
+
+
 def _from_year(found: re.Match[str]) -> str:
     word = "годы" if found[4] in ("годы", "гг.") else "год"
-    return f"{found[1]} {ordinal(int(found[2]), 'masc', 'gent')} по {ordinal(int(found[3]))} {word}"
+    return f"{found[1]} {ordinal(int(found[2]), 'masc', 'gent')} по {ordinal(int(found[3]))} {word}{_dot(found)}"
 
 
 def _is_motion(found: re.Match[str]) -> bool:
     """Returns True for на 2024 г., which is an accusative, unlike в 2024 г."""
-    return re.search(r"(?:^|[^А-Яа-яё])[Нн]а $", found.string[: found.start()]) is not None
+    return re.search(r"(?:^|[^А-Яа-яё])[Нн]а $", found.string[max(0, found.start() - 5) : found.start()]) is not None
 
 
 def _decade(found: re.Match[str]) -> str:
@@ -96,7 +120,7 @@ def _decade(found: re.Match[str]) -> str:
     allowed = governed(found.string, found.start())
     in_years = case == "gent" and "loct" in allowed
     word = _YEARS_FORMS["loct" if in_years else case] if found[3] == "гг." else found[3]
-    return f"{ordinal(int(found[1]), 'plur', case)} {word}"
+    return f"{ordinal(int(found[1]), 'plur', case)} {word}{_dot(found)}"
 
 
 def _century(found: re.Match[str]) -> str:
@@ -105,10 +129,10 @@ def _century(found: re.Match[str]) -> str:
     if not all(numbers):
         return found[0]
     word, allowed = found[3], governed(found.string, found.start())
-    forms = _CENTURIES_FORMS if len(numbers) > 1 else _CENTURY_FORMS
     if word in ("в.", "вв."):
-        case = "loct" if "loct" in allowed else (allowed or ["nomn"])[0]
-        word = forms[case]
+        case = "loct" if "loct" in allowed else (allowed or ["gent" if _depends(found) else "nomn"])[0]
+        word = grammar.inflected("век", case, "plur" if len(numbers) > 1 else "sing")
+        word += _dot(found)
     else:
         case = _CENTURY_WORDS[word]
         if word == "века" and len(numbers) > 1:
@@ -184,6 +208,10 @@ def _time(found: re.Match[str]) -> str:
 
 _MONTH = "|".join(MONTHS)
 rewrite = rewriter(
+    # Times with a dot: в 18.30, с 9.00 до 18.00, 10.00-18.00, 7.45 утра.
+    (rf"(?<![А-Яа-яЁё])(?i:в|во|с|до|к|около|после|на) {CLOCK}(?<!\.0[1-46-9]){_NO_TIME}", with_colons),
+    (rf"{CLOCK}(?<=[05]) ?- ?{CLOCK}(?<=[05])", with_colons),
+    (rf"{CLOCK}(?= (?:утра|вечера|дня|ночи|мск|по москов))", with_colons),
     (
         rf"{START}(?P<day>[0-9]{{1,2}})([./])(?P<month>[0-9]{{1,2}})\2(?P<year>[0-9]{{4}})(?![0-9])"
         rf"(?: ?г(?:\.|ода)?{STOP})?",
@@ -197,10 +225,7 @@ rewrite = rewriter(
     ),
     (rf"{START}([0-9]{{1,3}})%-(й|го|му|м|я|е|ю|х|ми){STOP}", _percent_adjective),
     # С 2010 по 2020 год: the first year is in the genitive, the second in the accusative.
-    (
-        rf"(?<![А-Яа-яЁё])([Сс]) ([0-9]{{4}}) по ([0-9]{{4}}) (год|годы|г\.|гг\.){STOP}",
-        _from_year,
-    ),
+    (rf"(?<![А-Яа-яЁё])([Сс]) ([0-9]{{4}}) по ([0-9]{{4}}) (год|годы|г\.|гг\.){STOP}", _from_year),
     # Years: 1941-1945 гг., в 2024 г., 2024 год, в 44 г. до н. э.
     (rf"{START}([0-9]{{3,4}})(?: ?- ?([0-9]{{3,4}}))? ?({any_of(_YEAR_WORDS)}|гг?\.){STOP}", _year),
     (rf"{START}([0-9]{{1,2}})(?: ?- ?([0-9]{{1,2}}))? ?(гг?\.)(?= (?:до )?н\. ?э)", _year),
@@ -211,7 +236,7 @@ rewrite = rewriter(
         rf"({any_of(_CENTURY_WORDS)}|вв?\.){STOP}",
         _century,
     ),
-    (rf"([А-ЯЁа-яё][а-яё]+) ({_ROMAN})(?![A-Za-zА-яё.])(?! [а-яёА-Я]+(?:ая|ий|ый|ое) )", _after_name),
+    (rf"(?<![А-ЯЁа-яё])([А-ЯЁа-яё][а-яё]+) ({_ROMAN})(?!\.?[A-Za-zА-яё])(?! [а-яёА-Я]+(?:ая|ий|ый|ое) )", _after_name),
     (rf"(?<![A-Za-zА-яё-])({_ROMAN})(?=[ -][А-Яа-яё])", _before_noun),
     # 3-й улицы, 2-х, 5-ти; 20-летний.
     (rf"{START}([0-9]{{1,15}})-({any_of([*_ENDINGS, *_CARDINAL_ENDINGS])}){STOP}", _with_ending),

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from gputrain.errors import UserError
 from gputrain.speech.text.russian.numbers import WORDS, form
 
-_PREPOSITIONS: dict[str, list[str]] = WORDS["prepositions"]
-_LAST_WORD = re.compile(r"([А-Яа-яЁё]+)[ «\"(]*$")
+_PREPOSITIONS = {word: cases.split(" ") for cases, words in WORDS["prepositions"].items() for word in words}
+_LAST_WORD = re.compile(r"((?:[Ии]з-)?[А-Яа-яЁё]+)[ «\"(]*$")
 # от 5 до 10, между 2 и 3, с 9:00: the preposition stands before the first of two numbers.
 _SHARED = re.compile(r"([А-Яа-яЁё]+) [+-]?[0-9][0-9.,:]*(?: [А-Яа-яё%°]+)?(?:,| и| или) $")
 _NEXT_WORDS = re.compile(r"[ -]*([а-яё]+|[А-ЯЁ][а-яё]+)(?: ([а-яё]+|[А-ЯЁ][а-яё]+))?(?: ([а-яё]+))?")
@@ -53,6 +53,8 @@ def noun(word: str) -> Noun | None:
     if not found or "NOUN" not in {tag.POS for tag in found} or found[0].POS not in ("NOUN", "ADJF", "VERB"):
         return None
     nouns = [tag for tag in found if tag.POS == "NOUN" and "Init" not in tag]
+    if nouns and "Name" in nouns[0]:  # Александра is the genitive of a king rather than a queen.
+        nouns = [tag for tag in nouns if tag.gender == nouns[0].gender]
     genders = [str(tag.gender) for tag in nouns if tag.gender]
     gender = WORDS["genders"].get(word) or (genders[0] if genders else "plur" if nouns else "")
     cases = {count: frozenset(_case(tag) for tag in nouns if tag.number == count) for count in ("sing", "plur")}
@@ -118,6 +120,11 @@ def case_of_number(text: str, start: int, end: int, digits: str) -> str:
         return allowed[0] if allowed else "nomn"
     counted = form(digits, ("one", "few", "many"))
     cases = after.singular if counted == "one" else after.plural
+    if not allowed and counted == "one" and cases and "nomn" not in cases:  # Увидел 1 машину, не было 1 рубля.
+        return next(case for case in ("gent", "accs", "datv", "ablt", "loct") if case in cases)
+    is_adjective = re.match(r"\W*[а-яё]+[ыи]х\b", text[end : end + 30])
+    if not allowed and counted == "few" and "gent" in cases - after.singular and not is_adjective:
+        return "gent"  # Хватит 2 верёвок: a noun after two in the nominative is in the singular.
     oblique = [case for case in ("ablt", "datv", "loct") if case in cases and not cases & _SUBJECT]
     # After a number in the nominative, 2 to 4 take the genitive singular, others the genitive plural.
     is_counted = {"one": bool(cases & _SUBJECT), "few": "gent" in after.singular, "many": "gent" in after.plural}[
@@ -129,6 +136,16 @@ def case_of_number(text: str, start: int, end: int, digits: str) -> str:
     if not allowed and oblique and not is_counted:
         return oblique[0]
     return allowed[0] if allowed else "nomn"
+
+
+def is_noun(word: str) -> bool:
+    return str(_readings(word)[0].tag.POS) == "NOUN"
+
+
+def has_verb(text: str, place: int) -> bool:
+    """Returns True if the sentence has a verb before a place: родился в 1950 г., but not В 1961 г. Гагарин."""
+    words = re.findall("[а-яё]+", text[max(0, place - 200) : place].rpartition(". ")[2].lower())
+    return any(_readings(word)[0].tag.POS in ("VERB", "PRTS") for word in words)
 
 
 def agreed_case(text: str, start: int, cases: frozenset[str]) -> str:
@@ -149,6 +166,18 @@ def inflected(phrase: str, case: str, number: str = "plur") -> str:
         made = next((made for one in _readings(word) if (made := one.inflect({case, number}))), None)
         words.append(str(made.word) if made else word)
     return " ".join(words) + "".join(rest)
+
+
+def forms_of(name: str | Sequence[str]) -> Sequence[str]:
+    """Returns the forms of a unit after 1, after 2 to 4 and after others: квадратный метр, квадратных метра, ..."""
+    if not isinstance(name, str):
+        return name
+    for prefix in WORDS["prefixes"].values():
+        if name.removeprefix(prefix) != name and name.removeprefix(prefix) in WORDS["metric"].values():
+            return [prefix + one for one in forms_of(name.removeprefix(prefix))]
+    adjective, _, head = name.rpartition(" ")
+    many = inflected(adjective, "gent") + " " if adjective else ""
+    return name, many + inflected(head, "gent", "sing"), many + inflected(head, "gent")
 
 
 def counted(digits: str, forms: Sequence[str], case: str) -> str:

@@ -1,24 +1,32 @@
 """Russian money, units, fractions, telephone numbers, ratios and other numbers, in the case that the sentence needs."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from gputrain.speech.text.language import any_of, rewriter
+from gputrain.speech.text.language import any_of, rewriter, with_prefixes
 from gputrain.speech.text.numerals import NUMBER, parse_number
 from gputrain.speech.text.russian.dates import START, STOP
-from gputrain.speech.text.russian.grammar import agreed_case, case_of_number, counted, following_noun, governed
+from gputrain.speech.text.russian.grammar import (
+    agreed_case,
+    case_of_number,
+    counted,
+    following_noun,
+    forms_of,
+    governed,
+)
 from gputrain.speech.text.russian.numbers import WORDS, form, fraction, number, ordinal, whole
 
-_MONEY: Mapping[str, Sequence[str]] = WORDS["money"]
-_MAGNITUDES: Mapping[str, Sequence[str]] = WORDS["magnitudes"]
-_UNITS: dict[str, Sequence[str]] = WORDS["units"] | {
-    f"{unit}{power}": [f"{one} {WORDS['units'][unit][0]}", *(f"{many} {name}" for name in WORDS["units"][unit][1:])]
-    for unit in ("мм", "см", "дм", "м", "км")
-    for power, (one, many) in {str(key): value for key, value in WORDS["powers"].items()}.items()
-}
+_MONEY, _MAGNITUDES = WORDS["money"], WORDS["magnitudes"]
+_POWERS = {f"{unit}{power}": f"{adjective} {WORDS['units'][unit]}"
+           for unit in ("мм", "см", "дм", "м", "км") for power, adjective in WORDS["powers"].items()}  # fmt: skip
+_UNITS = with_prefixes(WORDS["metric"], WORDS["prefixes"]) | WORDS["units"] | _POWERS
 _FEMININE = frozenset(WORDS["feminine_nouns"])
 _AMOUNT = rf"(?P<first>[+-]?{NUMBER})(?: ?- ?(?P<last>{NUMBER}))?"
-_SCALE = rf"(?: ?(?P<scale>{any_of(_MAGNITUDES)})(?![А-Яа-яЁё]))?"
+_SCALE = rf"(?: ?(?P<scale>{any_of(_MAGNITUDES)})\.?(?![А-Яа-яЁё]))?"
+# The dot of an abbreviation, unless it ends the sentence; and what the amount is divided by.
+_DOT = r"(?:\.(?= ?[а-яё0-9,;:)/]| [А-ЯЁ]{2}))?"
+_PER = rf"(?![А-Яа-яЁёA-Za-z0-9]){_DOT}(?:/(?P<per>{any_of(WORDS['per'])})(?![А-Яа-яЁёA-Za-z0-9]){_DOT})?"
+_SCALED = re.compile("(?i:соотно|отноше|пропорц|масштаб)[а-яё]* $")
 _AWAY = re.compile(r" (?:от|к|южнее|севернее|западнее|восточнее)\b")
 
 
@@ -28,15 +36,17 @@ def _numbers(found: re.Match[str], gender: str, case: str) -> str:
     return " - ".join(number(one, gender, case) for one in ends)
 
 
-def _quantity(found: re.Match[str], forms: Sequence[str], allowed: Sequence[str]) -> str:
+def _quantity(found: re.Match[str], name: str | Sequence[str], allowed: Sequence[str]) -> str:
     """Returns an amount with its unit: the last number decides the form of the unit, a fraction has the genitive."""
     case = allowed[0] if allowed else "nomn"
     last = parse_number((found["last"] or found["first"]).lstrip("+-"), ",")
-    scale = _MAGNITUDES[found["scale"]] if found["scale"] else None
+    forms = forms_of(name)
+    scale = forms_of(_MAGNITUDES[found["scale"]]) if found["scale"] else None
     gender = "femn" if (scale or forms)[0] in _FEMININE else "masc"
     words = _numbers(found, gender, case)
     unit = (scale or forms)[1] if last.fraction else counted(last.whole, scale or forms, case)
-    return f"{words} {unit}{' ' + forms[2] if scale else ''}"
+    per = found.groupdict().get("per")
+    return f"{words} {unit}{' ' + forms[2] if scale else ''}{' ' + WORDS['per'][per] if per else ''}"
 
 
 def _money(found: re.Match[str]) -> str:
@@ -57,13 +67,15 @@ def _magnitude(found: re.Match[str]) -> str:
 
 def _telephone(found: re.Match[str]) -> str:
     groups = re.findall("[0-9]+", found[0])
+    if len("".join(groups)) > 9 and len(groups) < 4:  # Without spaces between the groups: 8(495)1234567.
+        groups = [one for one in re.split(r"^(998|3[78][05]|[78])?(...?)(...)(..)(..)$", "".join(groups)) if one]
     said = ["ноль " + whole(group[1:]) if len(group) == 2 and group[0] == "0" else whole(group) for group in groups]
     return ("плюс " if found[0].startswith("+") else "") + " ".join(said)
 
 
 def _ratio(found: re.Match[str]) -> str:
     """Returns a ratio or a scale with `к`, a score without: в соотношении 1:3, со счётом 3:2."""
-    if re.search(r"(?i:соотно|отноше|пропорц|масштаб)[а-яё]* $", found.string[: found.start()]):
+    if _SCALED.search(found.string, max(0, found.start() - 30), found.start()):
         return f"{whole(found[1])} к {whole(found[2], 'masc', 'datv')}"
     return f"{whole(found[1])} {whole(found[2])}"
 
@@ -73,6 +85,13 @@ def _fraction(found: re.Match[str]) -> str:
     if not mixed:
         return said
     return f"{whole(mixed, 'femn')} {'целая' if form(mixed, ('one', 'few', 'many')) == 'one' else 'целых'} {said}"
+
+
+def _power(found: re.Match[str]) -> str:
+    if found[1] in ("2", "3"):
+        return " в квадрате " if found[1] == "2" else " в кубе "
+    sign = "минус " if found[1].startswith("-") else ""
+    return f" в {sign}{ordinal(abs(int(found[1])), 'femn', 'loct')} степени "
 
 
 def _sections(found: re.Match[str]) -> str:
@@ -89,7 +108,7 @@ def _number(found: re.Match[str]) -> str:
         case = case_of_number(found.string, found.start(), found.end(), bare.whole)
         if not bare.fraction and (said := _numbered(found, bare.whole)):
             return said
-        if case == "accs" and (bare.fraction or not bare.whole.endswith(("1", "000"))):
+        if case == "accs" and not bare.fraction and not bare.whole.endswith(("1", "000")):
             case = "nomn"
     gender = "masc"
     if (found["last"] or found["first"])[-1] in "12":
@@ -111,7 +130,10 @@ _SECTION = re.compile(
     r"(?i:разделы?|раздела|разделе|таблиц[аеуы]|рисун[а-я]+|пункт[а-я]*|глав[аеуы]|верси[ияею]|параграф[а-я]*) $"
 )
 rewrite = rewriter(
+    # Powers: x^2, 10^6.
+    (r"\^\(?(-?[0-9]{1,9})\)?", _power),
     # Telephone numbers: +7 (495) 123-45-67, 8 800 555-35-35, 123-45-67.
+    (r"(?<![0-9.,A-Za-z])\+?(?:(?:998|3[78][05])[0-9]{9}|[78] ?\(?[0-9]{3}\)? ?[0-9]{7})(?![0-9])", _telephone),
     (r"\+[0-9]{1,3}(?:[ -]?\(?[0-9]{2,5}\)?){2,6}(?![0-9])", _telephone),
     (r"(?<![0-9.,+-])(?:8[ -]\(?[0-9]{3,4}\)?[ -])?[0-9]{2,3}-[0-9]{2}-[0-9]{2}(?![0-9-])", _telephone),
     # Sections and versions: таблица 4.2.1, раздел 3.1.
@@ -130,12 +152,12 @@ rewrite = rewriter(
     (r"(?<![0-9:])([0-9]{1,4}):([0-9]{1,4})(?![0-9:])", _ratio),
     # Money, also with its sign before: $3 млрд; units; 5 млн.
     (
-        rf"([$€£₽¥]) ?({NUMBER}(?: ?- ?{NUMBER})?(?: ?(?:{any_of(_MAGNITUDES)})(?![А-Яа-яЁё]))?)",
+        rf"([$€£₽¥]) ?({NUMBER}(?: ?- ?{NUMBER})?(?: ?(?:{any_of(_MAGNITUDES)})\.?(?![А-Яа-яЁё]))?)",
         lambda m: f"{m[2]} {m[1]}",
     ),
-    (rf"{START}{_AMOUNT}{_SCALE} ?(?P<sign>{any_of(_MONEY)}){STOP}", _money),
-    (rf"{START}{_AMOUNT}{_SCALE} ?(?P<unit>{any_of(_UNITS)})(?![А-Яа-яЁёA-Za-z0-9])", _measure),
-    (rf"{START}{_AMOUNT} ?(?P<unit>{any_of(_MAGNITUDES)})(?P<scale>){STOP}", _magnitude),
+    (rf"{START}{_AMOUNT}{_SCALE} ?(?P<sign>{any_of(_MONEY)}){_PER}", _money),
+    (rf"{START}{_AMOUNT}{_SCALE} ?(?P<unit>{any_of(_UNITS)}){_PER}", _measure),
+    (rf"{START}{_AMOUNT} ?(?P<unit>{any_of(_MAGNITUDES)})(?P<scale>){STOP}{_DOT}", _magnitude),
     (r"(?<![0-9/.,])(?:(?P<mixed>[0-9]{1,3}) )?(?P<above>[0-9]{1,3})/(?P<below>[0-9]{1,3})(?![0-9/])", _fraction),
     (rf"(?<![0-9A-Za-zА-я]){_AMOUNT}(?!-?[0-9])", _number),
     (r"(?<=[0-9])-(?=[0-9])", lambda m: " - "),

@@ -5,7 +5,7 @@ from gputrain.speech.text.language import Language, spell_signs
 from gputrain.speech.text.lexicon import Lexicon
 from gputrain.speech.text.unicode_cleanup import APOSTROPHES, keep_letters, unify_characters
 from gputrain.speech.text.uzbek import dates, quantities
-from gputrain.speech.text.uzbek.abbreviations import alone, in_full, read_addresses, readable_dots, spelled
+from gputrain.speech.text.uzbek.abbreviations import STARTS, alone, in_full, read_addresses, readable_dots, spelled
 from gputrain.speech.text.uzbek.letters import (
     ALPHABET,
     LETTERS,
@@ -49,6 +49,7 @@ UZBEK = Language(
     readings=_readings(),
     same={TUTUQ: OKINA},
     abbreviations=readable_dots(),
+    starts=STARTS,
     endings=ENDINGS,
     attach=attached,
 )

@@ -2,15 +2,16 @@
 
 import re
 
-from gputrain.speech.text.language import ADDRESS, any_of, rewriter, spoken_address
+from gputrain.speech.text.language import ADDRESS, any_of, ends_sentence, final_dot, rewriter, spoken_address
 from gputrain.speech.text.uzbek.letters import WORDS
 from gputrain.speech.text.uzbek.numbers import SUFFIX
 
 ABBREVIATIONS: dict[str, str] = WORDS["abbreviations"]
 _CAPITALS = re.compile(rf"(?<![A-Za-zʻʼ])((?:[A-Z]ʻ?|(?<=[A-Z])[hʻ]){{2,8}})(?:-?({SUFFIX}))?(?![A-Za-zʻʼ])")
 _LONE = re.compile(r"(?<![A-Za-zʻʼ])(?<![A-Za-zʻʼ]-)([b-df-hj-np-tvxyz])(?![A-Za-zʻʼ])")
-# Abbreviations that may end a sentence; after a million the sentence goes on (50 mlrd. AQSH dollari).
-_CLOSING = frozenset({"va hokazo", "va boshqalar", "yil", "yillar", "hokazo", "million", "milliard", "trillion"})
+STARTS = frozenset(WORDS["sentence_starts"])
+# Abbreviations whose dot ends a sentence before any capital; after a million it may go on (50 mlrd. AQSH dollari).
+_CLOSING = frozenset({"va hokazo", "va boshqalar", "yil", "yillar", "hokazo"})
 _LETTER = re.compile(r"[og]ʻ|[sc]h|[a-z]")
 
 
@@ -20,18 +21,23 @@ def _label(label: str, is_last: bool) -> str:
 
 def _full(found: re.Match[str]) -> str:
     """Expands an abbreviation; a dot that also ends the sentence is kept."""
-    following = found.string[found.end() : found.end() + 3]
+    if re.search("[a-z][A-Z]", found[0]):
+        return found[0]  # A unit, mAh, rather than mah.
     words = ABBREVIATIONS[found[0].lower()]
-    closes = r"$| +[A-ZʻʼА-Я]" if words in ("va hokazo", "va boshqalar", "yil", "yillar", "hokazo") else "$"
-    ends = found[0].endswith(".") and words in _CLOSING and re.match(closes, following)
-    return words + ("." if ends else "")
+    return words + final_dot(found, STARTS, words in _CLOSING)
+
+
+def _initial(found: re.Match[str]) -> str:
+    if ends_sentence(found.string, found.start() + len(found[1]) + 1, STARTS):
+        return found[0]
+    return (found[1].lower() if found[1] in ("Yo", "Yu", "Ya", "Ye") else names(found[1])) + " "
 
 
 def spelled(text: str) -> str:
     """Replaces abbreviations in capitals by the names of their letters, unless the whole text is in capitals."""
     if re.search("[a-z]{2}", text) or len(text.split()) < 3:
         text = _CAPITALS.sub(_capitals, text)
-    return text
+    return re.sub(r"(?<![A-Za-zʻʼ])[Cc](?![A-Za-zʻʼ])", WORDS["letter_names"]["c"], text)
 
 
 def alone(text: str) -> str:
@@ -54,7 +60,7 @@ def _capitals(found: re.Match[str]) -> str:
 read_addresses = rewriter((ADDRESS, lambda m: spoken_address(m, WORDS["signs_in_addresses"], _label)))
 # Initials (A. Navoiy, Sh. Rashidov), which become names of letters, and abbreviations.
 in_full = rewriter(
-    (r"(?<![A-Za-zʻʼ])([A-Z]ʻ?|Sh|Ch|Yo|Yu|Ya)\.(?= ?[A-Z])", lambda m: names(m[1]) + " "),
+    (r"(?<![A-Za-zʻʼ])([A-Z]ʻ?|[SC]h|Y[aeou])\.(?= ?[A-Z])", _initial),
     (rf"(?i:(?<![A-Za-z0-9ʻʼ.])(?<![A-Za-zʻʼ]-)(?:{any_of(ABBREVIATIONS)})(?![A-Za-zʻʼ]))", _full),
 )
 

@@ -21,6 +21,7 @@ FOREIGN = _FOREIGN | {
     char.upper(): letters.capitalize() for char, letters in _FOREIGN.items() if len(char.upper()) == 1 and char != "ı"
 }
 _FOREIGN_LETTER = re.compile(f"[{''.join(FOREIGN)}]")
+_W = re.compile(r"(?<=[0-9])( ?[kMGTm]?Wh?)(?![A-Za-z0-9])|[wW]")  # Watts stay as they are.
 # A quotation in single quotes: its marks are outside of words; marks within words are apostrophes.
 _QUOTED = re.compile(r"(?<![\w'])'(?=\w)((?:[^']|(?<=\w)'(?=\w)){1,200})(?<=[\w.,!?])'(?![\w'])")
 _PLAIN: dict[str, str] = WORDS["cyrillic"]
@@ -36,8 +37,9 @@ _VOWELS = "аеёиоуўэюяы"
 
 def latin(text: str) -> str:
     """Replaces letters of other Latin alphabets by standard ones, and drops accents."""
+    text = _W.sub(lambda found: found[1] or "vV"[found[0] == "W"], text)
     if text.isascii():
-        return text.replace("w", "v").replace("W", "V")
+        return text
     text = _FOREIGN_LETTER.sub(lambda found: FOREIGN[found[0]], text)
     parts = unicodedata.normalize("NFD", text)
     return unicodedata.normalize("NFC", "".join(char for char in parts if not unicodedata.combining(char)))

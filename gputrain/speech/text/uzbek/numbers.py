@@ -15,8 +15,8 @@ SUFFIX = (
     r"|si(?:ni(?:ng)?|ga(?:cha)?|da(?:n|gi)?)?"
     r"|ni(?:ng|ki)?|[gkq]a(?:cha)?|da(?:n|gi|y|k)?|dek|cha|mi)"
 )
-# 5, -5, 5-10, -5...-7
-AMOUNT = rf"(?<![0-9A-Za-z.,])(?:[+-] ?)?{NUMBER}(?:(?:-| - |\.{{2,3}}){NUMBER}|\.{{2,3}}[+-]{NUMBER})?"
+# 5, -5, 5-10, -5...-7; a dash before a space (Narxi - 500) or after another sign (5%-10%) is no minus.
+AMOUNT = rf"(?<![0-9A-Za-z.,])(?:(?<![^\s(«=])[+-])?{NUMBER}(?:(?:-| - |\.{{2,3}}){NUMBER}|\.{{2,3}}[+-]{NUMBER})?"
 
 
 def cardinal(number: int) -> str:

@@ -2,26 +2,27 @@
 
 import re
 
-from gputrain.speech.text.language import any_of, rewriter
+from gputrain.speech.text.language import any_of, rewriter, with_prefixes
 from gputrain.speech.text.numerals import NUMBER
 from gputrain.speech.text.uzbek.letters import WORDS
 from gputrain.speech.text.uzbek.numbers import AMOUNT, SUFFIX, amount, attached, cardinal, whole
 
 CURRENCIES, _CENTS, _LENGTHS = WORDS["currencies"], WORDS["cents"], WORDS["lengths"]
-# Name of each unit, and the words before the number (soatiga oltmish kilometr).
-MEASURES: dict[str, tuple[str, str]] = {
-    **{unit: (name, "") for unit, name in (_LENGTHS | WORDS["measures"]).items()},
-    **{unit + "2": (f"kvadrat {name}", "") for unit, name in _LENGTHS.items()},
-    **{"kv." + unit: (f"kvadrat {name}", "") for unit, name in _LENGTHS.items()},
-    **{unit + "3": (f"kub {name}", "") for unit, name in _LENGTHS.items()},
-    **WORDS["speeds"],
+MEASURES: dict[str, str] = {
+    **with_prefixes(WORDS["metric"], WORDS["prefixes"]),
+    **_LENGTHS,
+    **WORDS["measures"],
+    **{unit + "2": f"kvadrat {name}" for unit, name in _LENGTHS.items()},
+    **{"kv." + unit: f"kvadrat {name}" for unit, name in _LENGTHS.items()},
+    **{unit + "3": f"kub {name}" for unit, name in _LENGTHS.items()},
 }
 _MAGNITUDE = r"(?P<magnitude> ?(?:ming|million|milliard|trillion))?"
 _OWN = r"i(?:ni(?:ng)?|ga|da(?:n|gi)?)?"  # 60%ini
 _ENDING = (
     rf"(?:(?: ?-?(?={SUFFIX}(?![A-Za-zʻʼ]))|-?(?={_OWN}(?![A-Za-zʻʼ])))(?P<suffix>{SUFFIX}|{_OWN}))?(?![A-Za-zʻʼ])"
 )
-_UNIT = any_of(MEASURES.keys() - {"ga"})  # "5 ga" is hectares, "5ga" a dative.
+# "5 ga" is hectares, "5ga" a dative; "5 A sinf" is a class.
+_UNIT = any_of(MEASURES.keys() - {"ga", "A", "b", "kb"}) + "|A(?! (?:sinf|guruh|kurs|blok|toifa))"
 # "5 ga" is hectares at the end of a clause and before land; "101 ga qoʻngʻiroq" and "20 ga yaqin" are datives.
 _LAND = r"(?=$|[.,;:!?)]| (?:yer|maydon|ekin|paxta|bugʻdoy|gʻalla|sholi|bogʻ|oʻrmon|hudud|dala|sugʻor|lalmi|tokzor))"
 
@@ -37,7 +38,9 @@ def _money(found: re.Match[str]) -> str:
 
 
 def _measure(found: re.Match[str]) -> str:
-    name, before = MEASURES[found["unit"]]
+    unit, per = found["unit"], found.groupdict().get("per")
+    name = (per and WORDS["before_slash"].get(unit)) or MEASURES[unit]
+    before = WORDS["per"][per] + " " if per else ""
     magnitude = f" {found['magnitude'].strip()}" if found["magnitude"] else ""
     return attached(f"{before}{amount(found['amount'])}{magnitude} {name}", found["suffix"] or "")
 
@@ -83,7 +86,7 @@ rewrite = rewriter(
     (rf"(?:US)?(?P<currency>[$€£₽¥₸₺]) ?(?P<amount>{NUMBER}(?:-{NUMBER})?){_MAGNITUDE}{_ENDING}", _money),
     (rf"(?P<amount>{AMOUNT}){_MAGNITUDE} ?(?P<currency>{any_of(CURRENCIES)}){_ENDING}", _money),
     (rf"(?P<amount>{AMOUNT}){_MAGNITUDE} (?P<unit>ga)(?![A-Za-zʻʼ]){_LAND}(?P<suffix>)", _measure),
-    (rf"(?P<amount>{AMOUNT}){_MAGNITUDE} ?(?P<unit>{_UNIT}){_ENDING}", _measure),
+    (rf"(?P<amount>{AMOUNT}){_MAGNITUDE} ?(?P<unit>{_UNIT})(?:/(?P<per>{any_of(WORDS['per'])}))?{_ENDING}", _measure),
     (
         r"(?<![0-9A-Za-z.,/])(?:(?P<mixed>[0-9]{1,9}) )?(?P<above>[0-9]{1,9})/(?P<below>[0-9]{1,9})(?![0-9/])"
         rf"(?:-?(?P<suffix>{SUFFIX})(?![A-Za-zʻʼ]))?",
