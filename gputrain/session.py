@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Generic
 
 import torch
@@ -17,6 +18,7 @@ from rich.console import Console
 from torch import nn
 
 from gputrain import config
+from gputrain.engine import checkpoint
 from gputrain.engine.data import batches
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.recipe import Recipe, phases_of
@@ -243,6 +245,13 @@ def log_runtime(runtime: Runtime, prediction: Mapping[str, Any]) -> None:
         log.debug("peak: %.3g TFLOPS (a large matrix product in %s, measured)", rate, plan.precision.value)
 
 
+def log_start(source: Path, parts: str = "") -> None:
+    """Logs the file or folder that a training gets its first weights from, and which parts it has. Those of a run are
+    logged where they are read (`checkpoint.find_named`)."""
+    if source.suffix != ".pt" and not checkpoint.newest_first(source):
+        log.info("start: the weights of %s%s", source, f" ({parts})" if parts else "")
+
+
 def log_trained(recipe: Recipe) -> None:
     """Logs the parts of the model that are trained, if others keep their values."""
     name, model = next(iter(recipe.modules.items()))
@@ -262,14 +271,14 @@ def warn_of_late_parts(begins: Mapping[str, int], steps: StepSchedule) -> None:
     for what, before in begins.items():
         if 0 < steps.stop_step <= before:
             log.warning(
-                "%s begins after step %d, and this run ends after step %d: give it more steps, or a lower option", what,
+                "%s begins after step %d, and this run ends after step %d: train longer, or lower that option", what,
                 before, steps.stop_step,
             )  # fmt: skip
     warmup, length = steps.schedule.warmup_steps, steps.last_step - steps.start.stage_step
     if 0 < length < warmup:
         log.warning(
             "the learning rate rises over %d steps (warmup_steps), and the training has %d: it never reaches %g; "
-            "--warmup-steps %d takes a tenth of them", warmup, length, steps.schedule.learning_rate, length // 10,
+            "--warmup-steps %d would be a tenth", warmup, length, steps.schedule.learning_rate, length // 10,
         )  # fmt: skip
 
 
@@ -286,7 +295,8 @@ def log_length(steps: StepSchedule, run: Run, runtime: Runtime) -> None:
     batch's arithmetic is known."""
     left = max(0, steps.stop_step - steps.start.step)
     limit = f"--max-steps {steps.schedule.max_steps} of " if steps.stop_step < steps.last_step else ""
-    length = f"{left} steps" + (f" ({limit}{steps.schedule.length_text})" if left != steps.schedule.num_steps else "")
+    length = f"{left} step{'s' * (left != 1)}"
+    length += f" ({limit}{steps.schedule.length_text})" if left != steps.schedule.num_steps else ""
     seconds = run.prediction.get("predicted_seconds_per_step")
     least = run.prediction.get("item_flops", 0) * steps.schedule.whole_batch / runtime.product_rate
     if seconds:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Configuration files that the documents name, with their content. They stand for files of the reader.
 FILES: dict[str, Callable[[], str]] = {
-    "outputs/vae/config.yaml": lambda: to_yaml(assemble(TrainVae, {"data_path": "photos", "output_dir": "outputs/vae"})),
+    "outputs/vae/config.yaml": lambda: to_yaml(assemble(TrainVae, {"data_path": "photos"})),
     "outputs/dilnoza/config.yaml": lambda: to_yaml(assemble(TrainTts, {"data_dir": "data/dilnoza"})),
     "config.yaml": lambda: "epochs: 10\naudio:\n  sample_rate: 22050\n",  # A configuration of Coqui's.
 }

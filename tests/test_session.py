@@ -43,6 +43,6 @@ def test_a_learning_rate_that_never_reaches_its_height_is_said(caplog, steps, wa
     caplog.clear()
     schedule = steps_of(num_steps=steps, warmup_steps=warmup)
     warn_of_late_parts({}, schedule)
-    assert ("--warmup-steps 10 takes a tenth" in caplog.text) == warns
+    assert ("--warmup-steps 10 would be a tenth" in caplog.text) == warns
     highest = max(schedule.learning_rate(step) for step in range(steps))
     assert (highest < schedule.schedule.learning_rate) == warns

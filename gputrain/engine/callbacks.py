@@ -149,7 +149,8 @@ class Callbacks:
         end = self._step_end()
         self.state.progress = replace(self.state.progress, evaluation_due="eval" in end.reports)  # For a save before.
         log_freq = self.run.saving.log_freq
-        if end.step == self.steps.start.step + 1 < log_freq and not self.metrics.console.is_terminal:
+        first = end.step == self.steps.start.step + 1 and not end.stops
+        if first and log_freq > 1 and not self.metrics.console.is_terminal:
             log.info("step %d/%d is done; metrics follow every %d steps", end.step, self.steps.stop_step, log_freq)
         for callback in self.callbacks:
             if callback.due(end):

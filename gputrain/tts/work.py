@@ -4,6 +4,7 @@ import logging
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from gputrain.engine.stop import format_duration
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.memory.fit import Fit, MemoryBudget
 from gputrain.planner.work import PlannedTraining, PlanTarget
+from gputrain.session import log_start
 from gputrain.speech.buckets import ClipBatch, ClipSize, Speech
 from gputrain.speech.config import HOP_SIZE
 from gputrain.speech.store import SpeechFormat
@@ -191,7 +193,7 @@ class TtsTraining(SpeechTraining[TrainTts]):
                 voice = Voice(architecture_for(settings, self.sizes))
                 discriminators = nn.ModuleDict({"waves": vits_discriminators(settings.model.discriminator_channels)})
             self.origin = read_origin(settings.model.init_from, voice, discriminators)
-            log.info("start: the weights of %s", self.origin.source)
+            log_start(Path(self.origin.source))
         return settings
 
     def start(self, recipe: VoiceRecipe, run: Run) -> None:

@@ -26,6 +26,7 @@ from gputrain.planner.memory.fake_runtime import on_fake_tensors
 from gputrain.planner.memory.fit import Fit, MemoryBudget
 from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.planner.work import BatchSource, KindWork, PlannedTraining, PlanTarget, TrainingData, Variant
+from gputrain.session import log_start
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.config import BenchVae, PlannedData, PlanVae, TrainVae
 from gputrain.vae.data import CropDataset, Pictures, decoding_seconds, open_pictures, to_u8, to_unit
@@ -199,7 +200,7 @@ class VaeData(TrainingData[TrainVae]):
         log_training(settings, runtime, self.pictures)
         if settings.model.init_from and run.resumed is None:
             self.pretrained = load_pretrained(settings.model.init_from, settings.architecture)
-            log.info("start: the weights of %s", settings.model.init_from)
+            log_start(settings.model.init_from)
         return settings
 
     def begin_stage(self, settings: TrainVae, position: str) -> None:

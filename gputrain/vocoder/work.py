@@ -4,6 +4,7 @@ import logging
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.memory.fit import Fit, MemoryBudget
 from gputrain.planner.work import BatchSource, KindWork, PlannedTraining, PlanTarget, TrainingData
+from gputrain.session import log_start
 from gputrain.vocoder.config import FP32_BECAUSE, BenchVocoder, PlannedData, PlanVocoder, TrainVocoder
 from gputrain.vocoder.discriminators import KINDS
 from gputrain.vocoder.evaluate import Excerpts, check_fits
@@ -158,8 +160,7 @@ class VocoderTraining(TrainingData[TrainVocoder]):
         if settings.model.init_from and run.resumed is None:
             self.weights = read_weights(settings.model.init_from, settings.model.finetune_ignored_params)
             check_weights(settings, self.weights)
-            groups = ", ".join(["generator", *self.weights.discriminators])
-            log.info("start: the weights of %s (%s)", self.weights.source, groups)
+            log_start(Path(self.weights.source), ", ".join(["generator", *self.weights.discriminators]))
         settings = with_warmup(settings, run, self.weights, len(self))
         self.sounds.split.log_shares(self.mixture, "crops")
         return settings
