@@ -15,10 +15,12 @@ cut a clip out of its recording. An invalid line is left out, without effect on 
 import logging
 import math
 import os
+import posixpath
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -117,15 +119,21 @@ class SoundFinder:
         self._bases, self._root = bases, root
         self._by_path: dict[str, list[str]] = {}
         self._by_name: dict[str, list[str]] = {}
-        self._by_folded: dict[str, list[str]] = {}
         for path in paths:
             key = unicodedata.normalize("NFC", path)  # Some file systems decompose letters.
             for spelled in {key, _bare(key)}:
                 self._by_path.setdefault(spelled, []).append(path)
             for spelled in {_name(key), _bare(_name(key))}:
                 self._by_name.setdefault(spelled, []).append(path)
-            for spelled in {one.casefold() for whole in (key, _name(key)) for one in (whole, _bare(whole))}:
-                self._by_folded.setdefault(spelled, []).append(path)
+
+    @cached_property
+    def _by_folded(self) -> dict[str, list[str]]:
+        """The recordings by their paths and names without regard to capitals."""
+        found: dict[str, dict[str, None]] = {}
+        for known in (self._by_path, self._by_name):
+            for spelled, paths in known.items():
+                found.setdefault(spelled.casefold(), {}).update(dict.fromkeys(paths))
+        return {spelled: list(paths) for spelled, paths in found.items()}
 
     def find(self, name: str) -> list[str]:
         """Returns the recordings that match; only those of supported formats if there are any."""
@@ -133,16 +141,13 @@ class SoundFinder:
         key = unicodedata.normalize("NFC", given).removeprefix("./")
         if outside := self._outside(given):
             return outside
-        ways = [(self._by_path, base + key) for base in self._bases] + [(self._by_name, _name(key))]
-        ways += [(self._by_folded, one.casefold()) for one in (*(base + key for base in self._bases), _name(key))]
-        other = re.sub(r"\.[A-Za-z][A-Za-z0-9]{1,3}$", "", _name(key))  # Of a format that is not read, such as .sph.
-        for known, way in [*ways, (self._by_folded, other.casefold())]:
-            for spelled in (way, _bare(way)):
-                if spelled in known:
-                    found = [path for path in known[spelled] if _suffix(path) in SUFFIXES] or known[spelled]
-                    # The path may begin with folders that lead to this one.
-                    return [path for path in found if f"/{key}".endswith(f"/{path}")] or found
-        return []
+        parts = key.split("/")
+        # The path may begin with folders above this one.
+        places = [*(base + key for base in self._bases), *("/".join(parts[at:]) for at in range(1, len(parts) - 1))]
+        if found := _first_known([*((self._by_path, place) for place in places), (self._by_name, parts[-1])]):
+            return found
+        other = re.sub(r"\.[A-Za-z][A-Za-z0-9]{1,3}$", "", parts[-1])  # Of a format that is not read, such as .sph.
+        return _first_known((self._by_folded, place.casefold()) for place in (*places, parts[-1], other))
 
     def _outside(self, given: str) -> list[str]:
         """Resolves an absolute path or one with `..`; a file inside the folder is returned by its relative path."""
@@ -159,12 +164,21 @@ class SoundFinder:
         return []
 
 
+def _first_known(ways: Iterable[tuple[dict[str, list[str]], str]]) -> list[str]:
+    """Returns the recordings of the first spelling that is known; only those of supported formats if there are any."""
+    for known, place in ways:
+        for spelled in (place, _bare(place)):
+            if spelled in known:
+                return [path for path in known[spelled] if _suffix(path) in SUFFIXES] or known[spelled]
+    return []
+
+
 def _name(path: str) -> str:
     return path.rpartition("/")[2]
 
 
 def _suffix(path: str) -> str:
-    return PurePosixPath(path).suffix.lower()
+    return posixpath.splitext(path)[1].lower()
 
 
 def _bare(path: str) -> str:
