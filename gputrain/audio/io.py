@@ -228,6 +228,7 @@ def _mixing_of(file: "soundfile.SoundFile", source: Path) -> Mixing:
         are_whole = are_whole and bool(np.array_equal(block_TC, np.rint(block_TC)))
         for begin in range(0, len(block_TC) if file.channels > 1 else 0, file.samplerate):
             second_TC = block_TC[begin : begin + file.samplerate].astype(np.float64)
+            second_TC -= second_TC.mean(axis=0)  # A constant offset is no sound.
             power_C = np.square(second_TC).sum(axis=0)
             total_C += power_C
             loudest += power_C.max()

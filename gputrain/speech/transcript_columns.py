@@ -17,8 +17,9 @@ PIPER: TranscriptColumns = ("audio", "speaker", "text")
 AUDIO_KEYS = ("audio", "audio_filepath", "audio_file", "audio_path", "wav", "file", "file_name", "path")
 TEXT_KEYS = ("text", "transcript", "transcription", "sentence")
 SPEAKER_KEYS = ("speaker", "speaker_name", "speaker_id")
-START_KEYS = ("offset", "start", "start_time", "begin")
-END_KEYS, DURATION_KEYS = ("end", "end_time", "stop"), ("duration",)
+START_KEYS = ("offset", "start", "start_time", "start_seconds", "start_sec", "start_s", "begin", "begin_time")
+END_KEYS = ("end", "end_time", "end_seconds", "end_sec", "end_s", "stop", "stop_time")
+DURATION_KEYS = ("duration", "duration_seconds", "duration_sec", "duration_s")
 # Names of columns of a header, in any case and with blanks or hyphens for underscores.
 HEADINGS: Mapping[str, TranscriptColumn] = {
     **dict.fromkeys((*AUDIO_KEYS, "id", "wav_file", "wav_path", "wav_filename", "filename", "filepath"), "audio"),
@@ -76,6 +77,7 @@ def span_of(start: object, end: object, duration: object) -> tuple[float, float]
     begin, stop, seconds = (_seconds(*one) for one in (("start", start), ("end", end), ("duration", duration)))
     if begin is not None and begin < 0:
         raise ValueError(f"begins at {begin:g} seconds, before its recording")
+    seconds = seconds if (seconds, begin, stop) != (0, None, None) else None  # NeMo writes 0 for an unknown duration.
     begin = begin or 0.0
     if seconds is not None and stop is None:
         stop = begin + seconds
@@ -92,7 +94,7 @@ def _seconds(name: str, value: object) -> float | None:
     if value is None or value == "":
         return None
     try:
-        seconds = float("nan") if isinstance(value, bool) else float(str(value))
+        seconds = math.nan if isinstance(value, bool) else float(str(value).replace(",", "."))
     except ValueError:
         seconds = math.nan
     if not math.isfinite(seconds):

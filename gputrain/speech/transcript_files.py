@@ -73,6 +73,11 @@ def first_cells(line: str, separator: str) -> list[str]:
     return (cells_of(line, separator) if separator in QUOTED else None) or plain_cells(line, separator)
 
 
+def is_declaration(line: str) -> bool:
+    """Returns True for the first line by which Excel tells the separator, such as `sep=;`."""
+    return re.fullmatch(r'"?sep=.?"?', line.strip(), re.IGNORECASE) is not None
+
+
 def table_rows(
     lines: Sequence[str], separator: str, width: int, is_row: Callable[[Sequence[str]], bool]
 ) -> Iterator[tuple[int, list[str] | str]]:
@@ -85,7 +90,7 @@ def table_rows(
     while at < len(lines):
         number, line = at + 1, lines[at]
         at += 1
-        if not line.strip():
+        if not line.strip() or is_declaration(line):
             continue
         cells: list[str] | str = plain_cells(line, separator)
         if '"' in line:

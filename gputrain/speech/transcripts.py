@@ -49,6 +49,7 @@ from gputrain.speech.transcript_files import (
     decoded,
     first_cells,
     holds_json,
+    is_declaration,
     json_rows,
     read_text,
     table_rows,
@@ -316,7 +317,7 @@ def _names_sounds(path: Path, sounds: SoundFinder) -> bool:
         objects = [row for _, row in json_rows(text) if row]
         objects = objects or [row for _, row in json_rows(_head_of(path, None)) if row]
         return any(sounds.find(_first_of(row, AUDIO_KEYS)) for row in objects[:LOOKED_AT])
-    lines = [line for line in text.split("\n") if line.strip()][:LOOKED_AT]
+    lines = [line for line in text.split("\n") if line.strip() and not is_declaration(line)][:LOOKED_AT]
     tables = [[first_cells(line, separator) for line in lines if separator in line] for separator in SEPARATORS]
     for separator, rows in zip(SEPARATORS, tables, strict=True):
         if separator not in QUOTED or (rows and header_of(rows[0]) is not None):
@@ -348,7 +349,7 @@ def _read_file(reading: _Reading, file: Path, columns: TranscriptColumns) -> str
 
 
 def _read_table(reading: _Reading, file: Path, lines: Sequence[str], columns: TranscriptColumns) -> str:
-    filled = [line for line in lines if line.strip()]
+    filled = [line for line in lines if line.strip() and not is_declaration(line)]
     audio_at = columns.index("audio") if columns else 0
     separator = _separator(file, filled[:LOOKED_AT], reading.sounds, audio_at)
     alone = [first_cells(line, separator) for line in filled]

@@ -238,6 +238,7 @@ def csv_text(
     csv_text("|", ["text", "audio"]),
     csv_text(",", ["audio", "text"], further=[""]),
     csv_text(",", ["", "audio", "text"]),
+    "sep=;\n" + csv_text(";", ["audio", "text"]),
     csv_text(",", ["audio", "text"]).replace(".wav", ".mp3").replace("a.", "A."),
     csv_text(",", ["audio", "text"]).encode("utf-16"),
     csv_text(",", ["audio", "text"]).encode("utf-16-le"),
@@ -276,7 +277,8 @@ def test_capitals_and_the_parent_folder_tell_recordings_apart_only_where_they_mu
 
 TIMES = {
     (None, None, None): None, ("", "", ""): None, (0, None, None): None, (0, None, 2): (0, 2),
-    (1.5, None, "2"): (1.5, 3.5), (1, 3, None): (1, 3), (1, 3, 2.05): (1, 3),
+    (1.5, None, "2"): (1.5, 3.5), ("1,5", None, 2): (1.5, 3.5), (None, None, 0): None,
+    (1, 3, None): (1, 3), (1, 3, 2.05): (1, 3),
     (1, None, None): (1, math.inf), (None, 4, None): (0, 4),
 }  # fmt: skip
 
