@@ -15,7 +15,10 @@ from gputrain.hw.probe import Machine
 
 # Words that drivers, shops or users add to a name and that do not distinguish GPUs.
 EMPTY_WORDS = {"nvidia", "geforce", "tesla", "generation", "blackwell", "workstation", "edition"}
-EMPTY_WORDS |= {"sxm", "sxm2", "sxm4", "sxm5", "sxm6", "hbm2", "hbm2e", "hbm3"}
+EMPTY_WORDS |= {"gpu", "with", "design", "ac", "sxm", *(f"sxm{number}" for number in range(2, 7))}
+EMPTY_WORDS |= {"hbm2", "hbm2e", "hbm3", "hbm3e"}
+GRACE_GB = 480  # Memory of the processor, in the names of the superchips.
+SERIES = ("rtx", "gtx", "gt", "quadro")  # Users leave them out.
 
 
 @dataclass(frozen=True)
@@ -66,56 +69,60 @@ def known_gpus() -> dict[str, Gpu]:
 
 
 def _sizes(key: str, facts: dict[str, Any]) -> list[Gpu]:
-    facts = dict(facts)
-    sizes, bandwidth = facts.pop("memory_gb"), facts.pop("bandwidth_gb_s")
-    bandwidths = bandwidth if isinstance(bandwidth, list) else [bandwidth] * len(sizes)
-    major, minor = facts.pop("compute_capability").split(".")
-    return [
-        Gpu(
-            key=f"{key}-{size}" if len(sizes) > 1 else key,
-            memory_gb=size,
-            bandwidth_gb_s=speed,
-            compute_capability=(int(major), int(minor)),
-            **facts,
-        )
-        for size, speed in zip(sizes, bandwidths, strict=True)
-    ]
+    """Return a GPU for each size of memory. Facts that are lists have one value for each."""
+    sizes = facts["memory_gb"]
+    major, minor = facts["compute_capability"].split(".")
+    found = []
+    for place, size in enumerate(sizes):
+        own = {name: value[place] if isinstance(value, list) else value for name, value in facts.items()}
+        own |= {"key": f"{key}-{size}" if len(sizes) > 1 else key, "compute_capability": (int(major), int(minor))}
+        found.append(Gpu(**own))
+    return found
 
 
 def find_gpu(name: str) -> Gpu:
     """Find a GPU by a name as users and drivers write it: "rtx4090", "RTX 4090", "NVIDIA A100-SXM4-40GB", "a100-40".
 
-    Without a size, the one with the smallest memory is returned. Raises UserError, with close names, if none is known.
+    Without a size, the one that has this very name is returned, else that with the smallest memory. Raises UserError,
+    with close names, if none is known.
     """
     words, size = _read(name)
+    # The driver names the slot also of cards that have one form only.
+    without_slot = words.replace("pcie", "")
     found = [card for card in known_gpus().values() if words in _short_names(card)]
+    found = found or [card for card in known_gpus().values() if without_slot in _short_names(card)]
+    size = None if size == GRACE_GB else size
     fitting = [card for card in found if size in (None, card.memory_gb)]
     if fitting:
-        return min(fitting, key=lambda card: card.memory_gb)
+        return min(fitting, key=lambda card: (size is None and card.key not in _short_names(card), card.memory_gb))
     if found:
         sizes = " or ".join(f"{card.memory_gb:g}" for card in found)
         raise UserError(f"unknown GPU {name!r}: {found[0].name} has {sizes} GB", hint=f"use {found[0].key}")
     close = difflib.get_close_matches(words or name, known_gpus(), n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known_gpus())}"
+    meant = f"did you mean {' or '.join(close)}?" if close else "gputrain plan --all-gpus lists all that are known"
+    hint = f"{meant}; a card that is not listed is planned by its memory: --vram-gb 16, in Python vram_gb=16"
     raise UserError(f"unknown GPU {name!r}", hint=hint)
 
 
 def smallest_gpu(memory_gb: float) -> Gpu | None:
-    """Return the known GPU with the least memory that is enough, the fastest of its size."""
-    enough = [card for card in known_gpus().values() if card.memory_gb >= memory_gb]
+    """Return the known GPU with the least memory that is enough, the fastest of its size; laptops' are left out."""
+    cards = [card for card in known_gpus().values() if "Laptop" not in card.name and "Max-Q" not in card.name]
+    enough = [card for card in cards if card.memory_gb >= memory_gb]
     return min(enough, key=lambda card: (card.memory_gb, -card.bandwidth_gb_s), default=None)
 
 
 def _short_names(card: Gpu) -> set[str]:
     words, _ = _read(card.key)
-    return {words, words.removeprefix("rtx")}
+    short = {words, *(words.removeprefix(series) for series in SERIES)}
+    return short | {name.removeprefix("rtx") for name in short}
 
 
 def _read(name: str) -> tuple[str, float | None]:
     """Split a name into the words that matter, joined, and its memory: "NVIDIA A100-SXM4-40GB" is ("a100", 40)."""
     kept: list[str] = []
     size = None
-    for dash, word, unit in re.findall(r"(-?)([a-z0-9]+?)(gb|(?![a-z0-9]))", name.lower()):
+    name = re.sub(r"\b(\d+)(?: gb|g)\b", r"\1gb", name.lower())
+    for dash, word, unit in re.findall(r"(-?)([a-z0-9]+?)(gb|(?![a-z0-9]))", name):
         # A number alone is a model (RTX 4090). After a dash it is a size (a100-40), unless it is too long (rtx-4090).
         if word.isdecimal() and kept and (unit or (dash and len(word) <= 3)):
             size = float(word)

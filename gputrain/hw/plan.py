@@ -214,7 +214,14 @@ def _precision(machine: Machine, wishes: Hardware, on_gpu: bool, fp32_because: s
         return Setting("fp32", "mixed precision needs a GPU" if asked else "the CPU computes fp32 fastest")
     if fp32_because and not asked:
         return Setting("fp32", fp32_because)
-    if machine.compute_capability < (7, 0) and not asked:
+    gives_nan = machine.compute_capability >= (7, 0) and not machine.has_tensor_cores
+    if gives_nan and not wishes.mixed_precision:
+        return Setting(
+            "fp32", "fp16 is known to give NaN on GPUs of its generation without tensor cores, like this one"
+        )
+    if gives_nan:
+        return Setting("fp16", "asked for; it is known to give NaN on this GPU: use fp32 if losses become NaN")
+    if not machine.has_tensor_cores and not asked:
         return Setting("fp32", "the GPU has no tensor cores, so 16 bit would save memory but no time")
     if machine.has_bf16 and wishes.use_bf16 is None and fp32_because:
         return Setting("fp16", f"asked for 16 bit without naming bf16; {fp32_because}")

@@ -24,6 +24,9 @@ SHARED_MEMORY = Path("/dev/shm")
 # Environment variables of torch's allocator in their order: torch reads only the first one that is set.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
+# Chips of Turing (TU116, TU117) without tensor cores, by the driver's names: GeForce GTX 16 and MX, small Quadros.
+WITHOUT_TENSOR_CORES = re.compile(r"\b(GTX 16\d\d|MX[45]50|T(400|500|550|600|1000|1200|2000))\b")
+
 
 @dataclass(frozen=True)
 class Package:
@@ -71,6 +74,11 @@ class Machine:
     def has_bf16(self) -> bool:
         """True for native bf16 arithmetic: Ampere and later. torch also counts a T4's emulation, slower than fp32."""
         return self.compute_capability >= (8, 0)
+
+    @property
+    def has_tensor_cores(self) -> bool:
+        """True since Volta, except for the small chips of Turing. The driver does not report it: only names differ."""
+        return self.compute_capability >= (7, 0) and not WITHOUT_TENSOR_CORES.search(self.gpu)
 
     @property
     def has_tf32(self) -> bool:

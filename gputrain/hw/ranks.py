@@ -104,7 +104,7 @@ def weakest_of(machines: list[Machine], own: Machine) -> Machine:
             "some ranks have a GPU and others have none",
             hint="start one rank for each GPU: torchrun --nproc-per-node takes the number of GPUs of the machine",
         )
-    weakest = min(machines, key=lambda machine: machine.compute_capability)
+    weakest = min(machines, key=lambda machine: (machine.compute_capability, machine.has_tensor_cores))
     return replace(
         own,
         gpu=weakest.gpu,

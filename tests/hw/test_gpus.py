@@ -1,5 +1,6 @@
 """The table of known GPUs, and names as people and drivers write them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 from gputrain.errors import UserError
 from gputrain.hw import gpus
 from gputrain.hw.gpus import find_gpu, known_gpus
+from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.probe import Machine
 from tests.tables import each_row
 
 # Memory, compute capability, dense bf16 TFLOPS, TF32 TFLOPS, GB/s by key; None: unknown or disputed.
@@ -26,6 +29,24 @@ PUBLISHED = {
     "rtx5080": (16, (12, 0), 112.6, 56.3, 960),
     "rtx5090": (32, (12, 0), 209.5, 104.8, 1792),
     "rtxpro6000": (96, (12, 0), None, None, 1792),
+    # Cards of every generation since Pascal.
+    "gtx1060-6": (6, (6, 1), None, None, 192.2),
+    "p40": (24, (6, 1), None, None, 347.1),
+    "p100": (16, (6, 0), None, None, 732.2),
+    "v100s": (32, (7, 0), None, None, 1130),
+    "gtx1660super": (6, (7, 5), None, None, 336),
+    "rtx2060-12": (12, (7, 5), None, None, 336),
+    "quadrortx8000": (48, (7, 5), None, None, 672),
+    "rtx3060laptop": (6, (8, 6), 21.9, 10.9, 336),
+    "rtxa4000": (16, (8, 6), 76.7, 38.3, 448),
+    "a30": (24, (8, 0), 165, 82.5, 933),
+    "rtx4060ti-16": (16, (8, 9), 44.1, 22.1, 288),
+    "rtx4070tisuper": (16, (8, 9), 88.2, 44.1, 672.3),
+    "l40": (48, (8, 9), 181, 90.5, 864),
+    "h100nvl": (94, (9, 0), 835, 418, 3938),
+    "gh200-96": (96, (9, 0), 989, 494, 4000),
+    "rtx5060ti-16": (16, (12, 0), 47.4, 23.7, 448),
+    "gb200": (186, (10, 0), 2500, 1250, 8000),
     "b200-180": (180, (10, 0), 2250, 1125, 8000),
     "b200-192": (192, (10, 0), 2250, 1125, 8000),
 }
@@ -40,24 +61,47 @@ def test_published_figures(key):
 
 @each_row(*known_gpus().values())
 def test_figures_agree_with_each_other(gpu):
-    assert 4 <= gpu.memory_gb <= 288
-    assert 100 <= gpu.bandwidth_gb_s <= 8000
+    assert 2 <= gpu.memory_gb <= 288
+    assert 48 <= gpu.bandwidth_gb_s <= 8000
     assert len(gpu.source) > 10
-    # Until Ampere 2 to 6 MB a chip, except for the data center's; since Ada 36 and more.
+    # Until Ampere up to 6 MB a chip, except for the data center's; since Ada 12 and more.
     large = gpu.compute_capability in {(8, 0), (8, 9)} or gpu.compute_capability >= (9, 0)
-    assert 36 <= gpu.l2_mb <= 128 if large else 2 <= gpu.l2_mb <= 6
+    assert 12 <= gpu.l2_mb <= 128 if large else 0.5 <= gpu.l2_mb <= 6
+    # A multiprocessor has 64 or 128 fp32 units, which compute two FLOPs a clock of 0.9 to 2.7 GHz.
+    units = 64 if gpu.compute_capability in {(6, 0), (7, 0), (7, 5), (8, 0)} else 128
+    assert 0.9 < gpu.fp32_tflops * 1e3 / (2 * units * gpu.multiprocessors) < 2.7
     if gpu.compute_capability < (8, 0):
         assert gpu.bf16_tflops is gpu.tf32_tflops is None
     elif gpu.bf16_tflops is None:
         assert "bf16" in gpu.note
+        assert gpu.least_bf16_tflops
     else:
         # Tensor cores have one rate for both 16-bit formats and half of it for TF32, if they accumulate in fp32.
         assert gpu.bf16_tflops == gpu.fp16_tflops
         assert gpu.tf32_tflops == pytest.approx(gpu.bf16_tflops / 2, rel=0.015)
         # A sparse figure, twice as high, would be out of range: no GPU does so much arithmetic per byte.
-        assert 60 < gpu.bf16_tflops * 1e3 / gpu.bandwidth_gb_s < 450
-    if gpu.compute_capability < (7, 0):
-        assert gpu.fp16_tflops is None
+        assert 30 < gpu.bf16_tflops * 1e3 / gpu.bandwidth_gb_s < 460
+    # Small chips of Turing have no tensor cores, and no rate of theirs.
+    installed = gpu.installed_in(Machine(system="Linux", cpu_cores=1))
+    has_tensor_cores = bool(gpu.fp16_tflops or gpu.least_bf16_tflops)
+    assert installed.has_tensor_cores == has_tensor_cores
+    assert (decide(installed, Hardware()).precision.value == "fp32") == (not has_tensor_cores)
+
+
+def test_a_gtx_16_trains_in_fp32_also_in_this_machine():
+    for name in (
+        "NVIDIA GeForce GTX 1660 Ti",
+        "NVIDIA GeForce GTX 1650 with Max-Q Design",
+        "Quadro T2000",
+        "NVIDIA T600",
+    ):
+        machine = Machine(system="Linux", cpu_cores=1, gpu=name, gpu_memory_gb=6.0, compute_capability=(7, 5),
+                          compiled_capabilities=("sm_75",))  # fmt: skip
+        precision = decide(machine, Hardware()).precision
+        assert (precision.value, "NaN" in precision.reason) == ("fp32", True)
+        assert decide(machine, Hardware(use_bf16=True)).precision.value == "fp32"
+        assert decide(machine, Hardware(mixed_precision=True)).precision.value == "fp16"
+        assert decide(replace(machine, gpu="Tesla T4"), Hardware()).precision.value == "fp16"
 
 
 def test_the_rtx_4090_and_the_t4_by_precision():
@@ -91,6 +135,25 @@ def test_the_rtx_4090_and_the_t4_by_precision():
     ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
     ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtxpro6000"),
     ("RTX 3060 12GB", "rtx3060"),
+    ("NVIDIA GeForce RTX 3060", "rtx3060"),
+    ("rtx 3060 8gb", "rtx3060-8"),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx4090laptop"),
+    ("GeForce RTX 2070 with Max-Q Design", "rtx2070maxq"),
+    ("NVIDIA GeForce RTX 2060", "rtx2060-6"),
+    ("4060 Ti 16 GB", "rtx4060ti-16"),
+    ("1080 ti", "gtx1080ti"),
+    ("Tesla P40", "p40"),
+    ("Tesla P100-PCIE-16GB", "p100pcie-16"),
+    ("Tesla V100-PCIE-32GB", "v100pcie-32"),
+    ("Tesla V100S-PCIE-32GB", "v100s"),
+    ("TITAN X (Pascal)", "titanxpascal"),
+    ("NVIDIA RTX A2000 12GB", "rtxa2000-12"),
+    ("NVIDIA RTX 4000 SFF Ada Generation", "rtx4000sffada"),
+    ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "rtxpro6000maxq"),
+    ("NVIDIA A800-SXM4-80GB", "a800"),
+    ("NVIDIA GH200 480GB", "gh200-96"),
+    ("NVIDIA GH200 144G HBM3e", "gh200-144"),
+    ("NVIDIA B300 SXM6 AC", "b300"),
 )
 def test_names(name, key):
     assert find_gpu(name).key == key
@@ -105,9 +168,8 @@ def test_every_card_is_found_by_its_own_name():
 @each_row(
     ("rtx 4096", "unknown GPU 'rtx 4096'", "rtx4090"),
     ("a100-60", "has 40 or 80 GB", "a100-40"),
-    ("NVIDIA GeForce RTX 4090 Laptop GPU", "unknown GPU", "rtx4090"),  # This is another chip.
-    ("Voodoo 2", "unknown GPU 'Voodoo 2'", "rtx5090"),
-    ("", "unknown GPU ''", "rtx5090"),
+    ("Voodoo 2", "unknown GPU 'Voodoo 2'", "--all-gpus"),
+    ("", "unknown GPU ''", "--vram-gb"),
 )
 def test_unknown_names(name, message, hint):
     with pytest.raises(UserError) as error:

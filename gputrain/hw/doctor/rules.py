@@ -250,8 +250,9 @@ def _gpu(machine: Machine) -> Iterator[Check]:
         if machine.has_bf16:
             yield Check("bf16", "ok", "native")
         else:
-            found = f"not native before compute capability 8.0: {machine.gpu} trains in fp16 with loss scaling"
-            yield Check("bf16", "note", found, "leave --use-bf16 out; fp16 is then the default")
+            chosen = "fp16 with loss scaling" if machine.has_tensor_cores else "fp32, because it has no tensor cores"
+            found = f"not native before compute capability 8.0: {machine.gpu} trains in {chosen}"
+            yield Check("bf16", "note", found, f"leave --use-bf16 out; {chosen[:4]} is then the default")
     elif _hidden(machine):
         found = f"CUDA_VISIBLE_DEVICES={machine.visible_devices!r} hides {machine.driver.cards[0].name}"
         yield Check("gpu", "note", found, "unset CUDA_VISIBLE_DEVICES to train on the GPU")
