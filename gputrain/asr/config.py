@@ -153,7 +153,7 @@ class PlannedData(Data):
 
 @config(panel="Speech")
 class PlannedSpeech:
-    clip_seconds: float = opt(default=8.0, help="Average length of the clips.", min=0.5)
+    clip_seconds: float = opt(default=8.0, help="Length of the clips; with data, their average is taken.", min=0.5)
     labels_a_second: float = opt(default=15.0, help="Letters and spaces spoken in a second.", min=1)
     num_symbols: int = opt(default=32, help="Number of different symbols, the blank included.", min=4)
 

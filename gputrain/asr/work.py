@@ -26,9 +26,9 @@ from gputrain.planner.work import PlannedTraining, PlanTarget
 from gputrain.speech.buckets import ClipBatch, ClipSize
 from gputrain.speech.frames import ENCODER_RATE, STRIDE
 from gputrain.speech.training import (
+    PlannedClips,
     SpeechTraining,
     SpeechWork,
-    planned_seconds,
     size_of_clip,
     speaking_rate,
     synthetic_bucket,
@@ -110,10 +110,10 @@ class AsrWork(SpeechWork[TrainAsr]):
                 num_symbols=len(speech.store.format.vocabulary.symbols),
             )  # fmt: skip
             settings = replace(settings, speech=facts)
-        model, seconds = settings.model, planned_seconds(settings)
-        columns = {"model": model.init_from or model.preset, "adapters": model.adapters, "seconds": round(seconds, 1),
-                   "batch_size": settings.schedule.whole_batch}  # fmt: skip
-        work = replace(self, sizes=facts_of(settings, settings.speech, seconds))
+        model, planned = settings.model, PlannedClips.of(settings, of_data=clips is not None)
+        columns = {"model": model.init_from or model.preset, "adapters": model.adapters,
+                   "batch_size": settings.schedule.whole_batch, **planned.columns}  # fmt: skip
+        work = replace(self, sizes=facts_of(settings, settings.speech, planned.seconds))
         return PlannedTraining(work, [(settings, columns)], clips)
 
     def title(self, settings: BenchAsr, train: TrainAsr) -> str:

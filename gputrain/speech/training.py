@@ -7,7 +7,7 @@ import logging
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -138,10 +138,22 @@ def speaking_rate(speech: Speech) -> SpeakingRate:
     return SpeakingRate(seconds / len(clips), symbols / seconds)
 
 
-def planned_seconds(settings: Any) -> float:
-    """Returns the average length of a clip in the largest batches, from the options of `plan`."""
-    limit = settings.data.batch_seconds / settings.schedule.batch_size
-    return float(limit or settings.data.batch_room * settings.speech.clip_seconds)
+class PlannedClips(NamedTuple):
+    """The clips of a plan: `seconds` is the average length of a clip in the largest batches."""
+
+    seconds: float
+    columns: dict[str, object]
+
+    @classmethod
+    def of(cls, settings: Any, *, of_data: bool) -> "PlannedClips":
+        """Returns the clips of the options of `plan`: all of one length, or those of the data, whose largest batches
+        have up to `batch_room` times as much sound as others."""
+        clip, batch_size = settings.speech.clip_seconds, settings.schedule.batch_size
+        limit = settings.data.batch_seconds / batch_size or math.inf
+        of_largest = limit if math.isfinite(limit) else settings.data.batch_room * clip
+        seconds = of_largest if of_data else min(limit, clip)
+        columns = {"seconds": round(clip, 1), "batch_seconds": round(seconds * settings.schedule.whole_batch, 1)}
+        return cls(float(seconds), columns)
 
 
 def size_of_clip(frames: float, symbols: float) -> ClipSize:

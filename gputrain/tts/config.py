@@ -136,7 +136,7 @@ class PlannedData(Data):
 
 @config(panel="Speech")
 class PlannedSpeech:
-    clip_seconds: float = opt(default=5.0, help="Average length of the clips.", min=0.5)
+    clip_seconds: float = opt(default=5.0, help="Length of the clips; with data, their average is taken.", min=0.5)
     symbols_a_second: float = opt(default=30.0, help="Symbols spoken in a second, blanks between them included.", min=1)
     num_symbols: int = opt(default=64, help="Number of different symbols.", min=4)
     num_speakers: int = opt(default=1, help="Number of speakers.", min=1)

@@ -22,9 +22,9 @@ from gputrain.speech.buckets import ClipBatch, ClipSize, Speech
 from gputrain.speech.config import HOP_SIZE
 from gputrain.speech.store import SpeechFormat
 from gputrain.speech.training import (
+    PlannedClips,
     SpeechTraining,
     SpeechWork,
-    planned_seconds,
     size_of_clip,
     speaking_rate,
     synthetic_bucket,
@@ -95,8 +95,9 @@ class TtsWork(SpeechWork[TrainTts]):
             speech = self.open_speech(settings)
             clips = len(speech.split.mixture())
             settings = replace(settings, speech=facts_of(speech))
-        columns = {"preset": settings.model.preset, "batch_size": settings.schedule.whole_batch}
-        size = size_of(settings.speech, planned_seconds(settings))
+        planned = PlannedClips.of(settings, of_data=clips is not None)
+        columns = {"preset": settings.model.preset, "batch_size": settings.schedule.whole_batch, **planned.columns}
+        size = size_of(settings.speech, planned.seconds)
         return PlannedTraining(replace(self, sizes=size), [(settings, columns)], clips)
 
     def title(self, settings: BenchTts, train: TrainTts) -> str:

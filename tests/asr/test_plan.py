@@ -16,6 +16,9 @@ from gputrain.hw.probe import Machine
 from gputrain.planner.memory.predict import predict_step
 from gputrain.planner.model_planner import plan_cards
 from gputrain.speech.buckets import ClipSize
+from gputrain.speech.training import PlannedClips
+from gputrain.tts.config import PlanTts
+from gputrain.tts.work import TtsWork
 from tests.asr.models import SIZES
 from tests.command import gputrain_here
 from tests.planner.memory.measured_steps import measured_peak_gb
@@ -58,6 +61,23 @@ def test_a_step_takes_what_was_predicted(changes, checkpointing, small_preset):
     target = target_of(settings)
     predicted = predict_step(target, plan, micro_batch_size=3, checkpointing=checkpointing)
     assert predicted.allocated_gb == pytest.approx(measured_peak_gb(target, plan, 3, checkpointing), rel=0.02)
+
+
+@each_row((AsrWork, PlanAsr, 50), (TtsWork, PlanTts, 86.13))
+def test_a_plan_without_data_is_for_clips_of_the_length_that_was_asked_for(work, options, rate):
+    for values, seconds, shown in (
+        ({"clip_seconds": 8.0}, 8.0, {"seconds": 8.0, "batch_seconds": 256.0}),
+        ({"clip_seconds": 8.0, "batch_room": 3.0}, 8.0, {"seconds": 8.0, "batch_seconds": 256.0}),
+        ({"clip_seconds": 8.0, "batch_seconds": 160.0}, 5.0, {"seconds": 8.0, "batch_seconds": 160.0}),
+        ({"clip_seconds": 8.0, "batch_seconds": 900.0}, 8.0, {"seconds": 8.0, "batch_seconds": 256.0}),
+    ):
+        settings = assemble(options, {"batch_size": 32, **values})
+        planned = work().planned(settings)
+        ((_, columns),) = planned.stages
+        assert {name: columns[name] for name in shown} == shown
+        assert planned.work.sizes.clip.frames == pytest.approx(seconds * rate, abs=1)
+    of_data = PlannedClips.of(assemble(options, {"batch_size": 32, "clip_seconds": 8.0}), of_data=True)
+    assert of_data == (12.0, {"seconds": 8.0, "batch_seconds": 384.0})  # As in a training, by batch_room.
 
 
 @pytest.mark.slow
