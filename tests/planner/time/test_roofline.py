@@ -279,8 +279,8 @@ def test_published_rates_of_every_card():
     for gpu in known_gpus().values():
         rates = DeviceRates.published(gpu, tf32=True)
         assert rates is not None, gpu.key
-        assert rates.sixteen_bit_flops >= rates.fp32_flops > 9e11
-        assert 10 <= rates.multiprocessors <= 200
+        assert rates.sixteen_bit_flops >= rates.fp32_flops > 8e11
+        assert 3 <= rates.multiprocessors <= 200
     h100 = DeviceRates.published(find_gpu("h100"), tf32=True)
     assert h100.sixteen_bit_flops == pytest.approx(798e12, rel=0.01)
     assert h100.bytes_per_second == pytest.approx(3.0e12, rel=0.01)
