@@ -92,6 +92,8 @@ SOUNDS: dict[str, tuple[str, bytes]] = {
     "zeros": ("bad.wav", bytes(4096)),
     "NaN among its samples": ("bad.wav", floats(float("nan"))),
     "infinity among its samples": ("bad.wav", floats(float("inf"), float("-inf"))),
+    "floating point of an unknown scale": ("bad.wav", floats(50.0, -49.5)),
+    "floating point beyond every scale": ("bad.wav", floats(1e30, -1e30)),
     "rate of 0 Hz": ("bad.wav", wav(bytes(32000), rate_hz=0)),
     "no channel": ("bad.wav", wav(bytes(32000), channels=0)),
     "40000 channels": ("bad.wav", wav(bytes(32000), channels=40000)),
@@ -210,6 +212,7 @@ def reused(kind: str, command: list[object]) -> Callable[[Path], tuple[list[obje
     return make
 
 
+CUT = '{{"audio": "2.wav", "offset": {}, "duration": {}, "text": "it is late"}}\n'
 GOOD = "0|so it is said\n1|two words and more\n"
 ROW = (
     json.dumps({"audio": "0.wav", "text": "so it is said"})
@@ -260,6 +263,14 @@ LEFT_OUT: dict[str, tuple[str, str, str]] = {
     "JSON lines cut off": (ROW + '{"audio": "2.wav", "te', "metadata.jsonl", "line 3"),
     "JSON lines too deeply nested": (ROW + "[" * 100_000 + "\n", "metadata.jsonl", "line 3"),
     "JSON lines with a huge number": (ROW + '{"audio": ' + "9" * 5000 + ', "text": "a"}\n', "metadata.jsonl", "line 3"),
+    "a clip before its recording": (ROW + CUT.format(-1, 2), "metadata.jsonl", "begins at -1 seconds"),
+    "a clip after the end of its recording": (ROW + CUT.format(60, 2), "metadata.jsonl", "outside the recording"),
+    "a clip of no length": (ROW + CUT.format(0.5, 0), "metadata.jsonl", "begins at 0.5 seconds and ends at 0.5"),
+    "a time that is no number": (ROW + CUT.format('"soon"', 2), "metadata.jsonl", "'soon' is no number of seconds"),
+    "CSV with a quote that is not closed": (
+        'text,file_name\nso it is said,0.wav\nit is so,1.wav\n"it is late,2.wav\n', "metadata.csv",
+        "line 4: a quote is not closed",
+    ),
     "JSON lines without a recording": (ROW + '{"text": "it is late"}\n', "metadata.jsonl", "names no recording"),
     "JSON lines with half a surrogate": (ROW + '{"audio": "2.wav", "text": "\\ud800"}\n', "metadata.jsonl", "invalid"),
     "JSON lines with a mapping for a name": (ROW + '{"audio": {"a": 1}, "text": "b"}\n', "metadata.jsonl", "line 3"),
@@ -267,6 +278,7 @@ LEFT_OUT: dict[str, tuple[str, str, str]] = {
 REFUSED: dict[str, tuple[str | bytes, str, str]] = {
     "empty": ("", "metadata.csv", "empty"),
     "blank lines alone": ("\n\n \n", "metadata.csv", "empty"),
+    "times in milliseconds": ("path,text,start_ms\n0.wav,so it is,100\n", "metadata.csv", "start_ms is not in seconds"),
     "no UTF-8": (GOOD.encode() + b"2|\xff\xfe\n", "metadata.csv", "line 3: not UTF-8"),
     "Windows-1251": (GOOD.encode() + "2|время\n".encode("cp1251"), "metadata.csv", "line 3: not UTF-8"),
     "binary": (bytes(range(256)) * 4, "metadata.csv", "not UTF-8"),
