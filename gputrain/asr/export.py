@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gputrain.asr import model as networks
 from gputrain.asr.decode import GreedyDecoder
 from gputrain.asr.load import Recogniser
-from gputrain.audio.export import check_file_name, cpu_copy, exported, import_onnx_package, write_onnx
+from gputrain.audio.export import check_file_name, cpu_copy, exported, import_onnx_package, load_line, write_onnx
 from gputrain.audio.io import Samples, from_int16
 from gputrain.engine.data import Progress, StepProgress, no_progress, written_aside
 from gputrain.errors import UserError
@@ -262,6 +262,7 @@ def export_onnx(
         difference = largest_difference(recogniser, sounds, _stock_onnxruntime(graph), "ONNX Runtime", steps)
         files = [folder / path.name for path in sorted(aside.iterdir())]
     notes = [
+        load_line(folder / graph.name, "x"),
         f"Input x: samples at {recogniser.sampling_rate} Hz in [-1, 1], float32 (N, samples), waves of equal length",
         f"Output logits: float32 (N, frames, {len(recogniser.vocabulary.symbols)}), a frame every {STRIDE} samples; "
         f"id {recogniser.vocabulary.blank} is the blank, {SPACE} in tokens.txt the space",

@@ -31,6 +31,12 @@ def exported(files: list[Path], source: str, compared: str, difference: float, n
     return Exported(files, figures, notes)
 
 
+def load_line(path: Path, *inputs: str) -> str:
+    """Returns a line of Python that loads a graph and runs it; each input stands for an array of its name."""
+    fed = ", ".join(f'"{name}": {name}' for name in inputs)
+    return f'Load it: onnxruntime.InferenceSession("{path}").run(None, {{{fed}}})'
+
+
 def cpu_copy(model: ModuleT) -> ModuleT:
     """Returns a copy of a model in fp32 on the CPU. Raises UserError if a weight is not finite."""
     for name, tensor in model.state_dict().items():

@@ -152,7 +152,8 @@ def print_plans(kind: ModelKind, settings: Any) -> None:
         tables.print_plans(plans)
         for one in plans if settings.cards.explain else ():
             tables.print_operators(one)
-    tables.print_missing_costs(settings.cards.price_per_hour, plans)
+    tables.print_unknown_times(plans)
+    tables.print_missing_costs(plans)
     if settings.cards.chart:
         tables.draw_plans(plans, settings.cards.chart)
     if settings.cards.strict and not all(one.fit.fits for one in plans):

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from gputrain.cli.ui import err, escape, one_line, out
 from gputrain.figures import format_number
+from gputrain.hw.gpus import known_gpus
 
 if TYPE_CHECKING:
     from gputrain.bench.runner import BenchReport
@@ -56,6 +57,7 @@ def print_bench(report: "BenchReport") -> None:
             err.print(f"[yellow]{escape(label)}:[/] {escape(note)}", soft_wrap=True)
 
 
+OF_PROCESSORS = ("num_workers", "prefetch_factor", "persistent_workers")  # They follow from this machine's cores.
 MOST_COLUMNS = 4  # Up to this many cards have a column each; more have a row each.
 
 
@@ -96,14 +98,26 @@ def print_plans(plans: Sequence["CardPlan"]) -> None:
         elif not many:
             out.print(f"\n[bold]{title}[/]")
             for name, setting in plan.plan.settings.items():
+                if plan.elsewhere and name in OF_PROCESSORS:
+                    continue
                 if len(plans) == 1 or name in ("precision", "compile", "cuda_graphs", "lean", *plan.fit.settings):
                     cost = f" (costs {setting.cost})" if setting.cost else ""
                     out.print(f"  {name}: {_shown(setting.value)}: {escape(setting.reason + cost)}", soft_wrap=True)
 
 
-def print_missing_costs(price_per_hour: float, plans: Sequence["CardPlan"]) -> None:
+def print_unknown_times(plans: Sequence["CardPlan"]) -> None:
+    """Say on stderr which GPUs with the memory of an unnamed one have a predicted time."""
+    for plan in plans:
+        if plan.elsewhere and plan.time.seconds_per_step is None:
+            near = [gpu.key for gpu in known_gpus().values() if abs(gpu.memory_gb - plan.memory_gb) < 0.5]
+            such = f", such as {', '.join(f'--gpu {key}' for key in near[:4])}" if near else ": --gpu NAME"
+            text = f"The time of a step on {plan.gpu} is unknown: it needs the name of the GPU{such}"
+            err.print(escape(text), soft_wrap=True)
+
+
+def print_missing_costs(plans: Sequence["CardPlan"]) -> None:
     """Say on stderr why a price gives no cost."""
-    times = {plan.gpu: plan.time for plan in plans if price_per_hour and plan.time.cost is None}
+    times = {plan.gpu: plan.time for plan in plans if plan.time.price_per_hour and plan.time.cost is None}
     if any(time.steps is None for time in times.values()):
         err.print(
             "No cost is predicted: the number of steps follows from the size of the training set, which is unknown. "

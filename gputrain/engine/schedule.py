@@ -112,7 +112,7 @@ class Saving:
         default=0, help="Steps between checkpoints that are kept; -1: at every evaluation, 0 is off.", min=-1
     )
     keep_checkpoints: int = opt(
-        default=5, help="Number of checkpoint_epoch_*.pt and of checkpoint_step_*.pt to keep; 0 keeps all.", min=0
+        default=2, help="Number of checkpoint_epoch_*.pt and of checkpoint_step_*.pt to keep; 0 keeps all.", min=0
     )
     permanent_start: int = opt(
         default=0, help="From this step on, some checkpoint_step_*.pt are never deleted; 0 is off.", min=0

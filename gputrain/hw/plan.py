@@ -82,7 +82,10 @@ class Cards:
         default=0, help="Items of the training set, to predict hours; 0: those of the data folder, if one is named.",
         min=0,
     )  # fmt: skip
-    price_per_hour: float = opt(default=0.0, help="Price of an hour of one GPU, to predict the cost.", min=0)
+    price_per_hour: tuple[float, ...] = opt(
+        default=(), help="Price of an hour of one GPU, to predict the cost: one for all, or one for each named GPU.",
+        min=0,
+    )  # fmt: skip
     explain: bool = opt(default=False, help="Also show which operators the predicted time of a step consists of.")
     chart: Path | None = opt(default=None, help="PNG or SVG file for a chart of the parts of the memory.")
     json: bool = opt(default=False, help="Print JSON instead of a table.")
@@ -93,6 +96,18 @@ class Cards:
             raise UserError("together needs at least two GPUs", hint="name each of them: --gpu rtx4090 --gpu rtx3090")
         if self.together and self.gpus > 1:
             raise UserError("together and gpus contradict each other", hint="name every GPU with --gpu instead")
+        named, prices = len(self.gpu) + len(self.vram_gb), len(self.price_per_hour)
+        if prices > 1 and (prices != named or self.all_gpus):
+            gpus = "all known" if self.all_gpus else f"{named or 'no'} named"
+            raise UserError(
+                f"{prices} prices for {gpus} GPUs",
+                hint="give one --price-per-hour for all, or one for each --gpu, then each --vram-gb, in their order",
+            )
+
+    def prices(self) -> tuple[float, ...]:
+        """Returns the price of each named GPU, those of `vram_gb` last; 0: unknown."""
+        named = max(1, len(self.gpu) + len(self.vram_gb))
+        return self.price_per_hour if len(self.price_per_hour) > 1 else (self.price_per_hour or (0.0,)) * named
 
 
 @dataclass(frozen=True)

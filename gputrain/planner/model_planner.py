@@ -116,11 +116,14 @@ class ModelPlanner(Generic[S]):
                 remedies = [] if found.fits else self.remedies(settings, switches, budget, found)
                 steps = training_steps(settings.schedule, cards.items or items)
                 batch = settings.schedule.whole_batch
-                time = PredictedTime(found.predicted_seconds_per_step, batch, steps, cards.price_per_hour * budget.gpus)
+                time = PredictedTime(found.predicted_seconds_per_step, batch, steps, requested.price_per_hour)
                 operators = (
                     operator_times(found, replace(budget, graphs=bool(plan.cuda_graphs.value))) if cards.explain else []
                 )
-                plans.append(CardPlan(requested.name, memory_gb, columns, plan, found, remedies, time, operators))
+                elsewhere = requested.gpu is not None
+                plans.append(
+                    CardPlan(requested.name, memory_gb, columns, plan, found, remedies, time, operators, elsewhere)
+                )
         return plans
 
 
@@ -172,6 +175,7 @@ class CardPlan:
     remedies: list[str]  # Sentences on what helps if it does not fit.
     time: PredictedTime
     operators: list[OperatorTime]  # The time of a step by operator, if it was asked for.
+    elsewhere: bool = False  # The GPU is in another machine, of whose processor nothing is known.
 
     @property
     def host_launches(self) -> int:

@@ -17,6 +17,7 @@ class TargetMachine:
     name: str
     machine: Machine
     gpu: Gpu | None = None
+    price_per_hour: float = 0.0  # Of all its GPUs together; 0: unknown.
 
     def rates(self, plan: Plan) -> DeviceRates | None:
         """Returns the rates that the GPU is predicted to reach; None if its published ones are unknown."""
@@ -35,16 +36,21 @@ def published_rates(gpu: Gpu | str, plan: Plan) -> DeviceRates | None:
 def target_machines(cards: Cards) -> list[TargetMachine]:
     """Returns the requested GPUs in their order; without any, this machine. Raises UserError for an unknown name."""
     machine = probe()
-    gpus = [find_gpu(name) for name in cards.gpu]
-    gpus += known_gpus().values() if cards.all_gpus else []
-    gpus += [unknown_gpu(gb) for gb in cards.vram_gb]
+    named, prices = [*map(find_gpu, cards.gpu), *map(unknown_gpu, cards.vram_gb)], cards.prices()
     if cards.together:
-        return [_together(gpus, machine)]
+        return [replace(_together(named, machine), price_per_hour=sum(prices))]
+    priced = dict(zip(named, prices, strict=False))  # Without a name, there is the price of this machine's GPU.
+    if cards.all_gpus:
+        everything = [*named[: len(cards.gpu)], *known_gpus().values(), *named[len(cards.gpu) :]]
+        priced = {gpu: priced.get(gpu, prices[0]) for gpu in everything}
     together = replace(machine, gpus=cards.gpus)
     times = f"{cards.gpus} x " if cards.gpus > 1 else ""
-    if not gpus:
-        return [TargetMachine(times + (machine.gpu or "this CPU"), together)]
-    return [TargetMachine(times + gpu.key, gpu.installed_in(together), gpu) for gpu in dict.fromkeys(gpus)]
+    if not priced:
+        return [TargetMachine(times + (machine.gpu or "this CPU"), together, None, cards.gpus * prices[0])]
+    return [
+        TargetMachine(times + gpu.key, gpu.installed_in(together), gpu, cards.gpus * price)
+        for gpu, price in priced.items()
+    ]
 
 
 def _together(gpus: list[Gpu], machine: Machine) -> TargetMachine:

@@ -20,6 +20,7 @@ from gputrain.audio.export import (
     cpu_copy,
     exported,
     load_checked_onnx,
+    load_line,
     run_onnx,
     wave_difference,
     write_onnx,
@@ -139,7 +140,13 @@ def piper_config(loaded: LoadedVoice, name: str, locale: Locale) -> dict[str, An
 
 def notes(loaded: LoadedVoice, name: str) -> list[str]:
     frontend, speakers = loaded.frontend, loaded.speakers
-    lines = [f"Piper looks for both files in one folder: piper --model {name}.onnx"]
+    several = loaded.voice.architecture.num_speakers > 1
+    lines = [
+        f"Piper looks for both files in one folder: piper --model {name}.onnx",
+        load_line(Path(f"{name}.onnx"), "input", "input_lengths", "scales", *["sid"] * several),
+        "Inputs: input int64 (1, symbols), ids by the phoneme_id_map of the .json; input_lengths int64 (1,); scales "
+        f"float32 (3,), noise, length and noise of durations{'; sid int64 (1,), the speaker' * several}",
+    ]
     if frontend.phoneme_type == "text":
         table = " --alphabet TABLE" * bool(frontend.alphabet) + " --lexicon FILE" * bool(frontend.raw.lexicon)
         lines += [
@@ -149,7 +156,7 @@ def notes(loaded: LoadedVoice, name: str) -> list[str]:
         ]
     else:
         lines += ["Piper contains the espeak-ng of this voice, which also converts numbers and abbreviations to words"]
-    if loaded.voice.architecture.num_speakers > 1:
+    if several:
         lines += [f"choose one of {len(speakers)} speakers by number: --speaker 0 is {speakers[0]}"]
     return lines
 

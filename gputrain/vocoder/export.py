@@ -29,6 +29,7 @@ from gputrain.audio.export import (
     exported,
     import_onnx_package,
     load_checked_onnx,
+    load_line,
     run_onnx,
     wave_difference,
     write_onnx,
@@ -92,7 +93,14 @@ def export_onnx(
         difference = largest_difference(generator, aside / file, probes, steps.next)
         if not difference < LARGEST_DIFFERENCE:
             raise RuntimeError(f"{folder / file}: onnxruntime's wave differs from torch's by {difference:.3g}")
-    return exported([folder / file, folder / "vocoder.yaml"], loaded.source, "sample", difference, _notes(loaded))
+    mel = generator.architecture.mel
+    notes = [
+        load_line(folder / file, "mel", "f0"),
+        f"Inputs float32: mel (1, frames, {mel.num_mels}), the natural logarithm of magnitudes; f0 (1, frames) in Hz, "
+        f"0 where unvoiced; a frame every {mel.hop_size} samples. Output: (1, samples) at {mel.sampling_rate} Hz",
+        *_notes(loaded),
+    ]
+    return exported([folder / file, folder / "vocoder.yaml"], loaded.source, "sample", difference, notes)
 
 
 def export_oudep(

@@ -169,7 +169,10 @@ def test_a_check_that_is_not_passed_is_3_with_strict(tmp_path):
 
 @each_row((True, True, 0), (False, True, 3), (False, False, 0))
 def test_a_plan_that_does_not_fit_is_3_with_strict(monkeypatch, fits, strict, code):
-    plans = [SimpleNamespace(fit=SimpleNamespace(fits=one), to_json=dict) for one in (True, fits)]
+    time = PredictedTime(None, 8, None, 0.0)
+    plans = [
+        SimpleNamespace(fit=SimpleNamespace(fits=one), to_json=dict, elsewhere=False, time=time) for one in (True, fits)
+    ]
     monkeypatch.setattr("gputrain.planner.model_planner.plan_cards", lambda work, settings: plans)
     words = ["--strict"] if strict else []
     assert gputrain_here("plan", "train-vae", "--gpu", "t4", "--json", *words).returncode == code
@@ -222,7 +225,7 @@ def test_a_price_without_a_cost_is_explained(capsys):
             SimpleNamespace(gpu=gpu, time=PredictedTime(seconds, 8, steps, price))
             for gpu, (seconds, steps) in times.items()
         ]
-        tables.print_missing_costs(price, plans)
+        tables.print_missing_costs(plans)
         return capsys.readouterr().err
 
     assert told(0.5, l4=(1.5, 100), t4=(3.0, 100)) == ""

@@ -67,7 +67,7 @@ def raising():
     ({"checkpoint_freq": 50, "keep_checkpoints": 8}, 4 + 3),
     ({"checkpoint_freq": 0, "checkpoint_steps": 10, "keep_checkpoints": 8}, 4 + 8),
     ({"checkpoint_freq": 0, "checkpoint_steps": 10, "keep_checkpoints": 0}, 4 + 20),
-    ({"checkpoint_freq": 0, "checkpoint_steps": 10, "permanent_start": 100, "permanent_interval": 40}, 4 + 5 + 3),
+    ({"checkpoint_freq": 0, "checkpoint_steps": 10, "permanent_start": 100, "permanent_interval": 40}, 4 + 2 + 3),
 )
 def test_number_of_checkpoints_on_the_disk(saving, count):
     """200 steps in 100 epochs of two."""

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnxruntime
 import pytest
@@ -218,6 +219,10 @@ def test_onnx(tmp_path: Path, name: str) -> None:
         for value in (*graph.graph.input, *graph.graph.output)
     }
     assert sides == {"mel": [1, "n_frames", 128], "f0": [1, "n_frames"], "waveform": [1, "n_samples"]}
+    (line,) = [note.removeprefix("Load it: ") for note in done.notes if note.startswith("Load it: ")]
+    inputs = {"mel": np.zeros((1, 4, 128), np.float32), "f0": np.zeros((1, 4), np.float32)}
+    (made,) = eval(line, {"onnxruntime": onnxruntime, **inputs})
+    assert made.shape == (1, 4 * 512)
 
 
 GraphOf = Callable[[str, float], Path]
