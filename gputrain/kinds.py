@@ -71,6 +71,9 @@ class DataWork(NamedTuple):
     run: Callable[..., Any]  # Takes folders, config, num_workers and progress, and returns a report.
     config: object
     figures: Callable[..., dict[str, object]]  # Returns what is shown of the report.
+    # Of a preparation: takes the prepared folder and a number of processes, and returns what validation finds in it.
+    # None: the report has its findings.
+    findings: Callable[[Path, int], Sequence[str]] | None = None
 
 
 @dataclass(frozen=True)

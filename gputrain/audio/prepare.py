@@ -61,6 +61,7 @@ def blocks(wave_T: Samples) -> Iterator[Samples]:
 @dataclass(frozen=True, kw_only=True)
 class SoundPrepareReport(PrepareReport):
     hours: float
+    findings: tuple[str, ...] = ()
 
 
 class DecodedRecording(NamedTuple):

@@ -4,6 +4,7 @@ import json
 import shlex
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,14 @@ def prepare(settings: PrepareSettings) -> None:
         work = work_of(settings, "prepare")
         folders = (settings.input_dir, settings.output_dir)
         report = work.run(*folders, work.config, num_workers=settings.processes, progress=bar.update)
+    if work.findings and report.made:
+        with ui.err.status("looking at what was prepared"):
+            report = replace(report, findings=tuple(work.findings(settings.output_dir, settings.processes)))
     _show(f"Prepared {settings.output_dir}", work, report, settings.output_file)
+    command = kinds()[settings.kind].command
+    for words in (("plan", command), (command,)):
+        line = shlex.join(("gputrain", *words, "--data-path", str(settings.output_dir)))
+        ui.out.print(f"{'Next:' if words[0] == 'plan' else '     '} {escape(line)}", soft_wrap=True)
 
 
 def validate(settings: ValidateSettings) -> None:

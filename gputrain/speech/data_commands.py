@@ -59,8 +59,11 @@ def validate_command(kind: SpeechKind, *further: str) -> DataCommand:
 def prepare_transcribed(settings: Any, kind: SpeechKind) -> DataWork:
     from gputrain.speech.prepare import prepare_speech, speech_prepare_config
 
+    from gputrain.speech.validate import findings_of
+
     prepare_with = partial(prepare_speech, checker=checker_of(settings.align_with))
-    return DataWork(prepare_with, speech_prepare_config(kind, settings.speech, settings.sound), prepared_speech)
+    config = speech_prepare_config(kind, settings.speech, settings.sound)
+    return DataWork(prepare_with, config, prepared_speech, lambda folder, processes: findings_of(folder, kind))
 
 
 def checker_of(model: Path | None) -> "SpeechChecker | None":

@@ -4,7 +4,7 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -230,6 +230,14 @@ def _in_store(folder: Path, kind: SpeechKind) -> _Held:
     narrow = {str(row.get("path")): float(row["bandwidth_hz"]) for row in sounds if "bandwidth_hz" in row}
     starts = sorted(int(row.get("first_sample", 0)) for row in sounds) or [0]
     return _Held(store.format, store.clips, rates, read_quarantine(folder), notes=notes, narrow=narrow, starts=starts)
+
+
+def findings_of(folder: Path, kind: SpeechKind) -> list[str]:
+    """Returns what validation finds in prepared speech, without the remarks on recordings, which its preparation has
+    logged."""
+    held = replace(_in_store(folder, kind), notes=())
+    seconds = sum(clip.samples for clip in held.clips) / held.format.sampling_rate
+    return list(_findings(held, seconds / 3600, _symbols(held)))
 
 
 def _histogram(seconds: Sequence[float]) -> dict[str, int]:

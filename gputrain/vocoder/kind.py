@@ -58,7 +58,12 @@ def prepare_recordings(settings: Any) -> DataWork:
     def figures(report: "SoundPrepareReport") -> dict[str, object]:
         return prepared_counts(report, "duration", format_duration(3600 * report.hours))
 
-    return DataWork(prepare_sound, config, figures)
+    def findings(folder: Path, processes: int) -> list[str]:
+        from gputrain.vocoder.validate import validate_sounds
+
+        return validate_sounds(folder, config.sampling_rate, num_workers=processes).findings
+
+    return DataWork(prepare_sound, config, figures, findings)
 
 
 def validate_recordings(settings: Any) -> DataWork:

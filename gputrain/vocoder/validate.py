@@ -224,7 +224,7 @@ def _mean(weighted: Iterable[tuple[float, float]]) -> float:
 
 def _findings(total: FolderStats | None, refused: int, sampling_rate: int, narrow: dict[str, float]) -> Iterator[str]:
     if refused:
-        yield f"{counted(refused, 'file')} would be left out: repair what you need"
+        yield f"{counted(refused, 'file is', 'files are')} left out: repair what you need"
     if total is None:
         yield "nothing here can be trained on"
         return

@@ -110,7 +110,7 @@ def test_clipping_is_measured_and_named(recordings):
 
 def test_findings_say_what_to_act_on(recordings, tmp_path):
     said = " | ".join(validate_sounds(recordings, sampling_rate=16000).findings)
-    assert "5 files would be left out" in said
+    assert "5 files are left out" in said
     assert "1 of 5 recordings has less than 16000 Hz" in said
     assert "train at 8000 Hz" in said
     assert "of sound is little" in said
