@@ -30,17 +30,20 @@ def work_of(settings: DataSettings, command: str) -> DataWork:
 def prepare(settings: PrepareSettings) -> None:
     if settings.mode == "validate":
         return validate(settings.as_validation())
+    output_dir = settings.output_dir
+    assert output_dir is not None  # PrepareSettings.__post_init__ checks this.
     with ui.TerminalBar("preparing") as bar:
         work = work_of(settings, "prepare")
-        folders = (settings.input_dir, settings.output_dir)
-        report = work.run(*folders, work.config, num_workers=settings.processes, progress=bar.update)
+        report = work.run(
+            settings.input_dir, output_dir, work.config, num_workers=settings.processes, progress=bar.update
+        )
     if work.findings and report.made:
         with ui.err.status("looking at what was prepared"):
-            report = replace(report, findings=tuple(work.findings(settings.output_dir, settings.processes)))
-    _show(f"Prepared {settings.output_dir}", work, report, settings.output_file)
+            report = replace(report, findings=tuple(work.findings(output_dir, settings.processes)))
+    _show(f"Prepared {output_dir}", work, report, settings.output_file)
     command = kinds()[settings.kind].command
     for words in (("plan", command), (command,)):
-        line = shlex.join(("gputrain", *words, "--data-path", str(settings.output_dir)))
+        line = shlex.join(("gputrain", *words, "--data-path", str(output_dir)))
         ui.out.print(f"{'Next:' if words[0] == 'plan' else '     '} {escape(line)}", soft_wrap=True)
 
 

@@ -58,7 +58,6 @@ def validate_command(kind: SpeechKind, *further: str) -> DataCommand:
 
 def prepare_transcribed(settings: Any, kind: SpeechKind) -> DataWork:
     from gputrain.speech.prepare import prepare_speech, speech_prepare_config
-
     from gputrain.speech.validate import findings_of
 
     prepare_with = partial(prepare_speech, checker=checker_of(settings.align_with))

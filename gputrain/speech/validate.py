@@ -270,9 +270,9 @@ def _findings(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[st
         return
     if low:
         yield (
-            f"{counted(low, 'recording has', 'recordings have')} less than {rate_hz} Hz: after resampling, high "
-            "frequencies are missing, and so they will in the voice; "
-            f" prepare at {min(held.source_rates)} Hz, or record again"
+            f"{counted(low, 'recording has', 'recordings have')} less than {rate_hz} Hz: after resampling they "
+            "lack high frequencies, and so will the voice; "
+            f"prepare at {min(held.source_rates)} Hz, or record again"
         )
     if held.narrow:
         yield (
@@ -280,7 +280,10 @@ def _findings(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[st
             f"leave them out, or prepare at {rate_for(min(held.narrow.values()))} Hz"
         )
     if hours < FEW_HOURS:
-        yield f"{format_duration(3600 * hours)} of speech is enough to fine-tune a voice, not to train one from scratch"
+        yield (
+            f"{format_duration(3600 * hours)} of speech is little: enough to fine-tune a voice (--init-from), not "
+            "to train one from scratch"
+        )
     rare = [symbol for symbol, count in symbols.items() if 0 < count < RARE and symbol.isalpha()]
     if rare:
         yield f"{' '.join(rare)}: these letters occur less than {RARE} times, too rarely for the voice to learn them"
@@ -301,8 +304,8 @@ def _for_recogniser(held: _Held, hours: float, low: int) -> Iterator[str]:
         yield (f"{lacking_treble(held.narrow, all_recordings, held.format.sampling_rate)}; this suits such sound only")
     if hours < FEW_HOURS:
         yield (
-            f"{format_duration(3600 * hours)} of speech is enough to adapt a recogniser to a few words and one voice; "
-            "fine-tuning a pretrained one takes an hour or more"
+            f"{format_duration(3600 * hours)} of speech is little: it adapts a recogniser to a few words and one "
+            "voice; fine-tuning a pretrained one takes an hour or more"
         )
     if len(held.format.speakers) == 1:
         yield "one speaker, or no speakers are named: held-out clips show nothing about other voices"

@@ -122,3 +122,27 @@ def test_recordings_become_a_store(tmp_path):
     assert [clip.samples for clip in store.clips] == [8000, 8000]
     again = gputrain_here("prepare-data", *words[:-2])
     assert "kept     2" in again.stdout
+
+
+@each_row(("vocoder", ()), ("tts", ("--language", "en")), ("asr", ("--language", "en")))
+def test_a_preparation_says_what_validation_says_and_what_comes_next(tmp_path, kind, further):
+    """The recordings are short, and lack the treble of their rate; a second run that makes nothing says it no more."""
+    noise_T = np.random.default_rng(0).normal(size=4000) / 10
+    for number in range(2):
+        folder = tmp_path / f"{kind} in"
+        folder.mkdir(exist_ok=True)
+        soundfile.write(folder / f"{number}.wav", np.repeat(np.roll(noise_T, number), 8), 32000)
+        (folder / f"{number}.txt").write_text(f"it is said {number}.")
+    line = ["--kind", kind, *(["--audio-sample-rate", 16000] if kind != "asr" else []), "--num-workers", 1]
+    out = tmp_path / f"{kind} out"
+    words = ["prepare-data", *line, *further, "--input-dir", folder, "--output-dir", out]
+    done = gputrain_here(*words)
+    assert done.returncode == 0, done.stderr
+    notes = [one for one in done.stderr.splitlines() if one.startswith("note: ")]
+    assert any("is little" in note for note in notes)
+    checked = gputrain_here("validate", *line, "--input-dir", out)
+    assert [one for one in checked.stderr.splitlines() if one.startswith("note: ")] == notes
+    assert done.stdout.splitlines()[-2:] == [
+        f"Next: gputrain plan train-{kind} --data-path '{out}'", f"      gputrain train-{kind} --data-path '{out}'"
+    ]  # fmt: skip
+    assert "is little" not in gputrain_here(*words).stderr
