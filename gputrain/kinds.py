@@ -320,7 +320,8 @@ def kind_of(model: Path) -> ModelKind:
     refuse_in_pieces(model)
     for kind in kinds().values():
         ending = kind.checkpoint_suffix
-        if ending and (model.suffix == ending or (model.is_dir() and (model / f"model{ending}").is_file())):
+        named = model.suffix == ending and not (model / "config.yaml").is_file()  # A run folder may have any name.
+        if ending and (named or (model.is_dir() and (model / f"model{ending}").is_file())):
             return kind
     if (folder / "config.yaml").is_file():
         return _stated_kind(read_file(folder / "config.yaml"))

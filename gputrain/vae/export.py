@@ -60,7 +60,7 @@ def export_vae(
     difference = export_and_verify(loaded.model, output_dir, scaling, sample_size=sample_size)
     progress(total, total)  # The last one is the comparison with the written files.
     factors = {"scaling_factor": scaling.scaling_factor, "shift_factor": scaling.shift_factor}
-    shown: dict[str, object] = {name: "none" if value is None else value for name, value in factors.items()}
+    shown: dict[str, object] = {name: "none" if value is None else f"{value:.6g}" for name, value in factors.items()}
     shown |= {"these factors are": written, **figures}
     if source and source.encoder_trained and source.scaling:
         shown["before training"] = f"{source.scaling} ({source.source}); the encoder was trained, so they changed"

@@ -43,8 +43,8 @@ class LatentScaling:
         return {name: value for name, value in asdict(self).items() if value is not None or name == "shift_factor"}
 
     def __str__(self) -> str:
-        shift = "no shift_factor" if self.shift_factor is None else f"shift_factor {self.shift_factor:.5g}"
-        return f"scaling_factor {self.scaling_factor:.5g}, {shift}"
+        shift = "no shift_factor" if self.shift_factor is None else f"shift_factor {self.shift_factor:.6g}"
+        return f"scaling_factor {self.scaling_factor:.6g}, {shift}"
 
 
 class Family(NamedTuple):

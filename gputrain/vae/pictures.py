@@ -266,21 +266,23 @@ def _opened_by_pillow(image: Image.Image, tiff: TiffLayout | None) -> Opened:
     def decoded() -> tuple[Image.Image, Image.Transpose | None]:
         bits = _bits_of_gray_png(image)
         image.load()
-        level = image.info.get("transparency")
-        if bits and isinstance(level, int) and level < 2**bits:  # Pillow scales the levels to 8 bits, but not this one.
-            image.info["transparency"] = level * 255 // (2**bits - 1)
         upright = UPRIGHT.get(_orientation(image))
         if image.mode in ("I", "F") or image.mode.startswith("I;16"):
             return _in_8_bits(image, tiff.bits if tiff else 16), upright
+        level = image.info.get("transparency")
+        if bits and isinstance(level, int) and level < 2**bits:  # Pillow scales the levels to 8 bits, but not this one.
+            gray = image.convert("L")
+            gray.info = {**image.info, "transparency": level * 255 // (2**bits - 1)}
+            return gray, upright
         return image, upright
 
     return Opened(header, image.has_transparency_data, decoded)
 
 
 def _bits_of_gray_png(image: Image.Image) -> int:
-    """Returns 2 or 4 for a gray PNG of so many bits that has not been decoded; otherwise 0."""
+    """Returns 1, 2 or 4 for a gray PNG of so many bits that has not been decoded; otherwise 0."""
     tiles = getattr(image, "tile", None)
-    return {"L;2": 2, "L;4": 4}.get(str(tiles[0][3]), 0) if tiles and image.format == "PNG" else 0
+    return {"1": 1, "L;2": 2, "L;4": 4}.get(str(tiles[0][3]), 0) if tiles and image.format == "PNG" else 0
 
 
 def _opened_tiff(path: Path, tiff: TiffLayout) -> Opened:
@@ -293,7 +295,7 @@ def _opened_tiff(path: Path, tiff: TiffLayout) -> Opened:
 
 @cache
 def _readable_formats() -> tuple[str, ...]:
-    return (*FORMATS, "AVIF") if features.check("avif") else FORMATS
+    return (*FORMATS, "AVIF") if "avif" in features.modules and features.check("avif") else FORMATS
 
 
 def _unidentified(path: Path) -> UnusablePicture:

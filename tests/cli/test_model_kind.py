@@ -76,6 +76,8 @@ def test_runs_and_their_checkpoints(vocoder_run, vae_run, tmp_path):
     for kind, folder in runs.items():
         assert kind_of(folder).name == kind
         assert kind_of(folder / "checkpoint_last.pt").name == kind
+        (tmp_path / f"{kind}.ckpt").symlink_to(folder)
+        assert kind_of(tmp_path / f"{kind}.ckpt").name == kind
         alone = tmp_path / kind / "alone.pt"
         alone.parent.mkdir()
         shutil.copyfile(folder / "checkpoint_last.pt", alone)

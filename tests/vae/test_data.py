@@ -278,7 +278,7 @@ def test_transparent_level_of_gray_pngs(tmp_path, bits):
     assert (np.asarray(read_picture(tmp_path / "a.png", channels=4))[..., 3] == np.where(values == 1, 0, 255)).all()
 
 
-@pytest.mark.skipif(not features.check("avif"), reason="this Pillow reads no AVIF")
+@pytest.mark.skipif("avif" not in features.modules or not features.check("avif"), reason="this Pillow reads no AVIF")
 def test_avif(tmp_path):
     image = Image.new("RGB", (64, 40), RED)
     image.paste(GREEN, (0, 0, 32, 40))
