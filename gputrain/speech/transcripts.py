@@ -316,7 +316,9 @@ def _names_sounds(path: Path, sounds: SoundFinder) -> bool:
     if path.suffix.lower() in JSON_LINES or holds_json(text):
         objects = [row for _, row in json_rows(text) if row]
         objects = objects or [row for _, row in json_rows(_head_of(path, None)) if row]
-        return any(sounds.find(_first_of(row, AUDIO_KEYS)) for row in objects[:LOOKED_AT])
+        # Reports on a folder, and lists of lengths, name its recordings without their texts.
+        spoken = [row for row in objects if any(key in row for key in TEXT_KEYS)]
+        return any(sounds.find(_first_of(row, AUDIO_KEYS)) for row in spoken[:LOOKED_AT])
     lines = [line for line in text.split("\n") if line.strip() and not is_declaration(line)][:LOOKED_AT]
     tables = [[first_cells(line, separator) for line in lines if separator in line] for separator in SEPARATORS]
     for separator, rows in zip(SEPARATORS, tables, strict=True):

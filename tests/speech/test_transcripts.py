@@ -343,6 +343,10 @@ def test_a_transcript_is_looked_for_and_several_are_refused(tmp_path):
     folder = folder_of(tmp_path, "a|One.\n")
     (folder / "notes.txt").write_text("bought a microphone | very good\n")
     (folder / "speakers.csv").write_text("ann|f\n")
+    (folder / "report.json").write_text(
+        json.dumps({"clips": 2, "refused": [{"path": "wavs/a.wav", "reason": "silent"}]})
+    )
+    (folder / "lengths.json").write_text('{"a.wav": {"duration": 3.5}}')
     assert read(folder).source == "metadata.csv, a table of audio, text"
     (folder / "train.list").write_text("b|Two two.\n")
     with pytest.raises(UserError, match=r"several places: metadata\.csv, train\.list") as error:
