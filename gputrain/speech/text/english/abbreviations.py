@@ -86,9 +86,9 @@ expand = rewriter(
     (rf"(?<![0-9A-Za-z'])({_NAME}) (St|Dr)(?![A-Za-z.'])(?! [A-Z])", _street),
     (rf"(?<![0-9A-Za-z])([0-9][0-9A-Z]* {_NAME}) (St|Dr|Ct|Pl|Sq)\.", _street),
     (rf"(?<=[a-z'] )({any_of(word.capitalize() for word in _AFTER)})\.", _full),
-    (rf"(?<=[a-z'] )({any_of(WORDS['after_names_without_dot'])})(?![A-Za-z.'])", _full),
+    (rf"(?<=[a-z'] )({any_of(WORDS['after_names_without_dot'])})(?![A-Za-z.'])(?! [A-Z][a-z])", _full),
     (rf"\b([Ss]t|[Dd]r|{any_of(word.capitalize() for word in _BEFORE)})\.(?= ?[A-Z])", _full),
-    (rf"\b({any_of(WORDS['titles_without_dot'])})(?= [A-Z][a-z'])", _full),
+    (rf"(?<![0-9] )\b({any_of(WORDS['titles_without_dot'])})(?= [A-Z](?:[a-z']|\b))", _full),
     # p. 5, pp. 12-15, No. 7, vol. 3, Fig. 2; a Roman numeral may follow, too.
     (rf"\b((?i:{any_of(_NUMBERED)}))\. ?(?=[0-9]|[IVXLC]+\b)", lambda m: _NUMBERED[m[1].lower()] + " "),
     (rf"\b((?i:{any_of(_ALWAYS)}))\.", _full),

@@ -156,7 +156,7 @@ rewrite = rewriter(
         lambda m: f"{m[2]} {m[1]}",
     ),
     (rf"{START}{_AMOUNT}{_SCALE} ?(?P<sign>{any_of(_MONEY)}){_PER}", _money),
-    (rf"{START}{_AMOUNT}{_SCALE} ?(?P<unit>{any_of(_UNITS)}){_PER}", _measure),
+    (rf"{START}{_AMOUNT}{_SCALE} ?(?P<unit>{any_of(_UNITS.keys() - {*'БбН'})}){_PER}(?! (?:класс|групп))", _measure),
     (rf"{START}{_AMOUNT} ?(?P<unit>{any_of(_MAGNITUDES)})(?P<scale>){STOP}{_DOT}", _magnitude),
     (r"(?<![0-9/.,])(?:(?P<mixed>[0-9]{1,3}) )?(?P<above>[0-9]{1,3})/(?P<below>[0-9]{1,3})(?![0-9/])", _fraction),
     (rf"(?<![0-9A-Za-zА-я]){_AMOUNT}(?!-?[0-9])", _number),
