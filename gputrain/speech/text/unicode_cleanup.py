@@ -67,6 +67,7 @@ def _power(found: re.Match[str]) -> str:
 
 def keep_letters(text: str, letters: str) -> str:
     """Returns lower case with only `letters` and PUNCTUATION; adjacent punctuation becomes one pause."""
+    text = re.sub(r"(?<!\.)\.(?=[,;:] ?[^\W\d_A-ZА-ЯЁ])", "", text)  # The dot of an abbreviation: 5 lbs., or.
     kept = re.sub(f"[^{re.escape(letters + PUNCTUATION)}]", " ", text.lower().translate(_BRACKETS))
     return _PAUSE.sub(_pause, kept).lstrip(PUNCTUATION).rstrip(" -")
 

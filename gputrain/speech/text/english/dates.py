@@ -62,7 +62,7 @@ def _in(found: re.Match[str]) -> str:
 
 rewrite = rewriter(
     # Durations, whose m is a minute: 2h 30m, 5m 30s, 3d 4h.
-    (r"(?<=[0-9]) ?d ?(?=[0-9]{1,2} ?h)", lambda _: " days "),
+    (r"(?<![0-9])([0-9]{1,3}) ?d ?(?=[0-9]{1,2} ?h)", lambda m: f"{m[1]} day{'s' * (m[1] != '1')} "),
     (r"(?<=[0-9]) ?m ?([0-9]{1,2}) ?s(?![A-Za-z0-9])", lambda m: f" min {m[1]} sec"),
     (r"(?<=[0-9]) ?h(?:rs?)? ?([0-9]{1,2}) ?m(?:ins?)?(?![A-Za-z0-9])", lambda m: f" h {m[1]} min"),
     # Ranges of days and of months: Mon-Fri, Jan-Mar, May 30 - June 2; Sat 10:00.

@@ -91,7 +91,7 @@ expand = rewriter(
     (rf"{_START}(?i:{_pattern(ABBREVIATIONS)}){_STOP}", _full),
     (
         r"(?:(?<![А-Яа-яЁё])(?P<before>[А-Яа-яЁё]{1,6}) )?(?<![А-Яа-яЁё0-9.-])(?<![0-9] )"
-        rf"(?P<short>{any_of(BEFORE_NAMES)}) ?(?=[А-ЯЁ])",
+        rf"(?P<short>{any_of(BEFORE_NAMES)}|(?i:{any_of(one for one in BEFORE_NAMES if len(one) > 2)})) ?(?=[А-ЯЁ])",
         lambda m: _with_preposition(m, BEFORE_NAMES),
     ),
     (r"(?<=[«\"“])([А-ЯЁ])(?=[»\"”])", lambda m: _LETTERS[m[1].lower()]),

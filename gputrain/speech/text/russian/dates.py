@@ -100,8 +100,8 @@ def _is_weight(found: re.Match[str]) -> bool:
 
 def _depends(found: re.Match[str]) -> bool:
     """Returns True after a noun, on which the date depends: в конце XIX в., летом 1990 г."""
-    before = re.search(r"([а-яё]+) $", found.string[max(0, found.start() - 30) : found.start()])
-    return before is not None and (grammar.is_noun(before[1]) or before[1] == "зимой")
+    before = re.search(r"([А-ЯЁа-яё]+) $", found.string[max(0, found.start() - 30) : found.start()])
+    return before is not None and (grammar.is_noun(before[1].lower()) or before[1].lower() == "зимой")
 
 
 def _from_year(found: re.Match[str]) -> str:

@@ -116,9 +116,10 @@ def governed(text: str, place: int) -> list[str]:
 
 
 def case_of_number(text: str, start: int, end: int, digits: str) -> str:
-    """Returns the case of a cardinal between two places of a text, by the preposition before and the noun after it."""
+    """Returns the case of a cardinal between two places of a text, by the preposition before and the noun after it;
+    that of a fraction, which has no `digits`, by the preposition."""
     allowed, after = governed(text, start), following_noun(text, end)
-    if after is None:
+    if after is None or not digits:
         return allowed[0] if allowed else "nomn"
     counted = form(digits, ("one", "few", "many"))
     cases = after.singular if counted == "one" else after.plural

@@ -21,7 +21,7 @@ _POWERS = {f"{unit}{power}": f"{adjective} {WORDS['units'][unit]}"
            for unit in ("мм", "см", "дм", "м", "км") for power, adjective in WORDS["powers"].items()}  # fmt: skip
 _UNITS = with_prefixes(WORDS["metric"], WORDS["prefixes"]) | WORDS["units"] | _POWERS
 _FEMININE = frozenset(WORDS["feminine_nouns"])
-_AMOUNT = rf"(?P<first>[+-]?{NUMBER})(?: ?- ?(?P<last>{NUMBER}))?"
+_AMOUNT = rf"(?P<first>(?:(?<![^\s(«=])[+-])?{NUMBER})(?: ?- ?(?P<last>{NUMBER}))?"
 _SCALE = rf"(?: ?(?P<scale>{any_of(_MAGNITUDES)})\.?(?![А-Яа-яЁё]))?"
 # The dot of an abbreviation, unless it ends the sentence; and what the amount is divided by.
 _DOT = r"(?:\.(?= ?[а-яё0-9,;:)/]| [А-ЯЁ]{2}))?"
@@ -105,7 +105,7 @@ def _number(found: re.Match[str]) -> str:
         case = "nomn" if case == "accs" else case
     else:
         bare = parse_number(found["first"].lstrip("+-"), ",")
-        case = case_of_number(found.string, found.start(), found.end(), bare.whole)
+        case = case_of_number(found.string, found.start(), found.end(), "" if bare.fraction else bare.whole)
         if not bare.fraction and (said := _numbered(found, bare.whole)):
             return said
         if case == "accs" and not bare.fraction and not bare.whole.endswith(("1", "000")):

@@ -15,6 +15,7 @@ MEASURES: dict[str, str] = {
     **{unit + "2": f"kvadrat {name}" for unit, name in _LENGTHS.items()},
     **{"kv." + unit: f"kvadrat {name}" for unit, name in _LENGTHS.items()},
     **{unit + "3": f"kub {name}" for unit, name in _LENGTHS.items()},
+    **{"kub." + unit: f"kub {name}" for unit, name in _LENGTHS.items()},
 }
 _MAGNITUDE = r"(?P<magnitude> ?(?:ming|million|milliard|trillion))?"
 _OWN = r"i(?:ni(?:ng)?|ga|da(?:n|gi)?)?"  # 60%ini
