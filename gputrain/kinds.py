@@ -272,7 +272,7 @@ class TrainedModel:
 WEIGHTS = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".onnx"})
 # A part of a file that was split, such as model.pt.aa, model.ckpt.001, model.pt.part2 or model.pt_1.
 SPLIT = re.compile(
-    r"(?P<whole>.+\.(pt|pth|ckpt|bin|safetensors|onnx))[._-]?(part[._-]?\d+|\d{1,4}|(?!gz|xz|bz)[a-z]{2}|z\d\d)"
+    r"(?P<whole>.+\.(pt|pth|ckpt|bin|safetensors|onnx))([._-](part[._-]?\d+|\d{1,4}|(?!gz|xz|bz)[a-z]{2}|z\d\d)|a[a-z])"
 )
 
 

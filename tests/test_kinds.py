@@ -227,6 +227,7 @@ def test_an_unpacked_checkpoint_is_told_by_every_loader_with_a_command_that_pack
 @each_row(
     ("checkpoint_last.pt", (".aa", ".ab")), ("model.ckpt", (".001", ".002")), ("voice.pth", (".part1", ".part2")),
     ("model.safetensors", ("-00", "-01")), ("model.bin", (".0",)),
+    ("voice.ckpt", ("aa", "ab")),
 )  # fmt: skip
 def test_the_parts_of_a_split_checkpoint_are_told_by_every_loader(tmp_path, name, endings):
     folder = tmp_path / name
@@ -234,7 +235,8 @@ def test_the_parts_of_a_split_checkpoint_are_told_by_every_loader(tmp_path, name
     names = [f"{name}{ending}" for ending in endings]
     for part in names:
         (folder / part).write_bytes(b"part")
-    (folder / "model.pt.gz").touch()  # That is a compressed file.
+    for other in ("model.pt.gz", "model.pt2", "model.onnx.json"):  # Other formats.
+        (folder / other).touch()
     for load in (kind_of, read_pretrained, weights_file, file_at, lambda path: is_own(str(path)), read_trained):
         for path in (folder, folder / names[0]):
             with pytest.raises(UserError, match=f"{names[0]}.* of {name}") as refused:

@@ -20,17 +20,17 @@ SPEAKER_KEYS = ("speaker", "speaker_name", "speaker_id")
 START_KEYS = ("offset", "start", "start_time", "start_seconds", "start_sec", "start_s", "begin", "begin_time")
 END_KEYS = ("end", "end_time", "end_seconds", "end_sec", "end_s", "stop", "stop_time")
 DURATION_KEYS = ("duration", "duration_seconds", "duration_sec", "duration_s")
+IDENTIFIERS = ("id", "clip", "utterance_id", "utt_id")  # They name a recording where no other column does.
 # Names of columns of a header, in any case and with blanks or hyphens for underscores.
 HEADINGS: Mapping[str, TranscriptColumn] = {
-    **dict.fromkeys((*AUDIO_KEYS, "id", "wav_file", "wav_path", "wav_filename", "filename", "filepath"), "audio"),
-    **dict.fromkeys(("file_path", "clip", "utterance_id", "recording"), "audio"),
-    **dict.fromkeys((*TEXT_KEYS, "raw_text", "raw_transcription"), "text"),
+    **dict.fromkeys((*AUDIO_KEYS, "wav_file", "wav_path", "wav_filename", "filename", "filepath"), "audio"),
+    **dict.fromkeys((*IDENTIFIERS, "file_path", "recording", "audio_filename", "wav_name"), "audio"),
+    **dict.fromkeys((*TEXT_KEYS, "raw_text", "raw_transcription", "utterance", "txt"), "text"),
     **dict.fromkeys(("normalized", "normalised", "normalized_text", "normalised_text"), "normalized"),
     **dict.fromkeys(("normalized_transcription", "normalized_transcript"), "normalized"),
     **dict.fromkeys((*SPEAKER_KEYS, "client_id", "voice"), "speaker"),
     **dict.fromkeys(START_KEYS, "start"), **dict.fromkeys(END_KEYS, "end"), **dict.fromkeys(DURATION_KEYS, "duration"),
 }  # fmt: skip
-IDENTIFIERS = ("id", "clip", "utterance_id")  # They name a recording where no other column does.
 ALIKE = 0.5  # minimum share of a text's words that its normalised form contains
 REPEATED = 0.5  # minimum share of lines whose speaker occurs in another line
 COLUMNS_HINT = (

@@ -424,6 +424,7 @@ def _first_of(row: dict[str, Any], keys: Iterable[str]) -> str:
     """Returns the first string or integer under one of the keys, or under `path` within it; empty if there is none."""
     given = (row[key] for key in keys if key in row)
     given = (value.get("path") if isinstance(value, dict) else value for value in given)
+    given = (int(value) if isinstance(value, float) and value.is_integer() else value for value in given)
     return next((str(value) for value in given if isinstance(value, (str, int)) and not isinstance(value, bool)), "")
 
 

@@ -134,7 +134,7 @@ def test_json_lines(tmp_path, key):
 
 def test_damaged_json_lines_cost_themselves_alone(tmp_path):
     lines = [
-        '{"audio": "a", "text": "One.", "speaker": 7}',
+        '{"audio": "a", "text": "One.", "speaker": 7.0}',
         '{"audio": "b", "text": ',
         "[1, 2]",
         "[" * 100_000,
