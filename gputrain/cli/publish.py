@@ -1,6 +1,5 @@
 """A model card made from a run, and the upload of an exported model to the Hugging Face Hub."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,18 +45,18 @@ def step_of(weights: Path, kind: ModelKind) -> int | None:
 
     if weights.suffix != ".pt" and not checkpoint.newest_first(weights):
         return None
-    return int(checkpoint.find_named(weights, kind.name)[1]["progress"]["step"])
+    return int(checkpoint.find_named(weights, kind.name, modules=[])[1]["progress"]["step"])
 
 
 def figures_at(folder: Path, step: int) -> dict[str, Any]:
     """Return the figures of a run's evaluation after a step; nothing if there was none."""
-    path = folder / "metrics.jsonl"
+    from gputrain.engine.metrics import METRICS, row_of
+
+    path = folder / METRICS
     rows: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:  # The line of a run that was killed while it wrote.
-            continue
+    if path.is_file():
+        with path.open("rb") as file:  # Evaluations are few of the lines of a long run.
+            rows = [row for line in file if b'"eval/' in line and (row := row_of(line)) is not None]
     evaluated: list[dict[str, Any]] = [row for row in rows if row.get("step") == step and "eval/score" in row]
     row = evaluated[-1] if evaluated else {}
     found = {name.removeprefix("eval/"): value for name, value in row.items() if name.startswith("eval/")}

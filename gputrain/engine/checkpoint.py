@@ -259,7 +259,7 @@ def find(resume_from: str, folder: Path, kind: str) -> tuple[Path, Content] | No
     return _first_intact(choices, kind) if choices else None
 
 
-def find_named(path: Path, kind: str, modules: Sequence[str] = ()) -> tuple[Path, Content]:
+def find_named(path: Path, kind: str, modules: Sequence[str] | None = None) -> tuple[Path, Content]:
     """Returns the checkpoint of a trained model at `path`, and logs which one it is: a file, or of a run folder the
     best one, if one was chosen, otherwise the newest (`best_first`). Raises UserError if there is none of this kind.
 
@@ -279,7 +279,9 @@ def best_first(folder: Path) -> list[Path]:
     return sorted(newest_first(folder), key=lambda path: path.name != BEST)
 
 
-def _find_in_order(path: Path, kind: str, ordered: Ordered, modules: Sequence[str] = ()) -> tuple[Path, Content]:
+def _find_in_order(
+    path: Path, kind: str, ordered: Ordered, modules: Sequence[str] | None = None
+) -> tuple[Path, Content]:
     if not (path.is_file() or path.is_dir()):  # Reading a FIFO or a device might never end.
         raise UserError(f"{path}: no such checkpoint", hint=_nearby(path))
     refuse_in_pieces(path)
@@ -291,7 +293,7 @@ def _find_in_order(path: Path, kind: str, ordered: Ordered, modules: Sequence[st
     return _first_intact(choices, kind, modules)
 
 
-def _first_intact(choices: Sequence[Path], kind: str, modules: Sequence[str] = ()) -> tuple[Path, Content]:
+def _first_intact(choices: Sequence[Path], kind: str, modules: Sequence[str] | None = None) -> tuple[Path, Content]:
     for path, fallback in pairwise(choices):
         try:
             return path, read(path, kind, modules)
@@ -314,14 +316,14 @@ def intact_checkpoints(folder: Path, kind: str) -> Iterator[Content]:
             log.warning("%s", error.message)
 
 
-def read(path: Path, kind: str, modules: Sequence[str] = ()) -> Content:
+def read(path: Path, kind: str, modules: Sequence[str] | None = None) -> Content:
     """Returns the verified content of a checkpoint of a `kind` of model, on the CPU.
 
-    With `modules`, it holds the weights of these modules alone, in the place of the first its moving average if the run
-    has one, and no state of optimizers; the rest of the file, most of it, is not read. Raises Damaged if what is read
-    is truncated, changed or unreadable, UserError if it is missing or not a checkpoint.
+    With `modules`, which may be none, it has the weights of these alone, of the first the moving average if there is
+    one, and no optimizer's state; most of the file is not read. Raises Damaged if what is read is truncated, changed or
+    unreadable, UserError if it is missing or not a checkpoint.
     """
-    content = (_read_parts(path, modules) if modules else None) or _read_whole(path)
+    content = (None if modules is None else _read_parts(path, modules)) or _read_whole(path)
     content["kind"] = present_name(content["kind"])
     if content["kind"] != kind:
         raise UserError(f"{path}: holds a model of kind {content['kind']!r}, expected {kind!r}")
@@ -331,9 +333,8 @@ def read(path: Path, kind: str, modules: Sequence[str] = ()) -> Content:
 
 def _read_parts(path: Path, modules: Sequence[str]) -> Content | None:
     """Returns a checkpoint with the weights of some modules. None if that cannot be done or verified, as with files of
-    older versions and damaged ones, whose fault `_read_whole` names.
-
-    A mapped tensor is intact if the archive's directory lists a member with its size and its checksum.
+    older versions and damaged ones, whose fault `_read_whole` names. A mapped tensor is intact if the archive's
+    directory lists a member with its size and its checksum.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -346,11 +347,11 @@ def _read_parts(path: Path, modules: Sequence[str]) -> Content | None:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception:  # Damaged headers can cause any error.
         return None
+    sums = {(one.file_size, one.CRC) for one in members}
     if not is_content(content):
         return None
-    sums = {(one.file_size, one.CRC) for one in members}
     states = {FORMER_MODULES.get(name, name): state for name, state in content["modules"].items()}
-    wanted = ["ema" if "ema" in states else modules[0], *modules[1:]]
+    wanted = ["ema" if "ema" in states else name for name in modules[:1]] + [*modules[1:]]
     kept = {name: states[name] for name in wanted if name in states}
     for storage in {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for state in kept.values()
                     for tensor in state.values()}.values():  # fmt: skip
@@ -358,7 +359,7 @@ def _read_parts(path: Path, modules: Sequence[str]) -> Content | None:
         if (storage.nbytes(), zlib.crc32(stored)) not in sums:
             return None
     # Copies let go of the file, which a training may be about to replace, and Windows would not let it.
-    unread: Content = {name: {} for name in ("optimizers", "loss_scales", "random") if name in content}
+    unread: Content = {name: {} for name in {"optimizers", "loss_scales", "random"} & content.keys()}
     return {**content, **unread, "modules": map_tensors(kept, torch.clone)}
 
 

@@ -107,6 +107,7 @@ def test_for_the_use_of_a_model_only_its_weights_are_read(tmp_path):
         path.write_bytes(path.read_bytes().replace(struct.pack("<ff", 5, 5), struct.pack("<ff", 5, 6)))
         with pytest.raises(checkpoint.Damaged, match="truncated or damaged"):
             checkpoint.read(path, "toy")
+        assert checkpoint.read(path, "toy", [])["modules"] == {}
         found = checkpoint.read(path, "toy", ["g", "d"])
         assert (found["optimizers"], found["random"], found["modules"].keys()) == ({}, {}, names)
         expected = {name: tensor for part in names for name, tensor in whole["modules"][part].items()}
