@@ -97,11 +97,19 @@ def _plain(architecture: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def initial_normalizes(settings: TrainAsr) -> bool:
-    """Returns True if the model to initialise from reads waves of zero mean and unit variance, as a new one does."""
+    """Returns True if the model to initialise from reads waves of zero mean and unit variance, as a new one does.
+
+    Raises UserError if there is no such model, or its folder has no weights.
+    """
     name = settings.model.init_from
     if not name or saved_architecture(settings) is not None:  # The checkpoint of a resumed run tells.
         return True
-    return load_run(Path(name)).normalizes if is_own(name) else open_pretrained(name).normalizes
+    if is_own(name):
+        return load_run(Path(name)).normalizes
+    found = open_pretrained(name)
+    if not found.hub_name:
+        found.check_weights()
+    return found.normalizes
 
 
 def init_weights(recipe: RecogniserRecipe, name: str, vocabulary: Vocabulary) -> None:

@@ -49,6 +49,17 @@ class StockRecogniser:
     language: str | None  # the one whose adapter is loaded
     normalizes: bool  # True: it reads waves of zero mean and unit variance.
 
+    def check_weights(self) -> None:
+        """Raises UserError if there are no weights, or what stands for them in a clone without Git LFS."""
+        known = [file for names in WEIGHTS for file in names]
+        files = [self.folder / file for file in known if (self.folder / file).is_file()]
+        if not files:
+            raise UserError(f"{self.name}: no weights in it", hint=f"copy {known[0]} or {known[2]} there")
+        for file in files:
+            with file.open("rb") as opened:
+                if opened.read(len(POINTER)) == POINTER:
+                    raise UserError(f"{file}: the pointer of Git LFS instead of weights", hint="run git lfs pull there")
+
     def load(self) -> tuple[Any, list[str]]:
         """Returns its Wav2Vec2ForCTC on the CPU in fp32, and the tensors that the files lack, which are random. Raises
         UserError if weights are missing or damaged."""
@@ -56,7 +67,7 @@ class StockRecogniser:
 
         if self.hub_name:
             _fetch_weights(self.hub_name, self.folder)
-        _check_weight_files(self.name, self.folder)
+        self.check_weights()
         try:
             with networks.quiet_transformers():
                 model, found = Wav2Vec2ForCTC.from_pretrained(
@@ -69,7 +80,8 @@ class StockRecogniser:
                     log.info("%s: with the adapter and the head of %s", self.name, self.language)
                     missing = [name for name in missing if "adapter_layer" not in name and "lm_head" not in name]
         except Exception as error:  # Damaged files raise errors of many kinds.
-            why = "no file of torch.save" if isinstance(error, UnpicklingError) else first_line(error)
+            no_file = isinstance(error, UnpicklingError) or "Unable to load weights" in str(error)
+            why = "no file of torch.save" if no_file else first_line(error)
             raise UserError(
                 f"{self.name}: its weights cannot be read: {why}", hint="copy or download them again"
             ) from None
@@ -178,18 +190,6 @@ def _fetch_weights(hub_name: str, folder: Path) -> None:
             _fetch(hub_name, *names, parts)
         if any((folder / name).is_file() for name in names):
             break
-
-
-def _check_weight_files(name: str, folder: Path) -> None:
-    """Raises UserError if there are no weights, or what stands for them in a clone without Git LFS."""
-    known = [file for names in WEIGHTS for file in names]
-    files = [folder / file for file in known if (folder / file).is_file()]
-    if not files:
-        raise UserError(f"{name}: no weights in it", hint=f"copy {known[0]} or {known[2]} there")
-    for file in files:
-        with file.open("rb") as opened:
-            if opened.read(len(POINTER)) == POINTER:
-                raise UserError(f"{file}: the pointer of Git LFS instead of weights", hint="run git lfs pull there")
 
 
 def _normalizes(name: str, folder: Path, *, fine_tuned: bool) -> bool:

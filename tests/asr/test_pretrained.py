@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 from gputrain.asr.config import TrainAsr
 from gputrain.asr.export import text_of
-from gputrain.asr.initialise import initial_normalizes
+from gputrain.asr.initialise import initial_normalizes, recogniser_architecture
 from gputrain.asr.load import load_recogniser
 from gputrain.asr.pretrained import is_pretrained, open_pretrained
 from gputrain.config import assemble
@@ -232,7 +232,7 @@ def no_head(folder):
     (lambda folder: change_json(folder / "config.json", model_type="hubert"), "model of type hubert"),
     (lambda folder: change_json(folder / "config.json", model_type="wavlm"), "model of type wavlm"),
     (lambda folder: change_json(folder / "config.json", model_type="wav2vec2-bert"), "model of type wav2vec2-bert"),
-    (lambda folder: change_json(folder / "config.json", hidden_size="x"), "not a configuration of wav2vec2"),
+    (lambda folder: change_json(folder / "config.json", hidden_size="x"), "wav2vec2|cannot be read"),
     (lambda folder: (folder / "config.json").write_text("{"), r"config\.json: not valid JSON"),
     (lambda folder: (folder / "preprocessor_config.json").write_text("{"), "preprocessor_config.json: not valid JSON"),
     (lambda folder: change_json(folder / "preprocessor_config.json", sampling_rate=8000), "reads 8000 samples"),
@@ -263,12 +263,23 @@ def in_half_precision(folder):
 @each_row(sharded, of_torch, in_half_precision)
 def test_forms_of_weights(tmp_path, change):
     folder = transformers_folder(tmp_path / change.__name__)
-    expected = load_recogniser(folder, CPU).model.state_dict()
+    # Cloned, since the tensors may be a view of the file that is written anew.
+    expected = {key: tensor.clone() for key, tensor in load_recogniser(folder, CPU).model.state_dict().items()}
     change(folder)
     found = load_recogniser(folder, CPU).model.state_dict()
     error = 1e-3 if change is in_half_precision else 0.0
     assert all((found[key] - tensor).abs().max() <= error * tensor.abs().max() for key, tensor in expected.items())
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+
+
+@each_row((pointer, "pointer of Git LFS"), (no_weights, "no weights in it"))
+def test_weights_that_are_not_there_are_said_before_a_training_is_planned(tmp_path, change, message):
+    folder = transformers_folder(tmp_path / change.__name__)
+    change(folder)
+    settings = assemble(TrainAsr, {"data_dir": str(tmp_path), "init_from": str(folder)})
+    assert recogniser_architecture(settings, None, 12)["vocab_size"] == 12  # A plan needs no weights.
+    with pytest.raises(UserError, match=message):
+        initial_normalizes(settings)
 
 
 def test_a_resumed_run_does_not_need_the_model_that_it_began_with(tmp_path):
