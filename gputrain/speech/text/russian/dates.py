@@ -126,8 +126,8 @@ def _decade(found: re.Match[str]) -> str:
 def _century(found: re.Match[str]) -> str:
     """Returns XIX в., в XVI-XVII вв., конец XVIII века, 21 век in words."""
     numbers = [roman(one) or (int(one) if one.isdigit() else 0) for one in (found[1], found[2]) if one]
-    if not all(numbers):
-        return found[0]
+    if not all(numbers) or (found[1].isdigit() and len(numbers) == 1 and found[3] in ("веков", "веками", "веках")):
+        return found[0]  # 2 веков is a count.
     word, allowed = found[3], governed(found.string, found.start())
     if word in ("в.", "вв."):
         case = "loct" if "loct" in allowed else (allowed or ["gent" if _depends(found) else "nomn"])[0]

@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 from gputrain.errors import UserError
 from gputrain.speech.text.russian.numbers import WORDS, form
 
-_PREPOSITIONS: dict[str, list[str]] = {
-    word: cases.split(" ") for cases, words in WORDS["prepositions"].items() for word in words
-}
+_PREPOSITIONS: dict[str, list[str]] = {one: key.split() for key, ones in WORDS["prepositions"].items() for one in ones}
 _LAST_WORD = re.compile(r"((?:[Ии]з-)?[А-Яа-яЁё]+)[ «\"(]*$")
 # от 5 до 10, между 2 и 3, с 9:00: the preposition stands before the first of two numbers.
 _SHARED = re.compile(r"([А-Яа-яЁё]+) [+-]?[0-9][0-9.,:]*(?: [А-Яа-яё%°]+)?(?:,| и| или) $")

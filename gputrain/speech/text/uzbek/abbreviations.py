@@ -28,7 +28,10 @@ def _full(found: re.Match[str]) -> str:
 
 
 def _initial(found: re.Match[str]) -> str:
-    if ends_sentence(found.string, found.start() + len(found[1]) + 1, STARTS):
+    """Returns the letter of an initial; not of a ruler's number (Pyotr I.) or at the end of a sentence."""
+    before = re.search(r"(\w+) $", found.string[max(0, found.start() - 15) : found.start()])
+    is_number = before and before[1] in WORDS["rulers"] and found[1] in ("I", "V", "X")
+    if is_number or ends_sentence(found.string, found.start() + len(found[1]) + 1, STARTS):
         return found[0]
     return (found[1].lower() if found[1] in ("Yo", "Yu", "Ya", "Ye") else names(found[1])) + " "
 
