@@ -259,6 +259,6 @@ def readable_crops(pictures: Sequence[Picture], image_size: int, channels: int) 
         yield crop_CHW
     if flat:
         log.warning(
-            "%d of %d centre crops have a single colour, which any model reconstructs: the averages of their figures "
+            "a single colour, which any model reconstructs, in %d of %d centre crops: the averages of their figures "
             "say less, and are higher; gputrain prepare-data leaves out pictures of one colour", flat, count,
         )  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 
 from gputrain.bench.runner import NotMeasured
 from gputrain.bench.step_bench import GRAPHS, Compute, InferenceBench
+from gputrain.engine.checkpoint import format_list
 from gputrain.engine.data import digests, few_held_out, share_that_holds_out
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.run_folder import Run
@@ -33,7 +34,7 @@ from gputrain.vae.data import CropDataset, Pictures, decoding_seconds, open_pict
 from gputrain.vae.linear_start import LinearCode, fit_code, signals_of, write_code
 from gputrain.vae.lpips import load_lpips
 from gputrain.vae.model import AutoencoderKL
-from gputrain.vae.pictures import UnusablePicture, has_transparency
+from gputrain.vae.pictures import UnusablePicture, check_colours, has_transparency, read_picture
 from gputrain.vae.pretrained import Pretrained, load_pretrained
 from gputrain.vae.recipe import VaeRecipe, build_autoencoder, compile_layers, plan_target
 
@@ -43,6 +44,9 @@ SIZE_STEP = 64  # Pixels between the image sizes that are proposed.
 FILES = ("lpips_weights", "lpips_sha256")  # Options without an effect on memory.
 MOST_LEFT_OUT = 0.2  # Share of small pictures up to which leaving them out is proposed.
 NAMED = 10  # Files left out that are named one by one.
+# Pictures of a single colour are looked for among so many, of which so many are decoded; files of such pictures have up
+# to 0.016 bytes a pixel.
+FLAT_LOOKED_AT, FLAT_DECODED, FLAT_BYTES_A_PIXEL = 200, 20, 0.03
 LOOKED_AT = 50  # Pictures whose transparency is looked at before training.
 SWITCHES = (
     ("fp32", {"lean": False}, ""),
@@ -292,6 +296,29 @@ def warn_of_opaque_pictures(image_channels: int, pictures: Pictures) -> None:
             )  # fmt: skip
 
 
+def warn_of_flat_pictures(image_channels: int, pictures: Pictures) -> None:
+    """Warn if some of the training pictures have a single colour, which `prepare-data` leaves out. Of evenly spaced
+    ones, those are decoded whose files are small for their pixels, and those with transparency."""
+    count = min(FLAT_LOOKED_AT, len(pictures.train))
+    chosen = [pictures.train[number * len(pictures.train) // count] for number in range(count)]
+    flat: list[str] = []
+    decoded = 0
+    for picture in chosen:
+        with contextlib.suppress(UnusablePicture, OSError):
+            is_small = picture.path.stat().st_size < FLAT_BYTES_A_PIXEL * picture.width * picture.height
+            if decoded < FLAT_DECODED and (is_small or has_transparency(picture.path)):
+                decoded += 1
+                try:
+                    check_colours(picture.path, read_picture(picture.path, channels=image_channels))
+                except UnusablePicture as refused:
+                    flat += [picture.path.name] * (refused.reason == "one colour")
+    if flat:
+        log.warning(
+            "a single colour, which any model reconstructs, in %d of %d training pictures that were looked at: %s; "
+            "gputrain prepare-data leaves such pictures out", len(flat), count, format_list(flat),
+        )  # fmt: skip
+
+
 def start_linear(recipe: VaeRecipe, group: RankGroup, pictures: Pictures) -> None:
     """Starts the autoencoder as a linear code of the pictures, if its architecture has a place for one."""
     architecture, seed = recipe.settings.architecture, recipe.settings.schedule.seed
@@ -323,5 +350,6 @@ def log_training(settings: TrainVae, runtime: Runtime, pictures: Pictures) -> No
     log.info("pictures for training: %d, held out: %d", len(pictures.train), len(pictures.held_out))
     pictures.split.log_shares(pictures.mixture, "pictures")
     warn_of_opaque_pictures(settings.data.image_channels, pictures)
+    warn_of_flat_pictures(settings.data.image_channels, pictures)
     sizes = ", ".join(f"{stage.data.image_size} px" for stage in settings.stages)
     log.info("model: %s, %s; losses: %s", settings.model.preset, sizes, settings.losses.description)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -32,7 +33,7 @@ from gputrain.vae.latents import LatentScaling
 from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.recipe import VaeRecipe
-from gputrain.vae.work import log_training, warn_of_small_pictures
+from gputrain.vae.work import log_training, warn_of_flat_pictures, warn_of_small_pictures
 from tests.comparison import assert_same
 from tests.tables import each_row
 from tests.toy import cpu_runtime
@@ -93,6 +94,25 @@ def test_many_files_that_are_left_out_are_named_in_part_and_counted(photographs,
     log_training(settings_of(), cpu_runtime(), open_pictures(tmp_path))
     assert sum("; left out" in message for message in caplog.messages) == 10
     assert "3 more files are left out (3 unsupported); gputrain validate names each" in caplog.messages
+
+
+def test_training_pictures_of_one_colour_are_said(tmp_path, caplog):
+    """White on transparency is one colour over white."""
+    white = np.full((400, 400, 4), 255, dtype=np.uint8)
+    white[:200, :, 3] = 0
+    Image.fromarray(white).save(tmp_path / "logo.png")
+    for suffix in ("jpg", "png", "webp"):
+        Image.new("RGB", (400, 400), (1, 2, 3)).save(tmp_path / f"flat.{suffix}")
+    Image.linear_gradient("L").save(tmp_path / "gradient.png")
+    paths = sorted(tmp_path.iterdir())
+    train = [Picture(path, 400, 400, str(number)) for number, path in enumerate(paths)]
+    pictures = Pictures(FolderItems((), Split(train, [], shared=False), (len(train),)), [])
+    warn_of_flat_pictures(3, pictures)
+    (message,) = caplog.messages
+    assert "in 4 of 5 training pictures that were looked at: flat.jpg; flat.png; flat.webp; logo.png; gput" in message
+    caplog.clear()
+    warn_of_flat_pictures(4, pictures)
+    assert "in 3 of 5 training pictures" in caplog.text
 
 
 def test_an_unreadable_sample_picture_is_refused_before_the_first_step(photographs, tmp_path):
