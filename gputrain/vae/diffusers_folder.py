@@ -225,7 +225,16 @@ def _is_count(value: object) -> bool:
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
-    """Reads tensors by diffusers' present names."""
+    """Reads tensors by diffusers' present names, from a file or from the several that `max_shard_size` makes of it."""
+    shards = sorted(path.parent.glob(f"{path.stem}-[0-9]*-of-[0-9]*{path.suffix}"))
+    if shards and not path.is_file():
+        count = int(shards[0].stem.rpartition("-of-")[2])
+        if len(shards) != count:
+            raise UserError(
+                f"{path.parent}: {len(shards)} of {count} files of the weights, such as {shards[0].name}",
+                hint="copy the others there, too",
+            )
+        return present_names({name: one for shard in shards for name, one in read_safetensors(shard).tensors.items()})
     if not path.is_file():
         others = sorted(
             other for other in path.parent.glob(f"{path.stem}[.-]*") if other.suffix in (".safetensors", ".bin")

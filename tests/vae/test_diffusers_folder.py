@@ -246,3 +246,16 @@ def test_a_folder_of_another_variant_names_its_file(folder: Path, name: str) -> 
     assert caught.value.hint.endswith(f"--init-from {folder / name}")
     assert read_pretrained(folder / name).architecture == SMALL
     (folder / name).rename(folder / WEIGHTS)
+
+
+def test_weights_that_diffusers_has_split_into_several_files(tmp_path: Path) -> None:
+    stock = stock_autoencoder(SMALL)
+    stock.save_pretrained(tmp_path / "vae", max_shard_size="100KB")
+    shards = sorted((tmp_path / "vae").glob("*-of-*.safetensors"))
+    assert len(shards) > 2
+    model, _ = load_diffusers(tmp_path / "vae")
+    images = pictures()
+    torch.testing.assert_close(reconstruct(model, images), reconstruct_by_stock(stock, images), rtol=1e-3, atol=1e-4)
+    shards[1].unlink()
+    with pytest.raises(UserError, match=rf"{len(shards) - 1} of {len(shards)} files of the weights"):
+        load_diffusers(tmp_path / "vae")
