@@ -20,11 +20,16 @@ from PIL import Image
 STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 WHITE_IS_ZERO, BLACK_IS_ZERO, RGB, PALETTE, SEPARATED, YCBCR, CIELAB = 0, 1, 2, 3, 5, 6, 8  # PhotometricInterpretation
 COLOURS = {WHITE_IS_ZERO: 1, BLACK_IS_ZERO: 1, RGB: 3, SEPARATED: 4}  # Samples of a colour.
+OTHER_COLOURS = {
+    PALETTE: "a palette", YCBCR: "YCbCr colours", CIELAB: "CIELAB colours", 32803: "colours of a sensor (CFA)",
+    34892: "linear raw colours", 32845: "LogLuv colours",
+}  # fmt: skip
 UNSIGNED, SIGNED, FLOAT = 1, 2, 3  # SampleFormat
 FORMATS = {UNSIGNED: "unsigned", SIGNED: "signed", FLOAT: "float", 5: "complex", 6: "complex"}
 PREMULTIPLIED, TRANSPARENCY = 1, 2  # ExtraSamples
 REDUCED = 1  # Bit of NewSubfileType.
-ORIENTATION, ICC_PROFILE = 274, 34675
+ORIENTATION, SUBSAMPLING, ICC_PROFILE = 274, 530, 34675
+JPEG = (6, 7)  # Values of Compression.
 OTHERS = "save it as a PNG, or as a TIFF with 8-bit samples"
 
 
@@ -49,11 +54,14 @@ class TiffLayout:
     big_endian: bool
     orientation: int
     icc_profile: bytes | None
+    subsampled: (
+        bool  # Several pixels share a pair of colour differences, outside of JPEG, which Pillow reads as pixels.
+    )
 
     @property
     def pillow_reads(self) -> bool:
         """True if Pillow decodes this layout rightly; found by comparison with files of known content."""
-        if self.page:
+        if self.page or self.subsampled:
             return False
         if self.sample_format in (SIGNED, FLOAT):
             native = not (self.big_endian and self.compression)
@@ -85,7 +93,8 @@ class TiffLayout:
     def __str__(self) -> str:
         words = [f"{self.bits}-bit {FORMATS.get(self.sample_format, 'undefined')} samples, {self.samples} a pixel"]
         words += ["white as zero"] * (self.photometric == WHITE_IS_ZERO)
-        words += [f"colours of kind {self.photometric}"] * (self.photometric not in COLOURS)
+        if self.photometric not in COLOURS:
+            words.append(OTHER_COLOURS.get(self.photometric, f"colours of kind {self.photometric}"))
         words += ["separate planes"] * self.separate
         words += [f"{self.compression} compression"] * bool(self.compression)
         return ", ".join(words)
@@ -114,6 +123,7 @@ def read_layout(path: Path) -> TiffLayout | None:
                 "" if compression == 1 else getattr(compression, "name", "unknown"), tiff.byteorder == ">",
                 int(tags[ORIENTATION].value) if ORIENTATION in tags else 1,
                 profile if isinstance(profile, bytes) else None,
+                SUBSAMPLING in tags and tuple(tags[SUBSAMPLING].value) != (1, 1) and compression not in JPEG,
             )  # fmt: skip
     except Exception:  # Damaged tags raise any error in it; Pillow then names the fault, or reads the file.
         return None

@@ -130,7 +130,11 @@ REFUSED = {
     "complex": (COMPLEX, {"photometric": "minisblack"}, "64-bit complex samples"),
     "below zero": (GRAY.astype("i2") - 100, {"photometric": "minisblack"}, "16-bit signed samples.* below zero"),
     "bands": (np.dstack([GRAY] * 10), {"photometric": "minisblack", "planarconfig": "contig"}, "8-bit unsigned.* 10 a"),
-    "raw": (sampled(GRAY, "u2"), {"photometric": "cfa"}, "16-bit unsigned samples, 1 a pixel, colours of kind 32803"),
+    "raw": (
+        sampled(GRAY, "u2"),
+        {"photometric": "cfa"},
+        r"16-bit unsigned samples, 1 a pixel, colours of a sensor \(CFA\)",
+    ),
     "scale": ((RGB / 50).astype("f4"), {"photometric": "rgb"}, r"reach 5\.1, neither 1 nor 255"),
 }
 
@@ -148,6 +152,15 @@ def test_a_compression_that_needs_another_package_is_named(tmp_path: Path) -> No
     with tifffile.TiffFile(path, mode="r+") as tiff:
         tiff.pages[0].tags["Compression"].overwrite(50001)  # WebP
     with pytest.raises(UnusablePicture, match="16-bit unsigned samples, 3 a pixel, separate planes, WEBP compression"):
+        levels(path)
+
+
+def test_colour_differences_of_several_pixels_are_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.tif", np.asarray(Image.fromarray(RGB).convert("YCbCr")), photometric="ycbcr")
+    assert np.abs(levels(path) - RGB).max() <= 3
+    with tifffile.TiffFile(path, mode="r+") as tiff:
+        tiff.pages[0].tags["YCbCrSubSampling"].overwrite((2, 2))
+    with pytest.raises(UnusablePicture, match="8-bit unsigned samples, 3 a pixel, YCbCr colours"):
         levels(path)
 
 
