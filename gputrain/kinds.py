@@ -400,7 +400,7 @@ def refuse_other_data(folder: Path, *wanted: str, hint: str = "") -> None:
     names = " or ".join(kinds()[name].command for name in found)
     raise UserError(
         f"{folder}: is prepared for {format_data_kinds(found)}, not for {format_data_kinds(wanted)}",
-        hint=hint or f"the folder is whole, and {names} reads it; {how_to_prepare(*wanted)}",
+        hint=hint or f"nothing in it is damaged: these are data of {names}; {how_to_prepare(*wanted)}",
     )
 
 

@@ -7,6 +7,7 @@ stage before, exactly as if the user had resumed it with other settings.
 import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -38,6 +39,8 @@ from gputrain.planner.work import BatchSource, KindWork, S, TrainingData
 from gputrain.stored import from_json
 
 log = logging.getLogger(__name__)
+
+SMALL_SHARE = 0.1  # Share of parameters that keep their values, such as those of a recogniser's first layers.
 
 
 @dataclass
@@ -131,7 +134,7 @@ def train_model(work: KindWork[S], settings: S, console: Console) -> None:
     run.data = data.digests()
     stages = work.stages(data.begin(settings, run, runtime))
     for index in stages_ahead(run.progress, len(stages), onwards=run.continues_beyond_end):
-        with console.status("planning the training"):
+        with console.status("planning the training") if run.group.leads else nullcontext():
             stage, start = session.begin_stage(stages, index, data)
         recipe = data.recipe(stage, runtime)
         if run.resumed is None:
@@ -261,9 +264,10 @@ def log_trained(recipe: Recipe) -> None:
         return sum(one.numel() for one in of.parameters() if id(one) in trained) / 1e6
 
     whole = sum(one.numel() for one in model.parameters()) / 1e6
-    if millions(model) < whole:
+    if (trained_share := millions(model) / whole) < 1:
+        level = logging.INFO if trained_share < 1 - SMALL_SHARE else logging.DEBUG
         parts = ", ".join(part for part, child in model.named_children() if millions(child))
-        log.info("trains: %.3g of %.3g M parameters of the %s: %s", millions(model), whole, name, parts)
+        log.log(level, "trains: %.3g of %.3g M parameters of the %s: %s", millions(model), whole, name, parts)
 
 
 def warn_of_late_parts(begins: Mapping[str, int], steps: StepSchedule) -> None:

@@ -139,7 +139,7 @@ def init_weights(recipe: RecogniserRecipe, name: str, vocabulary: Vocabulary) ->
     load_weights(recipe.model, taken, name, strict=False)
     if recipe.settings.schedule.ema_decay:
         recipe.ema.restart(recipe.model)
-    log.info("%s: initialised; %s", name, added)
+    log.info("start: the weights of %s; %s", name, added)
     if head and known is None:
         log.warning("%s: its head is not used, since no vocab.json names its symbols", name)
     if missing:

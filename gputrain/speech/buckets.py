@@ -310,7 +310,7 @@ class Buckets:
     def log_fill(self) -> None:
         """Logs that batches are far from full, if they are."""
         if len(self.longest_M) < FULL * len(self) * self.batch_size:
-            log.info(
+            log.debug(
                 "the data set is too small to fill batches of %d; a higher --max-padding gives fuller batches",
                 self.batch_size,
             )
