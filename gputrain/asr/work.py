@@ -10,6 +10,7 @@ from gputrain.asr.config import (
     FINE_TUNING_RATE,
     FROM_SCRATCH_RATE,
     BenchAsr,
+    Model,
     PlanAsr,
     PlannedData,
     PlannedSpeech,
@@ -66,7 +67,10 @@ class AsrWork(SpeechWork[TrainAsr]):
     switches = tuple(switch for switch in SWITCHES if switch[2] != "channels_last")
 
     def completed(self, settings: TrainAsr) -> TrainAsr:
-        """Returns the settings with a learning rate, if it is left to the program."""
+        """Returns the settings with a learning rate, if it is left to the program. Warns of a preset without effect."""
+        model = settings.model
+        if model.init_from and model.preset != Model.preset:
+            log.warning("preset %s has no effect: the architecture is that of %s", model.preset, model.init_from)
         if settings.schedule.learning_rate:
             return settings
         rate = FINE_TUNING_RATE if settings.model.init_from else FROM_SCRATCH_RATE

@@ -190,6 +190,14 @@ def test_a_folder_of_transformers_gives_weights_and_rows_of_its_symbols(store, t
             assert (ours[name] - tensor).abs().max() < 1e-7, name
 
 
+def test_a_preset_beside_another_model_is_said_to_have_no_effect(caplog):
+    both = {"preset": "base", "init_from": "some/model"}
+    for changes, warns in ((both, True), ({"preset": "base"}, False), ({"init_from": "some/model"}, False)):
+        caplog.clear()
+        AsrWork().completed(assemble(TrainAsr, {"data_dir": ".", **changes}))
+        assert ("preset base has no effect: the architecture is that of some/model" in caplog.text) == warns
+
+
 def test_a_run_resumes_without_the_model_that_it_began_with(store, tmp_path):
     folder = transformers_folder(tmp_path / "model", normalizes=False)
     changes = {"init_from": str(folder), "num_steps": 4, "adapters": "lora"}
