@@ -298,7 +298,8 @@ def log_length(steps: StepSchedule, run: Run, runtime: Runtime) -> None:
     """Logs the steps that are left and the time that they are predicted to take. Of a CPU only the time of the largest
     batch's arithmetic is known."""
     left = max(0, steps.stop_step - steps.start.step)
-    limit = f"--max-steps {steps.schedule.max_steps} of " if steps.stop_step < steps.last_step else ""
+    limit = f"--max-steps {steps.schedule.max_steps} " if steps.stop_step < steps.last_step else ""
+    limit += "of " if limit or steps.start.step else ""
     length = f"{left} step{'s' * (left != 1)}"
     length += f" ({limit}{steps.schedule.length_text})" if left != steps.schedule.num_steps else ""
     seconds = run.prediction.get("predicted_seconds_per_step")
