@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from gputrain.asr.decode import GreedyDecoder, words_of
+from gputrain.asr.decode import GreedyDecoder, comparable, words_of
 from gputrain.asr.load import Recogniser, load_recogniser
 from gputrain.asr.long_audio import CHUNK_SECONDS, OVERLAP_SECONDS, ChunkLengths, long_log_probs
 from gputrain.audio.io import Samples, resample
@@ -117,7 +117,7 @@ class CtcChecker:
     def check_log_probs(self, log_probs_FV: NDArray[np.float32], text: str, other: str = "") -> TranscriptCheck:
         """Does the same for the log-probabilities (F, V) of a recording."""
         read, reference = self._text_of(log_probs_FV), self.recogniser.vocabulary.normalize(text)
-        cer = character_error_rate(reference, read)
+        cer = character_error_rate(reference, comparable(read, self.recogniser.vocabulary))
         return TranscriptCheck(self._loss(log_probs_FV, text), cer, read, self._loss(log_probs_FV, other))
 
     def _loss(self, log_probs_FV: NDArray[np.float32], text: str) -> float:

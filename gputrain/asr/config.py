@@ -204,7 +204,10 @@ class LanguageModelOptions:
 
 @config(panel="Transcription")
 class Transcribe(TrainedModel):
-    model: Path = opt(help="A run folder or a checkpoint of train-asr, or a folder of transformers (Wav2Vec2ForCTC).")
+    model: Path = opt(
+        help="A run folder or a checkpoint of train-asr, or a model of transformers (Wav2Vec2ForCTC): its folder, its "
+        "name on the Hugging Face Hub, or the file of a language's adapter in it."
+    )
     input: Path = opt(help="A recording, or a folder tree of them, of any length, sampling rate and format.")
     json: Path | None = opt(
         default=None, help="JSON file for a list of recordings: path, text, and words with start and end in seconds."

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from gputrain.asr.ngram import BEGIN, END, Ngram, NgramModel
 from gputrain.speech.subtitles import TimedWord
+from gputrain.speech.text.plain import UNDETERMINED
 from gputrain.speech.text.vocabulary import Vocabulary
 
 LEAST_LOG_PROB = -5.0  # Symbols that are less probable in a frame are ignored in it, except for the most probable.
@@ -48,6 +49,12 @@ def words_of(symbols: Sequence[Spelled], vocabulary: Vocabulary, frame_seconds: 
         if word:
             words.append(TimedWord(word, letters[0].begin * frame_seconds, letters[-1].end * frame_seconds))
     return words
+
+
+def comparable(read: str, vocabulary: Vocabulary) -> str:
+    """Returns what was read as normalised texts are written. Recognisers of other programs may write capitals and
+    punctuation; the others write nothing but normalised text."""
+    return vocabulary.normalize(read) if vocabulary.language == UNDETERMINED else read
 
 
 class GreedyDecoder:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gputrain.asr.config import LanguageModelOptions
-from gputrain.asr.decode import words_of
+from gputrain.asr.decode import comparable, words_of
 from gputrain.asr.load import Recogniser, load_recogniser
 from gputrain.asr.transcribe import MakeDecoder, decoder_of
 from gputrain.audio.io import from_int16
@@ -208,7 +208,7 @@ def recognise_clips(
                 store.format.speakers[clip.speaker],
                 clip.samples / rate_hz,
                 recogniser.vocabulary.normalize(clip.normalized),
-                " ".join(word.word for word in words),
+                comparable(" ".join(word.word for word in words), recogniser.vocabulary),
             )
         done += len(batch)
         progress(done, len(clips))

@@ -1,6 +1,7 @@
 """Evaluation of recognisers: rates against jiwer, groups, confusions, and the whole on a store."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import jiwer
@@ -10,8 +11,11 @@ import torch
 
 from gputrain.asr import evaluate
 from gputrain.asr.config import LanguageModelOptions
+from gputrain.asr.decode import comparable
 from gputrain.asr.evaluate import RecognisedClip, confusions, evaluate_recogniser, held_out_share_of, report_of
-from gputrain.asr.held_out import transcribe_clips
+from gputrain.asr.held_out import collapsed, transcribe_clips
+from gputrain.asr.load import load_recogniser
+from gputrain.audio.io import from_int16
 from gputrain.engine.data import HELD_OUT_SHARE
 from gputrain.errors import UserError
 from gputrain.speech.store import SpeechStore
@@ -116,6 +120,23 @@ def test_clips_that_the_training_held_out(tmp_path: Path) -> None:
     (run / "config.yaml").write_text("kind: asr\nheld_out_share: 0.3\n")
     assert held_out_share_of(run) == held_out_share_of(run / "checkpoint_last.pt") == 0.3
     assert held_out_share_of(transformers_folder(tmp_path / "model")) == HELD_OUT_SHARE
+
+
+def test_capitals_and_punctuation_of_another_program_are_no_errors(store: Path, tmp_path: Path) -> None:
+    vocabulary = Vocabulary("und", ("<pad>", "<unk>", "|", *"ABCDEabcde.,"))
+    folder = transformers_folder(tmp_path / "cased", vocabulary)
+    recogniser = load_recogniser(folder, torch.device("cpu"))
+    written = {
+        recogniser.vocabulary.text_of(collapsed(log_probs.argmax(dim=1).numpy(), 0))
+        for clip in SpeechStore.open(store).clips
+        for log_probs in recogniser.log_probs([from_int16(SpeechStore.open(store).wave(clip))])
+    }
+    assert any(set(text) & set("ABCDE.,") for text in written)
+    report = evaluate_recogniser(folder, (store,), device="cpu", held_out_share=1.0)
+    assert report.worst
+    assert not set("".join(clip.read for clip in report.worst)) & set("ABCDE.,")
+    assert comparable("A, b. C", vocabulary) == "a b c"
+    assert comparable("A, b. C", replace(vocabulary, language="en")) == "A, b. C"
 
 
 def test_speech_of_another_script_is_refused(store: Path, tmp_path: Path) -> None:
