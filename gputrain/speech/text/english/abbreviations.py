@@ -36,7 +36,7 @@ def _full(found: re.Match[str]) -> str:
 
 def _street(found: re.Match[str]) -> str:
     """Returns Baker St. as street; before another name the abbreviation is a title or a saint, also in The Dr. said."""
-    is_before_name = re.match(" ?[A-Z][a-z]", found.string[found.end() : found.end() + 3])
+    is_before_name = " " not in found[1] and re.match(" ?[A-Z][a-z]", found.string[found.end() : found.end() + 3])
     if found[1] in STARTS or (is_before_name and not ends_sentence(found.string, found.end(), STARTS)):
         return found[0]
     return f"{found[1]} {_STREETS[found[2].lower()]}{_ends(found)}"
@@ -44,8 +44,8 @@ def _street(found: re.Match[str]) -> str:
 
 def _initial(found: re.Match[str]) -> str:
     """Returns the letter of an initial; not of a numeral or a name (War I., plan B.) at the end of a sentence."""
-    before = re.search("([a-z]+) $", found.string[max(0, found.start() - 15) : found.start()])
-    if (before and before[1] in _NOUNS) or ends_sentence(found.string, found.start() + 2, STARTS):
+    before = re.search("([A-Za-z]+) $", found.string[max(0, found.start() - 15) : found.start()])
+    if (before and before[1].lower() in _NOUNS) or ends_sentence(found.string, found.start() + 2, STARTS):
         return found[0]
     return f"{found[1].lower()} "
 
@@ -82,15 +82,17 @@ expand = rewriter(
     (r"(?<![A-Za-z.])(?:[A-Z]\.){2,}", lambda m: " ".join(m[0].replace(".", "").lower()) + _ends(m)),
     (r"(?<![A-Za-z.'])([A-Z])\. ?(?=[A-Z](?:\.|[a-z]))", _initial),
     # St. and Dr. after a name, and not before one, belong to a street: Baker St., Elm Dr.
-    (rf"(?<![0-9A-Za-z'])({_NAME}) (St|Dr|Ct|Pl|Sq)\.", _street),
+    (rf"(?<![0-9A-Za-z'])((?:[0-9][0-9A-Z]* )?{_NAME}) (St|Dr|Ct|Pl|Sq)\.", _street),
     (rf"(?<![0-9A-Za-z'])({_NAME}) (St|Dr)(?![A-Za-z.'])(?! [A-Z])", _street),
-    (rf"(?<![0-9A-Za-z])([0-9][0-9A-Z]* {_NAME}) (St|Dr|Ct|Pl|Sq)\.", _street),
-    (rf"(?<=[a-z'] )({any_of(word.capitalize() for word in _AFTER)})\.", _full),
+    (rf"(?<=[A-Za-z'] )({any_of(word.capitalize() for word in _AFTER)})\.", _full),
     (rf"(?<=[a-z'] )({any_of(WORDS['after_names_without_dot'])})(?![A-Za-z.'])(?! [A-Z][a-z])", _full),
     (rf"\b([Ss]t|[Dd]r|{any_of(word.capitalize() for word in _BEFORE)})\.(?= ?[A-Z])", _full),
     (rf"(?<![0-9] )\b({any_of(WORDS['titles_without_dot'])})(?= [A-Z](?:[a-z']|\b))", _full),
     # p. 5, pp. 12-15, No. 7, vol. 3, Fig. 2; a Roman numeral may follow, too.
-    (rf"\b((?i:{any_of(_NUMBERED)}))\. ?(?=[0-9]|[IVXLC]+\b)", lambda m: _NUMBERED[m[1].lower()] + " "),
+    (
+        rf"\b((?i:{any_of(_NUMBERED)}))\. ?(?=[0-9]|[IVXLC]+\b)(?<!No\. (?=I\b))",
+        lambda m: _NUMBERED[m[1].lower()] + " ",
+    ),
     (rf"\b((?i:{any_of(_ALWAYS)}))\.", _full),
     # Louis XIV, Pope John Paul II, Chapter ix, § vi, World War I; XIX century.
     (r" ?§+ ?(?=[IVXivx])", lambda m: " section "),

@@ -111,5 +111,4 @@ def _short_years(found: re.Match[str]) -> str:
 
 
 def _name(word: str) -> str:
-    """Returns the name of a day or a month."""
     return _SHORT_DAYS.get(word) or _SHORT.get(word.lower(), word)

@@ -23,8 +23,8 @@ _MAGNITUDE = rf"(?:(?P<short>{any_of(WORDS['magnitudes'])})(?![A-Za-z])| (?P<lon
 _POWERS: dict[str, str] = {
     pattern.replace("_", unit): f"{power} {WORDS['units'][unit]}"
     for unit in ("km", "m", "cm", "mm", "ft", "mi", "in.", "yd")
-    for power in ("square", "cubic")
-    for pattern in WORDS[power]
+    for power, patterns in WORDS["powers"].items()
+    for pattern in patterns
 }
 _UNITS: dict[str, str] = with_prefixes(WORDS["metric"], WORDS["prefixes"]) | WORDS["units"] | _POWERS
 _BEFORE_NOUN = re.compile(r"\b(?i:an?|the|this|that|each|every|another|my|your|his|her|its|our|their) $")

@@ -12,10 +12,8 @@ MEASURES: dict[str, str] = {
     **with_prefixes(WORDS["metric"], WORDS["prefixes"]),
     **_LENGTHS,
     **WORDS["measures"],
-    **{unit + "2": f"kvadrat {name}" for unit, name in _LENGTHS.items()},
-    **{"kv." + unit: f"kvadrat {name}" for unit, name in _LENGTHS.items()},
-    **{unit + "3": f"kub {name}" for unit, name in _LENGTHS.items()},
-    **{"kub." + unit: f"kub {name}" for unit, name in _LENGTHS.items()},
+    **{form: f"kvadrat {name}" for unit, name in _LENGTHS.items() for form in (unit + "2", "kv." + unit)},
+    **{form: f"kub {name}" for unit, name in _LENGTHS.items() for form in (unit + "3", "kub." + unit)},
 }
 _MAGNITUDE = r"(?P<magnitude> ?(?:ming|million|milliard|trillion))?"
 _OWN = r"i(?:ni(?:ng)?|ga|da(?:n|gi)?)?"  # 60%ini
