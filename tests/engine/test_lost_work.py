@@ -143,7 +143,7 @@ def seed(folder):
 
 
 def test_after_going_back_the_new_checkpoints_stay_and_the_abandoned_ones_go(tmp_path):
-    trained(tmp_path, 20, checkpoint_freq=1)
+    trained(tmp_path, 20, checkpoint_freq=1, keep_checkpoints=5)
     for epoch in range(1, 6):
         os.utime(tmp_path / f"checkpoint_epoch_{epoch}.pt", (epoch, epoch))
     trained(
