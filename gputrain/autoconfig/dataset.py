@@ -246,7 +246,8 @@ def _of_shapes(kind: DataKind, found: list[Any], items: int, decode_seconds: flo
     if not max(sizes):
         raise UserError(
             "the items of the dataset contain no tensors, no pictures and no sounds",
-            hint="pass a list of lengths in seconds, or a dataset whose items are what the model takes",
+            hint="pass a dataset whose items are what the model takes, such as texts that are tokenized; or a list of "
+            "lengths in seconds",
         )
     largest = found[sizes.index(max(sizes))]
     return DatasetProfile(

@@ -13,7 +13,7 @@ from gputrain.autoconfig.dataset import profile_dataset
 from gputrain.autoconfig.inputs import batch_guesses, output_loss, profile_weights
 from gputrain.errors import UserError
 from gputrain.planner.memory.predict import predict_step
-from gputrain.planner.memory.torch_model import model_plan, model_target
+from gputrain.planner.memory.torch_model import measure_training_memory, model_plan, model_target
 from tests.tables import each_row
 
 CLIPS = [2.0, 8.0]
@@ -146,6 +146,23 @@ def test_models_of_transformers_run_on_a_batch_of_their_data(build, data, shapes
 @each_row(*(row for row in RUNS if row[0].__name__ not in QUICK))
 def test_more_models_of_transformers_run_on_a_batch_of_their_data(build, data, shapes):
     runs_on_a_batch_of_its_data(build, data, shapes)
+
+
+@pytest.mark.slow
+@each_row(*(row for row in RUNS if row[0].__name__ in ("BartForConditionalGeneration", "SiglipModel", *QUICK)))
+def test_the_memory_of_models_with_several_inputs_is_the_measured_one(build, data, shapes):
+    model, found = build(), None
+    for guess in batch_guesses(model, profile_dataset(data)):
+        target = model_target(model, output_loss, lambda items, make=guess.make: make(items, 1.0), "fp32", "adamw")
+        try:
+            found = predict_step(target, model_plan("cpu"), micro_batch_size=3)
+        except UserError:
+            continue
+        break
+    measured = measure_training_memory(
+        model, output_loss, guess.make(3, 1.0), torch.device("cpu"), precision="fp32", optimizer="adamw"
+    )
+    assert found.allocated_gb == pytest.approx(measured.allocated_gb, rel=0.01)
 
 
 def runs_on_a_batch_of_its_data(build, data, shapes):
