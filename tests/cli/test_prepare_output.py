@@ -121,7 +121,7 @@ def test_recordings_become_a_store(tmp_path):
     assert (store.format.sampling_rate, store.format.hop_size) == (16000, 256)
     assert [clip.samples for clip in store.clips] == [8000, 8000]
     again = gputrain_here("prepare-data", *words[:-2])
-    assert "kept     2" in again.stdout
+    assert "kept      2" in again.stdout
 
 
 @each_row(("vocoder", ()), ("tts", ("--language", "en")), ("asr", ("--language", "en")))
