@@ -55,16 +55,22 @@ class StockTokenizer:
 
         Ids beyond the head, which it never writes, are left out, and a row without a symbol gets a name of its own.
         `blank` is the row of CTC's blank by the model's configuration, for a tokenizer that does not name one. Raises
-        UserError if the symbols are damaged, or none of them is the blank.
+        UserError if the symbols are damaged or those of another model, or none of them is the blank.
         """
         own = self._own(language)
         added = {number: symbol for symbol, number in self.added.items() if symbol not in own}
         named = added | {number: symbol for symbol, number in own.items()}
-        if letters := [symbol for symbol, number in own.items() if number >= rows and len(symbol) == 1]:
-            log.warning(
-                "%s: %d of its symbols, such as %s, are beyond the %d rows of the model's head and are never written",
-                self.path, len(letters), letters[0], rows,
-            )  # fmt: skip
+        if not any(number < rows for number in named):
+            raise UserError(f"{self.path}: names no symbol of the model's head", hint=COPY_AGAIN)
+        letters = [symbol for symbol, number in own.items() if number >= rows and len(symbol) == 1]
+        if letters:
+            beyond = (
+                f"{self.path}: {len(letters)} of its symbols, such as {letters[0]}, are beyond the {rows} rows of the "
+                "model's head"
+            )
+            if len(letters) > MOST_UNNAMED:
+                raise UserError(f"{beyond}: it is the vocabulary of another model", hint=COPY_AGAIN)
+            log.warning("%s and are never written", beyond)
         unnamed = sum(number not in named for number in range(rows))
         if unnamed > MOST_UNNAMED:
             log.warning(

@@ -37,6 +37,7 @@ UNSCALED = frozenset({"FLOAT", "DOUBLE", "PCM_32", "VORBIS", "OPUS", "MPEG_LAYER
 LOUDEST = 16.0  # Highest peak, relative to full scale, of sound that is merely too loud: 24 dB.
 SCALES = {16: 2.0**15, 24: 2.0**23, 32: 2.0**31}  # Full scale of integers by their bits.
 QUIETEST = 2.0**-7  # Lowest peak, relative to the scale of integers, by which it is recognised: -42 dB.
+FEW_BEYOND = 0.001  # Share of the samples that exceed 1, below which they are errors and not of another scale.
 CANCELLED = 0.5  # A mix with less than this share of what it keeps of a single channel cancels channels.
 CANCELLED_SHARE = 0.02  # Share of the sound in which channels cancel each other, above which they are not mixed.
 HOW_TO_CONVERT = "wav, flac, ogg and mp3 are supported; an installed ffmpeg also reads m4a, aac, webm, mp4 and others"
@@ -222,10 +223,11 @@ def _mixing_of(file: "soundfile.SoundFile", source: Path) -> Mixing:
     where channels have opposite phases. Raises UserError if the scale is unknown.
     """
     peak, are_whole, total_C, cancelled = 0.0, True, np.zeros(file.channels), 0.0
-    loudest = 0.0
+    loudest, beyond, sounding = 0.0, 0, 0
     for block_TC in file.blocks(BLOCK // file.channels, dtype="float32", always_2d=True):
         peak = max(peak, float(block_TC.max()), -float(block_TC.min()))
         are_whole = are_whole and bool(np.array_equal(block_TC, np.rint(block_TC)))
+        beyond, sounding = beyond + int((np.abs(block_TC) > 1).sum()), sounding + np.count_nonzero(block_TC)
         for begin in range(0, len(block_TC) if file.channels > 1 else 0, file.samplerate):
             second_TC = block_TC[begin : begin + file.samplerate].astype(np.float64)
             second_TC -= second_TC.mean(axis=0)  # A constant offset is no sound.
@@ -234,6 +236,11 @@ def _mixing_of(file: "soundfile.SoundFile", source: Path) -> Mixing:
             loudest += power_C.max()
             if np.square(second_TC.mean(axis=1)).sum() < CANCELLED * power_C.max() / file.channels**2:
                 cancelled += power_C.max()
+    if LOUDEST < peak < math.inf and beyond < FEW_BEYOND * sounding:
+        raise UserError(
+            f"{source}: its samples reach {peak:.3g}, but only {beyond} of {sounding} exceed 1: it is damaged",
+            hint="repair these samples, or leave the file out",
+        )
     full_scale, remark = _full_scale(peak, are_whole, file.subtype, source)
     remarks = [remark] if remark else []
     channel = int(total_C.argmax()) if cancelled > CANCELLED_SHARE * loudest else None

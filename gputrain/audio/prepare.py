@@ -35,6 +35,8 @@ SPECTRUM_SAMPLES = 2048  # Samples of a spectrum.
 SPECTRUM_SECONDS = 30.0  # Length of the middle part of a recording whose spectrum is looked at.
 EMPTY_DB = -112.0  # Power of an empty band, relative to full scale: 8 dB above that of rounding to 16 bits.
 EDGE_DB = 20.0  # Least step of the spectrum from the bands below an edge to all bands above it.
+# Lowest edge: that of telephone speech. Below, spectra of hum, of a constant offset and of low notes fall as steeply.
+LOWEST_EDGE_HZ = 3000.0
 NARROW = 0.8  # Share of the usual bandwidth, half the sampling rate, below which treble is missing.
 USUAL_RATES = (8000, 11025, 16000, 22050, 24000, 32000, 44100, 48000)  # Hz
 HEADROOM = 0.99  # Highest peak after loudness normalisation, relative to full scale.
@@ -159,8 +161,9 @@ def bandwidth_of(wave_T: Samples, rate_hz: int) -> float:
         return rate_hz / 2
     # The band beside an edge belongs to the slope of a filter.
     above_db = np.maximum.accumulate(level_db[::-1])[::-1]
-    steps_db = [float(level_db[at - 4 : at - 1].mean() - above_db[at + 1]) for at in range(4, len(level_db) - 1)]
-    edges = [4 + int(np.argmax(steps_db))] if steps_db and max(steps_db) >= EDGE_DB else []
+    lowest = round(LOWEST_EDGE_HZ / BAND_HZ)
+    steps_db = [float(level_db[at - 4 : at - 1].min() - above_db[at + 1]) for at in range(lowest, len(level_db) - 1)]
+    edges = [lowest + int(np.argmax(steps_db))] if steps_db and max(steps_db) >= EDGE_DB else []
     return float(min([*edges, filled[-1] + 1]) * BAND_HZ)
 
 

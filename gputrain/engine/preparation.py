@@ -36,9 +36,10 @@ QUARANTINE = "quarantine.jsonl"
 # NetApp (with a sign before the name), macOS, Windows, ext4, FrontPage and Python. Hidden folders, such as .git,
 # .thumbnails, .Trash-1000 and .ipynb_checkpoints, begin with a dot.
 OF_PROGRAMS = {
-    "@eadir", "#recycle", "@recycle", "#snapshot", "~snapshot", "@recently-snapshot", "@tmp", "@transcode", "__macosx",
-    "network trash folder", "temporary items", "ipod photo cache", "$recycle.bin", "recycler", "recycled",
-    "system volume information", "$extend", "lost+found", "_vti_cnf", "__pycache__",
+    "@eadir", "#recycle", "@recycle", "#snapshot", "~snapshot", "@recently-snapshot", "@tmp", "@transcode", "@__thumb",
+    "__macosx", "network trash folder", "thevolumesettingsfolder", "temporary items", "ipod photo cache",
+    "$recycle.bin", "recycler", "recycled", "system volume information", "$extend", "lost+found", "_vti_cnf",
+    "__pycache__",
 }  # fmt: skip
 CHECKED_DISK = re.compile(r"found\.\d{3}")  # Files that Windows's chkdsk recovered.
 FORMER_REASONS = {"foreign symbols": "unknown symbols"}  # Those of earlier versions.

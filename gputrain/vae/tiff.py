@@ -206,11 +206,16 @@ def shares_of_white(values: NDArray[Any], limits: Sequence[float] = (1.0, 255.0,
     no value exceeds.
 
     Of floats up to 1, highlights may exceed it: white is 1 if at most one value in a hundred is brighter. Raises
-    UnsupportedTiff for floats that reach a little beyond that, whose white cannot be told.
+    UnsupportedTiff for floats that reach a little beyond that, whose white cannot be told, and if more than one in a
+    hundred is below zero, as of pictures between -1 and 1.
     """
     values = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
     largest = float(values.max())
     white = next((limit for limit in limits if largest <= limit), largest)
+    if values.dtype.kind == "f" and float(values.min()) < 0 and float(np.quantile(values, 0.01)) < 0:
+        raise UnsupportedTiff(
+            f"its float samples reach from {float(values.min()):.3g} to {largest:.3g}, and black is not known: {OTHERS}"
+        )
     if values.dtype.kind == "f" and 1 < largest < 32:
         if float(np.quantile(values, 0.99)) > 1:
             raise UnsupportedTiff(

@@ -138,6 +138,8 @@ def vocode_files(settings: Vocode, *, progress: Progress = no_progress) -> Vocod
         try:
             song = read(source)
         except UserError as error:
+            if not settings.input.is_dir():
+                raise
             log.warning("%s; left out", error.message)
             done.refused.append(RefusedItem(str(source), "unreadable", error.message.removeprefix(f"{source}: ")))
         else:

@@ -71,7 +71,7 @@ def test_languages_that_resemble_one_come_first():
 
 @each_row(
     ("{", "not valid JSON"), ("[]", "expected a mapping"), ('{"a": 0, "b": 0, "<pad>": 1}', "its ids"),
-    ('{"a": "0", "<pad>": 1}', "its ids"), ('{"a": 0}', "no symbol of the blank"), ("{}", "no symbol of the blank"),
+    ('{"a": "0", "<pad>": 1}', "its ids"), ('{"a": 0}', "no symbol of the blank"), ("{}", "names no symbol"),
     ('{"a": true, "<pad>": 0}', "its ids"), ('{"a": 999999999, "<pad>": 0}', "its ids"),
 )  # fmt: skip
 def test_malformed_vocabularies(tmp_path, content, fault):
@@ -168,6 +168,16 @@ def test_letters_beyond_the_head_and_rows_without_names_are_said(tmp_path, caplo
     with caplog.at_level(logging.WARNING):
         assert vocabulary_of(write_tokenizer(tmp_path, LETTERS), 20).text_of([19]) == "<unused 19>"
     assert "names 11 of the 20 rows" in caplog.text
+
+
+def test_a_vocabulary_of_another_model_is_refused(tmp_path):
+    """Five letters beyond the head are no special tokens that were added to it."""
+    symbols = {**LETTERS, **{letter: 11 + at for at, letter in enumerate("vwxyz")}}
+    assert vocabulary_of(write_tokenizer(tmp_path, symbols), 12).symbols[-1] == "v"
+    with pytest.raises(UserError, match=r"5 of its symbols, such as v, are beyond the 11 rows .* another model"):
+        vocabulary_of(write_tokenizer(tmp_path, symbols), 11)
+    with pytest.raises(UserError, match="names no symbol of the model's head"):
+        vocabulary_of(write_tokenizer(tmp_path, {}), 11)
 
 
 def test_the_blank_of_the_configuration_counts_if_the_tokenizer_names_none(tmp_path):

@@ -58,7 +58,7 @@ def test_folders_of_programs_are_counted_and_said(tmp_path: Path, caplog: pytest
     hidden = [".thumbnails", ".Trash-1000", ".git", ".ipynb_checkpoints", ".Spotlight-V100", ".@__thumb"]
     others = [
         "@eaDir", "#recycle", "__MACOSX", "$RECYCLE.BIN", "System Volume Information", "lost+found", "@Recycle",
-        "FOUND.000", "@EADIR", "Temporary Items",
+        "@__thumb", "FOUND.000", "@EADIR", "Temporary Items",
     ]  # fmt: skip
     for folder in ("", "deep"):
         for name in ("mine", "#1 tag", "@home", *hidden, *others):

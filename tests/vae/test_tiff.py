@@ -135,6 +135,8 @@ REFUSED = {
         {"photometric": "cfa"},
         r"16-bit unsigned samples, 1 a pixel, colours of a sensor \(CFA\)",
     ),
+    "black": ((RGB / 127.5 - 1).astype("f4"), {"photometric": "rgb"}, r"reach from -1 to 1, and black is not known"),
+    "gray": ((GRAY / 127.5 - 1).astype("f4"), {"photometric": "minisblack"}, "and black is not known"),
     "scale": ((RGB / 50).astype("f4"), {"photometric": "rgb"}, r"reach 5\.1, neither 1 nor 255"),
 }
 
@@ -167,8 +169,10 @@ def test_colour_differences_of_several_pixels_are_refused(tmp_path: Path) -> Non
 def test_a_few_highlights_do_not_darken_a_picture(tmp_path: Path) -> None:
     picture = (RGB / 255).astype(np.float32)
     picture[:2, :2] = 1.6
+    picture[0, 0] = -0.01  # Filters overshoot on either side.
     expected = RGB.copy()
     expected[:2, :2] = 255
+    expected[0, 0] = 0
     for path in (
         written(tmp_path / "a.tif", picture, photometric="rgb"),
         written(tmp_path / "b.tif", picture[..., 1], photometric="minisblack"),

@@ -268,6 +268,9 @@ def test_one_bad_file_of_many(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         (root / name).unlink()
     with pytest.raises(UserError, match=r"no usable input: .*empty\.wav: holds no sound"):
         run_vocode(tmp_path / "model", root, out)
+    with pytest.raises(UserError, match=r"empty\.wav: holds no sound") as alone:  # A single file has its own advice.
+        run_vocode(tmp_path / "model", root / "empty.wav", out)
+    assert alone.value.hint == "leave it out, or record it again"
 
 
 @pytest.mark.parametrize(("name", "ceiling_hz"), [("mini", 44100 / 8 / 2), ("full", 22050)])
