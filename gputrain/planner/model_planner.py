@@ -32,14 +32,26 @@ class ModelPlanner(Generic[S]):
 
     work: KindWork[S]
     known: dict[object, Callable[[bool], MemoryModel]] = field(default_factory=dict)
+    known_least_gb: dict[object, float] = field(default_factory=dict)  # Memory of a step of one item.
+
+    @staticmethod
+    def _key(settings: S, plan: Plan) -> tuple[object, ...]:
+        kept = {name: value for name, value in vars(settings).items() if name not in WITHOUT_EFFECT}
+        return (repr(kept), prediction_key(plan))
 
     def memory_model(self, settings: S, plan: Plan) -> Callable[[bool], MemoryModel]:
         """Returns the function that gives the memory model with or without checkpointing."""
-        kept = {name: value for name, value in vars(settings).items() if name not in WITHOUT_EFFECT}
-        key = (repr(kept), prediction_key(plan))
+        key = self._key(settings, plan)
         if key not in self.known:
             self.known[key] = memory_models(self.work.target(settings), plan, settings.schedule.batch_size)
         return self.known[key]
+
+    def least_gb(self, settings: S, plan: Plan, checkpointing: bool) -> float:
+        """Returns the memory of a step of one item."""
+        key = (*self._key(settings, plan), checkpointing)
+        if key not in self.known_least_gb:
+            self.known_least_gb[key] = least_gb(self.work.target(settings), plan, checkpointing)
+        return self.known_least_gb[key]
 
     def variant(self, settings: S, plan: Plan, budget: MemoryBudget) -> Variant[S]:
         """Returns the variant of the settings that fits and whose steps are predicted to be the fastest; the first one
@@ -77,7 +89,7 @@ class ModelPlanner(Generic[S]):
             option = flag.split()[0]
             if changed != settings and option not in sentences:
                 checkpointing = changed.model.gradient_checkpointing is not False
-                need_gb = least_gb(self.work.target(changed), plan, checkpointing)
+                need_gb = self.least_gb(changed, plan, checkpointing)
                 if need_gb * budget.margin <= budget.budget_gb:
                     sentences[option] = f"{flag} would take {need_gb:.1f} GB at least"
         optimizer_gb = found.parts["optimizer"]

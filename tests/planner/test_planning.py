@@ -16,6 +16,7 @@ from gputrain.engine.train import dry_run
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import Machine
+from gputrain.planner import model_planner
 from gputrain.planner.memory.fit import Fit, MemoryBudget, MemoryModel, fit
 from gputrain.planner.memory.predict import prediction_key
 from gputrain.planner.model_planner import ModelPlanner, does_not_fit, memory_budget, plan_step
@@ -196,3 +197,26 @@ def test_the_fastest_variant_that_fits_is_chosen(seconds, fits, chosen, monkeypa
     spec = SimpleNamespace(variants=lambda settings, plan: [Variant(name, {"lean": name}) for name in fits_of])
     monkeypatch.setattr(ModelPlanner, "_fit", lambda self, settings, plan, budget: (plan, fits_of[settings]))
     assert ModelPlanner(spec).variant(None, plan_of(), MemoryBudget(2.0)) == Variant(chosen, {"lean": chosen})
+
+
+def test_gpus_with_the_same_arithmetic_share_what_their_remedies_need(monkeypatch):
+    """Predictions are made once for the settings and the arithmetic, not again for each GPU."""
+    made = []
+
+    def counted(target, plan, checkpointing):
+        made.append((target, plan.precision.value, checkpointing))
+        return 4.0
+
+    monkeypatch.setattr(model_planner, "least_gb", counted)
+    model, hardware = SimpleNamespace(gradient_checkpointing=None), SimpleNamespace(shard_optimizer=False)
+    asked = SimpleNamespace(size=256, model=model, hardware=hardware)
+    smaller = SimpleNamespace(size=64, model=model, hardware=hardware)
+    work = SimpleNamespace(fallbacks=lambda *_: {"--size 64": smaller}, target=lambda settings: settings.size)
+    planner = ModelPlanner(work)
+    found = Fit(1, 1, True, 9.0, {"optimizer": 0.0}, 0.0, None, 5.0, False, {})
+    for budget_gb, helps in ((5.0, True), (4.1, False), (6.0, True)):
+        sentences = planner.remedies(asked, plan_of(), MemoryBudget(budget_gb), found)
+        assert ("--size 64 would take 4.0 GB at least" in sentences) == helps
+    assert made == [(64, "bf16", True)]
+    planner.remedies(asked, plan_of(mixed_precision=False), MemoryBudget(5.0), found)
+    assert len(made) == 2

@@ -16,7 +16,7 @@ Imports no torch.
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -102,10 +102,16 @@ class StepCost:
     update: tuple[KernelCost, ...] = ()
     graph_launches: int = 0  # By the processor: of a step's CUDA graphs, and of copies of what they read and write.
     first: int = 1
+    _by_size: dict[int, tuple[KernelCost, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def micro_batch(self, items: int) -> tuple[KernelCost, ...]:
-        """Returns the kernels of a micro-batch of any size. If the two that are known have different operators, the
-        larger is scaled."""
+        """Returns the kernels of a micro-batch of any size, the same for every GPU. If the two that are known have
+        different operators, the larger is scaled."""
+        if items not in self._by_size:
+            self._by_size[items] = self._of_size(items)
+        return self._by_size[items]
+
+    def _of_size(self, items: int) -> tuple[KernelCost, ...]:
         if items == self.items:
             return self.many
         if [kernel.name for kernel in self.one] != [kernel.name for kernel in self.many]:
