@@ -28,8 +28,11 @@ from gputrain.vae.config import PictureLimits
 from gputrain.vae.tiff import TiffLayout, UnsupportedTiff, check_layout, decode_tiff, read_layout, shares_of_white
 
 T = TypeVar("T")
-PictureFault = Literal["broken", "unsupported", "tiny", "huge", "one colour", "elongated", "duplicate", "unreadable"]
+PictureFault = Literal[
+    "broken", "unsupported", "tiny", "huge", "one colour", "dark", "elongated", "duplicate", "unreadable"
+]
 FLAT = 2  # Levels between the darkest and the brightest pixel of a picture of one colour, which JPEG may add.
+DARK = 16  # Brightest level of a picture that is nearly black: white of 12 bits in a file of 16.
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 Crop = Callable[[int, int], Box]  # Takes width and height.
 
@@ -188,7 +191,8 @@ def decode(path: Path, limits: PictureLimits = ANY_SIZE, *, crop: Crop | None = 
 
 
 def check_colours(path: Path, image: Image.Image) -> None:
-    """Raises UnusablePicture if all visible pixels of a decoded picture have one colour: there is nothing to learn."""
+    """Raises UnusablePicture if all visible pixels of a decoded picture have one colour or are nearly black: there is
+    nothing to learn."""
     ranges = [(round(low), round(high)) for low, high in np.atleast_2d(image.getextrema()).tolist()]
     if image.mode == "RGBA" and ranges[3][1] <= FLAT:
         raise UnusablePicture(path, "one colour", "it is fully transparent")
@@ -198,6 +202,12 @@ def check_colours(path: Path, image: Image.Image) -> None:
         if image.mode != "RGBA" and has_transparency(path):
             hint = " over the white ground of its transparency, which prepare-data --image-channels 4 keeps"
         raise UnusablePicture(path, "one colour", f"all its pixels are {colour}{hint}")
+    brightest = max(high for _, high in ranges[:3])
+    if brightest <= DARK:
+        raise UnusablePicture(
+            path, "dark", f"its brightest level is {brightest} of 255, as of samples of 12 bits stored in 16, or where "
+            "numbers of labels are stored as levels: scale the levels up to white",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,21 @@ def test_pictures_of_one_colour_are_refused(raw, out):
     assert not validate_images(four).refused
 
 
+def test_pictures_that_are_nearly_black_are_refused(raw, out):
+    """12 bits in 16, as cameras of microscopes write them, and a map of 16 labels; a picture at dusk is kept."""
+    levels = np.random.default_rng(0).integers(0, 4096, (64, 64)).astype(np.uint16)
+    Image.fromarray(levels).save(raw / "camera.png")
+    Image.fromarray(levels).save(raw / "camera.tif")
+    Image.fromarray((levels >> 8).astype(np.uint8)).save(raw / "labels.png")
+    Image.fromarray((levels >> 7).astype(np.uint8)).save(raw / "dusk.png")
+    prepare(raw, out, target_size=64)
+    assert [row["path"] for row in rows(out)] == ["dusk.png"]
+    faults = {row["path"]: row["detail"] for row in rows(out, QUARANTINE) if row["reason"] == "dark"}
+    assert list(faults) == ["camera.png", "camera.tif", "labels.png"]
+    assert faults["camera.png"].startswith("its brightest level is 16 of 255")
+    assert [one.reason for one in validate_images(raw).refused] == ["dark", "dark", "dark"]
+
+
 def test_few_held_out_pictures_are_told(raw, out):
     for number in range(30):
         noise(40, 40, seed=number).save(raw / f"{number}.png")
