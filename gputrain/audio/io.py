@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from gputrain.engine.data import FULL_SCALE
 from gputrain.errors import UserError
+from gputrain.figures import format_number
 
 if TYPE_CHECKING:  # Packages that read sound are imported where they read: a training of prepared data needs none.
     import soundfile
@@ -238,7 +239,7 @@ def _mixing_of(file: "soundfile.SoundFile", source: Path) -> Mixing:
                 cancelled += power_C.max()
     if LOUDEST < peak < math.inf and beyond < FEW_BEYOND * sounding:
         raise UserError(
-            f"{source}: its samples reach {peak:.3g}, but only {beyond} of {sounding} exceed 1: it is damaged",
+            f"{source}: its samples reach {format_number(peak)}, but only {beyond} of {sounding} exceed 1: damage",
             hint="repair these samples, or leave the file out",
         )
     full_scale, remark = _full_scale(peak, are_whole, file.subtype, source)
