@@ -4,7 +4,7 @@ from tests.speech.text.rule_corpus import HELD_OUT, LANGUAGES, UNSUPPORTED, case
 from tests.tables import each_row
 
 # Right cases of the held-out share, as measured; the share is not used while rules are developed.
-HELD_OUT_RIGHT = {"uz": 141, "ru": 162, "en": 166}
+HELD_OUT_RIGHT = {"uz": 141, "ru": 163, "en": 166}
 
 
 @each_row(*LANGUAGES)

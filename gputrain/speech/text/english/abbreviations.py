@@ -84,7 +84,7 @@ expand = rewriter(
     # St. and Dr. after a name, and not before one, belong to a street: Baker St., Elm Dr.
     (rf"(?<![0-9A-Za-z'])((?:[0-9][0-9A-Z]* )?{_NAME}) (St|Dr|Ct|Pl|Sq)\.", _street),
     (rf"(?<![0-9A-Za-z'])({_NAME}) (St|Dr)(?![A-Za-z.'])(?! [A-Z])", _street),
-    (rf"(?<=[A-Za-z'] )({any_of(word.capitalize() for word in _AFTER)})\.", _full),
+    (rf"(?<=[A-Za-z'&] )({any_of(word.capitalize() for word in _AFTER)})\.", _full),
     (rf"(?<=[a-z'] )({any_of(WORDS['after_names_without_dot'])})(?![A-Za-z.'])(?! [A-Z][a-z])", _full),
     (rf"\b([Ss]t|[Dd]r|{any_of(word.capitalize() for word in _BEFORE)})\.(?= ?[A-Z])", _full),
     (rf"(?<![0-9] )\b({any_of(WORDS['titles_without_dot'])})(?= [A-Z](?:[a-z']|\b))", _full),

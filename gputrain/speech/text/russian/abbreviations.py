@@ -86,14 +86,14 @@ expand = rewriter(
         rf"(?i:(?P<short>{any_of(BEFORE_NUMBERS)})) ?(?=[0-9+(]|[IVX]+\b)",
         lambda m: _with_preposition(m, BEFORE_NUMBERS),
     ),
-    (r"(?<![А-Яа-яЁё.])(?:[А-ЯЁ]\. ?){1,3}(?=[А-ЯЁ][а-яё])|(?<=[а-яё] )(?:[А-ЯЁ]\. ?){2}(?![А-Яа-яЁё])", _initials),
-    (r"(?<![А-Яа-яЁё])[Сс]в\. ?(?P<name>[А-ЯЁ][а-яё]+)", _saint),
     (rf"{_START}(?i:{_pattern(ABBREVIATIONS)}){_STOP}", _full),
     (
         r"(?:(?<![А-Яа-яЁё])(?P<before>[А-Яа-яЁё]{1,6}) )?(?<![А-Яа-яЁё0-9.-])(?<![0-9] )"
         rf"(?P<short>{any_of(BEFORE_NAMES)}|(?i:{any_of(one for one in BEFORE_NAMES if len(one) > 2)})) ?(?=[А-ЯЁ])",
         lambda m: _with_preposition(m, BEFORE_NAMES),
     ),
+    (r"(?<![А-Яа-яЁё.])(?:[А-ЯЁ]\. ?){1,3}(?=[А-ЯЁ][а-яё])|(?<=[а-яё] )(?:[А-ЯЁ]\. ?){2}(?![А-Яа-яЁё])", _initials),
+    (r"(?<![А-Яа-яЁё])[Сс]в\. ?(?P<name>[А-ЯЁ][а-яё]+)", _saint),
     (r"(?<=[«\"“])([А-ЯЁ])(?=[»\"”])", lambda m: _LETTERS[m[1].lower()]),
     (r"(?<![А-Яа-яЁё])([БГДЖЗЛМНПРТФХЦЧШЩ])(?![А-Яа-яЁё.-])", lambda m: _LETTERS[m[1].lower()]),
 )

@@ -123,14 +123,19 @@ def _decade(found: re.Match[str]) -> str:
     return f"{ordinal(int(found[1]), 'plur', case)} {word}{_dot(found)}"
 
 
+def _case_of_century(found: re.Match[str]) -> str:
+    allowed = governed(found.string, found.start())
+    return "loct" if "loct" in allowed else (allowed or ["gent" if _depends(found) else "nomn"])[0]
+
+
 def _century(found: re.Match[str]) -> str:
     """Returns XIX в., в XVI-XVII вв., конец XVIII века, 21 век in words."""
     numbers = [roman(one) or (int(one) if one.isdigit() else 0) for one in (found[1], found[2]) if one]
     if not all(numbers) or (found[1].isdigit() and len(numbers) == 1 and found[3] in ("веков", "веками", "веках")):
         return found[0]  # 2 веков is a count.
-    word, allowed = found[3], governed(found.string, found.start())
+    word = found[3]
     if word in ("в.", "вв."):
-        case = "loct" if "loct" in allowed else (allowed or ["gent" if _depends(found) else "nomn"])[0]
+        case = _case_of_century(found)
         word = grammar.inflected("век", case, "plur" if len(numbers) > 1 else "sing")
         word += _dot(found)
     else:
@@ -228,9 +233,13 @@ rewrite = rewriter(
     (rf"(?<![А-Яа-яЁё])([Сс]) ([0-9]{{4}}) по ([0-9]{{4}}) (год|годы|г\.|гг\.){STOP}", _from_year),
     # Years: 1941-1945 гг., в 2024 г., 2024 год, в 44 г. до н. э.
     (rf"{START}([0-9]{{3,4}})(?: ?- ?([0-9]{{3,4}}))? ?({any_of(_YEAR_WORDS)}|гг?\.){STOP}", _year),
-    (rf"{START}([0-9]{{1,2}})(?: ?- ?([0-9]{{1,2}}))? ?(гг?\.)(?= (?:до )?н\. ?э)", _year),
+    (rf"{START}([0-9]{{1,2}})(?: ?- ?([0-9]{{1,2}}))? ?(гг?\.)(?= (?:до )?нашей эры)", _year),
     (rf"{START}([0-9]{{2,4}})-(е|ые|х|ых|м|ми) (гг\.|год[а-я]*){STOP}", _decade),
-    # Centuries and other Roman numerals.
+    # Centuries and other Roman numerals: с XV по XVII в., в конце XIX - начале XX в.
+    (
+        rf"(?<![A-Za-zА-яё-])({_ROMAN})(?= (?:- [а-яё]+|по|и|или|до) {_ROMAN} вв?\.)",
+        lambda m: ordinal(roman(m[1]), "masc", _case_of_century(m)) if roman(m[1]) else m[0],
+    ),
     (
         rf"(?<![A-Za-zА-яё])({_ROMAN}|[0-9]{{1,2}})(?: ?- ?({_ROMAN}|[0-9]{{1,2}}))? "
         rf"({any_of(_CENTURY_WORDS)}|вв?\.){STOP}",

@@ -13,6 +13,7 @@ from gputrain.speech.text.russian.grammar import (
     following_noun,
     forms_of,
     governed,
+    inflected,
 )
 from gputrain.speech.text.russian.numbers import WORDS, form, fraction, number, ordinal, whole
 
@@ -20,6 +21,8 @@ _MONEY, _MAGNITUDES = WORDS["money"], WORDS["magnitudes"]
 _POWERS = {f"{unit}{power}": f"{adjective} {WORDS['units'][unit]}"
            for unit in ("мм", "см", "дм", "м", "км") for power, adjective in WORDS["powers"].items()}  # fmt: skip
 _UNITS = with_prefixes(WORDS["metric"], WORDS["prefixes"]) | WORDS["units"] | _POWERS
+# "5 с" is seconds, and "5 с половиной" or "5 с друзьями" a preposition, as in "глава 5 об этом".
+_UNIT = any_of(_UNITS.keys() - {*"БбНс", "об"}) + r"|с(?! [а-яё]*(?:[оеёыи]м|[оеё][йю]|ью|ми)\b)|об(?! [а-яё])"
 _FEMININE = frozenset(WORDS["feminine_nouns"])
 _AMOUNT = rf"(?P<first>(?:(?<![^\s(«=])[+-])?{NUMBER})(?: ?- ?(?P<last>{NUMBER}))?"
 _SCALE = rf"(?: ?(?P<scale>{any_of(_MAGNITUDES)})\.?(?![А-Яа-яЁё]))?"
@@ -44,9 +47,14 @@ def _quantity(found: re.Match[str], name: str | Sequence[str], allowed: Sequence
     scale = forms_of(_MAGNITUDES[found["scale"]]) if found["scale"] else None
     gender = "femn" if (scale or forms)[0] in _FEMININE else "masc"
     words = _numbers(found, gender, case)
-    unit = (scale or forms)[1] if last.fraction else counted(last.whole, scale or forms, case)
+    unit = _part_of(scale or forms) if last.fraction else counted(last.whole, scale or forms, case)
     per = found.groupdict().get("per")
     return f"{words} {unit}{' ' + forms[2] if scale else ''}{' ' + WORDS['per'][per] if per else ''}"
+
+
+def _part_of(forms: Sequence[str]) -> str:
+    """Returns a unit after a fraction, of which it is the genitive singular: половина литра, столовой ложки."""
+    return inflected(forms[0], "gent", "sing") if " " in forms[0] else forms[1]
 
 
 def _money(found: re.Match[str]) -> str:
@@ -82,9 +90,9 @@ def _ratio(found: re.Match[str]) -> str:
 
 def _fraction(found: re.Match[str]) -> str:
     mixed, said = found["mixed"], fraction(int(found["above"]), int(found["below"]))
-    if not mixed:
-        return said
-    return f"{whole(mixed, 'femn')} {'целая' if form(mixed, ('one', 'few', 'many')) == 'one' else 'целых'} {said}"
+    if found["unit"]:
+        said += " " + _part_of(forms_of(_UNITS[found["unit"]]))
+    return f"{whole(mixed, 'femn')} {form(mixed, ('целая', 'целых', 'целых'))} {said}" if mixed else said
 
 
 def _power(found: re.Match[str]) -> str:
@@ -155,10 +163,14 @@ rewrite = rewriter(
         rf"([$€£₽¥]) ?({NUMBER}(?: ?- ?{NUMBER})?(?: ?(?:{any_of(_MAGNITUDES)})\.?(?![А-Яа-яЁё]))?)",
         lambda m: f"{m[2]} {m[1]}",
     ),
+    (
+        r"(?<![0-9/.,])(?:(?P<mixed>[0-9]{1,3}) )?(?P<above>[0-9]{1,3})/(?P<below>[0-9]{1,3})(?![0-9/])"
+        rf"(?: ?(?P<unit>{_UNIT})(?![А-Яа-яЁёA-Za-z0-9/]){_DOT})?",
+        _fraction,
+    ),
     (rf"{START}{_AMOUNT}{_SCALE} ?(?P<sign>{any_of(_MONEY)}){_PER}", _money),
-    (rf"{START}{_AMOUNT}{_SCALE} ?(?P<unit>{any_of(_UNITS.keys() - {*'БбН'})}){_PER}(?! (?:класс|групп))", _measure),
+    (rf"{START}{_AMOUNT}{_SCALE} ?(?P<unit>{_UNIT}){_PER}(?! (?:класс|групп))", _measure),
     (rf"{START}{_AMOUNT} ?(?P<unit>{any_of(_MAGNITUDES)})(?P<scale>){STOP}{_DOT}", _magnitude),
-    (r"(?<![0-9/.,])(?:(?P<mixed>[0-9]{1,3}) )?(?P<above>[0-9]{1,3})/(?P<below>[0-9]{1,3})(?![0-9/])", _fraction),
     (rf"(?<![0-9A-Za-zА-я]){_AMOUNT}(?!-?[0-9])", _number),
     (r"(?<=[0-9])-(?=[0-9])", lambda m: " - "),
     (rf"(?<![0-9A-Za-zА-я])([+-]?{NUMBER})", lambda m: number(m[1]) + " "),

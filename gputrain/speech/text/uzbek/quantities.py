@@ -20,8 +20,8 @@ _OWN = r"i(?:ni(?:ng)?|ga|da(?:n|gi)?)?"  # 60%ini
 _ENDING = (
     rf"(?:(?: ?-?(?={SUFFIX}(?![A-Za-zʻʼ]))|-?(?={_OWN}(?![A-Za-zʻʼ])))(?P<suffix>{SUFFIX}|{_OWN}))?(?![A-Za-zʻʼ])"
 )
-# "5 ga" is hectares, "5ga" a dative; "5 A sinf" is a class.
-_UNIT = any_of(MEASURES.keys() - {"ga", "b", *"AVBNJ"}) + "|[AVBNJ](?! (?:sinf|guruh|kurs|blok|toifa))"
+# "5 ga" is hectares, "5ga" a dative; "5 A sinf" is a class, and "5 li" an ending.
+_UNIT = any_of(MEASURES.keys() - {"ga", "b", *"AVBNJ", "l"}) + "|l(?!i)|[AVBNJ](?! (?:sinf|guruh|kurs|blok|toifa))"
 # "5 ga" is hectares at the end of a clause and before land; "101 ga qoʻngʻiroq" and "20 ga yaqin" are datives.
 _LAND = r"(?=$|[.,;:!?)]| (?:yer|maydon|ekin|paxta|bugʻdoy|gʻalla|sholi|bogʻ|oʻrmon|hudud|dala|sugʻor|lalmi|tokzor))"
 
