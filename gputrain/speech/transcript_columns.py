@@ -74,6 +74,8 @@ def span_of(start: object, end: object, duration: object) -> tuple[float, float]
 
     Raises ValueError, with the fault as text, if they are no times, or disagree.
     """
+    if all(one is None or (isinstance(one, float) and math.isnan(one)) for one in (start, end, duration)):
+        return None  # Python writes NaN for what is missing in a table.
     begin, stop, seconds = (_seconds(*one) for one in (("start", start), ("end", end), ("duration", duration)))
     if begin is not None and begin < 0:
         raise ValueError(f"begins at {begin:g} seconds, before its recording")

@@ -276,20 +276,19 @@ def _found(folder: Path, paths: Sequence[str], has_subtitles: bool) -> Path | No
     """Finds the transcript file of a folder; None if there is a text file for each recording, or there are subtitles.
     `paths` are the recordings without subtitles."""
     sounds = SoundFinder(paths, root=folder)
-    pairs = {PurePosixPath(path).with_suffix(".txt").as_posix() for path in paths}
+    pairs = set(_texts_of(folder, paths).values())
     candidates = [
         path
         for path in sorted(folder.iterdir())
         if path.suffix.lower() in TABLES | JSON_LINES and path.name not in pairs and not path.name.startswith(".")
         if path.is_file() and (path.stem == "metadata" or _names_sounds(path, sounds))
     ]
-    paired = sum((folder / pair).is_file() for pair in pairs)
     if any(map(_is_common_voice, candidates)):  # Its clip_durations.tsv names the recordings, too.
         candidates = [path for path in candidates if _is_common_voice(path) or path.suffix.lower() != ".tsv"]
-    others = bool(paired) or has_subtitles
+    others = bool(pairs) or has_subtitles
     if len(candidates) + others > 1:
         names = [path.name for path in candidates]
-        names += ["subtitles"] * has_subtitles + ["text files of recordings"] * bool(paired)
+        names += ["subtitles"] * has_subtitles + ["text files of recordings"] * bool(pairs)
         if not others and all(_is_common_voice(path) for path in candidates):
             raise UserError(f"{folder}: a Common Voice folder: {', '.join(names)}", hint=COMMON_VOICE_HINT)
         raise UserError(
@@ -421,11 +420,13 @@ _TIME_KEYS = (START_KEYS, END_KEYS, DURATION_KEYS)
 
 
 def _first_of(row: dict[str, Any], keys: Iterable[str]) -> str:
-    """Returns the first string or integer under one of the keys, or under `path` within it; empty if there is none."""
+    """Returns the first string or integer under one of the keys, or under `path` within it, that is not empty; empty
+    if there is none."""
     given = (row[key] for key in keys if key in row)
     given = (value.get("path") if isinstance(value, dict) else value for value in given)
     given = (int(value) if isinstance(value, float) and value.is_integer() else value for value in given)
-    return next((str(value) for value in given if isinstance(value, (str, int)) and not isinstance(value, bool)), "")
+    texts = (str(value) for value in given if isinstance(value, (str, int)) and not isinstance(value, bool))
+    return next((text for text in texts if text.strip()), "")
 
 
 def _is_common_voice(file: Path) -> bool:
@@ -471,24 +472,48 @@ def _read_subtitles(reading: _Reading, path: str, files: Sequence[str], rules: T
             reading.utterances.append(Utterance(path, cue.text, cue.speaker, where, (cue.begin, cue.end)))
 
 
+def _texts_of(folder: Path, paths: Iterable[str]) -> dict[str, str]:
+    """Returns the text file of each recording that has one: NAME.txt for NAME.wav, or one whose name differs in
+    capitals if it is that of no other recording."""
+    paths = list(paths)
+    found = _text_files(folder, paths)
+    same = {path: text for path in paths if (text := PurePosixPath(path).with_suffix(".txt").as_posix()) in found}
+    folded: dict[str, list[str]] = {}
+    for text in found - set(same.values()):
+        folded.setdefault(text.casefold(), []).append(text)
+    for path in paths:
+        others = (
+            folded.pop(PurePosixPath(path).with_suffix(".txt").as_posix().casefold(), []) if path not in same else []
+        )
+        if len(others) == 1:
+            same[path] = others[0]
+    return same
+
+
+def _text_files(folder: Path, paths: Iterable[str]) -> set[str]:
+    """Returns the text files next to recordings."""
+    places = {PurePosixPath(path).parent for path in paths}
+    names = [(place, file.name) for place in places for file in (folder / place).iterdir()]
+    found = {(place / name).as_posix() for place, name in names if not name.startswith(".") and _suffix(name) == ".txt"}
+    return {path for path in found if (folder / path).is_file()}
+
+
 def _read_pairs(reading: _Reading, paths: Sequence[str], subtitled: Collection[str] = ()) -> None:
+    texts = _texts_of(reading.folder, paths)
     for sound in paths:
-        text_file = PurePosixPath(sound).with_suffix(".txt")
-        if sound in subtitled or not (reading.folder / text_file).is_file():
+        if sound in subtitled or sound not in texts:
             continue  # It is reported with all recordings without a transcript.
         try:
-            text = read_text(reading.folder / text_file)
+            text = read_text(reading.folder / texts[sound])
         except UserError as error:
             reading.named.add(sound)
             reading.refuse(sound, "malformed", error.message)
         else:
-            reading.add(text_file.as_posix(), sound, text)
-    texts = {PurePosixPath(sound).with_suffix(".txt") for sound in paths}
-    places = {text.parent for text in texts if (reading.folder / text).is_file()}
-    for place in sorted(places):
-        for path in sorted((reading.folder / place).glob("*.txt")):
-            if (alone := place / path.name) not in texts and not path.name.startswith("."):
-                reading.refuse(alone.as_posix(), "no sound", "a text without a recording of the same name")
+            reading.add(texts[sound], sound, text)
+    places = {PurePosixPath(text).parent for text in texts.values()}
+    for alone in sorted(_text_files(reading.folder, paths) - set(texts.values())):
+        if PurePosixPath(alone).parent in places:
+            reading.refuse(alone, "no sound", "a text without a recording of the same name")
 
 
 def _single(reading: _Reading, needs_speakers: bool) -> list[Utterance]:

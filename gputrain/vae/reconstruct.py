@@ -169,7 +169,7 @@ def wanted_pictures(settings: Reconstruct) -> list[str]:
         names = [name for name in names if output not in (read / name).parents]
     count = min(settings.pictures or len(names), len(names))
     if count < len(names):
-        log.info("%d of %d pictures are reconstructed, evenly spaced by name", count, len(names))
+        log.info("reconstructing %d of %d pictures, evenly spaced by name", count, len(names))
     elif count > SHEET_PICTURES:
         log.info("%d pictures are reconstructed; --pictures %d takes a few of them", count, SHEET_PICTURES)
     return [names[number * len(names) // count] for number in range(count)]

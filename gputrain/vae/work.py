@@ -20,6 +20,7 @@ from gputrain.engine.data import digests, few_held_out, share_that_holds_out
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.run_folder import Run
 from gputrain.errors import UserError
+from gputrain.figures import counted
 from gputrain.hw.plan import Plan, Setting, data_in_memory
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime
@@ -276,9 +277,10 @@ def warn_of_small_pictures(pictures: Pictures, image_size: int) -> None:
         remedy += f", and prepare-data --min-size {image_size} leaves them out"
     else:
         remedy += f", and prepare-data --target-size {image_size} keeps larger sources larger"
+    are = "is" if len(small) == 1 else "are"
     log.warning(
-        "%d of %d pictures are smaller than a crop of %d pixels (the smallest has %d) and are enlarged: the model "
-        "learns their blur; %s", len(small), len(sides), image_size, min(small), remedy,
+        "%d of %s %s smaller than a crop of %d pixels (the smallest has %d) and %s enlarged: the model learns "
+        "the blur; %s", len(small), counted(len(sides), "picture"), are, image_size, min(small), are, remedy,
     )  # fmt: skip
 
 
@@ -297,8 +299,8 @@ def warn_of_opaque_pictures(image_channels: int, pictures: Pictures) -> None:
 
 
 def warn_of_flat_pictures(image_channels: int, pictures: Pictures) -> None:
-    """Warn if some of the training pictures have a single colour, which `prepare-data` leaves out. Of evenly spaced
-    ones, those are decoded whose files are small for their pixels, and those with transparency."""
+    """Warn if some of the training pictures have a single colour or are nearly black, which `prepare-data` leaves out.
+    Of evenly spaced ones, those are decoded whose files are small for their pixels, and those with transparency."""
     count = min(FLAT_LOOKED_AT, len(pictures.train))
     chosen = [pictures.train[number * len(pictures.train) // count] for number in range(count)]
     flat: list[str] = []
@@ -311,11 +313,11 @@ def warn_of_flat_pictures(image_channels: int, pictures: Pictures) -> None:
                 try:
                     check_colours(picture.path, read_picture(picture.path, channels=image_channels))
                 except UnusablePicture as refused:
-                    flat += [picture.path.name] * (refused.reason == "one colour")
+                    flat += [picture.path.name] * (refused.reason in ("one colour", "dark"))
     if flat:
         log.warning(
-            "a single colour, which any model reconstructs, in %d of %d training pictures that were looked at: %s; "
-            "gputrain prepare-data leaves such pictures out", len(flat), count, format_list(flat),
+            "a single colour or nearly black, which any model reconstructs: %d of %d training pictures that were "
+            "looked at: %s; gputrain prepare-data leaves such pictures out", len(flat), count, format_list(flat),
         )  # fmt: skip
 
 

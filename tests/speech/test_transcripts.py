@@ -170,6 +170,31 @@ def test_pairs(tmp_path):
     ]  # fmt: skip
 
 
+def test_the_name_of_a_text_may_differ_in_capitals_from_that_of_its_recording(tmp_path):
+    """But a text of the same name belongs to its recording alone."""
+    folder = folder_of(tmp_path, "", "notes.md", sounds=("a", "B", "c", "C", "d"))
+    for name in ("a.TXT", "b.txt", "c.txt", "D.txt", "d.Txt"):
+        (folder / "wavs" / name).write_text(f"Text {name[0]}.")
+    transcripts = read(folder)
+    assert texts_of(transcripts) == {"wavs/a.wav": "Text a.", "wavs/B.wav": "Text b.", "wavs/c.wav": "Text c."}
+    assert sorted(reasons(transcripts)) == [
+        ("wavs/C.wav", "no transcript"), ("wavs/D.txt", "no sound"), ("wavs/d.Txt", "no sound"),
+        ("wavs/d.wav", "no transcript"),
+    ]  # fmt: skip
+
+
+def test_missing_values_of_a_manifest(tmp_path):
+    """Python writes NaN for what is missing in a table, and an empty text beside the one that is meant."""
+    row = '{{"audio": "{0}.wav", "text": {1}, "transcription": "Text {0}.", "duration": NaN, "speaker": NaN}}\n'
+    folder = folder_of(
+        tmp_path, "".join(row.format(*pair) for pair in (("a", '""'), ("b", "NaN"), ("c", "null"))), "m.jsonl"
+    )
+    transcripts = read(folder)
+    assert [(one.text, one.speaker, one.span) for one in transcripts.utterances] == [
+        ("Text a.", "", None), ("Text b.", "", None), ("Text c.", "", None),
+    ]  # fmt: skip
+
+
 def test_a_text_file_of_a_recording_is_no_table(tmp_path):
     for name, text in (("a", "b|One."), ("b", "Two.")):
         (tmp_path / f"{name}.wav").touch()

@@ -101,6 +101,7 @@ def test_training_pictures_of_one_colour_are_said(tmp_path, caplog):
     white = np.full((400, 400, 4), 255, dtype=np.uint8)
     white[:200, :, 3] = 0
     Image.fromarray(white).save(tmp_path / "logo.png")
+    Image.linear_gradient("L").point(lambda level: level // 17).resize((400, 400)).save(tmp_path / "black.png")
     for suffix in ("jpg", "png", "webp"):
         Image.new("RGB", (400, 400), (1, 2, 3)).save(tmp_path / f"flat.{suffix}")
     Image.linear_gradient("L").save(tmp_path / "gradient.png")
@@ -109,10 +110,13 @@ def test_training_pictures_of_one_colour_are_said(tmp_path, caplog):
     pictures = Pictures(FolderItems((), Split(train, [], shared=False), (len(train),)), [])
     warn_of_flat_pictures(3, pictures)
     (message,) = caplog.messages
-    assert "in 4 of 5 training pictures that were looked at: flat.jpg; flat.png; flat.webp; logo.png; gput" in message
+    assert (
+        ": 5 of 6 training pictures that were looked at: black.png; flat.jpg; flat.png; flat.webp; logo.png; gput"
+        in message
+    )
     caplog.clear()
     warn_of_flat_pictures(4, pictures)
-    assert "in 3 of 5 training pictures" in caplog.text
+    assert ": 4 of 6 training pictures" in caplog.text
 
 
 def test_an_unreadable_sample_picture_is_refused_before_the_first_step(photographs, tmp_path):
@@ -270,7 +274,7 @@ def test_pictures_smaller_than_a_crop_are_said_with_what_helps(tmp_path, caplog)
     """Leaving small pictures out is no remedy where all of them are small."""
     for sides, helps, does_not in (
         ([256] * 6, ("6 of 6 pictures", "--image-size 256", "--target-size 512"), "--min-size"),
-        ([600] * 9 + [200], ("1 of 10 pictures", "--image-size 192", "--min-size 512"), "--target-size"),
+        ([600] * 9 + [200], ("1 of 10 pictures is smaller", "--image-size 192", "--min-size 512"), "--target-size"),
         ([512, 600], (), "pictures are smaller"),
     ):
         caplog.clear()

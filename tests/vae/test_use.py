@@ -253,6 +253,6 @@ def test_a_few_pictures_are_reconstructed_small_under_their_own_names(run, tmp_p
     for _ in range(2):  # Those of the first time, in a subfolder, are no sources of the second.
         names, output = names_of(sources / "few", "--pictures", 2, "--max-side", 48)
         assert names == ["a.png", "deep/c.png", "sheet.png"]
-        assert "2 of 6 pictures are reconstructed" in output
+        assert "reconstructing 2 of 6 pictures" in output
     with Image.open(sources / "few/deep/c.png") as image:
         assert image.size == (48, 31)
