@@ -80,6 +80,11 @@ class StockRecogniser:
                     log.info("%s: with the adapter and the head of %s", self.name, self.language)
                     missing = [name for name in missing if "adapter_layer" not in name and "lm_head" not in name]
         except Exception as error:  # Damaged files raise errors of many kinds.
+            if "ignore_mismatched_sizes" in str(error):
+                raise UserError(
+                    f"{self.name}: its weights have other shapes than {CONFIG} says",
+                    hint=f"copy {CONFIG} and the weights from one model",
+                ) from None
             no_file = isinstance(error, UnpicklingError) or "Unable to load weights" in str(error)
             why = "no file of torch.save" if no_file else first_line(error)
             raise UserError(
@@ -90,13 +95,20 @@ class StockRecogniser:
 
 def is_pretrained(name: str) -> bool:
     """Returns True if a name means a model of transformers, and not a run or a checkpoint of train-asr: a folder with a
-    configuration, the adapter of a language in it, or the name of either on the Hugging Face Hub."""
-    path = Path(name)
+    configuration, a file in it, or the name of a folder or an adapter on the Hugging Face Hub."""
+    path = _folder_of_file(Path(name))
     if path.is_dir():
         return (path / CONFIG).is_file() and not checkpoint.newest_first(path)
     if ADAPTER.fullmatch(path.name):
         return True
     return not path.exists() and _is_hub_name(name, path)
+
+
+def _folder_of_file(path: Path) -> Path:
+    """Returns the folder of a file of transformers, such as the weights, which is named instead; other paths as they
+    are."""
+    named = path.suffix in (".safetensors", ".bin", ".json") and path.is_file() and (path.parent / CONFIG).is_file()
+    return path.parent if named else path
 
 
 def _is_hub_name(name: str, path: Path) -> bool:
@@ -144,6 +156,7 @@ def _located(name: str) -> tuple[Path, str, str | None]:
     path, language = Path(name), None
     if not path.is_dir() and (adapter := ADAPTER.fullmatch(path.name)):
         path, language = path.parent, adapter[1]
+    path = _folder_of_file(path)
     if path.is_dir():
         if not (path / CONFIG).is_file():
             raise UserError(

@@ -265,10 +265,12 @@ def _of_transformer(model: Any, profile: DatasetProfile) -> list[BatchGuess]:
         unmasked = {name: leaf for name, leaf in data.items() if not name.endswith("mask")}
         found += [_guess(data, {**made, **wanted})]
         found += [_guess(unmasked, {**made, **wanted})] if unmasked != data else []
-        inputs = {name: leaf for name, leaf in unmasked.items() if name != "labels"}
         decoder = _decoder_inputs(config, signature, data)
-        if decoder or inputs != unmasked:
-            found.append(_guess(inputs, {**made, **decoder}))
+        # A model may choose by the values of labels (DeBERTa), or make a mask of its own by those of the inputs.
+        for inputs in [unmasked, *([data] if unmasked != data else [])]:
+            unlabelled = {name: leaf for name, leaf in inputs.items() if name != "labels"}
+            if decoder or unlabelled != inputs:
+                found.append(_guess(unlabelled, {**made, **decoder}))
     return found
 
 

@@ -296,7 +296,7 @@ class Planner:
         reasons = {
             "target_batch_size": self._why_batch(own.micro_batch_size, batch_size, gpus),
             "per_device_train_batch_size": _sentence(found, "micro_batch_size"),
-            "gradient_accumulation_steps": _sentence(found, "accumulation_steps"),
+            "gradient_accumulation_steps": _sentence(found, "accumulation_steps", costs=not self._depends_on_split),
             "fp16": chosen.precision.reason,
             "bf16": chosen.precision.reason,
             "gradient_checkpointing": self._why_checkpointing(found),
@@ -538,6 +538,6 @@ class Planner:
         )
 
 
-def _sentence(found: Fit, name: str) -> str:
+def _sentence(found: Fit, name: str, *, costs: bool = True) -> str:
     setting = found.settings[name]
-    return f"{setting.reason}; it costs {setting.cost}" if setting.cost else setting.reason
+    return f"{setting.reason}; it costs {setting.cost}" if setting.cost and costs else setting.reason

@@ -16,7 +16,7 @@ from gputrain.hw.probe import Machine
 # Words that drivers, shops or users add to a name and that do not distinguish GPUs.
 EMPTY_WORDS = {"nvidia", "geforce", "tesla", "generation", "blackwell", "workstation", "edition"}
 EMPTY_WORDS |= {"gpu", "with", "design", "ac", "sxm", *(f"sxm{number}" for number in range(2, 7))}
-EMPTY_WORDS |= {"hbm2", "hbm2e", "hbm3", "hbm3e"}
+EMPTY_WORDS |= {"hbm2", "hbm2e", "hbm3", "hbm3e", "dgxs", "grid", "lite", "hash", "rate"}
 GRACE_GB = 480  # Memory of the processor, in the names of the superchips.
 SERIES = ("rtx", "gtx", "gt", "quadro")  # Users leave them out.
 
@@ -95,12 +95,16 @@ def find_gpu(name: str) -> Gpu:
     fitting = [card for card in found if size in (None, card.memory_gb)]
     if fitting:
         return min(fitting, key=lambda card: (size is None and card.key not in _short_names(card), card.memory_gb))
+    by_memory = f"--vram-gb {size or 16:g}, in Python vram_gb={size or 16:g}"
     if found:
         sizes = " or ".join(f"{card.memory_gb:g}" for card in found)
-        raise UserError(f"unknown GPU {name!r}: {found[0].name} has {sizes} GB", hint=f"use {found[0].key}")
+        hint = f"use {found[0].key}, or plan by memory: {by_memory}"
+        raise UserError(f"unknown GPU {name!r}: {found[0].name} has {sizes} GB", hint=hint)
+    if words.endswith("mig"):
+        raise UserError(f"{name!r} is a slice of a GPU", hint=f"it is planned by its memory: {by_memory}")
     close = difflib.get_close_matches(words or name, known_gpus(), n=3, cutoff=0.5)
     meant = f"did you mean {' or '.join(close)}?" if close else "gputrain plan --all-gpus lists all that are known"
-    hint = f"{meant}; a card that is not listed is planned by its memory: --vram-gb 16, in Python vram_gb=16"
+    hint = f"{meant}; a card that is not listed is planned by its memory: {by_memory}"
     raise UserError(f"unknown GPU {name!r}", hint=hint)
 
 
@@ -121,7 +125,8 @@ def _read(name: str) -> tuple[str, float | None]:
     """Split a name into the words that matter, joined, and its memory: "NVIDIA A100-SXM4-40GB" is ("a100", 40)."""
     kept: list[str] = []
     size = None
-    name = re.sub(r"\b(\d+)(?: gb|g)\b", r"\1gb", name.lower())
+    name = re.sub(r"\b(\d+)(?: gb|g)\b|(?<=-)(\d+)[qc]\b", r"\1\2gb", name.lower())  # 24Q: a virtual GPU.
+    name = re.sub(r"\bmobile\b", "laptop", name)
     for dash, word, unit in re.findall(r"(-?)([a-z0-9]+?)(gb|(?![a-z0-9]))", name):
         # A number alone is a model (RTX 4090). After a dash it is a size (a100-40), unless it is too long (rtx-4090).
         if word.isdecimal() and kept and (unit or (dash and len(word) <= 3)):

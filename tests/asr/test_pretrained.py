@@ -229,6 +229,7 @@ def no_head(folder):
     (no_pickle, r"cannot be read: no file of torch\.save"),
     (no_weights, "no weights in it"),
     (no_head, r"its weights lack lm_head\."),
+    (lambda folder: change_json(folder / "config.json", vocab_size=31), "other shapes than config.json says"),
     (lambda folder: change_json(folder / "config.json", model_type="hubert"), "model of type hubert"),
     (lambda folder: change_json(folder / "config.json", model_type="wavlm"), "model of type wavlm"),
     (lambda folder: change_json(folder / "config.json", model_type="wav2vec2-bert"), "model of type wav2vec2-bert"),
@@ -242,6 +243,13 @@ def test_folders_that_cannot_be_used(tmp_path, change, message):
     change(folder)
     with pytest.raises(UserError, match=message):
         load_recogniser(folder, CPU)
+
+
+@each_row("model.safetensors", "config.json", "vocab.json")
+def test_a_file_of_a_folder_means_the_folder(tmp_path, file):
+    folder = transformers_folder(tmp_path / file)
+    assert is_pretrained(str(folder / file))
+    assert written(folder / file) == written(folder)
 
 
 def sharded(folder):

@@ -127,6 +127,8 @@ RUNS = (
     (of("ResNetForImageClassification", "ResNetConfig", embedding_size=8, hidden_sizes=[8], depths=[1]), PICTURES,
      {"pixel_values": (3, 3, 48, 64)}),
     (of("BertForSequenceClassification", "BertConfig", **TEXT), TEXTS, {"input_ids": (3, 9), "labels": (3,)}),
+    (of("DebertaV2ForSequenceClassification", "DebertaV2Config", **TEXT),  # It chooses by the values of labels.
+     [{"input_ids": [7] * 9, "attention_mask": [1] * 9, "label": 1}], {"input_ids": (3, 9), "attention_mask": (3, 9)}),
     (of("BertForMaskedLM", "BertConfig", **TEXT), [torch.zeros(4)], {"input_ids": (3, 20)}),
     (of("GPT2LMHeadModel", "GPT2Config", vocab_size=50, n_embd=16, n_layer=1, n_head=2), TEXTS, {"input_ids": (3, 9)}),
     (of("MixtralForCausalLM", "MixtralConfig", vocab_size=50, num_key_value_heads=2, num_local_experts=2, **TINY),

@@ -206,6 +206,7 @@ def test_layers_with_statistics_of_a_batch_get_at_least_two_items_and_say_so(lay
     assert config.per_device_train_batch_size in ((2, 7) if found else (1, 2, 7))
     said = f"{type(layer).__name__} (1) uses the statistics of a batch, which here is a micro-batch of"
     assert (said in config.reasons["target_batch_size"]) == found
+    assert not (found and "costs nothing in the result" in config.reasons["gradient_accumulation_steps"])
     assert not any(module.training for module in model.modules())
 
 

@@ -154,9 +154,27 @@ def test_the_rtx_4090_and_the_t4_by_precision():
     ("NVIDIA GH200 480GB", "gh200-96"),
     ("NVIDIA GH200 144G HBM3e", "gh200-144"),
     ("NVIDIA B300 SXM6 AC", "b300"),
+    ("Tesla V100-DGXS-32GB", "v100-32"),
+    ("GRID T4-16Q", "t4"),
+    ("NVIDIA A10-24Q", "a10"),
+    ("NVIDIA GeForce RTX 3060 Lite Hash Rate", "rtx3060"),
+    ("RTX 4090 Mobile", "rtx4090laptop"),
+    ("NVIDIA GeForce RTX 3050 6GB Laptop GPU", "rtx3050laptop-6"),
 )
 def test_names(name, key):
     assert find_gpu(name).key == key
+
+
+@each_row(
+    ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "is a slice of a GPU", "--vram-gb 10,"),
+    ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "is a slice of a GPU", "--vram-gb 40,"),
+    ("NVIDIA A10-8Q", "NVIDIA A10 has 24 GB", "use a10, or plan by memory: --vram-gb 8,"),
+    ("Tesla M40 24GB", "unknown GPU", "--vram-gb 24,"),
+)
+def test_the_memory_in_an_unknown_name_is_that_of_the_hint(name, message, hint):
+    with pytest.raises(UserError, match=message) as error:
+        find_gpu(name)
+    assert hint in error.value.hint
 
 
 def test_every_card_is_found_by_its_own_name():
