@@ -141,7 +141,8 @@ def join_sentences(cues: Sequence[Subtitle], gap_seconds: float, max_seconds: fl
 
 
 def files_by_recording(paths: Sequence[str], files: Sequence[str], language: str) -> Mapping[str, list[str]]:
-    """Returns the subtitle files of each recording that has any: NAME.srt or NAME.LANGUAGE.srt for NAME.wav.
+    """Returns the subtitle files of each recording that has any: NAME.srt or NAME.LANGUAGE.srt for NAME.wav, or those
+    of a name that differs in capitals if no recording has it.
 
     A file without a language comes before those with one, of which the given language comes first. Several files are
     returned only if their languages differ and none is the given one.
@@ -153,8 +154,10 @@ def files_by_recording(paths: Sequence[str], files: Sequence[str], language: str
         if stem.suffix:
             known.setdefault(stem.with_suffix("").as_posix(), []).append((stem.suffix[1:].lower(), file))
     found: dict[str, list[str]] = {}
+    stems = {path: PurePosixPath(path).with_suffix("").as_posix() for path in paths}
+    folded = {stem.casefold(): stem for stem in sorted(known.keys() - set(stems.values()))}
     for path in paths:
-        given = known.get(PurePosixPath(path).with_suffix("").as_posix(), [])
+        given = known.get(stems[path]) or known.get(folded.get(stems[path].casefold(), ""), [])
         by_tag: dict[str, str] = {}
         for tag, file in sorted(given, key=lambda one: SUBTITLES.index(PurePosixPath(one[1]).suffix.lower())):
             by_tag.setdefault(tag, file)

@@ -124,6 +124,8 @@ def test_files_of_a_recording():
         "a.wav": ["a.srt"], "b.mp3": ["b.uz.srt"], "c.wav": ["c.de.srt", "c.en.srt"], "d.wav": ["d.SRT"],
         "sub/a.wav": ["sub/a.en.srt"],
     }  # fmt: skip
+    found = files_by_recording(["A.wav", "b.wav", "B.wav", "Film.MP3"], ["a.SRT", "b.srt", "FILM.uz.srt"], "uz")
+    assert found == {"A.wav": ["a.SRT"], "b.wav": ["b.srt"], "Film.MP3": ["FILM.uz.srt"]}
 
 
 TIMES = "00:01,0 --> 00:02,0", "00:02.000 --> 00:01.000 x", "-->"
