@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import soundfile
+from PIL import Image
 
 from gputrain.asr.initialise import is_own
 from gputrain.config import read_file
@@ -22,6 +23,7 @@ from gputrain.errors import UserError
 from gputrain.kinds import former_names, kind_of, kinds, prepared_for
 from gputrain.tts.load import read_trained
 from gputrain.tts.pretrained_import import file_at
+from gputrain.vae.data import open_pictures
 from gputrain.vae.pretrained import read_pretrained
 from gputrain.vocoder.load import weights_file
 from tests.command import gputrain_here
@@ -153,6 +155,31 @@ def test_other_folders_are_prepared_for_nothing(tmp_path):
     for text in ('{"audio_filepath": "a.wav", "text": "a"}', "[1]", "", '{"width"'):
         (tmp_path / "manifest.jsonl").write_text(text)
         assert prepared_for(tmp_path) == []
+
+
+def test_a_manifest_of_another_program_is_no_preparation(tmp_path):
+    """Its rows have the usual names of such files; pictures and recordings beside it are read as without it."""
+    row = {"file": "a.png", "audio_filepath": "a.wav", "text": "so it is", "width": 64, "height": 64}
+    (tmp_path / "pictures").mkdir()
+    for side in (64, 80):
+        Image.linear_gradient("L").resize((side, side)).save(tmp_path / f"pictures/{side}.png")
+    shutil.copytree(STORES / "recordings", tmp_path / "recordings")
+    (tmp_path / "recordings/metadata.csv").unlink()
+    without = open_pictures(tmp_path / "pictures")
+    for name in ("pictures", "recordings"):
+        (tmp_path / name / "manifest.jsonl").write_text(json.dumps(row) + "\n")
+    assert open_pictures(tmp_path / "pictures").train == without.train
+    for kind, folder in (("vae", "pictures"), ("vocoder", "recordings"), ("tts", "recordings"), ("asr", "recordings")):
+        words = ["--num-workers", 0, "--output-file", tmp_path / "report.json"]
+        words += ["--language", "en"] if kind in SPEECH else []
+        done = gputrain_here("validate", "--kind", kind, "--input-dir", tmp_path / folder, *words)
+        assert done.returncode == 0, done.stderr
+        assert not json.loads((tmp_path / "report.json").read_text()).get("prepared")
+    for kind in ("vocoder", "tts", "asr"):
+        done = gputrain_here(f"train-{kind}", "--data-path", tmp_path / "recordings", "--output-dir", tmp_path / "run")
+        assert done.returncode == 2
+        assert "recordings: not prepared for" in done.stderr
+        assert "damaged" not in done.stderr
 
 
 def refused_as_other(folder: Path, kind: str, *words: object) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from gputrain.audio.prepare import lacking_treble, rate_for, remarks_on
-from gputrain.audio.store import Wave
-from gputrain.engine.data import MANIFEST, Progress, no_progress, read_rows
+from gputrain.audio.store import WAVES, Wave
+from gputrain.engine.data import Progress, no_progress, read_rows
 from gputrain.engine.preparation import (
     DataReport,
     RefusedItem,
@@ -34,7 +34,7 @@ from gputrain.speech.checker import CheckedText, SpeechChecker, check_clips
 from gputrain.speech.clip_filter import odd_letters, select_clips
 from gputrain.speech.config import SpeechKind, SpeechPrepareConfig
 from gputrain.speech.prepare import convert_recording, gather_material, measure_recording, sound_format
-from gputrain.speech.store import SOUNDS, Recording, SpeechClip, SpeechFormat, SpeechStore, read_wave
+from gputrain.speech.store import SOUNDS, TEXT, Recording, SpeechClip, SpeechFormat, SpeechStore, read_wave
 from gputrain.speech.text.frontend import RESERVED, shortened
 from gputrain.speech.text.vocabulary import Vocabulary
 from gputrain.speech.text_checks import RARE, SuspiciousText
@@ -129,7 +129,7 @@ def validate_speech(
     Raises UserError as `prepare_speech` does, and if a store is damaged.
     """
     check_input_folder(input_dir, "recordings, or the prepared speech")
-    prepared = (input_dir / SOUNDS).is_file() or (input_dir / MANIFEST).is_file()
+    prepared = any((input_dir / name).is_file() for name in (SOUNDS, TEXT, WAVES))
     held = _in_store(input_dir, config.kind) if prepared else _in_tree(input_dir, config, num_workers, progress)
     rate_hz, reader = held.format.sampling_rate, held.format.frontend
     seconds = [clip.samples / rate_hz for clip in held.clips]

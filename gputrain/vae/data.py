@@ -32,7 +32,7 @@ from gputrain.engine.data import (
 from gputrain.engine.mixture import FolderItems, GivenFolders, Mixture, data_folders, split_folders
 from gputrain.engine.preparation import RefusedItem, SourceFile
 from gputrain.errors import UserError
-from gputrain.kinds import refuse_other_data
+from gputrain.kinds import prepared_for, refuse_other_data
 from gputrain.stored import is_fingerprint
 from gputrain.vae.config import PictureLimits
 from gputrain.vae.pictures import (
@@ -123,11 +123,16 @@ def _with_folder(folder: Path, refused: RefusedItem) -> RefusedItem:
     return replace(refused, path=str(folder / refused.path))
 
 
+def is_prepared(folder: Path) -> bool:
+    """Returns True if a folder has the manifest of a preparation, and not one of another program by the same name."""
+    return (folder / MANIFEST).is_file() and ((folder / JOURNAL).is_file() or "vae" in prepared_for(folder))
+
+
 def _pictures_in(folder: Path) -> tuple[list[Picture], list[RefusedItem]]:
     """Returns the readable pictures of a folder, and those that are refused."""
     refused: list[RefusedItem] = []
     refuse_other_data(folder, "vae")
-    if (folder / MANIFEST).is_file():
+    if is_prepared(folder):
         rows = read_rows(folder / MANIFEST, ("path", "width", "height", "bytes", "fingerprint"))
         if not all(map(_is_whole, rows)):
             raise UserError(f"{folder / MANIFEST}: damaged", hint="run gputrain prepare-data again to rebuild it")

@@ -180,7 +180,10 @@ KIND = ModelKind(
     bench=BenchVae,
     work=work,
     data="pictures",
-    prepared={"manifest.jsonl": frozenset({"width", "height"}), "journal.jsonl": frozenset({"input_dir"})},
+    prepared={
+        "manifest.jsonl": frozenset({"width", "height", "fingerprint"}),
+        "journal.jsonl": frozenset({"input_dir"}),
+    },
     prepare=DataCommand(
         groups={"pictures": VaePrepareConfig},
         names=frozenset({"mode", "overwrite", *leaves(VaePrepareConfig)}),

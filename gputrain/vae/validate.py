@@ -19,6 +19,7 @@ from gputrain.engine.preparation import (
     value_range,
 )
 from gputrain.vae.config import PictureLimits
+from gputrain.vae.data import is_prepared
 from gputrain.vae.pictures import (
     Header,
     PictureTree,
@@ -81,7 +82,7 @@ def validate_images(
     """
     tree = scan_pictures(input_dir)
     manifest = input_dir / MANIFEST
-    listed = {row["path"]: row for row in read_rows(manifest, PICTURE_KEYS)} if manifest.is_file() else None
+    listed = {row["path"]: row for row in read_rows(manifest, PICTURE_KEYS)} if is_prepared(input_dir) else None
     repeats = find_duplicates(input_dir, tree.sources)
     jobs = [source for source in tree.sources if source.path not in repeats]
     results: list[CheckedPicture | RefusedItem] = []

@@ -21,6 +21,7 @@ from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Method, interpolated
 from gputrain.audio.store import (
     PITCHES,
     PREPARE_AGAIN,
+    WAVES,
     Pitch,
     Place,
     SoundStore,
@@ -117,7 +118,9 @@ class VocoderStore(SoundStore[VocoderClip]):
     def open(cls, folder: Path) -> "VocoderStore":
         """Opens a store. Raises UserError if there is no complete store, or it is damaged."""
         path = folder / MANIFEST
-        check_finished(folder, (MANIFEST,), JOURNAL, "vocoder")
+        # Without its head, a manifest beside recordings may be one of another program.
+        names = (MANIFEST,) if "vocoder" in prepared_for(folder) else (MANIFEST, WAVES)
+        check_finished(folder, names, JOURNAL, "vocoder")
         try:
             head, *rows = read_rows(path, ())
             store = cls(folder, from_json(VocoderFormat, head), [from_json(VocoderClip, row) for row in rows])
