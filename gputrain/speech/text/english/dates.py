@@ -66,7 +66,7 @@ rewrite = rewriter(
     (r"(?<=[0-9]) ?m ?([0-9]{1,2}) ?s(?![A-Za-z0-9])", lambda m: f" min {m[1]} sec"),
     (r"(?<=[0-9]) ?h(?:rs?)? ?([0-9]{1,2}) ?m(?:ins?)?(?![A-Za-z0-9])", lambda m: f" h {m[1]} min"),
     # Ranges of days and of months: Mon-Fri, Jan-Mar, May 30 - June 2; Sat 10:00.
-    (rf"\b{_ANY} ?- ?{_ANY}(?![A-Za-z]| ?[0-9]{{1,2}}(?![0-9:]))", lambda m: f"{_name(m[1])} to {_name(m[2])}"),
+    (rf"\b{_ANY} ?- ?{_ANY}(?![A-Za-z]| ?[0-9]{{1,2}}(?! ?[0-9:ap]))", lambda m: f"{_name(m[1])} to {_name(m[2])}"),
     (rf"\b({any_of(_SHORT_DAYS)})\.?,?(?= [0-9]{{1,2}}:)", lambda m: _name(m[1])),
     (rf"\b({_DATE}) ?- ?(?={_DATE}(?![A-Za-z0-9]))", lambda m: f"{m[1]} to "),
     (rf"{_START}(?P<year>[0-9]{{4}})([/-])(?P<month>[0-9]{{1,2}})\2(?P<day>[0-9]{{1,2}})(?![0-9])", _numeric),

@@ -10,6 +10,7 @@ from gputrain.speech.text.russian.grammar import agreed_case, following_noun, go
 from gputrain.speech.text.russian.numbers import WORDS, cardinal, compound, ordinal
 
 MONTHS: list[str] = WORDS["months"]
+_SHORT_MONTHS = {month[:length]: month for month in MONTHS for length in (3, 4) if length < len(month)}
 _ENDINGS: dict[str, list[str]] = WORDS["written_endings"]
 _CARDINAL_ENDINGS: dict[str, str] = WORDS["cardinal_endings"]
 START = r"(?<![0-9А-Яа-яЁёA-Za-z.,])"
@@ -213,6 +214,8 @@ def _time(found: re.Match[str]) -> str:
 
 _MONTH = "|".join(MONTHS)
 rewrite = rewriter(
+    (rf"(?<=[0-9] )({any_of(_SHORT_MONTHS)})\.", lambda m: _SHORT_MONTHS[m[1]] + final_dot(m, STARTS)),
+    (r"(?<=-[йя] )пол\.(?= [XVI])", lambda m: "половине" if m.string[m.start() - 2] == "й" else "половина"),
     # Times with a dot: в 18.30, с 9.00 до 18.00, 10.00-18.00, 7.45 утра.
     (rf"(?<![А-Яа-яЁё])(?i:в|во|с|до|к|около|после|на) {CLOCK}(?<!\.0[1-46-9]){_NO_TIME}", with_colons),
     (rf"{CLOCK}(?<=[05]) ?- ?{CLOCK}(?<=[05])", with_colons),

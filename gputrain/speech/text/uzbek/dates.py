@@ -121,8 +121,8 @@ rewrite = rewriter(
     (_POWER, _power),
     # Times with a dot: after soat, before da and dan, and 9.00-18.00.
     (rf"(?i:soati?|vaqti):? {CLOCK}(?:(?: ?dan)?(?: ?- ?| ){CLOCK})?", with_colons),
+    (rf"{CLOCK}(?<=[05]) ?(?:dan|-) ?{CLOCK}(?<=[05])", with_colons),
     (rf"(?=[0-9]{{2}}){CLOCK}(?<=[05])(?= ?-?(?:da|dan|dagi|gacha)(?![A-Za-zʻʼ]))", with_colons),
-    (rf"{CLOCK}(?<=[05]) ?- ?{CLOCK}(?<=[05])", with_colons),
     # 12-§ and 1.1-§; 3-"B" sinf; 3-, 7-, 8-sinf; 10:2=5, 7-3=4.
     (r"(?<=[0-9])-§", lambda _: "-paragraf"),
     (r"(?<![0-9A-Za-z.,])([0-9]{1,3})-[\"«»“”„]([A-Z]ʻ?)[\"«»“”]", lambda m: f"{ordinal(m[1])} {m[2]} "),
