@@ -378,7 +378,7 @@ def _read_table(reading: _Reading, file: Path, lines: Sequence[str], columns: Tr
             cells = lines[number - 1].split(",", len(columns) - 1)  # The text may have commas.
         if not least <= len(cells) <= len(columns):
             wanted = ", ".join(columns)
-            reading.refuse(where, "malformed", f"{len(cells)} columns, expected {len(columns)}: {wanted}")
+            reading.refuse(where, "malformed", f"{counted(len(cells), 'column')}, expected {len(columns)}: {wanted}")
             reading.find(cells[0])
             continue
         values = dict(zip(columns, cells, strict=False))

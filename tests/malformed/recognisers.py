@@ -161,7 +161,7 @@ MODELS: dict[str, tuple[str, Damage, str]] = {
     "a model of another type": ("transformers", configured("model_type", "bert"), "bert"),
     "a model of an unknown type": ("transformers", configured("model_type", "cat"), ""),
     "frames of another length": ("transformers", configured("conv_stride", [5, 2, 2, 2, 2, 2, 4]), "samples apart"),
-    "a width that its weights do not have": ("transformers", configured("hidden_size", 24), "size"),
+    "a width that its weights do not have": ("transformers", configured("hidden_size", 24), "other shapes"),
     "no vocabulary": ("transformers", of_folder(without("vocab.json")), ""),
     "an empty vocabulary": ("transformers", written("vocab.json", "{}"), ""),
     "a vocabulary of a list": ("transformers", written("vocab.json", '["a"]'), ""),
