@@ -74,6 +74,7 @@ class DataWork(NamedTuple):
     # Of a preparation: takes the prepared folder and a number of processes, and returns what validation finds in it.
     # None: the report has its findings.
     findings: Callable[[Path, int], Sequence[str]] | None = None
+    train_options: tuple[str, ...] = ()  # Of a preparation: those that a training on such data needs.
 
 
 @dataclass(frozen=True)
@@ -402,6 +403,14 @@ def refuse_other_data(folder: Path, *wanted: str, hint: str = "") -> None:
         f"{folder}: is prepared for {format_data_kinds(found)}, not for {format_data_kinds(wanted)}",
         hint=hint or f"nothing in it is damaged: these are data of {names}; {how_to_prepare(*wanted)}",
     )
+
+
+def refuse_other_model(path: Path, held: str, wanted: str) -> None:
+    """Raises UserError if a checkpoint holds a model of another kind than the one that is `wanted`."""
+    if held != wanted:
+        other = kinds().get(held)
+        hint = f"it is {other.title}, which gputrain {other.use[1]} uses" if other else ""
+        raise UserError(f"{path}: holds a model of kind {held!r}, expected {wanted!r}", hint=hint)
 
 
 def how_to_prepare(*names: str) -> str:

@@ -22,6 +22,7 @@ from gputrain.config import read_file
 from gputrain.engine.data import HELD_OUT_SHARE, Progress, no_progress
 from gputrain.engine.mixture import GivenFolders
 from gputrain.errors import UserError
+from gputrain.figures import counted
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
 from gputrain.speech.buckets import open_speech
@@ -97,7 +98,8 @@ class RecogniserReport:
             if len(groups) > 1:
                 by_cer = sorted(groups.items(), key=lambda pair: -pair[1].cer) if title == "speaker" else groups.items()
                 figures |= {
-                    f"{title} {name}": f"CER {100 * group.cer:.2f} %, WER {100 * group.wer:.2f} %, {group.clips} clips"
+                    f"{title} {name}": f"CER {100 * group.cer:.2f} %, WER {100 * group.wer:.2f} %, "
+                    + counted(group.clips, "clip")
                     for name, group in list(by_cer)[: 2 * MOST_SHOWN]
                 }
         for name, confusions in (("letters", self.letters), ("words", self.words)):

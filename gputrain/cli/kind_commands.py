@@ -43,7 +43,7 @@ def prepare(settings: PrepareSettings) -> None:
     _show(f"Prepared {output_dir}", work, report, settings.output_file)
     command = kinds()[settings.kind].command
     for words in (("plan", command), (command,)):
-        line = shlex.join(("gputrain", *words, "--data-path", str(output_dir)))
+        line = shlex.join(("gputrain", *words, "--data-path", str(output_dir), *work.train_options))
         ui.out.print(f"{'Next:' if words[0] == 'plan' else '     '} {escape(line)}", soft_wrap=True)
 
 

@@ -23,7 +23,7 @@ def model_card(
         f"A {hub.name}, trained with gputrain {__version__}. The data and their licence are not named here.",
         "",
     ]
-    folder = exported.model if exported.model.is_dir() else exported.model.parent
+    folder = exported.weights if exported.weights.is_dir() else exported.weights.parent
     step = step_of(exported.weights, kind)
     held_out = figures_at(folder, step) if step else {}
     if held_out:

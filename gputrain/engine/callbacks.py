@@ -430,11 +430,11 @@ def out_of_memory(state: TrainState, run: Run, error: Exception) -> UserError:
 
 def log_evaluation(step: int, scalars: dict[str, float], best_before: float, shares: Collection[str] = ()) -> None:
     """Log the held-out figures, and the best score so far. Figures of these names are shares of 1."""
-    figures = [(name, value) for name, value in scalars.items() if name != "score"][:SHOWN_FIGURES]
+    figures = [(name, value) for name, value in scalars.items() if not name.endswith(("score", "_low", "_high"))]
     percent = {name for name, _ in figures if name in shares or name.endswith("_share")}
     text = ", ".join(
         f"{name} {format_number(100 * value)} %" if name in percent else f"{name} {format_number(value, 4)}"
-        for name, value in figures
+        for name, value in figures[:SHOWN_FIGURES]
     )
     score = scalars["score"]
     if best_before == -math.inf:

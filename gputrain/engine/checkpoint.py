@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from gputrain.config import assemble, without_retired
 from gputrain.errors import UserError
-from gputrain.kinds import present_name, refuse_in_pieces
+from gputrain.kinds import present_name, refuse_in_pieces, refuse_other_model
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -325,8 +325,7 @@ def read(path: Path, kind: str, modules: Sequence[str] | None = None) -> Content
     """
     content = (None if modules is None else _read_parts(path, modules)) or _read_whole(path)
     content["kind"] = present_name(content["kind"])
-    if content["kind"] != kind:
-        raise UserError(f"{path}: holds a model of kind {content['kind']!r}, expected {kind!r}")
+    refuse_other_model(path, content["kind"], kind)
     content["modules"] = {FORMER_MODULES.get(name, name): state for name, state in content["modules"].items()}
     return content
 

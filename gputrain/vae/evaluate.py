@@ -259,6 +259,7 @@ def readable_crops(pictures: Sequence[Picture], image_size: int, channels: int) 
         yield crop_CHW
     if flat:
         log.warning(
-            "a single colour, which any model reconstructs, in %d of %d centre crops: the averages of their figures "
-            "say less, and are higher; gputrain prepare-data leaves out pictures of one colour", flat, count,
+            "a single colour, which any model reconstructs, in %d of %d centre crops of %d pixels: averages over them "
+            "say less, and are higher; gputrain prepare-data leaves out pictures that are of one colour as a whole",
+            flat, count, image_size,
         )  # fmt: skip

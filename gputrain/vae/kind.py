@@ -49,8 +49,13 @@ def work() -> "VaeWork":
 def prepare_pictures(settings: Any) -> DataWork:
     from gputrain.vae.prepare import prepare_images
 
-    run = partial(prepare_images, overwrite=settings.overwrite)
-    return DataWork(run, settings.pictures, lambda report: prepared_counts(report, "held out", report.held_out))
+    size = settings.pictures.target_size
+    return DataWork(
+        partial(prepare_images, overwrite=settings.overwrite),
+        settings.pictures,
+        lambda report: prepared_counts(report, "held out", report.held_out),
+        train_options=("--image-size", str(size)) if size < leaves(TrainVae)["image_size"].default else (),
+    )
 
 
 def validate_pictures(settings: Any) -> DataWork:

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gputrain.engine.data import Sample
+from gputrain.figures import counted
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.data import CropDataset, Picture, to_unit
 from gputrain.vae.model import Attention, AutoencoderKL, Downsample, ResnetBlock, Upsample
@@ -338,7 +339,7 @@ def fit_code(pictures: Sequence[Picture], architecture: VaeArchitecture, seed: i
     with one_thread():
         error = code.fit(to_unit(tiles_BCHW), seed)
     log.info(
-        "start: a linear code of the pictures, %.1f dB (fitted to %d pictures in %.0f s)",
-        20 * math.log10(2 / error), len(chosen), time.perf_counter() - began,
+        "start: a linear code of the pictures, %.1f dB (fitted to %s in %.0f s)",
+        20 * math.log10(2 / error), counted(len(chosen), "picture"), time.perf_counter() - began,
     )  # fmt: skip
     return code

@@ -279,7 +279,7 @@ def evaluate_folder(
     else:
         sounds = open_sounds(data_path, trained.data.held_out_share, trained.data.val_num)
     check_fits(sounds.store, loaded.generator.architecture.mel)
-    chosen = sounds.store.clips if held_out_share == 1 else sounds.parts.held_out
+    chosen = sounds.store.clips if held_out_share == 1 else sounds.evaluated
     format = sounds.store.format
     figures = evaluate_generator(
         loaded.generator,
@@ -298,14 +298,16 @@ def evaluate_folder(
     return figures
 
 
-def check_fits(store: VocoderStore, mel: Mel) -> None:
-    """Raises UserError if the sampling rate or hop size of a store is not the model's."""
+def check_fits(store: VocoderStore, mel: Mel, *, is_new: bool = False) -> None:
+    """Raises UserError if the sampling rate or hop size of a store is not the model's. That of a new one may change."""
     for name, theirs, ours, unit in (
         ("audio_sample_rate", store.format.sampling_rate, mel.sampling_rate, "Hz"),
         ("hop_size", store.format.hop_size, mel.hop_size, "samples"),
     ):
         if theirs != ours:
+            option = f"--{name.replace('_', '-')}"
             raise UserError(
                 f"{store.folders}: prepared with {name} {theirs}, and the model has {ours} {unit}",
-                hint=f"gputrain prepare-data --kind vocoder --{name.replace('_', '-')} {ours} into another folder",
+                hint=f"train with {option} {theirs}, or " * is_new
+                + f"prepare into another folder: gputrain prepare-data --kind vocoder {option} {ours}",
             )

@@ -63,7 +63,14 @@ def prepare_recordings(settings: Any) -> DataWork:
 
         return validate_sounds(folder, config.sampling_rate, num_workers=processes).findings
 
-    return DataWork(prepare_sound, config, figures, findings)
+    usual = {name: leaf.default for name, leaf in leaves(TrainVocoder).items()}
+    fmax = min(usual["fmax"], config.sampling_rate // 2)
+    needed = {"audio-sample-rate": config.sampling_rate, "hop-size": config.hop_size, "fmax": fmax}
+    words = tuple(
+        word for name, value in needed.items() if value != usual[name.replace("-", "_")]
+        for word in (f"--{name}", f"{value:g}")
+    )  # fmt: skip
+    return DataWork(prepare_sound, config, figures, findings, words)
 
 
 def validate_recordings(settings: Any) -> DataWork:

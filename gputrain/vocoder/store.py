@@ -211,6 +211,12 @@ class VocoderData:
         return self.split.parts
 
     @property
+    def evaluated(self) -> list[VocoderClip]:
+        """The held-out clips in the order in which they are evaluated, by which each gets its noise: that of their
+        fingerprints, in which the first ones come from many recordings."""
+        return sorted(self.parts.held_out, key=_content_of)
+
+    @property
     def voiced_share(self) -> float:
         return float((self.store.pitches() > 0).mean())
 

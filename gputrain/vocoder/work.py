@@ -173,11 +173,8 @@ class VocoderTraining(TrainingData[TrainVocoder]):
         return source
 
     def recipe(self, settings: TrainVocoder, runtime: Runtime) -> VocoderRecipe:
-        # In the order of their fingerprints, the first clips come from many recordings.
-        held_out = sorted(self.sounds.parts.held_out, key=lambda clip: clip.fingerprint)
-        return VocoderRecipe(
-            settings, runtime, Excerpts(self.sounds.store, held_out[: settings.saving.num_valid_plots])
-        )
+        held_out = self.sounds.evaluated[: settings.saving.num_valid_plots]
+        return VocoderRecipe(settings, runtime, Excerpts(self.sounds.store, held_out))
 
     def start(self, recipe: VocoderRecipe, run: Run) -> None:
         if self.weights:
@@ -219,7 +216,7 @@ def open_training_data(settings: TrainVocoder) -> VocoderData:
     """Returns the prepared sound. Raises UserError if it does not suit the settings."""
     data = settings.data
     sounds = open_sounds(data.data_path, data.held_out_share, data.val_num)
-    check_fits(sounds.store, settings.spectrogram.mel)
+    check_fits(sounds.store, settings.spectrogram.mel, is_new=True)
     longest = max(clip.frames for clip in sounds.parts.train)
     if longest < data.crop_mel_frames:
         raise UserError(

@@ -230,7 +230,7 @@ def test_an_evaluation_counts_for_the_remaining_time_and_not_for_the_speed(tmp_p
 def test_held_out_figures_are_compared_with_the_best(caplog, before, words):
     with caplog.at_level("INFO"):
         log_evaluation(20, {"psnr_db": 36.6512, "ssim": 0.91534, "score": 1.5}, before)
-        log_evaluation(25, {"score": -1.364, "blank_share": 0.5, "cer": 2.364}, before, ("cer",))
+        log_evaluation(25, {"score": -1.364, "blank_share": 0.5, "cer": 2.364, "cer_low": 2.1}, before, ("cer",))
     first, second = caplog.messages
     assert first == f"held-out at step 20: psnr_db 36.65, ssim 0.9153; {words}"
     assert second.startswith("held-out at step 25: blank_share 50 %, cer 236 %; score -1.364")

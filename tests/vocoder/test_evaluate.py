@@ -17,7 +17,7 @@ from gputrain.vocoder.architecture import NsfHifiganArchitecture
 from gputrain.vocoder.config import Data, Model, Spectrogram, TrainVocoder
 from gputrain.vocoder.evaluate import Excerpts, evaluate_folder, evaluate_generator, warn_of_faults
 from gputrain.vocoder.generator import Generator
-from gputrain.vocoder.store import VocoderFormat, VocoderStore, VocoderStoreWriter
+from gputrain.vocoder.store import VocoderFormat, VocoderStore, VocoderStoreWriter, open_sounds
 from tests.command import ProgressSeen
 
 RATE, HOP = 16000, 160
@@ -313,6 +313,17 @@ def test_a_run_is_measured_on_what_it_held_out_with_its_own_mel(folder, tmp_path
     assert figures.clips == 2
     for name in ("m_stft", "mel_distance"):
         assert figures.scalars[name] == pytest.approx(same.scalars[name], rel=1e-6)
+
+
+def test_the_noise_of_a_held_out_clip_is_the_same_during_training_and_afterwards(folder, tmp_path):
+    given = VocoderStore.open(folder)
+    writer = VocoderStoreWriter(tmp_path, given.format)
+    for number in (2, 1, 0):  # Training evaluates by fingerprint, whose order is not that of the files.
+        writer.add(f"{number}.wav", given.clips[number].fingerprint, *clip(150 + 20 * number, 60 + number))
+    writer.finish()
+    opened = open_sounds(tmp_path, held_out=2)
+    assert [one.path for one in opened.parts.held_out] == ["1.wav", "0.wav"]
+    assert [one.path for one in opened.evaluated] == ["0.wav", "1.wav"]
 
 
 @pytest.mark.parametrize(
