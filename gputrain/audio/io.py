@@ -238,8 +238,9 @@ def _mixing_of(file: "soundfile.SoundFile", source: Path) -> Mixing:
             if np.square(second_TC.mean(axis=1)).sum() < CANCELLED * power_C.max() / file.channels**2:
                 cancelled += power_C.max()
     if LOUDEST < peak < math.inf and beyond < FEW_BEYOND * sounding:
+        reached = format_number(peak) if peak < SCALES[32] * 2 else f"{peak:.0e}"
         raise UserError(
-            f"{source}: its samples reach {format_number(peak)}, but only {beyond} of {sounding} exceed 1: damage",
+            f"{source}: its samples reach {reached}, but only {beyond} of {sounding} exceed 1: damage",
             hint="repair these samples, or leave the file out",
         )
     full_scale, remark = _full_scale(peak, are_whole, file.subtype, source)

@@ -181,7 +181,9 @@ def test_an_unknown_scale_is_named(tmp_path: Path, factor: float, subtype: str, 
         read_sound(tmp_path / "a.wav")
 
 
-@each_row((3000.0, "FLOAT", "3,000"), (2.0**31, "DOUBLE", "2,147,483,648"), (-70.0, "FLOAT", "70"))
+@each_row(
+    (3000.0, "FLOAT", "3,000"), (2.0**31, "DOUBLE", "2,147,483,648"), (-70.0, "FLOAT", "70"), (1e30, "FLOAT", r"1e\+30")
+)
 def test_a_few_samples_tell_no_scale(tmp_path: Path, value: float, subtype: str, said: str) -> None:
     """Damaged samples of a recording at full scale would make it a thousand times too quiet."""
     wave_T = SPEECH.astype(np.float64)
