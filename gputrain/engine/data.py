@@ -367,9 +367,9 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror or error})", hint="free some space, or choose another folder"
-        ) from None
+        is_forbidden = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+        hint = "choose a folder that you may write to" if is_forbidden else "free some space, or choose another folder"
+        raise UserError(f"{path}: cannot be written ({error.strerror or error})", hint=hint) from None
 
 
 def output_names(names: Sequence[Path], stem_of: Callable[[Path], Path]) -> list[Path]:

@@ -1,5 +1,6 @@
 """Order, loader, processes, split and manifests."""
 
+import errno
 import json
 import math
 import multiprocessing
@@ -43,6 +44,7 @@ from gputrain.engine.data import (
     share_that_holds_out,
     split,
     write_rows,
+    writing,
 )
 from gputrain.engine.preparation import in_processes
 from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule
@@ -585,3 +587,17 @@ def test_the_share_that_holds_out_four(count):
     assert len(split(prints, float(share), key=str).held_out) == int(number) >= 4
     assert len(split(prints, float(share) - 0.01, key=str).held_out) < 4
     assert share_that_holds_out(prints[:7]) == "more of them make evaluations reliable"
+
+
+@pytest.mark.parametrize(
+    ("code", "hint"),
+    [
+        (errno.EACCES, "choose a folder that you may write to"),
+        (errno.EROFS, "choose a folder that you may write to"),
+        (errno.ENOSPC, "free some space, or choose another folder"),
+    ],
+)
+def test_the_remedy_for_a_file_that_cannot_be_written_is_that_of_its_cause(tmp_path, code, hint):
+    with pytest.raises(UserError, match="cannot be written") as caught, writing(tmp_path):
+        raise OSError(code, os.strerror(code))
+    assert caught.value.hint == hint
