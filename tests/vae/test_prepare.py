@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from gputrain.engine.preparation import QUARANTINE, sha256
 from gputrain.errors import UserError
 from gputrain.vae.config import PictureLimits, VaePrepareConfig
 from gputrain.vae.data import open_pictures
+from gputrain.vae.kind import KIND
 from gputrain.vae.pictures import JOURNAL
 from gputrain.vae.prepare import VaePrepareReport, output_names, prepare_images
 from gputrain.vae.validate import Disagreement, validate_images
@@ -638,3 +640,9 @@ def prepare(raw: Path, out: Path, **options: Any) -> VaePrepareReport:
     """Calls `prepare_images` with the options of pictures and its own."""
     pictures = {name: options.pop(name) for name in leaves(VaePrepareConfig) if name in options}
     return prepare_images(raw, out, VaePrepareConfig(**pictures), **options)
+
+
+@pytest.mark.parametrize(("size", "options"), [(64, ("--image-size", "64")), (1024, ())])
+def test_a_training_on_small_pictures_is_given_their_size(size, options):
+    given = SimpleNamespace(pictures=VaePrepareConfig(target_size=size), overwrite=False)
+    assert KIND.prepare.work(given).train_options == options
