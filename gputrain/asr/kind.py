@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gputrain.asr.config import BenchAsr, LanguageModelOptions, PlanAsr, TrainAsr, Transcribe
 from gputrain.audio.config import ClipEvaluation
 from gputrain.config import leaves
+from gputrain.figures import counted
 from gputrain.kinds import (
     CommandOutput,
     DemoSteps,
@@ -78,10 +79,9 @@ def transcribe(settings: Transcribe, output: CommandOutput) -> None:
 
     with output.progress("transcribing") as progress:
         done = transcribe_files(settings, show=show, progress=progress)
-    counts = {"recordings": done.recordings, "words": done.words, "left out": len(done.refused)}
     output.message(
-        f"{', '.join(f'{count} {name}' for name, count in counts.items())}; {done.sound_seconds:.1f} s of sound, "
-        f"{done.real_time_factor:.3f} s of computing for each"
+        f"{counted(done.recordings, 'recording')}, {counted(done.words, 'word')}, {len(done.refused)} left out; "
+        f"{done.sound_seconds:.1f} s of sound, {done.real_time_factor:.3f} s of computing for each"
     )
 
 

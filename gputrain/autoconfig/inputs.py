@@ -296,12 +296,12 @@ def _missing_inputs(
     main = model.main_input_name
     kinds = {INPUTS[name][0] for name in present}
     needed: list[str] = []
-    if not present:
+    if not present and main not in data:
         needed = [main] if main in INPUTS or not raw else raw[:1]
         for part in ("text_config", "vision_config", "audio_config"):
             needed += [n for n in INPUTS if hasattr(config, part) and INPUTS[n][1] == part and n in signature.names][:1]
         needed += [name for name in signature.required if name in INPUTS]
-    elif profile.kind not in kinds and profile.kind != "tensors":
+    elif present and profile.kind not in kinds and profile.kind != "tensors":
         needed = raw[:1]
     needed = list(dict.fromkeys(needed))
     if any(name not in MAKERS for name in needed):

@@ -129,6 +129,10 @@ RUNS = (
     (of("BertForSequenceClassification", "BertConfig", **TEXT), TEXTS, {"input_ids": (3, 9), "labels": (3,)}),
     (of("DebertaV2ForSequenceClassification", "DebertaV2Config", **TEXT),  # It chooses by the values of labels.
      [{"input_ids": [7] * 9, "attention_mask": [1] * 9, "label": 1}], {"input_ids": (3, 9), "attention_mask": (3, 9)}),
+    (of("PatchTSTForPrediction", "PatchTSTConfig", num_input_channels=2, context_length=32, d_model=16, ffn_dim=16,
+        num_attention_heads=2, num_hidden_layers=1, prediction_length=8),  # Its input has a name of its own.
+     [{"past_values": torch.zeros(32, 2), "future_values": torch.zeros(8, 2)}],
+     {"past_values": (3, 32, 2), "future_values": (3, 8, 2)}),
     (of("BertForMaskedLM", "BertConfig", **TEXT), [torch.zeros(4)], {"input_ids": (3, 20)}),
     (of("GPT2LMHeadModel", "GPT2Config", vocab_size=50, n_embd=16, n_layer=1, n_head=2), TEXTS, {"input_ids": (3, 9)}),
     (of("MixtralForCausalLM", "MixtralConfig", vocab_size=50, num_key_value_heads=2, num_local_experts=2, **TINY),
@@ -136,7 +140,14 @@ RUNS = (
 )  # fmt: skip
 
 
-QUICK = ("T5ForConditionalGeneration", "WhisperForConditionalGeneration", "CLIPModel", "BertForSequenceClassification")
+QUICK = (
+    "PatchTSTForPrediction",
+    "DebertaV2ForSequenceClassification",
+    "T5ForConditionalGeneration",
+    "WhisperForConditionalGeneration",
+    "CLIPModel",
+    "BertForSequenceClassification",
+)
 
 
 @each_row(*(row for row in RUNS if row[0].__name__ in QUICK))

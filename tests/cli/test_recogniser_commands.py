@@ -51,6 +51,7 @@ def test_transcripts_are_on_standard_output(folder: Path) -> None:
     assert "Loading weights" not in done.stderr
     alone = gputrain_here(*transcribing(folder, folder / "sounds" / "0.wav"))
     assert f"{folder / 'sounds' / '0.wav'}: {alone.stdout.strip()}" == lines[0]
+    assert "1 recording, " in alone.stderr
 
 
 def test_json_and_subtitles(folder: Path, tmp_path: Path) -> None:
