@@ -235,6 +235,7 @@ def read_table(folder: Path, size: int) -> Prepared:
     from gputrain.speech.transcripts import read_transcripts
 
     paths = [f"wavs/{number}.wav" for number in range(size)]
+    (folder / "wavs").mkdir()
     lines = (f"{number}|{_fingerprint(number)}|So it is said {number}.\n" for number in range(size))  # With speakers.
     (folder / "metadata.csv").write_text("".join(lines))
     return lambda: read_transcripts(folder, paths)

@@ -481,10 +481,8 @@ def _texts_of(folder: Path, paths: Iterable[str]) -> dict[str, str]:
     folded: dict[str, list[str]] = {}
     for text in found - set(same.values()):
         folded.setdefault(text.casefold(), []).append(text)
-    for path in paths:
-        others = (
-            folded.pop(PurePosixPath(path).with_suffix(".txt").as_posix().casefold(), []) if path not in same else []
-        )
+    for path in (path for path in paths if path not in same):
+        others = folded.pop(PurePosixPath(path).with_suffix(".txt").as_posix().casefold(), [])
         if len(others) == 1:
             same[path] = others[0]
     return same
