@@ -65,9 +65,11 @@ def test_nothing_is_left_of_the_trial(tmp_path, monkeypatch):
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    disk_speed(tmp_path)
-    ended.set()
-    watcher.join()
+    try:
+        disk_speed(tmp_path)
+    finally:
+        ended.set()
+        watcher.join()
     assert not os.listdir(tmp_path)
     if sys.platform == "linux":  # The file has no name, so a trial killed at any moment leaves nothing.
         assert not seen
