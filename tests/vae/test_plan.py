@@ -9,10 +9,11 @@ import torch
 
 from gputrain.config import assemble
 from gputrain.errors import UserError
+from gputrain.hw.gpus import find_gpu, known_gpus
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.planner.memory import timeline
-from gputrain.planner.memory.fit import MARGIN
+from gputrain.planner.memory.fit import BUDGET_SHARE, MARGIN
 from gputrain.planner.memory.predict import predict_step
 from gputrain.planner.model_planner import NCCL_GB, CardPlan, ModelPlanner, memory_budget, plan_cards
 from gputrain.planner.target import target_machines
@@ -189,7 +190,9 @@ def test_a_plan_that_does_not_fit_names_what_would():
     size = next(remedy for remedy in plan.remedies if remedy.startswith("--image-size"))
     assert 256 <= int(size.split()[1]) < 1024
     assert any(remedy.startswith("--preset fast would take") for remedy in plan.remedies)
-    assert any(remedy.startswith("a card of 8 GB, such as") for remedy in plan.remedies)
+    card = find_gpu(next(remedy for remedy in plan.remedies if remedy.startswith("a card of")).split()[7].strip(","))
+    needed_gb = plan.fit.predicted_peak_gb * MARGIN / BUDGET_SHARE
+    assert card.memory_gb == min(gpu.memory_gb for gpu in known_gpus().values() if gpu.memory_gb >= needed_gb)
 
 
 def test_cards_that_are_not_known():
