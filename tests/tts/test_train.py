@@ -301,7 +301,7 @@ def test_a_run_says_what_it_will_take_and_how_it_goes(store, tmp_path, caplog):
     assert plan.prediction["predicted_peak_gb"] == pytest.approx(sum(plan.prediction["parts"].values()))
     assert plan.plan.micro_batch_size.value == 3
     assert f"memory: {plan.prediction['predicted_peak_gb']:.2f} of " in caplog.text
-    assert "clips for training: 6 (3 s, 2 speakers), held out: 2" in caplog.text
+    assert "clips for training: 6 (4 s, 2 speakers), held out: 2" in caplog.text
     assert "fast voice at 16000 Hz" in caplog.text
     assert "of speech is little" in caplog.text
 

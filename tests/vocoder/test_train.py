@@ -139,7 +139,7 @@ def test_the_command_trains_at_the_sizes_of_the_file(tmp_path, name):
     words = ["train-vocoder", "--config", f"{name}.yaml", "--data-path", store, *flags(changes)]
     done = gputrain_here(*words, "--output-dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
-    assert "predicted peak" in done.stderr
+    assert "GB predicted; the whole batch of 4 at once" in done.stderr
     lines = [row for row in rows(tmp_path / "run") if "learning_rate" in row]
     assert len(lines) == 20
     assert all(math.isfinite(value) for row in lines for value in row.values())
