@@ -21,6 +21,7 @@ LAYERS = [
     {"session"},
     {"planner", "audio"},
     {"engine"},
+    {"fetch"},
     {"hw"},
     {"kinds", "config", "errors", "figures", "stored", "translation"},
 ]

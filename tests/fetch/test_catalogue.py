@@ -1,0 +1,92 @@
+"""The list of published files, and the strict reader of such lists."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from gputrain.fetch.catalogue import CatalogueEntry, catalogue, close_names, read_catalogue
+from tests.tables import each_row
+
+FILE = {
+    "kind": "measure", "about": "Weights.", "licence": "MIT", "page": "https://example.org/page", "bytes": 10,
+    "url": "https://example.org/a/weights%20v1.pth?download=1", "use": "--lpips-weights",
+    "sha256": {"weights v1.pth": 64 * "a"},
+}  # fmt: skip
+REPOSITORY = {
+    "kind": "vae", "about": "A VAE.", "licence": "MIT", "page": "https://huggingface.co/org/name", "bytes": 10,
+    "hub": "org/name:vae@v1.0", "files": ["*.safetensors", "config.json"], "use": "--init-from", "gated": True,
+    "sha256": {"model.safetensors": 64 * "0"},
+}  # fmt: skip
+
+
+def test_the_shipped_list_is_valid():
+    assert {"lpips-vgg16", "lpips-heads", "inception-fid"} <= catalogue().keys()
+    assert catalogue()["lpips-vgg16"].file_name == "vgg16-397923af.pth"
+    assert catalogue()["lpips-vgg16"].bytes == 553433881
+
+
+def test_entries_have_their_facts():
+    made = read_catalogue(yaml.safe_dump({"a-file": FILE, "some-vae1.5": REPOSITORY}))
+    assert made["a-file"].file_name == "weights v1.pth"
+    assert made["some-vae1.5"] == CatalogueEntry(
+        name="some-vae1.5", kind="vae", about="A VAE.", licence="MIT", page="https://huggingface.co/org/name", bytes=10,
+        use="--init-from", hub="org/name:vae@v1.0", gated=True, files=("*.safetensors", "config.json"),
+        sha256={"model.safetensors": 64 * "0"},
+    )  # fmt: skip
+
+
+@each_row(
+    ("name", FILE, {"size": 3}, "name: unknown key size"),
+    ("name", FILE, {"page": None}, "name: page is 'None'"),
+    ("Name", FILE, {}, "'Name': a name is lower case"),
+    ("name", FILE, {"bytes": "10"}, "name: bytes is '10'"),
+    ("name", FILE, {"bytes": True}, "name: bytes is 'True'"),
+    ("name", FILE, {"bytes": 0}, "bytes is not positive"),
+    ("name", FILE, {"kind": "image"}, "name: kind is 'image'"),
+    ("name", FILE, {"licence": " "}, "licence is empty"),
+    ("name", FILE, {"hub": "org/name"}, "either hub or url"),
+    ("name", FILE, {"url": ""}, "either hub or url"),
+    ("name", FILE, {"url": "http://example.org/file"}, "url is not https"),
+    ("name", FILE, {"url": "https://example.org/"}, "names no file"),
+    ("name", FILE, {"page": "example.org"}, "page is not https"),
+    ("name", FILE, {"sha256": {"other.pth": 64 * "a"}}, "of a file that is not downloaded"),
+    ("name", FILE, {"sha256": {"weights v1.pth": "A" * 64}}, "64 hexadecimal digits"),
+    ("name", FILE, {"files": ["x"]}, "belong to hub"),
+    ("name", FILE, {"use": "init-from"}, "use is no option"),
+    ("name", REPOSITORY, {"unpack": True}, "unpack belongs to url"),
+    ("name", REPOSITORY, {"hub": "name"}, "expected org/name"),
+    ("name", REPOSITORY, {"files": []}, "files is missing"),
+    ("name", REPOSITORY, {"sha256": {"model.bin": 64 * "0"}}, "of a file that is not downloaded"),
+)
+def test_faulty_entries_are_refused_with_their_names(name, facts, changed, fault):
+    with pytest.raises(ValueError, match="name") as caught:
+        read_catalogue(yaml.safe_dump({name: {**facts, **changed}}))
+    assert fault in str(caught.value)
+
+
+@each_row("kind", "about", "licence", "page", "bytes", "use")
+def test_every_fact_is_required(key):
+    with pytest.raises(ValueError, match=f"name: {key} is missing"):
+        read_catalogue(yaml.safe_dump({"name": {name: value for name, value in FILE.items() if name != key}}))
+
+
+def test_a_name_that_stands_there_twice_is_refused():
+    with pytest.raises(ValueError, match="twice"):
+        read_catalogue("a: {}\na: {}\n")
+
+
+def test_close_names():
+    assert close_names("LPIPS_vgg")[0] == "lpips-vgg16"
+    assert close_names("zzz") == []
+
+
+def test_fetching_imports_no_torch_and_the_command_line_no_list():
+    """The list is read when it is needed."""
+    code = (
+        "import sys, gputrain.cli.app; early = [m for m in ('requests', 'huggingface_hub') if m in sys.modules]; "
+        "assert not early, early; import gputrain.fetch.catalogue as c; assert not c.catalogue.cache_info().misses; "
+        "assert c.catalogue(); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
