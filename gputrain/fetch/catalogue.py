@@ -14,7 +14,7 @@ from gputrain.stored import converted, read_yaml
 
 CatalogueKind = Literal["vae", "vocoder", "tts", "asr", "measure"]
 NAME = re.compile(r"[a-z0-9]+([-.][a-z0-9]+)*")
-HUB = re.compile(r"[\w.-]+/[\w.-]+(:[^@:\\]+)?(@[\w./-]+)?", re.ASCII)
+HUB = re.compile(r"(datasets/)?[\w.-]+/[\w.-]+(:[^@:\\]+)?(@[\w./-]+)?", re.ASCII)
 SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -27,13 +27,13 @@ class CatalogueEntry:
     about: str  # One sentence.
     licence: str  # The SPDX identifier where there is one, otherwise the name on its page.
     page: str  # The public page that confirms the address, the size and the licence.
-    bytes: int  # Total of what is downloaded.
     use: str  # The option that takes it, such as "--init-from".
-    hub: str = ""  # org/name[:subfolder/file][@revision]
+    hub: str = ""  # org/name[:subfolder][@revision], with datasets/ before it for a repository of that kind
     url: str = ""
+    bytes: int = 0  # Total of what is downloaded; 0 if no page confirms it, as the Hub itself tells it.
     unpack: bool = False  # The url is an archive, which is used unpacked.
     gated: bool = False  # The Hub gives it only to users who have accepted its licence.
-    files: tuple[str, ...] = ()  # Patterns of the files that are downloaded from the Hub.
+    files: tuple[str, ...] = ()  # Patterns of the files that are downloaded from the Hub, in the subfolder.
     # By file name, where a public page confirms it.
     sha256: Mapping[str, str] = field(default_factory=dict)
 
@@ -69,7 +69,7 @@ def _entry(name: Any, facts: Any) -> CatalogueEntry:
     if not isinstance(facts, dict):
         raise ValueError(f"{name}: is no mapping of keys to values")
     known = {one.name for one in fields(CatalogueEntry)} - {"name"}
-    required = {"kind", "about", "licence", "page", "bytes", "use"}
+    required = {"kind", "about", "licence", "page", "use"}
     if unknown := sorted(map(str, facts.keys() - known)):
         raise ValueError(f"{name}: unknown key {', '.join(unknown)}")
     if missing := sorted(required - facts.keys()):
@@ -97,7 +97,8 @@ def _fault(entry: CatalogueEntry) -> str:
         or HUB.fullmatch(entry.hub),
         "url is not https, or names no file": not entry.url or (entry.url.startswith("https://") and entry.file_name),
         "page is not https": entry.page.startswith("https://"),
-        "bytes is not positive": entry.bytes > 0,
+        "bytes is missing: only the Hub tells them": entry.bytes or entry.hub,
+        "bytes is not positive": entry.bytes >= 0,
         "use is no option": re.fullmatch("--[a-z0-9-]+", entry.use),
         "unpack belongs to url": entry.url or not entry.unpack,
         "files and gated belong to hub": entry.hub or not (entry.files or entry.gated),

@@ -6,7 +6,14 @@ import sys
 import pytest
 import yaml
 
-from gputrain.fetch.catalogue import CatalogueEntry, catalogue, close_names, read_catalogue
+from gputrain.asr.config import TrainAsr
+from gputrain.config import leaves
+from gputrain.fetch.catalogue import KINDS, CatalogueEntry, catalogue, close_names, read_catalogue
+from gputrain.tts.config import TrainTts
+from gputrain.vae.config import PictureEvaluation, TrainVae
+from gputrain.vae.lpips import HEADS, TRUNK
+from gputrain.vae.rfid import INCEPTION
+from gputrain.vocoder.config import TrainVocoder
 from tests.tables import each_row
 
 FILE = {
@@ -22,9 +29,23 @@ REPOSITORY = {
 
 
 def test_the_shipped_list_is_valid():
-    assert {"lpips-vgg16", "lpips-heads", "inception-fid"} <= catalogue().keys()
-    assert catalogue()["lpips-vgg16"].file_name == "vgg16-397923af.pth"
+    entries = catalogue().values()
+    assert {entry.kind for entry in entries} == set(KINDS)
+    assert len({entry.hub or entry.url for entry in entries}) == len(entries)
+    assert catalogue()["lpips-vgg16"].file_name == TRUNK.name
+    # These hashes are those that --lpips-weights and --rfid-weights ask for.
+    listed = {digest for entry in entries for digest in entry.sha256.values()}
+    assert {TRUNK.sha256, HEADS.sha256, INCEPTION.sha256} <= listed
     assert catalogue()["lpips-vgg16"].bytes == 553433881
+
+
+def test_listed_files_belong_to_options_that_exist():
+    known = {"vae": leaves(TrainVae), "vocoder": leaves(TrainVocoder), "tts": leaves(TrainTts), "asr": leaves(TrainAsr)}
+    known["measure"] = {**leaves(TrainVae), **leaves(PictureEvaluation)}
+    for entry in catalogue().values():
+        assert entry.use in {leaf.flag for leaf in known[entry.kind].values()}, entry.name
+        assert entry.page.split("/")[2] in ("huggingface.co", "github.com"), entry.name
+        assert len(entry.about) <= 92, f"{entry.name}: one line of a terminal"
 
 
 def test_entries_have_their_facts():
@@ -43,7 +64,8 @@ def test_entries_have_their_facts():
     ("Name", FILE, {}, "'Name': a name is lower case"),
     ("name", FILE, {"bytes": "10"}, "name: bytes is '10'"),
     ("name", FILE, {"bytes": True}, "name: bytes is 'True'"),
-    ("name", FILE, {"bytes": 0}, "bytes is not positive"),
+    ("name", FILE, {"bytes": 0}, "bytes is missing"),
+    ("name", REPOSITORY, {"bytes": -1}, "bytes is not positive"),
     ("name", FILE, {"kind": "image"}, "name: kind is 'image'"),
     ("name", FILE, {"licence": " "}, "licence is empty"),
     ("name", FILE, {"hub": "org/name"}, "either hub or url"),
@@ -64,6 +86,12 @@ def test_faulty_entries_are_refused_with_their_names(name, facts, changed, fault
     with pytest.raises(ValueError, match="name") as caught:
         read_catalogue(yaml.safe_dump({name: {**facts, **changed}}))
     assert fault in str(caught.value)
+
+
+def test_the_hub_itself_tells_sizes_and_has_repositories_of_data():
+    facts = {key: value for key, value in REPOSITORY.items() if key != "bytes"}
+    made = read_catalogue(yaml.safe_dump({"name": {**facts, "hub": "datasets/org/name:en/a"}}))
+    assert (made["name"].bytes, made["name"].hub) == (0, "datasets/org/name:en/a")
 
 
 @each_row("kind", "about", "licence", "page", "bytes", "use")
