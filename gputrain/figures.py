@@ -14,6 +14,14 @@ def format_number(value: float, digits: int = 3) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def format_bytes(count: int) -> str:
+    """Returns a size in three digits: "7.29 kB", "335 MB", "1.2 GB" (1 GB = 1e9 bytes)."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= 0.9995 * size:
+            return f"{format_number(count / size)} {unit}"
+    return f"{count} bytes"
+
+
 def counted(count: int, one: str, many: str = "") -> str:
     """Returns a count with its noun, and what follows it: "1 file", "3 files", "1 file is", "2 files are"."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"

@@ -2,7 +2,7 @@
 
 import math
 
-from gputrain.figures import counted, format_number
+from gputrain.figures import counted, format_bytes, format_number
 from tests.tables import each_row
 
 
@@ -17,6 +17,11 @@ def test_numbers_have_about_three_digits_and_no_exponent(value, text):
 
 def test_numbers_may_have_more_digits():
     assert [format_number(value, 4) for value in (36.6512, 0.91534, 123456.7)] == ["36.65", "0.9153", "123,457"]
+
+
+def test_sizes_have_three_digits():
+    sizes = (0, 999, 1000, 7289, 999_600, 334_643_276, 1_261_940_000)
+    assert [*map(format_bytes, sizes)] == ["0 bytes", "999 bytes", "1 kB", "7.29 kB", "1 MB", "335 MB", "1.26 GB"]
 
 
 def test_a_count_has_its_noun():

@@ -2,7 +2,6 @@
 far. Sources are only read, never moved or deleted. Imports no torch.
 """
 
-import hashlib
 import json
 import logging
 import multiprocessing
@@ -25,6 +24,7 @@ from typing import Any, TypeVar
 from gputrain.engine.data import Progress, fingerprint, read_rows, write_rows, writing
 from gputrain.engine.workers import signals_blocked
 from gputrain.errors import UserError
+from gputrain.fetch.verify import sha256
 from gputrain.figures import format_number
 from gputrain.hw.child_process import describe_exit, remedy_for_exit
 from gputrain.kinds import refuse_other_data
@@ -285,15 +285,6 @@ def find_duplicates(
 
 def duplicate(path: str, first: str, relation: str) -> RefusedItem:
     return RefusedItem(path, "duplicate", f"{relation} {first}", repeats=first)
-
-
-def sha256(path: Path) -> str:
-    """Returns the SHA-256 of a file, in hexadecimal. Raises OSError."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------- working

@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gputrain.engine.checkpoint import read_foreign
-from gputrain.engine.preparation import sha256
 from gputrain.errors import UserError
+from gputrain.fetch.verify import sha256
 
 DAMAGED = "copy or download it again"
 DIGEST = "tensors_sha256"  # key in the metadata of a .safetensors file that gputrain wrote
