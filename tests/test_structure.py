@@ -21,9 +21,10 @@ LAYERS = [
     {"session"},
     {"planner", "audio"},
     {"engine"},
-    {"fetch"},
     {"hw"},
-    {"kinds", "config", "errors", "figures", "stored", "translation"},
+    {"kinds"},
+    {"fetch"},
+    {"config", "errors", "figures", "stored", "translation"},
 ]
 APART = LAYERS[1]  # These packages never import each other.
 REEXPORTS = "gputrain.hw"  # Its __init__ hands on public names of autoconfig and of the planner when they are used.
