@@ -24,7 +24,7 @@ LAYERS = [
     {"hw"},
     {"kinds"},
     {"fetch"},
-    {"config", "errors", "figures", "stored", "translation"},
+    {"caches", "config", "errors", "figures", "stored", "translation"},
 ]
 APART = LAYERS[1]  # These packages never import each other.
 REEXPORTS = "gputrain.hw"  # Its __init__ hands on public names of autoconfig and of the planner when they are used.

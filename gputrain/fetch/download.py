@@ -22,10 +22,10 @@ from urllib.parse import urljoin, urlsplit
 from filelock import FileLock, Timeout
 
 from gputrain import __version__
+from gputrain.caches import cache_folder
 from gputrain.errors import UserError, first_line
 from gputrain.fetch.verify import fault_of
 from gputrain.figures import format_bytes
-from gputrain.hw.caches import cache_folder
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
-from gputrain.hw.caches import cache_folder, can_write_into, say_once
+from gputrain.caches import cache_folder, can_write_into, say_once
 
 log = logging.getLogger(__name__)
 

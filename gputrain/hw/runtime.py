@@ -15,9 +15,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from gputrain.caches import cache_folder
 from gputrain.errors import UserError, first_line
 from gputrain.hw import bf16_check
-from gputrain.hw.caches import cache_folder
 from gputrain.hw.plan import DeviceName, Hardware, Plan, Setting, decide
 from gputrain.hw.probe import ALLOCATOR_VARIABLES, probe, request_expandable_segments
 from gputrain.hw.ranks import SINGLE, Ranks

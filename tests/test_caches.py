@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gputrain.hw import caches, numba_cache
-from gputrain.hw.caches import cache_folder, can_write_into, provide_home
+from gputrain import caches
+from gputrain.caches import cache_folder, can_write_into, provide_home
+from gputrain.hw import numba_cache
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="Windows has other variables")
 
