@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from email.message import Message
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import unquote, urljoin, urlsplit
 
 from filelock import FileLock, Timeout
 
@@ -74,10 +75,11 @@ def download(
     file: RemoteFile,
     target: Path,
     *,
+    anew: bool = False,
     progress: ByteProgress = lambda done, total: None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Download a file to `target`, unless it is there and has the stated size and SHA-256.
+    """Download a file to `target`, unless it is there and has the stated size and SHA-256; `anew`, also then.
 
     Another process that downloads it is waited for. Raises UserError with the remedy; what has arrived by then is kept,
     and a later call continues it.
@@ -85,7 +87,7 @@ def download(
     refuse_insecure(file.url)
     with writing_into(target.parent), only_process(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        if target.is_file() and not fault_of(target, file.size, file.sha256):
+        if not anew and target.is_file() and not fault_of(target, file.size, file.sha256):
             return
         Transfer(file, PartialDownload(target), progress, sleep).run()
 
@@ -214,25 +216,113 @@ class PartialDownload:
         self.facts_path.unlink(missing_ok=True)
 
 
+class Server:
+    """Sends requests for one file, and explains the answers that are not the file."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        import requests
+
+        self.file, self.requests = file, requests
+        self.session = requests.Session()  # It uses HTTPS_PROXY, NO_PROXY, REQUESTS_CA_BUNDLE and ~/.netrc.
+        self.session.headers.update({"User-Agent": f"gputrain/{__version__}", "Accept-Encoding": "identity"})
+        self.has_answered = False
+
+    def name_of_file(self) -> str:
+        """Returns the name that the server gives the file, which may be a path. Raises UserError."""
+        try:
+            with self.session, self.open({}) as response:
+                self.check_status(response)
+                header = Message()
+                header["Content-Disposition"] = response.headers.get("Content-Disposition", "")
+                return header.get_filename() or unquote(urlsplit(response.url).path)
+        except TryAgain as error:
+            raise UserError(f"{self.file.shown}: {error}", hint="run the same command again later") from None
+
+    def open(self, headers: dict[str, str]) -> Any:
+        """Returns the answer to a request after all redirects. Raises UserError, or TryAgain."""
+        errors = self.requests.exceptions
+        url, origin = self.file.url, ""
+        for _ in range(MOST_REDIRECTS + 1):
+            refuse_insecure(url, origin)
+            try:
+                response = self.session.get(url, headers=headers, stream=True, allow_redirects=False, timeout=TIMEOUTS)
+                target = self.session.get_redirect_target(response)
+            except (errors.SSLError, errors.ProxyError, errors.Timeout, errors.ConnectionError) as error:
+                raise self._of_connection(url, error) from None
+            except (errors.RequestException, ValueError) as error:
+                raise UserError(f"{shown(url)}: {first_line(error)}", hint="check the address") from None
+            self.has_answered = True
+            if not target:
+                return response
+            response.close()
+            url, origin = urljoin(url, target), url
+        raise UserError(
+            f"{self.file.shown}: redirects more than {MOST_REDIRECTS} times",
+            hint="open the address in a browser; if it leads to a file there, download it and name its path",
+        )
+
+    def _of_connection(self, url: str, error: Exception) -> Exception:
+        """Returns the error for a connection that has failed: another attempt is worth it once the server has answered,
+        or if it is slow."""
+        errors = self.requests.exceptions
+        host = urlsplit(url).netloc.rpartition("@")[2]
+        if isinstance(error, errors.SSLError):
+            return UserError(
+                f"{host}: its certificate cannot be verified: {_cause(error)}",
+                hint="check the clock of this machine; REQUESTS_CA_BUNDLE names the certificates of a network",
+            )
+        if isinstance(error, errors.ProxyError):
+            return UserError(
+                f"{host}: the proxy does not let it through: {_cause(error)}",
+                hint="check HTTPS_PROXY, or name the host in NO_PROXY",
+            )
+        if self.has_answered or isinstance(error, errors.Timeout):
+            return TryAgain(f"no connection to {host}: {_cause(error)}")
+        return UserError(
+            f"{host}: no connection: {_cause(error)}",
+            hint="check the network, and HTTPS_PROXY if there is a proxy; or copy the file from another machine "
+            "and name its path",
+        )
+
+    def check_status(self, response: Any) -> None:
+        """Raises UserError or TryAgain unless the answer is the file."""
+        status = response.status_code
+        if status in (200, 206):
+            return
+        page = f"; its page is {self.file.page}" if self.file.page else ""
+        if status in TEMPORARY:
+            reason = "too many requests" if status == 429 else "the server has a fault or is busy"
+            raise TryAgain(f"{reason} (status {status})", _retry_after(response.headers.get("Retry-After", "")))
+        if status in (401, 403, 407):
+            raise UserError(
+                f"{self.file.shown}: the server refuses it without a login (status {status})",
+                hint=f"download it in a browser and name its path, or write the login into ~/.netrc{page}",
+            )
+        if status in (404, 410):
+            raise UserError(
+                f"{self.file.shown}: there is no such file (status {status})",
+                hint=f"check the address; gputrain fetch --list shows the known ones{page}",
+            )
+        raise UserError(
+            f"{self.file.shown}: refused with status {status} {response.reason or ''}".rstrip(),
+            hint=f"open the address in a browser; if it works there, download the file and name its path{page}",
+        )
+
+
 class Transfer:
     """The attempts to download one file."""
 
     def __init__(
         self, file: RemoteFile, part: PartialDownload, progress: ByteProgress, sleep: Callable[[float], None]
     ) -> None:
-        import requests
-
         self.file, self.part, self.progress, self.sleep = file, part, progress, sleep
-        self.requests = requests
-        self.session = requests.Session()  # It uses HTTPS_PROXY, NO_PROXY, REQUESTS_CA_BUNDLE and ~/.netrc.
-        self.session.headers.update({"User-Agent": f"gputrain/{__version__}", "Accept-Encoding": "identity"})
-        self.has_answered = False  # The server has answered in this call.
+        self.server = Server(file)
         if part.facts.get("url") != file.url:
             part.drop()
 
     def run(self) -> None:
         """Download, verify and rename. Raises UserError or OSError."""
-        with self.session:
+        with self.server.session:
             was_continued = self.part.size > 0
             self._receive_all()
             if fault := fault_of(self.part.path, self.file.size, self.file.sha256):
@@ -290,12 +380,11 @@ class Transfer:
         headers = {"Range": f"bytes={offset}-"} if offset else {}
         if offset and part.validator:
             headers["If-Range"] = part.validator
-        with self._open(headers) as response:
-            self.has_answered = True
+        with self.server.open(headers) as response:
             if response.status_code == 416 and offset:
                 part.drop()  # The server's file is shorter than what is there.
                 raise TryAgain("the file has changed", pause=0)
-            self._check_status(response)
+            self.server.check_status(response)
             start, total = _place(response)
             if self.file.size is not None and total is not None and total != self.file.size:
                 message = f"{self.file.shown}: has {total:,} bytes, expected {self.file.size:,}"
@@ -334,75 +423,6 @@ class Transfer:
             raise self._refusal(message, "the file is not the published one")
         if limit is not None and part.size < limit:
             raise TryAgain("the connection was cut")
-
-    def _open(self, headers: dict[str, str]) -> Any:
-        """Returns the answer to a request after all redirects. Raises UserError, or TryAgain."""
-        errors = self.requests.exceptions
-        url, origin = self.file.url, ""
-        for _ in range(MOST_REDIRECTS + 1):
-            refuse_insecure(url, origin)
-            try:
-                response = self.session.get(url, headers=headers, stream=True, allow_redirects=False, timeout=TIMEOUTS)
-                target = self.session.get_redirect_target(response)
-            except (errors.SSLError, errors.ProxyError, errors.Timeout, errors.ConnectionError) as error:
-                raise self._of_connection(url, error) from None
-            except (errors.RequestException, ValueError) as error:
-                raise UserError(f"{shown(url)}: {first_line(error)}", hint="check the address") from None
-            if not target:
-                return response
-            response.close()
-            url, origin = urljoin(url, target), url
-        raise UserError(
-            f"{self.file.shown}: redirects more than {MOST_REDIRECTS} times",
-            hint="open the address in a browser; if it leads to a file there, download it and name its path",
-        )
-
-    def _of_connection(self, url: str, error: Exception) -> Exception:
-        """Returns the error for a connection that has failed: another attempt is worth it once the server has answered,
-        or if it is slow."""
-        errors = self.requests.exceptions
-        host = urlsplit(url).netloc.rpartition("@")[2]
-        if isinstance(error, errors.SSLError):
-            return UserError(
-                f"{host}: its certificate cannot be verified: {_cause(error)}",
-                hint="check the clock of this machine; REQUESTS_CA_BUNDLE names the certificates of a network",
-            )
-        if isinstance(error, errors.ProxyError):
-            return UserError(
-                f"{host}: the proxy does not let it through: {_cause(error)}",
-                hint="check HTTPS_PROXY, or name the host in NO_PROXY",
-            )
-        if self.has_answered or isinstance(error, errors.Timeout):
-            return TryAgain(f"no connection to {host}: {_cause(error)}")
-        return UserError(
-            f"{host}: no connection: {_cause(error)}",
-            hint="check the network, and HTTPS_PROXY if there is a proxy; or copy the file from another machine "
-            "and name its path",
-        )
-
-    def _check_status(self, response: Any) -> None:
-        """Raises UserError or TryAgain unless the answer is the file."""
-        status = response.status_code
-        if status in (200, 206):
-            return
-        page = f"; its page is {self.file.page}" if self.file.page else ""
-        if status in TEMPORARY:
-            reason = "too many requests" if status == 429 else "the server has a fault or is busy"
-            raise TryAgain(f"{reason} (status {status})", _retry_after(response.headers.get("Retry-After", "")))
-        if status in (401, 403, 407):
-            raise UserError(
-                f"{self.file.shown}: the server refuses it without a login (status {status})",
-                hint=f"download it in a browser and name its path, or write the login into ~/.netrc{page}",
-            )
-        if status in (404, 410):
-            raise UserError(
-                f"{self.file.shown}: there is no such file (status {status})",
-                hint=f"check the address; gputrain fetch --list shows the known ones{page}",
-            )
-        raise UserError(
-            f"{self.file.shown}: refused with status {status} {response.reason or ''}".rstrip(),
-            hint=f"open the address in a browser; if it works there, download the file and name its path{page}",
-        )
 
     def _blocks(self, response: Any) -> Iterator[bytes]:
         """Yield what arrives, as soon as it does. Raises TryAgain if the connection breaks."""
