@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gputrain.engine.checkpoint import load_weights
-from gputrain.vae.weights import Published, read_tensors, verify_files
+from gputrain.vae.weights import how_to_fetch, read_tensors, verify_files
 
 # Stages of VGG16 (Simonyan and Zisserman 2014, table 1, column D) up to its last convolution: the indices of the
 # convolutions in torchvision's list of layers, and their channels. There is a 2x2 max-pooling between stages.
@@ -24,16 +24,8 @@ STAGES = (((0, 2), 64), ((5, 7), 128), ((10, 12, 14), 256), ((17, 19, 21), 512),
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
 EPS = 1e-10  # added to the length of a feature vector
 
-TRUNK = Published(
-    "vgg16-397923af.pth",
-    "397923af8e79cdbb6a7127f12361acd7a2f83e06b05044ddf496e83de57a5bf0",
-    "torchvision's VGG16: download.pytorch.org/models/vgg16-397923af.pth",
-)
-HEADS = Published(
-    "vgg.pth",
-    "a78928a0af1e5f0fcb1f3b9e8f8c3a2a5a3de244d830ad5c1feddc79b8432868",
-    "lpips/weights/v0.1/vgg.pth of the Python package lpips 0.1.4",
-)
+# The short names of torchvision's VGG16, and of lpips/weights/v0.1/vgg.pth of the Python package lpips.
+PUBLISHED_FILES = ("lpips-vgg16", "lpips-heads")
 
 
 class Lpips(nn.Module):
@@ -102,13 +94,13 @@ def load_lpips(files: tuple[Path, ...], sha256: tuple[str, ...] = ()) -> Lpips:
     package's own network. `sha256` has the hashes of files that are not the published ones. Raises UserError if a
     hash is wrong, a file is damaged, or a tensor is missing or has another shape.
     """
-    verify_files(files, (TRUNK, HEADS), sha256)
+    verify_files(files, PUBLISHED_FILES, sha256)
     found: dict[str, Tensor] = {}
     for path in files:
         found.update({_name(name): tensor for name, tensor in read_tensors(path).items()})
     model = Lpips()
     where = " and ".join(map(str, files)) or "no file"
-    hint = f"name two files: {TRUNK.origin}, and {HEADS.origin}"
+    hint = f"name two files: --lpips-weights {','.join(PUBLISHED_FILES)}; {how_to_fetch(PUBLISHED_FILES)}"
     given = {name: found[name].float() for name in model.state_dict() if name in found}
     load_weights(model, given, f"{where}: LPIPS with VGG16", hint=hint, assign=True)
     return model.eval()

@@ -18,17 +18,13 @@ import torch
 from torch import Tensor
 
 from gputrain.errors import UserError, first_line
-from gputrain.vae.weights import Published, read_tensors, verify_files
+from gputrain.vae.weights import how_to_fetch, read_tensors, verify_files
 
 log = logging.getLogger(__name__)
 
 FEATURES = 2048
 ENOUGH = 2048  # Minimum number of pictures: with fewer, covariances do not have full rank.
-INCEPTION = Published(
-    "pt_inception-2015-12-05-6726825d.pth",
-    "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2",
-    "weights-inception-2015-12-05-6726825d.pth of torch-fidelity's release v0.2.0, github.com/toshas/torch-fidelity",
-)
+INCEPTION = "inception-fid"  # The short name of its weights.
 Extractor = Callable[[Tensor], Tensor]  # uint8 pictures (B3HW) to features (BF)
 
 
@@ -119,7 +115,7 @@ def load_extractor(path: Path, device: torch.device, sha256: str = "") -> Extrac
         network = _inception()("inception", [str(FEATURES)], feature_extractor_weights_path=tensors)
     except RuntimeError as error:
         raise UserError(
-            f"{path}: not Inception's weights: {first_line(error)}", hint=f"use {INCEPTION.origin}"
+            f"{path}: not Inception's weights: {first_line(error)}", hint=how_to_fetch((INCEPTION,))
         ) from None
     network.to(device)
 

@@ -3,7 +3,6 @@
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,23 +12,16 @@ from torch import Tensor
 
 from gputrain.engine.checkpoint import read_foreign
 from gputrain.errors import UserError
+from gputrain.fetch.catalogue import catalogue
 from gputrain.fetch.verify import sha256
 
 DAMAGED = "copy or download it again"
 DIGEST = "tensors_sha256"  # key in the metadata of a .safetensors file that gputrain wrote
 
 
-@dataclass(frozen=True)
-class Published:
-    """A published file and where to get it; gputrain never downloads it."""
-
-    name: str
-    sha256: str
-    origin: str
-
-
-def verify_files(paths: Sequence[Path], known: Sequence[Published], stated: Sequence[str] = ()) -> None:
-    """Verifies that every file is a known one, or has a SHA-256 that the user states (64 hexadecimal digits).
+def verify_files(paths: Sequence[Path], known: Sequence[str], stated: Sequence[str] = ()) -> None:
+    """Verifies that every file is one of those with a short name in `known`, or has a SHA-256 that the user states (64
+    hexadecimal digits).
 
     Raises UserError, naming both hashes, for any other file, and for a stated hash that no file has.
     """
@@ -37,8 +29,9 @@ def verify_files(paths: Sequence[Path], known: Sequence[Published], stated: Sequ
     for digest in stated:
         if not re.fullmatch("[0-9a-f]{64}", digest):
             raise UserError(f"{digest!r} is not a SHA-256", hint="use the 64 hexadecimal digits of: sha256sum FILE")
-    wanted = [*stated, *(file.sha256 for file in known)]
-    where = "; ".join(f"{file.name} is {file.origin}" for file in known)
+    entries = [catalogue()[name] for name in known]
+    wanted = [*stated, *(digest for entry in entries for digest in entry.sha256.values())]
+    where = how_to_fetch(known)
     found = []
     for path in paths:
         if not path.is_file():
@@ -58,6 +51,12 @@ def verify_files(paths: Sequence[Path], known: Sequence[Published], stated: Sequ
                 f"{', '.join(map(str, paths))}: SHA-256 {', '.join(found)}, but you stated {digest}",
                 hint="use the file that the hash belongs to, or drop the hash of a known file",
             )
+
+
+def how_to_fetch(known: Sequence[str]) -> str:
+    """Returns the command that loads the files with these short names."""
+    files = " and ".join(catalogue()[name].file_name for name in known)
+    return f"gputrain fetch {' '.join(known)} loads {files}"
 
 
 class WeightsFile(NamedTuple):

@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gputrain.errors import UserError
-from gputrain.vae.lpips import HEADS, TRUNK, Lpips, crop, crop_corners, load_lpips
+from gputrain.fetch.catalogue import catalogue
+from gputrain.vae.lpips import PUBLISHED_FILES, Lpips, crop, crop_corners, load_lpips
 
 # Names and shapes of the 13 convolutions in torchvision's vgg16-397923af.pth, and of all tensors in lpips' vgg.pth.
 CONVOLUTIONS = {
@@ -190,8 +191,12 @@ def test_hashes(files: tuple[Path, Path]) -> None:
     trunk, heads = hashes(*files)
     with pytest.raises(UserError) as caught:
         load_lpips(files)
-    assert all(digest in caught.value.message for digest in (trunk, TRUNK.sha256, HEADS.sha256))
-    assert TRUNK.origin in caught.value.hint
+    assert trunk in caught.value.message
+    assert all(
+        digest in caught.value.message for name in PUBLISHED_FILES for digest in catalogue()[name].sha256.values()
+    )
+    fetch = "gputrain fetch lpips-vgg16 lpips-heads loads vgg16-397923af.pth and vgg.pth"
+    assert caught.value.hint == f"{fetch}. If you trust another file, state its SHA-256"
     with pytest.raises(UserError, match=rf"vgg.pth: its SHA-256 is {heads}, expected {trunk}"):
         load_lpips(files, (trunk,))
     with pytest.raises(UserError, match=rf"{trunk}, {heads}, but you stated {'0' * 64}"):
