@@ -229,7 +229,7 @@ if [[ $work != keep ]]; then
     rm -f .venv/setup-stamp
     [[ $made_tools != dev ]] || want_tools=dev
     say "installing gputrain at the versions of constraints.txt"
-    if [[ $want_tools == dev ]]; then requirement=".[dev]"; else requirement=.; fi
+    if [[ $want_tools == dev ]]; then requirement=".[dev]"; else requirement=".[all]"; fi
     pip install -e "$requirement" -c constraints.txt
     printf '%s\n' "$want_for" "$made_python" "$want_from" "$want_tools" >.venv/setup-stamp
 fi

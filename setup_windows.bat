@@ -113,7 +113,7 @@ if not "%ERRORLEVEL%"=="0" goto failed
 :install_gputrain
 if exist "%STAMP%" del "%STAMP%"
 >&2 echo setup: installing gputrain at the versions of constraints.txt
-set "REQUIREMENT=."
+set "REQUIREMENT=.[all]"
 if "%TOOLS%"=="dev" set "REQUIREMENT=.[dev]"
 %PIP% install -e %REQUIREMENT% -c constraints.txt
 if not "%ERRORLEVEL%"=="0" goto failed

@@ -1,4 +1,9 @@
-"""The errors that the command line shows without a traceback."""
+"""The errors that the command line shows without a traceback, one of them for packages that are not installed."""
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 
 class UserError(Exception):
@@ -16,16 +21,65 @@ class UserError(Exception):
 
 # Names under which pip knows modules that have another name.
 DISTRIBUTIONS = {
-    "PIL": "pillow", "parselmouth": "praat-parselmouth", "pynvml": "nvidia-ml-py", "pyworld": "pyworld-prebuilt",
-    "skimage": "scikit-image", "yaml": "pyyaml",
+    "PIL": "pillow", "mlflow": "mlflow-skinny", "parselmouth": "praat-parselmouth", "pynvml": "nvidia-ml-py",
+    "pyworld": "pyworld-prebuilt", "skimage": "scikit-image", "yaml": "pyyaml",
+}  # fmt: skip
+# The extra that installs a module which only some commands import. All other modules come with gputrain itself.
+EXTRAS = {
+    "accelerate": "transformers", "mlflow": "mlflow", "num2words": "numbers", "onnx": "onnx", "onnxruntime": "onnx",
+    "parselmouth": "f0", "pesq": "pesq", "pymorphy3": "russian", "rapidfuzz": "asr", "sherpa_onnx": "onnx",
+    "swift_f0": "swift-f0", "torch_fidelity": "fid", "torchvision": "fid", "transformers": "asr", "wandb": "wandb",
 }  # fmt: skip
 
 
-def missing_package(*modules: str) -> UserError:
-    """Return the error for packages that are not installed, by the names of their modules."""
-    names = [DISTRIBUTIONS.get(module, module.replace("_", "-")) for module in modules]
+def missing_package(*modules: str, needed_by: str = "", extra: str = "", otherwise: str = "") -> UserError:
+    """Return the error for packages that are not installed, by the names of their modules.
+
+    `needed_by` is what needs them. The hint names the extra that installs them, the given one or that of EXTRAS, and
+    then `otherwise`, what does without them.
+    """
+    names = [_distribution(module) for module in modules]
+    extras = [extra] if extra else list(dict.fromkeys(EXTRAS[module] for module in modules if module in EXTRAS))
+    wanted = [] if extra else [_distribution(module) for module in modules if module not in EXTRAS]
+    wanted += [f'"gputrain[{",".join(extras)}]"'] if extras else []
     is_missing = f"the package {names[0]} is" if len(names) == 1 else f"the packages {', '.join(names)} are"
-    return UserError(f"{is_missing} not installed", hint=f"pip install {' '.join(names)}")
+    message = f"{needed_by}: {is_missing} not installed" if needed_by else f"{is_missing} not installed"
+    return UserError(message, hint=_either(f"pip install {' '.join(wanted)}", otherwise))
+
+
+def require(*modules: str, needed_by: str = "", extra: str = "", otherwise: str = "") -> None:
+    """Raise UserError, as `missing_package` words it, unless all modules are installed. Imports none of them.
+
+    Commands call it at their start, so that no work is lost where a module is imported at their end.
+    """
+    if missing := [module for module in modules if not is_installed(module)]:
+        raise missing_package(*missing, needed_by=needed_by, extra=extra, otherwise=otherwise)
+
+
+def is_installed(module: str) -> bool:
+    """Return True if a module at the top of a package can be found."""
+    return sys.modules.get(module) is not None or find_spec(module) is not None
+
+
+def import_package(module: str, *, needed_by: str = "", extra: str = "", otherwise: str = "") -> Any:
+    """Import a module, or raise UserError if its package is not installed or does not work on this machine."""
+    require(module, needed_by=needed_by, extra=extra, otherwise=otherwise)
+    try:
+        return import_module(module)
+    except (ImportError, OSError, RuntimeError) as error:
+        name = _distribution(module)
+        raise UserError(
+            f"the package {name} cannot be imported: {first_line(error)}",
+            hint=_either(f"pip install --force-reinstall {name}", otherwise),
+        ) from None
+
+
+def _distribution(module: str) -> str:
+    return DISTRIBUTIONS.get(module, module.replace("_", "-"))
+
+
+def _either(remedy: str, other: str) -> str:
+    return f"{remedy}, or {other}" if other else remedy
 
 
 def first_line(error: object) -> str:

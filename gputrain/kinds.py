@@ -23,11 +23,12 @@ from pickle import UnpicklingError
 from typing import Any, NamedTuple, Protocol
 
 from gputrain.config import config, leaves, opt, read_file
-from gputrain.errors import UserError
+from gputrain.errors import UserError, require
 
 log = logging.getLogger(__name__)
 
 GROUP = "gputrain.kinds"
+ONNX = ("onnx", "onnxruntime")  # Modules that exports as ONNX import: they write the graph, and run it to compare.
 BUILT_IN = ("vae", "vocoder", "tts", "asr")  # The folders of this package that hold a kind, in the order of help pages.
 
 # Endings of drawings and of files of cameras.
@@ -117,6 +118,7 @@ class Exporter:
 
     write: Callable[[Any, ReportProgress], Exported]
     options: frozenset[str] = frozenset()  # Those of name, language_code, data_path and device that have an effect.
+    packages: tuple[str, ...] = ()  # Modules that it imports, other than those of the kind.
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,8 @@ class ModelKind:
     keys: frozenset[str] = frozenset()  # A configuration with one of these keys and without a kind is of this kind.
     checkpoint_suffix: str = ""  # Ending of another program's checkpoints of this kind.
     metric: str = ""  # A metric by which a run of an older version is recognised.
+    # Modules that the commands on models import, some of them only in the middle of a training.
+    packages: tuple[str, ...] = ()
     small: tuple[str, ...] = ()  # Options for a training that a CPU finishes in hours.
     # Loads a model, on the named device, that aligns and reads recordings of speech.
     load_speech_checker: Callable[..., Any] | None = None
@@ -219,8 +223,10 @@ def kinds_with(part: str) -> list[str]:
 
 def speech_checker(model: Path, device: str = "auto") -> Any:
     """Loads a recogniser, by the kind of model that has them."""
-    load = next(kind.load_speech_checker for kind in kinds().values() if kind.load_speech_checker)
-    return load(model, device)
+    kind = next(kind for kind in kinds().values() if kind.load_speech_checker)
+    assert kind.load_speech_checker is not None
+    require(*kind.packages)
+    return kind.load_speech_checker(model, device)
 
 
 def without_kind(cls: type, content: Mapping[str, object], source: str) -> dict[str, object]:

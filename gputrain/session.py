@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic
 
@@ -27,7 +26,7 @@ from gputrain.engine.run_folder import Run, given_plan, open_run
 from gputrain.engine.schedule import RunProgress, StepSchedule, begin, stages_ahead
 from gputrain.engine.stop import format_duration
 from gputrain.engine.train import train
-from gputrain.errors import UserError, missing_package
+from gputrain.errors import UserError, require
 from gputrain.hw.plan import Hardware, Plan, Setting, fit_shared_memory, workers
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of
@@ -126,6 +125,7 @@ def train_model(work: KindWork[S], settings: S, console: Console) -> None:
     """Trains in the run folder that the settings name, from the beginning or from a checkpoint."""
     if settings.saving.verbose:
         logging.getLogger("gputrain").setLevel(logging.DEBUG)
+    require(*settings.saving.track, needed_by="track", otherwise="leave --track out")
     settings = work.completed(settings)
     session = open_session(settings, work)
     run, runtime = session.run, session.runtime
@@ -154,11 +154,8 @@ def train_model(work: KindWork[S], settings: S, console: Console) -> None:
 def open_session(settings: S, work: KindWork[S]) -> Session[S]:
     """Opens the run folder that the settings name, and sets the hardware up as the plan says.
 
-    Raises UserError if the hardware, the plan or the run folder cannot be used, or if a package is not installed that
-    the training needs later.
+    Raises UserError if the hardware, the plan or the run folder cannot be used.
     """
-    if missing := [name for name in work.packages if find_spec(name) is None]:
-        raise missing_package(*missing)
     ranks = Ranks.launched(os.environ)
     machine = share_of(probe(ranks.local_index if settings.hardware.device != "cpu" else 0), ranks)
     given = given_plan(settings.hardware)

@@ -1,9 +1,17 @@
-"""The first line of an error's message."""
+"""The first line of an error's message, and packages that are not installed."""
+
+import ast
+import re
+import sys
+from pathlib import Path
 
 import pytest
 from torch import nn
 
-from gputrain.errors import first_line
+from gputrain.errors import DISTRIBUTIONS, EXTRAS, UserError, first_line, import_package, missing_package, require
+from tests.tables import each_row
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_the_first_line_says_what_is_wrong():
@@ -14,3 +22,73 @@ def test_the_first_line_says_what_is_wrong():
     assert first_line(ValueError("one:")) == "one:"
     assert first_line(ValueError("one\ntwo")) == "one"
     assert first_line(KeyError()) == "KeyError"
+
+
+@each_row(
+    (("soxr",), {}, "the package soxr is not installed", "pip install soxr"),
+    (("skimage",), {}, "the package scikit-image is not installed", "pip install scikit-image"),
+    (("transformers",), {}, "the package transformers is not installed", 'pip install "gputrain[asr]"'),
+    (
+        ("transformers",),
+        {"extra": "transformers"},
+        "the package transformers is not installed",
+        'pip install "gputrain[transformers]"',
+    ),
+    (
+        ("rapidfuzz", "onnx", "onnxruntime", "soxr"),
+        {},
+        "the packages rapidfuzz, onnx, onnxruntime, soxr are not installed",
+        'pip install soxr "gputrain[asr,onnx]"',
+    ),
+    (
+        ("wandb",),
+        {"needed_by": "track", "otherwise": "leave --track out"},
+        "track: the package wandb is not installed",
+        'pip install "gputrain[wandb]", or leave --track out',
+    ),
+)
+def test_a_missing_package_is_named_with_its_extra(modules, options, message, hint):
+    error = missing_package(*modules, **options)
+    assert (error.message, error.hint) == (message, hint)
+
+
+def test_missing_and_broken_packages_are_told_apart(tmp_path, monkeypatch):
+    (tmp_path / "broken_package.py").write_text("raise OSError('libbroken.so.1: cannot open shared object file')")
+    (tmp_path / "whole_package.py").write_text("answer = 42")
+    monkeypatch.syspath_prepend(tmp_path)
+    require("broken_package", "whole_package")
+    assert "broken_package" not in sys.modules
+    with pytest.raises(UserError, match="the package no-such-package is not installed"):
+        require("whole_package", "no_such_package")
+    with pytest.raises(UserError, match=r"broken-package cannot be imported: libbroken\.so\.1") as broken:
+        import_package("broken_package", otherwise="do without")
+    assert broken.value.hint == "pip install --force-reinstall broken-package, or do without"
+    assert import_package("whole_package").answer == 42
+    monkeypatch.setitem(sys.modules, "whole_package", None)
+    with pytest.raises(UserError, match="the package whole-package is not installed"):
+        import_package("whole_package")
+
+
+def requirements(of: str) -> set[str]:
+    """Return the names of the packages that a list in pyproject.toml holds. (Python 3.10 reads no TOML.)"""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(rf"^{of} = (\[.*?\])$", text, re.MULTILINE | re.DOTALL)
+    assert found, of
+    return {re.split(r"[>=;\[ ]", one)[0] for one in ast.literal_eval(found[1])}
+
+
+def test_every_module_of_an_extra_is_known_and_every_other_one_comes_along():
+    base = requirements("dependencies")
+    for module, extra in EXTRAS.items():
+        name = DISTRIBUTIONS.get(module, module.replace("_", "-"))
+        assert name not in base, f"{name} comes along, and is no extra"
+        assert name in requirements(extra) or module == "torchvision", (module, extra)  # torch-fidelity brings it.
+    imported = set()
+    for path in (ROOT / "gputrain").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            imported |= {name.partition(".")[0] for name in names}
+    others = imported - sys.stdlib_module_names - EXTRAS.keys() - {"gputrain", "triton", "tomli"}
+    distributions = {DISTRIBUTIONS.get(module, module.replace("_", "-")) for module in others}
+    assert distributions <= base, distributions - base

@@ -265,7 +265,7 @@ def test_the_python_variable_decides(machine: Machine) -> None:
 # --- what is installed, and what is not installed twice ---------------------------------------------------------------
 
 PIP = "-m pip --disable-pip-version-check --no-input -qq install"
-INSTALL = f"{PIP} -e . -c constraints.txt"
+INSTALL = f"{PIP} -e .[all] -c constraints.txt"
 INSTALL_DEV = f"{PIP} -e .[dev] -c constraints.txt"
 
 

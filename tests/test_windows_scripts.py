@@ -127,7 +127,7 @@ def test_set_up_makes_a_venv_installs_and_checks(windows):
     patterns = [
         r"py\.exe -3\.13 -c import sys; .*", r"py\.exe -3\.13 -m venv --clear \.venv",
         r"python\.exe -m pip .* install --no-deps .*--index-url https://\S+/whl/cpu torch==[\d.]+\+cpu",
-        r"python\.exe -m pip .* install -e \. -c constraints\.txt", r"gputrain\.exe check-compatibility --quick",
+        r"python\.exe -m pip .* install -e \.\[all\] -c constraints\.txt", r"gputrain\.exe check-compatibility --quick",
     ]  # fmt: skip
     assert len(steps) == len(patterns), steps
     for step, pattern in zip(steps, patterns, strict=True):
@@ -138,7 +138,7 @@ def test_set_up_makes_a_venv_installs_and_checks(windows):
     assert not any("venv" in call for call in windows.calls)  # The finished one is kept.
 
 
-@pytest.mark.parametrize("fails", ["|-m|venv|", "|-e|."])
+@pytest.mark.parametrize("fails", ["|-m|venv|", "|-e|.[all]"])
 def test_a_step_of_the_set_up_that_fails_ends_it(windows, fails):
     windows.put("py.exe")
     done = windows.run("setup_windows.bat --torch cpu", FAILS=fails)

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from gputrain.asr import model as networks
 from gputrain.asr.decode import GreedyDecoder
 from gputrain.asr.load import Recogniser
-from gputrain.audio.export import check_file_name, cpu_copy, exported, import_onnx_package, load_line, write_onnx
+from gputrain.audio.export import check_file_name, cpu_copy, exported, load_line, write_onnx
 from gputrain.audio.io import Samples, from_int16
 from gputrain.engine.data import Progress, StepProgress, no_progress, written_aside
-from gputrain.errors import UserError
+from gputrain.errors import UserError, import_package
 from gputrain.kinds import Exported
 from gputrain.speech.error_rates import Edits, character_edits
 from gputrain.speech.frames import STRIDE
@@ -196,7 +196,7 @@ class RecogniserGraph(nn.Module):
 
 def write_recogniser_graph(recogniser: Recogniser, path: Path) -> None:
     """Writes the graph with input `x` (N, samples) and output `logits` (N, frames, symbols), and its metadata."""
-    onnx = import_onnx_package("onnx")
+    onnx = import_package("onnx")
     write_onnx(
         RecogniserGraph(recogniser),
         (torch.zeros(1, recogniser.sampling_rate),),
@@ -234,7 +234,7 @@ def write_tokens(vocabulary: Vocabulary, path: Path) -> None:
 
 
 def _stock_onnxruntime(path: Path) -> Compute:
-    session = import_onnx_package("onnxruntime").InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    session = import_package("onnxruntime").InferenceSession(str(path), providers=["CPUExecutionProvider"])
 
     def compute(wave_L: Samples) -> Floats:
         (logits_NFV,) = session.run(["logits"], {"x": wave_L[None]})
@@ -278,7 +278,7 @@ def export_sherpa(
     Raises UserError if this recogniser does not suit it, a package is missing or the folder cannot be written,
     RuntimeError if sherpa-onnx transcribes otherwise.
     """
-    sherpa_onnx = _import_sherpa()
+    sherpa_onnx = import_package("sherpa_onnx")
     if not recogniser.normalizes and networks.uses_attention_mask(recogniser.model):
         raise UserError(
             f"{recogniser.source} reads samples as they are, and sherpa-onnx normalises them",
@@ -366,11 +366,3 @@ def _transcribed_by(stock: Any, wave_L: Samples, recogniser: Recogniser) -> str:
     stock.decode_stream(stream)
     text = " ".join(stream.result.text.split())
     return text.lower() if recogniser.vocabulary.upper else text
-
-
-def _import_sherpa() -> Any:
-    try:
-        import sherpa_onnx
-    except ImportError as error:
-        raise UserError(f"sherpa-onnx cannot be imported: {error}", hint="pip install sherpa-onnx") from None
-    return sherpa_onnx

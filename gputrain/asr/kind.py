@@ -10,6 +10,7 @@ from gputrain.audio.config import ClipEvaluation
 from gputrain.config import leaves
 from gputrain.figures import counted
 from gputrain.kinds import (
+    ONNX,
     CommandOutput,
     DemoSteps,
     EvaluateCommand,
@@ -151,8 +152,10 @@ KIND = ModelKind(
     ),
     exporters={
         "transformers": Exporter(partial(export_recogniser, format="transformers"), frozenset({"data_path"})),
-        "onnx": Exporter(partial(export_recogniser, format="onnx"), frozenset({"data_path", "name"})),
-        "sherpa": Exporter(partial(export_recogniser, format="sherpa"), frozenset({"data_path"})),
+        "onnx": Exporter(partial(export_recogniser, format="onnx"), frozenset({"data_path", "name"}), ONNX),
+        "sherpa": Exporter(
+            partial(export_recogniser, format="sherpa"), frozenset({"data_path"}), (*ONNX, "sherpa_onnx")
+        ),
     },
     commands=(
         OwnCommand(
@@ -167,5 +170,6 @@ KIND = ModelKind(
     hub=HubCard("transformers", "automatic-speech-recognition", "CTC speech recogniser"),
     keys=frozenset({"model_type"}),
     metric="loss/recogniser/ctc",
+    packages=("rapidfuzz", "soundfile", "transformers"),
     load_speech_checker=load_checker,
 )  # fmt: skip

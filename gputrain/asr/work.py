@@ -61,7 +61,6 @@ class AsrWork(SpeechWork[TrainAsr]):
     kind, speech_kind, hop_size = RecogniserRecipe.kind, "asr", STRIDE
     is_1d = True
     eager_because = EAGER_BECAUSE
-    packages = ("rapidfuzz", "soundfile")
     bench_options = ("clip_seconds",)
     # Without channels_last, as the model has no 2-D convolutions.
     switches = tuple(switch for switch in SWITCHES if switch[2] != "channels_last")

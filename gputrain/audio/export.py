@@ -1,7 +1,6 @@
-"""Parts of an export that models of sound share: names, comparisons, and the packages of ONNX."""
+"""Parts of an export that models of sound share: names, comparisons, and graphs of ONNX."""
 
 import copy
-import importlib
 import math
 import warnings
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gputrain.errors import UserError
+from gputrain.errors import UserError, import_package
 from gputrain.kinds import Exported
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -50,7 +49,7 @@ def write_onnx(module: nn.Module, inputs: tuple[Tensor, ...], path: Path, **opti
 
     The exporter of torch.export writes opset 18 at least, which is too new for the users of our graphs.
     """
-    import_onnx_package("onnx")
+    import_package("onnx")
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         # A graph of more than 2 GB has weights in files of their own, which takes a name rather than a Path.
@@ -58,14 +57,14 @@ def write_onnx(module: nn.Module, inputs: tuple[Tensor, ...], path: Path, **opti
 
 
 def load_checked_onnx(path: Path) -> Any:
-    onnx = import_onnx_package("onnx")
+    onnx = import_package("onnx")
     model = onnx.load(path)
     onnx.checker.check_model(model, full_check=True)
     return model
 
 
 def run_onnx(model: Any) -> Any:
-    onnxruntime = import_onnx_package("onnxruntime")
+    onnxruntime = import_package("onnxruntime")
     return onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
 
 
@@ -74,13 +73,3 @@ def wave_difference(path: Path, graph_wave: Tensor, wave: Tensor) -> float:
     if graph_wave.shape != wave.shape:
         raise RuntimeError(f"{path}: a wave of shape {tuple(graph_wave.shape)}, expected {tuple(wave.shape)}")
     return (graph_wave - wave).abs().nan_to_num(math.inf).max().item()
-
-
-def import_onnx_package(name: str) -> Any:
-    """Imports onnx or onnxruntime. Raises UserError if it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UserError(
-            f"ONNX needs a package that cannot be imported: {error}", hint="pip install onnx onnxruntime"
-        ) from None

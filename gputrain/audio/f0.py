@@ -4,8 +4,6 @@ Shapes: T frames. Frame i has its centre at sample (i + 0.5) * hop_size; f0 is i
 """
 
 import functools
-import importlib
-import importlib.util
 import logging
 import math
 import subprocess
@@ -16,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from gputrain.errors import UserError
+from gputrain.errors import UserError, import_package, is_installed, require
 from gputrain.hw import numba_cache
 from gputrain.hw.child_process import describe_exit, remedy_for_exit
 
@@ -29,8 +27,7 @@ FLOOR_HZ = 40.0
 CEILING_HZ = 1100.0
 # Ranges of trackers that cannot find every pitch, in Hz.
 LIMITS_HZ: dict[Method, tuple[float, float]] = {"swift-f0": (46.875, 2093.75)}
-# Names by which pip installs each tracker.
-PACKAGES: dict[Method, str] = {"parselmouth": "gputrain[f0]", "pyworld": "pyworld-prebuilt", "swift-f0": "swift-f0"}
+MODULES: dict[Method, str] = {"parselmouth": "parselmouth", "pyworld": "pyworld", "swift-f0": "swift_f0"}
 SILENCE = 0.03  # Praat's silence threshold, relative to the loudest sample.
 PIECE_SECONDS = 120.0  # Length of a piece of a long sound; an hour at once would need gigabytes.
 MARGIN_SECONDS = 4.0  # Overlap of a piece with its neighbours, which a tracker uses as context.
@@ -39,7 +36,7 @@ PERIODS = 3  # Periods of the lowest pitch in a tracker's window, as in Praat's 
 
 def default_method() -> Method:
     """Returns parselmouth if it is installed, otherwise pyin, which takes about a hundred times as long."""
-    return "parselmouth" if importlib.util.find_spec("parselmouth") else "pyin"
+    return "parselmouth" if is_installed("parselmouth") else "pyin"
 
 
 def trackable_range(method: Method | None, floor_hz: float, ceiling_hz: float) -> tuple[float, float]:
@@ -119,7 +116,7 @@ def _parselmouth(
     wave: Floats, sampling_rate: int, hop_size: int, floor_hz: float, ceiling_hz: float, loudness: float
 ) -> Floats:
     """Tracks by Praat's autocorrelation (Boersma 1993), with the voicing threshold common in singing synthesis."""
-    praat = _imported("parselmouth", "parselmouth")
+    praat = _imported("parselmouth")
     if not loudness:
         return np.zeros(len(wave) // hop_size)
     # Praat places as many windows as fit, a hop apart, symmetrically about the middle. So the middle of the padded
@@ -141,7 +138,7 @@ def _pyworld(
     wave: Floats, sampling_rate: int, hop_size: int, floor_hz: float, ceiling_hz: float, loudness: float
 ) -> Floats:
     """Tracks by WORLD's DIO, refined by StoneMask (Morise et al. 2016, https://doi.org/10.1587/transinf.2015EDP7457)."""
-    world = _imported("pyworld", "pyworld")
+    world = _imported("pyworld")
     frames = len(wave) // hop_size
     # DIO's frame i lies at i hops: half a hop of silence moves our frames to 1, 2, 3, ...
     sound = np.pad(wave.astype(np.float64), (hop_size // 2, hop_size))
@@ -184,7 +181,7 @@ def compile_tracker(method: Method) -> None:
             last = (child.stderr.strip().splitlines() or [describe_exit(child.returncode)])[-1]
             has_crashed = child.returncode < 0
             cause = describe_exit(child.returncode) if has_crashed else last
-            other = "--f0-method parselmouth or pyworld (pip install 'gputrain[f0]') does without numba"
+            other = '--f0-method pyworld, or parselmouth (pip install "gputrain[f0]"), does without numba'
             raise UserError(
                 f"the pitch tracker pyin cannot be compiled: {cause}",
                 hint=remedy_for_exit(child.returncode) if has_crashed else other,
@@ -205,17 +202,17 @@ def _swift_f0(
 
 @functools.cache
 def _swift_model() -> Any:
-    return _imported("swift-f0", "swift_f0").SwiftF0(threads=1)
+    return _imported("swift-f0").SwiftF0(threads=1)
 
 
-def _imported(method: Method, module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(
-            f"f0 by {method} needs a package that cannot be imported: {error}",
-            hint=f"pip install {PACKAGES[method]}, or choose another of {', '.join(METHODS)}",
-        ) from None
+def _imported(method: Method) -> Any:
+    return import_package(MODULES[method], needed_by=f"f0 by {method}", otherwise=OTHER_METHOD)
+
+
+def require_tracker(method: Method) -> None:
+    """Raises UserError if a method is not installed. Imports nothing."""
+    if method in MODULES:
+        require(MODULES[method], needed_by=f"f0 by {method}", otherwise=OTHER_METHOD)
 
 
 # Arguments: the wave, its rate, the hop, the range, and the peak of the wave relative to the whole sound.
@@ -225,3 +222,4 @@ METHODS: dict[str, Callable[[Floats, int, int, float, float, float], Floats]] = 
     "pyin": _pyin,
     "swift-f0": _swift_f0,
 }
+OTHER_METHOD = f"choose another of {', '.join(METHODS)}"

@@ -17,6 +17,7 @@ from gputrain.audio.config import Mel, Resolution
 from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, PERIODS, Floats, voiced
 from gputrain.audio.io import Samples, resample
 from gputrain.audio.mel import log_mel, stft_magnitudes
+from gputrain.errors import is_installed
 
 CEPSTRUM = 25  # Number of coefficients, without that of loudness.
 RESOLUTIONS = (Resolution(1024, 120, 600), Resolution(2048, 240, 1200), Resolution(512, 50, 240))
@@ -194,7 +195,7 @@ def frame_repetition(wave_T: Samples, f0_F: Floats, hop_size: int) -> float | No
 
 
 def has_pesq() -> bool:
-    return importlib.util.find_spec("pesq") is not None
+    return is_installed("pesq")
 
 
 def pesq(made_T: Samples, real_T: Samples, rate_hz: int) -> float | None:

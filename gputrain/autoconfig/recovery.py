@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gputrain.autoconfig.settings import BatchSplit, OptimalConfig, import_transformers
+from gputrain.autoconfig.settings import BatchSplit, OptimalConfig
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.step import FailedAttempt, retried
-from gputrain.errors import UserError, first_line
+from gputrain.errors import UserError, first_line, import_package
 from gputrain.hw.monitor import Monitor
 from gputrain.hw.runtime import is_out_of_memory, library_failure, random_state, release_memory, set_random_state
 
@@ -379,7 +379,7 @@ class RandomStates:
 def memory_callback(limit: MicroBatchLimit) -> Any:
     """Returns a TrainerCallback that watches and logs the device's memory. Raises UserError without transformers."""
 
-    class MemoryCallback(import_transformers().TrainerCallback):  # type: ignore[misc]
+    class MemoryCallback(import_package("transformers", extra="transformers").TrainerCallback):  # type: ignore[misc]
         """Warns when memory is short, and relieves it when it has nearly run out, at most once between two logs."""
 
         watches_memory = True

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gputrain.autoconfig.lengths import Bucket, OverLong
-from gputrain.errors import UserError
+from gputrain.errors import UserError, import_package
 from gputrain.hw.ranks import Ranks
 from gputrain.stored import from_json
 
@@ -101,7 +101,7 @@ class OptimalConfig:
         this process's GPU. Raises UserError if transformers is not installed.
         """
         own = self.on_device(Ranks.launched(os.environ).local_index) if by_length else self
-        accepted = inspect.signature(import_transformers().TrainingArguments).parameters
+        accepted = inspect.signature(import_package("transformers", extra="transformers").TrainingArguments).parameters
         arguments: dict[str, Any] = {
             "per_device_train_batch_size": self.target_batch_size // self.gpus
             if by_length
@@ -125,14 +125,6 @@ class OptimalConfig:
                 grouped = {"train_sampling_strategy": "group_by_length"}
             arguments |= {**grouped, "length_column_name": self.length_column}
         return arguments
-
-
-def import_transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise UserError("transformers is not installed", hint="pip install 'gputrain[transformers]'") from None
-    return transformers
 
 
 def save_config(config: OptimalConfig, path: str | Path) -> None:

@@ -22,7 +22,7 @@ from gputrain.cli.settings import (
     refuse_others,
 )
 from gputrain.config import read_file
-from gputrain.errors import UserError
+from gputrain.errors import UserError, require
 from gputrain.hw.doctor.report import CheckCompatibility, check_machine
 from gputrain.kinds import ModelKind, OwnCommand, kind_of, kinds
 from gputrain.speech.text.commands import Normalize
@@ -132,6 +132,7 @@ def check_compatibility(settings: CheckCompatibility) -> None:
 
 def print_bench(kind: ModelKind, settings: BenchSettings) -> None:
     """Run the benchmark of a kind of model. Raises UserError if no row could be measured."""
+    require(*kind.packages)
     from gputrain.bench.step_bench import run_bench
 
     report, written = run_bench(kind.work(), settings)
@@ -142,6 +143,7 @@ def print_bench(kind: ModelKind, settings: BenchSettings) -> None:
 
 
 def print_plans(kind: ModelKind, settings: Any) -> None:
+    require(*kind.packages)
     from gputrain.planner.model_planner import plan_cards
 
     with ui.err.status("running a step on fake tensors"):
@@ -165,6 +167,7 @@ def print_plans(kind: ModelKind, settings: Any) -> None:
 
 def train(kind: ModelKind, settings: Any) -> None:
     """Train a model, write a report into the run folder at the end, and print what can be done with the model."""
+    require(*kind.packages)
     from gputrain.report.write import report_at_end
     from gputrain.session import train_model
 
@@ -210,10 +213,11 @@ def add_commands_of(kind: ModelKind) -> None:
 def add_own_commands_of(kind: ModelKind) -> None:
     """Add the commands that no other kind of model has."""
     for own in kind.commands:
-        add_command(app, own.name, own.settings, partial(run_own, own), panel=kind.panel, help=own.help)
+        add_command(app, own.name, own.settings, partial(run_own, kind, own), panel=kind.panel, help=own.help)
 
 
-def run_own(own: OwnCommand, settings: Any) -> None:
+def run_own(kind: ModelKind, own: OwnCommand, settings: Any) -> None:
+    require(*kind.packages)
     own.run(settings, ui.TerminalOutput())
 
 
@@ -231,6 +235,7 @@ def evaluate(settings: EvaluateSettings) -> None:
     """Evaluate a model on held-out data: pictures of a VAE, sound and pitch of a vocoder, speech of a voice."""
     kind = kind_of(settings.model)
     refuse_others(settings, kind, "evaluation", f"{settings.model}, {kind.title}")
+    require(*kind.packages)
     with ui.TerminalBar("evaluating") as bar:
         title, figures, report = kind_commands.evaluate(settings, kind, bar.update)
     ui.print_figures(title, figures)
@@ -241,9 +246,10 @@ def evaluate(settings: EvaluateSettings) -> None:
 def export(settings: ExportSettings) -> None:
     """Write a model in the format of another program, and verify that the file read back computes the same."""
     kind = kind_of(settings.model)
-    write = kind.exporters[kind_commands.format_of(settings, kind)].write
+    exporter = kind.exporters[kind_commands.format_of(settings, kind)]
+    require(*kind.packages, *exporter.packages)
     with ui.TerminalBar("exporting") as bar:
-        exported = write(settings, bar.update)
+        exported = exporter.write(settings, bar.update)
     ui.print_figures(f"Exported {settings.output_dir}", exported.figures)
     for note in exported.notes:
         ui.out.print(note, markup=False, soft_wrap=True)

@@ -68,12 +68,8 @@ def push_to_hub(repo: str, folder: Path, card: str, *, private: bool) -> str:
 
     Raises UserError if the upload fails; the exported files stay.
     """
-    try:
-        from huggingface_hub import HfApi
-    except ImportError:
-        raise UserError(
-            "push_to_hub: huggingface_hub is not installed", hint='pip install "gputrain[hub]", or drop --push-to-hub'
-        ) from None
+    from huggingface_hub import HfApi
+
     (folder / CARD).write_text(card, encoding="utf-8")
     api = HfApi()
     try:

@@ -12,7 +12,6 @@ does not answer.
 import contextlib
 import errno
 import functools
-import importlib
 import json
 import logging
 import math
@@ -42,7 +41,7 @@ from gputrain.engine.run_folder import blocks, replace_file, write_text
 from gputrain.engine.samples import Report, Sheet, SoundSample
 from gputrain.engine.schedule import TrackerName
 from gputrain.engine.stop import format_duration
-from gputrain.errors import UserError
+from gputrain.errors import UserError, import_package
 from gputrain.hw.runtime import Runtime, synchronize
 
 log = logging.getLogger(__name__)
@@ -508,7 +507,7 @@ class WandbTracker:
     """Logs to Weights & Biases, under the name of the run folder; a resumed run goes on with the same curves."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], first_step: int) -> None:
-        self.wandb = imported("wandb")
+        self.wandb = import_package("wandb")
         known = folder / "wandb_id.txt"
         identity = known.read_text(encoding="utf-8").strip() if known.exists() and first_step else ""
         self.run = self.wandb.init(
@@ -530,7 +529,7 @@ class MlflowTracker:
     """Logs to MLflow, under the name of the run folder; a resumed run goes on with the same curves."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], first_step: int) -> None:
-        self.mlflow = imported("mlflow")
+        self.mlflow = import_package("mlflow")
         known = folder / "mlflow_id.txt"
         identity = known.read_text(encoding="utf-8").strip() if known.exists() and first_step else ""
         run = self.mlflow.start_run(run_id=identity or None, run_name=None if identity else folder.name)
@@ -551,16 +550,6 @@ class MlflowTracker:
 TRACKERS: Mapping[TrackerName, Callable[[Path, Mapping[str, Any], int], Tracker]] = {
     "wandb": WandbTracker, "mlflow": MlflowTracker,
 }  # fmt: skip
-
-
-def imported(package: str) -> Any:
-    """Import a package of an extra. Raises UserError if it is not installed."""
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise UserError(
-            f"track: {package} is not installed", hint=f'pip install "gputrain[{package}]", or leave --track out'
-        ) from None
 
 
 class Trackers:

@@ -145,8 +145,6 @@ class KindWork(ABC, Generic[S]):
     # The reason why compilation must be asked for; empty: it is the default on newer GPUs.
     eager_because: ClassVar[str] = ""
     fp32_because: ClassVar[str] = ""  # The reason why 16 bit must be asked for; empty: 16 bit is the default.
-    # Modules that are imported in the middle of a training, when it takes samples.
-    packages: ClassVar[tuple[str, ...]] = ()
 
     bench_options: ClassVar[tuple[str, ...]] = ()  # Options that only the benchmark has.
     switches: ClassVar[Sequence[Switch]] = ()  # The rows of a benchmark; none: those of every kind.

@@ -10,13 +10,13 @@ from typing import NamedTuple, TypeAlias
 
 from gputrain.audio.prepare import RefusalReason
 from gputrain.engine.preparation import RefusedItem
-from gputrain.errors import UserError
+from gputrain.errors import UserError, is_installed
 from gputrain.speech.config import SpeechPrepareConfig
 from gputrain.speech.frames import encoder_frames
 from gputrain.speech.store import Recording, SpeechClip, SpeechFormat, frame_count
 from gputrain.speech.text.frontend import LANGUAGES, RESERVED, Frontend, frontend, shortened
 from gputrain.speech.text.language import CHARACTERS
-from gputrain.speech.text.number_words import checked_language, converter_of, is_installed, with_number_words
+from gputrain.speech.text.number_words import checked_language, converter_of, with_number_words
 from gputrain.speech.text.plain import plain_words, rules_of
 from gputrain.speech.text.raw import RawRules
 from gputrain.speech.text.unicode_cleanup import script_of
@@ -81,7 +81,7 @@ def raw_rules(config: SpeechPrepareConfig, utterances: Sequence[Utterance]) -> R
     if config.kind == "asr":
         has_rules = bool(rules_of(language))
     if asked in ("auto", "off"):
-        automatic = asked == "auto" and config.kind == "asr" and not has_rules and is_installed()
+        automatic = asked == "auto" and config.kind == "asr" and not has_rules and is_installed("num2words")
         scripts = Counter(script for one in utterances for char in one.text if (script := script_of(char)))
         is_known = automatic and scripts and converter_of(language)
         is_written = is_known and script_of(with_number_words("5", language)[0]) == scripts.most_common(1)[0][0]

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gputrain.audio.config import ClipEvaluation
+from gputrain.errors import require
 from gputrain.kinds import (
+    ONNX,
     CommandOutput,
     DemoSteps,
     EvaluateCommand,
@@ -57,6 +59,7 @@ def reader_of(model: Path | None, device: str) -> "SpeechReader | None":
     """Loads a model that reads speech, if one is named: of faster-whisper, or a recogniser of ours or transformers."""
     if model is None:
         return None
+    require("rapidfuzz", needed_by="error rates")
     if not model.is_dir() or kind_of(model).load_speech_checker:
         checker = speech_checker(model, device)
         return lambda wave, rate_hz, language: str(checker.read(wave, rate_hz))
@@ -157,7 +160,7 @@ KIND = ModelKind(
         items="clips",
         run=evaluate,
     ),
-    exporters={"piper": Exporter(export_piper, frozenset({"name", "language_code"}))},
+    exporters={"piper": Exporter(export_piper, frozenset({"name", "language_code"}), ONNX)},
     commands=(
         OwnCommand(
             "speak", Speak,
@@ -173,4 +176,5 @@ KIND = ModelKind(
     former_names=("voice",),
     keys=frozenset({"data_dir"}),
     metric="loss/generator/duration",
+    packages=("scipy", "skimage", "soundfile"),
 )  # fmt: skip

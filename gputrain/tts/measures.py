@@ -20,7 +20,7 @@ from gputrain.audio.config import Mel
 from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Floats, Method, f0
 from gputrain.audio.io import Samples, resample
 from gputrain.audio.metrics import CEPSTRUM, PitchMatch, log_mel_of, mel_cepstral_distortion, pitch_match
-from gputrain.errors import UserError
+from gputrain.errors import UserError, require
 
 Integers: TypeAlias = NDArray[Any]
 WHISPER_RATE_HZ = 16000
@@ -185,10 +185,6 @@ def plain(text: str) -> str:
     return " ".join(word.strip("'") for word in "".join(kept).split() if word.strip("'"))
 
 
-def has_recogniser() -> bool:
-    return importlib.util.find_spec("faster_whisper") is not None
-
-
 def recognise(wave_T: Samples, rate_hz: int, language: str | None, model: Path) -> str:
     """Transcribes speech with the Whisper model in a folder (Radford et al. 2022, arXiv:2212.04356), by faster-whisper.
 
@@ -209,8 +205,7 @@ def recognise(wave_T: Samples, rate_hz: int, language: str | None, model: Path) 
 
 @functools.lru_cache(maxsize=1)
 def _whisper(model: Path) -> Any:
-    if not has_recogniser():
-        raise UserError("speech recognition needs the package faster-whisper", hint="pip install faster-whisper")
+    require("faster_whisper", needed_by="speech recognition with a Whisper model")
     missing = [name for name in ("model.bin", "config.json", "tokenizer.json") if not (model / name).is_file()]
     if missing:  # Without a tokenizer, the package would download one.
         raise UserError(

@@ -68,7 +68,6 @@ class TtsWork(SpeechWork[TrainTts]):
 
     kind, speech_kind, hop_size = VoiceRecipe.kind, "tts", HOP_SIZE
     generator_is_1d = True
-    packages = ("scipy", "skimage", "soundfile")
     bench_options = ("clip_seconds", "inference")
     inference_switches = SOUND_SWITCHES
 

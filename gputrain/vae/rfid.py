@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gputrain.errors import UserError, first_line
+from gputrain.errors import UserError, first_line, require
 from gputrain.vae.weights import how_to_fetch, read_tensors, verify_files
 
 log = logging.getLogger(__name__)
@@ -107,6 +107,7 @@ def load_extractor(path: Path, device: torch.device, sha256: str = "") -> Extrac
     nor that of the given `sha256`.
     """
     verify_files((path,), (INCEPTION,), (sha256,) if sha256 else ())
+    require("torch_fidelity", "torchvision", needed_by="rFID", otherwise="leave --rfid-weights out")
     # The package would unpickle the whole file and run code in it, so it gets a copy that has only the tensors.
     tensors = io.BytesIO()
     torch.save(read_tensors(path), tensors)
@@ -128,13 +129,9 @@ def load_extractor(path: Path, device: torch.device, sha256: str = "") -> Extrac
 
 
 def _inception() -> Any:
-    """Returns torch-fidelity's class. Raises UserError if it or the torchvision that it imports is not installed."""
+    """Returns torch-fidelity's class. Raises UserError if the torchvision that it imports does not fit torch."""
     try:
         return importlib.import_module("torch_fidelity.feature_extractor_inceptionv3").FeatureExtractorInceptionV3
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"rFID needs torch-fidelity, which is not installed ({error})", hint="pip install 'gputrain[fid]'"
-        ) from None
     except (ImportError, RuntimeError) as error:  # torchvision is of another build than torch.
         raise UserError(
             f"torch-fidelity cannot be imported: {error}", hint="install the torchvision of this torch version"

@@ -16,7 +16,7 @@ import torch
 
 from gputrain.audio import metrics
 from gputrain.audio.config import Mel
-from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Method, f0, interpolated, trackable_range, voiced
+from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Method, f0, interpolated, require_tracker, trackable_range, voiced
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.metrics import ClipMetrics, PitchMatch, pitch_match
 from gputrain.audio.store import Pitch, Wave
@@ -299,7 +299,9 @@ def evaluate_folder(
 
 
 def check_fits(store: VocoderStore, mel: Mel, *, is_new: bool = False) -> None:
-    """Raises UserError if the sampling rate or hop size of a store is not the model's. That of a new one may change."""
+    """Raises UserError if the sampling rate or hop size of a store is not the model's, which for a new one may change,
+    or if its pitch tracker, with which evaluations measure other pitches, is not installed."""
+    require_tracker(store.format.f0_method)
     for name, theirs, ours, unit in (
         ("audio_sample_rate", store.format.sampling_rate, mel.sampling_rate, "Hz"),
         ("hop_size", store.format.hop_size, mel.hop_size, "samples"),

@@ -27,7 +27,6 @@ from gputrain.audio.export import (
     check_file_name,
     cpu_copy,
     exported,
-    import_onnx_package,
     load_checked_onnx,
     load_line,
     run_onnx,
@@ -36,7 +35,7 @@ from gputrain.audio.export import (
 )
 from gputrain.audio.weight_norm import cached_weights
 from gputrain.engine.data import Progress, StepProgress, no_progress, written_aside
-from gputrain.errors import UserError
+from gputrain.errors import UserError, import_package
 from gputrain.kinds import Exported
 from gputrain.vocoder.architecture import SAME_OPTIONS
 from gputrain.vocoder.generator import HARMONICS, Generator, Noise, draw_noise
@@ -233,7 +232,7 @@ def write_graph(generator: Generator, path: Path) -> None:
             dynamic_axes={"mel": {1: "n_frames"}, "f0": {1: "n_frames"}, "waveform": {1: "n_samples"}},
             opset_version=OPSET,
         )
-    onnx = import_onnx_package("onnx")
+    onnx = import_package("onnx")
     model = onnx.load(path)
     model.graph.output[0].type.tensor_type.shape.dim[0].dim_value = 1  # The exporter cannot derive it.
     onnx.save(model, path)
@@ -280,7 +279,7 @@ def _noise_of_graph(generator: Generator, numbers: list[Tensor], frames: int) ->
 
 def _session_with_noise_outputs(path: Path) -> tuple[Any, list[str]]:
     """Loads the graph in onnxruntime with its noise as additional outputs; also returns their names."""
-    onnx, model = import_onnx_package("onnx"), load_checked_onnx(path)
+    onnx, model = import_package("onnx"), load_checked_onnx(path)
     drawn = [node.output[0] for node in model.graph.node if node.op_type.startswith("Random")]
     model.graph.output.extend(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in drawn)
     return run_onnx(model), drawn

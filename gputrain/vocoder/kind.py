@@ -10,6 +10,7 @@ from gputrain.config import leaves
 from gputrain.engine.stop import format_duration
 from gputrain.figures import counted, format_number
 from gputrain.kinds import (
+    ONNX,
     CommandOutput,
     DataCommand,
     DataWork,
@@ -228,8 +229,8 @@ KIND = ModelKind(
     ),
     exporters={
         "openvpi": Exporter(partial(export, format="openvpi")),
-        "onnx": Exporter(partial(export, format="onnx"), frozenset({"name"})),
-        "oudep": Exporter(partial(export, format="oudep"), frozenset({"name"})),
+        "onnx": Exporter(partial(export, format="onnx"), frozenset({"name"}), ONNX),
+        "oudep": Exporter(partial(export, format="oudep"), frozenset({"name"}), ONNX),
     },
     commands=(
         OwnCommand(
@@ -247,4 +248,5 @@ KIND = ModelKind(
     keys=frozenset({"crop_mel_frames", "upsample_rates"}),
     checkpoint_suffix=".ckpt",
     metric="speed/crops_per_second",
+    packages=("skimage", "soundfile"),
 )  # fmt: skip

@@ -12,7 +12,7 @@ import numpy as np
 
 from gputrain.audio import prepare as audio_prepare
 from gputrain.audio.config import Sound as Wishes
-from gputrain.audio.f0 import compile_tracker, default_method, f0
+from gputrain.audio.f0 import compile_tracker, default_method, f0, require_tracker
 from gputrain.audio.prepare import SoundPrepareReport
 from gputrain.audio.store import Pitch, Wave
 from gputrain.engine.data import Progress, no_progress, to_int16
@@ -45,10 +45,14 @@ class VocoderPrepareConfig(VocoderFormat):
 
 
 def vocoder_prepare_config(wishes: Wishes) -> VocoderPrepareConfig:
-    """Returns the settings given by the options. Without parselmouth, it chooses pyin and logs a warning."""
+    """Returns the settings given by the options. Without parselmouth, it chooses pyin and logs a warning.
+
+    Raises UserError if the chosen pitch tracker is not installed.
+    """
     method = default_method() if wishes.f0_method == "auto" else wishes.f0_method
+    require_tracker(method)
     if wishes.f0_method == "auto" and method == "pyin":
-        log.warning("the pitch is tracked by pyin, a hundred times slower than parselmouth: pip install 'gputrain[f0]'")
+        log.warning('the pitch is tracked by pyin, a hundred times slower than parselmouth: pip install "gputrain[f0]"')
     return VocoderPrepareConfig(
         wishes.audio_sample_rate or SAMPLING_RATE, wishes.hop_size, method, wishes.f0_min, wishes.f0_max,
         wishes.trim_db or 0.0, wishes.loudness_db,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gputrain.audio.config import Mel
-from gputrain.audio.f0 import Method, default_method, f0, interpolated
+from gputrain.audio.f0 import Method, default_method, f0, interpolated, require_tracker
 from gputrain.audio.io import HOW_TO_CONVERT, read_sound, resample
 from gputrain.audio.mel import log_mel
 from gputrain.audio.prepare import SILENCE, SUFFIXES
@@ -132,6 +132,7 @@ def vocode_files(settings: Vocode, *, progress: Progress = no_progress) -> Vocod
     generator = load_vocoder(settings.weights, runtime.device).generator
     mel = generator.architecture.mel
     method = default_method() if settings.f0_method == "auto" else settings.f0_method
+    require_tracker(method)
     read = VocoderInputReader(mel, method, settings.f0_min, settings.f0_max, runtime.device)
     done = Vocoded([], [])
     for count, (source, target) in enumerate(wanted.items(), start=1):

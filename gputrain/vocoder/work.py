@@ -46,7 +46,6 @@ class VocoderWork(KindWork[TrainVocoder]):
     kind, item, unit = VocoderRecipe.kind, "crop", VocoderRecipe.unit
     generator_is_1d = True
     fp32_because = FP32_BECAUSE
-    packages = ("skimage", "soundfile")
     bench_options = ("inference",)
     switches = (*SWITCHES, GRAPHS)
     inference_switches = SOUND_SWITCHES

@@ -193,5 +193,5 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     recogniser: Recogniser = load_recogniser(transformers_folder(tmp_path / "model"), CPU)
     monkeypatch.setitem(sys.modules, "sherpa_onnx", None)
-    with pytest.raises(UserError, match="sherpa-onnx cannot be imported"):
+    with pytest.raises(UserError, match="the package sherpa-onnx is not installed"):
         export.export_sherpa(recogniser, tmp_path / "sherpa")

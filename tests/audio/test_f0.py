@@ -6,7 +6,16 @@ import sys
 import numpy as np
 import pytest
 
-from gputrain.audio.f0 import METHODS, _swift_model, default_method, f0, interpolated, trackable_range, voiced
+from gputrain.audio.f0 import (
+    METHODS,
+    _swift_model,
+    default_method,
+    f0,
+    interpolated,
+    require_tracker,
+    trackable_range,
+    voiced,
+)
 from gputrain.errors import UserError
 from tests.tables import each_row
 
@@ -156,7 +165,7 @@ def test_loudness_and_precision_change_nothing(method):
 
 def test_parselmouth_is_the_default_and_pyin_where_it_is_not_installed(monkeypatch):
     assert default_method() == ("parselmouth" if importlib.util.find_spec("parselmouth") else "pyin")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "parselmouth", None)
     assert default_method() == "pyin"
     wave = tone_of(np.full(8000, 150.0), 16000)
     assert np.array_equal(f0(wave, 16000, 160), f0(wave, 16000, 160, "pyin"))
@@ -167,10 +176,11 @@ def test_a_package_that_is_not_installed_is_named_with_how_to_get_it(monkeypatch
     monkeypatch.setitem(sys.modules, MODULES[method], None)
     if method == "swift-f0":
         _swift_model.cache_clear()
-    with pytest.raises(UserError, match=MODULES[method]) as error:
-        f0(np.ones(16000, np.float32), 16000, 160, method)
-    package = {"parselmouth": "gputrain[f0]", "pyworld": "pyworld-prebuilt", "swift-f0": "swift-f0"}[method]
-    assert error.value.hint.startswith(f"pip install {package}, or choose another of parselmouth, ")
+    package = {"parselmouth": '"gputrain[f0]"', "pyworld": "pyworld-prebuilt", "swift-f0": '"gputrain[swift-f0]"'}
+    for call in (lambda: f0(np.ones(16000, np.float32), 16000, 160, method), lambda: require_tracker(method)):
+        with pytest.raises(UserError, match=f"f0 by {method}: the package .* is not installed") as error:
+            call()
+        assert error.value.hint.startswith(f"pip install {package[method]}, or choose another of parselmouth, ")
 
 
 @each_row(

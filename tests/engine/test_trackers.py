@@ -89,6 +89,6 @@ def test_a_tracker_that_fails_costs_one_warning(fails, tmp_path, monkeypatch, ca
 
 def test_a_tracker_that_is_not_installed_is_refused_before_the_first_step(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match="track: wandb is not installed") as raised:
+    with pytest.raises(UserError, match="the package wandb is not installed") as raised:
         trained(tmp_path, track=("wandb",))
     assert 'pip install "gputrain[wandb]"' in raised.value.hint

@@ -249,9 +249,9 @@ def test_nothing_is_left_of_an_export_that_fails(tmp_path: Path, monkeypatch: py
     with pytest.raises(UserError, match="cannot be written"):
         export_piper(loaded, tmp_path / "file")
     monkeypatch.setitem(sys.modules, "onnx", None)
-    with pytest.raises(UserError, match="cannot be imported") as missing:
+    with pytest.raises(UserError, match="the package onnx is not installed") as missing:
         export_piper(loaded, tmp_path / "out")
-    assert missing.value.hint == "pip install onnx onnxruntime"
+    assert missing.value.hint == 'pip install "gputrain[onnx]"'
     assert list((tmp_path / "out").iterdir()) == []
 
 

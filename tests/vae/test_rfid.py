@@ -134,11 +134,11 @@ def test_file_and_extra_are_asked_for(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"its SHA-256 is {digest}, expected 6726825d0af5"):
         evaluate_pictures(tmp_path, tmp_path, PictureEvaluation(rfid_weights=file))
     options = PictureEvaluation(rfid_weights=file, rfid_sha256=digest)
-    installed = importlib.util.find_spec("torch_fidelity") is not None
-    expected = "not Inception's weights|cannot be imported" if installed else "which is not installed"
+    missing = [name for name in ("torch_fidelity", "torchvision") if importlib.util.find_spec(name) is None]
+    expected = "not installed" if missing else "not Inception's weights|cannot be imported"
     with pytest.raises(UserError, match=expected) as caught:
         evaluate_pictures(tmp_path, tmp_path, options)
-    assert installed or caught.value.hint == "pip install 'gputrain[fid]'"
+    assert not missing or caught.value.hint == 'pip install "gputrain[fid]", or leave --rfid-weights out'
 
 
 def torch_fidelity_works() -> bool:

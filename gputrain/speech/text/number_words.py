@@ -1,16 +1,14 @@
 """Numbers as words by num2words, for languages without rules of this package.
 
-The package is under the LGPL, so it is an extra: pip install 'gputrain[numbers]'.
+The package is under the LGPL, so it is an extra: pip install "gputrain[numbers]".
 """
 
 import re
-from importlib.util import find_spec
 from typing import Any
 
-from gputrain.errors import UserError
+from gputrain.errors import UserError, require
 from gputrain.speech.text.numerals import NUMBER, parse_number
 
-_INSTALL = "pip install 'gputrain[numbers]'"
 _CODES = {"kk": "kz", "cmn": "zh", "nb": "no"}  # Codes of ISO 639 that num2words has under another name.
 _DECIMAL_POINT = {"en", "zh", "ja", "ko", "th", "he", "hi", "te", "kn", "bn"}
 _LONGEST = 100  # The most digits of a number; longer ones are codes.
@@ -18,14 +16,9 @@ _WRITTEN = re.compile(rf"(?<![0-9])(?P<sign>(?<![^\s(])[-−])?(?P<number>{NUMBE
 _OTHER_DIGIT = re.compile(r"(?![0-9])\d")
 
 
-def is_installed() -> bool:
-    return find_spec("num2words") is not None
-
-
 def converter_of(language: str) -> str:
     """Returns num2words' name of a language (`pt-BR` is pt_BR), or "" if it has none. Raises UserError without it."""
-    if not is_installed():
-        raise UserError(f"numbers in words for {language!r} need the package num2words", hint=_INSTALL)
+    require("num2words", needed_by=f"numbers in words for {language!r}")
     from num2words import CONVERTER_CLASSES
 
     bare, _, region = language.partition("-")

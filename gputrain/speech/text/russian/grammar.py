@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
-from gputrain.errors import UserError
+from gputrain.errors import import_package
 from gputrain.speech.text.russian.numbers import WORDS, form
 
 _PREPOSITIONS: dict[str, list[str]] = {one: key.split() for key, ones in WORDS["prepositions"].items() for one in ones}
@@ -31,14 +31,9 @@ class Noun(NamedTuple):
 
 @cache
 def _dictionary() -> Any:
-    try:
-        from pymorphy3 import MorphAnalyzer
-    except ImportError:
-        raise UserError(
-            "numbers in Russian texts need pymorphy3, which is not installed",
-            hint='pip install "gputrain[russian]" (its dictionary is under CC BY-SA 3.0); or write numbers in words',
-        ) from None
-    return MorphAnalyzer()
+    # Its dictionary is under CC BY-SA 3.0, therefore it is an extra.
+    package = import_package("pymorphy3", needed_by="numbers in Russian texts", otherwise="write numbers in words")
+    return package.MorphAnalyzer()
 
 
 @lru_cache(100_000)
