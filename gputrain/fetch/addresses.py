@@ -208,8 +208,9 @@ class FetchedPlace:
 
     def _write_record(self) -> None:
         paths = sorted(self.base.rglob("*")) if self.address.unpacks else [self.file]
+        known = "" if self.address.unpacks else self.address.sha256  # It has been verified.
         files = {
-            path.relative_to(self.base).as_posix(): FetchedFile(path.stat().st_size, sha256(path))
+            path.relative_to(self.base).as_posix(): FetchedFile(path.stat().st_size, known or sha256(path))
             for path in paths
             if path.is_file()
         }

@@ -9,6 +9,7 @@ import ipaddress
 import json
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -250,7 +251,8 @@ class Server:
             except (errors.SSLError, errors.ProxyError, errors.Timeout, errors.ConnectionError) as error:
                 raise self._of_connection(url, error) from None
             except (errors.RequestException, ValueError) as error:
-                raise UserError(f"{shown(url)}: {first_line(error)}", hint="check the address") from None
+                hint = "pip install pysocks" if "SOCKS" in str(error) else "check the address"
+                raise UserError(f"{shown(url)}: {first_line(error)}", hint=hint) from None
             self.has_answered = True
             if not target:
                 return response
@@ -392,26 +394,30 @@ class Transfer:
             blocks = self._blocks(response)
             first = next(blocks, b"")
             self._refuse_other_content(response, first)
-            continues = start == offset and (not offset or total in (None, part.total))
+            continues = start == offset and (not offset or None in (total, part.total) or total == part.total)
             if start and not continues:
                 part.drop()
                 raise TryAgain("the server sent another part than the one asked for", pause=0)
+            limit = total if total is not None else self.file.size
+            self._check_disk(None if limit is None else limit - start)
             if not start:
                 if offset:
                     log.info("%s: has changed, or its server cannot continue: downloaded anew", part.target.name)
                 part.start(self.file.url, _validator(response), total)
-            self._store(first, blocks, total)
+            self._store(first, blocks, limit)
 
-    def _store(self, first: bytes, blocks: Iterator[bytes], total: int | None) -> None:
-        """Append what arrives to the part. Raises TryAgain if the connection was cut, UserError if it is too much."""
-        part, limit = self.part, total if total is not None else self.file.size
-        free = shutil.disk_usage(part.path.parent).free
-        if limit is not None and limit - part.size > free:
+    def _check_disk(self, needed: int | None) -> None:
+        """Raises UserError if fewer bytes are free than will arrive."""
+        folder, free = self.part.path.parent, shutil.disk_usage(self.part.path.parent).free
+        if needed is not None and needed > free:
             raise UserError(
-                f"{part.path.parent}: {format_bytes(limit - part.size)} of {part.target.name} are missing, and "
-                f"{format_bytes(free)} are free",
+                f"{folder}: has {format_bytes(free)} free, {self.part.target.name} needs {format_bytes(needed)}",
                 hint=f"free the space, or {OTHER_FOLDER}",
             )
+
+    def _store(self, first: bytes, blocks: Iterator[bytes], limit: int | None) -> None:
+        """Append what arrives to the part. Raises TryAgain if the connection was cut, UserError if it is too much."""
+        part = self.part
 
         def all_blocks() -> Iterator[bytes]:
             yield first
@@ -494,5 +500,4 @@ def _cause(error: BaseException) -> str:
         if not isinstance(nested, BaseException):
             break
         inner = nested
-    text = first_line(inner)
-    return text.rpartition(">: ")[2].rpartition("): ")[2] if ">: " in text else text
+    return re.sub(r"^<?[\w.]*(Connection|Pool)\w*(\(.*?\)| object at \w+>): ", "", first_line(inner))

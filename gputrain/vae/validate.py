@@ -14,10 +14,10 @@ from gputrain.engine.preparation import (
     ValueRange,
     find_duplicates,
     run_jobs,
-    sha256,
     sorted_refusals,
     value_range,
 )
+from gputrain.fetch.verify import sha256
 from gputrain.vae.config import PictureLimits
 from gputrain.vae.data import is_prepared
 from gputrain.vae.pictures import (
