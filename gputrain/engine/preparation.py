@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from gputrain.engine.data import Progress, fingerprint, read_rows, write_rows, writing
 from gputrain.engine.workers import signals_blocked
 from gputrain.errors import UserError
-from gputrain.fetch.verify import sha256
+from gputrain.fetch.files import sha256
 from gputrain.figures import format_number
 from gputrain.hw.child_process import describe_exit, remedy_for_exit
 from gputrain.kinds import refuse_other_data

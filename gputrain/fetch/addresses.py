@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -30,8 +30,8 @@ from gputrain.fetch.download import (
     shown,
     writing_into,
 )  # fmt: skip
+from gputrain.fetch.files import NOT_REPLACED, copy_files, fault_of, files_below, sha256
 from gputrain.fetch.hub import is_offline
-from gputrain.fetch.verify import fault_of, sha256
 from gputrain.figures import format_bytes
 from gputrain.stored import from_json
 
@@ -144,75 +144,64 @@ class FetchedPlace:
             self.base = root / address.key
             self.record_path = root / f"{address.key}.json"
         else:
-            self.base = folder / stem_of(address.file_name) if address.unpacks else folder
-            target = _digest(str((folder / address.file_name).resolve()))
-            self.record_path = root / "elsewhere" / f"{address.key}-{target}.json"
+            self.base = folder
+            self.record_path = root / "elsewhere" / f"{address.key}-{_digest(str(folder.resolve()))}.json"
         self.file = self.base / address.file_name  # Of no meaning for an archive.
 
     @property
     def path(self) -> Path:
         """The file, or the folder with the files of an archive, which options take."""
-        return content_of(self.base) if self.address.unpacks else self.file
+        if not self.address.unpacks:
+            return self.file
+        return content_of(self.base) if self.is_in_cache else self.base
 
     def state(self, *, thoroughly: bool = False) -> str | None:
         """Returns what is wrong with what is there; an empty text if nothing is, None if nothing is there.
 
         Sizes are compared, and if it is done `thoroughly`, each SHA-256.
         """
-        there = self.base if self.address.unpacks else self.file
-        if not there.exists():
-            return None
         record = _read_record(self.record_path, self.address.url)
+        if not (self.base if self.address.unpacks else self.file).exists() or (record is None and self.address.unpacks):
+            return None
         if record is None:
-            known = self.address.size is not None or self.address.sha256
-            if self.address.unpacks or not known:
-                return f"{there}: is there already, and nothing tells whether it is the same"
-            fault = fault_of(there, self.address.size, self.address.sha256)
-            return f"{there}: {fault}" if fault else ""
+            if self.address.size is None and not self.address.sha256:
+                return f"{self.file}: is there already, and nothing tells whether it is the same"
+            fault = fault_of(self.file, self.address.size, self.address.sha256)
+            return f"{self.file}: {fault}" if fault else ""
         for name, file in record.files.items():
             if not (self.base / name).is_file():
-                return f"{self.base / name}: is missing"
+                return f"{self.base / name}: is missing" if self.is_in_cache else None
             if fault := fault_of(self.base / name, file.size, file.sha256 if thoroughly else ""):
                 return f"{self.base / name}: {fault}"
         return ""
 
     def fill(self, progress: ByteProgress) -> None:
-        """Download the file, or copy it from the cache, and unpack it if it is an archive."""
-        in_cache = FetchedPlace(self.address)
-        if not self.is_in_cache and in_cache.state(thoroughly=True) == "":
-            self._copy(in_cache)
+        """Download the file, or copy it from the cache, where archives are unpacked first."""
+        names = [self.address.file_name]
+        if not self.is_in_cache and (self.address.unpacks or FetchedPlace(self.address).state() == ""):
+            origin = fetch_address(self.address, thoroughly=True, progress=progress)
+            files = files_below(origin) if self.address.unpacks else {self.address.file_name: origin}
+            copy_files(files, self.base)
+            names = [*files]
         elif self.address.unpacks:
             aside = self.base.with_name(f"{self.base.name}.download")
             archive = aside / self.address.file_name
             download(self.address.remote, archive, progress=progress)
             try:
-                shutil.rmtree(self.base, ignore_errors=True)  # Only the cache has something there.
-                unpack(archive, self.base)
+                unpack(archive, aside / "content")
+                shutil.rmtree(self.base, ignore_errors=True)
+                os.replace(aside / "content", self.base)
             finally:
                 shutil.rmtree(aside, ignore_errors=True)
+            names = [*files_below(self.base)]
         else:
             download(self.address.remote, self.file, anew=True, progress=progress)
-        self._write_record()
+        self._write_record(names)
 
-    def _copy(self, origin: "FetchedPlace") -> None:
-        if self.address.unpacks:
-            aside = self.base.with_name(f"{self.base.name}.partial")
-            shutil.rmtree(aside, ignore_errors=True)
-            shutil.copytree(origin.base, aside)
-            os.replace(aside, self.base)
-        else:
-            self.base.mkdir(parents=True, exist_ok=True)
-            aside = self.file.with_name(f"{self.file.name}.partial")
-            shutil.copyfile(origin.file, aside)
-            os.replace(aside, self.file)
-
-    def _write_record(self) -> None:
-        paths = sorted(self.base.rglob("*")) if self.address.unpacks else [self.file]
+    def _write_record(self, names: Sequence[str]) -> None:
         known = "" if self.address.unpacks else self.address.sha256  # It has been verified.
         files = {
-            path.relative_to(self.base).as_posix(): FetchedFile(path.stat().st_size, known or sha256(path))
-            for path in paths
-            if path.is_file()
+            name: FetchedFile((self.base / name).stat().st_size, known or sha256(self.base / name)) for name in names
         }
         record = FetchedFiles(self.address.url, self.address.file_name, files)
         self.record_path.parent.mkdir(parents=True, exist_ok=True)
@@ -236,7 +225,7 @@ def fetch_address(
         if state == "":
             return place.path
         if state and not place.is_in_cache:
-            raise UserError(state, hint="it is not replaced: name another --output-dir")
+            raise UserError(state, hint=NOT_REPLACED)
         if is_offline() and (place.is_in_cache or FetchedPlace(address).state() != ""):
             raise UserError(
                 f"{address.label}: {'is not in the cache' if state is None else state}, and nothing may be downloaded",

@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 from gputrain import __version__
 from gputrain.caches import cache_folder
 from gputrain.errors import UserError, first_line
-from gputrain.fetch.verify import fault_of
+from gputrain.fetch.files import fault_of
 from gputrain.figures import format_bytes
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from gputrain.engine.preparation import (
     sorted_refusals,
     value_range,
 )
-from gputrain.fetch.verify import sha256
+from gputrain.fetch.files import sha256
 from gputrain.vae.config import PictureLimits
 from gputrain.vae.data import is_prepared
 from gputrain.vae.pictures import (

@@ -13,7 +13,7 @@ from torch import Tensor
 from gputrain.engine.checkpoint import read_foreign
 from gputrain.errors import UserError
 from gputrain.fetch.catalogue import catalogue
-from gputrain.fetch.verify import sha256
+from gputrain.fetch.files import sha256
 
 DAMAGED = "copy or download it again"
 DIGEST = "tensors_sha256"  # key in the metadata of a .safetensors file that gputrain wrote

@@ -103,10 +103,17 @@ def test_archives_are_unpacked(server, tmp_path):
     path = fetch_address(address)
     assert files_of(path) == {"model.ckpt": b"weights", "config.json": b"{}"}
     assert files_of(fetch_address(address, tmp_path / "w")) == files_of(path)
-    assert fetch_address(address, tmp_path / "w").is_relative_to(tmp_path / "w" / "voice_2024")
+    assert fetch_address(address, tmp_path / "w") == tmp_path / "w"
     assert len(server.log) == 1  # It was copied from the cache.
+    (tmp_path / "w" / "config.json").unlink()
+    assert files_of(fetch_address(address, tmp_path / "w")) == files_of(path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "model.ckpt").write_bytes(b"mine")
+    with pytest.raises(UserError, match=r"mine/model\.ckpt: is there already, and is another file"):
+        fetch_address(address, tmp_path / "mine")
+    assert files_of(tmp_path / "mine") == {"model.ckpt": b"mine"}
     (path / "model.ckpt").write_bytes(b"damaged")
-    assert files_of(fetch_address(address, thoroughly=True)) == files_of(tmp_path / "w" / "voice_2024" / "voice_2024")
+    assert files_of(fetch_address(address, thoroughly=True)) == files_of(tmp_path / "w")
     assert len(server.log) == 2
     assert not list(tmp_path.rglob("*.zip"))[1:]
     assert not list(tmp_path.rglob("*.download"))

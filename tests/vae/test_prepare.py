@@ -22,7 +22,7 @@ from gputrain.config import leaves
 from gputrain.engine.data import MANIFEST, fingerprint, read_rows
 from gputrain.engine.preparation import QUARANTINE
 from gputrain.errors import UserError
-from gputrain.fetch.verify import sha256
+from gputrain.fetch.files import sha256
 from gputrain.vae.config import PictureLimits, VaePrepareConfig
 from gputrain.vae.data import open_pictures
 from gputrain.vae.kind import KIND
