@@ -71,4 +71,4 @@ def test_the_committed_table_is_what_is_predicted_now(tmp_path, monkeypatch: pyt
     }
     assert (
         not changed
-    )  # If that is meant: python -m benchmarks.published, and the tables of README and docs/planning.md.
+    )  # If that is meant: python -m benchmarks.published, and the table of docs/planning.md.
