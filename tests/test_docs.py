@@ -3,7 +3,8 @@
 import ast
 import re
 import shlex
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,17 @@ from gputrain.cli import reference
 from gputrain.cli.app import app, command_line
 from gputrain.cli.options import settings_of
 from gputrain.config import assemble, leaves, to_yaml
+from gputrain.hw.gpus import known_gpus
 from gputrain.tts import coqui
 from gputrain.tts.config import SPELLINGS, TrainTts
 from gputrain.vae.config import TrainVae
+from tests.command import gputrain_here
 from tests.tables import each_row
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKED = [*PAGES, ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*/*.md"), *(ROOT / "benchmarks").glob("*.md")]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 # Configuration files that the documents name, with their content. They stand for files of the reader.
 FILES: dict[str, Callable[[], str]] = {
     "outputs/vae/config.yaml": lambda: to_yaml(assemble(TrainVae, {"data_path": "photos"})),
@@ -87,6 +92,117 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content(), encoding="utf-8")
     return tmp_path
+
+
+# --------------------------------------------------------------------------------------------- links and the front page
+
+
+def without_code(page: str) -> str:
+    """Return a page without its blocks and spans of code."""
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL))
+
+
+def anchors_of(path: Path) -> set[str]:
+    """Return the anchors that GitHub gives the headings of a page: `heading`, then `heading-1` where it repeats."""
+    seen: Counter[str] = Counter()
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        seen[re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")] += 1
+    return {name if number == 0 else f"{name}-{number}" for name, count in seen.items() for number in range(count)}
+
+
+def broken_links(path: Path) -> Iterator[str]:
+    """Yield the relative links of a page whose file or heading doesn't exist."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(path.read_text(encoding="utf-8"))):
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        if re.match(r"[a-z]+:", link):
+            continue
+        if not target.exists() or (anchor and anchor not in anchors_of(target)):
+            yield link
+
+
+def test_every_relative_link_leads_to_a_file_and_a_heading() -> None:
+    assert {path.name: broken for path in LINKED if (broken := list(broken_links(path)))} == {}
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A `b`: c, d\n## Again\n## Again\n[x](page.md#a-b-c-d) [x](#again-1) [x](#again-2) ![x](no.png) `[x](y)` "
+        "[x](https://a.b/c#d) [x](page.md#b)\n```\n# Not a heading\n[x](z)\n```\n[x](#not-a-heading)\n"
+    )
+    assert list(broken_links(page)) == ["#again-2", "no.png", "page.md#b", "#not-a-heading"]
+
+
+def test_the_front_page_is_short_and_leads_with_the_users_job() -> None:
+    assert len(README.splitlines()) <= 110
+    assert re.findall(r"^#+ (.*)$", without_code(README), re.MULTILINE) == [
+        "gputrain",
+        "Install",
+        "From your folder to a trained model",
+        "What will it take? Ask before you rent",
+        "Why trust it",
+        "Beside other trainers",
+        "Measured",
+        "Licence",
+    ]
+    assert "![" in README.split("\n## ")[0]
+    assert "git clone" in README.split("\n## ")[1]
+    assert len(commands_of(README.split("\n## ")[2])) == 4
+
+
+def test_the_checks_of_a_change_run_the_commands_of_the_front_page() -> None:
+    install = README.split("\n## ")[1]
+    run = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert re.findall(r"^\./setup\.sh (\w+)", install, re.MULTILINE) == ["demo", "test"]
+    assert set(re.findall(r"\./setup\.sh (\w+)", run)) == {"demo", "test"}
+
+
+def test_what_others_lack_is_shown_by_their_own_pages() -> None:
+    rows = [line.strip("| ").split(" | ") for line in README.split("## Beside other trainers\n")[1].splitlines()]
+    rows = [row for row in rows if len(row) > 1][2:]
+    assert len(rows) > 4
+    for row in rows:
+        assert re.search(r"\]\(https://(github\.com|huggingface\.co)/", row[-1]), row[0]
+
+
+@pytest.mark.slow  # It plans for three GPUs.
+def test_the_plan_of_the_front_page_is_what_the_command_prints() -> None:
+    (line,) = [line for line in commands_of(README) if line.startswith("gputrain plan ")]
+    shown = README.split("```text\n")[1].split("```")[0].rstrip().splitlines()
+    printed = gputrain_here(*shlex.split(line)[1:]).stdout.splitlines()
+    assert len(shown) > 5
+    assert [row for row in shown if row.rstrip() not in {row.rstrip() for row in printed}] == []
+
+
+def test_the_front_page_counts_the_known_gpus() -> None:
+    assert f" {len(known_gpus())} cards are known" in README
+
+
+def messages() -> str:
+    """Return every string of the program, with `...` for the values that are put into it."""
+    found = []
+    for path in sorted((ROOT / "gputrain").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return re.sub(r"\{[a-z_]+(:[^}]*)?\}|%(\.\d)?[sdfg]", "...", "\n".join(found))
+
+
+def test_every_message_of_the_page_on_failures_is_the_programs() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    shown = [message for row in rows for message in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
+    program = messages()
+    assert len(shown) > 20
+    assert [message for message in shown if message.strip(".: ") not in program] == []
+
+
+# ------------------------------------------------------------------------------------------------------------- commands
 
 
 @each_row(*COMMANDS)
