@@ -31,6 +31,7 @@ SPECTROGRAM = {
 DILATIONS = "resblock_dilation_sizes"
 LATER = {"mini_nsf": False, "noise_sigma": 0.0, "pc_aug": False}  # Keys that older models lack, with their behaviour.
 MODEL = "model.ckpt"
+FIRST_MODEL = "model"  # The name of the same file in openvpi's release of 2022.
 GENERATOR, DISCRIMINATOR = "generator.", "discriminator."
 DIFFERENT = "give the options that it was trained with, or --no-finetune-strict-shapes to reinitialise these tensors"
 # Substitutions from other spellings to the names of our tensors, in this order.
@@ -194,7 +195,8 @@ def weights_file(path: Path) -> Path:
     refuse_in_pieces(path)
     if path.is_file() or is_ours(path):
         return path
-    found = [path / MODEL] if (path / MODEL).is_file() else sorted(path.glob("[!.]*.ckpt"))
+    named = [path / name for name in (MODEL, FIRST_MODEL) if (path / name).is_file()]
+    found = named[:1] or sorted(path.glob("[!.]*.ckpt"))
     if len(found) == 1:
         return found[0]
     what = f"holds {', '.join(file.name for file in found)}" if found else f"holds neither {MODEL} nor a checkpoint"

@@ -16,7 +16,7 @@ from gputrain.engine.optim import Ema
 from gputrain.errors import UserError
 from gputrain.vocoder.config import Data, Model, TrainVocoder
 from gputrain.vocoder.generator import Generator
-from gputrain.vocoder.load import LoadedVocoder, load_vocoder
+from gputrain.vocoder.load import LoadedVocoder, load_vocoder, read_weights
 from tests.tables import each_row
 from tests.vocoder.test_generator import TINY, build, largest, stored, variants
 
@@ -81,6 +81,13 @@ def test_a_file_of_another_name(tmp_path: Path) -> None:
     (folder / "other.ckpt").write_bytes(b"")
     with pytest.raises(UserError, match=r"holds other\.ckpt, singer\.ckpt"):
         load_vocoder(folder, CPU)
+
+
+def test_the_first_release_names_its_file_model(tmp_path: Path) -> None:
+    folder = openvpi_folder(tmp_path)
+    (folder / "model.ckpt").rename(folder / "model")
+    assert load_vocoder(folder, CPU).source == str(folder / "model")
+    assert read_weights(folder).generator.keys() == read_weights(folder / "model").generator.keys()
 
 
 def test_older_models_lack_the_newest_keys(tmp_path: Path) -> None:
