@@ -3,7 +3,7 @@
 Shape suffixes: R rows of a table, one for each symbol or speaker; C channels.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,13 +98,19 @@ def read_origin(path: Path, voice: Voice, discriminators: nn.Module) -> Origin:
 
 
 def start_from(
-    origin: Origin, voice: Voice, discriminators: nn.Module, frontend: Frontend, speakers: Sequence[str]
+    origin: Origin,
+    voice: Voice,
+    discriminators: nn.Module,
+    frontend: Frontend,
+    speakers: Sequence[str],
+    spoken: Collection[str],
 ) -> list[str]:
     """Initialises a training from a voice that `read_origin` has read.
 
     Copies every layer whose tensors all have the same shapes there, and the embedding rows of symbols and speakers
     that both voices have by name. `voice` has symbols and speakers in the order of `frontend.symbols` and
-    `speakers`; the caller must set the EMA of its weights. Returns descriptions of the reinitialised parts.
+    `speakers`; the caller must set the EMA of its weights. Returns descriptions of the reinitialised parts. Symbols
+    that are not `spoken` in the data, as most of IPA is not in any language, are left out of them.
     """
     taken = _take_layers(voice, origin.voice)
     taken["discriminators"] = [
@@ -118,6 +124,7 @@ def start_from(
         tables.append(("speakers", SPEAKERS, tuple(speakers), origin.speakers))
     for part, name, wanted, known in tables:
         new = _take_rows(voice.state_dict()[name], wanted, origin.voice.get(name), known)
+        new = [one for one in new if part != "symbols" or one in spoken]
         reinitialised += [f"{part}: {' '.join(new)}"] if new else []
     return reinitialised
 

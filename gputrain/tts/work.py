@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -198,12 +199,15 @@ class TtsTraining(SpeechTraining[TrainTts]):
 
     def start(self, recipe: VoiceRecipe, run: Run) -> None:
         if self.origin:
-            init_from(recipe, self.origin, self.speech.store.format)
+            front_end = self.speech.store.format.front_end
+            ids = {number for clip in self.speech.store.clips for number in front_end.ids(clip.normalized)}
+            spoken = {front_end.symbols[number] for number in ids}
+            init_from(recipe, self.origin, self.speech.store.format, spoken)
             self.origin = None
 
 
-def init_from(recipe: VoiceRecipe, origin: Origin, format: SpeechFormat) -> None:
-    reinitialised = start_from(origin, recipe.voice, recipe.discriminators, format.front_end, format.speakers)
+def init_from(recipe: VoiceRecipe, origin: Origin, format: SpeechFormat, spoken: Collection[str]) -> None:
+    reinitialised = start_from(origin, recipe.voice, recipe.discriminators, format.front_end, format.speakers, spoken)
     if reinitialised:
         log.warning("%s: reinitialised: %s", origin.source, "; ".join(reinitialised))
     if recipe.settings.schedule.ema_decay:

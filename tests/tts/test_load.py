@@ -15,7 +15,7 @@ from gputrain.errors import UserError
 from gputrain.speech.text.frontend import Frontend, frontend
 from gputrain.tts.architecture import VoicePreset, voice_architecture
 from gputrain.tts.config import TrainTts
-from gputrain.tts.load import LoadedVoice, architecture_of, load_voice
+from gputrain.tts.load import LoadedVoice, architecture_of, load_voice, read_origin, start_from
 from gputrain.tts.model import Voice, inference_copy
 from tests.tts.test_train import small_presets
 from tests.tts.voices import begun_from, build, small
@@ -142,6 +142,16 @@ def test_what_is_no_voice_is_refused(tmp_path: Path, english: tuple[Path, Voice]
 
 def state(voice: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in voice.state_dict().items()}
+
+
+def test_symbols_that_no_clip_has_are_not_named(english: tuple[Path, Voice]) -> None:
+    uzbek = frontend("uz")
+    voice = Voice(voice_architecture("fast", num_symbols=len(uzbek.symbols), num_speakers=2))
+    discriminators = some_discriminators()
+    origin = read_origin(english[0], voice, discriminators)
+    speakers = ("clara", "anna")
+    assert start_from(origin, voice, discriminators, uzbek, speakers, "abc") == ["speakers: clara"]
+    assert "symbols: ʻ" in start_from(origin, voice, discriminators, uzbek, speakers, "aʻ")
 
 
 def test_another_language_begins_with_all_but_its_own_symbols(english: tuple[Path, Voice]) -> None:

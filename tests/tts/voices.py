@@ -116,4 +116,5 @@ def begun_from(
     path: Path, voice: Voice, discriminators: nn.Module, reading: Frontend, speakers: Sequence[str]
 ) -> list[str]:
     """Initialises a voice from a checkpoint, as a training does. Returns the parts that are reinitialised."""
-    return start_from(read_origin(path, voice, discriminators), voice, discriminators, reading, speakers)
+    origin = read_origin(path, voice, discriminators)
+    return start_from(origin, voice, discriminators, reading, speakers, reading.symbols)
