@@ -43,7 +43,17 @@ UNPRINTABLE = re.compile(r"(?!\n  )[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]
 
 class PipeConsole(Console):
     """A console that becomes quiet if the program that reads its output ends, as `head` does: a command goes on without
-    it, and its files and its exit code are as usual."""
+    it, and its files and its exit code are as usual.
+
+    FORCE_COLOR, which notebooks and build servers set, colours what goes to a pipe and makes no terminal of it: a bar
+    could not be redrawn there, and would fill the output with its copies."""
+
+    def __init__(self, **options: Any) -> None:
+        stream = options.get("file") or (sys.stderr if options.get("stderr") else sys.stdout)
+        if stream is None or not stream.isatty():
+            color = "standard" if os.environ.get("FORCE_COLOR") else None
+            options = {"force_terminal": False, "color_system": color, **options}
+        super().__init__(**options)
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

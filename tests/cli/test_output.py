@@ -301,3 +301,19 @@ def test_a_command_on_a_narrow_terminal_can_be_copied(monkeypatch):
     assert " ".join(line.removesuffix("\\").strip() for line in lines) == command
     monkeypatch.setattr(ui, "out", PipeConsole(file=io.StringIO(), width=80))
     assert ui.command_line(command) == f"  {command}"
+
+
+def test_colours_that_are_asked_for_make_no_terminal_of_a_pipe(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # As a notebook's kernel sets for its commands.
+    piped = ui.MessageConsole(file=io.StringIO(), width=80)
+    with piped.status("planning"):
+        piped.print("[red]a[/] line")
+    monkeypatch.setattr(ui, "err", piped)
+    with ui.TerminalBar("preparing") as bar:
+        bar.update(1, 2)
+        bar.update(2, 2)
+    assert piped.file.getvalue() == "\x1b[31ma\x1b[0m line\n"
+    monkeypatch.delenv("FORCE_COLOR")
+    plain = ui.MessageConsole(file=io.StringIO(), width=80)
+    plain.print("[red]a[/] line")
+    assert plain.file.getvalue() == "a line\n"
