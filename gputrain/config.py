@@ -42,6 +42,12 @@ from gputrain.stored import converted, read_json, read_yaml
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+
+class ModelName(str):
+    """The path of a model, or a name by which it is published (gputrain/fetch/names.py), as the user wrote it: a path
+    would change a name's slashes."""
+
+
 LARGEST = 2**63 - 1  # The largest number that an option takes.
 LONGEST_FILE = 10_000_000  # Bytes of a configuration file.
 
@@ -262,7 +268,11 @@ def describe(kind: Any) -> str:
         return f"a list out of {', '.join(get_args(item))}" if chosen else f"a list of {describe(item)[2:]}s"
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path"}[kind]
+    names: dict[Any, str] = {
+        int: "a whole number", float: "a number", bool: "true or false", str: "a text", Path: "a path",
+        ModelName: "a path or name",
+    }  # fmt: skip
+    return names[kind]
 
 
 def _range(low: float | None, high: float | None) -> str:
@@ -309,7 +319,7 @@ def _listed(leaf: Leaf, value: Any) -> Any:
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+    return str(value) if isinstance(value, (Path, ModelName)) else value
 
 
 def read_file(path: Path) -> dict[str, object]:

@@ -22,8 +22,10 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NamedTuple, Protocol
 
-from gputrain.config import config, leaves, opt, read_file
+from gputrain.config import ModelName, config, leaves, opt, read_file
 from gputrain.errors import UserError, require
+from gputrain.fetch.names import local_path
+from gputrain.fetch.published import PublishedFiles
 
 log = logging.getLogger(__name__)
 
@@ -171,6 +173,7 @@ class ModelKind:
     translate_data: Translate | None = None  # and in those of prepare-data.
     former_names: tuple[str, ...] = ()  # Those of older versions, which stay accepted.
     keys: frozenset[str] = frozenset()  # A configuration with one of these keys and without a kind is of this kind.
+    published: PublishedFiles | None = None  # The files of a published model that are read.
     checkpoint_suffix: str = ""  # Ending of another program's checkpoints of this kind.
     metric: str = ""  # A metric by which a run of an older version is recognised.
     # Modules that the commands on models import, some of them only in the middle of a training.
@@ -221,7 +224,7 @@ def kinds_with(part: str) -> list[str]:
     return [name for name, kind in kinds().items() if getattr(kind, part) is not None]
 
 
-def speech_checker(model: Path, device: str = "auto") -> Any:
+def speech_checker(model: str | Path, device: str = "auto") -> Any:
     """Loads a recogniser, by the kind of model that has them."""
     kind = next(kind for kind in kinds().values() if kind.load_speech_checker)
     assert kind.load_speech_checker is not None
@@ -248,29 +251,37 @@ def without_kind(cls: type, content: Mapping[str, object], source: str) -> dict[
 class TrainedModel:
     """The options that name a trained model."""
 
-    model: Path = opt(help="A run folder, a checkpoint, or a model in another program's format.")
+    model: ModelName = opt(help="A run folder, a checkpoint, or a model in another program's format.")
     checkpoint: str = opt(
         default="auto",
         help="Checkpoint of a run folder: best, last, or the name of its file; auto: the best, if one was chosen on "
         "held-out data, otherwise the last.",
     )
 
+    @functools.cached_property
+    def path(self) -> Path:
+        """The model's local file or folder; one that is named by a published name is fetched.
+
+        Raises UserError if there is none.
+        """
+        return local_path(self.model, *(kind.published for kind in kinds().values() if kind.published))
+
     @property
     def weights(self) -> Path:
         """The model's file, or its folder if there is nothing to choose: `engine.checkpoint.find_named` then decides.
 
-        Raises UserError if there is no such checkpoint.
+        Raises UserError if there is no such model or checkpoint.
         """
         if self.checkpoint == "auto":
-            return self.model
-        held = sorted(path.name for path in self.model.glob("checkpoint_*.pt")) if self.model.is_dir() else []
+            return self.path
+        held = sorted(path.name for path in self.path.glob("checkpoint_*.pt")) if self.path.is_dir() else []
         if not held:
             raise UserError(
                 f"checkpoint {self.checkpoint} does nothing with {self.model}, which is no run folder",
                 hint="drop --checkpoint, or name the run folder with --model",
             )
         name = f"checkpoint_{self.checkpoint}.pt" if self.checkpoint in ("best", "last") else self.checkpoint
-        for path in (self.model / name, Path(name)):
+        for path in (self.path / name, Path(name)):
             if path.is_file():
                 return path
         raise UserError(f"{self.model}: holds no {name}", hint=f"it holds {', '.join(held)}")
@@ -319,8 +330,6 @@ def kind_of(model: Path) -> ModelKind:
     nothing at the path.
     """
     folder = model if model.is_dir() else model.parent
-    if not model.exists() and (cached := _in_cache_of_hub(model)) is not None:
-        model = folder = cached
     if not model.exists():
         hint = "--model takes a run folder, a checkpoint or an export"
         raise UserError(f"{model}: no such file or folder", hint=hint)
@@ -339,17 +348,6 @@ def kind_of(model: Path) -> ModelKind:
     except (OSError, ValueError):
         return default_kind()
     return _kind_by_keys(content) if isinstance(content, dict) else default_kind()
-
-
-def _in_cache_of_hub(model: Path) -> Path | None:
-    """Returns the folder of a model that is named as on the Hugging Face Hub, user/model, if it has been downloaded."""
-    try:
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache("/".join(model.parts[:2]), "config.json")
-    except (ImportError, ValueError):  # It has no such name.
-        return None
-    return Path(found).parent if isinstance(found, str) else None
 
 
 def _stated_kind(content: Mapping[str, object]) -> ModelKind:

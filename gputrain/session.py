@@ -245,11 +245,12 @@ def log_runtime(runtime: Runtime, prediction: Mapping[str, Any]) -> None:
         log.debug("peak: %.3g TFLOPS (a large matrix product in %s, measured)", rate, plan.precision.value)
 
 
-def log_start(source: Path, parts: str = "") -> None:
-    """Logs the file or folder that a training gets its first weights from, and which parts it has. Those of a run are
-    logged where they are read (`checkpoint.find_named`)."""
+def log_start(name: str | Path, parts: str = "") -> None:
+    """Logs the model that a training gets its first weights from, and which parts it has. Those of a run are logged
+    where they are read (`checkpoint.find_named`)."""
+    source = Path(name)
     if source.suffix != ".pt" and not checkpoint.newest_first(source):
-        log.info("start: the weights of %s%s", source, f" ({parts})" if parts else "")
+        log.info("start: the weights of %s%s", name, f" ({parts})" if parts else "")
 
 
 def log_trained(recipe: Recipe) -> None:

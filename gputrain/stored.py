@@ -50,10 +50,11 @@ def converted(kind: Any, value: Any, where: str, *, reads_texts: bool = False) -
         return value if value in arguments else _refuse(value, where)
     if reads_texts and kind in (int, float) and isinstance(value, str):
         return kind(value)
-    accepted = {float: (float, int), Path: (Path, str)}.get(kind, kind)
+    is_name = isinstance(kind, type) and issubclass(kind, str) and kind is not str
+    accepted = (str, Path) if is_name else {float: (float, int), Path: (Path, str)}.get(kind, kind)
     if not isinstance(value, accepted) or isinstance(value, bool) != (kind is bool):
         _refuse(value, where)
-    if kind is Path and "\0" in str(value):
+    if (kind is Path or is_name) and "\0" in str(value):
         _refuse(value, where)
     return None if value is None else kind(value)
 

@@ -43,11 +43,12 @@ class Hub:
             self.server.add(f"{api}/revision/{name}", json.dumps(facts).encode())
             self.server.add(f"{api}/tree/{name}", listed.encode())
         for name, content in files.items():
-            self._add_file(repo, commit, name, content)
+            for of in (revision, commit):
+                self._add_file(repo, of, commit, name, content)
         return commit
 
-    def _add_file(self, repo: str, commit: str, name: str, content: bytes) -> None:
-        path = f"/{repo}/resolve/{commit}/{name}"
+    def _add_file(self, repo: str, revision: str, commit: str, name: str, content: bytes) -> None:
+        path = f"/{repo}/resolve/{revision}/{name}"
         headers = {"X-Repo-Commit": commit, "ETag": f'"{etag_of(content)}"'}
         if len(content) <= LARGE:
             self.server.add(path, content, headers=headers)
@@ -107,6 +108,7 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, address: str, cache: Path) -> None:
     monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", address)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100_000)  # Of a broken connection, whole blocks are kept.
     # It waits a second before it goes on after a broken connection.
     monkeypatch.setattr(file_download.time, "sleep", lambda seconds: None)
 

@@ -240,7 +240,7 @@ def test_an_unpacked_checkpoint_is_told_by_every_loader_with_a_command_that_pack
     run = RUNS / "vae/run/checkpoint_last.pt"
     with zipfile.ZipFile(run) as file:
         file.extractall((tmp_path / "in" / where).parent)
-    for load in (kind_of, read_pretrained, weights_file, file_at, lambda path: is_own(str(path)), read_trained):
+    for load in (kind_of, read_pretrained, weights_file, file_at, is_own, read_trained):
         for path in (tmp_path / "in", tmp_path / "in" / where):
             with pytest.raises(UserError, match=f"in/{where}: an unpacked checkpoint") as refused:
                 load(path)
@@ -264,7 +264,7 @@ def test_the_parts_of_a_split_checkpoint_are_told_by_every_loader(tmp_path, name
         (folder / part).write_bytes(b"part")
     for other in ("model.pt.gz", "model.pt2", "model.onnx.json"):  # Other formats.
         (folder / other).touch()
-    for load in (kind_of, read_pretrained, weights_file, file_at, lambda path: is_own(str(path)), read_trained):
+    for load in (kind_of, read_pretrained, weights_file, file_at, is_own, read_trained):
         for path in (folder, folder / names[0]):
             with pytest.raises(UserError, match=f"{names[0]}.* of {name}") as refused:
                 load(path)

@@ -130,7 +130,7 @@ class CtcChecker:
         return (free - bound.log_prob) / len(labels)
 
 
-def load_checker(model: Path, device: DeviceName = "auto") -> CtcChecker:
+def load_checker(model: str | Path, device: DeviceName = "auto") -> CtcChecker:
     """Loads a recogniser that checks speech. Raises UserError if there is none."""
     runtime = runtime_on(device)
     return CtcChecker(load_recogniser(model, runtime.device), runtime.autocast)

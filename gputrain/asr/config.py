@@ -1,14 +1,16 @@
 """Options of the commands of a recogniser. Imports no torch."""
 
+import json
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from gputrain.asr.architecture import AdapterKind, Adapters, RecogniserPreset
 from gputrain.audio.config import SoundSaving
 from gputrain.bench.options import BenchOptions, BenchSettings
-from gputrain.config import config, leaves, opt
+from gputrain.config import ModelName, config, leaves, opt
 from gputrain.engine.schedule import SEVERAL, LearningRateSchedule, Schedule
 from gputrain.errors import UserError
+from gputrain.fetch.published import PublishedFiles
 from gputrain.hw.plan import Cards, DeviceName, Hardware
 from gputrain.kinds import TrainedModel
 from gputrain.speech.config import SpeechData
@@ -23,6 +25,28 @@ SPELLINGS = {
 
 TranscriptFormat = Literal["txt", "srt", "vtt"]
 FROM_SCRATCH_RATE, FINE_TUNING_RATE = 1e-3, 3e-4
+
+
+def adapters_of(folder: Path) -> list[str]:
+    """Returns the names of the files with the weights of the language that a tokenizer of transformers is set to."""
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        language = settings.get("target_lang")
+    except (OSError, ValueError, AttributeError):  # Reading the model says what is wrong.
+        return []
+    return [f"adapter.{language}.{ending}" for ending in ("safetensors", "bin")] if isinstance(language, str) else []
+
+
+# Of transformers. Models of many languages have the weights of each in a file of its own.
+PUBLISHED = PublishedFiles(
+    whole=("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
+    needed=("config.json",),
+    beside=(
+        "vocab.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+        "preprocessor_config.json", "processor_config.json",
+    ),
+    parts=("adapter.*.safetensors", "adapter.*.bin"), further=adapters_of, example="facebook/wav2vec2-xls-r-300m",
+)  # fmt: skip
 
 
 @config(panel="Data")
@@ -41,10 +65,10 @@ class Model:
         help="Architecture without init_from: tiny (2 M weights) or base (94 M) from random weights, or the sizes of "
         "XLS-R.",
     )
-    init_from: str = opt(
-        default="",
-        help="Initialise from a folder of transformers, a name on the Hugging Face Hub, a run or a checkpoint; symbols "
-        "keep their weights.",
+    init_from: ModelName = opt(
+        default=ModelName(),
+        help="Initialise from a folder of transformers, a run or a checkpoint, or by a name of `gputrain fetch --list` "
+        "or of the Hugging Face Hub; symbols keep their weights.",
     )
     adapters: AdapterKind = opt(
         default="none",
@@ -204,7 +228,7 @@ class LanguageModelOptions:
 
 @config(panel="Transcription")
 class Transcribe(TrainedModel):
-    model: Path = opt(
+    model: ModelName = opt(
         help="A run folder or a checkpoint of train-asr, or a model of transformers (Wav2Vec2ForCTC): its folder, its "
         "name on the Hugging Face Hub, or the file of a language's adapter in it."
     )

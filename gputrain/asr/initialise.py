@@ -12,7 +12,7 @@ from torch import Tensor
 from gputrain.asr.architecture import preset_architecture, with_adapters
 from gputrain.asr.config import TrainAsr
 from gputrain.asr.load import load_run
-from gputrain.asr.pretrained import is_pretrained, open_pretrained
+from gputrain.asr.pretrained import is_pretrained, local_recogniser, open_pretrained
 from gputrain.asr.recipe import RecogniserRecipe
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import load_weights, refuse_nonfinite
@@ -80,15 +80,16 @@ def save_architecture(folder: Path, architecture: Mapping[str, Any]) -> None:
         log.warning("%s cannot be written (%s)", folder / ARCHITECTURE, error.strerror)
 
 
-def is_own(name: str) -> bool:
-    """Returns True if a name means a run or a checkpoint of train-asr."""
-    path = Path(name)
+def is_own(path: Path) -> bool:
+    """Returns True if a path leads to a run or a checkpoint of train-asr."""
     refuse_in_pieces(path)
-    return not is_pretrained(name) and (path.is_file() or bool(checkpoint.newest_first(path)))
+    return not is_pretrained(path) and (path.is_file() or bool(checkpoint.newest_first(path)))
 
 
 def _initial_architecture(name: str) -> dict[str, Any]:
-    found = load_run(Path(name)).model.config.to_dict() if is_own(name) else open_pretrained(name).architecture
+    """Reads the architecture of a model. Of a published one, the weights are not fetched: a plan needs none."""
+    path = local_recogniser(name, weights=False)
+    found = load_run(path).model.config.to_dict() if is_own(path) else open_pretrained(path, name).architecture
     return dict(_plain(found))
 
 
@@ -104,11 +105,11 @@ def initial_normalizes(settings: TrainAsr) -> bool:
     name = settings.model.init_from
     if not name or saved_architecture(settings) is not None:  # The checkpoint of a resumed run tells.
         return True
-    if is_own(name):
-        return load_run(Path(name)).normalizes
-    found = open_pretrained(name)
-    if not found.hub_name:
-        found.check_weights()
+    path = local_recogniser(name)
+    if is_own(path):
+        return load_run(path).normalizes
+    found = open_pretrained(path, name)
+    found.check_weights()
     return found.normalizes
 
 
@@ -120,11 +121,12 @@ def init_weights(recipe: RecogniserRecipe, name: str, vocabulary: Vocabulary) ->
     """
     lacking: list[str] = []
     known: Vocabulary | None
-    if is_own(name):
-        run = load_run(Path(name))
+    path = local_recogniser(name)
+    if is_own(path):
+        run = load_run(path)
         given, known = run.model, run.vocabulary
     else:
-        found = open_pretrained(name)
+        found = open_pretrained(path, name)
         (given, lacking), known = found.load(), found.vocabulary
     weights = {key: tensor for key, tensor in given.state_dict().items() if key not in lacking}
     refuse_nonfinite(weights, name)

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gputrain.asr.config import BenchAsr, LanguageModelOptions, PlanAsr, TrainAsr, Transcribe
+from gputrain.asr.config import PUBLISHED, BenchAsr, LanguageModelOptions, PlanAsr, TrainAsr, Transcribe
 from gputrain.audio.config import ClipEvaluation
 from gputrain.config import leaves
 from gputrain.figures import counted
@@ -39,7 +39,7 @@ def work() -> "AsrWork":
 # -------------------------------------------------------------------------------------------------- trained models
 
 
-def load_checker(model: Path, device: Any) -> "CtcChecker":
+def load_checker(model: str | Path, device: Any) -> "CtcChecker":
     from gputrain.asr import checking
 
     return checking.load_checker(model, device)
@@ -144,6 +144,7 @@ KIND = ModelKind(
     prepared=PREPARED_SPEECH,
     prepare=prepare_command("asr"),
     validate=validate_command("asr"),
+    published=PUBLISHED,
     evaluation=EvaluateCommand(
         groups={"clips": ClipEvaluation, "language_model": LanguageModelOptions},
         names=frozenset({"max_clips", *leaves(LanguageModelOptions)}),

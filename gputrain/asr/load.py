@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gputrain.asr import model as networks
 from gputrain.asr.lora import merged
-from gputrain.asr.pretrained import is_pretrained, open_pretrained
+from gputrain.asr.pretrained import is_pretrained, local_recogniser, open_pretrained
 from gputrain.asr.tokenizer import VOCABULARY
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import format_list, load_weights, refuse_nonfinite, trained_weights
@@ -72,18 +72,19 @@ def predict(model: Any, wave_BL: Tensor, samples_B: Tensor, *, normalizes: bool)
         return torch.log_softmax(networks.logits(model, wave_BL, frames_B).float(), dim=-1)
 
 
-def load_recogniser(path: Path, device: torch.device) -> Recogniser:
-    """Loads a recogniser for inference: of a run, a checkpoint, or a folder or a name of transformers. Raises UserError
-    if it doesn't exist, is damaged or is of another kind."""
-    loaded = load_pretrained(str(path)) if is_pretrained(str(path)) else load_run(path)
+def load_recogniser(name: str | Path, device: torch.device) -> Recogniser:
+    """Loads a recogniser for inference: of a run, a checkpoint, or a folder of transformers, or a published one. Raises
+    UserError if it doesn't exist, is damaged or is of another kind."""
+    path = local_recogniser(name)
+    loaded = load_pretrained(path, str(name)) if is_pretrained(path) else load_run(path)
     refuse_nonfinite(loaded.model.state_dict(), loaded.source)
     loaded.model.requires_grad_(False).eval().to(device)
     return loaded
 
 
-def load_pretrained(name: str) -> Recogniser:
+def load_pretrained(path: Path, name: str) -> Recogniser:
     """Loads a recogniser of transformers on the CPU. Raises UserError if it cannot be read, or is no recogniser yet."""
-    found = open_pretrained(name)
+    found = open_pretrained(path, name)
     if found.vocabulary is None:
         raise UserError(
             f"{name}: no {VOCABULARY}, so that nothing tells which symbols its head writes",

@@ -1,8 +1,8 @@
-"""Models of transformers: their folders, or names on the Hugging Face Hub, and what is read from them.
+"""Models of transformers: their folders, and what is read from them.
 
-A name becomes a folder here and nowhere else, so that a model that is named on the Hub is read as its folder is. Models
-of many languages, as those of MMS, have one vocabulary a language, and the weights of its adapters and of its head in
-`adapter.LANGUAGE.safetensors`. The main weights have those of one language, English unless they were saved anew.
+A published name becomes a folder first, which has the same files. Models of many languages, as those of MMS, have one
+vocabulary a language, and the weights of its adapters and of its head in `adapter.LANGUAGE.safetensors`. The main
+weights have those of one language, English unless they were saved anew.
 """
 
 import logging
@@ -17,22 +17,18 @@ from torch import Tensor
 
 from gputrain.asr import model as networks
 from gputrain.asr.architecture import check_frames
-from gputrain.asr.tokenizer import FILES, StockTokenizer, format_languages, read_json, read_tokenizer
+from gputrain.asr.config import PUBLISHED
+from gputrain.asr.tokenizer import StockTokenizer, format_languages, read_json, read_tokenizer
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError, first_line
+from gputrain.fetch.names import local_path
 from gputrain.speech.frames import ENCODER_RATE
 from gputrain.speech.text.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
 
 CONFIG, PREPROCESSOR, PROCESSOR = "config.json", "preprocessor_config.json", "processor_config.json"
-# The files of weights, and what the Hub has of each form.
-WEIGHTS = {
-    ("model.safetensors", "model.safetensors.index.json"): "model-*.safetensors",
-    ("pytorch_model.bin", "pytorch_model.bin.index.json"): "pytorch_model-*.bin",
-}
 ADAPTER = re.compile(r"adapter\.([\w.-]+)\.(?:safetensors|bin)")
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # Of a user and a model.
 MAIN_LANGUAGE = "eng"  # That of the main weights of MMS, as transformers' Wav2Vec2ForCTC takes them.
 POINTER = b"version https://git-lfs"  # Beginning of the file that stands for weights in a clone without Git LFS.
 
@@ -43,7 +39,6 @@ class StockRecogniser:
 
     name: str  # the one that the user gave
     folder: Path
-    hub_name: str  # "" for a folder that the user named
     architecture: dict[str, Any]  # the fields of its Wav2Vec2Config
     vocabulary: Vocabulary | None  # None if it has no tokenizer, as one that was never fine-tuned
     language: str | None  # the one whose adapter is loaded
@@ -51,10 +46,9 @@ class StockRecogniser:
 
     def check_weights(self) -> None:
         """Raises UserError if there are no weights, or what stands for them in a clone without Git LFS."""
-        known = [file for names in WEIGHTS for file in names]
-        files = [self.folder / file for file in known if (self.folder / file).is_file()]
+        files = [self.folder / file for file in PUBLISHED.whole if (self.folder / file).is_file()]
         if not files:
-            raise UserError(f"{self.name}: no weights in it", hint=f"copy {known[0]} or {known[2]} there")
+            raise UserError(f"{self.name}: no weights in it", hint="copy model.safetensors or pytorch_model.bin there")
         for file in files:
             with file.open("rb") as opened:
                 if opened.read(len(POINTER)) == POINTER:
@@ -65,8 +59,6 @@ class StockRecogniser:
         UserError if weights are missing or damaged."""
         from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 
-        if self.hub_name:
-            _fetch_weights(self.hub_name, self.folder)
         self.check_weights()
         try:
             with networks.quiet_transformers():
@@ -93,15 +85,22 @@ class StockRecogniser:
         return model.float().train(), [name for name in missing if "masked_spec_embed" not in name]
 
 
-def is_pretrained(name: str) -> bool:
-    """Returns True if a name means a model of transformers, and not a run or a checkpoint of train-asr: a folder with a
-    configuration, a file in it, or the name of a folder or an adapter on the Hugging Face Hub."""
-    path = _folder_of_file(Path(name))
+def local_recogniser(name: str | Path, *, weights: bool = True) -> Path:
+    """Returns the local path of a recogniser that is named by its path or by a published name. Without `weights`, those
+    of a published one are not fetched. Raises UserError if there is none."""
+    path = Path(name)
+    if ADAPTER.fullmatch(path.name) and path.parent.is_dir():  # If it is missing, reading says which there are.
+        return path
+    return local_path(name, PUBLISHED, weights=weights)
+
+
+def is_pretrained(path: Path) -> bool:
+    """Returns True if a path leads to a model of transformers, and not to a run or a checkpoint of train-asr: to a
+    folder with a configuration, or a file in it."""
+    path = _folder_of_file(path)
     if path.is_dir():
         return (path / CONFIG).is_file() and not checkpoint.newest_first(path)
-    if ADAPTER.fullmatch(path.name):
-        return True
-    return not path.exists() and _is_hub_name(name, path)
+    return ADAPTER.fullmatch(path.name) is not None
 
 
 def _folder_of_file(path: Path) -> Path:
@@ -111,14 +110,13 @@ def _folder_of_file(path: Path) -> Path:
     return path.parent if named else path
 
 
-def _is_hub_name(name: str, path: Path) -> bool:
-    return not name.startswith(".") and HUB_NAME.fullmatch(path.as_posix()) is not None
+def open_pretrained(path: Path, name: str = "") -> StockRecogniser:
+    """Reads all of a model of transformers but its weights. `name` is the one that messages give it.
 
-
-def open_pretrained(name: str) -> StockRecogniser:
-    """Reads all of a model of transformers but its weights. Raises UserError if there is none, it is of another type,
-    or its language cannot be told."""
-    folder, hub_name, language = _located(name)
+    Raises UserError if there is none, it is of another type, or its language cannot be told.
+    """
+    folder, language = _located(path)
+    name = name or str(path)
     content = read_json(folder / CONFIG)
     if content.get("model_type") != "wav2vec2":
         raise UserError(
@@ -136,7 +134,7 @@ def open_pretrained(name: str) -> StockRecogniser:
     normalizes = _normalizes(name, folder, fine_tuned=(tokenizer := read_tokenizer(folder)) is not None)
     vocabulary = None
     if tokenizer is not None:
-        language = _language_of(name, folder, hub_name, tokenizer, language, architecture)
+        language = _language_of(name, folder, tokenizer, language, architecture)
         rows = architecture["vocab_size"] if language is None else _rows_of_adapter(folder, language)
         at = language or tokenizer.target_language
         if language is not None and not tokenizer.fits(at, rows):
@@ -148,61 +146,21 @@ def open_pretrained(name: str) -> StockRecogniser:
         vocabulary = tokenizer.vocabulary(at, rows, architecture.get("pad_token_id"))
     elif language is not None:
         raise UserError(f"{name}: the folder has no vocab.json", hint="copy the tokenizer's files there, too")
-    return StockRecogniser(name, folder, hub_name, architecture, vocabulary, language, normalizes)
+    return StockRecogniser(name, folder, architecture, vocabulary, language, normalizes)
 
 
-def _located(name: str) -> tuple[Path, str, str | None]:
-    """Returns the folder of a model, its name on the Hub or "", and the language whose adapter is named."""
-    path, language = Path(name), None
+def _located(path: Path) -> tuple[Path, str | None]:
+    """Returns the folder of a model, and the language whose adapter is named."""
+    language = None
     if not path.is_dir() and (adapter := ADAPTER.fullmatch(path.name)):
         path, language = path.parent, adapter[1]
     path = _folder_of_file(path)
-    if path.is_dir():
-        if not (path / CONFIG).is_file():
-            raise UserError(
-                f"{path} holds neither a run of train-asr nor a {CONFIG} of transformers",
-                hint="name a run folder, or a folder with config.json and model.safetensors",
-            )
-        return path, "", language
-    if path.is_file() or not _is_hub_name(name, path):
+    if not (path / CONFIG).is_file():
         raise UserError(
-            f"{name}: no such folder",
-            hint="name a folder with a model, or one on the Hugging Face Hub: facebook/wav2vec2-xls-r-300m",
+            f"{path} holds neither a run of train-asr nor a {CONFIG} of transformers",
+            hint="name a run folder, or a folder with config.json and model.safetensors",
         )
-    return _fetch(path.as_posix(), CONFIG, *FILES, PREPROCESSOR, PROCESSOR), path.as_posix(), language
-
-
-def _fetch(hub_name: str, *patterns: str) -> Path:
-    """Returns the folder of a model of the Hub in the cache, after downloading the files that the cache lacks. Raises
-    UserError if neither has it."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-    from huggingface_hub.utils import logging as hub_logging
-
-    before = hub_logging.get_verbosity()
-    hub_logging.set_verbosity(logging.ERROR)  # It warns of patterns without a file.
-    try:
-        folder = Path(snapshot_download(hub_name, allow_patterns=list(patterns)))
-    except Exception as error:  # Those of several libraries, by the cause.
-        offline = isinstance(error, LocalEntryNotFoundError)
-        why = "the cache lacks files of it, and the Hub cannot be reached" if offline else first_line(error)
-        raise UserError(
-            f"{hub_name} is neither a folder nor a model that can be read from the Hugging Face Hub: {why}",
-            hint="without network, download it elsewhere and name its folder",
-        ) from None
-    finally:
-        hub_logging.set_verbosity(before)
-    if CONFIG in patterns and not (folder / CONFIG).is_file():
-        raise UserError(f"{hub_name}: the Hugging Face Hub has no {CONFIG} of it", hint="name another model")
-    return folder
-
-
-def _fetch_weights(hub_name: str, folder: Path) -> None:
-    for names, parts in WEIGHTS.items():
-        if not any((folder / name).is_file() for name in names):
-            _fetch(hub_name, *names, parts)
-        if any((folder / name).is_file() for name in names):
-            break
+    return path, language
 
 
 def _normalizes(name: str, folder: Path, *, fine_tuned: bool) -> bool:
@@ -236,7 +194,7 @@ def _adapters(folder: Path) -> dict[str, Path]:
 
 
 def _language_of(
-    name: str, folder: Path, hub_name: str, tokenizer: StockTokenizer, named: str | None, architecture: dict[str, Any]
+    name: str, folder: Path, tokenizer: StockTokenizer, named: str | None, architecture: dict[str, Any]
 ) -> str | None:
     """Returns the language whose adapter is to be loaded, None if the main weights are those to use. Raises UserError
     if neither is right."""
@@ -244,10 +202,6 @@ def _language_of(
     own, head = tokenizer.rows_of(wanted), architecture["vocab_size"]  # Raises UserError if no language is chosen.
     if wanted is None:
         return None
-    if hub_name:
-        for ending in ("safetensors", "bin"):
-            if wanted not in _adapters(folder):
-                _fetch(hub_name, f"adapter.{wanted}.{ending}")
     present = _adapters(folder)
     if wanted in present:
         if not architecture.get("adapter_attn_dim"):

@@ -233,7 +233,7 @@ for each in kinds().values():
 @command(app, "Trained models")
 def evaluate(settings: EvaluateSettings) -> None:
     """Evaluate a model on held-out data: pictures of a VAE, sound and pitch of a vocoder, speech of a voice."""
-    kind = kind_of(settings.model)
+    kind = kind_of(settings.path)
     refuse_others(settings, kind, "evaluation", f"{settings.model}, {kind.title}")
     require(*kind.packages)
     with ui.TerminalBar("evaluating") as bar:
@@ -245,7 +245,7 @@ def evaluate(settings: EvaluateSettings) -> None:
 @command(app, "Trained models")
 def export(settings: ExportSettings) -> None:
     """Write a model in the format of another program, and verify that the file read back computes the same."""
-    kind = kind_of(settings.model)
+    kind = kind_of(settings.path)
     exporter = kind.exporters[kind_commands.format_of(settings, kind)]
     require(*kind.packages, *exporter.packages)
     with ui.TerminalBar("exporting") as bar:

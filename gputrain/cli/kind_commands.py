@@ -111,7 +111,7 @@ def format_of(settings: ExportSettings, kind: ModelKind) -> str:
 
 def _holds_model(settings: ExportSettings) -> bool:
     """Return True for a file, and for a folder with a configuration or a checkpoint."""
-    path, names = settings.model, ("config.yaml", "config.json", "*.pt", "*.ckpt")
+    path, names = settings.path, ("config.yaml", "config.json", "*.pt", "*.ckpt")
     return path.is_file() or any(True for name in names for _ in path.glob(name))
 
 

@@ -4,6 +4,7 @@ A value is checked in the same way whether a flag or a file gives it. A flag bea
 """
 
 import inspect
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +16,17 @@ from typer.core import TyperCommand, TyperGroup
 
 from gputrain import config
 from gputrain.bench.options import BenchSettings, MeasuredFile
-from gputrain.config import Leaf
+from gputrain.config import Leaf, ModelName
 from gputrain.errors import Stopped, UserError
+from gputrain.fetch.hub import OFFLINE
 from gputrain.kinds import Translate, without_kind
 
 T = TypeVar("T")
-LIST_ITEMS = {int: "N", float: "N", Path: "PATH"}  # What help pages call an item of a list.
+LIST_ITEMS = {int: "N", float: "N", Path: "PATH", ModelName: "PATH"}  # What help pages call an item of a list.
 FILES = "gputrain.files"  # Key of the files of a benchmark in click's context.
 
 
+OFFLINE_HELP = "Fetch nothing: published models are read from the cache, as with HF_HUB_OFFLINE=1."
 WIDEST = 120  # Columns of a help page on a wider terminal.
 
 
@@ -98,6 +101,8 @@ def add_command(
     """
 
     def run(context: typer.Context, **values: Any) -> None:
+        if values.pop("offline", False):
+            os.environ[OFFLINE] = "1"  # Processes that are started from here heed it, too.
         try:
             made: Any = settings_of(settings, context, values)
             function(with_files(made, context, values) if issubclass(settings, BenchSettings) else made)
@@ -114,10 +119,20 @@ def add_command(
         options.append(_config_option(settings, shipped, translate))
     if profiles:
         options.append(_profile_option(settings, profiles))
+    if names_models(settings):
+        options.append(_offline_option())
     options += [_retired_option(name) for name in config.retired(settings)]
     run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     run.settings = settings  # type: ignore[attr-defined]
     app.command(name, help=help, cls=CommandPage, rich_help_panel=panel, context_settings=_context(settings))(run)
+
+
+def names_models(settings: type) -> bool:
+    """Return True if a command has an option that takes a published model by its name."""
+    return any(
+        leaf.plain_type is ModelName or ModelName in get_args(leaf.plain_type)
+        for leaf in config.leaves(settings).values()
+    )
 
 
 def settings_of(cls: type[T], context: typer.Context, values: dict[str, Any]) -> T:
@@ -177,6 +192,8 @@ def _option(leaf: Leaf) -> inspect.Parameter:
     elif leaf.former_values:
         # A choice would refuse the former values. `config.convert` accepts them, and refuses all others.
         kind, further = str, {"metavar": f"[{'|'.join(get_args(kind))}]"}
+    elif kind is ModelName:
+        kind, further = str, {"metavar": "PATH|NAME"}
     elif kind in (int, float):
         further = {"min": leaf.min, "max": leaf.max}
     default = inspect.Parameter.empty if leaf.required else leaf.default
@@ -187,6 +204,13 @@ def _option(leaf: Leaf) -> inspect.Parameter:
         option = typer.Argument(help=leaf.help, metavar=leaf.name.removesuffix("s").upper(), show_default=False)
     return inspect.Parameter(
         leaf.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+    )
+
+
+def _offline_option() -> inspect.Parameter:
+    option = typer.Option("--offline", help=OFFLINE_HELP)
+    return inspect.Parameter(
+        "offline", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
     )
 
 

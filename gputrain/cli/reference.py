@@ -5,6 +5,7 @@ from pathlib import Path
 import typer
 
 from gputrain.cli.app import app
+from gputrain.cli.options import OFFLINE_HELP, names_models
 from gputrain.config import Leaf, describe, leaves
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
@@ -38,6 +39,8 @@ def commands(of: typer.Typer, prefix: str = "") -> dict[str, type]:
 
 def section(name: str, settings: type) -> str:
     rows = "".join(row(leaf) for leaf in leaves(settings).values())
+    if names_models(settings):
+        rows += f"| `--offline` | `false` | true or false | {OFFLINE_HELP} |\n"
     return f"\n## gputrain {name}\n\n| option | default | takes | what it does |\n|---|---|---|---|\n{rows}"
 
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from gputrain.config import config, leaves, opt
+from gputrain.config import ModelName, config, leaves, opt
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.probe import usable_cores
@@ -77,8 +77,10 @@ class ValidateSettings(DataSettings):
     audio_sample_rate: int | None = opt(
         default=None, help="Sampling rate of the training, in Hz; default: 44100 for vocoder, 22050 for tts.", min=8000
     )
-    check_with: Path | None = opt(
-        default=None, help="Recogniser of train-asr or transformers that reads every clip and lists texts that differ."
+    check_with: ModelName | None = opt(
+        default=None,
+        help="Recogniser of train-asr or transformers, its folder or its name on the Hugging Face Hub, that reads "
+        "every clip and lists texts that differ.",
     )
     strict: bool = opt(default=False, help="Exit with 3 if a file is refused.")
 
@@ -94,9 +96,10 @@ class PrepareSettings(DataSettings):
     )
     output_dir: Path | None = opt(default=None, help="Folder to fill with prepared data and their manifest.")
     overwrite: bool = opt(default=False, help="Replace pictures that the folder holds from other settings.")
-    align_with: Path | None = opt(
+    align_with: ModelName | None = opt(
         default=None,
-        help="Recogniser of train-asr or transformers that cuts recordings longer than max_seconds between sentences.",
+        help="Recogniser of train-asr or transformers, its folder or its name on the Hugging Face Hub, that cuts "
+        "recordings longer than max_seconds between sentences.",
     )
 
     def __post_init__(self) -> None:
@@ -120,7 +123,10 @@ class PrepareSettings(DataSettings):
 @with_options_of_kinds("evaluation")
 @config(panel="Evaluation")
 class EvaluateSettings(TrainedModel):
-    model: Path = opt(help="A run folder, a checkpoint, or a model of diffusers, openvpi or transformers (CTC).")
+    model: ModelName = opt(
+        help="A run folder, a checkpoint, or a model of diffusers, openvpi or transformers (CTC): its folder, or its "
+        "name on the Hugging Face Hub."
+    )
     data_path: tuple[Path, ...] = opt(
         help="Folder of pictures, prepared or not; for the other kinds of model, a prepared folder; may be repeated.",
         separator="",
@@ -135,7 +141,7 @@ class EvaluateSettings(TrainedModel):
 
 @config(panel="Export")
 class ExportSettings(TrainedModel):
-    model: Path = opt(help="Run folder or checkpoint.")
+    model: ModelName = opt(help="Run folder or checkpoint.")
     output_dir: Path = opt(help="Folder for the exported model.")
     data_path: Path | None = opt(
         default=None,

@@ -11,22 +11,24 @@ stays in the cache, as its versions before 1 kept it, and the next call goes on 
 only when its size and its digest are those that the Hub states.
 """
 
+import contextlib
 import errno
 import hashlib
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import unquote
 
 from filelock import FileLock
 
 from gputrain.errors import UserError, first_line
+from gputrain.figures import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,8 @@ MAIN = "main"
 OFFLINE = "HF_HUB_OFFLINE"  # The variable by which huggingface_hub, and --offline, switch the network off.
 COMMIT = re.compile("[0-9a-f]{40}")
 REPO = re.compile(r"(?P<type>datasets/)?(?P<repo>\w[\w.-]*/\w[\w.-]*)", re.ASCII)
+# The adapter of a language of MMS is named by its file, as in a folder.
+ADAPTER = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)/(?P<file>adapter\.[\w.-]+\.(?:safetensors|bin))", re.ASCII)
 # Beginnings of what people copy from a browser, and of fsspec's names.
 PREFIXES = re.compile(r"(?:https?:/{1,2}(?:www\.)?(?:huggingface\.co|hf\.co)/|hf:/{1,2})(?P<rest>.+)")
 VIEWS = ("tree", "blob", "resolve", "raw")  # Pages of a repository whose next part is a revision.
@@ -72,6 +76,8 @@ def parse_hub_name(name: str) -> HubName | None:
         rest = unquote(match["rest"].partition("?")[0].partition("#")[0]).rstrip("/")
         return _parse_address(rest.removeprefix("models/"))
     plain, _, revision = name.strip().partition("@")
+    if match := ADAPTER.fullmatch(plain):
+        plain = f"{match['repo']}:{match['file']}"
     repo, _, path = plain.partition(":")
     match = REPO.fullmatch(repo.rstrip("/"))
     if match is None or "\\" in name or ("@" in name and not revision):
@@ -163,12 +169,12 @@ class Repository:
             total = sum(file.size for file in lacking)
             what = lacking[0].path if len(lacking) == 1 else f"{len(lacking)} files"
             log.info("fetching %s of %s (%s) into %s", what, self.name, format_bytes(total), self.storage)
-            with ThreadPoolExecutor(AT_ONCE) as pool:
+            with _quiet_hub(), ThreadPoolExecutor(AT_ONCE) as pool:
                 for _ in pool.map(self._fetch, [file for file in lacking if file.size <= SMALL_FILE]):
                     pass
-            for file in lacking:
-                if file.size > SMALL_FILE:
-                    self._fetch(file)
+                for file in lacking:
+                    if file.size > SMALL_FILE:
+                        self._fetch(file)
         if not self.is_cached:
             self._note_commit()
         return self.folder
@@ -228,9 +234,8 @@ class Repository:
             if there := opened.tell():
                 log.info("%s: going on after %s of %s", file.path, format_bytes(there), format_bytes(file.size))
             name = file.path.rpartition("/")[2]
-            with _quiet_hub():
-                http_get(url, opened, resume_size=opened.tell(), headers=headers, expected_size=file.size,
-                         displayed_filename=name)  # fmt: skip
+            http_get(url, opened, resume_size=opened.tell(), headers=headers, expected_size=file.size,
+                     displayed_filename=name)  # fmt: skip
         if part.stat().st_size != file.size or file.digest_of(part) != file.digest:
             part.unlink()
             raise UserError(
@@ -272,7 +277,8 @@ def open_repository(name: HubName) -> Repository:
             raise lacks(name, "", "offline")
         return replace(cached, why_cached="offline")
     try:
-        return _open_online(name)
+        with _quiet_hub():
+            return _open_online(name)
     except network_errors() as error:
         fault = explained(error, name)
         if cached is None:
@@ -316,29 +322,27 @@ def _open_cached(name: HubName) -> Repository | None:
 
 
 def network_errors() -> tuple[type[BaseException], ...]:
-    """Returns the errors of the network, of the Hub's answers and of the disk. The library that makes connections is
-    another one in each major version of huggingface_hub, and its errors are bases of the Hub's."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    """Returns the errors of the network, of the Hub's answers, which may be no JSON, and of the disk.
 
-    return (OSError, HFValidationError, *HfHubHTTPError.__bases__)
+    The library that makes connections is another one in each major version of huggingface_hub, and its errors are bases
+    of the Hub's.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return (OSError, ValueError, *HfHubHTTPError.__bases__)
 
 
-def _quiet_hub() -> Any:
+@contextlib.contextmanager
+def _quiet_hub() -> Iterator[None]:
     """Keeps huggingface_hub from reporting each interrupted connection, after which it goes on by itself."""
-    import contextlib
-
     from huggingface_hub.utils import logging as hub_logging
 
-    @contextlib.contextmanager
-    def quiet() -> Any:
-        before = hub_logging.get_verbosity()
-        hub_logging.set_verbosity(logging.ERROR)
-        try:
-            yield
-        finally:
-            hub_logging.set_verbosity(before)
-
-    return quiet()
+    before = hub_logging.get_verbosity()
+    hub_logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        hub_logging.set_verbosity(before)
 
 
 def lacks(name: HubName, path: str, why: str) -> UserError:
@@ -393,6 +397,12 @@ def explained(error: BaseException, name: HubName, path: str = "") -> UserError:
             f"{where}: {error.filename or cache_folder()} cannot be written ({error.strerror})",
             hint="set HF_HOME to a folder that can be written",
         )
+    if isinstance(error, ValueError) and not isinstance(error, OSError):
+        return UserError(
+            f"{where}: the answer is not that of the Hub ({first_line(error)})",
+            hint=f"a network may ask to log in by a browser, or to use a proxy, HTTPS_PROXY; the address is "
+            f"{constants.ENDPOINT}, by HF_ENDPOINT another one",
+        )
     return UserError(
         f"{where}: the Hub cannot be reached, or the connection broke off: {first_line(error)}",
         hint=f"run the command again, which goes on from there; behind a proxy, set HTTPS_PROXY; the address is "
@@ -403,10 +413,3 @@ def explained(error: BaseException, name: HubName, path: str = "") -> UserError:
 def format_some(names: Iterable[str], most: int = 6) -> str:
     listed = list(names)
     return f"it has {', '.join(listed[:most])}" + (f" and {len(listed) - most} more" if len(listed) > most else "")
-
-
-def format_bytes(count: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} bytes"

@@ -1,4 +1,4 @@
-"""Chooses which files of a repository make a published model.
+"""Chooses which files of a repository make a published model, and fetches them.
 
 Repositories hold the same weights in several forms and precisions, and whole pipelines. A kind of model declares by
 `PublishedFiles` which of them it reads.
@@ -6,28 +6,31 @@ Repositories hold the same weights in several forms and precisions, and whole pi
 
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from gputrain.errors import UserError
 from gputrain.fetch.hub import HubName, Repository, format_some, lacks, open_repository
 
 
+def nothing_else(folder: Path) -> Sequence[str]:
+    return ()
+
+
 @dataclass(frozen=True)
 class PublishedFiles:
-    """The files that make a published model of a kind, as patterns of names. Of each list, the first that is there is
-    taken."""
+    """The files that make a published model of a kind, as patterns of their names in its folder."""
 
-    whole: Sequence[str] = ()  # Weights that make their folder a model, if it has all of `needed`.
-    single: Sequence[str] = ()  # Weights that are named themselves, if a folder has one such file.
-    needed: Sequence[str] = ()
-    beside: Sequence[str] = ()  # What is read beside the weights, where it is there.
-    folders: Sequence[str] = ("",)  # Where to look in what is named, such as "vae" in a pipeline.
+    whole: Sequence[str] = ()  # Weights that make their folder a model; the first that is there is taken.
+    needed: Sequence[str] = ()  # Files without which these weights make no model.
+    single: Sequence[str] = ()  # Weights that are named by themselves, if a folder has one such file.
+    beside: Sequence[str] = ()  # Files that are read beside the weights, where they are there.
+    parts: Sequence[str] = ()  # Files that are named for a model with such a part, as the adapter of a language.
+    folders: Sequence[str] = ("",)  # Places of the model in what is named, such as "vae" in a pipeline.
+    # Takes the folder with what was fetched so far, and returns the names of further files, where they are there.
+    further: Callable[[Path], Sequence[str]] = nothing_else
     example: str = ""  # A name for messages.
-
-    def others(self, names: Iterable[str], folder: str) -> list[str]:
-        """Returns those of the files in a folder that are read beside the weights."""
-        return _matching(names, folder, [*self.needed, *self.beside])
 
 
 @dataclass(frozen=True)
@@ -35,43 +38,52 @@ class Choice:
     """The files of a repository that are fetched for a model."""
 
     path: str  # The folder or file in the repository that is the model.
-    files: tuple[str, ...]
-    weights: tuple[str, ...]  # Those of `files` that hold weights.
+    weights: tuple[str, ...]
+    others: tuple[str, ...]
     rank: int = 0  # The place of the weights in the list of those that the kind prefers.
 
+    @property
+    def folder(self) -> str:
+        return self.path if self.path not in (*self.weights, *self.others) else self.path.rpartition("/")[0]
 
-OWN = ("checkpoint_best.pt", "checkpoint_last.pt")  # A run folder of gputrain.
-OWN_BESIDE = ("config.yaml", "architecture.json")
-SHARDS = re.compile(r"(?P<stem>.+)\.(?P<ending>safetensors|bin)\.index\.json")
-VARIANTS = re.compile(r"[._-](fp16|bf16|non_ema|fp8)\b")  # Copies of weights that are of no use for training.
+
+RUN = ("checkpoint_best.pt", "checkpoint_last.pt")  # A run folder of gputrain that was uploaded.
+BESIDE_RUN = ("config.yaml", "architecture.json")
+INDEX = re.compile(r"(?P<stem>.+)\.(?P<ending>safetensors|bin)\.index\.json")
+VARIANT = re.compile(r"[._-](fp16|bf16|fp8|non_ema)\b")  # A copy of weights that is not for training.
 
 
 def choose(names: Iterable[str], path: str, wanted: PublishedFiles) -> Choice | None:
     """Returns which of a repository's files to fetch for a model; None if there is none at the path.
 
-    A path of a file means that file with those beside it.
+    The path of a file means that file, with those beside it.
     """
     names = list(names)
     if path in names:
-        folder = path.rpartition("/")[0]
-        weights = [path, *_shards(names, path)]
-        return Choice(path, tuple(dict.fromkeys([*weights, *wanted.others(names, folder)])), tuple(weights))
+        folder, _, name = path.rpartition("/")
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted.parts):
+            model = choose(names, folder, wanted)
+            return model and replace(model, path=path, others=(path, *model.others))
+        others = _matching(names, folder, [*wanted.needed, *wanted.beside])
+        return Choice(path, (path, *_shards(names, path)), tuple(others))
     folders = [f"{path}/{folder}".strip("/") for folder in wanted.folders]
-    for rank, pattern in enumerate((*OWN, *wanted.whole)):
-        needed, beside = ((), OWN_BESIDE) if pattern in OWN else (wanted.needed, ())
+    for rank, pattern in enumerate((*RUN, *wanted.whole)):
         for folder in folders:
             weights = _matching(names, folder, [pattern])
-            if weights and len(_matching(names, folder, needed)) == len(needed):
-                weights += _shards(names, weights[0])
-                others = _matching(names, folder, beside) if pattern in OWN else wanted.others(names, folder)
-                chosen = weights[0] if pattern in OWN else folder
-                return Choice(chosen, tuple(dict.fromkeys([*weights, *others])), tuple(weights), rank)
-    for rank, pattern in enumerate(wanted.single, len(OWN) + len(wanted.whole)):
-        for folder in folders:
-            found = _matching(names, folder, [pattern])
-            weights = [name for name in found if not VARIANTS.search(name)] or found
+            if weights and pattern in RUN:
+                return Choice(folder, tuple(weights), tuple(_matching(names, folder, BESIDE_RUN)), rank)
+            needed = _matching(names, folder, wanted.needed)
+            if weights and len(needed) == len(wanted.needed):
+                beside = _matching(names, folder, wanted.beside)
+                return Choice(folder, (*weights, *_shards(names, weights[0])), (*needed, *beside), rank)
+    for rank, pattern in enumerate(wanted.single, len(RUN) + len(wanted.whole)):
+        for folder in reversed(folders):
+            besides = _matching(names, folder, wanted.beside)
+            found = [name for name in _matching(names, folder, [pattern]) if name not in besides]
+            weights = [name for name in found if not VARIANT.search(name)] or found
             if len(weights) == 1:
-                return Choice(weights[0], (weights[0], *wanted.others(names, folder)), tuple(weights), rank)
+                others = _matching(names, folder, [*wanted.needed, *wanted.beside])
+                return Choice(weights[0], tuple(weights), tuple(others), rank)
     return None
 
 
@@ -85,26 +97,51 @@ def _matching(names: Iterable[str], folder: str, patterns: Iterable[str]) -> lis
 def _shards(names: Iterable[str], index: str) -> list[str]:
     """Returns the parts of weights that were split, by the name of their index."""
     folder, _, name = index.rpartition("/")
-    match = SHARDS.fullmatch(name)
+    match = INDEX.fullmatch(name)
     return _matching(names, folder, [f"{match['stem']}-*.{match['ending']}"]) if match else []
 
 
-def find_model(name: HubName, wanted: Sequence[PublishedFiles]) -> tuple[Repository, Choice]:
-    """Opens the repository of a model, and chooses its files. Of several kinds, the one whose preferred weights are
-    there is taken. Raises UserError if there is no such model."""
+def fetch_model(name: HubName, wanted: Sequence[PublishedFiles], *, weights: bool = True) -> Path:
+    """Returns the folder or file of a model of the Hub in the cache, after fetching what the cache lacks of it.
+
+    Of several kinds of model, the one is taken whose preferred weights are there. Without `weights`, only what
+    describes the model is fetched. Raises UserError if there is no such model, or it cannot be fetched.
+    """
     opened = open_repository(name)
-    found = [choice for one in wanted if (choice := choose(opened.files, name.path, one))]
-    if found:
-        return opened, min(found, key=lambda choice: choice.rank)
+    found = [(choice, one) for one in wanted if (choice := _choose_from(opened, name.path, one, weights=weights))]
+    if not found:
+        raise _no_model(opened, wanted)
+    choice, one = min(found, key=lambda pair: pair[0].rank)
+    folder = opened.fetch([*choice.others, *(choice.weights if weights else ())])
+    start = f"{choice.folder}/" if choice.folder else ""
+    if choice.path in choice.others:
+        return folder / choice.path
+    if further := [start + file for file in one.further(folder / choice.folder) if start + file in opened.files]:
+        opened.fetch(further)
+    return folder / choice.path
+
+
+def _choose_from(opened: Repository, path: str, wanted: PublishedFiles, *, weights: bool) -> Choice | None:
+    choice = choose(opened.files, path, wanted)
+    if choice is None and opened.is_cached and not weights:  # The cache may have what describes a model alone.
+        others = _matching(opened.files, path, [*wanted.needed, *wanted.beside])
+        return Choice(path, (), tuple(others)) if others else None
+    return choice
+
+
+def _no_model(opened: Repository, wanted: Sequence[PublishedFiles]) -> UserError:
+    name = opened.name
     if opened.is_cached:
-        raise lacks(name, name.path or wanted[0].whole[0], opened.why_cached)
+        weights = next((pattern for one in wanted for pattern in (*one.whole, *one.single)), "weights")
+        return lacks(name, name.path or weights, opened.why_cached)
     inside = [path for path in opened.files if path.startswith(f"{name.path}/" if name.path else "")]
     if not inside:
-        raise UserError(f"{name}: the repository has no {name.path}", hint=format_some(opened.files))
+        return UserError(f"{name}: the repository has no {name.path}", hint=format_some(opened.files))
     listed = [path for path in inside if path.endswith((".safetensors", ".ckpt", ".pt", ".pth", ".bin"))]
-    raise UserError(
-        f"{name}: no model that can be read here in it",
-        hint=f"name one of its files: {', '.join(f'{name.repo}:{path}' for path in listed[:4])}"
-        if listed
-        else f"it has no weights; a name such as {wanted[0].example} can be read",
-    )
+    if listed:
+        files = " or ".join(f"{replace(name, path=path)}" for path in listed[:3])
+        return UserError(
+            f"{name}: nothing tells which of its {len(listed)} files is the model", hint=f"name it: {files}"
+        )
+    example = next((one.example for one in wanted if one.example), "")
+    return UserError(f"{name}: has no weights that can be read", hint=f"another name is {example}" if example else "")

@@ -65,7 +65,7 @@ def prepare_transcribed(settings: Any, kind: SpeechKind) -> DataWork:
     return DataWork(prepare_with, config, prepared_speech, lambda folder, processes: findings_of(folder, kind))
 
 
-def checker_of(model: Path | None) -> "SpeechChecker | None":
+def checker_of(model: str | None) -> "SpeechChecker | None":
     """Loads a recogniser that aligns and checks texts, if one is named."""
     return None if model is None else speech_checker(model)
 

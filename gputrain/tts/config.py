@@ -5,9 +5,10 @@ from typing import ClassVar, Literal
 
 from gputrain.audio.config import AdversarialSchedule, SoundSaving, check_multiple
 from gputrain.bench.options import BenchOptions, BenchSettings
-from gputrain.config import config, opt
+from gputrain.config import ModelName, config, opt
 from gputrain.engine.schedule import SEVERAL, STEP_ORDER_HELP, LearningRateSchedule, StepOrder
 from gputrain.errors import UserError
+from gputrain.fetch.published import PublishedFiles
 from gputrain.hw.plan import Cards, DeviceName, Hardware
 from gputrain.kinds import TrainedModel
 from gputrain.speech.config import SpeechData
@@ -26,6 +27,13 @@ SPELLINGS = {
     "eval_interval": "evaluate_steps", "save_n_checkpoints": "keep_checkpoints", "save_best_after": "best_after",
     "test_delay_epochs": "samples_after_epochs", "torch_compile": "use_torch_compile", "tf32": "enable_tf32",
 }  # fmt: skip
+
+# Of Piper and Coqui, whose symbols and speakers are in files beside the checkpoint.
+PUBLISHED = PublishedFiles(
+    single=("best_model.pth", "*.ckpt", "*.pth"),
+    beside=("config.json", "speakers.pth", "speakers.json", "speaker_ids.json"),
+    example="piper-en-lessac-medium",
+)
 
 
 @config(panel="Data")
@@ -55,10 +63,10 @@ class Model:
     discriminator_channels: int = opt(
         default=32, help="Channels of the discriminators' first layers; a multiple of 8.", min=8
     )
-    init_from: Path | None = opt(
+    init_from: ModelName | None = opt(
         default=None,
-        help="Initialise from a run or checkpoint, or from one of Piper or Coqui, of any language; layers with other "
-        "shapes are reinitialised.",
+        help="Initialise from a run or checkpoint, or from one of Piper or Coqui, of any language, or by a name of "
+        "`gputrain fetch --list` or of the Hugging Face Hub; layers with other shapes are reinitialised.",
     )
 
     def __post_init__(self) -> None:
@@ -169,9 +177,10 @@ class BenchTts(BenchSettings):
 class VoiceEvaluation:
     spellings: ClassVar[dict[str, str]] = {"check_with": "recogniser"}
 
-    recogniser: Path | None = opt(
+    recogniser: ModelName | None = opt(
         default=None,
-        help="Model that counts a voice's recognition errors: of train-asr, transformers (CTC) or faster-whisper.",
+        help="Model that counts a voice's recognition errors: of train-asr, transformers (CTC) or faster-whisper, its "
+        "folder or its name on the Hugging Face Hub.",
     )
 
 
@@ -191,7 +200,7 @@ class SpeakingOptions:
 
 @config(panel="Speaking")
 class Speak(TrainedModel):
-    model: Path = opt(help="A run folder or a checkpoint of train-tts.")
+    model: ModelName = opt(help="A run folder or a checkpoint of train-tts.")
     text: str | None = opt(
         default=None, help="Text to speak; default: lines of standard input, each as soon as it is read."
     )

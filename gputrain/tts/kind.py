@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from gputrain.audio.config import ClipEvaluation
 from gputrain.errors import require
+from gputrain.fetch.names import local_path
+from gputrain.fetch.published import PublishedFiles
 from gputrain.kinds import (
     ONNX,
     CommandOutput,
@@ -20,6 +22,7 @@ from gputrain.kinds import (
     ReportProgress,
     Words,
     kind_of,
+    kinds,
     speech_checker,
 )
 from gputrain.speech.data_commands import (
@@ -30,7 +33,7 @@ from gputrain.speech.data_commands import (
     write_demo_speech,
 )
 from gputrain.tts import coqui
-from gputrain.tts.config import BenchTts, PlanTts, Speak, TrainTts, VoiceEvaluation
+from gputrain.tts.config import PUBLISHED, BenchTts, PlanTts, Speak, TrainTts, VoiceEvaluation
 
 if TYPE_CHECKING:
     from gputrain.tts.evaluate import SpeechReader
@@ -55,17 +58,25 @@ def evaluate(settings: Any, **shared: Any) -> Any:
     )
 
 
-def reader_of(model: Path | None, device: str) -> "SpeechReader | None":
+# Of faster-whisper, which reads what a voice speaks.
+WHISPER = PublishedFiles(
+    whole=("model.bin",), needed=("config.json",), beside=("tokenizer.json", "vocabulary.*", "preprocessor_config.json")
+)
+
+
+def reader_of(model: str | Path | None, device: str) -> "SpeechReader | None":
     """Loads a model that reads speech, if one is named: of faster-whisper, or a recogniser of ours or transformers."""
     if model is None:
         return None
     require("rapidfuzz", needed_by="error rates")
-    if not model.is_dir() or kind_of(model).load_speech_checker:
-        checker = speech_checker(model, device)
+    recognisers = [kind.published for kind in kinds().values() if kind.load_speech_checker and kind.published]
+    path = local_path(model, *recognisers, WHISPER)
+    if not path.is_dir() or kind_of(path).load_speech_checker:
+        checker = speech_checker(path, device)
         return lambda wave, rate_hz, language: str(checker.read(wave, rate_hz))
     from gputrain.tts.measures import recognise
 
-    return partial(recognise, model=model)
+    return partial(recognise, model=path)
 
 
 def export_piper(settings: Any, progress: ReportProgress) -> Exported:
@@ -154,6 +165,7 @@ KIND = ModelKind(
     prepared=PREPARED_SPEECH,
     prepare=prepare_command("tts", "audio_sample_rate"),
     validate=validate_command("tts", "audio_sample_rate"),
+    published=PUBLISHED,
     evaluation=EvaluateCommand(
         groups={"clips": ClipEvaluation, "voice": VoiceEvaluation},
         names=frozenset({"max_clips", "recogniser"}),

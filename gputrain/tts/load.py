@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import load_weights, refuse_nonfinite, trained_weights
+from gputrain.fetch.names import local_path
 from gputrain.speech.text.frontend import Frontend
 from gputrain.tts import pretrained_import
 from gputrain.tts.architecture import VoiceArchitecture, voice_architecture
-from gputrain.tts.config import TrainTts
+from gputrain.tts.config import PUBLISHED, TrainTts
 from gputrain.tts.model import Voice, inference_copy
 from gputrain.tts.pretrained_import import Origin, Tensors
 
@@ -81,10 +82,12 @@ def read_trained(path: Path, *further: str) -> TrainedVoice:
     )
 
 
-def read_origin(path: Path, voice: Voice, discriminators: nn.Module) -> Origin:
+def read_origin(name: str | Path, voice: Voice, discriminators: nn.Module) -> Origin:
     """Reads a voice to initialise a training from: a run or checkpoint, of any language and preset, or a checkpoint of
     Piper or Coqui, whose tensors get the names and shapes of `voice` and `discriminators`, which may be on the meta
-    device. Raises UserError if there is no such voice, or one of its weights is not finite."""
+    device; it may be a published one. Raises UserError if there is no such voice, or one of its weights is not finite.
+    """
+    path = local_path(name, PUBLISHED)
     if file := pretrained_import.file_at(path):
         origin = pretrained_import.read_imported_voice(file, voice, discriminators)
     else:

@@ -5,7 +5,6 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -194,7 +193,7 @@ class TtsTraining(SpeechTraining[TrainTts]):
                 voice = Voice(architecture_for(settings, self.sizes))
                 discriminators = nn.ModuleDict({"waves": vits_discriminators(settings.model.discriminator_channels)})
             self.origin = read_origin(settings.model.init_from, voice, discriminators)
-            log_start(Path(self.origin.source))
+            log_start(settings.model.init_from)
         return settings
 
     def start(self, recipe: VoiceRecipe, run: Run) -> None:

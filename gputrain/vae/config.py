@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from gputrain.bench.options import BenchOptions, BenchSettings
-from gputrain.config import config, opt
+from gputrain.config import ModelName, config, opt
 from gputrain.engine.schedule import SEVERAL, STEP_ORDER_HELP, Saving, Schedule, StepOrder
 from gputrain.errors import UserError
+from gputrain.fetch.published import PublishedFiles
 from gputrain.hw.plan import Cards, DeviceName, Hardware
 from gputrain.kinds import TrainedModel
 from gputrain.vae.architecture import VaeArchitecture, VaePreset, vae_architecture
@@ -17,6 +18,13 @@ AdversarialLoss = Literal["hinge", "least-squares"]
 PictureFormat = Literal["png", "jpeg", "webp"]
 CHANNELS_HELP = "Channels of a picture: 1 grayscale, 3 colours over white, 4 colours with transparency."
 SMALLEST_DISCRIMINATED = 24  # Pixels a side: PatchDiscriminator's five convolutions reduce them to a single patch.
+
+# Folders of diffusers, of an autoencoder or a pipeline, and otherwise single files of weights.
+PUBLISHED = PublishedFiles(
+    whole=("diffusion_pytorch_model.safetensors",), needed=("config.json",),
+    single=("*.safetensors", "*.ckpt", "*.bin", "*.pt"), folders=("", "vae"), example="stabilityai/sd-vae-ft-mse",
+)  # fmt: skip
+MEASURES = PublishedFiles(single=("*.safetensors", "*.pth", "*.pt"))  # Networks of LPIPS and rFID.
 
 
 def check_channels(image_channels: int) -> None:
@@ -71,9 +79,10 @@ class Model:
         help="Start from scratch: linear: as a linear code that is fitted to the pictures in seconds; random: random "
         "weights.",
     )
-    init_from: Path | None = opt(
+    init_from: ModelName | None = opt(
         default=None,
-        help="Initialise from a diffusers folder, a .safetensors file of SD or FLUX, or a run of gputrain.",
+        help="Initialise from a diffusers folder, a .safetensors file of SD or FLUX, a run of gputrain, or a model "
+        "that is named by `gputrain fetch --list` or as on the Hugging Face Hub.",
     )
     train_part: Literal["all", "decoder"] = opt(
         default="all", help="Part to train: all, or only the decoder, which keeps the latents (and their KL) unchanged."
@@ -98,8 +107,10 @@ class Losses:
         default="structural",
         help="structural (MS-SSIM and multi-scale gradients) needs no weights; lpips needs lpips_weights.",
     )
-    lpips_weights: tuple[Path, ...] = opt(
-        default=(), help="Weights of LPIPS: torchvision's vgg16-397923af.pth and the lpips package's vgg.pth."
+    lpips_weights: tuple[ModelName, ...] = opt(
+        default=(),
+        help="Weights of LPIPS: torchvision's vgg16-397923af.pth and the lpips package's vgg.pth, or their names "
+        "lpips-vgg16,lpips-heads.",
     )
     lpips_sha256: tuple[str, ...] = opt(default=(), help="SHA-256 of lpips_weights that are not the published files.")
     lpips_crop: int = opt(default=256, help="Side of the random crop for LPIPS, in pixels; 0: whole pictures.", min=0)
@@ -299,16 +310,17 @@ class PictureEvaluation:
     )
     max_pictures: int = opt(default=1000, help="Maximum number of pictures to evaluate.", min=1)
     batch_size: int = opt(default=4, help="Pictures in a batch.", min=1)
-    rfid_weights: Path | None = opt(
+    rfid_weights: ModelName | None = opt(
         default=None,
-        help="Also compute rFID, with Inception's weights from this file: pt_inception-2015-12-05-6726825d.pth.",
+        help="Also compute rFID, with Inception's weights from this file: pt_inception-2015-12-05-6726825d.pth, or by "
+        "the name inception-fid.",
     )
     rfid_sha256: str = opt(default="", help="SHA-256 of rfid_weights, if it is not the published file.")
 
 
 @config(panel="Reconstruction")
 class Reconstruct(TrainedModel):
-    model: Path = opt(help="Run folder, checkpoint, or exported diffusers folder.")
+    model: ModelName = opt(help="Run folder, checkpoint, or diffusers folder, or the name of one on the Hub.")
     input: Path = opt(help="Picture, or folder tree of pictures.")
     output_dir: Path = opt(help="Folder for the reconstructions and sheet.png, which shows them below the originals.")
     pictures: int = opt(default=0, help="Pictures of a folder, evenly spaced by name; 0: all.", min=0)

@@ -27,6 +27,7 @@ from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL, Moments
 from gputrain.vae.pictures import FLAT, UnusablePicture
 from gputrain.vae.rfid import ReconstructionFid, load_extractor
+from gputrain.vae.weights import named_file
 
 log = logging.getLogger(__name__)
 
@@ -222,7 +223,7 @@ def evaluate_pictures(
     runtime = runtime_on(device)
     fid = None
     if options.rfid_weights:
-        fid = ReconstructionFid(load_extractor(options.rfid_weights, runtime.device, options.rfid_sha256))
+        fid = ReconstructionFid(load_extractor(named_file(options.rfid_weights), runtime.device, options.rfid_sha256))
     loaded = load_model(model, runtime.device)
     runtime.place(loaded.model)
     trained = loaded.settings.data if loaded.settings else Data()

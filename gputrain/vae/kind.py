@@ -23,6 +23,7 @@ from gputrain.kinds import (
     prepared_counts,
 )
 from gputrain.vae.config import (
+    PUBLISHED,
     BenchVae,
     PictureEvaluation,
     PictureLimits,
@@ -197,6 +198,7 @@ KIND = ModelKind(
     validate=DataCommand(
         groups={"pictures": PictureLimits}, names=frozenset(leaves(PictureLimits)), work=validate_pictures
     ),
+    published=PUBLISHED,
     evaluation=EvaluateCommand(
         groups={"pictures": PictureEvaluation},
         names=frozenset(leaves(PictureEvaluation)),

@@ -9,7 +9,7 @@ from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import load_trained
 from gputrain.errors import UserError
 from gputrain.vae.config import TrainVae
-from gputrain.vae.diffusers_folder import load_diffusers
+from gputrain.vae.diffusers_folder import CONFIG, load_diffusers
 from gputrain.vae.latents import LatentSource
 from gputrain.vae.model import AutoencoderKL
 
@@ -28,7 +28,9 @@ def load_model(path: Path, device: torch.device) -> LoadedVae:
     """Loads a model for inference. Raises UserError if it doesn't exist, is damaged or is of another kind."""
     if not path.exists():
         raise UserError(f"{path}: no such file or folder", hint="--model takes a run folder, a checkpoint or an export")
-    if (path / "config.json").is_file():
+    if not (path / CONFIG).is_file() and (path / "vae" / CONFIG).is_file():
+        path = path / "vae"  # A pipeline of diffusers.
+    if (path / CONFIG).is_file():
         return LoadedVae(_ready(load_diffusers(path)[0], device), None, 0)
     source, content = checkpoint.find_named(path, "vae", ["autoencoder"])
     settings = checkpoint.saved_settings(TrainVae, content, source)

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from gputrain.engine.checkpoint import refuse_nonfinite
 from gputrain.errors import UserError
+from gputrain.fetch.names import local_path
 from gputrain.kinds import refuse_in_pieces
 from gputrain.vae.architecture import PRESETS, VaeArchitecture
+from gputrain.vae.config import PUBLISHED
 from gputrain.vae.diffusers_folder import (
     CLASS_NAME,
     CONFIG,
@@ -70,38 +72,41 @@ class Pretrained:
     latents: LatentSource
 
 
-def load_pretrained(path: Path, architecture: VaeArchitecture) -> Pretrained:
+def load_pretrained(name: str | Path, architecture: VaeArchitecture) -> Pretrained:
     """Returns a pretrained autoencoder, whose weights `AutoencoderKL(architecture).load_state_dict` takes.
 
-    `path` is a folder of diffusers (of an autoencoder or a pipeline), a file of weights, or a run folder or checkpoint
-    of gputrain, whose EMA weights are read if it has them. Raises UserError if it is missing or damaged, or has another
-    architecture; the message then gives the options that fit.
+    `name` means a folder of diffusers (of an autoencoder or a pipeline), a file of weights, or a run folder or
+    checkpoint of gputrain, whose EMA weights are read if it has them; it may be a published one. Raises UserError if it
+    is missing or damaged, or has another architecture; the message then gives the options that fit.
     """
-    found = read_pretrained(path, architecture.norm_num_groups)
+    found = read_pretrained(name, architecture.norm_num_groups)
     if found.architecture != architecture:
         options = options_for(found.architecture)
         raise UserError(
-            f"{path}: different architecture: {_differences(found.architecture, architecture)}",
+            f"{name}: different architecture: {_differences(found.architecture, architecture)}",
             hint=f"train with {options}" if options else "no preset has these layers",
         )
-    refuse_nonfinite(found.weights, str(path))
+    refuse_nonfinite(found.weights, str(name))
     return found
 
 
-def read_pretrained(path: Path, norm_num_groups: int = DEFAULTS["norm_num_groups"]) -> Pretrained:
-    """Reads the autoencoder at `path`. `norm_num_groups` is for files that do not specify it: those with diffusers'
-    names but no config.json. Raises UserError if it is missing or damaged, or not a supported AutoencoderKL."""
-    if not path.exists():
-        raise UserError(
-            f"{path}: no such file or folder",
-            hint="name a folder of diffusers, a .safetensors file, a run folder or a checkpoint",
-        )
+def read_pretrained(name: str | Path, norm_num_groups: int = DEFAULTS["norm_num_groups"]) -> Pretrained:
+    """Reads the autoencoder of a path or a published name.
+
+    `norm_num_groups` is for files that do not specify it: those with diffusers' names but no config.json. Raises
+    UserError if it is missing or damaged, or not a supported AutoencoderKL.
+    """
+    path = local_path(name, PUBLISHED)
     refuse_in_pieces(path)
     if path.is_dir():
-        return _read_folder(path)
-    if path.suffix == ".pt" and path.name.startswith("checkpoint_"):
-        return _read_run(path)
-    return _read_file(path, norm_num_groups)
+        found = _read_folder(path)
+    elif path.suffix == ".pt" and path.name.startswith("checkpoint_"):
+        found = _read_run(path)
+    else:
+        found = _read_file(path, norm_num_groups)
+    if found.latents.source == str(path):  # The user knows a published model by its name, and not by its place.
+        return dataclasses.replace(found, latents=dataclasses.replace(found.latents, source=str(name)))
+    return found
 
 
 def _read_folder(path: Path) -> Pretrained:

@@ -14,9 +14,16 @@ from gputrain.engine.checkpoint import read_foreign
 from gputrain.errors import UserError
 from gputrain.fetch.catalogue import catalogue
 from gputrain.fetch.files import sha256
+from gputrain.fetch.names import is_published, local_path
+from gputrain.vae.config import MEASURES
 
 DAMAGED = "copy or download it again"
 DIGEST = "tensors_sha256"  # key in the metadata of a .safetensors file that gputrain wrote
+
+
+def named_file(name: str | Path) -> Path:
+    """Returns the file of a published name; a path as it is: `verify_files` says where to get one that is missing."""
+    return local_path(name, MEASURES) if is_published(name) else Path(name)
 
 
 def verify_files(paths: Sequence[Path], known: Sequence[str], stated: Sequence[str] = ()) -> None:

@@ -38,6 +38,7 @@ from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pictures import UnusablePicture, check_colours, has_transparency, read_picture
 from gputrain.vae.pretrained import Pretrained, load_pretrained
 from gputrain.vae.recipe import VaeRecipe, build_autoencoder, compile_layers, plan_target
+from gputrain.vae.weights import named_file
 
 log = logging.getLogger(__name__)
 
@@ -240,7 +241,9 @@ class VaeData(TrainingData[TrainVae]):
 
     def recipe(self, settings: TrainVae, runtime: Runtime) -> VaeRecipe:
         losses = settings.losses
-        lpips = load_lpips(losses.lpips_weights, losses.lpips_sha256) if losses.uses_lpips else None
+        lpips = None
+        if losses.uses_lpips:
+            lpips = load_lpips(tuple(map(named_file, losses.lpips_weights)), losses.lpips_sha256)
         recipe = VaeRecipe(settings, runtime, self.pictures.held_out, lpips)
         recipe.sample_crops  # noqa: B018  (It raises now, instead of in the middle of the training, if one is unreadable.)
         return recipe

@@ -16,9 +16,10 @@ from gputrain.audio.config import (
     resolutions,
 )
 from gputrain.bench.options import BenchOptions, BenchSettings, MeasuredFile
-from gputrain.config import config, opt
+from gputrain.config import ModelName, config, opt
 from gputrain.engine.schedule import SEVERAL, STEP_ORDER_HELP, StepOrder
 from gputrain.errors import UserError
+from gputrain.fetch.published import PublishedFiles
 from gputrain.hw.plan import Cards, DeviceName, Hardware
 from gputrain.kinds import TrainedModel
 from gputrain.vocoder.architecture import SAME_OPTIONS, NsfHifiganArchitecture
@@ -41,6 +42,9 @@ SPELLINGS = {
     "permanent_ckpt_start": "permanent_start", "permanent_ckpt_interval": "permanent_interval", "lr": "learning_rate",
     "min_lr": "min_learning_rate", "aux_step": "discriminator_start", "finetune_ckpt_path": "init_from",
 }  # fmt: skip
+
+# Of openvpi: the exported generator with its config.json, or a checkpoint of its trainer.
+PUBLISHED = PublishedFiles(whole=("model.ckpt",), single=("*.ckpt",), beside=("config.json",))
 
 
 @config(panel="Data")
@@ -121,8 +125,10 @@ class Model:
     gradient_checkpointing: bool | None = opt(
         default=None, help="Recompute residual blocks in the backward pass: less memory, more time (default: auto)."
     )
-    init_from: Path | None = opt(
-        default=None, help="Start from the weights of an openvpi model.ckpt or training checkpoint, or of a run."
+    init_from: ModelName | None = opt(
+        default=None,
+        help="Start from the weights of an openvpi model.ckpt or training checkpoint, of a run, or of a model that is "
+        "named by `gputrain fetch --list` or as on the Hugging Face Hub.",
     )
     finetune_ignored_params: tuple[str, ...] = opt(
         default=(), help="Tensors of init_from to skip, by the prefixes of their names."
@@ -348,7 +354,9 @@ class ExcerptEvaluation:
 
 @config(panel="Vocoding")
 class Vocode(TrainedModel):
-    model: Path = opt(help="A run folder, a checkpoint, or openvpi's model.ckpt with its config.json.")
+    model: ModelName = opt(
+        help="A run folder, a checkpoint, openvpi's model.ckpt with its config.json, or the name of a published one."
+    )
     input: Path = opt(help="A recording, or mel and pitch (NAME.npz, NAME.mel.npy + NAME.f0.npy), or a folder of them.")
     output_dir: Path = opt(help="Folder for the output, 16-bit wav.")
     shift_semitones: float = opt(default=0.0, help="Shift of the pitch, in semitones.", min=-48, max=48)

@@ -28,6 +28,7 @@ from gputrain.kinds import (
 )
 from gputrain.vocoder import openvpi
 from gputrain.vocoder.config import (
+    PUBLISHED,
     SAMPLING_RATE,
     BenchVocoder,
     ExcerptEvaluation,
@@ -221,6 +222,7 @@ KIND = ModelKind(
     prepared=dict.fromkeys(("manifest.jsonl", "journal.jsonl"), frozenset({"sampling_rate", "hop_size"})),
     prepare=DataCommand(groups={"sound": Sound}, names=frozenset(leaves(Sound)), work=prepare_recordings),
     validate=DataCommand(names=frozenset({"audio_sample_rate"}), work=validate_recordings),
+    published=PUBLISHED,
     evaluation=EvaluateCommand(
         groups={"clips": ClipEvaluation, "excerpts": ExcerptEvaluation},
         names=frozenset({"max_clips", "clip_seconds"}),

@@ -17,9 +17,10 @@ from gputrain.config import convert, leaves, read_file
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import load_weights, trained_weights
 from gputrain.errors import UserError
+from gputrain.fetch.names import local_path
 from gputrain.kinds import refuse_in_pieces
 from gputrain.vocoder.architecture import SAME_OPTIONS, NsfHifiganArchitecture
-from gputrain.vocoder.config import Model, Spectrogram, TrainVocoder
+from gputrain.vocoder.config import PUBLISHED, Model, Spectrogram, TrainVocoder
 from gputrain.vocoder.generator import Generator
 
 CONFIG = "config.json"
@@ -175,15 +176,15 @@ def frozen_parameters(beginnings: Sequence[str], parts: Mapping[str, nn.Module])
     return tuple(frozen)
 
 
-def read_weights(path: Path, ignored: Sequence[str] = ()) -> Weights:
-    """Reads the weights at `path`: a file, or a folder with model.ckpt or with checkpoints of a run.
+def read_weights(name: str | Path, ignored: Sequence[str] = ()) -> Weights:
+    """Reads the weights of a file, of a folder with model.ckpt or with checkpoints of a run, or of a published model.
 
     `ignored` are prefixes of names, such as "generator.ups" or "discriminator.mpd" (openvpi's finetune_ignored_params).
     Raises UserError if there are none, or the file is damaged or would have to run code.
     """
-    file = weights_file(path)
+    file = weights_file(local_path(name, PUBLISHED))
     generator, discriminators = _read_run(file) if is_ours(file) else _read_openvpi(file)
-    return Weights(generator, discriminators, str(path), tuple(ignored))
+    return Weights(generator, discriminators, str(name), tuple(ignored))
 
 
 def weights_file(path: Path) -> Path:

@@ -4,7 +4,6 @@ import logging
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -159,7 +158,7 @@ class VocoderTraining(TrainingData[TrainVocoder]):
         if settings.model.init_from and run.resumed is None:
             self.weights = read_weights(settings.model.init_from, settings.model.finetune_ignored_params)
             check_weights(settings, self.weights)
-            log_start(Path(self.weights.source), ", ".join(["generator", *self.weights.discriminators]))
+            log_start(self.weights.source, ", ".join(["generator", *self.weights.discriminators]))
         settings = with_warmup(settings, run, self.weights, len(self))
         self.sounds.split.log_shares(self.mixture, "crops")
         return settings

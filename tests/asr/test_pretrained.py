@@ -14,10 +14,10 @@ from gputrain.asr.config import TrainAsr
 from gputrain.asr.export import text_of
 from gputrain.asr.initialise import initial_normalizes, recogniser_architecture
 from gputrain.asr.load import load_recogniser
-from gputrain.asr.pretrained import is_pretrained, open_pretrained
+from gputrain.asr.pretrained import is_pretrained, local_recogniser, open_pretrained
 from gputrain.config import assemble
 from gputrain.errors import UserError
-from gputrain.kinds import kind_of
+from gputrain.kinds import TrainedModel, kind_of
 from tests.asr.models import (
     change_json,
     in_cache_of_hub,
@@ -38,7 +38,7 @@ UZBEK = "uzb-script_latin"
 def hub(tmp_path, monkeypatch):
     """The cache of the Hub, without a network."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return tmp_path / "hub"
 
 
@@ -108,7 +108,7 @@ def test_a_language_that_cannot_be_had_is_refused_before_weights_are_read(tmp_pa
         change(folder)
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match=message) as raised:
-        open_pretrained(str(folder / file))
+        open_pretrained(folder / file)
     assert hint in raised.value.hint
 
 
@@ -131,9 +131,9 @@ def test_a_name_is_read_as_its_folder(hub, tmp_path, file):
         features = json.loads((folder / "preprocessor_config.json").read_text())
         (folder / "preprocessor_config.json").unlink()
         (folder / file).write_text(json.dumps({"feature_extractor": features, "processor_class": "Wav2Vec2Processor"}))
-    name = f"user/{file}"
+    name = f"user/{Path(file).stem}"
     in_cache_of_hub(hub, name, folder)
-    ours, named = open_pretrained(str(folder)), open_pretrained(name)
+    ours, named = open_pretrained(folder), open_pretrained(local_recogniser(name), name)
     assert named.normalizes is ours.normalizes is False
     assert (named.vocabulary, named.architecture) == (ours.vocabulary, ours.architecture)
     assert written(named.folder) == written(folder) == written_by_transformers(folder, WAVE)
@@ -144,10 +144,10 @@ def test_a_name_is_read_as_its_folder(hub, tmp_path, file):
 def test_a_processor_config_without_a_feature_extractor_does_not_hide_the_other_file(tmp_path):
     folder = transformers_folder(tmp_path / "model", normalizes=False)
     (folder / "processor_config.json").write_text('{"processor_class": "Wav2Vec2Processor"}')
-    assert open_pretrained(str(folder)).normalizes is False
+    assert open_pretrained(folder).normalizes is False
     features = {"do_normalize": True, "sampling_rate": 16000}
     (folder / "processor_config.json").write_text(json.dumps({"feature_extractor": features}))
-    assert open_pretrained(str(folder)).normalizes is True
+    assert open_pretrained(folder).normalizes is True
 
 
 def test_a_language_of_a_model_on_the_hub(hub, tmp_path):
@@ -156,46 +156,43 @@ def test_a_language_of_a_model_on_the_hub(hub, tmp_path):
     for file in ("", f"/adapter.{UZBEK}.safetensors"):
         recogniser = load_recogniser(Path(f"user/mms{file}"), CPU)
         assert text_of(recogniser.log_probs([WAVE])[0].numpy(), recogniser.vocabulary) == written(f"{folder}{file}")
-    with pytest.raises(UserError, match="no adapter of eng") as raised:
-        open_pretrained("user/mms/adapter.eng.safetensors")
-    assert f"those of rus, {UZBEK}" in raised.value.hint
+    with pytest.raises(UserError, match=r"offline, and the cache .* has no adapter\.eng\.safetensors") as raised:
+        local_recogniser("user/mms/adapter.eng.safetensors")
+    assert "`gputrain fetch user/mms:adapter.eng.safetensors`" in raised.value.hint
 
 
 def test_the_kind_of_a_name_in_the_cache_of_the_hub(hub, tmp_path):
     in_cache_of_hub(hub, "user/model", mms_folder(tmp_path / "mms", adapters=["rus"]))
     for name in ("user/model", "user/model/adapter.rus.safetensors"):
-        assert kind_of(Path(name)).name == "asr"
+        assert kind_of(TrainedModel(model=name).path).name == "asr"
     for name in ("user/other", "user", "no such/name"):
         with pytest.raises(UserError, match="no such file or folder"):
-            kind_of(Path(name))
+            TrainedModel(model=name).path  # noqa: B018
 
 
 def test_what_a_snapshot_lacks_is_said(hub, tmp_path, caplog):
     snapshot = in_cache_of_hub(hub, "user/model", transformers_folder(tmp_path / "model", normalizes=False))
     (snapshot / "preprocessor_config.json").unlink()
     with caplog.at_level(logging.WARNING):
-        assert open_pretrained("user/model").normalizes is True
+        assert open_pretrained(local_recogniser("user/model"), "user/model").normalizes is True
     assert "user/model: no preprocessor_config.json: waves are normalised" in caplog.text
     (snapshot / "vocab.json").unlink()
     with pytest.raises(UserError, match=r"user/model: no vocab\.json"):
-        load_recogniser(Path("user/model"), CPU)
+        load_recogniser("user/model", CPU)
     (snapshot / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="user/model: no weights in it"):
-        open_pretrained("user/model").load()
-    (snapshot / "config.json").unlink()
-    with pytest.raises(UserError, match=r"has no config\.json"):
-        open_pretrained("user/model")
+    assert local_recogniser("user/model", weights=False) == snapshot
+    with pytest.raises(UserError, match=r"user/model: offline, and the cache .* has no model\.safetensors"):
+        load_recogniser("user/model", CPU)
 
 
 def test_what_names_a_pretrained_model(hub, tmp_path):
     folder = transformers_folder(tmp_path / "model")
-    assert is_pretrained(str(folder))
-    assert is_pretrained(str(folder / "adapter.uzb-script_latin.safetensors"))
-    assert is_pretrained("facebook/mms-1b-all")
+    assert is_pretrained(folder)
+    assert is_pretrained(folder / "adapter.uzb-script_latin.safetensors")
     run = run_folder(tmp_path / "run")
     shutil.copy(folder / "config.json", run)  # As if it had been exported there.
-    for name in (run, run / "checkpoint_last.pt", tmp_path / "nothing", "./a/b", "model"):
-        assert not is_pretrained(str(name))
+    for path in (run, run / "checkpoint_last.pt", tmp_path / "nothing", Path("model")):
+        assert not is_pretrained(path)
 
 
 # ------------------------------------------------------------------------------------------------- weights and types
@@ -248,7 +245,7 @@ def test_folders_that_cannot_be_used(tmp_path, change, message):
 @each_row("model.safetensors", "config.json", "vocab.json")
 def test_a_file_of_a_folder_means_the_folder(tmp_path, file):
     folder = transformers_folder(tmp_path / file)
-    assert is_pretrained(str(folder / file))
+    assert is_pretrained(folder / file)
     assert written(folder / file) == written(folder)
 
 

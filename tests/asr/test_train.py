@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from huggingface_hub import constants
 
 from gputrain.asr import architecture
 from gputrain.asr.config import TrainAsr
@@ -225,13 +224,13 @@ def test_another_run_gives_weights(store, tmp_path, adapters):
 
 
 def test_a_name_that_cannot_be_read_is_an_error(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="neither a folder nor a model"):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match="no such file or folder; as a name on the Hub: nobody/no-such-model: offline"):
         train(tmp_path / "run", store, init_from="nobody/no-such-model")
     for name in ("./no-such-model", "no-such-model", str(tmp_path / "nothing")):  # None of them is a name of the Hub.
         with pytest.raises(UserError) as raised:
             train(tmp_path / "run", store, init_from=name)
-        assert raised.value.message == f"{name}: no such folder"
+        assert raised.value.message == f"{name}: no such file or folder"
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="neither a run of train-asr nor"):
         train(tmp_path / "run", store, init_from=str(tmp_path / "empty"))

@@ -62,7 +62,8 @@ def test_a_card_has_the_figures_of_the_exported_checkpoint_the_use_and_the_setti
         assert "image_size: 64" in card
     save_at(run, 25)  # A step without an evaluation.
     assert "Held-out" not in card_of(run, "last")
-    assert "Held-out" not in card_of(run / "nowhere")
+    (run / "export").mkdir()
+    assert "Held-out" not in card_of(run / "export")
 
 
 class Hub(BaseHTTPRequestHandler):

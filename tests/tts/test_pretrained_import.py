@@ -515,5 +515,5 @@ def test_damaged_and_missing_files_are_refused(tmp_path: Path) -> None:
         (tmp_path / "voice.ckpt").write_bytes(whole[:size])
         with pytest.raises(UserError, match=r"voice\.ckpt: (truncated or damaged|contains more than tensors)"):
             start_small(tmp_path / "voice.ckpt", small_voice())
-    with pytest.raises(UserError, match=r"gone\.pth: no such checkpoint"):
+    with pytest.raises(UserError, match=r"gone\.pth: no such file or folder"):
         start_small(tmp_path / "gone.pth", small_voice())

@@ -73,13 +73,13 @@ def evaluate(settings: Any, **shared: Any) -> CurveFigures:
     from curve.model import error_of, load_curve, read_points
 
     points = read_points(settings.data_path[0])[: settings.curve.max_points]
-    return CurveFigures(len(points), {"error": error_of(load_curve(settings.model), points)})
+    return CurveFigures(len(points), {"error": error_of(load_curve(settings.path), points)})
 
 
 def export(settings: Any, progress: Any) -> Exported:
     from curve.model import load_curve
 
-    weights = {name: tensor.tolist() for name, tensor in load_curve(settings.model).state_dict().items()}
+    weights = {name: tensor.tolist() for name, tensor in load_curve(settings.path).state_dict().items()}
     settings.output_dir.mkdir()
     path = settings.output_dir / f"{settings.name or 'curve'}.json"
     path.write_text(json.dumps(weights))

@@ -1,0 +1,71 @@
+"""Turns what a user names, a path, a short name of the list, an address or a name on the Hub, into a local path."""
+
+import re
+from pathlib import Path
+
+from gputrain.errors import UserError
+from gputrain.fetch.addresses import Address, address_of, address_of_url, fetch_address
+from gputrain.fetch.catalogue import catalogue, close_names
+from gputrain.fetch.hub import HubName, parse_hub_name
+from gputrain.fetch.published import PublishedFiles, fetch_model
+
+FILE = re.compile(r"\.(pt|pth|ckpt|safetensors|bin|onnx|json|yaml|zip)$", re.IGNORECASE)  # No repository is named so.
+
+
+def local_path(name: str | Path, *wanted: PublishedFiles, weights: bool = True) -> Path:
+    """Returns the local file or folder of a model that is named by its path, or by a published name.
+
+    That is a short name of `gputrain fetch --list`, an https address, or a name on the Hugging Face Hub. `wanted` says
+    which files the kinds of model have that it may be of. Without `weights`, only what describes the model need be
+    there. Raises UserError if there is no such model, or it cannot be fetched.
+    """
+    path = Path(name)
+    if path.exists():
+        return path
+    place = find_published(name)
+    if place is None:
+        raise no_such(name, *wanted)
+    if isinstance(place, Address):
+        return fetch_address(place)
+    try:
+        return fetch_model(place, wanted, weights=weights)
+    except UserError as error:
+        if looks_like_path(name):
+            raise UserError(
+                f"{name}: no such file or folder; as a name on the Hub: {error.message}", hint=error.hint
+            ) from None
+        raise
+
+
+def find_published(name: str | Path) -> HubName | Address | None:
+    """Returns where a model is published that is named by a short name, an address or as on the Hub; None if the text
+    can only be a path."""
+    text = name.as_posix() if isinstance(name, Path) else name.strip()
+    text = re.sub(r"^(https?|hf):/(?=[^/])", r"\1://", text)  # A path has joined its slashes.
+    if entry := catalogue().get(text):
+        return parse_hub_name(entry.hub) if entry.hub else address_of(entry)
+    if FILE.search(text) and ":" not in text and not re.search(r"/adapter\.[\w.-]+$", text):
+        return None
+    if found := parse_hub_name(text):
+        return found
+    return address_of_url(text) if text.startswith(("https://", "http://")) else None
+
+
+def is_published(name: str | Path) -> bool:
+    """Returns True if a text is no path here, and may name a published model."""
+    return not Path(name).exists() and find_published(name) is not None
+
+
+def looks_like_path(name: str | Path) -> bool:
+    """Returns True for org/name and similar texts, which may as well be a path with a mistake in it."""
+    return ":" not in str(name) and "@" not in str(name) and str(name) not in catalogue()
+
+
+def no_such(name: str | Path, *wanted: PublishedFiles) -> UserError:
+    """Returns the error for what is neither a path nor a name."""
+    close = close_names(str(name))
+    if close:
+        return UserError(f"{name}: no such file or folder", hint=f"short names like it: {', '.join(close)}")
+    example = next((one.example for one in wanted if one.example), "")
+    published = f", or a published one such as {example}" if example else ""
+    return UserError(f"{name}: no such file or folder", hint=f"name a model's folder or file{published}")

@@ -1,0 +1,261 @@
+"""Names of the Hugging Face Hub, and what is fetched from a server in its place; each fault of it and what is said."""
+
+import errno
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gputrain.errors import UserError
+from gputrain.fetch import hub as fetching
+from gputrain.fetch.hub import HubName, open_repository, parse_hub_name
+from tests.hub_server import GATED, NO_REPOSITORY, NO_REVISION, etag_of, hub, use_hub  # noqa: F401
+from tests.server import Answer
+from tests.tables import each_row
+
+LARGE = bytes(range(256)) * 4_000  # 1.024 MB
+COMMIT = "0123456789abcdef" * 2 + "01234567"
+
+
+@each_row(
+    ("org/name", HubName("org/name")),
+    ("org/name@v1.0", HubName("org/name", revision="v1.0")),
+    ("org/name:vae", HubName("org/name", path="vae")),
+    ("org/name:sub/file.ckpt", HubName("org/name", path="sub/file.ckpt")),
+    ("org/name:sub/file.ckpt@refs/pr/3", HubName("org/name", path="sub/file.ckpt", revision="refs/pr/3")),
+    (f"org/name:epoch=12-step=3.ckpt@{COMMIT}", HubName("org/name", path="epoch=12-step=3.ckpt", revision=COMMIT)),
+    ("datasets/org/name:en/en_US", HubName("org/name", "dataset", "en/en_US")),
+    ("facebook/mms-1b-all/adapter.uzb-script_latin.safetensors",
+     HubName("facebook/mms-1b-all", path="adapter.uzb-script_latin.safetensors")),
+    ("https://huggingface.co/org/name", HubName("org/name")),
+    ("https://huggingface.co/org/name/", HubName("org/name")),
+    ("http://www.huggingface.co/org/name/tree/main", HubName("org/name", revision="main")),
+    ("https://huggingface.co/org/name/tree/main/vae", HubName("org/name", path="vae", revision="main")),
+    ("https://huggingface.co/org/name/blob/v2/a/b%20c.ckpt", HubName("org/name", path="a/b c.ckpt", revision="v2")),
+    ("https://huggingface.co/org/name/resolve/main/a.safetensors?download=true",
+     HubName("org/name", path="a.safetensors", revision="main")),
+    ("https://hf.co/datasets/org/name/blob/main/a.ckpt", HubName("org/name", "dataset", "a.ckpt", "main")),
+    ("hf://org/name", HubName("org/name")),
+    ("hf://org/name@v1/vae", HubName("org/name", path="vae", revision="v1")),
+    ("hf://org/name:vae@v1", HubName("org/name", path="vae", revision="v1")),
+    ("hf://datasets/org/name/data/train-*.parquet", HubName("org/name", "dataset", "data/train-*.parquet")),
+    ("hf:/org/name", HubName("org/name")),  # What a path has made of the name.
+    (" org/name ", HubName("org/name")),
+    *((text, None) for text in (
+        "", "name", "./org/name", "../name", "/org/name", "~/name", "org\\name", "C:\\name", "C:/name", "C:/a/name",
+        "a/b/c", "org/name@", "org//name", "org/na me", "org/name:../x", "https://example.com/org/name", "org/..",
+        "outputs/run/checkpoint_last.pt", "https://huggingface.co/org", "hf://name", "org/-name", "s3://org/name",
+    )),
+)  # fmt: skip
+def test_names(text, expected):
+    assert parse_hub_name(text) == expected
+    if expected is not None:
+        assert parse_hub_name(str(expected)) == expected
+
+
+def fetched(name, *paths):
+    opened = open_repository(parse_hub_name(name))
+    folder = opened.fetch(paths or list(opened.files))
+    return {path: (folder / path).read_bytes() for path in paths or opened.files}
+
+
+def test_files_come_once_and_are_those_of_the_revision(hub):  # noqa: F811
+    new, old = {"config.json": b"{}", "sub/big.bin": LARGE}, {"config.json": b"[]"}
+    commit = hub.add("ann/model", new)
+    hub.add("ann/model", old, "v1")
+    assert fetched("ann/model") == new
+    before = hub.sent()
+    assert fetched("ann/model") == fetched(f"ann/model@{commit}") == new
+    assert hub.sent() == before
+    assert fetched("ann/model@v1") == old
+    hub.add("ann/model", {"config.json": b'{"new": 1}'})  # The main branch has moved.
+    assert fetched("ann/model")["config.json"] == b'{"new": 1}'
+    assert fetched(f"ann/model@{commit}") == new
+
+
+def test_huggingface_hub_finds_what_was_fetched(hub):  # noqa: F811
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    hub.add("ann/model", {"config.json": b"{}", "a.bin": LARGE})
+    fetched("ann/model", "a.bin")
+    path = try_to_load_from_cache("ann/model", "a.bin")
+    assert Path(path).read_bytes() == LARGE
+    assert path == hf_hub_download("ann/model", "a.bin")
+    hf_hub_download("ann/model", "config.json")
+    before = hub.sent()
+    assert fetched("ann/model", "config.json") == {
+        "config.json": b"{}"
+    }  # And what it has fetched is not fetched again.
+    assert hub.sent() == before
+
+
+def test_a_second_call_goes_on_where_the_first_broke_off(hub, monkeypatch, caplog):  # noqa: F811
+    hub.add("ann/model", {"a.bin": LARGE})
+    file = hub.content(LARGE)
+    file.answers = [Answer(cut_after=400_000)]
+    file.always = Answer(500, body=b"")  # Also after the first call has tried again by itself.
+    with pytest.raises(UserError, match=r"ann/model: a\.bin: the Hub answers with error 500") as raised:
+        fetched("ann/model")
+    assert "goes on from there" in raised.value.hint
+    kept = [path for path in fetching.cache_folder().rglob("*") if path.is_file() and path.stat().st_size > 1000]
+    assert [path.suffix for path in kept] == [".incomplete"]
+    size, before = kept[0].stat().st_size, hub.sent()
+    assert 0 < size <= 400_000
+    file.always = Answer()
+    with caplog.at_level(logging.INFO, logger="gputrain.fetch.hub"):
+        assert fetched("ann/model") == {"a.bin": LARGE}
+    assert hub.asked(LARGE)[-1] == f"bytes={size}-"
+    assert hub.sent() - before == len(LARGE) - size
+    assert "going on after" in caplog.text
+    assert not kept[0].exists()
+
+
+def test_a_connection_that_breaks_off_again_and_again_comes_to_the_end(hub):  # noqa: F811
+    hub.add("ann/model", {"a.bin": LARGE})
+    hub.content(LARGE).answers = [Answer(cut_after=300_000)] * 3
+    assert fetched("ann/model") == {"a.bin": LARGE}
+
+
+def test_a_server_that_ignores_ranges_sends_all_again(hub):  # noqa: F811
+    hub.add("ann/model", {"a.bin": LARGE})
+    file = hub.content(LARGE)
+    file.answers, file.always = [Answer(cut_after=400_000)], Answer(500, body=b"")
+    with pytest.raises(UserError):
+        fetched("ann/model")
+    file.always = Answer(ignores_range=True)
+    try:
+        content = fetched("ann/model")
+    except UserError:  # Versions of huggingface_hub before 0.36 append it, which the size shows; then it begins anew.
+        content = fetched("ann/model")
+    assert content == {"a.bin": LARGE}
+
+
+@each_row(b"{}", LARGE)
+def test_wrong_bytes_get_no_name(hub, content):  # noqa: F811
+    name = f"ann/model{len(content)}"
+    commit = hub.add(name, {"a.bin": content})
+    file = hub.content(content) if content is LARGE else hub.server.files[f"/{name}/resolve/{commit}/a.bin"]
+    file.answers = [Answer(body=bytes(byte ^ 1 for byte in content))]
+    with pytest.raises(UserError, match=r"what came for a\.bin is not the file of the Hub") as raised:
+        fetched(name)
+    assert "run the command again" in raised.value.hint
+    assert not list(fetching.storage_of(HubName(name)).rglob("a.bin"))
+    assert fetched(name) == {"a.bin": content}
+
+
+def test_a_damaged_file_of_the_cache_comes_anew(hub):  # noqa: F811
+    hub.add("ann/model", {"a.bin": LARGE, "b.json": b"{}"})
+    fetched("ann/model")
+    blob = (open_repository(HubName("ann/model")).folder / "a.bin").resolve()
+    blob.write_bytes(LARGE[:1000])
+    assert fetched("ann/model")["a.bin"] == LARGE
+    blob.unlink()
+    assert fetched("ann/model")["a.bin"] == LARGE
+
+
+INFO, TREE = "/api/models/ann/model/revision/main", "/api/models/ann/model/tree/"
+
+
+@each_row(
+    (INFO, NO_REPOSITORY, "ann/model: not on the Hugging Face Hub, or private", "hf auth login"),
+    (INFO, Answer(404, body=b"{}"), "ann/model: not on the Hugging Face Hub, or private", "check the spelling"),
+    (INFO, NO_REVISION, "the repository has no revision main", "https://huggingface.co/ann/model/tree/main"),
+    (INFO, GATED, "accepted its licence", "accept it at https://huggingface.co/ann/model, then run `hf auth login`"),
+    (INFO, Answer(429, body=b"{}"), "too many requests", "wait some minutes"),
+    (INFO, Answer(500, body=b"{}"), "the Hub answers with error 500", "status.huggingface.co"),
+    (INFO, Answer(body=b"<html>Sign in to the network</html>"), "the answer is not that of the Hub", "HTTPS_PROXY"),
+    (TREE, Answer(429, body=b"{}"), "too many requests", "wait some minutes"),
+    ("file", GATED, r"ann/model: a\.bin: the Hub gives it only", "then run `hf auth login`"),
+    ("file", Answer(401, {"X-Error-Code": "GatedRepo"}, b"{}"), "accepted its licence", "hf auth login"),
+    ("file", Answer(404, {"X-Error-Code": "EntryNotFound"}, b"{}"), r"a\.bin: not on the", "check the spelling"),
+    ("cdn", Answer(403, body=b"{}"), r"a\.bin: the Hub (gives|refuses)", "hf auth login"),
+    ("cdn", Answer(429, body=b"{}"), r"a\.bin: the Hub has had too many requests", "goes on from there"),
+    ("cdn", Answer(503, body=b"{}"), r"a\.bin: the Hub answers with error 503", "goes on from there"),
+    ("cdn", Answer(cut_after=0), r"a\.bin: .*connection broke off", "goes on from there"),
+)  # fmt: skip
+def test_each_fault_says_what_to_do(hub, path, answer, message, hint):  # noqa: F811
+    commit = hub.add("ann/model", {"a.bin": LARGE})
+    if path == "cdn":
+        hub.content(LARGE).always = answer
+    else:
+        hub.refuse({"file": f"/ann/model/resolve/{commit}/a.bin", TREE: f"{TREE}{commit}"}.get(path, path), answer)
+    with pytest.raises(UserError, match=message) as raised:
+        fetched("ann/model")
+    assert hint in raised.value.hint
+    assert not list(fetching.cache_folder().rglob("a.bin"))
+    assert "\n" not in raised.value.message + raised.value.hint
+    assert len(raised.value.message) < 300
+
+
+def test_without_a_connection_the_cache_is_used(hub, monkeypatch, caplog, tmp_path):  # noqa: F811
+    hub.add("ann/model", {"a.bin": LARGE, "b.json": b"{}"})
+    assert fetched("ann/model", "a.bin") == {"a.bin": LARGE}
+    hub.server.files.clear()
+    hub.refuse(INFO, Answer(500, body=b"{}"))
+    assert fetched("ann/model", "a.bin") == {"a.bin": LARGE}
+    assert "the Hub answers with error 500; the files in the cache are used" in caplog.text
+    use_hub(monkeypatch, "http://127.0.0.1:9", tmp_path / "huggingface")  # Nothing listens there.
+    assert fetched("ann/model", "a.bin") == {"a.bin": LARGE}
+    with pytest.raises(UserError, match="ann/other: the Hub cannot be reached") as raised:
+        fetched("ann/other")
+    for word in ("HTTPS_PROXY", "HF_ENDPOINT", "--offline"):
+        assert word in raised.value.hint
+
+
+def test_offline_nothing_is_asked(hub, monkeypatch):  # noqa: F811
+    commit = hub.add("ann/model", {"a.bin": LARGE, "b.json": b"{}"})
+    fetched("ann/model", "a.bin")
+    asked = len(hub.server.log)
+    for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.setenv(variable, "1")
+        for name in ("ann/model", f"ann/model@{commit}"):
+            assert fetched(name, "a.bin") == {"a.bin": LARGE}
+        with pytest.raises(UserError, match=r"ann/other: offline, and the cache .* does not have it") as raised:
+            fetched("ann/other")
+        assert "`gputrain fetch ann/other`" in raised.value.hint
+        assert str(fetching.cache_folder()) in raised.value.message
+        monkeypatch.delenv(variable)
+    assert len(hub.server.log) == asked
+
+
+def test_a_full_disk_leaves_no_file_and_the_next_call_goes_on(hub, monkeypatch):  # noqa: F811
+    hub.add("ann/model", {"a.bin": LARGE})
+    usage = shutil.disk_usage(".")
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100_000))
+        with pytest.raises(UserError, match=r"ann/model: needs 1\.02 MB, and the disk of .* has 100 kB free") as raised:
+            fetched("ann/model")
+    assert "HF_HOME" in raised.value.hint
+    assert not hub.sent()
+    if not os.path.exists("/dev/full"):
+        return
+    part = fetching.storage_of(HubName("ann/model")) / "blobs" / f"{etag_of(LARGE)}.incomplete"
+    part.symlink_to("/dev/full")  # Every write to it fails as on a full disk.
+    with pytest.raises(UserError, match=r"a\.bin: the disk of .* is full") as raised:
+        fetched("ann/model")
+    assert "goes on from there" in raised.value.hint
+    assert not list(fetching.cache_folder().rglob("a.bin"))
+    part.unlink()
+    assert fetched("ann/model") == {"a.bin": LARGE}
+
+
+def test_a_cache_that_cannot_be_written(hub, monkeypatch):  # noqa: F811
+    hub.add("ann/model", {"a.bin": LARGE})
+
+    def refused(*words, **options):
+        raise PermissionError(errno.EACCES, "Permission denied", "blobs")
+
+    monkeypatch.setattr(fetching.Path, "mkdir", refused)
+    with pytest.raises(UserError, match=r"blobs cannot be written .Permission denied.") as raised:
+        fetched("ann/model")
+    assert "HF_HOME" in raised.value.hint
+
+
+def test_the_token_of_huggingface_hub_is_sent(hub, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    hub.add("ann/model", {"a.bin": LARGE, "b.json": b"{}"})
+    fetched("ann/model")
+    sent = {one.path.split("/")[1]: one.headers.get("authorization") for one in hub.server.log}
+    assert sent == {"api": "Bearer hf_secret", "ann": "Bearer hf_secret", "cdn": None}  # Not to the other host.
