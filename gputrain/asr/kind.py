@@ -141,6 +141,7 @@ KIND = ModelKind(
     bench=BenchAsr,
     work=work,
     data="recordings with their texts",
+    media="audio",
     prepared=PREPARED_SPEECH,
     prepare=prepare_command("asr"),
     validate=validate_command("asr"),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from gputrain.engine.containers import FFMPEG_SOUNDS
 from gputrain.engine.data import FULL_SCALE
 from gputrain.errors import UserError
 from gputrain.figures import format_number
@@ -24,11 +25,6 @@ if TYPE_CHECKING:  # Packages that read sound are imported where they read: a tr
 log = logging.getLogger(__name__)
 
 Samples = npt.NDArray[np.float32]
-# Sound and video that ffmpeg decodes, if it is installed.
-FFMPEG_SUFFIXES = frozenset({
-    ".m4a", ".m4b", ".aac", ".wma", ".amr", ".ape", ".wv", ".ac3", ".mka",
-    ".mp4", ".m4v", ".webm", ".3gp", ".mkv", ".mov", ".avi",
-})  # fmt: skip
 BLOCK = 1 << 20  # Samples of a file that are decoded at once.
 TRIM_WINDOW = 2048  # Samples over which power is averaged to detect silence.
 TRIM_HOP = 512
@@ -146,7 +142,7 @@ def _decoded(path: Path, known: Mixing | None = None) -> tuple[int, Iterator[Sam
     """Returns the sampling rate of a file, its decoded blocks, at least one, and how their samples are made."""
     if not path.is_file():
         raise UserError(f"{path}: no such file", hint="name a sound file: wav, flac, ogg or mp3")
-    if path.suffix.lower() not in FFMPEG_SUFFIXES:
+    if path.suffix.lower() not in FFMPEG_SOUNDS:
         return _blocks_of(path, path, known)
     folder = TemporaryDirectory(prefix="gputrain-")  # It is deleted with the last block.
     converted = Path(folder.name) / "sound.wav"
@@ -263,7 +259,7 @@ def _full_scale(peak: float, are_whole: bool, subtype: str, source: Path) -> tup
         return 1.0, ""
     if peak <= 1 or not math.isfinite(peak):
         return 1.0, ""
-    decoded = subtype not in ("FLOAT", "DOUBLE") or source.suffix.lower() in FFMPEG_SUFFIXES
+    decoded = subtype not in ("FLOAT", "DOUBLE") or source.suffix.lower() in FFMPEG_SOUNDS
     if decoded and peak <= 2:
         return peak, ""  # MP3 and others often exceed full scale a little.
     if peak <= LOUDEST and not are_whole:

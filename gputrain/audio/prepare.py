@@ -10,7 +10,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gputrain.audio.io import BLOCK, FFMPEG_SUFFIXES, Samples, read_sound, resample, trim
+from gputrain.audio.io import BLOCK, Samples, read_sound, resample, trim
+from gputrain.engine.containers import FFMPEG_SOUNDS, READ, SOUNDS
 from gputrain.engine.data import FULL_SCALE, fingerprint
 from gputrain.engine.preparation import (
     PrepareReport,
@@ -25,8 +26,6 @@ from gputrain.engine.preparation import (
 from gputrain.errors import UserError
 from gputrain.figures import counted
 
-SUFFIXES = {".wav", ".flac", ".ogg", ".opus", ".mp3", ".aif", ".aiff", ".au", ".w64", ".caf"}
-OTHER_SUFFIXES = FFMPEG_SUFFIXES  # Without ffmpeg, such files are listed as unreadable.
 SILENCE = 1e-3  # Peak below which a recording is silent: 60 dB below full scale.
 NEAR_FULL_SCALE = (FULL_SCALE - 1) / FULL_SCALE
 FRAME_SECONDS = 0.01  # Window of the measurement of loudness.
@@ -193,12 +192,13 @@ def scan_recordings(folder: Path, *, may_be_empty: bool = False) -> SourceTree:
     """Finds the recordings of a folder tree by their suffixes. Raises UserError if the folder is missing, or holds no
     recording."""
     check_input_folder(folder, "recordings")
-    tree = scan(folder, SUFFIXES | OTHER_SUFFIXES)
+    tree = scan(folder, SOUNDS | FFMPEG_SOUNDS)
     if not tree.paths and not may_be_empty:
         others = ", ".join(f"{count} {suffix}" for suffix, count in Counter(tree.ignored).most_common(5))
         raise UserError(
             f"{folder}: no recording in it{f', but other files: {others}' if others else ''}",
-            hint=f"looked for {', '.join(sorted(SUFFIXES))}, and with ffmpeg {', '.join(sorted(OTHER_SUFFIXES))}",
+            hint=f"looked for {', '.join(sorted(SOUNDS))}, and with ffmpeg {', '.join(sorted(FFMPEG_SOUNDS))}; read "
+            f"are {READ}",
         )
     return tree
 

@@ -20,8 +20,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from gputrain.audio.io import read_sound
-from gputrain.audio.prepare import SUFFIXES as SOUNDS
 from gputrain.autoconfig.lengths import Seconds, checked
+from gputrain.engine.containers import SOUNDS
 from gputrain.engine.data import permutation
 from gputrain.engine.preparation import check_input_folder, scan
 from gputrain.errors import UserError

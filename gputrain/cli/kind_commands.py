@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.markup import escape
@@ -15,6 +15,9 @@ from gputrain.cli import tables, ui
 from gputrain.cli.settings import DataSettings, EvaluateSettings, ExportSettings, PrepareSettings, ValidateSettings
 from gputrain.errors import UserError
 from gputrain.kinds import DataWork, ModelKind, ReportProgress, kinds, refuse_other_data
+
+if TYPE_CHECKING:
+    from gputrain.engine.sources import Source
 
 EvaluationReport = tuple[str, dict[str, Any], dict[str, Any]]  # A title, the figures to show, and the report.
 
@@ -27,16 +30,32 @@ def work_of(settings: DataSettings, command: str) -> DataWork:
     return made
 
 
+def source_of(settings: DataSettings, at: Path | None = None) -> "Source":
+    """Returns the folder of what the settings name, which is unpacked at a place if it is no folder of files."""
+    from gputrain.engine.sources import Source, open_source
+
+    media: Any = kinds()[settings.kind].media
+    if not media:
+        return Source(settings.input_dir, settings.input_dir)
+    with ui.TerminalBar("unpacking") as bar:
+        return open_source(settings.input_dir, media, at, column=settings.column, progress=bar.update)
+
+
 def prepare(settings: PrepareSettings) -> None:
     if settings.mode == "validate":
         return validate(settings.as_validation())
     output_dir = settings.output_dir
     assert output_dir is not None  # PrepareSettings.__post_init__ checks this.
+    from gputrain.engine.preparation import check_folders
+
+    work = work_of(settings, "prepare")
+    check_folders(settings.input_dir, output_dir, settings.kind)
+    # Beside the output folder, so that both are on the disk that the user chose for prepared data.
+    source = source_of(settings, output_dir.with_name(f"{output_dir.name}.unpacked"))
     with ui.TerminalBar("preparing") as bar:
-        work = work_of(settings, "prepare")
-        report = work.run(
-            settings.input_dir, output_dir, work.config, num_workers=settings.processes, progress=bar.update
-        )
+        report = work.run(source.folder, output_dir, work.config, num_workers=settings.processes, progress=bar.update)
+    report = source.complete(report, output_dir)
+    source.remove()
     if work.findings and report.made:
         with ui.err.status("looking at what was prepared"):
             report = replace(report, findings=tuple(work.findings(output_dir, settings.processes)))
@@ -48,9 +67,11 @@ def prepare(settings: PrepareSettings) -> None:
 
 
 def validate(settings: ValidateSettings) -> None:
+    work = work_of(settings, "validate")
+    source = source_of(settings)
     with ui.TerminalBar("validating") as bar:
-        work = work_of(settings, "validate")
-        report = work.run(settings.input_dir, work.config, num_workers=settings.processes, progress=bar.update)
+        report = work.run(source.folder, work.config, num_workers=settings.processes, progress=bar.update)
+    report = source.complete(report)
     _show(report.input_dir, work, report, settings.output_file)
     if settings.strict and report.refused:
         raise typer.Exit(ui.NOT_PASSED)

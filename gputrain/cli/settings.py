@@ -57,13 +57,20 @@ def refuse_others(settings: object, kind: ModelKind, command: str, by: str) -> N
 class DataSettings:
     """The options that both commands on data have."""
 
-    input_dir: Path = opt(help="Folder tree of pictures or recordings; it is only read.")
+    input_dir: Path = opt(
+        help="Folder tree of pictures or recordings, or parquet, Arrow, tar or zip files, a .txt file of paths, a "
+        "pattern in quotation marks, or hf://datasets/NAME; it is only read."
+    )
     kind: str = opt(
         default=PREPARED[0], help=f"Kind of model the data are for: {format_data_kinds(PREPARED)}.", choices=PREPARED,
         former_values=former_names(),
     )  # fmt: skip
     output_file: Path | None = opt(default=None, help="JSON file for the report.")
     num_workers: int = opt(default=-1, help="Number of processes; -1: one for each core.", min=-1)
+    column: str = opt(
+        default="",
+        help="Column of parquet or Arrow data that holds the pictures or recordings; default: found by its type.",
+    )
 
     @property
     def processes(self) -> int:
@@ -73,7 +80,9 @@ class DataSettings:
 @with_options_of_kinds("validate")
 @config(panel="Validation")
 class ValidateSettings(DataSettings):
-    input_dir: Path = opt(help="Folder of pictures or recordings, prepared or not.")
+    input_dir: Path = opt(
+        help="Folder of pictures or recordings, prepared or not, or anything else that prepare-data reads."
+    )
     audio_sample_rate: int | None = opt(
         default=None, help="Sampling rate of the training, in Hz; default: 44100 for vocoder, 22050 for tts.", min=8000
     )

@@ -173,8 +173,9 @@ class SourceTree:
 
 def check_input_folder(folder: Path, content: str) -> None:
     if not folder.is_dir():
-        fault = "is a file, expected a folder" if folder.exists() else "no such folder"
-        raise UserError(f"{folder}: {fault}", hint=f"name the folder that holds the {content}")
+        fault = "is a file, expected a folder" if folder.exists() else "no such file or folder"
+        hint = f"name the folder that holds the {content}"
+        raise UserError(f"{folder}: {fault}", hint=f"{hint}, or another source of data: docs/data_sources.md")
 
 
 def check_folders(input_dir: Path, output_dir: Path, kind: str) -> None:

@@ -200,13 +200,19 @@ def gather_material(input_dir: Path, config: SpeechPrepareConfig) -> Material:
 
 def without_whole_spans(folder: Path, utterances: list[Utterance], notes: list[str]) -> list[Utterance]:
     """Returns the utterances; the only one of a recording has no times if they are those of the whole recording, which
-    many manifests give. Recordings that go on after such times are added to the notes."""
+    many manifests give: in it, or in a longer one from which it was cut. Recordings that go on after such times are
+    added to the notes."""
     parts = Counter(one.path for one in utterances)
     found, longer = [], list[str]()
     for one in utterances:
-        seconds = length_of(folder / one.path) if one.span and not one.span[0] and parts[one.path] == 1 else None
+        seconds = length_of(folder / one.path) if one.span and parts[one.path] == 1 else None
         if one.span is None or seconds is None:
             found.append(one)
+            continue
+        begin, end = one.span
+        if begin:
+            is_cut_out = end > seconds + BEYOND_SECONDS and abs(end - begin - seconds) <= ROUNDED_SECONDS
+            found.append(replace(one, span=None) if is_cut_out else one)
             continue
         is_whole = -ROUNDED_SECONDS <= one.span[1] - seconds <= BEYOND_SECONDS
         found.append(replace(one, span=None) if is_whole else one)

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -25,9 +25,9 @@ IDENTIFIERS = ("id", "clip", "utterance_id", "utt_id")  # They name a recording 
 HEADINGS: Mapping[str, TranscriptColumn] = {
     **dict.fromkeys((*AUDIO_KEYS, "wav_file", "wav_path", "wav_filename", "filename", "filepath"), "audio"),
     **dict.fromkeys((*IDENTIFIERS, "file_path", "recording", "audio_filename", "wav_name"), "audio"),
-    **dict.fromkeys((*TEXT_KEYS, "raw_text", "raw_transcription", "utterance", "txt"), "text"),
+    **dict.fromkeys((*TEXT_KEYS, "raw_text", "raw_transcription", "utterance", "txt", "text_original"), "text"),
     **dict.fromkeys(("normalized", "normalised", "normalized_text", "normalised_text"), "normalized"),
-    **dict.fromkeys(("normalized_transcription", "normalized_transcript"), "normalized"),
+    **dict.fromkeys(("normalized_transcription", "normalized_transcript", "text_normalized"), "normalized"),
     **dict.fromkeys((*SPEAKER_KEYS, "client_id", "voice"), "speaker"),
     **dict.fromkeys(START_KEYS, "start"), **dict.fromkeys(END_KEYS, "end"), **dict.fromkeys(DURATION_KEYS, "duration"),
 }  # fmt: skip
@@ -52,6 +52,17 @@ def header_of(cells: Sequence[str]) -> TranscriptColumns | None:
     if "normalized" in named and "text" not in named:
         named[named.index("normalized")] = "text"
     return tuple(named) if {"audio", "text"} <= set(named) else None
+
+
+def text_keys_of(row: Iterable[str]) -> tuple[str, ...]:
+    """Returns the keys of a JSON object that may have its text: the usual ones, then those that are names of columns of
+    a table, of which the normalised form comes first."""
+    named = {kind: [key for key in row if HEADINGS.get(_heading(key)) == kind] for kind in ("normalized", "text")}
+    return (*TEXT_KEYS, *named["normalized"], *named["text"])
+
+
+def speaker_keys_of(row: Iterable[str]) -> tuple[str, ...]:
+    return (*SPEAKER_KEYS, *(key for key in row if HEADINGS.get(_heading(key)) == "speaker"))
 
 
 def _heading(name: str) -> str:

@@ -132,7 +132,7 @@ def json_rows(text: str) -> list[tuple[str, JsonRow | None]]:
     """Returns the objects of JSON lines, of a list, or of an object that names recordings or holds such a list, each
     with its place; None in place of what is no object."""
     lines = [(f"line {number}", line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    by_line = [(where, _object(line)) for where, line in lines]
+    by_line = [(where, json_object(line)) for where, line in lines]
     if not lines or (by_line[0][1] is not None and (len(lines) > 1 or _names_audio(by_line[0][1]))):
         return by_line
     try:
@@ -148,7 +148,8 @@ def json_rows(text: str) -> list[tuple[str, JsonRow | None]]:
     return [(f"entry {number}", row if isinstance(row, dict) else None) for number, row in enumerate(rows, start=1)]
 
 
-def _object(line: str) -> JsonRow | None:
+def json_object(line: str) -> JsonRow | None:
+    """Returns the object of a text in JSON, which a comma may follow; None for anything else."""
     try:
         row = json.loads(line.strip().rstrip(","))
     except (ValueError, RecursionError):

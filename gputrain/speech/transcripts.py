@@ -4,7 +4,7 @@
     Piper        recording|speaker|text
     CSV          a header in any order, cells separated by |, tabs, commas or semicolons
     JSON         lines or a list of {"audio": ..., "text": ..., "speaker": ...}, "speaker" is optional
-    pairs        NAME.wav and NAME.txt, anywhere in the tree
+    pairs        NAME.wav and NAME.txt, anywhere in the tree, or NAME.json with {"text": ...}
     subtitles    NAME.wav and NAME.srt or NAME.vtt, anywhere in the tree, for a recogniser
     Common Voice client_id, path, sentence, ... separated by tabs, the recordings in clips/
 
@@ -21,11 +21,12 @@ import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from gputrain.audio.prepare import OTHER_SUFFIXES, SUFFIXES, RefusalReason
+from gputrain.audio.prepare import RefusalReason
+from gputrain.engine.containers import FFMPEG_SOUNDS, SOUNDS
 from gputrain.engine.preparation import RefusedItem
 from gputrain.errors import UserError
 from gputrain.figures import counted
@@ -34,7 +35,6 @@ from gputrain.speech.transcript_columns import (
     AUDIO_KEYS,
     DURATION_KEYS,
     END_KEYS,
-    SPEAKER_KEYS,
     START_KEYS,
     TEXT_KEYS,
     TranscriptColumns,
@@ -42,6 +42,8 @@ from gputrain.speech.transcript_columns import (
     columns_of,
     header_of,
     span_of,
+    speaker_keys_of,
+    text_keys_of,
 )
 from gputrain.speech.transcript_files import (
     QUOTED,
@@ -50,6 +52,7 @@ from gputrain.speech.transcript_files import (
     first_cells,
     holds_json,
     is_declaration,
+    json_object,
     json_rows,
     read_text,
     table_rows,
@@ -152,7 +155,7 @@ class SoundFinder:
 
     def _outside(self, given: str) -> list[str]:
         """Resolves an absolute path or one with `..`; a file inside the folder is returned by its relative path."""
-        if self._root is None or _suffix(given) not in SUFFIXES | OTHER_SUFFIXES:
+        if self._root is None or _suffix(given) not in SOUNDS | FFMPEG_SOUNDS:
             return []
         if Path(given).is_absolute():
             places = [given]
@@ -170,7 +173,7 @@ def _first_known(ways: Iterable[tuple[dict[str, list[str]], str]]) -> list[str]:
     for known, place in ways:
         for spelled in (place, _bare(place)):
             if spelled in known:
-                return [path for path in known[spelled] if _suffix(path) in SUFFIXES] or known[spelled]
+                return [path for path in known[spelled] if _suffix(path) in SOUNDS] or known[spelled]
     return []
 
 
@@ -184,7 +187,7 @@ def _suffix(path: str) -> str:
 
 def _bare(path: str) -> str:
     """Removes an audio suffix; an id may contain other full stops."""
-    return path.rpartition(".")[0] if _suffix(path) in SUFFIXES | OTHER_SUFFIXES else path
+    return path.rpartition(".")[0] if _suffix(path) in SOUNDS | FFMPEG_SOUNDS else path
 
 
 @dataclass
@@ -285,6 +288,11 @@ def _found(folder: Path, paths: Sequence[str], has_subtitles: bool) -> Path | No
     ]
     if any(map(_is_common_voice, candidates)):  # Its clip_durations.tsv names the recordings, too.
         candidates = [path for path in candidates if _is_common_voice(path) or path.suffix.lower() != ".tsv"]
+    beside = {PurePosixPath(path).with_suffix(".json").as_posix() for path in paths}
+    tables = [path for path in candidates if path.name not in beside]
+    candidates = (
+        candidates if len(candidates) - len(tables) < 2 else tables
+    )  # Objects of recordings, not tables of all.
     others = bool(pairs) or has_subtitles
     if len(candidates) + others > 1:
         names = [path.name for path in candidates]
@@ -295,7 +303,7 @@ def _found(folder: Path, paths: Sequence[str], has_subtitles: bool) -> Path | No
             f"{folder}: transcripts in several places: {', '.join(names)}",
             hint="name one with --transcripts FILE, and if necessary its columns: --transcript-columns audio,text",
         )
-    if not candidates and not others:
+    if not candidates and not others and not _objects_of(folder, paths):
         raise UserError(
             f"{folder}: no transcripts: neither metadata.csv, JSON lines, nor text files of recordings",
             hint="name the file with --transcripts FILE, and its columns with --transcript-columns audio,text",
@@ -402,7 +410,12 @@ def _separator(file: Path, lines: Sequence[str], sounds: SoundFinder, audio_at: 
 
 
 def _read_json(reading: _Reading, file: Path, rows: Sequence[tuple[str, dict[str, Any] | None]]) -> str:
-    check_units(file.name, sorted({key for _, row in rows[:LOOKED_AT] if row for key in row}))
+    keys = sorted({key for _, row in rows[:LOOKED_AT] if row for key in row})
+    check_units(file.name, keys)
+    if keys and not any(key in row for _, row in rows if row for key in text_keys_of(row)):
+        raise UserError(
+            f"{file}: no column of texts; columns: {', '.join(keys)}", hint=f"name it {' or '.join(TEXT_KEYS)}"
+        )
     for place, row in rows:
         where = f"{file.name}, {place}"
         if row is None:
@@ -410,13 +423,18 @@ def _read_json(reading: _Reading, file: Path, rows: Sequence[tuple[str, dict[str
         elif not _first_of(row, AUDIO_KEYS):
             reading.refuse(where, "malformed", f"names no recording: none of {', '.join(AUDIO_KEYS)}")
         else:
-            start, end, duration = (next((row[key] for key in keys if key in row), None) for keys in _TIME_KEYS)
-            name, words, person = (_first_of(row, keys) for keys in (AUDIO_KEYS, TEXT_KEYS, SPEAKER_KEYS))
-            reading.add(where, name, words, person, (start, end, duration))
+            _add_object(reading, where, _first_of(row, AUDIO_KEYS), row)
     return "JSON lines" if rows[0][0].startswith("line") else "JSON"
 
 
 _TIME_KEYS = (START_KEYS, END_KEYS, DURATION_KEYS)
+
+
+def _add_object(reading: _Reading, where: str, name: str, row: dict[str, Any]) -> None:
+    """Adds the utterance of a JSON object for the recording of a name."""
+    start, end, duration = (next((row[key] for key in keys if key in row), None) for keys in _TIME_KEYS)
+    words, person = (_first_of(row, keys) for keys in (text_keys_of(row), speaker_keys_of(row)))
+    reading.add(where, name, words, person, (start, end, duration))
 
 
 def _first_of(row: dict[str, Any], keys: Iterable[str]) -> str:
@@ -496,8 +514,17 @@ def _text_files(folder: Path, paths: Iterable[str]) -> set[str]:
     return {path for path in found if (folder / path).is_file()}
 
 
+def _objects_of(folder: Path, paths: Iterable[str]) -> dict[str, str]:
+    """Returns the JSON file of each recording that has one, NAME.json for NAME.wav as in WebDataset; none if no one of
+    the first files has a text."""
+    named = {path: PurePosixPath(path).with_suffix(".json").as_posix() for path in paths}
+    found = {path: file for path, file in named.items() if (folder / file).is_file()}
+    first = [json_object(_head_of(folder / file, None)) or {} for file in islice(found.values(), LOOKED_AT)]
+    return found if any(_first_of(row, text_keys_of(row)) for row in first) else {}
+
+
 def _read_pairs(reading: _Reading, paths: Sequence[str], subtitled: Collection[str] = ()) -> None:
-    texts = _texts_of(reading.folder, paths)
+    texts = _texts_of(reading.folder, paths) or _objects_of(reading.folder, paths)
     for sound in paths:
         if sound in subtitled or sound not in texts:
             continue  # It is reported with all recordings without a transcript.
@@ -507,7 +534,13 @@ def _read_pairs(reading: _Reading, paths: Sequence[str], subtitled: Collection[s
             reading.named.add(sound)
             reading.refuse(sound, "malformed", error.message)
         else:
-            reading.add(texts[sound], sound, text)
+            if texts[sound].endswith(".txt"):
+                reading.add(texts[sound], sound, text)
+            elif (row := json_object(text)) is not None:
+                _add_object(reading, texts[sound], sound, row)
+            else:
+                reading.named.add(sound)
+                reading.refuse(texts[sound], "malformed", "not a JSON object")
     places = {PurePosixPath(text).parent for text in texts.values()}
     for alone in sorted(_text_files(reading.folder, paths) - set(texts.values())):
         if PurePosixPath(alone).parent in places:

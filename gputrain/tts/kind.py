@@ -162,6 +162,7 @@ KIND = ModelKind(
     bench=BenchTts,
     work=work,
     data="recordings with their texts",
+    media="audio",
     prepared=PREPARED_SPEECH,
     prepare=prepare_command("tts", "audio_sample_rate"),
     validate=validate_command("tts", "audio_sample_rate"),

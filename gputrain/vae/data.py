@@ -31,6 +31,7 @@ from gputrain.engine.data import (
 )
 from gputrain.engine.mixture import FolderItems, GivenFolders, Mixture, data_folders, split_folders
 from gputrain.engine.preparation import RefusedItem, SourceFile
+from gputrain.engine.sources import open_source
 from gputrain.errors import UserError
 from gputrain.kinds import prepared_for, refuse_other_data
 from gputrain.stored import is_fingerprint
@@ -100,15 +101,25 @@ class Pictures:
         return self.train if self.mixture.is_plain else [self.train[item] for item in self.mixture.items(0)]
 
 
-def open_pictures(given: GivenFolders, *, held_out_share: float = HELD_OUT_SHARE) -> Pictures:
-    """Opens prepared folders by their manifests, or any folder trees by reading every header, and splits them.
+def open_pictures(
+    given: GivenFolders, *, held_out_share: float = HELD_OUT_SHARE, unpack_at: Path | None = None
+) -> Pictures:
+    """Opens prepared folders by their manifests, or any folder trees by reading every header, and splits them. What is
+    no folder of files, such as a parquet file, is unpacked under `unpack_at`; default: a temporary folder.
 
     Raises UserError if a folder is missing, empty, half prepared, or holds no readable picture.
     """
     folders = data_folders(given)
     found, refused = [], []
     for folder in folders:
-        pictures, rejected = _pictures_in(folder.path)
+        source = open_source(folder.path, "image", unpack_at)
+        if source.unpacked and unpack_at:
+            log.info(
+                "%s: unpacked in %s, which the run needs; prepared pictures need no such copy: gputrain prepare-data "
+                "--input-dir %s --output-dir PREPARED", folder.path, source.unpacked, folder.path,
+            )  # fmt: skip
+        pictures, rejected = _pictures_in(source.folder)
+        rejected = source.located(rejected)
         found.append(pictures)
         refused += rejected if len(folders) == 1 else [_with_folder(folder.path, one) for one in rejected]
     keys = [_fingerprint_of] * len(folders)

@@ -8,6 +8,7 @@ import torch
 
 from gputrain.engine.data import Progress, no_progress
 from gputrain.engine.mixture import GivenFolders, data_folders, format_folders
+from gputrain.engine.sources import is_there
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
@@ -105,14 +106,14 @@ def measure_scaling(
     own = source.pictures if source and not source.encoder_trained and data_path is None else None
     if source and own:
         folders = tuple(map(Path, own.data_path))
-        if all(folder.path.is_dir() for folder in data_folders(folders)):
+        if all(is_there(folder.path) for folder in data_folders(folders)):
             given, image_size, share = folders, own.image_size, own.held_out_share
         else:
             log.warning(
                 "the encoder is that of %s, whose pictures are missing (%s): the factors are measured on those of this "
                 "run, and differ from those of its export", source.source, ", ".join(own.data_path),
             )  # fmt: skip
-    missing = [str(folder.path) for folder in data_folders(given) if not folder.path.is_dir()]
+    missing = [str(folder.path) for folder in data_folders(given) if not is_there(folder.path)]
     if missing:
         raise UserError(
             f"{', '.join(missing)}: the run's pictures are missing",

@@ -186,6 +186,7 @@ KIND = ModelKind(
     bench=BenchVae,
     work=work,
     data="pictures",
+    media="image",
     prepared={
         "manifest.jsonl": frozenset({"width", "height", "fingerprint"}),
         "journal.jsonl": frozenset({"input_dir"}),

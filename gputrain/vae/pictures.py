@@ -15,6 +15,7 @@ from typing import Literal, TypeVar
 import numpy as np
 from PIL import Image, ImageCms, UnidentifiedImageError, features
 
+from gputrain.engine.containers import PICTURES, READ
 from gputrain.engine.preparation import (
     RefusedItem,
     SourceFile,
@@ -36,10 +37,6 @@ DARK = 16  # Brightest level of a picture that is nearly black: white of 12 bits
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 Crop = Callable[[int, int], Box]  # Takes width and height.
 
-SUFFIXES = {
-    ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".tif", ".tiff", ".bmp", ".dib", ".gif", ".avif", ".heic",
-    ".heif", ".hif",
-}  # fmt: skip
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "DIB", "GIF")
 # Pictures that Pillow does not read, or not each build of it, by the bytes from an offset on.
 OTHER_FORMATS = {
@@ -110,12 +107,13 @@ def scan_pictures(folder: Path) -> PictureTree:
     Raises UserError if the folder is missing or holds no picture.
     """
     check_input_folder(folder, "pictures: --data-path FOLDER")
-    tree = scan(folder, SUFFIXES)
+    tree = scan(folder, PICTURES)
     if not tree.paths and not tree.refused:
         found = ", ".join(f"{count} {suffix}" for suffix, count in Counter(tree.ignored).most_common(5))
         raise UserError(
             f"{folder}: " + (f"holds no picture (found {found})" if found else "the folder is empty"),
-            hint=f"pictures are files with one of the suffixes {' '.join(sorted(SUFFIXES))}, in any subfolder",
+            hint=f"pictures are files with one of the suffixes {' '.join(sorted(PICTURES))}, in any subfolder; read "
+            f"are {READ}",
         )
     refused = tree.refused
     files = source_files(folder, tree.paths, refused)

@@ -42,6 +42,7 @@ from gputrain.vae.weights import named_file
 
 log = logging.getLogger(__name__)
 
+UNPACKED = "unpacked"  # Folder of a run for the pictures of archives and tables that it trains on.
 SIZE_STEP = 64  # Pixels between the image sizes that are proposed.
 FILES = ("lpips_weights", "lpips_sha256")  # Options without an effect on memory.
 MOST_LEFT_OUT = 0.2  # Share of small pictures up to which leaving them out is proposed.
@@ -74,7 +75,9 @@ class VaeWork(KindWork[TrainVae]):
         return settings
 
     def open_data(self, settings: TrainVae) -> "VaeData":
-        return VaeData(open_pictures(settings.data.data_path, held_out_share=settings.data.held_out_share))
+        data, run = settings.data, settings.saving.output_dir
+        unpack_at = None if isinstance(settings, PlanVae) else run / UNPACKED
+        return VaeData(open_pictures(data.data_path, held_out_share=data.held_out_share, unpack_at=unpack_at))
 
     def stages(self, settings: TrainVae) -> tuple[TrainVae, ...]:
         return settings.stages

@@ -219,6 +219,7 @@ KIND = ModelKind(
     bench=BenchVocoder,
     work=work,
     data="recordings",
+    media="audio",
     prepared=dict.fromkeys(("manifest.jsonl", "journal.jsonl"), frozenset({"sampling_rate", "hop_size"})),
     prepare=DataCommand(groups={"sound": Sound}, names=frozenset(leaves(Sound)), work=prepare_recordings),
     validate=DataCommand(names=frozenset({"audio_sample_rate"}), work=validate_recordings),

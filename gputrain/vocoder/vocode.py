@@ -21,9 +21,10 @@ from gputrain.audio.config import Mel
 from gputrain.audio.f0 import Method, default_method, f0, interpolated, require_tracker
 from gputrain.audio.io import HOW_TO_CONVERT, read_sound, resample
 from gputrain.audio.mel import log_mel
-from gputrain.audio.prepare import SILENCE, SUFFIXES
+from gputrain.audio.prepare import SILENCE
 from gputrain.audio.weight_norm import cached_weights
 from gputrain.engine.checkpoint import format_list
+from gputrain.engine.containers import SOUNDS
 from gputrain.engine.data import Progress, no_progress, output_names, write_wav, writing
 from gputrain.engine.preparation import RefusedItem, scan
 from gputrain.errors import UserError
@@ -276,12 +277,12 @@ def targets(input: Path, output_dir: Path) -> dict[Path, Path]:
     root = input if input.is_dir() else input.parent
     sources = [input]
     if input.is_dir():
-        found = [root / path for path in scan(root, SUFFIXES | FEATURES).paths]
+        found = [root / path for path in scan(root, SOUNDS | FEATURES).paths]
         is_pitch = [path.suffix.lower() == ".npy" and not path.name.endswith(MEL_SUFFIX) for path in found]
         sources = [path for path, skip in zip(found, is_pitch, strict=True) if path.is_file() and not skip]
     if not sources:
         raise UserError(
-            f"{input}: no recording and no mel in it", hint=f"looked for {', '.join(sorted(SUFFIXES))}, .npz, .mel.npy"
+            f"{input}: no recording and no mel in it", hint=f"looked for {', '.join(sorted(SOUNDS))}, .npz, .mel.npy"
         )
     names = output_names([source.relative_to(root) for source in sources], _stem_of)
     targets = {source: output_dir / f"{name}.wav" for source, name in zip(sources, names, strict=True)}

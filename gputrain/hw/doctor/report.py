@@ -53,6 +53,7 @@ def check_machine(
 
     Raises UserError if the folder is missing.
     """
+    data_path = data_path.parent if data_path.is_file() else data_path  # A parquet file, say.
     if not data_path.is_dir():
         raise UserError(f"{data_path}: no such folder", hint="--data-path takes the folder of your data")
     machine = probe()

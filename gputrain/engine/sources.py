@@ -1,0 +1,333 @@
+"""Turns whatever holds pictures or recordings into an ordinary folder of files, which everything else reads.
+
+A folder of files is used as it is. Parquet and Arrow files, tar and zip archives, a folder, a pattern or a list of
+such, and data sets of the Hugging Face Hub are unpacked once (`gputrain.engine.unpacking`); the files of a list of
+paths are linked. Imports no torch.
+"""
+
+import glob
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from gputrain.engine.containers import CONTAINERS, LISTS, MEDIA, Media, MediaKind, format_of
+from gputrain.engine.data import Progress, no_progress
+from gputrain.engine.preparation import RefusedItem, is_of_programs
+from gputrain.engine.unpacking import FoundData, Source, Unpacking
+from gputrain.errors import UserError
+from gputrain.figures import counted
+
+log = logging.getLogger(__name__)
+
+SHARD = re.compile(r"(?P<name>.*?)-?(?P<number>\d{4,6})-of-(?P<count>\d{4,6})")
+SPLIT_WORDS = {
+    "train": "train", "training": "train", "validation": "validation", "valid": "validation", "val": "validation",
+    "dev": "validation", "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
+}  # fmt: skip
+_kept: list["TemporaryDirectory[str]"] = []  # They are removed when the program ends.
+
+
+def open_source(
+    given: Path, media: MediaKind, at: Path | None = None, *, column: str = "", progress: Progress = no_progress
+) -> Source:
+    """Returns a folder of files for a folder, a container, a pattern of containers, a list of paths, or a name on the
+    Hub; unpacked under `at`, or where temporary files are until the program ends.
+
+    `column` names the column of a table that holds the pictures or recordings; default: found. Raises UserError if
+    nothing can be read, or the disk is too small.
+    """
+    kind = MEDIA[media]
+    found = _find(given, kind)
+    if found is None:
+        if column:
+            raise UserError(
+                f"column does nothing with {given}, which is no parquet or Arrow data", hint="drop --column"
+            )
+        return Source(given, given)
+    if at is None:
+        _kept.append(TemporaryDirectory(prefix="gputrain-", ignore_cleanup_errors=True))
+        at = Path(_kept[-1].name)
+    identity = hashlib.sha256(os.fsencode("\0".join((found.identity, media, column)))).hexdigest()[:8]
+    label = re.sub(r"[^\w.-]+", "_", found.label).strip("_.")[:60] or "data"
+    return Unpacking(given, found, kind, column, at / f"{label}-{identity}", progress).run()
+
+
+# ------------------------------------------------------------------------------------------------- what is given
+
+
+def hub_name(given: Path) -> str:
+    """Returns the name of a data set of the Hub, whose slashes a path has merged or turned; "" for other paths."""
+    text = str(given).replace("\\", "/")
+    match = re.match(r"(hf|https?):/{1,2}(?P<rest>.*)", text)
+    if match is None:
+        return ""
+    if match[1] == "hf":
+        return f"hf://{match['rest']}"
+    if re.match(r"(www\.)?(huggingface\.co|hf\.co)/datasets/", match["rest"]):
+        return f"https://{match['rest']}"
+    raise UserError(
+        f"{match[1]}://{match['rest']}: data are read from disks and from the Hugging Face Hub",
+        hint="load it and name the file, or write hf://datasets/ORG/NAME",
+    )
+
+
+def is_there(given: Path) -> bool:
+    """Returns True if a path of data leads to something: a folder, a file, or files of a pattern."""
+    return bool(given.exists() or hub_name(given) or _expanded(given))
+
+
+def _find(given: Path, media: Media) -> FoundData | None:
+    """Returns what to unpack; None for a folder of files, and for a path of nothing, which its reader refuses."""
+    if name := hub_name(given):
+        return _of_hub(name, given, media)
+    if given.is_dir():
+        return _in_folder(given, given, media)
+    identity = str(Path(os.path.abspath(given)))
+    if given.exists():
+        if given.suffix.lower() in media.suffixes:
+            raise UserError(f"{given}: one file", hint=f"name the folder of the {media.noun}")
+        if format_of(given) != "list":
+            return FoundData(given.parent, identity, given.name, (given,))
+        return _of_paths(given, identity, _listed(given), media, given)
+    if not (paths := _expanded(given)):
+        return None
+    return _of_paths(given, identity, [(path, str(path)) for path in paths], media, None)
+
+
+def _of_hub(name: str, given: Path, media: Media) -> FoundData | None:
+    from gputrain.fetch.datasets import download_dataset
+
+    local = download_dataset(name)
+    found = _in_folder(local, given, media) if local.is_dir() else _find(local, media)
+    if found is None:  # A folder of files in the cache; linked, so that its names don't depend on the cache.
+        files = [path for path in sorted(local.rglob("*")) if path.is_file()]
+        found = _of_paths(given, name, [(path, path.name) for path in files], media, None, local)
+    return replace(found, identity=name, label=name.partition("datasets/")[2])
+
+
+def _in_folder(folder: Path, given: Path, media: Media) -> FoundData | None:
+    containers, texts, has_media = _walked(folder, media)
+    if not containers:
+        return None
+    if has_media:
+        log.warning(
+            "%s: holds %s, which are read, and %s not, such as %s: name it itself to read it", given, media.noun,
+            counted(len(containers), "container that is", "containers that are"), containers[0].name,
+        )  # fmt: skip
+        return None
+    containers = _of_one_split(containers, folder, given)
+    _refuse_several(containers, folder, given)
+    _warn_of_missing_shards(containers, given)
+    is_archive = any(path.suffix.lower() not in (".parquet", ".arrow", ".feather") for path in containers)
+    identity = str(Path(os.path.abspath(given)))
+    return FoundData(folder, identity, folder.name, tuple(containers), tuple(texts if is_archive else ()))
+
+
+def _walked(folder: Path, media: Media) -> tuple[list[Path], list[Path], bool]:
+    """Returns the containers and the texts of a folder tree, and whether it holds files of the media themselves."""
+    containers, texts, has_media = [], [], False
+    for at, folders, names in os.walk(folder, followlinks=True):
+        depth = len(Path(at).relative_to(folder).parts)
+        folders[:] = sorted(name for name in folders if not is_of_programs(name)) if depth < 20 else []
+        for name in sorted(names):
+            path, suffix = Path(at, name), os.path.splitext(name)[1].lower()
+            # datasets keeps results of functions in files of this name beside a data set.
+            if name.startswith(".") or re.fullmatch(r"cache-[0-9a-f]+.*\.arrow", name):
+                continue
+            has_media = has_media or suffix in media.suffixes
+            if CONTAINERS.search(name):
+                containers.append(path)
+            elif suffix in media.texts:
+                texts.append(path)
+    return containers, texts, has_media
+
+
+def _split_of(path: Path, folder: Path) -> str:
+    """Returns the split that a whole word of a path tells, those of folders first; "" if there is none."""
+    for part in path.relative_to(folder).parts:
+        for word in re.split(r"[^a-z]+", part.lower()):
+            if word in SPLIT_WORDS:
+                return SPLIT_WORDS[word]
+    return ""
+
+
+def _of_one_split(containers: list[Path], folder: Path, given: Path) -> list[Path]:
+    """Returns the containers of the training split if the names of containers tell several splits."""
+    splits = {path: _split_of(path, folder) for path in containers}
+    others = sorted(set(splits.values()) - {"train", ""})
+    if "train" not in splits.values() or not others:
+        return containers
+    kept = [path for path in containers if splits[path] == "train"]
+    example = next(path for path in containers if splits[path] == others[0])
+    pattern = example.with_name(f"{re.split('[^a-z]', example.name)[0]}*")
+    log.warning(
+        "%s: only the split train is read, without %s; to read another one, name its files by a pattern in quotation "
+        "marks, such as '%s'", given, " and ".join(others), pattern,
+    )  # fmt: skip
+    return kept
+
+
+def _refuse_several(containers: Sequence[Path], folder: Path, given: Path) -> None:
+    """Raises UserError if shards of the same name are in several folders, as those of configurations on the Hub are."""
+    places: dict[str, list[str]] = {}
+    for path in containers:
+        if SHARD.search(path.name):
+            places.setdefault(path.name, []).append(path.parent.relative_to(folder).as_posix())
+    several = next((folders for folders in places.values() if len(folders) > 1), None)
+    if several:
+        more = f" and {len(several) - 8} more" if len(several) > 8 else ""
+        raise UserError(
+            f"{given}: holds several data sets: {', '.join(several[:8])}{more}",
+            hint=f"name one: {given}/{several[0]}",
+        )
+
+
+def _warn_of_missing_shards(containers: Sequence[Path], given: Path) -> None:
+    found: dict[tuple[str, int], set[int]] = {}
+    for path in containers:
+        if match := SHARD.search(path.name):
+            found.setdefault((match["name"], int(match["count"])), set()).add(int(match["number"]))
+    for (name, count), numbers in found.items():
+        if missing := sorted(set(range(count)) - numbers):
+            log.warning(
+                "%s: %d of %d shards of %s are not there, the first is number %d", given, len(missing), count, name,
+                missing[0],
+            )  # fmt: skip
+
+
+def _expanded(given: Path) -> list[Path]:
+    """Returns the files of a pattern with * ? [...] {a,b} or {000..009}. Raises UserError if a file of a range is not
+    there."""
+    text = str(given)
+    spelled = list(_braces(text))
+    if len(spelled) == 1 and not glob.has_magic(text):
+        return []
+    found: dict[str, None] = {}
+    for one in spelled:
+        matches = sorted(glob.glob(one, recursive=True)) if glob.has_magic(one) else [one] if Path(one).exists() else []
+        if not matches and len(spelled) > 1:
+            raise UserError(f"{given}: {one} is not there", hint="correct the range, or load the missing file")
+        found |= dict.fromkeys(matches)
+    return [Path(one) for one in found]
+
+
+def _braces(text: str) -> Iterator[str]:
+    match = re.search(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}", text)
+    if match is None:
+        yield text
+        return
+    if match[1] is None:
+        choices = match[3].split(",")
+    else:
+        width = len(match[1]) if match[1].startswith("0") or len(match[1]) == len(match[2]) else 0
+        choices = [f"{number:0{width}d}" for number in range(int(match[1]), int(match[2]) + 1)]
+    for choice in choices:
+        yield from _braces(text[: match.start()] + choice + text[match.end() :])
+
+
+# ------------------------------------------------------------------------------------------------- lists of paths
+
+
+def _listed(file: Path) -> list[tuple[Path, str]]:
+    """Returns the paths in a list, and the place of each. Empty lines and comments are skipped."""
+    content = file.read_bytes()
+    encoding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    try:
+        text = content.decode(encoding)
+    except UnicodeDecodeError as error:
+        number = content.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{file}, line {number}: not UTF-8", hint="save the list as UTF-8") from None
+    found = []
+    for number, line in enumerate(re.split(r"\r\n|\n|\r", text), start=1):
+        name = line.strip().strip("\"'").removeprefix("file://")
+        if name and not (name.startswith("#") and not (file.parent / name).exists()):
+            path = file.parent / Path(name).expanduser()
+            if "\\" in name and not path.exists():
+                path = file.parent / name.replace("\\", "/")
+            found.append((path, f"{file.name}, line {number}"))
+    return found
+
+
+def _of_paths(
+    given: Path,
+    identity: str,
+    listed: Sequence[tuple[Path, str]],
+    media: Media,
+    file: Path | None,
+    base: Path | None = None,
+) -> FoundData:
+    """Returns the containers of a list or a pattern, or its files of the media. Raises UserError if it has neither."""
+    if listed and all(CONTAINERS.search(path.name) for path, _ in listed):
+        if missing := [where for path, where in listed if not path.is_file()]:
+            raise UserError(f"{given}: {missing[0]}: no such file", hint="correct the list")
+        containers = tuple(dict.fromkeys(path for path, _ in listed))
+        return FoundData(_common([path.parent for path in containers]), identity, given.name, containers)
+    files: dict[Path, str] = {}
+    refused = []
+    for path, where in listed:
+        fault = _fault_of(path, media)
+        if fault:
+            refused.append(RefusedItem(where, "unreadable", fault))
+        else:
+            files.setdefault(Path(os.path.abspath(path)), where)
+    if not files:
+        first = f"; {refused[0].path}: {refused[0].detail}" if refused else ""
+        hint = f"a list has the path of one of the {media.noun} in each line, absolute or relative to the list"
+        if any(re.search(r"[|\t]", path.name) for path, _ in listed):
+            hint = (
+                "a list of recordings with their texts is named with --transcripts, and their folder with --input-dir"
+            )
+        raise UserError(
+            f"{given}: none of {counted(len(listed), 'line')} names one of the {media.noun}{first}", hint=hint
+        )
+    if base is None:
+        own = Path(os.path.abspath(file.parent)) if file else None
+        base = (
+            own if own and all(path.is_relative_to(own) for path in files) else _common([one.parent for one in files])
+        )
+    texts = _texts_beside(list(files), base, file) if media.texts else []
+    watched = (file,) if file else ()
+    return FoundData(base, identity, given.name, (), tuple(texts), tuple(files.items()), tuple(refused), watched)
+
+
+def _fault_of(path: Path, media: Media) -> str:
+    """Returns why a path in a list is left out; "" if it names a file of the media."""
+    name = str(path)
+    if re.search(r"\b(https?|s3|gs):/", name):
+        return "an address, from which nothing is loaded"
+    try:
+        if not path.is_file():
+            return f"{path} is a folder" if path.is_dir() else f"no such file: {path}"
+    except OSError as error:
+        return error.strerror or str(error)
+    if path.suffix.lower() not in media.suffixes:
+        return f"{path.name}: none of the {media.noun}, by its suffix"
+    return ""
+
+
+def _common(folders: Sequence[Path]) -> Path:
+    """Returns the folder that holds all others; the first one's root where they are on several drives."""
+    try:
+        return Path(os.path.commonpath([os.path.abspath(one) for one in folders]))
+    except ValueError:
+        return Path(os.path.abspath(folders[0]).partition(os.sep)[0] + os.sep)
+
+
+def _texts_beside(files: Sequence[Path], base: Path, own: Path | None) -> list[Path]:
+    """Returns the texts of listed recordings, NAME.txt or NAME.uz.srt for NAME.wav, and the tables in `base`."""
+    stems = {path.with_suffix("") for path in files}
+    found = []
+    for folder in sorted({path.parent for path in files}):
+        for text in sorted(folder.iterdir()):
+            parts = text.name.split(".")
+            cuts = {folder / ".".join(parts[:end]) for end in range(1, len(parts))}
+            if text.suffix.lower() in MEDIA["audio"].texts and cuts & stems:
+                found.append(text)
+    tables = [path for path in sorted(base.iterdir()) if path.suffix.lower() in MEDIA["audio"].texts and path.is_file()]
+    found += [path for path in tables if path.suffix.lower() not in LISTS or path.stem == "metadata"]
+    return [path for path in dict.fromkeys(found) if own is None or path != Path(os.path.abspath(own))]
