@@ -18,17 +18,14 @@ from tempfile import TemporaryDirectory
 from gputrain.engine.containers import CONTAINERS, LISTS, MEDIA, Media, MediaKind, format_of
 from gputrain.engine.data import Progress, no_progress
 from gputrain.engine.preparation import RefusedItem, is_of_programs
-from gputrain.engine.unpacking import FoundData, Source, Unpacking
+from gputrain.engine.unpacking import FoundData, Source, Unpacking, only_folder
 from gputrain.errors import UserError
+from gputrain.fetch.datasets import download_dataset, is_dataset_name, of_one_split
 from gputrain.figures import counted
 
 log = logging.getLogger(__name__)
 
 SHARD = re.compile(r"(?P<name>.*?)-?(?P<number>\d{4,6})-of-(?P<count>\d{4,6})")
-SPLIT_WORDS = {
-    "train": "train", "training": "train", "validation": "validation", "valid": "validation", "val": "validation",
-    "dev": "validation", "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
-}  # fmt: skip
 _kept: list["TemporaryDirectory[str]"] = []  # They are removed when the program ends.
 
 
@@ -43,12 +40,12 @@ def open_source(
     """
     kind = MEDIA[media]
     found = _find(given, kind)
-    if found is None:
+    if not isinstance(found, FoundData):
         if column:
             raise UserError(
                 f"column does nothing with {given}, which is no parquet or Arrow data", hint="drop --column"
             )
-        return Source(given, given)
+        return Source(given, found or given)
     if at is None:
         _kept.append(TemporaryDirectory(prefix="gputrain-", ignore_cleanup_errors=True))
         at = Path(_kept[-1].name)
@@ -62,18 +59,15 @@ def open_source(
 
 def hub_name(given: Path) -> str:
     """Returns the name of a data set of the Hub, whose slashes a path has merged or turned; "" for other paths."""
-    text = str(given).replace("\\", "/")
-    match = re.match(r"(hf|https?):/{1,2}(?P<rest>.*)", text)
-    if match is None:
-        return ""
-    if match[1] == "hf":
-        return f"hf://{match['rest']}"
-    if re.match(r"(www\.)?(huggingface\.co|hf\.co)/datasets/", match["rest"]):
-        return f"https://{match['rest']}"
-    raise UserError(
-        f"{match[1]}://{match['rest']}: data are read from disks and from the Hugging Face Hub",
-        hint="load it and name the file, or write hf://datasets/ORG/NAME",
-    )
+    name = re.sub(r"^(hf|https?|s3|gs|ftp):/{1,2}", r"\1://", str(given).replace("\\", "/"))
+    if is_dataset_name(name):
+        return name
+    if re.match("(hf|https?|s3|gs|ftp)://", name):
+        raise UserError(
+            f"{name}: data are read from disks and from the Hugging Face Hub",
+            hint="load it and name the file, or write hf://datasets/ORG/NAME",
+        )
+    return ""
 
 
 def is_there(given: Path) -> bool:
@@ -81,8 +75,9 @@ def is_there(given: Path) -> bool:
     return bool(given.exists() or hub_name(given) or _expanded(given))
 
 
-def _find(given: Path, media: Media) -> FoundData | None:
-    """Returns what to unpack; None for a folder of files, and for a path of nothing, which its reader refuses."""
+def _find(given: Path, media: Media) -> FoundData | Path | None:
+    """Returns what to unpack; a folder of files that was loaded for it; None for one that is given, and for a path of
+    nothing, which its reader refuses."""
     if name := hub_name(given):
         return _of_hub(name, given, media)
     if given.is_dir():
@@ -99,15 +94,12 @@ def _find(given: Path, media: Media) -> FoundData | None:
     return _of_paths(given, identity, [(path, str(path)) for path in paths], media, None)
 
 
-def _of_hub(name: str, given: Path, media: Media) -> FoundData | None:
-    from gputrain.fetch.datasets import download_dataset
-
+def _of_hub(name: str, given: Path, media: Media) -> FoundData | Path | None:
     local = download_dataset(name)
     found = _in_folder(local, given, media) if local.is_dir() else _find(local, media)
-    if found is None:  # A folder of files in the cache; linked, so that its names don't depend on the cache.
-        files = [path for path in sorted(local.rglob("*")) if path.is_file()]
-        found = _of_paths(given, name, [(path, path.name) for path in files], media, None, local)
-    return replace(found, identity=name, label=name.partition("datasets/")[2])
+    if isinstance(found, FoundData):
+        return replace(found, identity=name, label=name.partition("datasets/")[2])
+    return local / only_folder(local)
 
 
 def _in_folder(folder: Path, given: Path, media: Media) -> FoundData | None:
@@ -120,12 +112,17 @@ def _in_folder(folder: Path, given: Path, media: Media) -> FoundData | None:
             counted(len(containers), "container that is", "containers that are"), containers[0].name,
         )  # fmt: skip
         return None
-    containers = _of_one_split(containers, folder, given)
-    _refuse_several(containers, folder, given)
-    _warn_of_missing_shards(containers, given)
     is_archive = any(path.suffix.lower() not in (".parquet", ".arrow", ".feather") for path in containers)
+    by_name = {path.relative_to(folder).as_posix(): path for path in [*containers, *(texts if is_archive else ())]}
+    names, note = of_one_split(sorted(by_name), str(given), f"{given}{os.sep}")
+    if note:
+        log.warning("%s: %s", given, note)
+    taken = [by_name[name] for name in names]
+    containers = [path for path in taken if CONTAINERS.search(path.name)]
+    texts = [path for path in taken if not CONTAINERS.search(path.name)]
+    _warn_of_missing_shards(containers, given)
     identity = str(Path(os.path.abspath(given)))
-    return FoundData(folder, identity, folder.name, tuple(containers), tuple(texts if is_archive else ()))
+    return FoundData(folder, identity, folder.name, tuple(containers), tuple(texts))
 
 
 def _walked(folder: Path, media: Media) -> tuple[list[Path], list[Path], bool]:
@@ -145,46 +142,6 @@ def _walked(folder: Path, media: Media) -> tuple[list[Path], list[Path], bool]:
             elif suffix in media.texts:
                 texts.append(path)
     return containers, texts, has_media
-
-
-def _split_of(path: Path, folder: Path) -> str:
-    """Returns the split that a whole word of a path tells, those of folders first; "" if there is none."""
-    for part in path.relative_to(folder).parts:
-        for word in re.split(r"[^a-z]+", part.lower()):
-            if word in SPLIT_WORDS:
-                return SPLIT_WORDS[word]
-    return ""
-
-
-def _of_one_split(containers: list[Path], folder: Path, given: Path) -> list[Path]:
-    """Returns the containers of the training split if the names of containers tell several splits."""
-    splits = {path: _split_of(path, folder) for path in containers}
-    others = sorted(set(splits.values()) - {"train", ""})
-    if "train" not in splits.values() or not others:
-        return containers
-    kept = [path for path in containers if splits[path] == "train"]
-    example = next(path for path in containers if splits[path] == others[0])
-    pattern = example.with_name(f"{re.split('[^a-z]', example.name)[0]}*")
-    log.warning(
-        "%s: only the split train is read, without %s; to read another one, name its files by a pattern in quotation "
-        "marks, such as '%s'", given, " and ".join(others), pattern,
-    )  # fmt: skip
-    return kept
-
-
-def _refuse_several(containers: Sequence[Path], folder: Path, given: Path) -> None:
-    """Raises UserError if shards of the same name are in several folders, as those of configurations on the Hub are."""
-    places: dict[str, list[str]] = {}
-    for path in containers:
-        if SHARD.search(path.name):
-            places.setdefault(path.name, []).append(path.parent.relative_to(folder).as_posix())
-    several = next((folders for folders in places.values() if len(folders) > 1), None)
-    if several:
-        more = f" and {len(several) - 8} more" if len(several) > 8 else ""
-        raise UserError(
-            f"{given}: holds several data sets: {', '.join(several[:8])}{more}",
-            hint=f"name one: {given}/{several[0]}",
-        )
 
 
 def _warn_of_missing_shards(containers: Sequence[Path], given: Path) -> None:
@@ -259,7 +216,6 @@ def _of_paths(
     listed: Sequence[tuple[Path, str]],
     media: Media,
     file: Path | None,
-    base: Path | None = None,
 ) -> FoundData:
     """Returns the containers of a list or a pattern, or its files of the media. Raises UserError if it has neither."""
     if listed and all(CONTAINERS.search(path.name) for path, _ in listed):
@@ -285,11 +241,11 @@ def _of_paths(
         raise UserError(
             f"{given}: none of {counted(len(listed), 'line')} names one of the {media.noun}{first}", hint=hint
         )
-    if base is None:
-        own = Path(os.path.abspath(file.parent)) if file else None
-        base = (
-            own if own and all(path.is_relative_to(own) for path in files) else _common([one.parent for one in files])
-        )
+    own = Path(os.path.abspath(file.parent)) if file else None
+    nearest = _common([path.parent for path in files])
+    base = own if own and all(path.is_relative_to(own) for path in files) else nearest
+    if media.texts:  # The table of recordings in wavs/ is mostly beside that folder.
+        base = next((folder for folder in (nearest, nearest.parent) if _tables_in(folder, file)), base)
     texts = _texts_beside(list(files), base, file) if media.texts else []
     watched = (file,) if file else ()
     return FoundData(base, identity, given.name, (), tuple(texts), tuple(files.items()), tuple(refused), watched)
@@ -328,6 +284,13 @@ def _texts_beside(files: Sequence[Path], base: Path, own: Path | None) -> list[P
             cuts = {folder / ".".join(parts[:end]) for end in range(1, len(parts))}
             if text.suffix.lower() in MEDIA["audio"].texts and cuts & stems:
                 found.append(text)
-    tables = [path for path in sorted(base.iterdir()) if path.suffix.lower() in MEDIA["audio"].texts and path.is_file()]
-    found += [path for path in tables if path.suffix.lower() not in LISTS or path.stem == "metadata"]
-    return [path for path in dict.fromkeys(found) if own is None or path != Path(os.path.abspath(own))]
+    return list(dict.fromkeys([*found, *_tables_in(base, own)]))
+
+
+def _tables_in(folder: Path, own: Path | None) -> list[Path]:
+    """Returns the tables in a folder that may have the texts of its recordings; `own` is the list itself."""
+    tables = [
+        path for path in sorted(folder.iterdir()) if path.suffix.lower() in MEDIA["audio"].texts and path.is_file()
+    ]
+    tables = [path for path in tables if path.suffix.lower() not in LISTS or path.stem == "metadata"]
+    return [path for path in tables if own is None or path != Path(os.path.abspath(own))]

@@ -190,7 +190,7 @@ class Unpacking:
         if len(refused) > NAMED:
             log.warning("%s: %d more are left out", self.given, len(refused) - NAMED)
         return {
-            "root": _only_folder(self.folder) if self.found.containers else ".",
+            "root": only_folder(self.folder) if self.found.containers else ".",
             "refused": [asdict(one) for one in refused], "ignored": dict(reading.ignored),
         }  # fmt: skip
 
@@ -272,7 +272,7 @@ def _write_state(path: Path, state: Mapping[str, Any]) -> None:
     partial.replace(path)
 
 
-def _only_folder(folder: Path) -> str:
+def only_folder(folder: Path) -> str:
     """Returns the path of the first folder in a tree that holds more than another folder, as most archives begin with
     one that has their own name."""
     at = folder

@@ -33,6 +33,7 @@ SPLITS = {
     # Words that tell a split only beside one for training.
     "other": ("other", "validated", "invalidated", "unsupervised", "extra", "holdout"),
 }  # fmt: skip
+SHARD = re.compile(r"\d{4,6}-of-\d{4,6}")
 TRAIN, OTHER = "train", "other"
 
 
@@ -77,20 +78,30 @@ def data_files(names: Iterable[str], named: HubName) -> tuple[list[str], str]:
     names = sorted(name for name in names if not any(fnmatch.fnmatchcase(name.rpartition("/")[2], p) for p in NO_DATA))
     if path in names or any(sign in path for sign in "*?["):
         return [name for name in names if name == path or fnmatch.fnmatchcase(name, path)], ""
-    inside = [name for name in names if name.startswith(start)]
-    split_of = {name: _split_of(name[len(start) :]) for name in inside}
+    inside = [name[len(start) :] for name in names if name.startswith(start)]
+    taken, note = of_one_split(inside, str(named), f"hf://datasets/{named.repo}/{start}")
+    return [start + name for name in taken], note
+
+
+def of_one_split(inside: Sequence[str], folder: str, start: str) -> tuple[list[str], str]:
+    """Returns the files of the training split if the names of files in a folder tell splits, otherwise all of them, and
+    what to say of it. `start` stands before a name in an advice.
+
+    Raises UserError if the files are of several splits, and none of them is that for training.
+    """
+    split_of = {name: _split_of(name) for name in inside}
     splits = [split for split in SPLITS if split in split_of.values()]
     if TRAIN not in splits:
         splits = [split for split in splits if split != OTHER]
     if splits in ([], [TRAIN]):
-        return inside, ""
+        return _of_one_set(inside, folder, start), ""
     if len(splits) == 1:
-        return inside, f"it has the split {splits[0]} alone, which is taken"
+        return _of_one_set(inside, folder, start), f"it has the split {splits[0]} alone, which is taken"
     examples = {split: next(name for name in inside if split_of[name] == split) for split in splits}
-    others = [f"hf://datasets/{named.repo}/{_pattern(examples[split], split)}" for split in splits if split != TRAIN]
+    others = [f"{start}{_pattern(examples[split], split)}" for split in splits if split != TRAIN]
     if TRAIN not in splits:
         raise UserError(
-            f"{named}: it has the splits {' and '.join(splits)}, and none for training",
+            f"{folder}: it has the splits {' and '.join(splits)}, and none for training",
             hint=f"name one by its files: {' or '.join(others)}",
         )
     # Beside a split, files without one belong to all; containers only if the split is nothing but tables.
@@ -98,7 +109,23 @@ def data_files(names: Iterable[str], named: HubName) -> tuple[list[str], str]:
     of_all = [name for name in inside if not (split_of[name] or (in_containers and name.lower().endswith(CONTAINERS)))]
     taken = [name for name in inside if split_of[name] == TRAIN or name in of_all]
     left = ", ".join(dict.fromkeys(split_of[name] or name for name in inside if name not in set(taken)))
-    return taken, f"only the split {TRAIN} is taken, without {left}; another one by its files: {others[0]}"
+    return _of_one_set(
+        taken, folder, start
+    ), f"only the split {TRAIN} is taken, without {left}; another one by its files: {others[0]}"
+
+
+def _of_one_set(names: Sequence[str], folder: str, start: str) -> list[str]:
+    """Returns the names. Raises UserError if shards of one name are in several folders, as those of a repository's
+    languages or sizes are."""
+    places: dict[str, list[str]] = {}
+    for name in names:
+        inner, _, shard = name.rpartition("/")
+        if SHARD.search(shard):
+            places.setdefault(shard, []).append(inner)
+    several = next((folders for folders in places.values() if len(folders) > 1), None)
+    if several:
+        raise UserError(f"{folder}: several data sets: {format_some(several)}", hint=f"name one: {start}{several[0]}")
+    return list(names)
 
 
 def _split_of(path: str) -> str:
