@@ -5,7 +5,10 @@ Nothing here writes: `gputrain.engine.sources` makes a folder of files of it. Im
 parquet and Arrow files.
 """
 
+import bz2
+import gzip
 import json
+import lzma
 import re
 import tarfile
 import zipfile
@@ -198,6 +201,8 @@ def unpacked_bytes(path: Path, reading: Reading) -> int:
                 return sum(one.total_uncompressed_size for one in chunks if one.path_in_schema.split(".")[0] == name)
         except (pyarrow.ArrowException, OSError):
             return 0
+    if format == "arrow":
+        _pyarrow("pyarrow")
     return path.stat().st_size
 
 
@@ -218,14 +223,25 @@ def _is_wanted(name: str, reading: Reading, *, count: bool = True) -> bool:
 def _leads_out(where: str, name: str) -> RefusedItem | None:
     if ".." not in name.replace("\\", "/").split("/"):
         return None
-    return RefusedItem(where, "unreadable", f"{name}: leads out of the archive")
+    return RefusedItem(where, "unreadable", "its name leads out of the archive")
+
+
+def _decompressed(raw: IO[bytes]) -> Any:
+    """Returns a file that may be compressed, to read its content."""
+    start = raw.read(6)
+    raw.seek(0)
+    if start[:2] == b"\x1f\x8b":
+        return gzip.GzipFile(fileobj=raw)
+    if start[:3] == b"BZh":
+        return bz2.BZ2File(raw)
+    return lzma.LZMAFile(raw) if start == b"\xfd7zXZ\0" else raw
 
 
 def _in_tar(path: Path, label: str, reading: Reading) -> Iterator[Entry | RefusedItem]:
     size = path.stat().st_size
     number = 0
     try:
-        with path.open("rb") as raw, tarfile.open(fileobj=raw, mode="r|*") as archive:
+        with path.open("rb") as raw, _decompressed(raw) as plain, tarfile.open(fileobj=plain, mode="r|") as archive:
             for number, member in enumerate(archive):
                 archive.members = []  # tarfile would keep every header.
                 if member.isdir():
@@ -243,7 +259,9 @@ def _in_tar(path: Path, label: str, reading: Reading) -> Iterator[Entry | Refuse
                     share = raw.tell() / size
                     content = archive.extractfile(member)
                     yield Entry(label, where, number, member.name, member.size, content, position=share)
-    except (tarfile.TarError, EOFError, OSError, zlib.error, ValueError) as error:
+            while plain.read(1 << 20):  # The checksum of compressed content is at its end.
+                pass
+    except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, ValueError) as error:
         if isinstance(error, OSError) and not isinstance(error, tarfile.TarError) and error.errno:
             raise
         yield RefusedItem(label, "unreadable", f"damaged or cut off after {counted(number + 1, 'member')}: {error}")
@@ -304,7 +322,7 @@ def _in_parquet(path: Path, label: str, reading: Reading) -> Iterator[Entry | Re
     parquet, pyarrow = _pyarrow("pyarrow.parquet"), _pyarrow("pyarrow")
     try:
         # A row group may be larger than the memory: its pages are read through a buffer, and decoded a few at once.
-        file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20, memory_map=False)
+        file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(
             f"{path}: damaged, cut off or of an unknown kind ({first_line(error)})", hint="copy or load it again"
@@ -436,9 +454,11 @@ def _no_column(label: str, held: dict[str, str], found: str, media: Media, featu
         hint = f"it holds {other.noun}: choose a --kind of model that is trained on them"
     elif any(kind == "other" and name.lower().rstrip("s") in media.columns for name, kind in held.items()):
         hint = (
-            f"arrays and lists are not read: write a row for each, of encoded bytes: datasets.Dataset.cast_column("
-            f'"{media.columns[0]}", datasets.{media.feature}())'
+            f"lists and arrays are not read: write a row for each of the {media.noun}, as encoded bytes, such as those "
+            f'of datasets.Dataset.cast_column("{media.columns[0]}", datasets.{media.feature}())'
         )
+    elif any("url" in name.lower() for name in held):
+        hint = "nothing is loaded from the addresses in it: img2dataset, say, loads them into tar files, which are read"
     return UserError(f"{label}: no column of {media.noun}; columns: {found}", hint=hint)
 
 

@@ -238,9 +238,7 @@ def _of_paths(
             hint = (
                 "a list of recordings with their texts is named with --transcripts, and their folder with --input-dir"
             )
-        raise UserError(
-            f"{given}: none of {counted(len(listed), 'line')} names one of the {media.noun}{first}", hint=hint
-        )
+        raise UserError(f"{given}: no line names one of the {media.noun}{first}", hint=hint)
     own = Path(os.path.abspath(file.parent)) if file else None
     nearest = _common([path.parent for path in files])
     base = own if own and all(path.is_relative_to(own) for path in files) else nearest

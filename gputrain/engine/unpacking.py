@@ -18,7 +18,7 @@ import shutil
 import unicodedata
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from tarfile import TarError
@@ -40,13 +40,14 @@ from gputrain.engine.containers import (
 from gputrain.engine.data import Progress, writing
 from gputrain.engine.preparation import RefusedItem, is_of_programs, sorted_refusals, write_quarantine
 from gputrain.errors import UserError
+from gputrain.figures import format_bytes
 
 log = logging.getLogger(__name__)
 
 TABLE = "metadata.jsonl"  # The texts of recordings that stood in columns beside them.
 RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
+LARGE = 10_000_000  # Bytes of a file from which on the free space is looked at before it is written.
 LONGEST_NAME = 180  # Bytes of a name, of the 255 that file systems take, as preparations add to names.
-NAMED = 3  # Number of examples in a message.
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,8 @@ class Unpacking:
             with writing(self.folder):
                 self.folder.mkdir(exist_ok=True)
                 _write_state(state, {"parts": parts, "complete": False})
-                made = self._unpack()
+            made = self._unpack()
+            with writing(self.folder):
                 _write_state(state, {"parts": parts, "complete": True, **made})
             return self._source(_read_state(state) or {})
 
@@ -177,36 +179,35 @@ class Unpacking:
             for path in self.found.texts:
                 writer.link(path, self._name_of(path), "")
             for number, container in enumerate(self.found.containers):
-                try:
-                    self._unpack_one(container, number, writer, reading, refused)
-                except UserError as fault:
-                    faults.append(fault)
-                    refused.append(RefusedItem(self._name_of(container), "unreadable", fault.message))
+                for entry in self._entries(container, reading, refused, faults):
+                    fault = entry if isinstance(entry, RefusedItem) else self._write(entry, container, writer)
+                    if fault:
+                        refused.append(fault)
+                    if isinstance(entry, Entry):
+                        self.progress(number + entry.position, len(self.found.containers))
                 self.progress(number + 1, len(self.found.containers))
         if not writer.media_files:
             raise self._nothing(refused, faults, reading)
-        for one in refused[:NAMED]:
-            log.warning("%s: %s; left out", one.path, one.detail)
-        if len(refused) > NAMED:
-            log.warning("%s: %d more are left out", self.given, len(refused) - NAMED)
         return {
             "root": only_folder(self.folder) if self.found.containers else ".",
             "refused": [asdict(one) for one in refused], "ignored": dict(reading.ignored),
         }  # fmt: skip
 
-    def _unpack_one(
-        self, container: Path, number: int, writer: "FileWriter", reading: Reading, refused: list[RefusedItem]
-    ) -> None:
+    def _entries(
+        self, container: Path, reading: Reading, refused: list[RefusedItem], faults: list[UserError]
+    ) -> Iterator[Entry | RefusedItem]:
+        """Yields what a container holds. One that cannot be read is left out, for the sake of the others."""
         label = self._name_of(container)
-        prefix = PurePosixPath(label).parent.as_posix()
-        shard = CONTAINERS.sub("", PurePosixPath(label).name)
-        count = len(self.found.containers)
-        for entry in entries(container, label, reading):
-            fault = entry if isinstance(entry, RefusedItem) else writer.add(entry, prefix, shard)
-            if fault:
-                refused.append(fault)
-            if isinstance(entry, Entry):
-                self.progress(number + entry.position, count)
+        try:
+            yield from entries(container, label, reading)
+        except (UserError, OSError) as error:
+            text = error.strerror if isinstance(error, OSError) else error.message.removeprefix(f"{container}: ")
+            refused.append(RefusedItem(label, "unreadable", text or str(error)))
+            faults.append(error if isinstance(error, UserError) else UserError(f"{container}: {text or error}"))
+
+    def _write(self, entry: Entry, container: Path, writer: "FileWriter") -> RefusedItem | None:
+        label = PurePosixPath(self._name_of(container))
+        return writer.add(entry, label.parent.as_posix(), CONTAINERS.sub("", label.name))
 
     def _name_of(self, path: Path) -> str:
         path, base = Path(os.path.abspath(path)), Path(os.path.abspath(self.found.base))
@@ -220,23 +221,9 @@ class Unpacking:
         there = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file() and not path.is_symlink())
         free = shutil.disk_usage(self.folder).free
         if self.found.containers:
-            log.info(
-                "unpacking %s into %s: about %.2f GB, of %.2f GB free",
-                self.given,
-                self.folder,
-                needed / 1e9,
-                free / 1e9,
-            )
+            log.info("unpacking %s (%s) into %s", self.given, format_bytes(needed), self.folder)
         if needed - there > free:
-            raise self._full(needed - there)
-
-    def _full(self, needed: int) -> UserError:
-        free = shutil.disk_usage(self.folder).free
-        return UserError(
-            f"{self.given}: unpacking it takes {needed / 1e9:.2f} GB, and the disk of {self.folder.parent} has "
-            f"{free / 1e9:.2f} GB free", hint="free some space, or choose an --output-dir (for validate TMPDIR) on "
-            "another disk",
-        )  # fmt: skip
+            raise full_disk(str(self.given), needed - there, self.folder.parent)
 
     def _nothing(self, refused: Sequence[RefusedItem], faults: Sequence[UserError], reading: Reading) -> UserError:
         """Returns the error for containers in which nothing can be used; nothing of them is kept."""
@@ -248,14 +235,23 @@ class Unpacking:
             more = f", and {len(refused) - 1} more" if len(refused) > 1 else ""
             return UserError(
                 f"{self.given}: none of the {self.media.noun} in it can be used: {first}{more}",
-                hint="a table holds their bytes, or paths relative to itself; an archive holds the files",
+                hint="a table holds their bytes, or paths relative to itself; an archive holds files, and no links",
             )
-        found = ", ".join(f"{count} {suffix}" for suffix, count in reading.ignored.most_common(5)) or "nothing"
+        others = ", ".join(f"{count} {suffix}" for suffix, count in reading.ignored.most_common(5))
         inner = any(CONTAINERS.search(f"x{suffix}") for suffix in reading.ignored)
         hint = "it holds archives itself: unpack it once, and name the folder" if inner else (
             f"looked for {' '.join(sorted(self.media.suffixes))}"
         )  # fmt: skip
-        return UserError(f"{self.given}: no {self.media.noun} in it, but {found}", hint=hint)
+        found = f", but {others}" if others else ": it is empty"
+        return UserError(f"{self.given}: no {self.media.noun} in it{found}", hint=hint)
+
+
+def full_disk(what: str, needed: int, folder: Path) -> UserError:
+    free = format_bytes(shutil.disk_usage(folder).free)
+    return UserError(
+        f"{what}: unpacking takes {format_bytes(needed)}, and the disk of {folder} has {free} free",
+        hint="free some space, or choose another disk: by --output-dir, and for temporary copies by TMPDIR",
+    )
 
 
 def _read_state(path: Path) -> dict[str, Any] | None:
@@ -339,10 +335,11 @@ class FileWriter:
             return RefusedItem(entry.where, "unreadable", "an empty cell")
         name = self._name(entry, "" if prefix == "." else f"{prefix}/", shard)
         try:
-            if entry.path is not None:
-                self._link(entry.path, name)
-            else:
-                self._write(entry, name)
+            with writing(self.folder):
+                if entry.path is not None:
+                    self._link(entry.path, name)
+                else:
+                    self._write(entry, name)
         except (zipfile.BadZipFile, TarError, zlib.error, EOFError, NotImplementedError) as error:
             return RefusedItem(entry.where, "unreadable", f"damaged or cut off ({error})")
         # The name of a file in an archive is that of the file.
@@ -354,7 +351,8 @@ class FileWriter:
 
     def link(self, path: Path, name: str, where: str) -> None:
         """Links a file of the user under a name."""
-        self._link(path, name)
+        with writing(self.folder):
+            self._link(path, name)
         self._files.add(self._folded(name))
         self._stems.setdefault(self._folded(name.rpartition(".")[0]), "")
         if where:
@@ -408,14 +406,18 @@ class FileWriter:
         target = self.folder / name
         if target.is_file() and target.stat().st_size == entry.size:
             return
+        if entry.size > LARGE and entry.size > shutil.disk_usage(self.folder).free:
+            raise full_disk(entry.where, entry.size, self.folder.parent)
         digest, size = hashlib.blake2b(digest_size=8), 0
-        with self._partial.open("wb") as file:
-            for block in _blocks(entry.content):
-                size += len(block)
-                if size > entry.size:
-                    break
-                digest.update(block)
-                file.write(block)
+        try:
+            with self._partial.open("wb") as file:
+                for block in _blocks(entry.content):
+                    size += len(block)
+                    digest.update(block)
+                    file.write(block)
+        except BaseException:
+            self._partial.unlink(missing_ok=True)
+            raise
         if size != entry.size:
             raise EOFError(f"{size} of {entry.size} bytes")
         # Even seconds, as FAT has no others, between 2001 and 2017.

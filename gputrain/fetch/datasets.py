@@ -124,7 +124,8 @@ def _of_one_set(names: Sequence[str], folder: str, start: str) -> list[str]:
             places.setdefault(shard, []).append(inner)
     several = next((folders for folders in places.values() if len(folders) > 1), None)
     if several:
-        raise UserError(f"{folder}: several data sets: {format_some(several)}", hint=f"name one: {start}{several[0]}")
+        listed = ", ".join(several[:8]) + (f" and {len(several) - 8} more" if len(several) > 8 else "")
+        raise UserError(f"{folder}: several data sets in one: {listed}", hint=f"name one: {start}{several[0]}")
     return list(names)
 
 
