@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from gputrain.engine.data import MANIFEST, writing
 from gputrain.engine.preparation import QUARANTINE, Journal
+from gputrain.engine.sources import is_there
 from gputrain.errors import UserError
 from gputrain.kinds import how_to_prepare, refuse_other_data
 from gputrain.stored import from_json
@@ -188,7 +189,8 @@ def check_finished(folder: Path, names: Sequence[str], journal: str, *wanted: st
     """Raises UserError if a folder lacks one of the files that a finished preparation for the kinds of model that are
     `wanted` writes, or is prepared for another one."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder", hint=how_to_prepare(*wanted))
+        fault = "is no prepared folder" if is_there(folder) else "no such folder"
+        raise UserError(f"{folder}: {fault}", hint=how_to_prepare(*wanted))
     refuse_other_data(folder, *wanted)
     if all((folder / name).is_file() for name in names):
         return

@@ -115,6 +115,7 @@ SIGNATURES: tuple[tuple[bytes, Format], ...] = (
 )  # fmt: skip
 CONTAINERS = re.compile(r"\.(parquet|arrow|feather|zip|tgz|tbz2|txz|tar(\.(gz|bz2|xz|zst))?)$", re.IGNORECASE)
 LISTS = {".txt", ".lst", ".list"}
+SUBTITLES = {".srt", ".vtt"}
 TABLES = {".csv", ".tsv", ".json", ".jsonl", ".ndjson"}
 LFS = b"version https://git-lfs"
 UNREADABLE = (  # Signatures of what is not read, with the remedy.

@@ -28,7 +28,9 @@ from filelock import FileLock
 
 from gputrain.engine.containers import (
     CONTAINERS,
+    LISTS,
     PATH_COLUMNS,
+    SUBTITLES,
     Entry,
     Media,
     Reading,
@@ -143,7 +145,6 @@ class Unpacking:
         with FileLock(lock):  # Other ranks of a training wait here, and find the folder complete.
             earlier, parts = _read_state(state), self._parts()
             if earlier and earlier["parts"] == parts and earlier["complete"] and self.folder.is_dir():
-                log.info("%s: unpacked before, in %s", self.given, self.folder)
                 return self._source(earlier)
             if earlier is None and self.folder.exists():
                 raise UserError(f"{self.folder}: holds files that were not unpacked here", hint="move or remove it")
@@ -176,8 +177,11 @@ class Unpacking:
         with FileWriter(self.folder, self.media) as writer:
             for path, where in self.found.files:
                 writer.link(path, self._name_of(path), where)
+            tables = [path for path in self.found.texts if path.suffix.lower() not in LISTS | SUBTITLES]
             for path in self.found.texts:
-                writer.link(path, self._name_of(path), "")
+                # The only table beside archives is that of all recordings, in whichever folder it is.
+                of_all = self.found.containers and tables == [path]
+                writer.link(path, path.name if of_all else self._name_of(path), "")
             for number, container in enumerate(self.found.containers):
                 for entry in self._entries(container, reading, refused, faults):
                     fault = entry if isinstance(entry, RefusedItem) else self._write(entry, container, writer)

@@ -53,9 +53,8 @@ def check_machine(
 
     Raises UserError if the folder is missing.
     """
-    data_path = data_path.parent if data_path.is_file() else data_path  # A parquet file, say.
-    if not data_path.is_dir():
-        raise UserError(f"{data_path}: no such folder", hint="--data-path takes the folder of your data")
+    if not data_path.exists():
+        raise UserError(f"{data_path}: no such file or folder", hint="--data-path takes the folder of your data")
     machine = probe()
     checks = check_rules(machine)
     if not machine.torch_error:
@@ -86,7 +85,7 @@ def run_trials(
             doing("trying torch.compile, which takes up to some minutes")
             results.append(trials.try_compile(device))
         doing("measuring the disk")
-        results.append(trials.try_disk(data_path))
+        results.append(trials.try_disk(data_path if data_path.is_dir() else data_path.parent))
     return results
 
 
