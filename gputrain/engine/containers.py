@@ -16,12 +16,11 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal
 
 from gputrain.engine.preparation import RefusedItem, is_of_programs
-from gputrain.errors import UserError, first_line
+from gputrain.errors import UserError, first_line, import_package, require
 from gputrain.figures import counted
 
 Format = Literal["parquet", "arrow", "tar", "zip", "list"]
@@ -44,7 +43,7 @@ PATH_COLUMNS = ("file_name", "filename", "file", "path", "__key__", "key")  # Th
 
 @dataclass(frozen=True)
 class Media:
-    """What a kind of model reads out of containers."""
+    """The files that a kind of model reads out of containers, and how they are recognised."""
 
     noun: str
     feature: str  # Name of the type in the metadata that the Hub's library writes.
@@ -100,8 +99,8 @@ class Entry:
 
 
 @dataclass
-class Reading:
-    """What a container is read for, and what was found in it beside that."""
+class ContainerReading:
+    """The purpose for which containers are read, and the number of other files in them."""
 
     media: Media
     column: str = ""  # Name of the column that the user chose.
@@ -170,7 +169,7 @@ READ = (
 )
 
 
-def entries(path: Path, label: str, reading: Reading) -> Iterator[Entry | RefusedItem]:
+def entries(path: Path, label: str, reading: ContainerReading) -> Iterator[Entry | RefusedItem]:
     """Yields what a container holds: each item as it is read, and what cannot be read. `label` names it in messages.
 
     The content of an entry is valid until the next one is taken. Raises UserError if nothing can be read.
@@ -180,7 +179,7 @@ def entries(path: Path, label: str, reading: Reading) -> Iterator[Entry | Refuse
     return readers[format](path, label, reading)
 
 
-def unpacked_bytes(path: Path, reading: Reading) -> int:
+def unpacked_bytes(path: Path, reading: ContainerReading) -> int:
     """Returns how many bytes a container takes unpacked; of a compressed tar archive, its own size, as the one of its
     content is known only at its end. 0 if it cannot be read, which `entries` reports."""
     format = format_of(path)
@@ -193,7 +192,7 @@ def unpacked_bytes(path: Path, reading: Reading) -> int:
         except (zipfile.BadZipFile, OSError):
             return 0
     if format == "parquet":
-        parquet, pyarrow = _pyarrow("pyarrow.parquet"), _pyarrow("pyarrow")
+        parquet, pyarrow = _pyarrow("pyarrow.parquet"), _pyarrow()
         try:
             with parquet.ParquetFile(path) as file:
                 name = _column_of(file.schema_arrow, str(path), reading)
@@ -203,14 +202,14 @@ def unpacked_bytes(path: Path, reading: Reading) -> int:
         except (pyarrow.ArrowException, OSError):
             return 0
     if format == "arrow":
-        _pyarrow("pyarrow")
+        _pyarrow()
     return path.stat().st_size
 
 
 # ------------------------------------------------------------------------------------------------- archives
 
 
-def _is_wanted(name: str, reading: Reading, *, count: bool = True) -> bool:
+def _is_wanted(name: str, reading: ContainerReading, *, count: bool = True) -> bool:
     """Returns True for the name of a picture or recording, or of a text of recordings, in an archive. Files of programs
     and hidden ones are left out, as they are in folders."""
     path = PurePosixPath(name.replace("\\", "/"))
@@ -238,13 +237,13 @@ def _decompressed(raw: IO[bytes]) -> Any:
     return lzma.LZMAFile(raw) if start == b"\xfd7zXZ\0" else raw
 
 
-def _in_tar(path: Path, label: str, reading: Reading) -> Iterator[Entry | RefusedItem]:
+def _in_tar(path: Path, label: str, reading: ContainerReading) -> Iterator[Entry | RefusedItem]:
     size = path.stat().st_size
     number = 0
     try:
         with path.open("rb") as raw, _decompressed(raw) as plain, tarfile.open(fileobj=plain, mode="r|") as archive:
             for number, member in enumerate(archive):
-                archive.members = []  # tarfile would keep every header.
+                archive.members = []  # type: ignore[attr-defined]  # tarfile would keep every header.
                 if member.isdir():
                     continue
                 where = f"{label}, {member.name}"
@@ -268,7 +267,7 @@ def _in_tar(path: Path, label: str, reading: Reading) -> Iterator[Entry | Refuse
         yield RefusedItem(label, "unreadable", f"damaged or cut off after {counted(number + 1, 'member')}: {error}")
 
 
-def _in_zip(path: Path, label: str, reading: Reading) -> Iterator[Entry | RefusedItem]:
+def _in_zip(path: Path, label: str, reading: ContainerReading) -> Iterator[Entry | RefusedItem]:
     try:
         archive = zipfile.ZipFile(path)
     except (zipfile.BadZipFile, ValueError) as error:
@@ -307,20 +306,14 @@ def _zipped(
 # ------------------------------------------------------------------------------------------------- tables
 
 
-def _pyarrow(module: str) -> Any:
+def _pyarrow(module: str = "pyarrow") -> Any:
     """Returns a module of pyarrow. Raises UserError if it is not installed."""
-    if find_spec("pyarrow") is None:
-        raise UserError(
-            "parquet and Arrow files are read by pyarrow, which is not installed",
-            hint='pip install "gputrain[datasets]"',
-        )
-    from importlib import import_module
-
-    return import_module(module)
+    require("pyarrow", needed_by="parquet and Arrow files")
+    return import_package(module)
 
 
-def _in_parquet(path: Path, label: str, reading: Reading) -> Iterator[Entry | RefusedItem]:
-    parquet, pyarrow = _pyarrow("pyarrow.parquet"), _pyarrow("pyarrow")
+def _in_parquet(path: Path, label: str, reading: ContainerReading) -> Iterator[Entry | RefusedItem]:
+    parquet, pyarrow = _pyarrow("pyarrow.parquet"), _pyarrow()
     try:
         # A row group may be larger than the memory: its pages are read through a buffer, and decoded a few at once.
         file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True)
@@ -346,8 +339,8 @@ def _in_parquet(path: Path, label: str, reading: Reading) -> Iterator[Entry | Re
             first = end
 
 
-def _in_arrow(path: Path, label: str, reading: Reading) -> Iterator[Entry | RefusedItem]:
-    pyarrow, ipc = _pyarrow("pyarrow"), _pyarrow("pyarrow.ipc")
+def _in_arrow(path: Path, label: str, reading: ContainerReading) -> Iterator[Entry | RefusedItem]:
+    pyarrow, ipc = _pyarrow(), _pyarrow("pyarrow.ipc")
     size, at = path.stat().st_size, 0
     with pyarrow.memory_map(str(path)) as source:  # A batch may be larger than the memory.
         try:
@@ -390,16 +383,17 @@ def _holds(kind: Any) -> str:
     return "value" if types.is_primitive(kind) and not types.is_temporal(kind) else "other"
 
 
-def _values_of(schema: Any, media_column: str, reading: Reading) -> list[str]:
+def _values_of(schema: Any, media_column: str, reading: ContainerReading) -> list[str]:
     """Returns the columns that are read beside that of the media: for recordings all texts and numbers."""
     named = [one.name for one in schema if one.name != media_column and _holds(one.type) in ("text", "value")]
     return list(dict.fromkeys(named)) if reading.media.texts else [one for one in named if one in PATH_COLUMNS]
 
 
-def _column_of(schema: Any, label: str, reading: Reading) -> str:
+def _column_of(schema: Any, label: str, reading: ContainerReading) -> str:
     """Returns the column of pictures or recordings: the chosen one, the one that the Hub's metadata give, one of bytes
     and path, one of bytes, or one of paths with a usual name. Raises UserError if there is none, or several."""
-    media, held = reading.media, {one.name: _holds(one.type) for one in schema}
+    media = reading.media
+    held: dict[str, str] = {one.name: _holds(one.type) for one in schema}
     found = ", ".join(f"{one.name} ({_storage(one.type)})"[:80] for one in schema) or "none"
     if reading.column:
         if held.get(reading.column) not in ("bytes", "struct", "text"):

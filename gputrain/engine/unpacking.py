@@ -31,9 +31,9 @@ from gputrain.engine.containers import (
     LISTS,
     PATH_COLUMNS,
     SUBTITLES,
+    ContainerReading,
     Entry,
     Media,
-    Reading,
     entries,
     format_of,
     suffix_of,
@@ -54,7 +54,7 @@ LONGEST_NAME = 180  # Bytes of a name, of the 255 that file systems take, as pre
 
 @dataclass(frozen=True)
 class FoundData:
-    """What is to be unpacked or linked. `base` is the folder to which names are relative."""
+    """The files that are to be unpacked or linked. `base` is the folder to which names are relative."""
 
     base: Path
     identity: str
@@ -147,7 +147,9 @@ class Unpacking:
             if earlier and earlier["parts"] == parts and earlier["complete"] and self.folder.is_dir():
                 return self._source(earlier)
             if earlier is None and self.folder.exists():
-                raise UserError(f"{self.folder}: holds files that were not unpacked here", hint="move or remove it")
+                raise UserError(
+                    f"{self.folder}: holds files that were not unpacked here", hint="choose another --output-dir"
+                )
             if earlier and earlier["parts"] != parts:
                 shutil.rmtree(self.folder, ignore_errors=True)
             with writing(self.folder):
@@ -169,7 +171,7 @@ class Unpacking:
         return Source(self.given, self.folder / state["root"], self.folder, refused, state["ignored"])
 
     def _unpack(self) -> dict[str, Any]:
-        reading = Reading(self.media, self.column)
+        reading = ContainerReading(self.media, self.column)
         for container in self.found.containers:
             format_of(container)
         self._check_disk(reading)
@@ -198,7 +200,7 @@ class Unpacking:
         }  # fmt: skip
 
     def _entries(
-        self, container: Path, reading: Reading, refused: list[RefusedItem], faults: list[UserError]
+        self, container: Path, reading: ContainerReading, refused: list[RefusedItem], faults: list[UserError]
     ) -> Iterator[Entry | RefusedItem]:
         """Yields what a container holds. One that cannot be read is left out, for the sake of the others."""
         label = self._name_of(container)
@@ -219,7 +221,7 @@ class Unpacking:
             return path.relative_to(base).as_posix()
         return "/".join(safe_parts(path.as_posix()))
 
-    def _check_disk(self, reading: Reading) -> None:
+    def _check_disk(self, reading: ContainerReading) -> None:
         """Raises UserError if the disk has not enough space for what is to be unpacked."""
         needed = sum(unpacked_bytes(container, reading) for container in self.found.containers)
         there = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file() and not path.is_symlink())
@@ -229,7 +231,9 @@ class Unpacking:
         if needed - there > free:
             raise full_disk(str(self.given), needed - there, self.folder.parent)
 
-    def _nothing(self, refused: Sequence[RefusedItem], faults: Sequence[UserError], reading: Reading) -> UserError:
+    def _nothing(
+        self, refused: Sequence[RefusedItem], faults: Sequence[UserError], reading: ContainerReading
+    ) -> UserError:
         """Returns the error for containers in which nothing can be used; nothing of them is kept."""
         remove_unpacked(self.folder)
         if faults and len(faults) == len(self.found.containers):
@@ -287,8 +291,8 @@ def only_folder(folder: Path) -> str:
 def safe_parts(name: str, *, windows: bool = os.name == "nt") -> list[str]:
     """Returns the parts of a relative path without anything that leads elsewhere, is hidden, or is too long."""
     name = name.partition("::")[0].rpartition("://")[2]
-    if re.match("[A-Za-z]:|[^/]*\\\\", name):
-        name = name.replace("\\", "/").partition(":")[2] if name[1:2] == ":" else name.replace("\\", "/")
+    if re.match(r"[A-Za-z]:[\\/]|[^/]*\\", name):  # A path of Windows.
+        name = re.sub("^[A-Za-z]:", "", name).replace("\\", "/")
     parts = []
     for part in name.split("/"):
         part = part.replace("\0", "_").lstrip(".")

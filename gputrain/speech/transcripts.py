@@ -534,7 +534,7 @@ def _read_pairs(reading: _Reading, paths: Sequence[str], subtitled: Collection[s
             reading.named.add(sound)
             reading.refuse(sound, "malformed", error.message)
         else:
-            if texts[sound].endswith(".txt"):
+            if _suffix(texts[sound]) == ".txt":
                 reading.add(texts[sound], sound, text)
             elif (row := json_object(text)) is not None:
                 _add_object(reading, texts[sound], sound, row)

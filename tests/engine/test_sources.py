@@ -1,0 +1,539 @@
+"""The same pictures, recordings and texts, whichever way they come; and what holds them damaged, or in other ways."""
+
+import gzip
+import hashlib
+import io
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from gputrain.engine import unpacking
+from gputrain.engine.data import digests
+from gputrain.engine.sources import open_source
+from gputrain.engine.unpacking import safe_parts
+from gputrain.errors import UserError
+from gputrain.speech.buckets import open_speech
+from gputrain.vae.data import open_pictures
+from gputrain.vae.work import VaeData
+from gputrain.vocoder.store import open_sounds
+from tests.command import gputrain_here
+from tests.hub_server import hub  # noqa: F401
+from tests.speech.speech import hum, speak
+from tests.tables import each_row
+
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+HUB_TYPE = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+WORDS = ("one", "two", "three", "four", "five", "six")
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """Six pictures and six recordings of speech with their texts, as folders."""
+    root = tmp_path_factory.mktemp("sources")
+    (root / "image").mkdir()
+    levels = np.random.default_rng(0).integers(0, 255, (6, 40, 48, 3), dtype=np.uint8)
+    for number, picture in enumerate(levels):
+        Image.fromarray(picture).save(root / "image" / f"p{number}.{'jpg' if number % 2 else 'png'}")
+    for number in range(len(WORDS)):
+        speak(root / "audio" / "wavs" / f"s{number}.wav", hum(0.6 + 0.1 * number, hz=120 + 9 * number))
+    lines = [f"s{number}|{word} {word}" for number, word in enumerate(WORDS)]
+    (root / "audio" / "metadata.csv").write_text("\n".join(lines), encoding="utf-8")
+    return root
+
+
+def files_of(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix in (".png", ".jpg", ".wav"))
+
+
+def table_of(folder, cell, **more):
+    """Returns a table with a row for each file, of `cell(file, its name)`."""
+    media = folder.name
+    cells = [cell(path, path.relative_to(folder).as_posix()) for path in files_of(folder)]
+    columns = {media: pyarrow.array(cells, type=HUB_TYPE if isinstance(cells[0], dict) else None), "n": range(6)}
+    texts = {"sentence": [f"{word} {word}" for word in WORDS]} if media == "audio" else {}
+    return pyarrow.table({**columns, **texts, **more})
+
+
+def with_names(path, name):
+    return {"bytes": path.read_bytes(), "path": name}
+
+
+def without_names(path, name):
+    return {"bytes": path.read_bytes(), "path": None}
+
+
+def write_arrow(file, table, opened=pyarrow.ipc.new_stream):
+    with pyarrow.OSFile(str(file), "wb") as sink, opened(sink, table.schema) as writer:
+        for batch in table.to_batches(max_chunksize=4):
+            writer.write_batch(batch)
+
+
+def add_to_tar(archive, name, content):
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    archive.addfile(info, io.BytesIO(content))
+
+
+def write_webdataset(file, folder, mode="w", text=lambda word: (".txt", f"{word} {word}".encode())):
+    """Writes key.png, or key.txt or key.json before key.wav; keys have a folder and a full stop."""
+    with tarfile.open(file, mode) as archive:
+        for number, path in enumerate(files_of(folder)):
+            if path.suffix == ".wav":
+                ending, content = text(WORDS[number])
+                add_to_tar(archive, f"shard/k.{number}{ending}", content)
+            add_to_tar(archive, f"shard/k.{number}{path.suffix}", path.read_bytes())
+    return file
+
+
+def named_parquet(folder, at, site):
+    parquet.write_table(table_of(folder, with_names), at / "x.parquet", row_group_size=4)
+    return at / "x.parquet"
+
+
+def nameless_shards(folder, at, site):
+    table = table_of(folder, without_names)
+    for number in range(2):
+        parquet.write_table(table.slice(3 * number, 3), at / f"train-{number:05d}-of-00002.parquet")
+    parquet.write_table(table.slice(0, 1), at / "test-00000-of-00001.parquet")
+    return at
+
+
+def parquet_of_paths(folder, at, site):
+    shutil.copytree(folder, at / "files")
+    parquet.write_table(table_of(folder, lambda path, name: f"files/{name}"), at / "x.parquet")
+    return at / "x.parquet"
+
+
+def parquet_of_bytes(folder, at, site):
+    parquet.write_table(table_of(folder, lambda path, name: path.read_bytes()), at / "x.parquet")
+    return at / "x.parquet"
+
+
+def arrow_stream(folder, at, site):
+    write_arrow(at / "x.arrow", table_of(folder, with_names))
+    return at / "x.arrow"
+
+
+def arrow_file(folder, at, site):
+    write_arrow(at / "x.arrow", table_of(folder, without_names), pyarrow.ipc.new_file)
+    return at / "x.arrow"
+
+
+def tar(folder, at, site):
+    with tarfile.open(at / "x.tar", "w") as archive:
+        archive.add(folder, "./my data")
+    return at / "x.tar"
+
+
+def tar_of_texts(folder, at, site):
+    return write_webdataset(at / "x.tar.gz", folder, "w:gz")
+
+
+def tar_of_json(folder, at, site):
+    return write_webdataset(
+        at / "x.tar", folder, text=lambda word: (".json", json.dumps({"text": f"{word} {word}", "n": 1}).encode())
+    )
+
+
+def zip_archive(folder, at, site):
+    with zipfile.ZipFile(at / "x.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(folder.rglob("*")):
+            archive.write(path, f"my data/{path.relative_to(folder)}")
+    return at / "x.zip"
+
+
+def list_of_paths(folder, at, site):
+    shutil.copytree(folder, at / "data")
+    lines = [f'"data/{path.relative_to(folder)}"' for path in files_of(folder)]
+    (at / "x.txt").write_bytes(b"\xef\xbb\xbf# a list\r\n\r\n" + "\r\n".join(lines).encode())
+    return at / "x.txt"
+
+
+def absolute_paths(folder, at, site):
+    (at / "x.txt").write_text("\n".join(map(str, files_of(folder))), encoding="utf-16")
+    return at / "x.txt"
+
+
+def pattern(folder, at, site):
+    nameless_shards(folder, at, site)
+    return at / "train-{00000..00001}-of-0000[2].parquet"
+
+
+def parquet_on_the_hub(folder, at, site):
+    site.add("datasets/ann/set", nameless_shards(folder, at, site))
+    return Path("hf://datasets/ann/set")
+
+
+def folder_on_the_hub(folder, at, site):
+    site.add("datasets/ann/files", folder)
+    return Path("hf://datasets/ann/files")
+
+
+WAYS = (
+    named_parquet, nameless_shards, parquet_of_paths, parquet_of_bytes, arrow_stream, arrow_file, tar, tar_of_texts,
+    tar_of_json, zip_archive, list_of_paths, absolute_paths, pattern, parquet_on_the_hub, folder_on_the_hub,
+)  # fmt: skip
+KEEPS_NAMES = (named_parquet, arrow_stream, tar, zip_archive, absolute_paths, folder_on_the_hub)
+PREPARE = {
+    "vae": ("image", ("--target-size", 32)),
+    "vocoder": ("audio", ("--f0-method", "pyworld", "--audio-sample-rate", 16000, "--hop-size", 256)),
+    "tts": ("audio", ("--language", "en", "--audio-sample-rate", 16000)),
+    "asr": ("audio", ("--language", "en")),
+}  # fmt: skip
+
+
+def prepare(kind, given, at):
+    _, options = PREPARE[kind]
+    done = gputrain_here(
+        "prepare-data", "--kind", kind, "--input-dir", given, "--output-dir", at, "--num-workers", 0, *options
+    )
+    assert done.returncode == 0, done.stderr
+    assert not at.with_name(f"{at.name}.unpacked").exists()
+    return done
+
+
+def content_of(kind, folder, *, with_names):
+    """Returns the digests of prepared data, the bytes of every item, and their names. The digests are those that a
+    training logs, or those of the same items without their names."""
+    if kind == "vae":
+        pictures = open_pictures(folder)
+        parts = pictures.split.parts
+        items = [one.path.read_bytes() for one in (*parts.train, *parts.held_out)]
+        return VaeData(pictures).digests(), items, [one.path.relative_to(folder) for one in parts.train]
+    opened = open_sounds(folder) if kind == "vocoder" else open_speech(folder, 256, kind=kind)
+    named = {"training": opened.parts.train, "held_out": opened.parts.held_out}
+    items = [{**vars(one), "path": one.path if with_names else ""} for part in named.values() for one in part]
+    waves = hashlib.sha256((folder / "waves.i16").read_bytes()).hexdigest()
+    found = digests(**named) if with_names else [len(part) for part in named.values()]
+    return found, [items, waves], [one.path for one in opened.parts.train]
+
+
+@pytest.mark.parametrize("kind", PREPARE)
+def test_the_same_content_gives_the_same_store_whichever_way_it_comes(kind, folders, tmp_path, hub):  # noqa: F811
+    folder, compared = folders / PREPARE[kind][0], partial(content_of, kind)
+    prepare(kind, folder, tmp_path / "expected")
+    assert len(files_of(folder)) == 6
+    wrong = []
+    for way in WAYS if kind in ("vae", "tts") else WAYS[::3]:
+        (tmp_path / way.__name__).mkdir()
+        out = tmp_path / f"{way.__name__}.prepared"
+        prepare(kind, way(folder, tmp_path / way.__name__, hub), out)
+        keeps_names = way in KEEPS_NAMES
+        found, expected = (compared(at, with_names=keeps_names) for at in (out, tmp_path / "expected"))
+        if found[:2] != expected[:2] or (keeps_names and found[2] != expected[2]):
+            wrong.append((way.__name__, found[0], found[2], expected[2]))
+    assert not wrong
+
+
+# --------------------------------------------------------------------------------------------------- faults
+
+
+PICTURE = b"\xff\xd8\xff picture"
+
+
+def rows_of(*cells, name="image"):
+    return pyarrow.table({name: pyarrow.array(cells, type=HUB_TYPE)})
+
+
+def cell(content=PICTURE, path=None):
+    return {"bytes": content, "path": path}
+
+
+def table(columns):
+    return lambda file: parquet.write_table(pyarrow.table(columns), file)
+
+
+def zipped(*members, **options):
+    def write(file):
+        with zipfile.ZipFile(file, "w") as archive:
+            for name, content in members:
+                archive.writestr(name, content, **options)
+
+    return write
+
+
+def marked(offset_of_local, offset_of_central, value):
+    """Writes a zip archive whose member has another value in its headers."""
+
+    def write(file):
+        zipped(("a.png", PICTURE))(file)
+        content = bytearray(file.read_bytes())
+        content[content.index(b"PK\3\4") + offset_of_local] = value
+        content[content.index(b"PK\1\2") + offset_of_central] = value
+        file.write_bytes(content)
+
+    return write
+
+
+def cut_parquet(file):
+    table({"image": [PICTURE] * 9})(file)
+    file.write_bytes(file.read_bytes()[:-40])
+
+
+def tarred(*members):
+    def write(file):
+        with tarfile.open(file, "w") as archive:
+            for name, content in members:
+                add_to_tar(archive, name, content)
+
+    return write
+
+
+def raw(content):
+    return lambda file: file.write_bytes(content)
+
+
+@each_row(
+    ("x.parquet", table({"text": ["a"], "n": [1]}), "no column of pictures; columns: text (string), n (int64)",
+     "--column NAME"),
+    ("x.parquet", table({"audio": [PICTURE]}), "no column of pictures; columns: audio (binary)", "it holds recordings"),
+    ("x.parquet", table({"url": ["https://a/b.jpg"]}), "no column of pictures", "nothing is loaded from the addresses"),
+    ("x.parquet", table({"image": ["https://a/b.jpg"]}), "row 0: an address, from which nothing is loaded", ""),
+    ("x.parquet", table({"a": [PICTURE], "b": [PICTURE]}), "several columns may hold the pictures: a, b", "--column a"),
+    ("x.parquet", table({"image": [[PICTURE]]}), "no column of pictures; columns: image (list", "a row for each"),
+    ("x.parquet", table({"image": pyarrow.array([], pyarrow.binary())}), "no pictures in it: it is empty", ""),
+    ("x.parquet", table({"image": pyarrow.array([None], pyarrow.binary())}), "row 0: an empty cell", ""),
+    ("x.parquet", table({"image": ["gone.jpg"]}), "row 0: no bytes, and no file gone.jpg beside x.parquet", ""),
+    ("x.parquet", cut_parquet, "x.parquet: damaged, cut off", "copy or load it again"),
+    ("x.parquet", raw(b"version https://git-lfs.github.com/spec/v1\n"), "a git-LFS pointer", "git lfs pull"),
+    ("x.parquet", raw(b"PARE" * 9), "an encrypted parquet file", "decrypt it"),
+    ("x.parquet", raw(b""), "x.parquet: the file is empty", ""),
+    ("x.parquet", raw(b"junk" * 9), "no parquet file, or damaged at its beginning", ""),
+    ("x.arrow", raw(b"\xff\xff\xff\xff" + b"\1" * 99), "x.arrow: damaged or cut off after row 0", ""),
+    ("x.tar", tarred(("a.txt", b"x"), ("b.zip", b"PK")), "no pictures in it, but 1 .txt, 1 .zip", "it holds archives"),
+    ("x.tar", tarred(("../a.png", PICTURE)), "x.tar, ../a.png: its name leads out of the archive", ""),
+    ("x.zip", marked(6, 8, 1), "x.zip: encrypted", "7z x"),
+    ("x.zip", marked(8, 10, 9), "x.zip, a.png: That compression method is not supported; unpack", ""),
+    ("x.zip", raw(b"PK\3\4" + b"x" * 99), "x.zip: damaged or cut off", "zip -FF"),
+    ("x.7z", raw(b"7z\xbc\xaf\x27\x1c"), "x.7z: a 7z archive", "7z x"),
+    ("x.tar.zst", raw(b"\x28\xb5\x2f\xfd"), "compressed by zstd", "zstd -d"),
+    ("x.csv", raw(b"url,text\nhttps://a/b.jpg,c\n"), "x.csv: a table", "Nothing is loaded from addresses"),
+    ("x.txt", raw(b"https://a/b.jpg"), "no line names one of the pictures; x.txt, line 1: an address", ""),
+    ("x.txt", raw(b"a.wav|A text."), "x.txt, line 1: no such file", "--transcripts"),
+    ("x.txt", raw(b"caf\xe9.jpg"), "x.txt, line 1: not UTF-8", ""),
+    ("x.png", raw(PICTURE), "x.png: one file", "name the folder"),
+    ("x{1..2}.tar", None, "x1.tar is not there", ""),
+    ("https:/a.b/c.zip", None, "https://a.b/c.zip: data are read from disks and from the Hugging Face Hub", "hf://datasets"),
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused_with_its_place_and_a_remedy(tmp_path, name, write, fault, remedy):
+    folder = Path(tmp_path, str(len(list(tmp_path.iterdir()))))
+    folder.mkdir()
+    given = Path(name) if name.startswith("https") else folder / name
+    if write:
+        write(given)
+    with pytest.raises(UserError) as error:
+        open_source(given, "image", folder / "at")
+    assert fault in error.value.message
+    assert remedy in error.value.hint
+    assert not list(folder.rglob("*.jpg")), "something is left of what was refused"
+
+
+def test_faulty_rows_are_named_by_file_and_row_and_the_others_are_read(folders, tmp_path):
+    good = [cell(path.read_bytes(), path.name) for path in files_of(folders / "image")]
+    names = ["../../up.jpg", "/root/.cache/abs.jpg", "C:\\data\\drive.jpg", "p0.png", "zip://in/z.png::/tmp/x.zip"]
+    strange = [cell(one["bytes"], name) for one, name in zip(good, names, strict=False)]
+    bad = [None, cell(None, "gone.jpg"), cell(b""), cell(b"no picture")]
+    parquet.write_table(rows_of(*good[5:], *strange, *bad), tmp_path / "x.parquet")
+    done = prepare("vae", tmp_path / "x.parquet", tmp_path / "out")
+    rows = [json.loads(line) for line in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()]
+    assert [(row["path"], row["detail"]) for row in rows] == [
+        ("x.parquet, row 6", "an empty cell: neither bytes nor a path"),
+        ("x.parquet, row 7", "no bytes, and no file gone.jpg beside x.parquet"),
+        ("x.parquet, row 8", "an empty cell"),
+        ("x/00000009.jpg", "x.parquet, row 9: not a picture, although its name says so"),
+    ]
+    assert "refused   4" in done.stdout
+    kept = [json.loads(line)["source"] for line in (tmp_path / "out" / "manifest.jsonl").read_text().splitlines()]
+    assert kept == ["data/drive.jpg", "in/z.png", "p0.png", "p5.jpg", "root/cache/abs.jpg", "up.jpg"]
+
+
+def test_a_broken_container_loses_nothing_that_is_there(folders, tmp_path, caplog):
+    whole = write_webdataset(tmp_path / "x.tar", folders / "image").read_bytes()
+    packed = gzip.compress(whole, mtime=0)
+    damaged = bytearray(packed)
+    damaged[-8] ^= 1  # Its checksum.
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    parquet.write_table(table_of(folders / "image", with_names), shards / "t-00001-of-00003.parquet", row_group_size=2)
+    (shards / "t-00000-of-00003.parquet").write_bytes(b"PAR1 cut off")
+    for name, content, files, fault in (
+        ("cut.tar", whole[: len(whole) // 2], 2, "damaged or cut off after 3 members"),
+        ("cut.tar.gz", packed[: len(packed) // 2], 2, "damaged or cut off after 3 members"),
+        ("sum.tar.gz", bytes(damaged), 6, "CRC check failed"),
+        ("shards", None, 6, "damaged, cut off"),
+    ):
+        if content:
+            (tmp_path / name).write_bytes(content)
+        source = open_source(tmp_path / name, "image", tmp_path / f"{name}.at")
+        assert len(files_of(source.folder)) == files, name
+        assert any(fault in one.detail for one in source.refused), (name, source.refused)
+    assert "2 of 3 shards" not in caplog.text
+    assert "1 of 3 shards of t are not there, the first is number 2" in caplog.text
+
+
+def test_members_of_archives_stay_within_the_folder(tmp_path):
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        for name in ("/etc/abs.png", "../up.png", "a.png", "a.png", ".hidden/b.png", "__MACOSX/._a.png"):
+            add_to_tar(archive, name, name.encode())
+        for name, kind in (("l.png", tarfile.SYMTYPE), ("h.png", tarfile.LNKTYPE), ("d.png", tarfile.CHRTYPE)):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, "/etc/passwd"
+            archive.addfile(info)
+    source = open_source(tmp_path / "x.tar", "image", tmp_path / "at")
+    found = [path.relative_to(source.folder).as_posix() for path in files_of(source.folder)]
+    assert found == ["a-2.png", "a.png", "etc/abs.png"]
+    assert [one.path for one in source.refused] == [
+        f"x.tar, {name}" for name in ("../up.png", "l.png", "h.png", "d.png")
+    ]
+    assert source.ignored == {"hidden": 2}
+
+
+@each_row(
+    ("a/b.wav", False, ["a", "b.wav"]),
+    ("/a//./b.wav", False, ["a", "b.wav"]),
+    ("a:b?.wav", False, ["a:b?.wav"]),
+    ("a:b?.wav", True, ["a_b_.wav"]),
+    ("con/nul.wav/end. ", True, ["_con", "_nul.wav", "end"]),
+    ("@eaDir/x.wav", False, ["_@eaDir", "x.wav"]),
+    ("https://host/x.wav", False, ["host", "x.wav"]),
+)
+def test_safe_names(name, windows, parts):
+    assert safe_parts(name, windows=windows) == parts
+
+
+def test_names_that_are_taken(tmp_path):
+    """Of two shards, recordings of the same name stay beside their texts; long names are shortened."""
+    for shard in ("a", "b"):
+        members = [(f"k{end}", f"{shard}{end}".encode()) for end in (".wav", ".txt")[: 1 + (shard == "b")]]
+        zipped(*members, ("x" * 250 + ".wav", shard.encode()))(tmp_path / f"{shard}.zip")
+    source = open_source(tmp_path / "[ab].zip", "audio", tmp_path / "at")
+    found = {path.relative_to(source.folder).as_posix(): path.read_text() for path in source.folder.rglob("*.*")}
+    assert {"k.wav": "a.wav", "b/k.wav": "b.wav", "b/k.txt": "b.txt"}.items() <= found.items()
+    assert sorted(len(os.fsencode(Path(name).name)) < 200 for name in found) == [True] * 5
+
+
+# --------------------------------------------------------------------------------------------------- unpacking
+
+
+def test_a_second_preparation_does_only_what_is_missing(folders, tmp_path):
+    given = named_parquet(folders / "image", tmp_path, None)
+    assert "made      6" in prepare("vae", given, tmp_path / "out").stdout
+    os.utime(given, (1, 1))  # The times of unpacked files follow from their content.
+    assert "kept      6" in prepare("vae", given, tmp_path / "out").stdout
+    (tmp_path / "out" / "p1.png").unlink()
+    assert "made      1" in prepare("vae", given, tmp_path / "out").stdout
+
+
+def test_unpacking_goes_on_where_it_was_killed(folders, tmp_path, monkeypatch):
+    given = named_parquet(folders / "image", tmp_path, None)
+    write = unpacking.FileWriter._write
+
+    def killed(self, entry, name):
+        if name == "p3.jpg":
+            raise KeyboardInterrupt
+        write(self, entry, name)
+
+    monkeypatch.setattr(unpacking.FileWriter, "_write", killed)
+    with pytest.raises(KeyboardInterrupt):
+        open_source(given, "image", tmp_path / "at")
+    monkeypatch.undo()
+    first = {path.name: path.stat().st_ino for path in files_of(tmp_path / "at")}
+    assert first.keys() == {"p0.png", "p1.jpg", "p2.png"}
+    source = open_source(given, "image", tmp_path / "at")
+    inodes = {path.name: path.stat().st_ino for path in files_of(source.folder)}
+    assert len(inodes) == 6
+    assert first.items() <= inodes.items()
+    parquet.write_table(table_of(folders / "image", with_names).slice(0, 2), given)
+    assert len(files_of(open_source(given, "image", tmp_path / "at").folder)) == 2  # Those of the changed file.
+
+
+def test_a_disk_that_is_too_small_is_told_with_both_numbers(folders, tmp_path, monkeypatch):
+    given = named_parquet(folders / "image", tmp_path, None)
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(unpacking.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(UserError, match=r"takes 2\d\.?\d* kB, and the disk of .* has 1 kB free"):
+        open_source(given, "image", tmp_path / "at")
+
+
+MEASURED = """
+import sys, resource
+from pathlib import Path
+from gputrain.engine.sources import open_source
+import pyarrow.parquet
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+before = peak()
+source = open_source(Path(sys.argv[1]), "image", Path(sys.argv[2]))
+print(peak() - before, len(list(source.folder.iterdir())))
+"""
+
+
+def test_the_memory_does_not_grow_with_the_file(tmp_path):
+    """A file of 120 MB in a single row group takes a small part of that."""
+    picture = pyarrow.scalar(PICTURE + bytes(200_000), pyarrow.binary())
+    pictures = pyarrow.repeat(picture, 600)
+    parquet.write_table(
+        pyarrow.table({"image": pictures}), tmp_path / "x.parquet", row_group_size=600, compression="none",
+        use_dictionary=False, write_batch_size=8, data_page_size=1 << 20,
+    )  # fmt: skip
+    assert (tmp_path / "x.parquet").stat().st_size > 120e6
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, tmp_path / "x.parquet", tmp_path / "at"], capture_output=True, text=True
+    )
+    grown_mb, count = map(float, done.stdout.split())
+    assert count == 600
+    assert grown_mb < 60
+
+
+# --------------------------------------------------------------------------------------------------- choices
+
+
+def test_the_column_that_is_read(folders, tmp_path):
+    first, second = (pyarrow.array([cell(PICTURE + mark)], type=HUB_TYPE) for mark in (b"1", b"2"))
+    parquet.write_table(pyarrow.table({"mask": first, "Image": second, "audio": first}), tmp_path / "x.parquet")
+    for column, expected in (("", b"2"), ("mask", b"1")):
+        source = open_source(tmp_path / "x.parquet", "image", tmp_path / f"at{column}", column=column)
+        assert next(source.folder.rglob("*.jpg")).read_bytes()[-1:] == expected
+    for given, column, fault in (
+        (tmp_path / "x.parquet", "n", "no column n; columns: mask"),
+        (folders / "image", "image", "column does nothing"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=fault):
+            open_source(given, "image", tmp_path / "other", column=column)
+
+
+def test_pictures_beside_containers_are_read_alone(folders, tmp_path, caplog):
+    shutil.copytree(folders / "image", tmp_path / "data")
+    zipped(("z.png", PICTURE))(tmp_path / "data" / "more.zip")
+    with caplog.at_level(logging.WARNING):
+        assert open_source(tmp_path / "data", "image").folder == tmp_path / "data"
+    assert "such as more.zip: name it itself to read it" in caplog.text
+
+
+def test_several_data_sets_are_not_mixed(folders, tmp_path):
+    for name in ("uz", "kk"):
+        (tmp_path / name).mkdir()
+        parquet.write_table(table_of(folders / "image", with_names), tmp_path / name / "train-00000-of-00001.parquet")
+    with pytest.raises(UserError, match="several data sets in one: kk, uz") as error:
+        open_source(tmp_path, "image", tmp_path / "at")
+    assert error.value.hint == f"name one: {tmp_path}/kk"
+
+
+def test_without_pyarrow_its_extra_is_named(folders, tmp_path, monkeypatch):
+    given = named_parquet(folders / "image", tmp_path, None)
+    monkeypatch.setattr("gputrain.errors.is_installed", lambda module: module != "pyarrow")
+    with pytest.raises(UserError, match="pyarrow is not installed") as error:
+        open_source(given, "image", tmp_path / "at")
+    assert error.value.hint == 'pip install "gputrain[datasets]"'
