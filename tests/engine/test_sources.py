@@ -12,20 +12,22 @@ import sys
 import tarfile
 import zipfile
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from gputrain.config import assemble, flatten
 from gputrain.engine import unpacking
 from gputrain.engine.data import digests
-from gputrain.engine.sources import open_source
+from gputrain.engine.sources import hub_name, open_source
 from gputrain.engine.unpacking import safe_parts
 from gputrain.errors import UserError
 from gputrain.speech.buckets import open_speech
+from gputrain.vae.config import TrainVae
 from gputrain.vae.data import open_pictures
-from gputrain.vae.work import VaeData
+from gputrain.vae.work import VaeData, VaeWork
 from gputrain.vocoder.store import open_sounds
 from tests.command import gputrain_here
 from tests.hub_server import hub  # noqa: F401
@@ -470,8 +472,8 @@ def test_a_disk_that_is_too_small_is_told_with_both_numbers(folders, tmp_path, m
 
 MEASURED = """
 import sys, resource
-from pathlib import Path
-from gputrain.engine.sources import open_source
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from gputrain.engine.sources import hub_name, open_source
 import pyarrow.parquet
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
 before = peak()
@@ -481,20 +483,43 @@ print(peak() - before, len(list(source.folder.iterdir())))
 
 
 def test_the_memory_does_not_grow_with_the_file(tmp_path):
-    """A file of 120 MB in a single row group takes a small part of that."""
+    """A file of 80 MB in a single row group takes a small part of that."""
     picture = pyarrow.scalar(PICTURE + bytes(200_000), pyarrow.binary())
-    pictures = pyarrow.repeat(picture, 600)
+    pictures = pyarrow.repeat(picture, 400)
     parquet.write_table(
-        pyarrow.table({"image": pictures}), tmp_path / "x.parquet", row_group_size=600, compression="none",
+        pyarrow.table({"image": pictures}), tmp_path / "x.parquet", row_group_size=400, compression="none",
         use_dictionary=False, write_batch_size=8, data_page_size=1 << 20,
     )  # fmt: skip
-    assert (tmp_path / "x.parquet").stat().st_size > 120e6
+    assert (tmp_path / "x.parquet").stat().st_size > 80e6
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, tmp_path / "x.parquet", tmp_path / "at"], capture_output=True, text=True
     )
     grown_mb, count = map(float, done.stdout.split())
-    assert count == 600
-    assert grown_mb < 60
+    assert count == 400
+    assert grown_mb < 40
+
+
+def test_a_training_unpacks_into_its_run_and_resumes_from_there(folders, tmp_path):
+    """The data that it logs are those of the folder, and its configuration names the container."""
+    given = zip_archive(folders / "image", tmp_path, None)
+    expected = VaeWork().open_data(assemble(TrainVae, {"data_path": [str(folders / "image")]})).digests()
+    settings = assemble(TrainVae, {"data_path": [str(given)], "output_dir": str(tmp_path / "run")})
+    for _ in range(2):
+        data = VaeWork().open_data(settings)
+        assert data.digests() == expected
+        assert all(picture.path.is_relative_to(tmp_path / "run" / "unpacked") for picture in data.pictures.train)
+    assert flatten(settings)["data_path"] == [str(given)]
+    assert len(list((tmp_path / "run" / "unpacked").glob("*.json"))) == 1
+
+
+@each_row(
+    (PurePosixPath("hf://datasets/ann/set"), "hf://datasets/ann/set"),
+    (PureWindowsPath("hf://datasets/ann/set@v1/data"), "hf://datasets/ann/set@v1/data"),
+    (PureWindowsPath("https://huggingface.co/datasets/ann/set"), "https://huggingface.co/datasets/ann/set"),
+    (PurePosixPath("datasets/ann/set"), ""),
+)
+def test_names_of_the_hub_survive_as_paths(path, name):
+    assert hub_name(path) == name
 
 
 # --------------------------------------------------------------------------------------------------- choices

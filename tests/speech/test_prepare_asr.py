@@ -14,9 +14,10 @@ from gputrain.errors import UserError
 from gputrain.speech.buckets import Buckets, open_speech
 from gputrain.speech.config import SpeechOptions
 from gputrain.speech.frames import encoder_frames
-from gputrain.speech.prepare import prepare_speech, speech_prepare_config
+from gputrain.speech.prepare import prepare_speech, speech_prepare_config, without_whole_spans
 from gputrain.speech.store import TEXT, SpeechStore
 from gputrain.speech.text.vocabulary import Vocabulary
+from gputrain.speech.transcripts import read_transcripts
 from gputrain.speech.validate import validate_speech
 from tests.speech.speech import hum, rest, speak
 from tests.tables import each_row
@@ -308,3 +309,17 @@ def test_a_manifest_cuts_a_recording_at_its_offsets(tmp_path, kind):
     notes = " ".join(seen.findings)
     assert "longer.wav, of which 1.2 of 3.00 seconds are used" in notes
     assert ("silence at both ends is kept" in notes) == (kind == "tts")
+
+
+def test_times_in_a_longer_recording_have_no_effect_on_a_clip_that_was_cut_from_it(tmp_path):
+    """As those of a data set whose rows have the sound of a clip and its place in a book."""
+    speak(tmp_path / "a.wav", hum(1.5))
+    speak(tmp_path / "b.wav", hum(3.0))
+    rows = [{"audio": "a.wav", "text": "one", "begin_time": 401.2, "end_time": 402.7},
+            {"audio": "b.wav", "text": "two", "begin_time": 1.0, "end_time": 2.5}]  # fmt: skip
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    notes: list[str] = []
+    utterances = read_transcripts(tmp_path, ["a.wav", "b.wav"]).utterances
+    found = without_whole_spans(tmp_path, utterances, notes)
+    assert {one.path: one.span for one in found} == {"a.wav": None, "b.wav": (1.0, 2.5)}
+    assert not notes

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -477,3 +478,41 @@ def test_of_two_formats_the_one_that_can_be_decoded_is_meant():
     assert sounds.find("a") == ["a.wav"]
     assert sounds.find("a.m4a") == ["a.m4a"]
     assert sounds.find("b") == ["b.m4a"]
+
+
+def test_an_object_beside_each_recording_has_its_text(tmp_path):
+    """As in WebDataset; a single table of JSON with the name of a recording stays one."""
+    folder = folder_of(tmp_path)
+    for sound, row in {
+        "a": {"text": "One.", "speaker": 7},
+        "b": {"sentence": "Two two.", "voice": 8},
+        "c": {"n": 1},
+    }.items():
+        (folder / f"wavs/{sound}.json").write_text(json.dumps(row))
+    transcripts = read(folder)
+    assert [(one.text, one.speaker) for one in transcripts.utterances] == [("One.", "7"), ("Two two.", "8")]
+    assert ("wavs/c.json", "no transcript") in reasons(transcripts)
+    shutil.rmtree(folder / "wavs")
+    (folder / "a.wav").touch()
+    (folder / "a.json").write_text(json.dumps([{"audio": "a.wav", "text": "All."}]))
+    assert texts_of(read(folder)) == {"a.wav": "All."}
+
+
+@each_row(
+    ({"text": "It.", "normalized_text": "it"}, "It."),
+    ({"text_original": "It 1.", "text_normalized": "It one."}, "It one."),
+    ({"raw_transcription": "It.", "gender": "x"}, "It."),
+    ({"Transcript": "It."}, "It."),
+)
+def test_columns_of_the_hub_name_texts_in_json(tmp_path, row, expected):
+    line = json.dumps({"audio": "a", "client_id": "v", **row})
+    folder = folder_of(tmp_path / str(len(list(tmp_path.iterdir()))), line, "metadata.jsonl", "a")
+    (utterance,) = read(folder).utterances
+    assert (utterance.text, utterance.speaker) == (expected, "v")
+
+
+def test_rows_without_any_text_name_their_columns(tmp_path):
+    folder = folder_of(tmp_path, '{"audio": "a", "label": 1}\n{"audio": "b", "label": 2}\n', "metadata.jsonl")
+    with pytest.raises(UserError, match=r"no column of texts; columns: audio, label") as error:
+        read(folder)
+    assert error.value.hint == "name it text or transcript or transcription or sentence"
