@@ -173,7 +173,7 @@ class SourceTree:
 
 def check_input_folder(folder: Path, content: str) -> None:
     if not folder.is_dir():
-        fault = "is a file, expected a folder" if folder.exists() else "no such file or folder"
+        fault = "is a file, expected a folder" if folder.exists() else "no such folder or file"
         hint = f"name the folder that holds the {content}"
         raise UserError(f"{folder}: {fault}", hint=f"{hint}, or another source of data: docs/data_sources.md")
 

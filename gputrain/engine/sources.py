@@ -85,7 +85,7 @@ def _find(given: Path, media: Media) -> FoundData | Path | None:
     identity = str(Path(os.path.abspath(given)))
     if given.exists():
         if given.suffix.lower() in media.suffixes:
-            raise UserError(f"{given}: one file", hint=f"name the folder of the {media.noun}")
+            raise UserError(f"{given}: a single file, expected a folder", hint=f"name the folder of the {media.noun}")
         if format_of(given) != "list":
             return FoundData(given.parent, identity, given.name, (given,))
         return _of_paths(given, identity, _listed(given), media, given)

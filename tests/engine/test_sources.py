@@ -326,7 +326,7 @@ def raw(content):
     ("x.txt", raw(b"https://a/b.jpg"), "no line names one of the pictures; x.txt, line 1: an address", ""),
     ("x.txt", raw(b"a.wav|A text."), "x.txt, line 1: no such file", "--transcripts"),
     ("x.txt", raw(b"caf\xe9.jpg"), "x.txt, line 1: not UTF-8", ""),
-    ("x.png", raw(PICTURE), "x.png: one file", "name the folder"),
+    ("x.png", raw(PICTURE), "x.png: a single file", "name the folder"),
     ("x{1..2}.tar", None, "x1.tar is not there", ""),
     ("https:/a.b/c.zip", None, "https://a.b/c.zip: data are read from disks and from the Hugging Face Hub", "hf://datasets"),
 )  # fmt: skip

@@ -54,7 +54,7 @@ def check_machine(
     Raises UserError if the folder is missing.
     """
     if not data_path.exists():
-        raise UserError(f"{data_path}: no such file or folder", hint="--data-path takes the folder of your data")
+        raise UserError(f"{data_path}: no such folder or file", hint="--data-path takes the folder of your data")
     machine = probe()
     checks = check_rules(machine)
     if not machine.torch_error:
