@@ -51,7 +51,11 @@ def catalogue() -> Mapping[str, CatalogueEntry]:
 
 def close_names(name: str) -> list[str]:
     """Returns the names of the list that a misspelt one may mean, the closest first."""
-    return difflib.get_close_matches(name.lower().replace("_", "-"), catalogue(), n=3, cutoff=0.6)
+    plain = re.sub(r"[\s_]+", "-", name.strip().lower())
+    words = set(plain.split("-"))
+    parts = [known for known in catalogue() if len(plain) > 2 and (plain in known or words <= set(known.split("-")))]
+    close = difflib.get_close_matches(plain, catalogue(), n=3, cutoff=0.6)
+    return list(dict.fromkeys([*close, *parts]))[:5]
 
 
 def read_catalogue(text: str) -> dict[str, CatalogueEntry]:

@@ -106,7 +106,10 @@ def test_a_name_that_stands_there_twice_is_refused():
 
 def test_close_names():
     assert close_names("LPIPS_vgg")[0] == "lpips-vgg16"
-    assert close_names("zzz") == []
+    assert close_names("lpips") == ["lpips-vgg16", "lpips-heads"]
+    assert close_names("heads lpips") == ["lpips-heads"]
+    assert all("piper" in name for name in close_names("Piper"))
+    assert close_names("zzz") == close_names("") == []
 
 
 def test_fetching_imports_no_torch_and_the_command_line_no_list():
