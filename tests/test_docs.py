@@ -34,6 +34,7 @@ FILES: dict[str, Callable[[], str]] = {
 RUN_BY = {
     "prepare-data": "tests/cli/test_data_commands.py::test_preprocess_then_validate_as_in_the_guide",
     "validate": "tests/cli/test_data_commands.py::test_preprocess_then_validate_as_in_the_guide",
+    "fetch": "tests/cli/test_fetching.py::test_a_name_is_loaded_verified_and_repaired",
     "normalize": "tests/cli/test_voice_commands.py::test_normalize_prints_what_a_voice_sees",
     "check-compatibility": "setup.sh",
     "train-vae": "tests/vae/test_use.py::run",

@@ -10,7 +10,8 @@ import typer
 
 from gputrain import __version__
 from gputrain.bench.options import BenchSettings
-from gputrain.cli import kind_commands, tables, ui
+from gputrain.cli import fetching, kind_commands, tables, ui
+from gputrain.cli.fetching import FetchSettings
 from gputrain.cli.options import WIDEST, GroupPage, add_command, command, complete_at_the_first_tab
 from gputrain.cli.settings import (
     DemoSettings,
@@ -98,6 +99,12 @@ def prepare_data(settings: PrepareSettings) -> None:
 def validate(settings: ValidateSettings) -> None:
     """Decode every picture or recording of a folder, and report what the folder holds and which files are faulty."""
     kind_commands.validate(settings)
+
+
+@command(app, "Data")
+def fetch(settings: FetchSettings) -> None:
+    """Load published models ahead of time, by short names, names on the Hugging Face Hub or https addresses."""
+    fetching.fetch(settings)
 
 
 @command(app, "Data")

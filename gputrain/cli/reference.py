@@ -47,7 +47,7 @@ def section(name: str, settings: type) -> str:
 def row(leaf: Leaf) -> str:
     kind = leaf.plain_type
     if leaf.is_positional:
-        return f"| `{leaf.name.upper()}` | required | {describe(kind)} | {leaf.help} |\n"
+        return f"| `{leaf.name.upper()}` | {default(leaf)} | {describe(kind)} | {leaf.help} |\n"
     flag = f"{leaf.flag}` / `--no-{leaf.flag[2:]}" if kind is bool else "`, `".join(leaf.flags)
     return f"| `{flag}` | {default(leaf)} | {describe(kind)}{limits(leaf)} | {leaf.help} |\n"
 

@@ -283,14 +283,15 @@ class TerminalBar:
     def __exit__(self, *error: object) -> None:
         self.progress.stop()
 
-    def update(self, done: float, total: int) -> None:
-        """Show that `done` items of `total` are done; parts of an item count."""
+    def update(self, done: float, total: int | None) -> None:
+        """Show that `done` items of `total` are done, which may be unknown; parts of an item count."""
         self.latest = (self.clock(), done)
         self.first = self.first or self.latest
-        self.progress.update(self.task, completed=done, total=total, count=f"{int(done)}/{total}")
+        count = f"{int(done)}" if total is None else f"{int(done)}/{total}"
+        self.progress.update(self.task, completed=done, total=total, count=count)
         if self.draws_lines and self.latest[0] >= self.line_at:
             self.line_at = self.latest[0] + LINE_SECONDS
-            err.print(f"{self.title}: {int(done)}/{total}, {self.times()}", soft_wrap=True)
+            err.print(f"{self.title}: {count}, {self.times()}", soft_wrap=True)
 
     def times(self) -> str:
         """Return the time that has passed, and the time that is left once it can be told."""

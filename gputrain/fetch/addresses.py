@@ -58,9 +58,13 @@ class Address:
         return RemoteFile(self.url, self.size, self.sha256, self.page)
 
     @property
+    def folder_name(self) -> str:
+        return stem_of(self.file_name) or self.file_name
+
+    @property
     def key(self) -> str:
         """The name of its folder in the cache."""
-        plain = re.sub(r"[^\w.-]+", "_", stem_of(self.file_name) or self.file_name)[:80].strip("._")
+        plain = re.sub(r"[^\w.-]+", "_", self.folder_name)[:80].strip("._")
         return f"{plain}-{_digest(self.url)}"
 
 

@@ -156,11 +156,14 @@ class Repository:
         """The folder of the cache that has the files by their names."""
         return self.storage / "snapshots" / self.commit
 
-    def fetch(self, paths: Sequence[str]) -> Path:
-        """Fetches the files that the cache lacks. Returns the folder of the repository in the cache.
+    def fetch(self, paths: Sequence[str], *, thoroughly: bool = False) -> Path:
+        """Fetches the files that the cache lacks, and with `thoroughly`, those that are damaged there. Returns the
+        folder of the repository in the cache.
 
         Raises UserError, with what to do, if one of them cannot be fetched or differs from what the Hub states.
         """
+        for file in [self.files[path] for path in paths] if thoroughly else ():
+            self._drop_damaged(file)
         lacking = [self.files[path] for path in paths if not self._has(self.files[path])]
         if lacking and self.is_cached:
             raise lacks(self.name, lacking[0].path, self.why_cached)
@@ -182,6 +185,14 @@ class Repository:
     def _has(self, file: HubFile) -> bool:
         path = self.folder / file.path
         return path.is_file() and path.stat().st_size == file.size
+
+    def _drop_damaged(self, file: HubFile) -> None:
+        """Removes a file from the cache whose digest is not the one that the Hub states."""
+        path = self.folder / file.path
+        if file.digest and self._has(file) and file.digest_of(path) != file.digest:
+            log.warning("%s is damaged; downloading it again", path)
+            path.resolve().unlink()  # The name is a link to the content.
+            path.unlink(missing_ok=True)
 
     def _check_disk(self, lacking: Sequence[HubFile]) -> None:
         blobs = self.storage / "blobs"

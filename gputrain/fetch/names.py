@@ -28,7 +28,8 @@ def local_path(name: str | Path, *wanted: PublishedFiles, weights: bool = True) 
     if isinstance(place, Address):
         return fetch_address(place)
     try:
-        return fetch_model(place, wanted, weights=weights)
+        listed = catalogue().get(str(name))
+        return fetch_model(place, wanted, weights=weights, sha256=listed.sha256 if listed else None).path
     except UserError as error:
         if looks_like_path(name):
             raise UserError(
@@ -66,6 +67,11 @@ def no_such(name: str | Path, *wanted: PublishedFiles) -> UserError:
     close = close_names(str(name))
     if close:
         return UserError(f"{name}: no such file or folder", hint=f"short names like it: {', '.join(close)}")
+    if re.match(r"[\w-]+(\.[\w-]+)*\.[a-z]{2,}/.+/", str(name)):
+        return UserError(f"{name}: no such file or folder", hint=f"an address begins with https://: https://{name}")
     example = next((one.example for one in wanted if one.example), "")
     published = f", or a published one such as {example}" if example else ""
-    return UserError(f"{name}: no such file or folder", hint=f"name a model's folder or file{published}")
+    return UserError(
+        f"{name}: no such file or folder",
+        hint=f"name a model's folder or file{published}; gputrain fetch --list shows short names",
+    )

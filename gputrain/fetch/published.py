@@ -6,11 +6,12 @@ Repositories hold the same weights in several forms and precisions, and whole pi
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gputrain.errors import UserError
+from gputrain.fetch.files import copy_files
 from gputrain.fetch.hub import HubName, Repository, format_some, lacks, open_repository
 
 
@@ -101,24 +102,62 @@ def _shards(names: Iterable[str], index: str) -> list[str]:
     return _matching(names, folder, [f"{match['stem']}-*.{match['ending']}"]) if match else []
 
 
-def fetch_model(name: HubName, wanted: Sequence[PublishedFiles], *, weights: bool = True) -> Path:
-    """Returns the folder or file of a model of the Hub in the cache, after fetching what the cache lacks of it.
+@dataclass(frozen=True)
+class FetchedModel:
+    """A model of the Hub in the cache."""
+
+    path: Path  # Its folder, or the file that is named.
+    folder: Path
+    files: tuple[str, ...]  # What was fetched for it, below its folder.
+
+    def copy_to(self, folder: Path) -> Path:
+        """Copy the files into a folder, and return the model's path there. Raises UserError or OSError."""
+        copy_files({name: self.folder / name for name in self.files}, folder)
+        return folder if self.path == self.folder else folder / self.path.name
+
+
+def fetch_model(
+    name: HubName,
+    wanted: Sequence[PublishedFiles],
+    *,
+    weights: bool = True,
+    thoroughly: bool = False,
+    sha256: Mapping[str, str] | None = None,
+) -> FetchedModel:
+    """Returns a model of the Hub in the cache, after fetching what the cache lacks of it.
 
     Of several kinds of model, the one is taken whose preferred weights are there. Without `weights`, only what
-    describes the model is fetched. Raises UserError if there is no such model, or it cannot be fetched.
+    describes the model is fetched. With `thoroughly`, what the cache has is verified. `sha256` has the hashes that are
+    published elsewhere, by names of files. Raises UserError if there is no such model, it cannot be fetched, or has
+    another hash.
     """
     opened = open_repository(name)
     found = [(choice, one) for one in wanted if (choice := _choose_from(opened, name.path, one, weights=weights))]
     if not found:
         raise _no_model(opened, wanted)
     choice, one = min(found, key=lambda pair: pair[0].rank)
-    folder = opened.fetch([*choice.others, *(choice.weights if weights else ())])
+    paths = [*choice.others, *(choice.weights if weights else ())]
     start = f"{choice.folder}/" if choice.folder else ""
-    if choice.path in choice.others:
-        return folder / choice.path
-    if further := [start + file for file in one.further(folder / choice.folder) if start + file in opened.files]:
-        opened.fetch(further)
-    return folder / choice.path
+    expected = {start + file: digest for file, digest in (sha256 or {}).items()}
+    for path in paths:
+        _check_hash(opened, path, expected.get(path, ""))
+    folder = opened.fetch(paths, thoroughly=thoroughly)
+    if choice.path not in choice.others:
+        further = [start + file for file in one.further(folder / choice.folder) if start + file in opened.files]
+        opened.fetch(further, thoroughly=thoroughly)
+        paths += further
+    files = tuple(path.removeprefix(start) for path in paths)
+    return FetchedModel(folder / choice.path, folder / choice.folder, files)
+
+
+def _check_hash(opened: Repository, path: str, expected: str) -> None:
+    """Raises UserError if the Hub has another file than the one with the published SHA-256."""
+    stated = opened.files[path].digest
+    if expected and len(stated) == len(expected) and stated != expected:
+        raise UserError(
+            f"{opened.name}: the SHA-256 of {path} is {stated} on the Hub, expected {expected}",
+            hint=f"it is not the published file any more; if you trust it, name {opened.name} itself",
+        )
 
 
 def _choose_from(opened: Repository, path: str, wanted: PublishedFiles, *, weights: bool) -> Choice | None:

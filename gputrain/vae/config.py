@@ -134,8 +134,7 @@ class Losses:
         if self.uses_lpips and not self.lpips_weights:
             raise UserError(
                 "perceptual_loss lpips needs lpips_weights",
-                hint="--lpips-weights vgg16-397923af.pth,vgg.pth (of torchvision and of the package lpips); "
-                "--perceptual-loss structural needs none",
+                hint="--lpips-weights lpips-vgg16,lpips-heads loads them; --perceptual-loss structural needs none",
             )
         if 0 < self.lpips_crop < 32:
             raise UserError(

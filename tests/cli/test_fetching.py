@@ -1,0 +1,157 @@
+"""`gputrain fetch`: the list, and loading what is named."""
+
+import dataclasses
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from gputrain.fetch import catalogue as module
+from gputrain.fetch import names
+from gputrain.fetch.catalogue import CatalogueEntry, catalogue
+from tests.command import gputrain_here
+from tests.hub_server import Hub, hub  # noqa: F401
+from tests.server import Answer, WebServer, serving
+from tests.tables import each_row
+
+CONTENT = bytes(range(256)) * 40
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A server with a file that the list names, and an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with serving() as web:
+        web.add("/v1/vgg.pth", CONTENT, etag='"1"')
+        entry = CatalogueEntry(
+            "lpips-test", "measure", "Weights to test.", "BSD-2-Clause", "https://example.org/page", "--lpips-weights",
+            url=web.url("/v1/vgg.pth"), bytes=len(CONTENT), sha256={"vgg.pth": hashlib.sha256(CONTENT).hexdigest()},
+        )  # fmt: skip
+        listed = {**catalogue(), entry.name: entry}
+        for place in (module, names):
+            monkeypatch.setattr(place, "catalogue", lambda: listed)
+        yield web
+
+
+def test_a_model_of_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+    """It is verified by the list's SHA-256 and the Hub's digest, repaired, and copied into a folder."""
+    files = {"vae/config.json": b"{}", "vae/diffusion_pytorch_model.safetensors": CONTENT, "README.md": b"about"}
+    hub.add("org/pipeline", files)
+    digests = {"diffusion_pytorch_model.safetensors": hashlib.sha256(CONTENT).hexdigest()}
+    facts = {"hub": "org/pipeline:vae", "files": ("*",), "sha256": digests}
+    entry = CatalogueEntry("a-vae", "vae", "A VAE.", "MIT", "https://example.org/page", "--init-from", **facts)
+    listed = {entry.name: entry}
+    for place in (module, names):
+        monkeypatch.setattr(place, "catalogue", lambda: listed)
+    done = gputrain_here("fetch", "a-vae")
+    assert done.returncode == 0, done.stderr
+    facts = dict(line.split(maxsplit=1) for line in done.stdout.splitlines()[1:])
+    folder, size = Path(facts["path"]), facts["size"]
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "diffusion_pytorch_model.safetensors"]
+    assert size == "10.2 kB"
+    assert facts["gputrain"] == "train-vae --data-path FOLDER --output-dir RUN --init-from a-vae"
+    (folder / "diffusion_pytorch_model.safetensors").write_bytes(CONTENT[::-1])
+    done = gputrain_here("fetch", "a-vae", "--output-dir", tmp_path / "w")
+    assert "is damaged; downloading it again" in done.stderr
+    assert (tmp_path / "w" / "diffusion_pytorch_model.safetensors").read_bytes() == CONTENT
+    assert sorted(path.name for path in (tmp_path / "w").iterdir()) == sorted(path.name for path in folder.iterdir())
+    listed["a-vae"] = dataclasses.replace(entry, sha256=dict.fromkeys(digests, 64 * "0"))
+    done = gputrain_here("fetch", "a-vae")
+    assert done.returncode == 2
+    assert "is not the published file any more" in done.stderr
+
+
+def test_the_list():
+    """Every name has a line with size and licence, below the title of its kind."""
+    done = gputrain_here("fetch", "--list")
+    lines = done.stdout.splitlines()
+    for entry in catalogue().values():
+        line = next(line for line in lines if line.split()[:1] == [entry.name])
+        assert line.endswith(f"{entry.licence}, with a token" if entry.gated else entry.licence)
+        assert f"    {entry.about}" in lines
+    assert re.search(r"^  lpips-vgg16 +553 MB  BSD-3-Clause$", done.stdout, re.MULTILINE)
+    vocoders = gputrain_here("fetch", "--list", "--kind", "vocoder").stdout.splitlines()
+    assert vocoders[0] == "Vocoders (vocoder)"
+    assert len(vocoders) == 2 + 2 * sum(entry.kind == "vocoder" for entry in catalogue().values())
+
+
+def test_the_list_in_json():
+    rows = json.loads(gputrain_here("fetch", "--list", "--json").stdout)
+    assert [row["name"] for row in rows] == [*catalogue()]
+    row = next(row for row in rows if row["name"] == "lpips-vgg16")
+    assert row["sha256"] == catalogue()["lpips-vgg16"].sha256
+    assert row["command"].endswith("--perceptual-loss lpips --lpips-weights lpips-vgg16,lpips-heads")
+
+
+def test_a_name_is_loaded_verified_and_repaired(server: WebServer, tmp_path: Path):
+    """It prints what it is, its licence and page, where it is, and the command that uses it."""
+    done = gputrain_here("fetch", "lpips-test")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    assert lines[0] == ["lpips-test:", "Weights to test."]
+    facts = dict(lines[1:])
+    assert (facts["licence"], facts["page"], facts["size"]) == ("BSD-2-Clause", "https://example.org/page", "10.2 kB")
+    path = Path(facts["path"])
+    assert path.read_bytes() == CONTENT
+    assert facts["gputrain"].endswith("--lpips-weights lpips-vgg16,lpips-heads,lpips-test")
+    assert "downloading lpips-test (10.2 kB) from 127.0.0.1" in done.stderr
+    path.write_bytes(CONTENT[:-1] + b"?")
+    done = gputrain_here("fetch", "lpips-test")
+    assert re.search(r"vgg\.pth: its SHA-256 is .*; downloading it again", done.stderr)
+    assert path.read_bytes() == CONTENT
+    assert len(server.log) == 2
+
+
+def test_a_folder_gets_plain_files(server: WebServer, tmp_path: Path):
+    done = gputrain_here("fetch", "lpips-test", server.url("/v1/vgg.pth"), "--output-dir", tmp_path / "w")
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "w").iterdir()] == ["vgg.pth"]
+    assert f"--lpips-weights {tmp_path / 'w' / 'vgg.pth'}" in done.stdout
+    assert len(server.log) == 1
+
+
+@each_row(
+    (["lpips-vg16"], "lpips-vg16: no such file or folder", "lpips-vgg16"),
+    (["piper"], "piper: no such file or folder", "piper-"),
+    (["github.com/o/r/raw/main/a.pth"], "no such file or folder", "https://github.com/o/r/raw/main/a.pth"),
+    (["abcxyz"], "abcxyz: no such file or folder", "gputrain fetch --list"),
+    ([], "nothing is named", "--list"),
+    (["a", "--list"], "either names or --list", "--list"),
+    (["--list", "--output-dir", "x"], "output_dir has no effect with --list", "drop --output-dir"),
+    (["a", "--json"], "json has no effect without --list", "--list"),
+    (["a", "--kind", "vae"], "kind has no effect without --list", "--list"),
+    (["pyproject.toml"], "pyproject.toml: is a path here", "options take the path"),
+    (["http://example.org/a.pt"], "http://example.org/a.pt: is not encrypted", "https"),
+)
+def test_what_cannot_be_loaded(words, message, hint):
+    done = gputrain_here("fetch", *words)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert hint in done.stderr.partition("hint:")[2]
+
+
+def test_nothing_is_loaded_if_one_name_is_wrong(server: WebServer):
+    assert gputrain_here("fetch", "lpips-test", "lpips-tst").returncode == 2
+    assert not server.log
+
+
+def test_offline(server: WebServer):
+    done = gputrain_here("fetch", "lpips-test", "--offline")
+    assert done.returncode == 2
+    assert "lpips-test: is not in the cache, and nothing may be downloaded" in done.stderr
+    assert not server.log
+
+
+def test_what_fails_is_continued(server: WebServer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gputrain.fetch.download.PAUSES", ())
+    server.files["/v1/vgg.pth"].answers = [Answer(cut_after=4000)]
+    done = gputrain_here("fetch", "lpips-test")
+    assert done.returncode == 2
+    assert "the connection was cut" in done.stderr
+    assert "hint: 4 kB of 10.2 kB have arrived; run the same command again later" in done.stderr
+    assert gputrain_here("fetch", "lpips-test").returncode == 0
+    assert server.asked("/v1/vgg.pth") == ["", "bytes=4000-"]
+    assert server.sent("/v1/vgg.pth") == len(CONTENT)
