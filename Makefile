@@ -25,7 +25,9 @@ lint:  ## ruff and mypy, as .ci/run does
 	$(PY) -m mypy --strict
 
 versions:  ## try the lowest and the newest dependencies with every Python at hand; some minutes for each
-	$(PY) benchmarks/versions.py
+	rm -rf dist
+	$(PY) -m build --no-isolation
+	$(PY) benchmarks/versions.py dist/*.whl
 
 docs:  ## write the tables of options and keys from the code
 	$(PY) -m gputrain.cli.reference

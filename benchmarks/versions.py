@@ -1,9 +1,10 @@
 """Tries the declared range of Python and of every dependency: `make versions`.
 
-For each Python from 3.10 to 3.14 that this machine has, uv installs gputrain with the lowest and with the newest
-versions of everything into an environment of its own, which is removed afterwards: one row of the table. torch comes
-from the default package index, whose Linux builds bring some gigabytes of CUDA libraries; uv downloads them once.
-`--short` is what .ci/run does: the lowest versions on the oldest Python, without the tests.
+For each Python from 3.10 to 3.14 that this machine has, uv installs a wheel of gputrain and its extra `all`, with the
+lowest and with the newest versions of everything, into an environment of its own, which is removed afterwards: one row
+of the table. The checks run outside the checkout, where only the wheel's files are found; the tests alone run in it.
+torch comes from the default package index, whose Linux builds bring some gigabytes of CUDA libraries; uv downloads them
+once. `--short` is what .ci/run does: the lowest versions on the oldest Python, without the tests.
 """
 
 import argparse
@@ -25,7 +26,7 @@ SECONDS_TO_INSTALL = 1800
 SECONDS_OF_A_CHECK = 3600
 # All others come as wheels: the lowest version in the range may be older than this Python, and not compile for it.
 # docopt has no wheel and needs no compiler.
-FROM_SOURCE = ("docopt", "gputrain")
+FROM_SOURCE = ("docopt",)
 IMPORT_ALL = """
 import importlib, pkgutil, gputrain
 for module in pkgutil.walk_packages(gputrain.__path__, "gputrain."):
@@ -57,7 +58,8 @@ def main() -> int:
     if arguments.without_tests:
         checks = {name: commands for name, commands in checks.items() if name != "tests"}
     resolutions = ["lowest"] if arguments.short else arguments.versions
-    rows = [tried(uv, version, found[version], each, checks) for version in chosen for each in resolutions]
+    wheel = f"{arguments.wheel.resolve()}[{'dev' if 'tests' in checks else 'all'}]"
+    rows = [tried(uv, version, found[version], each, checks, wheel) for version in chosen for each in resolutions]
     print_table([["python", "versions", *SHOWN, "install", *checks], *rows])
     reasons = dict.fromkeys(arguments.python, "no interpreter on PATH, of uv or of pyenv")
     reasons.update(dict.fromkeys(found, "--short"))
@@ -70,11 +72,15 @@ def main() -> int:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wheel", type=Path, help="a wheel of gputrain, as `python -m build` makes it")
     parser.add_argument("--python", nargs="+", choices=PYTHONS, default=PYTHONS, help="versions of Python to try")
     parser.add_argument("--versions", nargs="+", choices=RESOLUTIONS, default=[*RESOLUTIONS], help="of dependencies")
     parser.add_argument("--without-tests", action="store_true", help="leave out the tests, which take minutes each")
     parser.add_argument("--short", action="store_true", help="lowest versions, oldest Python, neither check nor tests")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if not arguments.wheel.is_file():
+        parser.error(f"{arguments.wheel}: no such file; make it: python -m build --no-isolation")
+    return arguments
 
 
 def interpreter(uv: str, version: str) -> str:
@@ -86,13 +92,13 @@ def interpreter(uv: str, version: str) -> str:
     return found.stdout.strip() if found.returncode == 0 else ""
 
 
-def tried(uv: str, version: str, python: str, versions: str, checks: Checks) -> list[str]:
-    """Returns a row of the table; what fails is printed at once."""
+def tried(uv: str, version: str, python: str, versions: str, checks: Checks, requirement: str) -> list[str]:
+    """Installs the requirement and checks it. Returns a row of the table; what fails is printed at once."""
     with tempfile.TemporaryDirectory(prefix="gputrain-versions-") as folder:
         path = str(Path(folder, "venv"))
         began = time.monotonic()
         row = [version, versions]
-        error = install(uv, python, path, RESOLUTIONS[versions], ".[dev]" if "tests" in checks else ".")
+        error = install(uv, python, path, RESOLUTIONS[versions], requirement)
         if error:
             print(f"versions: Python {version}, {versions}: could not install gputrain\n{error}", file=sys.stderr)
             return [*row, *("" for _ in SHOWN), "FAILED", *("" for _ in checks)]
@@ -114,7 +120,7 @@ def install(uv: str, python: str, path: str, resolution: str, requirement: str) 
     environment = {**os.environ, "UV_HTTP_TIMEOUT": "30", "UV_HTTP_RETRIES": "2"}  # It ends if the index is dead.
     source = [option for name in FROM_SOURCE for option in ("--no-binary", name)]
     installing = [uv, "pip", "install", "-q", "-p", path, "--resolution", resolution, "--only-binary", ":all:", *source]
-    for command in ([uv, "venv", "-q", "-p", python, path], [*installing, "-e", requirement]):
+    for command in ([uv, "venv", "-q", "-p", python, path], [*installing, requirement]):
         code, output = output_of(command, ROOT, environment, SECONDS_TO_INSTALL)
         if code:
             return output

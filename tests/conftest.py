@@ -35,8 +35,8 @@ sys.dont_write_bytecode = False
 
 # Packages that the tests alone need. A test, or a file of tests, that imports a missing one is skipped by its name.
 TOOLS = {
-    "accelerate", "alifbe", "diffusers", "hypothesis", "jiwer", "monotonic_alignment_search", "num2words",
-    "parselmouth", "piper", "pymorphy3", "uztextnorm",
+    "accelerate", "alifbe", "build", "diffusers", "hypothesis", "jiwer", "monotonic_alignment_search", "num2words",
+    "parselmouth", "piper", "pymorphy3", "readme_renderer", "uztextnorm",
 }  # fmt: skip
 
 

@@ -467,14 +467,20 @@ def test_train_rtx5090_prefers_the_environment_beside_it(machine: Machine) -> No
 # --- .ci/run ----------------------------------------------------------------------------------------------------------
 
 
-@each_row("", "demo", "test", "ruff check", "ruff format", "mypy", "versions")
+@each_row("", "demo", "test", "ruff check", "ruff format", "mypy", "build", "twine", "versions")
 def test_ci_runs_everything_and_fails_with_any(machine: Machine, broken: str) -> None:
     fails = f'echo "$*" >>"$LOG"; case "$*" in *"{broken or "nothing"}"*) exit 1 ;; esac\n'
     machine.put("./setup.sh", f'#!/bin/sh\n[ "$CI" ] || exit 1\n[ "$1" = demo ] || echo "7 passed in 0.10s"\n{fails}')
     machine.put(".venv/bin/python", f"#!/bin/sh\necho clean\n{fails}")
     done = machine.run(".ci/run")
     linters = ["-m ruff check", "-m ruff format --check", "-m mypy --strict"]
-    assert machine.log() == ["demo", "test", *linters, "benchmarks/versions.py --short"]
+    folder = r"/\S+/tmp\.\w+"
+    wheel = [
+        f"-m build --no-isolation --outdir {folder}", rf"-m twine check --strict {folder}/\*",
+        rf"benchmarks/versions\.py --short {folder}/\*\.whl",
+    ]  # fmt: skip
+    for line, expected in zip(machine.log(), ["demo", "test", *linters, *wheel], strict=True):
+        assert re.fullmatch(expected, line)
     assert done.returncode == (1 if broken else 0)
     assert done.stdout.splitlines()[-1] == "7 passed in 0.10s"
 
@@ -531,9 +537,14 @@ def test_constraints_pin_every_dependency_once_for_each_python(python: str) -> N
         needed = [Requirement(text) for text in requires("gputrain") or []]
     except PackageNotFoundError:
         pytest.skip("gputrain is not installed")
-    # Only the extra for development is checked: packages of others may need one build of torch.
-    needed = [need for need in needed if need.marker is None or need.marker.evaluate({"extra": "dev"})]
-    assert {need.name for need in needed} >= {"numpy", "torch", "pytest"}
+    # Only the extra for development and those it names are checked: packages of others may need one build of torch.
+    extras = ["dev"]
+    for extra in extras:
+        own = [need for need in needed if need.name == "gputrain" and need.marker.evaluate({"extra": extra})]
+        extras += [name for need in own for name in sorted(need.extras)]
+    needed = [need for need in needed if not need.marker or any(need.marker.evaluate({"extra": e}) for e in extras)]
+    needed = [need for need in needed if need.name != "gputrain"]
+    assert {need.name for need in needed} >= {"numpy", "torch", "pytest", "transformers"}
     for need in needed:
         if need.name not in ("torch", "triton"):  # Each build of torch needs its own triton.
             assert need.specifier.contains(versions[need.name.lower()]), need
