@@ -34,6 +34,7 @@ for module in pkgutil.walk_packages(gputrain.__path__, "gputrain."):
         importlib.import_module(module.name)
 """
 PROGRAM = ("-m", "gputrain")
+Wanted = tuple[Path, str]  # A wheel and an extra.
 Checks = dict[str, list[tuple[str, ...]]]  # Arguments of Python, for each process of a check.
 QUICK: Checks = {
     "import": [("-c", IMPORT_ALL)],
@@ -58,8 +59,8 @@ def main() -> int:
     if arguments.without_tests:
         checks = {name: commands for name, commands in checks.items() if name != "tests"}
     resolutions = ["lowest"] if arguments.short else arguments.versions
-    wheel = f"{arguments.wheel.resolve()}[{'dev' if 'tests' in checks else 'all'}]"
-    rows = [tried(uv, version, found[version], each, checks, wheel) for version in chosen for each in resolutions]
+    wanted = (arguments.wheel.resolve(), "dev" if "tests" in checks else "all")
+    rows = [tried(uv, version, found[version], each, checks, wanted) for version in chosen for each in resolutions]
     print_table([["python", "versions", *SHOWN, "install", *checks], *rows])
     reasons = dict.fromkeys(arguments.python, "no interpreter on PATH, of uv or of pyenv")
     reasons.update(dict.fromkeys(found, "--short"))
@@ -92,13 +93,13 @@ def interpreter(uv: str, version: str) -> str:
     return found.stdout.strip() if found.returncode == 0 else ""
 
 
-def tried(uv: str, version: str, python: str, versions: str, checks: Checks, requirement: str) -> list[str]:
-    """Installs the requirement and checks it. Returns a row of the table; what fails is printed at once."""
+def tried(uv: str, version: str, python: str, versions: str, checks: Checks, wanted: Wanted) -> list[str]:
+    """Installs a wheel with an extra, and checks it. Returns a row of the table; what fails is printed at once."""
     with tempfile.TemporaryDirectory(prefix="gputrain-versions-") as folder:
         path = str(Path(folder, "venv"))
         began = time.monotonic()
         row = [version, versions]
-        error = install(uv, python, path, RESOLUTIONS[versions], requirement)
+        error = install(uv, python, path, RESOLUTIONS[versions], wanted)
         if error:
             print(f"versions: Python {version}, {versions}: could not install gputrain\n{error}", file=sys.stderr)
             return [*row, *("" for _ in SHOWN), "FAILED", *("" for _ in checks)]
@@ -115,12 +116,15 @@ def tried(uv: str, version: str, python: str, versions: str, checks: Checks, req
         return row
 
 
-def install(uv: str, python: str, path: str, resolution: str, requirement: str) -> str:
+def install(uv: str, python: str, path: str, resolution: str, wanted: Wanted) -> str:
     """Makes an environment; returns what uv says if it could not."""
     environment = {**os.environ, "UV_HTTP_TIMEOUT": "30", "UV_HTTP_RETRIES": "2"}  # It ends if the index is dead.
     source = [option for name in FROM_SOURCE for option in ("--no-binary", name)]
     installing = [uv, "pip", "install", "-q", "-p", path, "--resolution", resolution, "--only-binary", ":all:", *source]
-    for command in ([uv, "venv", "-q", "-p", python, path], [*installing, requirement]):
+    # Only what a list of requirements names has its lowest version; what the wheel needs would have the newest one.
+    wheel, extra = wanted
+    installing += ["-r", "pyproject.toml", "--extra", extra, str(wheel)]
+    for command in ([uv, "venv", "-q", "-p", python, path], installing):
         code, output = output_of(command, ROOT, environment, SECONDS_TO_INSTALL)
         if code:
             return output

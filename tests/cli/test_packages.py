@@ -52,7 +52,10 @@ class OtherPackages(PathFinder):
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = OtherPackages
 from gputrain.cli.app import main
-main()
+try:
+    main()
+finally:
+    print("modules:", *sys.modules, file=sys.stderr)
 """
 
 
@@ -60,6 +63,18 @@ def without(names: set[str], *words: object) -> Done:
     """Runs a gputrain command in a process that cannot import the packages of these names."""
     command = [sys.executable, "-c", BLOCKED.format(names=names), *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def of_other_kinds(kind: str, done: Done) -> set[str]:
+    """Returns the modules of other kinds of model that a command has imported, without those of the help page."""
+    others = tuple(f"gputrain.{name}." for name in NEEDED if name != kind)
+    return {name for name in modules_of(done) - modules_of(without(set(), "--help")) if name.startswith(others)}
+
+
+def modules_of(done: Done) -> set[str]:
+    """Returns the modules that a process of `without` had imported at its end."""
+    assert done.returncode == 0, done.stderr
+    return set(done.stderr.rpartition("modules:")[2].split())
 
 
 def training(kind: str, data: Path, run: Path) -> list[object]:
@@ -81,11 +96,30 @@ def data_of(kind: str, folder: Path, photographs: Path) -> Path:
 def test_a_training_needs_its_own_packages_alone(kind: str, photographs: Path, tmp_path: Path) -> None:
     words = training(kind, data_of(kind, tmp_path / "data", photographs), tmp_path / "run")
     done = without(OPTIONAL - NEEDED[kind], *words)
-    assert done.returncode == 0, done.stderr
+    assert f"gputrain.{kind}.recipe" in modules_of(done)
+    assert of_other_kinds(kind, done) == set()
     assert "not written" not in done.stderr
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"checkpoint_last.pt", "metrics.jsonl", "report.html", "samples"} <= names
     assert any((tmp_path / "run" / "samples").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", NEEDED)
+def test_other_commands_need_the_packages_of_their_kind_alone(kind: str, photographs: Path, tmp_path: Path) -> None:
+    """From raw data to an export. Those of the recogniser have no other format than transformers' without ONNX."""
+    data, run = data_of(kind, tmp_path / "data", photographs), tmp_path / "run"
+    assert without(set(), *training(kind, data, run)).returncode == 0
+    commands: list[list[object]] = [
+        ["plan", f"train-{kind}", "--gpu", "l4"],
+        ["evaluate", "--model", run, "--data-path", data, "--held-out-share", 1, "--device", "cpu"],
+        ["export", "--model", run, "--output-dir", tmp_path / "export"],
+    ]
+    if kind == "vae":
+        commands += [["prepare-data", "--input-dir", photographs, "--output-dir", tmp_path / "new"]]
+    allowed = NEEDED[kind] | ({"onnx", "onnxruntime"} if kind == "tts" else set())
+    for words in commands:
+        assert of_other_kinds(kind, without(OPTIONAL - allowed, *words)) == set(), words
 
 
 @pytest.mark.parametrize(
