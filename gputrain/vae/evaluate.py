@@ -26,8 +26,8 @@ from gputrain.vae.latents import LatentScaling
 from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL, Moments
 from gputrain.vae.pictures import FLAT, UnusablePicture
-from gputrain.vae.rfid import ReconstructionFid, load_extractor
-from gputrain.vae.weights import named_file
+from gputrain.vae.rfid import INCEPTION, ReconstructionFid, load_extractor
+from gputrain.vae.weights import named_files
 
 log = logging.getLogger(__name__)
 
@@ -223,7 +223,8 @@ def evaluate_pictures(
     runtime = runtime_on(device)
     fid = None
     if options.rfid_weights:
-        fid = ReconstructionFid(load_extractor(named_file(options.rfid_weights), runtime.device, options.rfid_sha256))
+        (inception,) = named_files((options.rfid_weights,), (INCEPTION,))
+        fid = ReconstructionFid(load_extractor(inception, runtime.device, options.rfid_sha256))
     loaded = load_model(model, runtime.device)
     runtime.place(loaded.model)
     trained = loaded.settings.data if loaded.settings else Data()

@@ -12,18 +12,26 @@ from torch import Tensor
 
 from gputrain.engine.checkpoint import read_foreign
 from gputrain.errors import UserError
-from gputrain.fetch.catalogue import catalogue
+from gputrain.fetch.catalogue import catalogue, close_names
 from gputrain.fetch.files import sha256
-from gputrain.fetch.names import is_published, local_path
+from gputrain.fetch.names import find_published, local_path
 from gputrain.vae.config import MEASURES
 
 DAMAGED = "copy or download it again"
 DIGEST = "tensors_sha256"  # key in the metadata of a .safetensors file that gputrain wrote
 
 
-def named_file(name: str | Path) -> Path:
-    """Returns the file of a published name; a path as it is: `verify_files` says where to get one that is missing."""
-    return local_path(name, MEASURES) if is_published(name) else Path(name)
+def named_files(names: Sequence[str | Path], known: Sequence[str]) -> tuple[Path, ...]:
+    """Returns the files of paths and published names, of which `known` are those with a short name that fit.
+
+    Raises UserError, before anything is downloaded, if one of them is neither a file nor a name.
+    """
+    for name in names:
+        if not Path(name).exists() and find_published(name) is None:
+            close = close_names(str(name))
+            hint = f"short names like it: {', '.join(close)}" if close else how_to_fetch(known)
+            raise UserError(f"{name}: no such file", hint=hint)
+    return tuple(local_path(name, MEASURES) for name in names)
 
 
 def verify_files(paths: Sequence[Path], known: Sequence[str], stated: Sequence[str] = ()) -> None:

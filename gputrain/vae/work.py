@@ -33,12 +33,12 @@ from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.config import BenchVae, PlannedData, PlanVae, TrainVae
 from gputrain.vae.data import CropDataset, Pictures, decoding_seconds, open_pictures, to_u8, to_unit
 from gputrain.vae.linear_start import LinearCode, fit_code, signals_of, write_code
-from gputrain.vae.lpips import load_lpips
+from gputrain.vae.lpips import PUBLISHED_FILES, load_lpips
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pictures import UnusablePicture, check_colours, has_transparency, read_picture
 from gputrain.vae.pretrained import Pretrained, load_pretrained
 from gputrain.vae.recipe import VaeRecipe, build_autoencoder, compile_layers, plan_target
-from gputrain.vae.weights import named_file
+from gputrain.vae.weights import named_files
 
 log = logging.getLogger(__name__)
 
@@ -207,6 +207,8 @@ class VaeData(TrainingData[TrainVae]):
         check_same_channels(run, settings.data.image_channels)
         run.facts |= run.resumed.get("facts", {}) if run.resumed else {}
         log_training(settings, runtime, self.pictures)
+        if settings.losses.uses_lpips:  # What is missing is said before the training is planned.
+            named_files(settings.losses.lpips_weights, PUBLISHED_FILES)
         if settings.model.init_from and run.resumed is None:
             self.pretrained = load_pretrained(settings.model.init_from, settings.architecture)
             log_start(settings.model.init_from)
@@ -246,7 +248,7 @@ class VaeData(TrainingData[TrainVae]):
         losses = settings.losses
         lpips = None
         if losses.uses_lpips:
-            lpips = load_lpips(tuple(map(named_file, losses.lpips_weights)), losses.lpips_sha256)
+            lpips = load_lpips(named_files(losses.lpips_weights, PUBLISHED_FILES), losses.lpips_sha256)
         recipe = VaeRecipe(settings, runtime, self.pictures.held_out, lpips)
         recipe.sample_crops  # noqa: B018  (It raises now, instead of in the middle of the training, if one is unreadable.)
         return recipe

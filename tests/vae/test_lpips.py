@@ -12,6 +12,7 @@ from torch import Tensor
 from gputrain.errors import UserError
 from gputrain.fetch.catalogue import catalogue
 from gputrain.vae.lpips import PUBLISHED_FILES, Lpips, crop, crop_corners, load_lpips
+from gputrain.vae.weights import named_files
 
 # Names and shapes of the 13 convolutions in torchvision's vgg16-397923af.pth, and of all tensors in lpips' vgg.pth.
 CONVOLUTIONS = {
@@ -265,3 +266,15 @@ def test_crop_corners_reach_every_place() -> None:
     again = crop_corners(4000, 9, 7, 4, torch.Generator().manual_seed(0))
     assert torch.equal(top, again[0])
     assert torch.equal(left, again[1])
+
+
+def test_names_and_paths(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths stay. A misspelt name is refused before another one is downloaded."""
+    assert named_files(files, PUBLISHED_FILES) == files
+    monkeypatch.setattr("gputrain.fetch.names.fetch_address", lambda address: Path(address.file_name))
+    assert named_files(PUBLISHED_FILES, PUBLISHED_FILES) == (Path("vgg16-397923af.pth"), Path("vgg.pth"))
+    monkeypatch.setattr("gputrain.fetch.names.fetch_address", lambda address: pytest.fail("downloaded"))
+    for wrong, hint in (("lpips-haeds", "lpips-heads"), ("nowhere.pth", "gputrain fetch lpips-vgg16 lpips-heads")):
+        with pytest.raises(UserError, match=f"{wrong}: no such file") as caught:
+            named_files(("lpips-vgg16", wrong), PUBLISHED_FILES)
+        assert hint in caught.value.hint
