@@ -1,6 +1,7 @@
 """The work of the commands that serve every kind of model: data, trained models, demos. Imports no torch by itself."""
 
 import json
+import os
 import shlex
 import time
 from collections.abc import Callable
@@ -52,9 +53,16 @@ def prepare(settings: PrepareSettings) -> None:
     work = work_of(settings, "prepare")
     check_folders(settings.input_dir, output_dir, settings.kind)
     # Beside the output folder, so that both are on the disk that the user chose for prepared data.
-    source = source_of(settings, output_dir.with_name(f"{output_dir.name}.unpacked"))
-    with ui.TerminalBar("preparing") as bar:
-        report = work.run(source.folder, output_dir, work.config, num_workers=settings.processes, progress=bar.update)
+    source = source_of(settings, Path(f"{os.path.abspath(output_dir)}.unpacked"))
+    try:
+        with ui.TerminalBar("preparing") as bar:
+            report = work.run(
+                source.folder, output_dir, work.config, num_workers=settings.processes, progress=bar.update
+            )
+    except UserError:
+        if source.unpacked:
+            ui.err.print(escape(f"the unpacked data stay in {source.unpacked} for the next run"), soft_wrap=True)
+        raise
     report = source.complete(report, output_dir)
     source.remove()
     if work.findings and report.made:

@@ -280,6 +280,7 @@ def _in_zip(path: Path, label: str, reading: ContainerReading) -> Iterator[Entry
         if any(one.flag_bits & 1 for one in members):
             raise UserError(f"{path}: encrypted", hint="unpack it with its password, and name the folder: 7z x FILE")
         for number, member in enumerate(members):
+            member.filename = _decoded_name(member)
             where = f"{label}, {member.filename}"
             is_link = (member.external_attr >> 16) & 0o170000 == 0o120000
             if refused := _leads_out(where, member.filename):
@@ -288,6 +289,14 @@ def _in_zip(path: Path, label: str, reading: ContainerReading) -> Iterator[Entry
                 yield RefusedItem(where, "unreadable", "a link, without content")
             else:
                 yield from _zipped(archive, member, label, number, number / len(members))
+
+
+def _decoded_name(member: zipfile.ZipInfo) -> str:
+    """Returns the name of a member. macOS and others write UTF-8 without the mark by which zipfile recognises it."""
+    try:
+        return member.filename if member.flag_bits & 0x800 else member.filename.encode("cp437").decode("utf-8")
+    except UnicodeError:
+        return member.filename
 
 
 def _zipped(
@@ -375,7 +384,8 @@ def _holds(kind: Any) -> str:
     kind = _storage(kind)
     kind = kind.value_type if types.is_dictionary(kind) else kind
     if types.is_struct(kind):
-        return "struct" if {"bytes", "path"} & {kind.field(index).name for index in range(kind.num_fields)} else "other"
+        parts = {kind.field(index).name for index in range(kind.num_fields)}
+        return "struct" if "bytes" in parts or ("path" in parts and "array" not in parts) else "other"
     if types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind):
         return "bytes"
     if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):

@@ -22,6 +22,7 @@ from gputrain.engine.unpacking import FoundData, Source, Unpacking, only_folder
 from gputrain.errors import UserError
 from gputrain.fetch.datasets import download_dataset, is_dataset_name, of_one_split
 from gputrain.figures import counted
+from gputrain.kinds import prepared_for
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ def _find(given: Path, media: Media) -> FoundData | Path | None:
     if name := hub_name(given):
         return _of_hub(name, given, media)
     if given.is_dir():
-        return _in_folder(given, given, media)
+        return None if prepared_for(given) else _in_folder(given, given, media)
     identity = str(Path(os.path.abspath(given)))
     if given.exists():
         if given.suffix.lower() in media.suffixes:

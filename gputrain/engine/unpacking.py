@@ -8,6 +8,7 @@ The modification time of an unpacked file follows from its content, so that a pr
 earlier results. A run that was interrupted goes on: files of the right size are there already. Imports no torch.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -117,10 +118,11 @@ class Source:
 
 
 def remove_unpacked(folder: Path) -> None:
+    """Removes what was unpacked into a folder, as far as the system lets it."""
     shutil.rmtree(folder, ignore_errors=True)
-    for ending in ("json", "rows", "partial", "lock"):
-        folder.with_name(f"{folder.name}.{ending}").unlink(missing_ok=True)
-    if folder.parent.is_dir() and not any(folder.parent.iterdir()):
+    with contextlib.suppress(OSError):  # Windows keeps a file that is open; a folder stays while others are in it.
+        for ending in ("json", "rows", "partial", "lock"):
+            folder.with_name(f"{folder.name}.{ending}").unlink(missing_ok=True)
         folder.parent.rmdir()
 
 

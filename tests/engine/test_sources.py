@@ -306,6 +306,7 @@ def raw(content):
     ("x.parquet", table({"image": ["https://a/b.jpg"]}), "row 0: an address, from which nothing is loaded", ""),
     ("x.parquet", table({"a": [PICTURE], "b": [PICTURE]}), "several columns may hold the pictures: a, b", "--column a"),
     ("x.parquet", table({"image": [[PICTURE]]}), "no column of pictures; columns: image (list", "a row for each"),
+    ("x.parquet", table({"image": [{"array": [0.5], "path": "a.png"}]}), "no column of pictures", "as encoded bytes"),
     ("x.parquet", table({"image": pyarrow.array([], pyarrow.binary())}), "no pictures in it: it is empty", ""),
     ("x.parquet", table({"image": pyarrow.array([None], pyarrow.binary())}), "row 0: an empty cell", ""),
     ("x.parquet", table({"image": ["gone.jpg"]}), "row 0: no bytes, and no file gone.jpg beside x.parquet", ""),
@@ -427,6 +428,18 @@ def test_names_that_are_taken(tmp_path):
     assert sorted(len(os.fsencode(Path(name).name)) < 200 for name in found) == [True] * 5
 
 
+def test_names_of_zip_archives_that_are_utf_8_without_saying_so(tmp_path):
+    zipped(("Müller.wav", b"x"), ("Жук.txt", b"y"))(tmp_path / "x.zip")
+    content = bytearray((tmp_path / "x.zip").read_bytes())
+    for mark, at in ((b"PK\3\4", 7), (b"PK\1\2", 9)):
+        for place in range(len(content)):
+            if content[place : place + 4] == mark:
+                content[place + at] &= ~8
+    (tmp_path / "x.zip").write_bytes(content)
+    source = open_source(tmp_path / "x.zip", "audio", tmp_path / "at")
+    assert {path.name for path in source.folder.iterdir()} == {"Müller.wav", "Жук.txt"}
+
+
 # --------------------------------------------------------------------------------------------------- unpacking
 
 
@@ -545,6 +558,12 @@ def test_pictures_beside_containers_are_read_alone(folders, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert open_source(tmp_path / "data", "image").folder == tmp_path / "data"
     assert "such as more.zip: name it itself to read it" in caplog.text
+
+
+def test_an_archive_in_a_prepared_folder_changes_nothing(folders, tmp_path):
+    prepare("tts", folders / "audio", tmp_path / "data")
+    zipped(("z.wav", PICTURE))(tmp_path / "data" / "backup.zip")
+    assert open_source(tmp_path / "data", "audio").unpacked is None
 
 
 def test_several_data_sets_are_not_mixed(folders, tmp_path):
