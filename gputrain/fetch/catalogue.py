@@ -28,12 +28,13 @@ class CatalogueEntry:
     licence: str  # The SPDX identifier where there is one, otherwise the name on its page.
     page: str  # The public page that confirms the address, the size and the licence.
     use: str  # The option that takes it, such as "--init-from".
-    hub: str = ""  # org/name[:subfolder][@revision], with datasets/ before it for a repository of that kind
+    hub: str = ""  # org/name[:subfolder/file][@revision], with datasets/ before it for a repository of data
     url: str = ""
-    bytes: int = 0  # Total of what is downloaded; 0 if no page confirms it, as the Hub itself tells it.
+    # Total of what is downloaded: of a url to the byte, of the Hub, which tells its own, as far as a page confirms it.
+    bytes: int = 0
     unpack: bool = False  # The url is an archive, which is used unpacked.
     gated: bool = False  # The Hub gives it only to users who have accepted its licence.
-    files: tuple[str, ...] = ()  # Patterns of the files that are downloaded from the Hub, in the subfolder.
+    files: tuple[str, ...] = ()  # Patterns of the files that are downloaded from the Hub, in their folder.
     # By file name, where a public page confirms it.
     sha256: Mapping[str, str] = field(default_factory=dict)
 
