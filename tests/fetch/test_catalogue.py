@@ -9,6 +9,9 @@ import yaml
 from gputrain.asr.config import TrainAsr
 from gputrain.config import leaves
 from gputrain.fetch.catalogue import KINDS, CatalogueEntry, catalogue, close_names, read_catalogue
+from gputrain.fetch.hub import parse_hub_name
+from gputrain.fetch.published import choose
+from gputrain.kinds import kinds
 from gputrain.tts.config import TrainTts
 from gputrain.vae.config import PictureEvaluation, TrainVae
 from gputrain.vocoder.config import TrainVocoder
@@ -45,6 +48,23 @@ def test_listed_files_belong_to_options_that_exist():
         assert entry.use in {leaf.flag for leaf in known[entry.kind].values()}, entry.name
         assert entry.page.split("/")[2] in ("huggingface.co", "github.com"), entry.name
         assert len(entry.about) <= 92, f"{entry.name}: one line of a terminal"
+
+
+def test_the_kinds_choose_the_listed_files_of_the_hub():
+    """What stands beside them in the repositories is left where it is."""
+    beside = ("README.md", "MODEL_CARD", "diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.bin",
+              "adapter.fra.safetensors", "flax_model.msgpack")  # fmt: skip
+    for entry in catalogue().values():
+        if not entry.hub:
+            continue
+        named = parse_hub_name(entry.hub)
+        assert named is not None, entry.name
+        folder = named.path.rpartition("/")[0] if named.path.endswith(".ckpt") else named.path
+        names = [f"{folder}/{file}".lstrip("/") for file in (*entry.files, *beside)]
+        choice = choose(names, named.path, kinds()[entry.kind].published)
+        assert choice is not None, entry.name
+        found = {name.rpartition("/")[2] for name in (*choice.weights, *choice.others)}
+        assert found == set(entry.files), entry.name
 
 
 def test_entries_have_their_facts():
