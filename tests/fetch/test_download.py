@@ -129,6 +129,15 @@ def test_a_second_call_goes_on_where_the_first_broke_off(server, tmp_path, cache
     assert server.sent(PATH) == SIZE - there
 
 
+def test_an_end_that_looks_regular_but_comes_too_early(server, tmp_path, cache):
+    """As behind a proxy that was cut off itself."""
+    case = Case(server, tmp_path / "f")
+    case.served.answers = [Answer(is_chunked=True, body=CONTENT[:1000])]
+    case.get(**KNOWN)
+    assert case.target.read_bytes() == CONTENT
+    assert server.asked(PATH) == ["", "bytes=1000-"]
+
+
 def test_the_length_may_be_known_later(server, tmp_path, cache):
     case = Case(server, tmp_path / "f")
     case.served.answers = [Answer(cut_after=1000, is_chunked=True)]
