@@ -136,6 +136,13 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
     assert list(broken_links(page)) == ["#again-2", "no.png", "page.md#b", "#not-a-heading"]
 
 
+def test_the_index_links_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    linked = {link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", index)}
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} - {"README.md"}
+    assert pages - linked == set()
+
+
 def test_the_front_page_is_short_and_leads_with_the_users_job() -> None:
     assert len(README.splitlines()) <= 110
     assert re.findall(r"^#+ (.*)$", without_code(README), re.MULTILINE) == [
