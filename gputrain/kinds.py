@@ -78,6 +78,8 @@ class DataWork(NamedTuple):
     # None: the report has its findings.
     findings: Callable[[Path, int], Sequence[str]] | None = None
     train_options: tuple[str, ...] = ()  # Of a preparation: those that a training on such data needs.
+    # Of a preparation: raises UserError if it cannot write into the folder, before anything is unpacked for it.
+    check_output: Callable[[Path], None] = lambda output_dir: None
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ def prepare(settings: PrepareSettings) -> None:
 
     work = work_of(settings, "prepare")
     check_folders(settings.input_dir, output_dir, settings.kind)
+    work.check_output(output_dir)
     # Beside the output folder, so that both are on the disk that the user chose for prepared data.
     source = source_of(settings, Path(f"{os.path.abspath(output_dir)}.unpacked"))
     try:

@@ -48,7 +48,7 @@ def work() -> "VaeWork":
 
 
 def prepare_pictures(settings: Any) -> DataWork:
-    from gputrain.vae.prepare import prepare_images
+    from gputrain.vae.prepare import check_output, prepare_images
 
     size = settings.pictures.target_size
     return DataWork(
@@ -56,6 +56,7 @@ def prepare_pictures(settings: Any) -> DataWork:
         settings.pictures,
         lambda report: prepared_counts(report, "held out", report.held_out),
         train_options=("--image-size", str(size)) if size < leaves(TrainVae)["image_size"].default else (),
+        check_output=partial(check_output, config=settings.pictures, overwrite=settings.overwrite),
     )
 
 

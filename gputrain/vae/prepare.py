@@ -107,9 +107,8 @@ def prepare_images(
     the next run continues. It also raises UserError if the folder has pictures of other settings, unless `overwrite`.
     """
     check_folders(input_dir, output_dir, "vae")
+    check_output(output_dir, config, overwrite=overwrite)
     journal = open_journal(input_dir, output_dir)
-    if not overwrite:
-        check_recipe(journal, recipe_of(config))
     tree = scan_pictures(input_dir)
     repeats = find_duplicates(input_dir, tree.sources)
     sources = [source for source in tree.sources if source.path not in repeats]
@@ -215,18 +214,26 @@ def recipe_of(config: VaePrepareConfig) -> JournalRow:
     return recipe
 
 
-def open_journal(input_dir: Path, output_dir: Path) -> Journal:
-    """Reads the journal of an output folder. Damaged rows are made again.
-
-    Raises UserError if the folder contains anything else, or was prepared from another folder.
-    """
-    journal, head = Journal(output_dir / JOURNAL), {"input_dir": str(input_dir.resolve())}
+def check_output(output_dir: Path, config: VaePrepareConfig, *, overwrite: bool) -> None:
+    """Raises UserError if the folder contains anything but prepared pictures, or those of other settings, unless
+    `overwrite`."""
+    journal = Journal(output_dir / JOURNAL)
     if journal.head is None:
         if output_dir.is_dir() and any(not file.name.startswith(".") for file in output_dir.iterdir()):
             raise UserError(
                 f"{output_dir}: holds files that were not prepared here", hint="choose an empty or a new folder"
             )
-    elif journal.head != head:
+    elif not overwrite:
+        check_recipe(journal, recipe_of(config))
+
+
+def open_journal(input_dir: Path, output_dir: Path) -> Journal:
+    """Reads the journal of an output folder. Damaged rows are made again.
+
+    Raises UserError if it was prepared from another folder.
+    """
+    journal, head = Journal(output_dir / JOURNAL), {"input_dir": str(input_dir.resolve())}
+    if journal.head is not None and journal.head != head:
         before = journal.head.get("input_dir", "an unknown folder")
         raise UserError(
             f"{output_dir}: was prepared from {before}, not from {input_dir}",

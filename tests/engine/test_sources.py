@@ -452,6 +452,18 @@ def test_a_second_preparation_does_only_what_is_missing(folders, tmp_path):
     assert "made      1" in prepare("vae", given, tmp_path / "out").stdout
 
 
+def test_an_output_folder_that_will_not_do_is_refused_before_unpacking(folders, tmp_path):
+    given = named_parquet(folders / "image", tmp_path, None)
+    prepare("vae", given, tmp_path / "out")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.txt").touch()
+    for out, fault in (("out", "prepared with other settings: target_size 32, not 48"), ("other", "not prepared here")):
+        done = gputrain_here("prepare-data", "--input-dir", given, "--output-dir", tmp_path / out, "--target-size", 48)
+        assert done.returncode == 2
+        assert fault in " ".join(done.stderr.split())
+        assert not (tmp_path / f"{out}.unpacked").exists()
+
+
 def test_unpacking_goes_on_where_it_was_killed(folders, tmp_path, monkeypatch):
     given = named_parquet(folders / "image", tmp_path, None)
     write = unpacking.FileWriter._write
