@@ -140,15 +140,3 @@ def test_fetching_imports_no_torch_and_the_command_line_no_list():
         "assert c.catalogue(); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_listed_files_are_those_that_training_reads():
-    """Loading a name ahead of time is enough for a training without a network."""
-    for entry in catalogue().values():
-        if entry.hub:
-            place = parse_hub_name(entry.hub)
-            assert place, entry.name
-            listed = {f"{place.path}/{file}".removeprefix("/") for file in entry.files}
-            chosen = choose([*listed, "README.md", "samples/1.wav"], place.path, kinds()[entry.kind].published)
-            assert chosen, entry.name
-            assert {*chosen.weights, *chosen.others} == listed, entry.name

@@ -169,6 +169,17 @@ def test_what_cannot_be_continued_is_downloaded_anew(server, tmp_path, cache, fa
     assert case.names == {"model.pth"}
 
 
+def test_the_part_of_another_address_is_not_continued(server, tmp_path, cache):
+    """Even if both files have the same mark of their version."""
+    case = Case(server, tmp_path / "f")
+    case.served.always = Answer(cut_after=1000)
+    case.fails()
+    server.add("/other.pth", WRONG, etag='"1"')
+    case.get("/other.pth")
+    assert case.target.read_bytes() == WRONG
+    assert server.asked("/other.pth") == [""]
+
+
 def test_a_file_that_changed_without_its_mark_is_found_by_its_sha256(server, tmp_path, cache):
     """The parts of two versions are not one file: it is downloaded anew."""
     case = Case(server, tmp_path / "f", content=WRONG[::-1])
