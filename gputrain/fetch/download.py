@@ -41,12 +41,14 @@ OTHER_FOLDER = "load into another folder: gputrain fetch NAME --output-dir FOLDE
 TEMPORARY = {408, 425, 429, 500, 502, 503, 504}  # Statuses after which another attempt may succeed.
 ByteProgress = Callable[[int, int | None], None]  # Called with the bytes that are there, and of how many.
 
-# The beginning of what servers send instead of a file, and what it is.
+# The beginning of what servers send instead of a file, and what it is; and the types that they state for it.
 OTHER_CONTENT = {
     b"<!doctype html": "a web page",
     b"<html": "a web page",
     b"version https://git-lfs": "a pointer of Git LFS",
 }
+OTHER_TYPES = {"text/html": "a web page", "application/json": "a message"}
+BEGIN_SO = {"a web page": (".html", ".htm"), "a message": (".json", ".jsonl")}  # Files that are such content.
 
 
 @dataclass(frozen=True)
@@ -446,12 +448,13 @@ class Transfer:
     def _refuse_other_content(self, response: Any, first: bytes) -> None:
         """Raises UserError if the server sends a web page, or a pointer, in place of the file."""
         begin = first[:512].lstrip().lower()
-        found = next((what for mark, what in OTHER_CONTENT.items() if begin.startswith(mark)), "")
-        is_page = response.headers.get("Content-Type", "").partition(";")[0].strip().lower() == "text/html"
-        if (not found and not is_page) or self.part.target.suffix in (".html", ".htm"):
+        stated = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        marks = (what for mark, what in OTHER_CONTENT.items() if begin.startswith(mark))
+        found = next(marks, OTHER_TYPES.get(stated, "" if begin else "nothing"))
+        if not found or self.part.target.suffix.lower() in BEGIN_SO.get(found, ()):
             return
         raise UserError(
-            f"{self.file.shown}: the server sent {found or 'a web page'} instead of the file",
+            f"{self.file.shown}: the server sent {found} instead of the file",
             hint="open the address in a browser: it may be a login, a network's welcome page, or a page about the "
             "file, which has another address itself (on GitHub /raw/ in the place of /blob/)",
         )

@@ -1,5 +1,6 @@
 """Downloads from a server that is slow, cuts off, lies, redirects and refuses."""
 
+import gzip
 import hashlib
 import shutil
 import threading
@@ -220,6 +221,9 @@ def test_an_endless_file_is_stopped_early(server, tmp_path, cache):
     ({"is_chunked": True}, {}, CONTENT),
     ({"is_chunked": True}, KNOWN, CONTENT),
     ({"block": 10_000, "pause": 0.01}, KNOWN, CONTENT),
+    # It compresses what it sends, and states the compressed length.
+    ({"body": gzip.compress(CONTENT), "headers": {"Content-Encoding": "gzip"}}, KNOWN, CONTENT),
+    ({"body": gzip.compress(CONTENT), "headers": {"Content-Encoding": "gzip"}}, {}, CONTENT),
     ({"stated_length": 500}, {}, CONTENT[:500]),  # No more than stated is ever read.
 )
 def test_odd_servers_are_accepted(server, tmp_path, cache, answer, known, content):
@@ -325,6 +329,8 @@ def test_addresses_that_cannot_be_used(server, tmp_path, cache, url, message):
     (b"<!DOCTYPE html><title>Sign in</title>", {}, "a web page"),
     (b"  \n<html>", {}, "a web page"),
     (b"please wait", {"Content-Type": "text/html; charset=utf-8"}, "a web page"),
+    (b'{"error": "quota"}', {"Content-Type": "application/json"}, "a message"),
+    (b"", {}, "nothing"),
     (b"version https://git-lfs.github.com/spec/v1\noid sha256:1", {}, "a pointer of Git LFS"),
 )
 def test_other_content_is_no_file_and_loses_nothing(server, tmp_path, cache, body, headers, what):
