@@ -74,7 +74,7 @@ def test_a_failed_repair_keeps_what_is_there(server):
 
 
 def test_a_folder_of_the_user_gets_a_plain_file(server, tmp_path):
-    """Downloaded there, or copied from the cache, without traces. Nothing of the user's is replaced."""
+    """Downloaded there, or copied from the cache, without traces."""
     for number, asked in enumerate((1, 2, 2)):  # The third one is copied from the cache.
         folder = tmp_path / f"weights{number}"
         assert fetch_address(published(server), folder) == folder / "model.pth"
@@ -86,13 +86,20 @@ def test_a_folder_of_the_user_gets_a_plain_file(server, tmp_path):
         assert fetch_address(published(server), folder, thoroughly=True) == folder / "model.pth"
     unknown = published(server, size=None, sha256="")
     assert fetch_address(unknown, tmp_path / "u") == fetch_address(unknown, tmp_path / "u")
-    for address in (published(server), unknown):
-        (tmp_path / "mine").mkdir(exist_ok=True)
-        (tmp_path / "mine" / "model.pth").write_bytes(b"mine")
+
+
+@each_row({}, {"size": None, "sha256": ""})
+def test_a_file_of_the_user_is_not_replaced(server, tmp_path, known):
+    """Whether the published one is in the cache or not."""
+    address = published(server, **known)
+    (tmp_path / "mine").mkdir(exist_ok=True)
+    (tmp_path / "mine" / "model.pth").write_bytes(b"mine")
+    for _ in range(2):
         with pytest.raises(UserError, match=r"mine/model\.pth: ") as caught:
             fetch_address(address, tmp_path / "mine")
         assert caught.value.hint == "it is not replaced: name another --output-dir"
         assert files_of(tmp_path / "mine") == {"model.pth": b"mine"}
+        fetch_address(address)
 
 
 def test_archives_are_unpacked(server, tmp_path):
