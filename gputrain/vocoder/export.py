@@ -124,8 +124,11 @@ def export_oudep(
             archive.writestr("oudep.yaml", yaml.safe_dump(package, sort_keys=False))
             for file in written.files:
                 archive.write(file, file.name)
-    notes = [*written.notes, f"Drop {name}.oudep on OpenUtau's window; a singer uses it with `vocoder: {name}`"]
-    return replace(written, files=[folder / f"{name}.oudep"], notes=notes)
+    # The graph is loaded from where OpenUtau unpacks it.
+    inside = [note for note in written.notes if place not in note]
+    notes = [*inside, f"Drop {name}.oudep on OpenUtau's window; a singer uses it with `vocoder: {name}`"]
+    figures = {**written.figures, "files": f"{name}.oudep, with {written.figures['files']} in it"}
+    return replace(written, files=[folder / f"{name}.oudep"], figures=figures, notes=notes)
 
 
 def probe_inputs(generator: Generator, frames: int) -> tuple[Tensor, Tensor]:

@@ -142,6 +142,8 @@ def test_a_package_for_openutau(tmp_path: Path) -> None:
     assert progress.leads_to(4)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["My_Voice.oudep"]
     assert written.figures["largest difference of a sample"] < 1e-4
+    assert written.figures["files"] == "My_Voice.oudep, with My_Voice.onnx, vocoder.yaml in it"
+    assert not [note for note in written.notes if "InferenceSession" in note]  # The package is not for onnxruntime.
     with zipfile.ZipFile(written.files[0]) as archive:
         assert archive.testzip() is None
         package = yaml.safe_load(archive.read("oudep.yaml"))
@@ -307,5 +309,5 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(UserError, match="onnx") as raised:
         export_onnx(loaded("mini"), tmp_path)
-    assert raised.value.hint == "pip install onnx onnxruntime"
+    assert raised.value.hint == 'pip install "gputrain[onnx]"'
     assert not list(tmp_path.iterdir())
