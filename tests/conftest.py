@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.hub_server import hub  # noqa: F401  (A fixture.)
 from tests.process import process_kept, seed_all
 
 # Tests that run beside each other get one thread each, and so does what they start: OpenMP's threads wait for one

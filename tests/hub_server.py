@@ -71,6 +71,11 @@ class Hub:
     def asked(self, content: bytes) -> list[str]:
         return self.server.asked(f"/cdn/{etag_of(content)}")
 
+    def fetched(self) -> set[str]:
+        """Return the files whose contents were asked for."""
+        asked = [one.path for one in self.server.log if one.method == "GET"]
+        return {path.split("/resolve/")[1].partition("/")[2] for path in asked if "/resolve/" in path}
+
     def sent(self) -> int:
         """Return how many bytes of contents have been sent."""
         return sum(one.sent for one in self.server.log if not one.path.startswith("/api/"))

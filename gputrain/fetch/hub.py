@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import unquote
 
 from filelock import FileLock
@@ -239,14 +239,25 @@ class Repository:
         url = hf_hub_url(self.name.repo, file.path, repo_type=self.name.type, revision=self.commit)
         # Where a compressed answer is sent, no range of the file can be asked for.
         headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
-        with part.open("ab") as opened:
-            if opened.tell() > file.size:
-                opened.truncate(0)
-            if there := opened.tell():
-                log.info("%s: going on after %s of %s", file.path, format_bytes(there), format_bytes(file.size))
-            name = file.path.rpartition("/")[2]
-            http_get(url, opened, resume_size=opened.tell(), headers=headers, expected_size=file.size,
-                     displayed_filename=name)  # fmt: skip
+        facts: dict[str, Any] = {
+            "headers": headers,
+            "expected_size": file.size,
+            "displayed_filename": file.path.rpartition("/")[2],
+        }
+        comes = True
+        while comes:
+            with part.open("ab") as opened:
+                if opened.tell() > file.size:
+                    opened.truncate(0)
+                if there := opened.tell():
+                    log.info("%s: going on after %s of %s", file.path, format_bytes(there), format_bytes(file.size))
+                try:
+                    http_get(url, opened, resume_size=there, **facts)
+                    comes = False
+                except network_errors():
+                    opened.flush()
+                    if not there < part.stat().st_size < file.size:  # Otherwise some of it came, and more may come.
+                        raise
         if part.stat().st_size != file.size or file.digest_of(part) != file.digest:
             part.unlink()
             raise UserError(
@@ -369,8 +380,9 @@ def explained(error: BaseException, name: HubName, path: str = "") -> UserError:
     """Returns an error of the network, of the Hub or of the disk as one that says what to do."""
     from huggingface_hub import constants, errors
 
-    response = getattr(error, "response", None)
-    status = getattr(response, "status_code", 0)
+    answers = (getattr(one, "response", None) for one in (error, error.__cause__))
+    # The answers of the library of versions before 1.0 are false if they are errors.
+    status = next((answer.status_code for answer in answers if answer is not None), 0)
     where = f"{name}: {path}" if path else str(name)
     if isinstance(error, errors.GatedRepoError) or status == 403:
         return UserError(
@@ -408,17 +420,24 @@ def explained(error: BaseException, name: HubName, path: str = "") -> UserError:
             f"{where}: {error.filename or cache_folder()} cannot be written ({error.strerror})",
             hint="set HF_HOME to a folder that can be written",
         )
-    if isinstance(error, ValueError) and not isinstance(error, OSError):
+    if isinstance(error, ValueError):
         return UserError(
             f"{where}: the answer is not that of the Hub ({first_line(error)})",
             hint=f"a network may ask to log in by a browser, or to use a proxy, HTTPS_PROXY; the address is "
             f"{constants.ENDPOINT}, by HF_ENDPOINT another one",
         )
     return UserError(
-        f"{where}: the Hub cannot be reached, or the connection broke off: {first_line(error)}",
+        f"{where}: the Hub cannot be reached, or the connection broke off: {_first_cause(error)}",
         hint=f"run the command again, which goes on from there; behind a proxy, set HTTPS_PROXY; the address is "
         f"{constants.ENDPOINT}, by HF_ENDPOINT another one; without network, --offline uses what the cache has",
     )
+
+
+def _first_cause(error: BaseException) -> str:
+    """Returns what an error says that has come through several libraries."""
+    while inner := error.__cause__ or error.__context__:
+        error = inner
+    return first_line(getattr(error, "strerror", None) or error)
 
 
 def format_some(names: Iterable[str], most: int = 6) -> str:

@@ -69,9 +69,10 @@ def no_such(name: str | Path, *wanted: PublishedFiles) -> UserError:
         return UserError(f"{name}: no such file or folder", hint=f"short names like it: {', '.join(close)}")
     if re.match(r"[\w-]+(\.[\w-]+)*\.[a-z]{2,}/.+/", str(name)):
         return UserError(f"{name}: no such file or folder", hint=f"an address begins with https://: https://{name}")
-    example = next((one.example for one in wanted if one.example), "")
-    published = f", or a published one such as {example}" if example else ""
+    published = "or a published one of `gputrain fetch --list`"
+    if len(wanted) == 1 and wanted[0].example:
+        published = f"or a published one, such as {wanted[0].example}"
     return UserError(
         f"{name}: no such file or folder",
-        hint=f"name a model's folder or file{published}; gputrain fetch --list shows short names",
+        hint=f"name a run folder, a checkpoint, a model's folder or file, {published}",
     )

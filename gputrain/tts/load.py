@@ -4,7 +4,7 @@ Shape suffixes: R rows of a table, one for each symbol or speaker; C channels.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,8 @@ def read_origin(name: str | Path, voice: Voice, discriminators: nn.Module) -> Or
             {name: row for row, name in enumerate(names)} for names in (trained.frontend.symbols, trained.speakers)
         )
         origin = Origin(trained.voice, trained.discriminators, symbols, speakers, trained.source)
+    if path != Path(name):  # The user knows a published voice by its name, and not by its place.
+        origin = replace(origin, source=str(name))
     refuse_nonfinite({**origin.voice, **origin.discriminators}, origin.source)
     return origin
 

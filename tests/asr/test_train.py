@@ -14,10 +14,12 @@ import torch
 from gputrain.asr import architecture
 from gputrain.asr.config import TrainAsr
 from gputrain.asr.held_out import Diagnosis, Remark, collapsed
+from gputrain.asr.initialise import recogniser_architecture
 from gputrain.asr.load import load_recogniser
 from gputrain.asr.work import AsrWork
 from gputrain.config import assemble
 from gputrain.errors import UserError
+from gputrain.fetch.hub import cache_folder
 from gputrain.speech.buckets import open_speech
 from gputrain.speech.error_rates import Edits, ErrorRate
 from gputrain.speech.store import SpeechStore
@@ -206,6 +208,29 @@ def test_a_run_resumes_without_the_model_that_it_began_with(store, tmp_path):
     resumed = train(tmp_path / "run", store, **changes, resume_from="auto")
     assert_same(resumed["modules"], undisturbed["modules"])
     assert resumed["facts"] == undisturbed["facts"]
+
+
+def test_training_begins_from_a_name_of_the_hub(store, tmp_path, hub):
+    folder = transformers_folder(tmp_path / "model", normalizes=False)
+    theirs = load_recogniser(folder, torch.device("cpu")).model.state_dict()
+    for other in ("pytorch_model.bin", "tf_model.h5", "flax_model.msgpack", "README.md", "adapter.uzb.bin"):
+        (folder / other).write_bytes(b"no weights")
+    hub.add("ann/model", folder)
+    changes = {"init_from": "ann/model", "learning_rate": 1e-9, "warmup_steps": 0}
+    architecture = recogniser_architecture(assemble(TrainAsr, {"data_dir": ".", **changes}), None, 12)
+    assert architecture["hidden_size"] == SIZES["hidden_size"]
+    assert "config.json" in hub.fetched()
+    assert "model.safetensors" not in hub.fetched()  # A plan needs no weights.
+    made = train(tmp_path / "run", store, **changes, num_steps=2, max_steps=1)
+    assert made["config"]["init_from"] == "ann/model"
+    for name, tensor in theirs.items():
+        if not name.startswith("lm_head"):
+            assert (made["modules"]["recogniser"][name] - tensor).abs().max() < 1e-7, name
+    described = {path.name for path in folder.glob("*.json")}
+    assert hub.fetched() == {"model.safetensors", *described}
+    hub.server.files.clear()
+    shutil.rmtree(cache_folder())  # A resumed run needs neither the Hub nor the cache.
+    train(tmp_path / "run", store, **changes, num_steps=2, resume_from="auto")
 
 
 @pytest.mark.parametrize("adapters", ["none", "lora"])

@@ -70,7 +70,7 @@ def test_json_and_subtitles(folder: Path, tmp_path: Path) -> None:
     ("sounds/0.wav", ["--beam-width", 9], "beam_width does nothing without lm"),
     ("sounds/0.wav", ["--lm", "missing.txt"], "missing.txt: No such file"),
     ("sounds/0.wav", ["--model", "sounds"], "holds no checkpoint"),
-    ("sounds/0.wav", ["--model", "missing"], "no such checkpoint"),
+    ("sounds/0.wav", ["--model", "missing"], "no such file or folder"),
 )
 def test_wrong_input_exits_with_2(
     folder: Path, monkeypatch: pytest.MonkeyPatch, input: str, more: list[object], message: str

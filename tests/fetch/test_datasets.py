@@ -6,7 +6,7 @@ import pytest
 
 from gputrain.errors import UserError
 from gputrain.fetch.datasets import download_dataset, is_dataset_name
-from tests.hub_server import NO_REPOSITORY, hub  # noqa: F401
+from tests.hub_server import NO_REPOSITORY
 from tests.tables import each_row
 
 
@@ -43,7 +43,7 @@ TWO_SPLITS = (
     (("trainer/a.png", "b.png"), "", ("b.png", "trainer/a.png"), ""),  # No word of a split.
     (("uz/train.parquet", "kk/train.parquet"), "/uz", ("uz/train.parquet",), ""),
 )  # fmt: skip
-def test_the_data_files_of_what_is_named(hub, caplog, files, path, expected, said):  # noqa: F811
+def test_the_data_files_of_what_is_named(hub, caplog, files, path, expected, said):
     hub.add("datasets/ann/set", of(*files))
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="gputrain.fetch.datasets"):
@@ -54,7 +54,7 @@ def test_the_data_files_of_what_is_named(hub, caplog, files, path, expected, sai
         assert (folder / name).read_bytes() == of(name)[name]
 
 
-def test_a_split_does_not_stand_beside_one_that_was_fetched_before(hub):  # noqa: F811
+def test_a_split_does_not_stand_beside_one_that_was_fetched_before(hub):
     hub.add("datasets/ann/set", of(*TWO_SPLITS))
     assert held(download_dataset("hf://datasets/ann/set/data/test*")) == [TWO_SPLITS[0]]
     assert held(download_dataset("hf://datasets/ann/set")) == list(TWO_SPLITS[1:])
@@ -73,7 +73,7 @@ def test_a_split_does_not_stand_beside_one_that_was_fetched_before(hub):  # noqa
     ("ann/set", TWO_SPLITS, "not a name of a data set", "hf://datasets/org/name"),
     ("hf://datasets/ann/sets", TWO_SPLITS, "not on the Hugging Face Hub, or private", "spelling"),
 )  # fmt: skip
-def test_what_cannot_be_had(hub, name, files, message, hint):  # noqa: F811
+def test_what_cannot_be_had(hub, name, files, message, hint):
     hub.add("datasets/ann/set", of(*files))
     hub.refuse("/api/datasets/ann/sets/revision/main", NO_REPOSITORY)
     with pytest.raises(UserError, match=message) as raised:

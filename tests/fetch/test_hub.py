@@ -11,7 +11,7 @@ import pytest
 from gputrain.errors import UserError
 from gputrain.fetch import hub as fetching
 from gputrain.fetch.hub import HubName, open_repository, parse_hub_name
-from tests.hub_server import GATED, NO_REPOSITORY, NO_REVISION, etag_of, hub, use_hub  # noqa: F401
+from tests.hub_server import GATED, NO_REPOSITORY, NO_REVISION, etag_of, use_hub
 from tests.server import Answer
 from tests.tables import each_row
 
@@ -61,7 +61,7 @@ def fetched(name, *paths):
     return {path: (folder / path).read_bytes() for path in paths or opened.files}
 
 
-def test_files_come_once_and_are_those_of_the_revision(hub):  # noqa: F811
+def test_files_come_once_and_are_those_of_the_revision(hub):
     new, old = {"config.json": b"{}", "sub/big.bin": LARGE}, {"config.json": b"[]"}
     commit = hub.add("ann/model", new)
     hub.add("ann/model", old, "v1")
@@ -75,7 +75,7 @@ def test_files_come_once_and_are_those_of_the_revision(hub):  # noqa: F811
     assert fetched(f"ann/model@{commit}") == new
 
 
-def test_huggingface_hub_finds_what_was_fetched(hub):  # noqa: F811
+def test_huggingface_hub_finds_what_was_fetched(hub):
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     hub.add("ann/model", {"config.json": b"{}", "a.bin": LARGE})
@@ -91,7 +91,7 @@ def test_huggingface_hub_finds_what_was_fetched(hub):  # noqa: F811
     assert hub.sent() == before
 
 
-def test_a_second_call_goes_on_where_the_first_broke_off(hub, monkeypatch, caplog):  # noqa: F811
+def test_a_second_call_goes_on_where_the_first_broke_off(hub, monkeypatch, caplog):
     hub.add("ann/model", {"a.bin": LARGE})
     file = hub.content(LARGE)
     file.answers = [Answer(cut_after=400_000)]
@@ -112,13 +112,13 @@ def test_a_second_call_goes_on_where_the_first_broke_off(hub, monkeypatch, caplo
     assert not kept[0].exists()
 
 
-def test_a_connection_that_breaks_off_again_and_again_comes_to_the_end(hub):  # noqa: F811
+def test_a_connection_that_breaks_off_again_and_again_comes_to_the_end(hub):
     hub.add("ann/model", {"a.bin": LARGE})
     hub.content(LARGE).answers = [Answer(cut_after=300_000)] * 3
     assert fetched("ann/model") == {"a.bin": LARGE}
 
 
-def test_a_server_that_ignores_ranges_sends_all_again(hub):  # noqa: F811
+def test_a_server_that_ignores_ranges_sends_all_again(hub):
     hub.add("ann/model", {"a.bin": LARGE})
     file = hub.content(LARGE)
     file.answers, file.always = [Answer(cut_after=400_000)], Answer(500, body=b"")
@@ -133,7 +133,7 @@ def test_a_server_that_ignores_ranges_sends_all_again(hub):  # noqa: F811
 
 
 @each_row(b"{}", LARGE)
-def test_wrong_bytes_get_no_name(hub, content):  # noqa: F811
+def test_wrong_bytes_get_no_name(hub, content):
     name = f"ann/model{len(content)}"
     commit = hub.add(name, {"a.bin": content})
     file = hub.content(content) if content is LARGE else hub.server.files[f"/{name}/resolve/{commit}/a.bin"]
@@ -145,7 +145,7 @@ def test_wrong_bytes_get_no_name(hub, content):  # noqa: F811
     assert fetched(name) == {"a.bin": content}
 
 
-def test_a_damaged_file_of_the_cache_comes_anew(hub):  # noqa: F811
+def test_a_damaged_file_of_the_cache_comes_anew(hub):
     hub.add("ann/model", {"a.bin": LARGE, "b.json": b"{}"})
     fetched("ann/model")
     blob = (open_repository(HubName("ann/model")).folder / "a.bin").resolve()
@@ -175,7 +175,7 @@ INFO, TREE = "/api/models/ann/model/revision/main", "/api/models/ann/model/tree/
     ("cdn", Answer(503, body=b"{}"), r"a\.bin: the Hub answers with error 503", "goes on from there"),
     ("cdn", Answer(cut_after=0), r"a\.bin: .*connection broke off", "goes on from there"),
 )  # fmt: skip
-def test_each_fault_says_what_to_do(hub, path, answer, message, hint):  # noqa: F811
+def test_each_fault_says_what_to_do(hub, path, answer, message, hint):
     commit = hub.add("ann/model", {"a.bin": LARGE})
     if path == "cdn":
         hub.content(LARGE).always = answer
@@ -189,7 +189,7 @@ def test_each_fault_says_what_to_do(hub, path, answer, message, hint):  # noqa: 
     assert len(raised.value.message) < 300
 
 
-def test_without_a_connection_the_cache_is_used(hub, monkeypatch, caplog, tmp_path):  # noqa: F811
+def test_without_a_connection_the_cache_is_used(hub, monkeypatch, caplog, tmp_path):
     hub.add("ann/model", {"a.bin": LARGE, "b.json": b"{}"})
     assert fetched("ann/model", "a.bin") == {"a.bin": LARGE}
     hub.server.files.clear()
@@ -204,7 +204,7 @@ def test_without_a_connection_the_cache_is_used(hub, monkeypatch, caplog, tmp_pa
         assert word in raised.value.hint
 
 
-def test_offline_nothing_is_asked(hub, monkeypatch):  # noqa: F811
+def test_offline_nothing_is_asked(hub, monkeypatch):
     commit = hub.add("ann/model", {"a.bin": LARGE, "b.json": b"{}"})
     fetched("ann/model", "a.bin")
     asked = len(hub.server.log)
@@ -220,7 +220,7 @@ def test_offline_nothing_is_asked(hub, monkeypatch):  # noqa: F811
     assert len(hub.server.log) == asked
 
 
-def test_a_full_disk_leaves_no_file_and_the_next_call_goes_on(hub, monkeypatch):  # noqa: F811
+def test_a_full_disk_leaves_no_file_and_the_next_call_goes_on(hub, monkeypatch):
     hub.add("ann/model", {"a.bin": LARGE})
     usage = shutil.disk_usage(".")
     with monkeypatch.context() as full:
@@ -241,7 +241,7 @@ def test_a_full_disk_leaves_no_file_and_the_next_call_goes_on(hub, monkeypatch):
     assert fetched("ann/model") == {"a.bin": LARGE}
 
 
-def test_a_cache_that_cannot_be_written(hub, monkeypatch):  # noqa: F811
+def test_a_cache_that_cannot_be_written(hub, monkeypatch):
     hub.add("ann/model", {"a.bin": LARGE})
 
     def refused(*words, **options):
@@ -253,7 +253,7 @@ def test_a_cache_that_cannot_be_written(hub, monkeypatch):  # noqa: F811
     assert "HF_HOME" in raised.value.hint
 
 
-def test_the_token_of_huggingface_hub_is_sent(hub, monkeypatch):  # noqa: F811
+def test_the_token_of_huggingface_hub_is_sent(hub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     hub.add("ann/model", {"a.bin": LARGE, "b.json": b"{}"})
     fetched("ann/model")

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from gputrain.cli.options import read_defaults
 from gputrain.config import assemble, flatten, read_file
 from gputrain.engine.run_folder import PlanFile
 from gputrain.errors import UserError
+from gputrain.fetch.hub import cache_folder
 from gputrain.speech import recipe as speech_recipe
 from gputrain.speech.buckets import open_speech
 from gputrain.speech.store import Recording, SoundFormat, SpeechClip, SpeechFormat, SpeechWriter
@@ -31,6 +33,7 @@ from gputrain.tts.work import TtsWork
 from tests.speech.speech import RATE_HZ, hum
 from tests.speech.trainings import SpeechTraining, assert_same_training, read_checkpoint, rows
 from tests.tables import each_row
+from tests.tts.test_pretrained_import import tiny_piper
 from tests.vae.test_recipe import assert_same
 
 HOP = 256
@@ -290,6 +293,28 @@ def test_a_voice_begins_with_one_of_another_language(undisturbed, tmp_path, capl
     assert again["progress"]["step"] == 2
 
 
+def test_a_voice_begins_with_one_of_piper_on_the_hub(store, tmp_path, hub, caplog):
+    """Piper's checkpoints are in a repository of data, each with its configuration beside it."""
+    folder, weight = tmp_path / "repository" / "en" / "medium", torch.rand(16, 8, 7)
+    folder.mkdir(parents=True)
+    shapes = {"enc_p.emb.weight": torch.rand(8, 8), "dec.conv_pre.weight": weight, "dec.conv_pre.bias": torch.rand(16)}
+    voice = tiny_piper(**{f"model_g.{name}": tensor for name, tensor in shapes.items()})
+    torch.save(voice, folder / "epoch=3-step=40.ckpt")
+    (folder / "config.json").write_text('{"phoneme_id_map": {"_": [0], "^": [1], "$": [2], "a": [3]}}')
+    (folder / "MODEL_CARD").write_text("a voice")
+    hub.add("datasets/ann/voices", tmp_path / "repository")
+    name = "datasets/ann/voices:en/medium"
+    made = train(tmp_path / "run", store, **QUIET, init_from=name, learning_rate=0.0, max_steps=1)
+    same = [tensor for tensor in made["modules"]["voice"].values() if tensor.shape == weight.shape]
+    assert any(torch.equal(tensor, weight) for tensor in same)
+    assert f"{name}: reinitialised: text_encoder" in caplog.text
+    assert hub.fetched() == {"en/medium/epoch=3-step=40.ckpt", "en/medium/config.json"}
+    assert made["config"]["init_from"] == name
+    hub.server.files.clear()
+    shutil.rmtree(cache_folder())  # A resumed run needs neither the Hub nor the cache.
+    train(tmp_path / "run", store, **QUIET, init_from=name, resume_from="auto", max_steps=2)
+
+
 # ------------------------------------------------------------------------------------------------------------ the plan
 
 
@@ -311,7 +336,7 @@ def test_a_run_says_what_it_will_take_and_how_it_goes(store, tmp_path, caplog):
 
 @each_row(
     ({"data_dir": "gone"}, "gone"),
-    ({"init_from": "gone"}, "gone: no such checkpoint"),
+    ({"init_from": "gone"}, "gone: no such file or folder"),
     ({"resume_from": "gone.pt"}, "gone.pt: no such checkpoint"),
     ({"test_sentences": ["中文"]}, "no symbol"),
     ({"discriminator_channels": 12}, "discriminator_channels 12 is not a multiple of 8"),

@@ -5,6 +5,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from gputrain.engine.data import Sample, Split
 from gputrain.engine.mixture import FolderItems, Mixture
 from gputrain.engine.run_folder import PlanFile
 from gputrain.errors import UserError
+from gputrain.fetch.hub import cache_folder
 from gputrain.kinds import kinds
 from gputrain.planner.memory import predict
 from gputrain.vae import architecture, recipe
@@ -268,6 +270,32 @@ def test_training_begins_from_a_stock_folder(photographs, tmp_path, caplog):
 
     with pytest.raises(UserError, match=r"config\.json"):
         run(tmp_path / "other", photographs, **changes)
+
+
+def test_training_begins_from_a_name_of_the_hub(photographs, tmp_path, hub, caplog):
+    """A pipeline is named, of which the autoencoder is fetched, in the form that is read."""
+    caplog.set_level(logging.INFO, "gputrain")
+    torch.manual_seed(5)
+    model = AutoencoderKL(settings_of().architecture)
+    pipeline = tmp_path / "pipeline"
+    save_diffusers(model, pipeline / "vae", LatentScaling(0.5), sample_size=24)
+    (pipeline / "unet").mkdir()
+    for other in ("model_index.json", "unet/config.json", "vae/diffusion_pytorch_model.bin", "model.safetensors",
+                  "vae/diffusion_pytorch_model.fp16.safetensors"):  # fmt: skip
+        (pipeline / other).write_bytes(b"{}")
+    hub.add("ann/pipeline", pipeline)
+    changes = {"init_from": "ann/pipeline", "learning_rate": 0.0, "max_steps": 1}
+    made = run(tmp_path / "run", photographs, **changes)
+    assert_same(made["modules"]["autoencoder"], dict(model.state_dict()))
+    assert hub.fetched() == {"vae/config.json", "vae/diffusion_pytorch_model.safetensors"}
+    assert "start: the weights of ann/pipeline" in caplog.text
+    assert made["config"]["init_from"] == read_file(tmp_path / "run" / "config.yaml")["init_from"] == "ann/pipeline"
+    assert made["facts"]["latents"]["source"] == "ann/pipeline"
+    hub.server.files.clear()
+    shutil.rmtree(cache_folder())  # A resumed run needs neither the Hub nor the cache.
+    asked = len(hub.server.log)
+    run(tmp_path / "run", photographs, **{**changes, "max_steps": 2}, resume_from="auto")
+    assert len(hub.server.log) == asked
 
 
 def test_pictures_smaller_than_a_crop_are_said_with_what_helps(tmp_path, caplog):

@@ -23,6 +23,7 @@ from gputrain.engine.run_folder import PlanFile
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import update
 from gputrain.errors import UserError
+from gputrain.fetch.hub import cache_folder
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
@@ -292,6 +293,21 @@ def test_a_full_checkpoint_needs_no_warm_up(taught, notes, tmp_path, caplog):
     for name in ("generator", "discriminators"):
         assert largest_difference(before["modules"][name], made["modules"][name]) == 0
     assert "loss/generator/fast_mpd" in rows(tmp_path)[0]
+
+
+def test_training_begins_from_a_name_of_the_hub(taught, notes, tmp_path, hub):
+    folder = tmp_path / "repository"
+    shutil.copytree(taught / "openvpi", folder / "v2")
+    (folder / "v2" / "model.onnx").write_bytes(b"no weights")
+    hub.add("ann/vocoders", folder, "2025.02")
+    begun = finetune(tmp_path / "run", notes, "ann/vocoders:v2@2025.02", max_steps=1)
+    given = read_weights(folder / "v2").generator
+    assert largest_difference({name: begun["modules"]["generator"][name] for name in given}, given) == 0
+    assert hub.fetched() == {"v2/model.ckpt", "v2/config.json"}
+    assert read_file(tmp_path / "run" / "config.yaml")["init_from"] == "ann/vocoders:v2@2025.02"
+    hub.server.files.clear()
+    shutil.rmtree(cache_folder())  # A resumed run needs neither the Hub nor the cache.
+    train(tmp_path / "run", tmp_path / "run" / "config.yaml", resume_from="auto", max_steps=2)
 
 
 def test_other_shapes_are_listed_or_reinitialised(taught, notes, tmp_path, caplog):
