@@ -64,6 +64,8 @@ def fetch(settings: FetchSettings) -> None:
         return
     from gputrain.fetch.names import find_published, no_such
 
+    if settings.output_dir and settings.output_dir.exists() and not settings.output_dir.is_dir():
+        raise UserError(f"{settings.output_dir}: is a file", hint="--output-dir names a folder")
     for name in settings.names:  # A misspelt one is found before anything is loaded.
         if find_published(name) is None:
             if Path(name).exists():

@@ -235,7 +235,7 @@ def fetch_address(
                 f"{address.label}: {'is not in the cache' if state is None else state}, and nothing may be downloaded",
                 hint=f"load it ahead of time, without --offline: gputrain fetch {address.label}",
             )
-        with only_process(place.base / ".lock"):
+        with only_process(place.file.with_name(f"{place.file.name}.lock"), address.label):
             if place.state(thoroughly=thoroughly) != "":
                 if state:
                     log.warning("%s; downloading it again", state)

@@ -88,7 +88,7 @@ def download(
     and a later call continues it.
     """
     refuse_insecure(file.url)
-    with writing_into(target.parent), only_process(target):
+    with writing_into(target.parent), only_process(target, target.name):
         target.parent.mkdir(parents=True, exist_ok=True)
         if not anew and target.is_file() and not fault_of(target, file.size, file.sha256):
             return
@@ -139,17 +139,18 @@ def writing_into(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def only_process(target: Path) -> Iterator[None]:
-    """Let one process at a time write a file; others wait. Where files cannot be locked, none waits."""
-    name = hashlib.sha256(os.fsencode(target.resolve())).hexdigest()[:24]
-    lock = FileLock(cache_folder() / "locks" / f"{name}.lock")
+def only_process(target: Path, name: str) -> Iterator[None]:
+    """Let one process at a time write a file, which messages call `name`; others wait. Where files cannot be locked,
+    none waits."""
+    digest = hashlib.sha256(os.fsencode(target.resolve())).hexdigest()[:24]
+    lock = FileLock(cache_folder() / "locks" / f"{digest}.lock")
     with contextlib.ExitStack() as stack:
         try:
             Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
             try:
                 stack.enter_context(lock.acquire(timeout=0.5))
             except Timeout:
-                log.info("another process downloads %s: waiting for it", target.name)
+                log.info("another process downloads %s: waiting for it", name)
                 stack.enter_context(lock.acquire())
         except (OSError, NotImplementedError) as error:
             log.info("%s cannot be locked (%s): download it with one process at a time", target, error)

@@ -123,6 +123,7 @@ def test_a_folder_gets_plain_files(server: WebServer, tmp_path: Path):
     (["--list", "--output-dir", "x"], "output_dir has no effect with --list", "drop --output-dir"),
     (["a", "--json"], "json has no effect without --list", "--list"),
     (["a", "--kind", "vae"], "kind has no effect without --list", "--list"),
+    (["lpips-heads", "--output-dir", "pyproject.toml"], "pyproject.toml: is a file", "names a folder"),
     (["pyproject.toml"], "pyproject.toml: is a path here", "options take the path"),
     (["http://example.org/a.pt"], "http://example.org/a.pt: is not encrypted", "https"),
 )

@@ -2,16 +2,20 @@
 
 import hashlib
 import json
+import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from gputrain.errors import UserError
-from gputrain.fetch.addresses import Address, address_of, address_of_url, fetch_address
+from gputrain.fetch.addresses import Address, FetchedPlace, address_of, address_of_url, fetch_address
 from gputrain.fetch.catalogue import catalogue
+from gputrain.fetch.download import only_process
 from tests.fetch.test_archives import files_of, write_zip
 from tests.server import Answer, WebServer, serving
 from tests.tables import each_row
+from tests.waiting import wait_until
 
 CONTENT = bytes(range(256)) * 40
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
@@ -133,6 +137,16 @@ def test_damaged_archives_leave_nothing(server, tmp_path):
     write_zip(tmp_path / "a.zip", {"model.ckpt": b"weights"})
     server.add("/a.zip", (tmp_path / "a.zip").read_bytes())
     assert files_of(fetch_address(address_of_url(server.url("/a.zip")))) == {"model.ckpt": b"weights"}
+
+
+def test_another_process_is_waited_for(server, caplog):
+    file = FetchedPlace(published(server)).file
+    with caplog.at_level(logging.INFO), ThreadPoolExecutor() as pool:
+        with only_process(file.with_name("model.pth.lock"), "a-model"):
+            path = pool.submit(fetch_address, published(server))
+            wait_until(lambda: "another process downloads a-model: waiting for it" in caplog.messages, "the message")
+            assert not server.log
+        assert path.result().read_bytes() == CONTENT
 
 
 def test_offline(server, tmp_path, monkeypatch):
