@@ -90,7 +90,7 @@ def address_of_url(url: str) -> Address:
     url = re.sub(r"^(https://(?:www\.)?github\.com/[^/]+/[^/]+)/blob/", r"\1/raw/", url)  # The file, not its page.
     name = _plain_name(unquote(urlsplit(url).path))
     if not Path(name).suffix:
-        records = [_read_record(path, url) for path in _root().glob(f"*-{_digest(url)}.json")]
+        records = [_read_record(path) for path in _root().glob(f"*-{_digest(url)}.json")]
         if fetched := next(filter(None, records), None):
             name = fetched.file_name
         elif not is_offline():
@@ -131,12 +131,11 @@ def _root() -> Path:
     return cache_folder() / "fetched"
 
 
-def _read_record(path: Path, url: str) -> FetchedFiles | None:
+def _read_record(path: Path) -> FetchedFiles | None:
     try:
-        record = from_json(FetchedFiles, json.loads(path.read_text(encoding="utf-8")))
+        return from_json(FetchedFiles, json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return None
-    return record if record.url == url else None
 
 
 class FetchedPlace:
@@ -164,7 +163,7 @@ class FetchedPlace:
 
         Sizes are compared, and if it is done `thoroughly`, each SHA-256.
         """
-        record = _read_record(self.record_path, self.address.url)
+        record = _read_record(self.record_path)
         if not (self.base if self.address.unpacks else self.file).exists() or (record is None and self.address.unpacks):
             return None
         if record is None:
