@@ -15,13 +15,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from email.message import Message
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit
-
-from filelock import FileLock, Timeout
 
 from gputrain import __version__
 from gputrain.caches import cache_folder
@@ -142,6 +138,8 @@ def writing_into(folder: Path) -> Iterator[None]:
 def only_process(target: Path, name: str) -> Iterator[None]:
     """Let one process at a time write a file, which messages call `name`; others wait. Where files cannot be locked,
     none waits."""
+    from filelock import FileLock, Timeout
+
     digest = hashlib.sha256(os.fsencode(target.resolve())).hexdigest()[:24]
     lock = FileLock(cache_folder() / "locks" / f"{digest}.lock")
     with contextlib.ExitStack() as stack:
@@ -233,6 +231,8 @@ class Server:
 
     def name_of_file(self) -> str:
         """Returns the name that the server gives the file, which may be a path. Raises UserError."""
+        from email.message import Message
+
         try:
             with self.session, self.open({}) as response:
                 self.check_status(response)
@@ -486,6 +486,8 @@ def _validator(response: Any) -> str:
 
 def _retry_after(text: str) -> float | None:
     """Returns the seconds that a server asks to wait, which it states as a number or as a time."""
+    from email.utils import parsedate_to_datetime
+
     if text.isdecimal():
         return float(text)
     try:

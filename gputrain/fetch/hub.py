@@ -19,13 +19,10 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote
-
-from filelock import FileLock
 
 from gputrain.errors import UserError, first_line
 from gputrain.figures import format_bytes
@@ -172,6 +169,8 @@ class Repository:
             total = sum(file.size for file in lacking)
             what = lacking[0].path if len(lacking) == 1 else f"{len(lacking)} files"
             log.info("fetching %s of %s (%s) into %s", what, self.name, format_bytes(total), self.storage)
+            from concurrent.futures import ThreadPoolExecutor  # Every command line imports this file.
+
             with _quiet_hub(), ThreadPoolExecutor(AT_ONCE) as pool:
                 for _ in pool.map(self._fetch, [file for file in lacking if file.size <= SMALL_FILE]):
                     pass
@@ -211,6 +210,7 @@ class Repository:
             )
 
     def _fetch(self, file: HubFile) -> None:
+        from filelock import FileLock
         from huggingface_hub import hf_hub_download
 
         blob, pointer = self.storage / "blobs" / file.digest, self.folder / file.path
