@@ -64,6 +64,19 @@ def test_a_model_of_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.Monkey
     assert "is not the published file any more" in done.stderr
 
 
+def test_a_data_set_of_the_hub(hub: Hub, tmp_path: Path):  # noqa: F811
+    """Its files are loaded, or copied into a folder, for a preparation without a network."""
+    files = {"data/train-0.parquet": CONTENT, "data/test-0.parquet": CONTENT[::-1], "README.md": b"about"}
+    hub.add("datasets/ann/set", files)
+    done = gputrain_here("fetch", "hf://datasets/ann/set")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].split() == ["option", "--input-dir", "hf://datasets/ann/set"]
+    done = gputrain_here("fetch", "hf://datasets/ann/set", "--output-dir", tmp_path / "w", "--offline")
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "w").rglob("*") if path.is_file()] == ["train-0.parquet"]
+    assert (tmp_path / "w" / "data" / "train-0.parquet").read_bytes() == CONTENT
+
+
 def test_the_list():
     """Every name has a line with size and licence, below the title of its kind."""
     done = gputrain_here("fetch", "--list")
