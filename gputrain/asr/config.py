@@ -46,6 +46,7 @@ PUBLISHED = PublishedFiles(
         "preprocessor_config.json", "processor_config.json",
     ),
     parts=("adapter.*.safetensors", "adapter.*.bin"), further=adapters_of, example="facebook/wav2vec2-xls-r-300m",
+    kind="asr",
 )  # fmt: skip
 
 

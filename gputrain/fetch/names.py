@@ -22,13 +22,17 @@ def local_path(name: str | Path, *wanted: PublishedFiles, weights: bool = True) 
     path = Path(name)
     if path.exists():
         return path
-    place = find_published(name)
+    place, listed = find_published(name), catalogue().get(str(name))
     if place is None:
         raise no_such(name, *wanted)
+    if listed and wanted and listed.kind not in (allowed := [one.kind for one in wanted if one.kind]):
+        raise UserError(
+            f"{name}: is listed as {listed.kind}, expected {' or '.join(allowed)}",
+            hint=f"gputrain fetch --list --kind {allowed[0]}" if allowed else "name the path of what you have",
+        )
     if isinstance(place, Address):
         return fetch_address(place)
     try:
-        listed = catalogue().get(str(name))
         return fetch_model(place, wanted, weights=weights, sha256=listed.sha256 if listed else None).path
     except UserError as error:
         if looks_like_path(name):

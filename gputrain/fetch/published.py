@@ -32,6 +32,7 @@ class PublishedFiles:
     # Takes the folder with what was fetched so far, and returns the names of further files, where they are there.
     further: Callable[[Path], Sequence[str]] = nothing_else
     example: str = ""  # A name for messages.
+    kind: str = ""  # That of the short names that are such models; "" if there are none.
 
 
 @dataclass(frozen=True)

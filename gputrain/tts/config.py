@@ -33,6 +33,7 @@ PUBLISHED = PublishedFiles(
     single=("best_model.pth", "*.ckpt", "*.pth"),
     beside=("config.json", "speakers.pth", "speakers.json", "speaker_ids.json"),
     example="piper-en-lessac-medium",
+    kind="tts",
 )
 
 

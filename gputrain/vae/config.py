@@ -23,8 +23,9 @@ SMALLEST_DISCRIMINATED = 24  # Pixels a side: PatchDiscriminator's five convolut
 PUBLISHED = PublishedFiles(
     whole=("diffusion_pytorch_model.safetensors",), needed=("config.json",),
     single=("*.safetensors", "*.ckpt", "*.bin", "*.pt"), folders=("", "vae"), example="stabilityai/sd-vae-ft-mse",
+    kind="vae",
 )  # fmt: skip
-MEASURES = PublishedFiles(single=("*.safetensors", "*.pth", "*.pt"))  # Networks of LPIPS and rFID.
+MEASURES = PublishedFiles(single=("*.safetensors", "*.pth", "*.pt"), kind="measure")  # Networks of LPIPS and rFID.
 
 
 def check_channels(image_channels: int) -> None:

@@ -44,7 +44,7 @@ SPELLINGS = {
 }  # fmt: skip
 
 # Of openvpi: the exported generator with its config.json, or a checkpoint of its trainer.
-PUBLISHED = PublishedFiles(whole=("model.ckpt",), single=("*.ckpt",), beside=("config.json",))
+PUBLISHED = PublishedFiles(whole=("model.ckpt",), single=("*.ckpt",), beside=("config.json",), kind="vocoder")
 
 
 @config(panel="Data")

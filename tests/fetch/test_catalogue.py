@@ -8,8 +8,10 @@ import yaml
 
 from gputrain.asr.config import TrainAsr
 from gputrain.config import leaves
+from gputrain.errors import UserError
 from gputrain.fetch.catalogue import KINDS, CatalogueEntry, catalogue, close_names, read_catalogue
 from gputrain.fetch.hub import parse_hub_name
+from gputrain.fetch.names import local_path
 from gputrain.fetch.published import choose
 from gputrain.kinds import kinds
 from gputrain.tts.config import TrainTts
@@ -65,6 +67,17 @@ def test_the_kinds_choose_the_listed_files_of_the_hub():
         assert choice is not None, entry.name
         found = {name.rpartition("/")[2] for name in (*choice.weights, *choice.others)}
         assert found == set(entry.files), entry.name
+
+
+@each_row("vae", "vocoder", "tts", "asr")
+def test_a_name_of_another_kind_is_refused_before_anything_is_fetched(kind):
+    other = next(entry for entry in catalogue().values() if entry.kind not in (kind, "measure"))
+    for name in (other.name, "inception-fid"):
+        with pytest.raises(
+            UserError, match=f"{name}: is listed as {catalogue()[name].kind}, expected {kind}$"
+        ) as caught:
+            local_path(name, kinds()[kind].published)
+        assert caught.value.hint == f"gputrain fetch --list --kind {kind}"
 
 
 def test_entries_have_their_facts():
