@@ -200,4 +200,4 @@ def command_of(entry: "CatalogueEntry", name: str) -> str:
         start += " --perceptual-loss lpips"
         both = ",".join(one.name for one in catalogue().values() if one.use == entry.use)
         name = both if name == entry.name else f"{name},OTHER_FILE"
-    return f"{start} {entry.use} {name}"
+    return " ".join(filter(None, (start, entry.options, entry.use, name)))

@@ -28,6 +28,7 @@ class CatalogueEntry:
     licence: str  # The SPDX identifier where there is one, otherwise the name on its page.
     page: str  # The public page that confirms the address, the size and the licence.
     use: str  # The option that takes it, such as "--init-from".
+    options: str = ""  # Further options that fit it, such as "--preset sd".
     hub: str = ""  # org/name[:subfolder/file][@revision], with datasets/ before it for a repository of data
     url: str = ""
     # Total of what is downloaded: of a url to the byte, of the Hub, which tells its own, as far as a page confirms it.
@@ -105,6 +106,7 @@ def _fault(entry: CatalogueEntry) -> str:
         "bytes is missing: only the Hub tells them": entry.bytes or entry.hub,
         "bytes is not positive": entry.bytes >= 0,
         "use is no option": re.fullmatch("--[a-z0-9-]+", entry.use),
+        "options does not begin with an option": not entry.options or entry.options.startswith("--"),
         "unpack belongs to url": entry.url or not entry.unpack,
         "files and gated belong to hub": entry.hub or not (entry.files or entry.gated),
         "files is missing: it says what is downloaded from the Hub": not entry.hub or entry.files,

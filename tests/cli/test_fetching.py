@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gputrain.cli.fetching import command_of
 from gputrain.fetch import catalogue as module
 from gputrain.fetch import names
 from gputrain.fetch.catalogue import CatalogueEntry, catalogue
@@ -15,6 +16,7 @@ from tests.command import gputrain_here
 from tests.hub_server import Hub, hub  # noqa: F401
 from tests.server import Answer, WebServer, serving
 from tests.tables import each_row
+from tests.test_docs import parsed
 
 CONTENT = bytes(range(256)) * 40
 
@@ -98,6 +100,18 @@ def test_the_list_in_json():
     row = next(row for row in rows if row["name"] == "lpips-vgg16")
     assert row["sha256"] == catalogue()["lpips-vgg16"].sha256
     assert row["command"].endswith("--perceptual-loss lpips --lpips-weights lpips-vgg16,lpips-heads")
+
+
+def test_the_commands_of_the_list_are_right():
+    """They are parsed by the real command line. The preset is that of the weights."""
+    for entry in catalogue().values():
+        _, settings = parsed(command_of(entry, entry.name))
+        stated = re.search(r"preset (\w+)", entry.about)
+        if stated:
+            assert settings.model.preset == stated[1], entry.name
+    assert command_of(catalogue()["sdxl-vae"], "./w") == (
+        "gputrain train-vae --data-path FOLDER --output-dir RUN --preset sd --init-from ./w"
+    )
 
 
 def test_a_name_is_loaded_verified_and_repaired(server: WebServer, tmp_path: Path):

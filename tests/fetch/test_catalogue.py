@@ -109,6 +109,7 @@ def test_entries_have_their_facts():
     ("name", FILE, {"sha256": {"weights v1.pth": "A" * 64}}, "64 hexadecimal digits"),
     ("name", FILE, {"files": ["x"]}, "belong to hub"),
     ("name", FILE, {"use": "init-from"}, "use is no option"),
+    ("name", FILE, {"options": "preset sd"}, "options does not begin with an option"),
     ("name", REPOSITORY, {"unpack": True}, "unpack belongs to url"),
     ("name", REPOSITORY, {"hub": "name"}, "expected org/name"),
     ("name", REPOSITORY, {"files": []}, "files is missing"),
