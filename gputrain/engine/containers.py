@@ -130,6 +130,8 @@ UNREADABLE = (  # Signatures of what is not read, with the remedy.
 
 def format_of(path: Path) -> Format:
     """Returns the format of a container, by its content. Raises UserError for any other file."""
+    if path.exists() and not path.is_file():  # A pipe would never end.
+        raise UserError(f"{path}: not a regular file", hint=f"read are {READ}")
     try:
         with path.open("rb") as file:
             head = file.read(512)

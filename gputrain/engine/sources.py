@@ -26,6 +26,7 @@ from gputrain.kinds import prepared_for
 
 log = logging.getLogger(__name__)
 
+MOST_SHARDS = 100_000  # Files of a range in a pattern.
 SHARD = re.compile(r"(?P<name>.*?)-?(?P<number>\d{4,6})-of-(?P<count>\d{4,6})")
 _kept: list["TemporaryDirectory[str]"] = []  # They are removed when the program ends.
 
@@ -183,7 +184,10 @@ def _braces(text: str) -> Iterator[str]:
         choices = match[3].split(",")
     else:
         width = len(match[1]) if match[1].startswith("0") or len(match[1]) == len(match[2]) else 0
-        choices = [f"{number:0{width}d}" for number in range(int(match[1]), int(match[2]) + 1)]
+        numbers = range(int(match[1]), int(match[2]) + 1)
+        if len(numbers) > MOST_SHARDS:
+            raise UserError(f"{text}: a range of {len(numbers)} files", hint=f"at most {MOST_SHARDS} are read at once")
+        choices = [f"{number:0{width}d}" for number in numbers]
     for choice in choices:
         yield from _braces(text[: match.start()] + choice + text[match.end() :])
 

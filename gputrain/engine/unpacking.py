@@ -30,6 +30,7 @@ from filelock import FileLock
 from gputrain.engine.containers import (
     CONTAINERS,
     LISTS,
+    MEDIA,
     PATH_COLUMNS,
     SUBTITLES,
     ContainerReading,
@@ -248,10 +249,12 @@ class Unpacking:
                 hint="a table holds their bytes, or paths relative to itself; an archive holds files, and no links",
             )
         others = ", ".join(f"{count} {suffix}" for suffix, count in reading.ignored.most_common(5))
-        inner = any(CONTAINERS.search(f"x{suffix}") for suffix in reading.ignored)
-        hint = "it holds archives itself: unpack it once, and name the folder" if inner else (
-            f"looked for {' '.join(sorted(self.media.suffixes))}"
-        )  # fmt: skip
+        hint = f"looked for {' '.join(sorted(self.media.suffixes))}"
+        if any(CONTAINERS.search(f"x{suffix}") for suffix in reading.ignored):
+            hint = "it holds archives itself: unpack it once, and name the folder"
+        for other in MEDIA.values():
+            if other is not self.media and other.suffixes & reading.ignored.keys():
+                hint = f"it holds {other.noun}: choose a --kind of model that is trained on them"
         found = f", but {others}" if others else ": it is empty"
         return UserError(f"{self.given}: no {self.media.noun} in it{found}", hint=hint)
 

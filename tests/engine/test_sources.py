@@ -317,6 +317,8 @@ def raw(content):
     ("x.parquet", raw(b"junk" * 9), "no parquet file, or damaged at its beginning", ""),
     ("x.arrow", raw(b"\xff\xff\xff\xff" + b"\1" * 99), "x.arrow: damaged or cut off after row 0", ""),
     ("x.tar", tarred(("a.txt", b"x"), ("b.zip", b"PK")), "no pictures in it, but 1 .txt, 1 .zip", "it holds archives"),
+    ("x.tar", tarred(("a.wav", b"x")), "no pictures in it, but 1 .wav", "it holds recordings: choose a --kind"),
+    ("x.tar", os.mkfifo, "x.tar: not a regular file", "hf://datasets/NAME"),
     ("x.tar", tarred(("../a.png", PICTURE)), "x.tar, ../a.png: its name leads out of the archive", ""),
     ("x.zip", marked(6, 8, 1), "x.zip: encrypted", "7z x"),
     ("x.zip", marked(8, 10, 9), "x.zip, a.png: That compression method is not supported; unpack", ""),
@@ -329,6 +331,7 @@ def raw(content):
     ("x.txt", raw(b"caf\xe9.jpg"), "x.txt, line 1: not UTF-8", ""),
     ("x.png", raw(PICTURE), "x.png: a single file", "name the folder"),
     ("x{1..2}.tar", None, "x1.tar is not there", ""),
+    ("x{0..999999999}.tar", None, "a range of 1000000000 files", "100000"),
     ("https:/a.b/c.zip", None, "https://a.b/c.zip: data are read from disks and from the Hugging Face Hub", "hf://datasets"),
 )  # fmt: skip
 def test_what_cannot_be_read_is_refused_with_its_place_and_a_remedy(tmp_path, name, write, fault, remedy):
