@@ -2,7 +2,7 @@
 VENV ?= .venv
 PY = $(VENV)/bin/python
 
-.PHONY: help setup demo test slow lint versions docs images bench gpu
+.PHONY: help setup demo test slow lint versions docs images notebooks bench gpu
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):  ## /\1\t/p' Makefile
@@ -35,6 +35,9 @@ docs:  ## write the tables of options and keys from the code
 
 images:  ## make the pictures of docs/images again; needs tmux and Chromium
 	$(PY) docs/images/make.py
+
+notebooks:  ## run the notebooks of examples again and keep their outputs; some minutes for each
+	$(PY) examples/run_notebooks.py
 
 bench:  ## compare with diffusers on this machine; results go to benchmarks/results
 	$(PY) benchmarks/vae_vs_diffusers.py

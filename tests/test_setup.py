@@ -467,19 +467,20 @@ def test_train_rtx5090_prefers_the_environment_beside_it(machine: Machine) -> No
 # --- .ci/run ----------------------------------------------------------------------------------------------------------
 
 
-@each_row("", "demo", "test", "ruff check", "ruff format", "mypy", "build", "twine", "versions")
+@each_row("", "demo", "test", "slow", "ruff check", "ruff format", "mypy", "build", "twine", "versions")
 def test_ci_runs_everything_and_fails_with_any(machine: Machine, broken: str) -> None:
     fails = f'echo "$*" >>"$LOG"; case "$*" in *"{broken or "nothing"}"*) exit 1 ;; esac\n'
     machine.put("./setup.sh", f'#!/bin/sh\n[ "$CI" ] || exit 1\n[ "$1" = demo ] || echo "7 passed in 0.10s"\n{fails}')
     machine.put(".venv/bin/python", f"#!/bin/sh\necho clean\n{fails}")
     done = machine.run(".ci/run")
+    notebooks = r"-m pytest -m slow -n 2 tests/test_notebooks\.py"
     linters = ["-m ruff check", "-m ruff format --check", "-m mypy --strict"]
     folder = r"/\S+/tmp\.\w+"
     wheel = [
         f"-m build --no-isolation --outdir {folder}", rf"-m twine check --strict {folder}/\*",
         rf"benchmarks/versions\.py --short {folder}/\*\.whl",
     ]  # fmt: skip
-    for line, expected in zip(machine.log(), ["demo", "test", *linters, *wheel], strict=True):
+    for line, expected in zip(machine.log(), ["demo", "test", notebooks, *linters, *wheel], strict=True):
         assert re.fullmatch(expected, line)
     assert done.returncode == (1 if broken else 0)
     assert done.stdout.splitlines()[-1] == "7 passed in 0.10s"

@@ -1,0 +1,166 @@
+"""The notebooks of examples/: as they are committed, and as a reader runs them."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("nbclient", reason="the notebooks need nbclient and ipykernel, of the development tools")
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+import run_notebooks  # noqa: E402
+
+from gputrain.engine import checkpoint  # noqa: E402
+from gputrain.report.records import evaluated  # noqa: E402
+from tests.tables import each_row  # noqa: E402
+from tests.test_docs import commands_of, parsed, without_code  # noqa: E402
+from tests.waiting import HANG_SECONDS, wait_until  # noqa: E402
+
+PATHS = {path.stem: path for path in run_notebooks.NOTEBOOKS}
+LARGEST_BYTES = 300_000
+# A path from the root of a system, or a file of a Python installation.
+OF_A_MACHINE = re.compile(r"""(?:^|[\s"'(=])(?:/[\w.-]+){2}|[A-Z]:\\|site-packages|ipykernel_\d""", re.MULTILINE)
+
+
+def texts_of(notebook: Any, kind: str) -> list[str]:
+    return [cell.source for cell in notebook.cells if cell.cell_type == kind]
+
+
+def outputs_of(notebook: Any) -> list[Any]:
+    return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+
+
+def printed_by(notebook: Any) -> str:
+    return "".join(output.text for output in outputs_of(notebook) if output.output_type == "stream")
+
+
+def helper() -> str:
+    """Return the cell that defines the function `gputrain`, which is the same in all notebooks."""
+    cells = [text for path in PATHS.values() for text in texts_of(run_notebooks.read(path), "code")]
+    (cell,) = {text for text in cells if "def gputrain" in text}
+    return cell
+
+
+def test_there_is_one_for_pictures_and_one_for_a_voice() -> None:
+    assert set(PATHS) == {"first_vae", "first_voice"}
+
+
+@each_row(*PATHS)
+def test_a_committed_notebook_was_run_from_top_to_bottom_and_names_no_machine(name: str) -> None:
+    text = PATHS[name].read_text(encoding="utf-8")
+    notebook = run_notebooks.read(PATHS[name])
+    assert text == run_notebooks.text_of(run_notebooks.read(PATHS[name]))
+    assert len(text.encode()) <= LARGEST_BYTES
+    counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
+    assert counts == list(range(1, len(counts) + 1))
+    outputs = outputs_of(notebook)
+    assert {output.output_type for output in outputs} <= {"stream", "display_data", "execute_result"}
+    shown = json.dumps([output.get("data", {}).get("text/plain", "") for output in outputs]) + printed_by(notebook)
+    assert not OF_A_MACHINE.findall(shown)
+    assert "\x1b" not in re.sub(r"\x1b\[[\d;]*m", "", shown)  # Colours, but no bars that were drawn again and again.
+
+
+def test_paths_of_a_machine_are_found() -> None:
+    for text in ("in /home/me/x", "a\n/tmp/y.py:3", "C:\\Users", "lib/site-packages/a", "ipykernel_12/1.py"):
+        assert OF_A_MACHINE.search(text), text
+    for text in ("first_vae/run/samples", "23/44, 32 s", "1/2 and 3", "python -m a", "https://a.b/c"):
+        assert not OF_A_MACHINE.search(text), text
+
+
+@each_row(*PATHS)
+def test_its_commands_are_understood_and_its_links_lead_somewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = "\n\n".join(texts_of(run_notebooks.read(PATHS[name]), "markdown"))
+    commands = commands_of(page)
+    assert [parsed(line)[0].split("-")[0] for line in commands][-3:] in (
+        ["train", "evaluate", "export"], ["prepare", "train", "export"]
+    )  # fmt: skip
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page)) if "://" not in link]
+    assert [link for link in links if not (EXAMPLES / link).exists()] == []
+    assert len(links) == 2
+
+
+def test_parameters_are_replaced_where_they_are_assigned() -> None:
+    notebook = run_notebooks.with_parameters(run_notebooks.read(PATHS["first_vae"]), {"STEPS": 3, "FOLDER": "a"})
+    assigned = {text for text in texts_of(notebook, "code") if text.startswith("STEPS = 3  # ")}
+    assert len(assigned) == 1
+    assert "\nFOLDER = 'a'  # " in assigned.pop()
+    with pytest.raises(KeyError, match="MINUTES"):
+        run_notebooks.with_parameters(notebook, {"MINUTES": 3})
+
+
+def test_a_command_that_fails_stops_the_notebook(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    names: dict[str, Any] = {"shlex": shlex}
+    exec(helper(), names)
+    with pytest.raises(RuntimeError, match=r"^gputrain evaluate ended with exit code 2$"):
+        names["gputrain"](f"evaluate --model '{tmp_path}/a run' --data-path data")
+    assert "a run" in capsys.readouterr().out
+
+
+# -------------------------------------------------------------------------------------------------- as a reader runs it
+
+
+@pytest.mark.slow
+def test_the_vae_learns_and_diffusers_loads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # The notebooks are run beside each other.
+    notebook = run_notebooks.with_parameters(run_notebooks.read(PATHS["first_vae"]), {"STEPS": 20})
+    printed = printed_by(run_notebooks.execute(notebook, tmp_path))
+    psnr = evaluated(tmp_path / "first_vae" / "run", "psnr_db")
+    assert max(psnr[1:]) > psnr[0] > 30
+    assert [path.name for path in tmp_path.iterdir()] == ["first_vae"]
+    assert "198,912 numbers of the picture became 16,576 of the latent" in printed
+    found = re.search(r"PSNR of the cat: ([\d.]+) dB", printed)
+    assert found
+    assert float(found[1]) > 28
+    pictures = [output for output in outputs_of(notebook) if {"image/png", "image/jpeg"} & {*output.get("data", {})}]
+    assert len(pictures) == 4
+
+
+@pytest.mark.slow
+def test_the_voice_learns_and_piper_speaks_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    notebook = run_notebooks.with_parameters(run_notebooks.read(PATHS["first_voice"]), {"STEPS": 12})
+    printed = printed_by(run_notebooks.execute(notebook, tmp_path))
+    distortion = evaluated(tmp_path / "first_voice" / "run", "mcd_db")
+    assert min(distortion[1:]) < distortion[0] - 1
+    assert [path.name for path in tmp_path.iterdir()] == ["first_voice"]
+    for who in ("the voice:", "Piper spoke for"):
+        found = re.search(rf"{who} ([\d.]+) s", printed)
+        assert found, who
+        assert 0.3 < float(found[1]) < 10
+    sounds = [output for output in outputs_of(notebook) if "<audio" in output.get("data", {}).get("text/html", "")]
+    assert len(sounds) == 3
+
+
+@pytest.mark.slow
+def test_the_stop_button_ends_a_training_with_a_checkpoint(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for number in range(4):
+        Image.new("RGB", (64, 64), (60 * number, 90, 30)).save(tmp_path / f"{number}.png")
+    training = (
+        f"train-vae --data-path '{tmp_path}' --output-dir '{tmp_path}/run' --preset fast --channels 8,8 --image-size 32"
+        " --batch-size 2 --num-epochs 0 --num-steps 100000 --log-freq 1 --num-workers 0 --held-out-share 0"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import shlex\n{helper()}\n\n\ngputrain({training!r})"], stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_until(
+        lambda: metrics.exists() and '"step": 2' in metrics.read_text(), "a step", lambda: process.poll() is not None
+    )
+    os.killpg(process.pid, signal.SIGINT)  # As Jupyter interrupts a kernel: the command gets the signal too.
+    printed, _ = process.communicate(timeout=HANG_SECONDS)
+    assert "everything is saved" in printed
+    assert "KeyboardInterrupt" in printed
+    assert checkpoint.find("auto", tmp_path / "run", "vae") is not None
