@@ -110,6 +110,7 @@ def test_a_command_that_fails_stops_the_notebook(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_vae_learns_and_diffusers_loads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # The notebooks are run beside each other.
     notebook = run_notebooks.with_parameters(run_notebooks.read(PATHS["first_vae"]), {"STEPS": 20})
@@ -126,6 +127,7 @@ def test_the_vae_learns_and_diffusers_loads_it(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_voice_learns_and_piper_speaks_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     notebook = run_notebooks.with_parameters(run_notebooks.read(PATHS["first_voice"]), {"STEPS": 12})
