@@ -39,7 +39,9 @@ def check_channels(image_channels: int) -> None:
 @config(panel="Data")
 class Data:
     data_path: tuple[Path, ...] = opt(
-        default=(Path("./data/train"),), help=f"Prepared folder, or any folder tree of pictures{SEVERAL}", separator=""
+        default=(Path("./data/train"),),
+        separator="",
+        help=f"Prepared folder, any folder tree of pictures, or what else prepare-data reads{SEVERAL}",
     )
     image_size: int = opt(default=256, help="Side of a training crop, in pixels.", min=16)
     resolution_schedule: str = opt(

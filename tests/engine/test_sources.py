@@ -542,6 +542,14 @@ def test_a_training_unpacks_into_its_run_and_resumes_from_there(folders, tmp_pat
     assert len(list((tmp_path / "run" / "unpacked").glob("*.json"))) == 1
 
 
+def test_trainings_on_prepared_data_say_how_to_prepare_a_container(folders, tmp_path):
+    given = named_parquet(folders / "audio", tmp_path, None)
+    for opened in (open_sounds, partial(open_speech, hop_size=256)):
+        with pytest.raises(UserError, match=r"x.parquet: is no prepared folder") as error:
+            opened(given)
+        assert "gputrain prepare-data --kind" in error.value.hint
+
+
 @each_row(
     (PurePosixPath("hf://datasets/ann/set"), "hf://datasets/ann/set"),
     (PureWindowsPath("hf://datasets/ann/set@v1/data"), "hf://datasets/ann/set@v1/data"),
