@@ -88,9 +88,6 @@ class StockRecogniser:
 def local_recogniser(name: str | Path, *, weights: bool = True) -> Path:
     """Returns the local path of a recogniser that is named by its path or by a published name. Without `weights`, those
     of a published one are not fetched. Raises UserError if there is none."""
-    path = Path(name)
-    if ADAPTER.fullmatch(path.name) and path.parent.is_dir():  # If it is missing, reading says which there are.
-        return path
     return local_path(name, PUBLISHED, weights=weights)
 
 

@@ -24,6 +24,7 @@ from gputrain.cli.settings import (
 )
 from gputrain.config import read_file
 from gputrain.errors import UserError, require
+from gputrain.fetch.names import local_path
 from gputrain.hw.doctor.report import CheckCompatibility, check_machine
 from gputrain.kinds import ModelKind, OwnCommand, kind_of, kinds
 from gputrain.speech.text.commands import Normalize
@@ -174,6 +175,8 @@ def print_plans(kind: ModelKind, settings: Any) -> None:
 
 def train(kind: ModelKind, settings: Any) -> None:
     """Train a model, write a report into the run folder at the end, and print what can be done with the model."""
+    if not settings.saving.resume_from and (name := getattr(settings.model, "init_from", None)) and kind.published:
+        local_path(name, kind.published)  # What cannot be had is said before torch is loaded and anything is planned.
     require(*kind.packages)
     from gputrain.report.write import report_at_end
     from gputrain.session import train_model

@@ -42,6 +42,8 @@ VIEWS = ("tree", "blob", "resolve", "raw")  # Pages of a repository whose next p
 SMALL_FILE = 10_000_000  # Bytes; several files up to this size are fetched at once.
 AT_ONCE = 8
 PART = ".incomplete"
+# The errors of the libraries that make connections, by which there is none.
+NO_CONNECTION = {"ConnectError", "ConnectTimeout", "ConnectionError", "ProxyError", "SSLError"}
 LOG_IN = "run `hf auth login`, or set HF_TOKEN"
 
 
@@ -426,10 +428,15 @@ def explained(error: BaseException, name: HubName, path: str = "") -> UserError:
             hint=f"a network may ask to log in by a browser, or to use a proxy, HTTPS_PROXY; the address is "
             f"{constants.ENDPOINT}, by HF_ENDPOINT another one",
         )
+    if type(error).__name__ in NO_CONNECTION:
+        return UserError(
+            f"{name}: the Hub cannot be reached: {_first_cause(error)}",
+            hint=f"check the network; behind a proxy, set HTTPS_PROXY; HF_ENDPOINT names another address than "
+            f"{constants.ENDPOINT}; --offline uses what the cache has",
+        )
     return UserError(
-        f"{where}: the Hub cannot be reached, or the connection broke off: {_first_cause(error)}",
-        hint=f"run the command again, which goes on from there; behind a proxy, set HTTPS_PROXY; the address is "
-        f"{constants.ENDPOINT}, by HF_ENDPOINT another one; without network, --offline uses what the cache has",
+        f"{where}: the connection broke off: {_first_cause(error)}",
+        hint="run the command again, which goes on from there",
     )
 
 

@@ -11,6 +11,8 @@ from gputrain.fetch.published import PublishedFiles, fetch_model
 
 FILE = re.compile(r"\.(pt|pth|ckpt|safetensors|bin|onnx|json|yaml|zip)$", re.IGNORECASE)  # No repository is named so.
 
+ADAPTER = re.compile(r"adapter\.[\w.-]+\.(safetensors|bin)")  # That of a language of MMS.
+
 
 def local_path(name: str | Path, *wanted: PublishedFiles, weights: bool = True) -> Path:
     """Returns the local file or folder of a model that is named by its path, or by a published name.
@@ -20,7 +22,7 @@ def local_path(name: str | Path, *wanted: PublishedFiles, weights: bool = True) 
     there. Raises UserError if there is no such model, or it cannot be fetched.
     """
     path = Path(name)
-    if path.exists():
+    if path.exists() or (ADAPTER.fullmatch(path.name) and path.parent.is_dir()):  # Reading says which adapters it has.
         return path
     place, listed = find_published(name), catalogue().get(str(name))
     if place is None:
@@ -37,7 +39,8 @@ def local_path(name: str | Path, *wanted: PublishedFiles, weights: bool = True) 
     except UserError as error:
         if looks_like_path(name):
             raise UserError(
-                f"{name}: no such file or folder; as a name on the Hub: {error.message}", hint=error.hint
+                f"{name}: no such file or folder; as a name on the Hub: {error.message.removeprefix(f'{name}: ')}",
+                hint=error.hint,
             ) from None
         raise
 
@@ -49,7 +52,7 @@ def find_published(name: str | Path) -> HubName | Address | None:
     text = re.sub(r"^(https?|hf):/(?=[^/])", r"\1://", text)  # A path has joined its slashes.
     if entry := catalogue().get(text):
         return parse_hub_name(entry.hub) if entry.hub else address_of(entry)
-    if FILE.search(text) and ":" not in text and not re.search(r"/adapter\.[\w.-]+$", text):
+    if FILE.search(text) and ":" not in text and not ADAPTER.fullmatch(text.rpartition("/")[2]):
         return None
     if found := parse_hub_name(text):
         return found

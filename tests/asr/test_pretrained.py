@@ -181,7 +181,7 @@ def test_what_a_snapshot_lacks_is_said(hub, tmp_path, caplog):
         load_recogniser("user/model", CPU)
     (snapshot / "model.safetensors").unlink()
     assert local_recogniser("user/model", weights=False) == snapshot
-    with pytest.raises(UserError, match=r"user/model: offline, and the cache .* has no model\.safetensors"):
+    with pytest.raises(UserError, match=r"user/model: .*: offline, and the cache .* has no model\.safetensors"):
         load_recogniser("user/model", CPU)
 
 
