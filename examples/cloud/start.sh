@@ -60,16 +60,17 @@ fi
 command -v nvidia-smi >/dev/null || say "no NVIDIA driver was found: the training will run on the CPU"
 
 # One installation at a time: a second start waits for it, and the run folder then refuses a second training.
-exec 9>"$checkout/.setup-lock"
+exec 9<"$checkout/setup.sh"
 if command -v flock >/dev/null; then
     flock 9
 fi
 "$checkout/setup.sh" </dev/null
-exec 9>&-
+exec 9<&-
 
+resumes=""
 for word in "$@"; do
     case $word in --resume-from | --resume-from=* | --resume_from | --resume_from=*) resumes=yes ;; esac
 done
-[[ -n ${resumes:-} ]] || set -- "$@" --resume-from auto
+[[ -n $resumes ]] || set -- "$@" --resume-from auto
 cd -- "$workspace"
 exec "$checkout/.venv/bin/gputrain" "$@"
