@@ -13,6 +13,7 @@ only when its size and its digest are those that the Hub states.
 
 import contextlib
 import errno
+import functools
 import hashlib
 import logging
 import os
@@ -307,8 +308,14 @@ def open_repository(name: HubName) -> Repository:
         fault = explained(error, name)
         if cached is None:
             raise fault from None
-        log.warning("%s; the files in the cache are used", fault.message)
+        warn_once(f"{fault.message}; the files in the cache are used")
         return replace(cached, why_cached=fault.message)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Logs a warning that every use of a repository would repeat."""
+    log.warning("%s", message)
 
 
 def _open_online(name: HubName) -> Repository:
