@@ -1,5 +1,6 @@
 """Turns what a user names, a path, a short name of the list, an address or a name on the Hub, into a local path."""
 
+import os
 import re
 from pathlib import Path
 
@@ -22,7 +23,9 @@ def local_path(name: str | Path, *wanted: PublishedFiles, weights: bool = True) 
     there. Raises UserError if there is no such model, or it cannot be fetched.
     """
     path = Path(name)
-    if path.exists() or (ADAPTER.fullmatch(path.name) and path.parent.is_dir()):  # Reading says which adapters it has.
+    if os.path.exists(path) or (
+        ADAPTER.fullmatch(path.name) and path.parent.is_dir()
+    ):  # Reading says which adapters it has.
         return path
     place, listed = find_published(name), catalogue().get(str(name))
     if place is None:
@@ -61,7 +64,7 @@ def find_published(name: str | Path) -> HubName | Address | None:
 
 def is_published(name: str | Path) -> bool:
     """Returns True if a text is no path here, and may name a published model."""
-    return not Path(name).exists() and find_published(name) is not None
+    return not os.path.exists(name) and find_published(name) is not None
 
 
 def looks_like_path(name: str | Path) -> bool:

@@ -87,6 +87,8 @@ def test_a_path_that_exists_wins(hub, tmp_path, monkeypatch):
     for name in ("org/name", "sd-vae-ft-mse"):
         Path(name).mkdir(parents=True)
         assert local_path(name, VAE) == Path(name)
+    with pytest.raises(UserError, match="no such file or folder"):
+        local_path("a" * 5000, VAE)  # The system refuses to look for such a path.
     assert not hub.server.log
 
 
