@@ -272,7 +272,7 @@ def test_another_text_at_another_rate_or_of_others_is_no_going_on(undisturbed, s
 
 
 def test_a_voice_begins_with_one_of_another_language(undisturbed, tmp_path, caplog):
-    texts = ("salom", "xayr endi", "yaxshi", "bu kitob", "ha", "men keldim", "u ketdi", "biz bormiz")
+    texts = ("salom", "xayr endi", "yaxshi", "bu kitob", "ha", "men keldim", "u ketdi", "oʻgʻil")
     uzbek = spoken(tmp_path / "store", texts=texts, language="uz", speakers=("bob", "cem"))
     with caplog.at_level(logging.INFO, "gputrain"):
         made = train(tmp_path / "run", uzbek, **QUIET, init_from=str(undisturbed), learning_rate=0.0, max_steps=1)
