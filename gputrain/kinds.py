@@ -291,13 +291,39 @@ class TrainedModel:
 
 
 WEIGHTS = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".onnx"})
+GRAPHS = {".onnx": "ONNX Runtime runs it", ".oudep": "OpenUtau installs it"}  # Exports, and what they are for.
 # A part of a file that was split, such as model.pt.aa, model.ckpt.001, model.pt.part2 or model.pt_1.
 SPLIT = re.compile(
     r"(?P<whole>.+\.(pt|pth|ckpt|bin|safetensors|onnx))([._-](part[._-]?\d+|\d{1,4}|(?!gz|xz|bz)[a-z]{2}|z\d\d)|a[a-z])"
 )
 
 
-def refuse_in_pieces(path: Path) -> None:
+def refuse_unreadable(path: Path) -> None:
+    """Raises UserError if a path that should lead to weights has a graph of ONNX instead, or a checkpoint in pieces."""
+    _refuse_graph(path)
+    _refuse_in_pieces(path)
+
+
+def _refuse_graph(path: Path) -> None:
+    """Raises UserError if a path leads to a model that was exported for ONNX Runtime, and to no other weights."""
+    files = [path] if path.is_file() else [*path.glob("*"), *path.glob("*/*")]
+    graphs = sorted(file for file in files if file.suffix in GRAPHS and file.is_file())
+    if not graphs or any(file.suffix in WEIGHTS - GRAPHS.keys() for file in files):
+        return
+    graph = graphs[0]
+    beside = {
+        f"{graph.name}.json": f"piper --model {graph} speaks with it",
+        "vocoder.yaml": "OpenUtau and DiffSinger load it",
+        "tokens.txt": "sherpa-onnx transcribes with it",
+    }
+    use = next((use for name, use in beside.items() if graph.with_name(name).is_file()), GRAPHS[graph.suffix])
+    raise UserError(
+        f"{path}: an export in ONNX, which gputrain writes and does not read",
+        hint=f"{use}; here name the run, or the checkpoint, that it was exported from",
+    )
+
+
+def _refuse_in_pieces(path: Path) -> None:
     """Raises UserError if a path that should lead to weights has a checkpoint that was unpacked, which torch writes as
     a zip archive, or split into several files."""
     is_part = path.is_file() and SPLIT.fullmatch(path.name)
@@ -336,7 +362,7 @@ def kind_of(model: Path) -> ModelKind:
     if not model.exists():
         hint = "--model takes a run folder, a checkpoint or an export"
         raise UserError(f"{model}: no such file or folder", hint=hint)
-    refuse_in_pieces(model)
+    refuse_unreadable(model)
     for kind in kinds().values():
         ending = kind.checkpoint_suffix
         named = model.suffix == ending and not (model / "config.yaml").is_file()  # A run folder may have any name.

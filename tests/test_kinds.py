@@ -252,6 +252,27 @@ def test_an_unpacked_checkpoint_is_told_by_every_loader_with_a_command_that_pack
 
 
 @each_row(
+    ("voice.onnx", "voice.onnx.json", "piper --model"), ("model.int8.onnx", "tokens.txt", "sherpa-onnx transcribes"),
+    ("vocoder.onnx", "vocoder.yaml", "OpenUtau and DiffSinger"), ("model.onnx", "README.md", "ONNX Runtime runs it"),
+    ("singer.oudep", "README.md", "OpenUtau installs it"),
+)  # fmt: skip
+def test_an_export_in_onnx_is_told_by_every_loader_with_what_takes_it(tmp_path, name, beside, use):
+    folder = tmp_path / name / "export"
+    folder.mkdir(parents=True)
+    for file in (name, beside):
+        (folder / file).write_bytes(b"\x08\x09")
+    for load in (kind_of, read_pretrained, weights_file, file_at, is_own, read_trained):
+        for path in (folder, folder / name):
+            with pytest.raises(UserError, match=f"{path.name}: an export in ONNX, which gputrain writes") as refused:
+                load(path)
+            assert use in refused.value.hint
+            assert "name the run" in refused.value.hint
+    # A graph beside weights is no hindrance.
+    (folder / "model.ckpt").write_bytes(b"")
+    assert weights_file(folder) == folder / "model.ckpt"
+
+
+@each_row(
     ("checkpoint_last.pt", (".aa", ".ab")), ("model.ckpt", (".001", ".002")), ("voice.pth", (".part1", ".part2")),
     ("model.safetensors", ("-00", "-01")), ("model.bin", (".0",)),
     ("voice.ckpt", ("aa", "ab")),

@@ -18,7 +18,7 @@ from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import load_weights, refuse_nonfinite
 from gputrain.engine.run_folder import write_text
 from gputrain.errors import UserError
-from gputrain.kinds import refuse_in_pieces
+from gputrain.kinds import refuse_unreadable
 from gputrain.speech.text.vocabulary import ABSENT, Vocabulary, match_symbols
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def save_architecture(folder: Path, architecture: Mapping[str, Any]) -> None:
 
 def is_own(path: Path) -> bool:
     """Returns True if a path leads to a run or a checkpoint of train-asr."""
-    refuse_in_pieces(path)
+    refuse_unreadable(path)
     return not is_pretrained(path) and (path.is_file() or bool(checkpoint.newest_first(path)))
 
 

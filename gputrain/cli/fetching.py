@@ -198,6 +198,5 @@ def command_of(entry: "CatalogueEntry", name: str) -> str:
         from gputrain.fetch.catalogue import catalogue
 
         start += " --perceptual-loss lpips"
-        both = ",".join(one.name for one in catalogue().values() if one.use == entry.use)
-        name = both if name == entry.name else f"{name},OTHER_FILE"
+        name = ",".join(name if one == entry else one.name for one in catalogue().values() if one.use == entry.use)
     return " ".join(filter(None, (start, entry.options, entry.use, name)))

@@ -35,10 +35,11 @@ from torch import Tensor, nn
 
 from gputrain.config import assemble, without_retired
 from gputrain.errors import UserError
-from gputrain.kinds import present_name, refuse_in_pieces, refuse_other_model
+from gputrain.kinds import present_name, refuse_other_model, refuse_unreadable
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+ANOTHER = "copy or download it again, as {} holds no intact one; or train anew, in another --output-dir"
 
 LAST, PREVIOUS, BEST = "checkpoint_last.pt", "checkpoint_previous.pt", "checkpoint_best.pt"
 WHY_CHOSEN = {
@@ -284,7 +285,7 @@ def _find_in_order(
 ) -> tuple[Path, Content]:
     if not (path.is_file() or path.is_dir()):  # Reading a FIFO or a device might never end.
         raise UserError(f"{path}: no such checkpoint", hint=_nearby(path))
-    refuse_in_pieces(path)
+    refuse_unreadable(path)
     choices = ordered(path if path.is_dir() else path.parent)
     if path.is_file():
         choices = [path, *(other for other in choices if other.name != path.name)]
@@ -369,15 +370,15 @@ def _read_whole(path: Path) -> Content:
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint", hint=_nearby(path)) from None
     except OSError as error:
-        raise Damaged(f"{path}: cannot be read: {error.strerror or error}", hint=_nearby(path)) from None
+        raise Damaged(f"{path}: cannot be read: {error.strerror or error}", hint="check its permissions") from None
     if not intact:
-        raise Damaged(f"{path}: truncated or damaged", hint=_nearby(path))
+        raise Damaged(f"{path}: truncated or damaged", hint=ANOTHER.format(path.parent))
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         content = None
     except Exception:  # Damaged headers of a file without a checksum can cause any error.
-        raise Damaged(f"{path}: truncated or damaged", hint=_nearby(path)) from None
+        raise Damaged(f"{path}: truncated or damaged", hint=ANOTHER.format(path.parent)) from None
     if not is_content(content):
         raise UserError(f"{path}: not a checkpoint that this version of gputrain has written", hint=_nearby(path))
     return content
@@ -431,7 +432,7 @@ def read_foreign(path: Path, *, instead: str, plain: Mapping[str, type] | None =
 def _nearby(path: Path) -> str:
     folder = path.parent
     names = sorted(other.name for other in folder.glob("*.pt") if other != path) if folder.is_dir() else []
-    return f"{folder} holds {', '.join(names)}" if names else f"{folder} holds no checkpoint"
+    return f"{folder} holds {', '.join(names) or 'no checkpoint: name a run folder, or a checkpoint in it'}"
 
 
 def _remedy(error: OSError, folder: Path) -> str:

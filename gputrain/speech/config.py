@@ -94,7 +94,8 @@ class SpeechOptions:
     def language_for(self, kind: SpeechKind) -> str:
         """Returns the language. Raises UserError if none is given, or this kind of model does not know it."""
         if self.language is None:
-            raise UserError(f"{POLICIES[kind].name} needs a language", hint=LANGUAGE_HINTS[kind])
+            hint = f"{LANGUAGE_HINTS[kind]}{BESIDE_ESPEAK if self.espeak_voice else ''}"
+            raise UserError(f"{POLICIES[kind].name} needs a language", hint=hint)
         if kind == "tts" and self.language not in VOICE_LANGUAGES:
             raise UserError(f"language {self.language!r} has no text rules for a voice", hint=LANGUAGE_HINTS[kind])
         if kind == "asr":
@@ -102,6 +103,7 @@ class SpeechOptions:
         return self.language
 
 
+BESIDE_ESPEAK = "; beside --espeak-voice too, since its rules turn numbers into words first"
 LANGUAGE_HINTS: Mapping[SpeechKind, str] = {
     "tts": "use --language uz, en or ru, or --language characters for any other",
     "asr": "use --language uz, en or ru, or the code of any other language, such as kk",

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 from gputrain.audio.config import Sound
 from gputrain.config import leaves
 from gputrain.engine.stop import format_duration
-from gputrain.errors import UserError
 from gputrain.kinds import DataCommand, DataWork, speech_checker
-from gputrain.speech.config import LANGUAGE_HINTS, SpeechKind, SpeechOptions
+from gputrain.speech.config import SpeechKind, SpeechOptions
 
 if TYPE_CHECKING:
     from gputrain.speech.checker import SpeechChecker
@@ -34,8 +33,6 @@ def prepare_command(kind: SpeechKind, *further: str) -> DataCommand:
     """Returns `prepare-data` for a kind, with the options of a recording that the kind leaves to the user."""
 
     def check(settings: Any) -> None:
-        if settings.speech.language is None:
-            raise UserError("language is missing", hint=LANGUAGE_HINTS[kind])
         settings.speech.language_for(kind)
 
     return DataCommand(

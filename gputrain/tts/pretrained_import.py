@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from gputrain.config import read_table
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError
-from gputrain.kinds import refuse_in_pieces
+from gputrain.kinds import refuse_unreadable
 from gputrain.speech.text.frontend import BOS, EOS, PAD, RESERVED
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.model import Voice
@@ -233,7 +233,7 @@ def file_at(path: Path) -> Path | None:
 
     Raises UserError if the file is missing, or the folder holds several.
     """
-    refuse_in_pieces(path)
+    refuse_unreadable(path)
     if path.suffix in SUFFIXES and not path.is_dir():
         if not path.exists():
             raise UserError(

@@ -18,7 +18,7 @@ from torch import Tensor
 from gputrain.engine.checkpoint import refuse_nonfinite
 from gputrain.errors import UserError
 from gputrain.fetch.names import local_path
-from gputrain.kinds import refuse_in_pieces
+from gputrain.kinds import refuse_unreadable
 from gputrain.vae.architecture import PRESETS, VaeArchitecture
 from gputrain.vae.config import PUBLISHED
 from gputrain.vae.diffusers_folder import (
@@ -97,7 +97,7 @@ def read_pretrained(name: str | Path, norm_num_groups: int = DEFAULTS["norm_num_
     UserError if it is missing or damaged, or not a supported AutoencoderKL.
     """
     path = local_path(name, PUBLISHED)
-    refuse_in_pieces(path)
+    refuse_unreadable(path)
     if path.is_dir():
         found = _read_folder(path)
     elif path.suffix == ".pt" and path.name.startswith("checkpoint_"):

@@ -18,7 +18,7 @@ from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import load_weights, trained_weights
 from gputrain.errors import UserError
 from gputrain.fetch.names import local_path
-from gputrain.kinds import refuse_in_pieces
+from gputrain.kinds import refuse_unreadable
 from gputrain.vocoder.architecture import SAME_OPTIONS, NsfHifiganArchitecture
 from gputrain.vocoder.config import PUBLISHED, Model, Spectrogram, TrainVocoder
 from gputrain.vocoder.generator import Generator
@@ -193,7 +193,7 @@ def weights_file(path: Path) -> Path:
         raise UserError(
             f"{path}: no such file or folder", hint="name a run folder, a checkpoint, or the model.ckpt of openvpi"
         )
-    refuse_in_pieces(path)
+    refuse_unreadable(path)
     if path.is_file() or is_ours(path):
         return path
     named = [path / name for name in (MODEL, FIRST_MODEL) if (path / name).is_file()]

@@ -137,7 +137,7 @@ def test_a_folder_gets_plain_files(server: WebServer, tmp_path: Path):
     done = gputrain_here("fetch", "lpips-test", server.url("/v1/vgg.pth"), "--output-dir", tmp_path / "w")
     assert done.returncode == 0, done.stderr
     assert [path.name for path in (tmp_path / "w").iterdir()] == ["vgg.pth"]
-    assert f"--lpips-weights {tmp_path / 'w' / 'vgg.pth'}" in done.stdout
+    assert f"--lpips-weights lpips-vgg16,lpips-heads,{tmp_path / 'w' / 'vgg.pth'}\n" in done.stdout
     assert len(server.log) == 1
 
 
