@@ -103,7 +103,7 @@ class SpeechOptions:
         return self.language
 
 
-BESIDE_ESPEAK = "; beside --espeak-voice too, since its rules turn numbers into words first"
+BESIDE_ESPEAK = "; beside --espeak-voice too: its rules come before the phonemes"
 LANGUAGE_HINTS: Mapping[SpeechKind, str] = {
     "tts": "use --language uz, en or ru, or --language characters for any other",
     "asr": "use --language uz, en or ru, or the code of any other language, such as kk",
