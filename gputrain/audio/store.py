@@ -13,6 +13,7 @@ import zlib
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import accumulate
@@ -24,7 +25,7 @@ import numpy.typing as npt
 
 from gputrain.engine.data import MANIFEST, writing
 from gputrain.engine.preparation import QUARANTINE, Journal
-from gputrain.engine.sources import is_there
+from gputrain.engine.sources import hub_name, is_there
 from gputrain.errors import UserError
 from gputrain.kinds import how_to_prepare, refuse_other_data
 from gputrain.stored import from_json
@@ -190,7 +191,7 @@ def check_finished(folder: Path, names: Sequence[str], journal: str, *wanted: st
     `wanted` writes, or is prepared for another one."""
     if not folder.is_dir():
         fault = "is no prepared folder" if is_there(folder) else "no such folder"
-        raise UserError(f"{folder}: {fault}", hint=how_to_prepare(*wanted))
+        raise UserError(f"{hub_name(folder) or folder}: {fault}", hint=how_to_prepare(*wanted))
     refuse_other_data(folder, *wanted)
     if all((folder / name).is_file() for name in names):
         return
@@ -216,6 +217,19 @@ def bytes_in(path: Path) -> int:
 
 
 # ------------------------------------------------------------------------------------------------------ writing
+
+
+def check_format(folder: Path, journal: str, format: Any) -> None:
+    """Raises UserError if a folder holds sounds of another format. It only reads; a damaged journal is left to the
+    writer."""
+    with suppress(ValueError):
+        if (head := Journal(folder / journal).head) is not None:
+            _refuse_other_format(folder, from_json(type(format), head), format)
+
+
+def _refuse_other_format(folder: Path, earlier: Any, format: Any) -> None:
+    if earlier != format:
+        raise UserError(f"{folder} was prepared with {format_of(earlier)}, not {format_of(format)}", hint=ELSEWHERE)
 
 
 class SoundWriter(Generic[Row]):
@@ -264,11 +278,7 @@ class SoundWriter(Generic[Row]):
                 raise ValueError
         except ValueError:
             raise UserError(f"{journal.path}: damaged", hint=PREPARE_AGAIN) from None
-        if earlier != self.format:
-            raise UserError(
-                f"{self.folder} was prepared with {format_of(earlier)}, not {format_of(self.format)}",
-                hint=ELSEWHERE,
-            )
+        _refuse_other_format(self.folder, earlier, self.format)
         journal.rewrite(journal.rows)
         return found
 

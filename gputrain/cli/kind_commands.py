@@ -38,9 +38,11 @@ def source_of(settings: DataSettings, at: Path | None = None) -> "Source":
 
     media: Any = kinds()[settings.kind].media
     if not media:
-        return Source(settings.input_dir, settings.input_dir)
+        return Source(str(settings.input_dir), settings.input_dir)
     with ui.TerminalBar("unpacking") as bar:
-        return open_source(settings.input_dir, media, at, column=settings.column, progress=bar.update)
+        return open_source(
+            settings.input_dir, media, at, column=settings.column, progress=bar.update, exclusive=at is not None
+        )
 
 
 def prepare(settings: PrepareSettings) -> None:

@@ -16,6 +16,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal
 
@@ -38,7 +39,8 @@ FFMPEG_SOUNDS = frozenset({
 })  # fmt: skip
 TEXTS = frozenset({".txt", ".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".psv", ".list", ".srt", ".vtt"})
 ROWS = 32  # Rows of a parquet file that are decoded at once.
-PATH_COLUMNS = ("file_name", "filename", "file", "path", "__key__", "key")  # They name a row that has no path itself.
+PATH_COLUMNS = ("file_name", "filename", "file", "path")
+NAME_COLUMNS = (*PATH_COLUMNS, "__key__", "key")  # They name a row that has no path itself.
 
 
 @dataclass(frozen=True)
@@ -392,13 +394,14 @@ def _holds(kind: Any) -> str:
         return "bytes"
     if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
         return "text"
-    return "value" if types.is_primitive(kind) and not types.is_temporal(kind) else "other"
+    is_number = types.is_primitive(kind) or types.is_decimal(kind)
+    return "value" if is_number and not types.is_temporal(kind) else "other"
 
 
 def _values_of(schema: Any, media_column: str, reading: ContainerReading) -> list[str]:
     """Returns the columns that are read beside that of the media: for recordings all texts and numbers."""
     named = [one.name for one in schema if one.name != media_column and _holds(one.type) in ("text", "value")]
-    return list(dict.fromkeys(named)) if reading.media.texts else [one for one in named if one in PATH_COLUMNS]
+    return list(dict.fromkeys(named)) if reading.media.texts else [one for one in named if one in NAME_COLUMNS]
 
 
 def _column_of(schema: Any, label: str, reading: ContainerReading) -> str:
@@ -482,17 +485,24 @@ def _rows(batch: Any, name: str, path: Path, label: str, first: int, rows: int) 
     for index in range(batch.num_rows):
         number = first + index
         where = f"{label}, row {number}"
-        values = {one: batch.column(batch.schema.get_field_index(one))[index].as_py() for one in others}
+        values = {one: _value(batch.column(batch.schema.get_field_index(one))[index].as_py()) for one in others}
         content = parts["bytes"][index] if "bytes" in parts else None
         given = parts["path"][index].as_py() if "path" in parts else None
         given = given if isinstance(given, str) else ""
-        named = given or next((values[one] for one in PATH_COLUMNS if isinstance(values.get(one), str)), "")
+        named = given or next((values[one] for one in NAME_COLUMNS if isinstance(values.get(one), str)), "")
         share = number / rows if rows > 1 else 0.0
         if content is not None and content.is_valid:
             buffer = content.as_buffer() if hasattr(content, "as_buffer") else content.as_py()
             yield Entry(label, where, number, named, len(buffer), memoryview(buffer), None, values, share)
         else:
             yield _at_path(path, given, where, Entry(label, where, number, named, 0, None, None, values, share))
+
+
+def _value(value: Any) -> Any:
+    """Returns a value of a cell as JSON takes it: databases write identifiers and times as decimals."""
+    if not isinstance(value, Decimal):
+        return value
+    return int(value) if value == value.to_integral_value() else float(value)
 
 
 def _at_path(container: Path, given: str, where: str, entry: Entry) -> Entry | RefusedItem:

@@ -26,34 +26,42 @@ from gputrain.kinds import prepared_for
 
 log = logging.getLogger(__name__)
 
+TABLES = (".parquet", ".arrow", ".feather")
 MOST_SHARDS = 100_000  # Files of a range in a pattern.
 SHARD = re.compile(r"(?P<name>.*?)-?(?P<number>\d{4,6})-of-(?P<count>\d{4,6})")
 _kept: list["TemporaryDirectory[str]"] = []  # They are removed when the program ends.
 
 
 def open_source(
-    given: Path, media: MediaKind, at: Path | None = None, *, column: str = "", progress: Progress = no_progress
+    given: Path,
+    media: MediaKind,
+    at: Path | None = None,
+    *,
+    column: str = "",
+    progress: Progress = no_progress,
+    exclusive: bool = False,
 ) -> Source:
     """Returns a folder of files for a folder, a container, a pattern of containers, a list of paths, or a name on the
     Hub; unpacked under `at`, or where temporary files are until the program ends.
 
-    `column` names the column of a table that holds the pictures or recordings; default: found. Raises UserError if
-    nothing can be read, or the disk is too small.
+    `column` names the column of a table that holds the pictures or recordings; default: found. An `exclusive` source
+    lets other processes wait that unpack the same, until it is removed. Raises UserError if nothing can be read, or the
+    disk is too small.
     """
-    kind = MEDIA[media]
+    kind, shown = MEDIA[media], hub_name(given) or str(given)
     found = _find(given, kind)
     if not isinstance(found, FoundData):
         if column:
             raise UserError(
-                f"column does nothing with {given}, which is no parquet or Arrow data", hint="drop --column"
+                f"column does nothing with {shown}, which is no parquet or Arrow data", hint="drop --column"
             )
-        return Source(given, found or given)
+        return Source(shown, found or given)
     if at is None:
         _kept.append(TemporaryDirectory(prefix="gputrain-", ignore_cleanup_errors=True))
         at = Path(_kept[-1].name)
     identity = hashlib.sha256(os.fsencode("\0".join((found.identity, media, column)))).hexdigest()[:8]
     label = re.sub(r"[^\w.-]+", "_", found.label).strip("_.")[:60] or "data"
-    return Unpacking(given, found, kind, column, at / f"{label}-{identity}", progress).run()
+    return Unpacking(shown, found, kind, column, at / f"{label}-{identity}", progress, exclusive).run()
 
 
 # ------------------------------------------------------------------------------------------------- what is given
@@ -72,6 +80,11 @@ def hub_name(given: Path) -> str:
     return ""
 
 
+def origin_of(given: Path) -> str:
+    """Returns what a preparation notes of its source, wherever that was unpacked: the full path, or the Hub's name."""
+    return hub_name(given) or str(given.resolve())
+
+
 def is_there(given: Path) -> bool:
     """Returns True if a path of data leads to something: a folder, a file, or files of a pattern."""
     return bool(given.exists() or hub_name(given) or _expanded(given))
@@ -81,7 +94,7 @@ def _find(given: Path, media: Media) -> FoundData | Path | None:
     """Returns what to unpack; a folder of files that was loaded for it; None for one that is given, and for a path of
     nothing, which its reader refuses."""
     if name := hub_name(given):
-        return _of_hub(name, given, media)
+        return _of_hub(name, media)
     if given.is_dir():
         return None if prepared_for(given) else _in_folder(given, given, media)
     identity = str(Path(os.path.abspath(given)))
@@ -96,25 +109,35 @@ def _find(given: Path, media: Media) -> FoundData | Path | None:
     return _of_paths(given, identity, [(path, str(path)) for path in paths], media, None)
 
 
-def _of_hub(name: str, given: Path, media: Media) -> FoundData | Path | None:
+def _of_hub(name: str, media: Media) -> FoundData | Path | None:
     local = download_dataset(name)
-    found = _in_folder(local, given, media) if local.is_dir() else _find(local, media)
+    found = _in_folder(local, name, media) if local.is_dir() else _find(local, media)
     if isinstance(found, FoundData):
         return replace(found, identity=name, label=name.partition("datasets/")[2])
     return local / only_folder(local)
 
 
-def _in_folder(folder: Path, given: Path, media: Media) -> FoundData | None:
-    containers, texts, has_media = _walked(folder, media)
+def _in_folder(folder: Path, given: Path | str, media: Media) -> FoundData | None:
+    containers, texts, files = _walked(folder, media)
     if not containers:
         return None
-    if has_media:
+    if files and _bytes_of(files) >= _bytes_of(containers):
         log.warning(
             "%s: holds %s, which are read, and %s not, such as %s: name it itself to read it", given, media.noun,
             counted(len(containers), "container that is", "containers that are"), containers[0].name,
         )  # fmt: skip
         return None
-    is_archive = any(path.suffix.lower() not in (".parquet", ".arrow", ".feather") for path in containers)
+    if files:  # Such as a preview of a data set.
+        log.warning(
+            "%s: holds %s, read as the larger part, and %s not read, such as %s: move them to a folder of their own",
+            given, counted(len(containers), "container"), counted(len(files), "file"), files[0].name,
+        )  # fmt: skip
+    # img2dataset writes 00000.parquet, with the addresses of the pictures, beside 00000.tar.
+    archives = {path.with_suffix("") for path in containers if path.suffix.lower() not in TABLES}
+    containers = [
+        path for path in containers if path.suffix.lower() not in TABLES or path.with_suffix("") not in archives
+    ]
+    is_archive = bool(archives)
     by_name = {path.relative_to(folder).as_posix(): path for path in [*containers, *(texts if is_archive else ())]}
     names, note = of_one_split(sorted(by_name), str(given), f"{given}{os.sep}")
     if note:
@@ -127,9 +150,15 @@ def _in_folder(folder: Path, given: Path, media: Media) -> FoundData | None:
     return FoundData(folder, identity, folder.name, tuple(containers), tuple(texts))
 
 
-def _walked(folder: Path, media: Media) -> tuple[list[Path], list[Path], bool]:
-    """Returns the containers and the texts of a folder tree, and whether it holds files of the media themselves."""
-    containers, texts, has_media = [], [], False
+def _bytes_of(paths: Sequence[Path]) -> int:
+    return sum(path.stat().st_size for path in paths if path.is_file())
+
+
+def _walked(folder: Path, media: Media) -> tuple[list[Path], list[Path], list[Path]]:
+    """Returns the containers, the texts, and the files of the media themselves of a folder tree."""
+    containers: list[Path] = []
+    texts: list[Path] = []
+    files: list[Path] = []
     for at, folders, names in os.walk(folder, followlinks=True):
         depth = len(Path(at).relative_to(folder).parts)
         folders[:] = sorted(name for name in folders if not is_of_programs(name)) if depth < 20 else []
@@ -138,15 +167,16 @@ def _walked(folder: Path, media: Media) -> tuple[list[Path], list[Path], bool]:
             # datasets keeps results of functions in files of this name beside a data set.
             if name.startswith(".") or re.fullmatch(r"cache-[0-9a-f]+.*\.arrow", name):
                 continue
-            has_media = has_media or suffix in media.suffixes
             if CONTAINERS.search(name):
                 containers.append(path)
+            elif suffix in media.suffixes:
+                files.append(path)
             elif suffix in media.texts:
                 texts.append(path)
-    return containers, texts, has_media
+    return containers, texts, files
 
 
-def _warn_of_missing_shards(containers: Sequence[Path], given: Path) -> None:
+def _warn_of_missing_shards(containers: Sequence[Path], given: Path | str) -> None:
     found: dict[tuple[str, int], set[int]] = {}
     for path in containers:
         if match := SHARD.search(path.name):

@@ -31,7 +31,7 @@ from gputrain.engine.containers import (
     CONTAINERS,
     LISTS,
     MEDIA,
-    PATH_COLUMNS,
+    NAME_COLUMNS,
     SUBTITLES,
     ContainerReading,
     Entry,
@@ -41,7 +41,7 @@ from gputrain.engine.containers import (
     suffix_of,
     unpacked_bytes,
 )
-from gputrain.engine.data import Progress, writing
+from gputrain.engine.data import Progress, fingerprint, writing
 from gputrain.engine.preparation import RefusedItem, is_of_programs, sorted_refusals, write_quarantine
 from gputrain.errors import UserError
 from gputrain.figures import format_bytes
@@ -72,11 +72,12 @@ class FoundData:
 class Source:
     """A folder of files that stands for what was given."""
 
-    given: Path
+    given: str
     folder: Path
     unpacked: Path | None = None  # What was made for it; None: the folder was given.
     refused: tuple[RefusedItem, ...] = ()
     ignored: Mapping[str, int] = field(default_factory=dict)
+    lock: FileLock | None = None  # Held until what was unpacked is removed.
 
     def complete(self, report: Any, output_dir: Path | None = None) -> Any:
         """Returns a report on the folder as one on what was given: what was left out is named by its container and its
@@ -89,7 +90,7 @@ class Source:
         }
         if output_dir is not None:
             write_quarantine(output_dir, refused)
-        return replace(report, input_dir=str(self.given), refused=refused, ignored=ignored)
+        return replace(report, input_dir=self.given, refused=refused, ignored=ignored)
 
     def located(self, refused: Sequence[RefusedItem]) -> list[RefusedItem]:
         """Returns refused files of the folder with their places in containers, and what was left out before."""
@@ -116,6 +117,8 @@ class Source:
         """Removes what was unpacked."""
         if self.unpacked is not None:
             remove_unpacked(self.unpacked)
+        if self.lock:
+            self.lock.release()
 
 
 def remove_unpacked(folder: Path) -> None:
@@ -131,24 +134,27 @@ def remove_unpacked(folder: Path) -> None:
 class Unpacking:
     """The work of unpacking what was found into a folder."""
 
-    given: Path
+    given: str
     found: FoundData
     media: Media
     column: str
     folder: Path
     progress: Progress
+    exclusive: bool = False
 
     def run(self) -> Source:
-        state, lock = (
-            self.folder.with_name(f"{self.folder.name}.json"),
-            self.folder.with_name(f"{self.folder.name}.lock"),
-        )
+        for container in self.found.containers:
+            format_of(container)
+        state = self.folder.with_name(f"{self.folder.name}.json")
+        lock = FileLock(self.folder.with_name(f"{self.folder.name}.lock"))
         with writing(self.folder):
             self.folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(lock):  # Other ranks of a training wait here, and find the folder complete.
+        with lock:  # Other ranks of a training wait here, and find the folder complete.
+            if self.exclusive:
+                lock.acquire()  # Once more, so that it outlasts this function.
             earlier, parts = _read_state(state), self._parts()
             if earlier and earlier["parts"] == parts and earlier["complete"] and self.folder.is_dir():
-                return self._source(earlier)
+                return self._source(earlier, lock)
             if earlier is None and self.folder.exists():
                 raise UserError(
                     f"{self.folder}: holds files that were not unpacked here", hint="choose another --output-dir"
@@ -161,22 +167,21 @@ class Unpacking:
             made = self._unpack()
             with writing(self.folder):
                 _write_state(state, {"parts": parts, "complete": True, **made})
-            return self._source(_read_state(state) or {})
+            return self._source(_read_state(state) or {}, lock)
 
     def _parts(self) -> list[Any]:
-        """Returns the files that are read, with their sizes and times."""
+        """Returns the files that are read, with their times, and fingerprints, as copies may keep times."""
         paths = [*self.found.containers, *self.found.texts, *self.found.watched]
-        described = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
+        described = [[str(path), path.stat().st_mtime_ns, fingerprint(path)] for path in paths]
         return [*described, *([str(path)] for path, _ in self.found.files)]
 
-    def _source(self, state: Mapping[str, Any]) -> Source:
+    def _source(self, state: Mapping[str, Any], lock: FileLock) -> Source:
         refused = tuple(RefusedItem(**row) for row in state["refused"])
-        return Source(self.given, self.folder / state["root"], self.folder, refused, state["ignored"])
+        held = lock if self.exclusive else None
+        return Source(self.given, self.folder / state["root"], self.folder, refused, state["ignored"], held)
 
     def _unpack(self) -> dict[str, Any]:
         reading = ContainerReading(self.media, self.column)
-        for container in self.found.containers:
-            format_of(container)
         self._check_disk(reading)
         refused, faults = list(self.found.refused), list[UserError]()
         with FileWriter(self.folder, self.media) as writer:
@@ -232,7 +237,7 @@ class Unpacking:
         if self.found.containers:
             log.info("unpacking %s (%s) into %s", self.given, format_bytes(needed), self.folder)
         if needed - there > free:
-            raise full_disk(str(self.given), needed - there, self.folder.parent)
+            raise full_disk(self.given, needed - there, self.folder.parent)
 
     def _nothing(
         self, refused: Sequence[RefusedItem], faults: Sequence[UserError], reading: ContainerReading
@@ -327,6 +332,7 @@ class FileWriter:
         self._stems: dict[str, str] = {}  # Names without suffixes, with the shards that have them.
         self._files: set[str] = set()
         self._folders: set[str] = set()
+        self._copies: dict[str, int] = {}  # Numbers of files that had the same name.
         self._partial = folder.with_name(f"{folder.name}.partial")
         self._rows_path = folder.with_name(f"{folder.name}.rows")
         self._rows = self._rows_path.open("w", encoding="ascii")
@@ -377,8 +383,9 @@ class FileWriter:
 
     def _add_row(self, name: str, entry: Entry) -> None:
         """Adds the other columns of a row to the table of texts, in which a path names the recording."""
-        left_out = {*PATH_COLUMNS, *self.media.columns}
-        row = {key: value for key, value in (entry.values or {}).items() if key not in left_out and value is not None}
+        left_out = {*NAME_COLUMNS, *self.media.columns}
+        row = {key: value for key, value in (entry.values or {}).items() if key not in left_out}
+        row = {key: value for key, value in row.items() if value is not None and value == value}  # NaN is no value.
         if self._table is None:
             self._table = (self.folder / TABLE).open("w", encoding="ascii")
         self._table.write(json.dumps({"audio": name, **row}) + "\n")
@@ -396,17 +403,19 @@ class FileWriter:
         parts = safe_parts(entry.name) or [shard, f"{entry.number:08d}"]
         stem, suffix = _cut(parts[-1])
         if suffix.lower() not in self.media.suffixes | (frozenset() if entry.values is not None else self.media.texts):
-            stem, suffix = parts[-1], suffix_of(bytes(entry.content[:64]), self.media) or self.media.default
+            stem, suffix = parts[-1], suffix_of(_head_of(entry), self.media) or self.media.default
         stem = prefix + "/".join([*map(_short, parts[:-1]), _short(stem)])
         if self._stems.setdefault(self._folded(stem), shard) != shard:
             stem = f"{prefix}{shard}/{stem.removeprefix(prefix)}"
             self._stems[self._folded(stem)] = shard
         if any(self._folded(str(parent)) in self._files for parent in PurePosixPath(stem).parents):
             stem = stem.replace("/", "_")
-        name, copies = stem + suffix, 1
+        name, copies = stem + suffix, self._copies.get(self._folded(stem + suffix), 1)
         while self._folded(name) in self._files or self._folded(name) in self._folders:
             copies += 1
             name = f"{stem}-{copies}{suffix}"
+        if copies > 1:
+            self._copies[self._folded(stem + suffix)] = copies
         self._files.add(self._folded(name))
         self._folders |= {self._folded(str(parent)) for parent in PurePosixPath(name).parents}
         return name
@@ -459,6 +468,17 @@ def _cut(name: str) -> tuple[str, str]:
     """Splits a name at its last full stop, if there is a name before it."""
     path = PurePosixPath(name)
     return path.name.removesuffix(path.suffix), path.suffix
+
+
+def _head_of(entry: Entry) -> bytes:
+    """Returns the first bytes of a row of a table."""
+    if entry.path is None:
+        return bytes(entry.content[:64])
+    try:
+        with entry.path.open("rb") as file:
+            return file.read(64)
+    except OSError:  # Whoever reads the file says so.
+        return b""
 
 
 def _blocks(content: Any) -> Iterable[Any]:

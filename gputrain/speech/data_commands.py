@@ -54,12 +54,15 @@ def validate_command(kind: SpeechKind, *further: str) -> DataCommand:
 
 
 def prepare_transcribed(settings: Any, kind: SpeechKind) -> DataWork:
-    from gputrain.speech.prepare import prepare_speech, speech_prepare_config
+    from gputrain.speech.prepare import check_output, prepare_speech, speech_prepare_config
     from gputrain.speech.validate import findings_of
 
     prepare_with = partial(prepare_speech, checker=checker_of(settings.align_with))
     config = speech_prepare_config(kind, settings.speech, settings.sound)
-    return DataWork(prepare_with, config, prepared_speech, lambda folder, processes: findings_of(folder, kind))
+    return DataWork(
+        prepare_with, config, prepared_speech, lambda folder, processes: findings_of(folder, kind),
+        check_output=partial(check_output, config=config),
+    )  # fmt: skip
 
 
 def checker_of(model: str | None) -> "SpeechChecker | None":

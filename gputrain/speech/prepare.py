@@ -16,9 +16,10 @@ from gputrain.audio import prepare as audio_prepare
 from gputrain.audio.config import Sound
 from gputrain.audio.io import Samples, length_of
 from gputrain.audio.prepare import SoundPrepareReport, bandwidth_of, is_narrow
-from gputrain.audio.store import Wave
+from gputrain.audio.store import Wave, check_format
 from gputrain.engine.data import Progress, no_progress, to_int16
 from gputrain.engine.preparation import (
+    Journal,
     RefusedItem,
     check_folders,
     check_input_folder,
@@ -35,7 +36,7 @@ from gputrain.speech.checker import SpeechChecker
 from gputrain.speech.clip_filter import BEYOND_SECONDS, Selection, odd_letters, reader_of, select_clips
 from gputrain.speech.config import POLICIES, SpeechKind, SpeechOptions, SpeechPrepareConfig
 from gputrain.speech.cutting import cut_utterances
-from gputrain.speech.store import Recording, SoundFormat, SpeechWriter, read_wave, stored_kind
+from gputrain.speech.store import SOUNDS, Recording, SoundFormat, SpeechWriter, read_wave, stored_kind
 from gputrain.speech.transcripts import TranscriptRules, Transcripts, Utterance, has_transcripts, read_transcripts
 
 log = logging.getLogger(__name__)
@@ -157,13 +158,16 @@ def vocabulary_facts(chosen: Selection) -> dict[str, tuple[str, ...]]:
 
 
 def check_output(folder: Path, config: SpeechPrepareConfig) -> None:
-    """Raises UserError if the folder holds speech that was prepared for another kind of model."""
+    """Raises UserError if the folder holds speech that was prepared for another kind of model or otherwise."""
     found = stored_kind(folder)
     if found not in (None, config.kind):
         raise UserError(
             f"{folder}: holds speech prepared with --kind {found}",
             hint=f"prepare for --kind {config.kind} into another folder",
         )
+    head = Journal(folder / SOUNDS).head or {}
+    # Transcripts that cut clips out switch trimming off.
+    check_format(folder, SOUNDS, sound_format(config if head.get("trim_db") else replace(config, trim_db=0.0)))
 
 
 def sound_format(config: SpeechPrepareConfig) -> SoundFormat:
@@ -180,9 +184,10 @@ def gather_material(input_dir: Path, config: SpeechPrepareConfig) -> Material:
     rules = TranscriptRules(
         policy.needs_speakers, options.cue_gap, options.max_seconds, language if policy.reads_subtitles else ""
     )
-    transcripts = read_transcripts(
-        input_dir, tree.paths, file=options.transcripts, columns=options.transcript_columns, rules=rules
-    )
+    file = options.transcripts
+    if file and not file.exists() and (input_dir / file).is_file():  # A file in an archive has no other name.
+        file = input_dir / file
+    transcripts = read_transcripts(input_dir, tree.paths, file=file, columns=options.transcript_columns, rules=rules)
     refused, notes = [*tree.refused, *transcripts.refused], list(transcripts.notes)
     transcripts = replace(transcripts, utterances=without_whole_spans(input_dir, transcripts.utterances, notes))
     if config.trim_db and any(one.span for one in transcripts.utterances):

@@ -48,15 +48,17 @@ def work() -> "VaeWork":
 
 
 def prepare_pictures(settings: Any) -> DataWork:
+    from gputrain.engine.sources import origin_of
     from gputrain.vae.prepare import check_output, prepare_images
 
     size = settings.pictures.target_size
+    choices = {"overwrite": settings.overwrite, "origin": origin_of(settings.input_dir)}
     return DataWork(
-        partial(prepare_images, overwrite=settings.overwrite),
+        partial(prepare_images, **choices),
         settings.pictures,
         lambda report: prepared_counts(report, "held out", report.held_out),
         train_options=("--image-size", str(size)) if size < leaves(TrainVae)["image_size"].default else (),
-        check_output=partial(check_output, config=settings.pictures, overwrite=settings.overwrite),
+        check_output=partial(check_output, config=settings.pictures, **choices),
     )
 
 

@@ -94,6 +94,7 @@ def prepare_images(
     num_workers: int = 0,
     progress: Progress = no_progress,
     overwrite: bool = False,
+    origin: str = "",
 ) -> VaePrepareReport:
     """Resizes every usable picture of a tree to a square, in the same tree under `output_dir`.
 
@@ -101,14 +102,17 @@ def prepare_images(
     pixels, because bars of one colour would teach the model edges that photographs do not have; "stretch" changes
     the proportions. Of a picture that is more than three times as long as wide most of the square would be padding, so
     "contain" refuses it. PNG and WebP are lossless, JPEG has quality 95 and full chroma. Broken, tiny, huge, duplicate
-    and unreadable files are quarantined: listed in quarantine.jsonl, and not moved.
+    and unreadable files are quarantined: listed in quarantine.jsonl, and not moved. `origin` names what the folder was
+    unpacked from; default: the folder.
 
     Raises UserError if a folder is invalid, no picture is usable, a process dies or the disk is full;
     the next run continues. It also raises UserError if the folder has pictures of other settings, unless `overwrite`.
     """
     check_folders(input_dir, output_dir, "vae")
-    check_output(output_dir, config, overwrite=overwrite)
-    journal = open_journal(input_dir, output_dir)
+    origin = origin or str(input_dir.resolve())
+    check_output(output_dir, config, overwrite=overwrite, origin=origin)
+    journal = Journal(output_dir / JOURNAL)  # Damaged rows are made again.
+    journal.head = {"input_dir": origin}
     tree = scan_pictures(input_dir)
     repeats = find_duplicates(input_dir, tree.sources)
     sources = [source for source in tree.sources if source.path not in repeats]
@@ -214,33 +218,24 @@ def recipe_of(config: VaePrepareConfig) -> JournalRow:
     return recipe
 
 
-def check_output(output_dir: Path, config: VaePrepareConfig, *, overwrite: bool) -> None:
-    """Raises UserError if the folder contains anything but prepared pictures, or those of other settings, unless
-    `overwrite`."""
+def check_output(output_dir: Path, config: VaePrepareConfig, *, overwrite: bool, origin: str) -> None:
+    """Raises UserError if the folder contains anything but prepared pictures, those of another source than `origin`, or
+    those of other settings, unless `overwrite`."""
     journal = Journal(output_dir / JOURNAL)
     if journal.head is None:
         if output_dir.is_dir() and any(not file.name.startswith(".") for file in output_dir.iterdir()):
             raise UserError(
                 f"{output_dir}: holds files that were not prepared here", hint="choose an empty or a new folder"
             )
-    elif not overwrite:
+        return
+    if not overwrite:
         check_recipe(journal, recipe_of(config))
-
-
-def open_journal(input_dir: Path, output_dir: Path) -> Journal:
-    """Reads the journal of an output folder. Damaged rows are made again.
-
-    Raises UserError if it was prepared from another folder.
-    """
-    journal, head = Journal(output_dir / JOURNAL), {"input_dir": str(input_dir.resolve())}
-    if journal.head is not None and journal.head != head:
+    if journal.head != {"input_dir": origin}:
         before = journal.head.get("input_dir", "an unknown folder")
         raise UserError(
-            f"{output_dir}: was prepared from {before}, not from {input_dir}",
+            f"{output_dir}: was prepared from {before}, not from {origin}",
             hint="choose another output folder: --output-dir NEW_FOLDER",
         )
-    journal.head = head
-    return journal
 
 
 def check_recipe(journal: Journal, recipe: JournalRow) -> None:

@@ -53,7 +53,7 @@ def work() -> "VocoderWork":
 
 
 def prepare_recordings(settings: Any) -> DataWork:
-    from gputrain.vocoder.prepare import prepare_sound, vocoder_prepare_config
+    from gputrain.vocoder.prepare import check_output, prepare_sound, vocoder_prepare_config
 
     config = vocoder_prepare_config(settings.sound)
 
@@ -72,7 +72,7 @@ def prepare_recordings(settings: Any) -> DataWork:
         word for name, value in needed.items() if value != usual[name.replace("-", "_")]
         for word in (f"--{name}", f"{value:g}")
     )  # fmt: skip
-    return DataWork(prepare_sound, config, figures, findings, words)
+    return DataWork(prepare_sound, config, figures, findings, words, partial(check_output, recipe=config))
 
 
 def validate_recordings(settings: Any) -> DataWork:

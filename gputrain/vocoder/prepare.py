@@ -14,8 +14,8 @@ from gputrain.audio import prepare as audio_prepare
 from gputrain.audio.config import Sound as Wishes
 from gputrain.audio.f0 import compile_tracker, default_method, f0, require_tracker
 from gputrain.audio.prepare import SoundPrepareReport
-from gputrain.audio.store import Pitch, Wave
-from gputrain.engine.data import Progress, no_progress, to_int16
+from gputrain.audio.store import Pitch, Wave, check_format
+from gputrain.engine.data import MANIFEST, Progress, no_progress, to_int16
 from gputrain.engine.preparation import (
     RefusedItem,
     check_folders,
@@ -27,7 +27,7 @@ from gputrain.engine.preparation import (
 )
 from gputrain.errors import UserError
 from gputrain.vocoder.config import SAMPLING_RATE
-from gputrain.vocoder.store import VocoderFormat, VocoderStoreWriter
+from gputrain.vocoder.store import JOURNAL, VocoderFormat, VocoderStoreWriter
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,12 @@ def vocoder_prepare_config(wishes: Wishes) -> VocoderPrepareConfig:
         wishes.audio_sample_rate or SAMPLING_RATE, wishes.hop_size, method, wishes.f0_min, wishes.f0_max,
         wishes.trim_db or 0.0, wishes.loudness_db,
     )  # fmt: skip
+
+
+def check_output(output_dir: Path, recipe: VocoderPrepareConfig) -> None:
+    """Raises UserError if the folder holds recordings that were prepared with other settings."""
+    for journal in (JOURNAL, MANIFEST):  # Of an unfinished preparation, and of a finished one.
+        check_format(output_dir, journal, recipe.format)
 
 
 def prepare_sound(

@@ -5,17 +5,20 @@ import hashlib
 import io
 import json
 import logging
+import math
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from decimal import Decimal
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import numpy as np
 import pytest
+from filelock import FileLock, Timeout
 from PIL import Image
 
 from gputrain.config import assemble, flatten
@@ -606,3 +609,103 @@ def test_without_pyarrow_its_extra_is_named(folders, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="pyarrow is not installed") as error:
         open_source(given, "image", tmp_path / "at")
     assert error.value.hint == 'pip install "gputrain[datasets]"'
+
+
+# --------------------------------------------------------------------------------------------------- as they are found
+
+
+def test_values_of_databases_become_those_of_a_table(tmp_path):
+    """Decimals are numbers, NaN is no value, and files without a suffix get that of their content."""
+    (tmp_path / "0001").write_bytes(b"RIFF0000WAVE")
+    rows = {
+        "audio": ["0001", "0001"],
+        "speaker_id": [Decimal(7), Decimal(8)],
+        "start": [Decimal("0.25"), None],
+        "end": [1.5, math.nan],
+    }
+    parquet.write_table(pyarrow.table(rows), tmp_path / "x.parquet")
+    source = open_source(tmp_path / "x.parquet", "audio", tmp_path / "at")
+    assert [json.loads(line) for line in (source.folder / "metadata.jsonl").read_text().splitlines()] == [
+        {"audio": "0001.wav", "speaker_id": 7, "start": 0.25, "end": 1.5},
+        {"audio": "0001-2.wav", "speaker_id": 8},
+    ]
+
+
+def test_the_time_of_rows_of_the_same_name_is_linear(tmp_path, monkeypatch):
+    """Each name is looked up a few times, whatever the number of files that have it."""
+    looked_up = []
+    monkeypatch.setattr(unpacking.FileWriter, "_folded", lambda self, name: looked_up.append(name) or name)
+    parquet.write_table(rows_of(*[cell(path="image.jpg")] * 200), tmp_path / "x.parquet")
+    assert len(files_of(open_source(tmp_path / "x.parquet", "image", tmp_path / "at").folder)) == 200
+    assert len(looked_up) < 200 * 20
+
+
+def test_tables_beside_the_shards_of_img2dataset_are_not_read(folders, tmp_path):
+    write_webdataset(tmp_path / "00000.tar", folders / "image")
+    table({"url": ["https://a/b.jpg"], "key": ["000"]})(tmp_path / "00000.parquet")
+    source = open_source(tmp_path, "image", tmp_path.with_name("at"))
+    assert len(files_of(source.folder)) == 6
+    assert source.refused == ()
+
+
+def test_a_preview_beside_a_larger_container_is_not_taken_for_the_data(folders, tmp_path, caplog):
+    parquet.write_table(table_of(folders / "image", with_names), tmp_path / "train.parquet")
+    (tmp_path / "preview.png").write_bytes(PICTURE)
+    source = open_source(tmp_path, "image", tmp_path.with_name("at"))
+    assert len(files_of(source.folder)) == 6
+    assert "1 file not read, such as preview.png" in caplog.text
+
+
+def test_a_container_replaced_by_one_of_equal_size_and_time_is_unpacked_again(tmp_path):
+    given = tmp_path / "x.zip"
+    for content in (b"first", b"other"):
+        zipped(("a.png", content))(given)
+        os.utime(given, (1, 1))
+        assert (open_source(given, "image", tmp_path / "at").folder / "a.png").read_bytes() == content
+
+
+def test_a_preparation_notes_the_container_and_refuses_another_before_unpacking(folders, tmp_path):
+    """The output folder may have another name the second time: the notes do not tell where the data were unpacked."""
+    given = zip_archive(folders / "image", tmp_path, None)
+    prepare("vae", given, tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / "renamed")
+    assert "kept      6" in prepare("vae", given, tmp_path / "renamed").stdout
+    for kind, name, options, fault in (
+        ("vae", "y.zip", (), f"was prepared from {given}, not from {tmp_path / 'y.zip'}"),
+        ("vocoder", "x.zip", ("--hop-size", 128), "hop_size 256, not "),
+        ("tts", "x.zip", ("--audio-sample-rate", 22050), "sampling_rate 16000, not "),
+    ):
+        out = tmp_path / "renamed" if kind == "vae" else tmp_path / kind
+        if kind != "vae":
+            prepare(kind, folders / "audio", out)
+        shutil.copy(given, tmp_path / name) if name != "x.zip" else None
+        done = gputrain_here(
+            "prepare-data", "--kind", kind, "--input-dir", tmp_path / name, "--output-dir", out,
+            *PREPARE[kind][1], *options,
+        )  # fmt: skip
+        assert done.returncode == 2
+        assert fault.split(", not")[0] in " ".join(done.stderr.split()), done.stderr
+        assert "unpacking" not in done.stderr
+
+
+def test_what_a_preparation_reads_is_kept_until_it_has_ended(folders, tmp_path):
+    """A second process that unpacks the same waits for the first, which removes it."""
+    given, at = zip_archive(folders / "image", tmp_path, None), tmp_path / "at"
+    first = open_source(given, "image", at, exclusive=True)
+    held = FileLock(first.unpacked.with_name(f"{first.unpacked.name}.lock"))
+    with pytest.raises(Timeout):
+        held.acquire(timeout=0)
+    first.remove()
+    assert len(files_of(open_source(given, "image", at, exclusive=True).folder)) == 6
+
+
+def test_a_transcript_in_an_archive_is_named_as_there(folders, tmp_path):
+    given = tar(folders / "audio", tmp_path, None)
+    with tarfile.open(given, "a") as archive:
+        add_to_tar(archive, "./my data/test.csv", b"s0|another text")
+    done = gputrain_here(
+        "prepare-data", "--kind", "tts", "--input-dir", given, "--output-dir", tmp_path / "out", "--num-workers", 0,
+        *PREPARE["tts"][1], "--transcripts", "metadata.csv",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "out" / "manifest.jsonl").read_text().splitlines()) == 6

@@ -645,5 +645,5 @@ def prepare(raw: Path, out: Path, **options: Any) -> VaePrepareReport:
 
 @pytest.mark.parametrize(("size", "options"), [(64, ("--image-size", "64")), (1024, ())])
 def test_a_training_on_small_pictures_is_given_their_size(size, options):
-    given = SimpleNamespace(pictures=VaePrepareConfig(target_size=size), overwrite=False)
+    given = SimpleNamespace(pictures=VaePrepareConfig(target_size=size), overwrite=False, input_dir=Path("in"))
     assert KIND.prepare.work(given).train_options == options
