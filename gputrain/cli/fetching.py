@@ -4,7 +4,7 @@ import json
 import shlex
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -84,7 +84,7 @@ class Loaded:
     name: str
     path: Path
     files: Sequence[Path]
-    used: str  # What options take: the name, or the path in a folder of the user.
+    used: str  # What options take: the name; the path, in a folder of the user or if the name is also a path here.
     page: str = ""
     is_data: bool = False
 
@@ -100,8 +100,10 @@ def load(name: str, folder: Path | None, *, several: bool) -> Loaded:
 
     place = find_published(name)
     assert place is not None
+    by_path = bool(folder) or Path(name).exists()
     if not isinstance(place, Address):
-        return load_from_hub(name, place, folder, several=several)
+        loaded = load_from_hub(name, place, folder, several=several)
+        return replace(loaded, used=str(loaded.path)) if by_path else loaded
     with ui.TerminalBar("downloading (MB)") as bar:
 
         def report(done: int, total: int | None) -> None:
@@ -110,7 +112,7 @@ def load(name: str, folder: Path | None, *, several: bool) -> Loaded:
         below = folder / place.folder_name if folder and several and place.unpacks else folder
         path = fetch_address(place, below, thoroughly=True, progress=report)
     files = [*files_below(path).values()] if place.unpacks else [path]
-    return Loaded(name, path, files, str(path) if folder else name)
+    return Loaded(name, path, files, str(path) if by_path else name)
 
 
 def load_from_hub(name: str, place: "HubName", folder: Path | None, *, several: bool) -> Loaded:
@@ -132,14 +134,14 @@ def load_from_hub(name: str, place: "HubName", folder: Path | None, *, several: 
             if below:
                 copy_files(files, below)
                 path = below
-            return Loaded(name, path, [*files.values()], str(path) if folder else name, place.page, is_data=True)
+            return Loaded(name, path, [*files.values()], name, place.page, is_data=True)
         wanted = [
             kind.published for kind in kinds().values() if kind.published and (not entry or entry.kind == kind.name)
         ]
         model = fetch_model(place, wanted, thoroughly=True, sha256=entry.sha256 if entry else None)
         path = model.copy_to(below) if below else model.path
     files_of_model = [(below or model.folder) / file for file in model.files]
-    return Loaded(name, path, files_of_model, str(path) if folder else name, place.page)
+    return Loaded(name, path, files_of_model, name, place.page)
 
 
 def print_loaded(loaded: Loaded) -> None:

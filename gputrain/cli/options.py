@@ -129,15 +129,18 @@ def add_command(
 
 def names_models(settings: type) -> bool:
     """Return True if a command has an option that takes a published model by its name."""
-    return any(
-        leaf.plain_type is ModelName or ModelName in get_args(leaf.plain_type)
-        for leaf in config.leaves(settings).values()
-    )
+    return any(_is_model_name(leaf) for leaf in config.leaves(settings).values())
+
+
+def _is_model_name(leaf: Leaf) -> bool:
+    return ModelName in (leaf.plain_type, *get_args(leaf.plain_type))
 
 
 def settings_of(cls: type[T], context: typer.Context, values: dict[str, Any]) -> T:
     """Build the config object of a parsed command line. Raises UserError as `config.assemble` does."""
     leaves, gone = config.leaves(cls), config.retired(cls)
+    for name, leaf in leaves.items():
+        _refuse_empty(leaf, values.get(name), context)
     given = {
         name: _joined(leaves[name], value, context) if name in leaves else value
         for name, value in values.items()
@@ -167,6 +170,17 @@ def _context(settings: type) -> dict[str, Any]:
     return {
         "token_normalize_func": normal, "help_option_names": ["-h", "--help"], "max_content_width": WIDEST,
     }  # fmt: skip
+
+
+def _refuse_empty(leaf: Leaf, value: Any, context: typer.Context) -> None:
+    """Raise UserError for an empty name of a model on a command line, which a shell makes of a variable that is not
+    set: a training would begin from random weights."""
+    source = context.get_parameter_source(leaf.name)
+    if not _is_model_name(leaf) or source is None or source.name != "COMMANDLINE":
+        return
+    if not all(item.strip() for item in (value if leaf.is_list else [value])):
+        what = leaf.name.removesuffix("s").upper() if leaf.is_positional else leaf.flag
+        raise UserError(f"{what} is empty", hint="name a model; is a variable of the shell not set?")
 
 
 def _joined(leaf: Leaf, value: Any, context: typer.Context) -> Any:

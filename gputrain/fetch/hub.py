@@ -40,6 +40,7 @@ ADAPTER = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)/(?P<file>adapter\.[\w.-]+\.
 # Beginnings of what people copy from a browser, and of fsspec's names.
 PREFIXES = re.compile(r"(?:https?:/{1,2}(?:www\.)?(?:huggingface\.co|hf\.co)/|hf:/{1,2})(?P<rest>.+)")
 VIEWS = ("tree", "blob", "resolve", "raw")  # Pages of a repository whose next part is a revision.
+NO_OWNERS = ("spaces", "collections", "papers", "docs", "blog", "api")  # Pages whose next part is no repository.
 SMALL_FILE = 10_000_000  # Bytes; several files up to this size are fetched at once.
 AT_ONCE = 8
 PART = ".incomplete"
@@ -89,7 +90,7 @@ def _parse_address(rest: str) -> HubName | None:
     """Returns the name in org/name[@revision][/folder/file] or org/name/tree/revision/folder/file."""
     kind: RepoType = "dataset" if rest.startswith("datasets/") else "model"
     parts = rest.removeprefix("datasets/").split("/")
-    if len(parts) < 2:
+    if len(parts) < 2 or parts[0] in NO_OWNERS:
         return None
     (repo, _, revision), path = "/".join(parts[:2]).partition("@"), parts[2:]
     if ":" in repo or (path and ":" in path[0]) or (not path and "@" in rest and ":" in rest):

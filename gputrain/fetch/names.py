@@ -7,7 +7,7 @@ from pathlib import Path
 from gputrain.errors import UserError
 from gputrain.fetch.addresses import Address, address_of, address_of_url, fetch_address
 from gputrain.fetch.catalogue import catalogue, close_names
-from gputrain.fetch.hub import HubName, parse_hub_name
+from gputrain.fetch.hub import PREFIXES, HubName, parse_hub_name
 from gputrain.fetch.published import PublishedFiles, fetch_model
 
 FILE = re.compile(r"\.(pt|pth|ckpt|safetensors|bin|onnx|json|yaml|zip)$", re.IGNORECASE)  # No repository is named so.
@@ -40,6 +40,9 @@ def local_path(name: str | Path, *wanted: PublishedFiles, weights: bool = True) 
     try:
         return fetch_model(place, wanted, weights=weights, sha256=listed.sha256 if listed else None).path
     except UserError as error:
+        if listed:
+            hint = error.hint.replace(f"fetch {place}", f"fetch {name}")
+            raise UserError(f"{name}: {error.message}", hint=hint) from None
         if looks_like_path(name):
             raise UserError(
                 f"{name}: no such file or folder; as a name on the Hub: {error.message.removeprefix(f'{name}: ')}",
@@ -59,12 +62,8 @@ def find_published(name: str | Path) -> HubName | Address | None:
         return None
     if found := parse_hub_name(text):
         return found
-    return address_of_url(text) if text.startswith(("https://", "http://")) else None
-
-
-def is_published(name: str | Path) -> bool:
-    """Returns True if a text is no path here, and may name a published model."""
-    return not os.path.exists(name) and find_published(name) is not None
+    is_address = text.startswith(("https://", "http://")) and not PREFIXES.fullmatch(text)
+    return address_of_url(text) if is_address else None
 
 
 def looks_like_path(name: str | Path) -> bool:
@@ -77,6 +76,9 @@ def no_such(name: str | Path, *wanted: PublishedFiles) -> UserError:
     close = close_names(str(name))
     if close:
         return UserError(f"{name}: no such file or folder", hint=f"short names like it: {', '.join(close)}")
+    if PREFIXES.fullmatch(str(name)):
+        hint = "name a model of the Hub as org/name, or by the address of its page, https://huggingface.co/org/name"
+        return UserError(f"{name}: names no model", hint=hint)
     if re.match(r"[\w-]+(\.[\w-]+)*\.[a-z]{2,}/.+/", str(name)):
         return UserError(f"{name}: no such file or folder", hint=f"an address begins with https://: https://{name}")
     published = "or a published one of `gputrain fetch --list`"

@@ -58,11 +58,13 @@ VARIANT = re.compile(r"[._-](fp16|bf16|fp8|non_ema)\b")  # A copy of weights tha
 def choose(names: Iterable[str], path: str, wanted: PublishedFiles) -> Choice | None:
     """Returns which of a repository's files to fetch for a model; None if there is none at the path.
 
-    The path of a file means that file, with those beside it.
+    The path of a file means that file, with those beside it; that of a file beside the weights means its folder.
     """
     names = list(names)
+    folder, _, name = path.rpartition("/")
+    if path in _matching(names, folder, [*wanted.needed, *wanted.beside]):
+        path = folder
     if path in names:
-        folder, _, name = path.rpartition("/")
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted.parts):
             model = choose(names, folder, wanted)
             return model and replace(model, path=path, others=(path, *model.others))
@@ -174,7 +176,8 @@ def _no_model(opened: Repository, wanted: Sequence[PublishedFiles]) -> UserError
     if opened.is_cached:
         weights = next((pattern for one in wanted for pattern in (*one.whole, *one.single)), "weights")
         return lacks(name, name.path or weights, opened.why_cached)
-    inside = [path for path in opened.files if path.startswith(f"{name.path}/" if name.path else "")]
+    start = f"{name.path}/" if name.path else ""
+    inside = [path for path in opened.files if path == name.path or path.startswith(start)]
     if not inside:
         return UserError(f"{name}: the repository has no {name.path}", hint=format_some(opened.files))
     listed = [path for path in inside if path.endswith((".safetensors", ".ckpt", ".pt", ".pth", ".bin"))]

@@ -55,6 +55,9 @@ def test_a_model_of_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.Monkey
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "diffusion_pytorch_model.safetensors"]
     assert size == "10.2 kB"
     assert facts["gputrain"] == "train-vae --data-path FOLDER --output-dir RUN --init-from a-vae"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a-vae").mkdir()  # Options take it for this path, so that the command names another one.
+    assert f"--init-from {folder}" in gputrain_here("fetch", "a-vae").stdout.replace("\n", "")
     (folder / "diffusion_pytorch_model.safetensors").write_bytes(CONTENT[::-1])
     done = gputrain_here("fetch", "a-vae", "--output-dir", tmp_path / "w")
     assert "is damaged; downloading it again" in done.stderr

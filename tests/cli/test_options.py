@@ -174,6 +174,8 @@ def test_a_list_of_texts_is_the_option_several_times():
     (["--data-path", ".", "--image-size", 100], "image_size 100 is not a multiple of 8", "use 96 or 104"),
     (["--data-path", ".", "--use-bf16", "--no-mixed-precision"], "contradict each other", "drop one"),
     (["--data-path", ".", "--channels", "64,x"], "channels is '64,x', expected a list of whole numbers", ""),
+    (["--data-path", ".", "--init-from", ""], "--init-from is empty", "is a variable of the shell not set?"),
+    (["--data-path", ".", "--lpips-weights", "a", "--lpips-weights", " "], "--lpips-weights is empty", "name a model"),
     (["--data-path", ".", "--batch-size", "0"], "--batch-size", ""),
     (["--data-path", ".", "--batch-sise", "4"], "--batch-sise", "--batch-size"),
     (["--data-path", ".", "--resume-from", "no.pt"], "no.pt: no such checkpoint", ""),

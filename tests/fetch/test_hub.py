@@ -46,7 +46,8 @@ COMMIT = "0123456789abcdef" * 2 + "01234567"
     *((text, None) for text in (
         "", "name", "./org/name", "../name", "/org/name", "~/name", "org\\name", "C:\\name", "C:/name", "C:/a/name",
         "a/b/c", "org/name@", "org//name", "org/na me", "org/name:../x", "https://example.com/org/name", "org/..",
-        "outputs/run/checkpoint_last.pt", "https://huggingface.co/org", "hf://name", "org/-name", "s3://org/name",
+        "outputs/run/checkpoint_last.pt", "https://huggingface.co/org", "hf://name",
+        "https://huggingface.co/spaces/org/name", "org/-name", "s3://org/name",
     )),
 )  # fmt: skip
 def test_names(text, expected):

@@ -38,6 +38,7 @@ PIPER = ("en/a/x.ckpt", "en/a/config.json", "en/b/x.ckpt", "en/b/y.ckpt", "READM
 @each_row(
     (VAE, SD, "", "", SD[:2]),
     (VAE, PIPELINE, "", "vae", ("vae/config.json", "vae/diffusion_pytorch_model.safetensors")),
+    (VAE, PIPELINE, "vae/config.json", "vae", ("vae/config.json", "vae/diffusion_pytorch_model.safetensors")),
     (VAE, PIPELINE, "vae", "vae", ("vae/config.json", "vae/diffusion_pytorch_model.safetensors")),
     (VAE, (*PIPELINE[:3], "vae/config.json", SD[2], f"vae/{SD[2]}"), "", f"vae/{SD[2]}",
      ("vae/config.json", f"vae/{SD[2]}")),
@@ -49,6 +50,7 @@ PIPER = ("en/a/x.ckpt", "en/a/config.json", "en/b/x.ckpt", "en/b/y.ckpt", "READM
     (VOCODER, ("v1/model.ckpt", "v1/config.json", "v1/model.onnx"), "v1", "v1", ("v1/config.json", "v1/model.ckpt")),
     (VOCODER, ("v1/step_10.ckpt", "v1/config.json"), "v1", "v1/step_10.ckpt", ("v1/config.json", "v1/step_10.ckpt")),
     (TTS, PIPER, "en/a", "en/a/x.ckpt", ("en/a/config.json", "en/a/x.ckpt")),
+    (TTS, PIPER, "en/a/config.json", "en/a/x.ckpt", ("en/a/config.json", "en/a/x.ckpt")),
     (TTS, PIPER, "en/b/y.ckpt", "en/b/y.ckpt", ("en/b/y.ckpt",)),
     (TTS, PIPER, "en/b", None, ()),
     (TTS, ("best_model.pth", "speakers.pth", "config.json"), "", "best_model.pth",
@@ -98,10 +100,14 @@ def test_a_path_that_exists_wins(hub, tmp_path, monkeypatch):
     ("sd-vae-ft-mes", "sd-vae-ft-mes: no such file or folder", "sd-vae-ft-mse"),
     ("org/empty", "as a name on the Hub: has no weights that can be read", "stabilityai/sd-vae-ft-mse"),
     ("org/many", "nothing tells which of its 2 files is the model", "name it: org/many:a.safetensors or org/many:b."),
+    ("org/half:config.json", "org/half:config.json: has no weights that can be read", "stabilityai/sd-vae-ft-mse"),
+    ("https://huggingface.co/org", "names no model", "https://huggingface.co/org/name"),
+    ("sd-vae-ft-mse", "sd-vae-ft-mse: stabilityai/sd-vae-ft-mse@", "spell"),
     ("org/many:c", "org/many:c: the repository has no c", "it has a.safetensors, b.safetensors"),
 )  # fmt: skip
 def test_both_readings_of_a_name_are_said(hub, name, message, hint):
     hub.add("org/empty", {"README.md": b"empty"})
+    hub.add("org/half", {"config.json": b"{}"})
     hub.add("org/many", {"a.safetensors": b"a", "b.safetensors": b"b"})
     with pytest.raises(UserError) as raised:
         local_path(name, VAE)
@@ -148,6 +154,13 @@ def test_offline_nothing_is_asked_and_what_is_missing_is_said(hub, tmp_path, mon
     assert "org/other: no such file or folder; as a name on the Hub: offline, and the cache" in said
     assert "`gputrain fetch org/other` with a network" in said
     assert not hub.server.log
+
+
+def test_the_advice_has_the_name_that_was_given(hub, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError) as raised:
+        local_path("sd-vae-ft-mse", VAE)
+    assert "run `gputrain fetch sd-vae-ft-mse` with a network" in raised.value.hint
 
 
 def test_commands_that_name_nothing_connect_to_nothing(hub, tmp_path, monkeypatch, photographs):
