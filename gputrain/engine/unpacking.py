@@ -147,11 +147,10 @@ class Unpacking:
             format_of(container)
         state = self.folder.with_name(f"{self.folder.name}.json")
         lock = FileLock(self.folder.with_name(f"{self.folder.name}.lock"))
-        with writing(self.folder):
-            self.folder.parent.mkdir(parents=True, exist_ok=True)
-        with lock:  # Other ranks of a training wait here, and find the folder complete.
-            if self.exclusive:
-                lock.acquire()  # Once more, so that it outlasts this function.
+        self._acquire(lock)  # Other ranks of a training wait here, and find the folder complete.
+        with lock:
+            if not self.exclusive:
+                lock.release()  # At the end of the block it is free.
             earlier, parts = _read_state(state), self._parts()
             if earlier and earlier["parts"] == parts and earlier["complete"] and self.folder.is_dir():
                 return self._source(earlier, lock)
@@ -168,6 +167,14 @@ class Unpacking:
             with writing(self.folder):
                 _write_state(state, {"parts": parts, "complete": True, **made})
             return self._source(_read_state(state) or {}, lock)
+
+    def _acquire(self, lock: FileLock) -> None:
+        with writing(self.folder):
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire()
+            except FileNotFoundError:  # The process that was waited for has removed the folder.
+                self._acquire(lock)
 
     def _parts(self) -> list[Any]:
         """Returns the files that are read, with their times, and fingerprints, as copies may keep times."""

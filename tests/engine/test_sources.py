@@ -688,7 +688,7 @@ def test_a_preparation_notes_the_container_and_refuses_another_before_unpacking(
         assert "unpacking" not in done.stderr
 
 
-def test_what_a_preparation_reads_is_kept_until_it_has_ended(folders, tmp_path):
+def test_what_a_preparation_reads_is_kept_until_it_has_ended(folders, tmp_path, monkeypatch):
     """A second process that unpacks the same waits for the first, which removes it."""
     given, at = zip_archive(folders / "image", tmp_path, None), tmp_path / "at"
     first = open_source(given, "image", at, exclusive=True)
@@ -696,6 +696,14 @@ def test_what_a_preparation_reads_is_kept_until_it_has_ended(folders, tmp_path):
     with pytest.raises(Timeout):
         held.acquire(timeout=0)
     first.remove()
+    acquire = FileLock.acquire
+
+    def wait_for_its_removal(lock):
+        monkeypatch.undo()
+        shutil.rmtree(at)
+        return acquire(lock)
+
+    monkeypatch.setattr(FileLock, "acquire", wait_for_its_removal)
     assert len(files_of(open_source(given, "image", at, exclusive=True).folder)) == 6
 
 
