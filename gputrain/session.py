@@ -27,6 +27,7 @@ from gputrain.engine.schedule import RunProgress, StepSchedule, begin, stages_ah
 from gputrain.engine.stop import format_duration
 from gputrain.engine.train import train
 from gputrain.errors import UserError, require
+from gputrain.fetch.download import without_secrets
 from gputrain.hw.plan import Hardware, Plan, Setting, fit_shared_memory, workers
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of
@@ -250,7 +251,7 @@ def log_start(name: str | Path, parts: str = "") -> None:
     where they are read (`checkpoint.find_named`)."""
     source = Path(name)
     if source.suffix != ".pt" and not checkpoint.newest_first(source):
-        log.info("start: the weights of %s%s", name, f" ({parts})" if parts else "")
+        log.info("start: the weights of %s%s", without_secrets(str(name)), f" ({parts})" if parts else "")
 
 
 def log_trained(recipe: Recipe) -> None:

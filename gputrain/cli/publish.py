@@ -7,6 +7,7 @@ from typing import Any
 
 from gputrain import __version__
 from gputrain.errors import UserError, first_line
+from gputrain.fetch.download import without_secrets
 from gputrain.kinds import HubCard, ModelKind, TrainedModel
 
 CARD = "README.md"
@@ -35,7 +36,8 @@ def model_card(
     text += ["", "## Use", "", *(f"- {hint}" for hint in hints), ""] if hints else [""]
     configuration = folder / "config.yaml"
     if configuration.is_file():
-        text += ["## Settings", "", "```yaml", configuration.read_text(encoding="utf-8").rstrip(), "```", ""]
+        settings = without_secrets(configuration.read_text(encoding="utf-8").rstrip())  # Everybody reads the card.
+        text += ["## Settings", "", "```yaml", settings, "```", ""]
     return "\n".join(text)
 
 

@@ -206,7 +206,7 @@ class FetchedPlace:
         files = {
             name: FetchedFile((self.base / name).stat().st_size, known or sha256(self.base / name)) for name in names
         }
-        record = FetchedFiles(self.address.url, self.address.file_name, files)
+        record = FetchedFiles(shown(self.address.url), self.address.file_name, files)
         self.record_path.parent.mkdir(parents=True, exist_ok=True)
         aside = self.record_path.with_suffix(".partial")
         aside.write_text(json.dumps(asdict(record)), encoding="utf-8")
@@ -240,7 +240,8 @@ def fetch_address(
                     log.warning("%s; downloading it again", state)
                 size = f" ({format_bytes(address.size)})" if address.size else ""
                 licence = f", licence {address.licence}" if address.licence else ""
-                log.info("downloading %s%s from %s%s", address.label, size, urlsplit(address.url).netloc, licence)
+                host = urlsplit(shown(address.url)).netloc
+                log.info("downloading %s%s from %s%s", address.label, size, host, licence)
                 place.fill(progress or logged(address.label))
     return place.path
 

@@ -97,6 +97,11 @@ def shown(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
+def without_secrets(text: str) -> str:
+    """Returns a text whose addresses are without their queries and passwords."""
+    return re.sub(r"https?://[^\s'\"\[\]]+", lambda match: shown(match[0]), text)
+
+
 def refuse_insecure(url: str, origin: str = "") -> None:
     """Raises UserError for an address that is not https, unless it is on this machine."""
     try:

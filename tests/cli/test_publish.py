@@ -26,7 +26,9 @@ def run(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, ROWS)) + '\n{"step": 25, "eval/sc')
-    (folder / "config.yaml").write_text("kind: vae\nimage_size: 64\n")
+    (folder / "config.yaml").write_text(
+        "kind: vae\nimage_size: 64\ninit_from: https://ann:secret@x.org/a.pt?token=secret\n"
+    )
     return folder
 
 
@@ -54,6 +56,7 @@ def test_a_card_has_the_figures_of_the_exported_checkpoint_the_use_and_the_setti
         "- files: config.json",
         "from_pretrained",
         "image_size: 64",
+        "init_from: https://x.org/a.pt\n",
     ):
         assert part in card, part
     for card in (card_of(run, "last"), card_of(run / checkpoint.LAST)):

@@ -52,6 +52,15 @@ def test_a_file_is_downloaded_once_for_all_runs(server, tmp_path):
     assert len(server.log) == 1
 
 
+def test_what_may_be_secret_in_an_address_is_kept_nowhere(server, tmp_path, caplog):
+    address = address_of_url(server.url("/v1/model.pth?token=secret").replace("://", "://ann:secret@"))
+    with caplog.at_level(logging.INFO):
+        assert fetch_address(address).read_bytes() == CONTENT
+    assert f"from 127.0.0.1:{server.server_port}" in caplog.text
+    assert "secret" not in caplog.text
+    assert not any(b"secret" in path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file())
+
+
 @each_row(
     ({}, CONTENT[:-1] + b"?", False),  # The size is right, which a run compares.
     ({}, CONTENT[:-1], True),
