@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 from gputrain.config import ModelName, config, leaves, opt, read_file
 from gputrain.errors import UserError, require
+from gputrain.fetch.catalogue import catalogue
 from gputrain.fetch.names import local_path
 from gputrain.fetch.published import PublishedFiles
 
@@ -267,6 +268,14 @@ class TrainedModel:
 
         Raises UserError if there is none.
         """
+        listed = catalogue().get(str(self.model))
+        named = listed.kind if listed and not Path(self.model).exists() else None
+        for kind in kinds().values():
+            if kind.published and kind.published.only_to_start and kind.published.kind == named:
+                raise UserError(
+                    f"{self.model}: begins a training, and is no model that this command reads",
+                    hint=f"{kind.command} --init-from {self.model}, then name the run",
+                )
         return local_path(self.model, *(kind.published for kind in kinds().values() if kind.published))
 
     @property

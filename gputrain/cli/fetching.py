@@ -121,7 +121,7 @@ def load_from_hub(name: str, place: "HubName", folder: Path | None, *, several: 
     from gputrain.fetch.datasets import download_dataset, is_dataset_name
     from gputrain.fetch.download import writing_into
     from gputrain.fetch.files import copy_files, files_below
-    from gputrain.fetch.names import FILE
+    from gputrain.fetch.names import FILE, by_short_name
     from gputrain.fetch.published import fetch_model
 
     entry = catalogue().get(name)
@@ -138,7 +138,10 @@ def load_from_hub(name: str, place: "HubName", folder: Path | None, *, several: 
         wanted = [
             kind.published for kind in kinds().values() if kind.published and (not entry or entry.kind == kind.name)
         ]
-        model = fetch_model(place, wanted, thoroughly=True, sha256=entry.sha256 if entry else None)
+        try:
+            model = fetch_model(place, wanted, thoroughly=True, sha256=entry.sha256 if entry else None)
+        except UserError as error:
+            raise by_short_name(error, place, name) if entry else error from None
         path = model.copy_to(below) if below else model.path
     files_of_model = [(below or model.folder) / file for file in model.files]
     return Loaded(name, path, files_of_model, name, place.page)

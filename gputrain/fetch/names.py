@@ -41,14 +41,18 @@ def local_path(name: str | Path, *wanted: PublishedFiles, weights: bool = True) 
         return fetch_model(place, wanted, weights=weights, sha256=listed.sha256 if listed else None).path
     except UserError as error:
         if listed:
-            hint = error.hint.replace(f"fetch {place}", f"fetch {name}")
-            raise UserError(f"{name}: {error.message}", hint=hint) from None
+            raise by_short_name(error, place, str(name)) from None
         if looks_like_path(name):
             raise UserError(
                 f"{name}: no such file or folder; as a name on the Hub: {error.message.removeprefix(f'{name}: ')}",
                 hint=error.hint,
             ) from None
         raise
+
+
+def by_short_name(error: UserError, place: HubName, name: str) -> UserError:
+    """Returns an error of the Hub with the short name of the list that was given for a place there."""
+    return UserError(f"{name}: {error.message}", hint=error.hint.replace(f"fetch {place}", f"fetch {name}"))
 
 
 def find_published(name: str | Path) -> HubName | Address | None:

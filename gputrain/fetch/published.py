@@ -33,6 +33,7 @@ class PublishedFiles:
     further: Callable[[Path], Sequence[str]] = nothing_else
     example: str = ""  # A name for messages.
     kind: str = ""  # That of the short names that are such models; "" if there are none.
+    only_to_start: bool = False  # Trainings begin with such a model, and no command uses it as it is.
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ PUBLISHED = PublishedFiles(
     beside=("config.json", "speakers.pth", "speakers.json", "speaker_ids.json"),
     example="piper-en-lessac-medium",
     kind="tts",
+    only_to_start=True,
 )
 
 

@@ -163,6 +163,22 @@ def test_the_advice_has_the_name_that_was_given(hub, monkeypatch):
     assert "run `gputrain fetch sd-vae-ft-mse` with a network" in raised.value.hint
 
 
+@each_row(
+    ("fetch sd-vae-ft-mse", "sd-vae-ft-mse: stabilityai/sd-vae-ft-mse@", "`gputrain fetch sd-vae-ft-mse` with"),
+    ("evaluate --model xlsr-53 --data-path data", "xlsr-53: facebook/", "`gputrain fetch xlsr-53` with"),
+    ("speak --model piper-tr-dfki-medium --text a --output-file a.wav",
+     "piper-tr-dfki-medium: begins a training", "train-tts --init-from piper-tr-dfki-medium"),
+)  # fmt: skip
+def test_messages_name_what_was_named_by_a_short_name(hub, tmp_path, monkeypatch, words, message, hint):
+    monkeypatch.chdir(tmp_path)
+    done = gputrain_here(*words.split(), "--offline")
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 2
+    assert f"error: {message}" in said
+    assert hint in said
+    assert not hub.server.log
+
+
 def test_commands_that_name_nothing_connect_to_nothing(hub, tmp_path, monkeypatch, photographs):
     asked = []
 
