@@ -1,5 +1,6 @@
 """The same pictures, recordings and texts, whichever way they come; and what holds them damaged, or in other ways."""
 
+import errno
 import gzip
 import hashlib
 import io
@@ -696,14 +697,13 @@ def test_what_a_preparation_reads_is_kept_until_it_has_ended(folders, tmp_path, 
     with pytest.raises(Timeout):
         held.acquire(timeout=0)
     first.remove()
-    acquire = FileLock.acquire
 
-    def wait_for_its_removal(lock):
+    def removed_meanwhile(lock):
         monkeypatch.undo()
         shutil.rmtree(at)
-        return acquire(lock)
+        raise FileNotFoundError(errno.ENOENT, "its folder is gone")
 
-    monkeypatch.setattr(FileLock, "acquire", wait_for_its_removal)
+    monkeypatch.setattr(FileLock, "acquire", removed_meanwhile)
     assert len(files_of(open_source(given, "image", at, exclusive=True).folder)) == 6
 
 
