@@ -400,7 +400,13 @@ def _holds(kind: Any) -> str:
 
 def _values_of(schema: Any, media_column: str, reading: ContainerReading) -> list[str]:
     """Returns the columns that are read beside that of the media: for recordings all texts and numbers."""
-    named = [one.name for one in schema if one.name != media_column and _holds(one.type) in ("text", "value")]
+    types = _pyarrow("pyarrow.types")
+    named = [
+        one.name
+        for one in schema
+        if one.name != media_column
+        and (_holds(one.type) in ("text", "value") or (one.name == "json" and types.is_struct(one.type)))
+    ]
     return list(dict.fromkeys(named)) if reading.media.texts else [one for one in named if one in NAME_COLUMNS]
 
 
@@ -485,7 +491,10 @@ def _rows(batch: Any, name: str, path: Path, label: str, first: int, rows: int) 
     for index in range(batch.num_rows):
         number = first + index
         where = f"{label}, row {number}"
-        values = {one: _value(batch.column(batch.schema.get_field_index(one))[index].as_py()) for one in others}
+        cells = {one: batch.column(batch.schema.get_field_index(one))[index].as_py() for one in others}
+        if isinstance(nested := cells.get("json"), dict):  # In the Hub's tables of WebDataset, the object of NAME.json.
+            cells = {key: value for key, value in nested.items() if isinstance(value, str | int | float)} | cells
+        values = {key: _value(value) for key, value in cells.items() if not isinstance(value, dict)}
         content = parts["bytes"][index] if "bytes" in parts else None
         given = parts["path"][index].as_py() if "path" in parts else None
         given = given if isinstance(given, str) else ""

@@ -623,11 +623,12 @@ def test_values_of_databases_become_those_of_a_table(tmp_path):
         "speaker_id": [Decimal(7), Decimal(8)],
         "start": [Decimal("0.25"), None],
         "end": [1.5, math.nan],
+        "json": [{"text": "one", "n": None, "at": [1]}, None],
     }
     parquet.write_table(pyarrow.table(rows), tmp_path / "x.parquet")
     source = open_source(tmp_path / "x.parquet", "audio", tmp_path / "at")
     assert [json.loads(line) for line in (source.folder / "metadata.jsonl").read_text().splitlines()] == [
-        {"audio": "0001.wav", "speaker_id": 7, "start": 0.25, "end": 1.5},
+        {"audio": "0001.wav", "speaker_id": 7, "start": 0.25, "end": 1.5, "text": "one"},
         {"audio": "0001-2.wav", "speaker_id": 8},
     ]
 
