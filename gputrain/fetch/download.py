@@ -453,10 +453,8 @@ class Transfer:
 
     def _refuse_other_content(self, response: Any, first: bytes) -> None:
         """Raises UserError if the server sends a web page, or a pointer, in place of the file."""
-        begin = first[:512].lstrip().lower()
         stated = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        marks = (what for mark, what in OTHER_CONTENT.items() if begin.startswith(mark))
-        found = next(marks, OTHER_TYPES.get(stated, "" if begin else "nothing"))
+        found = other_content(first) or OTHER_TYPES.get(stated, "" if first.strip() else "nothing")
         if not found or self.part.target.suffix.lower() in BEGIN_SO.get(found, ()):
             return
         raise UserError(
@@ -464,6 +462,12 @@ class Transfer:
             hint="open the address in a browser: it may be a login, a network's welcome page, or a page about the "
             "file, which has another address itself (on GitHub /raw/ in the place of /blob/)",
         )
+
+
+def other_content(first: bytes) -> str:
+    """Returns what the first bytes of an answer are if servers send such in the place of a file; otherwise nothing."""
+    begin = first[:512].lstrip().lower()
+    return next((what for mark, what in OTHER_CONTENT.items() if begin.startswith(mark)), "")
 
 
 def _place(response: Any) -> tuple[int, int | None]:

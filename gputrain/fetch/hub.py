@@ -26,6 +26,7 @@ from typing import Any, Literal
 from urllib.parse import unquote
 
 from gputrain.errors import UserError, first_line
+from gputrain.fetch.download import other_content
 from gputrain.figures import format_bytes
 
 log = logging.getLogger(__name__)
@@ -260,6 +261,14 @@ class Repository:
                     comes = False
                 except network_errors():
                     opened.flush()
+                    with part.open("rb") as begun:
+                        found = other_content(begun.read(512))
+                    if found:
+                        opened.truncate(0)  # The next call would go on after it.
+                        raise UserError(
+                            f"{self.name}: {file.path}: the server sent {found} instead of the file",
+                            hint="open the page in a browser: the network may ask to log in, or to use HTTPS_PROXY",
+                        ) from None
                     if not there < part.stat().st_size < file.size:  # Otherwise some of it came, and more may come.
                         raise
         if part.stat().st_size != file.size or file.digest_of(part) != file.digest:

@@ -184,8 +184,9 @@ def _no_model(opened: Repository, wanted: Sequence[PublishedFiles]) -> UserError
     listed = [path for path in inside if path.endswith((".safetensors", ".ckpt", ".pt", ".pth", ".bin"))]
     if listed:
         files = " or ".join(f"{replace(name, path=path)}" for path in listed[:3])
+        fault = f"nothing tells which of its {len(listed)} files is the model"
         return UserError(
-            f"{name}: nothing tells which of its {len(listed)} files is the model", hint=f"name it: {files}"
+            f"{name}: {fault if len(listed) > 1 else 'has weights in another folder alone'}", hint=f"name it: {files}"
         )
     example = next((one.example for one in wanted if one.example), "")
     return UserError(f"{name}: has no weights that can be read", hint=f"another name is {example}" if example else "")

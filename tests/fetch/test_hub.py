@@ -113,6 +113,14 @@ def test_a_second_call_goes_on_where_the_first_broke_off(hub, monkeypatch, caplo
     assert not kept[0].exists()
 
 
+def test_a_web_page_in_the_place_of_a_file_is_said_and_not_continued(hub):
+    hub.add("ann/model", {"a.bin": LARGE})
+    hub.content(LARGE).answers = [Answer(200, {}, b"<html>Please log in</html>")]
+    with pytest.raises(UserError, match=r"ann/model: a\.bin: the server sent a web page instead of the file"):
+        fetched("ann/model")
+    assert fetched("ann/model") == {"a.bin": LARGE}  # Nothing of the page is at its beginning.
+
+
 def test_a_connection_that_breaks_off_again_and_again_comes_to_the_end(hub):
     hub.add("ann/model", {"a.bin": LARGE})
     hub.content(LARGE).answers = [Answer(cut_after=300_000)] * 3

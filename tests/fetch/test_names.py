@@ -103,10 +103,12 @@ def test_a_path_that_exists_wins(hub, tmp_path, monkeypatch):
     ("org/half:config.json", "org/half:config.json: has no weights that can be read", "stabilityai/sd-vae-ft-mse"),
     ("https://huggingface.co/org", "names no model", "https://huggingface.co/org/name"),
     ("sd-vae-ft-mse", "sd-vae-ft-mse: stabilityai/sd-vae-ft-mse@", "spell"),
+    ("org/deep", "as a name on the Hub: has weights in another folder alone", "name it: org/deep:x/y/a.safetensors"),
     ("org/many:c", "org/many:c: the repository has no c", "it has a.safetensors, b.safetensors"),
 )  # fmt: skip
 def test_both_readings_of_a_name_are_said(hub, name, message, hint):
     hub.add("org/empty", {"README.md": b"empty"})
+    hub.add("org/deep", {"x/y/a.safetensors": b"a"})
     hub.add("org/half", {"config.json": b"{}"})
     hub.add("org/many", {"a.safetensors": b"a", "b.safetensors": b"b"})
     with pytest.raises(UserError) as raised:
