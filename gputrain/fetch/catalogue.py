@@ -10,11 +10,11 @@ from importlib.resources import files
 from typing import Any, Literal, get_args
 from urllib.parse import unquote, urlsplit
 
+from gputrain.fetch.hub import parse_hub_name
 from gputrain.stored import converted, read_yaml
 
 CatalogueKind = Literal["vae", "vocoder", "tts", "asr", "measure"]
 NAME = re.compile(r"[a-z0-9]+([-.][a-z0-9]+)*")
-HUB = re.compile(r"(datasets/)?[\w.-]+/[\w.-]+(:[^@:\\]+)?(@[\w./-]+)?", re.ASCII)
 SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -100,7 +100,7 @@ def _fault(entry: CatalogueEntry) -> str:
             map(str.strip, texts.values())
         ),
         f"hub is {entry.hub!r}, expected org/name[:subfolder/file][@revision]": not entry.hub
-        or HUB.fullmatch(entry.hub),
+        or str(parse_hub_name(entry.hub)) == entry.hub,
         "url is not https, or names no file": not entry.url or (entry.url.startswith("https://") and entry.file_name),
         "page is not https": entry.page.startswith("https://"),
         "bytes is missing: only the Hub tells them": entry.bytes or entry.hub,

@@ -27,6 +27,7 @@ from urllib.parse import unquote
 
 from gputrain.errors import UserError, first_line
 from gputrain.fetch.download import other_content
+from gputrain.fetch.files import sha256
 from gputrain.figures import format_bytes
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,8 @@ OFFLINE = "HF_HUB_OFFLINE"  # The variable by which huggingface_hub, and --offli
 COMMIT = re.compile("[0-9a-f]{40}")
 REPO = re.compile(r"(?P<type>datasets/)?(?P<repo>\w[\w.-]*/\w[\w.-]*)", re.ASCII)
 # The adapter of a language of MMS is named by its file, as in a folder.
-ADAPTER = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)/(?P<file>adapter\.[\w.-]+\.(?:safetensors|bin))", re.ASCII)
+ADAPTER_FILE = re.compile(r"adapter\.[\w.-]+\.(safetensors|bin)")
+ADAPTER = re.compile(rf"(?P<repo>\w[\w.-]*/\w[\w.-]*)/(?P<file>{ADAPTER_FILE.pattern})", re.ASCII)
 # Beginnings of what people copy from a browser, and of fsspec's names.
 PREFIXES = re.compile(r"(?:https?:/{1,2}(?:www\.)?(?:huggingface\.co|hf\.co)/|hf:/{1,2})(?P<rest>.+)")
 VIEWS = ("tree", "blob", "resolve", "raw")  # Pages of a repository whose next part is a revision.
@@ -132,11 +134,9 @@ class HubFile:
     digest: str = ""  # The SHA-256 of a large file, that of git of a small one; not known in the cache.
 
     def digest_of(self, path: Path) -> str:
-        made = hashlib.sha256() if len(self.digest) == 64 else hashlib.sha1(b"blob %d\0" % self.size)
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                made.update(block)
-        return made.hexdigest()
+        if len(self.digest) == 64:
+            return sha256(path)
+        return hashlib.sha1(b"blob %d\0" % self.size + path.read_bytes()).hexdigest()
 
 
 @dataclass(frozen=True)

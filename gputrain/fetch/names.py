@@ -7,12 +7,10 @@ from pathlib import Path
 from gputrain.errors import UserError
 from gputrain.fetch.addresses import Address, address_of, address_of_url, fetch_address
 from gputrain.fetch.catalogue import catalogue, close_names
-from gputrain.fetch.hub import PREFIXES, HubName, parse_hub_name
+from gputrain.fetch.hub import ADAPTER_FILE, PREFIXES, HubName, parse_hub_name
 from gputrain.fetch.published import PublishedFiles, fetch_model
 
 FILE = re.compile(r"\.(pt|pth|ckpt|safetensors|bin|onnx|json|yaml|zip)$", re.IGNORECASE)  # No repository is named so.
-
-ADAPTER = re.compile(r"adapter\.[\w.-]+\.(safetensors|bin)")  # That of a language of MMS.
 
 
 def local_path(name: str | Path, *wanted: PublishedFiles, weights: bool = True) -> Path:
@@ -24,7 +22,7 @@ def local_path(name: str | Path, *wanted: PublishedFiles, weights: bool = True) 
     """
     path = Path(name)
     if os.path.exists(path) or (
-        ADAPTER.fullmatch(path.name) and path.parent.is_dir()
+        ADAPTER_FILE.fullmatch(path.name) and path.parent.is_dir()
     ):  # Reading says which adapters it has.
         return path
     place, listed = find_published(name), catalogue().get(str(name))
@@ -62,7 +60,7 @@ def find_published(name: str | Path) -> HubName | Address | None:
     text = re.sub(r"^(https?|hf):/(?=[^/])", r"\1://", text)  # A path has joined its slashes.
     if entry := catalogue().get(text):
         return parse_hub_name(entry.hub) if entry.hub else address_of(entry)
-    if FILE.search(text) and ":" not in text and not ADAPTER.fullmatch(text.rpartition("/")[2]):
+    if FILE.search(text) and ":" not in text and not ADAPTER_FILE.fullmatch(text.rpartition("/")[2]):
         return None
     if found := parse_hub_name(text):
         return found
