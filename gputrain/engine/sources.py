@@ -26,7 +26,7 @@ from gputrain.kinds import prepared_for
 
 log = logging.getLogger(__name__)
 
-TABLES = (".parquet", ".arrow", ".feather")
+OF_ROWS = (".parquet", ".arrow", ".feather")  # Suffixes of containers that are tables.
 MOST_SHARDS = 100_000  # Files of a range in a pattern.
 SHARD = re.compile(r"(?P<name>.*?)-?(?P<number>\d{4,6})-of-(?P<count>\d{4,6})")
 _kept: list["TemporaryDirectory[str]"] = []  # They are removed when the program ends.
@@ -133,9 +133,9 @@ def _in_folder(folder: Path, given: Path | str, media: Media) -> FoundData | Non
             given, counted(len(containers), "container"), counted(len(files), "file"), files[0].name,
         )  # fmt: skip
     # img2dataset writes 00000.parquet, with the addresses of the pictures, beside 00000.tar.
-    archives = {path.with_suffix("") for path in containers if path.suffix.lower() not in TABLES}
+    archives = {path.with_suffix("") for path in containers if path.suffix.lower() not in OF_ROWS}
     containers = [
-        path for path in containers if path.suffix.lower() not in TABLES or path.with_suffix("") not in archives
+        path for path in containers if path.suffix.lower() not in OF_ROWS or path.with_suffix("") not in archives
     ]
     is_archive = bool(archives)
     by_name = {path.relative_to(folder).as_posix(): path for path in [*containers, *(texts if is_archive else ())]}
