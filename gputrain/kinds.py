@@ -315,6 +315,7 @@ def refuse_unreadable(path: Path) -> None:
 
 def _refuse_graph(path: Path) -> None:
     """Raises UserError if a path leads to a model that was exported for ONNX Runtime, and to no other weights."""
+    path = path.with_suffix("") if path.name.endswith(".onnx.json") else path  # Piper's configuration of a graph.
     files = [path] if path.is_file() else [*path.glob("*"), *path.glob("*/*")]
     graphs = sorted(file for file in files if file.suffix in GRAPHS and file.is_file())
     if not graphs or any(file.suffix in WEIGHTS - GRAPHS.keys() for file in files):

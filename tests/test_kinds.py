@@ -267,6 +267,9 @@ def test_an_export_in_onnx_is_told_by_every_loader_with_what_takes_it(tmp_path, 
                 load(path)
             assert use in refused.value.hint
             assert "name the run" in refused.value.hint
+    if beside.endswith(".json"):
+        with pytest.raises(UserError, match=f"{name}: an export in ONNX"):
+            read_trained(folder / beside)
     # A graph beside weights is no hindrance.
     (folder / "model.ckpt").write_bytes(b"")
     assert weights_file(folder) == folder / "model.ckpt"
