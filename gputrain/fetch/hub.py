@@ -133,8 +133,13 @@ class HubFile:
     size: int  # bytes
     digest: str = ""  # The SHA-256 of a large file, that of git of a small one; not known in the cache.
 
+    @property
+    def is_large(self) -> bool:
+        """True if the Hub states the SHA-256."""
+        return len(self.digest) == 64
+
     def digest_of(self, path: Path) -> str:
-        if len(self.digest) == 64:
+        if self.is_large:
             return sha256(path)
         return hashlib.sha1(b"blob %d\0" % self.size + path.read_bytes()).hexdigest()
 

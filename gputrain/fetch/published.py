@@ -12,6 +12,7 @@ from pathlib import Path
 
 from gputrain.errors import UserError
 from gputrain.fetch.files import copy_files
+from gputrain.fetch.files import sha256 as file_sha256
 from gputrain.fetch.hub import HubName, Repository, format_some, lacks, open_repository
 
 
@@ -143,9 +144,12 @@ def fetch_model(
     paths = [*choice.others, *(choice.weights if weights else ())]
     start = f"{choice.folder}/" if choice.folder else ""
     expected = {start + file: digest for file, digest in (sha256 or {}).items()}
-    for path in paths:
-        _check_hash(opened, path, expected.get(path, ""))
+    for path in expected.keys() & paths:
+        _check_hash(opened.name, path, opened.files[path].digest, expected[path])
     folder = opened.fetch(paths, thoroughly=thoroughly)
+    for path in expected.keys() & paths:
+        if opened.files[path].digest and not opened.files[path].is_large:
+            _check_hash(opened.name, path, file_sha256(folder / path), expected[path])
     if choice.path not in choice.others:
         further = [start + file for file in one.further(folder / choice.folder) if start + file in opened.files]
         opened.fetch(further, thoroughly=thoroughly)
@@ -154,13 +158,13 @@ def fetch_model(
     return FetchedModel(folder / choice.path, folder / choice.folder, files)
 
 
-def _check_hash(opened: Repository, path: str, expected: str) -> None:
-    """Raises UserError if the Hub has another file than the one with the published SHA-256."""
-    stated = opened.files[path].digest
-    if expected and len(stated) == len(expected) and stated != expected:
+def _check_hash(name: HubName, path: str, found: str, expected: str) -> None:
+    """Raises UserError if the Hub has another file than the one with the published SHA-256. A digest of git, which it
+    states of small files, is not compared."""
+    if len(found) == len(expected) and found != expected:
         raise UserError(
-            f"{opened.name}: the SHA-256 of {path} is {stated} on the Hub, expected {expected}",
-            hint=f"it is not the published file any more; if you trust it, name {opened.name} itself",
+            f"{name}: the SHA-256 of {path} is {found} on the Hub, expected {expected}",
+            hint=f"it is not the published file any more; if you trust it, name {name} itself",
         )
 
 

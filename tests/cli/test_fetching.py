@@ -42,7 +42,7 @@ def test_a_model_of_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.Monkey
     """It is verified by the list's SHA-256 and the Hub's digest, repaired, and copied into a folder."""
     files = {"vae/config.json": b"{}", "vae/diffusion_pytorch_model.safetensors": CONTENT, "README.md": b"about"}
     hub.add("org/pipeline", files)
-    digests = {"diffusion_pytorch_model.safetensors": hashlib.sha256(CONTENT).hexdigest()}
+    digests = {name.removeprefix("vae/"): hashlib.sha256(files[name]).hexdigest() for name in list(files)[:2]}
     facts = {"hub": "org/pipeline:vae", "files": ("*",), "sha256": digests}
     entry = CatalogueEntry("a-vae", "vae", "A VAE.", "MIT", "https://example.org/page", "--init-from", **facts)
     listed = {entry.name: entry}
@@ -63,10 +63,12 @@ def test_a_model_of_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.Monkey
     assert "is damaged; downloading it again" in done.stderr
     assert (tmp_path / "w" / "diffusion_pytorch_model.safetensors").read_bytes() == CONTENT
     assert sorted(path.name for path in (tmp_path / "w").iterdir()) == sorted(path.name for path in folder.iterdir())
-    listed["a-vae"] = dataclasses.replace(entry, sha256=dict.fromkeys(digests, 64 * "0"))
-    done = gputrain_here("fetch", "a-vae")
-    assert done.returncode == 2
-    assert "is not the published file any more" in done.stderr
+    for name in digests:  # The Hub states the SHA-256 of the weights, and a digest of git of the small file.
+        listed["a-vae"] = dataclasses.replace(entry, sha256={**digests, name: 64 * "0"})
+        done = gputrain_here("fetch", "a-vae")
+        assert done.returncode == 2
+        assert f"the SHA-256 of vae/{name} is {digests[name]} on the Hub" in " ".join(done.stderr.split())
+        assert "is not the published file any more" in done.stderr
 
 
 def test_a_data_set_of_the_hub(hub: Hub, tmp_path: Path):  # noqa: F811
