@@ -68,6 +68,9 @@ def import_package(module: str, *, needed_by: str = "", extra: str = "", otherwi
     try:
         return import_module(module)
     except (ImportError, OSError, RuntimeError) as error:
+        # pybind11 makes an ImportError of Ctrl-C that arrives while a compiled module initialises.
+        if isinstance(error.__cause__, KeyboardInterrupt) or str(error).startswith("KeyboardInterrupt"):
+            raise KeyboardInterrupt from error
         name = _distribution(module)
         raise UserError(
             f"the package {name} cannot be imported: {first_line(error)}",

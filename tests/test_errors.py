@@ -52,6 +52,16 @@ def test_a_missing_package_is_named_with_its_extra(modules, options, message, hi
     assert (error.message, error.hint) == (message, hint)
 
 
+@pytest.mark.parametrize(
+    "cause", ["ImportError from KeyboardInterrupt()", "ImportError('KeyboardInterrupt: \\n\\nAt:')"]
+)
+def test_a_signal_while_a_compiled_module_is_imported_is_no_broken_package(cause, tmp_path, monkeypatch):
+    (tmp_path / "interrupted_package.py").write_text(f"raise {cause}")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        import_package("interrupted_package")
+
+
 def test_missing_and_broken_packages_are_told_apart(tmp_path, monkeypatch):
     (tmp_path / "broken_package.py").write_text("raise OSError('libbroken.so.1: cannot open shared object file')")
     (tmp_path / "whole_package.py").write_text("answer = 42")
