@@ -16,6 +16,7 @@ from gputrain.vae.architecture import VaeArchitecture, VaePreset, vae_architectu
 
 AdversarialLoss = Literal["hinge", "least-squares"]
 PictureFormat = Literal["png", "jpeg", "webp"]
+PRESET_HELP = "Architecture: flux, flux2 and sd 84 M, lite 54 M, fast 13 M parameters."
 CHANNELS_HELP = "Channels of a picture: 1 grayscale, 3 colours over white, 4 colours with transparency."
 SMALLEST_DISCRIMINATED = 24  # Pixels a side: PatchDiscriminator's five convolutions reduce them to a single patch.
 
@@ -66,8 +67,14 @@ class Data:
 
 @config(panel="Model")
 class Model:
-    preset: VaePreset = opt(default="flux", help="Architecture: flux 84 M, sd 84 M, lite 54 M, fast 13 M parameters.")
+    preset: VaePreset = opt(default="flux", help=PRESET_HELP)
     channels: tuple[int, ...] = opt(default=(), help="Channels of the blocks; default: the preset's.", min=1)
+    decoder_channels: tuple[int, ...] = opt(
+        default=(),
+        help="Channels of the decoder's blocks, from the picture to the latents; default: those of the encoder. With "
+        "others, exports are an AutoencoderKLFlux2.",
+        min=1,
+    )
     z_channels: int = opt(default=0, help="Channels of the latents; 0: the preset's.", min=0)
     gradient_checkpointing: bool | None = opt(
         default=None, help="Recompute blocks in backward: less memory, more time; default: the planner decides."
@@ -181,11 +188,12 @@ class TrainVae:
         if self.data.resolution_schedule:
             self._check_schedule()
         for size in {stage.data.image_size for stage in self.stages}:
-            multiple = self.architecture.downsampling
+            multiple = self.architecture.multiple
             if size % multiple:
                 below = size // multiple * multiple
+                what = "side of a patch of latents" if self.architecture.patch_statistics else "downsampling factor"
                 raise UserError(
-                    f"image_size {size} is not a multiple of {multiple}, the downsampling factor of the autoencoder",
+                    f"image_size {size} is not a multiple of {multiple}, the {what} of the autoencoder",
                     hint=f"use {below or multiple} or {below + multiple}",
                 )
             if self.losses.adversarial_weight and size < SMALLEST_DISCRIMINATED:
@@ -223,7 +231,9 @@ class TrainVae:
     @property
     def architecture(self) -> VaeArchitecture:
         model = self.model
-        return vae_architecture(model.preset, model.channels, model.z_channels, self.data.image_channels)
+        return vae_architecture(
+            model.preset, model.channels, model.z_channels, self.data.image_channels, model.decoder_channels
+        )
 
 
 @config(panel="Data")
@@ -335,7 +345,7 @@ class Reconstruct(TrainedModel):
 class BenchVae(BenchSettings):
     measured: ClassVar[type] = TrainVae
 
-    preset: VaePreset = opt(default="flux", help="Architecture: flux 84 M, sd 84 M, lite 54 M, fast 13 M parameters.")
+    preset: VaePreset = opt(default="flux", help=PRESET_HELP)
     channels: tuple[int, ...] = opt(default=(), help="Channels of the blocks; default: the preset's.", min=1)
     image_size: int = opt(default=256, help="Side of a picture, in pixels.", min=16)
     batch_size: int = opt(default=16, help="Pictures in a step.", min=1)

@@ -20,32 +20,49 @@ from torch import Tensor
 from gputrain.engine.checkpoint import differences, format_list, load_weights, refuse_nonfinite
 from gputrain.engine.data import written_aside
 from gputrain.errors import UserError
-from gputrain.vae.architecture import VaeArchitecture
-from gputrain.vae.latents import LatentScaling
+from gputrain.vae.architecture import PATCH, VaeArchitecture
+from gputrain.vae.latents import BATCH_NORM_EPS, STATISTICS, LatentScaling, PatchStatistics
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.weights import DIGEST, digest_of, read_safetensors
 
 CONFIG, WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"
-CLASS_NAME, DOWN_BLOCK, UP_BLOCK = "AutoencoderKL", "DownEncoderBlock2D", "UpDecoderBlock2D"
+DOWN_BLOCK, UP_BLOCK = "DownEncoderBlock2D", "UpDecoderBlock2D"
 
-# These are diffusers' defaults of keys that config.json leaves out, as the oldest files do.
-DEFAULTS: dict[str, Any] = {
+# These are diffusers' defaults of keys that config.json leaves out, as the oldest files do, by class.
+SHARED: dict[str, Any] = {
     "in_channels": 3,
     "out_channels": 3,
-    "down_block_types": [DOWN_BLOCK],
-    "up_block_types": [UP_BLOCK],
-    "block_out_channels": [64],
-    "layers_per_block": 1,
     "act_fn": "silu",
-    "latent_channels": 4,
     "norm_num_groups": 32,
-    "sample_size": 32,
-    "scaling_factor": 0.18215,
-    "shift_factor": None,
-    "force_upcast": True,
     "use_quant_conv": True,
     "use_post_quant_conv": True,
     "mid_block_add_attention": True,
+    "decoder_block_out_channels": None,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "AutoencoderKL": {
+        **SHARED,
+        "down_block_types": [DOWN_BLOCK],
+        "up_block_types": [UP_BLOCK],
+        "block_out_channels": [64],
+        "layers_per_block": 1,
+        "latent_channels": 4,
+        "sample_size": 32,
+        "scaling_factor": 0.18215,
+        "shift_factor": None,
+        "force_upcast": True,
+    },
+    "AutoencoderKLFlux2": {
+        **SHARED,
+        "down_block_types": [DOWN_BLOCK] * 4,
+        "up_block_types": [UP_BLOCK] * 4,
+        "block_out_channels": [128, 256, 512, 512],
+        "layers_per_block": 2,
+        "latent_channels": 32,
+        "sample_size": 1024,
+        "batch_norm_eps": BATCH_NORM_EPS,
+        "patch_size": [PATCH, PATCH],
+    },
 }
 OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
@@ -57,7 +74,7 @@ def export_and_verify(model: AutoencoderKL, folder: Path, scaling: LatentScaling
     Raises UserError if weights are not finite or the folder cannot be written, RuntimeError if the loaded model
     differs.
     """
-    weights = _stock_weights(model)
+    weights = _stock_weights(model, scaling)
     refuse_nonfinite(weights, str(folder))
     save_diffusers(model, folder, scaling, sample_size=sample_size)
     loaded, _ = load_diffusers(folder)
@@ -77,10 +94,13 @@ def save_diffusers(model: AutoencoderKL, folder: Path, scaling: LatentScaling, *
 
     `sample_size` is the side of a training picture in pixels. Raises UserError if writing fails.
     """
-    levels = len(model.architecture.block_out_channels)
+    architecture = model.architecture
+    levels, shape = len(architecture.block_out_channels), dataclasses.asdict(architecture)
+    if not (shape.pop("patch_statistics") and architecture.decoder_block_out_channels):
+        del shape["decoder_block_out_channels"]  # AutoencoderKL and diffusers before 0.38 do not know it.
     config = {
-        "_class_name": CLASS_NAME,
-        **dataclasses.asdict(model.architecture),
+        "_class_name": architecture.class_name,
+        **shape,
         "act_fn": "silu",
         "down_block_types": [DOWN_BLOCK] * levels,
         "up_block_types": [UP_BLOCK] * levels,
@@ -88,9 +108,12 @@ def save_diffusers(model: AutoencoderKL, folder: Path, scaling: LatentScaling, *
         **scaling.config(),
         "force_upcast": True,
     }
+    if architecture.patch_statistics:
+        eps = scaling.patches.eps if scaling.patches else BATCH_NORM_EPS
+        config |= {"batch_norm_eps": eps, "batch_norm_momentum": 0.1, "patch_size": [PATCH, PATCH]}
     try:
         with written_aside(folder) as aside:
-            weights = _stock_weights(model)
+            weights = _stock_weights(model, scaling)
             save_file(weights, aside / WEIGHTS, metadata={"format": "pt", DIGEST: digest_of(weights)})
             (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             shutil.copymode(aside / CONFIG, aside / WEIGHTS)  # safetensors makes files that nobody else can read.
@@ -100,15 +123,15 @@ def save_diffusers(model: AutoencoderKL, folder: Path, scaling: LatentScaling, *
         ) from None
 
 
-def load_diffusers(folder: Path) -> tuple[AutoencoderKL, dict[str, Any]]:
-    """Returns the autoencoder of a diffusers folder, in fp32 on the CPU, and its configuration with defaults.
+def load_diffusers(folder: Path) -> tuple[AutoencoderKL, LatentScaling]:
+    """Returns the autoencoder of a diffusers folder, in fp32 on the CPU, and the factors of its latents.
 
-    Raises UserError if a file is missing or damaged, or is not of an AutoencoderKL that this package supports.
+    Raises UserError if a file is missing or damaged, or is not of an autoencoder that this package supports.
     """
     config = read_config(folder / CONFIG)
     architecture = diffusers_architecture(config, folder / CONFIG)
     try:
-        weights = fit_weights(_read_weights(folder / WEIGHTS), architecture)
+        weights, patches = fit_weights(_read_weights(folder / WEIGHTS), architecture)
     except Unfit as unfit:
         raise UserError(
             f"{folder / WEIGHTS}: does not fit {CONFIG}: {unfit}", hint="both files must come from the same model"
@@ -116,19 +139,30 @@ def load_diffusers(folder: Path) -> tuple[AutoencoderKL, dict[str, Any]]:
     with torch.device("meta"):  # This skips random initialisation.
         model = AutoencoderKL(architecture)
     load_weights(model.to_empty(device="cpu"), weights, str(folder / WEIGHTS))
-    return model, config
+    return model, LatentScaling.of_config(config, folder / CONFIG, patches)
 
 
 class Unfit(Exception):
     """Raised for missing tensors, unknown tensors and other shapes; the message names the first ones."""
 
 
-def fit_weights(weights: dict[str, Tensor], architecture: VaeArchitecture) -> dict[str, Tensor]:
+def fit_weights(
+    weights: dict[str, Tensor], architecture: VaeArchitecture
+) -> tuple[dict[str, Tensor], PatchStatistics | None]:
     """Converts tensors by diffusers' present names to those of the autoencoder: attention's 1x1 convolutions become
-    matrices.
+    matrices. The statistics of patches, if `architecture` has them, are returned apart.
 
     Raises Unfit, before memory is allocated, if they are not exactly those of `architecture`.
     """
+    patches = None
+    if architecture.patch_statistics:
+        try:
+            patches = PatchStatistics.of_tensors(weights, architecture.latent_channels)
+        except KeyError as missing:
+            raise Unfit(f"{missing.args[0]} is missing") from None
+        except ValueError as odd_values:
+            raise Unfit(str(odd_values)) from None
+        weights = {name: tensor for name, tensor in weights.items() if not name.startswith(f"{STATISTICS}.")}
     with torch.device("meta"):
         expected = AutoencoderKL(architecture).state_dict()
     matrices = {name for name, tensor in expected.items() if tensor.ndim == 2}
@@ -138,7 +172,7 @@ def fit_weights(weights: dict[str, Tensor], architecture: VaeArchitecture) -> di
     }
     if odd := differences(expected, fitted):
         raise Unfit(format_list(odd))
-    return fitted
+    return fitted, patches
 
 
 def present_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -147,13 +181,19 @@ def present_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {old_name.sub(lambda m: f"{m[1]}{OLD_ATTENTION[m[2]]}.", name): tensor for name, tensor in weights.items()}
 
 
-def _stock_weights(model: AutoencoderKL) -> dict[str, Tensor]:
-    """Returns tensors by diffusers' names, in fp32 and NCHW on the CPU. Names of compiled modules contain
-    `_orig_mod.`, which is removed."""
-    return {
+def _stock_weights(model: AutoencoderKL, scaling: LatentScaling) -> dict[str, Tensor]:
+    """Returns tensors by diffusers' names, in fp32 and NCHW on the CPU, the statistics of patches among them. Names of
+    compiled modules contain `_orig_mod.`, which is removed."""
+    weights = {
         name.replace("_orig_mod.", ""): tensor.detach().to("cpu", torch.float32).contiguous()
         for name, tensor in model.state_dict().items()
     }
+    if model.architecture.patch_statistics:
+        channels = model.architecture.latent_channels * PATCH**2
+        # Statistics of a normalisation that changes nothing, as in a new BatchNorm.
+        none = PatchStatistics([0.0] * channels, [1.0] * channels, batches=0)
+        weights |= (scaling.patches or none).tensors()
+    return weights
 
 
 @torch.no_grad()
@@ -180,18 +220,22 @@ def read_config(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON: {error}") from None
     found = config.get("_class_name") if isinstance(config, dict) else None
-    if found != CLASS_NAME:
+    if found not in DEFAULTS:
         raise UserError(
-            f"{path}: describes {found or 'no diffusers model'}, expected an {CLASS_NAME}",
+            f"{path}: describes {found or 'no diffusers model'}, expected an {' or '.join(DEFAULTS)}",
             hint="name the subfolder vae of a pipeline",
         )
-    return {**DEFAULTS, **config}
+    return {**DEFAULTS[found], **config}
 
 
 def diffusers_architecture(config: dict[str, Any], path: Path) -> VaeArchitecture:
     """Parses a configuration. Raises UserError, naming the key, if it is malformed or its layers are unsupported."""
-    shape: dict[str, Any] = {}
-    for field in dataclasses.fields(VaeArchitecture):
+    patched = config["_class_name"] == "AutoencoderKLFlux2"
+    shape: dict[str, Any] = {"patch_statistics": patched}
+    stated = [field for field in dataclasses.fields(VaeArchitecture) if field.name not in shape]
+    if not patched or config["decoder_block_out_channels"] is None:  # AutoencoderKL does not know the key.
+        stated = [field for field in stated if field.name != "decoder_block_out_channels"]
+    for field in stated:
         value = config[field.name]
         if field.type is bool:
             fits = isinstance(value, bool)
@@ -210,11 +254,14 @@ def diffusers_architecture(config: dict[str, Any], path: Path) -> VaeArchitectur
         "act_fn": ("silu", "swish"),
         "down_block_types": ([DOWN_BLOCK] * levels,),
         "up_block_types": ([UP_BLOCK] * levels,),
+        **({"patch_size": ([PATCH, PATCH],)} if patched else {}),
     }
     for key, values in built.items():
         if config[key] not in values:
             raise UserError(f"{path}: {key} is {config[key]!r}, but only {values[0]!r} is supported")
-    for width in architecture.block_out_channels:
+    if len(architecture.decoder_widths) != levels:
+        raise UserError(f"{path}: decoder_block_out_channels has not the {levels} blocks of block_out_channels")
+    for width in (*architecture.block_out_channels, *architecture.decoder_widths):
         if width % architecture.norm_num_groups:
             raise UserError(f"{path}: norm_num_groups {architecture.norm_num_groups} does not divide {width} channels")
     return architecture

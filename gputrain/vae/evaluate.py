@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gputrain.engine.data import Progress, no_progress
@@ -20,9 +21,10 @@ from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
 from gputrain.vae import losses
+from gputrain.vae.architecture import PATCH
 from gputrain.vae.config import Data, PictureEvaluation
 from gputrain.vae.data import Picture, as_rgb, centre_crop, open_pictures, to_u8, to_unit
-from gputrain.vae.latents import LatentScaling
+from gputrain.vae.latents import LatentScaling, PatchStatistics
 from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL, Moments
 from gputrain.vae.pictures import FLAT, UnusablePicture
@@ -43,12 +45,14 @@ class VaeFigures:
 
     `scalars` has `psnr_db` in decibels, `ssim` and `ms_ssim` (at most 1), `structural` (the perceptual loss), `l1`, and
     `rfid` if Inception's weights are given; `std_of_latents` and `mean_of_latents`, of all channels together. Their
-    means and standard deviations by channel are in `latents`.
+    means and standard deviations by channel are in `latents`; those of an AutoencoderKLFlux2's means of latents in
+    patches of 2x2, as pipelines of FLUX.2 take them, in `patches`.
     """
 
     scalars: dict[str, float]
     latents: "LatentMoments"
     pictures: int
+    patches: "LatentMoments | None" = None
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -95,6 +99,19 @@ class LatentMoments:
         """The factors that give the latents a mean of 0 and a standard deviation of 1."""
         return LatentScaling(scaling_factor=1 / self.deviation, shift_factor=self.mean)
 
+    @property
+    def statistics(self) -> PatchStatistics:
+        """The statistics that do so by channel, if these are the moments of patches."""
+        return PatchStatistics(self.mean_L.tolist(), self.deviation_L.square().tolist())
+
+
+def patched(moments: Moments) -> Moments:
+    """Returns the means of latents with the positions of a patch of 2x2 as channels, in the order of FLUX.2's
+    pipelines: (B, 4L, h / 2, w / 2). A last row or column without a neighbour is left out."""
+    height, width = (side // PATCH * PATCH for side in moments.mean_BLhw.shape[2:])
+    mean_BLhw = F.pixel_unshuffle(moments.mean_BLhw[:, :, :height, :width], PATCH)
+    return Moments(mean_BLhw, torch.full_like(mean_BLhw, -math.inf))
+
 
 @torch.no_grad()
 def reconstruction_figures(
@@ -112,6 +129,7 @@ def reconstruction_figures(
     """
     rows: list[Tensor] = []
     latents, done = LatentMoments(), 0
+    patches = LatentMoments() if model.architecture.patch_statistics else None
     for batch in _batches(crops, batch_size):
         images_BCHW = batch.to(device)
         target_BCHW = to_unit(images_BCHW)
@@ -120,6 +138,8 @@ def reconstruction_figures(
         saved_BCHW = to_u8(model.decode(moments.mean_BLhw))
         progress(done + DECODED * len(batch))
         latents.add(moments)
+        if patches:
+            patches.add(patched(moments))
         rows.append(_compare(to_unit(saved_BCHW), target_BCHW).cpu())
         if fid:
             fid.add(*(to_u8(as_rgb(to_unit(one_BCHW))) for one_BCHW in (saved_BCHW, images_BCHW)))
@@ -133,7 +153,7 @@ def reconstruction_figures(
     scalars |= {"rfid": fid.distance()} if fid else {}
     # Not as factors: those that a pipeline uses are in the export, measured on other pictures or given by the source.
     scalars |= {"std_of_latents": latents.deviation, "mean_of_latents": latents.mean}
-    return VaeFigures(scalars, latents, values.shape[1])
+    return VaeFigures(scalars, latents, values.shape[1], patches)
 
 
 def _compare(made_BCHW: Tensor, target_BCHW: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Exports a trained VAE as a diffusers folder with the scaling of its latents, and verifies the written files."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,8 +61,12 @@ def export_vae(
     sample_size = loaded.settings.data.image_size
     difference = export_and_verify(loaded.model, output_dir, scaling, sample_size=sample_size)
     progress(total, total)  # The last one is the comparison with the written files.
-    factors = {"scaling_factor": scaling.scaling_factor, "shift_factor": scaling.shift_factor}
-    shown: dict[str, object] = {name: "none" if value is None else f"{value:.6g}" for name, value in factors.items()}
+    shown: dict[str, object] = {}
+    if scaling.scaling_factor is not None:
+        factors = {"scaling_factor": scaling.scaling_factor, "shift_factor": scaling.shift_factor}
+        shown = {name: "none" if value is None else f"{value:.6g}" for name, value in factors.items()}
+    if scaling.patches:
+        shown["statistics of patches (bn)"] = str(LatentScaling(patches=scaling.patches))
     shown |= {"these factors are": written, **figures}
     if source and source.encoder_trained and source.scaling:
         shown["before training"] = f"{source.scaling} ({source.source}); the encoder was trained, so they changed"
@@ -70,7 +75,8 @@ def export_vae(
         "largest difference of a reconstruction": difference,
     }
     files = [output_dir / CONFIG, output_dir / WEIGHTS]
-    return Exported(files, shown, [f'Load it: diffusers.AutoencoderKL.from_pretrained("{output_dir}")'])
+    loads = f'Load it: diffusers.{loaded.model.architecture.class_name}.from_pretrained("{output_dir}")'
+    return Exported(files, shown, [loads])
 
 
 def choose_scaling(measured: LatentScaling, source: LatentSource | None, channels: int) -> tuple[LatentScaling, str]:
@@ -129,4 +135,5 @@ def measure_scaling(
     progress(0, total)
     made = reconstruction_figures(loaded.model, crops, device, progress=lambda done: progress(done, total))
     where = f"{made.pictures} training pictures in {format_folders(given)}, crops of {image_size} pixels"
-    return MeasuredScaling(made.latents.scaling, where, len(pictures))
+    scaling = replace(made.latents.scaling, patches=made.patches.statistics if made.patches else None)
+    return MeasuredScaling(scaling, where, len(pictures))

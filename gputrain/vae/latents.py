@@ -1,50 +1,112 @@
 """The factors by which a pipeline scales the latents of an autoencoder, and where those of a trained one come from.
 
-A denoiser is trained on latents scaled by the factors in the config.json of its autoencoder. An encoder that was not
+A denoiser is trained on latents scaled by the factors in the config.json of its autoencoder, or, with
+AutoencoderKLFlux2, on patches normalised by the statistics among its weights. An encoder that was not
 trained makes the same latents as before, so the factors of its source stay; of other encoders they are measured.
 """
 
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from gputrain.errors import UserError
 from gputrain.stored import from_json
+from gputrain.vae.architecture import PATCH
 
 FACT = "latents"  # Key in the facts of a checkpoint.
+STATISTICS = "bn"  # The module of AutoencoderKLFlux2 that holds the statistics of patches, without a weight.
+BATCH_NORM_EPS = 1e-4
 NEAR = 1.5  # Factor between a measured and a published scaling factor that may be of the same model.
+
+
+@dataclass(frozen=True)
+class PatchStatistics:
+    """Mean and variance by channel of latents whose patches of 2x2 positions are channels, as AutoencoderKLFlux2 holds
+    them: the denoiser of a pipeline gets (patches - mean) / sqrt(var + eps)."""
+
+    mean: list[float]
+    var: list[float]
+    eps: float = BATCH_NORM_EPS
+    batches: int = 1  # How many batches they are of; nothing reads it.
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, Tensor], channels: int, eps: float = BATCH_NORM_EPS) -> "PatchStatistics":
+        """Returns the statistics among the tensors of a file, of latents with `channels`. Raises KeyError if one is
+        missing, ValueError if they are none of these latents."""
+        mean, var = (tensors[f"{STATISTICS}.running_{name}"].float() for name in ("mean", "var"))
+        shape = (channels * PATCH**2,)
+        for name, values, least in (("mean", mean, -math.inf), ("var", var, 0.0)):
+            if values.shape != shape:
+                raise ValueError(f"{STATISTICS}.running_{name} is {(*values.shape,)}, expected {shape}")
+            if not values.isfinite().all() or values.min() < least:
+                raise ValueError(f"{STATISTICS}.running_{name}: not all values are those of a {name}")
+        batches = tensors.get(f"{STATISTICS}.num_batches_tracked")
+        return cls(mean.tolist(), var.tolist(), eps, 1 if batches is None else int(batches))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns them by diffusers' names."""
+        return {
+            f"{STATISTICS}.num_batches_tracked": torch.tensor(self.batches),
+            f"{STATISTICS}.running_mean": torch.tensor(self.mean),
+            f"{STATISTICS}.running_var": torch.tensor(self.var),
+        }
 
 
 @dataclass(frozen=True)
 class LatentScaling:
     """Keys of diffusers' config.json: the denoiser of a pipeline gets (latents - shift_factor) * scaling_factor. Mean
-    and standard deviation by channel are of few autoencoders."""
+    and standard deviation by channel are of few autoencoders. An AutoencoderKLFlux2 has `patches` instead, in its
+    weights."""
 
-    scaling_factor: float
+    scaling_factor: float | None = None
     shift_factor: float | None = None
     latents_mean: list[float] | None = None
     latents_std: list[float] | None = None
+    patches: PatchStatistics | None = None
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any], path: Path) -> "LatentScaling":
-        """Returns the factors of a config.json. Raises UserError if they are no numbers."""
-        values = {name: config[name] for name in cls.__dataclass_fields__ if config.get(name) is not None}
+    def of_config(
+        cls, config: Mapping[str, Any], path: Path, patches: PatchStatistics | None = None
+    ) -> "LatentScaling":
+        """Returns the factors of a config.json, with the statistics that are in the weights. Raises UserError if they
+        are no numbers."""
+        names = [field.name for field in fields(cls) if field.name != "patches"]
+        values = {name: config[name] for name in names if config.get(name) is not None}
+        if patches:
+            values["patches"] = {**asdict(patches), "eps": config["batch_norm_eps"]}
         try:
             return from_json(cls, values, "it")
         except ValueError as error:
             raise UserError(f"{path}: {error}", hint="use the file that belongs to the weights") from None
 
     def config(self) -> dict[str, Any]:
-        """Returns the keys of config.json. Means by channel are left out where there are none: older diffusers do not
-        know them."""
-        return {name: value for name, value in asdict(self).items() if value is not None or name == "shift_factor"}
+        """Returns the keys of config.json. Factors are left out where there are none: older diffusers do not know those
+        by channel, and an AutoencoderKLFlux2 has none. Of others, no shift is a null."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "patches"}
+        nulls = {"shift_factor"} if self.scaling_factor is not None else set()
+        return {name: value for name, value in values.items() if value is not None or name in nulls}
 
     def __str__(self) -> str:
-        shift = "no shift_factor" if self.shift_factor is None else f"shift_factor {self.shift_factor:.6g}"
-        return f"scaling_factor {self.scaling_factor:.6g}, {shift}"
+        texts = []
+        if self.scaling_factor is not None:
+            texts.append(f"scaling_factor {self.scaling_factor:.6g}")
+            texts.append("no shift_factor" if self.shift_factor is None else f"shift_factor {self.shift_factor:.6g}")
+        if self.patches:
+            texts.append(
+                f"patches of 2x2 with {len(self.patches.mean)} channels, means {format_span(self.patches.mean)}, "
+                f"variances {format_span(self.patches.var)}"
+            )
+        return ", ".join(texts)
+
+
+def format_span(values: list[float]) -> str:
+    return f"{min(values):.3g} to {max(values):.3g}"
 
 
 class Family(NamedTuple):
@@ -85,7 +147,8 @@ def nearest_family(measured: LatentScaling, channels: int) -> Family | None:
     """Returns the family whose scaling factor is nearest to the measured one; None if none is near."""
 
     def ratio(family: Family) -> float:
-        return math.exp(abs(math.log(family.scaling.scaling_factor / measured.scaling_factor)))
+        published, found = family.scaling.scaling_factor, measured.scaling_factor
+        return math.exp(abs(math.log(published / found))) if published and found else math.inf
 
     near = [family for family in FAMILIES if family.channels == channels and ratio(family) < NEAR]
     return min(near, key=ratio, default=None)

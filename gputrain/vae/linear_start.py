@@ -186,8 +186,8 @@ class Pairs:
 
 def signals_of(architecture: VaeArchitecture) -> tuple[int, ...]:
     """Returns the numbers of signals of a code for this architecture; empty if its norms have no place for one."""
-    widths, groups = architecture.block_out_channels, architecture.norm_num_groups
-    channels = architecture.in_channels
+    groups, channels = architecture.norm_num_groups, architecture.in_channels
+    widths = tuple(map(min, architecture.block_out_channels, architecture.decoder_widths))
     if architecture.out_channels != channels or min(widths) // groups < 4:
         return ()
     # Half of the groups are set aside at most.

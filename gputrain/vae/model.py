@@ -167,7 +167,7 @@ class Decoder(nn.Module):
 
     def __init__(self, architecture: VaeArchitecture) -> None:
         super().__init__()
-        widths, groups = architecture.block_out_channels[::-1], architecture.norm_num_groups
+        widths, groups = architecture.decoder_widths[::-1], architecture.norm_num_groups
         self.conv_in = nn.Conv2d(architecture.latent_channels, widths[0], 3, padding=1)
         self.mid_block = _middle(widths[0], groups, architecture.mid_block_add_attention)
         self.up_blocks = nn.ModuleList()

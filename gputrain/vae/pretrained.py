@@ -1,7 +1,7 @@
 """Reads the weights of a pretrained autoencoder for fine-tuning.
 
 Sources are folders and pipelines of diffusers; single files with the tensor names of diffusers or of the first latent
-diffusion models (github.com/CompVis/latent-diffusion, which the published files of Stable Diffusion and FLUX.1 use), of
+diffusion models (github.com/CompVis/latent-diffusion, which the published files of Stable Diffusion and FLUX use), of
 the autoencoder alone or of a whole pipeline; and runs of gputrain.
 """
 
@@ -10,7 +10,6 @@ import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +21,8 @@ from gputrain.kinds import refuse_unreadable
 from gputrain.vae.architecture import PRESETS, VaeArchitecture
 from gputrain.vae.config import PUBLISHED
 from gputrain.vae.diffusers_folder import (
-    CLASS_NAME,
     CONFIG,
-    DEFAULTS,
+    SHARED,
     WEIGHTS,
     Unfit,
     diffusers_architecture,
@@ -33,7 +31,7 @@ from gputrain.vae.diffusers_folder import (
     present_names,
     read_config,
 )
-from gputrain.vae.latents import LatentScaling, LatentSource, TrainedPictures, family_of
+from gputrain.vae.latents import STATISTICS, LatentScaling, LatentSource, PatchStatistics, TrainedPictures, family_of
 from gputrain.vae.load import LoadedVae, load_model
 from gputrain.vae.weights import DIGEST, WeightsFile, read_weights_file
 
@@ -41,7 +39,8 @@ log = logging.getLogger(__name__)
 
 ARCHITECTURE = "modelspec.architecture"  # Key in the header, by github.com/Stability-AI/ModelSpec.
 PREFIXES = ("", "first_stage_model.", "vae.")  # prefixes of the autoencoder's tensors in a file
-AUTOENCODER = rf"^({'|'.join(map(re.escape, PREFIXES))})((en|de)coder|(post_)?quant_conv)\."
+PREFIX = rf"^({'|'.join(map(re.escape, PREFIXES))})"
+AUTOENCODER = rf"{PREFIX}(((en|de)coder|(post_)?quant_conv)\.|{STATISTICS}\.(running|num)_)"
 # Beside the autoencoder, few files have the factors of its latents: those that a training of CompVis's code measured,
 # and those of Playground 2.5, whose scaling factor diffusers' code states.
 MEASURED_FACTOR, EDM_MEAN, EDM_STD, EDM_SCALING = "scale_factor", "edm_mean", "edm_std", 0.5
@@ -60,6 +59,8 @@ RENAMED = (
     (r"coder\.mid\.attn_1\.proj_out\.", "coder.mid_block.attentions.0.to_out.0."),
     (r"\.nin_shortcut\.", ".conv_shortcut."),
     (r"coder\.norm_out\.", "coder.conv_norm_out."),
+    # In the files of FLUX.2, these convolutions are parts of encoder and decoder.
+    (r"^(encoder|decoder)\.(?=(post_)?quant_conv\.)", ""),
 )
 
 
@@ -90,7 +91,7 @@ def load_pretrained(name: str | Path, architecture: VaeArchitecture) -> Pretrain
     return found
 
 
-def read_pretrained(name: str | Path, norm_num_groups: int = DEFAULTS["norm_num_groups"]) -> Pretrained:
+def read_pretrained(name: str | Path, norm_num_groups: int = SHARED["norm_num_groups"]) -> Pretrained:
     """Reads the autoencoder of a path or a published name.
 
     `norm_num_groups` is for files that do not specify it: those with diffusers' names but no config.json. Raises
@@ -112,9 +113,8 @@ def read_pretrained(name: str | Path, norm_num_groups: int = DEFAULTS["norm_num_
 def _read_folder(path: Path) -> Pretrained:
     for folder in (path, path / "vae"):  # folder of an autoencoder, or of a pipeline
         if (folder / CONFIG).is_file():
-            model, config = load_diffusers(folder)
-            latents = _source_of_config(path, config, folder / CONFIG)
-            return Pretrained(_in_fp32(model.state_dict()), model.architecture, latents)
+            model, scaling = load_diffusers(folder)
+            return Pretrained(_in_fp32(model.state_dict()), model.architecture, _source_of_config(path, scaling))
     if any(path.glob("checkpoint_*.pt")):
         return _read_run(path)
     raise UserError(
@@ -123,8 +123,9 @@ def _read_folder(path: Path) -> Pretrained:
     )
 
 
-def _source_of_config(path: Path, config: dict[str, Any], file: Path) -> LatentSource:
-    return LatentSource(str(path), LatentScaling.of_config(config, file), told_by=f"its {CONFIG}", published=True)
+def _source_of_config(path: Path, scaling: LatentScaling) -> LatentSource:
+    told_by = f"its {CONFIG}" if scaling.patches is None else f"its tensors {STATISTICS}.*"
+    return LatentSource(str(path), scaling, told_by, published=True)
 
 
 def _read_run(path: Path) -> Pretrained:
@@ -170,22 +171,28 @@ def _read_file(path: Path, norm_num_groups: int) -> Pretrained:
         if path.name.startswith(Path(WEIGHTS).stem) and config_file.is_file():
             config = read_config(config_file)
             architecture = diffusers_architecture(config, config_file)
-            latents = _source_of_config(path, config, config_file)
+            fitted, patches = fit_weights(weights, architecture)
+            latents = _source_of_config(path, LatentScaling.of_config(config, config_file, patches))
         else:
             architecture = _deduce(weights, norm_num_groups)
-            latents = _source_of_file(path, file, architecture.latent_channels)
-        return Pretrained(_in_fp32(fit_weights(weights, architecture)), architecture, latents)
+            fitted, patches = fit_weights(weights, architecture)
+            latents = _source_of_file(path, file, architecture.latent_channels, patches)
+        return Pretrained(_in_fp32(fitted), architecture, latents)
     except (Unfit, KeyError, IndexError) as error:
         reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else error
         raise UserError(
-            f"{path}: its autoencoder is not a supported {CLASS_NAME}: {reason}",
-            hint="the autoencoders of Stable Diffusion 1 to 3, SDXL and FLUX.1 are supported",
+            f"{path}: its autoencoder is not a supported AutoencoderKL: {reason}",
+            hint="the autoencoders of Stable Diffusion 1 to 3, SDXL, FLUX.1 and FLUX.2 are supported",
         ) from None
 
 
-def _source_of_file(path: Path, file: WeightsFile, latent_channels: int) -> LatentSource:
+def _source_of_file(
+    path: Path, file: WeightsFile, latent_channels: int, patches: PatchStatistics | None
+) -> LatentSource:
     """Returns what a file without a configuration tells of the factors of its latents: by tensors that hold them, or by
     those of the whole pipeline, its header or its name."""
+    if patches:
+        return _source_of_config(path, LatentScaling(patches=patches))
     if MEASURED_FACTOR in file.tensors:
         scaling = LatentScaling(float(file.tensors[MEASURED_FACTOR]))
         return LatentSource(str(path), scaling, told_by=f"its tensor {MEASURED_FACTOR}", published=True)
@@ -215,14 +222,20 @@ def _rename(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _deduce(weights: dict[str, Tensor], norm_num_groups: int) -> VaeArchitecture:
     """Infers the architecture from the shapes of tensors. Raises Unfit, KeyError or IndexError if that fails."""
-    levels = sum(bool(re.fullmatch(r"encoder\.down_blocks\.\d+\.resnets\.0\.conv1\.weight", name)) for name in weights)
     layers = sum(bool(re.fullmatch(r"encoder\.down_blocks\.0\.resnets\.\d+\.conv1\.weight", name)) for name in weights)
-    first = [weights[f"encoder.down_blocks.{level}.resnets.0.conv1.weight"] for level in range(max(1, levels))]
-    for kernel in first:
-        if kernel.shape[0] % norm_num_groups:
-            raise Unfit(f"{norm_num_groups} groups do not divide {kernel.shape[0]} channels")
+    widths = {}
+    for blocks in ("encoder.down_blocks", "decoder.up_blocks"):
+        pattern = rf"{re.escape(blocks)}\.\d+\.resnets\.0\.conv1\.weight"
+        levels = sum(bool(re.fullmatch(pattern, name)) for name in weights)
+        first = [weights[f"{blocks}.{level}.resnets.0.conv1.weight"] for level in range(max(1, levels))]
+        widths[blocks] = tuple(kernel.shape[0] for kernel in first)
+        for width in widths[blocks]:
+            if width % norm_num_groups:
+                raise Unfit(f"{norm_num_groups} groups do not divide {width} channels")
     return VaeArchitecture(
-        block_out_channels=tuple(kernel.shape[0] for kernel in first),
+        block_out_channels=widths["encoder.down_blocks"],
+        decoder_block_out_channels=widths["decoder.up_blocks"][::-1],
+        patch_statistics=f"{STATISTICS}.running_mean" in weights,
         latent_channels=weights["decoder.conv_in.weight"].shape[1],
         layers_per_block=layers,
         norm_num_groups=norm_num_groups,
@@ -250,17 +263,20 @@ def _differences(found: VaeArchitecture, wanted: VaeArchitecture) -> str:
 def _shown(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return (",".join(map(str, value)) or "those of the encoder") if isinstance(value, tuple) else str(value)
 
 
 def options_for(wanted: VaeArchitecture) -> str:
     """Returns the options of train-vae that give an architecture; "" if no preset has its layers."""
     widths, latent, image = wanted.block_out_channels, wanted.latent_channels, wanted.in_channels
+    decoder = wanted.decoder_block_out_channels
     for preset, base in PRESETS.items():
         changed = dataclasses.replace(base, block_out_channels=widths, latent_channels=latent)
+        changed = dataclasses.replace(changed, decoder_block_out_channels=decoder)
         if dataclasses.replace(changed, in_channels=image, out_channels=image) == wanted:
             channels = f" --channels {_shown(widths)}" if widths != base.block_out_channels else ""
+            decoder_channels = f" --decoder-channels {_shown(decoder)}" if decoder else ""
             z_channels = f" --z-channels {latent}" if latent != base.latent_channels else ""
             pictures = f" --image-channels {image}" if image != base.in_channels else ""
-            return f"--preset {preset}{channels}{z_channels}{pictures}"
+            return f"--preset {preset}{channels}{decoder_channels}{z_channels}{pictures}"
     return ""

@@ -87,6 +87,7 @@ class VaeWork(KindWork[TrainVae]):
 
     def fallbacks(self, settings: TrainVae, budget: MemoryBudget, found: Fit) -> dict[str, TrainVae]:
         model = settings.model
+        own_widths = replace(model, channels=(), decoder_channels=())
         return {
             **super().fallbacks(settings, budget, found),
             "--lean": replace(settings, model=replace(model, lean=True)),
@@ -94,8 +95,8 @@ class VaeWork(KindWork[TrainVae]):
                 f"--image-size {size}": replace(settings, data=replace(settings.data, image_size=size))
                 for size in smaller_sizes(settings, budget, found)
             },
-            "--preset lite": replace(settings, model=replace(model, preset="lite", channels=())),
-            "--preset fast": replace(settings, model=replace(model, preset="fast", channels=())),
+            "--preset lite": replace(settings, model=replace(own_widths, preset="lite")),
+            "--preset fast": replace(settings, model=replace(own_widths, preset="fast")),
         }
 
     def begins(self, settings: TrainVae) -> dict[str, int]:
@@ -179,7 +180,7 @@ def smaller_sizes(settings: TrainVae, budget: MemoryBudget, found: Fit) -> list[
     grows = {"activations", "workspace", "cached"}
     growing_gb = sum(gb for kind, gb in found.parts.items() if kind in grows) / found.micro_batch_size
     left_gb = budget.budget_gb / budget.margin - sum(gb for kind, gb in found.parts.items() if kind not in grows)
-    step = math.lcm(SIZE_STEP, settings.architecture.downsampling)
+    step = math.lcm(SIZE_STEP, settings.architecture.multiple)
     largest = int(settings.data.image_size * max(0.0, left_gb / growing_gb) ** 0.5) // step * step
     return [size for size in (largest, largest - step, largest - 2 * step) if size > 0]
 

@@ -79,9 +79,9 @@ def test_stock_loads_ours(preset: VaePreset, tmp_path: Path) -> None:
 
 def test_ours_loads_stock(folder: Path) -> None:
     stock = diffusers.AutoencoderKL.from_pretrained(folder)
-    model, config = load_diffusers(folder)
+    model, scaling = load_diffusers(folder)
     assert model.architecture == SMALL
-    assert config["scaling_factor"] == 0.18215
+    assert scaling == LatentScaling(0.18215)
     images = pictures()
     assert (reconstruct_by_stock(stock, images) - reconstruct(model, images)).abs().max() < 1e-5
 
@@ -94,8 +94,8 @@ def test_configuration_of_the_oldest_files(folder: Path) -> None:
     (folder / CONFIG).write_text(json.dumps(config | {"act_fn": "swish"}))
     rewrite(folder, lambda weights: {name: tensor.half() for name, tensor in weights.items()})
     stock = diffusers.AutoencoderKL.from_pretrained(folder)
-    model, config = load_diffusers(folder)
-    assert (config["scaling_factor"], config["shift_factor"]) == (0.18215, None)
+    model, scaling = load_diffusers(folder)
+    assert scaling == LatentScaling(0.18215)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     images = pictures()
     assert (reconstruct_by_stock(stock, images) - reconstruct(model, images)).abs().max() < 1e-5

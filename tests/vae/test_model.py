@@ -18,18 +18,31 @@ from gputrain.hw.runtime import apply
 from gputrain.vae.architecture import PRESETS, VaeArchitecture, VaePreset
 from gputrain.vae.model import Attention, AutoencoderKL, Downsample, Head, ResnetBlock, Upsample, blocks
 from gputrain.vae.recipe import compile_layers
+from tests.tables import each_row
 
 SMALL = VaeArchitecture((8, 16), 2, norm_num_groups=4, use_quant_conv=True, use_post_quant_conv=True)
 presets = pytest.mark.parametrize("preset", PRESETS)
 
 
+SMALL_FLUX2 = VaeArchitecture(
+    (8, 16), 2, norm_num_groups=4, use_quant_conv=True, use_post_quant_conv=True, decoder_block_out_channels=(12, 8)
+)
+
+
 def stock_autoencoder(architecture: VaeArchitecture) -> diffusers.AutoencoderKL:
-    levels = len(architecture.block_out_channels)
-    return diffusers.AutoencoderKL(
-        **dataclasses.asdict(architecture),
-        down_block_types=["DownEncoderBlock2D"] * levels,
-        up_block_types=["UpDecoderBlock2D"] * levels,
+    """Returns an AutoencoderKL or AutoencoderKLFlux2 of diffusers."""
+    levels, keys = len(architecture.block_out_channels), dataclasses.asdict(architecture)
+    decoder, patched = keys.pop("decoder_block_out_channels"), keys.pop("patch_statistics")
+    if decoder:
+        keys["decoder_block_out_channels"] = decoder
+    return (diffusers.AutoencoderKLFlux2 if patched else diffusers.AutoencoderKL)(
+        **keys, down_block_types=["DownEncoderBlock2D"] * levels, up_block_types=["UpDecoderBlock2D"] * levels
     ).eval()
+
+
+def layers_of(stock: diffusers.AutoencoderKL) -> dict[str, Tensor]:
+    """Returns the weights, without the statistics of patches, which are no part of our module."""
+    return {name: tensor for name, tensor in stock.state_dict().items() if not name.startswith("bn.")}
 
 
 def loss_of_stock(model: diffusers.AutoencoderKL, images: Tensor, noise: Tensor) -> Tensor:
@@ -55,7 +68,7 @@ def pictures(
 
 
 @pytest.mark.parametrize(
-    "preset", [pytest.param(p, marks=pytest.mark.slow) if p in ("sd", "flux") else p for p in PRESETS]
+    "preset", [pytest.param(p, marks=pytest.mark.slow) if p in ("sd", "flux", "flux2") else p for p in PRESETS]
 )
 def test_equal_to_stock(preset: VaePreset) -> None:
     """The same seed gives the same weights, loss and gradients."""
@@ -64,7 +77,7 @@ def test_equal_to_stock(preset: VaePreset) -> None:
     stock = stock_autoencoder(architecture)
     torch.manual_seed(0)
     ours = AutoencoderKL(architecture)
-    weights = stock.state_dict()
+    weights = layers_of(stock)
     assert ours.state_dict().keys() == weights.keys()
     for name, tensor in ours.state_dict().items():
         assert torch.equal(tensor, weights[name]), name
@@ -79,16 +92,21 @@ def test_equal_to_stock(preset: VaePreset) -> None:
         torch.testing.assert_close(found[name].grad, parameter.grad, rtol=1e-6, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
-def test_equal_to_stock_in_fp64(layout: torch.memory_format) -> None:
+@each_row(
+    (SMALL, torch.contiguous_format, True), (SMALL, torch.channels_last, True),
+    (SMALL_FLUX2, torch.contiguous_format, True), (SMALL_FLUX2, torch.contiguous_format, False),
+)  # fmt: skip
+def test_equal_to_stock_in_fp64(architecture: VaeArchitecture, layout: torch.memory_format, lean: bool) -> None:
     """Compares every gradient in fp64, since small ones are inaccurate in fp32."""
-    stock = stock_autoencoder(SMALL).double().to(memory_format=layout)
-    ours = AutoencoderKL(SMALL).double().to(memory_format=layout)
-    ours.load_state_dict(stock.state_dict())
-    images, noise = pictures(SMALL, 8, dtype=torch.float64)
+    stock = stock_autoencoder(architecture).double().to(memory_format=layout)
+    ours = AutoencoderKL(architecture, lean=lean).double().to(memory_format=layout)
+    ours.load_state_dict(layers_of(stock))
+    images, noise = pictures(architecture, 8, dtype=torch.float64)
     images = images.contiguous(memory_format=layout)
-    loss_of_stock(stock, images, noise).backward()
-    loss_of_ours(ours, images, noise).backward()
+    expected, loss = loss_of_stock(stock, images, noise), loss_of_ours(ours, images, noise)
+    assert abs(loss.item() - expected.item()) < 1e-12
+    expected.backward()
+    loss.backward()
     found = dict(ours.named_parameters())
     for name, parameter in stock.named_parameters():
         # A constant added to all scores does not change a softmax, so the keys' bias has a gradient of rounding noise.
