@@ -94,8 +94,10 @@ class Model:
         help="Initialise from a diffusers folder, a .safetensors file of SD or FLUX, a run of gputrain, or a model "
         "that is named by `gputrain fetch --list` or as on the Hugging Face Hub.",
     )
-    train_part: Literal["all", "decoder"] = opt(
-        default="all", help="Part to train: all, or only the decoder, which keeps the latents (and their KL) unchanged."
+    train_part: Literal["all", "decoder", "tiny-decoder"] = opt(
+        default="all",
+        help="Part to train: all; only the decoder, which keeps the latents (and their KL) unchanged; or a new, tiny "
+        "decoder for the latents of --init-from, which diffusers loads as AutoencoderTiny.",
     )
 
     def __post_init__(self) -> None:

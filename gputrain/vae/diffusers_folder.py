@@ -131,7 +131,7 @@ def load_diffusers(folder: Path) -> tuple[AutoencoderKL, LatentScaling]:
     config = read_config(folder / CONFIG)
     architecture = diffusers_architecture(config, folder / CONFIG)
     try:
-        weights, patches = fit_weights(_read_weights(folder / WEIGHTS), architecture)
+        weights, patches = fit_weights(read_weights(folder / WEIGHTS), architecture)
     except Unfit as unfit:
         raise UserError(
             f"{folder / WEIGHTS}: does not fit {CONFIG}: {unfit}", hint="both files must come from the same model"
@@ -271,7 +271,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _read_weights(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path) -> dict[str, Tensor]:
     """Reads tensors by diffusers' present names, from a file or from the several that `max_shard_size` makes of it."""
     shards = sorted(path.parent.glob(f"{path.stem}-[0-9]*-of-[0-9]*{path.suffix}"))
     if shards and not path.is_file():

@@ -5,6 +5,7 @@ Shapes: B items, C channels of a picture, H x W pixels, L latent channels, h x w
 
 import logging
 import math
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -14,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gputrain.bench.timing import Laps
+from gputrain.engine.checkpoint import load_weights
 from gputrain.engine.data import Progress, no_progress
 from gputrain.engine.mixture import GivenFolders
 from gputrain.engine.samples import Sheet, SheetCell
@@ -25,10 +28,12 @@ from gputrain.vae.architecture import PATCH
 from gputrain.vae.config import Data, PictureEvaluation
 from gputrain.vae.data import Picture, as_rgb, centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.latents import LatentScaling, PatchStatistics
-from gputrain.vae.load import load_model
+from gputrain.vae.load import LoadedVae, load_model
 from gputrain.vae.model import AutoencoderKL, Moments
 from gputrain.vae.pictures import FLAT, UnusablePicture
+from gputrain.vae.pretrained import read_pretrained
 from gputrain.vae.rfid import INCEPTION, ReconstructionFid, load_extractor
+from gputrain.vae.tiny import Autoencoder, DistilledAutoencoder
 from gputrain.vae.weights import named_files
 
 log = logging.getLogger(__name__)
@@ -115,7 +120,7 @@ def patched(moments: Moments) -> Moments:
 
 @torch.no_grad()
 def reconstruction_figures(
-    model: AutoencoderKL,
+    model: Autoencoder,
     crops: Iterable[Tensor],
     device: torch.device,
     batch_size: int = 4,
@@ -258,12 +263,51 @@ def evaluate_pictures(
     pictures = open_pictures(data_path, held_out_share=share)
     chosen = pictures.held_out if share < 1 else [*pictures.held_out, *pictures.train]
     chosen = chosen[: options.max_pictures]
-    crops = readable_crops(chosen, image_size, loaded.model.architecture.in_channels)
-    progress(0, len(chosen))
-    with runtime.autocast():
+    teacher = teacher_of(loaded)
+    total = len(chosen) * (2 if teacher else 1)
+    progress(0, total)
+
+    def figures_of(model: Autoencoder, before: int, fid: ReconstructionFid | None) -> VaeFigures:
+        crops = readable_crops(chosen, image_size, model.architecture.in_channels)
         return reconstruction_figures(
-            loaded.model, crops, runtime.device, options.batch_size, fid, lambda done: progress(done, len(chosen))
+            model, crops, runtime.device, options.batch_size, fid, lambda done: progress(before + done, total)
         )
+
+    with runtime.autocast(), torch.no_grad():
+        figures = figures_of(loaded.model, 0, fid)
+        if teacher:
+            runtime.place(teacher)
+            figures.scalars["teacher_psnr_db"] = figures_of(teacher, len(chosen), None).scalars["psnr_db"]
+            figures.scalars["decode_seconds"] = decode_seconds(loaded.model, image_size, runtime.device)
+            figures.scalars["teacher_decode_seconds"] = decode_seconds(teacher, image_size, runtime.device)
+    return figures
+
+
+def decode_seconds(model: Autoencoder, image_size: int, device: torch.device) -> float:
+    """Returns the seconds in which one picture is decoded: the median of three times after a first one."""
+    side = image_size // model.architecture.downsampling
+    latents_1Lhw = torch.zeros(1, model.architecture.latent_channels, side, side, device=device)
+    laps = Laps(device)
+    for _ in range(4):
+        model.decode(latents_1Lhw)
+        laps.mark()
+    return statistics.median(laps.seconds())
+
+
+def teacher_of(loaded: LoadedVae) -> AutoencoderKL | None:
+    """Returns the autoencoder whose latents a run's tiny decoder decodes; None if the run has no tiny decoder, or if
+    the autoencoder is not in its place any more."""
+    if not isinstance(loaded.model, DistilledAutoencoder) or loaded.latents is None:
+        return None
+    source, architecture = loaded.latents.source, loaded.model.architecture
+    try:
+        weights = read_pretrained(source, architecture.norm_num_groups).weights
+    except UserError as error:
+        log.warning("%s, whose latents it decodes, is not evaluated beside it: %s", source, error)
+        return None
+    teacher = AutoencoderKL(architecture)
+    load_weights(teacher, weights, source)
+    return teacher.eval().requires_grad_(False)
 
 
 def readable_crops(pictures: Sequence[Picture], image_size: int, channels: int) -> Iterator[Tensor]:

@@ -1,5 +1,6 @@
 """Exports a trained VAE as a diffusers folder with the scaling of its latents, and verifies the written files."""
 
+import dataclasses
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -7,19 +8,23 @@ from typing import NamedTuple
 
 import torch
 
+from gputrain.engine.checkpoint import load_weights
 from gputrain.engine.data import Progress, no_progress
 from gputrain.engine.mixture import GivenFolders, data_folders, format_folders
 from gputrain.engine.sources import is_there
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
-from gputrain.hw.runtime import runtime_on
+from gputrain.hw.runtime import Runtime, runtime_on
 from gputrain.kinds import Exported
+from gputrain.vae.config import TrainVae
 from gputrain.vae.data import open_pictures
 from gputrain.vae.diffusers_folder import CONFIG, WEIGHTS, export_and_verify
 from gputrain.vae.evaluate import readable_crops, reconstruction_figures
 from gputrain.vae.latents import LatentScaling, LatentSource, nearest_family
 from gputrain.vae.load import LoadedVae, load_model
-from gputrain.vae.pretrained import source_of_run
+from gputrain.vae.model import AutoencoderKL
+from gputrain.vae.pretrained import Pretrained, source_of_run
+from gputrain.vae.tiny import DistilledAutoencoder, export_tiny
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +49,9 @@ def export_vae(
     loaded = load_model(model, runtime.device)
     if loaded.settings is None:
         raise UserError(f"{model}: already exported", hint="--model takes a run folder or a checkpoint")
+    if isinstance(loaded.model, DistilledAutoencoder):
+        return export_tiny_decoder(loaded, loaded.model, output_dir, data_path, progress)
+    assert isinstance(loaded.model, AutoencoderKL)
     source = source_of_run(loaded)
     kept = source.scaling if source and not source.encoder_trained else None
     figures: dict[str, object] = {}
@@ -77,6 +85,49 @@ def export_vae(
     files = [output_dir / CONFIG, output_dir / WEIGHTS]
     loads = f'Load it: diffusers.{loaded.model.architecture.class_name}.from_pretrained("{output_dir}")'
     return Exported(files, shown, [loads])
+
+
+def export_tiny_decoder(
+    loaded: LoadedVae, model: DistilledAutoencoder, output_dir: Path, data_path: Path | None, progress: Progress
+) -> Exported:
+    """Writes the tiny encoder and decoder of a run as an AutoencoderTiny."""
+    source = loaded.latents
+    assert source
+    if data_path is not None:
+        raise UserError(
+            "data_path has no effect on a tiny decoder, of which nothing is measured: it takes normalised latents",
+            hint="drop --data-path",
+        )
+    progress(0, 1)
+    difference = export_tiny(model, output_dir)
+    progress(1, 1)
+    shown: dict[str, object] = {
+        "decodes the latents of": source.source,
+        "scaling_factor": "1, as it takes them normalised",
+        "normalised by": f"{source.scaling} ({source.told_by})",
+        "weights": f"after {loaded.step} steps; read back, they are the same",
+        "largest difference of a decoded picture": difference,
+    }
+    load = f'Load it: pipeline.vae = diffusers.AutoencoderTiny.from_pretrained("{output_dir}")'
+    return Exported([output_dir / CONFIG, output_dir / WEIGHTS], shown, [load])
+
+
+def factors_for_export(
+    pretrained: Pretrained, settings: TrainVae, runtime: Runtime
+) -> tuple[dict[str, float | None], str]:
+    """Returns the factors that an export of this autoencoder would write, if it does not have its own, and where they
+    are from: measured on its pictures, or where they are not known on those of this run."""
+    source = dataclasses.replace(pretrained.latents, encoder_trained=False)
+    model = AutoencoderKL(pretrained.architecture)
+    load_weights(model, pretrained.weights, source.source)
+    runtime.place(model)
+    loaded = LoadedVae(model.eval().requires_grad_(False), settings, 0, source)
+    measured = measure_scaling(loaded, source, None, runtime.device, no_progress)
+    scaling, _ = choose_scaling(measured.scaling, source, pretrained.architecture.latent_channels)
+    told_by = f"measured on {measured.where}"
+    if scaling != measured.scaling:
+        told_by = f"those of the published model nearest to the measured {measured.scaling}"
+    return {"scaling_factor": scaling.scaling_factor, "shift_factor": scaling.shift_factor}, told_by
 
 
 def choose_scaling(measured: LatentScaling, source: LatentSource | None, channels: int) -> tuple[LatentScaling, str]:

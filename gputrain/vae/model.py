@@ -130,7 +130,7 @@ class AutoencoderKL(nn.Module):
 
 def blocks(model: AutoencoderKL) -> list[nn.Module]:
     """Returns the blocks between the first and the last convolution of encoder and decoder, in order of execution."""
-    coders = (model.encoder, model.decoder)
+    coders = (coder for coder in (model.encoder, model.decoder) if isinstance(coder, (Encoder, Decoder)))
     return [block for coder in coders for block in (*coder.blocks(), coder.head)]
 
 

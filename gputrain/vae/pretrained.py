@@ -33,6 +33,8 @@ from gputrain.vae.diffusers_folder import (
 )
 from gputrain.vae.latents import STATISTICS, LatentScaling, LatentSource, PatchStatistics, TrainedPictures, family_of
 from gputrain.vae.load import LoadedVae, load_model
+from gputrain.vae.model import AutoencoderKL
+from gputrain.vae.tiny import FACTOR
 from gputrain.vae.weights import DIGEST, WeightsFile, read_weights_file
 
 log = logging.getLogger(__name__)
@@ -71,6 +73,11 @@ class Pretrained:
     weights: dict[str, Tensor]  # Tensors in fp32 on the CPU, by diffusers' present names.
     architecture: VaeArchitecture
     latents: LatentSource
+
+    @property
+    def has_tiny_decoder(self) -> bool:
+        """Whether they are of a run that trained one."""
+        return FACTOR in self.weights
 
 
 def load_pretrained(name: str | Path, architecture: VaeArchitecture) -> Pretrained:
@@ -131,6 +138,7 @@ def _source_of_config(path: Path, scaling: LatentScaling) -> LatentSource:
 def _read_run(path: Path) -> Pretrained:
     """A run that kept the encoder of its own source has the factors of that source."""
     loaded = load_model(path, torch.device("cpu"))
+    assert isinstance(loaded.model, AutoencoderKL)
     latents, settings = source_of_run(loaded), loaded.settings
     if settings is not None and (latents is None or latents.encoder_trained):
         data = settings.data

@@ -31,6 +31,7 @@ from gputrain.vae.memory_efficient_layers import Features
 from gputrain.vae.model import AutoencoderKL, Upsample, blocks
 from gputrain.vae.norm_arithmetic import Arithmetic
 from gputrain.vae.reconstruct import reconstruct
+from gputrain.vae.tiny import DistilledAutoencoder, autoencoder_class
 
 SAMPLES = 8  # number of pictures on a sheet of samples
 EVALUATED = 64  # maximum number of pictures evaluated during training
@@ -71,8 +72,10 @@ class VaeRecipe:
         runtime.verify_layout(type(block).__name__, lambda x_BCHW: block(Features(x_BCHW)).added(), channels)
         self.modules: dict[str, nn.Module] = {"autoencoder": self.autoencoder}
         learning: tuple[nn.Module, ...] = (self.autoencoder,)
-        if settings.model.train_part == "decoder":
+        if settings.model.train_part != "all":
             learning = (self.autoencoder.decoder, self.autoencoder.post_quant_conv)
+        if isinstance(self.autoencoder, DistilledAutoencoder):
+            learning = (self.autoencoder.decoder, self.autoencoder.tiny_encoder)
         optimizer = self._adamw(learning, betas=(0.9, 0.999))
         autoencoder = Phase("autoencoder", learning, optimizer, self.update_adaptive_weight)
         # The kernels of upsampling layers are summed before they are cast.
@@ -150,7 +153,7 @@ class VaeRecipe:
     @property
     def dtype(self) -> torch.dtype:
         """Data type of the weights: fp32, or fp64 in tests that must exclude rounding."""
-        return self.autoencoder.decoder.conv_norm_out.weight.dtype  # A norm's weights are never cast.
+        return self.autoencoder.encoder.conv_norm_out.weight.dtype  # A norm's weights are never cast.
 
     def size(self, batch: VaeBatch) -> int:
         return len(batch.images_BCHW)
@@ -210,7 +213,10 @@ class VaeRecipe:
             gradient_BCHW = gradient_BCHW + weight * adversarial_BCHW
         yield ChainGradients((decoded_BCHW,), (gradient_BCHW.to(decoded_BCHW.dtype),))
 
-        if self.settings.model.train_part == "decoder":
+        if isinstance(self.autoencoder, DistilledAutoencoder):
+            distance_B = self.autoencoder.squared_distance(images_BCHW, mean_BLhw.detach())
+            yield Term("latents", distance_B.sum() / batch.whole)
+        if self.settings.model.train_part != "all":
             return
         values = images_BCHW[0].numel()
         kl = losses.kl_divergence(mean_BLhw, logvar_BLhw, values).sum() / batch.whole
@@ -303,13 +309,15 @@ class VaeRecipe:
 
 
 def has_good_start(settings: TrainVae) -> bool:
-    """Returns whether training begins with pretrained weights or a linear code, and not with random weights."""
+    """Returns whether what learns begins with pretrained weights or a linear code, and not with random weights."""
     model = settings.model
+    if model.train_part == "tiny-decoder":
+        return False
     return model.init_from is not None or (model.start == "linear" and bool(signals_of(settings.architecture)))
 
 
 def build_autoencoder(settings: TrainVae, runtime: Runtime) -> AutoencoderKL:
-    model = AutoencoderKL(
+    model = autoencoder_class(settings)(
         settings.architecture,
         checkpointing=bool(settings.model.gradient_checkpointing),
         lean=settings.model.lean is not False,

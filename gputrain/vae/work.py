@@ -30,14 +30,17 @@ from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.planner.work import BatchSource, KindWork, PlannedTraining, PlanTarget, TrainingData, Variant
 from gputrain.session import log_start
 from gputrain.vae.architecture import VaeArchitecture
-from gputrain.vae.config import BenchVae, PlannedData, PlanVae, TrainVae
+from gputrain.vae.config import BenchVae, Model, PlannedData, PlanVae, TrainVae
 from gputrain.vae.data import CropDataset, Pictures, decoding_seconds, open_pictures, to_u8, to_unit
+from gputrain.vae.export import factors_for_export
+from gputrain.vae.latents import LatentScaling, LatentSource
 from gputrain.vae.linear_start import LinearCode, fit_code, signals_of, write_code
 from gputrain.vae.lpips import PUBLISHED_FILES, load_lpips
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pictures import UnusablePicture, check_colours, has_transparency, read_picture
 from gputrain.vae.pretrained import Pretrained, load_pretrained
 from gputrain.vae.recipe import VaeRecipe, build_autoencoder, compile_layers, plan_target
+from gputrain.vae.tiny import DistilledAutoencoder
 from gputrain.vae.weights import named_files
 
 log = logging.getLogger(__name__)
@@ -72,6 +75,8 @@ class VaeWork(KindWork[TrainVae]):
     def completed(self, settings: TrainVae) -> TrainVae:
         if settings.hardware.plan_file and len(settings.stages) > 1:
             raise UserError("plan_file and resolution_schedule contradict each other", hint="a plan is for one size")
+        if not settings.saving.resume_from:
+            check_teacher(settings.model)
         return settings
 
     def open_data(self, settings: TrainVae) -> "VaeData":
@@ -210,8 +215,11 @@ class VaeData(TrainingData[TrainVae]):
         log_training(settings, runtime, self.pictures)
         if settings.losses.uses_lpips:  # What is missing is said before the training is planned.
             named_files(settings.losses.lpips_weights, PUBLISHED_FILES)
+        if run.resumed is None:
+            check_teacher(settings.model)
         if settings.model.init_from and run.resumed is None:
             self.pretrained = load_pretrained(settings.model.init_from, settings.architecture)
+            check_decoder(self.pretrained, settings.model)
             log_start(settings.model.init_from)
         return settings
 
@@ -257,12 +265,46 @@ class VaeData(TrainingData[TrainVae]):
     def start(self, recipe: VaeRecipe, run: Run) -> None:
         model = recipe.settings.model
         if self.pretrained:
-            recipe.start_from(self.pretrained.weights)
+            weights = self.pretrained.weights
             latents = replace(self.pretrained.latents, encoder_trained=model.train_part == "all")
+            if isinstance(recipe.autoencoder, DistilledAutoencoder):
+                latents = self.scaled_latents(recipe, run.group)
+                weights = recipe.autoencoder.beginning(weights, latents.scaling)
+            recipe.start_from(weights)
             run.facts |= latents.facts()
             self.pretrained = None
         elif model.start == "linear":
             start_linear(recipe, run.group, self.pictures)
+
+    def scaled_latents(self, recipe: VaeRecipe, group: RankGroup) -> LatentSource:
+        """Returns the source of the latents with its factors: its own, or those that its export would write."""
+        assert self.pretrained
+        pretrained, source = self.pretrained, replace(self.pretrained.latents, encoder_trained=False)
+        if source.scaling is None:
+            scaling, told_by = group.from_leader(
+                lambda: factors_for_export(pretrained, recipe.settings, recipe.runtime)
+            )
+            source = replace(source, scaling=LatentScaling(**scaling), told_by=told_by)
+        log.info("latents are normalised as pipelines do: %s (%s)", source.scaling, source.told_by)
+        return source
+
+
+def check_teacher(model: Model) -> None:
+    """Raises UserError if a tiny decoder would have no latents to decode."""
+    if model.train_part == "tiny-decoder" and not model.init_from:
+        raise UserError(
+            "train_part tiny-decoder needs the autoencoder whose latents it decodes",
+            hint="name it with --init-from: a folder of diffusers, a file, a run, or a name such as sdxl-vae",
+        )
+
+
+def check_decoder(pretrained: Pretrained, model: Model) -> None:
+    """Raises UserError if the weights to begin with have a tiny decoder, and this run has none."""
+    if pretrained.has_tiny_decoder and model.train_part != "tiny-decoder":
+        raise UserError(
+            f"{model.init_from}: has a tiny decoder, which cannot be trained with train_part {model.train_part}",
+            hint=f"--train-part tiny-decoder goes on with it; {pretrained.latents.source} is the autoencoder before it",
+        )
 
 
 def check_same_channels(run: Run, image_channels: int) -> None:
