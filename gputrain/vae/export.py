@@ -112,11 +112,9 @@ def export_tiny_decoder(
     return Exported([output_dir / CONFIG, output_dir / WEIGHTS], shown, [load])
 
 
-def factors_for_export(
-    pretrained: Pretrained, settings: TrainVae, runtime: Runtime
-) -> tuple[dict[str, float | None], str]:
-    """Returns the factors that an export of this autoencoder would write, if it does not have its own, and where they
-    are from: measured on its pictures, or where they are not known on those of this run."""
+def factors_for_export(pretrained: Pretrained, settings: TrainVae, runtime: Runtime) -> tuple[float, float | None, str]:
+    """Returns scaling and shift that an export of this autoencoder would write, if it does not have its own, and where
+    they are from: measured on its pictures, or where they are not known on those of this run."""
     source = dataclasses.replace(pretrained.latents, encoder_trained=False)
     model = AutoencoderKL(pretrained.architecture)
     load_weights(model, pretrained.weights, source.source)
@@ -127,7 +125,7 @@ def factors_for_export(
     told_by = f"measured on {measured.where}"
     if scaling != measured.scaling:
         told_by = f"those of the published model nearest to the measured {measured.scaling}"
-    return {"scaling_factor": scaling.scaling_factor, "shift_factor": scaling.shift_factor}, told_by
+    return scaling.scaling_factor, scaling.shift_factor, told_by
 
 
 def choose_scaling(measured: LatentScaling, source: LatentSource | None, channels: int) -> tuple[LatentScaling, str]:

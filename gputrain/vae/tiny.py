@@ -173,7 +173,7 @@ class DistilledAutoencoder(AutoencoderKL):
 
     def squared_distance(self, images_BCHW: Tensor, latents_BLhw: Tensor) -> Tensor:
         """Returns the mean squared distance (B) of the tiny encoder's latents from those of the frozen encoder."""
-        made_BLhw = self.tiny_encoder(images_BCHW, self.checkpointing)
+        made_BLhw: Tensor = self.tiny_encoder(images_BCHW, self.checkpointing)
         return (made_BLhw.to(latents_BLhw.dtype) - latents_BLhw).square().flatten(1).mean(1)
 
     def beginning(self, teacher: Mapping[str, Tensor], scaling: LatentScaling) -> dict[str, Tensor]:
@@ -214,11 +214,9 @@ def export_tiny(model: DistilledAutoencoder, folder: Path) -> float:
     stock = model.stock().cpu().float()
     weights = {name: tensor.contiguous() for name, tensor in stock.state_dict().items()}
     refuse_nonfinite(weights, str(folder))
-    shape = asdict(model.tiny)
     config = {
         "_class_name": CLASS_NAME,
-        **shape,
-        "block_out_channels": shape["decoder_block_out_channels"],  # Pipelines count its levels.
+        **asdict(model.tiny),
         "act_fn": "relu",
         "upsample_fn": "nearest",
         "upsampling_scaling_factor": 2,

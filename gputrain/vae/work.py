@@ -269,6 +269,7 @@ class VaeData(TrainingData[TrainVae]):
             latents = replace(self.pretrained.latents, encoder_trained=model.train_part == "all")
             if isinstance(recipe.autoencoder, DistilledAutoencoder):
                 latents = self.scaled_latents(recipe, run.group)
+                assert latents.scaling
                 weights = recipe.autoencoder.beginning(weights, latents.scaling)
             recipe.start_from(weights)
             run.facts |= latents.facts()
@@ -281,10 +282,10 @@ class VaeData(TrainingData[TrainVae]):
         assert self.pretrained
         pretrained, source = self.pretrained, replace(self.pretrained.latents, encoder_trained=False)
         if source.scaling is None:
-            scaling, told_by = group.from_leader(
+            factor, shift, told_by = group.from_leader(
                 lambda: factors_for_export(pretrained, recipe.settings, recipe.runtime)
             )
-            source = replace(source, scaling=LatentScaling(**scaling), told_by=told_by)
+            source = replace(source, scaling=LatentScaling(factor, shift), told_by=told_by)
         log.info("latents are normalised as pipelines do: %s (%s)", source.scaling, source.told_by)
         return source
 
