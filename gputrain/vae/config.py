@@ -187,6 +187,12 @@ class TrainVae:
     hardware: Hardware = Hardware()
 
     def __post_init__(self) -> None:
+        if self.model.train_part == "tiny-decoder" and self.architecture.patch_statistics:
+            raise UserError(
+                "train_part tiny-decoder is for the latents of an AutoencoderKL: pipelines of FLUX.2 take no "
+                "AutoencoderTiny",
+                hint="--preset flux2 --train-part decoder --decoder-channels 64,128,256,256 makes a smaller decoder",
+            )
         if self.data.resolution_schedule:
             self._check_schedule()
         for size in {stage.data.image_size for stage in self.stages}:

@@ -295,18 +295,23 @@ def decode_seconds(model: Autoencoder, image_size: int, device: torch.device) ->
 
 
 def teacher_of(loaded: LoadedVae) -> AutoencoderKL | None:
-    """Returns the autoencoder whose latents a run's tiny decoder decodes; None if the run has no tiny decoder, or if
-    the autoencoder is not in its place any more."""
-    if not isinstance(loaded.model, DistilledAutoencoder) or loaded.latents is None:
+    """Returns the autoencoder whose latents a run decodes with a new, smaller decoder; None if it has none, or if that
+    autoencoder is not in its place any more."""
+    model, settings = loaded.model, loaded.settings
+    if settings is None or loaded.latents is None or loaded.latents.encoder_trained:
         return None
-    source, architecture = loaded.latents.source, loaded.model.architecture
+    if not (settings.model.train_part == "tiny-decoder" or settings.model.decoder_channels):
+        return None
+    source = loaded.latents.source
     try:
-        weights = read_pretrained(source, architecture.norm_num_groups).weights
+        found = read_pretrained(source, settings.architecture.norm_num_groups)
     except UserError as error:
         log.warning("%s, whose latents it decodes, is not evaluated beside it: %s", source, error)
         return None
-    teacher = AutoencoderKL(architecture)
-    load_weights(teacher, weights, source)
+    if found.architecture == model.architecture and not isinstance(model, DistilledAutoencoder):
+        return None  # The run began with this decoder.
+    teacher = AutoencoderKL(found.architecture)
+    load_weights(teacher, found.weights, source)
     return teacher.eval().requires_grad_(False)
 
 

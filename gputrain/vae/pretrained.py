@@ -34,7 +34,7 @@ from gputrain.vae.diffusers_folder import (
 from gputrain.vae.latents import STATISTICS, LatentScaling, LatentSource, PatchStatistics, TrainedPictures, family_of
 from gputrain.vae.load import LoadedVae, load_model
 from gputrain.vae.model import AutoencoderKL
-from gputrain.vae.tiny import FACTOR
+from gputrain.vae.tiny import ENCODER, FACTOR
 from gputrain.vae.weights import DIGEST, WeightsFile, read_weights_file
 
 log = logging.getLogger(__name__)
@@ -80,14 +80,22 @@ class Pretrained:
         return FACTOR in self.weights
 
 
-def load_pretrained(name: str | Path, architecture: VaeArchitecture) -> Pretrained:
+def load_pretrained(name: str | Path, architecture: VaeArchitecture, train_part: str = "all") -> Pretrained:
     """Returns a pretrained autoencoder, whose weights `AutoencoderKL(architecture).load_state_dict` takes.
 
     `name` means a folder of diffusers (of an autoencoder or a pipeline), a file of weights, or a run folder or
-    checkpoint of gputrain, whose EMA weights are read if it has them; it may be a published one. Raises UserError if it
-    is missing or damaged, or has another architecture; the message then gives the options that fit.
+    checkpoint of gputrain, whose EMA weights are read if it has them; it may be a published one. If only the decoder is
+    trained and has other widths than the found one, the weights are those of the encoder. Raises UserError if it is
+    missing or damaged, or has another architecture; the message then gives the options that fit.
     """
     found = read_pretrained(name, architecture.norm_num_groups)
+    decoder = architecture.decoder_block_out_channels
+    own_decoder = dataclasses.replace(found.architecture, decoder_block_out_channels=decoder)
+    is_new = found.architecture.patch_statistics and found.architecture != architecture == own_decoder
+    if train_part == "decoder" and is_new:
+        log.info("the decoder is new, with channels %s, and begins with random weights", _shown(decoder))
+        encoder = {name: one for name, one in found.weights.items() if name.startswith(ENCODER)}
+        found = dataclasses.replace(found, weights=encoder, architecture=architecture)
     if found.architecture != architecture:
         options = options_for(found.architecture)
         raise UserError(

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import save_file
@@ -32,6 +32,7 @@ from gputrain.vae.weights import DIGEST, digest_of
 CLASS_NAME = "AutoencoderTiny"
 WIDTH, BLOCKS = 64, 3  # Those of the published models, which have four levels.
 RANGE = 3.0  # The decoder squashes latents into (-RANGE, RANGE), in units of about their standard deviation.
+ENCODER = ("encoder.", "quant_conv.")  # Beginnings of the names of tensors that make latents.
 FACTOR = "latents_factor_L"  # Name of a tensor that only runs with a tiny decoder have.
 CERTAIN = -30.0  # Log-variance of latents that are exact.
 
@@ -47,6 +48,7 @@ class TinyArchitecture:
     latent_channels: int = 4
     num_encoder_blocks: tuple[int, ...] = (1, BLOCKS, BLOCKS, BLOCKS)
     num_decoder_blocks: tuple[int, ...] = (BLOCKS, BLOCKS, BLOCKS, 1)
+    patch_statistics: ClassVar[bool] = False  # As of other architectures.
 
     @classmethod
     def for_latents_of(cls, teacher: VaeArchitecture) -> "TinyArchitecture":
@@ -182,14 +184,14 @@ class DistilledAutoencoder(AutoencoderKL):
         if FACTOR in teacher:
             return dict(teacher)
         mine = self.state_dict()
-        frozen = {name: one for name, one in teacher.items() if name.startswith(("encoder.", "quant_conv."))}
+        frozen = {name: one for name, one in teacher.items() if name.startswith(ENCODER)}
         shift_L, factor_L = (torch.ones_like(one) for one in (self.latents_shift_L, self.latents_factor_L))
         if scaling.latents_mean is not None and scaling.latents_std is not None:
             shift_L *= shift_L.new_tensor(scaling.latents_mean)
-            factor_L *= scaling.scaling_factor / factor_L.new_tensor(scaling.latents_std)
+            factor_L /= factor_L.new_tensor(scaling.latents_std)
         else:
             shift_L *= scaling.shift_factor or 0.0
-            factor_L *= scaling.scaling_factor
+        factor_L *= scaling.scaling_factor or 1.0
         return {**mine, **frozen, "latents_shift_L": shift_L, "latents_factor_L": factor_L}
 
     def stock(self) -> AutoencoderTiny:

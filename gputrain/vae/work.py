@@ -218,7 +218,8 @@ class VaeData(TrainingData[TrainVae]):
         if run.resumed is None:
             check_teacher(settings.model)
         if settings.model.init_from and run.resumed is None:
-            self.pretrained = load_pretrained(settings.model.init_from, settings.architecture)
+            model = settings.model
+            self.pretrained = load_pretrained(settings.model.init_from, settings.architecture, model.train_part)
             check_decoder(self.pretrained, settings.model)
             log_start(settings.model.init_from)
         return settings
@@ -271,6 +272,8 @@ class VaeData(TrainingData[TrainVae]):
                 latents = self.scaled_latents(recipe, run.group)
                 assert latents.scaling
                 weights = recipe.autoencoder.beginning(weights, latents.scaling)
+            elif model.train_part == "decoder":  # The decoder may be a new one.
+                weights = {**recipe.autoencoder.state_dict(), **weights}
             recipe.start_from(weights)
             run.facts |= latents.facts()
             self.pretrained = None

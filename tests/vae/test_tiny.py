@@ -20,7 +20,7 @@ from gputrain.planner.memory.predict import step_flops
 from gputrain.vae import tiny
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.diffusers_folder import save_diffusers
-from gputrain.vae.latents import LatentScaling
+from gputrain.vae.latents import LatentScaling, PatchStatistics
 from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.recipe import VaeRecipe, plan_target
@@ -237,15 +237,17 @@ def test_a_step_is_planned_with_the_encoder_of_the_teacher() -> None:
     ({"train_part": "decoder", "init_from": "RUN"}, "has a tiny decoder", "--train-part tiny-decoder"),
     ({"init_from": "RUN"}, "cannot be trained with train_part all", "teacher is the autoencoder"),
     ({"train_part": "tiny-decoder", "init_from": "EXPORT"}, "describes AutoencoderTiny", ""),
+    ({"train_part": "tiny-decoder", "preset": "flux2"}, "pipelines of FLUX.2 take no", "--decoder-channels 64"),
+    ({"init_from": "TEACHER", "train_part": "decoder", "decoder_channels": [32, 64]}, "different architecture", ""),
 )
 def test_what_has_no_latents_is_refused(
     trained: Path, photographs: Path, tmp_path: Path, changes: dict[str, str], message: str, hint: str
 ) -> None:
     if not (trained / "export").exists():
         diffusers.AutoencoderTiny().save_pretrained(trained / "export")
-    places = {"RUN": str(trained / "run"), "EXPORT": str(trained / "export")}
+    places = {name.upper(): str(trained / name) for name in ("run", "export", "teacher")}
     with pytest.raises(UserError, match=message) as caught:
-        run(tmp_path / "new", photographs, max_steps=1, **{key: places.get(one, one) for key, one in changes.items()})
+        run(tmp_path / "new", photographs, max_steps=1, **{key: places.get(str(one), one) for key, one in changes.items()})
     assert hint in (caught.value.hint or "")
 
 
@@ -256,3 +258,25 @@ def test_a_tiny_decoder_can_begin_with_another(trained: Path, photographs: Path,
     before = load_model(trained / "run", CPU)
     assert_same(made["modules"]["autoencoder"], dict(before.model.state_dict()))
     assert made["facts"]["latents"]["source"] == str(trained / "teacher")
+
+
+def test_a_narrower_decoder_learns_the_latents_of_flux2(photographs: Path, tmp_path: Path, typed) -> None:
+    """The encoder and the statistics of patches stay, and the export decodes the latents of the source."""
+    settings = settings_of(preset="flux2", train_part="decoder", decoder_channels=[32, 64], adversarial_weight=0.0)
+    torch.manual_seed(5)
+    teacher = AutoencoderKL(dataclasses.replace(settings.architecture, decoder_block_out_channels=()))
+    statistics = PatchStatistics([0.5] * 16, [2.0] * 16)
+    save_diffusers(teacher, tmp_path / "teacher", LatentScaling(patches=statistics), sample_size=24)
+    changes = {"preset": "flux2", "train_part": "decoder", "decoder_channels": [32, 64]}
+    run(tmp_path / "run", photographs, max_steps=2, init_from=str(tmp_path / "teacher"), **changes)
+    assert typed("export", "--model", tmp_path / "run", "--output-dir", tmp_path / "export")[0] == 0
+    stock = diffusers.AutoencoderKLFlux2.from_pretrained(tmp_path / "export")
+    ours, images = load_model(tmp_path / "run", CPU).model, pictures()
+    with torch.no_grad():
+        latents = teacher.encode(images).mean_BLhw
+        assert torch.allclose(stock.encode(images).latent_dist.mean, latents, atol=1e-5)
+        assert torch.allclose(stock.decode(latents).sample, ours.decode(latents), atol=1e-5)
+    assert stock.bn.running_var.tolist() == statistics.var
+    code, output = typed("evaluate", "--model", tmp_path / "run", "--data-path", photographs, "--image-size", 24)
+    assert code == 0, output
+    assert "teacher_psnr_db" in output
