@@ -112,7 +112,9 @@ def export_tiny_decoder(
     return Exported([output_dir / CONFIG, output_dir / WEIGHTS], shown, [load])
 
 
-def factors_for_export(pretrained: Pretrained, settings: TrainVae, runtime: Runtime) -> tuple[float, float | None, str]:
+def factors_for_export(
+    pretrained: Pretrained, settings: TrainVae, runtime: Runtime
+) -> tuple[float | None, float | None, str]:
     """Returns scaling and shift that an export of this autoencoder would write, if it does not have its own, and where
     they are from: measured on its pictures, or where they are not known on those of this run."""
     source = dataclasses.replace(pretrained.latents, encoder_trained=False)

@@ -76,7 +76,7 @@ class Pretrained:
 
     @property
     def has_tiny_decoder(self) -> bool:
-        """Whether they are of a run that trained one."""
+        """Returns whether they are of a run that trained one."""
         return FACTOR in self.weights
 
 

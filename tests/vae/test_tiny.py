@@ -247,7 +247,12 @@ def test_what_has_no_latents_is_refused(
         diffusers.AutoencoderTiny().save_pretrained(trained / "export")
     places = {name.upper(): str(trained / name) for name in ("run", "export", "teacher")}
     with pytest.raises(UserError, match=message) as caught:
-        run(tmp_path / "new", photographs, max_steps=1, **{key: places.get(str(one), one) for key, one in changes.items()})
+        run(
+            tmp_path / "new",
+            photographs,
+            max_steps=1,
+            **{key: places.get(str(one), one) for key, one in changes.items()},
+        )
     assert hint in (caught.value.hint or "")
 
 
