@@ -1,11 +1,11 @@
 """What the learning races share: runs that stop the clock to be evaluated, their resumption, the summary and the chart.
 
 A race trains a peer's own training step and ours on the same data with the same architecture, on one thread, for equal
-CPU seconds, and evaluates both on held-out data with code of neither side. The clock is `time.process_time()`: it
-counts everything from building the model on (a start that is fitted to the data included), and stands still while a
-side is evaluated and while data are prepared. Each run of a side and a seed is a process of its own; its result is a
-file in `--work-dir`, so that an interrupted race goes on where it was, and races of other sides or seeds add to the
-same summary.
+CPU seconds (or `--steps`), and evaluates both on held-out data with code of neither side. The clock is
+`time.process_time()`: it counts everything from building the model on (a start that is fitted to the data included),
+and stands still while a side is evaluated and while data are prepared. Each run of a side and a seed is a process of
+its own; its result is a file in `--work-dir`, so that an interrupted race goes on where it was, and races of other
+sides or seeds add to the same summary.
 
 A side is "peer", "ours", or one of them with changed options: "ours+learning_rate=3e-4,warmup_steps=0".
 """
@@ -82,15 +82,20 @@ class Race:
 
 
 def train_and_evaluate(
-    begin_training: Callable[[], Trainee], evaluate: Callable[[Any], Figures], marks: Sequence[float]
+    begin_training: Callable[[], Trainee],
+    evaluate: Callable[[Any], Figures],
+    marks: Sequence[float],
+    *,
+    by_steps: bool = False,
 ) -> list[dict[str, Any]]:
-    """Trains until the process has used each of these CPU seconds, and evaluates there with the clock stopped."""
+    """Trains until the process has used each of these CPU seconds (`by_steps`: has made each of these steps), and
+    evaluates there with the clock stopped."""
     began = time.process_time()
     trainee = begin_training()
     used, points = time.process_time() - began, []
     for mark in marks:
         began = time.process_time() - used
-        while time.process_time() - began < mark:
+        while (trainee.steps if by_steps else time.process_time() - began) < mark:
             trainee.step()
         used = time.process_time() - began
         points.append({"cpu_seconds": used, "steps": trainee.steps, **evaluate(trainee)})
@@ -166,6 +171,7 @@ def main(race: Race, parser: argparse.ArgumentParser, smoke: Settings) -> None:
 
 def parse(race: Race, parser: argparse.ArgumentParser, smoke: Settings) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=200.0, help="CPU seconds of a run")
+    parser.add_argument("--steps", type=int, help="steps of a run, in place of CPU seconds: for a machine under load")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--sides", nargs="+", default=list(race.sides), help='such as "ours+learning_rate=3e-4"')
     parser.add_argument("--clips", type=int, default=8, help="held-out items that are evaluated")
@@ -175,7 +181,7 @@ def parse(race: Race, parser: argparse.ArgumentParser, smoke: Settings) -> argpa
     parser.add_argument("--output-dir", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     if options.smoke:
-        vars(options).update({"seconds": 4.0, "seeds": [1], "clips": 2, **smoke})
+        vars(options).update({"seconds": 4.0, "steps": None, "seeds": [1], "clips": 2, **smoke})
     return options
 
 
@@ -186,8 +192,10 @@ def settings_of(options: argparse.Namespace) -> Settings:
     return {"device": "cpu", **{name: str(v) if isinstance(v, Path) else v for name, v in shared.items()}}
 
 
-def marks_of(settings: Settings) -> list[float]:
-    return [share * settings["seconds"] for share in SHARES]
+def marks_of(settings: Settings) -> dict[str, Any]:
+    """Returns the arguments of `train_and_evaluate` that say when to evaluate."""
+    length = settings["steps"] or settings["seconds"]
+    return {"marks": [share * length for share in SHARES], "by_steps": bool(settings["steps"])}
 
 
 def run_path(folder: Path, race: Race, side: str, seconds: float, seed: int) -> Path:
@@ -225,7 +233,8 @@ def report(race: Race, options: argparse.Namespace, shared: Settings) -> None:
     if not runs:
         sys.exit("no run of these settings is stored")
     first = next(iter(runs.values()))[0]
-    length = "smoke" if options.smoke else f"{shared['seconds']:g}s"
+    length = f"{shared['steps']}_steps" if shared.get("steps") else f"{shared['seconds']:g}s"
+    length = "smoke" if options.smoke else length
     name = f"race_{race.name}_{length}"
     path = runner.result_path(options.output_dir, name, str(first["machine"]["device"]))
     order = sorted(runs, key=lambda side: (not side.startswith("peer"), len(side), side))

@@ -110,7 +110,7 @@ def measure(settings: Settings) -> dict[str, Any]:
             return Ours(given, runtime, pictures, crops)
         return Peer(given.architecture, crops, settings["batch_size"], seed, **race.changes_of(side))
 
-    points = race.train_and_evaluate(begin, functools.partial(evaluate, crops=evaluated), race.marks_of(settings))
+    points = race.train_and_evaluate(begin, functools.partial(evaluate, crops=evaluated), **race.marks_of(settings))
     return {"points": points, "facts": {"training_pictures": len(crops), "evaluated_pictures": len(evaluated)}}
 
 

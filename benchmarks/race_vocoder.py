@@ -162,7 +162,7 @@ def measure(settings: Settings) -> dict[str, Any]:
             return Ours(*our_settings(settings), crops)
         return Peer(Path(settings["peer"]), peer_content(settings), crops, settings["seed"])
 
-    points = race.train_and_evaluate(begin, functools.partial(evaluate, clips=clips), race.marks_of(settings))
+    points = race.train_and_evaluate(begin, functools.partial(evaluate, clips=clips), **race.marks_of(settings))
     facts = {
         "peer": {"repository": "openvpi/SingingVocoders", "commit": vocoder_peer.commit(Path(settings["peer"]))},
         "training_clips": len(sounds.parts.train), "evaluated_clips": len(clips), "pesq": race_sound.HAS_PESQ,

@@ -22,7 +22,6 @@ Shapes: S symbols, L samples, N frequencies, T frames.
 
 import argparse
 import functools
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,6 +125,8 @@ class Ours(OurTraining):
 
 def measure(settings: Settings) -> dict[str, Any]:
     """Runs a side with a seed."""
+    if not settings["no_cer"]:
+        race_sound.check_recogniser()
     race.one_thread()
     side, seed = settings["side"], settings["seed"]
     mine = side if side.startswith("ours") else ""
@@ -150,7 +151,7 @@ def measure(settings: Settings) -> dict[str, Any]:
         return Peer(root, sizes, clips, settings)
 
     evaluation = functools.partial(evaluate, clips=evaluated, texts=texts)
-    points = race.train_and_evaluate(begin, evaluation, race.marks_of(settings))
+    points = race.train_and_evaluate(begin, evaluation, **race.marks_of(settings))
     peer = peer_facts(argparse.Namespace(peer=Path(settings["peer"]) if settings["peer"] else None))
     facts = {"peer": peer, "training_clips": len(clips.clips), "evaluated_clips": len(evaluated)}
     if texts:
@@ -228,8 +229,6 @@ def main() -> None:
     parser.add_argument("--discriminator-channels", type=int, default=8, help="of both sides; 32 as published")
     parser.add_argument("--no-cer", action="store_true", help="compute no character error rate")
     parser.set_defaults(sizes=SMALL)
-    if not {"--no-cer", "--smoke", "--report-only"} & set(sys.argv):
-        race_sound.check_recogniser()
     race.main(RACE, parser, smoke={"batch_size": 1, "sizes": TINY, "no_cer": True})
 
 

@@ -122,7 +122,7 @@ class Exporter:
     """A format of `export`."""
 
     write: Callable[[Any, ReportProgress], Exported]
-    options: frozenset[str] = frozenset()  # Those of name, language_code, data_path and device that have an effect.
+    options: frozenset[str] = frozenset()  # Those of `export` that not every format has, and that have an effect.
     packages: tuple[str, ...] = ()  # Modules that it imports, other than those of the kind.
 
 

@@ -131,10 +131,9 @@ def format_of(settings: ExportSettings, kind: ModelKind) -> str:
         )
     format = known[0] if settings.format == "auto" else settings.format
     used = kind.exporters[format].options
-    if settings.name and "name" not in used:
-        raise UserError(f"name does nothing with format {format}", hint="drop --name")
-    if settings.language_code and "language_code" not in used:
-        raise UserError(f"language_code does nothing with format {format}", hint="drop --language-code")
+    for option in ("name", "language_code", "default_speaker"):
+        if getattr(settings, option) and option not in used:
+            raise UserError(f"{option} does nothing with format {format}", hint=f"drop --{option.replace('_', '-')}")
     if settings.data_path is not None and "data_path" not in used:
         raise UserError(f"data_path does nothing with {title}", hint="drop --data-path")
     if settings.device == "cuda" and "device" not in used:

@@ -166,6 +166,10 @@ class ExportSettings(TrainedModel):
         default="",
         help="Language and country for Piper, such as kk_KZ, if they don't follow from the language of the texts.",
     )
+    default_speaker: str = opt(
+        default="",
+        help="Name or number of the speaker with whom Piper speaks if none is asked for; default: the first.",
+    )
     push_to_hub: str = opt(
         default="",
         help="Upload the exported files to this model of the Hugging Face Hub, USER/NAME, with a model card.",

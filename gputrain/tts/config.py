@@ -65,6 +65,10 @@ class Model:
     discriminator_channels: int = opt(
         default=32, help="Channels of the discriminators' first layers; a multiple of 8.", min=8
     )
+    use_mrd: bool = opt(
+        default=False,
+        help="Add discriminators of spectrograms at three resolutions (UnivNet's, as in Piper) to those of waves.",
+    )
     init_from: ModelName | None = opt(
         default=None,
         help="Initialise from a run or checkpoint, or from one of Piper or Coqui, of any language, or by a name of "
@@ -171,6 +175,7 @@ class BenchTts(BenchSettings):
     clip_seconds: float = opt(default=5.0, help="Length of each clip, in seconds.", min=0.5)
     micro_batch_size: int = opt(default=0, help="Clips of a micro-batch; 0: batch_size.", min=0)
     discriminator_channels: int = opt(default=32, help="As in train-tts.", min=8)
+    use_mrd: bool = opt(default=False, help="As in train-tts.")
     inference: bool = opt(default=False, help="Measure speaking without gradients, not training steps.")
     bench: BenchOptions = BenchOptions()
 

@@ -31,6 +31,7 @@ from gputrain.kinds import Exported
 from gputrain.tts.export_layers import faster_in_onnxruntime
 from gputrain.tts.load import LoadedVoice
 from gputrain.tts.model import Voice
+from gputrain.tts.speak import speaker_number
 
 COMPARED_SYMBOLS = (1, 5, 33, 120)
 # Piper has four quality names, from which its users infer memory and speed.
@@ -44,7 +45,9 @@ AXES = {
     "input_lengths": {0: "batch"},
     "sid": {0: "batch"},
     "output": {0: "batch", 3: "time"},
+    "durations": {0: "batch", 1: "phonemes"},
 }
+OUTPUTS = ["output", "durations"]  # Piper and sherpa-onnx read the first; newer versions of Piper read times in both.
 DRAWS = 2  # number of noises that the graph draws: for durations and latents
 CLEAR = 1e-4  # relative change of the tempo that must not change any duration, so that rounding cannot either
 
@@ -70,17 +73,18 @@ def export_piper(
     name: str = "voice",
     *,
     language_code: str = "",
+    default_speaker: str = "",
     progress: Progress = no_progress,
 ) -> Exported:
     """Writes NAME.onnx and NAME.onnx.json in the format that piper-tts loads.
 
-    `language_code`, such as kk_KZ, replaces the default of the voice's language. Raises UserError for an invalid name
-    or code, if weights are not finite, a package is not installed or the folder cannot be written; RuntimeError if
-    onnxruntime's wave differs from torch's.
+    `language_code`, such as kk_KZ, replaces the default of the voice's language, and `default_speaker` the first
+    speaker. Raises UserError for an invalid name or code or an unknown speaker, if weights are not finite, a package is
+    not installed or the folder cannot be written; RuntimeError if onnxruntime's wave or durations differ from torch's.
     """
     name = name.removesuffix(".onnx")
     check_file_name(name, example="uz_UZ-dilnoza")
-    locale = locale_of(loaded, language_code)
+    locale, speaker = locale_of(loaded, language_code), default_speaker_id(loaded.speakers, default_speaker)
     voice, steps = cpu_copy(loaded.voice), StepProgress(progress, 1 + len(COMPARED_SYMBOLS))
     with written_aside(folder) as aside:
         graph, settings = aside / f"{name}.onnx", aside / f"{name}.onnx.json"
@@ -89,10 +93,17 @@ def export_piper(
         difference = largest_wave_difference(voice, graph, COMPARED_SYMBOLS, steps.next)
         if not difference < LARGEST_DIFFERENCE:
             raise RuntimeError(f"{folder / graph.name}: onnxruntime's wave differs from torch's by {difference:.3g}")
-        text = json.dumps(piper_config(loaded, name, locale), indent=2, ensure_ascii=False)
+        text = json.dumps(piper_config(loaded, name, locale, speaker), indent=2, ensure_ascii=False)
         settings.write_text(text + "\n", encoding="utf-8")
     files = [folder / graph.name, folder / settings.name]
-    return exported(files, loaded.source, "sample", difference, notes(loaded, str(folder / name)))
+    return exported(files, loaded.source, "sample", difference, notes(loaded, str(folder / name), speaker))
+
+
+def default_speaker_id(speakers: tuple[str, ...], asked: str) -> int:
+    """Returns the id of the speaker to speak with if none is asked for. Raises UserError if there is no choice."""
+    if asked and len(speakers) < 2:
+        raise UserError("default_speaker has no effect on a voice with one speaker", hint="drop --default-speaker")
+    return speaker_number(speakers, asked)
 
 
 def locale_of(loaded: LoadedVoice, language_code: str) -> Locale:
@@ -110,7 +121,7 @@ def locale_of(loaded: LoadedVoice, language_code: str) -> Locale:
     return own if named[2] == own.region else own._replace(region=named[2], country=named[2])
 
 
-def piper_config(loaded: LoadedVoice, name: str, locale: Locale) -> dict[str, Any]:
+def piper_config(loaded: LoadedVoice, name: str, locale: Locale, default_speaker_id: int = 0) -> dict[str, Any]:
     """Returns the content of NAME.onnx.json, which Piper and Home Assistant read."""
     sizes, frontend = loaded.voice.architecture, loaded.frontend
     several = sizes.num_speakers > 1
@@ -132,13 +143,14 @@ def piper_config(loaded: LoadedVoice, name: str, locale: Locale) -> dict[str, An
         "num_symbols": sizes.num_symbols,
         "num_speakers": sizes.num_speakers,
         "speaker_id_map": {speaker: number for number, speaker in enumerate(loaded.speakers)} if several else {},
+        "default_speaker_id": default_speaker_id,
         "hop_length": sizes.mel.hop_size,
         "dataset": name,
         "piper_version": "1.0.0",
     }
 
 
-def notes(loaded: LoadedVoice, name: str) -> list[str]:
+def notes(loaded: LoadedVoice, name: str, default_speaker_id: int = 0) -> list[str]:
     frontend, speakers = loaded.frontend, loaded.speakers
     several = loaded.voice.architecture.num_speakers > 1
     lines = [
@@ -146,6 +158,8 @@ def notes(loaded: LoadedVoice, name: str) -> list[str]:
         load_line(Path(f"{name}.onnx"), "input", "input_lengths", "scales", *["sid"] * several),
         "Inputs: input int64 (1, symbols), ids by the phoneme_id_map of the .json; input_lengths int64 (1,); scales "
         f"float32 (3,), noise, length and noise of durations{'; sid int64 (1,), the speaker' * several}",
+        "Outputs: output float32 (1, 1, 1, samples); durations float32 (1, symbols), in frames of hop_length samples, "
+        "from which Piper gives the times of phonemes: synthesize(text, include_alignments=True)",
     ]
     if frontend.phoneme_type == "text":
         table = " --alphabet TABLE" * bool(frontend.alphabet) + " --lexicon FILE" * bool(frontend.raw.lexicon)
@@ -157,7 +171,10 @@ def notes(loaded: LoadedVoice, name: str) -> list[str]:
     else:
         lines += ["Piper contains the espeak-ng of this voice, which also converts numbers and abbreviations to words"]
     if several:
-        lines += [f"choose one of {len(speakers)} speakers by number: --speaker 0 is {speakers[0]}"]
+        lines += [
+            f"choose one of {len(speakers)} speakers by number: --speaker 0 is {speakers[0]}; without it, "
+            f"{speakers[default_speaker_id]} speaks"
+        ]
     return lines
 
 
@@ -175,19 +192,22 @@ class ComparisonText(NamedTuple):
 
 
 class PiperGraph(nn.Module):
-    """Wraps a voice with the inputs and the output of Piper's graphs."""
+    """Wraps a voice with the inputs and the outputs of Piper's graphs."""
 
     def __init__(self, voice: Voice) -> None:
         super().__init__()
         self.voice = voice
 
-    def forward(self, ids_BS: Tensor, lengths_B: Tensor, scales: Tensor, speaker_B: Tensor | None = None) -> Tensor:
-        """Returns waves (B, 1, 1, T); `scales` has noise_scale, length_scale and noise_w."""
+    def forward(
+        self, ids_BS: Tensor, lengths_B: Tensor, scales: Tensor, speaker_B: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns waves (B, 1, 1, T), and the durations of symbols in frames, BS; `scales` has noise_scale,
+        length_scale and noise_w."""
         noise_scale, length_scale, noise_w = scales.unbind()
-        wave_B1T, _ = self.voice.infer(
+        wave_B1T, durations_BS = self.voice.infer(
             ids_BS, lengths_B, speaker_B, noise_scale=noise_scale, length_scale=length_scale, noise_w=noise_w
         )
-        return wave_B1T[:, None]
+        return wave_B1T[:, None], durations_BS
 
 
 def write_piper_graph(voice: Voice, path: Path) -> None:
@@ -198,8 +218,8 @@ def write_piper_graph(voice: Voice, path: Path) -> None:
         tuple(example.values()),
         path,
         input_names=list(example),
-        output_names=["output"],
-        dynamic_axes={name: axes for name, axes in AXES.items() if name in example or name == "output"},
+        output_names=OUTPUTS,
+        dynamic_axes={name: axes for name, axes in AXES.items() if name in example or name in OUTPUTS},
         opset_version=OPSET,
     )
 
@@ -212,7 +232,7 @@ def largest_wave_difference(
     texts with these numbers of symbols.
 
     Raises UserError if onnx or onnxruntime is not installed, RuntimeError if the graph does not draw both noises, or a
-    wave has another shape.
+    wave has another shape or its symbols have other durations.
     """
     model = load_checked_onnx(path)
     draws = sum(node.op_type == "RandomNormalLike" for node in model.graph.node)
@@ -222,8 +242,10 @@ def largest_wave_difference(
     worst, spoken = 0.0, PiperGraph(voice)
     for symbols in lengths:
         given = comparison_text(voice, symbols, seed=symbols).inputs(voice)
-        (graph,) = session.run(["output"], {name: tensor.numpy() for name, tensor in given.items()})
-        graph_B11T, wave_B11T = torch.from_numpy(graph), spoken(*given.values())
+        found = session.run(OUTPUTS, {name: tensor.numpy() for name, tensor in given.items()})
+        (graph_B11T, graph_BS), (wave_B11T, durations_BS) = map(torch.from_numpy, found), spoken(*given.values())
+        if not torch.equal(graph_BS, durations_BS):
+            raise RuntimeError(f"{path}: the symbols have other durations than in torch")
         worst = max(worst, wave_difference(path, graph_B11T, wave_B11T))
         step_done()
     return worst

@@ -87,8 +87,9 @@ def export_piper(settings: Any, progress: ReportProgress) -> Exported:
 
     voice = load_voice(settings.weights, torch.device("cpu"))
     return export.export_piper(
-        voice, settings.output_dir, settings.name or "voice", language_code=settings.language_code, progress=progress
-    )
+        voice, settings.output_dir, settings.name or "voice", language_code=settings.language_code,
+        default_speaker=settings.default_speaker, progress=progress,
+    )  # fmt: skip
 
 
 def speak(settings: Speak, output: CommandOutput) -> None:
@@ -173,7 +174,7 @@ KIND = ModelKind(
         items="clips",
         run=evaluate,
     ),
-    exporters={"piper": Exporter(export_piper, frozenset({"name", "language_code"}), ONNX)},
+    exporters={"piper": Exporter(export_piper, frozenset({"name", "language_code", "default_speaker"}), ONNX)},
     commands=(
         OwnCommand(
             "speak", Speak,

@@ -117,10 +117,8 @@ def start_from(
     `speakers`; the caller must set the EMA of its weights. Returns descriptions of the reinitialised parts. Symbols
     that are not `spoken` in the data, as most of IPA is not in any language, are left out of them.
     """
-    taken = _take_layers(voice, origin.voice)
-    taken["discriminators"] = [
-        fits for layers in _take_layers(discriminators, origin.discriminators).values() for fits in layers
-    ]
+    of_kinds = _take_layers(discriminators, origin.discriminators)
+    taken = _take_layers(voice, origin.voice) | {f"discriminators.{kind}": fits for kind, fits in of_kinds.items()}
     reinitialised = [
         f"{part}: {fits.count(False)} of {len(fits)} layers" for part, fits in taken.items() if not all(fits)
     ]

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gputrain.audio.discriminators import vits_discriminators
+from gputrain.audio.config import Resolution
+from gputrain.audio.discriminators import DiscriminatorGroup, multi_resolution, vits_discriminators
 from gputrain.audio.losses import (
     DiscriminatorPasses,
     adversarial_terms,
@@ -30,11 +31,14 @@ from gputrain.speech.buckets import ClipBatch, ClipSize, empty_bucket
 from gputrain.speech.recipe import BucketRecipe
 from gputrain.tts.align import alignment_scores, position_prior, search
 from gputrain.tts.architecture import VoiceArchitecture
-from gputrain.tts.config import SEGMENT_FRAMES, TrainTts
+from gputrain.tts.config import SEGMENT_FRAMES, Model, TrainTts
 from gputrain.tts.encoder import EncodedText
 from gputrain.tts.evaluate import HeldOutClips
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.model import Voice, frame_prior, length_mask, segment_starts, segments
+
+# Of UnivNet (Jang et al. 2021, section 2.2), and of Piper's use_mrd.
+RESOLUTIONS = (Resolution(1024, 120, 600), Resolution(2048, 240, 1200), Resolution(512, 50, 240))
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ class VoiceRecipe(BucketRecipe):
         schedule = settings.schedule
         torch.manual_seed(schedule.seed)
         self.voice = build_voice(settings, architecture, runtime)
-        self.by_kind = {"waves": vits_discriminators(settings.model.discriminator_channels)}
+        self.by_kind = discriminators_of(settings.model)
         self.discriminators = runtime.place(nn.ModuleDict(self.by_kind))
         self.modules: dict[str, nn.Module] = {"voice": self.voice, "discriminators": self.discriminators}
         if schedule.ema_decay:
@@ -295,6 +299,14 @@ def _joined(tensors: tuple[Tensor, ...]) -> Tensor:
     longest = max(tensor.shape[-1] for tensor in tensors)
     padded = tensors if tensors[0].ndim == 1 else tuple(F.pad(one, (0, longest - one.shape[-1])) for one in tensors)
     return torch.cat(padded)
+
+
+def discriminators_of(model: Model) -> dict[str, DiscriminatorGroup]:
+    """Returns the discriminators by kind. Those of waves begin as they do alone, because they are drawn first."""
+    made = {"waves": vits_discriminators(model.discriminator_channels)}
+    if model.use_mrd:
+        made["mrd"] = multi_resolution(RESOLUTIONS, model.discriminator_channels)
+    return made
 
 
 def build_voice(settings: TrainTts, architecture: VoiceArchitecture, runtime: Runtime) -> Voice:

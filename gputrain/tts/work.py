@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gputrain.audio.discriminators import vits_discriminators
 from gputrain.bench.step_bench import SOUND_SWITCHES, Compute, InferenceBench, sound_title
 from gputrain.engine.run_folder import Run
 from gputrain.engine.stop import format_duration
+from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.memory.fit import Fit, MemoryBudget
 from gputrain.planner.work import PlannedTraining, PlanTarget
@@ -35,7 +35,7 @@ from gputrain.tts.evaluate import HeldOutClips
 from gputrain.tts.load import read_origin, start_from
 from gputrain.tts.model import Voice, prepare_for_inference
 from gputrain.tts.pretrained_import import Origin
-from gputrain.tts.recipe import VoiceRecipe, plan_target
+from gputrain.tts.recipe import VoiceRecipe, discriminators_of, plan_target
 
 log = logging.getLogger(__name__)
 
@@ -188,10 +188,16 @@ class TtsTraining(SpeechTraining[TrainTts]):
 
     def begin(self, settings: TrainTts, run: Run, runtime: Runtime) -> TrainTts:
         settings = super().begin(settings, run, runtime)
+        before = run.before.get("use_mrd", settings.model.use_mrd)
+        if before != settings.model.use_mrd:
+            raise UserError(
+                f"the run began {'with' if before else 'without'} use_mrd",
+                hint=f"go on with --{'' if before else 'no-'}use-mrd, or begin a new run with --init-from this one",
+            )
         if settings.model.init_from and run.resumed is None:
             with torch.device("meta"):
                 voice = Voice(architecture_for(settings, self.sizes))
-                discriminators = nn.ModuleDict({"waves": vits_discriminators(settings.model.discriminator_channels)})
+                discriminators = nn.ModuleDict(discriminators_of(settings.model))
             self.origin = read_origin(settings.model.init_from, voice, discriminators)
             log_start(settings.model.init_from)
         return settings

@@ -119,6 +119,7 @@ def test_a_missing_model_is_named_before_anything_is_said_of_options(typed, tmp_
     ("export", "vocoder", ["--data-path", "."], "data_path does nothing with a vocoder", "drop --data-path"),
     ("export", "vocoder", ["--name", "x"], "name does nothing with format openvpi", "drop --name"),
     ("export", "vocoder", ["--language-code", "uz_UZ"], "language_code does nothing", "drop --language-code"),
+    ("export", "vocoder", ["--default-speaker", "1"], "default_speaker does nothing", "drop --default-speaker"),
     ("export", "VAE", ["--format", "onnx"], "an image VAE, which has no format onnx", "use diffusers"),
 )
 def test_commands_refuse_options_of_the_other_kind(typed, vocoder_run, vae_run, command, model, option, said, hint):

@@ -58,9 +58,11 @@ def ours(loaded: LoadedVoice, normalized: str, speaker: int | None = None) -> np
     return wave_B1T[0, 0].clamp(-1, 1).numpy()
 
 
-def speaks_alike(loaded: LoadedVoice, graph: Path, text: str, speaker: int | None = None) -> None:
+def speaks_alike(
+    loaded: LoadedVoice, graph: Path, text: str, speaker: int | None = None, *, default: int | None = None
+) -> None:
     normalized = loaded.frontend.normalize(text)
-    expected_T = ours(loaded, normalized, speaker)
+    expected_T = ours(loaded, normalized, default if speaker is None else speaker)
     wave_T = synthesised(piper.PiperVoice.load(graph), normalized, speaker)
     assert expected_T.std() > 1e-3
     assert len(wave_T) == len(expected_T)
@@ -95,7 +97,8 @@ class Handed(NamedTuple):
 @pytest.fixture(scope="module")
 def handed(tmp_path_factory: pytest.TempPathFactory) -> Handed:
     loaded, folder = narrow("fast", "uz", SPEAKERS), tmp_path_factory.mktemp("piper")
-    return Handed(loaded, export_piper(loaded, folder, f"{NAME}.onnx"), folder / f"{NAME}.onnx")
+    done = export_piper(loaded, folder, f"{NAME}.onnx", default_speaker="boris")
+    return Handed(loaded, done, folder / f"{NAME}.onnx")
 
 
 def test_several_speakers(handed: Handed) -> None:
@@ -104,7 +107,50 @@ def test_several_speakers(handed: Handed) -> None:
         speaks_alike(handed.loaded, handed.graph, "Salom, dunyo.", speaker)
         waves.append(ours(handed.loaded, "salom, dunyo.", speaker)[:2000])
     assert np.abs(waves[0] - waves[1]).max() > 0.01
-    assert "choose one of 3 speakers by number: --speaker 0 is anna" in handed.done.notes
+    note = "choose one of 3 speakers by number: --speaker 0 is anna; without it, boris speaks"
+    assert note in handed.done.notes
+    speaks_alike(handed.loaded, handed.graph, "Salom, dunyo.", None, default=1)
+    with pytest.raises(UserError, match="there is no speaker 'borris'"):
+        export_piper(handed.loaded, Path("unused"), default_speaker="borris")
+    with pytest.raises(UserError, match="default_speaker has no effect on a voice with one speaker") as refused:
+        export_piper(narrow("fast", "uz"), Path("unused"), default_speaker="0")
+    assert refused.value.hint == "drop --default-speaker"
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_stock_piper_gives_the_times_of_phonemes(handed: Handed, patched: bool) -> None:
+    """`patched` is how Piper reads the times of voices that it has exported itself: it adds an output in memory."""
+    voice = piper.PiperVoice.load(handed.graph, include_alignments=patched)
+    for text in ("salom, dunyo.", "a"):
+        (chunk,) = voice.synthesize(text, include_alignments=True)
+        times = [(one.phoneme, one.num_samples) for one in chunk.phoneme_alignments]
+        assert [phoneme for phoneme, _ in times] == ["^", *text, "$"]
+        assert len(chunk.phoneme_id_samples) == len(handed.loaded.frontend.ids(text))
+        assert sum(samples for _, samples in times) == len(chunk.audio_float_array)
+        assert len({samples for _, samples in times}) > 1
+
+
+def test_sherpa_onnx_speaks_as_piper_does(handed: Handed, tmp_path: Path) -> None:
+    """sherpa-onnx takes the first output. It wants its own metadata in the graph, and a table of symbols."""
+    sherpa = pytest.importorskip("sherpa_onnx")
+    asked = sherpa.GenerationConfig()
+    if not hasattr(asked, "phoneme_codepoints"):
+        pytest.skip("this version of sherpa-onnx reads no phonemes")
+    model = onnx.load(handed.graph)
+    facts = {"model_type": "vits", "comment": "piper", "language": "English", "voice": "en-us", "has_espeak": 1}
+    onnx.helper.set_model_props(model, {k: str(v) for k, v in {**facts, "n_speakers": 3, "sample_rate": 22050}.items()})
+    onnx.save(model, tmp_path / "voice.onnx")
+    rows = (f"{symbol} {ids[0]}" for symbol, ids in handed.settings["phoneme_id_map"].items())
+    (tmp_path / "tokens.txt").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    voice = sherpa.OfflineTtsVitsModelConfig(
+        model=str(tmp_path / "voice.onnx"), tokens=str(tmp_path / "tokens.txt"), length_scale=1.1,
+        noise_scale=0.0, noise_scale_w=0.0, data_dir=str(Path(piper.__file__).parent / "espeak-ng-data"),
+    )  # fmt: skip
+    asked.sid, asked.phoneme_codepoints = 2, [[ord(letter) for letter in "salom."]]
+    made = sherpa.OfflineTts(sherpa.OfflineTtsConfig(sherpa.OfflineTtsModelConfig(vits=voice))).generate("", asked)
+    expected_T = synthesised(piper.PiperVoice.load(handed.graph), "salom.", 2) * STEP
+    assert len(made.samples) == len(expected_T) > 0
+    assert np.abs(np.array(made.samples) - expected_T).max() < 1.5 * STEP
 
 
 @torch.no_grad()
@@ -115,13 +161,14 @@ def test_a_batch_of_texts_of_two_lengths(handed: Handed) -> None:
     lengths_B, speaker_B = torch.tensor([17, 3]), torch.tensor([2, 1])
     scales = np.array([0.0, 1.3, 0.0], np.float32)
     given = dict(zip(INPUTS, (ids_BS.numpy(), lengths_B.numpy(), scales, speaker_B.numpy()), strict=True))
-    (wave_B11T,) = session.run(None, given)
-    expected_B1T, _ = handed.loaded.voice.infer(
+    wave_B11T, durations_BS = session.run(None, given)
+    expected_B1T, expected_BS = handed.loaded.voice.infer(
         ids_BS, lengths_B, speaker_B, noise_scale=0.0, noise_w=0.0, length_scale=1.3
     )
     assert expected_B1T.std() > 1e-3
     assert wave_B11T[:, 0].shape == expected_B1T.shape
     assert np.abs(wave_B11T[:, 0] - expected_B1T.numpy()).max() < 1e-4
+    assert durations_BS.tolist() == expected_BS.tolist()
 
 
 def test_piper_draws_its_noise(handed: Handed) -> None:
@@ -192,6 +239,7 @@ def test_the_settings_are_all_that_piper_and_home_assistant_read(handed: Handed)
         "num_symbols": len(reading.symbols),
         "num_speakers": 3,
         "speaker_id_map": {"anna": 0, "boris": 1, "clara": 2},
+        "default_speaker_id": 1,
         "hop_length": 256,
         "dataset": NAME,
         "piper_version": "1.0.0",
@@ -214,8 +262,11 @@ def test_the_graph_is_as_piper_wants_it(handed: Handed, tmp_path: Path) -> None:
         assert types == {name: "FLOAT" if name == "scales" else "INT64" for name in inputs}
         shapes = [[axis.dim_param or axis.dim_value for axis in value.shape.dim] for value in inputs.values()]
         assert shapes[:3] == [["batch", "phonemes"], ["batch"], [3]]
-        (output,) = model.graph.output
-        assert (output.name, len(output.type.tensor_type.shape.dim)) == ("output", 4)
+        outputs = [
+            (output.name, output.type.tensor_type.elem_type, len(output.type.tensor_type.shape.dim))
+            for output in model.graph.output
+        ]
+        assert outputs == [("output", onnx.TensorProto.FLOAT, 4), ("durations", onnx.TensorProto.FLOAT, 2)]
 
 
 def test_another_voice_than_the_graphs_is_detected(tmp_path: Path) -> None:
@@ -226,6 +277,10 @@ def test_another_voice_than_the_graphs_is_detected(tmp_path: Path) -> None:
     with torch.no_grad():
         loaded.voice.decoder.pre.bias[0] += 0.3
     assert largest_wave_difference(loaded.voice, path, (3, 40)) > 1e-4
+    with torch.no_grad():
+        loaded.voice.duration_predictor.flow.shift -= 0.5
+    with pytest.raises(RuntimeError, match="the symbols have other durations than in torch"):
+        largest_wave_difference(loaded.voice, path, (40,))
     model = onnx.load(path)
     for node in model.graph.node:
         if node.op_type == "RandomNormalLike":

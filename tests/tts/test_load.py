@@ -182,8 +182,8 @@ def test_another_preset_begins_with_all_but_the_decoder(english: tuple[Path, Voi
     voice = Voice(voice_architecture("high", num_symbols=len(reading.symbols)))
     reinitialised = begun_from(folder, voice, some_discriminators(5), reading, ("someone",))
     parts = [line.split(":")[0] for line in reinitialised]
-    assert parts == ["decoder", "discriminators"]  # A single-speaker voice has no speaker to report.
-    assert reinitialised[1] == "discriminators: 2 of 2 layers"
+    assert parts == ["decoder", "discriminators.waves"]  # A single-speaker voice has no speaker to report.
+    assert reinitialised[1] == "discriminators.waves: 2 of 2 layers"
     given, after = source.state_dict(), state(voice)
     same = [name for name, tensor in after.items() if name in given and torch.equal(tensor, given[name])]
     assert {name.partition(".")[0] for name in after.keys() - set(same)} == {"decoder"}

@@ -36,6 +36,7 @@ def settings_of(**changes: object) -> TrainTts:
         pytest.param({"use_bf16": True}, False, 2, marks=pytest.mark.slow),
         pytest.param({"encoder_dropout": 0, "duration_dropout": 0}, False, 1, marks=pytest.mark.slow),
         pytest.param({"step_order": "alternating"}, False, 2, marks=pytest.mark.slow),
+        pytest.param({"use_mrd": True}, False, 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_takes_what_was_predicted(changes, checkpointing, speakers):

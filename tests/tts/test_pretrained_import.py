@@ -4,6 +4,7 @@ as a package, so this file has the names and shapes of its source (https://githu
 Shape suffixes: B items, S symbols, T samples, N frequencies, F frames, R rows of a table, 1 channel.
 """
 
+import dataclasses
 import json
 import pathlib
 import random
@@ -16,14 +17,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gputrain.audio.discriminators import vits_discriminators
 from gputrain.audio.mel import magnitudes
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError
 from gputrain.speech.text.frontend import BOS, EOS, PAD, frontend
 from gputrain.tts.architecture import VoicePreset, voice_architecture
+from gputrain.tts.config import Model
 from gputrain.tts.model import Voice
 from gputrain.tts.pretrained_import import PATHS, coqui_labels, file_at
+from gputrain.tts.recipe import discriminators_of
 from tests.tables import each_row
 from tests.tts.voices import begun_from, small
 
@@ -31,8 +33,8 @@ UZBEK = frontend("uz")
 PIPERS_ROWS = 256
 
 
-def our_discriminators() -> nn.ModuleDict:
-    return nn.ModuleDict({"waves": vits_discriminators()})
+def our_discriminators(*, use_mrd: bool = False) -> nn.ModuleDict:
+    return nn.ModuleDict(discriminators_of(Model(use_mrd=use_mrd)))
 
 
 # Piper ----------------------------------------------------------------------------------------------------------------
@@ -43,7 +45,7 @@ class Pipers(NamedTuple):
 
     file: Path
     network: Any
-    discriminators: Any
+    discriminators: dict[str, nn.Module]  # by Piper's names
     ids: dict[str, int]
 
 
@@ -65,7 +67,7 @@ def pipers(folder: Path, preset: VoicePreset, speakers: int) -> Pipers:
             if not parameter.any() or (parameter == 1).all():
                 parameter += 0.1 * torch.randn_like(parameter)
         network.dp.flows[0].m -= 1.5  # about five frames per symbol
-    discriminators = models.MultiPeriodDiscriminator()
+    discriminators = {"d": models.MultiPeriodDiscriminator(), "mrd": models.MultiResolutionDiscriminator()}
     names = [*("'" if symbol == "ʻ" else symbol for symbol in UZBEK.symbols), "ɯ", "ʁ"]
     ids = dict(zip(names, random.Random(2).sample(range(PIPERS_ROWS), len(names)), strict=True))
     settings = {
@@ -73,7 +75,8 @@ def pipers(folder: Path, preset: VoicePreset, speakers: int) -> Pipers:
         "dataset": [Path("/data/dataset.jsonl")], "dataset_dir": Path("/data"), "betas": (0.8, 0.99),
     }  # fmt: skip
     state = {f"model_g.{name}": tensor for name, tensor in network.state_dict().items()}
-    state |= {f"model_d.{name}": tensor for name, tensor in discriminators.state_dict().items()}
+    for kind, network_of_kind in discriminators.items():
+        state |= {f"model_{kind}.{name}": tensor for name, tensor in network_of_kind.state_dict().items()}
     content = {
         "epoch": 2164, "global_step": 1355540, "pytorch-lightning_version": "1.7.7", "state_dict": state,
         "optimizer_states": [{"state": {}, "param_groups": []}], "hparams_name": "kwargs", "hyper_parameters": settings,
@@ -93,7 +96,7 @@ def pipers(folder: Path, preset: VoicePreset, speakers: int) -> Pipers:
 def assert_ours_speaks_as_theirs(theirs: Pipers, preset: VoicePreset, speakers: int) -> None:
     torch.manual_seed(6)
     voice = Voice(voice_architecture(preset, num_symbols=len(UZBEK.symbols), num_speakers=speakers)).eval()
-    discriminators = our_discriminators()
+    discriminators = our_discriminators(use_mrd=True)
     names = [f"speaker {number}" for number in range(speakers)][::-1]  # in reverse order
     assert begun_from(theirs.file.parent, voice, discriminators, UZBEK, names) == []
     symbols = UZBEK.symbols[2:22]
@@ -108,8 +111,14 @@ def assert_ours_speaks_as_theirs(theirs: Pipers, preset: VoicePreset, speakers: 
     assert their_wave_B1T.std() > 1e-3
     assert wave_B1T.shape == their_wave_B1T.shape
     assert (wave_B1T - their_wave_B1T).abs().max() < 1e-5
-    for name, tensor in theirs.discriminators.state_dict().items():
+    for name, tensor in theirs.discriminators["d"].state_dict().items():
         assert torch.equal(discriminators["waves"].state_dict()[name], tensor), name
+    wave_B1T = 0.1 * torch.randn(2, 1, 8192)
+    for one, other in zip(discriminators["mrd"], theirs.discriminators["mrd"].discriminators, strict=True):
+        assert dataclasses.astuple(one.view.keywords["resolution"]) == other.resolution
+        other._spectrogram = one.view  # Piper's frames are half a hop apart from ours.
+        for made, expected in zip(one(wave_B1T)[1], other(wave_B1T)[1], strict=True):
+            assert torch.allclose(made, expected, atol=1e-5)
     for part in ("posterior_encoder.pre.weight", "duration_predictor.posterior_pre.weight"):  # modules of training only
         there = {"posterior_encoder.pre.weight": "enc_q.pre.weight"}.get(part, "dp.post_pre.weight")
         assert torch.equal(voice.state_dict()[part], theirs.network.state_dict()[there])

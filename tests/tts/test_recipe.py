@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from gputrain.audio.config import Resolution
 from gputrain.audio.mel import log_mel
 from gputrain.config import assemble
 from gputrain.engine.recipe import phases_of
@@ -116,7 +118,7 @@ def one_sum(recipe: VoiceRecipe, batch) -> tuple[torch.Tensor, torch.Tensor]:
     real = segments(batch.wave_B1L, starts * HOP, SEGMENT_FRAMES * HOP)
     difference = log_mel(made.squeeze(1), recipe.mel) - log_mel(real.squeeze(1), recipe.mel)
     generator, discriminators = kl + duration + 45 * difference.abs().mean(), torch.zeros(())
-    for discriminator in recipe.by_kind["waves"]:
+    for discriminator in itertools.chain(*recipe.by_kind.values()):
         (logits, features), (real_logits, targets) = discriminator(made), discriminator(real)
         generator = generator + (logits - 1).square().mean()
         for one, two in zip(features, targets, strict=True):
@@ -134,13 +136,18 @@ def test_cut_graphs_are_one_sum(preset, speakers, compiled, tmp_path):
     recipe: VoiceRecipe = state.recipe
     plan = recipe.runtime.plan
     recipe.runtime.plan = dataclasses.replace(plan, compile=dataclasses.replace(plan.compile, value=compiled))
+    assert_cut_graphs_are_one_sum(state)
+
+
+def assert_cut_graphs_are_one_sum(state: TrainState) -> None:
+    recipe: VoiceRecipe = state.recipe
     batch = recipe.prepare([bucket(0)], 0)
     (group,) = recipe.step_groups
     gathered = gradients(state, group, batch, 1, 0)
     values = one_sum(recipe, batch)
     for phase, value in zip(group.phases, values, strict=True):
         losses = gathered[phase.name].losses
-        summed = losses["waves"]
+        summed = sum(losses[kind] for kind in recipe.by_kind)
         if "mel" in losses:
             summed = summed + 45 * losses["mel"] + losses["kl"] + losses["duration"]
         assert summed.item() == pytest.approx(value.item(), rel=1e-9)
@@ -181,6 +188,34 @@ def test_a_voice_that_has_learnt_to_align_has_no_prior_by_default():
 
 
 SLOW = pytest.mark.slow
+
+
+@pytest.fixture
+def spectra_of_short_segments(monkeypatch):
+    """The segments here are too short for transforms of 2048 samples."""
+    monkeypatch.setattr(recipe_module, "RESOLUTIONS", (Resolution(256, 30, 150), Resolution(128, 12, 60)))
+
+
+def test_discriminators_of_spectrograms_keep_the_step_exact(tmp_path, spectra_of_short_segments):
+    with_mrd = functools.partial(begin, tmp_path, "fast", use_mrd=True)
+    whole = with_mrd()
+    assert [len(group) for group in whole.recipe.by_kind.values()] == [6, 2]
+    assert_cut_graphs_are_one_sum(whole)
+    assert_split_changes_nothing(with_mrd(), with_mrd(micro_batch_size=4), load, range(1))
+
+
+@SLOW
+@pytest.mark.parametrize("changes", [{}, {"step_order": "alternating"}])
+def test_discriminators_of_spectrograms_resume_bit_for_bit(tmp_path, spectra_of_short_segments, changes):
+    begin_fp32 = functools.partial(begin, tmp_path, "fast", dtype=torch.float32, use_mrd=True, **changes)
+    assert_resumed_is_undisturbed(begin_fp32, load, steps=3, stop=2)
+
+
+def test_discriminators_of_spectrograms_leave_the_other_initial_weights_alone(tmp_path):
+    """So that a run with them and one without begin with the same voice, and can be compared."""
+    without, added = (begin(tmp_path, use_mrd=use_mrd).recipe for use_mrd in (False, True))
+    for name, tensor in {**without.voice.state_dict(), **without.discriminators.state_dict()}.items():
+        assert torch.equal(tensor, {**added.voice.state_dict(), **added.discriminators.state_dict()}[name]), name
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 4])
