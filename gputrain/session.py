@@ -6,6 +6,7 @@ stage before, exactly as if the user had resumed it with other settings.
 
 import logging
 import os
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -23,8 +24,8 @@ from gputrain.engine.data import batches
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.recipe import Recipe, phases_of
 from gputrain.engine.run_folder import Run, given_plan, open_run
-from gputrain.engine.schedule import RunProgress, StepSchedule, begin, stages_ahead
-from gputrain.engine.stop import format_duration
+from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule, stages_ahead, steps_of_stage
+from gputrain.engine.stop import COMMAND_CLOCK, format_duration, seconds_to_finish
 from gputrain.engine.train import train
 from gputrain.errors import UserError, require
 from gputrain.fetch.download import without_secrets
@@ -56,9 +57,10 @@ class Session(Generic[S]):
         """Returns the settings of a stage, planned, and where it starts."""
         stage, run, count = stages[index], self.run, len(stages)
         data.begin_stage(stage, f"stage {index + 1} of {count}" if count > 1 else "")
-        saved = run.progress
-        new = run.continues_beyond_end or (saved is not None and saved.stage != index)
-        start = begin(saved, len(data), new_stage=new, stage=index, stages=count)
+        start = steps_of_stage(
+            stage.schedule, run.progress, len(data), onwards=run.continues_beyond_end,
+            step_items=data.step_items(stage), stage=index, stages=count,
+        ).start  # fmt: skip
         run.settings = config.flatten(stage)
         planned = self.choose_settings(stage, partial(data.item_seconds, stage))
         if stage.hardware.plan and not run.given_plan:
@@ -128,6 +130,7 @@ def train_model(work: KindWork[S], settings: S, console: Console) -> None:
         logging.getLogger("gputrain").setLevel(logging.DEBUG)
     require(*settings.saving.track, needed_by="track", otherwise="leave --track out")
     settings = work.completed(settings)
+    check_finish(settings.schedule)
     session = open_session(settings, work)
     run, runtime = session.run, session.runtime
     data = work.open_data(settings)
@@ -150,6 +153,12 @@ def train_model(work: KindWork[S], settings: S, console: Console) -> None:
             ended = run.reopen(work.kind)
             if ended is None or not ended.finished:  # max_steps stopped the stage.
                 break
+
+
+def check_finish(schedule: Schedule) -> None:
+    """Raises UserError if the time of finish_by is past."""
+    if schedule.finish_by and seconds_to_finish(schedule.finish_by) <= 0:
+        raise UserError(f"finish_by {schedule.finish_by} is past", hint="give --finish-by a later time, or 6h from now")
 
 
 def open_session(settings: S, work: KindWork[S]) -> Session[S]:
@@ -296,12 +305,18 @@ def format_memory(plan: Plan, prediction: Mapping[str, Any]) -> str:
 def log_length(steps: StepSchedule, run: Run, runtime: Runtime) -> None:
     """Logs the steps that are left and the time that they are predicted to take. Of a CPU only the time of the largest
     batch's arithmetic is known."""
+    seconds = run.prediction.get("predicted_seconds_per_step")
+    if steps.has_open_end:
+        elapsed = 0.0 if COMMAND_CLOCK.began is None else time.monotonic() - COMMAND_CLOCK.began
+        until = seconds_to_finish(steps.schedule.finish_by) - elapsed
+        about = f", about {until / seconds:.0f} steps predicted" if seconds else ""
+        log.info("time: %s until %s%s", format_duration(until), steps.schedule.length_text, about)
+        return
     left = max(0, steps.stop_step - steps.start.step)
     limit = f"--max-steps {steps.schedule.max_steps} " if steps.stop_step < steps.last_step else ""
     limit += "of " if limit or steps.start.step else ""
     length = f"{left} step{'s' * (left != 1)}"
     length += f" ({limit}{steps.schedule.length_text})" if left != steps.schedule.num_steps else ""
-    seconds = run.prediction.get("predicted_seconds_per_step")
     least = run.prediction.get("item_flops", 0) * steps.schedule.whole_batch / runtime.product_rate
     if seconds:
         log.info("time: %s, %s predicted, %.3g s a step", length, format_duration(left * seconds), seconds)

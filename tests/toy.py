@@ -14,7 +14,7 @@ from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import BatchStat, ChainGradients, Phase, Recipe, StepGroup, Term, Yielded
 from gputrain.engine.run_folder import Run, open_run
 from gputrain.engine.samples import Report
-from gputrain.engine.schedule import Saving, Schedule, StepSchedule, begin
+from gputrain.engine.schedule import Saving, Schedule, steps_of_stage
 from gputrain.engine.state import TrainState
 from gputrain.engine.train import train
 from gputrain.hw.plan import Hardware, decide
@@ -156,7 +156,7 @@ def train_toy(recipe: ToyRecipe, saving: Saving, source=batches, prediction: dic
     settings = ToySettings(schedule=recipe.schedule, saving=saving)
     run = open_run(settings, saving, kind="toy", command="gputrain train-toy")
     run.prediction = prediction or {}
-    steps = StepSchedule(recipe.schedule, begin(run.progress, len(ITEMS), new_stage=run.continues_beyond_end))
+    steps = steps_of_stage(recipe.schedule, run.progress, len(ITEMS), onwards=run.continues_beyond_end)
     runtime = cpu_runtime()
     vars(runtime)["product_rate"] = 1e11  # Measuring it would take longer than the training.
     train(recipe, source, steps, run, runtime, Console(quiet=True))

@@ -108,9 +108,10 @@ class Callbacks:
         if run.group.leads:
             metrics.trackers = Trackers(run.saving.track, run.folder, run.settings, steps.start.step)
         self.health = Health(self.state.runtime.plan, usable_cores())
-        self.deadline = Deadline.of(run.saving.max_time)
-        if self.deadline.limit_seconds:
+        self.deadline = Deadline.of(run.saving.max_time, steps.schedule.finish_by)
+        if self.deadline.is_set:
             self.deadline.save_bytes = tensor_bytes(self.state.snapshot())
+        self.began_cooldown = False  # True if a cool-down began in this run, by its clock.
         self.ends_early = False  # True after the evaluation with which early stopping ends the training.
         self.callbacks = (
             Callback(lambda end: end.stops or is_due_every(end.step, run.saving.log_freq), lambda end: self.log()),
@@ -121,6 +122,11 @@ class Callbacks:
             Callback(self._save_is_due, lambda end: self.save(end.names, best_score=end.best_score)),
             Callback(self._ranks_must_wait, lambda end: self.run.group.wait_for_all()),
         )
+
+    @property
+    def is_over(self) -> bool:
+        """True if the run ends before the last step that was expected at its start, early or by the clock."""
+        return self.ends_early or self.state.progress.step >= self.steps.stop_step
 
     def begin(self) -> None:
         """Evaluate before the first step, if the settings ask for it, so that the curves start there. A run that ended
@@ -151,14 +157,17 @@ class Callbacks:
         log_freq = self.run.saving.log_freq
         first = end.step == self.steps.start.step + 1 and not end.stops
         if first and log_freq > 1 and not self.metrics.console.is_terminal:
-            log.info("step %d/%d is done; metrics follow every %d steps", end.step, self.steps.stop_step, log_freq)
+            log.info("%s is done; metrics follow every %d steps", self.metrics.step_text, log_freq)
         for callback in self.callbacks:
             if callback.due(end):
                 callback.call(end)
 
     def _step_end(self) -> StepEnd:
-        progress, saving, run = self.state.progress, self.run.saving, self.run
-        step, last = progress.step, progress.step == self.steps.stop_step
+        saving, run, step = self.run.saving, self.run, self.state.progress.step
+        if self.deadline.is_set and run.group.leads:
+            self.deadline.add_step(time.monotonic())
+        cools_down = self._follow_the_clock()
+        progress, last = self.state.progress, step == self.steps.stop_step
         if not last:
             self._stop_in_time()
         stops, save_is_due = run.group.any_rank(bool(run.stop.requested), self.saver.is_due())
@@ -166,6 +175,8 @@ class Callbacks:
             run.stop.agree()
         reports = self._reports_of(step)
         names = kept_names(self.steps, saving, progress, "eval" in reports)
+        if cools_down and not last:  # From this checkpoint, the training can also go on at the full rate.
+            names = list({*names, f"checkpoint_step_{step}.pt"})
         if last:
             reports = ["samples"] + ["eval"] * saving.evaluates
         return StepEnd(step, stops or last, reports, names, save_is_due)
@@ -196,7 +207,6 @@ class Callbacks:
         deadline, run, now = self.deadline, self.run, time.monotonic()
         if not deadline.limit_seconds or not run.group.leads:
             return
-        deadline.add_step(now)
         # A save that begins now or after the next step, the last one, and perhaps one that is being written.
         saves = 3 if self.saver.is_busy else 2
         done = self.state.progress.step
@@ -206,15 +216,54 @@ class Callbacks:
         if deadline.is_reached(now, reserve):
             run.stop.request(self._out_of_time)
 
+    def _follow_the_clock(self) -> bool:
+        """With --finish-by, begin the cool-down in time to have finished then, and give it another end if the steps
+        become slower or faster. Returns whether it begins after this step. One that a resumed run has begun already is
+        never lengthened, so that the run ends as if it had not been interrupted.
+
+        Of several ranks, the leader's clock decides.
+        """
+        steps, done, group = self.steps, self.state.progress.step, self.run.group
+        if not steps.schedule.finish_by:
+            return False
+        end = self._end_by_clock() if group.leads else None
+        (changes,) = group.any_rank(end is not None)
+        if not changes:
+            return False
+        end = group.from_leader(lambda: end or done)
+        begins = not steps.start.cooldown_end
+        self.began_cooldown |= begins
+        self.steps = steps.cooled_down(done, end)
+        self.state.progress = self.steps.progress_at(done, self.state.progress)
+        self.metrics.expect(self.steps.stop_step)
+        if begins:
+            log_cooldown(self.steps, done)
+        return begins
+
+    def _end_by_clock(self) -> int | None:
+        """Return the step at which the cool-down must end by the clock, if that changes now."""
+        saves = 3 if self.saver.is_busy else 2
+        reports = ["samples"] + ["eval"] * self.run.saving.evaluates
+        reserve = self.deadline.reserve_seconds(self.run.save_seconds, saves=saves, reports=reports)
+        reserve += REPORT_SECONDS if self.run.saving.report and COMMAND_CLOCK.began is not None else 0.0
+        left = self.deadline.steps_left(time.monotonic(), reserve)
+        if left is None:
+            return None
+        if self.steps.has_open_end:
+            self.metrics.expect(self.state.progress.step + left)
+        return self.steps.end_by_clock(self.state.progress.step, left, may_lengthen=self.began_cooldown)
+
     @property
     def _out_of_time(self) -> str:
-        return f"stopped in time for --max-time {self.run.saving.max_time}"
+        limit = self.run.saving.max_time
+        at = f"--max-time {limit}" if limit else f"--finish-by {self.steps.schedule.finish_by}"
+        return f"stopped in time for {at}"
 
     def _interrupt_waits_at_deadline(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which a wait for a batch ends in time for --max-time, even if no batch arrives. Several
         ranks could not agree to stop then, as the others may wait for gradients."""
         run = self.run
-        if not self.deadline.limit_seconds or run.group.ranks.count > 1:
+        if not self.deadline.is_set or run.group.ranks.count > 1:
             return contextlib.nullcontext()
 
         def seconds_to_leave() -> float:
@@ -419,6 +468,14 @@ class Callbacks:
         return f"a resumed run goes on from step {saved}, as if it had never been interrupted"
 
 
+def log_cooldown(steps: StepSchedule, done: int) -> None:
+    """Log the cool-down that a run is in after `done` steps."""
+    log.info(
+        "cool-down: the learning rate falls from %.3g to %.3g until step %d",
+        steps.learning_rate(done), steps.schedule.min_learning_rate, steps.last_step,
+    )  # fmt: skip
+
+
 def out_of_memory(state: TrainState, run: Run, error: Exception) -> UserError:
     """Returns the error for a run whose memory does not suffice with any micro-batch."""
     less = "a smaller picture or clip, --gradient-checkpointing, a smaller preset, or a larger GPU"
@@ -462,7 +519,8 @@ def recorded(run: Run, steps: StepSchedule, state: TrainState) -> Iterator[None]
     """Add a line to history.jsonl at the start of the block, and one at its end, however it ends."""
     progress = steps.start
     start: dict[str, Any] = {
-        "event": "start", "command": run.command, "step": progress.step, "last_step": steps.last_step,
+        "event": "start", "command": run.command, "step": progress.step,
+        "last_step": None if steps.has_open_end else steps.last_step,
         "logged_step": last_logged_step(run.folder), "stage": progress.stage, "stages": progress.stages,
         "ranks": run.group.ranks.count, "machine": machine_facts(state.runtime.device.type),
         "host": platform.node(), "process": os.getpid(), "changes": run.changes, "data": run.data,
@@ -561,6 +619,8 @@ def checkpoint_gb(state: TrainState) -> float:
 def kept_checkpoints(saving: Saving, steps: StepSchedule) -> int:
     """Return the largest number of different checkpoints on the disk during the run, the one being written included."""
     first, end = steps.start.step, steps.stop_step
+    if steps.has_open_end and not saving.keep_checkpoints:
+        end = first + 1  # How many there will be is unknown.
     kept = 0
     if saving.checkpoint_freq:
         kept += _kept_count(saving, (steps.epochs_done(end) - steps.epochs_done(first)) // saving.checkpoint_freq + 1)

@@ -67,10 +67,11 @@ class Metrics:
         *,
         unit: str,
         first_step: int,
-        last_step: int,
+        last_step: int | None,
         group: RankGroup | None = None,
     ) -> None:
-        """Open the metrics of a run folder. Only the leader of a `group` of ranks writes and shows them."""
+        """Open the metrics of a run folder. Only the leader of a `group` of ranks writes and shows them. A last step of
+        None is not known yet."""
         self.folder, self.console, self.runtime, self.unit, self.last_step = folder, console, runtime, unit, last_step
         self.group = group or RankGroup()
         self.trackers: Trackers | None = None
@@ -86,7 +87,7 @@ class Metrics:
         self._attempt("metrics.jsonl", functools.partial(self._keep_lines, end, lambda row: False))
         self.bar = Bar(console, hidden=not self.group.leads)
         self.done = first_step
-        self.task = self.bar.add_task(self._step_text, total=last_step, completed=first_step, left="")
+        self.task = self.bar.add_task(self.step_text, total=last_step, completed=first_step, left="")
         self.pace, self.started = Pace(), time.monotonic()
         self._open_window()
 
@@ -120,13 +121,20 @@ class Metrics:
         self._move_bar()
 
     @property
-    def _step_text(self) -> str:
-        return f"step {self.done}/{self.last_step}"
+    def step_text(self) -> str:
+        return f"step {self.done}" + ("" if self.last_step is None else f"/{self.last_step}")
+
+    def expect(self, last_step: int) -> None:
+        """Show this last step from now on."""
+        self.last_step = last_step
+        self.bar.update(self.task, total=last_step)
 
     def _move_bar(self) -> str:
         """Show the steps that are done and, once it is known, the time that is left, which is returned."""
-        left = f"{format_duration(self.pace.seconds_left(self.last_step, self.done))} left" if self.pace.windows else ""
-        self.bar.update(self.task, completed=self.done, description=self._step_text, left=left)
+        left = ""
+        if self.pace.windows and self.last_step is not None:
+            left = f"{format_duration(self.pace.seconds_left(self.last_step, self.done))} left"
+        self.bar.update(self.task, completed=self.done, description=self.step_text, left=left)
         return left
 
     def write(self, step: int, epoch: int, further: dict[str, float], *, alone: bool = False) -> list[dict[str, float]]:
@@ -204,12 +212,12 @@ class Metrics:
         """Exclude the time of the block, such as sampling, from the speed of the steps; the bar shows what is done."""
         synchronize(self.runtime.device)  # Earlier steps may still be running.
         began = time.monotonic()
-        self.bar.update(self.task, description=f"{self._step_text}, {doing}")
+        self.bar.update(self.task, description=f"{self.step_text}, {doing}")
         try:
             yield
         finally:
             self.window_started += time.monotonic() - began
-            self.bar.update(self.task, description=self._step_text)
+            self.bar.update(self.task, description=self.step_text)
 
     def _open_window(self) -> None:
         self.window: list[dict[str, Tensor]] = []
@@ -282,7 +290,7 @@ class Metrics:
         self.bar.last_line = line
         left = self._move_bar()
         if not self.console.is_terminal:
-            self.console.print(f"{self._step_text} | {line} | {left}", soft_wrap=True)
+            self.console.print(f"{self.step_text} | {line} | {left}", soft_wrap=True)
 
     def _attempt(self, what: str, write: Callable[[], None]) -> None:
         """Write, or warn once, because a full disk must not end the training."""

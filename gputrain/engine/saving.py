@@ -161,7 +161,7 @@ class Saver:
         began, kept, failure = time.monotonic(), [], None
         try:
             checkpoint.save(self.run.folder, job.content, last_is_damaged=self.run.last_is_damaged)
-            kept = keep_and_prune(self.run, job.names)
+            kept = keep_and_prune(self.run, job.names, job.progress)
         except checkpoint.SaveFailed as error:
             failure = error
         _write_record(job.record, self.run)
@@ -215,9 +215,9 @@ def _write_record(record: PlanFile, run: Run) -> None:
         log.warning("%s cannot be written (%s)", run.folder / PLAN, error.strerror)
 
 
-def keep_and_prune(run: Run, names: Sequence[str]) -> list[str]:
-    """Give the checkpoint that was just saved its further names, and delete old checkpoints. Returns the names that
-    could be written; the others cause a warning."""
+def keep_and_prune(run: Run, names: Sequence[str], progress: RunProgress) -> list[str]:
+    """Give the checkpoint that was just saved its further names, and delete old checkpoints, but not that at which a
+    cool-down began. Returns the names that could be written; the others cause a warning."""
     kept = []
     for name in names:
         try:
@@ -226,7 +226,10 @@ def keep_and_prune(run: Run, names: Sequence[str]) -> list[str]:
         except OSError as error:
             log.warning("%s cannot be written (%s); %s has the same content", run.folder / name, error, checkpoint.LAST)
     try:
-        checkpoint.prune(run.folder, run.saving.keep_checkpoints, run.saving.is_permanent)
+        checkpoint.prune(
+            run.folder, run.saving.keep_checkpoints,
+            lambda step: run.saving.is_permanent(step) or step == progress.cooldown_step,
+        )  # fmt: skip
     except OSError as error:
         log.warning("an old checkpoint cannot be deleted (%s)", error)
     return kept

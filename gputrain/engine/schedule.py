@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from gputrain.config import config, opt
-from gputrain.engine.stop import parse_duration
+from gputrain.engine.stop import parse_duration, seconds_to_finish
 from gputrain.errors import UserError
 
 LearningRateSchedule = Literal["constant", "cosine", "exponential", "tri-stage"]
@@ -22,6 +22,9 @@ STEP_ORDER_HELP = (
 # The end of the help of an option that names data folders.
 SEVERAL = "; give it several times for several folders: FOLDER=2 draws each item of one twice an epoch."
 TRI_STAGE_END = 0.05  # Share of the learning rate that is left at the end of a tri-stage schedule.
+OPEN_END = 10**9  # Steps of a training that only the clock ends.
+PACE_TOLERANCE = 0.02  # Share of the steps left by which their number may vary without another end of the cool-down.
+COOLDOWN_SHARE = 0.2  # A cool-down's share of all steps, as in Hägele et al. 2024, arXiv:2405.18392.
 
 
 @config(panel="Training")
@@ -46,6 +49,18 @@ class Schedule:
         default="cosine",
         help="Learning-rate schedule after the warm-up; exponential uses gamma, tri-stage uses hold_share.",
     )
+    finish_by: str = opt(
+        default="",
+        help="Finish the training by the clock: after 6h, or at 18:30 or 2027-01-31T18:30. The learning rate is held, "
+        "and falls in the last fifth of the steps, which end then, instead of num_epochs and num_steps.",
+    )
+    cooldown: int = opt(
+        default=0,
+        help="Let the learning rate fall to its lowest over so many steps from the resumed checkpoint on, and end the "
+        "training there; with finish_by, the last steps over which it falls. 0: none, or a fifth.",
+        min=0,
+        is_saved=False,
+    )
     gamma: float = opt(default=0.9999, help="Factor per epoch of an exponential learning rate.", min=1e-6, max=1)
     hold_share: float = opt(
         default=0.4, help="Share of the steps in which a tri-stage learning rate stays at its highest.", min=0, max=1
@@ -61,21 +76,34 @@ class Schedule:
     ema_decay: float = opt(
         default=0.999, help="Decay of the exponential moving average of the weights; 0 is off.", min=0, max=0.999999
     )
+    ema_width: float = opt(
+        default=0.0,
+        help="Average the weights over this share of the steps so far, such as 0.1, in place of ema_decay, for runs of "
+        "any length (a power-law average); 0 is off.",
+        min=0,
+        max=0.28,
+    )
     seed: int = opt(default=0, help="Seed of the data order, crops, noise and initial weights.", min=0, max=2**32 - 1)
 
     def __post_init__(self) -> None:
-        if self.gamma != type(self).gamma and self.learning_rate_schedule != "exponential":
+        if self.finish_by:
+            self._check_clock()
+        if self.gamma != type(self).gamma and self.rate_schedule != "exponential":
             raise UserError(
-                f"gamma {self.gamma:g} has no effect with learning_rate_schedule {self.learning_rate_schedule}",
+                f"gamma {self.gamma:g} has no effect with learning_rate_schedule {self.rate_schedule}",
                 hint="--learning-rate-schedule exponential uses it; otherwise leave gamma out",
             )
-        if self.hold_share != type(self).hold_share and self.learning_rate_schedule != "tri-stage":
+        if self.hold_share != type(self).hold_share and self.rate_schedule != "tri-stage":
             raise UserError(
-                f"hold_share {self.hold_share:g} has no effect with learning_rate_schedule "
-                f"{self.learning_rate_schedule}",
+                f"hold_share {self.hold_share:g} has no effect with learning_rate_schedule {self.rate_schedule}",
                 hint="--learning-rate-schedule tri-stage uses it; otherwise leave hold_share out",
             )
-        if not self.num_epochs and not self.num_steps:
+        if self.ema_width and self.ema_decay != type(self).ema_decay:
+            raise UserError(
+                f"ema_decay {self.ema_decay:g} has no effect with ema_width {self.ema_width:g}",
+                hint="drop --ema-decay, or --ema-width",
+            )
+        if not self.num_epochs and not self.num_steps and not self.finish_by:
             raise UserError(
                 "num_epochs and num_steps are both 0: the training would not end",
                 hint="give --num-steps or --num-epochs",
@@ -86,9 +114,38 @@ class Schedule:
                 hint="the warm-up rises from the first to the second",
             )
 
+    def _check_clock(self) -> None:
+        """Raises UserError if finish_by is no time, or beside settings that it takes the place of."""
+        seconds_to_finish(self.finish_by)
+        for name in ("num_epochs", "num_steps"):
+            if getattr(self, name) not in (0, getattr(type(self), name)):
+                raise UserError(
+                    f"{name} {getattr(self, name)} and finish_by {self.finish_by} both end the training",
+                    hint=f"drop --{name.replace('_', '-')}, or --finish-by",
+                )
+        if self.learning_rate_schedule not in ("constant", type(self).learning_rate_schedule):
+            raise UserError(
+                f"learning_rate_schedule {self.learning_rate_schedule} has no effect with finish_by, which holds the "
+                "learning rate until it falls at the end",
+                hint="drop --learning-rate-schedule; --cooldown STEPS says over how many steps it falls",
+            )
+
+    @property
+    def averages(self) -> bool:
+        """True if a moving average of the weights is kept."""
+        return bool(self.ema_decay or self.ema_width)
+
+    @property
+    def rate_schedule(self) -> LearningRateSchedule:
+        """The schedule of the learning rate after the warm-up; with finish_by it is held."""
+        return "constant" if self.finish_by else self.learning_rate_schedule
+
     @property
     def length_text(self) -> str:
-        """The length of a training: "100 epochs", "5000 steps", or "100 epochs or 5000 steps, whichever end first"."""
+        """The length of a training: "100 epochs", "5000 steps", "100 epochs or 5000 steps, whichever end first", or the
+        time of finish_by."""
+        if self.finish_by:
+            return f"--finish-by {self.finish_by}"
         ends = [f"{self.num_epochs} epochs"] * bool(self.num_epochs) + [f"{self.num_steps} steps"] * bool(
             self.num_steps
         )
@@ -201,6 +258,11 @@ class RunProgress:
     # With early stopping, evaluations since the best score, and that score, whether a checkpoint of it was kept or not.
     evaluations_since_best: int = 0
     best_evaluation: float = -math.inf
+    # In a cool-down from `cooldown_step` on, the learning rate falls by `cooldown_slope` with every step, to its lowest
+    # at `cooldown_end`, where the stage ends. An end of 0: there is none.
+    cooldown_step: int = 0
+    cooldown_end: int = 0
+    cooldown_slope: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -217,7 +279,12 @@ class StepSchedule:
 
     @property
     def last_step(self) -> int:
-        """Number of completed steps at which the stage ends, by its epochs or its steps, whichever comes first."""
+        """Number of completed steps at which the stage ends: that of its cool-down, or by its epochs or its steps,
+        whichever comes first. Until the clock begins a cool-down, its end is open."""
+        if self.start.cooldown_end:
+            return self.start.cooldown_end
+        if self.schedule.finish_by:
+            return self.start.step + OPEN_END
         ends = []
         if self.schedule.num_epochs:
             ends_at = (self.start.stage_epoch + self.schedule.num_epochs) * self.start.items
@@ -230,6 +297,11 @@ class StepSchedule:
     def stop_step(self) -> int:
         """Number of completed steps at which this run ends: the stage's end, or max_steps."""
         return min(self.last_step, self.schedule.max_steps) if self.schedule.max_steps else self.last_step
+
+    @property
+    def has_open_end(self) -> bool:
+        """True until the clock of finish_by has begun the cool-down."""
+        return self.stop_step - self.start.step >= OPEN_END
 
     def items_seen(self, step: int) -> int:
         return self.start.items_seen + (step - self.start.step) * self.items_per_step
@@ -258,23 +330,80 @@ class StepSchedule:
     def learning_rate(self, step: int) -> float:
         """Returns the learning rate of the step after `step` steps: a linear warm-up, then constant, half a cosine from
         the full to the minimum rate, multiplied by `gamma` with every epoch of the stage, or in three stages: after the
-        warm-up it is held, and then falls exponentially to a twentieth (as in wav2vec 2.0, arXiv:2006.11477)."""
+        warm-up it is held, and then falls exponentially to a twentieth (as in wav2vec 2.0, arXiv:2006.11477). In a
+        cool-down it falls in a line."""
         at = step - self.start.stage_step
         base, warmup, least = self.schedule.learning_rate, self.schedule.warmup_steps, self.schedule.min_learning_rate
+        if self.start.cooldown_end and step >= self.start.cooldown_step:
+            return least + self.start.cooldown_slope * max(0, self.start.cooldown_end - step)
         if at < warmup:
             return least + (base - least) * (at + 1) / warmup
-        if self.schedule.learning_rate_schedule == "constant":
+        if self.schedule.rate_schedule == "constant":
             return base
-        if self.schedule.learning_rate_schedule == "exponential":
+        if self.schedule.rate_schedule == "exponential":
             epochs = self.epochs_done(step) - self.start.stage_epoch
             return max(least, base * self.schedule.gamma**epochs)
         last = self.last_step - self.start.stage_step
-        if self.schedule.learning_rate_schedule == "tri-stage":
+        if self.schedule.rate_schedule == "tri-stage":
             held = warmup + self.schedule.hold_share * last
             fallen = min(1.0, max(0.0, at - held) / max(1.0, last - held))
             return max(least, base * math.pow(TRI_STAGE_END, fallen))
         share = (at - warmup) / max(1, last - warmup)
         return least + (base - least) * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
+
+    def cooled_down(self, step: int, end: int) -> "StepSchedule":
+        """Returns the schedule whose learning rate falls in a line from that of the step after `step` steps to the
+        lowest after `end` steps, where the stage ends. A cool-down that has begun goes on from the rate of its last
+        step to another end."""
+        start, least = self.start, self.schedule.min_learning_rate
+        goes_on = bool(start.cooldown_end) and step > start.cooldown_step
+        at = step - 1 if goes_on else step
+        slope = (self.learning_rate(at) - least) / max(1, end - at)
+        begun = start.cooldown_step if goes_on else step
+        return replace(self, start=replace(start, cooldown_step=begun, cooldown_end=end, cooldown_slope=slope))
+
+    def end_by_clock(self, step: int, steps_left: int, *, may_lengthen: bool) -> int | None:
+        """Returns the step at which the cool-down must end if there is time for `steps_left` more: one begins when the
+        rest is its share of all steps of the stage (or `cooldown` steps), and one that would end at another time is
+        shortened, or lengthened if it may be. Returns None if nothing changes after `step` steps."""
+        end, planned = step + steps_left, self.start.cooldown_end
+        if planned:
+            tolerance = 1 + PACE_TOLERANCE * (planned - step)
+            return end if end < planned - tolerance or (may_lengthen and end > planned + tolerance) else None
+        done = step - self.start.stage_step
+        length = self.schedule.cooldown or COOLDOWN_SHARE / (1 - COOLDOWN_SHARE) * done
+        return end if steps_left <= length else None
+
+
+def steps_of_stage(
+    schedule: Schedule, saved: RunProgress | None, items: int, *, onwards: bool, step_items: int = 0, stage: int = 0,
+    stages: int = 1,
+) -> StepSchedule:  # fmt: skip
+    """Returns the steps of a stage, from its beginning or from the progress of a checkpoint, which was named if
+    `onwards`. With `cooldown`, they are in or after the cool-down of the checkpoint, or at the beginning of a new one.
+
+    Raises UserError for a cool-down without a checkpoint, or of a learning rate that has fallen already.
+    """
+    cools_down = bool(schedule.cooldown and not schedule.finish_by)
+    new_stage = not cools_down and (onwards or (saved is not None and saved.stage != stage))
+    start = begin(saved, items, new_stage=new_stage, stage=stage, stages=stages)
+    steps = StepSchedule(schedule, start, step_items)
+    if not cools_down:
+        return steps
+    if saved is None:
+        raise UserError(
+            f"cooldown {schedule.cooldown} begins at a checkpoint, and none is resumed",
+            hint="name one: --resume-from OUTPUT_DIR/checkpoint_step_N.pt; a new training takes --finish-by",
+        )
+    if start.cooldown_end and not (saved.finished and onwards):
+        return steps
+    rate = steps.learning_rate(start.step)
+    if rate <= schedule.min_learning_rate:
+        raise UserError(
+            f"cooldown: the learning rate of step {start.step} has fallen to {rate:g} already",
+            hint="name a checkpoint from before: --resume-from OUTPUT_DIR/checkpoint_step_N.pt",
+        )
+    return steps.cooled_down(start.step, start.step + schedule.cooldown)
 
 
 def stages_ahead(saved: RunProgress | None, stages: int, *, onwards: bool) -> range:
@@ -309,6 +438,7 @@ def begin(saved: RunProgress | None, items: int, *, new_stage: bool, stage: int 
     start = replace(saved, items=items, stage=stage, stages=stages, finished=False)
     if new_stage and saved.finished:
         # The last batch of a stage may reach into the next epoch; the new stage begins with a whole epoch.
+        start = replace(start, cooldown_step=0, cooldown_end=0, cooldown_slope=0.0)
         return replace(start, items_seen=epoch * items, stage_step=saved.step, stage_epoch=epoch)
     return start if items == saved.items else replace(start, items_seen=epoch * items)
 

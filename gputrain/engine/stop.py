@@ -10,11 +10,13 @@ import logging
 import os
 import re
 import signal
+import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -31,8 +33,10 @@ CAUSES = {
     "SIGUSR1": "asked to stop by SIGUSR1",
 }
 UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}  # Seconds of each unit, from the largest to the smallest.
+CLOCK_TIME = re.compile(r"\d?\d:\d\d", re.ASCII)
 DURATION = re.compile("".join(rf"(?:(\d+){unit})?" for unit in UNITS), re.ASCII)
 RECENT_STEPS = 20
+PACE_STEPS = 500  # Steps over which the pace is averaged that tells how many are left until --finish-by.
 SAVE_MARGIN = 1.5  # A save may take this many times as long as the last one.
 EXIT_SECONDS = 2.0  # Time to end workers and the process.
 REPORT_SECONDS = 3.0  # Time of a command to write a report at the end of its run.
@@ -174,11 +178,22 @@ class StopSignal:
             raise StopRequested
 
 
-# ----------------------------------------------------------------------------------------------------------- --max-time
+# ---------------------------------------------------------------------------------------------- --max-time, --finish-by
 
 
 def parse_duration(text: str) -> float:
     """Return the seconds of a duration such as 90s, 45m, 3h50m or 1d2h. Raises UserError for any other text."""
+    seconds = duration_seconds(text)
+    if seconds is None:
+        raise UserError(
+            f"max_time is {text!r}, expected a duration such as 90s, 45m, 3h50m or 1d2h",
+            hint="leave --max-time out for no limit",
+        )
+    return seconds
+
+
+def duration_seconds(text: str) -> float | None:
+    """Returns the seconds of a duration such as 3h50m; None for any other text."""
     match = DURATION.fullmatch(text)
     counts = [int(count) if count else None for count in match.groups()] if match else []
     given = [(count, unit) for count, unit in zip(counts, UNITS, strict=False) if count is not None]
@@ -186,12 +201,32 @@ def parse_duration(text: str) -> float:
     whole = {"h": 24, "m": 60, "s": 60}
     overflows = any(count >= whole[unit] for count, unit in given[1:])
     seconds = float(sum(count * UNITS[unit] for count, unit in given))
-    if not seconds or overflows:
+    return None if not seconds or overflows else seconds
+
+
+def seconds_to_finish(text: str) -> float:
+    """Returns the seconds from the start of the command to the time of --finish-by: a duration such as 6h, the next
+    18:30, or a date and time such as 2027-01-31T18:30, for which they are negative if it is past. Raises UserError for
+    any other text."""
+    seconds = duration_seconds(text)
+    if seconds is not None:
+        return seconds
+    elapsed = 0.0 if COMMAND_CLOCK.began is None else time.monotonic() - COMMAND_CLOCK.began
+    began = datetime.now().astimezone() - timedelta(seconds=elapsed)
+    try:
+        if CLOCK_TIME.fullmatch(text):
+            hours, minutes = map(int, text.split(":"))
+            finish = began.replace(hour=hours, minute=minutes, second=0, microsecond=0)
+            finish += timedelta(days=finish <= began)
+        else:
+            finish = datetime.strptime(text.replace(" ", "T"), "%Y-%m-%dT%H:%M").astimezone()
+    except ValueError:
         raise UserError(
-            f"max_time is {text!r}, expected a duration such as 90s, 45m, 3h50m or 1d2h",
-            hint="leave --max-time out for no limit",
-        )
-    return seconds
+            f"finish_by is {text!r}, expected a duration such as 6h or 3h50m, or a time such as 18:30 or "
+            f"{began:%Y-%m-%d}T18:30",
+            hint="leave --finish-by out to train for --num-epochs",
+        ) from None
+    return (finish - began).total_seconds()
 
 
 def format_duration(seconds: float) -> str:
@@ -221,22 +256,38 @@ COMMAND_CLOCK = CommandClock()
 @dataclass
 class Deadline:
     """Decides after each step whether a run must stop now to have saved at `limit_seconds`, given how long its steps,
-    its saves and its reports (samples and evaluations) have taken. A limit of 0 is none."""
+    its saves and its reports (samples and evaluations) have taken, and how many steps are left until the training is to
+    finish at `finish_seconds`. A limit of 0 is none."""
 
     limit_seconds: float = 0.0
     began: float = 0.0  # Start of the command on the clock of time.monotonic.
     save_bytes: int = 0  # Size of a checkpoint, for an estimate before the first save.
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     report_seconds: dict[str, float] = field(default_factory=dict)  # Longest duration of each kind of report.
+    finish_seconds: float = 0.0
+    ended_at: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_STEPS + 1))  # When the last steps ended.
     _stepped_at: float = 0.0  # When the last step ended; 0 before the first one.
     _left_out: float = 0.0  # Seconds since then that belong to no step.
 
     @classmethod
-    def of(cls, max_time: str) -> "Deadline":
-        """Return the deadline of --max-time, which is counted from the start of the command, or from now on if another
-        program calls gputrain."""
+    def of(cls, max_time: str, finish_by: str = "") -> "Deadline":
+        """Return the deadline of --max-time and --finish-by, which are counted from the start of the command, or from
+        now on if another program calls gputrain."""
         now = time.monotonic()
-        return cls(parse_duration(max_time) if max_time else 0.0, COMMAND_CLOCK.began or now)
+        return cls(
+            parse_duration(max_time) if max_time else 0.0,
+            COMMAND_CLOCK.began or now,
+            finish_seconds=seconds_to_finish(finish_by) if finish_by else 0.0,
+        )
+
+    @property
+    def is_set(self) -> bool:
+        return bool(self.limit_seconds or self.finish_seconds)
+
+    @property
+    def last_seconds(self) -> float:
+        """The time at which the run must have ended in any case."""
+        return min(limit for limit in (self.limit_seconds, self.finish_seconds) if limit)
 
     @contextlib.contextmanager
     def not_counted(self, report: str = "") -> Iterator[None]:
@@ -255,6 +306,21 @@ class Deadline:
         if self._stepped_at:
             self.step_seconds.append(now - self._stepped_at - self._left_out)
         self._stepped_at, self._left_out = now, 0.0
+        self.ended_at.append(now)
+
+    def steps_left(self, now: float, reserve_seconds: float) -> int | None:
+        """Return the number of steps until `finish_seconds`, less a reserve, at the pace of the last steps with the
+        saves and reports among them, or that of the last few if they have become slower. Returns None while it is
+        unknown: the pace of the first steps, which compile and read for the first time, counts only if less time is
+        left than they have taken."""
+        count = len(self.ended_at) - 1
+        left = self.began + self.finish_seconds - now - reserve_seconds
+        if left <= 0:
+            return 0
+        taken = now - self.ended_at[0]
+        if count < 1 or (count <= RECENT_STEPS and left > taken):
+            return None
+        return int(left / max(taken / count, statistics.fmean(self.step_seconds)))
 
     def saving_seconds(self, save_seconds: float, saves: int, *, hangs: bool = False) -> float:
         """Return the time that `saves` and the end of the process may take, and the end of data workers that hang."""
@@ -275,7 +341,7 @@ class Deadline:
 
         def watch() -> None:
             while not left.wait(WATCH_SECONDS):
-                if self.is_reached(time.monotonic(), seconds_to_leave()):
+                if self.last_seconds <= time.monotonic() - self.began + seconds_to_leave():
                     interrupt_wait()
                     return
 

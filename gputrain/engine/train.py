@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from gputrain.engine.callbacks import Callbacks, recorded, warn_of_surprises
+from gputrain.engine.callbacks import Callbacks, log_cooldown, recorded, warn_of_surprises
 from gputrain.engine.cuda_graph import replay_gradients_if_planned
 from gputrain.engine.memory_check import MemoryCheck
 from gputrain.engine.metrics import Metrics
@@ -63,10 +63,13 @@ def train(
         beyond = "; a higher --max-steps, or none, goes on" if end < steps.last_step else ""
         log.info("nothing is left to do: the run has made its %d steps%s", end, beyond)
         return
+    if steps.start.cooldown_end:
+        log_cooldown(steps, first)
+    known_end = None if steps.has_open_end else end
     with (
         recorded(run, steps, state),
         Metrics(
-            run.folder, console, runtime, unit=recipe.unit, first_step=first, last_step=end, group=run.group
+            run.folder, console, runtime, unit=recipe.unit, first_step=first, last_step=known_end, group=run.group
         ) as metrics,
         profiling(run.folder / "profile" if run.saving.profile else None, runtime.device) as mark_step,
         Monitor(runtime.device) as monitor,
@@ -77,7 +80,7 @@ def train(
         callbacks.begin()
         with callbacks.save_last_step_on_exit():
             for step in range(first, end):
-                if callbacks.ends_early:
+                if callbacks.is_over:
                     break
                 with run.stop.interruptible_wait():
                     loaded = metrics.next(batches)
@@ -86,9 +89,9 @@ def train(
                 with check.watching(step):
                     batch = prepare(recipe, loaded, step)
                     state.group.reseed(steps.schedule.seed, step)
-                    scalars = update(state, batch, step, steps.learning_rate(step))
+                    scalars = update(state, batch, step, callbacks.steps.learning_rate(step))
                 recipe.average(step)
-                state.progress = steps.progress_at(step + 1, state.progress)
+                state.progress = callbacks.steps.progress_at(step + 1, state.progress)
                 state.is_consistent = True
                 if step == first:
                     run.has_started()

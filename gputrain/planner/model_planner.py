@@ -219,7 +219,10 @@ class CardPlan:
 
 
 def training_steps(schedule: Schedule, items: int | None) -> int | None:
-    """Returns the steps of a new training on `items` items; None if they depend on the items, and those are unknown."""
+    """Returns the steps of a new training on `items` items; None if they depend on the items, and those are unknown,
+    or on the clock."""
+    if schedule.finish_by:
+        return None
     if items:
         return StepSchedule(schedule, RunProgress(items=items)).stop_step
     return schedule.num_steps or None if not schedule.num_epochs else None

@@ -215,5 +215,5 @@ def init_from(recipe: VoiceRecipe, origin: Origin, format: SpeechFormat, spoken:
     reinitialised = start_from(origin, recipe.voice, recipe.discriminators, format.front_end, format.speakers, spoken)
     if reinitialised:
         log.warning("%s: reinitialised: %s", origin.source, "; ".join(reinitialised))
-    if recipe.settings.schedule.ema_decay:
+    if recipe.settings.schedule.averages:
         recipe.ema.restart(recipe.voice)

@@ -214,6 +214,8 @@ class TrainVae:
         for name, value, default in (
             ("image_size", self.data.image_size, Data.image_size),
             ("num_epochs", self.schedule.num_epochs, Schedule.num_epochs),
+            ("finish_by", self.schedule.finish_by, Schedule.finish_by),
+            ("cooldown", self.schedule.cooldown, Schedule.cooldown),
         ):
             if value != default:
                 raise UserError(

@@ -1,0 +1,207 @@
+"""--finish-by and --cooldown: a held learning rate falls in a line, and the training ends by the clock or so many steps
+after a checkpoint. Killed and resumed, it is bit for bit the undisturbed one."""
+
+import dataclasses
+import json
+import re
+from datetime import datetime, timedelta
+
+import pytest
+
+from gputrain.engine import callbacks, saving, stop
+from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule, steps_of_stage
+from gputrain.engine.stop import COMMAND_CLOCK, Deadline, seconds_to_finish
+from gputrain.errors import UserError
+from gputrain.session import check_finish
+from gputrain.vae.config import Data, TrainVae
+from tests.engine.test_deadline import steps_of
+from tests.engine.test_leaving import saved_step
+from tests.engine.test_run import assert_equal, rows_of
+from tests.tables import each_row
+from tests.toy import BATCH, ToyRecipe, batches, quiet, train_toy, weights
+from tests.waiting import Clock
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    """The clock of the run, on which starting and saving take no time: that of a thread that saves while the clock is
+    set forward is not reserved."""
+    for name in ("EXIT_SECONDS", "SAVE_MARGIN"):
+        monkeypatch.setattr(stop, name, 0.0)
+    monkeypatch.setattr(COMMAND_CLOCK, "began", None)
+    return Clock(monkeypatch, stop, callbacks, saving)
+
+
+def schedule(**others) -> Schedule:
+    return Schedule(**{"batch_size": BATCH, "learning_rate": 0.01, "warmup_steps": 4, **others})
+
+
+def run(folder, source=batches, **others):
+    saving_of = {name: others.pop(name) for name in ("resume_from", "max_time", "keep_checkpoints") if name in others}
+    recipe = ToyRecipe(schedule(**others), adversarial_from=3)
+    train_toy(recipe, quiet(folder, log_freq=1, **saving_of), source)
+    return weights(recipe)
+
+
+def rates(folder) -> list[float]:
+    return [row["learning_rate"] for row in rows_of(folder) if "learning_rate" in row]
+
+
+def test_times_of_the_day_are_the_next_ones_and_durations_count_from_the_start_of_the_command(monkeypatch):
+    assert seconds_to_finish("3h50m") == 13800
+    now = datetime.now().astimezone()
+    soon, earlier = now + timedelta(minutes=90), now - timedelta(minutes=90)
+    assert seconds_to_finish(f"{soon:%H:%M}") == pytest.approx(5400, abs=70)
+    assert seconds_to_finish(f"{earlier:%H:%M}") == pytest.approx(86400 - 5400, abs=3700)  # An hour of summer time.
+    for form in ("%Y-%m-%dT%H:%M", "%Y-%m-%d %H:%M"):
+        assert seconds_to_finish(format(soon, form)) == pytest.approx(5400, abs=70)
+    assert seconds_to_finish(f"{earlier:%Y-%m-%dT%H:%M}") == pytest.approx(-5400, abs=70)
+    monkeypatch.setattr(COMMAND_CLOCK, "began", stop.time.monotonic() - 600)
+    assert seconds_to_finish(f"{soon:%Y-%m-%dT%H:%M}") == pytest.approx(6000, abs=70)
+
+
+@each_row("", "6", "6 h", "25:00", "18:60", "18.30", "2027-13-01T10:00", "2027-01-31", "tomorrow", "0h", "-6h")
+def test_what_is_no_time_is_refused_with_examples(text):
+    with pytest.raises(UserError, match=r"finish_by is .*, expected a duration such as 6h or 3h50m, or a time such as"):
+        seconds_to_finish(text)
+
+
+@each_row(
+    ({"num_epochs": 50}, "num_epochs 50 and finish_by 6h both end the training"),
+    ({"num_steps": 500}, "num_steps 500 and finish_by 6h both end the training"),
+    ({"learning_rate_schedule": "tri-stage"}, "learning_rate_schedule tri-stage has no effect with finish_by"),
+    ({"gamma": 0.9, "learning_rate_schedule": "constant"}, "gamma 0.9 has no effect"),
+    ({"finish_by": "soon"}, "finish_by is 'soon'"),
+)
+def test_settings_without_effect_beside_the_clock_are_refused(others, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        Schedule(**{"finish_by": "6h", **others})
+
+
+def test_a_past_time_and_stages_are_refused():
+    check_finish(Schedule(finish_by="6h"))
+    with pytest.raises(UserError, match="finish_by 2020-01-31T18:30 is past"):
+        check_finish(Schedule(finish_by="2020-01-31T18:30"))
+    for change in ({"finish_by": "6h"}, {"cooldown": 5}):
+        with pytest.raises(UserError, match="and resolution_schedule contradict each other"):
+            TrainVae(data=Data(resolution_schedule="64:2,128:2"), schedule=Schedule(**change))
+
+
+def cooldown_of(folder) -> tuple[list[float], int]:
+    """Returns the learning rates of a run, and the number of steps before they fall."""
+    found = rates(folder)
+    return found, next(step for step, rate in enumerate(found) if step > 4 and rate < 0.01) - 1
+
+
+def test_a_run_holds_its_rate_and_has_lowered_it_when_the_time_has_come(tmp_path, clock):
+    """100 steps of 0.02 s fit into 2 s. The cool-down is a fifth of them. The checkpoint at its beginning is kept."""
+    run(tmp_path, steps_of(clock), finish_by="2s", keep_checkpoints=1)
+    (found, begin), steps = cooldown_of(tmp_path), saved_step(tmp_path)
+    assert 97 <= steps <= 100
+    assert clock.now <= 1002.0
+    assert 0.18 < (steps - begin) / steps < 0.22
+    assert found[4 : begin + 1] == [0.01] * (begin - 3)
+    assert found[begin:] == pytest.approx([0.01 * (steps - step) / (steps - begin) for step in range(begin, steps)])
+    assert (tmp_path / f"checkpoint_step_{begin}.pt").exists()
+    assert rows_of(tmp_path)[-1]["step"] == steps
+    first, last = map(json.loads, (tmp_path / "history.jsonl").read_text().splitlines())
+    assert (first["last_step"], last["outcome"]) == (None, "finished")
+
+
+def changing(clock: Clock, at: int, seconds: float):
+    """Returns a source of batches, each of 0.02 s and after `at` steps of `seconds`."""
+
+    def source(first: int, last: int):
+        for step, x_BD in enumerate(batches(first, last), start=first):
+            clock.now += 0.02 if step < at else seconds
+            yield x_BD
+
+    return source
+
+
+@pytest.mark.parametrize(("at", "seconds", "earliest"), [(120, 0.08, 3.7), (170, 0.06, 3.8), (170, 0.01, 3.9)])
+def test_steps_that_change_their_pace_end_in_time_all_the_same(tmp_path, clock, at, seconds, earliest):
+    """Within the cool-down, too, which begins after 160 steps of 0.02 s: the rate goes on falling in a line, without a
+    jump, to another end."""
+    run(tmp_path, changing(clock, at, seconds), finish_by="4s")
+    (found, begin), steps = cooldown_of(tmp_path), saved_step(tmp_path)
+    assert earliest < clock.now - 1000 <= 4.0
+    falls = [a - b for a, b in zip(found[begin:], found[begin + 1 :], strict=False)]
+    assert min(falls) > 0
+    assert found[-1] <= 2 * falls[-1]
+    assert max(falls) < 0.2 * 0.01
+    assert (begin < 160) == (at < 160), (begin, steps)
+
+
+def test_a_killed_cool_down_ends_as_the_undisturbed_one(tmp_path, clock):
+    """The resumed run has another time by the clock, or none; the end that the checkpoint names stays."""
+    expected = run(tmp_path / "straight", steps_of(clock), finish_by="2s")
+    steps = saved_step(tmp_path / "straight")
+    for name, again in (("clock", {"finish_by": "6h"}), ("none", {"num_epochs": 100})):
+        clock.now = 1000.0
+        cut = tmp_path / name
+
+        def failing(first: int, last: int):
+            yield from steps_of(clock)(first, 90)
+            raise UserError("the machine was taken away")
+
+        with pytest.raises(UserError, match="taken away"):
+            run(cut, failing, finish_by="2s")
+        assert saved_step(cut) == 90
+        clock.now += 3600
+        assert_equal(expected, run(cut, steps_of(clock), resume_from="auto", **again))
+        assert saved_step(cut) == steps
+        assert rates(cut) == rates(tmp_path / "straight")
+
+
+def test_the_cool_down_of_a_checkpoint_ends_after_so_many_steps_and_can_be_killed(tmp_path, clock, caplog):
+    """A stable run cools down from step 12. The same command with `auto` goes on in the cool-down, and has nothing to
+    do after it."""
+    held = {"learning_rate_schedule": "constant"}
+    caplog.set_level("INFO")
+    run(tmp_path / "stable", max_steps=12, **held)
+    start = str(tmp_path / "stable" / "checkpoint_last.pt")
+    expected = run(tmp_path / "a", resume_from=start, cooldown=8, **held)
+    assert rates(tmp_path / "a") == pytest.approx([0.01 * left / 8 for left in range(8, 0, -1)])
+    run(tmp_path / "b", resume_from=start, cooldown=8, max_steps=15, **held)
+    assert_equal(expected, run(tmp_path / "b", resume_from="auto", cooldown=8, **held))
+    assert_equal(expected, run(tmp_path / "b", resume_from="auto", **held))
+    assert saved_step(tmp_path / "b") == 20
+    assert "nothing is left to do: the run has made its 20 steps" in caplog.text
+    with pytest.raises(UserError, match="the learning rate of step 20 has fallen to 0 already"):
+        run(tmp_path / "c", resume_from=str(tmp_path / "b" / "checkpoint_last.pt"), cooldown=8, **held)
+    with pytest.raises(UserError, match="cooldown 8 begins at a checkpoint, and none is resumed"):
+        run(tmp_path / "d", resume_from="auto", cooldown=8, **held)
+
+
+def test_a_named_checkpoint_after_a_cool_down_begins_a_new_stage_at_the_full_rate():
+    end = RunProgress(step=20, items_seen=640, items=32, finished=True, cooldown_step=12, cooldown_end=20)
+    steps = steps_of_stage(schedule(num_epochs=5, learning_rate_schedule="constant"), end, 32, onwards=True)
+    assert [steps.learning_rate(20 + step) for step in (0, 3, 4)] == [0.0025, 0.01, 0.01]
+    assert steps.last_step == 20 + 5 * 32 // BATCH
+
+
+def test_a_cosine_is_cooled_from_the_rate_that_it_has_reached():
+    settings = schedule(num_steps=100, num_epochs=0, warmup_steps=0, min_learning_rate=0.001)
+    before = StepSchedule(settings, RunProgress(items=32))
+    at = dataclasses.replace(before.start, step=40, items_seen=320)
+    steps = steps_of_stage(dataclasses.replace(settings, cooldown=10), at, 32, onwards=True)
+    assert steps.learning_rate(40) == pytest.approx(before.learning_rate(40))
+    assert steps.learning_rate(45) == pytest.approx((before.learning_rate(40) + 0.001) / 2)
+    assert (steps.learning_rate(50), steps.last_step) == (0.001, 50)
+
+
+def test_the_length_of_the_cool_down_can_be_chosen(tmp_path, clock):
+    run(tmp_path, steps_of(clock), finish_by="2s", cooldown=50)
+    found, begin = cooldown_of(tmp_path)
+    assert 48 <= len(found) - begin <= 50
+
+
+def test_the_first_steps_begin_no_cool_down_while_there_is_time():
+    """The first steps took 10 s each: 5 such steps are left, which would be within a `cooldown` of 50."""
+    watch = Deadline(began=0.0, finish_seconds=150.0)
+    for now in (50.0, 60.0, 70.0):
+        watch.add_step(now)
+    assert watch.steps_left(70.0, 0.0) is None
+    assert watch.steps_left(70.0, 60.0) == 2  # Less is left than they took.
+    assert watch.steps_left(150.0, 0.0) == 0
