@@ -87,9 +87,10 @@ class AsrWork(SpeechWork[TrainAsr]):
 
     def fallbacks(self, settings: TrainAsr, budget: MemoryBudget, found: Fit) -> dict[str, TrainAsr]:
         model, schedule = settings.model, settings.schedule
+        average = "--ema-width 0" if schedule.ema_width else "--ema-decay 0"
         changes = {
             **super().fallbacks(settings, budget, found),
-            "--ema-decay 0": replace(settings, schedule=replace(schedule, ema_decay=0.0)),
+            average: replace(settings, schedule=replace(schedule, ema_decay=0.0, ema_width=0.0)),
         }
         if model.trains_features:
             changes["--freeze-feature-encoder"] = replace(settings, model=replace(model, freeze_feature_encoder=True))
