@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import platform
-import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,7 +50,6 @@ SHOWN_FIGURES = 4  # Held-out figures that are logged; all are in metrics.jsonl.
 DOING = {"samples": "sampling", "eval": "evaluating"}  # What the progress bar shows meanwhile.
 SKIPPED = {"samples": "the samples", "eval": "the held-out figures"}  # What is skipped if memory runs out.
 HISTORY = "history.jsonl"
-MOMENT_BYTES = 8  # AdamW's two moments of a parameter, in fp32.
 
 
 @dataclass
@@ -132,6 +130,8 @@ class Callbacks:
         """Evaluate before the first step, if the settings ask for it, so that the curves start there. A run that ended
         between saving a step and evaluating it makes up for the evaluation."""
         saving, progress = self.run.saving, self.state.progress
+        if progress.cooldown_end:
+            log_cooldown(self.steps, progress.step)
         if progress.step == 0 and saving.evaluates and saving.eval_first:
             self.evaluate()
             self.run.group.wait_for_all()
@@ -564,74 +564,3 @@ def last_logged_step(folder: Path) -> int:
         return 0
     rows = (row_of(line) for line in reversed(lines))
     return next((int(row["step"]) for row in rows if row is not None), 0)
-
-
-def warn_of_surprises(state: TrainState, run: Run, steps: StepSchedule) -> None:
-    """Say how much disk space the checkpoints will take, and warn if it is not there, or if a batch is larger than the
-    data set."""
-    if not run.group.leads:
-        return
-    if (items := steps.start.items) < steps.items_per_step:
-        what, option = ("batches", "--accumulation-steps") if steps.step_items else ("items", "--batch-size")
-        log.warning(
-            "a step takes %d %s, and the data set has %d: every step repeats some of them; a lower %s avoids it",
-            steps.items_per_step, what, items, option,
-        )  # fmt: skip
-    present = memory_gb(state.runtime.device).get("memory/peak_gb", 0.0)
-    if state.runtime.device.type == "cpu" and present:
-        log.debug(
-            "the memory that is shown is the RAM of the whole process, with Python, torch and the data: %.1f GB before "
-            "the first step; the prediction counts the tensors of a step", present,
-        )  # fmt: skip
-    each_gb = checkpoint_gb(state)
-    count = kept_checkpoints(run.saving, steps)
-    files = [path.stat() for path in run.folder.glob("checkpoint_*.pt")]
-    present_gb = sum({file.st_ino: file.st_size for file in files}.values()) / 1e9  # Names of one file count once.
-    needed_gb = max(0.0, count * each_gb - present_gb)
-    disk = shutil.disk_usage(run.folder)
-    text = f"run folder: {run.folder}; checkpoints up to {_gb(needed_gb)} ({count} of {_gb(each_gb)})"
-    if not disk.total:  # Some network drives report 0 of 0 bytes.
-        log.info("%s", text)
-    elif disk.free / 1e9 < needed_gb:
-        log.warning(
-            "%s, and its disk has %s free: free some space, or keep fewer with --keep-checkpoints",
-            text, _gb(disk.free / 1e9),
-        )  # fmt: skip
-    else:
-        log.info("%s, %s free", text, _gb(disk.free / 1e9))
-
-
-def _gb(size: float) -> str:
-    return f"{size:.1f} GB" if size >= 1 else f"{size:.2g} GB"
-
-
-def checkpoint_gb(state: TrainState) -> float:
-    """Return the size of a checkpoint, with the state that the optimizers have not allocated yet."""
-    phases = phases_of(state.recipe)
-    optimizers = max(
-        tensor_bytes([phase.optimizer.state_dict() for phase in phases]),
-        sum(MOMENT_BYTES * parameter.numel() for phase in phases for parameter in phase.trained_parameters()),
-    )
-    modules = tensor_bytes({name: module.state_dict() for name, module in state.recipe.modules.items()})
-    return (modules + optimizers) / 1e9
-
-
-def kept_checkpoints(saving: Saving, steps: StepSchedule) -> int:
-    """Return the largest number of different checkpoints on the disk during the run, the one being written included."""
-    first, end = steps.start.step, steps.stop_step
-    if steps.has_open_end and not saving.keep_checkpoints:
-        end = first + 1  # How many there will be is unknown.
-    kept = 0
-    if saving.checkpoint_freq:
-        kept += _kept_count(saving, (steps.epochs_done(end) - steps.epochs_done(first)) // saving.checkpoint_freq + 1)
-    interval = saving.checkpoint_steps
-    if interval < 0:
-        interval = saving.evaluate_steps or saving.evaluate_freq * max(1, steps.start.items // steps.items_per_step)
-    if interval > 0:
-        kept += _kept_count(saving, (end - first) // interval)
-        kept += sum(map(saving.is_permanent, range(first - first % interval, end, interval)))
-    return 2 + saving.evaluates + min(kept, end - first) + 1  # The last, the previous and the best one.
-
-
-def _kept_count(saving: Saving, count: int) -> int:
-    return min(count, saving.keep_checkpoints) if saving.keep_checkpoints else count

@@ -303,6 +303,11 @@ class StepSchedule:
         """True until the clock of finish_by has begun the cool-down."""
         return self.stop_step - self.start.step >= OPEN_END
 
+    @property
+    def known_end(self) -> int | None:
+        """The step at which this run ends, or None while that is open."""
+        return None if self.has_open_end else self.stop_step
+
     def items_seen(self, step: int) -> int:
         return self.start.items_seen + (step - self.start.step) * self.items_per_step
 

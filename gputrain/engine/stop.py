@@ -329,8 +329,10 @@ class Deadline:
 
     def reserve_seconds(self, save_seconds: float, *, saves: int, reports: list[str]) -> float:
         """Return the time that a further step, its `reports`, `saves` and the end of the process may take.
-        `save_seconds` is the duration of the last save; 0 before the first one."""
-        reported = sum(self.report_seconds.get(kind, 0.0) for kind in reports)
+        `save_seconds` is the duration of the last save; 0 before the first one. A kind of report that has not been made
+        yet is expected to take as long as the other."""
+        longest = max(self.report_seconds.values(), default=0.0)
+        reported = sum(self.report_seconds.get(kind, longest) for kind in reports)
         return max(self.step_seconds, default=0.0) + reported + self.saving_seconds(save_seconds, saves)
 
     @contextlib.contextmanager

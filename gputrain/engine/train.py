@@ -16,13 +16,13 @@ import torch
 from rich.console import Console
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from gputrain.engine.callbacks import Callbacks, log_cooldown, recorded, warn_of_surprises
+from gputrain.engine.callbacks import Callbacks, recorded
 from gputrain.engine.cuda_graph import replay_gradients_if_planned
 from gputrain.engine.memory_check import MemoryCheck
 from gputrain.engine.metrics import Metrics
 from gputrain.engine.recipe import Batch, Recipe
 from gputrain.engine.run_folder import Run
-from gputrain.engine.saving import Saver
+from gputrain.engine.saving import Saver, warn_of_surprises
 from gputrain.engine.schedule import StepSchedule
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import accumulate, allocate_optimizer_state, drop_gradients, update
@@ -63,13 +63,10 @@ def train(
         beyond = "; a higher --max-steps, or none, goes on" if end < steps.last_step else ""
         log.info("nothing is left to do: the run has made its %d steps%s", end, beyond)
         return
-    if steps.start.cooldown_end:
-        log_cooldown(steps, first)
-    known_end = None if steps.has_open_end else end
     with (
         recorded(run, steps, state),
         Metrics(
-            run.folder, console, runtime, unit=recipe.unit, first_step=first, last_step=known_end, group=run.group
+            run.folder, console, runtime, unit=recipe.unit, first_step=first, last_step=steps.known_end, group=run.group
         ) as metrics,
         profiling(run.folder / "profile" if run.saving.profile else None, runtime.device) as mark_step,
         Monitor(runtime.device) as monitor,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 
 from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule
+from gputrain.engine.stop import seconds_to_finish
 from gputrain.errors import UserError
 from gputrain.hw.gpus import smallest_gpu
 from gputrain.hw.plan import Cards, Hardware, Plan, Setting
@@ -126,7 +127,7 @@ class ModelPlanner(Generic[S]):
                 budget = memory_budget(requested.machine, switches, settings.hardware, requested.rates(switches))
                 plan, found = self.plan(settings, switches, budget)
                 remedies = [] if found.fits else self.remedies(settings, switches, budget, found)
-                steps = training_steps(settings.schedule, cards.items or items)
+                steps = training_steps(settings.schedule, cards.items or items, found.predicted_seconds_per_step)
                 batch = settings.schedule.whole_batch
                 time = PredictedTime(found.predicted_seconds_per_step, batch, steps, requested.price_per_hour)
                 operators = (
@@ -218,11 +219,11 @@ class CardPlan:
         }
 
 
-def training_steps(schedule: Schedule, items: int | None) -> int | None:
-    """Returns the steps of a new training on `items` items; None if they depend on the items, and those are unknown,
-    or on the clock."""
+def training_steps(schedule: Schedule, items: int | None, seconds_per_step: float | None) -> int | None:
+    """Returns the steps of a new training on `items` items, or until the time of finish_by; None if they depend on what
+    is unknown."""
     if schedule.finish_by:
-        return None
+        return int(seconds_to_finish(schedule.finish_by) / seconds_per_step) if seconds_per_step else None
     if items:
         return StepSchedule(schedule, RunProgress(items=items)).stop_step
     return schedule.num_steps or None if not schedule.num_epochs else None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gputrain.config import read_file
-from gputrain.engine.callbacks import kept_checkpoints
+from gputrain.engine.saving import kept_checkpoints
 from gputrain.engine.schedule import RunProgress, Saving, Schedule, StepSchedule
 from tests.tables import each_row
 from tests.toy import BATCH, ITEMS, ToyRecipe, quiet, train_toy
