@@ -24,6 +24,7 @@ SPELLINGS = {
 }  # fmt: skip
 
 TranscriptFormat = Literal["txt", "srt", "vtt"]
+OptimizerName = Literal["adamw", "adamw-8bit"]
 FROM_SCRATCH_RATE, FINE_TUNING_RATE = 1e-3, 3e-4
 
 
@@ -140,6 +141,9 @@ class RecogniserSchedule(Schedule):
         default="tri-stage", help="Learning-rate schedule after the warm-up; tri-stage: held, then exponential."
     )
     warmup_steps: int = opt(default=200, help="Steps over which the learning rate rises linearly.", min=0)
+    optimizer: OptimizerName = opt(
+        default="adamw", help="adamw-8bit keeps AdamW's averages in 8 bits: 2 instead of 8 bytes a trained weight."
+    )
     weight_decay: float = opt(default=0.005, help="AdamW's weight decay (not applied to gains and biases).", min=0)
     beta1: float = opt(default=0.9, help="AdamW's decay rate of the mean gradient.", min=0, max=0.9999)
     beta2: float = opt(default=0.98, help="AdamW's decay rate of the mean squared gradient.", min=0, max=0.999999)
@@ -198,6 +202,7 @@ class BenchAsr(BenchSettings):
 
     preset: RecogniserPreset = opt(default="tiny", help="As in train-asr.")
     adapters: AdapterKind = opt(default="none", help="As in train-asr.")
+    optimizer: OptimizerName = opt(default="adamw", help="As in train-asr.")
     batch_size: int = opt(default=8, help="Clips in a step.", min=1)
     clip_seconds: float = opt(default=8.0, help="Length of each clip, in seconds.", min=0.5)
     micro_batch_size: int = opt(default=0, help="Clips of a micro-batch; 0: batch_size.", min=0)

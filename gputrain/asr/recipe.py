@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gputrain.asr import model as networks
-from gputrain.asr.config import TrainAsr
+from gputrain.asr.config import OptimizerName, TrainAsr
 from gputrain.asr.held_out import HeldOutSpeech
 from gputrain.asr.lora import add_lora, lora_parameters
+from gputrain.engine.adamw_8bit import EightBitAdamW
 from gputrain.engine.distributed import BatchDraws
-from gputrain.engine.optim import Ema, adamw
+from gputrain.engine.optim import Ema, FusedAdamW, adamw
 from gputrain.engine.recipe import BatchStat, Phase, StepGroup, Term, Yielded
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.work import PlanTarget
@@ -29,6 +30,7 @@ from gputrain.speech.buckets import ClipBatch, ClipSize, empty_bucket
 from gputrain.speech.frames import FIELD, STRIDE, encoder_frames
 from gputrain.speech.recipe import BucketRecipe
 
+ALGORITHMS: Mapping[OptimizerName, type[FusedAdamW]] = {"adamw": FusedAdamW, "adamw-8bit": EightBitAdamW}
 PEAK_SEARCH = 10_000  # Steps in which the one that leaves out the fewest layers is looked for.
 
 
@@ -105,7 +107,7 @@ class RecogniserRecipe(BucketRecipe):
         trained = trained_parameters(self.model, settings)
         optimizer = adamw(
             trained, learning_rate=schedule.learning_rate, weight_decay=schedule.weight_decay,
-            betas=(schedule.beta1, schedule.beta2),
+            betas=(schedule.beta1, schedule.beta2), algorithm=ALGORITHMS[schedule.optimizer],
         )  # fmt: skip
         # The phase's module holds the parameters that train, and not those that are frozen.
         self.phase = Phase("recogniser", (nn.ParameterList(trained),), optimizer)

@@ -92,6 +92,8 @@ class AsrWork(SpeechWork[TrainAsr]):
             **super().fallbacks(settings, budget, found),
             average: replace(settings, schedule=replace(schedule, ema_decay=0.0, ema_width=0.0)),
         }
+        if schedule.optimizer == "adamw":
+            changes["--optimizer adamw-8bit"] = replace(settings, schedule=replace(schedule, optimizer="adamw-8bit"))
         if model.trains_features:
             changes["--freeze-feature-encoder"] = replace(settings, model=replace(model, freeze_feature_encoder=True))
         if model.adapters == "none":

@@ -19,14 +19,16 @@ def adamw(
     weight_decay: float,
     betas: tuple[float, float],
     eps: float = 1e-8,
+    algorithm: "type[FusedAdamW] | None" = None,
 ) -> "FusedAdamW":
-    """Returns fused AdamW that decays weights, but not gains and biases (one dimension)."""
+    """Returns fused AdamW, or another `algorithm`, that decays weights, but not gains and biases (one dimension)."""
     decayed: list[nn.Parameter] = []
     kept: list[nn.Parameter] = []
     for parameter in parameters:
         (decayed if parameter.ndim > 1 else kept).append(parameter)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
-    return FusedAdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, eps=eps, fused=True)
+    made = algorithm or FusedAdamW
+    return made([g for g in groups if g["params"]], lr=learning_rate, betas=betas, eps=eps, fused=True)
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -49,11 +51,19 @@ class FusedAdamW(torch.optim.AdamW):
                 loss = closure()
         groups = [[one for one in group["params"] if one.grad is not None] for group in self.param_groups]
         every = [parameter for parameters in groups for parameter in parameters]
-        begin_adamw(self.state, every)
+        self.begin(every)
         with self.counts.counting(self.state, every, self.found_inf):
             for group, parameters in zip(self.param_groups, groups, strict=True):
-                step_adamw(self.state, parameters, group, self.grad_scale, self.found_inf)
+                self.step_group(parameters, group)
         return loss
+
+    def begin(self, parameters: Iterable[Tensor]) -> None:
+        """Allocates the state of the parameters that have none."""
+        begin_adamw(self.state, parameters)
+
+    def step_group(self, parameters: list[Tensor], group: Mapping[str, Any]) -> None:
+        """Updates parameters of a group, whose step is counted already."""
+        step_adamw(self.state, parameters, group, self.grad_scale, self.found_inf)
 
 
 class StepCounts:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gputrain.engine import checkpoint
+from gputrain.engine.adamw_8bit import moment_bytes
 from gputrain.engine.checkpoint import Content, distinct_tensors, map_tensors, tensor_bytes, tensor_identity
 from gputrain.engine.recipe import phases_of
 from gputrain.engine.run_folder import PLAN, PlanFile, Run
@@ -37,7 +38,6 @@ FREE_SHARE = 0.1  # Share of the RAM that must stay free; from 0.9 on, the monit
 NONFINITE_LIMIT = 3  # Non-finite steps in a row after which the run returns to a checkpoint.
 ROLLBACK_LIMIT = 3  # Rollbacks after which the run gives up.
 GOOD_AFTER = 10  # Finite steps that must follow a checkpoint before a rollback prefers it.
-MOMENT_BYTES = 8  # AdamW's two moments of a parameter, in fp32.
 STEADY_STEPS = 1000  # Finite steps in a row after which earlier rollbacks no longer count.
 
 
@@ -426,7 +426,7 @@ def checkpoint_gb(state: TrainState) -> float:
     phases = phases_of(state.recipe)
     optimizers = max(
         tensor_bytes([phase.optimizer.state_dict() for phase in phases]),
-        sum(MOMENT_BYTES * parameter.numel() for phase in phases for parameter in phase.trained_parameters()),
+        sum(moment_bytes(phase.optimizer, parameter) for phase in phases for parameter in phase.trained_parameters()),
     )
     modules = tensor_bytes({name: module.state_dict() for name, module in state.recipe.modules.items()})
     return (modules + optimizers) / 1e9

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gputrain.engine.adamw_8bit import converted
 from gputrain.engine.checkpoint import Content, load_modules
 from gputrain.engine.distributed import OptimizerShards, RankGroup
 from gputrain.engine.optim import LossScale, has_scaled
@@ -150,7 +151,10 @@ def load_optimizer(name: str, optimizer: torch.optim.Optimizer, states: dict[str
         return
     if [len(group["params"]) for group in saved["param_groups"]] != [len(group["params"]) for group in groups]:
         raise UserError(f"the checkpoint's optimizer of the {name} belongs to other parameters")
-    optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+    state = converted(saved["state"], optimizer)
+    if any(state[index] is not one for index, one in saved["state"].items()):
+        log.info("the %s's averages of the gradients are converted, as the run began with another --optimizer", name)
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
     # Fused and foreach optimizers pair the elements of a parameter and its state by their positions in memory, and
     # the saved state has the memory format (channels_last or not) of the run that saved it.
     for parameter, state in optimizer.state.items():

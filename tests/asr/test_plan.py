@@ -11,6 +11,7 @@ from gputrain.asr.config import BenchAsr, PlanAsr, PlannedSpeech, TrainAsr
 from gputrain.asr.work import AsrWork, facts_of
 from gputrain.bench import step_bench
 from gputrain.config import assemble
+from gputrain.engine import adamw_8bit
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import Machine
 from gputrain.planner.memory.predict import predict_step
@@ -50,12 +51,14 @@ def target_of(settings: TrainAsr, clip: ClipSize = CLIP):
         ({}, False),
         ({"ema_decay": 0.9, "layer_drop": 0.3, "mask_feature_prob": 0.1}, True),
         ({"adapters": "lora"}, False),
+        ({"optimizer": "adamw-8bit"}, False),
         ({"adapters": "attention"}, True),
         ({"freeze_encoder_steps": 5, "freeze_feature_encoder": True, "hidden_dropout": 0.1}, False),
     ],
 )
-def test_a_step_takes_what_was_predicted(changes, checkpointing, small_preset):
+def test_a_step_takes_what_was_predicted(changes, checkpointing, small_preset, monkeypatch):
     """Compares the tensors of a real step on the CPU, tracked through their lifetimes, with fake tensors."""
+    monkeypatch.setattr(adamw_8bit, "LEAST_NUMBERS", 256)
     settings = settings_of(**changes)
     plan = decide(CPU, settings.hardware)
     target = target_of(settings)
