@@ -44,7 +44,7 @@ def code_values(*, signed: bool) -> tuple[float, ...]:
     return (*(-one for one in reversed(above)), 0.0, *above, 1.0) if signed else (10.0**-DECADES, *above, 1.0)
 
 
-class Code:
+class BlockCode:
     """The codes of one of the two averages, on a device and for one data type of arithmetic."""
 
     def __init__(self, like: Tensor, *, signed: bool) -> None:
@@ -65,7 +65,7 @@ class Code:
         return torch.bucketize(numbers_KW.view(-1), self.borders, out_int32=True).to(torch.uint8), scale_K
 
 
-class Piece(NamedTuple):
+class ParameterSlice(NamedTuple):
     """Numbers `first` to `stop` - 1 of a parameter."""
 
     parameter: Tensor
@@ -88,7 +88,7 @@ class EightBitAdamW(FusedAdamW):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._codes: dict[Any, tuple[Code, Code]] = {}
+        self._codes: dict[Any, tuple[BlockCode, BlockCode]] = {}
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
@@ -114,7 +114,7 @@ class EightBitAdamW(FusedAdamW):
             release_memory()  # This is outside the except block, whose traceback keeps tensors alive.
             self._step_pieces(pieces, group)
 
-    def _step_pieces(self, pieces: Sequence[Piece], group: Mapping[str, Any]) -> None:
+    def _step_pieces(self, pieces: Sequence[ParameterSlice], group: Mapping[str, Any]) -> None:
         """AdamW's step for some numbers. All of them step, or none does if memory runs out: whatever needs memory comes
         before the first change."""
         states = [self.state[piece.parameter] for piece in pieces]
@@ -157,10 +157,10 @@ class EightBitAdamW(FusedAdamW):
             new = {name: torch.where(self.found_inf > 0, old[name], value) for name, value in new.items()}
         return update_KW, new
 
-    def _codes_for(self, like: Tensor) -> tuple[Code, Code]:
+    def _codes_for(self, like: Tensor) -> tuple[BlockCode, BlockCode]:
         key = like.device, like.dtype
         if key not in self._codes:
-            self._codes[key] = Code(like, signed=True), Code(like, signed=False)
+            self._codes[key] = BlockCode(like, signed=True), BlockCode(like, signed=False)
         return self._codes[key]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -177,16 +177,16 @@ def _like(parts: Sequence[Tensor], whole_N: Tensor) -> list[Tensor]:
     return list(torch.split(whole_N, [len(part) for part in parts]))
 
 
-def slices(parameters: Iterable[Tensor]) -> Iterator[list[Piece]]:
+def slices(parameters: Iterable[Tensor]) -> Iterator[list[ParameterSlice]]:
     """Yields pieces of parameters in lists of at most SLICE_NUMBERS numbers: small parameters step together, and large
     ones in parts, so that the memory of a step does not grow with the model."""
-    gathered: list[Piece] = []
+    gathered: list[ParameterSlice] = []
     room = SLICE_NUMBERS
     for parameter in parameters:
         first = 0
         while first < parameter.numel():
             stop = min(parameter.numel(), first + room)
-            gathered.append(Piece(parameter, first, stop))
+            gathered.append(ParameterSlice(parameter, first, stop))
             first, room = stop, room - (stop - first)
             if not room:
                 yield gathered
@@ -218,7 +218,7 @@ def converted(saved: Mapping[int, dict[str, Tensor]], optimizer: torch.optim.Opt
             continue
         made[index] = {"step": state["step"]}
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-            code = Code(state[name].new_empty((), dtype=parameter.dtype), signed=signed)
+            code = BlockCode(state[name].new_empty((), dtype=parameter.dtype), signed=signed)
             if has:
                 made[index][name] = code.decoded(state[name], state[f"{name}_scale"]).view(parameter.shape)
             else:

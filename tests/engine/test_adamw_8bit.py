@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gputrain.engine import adamw_8bit
-from gputrain.engine.adamw_8bit import BLOCK, Code, EightBitAdamW, code_values, has_8bit_state, moment_bytes
+from gputrain.engine.adamw_8bit import BLOCK, BlockCode, EightBitAdamW, code_values, has_8bit_state, moment_bytes
 from gputrain.engine.checkpoint import tensor_bytes
 from gputrain.engine.optim import FusedAdamW, adamw
 from gputrain.engine.state import load_optimizer
@@ -28,7 +28,7 @@ def test_numbers_become_the_nearest_codes(signed, most):
     draws = np.random.default_rng(0)
     numbers_KW = draws.normal(size=(40, BLOCK)) * 10 ** draws.uniform(-8, 3, size=(40, BLOCK))
     numbers_KW = numbers_KW if signed else np.abs(numbers_KW)
-    code = Code(torch.zeros((), dtype=torch.float64), signed=signed)
+    code = BlockCode(torch.zeros((), dtype=torch.float64), signed=signed)
     codes_N, scale_K = code.encoded_(torch.from_numpy(numbers_KW.copy()))
     assert (codes_N.dtype, scale_K.dtype) == (torch.uint8, torch.float32)
     decoded_KW = code.decoded(codes_N, scale_K.double()).numpy()
@@ -153,7 +153,7 @@ def test_a_saved_state_is_converted_to_the_present_optimizer(first, second):
     assert {name: value.dtype for name, value in other.state[weights[0]].items()} == {
         name: value.dtype for name, value in stepped(begun(second), weights).state[weights[0]].items()
     }
-    codes = (Code(weights[0], signed=True), Code(weights[0], signed=False))
+    codes = (BlockCode(weights[0], signed=True), BlockCode(weights[0], signed=False))
     eight = one.state[weights[0]] if first is EightBitAdamW else other.state[weights[0]]
     full = other.state[weights[0]] if first is EightBitAdamW else one.state[weights[0]]
     for code, name, most in zip(codes, ("exp_avg", "exp_avg_sq"), (0.0071, 0.0036), strict=True):
