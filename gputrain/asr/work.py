@@ -24,7 +24,8 @@ from gputrain.engine.run_folder import Run
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.memory.fit import Fit, MemoryBudget
 from gputrain.planner.work import PlannedTraining, PlanTarget
-from gputrain.speech.buckets import ClipBatch, ClipSize
+from gputrain.speech.augment import ClipAugment, NoiseFolder
+from gputrain.speech.buckets import ClipBatch, ClipSize, Speech
 from gputrain.speech.frames import ENCODER_RATE, STRIDE
 from gputrain.speech.training import (
     PlannedClips,
@@ -82,6 +83,17 @@ class AsrWork(SpeechWork[TrainAsr]):
         facts = UtteranceFacts(buckets.largest_average, architecture)
         return AsrTraining(speech, buckets, facts, initial_normalizes(settings))
 
+    def augment(self, settings: TrainAsr, speech: Speech) -> ClipAugment | None:
+        given, noise = settings.augmentation, None
+        if given.noise_dir is not None:
+            noise = NoiseFolder.open(given.noise_dir, [part.folder for part in speech.store.parts])
+        if not given.speed_change and noise is None:
+            return None
+        return ClipAugment(
+            settings.schedule.seed, ENCODER_RATE, given.speed_change, noise, given.noise_probability,
+            (given.noise_snr_low, given.noise_snr_high),
+        )  # fmt: skip
+
     def target(self, settings: TrainAsr) -> PlanTarget:
         return plan_target(settings, architecture_of(settings, self.sizes), self.sizes.clip)
 
@@ -116,7 +128,8 @@ class AsrWork(SpeechWork[TrainAsr]):
                 num_symbols=len(speech.store.format.vocabulary.symbols),
             )  # fmt: skip
             settings = replace(settings, speech=facts)
-        model, planned = settings.model, PlannedClips.of(settings, of_data=clips is not None)
+        slowest = 1 - settings.augmentation.speed_change
+        model, planned = settings.model, PlannedClips.of(settings, of_data=clips is not None, slowest=slowest)
         columns = {"model": model.init_from or model.preset, "adapters": model.adapters,
                    "batch_size": settings.schedule.whole_batch, **planned.columns}  # fmt: skip
         work = replace(self, sizes=facts_of(settings, settings.speech, planned.seconds))

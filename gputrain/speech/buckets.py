@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from gputrain.engine.data import HELD_OUT_SHARE, Sample, Split
 from gputrain.engine.mixture import FolderItems, GivenFolders, Mixture, data_folders, split_folders
 from gputrain.errors import UserError
 from gputrain.hw.ranks import SINGLE, Ranks
+from gputrain.speech.augment import ClipAugment, ClipChange, Uniform, samples_at
 from gputrain.speech.config import POLICIES, SpeechData, SpeechKind
 from gputrain.speech.frames import ENCODER_RATE, STRIDE, encoder_frames
 from gputrain.speech.store import SpeechClip, SpeechStore, frame_count, joined
@@ -159,6 +160,15 @@ class ClipSize:
 NOT_SHARED = torch.empty(0, dtype=torch.int64)  # Means that this process trains alone.
 
 
+class EpochOrder(NamedTuple):
+    """The M clips of an epoch in the order of its buckets."""
+
+    members_M: Integers  # Indices into the list of clips.
+    places_M: Integers  # Places among the clips of the epoch before they were sorted.
+    frames_M: Integers
+    speeds_M: Uniform
+
+
 class ClipBatch(NamedTuple):
     """A bucket of B clips. Beyond the end of a shorter clip, ids are 0 (PAD) and samples are silence."""
 
@@ -204,6 +214,9 @@ class Buckets:
     and `stretch`, and cuts at the same indices: the n-th product is at most `stretch` times the n-th length. Of a few
     hundred clips most stay grouped together, as the padding limit allows no other grouping; only the order of buckets
     changes.
+
+    With `augment`, clips have other lengths in each epoch. The cuts are those of all clips at their slowest, which the
+    n-th length of no epoch exceeds, so that both limits of a bucket hold; the padding of an epoch may be larger.
     """
 
     store: SpeechStore
@@ -215,60 +228,81 @@ class Buckets:
     max_padding: float = MAX_PADDING
     ranks: Ranks = SINGLE  # Each rank reads its part of every bucket.
     mixture: Mixture | None = None  # Weights of the folders that the clips come from; None: every clip once.
+    augment: ClipAugment | None = None  # Changes of the clips of an epoch; None: they are read as they are.
 
     def __len__(self) -> int:
         return len(self.ends_K)
 
     def __getitem__(self, sample: Sample) -> ClipBatch:
-        members_A = self.members(sample)
+        members_A, changes = self.members(sample), self._changes(sample)
         if self.ranks.count == 1:
-            return self.collated(members_A)
+            return self.collated(members_A, changes)
         part, reader = self.ranks.rows(len(members_A)), self.store.format.frontend
         symbols = [len(reader.ids(self.clips[member].normalized)) for member in members_A]
-        return self.collated(members_A[part] if part.stop > part.start else members_A[:1])._replace(
+        part = part if part.stop > part.start else slice(0, 1)
+        return self.collated(members_A[part], changes[part])._replace(
             all_symbols_A=torch.tensor(symbols),
-            all_frames_A=torch.from_numpy(self.frames_N[members_A]),
+            all_frames_A=torch.from_numpy(self._of_bucket(self._order(sample.epoch).frames_M, sample)),
             range_2=torch.tensor([part.start, part.stop]),
         )
 
     def members(self, sample: Sample) -> Integers:
         """Returns the indices of the clips of a bucket, approximately from the shortest to the longest."""
-        epoch, number = sample
-        begin = self.ends_K[number - 1] if number else 0
-        return self._order(epoch)[begin : self.ends_K[number]]
+        members_A: Integers = self._of_bucket(self._order(sample[0]).members_M, sample)
+        return members_A
 
-    def _order(self, epoch: int) -> Integers:
+    def _changes(self, sample: Sample) -> list[ClipChange]:
+        """Returns the changes of the clips of a bucket; none if they are read as they are."""
+        if self.augment is None:
+            return []
+        order = self._order(sample.epoch)
+        places, speeds = (self._of_bucket(column, sample).tolist() for column in (order.places_M, order.speeds_M))
+        return [ClipChange(speed, sample.epoch, place) for speed, place in zip(speeds, places, strict=True)]
+
+    def _of_bucket(self, column_M: Any, sample: Sample) -> Any:
+        _, number = sample
+        return column_M[self.ends_K[number - 1] if number else 0 : self.ends_K[number]]
+
+    def _order(self, epoch: int) -> "EpochOrder":
         """Returns the clips of an epoch in the order of its buckets. Sorting them takes longer than reading a bucket,
         so that the orders of the last two epochs are kept: reading ahead alternates between them."""
         if epoch not in self._orders:
-            items_M = None if self.mixture is None else self.mixture.items(epoch)
-            frames_M = self.frames_N if items_M is None else self.frames_N[items_M]
+            items_M = np.arange(len(self.clips)) if self.mixture is None else self.mixture.items(epoch)
+            speeds_M, frames_M = np.ones(len(items_M)), self.frames_N[items_M]
+            if self.augment is not None:
+                speeds_M = self.augment.speeds(epoch, len(items_M))
+                speeds_M[(speeds_M > 1) & ~self._can_be_faster_N[items_M]] = 1.0
+                frames_M = -(-samples_at(self._samples_N[items_M], speeds_M) // self.hop_size)
             places_M = shuffled_by_length(frames_M, self.stretch, self.seed, epoch)
             while len(self._orders) >= KEPT_ORDERS:
                 self._orders.pop(next(iter(self._orders)))
-            self._orders[epoch] = places_M if items_M is None else items_M[places_M]
+            self._orders[epoch] = EpochOrder(items_M[places_M], places_M, frames_M[places_M], speeds_M[places_M])
         return self._orders[epoch]
 
     @cached_property
-    def _orders(self) -> dict[int, Integers]:
+    def _orders(self) -> dict[int, "EpochOrder"]:
         return {}
 
-    def collated(self, members_B: Sequence[int] | Integers) -> ClipBatch:
-        """Collates clips, given by their indices in the list, into a batch; also used for held-out clips."""
+    def collated(self, members_B: Sequence[int] | Integers, changes: Sequence[ClipChange] = ()) -> ClipBatch:
+        """Collates clips, given by their indices in the list, into a batch, with a change of each or as they are; also
+        used for held-out clips."""
         clips = [self.clips[member] for member in members_B]
+        waves = [self.store.wave(clip) for clip in clips]
+        if self.augment is not None and changes:
+            waves = [self.augment.changed(wave_T, change) for wave_T, change in zip(waves, changes, strict=True)]
         reader = self.store.format.frontend
         ids = [reader.ids(clip.normalized) for clip in clips]
-        frames = [frame_count(clip.samples, self.hop_size) for clip in clips]
+        frames = [frame_count(len(wave_T), self.hop_size) for wave_T in waves]
         ids_BS = np.zeros((len(clips), max(map(len, ids))), dtype=np.int64)
         wave_BT = np.zeros((len(clips), max(frames) * self.hop_size), dtype=np.int16)
-        for row, clip in enumerate(clips):
+        for row, wave_T in enumerate(waves):
             ids_BS[row, : len(ids[row])] = ids[row]
-            wave_BT[row, : clip.samples] = self.store.wave(clip)
+            wave_BT[row, : len(wave_T)] = wave_T
         return ClipBatch(
             ids_BS=torch.from_numpy(ids_BS),
             symbols_B=torch.tensor([len(one) for one in ids]),
             wave_BT=torch.from_numpy(wave_BT),
-            samples_B=torch.tensor([clip.samples for clip in clips]),
+            samples_B=torch.tensor([len(wave_T) for wave_T in waves]),
             frames_B=torch.tensor(frames),
             speakers_B=torch.tensor([clip.speaker for clip in clips]),
             clips_B=torch.tensor([int(member) for member in members_B]),
@@ -279,13 +313,30 @@ class Buckets:
         return batches
 
     @cached_property
+    def _samples_N(self) -> Integers:
+        return np.array([clip.samples for clip in self.clips], dtype=np.int64)
+
+    @cached_property
     def frames_N(self) -> Integers:
-        return np.array([frame_count(clip.samples, self.hop_size) for clip in self.clips], dtype=np.int64)
+        """The frames of the clips as they are."""
+        return -(-self._samples_N // self.hop_size)
+
+    @cached_property
+    def _can_be_faster_N(self) -> npt.NDArray[np.bool_]:
+        """True for clips that have as many frames as their texts need at the highest speed, too."""
+        assert self.augment is not None
+        frames = map(self.store.format.frames, samples_at(self._samples_N, self.augment.fastest).tolist())
+        needed = (self.store.format.frontend.frames_needed(clip.normalized) for clip in self.clips)
+        return np.array([has >= needs for has, needs in zip(frames, needed, strict=True)], dtype=np.bool_)
 
     @cached_property
     def longest_M(self) -> Integers:
-        """The frames of the clips of an epoch, sorted; with weights, the highest number at each place in any epoch."""
-        return np.sort(self.frames_N if self.mixture is None else self.frames_N[self.mixture.last_items])
+        """The frames of the clips of an epoch, sorted; the highest number at each place in any epoch, if epochs differ
+        by weights or speeds."""
+        frames_N = self.frames_N
+        if self.augment is not None:
+            frames_N = -(-samples_at(self._samples_N, self.augment.slowest) // self.hop_size)
+        return np.sort(frames_N if self.mixture is None else frames_N[self.mixture.last_items])
 
     @cached_property
     def stretch(self) -> float:
@@ -305,7 +356,8 @@ class Buckets:
         frames = self.batch_frames / self.batch_size
         reader = self.store.format.frontend
         symbols = sum(len(reader.ids(clip.normalized)) for clip in self.clips)
-        return ClipSize(math.ceil(frames), math.ceil(frames * symbols / float(self.frames_N.sum())))
+        fastest = 1.0 if self.augment is None else self.augment.fastest
+        return ClipSize(math.ceil(frames), math.ceil(frames * fastest * symbols / float(self.frames_N.sum())))
 
     def log_fill(self) -> None:
         """Logs that batches are far from full, if they are."""
@@ -335,7 +387,9 @@ def shuffled_by_length(lengths_N: Integers, stretch: float, seed: int, epoch: in
     return np.argsort(lengths_N * factors_N, kind="stable")
 
 
-def buckets_of(speech: Speech, data: SpeechData, hop_size: int, batch_size: int, seed: int) -> Buckets:
+def buckets_of(
+    speech: Speech, data: SpeechData, hop_size: int, batch_size: int, seed: int, augment: ClipAugment | None = None
+) -> Buckets:
     """Returns the training clips in buckets that contain about the same amount of audio."""
     mixture = speech.split.mixture()
     clips = Buckets(
@@ -344,7 +398,7 @@ def buckets_of(speech: Speech, data: SpeechData, hop_size: int, batch_size: int,
     )  # fmt: skip
     rate = speech.store.format.sampling_rate / hop_size
     frames = data.batch_seconds * rate or data.batch_room * batch_size * float(np.mean(clips.longest_M))
-    return replace(clips, batch_frames=math.ceil(frames))
+    return replace(clips, batch_frames=math.ceil(frames), augment=augment)
 
 
 class StepClips(NamedTuple):

@@ -18,6 +18,7 @@ from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.work import BatchSource, KindWork, TrainingData, TrainSettings
+from gputrain.speech.augment import ClipAugment
 from gputrain.speech.buckets import Buckets, ClipBatch, ClipSize, Speech, buckets_of, open_speech
 from gputrain.speech.config import SpeechKind
 
@@ -25,6 +26,7 @@ S = TypeVar("S", bound=TrainSettings)
 log = logging.getLogger(__name__)
 
 CLIP_SECONDS = 0.0005  # CPU seconds to read a clip from the store and to pad it.
+AUGMENT_SECONDS = 0.002  # CPU seconds to change the speed of a clip of 8 s and to add noise.
 
 
 @dataclass
@@ -43,7 +45,10 @@ class SpeechTraining(TrainingData[S]):
         return len(self.buckets)
 
     def digests(self) -> dict[str, Any]:
-        return digests(training=self.speech.parts.train, held_out=self.speech.parts.held_out)
+        parts: dict[str, Any] = {"training": self.speech.parts.train, "held_out": self.speech.parts.held_out}
+        if self.buckets.augment is not None and self.buckets.augment.noise is not None:
+            parts["noise"] = self.buckets.augment.noise.paths
+        return digests(**parts)
 
     @abstractmethod
     def facts(self, run: Run) -> dict[str, Any]:
@@ -89,11 +94,13 @@ class SpeechTraining(TrainingData[S]):
             self.described(settings), len(format.frontend.symbols), format.frontend.language, len(buckets),
             len(buckets.longest_M) / len(buckets), 100 * buckets.padding,
         )  # fmt: skip
+        if buckets.augment is not None:
+            log.info("augmentation: %s", buckets.augment)
         buckets.log_fill()
         speech.split.log_shares(speech.split.mixture(), "clips")
 
     def item_seconds(self, settings: S) -> float:
-        return CLIP_SECONDS
+        return CLIP_SECONDS + (0.0 if self.buckets.augment is None else AUGMENT_SECONDS)
 
     def source(self, settings: S, runtime: Runtime) -> BatchSource:
         return replace(self.buckets, ranks=runtime.ranks)
@@ -116,8 +123,12 @@ class SpeechWork(KindWork[S]):
 
     def fill_buckets(self, settings: Any, speech: Speech) -> Buckets:
         """Returns buckets that contain about the same amount of audio."""
-        schedule = settings.schedule
-        return buckets_of(speech, settings.data, self.hop_size, schedule.batch_size, schedule.seed)
+        schedule, augment = settings.schedule, self.augment(settings, speech)
+        return buckets_of(speech, settings.data, self.hop_size, schedule.batch_size, schedule.seed, augment)
+
+    def augment(self, settings: Any, speech: Speech) -> ClipAugment | None:
+        """Returns the changes of the clips of a training; None if they are read as they are."""
+        return None
 
     def item_seconds(self, settings: S, **options: Any) -> float:
         return float(options["clip_seconds"])
@@ -145,13 +156,13 @@ class PlannedClips(NamedTuple):
     columns: dict[str, object]
 
     @classmethod
-    def of(cls, settings: Any, *, of_data: bool) -> "PlannedClips":
-        """Returns the clips of the options of `plan`: all of one length, or those of the data, whose largest batches
-        have up to `batch_room` times as much sound as others."""
+    def of(cls, settings: Any, *, of_data: bool, slowest: float = 1.0) -> "PlannedClips":
+        """Returns the clips of the options of `plan`: all of one length, played at their slowest, or those of the data,
+        whose largest batches have up to `batch_room` times as much sound as others."""
         clip, batch_size = settings.speech.clip_seconds, settings.schedule.batch_size
         limit = settings.data.batch_seconds / batch_size or math.inf
         of_largest = limit if math.isfinite(limit) else settings.data.batch_room * clip
-        seconds = of_largest if of_data else min(limit, clip)
+        seconds = of_largest if of_data else min(limit, clip / slowest)
         columns = {"seconds": round(clip, 1), "batch_seconds": round(seconds * settings.schedule.whole_batch, 1)}
         return cls(float(seconds), columns)
 
