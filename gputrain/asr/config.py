@@ -1,6 +1,7 @@
 """Options of the commands of a recogniser. Imports no torch."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -186,6 +187,9 @@ class RecogniserSaving(SoundSaving):
     best_by: Literal["cer", "wer"] = opt(
         default="cer", help="Error rate of which checkpoint_best.pt has the lowest: of characters or of words."
     )
+
+    def basis_of_score(self, settings: Mapping[str, object]) -> tuple[object, ...]:
+        return (settings.get("best_by", "cer"),)
 
 
 @config()

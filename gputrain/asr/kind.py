@@ -168,6 +168,7 @@ KIND = ModelKind(
     ),
     use=("transcribe a recording", "transcribe", "--input", "RECORDING.wav"),
     headlines=("cer", "wer", "blank_share"),
+    selectors=("cer", "wer"),
     demo=DemoSteps("speech", write_demo_speech, demo_commands, demo_results),
     hub=HubCard("transformers", "automatic-speech-recognition", "CTC speech recogniser"),
     keys=frozenset({"model_type"}),

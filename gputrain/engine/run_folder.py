@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -26,6 +27,7 @@ from gputrain.stored import from_json
 log = logging.getLogger(__name__)
 
 NO_CHANGE = ("resume_from", "output_dir", "max_time", "verbose")  # Settings whose changes are not reported.
+NO_SCORES: Any = {"best_score": -math.inf, "best_evaluation": -math.inf, "evaluations_since_best": 0}
 LOCK, CONFIG, PLAN = ".lock", "config.yaml", "plan.json"
 LEAVING_SECONDS = 30  # Time for another process that was asked to stop to save.
 
@@ -176,6 +178,8 @@ class Run:
         if self.changes:
             changed = ", ".join(f"{name} {was} -> {now}" for name, (was, now) in self.changes.items())
             log.warning("settings that differ from the checkpoint's: %s", changed)
+        if not self._has_same_score:
+            log.warning("scores of another measure are not compared: %s is chosen anew from now on", checkpoint.BEST)
         was, now = self.resumed.get("data", {}), self.data
         for part in was.keys() & now.keys():
             if was[part] != now[part]:
@@ -188,8 +192,16 @@ class Run:
 
     @property
     def progress(self) -> RunProgress | None:
-        """Progress of the resumed checkpoint."""
-        return RunProgress(**self.resumed["progress"]) if self.resumed else None
+        """Progress of the resumed checkpoint; its best scores only if they are of this run's measure."""
+        if not self.resumed:
+            return None
+        progress = RunProgress(**self.resumed["progress"])
+        return progress if self._has_same_score else replace(progress, **NO_SCORES)
+
+    @property
+    def _has_same_score(self) -> bool:
+        saved = self.resumed["config"] if self.resumed else self.settings
+        return self.saving.basis_of_score(saved) == self.saving.basis_of_score(self.settings)
 
     @property
     def continues_beyond_end(self) -> bool:

@@ -18,6 +18,7 @@ from gputrain.report.media import MediaBudget
 from gputrain.report.metric_names import TRAINING_LOSSES, format_value, style_of
 from gputrain.report.records import RunRecord, now
 from gputrain.report.sections import SampleSection, sample_section
+from gputrain.report.selection import Selector, selectors_of
 
 MOST_CHARTS = 60  # Charts of a section.
 MACHINE = ("speed", "data", "memory", "gpu")
@@ -41,6 +42,7 @@ class RunView:
     headline: Headline | None
     facts: list[tuple[str, str]]
     memory: Markup
+    selectors: list[Selector]
     samples: SampleSection
     events: list[tuple[str, str]]
     parts: list[settings_table.RunPart]
@@ -92,7 +94,8 @@ def _view(record: RunRecord, index: int, budget: MediaBudget) -> RunView:
     if bar:
         memory = memory_chart.memory_bars([bar]).svg(bar.words, page_colour="currentColor")
     return RunView(
-        record, index, headline_of(record), facts_of(record), memory, sample_section(record, budget),
+        record, index, headline_of(record), facts_of(record), memory, selectors_of(record),
+        sample_section(record, budget),
         settings_table.plan_events(record), settings_table.run_parts(record), next_commands.next_commands(record),
     )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """Options of the commands of a voice. Imports no torch."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -79,6 +80,29 @@ class Model:
         check_multiple(self, "discriminator_channels", 8)
 
 
+@config(panel="Evaluation")
+class VoiceEvaluation:
+    spellings: ClassVar[dict[str, str]] = {"check_with": "recogniser"}
+
+    recogniser: ModelName | None = opt(
+        default=None,
+        help="Model that counts a voice's recognition errors: of train-asr, transformers (CTC) or faster-whisper, its "
+        "folder or its name on the Hugging Face Hub.",
+    )
+    mos_predictor: Path | None = opt(
+        default=None,
+        help="ONNX file that predicts the mean opinion score of a voice from its sound: float32 [samples] or [batch, "
+        "samples] in, one score out, of which a higher one is better.",
+    )
+    mos_sampling_rate: int = opt(
+        default=0, help="Sampling rate of mos_predictor in Hz; 0: the sampling_rate in its file's metadata.", min=0
+    )
+
+    def __post_init__(self) -> None:
+        if self.mos_sampling_rate and not self.mos_predictor:
+            raise UserError("mos_sampling_rate has no effect without mos_predictor", hint="--mos-predictor FILE.onnx")
+
+
 @config(panel="Losses")
 class Losses:
     mel_weight: float = opt(default=45.0, help="Weight of the L1 loss between log-mel spectrograms.", min=0)
@@ -122,6 +146,22 @@ class VoiceSchedule(AdversarialSchedule):
     gradient_clip: float = opt(default=0.0, help="Maximum gradient norm of a phase; 0 is off.", min=0)
 
 
+JUDGE_OF = {"cer": "recogniser", "mos": "mos_predictor"}  # What a measure of best_by needs.
+
+
+@config(panel="Run folder")
+class VoiceSaving(SoundSaving):
+    best_by: Literal["distance", "cer", "mos"] = opt(
+        default="distance",
+        help="Measure of which checkpoint_best.pt has the best: distance from the recordings (mcd_sl_db), character "
+        "error rate of recogniser, or mos of mos_predictor.",
+    )
+
+    def basis_of_score(self, settings: Mapping[str, object]) -> tuple[object, ...]:
+        best_by = settings.get("best_by", "distance")
+        return best_by, settings.get(JUDGE_OF.get(str(best_by), ""))
+
+
 @config()
 class TrainTts:
     kind: ClassVar[str] = "tts"
@@ -131,8 +171,22 @@ class TrainTts:
     model: Model = Model()
     losses: Losses = Losses()
     schedule: VoiceSchedule = VoiceSchedule()
-    saving: SoundSaving = SoundSaving()
+    judges: VoiceEvaluation = VoiceEvaluation()
+    saving: VoiceSaving = VoiceSaving()
     hardware: Hardware = Hardware()
+
+    def __post_init__(self) -> None:
+        best_by = self.saving.best_by
+        needed, given = JUDGE_OF.get(best_by), [name for name in JUDGE_OF.values() if getattr(self.judges, name)]
+        if needed and needed not in given:
+            flag = f"--{needed.replace('_', '-')}"
+            raise UserError(
+                f"best_by {best_by} needs a {needed}", hint=f"name one, {flag} MODEL, or --best-by distance"
+            )
+        if given and not self.saving.evaluates:
+            raise UserError(
+                f"{' and '.join(given)} has no effect: nothing is evaluated", hint="--evaluate-steps says how often"
+            )
 
     @property
     def prior_steps(self) -> int:
@@ -178,17 +232,6 @@ class BenchTts(BenchSettings):
     use_mrd: bool = opt(default=False, help="As in train-tts.")
     inference: bool = opt(default=False, help="Measure speaking without gradients, not training steps.")
     bench: BenchOptions = BenchOptions()
-
-
-@config(panel="Evaluation")
-class VoiceEvaluation:
-    spellings: ClassVar[dict[str, str]] = {"check_with": "recogniser"}
-
-    recogniser: ModelName | None = opt(
-        default=None,
-        help="Model that counts a voice's recognition errors: of train-asr, transformers (CTC) or faster-whisper, its "
-        "folder or its name on the Hugging Face Hub.",
-    )
 
 
 @config(panel="Voice")

@@ -9,11 +9,10 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -50,9 +49,10 @@ from gputrain.speech.error_rates import Edits, character_edits, word_edits
 from gputrain.speech.store import SpeechClip, SpeechStore, format_store_folders, frame_count
 from gputrain.speech.text.frontend import PAD_ID, Frontend
 from gputrain.tts import measures
-from gputrain.tts.config import TrainTts
+from gputrain.tts.config import TrainTts, VoiceEvaluation
+from gputrain.tts.judges import Heard, JudgeFailed, Judges, open_judges
 from gputrain.tts.load import TrainedVoice, read_trained
-from gputrain.tts.measures import AlignmentHealth, plain
+from gputrain.tts.measures import AlignmentHealth
 from gputrain.tts.model import Voice
 from gputrain.tts.reading import (
     EncodedClips,
@@ -72,9 +72,11 @@ PADDING = 0.1  # maximum share of padding in an evaluation batch
 PITCH_HZ = 60.0, 600.0  # range of speech
 WITHIN_95 = 1.96  # standard errors
 
-Recogniser: TypeAlias = Callable[[Samples], str]  # Transcribes samples at the voice's rate to normalised text.
-# Transcribes samples at a rate in Hz; the language, a code or None, is for those that know many.
-SpeechReader: TypeAlias = Callable[[Samples, int, str | None], str]
+SCORES: Mapping[str, Callable[[Mapping[str, float]], float]] = {  # Higher is better, by the values of best_by.
+    "distance": lambda scalars: -scalars["mcd_sl_db"],
+    "cer": lambda scalars: 1 - scalars["cer"],
+    "mos": lambda scalars: scalars["mos"],
+}
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,9 @@ class Evaluation(ClipMetrics):
       warms up, is excluded unless it is the only one.
     - `mel_distance`, `kl`, `duration` (nats per frame and symbol) and the alignment: of recordings encoded as in
       training.
+    - `mos`, `recorded_mos`: means of a predictor's opinion scores of the voice and of the recordings.
     - `score` is -mcd_sl_db, the only metric of the whole path from text to sound with its timing; durations dominate it
-      early in training, and sound quality later.
+      early in training, and sound quality later. A training may choose another one of SCORES.
     """
 
 
@@ -103,6 +106,7 @@ class _Tally:
     pitch: PitchMatch = field(default_factory=PitchMatch)
     health: AlignmentHealth = field(default_factory=AlignmentHealth)
     edits: dict[str, Edits] = field(default_factory=lambda: defaultdict(Edits))
+    mos: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add_read(self, found: EncodedClips, batch: ClipBatch) -> None:
@@ -127,16 +131,19 @@ class _Tally:
         self.sums["made_samples"] += len(made_L)
         self.sums["real_samples"] += len(real_L)
 
-    def add_recognised(self, prefix: str, written: str, recognised: str) -> None:
-        self.sums[f"{prefix}unread"] += not recognised
-        for name, edits in (("cer", character_edits), ("wer", word_edits)):
-            self.edits[prefix + name] += edits(written, recognised)
+    def add_heard(self, prefix: str, written: str, heard: Heard) -> None:
+        if heard.text is not None:
+            self.sums[f"{prefix}unread"] += not heard.text
+            for name, edits in (("cer", character_edits), ("wer", word_edits)):
+                self.edits[prefix + name] += edits(written, heard.text)
+        if heard.mos is not None:
+            self.mos[f"{prefix}mos"].append(heard.mos)
 
     def scalars(self) -> dict[str, float]:
         clips, sums = len(self.mcd_db), self.sums
         mcd_sl_db = statistics.fmean(math.prod(pair) for pair in zip(self.mcd_db, self.mismatch, strict=True))
         found: dict[str, float | None] = {
-            "score": -mcd_sl_db,
+            "score": SCORES["distance"]({"mcd_sl_db": mcd_sl_db}),
             "mcd_db": statistics.fmean(self.mcd_db),
             "mcd_db_margin": WITHIN_95 * statistics.stdev(self.mcd_db) / math.sqrt(clips) if clips > 1 else None,
             "mcd_sl_db": mcd_sl_db,
@@ -150,6 +157,7 @@ class _Tally:
             **self.health.scalars(),
             "alignment_gain": sums["gain"] / clips,
             **{name: edits.rate for name, edits in self.edits.items()},
+            **{name: statistics.fmean(scores) for name, scores in self.mos.items()},
             "rtf": statistics.median(self.rtf[1:] or self.rtf) if self.rtf else None,
         }
         return {name: value for name, value in found.items() if value is not None}
@@ -166,7 +174,8 @@ def evaluate_clips(
     clips: Buckets,
     device: torch.device,
     *,
-    recogniser: Recogniser | None = None,
+    judges: Judges | None = None,
+    recorded: dict[SpeechClip, Heard] | None = None,
     quick: bool = False,
     progress: Progress = no_progress,
 ) -> Evaluation:
@@ -174,9 +183,12 @@ def evaluate_clips(
 
     Each clip has its own fixed noise, and the global random state is unchanged. Only the voice computes on `device`,
     within the caller's autocast. `quick` leaves out speed and pitch, whose trackers take as long as everything else.
-    Waves are quantised to 16 bits, as in a file, before they are compared.
+    `recorded` keeps what the judges say of the recordings for the next evaluation. Waves are quantised to 16 bits, as
+    in a file, before they are compared.
     """
     tally, mel, done = _Tally(), voice.architecture.mel, 0
+    judges, recorded = judges or Judges(), {} if recorded is None else recorded
+    known = len(recorded)
     progress(0, len(clips.clips))
     with eval_mode(voice):
         for number in range(len(clips)):
@@ -197,16 +209,17 @@ def evaluate_clips(
             for one, clip, wave_L, frames in zip(spoken, these, batch.wave_BT, batch.frames_B.tolist(), strict=True):
                 real_L = from_int16(wave_L[: frames * mel.hop_size].numpy())
                 tally.add_spoken(one.wave_L, real_L, mel, quick)
-                if recogniser:
-                    written = measures.plain(clip.normalized)
-                    tally.add_recognised("", written, recogniser(one.wave_L))
-                    tally.add_recognised("recorded_", written, recogniser(real_L))
+                written = measures.plain(clip.normalized)
+                tally.add_heard("", written, judges.hear(one.wave_L))
+                if clip not in recorded:
+                    recorded[clip] = judges.hear(real_L)
+                tally.add_heard("recorded_", written, recorded[clip])
                 done += 1
                 progress(done, len(clips.clips))
-    if (unread := round(tally.sums["recorded_unread"])) > done / 2:
+    if (unread := round(tally.sums["recorded_unread"])) > done / 2 and len(recorded) > known:
         log.warning(
             "the recogniser wrote nothing for %d of %d recordings, so that cer and wer tell about it and not about the "
-            "voice: name another one with --check-with", unread, done,
+            "voice: name another one with --recogniser", unread, done,
         )  # fmt: skip
     return Evaluation(tally.scalars(), done)
 
@@ -222,10 +235,12 @@ def _timed(voice: Voice, texts: list[Text], device: torch.device) -> tuple[list[
 class HeldOutClips:
     """Held-out clips of a training, sorted by fingerprint so that they come from many recordings."""
 
-    def __init__(self, speech: Speech, settings: TrainTts) -> None:
+    def __init__(self, speech: Speech, settings: TrainTts, judges: Judges | None = None) -> None:
         """Raises UserError where a test sentence has no symbol of the voice."""
         data, format = settings.data, speech.store.format
         self.store, self.batch_size = speech.store, data.eval_batch_size
+        self.judges, self.best_by = judges or Judges(), settings.saving.best_by
+        self.recorded: dict[SpeechClip, Heard] = {}
         held_out = sorted(speech.parts.held_out, key=lambda clip: clip.fingerprint)
         self.clips = held_out[: data.eval_clips]
         reader, speakers, most = format.front_end, len(format.speakers), data.num_audio_samples
@@ -236,9 +251,19 @@ class HeldOutClips:
         return synthesise_samples(voice, self.texts, self.store, self.clips[0], device)
 
     def evaluate(self, voice: Voice, device: torch.device) -> Report:
-        """Runs `measure` without pitch, speed and speech recognition."""
+        """Runs `evaluate_clips` without pitch and speed. A judge that fails is left out from then on, with a warning;
+        raises JudgeFailed if its measure selects the best checkpoint."""
         clips = batch_clips(self.store, self.clips, voice.architecture.mel.hop_size, self.batch_size)
-        return Report(scalars=evaluate_clips(voice, clips, device, quick=True).scalars)
+        try:
+            found = evaluate_clips(voice, clips, device, judges=self.judges, recorded=self.recorded, quick=True)
+        except JudgeFailed as failure:
+            if failure.measure == self.best_by:
+                raise
+            log.warning("%s: %s is not measured any more in this run", failure, failure.measure)
+            self.judges, self.recorded = replace(self.judges, **{failure.measure: None}), {}
+            return self.evaluate(voice, device)
+        scalars = {**found.scalars, "score": SCORES[self.best_by](found.scalars)}
+        return Report(scalars=scalars, headline=("cer",) if "cer" in scalars else ())
 
 
 def evaluate_voice(
@@ -248,17 +273,19 @@ def evaluate_voice(
     device: DeviceName = "auto",
     held_out_share: float | None = None,
     max_clips: int = 1000,
-    reader: SpeechReader | None = None,
+    judged_by: VoiceEvaluation | None = None,
     progress: Progress = no_progress,
 ) -> Evaluation:
     """Evaluates a trained voice on the held-out clips of prepared speech, the first `max_clips` of them, one by one.
 
-    Without `held_out_share`, they are those that the training held out; 1 takes all clips. Without a `reader`, nothing
-    is recognised. Raises UserError if there is no such voice or speech, or the speech is not for this voice.
+    Without `held_out_share`, they are those that the training held out; 1 takes all clips. `judged_by` names a
+    recogniser and a predictor of opinion scores. Raises UserError if there is no such voice or speech, or the speech is
+    not for this voice.
     """
     runtime = runtime_on(device)
     trained = read_trained(model)
     mel = trained.architecture.mel
+    judges = open_judges(judged_by or VoiceEvaluation(), trained.frontend, mel.sampling_rate, device)
     share = trained.settings.data.held_out_share if held_out_share is None else held_out_share
     speech = open_speech(data_dir, mel.hop_size, share)
     check_store_fits(speech.store, trained)
@@ -272,19 +299,9 @@ def evaluate_voice(
             voice.to(runtime.device),
             batch_clips(speech.store, clips, mel.hop_size, batch_size=1),
             runtime.device,
-            recogniser=make_recogniser(reader, trained.frontend, mel.sampling_rate) if reader else None,
+            judges=judges,
             progress=progress,
         )
-
-
-def make_recogniser(reader: SpeechReader, frontend: Frontend, rate_hz: int) -> Recogniser:
-    """Returns a recogniser that reads speech and applies the voice's text normaliser."""
-    language = None if frontend.language == "characters" else frontend.language
-
-    def transcribe(wave_L: Samples) -> str:
-        return plain(frontend.normalize(reader(wave_L, rate_hz, language)))
-
-    return transcribe
 
 
 def check_store_fits(store: SpeechStore, trained: TrainedVoice) -> None:

@@ -1,14 +1,10 @@
 """The voice as the commands know it. Imports no torch by itself."""
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gputrain.audio.config import ClipEvaluation
-from gputrain.errors import require
-from gputrain.fetch.names import local_path
-from gputrain.fetch.published import PublishedFiles
 from gputrain.kinds import (
     ONNX,
     CommandOutput,
@@ -21,9 +17,6 @@ from gputrain.kinds import (
     OwnCommand,
     ReportProgress,
     Words,
-    kind_of,
-    kinds,
-    speech_checker,
 )
 from gputrain.speech.data_commands import (
     PREPARED_SPEECH,
@@ -36,7 +29,6 @@ from gputrain.tts import coqui
 from gputrain.tts.config import PUBLISHED, BenchTts, PlanTts, Speak, TrainTts, VoiceEvaluation
 
 if TYPE_CHECKING:
-    from gputrain.tts.evaluate import SpeechReader
     from gputrain.tts.work import TtsWork
 
 
@@ -52,31 +44,9 @@ def work() -> "TtsWork":
 def evaluate(settings: Any, **shared: Any) -> Any:
     from gputrain.tts.evaluate import evaluate_voice
 
-    reader = reader_of(settings.voice.recogniser, settings.device)
     return evaluate_voice(
-        settings.weights, settings.data_path, max_clips=settings.clips.max_clips, reader=reader, **shared
+        settings.weights, settings.data_path, max_clips=settings.clips.max_clips, judged_by=settings.voice, **shared
     )
-
-
-# Of faster-whisper, which reads what a voice speaks.
-WHISPER = PublishedFiles(
-    whole=("model.bin",), needed=("config.json",), beside=("tokenizer.json", "vocabulary.*", "preprocessor_config.json")
-)
-
-
-def reader_of(model: str | Path | None, device: str) -> "SpeechReader | None":
-    """Loads a model that reads speech, if one is named: of faster-whisper, or a recogniser of ours or transformers."""
-    if model is None:
-        return None
-    require("rapidfuzz", needed_by="error rates")
-    recognisers = [kind.published for kind in kinds().values() if kind.load_speech_checker and kind.published]
-    path = local_path(model, *recognisers, WHISPER)
-    if not path.is_dir() or kind_of(path).load_speech_checker:
-        checker = speech_checker(path, device)
-        return lambda wave, rate_hz, language: str(checker.read(wave, rate_hz))
-    from gputrain.tts.measures import recognise
-
-    return partial(recognise, model=path)
 
 
 def export_piper(settings: Any, progress: ReportProgress) -> Exported:
@@ -170,7 +140,7 @@ KIND = ModelKind(
     published=PUBLISHED,
     evaluation=EvaluateCommand(
         groups={"clips": ClipEvaluation, "voice": VoiceEvaluation},
-        names=frozenset({"max_clips", "recogniser"}),
+        names=frozenset({"max_clips", "recogniser", "mos_predictor", "mos_sampling_rate"}),
         items="clips",
         run=evaluate,
     ),
@@ -182,7 +152,8 @@ KIND = ModelKind(
         ),
     ),
     use=("speak a text", "speak", "--text", "TEXT", "--output-file", "out.wav"),
-    headlines=("mcd_sl_db", "mel_distance", "length_mismatch", "cer"),
+    headlines=("mcd_sl_db", "mel_distance", "length_mismatch", "cer", "mos"),
+    selectors=("mcd_sl_db", "cer", "mos"),
     demo=DemoSteps("speech", write_demo_speech, demo_commands, demo_results),
     hub=HubCard("piper", "text-to-speech", "VITS voice"),
     profiles=Path(__file__).parent / "profiles",

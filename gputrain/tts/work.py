@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +15,7 @@ from gputrain.bench.step_bench import SOUND_SWITCHES, Compute, InferenceBench, s
 from gputrain.engine.run_folder import Run
 from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError
+from gputrain.hw.ranks import Ranks
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.memory.fit import Fit, MemoryBudget
 from gputrain.planner.work import PlannedTraining, PlanTarget
@@ -32,6 +34,7 @@ from gputrain.speech.training import (
 from gputrain.tts.architecture import VoiceArchitecture, voice_architecture
 from gputrain.tts.config import BenchTts, PlannedData, PlannedSpeech, PlanTts, TrainTts
 from gputrain.tts.evaluate import HeldOutClips
+from gputrain.tts.judges import Judges, open_judges
 from gputrain.tts.load import read_origin, start_from
 from gputrain.tts.model import Voice, prepare_for_inference
 from gputrain.tts.pretrained_import import Origin
@@ -76,7 +79,11 @@ class TtsWork(SpeechWork[TrainTts]):
         format, buckets = speech.store.format, self.fill_buckets(settings, speech)
         symbols, speakers = len(format.frontend.symbols), len(format.speakers)
         size = SpeechSize(format.sampling_rate, symbols, speakers, buckets.largest_average)
-        return TtsTraining(speech, buckets, size)
+        # One process evaluates. It has the judges in its RAM, on the CPU, so that the plan of a GPU stays true.
+        judges = None
+        if Ranks.launched(os.environ).leads:
+            judges = open_judges(settings.judges, format.front_end, format.sampling_rate, "cpu")
+        return TtsTraining(speech, buckets, size, judges)
 
     def target(self, settings: TrainTts) -> PlanTarget:
         return plan_target(settings, architecture_for(settings, self.sizes), self.sizes.clip)
@@ -160,10 +167,12 @@ def facts_of(speech: Speech) -> PlannedSpeech:
     )  # fmt: skip
 
 
+@dataclass
 class TtsTraining(SpeechTraining[TrainTts]):
     """The speech of a voice's training."""
 
     fixed_facts = ("text", "sampling_rate", "hop_size", "speakers")
+    judges: Judges | None = None
     origin: Origin | None = None  # What the training begins with, until it begins.
 
     def facts(self, run: Run) -> dict[str, Any]:
@@ -183,7 +192,10 @@ class TtsTraining(SpeechTraining[TrainTts]):
             )
 
     def recipe(self, settings: TrainTts, runtime: Runtime) -> VoiceRecipe:
-        architecture, held_out = architecture_for(settings, self.sizes), HeldOutClips(self.speech, settings)
+        architecture, held_out = (
+            architecture_for(settings, self.sizes),
+            HeldOutClips(self.speech, settings, self.judges),
+        )
         return VoiceRecipe(settings, architecture, self.sizes.clip, runtime, held_out)
 
     def begin(self, settings: TrainTts, run: Run, runtime: Runtime) -> TrainTts:

@@ -26,6 +26,7 @@ from gputrain.tts.align import alignment_scores, search
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import TrainTts
 from gputrain.tts.evaluate import LONGEST, Evaluation, HeldOutClips, batch_clips, evaluate_clips, evaluate_voice
+from gputrain.tts.judges import Judges
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.load import architecture_of
 from gputrain.tts.model import Voice, frame_prior
@@ -249,7 +250,7 @@ def test_figures_of_speaking_against_measures_by_hand(store):
 
 
 def test_a_recogniser_that_writes_nothing_is_accused_and_not_the_voice(store, caplog):
-    measured(build(sizes()), store, quick=True, recogniser=lambda wave_L: "")
+    measured(build(sizes()), store, quick=True, judges=Judges(cer=lambda wave_L: ""))
     assert f"the recogniser wrote nothing for {len(TEXTS)} of {len(TEXTS)} recordings" in caplog.text
 
 
@@ -262,9 +263,9 @@ def test_a_recogniser_transcribes_both_sides(store):
         return text if text else "yes"
 
     written = "".join(TEXTS)
-    found = measured(PlaybackVoice(store), store, quick=True, recogniser=transcribe)
+    found = measured(PlaybackVoice(store), store, quick=True, judges=Judges(cer=transcribe))
     assert found["cer"] == found["wer"] == found["recorded_cer"] == found["recorded_wer"] == 0
-    found = measured(build(sizes()), store, quick=True, recogniser=transcribe)
+    found = measured(build(sizes()), store, quick=True, judges=Judges(cer=transcribe))
     assert found["recorded_cer"] == found["recorded_wer"] == 0
     expected = sum((character_edits(text, "yes") for text in TEXTS), Edits())
     assert found["cer"] == expected.rate > 0.5

@@ -1,0 +1,56 @@
+"""The measures that can choose a run's best checkpoint: which checkpoint each chooses, and how far their orders agree."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from gputrain.kinds import kinds
+from gputrain.report.metric_names import format_value, style_of
+from gputrain.report.records import RunRecord
+
+LEAST_EVALUATIONS = 3  # Of two, a rank correlation is 1 or -1.
+
+
+class Selector(NamedTuple):
+    """A measure on held-out data, the step and value that it chooses, and its rank correlation with each measure of the
+    table, as texts."""
+
+    title: str
+    step: int
+    value: str
+    correlations: list[str]
+
+
+def selectors_of(record: RunRecord) -> list[Selector]:
+    """Returns the measures of a run with their rank correlations over its evaluations after the first step, oriented
+    such that 1 means the same order from the best to the worst; none if there are fewer than two measures."""
+    kind = kinds().get(record.kind)
+    names = [f"eval/{name}" for name in kind.selectors] if kind else []
+    rows = [row for row in record.rows if row["step"] and any(name in row for name in names)]
+    names = [name for name in names if rows and all(name in row for row in rows)]
+    if len(names) < 2 or len(rows) < LEAST_EVALUATIONS:
+        return []
+    merits = {name: [row[name] if style_of(name).better == "higher" else -row[name] for row in rows] for name in names}
+    found = []
+    for name, own in merits.items():
+        best, style = int(np.argmax(own)), style_of(name)
+        correlations = [rank_correlation(own, other) for other in merits.values()]
+        texts = ["–" if one is None else f"{one:.2f}" for one in correlations]
+        found.append(Selector(style.title, int(rows[best]["step"]), format_value(rows[best][name], style.unit), texts))
+    return found
+
+
+def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
+    """Returns Spearman's rank correlation, with mean ranks for equal values; None if all values of a side are equal."""
+    ranks = [_ranks(values) for values in (one, other)]
+    if any(np.ptp(own) == 0 for own in ranks):
+        return None
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def _ranks(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    _, places, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
+    last = counts.cumsum()
+    ranks: np.ndarray[tuple[int], np.dtype[np.float64]] = (last - (counts - 1) / 2)[places]
+    return ranks
