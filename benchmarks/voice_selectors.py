@@ -1,6 +1,6 @@
 """Compares the measures that can choose the best checkpoint of a voice over the checkpoints of short trainings.
 
-usage: python benchmarks/voice_selectors.py --data PREPARED --recogniser MODEL [--dnsmos FOLDER] [--steps 120] [--seeds 1 2 3]
+usage: python benchmarks/voice_selectors.py --data PREPARED --recogniser MODEL [--dnsmos FOLDER] [--steps 120]
 
 PREPARED is a folder that `gputrain prepare-data --kind tts --audio-sample-rate 16000` has filled. A small `fast` voice
 with narrow discriminators trains by the command's own code, and is evaluated ten times on held-out clips. FOLDER holds

@@ -134,9 +134,9 @@ def train_model(work: KindWork[S], settings: S, console: Console) -> None:
     session = open_session(settings, work)
     run, runtime = session.run, session.runtime
     data = work.open_data(settings)
-    session.planner = ModelPlanner(replace(work, sizes=data.sizes))
     run.data = data.digests()
     stages = work.stages(data.begin(settings, run, runtime))
+    session.planner = ModelPlanner(replace(work, sizes=data.sizes))
     for index in stages_ahead(run.progress, len(stages), onwards=run.continues_beyond_end):
         with console.status("planning the training") if run.group.leads else nullcontext():
             stage, start = session.begin_stage(stages, index, data)

@@ -72,6 +72,10 @@ def style_of(name: str) -> MetricStyle:
     if group in ("loss", "gradient_norm", "statistics", "nonfinite") and rest:
         return MetricStyle(rest.replace("/", ": ").replace("_", " "), "", "lower" if group == "loss" else "")
     last = name.split("/")[-1]
+    speakers, _, figure = last.partition("_")
+    if speakers in ("new", "old") and figure in STYLES:  # Of a voice with a new speaker.
+        style = STYLES[figure]
+        return style._replace(title=f"{style.title} of {speakers} speakers")
     if last in STYLES:
         return STYLES[last]
     if last.endswith("_per_second"):

@@ -1,4 +1,4 @@
-"""The measures that can choose a run's best checkpoint: which checkpoint each chooses, and how far their orders agree."""
+"""The measures that can choose a run's best checkpoint: which one each chooses, and how far their orders agree."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -56,19 +56,24 @@ class Speech:
 
 
 def open_speech(
-    given: GivenFolders, hop_size: int, held_out_share: float = HELD_OUT_SHARE, kind: SpeechKind = "tts"
+    given: GivenFolders,
+    hop_size: int,
+    held_out_share: float = HELD_OUT_SHARE,
+    kind: SpeechKind = "tts",
+    *,
+    some_unnamed: bool = False,
 ) -> Speech:
     """Opens prepared speech; which clips are held out depends only on the content of their sources.
 
     Clips of one source are held out together, except those of a recogniser's few long recordings, of which a single one
-    could be most of the data.
+    could be most of the data. With `some_unnamed`, folders may name no speaker beside others that do.
 
     Raises UserError, also if the speech was prepared for another kind of model, or a clip has fewer frames of
     `hop_size` samples than symbols.
     """
     folders = data_folders(given)
     stores = tuple(_open_store(folder.path, hop_size, kind) for folder in folders)
-    store = joined(stores)
+    store = joined(stores, some_unnamed=some_unnamed)
     rest = iter(store.clips)
     # Sorted by length, the clips that an epoch draws of a folder have the lengths of the whole folder.
     clips = [

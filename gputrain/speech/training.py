@@ -119,7 +119,10 @@ class SpeechWork(KindWork[S]):
 
     def open_speech(self, settings: Any) -> Speech:
         data = settings.data
-        return open_speech(data.data_dir, self.hop_size, data.held_out_share, self.speech_kind)
+        some_unnamed = bool(getattr(settings.model, "add_speaker", ""))
+        return open_speech(
+            data.data_dir, self.hop_size, data.held_out_share, self.speech_kind, some_unnamed=some_unnamed
+        )
 
     def fill_buckets(self, settings: Any, speech: Speech) -> Buckets:
         """Returns buckets that contain about the same amount of audio."""

@@ -75,9 +75,23 @@ class Model:
         help="Initialise from a run or checkpoint, or from one of Piper or Coqui, of any language, or by a name of "
         "`gputrain fetch --list` or of the Hugging Face Hub; layers with other shapes are reinitialised.",
     )
+    add_speaker: str = opt(
+        default="", help="Name of a new speaker, who is added to the voice of init_from; its own keep their places."
+    )
+    train_part: Literal["all", "speaker"] = opt(
+        default="all",
+        help="Part to train with add_speaker: all, on speech of old speakers too, or only the embedding of the new "
+        "speaker, so that all others sound as before.",
+    )
 
     def __post_init__(self) -> None:
         check_multiple(self, "discriminator_channels", 8)
+        if self.add_speaker and not self.init_from:
+            raise UserError(
+                f"add_speaker {self.add_speaker} needs a voice to be added to", hint="--init-from RUN_OR_CHECKPOINT"
+            )
+        if self.train_part == "speaker" and not self.add_speaker:
+            raise UserError("train_part speaker trains a new speaker", hint="name it: --add-speaker NAME")
 
 
 @config(panel="Evaluation")

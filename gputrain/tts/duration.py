@@ -97,13 +97,15 @@ def _log_slope(place: Tensor, steepness: Tensor, slope: Tensor, next_slope: Tens
 
 
 class DurationPredictor(nn.Module):
-    """Predicts durations from detached text and speaker features, so that it gives no gradient to them.
+    """Predicts durations from detached text and speaker features, so that it gives no gradient to them; with
+    `trains_speaker`, it gives one to the speaker.
 
     With `checkpointing`, a stack of convolutions keeps only its input and is recomputed in the backward pass.
     """
 
     def __init__(self, architecture: VoiceArchitecture, *, checkpointing: bool = False) -> None:
         super().__init__()
+        self.trains_speaker = False
         channels, dropout = architecture.hidden_channels, architecture.duration_dropout
         stack = functools.partial(SeparableStack, architecture, checkpointing=checkpointing)
         self.text_pre = PointwiseConvolution(channels, channels)
@@ -165,7 +167,8 @@ class DurationPredictor(nn.Module):
     def _text(self, hidden_BCS: Tensor, mask_B1S: Tensor, speaker_BG1: Tensor | None) -> Tensor:
         text_BCS = self.text_pre(at_least_fp32(hidden_BCS.detach()))
         if speaker_BG1 is not None:
-            text_BCS = text_BCS + self.condition(at_least_fp32(speaker_BG1.detach()))
+            speaker_BG1 = speaker_BG1 if self.trains_speaker else speaker_BG1.detach()
+            text_BCS = text_BCS + self.condition(at_least_fp32(speaker_BG1))
         told_BCS: Tensor = self.text_post(self.text_stack(text_BCS, mask_B1S)) * mask_B1S
         return told_BCS
 

@@ -11,8 +11,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,6 +65,7 @@ from gputrain.tts.reading import (
     seed_of,
     synthesise,
 )
+from gputrain.tts.speakers import KnownVoice, common_front_end, names_in
 
 log = logging.getLogger(__name__)
 
@@ -224,6 +226,37 @@ def evaluate_clips(
     return Evaluation(tally.scalars(), done)
 
 
+def evaluate_by_speaker(
+    voice: Voice,
+    store: SpeechStore,
+    clips: list[SpeechClip],
+    device: torch.device,
+    new: int | None,
+    *,
+    batch_size: int,
+    **options: Any,
+) -> Evaluation:
+    """Does what `evaluate_clips` does, with its options. If there are clips both of a `new` speaker, by number, and of
+    others, they are evaluated apart: their figures begin with new_ and old_, and those without are the means of the
+    two, so that each counts the same."""
+    hop_size = voice.architecture.mel.hop_size
+    groups = dict(zip(("new", "old"), _parted(clips, new), strict=True))
+    if not all(groups.values()):
+        return evaluate_clips(voice, batch_clips(store, clips, hop_size, batch_size), device, **options)
+    apart = {
+        name: evaluate_clips(voice, batch_clips(store, own, hop_size, batch_size), device, **options).scalars
+        for name, own in groups.items()
+    }
+    both = [name for name in apart["new"] if name in apart["old"]]
+    scalars = {f"{group}_{name}": apart[group][name] for name in both for group in apart}
+    return Evaluation({**scalars, **{name: (apart["new"][name] + apart["old"][name]) / 2 for name in both}}, len(clips))
+
+
+def _parted(clips: Sequence[SpeechClip], new: int | None) -> tuple[list[SpeechClip], list[SpeechClip]]:
+    """Returns the clips of the new speaker, and those of others."""
+    return [clip for clip in clips if clip.speaker == new], [clip for clip in clips if clip.speaker != new]
+
+
 def _timed(voice: Voice, texts: list[Text], device: torch.device) -> tuple[list[SynthesisedSpeech], float]:
     """Returns the speech and the seconds it took. The results are on the host, so no synchronisation is needed."""
     synchronize(device)
@@ -242,9 +275,15 @@ class HeldOutClips:
         self.judges, self.best_by = judges or Judges(), settings.saving.best_by
         self.recorded: dict[SpeechClip, Heard] = {}
         held_out = sorted(speech.parts.held_out, key=lambda clip: clip.fingerprint)
-        self.clips = held_out[: data.eval_clips]
         reader, speakers, most = format.front_end, len(format.speakers), data.num_audio_samples
-        sentences = [text_of_sentence(one, reader, number % speakers) for number, one in enumerate(data.test_sentences)]
+        self.new = speakers - 1 if settings.model.add_speaker else None
+        if self.new is not None:  # Half of the clips are the new speaker's, if both have so many.
+            held_out = [clip for pair in zip_longest(*_parted(held_out, self.new)) for clip in pair if clip]
+        self.clips = held_out[: data.eval_clips]
+        sentences = [
+            text_of_sentence(one, reader, (number + (self.new or 0)) % speakers)
+            for number, one in enumerate(data.test_sentences)
+        ]
         self.texts = sentences[:most] or [text_of_clip(clip, reader) for clip in held_out[:most]]
 
     def sample(self, voice: Voice, device: torch.device) -> Report:
@@ -253,9 +292,11 @@ class HeldOutClips:
     def evaluate(self, voice: Voice, device: torch.device) -> Report:
         """Runs `evaluate_clips` without pitch and speed. A judge that fails is left out from then on, with a warning;
         raises JudgeFailed if its measure selects the best checkpoint."""
-        clips = batch_clips(self.store, self.clips, voice.architecture.mel.hop_size, self.batch_size)
         try:
-            found = evaluate_clips(voice, clips, device, judges=self.judges, recorded=self.recorded, quick=True)
+            found = evaluate_by_speaker(
+                voice, self.store, self.clips, device, self.new, batch_size=self.batch_size, judges=self.judges,
+                recorded=self.recorded, quick=True,
+            )  # fmt: skip
         except JudgeFailed as failure:
             if failure.measure == self.best_by:
                 raise
@@ -287,7 +328,14 @@ def evaluate_voice(
     mel = trained.architecture.mel
     judges = open_judges(judged_by or VoiceEvaluation(), trained.frontend, mel.sampling_rate, device)
     share = trained.settings.data.held_out_share if held_out_share is None else held_out_share
-    speech = open_speech(data_dir, mel.hop_size, share)
+    added = trained.settings.model.add_speaker
+    speech = open_speech(data_dir, mel.hop_size, share, some_unnamed=bool(added))
+    if added:
+        known = KnownVoice(trained.speakers, trained.frontend, trained.source)
+        store = replace(
+            speech.store, format=replace(speech.store.format, frontend=common_front_end(speech.store, known))
+        )  # fmt: skip
+        speech = replace(speech, store=store)
     check_store_fits(speech.store, trained)
     chosen = speech.store.clips if share == 1 else speech.parts.held_out
     clips = with_speakers_of(trained, speech.store, chosen[:max_clips])
@@ -295,13 +343,10 @@ def evaluate_voice(
     voice = Voice(trained.architecture)
     load_weights(voice, trained.voice, f"{trained.source}: the checkpoint's voice")
     with runtime.autocast():
-        return evaluate_clips(
-            voice.to(runtime.device),
-            batch_clips(speech.store, clips, mel.hop_size, batch_size=1),
-            runtime.device,
-            judges=judges,
-            progress=progress,
-        )
+        return evaluate_by_speaker(
+            voice.to(runtime.device), speech.store, clips, runtime.device,
+            len(trained.speakers) - 1 if added else None, batch_size=1, judges=judges, progress=progress,
+        )  # fmt: skip
 
 
 def check_store_fits(store: SpeechStore, trained: TrainedVoice) -> None:
@@ -330,7 +375,9 @@ def with_speakers_of(trained: TrainedVoice, store: SpeechStore, clips: list[Spee
     Raises UserError for a speaker that the voice does not have."""
     if trained.architecture.num_speakers == 1:
         return [replace(clip, speaker=0) for clip in clips]
-    ours, theirs = trained.speakers, store.format.speakers
+    ours, theirs = trained.speakers, list(store.format.speakers)
+    if added := trained.settings.model.add_speaker:
+        theirs = names_in(store, KnownVoice(ours[:-1], None, trained.source), added)
     unknown = sorted({theirs[clip.speaker] for clip in clips} - set(ours))
     if unknown:
         others = [part for part in store.parts if set(part.format.speakers) & set(unknown)]

@@ -142,7 +142,7 @@ def piper_config(loaded: LoadedVoice, name: str, locale: Locale, default_speaker
         "phoneme_id_map": frontend.id_map(),
         "num_symbols": sizes.num_symbols,
         "num_speakers": sizes.num_speakers,
-        "speaker_id_map": {speaker: number for number, speaker in enumerate(loaded.speakers)} if several else {},
+        "speaker_id_map": {speaker or str(number): number for number, speaker in enumerate(loaded.speakers) if several},
         "default_speaker_id": default_speaker_id,
         "hop_length": sizes.mel.hop_size,
         "dataset": name,

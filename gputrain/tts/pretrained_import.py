@@ -28,7 +28,7 @@ from gputrain.config import read_table
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError
 from gputrain.kinds import refuse_unreadable
-from gputrain.speech.text.frontend import BOS, EOS, PAD, RESERVED
+from gputrain.speech.text.frontend import BOS, EOS, PAD, RESERVED, Frontend
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.model import Voice
 
@@ -214,6 +214,7 @@ class Origin:
     symbols: Rows
     speakers: Rows
     source: str
+    front_end: Frontend | None = None  # None: another toolkit's
 
 
 @dataclass(frozen=True)

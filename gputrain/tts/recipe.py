@@ -39,6 +39,7 @@ from gputrain.tts.model import Voice, frame_prior, length_mask, segment_starts, 
 
 # Of UnivNet (Jang et al. 2021, section 2.2), and of Piper's use_mrd.
 RESOLUTIONS = (Resolution(1024, 120, 600), Resolution(2048, 240, 1200), Resolution(512, 50, 240))
+SPEAKER_RATE = 50.0  # Learning rate of an embedding that trains alone, relative to that of all weights.
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,11 @@ class VoiceRecipe(BucketRecipe):
         optimizer = functools.partial(
             adamw, learning_rate=schedule.learning_rate, weight_decay=schedule.weight_decay, eps=schedule.eps
         )
-        generator = Phase("generator", (self.voice,), optimizer(self.voice.parameters(), betas=schedule.betas))
+        learning, rate = self._learning()
+        of_voice = optimizer(learning.parameters(), betas=schedule.betas)
+        if learning is not self.voice:
+            of_voice.param_groups[0]["weight_decay"] = 0.0
+        generator = Phase("generator", (learning,), of_voice, lr_scale=rate)
         discriminator = Phase(
             "discriminator",
             (self.discriminators,),
@@ -131,6 +136,17 @@ class VoiceRecipe(BucketRecipe):
             first = StepGroup((discriminator,), self.discriminator_loss, functools.partial(weights_once, *parts))
             self.step_groups = [first, replace(group, phases=(generator,))]
         self._compile()
+
+    def _learning(self) -> tuple[nn.Module, float]:
+        """Returns the part of the voice that trains, and its learning rate relative to that of the schedule.
+
+        Of an embedding alone, the rows of other speakers have gradients of exactly zero, and rows are not decayed, so
+        that they keep every bit. As nothing else can, the embedding also learns from the durations.
+        """
+        if self.settings.model.train_part == "all":
+            return self.voice, 1.0
+        self.voice.duration_predictor.trains_speaker = True
+        return self.voice.speakers, SPEAKER_RATE
 
     def _compile(self) -> None:
         """Compiles the layers of the voice for any length of text and clips, and the decoder and the discriminators for
@@ -209,7 +225,8 @@ class VoiceRecipe(BucketRecipe):
         yield Term("kl", divergence, self.losses.kl_weight)
         duration = voice.duration_loss(prior, durations_BS, batch.duration_noise_B2S, speaker).sum()
         yield Term("duration", duration / batch.whole_symbols, self.losses.duration_weight)
-        yield chain_gradients((text.mean_BCS, prior.mean_BCS), (text.log_scale_BCS, prior.log_scale_BCS))
+        if text.mean_BCS.requires_grad:  # False if only a speaker trains.
+            yield chain_gradients((text.mean_BCS, prior.mean_BCS), (text.log_scale_BCS, prior.log_scale_BCS))
         del text, prior, divergence, duration
 
         yield from self.segment_loss(*self._segments(latent_BCT, batch), speaker, batch.whole_clips)

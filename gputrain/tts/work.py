@@ -23,6 +23,7 @@ from gputrain.session import log_start
 from gputrain.speech.buckets import ClipBatch, ClipSize, Speech
 from gputrain.speech.config import HOP_SIZE
 from gputrain.speech.store import SpeechFormat
+from gputrain.speech.text.frontend import Frontend
 from gputrain.speech.training import (
     PlannedClips,
     SpeechTraining,
@@ -39,6 +40,7 @@ from gputrain.tts.load import read_origin, start_from
 from gputrain.tts.model import Voice, prepare_for_inference
 from gputrain.tts.pretrained_import import Origin
 from gputrain.tts.recipe import VoiceRecipe, discriminators_of, plan_target
+from gputrain.tts.speakers import KnownVoice, check_layers, place_new_speaker, with_new_speaker
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +103,9 @@ class TtsWork(SpeechWork[TrainTts]):
             speech = self.open_speech(settings)
             clips = len(speech.split.mixture())
             settings = replace(settings, speech=facts_of(speech))
+        if settings.model.add_speaker:
+            several = max(2, settings.speech.num_speakers)
+            settings = replace(settings, speech=replace(settings.speech, num_speakers=several))
         planned = PlannedClips.of(settings, of_data=clips is not None)
         columns = {"preset": settings.model.preset, "batch_size": settings.schedule.whole_batch, **planned.columns}
         size = size_of(settings.speech, planned.seconds)
@@ -199,6 +204,11 @@ class TtsTraining(SpeechTraining[TrainTts]):
         return VoiceRecipe(settings, architecture, self.sizes.clip, runtime, held_out)
 
     def begin(self, settings: TrainTts, run: Run, runtime: Runtime) -> TrainTts:
+        model = settings.model
+        if model.init_from and run.resumed is None:
+            self.origin = self._read_origin(settings, model.init_from)
+        if model.add_speaker:
+            self._add_speaker(settings, run)
         settings = super().begin(settings, run, runtime)
         before = run.before.get("use_mrd", settings.model.use_mrd)
         if before != settings.model.use_mrd:
@@ -206,25 +216,57 @@ class TtsTraining(SpeechTraining[TrainTts]):
                 f"the run began {'with' if before else 'without'} use_mrd",
                 hint=f"go on with --{'' if before else 'no-'}use-mrd, or begin a new run with --init-from this one",
             )
-        if settings.model.init_from and run.resumed is None:
-            with torch.device("meta"):
-                voice = Voice(architecture_for(settings, self.sizes))
-                discriminators = nn.ModuleDict(discriminators_of(settings.model))
-            self.origin = read_origin(settings.model.init_from, voice, discriminators)
-            log_start(settings.model.init_from)
+        if model.init_from and self.origin:
+            log_start(model.init_from)
         return settings
+
+    def _read_origin(self, settings: TrainTts, name: str) -> Origin:
+        with torch.device("meta"):
+            speakers = max(self.sizes.num_speakers, 2 if settings.model.add_speaker else 1)
+            voice = Voice(architecture_for(settings, replace(self.sizes, num_speakers=speakers)))
+            discriminators = nn.ModuleDict(discriminators_of(settings.model))
+        origin = read_origin(name, voice, discriminators)
+        if settings.model.add_speaker:
+            only_speaker = settings.model.train_part == "speaker"
+            check_layers(origin, voice, settings.model.preset, sorted(self._spoken()) if only_speaker else ())
+        return origin
+
+    def _add_speaker(self, settings: TrainTts, run: Run) -> None:
+        """Gives the speech the speakers of the voice that the training begins or began with, and the new one."""
+        if self.origin:
+            known = KnownVoice.of(self.origin)
+        else:
+            assert run.resumed is not None
+            facts, new = run.resumed["facts"], settings.model.add_speaker
+            if facts["speakers"][-1:] != [new]:
+                raise UserError(
+                    f"add_speaker {new}: the run was begun without it", hint="begin a new run with --init-from this one"
+                )
+            known = KnownVoice(tuple(facts["speakers"][:-1]), Frontend.from_json(facts["text"]), "the run")
+        self.speech = with_new_speaker(self.speech, settings, known)
+        store = self.speech.store
+        self.buckets = replace(self.buckets, store=store, clips=self.speech.parts.train)
+        format = store.format
+        self.sizes = replace(
+            self.sizes, num_symbols=len(format.frontend.symbols), num_speakers=len(format.speakers)
+        )  # fmt: skip
+
+    def _spoken(self) -> set[str]:
+        front_end = self.speech.store.format.front_end
+        ids = {number for clip in self.speech.store.clips for number in front_end.ids(clip.normalized)}
+        return {front_end.symbols[number] for number in ids}
 
     def start(self, recipe: VoiceRecipe, run: Run) -> None:
         if self.origin:
-            front_end = self.speech.store.format.front_end
-            ids = {number for clip in self.speech.store.clips for number in front_end.ids(clip.normalized)}
-            spoken = {front_end.symbols[number] for number in ids}
-            init_from(recipe, self.origin, self.speech.store.format, spoken)
+            init_from(recipe, self.origin, self.speech.store.format, self._spoken())
             self.origin = None
 
 
 def init_from(recipe: VoiceRecipe, origin: Origin, format: SpeechFormat, spoken: Collection[str]) -> None:
     reinitialised = start_from(origin, recipe.voice, recipe.discriminators, format.front_end, format.speakers, spoken)
+    if recipe.settings.model.add_speaker:
+        place_new_speaker(recipe.voice, origin)
+        reinitialised = [part for part in reinitialised if part.startswith(("discriminators", "symbols"))]
     if reinitialised:
         log.warning("%s: reinitialised: %s", origin.source, "; ".join(reinitialised))
     if recipe.settings.schedule.averages:
