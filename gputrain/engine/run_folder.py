@@ -200,7 +200,7 @@ class Run:
 
     @property
     def _has_same_score(self) -> bool:
-        saved = self.resumed["config"] if self.resumed else self.settings
+        saved = (self.resumed or {}).get("config", self.settings)
         return self.saving.basis_of_score(saved) == self.saving.basis_of_score(self.settings)
 
     @property

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gputrain.kinds import kinds
 from gputrain.report.metric_names import format_value, style_of
@@ -43,14 +44,11 @@ def selectors_of(record: RunRecord) -> list[Selector]:
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
     """Returns Spearman's rank correlation, with mean ranks for equal values; None if all values of a side are equal."""
-    ranks = [_ranks(values) for values in (one, other)]
-    if any(np.ptp(own) == 0 for own in ranks):
-        return None
-    return float(np.corrcoef(*ranks)[0, 1])
+    own, others = _ranks(one), _ranks(other)
+    return float(np.corrcoef(own, others)[0, 1]) if np.ptp(own) and np.ptp(others) else None
 
 
-def _ranks(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _ranks(values: Sequence[float]) -> NDArray[np.float64]:
     _, places, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
-    last = counts.cumsum()
-    ranks: np.ndarray[tuple[int], np.dtype[np.float64]] = (last - (counts - 1) / 2)[places]
+    ranks: NDArray[np.float64] = (counts.cumsum() - (counts - 1) / 2)[places]
     return ranks

@@ -160,7 +160,7 @@ class VoiceSchedule(AdversarialSchedule):
     gradient_clip: float = opt(default=0.0, help="Maximum gradient norm of a phase; 0 is off.", min=0)
 
 
-JUDGE_OF = {"cer": "recogniser", "mos": "mos_predictor"}  # What a measure of best_by needs.
+ASSESSOR_OF = {"cer": "recogniser", "mos": "mos_predictor"}  # What a measure of best_by needs.
 
 
 @config(panel="Run folder")
@@ -173,7 +173,7 @@ class VoiceSaving(SoundSaving):
 
     def basis_of_score(self, settings: Mapping[str, object]) -> tuple[object, ...]:
         best_by = settings.get("best_by", "distance")
-        return best_by, settings.get(JUDGE_OF.get(str(best_by), ""))
+        return best_by, settings.get(ASSESSOR_OF.get(str(best_by), ""))
 
 
 @config()
@@ -185,13 +185,16 @@ class TrainTts:
     model: Model = Model()
     losses: Losses = Losses()
     schedule: VoiceSchedule = VoiceSchedule()
-    judges: VoiceEvaluation = VoiceEvaluation()
+    assessors: VoiceEvaluation = VoiceEvaluation()
     saving: VoiceSaving = VoiceSaving()
     hardware: Hardware = Hardware()
 
     def __post_init__(self) -> None:
         best_by = self.saving.best_by
-        needed, given = JUDGE_OF.get(best_by), [name for name in JUDGE_OF.values() if getattr(self.judges, name)]
+        needed, given = (
+            ASSESSOR_OF.get(best_by),
+            [name for name in ASSESSOR_OF.values() if getattr(self.assessors, name)],
+        )
         if needed and needed not in given:
             flag = f"--{needed.replace('_', '-')}"
             raise UserError(

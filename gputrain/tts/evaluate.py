@@ -50,8 +50,8 @@ from gputrain.speech.error_rates import Edits, character_edits, word_edits
 from gputrain.speech.store import SpeechClip, SpeechStore, format_store_folders, frame_count
 from gputrain.speech.text.frontend import PAD_ID, Frontend
 from gputrain.tts import measures
+from gputrain.tts.assessors import AssessmentFailed, Assessors, Heard, open_assessors
 from gputrain.tts.config import TrainTts, VoiceEvaluation
-from gputrain.tts.judges import Heard, JudgeFailed, Judges, open_judges
 from gputrain.tts.load import TrainedVoice, read_trained
 from gputrain.tts.measures import AlignmentHealth
 from gputrain.tts.model import Voice
@@ -176,7 +176,7 @@ def evaluate_clips(
     clips: Buckets,
     device: torch.device,
     *,
-    judges: Judges | None = None,
+    assessors: Assessors | None = None,
     recorded: dict[SpeechClip, Heard] | None = None,
     quick: bool = False,
     progress: Progress = no_progress,
@@ -185,11 +185,11 @@ def evaluate_clips(
 
     Each clip has its own fixed noise, and the global random state is unchanged. Only the voice computes on `device`,
     within the caller's autocast. `quick` leaves out speed and pitch, whose trackers take as long as everything else.
-    `recorded` keeps what the judges say of the recordings for the next evaluation. Waves are quantised to 16 bits, as
+    `recorded` keeps what the assessors say of recordings for the next evaluation. Waves are quantised to 16 bits, as
     in a file, before they are compared.
     """
     tally, mel, done = _Tally(), voice.architecture.mel, 0
-    judges, recorded = judges or Judges(), {} if recorded is None else recorded
+    assessors, recorded = assessors or Assessors(), {} if recorded is None else recorded
     known = len(recorded)
     progress(0, len(clips.clips))
     with eval_mode(voice):
@@ -212,9 +212,9 @@ def evaluate_clips(
                 real_L = from_int16(wave_L[: frames * mel.hop_size].numpy())
                 tally.add_spoken(one.wave_L, real_L, mel, quick)
                 written = measures.plain(clip.normalized)
-                tally.add_heard("", written, judges.hear(one.wave_L))
+                tally.add_heard("", written, assessors.hear(one.wave_L))
                 if clip not in recorded:
-                    recorded[clip] = judges.hear(real_L)
+                    recorded[clip] = assessors.hear(real_L)
                 tally.add_heard("recorded_", written, recorded[clip])
                 done += 1
                 progress(done, len(clips.clips))
@@ -268,11 +268,11 @@ def _timed(voice: Voice, texts: list[Text], device: torch.device) -> tuple[list[
 class HeldOutClips:
     """Held-out clips of a training, sorted by fingerprint so that they come from many recordings."""
 
-    def __init__(self, speech: Speech, settings: TrainTts, judges: Judges | None = None) -> None:
+    def __init__(self, speech: Speech, settings: TrainTts, assessors: Assessors | None = None) -> None:
         """Raises UserError where a test sentence has no symbol of the voice."""
         data, format = settings.data, speech.store.format
         self.store, self.batch_size = speech.store, data.eval_batch_size
-        self.judges, self.best_by = judges or Judges(), settings.saving.best_by
+        self.assessors, self.best_by = assessors or Assessors(), settings.saving.best_by
         self.recorded: dict[SpeechClip, Heard] = {}
         held_out = sorted(speech.parts.held_out, key=lambda clip: clip.fingerprint)
         reader, speakers, most = format.front_end, len(format.speakers), data.num_audio_samples
@@ -290,18 +290,18 @@ class HeldOutClips:
         return synthesise_samples(voice, self.texts, self.store, self.clips[0], device)
 
     def evaluate(self, voice: Voice, device: torch.device) -> Report:
-        """Runs `evaluate_clips` without pitch and speed. A judge that fails is left out from then on, with a warning;
-        raises JudgeFailed if its measure selects the best checkpoint."""
+        """Runs `evaluate_clips` without pitch and speed. An assessor that fails is left out from then on, with a
+        warning. Raises AssessmentFailed if its measure selects the best checkpoint."""
         try:
             found = evaluate_by_speaker(
-                voice, self.store, self.clips, device, self.new, batch_size=self.batch_size, judges=self.judges,
+                voice, self.store, self.clips, device, self.new, batch_size=self.batch_size, assessors=self.assessors,
                 recorded=self.recorded, quick=True,
             )  # fmt: skip
-        except JudgeFailed as failure:
+        except AssessmentFailed as failure:
             if failure.measure == self.best_by:
                 raise
             log.warning("%s: %s is not measured any more in this run", failure, failure.measure)
-            self.judges, self.recorded = replace(self.judges, **{failure.measure: None}), {}
+            self.assessors, self.recorded = replace(self.assessors, **{failure.measure: None}), {}
             return self.evaluate(voice, device)
         scalars = {**found.scalars, "score": SCORES[self.best_by](found.scalars)}
         return Report(scalars=scalars, headline=("cer",) if "cer" in scalars else ())
@@ -314,19 +314,19 @@ def evaluate_voice(
     device: DeviceName = "auto",
     held_out_share: float | None = None,
     max_clips: int = 1000,
-    judged_by: VoiceEvaluation | None = None,
+    assessed_by: VoiceEvaluation | None = None,
     progress: Progress = no_progress,
 ) -> Evaluation:
     """Evaluates a trained voice on the held-out clips of prepared speech, the first `max_clips` of them, one by one.
 
-    Without `held_out_share`, they are those that the training held out; 1 takes all clips. `judged_by` names a
+    Without `held_out_share`, they are those that the training held out; 1 takes all clips. `assessed_by` names a
     recogniser and a predictor of opinion scores. Raises UserError if there is no such voice or speech, or the speech is
     not for this voice.
     """
     runtime = runtime_on(device)
     trained = read_trained(model)
     mel = trained.architecture.mel
-    judges = open_judges(judged_by or VoiceEvaluation(), trained.frontend, mel.sampling_rate, device)
+    assessors = open_assessors(assessed_by or VoiceEvaluation(), trained.frontend, mel.sampling_rate, device)
     share = trained.settings.data.held_out_share if held_out_share is None else held_out_share
     added = trained.settings.model.add_speaker
     speech = open_speech(data_dir, mel.hop_size, share, some_unnamed=bool(added))
@@ -345,7 +345,7 @@ def evaluate_voice(
     with runtime.autocast():
         return evaluate_by_speaker(
             voice.to(runtime.device), speech.store, clips, runtime.device,
-            len(trained.speakers) - 1 if added else None, batch_size=1, judges=judges, progress=progress,
+            len(trained.speakers) - 1 if added else None, batch_size=1, assessors=assessors, progress=progress,
         )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ def evaluate(settings: Any, **shared: Any) -> Any:
     from gputrain.tts.evaluate import evaluate_voice
 
     return evaluate_voice(
-        settings.weights, settings.data_path, max_clips=settings.clips.max_clips, judged_by=settings.voice, **shared
+        settings.weights, settings.data_path, max_clips=settings.clips.max_clips, assessed_by=settings.voice, **shared
     )
 
 

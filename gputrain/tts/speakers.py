@@ -17,14 +17,14 @@ from gputrain.tts.pretrained_import import Origin
 
 log = logging.getLogger(__name__)
 
-CONDITION = ".condition."  # in the names of the layers that a voice of one speaker lacks
+CONDITION = ".condition."  # A part of the names of the layers that a voice of one speaker lacks.
 
 
 @dataclass(frozen=True)
 class KnownVoice:
-    """What a new speaker's speech must go with. `front_end` is None if the voice is another toolkit's."""
+    """A voice that the speech of a new speaker must go with. `front_end` is None if it is another toolkit's."""
 
-    speakers: tuple[str, ...]  # in the order of their rows; "" is one without a name
+    speakers: tuple[str, ...]  # Names in the order of their rows; "" is a speaker without a name.
     front_end: Frontend | None
     source: str
 

@@ -33,9 +33,9 @@ from gputrain.speech.training import (
     synthetic_bucket,
 )
 from gputrain.tts.architecture import VoiceArchitecture, voice_architecture
+from gputrain.tts.assessors import Assessors, open_assessors
 from gputrain.tts.config import BenchTts, PlannedData, PlannedSpeech, PlanTts, TrainTts
 from gputrain.tts.evaluate import HeldOutClips
-from gputrain.tts.judges import Judges, open_judges
 from gputrain.tts.load import read_origin, start_from
 from gputrain.tts.model import Voice, prepare_for_inference
 from gputrain.tts.pretrained_import import Origin
@@ -81,11 +81,11 @@ class TtsWork(SpeechWork[TrainTts]):
         format, buckets = speech.store.format, self.fill_buckets(settings, speech)
         symbols, speakers = len(format.frontend.symbols), len(format.speakers)
         size = SpeechSize(format.sampling_rate, symbols, speakers, buckets.largest_average)
-        # One process evaluates. It has the judges in its RAM, on the CPU, so that the plan of a GPU stays true.
-        judges = None
+        # One process evaluates. It has the assessors in its RAM, on the CPU, so that the plan of a GPU stays true.
+        assessors = None
         if Ranks.launched(os.environ).leads:
-            judges = open_judges(settings.judges, format.front_end, format.sampling_rate, "cpu")
-        return TtsTraining(speech, buckets, size, judges)
+            assessors = open_assessors(settings.assessors, format.front_end, format.sampling_rate, "cpu")
+        return TtsTraining(speech, buckets, size, assessors)
 
     def target(self, settings: TrainTts) -> PlanTarget:
         return plan_target(settings, architecture_for(settings, self.sizes), self.sizes.clip)
@@ -177,7 +177,7 @@ class TtsTraining(SpeechTraining[TrainTts]):
     """The speech of a voice's training."""
 
     fixed_facts = ("text", "sampling_rate", "hop_size", "speakers")
-    judges: Judges | None = None
+    assessors: Assessors | None = None
     origin: Origin | None = None  # What the training begins with, until it begins.
 
     def facts(self, run: Run) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class TtsTraining(SpeechTraining[TrainTts]):
     def recipe(self, settings: TrainTts, runtime: Runtime) -> VoiceRecipe:
         architecture, held_out = (
             architecture_for(settings, self.sizes),
-            HeldOutClips(self.speech, settings, self.judges),
+            HeldOutClips(self.speech, settings, self.assessors),
         )
         return VoiceRecipe(settings, architecture, self.sizes.clip, runtime, held_out)
 

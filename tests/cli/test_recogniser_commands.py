@@ -9,7 +9,7 @@ import soundfile
 
 from gputrain.errors import UserError
 from gputrain.speech.store import SpeechStore
-from gputrain.tts.judges import reader_of
+from gputrain.tts.assessors import reader_of
 from tests.asr.models import run_folder, transformers_folder
 from tests.asr.stores import spelled_clips, write_store
 from tests.command import gputrain_here

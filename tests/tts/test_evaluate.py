@@ -24,9 +24,9 @@ from gputrain.speech.text.frontend import frontend
 from gputrain.tts import measures
 from gputrain.tts.align import alignment_scores, search
 from gputrain.tts.architecture import VoiceArchitecture
+from gputrain.tts.assessors import Assessors
 from gputrain.tts.config import TrainTts
 from gputrain.tts.evaluate import LONGEST, Evaluation, HeldOutClips, batch_clips, evaluate_clips, evaluate_voice
-from gputrain.tts.judges import Judges
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.load import architecture_of
 from gputrain.tts.model import Voice, frame_prior
@@ -250,7 +250,7 @@ def test_figures_of_speaking_against_measures_by_hand(store):
 
 
 def test_a_recogniser_that_writes_nothing_is_accused_and_not_the_voice(store, caplog):
-    measured(build(sizes()), store, quick=True, judges=Judges(cer=lambda wave_L: ""))
+    measured(build(sizes()), store, quick=True, assessors=Assessors(cer=lambda wave_L: ""))
     assert f"the recogniser wrote nothing for {len(TEXTS)} of {len(TEXTS)} recordings" in caplog.text
 
 
@@ -263,9 +263,9 @@ def test_a_recogniser_transcribes_both_sides(store):
         return text if text else "yes"
 
     written = "".join(TEXTS)
-    found = measured(PlaybackVoice(store), store, quick=True, judges=Judges(cer=transcribe))
+    found = measured(PlaybackVoice(store), store, quick=True, assessors=Assessors(cer=transcribe))
     assert found["cer"] == found["wer"] == found["recorded_cer"] == found["recorded_wer"] == 0
-    found = measured(build(sizes()), store, quick=True, judges=Judges(cer=transcribe))
+    found = measured(build(sizes()), store, quick=True, assessors=Assessors(cer=transcribe))
     assert found["recorded_cer"] == found["recorded_wer"] == 0
     expected = sum((character_edits(text, "yes") for text in TEXTS), Edits())
     assert found["cer"] == expected.rate > 0.5

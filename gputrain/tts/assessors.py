@@ -1,4 +1,4 @@
-"""Judges of what a voice speaks: a recogniser that reads it, and a predictor of the opinion that listeners would have.
+"""Assessors of what a voice speaks: a recogniser that reads it, and a predictor of the opinion of listeners.
 
 Shape suffixes: L samples.
 """
@@ -31,11 +31,11 @@ WHISPER = PublishedFiles(
     whole=("model.bin",), needed=("config.json",), beside=("tokenizer.json", "vocabulary.*", "preprocessor_config.json")
 )
 MOS_INPUT = "one float32 input [samples] or [batch, samples] of any length, and one score as output"
-RATE_KEYS = ("sampling_rate", "sample_rate")  # of the metadata of an ONNX file
+RATE_KEYS = ("sampling_rate", "sample_rate")  # Keys of the metadata of an ONNX file.
 
 
-class JudgeFailed(UserError):
-    """A judge has no result for a sound. `measure` is the field of Judges that it is in."""
+class AssessmentFailed(UserError):
+    """An assessor has no result for a sound. `measure` is the field of Assessors that it is in."""
 
     def __init__(self, measure: str, error: Exception) -> None:
         title = {"cer": "the recogniser", "mos": "the MOS predictor"}[measure]
@@ -47,40 +47,40 @@ class JudgeFailed(UserError):
 
 
 class Heard(NamedTuple):
-    """What the judges say of a sound; None without such a judge."""
+    """The text and the score that the assessors give a sound; None without such an assessor."""
 
     text: str | None
     mos: float | None
 
 
 @dataclass(frozen=True)
-class Judges:
+class Assessors:
     """Both are optional, compute on the CPU in fp32, and are named as the measures that a best checkpoint can have."""
 
     cer: Recogniser | None = None
     mos: Callable[[Samples], float] | None = None
 
     def hear(self, wave_L: Samples) -> Heard:
-        """Raises JudgeFailed."""
+        """Raises AssessmentFailed."""
         with torch.autocast("cpu", enabled=False):  # That of the voice is not theirs.
             return Heard(*(self._result(measure, wave_L) for measure in ("cer", "mos")))
 
     def _result(self, measure: str, wave_L: Samples) -> Any:
-        judge = getattr(self, measure)
+        assessor = getattr(self, measure)
         try:
-            return judge(wave_L) if judge else None
+            return assessor(wave_L) if assessor else None
         except Exception as error:  # Whatever a user's model raises.
-            raise JudgeFailed(measure, error) from error
+            raise AssessmentFailed(measure, error) from error
 
 
-def open_judges(options: VoiceEvaluation, frontend: Frontend, rate_hz: int, device: str) -> Judges:
-    """Opens the judges of speech with the sampling rate and the text rules of a voice. Raises UserError if one of them
+def open_assessors(options: VoiceEvaluation, frontend: Frontend, rate_hz: int, device: str) -> Assessors:
+    """Opens the assessors of speech with the sampling rate and the text rules of a voice. Raises UserError if one
     cannot be used."""
     reader = reader_of(options.recogniser, device)
     predictor = None
     if options.mos_predictor:
         predictor = MosPredictor.open(options.mos_predictor, options.mos_sampling_rate)
-    return Judges(
+    return Assessors(
         make_recogniser(reader, frontend, rate_hz) if reader else None,
         partial(predictor.score, rate_hz=rate_hz) if predictor else None,
     )
