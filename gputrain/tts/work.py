@@ -227,8 +227,9 @@ class TtsTraining(SpeechTraining[TrainTts]):
             discriminators = nn.ModuleDict(discriminators_of(settings.model))
         origin = read_origin(name, voice, discriminators)
         if settings.model.add_speaker:
-            only_speaker = settings.model.train_part == "speaker"
-            check_layers(origin, voice, settings.model.preset, sorted(self._spoken()) if only_speaker else ())
+            # Symbols of our own voices are compared as a whole.
+            must_know = settings.model.train_part == "speaker" and origin.front_end is None
+            check_layers(origin, voice, settings.model.preset, sorted(self._spoken()) if must_know else ())
         return origin
 
     def _add_speaker(self, settings: TrainTts, run: Run) -> None:
