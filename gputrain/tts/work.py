@@ -197,11 +197,8 @@ class TtsTraining(SpeechTraining[TrainTts]):
             )
 
     def recipe(self, settings: TrainTts, runtime: Runtime) -> VoiceRecipe:
-        architecture, held_out = (
-            architecture_for(settings, self.sizes),
-            HeldOutClips(self.speech, settings, self.assessors),
-        )
-        return VoiceRecipe(settings, architecture, self.sizes.clip, runtime, held_out)
+        held_out = HeldOutClips(self.speech, settings, self.assessors)
+        return VoiceRecipe(settings, architecture_for(settings, self.sizes), self.sizes.clip, runtime, held_out)
 
     def begin(self, settings: TrainTts, run: Run, runtime: Runtime) -> TrainTts:
         model = settings.model
