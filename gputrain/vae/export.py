@@ -131,10 +131,15 @@ def factors_for_export(
 
 
 def choose_scaling(measured: LatentScaling, source: LatentSource | None, channels: int) -> tuple[LatentScaling, str]:
-    """Returns the factors to write where no pretrained model says them, and as text where they are from."""
+    """Returns the factors to write where no pretrained model says them, and as text where they are from. Of an
+    AutoencoderKLFlux2 that are only the statistics of patches: what reads both would scale its latents twice."""
+    family = None
+    if source and source.published and not source.encoder_trained:
+        family = nearest_family(measured, channels)
+    if family is None and measured.patches:
+        measured = LatentScaling(patches=measured.patches)
     if source is None or source.encoder_trained or not source.published:
         return measured, "measured"
-    family = nearest_family(measured, channels)
     if family is None:
         return measured, f"measured, as {source.source} does not say its own"
     return family.scaling, (

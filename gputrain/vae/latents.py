@@ -8,7 +8,7 @@ trained makes the same latents as before, so the factors of its source stay; of 
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gputrain.errors import UserError
-from gputrain.stored import from_json
+from gputrain.stored import converted, from_json
 from gputrain.vae.architecture import PATCH
 
 FACT = "latents"  # Key in the facts of a checkpoint.
@@ -78,10 +78,10 @@ class LatentScaling:
         are no numbers."""
         names = [field.name for field in fields(cls) if field.name != "patches"]
         values = {name: config[name] for name in names if config.get(name) is not None}
-        if patches:
-            values["patches"] = {**asdict(patches), "eps": config["batch_norm_eps"]}
         try:
-            return from_json(cls, values, "it")
+            if patches:
+                patches = replace(patches, eps=converted(float, config["batch_norm_eps"], "batch_norm_eps"))
+            return replace(from_json(cls, values, "it"), patches=patches)
         except ValueError as error:
             raise UserError(f"{path}: {error}", hint="use the file that belongs to the weights") from None
 

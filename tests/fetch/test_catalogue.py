@@ -61,7 +61,7 @@ def test_the_kinds_choose_the_listed_files_of_the_hub():
             continue
         named = parse_hub_name(entry.hub)
         assert named is not None, entry.name
-        folder = named.path.rpartition("/")[0] if named.path.endswith(".ckpt") else named.path
+        folder = named.path.rpartition("/")[0] if named.path.endswith((".ckpt", ".safetensors")) else named.path
         names = [f"{folder}/{file}".lstrip("/") for file in (*entry.files, *beside)]
         choice = choose(names, named.path, kinds()[entry.kind].published)
         assert choice is not None, entry.name

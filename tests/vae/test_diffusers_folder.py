@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ from torch import Tensor
 from gputrain.errors import UserError
 from gputrain.vae.architecture import PRESETS, VaeArchitecture, VaePreset
 from gputrain.vae.diffusers_folder import CONFIG, WEIGHTS, export_and_verify, load_diffusers, save_diffusers
-from gputrain.vae.latents import LatentScaling
+from gputrain.vae.latents import LatentScaling, PatchStatistics
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pretrained import read_pretrained
 from gputrain.vae.weights import DIGEST, digest_of, read_tensors
 from tests.tables import each_row
-from tests.vae.test_model import SMALL, stock_autoencoder
+from tests.vae.test_model import SMALL, SMALL_FLUX2, stock_autoencoder
 
 SCALING = LatentScaling(0.36, 0.12)
 FACTORS = {"scaling_factor": 0.36, "shift_factor": 0.12, "sample_size": 256}
@@ -65,7 +66,8 @@ def folder(tmp_path: Path) -> Path:
 def test_stock_loads_ours(preset: VaePreset, tmp_path: Path) -> None:
     model = AutoencoderKL(PRESETS[preset]).to(memory_format=torch.channels_last)
     save_diffusers(model, tmp_path / "deep" / "vae", SCALING, sample_size=256)
-    stock, report = diffusers.AutoencoderKL.from_pretrained(tmp_path / "deep" / "vae", output_loading_info=True)
+    kind = getattr(diffusers, PRESETS[preset].class_name)
+    stock, report = kind.from_pretrained(tmp_path / "deep" / "vae", output_loading_info=True)
     assert not any(report.values())
     assert {key: stock.config[key] for key in FACTORS} == FACTORS
     assert {p.dtype for p in stock.parameters()} == {torch.float32}
@@ -84,6 +86,22 @@ def test_ours_loads_stock(folder: Path) -> None:
     assert scaling == LatentScaling(0.18215)
     images = pictures()
     assert (reconstruct_by_stock(stock, images) - reconstruct(model, images)).abs().max() < 1e-5
+
+
+def test_keys_that_flux2_leaves_out(tmp_path: Path) -> None:
+    """Those of AutoencoderKLFlux2 have other defaults than those of AutoencoderKL."""
+    architecture = replace(PRESETS["flux2"], block_out_channels=(32, 32, 32, 32), decoder_block_out_channels=())
+    save_diffusers(AutoencoderKL(architecture), tmp_path, LatentScaling(), sample_size=256)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    assert "decoder_block_out_channels" not in config  # Earlier versions of diffusers do not know the key.
+    kept = {name: config[name] for name in ("_class_name", "block_out_channels")}
+    (tmp_path / CONFIG).write_text(json.dumps(kept))
+    model, scaling = load_diffusers(tmp_path)
+    assert model.architecture == architecture
+    assert scaling.patches == PatchStatistics([0.0] * 128, [1.0] * 128, 1e-4, batches=0)
+    stock = diffusers.AutoencoderKLFlux2.from_pretrained(tmp_path).config
+    stated = {name: value for name, value in config.items() if name not in ("force_upcast", "sample_size")}
+    assert json.loads(json.dumps({name: stock[name] for name in stated})) == stated
 
 
 def test_configuration_of_the_oldest_files(folder: Path) -> None:
@@ -221,6 +239,33 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (truncate, r"truncated or damaged"),
     "empty": (lambda f: (f / WEIGHTS).write_bytes(b""), r"truncated or damaged"),
 }
+BROKEN_FLUX2: dict[str, tuple[Callable[[Path], object], str]] = {
+    "patches": (lambda f: configure(f, patch_size=[4, 4]), r"patch_size is \[4, 4\], but only \[2, 2\] is supported"),
+    "no patches": (lambda f: configure(f, patch_size=None), r"patch_size is None, but only"),
+    "no number": (lambda f: configure(f, batch_norm_eps="small"), r"config.json: batch_norm_eps is 'small'"),
+    "fewer blocks": (lambda f: configure(f, decoder_block_out_channels=[16]), r"has not the 2 blocks of block_out_ch"),
+    "odd blocks": (lambda f: configure(f, decoder_block_out_channels=[12, 6]), r"4 does not divide 6 channels"),
+    "another decoder": (lambda f: configure(f, decoder_block_out_channels=None), r"does not fit config.json"),
+    "the former class": (lambda f: configure(f, _class_name="AutoencoderKL"), r"does not fit config.json"),
+    "without a mean": (without("bn.running_mean"), r"does not fit config.json: bn.running_mean is missing"),
+    "other latents": (
+        lambda f: rewrite(f, lambda weights: weights | {"bn.running_var": torch.ones(7)}),
+        r"bn.running_var is \(7,\), expected \(8,\)",
+    ),
+    "negative": (
+        lambda f: rewrite(f, lambda weights: weights | {"bn.running_var": -torch.ones(8)}),
+        r"bn.running_var: not all values are those of a var",
+    ),
+}
+
+
+@each_row(*BROKEN_FLUX2.items())
+def test_broken_folder_of_flux2(tmp_path: Path, name: str, damage: tuple[Callable[[Path], object], str]) -> None:
+    spoil, message = damage
+    save_diffusers(AutoencoderKL(SMALL_FLUX2), tmp_path / name, SCALING, sample_size=256)
+    spoil(tmp_path / name)
+    with pytest.raises(UserError, match=message):
+        load_diffusers(tmp_path / name)
 
 
 @each_row(*BROKEN.items())

@@ -3,17 +3,20 @@
 import json
 import shutil
 
+import diffusers
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from gputrain.errors import UserError
+from gputrain.vae.data import centre_crop, open_pictures, to_unit
 from gputrain.vae.diffusers_folder import CONFIG, WEIGHTS, save_diffusers
 from gputrain.vae.export import export_vae
 from gputrain.vae.latents import LatentScaling, family_of, nearest_family
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pretrained import read_pretrained
 from tests.tables import check_rows, each_row
+from tests.vae.test_model import stock_autoencoder
 from tests.vae.test_pretrained import SD, aged
 from tests.vae.test_recipe import settings_of
 from tests.vae.test_train import few_layers, run
@@ -161,3 +164,57 @@ def test_a_checkpoint_without_facts_asks_its_source(photographs, stock, tmp_path
     torch.save(content, tmp_path / "former.pt")
     export_vae(tmp_path / "former.pt", tmp_path / "export")
     assert written(tmp_path / "export") == (0.18215, None)
+
+
+FLUX2_RUN = {"preset": "flux2", "max_steps": 1, "ema_decay": 0}
+
+
+def normalised_patches(stock, photographs, size):
+    """Returns the patches of the training pictures' latents as a pipeline of FLUX.2 gives them to its denoiser."""
+    pictures = open_pictures(photographs, held_out_share=0.05).of_epoch
+    images = torch.stack([to_unit(centre_crop(picture.path, size)) for picture in pictures]).double()
+    with torch.no_grad():
+        latents = stock.encode(images).latent_dist.mode()
+        count, channels, height, width = latents.shape
+        latents = latents.view(count, channels, height // 2, 2, width // 2, 2).permute(0, 1, 3, 5, 2, 4)
+        return stock.bn(latents.flatten(1, 3))
+
+
+def test_statistics_of_patches_are_measured_where_the_encoder_was_trained(photographs, tmp_path):
+    run(tmp_path / "run", photographs, **FLUX2_RUN)
+    exported = export_vae(tmp_path / "run", tmp_path / "export")
+    assert exported.notes == [f'Load it: diffusers.AutoencoderKLFlux2.from_pretrained("{tmp_path / "export"}")']
+    stock, report = diffusers.AutoencoderKLFlux2.from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not any(report.values())
+    assert "scaling_factor" not in stock.config
+    patches = normalised_patches(stock.eval().double(), photographs, 24)
+    std, mean = torch.std_mean(patches, dim=(0, 2, 3), correction=0)
+    variance = stock.bn.running_var
+    assert mean.abs().max() < 1e-5
+    torch.testing.assert_close(std, (variance / (variance + 1e-4)).sqrt(), rtol=1e-5, atol=0)
+
+
+def test_statistics_of_patches_are_kept_where_only_the_decoder_was_trained(photographs, tmp_path):
+    """Through a run that begins with the run, and with an eps that is not the usual one."""
+    architecture = settings_of(preset="flux2").architecture
+    torch.manual_seed(5)
+    source = stock_autoencoder(architecture)
+    source.bn.running_mean.normal_()
+    source.bn.running_var.uniform_(0.5, 2)
+    source.bn.num_batches_tracked.fill_(77)
+    source.register_to_config(batch_norm_eps=1e-3)
+    source.save_pretrained(tmp_path / "pipeline" / "vae")
+    run(tmp_path / "first", photographs, init_from=str(tmp_path / "pipeline"), train_part="decoder", **FLUX2_RUN)
+    run(tmp_path / "again", photographs, init_from=str(tmp_path / "first"), train_part="decoder", **FLUX2_RUN)
+    before = source.state_dict()
+    for made in (tmp_path / "first", tmp_path / "again"):
+        figures = export_vae(made, made / "export").figures
+        assert "whose encoder was not trained" in str(figures["these factors are"])
+        weights, config = load_file(made / "export" / WEIGHTS), json.loads((made / "export" / CONFIG).read_text())
+        for name in ("bn.running_mean", "bn.running_var", "bn.num_batches_tracked", "encoder.conv_in.weight"):
+            assert torch.equal(weights[name], before[name]), name
+        assert not torch.equal(weights["decoder.conv_out.weight"], before["decoder.conv_out.weight"])
+        assert (config["batch_norm_eps"], "scaling_factor" in config) == (1e-3, False)
+    run(tmp_path / "all", photographs, init_from=str(tmp_path / "pipeline"), **FLUX2_RUN)
+    assert export_vae(tmp_path / "all", tmp_path / "export").figures["these factors are"] == "measured"
+    assert not torch.equal(load_file(tmp_path / "export" / WEIGHTS)["bn.running_mean"], before["bn.running_mean"])

@@ -65,7 +65,7 @@ def smooth(items: int, side: int, channels: int = 3) -> Tensor:
     return sum(F.interpolate(layer, size=(side, side), mode="bilinear") for layer in layers).tanh()
 
 
-LARGE = [pytest.param(PRESETS[name], marks=pytest.mark.slow, id=name) for name in ("sd", "lite", "flux")]
+LARGE = [pytest.param(PRESETS[name], marks=pytest.mark.slow, id=name) for name in ("sd", "lite", "flux", "flux2")]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from gputrain.vae.architecture import PRESETS, VaeArchitecture, VaePreset
 from gputrain.vae.architecture import vae_architecture as built
 from gputrain.vae.config import Data, Model, TrainVae
 from gputrain.vae.diffusers_folder import save_diffusers
-from gputrain.vae.latents import LatentScaling
+from gputrain.vae.latents import LatentScaling, PatchStatistics
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pretrained import load_pretrained, options_for, read_pretrained
 from tests.tables import check_rows, each_row
@@ -30,6 +30,7 @@ from tests.vae.test_model import stock_autoencoder
 WIDTHS = (32, 64, 96, 64)  # those of the first latent diffusion models have 32 groups
 SD = dataclasses.replace(PRESETS["sd"], block_out_channels=WIDTHS)
 FLUX = dataclasses.replace(PRESETS["flux"], block_out_channels=WIDTHS)
+FLUX2 = dataclasses.replace(PRESETS["flux2"], block_out_channels=WIDTHS, decoder_block_out_channels=(32, 32, 64, 96))
 TINY = VaeArchitecture((8, 16), 4, norm_num_groups=4, layers_per_block=1)
 Weights = dict[str, Tensor]
 
@@ -39,11 +40,11 @@ def stock() -> dict[VaeArchitecture, diffusers.AutoencoderKL]:
     """Returns diffusers' autoencoders with random tensors, so that missing or swapped norms are detected."""
     torch.manual_seed(1)
     made = {}
-    for architecture in (SD, FLUX, TINY):
+    for architecture in (SD, FLUX, FLUX2, TINY):
         made[architecture] = stock_autoencoder(architecture)
-        for tensor in made[architecture].parameters():
+        for tensor in (*made[architecture].parameters(), *made[architecture].buffers()):
             with torch.no_grad():
-                tensor.add_(0.1 * torch.randn_like(tensor))
+                tensor.add_((0.1 * torch.randn_like(tensor.float())).abs().to(tensor.dtype))
     return made
 
 
@@ -131,6 +132,29 @@ def test_first_latent_diffusion_names(
     assert read_pretrained(tmp_path / "ae.safetensors").architecture == architecture
 
 
+@each_row(("", torch.float32), ("vae.", torch.bfloat16))
+def test_files_of_flux2(
+    stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path, prefix: str, dtype: torch.dtype
+) -> None:
+    """By the names of Black Forest Labs, as diffusers' scripts/convert_flux2_to_diffusers.py lists them: the former
+    names, with the quantising convolutions as parts of encoder and decoder. The decoder has widths of its own."""
+    reference = stock[FLUX2].to(dtype).float()
+    places = {"quant_conv": "encoder.quant_conv", "post_quant_conv": "decoder.post_quant_conv"}
+    old = {}
+    for name, tensor in aged({name: tensor.to(dtype) for name, tensor in reference.state_dict().items()}).items():
+        module = name.split(".")[0]
+        old[prefix + name.replace(module, places.get(module, module), 1)] = tensor
+    others = {"double_blocks.0.img_attn.norm.scale": torch.ones(2)} if prefix else {}
+    save_file(old | others, tmp_path / "ae.safetensors")
+    found = load_pretrained(tmp_path / "ae.safetensors", FLUX2)
+    assert_reads(found.weights, FLUX2, reference)
+    assert found.latents.scaling is not None
+    assert found.latents.scaling.patches == PatchStatistics(
+        reference.bn.running_mean.tolist(), reference.bn.running_var.tolist(), 1e-4, batches=0
+    )
+    assert found.latents.told_by == "its tensors bn.*"
+
+
 def test_pickles_of_tensors(stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path) -> None:
     """A .ckpt of a Lightning run has its tensors under state_dict, in half precision."""
     halves = {name: tensor.half() for name, tensor in stock[SD].state_dict().items()}
@@ -206,6 +230,16 @@ OTHERS = {
     "reduced flux": (
         FLUX, dataclasses.replace(FLUX, latent_channels=8),
         "latent_channels 16, this run has 8", "train with --preset flux --channels 32,64,96,64",
+    ),
+    "flux2 of another decoder": (
+        FLUX2, dataclasses.replace(PRESETS["flux2"], block_out_channels=WIDTHS),
+        "decoder_block_out_channels 32,32,64,96, this run has those of the encoder",
+        "train with --preset flux2 --channels 32,64,96,64 --decoder-channels 32,32,64,96",
+    ),
+    "flux for flux2": (
+        FLUX, dataclasses.replace(PRESETS["flux2"], block_out_channels=WIDTHS),
+        "latent_channels 16, this run has 32; use_quant_conv off, this run has on; use_post_quant_conv off, this run "
+        "has on; patch_statistics off, this run has on", "train with --preset flux --channels 32,64,96,64",
     ),
     "fewer layers": (
         TINY, dataclasses.replace(TINY, layers_per_block=2), "layers_per_block 1, this run has 2",

@@ -50,8 +50,8 @@ PROFILES = ("draft", "fast", "high", "standard", "ultra")
 @contextlib.contextmanager
 def few_layers():
     """Gives the blocks of the preset one layer, as time and the size of checkpoints are in proportion to the layers."""
-    flux = replace(architecture.PRESETS["flux"], layers_per_block=1)
-    with mock.patch.dict(architecture.PRESETS, flux=flux):
+    made = {name: replace(architecture.PRESETS[name], layers_per_block=1) for name in ("flux", "flux2")}
+    with mock.patch.dict(architecture.PRESETS, made):
         yield
 
 
