@@ -1,6 +1,7 @@
 """A learning race between openvpi/SingingVocoders' own training step and our vocoder.
 
 usage: python benchmarks/race_vocoder.py --data PREPARED --peer CHECKOUT [--seconds 200] [--seeds 1 2 3] [--smoke]
+       python benchmarks/race_vocoder.py --data PREPARED --sides ours ours+emulated=fp16 --steps 200
 
 PREPARED is a folder that `gputrain prepare-data --kind vocoder --audio-sample-rate 16000 --hop-size 256` has filled;
 CHECKOUT is one of https://github.com/openvpi/SingingVocoders. Both sides have the same small generator and
@@ -9,7 +10,8 @@ discriminators, the same crops in the same order, one thread and equal CPU secon
 - `peer`: the task of its configs/nsf_hifigan_fast.yaml (vocoder_peer.py) with the training settings of that file: Muon
   at 2e-4, mel and STFT losses, the discriminators stepping first. Its loader's change of loudness is its own.
 - `ours`: the recipe of train-vocoder with its default settings; the moving average is evaluated, which is what a user
-  gets. "ours+step_order=alternating" and other options of train-vocoder are sides too.
+  gets. "ours+step_order=alternating" and other options of train-vocoder are sides too; with "+emulated=fp16" at its
+  end, a side computes as a GPU without bf16 does under autocast, with loss scaling (precision.py).
 
 Evaluated are held-out clips, resynthesised from their mels and pitches (race_sound.py): librosa's mel, wideband PESQ if
 the package pesq is installed, and Praat's pitch. Writes benchmarks/results/race_vocoder_SECONDS_DEVICE.json and .png.
@@ -20,12 +22,14 @@ Shapes: B items, T samples, F frames, M mel bands; 1 channel.
 import argparse
 import copy
 import functools
+import math
 import random
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import precision
 import race
 import race_sound
 import torch
@@ -44,6 +48,7 @@ from gputrain.vocoder.store import SoundCrops, open_sounds
 
 CONFIGURATION = "configs/nsf_hifigan_fast.yaml"
 RATE_HZ, HOP = 16000, 256
+LOSS_SCALE = 1024.0  # A training comes to it by leaving out its first steps, which would be a large share of a race.
 MOST_SECONDS = 4.0  # Longer clips are cut before they are evaluated.
 # Sizes of both sides, by the names that they share.
 SPECTROGRAM: Settings = {"audio_sample_rate": RATE_HZ, "hop_size": HOP, "audio_num_mel_bins": 80, "fft_size": 1024,
@@ -59,6 +64,7 @@ METRICS = (
     Metric("pesq", "PESQ (wideband)", "higher"),
     Metric("f0_frame_error", "F0 frame error, %", "lower"),
     Metric("f0_rmse_cents", "F0 fine error, cents", "lower"),
+    Metric("skipped", "steps left out (fp16)", "lower"),
 )
 
 
@@ -111,6 +117,8 @@ class Ours(OurTraining):
     def __init__(self, settings: TrainVocoder, runtime: Any, crops: SoundCrops) -> None:
         self.vocoder = VocoderRecipe(settings, runtime)
         super().__init__(self.vocoder, settings, runtime, crops)
+        for scale in self.state.loss_scales.values() if self.state.scales_losses else ():
+            scale.scale.fill_(LOSS_SCALE)
 
     def synthesise(self, wave_T: Tensor, f0_F: Any) -> Tensor:
         generator = self.vocoder.best_model
@@ -137,14 +145,16 @@ def peer_content(settings: Settings) -> Settings:
 
 
 def our_settings(settings: Settings) -> tuple[TrainVocoder, Any]:
-    """Returns the default settings with the sizes of the race."""
+    """Returns the default settings with the sizes of the race, and the runtime."""
+    side, _, emulated = settings["side"].partition("+emulated=")
     dilations = ";".join(",".join(map(str, row)) for row in DILATIONS)
     sizes = {**SPECTROGRAM, **GENERATOR, **DISCRIMINATORS, "resblock_dilation_sizes": dilations}
-    return race.assemble_for_cpu(
-        TrainVocoder, settings["side"], data_path=settings["data"], seed=settings["seed"], **sizes,
+    found, runtime = race.assemble_for_cpu(
+        TrainVocoder, side, data_path=settings["data"], seed=settings["seed"], **sizes,
         upsample_initial_channel=settings["channels"], batch_size=settings["batch_size"],
         crop_mel_frames=settings["crop_frames"], num_workers=0,
     )  # fmt: skip
+    return found, precision.runtime_of(emulated) if emulated else runtime
 
 
 def measure(settings: Settings) -> dict[str, Any]:
@@ -163,8 +173,9 @@ def measure(settings: Settings) -> dict[str, Any]:
         return Peer(Path(settings["peer"]), peer_content(settings), crops, settings["seed"])
 
     points = race.train_and_evaluate(begin, functools.partial(evaluate, clips=clips), **race.marks_of(settings))
+    peer = Path(settings["peer"]) if settings["peer"] else None
     facts = {
-        "peer": {"repository": "openvpi/SingingVocoders", "commit": vocoder_peer.commit(Path(settings["peer"]))},
+        "peer": {"repository": "openvpi/SingingVocoders", "commit": vocoder_peer.commit(peer)} if peer else {},
         "training_clips": len(sounds.parts.train), "evaluated_clips": len(clips), "pesq": race_sound.HAS_PESQ,
     }  # fmt: skip
     return {"points": points, "facts": facts}
@@ -183,19 +194,31 @@ def evaluate(trainee: Any, clips: list[tuple[Any, Any]]) -> Figures:
         pitches.append(race_sound.pitch_errors(found, true))
     heard = [one for one in qualities if one is not None]
     quality = {"pesq": float(np.mean(heard))} if heard else {}
-    return {"mel_distance": float(np.mean(distances)), **quality, **race_sound.pitch_figures(pitches)}
+    return {
+        "mel_distance": float(np.mean(distances)), **quality, **race_sound.pitch_figures(pitches), **skipped(trainee),
+    }  # fmt: skip
+
+
+def skipped(trainee: Any) -> Figures:
+    """Returns the number of steps that both networks have left out in fp16, each of which halved a loss scale. A race
+    is shorter than the steps after which a scale grows again."""
+    if not (isinstance(trainee, Ours) and trainee.state.scales_losses):
+        return {}
+    scales = trainee.state.loss_scales
+    assert trainee.steps < next(iter(scales.values())).growth_interval
+    return {"skipped": sum(math.log2(LOSS_SCALE / float(one.scale)) for one in scales.values())}
 
 
 RACE = Race(
     "vocoder", __file__, METRICS, measure,
-    "pc-NSF generator of 128 channels, fast discriminators, 4 crops of 0.5 s at 16 kHz; held-out clips are evaluated",
+    "a small NSF-HiFiGAN with fast discriminators, crops of 0.5 s at 16 kHz; held-out clips are evaluated",
 )  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="prepared sound")
-    parser.add_argument("--peer", type=Path, required=True, help="checkout of openvpi/SingingVocoders")
+    parser.add_argument("--peer", type=Path, help="checkout of openvpi/SingingVocoders, for the side of that name")
     parser.add_argument("--channels", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--crop-frames", type=int, default=32)

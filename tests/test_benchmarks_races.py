@@ -56,6 +56,15 @@ def test_options_in_the_name_of_a_side():
     assert found == {"learning_rate": 3e-4, "start": "random", "channels": 8}
 
 
+def test_a_vocoder_may_compute_as_a_gpu_without_bf16_does():
+    vocoder = importlib.import_module("race_vocoder")
+    shared = {"data": ".", "seed": 1, "channels": 64, "batch_size": 2, "crop_frames": 32}
+    found, runtime = vocoder.our_settings({**shared, "side": "ours+mini_nsf=false+emulated=fp16"})
+    assert (found.model.mini_nsf, runtime.dtype, runtime.device.type) == (False, torch.float16, "cpu")
+    found, runtime = vocoder.our_settings({**shared, "side": "ours"})
+    assert (found.model.mini_nsf, runtime.dtype) == (True, torch.float32)
+
+
 def stored(side, seed, values, folder, seconds=8.0):
     shared = {"device": "cpu", "seconds": seconds, "clips": 2, "smoke": False, "data": "d"}
     points = [{"cpu_seconds": mark, "steps": mark, "psnr_db": v} for mark, v in zip((0, 8), values, strict=True)]

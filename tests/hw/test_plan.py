@@ -11,7 +11,10 @@ from gputrain.hw.probe import Machine
 from tests.tables import each_row
 
 CARDS = {
+    "P100": ((6, 0), 16.0),
     "V100": ((7, 0), 16.0),
+    "GTX 1660 SUPER": ((7, 5), 6.0),
+    "T1000": ((7, 5), 8.0),
     "T4": ((7, 5), 16.0),
     "A100": ((8, 0), 40.0),
     "RTX 4090": ((8, 9), 24.0),
@@ -50,8 +53,6 @@ def test_precision(name, wishes, precision):
     ("RTX 5090", {"use_bf16": False}, "fp32"),
     ("RTX 5090", {"mixed_precision": True}, "fp16"),
     ("RTX 5090", {"use_bf16": True}, "bf16"),
-    ("T4", {}, "fp32"),
-    ("T4", {"mixed_precision": True}, "fp16"),
     ("", {}, "fp32"),
 )
 def test_where_fp32_is_the_default_16_bit_is_asked_for_by_name(name, wishes, precision):
@@ -59,6 +60,28 @@ def test_where_fp32_is_the_default_16_bit_is_asked_for_by_name(name, wishes, pre
     assert setting.value == precision
     unasked_on_a_gpu = name and not {"mixed_precision", "use_bf16"} & {key for key, on in wishes.items() if on}
     assert (setting.reason == "a reason") == bool(unasked_on_a_gpu)
+
+
+@each_row(
+    ("T4", {}, "fp16", "tensor cores of T4 compute fp16 alone; loss scaling on; --no-mixed-precision is fp32"),
+    ("V100", {}, "fp16", "compute fp16 alone"),
+    ("T4", {"use_bf16": False}, "fp16", "compute fp16 alone"),
+    ("T4", {"use_bf16": True}, "fp16", "T4 has no native bf16; fp16 with loss scaling instead"),
+    ("T4", {"mixed_precision": True}, "fp16", "no native bf16"),
+    ("T4", {"mixed_precision": False}, "fp32", "switched off; the tensor cores of T4 compute fp16 alone"),
+    ("RTX 4090", {"mixed_precision": False}, "fp32", "mixed precision is switched off"),
+    ("T4", {"device": "cpu"}, "fp32", "the CPU computes fp32 fastest"),
+    # Without tensor cores, as on the small chips of Turing and on Pascal, 16 bit would save little but memory.
+    ("GTX 1660 SUPER", {}, "fp32", "a reason"),
+    ("T1000", {}, "fp32", "a reason"),
+    ("P100", {}, "fp32", "a reason"),
+    ("P100", {"mixed_precision": False}, "fp32", "mixed precision is switched off"),
+)
+def test_fp16_is_the_default_of_every_model_where_tensor_cores_compute_nothing_else(name, wishes, precision, reason):
+    setting = decide(machine(name), Hardware(**wishes), fp32_because="a reason").precision
+    assert setting.value == precision
+    assert reason in setting.reason
+    assert ("compute fp16 alone" in setting.reason) == ("compute fp16 alone" in reason)
 
 
 @each_row(
