@@ -179,7 +179,7 @@ class Speaker:
             "scales": np.array([NOISE, self.length_scale, NOISE_W], np.float32),
         }
         began, cpu_began = time.perf_counter(), time.process_time()
-        (wave,) = self.session.run(None, given)
+        wave, *_ = self.session.run(None, given)  # Ours give durations, too.
         wall, cpu = time.perf_counter() - began, time.process_time() - cpu_began
         return Spoken(wave, self.reader.config.sample_rate, wall, cpu)
 
