@@ -4,7 +4,7 @@
 
 DATA is a prepared folder and RUN a run of train-vae on it with the same --held-out-share, so that neither side has seen
 the photographs of the evaluation. Each seed trains `--steps` steps. Times are user seconds of one thread, the
-median of `--repeats` rounds in which the decoders take turns; those of the published layouts have random weights.
+median of `--repeats` rounds in which the decoders take turns; those of the published layout have random weights.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def train_tiny(options: argparse.Namespace, seed: int) -> dict[str, float]:
         TrainVae,
         {
             "data_path": str(options.data_path), "output_dir": str(folder), "init_from": str(options.teacher),
-            "train_part": "tiny-decoder", "preset": trained.model.preset, "image_size": trained.data.image_size,
+            "train_part": "tiny-decoder", "preset": trained.model.preset, "image_size": options.image_size,
             "held_out_share": trained.data.held_out_share, "batch_size": options.batch_size, "seed": seed,
             "max_steps": options.steps, "num_epochs": 1000, "warmup_steps": options.steps // 15, "ema_decay": 0.98,
             "learning_rate": options.learning_rate, "evaluate_freq": 0, "save_samples_freq": 0, "checkpoint_freq": 0,
@@ -71,12 +71,11 @@ def decoders(options: argparse.Namespace) -> dict[str, tuple[Callable[[Tensor], 
         "tiny": (tiny.decode, own),
         "tiny in stock diffusers": (stock.decode, own),
     }
-    for preset in ("sd", "flux"):
-        shape = PRESETS[preset]
-        published = AutoencoderKL(shape).eval().requires_grad_(False)
-        small = AutoencoderTiny(TinyArchitecture.for_latents_of(shape)).eval().requires_grad_(False)
-        made[f"{preset} layout"] = (published.decode, shape.latent_channels)
-        made[f"tiny for {preset}"] = (small.decode, shape.latent_channels)
+    shape = PRESETS["sd"]
+    published = AutoencoderKL(shape).eval().requires_grad_(False)
+    small = AutoencoderTiny(TinyArchitecture.for_latents_of(shape)).eval().requires_grad_(False)
+    made["layout of Stable Diffusion"] = (published.decode, shape.latent_channels)
+    made["tiny for Stable Diffusion"] = (small.decode, shape.latent_channels)
     return made
 
 
@@ -99,13 +98,8 @@ def main() -> None:
     for name in ("data-path", "teacher", "work-dir", "output-file"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    for name, default in (
-        ("steps", 150),
-        ("batch-size", 4),
-        ("evaluated-size", 128),
-        ("timed-size", 256),
-        ("repeats", 3),
-    ):
+    sizes = {"steps": 150, "batch-size": 4, "image-size": 32, "evaluated-size": 64, "timed-size": 128, "repeats": 2}
+    for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     options = parser.parse_args()

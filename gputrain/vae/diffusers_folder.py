@@ -111,9 +111,13 @@ def save_diffusers(model: AutoencoderKL, folder: Path, scaling: LatentScaling, *
     if architecture.patch_statistics:
         eps = scaling.patches.eps if scaling.patches else BATCH_NORM_EPS
         config |= {"batch_norm_eps": eps, "batch_norm_momentum": 0.1, "patch_size": [PATCH, PATCH]}
+    write_folder(folder, config, _stock_weights(model, scaling))
+
+
+def write_folder(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    """Writes configuration and weights, complete or not at all. Raises UserError if that fails."""
     try:
         with written_aside(folder) as aside:
-            weights = _stock_weights(model, scaling)
             save_file(weights, aside / WEIGHTS, metadata={"format": "pt", DIGEST: digest_of(weights)})
             (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             shutil.copymode(aside / CONFIG, aside / WEIGHTS)  # safetensors makes files that nobody else can read.

@@ -33,7 +33,7 @@ from gputrain.vae.model import AutoencoderKL, Moments
 from gputrain.vae.pictures import FLAT, UnusablePicture
 from gputrain.vae.pretrained import read_pretrained
 from gputrain.vae.rfid import INCEPTION, ReconstructionFid, load_extractor
-from gputrain.vae.tiny import Autoencoder, DistilledAutoencoder
+from gputrain.vae.tiny import ENCODER, Autoencoder, DistilledAutoencoder
 from gputrain.vae.weights import named_files
 
 log = logging.getLogger(__name__)
@@ -310,6 +310,10 @@ def teacher_of(loaded: LoadedVae) -> AutoencoderKL | None:
         return None
     if found.architecture == model.architecture and not isinstance(model, DistilledAutoencoder):
         return None  # The run began with this decoder.
+    mine = model.state_dict()
+    if not all(torch.equal(mine[name].cpu(), found.weights[name]) for name in mine if name.startswith(ENCODER)):
+        log.warning("%s is not evaluated beside it: it is another autoencoder than when the training began", source)
+        return None
     teacher = AutoencoderKL(found.architecture)
     load_weights(teacher, found.weights, source)
     return teacher.eval().requires_grad_(False)

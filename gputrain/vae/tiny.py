@@ -14,20 +14,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gputrain.engine.checkpoint import load_weights, refuse_nonfinite
-from gputrain.engine.data import written_aside
 from gputrain.errors import UserError
 from gputrain.stored import from_json
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.config import TrainVae
-from gputrain.vae.diffusers_folder import CONFIG, WEIGHTS, read_weights
+from gputrain.vae.diffusers_folder import CONFIG, WEIGHTS, read_weights, write_folder
 from gputrain.vae.latents import LatentScaling
 from gputrain.vae.model import AutoencoderKL, Moments
-from gputrain.vae.weights import DIGEST, digest_of
 
 CLASS_NAME = "AutoencoderTiny"
 WIDTH, BLOCKS = 64, 3  # Those of the published models, which have four levels.
@@ -216,21 +213,8 @@ def export_tiny(model: DistilledAutoencoder, folder: Path) -> float:
     stock = model.stock().cpu().float()
     weights = {name: tensor.contiguous() for name, tensor in stock.state_dict().items()}
     refuse_nonfinite(weights, str(folder))
-    config = {
-        "_class_name": CLASS_NAME,
-        **asdict(model.tiny),
-        "act_fn": "relu",
-        "upsample_fn": "nearest",
-        "upsampling_scaling_factor": 2,
-        "latent_magnitude": 3,
-        "latent_shift": 0.5,
-        "force_upcast": False,
-        "scaling_factor": 1.0,
-        "shift_factor": 0.0,
-    }
-    with written_aside(folder) as aside:
-        save_file(weights, aside / WEIGHTS, metadata={"format": "pt", DIGEST: digest_of(weights)})
-        (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    factors = {"scaling_factor": 1.0, "shift_factor": 0.0}  # FLUX's and SD3's pipelines ask for a shift.
+    write_folder(folder, {"_class_name": CLASS_NAME, **asdict(model.tiny), **factors}, weights)
     loaded = load_tiny(folder)
     latents_BLhw = torch.randn(1, model.tiny.latent_channels, 8, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -29,7 +29,7 @@ from gputrain.planner.memory.fit import Fit, MemoryBudget
 from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.planner.work import BatchSource, KindWork, PlannedTraining, PlanTarget, TrainingData, Variant
 from gputrain.session import log_start
-from gputrain.vae.architecture import VaeArchitecture
+from gputrain.vae.architecture import VaeArchitecture, VaePreset
 from gputrain.vae.config import BenchVae, Model, PlannedData, PlanVae, TrainVae
 from gputrain.vae.data import CropDataset, Pictures, decoding_seconds, open_pictures, to_u8, to_unit
 from gputrain.vae.export import factors_for_export
@@ -49,6 +49,7 @@ UNPACKED = "unpacked"  # Folder of a run for the pictures of archives and tables
 SIZE_STEP = 64  # Pixels between the image sizes that are proposed.
 FILES = ("lpips_weights", "lpips_sha256")  # Options without an effect on memory.
 MOST_LEFT_OUT = 0.2  # Share of small pictures up to which leaving them out is proposed.
+SMALL_PRESETS: tuple[VaePreset, ...] = ("lite", "fast")
 NAMED = 10  # Files left out that are named one by one.
 # Pictures of a single colour are looked for among so many, of which so many are decoded; files of such pictures have up
 # to 0.016 bytes a pixel.
@@ -100,8 +101,11 @@ class VaeWork(KindWork[TrainVae]):
                 f"--image-size {size}": replace(settings, data=replace(settings.data, image_size=size))
                 for size in smaller_sizes(settings, budget, found)
             },
-            "--preset lite": replace(settings, model=replace(own_widths, preset="lite")),
-            "--preset fast": replace(settings, model=replace(own_widths, preset="fast")),
+            **{
+                f"--preset {preset}": replace(settings, model=replace(own_widths, preset=preset))
+                for preset in SMALL_PRESETS
+                if model.train_part == "all"  # The encoder of others is given.
+            },
         }
 
     def begins(self, settings: TrainVae) -> dict[str, int]:
