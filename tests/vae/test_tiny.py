@@ -236,7 +236,7 @@ def test_a_step_is_planned_with_the_encoder_of_the_teacher() -> None:
     ({"train_part": "tiny-decoder"}, "needs the autoencoder whose latents it decodes", "--init-from"),
     ({"train_part": "decoder", "init_from": "RUN"}, "has a tiny decoder", "--train-part tiny-decoder"),
     ({"init_from": "RUN"}, "cannot be trained with train_part all", "teacher is the autoencoder"),
-    ({"train_part": "tiny-decoder", "init_from": "EXPORT"}, "describes AutoencoderTiny", ""),
+    ({"train_part": "tiny-decoder", "init_from": "EXPORT"}, "describes AutoencoderTiny", "the run that trained it"),
     ({"train_part": "tiny-decoder", "preset": "flux2"}, "pipelines of FLUX.2 take no", "--decoder-channels 64"),
     ({"init_from": "TEACHER", "train_part": "decoder", "decoder_channels": [32, 64]}, "different architecture", ""),
 )
