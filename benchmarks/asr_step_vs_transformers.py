@@ -98,7 +98,7 @@ def our_seconds(ours: Ours, numbers: Sequence[int]) -> float:
         update(ours.state, batch, ours.step, RATE)
         ours.recipe.average(ours.step)
         ours.step += 1
-        ours.padding.append((int(loaded.samples_B.sum()), batch.wave_BL.numel()))
+        ours.padding.append((int(loaded.samples_B.sum()), batch.sound_BX.numel()))
     return time.process_time() - begin
 
 

@@ -202,7 +202,7 @@ class Ours:
             update(self.state, batch, self.step, RATE)
             self.recipe.average(self.step)
             self.step += 1
-            self.padding.append((int(loaded.samples_B.sum()), batch.wave_BL.numel()))
+            self.padding.append((int(loaded.samples_B.sum()), batch.sound_BX.numel()))
         return time.process_time() - begin
 
 
@@ -218,12 +218,12 @@ def difference_of_gradients(ours: Ours) -> float:
     found = torch.cat([p.grad.flatten() for p in recipe.phase.parameters() if p.grad is not None])
     model.config.mask_time_prob, model.config.ctc_loss_reduction = 0.0, "sum"
     model.freeze_feature_encoder()
-    inside = (torch.arange(batch.wave_BL.shape[1]) < loaded.samples_B[:, None]).long()
+    inside = (torch.arange(batch.sound_BX.shape[1]) < loaded.samples_B[:, None]).long()
     width = int(loaded.symbols_B.max())
     labels = loaded.ids_BS.masked_fill(torch.arange(width) >= loaded.symbols_B[:, None], -100)
     log_softmax = torch.nn.functional.log_softmax  # Their loss computes it in fp32, whatever the logits are.
     with mock.patch.object(torch.nn.functional, "log_softmax", lambda x, dim, **named: log_softmax(x, dim=dim)):
-        (model(batch.wave_BL, attention_mask=inside, labels=labels).loss / int(loaded.symbols_B.sum())).backward()
+        (model(batch.sound_BX, attention_mask=inside, labels=labels).loss / int(loaded.symbols_B.sum())).backward()
     theirs = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     for phase in phases_of(recipe):
         phase.optimizer.zero_grad(set_to_none=True)
@@ -236,7 +236,7 @@ def same_output(model: Any) -> float:
     """Returns the largest difference of log-probabilities of two clips, one padded, between both forward passes."""
     samples_B = torch.tensor([16000, 9000])
     wave_BL = torch.randn(2, 16000) * (torch.arange(16000) < samples_B[:, None])
-    ours = predict(model, wave_BL, samples_B, normalizes=False)
+    ours = predict(model, wave_BL, samples_B.tolist(), normalizes=False)
     mask = (torch.arange(16000) < samples_B[:, None]).long()
     with torch.no_grad():
         theirs = copy.deepcopy(model).eval()(wave_BL, attention_mask=mask).logits.log_softmax(-1)

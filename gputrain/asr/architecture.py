@@ -1,14 +1,55 @@
-"""Architectures of recognisers: transformers' Wav2Vec2ForCTC at several sizes. Imports no torch."""
+"""Architectures of recognisers: transformers' Wav2Vec2ForCTC at several sizes, and its other models that train by CTC.
+Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from gputrain.errors import UserError
-from gputrain.speech.frames import STRIDE
+from gputrain.speech.frames import FIELD, STRIDE
 
 RecogniserPreset = Literal["tiny", "base", "xls-r-300m", "xls-r-1b"]
 AdapterKind = Literal["none", "lora", "attention"]
+
+# Samples that a frame of w2v-BERT reads: two frames of Kaldi's filter banks, of 400 samples each and 160 apart.
+FEATURE_FIELD = 560
+FEATURES = 160  # Channels of such a frame: 80 log-mel bins of two frames
+
+
+@dataclass(frozen=True)
+class Family:
+    """What tells the models of one type in transformers from those of another. `base` is their attribute that holds
+    the encoder, the next two are the names of their attention and of its projections."""
+
+    config_class: str
+    model_class: str
+    base: str
+    attention: str
+    projections: tuple[str, ...]
+    field: int  # samples that a frame reads
+
+
+# By the `model_type` of a configuration. A preset has none, and is the first.
+FAMILIES = {
+    "wav2vec2": Family(
+        "Wav2Vec2Config", "Wav2Vec2ForCTC", "wav2vec2", "attention", ("q_proj", "k_proj", "v_proj", "out_proj"), FIELD
+    ),
+    "wav2vec2-bert": Family(
+        "Wav2Vec2BertConfig", "Wav2Vec2BertForCTC", "wav2vec2_bert", "self_attn",
+        ("linear_q", "linear_k", "linear_v", "linear_out"), FEATURE_FIELD,
+    ),
+}  # fmt: skip
+
+
+def family_of(architecture: Mapping[str, Any]) -> Family:
+    """Returns the family of a configuration in the form of transformers."""
+    return FAMILIES[architecture.get("model_type", "wav2vec2")]
+
+
+def reads_features(architecture: Mapping[str, Any]) -> bool:
+    """Returns True for w2v-BERT, which reads log-mel features; the others read waves."""
+    return family_of(architecture).field == FEATURE_FIELD
+
 
 CONV_KERNELS, CONV_STRIDES = (10, 3, 3, 3, 3, 2, 2), (5, 2, 2, 2, 2, 2, 2)
 
@@ -67,7 +108,7 @@ def with_adapters(architecture: Mapping[str, Any], adapters: Adapters) -> dict[s
     encoder has no place for them."""
     if adapters.kind != "attention":
         return dict(architecture)
-    if not architecture.get("do_stable_layer_norm"):
+    if reads_features(architecture) or not architecture.get("do_stable_layer_norm"):
         raise UserError(
             "attention adapters need an encoder with do_stable_layer_norm, such as XLS-R or MMS",
             hint="use --adapters lora",
@@ -76,10 +117,14 @@ def with_adapters(architecture: Mapping[str, Any], adapters: Adapters) -> dict[s
 
 
 def check_frames(architecture: Mapping[str, Any], source: str) -> None:
-    """Raises UserError if a model's frames are not those of wav2vec 2.0: 400 samples long, 320 apart."""
-    kernels, strides = (tuple(architecture.get(name, ())) for name in ("conv_kernel", "conv_stride"))
-    if (kernels, strides) != (CONV_KERNELS, CONV_STRIDES) or architecture.get("add_adapter"):
+    """Raises UserError if a model's frames are not those of its family: 320 samples apart, of the known length."""
+    if reads_features(architecture):
+        is_usual, usual = architecture.get("feature_projection_input_dim") == FEATURES, f"{FEATURES} features a frame"
+    else:
+        kernels, strides = (tuple(architecture.get(name, ())) for name in ("conv_kernel", "conv_stride"))
+        is_usual, usual = (kernels, strides) == (CONV_KERNELS, CONV_STRIDES), "the convolutions of wav2vec 2.0"
+    if not is_usual or architecture.get("add_adapter"):
         raise UserError(
             f"{source}: its frames are not {STRIDE} samples apart",
-            hint="use a model with the convolutions of wav2vec 2.0 and without add_adapter",
+            hint=f"use a model with {usual} and without add_adapter",
         )

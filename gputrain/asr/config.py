@@ -83,7 +83,8 @@ class Model:
     )
     freeze_feature_encoder: bool | None = opt(
         default=None,
-        help="Keep the convolutions that read the waves as they are; default: unless a tiny or base model is new.",
+        help="Keep the convolutions that read the waves as they are; default: unless a tiny or base model is new. "
+        "w2v-BERT has none.",
     )
     freeze_encoder_steps: int = opt(default=0, help="Steps at the beginning in which only the head trains.", min=0)
     hidden_dropout: float = opt(default=0.0, help="Dropout of the encoder's layers.", min=0, max=0.9)
@@ -268,8 +269,8 @@ class LanguageModelOptions:
 @config(panel="Transcription")
 class Transcribe(TrainedModel):
     model: ModelName = opt(
-        help="A run folder or a checkpoint of train-asr, or a model of transformers (Wav2Vec2ForCTC): its folder, its "
-        "name on the Hugging Face Hub, or the file of a language's adapter in it."
+        help="A run folder or a checkpoint of train-asr, or a model of transformers (Wav2Vec2ForCTC or "
+        "Wav2Vec2BertForCTC): its folder, its name on the Hugging Face Hub, or the file of a language's adapter in it."
     )
     input: Path = opt(help="A recording, or a folder tree of them, of any length, sampling rate and format.")
     json: Path | None = opt(

@@ -15,6 +15,7 @@ import torch
 
 from gputrain.asr.config import TrainAsr
 from gputrain.asr.load import predict
+from gputrain.asr.model import family
 from gputrain.engine.data import FULL_SCALE
 from gputrain.engine.samples import Report, SoundSample, clip_caption
 from gputrain.speech.buckets import Buckets, Speech
@@ -50,9 +51,10 @@ def transcribe_clips(
         members = order[first : first + batch_size]
         batch = buckets.collated(members)
         wave_BL = batch.wave_BT.to(device).float() / FULL_SCALE
-        best_BT = predict(model, wave_BL, batch.samples_B.to(device), normalizes=normalizes).argmax(dim=-1).cpu()
+        samples = batch.samples_B.tolist()
+        best_BT = predict(model, wave_BL, samples, normalizes=normalizes).argmax(dim=-1).cpu()
         for row, number in enumerate(members):
-            ids = best_BT[row, : encoder_frames(clips[number].samples)].numpy()
+            ids = best_BT[row, : encoder_frames(samples[row], family(model).field)].numpy()
             blank_share = float((ids == vocabulary.blank).mean())
             read = vocabulary.text_of(collapsed(ids, vocabulary.blank))
             found[number] = ReadClip(clips[number].normalized, read, blank_share)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gputrain.asr.architecture import preset_architecture, with_adapters
+from gputrain.asr.architecture import preset_architecture, reads_features, with_adapters
 from gputrain.asr.config import TrainAsr
 from gputrain.asr.load import load_run
 from gputrain.asr.pretrained import is_pretrained, local_recogniser, open_pretrained
@@ -32,8 +32,8 @@ NO_ARCHITECTURE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "tr
 def recogniser_architecture(settings: TrainAsr, vocabulary: Vocabulary | None, num_symbols: int) -> dict[str, Any]:
     """Returns the architecture of a training, with the dropouts of the settings.
 
-    Reads the configuration that `init_from` names, but no weights. Raises UserError if it cannot be read, or is not
-    that of a recogniser with the frames of wav2vec 2.0.
+    Reads the configuration that `init_from` names, but no weights. Raises UserError if it cannot be read, is not that
+    of a recogniser with frames 320 samples apart, or a setting has no effect on it.
     """
     options = settings.model
     kept = saved_architecture(settings)
@@ -43,6 +43,14 @@ def recogniser_architecture(settings: TrainAsr, vocabulary: Vocabulary | None, n
         architecture = preset_architecture(options.preset, num_symbols=num_symbols, adapters=options.adapter_sizes)
     else:
         architecture = with_adapters(_initial_architecture(options.init_from), options.adapter_sizes)
+    if reads_features(architecture):
+        if options.freeze_feature_encoder is not None:
+            raise UserError(
+                f"freeze_feature_encoder has no effect: {options.init_from or 'the model'} reads log-mel features, and "
+                "has no convolutions that read waves",
+                hint="drop the option",
+            )
+        architecture = {**architecture, "conformer_conv_dropout": options.hidden_dropout}
     whole = {
         **architecture,
         "vocab_size": num_symbols,

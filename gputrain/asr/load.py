@@ -20,7 +20,7 @@ from gputrain.asr.tokenizer import VOCABULARY
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import format_list, load_weights, refuse_nonfinite, trained_weights
 from gputrain.errors import UserError, first_line
-from gputrain.speech.frames import ENCODER_RATE, FIELD
+from gputrain.speech.frames import ENCODER_RATE, encoder_frames
 from gputrain.speech.text.vocabulary import Vocabulary
 
 
@@ -28,11 +28,16 @@ from gputrain.speech.text.vocabulary import Vocabulary
 class Recogniser:
     """A trained recogniser for use."""
 
-    model: Any  # transformers' Wav2Vec2ForCTC, in evaluation mode
+    model: Any  # transformers' Wav2Vec2ForCTC or Wav2Vec2BertForCTC, in evaluation mode
     vocabulary: Vocabulary
     sampling_rate: int  # Hz
-    normalizes: bool  # True: it reads waves of zero mean and unit variance.
+    normalizes: bool  # True: it reads waves of zero mean and unit variance. Features are always normalised.
     source: str  # the file or folder that was read
+
+    @property
+    def field(self) -> int:
+        """The samples that a frame reads."""
+        return networks.family(self.model).field
 
     def log_probs(self, waves: Sequence[npt.NDArray[np.float32]]) -> list[Tensor]:
         """Returns for each wave the logarithms of the symbols' probabilities, float32 (F, V) on the CPU.
@@ -41,35 +46,39 @@ class Recogniser:
         model masks padding, otherwise one by one.
         """
         device = next(self.model.parameters()).device
-        long_enough = [number for number, wave in enumerate(waves) if len(wave) >= FIELD]
+        long_enough = [number for number, wave in enumerate(waves) if len(wave) >= self.field]
         if networks.uses_attention_mask(self.model):
             batches = [long_enough] if long_enough else []
         else:
             batches = [[number] for number in long_enough]
         found = [torch.empty(0, self.model.config.vocab_size)] * len(waves)
         for members in batches:
-            samples_B = torch.tensor([len(waves[number]) for number in members])
-            wave_BL = torch.zeros(len(members), int(samples_B.max()))
+            samples = [len(waves[number]) for number in members]
+            wave_BL = torch.zeros(len(members), max(samples))
             for row, number in enumerate(members):
                 wave_BL[row, : len(waves[number])] = torch.from_numpy(np.asarray(waves[number], dtype=np.float32))
-            log_probs_BTV = predict(self.model, wave_BL.to(device), samples_B.to(device), normalizes=self.normalizes)
-            frames = networks.frame_counts(samples_B).tolist()
+            log_probs_BTV = predict(self.model, wave_BL.to(device), samples, normalizes=self.normalizes)
             for row, number in enumerate(members):
-                found[number] = log_probs_BTV[row, : frames[row]].cpu()
+                found[number] = log_probs_BTV[row, : encoder_frames(samples[row], self.field)].cpu()
         return found
 
 
-def predict(model: Any, wave_BL: Tensor, samples_B: Tensor, *, normalizes: bool) -> Tensor:
+def predict(model: Any, wave_BL: Tensor, samples: Sequence[int], *, normalizes: bool) -> Tensor:
     """Returns log-probabilities of the symbols, (B, T, V) in fp32, of waves in [-1, 1] that are zero beyond their ends.
 
     The model computes in the data type of its weights, or in that of an autocast around the call.
     """
+    sound_BX = networks.sound_of(model, wave_BL, samples, normalizes=normalizes)
+    frames = [encoder_frames(count, networks.family(model).field) for count in samples]
+    return predict_sound(model, sound_BX, frames if networks.uses_attention_mask(model) else None)
+
+
+def predict_sound(model: Any, sound_BX: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+    """Does the same for what the encoder reads. `frames` are those of each clip if some may be padded."""
     with networks.eval_mode(model):
-        if normalizes:
-            wave_BL = networks.normalized(wave_BL, samples_B)
-        wave_BL = wave_BL.to(model.lm_head.weight.dtype)
-        frames_B = networks.frame_counts(samples_B) if networks.uses_attention_mask(model) else None
-        return torch.log_softmax(networks.logits(model, wave_BL, frames_B).float(), dim=-1)
+        frames_B = None if frames is None else torch.tensor(frames, device=sound_BX.device)
+        logits_BTV = networks.logits(model, sound_BX.to(model.lm_head.weight.dtype), frames_B)
+        return torch.log_softmax(logits_BTV.float(), dim=-1)
 
 
 def load_recogniser(name: str | Path, device: torch.device) -> Recogniser:

@@ -1,28 +1,29 @@
 """Runs a recogniser on recordings of any length, in overlapping chunks.
 
 Every chunk begins at a frame of the whole recording. Of two chunks that overlap, each gives its half of the overlap,
-because frames near the end of a chunk lack context. Samples are normalised by the mean and the variance of the whole
-recording.
+because frames near the end of a chunk lack context. Samples, or the features of w2v-BERT, are normalised by the mean
+and the variance of the whole recording.
 
-Shapes: T samples, F frames, V symbols.
+Shapes: T samples, F frames, V symbols, C channels.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gputrain.asr.load import Recogniser, predict
-from gputrain.asr.model import NORMALIZING_EPSILON
+from gputrain.asr.features import bank_blocks, filter_banks, stacked
+from gputrain.asr.load import Recogniser, predict_sound
+from gputrain.asr.model import NORMALIZING_EPSILON, has_features
 from gputrain.audio.io import Mixing, Samples, read_in_blocks
 from gputrain.errors import UserError
-from gputrain.speech.frames import FIELD, STRIDE, encoder_frames
+from gputrain.speech.frames import STRIDE, encoder_frames
 
 CHUNK_SECONDS, OVERLAP_SECONDS = 30.0, 6.0
 BLOCK = 1 << 20  # samples of a wave in memory that are handed on at once
@@ -48,23 +49,23 @@ class ChunkLengths:
 
 @dataclass(frozen=True)
 class SoundMoments:
-    """Number of samples, mean and variance of a recording."""
+    """Number of samples of a recording, mean and variance. Of features, these are those of each channel."""
 
     samples: int
-    mean: float
-    variance: float
+    mean: Any  # A number, or an array (C,)
+    variance: Any
 
 
-def moments_of(blocks: Iterator[Samples]) -> SoundMoments:
+def moments_of(blocks: Iterable[NDArray[np.floating]]) -> SoundMoments:
     """Returns the moments of a recording, summed in fp64 around the mean of each block (Chan et al. 1979)."""
-    count, mean, squares = 0, 0.0, 0.0
-    for block_T in blocks:
-        if len(block_T):
-            own_mean = float(block_T.mean(dtype=np.float64))
-            total, step = count + len(block_T), own_mean - mean
-            squares += float(np.square(block_T - own_mean, dtype=np.float64).sum())
-            squares += step * step * count * len(block_T) / total
-            mean += step * len(block_T) / total
+    count, mean, squares = 0, np.float64(0), np.float64(0)
+    for block in blocks:
+        if len(block):
+            own_mean = block.mean(axis=0, dtype=np.float64)
+            total, step = count + len(block), own_mean - mean
+            squares = squares + np.square(block - own_mean, dtype=np.float64).sum(axis=0)
+            squares = squares + step * step * count * len(block) / total
+            mean = mean + step * len(block) / total
             count = total
     return SoundMoments(count, mean, squares / max(1, count))
 
@@ -84,13 +85,18 @@ def log_prob_pieces(
     recogniser: Recogniser, blocks: Blocks, sound: SoundMoments, lengths: ChunkLengths
 ) -> Iterator[NDArray[np.float32]]:
     """Yields the log-probabilities (F, V) of consecutive frames of a recording; one chunk is in memory at a time."""
-    device = next(recogniser.model.parameters()).device
+    device, field = next(recogniser.model.parameters()).device, recogniser.field
     scale = 1 / math.sqrt(sound.variance + NORMALIZING_EPSILON)
+    moments = []
+    if has_features(recogniser.model):
+        banks = moments_of(bank_blocks(blocks()))
+        unbiased = banks.variance * banks.samples / max(1, banks.samples - 1)  # As the features of a clip are.
+        moments = [torch.as_tensor(each, device=device) for each in (banks.mean, unbiased)]
     source, begin = blocks(), 0  # `begin` is the first sample of `held_T`.
     held_T = np.empty(0, np.float32)
-    spans = chunk_spans(encoder_frames(sound.samples), lengths)
+    spans = chunk_spans(encoder_frames(sound.samples, field), lengths)
     for first, end, kept_from, kept_to in spans:
-        first_sample, end_sample = first * STRIDE, (end - 1) * STRIDE + FIELD
+        first_sample, end_sample = first * STRIDE, (end - 1) * STRIDE + field
         parts = [held_T[first_sample - begin :]]
         begin = first_sample
         held = len(parts[0])
@@ -99,11 +105,12 @@ def log_prob_pieces(
             held += len(block_T)
         held_T = np.concatenate(parts)
         wave_T = held_T[: end_sample - begin]
-        if recogniser.normalizes:
+        if recogniser.normalizes and not moments:
             wave_T = ((wave_T - sound.mean) * scale).astype(np.float32)
-        wave_1T = torch.from_numpy(np.ascontiguousarray(wave_T))[None].to(device)
-        samples_1 = torch.tensor([wave_1T.shape[1]], device=device)
-        log_probs_FV = predict(recogniser.model, wave_1T, samples_1, normalizes=False)[0]
+        sound_1X = torch.from_numpy(np.ascontiguousarray(wave_T))[None].to(device)
+        if moments:
+            sound_1X = stacked(filter_banks(sound_1X), *moments)
+        log_probs_FV = predict_sound(recogniser.model, sound_1X)[0]
         yield log_probs_FV[kept_from - first : kept_to - first].cpu().numpy()
 
 

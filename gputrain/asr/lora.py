@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
+from gputrain.asr import model as networks
+
 DOWN, UP = "lora_down", "lora_up"
 
 
@@ -33,9 +34,11 @@ class LoraLinear(nn.Linear):
 
 def add_lora(model: Any, rank: int) -> None:
     """Replaces the attention's projections of a recogniser by ones with adapters."""
-    for layer in model.wav2vec2.encoder.layers:
-        for name in PROJECTIONS:
-            setattr(layer.attention, name, LoraLinear(getattr(layer.attention, name), rank))
+    family = networks.family(model)
+    for layer in networks.base_of(model).encoder.layers:
+        attention = getattr(layer, family.attention)
+        for name in family.projections:
+            setattr(attention, name, LoraLinear(getattr(attention, name), rank))
 
 
 def lora_parameters(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gputrain.asr import model as networks
-from gputrain.asr.architecture import check_frames
+from gputrain.asr.architecture import FAMILIES, FEATURES, check_frames, family_of, reads_features
 from gputrain.asr.config import PUBLISHED
 from gputrain.asr.tokenizer import StockTokenizer, format_languages, read_json, read_tokenizer
 from gputrain.engine import checkpoint
@@ -39,7 +39,7 @@ class StockRecogniser:
 
     name: str  # the one that the user gave
     folder: Path
-    architecture: dict[str, Any]  # the fields of its Wav2Vec2Config
+    architecture: dict[str, Any]  # the fields of its configuration
     vocabulary: Vocabulary | None  # None if it has no tokenizer, as one that was never fine-tuned
     language: str | None  # the one whose adapter is loaded
     normalizes: bool  # True: it reads waves of zero mean and unit variance.
@@ -55,16 +55,17 @@ class StockRecogniser:
                     raise UserError(f"{file}: the pointer of Git LFS instead of weights", hint="run git lfs pull there")
 
     def load(self) -> tuple[Any, list[str]]:
-        """Returns its Wav2Vec2ForCTC on the CPU in fp32, and the tensors that the files lack, which are random. Raises
+        """Returns its model on the CPU in fp32, and the tensors that the files lack, which are random. Raises
         UserError if weights are missing or damaged."""
-        from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
-
+        config_class, model_class = networks.stock_classes(family_of(self.architecture))
         self.check_weights()
         try:
             with networks.quiet_transformers():
-                model, found = Wav2Vec2ForCTC.from_pretrained(
-                    str(self.folder), config=Wav2Vec2Config.from_pretrained(str(self.folder)),
-                    attn_implementation="sdpa", dtype=torch.float32, output_loading_info=True,
+                config = config_class.from_pretrained(str(self.folder))
+                config.vocab_size = config.vocab_size or 1  # One that was only pretrained may have none.
+                model, found = model_class.from_pretrained(
+                    str(self.folder), config=config, attn_implementation=networks.attention_of(model_class),
+                    dtype=torch.float32, output_loading_info=True,
                 )  # fmt: skip
                 missing = list(found["missing_keys"])
                 if self.language is not None:
@@ -115,20 +116,17 @@ def open_pretrained(path: Path, name: str = "") -> StockRecogniser:
     folder, language = _located(path)
     name = name or str(path)
     content = read_json(folder / CONFIG)
-    if content.get("model_type") != "wav2vec2":
-        raise UserError(
-            f"{name} is a model of type {content.get('model_type', 'unknown')}", hint="use wav2vec2, XLS-R or MMS"
-        )
-    from transformers import Wav2Vec2Config
-
+    if (model_type := content.get("model_type", "unknown")) not in FAMILIES:
+        raise UserError(f"{name} is a model of type {model_type}", hint="use wav2vec2, XLS-R, MMS or w2v-BERT 2.0")
     try:
-        architecture = Wav2Vec2Config.from_pretrained(str(folder)).to_dict()
+        architecture = networks.stock_classes(family_of(content))[0].from_pretrained(str(folder)).to_dict()
     except Exception as error:  # The configuration of transformers raises errors of many kinds.
         raise UserError(
-            f"{folder / CONFIG}: not a configuration of wav2vec2: {first_line(error)}", hint="copy it again"
+            f"{folder / CONFIG}: not a configuration of {model_type}: {first_line(error)}", hint="copy it again"
         ) from None
     check_frames(architecture, name)
-    normalizes = _normalizes(name, folder, fine_tuned=(tokenizer := read_tokenizer(folder)) is not None)
+    fine_tuned = (tokenizer := read_tokenizer(folder)) is not None
+    normalizes = _normalizes(name, folder, of_features=reads_features(architecture), fine_tuned=fine_tuned)
     vocabulary = None
     if tokenizer is not None:
         language = _language_of(name, folder, tokenizer, language, architecture)
@@ -160,21 +158,30 @@ def _located(path: Path) -> tuple[Path, str | None]:
     return path, language
 
 
-def _normalizes(name: str, folder: Path, *, fine_tuned: bool) -> bool:
-    """Returns True if the model reads waves of zero mean and unit variance, the default of transformers. Raises
-    UserError if the settings of its feature extractor are damaged, or it reads another sampling rate."""
+def _normalizes(name: str, folder: Path, *, of_features: bool, fine_tuned: bool) -> bool:
+    """Returns True if the model reads waves of zero mean and unit variance, the default of transformers, or features,
+    which always have them. Raises UserError if the settings of its feature extractor are damaged, or it reads another
+    sampling rate or other features."""
     processor = read_json(folder / PROCESSOR) if (folder / PROCESSOR).is_file() else {}
     # Since version 5 of transformers, the settings are a part of processor_config.json, which then comes first.
     found = processor.get("feature_extractor", processor.get("audio_processor"))
     if not isinstance(found, dict):
         if not (folder / PREPROCESSOR).is_file():
-            if fine_tuned:
+            if fine_tuned and not of_features:
                 log.warning("%s: no %s: waves are normalised, as is usual", name, PREPROCESSOR)
             return True
         found = read_json(folder / PREPROCESSOR)
     if (rate := found.get("sampling_rate", ENCODER_RATE)) != ENCODER_RATE:
         raise UserError(f"{name} reads {rate} samples a second", hint=f"use a model for {ENCODER_RATE} Hz")
-    return bool(found.get("do_normalize", True))
+    if not of_features:
+        return bool(found.get("do_normalize", True))
+    bins, stride = (found.get(key, usual) for key, usual in (("num_mel_bins", FEATURES // 2), ("stride", 2)))
+    if (bins, stride) != (FEATURES // 2, 2):
+        raise UserError(
+            f"{name} reads {bins} bins of {stride} frames",
+            hint=f"use a model that reads {FEATURES // 2} bins of 2 frames",
+        )
+    return True
 
 
 # ---------------------------------------------------------------------------------------- models of many languages

@@ -26,7 +26,7 @@ from gputrain.engine.preparation import RefusedItem
 from gputrain.errors import UserError
 from gputrain.hw.runtime import runtime_on
 from gputrain.speech import subtitles
-from gputrain.speech.frames import FIELD, STRIDE
+from gputrain.speech.frames import STRIDE
 from gputrain.speech.store import SpeechStore
 from gputrain.speech.text.vocabulary import Vocabulary
 
@@ -147,9 +147,9 @@ def transcribe_sound(
     rate_hz = recogniser.sampling_rate
     blocks = blocks_of_file(path, rate_hz)
     sound = moments_of(blocks())
-    if sound.samples < FIELD:
+    if sound.samples < (field := recogniser.field):
         raise UserError(
-            f"{path}: lasts {1000 * sound.samples / rate_hz:.3g} ms, less than a frame, {1000 * FIELD / rate_hz:g} ms",
+            f"{path}: lasts {1000 * sound.samples / rate_hz:.3g} ms, less than a frame, {1000 * field / rate_hz:g} ms",
             hint="leave it out, or record it again",
         )
     decoder, frames = make_decoder(), 0

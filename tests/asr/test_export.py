@@ -12,7 +12,14 @@ from gputrain.asr.load import Recogniser, load_recogniser
 from gputrain.asr.lora import add_lora
 from gputrain.errors import UserError
 from gputrain.speech.text.vocabulary import ABSENT, Vocabulary
-from tests.asr.models import VOCABULARY, run_folder, tiny_model, transformers_folder, written_by_transformers
+from tests.asr.models import (
+    VOCABULARY,
+    W2V_BERT,
+    run_folder,
+    tiny_model,
+    transformers_folder,
+    written_by_transformers,
+)
 from tests.command import ProgressSeen
 from tests.tables import each_row
 
@@ -38,7 +45,9 @@ def heard(folder: Path, wave: np.ndarray, name: str = "model.onnx") -> str:
     return " ".join(stream.result.text.split())
 
 
-@pytest.mark.parametrize(("vocabulary", "changes"), [(VOCABULARY, {}), (VOCABULARY, GROUP), (STOCK, {})])
+@pytest.mark.parametrize(
+    ("vocabulary", "changes"), [(VOCABULARY, {}), (VOCABULARY, GROUP), (STOCK, {}), (STOCK, W2V_BERT)]
+)
 def test_transcripts_are_identical_everywhere(
     tmp_path: Path, vocabulary: Vocabulary, changes: dict[str, object]
 ) -> None:
@@ -120,9 +129,9 @@ def test_low_rank_adapters_are_merged(tmp_path: Path) -> None:
     plain = load_recogniser(tmp_path / "plain", CPU)
     assert not any("lora" in name for name in plain.model.state_dict())
     wave = torch.from_numpy(sounds()[0])[None]
-    adapted = predict(model.eval(), wave, torch.tensor([wave.shape[1]]), normalizes=True)[0]
+    adapted = predict(model.eval(), wave, [wave.shape[1]], normalizes=True)[0]
     torch.testing.assert_close(plain.log_probs([wave[0].numpy()])[0], adapted, atol=1e-4, rtol=1e-4)
-    unadapted = predict(tiny_model(), wave, torch.tensor([wave.shape[1]]), normalizes=True)[0]
+    unadapted = predict(tiny_model(), wave, [wave.shape[1]], normalizes=True)[0]
     assert (unadapted - adapted).abs().max() > 0.1
 
 

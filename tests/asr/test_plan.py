@@ -20,7 +20,7 @@ from gputrain.speech.buckets import ClipSize
 from gputrain.speech.training import PlannedClips
 from gputrain.tts.config import PlanTts
 from gputrain.tts.work import TtsWork
-from tests.asr.models import SIZES
+from tests.asr.models import SIZES, W2V_BERT, transformers_folder
 from tests.command import gputrain_here
 from tests.planner.memory.measured_steps import measured_peak_gb
 from tests.tables import each_row
@@ -54,11 +54,15 @@ def target_of(settings: TrainAsr, clip: ClipSize = CLIP):
         ({"optimizer": "adamw-8bit"}, False),
         ({"adapters": "attention"}, True),
         ({"freeze_encoder_steps": 5, "freeze_feature_encoder": True, "hidden_dropout": 0.1}, False),
+        ({"init_from": "w2v-bert"}, False),
+        ({"init_from": "w2v-bert", "adapters": "lora", "hidden_dropout": 0.1}, True),
     ],
 )
-def test_a_step_takes_what_was_predicted(changes, checkpointing, small_preset, monkeypatch):
+def test_a_step_takes_what_was_predicted(changes, checkpointing, small_preset, monkeypatch, tmp_path):
     """Compares the tensors of a real step on the CPU, tracked through their lifetimes, with fake tensors."""
     monkeypatch.setattr(adamw_8bit, "LEAST_NUMBERS", 256)
+    if "init_from" in changes:
+        changes = {**changes, "init_from": str(transformers_folder(tmp_path / "model", **W2V_BERT))}
     settings = settings_of(**changes)
     plan = decide(CPU, settings.hardware)
     target = target_of(settings)

@@ -12,13 +12,17 @@ from huggingface_hub import constants
 
 from gputrain.asr.config import TrainAsr
 from gputrain.asr.export import text_of
-from gputrain.asr.initialise import initial_normalizes, recogniser_architecture
+from gputrain.asr.initialise import init_weights, initial_normalizes, recogniser_architecture
 from gputrain.asr.load import load_recogniser
 from gputrain.asr.pretrained import is_pretrained, local_recogniser, open_pretrained
+from gputrain.asr.recipe import RecogniserRecipe
 from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.kinds import TrainedModel, kind_of
+from gputrain.speech.buckets import ClipSize
 from tests.asr.models import (
+    VOCABULARY,
+    W2V_BERT,
     change_json,
     in_cache_of_hub,
     mms_folder,
@@ -28,6 +32,7 @@ from tests.asr.models import (
     written_by_transformers,
 )
 from tests.tables import each_row
+from tests.toy import cpu_runtime
 
 CPU = torch.device("cpu")
 WAVE = (np.random.default_rng(0).normal(size=9000) * 0.1).astype(np.float32)
@@ -229,7 +234,6 @@ def no_head(folder):
     (lambda folder: change_json(folder / "config.json", vocab_size=31), "other shapes than config.json says"),
     (lambda folder: change_json(folder / "config.json", model_type="hubert"), "model of type hubert"),
     (lambda folder: change_json(folder / "config.json", model_type="wavlm"), "model of type wavlm"),
-    (lambda folder: change_json(folder / "config.json", model_type="wav2vec2-bert"), "model of type wav2vec2-bert"),
     (lambda folder: change_json(folder / "config.json", hidden_size="x"), "wav2vec2|cannot be read"),
     (lambda folder: (folder / "config.json").write_text("{"), r"config\.json: not valid JSON"),
     (lambda folder: (folder / "preprocessor_config.json").write_text("{"), "preprocessor_config.json: not valid JSON"),
@@ -240,6 +244,51 @@ def test_folders_that_cannot_be_used(tmp_path, change, message):
     change(folder)
     with pytest.raises(UserError, match=message):
         load_recogniser(folder, CPU)
+
+
+@each_row(
+    ("config.json", {"feature_projection_input_dim": 80}, "160 features a frame"),
+    ("config.json", {"add_adapter": True}, "without add_adapter"),
+    ("preprocessor_config.json", {"num_mel_bins": 128}, "reads 128 bins of 2 frames"),
+    ("preprocessor_config.json", {"stride": 1}, "reads 80 bins of 1 frames"),
+)
+def test_folders_of_w2v_bert_that_cannot_be_used(tmp_path, file, changes, message):
+    folder = transformers_folder(tmp_path / f"{hash(message)}", **W2V_BERT)
+    change_json(folder / file, **changes)
+    with pytest.raises(UserError) as error:
+        load_recogniser(folder, CPU)
+    assert message in f"{error.value.message}; {error.value.hint}"
+
+
+@each_row(
+    ({"freeze_feature_encoder": True}, "no convolutions that read waves"),
+    ({"freeze_feature_encoder": False}, "no convolutions that read waves"),
+    ({"adapters": "attention"}, "attention adapters need an encoder with do_stable_layer_norm"),
+)
+def test_options_that_w2v_bert_has_no_place_for(tmp_path, changes, message):
+    folder = transformers_folder(tmp_path / f"{hash(str(changes))}", **W2V_BERT)
+    settings = assemble(TrainAsr, {"data_dir": str(tmp_path), "init_from": str(folder), **changes})
+    with pytest.raises(UserError, match=message):
+        recogniser_architecture(settings, None, 12)
+
+
+def test_a_w2v_bert_that_was_only_pretrained_is_a_start(tmp_path):
+    """As facebook/w2v-bert-2.0 is: an encoder alone, whose configuration has no vocabulary, with its layer drop."""
+    folder = transformers_folder(tmp_path / "model", **W2V_BERT)
+    tiny_model(seed=3, **W2V_BERT).wav2vec2_bert.save_pretrained(folder)
+    change_json(folder / "config.json", vocab_size=None, layerdrop=0.1, conformer_conv_dropout=0.1)
+    (folder / "vocab.json").unlink()
+    values = {"data_dir": str(tmp_path), "init_from": str(folder), "learning_rate": 1e-3, "hidden_dropout": 0.25}
+    settings = assemble(TrainAsr, values)
+    assert initial_normalizes(settings) is True
+    architecture = recogniser_architecture(settings, VOCABULARY, 12)
+    assert [architecture[name] for name in ("vocab_size", "layerdrop", "conformer_conv_dropout")] == [12, 0.0, 0.25]
+    recipe = RecogniserRecipe(settings, architecture, ClipSize(30, 6), cpu_runtime())
+    init_weights(recipe, str(folder), VOCABULARY)
+    given = tiny_model(seed=3, **W2V_BERT).state_dict()
+    own = recipe.model.state_dict()
+    assert len(own) == len(given) > 60
+    assert all(torch.equal(own[name], given[name]) for name in own if "lm_head" not in name)
 
 
 @each_row("model.safetensors", "config.json", "vocab.json")

@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from gputrain.asr import model as networks
+from gputrain.asr.architecture import FEATURE_FIELD, FEATURES, family_of, reads_features
 from gputrain.asr.config import PlannedSpeech, TrainAsr
-from gputrain.asr.lora import PROJECTIONS
 from gputrain.asr.work import AsrWork, facts_of
 from gputrain.config import assemble
 from gputrain.engine.recipe import StepGroup
@@ -37,6 +37,7 @@ from gputrain.planner.memory.predict import (
 )
 from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.planner.work import PlanTarget
+from gputrain.speech.frames import encoder_frames
 from tests.planner.test_reference_cells import BATCHES, CELLS, RESIDENT
 from tests.vae.test_bench import H100
 
@@ -174,21 +175,25 @@ class LowRank(nn.Module):
 
 def their_model(architecture: dict, kind: str):
     transformers = pytest.importorskip("transformers")
-    config = transformers.Wav2Vec2Config(
+    family = family_of(architecture)
+    config = getattr(transformers, family.config_class)(
         **{**architecture, "apply_spec_augment": False, "attn_implementation": "sdpa"}
     )  # fmt: skip
-    model = transformers.Wav2Vec2ForCTC(config).train()
-    if kind != "full":
+    model = getattr(transformers, family.model_class)(config).train()
+    if kind == "lora" and reads_features(architecture):
+        model.wav2vec2_bert.requires_grad_(False)
+    elif kind != "full":
         model.freeze_feature_encoder()
-    if kind not in ("full", "feature encoder frozen"):
+    if kind not in ("full", "feature encoder frozen") and not reads_features(architecture):
         model.freeze_base_model()
     if kind == "attention":
         for parameter in model._get_adapters().values():
             parameter.requires_grad_(True)
     if kind == "lora":
-        for layer in model.wav2vec2.encoder.layers:
-            for name in PROJECTIONS:
-                setattr(layer.attention, name, LowRank(getattr(layer.attention, name), 16))
+        for layer in getattr(model, family.base).encoder.layers:
+            attention = getattr(layer, family.attention)
+            for name in family.projections:
+                setattr(attention, name, LowRank(getattr(attention, name), 16))
     return model
 
 
@@ -196,6 +201,8 @@ def tracked_gb(architecture: dict, kind: str, seconds: float, items: int) -> flo
     """Returns the peak of the second of two micro-batches, with gradients and optimizer state resident."""
     with FakeTensorMode():
         model, wave = their_model(architecture, kind), torch.empty(items, round(16000 * seconds))
+        if reads_features(architecture):
+            wave = torch.empty(items, encoder_frames(round(16000 * seconds), FEATURE_FIELD), FEATURES)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, fused=True)
         tracker = their_tracker()
@@ -240,3 +247,15 @@ def test_what_trains_takes_as_much_as_in_transformers(size, kind, monkeypatch):
     plan = dataclasses.replace(plan_of("fp32"), device=Setting("cpu", "as the tracker's dropout"))
     found = predict_step(target_of(settings, 8), plan, micro_batch_size=4, caching_allocator=True)
     assert found.allocated_gb == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_w2v_bert_takes_as_much_as_in_transformers(kind, tmp_path):
+    """Of the size of facebook/w2v-bert-2.0, 580 million weights, which are the defaults of its configuration."""
+    transformers = pytest.importorskip("transformers")
+    transformers.Wav2Vec2BertConfig().save_pretrained(tmp_path)
+    settings = settings_of("300M", init_from=str(tmp_path), **({} if kind == "full" else KINDS[kind]))
+    architecture = facts_of(settings, PlannedSpeech(), 8).architecture
+    plan = dataclasses.replace(plan_of("fp32"), device=Setting("cpu", "as the tracker's dropout"))
+    found = predict_step(target_of(settings, 8), plan, micro_batch_size=4, caching_allocator=True)
+    assert found.allocated_gb == pytest.approx(tracked_gb(architecture, kind, 8, 4), rel=0.01)
