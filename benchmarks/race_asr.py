@@ -21,6 +21,7 @@ from race import OurTraining, assemble_for_cpu, interval, one_thread
 from gputrain.asr.config import TrainAsr
 from gputrain.asr.held_out import collapsed
 from gputrain.asr.load import predict
+from gputrain.asr.model import family
 from gputrain.asr.work import AsrTraining, AsrWork
 from gputrain.bench import runner
 from gputrain.engine.data import FULL_SCALE
@@ -64,8 +65,8 @@ def evaluate(model: Any, opened: AsrTraining) -> dict[str, float]:
     for first in range(0, len(order), 16):
         members = order[first : first + 16]
         batch = buckets.collated(members)
-        frames_B = torch.tensor([encoder_frames(int(count)) for count in batch.samples_B])
-        logits_BTV = predict(model, batch.wave_BT.float() / FULL_SCALE, batch.samples_B, normalizes=opened.normalizes)
+        frames_B = torch.tensor([encoder_frames(int(count), family(model).field) for count in batch.samples_B])
+        logits_BTV = predict(model, batch.wave_BT.float() / FULL_SCALE, batch.samples_B.tolist(), normalizes=opened.normalizes)
         for logits_TV, frames, member in zip(logits_BTV, frames_B.tolist(), members, strict=True):
             ids = collapsed(logits_TV[:frames].argmax(dim=-1).numpy(), vocabulary.blank)
             texts.append((clips[member].normalized, vocabulary.text_of(ids)))
