@@ -66,7 +66,9 @@ def evaluate(model: Any, opened: AsrTraining) -> dict[str, float]:
         members = order[first : first + 16]
         batch = buckets.collated(members)
         frames_B = torch.tensor([encoder_frames(int(count), family(model).field) for count in batch.samples_B])
-        logits_BTV = predict(model, batch.wave_BT.float() / FULL_SCALE, batch.samples_B.tolist(), normalizes=opened.normalizes)
+        logits_BTV = predict(
+            model, batch.wave_BT.float() / FULL_SCALE, batch.samples_B.tolist(), normalizes=opened.normalizes
+        )
         for logits_TV, frames, member in zip(logits_BTV, frames_B.tolist(), members, strict=True):
             ids = collapsed(logits_TV[:frames].argmax(dim=-1).numpy(), vocabulary.blank)
             texts.append((clips[member].normalized, vocabulary.text_of(ids)))

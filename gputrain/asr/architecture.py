@@ -17,9 +17,9 @@ FEATURES = 160  # Channels of such a frame: 80 log-mel bins of two frames
 
 
 @dataclass(frozen=True)
-class Family:
-    """What tells the models of one type in transformers from those of another. `base` is their attribute that holds
-    the encoder, the next two are the names of their attention and of its projections."""
+class RecogniserFamily:
+    """The names and sizes by which the models of one type in transformers differ from those of another. `base` is their
+    attribute that holds the encoder, the next two are the names of their attention and of its projections."""
 
     config_class: str
     model_class: str
@@ -31,17 +31,17 @@ class Family:
 
 # By the `model_type` of a configuration. A preset has none, and is the first.
 FAMILIES = {
-    "wav2vec2": Family(
+    "wav2vec2": RecogniserFamily(
         "Wav2Vec2Config", "Wav2Vec2ForCTC", "wav2vec2", "attention", ("q_proj", "k_proj", "v_proj", "out_proj"), FIELD
     ),
-    "wav2vec2-bert": Family(
+    "wav2vec2-bert": RecogniserFamily(
         "Wav2Vec2BertConfig", "Wav2Vec2BertForCTC", "wav2vec2_bert", "self_attn",
         ("linear_q", "linear_k", "linear_v", "linear_out"), FEATURE_FIELD,
     ),
 }  # fmt: skip
 
 
-def family_of(architecture: Mapping[str, Any]) -> Family:
+def family_of(architecture: Mapping[str, Any]) -> RecogniserFamily:
     """Returns the family of a configuration in the form of transformers."""
     return FAMILIES[architecture.get("model_type", "wav2vec2")]
 

@@ -1,4 +1,4 @@
-"""What w2v-BERT reads: Kaldi's log-mel filter banks, each bin normalised over the clip, two frames side by side.
+"""The features that w2v-BERT reads: Kaldi's log-mel filter banks, normalised over the clip, two frames side by side.
 
 The arithmetic is that of transformers' SeamlessM4TFeatureExtractor, in fp64: the bins of a frame differ by eight powers
 of ten, more than TF32 or 16 bit can hold, and neither touches fp64. Removing a frame's mean, pre-emphasis, the window

@@ -11,7 +11,7 @@ w2v-BERT, features (B, T, C).
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gputrain.asr.architecture import FAMILIES, Family, family_of
+from gputrain.asr.architecture import FAMILIES, RecogniserFamily, family_of
 from gputrain.asr.features import features_of
 from gputrain.speech.frames import FIELD, STRIDE, encoder_frames
 
@@ -56,7 +56,7 @@ def build_recogniser(architecture: Mapping[str, Any]) -> Any:
         return model_class(config).train()
 
 
-def stock_classes(family: Family) -> tuple[Any, Any]:
+def stock_classes(family: RecogniserFamily) -> tuple[Any, Any]:
     """Returns the configuration and the model of transformers."""
     import transformers
 
@@ -68,7 +68,7 @@ def attention_of(model_class: Any) -> str:
     return "sdpa" if model_class._supports_sdpa else "eager"
 
 
-def family(model: Any) -> Family:
+def family(model: Any) -> RecogniserFamily:
     return FAMILIES[model.config.model_type]
 
 
@@ -205,7 +205,7 @@ def _projected(base: Any, sound_BX: Tensor, options: ForwardOptions) -> Tensor:
 def _through_layers(layers: Any, hidden_BTC: Tensor, options: ForwardOptions, **named: Any) -> Tensor:
     for number, layer in enumerate(layers):
         if number not in options.dropped_layers:
-            forward = functools.partial(_layer_output, layer, **named)
+            forward: Callable[[Tensor], Tensor] = functools.partial(_layer_output, layer, **named)
             if options.checkpoints and torch.is_grad_enabled():
                 hidden_BTC = checkpoint(forward, hidden_BTC, use_reentrant=False)
             else:

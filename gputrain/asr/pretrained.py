@@ -7,6 +7,7 @@ weights have those of one language, English unless they were saved anew.
 
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -16,7 +17,15 @@ import torch
 from torch import Tensor
 
 from gputrain.asr import model as networks
-from gputrain.asr.architecture import FAMILIES, FEATURES, check_frames, family_of, reads_features
+from gputrain.asr.architecture import (
+    FAMILIES,
+    FEATURES,
+    PRESETS,
+    SHARED,
+    check_frames,
+    family_of,
+    reads_features,
+)
 from gputrain.asr.config import PUBLISHED
 from gputrain.asr.tokenizer import StockTokenizer, format_languages, read_json, read_tokenizer
 from gputrain.engine import checkpoint
@@ -30,6 +39,20 @@ log = logging.getLogger(__name__)
 CONFIG, PREPROCESSOR, PROCESSOR = "config.json", "preprocessor_config.json", "processor_config.json"
 ADAPTER = re.compile(r"adapter\.([\w.-]+)\.(?:safetensors|bin)")
 MAIN_LANGUAGE = "eng"  # That of the main weights of MMS, as transformers' Wav2Vec2ForCTC takes them.
+# The CTC models of omniASR, as transformers 5.24 and later write them, are XLS-R by other names of fields and tensors.
+OMNIASR = "omniasr_ctc"
+OMNIASR_TENSORS = {
+    r"^model\.audio_tower\.subsampling\.conv_layers\.": "wav2vec2.feature_extractor.conv_layers.",
+    r"^model\.audio_tower\.subsampling\.": "wav2vec2.feature_projection.",
+    r"^model\.audio_tower\.encode_positions\.conv\.weight": (
+        "wav2vec2.encoder.pos_conv_embed.conv.parametrizations.weight.original1"
+    ),
+    r"^model\.audio_tower\.encode_positions\.": "wav2vec2.encoder.pos_conv_embed.",
+    r"^model\.audio_tower\.": "wav2vec2.encoder.",
+    r"^ctc_head\.": "lm_head.",
+}
+OMNIASR_SYMBOLS = 10288
+OF_FAIRSEQ2 = re.compile(r"omniasr[-_](ctc|llm|w2v)[-_]", re.IGNORECASE)
 POINTER = b"version https://git-lfs"  # Beginning of the file that stands for weights in a clone without Git LFS.
 
 
@@ -43,6 +66,7 @@ class StockRecogniser:
     vocabulary: Vocabulary | None  # None if it has no tokenizer, as one that was never fine-tuned
     language: str | None  # the one whose adapter is loaded
     normalizes: bool  # True: it reads waves of zero mean and unit variance.
+    of_omniasr: bool = False  # True: its files have the names of omniASR, and become a wav2vec2.
 
     def check_weights(self) -> None:
         """Raises UserError if there are no weights, or what stands for them in a clone without Git LFS."""
@@ -61,13 +85,17 @@ class StockRecogniser:
         self.check_weights()
         try:
             with networks.quiet_transformers():
-                config = config_class.from_pretrained(str(self.folder))
-                config.vocab_size = config.vocab_size or 1  # One that was only pretrained may have none.
+                # One that was only pretrained may have no number of symbols.
+                config = config_class(**{**self.architecture, "vocab_size": self.architecture["vocab_size"] or 1})
                 model, found = model_class.from_pretrained(
                     str(self.folder), config=config, attn_implementation=networks.attention_of(model_class),
                     dtype=torch.float32, output_loading_info=True,
+                    key_mapping=OMNIASR_TENSORS if self.of_omniasr else None,
                 )  # fmt: skip
                 missing = list(found["missing_keys"])
+                if self.of_omniasr:
+                    _set_norms(model.wav2vec2.encoder.pos_conv_embed.conv.parametrizations.weight)
+                    missing = [name for name in missing if not name.endswith("weight.original0")]
                 if self.language is not None:
                     model.load_adapter(self.language)
                     log.info("%s: with the adapter and the head of %s", self.name, self.language)
@@ -89,6 +117,12 @@ class StockRecogniser:
 def local_recogniser(name: str | Path, *, weights: bool = True) -> Path:
     """Returns the local path of a recogniser that is named by its path or by a published name. Without `weights`, those
     of a published one are not fetched. Raises UserError if there is none."""
+    path = Path(name)
+    if OF_FAIRSEQ2.search(path.name) and (path.suffix == ".pt" or str(name).lower().startswith("facebook/")):
+        raise UserError(
+            f"{name}: the weights of omniASR in the form of fairseq2, which transformers does not read",
+            hint="name the same model in the form of transformers 5.24, such as hf-audio/omniasr-ctc-300m-v2",
+        )
     return local_path(name, PUBLISHED, weights=weights)
 
 
@@ -116,16 +150,23 @@ def open_pretrained(path: Path, name: str = "") -> StockRecogniser:
     folder, language = _located(path)
     name = name or str(path)
     content = read_json(folder / CONFIG)
-    if (model_type := content.get("model_type", "unknown")) not in FAMILIES:
-        raise UserError(f"{name} is a model of type {model_type}", hint="use wav2vec2, XLS-R, MMS or w2v-BERT 2.0")
+    of_omniasr = content.get("model_type") == OMNIASR
+    if (model_type := content.get("model_type", "unknown")) not in (*FAMILIES, OMNIASR):
+        raise UserError(
+            f"{name} is a model of type {model_type}", hint="use wav2vec2, XLS-R, MMS, w2v-BERT 2.0 or omniASR-CTC"
+        )
     try:
-        architecture = networks.stock_classes(family_of(content))[0].from_pretrained(str(folder)).to_dict()
+        content = _xls_r_of(content) if of_omniasr else content
+        config_class, _ = networks.stock_classes(family_of(content))
+        stored = config_class(**content) if of_omniasr else config_class.from_pretrained(str(folder))
+        architecture = stored.to_dict()
     except Exception as error:  # The configuration of transformers raises errors of many kinds.
         raise UserError(
             f"{folder / CONFIG}: not a configuration of {model_type}: {first_line(error)}", hint="copy it again"
         ) from None
     check_frames(architecture, name)
-    fine_tuned = (tokenizer := read_tokenizer(folder)) is not None
+    # The tokenizer of omniASR writes pieces of words besides letters: its symbols and its head are not read.
+    fine_tuned = (tokenizer := None if of_omniasr else read_tokenizer(folder)) is not None
     normalizes = _normalizes(name, folder, of_features=reads_features(architecture), fine_tuned=fine_tuned)
     vocabulary = None
     if tokenizer is not None:
@@ -141,7 +182,23 @@ def open_pretrained(path: Path, name: str = "") -> StockRecogniser:
         vocabulary = tokenizer.vocabulary(at, rows, architecture.get("pad_token_id"))
     elif language is not None:
         raise UserError(f"{name}: the folder has no vocab.json", hint="copy the tokenizer's files there, too")
-    return StockRecogniser(name, folder, architecture, vocabulary, language, normalizes)
+    return StockRecogniser(name, folder, architecture, vocabulary, language, normalizes, of_omniasr)
+
+
+def _xls_r_of(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the configuration of the wav2vec2 that computes the same as an omniASR-CTC."""
+    audio = content.get("audio_config") or {}
+    return {
+        **SHARED, **PRESETS["xls-r-300m"], **audio, "model_type": "wav2vec2",
+        "feat_extract_activation": audio.get("hidden_act", "gelu"),
+        "vocab_size": content.get("vocab_size", OMNIASR_SYMBOLS), "pad_token_id": content.get("blank_token_id", 0),
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def _set_norms(weight: Any) -> None:
+    """Sets the norms of a weight-normed convolution to those of its directions, which are the whole weight then."""
+    weight.original0.copy_(torch.linalg.vector_norm(weight.original1, dim=(0, 1), keepdim=True))
 
 
 def _located(path: Path) -> tuple[Path, str | None]:

@@ -14,6 +14,7 @@ from gputrain.asr.config import TrainAsr
 from gputrain.asr.export import text_of
 from gputrain.asr.initialise import init_weights, initial_normalizes, recogniser_architecture
 from gputrain.asr.load import load_recogniser
+from gputrain.asr.model import logits
 from gputrain.asr.pretrained import is_pretrained, local_recogniser, open_pretrained
 from gputrain.asr.recipe import RecogniserRecipe
 from gputrain.config import assemble
@@ -21,6 +22,7 @@ from gputrain.errors import UserError
 from gputrain.kinds import TrainedModel, kind_of
 from gputrain.speech.buckets import ClipSize
 from tests.asr.models import (
+    SIZES,
     VOCABULARY,
     W2V_BERT,
     change_json,
@@ -289,6 +291,34 @@ def test_a_w2v_bert_that_was_only_pretrained_is_a_start(tmp_path):
     own = recipe.model.state_dict()
     assert len(own) == len(given) > 60
     assert all(torch.equal(own[name], given[name]) for name in own if "lm_head" not in name)
+
+
+def test_an_omniasr_model_is_an_xls_r_by_other_names(tmp_path):
+    transformers = pytest.importorskip("transformers", minversion="5.24")
+    torch.manual_seed(0)
+    audio = {name: SIZES[name] for name in SIZES} | {"hidden_act": "gelu", "layerdrop": 0.0}
+    stock = transformers.OmniASRForCTC(transformers.OmniASRCTCConfig(vocab_size=40, audio_config=audio)).eval()
+    torch.nn.init.normal_(stock.model.audio_tower.encode_positions.conv.weight, std=0.3)
+    torch.nn.init.normal_(stock.ctc_head.weight)
+    stock.save_pretrained(tmp_path / "omniasr")
+    found = open_pretrained(tmp_path / "omniasr")
+    assert found.vocabulary is None
+    model, missing = found.load()
+    assert missing == []
+    wave_BL, samples = torch.randn(2, 9999, dtype=torch.float64), (9999, 4000)
+    wave_BL[1, 4000:] = 0
+    inside_BL = torch.arange(9999) < torch.tensor(samples)[:, None]
+    theirs = stock.double()(wave_BL[:, None], padding_mask=inside_BL.long()).logits
+    ours = logits(model.double().eval(), wave_BL, torch.tensor([30, 12]))
+    assert theirs.std() > 0.1
+    for row, frames in enumerate((30, 12)):
+        assert (ours[row, :frames] - theirs[row, :frames]).abs().max() < 1e-6  # Norms were computed in fp32.
+
+
+@each_row("facebook/omniASR-CTC-300M", "facebook/omniASR_CTC_1B", "weights/omniASR-CTC-300M-v2.pt")
+def test_omniasr_in_the_form_of_fairseq2_is_refused(name):
+    with pytest.raises(UserError, match="form of fairseq2"):
+        local_recogniser(name)
 
 
 @each_row("model.safetensors", "config.json", "vocab.json")

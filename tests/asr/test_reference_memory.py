@@ -251,7 +251,7 @@ def test_what_trains_takes_as_much_as_in_transformers(size, kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_w2v_bert_takes_as_much_as_in_transformers(kind, tmp_path):
-    """Of the widths of facebook/w2v-bert-2.0, which are the defaults of its configuration, and a sixth of its layers."""
+    """Of the widths of facebook/w2v-bert-2.0, which its configuration has by default, and a sixth of its layers."""
     transformers = pytest.importorskip("transformers")
     transformers.Wav2Vec2BertConfig(num_hidden_layers=4).save_pretrained(tmp_path)
     settings = settings_of("300M", init_from=str(tmp_path), **({} if kind == "full" else KINDS[kind]))
