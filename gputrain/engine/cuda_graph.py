@@ -145,9 +145,10 @@ class ReplayedGradients:
             self.batch, self.in_place = weakref.ref(batch), self._static_of(batch)
         batch = batch if self.in_place is None else self.in_place
         compute = partial(gradients, state, group, batch, parts, step)
-        if batch is not self.static or group.fixed is None or parts > MOST_GRAPHED_PARTS:
+        fixed = group.fixed(step) if group.fixed else None
+        if batch is not self.static or fixed is None or parts > MOST_GRAPHED_PARTS:
             return compute()
-        key = (group.name, parts, group.fixed(step))
+        key = (group.name, parts, fixed)
         if graph := self.graphs.get(key):
             return graph.run()
         if any(graph.group == group.name for graph in self.graphs.values()):
