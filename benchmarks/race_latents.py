@@ -1,14 +1,13 @@
-"""A race between an autoencoder that is fine-tuned with and without equivariance of its latents (EQ-VAE).
+"""A race between an autoencoder that is trained with and without equivariance of its latents (EQ-VAE).
 
-usage: python benchmarks/race_latents.py --data PREPARED [--steps 250] [--seeds 1 2 3]
+usage: python benchmarks/race_latents.py --data PREPARED [--steps 120] [--seeds 1 2 3]
 
-PREPARED is a folder that `gputrain prepare-data --kind vae --target-size 512` has filled. For each seed, an autoencoder
-is trained from its linear start for `--steps` steps, and each side continues for as many steps from that checkpoint, on
-the same crops. Then the same small denoiser is trained by flow matching (arXiv:2210.02747) on the standardised latents
-of the training pictures of each side. Evaluated are unseen 256-pixel crops: PSNR of their reconstructions, the figures
-of gputrain's latent report, the loss of the denoiser at fixed noise and times, and, as losses on different latents are
-of different data, the PSNR of what it makes of half noise, decoded, against the picture.
-Writes benchmarks/results/race_latents_DEVICE.json.
+PREPARED is a folder that `gputrain prepare-data --kind vae --target-size 512` has filled. For each seed, both sides are
+trained from the same linear code for `--steps` steps on the same crops. Then the same small denoiser is trained by flow
+matching (arXiv:2210.02747) on the standardised latents of the training pictures of each side. Evaluated are unseen
+128-pixel crops: PSNR of their reconstructions, the figures of gputrain's latent report, the loss of the denoiser at
+fixed noise and times, and, as losses on different latents are of different data, the PSNR of what it makes of half
+noise, decoded, against the picture. Writes benchmarks/results/race_latents_DEVICE.json.
 
 Shapes: B items, L latent channels, h x w latent positions.
 """
@@ -36,8 +35,16 @@ from gputrain.vae.recipe import VaeRecipe
 from gputrain.vae.work import start_linear
 
 SIDES = {"off": {}, "eq 0.5": {"eq_probability": 0.5}}
-OPTIONS = {"preset": "fast", "channels": [32, 64, 64], "z_channels": 4, "image_size": 32, "batch_size": 4}
-WIDTH, WINDOW, BATCH, DENOISER_STEPS, TIMES = 32, 16, 8, 500, (0.1, 0.3, 0.5, 0.7, 0.9)
+OPTIONS = {
+    "preset": "fast",
+    "channels": [32, 32, 32],
+    "z_channels": 4,
+    "image_size": 32,
+    "batch_size": 4,
+    "learning_rate": 3e-4,
+    "warmup_steps": 20,
+}
+WIDTH, WINDOW, BATCH, DENOISER_STEPS, TIMES = 32, 16, 8, 300, (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
 class Denoiser(nn.Module):
@@ -79,7 +86,7 @@ def train_denoiser(latents_BLhw: Tensor, seed: int) -> Denoiser:
 
 @torch.no_grad()
 def figures_of(model: AutoencoderKL, train: list[Picture], held_out: list[Picture], seed: int) -> dict[str, float]:
-    crops = [centre_crop(one.path, 256) for one in held_out]
+    crops = [centre_crop(one.path, 128) for one in held_out]
     found = reconstruction_figures(model, crops, torch.device("cpu"), report=LatentReport())
     assert found.report
     report, images = found.report.to_json(), to_unit(torch.stack(crops))
@@ -108,21 +115,19 @@ def run(options: argparse.Namespace, seed: int) -> dict[str, dict[str, float]]:
     pictures = open_pictures(options.data, held_out_share=0.25)
     began: dict[str, Tensor] = {}
     found = {}
-    for side, changes in {"start": {}, **SIDES}.items():
-        settings, runtime = race.assemble_for_cpu(TrainVae, "", data_path=str(options.data), seed=seed, **OPTIONS, **changes)
-        crops = CropDataset(pictures.train, settings.data.image_size, seed + 100 * bool(began), True, in_memory=True)
+    for side, changes in SIDES.items():
+        given = {**OPTIONS, **changes, "data_path": str(options.data), "seed": seed}
+        settings, runtime = race.assemble_for_cpu(TrainVae, "", **given)
+        crops = CropDataset(pictures.train, settings.data.image_size, seed, True, in_memory=True)
         recipe = VaeRecipe(settings, runtime, held_out=[])
-        if began:
-            recipe.start_from(began)
-        else:
+        if not began:
             start_linear(recipe, RankGroup(), pictures)
+            began = {name: tensor.clone() for name, tensor in recipe.autoencoder.state_dict().items()}
+        recipe.start_from(began)
         training, used = race.OurTraining(recipe, settings, runtime, crops), time.process_time()
         for _ in range(options.steps):
             training.step()
         used = time.process_time() - used
-        if not began:
-            began = {name: tensor.clone() for name, tensor in recipe.best_model.state_dict().items()}
-            continue
         found[side] = {**figures_of(recipe.best_model, pictures.train, pictures.held_out, seed), "cpu_seconds": used}
         print(f"seed {seed}, {side}: {json.dumps(found[side])}", flush=True)
     return found
@@ -131,7 +136,7 @@ def run(options: argparse.Namespace, seed: int) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="prepared pictures")
-    parser.add_argument("--steps", type=int, default=250, help="steps before, and as many of each side")
+    parser.add_argument("--steps", type=int, default=120, help="steps of each side")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--output-dir", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
@@ -144,7 +149,11 @@ def main() -> None:
             name: {"mean": statistics.fmean(values), "interval": race.interval(values), "values": values}
             for name, values in by_name.items()
         }
-    machine = {**machine_facts("cpu"), "threads": 1, "command": runner.command_line("python benchmarks/race_latents.py")}
+    machine = {
+        **machine_facts("cpu"),
+        "threads": 1,
+        "command": runner.command_line("python benchmarks/race_latents.py"),
+    }
     path = runner.result_path(options.output_dir, "race_latents", str(machine["device"]))
     content = {"steps": options.steps, "options": OPTIONS, "seeds": options.seeds, "sides": sides}
     runner.write_json(path, {**machine, "interval": "95 % by Student's t over the seeds, +-", **content})

@@ -179,10 +179,12 @@ def make_batch(architecture: VaeArchitecture, image_size: int, items: int, runti
 
 
 def stock_autoencoder(architecture: VaeArchitecture) -> Any:
-    levels = len(architecture.block_out_channels)
+    levels, keys = len(architecture.block_out_channels), dataclasses.asdict(architecture)
+    for name in ("decoder_block_out_channels", "patch_statistics", "padding_mode"):  # AutoencoderKL knows none of them.
+        del keys[name]
     autoencoder: Any = diffusers.AutoencoderKL
     return autoencoder(
-        **dataclasses.asdict(architecture),
+        **keys,
         down_block_types=["DownEncoderBlock2D"] * levels,
         up_block_types=["UpDecoderBlock2D"] * levels,
     )

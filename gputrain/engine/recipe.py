@@ -103,8 +103,8 @@ class StepGroup:
     loss: Callable[[Batch, int], Iterator[Yielded]]
     step_context: Callable[[], AbstractContextManager[object]] = nullcontext  # Entered once around all micro-batches.
     # Returns all that `loss` takes from the step besides tensors whose addresses stay the same: if it is equal, batches
-    # of equal shapes have the same kernels. None, or None of a step: kernels may change with every step, or are those of
-    # few steps, so that no CUDA graph holds them.
+    # of equal shapes have the same kernels. None, or None of a step: kernels may change with every step, or are
+    # those of few steps, so that no CUDA graph holds them.
     fixed: Callable[[int], Hashable] | None = None
 
     @property

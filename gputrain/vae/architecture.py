@@ -6,6 +6,7 @@ from typing import Literal
 from gputrain.errors import UserError
 
 VaePreset = Literal["flux", "flux2", "sd", "lite", "fast"]
+PaddingMode = Literal["zeros", "reflect"]
 
 PATCH = 2  # Latent positions along each side of a patch of an AutoencoderKLFlux2.
 
@@ -15,7 +16,8 @@ class VaeArchitecture:
     """Architecture of an AutoencoderKL or AutoencoderKLFlux2, with the field names of diffusers' config.json.
 
     `patch_statistics`: an AutoencoderKLFlux2, whose latents a pipeline normalises in patches of 2x2 positions. Only
-    that class has a decoder of other widths than the encoder's.
+    that class has a decoder of other widths than the encoder's. `padding_mode` is that of torch's convolutions, which
+    diffusers has no key for.
     """
 
     block_out_channels: tuple[int, ...]
@@ -29,6 +31,7 @@ class VaeArchitecture:
     out_channels: int = 3
     decoder_block_out_channels: tuple[int, ...] = ()  # From the picture to the latents; empty: block_out_channels.
     patch_statistics: bool = False
+    padding_mode: PaddingMode = "zeros"
 
     def __post_init__(self) -> None:
         if self.decoder_block_out_channels == self.block_out_channels:  # There is one way to say it, so that == holds.
@@ -79,6 +82,7 @@ def vae_architecture(
     z_channels: int = 0,
     image_channels: int = 3,
     decoder_channels: tuple[int, ...] = (),
+    padding_mode: PaddingMode = "zeros",
 ) -> VaeArchitecture:
     """Returns the architecture of a preset for pictures of `image_channels`, with other block `channels`, latent
     `z_channels` or `decoder_channels` of the decoder's blocks if they are given.
@@ -94,6 +98,7 @@ def vae_architecture(
         in_channels=image_channels,
         out_channels=image_channels,
         decoder_block_out_channels=decoder_channels,
+        padding_mode=padding_mode,
     )
     if len(made.block_out_channels) < 2:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Equivariant latents: scaled and turned latents that decode to the scaled and turned picture (EQ-VAE, arXiv:2502.09509).
+"""Equivariant latents: scaled and turned, they decode to the scaled and turned picture (EQ-VAE, arXiv:2502.09509).
 
 In a share of the steps, latents and target picture are transformed alike before the one decoding, whose result is then
 compared with the transformed target. Latents that allow this are smoother, and denoisers learn them faster. A smaller
@@ -37,14 +37,14 @@ class Transformation:
 
     def __call__(self, x_BCNN: Tensor) -> Tensor:
         side = x_BCNN.shape[-1] * self.side // self.of
-        if self.side != self.of:  # Without the filter against aliasing, targets would have details that latents lack.
-            x_BCNN = F.interpolate(x_BCNN, size=(side, side), mode="bilinear", antialias=True)
+        if self.side != self.of:  # As by the paper's authors; half the size is the average of 2x2 positions.
+            x_BCNN = F.interpolate(x_BCNN, size=(side, side), mode="bilinear")
         return torch.rot90(x_BCNN, self.turns, (2, 3))
 
 
 @dataclass(frozen=True)
 class Transformations:
-    """What is drawn for the steps of a training at one size."""
+    """Draws the transformations of the steps of a training at one size."""
 
     seed: int
     probability: float
@@ -57,7 +57,8 @@ class Transformations:
         pixels = SMALLEST_DISCRIMINATED if losses.adversarial_weight else SMALLEST
         pixels = max(pixels, SMALLEST_LPIPS if losses.uses_lpips else 0)
         latent_side = settings.data.image_size // factor
-        return cls(settings.schedule.seed, losses.eq_probability, latent_side, math.ceil(pixels / factor))
+        least = 2 if settings.model.padding == "reflect" else 1  # Latents that have a neighbour to be reflected.
+        return cls(settings.schedule.seed, losses.eq_probability, latent_side, max(least, math.ceil(pixels / factor)))
 
     @cached_property
     def sides(self) -> list[int]:

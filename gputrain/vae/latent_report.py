@@ -1,5 +1,5 @@
-"""What a denoiser meets in the latents of an autoencoder: their spectrum, the statistics of each channel, and how far
-they follow pictures that are scaled or turned.
+"""Reports what a denoiser meets in the latents of an autoencoder: their spectrum, the statistics of each channel, and
+how far they follow pictures that are scaled or turned.
 
 Shapes: B items, L latent channels, C channels of a picture, h x w latent positions, H x W pixels, R radial frequencies.
 """
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gputrain.vae.equivariance import Transformation
-from gputrain.vae.model import AutoencoderKL
+from gputrain.vae.tiny import Autoencoder
 
 TRANSFORMED = 64  # Pictures that are encoded and decoded transformed, which takes as long as two more each.
 DEAD = 0.01  # A channel whose standard deviation is a smaller share of the largest one carries hardly anything.
@@ -47,21 +47,21 @@ class LatentReport:
     pictures: int = 0
 
     @torch.no_grad()
-    def add(self, model: AutoencoderKL, images_BCHW: Tensor, mean_BLhw: Tensor) -> None:
+    def add(self, model: Autoencoder, images_BCHW: Tensor, mean_BLhw: Tensor) -> None:
         """Adds square pictures in [-1, 1] and the means of their latents."""
         side = mean_BLhw.shape[-1]
         latents_BLhw = mean_BLhw.double()
         by_channel_LN = latents_BLhw.transpose(0, 1).flatten(1)
         self.powers_4L = self.powers_4L + torch.stack([by_channel_LN.pow(n).sum(1) for n in (1, 2, 3, 4)]).cpu()
         self.count += by_channel_LN.shape[1]
-        small_BCHW = F.interpolate(images_BCHW.double(), size=(side, side), mode="bilinear", antialias=True)
+        small_BCHW = F.adaptive_avg_pool2d(images_BCHW.double(), side)
         added = (radial_spectra(planes).cpu() for planes in (latents_BLhw, small_BCHW))
         self.spectra = [before + more for before, more in zip(self.spectra, added, strict=True)]
         if self.pictures < TRANSFORMED:
             self._add_transformed(model, images_BCHW, mean_BLhw)
         self.pictures += len(images_BCHW)
 
-    def _add_transformed(self, model: AutoencoderKL, images_BCHW: Tensor, mean_BLhw: Tensor) -> None:
+    def _add_transformed(self, model: Autoencoder, images_BCHW: Tensor, mean_BLhw: Tensor) -> None:
         side = mean_BLhw.shape[-1]
         both = {"half": Transformation(side // 2, side, 0), "turn": Transformation(side, side, 1)}
         for name, transformation in both.items():

@@ -20,6 +20,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 
 from gputrain.engine.data import Sample
 from gputrain.figures import counted
-from gputrain.vae.architecture import VaeArchitecture
+from gputrain.vae.architecture import PaddingMode, VaeArchitecture
 from gputrain.vae.data import CropDataset, Picture, to_unit
 from gputrain.vae.model import Attention, AutoencoderKL, Downsample, ResnetBlock, Upsample
 
@@ -51,16 +52,17 @@ WARMUP = 20
 class LinearCode(nn.Module):
     """Convolutions with the geometry of an autoencoder, and nothing between them."""
 
-    def __init__(self, signals: Sequence[int], channels: int) -> None:
+    def __init__(self, signals: Sequence[int], channels: int, padding_mode: PaddingMode = "zeros") -> None:
         """`signals`: the number of signals after each halving of the size; the last are the latents. `channels` are
-        those of a picture."""
+        those of a picture, and `padding_mode` is that of the autoencoder."""
         super().__init__()
         self.signals, self.channels = tuple(signals), channels
         widths = list(pairwise((channels, *signals)))
         self.down = [nn.Conv2d(wide, narrow, 3, stride=2) for wide, narrow in widths]
-        self.code = nn.Conv2d(signals[-1], signals[-1], 3, padding=1)
-        self.up = [nn.Conv2d(narrow, wide, 3, padding=1) for wide, narrow in reversed(widths)]
-        self.out = nn.Conv2d(channels, channels, 3, padding=1)
+        conv = partial(nn.Conv2d, kernel_size=3, padding=1, padding_mode=padding_mode)
+        self.code = conv(signals[-1], signals[-1])
+        self.up = [conv(narrow, wide) for wide, narrow in reversed(widths)]
+        self.out = conv(channels, channels)
         self.layers = nn.ModuleList([*self.down, self.code, *self.up, self.out])
 
     def encode(self, images_BCHW: Tensor) -> Tensor:
@@ -335,7 +337,7 @@ def fit_code(pictures: Sequence[Picture], architecture: VaeArchitecture, seed: i
     crops = CropDataset(chosen, TILES * tile, seed, False, architecture.in_channels)
     images = torch.stack([crops[Sample(0, index)] for index in range(count)])
     tiles_BCHW = images.unfold(2, tile, tile).unfold(3, tile, tile).permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
-    code = LinearCode(signals_of(architecture), architecture.in_channels)
+    code = LinearCode(signals_of(architecture), architecture.in_channels, architecture.padding_mode)
     with one_thread():
         error = code.fit(to_unit(tiles_BCHW), seed)
     log.info(

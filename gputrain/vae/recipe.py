@@ -263,8 +263,7 @@ class VaeRecipe:
             if batch.top_B is not None and batch.left_B is not None:
                 size = min(self.losses.lpips_crop, made_BCHW.shape[-1])
                 made_BCHW, images_BCHW = (
-                    crop(pictures, batch.top_B, batch.left_B, size)
-                    for pictures in (made_BCHW, images_BCHW)
+                    crop(pictures, batch.top_B, batch.left_B, size) for pictures in (made_BCHW, images_BCHW)
                 )
             yield Term("lpips", self.lpips(as_rgb(made_BCHW), as_rgb(images_BCHW)).sum() / batch.whole, weight)
         elif weight:

@@ -214,7 +214,8 @@ class VaeData(TrainingData[TrainVae]):
         )
 
     def begin(self, settings: TrainVae, run: Run, runtime: Runtime) -> TrainVae:
-        check_same_channels(run, settings.data.image_channels)
+        check_same(run, "image_channels", settings.data.image_channels, 3)
+        check_same(run, "padding", settings.model.padding, "zeros")
         run.facts |= run.resumed.get("facts", {}) if run.resumed else {}
         log_training(settings, runtime, self.pictures)
         if settings.losses.uses_lpips:  # What is missing is said before the training is planned.
@@ -315,13 +316,14 @@ def check_decoder(pretrained: Pretrained, model: Model) -> None:
         )
 
 
-def check_same_channels(run: Run, image_channels: int) -> None:
-    """Raises UserError if a resumed run would get pictures of another number of channels than before."""
-    before = run.resumed["config"].get("image_channels", 3) if run.resumed else image_channels
-    if before != image_channels:
+def check_same(run: Run, name: str, value: object, formerly: object) -> None:
+    """Raises UserError if a resumed run would have another value of an option that its weights depend on. `formerly` is
+    that of runs of earlier versions, which do not have the option."""
+    before = run.resumed["config"].get(name, formerly) if run.resumed else value
+    if before != value:
         raise UserError(
-            f"the checkpoint was trained with image_channels {before}, and this run has {image_channels}",
-            hint=f"--image-channels {before}, or begin a new run",
+            f"the checkpoint was trained with {name} {before}, and this run has {value}",
+            hint=f"--{name.replace('_', '-')} {before}, or begin a new run",
         )
 
 
@@ -387,7 +389,7 @@ def start_linear(recipe: VaeRecipe, group: RankGroup, pictures: Pictures) -> Non
     if not signals:
         log.info("the start is random: the norms of these channels have no place for a linear code")
         return
-    code = LinearCode(signals, architecture.in_channels)
+    code = LinearCode(signals, architecture.in_channels, architecture.padding_mode)
     code.load_state_dict(group.from_leader(lambda: fit_code(pictures.of_epoch, architecture, seed).state_dict()))
     torch.manual_seed(seed)
     autoencoder = AutoencoderKL(architecture)

@@ -36,6 +36,7 @@ SMALL = {
     "narrower than its latents": VaeArchitecture((24, 48, 48), 32, layers_per_block=1, norm_num_groups=6),
     "gray": VaeArchitecture((32, 32, 64), 4, norm_num_groups=8, in_channels=1, out_channels=1),
     "transparency": VaeArchitecture((32, 32, 64), 4, norm_num_groups=8, in_channels=4, out_channels=4),
+    "reflecting": VaeArchitecture((32, 64), 4, norm_num_groups=8, padding_mode="reflect"),
     "five blocks": VaeArchitecture((32, 32, 64, 64, 64), 8, norm_num_groups=8),
 }
 PHOTOGRAPHS = ("astronaut", "coffee", "chelsea", "rocket", "retina", "hubble_deep_field")
@@ -49,7 +50,7 @@ def fresh(architecture: VaeArchitecture, *, lean: bool = True) -> AutoencoderKL:
 def code_for(architecture: VaeArchitecture, noise: float = 0.3) -> LinearCode:
     """Returns a code whose every weight matters, with latents of mean 0 and variance 1."""
     torch.manual_seed(1)
-    code = LinearCode(signals_of(architecture), architecture.in_channels)
+    code = LinearCode(signals_of(architecture), architecture.in_channels, architecture.padding_mode)
     code.start(torch.Generator().manual_seed(2))
     with torch.no_grad():
         for parameter in code.parameters():

@@ -33,7 +33,8 @@ REAL = {"channels": [], "image_size": 128}
 @pytest.mark.parametrize(
     ("changes", "checkpointing"),
     [
-        (ADVERSARY, True), ({"lean": False}, False), ({"train_part": "decoder"}, False),
+        (ADVERSARY, True), ({"padding": "reflect", "image_size": 32}, False),
+        ({"lean": False}, False), ({"train_part": "decoder"}, False),
         ({"train_part": "tiny-decoder"}, False), slow({"train_part": "tiny-decoder"}, True), slow({}, False),
         slow({}, True), slow(ADVERSARY, False), slow({**ADVERSARY, "discriminator_norm": "spectral"}, False),
         slow({"lean": False}, True), slow({"use_bf16": True}, False), slow({"channels_last": True}, False),

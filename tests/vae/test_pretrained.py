@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -255,6 +256,23 @@ def test_another_architecture(name: str, stock: dict[VaeArchitecture, diffusers.
     with pytest.raises(UserError, match=rf"different architecture: {re.escape(differences)}$") as caught:
         load_pretrained(tmp_path, ours)
     assert caught.value.hint == hint
+
+
+def test_a_folder_of_stock_diffusers_may_reflect_and_one_that_does_goes_on_reflecting(
+    stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path
+) -> None:
+    stock[TINY].save_pretrained(tmp_path)
+    reflecting = dataclasses.replace(TINY, padding_mode="reflect")
+    assert load_pretrained(tmp_path, reflecting).architecture == reflecting
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "padding_mode": "reflect"}))
+    assert load_pretrained(tmp_path, reflecting).architecture == reflecting
+    with pytest.raises(UserError, match="different architecture: padding_mode reflect, this run has zeros"):
+        load_pretrained(tmp_path, TINY)
+    assert options_for(dataclasses.replace(PRESETS["sd"], padding_mode="reflect")) == "--preset sd --padding reflect"
+    (tmp_path / "config.json").write_text(json.dumps({**config, "padding_mode": "circular"}))
+    with pytest.raises(UserError, match="padding_mode is 'circular', expected zeros or reflect"):
+        load_pretrained(tmp_path, TINY)
 
 
 @each_row(*PRESETS)
