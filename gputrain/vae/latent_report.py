@@ -148,13 +148,14 @@ def radial_spectra(planes_BChw: Tensor) -> Tensor:
 
     A Hann window keeps the borders, which do not meet, from looking like high frequencies.
     """
-    side, where = planes_BChw.shape[-1], {"device": planes_BChw.device}
+    side, device = planes_BChw.shape[-1], planes_BChw.device
     centred_BChw = planes_BChw - planes_BChw.mean((2, 3), keepdim=True)
     if side > 3:  # The window of fewer positions is hardly more than one of them.
-        window_h = torch.hann_window(side, dtype=planes_BChw.dtype, **where)
+        window_h = torch.hann_window(side, dtype=planes_BChw.dtype, device=device)
         centred_BChw = centred_BChw * window_h * window_h[:, None]
     power_Chw = torch.fft.fft2(centred_BChw).abs().square().sum(0)
-    rows_h = torch.fft.fftfreq(side, 1 / side, **where)
+    rows_h = torch.fft.fftfreq(side, 1 / side, device=device)
     radius_hw = torch.hypot(rows_h[:, None], rows_h).round().long()
     spectra_CR = power_Chw.new_zeros(len(power_Chw), int(radius_hw.max()) + 1)
-    return spectra_CR.index_add_(1, radius_hw.flatten(), power_Chw.flatten(1))[:, : side // 2 + 1]
+    spectra_CR.index_add_(1, radius_hw.flatten(), power_Chw.flatten(1))
+    return spectra_CR[:, : side // 2 + 1]

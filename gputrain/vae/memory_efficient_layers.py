@@ -112,8 +112,8 @@ class _NormSiluConv(torch.autograd.Function):
         scale_BC, shift_BC = arithmetic.coefficients(mean_BG, rstd_BG, norm_weight_C, norm_bias_C, offset_C)
         if not (needs_x or needs_scale or needs_shift or needs_offset):
             active_BCHW = arithmetic.activate(x_BCHW, scale_BC, shift_BC, ctx.dtype)
-            grad_weight = _gradient(grad_BKHW, active_BCHW, weight_KCHW, "weight", ctx.reflected)
-            return None, None, None, grad_weight, *(None,) * 6
+            only = _gradient(grad_BKHW, active_BCHW, weight_KCHW, "weight", ctx.reflected)
+            return None, None, None, only, *(None,) * 6
         grad_BCHW = _gradient(grad_BKHW, x_BCHW.to(ctx.dtype), weight_KCHW, "input", ctx.reflected)
         # The elementwise functions compute the activation again on the way to the norm's gradients, and the gradient of
         # the convolution's weight follows.
