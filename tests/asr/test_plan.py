@@ -138,3 +138,14 @@ def test_bench_train_asr_from_the_command_line(tmp_path):
     assert gputrain_here(*words.split(), tmp_path).returncode == 0
     (table,) = tmp_path.glob("bench_asr*.json")
     assert json.loads(table.read_text())["rows"][0]["figures"]["seconds_per_step"] > 0
+
+
+@pytest.mark.slow
+def test_averages_of_8_bits_make_1b_fit_a_t4():
+    values = {"preset": "xls-r-1b", "gpu": ["t4"]}
+    (full,) = plan_cards(AsrWork(), assemble(PlanAsr, values))
+    (small,) = plan_cards(AsrWork(), assemble(PlanAsr, {**values, "optimizer": "adamw-8bit"}))
+    assert (full.fit.fits, small.fit.fits) == (False, True)
+    assert full.fit.parts["optimizer"] == pytest.approx(7.67, abs=0.02)
+    assert small.fit.parts["optimizer"] == pytest.approx(7.67 * 65 / 256, abs=0.02)
+    assert any("--optimizer adamw-8bit" in sentence for sentence in map(str, vars(full).values()))

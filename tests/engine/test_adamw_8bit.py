@@ -13,6 +13,7 @@ from gputrain.engine.adamw_8bit import BLOCK, BlockCode, EightBitAdamW, code_val
 from gputrain.engine.checkpoint import tensor_bytes
 from gputrain.engine.optim import FusedAdamW, adamw
 from gputrain.engine.state import load_optimizer
+from tests.fake_cuda.device import fake_cuda
 from tests.tables import each_row
 
 LR, BETAS, EPS, DECAY = 0.02, (0.9, 0.98), 1e-8, 0.1
@@ -123,13 +124,13 @@ def test_a_quadratic_is_minimised_as_by_adamw():
     distances = []
     for algorithm in (FusedAdamW, EightBitAdamW):
         draws = torch.Generator().manual_seed(0)
-        weight = nn.Parameter(torch.randn(64, 128, generator=draws))
-        curvature = 10 ** (2 * torch.rand(64, 128, generator=draws) - 2)
+        weight = nn.Parameter(torch.randn(32, 128, generator=draws))
+        curvature = 10 ** (2 * torch.rand(32, 128, generator=draws) - 2)
         optimizer = adamw([weight], learning_rate=0.05, weight_decay=0.0, betas=BETAS, algorithm=algorithm)
         start = float((curvature * weight.detach() ** 2).sum())
-        for step in range(300):
-            optimizer.param_groups[0]["lr"] = 0.05 * (1 - step / 300)
-            weight.grad = curvature * (2 * weight.detach() + 0.5 * torch.randn(64, 128, generator=draws))
+        for step in range(200):
+            optimizer.param_groups[0]["lr"] = 0.05 * (1 - step / 200)
+            weight.grad = curvature * (2 * weight.detach() + 0.5 * torch.randn(32, 128, generator=draws))
             optimizer.step()
         distances.append(float((curvature * weight**2).sum().detach()) / start)
     assert distances[0] < 0.02
@@ -180,3 +181,15 @@ def test_the_size_of_the_averages_is_known_before_they_are():
         held = {name: value for name, value in optimizer.state[weight].items() if name != "step"}
         assert moment_bytes(optimizer, weight) == tensor_bytes(held)
     assert moment_bytes(optimizer, weights[0]) == 48 * 128 * (2 + 2 / 64)
+
+
+def test_a_step_copies_nothing_between_device_and_host():
+    with fake_cuda(capability=(7, 5), memory_gb=16) as card:
+        weights = [nn.Parameter(torch.ones(48, 128, device="cuda")), nn.Parameter(torch.ones(5, device="cuda"))]
+        optimizer = adamw(weights, learning_rate=LR, weight_decay=DECAY, betas=BETAS, algorithm=EightBitAdamW)
+        optimizer.grad_scale, optimizer.found_inf = (torch.ones((), device="cuda") for _ in range(2))
+        stepped(optimizer, weights)  # The first step places the values of the codes.
+        with card.watched() as copies:
+            stepped(optimizer, weights)
+        assert optimizer.state[weights[0]]["exp_avg"].device.type == "cuda"
+        assert not copies.made
