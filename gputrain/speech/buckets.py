@@ -244,8 +244,8 @@ class Buckets:
             return self.collated(members_A, changes)
         part, reader = self.ranks.rows(len(members_A)), self.store.format.frontend
         symbols = [len(reader.ids(self.clips[member].normalized)) for member in members_A]
-        part = part if part.stop > part.start else slice(0, 1)
-        return self.collated(members_A[part], changes[part])._replace(
+        read = part if part.stop > part.start else slice(0, 1)  # One clip fills the place of none.
+        return self.collated(members_A[read], changes[read])._replace(
             all_symbols_A=torch.tensor(symbols),
             all_frames_A=torch.from_numpy(self._of_bucket(self._order(sample.epoch).frames_M, sample)),
             range_2=torch.tensor([part.start, part.stop]),

@@ -134,7 +134,7 @@ def test_a_quadratic_is_minimised_as_by_adamw():
             optimizer.step()
         distances.append(float((curvature * weight**2).sum().detach()) / start)
     assert distances[0] < 0.02
-    assert distances[1] == pytest.approx(distances[0], rel=0.05)
+    assert distances[1] == pytest.approx(distances[0], rel=0.1)
 
 
 @each_row((FusedAdamW, EightBitAdamW), (EightBitAdamW, FusedAdamW))
