@@ -7,7 +7,7 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
@@ -323,11 +323,12 @@ def teacher_of(loaded: LoadedVae) -> AutoencoderKL | None:
         return None
     if found.architecture == model.architecture and not isinstance(model, DistilledAutoencoder):
         return None  # The run began with this decoder.
-    mine = model.state_dict()
-    if not all(torch.equal(mine[name].cpu(), found.weights[name]) for name in mine if name.startswith(ENCODER)):
+    encoder = {name: tensor.cpu() for name, tensor in model.state_dict().items() if name.startswith(ENCODER)}
+    if not all(name in found.weights and torch.equal(one, found.weights[name]) for name, one in encoder.items()):
         log.warning("%s is not evaluated beside it: it is another autoencoder than when the training began", source)
         return None
-    teacher = AutoencoderKL(found.architecture)
+    # A folder of diffusers does not say how its convolutions pad.
+    teacher = AutoencoderKL(replace(found.architecture, padding_mode=settings.model.padding))
     load_weights(teacher, found.weights, source)
     return teacher.eval().requires_grad_(False)
 

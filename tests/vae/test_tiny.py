@@ -147,15 +147,20 @@ def test_evaluation_stands_beside_the_teacher(trained: Path, photographs: Path, 
     beside, alone = figures(trained / "run"), figures(trained / "teacher")
     assert beside["teacher_psnr_db"] == pytest.approx(alone["psnr_db"], abs=1e-4)
     assert min(beside["decode_seconds"], beside["teacher_decode_seconds"]) > 0
-    shutil.copytree(trained / "run", tmp_path / "moved")
     (trained / "teacher").rename(trained / "elsewhere")
     try:
-        without = figures(tmp_path / "moved")
+        for other in (None, {}, {"preset": "lite", "channels": [16, 16]}):
+            if other is not None:  # Another autoencoder in its place, of the same or of other layers.
+                torch.manual_seed(6)
+                model = AutoencoderKL(settings_of(**other).architecture)
+                save_diffusers(model, trained / "teacher", SCALING, sample_size=24)
+            without = figures(trained / "run")
+            assert without["psnr_db"] == beside["psnr_db"]
+            assert "teacher_psnr_db" not in without
+            assert "is not evaluated beside it" in without["output"]
+            shutil.rmtree(trained / "teacher", ignore_errors=True)
     finally:
         (trained / "elsewhere").rename(trained / "teacher")
-    assert without["psnr_db"] == beside["psnr_db"]
-    assert "teacher_psnr_db" not in without
-    assert "is not evaluated beside it" in without["output"]
 
 
 def begun(tmp_path: Path, **changes: object):
