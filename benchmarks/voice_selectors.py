@@ -12,8 +12,8 @@ rank correlations of the measures, their mean and 95 % interval over the seeds, 
 import argparse
 import itertools
 import json
+import math
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def one_score(folder: Path, target: Path) -> Path:
 
 
 def trained(args: argparse.Namespace, seed: int) -> Path:
-    folder = args.work_dir / f"seed_{seed}"
+    folder: Path = args.work_dir / f"seed_{seed}"
     if not (folder / "report.html").exists():
         values: dict[str, Any] = {
             "data_dir": str(args.data), "output_dir": str(folder), "seed": seed, "preset": "fast", "batch_size": 2,
@@ -94,7 +94,9 @@ def correlations(folder: Path) -> dict[str, Any]:
         for one, other in itertools.combinations(series, 2)
     }
     chosen = {one.title: [one.step, one.value] for one in selectors_of(record)}
-    recorded = {name: rows[0][name] for name in ("eval/recorded_cer", "eval/recorded_mos") if name in rows[0]}
+    recorded: dict[str, Any] = {
+        name: rows[0][name] for name in ("eval/recorded_cer", "eval/recorded_mos") if name in rows[0]
+    }
     return {"correlations": pairs, "chosen": chosen, "series": series, **recorded}
 
 
@@ -111,16 +113,14 @@ def main() -> None:
     args.work_dir.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     architecture.PRESETS["fast"] = {**architecture.PRESETS["fast"], **SMALL}
-    began = time.process_time()
     found = {str(seed): correlations(trained(args, seed)) for seed in args.seeds}
     for pair in next(iter(found.values()))["correlations"]:
         values = [one["correlations"][pair] for one in found.values() if one["correlations"][pair] is not None]
-        mean = f"{sum(values) / len(values):.2f} +- {interval(values) or 0:.2f}" if values else "-"
-        print(f"{pair}: {mean} over {len(values)} seeds, where neither is the same everywhere")
+        mean, margin = (sum(values) / len(values) if values else math.nan), interval(values)
+        print(f"{pair}: {mean:.2f}{f' +- {margin:.2f}' if margin is not None else ''} ({len(values)} seeds)")
     result = {
         "command": f"python benchmarks/voice_selectors.py {' '.join(sys.argv[1:])}", "torch": torch.__version__,
         "machine": machine_facts("cpu"), "seeds": found,
-        "cpu_seconds": time.process_time() - began,
     }  # fmt: skip
     path = Path(__file__).parent / "results" / "voice_selectors.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

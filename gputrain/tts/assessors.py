@@ -20,7 +20,7 @@ from gputrain.fetch.published import PublishedFiles
 from gputrain.kinds import kind_of, kinds, speech_checker
 from gputrain.speech.text.frontend import Frontend
 from gputrain.tts.config import VoiceEvaluation
-from gputrain.tts.measures import plain, recognise
+from gputrain.tts.measures import check_whisper, plain, recognise
 
 Recogniser: TypeAlias = Callable[[Samples], str]  # Transcribes samples at the voice's rate to normalised text.
 # Transcribes samples at a rate in Hz; the language, a code or None, is for those that know many.
@@ -39,10 +39,9 @@ class AssessmentFailed(UserError):
 
     def __init__(self, measure: str, error: Exception) -> None:
         title = {"cer": "the recogniser", "mos": "the MOS predictor"}[measure]
-        super().__init__(
-            f"{title} failed on a sound: {first_line(error)}",
-            hint="resume without it (--best-by distance needs neither), or with another one",
-        )
+        without = "resume without it (--best-by distance needs neither), or with another one"
+        hint = f"{error.hint}, or {without}" if isinstance(error, UserError) and error.hint else without
+        super().__init__(f"{title} failed on a sound: {first_line(error)}", hint=hint)
         self.measure = measure
 
 
@@ -96,6 +95,7 @@ def reader_of(model: str | Path | None, device: str) -> SpeechReader | None:
     if not path.is_dir() or kind_of(path).load_speech_checker:
         checker = speech_checker(path, device)
         return lambda wave, rate_hz, language: str(checker.read(wave, rate_hz))
+    check_whisper(path)
     return partial(recognise, model=path)
 
 

@@ -86,6 +86,8 @@ class Model:
 
     def __post_init__(self) -> None:
         check_multiple(self, "discriminator_channels", 8)
+        if self.add_speaker != self.add_speaker.strip():
+            raise UserError(f"add_speaker {self.add_speaker!r} begins or ends with a space", hint="give a plain name")
         if self.add_speaker and not self.init_from:
             raise UserError(
                 f"add_speaker {self.add_speaker} needs a voice to be added to", hint="--init-from RUN_OR_CHECKPOINT"

@@ -76,7 +76,8 @@ WITHIN_95 = 1.96  # standard errors
 
 SCORES: Mapping[str, Callable[[Mapping[str, float]], float]] = {  # Higher is better, by the values of best_by.
     "distance": lambda scalars: -scalars["mcd_sl_db"],
-    "cer": lambda scalars: 1 - scalars["cer"],
+    # Where nothing can be read yet, a rate above 100 % is no worse than one of 100 %: the distance decides.
+    "cer": lambda scalars: 1 - scalars["cer"] if scalars["cer"] < 1 else -scalars["mcd_sl_db"],
     "mos": lambda scalars: scalars["mos"],
 }
 

@@ -203,8 +203,8 @@ def recognise(wave_T: Samples, rate_hz: int, language: str | None, model: Path) 
         raise UserError(f"{model}: {error}", hint="use a language code of Whisper, such as en, ru or uz") from None
 
 
-@functools.lru_cache(maxsize=1)
-def _whisper(model: Path) -> Any:
+def check_whisper(model: Path) -> None:
+    """Raises UserError if the package or a file of the model is missing."""
     require("faster_whisper", needed_by="speech recognition with a Whisper model")
     missing = [name for name in ("model.bin", "config.json", "tokenizer.json") if not (model / name).is_file()]
     if missing:  # Without a tokenizer, the package would download one.
@@ -212,6 +212,11 @@ def _whisper(model: Path) -> Any:
             f"{model} holds no {' and no '.join(missing)}",
             hint="name a run of train-asr, a CTC model of transformers, or a Whisper model of faster-whisper",
         )
+
+
+@functools.lru_cache(maxsize=1)
+def _whisper(model: Path) -> Any:
+    check_whisper(model)
     package = importlib.import_module("faster_whisper")
     try:
         return package.WhisperModel(str(model), device="cpu", compute_type="int8", local_files_only=True)

@@ -82,9 +82,11 @@ class TtsWork(SpeechWork[TrainTts]):
         symbols, speakers = len(format.frontend.symbols), len(format.speakers)
         size = SpeechSize(format.sampling_rate, symbols, speakers, buckets.largest_average)
         # One process evaluates. It has the assessors in its RAM, on the CPU, so that the plan of a GPU stays true.
-        assessors = None
+        assessors, options = None, settings.assessors
         if Ranks.launched(os.environ).leads:
-            assessors = open_assessors(settings.assessors, format.front_end, format.sampling_rate, "cpu")
+            assessors = open_assessors(options, format.front_end, format.sampling_rate, "cpu")
+            if models := [str(one) for one in (options.recogniser, options.mos_predictor) if one]:
+                log.info("evaluations also use, on the CPU: %s", ", ".join(models))
         return TtsTraining(speech, buckets, size, assessors)
 
     def target(self, settings: TrainTts) -> PlanTarget:

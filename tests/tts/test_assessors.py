@@ -15,7 +15,7 @@ from gputrain.speech.buckets import Speech, open_speech
 from gputrain.tts import assessors, work
 from gputrain.tts.assessors import AssessmentFailed, Assessors, MosPredictor
 from gputrain.tts.config import TrainTts, VoiceEvaluation
-from gputrain.tts.evaluate import HeldOutClips
+from gputrain.tts.evaluate import SCORES, HeldOutClips
 from gputrain.tts.model import Voice
 from tests.speech.trainings import rows
 from tests.tables import each_row
@@ -137,13 +137,22 @@ def test_the_score_is_that_of_the_chosen_measure_and_all_are_reported(store):
         clips, speech, voice = held_out_of(store, found, best_by)
         scalars = clips.evaluate(voice, CPU).scalars
         value = scalars[expected]
-        assert scalars["score"] == {"distance": -value, "cer": 1 - value, "mos": value}[best_by]
+        assert scalars["score"] == {"distance": -value, "cer": 1 - value, "mos": value}[best_by] != 0
         assert scalars["mos"] == scalars["recorded_mos"] == 3.5
         assert scalars["cer"] > 0
     count = len(speech.parts.held_out)
     assert len(heard) == 3 * 2 * count
     assert clips.evaluate(voice, CPU).scalars == scalars
     assert len(heard) == 3 * 2 * count + count  # Recordings are heard once.
+
+
+def test_a_voice_that_cannot_be_read_yet_is_chosen_by_its_distance():
+    """From the first letters that are read, the error rate decides."""
+    silent, near, louder, read = (
+        SCORES["cer"]({"cer": cer, "mcd_sl_db": distance})
+        for cer, distance in ((1.0, 20.0), (1.2, 12.0), (1.0, 15.0), (0.99, 30.0))
+    )
+    assert silent < louder < near < read
 
 
 def test_a_failing_assessor_ends_the_run_only_if_it_chooses_the_best(store, caplog):
