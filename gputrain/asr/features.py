@@ -45,9 +45,13 @@ def _matrices() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     return np.concatenate([fourier_KS.real, fourier_KS.imag], axis=1), filters
 
 
-def filter_banks(wave_BL: Tensor) -> Tensor:
+def matrices_on(device: torch.device) -> list[Tensor]:
+    return [torch.tensor(matrix).to(device, non_blocking=True) for matrix in _matrices()]
+
+
+def filter_banks(wave_BL: Tensor, matrices: Sequence[Tensor] = ()) -> Tensor:
     """Returns the logarithms of the energies in the bins of waves in [-1, 1], fp64 (B, M, C)."""
-    fourier_KS, filters_SC = (torch.tensor(matrix, device=wave_BL.device) for matrix in _matrices())
+    fourier_KS, filters_SC = matrices or matrices_on(wave_BL.device)
     # Frames of five blocks begin every second block; ONNX has no operator that makes overlapping frames.
     frames, blocks = (wave_BL.shape[1] - BANK_FIELD) // BANK_STRIDE + 1, wave_BL.shape[1] // BLOCK
     blocks_BNK = (wave_BL[:, : blocks * BLOCK].double() * FULL_SCALE).reshape(len(wave_BL), -1, BLOCK)
@@ -64,9 +68,9 @@ def stacked(banks_BMC: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     return made_BMC[:, : frames // 2 * 2].reshape(clips, frames // 2, FEATURES)
 
 
-def features_of_equal(wave_BL: Tensor) -> Tensor:
+def features_of_equal(wave_BL: Tensor, matrices: Sequence[Tensor] = ()) -> Tensor:
     """Returns the features of waves of equal length, in their data type, (B, T, 2 C)."""
-    banks_BMC = filter_banks(wave_BL)
+    banks_BMC = filter_banks(wave_BL, matrices)
     moments = banks_BMC.mean(dim=1, keepdim=True), banks_BMC.var(dim=1, keepdim=True, correction=1)
     return stacked(banks_BMC, *moments).to(wave_BL.dtype)
 
@@ -74,10 +78,10 @@ def features_of_equal(wave_BL: Tensor) -> Tensor:
 def features_of(wave_BL: Tensor, samples: Sequence[int]) -> Tensor:
     """Returns the features of clips of so many samples, zero beyond their ends, for the frames of the longest one."""
     most = max(1, (max(samples) - FEATURE_FIELD) // STRIDE + 1)
-    made_BTC = wave_BL.new_zeros(len(samples), most, FEATURES)
+    made_BTC, matrices = wave_BL.new_zeros(len(samples), most, FEATURES), matrices_on(wave_BL.device)
     for row, count in enumerate(samples):
         if count >= FEATURE_FIELD:
-            own_1TC = features_of_equal(wave_BL[row : row + 1, :count])
+            own_1TC = features_of_equal(wave_BL[row : row + 1, :count], matrices)
             made_BTC[row, : own_1TC.shape[1]] = own_1TC[0]
     return made_BTC
 

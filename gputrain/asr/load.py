@@ -68,7 +68,8 @@ def predict(model: Any, wave_BL: Tensor, samples: Sequence[int], *, normalizes: 
 
     The model computes in the data type of its weights, or in that of an autocast around the call.
     """
-    sound_BX = networks.sound_of(model, wave_BL, samples, normalizes=normalizes)
+    samples_B = torch.tensor(samples, device=wave_BL.device)
+    sound_BX = networks.sound_of(model, wave_BL, samples, samples_B, normalizes=normalizes)
     frames = [encoder_frames(count, networks.family(model).field) for count in samples]
     return predict_sound(model, sound_BX, frames if networks.uses_attention_mask(model) else None)
 

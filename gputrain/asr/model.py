@@ -109,11 +109,14 @@ def frame_counts(samples: Tensor, field: int = FIELD) -> Tensor:
     return (samples - field) // STRIDE + 1
 
 
-def sound_of(model: Any, wave_BL: Tensor, samples: Sequence[int], *, normalizes: bool) -> Tensor:
-    """Returns what the encoder reads of clips of so many samples in [-1, 1], which are zero beyond their ends."""
+def sound_of(
+    model: Any, wave_BL: Tensor, samples: Sequence[int], samples_B: Tensor, *, normalizes: bool
+) -> Tensor:  # fmt: skip
+    """Returns what the encoder reads of clips in [-1, 1], which are zero beyond their ends. The numbers of samples are
+    given on the host and on the device, so that nothing waits for them."""
     if has_features(model):
         return features_of(wave_BL, samples)
-    return normalized(wave_BL, torch.tensor(samples).to(wave_BL.device, non_blocking=True)) if normalizes else wave_BL
+    return normalized(wave_BL, samples_B) if normalizes else wave_BL
 
 
 def frames_of(sound_BX: Tensor) -> int:

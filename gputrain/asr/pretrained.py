@@ -85,17 +85,15 @@ class StockRecogniser:
         self.check_weights()
         try:
             with networks.quiet_transformers():
-                # One that was only pretrained may have no number of symbols.
-                config = config_class(**{**self.architecture, "vocab_size": self.architecture["vocab_size"] or 1})
+                if self.of_omniasr:
+                    return _load_omniasr(self.architecture, self.folder)
+                config = config_class.from_pretrained(str(self.folder))
+                config.vocab_size = config.vocab_size or 1  # One that was only pretrained may have none.
                 model, found = model_class.from_pretrained(
                     str(self.folder), config=config, attn_implementation=networks.attention_of(model_class),
                     dtype=torch.float32, output_loading_info=True,
-                    key_mapping=OMNIASR_TENSORS if self.of_omniasr else None,
                 )  # fmt: skip
                 missing = list(found["missing_keys"])
-                if self.of_omniasr:
-                    _set_norms(model.wav2vec2.encoder.pos_conv_embed.conv.parametrizations.weight)
-                    missing = [name for name in missing if not name.endswith("weight.original0")]
                 if self.language is not None:
                     model.load_adapter(self.language)
                     log.info("%s: with the adapter and the head of %s", self.name, self.language)
@@ -193,6 +191,19 @@ def _xls_r_of(content: Mapping[str, Any]) -> dict[str, Any]:
         "feat_extract_activation": audio.get("hidden_act", "gelu"),
         "vocab_size": content.get("vocab_size", OMNIASR_SYMBOLS), "pad_token_id": content.get("blank_token_id", 0),
     }  # fmt: skip
+
+
+def _load_omniasr(architecture: dict[str, Any], folder: Path) -> tuple[Any, list[str]]:
+    """Returns an omniASR-CTC as a wav2vec2, and the tensors that its files lack."""
+    model, weights = networks.build_recogniser(architecture), dict[str, Tensor]()
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, tensor in _weights_of(path).items():
+            for pattern, other in OMNIASR_TENSORS.items():
+                name = re.sub(pattern, other, name)
+            weights[name] = tensor
+    missing = model.load_state_dict(weights, strict=False).missing_keys
+    _set_norms(model.wav2vec2.encoder.pos_conv_embed.conv.parametrizations.weight)
+    return model, [name for name in missing if not name.endswith(("weight.original0", "masked_spec_embed"))]
 
 
 @torch.no_grad()

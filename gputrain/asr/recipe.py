@@ -132,7 +132,8 @@ class RecogniserRecipe(BucketRecipe):
         clips, draws = self.clips_and_draws(loaded, step)
         samples = [count for bucket in clips.buckets for count in bucket.samples_B.tolist()]
         # A clip may be shorter than the longer frames of w2v-BERT, and then has one of silence.
-        frames = tuple(max(1, encoder_frames(count, networks.family(self.model).field)) for count in samples)
+        field = networks.family(self.model).field
+        frames = tuple(max(1, encoder_frames(count, field)) for count in samples)
         labels = tuple(count for bucket in clips.buckets for count in bucket.symbols_B.tolist())
         # Without an attention mask the length of the padding matters, and is that of the whole batch.
         longest = 0 if self.uses_mask else max(clips.frames) * STRIDE
@@ -140,10 +141,11 @@ class RecogniserRecipe(BucketRecipe):
         wave_BL = _joined([bucket.wave_BT for bucket in clips.buckets], widest).to(device, non_blocking=True)
         labels_BS = _joined([bucket.ids_BS for bucket in clips.buckets], max(labels)).to(device, non_blocking=True)
         wave_BL = wave_BL.to(self.dtype) / 32768
-        sound_BX = networks.sound_of(self.model, wave_BL, samples, normalizes=self.normalizes)
+        samples_B = torch.tensor(samples).to(device, non_blocking=True)
+        sound_BX = networks.sound_of(self.model, wave_BL, samples, samples_B, normalizes=self.normalizes)
         # Samples after the last whole frame count for the mean and the variance only.
         sound_BX = sound_BX[:, :longest] if longest else networks.cropped(sound_BX, max(frames))
-        frames_B = torch.tensor(frames).to(device, non_blocking=True)
+        frames_B = networks.frame_counts(samples_B, field).clamp(min=1)
         mask_BT = mask_BC = None
         if masking.mask_time_prob:
             most, share = max(clips.frames), masking.mask_time_prob

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import constants
+from safetensors.torch import save_file
 
 from gputrain.asr.config import TrainAsr
 from gputrain.asr.export import text_of
@@ -314,6 +315,34 @@ def test_an_omniasr_model_is_an_xls_r_by_other_names(tmp_path):
     assert theirs.std() > 0.1
     for row, frames in enumerate((30, 12)):
         assert (ours[row, :frames] - theirs[row, :frames]).abs().max() < 1e-10
+
+
+def test_tensors_of_omniasr_are_found_by_any_version(tmp_path):
+    """Written as transformers 5.24 does, whose convolution of positions has no norms, in parts."""
+    names = {
+        "wav2vec2.feature_extractor.": "model.audio_tower.subsampling.", "lm_head.": "ctc_head.",
+        "wav2vec2.feature_projection.": "model.audio_tower.subsampling.", "wav2vec2.encoder.": "model.audio_tower.",
+        "pos_conv_embed.": "encode_positions.",
+    }  # fmt: skip
+    given = tiny_model(hidden_act="gelu", feat_extract_activation="gelu")
+    dense = given.wav2vec2.encoder.pos_conv_embed.conv.weight.detach().clone()
+    weights = {"model.audio_tower.encode_positions.conv.weight": dense}
+    for name, tensor in given.state_dict().items():
+        for own, other in names.items():
+            name = name.replace(own, other)
+        if "parametrizations" not in name and "masked_spec" not in name:
+            weights[name] = tensor.clone()
+    for number, part in enumerate((dict(list(weights.items())[:9]), dict(list(weights.items())[9:]))):
+        save_file(part, tmp_path / f"model-0000{number + 1}-of-00002.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    config = {"model_type": "omniasr_ctc", "vocab_size": 30, "audio_config": {**SIZES, "hidden_act": "gelu"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model, missing = open_pretrained(tmp_path).load()
+    assert missing == []
+    wave_BL = torch.randn(1, 5000)
+    assert (logits(model.eval(), wave_BL, None) - logits(given, wave_BL, None)).abs().max() < 1e-4
+    with pytest.raises(UserError, match=r"no vocab\.json"):
+        load_recogniser(tmp_path, CPU)
 
 
 @each_row("facebook/omniASR-CTC-300M", "facebook/omniASR_CTC_1B", "weights/omniASR-CTC-300M-v2.pt")
