@@ -10,8 +10,8 @@ architecture of the preset `fast`, the same crops in the same order, one thread 
 - `ours`: the recipe of train-vae with its default settings, its start as a linear code included; the moving average
   is evaluated, which is what a user gets. "ours+start=random" and other options of train-vae are sides too.
 
-Evaluated are reconstructions of unseen 256-pixel crops from the mean of their latents, by scikit-image's PSNR and SSIM.
-Writes benchmarks/results/race_vae_SECONDS_DEVICE.json and .png.
+Evaluated are reconstructions of unseen crops of `--evaluated-size` from the mean of their latents, by scikit-image's
+PSNR and SSIM. Writes benchmarks/results/race_vae_SECONDS_DEVICE.json and .png.
 
 Shapes: B items, 3 channels, H x W pixels.
 """
@@ -39,7 +39,6 @@ from gputrain.vae.recipe import VaeRecipe
 from gputrain.vae.work import start_linear
 
 HELD_OUT = 0.15
-EVALUATED_SIZE = 256
 KL_WEIGHT = 1e-6
 METRICS = (Metric("psnr_db", "PSNR, dB", "higher"), Metric("ssim", "SSIM", "higher"))
 
@@ -96,12 +95,12 @@ def measure(settings: Settings) -> dict[str, Any]:
     race.one_thread()
     side, seed = settings["side"], settings["seed"]
     mine = side if side.startswith("ours") else ""
-    options = {name: settings[name] for name in ("preset", "image_size", "batch_size")}
+    options = {name: settings[name] for name in ("preset", "channels", "image_size", "batch_size") if settings[name]}
     given, runtime = race.assemble_for_cpu(TrainVae, mine, data_path=settings["data"], seed=seed, **options)
     pictures = open_pictures(Path(settings["data"]), held_out_share=HELD_OUT)
     # Both sides read the pictures from RAM, so that the clock counts cutting crops and no decoding.
     crops = CropDataset(pictures.train, settings["image_size"], seed, given.data.horizontal_flip, in_memory=True)
-    evaluated = [centre_crop(one.path, EVALUATED_SIZE) for one in pictures.held_out[: settings["clips"]]]
+    evaluated = [centre_crop(one.path, settings["evaluated_size"]) for one in pictures.held_out[: settings["clips"]]]
     for item in range(len(crops)):
         crops[(0, item)]  # type: ignore[index]  # It decodes the picture.
 
@@ -129,7 +128,8 @@ def evaluate(trainee: Any, crops: list[Tensor]) -> Figures:
 
 RACE = Race(
     "vae", __file__, METRICS, measure,
-    "architecture fast (13 M), crops of 64 pixels, batch 4; unseen 256-pixel crops are evaluated",
+    "architecture fast (13 M), crops of 64 pixels, batch 4; unseen 256-pixel crops are evaluated; unless the command "
+    "says otherwise",
 )  # fmt: skip
 
 
@@ -137,8 +137,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="prepared pictures")
     parser.add_argument("--preset", default="fast")
+    parser.add_argument("--channels", default="", help="channels of the blocks; default: the preset's")
     parser.add_argument("--image-size", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--evaluated-size", type=int, default=256, help="side of the evaluated crops, in pixels")
     race.main(RACE, parser, smoke={"image_size": 32, "batch_size": 2})
 
 

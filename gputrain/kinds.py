@@ -132,7 +132,7 @@ class HubCard:
 
     library: str  # As the Hub names it.
     task: str
-    name: str  # "image autoencoder (AutoencoderKL)"
+    name: str  # "image autoencoder"
 
 
 @dataclass(frozen=True)

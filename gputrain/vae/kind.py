@@ -222,7 +222,7 @@ KIND = ModelKind(
     ),
     headlines=("psnr_db", "ssim", "ms_ssim", "rfid"),
     demo=DemoSteps("photographs", cut_photographs, demo_commands, demo_results),
-    hub=HubCard("diffusers", "image-to-image", "image autoencoder (AutoencoderKL)"),
+    hub=HubCard("diffusers", "image-to-image", "image autoencoder"),
     profiles=Path(__file__).parent / "profiles",
     former_names=("images",),
     metric="speed/images_per_second",
