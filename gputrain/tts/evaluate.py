@@ -383,7 +383,8 @@ def with_speakers_of(trained: TrainedVoice, store: SpeechStore, clips: list[Spee
     if unknown:
         others = [part for part in store.parts if set(part.format.speakers) & set(unknown)]
         raise UserError(
-            f"{format_store_folders(others)}: {trained.source} does not have the speakers {', '.join(unknown)}",
+            f"{format_store_folders(others)}: {trained.source} does not have the speakers "
+            + ", ".join(name or "without a name" for name in unknown),
             hint=f"its speakers are {', '.join(ours)}",
         )
     return [replace(clip, speaker=ours.index(theirs[clip.speaker])) for clip in clips]
