@@ -152,6 +152,7 @@ def test_speech_and_settings_that_cannot_add_a_speaker_are_refused(base, tmp_pat
         train.of({name: value for name, value in values.items() if value is not None})
 
 
+@pytest.mark.slow
 def test_speech_with_other_symbols_is_refused_and_with_fewer_takes_those_of_the_voice(base, tmp_path):
     letters = spoken(tmp_path / "letters", texts=("so it is said", "an owl", "yes"), language="characters")
     run = tmp_path / "letters run"
