@@ -345,6 +345,11 @@ def export_sherpa(
         "Use it: sherpa_onnx.OfflineRecognizer.from_omnilingual_asr_ctc("
         f'"{folder / "model.int8.onnx"}", "{folder / "tokens.txt"}")'
     ]
+    if networks.has_features(recogniser.model):
+        notes.append(
+            "sherpa-onnx scales samples, which changes no feature but those of exact digital silence: recordings with "
+            "stretches of it are read a little differently"
+        )
     return Exported(files, figures, notes)
 
 

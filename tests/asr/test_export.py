@@ -58,6 +58,7 @@ def test_transcripts_are_identical_everywhere(
     assert seen[0].leads_to(1 + export.COMPARED_CLIPS)
     assert seen[1].leads_to(3 + 3 * export.COMPARED_CLIPS)
     assert str(made.figures["characters that differ"]).startswith("0 %")
+    assert any("digital silence" in note for note in made.notes) == (changes is W2V_BERT)
     for wave in sounds():
         ours = export.text_of(recogniser.log_probs([wave])[0].numpy(), vocabulary)
         assert len(ours) > 3
