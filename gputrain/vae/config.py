@@ -150,7 +150,7 @@ class Losses:
     eq_probability: float = opt(
         default=0.0,
         help="Share of the steps whose latents and target pictures are scaled and turned alike before decoding, for "
-        "latents that denoisers learn faster; 0 is off, EQ-VAE's authors use 0.5.",
+        "smoother latents; 0 is off, EQ-VAE's authors use 0.5.",
         min=0,
         max=1,
     )

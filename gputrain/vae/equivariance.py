@@ -1,8 +1,8 @@
 """Equivariant latents: scaled and turned, they decode to the scaled and turned picture (EQ-VAE, arXiv:2502.09509).
 
 In a share of the steps, latents and target picture are transformed alike before the one decoding, whose result is then
-compared with the transformed target. Latents that allow this are smoother, and denoisers learn them faster. A smaller
-picture takes less memory and time than the step without.
+compared with the transformed target. Latents that allow this are smoother, and its authors' denoisers learnt them
+faster. A smaller picture takes less memory and time than the step without.
 
 One transformation is drawn for all items of a step, as their shapes must agree, from (seed, step) alone: so it depends
 neither on micro-batches nor on ranks, and a resumed run draws the same. Sizes are whole latents, so that pictures are
