@@ -101,7 +101,8 @@ def main() -> None:
     parser.add_argument("--work-dir", type=Path, default=Path("race_runs"))
     parser.add_argument("--output-dir", type=Path, default=Path(__file__).parent / "results")
     given = parser.parse_args()
-    given.work_dir.mkdir(parents=True, exist_ok=True)
+    for folder in (given.work_dir, given.output_dir):
+        runner.open_folder(folder)
     for seed in given.seeds:
         for side in given.sides:
             name = "".join(letter if letter.isalnum() or letter in "+-=.,_" else "_" for letter in side)

@@ -64,7 +64,7 @@ class NoiseFolder:
         if not readable:
             raise UserError(
                 f"noise_dir {folder}: none of {counted(len(tree.paths), 'recording')} can be read ({faults[0]})",
-                hint="gputrain validate shows what is wrong with each; or leave --noise-dir out",
+                hint="gputrain validate --input-dir shows what is wrong with each; or leave --noise-dir out",
             )
         if faults:
             more = f"; and {len(faults) - NAMED} more" if len(faults) > NAMED else ""
