@@ -42,6 +42,10 @@ COMPARED_CLIPS = 4
 OPSET = 17
 MOST_CHANGED = 0.01  # Rounding decides between symbols that are equally probable, so that a letter may differ.
 LARGEST_PROTOBUF = 1_900_000_000  # Bytes; the weights of larger graphs are a file of their own.
+SCALES_SAMPLES = (
+    "sherpa-onnx scales samples, which changes no feature but those of exact digital silence: recordings with stretches "
+    "of it are read a little differently"
+)
 BLANK, SPACE = "<blk>", "▁"  # sherpa-onnx's names in tokens.txt
 Floats: TypeAlias = NDArray[np.float32]
 Compute: TypeAlias = Callable[[Samples], Floats]  # Returns logits or log-probabilities (F, V) of a wave.
@@ -345,12 +349,7 @@ def export_sherpa(
         "Use it: sherpa_onnx.OfflineRecognizer.from_omnilingual_asr_ctc("
         f'"{folder / "model.int8.onnx"}", "{folder / "tokens.txt"}")'
     ]
-    if networks.has_features(recogniser.model):
-        notes.append(
-            "sherpa-onnx scales samples, which changes no feature but those of exact digital silence: recordings with "
-            "stretches of it are read a little differently"
-        )
-    return Exported(files, figures, notes)
+    return Exported(files, figures, [*notes, *([SCALES_SAMPLES] if networks.has_features(recogniser.model) else [])])
 
 
 def changed_share(texts: Sequence[str], others: Sequence[str]) -> float:
