@@ -46,8 +46,8 @@ def test_each_row_turns_one_switch_on(machine, precision):
 
 
 def test_rows_train_what_was_asked_for():
-    for train in trains(preset="high", batch_size=6, micro_batch_size=3, device="cpu"):
-        assert (train.model.preset, train.model.discriminator_channels) == ("high", 8)
+    for train in trains(preset="high", batch_size=6, micro_batch_size=3, device="cpu", use_mrd=True):
+        assert (train.model.preset, train.model.discriminator_channels, train.model.use_mrd) == ("high", 8, True)
         assert (train.schedule.whole_batch, train.schedule.micro_batch_size, train.hardware.device) == (6, 3, "cpu")
 
 
