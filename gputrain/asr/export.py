@@ -43,8 +43,8 @@ OPSET = 17
 MOST_CHANGED = 0.01  # Rounding decides between symbols that are equally probable, so that a letter may differ.
 LARGEST_PROTOBUF = 1_900_000_000  # Bytes; the weights of larger graphs are a file of their own.
 SCALES_SAMPLES = (
-    "sherpa-onnx scales samples, which changes no feature but those of exact digital silence: recordings with stretches "
-    "of it are read a little differently"
+    "sherpa-onnx scales samples, which changes no feature but those of exact digital silence: recordings with "
+    "stretches of it are read a little differently"
 )
 BLANK, SPACE = "<blk>", "▁"  # sherpa-onnx's names in tokens.txt
 Floats: TypeAlias = NDArray[np.float32]
