@@ -153,7 +153,7 @@ def radial_spectra(planes_BChw: Tensor) -> Tensor:
     if side > 3:  # The window of fewer positions is hardly more than one of them.
         window_h = torch.hann_window(side, dtype=planes_BChw.dtype, device=device)
         centred_BChw = centred_BChw * window_h * window_h[:, None]
-    power_Chw = torch.fft.fft2(centred_BChw).abs().square().sum(0)
+    power_Chw: Tensor = torch.fft.fft2(centred_BChw).abs().square().sum(0)
     rows_h = torch.fft.fftfreq(side, 1 / side, device=device)
     radius_hw = torch.hypot(rows_h[:, None], rows_h).round().long()
     spectra_CR = power_Chw.new_zeros(len(power_Chw), int(radius_hw.max()) + 1)
