@@ -210,6 +210,11 @@ class TrainVae:
     hardware: Hardware = Hardware()
 
     def __post_init__(self) -> None:
+        if self.model.train_part == "tiny-decoder" and self.model.decoder_channels:
+            raise UserError(
+                "decoder_channels has no effect on a tiny decoder, all of whose layers have 64 channels",
+                hint="drop --decoder-channels; FLUX.2's latents take them with --train-part decoder",
+            )
         if self.model.train_part == "tiny-decoder" and self.architecture.patch_statistics:
             raise UserError(
                 "train_part tiny-decoder is for the latents of an AutoencoderKL: pipelines of FLUX.2 take no "

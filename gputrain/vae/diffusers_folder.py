@@ -108,11 +108,12 @@ def save_diffusers(model: AutoencoderKL, folder: Path, scaling: LatentScaling, *
         "up_block_types": [UP_BLOCK] * levels,
         "sample_size": sample_size,
         **scaling.config(),
-        "force_upcast": True,
     }
     if architecture.patch_statistics:
         eps = scaling.patches.eps if scaling.patches else BATCH_NORM_EPS
         config |= {"batch_norm_eps": eps, "batch_norm_momentum": 0.1, "patch_size": [PATCH, PATCH]}
+    else:
+        config["force_upcast"] = True
     write_folder(folder, config, _stock_weights(model, scaling))
 
 

@@ -97,17 +97,19 @@ def load_pretrained(name: str | Path, architecture: VaeArchitecture, train_part:
         found = dataclasses.replace(found, architecture=reflected)
     decoder = architecture.decoder_block_out_channels
     own_decoder = dataclasses.replace(found.architecture, decoder_block_out_channels=decoder)
-    is_new = found.architecture.patch_statistics and found.architecture != architecture == own_decoder
-    if train_part == "decoder" and is_new:
+    is_new = found.architecture != architecture == own_decoder and bool(decoder)  # Asked for by its channels.
+    if train_part == "decoder" and is_new and found.architecture.patch_statistics:
         log.info("the decoder is new, with channels %s, and begins with random weights", _shown(decoder))
         encoder = {name: one for name, one in found.weights.items() if name.startswith(ENCODER)}
         found = dataclasses.replace(found, weights=encoder, architecture=architecture)
     if found.architecture != architecture:
         options = options_for(found.architecture)
-        raise UserError(
-            f"{name}: different architecture: {_differences(found.architecture, architecture)}",
-            hint=f"train with {options}" if options else "no preset has these layers",
-        )
+        hint = f"train with {options}" if options else "no preset has these layers"
+        if is_new and found.architecture.patch_statistics:
+            hint += "; --train-part decoder begins with a new decoder of other channels"
+        elif is_new:  # What exports have then is not what pipelines with these latents read.
+            hint += "; --train-part tiny-decoder, without --decoder-channels, makes a smaller decoder of its latents"
+        raise UserError(f"{name}: different architecture: {_differences(found.architecture, architecture)}", hint=hint)
     refuse_nonfinite(found.weights, str(name))
     return found
 
@@ -182,6 +184,12 @@ def _read_file(path: Path, norm_num_groups: int) -> Pretrained:
     file = read_weights_file(path, PARTS)
     tensors = {name: tensor for name, tensor in file.tensors.items() if re.search(AUTOENCODER, name)}
     inside = [prefix for prefix in PREFIXES if f"{prefix}decoder.conv_in.weight" in tensors]
+    blocks = {match[1] for name in file.names if (match := re.search(r"(?:^|\.)(up|down)(?:_blocks)?\.\d+\.", name))}
+    if blocks == {"up"}:
+        raise UserError(
+            f"{path}: holds a decoder without its encoder",
+            hint="name a file that has both, such as FLUX.2's full_encoder_small_decoder.safetensors",
+        )
     if not inside:
         raise UserError(f"{path}: holds no autoencoder", hint="name the file of the VAE, or of a pipeline that has one")
     weights = {name.removeprefix(inside[0]): tensor for name, tensor in tensors.items() if name.startswith(inside[0])}

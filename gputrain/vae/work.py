@@ -216,6 +216,7 @@ class VaeData(TrainingData[TrainVae]):
     def begin(self, settings: TrainVae, run: Run, runtime: Runtime) -> TrainVae:
         check_same(run, "image_channels", settings.data.image_channels, 3)
         check_same(run, "padding", settings.model.padding, "zeros")
+        check_same(run, "train_part", settings.model.train_part, "all")
         run.facts |= run.resumed.get("facts", {}) if run.resumed else {}
         log_training(settings, runtime, self.pictures)
         if settings.losses.uses_lpips:  # What is missing is said before the training is planned.

@@ -258,6 +258,34 @@ def test_another_architecture(name: str, stock: dict[VaeArchitecture, diffusers.
     assert caught.value.hint == hint
 
 
+@each_row(
+    (FLUX2, (), "decoder", "train with --preset flux2 --channels 32,64,96,64 --decoder-channels 32,32,64,96"),
+    (
+        FLUX2, (32, 32, 32, 32), "all",
+        "train with --preset flux2 --channels 32,64,96,64 --decoder-channels 32,32,64,96; --train-part decoder begins "
+        "with a new decoder of other channels",
+    ),
+    (
+        FLUX, (32, 32, 32, 32), "decoder",
+        "train with --preset flux --channels 32,64,96,64; --train-part tiny-decoder, without --decoder-channels, makes "
+        "a smaller decoder of its latents",
+    ),
+)  # fmt: skip
+def test_a_trained_decoder_is_replaced_only_where_another_is_asked_for(
+    stock: dict[VaeArchitecture, diffusers.AutoencoderKL],
+    tmp_path: Path,
+    theirs: VaeArchitecture,
+    decoder: tuple[int, ...],
+    train_part: str,
+    hint: str,
+) -> None:
+    stock[theirs].save_pretrained(tmp_path / str(decoder))
+    ours = dataclasses.replace(theirs, decoder_block_out_channels=decoder)
+    with pytest.raises(UserError, match="different architecture") as caught:
+        load_pretrained(tmp_path / str(decoder), ours, train_part)
+    assert caught.value.hint == hint
+
+
 def test_a_folder_of_stock_diffusers_may_reflect_and_one_that_does_goes_on_reflecting(
     stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path
 ) -> None:
@@ -301,7 +329,13 @@ UNFIT: dict[str, tuple[Callable[[Weights], Weights], str]] = {
     "no VAE": (lambda weights: {"lora.weight": torch.ones(2)}, "holds no autoencoder"),
     "decoder only": (
         lambda weights: {name: tensor for name, tensor in aged(weights).items() if name.startswith("decoder")},
-        "not a supported AutoencoderKL: encoder.down_blocks.0.resnets.0.conv1.weight is missing",
+        "holds a decoder without its encoder",
+    ),
+    "decoder by bare names": (
+        lambda weights: {
+            name.removeprefix("decoder."): tensor for name, tensor in weights.items() if name.startswith("decoder")
+        },
+        "holds a decoder without its encoder",
     ),
     "scalars": (lambda weights: aged(weights) | {"decoder.conv_in.weight": torch.ones(3)}, "not a supported"),
 }

@@ -243,7 +243,17 @@ def test_a_step_is_planned_with_the_encoder_of_the_teacher() -> None:
     ({"init_from": "RUN"}, "cannot be trained with train_part all", "teacher is the autoencoder"),
     ({"train_part": "tiny-decoder", "init_from": "EXPORT"}, "describes AutoencoderTiny", "the run that trained it"),
     ({"train_part": "tiny-decoder", "preset": "flux2"}, "pipelines of FLUX.2 take no", "--decoder-channels 64"),
-    ({"init_from": "TEACHER", "train_part": "decoder", "decoder_channels": [32, 64]}, "different architecture", ""),
+    ({"train_part": "tiny-decoder", "decoder_channels": [32, 64]}, "no effect on a tiny decoder", "drop --decoder-ch"),
+    (
+        {"init_from": "TEACHER", "train_part": "decoder", "decoder_channels": [32, 64]},
+        "different architecture",
+        "--train-part tiny-decoder",
+    ),
+    (
+        {"init_from": "TEACHER", "train_part": "decoder", "resume_from": "RUN"},
+        "was trained with train_part tiny-decoder, and this run has decoder",
+        "--train-part tiny-decoder, or begin a new run",
+    ),
 )
 def test_what_has_no_latents_is_refused(
     trained: Path, photographs: Path, tmp_path: Path, changes: dict[str, str], message: str, hint: str
