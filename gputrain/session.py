@@ -6,7 +6,6 @@ stage before, exactly as if the user had resumed it with other settings.
 
 import logging
 import os
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -24,8 +23,8 @@ from gputrain.engine.data import batches
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.recipe import Recipe, phases_of
 from gputrain.engine.run_folder import Run, given_plan, open_run
-from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule, stages_ahead, steps_of_stage
-from gputrain.engine.stop import COMMAND_CLOCK, format_duration, seconds_to_finish
+from gputrain.engine.schedule import RunProgress, StepSchedule, check_finish, stages_ahead, steps_of_stage
+from gputrain.engine.stop import format_duration, seconds_until
 from gputrain.engine.train import train
 from gputrain.errors import UserError, require
 from gputrain.fetch.download import without_secrets
@@ -130,9 +129,11 @@ def train_model(work: KindWork[S], settings: S, console: Console) -> None:
         logging.getLogger("gputrain").setLevel(logging.DEBUG)
     require(*settings.saving.track, needed_by="track", otherwise="leave --track out")
     settings = work.completed(settings)
-    check_finish(settings.schedule)
+    if not settings.saving.resume_from:
+        check_finish(settings.schedule)
     session = open_session(settings, work)
     run, runtime = session.run, session.runtime
+    check_finish(settings.schedule, run.progress, onwards=run.continues_beyond_end)
     data = work.open_data(settings)
     run.data = data.digests()
     stages = work.stages(data.begin(settings, run, runtime))
@@ -153,12 +154,6 @@ def train_model(work: KindWork[S], settings: S, console: Console) -> None:
             ended = run.reopen(work.kind)
             if ended is None or not ended.finished:  # max_steps stopped the stage.
                 break
-
-
-def check_finish(schedule: Schedule) -> None:
-    """Raises UserError if the time of finish_by is past."""
-    if schedule.finish_by and seconds_to_finish(schedule.finish_by) <= 0:
-        raise UserError(f"finish_by {schedule.finish_by} is past", hint="give --finish-by a later time, or 6h from now")
 
 
 def open_session(settings: S, work: KindWork[S]) -> Session[S]:
@@ -307,8 +302,8 @@ def log_length(steps: StepSchedule, run: Run, runtime: Runtime) -> None:
     batch's arithmetic is known."""
     seconds = run.prediction.get("predicted_seconds_per_step")
     if steps.has_open_end:
-        elapsed = 0.0 if COMMAND_CLOCK.began is None else time.monotonic() - COMMAND_CLOCK.began
-        until = seconds_to_finish(steps.schedule.finish_by) - elapsed
+        check_finish(steps.schedule)  # Starting takes time, too.
+        until = seconds_until(steps.schedule.finish_by)
         about = f", about {until / seconds:.0f} steps predicted" if seconds else ""
         log.info("time: %s until %s%s", format_duration(until), steps.schedule.length_text, about)
         return

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from gputrain.stored import from_json
+from gputrain.stored import from_json, read_yaml
 from tests.tables import each_row
 
 
@@ -59,3 +59,11 @@ def test_fields_with_defaults_may_be_missing_and_a_whole_number_may_be_a_float()
 def test_what_differs_is_refused_with_its_place(change, place):
     with pytest.raises(ValueError, match=f"^f: {place}.*not valid"):
         from_json(Outer, {**json.loads(json.dumps(asdict(WHOLE))), **change}, "f")
+
+
+@each_row(
+    ("18:30", "18:30"), ("64:2", "64:2"), ("2027-01-31 18:30", "2027-01-31 18:30"), ("2027-01-31", "2027-01-31"),
+    ("1:30.5", "1:30.5"), ("1110", 1110), ("0.5", 0.5), ("[1:30, 2]", ["1:30", 2]),
+)  # fmt: skip
+def test_times_and_dates_in_yaml_are_texts_without_quotes(text, value):
+    assert read_yaml(f"key: {text}") == {"key": value}

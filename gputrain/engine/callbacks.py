@@ -170,10 +170,16 @@ class Callbacks:
         progress, last = self.state.progress, step == self.steps.stop_step
         if not last:
             self._stop_in_time()
-        stops, save_is_due = run.group.any_rank(bool(run.stop.requested), self.saver.is_due())
+        reports = self._reports_of(step)
+        stops, save_is_due, lacks_time = run.group.any_rank(
+            bool(run.stop.requested), self.saver.is_due(), self._lacks_time_for(reports)
+        )
         if stops:
             run.stop.agree()
-        reports = self._reports_of(step)
+        if lacks_time:
+            skipped = " and ".join(SKIPPED[one] for one in reports)
+            log.info("step %d: there is no time for %s before the end", step, skipped)
+            reports = []
         names = kept_names(self.steps, saving, progress, "eval" in reports)
         if cools_down and not last:  # From this checkpoint, the training can also go on at the full rate.
             names = list({*names, f"checkpoint_step_{step}.pt"})
@@ -236,27 +242,46 @@ class Callbacks:
         self.steps = steps.cooled_down(done, end)
         self.state.progress = self.steps.progress_at(done, self.state.progress)
         self.metrics.expect(self.steps.stop_step)
-        if begins:
+        if begins and end == done:
+            log.warning(
+                "--finish-by %s is reached before the learning rate, %.3g, could fall; --cooldown STEPS lowers it from "
+                "this checkpoint on", steps.schedule.finish_by, steps.learning_rate(done - 1),
+            )  # fmt: skip
+        elif begins:
             log_cooldown(self.steps, done)
         return begins
 
     def _end_by_clock(self) -> int | None:
         """Return the step at which the cool-down must end by the clock, if that changes now."""
-        saves = 3 if self.saver.is_busy else 2
-        reports = ["samples"] + ["eval"] * self.run.saving.evaluates
-        reserve = self.deadline.reserve_seconds(self.run.save_seconds, saves=saves, reports=reports)
-        reserve += REPORT_SECONDS if self.run.saving.report and COMMAND_CLOCK.began is not None else 0.0
-        left = self.deadline.steps_left(time.monotonic(), reserve)
+        if not self.deadline.finish_seconds:
+            return None
+        left = self.deadline.steps_left(time.monotonic(), self._reserve_for_end())
         if left is None:
             return None
         if self.steps.has_open_end:
             self.metrics.expect(self.state.progress.step + left)
         return self.steps.end_by_clock(self.state.progress.step, left, may_lengthen=self.began_cooldown)
 
+    def _reserve_for_end(self) -> float:
+        """Return the seconds that the end of a training by the clock may take, with the last reports and saves."""
+        saves = 3 if self.saver.is_busy else 2
+        reports = ["samples"] + ["eval"] * self.run.saving.evaluates
+        reserve = self.deadline.reserve_seconds(self.run.save_seconds, saves=saves, reports=reports)
+        return reserve + (REPORT_SECONDS if self.run.saving.report and COMMAND_CLOCK.began is not None else 0.0)
+
+    def _lacks_time_for(self, reports: list[str]) -> bool:
+        """Return True if these reports would make the end of the training later than --finish-by."""
+        deadline = self.deadline
+        if not reports or not deadline.finish_seconds or not self.run.group.leads:
+            return False
+        taken = sum(deadline.report_seconds.get(kind, 0.0) for kind in reports)
+        return deadline.began + deadline.finish_seconds < time.monotonic() + taken + self._reserve_for_end()
+
     @property
     def _out_of_time(self) -> str:
-        limit = self.run.saving.max_time
-        at = f"--max-time {limit}" if limit else f"--finish-by {self.steps.schedule.finish_by}"
+        limit, deadline = self.run.saving.max_time, self.deadline
+        by_clock = not limit or 0 < deadline.finish_seconds < deadline.limit_seconds
+        at = f"--finish-by {self.steps.schedule.finish_by}" if by_clock else f"--max-time {limit}"
         return f"stopped in time for {at}"
 
     def _interrupt_waits_at_deadline(self) -> contextlib.AbstractContextManager[None]:

@@ -445,7 +445,8 @@ def kept_checkpoints(saving: Saving, steps: StepSchedule) -> int:
         interval = saving.evaluate_steps or saving.evaluate_freq * max(1, steps.start.items // steps.items_per_step)
     if interval > 0:
         kept += _kept_count(saving, (end - first) // interval)
-        kept += sum(map(saving.is_permanent, range(first - first % interval, end, interval)))
+        last = first if steps.has_open_end else end
+        kept += sum(map(saving.is_permanent, range(first - first % interval, last, interval)))
     return 2 + saving.evaluates + min(kept, end - first) + 1  # The last, the previous and the best one.
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from gputrain.config import config, opt
-from gputrain.engine.stop import parse_duration, seconds_to_finish
+from gputrain.engine.stop import parse_duration, seconds_to_finish, seconds_until
 from gputrain.errors import UserError
 
 LearningRateSchedule = Literal["constant", "cosine", "exponential", "tri-stage"]
@@ -390,10 +390,13 @@ def steps_of_stage(
     stages: int = 1,
 ) -> StepSchedule:  # fmt: skip
     """Returns the steps of a stage, from its beginning or from the progress of a checkpoint, which was named if
-    `onwards`. With `cooldown`, they are in or after the cool-down of the checkpoint, or at the beginning of a new one.
+    `onwards`. With `cooldown`, they are at the beginning of a new cool-down, or in that of a checkpoint that was not
+    named. A named checkpoint at which a cool-down began has the full rate.
 
     Raises UserError for a cool-down without a checkpoint, or of a learning rate that has fallen already.
     """
+    if onwards and saved is not None and saved.step == saved.cooldown_step:
+        saved = replace(saved, cooldown_step=0, cooldown_end=0, cooldown_slope=0.0)
     cools_down = bool(schedule.cooldown and not schedule.finish_by)
     new_stage = not cools_down and (onwards or (saved is not None and saved.stage != stage))
     start = begin(saved, items, new_stage=new_stage, stage=stage, stages=stages)
@@ -405,7 +408,7 @@ def steps_of_stage(
             f"cooldown {schedule.cooldown} begins at a checkpoint, and none is resumed",
             hint="name one: --resume-from OUTPUT_DIR/checkpoint_step_N.pt; a new training takes --finish-by",
         )
-    if start.cooldown_end and not (saved.finished and onwards):
+    if start.cooldown_end and not onwards:
         return steps
     rate = steps.learning_rate(start.step)
     if rate <= schedule.min_learning_rate:
@@ -414,6 +417,14 @@ def steps_of_stage(
             hint="name a checkpoint from before: --resume-from OUTPUT_DIR/checkpoint_step_N.pt",
         )
     return steps.cooled_down(start.step, start.step + schedule.cooldown)
+
+
+def check_finish(schedule: Schedule, saved: RunProgress | None = None, *, onwards: bool = False) -> None:
+    """Raises UserError if the time of finish_by is past. A run in its cool-down or after its end needs none."""
+    if saved is not None and not onwards and (saved.cooldown_end or saved.finished):
+        return
+    if schedule.finish_by and seconds_until(schedule.finish_by) <= 0:
+        raise UserError(f"finish_by {schedule.finish_by} is past", hint="give --finish-by a later time, or 6h from now")
 
 
 def stages_ahead(saved: RunProgress | None, stages: int, *, onwards: bool) -> range:

@@ -212,21 +212,29 @@ def seconds_to_finish(text: str) -> float:
     if seconds is not None:
         return seconds
     elapsed = 0.0 if COMMAND_CLOCK.began is None else time.monotonic() - COMMAND_CLOCK.began
-    began = datetime.now().astimezone() - timedelta(seconds=elapsed)
+    began = datetime.now() - timedelta(seconds=elapsed)
     try:
         if CLOCK_TIME.fullmatch(text):
             hours, minutes = map(int, text.split(":"))
             finish = began.replace(hour=hours, minute=minutes, second=0, microsecond=0)
             finish += timedelta(days=finish <= began)
+        elif ":" in text:
+            finish = datetime.fromisoformat(text)
         else:
-            finish = datetime.strptime(text.replace(" ", "T"), "%Y-%m-%dT%H:%M").astimezone()
+            raise ValueError
     except ValueError:
         raise UserError(
             f"finish_by is {text!r}, expected a duration such as 6h or 3h50m, or a time such as 18:30 or "
             f"{began:%Y-%m-%d}T18:30",
             hint="leave --finish-by out to train for --num-epochs",
         ) from None
-    return (finish - began).total_seconds()
+    return finish.timestamp() - began.timestamp()
+
+
+def seconds_until(finish_by: str) -> float:
+    """Returns the seconds from now to the time of --finish-by; negative if it is past."""
+    elapsed = 0.0 if COMMAND_CLOCK.began is None else time.monotonic() - COMMAND_CLOCK.began
+    return seconds_to_finish(finish_by) - elapsed
 
 
 def format_duration(seconds: float) -> str:
@@ -272,12 +280,12 @@ class Deadline:
     @classmethod
     def of(cls, max_time: str, finish_by: str = "") -> "Deadline":
         """Return the deadline of --max-time and --finish-by, which are counted from the start of the command, or from
-        now on if another program calls gputrain."""
+        now on if another program calls gputrain. A time that was past then is none: a cool-down goes on to its end."""
         now = time.monotonic()
         return cls(
             parse_duration(max_time) if max_time else 0.0,
             COMMAND_CLOCK.began or now,
-            finish_seconds=seconds_to_finish(finish_by) if finish_by else 0.0,
+            finish_seconds=max(0.0, seconds_to_finish(finish_by)) if finish_by else 0.0,
         )
 
     @property

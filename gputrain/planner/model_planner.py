@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 
-from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule
+from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule, check_finish
 from gputrain.engine.stop import seconds_to_finish
 from gputrain.errors import UserError
 from gputrain.hw.gpus import smallest_gpu
@@ -116,6 +116,7 @@ class ModelPlanner(Generic[S]):
         """Returns the plan of every stage of a training for every requested GPU. A stage is its settings, with the
         columns that name it in a table. `items` of the training set; None: unknown, unless `cards` says it."""
         plans = []
+        check_finish(stages[0][0].schedule)
         for requested in target_machines(cards):
             switches = self.work.decide(requested.machine, stages[0][0].hardware)
             on_gpu = switches.device.value == "cuda"

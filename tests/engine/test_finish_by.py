@@ -4,15 +4,15 @@ after a checkpoint. Killed and resumed, it is bit for bit the undisturbed one.""
 import dataclasses
 import json
 import re
-from datetime import datetime, timedelta
+import time
+from datetime import datetime, timedelta, timezone
 
 import pytest
 
 from gputrain.engine import callbacks, saving, stop
-from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule, steps_of_stage
+from gputrain.engine.schedule import RunProgress, Saving, Schedule, StepSchedule, check_finish, steps_of_stage
 from gputrain.engine.stop import COMMAND_CLOCK, Deadline, seconds_to_finish
 from gputrain.errors import UserError
-from gputrain.session import check_finish
 from gputrain.vae.config import Data, TrainVae
 from tests.engine.test_deadline import steps_of
 from tests.engine.test_leaving import saved_step
@@ -53,11 +53,31 @@ def test_times_of_the_day_are_the_next_ones_and_durations_count_from_the_start_o
     soon, earlier = now + timedelta(minutes=90), now - timedelta(minutes=90)
     assert seconds_to_finish(f"{soon:%H:%M}") == pytest.approx(5400, abs=70)
     assert seconds_to_finish(f"{earlier:%H:%M}") == pytest.approx(86400 - 5400, abs=3700)  # An hour of summer time.
-    for form in ("%Y-%m-%dT%H:%M", "%Y-%m-%d %H:%M"):
-        assert seconds_to_finish(format(soon, form)) == pytest.approx(5400, abs=70)
+    for form in ("%Y-%m-%dT%H:%M", "%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M:00+00:00"):
+        moment = soon.astimezone(timezone.utc) if "+" in form else soon
+        assert seconds_to_finish(format(moment, form)) == pytest.approx(5400, abs=70)
     assert seconds_to_finish(f"{earlier:%Y-%m-%dT%H:%M}") == pytest.approx(-5400, abs=70)
     monkeypatch.setattr(COMMAND_CLOCK, "began", stop.time.monotonic() - 600)
     assert seconds_to_finish(f"{soon:%Y-%m-%dT%H:%M}") == pytest.approx(6000, abs=70)
+
+
+@pytest.mark.skipif(not hasattr(time, "tzset"), reason="Windows has one time zone for a process")
+def test_a_time_of_the_day_after_the_end_of_summer_time_is_that_of_the_clock_on_the_wall(monkeypatch):
+    """In the night of 31 October 2027, 8 hours of Berlin's clock take 9."""
+
+    class Evening(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2027, 10, 31, 0, 0, tzinfo=tz)
+
+    monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+    time.tzset()
+    try:
+        monkeypatch.setattr(stop, "datetime", Evening)
+        assert seconds_to_finish("08:00") == seconds_to_finish("2027-10-31T08:00") == 9 * 3600
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 @each_row("", "6", "6 h", "25:00", "18:60", "18.30", "2027-13-01T10:00", "2027-01-31", "tomorrow", "0h", "-6h")
@@ -78,10 +98,19 @@ def test_settings_without_effect_beside_the_clock_are_refused(others, message):
         Schedule(**{"finish_by": "6h", **others})
 
 
-def test_a_past_time_and_stages_are_refused():
+def test_a_past_time_and_stages_are_refused(monkeypatch):
     check_finish(Schedule(finish_by="6h"))
-    with pytest.raises(UserError, match="finish_by 2020-01-31T18:30 is past"):
-        check_finish(Schedule(finish_by="2020-01-31T18:30"))
+    past, held = Schedule(finish_by="2020-01-31T18:30"), RunProgress(step=9, items=32)
+    for saved in (None, held):
+        with pytest.raises(UserError, match="finish_by 2020-01-31T18:30 is past"):
+            check_finish(past, saved)
+    check_finish(past, dataclasses.replace(held, cooldown_step=8, cooldown_end=12))
+    check_finish(past, dataclasses.replace(held, finished=True))
+    with pytest.raises(UserError, match="is past"):
+        check_finish(past, dataclasses.replace(held, finished=True), onwards=True)
+    monkeypatch.setattr(COMMAND_CLOCK, "began", stop.time.monotonic() - 600)
+    with pytest.raises(UserError, match="finish_by 5m is past"):
+        check_finish(Schedule(finish_by="5m"))
     for change in ({"finish_by": "6h"}, {"cooldown": 5}):
         with pytest.raises(UserError, match="and resolution_schedule contradict each other"):
             TrainVae(data=Data(resolution_schedule="64:2,128:2"), schedule=Schedule(**change))
@@ -94,7 +123,8 @@ def cooldown_of(folder) -> tuple[list[float], int]:
 
 
 def test_a_run_holds_its_rate_and_has_lowered_it_when_the_time_has_come(tmp_path, clock):
-    """100 steps of 0.02 s fit into 2 s. The cool-down is a fifth of them. The checkpoint at its beginning is kept."""
+    """100 steps of 0.02 s fit into 2 s. The cool-down is a fifth of them. The checkpoint at its beginning is kept: from
+    it the run goes on at the full rate, or cools down over another number of steps."""
     run(tmp_path, steps_of(clock), finish_by="2s", keep_checkpoints=1)
     (found, begin), steps = cooldown_of(tmp_path), saved_step(tmp_path)
     assert 97 <= steps <= 100
@@ -106,6 +136,11 @@ def test_a_run_holds_its_rate_and_has_lowered_it_when_the_time_has_come(tmp_path
     assert rows_of(tmp_path)[-1]["step"] == steps
     first, last = map(json.loads, (tmp_path / "history.jsonl").read_text().splitlines())
     assert (first["last_step"], last["outcome"]) == (None, "finished")
+    kept, held = str(tmp_path / f"checkpoint_step_{begin}.pt"), {"learning_rate_schedule": "constant"}
+    run(tmp_path / "on", resume_from=kept, max_steps=begin + 30, **held)
+    assert rates(tmp_path / "on") == [0.01] * 30
+    run(tmp_path / "cooled", resume_from=kept, cooldown=40, **held)
+    assert rates(tmp_path / "cooled") == pytest.approx([0.01 * left / 40 for left in range(40, 0, -1)])
 
 
 def changing(clock: Clock, at: int, seconds: float):
@@ -134,10 +169,11 @@ def test_steps_that_change_their_pace_end_in_time_all_the_same(tmp_path, clock, 
 
 
 def test_a_killed_cool_down_ends_as_the_undisturbed_one(tmp_path, clock):
-    """The resumed run has another time by the clock, or none; the end that the checkpoint names stays."""
+    """The resumed run has another time by the clock, a past one, or none; the end that the checkpoint names stays."""
     expected = run(tmp_path / "straight", steps_of(clock), finish_by="2s")
     steps = saved_step(tmp_path / "straight")
-    for name, again in (("clock", {"finish_by": "6h"}), ("none", {"num_epochs": 100})):
+    past = {"finish_by": "2020-01-31T18:30"}
+    for name, again in (("clock", {"finish_by": "6h"}), ("past", past), ("none", {"num_epochs": 100})):
         clock.now = 1000.0
         cut = tmp_path / name
 
@@ -167,6 +203,9 @@ def test_the_cool_down_of_a_checkpoint_ends_after_so_many_steps_and_can_be_kille
     assert_equal(expected, run(tmp_path / "b", resume_from="auto", cooldown=8, **held))
     assert_equal(expected, run(tmp_path / "b", resume_from="auto", **held))
     assert saved_step(tmp_path / "b") == 20
+    run(tmp_path / "e", resume_from=start, cooldown=8, max_steps=15, **held)
+    run(tmp_path / "f", resume_from=str(tmp_path / "e" / "checkpoint_last.pt"), cooldown=2, **held)
+    assert saved_step(tmp_path / "f") == 17
     assert "nothing is left to do: the run has made its 20 steps" in caplog.text
     with pytest.raises(UserError, match="the learning rate of step 20 has fallen to 0 already"):
         run(tmp_path / "c", resume_from=str(tmp_path / "b" / "checkpoint_last.pt"), cooldown=8, **held)
@@ -189,6 +228,32 @@ def test_a_cosine_is_cooled_from_the_rate_that_it_has_reached():
     assert steps.learning_rate(40) == pytest.approx(before.learning_rate(40))
     assert steps.learning_rate(45) == pytest.approx((before.learning_rate(40) + 0.001) / 2)
     assert (steps.learning_rate(50), steps.last_step) == (0.001, 50)
+
+
+def test_an_evaluation_that_would_end_too_late_is_left_out(tmp_path, clock, caplog):
+    """One takes 0.6 s, and samples as long. One after 100 steps would leave no time for those of the end."""
+    caplog.set_level("INFO")
+    recipe = ToyRecipe(schedule(finish_by="4s"), adversarial_from=3)
+    evaluate, sample = recipe.evaluate, recipe.sample
+    recipe.evaluate = lambda: (clock.sleep(0.6), evaluate())[1]
+    recipe.sample = lambda: (clock.sleep(0.6), sample())[1]
+    train_toy(recipe, quiet(tmp_path, log_freq=1, evaluate_steps=100), steps_of(clock))
+    assert 3.9 < clock.now - 1000 <= 4.0
+    evaluated = [row["step"] for row in rows_of(tmp_path) if "eval/score" in row]
+    assert evaluated == [0, saved_step(tmp_path)]
+    assert "step 100: there is no time for the held-out figures before the end" in caplog.text
+
+
+def test_a_time_that_is_too_short_for_a_cool_down_is_said(tmp_path, clock, caplog):
+    run(tmp_path, steps_of(clock, seconds=5.0), finish_by="2s")
+    assert saved_step(tmp_path) == 1
+    assert "--finish-by 2s is reached before the learning rate, 0.0025, could fall" in caplog.text
+
+
+def test_an_open_end_counts_no_checkpoints_that_never_come():
+    steps = StepSchedule(Schedule(finish_by="6h"), RunProgress(items=32))
+    settings = Saving(checkpoint_steps=100_000, permanent_start=100_000, permanent_interval=100_000)
+    assert saving.kept_checkpoints(settings, steps) == 8
 
 
 def test_the_length_of_the_cool_down_can_be_chosen(tmp_path, clock):
