@@ -1,6 +1,7 @@
 """A model card made from a run, and the upload of an exported model to the Hugging Face Hub."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,19 @@ CARD = "README.md"
 
 
 def model_card(
-    repo: str, kind: ModelKind, exported: TrainedModel, figures: Mapping[str, object], hints: Sequence[str]
-) -> str:
-    """Return the card of an exported model: what it is, its held-out figures, how it is loaded, and its settings."""
+    repo: str, kind: ModelKind, exported: TrainedModel, written: Path, figures: Mapping[str, object],
+    hints: Sequence[str],
+) -> str:  # fmt: skip
+    """Return the card of an exported model: what it is, its held-out figures, how it is loaded, and its settings.
+
+    The `hints` name the folder that was `written`, in whose place readers have `repo`.
+    """
     hub = kind.hub or HubCard("gputrain", "other", kind.title.split(" ", 1)[-1])
     head = ["---", f"library_name: {hub.library}", f"pipeline_tag: {hub.task}", "tags:", "- gputrain", "---", ""]
     text = [*head, f"# {repo.split('/')[-1]}", ""]
     text += [
-        f"A {hub.name}, trained with gputrain {__version__}. The data and their licence are not named here.",
+        f"{hub.name[0].upper()}{hub.name[1:]}, trained with gputrain {__version__}. The data and their licence are "
+        "not named here.",
         "",
     ]
     folder = exported.weights if exported.weights.is_dir() else exported.weights.parent
@@ -33,12 +39,12 @@ def model_card(
         text += [""]
     text += ["## Files", ""]
     text += [f"- {name}: {value}" for name, value in figures.items()]
-    text += ["", "## Use", "", *(f"- {hint}" for hint in hints), ""] if hints else [""]
+    here = re.compile(rf"(?<![\w./\\-]){re.escape(str(written))}(?![\w.-])")
+    text += ["", "## Use", "", *(f"- {here.sub(repo, hint)}" for hint in hints), ""] if hints else [""]
     configuration = folder / "config.yaml"
     if configuration.is_file():
-        settings = without_secrets(configuration.read_text(encoding="utf-8").rstrip())  # Everybody reads the card.
-        text += ["## Settings", "", "```yaml", settings, "```", ""]
-    return "\n".join(text)
+        text += ["## Settings", "", "```yaml", configuration.read_text(encoding="utf-8").rstrip(), "```", ""]
+    return without_secrets("\n".join(text))  # Everybody reads the card.
 
 
 def step_of(weights: Path, kind: ModelKind) -> int | None:

@@ -4,6 +4,7 @@ import base64
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -37,9 +38,10 @@ def save_at(run, step: int) -> None:
 
 
 def card_of(model, chosen: str = "auto") -> str:
-    files = {"files": "config.json"}
-    exported = TrainedModel(model=model, checkpoint=chosen)
-    return model_card("ann/my-vae", kinds()["vae"], exported, files, ["Load it: AutoencoderKL.from_pretrained"])
+    files = {"files": "config.json", "these factors are": "those of https://ann:secret@x.org/a.pt?token=secret (its)"}
+    exported, written = TrainedModel(model=model, checkpoint=chosen), Path("home", "ann", "out")
+    hints = [f'Load it: AutoencoderKL.from_pretrained("{written}")']
+    return model_card("ann/my-vae", kinds()["vae"], exported, written, files, hints)
 
 
 def test_a_card_has_the_figures_of_the_exported_checkpoint_the_use_and_the_settings(run):
@@ -54,11 +56,14 @@ def test_a_card_has_the_figures_of_the_exported_checkpoint_the_use_and_the_setti
         "step 10",
         "| `psnr_db` | 31.5 |",
         "- files: config.json",
-        "from_pretrained",
+        "Image autoencoder, trained with",
+        'from_pretrained("ann/my-vae")',
+        "those of https://x.org/a.pt (its)",
         "image_size: 64",
         "init_from: https://x.org/a.pt\n",
     ):
         assert part in card, part
+    assert "secret" not in card
     for card in (card_of(run, "last"), card_of(run / checkpoint.LAST)):
         assert "step 20" in card
         assert "| `psnr_db` | 30 |" in card
