@@ -123,8 +123,11 @@ def check_frames(architecture: Mapping[str, Any], source: str) -> None:
     else:
         kernels, strides = (tuple(architecture.get(name, ())) for name in ("conv_kernel", "conv_stride"))
         is_usual, usual = (kernels, strides) == (CONV_KERNELS, CONV_STRIDES), "the convolutions of wav2vec 2.0"
-    if not is_usual or architecture.get("add_adapter"):
+    if not is_usual:
+        raise UserError(f"{source}: its frames are not {STRIDE} samples apart", hint=f"use a model with {usual}")
+    if architecture.get("add_adapter"):
         raise UserError(
-            f"{source}: its frames are not {STRIDE} samples apart",
-            hint=f"use a model with {usual} and without add_adapter",
+            f"{source}: has add_adapter, layers behind the encoder that make its frames longer than {STRIDE} samples; "
+            "they are neither trained nor read",
+            hint="use a model that was trained with add_adapter=False, or begin with the one that it was fine-tuned from",
         )

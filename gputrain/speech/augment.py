@@ -8,6 +8,7 @@ Shapes: T samples, M clips of an epoch.
 """
 
 import logging
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from gputrain.audio.io import Samples, from_int16, read_part, resample
 from gputrain.audio.prepare import rms, scan_recordings
-from gputrain.engine.data import to_int16
+from gputrain.engine.data import DataWarning, to_int16
 from gputrain.errors import UserError
 from gputrain.figures import counted
 
@@ -145,7 +146,14 @@ class ClipAugment:
         chosen, which, where, ratio = _uniform(self.seed, (5, change.epoch, change.place), 4).tolist()
         if chosen >= self.noise_probability:
             return wave_T
-        noise_T = self.noise.read(which, where, len(wave_T), self.rate_hz)
+        try:
+            noise_T = self.noise.read(which, where, len(wave_T), self.rate_hz)
+        except UserError as error:
+            # Only the beginning of each recording was read before the training, which damage further on must not end.
+            if not self.noise.folder.is_dir():
+                raise
+            warnings.warn(f"noise is left out where it cannot be read: {error.message}", DataWarning, stacklevel=2)
+            return wave_T
         speech, noise = rms(wave_T), rms(noise_T)
         if not speech or not noise:  # Silence has no ratio to anything.
             return wave_T

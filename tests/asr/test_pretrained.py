@@ -251,7 +251,7 @@ def test_folders_that_cannot_be_used(tmp_path, change, message):
 
 @each_row(
     ("config.json", {"feature_projection_input_dim": 80}, "160 features a frame"),
-    ("config.json", {"add_adapter": True}, "without add_adapter"),
+    ("config.json", {"add_adapter": True}, "trained with add_adapter=False"),
     ("preprocessor_config.json", {"num_mel_bins": 128}, "reads 128 bins of 2 frames"),
     ("preprocessor_config.json", {"stride": 1}, "reads 80 bins of 1 frames"),
 )

@@ -14,7 +14,7 @@ from gputrain.asr.config import TrainAsr
 from gputrain.asr.work import AsrWork
 from gputrain.audio.io import read_part
 from gputrain.config import assemble
-from gputrain.engine.data import Sample, to_int16
+from gputrain.engine.data import DataWarning, Sample, to_int16
 from gputrain.errors import UserError
 from gputrain.hw.ranks import Ranks
 from gputrain.speech.augment import ClipAugment, ClipChange, NoiseFolder
@@ -167,6 +167,20 @@ def test_noise_that_cannot_be_read_is_named_with_counts(noise, tmp_path, caplog)
     with caplog.at_level(logging.WARNING):
         assert NoiseFolder.open(tmp_path, []).paths == ("deep/long.flac", "short.wav")
     assert "3 of 5 recordings cannot be read and are left out: empty.wav: holds no sound; nan.wav: " in caplog.text
+
+
+def test_noise_that_is_damaged_behind_its_beginning_is_left_out_with_a_warning(tmp_path):
+    wave_T = tone(1000, 1.0)
+    wave_T[8000] = np.nan
+    soundfile.write(tmp_path / "damaged.wav", wave_T, RATE, subtype="FLOAT")
+    augment = ClipAugment(0, RATE, 0.0, NoiseFolder.open(tmp_path, []), 1.0, (5.0, 5.0))
+    clip_T, change = to_int16(tone(300, 1.0)), ClipChange(1.0, 0, 0)
+    with pytest.warns(DataWarning, match="a sample is no finite number"):
+        assert np.array_equal(augment.changed(clip_T, change), clip_T)
+    (tmp_path / "damaged.wav").rename(tmp_path.parent / "damaged.wav")
+    tmp_path.rmdir()  # A folder that vanishes ends the training, as clips without noise would be another training.
+    with pytest.raises(UserError, match="damaged"):
+        augment.changed(clip_T, change)
 
 
 def test_noise_that_cannot_be_used_is_refused(store, noise, tmp_path):
