@@ -295,6 +295,13 @@ class VaeData(TrainingData[TrainVae]):
                 lambda: factors_for_export(pretrained, recipe.settings, recipe.runtime)
             )
             source = replace(source, scaling=LatentScaling(factor, shift), told_by=told_by)
+            if source.published:
+                log.warning(
+                    "%s does not say by which factors pipelines scale its latents, and the tiny decoder will only fit "
+                    "these: %s (%s). If its model has others, name its folder of diffusers, whose config.json says "
+                    "them, or a name of gputrain fetch --list", source.source, source.scaling, source.told_by,
+                )  # fmt: skip
+                return source
         log.info("latents are normalised as pipelines do: %s (%s)", source.scaling, source.told_by)
         return source
 

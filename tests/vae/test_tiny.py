@@ -11,6 +11,7 @@ from unittest import mock
 import diffusers
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,7 +20,7 @@ from gputrain.errors import UserError
 from gputrain.planner.memory.predict import step_flops
 from gputrain.vae import tiny
 from gputrain.vae.architecture import VaeArchitecture
-from gputrain.vae.diffusers_folder import save_diffusers
+from gputrain.vae.diffusers_folder import WEIGHTS, save_diffusers
 from gputrain.vae.latents import LatentScaling, PatchStatistics
 from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL
@@ -219,6 +220,18 @@ def test_a_run_without_factors_has_those_of_its_export(
     assert weights["latents_factor_L"].tolist() == pytest.approx([config["scaling_factor"]] * 4, rel=1e-6)
     assert weights["latents_shift_L"].tolist() == pytest.approx([config["shift_factor"]] * 4, rel=1e-6)
     assert "latents are normalised as pipelines do: scaling_factor" in caplog.text
+
+
+def test_factors_of_a_file_that_does_not_say_its_own_are_a_guess_that_is_warned_of(
+    trained: Path, photographs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_file(load_file(trained / "teacher" / WEIGHTS), tmp_path / "ae.safetensors")
+    made = run(tmp_path / "tiny", photographs, max_steps=1, init_from=str(tmp_path / "ae.safetensors"), **TINY)
+    (factor, *_), (shift, *_) = (made["modules"]["autoencoder"][f"latents_{one}_L"] for one in ("factor", "shift"))
+    (warning,) = (one.getMessage() for one in caplog.records if "does not say by which factors" in one.getMessage())
+    assert f"scaling_factor {factor:.6g}, " in warning
+    assert f"shift_factor {shift:.6g} (measured on" in warning
+    assert "config.json" in warning
 
 
 def test_a_step_is_planned_with_the_encoder_of_the_teacher() -> None:
