@@ -129,5 +129,5 @@ def check_frames(architecture: Mapping[str, Any], source: str) -> None:
         raise UserError(
             f"{source}: has add_adapter, layers behind the encoder that make its frames longer than {STRIDE} samples; "
             "they are neither trained nor read",
-            hint="use a model that was trained with add_adapter=False, or begin with the one that it was fine-tuned from",
+            hint="use one that was trained with add_adapter=False, or begin with the model that was fine-tuned",
         )
