@@ -221,8 +221,8 @@ class VaeRecipe:
         with torch.set_grad_enabled(self.settings.model.train_part == "all"):
             moments = self.autoencoder.encode(images_BCHW)
         mean_BLhw, logvar_BLhw = (moment.detach().requires_grad_() for moment in moments)
-        latents_BLhw = self._transformed(sampled(mean_BLhw, logvar_BLhw, batch), step)
-        decoded_BCHW = self.autoencoder.decode(latents_BLhw)
+        # No variable holds the latents beyond the decoding: its graph keeps what the gradients need of them.
+        decoded_BCHW = self.autoencoder.decode(self._transformed(sampled(mean_BLhw, logvar_BLhw, batch), step))
         made_BCHW = gan.at_least_fp32(decoded_BCHW.detach()).requires_grad_()
         if batch.made_BCHW is not None:
             self._kept(batch.made_BCHW, step).copy_(made_BCHW.detach())
