@@ -58,6 +58,11 @@ class VaeArchitecture:
         """Pixels along each side of a picture for one latent position: each block but the last halves the size."""
         return 1 << (len(self.block_out_channels) - 1)
 
+    @property
+    def smallest_side(self) -> int:
+        """Pixels along each side of the smallest picture: one latent position, or two that reflect each other."""
+        return self.downsampling * (2 if self.padding_mode == "reflect" else 1)
+
 
 # Every group has four channels or more: with one channel, a norm would erase a picture's brightness and contrast.
 PRESETS: dict[VaePreset, VaeArchitecture] = {

@@ -236,12 +236,12 @@ class TrainVae:
                 what = "side of a patch of latents" if self.architecture.patch_statistics else "downsampling factor"
                 raise UserError(
                     f"image_size {size} is not a multiple of {multiple}, the {what} of the autoencoder",
-                    hint=f"use {below or multiple} or {below + multiple}",
+                    hint=f"use {below} or {below + multiple}" if below else f"use {multiple} or a multiple of it",
                 )
-            if self.model.padding == "reflect" and size < 2 * self.architecture.downsampling:
+            if size < self.architecture.smallest_side:
                 raise UserError(
                     f"image_size {size} is a single latent, which padding reflect cannot reflect",
-                    hint=f"use {2 * self.architecture.downsampling} or more, or --padding zeros",
+                    hint=f"use {self.architecture.smallest_side} or more, or --padding zeros",
                 )
             if self.losses.adversarial_weight and size < SMALLEST_DISCRIMINATED:
                 raise UserError(

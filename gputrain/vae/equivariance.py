@@ -57,8 +57,8 @@ class Transformations:
         pixels = SMALLEST_DISCRIMINATED if losses.adversarial_weight else SMALLEST
         pixels = max(pixels, SMALLEST_LPIPS if losses.uses_lpips else 0)
         latent_side = settings.data.image_size // factor
-        least = 2 if settings.model.padding == "reflect" else 1  # Latents that have a neighbour to be reflected.
-        return cls(settings.schedule.seed, losses.eq_probability, latent_side, max(least, math.ceil(pixels / factor)))
+        pixels = max(pixels, settings.architecture.smallest_side)
+        return cls(settings.schedule.seed, losses.eq_probability, latent_side, math.ceil(pixels / factor))
 
     @cached_property
     def sides(self) -> list[int]:

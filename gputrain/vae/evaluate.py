@@ -267,10 +267,16 @@ def evaluate_pictures(
     trained = loaded.settings.data if loaded.settings else Data()
     image_size = trained.image_size if options.image_size is None else options.image_size
     share = trained.held_out_share if held_out_share is None else held_out_share
-    if image_size % loaded.model.architecture.downsampling:
+    architecture = loaded.model.architecture
+    if image_size % architecture.downsampling:
         raise UserError(
-            f"image_size {image_size} is not a multiple of {loaded.model.architecture.downsampling}",
+            f"image_size {image_size} is not a multiple of {architecture.downsampling}",
             hint="that is the downsampling factor of this autoencoder",
+        )
+    if image_size < architecture.smallest_side:
+        raise UserError(
+            f"image_size {image_size} is a single latent, which padding reflect cannot reflect",
+            hint=f"use {architecture.smallest_side} or more",
         )
     pictures = open_pictures(data_path, held_out_share=share)
     chosen = pictures.held_out if share < 1 else [*pictures.held_out, *pictures.train]

@@ -65,8 +65,8 @@ class LatentReport:
         side = mean_BLhw.shape[-1]
         both = {"half": Transformation(side // 2, side, 0), "turn": Transformation(side, side, 1)}
         for name, transformation in both.items():
-            if not transformation.side:  # A single latent has no half.
-                continue
+            if transformation.side * model.architecture.downsampling < model.architecture.smallest_side:
+                continue  # A single latent has no half, and reflects nothing.
             sums = self.turned.setdefault(name, Equivariance())
             target_BCHW, latents_BLhw = transformation(images_BCHW), transformation(mean_BLhw)
             wanted_BLhw = latents_BLhw.double()
