@@ -100,8 +100,8 @@ class LatentReport:
         pictures (1): the average over the channels that are not dead."""
         power_LR = torch.as_tensor(self.spectra[of])[:, 1:]
         total_L = power_LR.sum(1)
-        alive_L = total_L > DEAD**2 * total_L.max()
-        shares: list[float] = (power_LR[alive_L] / total_L[alive_L, None]).mean(0).tolist()
+        alive_L = total_L >= DEAD**2 * total_L.max()  # All of them in pictures of a single colour, which have no power.
+        shares: list[float] = (power_LR[alive_L] / total_L[alive_L, None].clamp(min=1e-12)).mean(0).tolist()
         return shares
 
     def high(self, of: int) -> float:

@@ -1,5 +1,6 @@
 """The report on the latents, against scipy and models whose latents are known."""
 
+import json
 import math
 
 import pytest
@@ -67,6 +68,13 @@ def test_the_spectrum_shows_the_frequencies_of_the_latents():
     assert smooth.high(0) == pytest.approx(smooth.high(1), rel=1e-6)  # Latents that are the small picture.
     assert smooth.high(0) < 0.1 < 0.5 < white.high(0)
     assert sum(white.spectrum(0)) == pytest.approx(1)
+
+
+def test_pictures_of_a_single_colour_have_no_power_at_any_frequency():
+    black = torch.zeros(2, 3, 64, 64, dtype=torch.uint8)
+    report = report_on(Blocks(), black)
+    assert json.loads(json.dumps(report.to_json(), allow_nan=False))["spectrum"]["pictures"] == [0.0] * 8
+    assert "nan" not in str(report.shown)
 
 
 def test_errors_of_latents_that_follow_and_of_others():
