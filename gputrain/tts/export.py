@@ -171,9 +171,12 @@ def notes(loaded: LoadedVoice, name: str, default_speaker_id: int = 0) -> list[s
     else:
         lines += ["Piper contains the espeak-ng of this voice, which also converts numbers and abbreviations to words"]
     if several:
+        first, default = (
+            speakers[0] or "without a name",
+            speakers[default_speaker_id] or f"speaker {default_speaker_id}",
+        )
         lines += [
-            f"choose one of {len(speakers)} speakers by number: --speaker 0 is {speakers[0]}; without it, "
-            f"{speakers[default_speaker_id]} speaks"
+            f"choose one of {len(speakers)} speakers by number: --speaker 0 is {first}; without it, {default} speaks"
         ]
     return lines
 

@@ -205,13 +205,13 @@ def recognise(wave_T: Samples, rate_hz: int, language: str | None, model: Path) 
 
 def check_whisper(model: Path) -> None:
     """Raises UserError if the package or a file of the model is missing."""
-    require("faster_whisper", needed_by="speech recognition with a Whisper model")
     missing = [name for name in ("model.bin", "config.json", "tokenizer.json") if not (model / name).is_file()]
     if missing:  # Without a tokenizer, the package would download one.
         raise UserError(
             f"{model} holds no {' and no '.join(missing)}",
             hint="name a run of train-asr, a CTC model of transformers, or a Whisper model of faster-whisper",
         )
+    require("faster_whisper", needed_by="speech recognition with a Whisper model")
 
 
 @functools.lru_cache(maxsize=1)

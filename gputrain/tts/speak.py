@@ -229,10 +229,12 @@ def speaker_number(speakers: tuple[str, ...], asked: str) -> int:
     if asked.isdecimal() and int(asked) < max(1, len(speakers)):
         return int(asked)
     near = difflib.get_close_matches(asked, speakers, n=len(speakers), cutoff=0.5)
-    named = [name for name in [*near, *(name for name in speakers if name not in near)] if name]
+    others = [name or str(number) for number, name in enumerate(speakers) if name not in near]
     raise UserError(
         f"there is no speaker {asked!r}",
-        hint=f"this voice has {', '.join(named)}" if len(speakers) > 1 else "this voice has one: drop --speaker",
+        hint=f"this voice has {', '.join(near + others)}"
+        if len(speakers) > 1
+        else "this voice has one: drop --speaker",
     )
 
 

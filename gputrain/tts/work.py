@@ -34,7 +34,7 @@ from gputrain.speech.training import (
 )
 from gputrain.tts.architecture import VoiceArchitecture, voice_architecture
 from gputrain.tts.assessors import Assessors, open_assessors
-from gputrain.tts.config import BenchTts, PlannedData, PlannedSpeech, PlanTts, TrainTts
+from gputrain.tts.config import BenchTts, Model, PlannedData, PlannedSpeech, PlanTts, TrainTts
 from gputrain.tts.evaluate import HeldOutClips
 from gputrain.tts.load import read_origin, start_from
 from gputrain.tts.model import Voice, prepare_for_inference
@@ -204,17 +204,12 @@ class TtsTraining(SpeechTraining[TrainTts]):
 
     def begin(self, settings: TrainTts, run: Run, runtime: Runtime) -> TrainTts:
         model = settings.model
+        check_same_parts(run, model)
         if model.init_from and run.resumed is None:
             self.origin = self._read_origin(settings, model.init_from)
         if model.add_speaker:
             self._add_speaker(settings, run)
         settings = super().begin(settings, run, runtime)
-        before = run.before.get("use_mrd", settings.model.use_mrd)
-        if before != settings.model.use_mrd:
-            raise UserError(
-                f"the run began {'with' if before else 'without'} use_mrd",
-                hint=f"go on with --{'' if before else 'no-'}use-mrd, or begin a new run with --init-from this one",
-            )
         if model.init_from and self.origin:
             log_start(model.init_from)
         return settings
@@ -237,11 +232,7 @@ class TtsTraining(SpeechTraining[TrainTts]):
             known = KnownVoice.of(self.origin)
         else:
             assert run.resumed is not None
-            facts, new = run.resumed["facts"], settings.model.add_speaker
-            if facts["speakers"][-1:] != [new]:
-                raise UserError(
-                    f"add_speaker {new}: the run was begun without it", hint="begin a new run with --init-from this one"
-                )
+            facts = run.resumed["facts"]
             known = KnownVoice(tuple(facts["speakers"][:-1]), Frontend.from_json(facts["text"]), "the run")
         self.speech = with_new_speaker(self.speech, settings, known)
         store = self.speech.store
@@ -260,6 +251,21 @@ class TtsTraining(SpeechTraining[TrainTts]):
         if self.origin:
             init_from(recipe, self.origin, self.speech.store.format, self._spoken())
             self.origin = None
+
+
+def check_same_parts(run: Run, model: Model) -> None:
+    """Raises UserError if a resumed run would have other modules, speakers or trained parts than its checkpoint."""
+    for name in ("use_mrd", "add_speaker", "train_part"):
+        now, flag = getattr(model, name), f"--{name.replace('_', '-')}"
+        before = run.before.get(name, now)
+        if before == now:
+            continue
+        began, go_on = f"with {name} {before}", f"with {flag} {before}"
+        if isinstance(before, bool):
+            began, go_on = f"{'with' if before else 'without'} {name}", f"with {flag if before else f'--no-{flag[2:]}'}"
+        elif not before:
+            began, go_on = f"without {name}", f"without {flag}"
+        raise UserError(f"the run began {began}", hint=f"go on {go_on}, or begin a new run with --init-from this one")
 
 
 def init_from(recipe: VoiceRecipe, origin: Origin, format: SpeechFormat, spoken: Collection[str]) -> None:

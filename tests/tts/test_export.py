@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,6 +110,8 @@ def test_several_speakers(handed: Handed) -> None:
     assert np.abs(waves[0] - waves[1]).max() > 0.01
     note = "choose one of 3 speakers by number: --speaker 0 is anna; without it, boris speaks"
     assert note in handed.done.notes
+    unnamed = replace(handed.loaded, speakers=("", "zoë"))
+    assert notes(unnamed, "voice")[-1].endswith("--speaker 0 is without a name; without it, speaker 0 speaks")
     speaks_alike(handed.loaded, handed.graph, "Salom, dunyo.", None, default=1)
     with pytest.raises(UserError, match="there is no speaker 'borris'"):
         export_piper(handed.loaded, Path("unused"), default_speaker="borris")

@@ -205,6 +205,9 @@ def test_speakers_by_name_and_by_number() -> None:
     assert wrong.value.hint == "this voice has boris, anna, 7"
     with pytest.raises(UserError, match="no speaker '3'"):
         speaker_number(speakers, "3")
+    with pytest.raises(UserError) as raised:
+        speaker_number(("", "zoë"), "anna")
+    assert raised.value.hint == "this voice has 0, zoë"
     assert speaker_number((), "0") == 0
     with pytest.raises(UserError) as alone:
         speaker_number(("",), "anna")

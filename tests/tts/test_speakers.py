@@ -1,6 +1,7 @@
 """A new speaker in a voice: what is kept bit for bit, the names of the speech, and what is refused."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,7 @@ def test_with_speech_of_the_others_all_weights_train_and_both_are_evaluated(base
 @each_row(
     (("new",), {"add_speaker": "ann", "train_part": "speaker"}, "has a speaker of this name"),
     (("new",), {}, "speech of eve alone, of which the other speakers would be unlearnt"),
+    (("new", "alone"), {"init_from": "one"}, "speech of eve alone, .*told apart by a column of speakers"),
     (("eve",), {"add_speaker": "zed"}, "speech of eve, who is neither zed nor in"),
     (("new", "both"), {"train_part": "speaker"}, "also has speech of others than eve"),
     (("both",), {}, "no speech of eve"),
@@ -148,8 +150,23 @@ def test_with_speech_of_the_others_all_weights_train_and_both_are_evaluated(base
 )
 def test_speech_and_settings_that_cannot_add_a_speaker_are_refused(base, tmp_path, data, changes, said):
     values = adding(base, "two", *data, output_dir=str(tmp_path / "run"), **changes)
-    with pytest.raises(UserError, match=said):
+    if changes.get("init_from"):
+        values["init_from"] = str(base / changes["init_from"])
+    with pytest.raises(UserError) as raised:
         train.of({name: value for name, value in values.items() if value is not None})
+    assert re.search(said, f"{raised.value.message} {raised.value.hint}")
+
+
+@each_row(
+    ({"add_speaker": "", "train_part": "all"}, "began with add_speaker eve", "go on with --add-speaker eve"),
+    ({"add_speaker": "zed"}, "began with add_speaker eve", "go on with --add-speaker eve"),
+    ({"train_part": "all"}, "began with train_part speaker", "go on with --train-part speaker"),
+)
+def test_a_run_goes_on_with_its_new_speaker_and_its_part(base, learnt, tmp_path, changes, said, hint):
+    resumed = {"resume_from": str(base / "learnt" / "checkpoint_last.pt"), "output_dir": str(tmp_path / "run")}
+    with pytest.raises(UserError, match=said) as raised:
+        train.of({**adding(base, "two", "new", train_part="speaker", **resumed), **changes})
+    assert hint in raised.value.hint
 
 
 @pytest.mark.slow
