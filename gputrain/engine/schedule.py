@@ -119,16 +119,17 @@ class Schedule:
         """Raises UserError if finish_by is no time, or beside settings that it takes the place of."""
         seconds_to_finish(self.finish_by)
         for name in ("num_epochs", "num_steps"):
+            flag = f"--{name.replace('_', '-')}"
             if getattr(self, name) not in (0, getattr(type(self), name)):
                 raise UserError(
                     f"{name} {getattr(self, name)} and finish_by {self.finish_by} both end the training",
-                    hint=f"drop --{name.replace('_', '-')}, or --finish-by",
+                    hint=f'drop one of them, or the one of a file: {flag} 0, or --finish-by ""',
                 )
         if self.learning_rate_schedule not in ("constant", type(self).learning_rate_schedule):
             raise UserError(
                 f"learning_rate_schedule {self.learning_rate_schedule} has no effect with finish_by, which holds the "
                 "learning rate until it falls at the end",
-                hint="drop --learning-rate-schedule; --cooldown STEPS says over how many steps it falls",
+                hint="--learning-rate-schedule constant; --cooldown STEPS says over how many steps it falls",
             )
 
     @property

@@ -98,6 +98,18 @@ def test_settings_without_effect_beside_the_clock_are_refused(others, message):
         Schedule(**{"finish_by": "6h", **others})
 
 
+def test_what_a_file_says_of_the_end_gives_way_to_the_clock_by_a_flag():
+    for value, flag in (("num_steps", "--num-steps 0"), ("num_epochs", "--num-epochs 0")):
+        with pytest.raises(UserError) as error:
+            Schedule(finish_by="6h", **{value: 500})
+        assert flag in error.value.hint
+        assert Schedule(finish_by="6h", **{value: 0}).rate_schedule == "constant"
+    with pytest.raises(UserError) as error:
+        Schedule(finish_by="6h", learning_rate_schedule="exponential")
+    assert "--learning-rate-schedule constant" in error.value.hint
+    assert Schedule(finish_by="6h", learning_rate_schedule="constant").length_text == "--finish-by 6h"
+
+
 def test_a_past_time_and_stages_are_refused(monkeypatch):
     check_finish(Schedule(finish_by="6h"))
     past, held = Schedule(finish_by="2020-01-31T18:30"), RunProgress(step=9, items=32)
