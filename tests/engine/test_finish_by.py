@@ -22,13 +22,18 @@ from tests.toy import BATCH, ToyRecipe, batches, quiet, train_toy, weights
 from tests.waiting import Clock
 
 
+@pytest.fixture(autouse=True)
+def _command_begins_now(monkeypatch) -> None:
+    """No command has begun, whatever ran before in this process."""
+    monkeypatch.setattr(COMMAND_CLOCK, "began", None)
+
+
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     """The clock of the run, on which starting and saving take no time: that of a thread that saves while the clock is
     set forward is not reserved."""
     for name in ("EXIT_SECONDS", "SAVE_MARGIN"):
         monkeypatch.setattr(stop, name, 0.0)
-    monkeypatch.setattr(COMMAND_CLOCK, "began", None)
     return Clock(monkeypatch, stop, callbacks, saving)
 
 
