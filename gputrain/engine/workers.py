@@ -74,6 +74,9 @@ def restarting_workers(
                 hint=advice,
             )
         log.warning("%s; new workers continue at the missing batch", problem)
+        # A killed process exists for a moment longer: if it is the one that forks workers, multiprocessing would still
+        # ask it for new ones, and fail again.
+        time.sleep(LOOK_SECONDS)
 
 
 def received_batches(iterator: Iterator[AnyBatch], workers: Sequence[BaseProcess]) -> Iterator[AnyBatch]:
