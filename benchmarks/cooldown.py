@@ -89,7 +89,8 @@ def main() -> None:
         cells = [f"{one['mean']:.2f} ± {one['interval'] or 0:.2f}" for one in table[side].values()]
         print(f"| {side} | {' | '.join(cells)} |")
     report = {
-        "command": "python benchmarks/cooldown.py --data PREPARED", "gputrain": __version__,
+        "command": f"python benchmarks/cooldown.py --data PREPARED --steps {' '.join(map(str, given.steps))}",
+        "gputrain": __version__,
         "torch": torch.__version__, "machine": machine_facts("cpu"), "threads": torch.get_num_threads(),
         "settings": " ".join(SETTINGS.split()), "unit": "held-out PSNR in dB; interval: 95 % by Student's t",
         "psnr": table,
