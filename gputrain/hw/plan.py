@@ -29,7 +29,7 @@ class Hardware:
     device: DeviceName = opt(default="auto", help="Device to train on; auto: the GPU, if any.")
     mixed_precision: bool | None = opt(
         default=None,
-        help="16-bit arithmetic where it is safe, fp32 weights; auto: on a GPU, a vocoder only on Volta and Turing.",
+        help="16-bit arithmetic where it is safe, fp32 weights; auto: on a GPU, except for a vocoder.",
     )
     use_bf16: bool | None = opt(
         default=None,
@@ -173,7 +173,7 @@ def decide(
     `generator_is_1d`: only discriminators have 2-D convolutions, to which channels_last applies; `is_1d`: the model has
     none. `eager_because`: the reason why nothing is compiled unless the user asks for it; empty if compiling is the
     default on newer GPUs. `fp32_because`: the reason why the model computes in fp32, and never in bf16, unless the user
-    asks for it or the GPU's tensor cores compute nothing but fp16; empty if 16 bit is the default.
+    asks for it; empty if 16 bit is the default.
 
     Raises UserError if the user asks for a GPU that is not there, or if there is a GPU that torch cannot use.
     """
@@ -222,16 +222,15 @@ def _device(machine: Machine, wishes: Hardware, on_gpu: bool) -> Setting:
 def _precision(machine: Machine, wishes: Hardware, on_gpu: bool, fp32_because: str) -> Setting:
     asked = wishes.mixed_precision or wishes.use_bf16
     only_fp16 = on_gpu and machine.has_tensor_cores and not machine.has_tf32  # Volta and Turing
+    unused = f"; the tensor cores of {machine.gpu} compute fp16 alone: --mixed-precision uses them" if only_fp16 else ""
     if wishes.mixed_precision is False:
-        slow = f"; the tensor cores of {machine.gpu} compute fp16 alone: --mixed-precision uses them"
-        return Setting("fp32", f"mixed precision is switched off{slow if only_fp16 else ''}")
+        return Setting("fp32", f"mixed precision is switched off{unused}")
     if not on_gpu:
         if wishes.use_bf16:
             return Setting("bf16", "asked for; CPUs without AMX compute it slower than fp32")
         return Setting("fp32", "mixed precision needs a GPU" if asked else "the CPU computes fp32 fastest")
     if fp32_because and not asked:
-        alone = f"the tensor cores of {machine.gpu} compute fp16 alone; loss scaling on; --no-mixed-precision is fp32"
-        return Setting("fp16", alone) if only_fp16 else Setting("fp32", fp32_because)
+        return Setting("fp32", f"{fp32_because}{unused}")
     gives_nan = machine.compute_capability >= (7, 0) and not machine.has_tensor_cores
     if gives_nan and not wishes.mixed_precision:
         return Setting(

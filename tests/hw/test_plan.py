@@ -63,9 +63,10 @@ def test_where_fp32_is_the_default_16_bit_is_asked_for_by_name(name, wishes, pre
 
 
 @each_row(
-    ("T4", {}, "fp16", "tensor cores of T4 compute fp16 alone; loss scaling on; --no-mixed-precision is fp32"),
-    ("V100", {}, "fp16", "compute fp16 alone"),
-    ("T4", {"use_bf16": False}, "fp16", "compute fp16 alone"),
+    ("T4", {}, "fp32", "a reason; the tensor cores of T4 compute fp16 alone: --mixed-precision uses them"),
+    ("V100", {}, "fp32", "compute fp16 alone"),
+    ("T4", {"use_bf16": False}, "fp32", "compute fp16 alone"),
+    ("RTX 4090", {}, "fp32", "a reason"),
     ("T4", {"use_bf16": True}, "fp16", "T4 has no native bf16; fp16 with loss scaling instead"),
     ("T4", {"mixed_precision": True}, "fp16", "no native bf16"),
     ("T4", {"mixed_precision": False}, "fp32", "switched off; the tensor cores of T4 compute fp16 alone"),
@@ -77,7 +78,7 @@ def test_where_fp32_is_the_default_16_bit_is_asked_for_by_name(name, wishes, pre
     ("P100", {}, "fp32", "a reason"),
     ("P100", {"mixed_precision": False}, "fp32", "mixed precision is switched off"),
 )
-def test_fp16_is_the_default_of_every_model_where_tensor_cores_compute_nothing_else(name, wishes, precision, reason):
+def test_a_vocoder_is_told_of_tensor_cores_that_compute_fp16_alone(name, wishes, precision, reason):
     setting = decide(machine(name), Hardware(**wishes), fp32_because="a reason").precision
     assert setting.value == precision
     assert reason in setting.reason
