@@ -1,28 +1,22 @@
 """Work between the steps of a training: a list of callbacks, each with the steps after which it is due.
 
 No completed step is lost. Before its end and before a stop, a run saves first and samples and evaluates afterwards, and
-if anything ends the run between two steps, the last completed step is saved. history.jsonl records every start and end
-of a run.
+if anything ends the run between two steps, the last completed step is saved.
 """
 
 import contextlib
-import json
 import logging
 import math
-import os
-import platform
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import tensor_bytes
 from gputrain.engine.health import Health
-from gputrain.engine.metrics import METRICS, TAIL_BYTES, Metrics, Trackers, append_line, row_of
+from gputrain.engine.metrics import Metrics, Trackers
 from gputrain.engine.recipe import phases_of
 from gputrain.engine.run_folder import Run
 from gputrain.engine.samples import Report
@@ -33,7 +27,7 @@ from gputrain.engine.stop import COMMAND_CLOCK, REPORT_SECONDS, Deadline, StopRe
 from gputrain.errors import Stopped, UserError, first_line
 from gputrain.figures import format_number
 from gputrain.hw.monitor import Monitor, Pressure
-from gputrain.hw.probe import machine_facts, usable_cores
+from gputrain.hw.probe import usable_cores
 from gputrain.hw.runtime import (
     is_out_of_memory,
     library_failure,
@@ -49,7 +43,6 @@ log = logging.getLogger(__name__)
 SHOWN_FIGURES = 4  # Held-out figures that are logged; all are in metrics.jsonl.
 DOING = {"samples": "sampling", "eval": "evaluating"}  # What the progress bar shows meanwhile.
 SKIPPED = {"samples": "the samples", "eval": "the held-out figures"}  # What is skipped if memory runs out.
-HISTORY = "history.jsonl"
 
 
 @dataclass
@@ -537,55 +530,3 @@ def kept_names(steps: StepSchedule, saving: Saving, progress: RunProgress, evalu
     if is_due_every(done, saving.checkpoint_steps) or (evaluates and saving.checkpoint_steps < 0):
         names.append(f"checkpoint_step_{done}.pt")
     return names
-
-
-@contextmanager
-def recorded(run: Run, steps: StepSchedule, state: TrainState) -> Iterator[None]:
-    """Add a line to history.jsonl at the start of the block, and one at its end, however it ends."""
-    progress = steps.start
-    start: dict[str, Any] = {
-        "event": "start", "command": run.command, "step": progress.step,
-        "last_step": None if steps.has_open_end else steps.last_step,
-        "logged_step": last_logged_step(run.folder), "stage": progress.stage, "stages": progress.stages,
-        "ranks": run.group.ranks.count, "machine": machine_facts(state.runtime.device.type),
-        "host": platform.node(), "process": os.getpid(), "changes": run.changes, "data": run.data,
-    }  # fmt: skip
-    _add(run, start)
-    outcome, message = "failed", ""
-    try:
-        yield
-        progress = state.progress
-        outcome = "finished" if progress.finished or run.saving.ends_early(progress) else "stopped"
-        if not progress.finished:
-            message = "ended early" if outcome == "finished" else "max_steps is reached"
-    except Stopped as error:
-        outcome, message = "stopped", error.message
-        raise
-    except BaseException as error:
-        message = first_line(error)
-        raise
-    finally:
-        _add(run, {"event": "end", "step": state.progress.step, "outcome": outcome, "message": message})
-
-
-def _add(run: Run, row: dict[str, Any]) -> None:
-    """Append a line with the time. An error must not end the training."""
-    if not run.group.leads:
-        return
-    line = json.dumps({"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), **row}, default=str) + "\n"
-    try:
-        append_line(line.encode(), run.folder / HISTORY)
-    except OSError as error:
-        log.warning("%s cannot be written (%s)", run.folder / HISTORY, error.strerror or error)
-
-
-def last_logged_step(folder: Path) -> int:
-    """Returns the step of the last whole line of metrics.jsonl; 0 if there is none."""
-    try:
-        with (folder / METRICS).open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return 0
-    rows = (row_of(line) for line in reversed(lines))
-    return next((int(row["step"]) for row in rows if row is not None), 0)

@@ -16,8 +16,9 @@ import torch
 from rich.console import Console
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from gputrain.engine.callbacks import Callbacks, recorded
+from gputrain.engine.callbacks import Callbacks
 from gputrain.engine.cuda_graph import replay_gradients_if_planned
+from gputrain.engine.history import recorded
 from gputrain.engine.memory_check import MemoryCheck
 from gputrain.engine.metrics import Metrics
 from gputrain.engine.recipe import Batch, Recipe

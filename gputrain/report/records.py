@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
 from gputrain import config
-from gputrain.engine.callbacks import HISTORY
 from gputrain.engine.checkpoint import newest_first
+from gputrain.engine.history import HISTORY
 from gputrain.engine.metrics import METRICS, row_of
 from gputrain.engine.run_folder import CONFIG, PLAN
 from gputrain.errors import UserError

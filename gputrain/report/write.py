@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from gputrain.engine.callbacks import HISTORY
+from gputrain.engine.history import HISTORY
 from gputrain.engine.run_folder import write_text
 from gputrain.engine.schedule import Saving
 from gputrain.engine.stop import COMMAND_CLOCK, EXIT_SECONDS, parse_duration

@@ -1,0 +1,74 @@
+"""history.jsonl, which records every start and every end of a run."""
+
+import json
+import logging
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from gputrain.engine.metrics import METRICS, TAIL_BYTES, append_line, row_of
+from gputrain.engine.run_folder import Run
+from gputrain.engine.schedule import StepSchedule
+from gputrain.engine.state import TrainState
+from gputrain.errors import Stopped, first_line
+from gputrain.hw.probe import machine_facts
+
+log = logging.getLogger(__name__)
+
+HISTORY = "history.jsonl"
+
+
+@contextmanager
+def recorded(run: Run, steps: StepSchedule, state: TrainState) -> Iterator[None]:
+    """Add a line to history.jsonl at the start of the block, and one at its end, however it ends."""
+    progress = steps.start
+    start: dict[str, Any] = {
+        "event": "start", "command": run.command, "step": progress.step,
+        "last_step": None if steps.has_open_end else steps.last_step,
+        "logged_step": last_logged_step(run.folder), "stage": progress.stage, "stages": progress.stages,
+        "ranks": run.group.ranks.count, "machine": machine_facts(state.runtime.device.type),
+        "host": platform.node(), "process": os.getpid(), "changes": run.changes, "data": run.data,
+    }  # fmt: skip
+    _add(run, start)
+    outcome, message = "failed", ""
+    try:
+        yield
+        progress = state.progress
+        outcome = "finished" if progress.finished or run.saving.ends_early(progress) else "stopped"
+        if not progress.finished:
+            message = "ended early" if outcome == "finished" else "max_steps is reached"
+    except Stopped as error:
+        outcome, message = "stopped", error.message
+        raise
+    except BaseException as error:
+        message = first_line(error)
+        raise
+    finally:
+        _add(run, {"event": "end", "step": state.progress.step, "outcome": outcome, "message": message})
+
+
+def _add(run: Run, row: dict[str, Any]) -> None:
+    """Append a line with the time. An error must not end the training."""
+    if not run.group.leads:
+        return
+    line = json.dumps({"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), **row}, default=str) + "\n"
+    try:
+        append_line(line.encode(), run.folder / HISTORY)
+    except OSError as error:
+        log.warning("%s cannot be written (%s)", run.folder / HISTORY, error.strerror or error)
+
+
+def last_logged_step(folder: Path) -> int:
+    """Returns the step of the last whole line of metrics.jsonl; 0 if there is none."""
+    try:
+        with (folder / METRICS).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return 0
+    rows = (row_of(line) for line in reversed(lines))
+    return next((int(row["step"]) for row in rows if row is not None), 0)
