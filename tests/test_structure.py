@@ -17,6 +17,7 @@ PACKAGE = ROOT / "gputrain"
 LAYERS = [
     {"cli", "__main__"},
     {"vae", "vocoder", "tts", "asr", "autoconfig"},
+    {"watch"},
     {"report", "bench", "speech"},
     {"session"},
     {"planner", "audio"},

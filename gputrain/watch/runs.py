@@ -1,0 +1,179 @@
+"""The runs below some folders, as they appear, change and vanish: found and read by a thread, shown by pages."""
+
+import hashlib
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from gputrain.engine.callbacks import HISTORY
+from gputrain.engine.metrics import METRICS
+from gputrain.engine.run_folder import PLAN
+from gputrain.errors import UserError, first_line
+from gputrain.report.page import unique_names
+from gputrain.report.records import RunRecord, read_run
+
+log = logging.getLogger(__name__)
+
+SIGN = re.compile(rf"{METRICS}|{HISTORY}|{PLAN}|checkpoint_.*\.pt")  # The names of files of which every run has one.
+DEPTH = 3  # Levels of folders below a given one in which runs are looked for.
+MOST_ENTRIES = 5_000  # Of a larger folder, such as one of pictures, the rest is not looked at.
+MOST_RUNS = 2_000
+NOT_CRAWLED = {"samples", "logs"}
+LOOK_SECONDS, READ_SECONDS = 5.0, 1.0  # Time between looks for new runs, and between readings.
+LOOK_LIMIT = 1.0  # Seconds after which a look is interrupted, to be continued by the next one.
+ASKED_SECONDS = 30.0  # Runs are read for so long after somebody has asked for them.
+OPEN_SECONDS = 60.0  # A run that was shown so long ago is read as a part of the overview again.
+FIRST_LOOK_SECONDS = 3.0  # The longest time that the first page waits for the first look.
+
+
+class RunReader:
+    """Reads a run whole each time."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.record = RunRecord(folder, name, "")
+        self.record.changed_at = 0.0  # type: ignore[attr-defined]
+        self.record.is_read = True  # type: ignore[attr-defined]
+
+    def refresh(self, *, tail_only: bool = False) -> None:
+        try:
+            vars(self.record).update(vars(read_run(self.record.folder, self.record.name)))
+            self.record.changed_at = (self.record.folder / METRICS).stat().st_mtime  # type: ignore[attr-defined]
+        except (UserError, OSError) as error:
+            self.record.notes = [first_line(error)]
+
+
+def id_of(folder: Path) -> str:
+    """Returns the name of a run in addresses, from which its path doesn't follow."""
+    return hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:10]
+
+
+def find_runs(folder: Path, depth: int, seen: dict[str, int]) -> Iterator[Path | None]:
+    """Yields the run folders at and below a folder, and None for every other one, after which a caller may pause. Links
+    to folders are followed. `seen` are the depths to which folders have been looked at."""
+    real = os.path.realpath(folder)
+    if seen.get(real, -1) >= depth:
+        return
+    seen[real] = depth
+    is_run, below = False, []
+    try:
+        with os.scandir(folder) as entries:
+            for entry, _ in zip(entries, range(MOST_ENTRIES), strict=False):
+                is_run = is_run or SIGN.fullmatch(entry.name) is not None
+                if depth and not entry.name.startswith(".") and entry.name not in NOT_CRAWLED and entry.is_dir():
+                    below.append(entry.name)
+    except OSError:  # It has vanished, or may not be read.
+        pass
+    yield folder if is_run else None
+    for name in sorted(below):
+        yield from find_runs(folder / name, depth - 1, seen)
+
+
+class Runs:
+    """The runs below some folders. `more` names further run folders, those of a queue. Pages hold `lock` while they
+    read records."""
+
+    def __init__(self, folders: Sequence[Path], more: Callable[[], Sequence[Path]] = tuple) -> None:
+        self.folders, self.more = list(folders), more
+        self.lock = threading.RLock()
+        self._readers: dict[str, RunReader] = {}
+        self._opened: dict[str, float] = {}  # When runs were last shown with all their curves, by time.monotonic.
+        self._asked = self._read = -ASKED_SECONDS
+        self._looked, self._wanted = threading.Event(), threading.Event()
+        self._crawl: Iterator[Path | None] | None = None
+        self._found: dict[str, Path] = {}
+
+    def start(self) -> None:
+        """Begin to look for runs, in a thread that ends with the process."""
+        threading.Thread(target=self._work, name="runs", daemon=True).start()
+
+    def touch(self, ids: Sequence[str] = ()) -> None:
+        """Note that somebody asks for all runs, and for everything about some of them. After a pause these are read
+        at once."""
+        self._looked.wait(FIRST_LOOK_SECONDS)
+        now = time.monotonic()
+        is_stale = now - self._read > 2 * READ_SECONDS
+        with self.lock:
+            self._asked = now
+            ids = list(ids or self._readers) if len(self._readers) == 1 else ids
+            for id in ids:
+                if reader := self._readers.get(id):
+                    self._opened[id] = now
+                    if is_stale or not reader.record.is_read:  # type: ignore[attr-defined]
+                        reader.refresh()
+        self._wanted.set()
+
+    def ids(self) -> list[str]:
+        """Returns the names of all runs, the one that has changed last first."""
+        with self.lock:
+            order = [(-reader.record.changed_at, reader.record.name, id) for id, reader in self._readers.items()]  # type: ignore
+        return [id for _, _, id in sorted(order)]
+
+    def record(self, id: str) -> RunRecord:
+        """Returns what is known about a run. Raises KeyError if there is none of that name."""
+        with self.lock:
+            return self._readers[id].record
+
+    def _work(self) -> None:
+        look_at = 0.0
+        while True:
+            try:
+                if time.monotonic() >= look_at:
+                    self.look()
+                    look_at = time.monotonic() + LOOK_SECONDS
+                self._looked.set()
+                if time.monotonic() - self._asked < ASKED_SECONDS:
+                    self.read()
+            except Exception as error:  # The next turn may have more luck: a disk that is away comes back.
+                log.warning("runs cannot be read: %s", first_line(error))
+                self._looked.set()
+            self._wanted.wait(LOOK_SECONDS)
+            self._wanted.clear()
+            time.sleep(READ_SECONDS)
+
+    def look(self, limit: float = LOOK_LIMIT) -> None:
+        """Look for runs that have appeared or vanished, for a limited time; the next call goes on from there."""
+        end = time.monotonic() + limit
+        if self._crawl is None:
+            self._crawl, self._found = self._all_runs(), {}
+        for folder in self._crawl:
+            if folder is not None and len(self._found) < MOST_RUNS:
+                self._found.setdefault(id_of(folder), folder)
+            if time.monotonic() > end:
+                self._update({**{id: reader.record.folder for id, reader in self._readers.items()}, **self._found})
+                return
+        self._crawl = None
+        self._update(self._found)
+
+    def _all_runs(self) -> Iterator[Path | None]:
+        seen: dict[str, int] = {}
+        for folder in self.folders:
+            yield from find_runs(folder, DEPTH, seen)
+        for folder in self.more():
+            yield from find_runs(folder, 0, seen)
+
+    def _update(self, found: dict[str, Path]) -> None:
+        """Make readers of new runs, each read in part, and forget those of vanished runs."""
+        if found.keys() == self._readers.keys():
+            return
+        names = dict(zip(found, unique_names(list(found.values())), strict=True))
+        made = {id: RunReader(found[id], names[id]) for id in found.keys() - self._readers.keys()}
+        for reader in made.values():
+            reader.refresh(tail_only=True)
+        with self.lock:
+            self._readers = {id: self._readers.get(id) or made[id] for id in found}
+            self._opened = {id: at for id, at in self._opened.items() if id in found}
+            for id, reader in self._readers.items():
+                reader.record.name = names[id]
+
+    def read(self) -> None:
+        """Read what is new in all runs."""
+        now = time.monotonic()
+        for id, reader in list(self._readers.items()):
+            with self.lock:
+                is_open = now - self._opened.get(id, -OPEN_SECONDS) < OPEN_SECONDS
+                reader.refresh(tail_only=not is_open)
+        self._read = time.monotonic()
