@@ -1,16 +1,20 @@
-"""Pictures and sounds inside a report, within limits of bytes and time.
+"""Pictures and sounds inside a report, within limits of bytes and time, and those of a page, which are kept in memory.
 
 Pictures become JPEG files of at most PICTURE_SIDE pixels, sounds 16-bit wav files of one channel and at most
-SOUND_SECONDS. What does not fit within the limits is left out, and counted.
+SOUND_SECONDS, on a page of LIVE_SECONDS. What does not fit within the limits is left out, and counted.
 """
 
 import base64
+import hashlib
 import io
+import math
+import os
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +31,8 @@ MEDIA_BYTES = 12_000_000  # All pictures and sounds of a report, as they are wri
 PICTURE_SIDE = 1400
 QUALITY = 85  # Quality of the JPEG files, which Pillow counts to 95.
 SOUND_SECONDS = 8.0
+LIVE_SECONDS, LIVE_SOUND_BYTES = 60.0, 4_000_000  # A sound of a page is as long as both allow.
+LIVE_BYTES, LIVE_FILES = 200_000_000, 20_000  # What is kept for pages: pictures and sounds, and what they were made of.
 LONGEST_SIDE = 30_000  # Pixels of a picture that is read.
 SPECTROGRAM_FRAMES, SPECTROGRAM_BANDS = 400, 64
 DECADES = (-5.0, 1.5)  # Powers of ten: mel magnitudes of the darkest and the brightest colour.
@@ -77,6 +83,14 @@ class MediaBudget:
             self.unreadable += 1
             return None
 
+    def of_file(self, path: Path, make: Callable[[], T | None], part: Hashable = None) -> T | None:
+        """Return what `make` makes of a file or a part of it, as `attempt` does. (A page keeps it for the next time.)"""
+        return self.attempt(make)
+
+    def seconds_of(self, rate_hz: int) -> float:
+        """Return the longest duration of a sound."""
+        return SOUND_SECONDS
+
     def uri(self, kind: str, content: bytes) -> str | None:
         """Return a data URI, or None if it does not fit any more."""
         uri = f"data:{kind};base64,{base64.b64encode(content).decode()}"
@@ -97,14 +111,14 @@ class MediaBudget:
 
     def sound(self, path: Path, title: str, *, with_spectrogram: bool = True) -> EmbeddedSound | None:
         """Return a sound, and its spectrogram if asked for; None if it is damaged or does not fit."""
-        return self.attempt(lambda: self._sound(path, title, with_spectrogram))
+        return self.of_file(path, lambda: self._sound(path, title, with_spectrogram), (title, with_spectrogram))
 
     def _sound(self, path: Path, title: str, with_spectrogram: bool) -> EmbeddedSound | None:
         import soundfile
 
         with soundfile.SoundFile(path) as file:
             rate, frames = file.samplerate, file.frames
-            wave_T = file.read(int(SOUND_SECONDS * rate), dtype="float32", always_2d=True).mean(axis=1)
+            wave_T = file.read(int(self.seconds_of(rate) * rate), dtype="float32", always_2d=True).mean(axis=1)
         if not len(wave_T):
             raise ValueError("no samples")
         wave_T = np.nan_to_num(wave_T)
@@ -117,6 +131,72 @@ class MediaBudget:
         if with_spectrogram:
             shown = self.picture(spectrogram(torch.from_numpy(wave_T), rate), f"spectrogram of {title}")
         return EmbeddedSound(uri, shown, len(wave_T) / rate, title, is_cut=len(wave_T) < frames)
+
+
+class LiveMedia(MediaBudget):
+    """Pictures and sounds of pages: their bytes stay in memory, and pages name them by addresses. An unchanged file is
+    read once. `renew` begins a page; a lock keeps pages apart."""
+
+    def __init__(self) -> None:
+        super().__init__(math.inf)
+        self._contents: OrderedDict[str, tuple[str, bytes]] = OrderedDict()  # By names, the least recently used first.
+        self._made: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()  # And how many files were unreadable.
+        self._bytes = 0
+
+    def renew(self, seconds: float) -> None:
+        """Give the next page a time for files that it is the first to show; the others are left out until later."""
+        self.deadline, self.left_out, self.unreadable = time.monotonic() + seconds, 0, 0
+
+    def get(self, name: str) -> tuple[str, bytes] | None:
+        """Return the kind and the content at an address that a page names by "media/" and this name."""
+        return self._contents.get(name)
+
+    def of_file(self, path: Path, make: Callable[[], T | None], part: Hashable = None) -> T | None:
+        try:
+            stat = os.stat(path)
+        except OSError:
+            self.unreadable += 1
+            return None
+        key = (path, stat.st_mtime_ns, stat.st_size, part)
+        if key in self._made and self._is_kept(self._made[key][0]):
+            self._made.move_to_end(key)
+            made, unreadable = self._made[key]
+            self.unreadable += unreadable
+            return made
+        left_out, unreadable = self.left_out, self.unreadable
+        made = self.attempt(make)
+        if self.left_out == left_out:
+            self._made[key] = made, self.unreadable - unreadable
+            while len(self._made) > LIVE_FILES:
+                self._made.popitem(last=False)
+        return made
+
+    def _is_kept(self, made: object) -> bool:
+        """Return True if no content of a picture or a sound has been dropped, and note that it was used."""
+        pictures = [made.spectrogram] if isinstance(made, EmbeddedSound) else []
+        shown = [one for one in (made, *pictures) if isinstance(one, (EmbeddedPicture, EmbeddedSound))]
+        names = [one.uri.removeprefix("media/") for one in shown]
+        for name in names:
+            if name in self._contents:
+                self._contents.move_to_end(name)
+        return all(name in self._contents for name in names)
+
+    def seconds_of(self, rate_hz: int) -> float:
+        return min(LIVE_SECONDS, LIVE_SOUND_BYTES / 2 / rate_hz)
+
+    def uri(self, kind: str, content: bytes) -> str | None:
+        name = hashlib.sha256(content).hexdigest()[:32] + KINDS[kind]
+        if name not in self._contents:
+            self._bytes += len(content)
+        self._contents[name] = kind, content
+        self._contents.move_to_end(name)
+        while self._bytes > LIVE_BYTES:
+            _, (_, dropped) = self._contents.popitem(last=False)
+            self._bytes -= len(dropped)
+        return f"media/{name}"
+
+
+KINDS = {"image/jpeg": ".jpg", "audio/wav": ".wav"}
 
 
 def open_picture(path: Path) -> Image.Image:

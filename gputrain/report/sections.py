@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,13 +38,15 @@ ByStep = dict[int, Path]
 
 @dataclass
 class SampleFiles:
-    """Files in samples/ by name and step, the recordings by the name of the sound, and captions of sounds."""
+    """Files in samples/ by name and step, the recordings by the name of the sound, and captions of sounds. Links to
+    files outside the run folder are not read, and counted."""
 
     pictures: dict[str, ByStep] = field(default_factory=dict)
     sounds: dict[str, ByStep] = field(default_factory=dict)
     texts: dict[str, ByStep] = field(default_factory=dict)
     references: dict[str, Path] = field(default_factory=dict)
     captions: dict[str, str] = field(default_factory=dict)
+    outside: int = 0
 
 
 def find_samples(folder: Path) -> SampleFiles:
@@ -51,9 +54,17 @@ def find_samples(folder: Path) -> SampleFiles:
     found = SampleFiles()
     groups = {"png": found.pictures, "wav": found.sounds, "txt": found.texts}
     try:
-        paths = sorted(path for path, _ in zip((folder / "samples").iterdir(), range(MOST_FILES), strict=False))
+        with os.scandir(folder / "samples") as entries:
+            files = sorted((one for one, _ in zip(entries, range(MOST_FILES), strict=False)), key=lambda one: one.name)
+        is_inside = _is_inside(folder / "samples", folder)
+        paths = [
+            Path(entry.path)
+            for entry in files  # A pipe is no file, and would be waited for.
+            if entry.is_file() and (_is_inside(entry.path, folder) if entry.is_symlink() else is_inside)
+        ]
     except OSError:
         return found
+    found.outside = len(files) - len(paths)
     for path in paths:
         if match := SAMPLE.fullmatch(path.name):
             groups[match["kind"]].setdefault(match["name"], {})[int(match["step"])] = path
@@ -63,9 +74,15 @@ def find_samples(folder: Path) -> SampleFiles:
         for name, by_step in group.items():
             group[name] = dict(sorted(by_step.items()))
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
-        content = json.loads((folder / "samples" / CAPTIONS).read_text(encoding="utf-8"))
+        captions = folder / "samples" / CAPTIONS
+        content = json.loads(captions.read_text(encoding="utf-8")) if captions in paths else {}
         found.captions = {str(name): str(text)[:LONGEST_CAPTION] for name, text in content.items()}
     return found
+
+
+def _is_inside(path: str | Path, folder: Path) -> bool:
+    """Return True if a path leads to a place in a folder, whatever links it goes through."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def evenly_spaced(values: Sequence[T], most: int) -> list[T]:
@@ -89,6 +106,22 @@ class SheetLayout(NamedTuple):
 
     heads: list[str]
     rows: list[list[SheetPart]]
+
+
+@dataclass
+class SheetFile:
+    """A file of a sheet with its layout, and with its image while parts are cut out of it."""
+
+    path: Path
+    layout: SheetLayout
+    image: Image.Image | None
+
+    @classmethod
+    def read(cls, path: Path) -> "SheetFile | None":
+        """Read a file; returns None if it contains no layout. Raises what `open_picture` raises."""
+        image = open_picture(path)
+        layout = layout_of(image)
+        return cls(path, layout, image) if layout else None
 
 
 def layout_of(image: Image.Image) -> SheetLayout | None:
@@ -233,6 +266,7 @@ def sample_section(run: RunRecord, budget: MediaBudget) -> SampleSection:
     """Returns the samples of a run, as far as the limits allow: sounds of the last step come first."""
     files = find_samples(run.folder)
     section = SampleSection()
+    budget.unreadable += files.outside
     section.sounds = sound_rows(files.sounds, files.references, files.captions, budget)
     for name, by_step in files.pictures.items():
         grid = picture_grid(by_step, budget)
@@ -241,7 +275,7 @@ def sample_section(run: RunRecord, budget: MediaBudget) -> SampleSection:
             continue
         step, path = list(by_step.items())[-1]
         title = f"{name.replace('_', ' ')}, step {step:,}"
-        whole = budget.attempt(partial(_whole_picture, path, title, budget))
+        whole = budget.of_file(path, partial(_whole_picture, path, title, budget))
         section.pictures += [LabelledPicture(title, whole)] if whole else []
     for by_step in files.texts.values():
         section.transcripts = section.transcripts or transcript_table(by_step, files, budget)
@@ -257,32 +291,38 @@ def picture_grid(by_step: ByStep, budget: MediaBudget) -> PictureGrid | None:
 
     The originals are those of the last sheet.
     """
-    sheets: list[tuple[int, Image.Image, SheetLayout]] = []
+    sheets: list[tuple[int, SheetFile]] = []
     for step in evenly_spaced(list(by_step), PICTURE_STEPS):
-        image = budget.attempt(partial(open_picture, by_step[step]))
-        layout = layout_of(image) if image else None
-        if image and layout and len(layout.rows) == 2 and len(layout.rows[0]) == len(layout.rows[1]):
-            sheets.append((step, image, layout))
+        sheet = budget.of_file(by_step[step], partial(SheetFile.read, by_step[step]), "sheet")
+        if sheet and len(sheet.layout.rows) == 2 and len(sheet.layout.rows[0]) == len(sheet.layout.rows[1]):
+            sheets.append((step, sheet))
+        elif sheet:
+            sheet.image = None
     if not sheets:
         return None
-    _, last, layout = sheets[-1]
+    _, last = sheets[-1]
     rows = []
-    for number, part in enumerate(layout.rows[0][:PICTURES]):
+    for number, part in enumerate(last.layout.rows[0][:PICTURES]):
         alt = f"held-out picture {number + 1}"
-        row = [_cell(last, part.box, part.caption, f"{alt}, {layout.heads[0]}", budget)]
-        for step, image, of_step in sheets:
-            if number < len(of_step.rows[1]):
-                made = of_step.rows[1][number]
-                words = f"{alt}, {of_step.heads[1]} at step {step}, {made.caption}"
-                row.append(_cell(image, made.box, made.caption, words, budget))
+        row = [_cell(last, part, f"{alt}, {last.layout.heads[0]}", budget)]
+        for step, sheet in sheets:
+            if number < len(sheet.layout.rows[1]):
+                made = sheet.layout.rows[1][number]
+                row.append(_cell(sheet, made, f"{alt}, {sheet.layout.heads[1]} at step {step}, {made.caption}", budget))
             else:
                 row.append(GridCell(None, ""))
         rows.append(row)
-    return PictureGrid([layout.heads[0], *(f"step {step:,}" for step, _, _ in sheets)], rows)
+    for _, sheet in sheets:
+        sheet.image = None  # A page keeps the sheet, and needs the image no more.
+    return PictureGrid([last.layout.heads[0], *(f"step {step:,}" for step, _ in sheets)], rows)
 
 
-def _cell(image: Image.Image, box: tuple[int, int, int, int], caption: str, alt: str, budget: MediaBudget) -> GridCell:
-    return GridCell(budget.attempt(lambda: budget.picture(image.crop(box), alt, PICTURE_SIDE)), caption)
+def _cell(sheet: SheetFile, part: SheetPart, alt: str, budget: MediaBudget) -> GridCell:
+    def cut() -> EmbeddedPicture | None:
+        sheet.image = sheet.image or open_picture(sheet.path)
+        return budget.picture(sheet.image.crop(part.box), alt, PICTURE_SIDE)
+
+    return GridCell(budget.of_file(sheet.path, cut, part.box), part.caption)
 
 
 def sound_rows(
