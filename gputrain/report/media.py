@@ -84,7 +84,7 @@ class MediaBudget:
             return None
 
     def of_file(self, path: Path, make: Callable[[], T | None], part: Hashable = None) -> T | None:
-        """Return what `make` makes of a file or a part of it, as `attempt` does. (A page keeps it for the next time.)"""
+        """Return what `make` makes of a file or a part of it, as `attempt` does; a page keeps it."""
         return self.attempt(make)
 
     def seconds_of(self, rate_hz: int) -> float:
@@ -160,9 +160,9 @@ class LiveMedia(MediaBudget):
         key = (path, stat.st_mtime_ns, stat.st_size, part)
         if key in self._made and self._is_kept(self._made[key][0]):
             self._made.move_to_end(key)
-            made, unreadable = self._made[key]
-            self.unreadable += unreadable
-            return made
+            kept: tuple[T | None, int] = self._made[key]
+            self.unreadable += kept[1]
+            return kept[0]
         left_out, unreadable = self.left_out, self.unreadable
         made = self.attempt(make)
         if self.left_out == left_out:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from gputrain.engine.callbacks import HISTORY
+from gputrain.engine.history import HISTORY
 from gputrain.engine.metrics import METRICS
 from gputrain.engine.run_folder import PLAN
 from gputrain.errors import UserError, first_line
