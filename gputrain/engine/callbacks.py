@@ -8,6 +8,7 @@ import contextlib
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from gputrain.engine.checkpoint import tensor_bytes
 from gputrain.engine.health import Health
 from gputrain.engine.metrics import Metrics, Trackers
 from gputrain.engine.recipe import phases_of
+from gputrain.engine.requests import Request, watched
 from gputrain.engine.run_folder import Run
 from gputrain.engine.samples import Report
 from gputrain.engine.saving import Saver, go_back_if_unstable
@@ -42,6 +44,7 @@ log = logging.getLogger(__name__)
 
 SHOWN_FIGURES = 4  # Held-out figures that are logged; all are in metrics.jsonl.
 DOING = {"samples": "sampling", "eval": "evaluating"}  # What the progress bar shows meanwhile.
+ASKED_TO_STOP = "asked to stop from gputrain watch"
 SKIPPED = {"samples": "the samples", "eval": "the held-out figures"}  # What is skipped if memory runs out.
 
 
@@ -103,6 +106,7 @@ class Callbacks:
         if self.deadline.is_set:
             self.deadline.save_bytes = tensor_bytes(self.state.snapshot())
         self.began_cooldown = False  # True if a cool-down began in this run, by its clock.
+        self.asked: deque[int] = deque()  # Cool-downs that are asked for, over so many steps.
         self.ends_early = False  # True after the evaluation with which early stopping ends the training.
         self.callbacks = (
             Callback(lambda end: end.stops or is_due_every(end.step, run.saving.log_freq), lambda end: self.log()),
@@ -160,21 +164,23 @@ class Callbacks:
         if self.deadline.is_set and run.group.leads:
             self.deadline.add_step(time.monotonic())
         cools_down = self._follow_the_clock()
-        progress, last = self.state.progress, step == self.steps.stop_step
+        last, end_asked_for = step == self.steps.stop_step, self._end_asked_for(step)
         if not last:
             self._stop_in_time()
         reports = self._reports_of(step)
-        stops, save_is_due, lacks_time = run.group.any_rank(
-            bool(run.stop.requested), self.saver.is_due(), self._lacks_time_for(reports)
+        stops, save_is_due, lacks_time, asked = run.group.any_rank(
+            bool(run.stop.requested), self.saver.is_due(), self._lacks_time_for(reports), end_asked_for > 0
         )
         if stops:
             run.stop.agree()
+        if asked:
+            self._cool_down(run.group.from_leader(lambda: end_asked_for), " as asked from gputrain watch")
         if lacks_time:
             skipped = " and ".join(SKIPPED[one] for one in reports)
             log.info("step %d: there is no time for %s before the end", step, skipped)
             reports = []
-        names = kept_names(self.steps, saving, progress, "eval" in reports)
-        if cools_down and not last:  # From this checkpoint, the training can also go on at the full rate.
+        names = kept_names(self.steps, saving, self.state.progress, "eval" in reports)
+        if (cools_down or asked) and not last:  # From this checkpoint, the training can also go on at the full rate.
             names = list({*names, f"checkpoint_step_{step}.pt"})
         if last:
             reports = ["samples"] + ["eval"] * saving.evaluates
@@ -232,17 +238,51 @@ class Callbacks:
         end = group.from_leader(lambda: end or done)
         begins = not steps.start.cooldown_end
         self.began_cooldown |= begins
-        self.steps = steps.cooled_down(done, end)
-        self.state.progress = self.steps.progress_at(done, self.state.progress)
-        self.metrics.expect(self.steps.stop_step)
+        self._cool_down(end)
         if begins and end == done:
             log.warning(
                 "--finish-by %s is reached before the learning rate, %.3g, could fall; --cooldown STEPS lowers it from "
                 "this checkpoint on", steps.schedule.finish_by, steps.learning_rate(done - 1),
             )  # fmt: skip
-        elif begins:
-            log_cooldown(self.steps, done)
         return begins
+
+    def _cool_down(self, end: int, why: str = "") -> None:
+        """Have the learning rate fall from the last completed step on until `end`, where the training ends, or have it
+        go on falling to another end."""
+        begins, done = not self.steps.start.cooldown_end, self.state.progress.step
+        self.steps = self.steps.cooled_down(done, end)
+        self.state.progress = self.steps.progress_at(done, self.state.progress)
+        self.metrics.expect(self.steps.stop_step)
+        if begins and end > done:
+            self._note(log_cooldown(self.steps, done, why), last_step=end)
+
+    def _end_asked_for(self, step: int) -> int:
+        """Return the step at which a cool-down ends that is asked for and begins now; 0: none."""
+        while self.asked:
+            try:
+                return self.steps.end_by_request(step, self.asked.popleft())
+            except UserError as error:
+                log.warning(message := f"no cool-down as asked from gputrain watch: {error.message}")
+                self._note(message)
+                self.saver.write_plan()
+        return 0
+
+    def _note(self, message: str, **further: int) -> None:
+        """Add what becomes of the learning rate to the events of plan.json."""
+        event = {"step": self.state.progress.step, "check": "cooldown", "message": message, **further}
+        self.state.events.append(event)
+
+    def _take_up(self, request: Request) -> None:
+        """Note a request, in the thread that has found it. Several ranks could not agree to leave a wait for data."""
+        stop = self.run.stop
+        if request.action == "cooldown":
+            self.asked.append(request.steps)
+        elif request.action == "save":
+            self.saver.is_overdue = True
+            log.info("asked from gputrain watch: checkpoint_last.pt is written after this step")
+        elif not stop.requested:
+            log.warning("%s: finishing the step and saving", ASKED_TO_STOP)
+            (stop.interrupt_wait if self.run.group.ranks.count == 1 else stop.request)(ASKED_TO_STOP)
 
     def _end_by_clock(self) -> int | None:
         """Return the step at which the cool-down must end by the clock, if that changes now."""
@@ -409,7 +449,7 @@ class Callbacks:
         Raises Stopped in the first case. An error is raised again, as a UserError if memory has run out.
         """
         try:
-            with self._saved_if_stopped(), self._interrupt_waits_at_deadline():
+            with self._saved_if_stopped(), self._interrupt_waits_at_deadline(), watched(self.run, self._take_up):
                 yield
         finally:
             self.saver.finish()
@@ -486,12 +526,12 @@ class Callbacks:
         return f"a resumed run goes on from step {saved}, as if it had never been interrupted"
 
 
-def log_cooldown(steps: StepSchedule, done: int) -> None:
-    """Log the cool-down that a run is in after `done` steps."""
-    log.info(
-        "cool-down: the learning rate falls from %.3g to %.3g until step %d",
-        steps.learning_rate(done), steps.schedule.min_learning_rate, steps.last_step,
-    )  # fmt: skip
+def log_cooldown(steps: StepSchedule, done: int, why: str = "") -> str:
+    """Log the cool-down that a run is in after `done` steps. Returns the sentence."""
+    rate, lowest = steps.learning_rate(done), steps.schedule.min_learning_rate
+    message = f"cool-down{why}: the learning rate falls from {rate:.3g} to {lowest:.3g} until step {steps.last_step}"
+    log.info(message)
+    return message
 
 
 def out_of_memory(state: TrainState, run: Run, error: Exception) -> UserError:

@@ -1,5 +1,6 @@
 """history.jsonl, which records every start and every end of a run."""
 
+import contextlib
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from gputrain.hw.probe import machine_facts
 log = logging.getLogger(__name__)
 
 HISTORY = "history.jsonl"
+HISTORY_BYTES = 4_000_000  # Bytes at its end that are searched for the last start, whose line has all changes.
 
 
 @contextmanager
@@ -64,11 +66,25 @@ def _add(run: Run, row: dict[str, Any]) -> None:
 
 def last_logged_step(folder: Path) -> int:
     """Returns the step of the last whole line of metrics.jsonl; 0 if there is none."""
-    try:
-        with (folder / METRICS).open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return 0
-    rows = (row_of(line) for line in reversed(lines))
+    rows = (row_of(line) for line in _last_lines(folder / METRICS, TAIL_BYTES))
     return next((int(row["step"]) for row in rows if row is not None), 0)
+
+
+def open_start(folder: Path) -> dict[str, Any] | None:
+    """Returns the last start of history.jsonl; None if there is none, or if its end follows."""
+    for line in _last_lines(folder / HISTORY, HISTORY_BYTES):
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict) and row.get("event") in ("start", "end"):
+                return row if row["event"] == "start" else None
+    return None
+
+
+def _last_lines(path: Path, count: int) -> list[bytes]:
+    """Return the lines of the last `count` bytes of a file, the last one first; none if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - count))
+            return file.read().splitlines()[::-1]
+    except OSError:
+        return []

@@ -137,6 +137,7 @@ class Run:
     stop: StopSignal = field(init=False)
     save_seconds: float = 0.0  # Time that writing the last checkpoint took.
     seconds_per_step: list[float] = field(default_factory=list)  # As measured, of each line of metrics.
+    attempts: list[list[Any]] = field(default_factory=list)  # What identifies its starts, one of each stage so far.
 
     def __post_init__(self) -> None:
         self.stop = StopSignal(lambda: self.how_to_resume, ranks=self.group.ranks)

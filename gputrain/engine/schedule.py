@@ -381,9 +381,34 @@ class StepSchedule:
         if planned:
             tolerance = 1 + PACE_TOLERANCE * (planned - step)
             return end if end < planned - tolerance or (may_lengthen and end > planned + tolerance) else None
-        done = step - self.start.stage_step
-        length = self.schedule.cooldown or COOLDOWN_SHARE / (1 - COOLDOWN_SHARE) * done
-        return end if steps_left <= length else None
+        return end if steps_left <= self._usual_cooldown(step) else None
+
+    def end_by_request(self, step: int, length: int) -> int:
+        """Returns the step at which a cool-down ends that is asked for after `step` steps: `length` steps later (0: as
+        many as usual), or at the end of the stage if that comes first.
+
+        Raises UserError if one is on already, if the rate has fallen, or if the run ends.
+        """
+        if self.start.cooldown_end:
+            raise UserError(f"the learning rate is falling already, until step {self.start.cooldown_end}")
+        if step >= self.stop_step:
+            raise UserError(f"the run ends after step {step}")
+        self.check_rate(step)
+        return min(step + max(1, length or round(self._usual_cooldown(step))), self.last_step)
+
+    def check_rate(self, step: int) -> None:
+        """Raises UserError if the learning rate after `step` steps is at its lowest, and cannot fall."""
+        rate = self.learning_rate(step)
+        if rate <= self.schedule.min_learning_rate:
+            raise UserError(
+                f"cooldown: the learning rate of step {step} has fallen to {rate:g} already",
+                hint="name a checkpoint from before: --resume-from OUTPUT_DIR/checkpoint_step_N.pt",
+            )
+
+    def _usual_cooldown(self, step: int) -> float:
+        """Return the steps of a cool-down that begins after `step` steps: its share of all, or those of `cooldown`."""
+        share = COOLDOWN_SHARE / (1 - COOLDOWN_SHARE)
+        return self.schedule.cooldown or share * (step - self.start.stage_step)
 
 
 def steps_of_stage(
@@ -411,12 +436,7 @@ def steps_of_stage(
         )
     if start.cooldown_end and not onwards:
         return steps
-    rate = steps.learning_rate(start.step)
-    if rate <= schedule.min_learning_rate:
-        raise UserError(
-            f"cooldown: the learning rate of step {start.step} has fallen to {rate:g} already",
-            hint="name a checkpoint from before: --resume-from OUTPUT_DIR/checkpoint_step_N.pt",
-        )
+    steps.check_rate(start.step)
     return steps.cooled_down(start.step, start.step + schedule.cooldown)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from rich.console import Console
 
@@ -26,7 +27,8 @@ from gputrain.engine.state import TrainState
 from gputrain.engine.step import update
 from gputrain.hw.ranks import Ranks
 from gputrain.hw.runtime import Runtime
-from tests.toy import BATCH, ITEMS, ToyBatch, ToyRecipe, ToySettings, batches, cpu_runtime, quiet
+from tests.engine.asking import Asking, note_requests
+from tests.toy import BATCH, ITEMS, ToyBatch, ToyRecipe, ToySettings, cpu_runtime, quiet
 
 # With this rate, a parameter whose gradient is zero but for rounding, which AdamW enlarges to steps of full size, stays
 # within 1e-12.
@@ -110,7 +112,9 @@ def compare_compressed(folder: Path, rank: int, cases: list[str]) -> None:
 
 
 def train_runs(folder: Path, rank: int, stages: tuple[tuple[int, int], ...]) -> None:
-    """Train one run of the toy in stages, each on a number of ranks and up to a step."""
+    """Train one run of the toy in stages, each on a number of ranks and up to a step. Before the fourth step, rank 0
+    is asked for a cool-down over 20 steps."""
+    note_requests(pytest.MonkeyPatch())
     for count, last in stages:
         if rank >= count:
             continue
@@ -124,7 +128,8 @@ def train_runs(folder: Path, rank: int, stages: tuple[tuple[int, int], ...]) -> 
         run = open_run(settings, saving, kind="toy", command="gputrain train-toy", group=group)
         run.divides_optimizers = count == 2
         steps = StepSchedule(settings.schedule, begin(run.progress, len(ITEMS), new_stage=False))
-        training.train(recipe, batches, steps, run, runtime, Console(quiet=True))
+        source = Asking(folder, {3: ("cooldown", 20)} if rank == 0 else {})
+        training.train(recipe, source, steps, run, runtime, Console(quiet=True))
         group.close()
 
 

@@ -19,6 +19,7 @@ from gputrain.hw.probe import Machine
 from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of
 from gputrain.planner.model_planner import memory_budget
 from tests.engine.rank_steps import CASES, DIVIDING
+from tests.engine.test_finish_by import rates
 
 QUICK = ("toy",)
 
@@ -77,9 +78,14 @@ def test_two_ranks_train_as_one_process(tmp_path):
 
 
 def compare_runs(folder: Path, step: int) -> None:
-    """A run on several ranks that fewer have continued, from its checkpoints, is the run of one process."""
+    """A run on several ranks that fewer have continued, from its checkpoints, is the run of one process, with the
+    cool-down that the leader was asked for."""
     alone, together = (read(folder / name / LAST, "toy") for name in ("alone", "together"))
     assert (alone["progress"]["step"], together["progress"]["step"]) == (20, step)
+    assert [(one["progress"]["cooldown_step"], one["progress"]["cooldown_end"]) for one in (alone, together)] == [
+        (4, 24), (4, 24),
+    ]  # fmt: skip
+    assert rates(folder / "together") == rates(folder / "alone")[:step]
     if step == 20:
         for module, state in alone["modules"].items():
             for name, value in state.items():

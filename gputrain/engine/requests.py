@@ -1,0 +1,145 @@
+"""Requests to a training that runs: to save now, to stop, or to cool down.
+
+Whoever asks for something writes request.json into the run folder, also from another machine with the same disk. A
+thread of the training looks for it, so that no step waits for the disk. A request is for one start of a training, a
+line of history.jsonl, and never reaches a later one.
+"""
+
+import contextlib
+import json
+import logging
+import stat
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+from gputrain.engine.history import open_start
+from gputrain.engine.run_folder import Run, is_count, write_text
+from gputrain.errors import UserError
+
+log = logging.getLogger(__name__)
+
+REQUEST = "request.json"
+Action = Literal["save", "stop", "cooldown"]
+Attempt = list[Any]  # Time, host and process of a start, as history.jsonl has them.
+MOST_BYTES = 4096
+UNREADABLE = (OSError, ValueError, TypeError, RecursionError)
+LOOK_SECONDS = 1.0  # Interval at which a training looks for a request.
+
+
+class Request(NamedTuple):
+    """A request; `steps` are those of a cool-down, 0: as many as usual."""
+
+    action: Action
+    steps: int
+    attempt: Attempt
+
+
+def send(folder: Path, action: Action, steps: int = 0) -> None:
+    """Ask the training in a run folder for an action.
+
+    Raises UserError if no training is known to run there, if it cannot cool down, if an earlier request still waits, or
+    if the folder cannot be written to.
+    """
+    start = open_start(folder)
+    if start is None:
+        raise UserError(f"{folder}: no training is known to run there", hint="only a training that runs can be asked")
+    stage, stages = start.get("stage", 0), start.get("stages", 1)
+    if action == "cooldown" and stage + 1 < stages:
+        raise UserError(
+            f"{folder}: the training is in stage {stage + 1} of {stages}, and only the last one can cool down",
+            hint="save or stop it, or wait for its last stage",
+        )
+    if not is_count(steps, 0):
+        raise UserError(f"a cool-down over {steps} steps", hint="give the number of steps, or 0 for a fifth of all")
+    request = Request(action, steps, _attempt_of(start))
+    with contextlib.suppress(*UNREADABLE):
+        waiting = _read(folder / REQUEST)
+        if waiting.attempt == request.attempt and action not in ("stop", waiting.action):
+            raise UserError(
+                f"{folder}: the training has not taken up the request before, {waiting.action}",
+                hint="try again in a moment",
+            )
+    try:
+        write_text(folder / REQUEST, json.dumps(request._asdict()) + "\n")
+    except OSError as error:
+        raise UserError(
+            f"{folder / REQUEST} cannot be written: {error.strerror or error}",
+            hint="the folder must be writable for whoever asks; a signal to the training (kill) saves and stops it",
+        ) from None
+
+
+def _attempt_of(start: Mapping[str, Any]) -> Attempt:
+    return [start.get(name) for name in ("time", "host", "process")]
+
+
+def _read(path: Path) -> Request:
+    """Read a request. Raises one of UNREADABLE if the file holds none."""
+    if not stat.S_ISREG(path.lstat().st_mode):  # Opening a named pipe would wait for its writer.
+        raise ValueError("not a file")
+    with path.open("rb") as file:
+        request = Request(**json.loads(file.read(MOST_BYTES)))
+    if request.action not in get_args(Action) or not is_count(request.steps, 0):
+        raise ValueError("not a request")
+    return request
+
+
+@dataclass
+class Inbox:
+    """Takes requests to a training from its run folder."""
+
+    path: Path
+    attempts: list[Attempt]  # The starts of this training: one of each of its stages.
+    left: tuple[int, ...] = ()  # What identifies a file that could not be removed.
+    has_warned: bool = False
+
+    def take(self) -> Request | None:
+        """Remove the file, and return the request in it once if it is one to this training. Never fails."""
+        request, fault = None, ""
+        try:
+            found = self.path.lstat()
+        except OSError:  # There is none.
+            return None
+        identity = (found.st_ino, found.st_mtime_ns, found.st_size)
+        if identity == self.left:
+            return None
+        try:
+            request = _read(self.path)
+        except UNREADABLE:
+            fault = "holds no request of gputrain"
+        try:
+            self.path.unlink(missing_ok=True)
+            self.left = ()
+        except OSError as error:
+            self.left, fault = identity, f"cannot be removed ({error.strerror or error})"
+        if fault and not self.has_warned:
+            self.has_warned = True
+            log.warning("%s %s; the training goes on", self.path, fault)
+        return request if request and request.attempt in self.attempts else None
+
+
+@contextlib.contextmanager
+def watched(run: Run, act: Callable[[Request], None]) -> Iterator[None]:
+    """Call `act` in a thread with each request to this training, on the leader of several ranks."""
+    start = open_start(run.folder)
+    if start is None or not run.group.leads:
+        yield
+        return
+    run.attempts.append(_attempt_of(start))
+    inbox, left = Inbox(run.folder / REQUEST, run.attempts), threading.Event()
+
+    def watch() -> None:
+        while not left.is_set():
+            if request := inbox.take():
+                act(request)
+            left.wait(LOOK_SECONDS)
+
+    thread = threading.Thread(target=watch, name="requests", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        left.set()
+        thread.join(LOOK_SECONDS)  # A disk that does not answer must not keep the training from its end.
