@@ -85,8 +85,8 @@ def trained(args: argparse.Namespace, seed: int) -> Path:
 def correlations(folder: Path) -> dict[str, Any]:
     record = read_run(folder)
     record.kind = record.kind or "tts"
-    rows = [row for row in record.rows if "eval/score" in row and row["step"]]
-    series = {name: [row[f"eval/{name}"] for row in rows] for name in MEASURES if f"eval/{name}" in rows[0]}
+    series = {name: [value for step, value in record.series(f"eval/{name}") if step] for name in MEASURES}
+    series = {name: values for name, values in series.items() if values}
     pairs = {
         f"{one} and {other}": rank_correlation(
             [MEASURES[one] * value for value in series[one]], [MEASURES[other] * value for value in series[other]]
@@ -95,7 +95,7 @@ def correlations(folder: Path) -> dict[str, Any]:
     }
     chosen = {one.title: [one.step, one.value] for one in selectors_of(record)}
     recorded: dict[str, Any] = {
-        name: rows[0][name] for name in ("eval/recorded_cer", "eval/recorded_mos") if name in rows[0]
+        name: points[0][1] for name in ("eval/recorded_cer", "eval/recorded_mos") if (points := record.series(name))
     }
     return {"correlations": pairs, "chosen": chosen, "series": series, **recorded}
 

@@ -78,14 +78,13 @@ def train(folder: Path, steps: int, seed: int, clips: int, data: list[Path], **c
             "resume_from": "auto", **changes,
         }  # fmt: skip
         train_model(TtsWork(), assemble(TrainTts, values), Console(stderr=True))
-    rows = [row for row in read_run(folder).rows if "eval/score" in row]
-    both = {"before": rows[0], "after": rows[-1]}
+    record = read_run(folder)
     return {
-        f"{group}{figure} {when}": row[f"eval/{group}{figure}"]
+        f"{group}{figure} {when}": points[place][1]
         for figure in FIGURES
         for group in ("new_", "old_", "")
-        for when, row in both.items()
-        if f"eval/{group}{figure}" in row
+        if (points := record.series(f"eval/{group}{figure}"))
+        for when, place in (("before", 0), ("after", -1))
     }
 
 

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from gputrain.engine.drawing import svg_element
 from gputrain.figures import format_number
 from gputrain.report.metric_names import format_value
-from gputrain.report.records import Points
+from gputrain.report.metrics_file import Points
 
 # Sizes in the units of the drawing, which a screen scales.
 WIDTH, HEIGHT = 460, 250

@@ -142,7 +142,7 @@ def facts_of(record: RunRecord) -> list[tuple[str, str]]:
     facts = [("steps", steps)]
     if epochs := record.series("epoch"):
         facts.append(("epochs", f"{epochs[-1][1]:,.0f}"))
-    if record.rows:
+    if record.names:
         facts.append(("time", format_duration(record.seconds)))
     for name in record.names:
         if name.startswith("speed/") and name.endswith("_per_second"):

@@ -1,35 +1,42 @@
-"""Reads a run folder for a report, however the run ended, and whichever version wrote it.
+"""Reads run folders, once for a report or again and again while they change, however a run ended, and whichever version
+wrote it.
 
-Reading takes bounded time and memory: of a long metrics.jsonl, all evaluations and evenly spread other lines are kept.
-Whatever is damaged is left out, counted and noted.
+Reading takes bounded time and memory. Whatever is damaged is left out, counted and noted.
 """
 
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping
+import stat
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
+
+import psutil
 
 from gputrain import config
 from gputrain.engine.checkpoint import newest_first
 from gputrain.engine.history import HISTORY
-from gputrain.engine.metrics import METRICS, row_of
+from gputrain.engine.metrics import METRICS
 from gputrain.engine.run_folder import CONFIG, PLAN
-from gputrain.errors import UserError
+from gputrain.engine.stop import format_duration
+from gputrain.errors import UserError, first_line
 from gputrain.kinds import kinds, present_name
+from gputrain.report.metrics_file import LARGEST_STEP, MOST_ROWS, MetricsFile, MetricsTable, Points
 
-T = TypeVar("T")
-Points = list[tuple[int, float]]  # Steps with values.
-
-MOST_ROWS = 20_000  # Lines of metrics that are read, besides evaluations.
-LINE_BYTES = 600  # Typical length of a line, by which the lines of a large file are spread.
-LONGEST_LINE = 1_000_000
+NOTES = "notes.md"  # What the user notes about a run.
+PARTS = {"settings": CONFIG, "plan": PLAN, "metrics": METRICS, "history": HISTORY, "samples": "samples", "notes": NOTES}
 LONGEST_FILE = 20_000_000  # Bytes of a plan or a history.
-LARGEST_VALUE, LARGEST_STEP = 1e30, 10**12  # Larger ones are damage, and cannot be drawn.
+LONGEST_SETTINGS = 1_000_000  # Bytes of a configuration, which takes a second to parse.
+LONGEST_NOTES = 20_000  # Characters.
+NEWS_SECONDS = 120.0  # Without news for so long, or longer than usual, a run of another machine may have ended.
+NEWS_GAPS = 3
+START_SECONDS = 5.0  # By so much may the times of a process and of its first line be inexact.
+CLOCK_SECONDS = 600.0  # By so much may the clocks of two machines differ.
+SETTLING_SECONDS = 5.0  # After a sample has appeared, it may still be being written.
 
 
 @dataclass(frozen=True)
@@ -49,31 +56,38 @@ class RunRecord:
     kind: str  # "" if unknown.
     settings: dict[str, Any] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
-    rows: list[dict[str, float]] = field(default_factory=list)
+    metrics: MetricsTable = field(default_factory=MetricsTable)
     history: list[dict[str, Any]] = field(default_factory=list)
+    user_notes: str = ""
     notes: list[str] = field(default_factory=list)  # What is missing or damaged.
+    versions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))  # Counts of changes.
+    changed_at: float = 0.0  # By time.time(), when the metrics or the history changed last; 0 if they never did.
+    news_at: float | None = None  # The same by time.monotonic(), as far as changes tell that the run goes on.
+    is_read: bool = True  # False while only the end of the metrics is known.
+    is_gone: bool = False  # True if the folder has vanished.
 
-    @cached_property
+    @property
     def names(self) -> list[str]:
         """The names of all metrics, in the order of their first appearance."""
-        return list(dict.fromkeys(name for row in self.rows for name in row))
+        return self.metrics.names
 
     def series(self, name: str) -> Points:
-        return [(int(row["step"]), row[name]) for row in self.rows if name in row]
+        return self.metrics.series(name)
+
+    @property
+    def latest(self) -> dict[str, float]:
+        """The last value of every metric."""
+        return self.metrics.latest
 
     @property
     def last_step(self) -> int:
         ended = [int(row["step"]) for row in self.history if is_count(row.get("step"))]
-        return max([int(row["step"]) for row in self.rows[-1:]] + ended[-1:], default=0)
+        return max([self.metrics.last_step, *ended[-1:]])
 
     @property
     def seconds(self) -> float:
-        """The time of all attempts together: each counts its own seconds from its start."""
-        total = before = 0.0
-        for row in self.rows:
-            now = row.get("seconds", before)
-            total, before = (total + before, now) if now < before else (total, now)
-        return total + before
+        """The time of all attempts together, as far as their metrics are read."""
+        return self.metrics.seconds_before + self.metrics.attempt_seconds
 
     @property
     def starts(self) -> list[dict[str, Any]]:
@@ -86,35 +100,182 @@ class RunRecord:
         return planned if is_count(planned) else 0
 
     @property
+    def seconds_left(self) -> float | None:
+        """The time to the end at the pace of the last lines of this attempt, with the evaluations and saves between
+        them; None if the run does not go on, or if its end or its pace is unknown."""
+        pace, steps = self.metrics.seconds_per_step, self.planned_steps - self.metrics.last_step
+        if pace is None or steps < 0 or not self.has_lines_of_attempt or self.status.state != "running":
+            return None
+        return steps * pace
+
+    @property
+    def has_lines_of_attempt(self) -> bool:
+        """True if the last lines of the metrics are of the attempt that started last."""
+        began = self.starts[-1].get("step") if self.starts else None
+        return self.metrics.last_step > (began if is_count(began) else -1)
+
+    @property
     def status(self) -> RunStatus:
+        if self.is_gone:
+            return RunStatus("unknown", "its folder has vanished")
         if not self.history:
+            if self._has_news:
+                return RunStatus("running", "its metrics keep coming")
             done = 0 < self.planned_steps <= self.last_step
             return RunStatus("finished") if done else RunStatus("unknown", "this folder has no history.jsonl")
         last = self.history[-1]
         if last.get("event") == "end":
             outcome = str(last.get("outcome", "unknown"))
             return RunStatus(outcome, str(last.get("message", "")))
-        if _is_alive(last):
+        is_alive = _is_alive(last)
+        if is_alive:
             return RunStatus("running", f"process {last['process']} on this machine")
-        return RunStatus("unknown", f"started {short_time(last.get('time'))}, and did not report its end")
+        if is_alive is None and self._has_news:
+            return RunStatus("running", f"on {last.get('host', 'an unknown machine')}")
+        detail = f"started {short_time(last.get('time'))}, and did not report its end"
+        if self.changed_at:
+            minutes = max(1, round((time.time() - self.changed_at) / 60))
+            detail += f"; the last news came {format_duration(60 * minutes)} ago"
+        return RunStatus("unknown", detail)
+
+    @property
+    def _has_news(self) -> bool:
+        """True if news came as recently as the rhythm of the metrics lets expect."""
+        longest = max(NEWS_SECONDS, NEWS_GAPS * self.metrics.longest_gap)
+        return self.news_at is not None and time.monotonic() - self.news_at < longest
+
+
+Sign = tuple[int, int, int, int] | str | None  # What tells whether a file has changed; a text is a fault.
+
+
+class RunReader:
+    """A run folder that is read again and again while it changes. `record` is what is known about it."""
+
+    def __init__(self, folder: Path, name: str = "", *, most_rows: int = MOST_ROWS) -> None:
+        """Open a folder, of which nothing is read yet. Besides evaluations, at most `most_rows` lines of metrics are
+        kept."""
+        self.record = RunRecord(folder, name or folder.resolve().name, "", is_read=False)
+        self.most_rows = most_rows
+        self._paths = {part: os.path.join(folder, file) for part, file in PARTS.items()}
+        self._metrics = MetricsFile(self._paths["metrics"], most_rows)
+        self._signs: dict[str, Sign] = {}
+        self._faults: dict[str, list[str]] = {part: [] for part in PARTS}
+        self._written_kind = ""
+        self._news: tuple[object, object] | None = None  # The last line of the metrics, and the history.
+        self._settles_at: float | None = None  # When samples that have appeared are complete.
+
+    def refresh(self, *, tail_only: bool = False) -> None:
+        """Read what is new since the last call. With `tail_only`, of metrics that have not been read yet only the end.
+
+        Damaged, half and vanished files are noted, and no error. What was read before from a file that cannot be read
+        any more stays.
+        """
+        record = self.record
+        record.is_gone = not os.path.isdir(record.folder)
+        if record.is_gone:
+            return
+        changed = set()
+        for part, path in self._paths.items():
+            sign = _sign(path)
+            is_unread = part == "metrics" and not (tail_only or record.is_read)
+            if is_unread or part not in self._signs or sign != self._signs[part]:
+                is_first = part not in self._signs
+                self._signs[part] = sign
+                is_new = self._read(part, sign, tail_only)
+                if sign is not None if is_first else is_new:
+                    changed.add(part)
+        now = time.monotonic()
+        if "samples" in changed:
+            self._settles_at = now + SETTLING_SECONDS
+        elif self._settles_at is not None and now >= self._settles_at:
+            changed.add("samples")
+            self._settles_at = None
+        for part in changed:
+            record.versions[part] += 1
+        if changed & {"settings", "metrics"}:
+            record.kind = _kind(self._written_kind, record.names)
+        if changed & {"metrics", "history"} or self._news is None:
+            self._note_news()
+        record.notes = self._notes()
+
+    def _read(self, part: str, sign: Sign, tail_only: bool) -> bool:
+        """Read a file that has changed. Returns False if there is nothing new in it."""
+        record, path, faults, is_changed = self.record, Path(self._paths[part]), list[str](), True
+        try:
+            if isinstance(sign, str):
+                raise ValueError(sign)
+            if part == "metrics":
+                if sign:
+                    is_changed = self._metrics.read(tail_only=tail_only)
+                else:
+                    self._metrics = MetricsFile(self._paths["metrics"], self.most_rows)
+                record.metrics, record.is_read = self._metrics.table, self._metrics.is_whole
+            elif part == "settings":
+                record.settings = _read_settings(path) if sign else {}
+                self._written_kind = str(record.settings.pop("kind", ""))
+            elif part == "plan":
+                record.plan = _read_mapping(path) if sign else {}
+            elif part == "history":
+                record.history = read_history(path, faults) if sign else []
+            elif part == "notes":
+                record.user_notes = _read_notes(path) if sign else ""
+        except (OSError, ValueError, RecursionError, UserError) as error:
+            is_changed = False
+            if isinstance(error, OSError):  # It may be readable again although nothing in it changes.
+                del self._signs[part]
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+            faults.append(f"{PARTS[part]} cannot be read: {reason}")
+        if sign is None and part in ("settings", "plan", "metrics"):
+            faults.append(f"{PARTS[part]} is missing")
+        is_changed = is_changed or faults != self._faults[part]
+        self._faults[part] = faults
+        return is_changed
+
+    def _note_news(self) -> None:
+        """Note when the metrics and the history changed last: by our clock if we saw it, otherwise by the time of the
+        files and, since that of a copy is a later one, by the times in them."""
+        record, now = self.record, time.time()
+        line, history = self._news or (None, None)
+        news = (record.metrics.last or line, record.history or history)
+        if self._news is None:
+            signs = [self._signs.get(part) for part in ("metrics", "history")]
+            changed_at = max((sign[2] / 1e9 for sign in signs if isinstance(sign, tuple)), default=0.0)
+            record.changed_at = min(changed_at, now)
+            began = _moment(record.history[-1].get("time")) if record.history else None
+            if began:
+                logged = record.metrics.attempt_seconds if record.has_lines_of_attempt else 0.0
+                age = max(now - record.changed_at, now - began.timestamp() - logged - CLOCK_SECONDS)
+                record.news_at = time.monotonic() - age
+        elif news != self._news:
+            record.changed_at, record.news_at = now, time.monotonic()
+        self._news = news
+
+    def _notes(self) -> list[str]:
+        file, notes = self._metrics, []
+        damaged = file.damaged + (file.waiting > 0 and self.record.status.state != "running")
+        for part, faults in self._faults.items():
+            notes += faults
+            if part == "metrics" and damaged:
+                notes.append(_skipped(damaged, METRICS))
+            if part == "metrics" and file.table.every > 1:
+                notes.append(f"{METRICS} is long: one line in {file.table.every} and every evaluation are shown")
+        return notes
 
 
 def read_run(folder: Path, name: str = "") -> RunRecord:
     """Read a run folder. Raises UserError if it is missing, or holds no run."""
-    if not folder.is_dir():
-        fault = "is a file, expected a run folder" if folder.exists() else "no such folder"
+    fault = ""
+    if not os.path.isdir(folder):
+        fault = "is a file, expected a run folder" if os.path.exists(folder) else "no such folder"
+    elif not os.access(folder, os.R_OK | os.X_OK):
+        fault = "cannot be read"
+    if fault:
         raise UserError(f"{folder}: {fault}", hint="name the --output-dir of a training")
-    if not any((folder / part).exists() for part in (CONFIG, METRICS, PLAN)) and not newest_first(folder):
+    reader = RunReader(folder, name)
+    reader.refresh()
+    if not any(reader.record.versions[part] for part in ("settings", "metrics", "plan")) and not newest_first(folder):
         raise UserError(f"{folder}: holds no run", hint="name the --output-dir of a training")
-    record = RunRecord(folder, name or folder.resolve().name, "")
-    noted = record.notes
-    record.settings = _attempt(folder / CONFIG, config.read_file, {}, noted)
-    record.plan = _attempt(folder / PLAN, _read_mapping, {}, noted)
-    record.rows = _attempt(folder / METRICS, lambda path: read_rows(path, noted), [], noted)
-    record.history = _attempt(folder / HISTORY, lambda path: read_history(path, noted), [], noted)
-    record.kind = _kind(record)
-    record.settings.pop("kind", None)
-    return record
+    return reader.record
 
 
 def evaluated(folder: Path, name: str) -> list[float]:
@@ -122,17 +283,30 @@ def evaluated(folder: Path, name: str) -> list[float]:
     return [value for _, value in read_run(folder).series(f"eval/{name}")]
 
 
-def _attempt(path: Path, read: Callable[[Path], T], otherwise: T, notes: list[str]) -> T:
-    """Read a file. If it is missing or damaged, note that and return something else."""
-    if not path.exists():
-        if path.name != HISTORY:
-            notes.append(f"{path.name} is missing")
-        return otherwise
+def _sign(path: str) -> Sign:
+    """Returns the number of a file, its size, and when its content and its attributes changed; None if there is none,
+    and a text if it cannot be read. Times alone do not tell: on some network drives they do not change."""
     try:
-        return read(path)
-    except (OSError, ValueError, RecursionError, UserError) as error:
-        notes.append(f"{path.name} cannot be read: {str(error).splitlines()[0] if str(error) else 'damaged'}")
-        return otherwise
+        found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        return error.strerror or str(error)
+    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+        return "not a file"
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    _limited(path, LONGEST_SETTINGS)
+    return config.read_file(path)
+
+
+def _read_notes(path: Path) -> str:
+    if path.is_symlink():  # Whoever writes the folder must not choose what the reader shows.
+        raise ValueError("it is a link")
+    with path.open("rb") as file:
+        return file.read(4 * LONGEST_NOTES).decode("utf-8-sig", "replace")[:LONGEST_NOTES]
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
@@ -142,34 +316,12 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     return content
 
 
-def _limited(path: Path) -> str:
+def _limited(path: Path, most: int = LONGEST_FILE) -> str:
     with path.open("rb") as file:
-        content = file.read(LONGEST_FILE + 1)
-    if len(content) > LONGEST_FILE:
-        raise ValueError(f"longer than {LONGEST_FILE / 1e6:g} MB")
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"longer than {most / 1e6:g} MB")
     return content.decode("utf-8", "replace")
-
-
-def read_rows(path: Path, notes: list[str]) -> list[dict[str, float]]:
-    """Read the finite numbers of the lines of a metrics.jsonl, sorted by step. Damaged lines are skipped and counted,
-    and of a long file only some lines are read, which the notes say."""
-    every = max(1, round(path.stat().st_size / LINE_BYTES / MOST_ROWS))
-    rows, damaged, left_out = [], 0, b""
-    with path.open("rb") as file:
-        for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b"")):
-            left_out = line if number % every and b'"eval/' not in line else b""
-            if left_out or not line.strip():
-                continue
-            row = _row(line)
-            damaged += row is None
-            rows += [_numbers(row)] if row is not None else []
-    if last := _row(left_out):
-        rows.append(_numbers(last))
-    if damaged:
-        notes.append(f"{damaged} damaged {'line' if damaged == 1 else 'lines'} of {path.name} skipped")
-    if every > 1:
-        notes.append(f"{path.name} is long: one line in {every} and every evaluation are shown")
-    return sorted(rows, key=lambda row: row["step"])
 
 
 def read_history(path: Path, notes: list[str]) -> list[dict[str, Any]]:
@@ -185,13 +337,12 @@ def read_history(path: Path, notes: list[str]) -> list[dict[str, Any]]:
         elif line.strip():
             damaged += 1
     if damaged:
-        notes.append(f"{damaged} damaged {'line' if damaged == 1 else 'lines'} of {path.name} skipped")
+        notes.append(_skipped(damaged, path.name))
     return rows
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
-    row = row_of(line)
-    return row if row is not None and 0 <= row["step"] <= LARGEST_STEP else None
+def _skipped(damaged: int, name: str) -> str:
+    return f"{damaged} damaged {'line' if damaged == 1 else 'lines'} of {name} skipped"
 
 
 def is_count(value: object) -> TypeGuard[int]:
@@ -199,44 +350,42 @@ def is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_STEP
 
 
-def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in row.items() if _is_number(value)}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST_VALUE
-
-
-def _kind(record: RunRecord) -> str:
+def _kind(written: str, names: Sequence[str]) -> str:
     """Returns the kind of a run; that of a run of an older version follows from the names of its metrics."""
-    written = str(record.settings.get("kind", ""))
     if (kind := present_name(written)) in kinds():
         return kind
     signs = {one.metric: one.name for one in kinds().values() if one.metric}
-    return next((kind for sign, kind in signs.items() if sign in record.names), "")
+    return next((kind for sign, kind in signs.items() if sign in names), "")
 
 
-def _is_alive(start: Mapping[str, Any]) -> bool:
-    """Returns True if the process that wrote the last start still runs on this machine."""
-    process = start.get("process")
-    if os.name != "posix" or start.get("host") != platform.node() or not isinstance(process, int) or process <= 0:
-        return False
+def _is_alive(start: Mapping[str, Any]) -> bool | None:
+    """Returns True if the process that wrote a start runs on this machine, False if it has ended, and None if that
+    cannot be known: it is another machine's, or a process that began later has its number."""
+    process, written = start.get("process"), _moment(start.get("time"))
+    if start.get("host") != platform.node() or not is_count(process) or not process or not written:
+        return None
     try:
-        os.kill(process, 0)
-    except PermissionError:
-        return True
-    except (OSError, OverflowError):
+        found = psutil.Process(process)
+        if found.status() == psutil.STATUS_ZOMBIE:
+            return False
+        return True if found.create_time() < written.timestamp() + START_SECONDS else None
+    except psutil.NoSuchProcess:
         return False
-    return True
+    except (psutil.Error, OSError, OverflowError):
+        return None
+
+
+def _moment(text: object) -> datetime | None:
+    try:
+        return datetime.fromisoformat(str(text)).astimezone()
+    except (ValueError, OSError, OverflowError):
+        return None
 
 
 def short_time(text: object) -> str:
     """Returns a time of the history as local time, to the minute; "at an unknown time" if it is none."""
-    try:
-        moment = datetime.fromisoformat(str(text))
-    except ValueError:
-        return "at an unknown time"
-    return moment.astimezone().strftime("%Y-%m-%d %H:%M")
+    moment = _moment(text)
+    return moment.strftime("%Y-%m-%d %H:%M") if moment else "at an unknown time"
 
 
 def now() -> str:

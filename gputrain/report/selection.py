@@ -28,17 +28,21 @@ def selectors_of(record: RunRecord) -> list[Selector]:
     such that 1 means the same order from the best to the worst; none if there are fewer than two measures."""
     kind = kinds().get(record.kind)
     names = [f"eval/{name}" for name in kind.selectors] if kind else []
-    rows = [row for row in record.rows if row["step"] and any(name in row for name in names)]
-    names = [name for name in names if rows and all(name in row for row in rows)]
-    if len(names) < 2 or len(rows) < LEAST_EVALUATIONS:
+    series = {name: dict(point for point in record.series(name) if point[0]) for name in names}
+    steps = sorted({step for values in series.values() for step in values})
+    series = {name: values for name, values in series.items() if len(values) == len(steps)}
+    if len(series) < 2 or len(steps) < LEAST_EVALUATIONS:
         return []
-    merits = {name: [row[name] if style_of(name).better == "higher" else -row[name] for row in rows] for name in names}
+    merits = {
+        name: [values[step] if style_of(name).better == "higher" else -values[step] for step in steps]
+        for name, values in series.items()
+    }
     found = []
     for name, own in merits.items():
-        best, style = int(np.argmax(own)), style_of(name)
+        best, style = steps[int(np.argmax(own))], style_of(name)
         correlations = [rank_correlation(own, other) for other in merits.values()]
         texts = ["–" if one is None else f"{one:.2f}" for one in correlations]
-        found.append(Selector(style.title, int(rows[best]["step"]), format_value(rows[best][name], style.unit), texts))
+        found.append(Selector(style.title, best, format_value(series[name][best], style.unit), texts))
     return found
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from gputrain.engine.history import HISTORY
 from gputrain.engine.metrics import METRICS
 from gputrain.engine.run_folder import PLAN
-from gputrain.errors import UserError, first_line
+from gputrain.errors import first_line
 from gputrain.report.page import unique_names
-from gputrain.report.records import RunRecord, read_run
+from gputrain.report.records import RunReader, RunRecord
 
 log = logging.getLogger(__name__)
 
@@ -22,28 +22,13 @@ SIGN = re.compile(rf"{METRICS}|{HISTORY}|{PLAN}|checkpoint_.*\.pt")  # The names
 DEPTH = 3  # Levels of folders below a given one in which runs are looked for.
 MOST_ENTRIES = 5_000  # Of a larger folder, such as one of pictures, the rest is not looked at.
 MOST_RUNS = 2_000
+MOST_ROWS = 2_000  # Lines of metrics of a run that are kept in memory, besides evaluations.
 NOT_CRAWLED = {"samples", "logs"}
 LOOK_SECONDS, READ_SECONDS = 5.0, 1.0  # Time between looks for new runs, and between readings.
 LOOK_LIMIT = 1.0  # Seconds after which a look is interrupted, to be continued by the next one.
 ASKED_SECONDS = 30.0  # Runs are read for so long after somebody has asked for them.
 OPEN_SECONDS = 60.0  # A run that was shown so long ago is read as a part of the overview again.
 FIRST_LOOK_SECONDS = 3.0  # The longest time that the first page waits for the first look.
-
-
-class RunReader:
-    """Reads a run whole each time."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self.record = RunRecord(folder, name, "")
-        self.record.changed_at = 0.0  # type: ignore[attr-defined]
-        self.record.is_read = True  # type: ignore[attr-defined]
-
-    def refresh(self, *, tail_only: bool = False) -> None:
-        try:
-            vars(self.record).update(vars(read_run(self.record.folder, self.record.name)))
-            self.record.changed_at = (self.record.folder / METRICS).stat().st_mtime  # type: ignore[attr-defined]
-        except (UserError, OSError) as error:
-            self.record.notes = [first_line(error)]
 
 
 def id_of(folder: Path) -> str:
@@ -102,14 +87,14 @@ class Runs:
             for id in ids:
                 if reader := self._readers.get(id):
                     self._opened[id] = now
-                    if is_stale or not reader.record.is_read:  # type: ignore[attr-defined]
+                    if is_stale or not reader.record.is_read:
                         reader.refresh()
         self._wanted.set()
 
     def ids(self) -> list[str]:
         """Returns the names of all runs, the one that has changed last first."""
         with self.lock:
-            order = [(-reader.record.changed_at, reader.record.name, id) for id, reader in self._readers.items()]  # type: ignore
+            order = [(-reader.record.changed_at, reader.record.name, id) for id, reader in self._readers.items()]
         return [id for _, _, id in sorted(order)]
 
     def record(self, id: str) -> RunRecord:
@@ -160,7 +145,7 @@ class Runs:
         if found.keys() == self._readers.keys():
             return
         names = dict(zip(found, unique_names(list(found.values())), strict=True))
-        made = {id: RunReader(found[id], names[id]) for id in found.keys() - self._readers.keys()}
+        made = {id: RunReader(found[id], names[id], most_rows=MOST_ROWS) for id in found.keys() - self._readers.keys()}
         for reader in made.values():
             reader.refresh(tail_only=True)
         with self.lock:

@@ -4,15 +4,18 @@ import json
 import os
 import platform
 import shutil
+import subprocess
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 
 from gputrain.errors import UserError
-from gputrain.report import records
-from gputrain.report.records import RunRecord, RunStatus, read_rows, read_run
+from gputrain.report.metrics_file import MetricsTable
+from gputrain.report.records import RunReader, RunRecord, RunStatus, read_run
 from tests.report.runs import KINDS, end_row, make_run, metric_rows, start_row, write_rows
 from tests.tables import each_row
+from tests.waiting import has_ended, wait_until
 
 PREVIOUS = Path(__file__).parents[1] / "data" / "previous_version"
 
@@ -53,10 +56,11 @@ def test_damaged_lines_are_skipped_and_counted(tmp_path):
     lines = [b'{"step": 1, "seconds": 1, "loss/a": 5.0}', b'{"step": 2, "loss', b"\xff\xfe\x00", b"[1]", b"",
              b'{"step": 3, "loss/a": NaN, "loss/b": null, "loss/c": true, "loss/d": "x", "loss/e": 1}']  # fmt: skip
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
-    notes: list[str] = []
-    rows = read_rows(tmp_path / "metrics.jsonl", notes)
-    assert rows == [{"step": 1, "seconds": 1, "loss/a": 5.0}, {"step": 3, "loss/e": 1}]
-    assert notes == ["3 damaged lines of metrics.jsonl skipped"]
+    record = read_run(tmp_path)
+    assert {name: record.series(name) for name in record.names} == {
+        "seconds": [(1, 1)], "loss/a": [(1, 5.0)], "loss/e": [(3, 1)],
+    }  # fmt: skip
+    assert record.notes[-1] == "3 damaged lines of metrics.jsonl skipped"
 
 
 def test_damaged_files_are_noted_and_the_rest_is_read(run, tmp_path):
@@ -72,31 +76,47 @@ def test_damaged_files_are_noted_and_the_rest_is_read(run, tmp_path):
     assert record.status.state == "unknown"
 
 
-def test_all_evaluations_of_a_long_run_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "MOST_ROWS", 50)
+def test_all_evaluations_of_a_long_run_are_kept(tmp_path):
     write_rows(tmp_path / "metrics.jsonl", metric_rows("asr", 2009))
-    notes: list[str] = []
-    rows = read_rows(tmp_path / "metrics.jsonl", notes)
-    evaluations = [row["step"] for row in rows if "eval/cer" in row]
-    assert evaluations == list(range(0, 2001, 10))
-    assert 20 < len(rows) - len(evaluations) < 200
-    assert rows[-1]["step"] == 2009
-    assert "every evaluation" in notes[0]
+    reader = RunReader(tmp_path, most_rows=50)
+    reader.refresh()
+    record = reader.record
+    assert [step for step, _ in record.series("eval/cer")] == list(range(0, 2001, 10))
+    steps = [step for step, _ in record.series("loss/model/asr")]
+    assert 25 < len(steps) <= 51
+    assert steps[-1] == 2009
+    assert "one line in 64 and every evaluation" in record.notes[-1]
 
 
 def test_the_time_of_all_attempts_is_added_up():
     seconds = [1.0, 20.0, 30.0, 0.5, 12.0, 3.0]
-    record = RunRecord(Path(), "", "", rows=[{"step": step, "seconds": value} for step, value in enumerate(seconds)])
-    assert record.seconds == 30 + 12 + 3
+    table = MetricsTable()
+    for number, value in enumerate(seconds):
+        table.add(number, number, {"seconds": value})
+    assert RunRecord(Path(), "", "", metrics=table).seconds == 30 + 12 + 3
+
+
+NOW, HERE = datetime.now(timezone.utc).isoformat(timespec="seconds"), platform.node()
 
 
 @each_row(
     ([start_row(0), end_row(7, "failed", "no memory")], RunStatus("failed", "no memory")),
-    ([start_row(0), end_row(7, "stopped"), start_row(7)], RunStatus("unknown")),
-    ([start_row(0, host=platform.node(), process=os.getpid())], RunStatus("running")),
-    ([start_row(0, host=platform.node(), process=2**22 + 1)], RunStatus("unknown")),
+    ([start_row(0), end_row(7, "stopped"), start_row(7)], RunStatus("unknown", "did not report its end")),
+    ([start_row(0, host=HERE, process=os.getpid(), time=NOW)], RunStatus("running", f"process {os.getpid()} on this")),
+    # A process that began long after this start has the number of one that has ended.
+    ([start_row(0, host=HERE, process=os.getpid())], RunStatus("unknown", "did not report its end")),
+    ([start_row(0, host=HERE, process=2**22 + 1, time=NOW)], RunStatus("unknown", "did not report its end")),
 )
 def test_how_a_run_ended(rows, state):
     status = RunRecord(Path(), "", "", history=json.loads(json.dumps(rows))).status
     assert status.state == state.state
     assert state.detail in status.detail
+
+
+def test_a_killed_process_that_its_parent_has_not_noticed_does_not_run():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        record = RunRecord(Path(), "", "", history=[start_row(0, host=HERE, process=process.pid, time=NOW)])
+        assert record.status.state == "running"
+        process.kill()
+        wait_until(lambda: has_ended(process.pid), "the end of the process")
+        assert record.status.state == "unknown"
