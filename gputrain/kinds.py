@@ -22,7 +22,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NamedTuple, Protocol
 
-from gputrain.config import ModelName, config, leaves, opt, read_file
+from gputrain.config import ModelName, checked, config, leaves, opt, read_file
 from gputrain.errors import UserError, require
 from gputrain.fetch.catalogue import catalogue
 from gputrain.fetch.names import local_path
@@ -252,6 +252,16 @@ def without_kind(cls: type, content: Mapping[str, object], source: str) -> dict[
     return {name: value for name, value in content.items() if name != "kind"}
 
 
+def read_defaults(path: Path, settings: type, translate: Translate | None = None) -> dict[str, Any]:
+    """Read a file and check its values one by one. Returns them as defaults for the options of `settings`.
+
+    Raises UserError if the file is unreadable, holds an unknown key or a wrong value, or configures another kind of
+    model.
+    """
+    content = without_kind(settings, read_file(path), str(path))
+    return checked(settings, translate(content, path) if translate else content, str(path))
+
+
 @config()
 class TrainedModel:
     """The options that name a trained model."""
@@ -380,7 +390,7 @@ def kind_of(model: Path) -> ModelKind:
         if ending and (named or (model.is_dir() and (model / f"model{ending}").is_file())):
             return kind
     if (folder / "config.yaml").is_file():
-        return _stated_kind(read_file(folder / "config.yaml"))
+        return stated_kind(read_file(folder / "config.yaml"))
     if model.is_file() and model.suffix == ".pt":
         return kinds().get(present_name(_saved_kind(model)), default_kind())
     try:
@@ -390,7 +400,8 @@ def kind_of(model: Path) -> ModelKind:
     return _kind_by_keys(content) if isinstance(content, dict) else default_kind()
 
 
-def _stated_kind(content: Mapping[str, object]) -> ModelKind:
+def stated_kind(content: Mapping[str, object]) -> ModelKind:
+    """Returns the kind of a configuration: the one that it states, or whose keys it has, otherwise the first."""
     if "kind" not in content:
         return _kind_by_keys(content)
     return kinds().get(present_name(str(content["kind"])), default_kind())

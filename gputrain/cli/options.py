@@ -19,7 +19,7 @@ from gputrain.bench.options import BenchSettings, MeasuredFile
 from gputrain.config import Leaf, ModelName
 from gputrain.errors import Stopped, UserError
 from gputrain.fetch.hub import OFFLINE
-from gputrain.kinds import Translate, without_kind
+from gputrain.kinds import Translate, read_defaults
 
 T = TypeVar("T")
 LIST_ITEMS = {int: "N", float: "N", Path: "PATH", ModelName: "PATH"}  # What help pages call an item of a list.
@@ -306,16 +306,6 @@ def _profile_option(settings: type, profiles: Path) -> inspect.Parameter:
     return inspect.Parameter(
         "profile_name", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option]
     )
-
-
-def read_defaults(path: Path, settings: type, translate: Translate | None = None) -> dict[str, Any]:
-    """Read a file and check its values one by one. Returns them as defaults for the options of `settings`.
-
-    Raises UserError if the file is unreadable, holds an unknown key or a wrong value, or configures another kind of
-    model.
-    """
-    content = without_kind(settings, config.read_file(path), str(path))
-    return config.checked(settings, translate(content, path) if translate else content, str(path))
 
 
 # zsh runs the installed script when Tab is pressed first. Typer's only registers the function for the next Tab.
