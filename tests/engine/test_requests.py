@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from gputrain.engine.requests import REQUEST, Inbox, send
+from gputrain.engine.run_folder import replace_file
 from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule
 from gputrain.errors import Stopped, UserError
 from tests.engine.asking import Asking, note_requests
@@ -61,7 +62,8 @@ def test_a_request_to_save_saves_after_the_step_and_changes_nothing(tmp_path, ca
     def source(first: int, last: int):
         for step, x_BD in enumerate(Asking(tmp_path / "a", {5: ("save",)})(first, last), start=first):
             if step == 7:
-                wait_until(lambda: saved_step(tmp_path / "a") == 6, "the checkpoint of step 6")
+                wait_until((tmp_path / "a" / "checkpoint_last.pt").exists, "a checkpoint")
+                assert saved_step(tmp_path / "a") == 6
             yield x_BD
 
     (tmp_path / "a").mkdir()
@@ -149,31 +151,31 @@ def test_the_clock_shortens_a_cool_down_that_is_asked_for_and_never_lengthens_it
         assert (tmp_path / name / f"checkpoint_step_{step}.pt").exists()
 
 
-def other(folder, action="stop", **changes) -> bytes:
+def other(folder, action="stop", **changes) -> list[bytes]:
     """A request to another start than the last one of the run."""
     start = {**history(folder)[-1], **changes}
     attempt = [start[name] for name in ("time", "host", "process")]
-    return json.dumps({"action": action, "steps": 0, "attempt": attempt}).encode()
+    return [json.dumps({"action": action, "steps": 0, "attempt": attempt}).encode()]
 
 
 def test_what_else_lies_there_is_removed_and_changes_nothing(tmp_path, caplog):
     straight = run(tmp_path / "straight", max_steps=4)
     foreign = {
-        "half": lambda path: path.write_bytes(other(path.parent)[:40]),
+        "half": lambda path: path.write_bytes(other(path.parent)[0][:40]),
         "empty": lambda path: path.write_bytes(b""),
         "other bytes": lambda path: path.write_bytes(b"\xff\xfe\x00"),
         "a list": lambda path: path.write_bytes(b"[1, 2]"),
         "deep": lambda path: path.write_bytes(b"[" * 4000),
         "of another program": lambda path: path.write_bytes(b'{"action": "stop"}'),
-        "another action": lambda path: path.write_bytes(other(path.parent, "reboot")),
-        "huge": lambda path: path.write_bytes(b" " * 5000 + other(path.parent)),
+        "another action": lambda path: replace_file(path, other(path.parent, "reboot")),
+        "huge": lambda path: path.write_bytes(b" " * 5000 + other(path.parent)[0]),
         "a link": lambda path: path.symlink_to("/dev/zero"),
         "a pipe": os.mkfifo,
     }
     earlier = {
-        "an earlier time": lambda path: path.write_bytes(other(path.parent, time="2020-01-01T00:00:00+00:00")),
-        "another host": lambda path: path.write_bytes(other(path.parent, host="elsewhere")),
-        "another process": lambda path: path.write_bytes(other(path.parent, process=1)),
+        "an earlier time": lambda path: replace_file(path, other(path.parent, time="2020-01-01T00:00:00+00:00")),
+        "another host": lambda path: replace_file(path, other(path.parent, host="elsewhere")),
+        "another process": lambda path: replace_file(path, other(path.parent, process=1)),
     }
 
     def check(name: str) -> None:
