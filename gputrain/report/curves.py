@@ -6,12 +6,14 @@ under the pointer, which it reads from the data of the figure.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
-from typing import Any
+from operator import itemgetter
+from typing import TypeVar
 
+import numpy as np
 from markupsafe import Markup
+from numpy.typing import NDArray
 
 from gputrain.engine.drawing import svg_element
 from gputrain.figures import format_number
@@ -25,6 +27,9 @@ MOST_POINTS = 220  # Points of a curve that are drawn.
 FEW_POINTS = 40  # Up to so many points are marked, and not smoothed.
 SMOOTHING_SHARE = 0.05  # Width of the moving average, as a share of the curve.
 COLOURS = 6  # Number of colours for runs; further runs begin again, with dashes.
+
+Columns = NDArray[np.float64]  # Points as rows: a step and a value.
+Number = TypeVar("Number", float, NDArray[np.float64])
 
 
 @dataclass(frozen=True)
@@ -52,16 +57,12 @@ class Chart:
     reach: int = 0
 
     @property
-    def values(self) -> list[float]:
-        return [value for curve in self.curves for _, value in curve.points]
-
-    @property
     def summary(self) -> str:
         """The chart in words, for those who cannot see it."""
         parts = []
         for curve in self.curves:
             (first_step, first), (last_step, last) = curve.points[0], curve.points[-1]
-            best = (max if self.better == "higher" else min)(value for _, value in curve.points)
+            best = (max if self.better == "higher" else min)(map(itemgetter(1), curve.points))
             words = f"{format_value(first, self.unit)} at step {first_step}, {format_value(last, self.unit)} at step "
             words += f"{last_step}" + (f", best {format_value(best, self.unit)}" if self.better else "")
             parts.append(f"{curve.label}: {words}" if len(self.curves) > 1 else words)
@@ -78,30 +79,32 @@ class Axes:
     logarithmic: bool = False
     ticks: list[float] = field(default_factory=list)
 
-    def x(self, step: float) -> float:
+    def x(self, step: Number) -> Number:
         return LEFT + (WIDTH - LEFT - RIGHT) * step / max(1, self.reach)
 
-    def y(self, value: float) -> float:
+    def y(self, value: Number) -> Number:
         low, high = self.low, self.high
         if self.logarithmic:
-            low, high, value = math.log10(low), math.log10(high), math.log10(max(value, 1e-300))
-        share = min(1.05, max(-0.05, (value - low) / (high - low)))
+            low, high, value = math.log10(low), math.log10(high), np.log10(np.maximum(value, 1e-300))
+        share: Number = np.clip((value - low) / (high - low), -0.05, 1.05)
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share
 
 
 def draw(chart: Chart) -> Markup:
     """Returns a chart with its title and its data as HTML. Every curve needs a point."""
-    values = [*chart.values, *(level for _, level in chart.levels)]
+    points = [np.array(curve.points, dtype=np.float64) for curve in chart.curves]
+    values = np.concatenate([*(one[:, 1] for one in points), [level for _, level in chart.levels]])
+    low, high = float(values.min()), float(values.max())
     reach = max(chart.reach, *(curve.points[-1][0] for curve in chart.curves))
-    linear = linear_axes(min(values), max(values), reach, is_share=chart.unit == "%")
-    scales = [("lin", linear)]
-    if min(values) > 0 and max(values) > 1.5 * min(values):
-        scales.append(("log", logarithmic_axes(min(values), max(values), reach)))
-    layers = Markup("").join(_layer(chart, axes, name if len(scales) > 1 else "both") for name, axes in scales)
+    scales = [("lin", linear_axes(low, high, reach, is_share=chart.unit == "%"))]
+    if low > 0 and high > 1.5 * low:
+        scales.append(("log", logarithmic_axes(low, high, reach)))
+    lines = [_lines(curve, of_curve) for curve, of_curve in zip(chart.curves, points, strict=True)]
+    layers = Markup("").join(_layer(chart, lines, axes, name if len(scales) > 1 else "both") for name, axes in scales)
     data = {
         "reach": reach, "unit": chart.unit, "left": LEFT, "right": WIDTH - RIGHT, "width": WIDTH,
-        "curves": [{"label": one.label, "run": one.run, "points": _rounded(thinned(one.points))}
-                   for one in chart.curves],
+        "curves": [{"label": curve.label, "run": curve.run, "points": _rounded(thinned(of_curve))}
+                   for curve, of_curve in zip(chart.curves, points, strict=True)],
     }  # fmt: skip
     arrow = {"higher": "↑ higher is better", "lower": "↓ lower is better"}.get(chart.better, "")
     arrow += "; dotted: training" if any(curve.is_training for curve in chart.curves) else ""
@@ -116,7 +119,7 @@ def draw(chart: Chart) -> Markup:
     )  # fmt: skip
 
 
-def _layer(chart: Chart, axes: Axes, name: str) -> Markup:
+def _layer(chart: Chart, lines: Sequence[dict[str, Columns]], axes: Axes, name: str) -> Markup:
     across, upright = {"x1": LEFT, "x2": WIDTH - RIGHT}, {"y1": TOP, "y2": HEIGHT - BOTTOM}
     parts: list[Markup] = []
     for value in axes.ticks:
@@ -133,7 +136,7 @@ def _layer(chart: Chart, axes: Axes, name: str) -> Markup:
         y = axes.y(level)
         parts.append(svg_element("line", class_="level", **across, y1=y, y2=y))
         parts.append(svg_element("text", label, class_="level", x=WIDTH - RIGHT - 2, y=y - 4, text_anchor="end"))
-    parts += [_curve(curve, axes) for curve in chart.curves]
+    parts += [_curve(curve, of_curve, axes) for curve, of_curve in zip(chart.curves, lines, strict=True)]
     return svg_element("g", Markup("").join(parts), class_=name)
 
 
@@ -142,28 +145,35 @@ def tick_label(value: float) -> str:
     return f"{value:.10g}" if value == 0 or 1e-3 <= abs(value) < 1000 else format_number(value)
 
 
-def _curve(curve: Curve, axes: Axes) -> Markup:
-    style = f"run r{curve.run} c{curve.run % COLOURS}" + (" dashed" if curve.run >= COLOURS else "")
+def _lines(curve: Curve, points: Columns) -> dict[str, Columns]:
+    """Returns the lines of a curve on any scale, by their class."""
     if curve.is_training:
-        path = svg_element("path", d=_path(thinned(smoothed(curve.points)), axes))
-        return svg_element("g", path, class_=f"{style} training")
-    if len(curve.points) <= FEW_POINTS:
-        dots = [svg_element("circle", cx=axes.x(step), cy=axes.y(value), r=2.6) for step, value in curve.points]
-        return svg_element(
-            "g", Markup("").join([svg_element("path", d=_path(curve.points, axes)), *dots]), class_=style
-        )
-    raw = svg_element("path", class_="raw", d=_path(extremes(curve.points), axes))
-    smooth = svg_element("path", class_="smooth", d=_path(thinned(smoothed(curve.points)), axes))
-    return svg_element("g", raw + smooth, class_=style)
+        return {"": thinned(smoothed(points))}
+    if len(points) <= FEW_POINTS:
+        return {"": points}
+    return {"raw": extremes(points), "smooth": thinned(smoothed(points))}
 
 
-def _path(points: Points, axes: Axes) -> str:
-    places = [(f"{axes.x(step):.1f}", f"{axes.y(value):.1f}") for step, value in points]
-    return "M" + "L".join(f"{x} {y}" for x, y in places)
+def _curve(curve: Curve, lines: Mapping[str, Columns], axes: Axes) -> Markup:
+    style = f"run r{curve.run} c{curve.run % COLOURS}" + (" dashed" if curve.run >= COLOURS else "")
+    parts = []
+    for name, points in lines.items():
+        named = {"class_": name} if name else {}
+        parts.append(svg_element("path", **named, d=_path(axes.x(points[:, 0]), axes.y(points[:, 1]))))
+    if curve.is_training:
+        style += " training"
+    elif len(curve.points) <= FEW_POINTS:
+        parts += [svg_element("circle", cx=axes.x(step), cy=axes.y(value), r=2.6) for step, value in curve.points]
+    return svg_element("g", Markup("").join(parts), class_=style)
 
 
-def _rounded(points: Points) -> list[list[Any]]:
-    return [[step, float(f"{value:.4g}")] for step, value in points]
+def _path(x: NDArray[np.float64], y: NDArray[np.float64]) -> str:
+    form = "M" + "L".join(["%.1f %.1f"] * len(x))
+    return form % tuple(np.stack([x, y], axis=1).ravel().tolist())
+
+
+def _rounded(points: Columns) -> list[list[float]]:
+    return [[int(step), float(f"{value:.4g}")] for step, value in points.tolist()]
 
 
 def _step(step: int) -> str:
@@ -176,38 +186,38 @@ def _step(step: int) -> str:
 # ------------------------------------------------------------------------------------------------------------ points
 
 
-def buckets(points: Points) -> list[Points]:
-    """Returns the points in at most MOST_POINTS parts of about equal length, in order."""
+def buckets(points: Columns) -> NDArray[np.int64]:
+    """Returns where each of at most MOST_POINTS parts of about equal length begins."""
     parts = min(len(points), MOST_POINTS)
-    edges = [len(points) * part // parts for part in range(parts + 1)] if parts else []
-    return [points[first:last] for first, last in pairwise(edges)]
+    return np.arange(parts) * len(points) // max(1, parts)
 
 
-def thinned(points: Points) -> Points:
+def thinned(points: Columns) -> Columns:
     """Returns the middle step and the mean value of each bucket."""
-    return [
-        (part[len(part) // 2][0], math.fsum(value for _, value in part) / len(part)) for part in buckets(points)
-    ]  # fmt: skip
+    first = buckets(points)
+    counts = np.diff(first, append=len(points))
+    means = np.add.reduceat(points[:, 1], first) / counts
+    return np.stack([points[first + counts // 2, 0], means], axis=1)
 
 
-def extremes(points: Points) -> Points:
+def extremes(points: Columns) -> Columns:
     """Returns the smallest and the largest value of each bucket, so that peaks of long curves stay visible."""
-    found: Points = []
-    for part in buckets(points):
-        found += sorted({min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])})
+    first, counts, places = buckets(points), np.diff(buckets(points), append=len(points)), []
+    for values in (points[:, 1], -points[:, 1]):
+        places_of_least = np.flatnonzero(values == np.repeat(np.minimum.reduceat(values, first), counts))
+        places.append(places_of_least[np.searchsorted(places_of_least, first)])  # The first one of each bucket.
+    found: Columns = points[np.unique(places)]
     return found
 
 
-def smoothed(points: Points) -> Points:
+def smoothed(points: Columns) -> Columns:
     """Returns a centred moving average over SMOOTHING_SHARE of the curve; at the ends, over as much as there is."""
-    reach = max(1, round(SMOOTHING_SHARE * len(points) / 2))
-    sums = [0.0, *accumulate(value for _, value in points)]
-    made: Points = []
-    for index, (step, _) in enumerate(points):
-        near = min(reach, index, len(points) - 1 - index)
-        first, last = index - near, index + near + 1
-        made.append((step, (sums[last] - sums[first]) / (last - first)))
-    return made
+    count = len(points)
+    places = np.arange(count)
+    near = np.minimum(np.minimum(places, count - 1 - places), max(1, round(SMOOTHING_SHARE * count / 2)))
+    sums = np.append(0.0, np.cumsum(points[:, 1]))
+    means = (sums[places + near + 1] - sums[places - near]) / (2 * near + 1)
+    return np.stack([points[:, 0], means], axis=1)
 
 
 # -------------------------------------------------------------------------------------------------------------- axes

@@ -1,10 +1,11 @@
 """Curves: scales, points that are drawn, and what the drawing says."""
 
 import json
-import math
 import re
 from html import unescape
+from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from gputrain.report.curves import (
@@ -51,23 +52,35 @@ def test_places_follow_the_scales():
 
 
 def test_long_curves_are_thinned_without_losing_peaks():
-    points = [(step, float(step % 7)) for step in range(5000)]
-    points[1234] = (1234, 99.0)
-    assert len(thinned(points)) == MOST_POINTS
-    assert math.fsum(value for _, value in thinned(points)) / MOST_POINTS == pytest.approx(3.02, abs=0.05)
-    drawn = extremes(points)
+    points = np.array([(step, step % 7) for step in range(5000)], dtype=float)
+    points[1234, 1] = 99
+    means = thinned(points)
+    assert len(means) == MOST_POINTS
+    assert means[:, 1].mean() == pytest.approx(3.02, abs=0.05)
+    drawn = list(map(tuple, extremes(points).tolist()))
     assert len(drawn) <= 2 * MOST_POINTS
     assert (1234, 99.0) in drawn
     assert drawn == sorted(drawn)
-    assert thinned(points[:5]) == points[:5]
+    np.testing.assert_array_equal(thinned(points[:5]), points[:5])
+
+
+def test_parts_of_a_curve_are_those_of_their_definition():
+    """Of 500 points, each part has two or three; of equal values the first is drawn."""
+    points = np.array([(step, step * step % 5) for step in range(500)], dtype=float)
+    edges = [500 * part // MOST_POINTS for part in range(MOST_POINTS + 1)]
+    parts = [points[first:last].tolist() for first, last in pairwise(edges)]
+    expected = [(part[len(part) // 2][0], sum(value for _, value in part) / len(part)) for part in parts]
+    np.testing.assert_allclose(thinned(points), expected, rtol=1e-12)
+    ends = [{tuple(choose(part, key=lambda point: point[1])) for choose in (min, max)} for part in parts]
+    assert extremes(points).tolist() == [list(point) for both in ends for point in sorted(both)]
 
 
 def test_smoothing_is_centred():
     """A straight line stays as it is, to its ends, and noise shrinks with the root of the width."""
-    line = [(step, 3.0 * step) for step in range(400)]
-    assert [value for _, value in smoothed(line)] == pytest.approx([value for _, value in line])
-    noise = [(step, (-1.0) ** step) for step in range(400)]
-    assert max(abs(value) for _, value in smoothed(noise)[20:-20]) < 0.06
+    line = np.array([(step, 3.0 * step) for step in range(400)])
+    np.testing.assert_allclose(smoothed(line), line)
+    noise = np.array([(step, (-1.0) ** step) for step in range(400)])
+    assert abs(smoothed(noise)[20:-20, 1]).max() < 0.06
 
 
 def test_a_chart_says_what_it_shows():
