@@ -19,7 +19,7 @@ from gputrain.engine.checkpoint import tensor_bytes
 from gputrain.engine.health import Health
 from gputrain.engine.metrics import Metrics, Trackers
 from gputrain.engine.recipe import phases_of
-from gputrain.engine.requests import Request, watched
+from gputrain.engine.requests import ASKED_TO_STOP, Request, watched
 from gputrain.engine.run_folder import Run
 from gputrain.engine.samples import Report
 from gputrain.engine.saving import Saver, go_back_if_unstable
@@ -44,7 +44,6 @@ log = logging.getLogger(__name__)
 
 SHOWN_FIGURES = 4  # Held-out figures that are logged; all are in metrics.jsonl.
 DOING = {"samples": "sampling", "eval": "evaluating"}  # What the progress bar shows meanwhile.
-ASKED_TO_STOP = "asked to stop from gputrain watch"
 SKIPPED = {"samples": "the samples", "eval": "the held-out figures"}  # What is skipped if memory runs out.
 
 

@@ -22,6 +22,7 @@ from gputrain.errors import UserError
 log = logging.getLogger(__name__)
 
 REQUEST = "request.json"
+ASKED_TO_STOP = "asked to stop from gputrain watch"
 Action = Literal["save", "stop", "cooldown"]
 Attempt = list[Any]  # Time, host and process of a start, as history.jsonl has them.
 MOST_BYTES = 4096

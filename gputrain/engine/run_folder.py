@@ -26,7 +26,8 @@ from gputrain.stored import from_json
 
 log = logging.getLogger(__name__)
 
-NO_CHANGE = ("resume_from", "output_dir", "max_time", "cooldown", "verbose")  # Settings whose changes are not reported.
+# Settings whose changes are not reported.
+NO_CHANGE = ("resume_from", "output_dir", "max_time", "cooldown", "verbose", "watch")
 NO_SCORES: Any = {"best_score": -math.inf, "best_evaluation": -math.inf, "evaluations_since_best": 0}
 LOCK, CONFIG, PLAN = ".lock", "config.yaml", "plan.json"
 LEAVING_SECONDS = 30  # Time for another process that was asked to stop to save.

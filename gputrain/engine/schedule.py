@@ -196,6 +196,11 @@ class Saving:
         help="Save and exit with 75 before this time since the start of the command, such as 3h50m; empty: no limit.",
     )
     report: bool = opt(default=True, help="Write report.html into the run folder at the end of a run.")
+    watch: bool = opt(
+        default=False, is_saved=False,
+        help="Show the run in a browser while it trains, as `gputrain watch` does; the address is printed. Not written "
+        "to config.yaml.",
+    )  # fmt: skip
     track: tuple[TrackerName, ...] = opt(
         default=(), help="Also log to wandb or mlflow, which are extras; their environment variables say where."
     )

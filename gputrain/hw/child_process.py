@@ -36,16 +36,22 @@ def remedy_for_exit(code: int) -> str:
     return "run it again with --num-workers 0, where the cause is printed"
 
 
+def package_environment() -> dict[str, str]:
+    """Returns the environment in which a child process finds this package, also where the working directory has a
+    folder of its name."""
+    root = str(Path(__file__).parents[2])  # The folder that contains the package.
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+
+
 def run_child(module: list[str], folder: Path, seconds: float) -> tuple[int | None, str]:
     """Run a module with arguments in `folder`, which also holds its caches, for at most `seconds`.
 
     Returns the exit code, None if the child was killed, and its output. The child prints to a file, as its own children
     may outlive it.
     """
-    root = Path(__file__).parents[2]  # The folder that contains the package.
     environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")])),
+        **package_environment(),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "NUMBA_CACHE_DIR": str(numba_cache.folder()),

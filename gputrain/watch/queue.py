@@ -28,11 +28,11 @@ from filelock import FileLock, Timeout
 from gputrain.config import assemble, leaves, read_file
 from gputrain.engine.checkpoint import newest_first
 from gputrain.engine.history import HISTORY, last_logged_step
-from gputrain.engine.requests import send
+from gputrain.engine.requests import ASKED_TO_STOP, send
 from gputrain.engine.run_folder import CONFIG, LOCK
 from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError, first_line
-from gputrain.hw.child_process import describe_exit
+from gputrain.hw.child_process import describe_exit, package_environment
 from gputrain.kinds import ModelKind, read_defaults, stated_kind
 from gputrain.report.records import read_history
 
@@ -44,9 +44,8 @@ LOOK_SECONDS = 2.0
 SETTLED_SECONDS = 3.0  # Age of a change from which on a file is read: an editor may not have written all of it before.
 PAUSES = (30.0, 300.0)  # Seconds before a run that failed after some steps is resumed, each time.
 STOPPED = 75  # Exit code of a training that was asked to stop.
-IN_TIME, BY_PAGE = "stopped in time for", "asked to stop from gputrain watch"  # How messages of such an end begin.
+IN_TIME = "stopped in time for"  # How the message of such an end begins.
 SHOWN_LINES, SHOWN_BYTES = 4, 4000  # Of a failed training's output.
-ROOT = Path(__file__).parents[2]  # The folder that contains the package.
 PROGRAM = (sys.executable, "-m", "gputrain")
 ANOTHER = "another gputrain watch works on this queue; this one only shows it"
 
@@ -371,16 +370,14 @@ class Queue:
             ends = [row.get("outcome") for row in reversed(rows) if row["event"] == "end"]
             job.failures = next((count for count, one in enumerate(ends) if one != "failed"), len(ends)) - 1
             return job.failed(message, moved=last.get("step", 0) > start.get("step", 0))
-        if outcome == "stopped" and (message.startswith(BY_PAGE) or (was_seen and not message.startswith(IN_TIME))):
+        is_asked = message.startswith(ASKED_TO_STOP) or (was_seen and not message.startswith(IN_TIME))
+        if outcome == "stopped" and is_asked:
             self.is_paused = True
             return "stopped", message
         return "waiting", ""
 
     def _start_training(self, job: QueuedRun) -> None:
-        environment = {name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}
-        # A folder of the package's name in the working directory would be taken for the package.
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
-        environment["PYTHONSAFEPATH"] = "1"
+        environment = {name: value for name, value in package_environment().items() if name != "FORCE_COLOR"}
         job.attempts, job.rows_before, job.is_asked = job.attempts + 1, len(job.history()[0]), False
         try:
             with job.output.open("ab") as file:

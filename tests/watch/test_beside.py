@@ -1,0 +1,108 @@
+"""--watch: a page beside a training, whose process ends with the training, and harms it in no way."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from gputrain.engine.history import HISTORY
+from gputrain.engine.schedule import Saving
+from gputrain.watch import beside
+from gputrain.watch.beside import watched_beside
+from tests.waiting import has_ended, wait_until
+
+PAGE = """
+import json, os, sys
+facts = [sys.argv[1], os.getpid(), os.getsid(0), os.environ["GPUTRAIN_WATCH_PARENT"], os.environ["PYTHONSAFEPATH"]]
+open("facts.partial", "w").write(json.dumps(facts))
+os.rename("facts.partial", "facts")
+print("Watching at http://127.0.0.1:8765/", flush=True)
+sys.stdin.read()
+os.rename("facts", "ended")
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, caplog) -> Path:
+    """A run folder that does not exist yet, whose page is a small program of its own."""
+    caplog.set_level("INFO")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(beside, "PROGRAM", (sys.executable, "-IS", "-c", PAGE))
+    return tmp_path / "run"
+
+
+def begin(run: Path) -> None:
+    run.mkdir()
+    (run / HISTORY).write_text("{}\n")
+
+
+def facts() -> list:
+    wait_until(Path("facts").exists, "the page")
+    return json.loads(Path("facts").read_text())
+
+
+def test_the_page_is_a_session_of_its_own_and_ends_with_the_training(run, caplog):
+    with watched_beside(Saving(output_dir=Path("run"), watch=True)):
+        begin(run)
+        folder, process, session, *environment = facts()
+        assert (folder, session, environment) == (str(run), process, ["1", "1"])
+        wait_until(lambda: "http" in caplog.text, "the address")
+    wait_until(Path("ended").exists, "the end of the page")
+    assert [(one.levelname, one.getMessage()) for one in caplog.records] == [
+        ("INFO", "Watching at http://127.0.0.1:8765/")
+    ]
+
+
+def test_no_page_is_left_of_a_training_that_fails_before_its_first_step(run, caplog):
+    processes = []
+
+    def fail() -> None:
+        with watched_beside(Saving(output_dir=run, watch=True)):
+            processes.append(facts()[1])
+            raise ValueError("no data")
+
+    with pytest.raises(ValueError, match="no data"):
+        fail()
+    wait_until(lambda: has_ended(processes[0]), "the end of the page")
+    assert not Path("ended").exists()
+    assert "WARNING" not in caplog.text
+
+
+def test_a_killed_training_takes_its_page_along(run):
+    child = os.fork()
+    if not child:
+        with watched_beside(Saving(output_dir=run, watch=True)):
+            begin(run)
+            facts()
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    wait_until(Path("ended").exists, "the end of the page")
+
+
+def test_a_page_that_fails_is_one_warning(run, monkeypatch, caplog):
+    for program, reason in (
+        ((sys.executable, "-IS", "-c", "import sys; sys.exit('error: no port is free\\nhint: end something')"),
+         "is not served any more (error: no port is free); the training goes on"),
+        ((sys.executable, "-IS", "-c", "import os; os.kill(os.getpid(), 9)"), "any more (SIGKILL); the training"),
+        ((str(run / "python"),), "cannot be served ([Errno 2] No such file or directory"),
+    ):  # fmt: skip
+        caplog.clear()
+        monkeypatch.setattr(beside, "PROGRAM", program)
+        with watched_beside(Saving(output_dir=run, watch=True)):
+            wait_until(lambda: caplog.records, "the warning")
+        assert [one.levelname for one in caplog.records] == ["WARNING"]
+        assert reason in caplog.text
+
+
+@pytest.mark.parametrize("rank", ["", "1"])
+def test_there_is_no_page_unless_asked_for_nor_beside_another_rank(run, monkeypatch, rank):
+    if rank:
+        ranks = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+        for name, value in {"TORCHELASTIC_RUN_ID": "none", **ranks}.items():
+            monkeypatch.setenv(name, value)
+    monkeypatch.setattr(beside.subprocess, "Popen", None)
+    with watched_beside(Saving(output_dir=run, watch=bool(rank))):
+        pass
