@@ -57,6 +57,11 @@ class Chart:
     reach: int = 0
 
     @property
+    def has_many(self) -> bool:
+        """True if curves of several runs are drawn, which differ in their dashes and letters too."""
+        return len({curve.run for curve in self.curves}) > 1
+
+    @property
     def summary(self) -> str:
         """The chart in words, for those who cannot see it."""
         parts = []
@@ -110,9 +115,11 @@ def draw(chart: Chart) -> Markup:
     arrow += "; dotted: training" if any(curve.is_training for curve in chart.curves) else ""
     unit = f" ({chart.unit})" if chart.unit else ""
     return Markup(
-        '<figure class="chart" data-chart="{data}"><figcaption><b>{title}{unit}</b> <span>{arrow}</span></figcaption>'
+        '<figure class="chart" tabindex="0" data-chart="{data}">'
+        "<figcaption><b>{title}{unit}</b> <span>{arrow}</span></figcaption>"
         '<svg viewBox="0 0 {width} {height}" role="img" aria-label="{summary}">{layers}'
-        '<line class="rule" y1="{top}" y2="{bottom}" x1="-9" x2="-9"/></svg><div class="tip" hidden></div></figure>'
+        '<line class="rule" y1="{top}" y2="{bottom}" x1="-9" x2="-9"/></svg>'
+        '<div class="tip" aria-live="polite" hidden></div></figure>'
     ).format(
         data=json.dumps(data, separators=(",", ":")), title=chart.title, unit=unit, arrow=arrow, summary=chart.summary,
         width=WIDTH, height=HEIGHT, layers=layers, top=TOP, bottom=HEIGHT - BOTTOM,
@@ -136,13 +143,21 @@ def _layer(chart: Chart, lines: Sequence[dict[str, Columns]], axes: Axes, name: 
         y = axes.y(level)
         parts.append(svg_element("line", class_="level", **across, y1=y, y2=y))
         parts.append(svg_element("text", label, class_="level", x=WIDTH - RIGHT - 2, y=y - 4, text_anchor="end"))
-    parts += [_curve(curve, of_curve, axes) for curve, of_curve in zip(chart.curves, lines, strict=True)]
+    parts += [
+        _curve(curve, of_curve, axes, has_many=chart.has_many)
+        for curve, of_curve in zip(chart.curves, lines, strict=True)
+    ]
     return svg_element("g", Markup("").join(parts), class_=name)
 
 
 def tick_label(value: float) -> str:
     """Returns all digits of a round value: 0.9375, 12.5; large and tiny ones as `format_number` does."""
     return f"{value:.10g}" if value == 0 or 1e-3 <= abs(value) < 1000 else format_number(value)
+
+
+def letter_of(run: int) -> str:
+    """Returns the letter that marks a run for those who do not see colours."""
+    return chr(ord("A") + run % 26)
 
 
 def _lines(curve: Curve, points: Columns) -> dict[str, Columns]:
@@ -154,7 +169,7 @@ def _lines(curve: Curve, points: Columns) -> dict[str, Columns]:
     return {"raw": extremes(points), "smooth": thinned(smoothed(points))}
 
 
-def _curve(curve: Curve, lines: Mapping[str, Columns], axes: Axes) -> Markup:
+def _curve(curve: Curve, lines: Mapping[str, Columns], axes: Axes, *, has_many: bool) -> Markup:
     style = f"run r{curve.run} c{curve.run % COLOURS}" + (" dashed" if curve.run >= COLOURS else "")
     parts = []
     for name, points in lines.items():
@@ -164,6 +179,11 @@ def _curve(curve: Curve, lines: Mapping[str, Columns], axes: Axes) -> Markup:
         style += " training"
     elif len(curve.points) <= FEW_POINTS:
         parts += [svg_element("circle", cx=axes.x(step), cy=axes.y(value), r=2.6) for step, value in curve.points]
+    if has_many and not curve.is_training:
+        style += " many"
+        step, value = curve.points[-1]
+        place = {"x": min(axes.x(step) + 3, WIDTH - RIGHT - 2), "y": axes.y(value) - 4}
+        parts.append(svg_element("text", letter_of(curve.run), class_="letter", **place))
     return svg_element("g", Markup("").join(parts), class_=style)
 
 

@@ -142,6 +142,7 @@ class LiveMedia(MediaBudget):
         self._contents: OrderedDict[str, tuple[str, bytes]] = OrderedDict()  # By names, the least recently used first.
         self._made: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()  # And how many files were unreadable.
         self._bytes = 0
+        self.dropped = 0  # Number of contents that are not kept any more.
 
     def renew(self, seconds: float) -> None:
         """Give the next page a time for files that it is the first to show; the others are left out until later."""
@@ -191,8 +192,9 @@ class LiveMedia(MediaBudget):
         self._contents[name] = kind, content
         self._contents.move_to_end(name)
         while self._bytes > LIVE_BYTES:
-            _, (_, dropped) = self._contents.popitem(last=False)
-            self._bytes -= len(dropped)
+            _, (_, content) = self._contents.popitem(last=False)
+            self._bytes -= len(content)
+            self.dropped += 1
         return f"media/{name}"
 
 

@@ -97,6 +97,11 @@ class MetricsTable:
         self.kept = sum(len(group.steps) for group in trained.values())
 
     @property
+    def evaluations(self) -> int:
+        """The number of evaluations."""
+        return sum(len(group.steps) for names, group in self.groups.items() if any(map(_is_evaluation, names)))
+
+    @property
     def names(self) -> list[str]:
         """The names of all metrics, in the order of their first appearance."""
         last = () if self.last is None else self.last[1]

@@ -1,10 +1,13 @@
 """Composes a report: figures, curves, samples, settings, history and commands of runs, as one HTML file."""
 
-from collections.abc import Iterator, Sequence
+import base64
+import hashlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property, partial
 from importlib.resources import files
 from pathlib import Path
+from typing import Any, TypeVar
 
 import jinja2
 from markupsafe import Markup
@@ -13,14 +16,19 @@ from gputrain import __version__
 from gputrain.engine.stop import format_duration
 from gputrain.kinds import kinds
 from gputrain.report import memory_chart, next_commands, settings_table
-from gputrain.report.curves import COLOURS, Chart, Curve, draw
+from gputrain.report.curves import COLOURS, Chart, Curve, draw, letter_of
 from gputrain.report.media import MediaBudget
 from gputrain.report.metric_names import TRAINING_LOSSES, format_value, style_of
-from gputrain.report.records import RunRecord, now
+from gputrain.report.records import RunRecord, RunStatus, now
 from gputrain.report.sections import SampleSection, sample_section
 from gputrain.report.selection import Selector, selectors_of
 
+T = TypeVar("T")
+# Returns what a function makes, or what it made for the same key before, if the version is the same.
+Keep = Callable[[Hashable, object, Callable[[], Any]], Any]
+
 MOST_CHARTS = 60  # Charts of a section.
+SHOWN_WARNINGS = 3  # At the head of a run; all are in the section about its plan.
 MACHINE = ("speed", "data", "memory", "gpu")
 
 
@@ -33,46 +41,160 @@ class Headline:
     detail: str
 
 
-@dataclass
-class RunView:
-    """The parts of a page about one run; `style` names its colour."""
+@dataclass(frozen=True)
+class ShownProgress:
+    """The share of a run that is done, and what is done and left, as text."""
 
-    record: RunRecord
-    index: int
-    headline: Headline | None
-    facts: list[tuple[str, str]]
-    memory: Markup
-    selectors: list[Selector]
-    samples: SampleSection
-    events: list[tuple[str, str]]
-    parts: list[settings_table.RunPart]
-    commands: list[next_commands.NextCommand]
+    share: float
+    text: str
+
+
+def compute(key: Hashable, version: object, make: Callable[[], Any]) -> Any:
+    """Makes everything anew, as for a file."""
+    return make()
+
+
+class RunView:
+    """The parts of a page about one run, each computed when it is shown. `style` names its colour, and `letter` marks
+    it for those who do not see colours."""
+
+    def __init__(
+        self, record: RunRecord, index: int, budget: MediaBudget, keep: Keep = compute, id: str = "",
+        price_per_hour: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.record, self.index, self.budget, self.keep, self.id = record, index, budget, keep, id
+        self.price_per_hour = price_per_hour
+        self.style, self.letter = f"c{index % COLOURS}", letter_of(index)
+
+    def at(self, *names: str) -> tuple[object, ...]:
+        """Returns the versions of some files of the run: what is made of them is the same while these are."""
+        return (self.index, *(self.record.versions.get(name, 0) for name in names))
+
+    def _kept(self, name: str, files: tuple[str, ...], make: Callable[[], T]) -> T:
+        made: T = self.keep((self.id, name), self.at(*files), make)
+        return made
+
+    @cached_property
+    def status(self) -> RunStatus:
+        return self.record.status
 
     @property
-    def style(self) -> str:
-        return f"c{self.index % COLOURS}"
+    def card_key(self) -> tuple[object, ...]:
+        return (self.at("metrics", "plan", "history", "settings", "notes"), self.status, self.record.is_read)
+
+    @cached_property
+    def headline(self) -> Headline | None:
+        return headline_of(self.record)
+
+    @cached_property
+    def facts(self) -> list[tuple[str, str]]:
+        return facts_of(self.record) + cost_of(self.record, self.price_per_hour)
+
+    @cached_property
+    def progress(self) -> ShownProgress | None:
+        return progress_of(self.record)
+
+    @cached_property
+    def warnings(self) -> list[tuple[str, str]]:
+        """The last warnings and changes of the plan."""
+        return self.events[-SHOWN_WARNINGS:]
+
+    @cached_property
+    def memory(self) -> Markup:
+        return self._kept("memory", ("plan",), lambda: memory_of(self.record))
+
+    @cached_property
+    def selectors(self) -> list[Selector]:
+        return self._kept("selectors", ("metrics",), lambda: selectors_of(self.record))
+
+    @cached_property
+    def samples(self) -> SampleSection:
+        return self._kept("samples", ("samples",), lambda: sample_section(self.record, self.budget))
+
+    @cached_property
+    def events(self) -> list[tuple[str, str]]:
+        return settings_table.plan_events(self.record)
+
+    @cached_property
+    def parts(self) -> list[settings_table.RunPart]:
+        return settings_table.run_parts(self.record)
+
+    @cached_property
+    def commands(self) -> list[next_commands.NextCommand]:
+        return next_commands.next_commands(self.record)
 
 
 @dataclass
 class ChartGroup:
-    """Charts below one heading; those of a group that `is_folded` are shown on demand."""
+    """Charts below one heading, by the names of their metrics; those of a group that `is_folded` are shown on
+    demand."""
 
     title: str
-    charts: list[Markup] = field(default_factory=list)
+    charts: dict[str, Markup] = field(default_factory=dict)
     is_folded: bool = False
 
 
+class Parts:
+    """Marks the parts of a live page with the hashes of their names and contents, by which the browser gets only those
+    that have changed. A part whose `key` is that of the last time is not rendered again. A file has no marks."""
+
+    def __init__(self, *, is_live: bool) -> None:
+        self.is_live = is_live
+        self.shown: dict[str, tuple[str, Markup]] = {}  # Hash and content of each part of the last rendering.
+        self._kept: dict[str, tuple[object, str, Markup]] = {}
+
+    def __call__(self, name: str, key: object, caller: Callable[[], Markup]) -> Markup:
+        if not self.is_live:
+            return caller()
+        before = self._kept.get(name)
+        if before is None or before[0] != key:
+            content = caller()
+            digest = hashlib.blake2b(f"{name} {content}".encode("utf-8", "replace"), digest_size=5).hexdigest()
+            before = self._kept[name] = (key, digest, content)
+        self.shown[name] = before[1:]
+        return Markup('<div data-part="{}" data-hash="{}">{}</div>').format(name, *before[1:])
+
+    def render(self, **values: Any) -> str:
+        """Returns the page, and notes its parts."""
+        self.shown = {}
+        page = _template().render(part=self, version=__version__, time=now(), **values)
+        self._kept = {name: self._kept[name] for name in self.shown}
+        return page
+
+
 def make_page(records: Sequence[RunRecord], budget: MediaBudget) -> str:
-    """Returns the report of runs as HTML."""
-    views = [_view(record, index, budget) for index, record in enumerate(records)]
-    groups = [group for group in chart_groups(records) if group.charts]
-    return _template().render(
-        title=", ".join(record.name for record in records), views=views, groups=groups,
-        comparison=comparison(records) if len(records) > 1 else [],
-        table=settings_table.settings_table(records), plan=settings_table.plan_table(records),
-        budget=budget, version=__version__, time=now(), style=Markup(_file("report.css")),
-        script=Markup(_file("report.js")), has_many=len(records) > 1,
-    )  # fmt: skip
+    """Returns the report of runs as HTML, complete in itself."""
+    views = [RunView(record, index, budget) for index, record in enumerate(records)]
+    return Parts(is_live=False).render(
+        live=None, budget=budget, **content_of(views, chart_groups(records)), **dress("data:", "report.js", len(views))
+    )
+
+
+def content_of(views: Sequence[RunView], groups: Sequence[ChartGroup]) -> dict[str, Any]:
+    """Returns what the template shows of runs."""
+    records = [view.record for view in views]
+    title = f"{len(records)} runs compared" if len(records) > 1 else "".join(record.name for record in records)
+    return {
+        "title": title, "views": views, "groups": [group for group in groups if group.charts], "overview": False,
+        "has_many": len(records) > 1, "comparison": partial(comparison, records),
+        "table": partial(settings_table.settings_table, records), "plan": partial(settings_table.plan_table, records),
+        "at": lambda *names: tuple(view.at(*names) for view in views),
+    }  # fmt: skip
+
+
+def dress(media: str, scripts: str, runs: int, further: str = "") -> dict[str, Any]:
+    """Returns the style and the scripts of a page about so many runs, and its content-security policy: nothing else is
+    executed, and nothing is loaded but media from `media`. The policy has `further` directives."""
+    style = _file("report.css") + "".join(
+        f"body:has(#run-{index}:not(:checked)) .r{index} {{ display: none; }}\n" for index in range(runs)
+    )
+    script = "".join(map(_file, scripts.split()))
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
+    policy = (
+        f"default-src 'none'; img-src {media}; media-src {media}; style-src 'sha256-{hashes[0]}'; "
+        f"script-src 'sha256-{hashes[1]}'{further}"
+    )
+    return {"style": Markup(style), "script": Markup(script), "policy": policy}
 
 
 @cache
@@ -88,16 +210,10 @@ def _file(name: str) -> str:
     return files("gputrain.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _view(record: RunRecord, index: int, budget: MediaBudget) -> RunView:
+def memory_of(record: RunRecord) -> Markup:
+    """Returns the chart of the predicted and the measured memory; nothing if the plan predicts none."""
     bar = memory_chart.memory_bar("", record.plan)
-    memory = Markup("")
-    if bar:
-        memory = memory_chart.memory_bars([bar]).svg(bar.words, page_colour="currentColor")
-    return RunView(
-        record, index, headline_of(record), facts_of(record), memory, selectors_of(record),
-        sample_section(record, budget),
-        settings_table.plan_events(record), settings_table.run_parts(record), next_commands.next_commands(record),
-    )  # fmt: skip
+    return memory_chart.memory_bars([bar]).svg(bar.words, page_colour="currentColor") if bar else Markup("")
 
 
 # ----------------------------------------------------------------------------------------------------------- figures
@@ -136,10 +252,7 @@ def headline_of(record: RunRecord) -> Headline | None:
 
 def facts_of(record: RunRecord) -> list[tuple[str, str]]:
     """Returns names and values of what matters next: steps, time, speed, memory, device."""
-    steps = f"{record.last_step:,}"
-    if record.planned_steps > record.last_step:
-        steps += f" of {record.planned_steps:,}"
-    facts = [("steps", steps)]
+    facts = [("steps", f"{record.last_step:,}")]
     if epochs := record.series("epoch"):
         facts.append(("epochs", f"{epochs[-1][1]:,.0f}"))
     if record.names:
@@ -150,11 +263,36 @@ def facts_of(record: RunRecord) -> list[tuple[str, str]]:
             facts.append(("speed", f"{format_value(values[len(values) // 2])} {style_of(name).title}"))
     if peak := record.series("memory/peak_gb"):
         facts.append(("peak memory", format_value(max(value for _, value in peak), "GB")))
+    shown = ("gpu/temperature_c", "gpu/power_w", "gpu/utilisation")
+    present = [format_value(record.latest[name], style_of(name).unit) for name in shown if name in record.latest]
+    if present:
+        facts.append(("GPU: temperature, power, use", " · ".join(present)))
     if record.starts:
         machine = record.starts[-1].get("machine")
         if isinstance(machine, dict) and machine.get("device"):
             facts.append(("device", str(machine["device"])))
     return facts
+
+
+def progress_of(record: RunRecord) -> ShownProgress | None:
+    """Returns the progress of a run that has a known end and has not finished."""
+    done, planned = record.last_step, record.planned_steps
+    if record.status.state == "finished" or not planned:
+        return None
+    words = [f"step {done:,} of {planned:,}", f"{100 * done / planned:.0f} %"]
+    if record.seconds_left is not None:
+        words.append(f"{format_duration(record.seconds_left)} left")
+    return ShownProgress(min(1.0, done / planned), " · ".join(words))
+
+
+def cost_of(record: RunRecord, price_per_hour: float) -> list[tuple[str, str]]:
+    """Returns what a run has cost, and what the rest will, at a price of its machine."""
+    if not price_per_hour:
+        return []
+    words = f"{record.seconds / 3600 * price_per_hour:.2f} so far"
+    if record.seconds_left is not None:
+        words += f", {record.seconds_left / 3600 * price_per_hour:.2f} left"
+    return [("cost", words)]
 
 
 @dataclass(frozen=True)
@@ -205,7 +343,7 @@ def chart_groups(records: Sequence[RunRecord]) -> list[ChartGroup]:
     ]  # fmt: skip
     reach = max((record.last_step for record in records), default=0)
     return [
-        ChartGroup(title, [draw(chart) for chart in _charts(records, chosen[:MOST_CHARTS], reach)], is_folded)
+        ChartGroup(title, dict(_charts(records, chosen[:MOST_CHARTS], reach)), is_folded)
         for title, chosen, is_folded in groups
     ]
 
@@ -215,7 +353,7 @@ def _leading(records: Sequence[RunRecord]) -> Iterator[str]:
         yield from (f"eval/{name}" for name in headlines_of(record))
 
 
-def _charts(records: Sequence[RunRecord], names: Sequence[str], reach: int) -> Iterator[Chart]:
+def _charts(records: Sequence[RunRecord], names: Sequence[str], reach: int) -> Iterator[tuple[str, Markup]]:
     for name in names:
         found = [(index, record, record.series(name)) for index, record in enumerate(records)]
         curves = [Curve(record.name, index, points) for index, record, points in found if points]
@@ -228,7 +366,7 @@ def _charts(records: Sequence[RunRecord], names: Sequence[str], reach: int) -> I
             marks = [part.first_step for part in settings_table.run_parts(records[0])[1:] if part.first_step]
             bar = memory_chart.memory_bar("", records[0].plan) if name == "memory/peak_gb" else None
             levels = [("predicted", bar.total_gb)] if bar else []
-        yield Chart(style.title, curves, style.unit, style.better, levels, marks, reach)
+        yield name, draw(Chart(style.title, curves, style.unit, style.better, levels, marks, reach))
 
 
 def unique_names(folders: Sequence[Path]) -> list[str]:

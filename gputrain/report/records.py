@@ -95,9 +95,24 @@ class RunRecord:
 
     @property
     def planned_steps(self) -> int:
-        """The step at which the run is to end; 0 if unknown."""
-        planned = self.starts[-1].get("last_step") if self.starts else self.settings.get("num_steps")
+        """The step at which the run is to end, by its last start or by a cool-down since; 0 if unknown."""
+        start = self.starts[-1] if self.starts else {"last_step": self.settings.get("num_steps")}
+        begun, events = start.get("step"), self.plan.get("events")
+        ends = [
+            event["last_step"] for event in (events if isinstance(events, list) else ())
+            if isinstance(event, dict) and is_count(event.get("last_step")) and is_count(event.get("step"))
+            and event["step"] >= (begun if is_count(begun) else 0)
+        ]  # fmt: skip
+        planned = ends[-1] if ends else start.get("last_step")
         return planned if is_count(planned) else 0
+
+    @property
+    def started_at(self) -> float:
+        """When the last attempt started, by time.time(); 0 if unknown."""
+        try:
+            return datetime.fromisoformat(str(self.starts[-1].get("time"))).timestamp()
+        except (IndexError, ValueError, OverflowError, OSError):
+            return 0.0
 
     @property
     def seconds_left(self) -> float | None:

@@ -1,5 +1,5 @@
 "use strict";
-// The page is complete without this script, which adds values under the pointer, hiding of runs, and copying.
+// The page is complete without this script, which adds values under the pointer or at the arrow keys, and copying.
 (() => {
   const shown = (value, unit) => {
     const scaled = unit === "%" ? 100 * value : value;
@@ -20,52 +20,65 @@
     const box = document.getElementById(`run-${run}`);
     return box && !box.checked;
   };
-  for (const figure of document.querySelectorAll("figure.chart")) {
-    const data = JSON.parse(figure.dataset.chart);
-    const svg = figure.querySelector("svg"), rule = figure.querySelector(".rule"), tip = figure.querySelector(".tip");
-    const hide = () => { tip.hidden = true; rule.setAttribute("x1", -9); rule.setAttribute("x2", -9); };
-    const show = (event) => {
-      const box = svg.getBoundingClientRect();
-      const x = (event.clientX - box.left) * data.width / box.width;
-      const step = Math.round((x - data.left) / (data.right - data.left) * Math.max(1, data.reach));
-      const found = data.curves.filter((curve) => !isHidden(curve.run))
-        .map((curve) => [curve, nearest(curve.points, step)]);
-      if (!found.length) return hide();
-      const at = found.map(([, point]) => point[0]).reduce((a, b) => Math.abs(a - step) <= Math.abs(b - step) ? a : b);
-      const place = data.left + (data.right - data.left) * at / Math.max(1, data.reach);
-      rule.setAttribute("x1", place); rule.setAttribute("x2", place);
-      tip.replaceChildren(...[`step ${at.toLocaleString("en")}`, ...found].map((line) => {
-        const row = document.createElement("div");
-        if (typeof line === "string") { row.textContent = line; return row; }
-        const [curve, point] = line, dot = document.createElement("span");
-        dot.className = `dot c${curve.run % 6}`;
-        row.append(dot, (data.curves.length > 1 ? `${curve.label}: ` : "") + shown(point[1], data.unit));
-        return row;
-      }));
-      tip.hidden = false;
-      const right = place > (data.left + data.right) / 2;
-      tip.style.left = right ? "auto" : `${place / data.width * box.width + 24}px`;
-      tip.style.right = right ? `${(1 - place / data.width) * box.width + 24}px` : "auto";
-    };
-    svg.addEventListener("pointermove", show);
-    svg.addEventListener("pointerdown", show);
-    svg.addEventListener("pointerleave", hide);
-  }
-  for (const box of document.querySelectorAll("input[data-run]")) {
-    box.closest("label").hidden = false;
-    box.addEventListener("change", () => {
-      for (const curve of document.querySelectorAll(`.r${box.dataset.run}`)) {
-        curve.style.display = box.checked ? "" : "none";
-      }
-    });
-  }
-  for (const button of document.querySelectorAll(".command button")) {
-    if (!navigator.clipboard) continue;
-    button.hidden = false;
-    button.addEventListener("click", async () => {
-      await navigator.clipboard.writeText(button.parentElement.querySelector("code").textContent);
-      button.textContent = "copied";
-      setTimeout(() => { button.textContent = "copy"; }, 1500);
-    });
-  }
+  let at = 0, figure = null; // The step whose values are shown, and the chart that shows them.
+  const hide = () => {
+    if (!figure) return;
+    const rule = figure.querySelector(".rule");
+    figure.querySelector(".tip").hidden = true;
+    rule.setAttribute("x1", -9); rule.setAttribute("x2", -9);
+    figure = null;
+  };
+  const show = (chart, step) => {
+    if (chart !== figure) hide();
+    const data = JSON.parse(chart.dataset.chart), box = chart.querySelector("svg").getBoundingClientRect();
+    const found = data.curves.filter((curve) => !isHidden(curve.run))
+      .map((curve) => [curve, nearest(curve.points, step)]);
+    if (!found.length) return hide();
+    const rule = chart.querySelector(".rule"), tip = chart.querySelector(".tip");
+    figure = chart;
+    at = found.map(([, point]) => point[0]).reduce((a, b) => Math.abs(a - step) <= Math.abs(b - step) ? a : b);
+    const place = data.left + (data.right - data.left) * at / Math.max(1, data.reach);
+    rule.setAttribute("x1", place); rule.setAttribute("x2", place);
+    tip.replaceChildren(...[`step ${at.toLocaleString("en")}`, ...found].map((line) => {
+      const row = document.createElement("div");
+      if (typeof line === "string") { row.textContent = line; return row; }
+      const [curve, point] = line, dot = document.createElement("span");
+      dot.className = `dot c${curve.run % 6}`;
+      row.append(dot, (data.curves.length > 1 ? `${curve.label}: ` : "") + shown(point[1], data.unit));
+      return row;
+    }));
+    tip.hidden = false;
+    const right = place > (data.left + data.right) / 2;
+    tip.style.left = right ? "auto" : `${place / data.width * box.width + 24}px`;
+    tip.style.right = right ? `${(1 - place / data.width) * box.width + 24}px` : "auto";
+  };
+  const point = (event) => {
+    const svg = event.target.closest?.("figure.chart svg");
+    if (!svg) return hide();
+    const chart = svg.parentElement, data = JSON.parse(chart.dataset.chart), box = svg.getBoundingClientRect();
+    const x = (event.clientX - box.left) * data.width / box.width;
+    show(chart, Math.round((x - data.left) / (data.right - data.left) * Math.max(1, data.reach)));
+  };
+  document.addEventListener("pointermove", point);
+  document.addEventListener("pointerdown", point);
+  document.addEventListener("focusin", (event) => {
+    if (event.target.matches?.("figure.chart:focus-visible")) show(event.target, Number.MAX_SAFE_INTEGER);
+  });
+  document.addEventListener("focusout", hide);
+  document.addEventListener("keydown", (event) => {
+    const chart = event.target.closest?.("figure.chart"), left = event.key === "ArrowLeft";
+    if (!chart || !(left || event.key === "ArrowRight")) return;
+    event.preventDefault();
+    const steps = JSON.parse(chart.dataset.chart).curves.flatMap((curve) => curve.points.map(([step]) => step));
+    const further = steps.filter((step) => left ? step < at : step > at);
+    if (further.length) show(chart, left ? Math.max(...further) : Math.min(...further));
+  });
+  document.addEventListener("click", async (event) => {
+    const button = event.target.closest?.("button.copy");
+    if (!button) return;
+    await navigator.clipboard.writeText(button.parentElement.querySelector("code").textContent);
+    button.textContent = "copied";
+    setTimeout(() => { button.textContent = "copy"; }, 1500);
+  });
+  if (navigator.clipboard) document.documentElement.classList.add("scripted");
 })();

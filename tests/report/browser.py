@@ -1,6 +1,6 @@
 """A headless Chromium, driven by its DevTools protocol over pipes: https://chromedevtools.github.io/devtools-protocol.
 
-`python -m tests.report.browser REPORT.html PICTURE.png [WIDTH [light|dark [HEIGHT]]]` writes a screenshot.
+`python -m tests.report.browser REPORT PICTURE.png [WIDTH [light|dark [HEIGHT]]]` writes a screenshot.
 """
 
 import base64
@@ -66,8 +66,8 @@ class Browser:
         assert "error" not in answer, answer
         return answer["result"]
 
-    def open(self, path: Path, width: int, *, dark: bool = False, height: int = 900) -> None:
-        """Opens a file and waits until it is loaded. Widths below 600 pixels are those of a phone."""
+    def open(self, path: Path | str, width: int, *, dark: bool = False, height: int = 900) -> None:
+        """Opens a file or an address and waits until it is loaded. Widths below 600 pixels are those of a phone."""
         phone = width < 600
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone,
@@ -76,7 +76,7 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self._is_loaded = False
-        self.call("Page.navigate", url=path.as_uri())
+        self.call("Page.navigate", url=path if isinstance(path, str) else path.as_uri())
         while not self._is_loaded:
             self._next()
 
@@ -115,6 +115,8 @@ class Browser:
 if __name__ == "__main__":
     page, picture, *further = sys.argv[1:]
     with Browser() as browser:
-        browser.open(Path(page).resolve(), int((further or ["1280"])[0]), dark="dark" in further)
+        browser.open(
+            page if "://" in page else Path(page).resolve(), int((further or ["1280"])[0]), dark="dark" in further
+        )
         browser.screenshot(Path(picture), height=int(further[2]) if len(further) > 2 else 0)
         print(browser.messages)

@@ -34,7 +34,8 @@ SHOWN = """(selector) => [...document.querySelectorAll(selector)]
   .filter((one) => getComputedStyle(one).display !== "none").length"""
 POINT = """(() => {
   const chart = document.querySelector("figure.chart svg"), box = chart.getBoundingClientRect();
-  chart.dispatchEvent(new PointerEvent("pointermove", {clientX: box.right - box.width / 40, clientY: box.top + 20}));
+  const place = {clientX: box.right - box.width / 40, clientY: box.top + 20, bubbles: true};
+  chart.dispatchEvent(new PointerEvent("pointermove", place));
   return document.querySelector(".tip").innerText;
 })()"""
 

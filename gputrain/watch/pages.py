@@ -1,0 +1,178 @@
+"""Renders the live pages of runs: the overview and the report of one or several runs, whole or by the parts that have
+changed."""
+
+import time
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from gputrain.report.curves import MOST_POINTS
+from gputrain.report.media import LiveMedia
+from gputrain.report.page import ChartGroup, Parts, RunView, chart_groups, content_of, dress
+from gputrain.report.records import RunRecord
+from gputrain.watch.runs import Runs, id_of
+
+if TYPE_CHECKING:
+    from gputrain.watch.queue import Queue
+
+T = TypeVar("T")
+
+MEDIA_SECONDS = 1.0  # Time of a page or an update to read new pictures and sounds; the rest follows.
+MOST_VIEWS = 24  # Pages of different runs whose parts are kept.
+SCRIPTS = "report.js watch.js"
+LOADS = "; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+
+
+class Live(NamedTuple):
+    """The parts of a live page beside the runs; a file has none."""
+
+    now: float
+    controls: bool
+    runs: int  # Number of all runs.
+    folders: tuple[str, ...]  # Sentences about the folders that are watched.
+    queue: Any
+
+
+class DrawnCharts(NamedTuple):
+    """The charts of some runs, and what they were drawn from."""
+
+    basis: object  # All but the steps.
+    steps: list[int]  # The last step of each run.
+    groups: list[ChartGroup]
+
+
+class Pages:
+    """The pages of all runs. What was made for a page is kept, and made again only if its files have changed."""
+
+    def __init__(
+        self,
+        runs: Runs,
+        media: LiveMedia,
+        *,
+        controls: bool = False,
+        price_per_hour: float = 0.0,
+        queue: "Queue | None" = None,
+    ) -> None:
+        self.runs, self.media, self.controls, self.price_per_hour, self.queue = (
+            runs, media, controls, price_per_hour, queue
+        )  # fmt: skip
+        self._made: dict[Hashable, tuple[object, Any]] = {}
+        self._pages: dict[tuple[str, ...], Parts] = {}
+        self._charts: dict[tuple[str, ...], DrawnCharts] = {}
+
+    def page(self, ids: Sequence[str]) -> tuple[str, str]:
+        """Returns a page about these runs as HTML, and its content-security policy; without ids, the overview, or the
+        page of the only run. Raises KeyError for an unknown id."""
+        with self.runs.lock:
+            html, _, values = self._render(ids)
+        return html, values["policy"]
+
+    def update(self, ids: Sequence[str], have: Collection[str]) -> dict[str, Any]:
+        """Returns the names of the parts of a page, and those whose hashes a browser does not have: hash and HTML by
+        name. Raises KeyError for an unknown id."""
+        with self.runs.lock:
+            _, parts, values = self._render(ids)
+        changed = {name: part for name, part in parts.shown.items() if part[0] not in have}
+        return {"now": time.time(), "title": values["title"], "order": [*parts.shown], "parts": changed}
+
+    def _render(self, ids: Sequence[str]) -> tuple[str, Parts, dict[str, Any]]:
+        every = self._sorted()
+        self.media.renew(MEDIA_SECONDS)
+        shown = tuple(ids) or (tuple(every) if len(every) != 1 else (every[0],))
+        overview = not ids and len(shown) != 1
+        views = [
+            RunView(self.runs.record(id), index, self.media, self._keep, id, self.price_per_hour)
+            for index, id in enumerate(shown)
+        ]
+        groups = [] if overview else self._groups(shown, [view.record for view in views])
+        values = {**content_of(views, groups), **dress("'self' data:", SCRIPTS, 0 if overview else len(views), LOADS)}
+        values |= {"overview": overview, "budget": self.media}
+        if overview:
+            values["title"] = f"{len(every)} runs" if every else "No runs yet"
+        key = () if overview else shown
+        parts = _renew(self._pages, key, self._pages.get(key) or Parts(is_live=True))
+        queue = queue_view(self.queue, self.runs) if self.queue and not ids else None
+        live = Live(time.time(), self.controls, len(every), self._folders() if overview else (), queue)
+        return parts.render(live=live, **values), parts, values
+
+    def _folders(self) -> tuple[str, ...]:
+        """Returns sentences about the folders that are watched."""
+        named = [str(folder) for folder in self.runs.folders]
+        return (f"Runs in {', '.join(named)} are shown as soon as they begin.",)
+
+    def _sorted(self) -> list[str]:
+        """Returns the ids of all runs: those that train, the latest start first, and the others by their last news."""
+
+        def rank(id: str) -> tuple[bool, float]:
+            record = self.runs.record(id)
+            trains = record.status.state == "running"
+            return not trains, -(record.started_at if trains else record.changed_at)
+
+        return sorted(self.runs.ids(), key=rank)
+
+    def _keep(self, key: Hashable, version: object, make: Callable[[], Any]) -> Any:
+        version, before = (version, self.media.dropped), self._made.get(key)
+        if before and before[0] == version:
+            return before[1]
+        left_out, made = self.media.left_out, make()
+        if self.media.left_out == left_out:  # Otherwise the next page may have time for what this one has left out.
+            self._made[key] = (version, made)
+        return made
+
+    def _groups(self, ids: tuple[str, ...], records: Sequence[RunRecord]) -> list[ChartGroup]:
+        """Returns the charts of some runs. They are drawn anew when a curve has grown by one of its points, or has
+        changed otherwise: a line of metrics more changes nothing that can be seen in a long curve."""
+        steps = [record.last_step for record in records]
+        basis = [
+            (record.versions["plan"], record.versions["history"], record.names, record.metrics.evaluations)
+            for record in records
+        ]
+        before = self._charts.get(ids)
+        if before and before.basis == basis and not any(map(_grows, before.steps, steps)):
+            return before.groups
+        return _renew(self._charts, ids, DrawnCharts(basis, steps, chart_groups(records))).groups
+
+
+def _renew(kept: dict[tuple[str, ...], T], key: tuple[str, ...], value: T) -> T:
+    """Keep a value as the one that was used last, and drop the one that was not used for the longest time."""
+    kept.pop(key, None)
+    kept[key] = value
+    while len(kept) > MOST_VIEWS:
+        kept.pop(next(iter(kept)))
+    return value
+
+
+def _grows(before: int, now: int) -> bool:
+    """Returns True if a curve that was drawn to a step has a visible point more, or was shortened."""
+    return now < before or (now - before) * MOST_POINTS >= max(1, now)
+
+
+class QueueView(NamedTuple):
+    """The queue as a page shows it; equal to an earlier one if nothing has changed."""
+
+    state: str
+    is_paused: bool
+    entries: tuple["EntryView", ...]
+
+
+class EntryView(NamedTuple):
+    """A configuration of the queue, and its run if there is one already."""
+
+    id: str
+    name: str
+    state: str
+    message: str
+    run: str
+    run_id: str
+
+
+def queue_view(queue: "Queue", runs: Runs) -> QueueView:
+    """Returns what a page shows of the queue."""
+    known = set(runs.ids())
+    entries = []
+    for one in queue.entries:
+        run_id = id_of(one.run) if one.run else ""
+        shown = str(one.run) if one.run else ""
+        entries.append(EntryView(one.id, one.name, one.state, one.message, shown, run_id if run_id in known else ""))
+    left = sum(entry.state in ("waiting", "stopped") for entry in entries)
+    state = "paused" if queue.is_paused else "trains" if any(one.state == "running" for one in entries) else "waits"
+    return QueueView(f"The queue {state}: {left} of {len(entries)} to come.", queue.is_paused, tuple(entries))
