@@ -115,7 +115,8 @@ def test_how_a_run_ended(rows, state):
 
 def test_a_killed_process_that_its_parent_has_not_noticed_does_not_run():
     with subprocess.Popen(["sleep", "60"]) as process:
-        record = RunRecord(Path(), "", "", history=[start_row(0, host=HERE, process=process.pid, time=NOW)])
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        record = RunRecord(Path(), "", "", history=[start_row(0, host=HERE, process=process.pid, time=now)])
         assert record.status.state == "running"
         process.kill()
         wait_until(lambda: has_ended(process.pid), "the end of the process")
