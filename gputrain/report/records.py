@@ -146,7 +146,7 @@ class RunRecord:
         if is_alive:
             return RunStatus("running", f"process {last['process']} on this machine")
         if is_alive is None and self._has_news:
-            return RunStatus("running", f"on {last.get('host', 'an unknown machine')}")
+            return RunStatus("running", f"on {last.get('host') or 'another machine'}")
         detail = f"started {short_time(last.get('time'))}, and did not report its end"
         if self.changed_at:
             minutes = max(1, round((time.time() - self.changed_at) / 60))
@@ -237,7 +237,7 @@ class RunReader:
         except (OSError, ValueError, RecursionError, UserError) as error:
             is_changed = False
             if isinstance(error, OSError):  # It may be readable again although nothing in it changes.
-                del self._signs[part]
+                self._signs[part] = "unreadable"
             reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
             faults.append(f"{PARTS[part]} cannot be read: {reason}")
         if sign is None and part in ("settings", "plan", "metrics"):
