@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gputrain.errors import UserError
+from gputrain.report import records
 from gputrain.report.metrics_file import MetricsTable
 from gputrain.report.records import RunReader, RunRecord, RunStatus, read_run
 from tests.report.runs import KINDS, end_row, make_run, metric_rows, start_row, write_rows
@@ -194,18 +195,27 @@ def test_what_cannot_be_read_for_a_while_stays_as_it_was(live):
 
 def test_files_that_wait_or_lead_out_of_the_folder_are_not_opened(live, tmp_path):
     folder, record = live.record.folder, live.record
-    (tmp_path / "secret").write_text("secret")
-    (folder / "notes.md").symlink_to(tmp_path / "secret")
+    settings = dict(record.settings)
+    (tmp_path / "secret").write_text("password: secret")
+    for name in ("notes.md", "config.yaml"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(tmp_path / "secret")
+    (folder / "plan.json").rename(folder / "the plan")
+    (folder / "plan.json").symlink_to("the plan")
     (folder / "metrics.jsonl").unlink()
     os.mkfifo(folder / "metrics.jsonl")
     live.refresh()
-    assert record.user_notes == ""
-    assert record.notes == ["metrics.jsonl cannot be read: not a file", "notes.md cannot be read: it is a link"]
-    assert record.last_step == 40
+    assert record.notes == [
+        "config.yaml cannot be read: it is a link out of the folder", "metrics.jsonl cannot be read: not a file",
+        "notes.md cannot be read: it is a link out of the folder",
+    ]  # fmt: skip
+    assert (record.settings, record.user_notes, record.last_step) == (settings, "", 40)
+    (folder / "plan.json").unlink()
+    assert read_run(folder).settings == {"password": "secret"}  # Who asks for this report may read the file.
 
 
 def test_a_run_of_another_machine_runs_while_its_metrics_keep_coming(live):
-    folder, record = live.record.folder, live.record
+    folder = live.record.folder
     write_rows(folder / "history.jsonl", [start_row(0)])
     first_look = RunReader(folder)
     first_look.refresh()
@@ -245,6 +255,14 @@ def test_the_time_that_is_left_is_known_of_a_run_that_goes_on(history, expected)
     assert record.seconds_left == expected
 
 
+def test_a_cool_down_gives_a_run_another_end(run):
+    record, events = read_run(run), [{"step": 3, "check": "cooldown", "message": "falls", "last_step": 60}]
+    record.plan = {"events": [*events, {"step": 9, "check": "rise"}, {"step": 9, "last_step": "x"}, None]}
+    for history, end in (([], 60), ([start_row(0)], 60), ([start_row(0), start_row(20)], 40)):
+        record.history = history
+        assert record.planned_steps == end
+
+
 def test_the_first_look_at_a_long_run_reads_its_end(tmp_path):
     write_rows(tmp_path / "metrics.jsonl", metric_rows("vae", 1003))
     os.utime(tmp_path / "metrics.jsonl", (1e9, 1e9))
@@ -258,5 +276,17 @@ def test_the_first_look_at_a_long_run_reads_its_end(tmp_path):
     assert record.is_read
     assert len(record.series("loss/model/vae")) == 1003
     assert record.changed_at == 1e9  # More is known, and nothing is new.
-    os.utime(tmp_path / "metrics.jsonl", (1e12, 1e12))
-    assert time.time() >= RunReader(tmp_path).record.changed_at
+    os.utime(tmp_path / "metrics.jsonl", (1e10, 1e10))  # By the clock of a machine that is wrong.
+    assert read_run(tmp_path).changed_at <= time.time()
+
+
+def test_samples_count_as_changed_again_when_they_are_complete(live, monkeypatch):
+    """A file appears before it is written, and its folder does not change after that."""
+    monkeypatch.setattr(records, "SETTLING_SECONDS", 0.0)
+    live.refresh()
+    (live.record.folder / "samples" / "new_step_00000041.txt").write_text("")
+    counts = []
+    for _ in range(4):
+        counts.append(live.record.versions["samples"])
+        live.refresh()
+    assert counts == [1, 2, 3, 3]
