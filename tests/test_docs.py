@@ -47,6 +47,7 @@ RUN_BY = {
     "transcribe": "tests/cli/test_recogniser_commands.py::transcribing",
     "evaluate": "tests/vae/test_use.py::test_commands_from_a_run_to_stock_diffusers",
     "report": "tests/report/test_report.py::test_the_command",
+    "watch": "tests/watch/test_server.py::test_the_page_and_its_end",
     "export": "tests/vae/test_use.py::test_commands_from_a_run_to_stock_diffusers",
     "demo": "tests/cli/test_demo.py::test_the_vocoders_demo_learns",
     "bench train-vae": "tests/vae/test_bench.py::test_the_command",

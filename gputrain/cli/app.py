@@ -28,6 +28,7 @@ from gputrain.fetch.names import local_path
 from gputrain.hw.doctor.report import CheckCompatibility, check_machine
 from gputrain.kinds import ModelKind, OwnCommand, kind_of, kinds
 from gputrain.speech.text.commands import Normalize
+from gputrain.watch.options import WatchSettings
 
 app = typer.Typer(
     help="Train image VAEs, vocoders, voices and speech recognisers at the limit of the GPU at hand, and export them "
@@ -280,6 +281,14 @@ def report(settings: ReportSettings) -> None:
 
     size = write_report(settings.runs, settings.output_file)
     ui.out.print(ui.escape(f"{settings.output_file}: {size / 1e6:.1f} MB"), soft_wrap=True)
+
+
+@command(app, "Trained models")
+def watch(settings: WatchSettings) -> None:
+    """Show runs live in a browser: progress, curves, samples, memory, health."""
+    from gputrain.watch.server import serve
+
+    serve(settings, lambda address: ui.out.print(address, markup=False, soft_wrap=True))
 
 
 @command(app, "Trained models")

@@ -27,7 +27,6 @@ NOT_CRAWLED = {"samples", "logs"}
 LOOK_SECONDS, READ_SECONDS = 5.0, 1.0  # Time between looks for new runs, and between readings.
 LOOK_LIMIT = 1.0  # Seconds after which a look is interrupted, to be continued by the next one.
 ASKED_SECONDS = 30.0  # Runs are read for so long after somebody has asked for them.
-OPEN_SECONDS = 60.0  # A run that was shown so long ago is read as a part of the overview again.
 FIRST_LOOK_SECONDS = 3.0  # The longest time that the first page waits for the first look.
 
 
@@ -65,7 +64,6 @@ class Runs:
         self.folders, self.more = list(folders), more
         self.lock = threading.RLock()
         self._readers: dict[str, RunReader] = {}
-        self._opened: dict[str, float] = {}  # When runs were last shown with all their curves, by time.monotonic.
         self._asked = self._read = -ASKED_SECONDS
         self._looked, self._wanted = threading.Event(), threading.Event()
         self._crawl: Iterator[Path | None] | None = None
@@ -76,19 +74,16 @@ class Runs:
         threading.Thread(target=self._work, name="runs", daemon=True).start()
 
     def touch(self, ids: Sequence[str] = ()) -> None:
-        """Note that somebody asks for all runs, and for everything about some of them. After a pause these are read
-        at once."""
+        """Note that somebody asks for all runs, and for everything about some of them or the only one. After a pause,
+        these are read at once."""
         self._looked.wait(FIRST_LOOK_SECONDS)
-        now = time.monotonic()
-        is_stale = now - self._read > 2 * READ_SECONDS
+        is_stale = time.monotonic() - self._read > 2 * READ_SECONDS
         with self.lock:
-            self._asked = now
-            ids = list(ids or self._readers) if len(self._readers) == 1 else ids
-            for id in ids:
-                if reader := self._readers.get(id):
-                    self._opened[id] = now
-                    if is_stale or not reader.record.is_read:
-                        reader.refresh()
+            for id in list(self._readers) if len(self._readers) == 1 else ids:
+                reader = self._readers.get(id)
+                if reader and (is_stale or not reader.record.is_read):
+                    reader.refresh()
+        self._asked = time.monotonic()
         self._wanted.set()
 
     def ids(self) -> list[str]:
@@ -109,12 +104,10 @@ class Runs:
                 if time.monotonic() >= look_at:
                     self.look()
                     look_at = time.monotonic() + LOOK_SECONDS
-                self._looked.set()
                 if time.monotonic() - self._asked < ASKED_SECONDS:
                     self.read()
             except Exception as error:  # The next turn may have more luck: a disk that is away comes back.
                 log.warning("runs cannot be read: %s", first_line(error))
-                self._looked.set()
             self._wanted.wait(LOOK_SECONDS)
             self._wanted.clear()
             time.sleep(READ_SECONDS)
@@ -129,9 +122,11 @@ class Runs:
                 self._found.setdefault(id_of(folder), folder)
             if time.monotonic() > end:
                 self._update({**{id: reader.record.folder for id, reader in self._readers.items()}, **self._found})
-                return
-        self._crawl = None
-        self._update(self._found)
+                break
+        else:
+            self._crawl = None
+            self._update(self._found)
+        self._looked.set()
 
     def _all_runs(self) -> Iterator[Path | None]:
         seen: dict[str, int] = {}
@@ -150,15 +145,12 @@ class Runs:
             reader.refresh(tail_only=True)
         with self.lock:
             self._readers = {id: self._readers.get(id) or made[id] for id in found}
-            self._opened = {id: at for id, at in self._opened.items() if id in found}
             for id, reader in self._readers.items():
                 reader.record.name = names[id]
 
     def read(self) -> None:
-        """Read what is new in all runs."""
-        now = time.monotonic()
-        for id, reader in list(self._readers.items()):
+        """Read what is new in all runs; of those that nobody has opened, only the ends of their metrics."""
+        for reader in list(self._readers.values()):
             with self.lock:
-                is_open = now - self._opened.get(id, -OPEN_SECONDS) < OPEN_SECONDS
-                reader.refresh(tail_only=not is_open)
+                reader.refresh(tail_only=True)
         self._read = time.monotonic()

@@ -1,0 +1,47 @@
+"""Options of `gputrain watch`. Imports no torch."""
+
+from pathlib import Path
+
+from gputrain.config import config, opt
+from gputrain.errors import UserError
+
+PORT = 8765
+
+
+@config(panel="Watch")
+class WatchSettings:
+    folders: tuple[Path, ...] = opt(
+        default=(),
+        help="Run folders, or folders above runs; default: outputs if it exists, or else the current folder.",
+        separator="",
+        is_positional=True,
+    )
+    port: int = opt(default=PORT, help="Port of the page; 0: any free one.", min=0, max=65535)
+    host: str = opt(
+        default="127.0.0.1",
+        help="Address of this machine at which the page is served; 0.0.0.0: at all of them. Any other than the default "
+        "needs a token, which the printed address contains.",
+    )
+    allow_control: bool = opt(
+        default=False, help="Let the page save, stop and cool down trainings, write notes and run the queue."
+    )
+    queue: Path | None = opt(
+        default=None, help="Folder of configurations (YAML or JSON) that are trained one after the other."
+    )
+    price_per_hour: float = opt(
+        default=0.0,
+        help="Price of the machine for an hour, in any currency, for the costs on the page.",
+        min=0.0,
+    )
+
+    def __post_init__(self) -> None:
+        for folder in self.folders:
+            if folder.exists() and not folder.is_dir():
+                raise UserError(f"{folder}: is a file, expected a folder", hint="name a run folder, or one above runs")
+        if self.queue is not None and not self.allow_control:
+            raise UserError("queue has no effect without allow_control", hint="--queue FOLDER --allow-control")
+
+    @property
+    def watched(self) -> tuple[Path, ...]:
+        """The folders to watch."""
+        return self.folders or (Path("outputs") if Path("outputs").is_dir() else Path(),)

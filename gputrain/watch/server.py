@@ -1,0 +1,230 @@
+"""The server of `gputrain watch`: its port and address, connections that are slow or silent, and its end."""
+
+import contextlib
+import errno
+import ipaddress
+import logging
+import os
+import platform
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from urllib.parse import quote
+
+from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler, get_interface_ip
+
+from gputrain.errors import UserError
+from gputrain.watch.app import HEADERS, WatchApp
+from gputrain.watch.beside import PARENT
+from gputrain.watch.options import PORT, WatchSettings
+
+log = logging.getLogger(__name__)
+
+TOKEN = "GPUTRAIN_WATCH_TOKEN"  # Keeps the token over restarts.
+SHORTEST_TOKEN = 16
+PORTS_TRIED = 100
+HEAD_SECONDS = 15.0  # Time for a client to send its request,
+ANSWER_SECONDS = 300.0  # and to take the answer.
+SILENT_SECONDS = 30.0  # The longest pause of a client.
+MOST_CONNECTIONS = 200  # Of more, the one that ends first anyway is closed.
+PARENT_SECONDS = 10.0  # Time in which a page shows that its training has ended.
+
+
+class Handler(WSGIRequestHandler):
+    """Reads one request and sends its answer."""
+
+    timeout = SILENT_SECONDS
+    default_request_version = "HTTP/1.1"  # Otherwise an answer to what is no request would have no headers.
+    server: "PageServer"
+
+    def version_string(self) -> str:
+        return "gputrain"
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Print nothing: a page asks every two seconds."""
+
+    def log_error(self, format: str, *args: Any) -> None:
+        """Print nothing, whatever a client sends."""
+
+    def make_environ(self) -> dict[str, Any]:
+        self.server.ends[self.connection] = time.monotonic() + ANSWER_SECONDS
+        return super().make_environ()
+
+    def run_wsgi(self) -> None:
+        try:
+            super().run_wsgi()
+        except ValueError:  # An address that is none.
+            self.send_error(400)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer a request that is not HTTP as it should be, without any of its words."""
+        self.send_response(code)
+        for name, value in {**HEADERS, "Content-Type": "text/plain", "Content-Length": "0"}.items():
+            self.send_header(name, value)
+        self.send_header("Connection", "close")
+        self.end_headers()
+
+
+class PageServer(ThreadedWSGIServer):
+    """A server with a thread for each connection, each of which ends at a time in `ends`, by time.monotonic."""
+
+    def __init__(self, listening: socket.socket, app: Any) -> None:
+        self.ends: dict[Any, float] = {}
+        host, port = listening.getsockname()[:2]
+        super().__init__(host, port, app, Handler, fd=listening.fileno())
+        listening.close()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.ends[request] = time.monotonic() + HEAD_SECONDS
+        ends = list(self.ends.items())
+        if len(ends) > MOST_CONNECTIONS:
+            self._close(min(ends, key=lambda one: one[1])[0])
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        now = time.monotonic()
+        for request, end in list(self.ends.items()):
+            if end < now:
+                self._close(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.ends.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):  # The client has gone away.
+            log.error("a request failed: %r", error)
+
+    def log(self, type: str, message: str, *args: Any) -> None:
+        """Print nothing: the application prints its own errors."""
+
+    def _close(self, request: Any) -> None:
+        """End a connection, whose thread notices that."""
+        self.ends.pop(request, None)
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
+
+
+def serve(settings: WatchSettings, say: Callable[[str], None]) -> None:
+    """Serve the page until a signal ends it. `say` prints its address.
+
+    Raises UserError if the address or the port is not to be had, or the queue cannot be read.
+    """
+    has_parent = bool(os.environ.get(PARENT))
+    with contextlib.suppress(KeyboardInterrupt), listen(settings.host, settings.port, or_next=has_parent) as listening:
+        host, port = listening.getsockname()[:2]
+        is_local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        token = token_of(is_local and not settings.allow_control, os.environ.get(TOKEN, ""))
+        from gputrain.report.media import LiveMedia
+        from gputrain.watch.control import act
+        from gputrain.watch.pages import Pages
+        from gputrain.watch.queue import Queue
+        from gputrain.watch.runs import Runs
+
+        queue = Queue(settings.queue) if settings.queue else None
+        try:
+            runs = Runs(settings.watched, lambda: [one.run for one in queue.entries if one.run] if queue else [])
+            media = LiveMedia()
+            pages = Pages(
+                runs, media, controls=settings.allow_control, price_per_hour=settings.price_per_hour, queue=queue
+            )
+            acting = partial(act, runs, queue) if settings.allow_control else None
+            server = PageServer(listening, WatchApp(runs, media, pages, token=token, port=port, act=acting))
+            runs.start()
+            if queue:
+                queue.start()
+            say(address(host, port, token))
+            log.info("%s", introduction(settings, port, is_local))
+            if has_parent:
+                threading.Thread(target=end_after_parent, args=(server,), daemon=True).start()
+            server.serve_forever()
+        finally:
+            if queue:
+                queue.close()
+
+
+def listen(host: str, port: int, *, or_next: bool = False) -> socket.socket:
+    """Returns a socket that listens at an address of this machine. Raises UserError if it can't."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]") or "?", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        raise UserError(f"{host!r} is no address", hint=HOSTS) from None
+    family, _, _, _, place = min(found, key=lambda one: one[0] != socket.AF_INET)
+    try:
+        return _bound(family, place)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM):
+            hint = f"--port {PORT}; those below 1024 are for the administrator"
+            raise UserError(f"port {port} may not be used", hint=hint) from None
+        if error.errno != errno.EADDRINUSE:
+            raise UserError(f"{host} is no address of this machine: {error.strerror}", hint=HOSTS) from None
+    for other in range(port + 1, min(port + PORTS_TRIED, 65536)):
+        with contextlib.suppress(OSError):
+            free = _bound(family, (place[0], other, *place[2:]))
+            if or_next:
+                return free
+            free.close()
+            hint = f"--port {other} is free; is another gputrain watch open in a browser?"
+            raise UserError(f"port {port} is taken by another program", hint=hint)
+    raise UserError(f"port {port} is taken by another program", hint="--port 0 takes any free one")
+
+
+HOSTS = "--host 127.0.0.1 is for this machine alone, --host 0.0.0.0 for others too"
+
+
+def _bound(family: int, place: Any) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if os.name == "posix":  # Elsewhere two programs would share the port.
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        made.bind(place)
+        made.listen(128)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def token_of(is_open: bool, given: str) -> str:
+    """Returns the token that a page needs, the given one or a new one; "" if it `is_open`, unless one is given. Raises
+    UserError for one that is easily guessed."""
+    if given and (len(given) < SHORTEST_TOKEN or not given.isascii() or not given.isprintable() or " " in given):
+        raise UserError(
+            f"{TOKEN} needs at least {SHORTEST_TOKEN} letters and digits",
+            hint=f"export {TOKEN}=$(python3 -c 'import secrets; print(secrets.token_urlsafe())')",
+        )
+    return given or ("" if is_open else secrets.token_urlsafe())
+
+
+def address(host: str, port: int, token: str) -> str:
+    """Returns the address of the page for a browser, with the token if it needs one."""
+    if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
+        host = get_interface_ip(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{port}/" + (f"?token={quote(token, safe='')}" if token else "")
+
+
+def introduction(settings: WatchSettings, port: int, is_local: bool) -> str:
+    """Returns what is shown, how to end it, and how to reach it from elsewhere."""
+    folders = [f"{folder}{'' if folder.is_dir() else ' (not there yet)'}" for folder in settings.watched]
+    text = f"The page shows the runs in {', '.join(folders)} until Ctrl-C."
+    if is_local:
+        text += f" From another machine: ssh -L {port}:localhost:{port} {platform.node() or 'HOST'}"
+    return text
+
+
+def end_after_parent(server: PageServer) -> None:
+    """End the server some time after its standard input has ended, which is a pipe from the training."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        while sys.stdin.buffer.read(1024):
+            pass
+    time.sleep(PARENT_SECONDS)
+    server.shutdown()
