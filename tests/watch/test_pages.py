@@ -1,0 +1,150 @@
+"""The pages of runs: only what has changed is sent, long curves are seldom drawn anew, and nothing of a run is markup."""
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from gputrain.engine.metrics import append_line
+from gputrain.report.media import LiveMedia
+from gputrain.watch.pages import Pages
+from gputrain.watch.runs import Runs, id_of
+from tests.report.runs import PLAN, end_row, make_run, metric_rows, start_row, write_rows
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    return [make_run(folder / kind, kind) for kind in ("vae", "tts")]
+
+
+@pytest.fixture
+def folders(made, tmp_path):
+    return [Path(shutil.copytree(run, tmp_path / run.name)) for run in made]
+
+
+class Visitor:
+    """A browser that keeps the parts of a page, and asks for what has changed."""
+
+    def __init__(self, *folders: Path, shown: tuple[Path, ...] = ()) -> None:
+        self.runs = Runs(folders)
+        self.pages = Pages(self.runs, LiveMedia(), price_per_hour=3600.0)
+        self.ids, self.parts = [id_of(folder) for folder in shown], {}
+        self.runs.look()
+        self.changes()
+
+    def changes(self) -> set[str]:
+        self.runs._looked.set()
+        self.runs.touch(self.ids)
+        self.runs.read()
+        self.answer = json.loads(json.dumps(self.pages.update(self.ids, {part[0] for part in self.parts.values()})))
+        self.parts |= self.answer["parts"]
+        assert set(self.answer["order"]) <= self.parts.keys()
+        return {re.sub(r"-[0-9a-f]{10}", "", name) for name in self.answer["parts"]}
+
+
+def append(folder: Path, **values: float) -> None:
+    append_line(json.dumps(values).encode() + b"\n", folder / "metrics.jsonl")
+
+
+def test_only_parts_that_have_changed_are_sent(folders):
+    vae, tts = folders
+    visitor = Visitor(*folders, shown=(vae,))
+    assert visitor.changes() == set()
+    append(vae, step=50, seconds=50.0, **{"loss/model/vae": 1.0})
+    assert visitor.changes() == {"run", *(name for name in visitor.answer["parts"] if name.startswith("chart-"))}
+    append(tts, step=50, seconds=50.0, **{"loss/model/tts": 1.0})
+    assert visitor.changes() == set()  # It is another run's.
+    (vae / "plan.json").write_text(json.dumps({**PLAN, "events": [{"step": 9, "message": "<b>hot</b>"}]}))
+    assert visitor.changes() - {name for name in visitor.parts if name.startswith("chart-")} == {"run", "memory-0"}
+    assert all("&lt;b&gt;hot" in html for _, html in visitor.answer["parts"].values() if "hot" in html)
+    (vae / "notes.md").write_text("warm <i>tones</i>")
+    assert visitor.changes() == {"run"}
+    assert "warm &lt;i&gt;tones" in str(visitor.answer["parts"])
+
+
+def test_a_line_more_does_not_draw_a_long_curve_anew(folders):
+    run = folders[0]
+    write_rows(run / "metrics.jsonl", metric_rows("vae", 1000))
+    visitor = Visitor(run)
+    drawn = Counter()
+    for step in range(1001, 1016):
+        append(run, step=step, seconds=float(step), **{"loss/model/vae": 1.0})
+        drawn["drawn"] += any(name.startswith("chart-") for name in visitor.changes())
+    assert drawn["drawn"] == 3  # A point of a curve of 1,000 steps has 4.5 of them.
+    append(run, step=1016, seconds=1016.0, **{"eval/psnr_db": 9.0})
+    assert "chart-eval/psnr_db" in visitor.changes()
+    assert "9 dB" in visitor.parts[f"run-{id_of(run)}"][1]
+
+
+def test_progress_time_left_and_cost(folders):
+    run = folders[0]
+    write_rows(run / "history.jsonl", [start_row(0, last_step=80, host="elsewhere")])
+    visitor = Visitor(run)
+    append(run, step=41, seconds=41.0)
+    visitor.changes()
+    card = visitor.parts[f"run-{id_of(run)}"][1]
+    assert "step 41 of 80 · 51 % · 39 s left" in card
+    assert "41.00 so far, 39.00 left" in card
+    write_rows(run / "history.jsonl", [start_row(0, last_step=80), end_row(41, "stopped", "asked to <stop>")])
+    visitor.changes()
+    card = visitor.parts[f"run-{id_of(run)}"][1]
+    assert "stopped: asked to &lt;stop&gt;" in card
+    assert "left" not in card
+
+
+def test_runs_appear_vanish_and_are_compared(folders, tmp_path):
+    vae, tts = folders
+    visitor = Visitor(tmp_path)
+    assert visitor.answer["title"] == "2 runs"
+    assert "compare" in visitor.parts[f"run-{id_of(vae)}"][1]
+    shutil.copytree(vae, tmp_path / "third")
+    visitor.runs.look()
+    visitor.changes()
+    assert visitor.answer["title"] == "3 runs"
+    both = visitor.pages.update([id_of(vae), id_of(tts)], ())
+    assert both["title"] == "2 runs compared"
+    assert "comparison" in both["order"]
+    for folder in (vae, tts):
+        shutil.rmtree(folder)
+    visitor.runs.look()
+    visitor.changes()
+    assert visitor.answer["title"] == "third"  # The only run has the page for itself.
+    with pytest.raises(KeyError):
+        visitor.pages.page([id_of(vae)])
+    shutil.rmtree(tmp_path / "third")
+    visitor.runs.look()
+    visitor.changes()
+    assert visitor.answer["title"] == "No runs yet"
+    assert str(tmp_path) in str(visitor.parts["folders"])
+
+
+def test_new_samples_are_sent_alone(folders):
+    run = folders[1]
+    visitor = Visitor(run)
+    sound = next(name for name in visitor.parts if name.startswith("sound-"))
+    (address,) = set(re.findall(r'audio [^>]*src="media/([^"]+step)?', visitor.parts[sound][1])) or {""}
+    samples = sorted((run / "samples").glob("*_step_00000040.wav"))
+    shutil.copyfile(run / "samples" / "clip_1_reference.wav", samples[0].with_name("clip_1_step_00000060.wav"))
+    assert {name.partition("-")[0] for name in visitor.changes()} == {"sound"}
+    assert "step 60" in visitor.parts[sound][1]
+    for name in re.findall(r'src="media/([^"]+)"', visitor.parts[sound][1]):
+        kind, content = visitor.pages.media.get(name)
+        assert (kind, content[:4]) in (("audio/wav", b"RIFF"), ("image/jpeg", b"\xff\xd8\xff\xe0"))
+    assert address == ""
+
+
+def test_the_policy_allows_the_style_and_the_script_of_the_page_alone(folders):
+    visitor = Visitor(folders[0])
+    page, policy = visitor.pages.page([])
+    for tag, directive in (("style", "style-src"), ("script", "script-src")):
+        (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{directive} 'sha256-{digest}'" in policy
+    assert not re.findall(r'\bon\w+="|\bstyle="|unsafe|https?:', page + policy)
+    assert "default-src 'none'" in policy
