@@ -95,7 +95,7 @@ def test_progress_time_left_and_cost(folders):
     visitor.changes()
     card = visitor.parts[f"run-{id_of(run)}"][1]
     assert "stopped: asked to &lt;stop&gt;" in card
-    assert "left" not in card
+    assert " left" not in card
 
 
 def test_runs_appear_vanish_and_are_compared(folders, tmp_path):
@@ -128,7 +128,6 @@ def test_new_samples_are_sent_alone(folders):
     run = folders[1]
     visitor = Visitor(run)
     sound = next(name for name in visitor.parts if name.startswith("sound-"))
-    (address,) = set(re.findall(r'audio [^>]*src="media/([^"]+step)?', visitor.parts[sound][1])) or {""}
     samples = sorted((run / "samples").glob("*_step_00000040.wav"))
     shutil.copyfile(run / "samples" / "clip_1_reference.wav", samples[0].with_name("clip_1_step_00000060.wav"))
     assert {name.partition("-")[0] for name in visitor.changes()} == {"sound"}
@@ -136,7 +135,6 @@ def test_new_samples_are_sent_alone(folders):
     for name in re.findall(r'src="media/([^"]+)"', visitor.parts[sound][1]):
         kind, content = visitor.pages.media.get(name)
         assert (kind, content[:4]) in (("audio/wav", b"RIFF"), ("image/jpeg", b"\xff\xd8\xff\xe0"))
-    assert address == ""
 
 
 def test_the_policy_allows_the_style_and_the_script_of_the_page_alone(folders):
@@ -146,5 +144,5 @@ def test_the_policy_allows_the_style_and_the_script_of_the_page_alone(folders):
         (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         assert f"{directive} 'sha256-{digest}'" in policy
-    assert not re.findall(r'\bon\w+="|\bstyle="|unsafe|https?:', page + policy)
+    assert not re.findall(r'\bon\w+="|\bstyle="|unsafe|(?:src|href)="(?!data:|media/|#|\./)', page + policy)
     assert "default-src 'none'" in policy
