@@ -49,7 +49,8 @@ def replace_file(path: Path, content: Iterable[bytes]) -> None:
     """Write a file atomically, also in case of a power failure. Raises OSError."""
     partial = path.with_name(path.name + ".partial")
     try:
-        with partial.open("wb") as file:
+        partial.unlink(missing_ok=True)  # What another process has left there may be a link.
+        with partial.open("xb") as file:
             file.writelines(content)
             file.flush()
             os.fsync(file.fileno())
