@@ -80,6 +80,14 @@ def open_start(folder: Path) -> dict[str, Any] | None:
     return None
 
 
+def history_size(folder: Path) -> int:
+    """Returns the size of history.jsonl, which grows when a run starts; 0 if there is none."""
+    try:
+        return (folder / HISTORY).stat().st_size
+    except OSError:
+        return 0
+
+
 def _last_lines(path: Path, count: int) -> list[bytes]:
     """Return the lines of the last `count` bytes of a file, the last one first; none if it cannot be read."""
     try:

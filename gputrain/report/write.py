@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from gputrain.engine.history import HISTORY
+from gputrain.engine.history import history_size
 from gputrain.engine.run_folder import write_text
 from gputrain.engine.schedule import Saving
 from gputrain.engine.stop import COMMAND_CLOCK, EXIT_SECONDS, parse_duration
@@ -49,12 +49,11 @@ def report_at_end(saving: Saving) -> Iterator[None]:
 
     An error of the report causes a warning, and nothing else: the outcome of the run stays as it is.
     """
-    history = saving.output_dir / HISTORY
-    before = _size(history)
+    before = history_size(saving.output_dir)
     try:
         yield
     finally:
-        if saving.report and Ranks.launched(os.environ).leads and _size(history) > before:
+        if saving.report and Ranks.launched(os.environ).leads and history_size(saving.output_dir) > before:
             _write_at_end(saving)
 
 
@@ -72,10 +71,3 @@ def _write_at_end(saving: Saving) -> None:
         log.warning("interrupted: %s is not written", REPORT)
     except Exception as error:  # Whatever it is, the training is complete.
         log.warning("%s is not written: %s", REPORT, first_line(error))
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

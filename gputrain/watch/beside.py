@@ -11,9 +11,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
-from gputrain.engine.history import HISTORY
+from gputrain.engine.history import history_size
 from gputrain.engine.schedule import Saving
 from gputrain.hw.child_process import describe_exit, package_environment
 from gputrain.hw.ranks import Ranks
@@ -31,7 +30,7 @@ def watched_beside(saving: Saving) -> Iterator[None]:
     if not saving.watch or not Ranks.launched(os.environ).leads:
         yield
         return
-    before, page = _size(saving.output_dir / HISTORY), None
+    before = history_size(saving.output_dir)
     try:
         page = subprocess.Popen(
             [*PROGRAM, os.path.abspath(saving.output_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -48,7 +47,7 @@ def watched_beside(saving: Saving) -> Iterator[None]:
         yield
     finally:
         left.set()
-        if _size(saving.output_dir / HISTORY) == before:  # It has not begun: there is nothing to show.
+        if history_size(saving.output_dir) == before:  # It has not begun: there is nothing to show.
             page.kill()
         assert page.stdin is not None
         page.stdin.close()
@@ -59,17 +58,10 @@ def _forward(page: "subprocess.Popen[str]", left: threading.Event) -> None:
     assert page.stdout is not None
     fault = ""
     for line in page.stdout:
-        if "http" in line:
-            log.info("%s", line.strip())
+        if line.startswith("http"):
+            log.info("the page of the run: %s", line.strip())
         fault = fault or (line.strip() if line.startswith("error") else "")
     code = page.wait()
     if not left.is_set():
         reason = fault or describe_exit(code)
         log.warning("--watch: the page of the run is not served any more (%s); the training goes on", reason)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

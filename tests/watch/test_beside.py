@@ -19,7 +19,8 @@ import json, os, sys
 facts = [sys.argv[1], os.getpid(), os.getsid(0), os.environ["GPUTRAIN_WATCH_PARENT"], os.environ["PYTHONSAFEPATH"]]
 open("facts.partial", "w").write(json.dumps(facts))
 os.rename("facts.partial", "facts")
-print("Watching at http://127.0.0.1:8765/", flush=True)
+print("http://127.0.0.1:8765/", flush=True)
+print("further words", flush=True)
 sys.stdin.read()
 os.rename("facts", "ended")
 """
@@ -52,7 +53,7 @@ def test_the_page_is_a_session_of_its_own_and_ends_with_the_training(run, caplog
         wait_until(lambda: "http" in caplog.text, "the address")
     wait_until(Path("ended").exists, "the end of the page")
     assert [(one.levelname, one.getMessage()) for one in caplog.records] == [
-        ("INFO", "Watching at http://127.0.0.1:8765/")
+        ("INFO", "the page of the run: http://127.0.0.1:8765/")
     ]
 
 
