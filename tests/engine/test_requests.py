@@ -11,6 +11,7 @@ import pytest
 from gputrain.engine.requests import REQUEST, Inbox, send
 from gputrain.engine.run_folder import replace_file
 from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule
+from gputrain.engine.stop import COMMAND_CLOCK
 from gputrain.errors import Stopped, UserError
 from tests.engine.asking import Asking, note_requests
 from tests.engine.test_deadline import steps_of
@@ -28,6 +29,7 @@ HELD = {"learning_rate_schedule": "constant", "num_epochs": 10}  # Of 4 steps ea
 @pytest.fixture(autouse=True)
 def _requests_are_noted(monkeypatch) -> None:
     note_requests(monkeypatch)
+    monkeypatch.setattr(COMMAND_CLOCK, "began", None)  # No command has begun, whatever ran before in this process.
 
 
 def events(folder) -> list[dict]:
