@@ -14,56 +14,49 @@ import sys
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from gputrain.engine.history import HISTORY
 from gputrain.engine.metrics import METRICS
 from gputrain.engine.run_folder import CONFIG
 from gputrain.hw.probe import machine_facts
-from gputrain.report.media import MediaBudget
+from gputrain.report.media import LiveMedia, MediaBudget
 from gputrain.report.page import chart_groups, make_page
 from gputrain.report.records import RunReader, read_run
+from gputrain.watch.pages import Pages
+from gputrain.watch.runs import MOST_ROWS, Runs, id_of
 
-MOST_ROWS = 2_000  # Lines of a run that `gputrain watch` keeps, besides evaluations.
 EVALUATED_STEPS = 500
-
-
-def line(step: int, seconds: float, **values: float) -> bytes:
-    return (json.dumps({"step": step, "epoch": step // 1000, "seconds": seconds, **values}) + "\n").encode()
-
-
-def lines(count: int) -> list[bytes]:
-    draws, made = random.Random(0), []
-    names = [f"loss/model/{number}" for number in range(16)] + [f"gradient_norm/{number}" for number in range(4)]
-    names += ["speed/images_per_second", "speed/seconds_per_step", "memory/peak_gb", "data/wait_share", "learning_rate"]
-    for step in range(1, count + 1):
-        made.append(line(step, step / 5, **{name: draws.uniform(1, 2) for name in names}))
-        if step % EVALUATED_STEPS == 0:
-            made.append(line(step, step / 5, **{"eval/psnr_db": draws.uniform(20, 30), "eval/ssim": draws.random()}))
-    return made
 
 
 def write_runs(folder: Path, runs: int, rows: int) -> list[Path]:
     """Writes runs of another machine that are training now."""
-    content = b"".join(lines(rows))
+    draws, lines = random.Random(0), []
+    names = [f"loss/model/{number}" for number in range(16)] + [f"gradient_norm/{number}" for number in range(4)]
+    names += ["speed/images_per_second", "speed/seconds_per_step", "memory/peak_gb", "data/wait_share", "learning_rate"]
+    for step in range(1, rows + 1):
+        row = {"step": step, "epoch": step // 1000, "seconds": step / 5}
+        lines.append(row | {name: round(draws.uniform(1, 2), 4) for name in names})
+        if step % EVALUATED_STEPS == 0:
+            lines.append(row | {"eval/psnr_db": draws.uniform(20, 30), "eval/ssim": draws.random()})
+    content = "".join(json.dumps(row) + "\n" for row in lines)
     start = {"event": "start", "time": datetime.now(timezone.utc).isoformat(), "step": 0, "last_step": 2 * rows}
-    start |= {"host": "elsewhere", "process": 1}
     folders = [folder / f"run_{number}" for number in range(runs)]
-    for number, run in enumerate(folders):
+    for run in folders:
         run.mkdir()
-        (run / METRICS).write_bytes(content)
-        (run / HISTORY).write_text(json.dumps(start) + "\n", encoding="utf-8")
-        (run / CONFIG).write_text(f"kind: vae\ndata_path: photos\nseed: {number}\n", encoding="utf-8")
+        (run / METRICS).write_text(content, encoding="utf-8")
+        (run / HISTORY).write_text(json.dumps({**start, "host": "elsewhere", "process": 1}) + "\n", encoding="utf-8")
+        (run / CONFIG).write_text("kind: vae\ndata_path: photos\n", encoding="utf-8")
     return folders
 
 
 def append(folders: Sequence[Path], step: int) -> None:
     for folder in folders:
-        with (folder / METRICS).open("ab") as file:
-            file.write(lines(1)[0].replace(b'"step": 1,', b'"step": %d,' % step))
+        with (folder / METRICS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "seconds": step / 5, "loss/model/0": 1.5}) + "\n")
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
@@ -72,33 +65,30 @@ def cpu_seconds(work: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
-def read_load(folders: Sequence[Path], rows: int) -> dict[str, float]:
-    readers: list[RunReader] = []
-
-    def refresh(*, tail_only: bool = True) -> None:
-        for reader in readers:
-            reader.refresh(tail_only=tail_only)
-
-    def first_look() -> None:
-        readers.extend(RunReader(folder, most_rows=MOST_ROWS) for folder in folders)
-        refresh()
-
-    found = {"first look at all runs": cpu_seconds(first_look)}
-    found["nothing new in all runs"] = cpu_seconds(refresh)
-    append(folders, rows + 1)
-    found["a new line in all runs"] = cpu_seconds(refresh)
-    found["one run, read whole"] = cpu_seconds(readers[0].refresh)
-    append(folders, rows + 2)
-    found["a new line in all runs, one read whole"] = cpu_seconds(refresh)
-    record = readers[0].record
-    found["all curves of one run"] = cpu_seconds(lambda: chart_groups([record]))
-    found["report of one run"] = cpu_seconds(lambda: make_page([read_run(folders[0])], MediaBudget.of(30)))
+def load(folders: Sequence[Path], step: int) -> Iterator[tuple[str, float]]:
+    """Yields what was done with names of figures, and the seconds of CPU or the megabytes that it took."""
+    runs = Runs([folders[0].parent])
+    pages, id = Pages(runs, LiveMedia()), id_of(folders[0])
+    yield "first look at all runs", cpu_seconds(lambda: runs.look(limit=600.0))
+    yield "overview", cpu_seconds(lambda: pages.page([]))
+    yield "reading on, nothing new", cpu_seconds(runs.read)
+    append(folders, step := step + 1)
+    yield "reading on, a new line in every run", cpu_seconds(runs.read)
+    yield "reading one run whole", cpu_seconds(lambda: runs.touch([id]))
+    yield "page of one run", cpu_seconds(lambda: pages.page([id]))
+    for page, ids in (("overview", []), ("page of one run", [id])):
+        update = partial(pages.update, ids, [hash for hash, _ in pages.update(ids, ())["parts"].values()])
+        yield f"update of the {page}, nothing new", cpu_seconds(update)
+        append(folders, step := step + 1)
+        runs.read()
+        yield f"update of the {page}, a new line in every run", cpu_seconds(update)
+    yield "all curves of one run", cpu_seconds(lambda: chart_groups([runs.record(id)]))
+    yield "report of one run", cpu_seconds(lambda: make_page([read_run(folders[0])], MediaBudget.of(30)))
     tracemalloc.start()
     reader = RunReader(folders[-1], most_rows=MOST_ROWS)
     reader.refresh()
-    found["megabytes of one run, read whole"] = tracemalloc.get_traced_memory()[0] / 1e6
+    yield "megabytes of one run, read whole", tracemalloc.get_traced_memory()[0] / 1e6
     tracemalloc.stop()
-    return found
 
 
 def main() -> None:
@@ -109,14 +99,10 @@ def main() -> None:
     args = parser.parse_args()
     machine = machine_facts("cpu")
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
-        folders = write_runs(Path(name), args.runs, args.rows)
-        found = read_load(folders, args.rows)
+        found = dict(load(write_runs(Path(name), args.runs, args.rows), args.rows))
     for title, value in found.items():
-        print(f"{title:45} {f'{value:.2f} MB' if title.startswith('megabytes') else f'{1e3 * value:.1f} ms'}")
-    result: dict[str, Any] = {
-        "command": f"python benchmarks/watch_load.py {' '.join(sys.argv[1:])}", "machine": machine,
-        "cpu_seconds": {title: round(value, 5) for title, value in found.items()},
-    }  # fmt: skip
+        print(f"{title:55} {f'{value:.2f}' if title.startswith('megabytes') else f'{1e3 * value:.1f} ms'}")
+    result = {"command": f"python {' '.join(sys.argv)}", "machine": machine, "cpu_seconds": found}
     device = re.sub(r"\W+", "_", machine["device"].lower())
     path = Path(__file__).parent / "results" / f"watch_load_{device}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
