@@ -10,7 +10,6 @@ import argparse
 import json
 import random
 import re
-import sys
 import tempfile
 import time
 import tracemalloc
@@ -102,7 +101,8 @@ def main() -> None:
         found = dict(load(write_runs(Path(name), args.runs, args.rows), args.rows))
     for title, value in found.items():
         print(f"{title:55} {f'{value:.2f}' if title.startswith('megabytes') else f'{1e3 * value:.1f} ms'}")
-    result = {"command": f"python {' '.join(sys.argv)}", "machine": machine, "cpu_seconds": found}
+    command = f"python benchmarks/watch_load.py --runs {args.runs} --rows {args.rows}"
+    result = {"command": command, "machine": machine, "cpu_seconds": {name: round(found[name], 5) for name in found}}
     device = re.sub(r"\W+", "_", machine["device"].lower())
     path = Path(__file__).parent / "results" / f"watch_load_{device}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -125,14 +125,14 @@ class MetricsTable:
         order = np.lexsort((np.concatenate(numbers), all_steps))
         return list(zip(all_steps[order].tolist(), np.concatenate(values)[order].tolist(), strict=True))
 
-    @property
-    def seconds_per_step(self) -> float | None:
-        """The pace of the last lines of the present attempt, with the evaluations and saves between them; None if there
-        are not enough lines."""
-        if len(self.recent) < 2:
+    def seconds_per_step(self, after: int) -> float | None:
+        """Returns the pace of the last lines of the present attempt that come `after` a step, with the evaluations and
+        saves between them; None if there are not enough lines."""
+        recent = [place for place in self.recent if place[0] > after]
+        if len(recent) < 2 or recent[-1][1] <= recent[0][1]:
             return None
-        (first, began), (last, ended) = self.recent[0], self.recent[-1]
-        return (ended - began) / (last - first) if ended > began else None
+        (first, began), (last, ended) = recent[0], recent[-1]
+        return (ended - began) / (last - first)
 
 
 class MetricsFile:

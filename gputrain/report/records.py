@@ -90,6 +90,11 @@ class RunRecord:
         return self.metrics.seconds_before + self.metrics.attempt_seconds
 
     @property
+    def attempt_seconds(self) -> float:
+        """The time of the attempt that started last; 0 before its first line of metrics."""
+        return self.metrics.attempt_seconds if self.metrics.last_step > self._first_step else 0.0
+
+    @property
     def starts(self) -> list[dict[str, Any]]:
         return [row for row in self.history if row.get("event") == "start"]
 
@@ -97,37 +102,30 @@ class RunRecord:
     def planned_steps(self) -> int:
         """The step at which the run is to end, by its last start or by a cool-down since; 0 if unknown."""
         start = self.starts[-1] if self.starts else {"last_step": self.settings.get("num_steps")}
-        begun, events = start.get("step"), self.plan.get("events")
-        ends = [
-            event["last_step"] for event in (events if isinstance(events, list) else ())
-            if isinstance(event, dict) and is_count(event.get("last_step")) and is_count(event.get("step"))
-            and event["step"] >= (begun if is_count(begun) else 0)
-        ]  # fmt: skip
-        planned = ends[-1] if ends else start.get("last_step")
+        planned, events = start.get("last_step"), self.plan.get("events")
+        for event in events if isinstance(events, list) else ():
+            if isinstance(event, dict) and is_count(event.get("last_step")) and is_count(event.get("step")):
+                planned = event["last_step"] if event["step"] >= self._first_step else planned
         return planned if is_count(planned) else 0
 
     @property
     def started_at(self) -> float:
         """When the last attempt started, by time.time(); 0 if unknown."""
-        try:
-            return datetime.fromisoformat(str(self.starts[-1].get("time"))).timestamp()
-        except (IndexError, ValueError, OverflowError, OSError):
-            return 0.0
+        began = _moment(self.starts[-1].get("time")) if self.starts else None
+        return began.timestamp() if began else 0.0
 
     @property
     def seconds_left(self) -> float | None:
         """The time to the end at the pace of the last lines of this attempt, with the evaluations and saves between
         them; None if the run does not go on, or if its end or its pace is unknown."""
-        pace, steps = self.metrics.seconds_per_step, self.planned_steps - self.metrics.last_step
-        if pace is None or steps < 0 or not self.has_lines_of_attempt or self.status.state != "running":
-            return None
-        return steps * pace
+        pace, steps = self.metrics.seconds_per_step(self._first_step), self.planned_steps - self.metrics.last_step
+        return None if pace is None or steps < 0 or self.status.state != "running" else steps * pace
 
     @property
-    def has_lines_of_attempt(self) -> bool:
-        """True if the last lines of the metrics are of the attempt that started last."""
-        began = self.starts[-1].get("step") if self.starts else None
-        return self.metrics.last_step > (began if is_count(began) else -1)
+    def _first_step(self) -> int:
+        """The step at which the present attempt began; -1 if unknown."""
+        step = self.starts[-1].get("step") if self.starts else None
+        return step if is_count(step) else -1
 
     @property
     def status(self) -> RunStatus:
@@ -146,11 +144,12 @@ class RunRecord:
         if is_alive:
             return RunStatus("running", f"process {last['process']} on this machine")
         if is_alive is None and self._has_news:
-            return RunStatus("running", f"on {last.get('host', 'an unknown machine')}")
+            return RunStatus("running", f"on {last.get('host') or 'another machine'}")
         detail = f"started {short_time(last.get('time'))}, and did not report its end"
         if self.changed_at:
-            minutes = max(1, round((time.time() - self.changed_at) / 60))
-            detail += f"; the last news came {format_duration(60 * minutes)} ago"
+            minutes = int((time.time() - self.changed_at) / 60)
+            age = format_duration(60 * minutes) if minutes > 0 else "less than a minute"
+            detail += f"; the last news came {age} ago"
         return RunStatus("unknown", detail)
 
     @property
@@ -166,11 +165,14 @@ Sign = tuple[int, int, int, int] | str | None  # What tells whether a file has c
 class RunReader:
     """A run folder that is read again and again while it changes. `record` is what is known about it."""
 
-    def __init__(self, folder: Path, name: str = "", *, most_rows: int = MOST_ROWS) -> None:
+    def __init__(
+        self, folder: Path, name: str = "", *, most_rows: int = MOST_ROWS, follows_links: bool = False
+    ) -> None:
         """Open a folder, of which nothing is read yet. Besides evaluations, at most `most_rows` lines of metrics are
-        kept."""
-        self.record = RunRecord(folder, name or folder.resolve().name, "", is_read=False)
-        self.most_rows = most_rows
+        kept. Links out of the folder are not read unless it `follows_links`, since whoever writes the folder must not
+        choose what others are shown."""
+        self.record = RunRecord(folder, name or os.path.basename(os.path.realpath(folder)), "", is_read=False)
+        self.most_rows, self.follows_links = most_rows, follows_links
         self._paths = {part: os.path.join(folder, file) for part, file in PARTS.items()}
         self._metrics = MetricsFile(self._paths["metrics"], most_rows)
         self._signs: dict[str, Sign] = {}
@@ -219,6 +221,8 @@ class RunReader:
         try:
             if isinstance(sign, str):
                 raise ValueError(sign)
+            if not self.follows_links and os.path.islink(path) and not is_inside(path, record.folder):
+                raise ValueError("it is a link out of the folder")
             if part == "metrics":
                 if sign:
                     is_changed = self._metrics.read(tail_only=tail_only)
@@ -237,7 +241,7 @@ class RunReader:
         except (OSError, ValueError, RecursionError, UserError) as error:
             is_changed = False
             if isinstance(error, OSError):  # It may be readable again although nothing in it changes.
-                del self._signs[part]
+                self._signs[part] = "unreadable"
             reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
             faults.append(f"{PARTS[part]} cannot be read: {reason}")
         if sign is None and part in ("settings", "plan", "metrics"):
@@ -256,10 +260,8 @@ class RunReader:
             signs = [self._signs.get(part) for part in ("metrics", "history")]
             changed_at = max((sign[2] / 1e9 for sign in signs if isinstance(sign, tuple)), default=0.0)
             record.changed_at = min(changed_at, now)
-            began = _moment(record.history[-1].get("time")) if record.history else None
-            if began:
-                logged = record.metrics.attempt_seconds if record.has_lines_of_attempt else 0.0
-                age = max(now - record.changed_at, now - began.timestamp() - logged - CLOCK_SECONDS)
+            if began := record.started_at:
+                age = max(now - record.changed_at, now - began - record.attempt_seconds - CLOCK_SECONDS)
                 record.news_at = time.monotonic() - age
         elif news != self._news:
             record.changed_at, record.news_at = now, time.monotonic()
@@ -282,11 +284,11 @@ def read_run(folder: Path, name: str = "") -> RunRecord:
     fault = ""
     if not os.path.isdir(folder):
         fault = "is a file, expected a run folder" if os.path.exists(folder) else "no such folder"
-    elif not os.access(folder, os.R_OK | os.X_OK):
+    elif not os.access(folder, os.X_OK):
         fault = "cannot be read"
     if fault:
         raise UserError(f"{folder}: {fault}", hint="name the --output-dir of a training")
-    reader = RunReader(folder, name)
+    reader = RunReader(folder, name, follows_links=True)
     reader.refresh()
     if not any(reader.record.versions[part] for part in ("settings", "metrics", "plan")) and not newest_first(folder):
         raise UserError(f"{folder}: holds no run", hint="name the --output-dir of a training")
@@ -312,14 +314,17 @@ def _sign(path: str) -> Sign:
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
+def is_inside(path: str | Path, folder: Path) -> bool:
+    """Returns True if a path leads to a place in a folder, whatever links it goes through."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
 def _read_settings(path: Path) -> dict[str, Any]:
     _limited(path, LONGEST_SETTINGS)
     return config.read_file(path)
 
 
 def _read_notes(path: Path) -> str:
-    if path.is_symlink():  # Whoever writes the folder must not choose what the reader shows.
-        raise ValueError("it is a link")
     with path.open("rb") as file:
         return file.read(4 * LONGEST_NOTES).decode("utf-8-sig", "replace")[:LONGEST_NOTES]
 

@@ -15,7 +15,7 @@ from PIL import Image
 from gputrain.engine.metrics import CAPTIONS, LAYOUT_KEY, REFERENCE
 from gputrain.engine.samples import LONGEST_CAPTION, clip_caption
 from gputrain.report.media import EmbeddedPicture, EmbeddedSound, MediaBudget, open_picture
-from gputrain.report.records import RunRecord
+from gputrain.report.records import RunRecord, is_inside
 from gputrain.speech.error_rates import character_error_rate
 
 PICTURE_STEPS, PICTURES, PICTURE_SIDE = 6, 6, 320  # Steps and pictures of a grid, and the pixels of one.
@@ -56,11 +56,11 @@ def find_samples(folder: Path) -> SampleFiles:
     try:
         with os.scandir(folder / "samples") as entries:
             files = sorted((one for one, _ in zip(entries, range(MOST_FILES), strict=False)), key=lambda one: one.name)
-        is_inside = _is_inside(folder / "samples", folder)
+        has_inside = is_inside(folder / "samples", folder)
         paths = [
             Path(entry.path)
             for entry in files  # A pipe is no file, and would be waited for.
-            if entry.is_file() and (_is_inside(entry.path, folder) if entry.is_symlink() else is_inside)
+            if entry.is_file() and (is_inside(entry.path, folder) if entry.is_symlink() else has_inside)
         ]
     except OSError:
         return found
@@ -78,11 +78,6 @@ def find_samples(folder: Path) -> SampleFiles:
         content = json.loads(captions.read_text(encoding="utf-8")) if captions in paths else {}
         found.captions = {str(name): str(text)[:LONGEST_CAPTION] for name, text in content.items()}
     return found
-
-
-def _is_inside(path: str | Path, folder: Path) -> bool:
-    """Return True if a path leads to a place in a folder, whatever links it goes through."""
-    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def evenly_spaced(values: Sequence[T], most: int) -> list[T]:

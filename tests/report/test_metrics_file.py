@@ -28,7 +28,7 @@ def facts(file: MetricsFile) -> dict[str, object]:
     series = {name: table.series(name) for name in table.names}
     return {
         "series": series, "latest": table.latest, "damaged": file.damaged, "every": table.every, "last": table.last,
-        "seconds": (table.seconds_before, table.attempt_seconds, table.longest_gap), "pace": table.seconds_per_step,
+        "seconds": (table.seconds_before, table.attempt_seconds, table.longest_gap), "pace": table.seconds_per_step(0),
     }  # fmt: skip
 
 
@@ -153,7 +153,9 @@ def test_the_time_that_is_left_follows_the_last_lines_with_their_evaluations(tmp
     path.write_bytes(b"".join(lines))
     file = MetricsFile(str(path))
     file.read()
-    assert file.table.seconds_per_step == pytest.approx((103 - 25) / 19)
+    assert file.table.seconds_per_step(10) == pytest.approx((103 - 25) / 19)
+    assert file.table.seconds_per_step(20) == pytest.approx((103 - 45) / 9)
+    assert file.table.seconds_per_step(29) is None
     assert file.table.longest_gap == pytest.approx(95 - 53)
     assert file.table.seconds_before == 1000
 

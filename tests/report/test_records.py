@@ -5,12 +5,14 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 
 from gputrain.errors import UserError
+from gputrain.report import records
 from gputrain.report.metrics_file import MetricsTable
 from gputrain.report.records import RunReader, RunRecord, RunStatus, read_run
 from tests.report.runs import KINDS, end_row, make_run, metric_rows, start_row, write_rows
@@ -121,3 +123,170 @@ def test_a_killed_process_that_its_parent_has_not_noticed_does_not_run():
         process.kill()
         wait_until(lambda: has_ended(process.pid), "the end of the process")
         assert record.status.state == "unknown"
+
+
+# ------------------------------------------------------------------------------------------------- while a run changes
+
+
+@pytest.fixture
+def live(run, tmp_path):
+    """A copy of a run that may change, and a reader that has read it."""
+    shutil.copytree(run, tmp_path / "live")
+    reader = RunReader(tmp_path / "live")
+    reader.refresh()
+    return reader
+
+
+def add_line(folder: Path, name: str, row: dict) -> None:
+    with (folder / name).open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def test_versions_tell_which_part_has_changed(live):
+    folder, record = live.record.folder, live.record
+    assert record.versions == {"settings": 1, "plan": 1, "metrics": 1, "history": 1, "samples": 1, "notes": 0}
+    changes = [
+        ("metrics", lambda: add_line(folder, "metrics.jsonl", {"step": 41, "loss/a": 1.0})),
+        ("history", lambda: add_line(folder, "history.jsonl", start_row(40))),
+        ("settings", lambda: (folder / "config.yaml").write_text("kind: asr\nseed: 3\n")),
+        ("plan", lambda: (folder / "plan.json").write_text('{"micro_batch": {"a": 2}}')),
+        ("notes", lambda: (folder / "notes.md").write_text("\ufefftoo <b>large</b> a rate" + "!" * 30_000)),
+        ("samples", lambda: (folder / "samples" / "new_step_00000041.txt").write_text("")),
+        ("plan", lambda: (folder / "plan.json").unlink()),
+        ("metrics", lambda: (folder / "metrics.jsonl").unlink()),
+        ("", lambda: (folder / "checkpoint_last.pt").write_bytes(b"")),
+    ]
+    for part, change in changes:
+        before = dict(record.versions)
+        change()
+        live.refresh()
+        assert record.versions == {name: count + (name == part) for name, count in before.items()}, part
+        live.refresh(tail_only=True)
+        assert record.versions == {name: count + (name == part) for name, count in before.items()}, part
+    assert (record.kind, record.settings, record.plan, record.names) == ("asr", {"seed": 3}, {}, [])
+    assert record.user_notes.startswith("too <b>large</b> a rate!!")
+    assert len(record.user_notes) == 20_000
+    assert record.notes == ["plan.json is missing", "metrics.jsonl is missing"]
+
+
+def test_what_cannot_be_read_for_a_while_stays_as_it_was(live):
+    """A plan that is half written or is a folder, settings of megabytes, and a folder that vanishes and comes back."""
+    folder, record = live.record.folder, live.record
+    plan, settings = dict(record.plan), dict(record.settings)
+    for content, note in (('{"settings": {', "plan.json cannot be read: Expecting"), (json.dumps(plan), "")):
+        (folder / "plan.json").write_text(content)
+        live.refresh()
+        assert (record.plan, "".join(record.notes)[:34]) == (plan, note[:34])
+    (folder / "config.yaml").write_text("a: 1\n" * 1_000_000)
+    (folder / "plan.json").unlink()
+    (folder / "plan.json").mkdir()
+    live.refresh()
+    versions = dict(record.versions)
+    live.refresh()
+    assert (record.plan, record.settings, record.versions) == (plan, settings, versions)
+    assert [note.split(": ")[1] for note in record.notes] == ["longer than 1 MB", "Is a directory"]
+    folder.rename(folder.with_name("away"))
+    live.refresh()
+    assert (record.is_gone, record.status.state, record.last_step) == (True, "unknown", 40)
+    folder.with_name("away").rename(folder)
+    live.refresh()
+    assert (record.is_gone, record.status.state, record.versions) == (False, "finished", versions)
+
+
+def test_files_that_wait_or_lead_out_of_the_folder_are_not_opened(live, tmp_path):
+    folder, record = live.record.folder, live.record
+    settings = dict(record.settings)
+    (tmp_path / "secret").write_text("password: secret")
+    for name in ("notes.md", "config.yaml"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(tmp_path / "secret")
+    (folder / "plan.json").rename(folder / "the plan")
+    (folder / "plan.json").symlink_to("the plan")
+    (folder / "metrics.jsonl").unlink()
+    os.mkfifo(folder / "metrics.jsonl")
+    live.refresh()
+    assert record.notes == [
+        "config.yaml cannot be read: it is a link out of the folder", "metrics.jsonl cannot be read: not a file",
+        "notes.md cannot be read: it is a link out of the folder",
+    ]  # fmt: skip
+    assert (record.settings, record.user_notes, record.last_step) == (settings, "", 40)
+    (folder / "plan.json").unlink()
+    assert read_run(folder).settings == {"password": "secret"}  # Who asks for this report may read the file.
+
+
+def test_a_run_of_another_machine_runs_while_its_metrics_keep_coming(live):
+    folder = live.record.folder
+    write_rows(folder / "history.jsonl", [start_row(0)])
+    first_look = RunReader(folder)
+    first_look.refresh()
+    assert first_look.record.status.state == "unknown"  # The files are new, and by the times in them they are a copy.
+    write_rows(folder / "history.jsonl", [start_row(0, time=NOW)])
+    later, now = RunReader(folder), time.time()
+    later.refresh()
+    assert later.record.status == RunStatus("running", "on elsewhere")
+    for reader, seconds in ((first_look, 45.0), (later, 140.0)):
+        reader.refresh()
+        add_line(folder, "metrics.jsonl", {"step": int(seconds), "seconds": seconds, "loss/a": 1.0})
+        reader.refresh()
+        assert reader.record.status == RunStatus("running", "on elsewhere")
+        assert now <= reader.record.changed_at <= time.time()
+    for age, state in ((100, "running"), (270, "running"), (300, "unknown")):
+        later.record.news_at = time.monotonic() - age
+        assert later.record.status.state == state  # The longest time between two lines was 95 s.
+    later.record.changed_at = time.time() - 7050
+    assert later.record.status.detail.endswith("did not report its end; the last news came 1 h 57 min ago")
+    first_look.record.news_at = time.monotonic() - 130
+    assert first_look.record.status.state == "unknown"
+
+
+@each_row(
+    ([start_row(0, last_step=140, time=NOW)], 100 * 1.0),
+    ([start_row(0, last_step=40, time=NOW)], 0.0),
+    ([start_row(0, last_step=None, time=NOW)], None),
+    ([start_row(0, last_step=140, time=NOW), end_row(40, "stopped")], None),
+    ([start_row(0), start_row(40, last_step=140, time=NOW)], None),  # No line of this attempt yet.
+    ([start_row(0, last_step=140, host=HERE, process=2**22 + 1, time=NOW)], None),
+)
+def test_the_time_that_is_left_is_known_of_a_run_that_goes_on(history, expected):
+    table = MetricsTable()
+    for number, row in enumerate(metric_rows("vae", 40)):
+        table.add(number, row["step"], {name: value for name, value in row.items() if name != "step"})
+    record = RunRecord(Path(), "", "", metrics=table, history=history, news_at=time.monotonic())
+    assert record.seconds_left == expected
+
+
+def test_a_cool_down_gives_a_run_another_end(run):
+    record, events = read_run(run), [{"step": 3, "check": "cooldown", "message": "falls", "last_step": 60}]
+    record.plan = {"events": [*events, {"step": 9, "check": "rise"}, {"step": 9, "last_step": "x"}, None]}
+    for history, end in (([], 60), ([start_row(0)], 60), ([start_row(0), start_row(20)], 40)):
+        record.history = history
+        assert record.planned_steps == end
+
+
+def test_the_first_look_at_a_long_run_reads_its_end(tmp_path):
+    write_rows(tmp_path / "metrics.jsonl", metric_rows("vae", 1003))
+    os.utime(tmp_path / "metrics.jsonl", (1e9, 1e9))
+    reader = RunReader(tmp_path)
+    reader.refresh(tail_only=True)
+    record = reader.record
+    assert (record.is_read, record.last_step, record.kind, record.changed_at) == (False, 1003, "vae", 1e9)
+    assert record.latest["eval/psnr_db"] == 3 + 2 / 1000
+    assert 50 < len(record.series("loss/model/vae")) < 1000
+    reader.refresh()
+    assert record.is_read
+    assert len(record.series("loss/model/vae")) == 1003
+    assert record.changed_at == 1e9  # More is known, and nothing is new.
+    os.utime(tmp_path / "metrics.jsonl", (1e10, 1e10))  # By the clock of a machine that is wrong.
+    assert read_run(tmp_path).changed_at <= time.time()
+
+
+def test_samples_count_as_changed_again_when_they_are_complete(live, monkeypatch):
+    """A file appears before it is written, and its folder does not change after that."""
+    monkeypatch.setattr(records, "SETTLING_SECONDS", 0.0)
+    live.refresh()
+    (live.record.folder / "samples" / "new_step_00000041.txt").write_text("")
+    counts = []
+    for _ in range(4):
+        counts.append(live.record.versions["samples"])
+        live.refresh()
+    assert counts == [1, 2, 3, 3]
