@@ -23,7 +23,9 @@ class Browser:
     def __init__(self) -> None:
         assert BROWSER
         self.messages: list[str] = []
+        self.questions: list[str] = []  # Those that the page has asked, which are answered with yes.
         self._number = 0
+        self._answered: dict[int, dict[str, Any]] = {}
         self._session = ""
         self._is_loaded = False
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -59,10 +61,11 @@ class Browser:
     def call(self, method: str, **values: object) -> dict[str, Any]:
         self._number += 1
         session = {"sessionId": self._session} if self._session else {}
-        message = json.dumps({"id": self._number, "method": method, "params": values, **session})
-        os.write(self._to, message.encode() + b"\0")
-        while (answer := self._next()).get("id") != self._number:
-            pass
+        number, message = self._number, {"id": self._number, "method": method, "params": values, **session}
+        os.write(self._to, json.dumps(message).encode() + b"\0")
+        while number not in self._answered:
+            self._next()
+        answer = self._answered.pop(number)
         assert "error" not in answer, answer
         return answer["result"]
 
@@ -82,7 +85,9 @@ class Browser:
 
     def run(self, script: str) -> Any:
         """Returns the value of a JavaScript expression, awaited if it is a promise."""
-        answer = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True, userGesture=True
+        )
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
@@ -99,10 +104,15 @@ class Browser:
             message += byte
         assert message, "the browser has ended"
         answer: dict[str, Any] = json.loads(message)
+        if "id" in answer:
+            self._answered[answer["id"]] = answer
         values = answer.get("params", {})
         match answer.get("method"):
             case "Page.loadEventFired":
                 self._is_loaded = True
+            case "Page.javascriptDialogOpening":
+                self.questions.append(values["message"])
+                self.call("Page.handleJavaScriptDialog", accept=True)
             case "Runtime.exceptionThrown":
                 self.messages.append(str(values["exceptionDetails"]))
             case "Runtime.consoleAPICalled" if values["type"] in ("error", "warning", "assert"):

@@ -1,4 +1,4 @@
-"""The pages of runs: only what has changed is sent, long curves are seldom drawn anew, and nothing of a run is markup."""
+"""The pages of runs: only what has changed is sent, long curves are seldom drawn anew, nothing of a run is markup."""
 
 import base64
 import hashlib
