@@ -10,7 +10,7 @@ import re
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from werkzeug.exceptions import HTTPException
 from werkzeug.utils import send_file
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Act = Callable[[Mapping[str, object]], str]
 
 LOOPBACK_HOST = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE | re.ASCII)
@@ -51,10 +52,6 @@ class Refusal(Exception):
         self.status, self.message, self.headers = status, message, headers
 
 
-class WatchedRequest(Request):
-    max_content_length = MOST_BYTES
-
-
 class WatchApp:
     """The pages of runs as a WSGI application.
 
@@ -64,14 +61,7 @@ class WatchApp:
     """
 
     def __init__(
-        self,
-        runs: "Runs",
-        media: "LiveMedia",
-        pages: "Pages",
-        *,
-        token: str = "",
-        port: int = 0,
-        act: Act | None = None,
+        self, runs: "Runs", media: "LiveMedia", pages: "Pages", *, token: str, port: int, act: Act | None
     ) -> None:
         self.runs, self.media, self.pages, self.token, self.act = runs, media, pages, token, act
         self.cookie = f"gputrain_{port}"  # Cookies of one host are shared by all its ports.
@@ -79,16 +69,15 @@ class WatchApp:
         self._faults: set[str] = set()
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        request = WatchedRequest(environ)
+        request = Request(environ)
+        request.max_content_length = MOST_BYTES
         try:
             response = self._answer(request)
         except Refusal as refused:
             response = self._refusal(request, refused.status, refused.message)
             response.headers.extend(refused.headers)
-        except HTTPException as error:  # What werkzeug refuses: a range or a body.
+        except HTTPException as error:  # What werkzeug refuses: a range, or a body that is too long or not whole.
             response = self._refusal(request, error.code or 400, error.name)
-        except OSError:  # The connection is gone.
-            response = self._refusal(request, 400, "the request is not complete")
         except Exception as error:
             self._note(error)
             response = self._refusal(request, 500, "an internal error, which the terminal of gputrain watch shows")
@@ -147,23 +136,27 @@ class WatchApp:
 
     # ------------------------------------------------------------------------------------------------------ answers
 
-    def _ids(self, request: Request) -> list[str]:
-        """Returns the runs that a request names, after they have been read. Raises Refusal for unknown ones."""
+    def _made(self, request: Request, make: Callable[[list[str]], T]) -> T:
+        """Returns what is made of the runs that a request names, after they have been read. Raises Refusal for unknown
+        ones."""
         ids = list(dict.fromkeys(request.args.getlist("run")))
         if len(ids) > MOST_RUNS:
             raise Refusal(400, f"{len(ids)} runs, but at most {MOST_RUNS} are compared")
         self.runs.touch(ids)
-        if not set(ids) <= set(self.runs.ids()):
-            raise Refusal(404, "there is no such run in the folders that are watched (any more)")
-        return ids
+        try:
+            return make(ids)
+        except KeyError:
+            if set(ids) <= set(self.runs.ids()):
+                raise
+            raise Refusal(404, "there is no such run in the folders that are watched (any more)") from None
 
     def _page(self, request: Request) -> Response:
-        html, policy = self.pages.page(self._ids(request))
+        html, policy = self._made(request, self.pages.page)
         return Response(encoded(html), mimetype="text/html", headers={"Content-Security-Policy": policy})
 
     def _update(self, request: Request) -> Response:
         have = set(request.args.get("have", "").split(","))
-        return in_json(self.pages.update(self._ids(request), have))
+        return in_json(self._made(request, lambda ids: self.pages.update(ids, have)))
 
     def _medium(self, request: Request) -> Response:
         name = request.path.removeprefix("/media/")

@@ -31,7 +31,7 @@ PORTS_TRIED = 100
 HEAD_SECONDS = 15.0  # Time for a client to send its request,
 ANSWER_SECONDS = 300.0  # and to take the answer.
 SILENT_SECONDS = 30.0  # The longest pause of a client.
-MOST_CONNECTIONS = 200  # Of more, the one that ends first anyway is closed.
+MOST_CONNECTIONS = 200  # Of more, the oldest one is closed.
 PARENT_SECONDS = 10.0  # Time in which a page shows that its training has ended.
 
 
@@ -81,9 +81,8 @@ class PageServer(ThreadedWSGIServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         self.ends[request] = time.monotonic() + HEAD_SECONDS
-        ends = list(self.ends.items())
-        if len(ends) > MOST_CONNECTIONS:
-            self._close(min(ends, key=lambda one: one[1])[0])
+        if len(self.ends) > MOST_CONNECTIONS:
+            self._close([*self.ends][0])  # noqa: RUF015 (Another thread may change it during an iteration.)
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
@@ -214,7 +213,10 @@ def address(host: str, port: int, token: str) -> str:
 
 def introduction(settings: WatchSettings, port: int, is_local: bool) -> str:
     """Returns what is shown, how to end it, and how to reach it from elsewhere."""
-    folders = [f"{folder}{'' if folder.is_dir() else ' (not there yet)'}" for folder in settings.watched]
+    folders = []
+    for folder in settings.watched:
+        fault = "" if os.access(folder, os.R_OK | os.X_OK) else " (may not be read)"
+        folders.append(f"{folder}{fault if folder.exists() else ' (not there yet)'}")
     text = f"The page shows the runs in {', '.join(folders)} until Ctrl-C."
     if is_local:
         text += f" From another machine: ssh -L {port}:localhost:{port} {platform.node() or 'HOST'}"

@@ -20,13 +20,17 @@ POLICY = "default-src 'none'; img-src 'self'"
 class PlainPages:
     """Pages that say what they were asked for."""
 
+    def __init__(self, runs: Runs) -> None:
+        self.runs = runs
+        self.fault: type[Exception] | None = None
+
     def page(self, ids):
-        if ids == ["0" * 10]:
-            raise RuntimeError("a defect")
-        return PAGE + ",".join(ids), POLICY
+        if self.fault:
+            raise self.fault("a defect")
+        return PAGE + ",".join(id for id in ids if self.runs.record(id)), POLICY
 
     def update(self, ids, have):
-        return {"ids": list(ids), "have": sorted(have)}
+        return {"ids": [id for id in ids if self.runs.record(id)], "have": sorted(have)}
 
 
 @dataclass
@@ -81,10 +85,10 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(runs: Runs, *, pages: Any = None, token: str = "", act: Any = None) -> Iterator[Served]:
+def serving(runs: Runs, *, token: str = "", act: Any = None) -> Iterator[Served]:
     listening = listen("127.0.0.1", 0)
     port = listening.getsockname()[1]
-    app = WatchApp(runs, LiveMedia(), pages or PlainPages(), token=token, port=port, act=act)
+    app = WatchApp(runs, LiveMedia(), PlainPages(runs), token=token, port=port, act=act)
     server = PageServer(listening, app)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
