@@ -32,9 +32,17 @@ STATE = "[document.querySelector('#trouble').hidden, document.querySelector('#tr
 
 
 @pytest.fixture(scope="module")
-def browser():
+def opened():
     with Browser() as opened:
         yield opened
+
+
+@pytest.fixture
+def browser(opened):
+    """The browser without a page: that of the test before has no server any more."""
+    opened.open("about:blank", 1280)
+    opened.messages.clear()
+    return opened
 
 
 @contextlib.contextmanager
@@ -96,7 +104,7 @@ def test_a_page_follows_a_run(browser, tmp_path):
         browser.run("document.querySelector('form[data-action=note]').requestSubmit()")
         follow(browser, has_text("did note"), "the answer")
         assert asked[-1] == {"action": "note", "run": id_of(run), "text": "warm"}
-    assert browser.messages == []
+        assert browser.messages == []
 
 
 def test_the_network_is_gone_for_a_while(browser, tmp_path):
@@ -109,7 +117,6 @@ def test_the_network_is_gone_for_a_while(browser, tmp_path):
     write_rows(run / "history.jsonl", [start_row(0, last_step=99)])
     with served(tmp_path, port):
         follow(browser, f"{STATE}[0] && {has_text('step 40 of 99')}", "the page's recovery")
-    browser.messages.clear()  # Those of the requests that had no answer.
 
 
 def test_the_overview_leads_to_a_comparison(browser, tmp_path):
@@ -125,7 +132,7 @@ def test_the_overview_leads_to_a_comparison(browser, tmp_path):
         make_run(tmp_path / "later", "tts")
         browser.open(f"http://127.0.0.1:{port}/", 1280)
         follow(browser, has_text("3 runs"), "the new run")
-    assert browser.messages == []
+        assert browser.messages == []
 
 
 @pytest.mark.slow
@@ -158,9 +165,9 @@ def test_a_real_training_is_watched_and_stopped(browser, tmp_path):
             assert "everything is saved" in training.stderr.read()
             follow(browser, has_text("stopped: asked to stop from gputrain watch"), "the end of the training")
             assert browser.run("document.querySelector('[data-action=stop]')") is None
+            assert browser.messages == []
         finally:
             training.kill()
             page.terminate()
         assert page.wait(20) == 0
     assert (tmp_path / "runs" / "sung" / "checkpoint_last.pt").exists()
-    assert browser.messages == []
