@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 CAUSES = {
     "SIGINT": "interrupted",
     "SIGTERM": "asked to terminate",
+    "SIGBREAK": "asked to terminate",  # On Windows: Ctrl-Break, and what a program can send to another one.
     "SIGHUP": "the terminal was closed",
     "SIGUSR1": "asked to stop by SIGUSR1",
 }
@@ -52,7 +53,7 @@ def handle_signals(handler: Callable[[int, FrameType | None], None]) -> dict[int
     """
     before: dict[int, Any] = {}
     for name in CAUSES:
-        number = getattr(signal, name, None)  # Windows has neither SIGHUP nor SIGUSR1.
+        number = getattr(signal, name, None)  # Windows has neither SIGHUP nor SIGUSR1, and others have no SIGBREAK.
         if number is not None and signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.signal(number, handler)
     return before
@@ -97,6 +98,7 @@ class StopSignal:
         self.requested = ""
         self.agreed = ranks.count == 1
         self.before: dict[int, Any] = {}
+        self._is_signalled = False  # True after the first signal.
         self._held = 0  # Number of blocks of `second_signal_delayed` that are open.
         self._interrupts = self._waits = False
         self._interrupts_wait = False  # True if the next signal is that of `interrupt_wait`.
@@ -166,13 +168,14 @@ class StopSignal:
             return
         if self.requested and self.ranks.under_torchrun:  # It passes on a signal that the whole group has got already.
             return
-        if self.requested and self._held:
+        if self._is_signalled and self._held:
             self._interrupts = True
             log.warning("stopping as soon as the checkpoint is saved")
             return
-        if self.requested:
+        if self._is_signalled:
             raise KeyboardInterrupt
-        self.requested = CAUSES[signal.Signals(number).name]
+        self._is_signalled = True
+        self.request(CAUSES[signal.Signals(number).name])
         log.warning("%s: finishing the step and saving; a second signal stops at once", self.requested)
         if self._waits and self.agreed:
             raise StopRequested

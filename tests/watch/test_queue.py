@@ -11,7 +11,7 @@ import pytest
 
 from gputrain.errors import UserError
 from gputrain.watch import queue as module
-from gputrain.watch.queue import Queue, natural_order
+from gputrain.watch.queue import Queue
 from tests.waiting import wait_until
 
 # Stands for `gputrain train-KIND --config FILE --resume-from auto`: the file FILE.todo has a line of an end for every
@@ -123,9 +123,6 @@ def run_all(queue):
 
 
 def test_trainings_run_in_the_order_of_their_names_and_every_file_has_a_state(desk):
-    assert sorted(["10.yaml", "b", "2.yaml", "B2.yml", "1.5"], key=natural_order) == [
-        "1.5", "2.yaml", "10.yaml", "b", "B2.yml"
-    ]  # fmt: skip
     desk.put("10.json")
     desk.put("2.yaml")
     desk.put("3.yaml", num_stepz=1)
@@ -188,7 +185,7 @@ def test_an_attempt_that_has_made_steps_is_resumed_and_a_stop_pauses_the_queue(d
     queue.close()
     again.pause()
     wanted = {name: row[1] for name, row in rows.items()} | {
-        "5.yaml": "waiting", "7.yaml": "waiting", "8.yaml": "finished", "9.yaml": "finished"
+        "5.yaml": "waiting", "8.yaml": "finished", "9.yaml": "finished"
     }  # fmt: skip
     assert states(again) == wanted
     again.retry(entry(again, "3.yaml").id)
@@ -300,7 +297,8 @@ def test_a_training_that_runs_already_is_waited_for_and_a_second_queue_only_show
     with pytest.raises(UserError, match="another gputrain watch"):
         second.pause()
     # The first process ends abruptly, and its training goes on.
-    child, queue._running = queue._running.process, None
+    (first, _), child = queue.entries, queue.entries[0].process
+    first.process = None
     queue.close()
     second.look()
     assert (states(second), second.message) == ({"1.yaml": "running", "2.yaml": "waiting"}, "")
