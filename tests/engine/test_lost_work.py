@@ -246,6 +246,22 @@ def test_a_second_signal_between_saves_interrupts_at_once(tmp_path):
     assert caught.value.hint == "run the same command again, with --resume-from auto"
 
 
+def test_a_signal_after_a_request_by_the_clock_or_a_page_is_the_first_one(tmp_path):
+    run = Run(tmp_path, quiet(tmp_path), {}, "gputrain train-toy")
+    reached = []
+
+    def make_steps() -> None:
+        with run.stop as stop:
+            stop.request("stopped in time for --max-time 3h56m")
+            signal.raise_signal(signal.SIGUSR1)
+            reached.append("the end of the step")
+            signal.raise_signal(signal.SIGUSR1)
+
+    with pytest.raises(Stopped, match="^stopped in time for --max-time 3h56m, twice: stopped at once"):
+        make_steps()
+    assert reached == ["the end of the step"]
+
+
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="Linux has folders that cannot be synced")
 def test_a_file_system_that_cannot_sync_folders_costs_one_warning(caplog):
     for _ in range(3):
