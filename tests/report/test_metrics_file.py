@@ -74,25 +74,25 @@ def test_a_half_line_waits_for_its_end(tmp_path):
 
 
 def truncated(path: Path, content: bytes) -> None:
-    os.truncate(path, len(line(1)) * 4)
+    os.truncate(path, len(line(1, 1.5)) * 4)
     append(path, content)
 
 
 def replaced(path: Path, content: bytes) -> None:
     other = path.with_name("other")
-    other.write_bytes(path.read_bytes()[: len(line(1)) * 4] + content)
+    other.write_bytes(path.read_bytes()[: len(line(1, 1.5)) * 4] + content)
     os.replace(other, path)
 
 
 @pytest.mark.parametrize("change", [truncated, replaced])
 @pytest.mark.parametrize("more", [0, 5, 20, 200])
 def test_what_a_resumed_training_removes_is_forgotten(change, more, tmp_path):
-    """Also if the file has grown beyond its former size in the meantime."""
+    """Also if the file has grown beyond its former size in the meantime, with lines that differ in their times alone."""
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b"".join(line(step) for step in range(1, 10)))
+    path.write_bytes(b"".join(line(step, step + 0.5) for step in range(1, 10)))
     file = MetricsFile(str(path))
     file.read()
-    change(path, b"".join(line(step, step / 2) for step in range(5, 5 + more)))
+    change(path, b"".join(line(step, step + 0.7) for step in range(5, 5 + more)))
     assert file.read(tail_only=True)  # What has been read whole stays so.
     assert file.is_whole
     assert facts(file) == fresh(path)
@@ -129,6 +129,10 @@ def test_of_a_long_file_the_end_is_known_at_first(tmp_path):
     assert file.read()  # Whole from now on.
     assert facts(file) == fresh(path)
     assert file.is_whole
+    os.truncate(path, path.stat().st_size - len(line(3000)) * 5)
+    append(path, line(2998, 1.0))
+    assert file.read(tail_only=True)
+    assert (file.is_whole, facts(file)) == (True, fresh(path))
 
 
 @each_row((1, 50), (7, 50), (3000, 50), (3000, 1), (100, 100))
@@ -158,6 +162,16 @@ def test_the_time_that_is_left_follows_the_last_lines_with_their_evaluations(tmp
     assert file.table.seconds_per_step(29) is None
     assert file.table.longest_gap == pytest.approx(95 - 53)
     assert file.table.seconds_before == 1000
+
+
+def test_the_longest_time_between_lines_is_that_of_an_evaluation_long_ago(tmp_path):
+    """Of whose neighbours no line is kept."""
+    lines = [line(step, step + (300 if step > 500 else 0)) for step in range(1, 1000)]
+    lines.insert(500, line(500, 800, **{"eval/x": 1.0}))
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
+    file = MetricsFile(str(tmp_path / "metrics.jsonl"), most_rows=10)
+    file.read()
+    assert file.table.longest_gap == 300
 
 
 def test_evaluations_at_every_line_and_without_numbers_are_read(tmp_path):

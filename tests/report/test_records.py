@@ -193,6 +193,16 @@ def test_what_cannot_be_read_for_a_while_stays_as_it_was(live):
     assert (record.is_gone, record.status.state, record.versions) == (False, "finished", versions)
 
 
+def test_a_half_line_is_damage_unless_it_is_still_being_written(live):
+    with (live.record.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 41, "loss')
+    live.refresh()
+    assert live.record.notes == ["1 damaged line of metrics.jsonl skipped"]
+    add_line(live.record.folder, "history.jsonl", start_row(40, host=HERE, process=os.getpid(), time=NOW))
+    live.refresh()
+    assert (live.record.status.state, live.record.notes) == ("running", [])
+
+
 def test_files_that_wait_or_lead_out_of_the_folder_are_not_opened(live, tmp_path):
     folder, record = live.record.folder, live.record
     settings = dict(record.settings)
