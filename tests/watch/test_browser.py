@@ -51,7 +51,7 @@ def served(folder, port=0, act=None):
     runs, media = Runs([folder]), LiveMedia()
     with listen("127.0.0.1", port) as listening:
         port = listening.getsockname()[1]
-        app = WatchApp(runs, media, Pages(runs, media, controls=act is not None), port=port, act=act)
+        app = WatchApp(runs, media, Pages(runs, media, controls=act is not None), token="", port=port, act=act)
         server = PageServer(listening, app)
     runs.start()
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
