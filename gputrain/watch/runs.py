@@ -25,6 +25,7 @@ MOST_RUNS = 2_000
 MOST_ROWS = 2_000  # Lines of metrics of a run that are kept in memory, besides evaluations.
 NOT_CRAWLED = {"samples", "logs"}
 LOOK_SECONDS, READ_SECONDS = 5.0, 1.0  # Time between looks for new runs, and between readings.
+READ_LIMIT = 0.5  # Seconds of a reading for long metrics.
 LOOK_LIMIT = 1.0  # Seconds after which a look is interrupted, to be continued by the next one.
 ASKED_SECONDS = 30.0  # Runs are read for so long after somebody has asked for them.
 FIRST_LOOK_SECONDS = 3.0  # The longest time that the first page waits for the first look.
@@ -148,9 +149,15 @@ class Runs:
             for id, reader in self._readers.items():
                 reader.record.name = names[id]
 
-    def read(self) -> None:
-        """Read what is new in all runs; of those that nobody has opened, only the ends of their metrics."""
-        for reader in list(self._readers.values()):
+    def read(self, limit: float = READ_LIMIT) -> None:
+        """Read what is new in all runs. Of long metrics only the ends are read at first, so that all runs are shown
+        soon, and for a limited time each turn the rest of one after the other, which takes much longer."""
+        readers = list(self._readers.values())
+        for reader in readers:
             with self.lock:
                 reader.refresh(tail_only=True)
         self._read = time.monotonic()
+        for reader in readers:
+            if not reader.record.is_read and time.monotonic() < self._read + limit:
+                with self.lock:
+                    reader.refresh()
