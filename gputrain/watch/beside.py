@@ -27,10 +27,19 @@ PARENT = "GPUTRAIN_WATCH_PARENT"  # Set to 1 for a page that ends soon after the
 def watched_beside(saving: Saving) -> Iterator[None]:
     """With --watch, serve the page of a run while the block trains, and for some seconds after it, in which open pages
     get the last state. The training waits for nothing of it, and an error of the page is a warning."""
-    if not saving.watch or not Ranks.launched(os.environ).leads:
+    left, before = threading.Event(), history_size(saving.output_dir)
+    page = _start(saving, left) if saving.watch and Ranks.launched(os.environ).leads else None
+    try:
         yield
-        return
-    before = history_size(saving.output_dir)
+    finally:
+        left.set()
+        if page and history_size(saving.output_dir) == before:  # It has not begun: there is nothing to show.
+            page.kill()
+        if page and page.stdin:
+            page.stdin.close()
+
+
+def _start(saving: Saving, left: threading.Event) -> "subprocess.Popen[str] | None":
     try:
         page = subprocess.Popen(
             [*PROGRAM, os.path.abspath(saving.output_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -39,18 +48,9 @@ def watched_beside(saving: Saving) -> Iterator[None]:
         )  # fmt: skip
     except OSError as error:
         log.warning("--watch: the page of the run cannot be served (%s); the training goes on", error)
-        yield
-        return
-    left = threading.Event()
+        return None
     threading.Thread(target=_forward, args=(page, left), name="watch", daemon=True).start()
-    try:
-        yield
-    finally:
-        left.set()
-        if history_size(saving.output_dir) == before:  # It has not begun: there is nothing to show.
-            page.kill()
-        assert page.stdin is not None
-        page.stdin.close()
+    return page
 
 
 def _forward(page: "subprocess.Popen[str]", left: threading.Event) -> None:

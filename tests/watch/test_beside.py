@@ -3,7 +3,9 @@
 import json
 import os
 import signal
+import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ from gputrain.engine.history import HISTORY
 from gputrain.engine.schedule import Saving
 from gputrain.watch import beside
 from gputrain.watch.beside import watched_beside
-from tests.waiting import has_ended, wait_until
+from tests.cli.test_torchrun import options
+from tests.waiting import HANG_SECONDS, has_ended, wait_until
 
 PAGE = """
 import json, os, sys
@@ -107,3 +110,27 @@ def test_there_is_no_page_unless_asked_for_nor_beside_another_rank(run, monkeypa
     monkeypatch.setattr(beside.subprocess, "Popen", None)
     with watched_beside(Saving(output_dir=run, watch=bool(rank))):
         pass
+
+
+@pytest.mark.slow
+def test_the_page_of_a_killed_training_holds_no_pipe_and_ends(photographs, tmp_path):
+    """Standard output and standard error of the training go to a pipe, as with `| tee`."""
+    words = options(photographs, tmp_path / "run", **{"num-steps": 100_000})
+    command = [sys.executable, "-m", "gputrain", *words, "--watch"]
+    training = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        said = next(line for line in training.stdout if "the page of the run: " in line)
+        address = said.split()[-1]
+        wait_until(lambda: b"<title>run" in content(address), "the run on the page")
+        children = Path(f"/proc/{training.pid}/task/{training.pid}/children").read_text().split()
+        (page,) = (int(one) for one in children if b"watch" in Path(f"/proc/{one}/cmdline").read_bytes().split(b"\0"))
+    finally:
+        training.kill()
+    training.communicate(timeout=HANG_SECONDS)  # It reads the pipe to its end.
+    assert b"<title>run" in content(address)
+    wait_until(lambda: has_ended(page), "the end of the page")
+
+
+def content(address: str) -> bytes:
+    with urllib.request.urlopen(address, timeout=HANG_SECONDS) as answer:
+        return answer.read()
