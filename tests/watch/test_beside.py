@@ -20,10 +20,10 @@ from tests.waiting import HANG_SECONDS, has_ended, wait_until
 PAGE = """
 import json, os, sys
 facts = [sys.argv[1], os.getpid(), os.getsid(0), os.environ["GPUTRAIN_WATCH_PARENT"], os.environ["PYTHONSAFEPATH"]]
-open("facts.partial", "w").write(json.dumps(facts))
-os.rename("facts.partial", "facts")
 print("http://127.0.0.1:8765/", flush=True)
 print("further words", flush=True)
+open("facts.partial", "w").write(json.dumps(facts))
+os.rename("facts.partial", "facts")
 sys.stdin.read()
 os.rename("facts", "ended")
 """
