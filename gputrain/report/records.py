@@ -65,6 +65,7 @@ class RunRecord:
     news_at: float | None = None  # The same by time.monotonic(), as far as changes tell that the run goes on.
     is_read: bool = True  # False while only the end of the metrics is known.
     is_gone: bool = False  # True if the folder has vanished.
+    is_elsewhere: bool = False  # True if news come although no process has the number: it is that of a container.
 
     @property
     def names(self) -> list[str]:
@@ -140,7 +141,7 @@ class RunRecord:
         if last.get("event") == "end":
             outcome = str(last.get("outcome", "unknown"))
             return RunStatus(outcome, str(last.get("message", "")))
-        is_alive = _is_alive(last)
+        is_alive = None if self.is_elsewhere else _is_alive(last)
         if is_alive:
             return RunStatus("running", f"process {last['process']} on this machine")
         if is_alive is None and self._has_news:
@@ -179,6 +180,7 @@ class RunReader:
         self._faults: dict[str, list[str]] = {part: [] for part in PARTS}
         self._written_kind = ""
         self._news: tuple[object, object] | None = None  # The last line of the metrics, and the history.
+        self._late_news = 0  # How often news came although the process had ended.
         self._settles_at: float | None = None  # When samples that have appeared are complete.
 
     def refresh(self, *, tail_only: bool = False) -> None:
@@ -265,6 +267,11 @@ class RunReader:
                 record.news_at = time.monotonic() - age
         elif news != self._news:
             record.changed_at, record.news_at = now, time.monotonic()
+            if news[1] != history:
+                self._late_news = 0
+            elif record.history and _is_alive(record.history[-1]) is False:
+                self._late_news += 1  # The first ones may be the last ones of a process that has just ended.
+            record.is_elsewhere = self._late_news > 1
         self._news = news
 
     def _notes(self) -> list[str]:
@@ -380,7 +387,8 @@ def _kind(written: str, names: Sequence[str]) -> str:
 
 def _is_alive(start: Mapping[str, Any]) -> bool | None:
     """Returns True if the process that wrote a start runs on this machine, False if it has ended, and None if that
-    cannot be known: it is another machine's, or a process that began later has its number."""
+    cannot be known: it is another machine's, or a process that began later or is a part of the system has its number,
+    as outside of a container."""
     process, written = start.get("process"), _moment(start.get("time"))
     if start.get("host") != platform.node() or not is_count(process) or not process or not written:
         return None
@@ -388,7 +396,8 @@ def _is_alive(start: Mapping[str, Any]) -> bool | None:
         found = psutil.Process(process)
         if found.status() == psutil.STATUS_ZOMBIE:
             return False
-        return True if found.create_time() < written.timestamp() + START_SECONDS else None
+        is_it = found.cmdline() and found.create_time() < written.timestamp() + START_SECONDS
+        return True if is_it else None
     except psutil.NoSuchProcess:
         return False
     except (psutil.Error, OSError, OverflowError):

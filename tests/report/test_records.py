@@ -98,7 +98,11 @@ def test_the_time_of_all_attempts_is_added_up():
     assert RunRecord(Path(), "", "", metrics=table).seconds == 30 + 12 + 3
 
 
-NOW, HERE = datetime.now(timezone.utc).isoformat(timespec="seconds"), platform.node()
+def time_now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+NOW, HERE = time_now(), platform.node()
 
 
 @each_row(
@@ -117,9 +121,8 @@ def test_how_a_run_ended(rows, state):
 
 def test_a_killed_process_that_its_parent_has_not_noticed_does_not_run():
     with subprocess.Popen(["sleep", "60"]) as process:
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        record = RunRecord(Path(), "", "", history=[start_row(0, host=HERE, process=process.pid, time=now)])
-        assert record.status.state == "running"
+        record = RunRecord(Path(), "", "", history=[start_row(0, host=HERE, process=process.pid, time=time_now())])
+        wait_until(lambda: record.status.state == "running", "the start of the process")
         process.kill()
         wait_until(lambda: has_ended(process.pid), "the end of the process")
         assert record.status.state == "unknown"
@@ -230,7 +233,7 @@ def test_a_run_of_another_machine_runs_while_its_metrics_keep_coming(live):
     first_look = RunReader(folder)
     first_look.refresh()
     assert first_look.record.status.state == "unknown"  # The files are new, and by the times in them they are a copy.
-    write_rows(folder / "history.jsonl", [start_row(0, time=NOW)])
+    write_rows(folder / "history.jsonl", [start_row(0, time=time_now())])
     later, now = RunReader(folder), time.time()
     later.refresh()
     assert later.record.status == RunStatus("running", "on elsewhere")
@@ -247,6 +250,21 @@ def test_a_run_of_another_machine_runs_while_its_metrics_keep_coming(live):
     assert later.record.status.detail.endswith("did not report its end; the last news came 1 h 57 min ago")
     first_look.record.news_at = time.monotonic() - 130
     assert first_look.record.status.state == "unknown"
+
+
+def test_a_run_in_a_container_runs_while_its_metrics_keep_coming(live):
+    """The number of its process is another one outside, where the machine has the same name."""
+    write_rows(live.record.folder / "history.jsonl", [start_row(0, host=HERE, process=2**22 + 1, time=NOW)])
+    live.refresh()
+    states = []
+    for step in (50, 60, 70):
+        states.append(live.record.status.state)
+        add_line(live.record.folder, "metrics.jsonl", {"step": step, "seconds": float(step)})
+        live.refresh()
+    assert states == ["unknown", "unknown", "running"]  # One line may be the last one of a process that was killed.
+    add_line(live.record.folder, "history.jsonl", start_row(70, host=HERE, process=2**22 + 1, time=NOW))
+    live.refresh()
+    assert live.record.status.state == "unknown"
 
 
 @each_row(
