@@ -22,7 +22,7 @@ class NextCommand(NamedTuple):
 def next_commands(run: RunRecord) -> list[NextCommand]:
     """Returns the commands for the kind of the run; for an unknown kind, only that of TensorBoard."""
     folder = str(run.folder)
-    board = _command("watch the curves live", "tensorboard", "--logdir", str(run.folder / "logs"))
+    board = _command("the curves in TensorBoard", "tensorboard", "--logdir", str(run.folder / "logs"))
     kind = kinds().get(run.kind)
     if kind is None:
         return [board]
@@ -32,6 +32,7 @@ def next_commands(run: RunRecord) -> list[NextCommand]:
     return [
         _command("continue, or train longer with a larger --num-epochs or --num-steps", *go_on),
         *model_commands(run.folder, kind, run.settings),
+        _command("watch it live in a browser", "gputrain", "watch", folder),
         _command("write this report again", "gputrain", "report", folder),
         board,
     ]

@@ -72,7 +72,7 @@ class Pages:
         with self.runs.lock:
             _, parts, values = self._render(ids)
         changed = {name: part for name, part in parts.shown.items() if part[0] not in have}
-        return {"now": time.time(), "title": values["title"], "order": [*parts.shown], "parts": changed}
+        return {"now": time.time(), "title": values["tab"], "order": [*parts.shown], "parts": changed}
 
     def _render(self, ids: Sequence[str]) -> tuple[str, Parts, dict[str, Any]]:
         every = self._sorted()
@@ -88,6 +88,8 @@ class Pages:
         values |= {"overview": overview, "budget": self.media}
         if overview:
             values["title"] = f"{len(every)} runs" if every else "No runs yet"
+        progress = views[0].progress if len(views) == 1 else None
+        values["tab"] = f"{100 * progress.share:.0f} % {values['title']}" if progress else values["title"]
         key = () if overview else shown
         parts = _renew(self._pages, key, self._pages.get(key) or Parts(is_live=True))
         queue = queue_view(self.queue, self.runs) if self.queue and not ids else None
