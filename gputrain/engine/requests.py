@@ -47,29 +47,20 @@ def send(folder: Path, action: Action, steps: int = 0) -> None:
     start = open_start(folder)
     if start is None:
         raise UserError(f"{folder}: no training is known to run there", hint="only a training that runs can be asked")
-    stage, stages = start.get("stage", 0), start.get("stages", 1)
-    if action == "cooldown" and stage + 1 < stages:
-        raise UserError(
-            f"{folder}: the training is in stage {stage + 1} of {stages}, and only the last one can cool down",
-            hint="save or stop it, or wait for its last stage",
-        )
+    if action == "cooldown" and start.get("stage", 0) + 1 < start.get("stages", 1):
+        raise UserError(f"{folder}: only the last stage can cool down", hint="save or stop it, or wait for that stage")
     if not is_count(steps, 0):
         raise UserError(f"a cool-down over {steps} steps", hint="give the number of steps, or 0 for a fifth of all")
     request = Request(action, steps, _attempt_of(start))
     with contextlib.suppress(*UNREADABLE):
         waiting = _read(folder / REQUEST)
         if waiting.attempt == request.attempt and action not in ("stop", waiting.action):
-            raise UserError(
-                f"{folder}: the training has not taken up the request before, {waiting.action}",
-                hint="try again in a moment",
-            )
+            raise UserError(f"{folder}: the training has not seen {waiting.action} yet", hint="try again in a moment")
     try:
         write_text(folder / REQUEST, json.dumps(request._asdict()) + "\n")
     except OSError as error:
-        raise UserError(
-            f"{folder / REQUEST} cannot be written: {error.strerror or error}",
-            hint="the folder must be writable for whoever asks; a signal to the training (kill) saves and stops it",
-        ) from None
+        hint = "the folder must be writable for whoever asks; a signal to the training (kill) saves and stops it"
+        raise UserError(f"{folder / REQUEST} cannot be written: {error.strerror or error}", hint=hint) from None
 
 
 def _attempt_of(start: Mapping[str, Any]) -> Attempt:

@@ -225,7 +225,7 @@ END = {"event": "end", "step": 5, "outcome": "stopped", "message": ""}
 @each_row(
     ([], "save", 0, "no training is known to run there"),
     ([START, END], "stop", 0, "no training is known to run there"),
-    ([{**START, "stages": 3}], "cooldown", 0, "is in stage 1 of 3, and only the last one can cool down"),
+    ([{**START, "stages": 3}], "cooldown", 0, "only the last stage can cool down"),
     ([START], "cooldown", -1, "a cool-down over -1 steps"),
     ([START], "cooldown", 2**40, "a cool-down over 1099511627776 steps"),
 )
@@ -240,7 +240,7 @@ def test_what_cannot_be_asked_for_is_refused(tmp_path, rows, action, steps, mess
 def test_a_request_that_waits_is_not_lost_to_another(tmp_path):
     (tmp_path / "history.jsonl").write_text(json.dumps(START) + '\n{"event": "en')
     send(tmp_path, "cooldown", 50)
-    with pytest.raises(UserError, match="has not taken up the request before, cooldown"):
+    with pytest.raises(UserError, match="has not seen cooldown yet"):
         send(tmp_path, "save")
     send(tmp_path, "cooldown", 60)
     inbox = Inbox(tmp_path / REQUEST, [["2027-01-31T18:30:00+00:00", "there", 5]])
