@@ -205,7 +205,7 @@ class QueueEntry:
         else:
             outcome, message = {0: "finished", STOPPED: "stopped"}.get(code, "failed"), self._last_words(code)
             moved &= len(rows) > self.rows_before
-        if outcome == "finished":
+        if outcome == "finished" or 0 < self.values.get("max_steps", 0) <= _count(last, "step"):
             return "finished", ""
         if outcome == "stopped" and message.startswith(IN_TIME):
             return ("waiting", "") if moved else ("failed", f"{message}: that is too short for a step")
@@ -245,7 +245,7 @@ class Queue:
         self.entries: list[QueueEntry] = []  # Of the files that are there now, in their order.
         self._known: dict[str, QueueEntry] = {}  # By name; those of removed files, too.
         self._lock = threading.RLock()  # Held during a look and an action.
-        self._ownership = FileLock(folder / LOCK, thread_local=False)
+        self._ownership = FileLock(folder / ".queue.lock", thread_local=False)
         self._thread: threading.Thread | None = None
         self._is_closed = False
 

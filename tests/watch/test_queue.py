@@ -4,6 +4,7 @@ trainings are scripts that write a history as a training does; the slow test has
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -308,3 +309,66 @@ def test_a_training_that_runs_already_is_waited_for_and_a_second_queue_only_show
     run_all(second)  # Somebody has stopped it, and wants the machine.
     assert states(second) == {"1.yaml": "stopped", "2.yaml": "waiting"}
     assert second.is_paused
+
+
+WATCHER = """
+import sys, time
+from pathlib import Path
+from gputrain.watch.queue import Queue
+
+Queue(Path(sys.argv[1])).start()
+time.sleep(1000)
+"""
+
+
+def begun(run, step):
+    """Wait until a training has made steps, and hold it there. Returns its process."""
+    metrics = run / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and f'"step": {step},' in metrics.read_text(), f"step {step} in {run}")
+    starts = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+    process = starts[-1]["process"]
+    os.kill(process, signal.SIGSTOP)
+    return process
+
+
+@pytest.mark.slow
+def test_a_disturbed_queue_gives_the_weights_of_undisturbed_runs(tmp_path, monkeypatch):
+    """The watcher and its training are killed, and found again; the next training is stopped and saved by the end of
+    the watcher. The run folder of either is that of a queue that nothing has disturbed, bit for bit."""
+    from tests.chaos.tiny import EVERY_STEP, OPTIONS, differences, make_data
+
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(module, "SETTLED_SECONDS", 0.0)
+    kinds = {"1.json": "vae", "2.json": "vocoder"}
+    data = {name: make_data(kind, tmp_path / kind) for name, kind in kinds.items()}
+    for place in ("straight", "disturbed"):
+        (tmp_path / place).mkdir()
+        for name, kind in kinds.items():
+            values = {
+                **OPTIONS[kind], "kind": kind, "data_path": str(data[name]), "output_dir": str(tmp_path / place / kind),
+                "max_steps": 30, "checkpoint_minutes": EVERY_STEP, "num_workers": 0,
+            }  # fmt: skip
+            (tmp_path / place / name).write_text(json.dumps(values))
+    queue = Queue(tmp_path / "straight")
+    run_all(queue)
+    queue.close()
+    assert states(queue) == {"1.json": "finished", "2.json": "finished"}, queue.entries
+
+    folder = tmp_path / "disturbed"
+    watcher = subprocess.Popen([sys.executable, "-c", WATCHER, str(folder)])
+    training = begun(folder / "vae", 4)
+    watcher.kill()
+    watcher.wait()
+    queue = Queue(folder)
+    queue.look()
+    assert "another process trains" in entry(queue, "1.json").message
+    os.kill(training, signal.SIGKILL)
+    wait_until(lambda: queue.look() or states(queue)["2.json"] == "running", "the second training")
+    os.kill(begun(folder / "vocoder", 3), signal.SIGCONT)
+    queue.close()
+    queue = Queue(folder)
+    run_all(queue)
+    queue.close()
+    assert states(queue) == {"1.json": "finished", "2.json": "finished"}, queue.entries
+    for kind in kinds.values():
+        assert not differences(tmp_path / "straight" / kind, folder / kind)
