@@ -91,11 +91,6 @@ class RunRecord:
         return self.metrics.seconds_before + self.metrics.attempt_seconds
 
     @property
-    def attempt_seconds(self) -> float:
-        """The time of the attempt that started last; 0 before its first line of metrics."""
-        return self.metrics.attempt_seconds if self.metrics.last_step > self._first_step else 0.0
-
-    @property
     def starts(self) -> list[dict[str, Any]]:
         return [row for row in self.history if row.get("event") == "start"]
 
@@ -106,7 +101,7 @@ class RunRecord:
         planned, events = start.get("last_step"), self.plan.get("events")
         for event in events if isinstance(events, list) else ():
             if isinstance(event, dict) and is_count(event.get("last_step")) and is_count(event.get("step")):
-                planned = event["last_step"] if event["step"] >= self._first_step else planned
+                planned = event["last_step"] if event["step"] >= self.first_step else planned
         return planned if is_count(planned) else 0
 
     @property
@@ -119,11 +114,11 @@ class RunRecord:
     def seconds_left(self) -> float | None:
         """The time to the end at the pace of the last lines of this attempt, with the evaluations and saves between
         them; None if the run does not go on, or if its end or its pace is unknown."""
-        pace, steps = self.metrics.seconds_per_step(self._first_step), self.planned_steps - self.metrics.last_step
+        pace, steps = self.metrics.seconds_per_step(self.first_step), self.planned_steps - self.metrics.last_step
         return None if pace is None or steps < 0 or self.status.state != "running" else steps * pace
 
     @property
-    def _first_step(self) -> int:
+    def first_step(self) -> int:
         """The step at which the present attempt began; -1 if unknown."""
         step = self.starts[-1].get("step") if self.starts else None
         return step if is_count(step) else -1
@@ -196,9 +191,8 @@ class RunReader:
         changed = set()
         for part, path in self._paths.items():
             sign = _sign(path)
-            is_unread = part == "metrics" and not (tail_only or record.is_read)
-            if is_unread or part not in self._signs or sign != self._signs[part]:
-                is_first = part not in self._signs
+            is_first, is_unread = part not in self._signs, part == "metrics" and not (tail_only or record.is_read)
+            if is_first or is_unread or sign != self._signs[part]:
                 self._signs[part] = sign
                 is_new = self._read(part, sign, tail_only)
                 if sign is not None if is_first else is_new:
@@ -263,8 +257,9 @@ class RunReader:
             changed_at = max((sign[2] / 1e9 for sign in signs if isinstance(sign, tuple)), default=0.0)
             record.changed_at = min(changed_at, now)
             if began := record.started_at:
-                age = max(now - record.changed_at, now - began - record.attempt_seconds - CLOCK_SECONDS)
-                record.news_at = time.monotonic() - age
+                metrics = record.metrics
+                logged = metrics.attempt_seconds if metrics.last_step > record.first_step else 0.0
+                record.news_at = time.monotonic() - max(now - record.changed_at, now - began - logged - CLOCK_SECONDS)
         elif news != self._news:
             record.changed_at, record.news_at = now, time.monotonic()
             if news[1] != history:
@@ -387,8 +382,8 @@ def _kind(written: str, names: Sequence[str]) -> str:
 
 def _is_alive(start: Mapping[str, Any]) -> bool | None:
     """Returns True if the process that wrote a start runs on this machine, False if it has ended, and None if that
-    cannot be known: it is another machine's, or a process that began later or is a part of the system has its number,
-    as outside of a container."""
+    cannot be known: it is another machine's, or another process has its number, a later one or, outside of a container,
+    any other."""
     process, written = start.get("process"), _moment(start.get("time"))
     if start.get("host") != platform.node() or not is_count(process) or not process or not written:
         return None
@@ -396,8 +391,8 @@ def _is_alive(start: Mapping[str, Any]) -> bool | None:
         found = psutil.Process(process)
         if found.status() == psutil.STATUS_ZOMBIE:
             return False
-        is_it = found.cmdline() and found.create_time() < written.timestamp() + START_SECONDS
-        return True if is_it else None
+        is_python = any(name in word for word in found.cmdline() for name in ("python", "gputrain"))
+        return True if is_python and found.create_time() < written.timestamp() + START_SECONDS else None
     except psutil.NoSuchProcess:
         return False
     except (psutil.Error, OSError, OverflowError):

@@ -5,6 +5,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import time
 from datetime import datetime, timezone
 from pathlib import Path
@@ -120,12 +121,21 @@ def test_how_a_run_ended(rows, state):
 
 
 def test_a_killed_process_that_its_parent_has_not_noticed_does_not_run():
-    with subprocess.Popen(["sleep", "60"]) as process:
+    with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"]) as process:
         record = RunRecord(Path(), "", "", history=[start_row(0, host=HERE, process=process.pid, time=time_now())])
         wait_until(lambda: record.status.state == "running", "the start of the process")
         process.kill()
         wait_until(lambda: has_ended(process.pid), "the end of the process")
         assert record.status.state == "unknown"
+
+
+def test_another_program_is_not_taken_for_a_training():
+    """As outside of a container, where any program has the number of the training."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        record = RunRecord(Path(), "", "", history=[start_row(0, host=HERE, process=process.pid, time=time_now())])
+        wait_until(lambda: b"sleep" in Path(f"/proc/{process.pid}/cmdline").read_bytes(), "the start of the program")
+        assert record.status.state == "unknown"
+        process.kill()
 
 
 # ------------------------------------------------------------------------------------------------- while a run changes
