@@ -46,6 +46,7 @@ PAUSES = (30.0, 300.0)  # Seconds before a run that failed after some steps is r
 STOPPED = 75  # Exit code of a training that was asked to stop.
 IN_TIME = "stopped in time for"  # How the message of such an end begins.
 SHOWN_LINES, SHOWN_BYTES = 4, 4000  # Of a failed training's output.
+LONGEST_HINT = 400
 PROGRAM = (sys.executable, "-m", "gputrain")
 ANOTHER = "another gputrain watch works on this queue; this one only shows it"
 
@@ -143,7 +144,8 @@ class QueueEntry:
                 hint = "leave it out, as a queue resumes by itself; to train on from the end, give another output_dir"
                 raise UserError(f"{self.path}: resume_from is in its own output_dir", hint=hint)
         except UserError as error:
-            self.error = f"{error.message}; {error.hint}" if error.hint else error.message
+            # A list of all keys is for a terminal.
+            self.error = f"{error.message}; {error.hint}" if 0 < len(error.hint) < LONGEST_HINT else error.message
 
     def other_run(self) -> str:
         """Describes the run in the folder if it is not one of these settings. How a run is saved and what it runs on
@@ -328,13 +330,13 @@ class Queue:
                     self._note_end(entry, was_seen=True)
             entries = self._read_folder()
             self._decide(entries)
-            waiting = [entry for entry in entries if entry.state == "waiting" and not entry.is_changing]
+            first = next((entry for entry in entries if entry.state == "waiting"), None)
             is_free = owns and not self.is_paused and all(entry.state != "running" for entry in entries)
-            if waiting and is_free and not self._is_closed and waiting[0].due <= time.monotonic():
+            if first and is_free and not (self._is_closed or first.is_changing) and first.due <= time.monotonic():
                 try:
-                    waiting[0].start()
+                    first.start()
                 except OSError as error:
-                    waiting[0].ended = "failed", f"cannot be started: {error}"
+                    first.ended = "failed", f"cannot be started: {error}"
                 self._decide(entries)
             self.entries = entries
             self.message = "paused: nothing further starts" * self.is_paused if owns else ANOTHER
@@ -362,7 +364,7 @@ class Queue:
 
     def _decide(self, entries: list[QueueEntry]) -> None:
         """Decide the state of each entry, and log those that have changed."""
-        owners = {os.path.realpath(entry.folder): entry for entry in entries if entry.process}
+        owners = {os.path.realpath(entry.folder): entry for entry in entries if entry.attempts and not entry.error}
         for entry in entries:
             before = entry.state
             entry.state, entry.message = self._state_of(entry, owners)

@@ -211,16 +211,25 @@ def test_a_file_may_be_changed_added_and_removed_at_any_time(desk, monkeypatch):
     run_all(queue)
     assert states(queue) == {"1.yaml": "finished"}
     assert not queue.is_paused
+    desk.put("0.yaml", output_dir=str(desk.folder.parent / "1"))  # The folder stays that of the run in it.
+    queue.look()
+    assert states(queue) == {"0.yaml": "refused", "1.yaml": "finished"}
+    (desk.folder / "0.yaml").unlink()
     desk.put("1.yaml", FINISHED, num_epochs=5)  # More epochs for what has finished.
     run_all(queue)
     assert desk.starts("1.yaml") == 3
-    # What is being written waits, and holds nothing up.
+    # What is being written waits, and so does what comes after it.
     monkeypatch.setattr(module, "SETTLED_SECONDS", 1000.0)
-    desk.put("3.yaml")
-    desk.put("4.yaml")
-    os.utime(desk.folder / "4.yaml", (1, 1))
-    wait_until(lambda: queue.look() or states(queue)["4.yaml"] == "finished", "the training after it")
-    assert states(queue) == {"1.yaml": "finished", "3.yaml": "waiting", "4.yaml": "finished"}
+    for name in ("3.yaml", "4.yaml", "5.yaml"):
+        desk.put(name)
+    for name in ("3.yaml", "5.yaml"):
+        os.utime(desk.folder / name, (1, 1))
+    wait_until(lambda: queue.look() or states(queue)["3.yaml"] == "finished", "the training before it")
+    queue.look()
+    assert [one.state for one in queue.entries[1:]] == ["finished", "waiting", "waiting"]
+    os.utime(desk.folder / "4.yaml", (9e9, 9e9))  # The clock of another machine is ahead.
+    run_all(queue)
+    assert set(states(queue).values()) == {"finished"}
 
 
 def test_the_buttons(desk):
