@@ -16,11 +16,11 @@ from gputrain.engine.history import history_size
 from gputrain.engine.schedule import Saving
 from gputrain.hw.child_process import describe_exit, package_environment
 from gputrain.hw.ranks import Ranks
+from gputrain.watch.options import PARENT
 
 log = logging.getLogger(__name__)
 
 PROGRAM = (sys.executable, "-m", "gputrain", "watch")
-PARENT = "GPUTRAIN_WATCH_PARENT"  # Set to 1 for a page that ends soon after the end of its standard input.
 
 
 @contextlib.contextmanager

@@ -20,8 +20,7 @@ from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler, get_interfa
 
 from gputrain.errors import UserError
 from gputrain.watch.app import HEADERS, WatchApp
-from gputrain.watch.beside import PARENT
-from gputrain.watch.options import PORT, WatchSettings
+from gputrain.watch.options import PARENT, PORT, WatchSettings
 
 log = logging.getLogger(__name__)
 
@@ -120,14 +119,20 @@ def serve(settings: WatchSettings, say: Callable[[str], None]) -> None:
         host, port = listening.getsockname()[:2]
         is_local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
         token = token_of(is_local and not settings.allow_control, os.environ.get(TOKEN, ""))
-        from gputrain.report.media import LiveMedia
-        from gputrain.watch.control import act
-        from gputrain.watch.pages import Pages
-        from gputrain.watch.queue import Queue
-        from gputrain.watch.runs import Runs
+        queue = None
+        if settings.queue:
+            from gputrain.watch.queue import Queue
 
-        queue = Queue(settings.queue) if settings.queue else None
+            queue = Queue(settings.queue)
         try:
+            say(address(host, port, token))
+            log.info("%s", introduction(settings, port, is_local))
+            # Importing torch takes a second, in which a browser that has the address waits.
+            from gputrain.report.media import LiveMedia
+            from gputrain.watch.control import act
+            from gputrain.watch.pages import Pages
+            from gputrain.watch.runs import Runs
+
             runs = Runs(settings.watched, lambda: [one.run for one in queue.entries if one.run] if queue else [])
             media = LiveMedia()
             pages = Pages(
@@ -138,8 +143,6 @@ def serve(settings: WatchSettings, say: Callable[[str], None]) -> None:
             runs.start()
             if queue:
                 queue.start()
-            say(address(host, port, token))
-            log.info("%s", introduction(settings, port, is_local))
             if has_parent:
                 threading.Thread(target=end_after_parent, args=(server,), daemon=True).start()
             server.serve_forever()
