@@ -290,10 +290,13 @@ class StepSchedule:
 
     @property
     def last_step(self) -> int:
-        """Number of completed steps at which the stage ends: that of its cool-down, or by its epochs or its steps,
-        whichever comes first. Until the clock begins a cool-down, its end is open."""
-        if self.start.cooldown_end:
-            return self.start.cooldown_end
+        """Number of completed steps at which the stage ends: that of its cool-down, or what was planned."""
+        return self.start.cooldown_end or self.planned_end
+
+    @property
+    def planned_end(self) -> int:
+        """Number of completed steps at which the stage ends without a cool-down: by its epochs or its steps, whichever
+        comes first. Until the clock begins a cool-down, the end is open."""
         if self.schedule.finish_by:
             return self.start.step + OPEN_END
         ends = []
@@ -359,7 +362,7 @@ class StepSchedule:
         if self.schedule.rate_schedule == "exponential":
             epochs = self.epochs_done(step) - self.start.stage_epoch
             return max(least, base * self.schedule.gamma**epochs)
-        last = self.last_step - self.start.stage_step
+        last = self.planned_end - self.start.stage_step
         if self.schedule.rate_schedule == "tri-stage":
             held = warmup + self.schedule.hold_share * last
             fallen = min(1.0, max(0.0, at - held) / max(1.0, last - held))

@@ -129,6 +129,22 @@ def test_when_a_cool_down_ends_that_is_asked_for(settings, start, progress, step
     assert (cooled.last_step, cooled.learning_rate(expected)) == (expected, steps.schedule.min_learning_rate)
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "tri-stage", "exponential"])
+def test_a_cool_down_goes_on_from_the_rate_of_any_schedule(tmp_path, schedule):
+    settings = {
+        "learning_rate_schedule": schedule,
+        "num_epochs": 10,
+        "gamma": 0.9 if schedule == "exponential" else 0.9999,
+    }
+    run(tmp_path / "straight", max_steps=13, **settings)
+    expected = run(tmp_path / "a", Asking(tmp_path / "a", {11: ("cooldown", 4)}), **settings)
+    before = rates(tmp_path / "straight")
+    found = before[:12] + [before[12] * left / 4 for left in range(4, 0, -1)]
+    assert rates(tmp_path / "a") == pytest.approx(found)
+    kept = str(tmp_path / "a" / "checkpoint_step_12.pt")
+    assert_equal(expected, run(tmp_path / "option", resume_from=kept, cooldown=4, **settings))
+
+
 def test_a_cool_down_that_cannot_begin_is_said_and_the_run_goes_on(tmp_path, caplog):
     asked = Asking(tmp_path / "a", {11: ("cooldown", 8), 14: ("cooldown", 3), 15: ("save",)})
     expected = run(tmp_path / "b", Asking(tmp_path / "b", {11: ("cooldown", 8)}), **HELD)
