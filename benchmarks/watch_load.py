@@ -29,6 +29,7 @@ from gputrain.watch.pages import Pages
 from gputrain.watch.runs import MOST_ROWS, Runs, id_of
 
 EVALUATED_STEPS = 500
+MEGABYTES = "memory of one run, read whole"
 
 
 def write_runs(folder: Path, runs: int, rows: int) -> list[Path]:
@@ -86,7 +87,7 @@ def load(folders: Sequence[Path], step: int) -> Iterator[tuple[str, float]]:
     tracemalloc.start()
     reader = RunReader(folders[-1], most_rows=MOST_ROWS)
     reader.refresh()
-    yield "megabytes of one run, read whole", tracemalloc.get_traced_memory()[0] / 1e6
+    yield MEGABYTES, tracemalloc.get_traced_memory()[0] / 1e6
     tracemalloc.stop()
 
 
@@ -100,9 +101,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         found = dict(load(write_runs(Path(name), args.runs, args.rows), args.rows))
     for title, value in found.items():
-        print(f"{title:55} {f'{value:.2f}' if title.startswith('megabytes') else f'{1e3 * value:.1f} ms'}")
+        print(f"{title:55} {f'{value:.2f} MB' if title == MEGABYTES else f'{1e3 * value:.1f} ms'}")
     command = f"python benchmarks/watch_load.py --runs {args.runs} --rows {args.rows}"
-    result = {"command": command, "machine": machine, "cpu_seconds": {name: round(found[name], 5) for name in found}}
+    megabytes = round(found.pop(MEGABYTES), 2)
+    seconds = {title: round(value, 5) for title, value in found.items()}
+    result = {"command": command, "machine": machine, "cpu_seconds": seconds, "megabytes_of_a_run": megabytes}
     device = re.sub(r"\W+", "_", machine["device"].lower())
     path = Path(__file__).parent / "results" / f"watch_load_{device}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
