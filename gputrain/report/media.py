@@ -34,7 +34,8 @@ SOUND_SECONDS = 8.0
 LIVE_SECONDS, LIVE_SOUND_BYTES = 60.0, 4_000_000  # A sound of a page is as long as both allow.
 LIVE_BYTES, LIVE_FILES = 200_000_000, 20_000  # What is kept for pages: pictures and sounds, and what they were made of.
 LONGEST_SIDE = 30_000  # Pixels of a picture that is read.
-SPECTROGRAM_FRAMES, SPECTROGRAM_BANDS = 400, 64
+SPECTROGRAM_FRAMES, SPECTROGRAM_BANDS, SHORTEST_HOP = 400, 64, 32
+FAULTS = (OSError, ValueError, SyntaxError, RuntimeError, MemoryError, Image.DecompressionBombError)  # Of decoders.
 DECADES = (-5.0, 1.5)  # Powers of ten: mel magnitudes of the darkest and the brightest colour.
 
 
@@ -79,7 +80,7 @@ class MediaBudget:
             return None
         try:
             return make()
-        except (OSError, ValueError, SyntaxError, RuntimeError, MemoryError):  # Decoders raise all of them.
+        except FAULTS:
             self.unreadable += 1
             return None
 
@@ -128,7 +129,7 @@ class MediaBudget:
         if uri is None:
             return None
         shown = None
-        if with_spectrogram:
+        if with_spectrogram and len(wave_T) >= SHORTEST_HOP:
             shown = self.picture(spectrogram(torch.from_numpy(wave_T), rate), f"spectrogram of {title}")
         return EmbeddedSound(uri, shown, len(wave_T) / rate, title, is_cut=len(wave_T) < frames)
 
@@ -214,7 +215,7 @@ def spectrogram(wave_T: torch.Tensor, rate_hz: int) -> Image.Image:
     """Returns the mel spectrogram of a wave, of about SPECTROGRAM_FRAMES frames, with axes; low frequencies are at the
     bottom."""
     size = 1024
-    hop = max(32, len(wave_T) // SPECTROGRAM_FRAMES)
+    hop = max(SHORTEST_HOP, len(wave_T) // SPECTROGRAM_FRAMES)
     size = max(size, 1 << (hop - 1).bit_length())
     mel = Mel(rate_hz, SPECTROGRAM_BANDS, hop, size, size, 0, rate_hz / 2)
     values_MF = mel_decades(wave_T, mel)

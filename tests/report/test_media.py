@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -114,3 +116,20 @@ def test_what_leads_out_of_the_run_is_never_read(vae_run, tmp_path):
     (folder / "samples").rename(tmp_path / "samples")
     (folder / "samples").symlink_to(tmp_path / "samples")
     assert sample_section(read_run(folder), MediaBudget.of(30)).is_empty
+
+
+def test_pictures_that_would_fill_the_memory_and_very_short_sounds_are_no_error(tmp_path):
+    def chunk(kind, content):
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    head, rows = struct.pack(">IIBBBBB", 20_000, 20_000, 1, 0, 0, 0, 0), zlib.compress(b"")
+    picture = tmp_path / "large.png"
+    picture.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b""))
+    budget = MediaBudget.of(30)
+    assert budget.of_file(picture, lambda: module.open_picture(picture)) is None
+    assert budget.unreadable == 1
+    for length in (1, 31, 32):
+        soundfile.write(tmp_path / "short.wav", np.full(length, 0.5), 8000)
+        sound = budget.sound(tmp_path / "short.wav", "a click")
+        assert sound.seconds == length / 8000
+        assert (sound.spectrogram is None) == (length < 32)
