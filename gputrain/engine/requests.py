@@ -122,10 +122,13 @@ def watched(run: Run, act: Callable[[Request], None]) -> Iterator[None]:
     run.attempts.append(_attempt_of(start))
     inbox, left = Inbox(run.folder / REQUEST, run.attempts), threading.Event()
 
+    def look() -> None:
+        if request := inbox.take():
+            act(request)
+
     def watch() -> None:
         while not left.is_set():
-            if request := inbox.take():
-                act(request)
+            look()
             left.wait(LOOK_SECONDS)
 
     thread = threading.Thread(target=watch, name="requests", daemon=True)
@@ -135,3 +138,4 @@ def watched(run: Run, act: Callable[[Request], None]) -> Iterator[None]:
     finally:
         left.set()
         thread.join(LOOK_SECONDS)  # A disk that does not answer must not keep the training from its end.
+        look()  # What comes last is for the next stage, if there is one.

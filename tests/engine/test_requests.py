@@ -5,15 +5,17 @@ import json
 import os
 import re
 import threading
+import time
 
 import pytest
 
+from gputrain.engine import requests
 from gputrain.engine.requests import REQUEST, Inbox, send
 from gputrain.engine.run_folder import replace_file
 from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule
 from gputrain.engine.stop import COMMAND_CLOCK
 from gputrain.errors import Stopped, UserError
-from tests.engine.asking import Asking, note_requests
+from tests.engine.asking import TAKEN, Asking, note_requests
 from tests.engine.test_deadline import steps_of
 from tests.engine.test_finish_by import clock, rates, run  # noqa: F401 (a fixture)
 from tests.engine.test_history import rows as history
@@ -56,6 +58,21 @@ def test_a_request_to_stop_ends_a_wait_for_data_that_hangs(tmp_path):
     with pytest.raises(Stopped, match="after step 8; everything is saved"):
         run(tmp_path, hanging, max_steps=12)
     assert saved_step(tmp_path) == 8
+
+
+def test_a_request_that_comes_last_is_for_the_next_stage(tmp_path, monkeypatch):
+    """Between two looks, which are far apart here, the stage ends."""
+    monkeypatch.setattr(requests, "LOOK_SECONDS", HANG_SECONDS)
+
+    def source(first: int, last: int):
+        yield from batches(first, last - 1)
+        time.sleep(0.05)  # The first look is over, as a rule.
+        send(tmp_path, "stop")
+        yield from batches(last - 1, last)
+
+    run(tmp_path, source, max_steps=3)
+    assert not (tmp_path / REQUEST).exists()
+    assert TAKEN[-1].action == "stop"
 
 
 def test_a_request_to_save_saves_after_the_step_and_changes_nothing(tmp_path, caplog):
