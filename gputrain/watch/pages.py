@@ -176,5 +176,5 @@ def queue_view(queue: "Queue", runs: Runs) -> QueueView:
         shown = str(one.run) if one.run else ""
         entries.append(EntryView(one.id, one.name, one.state, one.message, shown, run_id if run_id in known else ""))
     left = sum(entry.state in ("waiting", "stopped") for entry in entries)
-    state = "paused" if queue.is_paused else "trains" if any(one.state == "running" for one in entries) else "waits"
-    return QueueView(f"The queue {state}: {left} of {len(entries)} to come.", queue.is_paused, tuple(entries))
+    state = f"{left} of {len(entries)} to come" + (f"; {queue.message}" if queue.message else "")
+    return QueueView(f"{state}.", queue.is_paused, tuple(entries))

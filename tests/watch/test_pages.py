@@ -13,6 +13,7 @@ import pytest
 from gputrain.engine.metrics import append_line
 from gputrain.report.media import LiveMedia
 from gputrain.watch.pages import Pages
+from gputrain.watch.queue import Queue
 from gputrain.watch.runs import Runs, id_of
 from tests.report.runs import PLAN, end_row, make_run, metric_rows, start_row, write_rows
 
@@ -135,6 +136,25 @@ def test_new_samples_are_sent_alone(folders):
     for name in re.findall(r'src="media/([^"]+)"', visitor.parts[sound][1]):
         kind, content = visitor.pages.media.get(name)
         assert (kind, content[:4]) in (("audio/wav", b"RIFF"), ("image/jpeg", b"\xff\xd8\xff\xe0"))
+
+
+def test_the_queue_is_on_the_overview_with_what_can_be_done(folders, tmp_path):
+    queued = tmp_path / "queue"
+    queued.mkdir()
+    (queued / "2 <b>.yaml").write_text(f"kind: vae\ndata_path: photos\noutput_dir: {folders[0]}\n")
+    (queued / "10.yaml").write_text("kind: vae\nbatch_size: two\n")
+    runs, queue = Runs([tmp_path]), Queue(queued)
+    queue.pause()
+    runs.look()
+    for controls in (False, True):
+        page, _ = Pages(runs, LiveMedia(), controls=controls, queue=queue).page([])
+        section = re.search(r'<section id="queue">.*?</section>', page, re.DOTALL)[0]
+        assert "paused" in section
+        assert section.index("2 &lt;b&gt;.yaml") < section.index("10.yaml")
+        assert "batch_size" not in section or "two" in section
+        assert section.count("<button") == controls * 3
+    alone, _ = Pages(runs, LiveMedia(), queue=queue).page([id_of(folders[1])])
+    assert 'id="queue"' not in alone
 
 
 def test_the_policy_allows_the_style_and_the_script_of_the_page_alone(folders):
