@@ -32,7 +32,7 @@ from gputrain.engine.requests import ASKED_TO_STOP, send
 from gputrain.engine.run_folder import CONFIG, LOCK
 from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError, first_line
-from gputrain.hw.child_process import describe_exit, package_environment
+from gputrain.hw.child_process import describe_exit, package_environment, remedy_for_exit
 from gputrain.kinds import ModelKind, read_defaults, stated_kind, without_kind
 from gputrain.report.records import is_count, read_history
 
@@ -210,7 +210,7 @@ class QueueEntry:
         if outcome == "finished" or 0 < self.values.get("max_steps", 0) <= _count(last, "step"):
             return "finished", ""
         if outcome == "stopped" and message.startswith(IN_TIME):
-            return ("waiting", "") if moved else ("failed", f"{message}: that is too short for a step")
+            return ("waiting", "") if moved else ("failed", f"{message}: its max_time is too short for a step")
         if outcome == "stopped" and (was_seen or message.startswith(ASKED_TO_STOP)):
             return "stopped", message
         if outcome != "failed" or is_in_use(self.folder):  # It failed as another process has begun to train there.
@@ -231,7 +231,8 @@ class QueueEntry:
             lines = [line for line in text.splitlines()[1:] if line.strip()]
         if code == STOPPED:
             return next((line.removeprefix("stopped: ") for line in lines if line.startswith("stopped: ")), "")
-        return "\n".join([*lines[-SHOWN_LINES:], f"({describe_exit(code)})"])
+        remedy = f": {remedy_for_exit(code)}" if code < 0 else ""
+        return "\n".join([*lines[-SHOWN_LINES:], f"({describe_exit(code)}{remedy})"])
 
 
 class Queue:

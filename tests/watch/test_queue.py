@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gputrain.errors import UserError
+from gputrain.hw.child_process import remedy_for_exit
 from gputrain.watch import queue as module
 from gputrain.watch.queue import Queue
 from tests.waiting import wait_until
@@ -162,9 +163,9 @@ def test_an_attempt_that_has_made_steps_is_resumed_and_a_stop_pauses_the_queue(d
         "2.yaml": ([moved], "failed", 3, "error: out of memory\n(exit code 2)"),
         "3.yaml": ([failed], "failed", 1, "error: out of memory\n(exit code 2)"),
         "4.yaml": ([{"end": "killed", "steps": 5}, FINISHED], "finished", 2, ""),
-        "5.yaml": ([{"end": "killed"}], "failed", 1, "(SIGKILL)"),
+        "5.yaml": ([{"end": "killed"}], "failed", 1, f"(SIGKILL: {remedy_for_exit(-9)})"),
         "6.yaml": ([*[limit] * 4, FINISHED], "finished", 5, ""),
-        "7.yaml": ([{**limit, "steps": 0}], "failed", 1, f"{in_time}: that is too short for a step"),
+        "7.yaml": ([{**limit, "steps": 0}], "failed", 1, f"{in_time}: its max_time is too short for a step"),
         "8.yaml": ([{"end": "stopped", "steps": 1, "message": "interrupted after step 1"}, FINISHED], "stopped", 1,
                    "interrupted after step 1"),
         "9.yaml": ([FINISHED], "waiting", 0, ""),
