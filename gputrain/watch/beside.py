@@ -64,4 +64,4 @@ def _forward(page: "subprocess.Popen[str]", left: threading.Event) -> None:
     code = page.wait()
     if not left.is_set():
         reason = fault or describe_exit(code)
-        log.warning("--watch: the page of the run is not served any more (%s); the training goes on", reason)
+        log.warning("--watch: the page of the run is not served (%s); the training goes on", reason)

@@ -89,8 +89,8 @@ def test_a_killed_training_takes_its_page_along(run):
 def test_a_page_that_fails_is_one_warning(run, monkeypatch, caplog):
     for program, reason in (
         ((sys.executable, "-IS", "-c", "import sys; sys.exit('error: no port is free\\nhint: end something')"),
-         "is not served any more (error: no port is free); the training goes on"),
-        ((sys.executable, "-IS", "-c", "import os; os.kill(os.getpid(), 9)"), "any more (SIGKILL); the training"),
+         "is not served (error: no port is free); the training goes on"),
+        ((sys.executable, "-IS", "-c", "import os; os.kill(os.getpid(), 9)"), "is not served (SIGKILL); the training"),
         ((str(run / "python"),), "cannot be served ([Errno 2] No such file or directory"),
     ):  # fmt: skip
         caplog.clear()
