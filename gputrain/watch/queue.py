@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
-from gputrain.config import assemble, checked, leaves, read_file, without_retired
+from gputrain.config import LONGEST_FILE, assemble, checked, leaves, read_file, without_retired
 from gputrain.engine.checkpoint import newest_first
 from gputrain.engine.history import HISTORY, last_logged_step
 from gputrain.engine.requests import ASKED_TO_STOP, send
@@ -104,11 +104,16 @@ class QueueEntry:
         return self.path.with_name(f"{self.path.name}.log")
 
     @property
+    def begins_at(self) -> str:
+        """The checkpoint that its file names, if any."""
+        given = str(self.values.get("resume_from", ""))
+        return given if given != "auto" else ""
+
+    @property
     def words(self) -> list[str]:
         """The words of its command. A run whose file names a checkpoint begins there, and goes on from its own."""
-        begins = self.values.get("resume_from", "auto") not in ("", "auto") and not newest_first(self.folder)
-        command = self.trains.command if self.trains else "train-"
-        return [command, "--config", str(self.path), *([] if begins else ["--resume-from", "auto"])]
+        resumes = [] if self.begins_at and not newest_first(self.folder) else ["--resume-from", "auto"]
+        return [self.trains.command if self.trains else "train-", "--config", str(self.path), *resumes]
 
     def refresh(self) -> None:
         """Read the file if it has changed, and nobody writes it any more."""
@@ -118,7 +123,8 @@ class QueueEntry:
             self.is_changing = changed != self.changed and 0 <= time.time() - found.st_mtime < SETTLED_SECONDS
             if changed == self.changed or self.is_changing:
                 return
-            self.changed, digest = changed, hashlib.sha256(self.path.read_bytes()).hexdigest()
+            with self.path.open("rb") as file:
+                self.changed, digest = changed, hashlib.sha256(file.read(LONGEST_FILE + 1)).hexdigest()
         except OSError as error:
             self.digest, self.error = "", f"{self.path}: {error.strerror}"
             return
@@ -139,8 +145,8 @@ class QueueEntry:
             if "output_dir" not in self.values:
                 raise UserError(f"{self.path}: output_dir is missing", hint="give each run a folder of its own")
             assemble(self.trains.train, self.values, str(self.path))
-            begin = Path(self.values.get("resume_from", "")).resolve()
-            if self.folder.resolve() in (begin, begin.parent):
+            begin = Path(self.begins_at).resolve()
+            if self.begins_at and self.folder.resolve() == (begin.parent if begin.suffix == ".pt" else begin):
                 hint = "leave it out, as a queue resumes by itself; to train on from the end, give another output_dir"
                 raise UserError(f"{self.path}: resume_from is in its own output_dir", hint=hint)
         except UserError as error:
@@ -368,7 +374,10 @@ class Queue:
         owners = {os.path.realpath(entry.folder): entry for entry in entries if entry.attempts and not entry.error}
         for entry in entries:
             before = entry.state
-            entry.state, entry.message = self._state_of(entry, owners)
+            try:
+                entry.state, entry.message = self._state_of(entry, owners)
+            except (OSError, ValueError) as error:  # Its run folder has an impossible name, or may not be read.
+                entry.state, entry.message = "refused", f"{entry.run}: {first_line(error)}"
             if entry.state != before:
                 message = f": {entry.message}".replace("\n", "\n  ") if entry.message else ""
                 log.info("queue: %s: %s%s", entry.name, entry.state, message)

@@ -134,6 +134,8 @@ def test_trainings_run_in_the_order_of_their_names_and_every_file_has_a_state(de
     desk.put("7.yaml", resume_from=str(desk.folder.parent / "7" / "checkpoint_last.pt"))
     desk.put("8.json", {"end": "early", "message": "no such folder"})
     (desk.folder / "9.yml").write_text("[1, 2")
+    desk.put("11.yaml", output_dir=str(desk.folder.parent / ("a" * 300)))
+    desk.put("12.yaml", output_dir="a\0b")
     (desk.folder / ".hidden.yaml").write_text("image_size: 32")
     (desk.folder / "notes.txt").write_text("")
     queue = desk.queue()
@@ -143,7 +145,7 @@ def test_trainings_run_in_the_order_of_their_names_and_every_file_has_a_state(de
         "4.yaml": ("refused", "is the output_dir of 2.yaml, too"), "5.yaml": ("refused", "output_dir is missing"),
         "6.yaml": ("refused", "kind is 'colouriser'"), "7.yaml": ("refused", "leave it out"),
         "8.json": ("failed", "error: no such folder\n(exit code 2)"), "9.yml": ("refused", "not valid YAML"),
-        "10.json": ("finished", ""),
+        "10.json": ("finished", ""), "11.yaml": ("refused", "name too long"), "12.yaml": ("refused", "output_dir"),
     }  # fmt: skip
     assert list(states(queue)) == list(wanted)
     for name, (state, message) in wanted.items():
