@@ -58,4 +58,7 @@ def _command(purpose: str, *words: str) -> NextCommand:
 def _is_elsewhere(run: RunRecord) -> bool:
     """Returns True if the configuration names another folder, as that of a copied run does."""
     written = run.settings.get("output_dir")
-    return isinstance(written, str) and Path(written).resolve() != run.folder.resolve()
+    try:
+        return isinstance(written, str) and os.path.realpath(written) != os.path.realpath(run.folder)
+    except ValueError:  # No folder can have this name.
+        return True

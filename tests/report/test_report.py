@@ -264,6 +264,14 @@ def test_the_commands_are_accepted_by_the_command_line(runs, tmp_path, kind):
         assert str(copied) in command.line
 
 
+@each_row('"\\ud800"', '"a\\0b"', "[1]", "5")
+def test_an_output_dir_that_is_no_name_is_no_error(runs, tmp_path, written):
+    folder = tmp_path / "run"
+    shutil.copytree(runs["tts"], folder, dirs_exist_ok=True)
+    (folder / "config.yaml").write_text(f"kind: tts\noutput_dir: {written}\n")
+    assert next_commands(read_run(folder))[0].line.startswith(f"gputrain train-tts --config {folder}")
+
+
 def luminance(colour: str) -> float:
     """Returns the relative luminance of WCAG 2.2."""
     shares = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
