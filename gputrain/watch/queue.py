@@ -294,9 +294,7 @@ class Queue:
             if entry.process is None:
                 log.info("queue: the training in %s was not started by this command, and goes on", entry.run)
             elif entry.process.poll() is None:
-                log.info(
-                    "queue: %s stops and saves; Ctrl-C again leaves at once, and it saves all the same", entry.name
-                )
+                log.info("queue: %s stops and saves; Ctrl-C again leaves, and it saves all the same", entry.name)
                 entry.stop()
                 while entry.process.poll() is None:
                     time.sleep(0.1)
@@ -359,10 +357,12 @@ class Queue:
             if not entry.process:
                 entry.refresh()
         entries = [entry for name, entry in self._known.items() if name in names or entry.process]
-        parts = {entry: re.split("([0-9]+)", entry.name.lower()) for entry in entries}
-        return sorted(
-            entries, key=lambda entry: [(int(one), "") if one.isdecimal() else (-1, one) for one in parts[entry]]
-        )
+
+        def order(entry: QueueEntry) -> list[tuple[int, str]]:
+            parts = re.split("([0-9]+)", entry.name.lower())
+            return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+
+        return sorted(entries, key=order)
 
     def _note_end(self, entry: QueueEntry, *, was_seen: bool) -> None:
         entry.ended = entry.end(was_seen=was_seen)
@@ -399,10 +399,7 @@ class Queue:
             return "skipped", "until it is tried again, or gputrain watch begins anew"
         if ran or entry.ended is None:
             if not (ran or entry.is_wanted) and (other := entry.other_run()):
-                return (
-                    "refused",
-                    f"{entry.run} holds {other}: give another output_dir, or go on with it by trying again",
-                )
+                return "refused", f"{entry.run} holds {other}: give another output_dir, or try again to go on with it"
             if ran or not entry.is_wanted:
                 self._note_end(entry, was_seen=ran)
         return entry.ended or ("waiting", "")
