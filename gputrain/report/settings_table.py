@@ -103,7 +103,7 @@ def _reason(setting: Mapping[str, Any]) -> str:
 
 
 def plan_events(run: RunRecord) -> list[tuple[str, str]]:
-    """Returns the step and the words of each event in plan.json: warnings, cool-downs, and changes of the micro-batch."""
+    """Returns the step and the words of each event in plan.json: warnings, cool-downs, changes of the micro-batch."""
     events = run.plan.get("events")
     found = []
     for event in events if isinstance(events, list) else ():

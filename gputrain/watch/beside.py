@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+import urllib.parse
 from collections.abc import Iterator
 
 from gputrain.engine.history import history_size
@@ -59,7 +60,8 @@ def _forward(page: "subprocess.Popen[str]", left: threading.Event) -> None:
     fault = ""
     for line in page.stdout:
         if line.startswith("http"):
-            log.info("the page of the run: %s", line.strip())
+            port = urllib.parse.urlsplit(line).port
+            log.info("the page of the run, elsewhere after ssh -L %d:localhost:%d HOST: %s", port, port, line.strip())
         fault = fault or (line.strip() if line.startswith("error") else "")
     code = page.wait()
     if not left.is_set():
