@@ -257,7 +257,7 @@ def test_a_signal_after_a_request_by_the_clock_or_a_page_is_the_first_one(tmp_pa
             reached.append("the end of the step")
             signal.raise_signal(signal.SIGUSR1)
 
-    with pytest.raises(Stopped, match="^stopped in time for --max-time 3h56m, twice: stopped at once"):
+    with pytest.raises(Stopped, match=r"^stopped in time for --max-time 3h56m, twice: stopped at once"):
         make_steps()
     assert reached == ["the end of the step"]
 
