@@ -33,13 +33,21 @@ FIRST_LOOK_SECONDS = 3.0  # The longest time that the first page waits for the f
 
 def id_of(folder: Path) -> str:
     """Returns the name of a run in addresses, from which its path doesn't follow."""
-    return hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:10]
+    return hashlib.sha256(_real(folder).encode("utf-8", "surrogatepass")).hexdigest()[:10]
+
+
+def _real(folder: Path) -> str:
+    """Returns the path of a folder without links, also for a text that can be no path."""
+    try:
+        return os.path.realpath(folder)
+    except ValueError:
+        return str(folder)
 
 
 def find_runs(folder: Path, depth: int, seen: dict[str, int]) -> Iterator[Path | None]:
     """Yields the run folders at and below a folder, and None for every other one, after which a caller may pause. Links
     to folders are followed. `seen` are the depths to which folders have been looked at."""
-    real = os.path.realpath(folder)
+    real = _real(folder)
     if seen.get(real, -1) >= depth:
         return
     seen[real] = depth
@@ -50,7 +58,7 @@ def find_runs(folder: Path, depth: int, seen: dict[str, int]) -> Iterator[Path |
                 is_run = is_run or SIGN.fullmatch(entry.name) is not None
                 if depth and not entry.name.startswith(".") and entry.name not in NOT_CRAWLED and entry.is_dir():
                     below.append(entry.name)
-    except OSError:  # It has vanished, or may not be read.
+    except (OSError, ValueError):  # It has vanished, may not be read, or can be no path.
         pass
     yield folder if is_run else None
     for name in sorted(below):
@@ -99,7 +107,7 @@ class Runs:
             return self._readers[id].record
 
     def _work(self) -> None:
-        look_at = 0.0
+        look_at, fault = 0.0, ""
         while True:
             try:
                 if time.monotonic() >= look_at:
@@ -108,7 +116,8 @@ class Runs:
                 if time.monotonic() - self._asked < ASKED_SECONDS:
                     self.read()
             except Exception as error:  # The next turn may have more luck: a disk that is away comes back.
-                log.warning("runs cannot be read: %s", first_line(error))
+                if fault != (fault := first_line(error)):
+                    log.warning("runs cannot be read: %s", fault)
             self._wanted.wait(LOOK_SECONDS)
             self._wanted.clear()
             time.sleep(READ_SECONDS)

@@ -35,7 +35,9 @@ def test_runs_are_found_to_a_depth_and_through_links_but_not_among_data(tmp_path
     found = {str(path.relative_to(root)) for path in filter(None, looked_at)}
     assert found == {".", "a", "a/b/c", "link", "pictures"}
     assert len(looked_at) == 6  # These and a/b, each once.
-    assert not list(filter(None, find_runs(tmp_path / "not there", DEPTH, {})))
+    for name in ("not there", "a\0b", "\ud800"):
+        assert not list(filter(None, find_runs(tmp_path / name, DEPTH, {})))
+        assert len(id_of(tmp_path / name)) == 10
 
 
 def test_a_folder_of_a_million_files_costs_little(tmp_path, monkeypatch):
