@@ -125,9 +125,7 @@ def serve(settings: WatchSettings, say: Callable[[str], None]) -> None:
 
             queue = Queue(settings.queue)
         try:
-            say(address(host, port, token))
-            log.info("%s", introduction(settings, port, is_local))
-            # Importing torch takes a second, in which a browser that has the address waits.
+            # After the port is known to be free: importing torch takes a second.
             from gputrain.report.media import LiveMedia
             from gputrain.watch.control import act
             from gputrain.watch.pages import Pages
@@ -143,6 +141,8 @@ def serve(settings: WatchSettings, say: Callable[[str], None]) -> None:
             runs.start()
             if queue:
                 queue.start()
+            say(address(host, port, token))
+            log.info("%s", introduction(settings, port, is_local))
             if has_parent:
                 threading.Thread(target=end_after_parent, args=(server,), daemon=True).start()
             server.serve_forever()
