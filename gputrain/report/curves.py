@@ -26,7 +26,7 @@ LEFT, RIGHT, TOP, BOTTOM = 54, 12, 10, 30
 MOST_POINTS = 220  # Points of a curve that are drawn.
 FEW_POINTS = 40  # Up to so many points are marked, and not smoothed.
 SMOOTHING_SHARE = 0.05  # Width of the moving average, as a share of the curve.
-COLOURS = 6  # Number of colours for runs; further runs begin again, with dashes.
+COLOURS = 6  # Number of colours for runs; further runs begin again, with wider lines.
 
 Columns = NDArray[np.float64]  # Points as rows: a step and a value.
 Number = TypeVar("Number", float, NDArray[np.float64])
@@ -108,8 +108,8 @@ def draw(chart: Chart) -> Markup:
     layers = Markup("").join(_layer(chart, lines, axes, name if len(scales) > 1 else "both") for name, axes in scales)
     data = {
         "reach": reach, "unit": chart.unit, "left": LEFT, "right": WIDTH - RIGHT, "width": WIDTH,
-        "curves": [{"label": curve.label, "run": curve.run, "points": _rounded(thinned(of_curve))}
-                   for curve, of_curve in zip(chart.curves, points, strict=True)],
+        "curves": [{"label": one.label, "run": one.run, "letter": letter_of(one.run) if chart.has_many else "",
+                    "points": _rounded(thinned(of_one))} for one, of_one in zip(chart.curves, points, strict=True)],
     }  # fmt: skip
     arrow = {"higher": "↑ higher is better", "lower": "↓ lower is better"}.get(chart.better, "")
     arrow += "; dotted: training" if any(curve.is_training for curve in chart.curves) else ""
@@ -170,7 +170,7 @@ def _lines(curve: Curve, points: Columns) -> dict[str, Columns]:
 
 
 def _curve(curve: Curve, lines: Mapping[str, Columns], axes: Axes, *, has_many: bool) -> Markup:
-    style = f"run r{curve.run} c{curve.run % COLOURS}" + (" dashed" if curve.run >= COLOURS else "")
+    style = f"run r{curve.run} c{curve.run % COLOURS}" + (" wide" if curve.run >= COLOURS else "")
     parts = []
     for name, points in lines.items():
         named = {"class_": name} if name else {}

@@ -2,12 +2,13 @@
 
 import base64
 import hashlib
+import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jinja2
 from markupsafe import Markup
@@ -22,6 +23,8 @@ from gputrain.report.metric_names import TRAINING_LOSSES, format_value, style_of
 from gputrain.report.records import RunRecord, RunStatus, now
 from gputrain.report.sections import SampleSection, sample_section
 from gputrain.report.selection import Selector, selectors_of
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 # Returns what a function makes, or what it made for the same key before, if the version is the same.
@@ -67,8 +70,9 @@ class RunView:
         self.style, self.letter = f"c{index % COLOURS}", letter_of(index)
 
     def at(self, *names: str) -> tuple[object, ...]:
-        """Returns the versions of some files of the run: what is made of them is the same while these are."""
-        return (self.index, *(self.record.versions.get(name, 0) for name in names))
+        """Returns what a part that is made of some files of the run depends on: it is the same while these are."""
+        record = self.record
+        return (self.index, record.name, record.kind, *(record.versions.get(name, 0) for name in names))
 
     def _kept(self, name: str, files: tuple[str, ...], make: Callable[[], T]) -> T:
         made: T = self.keep((self.id, name), self.at(*files), make)
@@ -80,7 +84,8 @@ class RunView:
 
     @property
     def card_key(self) -> tuple[object, ...]:
-        return (self.at("metrics", "plan", "history", "settings", "notes"), self.status, self.record.is_read)
+        record, files = self.record, ("metrics", "plan", "history", "settings", "notes")
+        return (self.at(*files), self.status, record.is_read, record.notes)
 
     @cached_property
     def headline(self) -> Headline | None:
@@ -124,14 +129,12 @@ class RunView:
         return next_commands.next_commands(self.record)
 
 
-@dataclass
-class ChartGroup:
-    """Charts below one heading, by the names of their metrics; those of a group that `is_folded` are shown on
-    demand."""
+class ChartGroup(NamedTuple):
+    """Charts below one heading; those of a group that `is_folded` are shown on demand."""
 
     title: str
-    charts: dict[str, Markup] = field(default_factory=dict)
-    is_folded: bool = False
+    charts: list[Markup]
+    is_folded: bool
 
 
 class Parts:
@@ -148,7 +151,11 @@ class Parts:
             return caller()
         before = self._kept.get(name)
         if before is None or before[0] != key:
-            content = caller()
+            try:
+                content = caller()
+            except Exception as error:  # A run that is damaged in an unexpected way does not hide the others.
+                log.exception("internal error of gputrain, please report it: %s cannot be shown: %s", name, error)
+                content = Markup('<p class="notes">This part cannot be shown: the terminal has the reason.</p>')
             digest = hashlib.blake2b(f"{name} {content}".encode("utf-8", "replace"), digest_size=5).hexdigest()
             before = self._kept[name] = (key, digest, content)
         self.shown[name] = before[1:]
@@ -343,9 +350,12 @@ def chart_groups(records: Sequence[RunRecord]) -> list[ChartGroup]:
     ]  # fmt: skip
     reach = max((record.last_step for record in records), default=0)
     return [
-        ChartGroup(title, dict(_charts(records, chosen[:MOST_CHARTS], reach)), is_folded)
+        ChartGroup(
+            title + (f": the first {MOST_CHARTS} of {len(chosen):,}" if len(chosen) > MOST_CHARTS else ""),
+            list(_charts(records, chosen[:MOST_CHARTS], reach)), is_folded,
+        )
         for title, chosen, is_folded in groups
-    ]
+    ]  # fmt: skip
 
 
 def _leading(records: Sequence[RunRecord]) -> Iterator[str]:
@@ -353,7 +363,7 @@ def _leading(records: Sequence[RunRecord]) -> Iterator[str]:
         yield from (f"eval/{name}" for name in headlines_of(record))
 
 
-def _charts(records: Sequence[RunRecord], names: Sequence[str], reach: int) -> Iterator[tuple[str, Markup]]:
+def _charts(records: Sequence[RunRecord], names: Sequence[str], reach: int) -> Iterator[Markup]:
     for name in names:
         found = [(index, record, record.series(name)) for index, record in enumerate(records)]
         curves = [Curve(record.name, index, points) for index, record, points in found if points]
@@ -366,7 +376,7 @@ def _charts(records: Sequence[RunRecord], names: Sequence[str], reach: int) -> I
             marks = [part.first_step for part in settings_table.run_parts(records[0])[1:] if part.first_step]
             bar = memory_chart.memory_bar("", records[0].plan) if name == "memory/peak_gb" else None
             levels = [("predicted", bar.total_gb)] if bar else []
-        yield name, draw(Chart(style.title, curves, style.unit, style.better, levels, marks, reach))
+        yield draw(Chart(style.title, curves, style.unit, style.better, levels, marks, reach))
 
 
 def unique_names(folders: Sequence[Path]) -> list[str]:

@@ -20,11 +20,12 @@
     const box = document.getElementById(`run-${run}`);
     return box && !box.checked;
   };
-  let at = 0, figure = null; // The step whose values are shown, and the chart that shows them.
+  let figure = null; // The chart that shows values, those at the step of its data-at.
   const hide = () => {
     if (!figure) return;
     const rule = figure.querySelector(".rule");
     figure.querySelector(".tip").hidden = true;
+    delete figure.dataset.at;
     rule.setAttribute("x1", -9); rule.setAttribute("x2", -9);
     figure = null;
   };
@@ -36,7 +37,8 @@
     if (!found.length) return hide();
     const rule = chart.querySelector(".rule"), tip = chart.querySelector(".tip");
     figure = chart;
-    at = found.map(([, point]) => point[0]).reduce((a, b) => Math.abs(a - step) <= Math.abs(b - step) ? a : b);
+    const at = found.map(([, point]) => point[0]).reduce((a, b) => Math.abs(a - step) <= Math.abs(b - step) ? a : b);
+    chart.dataset.at = at;
     const place = data.left + (data.right - data.left) * at / Math.max(1, data.reach);
     rule.setAttribute("x1", place); rule.setAttribute("x2", place);
     tip.replaceChildren(...[`step ${at.toLocaleString("en")}`, ...found].map((line) => {
@@ -44,6 +46,7 @@
       if (typeof line === "string") { row.textContent = line; return row; }
       const [curve, point] = line, dot = document.createElement("span");
       dot.className = `dot c${curve.run % 6}`;
+      dot.textContent = curve.letter;
       row.append(dot, (data.curves.length > 1 ? `${curve.label}: ` : "") + shown(point[1], data.unit));
       return row;
     }));
@@ -65,10 +68,12 @@
     if (event.target.matches?.("figure.chart:focus-visible")) show(event.target, Number.MAX_SAFE_INTEGER);
   });
   document.addEventListener("focusout", hide);
+  document.addEventListener("values", (event) => show(event.target, event.detail)); // A live page has replaced it.
   document.addEventListener("keydown", (event) => {
     const chart = event.target.closest?.("figure.chart"), left = event.key === "ArrowLeft";
     if (!chart || !(left || event.key === "ArrowRight")) return;
     event.preventDefault();
+    const at = Number(chart.dataset.at ?? Infinity);
     const steps = JSON.parse(chart.dataset.chart).curves.flatMap((curve) => curve.points.map(([step]) => step));
     const further = steps.filter((step) => left ? step < at : step > at);
     if (further.length) show(chart, left ? Math.max(...further) : Math.min(...further));

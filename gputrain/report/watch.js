@@ -16,24 +16,39 @@
     }
   };
   const say = (element, text) => { element.textContent = text; element.hidden = !text; };
+  const isChanged = (one) => "defaultValue" in one && one.value !== one.defaultValue;
   // A part is not replaced while somebody listens to it or writes into it.
   const isBusy = (part) => [...part.querySelectorAll("audio")].some((one) => !one.paused)
-    || (part.contains(document.activeElement) && document.activeElement.matches("input, textarea"))
-    || [...part.querySelectorAll("textarea")].some((one) => one.value !== one.defaultValue);
+    || (part.contains(document.activeElement) && isChanged(document.activeElement));
+  // What can be opened, ticked, written into, scrolled or focused in a part or a page, by names that new content has too.
+  const named = (root) => {
+    const counts = {};
+    return [...root.querySelectorAll("details, summary, input, textarea, button, a, audio, figure, .scroll")].map((one) => {
+      const place = `${one.closest("[data-part]")?.dataset.part ?? one.closest("section")?.id} ${one.tagName}`;
+      counts[place] = (counts[place] ?? 0) + 1;
+      return [`${place} ${counts[place]}`, one];
+    });
+  };
+  const stateOf = (root) => Object.fromEntries(named(root).map(([name, one]) => [name, {
+    open: one.open, checked: one.checked, value: isChanged(one) ? one.value : undefined, scrollLeft: one.scrollLeft,
+    at: one.dataset.at, focused: one === document.activeElement,
+  }]));
+  const restore = (root, state) => {
+    for (const [name, one] of named(root)) {
+      const { at, focused, ...values } = state[name] ?? {};
+      for (const [key, value] of Object.entries(values)) if (value !== undefined) one[key] = value;
+      if (focused) one.focus({ preventScroll: true });
+      if (at) one.dispatchEvent(new CustomEvent("values", { bubbles: true, detail: Number(at) }));
+    }
+  };
   const replace = (part, hash, html) => {
-    const open = [...part.querySelectorAll("details")].map((one) => one.open);
-    const chosen = [...part.querySelectorAll("input[type=checkbox]")].map((one) => one.checked);
-    const focused = [...part.querySelectorAll("button, a, summary, figure")].indexOf(document.activeElement);
+    const state = stateOf(part);
     part.innerHTML = html;
     part.dataset.hash = hash;
-    part.querySelectorAll("details").forEach((one, index) => { one.open = open[index] ?? one.open; });
-    part.querySelectorAll("input[type=checkbox]").forEach((one, index) => { one.checked = chosen[index] ?? one.checked; });
-    if (focused >= 0) part.querySelectorAll("button, a, summary, figure")[focused]?.focus({ preventScroll: true });
+    restore(part, state);
   };
   const reload = () => {
-    const open = [...document.querySelectorAll("details")].filter((one) => one.open)
-      .map((one) => one.querySelector("summary").textContent);
-    try { sessionStorage.setItem("open", JSON.stringify(open)); } catch { /* Storage may be switched off. */ }
+    try { sessionStorage.setItem("state", JSON.stringify(stateOf(document))); } catch { /* It may be switched off. */ }
     location.reload();
   };
   const take = (answer) => {
@@ -86,7 +101,7 @@
       const found = await answer.json();
       say(said, [found.message, found.hint].filter(Boolean).join(" "));
       if (answer.ok) {
-        for (const one of element.querySelectorAll("textarea")) { one.defaultValue = one.value; one.blur(); }
+        for (const one of element.querySelectorAll("textarea, input")) one.defaultValue = one.value;
       }
     } catch {
       say(said, "The server does not answer: nothing was done.");
@@ -108,12 +123,9 @@
   document.addEventListener("visibilitychange", () => { if (!document.hidden) update(); });
   addEventListener("online", update);
   try {
-    const open = JSON.parse(sessionStorage.getItem("open") || "[]");
-    sessionStorage.removeItem("open");
-    for (const one of document.querySelectorAll("details")) {
-      one.open = one.open || open.includes(one.querySelector("summary").textContent);
-    }
-  } catch { /* Storage may be switched off. */ }
+    restore(document, JSON.parse(sessionStorage.getItem("state") || "{}"));
+    sessionStorage.removeItem("state");
+  } catch { /* It may be switched off. */ }
   showTimes();
   setInterval(showTimes, 1000);
   timer = setTimeout(update, wait());

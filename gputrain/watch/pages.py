@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from gputrain.report.curves import MOST_POINTS
 from gputrain.report.media import LiveMedia
 from gputrain.report.page import ChartGroup, Parts, RunView, chart_groups, content_of, dress
-from gputrain.report.records import RunRecord
 from gputrain.watch.runs import Runs, id_of
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ class Pages:
             RunView(self.runs.record(id), index, self.media, self._keep, id, self.price_per_hour)
             for index, id in enumerate(shown)
         ]
-        groups = [] if overview else self._groups(shown, [view.record for view in views])
+        groups = [] if overview else self._groups(shown, views)
         values = {**content_of(views, groups), **dress("'self' data:", SCRIPTS, 0 if overview else len(views), LOADS)}
         values |= {"overview": overview, "budget": self.media}
         if overview:
@@ -120,14 +119,12 @@ class Pages:
             self._made[key] = (version, made)
         return made
 
-    def _groups(self, ids: tuple[str, ...], records: Sequence[RunRecord]) -> list[ChartGroup]:
+    def _groups(self, ids: tuple[str, ...], views: Sequence[RunView]) -> list[ChartGroup]:
         """Returns the charts of some runs. They are drawn anew when a curve has grown by one of its points, or has
         changed otherwise: a line of metrics more changes nothing that can be seen in a long curve."""
+        records = [view.record for view in views]
         steps = [record.last_step for record in records]
-        basis = [
-            (record.versions["plan"], record.versions["history"], record.names, record.metrics.evaluations)
-            for record in records
-        ]
+        basis = [(view.at("plan", "history"), view.record.names, view.record.metrics.evaluations) for view in views]
         before = self._charts.get(ids)
         if before and before.basis == basis and not any(map(_grows, before.steps, steps)):
             return before.groups

@@ -2,6 +2,7 @@
 
 import json
 import math
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -24,6 +25,10 @@ PLAN = {
     "measured": {"peak_gb": 2.5},
     "events": [{"step": 3, "check": "rise", "message": "the loss rose"}],
 }
+
+
+def time_now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
 def start_row(step: int, **others: object) -> dict:

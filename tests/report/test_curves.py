@@ -90,7 +90,8 @@ def test_a_chart_says_what_it_shows():
     assert "<a>" not in page
     assert 'aria-label="loss &lt;a&gt;: 4 s at step 0, 2 s at step 20, best 1 s"' in page
     data = json.loads(unescape(re.search(r'data-chart="([^"]*)"', page)[1]))
-    assert data["curves"] == [{"label": "one & two", "run": 0, "points": [[0, 4.0], [10, 1.0], [20, 2.0]]}]
+    points = [[0, 4.0], [10, 1.0], [20, 2.0]]
+    assert data["curves"] == [{"label": "one & two", "run": 0, "letter": "", "points": points}]
     assert data["reach"] == 40
     assert '<g class="lin">' in page
     assert '<g class="log">' in page
@@ -106,7 +107,7 @@ def test_only_positive_values_have_a_logarithmic_scale():
 def test_many_points_are_drawn_plain_and_smoothed():
     page = str(draw(Chart("l", [Curve("a", 7, [(step, 1.0 + step % 3) for step in range(500)])])))
     assert page.count('class="raw"') == page.count('class="smooth"') == 2
-    assert "run r7 c1 dashed" in page  # The eighth run has the second colour, dashed.
+    assert "run r7 c1 wide" in page  # The eighth run has the second colour, with wide lines.
 
 
 def test_numbers_and_titles():

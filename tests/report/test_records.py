@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from gputrain.errors import UserError
 from gputrain.report import records
 from gputrain.report.metrics_file import MetricsTable
 from gputrain.report.records import RunReader, RunRecord, RunStatus, read_run
-from tests.report.runs import KINDS, end_row, make_run, metric_rows, start_row, write_rows
+from tests.report.runs import KINDS, end_row, make_run, metric_rows, start_row, time_now, write_rows
 from tests.tables import each_row
 from tests.waiting import has_ended, wait_until
 
@@ -97,10 +96,6 @@ def test_the_time_of_all_attempts_is_added_up():
     for number, value in enumerate(seconds):
         table.add(number, number, {"seconds": value})
     assert RunRecord(Path(), "", "", metrics=table).seconds == 30 + 12 + 3
-
-
-def time_now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 NOW, HERE = time_now(), platform.node()

@@ -131,6 +131,8 @@ def test_runs_are_compared(runs, tmp_path):
     assert page.text.count("3.2 dB") >= 2
     curves = [group for group in page.all("g") if group.get("class", "").startswith("run r1 c1")]
     assert len(curves) > 6
+    data = [json.loads(figure["data-chart"])["curves"] for figure in page.all("figure") if "data-chart" in figure]
+    assert {"".join(curve["letter"] for curve in curves) for curves in data} == {"AB"}
 
 
 def test_training_and_held_out_values_of_one_figure_share_a_chart(tmp_path):
@@ -140,6 +142,13 @@ def test_training_and_held_out_values_of_one_figure_share_a_chart(tmp_path):
     charts = [json.loads(figure["data-chart"]) for figure in page_of(folder).all("figure") if "data-chart" in figure]
     assert [[curve["label"] for curve in chart["curves"]] for chart in charts] == [["run", "run, training"], ["run"]]
     assert charts[0]["curves"][1]["points"][-1] == [10, 0.1]
+
+
+def test_charts_that_are_left_out_are_counted(tmp_path):
+    write_rows(tmp_path / "metrics.jsonl", [{"step": 1, **{f"loss/{number}": 1.0 for number in range(1070)}}])
+    page = page_of(tmp_path)
+    assert "Training losses: the first 60 of 1,070" in page.text
+    assert len([figure for figure in page.all("figure") if "data-chart" in figure]) == 60
 
 
 def test_several_kinds_and_runs_of_earlier_versions_are_in_one_report(runs):

@@ -11,13 +11,14 @@ import pytest
 
 from gputrain.engine.metrics import append_line
 from gputrain.report.media import LiveMedia
+from gputrain.watch import runs
 from gputrain.watch.app import WatchApp
 from gputrain.watch.pages import Pages
 from gputrain.watch.runs import Runs, id_of
 from gputrain.watch.server import PageServer, listen
 from tests.chaos.tiny import make_data, words
 from tests.report.browser import BROWSER, Browser
-from tests.report.runs import make_run, start_row, write_rows
+from tests.report.runs import make_run, start_row, time_now, write_rows
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(BROWSER is None or sys.platform == "win32", reason="no Chromium is installed")
@@ -38,8 +39,10 @@ def opened():
 
 
 @pytest.fixture
-def browser(opened):
+def browser(opened, monkeypatch):
     """The browser without a page: that of the test before has no server any more."""
+    monkeypatch.setattr(runs, "READ_SECONDS", 0.05)
+    monkeypatch.setattr(runs, "LOOK_SECONDS", 0.1)
     opened.open("about:blank", 1280)
     opened.messages.clear()
     return opened
@@ -48,12 +51,12 @@ def browser(opened):
 @contextlib.contextmanager
 def served(folder, port=0, act=None):
     """Serves the runs in a folder, and yields the port."""
-    runs, media = Runs([folder]), LiveMedia()
+    found, media = Runs([folder]), LiveMedia()
     with listen("127.0.0.1", port) as listening:
         port = listening.getsockname()[1]
-        app = WatchApp(runs, media, Pages(runs, media, controls=act is not None), token="", port=port, act=act)
+        app = WatchApp(found, media, Pages(found, media, controls=act is not None), token="", port=port, act=act)
         server = PageServer(listening, app)
-    runs.start()
+    found.start()
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield port
@@ -132,6 +135,44 @@ def test_the_overview_leads_to_a_comparison(browser, tmp_path):
         make_run(tmp_path / "later", "tts")
         browser.open(f"http://127.0.0.1:{port}/", 1280)
         follow(browser, has_text("3 runs"), "the new run")
+        assert browser.messages == []
+
+
+def test_what_a_reader_has_chosen_outlives_updates(browser, tmp_path):
+    """What is ticked, typed and focused, and the values at a step of a chart; when the page is loaded anew, too."""
+    folders = [make_run(tmp_path / name, "tts") for name in ("one", "two")]
+    with served(tmp_path, act=lambda content: "done") as port:
+        browser.open(f"http://127.0.0.1:{port}/", 1280)
+        follow(browser, "document.querySelectorAll('input[name=run]').length === 2", "the runs")
+        ticked = "document.querySelector('input[name=run]:checked').ariaLabel"
+        browser.run("document.querySelector('input[aria-label=\"compare one\"]').click()")
+        browser.run("document.querySelector('input[name=run]:checked').focus()")
+        browser.run("window.isSame = true")
+        for run in reversed(folders):  # Each comes first.
+            write_rows(run / "history.jsonl", [start_row(0, last_step=90, time=time_now())])
+            follow(browser, f"document.querySelector('h2').innerText === '{run.name}'", "another order")
+        assert browser.run(ticked) == browser.run("document.activeElement.ariaLabel") == "compare one"
+        assert not browser.run("window.isSame")
+
+        browser.open(f"http://127.0.0.1:{port}/?run={id_of(folders[0])}", 1280)
+        browser.run("document.querySelector('#logarithmic').click(); window.isSame = true")
+        browser.run("document.querySelector('input[name=steps]').value = '7'")
+        browser.run("document.querySelector('figure.chart').focus()")
+        for key in ("Tab", "ArrowLeft", "ArrowLeft"):
+            for kind in ("rawKeyDown", "keyUp"):
+                code = {"Tab": 9, "ArrowLeft": 37}[key]
+                browser.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
+        shown = "document.querySelector('.tip:not([hidden])').innerText"
+        assert browser.run(shown).startswith("step 38\n")
+        for step, name in ((50, "loss/model/tts"), (51, "loss/other")):
+            row = {"step": step, "seconds": float(step), name: 1.0}
+            append_line(json.dumps(row).encode() + b"\n", folders[0] / "metrics.jsonl")
+            follow(browser, has_text(f"step {step} of 90"), "a step more")
+            assert browser.run(shown).startswith("step 38\n")
+            assert browser.run("document.activeElement.innerText").startswith("model: tts")
+            assert browser.run("[document.querySelector('input[name=steps]').value, "
+                               "document.querySelector('#logarithmic').checked]") == ["7", True]  # fmt: skip
+        assert not browser.run("window.isSame")
         assert browser.messages == []
 
 

@@ -79,7 +79,7 @@ def test_a_line_more_does_not_draw_a_long_curve_anew(folders):
         drawn["drawn"] += any(name.startswith("chart-") for name in visitor.changes())
     assert drawn["drawn"] == 3  # A point of a curve of 1,000 steps has 4.5 of them.
     append(run, step=1016, seconds=1016.0, **{"eval/psnr_db": 9.0})
-    assert "chart-eval/psnr_db" in visitor.changes()
+    assert "chart-1-1" in visitor.changes()
     assert "9 dB" in visitor.parts[f"run-{id_of(run)}"][1]
 
 
@@ -101,8 +101,10 @@ def test_progress_time_left_and_cost(folders):
 
 def test_runs_appear_vanish_and_are_compared(folders, tmp_path):
     vae, tts = folders
+    write_rows(vae / "history.jsonl", [start_row(0, last_step=None)])
     visitor = Visitor(tmp_path)
     assert visitor.answer["title"] == "2 runs"
+    assert "<dt>steps</dt><dd>40<" in visitor.parts[f"run-{id_of(vae)}"][1]  # It has no end that a bar could show.
     assert "compare" in visitor.parts[f"run-{id_of(vae)}"][1]
     shutil.copytree(vae, tmp_path / "third")
     visitor.runs.look()
@@ -123,6 +125,35 @@ def test_runs_appear_vanish_and_are_compared(folders, tmp_path):
     visitor.changes()
     assert visitor.answer["title"] == "No runs yet"
     assert str(tmp_path) in str(visitor.parts["folders"])
+
+
+def test_a_change_of_whatever_a_part_shows_is_sent(folders, tmp_path):
+    """Names that grow since another run has the same, a kind that only the settings tell, and notes on samples."""
+    run = folders[0]
+    visitor, pair = Visitor(tmp_path), Visitor(tmp_path, shown=tuple(folders))
+    shutil.copytree(run, tmp_path / "further" / run.name)
+    for one in (visitor, pair):
+        one.runs.look()
+        one.changes()
+        shown = " ".join(html for name, (_, html) in one.parts.items() if name in one.answer["order"])
+        assert not re.findall(r"(?<![\w/])(?:vae|tts)(?=</a>|</th>|</h[23]>|&#34;)", shown)
+    alone = Visitor(folders[1], shown=(folders[1],))
+    (folders[1] / "config.yaml").write_text("kind: asr\n")
+    assert {"run", "settings", "commands-0"} <= alone.changes()
+    (folders[1] / "samples").rename(tmp_path / "away")
+    (folders[1] / "samples").symlink_to(tmp_path / "away")
+    alone.changes()
+    assert "samples cannot be read: it is a link out of the folder" in alone.parts[f"run-{alone.ids[0]}"][1]
+
+
+def test_a_part_that_cannot_be_shown_hides_no_other_run(folders, tmp_path, caplog):
+    """Whatever the reason, the terminal says it."""
+    visitor = Visitor(tmp_path)
+    vae, tts = (visitor.runs.record(id_of(folder)) for folder in folders)
+    vae.metrics, vae.versions["metrics"] = None, 9
+    page, _ = visitor.pages.page([])
+    assert ("This part cannot be shown" in page, tts.name in page) == (True, True)
+    assert "internal error" in caplog.text
 
 
 def test_new_samples_are_sent_alone(folders):
