@@ -12,6 +12,7 @@ does not answer.
 import contextlib
 import errno
 import functools
+import io
 import json
 import logging
 import math
@@ -410,15 +411,17 @@ def _save_wav(sound: SoundSample, path: Path) -> None:
 
 def _save_text(text: str, path: Path) -> None:
     path.parent.mkdir(exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    write_text(path, text)
 
 
 def _save_png(image: Image.Image, layout: dict[str, Any], path: Path) -> None:
+    """Write a picture atomically: whoever watches samples/ sees that it is new, and never half of it."""
     path.parent.mkdir(exist_ok=True)
-    info = PngInfo()
+    info, content = PngInfo(), io.BytesIO()
     if layout:
         info.add_itxt(LAYOUT_KEY, json.dumps(layout, ensure_ascii=False))
-    image.save(path, pnginfo=info)
+    image.save(content, "PNG", pnginfo=info)
+    replace_file(path, [content.getvalue()])
 
 
 # ---------------------------------------------------------------------------------------------------- the progress line

@@ -16,6 +16,11 @@
     }
     return Math.abs(points[low][0] - step) <= Math.abs(points[high][0] - step) ? points[low] : points[high];
   };
+  const span = (kind, text) => { // Names that are written from right to left stand alone.
+    const one = document.createElement("span");
+    one.className = kind; one.textContent = text;
+    return one;
+  };
   const isHidden = (run) => {
     const box = document.getElementById(`run-${run}`);
     return box && !box.checked;
@@ -44,10 +49,8 @@
     tip.replaceChildren(...[`step ${at.toLocaleString("en")}`, ...found].map((line) => {
       const row = document.createElement("div");
       if (typeof line === "string") { row.textContent = line; return row; }
-      const [curve, point] = line, dot = document.createElement("span");
-      dot.className = `dot c${curve.run % 6}`;
-      dot.textContent = curve.letter;
-      row.append(dot, (data.curves.length > 1 ? `${curve.label}: ` : "") + shown(point[1], data.unit));
+      const [curve, point] = line, names = data.curves.length > 1 ? [span("", `${curve.label}:`)] : [];
+      row.append(span(`dot c${curve.run % 6}`, curve.letter), ...names, shown(point[1], data.unit));
       return row;
     }));
     tip.hidden = false;

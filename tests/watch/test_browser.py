@@ -123,8 +123,8 @@ def test_the_network_is_gone_for_a_while(browser, tmp_path):
 
 
 def test_the_overview_leads_to_a_comparison(browser, tmp_path):
-    for kind in ("vae", "asr"):
-        make_run(tmp_path / f"{kind} <b>", kind)
+    for kind, name in (("vae", "\u202e<b>"), ("asr", "n" * 200)):
+        make_run(tmp_path / name, kind)
     with served(tmp_path) as port:
         browser.open(f"http://127.0.0.1:{port}/", 360, dark=True)
         assert browser.run("document.querySelectorAll('article h2 a').length") == 2
@@ -132,6 +132,7 @@ def test_the_overview_leads_to_a_comparison(browser, tmp_path):
         browser.run("document.querySelectorAll('input[name=run]').forEach((one) => one.click())")
         browser.run("document.querySelector('#compare button').click()")
         follow(browser, has_text("2 runs compared"), "the comparison")
+        assert browser.run("document.documentElement.scrollWidth <= innerWidth")
         make_run(tmp_path / "later", "tts")
         browser.open(f"http://127.0.0.1:{port}/", 1280)
         follow(browser, has_text("3 runs"), "the new run")

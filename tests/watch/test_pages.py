@@ -15,7 +15,7 @@ from gputrain.report.media import LiveMedia
 from gputrain.watch.pages import Pages
 from gputrain.watch.queue import Queue
 from gputrain.watch.runs import Runs, id_of
-from tests.report.runs import PLAN, end_row, make_run, metric_rows, start_row, write_rows
+from tests.report.runs import PLAN, end_row, make_run, metric_rows, start_row, write_rows, write_samples
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +167,14 @@ def test_new_samples_are_sent_alone(folders):
     for name in re.findall(r'src="media/([^"]+)"', visitor.parts[sound][1]):
         kind, content = visitor.pages.media.get(name)
         assert (kind, content[:4]) in (("audio/wav", b"RIFF"), ("image/jpeg", b"\xff\xd8\xff\xe0"))
+
+
+def test_samples_that_a_resumed_run_makes_again_replace_those_before(folders):
+    """The same files, with other pictures."""
+    visitor = Visitor(folders[0])
+    write_samples(folders[0], "vae", seed=1)
+    assert "grid-0-1" in visitor.changes()
+    assert not list((folders[0] / "samples").glob("*.partial"))
 
 
 def test_the_queue_is_on_the_overview_with_what_can_be_done(folders, tmp_path):
