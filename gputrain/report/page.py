@@ -31,7 +31,6 @@ T = TypeVar("T")
 Keep = Callable[[Hashable, object, Callable[[], Any]], Any]
 
 MOST_CHARTS = 60  # Charts of a section.
-SHOWN_WARNINGS = 3  # At the head of a run; all are in the section about its plan.
 MACHINE = ("speed", "data", "memory", "gpu")
 
 
@@ -98,11 +97,6 @@ class RunView:
     @cached_property
     def progress(self) -> ShownProgress | None:
         return progress_of(self.record)
-
-    @cached_property
-    def warnings(self) -> list[tuple[str, str]]:
-        """The last warnings and changes of the plan."""
-        return self.events[-SHOWN_WARNINGS:]
 
     @cached_property
     def memory(self) -> Markup:

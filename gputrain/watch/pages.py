@@ -3,7 +3,7 @@ changed."""
 
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gputrain.report.curves import MOST_POINTS
 from gputrain.report.media import LiveMedia
@@ -17,46 +17,24 @@ T = TypeVar("T")
 
 MEDIA_SECONDS = 1.0  # Time of a page or an update to read new pictures and sounds; the rest follows.
 MOST_VIEWS = 24  # Pages of different runs whose parts are kept.
+MOST_MADE = 1_000  # Charts, tables and lists of samples that are kept.
 SCRIPTS = "report.js watch.js"
 LOADS = "; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
-
-
-class Live(NamedTuple):
-    """The parts of a live page beside the runs; a file has none."""
-
-    now: float
-    controls: bool
-    runs: int  # Number of all runs.
-    folders: tuple[str, ...]  # Sentences about the folders that are watched.
-    queue: Any
-
-
-class DrawnCharts(NamedTuple):
-    """The charts of some runs, and what they were drawn from."""
-
-    basis: object  # All but the steps.
-    steps: list[int]  # The last step of each run.
-    groups: list[ChartGroup]
 
 
 class Pages:
     """The pages of all runs. What was made for a page is kept, and made again only if its files have changed."""
 
     def __init__(
-        self,
-        runs: Runs,
-        media: LiveMedia,
-        *,
-        controls: bool = False,
-        price_per_hour: float = 0.0,
+        self, runs: Runs, media: LiveMedia, *, controls: bool = False, price_per_hour: float = 0.0,
         queue: "Queue | None" = None,
-    ) -> None:
-        self.runs, self.media, self.controls, self.price_per_hour, self.queue = (
-            runs, media, controls, price_per_hour, queue
-        )  # fmt: skip
-        self._made: dict[Hashable, tuple[object, Any]] = {}
-        self._pages: dict[tuple[str, ...], Parts] = {}
-        self._charts: dict[tuple[str, ...], DrawnCharts] = {}
+    ) -> None:  # fmt: skip
+        self.runs, self.media, self.controls = runs, media, controls
+        self.price_per_hour, self.queue = price_per_hour, queue
+        self._made: dict[Hashable, tuple[object, Any]] = {}  # What was made of some files, and their versions.
+        self._pages: dict[Hashable, Parts] = {}  # By the ids of the runs.
+        # The charts of some runs, and what they were drawn from: the last steps, and all else.
+        self._charts: dict[Hashable, tuple[object, list[int], list[ChartGroup]]] = {}
 
     def page(self, ids: Sequence[str]) -> tuple[str, str]:
         """Returns a page about these runs as HTML, and its content-security policy; without ids, the overview, or the
@@ -70,8 +48,8 @@ class Pages:
         name. Raises KeyError for an unknown id."""
         with self.runs.lock:
             _, parts, values = self._render(ids)
-        changed = {name: part for name, part in parts.shown.items() if part[0] not in have}
-        return {"now": time.time(), "title": values["tab"], "order": [*parts.shown], "parts": changed}
+            changed = {name: part for name, part in parts.shown.items() if part[0] not in have}
+            return {"now": time.time(), "title": values["tab"], "order": [*parts.shown], "parts": changed}
 
     def _render(self, ids: Sequence[str]) -> tuple[str, Parts, dict[str, Any]]:
         every = self._sorted()
@@ -91,14 +69,12 @@ class Pages:
         values["tab"] = f"{100 * progress.share:.0f} % {values['title']}" if progress else values["title"]
         key = () if overview else shown
         parts = _renew(self._pages, key, self._pages.get(key) or Parts(is_live=True))
-        queue = queue_view(self.queue, self.runs) if self.queue and not ids else None
-        live = Live(time.time(), self.controls, len(every), self._folders() if overview else (), queue)
+        live = {
+            "now": time.time(), "controls": self.controls, "runs": len(every),
+            "folders": ", ".join(map(str, self.runs.folders)),
+            "queue": queue_view(self.queue, self.runs) if self.queue and not ids else None,
+        }  # fmt: skip
         return parts.render(live=live, **values), parts, values
-
-    def _folders(self) -> tuple[str, ...]:
-        """Returns sentences about the folders that are watched."""
-        named = [str(folder) for folder in self.runs.folders]
-        return (f"Runs in {', '.join(named)} are shown as soon as they begin.",)
 
     def _sorted(self) -> list[str]:
         """Returns the ids of all runs: those that train, the latest start first, and the others by their last news."""
@@ -116,7 +92,7 @@ class Pages:
             return before[1]
         left_out, made = self.media.left_out, make()
         if self.media.left_out == left_out:  # Otherwise the next page may have time for what this one has left out.
-            self._made[key] = (version, made)
+            _renew(self._made, key, (version, made), MOST_MADE)
         return made
 
     def _groups(self, ids: tuple[str, ...], views: Sequence[RunView]) -> list[ChartGroup]:
@@ -126,16 +102,16 @@ class Pages:
         steps = [record.last_step for record in records]
         basis = [(view.at("plan", "history"), view.record.names, view.record.metrics.evaluations) for view in views]
         before = self._charts.get(ids)
-        if before and before.basis == basis and not any(map(_grows, before.steps, steps)):
-            return before.groups
-        return _renew(self._charts, ids, DrawnCharts(basis, steps, chart_groups(records))).groups
+        if before and before[0] == basis and not any(map(_grows, before[1], steps)):
+            return before[2]
+        return _renew(self._charts, ids, (basis, steps, chart_groups(records)))[2]
 
 
-def _renew(kept: dict[tuple[str, ...], T], key: tuple[str, ...], value: T) -> T:
+def _renew(kept: dict[Hashable, T], key: Hashable, value: T, most: int = MOST_VIEWS) -> T:
     """Keep a value as the one that was used last, and drop the one that was not used for the longest time."""
     kept.pop(key, None)
     kept[key] = value
-    while len(kept) > MOST_VIEWS:
+    while len(kept) > most:
         kept.pop(next(iter(kept)))
     return value
 
@@ -145,33 +121,12 @@ def _grows(before: int, now: int) -> bool:
     return now < before or (now - before) * MOST_POINTS >= max(1, now)
 
 
-class QueueView(NamedTuple):
-    """The queue as a page shows it; equal to an earlier one if nothing has changed."""
-
-    state: str
-    is_paused: bool
-    entries: tuple["EntryView", ...]
-
-
-class EntryView(NamedTuple):
-    """A configuration of the queue, and its run if there is one already."""
-
-    id: str
-    name: str
-    state: str
-    message: str
-    run: str
-    run_id: str
-
-
-def queue_view(queue: "Queue", runs: Runs) -> QueueView:
-    """Returns what a page shows of the queue."""
-    known = set(runs.ids())
-    entries = []
+def queue_view(queue: "Queue", runs: Runs) -> dict[str, Any]:
+    """Returns what a page shows of the queue; equal to an earlier one if nothing has changed."""
+    known, entries = set(runs.ids()), []
     for one in queue.entries:
-        run_id = id_of(one.run) if one.run else ""
-        shown = str(one.run) if one.run else ""
-        entries.append(EntryView(one.id, one.name, one.state, one.message, shown, run_id if run_id in known else ""))
-    left = sum(entry.state in ("waiting", "stopped") for entry in entries)
+        shown = {"id": one.id, "name": one.name, "state": one.state, "message": one.message, "run": one.run}
+        entries.append({**shown, "run_id": run if one.run and (run := id_of(one.run)) in known else ""})
+    left = sum(one.state in ("waiting", "stopped") for one in queue.entries)
     state = f"{left} of {len(entries)} to come" + (f"; {queue.message}" if queue.message else "")
-    return QueueView(f"{state}.", queue.is_paused, tuple(entries))
+    return {"state": f"{state}.", "is_paused": queue.is_paused, "entries": entries}

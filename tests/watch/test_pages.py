@@ -156,6 +156,23 @@ def test_a_part_that_cannot_be_shown_hides_no_other_run(folders, tmp_path, caplo
     assert "internal error" in caplog.text
 
 
+def test_an_answer_is_complete_before_another_browser_has_its_turn(folders):
+    class Turn:
+        """As if another browser asked for the same page whenever one has its answer."""
+
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *error):
+            for parts in visitor.pages._pages.values():
+                parts.shown.clear()
+
+    visitor = Visitor(folders[0])
+    visitor.runs.lock = Turn()
+    answer = visitor.pages.update([], ())
+    assert len(answer["order"]) == len(answer["parts"]) > 5
+
+
 def test_new_samples_are_sent_alone(folders):
     run = folders[1]
     visitor = Visitor(run)
