@@ -69,7 +69,7 @@ def load(folders: Sequence[Path], step: int) -> Iterator[tuple[str, float]]:
     """Yields what was done with names of figures, and the seconds of CPU or the megabytes that it took."""
     runs = Runs([folders[0].parent])
     pages, id = Pages(runs, LiveMedia()), id_of(folders[0])
-    yield "first look at all runs", cpu_seconds(lambda: runs.look(limit=600.0))
+    yield "first look at all runs", cpu_seconds(lambda: runs.look())
     yield "overview", cpu_seconds(lambda: pages.page([]))
     yield "reading on, nothing new", cpu_seconds(partial(runs.read, limit=0.0))
     append(folders, step := step + 1)

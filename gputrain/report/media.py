@@ -34,6 +34,7 @@ SOUND_SECONDS = 8.0
 LIVE_SECONDS, LIVE_SOUND_BYTES = 60.0, 4_000_000  # A sound of a page is as long as both allow.
 LIVE_BYTES, LIVE_FILES = 200_000_000, 20_000  # What is kept for pages: pictures and sounds, and what they were made of.
 LONGEST_SIDE = 30_000  # Pixels of a picture that is read.
+HIGHEST_RATE_HZ, MOST_CHANNELS = 400_000, 8  # Of a sound that is read: a file may claim more than fits into the memory.
 SPECTROGRAM_FRAMES, SPECTROGRAM_BANDS, SHORTEST_HOP = 400, 64, 32
 FAULTS = (OSError, ValueError, SyntaxError, RuntimeError, MemoryError, Image.DecompressionBombError)  # Of decoders.
 DECADES = (-5.0, 1.5)  # Powers of ten: mel magnitudes of the darkest and the brightest colour.
@@ -119,6 +120,8 @@ class MediaBudget:
 
         with soundfile.SoundFile(path) as file:
             rate, frames = file.samplerate, file.frames
+            if rate > HIGHEST_RATE_HZ or file.channels > MOST_CHANNELS:
+                raise ValueError("no recording")
             wave_T = file.read(int(self.seconds_of(rate) * rate), dtype="float32", always_2d=True).mean(axis=1)
         if not len(wave_T):
             raise ValueError("no samples")

@@ -1,5 +1,7 @@
-"""The runs below some folders, as they appear, change and vanish: found and read by a thread, shown by pages."""
+"""The runs below some folders, as they appear, change and vanish: found and read by threads, shown by pages."""
 
+import contextlib
+import copy
 import hashlib
 import logging
 import os
@@ -13,6 +15,7 @@ from gputrain.engine.history import HISTORY
 from gputrain.engine.metrics import METRICS
 from gputrain.engine.run_folder import PLAN
 from gputrain.errors import first_line
+from gputrain.report.metrics_file import RowGroup
 from gputrain.report.page import unique_names
 from gputrain.report.records import RunReader, RunRecord
 
@@ -26,9 +29,9 @@ MOST_ROWS = 2_000  # Lines of metrics of a run that are kept in memory, besides 
 NOT_CRAWLED = {"samples", "logs"}
 LOOK_SECONDS, READ_SECONDS = 5.0, 1.0  # Time between looks for new runs, and between readings.
 READ_LIMIT = 0.5  # Seconds of a reading for long metrics.
-LOOK_LIMIT = 1.0  # Seconds after which a look is interrupted, to be continued by the next one.
 ASKED_SECONDS = 30.0  # Runs are read for so long after somebody has asked for them.
-FIRST_LOOK_SECONDS = 3.0  # The longest time that the first page waits for the first look.
+FIRST_LOOK_SECONDS = 3.0  # The longest time that a page waits for the first look,
+PATIENCE_SECONDS = 15.0  # and for another thread that reads its run.
 
 
 def id_of(folder: Path) -> str:
@@ -44,9 +47,9 @@ def _real(folder: Path) -> str:
         return str(folder)
 
 
-def find_runs(folder: Path, depth: int, seen: dict[str, int]) -> Iterator[Path | None]:
-    """Yields the run folders at and below a folder, and None for every other one, after which a caller may pause. Links
-    to folders are followed. `seen` are the depths to which folders have been looked at."""
+def find_runs(folder: Path, depth: int, seen: dict[str, int]) -> Iterator[Path]:
+    """Yields the run folders at and below a folder. Links to folders are followed. `seen` are the depths to which
+    folders have been looked at."""
     real = _real(folder)
     if seen.get(real, -1) >= depth:
         return
@@ -60,85 +63,95 @@ def find_runs(folder: Path, depth: int, seen: dict[str, int]) -> Iterator[Path |
                     below.append(entry.name)
     except (OSError, ValueError):  # It has vanished, may not be read, or can be no path.
         pass
-    yield folder if is_run else None
+    if is_run:
+        yield folder
     for name in sorted(below):
         yield from find_runs(folder / name, depth - 1, seen)
 
 
+class WatchedRun(RunReader):
+    """A run that one thread at a time reads. `known` is what pages show of it; it never changes, so that no page waits
+    for a disk."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        super().__init__(folder, name, most_rows=MOST_ROWS)
+        self.turn, self.known = threading.Lock(), copy.deepcopy(self.record)
+
+    def read_on(self, patience: float = 0.0, *, tail_only: bool = False, again: bool = True) -> None:
+        """Read what is new, or whatever was not read yet. Raises TimeoutError if another thread reads for longer."""
+        if not self.turn.acquire(timeout=patience):
+            raise TimeoutError
+        try:
+            if again or not self.known.is_read:
+                self.refresh(tail_only=tail_only)
+                self.known = self._copy()
+        finally:
+            self.turn.release()
+
+    def _copy(self) -> RunRecord:
+        record, before = copy.copy(self.record), self.known
+        record.versions = dict(record.versions)
+        if record.versions["metrics"] == before.versions["metrics"]:
+            record.metrics = before.metrics
+            return record
+        record.metrics = table = copy.copy(record.metrics)
+        table.latest, table.recent = dict(table.latest), table.recent.copy()
+        table.groups = {
+            names: RowGroup(one.numbers[:], one.steps[:], one.values[:]) for names, one in table.groups.items()
+        }
+        return record
+
+
 class Runs:
-    """The runs below some folders. `more` names further run folders, those of a queue. Pages hold `lock` while they
-    read records."""
+    """The runs below some folders. `more` names further run folders, those of a queue. Pages hold `lock`, so that no
+    run vanishes while they are made."""
 
     def __init__(self, folders: Sequence[Path], more: Callable[[], Sequence[Path]] = tuple) -> None:
         self.folders, self.more = list(folders), more
         self.lock = threading.RLock()
-        self._readers: dict[str, RunReader] = {}
+        self._runs: dict[str, WatchedRun] = {}
         self._asked = self._read = -ASKED_SECONDS
-        self._looked, self._wanted = threading.Event(), threading.Event()
-        self._crawl: Iterator[Path | None] | None = None
-        self._found: dict[str, Path] = {}
+        self._looked = threading.Event()
 
     def start(self) -> None:
-        """Begin to look for runs, in a thread that ends with the process."""
-        threading.Thread(target=self._work, name="runs", daemon=True).start()
+        """Begin to look for runs, and to read them, in threads that end with the process."""
+        for work, pause in ((self.look, LOOK_SECONDS), (self._read_if_asked, READ_SECONDS)):
+            threading.Thread(target=_repeat, args=(work, pause), name="runs", daemon=True).start()
 
     def touch(self, ids: Sequence[str] = ()) -> None:
         """Note that somebody asks for all runs, and for everything about some of them or the only one. After a pause,
-        these are read at once."""
+        these are read at once. Raises TimeoutError if the disk of one of them does not answer."""
         self._looked.wait(FIRST_LOOK_SECONDS)
-        is_stale = time.monotonic() - self._read > 2 * READ_SECONDS
-        with self.lock:
-            for id in list(self._readers) if len(self._readers) == 1 else ids:
-                reader = self._readers.get(id)
-                if reader and (is_stale or not reader.record.is_read):
-                    reader.refresh()
-        self._asked = time.monotonic()
-        self._wanted.set()
+        self._asked, is_stale = time.monotonic(), time.monotonic() - self._read > 2 * READ_SECONDS
+        runs = self._runs
+        for id in runs if len(runs) == 1 else ids:
+            if id in runs:
+                runs[id].read_on(PATIENCE_SECONDS, again=is_stale)
 
     def ids(self) -> list[str]:
         """Returns the names of all runs, the one that has changed last first."""
-        with self.lock:
-            order = [(-reader.record.changed_at, reader.record.name, id) for id, reader in self._readers.items()]
-        return [id for _, _, id in sorted(order)]
+        return [id for _, _, id in sorted((-run.known.changed_at, run.known.name, id) for id, run in self._items())]
 
     def record(self, id: str) -> RunRecord:
         """Returns what is known about a run. Raises KeyError if there is none of that name."""
-        with self.lock:
-            return self._readers[id].record
+        return self._runs[id].known
 
-    def _work(self) -> None:
-        look_at, fault = 0.0, ""
-        while True:
-            try:
-                if time.monotonic() >= look_at:
-                    self.look()
-                    look_at = time.monotonic() + LOOK_SECONDS
-                if time.monotonic() - self._asked < ASKED_SECONDS:
-                    self.read()
-            except Exception as error:  # The next turn may have more luck: a disk that is away comes back.
-                if fault != (fault := first_line(error)):
-                    log.warning("runs cannot be read: %s", fault)
-            self._wanted.wait(LOOK_SECONDS)
-            self._wanted.clear()
-            time.sleep(READ_SECONDS)
+    def look(self) -> None:
+        """Look for runs that have appeared or vanished. On a slow disk, those that are found are shown meanwhile."""
+        found: dict[str, Path] = {}
+        shown_at = time.monotonic()
+        for folder in self._all_runs():
+            if len(found) < MOST_RUNS:
+                found.setdefault(id_of(folder), folder)
+            if time.monotonic() > shown_at + READ_SECONDS:
+                self._update({**{id: run.known.folder for id, run in self._items()}, **found})
+                shown_at = time.monotonic()
+        self._update(found)
 
-    def look(self, limit: float = LOOK_LIMIT) -> None:
-        """Look for runs that have appeared or vanished, for a limited time; the next call goes on from there."""
-        end = time.monotonic() + limit
-        if self._crawl is None:
-            self._crawl, self._found = self._all_runs(), {}
-        for folder in self._crawl:
-            if folder is not None and len(self._found) < MOST_RUNS:
-                self._found.setdefault(id_of(folder), folder)
-            if time.monotonic() > end:
-                self._update({**{id: reader.record.folder for id, reader in self._readers.items()}, **self._found})
-                break
-        else:
-            self._crawl = None
-            self._update(self._found)
-        self._looked.set()
+    def _items(self) -> list[tuple[str, WatchedRun]]:
+        return list(self._runs.items())
 
-    def _all_runs(self) -> Iterator[Path | None]:
+    def _all_runs(self) -> Iterator[Path]:
         seen: dict[str, int] = {}
         for folder in self.folders:
             yield from find_runs(folder, DEPTH, seen)
@@ -147,26 +160,43 @@ class Runs:
 
     def _update(self, found: dict[str, Path]) -> None:
         """Make readers of new runs, each read in part, and forget those of vanished runs."""
-        if found.keys() == self._readers.keys():
+        before = self._runs
+        if found.keys() == before.keys():
+            self._looked.set()
             return
         names = dict(zip(found, unique_names(list(found.values())), strict=True))
-        made = {id: RunReader(found[id], names[id], most_rows=MOST_ROWS) for id in found.keys() - self._readers.keys()}
-        for reader in made.values():
-            reader.refresh(tail_only=True)
+        runs = {id: before.get(id) or WatchedRun(folder, names[id]) for id, folder in found.items()}
+        for id, run in runs.items():
+            run.record.name = run.known.name = names[id]
+            if id not in before:
+                run.read_on(tail_only=True)
         with self.lock:
-            self._readers = {id: self._readers.get(id) or made[id] for id in found}
-            for id, reader in self._readers.items():
-                reader.record.name = names[id]
+            self._runs = runs
+        self._looked.set()
 
     def read(self, limit: float = READ_LIMIT) -> None:
         """Read what is new in all runs. Of long metrics only the ends are read at first, so that all runs are shown
         soon, and for a limited time each turn the rest of one after the other, which takes much longer."""
-        readers = list(self._readers.values())
-        for reader in readers:
-            with self.lock:
-                reader.refresh(tail_only=True)
-        self._read = time.monotonic()
-        for reader in readers:
-            if not reader.record.is_read and time.monotonic() < self._read + limit:
-                with self.lock:
-                    reader.refresh()
+        for tail_only in (True, False):
+            for _, run in self._items():
+                if tail_only or (not run.known.is_read and time.monotonic() < self._read + limit):
+                    with contextlib.suppress(TimeoutError):  # Its disk does not answer, or a page has it read.
+                        run.read_on(tail_only=tail_only)
+            if tail_only:
+                self._read = time.monotonic()
+
+    def _read_if_asked(self) -> None:
+        if time.monotonic() - self._asked < ASKED_SECONDS:
+            self.read()
+
+
+def _repeat(work: Callable[[], None], pause: float) -> None:
+    """Do something again and again. After an error the next turn may have more luck: a disk that is away comes back."""
+    fault = ""
+    while True:
+        try:
+            work()
+        except Exception as error:
+            if fault != (fault := first_line(error)):
+                log.warning("runs cannot be read: %s", fault)
+        time.sleep(pause)

@@ -6,6 +6,7 @@ import ipaddress
 import logging
 import os
 import platform
+import re
 import secrets
 import socket
 import sys
@@ -26,10 +27,8 @@ log = logging.getLogger(__name__)
 
 TOKEN = "GPUTRAIN_WATCH_TOKEN"  # Keeps the token over restarts.
 SHORTEST_TOKEN = 16
-PORTS_TRIED = 100
 HEAD_SECONDS = 15.0  # Time for a client to send its request,
 ANSWER_SECONDS = 300.0  # and to take the answer.
-SILENT_SECONDS = 30.0  # The longest pause of a client.
 MOST_CONNECTIONS = 200  # Of more, the oldest one is closed.
 PARENT_SECONDS = 10.0  # Time in which a page shows that its training has ended.
 
@@ -37,7 +36,7 @@ PARENT_SECONDS = 10.0  # Time in which a page shows that its training has ended.
 class Handler(WSGIRequestHandler):
     """Reads one request and sends its answer."""
 
-    timeout = SILENT_SECONDS
+    timeout = ANSWER_SECONDS
     default_request_version = "HTTP/1.1"  # Otherwise an answer to what is no request would have no headers.
     server: "PageServer"
 
@@ -50,11 +49,8 @@ class Handler(WSGIRequestHandler):
     def log_error(self, format: str, *args: Any) -> None:
         """Print nothing, whatever a client sends."""
 
-    def make_environ(self) -> dict[str, Any]:
-        self.server.ends[self.connection] = time.monotonic() + ANSWER_SECONDS
-        return super().make_environ()
-
     def run_wsgi(self) -> None:
+        self.server.ends[self.connection] = time.monotonic() + ANSWER_SECONDS
         try:
             super().run_wsgi()
         except ValueError:  # An address that is none.
@@ -63,9 +59,8 @@ class Handler(WSGIRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer a request that is not HTTP as it should be, without any of its words."""
         self.send_response(code)
-        for name, value in {**HEADERS, "Content-Type": "text/plain", "Content-Length": "0"}.items():
-            self.send_header(name, value)
-        self.send_header("Connection", "close")
+        for header in {**HEADERS, "Content-Length": "0", "Connection": "close"}.items():
+            self.send_header(*header)
         self.end_headers()
 
 
@@ -90,6 +85,12 @@ class PageServer(ThreadedWSGIServer):
             if end < now:
                 self._close(request)
 
+    def _close(self, request: Any) -> None:
+        """End a connection, whose thread notices that."""
+        self.ends.pop(request, None)
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
+
     def shutdown_request(self, request: Any) -> None:
         self.ends.pop(request, None)
         super().shutdown_request(request)
@@ -101,12 +102,6 @@ class PageServer(ThreadedWSGIServer):
 
     def log(self, type: str, message: str, *args: Any) -> None:
         """Print nothing: the application prints its own errors."""
-
-    def _close(self, request: Any) -> None:
-        """End a connection, whose thread notices that."""
-        self.ends.pop(request, None)
-        with contextlib.suppress(OSError):
-            request.shutdown(socket.SHUT_RDWR)
 
 
 def serve(settings: WatchSettings, say: Callable[[str], None]) -> None:
@@ -137,7 +132,7 @@ def serve(settings: WatchSettings, say: Callable[[str], None]) -> None:
                 runs, media, controls=settings.allow_control, price_per_hour=settings.price_per_hour, queue=queue
             )
             acting = partial(act, runs, queue) if settings.allow_control else None
-            server = PageServer(listening, WatchApp(runs, media, pages, token=token, port=port, act=acting))
+            server = PageServer(listening, WatchApp(runs, media, pages, token=token, act=acting))
             runs.start()
             if queue:
                 queue.start()
@@ -151,6 +146,9 @@ def serve(settings: WatchSettings, say: Callable[[str], None]) -> None:
                 queue.close()
 
 
+HOSTS = "--host 127.0.0.1 is for this machine alone, --host 0.0.0.0 for others too"
+
+
 def listen(host: str, port: int, *, or_next: bool = False) -> socket.socket:
     """Returns a socket that listens at an address of this machine. Raises UserError if it can't."""
     try:
@@ -158,47 +156,26 @@ def listen(host: str, port: int, *, or_next: bool = False) -> socket.socket:
     except (OSError, UnicodeError):
         raise UserError(f"{host!r} is no address", hint=HOSTS) from None
     family, _, _, _, place = min(found, key=lambda one: one[0] != socket.AF_INET)
+    is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
-        return _bound(family, place)
+        return socket.create_server(place, family=family, backlog=128, dualstack_ipv6=is_dual)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM):
             hint = f"--port {PORT}; those below 1024 are for the administrator"
             raise UserError(f"port {port} may not be used", hint=hint) from None
         if error.errno != errno.EADDRINUSE:
-            raise UserError(f"{host} is no address of this machine: {error.strerror}", hint=HOSTS) from None
-    for other in range(port + 1, min(port + PORTS_TRIED, 65536)):
-        with contextlib.suppress(OSError):
-            free = _bound(family, (place[0], other, *place[2:]))
-            if or_next:
-                return free
-            free.close()
-            hint = f"--port {other} is free; is another gputrain watch open in a browser?"
-            raise UserError(f"port {port} is taken by another program", hint=hint)
-    raise UserError(f"port {port} is taken by another program", hint="--port 0 takes any free one")
-
-
-HOSTS = "--host 127.0.0.1 is for this machine alone, --host 0.0.0.0 for others too"
-
-
-def _bound(family: int, place: Any) -> socket.socket:
-    made = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if os.name == "posix":  # Elsewhere two programs would share the port.
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        made.bind(place)
-        made.listen(128)
-    except BaseException:
-        made.close()
-        raise
-    return made
+            fault = os.strerror(error.errno or 0)
+            raise UserError(f"{host} is no address of this machine: {fault}", hint=HOSTS) from None
+    if or_next and port < 65535:
+        return listen(host, port + 1, or_next=True)
+    hint = "--port 0 takes any free one; is another gputrain watch open in a browser?"
+    raise UserError(f"port {port} is taken by another program", hint=hint)
 
 
 def token_of(is_open: bool, given: str) -> str:
     """Returns the token that a page needs, the given one or a new one; "" if it `is_open`, unless one is given. Raises
     UserError for one that is easily guessed."""
-    if given and (len(given) < SHORTEST_TOKEN or not given.isascii() or not given.isprintable() or " " in given):
+    if given and not re.fullmatch(f"[!-~]{{{SHORTEST_TOKEN},}}", given):
         raise UserError(
             f"{TOKEN} needs at least {SHORTEST_TOKEN} letters and digits",
             hint=f"export {TOKEN}=$(python3 -c 'import secrets; print(secrets.token_urlsafe())')",

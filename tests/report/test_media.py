@@ -118,7 +118,7 @@ def test_what_leads_out_of_the_run_is_never_read(vae_run, tmp_path):
     assert sample_section(read_run(folder), MediaBudget.of(30)).is_empty
 
 
-def test_pictures_that_would_fill_the_memory_and_very_short_sounds_are_no_error(tmp_path):
+def test_media_that_would_fill_the_memory_and_very_short_sounds_are_no_error(tmp_path):
     def chunk(kind, content):
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
@@ -128,6 +128,10 @@ def test_pictures_that_would_fill_the_memory_and_very_short_sounds_are_no_error(
     budget = MediaBudget.of(30)
     assert budget.of_file(picture, lambda: module.open_picture(picture)) is None
     assert budget.unreadable == 1
+    for rate, channels in ((2_000_000_000, 1), (8000, 9), (48_000, 400)):  # The file may have holes of any size.
+        soundfile.write(tmp_path / "large.wav", np.zeros((40, channels)), rate)
+        assert budget.sound(tmp_path / "large.wav", "a bomb") is None
+    assert budget.unreadable == 4
     for length in (1, 31, 32):
         soundfile.write(tmp_path / "short.wav", np.full(length, 0.5), 8000)
         sound = budget.sound(tmp_path / "short.wav", "a click")

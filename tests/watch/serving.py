@@ -87,8 +87,7 @@ class Served:
 @contextlib.contextmanager
 def serving(runs: Runs, *, token: str = "", act: Any = None) -> Iterator[Served]:
     listening = listen("127.0.0.1", 0)
-    port = listening.getsockname()[1]
-    app = WatchApp(runs, LiveMedia(), PlainPages(runs), token=token, port=port, act=act)
+    app = WatchApp(runs, LiveMedia(), PlainPages(runs), token=token, act=act)
     server = PageServer(listening, app)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()

@@ -54,7 +54,7 @@ def served(folder, port=0, act=None):
     found, media = Runs([folder]), LiveMedia()
     with listen("127.0.0.1", port) as listening:
         port = listening.getsockname()[1]
-        app = WatchApp(found, media, Pages(found, media, controls=act is not None), token="", port=port, act=act)
+        app = WatchApp(found, media, Pages(found, media, controls=act is not None), token="", act=act)
         server = PageServer(listening, app)
     found.start()
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
@@ -196,7 +196,7 @@ def test_a_real_training_is_watched_and_stopped(browser, tmp_path):
             assert browser.run("document.body.innerText").startswith("this page needs its token")
             browser.messages.clear()
             browser.open(address, 1280)
-            assert browser.run("location.search") == ""
+            follow(browser, "location.search === ''", "the address without the token")
             follow(browser, has_text("No runs yet") + " || " + has_text("running"), "the page")
             follow(browser, has_text("of 100,000"), "the training")
             follow(browser, "document.querySelectorAll('.sound audio').length > 1", "a sample")
