@@ -66,7 +66,7 @@
     showTimes();
   };
   const problem = (status) => status === 403 ? "The server asks for a token: open the address that it has printed."
-    : status === 404 ? "This run is not there any more."
+    : status === 404 ? "This run is not there any more." : status > 0 ? `The server has an error (${status}), which its terminal shows.`
       : `No answer since ${since}. The page goes on by itself as soon as there is one. If the command has ended: gputrain watch`;
   const update = async () => {
     clearTimeout(timer);
@@ -100,6 +100,7 @@
       });
       const found = await answer.json();
       say(said, [found.message, found.hint].filter(Boolean).join(" "));
+      setTimeout(say, 30000, said, "");
       if (answer.ok) {
         for (const one of element.querySelectorAll("textarea, input")) one.defaultValue = one.value;
       }
