@@ -100,7 +100,10 @@ class Pages:
         changed otherwise: a line of metrics more changes nothing that can be seen in a long curve."""
         records = [view.record for view in views]
         steps = [record.last_step for record in records]
-        basis = [(view.at("plan", "history"), view.record.names, view.record.metrics.evaluations) for view in views]
+        basis = [  # The table is another one when the file was written anew.
+            (view.at("plan", "history"), view.record.metrics, view.record.names, view.record.metrics.evaluations)
+            for view in views
+        ]
         before = self._charts.get(ids)
         if before and before[0] == basis and not any(map(_grows, before[1], steps)):
             return before[2]

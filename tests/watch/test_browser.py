@@ -118,7 +118,7 @@ def test_the_network_is_gone_for_a_while(browser, tmp_path):
     browser.run(NOW)
     follow(browser, f"!{STATE}[0] && {STATE}[1].startsWith('No answer since')", "the note that there is no answer")
     browser.run("scrollTo({top: document.body.scrollHeight, behavior: 'instant'})")
-    follow(browser, "document.elementFromPoint(innerWidth / 2, innerHeight - 30).id === 'trouble'", "the note there, too")
+    follow(browser, "document.elementFromPoint(innerWidth / 2, innerHeight - 30).id === 'trouble'", "the note there")
     write_rows(run / "history.jsonl", [start_row(0, last_step=99)])
     with served(tmp_path, port):
         follow(browser, f"{STATE}[0] && {has_text('step 40 of 99')}", "the page's recovery")

@@ -81,6 +81,8 @@ def test_a_line_more_does_not_draw_a_long_curve_anew(folders):
     append(run, step=1016, seconds=1016.0, **{"eval/psnr_db": 9.0})
     assert "chart-1-1" in visitor.changes()
     assert "9 dB" in visitor.parts[f"run-{id_of(run)}"][1]
+    write_rows(run / "metrics.jsonl", [{**row, "loss/model/vae": 5.0} for row in metric_rows("vae", 1016)])
+    assert "chart-2-1" in visitor.changes()  # The same steps, with other losses.
 
 
 def test_progress_time_left_and_cost(folders):
