@@ -21,59 +21,62 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from filelock import FileLock, Timeout
 
-from gputrain.config import LONGEST_FILE, assemble, checked, leaves, read_file, without_retired
+from gputrain.config import assemble, leaves, read_file
 from gputrain.engine.checkpoint import newest_first
-from gputrain.engine.history import HISTORY, last_logged_step
+from gputrain.engine.history import HISTORY, history_size, last_logged_step
 from gputrain.engine.requests import ASKED_TO_STOP, send
 from gputrain.engine.run_folder import CONFIG, LOCK
 from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError, first_line
 from gputrain.hw.child_process import describe_exit, package_environment, remedy_for_exit
-from gputrain.kinds import ModelKind, read_defaults, stated_kind, without_kind
+from gputrain.kinds import ModelKind, default_kind, read_defaults, stated_kind
 from gputrain.report.records import is_count, read_history
 
 log = logging.getLogger(__name__)
 
 State = Literal["waiting", "running", "finished", "stopped", "failed", "refused", "skipped"]
-StateReason = tuple[State, str]
 LOOK_SECONDS = 2.0
 SETTLED_SECONDS = 3.0  # Age of a change from which on a file is read: an editor may not have written all of it before.
 PAUSES = (30.0, 300.0)  # Seconds before a run that failed after some steps is resumed, each time.
+ASKING_SECONDS = 0.2  # A lock that is held for longer is that of a training.
 STOPPED = 75  # Exit code of a training that was asked to stop.
 IN_TIME = "stopped in time for"  # How the message of such an end begins.
 SHOWN_LINES, SHOWN_BYTES = 4, 4000  # Of a failed training's output.
 LONGEST_HINT = 400
 PROGRAM = (sys.executable, "-m", "gputrain")
+SUFFIXES = (".yaml", ".yml", ".json")
 ANOTHER = "another gputrain watch works on this queue; this one only shows it"
+
+
+class Known(NamedTuple):
+    """The state of an entry as its run gives it, and a message."""
+
+    state: State
+    message: str = ""
 
 
 @dataclass(eq=False)
 class QueueEntry:
-    """A file of the queue, and what this process knows about its run. `attempts` are its starts by this process."""
+    """A file of the queue, and what this process knows about its run."""
 
     path: Path
     state: State = "waiting"
     message: str = ""
-    attempts: int = 0
-    trains: ModelKind | None = None
+    trains: ModelKind = field(default_factory=default_kind)
     values: Mapping[str, Any] = field(default_factory=dict)  # The settings that the file gives.
-    changed: tuple[int, int] = (0, 0)  # Time and size of what was read.
-    digest: str = ""
+    stamp: tuple[int, int] = (0, 0)  # Time and size of the file that was read.
     is_changing: bool = False
     error: str = ""  # What is wrong with the file.
-    ended: StateReason | None = None  # How the run has ended, until the file changes or it is to be tried again.
-    failures: int = 0
+    known: Known | None = None  # None: its run folder has not been looked at yet.
+    failures: int = 0  # Of its run, in a row.
     due: float = 0.0  # When it may start, by time.monotonic.
     is_skipped: bool = False
-    is_wanted: bool = False  # Goes on, whatever its run folder says.
-    runs_elsewhere: bool = False  # Another process trained in its folder at the last look.
     process: "subprocess.Popen[bytes] | None" = None  # Its training, if this process has started it.
-    rows_before: int = 0  # Lines of history before it.
-    is_asked: bool = False  # It was asked to stop.
+    history_before: int = 0  # Size of the history before it.
 
     @property
     def name(self) -> str:
@@ -84,99 +87,73 @@ class QueueEntry:
         return hashlib.sha256(os.fsencode(self.name)).hexdigest()[:10]
 
     @property
-    def kind(self) -> str:
-        return self.trains.name if self.trains else ""
+    def run(self) -> Path | None:
+        return self.values.get("output_dir")  # None while it is not known.
 
     @property
     def folder(self) -> Path:
         return Path(self.values.get("output_dir", ""))
 
     @property
-    def run(self) -> Path | None:
-        return self.values.get("output_dir")  # None while it is not known.
-
-    @property
-    def command(self) -> str:
-        return shlex.join(["gputrain", *self.words])
-
-    @property
     def output(self) -> Path:
         return self.path.with_name(f"{self.path.name}.log")
 
     @property
-    def begins_at(self) -> str:
-        """The checkpoint that its file names, if any."""
-        given = str(self.values.get("resume_from", ""))
-        return given if given != "auto" else ""
-
-    @property
     def words(self) -> list[str]:
         """The words of its command. A run whose file names a checkpoint begins there, and goes on from its own."""
-        resumes = [] if self.begins_at and not newest_first(self.folder) else ["--resume-from", "auto"]
-        return [self.trains.command if self.trains else "train-", "--config", str(self.path), *resumes]
+        resumes = [] if begin_of(self.values) and not newest_first(self.folder) else ["--resume-from", "auto"]
+        return [self.trains.command, "--config", str(self.path), *resumes]
 
     def refresh(self) -> None:
         """Read the file if it has changed, and nobody writes it any more."""
         try:
             found = self.path.stat()
-            changed = (found.st_mtime_ns, found.st_size)
-            self.is_changing = changed != self.changed and 0 <= time.time() - found.st_mtime < SETTLED_SECONDS
-            if changed == self.changed or self.is_changing:
+            stamp = (found.st_mtime_ns, found.st_size)
+            self.is_changing = stamp != self.stamp and 0 <= time.time() - found.st_mtime < SETTLED_SECONDS
+            if stamp == self.stamp or self.is_changing:
                 return
-            with self.path.open("rb") as file:
-                self.changed, digest = changed, hashlib.sha256(file.read(LONGEST_FILE + 1)).hexdigest()
-        except OSError as error:
-            self.digest, self.error = "", f"{self.path}: {error.strerror}"
-            return
-        if digest == self.digest:
-            return
-        run, was_read, self.digest = self.run, not self.error, digest
-        self._read()
-        # A run that this process knows goes on with other settings; one that was there before may be another.
-        self.is_wanted = was_read and self.ended is not None and self.run == run
-        self.ended, self.failures, self.due, self.is_skipped = None, 0, 0.0, False
-
-    def _read(self) -> None:
-        """Check the file as the train command does."""
-        self.error, self.values = "", {}
-        try:
-            self.trains = stated_kind(read_file(self.path))
-            self.values = read_defaults(self.path, self.trains.train, self.trains.translate)
-            if "output_dir" not in self.values:
-                raise UserError(f"{self.path}: output_dir is missing", hint="give each run a folder of its own")
-            assemble(self.trains.train, self.values, str(self.path))
-            begin = Path(self.begins_at).resolve()
-            if self.begins_at and self.folder.resolve() == (begin.parent if begin.suffix == ".pt" else begin):
-                hint = "leave it out, as a queue resumes by itself; to train on from the end, give another output_dir"
-                raise UserError(f"{self.path}: resume_from is in its own output_dir", hint=hint)
+            self.path.open("rb").close()  # A disk that is away is an OSError here, and tried again.
+            self.stamp, self.error = stamp, ""
+            trains, values = read_settings(self.path)
         except UserError as error:
             # A list of all keys is for a terminal.
             self.error = f"{error.message}; {error.hint}" if 0 < len(error.hint) < LONGEST_HINT else error.message
+        except (OSError, ValueError) as error:
+            self.stamp, self.error = (0, 0), f"{self.path}: {first_line(error)}"
+        else:
+            if (trains, values) != (self.trains, self.values):
+                # A run that is known goes on with other settings; one that was there before may be another.
+                is_known = self.known and self.known.state != "refused" and self.run == values["output_dir"]
+                self.trains, self.values = trains, values
+                self.reset(Known("waiting") if is_known else None)
+
+    def reset(self, known: Known | None) -> None:
+        self.known, self.failures, self.due, self.is_skipped = known, 0, 0.0, False
 
     def other_run(self) -> str:
         """Describes the run in the folder if it is not one of these settings. How a run is saved and what it runs on
         doesn't count, nor what is left to the program."""
-        assert self.trains is not None
-        path, known = self.folder / CONFIG, leaves(self.trains.train)
+        path = self.folder / CONFIG
         try:
-            content = read_file(path)
-            if (other := stated_kind(content)) is not self.trains:
+            if (other := stated_kind(read_file(path))) is not self.trains:
                 return f"a run of {other.command}"
-            own = without_kind(self.trains.train, content, str(path))
-            before = checked(self.trains.train, without_retired(self.trains.train, own))
+            before = read_defaults(path, self.trains.train)
         except UserError:
             return ""
-        counted = [leaf for leaf in known.values() if leaf.is_saved and leaf.path[0] not in ("saving", "hardware")]
-        both = {leaf.name: (before.get(leaf.name, leaf.default), self.values.get(leaf.name)) for leaf in counted}
-        differing = [f"{name} is {was} there, {now} here" for name, (was, now) in both.items() if now and was != now]
+        differing = [
+            f"{leaf.name} is {was} there, {now} here"
+            for leaf in leaves(self.trains.train).values()
+            if (now := self.values.get(leaf.name)) and now != (was := before.get(leaf.name, leaf.default))
+            if leaf.is_saved and leaf.path[0] not in ("saving", "hardware")
+        ]
         return f"a run of other settings ({'; '.join(differing)})" if differing else ""
 
     def start(self) -> None:
         """Start the training. Raises OSError."""
         environment = {name: value for name, value in package_environment().items() if name != "FORCE_COLOR"}
-        self.attempts, self.rows_before, self.is_asked = self.attempts + 1, len(self.history()), False
+        self.history_before = history_size(self.folder)
         with self.output.open("ab") as file:
-            file.write(f"\n$ gputrain {shlex.join(self.words)}\n".encode())
+            file.write(f"\n$ gputrain {shlex.join(self.words)}\n".encode(errors="surrogateescape"))
             file.flush()
             self.process = subprocess.Popen(
                 [*PROGRAM, *self.words], stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment,
@@ -184,59 +161,54 @@ class QueueEntry:
             )  # fmt: skip
 
     def stop(self) -> None:
-        """Ask the training to save and end, once: at a second signal it would end without a save."""
-        if self.process and not self.is_asked and self.process.poll() is None:
-            self.is_asked = True
+        """Ask the training to save and end. Raises UserError if it is another process's and cannot be asked."""
+        if self.process and not self.is_skipped:  # At a second signal it would end without a save.
             self.process.send_signal(getattr(signal, "CTRL_BREAK_EVENT", signal.SIGTERM))
-        elif self.runs_elsewhere:
+        elif self.state == "running" and not self.process:
             send(self.folder, "stop")
 
-    def history(self) -> list[dict[str, Any]]:
-        try:
-            return read_history(self.folder / HISTORY, [])
-        except (OSError, ValueError, RecursionError):
-            return []
-
-    def end(self, *, was_seen: bool) -> StateReason:
-        """Returns how the run has ended: the training that this process has started, or another one, which this
-        process may have seen running."""
-        rows, code, self.process = self.history(), self.process.returncode if self.process else None, None
+    def end(self) -> Known:
+        """Returns how the run has ended: a training that this process has started, another one that it has seen
+        running, or one of the time before."""
+        rows: list[dict[str, Any]] = []
+        own, self.process, was_seen = self.process, None, self.known is not None
+        if own is None or history_size(self.folder) > self.history_before:  # Otherwise it has ended before it began.
+            with suppress(OSError, ValueError, RecursionError):
+                rows = read_history(self.folder / HISTORY, [])
         start: Mapping[str, Any] = next((row for row in reversed(rows) if row["event"] == "start"), {})
         last = rows[-1] if rows else {}
-        moved = max(_count(last, "step"), last_logged_step(self.folder)) > _count(start, "step")
-        if code is None:
-            outcome, message = last.get("outcome"), str(last.get("message", ""))
+        moved = bool(rows) and max(_count(last, "step"), last_logged_step(self.folder)) > _count(start, "step")
+        outcome, message = last.get("outcome"), str(last.get("message", ""))
+        if own:
+            outcome = {0: "finished", STOPPED: "stopped"}.get(own.returncode, "failed")
+            message = self._last_words(own.returncode) if outcome == "failed" else message
+        else:
             if outcome == "finished" and _count(start, "stage") + 1 < _count(start, "stages"):
                 outcome = None  # Another stage of the training follows.
             ends = [row.get("outcome") for row in rows if row["event"] == "end"]
             self.failures = sum(1 for _ in takewhile(lambda one: one == "failed", ends[-2::-1]))  # Before the last one.
-        else:
-            outcome, message = {0: "finished", STOPPED: "stopped"}.get(code, "failed"), self._last_words(code)
-            moved &= len(rows) > self.rows_before
-        if outcome == "finished" or 0 < self.values.get("max_steps", 0) <= _count(last, "step"):
-            return "finished", ""
         if outcome == "stopped" and message.startswith(IN_TIME):
-            return ("waiting", "") if moved else ("failed", f"{message}: its max_time is too short for a step")
+            outcome, message = (None, "") if moved else ("failed", f"{message}: its max_time is too short for a step")
+        if outcome == "finished" or 0 < self.values.get("max_steps", 0) <= _count(last, "step"):
+            return Known("finished")
         if outcome == "stopped" and (was_seen or message.startswith(ASKED_TO_STOP)):
-            return "stopped", message
-        if outcome != "failed" or is_in_use(self.folder):  # It failed as another process has begun to train there.
-            return "waiting", ""
-        self.failures += 1
-        if not moved or self.failures > len(PAUSES):
-            return "failed", message
-        pause = PAUSES[self.failures - 1]
-        self.due = time.monotonic() + pause
-        return "waiting", f"{message}\nIt had made steps, and is resumed after {format_duration(pause)}."
+            return Known("stopped", message)
+        if outcome != "failed":
+            self.failures = 0
+            return Known("waiting")
+        if not moved or self.failures >= len(PAUSES):
+            return Known("failed", message)
+        pause = PAUSES[self.failures]
+        self.failures, self.due = self.failures + 1, time.monotonic() + pause
+        return Known("waiting", f"{message}\nIt had made steps, and is resumed after {format_duration(pause)}.")
 
     def _last_words(self, code: int) -> str:
-        """Returns the cause of a stop, or the last lines of a training that has failed."""
+        """Returns the last lines of a training that has failed."""
         lines: list[str] = []
         with suppress(OSError), self.output.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - SHOWN_BYTES))
             text = file.read().decode(errors="replace").rpartition("\n$ gputrain ")[2]
             lines = [line for line in text.splitlines()[1:] if line.strip()]
-        if code == STOPPED:
-            return next((line.removeprefix("stopped: ") for line in lines if line.startswith("stopped: ")), "")
         remedy = f": {remedy_for_exit(code)}" if code < 0 else ""
         return "\n".join([*lines[-SHOWN_LINES:], f"({describe_exit(code)}{remedy})"])
 
@@ -252,7 +224,7 @@ class Queue:
             raise UserError(f"{folder}: no folder that can be written to", hint=hint)
         self.folder, self.is_paused, self.message = folder, False, ""
         self.entries: list[QueueEntry] = []  # Of the files that are there now, in their order.
-        self._known: dict[str, QueueEntry] = {}  # By name; those of removed files, too.
+        self._known: dict[Path, QueueEntry] = {}  # By file; those of removed files, too.
         self._lock = threading.RLock()  # Held during a look and an action.
         self._ownership = FileLock(folder / ".queue.lock", thread_local=False)
         self._thread: threading.Thread | None = None
@@ -267,7 +239,7 @@ class Queue:
             self.is_paused = False
             for entry in self.entries:
                 if entry.state == "stopped":
-                    entry.ended, entry.is_wanted = None, True
+                    entry.reset(Known("waiting"))
 
     def pause(self) -> None:
         """Start nothing further. A training that runs goes on."""
@@ -276,52 +248,50 @@ class Queue:
 
     def skip(self, id: str) -> None:
         """Don't start a training; one that runs is stopped and saved first. Raises KeyError for an unknown id."""
-        with self._acting(id, "waiting", "running", "stopped", "failed") as entry:
+        with self._acting():
+            entry = self._entry(id, "waiting", "running", "stopped")
             entry.stop()
             entry.is_skipped = True
 
     def retry(self, id: str) -> None:
         """Let a training wait for its turn again. Raises KeyError for an unknown id."""
-        with self._acting(id, "stopped", "failed", "refused", "skipped") as entry:
-            entry.ended, entry.is_wanted, entry.is_skipped, entry.failures, entry.due = None, True, False, 0, 0.0
+        with self._acting():
+            self._entry(id, "failed", "refused", "skipped").reset(Known("waiting"))
 
     def close(self) -> None:
         """Start nothing further, ask the training that this process has started to stop, and wait until it has saved
         and ended."""
-        is_held = self._lock.acquire(timeout=LOOK_SECONDS)  # A look may wait for a disk that doesn't answer.
-        self._is_closed = True
-        for entry in [entry for entry in self.entries if entry.state == "running"]:
-            if entry.process is None:
-                log.info("queue: the training in %s was not started by this command, and goes on", entry.run)
-            elif entry.process.poll() is None:
-                log.info("queue: %s stops and saves; Ctrl-C again leaves, and it saves all the same", entry.name)
-                entry.stop()
-                while entry.process.poll() is None:
-                    time.sleep(0.1)
-        self._ownership.release(force=True)
-        if is_held:
-            self._lock.release()
+        with self._lock:
+            self._is_closed = True
+            for entry in self._known.values():
+                if entry.process and entry.process.poll() is None:
+                    log.info("queue: %s stops and saves; Ctrl-C again leaves, and it saves all the same", entry.name)
+                    entry.stop()
+                    while entry.process.poll() is None:
+                        time.sleep(0.1)
+                elif entry.state == "running" and not entry.process:
+                    log.info("queue: the training in %s was not started by this command, and goes on", entry.run)
+            self._ownership.release(force=True)
 
     @contextmanager
-    def _acting(self, id: str = "", *states: State) -> Iterator[QueueEntry]:
-        """Let the block change the queue, or the entry of this id if it has one of these states, and look at once."""
+    def _acting(self) -> Iterator[None]:
+        """Let the block change the queue, and look at once."""
         with self._lock:
             if is_held_elsewhere(self._ownership):
                 raise UserError(ANOTHER, hint="use the page of that one")
-            entry = {entry.id: entry for entry in self.entries}[id] if id else QueueEntry(self.folder)
-            if id and entry.state not in states:
-                raise UserError(f"{entry.name} is {entry.state}", hint=f"this is for what is {' or '.join(states)}")
-            yield entry
+            yield
             self.look()
+
+    def _entry(self, id: str, *states: State) -> QueueEntry:
+        """Returns the entry of an id, which must have one of these states."""
+        entry = {entry.id: entry for entry in self.entries}[id]
+        if entry.state not in states:
+            raise UserError(f"{entry.name} is {entry.state}", hint=f"this is for what is {' or '.join(states)}")
+        return entry
 
     def _work(self) -> None:
         while not self._is_closed:
-            try:
-                self.look()
-            except Exception as error:  # Whatever it is, such as a disk that is away, the next look may have more luck.
-                if self.message != (fault := f"the queue waits: {first_line(error)}"):
-                    log.warning("queue: %s", fault)
-                self.message = fault
+            self.look()
             time.sleep(LOOK_SECONDS)
 
     def look(self) -> None:
@@ -329,80 +299,102 @@ class Queue:
         with self._lock:
             if self._is_closed:
                 return
-            owns = not is_held_elsewhere(self._ownership)
-            for entry in self.entries:
-                if entry.process and entry.process.poll() is not None:
-                    self._note_end(entry, was_seen=True)
-            entries = self._read_folder()
-            self._decide(entries)
-            first = next((entry for entry in entries if entry.state == "waiting"), None)
-            is_free = owns and not self.is_paused and all(entry.state != "running" for entry in entries)
-            if first and is_free and not (self._is_closed or first.is_changing) and first.due <= time.monotonic():
-                try:
-                    first.start()
-                except OSError as error:
-                    first.ended = "failed", f"cannot be started: {error}"
-                self._decide(entries)
-            self.entries = entries
-            self.message = "paused: nothing further starts" * self.is_paused if owns else ANOTHER
+            try:
+                self.message = self._look()
+            except Exception as error:  # Whatever it is, such as a disk that is away, the next look may have more luck.
+                if self.message != (fault := f"the queue waits: {first_line(error)}"):
+                    log.warning("queue: %s", fault)
+                self.message = fault
+
+    def _look(self) -> str:
+        """Returns what holds the queue."""
+        owns = not is_held_elsewhere(self._ownership)
+        entries, owners = self._read_folder(), dict[str, QueueEntry]()
+        # A folder stays that of the entry whose run is known.
+        for entry in sorted(entries, key=lambda entry: entry.known is None or entry.state == "refused"):
+            self._decide(entry, owners)
+        self.entries, states = entries, {entry.state for entry in entries}
+        self.is_paused |= "stopped" in states
+        if not owns or self.is_paused:
+            return "paused: nothing further starts" if owns else ANOTHER
+        first = next((entry for entry in entries if entry.state == "waiting"), None)
+        if first and "running" not in states and not first.is_changing and first.due <= time.monotonic():
+            first.start()
+            self._decide(first, owners)
+        return ""
 
     def _read_folder(self) -> list[QueueEntry]:
         """Returns the entries of the files that are there now and of a training that runs, in the order of their
         names, 2 before 10."""
-        with os.scandir(self.folder) as found:
-            names = {one.name for one in found if one.name[0] != "." and one.is_file()}
-        names = {name for name in names if Path(name).suffix.lower() in (".yaml", ".yml", ".json")}
-        for name in names:
-            entry = self._known.setdefault(name, QueueEntry(self.folder / name))
-            if not entry.process:
+        paths = [path for path in self.folder.iterdir() if path.suffix.lower() in SUFFIXES and path.name[0] != "."]
+        there = {path for path in paths if os.path.isfile(path)}
+        for path in there:
+            entry = self._known.setdefault(path, QueueEntry(path))
+            if entry.state != "running":
                 entry.refresh()
-        entries = [entry for name, entry in self._known.items() if name in names or entry.process]
+        entries = [entry for path, entry in self._known.items() if path in there or entry.state == "running"]
+        return sorted(
+            entries, key=lambda entry: re.sub("[0-9]+", lambda digits: digits[0].zfill(255), entry.name.lower())
+        )
 
-        def order(entry: QueueEntry) -> list[tuple[int, str]]:
-            parts = re.split("([0-9]+)", entry.name.lower())
-            return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+    def _decide(self, entry: QueueEntry, owners: dict[str, QueueEntry]) -> None:
+        """Decide the state of an entry, and log it if it has changed."""
+        before = entry.state
+        try:
+            entry.state, entry.message = self._state_of(entry, owners)
+        except (OSError, ValueError) as error:
+            if entry.known:  # A disk is away.
+                raise
+            entry.state, entry.message = "refused", f"{entry.run}: {first_line(error)}"
+        if entry.state != before:
+            message = f": {entry.message}".replace("\n", "\n  ") if entry.message else ""
+            log.info("queue: %s: %s%s", entry.name, entry.state, message)
 
-        return sorted(entries, key=order)
-
-    def _note_end(self, entry: QueueEntry, *, was_seen: bool) -> None:
-        entry.ended = entry.end(was_seen=was_seen)
-        self.is_paused |= entry.ended[0] == "stopped" and not entry.is_skipped
-        entry.is_skipped &= entry.ended[0] != "finished"
-
-    def _decide(self, entries: list[QueueEntry]) -> None:
-        """Decide the state of each entry, and log those that have changed."""
-        owners = {os.path.realpath(entry.folder): entry for entry in entries if entry.attempts and not entry.error}
-        for entry in entries:
-            before = entry.state
-            try:
-                entry.state, entry.message = self._state_of(entry, owners)
-            except (OSError, ValueError) as error:  # Its run folder has an impossible name, or may not be read.
-                entry.state, entry.message = "refused", f"{entry.run}: {first_line(error)}"
-            if entry.state != before:
-                message = f": {entry.message}".replace("\n", "\n  ") if entry.message else ""
-                log.info("queue: %s: %s%s", entry.name, entry.state, message)
-
-    def _state_of(self, entry: QueueEntry, owners: dict[str, QueueEntry]) -> StateReason:
+    def _state_of(self, entry: QueueEntry, owners: dict[str, QueueEntry]) -> Known:
+        if entry.run:
+            owner = owners.setdefault(os.path.realpath(entry.run), entry)
+            if owner is not entry:
+                return Known("refused", f"{entry.run} is the output_dir of {owner.name}, too: give it another one")
         if entry.process:
-            return "running", f"its output is in {entry.output}"
+            if entry.process.poll() is None:
+                return Known("running", f"its output is in {entry.output}")
+            entry.known = entry.end()
         if entry.is_changing:
-            return "waiting", "its file was changed just now"
-        if entry.error:
-            return "refused", entry.error
-        owner = owners.setdefault(os.path.realpath(entry.folder), entry)
-        if owner is not entry:
-            return "refused", f"{entry.run} is the output_dir of {owner.name}, too: give it another one"
-        ran, entry.runs_elsewhere = entry.runs_elsewhere, is_in_use(entry.folder)
-        if entry.runs_elsewhere:
-            return "running", f"another process trains in {entry.run}: its end is waited for"
-        if entry.is_skipped:
-            return "skipped", "until it is tried again, or gputrain watch begins anew"
-        if ran or entry.ended is None:
-            if not (ran or entry.is_wanted) and (other := entry.other_run()):
-                return "refused", f"{entry.run} holds {other}: give another output_dir, or try again to go on with it"
-            if ran or not entry.is_wanted:
-                self._note_end(entry, was_seen=ran)
-        return entry.ended or ("waiting", "")
+            return Known("waiting", "its file was changed just now")
+        known = entry.known
+        if entry.run and is_in_use(entry.run):
+            known = Known("running", f"another process trains in {entry.run}: its end is waited for")
+        elif entry.error:
+            return Known("refused", entry.error)
+        elif known is None and (other := entry.other_run()):
+            remedy = "give another output_dir, or try again to go on with it"
+            known = Known("refused", f"{entry.run} holds {other}: {remedy}")
+        elif known is None or known.state == "running":
+            known = entry.end()
+        entry.known = known
+        if entry.is_skipped and known.state not in ("running", "finished"):
+            return Known("skipped", "until it is tried again, or gputrain watch begins anew")
+        return known
+
+
+def begin_of(values: Mapping[str, Any]) -> str:
+    """Returns the checkpoint that settings name, if any."""
+    given = str(values.get("resume_from", ""))
+    return given if given != "auto" else ""
+
+
+def read_settings(path: Path) -> tuple[ModelKind, dict[str, Any]]:
+    """Read a configuration, and check it as its train command does. Raises UserError."""
+    trains = stated_kind(read_file(path))
+    values = read_defaults(path, trains.train, trains.translate)
+    if "output_dir" not in values:
+        raise UserError(f"{path}: output_dir is missing", hint="give each run a folder of its own")
+    assemble(trains.train, values, str(path))
+    begin = Path(begin_of(values)).resolve()
+    if begin_of(values) and values["output_dir"].resolve() == (begin.parent if begin.suffix == ".pt" else begin):
+        hint = "leave it out, as a queue resumes by itself; to train on from the end, give another output_dir"
+        raise UserError(f"{path}: resume_from is in its own output_dir", hint=hint)
+    return trains, values
 
 
 def _count(row: Mapping[str, Any], name: str) -> int:
@@ -410,11 +402,11 @@ def _count(row: Mapping[str, Any], name: str) -> int:
     return value if is_count(value) else 0
 
 
-def is_held_elsewhere(lock: FileLock) -> bool:
-    """Returns True if another process holds a lock; otherwise this one does now."""
+def is_held_elsewhere(lock: FileLock, seconds: float = 0.0) -> bool:
+    """Returns True if another process holds a lock for longer; otherwise this one does now."""
     try:
         if not lock.is_locked:
-            lock.acquire(timeout=0)
+            lock.acquire(timeout=seconds)
     except Timeout:
         return True
     except (OSError, NotImplementedError):  # Some network drives lock nothing.
@@ -423,8 +415,8 @@ def is_held_elsewhere(lock: FileLock) -> bool:
 
 
 def is_in_use(run: Path) -> bool:
-    """Returns True if another process trains in a run folder."""
+    """Returns True if another process trains in a run folder; one that asks this, too, holds the lock for a moment."""
     lock = FileLock(run / LOCK)
-    found = (run / LOCK).exists() and is_held_elsewhere(lock)
+    found = (run / LOCK).exists() and is_held_elsewhere(lock, ASKING_SECONDS)
     lock.release()
     return found

@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from gputrain.errors import UserError
 from gputrain.hw.child_process import remedy_for_exit
@@ -121,7 +123,7 @@ def run_all(queue):
         queue.look()
         return not {"running", "waiting"} & set(states(queue).values()) or queue.is_paused
 
-    wait_until(is_idle, "the end of the queue")
+    wait_until(is_idle, "the end of the queue", lambda: queue.message.startswith("the queue waits"))
 
 
 def test_trainings_run_in_the_order_of_their_names_and_every_file_has_a_state(desk):
@@ -136,6 +138,8 @@ def test_trainings_run_in_the_order_of_their_names_and_every_file_has_a_state(de
     (desk.folder / "9.yml").write_text("[1, 2")
     desk.put("11.yaml", output_dir=str(desk.folder.parent / ("a" * 300)))
     desk.put("12.yaml", output_dir="a\0b")
+    desk.put("13.yaml", resume_from="a\0b")
+    (desk.folder / "14.yaml").symlink_to("14.yaml")
     (desk.folder / ".hidden.yaml").write_text("image_size: 32")
     (desk.folder / "notes.txt").write_text("")
     queue = desk.queue()
@@ -146,6 +150,7 @@ def test_trainings_run_in_the_order_of_their_names_and_every_file_has_a_state(de
         "6.yaml": ("refused", "kind is 'colouriser'"), "7.yaml": ("refused", "leave it out"),
         "8.json": ("failed", "error: no such folder\n(exit code 2)"), "9.yml": ("refused", "not valid YAML"),
         "10.json": ("finished", ""), "11.yaml": ("refused", "name too long"), "12.yaml": ("refused", "output_dir"),
+        "13.yaml": ("refused", "null byte"),
     }  # fmt: skip
     assert list(states(queue)) == list(wanted)
     for name, (state, message) in wanted.items():
@@ -166,7 +171,7 @@ def test_an_attempt_that_has_made_steps_is_resumed_and_a_stop_pauses_the_queue(d
         "3.yaml": ([failed], "failed", 1, "error: out of memory\n(exit code 2)"),
         "4.yaml": ([{"end": "killed", "steps": 5}, FINISHED], "finished", 2, ""),
         "5.yaml": ([{"end": "killed"}], "failed", 1, f"(SIGKILL: {remedy_for_exit(-9)})"),
-        "6.yaml": ([*[limit] * 4, FINISHED], "finished", 5, ""),
+        "6.yaml": ([limit, moved, moved, limit, moved, moved, limit, FINISHED], "finished", 8, ""),
         "7.yaml": ([{**limit, "steps": 0}], "failed", 1, f"{in_time}: its max_time is too short for a step"),
         "8.yaml": ([{"end": "stopped", "steps": 1, "message": "interrupted after step 1"}, FINISHED], "stopped", 1,
                    "interrupted after step 1"),
@@ -281,7 +286,12 @@ def test_a_run_of_other_settings_is_gone_on_with_only_if_it_is_tried_again(desk)
     assert "data_path is" in message
     assert "num_epochs" not in message
     assert "a run of train-vae" in entry(queue, "2.yaml").message
+    queue.pause()
     queue.retry(entry(queue, "1.yaml").id)
+    desk.put("1.yaml", num_epochs=9, data_path="pictures")  # Once it is to go on, further changes are for it, too.
+    queue.look()
+    assert states(queue) == {"1.yaml": "waiting", "2.yaml": "refused"}
+    queue.is_paused = False
     run_all(queue)
     assert states(queue) == {"1.yaml": "finished", "2.yaml": "refused"}
 
@@ -316,11 +326,41 @@ def test_a_training_that_runs_already_is_waited_for_and_a_second_queue_only_show
     second.look()
     assert (states(second), second.message) == ({"1.yaml": "running", "2.yaml": "waiting"}, "")
     assert "another process trains" in entry(second, "1.yaml").message
+    (desk.folder / "1.yaml").rename(desk.folder / "1.yaml.done")  # It has the machine until its end, whatever comes.
+    second.look()
+    assert states(second) == {"1.yaml": "running", "2.yaml": "waiting"}
+    (desk.folder / "1.yaml.done").rename(desk.folder / "1.yaml")
     os.kill(child.pid, signal.SIGTERM)
     child.wait()
     run_all(second)  # Somebody has stopped it, and wants the machine.
     assert states(second) == {"1.yaml": "stopped", "2.yaml": "waiting"}
     assert second.is_paused
+
+
+def test_a_queue_waits_for_a_disk_that_is_away(desk):
+    desk.put("1.yaml", {"end": "early"})
+    desk.put("2.yaml")
+    output = desk.folder / "2.yaml.log"
+    output.mkdir()
+    queue = desk.queue()
+    wait_until(lambda: queue.look() or "the queue waits" in queue.message, "the second training")
+    assert states(queue) == {"1.yaml": "failed", "2.yaml": "waiting"}
+    output.rmdir()
+    (first, _), path = queue.entries, desk.folder / "1.yaml"
+    path.rename(aside := desk.folder / "aside")
+    first.refresh()
+    assert "No such file" in first.error
+    aside.rename(path)
+    run_all(queue)
+    assert states(queue) == {"1.yaml": "failed", "2.yaml": "finished"}
+
+
+def test_a_lock_that_is_held_for_a_moment_is_no_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "ASKING_SECONDS", 60.0)
+    asking = FileLock(tmp_path / ".lock", thread_local=False)
+    asking.acquire()
+    threading.Timer(0.05, asking.release).start()
+    assert not module.is_in_use(tmp_path)
 
 
 WATCHER = """
