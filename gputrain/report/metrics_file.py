@@ -49,6 +49,7 @@ class MetricsTable:
 
     def __init__(self, most_rows: int = MOST_ROWS) -> None:
         self.most_rows, self.every, self.kept = most_rows, 1, 0
+        self.identity = object()  # The same one, in copies too, as long as lines are only added.
         self.groups: dict[tuple[str, ...], RowGroup] = {}
         self.latest: dict[str, float] = {}  # The last value of every metric.
         self.last: tuple[int, dict[str, float]] | None = None  # Step and values of the last line.

@@ -99,10 +99,10 @@ class Pages:
         """Returns the charts of some runs. They are drawn anew when a curve has grown by one of its points, or has
         changed otherwise: a line of metrics more changes nothing that can be seen in a long curve."""
         records = [view.record for view in views]
-        steps = [record.last_step for record in records]
-        basis = [  # The table is another one when the file was written anew.
-            (view.at("plan", "history"), view.record.metrics, view.record.names, view.record.metrics.evaluations)
-            for view in views
+        steps, tables = [record.last_step for record in records], [record.metrics for record in records]
+        basis = [
+            (view.at("plan", "history"), table.names, table.identity, table.evaluations)
+            for view, table in zip(views, tables, strict=True)
         ]
         before = self._charts.get(ids)
         if before and before[0] == basis and not any(map(_grows, before[1], steps)):

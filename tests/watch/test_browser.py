@@ -154,7 +154,8 @@ def test_what_a_reader_has_chosen_outlives_updates(browser, tmp_path):
         for run in reversed(folders):  # Each comes first.
             write_rows(run / "history.jsonl", [start_row(0, last_step=90, time=time_now())])
             follow(browser, f"document.querySelector('h2').innerText === '{run.name}'", "another order")
-        assert browser.run(ticked) == browser.run("document.activeElement.ariaLabel") == "compare one"
+        kept = "'compare one' === document.activeElement.ariaLabel"
+        follow(browser, f"{ticked} === 'compare one' && {kept}", "what was ticked and focused")
         assert not browser.run("window.isSame")
 
         browser.open(f"http://127.0.0.1:{port}/?run={id_of(folders[0])}", 1280)
@@ -170,11 +171,10 @@ def test_what_a_reader_has_chosen_outlives_updates(browser, tmp_path):
         for step, name in ((50, "loss/model/tts"), (51, "loss/other")):
             row = {"step": step, "seconds": float(step), name: 1.0}
             append_line(json.dumps(row).encode() + b"\n", folders[0] / "metrics.jsonl")
-            follow(browser, has_text(f"step {step} of 90"), "a step more")
-            assert browser.run(shown).startswith("step 38\n")
-            assert browser.run("document.activeElement.innerText").startswith("model: tts")
-            assert browser.run("[document.querySelector('input[name=steps]').value, "
-                               "document.querySelector('#logarithmic').checked]") == ["7", True]  # fmt: skip
+            kept = "document.querySelector('input[name=steps]').value === '7' && document.activeElement.innerText"
+            kept += f".startsWith('model: tts') && {shown}.startsWith('step 38\\n')"
+            follow(browser, f"{has_text(f'step {step} of 90')} && {kept}", "a step more, with all that was there")
+            assert browser.run("document.querySelector('#logarithmic').checked")
         assert not browser.run("window.isSame")
         assert browser.messages == []
 
