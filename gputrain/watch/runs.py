@@ -15,7 +15,6 @@ from gputrain.engine.history import HISTORY
 from gputrain.engine.metrics import METRICS
 from gputrain.engine.run_folder import PLAN
 from gputrain.errors import first_line
-from gputrain.report.metrics_file import RowGroup
 from gputrain.report.page import unique_names
 from gputrain.report.records import RunReader, RunRecord
 
@@ -84,22 +83,15 @@ class WatchedRun(RunReader):
         try:
             if again or not self.known.is_read:
                 self.refresh(tail_only=tail_only)
-                self.known = self._copy()
+                before, known, table = self.known, copy.copy(self.record), self.record.metrics
+                known.versions = dict(known.versions)
+                if known.versions["metrics"] == before.versions["metrics"]:
+                    known.metrics = before.metrics
+                else:
+                    known.metrics = copy.deepcopy(table, {id(table.identity): table.identity})
+                self.known = known
         finally:
             self.turn.release()
-
-    def _copy(self) -> RunRecord:
-        record, before = copy.copy(self.record), self.known
-        record.versions = dict(record.versions)
-        if record.versions["metrics"] == before.versions["metrics"]:
-            record.metrics = before.metrics
-            return record
-        record.metrics = table = copy.copy(record.metrics)
-        table.latest, table.recent = dict(table.latest), table.recent.copy()
-        table.groups = {
-            names: RowGroup(one.numbers[:], one.steps[:], one.values[:]) for names, one in table.groups.items()
-        }
-        return record
 
 
 class Runs:
@@ -130,7 +122,8 @@ class Runs:
 
     def ids(self) -> list[str]:
         """Returns the names of all runs, the one that has changed last first."""
-        return [id for _, _, id in sorted((-run.known.changed_at, run.known.name, id) for id, run in self._items())]
+        order = sorted((-run.known.changed_at, run.known.name, id) for id, run in self._runs.items())
+        return [id for _, _, id in order]
 
     def record(self, id: str) -> RunRecord:
         """Returns what is known about a run. Raises KeyError if there is none of that name."""
@@ -140,45 +133,34 @@ class Runs:
         """Look for runs that have appeared or vanished. On a slow disk, those that are found are shown meanwhile."""
         found: dict[str, Path] = {}
         shown_at = time.monotonic()
-        for folder in self._all_runs():
+        seen: dict[str, int] = {}
+        roots = [*((folder, DEPTH) for folder in self.folders), *((folder, 0) for folder in self.more())]
+        for folder in (run for root, depth in roots for run in find_runs(root, depth, seen)):
             if len(found) < MOST_RUNS:
                 found.setdefault(id_of(folder), folder)
             if time.monotonic() > shown_at + READ_SECONDS:
-                self._update({**{id: run.known.folder for id, run in self._items()}, **found})
+                self._update({**{id: run.known.folder for id, run in self._runs.items()}, **found})
                 shown_at = time.monotonic()
         self._update(found)
 
-    def _items(self) -> list[tuple[str, WatchedRun]]:
-        return list(self._runs.items())
-
-    def _all_runs(self) -> Iterator[Path]:
-        seen: dict[str, int] = {}
-        for folder in self.folders:
-            yield from find_runs(folder, DEPTH, seen)
-        for folder in self.more():
-            yield from find_runs(folder, 0, seen)
-
     def _update(self, found: dict[str, Path]) -> None:
         """Make readers of new runs, each read in part, and forget those of vanished runs."""
-        before = self._runs
-        if found.keys() == before.keys():
-            self._looked.set()
-            return
-        names = dict(zip(found, unique_names(list(found.values())), strict=True))
-        runs = {id: before.get(id) or WatchedRun(folder, names[id]) for id, folder in found.items()}
-        for id, run in runs.items():
-            run.record.name = run.known.name = names[id]
-            if id not in before:
-                run.read_on(tail_only=True)
-        with self.lock:
-            self._runs = runs
+        if found.keys() != self._runs.keys():
+            names, runs = unique_names(list(found.values())), {}
+            for (id, folder), name in zip(found.items(), names, strict=True):
+                runs[id] = run = self._runs.get(id) or WatchedRun(folder, name)
+                run.record.name = run.known.name = name
+                if id not in self._runs:
+                    run.read_on(tail_only=True)
+            with self.lock:
+                self._runs = runs  # A new dict, so that other threads may go through the one they have.
         self._looked.set()
 
     def read(self, limit: float = READ_LIMIT) -> None:
         """Read what is new in all runs. Of long metrics only the ends are read at first, so that all runs are shown
         soon, and for a limited time each turn the rest of one after the other, which takes much longer."""
         for tail_only in (True, False):
-            for _, run in self._items():
+            for run in self._runs.values():
                 if tail_only or (not run.known.is_read and time.monotonic() < self._read + limit):
                     with contextlib.suppress(TimeoutError):  # Its disk does not answer, or a page has it read.
                         run.read_on(tail_only=tail_only)

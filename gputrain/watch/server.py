@@ -70,26 +70,21 @@ class PageServer(ThreadedWSGIServer):
     def __init__(self, listening: socket.socket, app: Any) -> None:
         self.ends: dict[Any, float] = {}
         host, port = listening.getsockname()[:2]
-        super().__init__(host, port, app, Handler, fd=listening.fileno())
+        super().__init__(host, port, app, Handler, passthrough_errors=True, fd=listening.fileno())
         listening.close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         self.ends[request] = time.monotonic() + HEAD_SECONDS
-        if len(self.ends) > MOST_CONNECTIONS:
-            self._close([*self.ends][0])  # noqa: RUF015 (Another thread may change it during an iteration.)
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        now = time.monotonic()
-        for request, end in list(self.ends.items()):
-            if end < now:
-                self._close(request)
-
-    def _close(self, request: Any) -> None:
-        """End a connection, whose thread notices that."""
-        self.ends.pop(request, None)
-        with contextlib.suppress(OSError):
-            request.shutdown(socket.SHUT_RDWR)
+        """End connections whose time is over, and the oldest of too many. Their threads notice that."""
+        now, ends = time.monotonic(), list(self.ends.items())
+        for place, (request, end) in enumerate(ends, MOST_CONNECTIONS):
+            if end < now or place < len(ends):
+                self.ends.pop(request, None)
+                with contextlib.suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
 
     def shutdown_request(self, request: Any) -> None:
         self.ends.pop(request, None)
@@ -100,9 +95,6 @@ class PageServer(ThreadedWSGIServer):
         if not isinstance(error, OSError):  # The client has gone away.
             log.error("a request failed: %r", error)
 
-    def log(self, type: str, message: str, *args: Any) -> None:
-        """Print nothing: the application prints its own errors."""
-
 
 def serve(settings: WatchSettings, say: Callable[[str], None]) -> None:
     """Serve the page until a signal ends it. `say` prints its address.
@@ -110,7 +102,11 @@ def serve(settings: WatchSettings, say: Callable[[str], None]) -> None:
     Raises UserError if the address or the port is not to be had, or the queue cannot be read.
     """
     has_parent = bool(os.environ.get(PARENT))
-    with contextlib.suppress(KeyboardInterrupt), listen(settings.host, settings.port, or_next=has_parent) as listening:
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        listen(settings.host, settings.port, or_next=has_parent) as listening,
+        contextlib.ExitStack() as ending,
+    ):
         host, port = listening.getsockname()[:2]
         is_local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
         token = token_of(is_local and not settings.allow_control, os.environ.get(TOKEN, ""))
@@ -118,35 +114,37 @@ def serve(settings: WatchSettings, say: Callable[[str], None]) -> None:
         if settings.queue:
             from gputrain.watch.queue import Queue
 
-            queue = Queue(settings.queue)
-        try:
-            # After the port is known to be free: importing torch takes a second.
-            from gputrain.report.media import LiveMedia
-            from gputrain.watch.control import act
-            from gputrain.watch.pages import Pages
-            from gputrain.watch.runs import Runs
+            queue = ending.enter_context(contextlib.closing(Queue(settings.queue)))
+        # After the port is known to be free: importing torch takes a second.
+        from gputrain.report.media import LiveMedia
+        from gputrain.watch.control import act
+        from gputrain.watch.pages import Pages
+        from gputrain.watch.runs import Runs
 
-            runs = Runs(settings.watched, lambda: [one.run for one in queue.entries if one.run] if queue else [])
-            media = LiveMedia()
-            pages = Pages(
-                runs, media, controls=settings.allow_control, price_per_hour=settings.price_per_hour, queue=queue
-            )
-            acting = partial(act, runs, queue) if settings.allow_control else None
-            server = PageServer(listening, WatchApp(runs, media, pages, token=token, act=acting))
-            runs.start()
-            if queue:
-                queue.start()
-            say(address(host, port, token))
-            log.info("%s", introduction(settings, port, is_local))
-            if has_parent:
-                threading.Thread(target=end_after_parent, args=(server,), daemon=True).start()
-            server.serve_forever()
-        finally:
-            if queue:
-                queue.close()
+        controls, price = settings.allow_control, settings.price_per_hour
+        runs = Runs(settings.watched, lambda: [one.run for one in queue.entries if one.run] if queue else [])
+        media = LiveMedia()
+        pages = Pages(runs, media, controls=controls, price_per_hour=price, queue=queue)
+        app = WatchApp(runs, media, pages, token=token, act=partial(act, runs, queue) if controls else None)
+        server = PageServer(listening, app)
+        runs.start()
+        if queue:
+            queue.start()
+        say(address(host, port, token))
+        log.info("%s", introduction(settings, port, is_local))
+        if has_parent:
+            threading.Thread(target=end_after_parent, args=(server,), daemon=True).start()
+        server.serve_forever()
 
 
 HOSTS = "--host 127.0.0.1 is for this machine alone, --host 0.0.0.0 for others too"
+FAULTS = {
+    errno.EADDRINUSE: (
+        "port {} is taken by another program",
+        "--port 0 takes any free one; is another gputrain watch open in a browser?",
+    ),
+    errno.EACCES: ("port {} may not be used", f"--port {PORT}; those below 1024 are for the administrator"),
+}
 
 
 def listen(host: str, port: int, *, or_next: bool = False) -> socket.socket:
@@ -160,16 +158,10 @@ def listen(host: str, port: int, *, or_next: bool = False) -> socket.socket:
     try:
         return socket.create_server(place, family=family, backlog=128, dualstack_ipv6=is_dual)
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EPERM):
-            hint = f"--port {PORT}; those below 1024 are for the administrator"
-            raise UserError(f"port {port} may not be used", hint=hint) from None
-        if error.errno != errno.EADDRINUSE:
-            fault = os.strerror(error.errno or 0)
-            raise UserError(f"{host} is no address of this machine: {fault}", hint=HOSTS) from None
-    if or_next and port < 65535:
-        return listen(host, port + 1, or_next=True)
-    hint = "--port 0 takes any free one; is another gputrain watch open in a browser?"
-    raise UserError(f"port {port} is taken by another program", hint=hint)
+        if error.errno == errno.EADDRINUSE and or_next and port < 65535:
+            return listen(host, port + 1, or_next=True)
+        fault, hint = FAULTS.get(error.errno or 0, (f"{host} is no address of this machine", HOSTS))
+        raise UserError(fault.format(port), hint=hint) from None
 
 
 def token_of(is_open: bool, given: str) -> str:
@@ -193,10 +185,10 @@ def address(host: str, port: int, token: str) -> str:
 
 def introduction(settings: WatchSettings, port: int, is_local: bool) -> str:
     """Returns what is shown, how to end it, and how to reach it from elsewhere."""
-    folders = []
-    for folder in settings.watched:
-        fault = "" if os.access(folder, os.R_OK | os.X_OK) else " (may not be read)"
-        folders.append(f"{folder}{fault if folder.exists() else ' (not there yet)'}")
+    folders = [
+        f"{folder}" if os.access(folder, os.R_OK | os.X_OK) else f"{folder} (cannot be read yet)"
+        for folder in settings.watched
+    ]
     text = f"The page shows the runs in {', '.join(folders)} until Ctrl-C."
     if is_local:
         text += f" From another machine: ssh -L {port}:localhost:{port} {platform.node() or 'HOST'}"

@@ -110,7 +110,7 @@ def test_who_needs_a_token():
 def test_what_is_said_at_the_start(tmp_path):
     (tmp_path / "runs").mkdir()
     text = introduction(WatchSettings(folders=(tmp_path / "runs", tmp_path / "later")), 99, True)
-    assert f"{tmp_path / 'runs'}, {tmp_path / 'later'} (not there yet) until Ctrl-C" in text
+    assert f"{tmp_path / 'runs'}, {tmp_path / 'later'} (cannot be read yet) until Ctrl-C" in text
     assert "ssh -L 99:localhost:99 " in text
     assert "ssh" not in introduction(WatchSettings(), 99, False)
 
