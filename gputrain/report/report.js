@@ -68,7 +68,8 @@
   document.addEventListener("pointermove", point);
   document.addEventListener("pointerdown", point);
   document.addEventListener("focusin", (event) => {
-    if (event.target.matches?.("figure.chart:focus-visible")) show(event.target, Number.MAX_SAFE_INTEGER);
+    const chart = event.target; // It may have got its values before the window has the focus.
+    if (chart !== figure && chart.matches?.("figure.chart:focus-visible")) show(chart, Number.MAX_SAFE_INTEGER);
   });
   document.addEventListener("focusout", hide);
   document.addEventListener("values", (event) => show(event.target, event.detail)); // A live page has replaced it.
