@@ -80,8 +80,9 @@ class WatchApp:
                     "GPUTRAIN_WATCH_TOKEN for gputrain watch",
                 )
             return None
-        # All ports of a host share their cookies: the name has the port that the browser sees, also through a tunnel.
-        cookie = "gputrain" + "".join(re.findall(r":(\d{1,5})$", request.headers.get("Host", "")))
+        # All ports of a host share their cookies: the name has our port, and the one that a browser sees of a tunnel.
+        seen = re.findall(r":(\d{1,5})$", request.headers.get("Host", ""))
+        cookie = "_".join(["gputrain", request.environ["SERVER_PORT"], *seen])
         if request.path == "/" and self._is_token(request.args.get("token", "")):
             runs = [id for id in request.args.getlist("run") if re.fullmatch("[0-9a-f]{10}", id)]
             address = "./" + ("?" + "&".join(f"run={id}" for id in runs) if runs else "")

@@ -186,7 +186,7 @@ def test_the_token_becomes_a_cookie_and_leaves_the_address(guarded, ids):
     answer = guarded.ask(f"/?token={TOKEN}&run={ids[0]}&run=%0d%0aX")
     assert (answer.status, answer.headers["refresh"]) == (200, f"0; url=./?run={ids[0]}")
     cookie, *attributes = [part.strip() for part in answer.headers["set-cookie"].split(";")]
-    assert cookie == f"gputrain={TOKEN}"
+    assert cookie == f"gputrain_{guarded.port}={TOKEN}"
     assert sorted(attributes) == ["HttpOnly", "SameSite=Strict"]
     assert guarded.ask("/", f"Cookie: other=1; {cookie}", host="any.example").status == 200
     assert guarded.ask("/update", bearer()).status == 200
@@ -196,9 +196,10 @@ def test_the_token_becomes_a_cookie_and_leaves_the_address(guarded, ids):
 
 def test_servers_behind_several_tunnels_of_one_host_keep_their_cookies(guarded):
     """All of them listen at the same port of their own machine, and a browser sends all cookies to each."""
+    name = f"gputrain_{guarded.port}"
     sent = [guarded.ask(f"/?token={TOKEN}", host=f"localhost:{port}").headers["set-cookie"] for port in (8765, 8766)]
-    assert [cookie.partition(";")[0] for cookie in sent] == [f"gputrain8765={TOKEN}", f"gputrain8766={TOKEN}"]
-    both = f"Cookie: gputrain8765={TOKEN}; gputrain8766=that-of-the-other-machine"
+    assert [cookie.partition(";")[0] for cookie in sent] == [f"{name}_8765={TOKEN}", f"{name}_8766={TOKEN}"]
+    both = f"Cookie: {name}_8765={TOKEN}; {name}_8766=that-of-the-other-machine"
     assert [guarded.ask("/", both, host=f"[::1]:{port}").status for port in (8765, 8766)] == [200, 403]
 
 
@@ -207,12 +208,12 @@ def test_servers_behind_several_tunnels_of_one_host_keep_their_cookies(guarded):
     (f"/?token=wrong&token={TOKEN}", ""), ("/?token=%C3%A9%F0%9F%98%80", ""), ("/?token=%00", ""),
     (f"/update?token={TOKEN}", ""), (f"/media/x?token={TOKEN}", ""), (f"/{TOKEN}", ""), ("/", f"X-Token: {TOKEN}"),
     ("/", f"Authorization: Basic {TOKEN}"), ("/", "Authorization: Bearer"), ("/", "Authorization: Bearer "),
-    ("/", "Authorization: Bearer \xe9"), ("/", f"Cookie: gputrain_1={TOKEN}"), ("/", f"Cookie: gputrain8765={TOKEN}"),
-    ("/", "Cookie: gputrain="), ("/", f"Cookie: gputrain={TOKEN}x"), ("/", f"Referer: /?token={TOKEN}"),
+    ("/", "Authorization: Bearer \xe9"), ("/", f"Cookie: gputrain_1={TOKEN}"), ("/", f"Cookie: gputrain={TOKEN}"),
+    ("/", "Cookie: gputrain_PORT="), ("/", f"Cookie: gputrain_PORT={TOKEN}x"), ("/", f"Referer: /?token={TOKEN}"),
     ("/nothing", ""), ("/media/x", ""), (f"/?token=wrong&run={TOKEN}", ""),
 )  # fmt: skip
 def test_wrong_tokens_are_refused(guarded, target, header):
-    answer = guarded.ask(target, *([header] if header else []))
+    answer = guarded.ask(target, *([header.replace("PORT", str(guarded.port))] if header else []))
     assert answer.status == 403
     assert "set-cookie" not in answer.headers
     assert TOKEN.encode() not in answer.body
