@@ -220,7 +220,7 @@ class Run:
 def open_run(settings: object, saving: Saving, *, kind: str, command: str, group: RankGroup | None = None) -> Run:
     """Create the run folder, or open it again; `Run.has_started` writes the configuration into it.
 
-    With `auto`, a run that ended before its first checkpoint starts from scratch; ranks that torchrun has restarted
+    A run that ended before its first checkpoint begins again, with `auto` from scratch; ranks that torchrun restarts
     resume in any case. Of several ranks, the leader opens the folder, and the others receive the checkpoint from it.
     Raises UserError if the folder cannot be written to, if it holds a run that is not to be resumed or is in use by
     another process, or if the checkpoint to resume cannot be used.
@@ -259,9 +259,9 @@ def _open_folder(saving: Saving, kind: str) -> OpenedFolder:
     lock = lock_folder(folder) if folder.is_dir() else None
     found = checkpoint.find(saving.resume_from, folder, kind) if saving.resume_from else None
     here = found is not None and found[0].parent.resolve() == folder.resolve()
-    holds_run = bool(checkpoint.newest_first(folder)) or (folder / "metrics.jsonl").exists()
-    begins_anew = holds_run and found is None and saving.resume_from == "auto"
-    if holds_run and not here and not begins_anew:
+    has_steps, has_checkpoints = (folder / "metrics.jsonl").exists(), bool(checkpoint.newest_first(folder))
+    begins_anew = has_steps and not has_checkpoints and bool(saving.resume_from)
+    if (has_steps or has_checkpoints) and not here and not begins_anew:
         raise UserError(
             f"{folder} already holds a run",
             hint="continue it with --resume-from auto, or give the new run another --output-dir",
@@ -276,7 +276,8 @@ def _open_folder(saving: Saving, kind: str) -> OpenedFolder:
     if lock.is_locked:
         remove_partial(folder)
     if begins_anew:
-        log.info("%s holds a run that ended before its first checkpoint: starting from scratch", folder)
+        again = found[0] if found else "scratch"
+        log.info("%s holds a run that ended before its first checkpoint: starting from %s", folder, again)
     if found:
         log.info("resuming %s", found[0])
     if found and here:

@@ -41,6 +41,19 @@ def test_a_run_that_ended_before_its_first_checkpoint_is_begun_anew_by_auto(tmp_
     assert [event.step for event in board.Scalars("loss/generator/l2")] == list(range(1, 6))
 
 
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again_at_the_one_that_its_command_names(tmp_path):
+    trained(tmp_path / "first", 3)
+    begin = {"resume_from": str(tmp_path / "first"), "log_freq": 1}
+    straight = trained(tmp_path / "a", 6, **begin)
+    trained(tmp_path / "b", 5, **begin)
+    for path in (tmp_path / "b").glob("*.pt"):
+        path.unlink()
+    assert_equal(straight, trained(tmp_path / "b", 6, **begin))
+    assert steps_logged(tmp_path / "b") == steps_logged(tmp_path / "a") == [4, 5, 6]
+    with pytest.raises(UserError, match="already holds a run"):
+        trained(tmp_path / "b", 7, **begin)
+
+
 @pytest.mark.parametrize("rejected", ["other architecture", "does not fit"])
 def test_a_rejected_resume_leaves_the_configuration_with_which_the_run_goes_on(tmp_path, rejected):
     straight = trained(tmp_path / "a", 10)
