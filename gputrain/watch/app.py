@@ -10,8 +10,9 @@ import logging
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 from werkzeug.exceptions import HTTPException, InternalServerError, MethodNotAllowed, abort
 from werkzeug.utils import send_file
@@ -29,6 +30,10 @@ log = logging.getLogger(__name__)
 Act = Callable[[Mapping[str, object]], str]
 
 LOOPBACK_HOST = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE | re.ASCII)
+OTHER_NAME = (
+    "this page is served as localhost or 127.0.0.1 only; behind a proxy with another name, set "
+    "GPUTRAIN_WATCH_TOKEN for gputrain watch"
+)
 MOST_RUNS = 12  # Runs that one page compares.
 MOST_BYTES = 65_536  # Of a body.
 COMPRESSED_BYTES = 1024  # Longer texts are compressed.
@@ -74,27 +79,21 @@ class WatchApp:
         leads to the address without it."""
         if not self.token:
             if not LOOPBACK_HOST.fullmatch(request.headers.get("Host", "")):
-                abort(
-                    403,
-                    "this page is served as localhost or 127.0.0.1 only; behind a proxy with another name, set "
-                    "GPUTRAIN_WATCH_TOKEN for gputrain watch",
-                )
+                abort(403, OTHER_NAME)
             return None
         # All ports of a host share their cookies: the name has our port, and the one that a browser sees of a tunnel.
         seen = re.findall(r":(\d{1,5})$", request.headers.get("Host", ""))
         cookie = "_".join(["gputrain", request.environ["SERVER_PORT"], *seen])
         if request.path == "/" and self._is_token(request.args.get("token", "")):
-            runs = [id for id in request.args.getlist("run") if re.fullmatch("[0-9a-f]{10}", id)]
-            address = "./" + ("?" + "&".join(f"run={id}" for id in runs) if runs else "")
+            runs = urlencode([("run", id) for id in request.args.getlist("run")])
             # After a link on another site, a browser would follow a redirection without the cookie.
-            response = Response("The page opens.\n", 200, {"Refresh": f"0; url={address}"})
+            response = Response("The page opens.\n", 200, {"Refresh": f"0; url=./?{runs}".rstrip("?")})
             is_secure = request.headers.get("X-Forwarded-Proto") == "https"
             response.set_cookie(cookie, self.token, path=None, secure=is_secure, httponly=True, samesite="Strict")
             return response
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
-        if not any(
-            map(self._is_token, [bearer if scheme.lower() == "bearer" else "", *request.cookies.getlist(cookie)])
-        ):
+        given = [bearer] if scheme.lower() == "bearer" else request.cookies.getlist(cookie)
+        if not any(map(self._is_token, given)):
             abort(403, "this page needs its token: open the address that gputrain watch has printed, ?token=...")
         return None
 
@@ -127,8 +126,7 @@ class WatchApp:
     def _page(self, request: Request) -> Response:
         with self._asked(request) as ids:
             html, policy = self.pages.page(ids)
-        # Names of files may contain bytes that are no UTF-8.
-        content = html.encode("utf-8", "replace")
+        content = html.encode("utf-8", "replace")  # Names of files may contain bytes that are no UTF-8.
         return Response(content, mimetype="text/html", headers={"Content-Security-Policy": policy})
 
     def _update(self, request: Request) -> Response:
@@ -150,10 +148,9 @@ class WatchApp:
         origin = request.headers.get("Sec-Fetch-Site", "same-origin")
         if request.headers.get("X-Gputrain") != "1" or origin != "same-origin":
             abort(403, "only the page itself may ask for actions")
-        try:
+        content = None
+        with suppress(RecursionError):
             content = request.get_json()
-        except RecursionError:
-            content = None
         if not isinstance(content, dict):
             abort(400, "expected a JSON object")
         try:

@@ -15,6 +15,7 @@ from gputrain.engine.history import HISTORY
 from gputrain.engine.metrics import METRICS
 from gputrain.engine.run_folder import PLAN
 from gputrain.errors import first_line
+from gputrain.report.metrics_file import RowGroup
 from gputrain.report.page import unique_names
 from gputrain.report.records import RunReader, RunRecord
 
@@ -83,12 +84,15 @@ class WatchedRun(RunReader):
         try:
             if again or not self.known.is_read:
                 self.refresh(tail_only=tail_only)
-                before, known, table = self.known, copy.copy(self.record), self.record.metrics
+                before, known = self.known, copy.copy(self.record)
                 known.versions = dict(known.versions)
                 if known.versions["metrics"] == before.versions["metrics"]:
                     known.metrics = before.metrics
                 else:
-                    known.metrics = copy.deepcopy(table, {id(table.identity): table.identity})
+                    known.metrics = table = copy.copy(known.metrics)
+                    table.latest, table.recent = table.latest.copy(), table.recent.copy()
+                    groups = table.groups.items()
+                    table.groups = {names: RowGroup(*map(copy.copy, vars(group).values())) for names, group in groups}
                 self.known = known
         finally:
             self.turn.release()
