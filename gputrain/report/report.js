@@ -46,7 +46,8 @@
     chart.dataset.at = at;
     const place = data.left + (data.right - data.left) * at / Math.max(1, data.reach);
     rule.setAttribute("x1", place); rule.setAttribute("x2", place);
-    tip.replaceChildren(...[`step ${at.toLocaleString("en")}`, ...found].map((line) => {
+    const lasting = found.filter(([curve]) => at <= curve.points.at(-1)[0] + data.reach / 50); // A mean is further left.
+    tip.replaceChildren(...[`step ${at.toLocaleString("en")}`, ...lasting].map((line) => {
       const row = document.createElement("div");
       if (typeof line === "string") { row.textContent = line; return row; }
       const [curve, point] = line, names = data.curves.length > 1 ? [span("", `${curve.label}:`)] : [];

@@ -86,6 +86,14 @@ def test_switches_and_pointer(browser, page):
     assert browser.messages == []
 
 
+def test_a_run_that_has_ended_has_no_value_at_later_steps(browser, tmp_path):
+    runs = [read_run(make_run(tmp_path / str(steps), "asr", steps=steps)) for steps in (10, 40)]
+    (tmp_path / "page.html").write_text(make_page(runs, MediaBudget.of(30)))
+    browser.open(tmp_path / "page.html", 1280)
+    assert browser.run(POINT).split("\n") == ["step 40", "B", "40:", "305 %"]
+    assert browser.run(POINT.replace("box.right - box.width / 40", "box.left + box.width / 3")).count("%") == 2
+
+
 def test_it_is_complete_without_scripts(browser, page, tmp_path):
     browser.call("Emulation.setScriptExecutionDisabled", value=True)
     try:
