@@ -67,7 +67,8 @@
   };
   const problem = (status) => status === 403 ? "The server asks for a token: open the address that it has printed."
     : status === 404 ? "This run is not there any more."
-    : status === 503 ? "The disk with this run does not answer. The page goes on by itself as soon as it does." : status > 0 ? `The server has an error (${status}), which its terminal shows.`
+    : status === 503 ? "The disk with this run does not answer. The page goes on by itself as soon as it does."
+    : status > 0 ? `The server has an error (${status}), which its terminal shows.`
       : `No answer since ${since}. The page goes on by itself as soon as there is one. If the command has ended: gputrain watch`;
   const update = async () => {
     clearTimeout(timer);

@@ -30,9 +30,7 @@ class WatchSettings:
         default=None, help="Folder of configurations (YAML or JSON) that are trained one after the other."
     )
     price_per_hour: float = opt(
-        default=0.0,
-        help="Price of the machine for an hour, in any currency, for the costs on the page.",
-        min=0.0,
+        default=0.0, help="Price of the machine for an hour, in any currency, for the costs on the page.", min=0.0
     )
 
     def __post_init__(self) -> None:

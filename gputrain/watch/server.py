@@ -26,7 +26,6 @@ from gputrain.watch.options import PARENT, PORT, WatchSettings
 log = logging.getLogger(__name__)
 
 TOKEN = "GPUTRAIN_WATCH_TOKEN"  # Keeps the token over restarts.
-SHORTEST_TOKEN = 16
 HEAD_SECONDS = 15.0  # Time for a client to send its request,
 ANSWER_SECONDS = 300.0  # and to take the answer.
 MOST_CONNECTIONS = 200  # Of more, the oldest one is closed.
@@ -80,8 +79,8 @@ class PageServer(ThreadedWSGIServer):
     def service_actions(self) -> None:
         """End connections whose time is over, and the oldest of too many. Their threads notice that."""
         now, ends = time.monotonic(), list(self.ends.items())
-        for place, (request, end) in enumerate(ends, MOST_CONNECTIONS):
-            if end < now or place < len(ends):
+        for place, (request, end) in enumerate(ends):
+            if end < now or place < len(ends) - MOST_CONNECTIONS:
                 self.ends.pop(request, None)
                 with contextlib.suppress(OSError):
                     request.shutdown(socket.SHUT_RDWR)
@@ -167,11 +166,9 @@ def listen(host: str, port: int, *, or_next: bool = False) -> socket.socket:
 def token_of(is_open: bool, given: str) -> str:
     """Returns the token that a page needs, the given one or a new one; "" if it `is_open`, unless one is given. Raises
     UserError for one that is easily guessed."""
-    if given and not re.fullmatch(f"[!-~]{{{SHORTEST_TOKEN},}}", given):
-        raise UserError(
-            f"{TOKEN} needs at least {SHORTEST_TOKEN} letters and digits",
-            hint=f"export {TOKEN}=$(python3 -c 'import secrets; print(secrets.token_urlsafe())')",
-        )
+    if given and not re.fullmatch("[!-~]{16,}", given):
+        hint = f"export {TOKEN}=$(python3 -c 'import secrets; print(secrets.token_urlsafe())')"
+        raise UserError(f"{TOKEN} needs at least 16 letters and digits", hint=hint)
     return given or ("" if is_open else secrets.token_urlsafe())
 
 
@@ -185,11 +182,9 @@ def address(host: str, port: int, token: str) -> str:
 
 def introduction(settings: WatchSettings, port: int, is_local: bool) -> str:
     """Returns what is shown, how to end it, and how to reach it from elsewhere."""
-    folders = [
-        f"{folder}" if os.access(folder, os.R_OK | os.X_OK) else f"{folder} (cannot be read yet)"
-        for folder in settings.watched
-    ]
-    text = f"The page shows the runs in {', '.join(folders)} until Ctrl-C."
+    faults = ["" if os.access(one, os.R_OK | os.X_OK) else " (cannot be read yet)" for one in settings.watched]
+    folders = ", ".join(f"{folder}{fault}" for folder, fault in zip(settings.watched, faults, strict=True))
+    text = f"The page shows the runs in {folders} until Ctrl-C."
     if is_local:
         text += f" From another machine: ssh -L {port}:localhost:{port} {platform.node() or 'HOST'}"
     return text
