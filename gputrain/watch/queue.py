@@ -59,6 +59,9 @@ class Known(NamedTuple):
     message: str = ""
 
 
+WAITING = Known("waiting")
+
+
 @dataclass(eq=False)
 class QueueEntry:
     """A file of the queue, and what this process knows about its run."""
@@ -125,9 +128,9 @@ class QueueEntry:
                 # A run that is known goes on with other settings; one that was there before may be another.
                 is_known = self.known and self.known.state != "refused" and self.run == values["output_dir"]
                 self.trains, self.values = trains, values
-                self.reset(Known("waiting") if is_known else None)
+                self.reset(WAITING if is_known else None)
 
-    def reset(self, known: Known | None) -> None:
+    def reset(self, known: Known | None = WAITING) -> None:
         self.known, self.failures, self.due, self.is_skipped = known, 0, 0.0, False
 
     def other_run(self) -> str:
@@ -195,7 +198,7 @@ class QueueEntry:
             return Known("stopped", message)
         if outcome != "failed":
             self.failures = 0
-            return Known("waiting")
+            return WAITING
         if not moved or self.failures >= len(PAUSES):
             return Known("failed", message)
         pause = PAUSES[self.failures]
@@ -239,7 +242,7 @@ class Queue:
             self.is_paused = False
             for entry in self.entries:
                 if entry.state == "stopped":
-                    entry.reset(Known("waiting"))
+                    entry.reset()
 
     def pause(self) -> None:
         """Start nothing further. A training that runs goes on."""
@@ -256,7 +259,7 @@ class Queue:
     def retry(self, id: str) -> None:
         """Let a training wait for its turn again. Raises KeyError for an unknown id."""
         with self._acting():
-            self._entry(id, "failed", "refused", "skipped").reset(Known("waiting"))
+            self._entry(id, "failed", "refused", "skipped").reset()
 
     def close(self) -> None:
         """Start nothing further, ask the training that this process has started to stop, and wait until it has saved

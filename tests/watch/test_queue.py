@@ -102,6 +102,7 @@ def desk(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PROGRAM", (sys.executable, "-IS", str(tmp_path / "training.py")))
     monkeypatch.setattr(module, "PAUSES", (0.0, 0.0))
     monkeypatch.setattr(module, "SETTLED_SECONDS", 0.0)
+    monkeypatch.setattr(module, "ASKING_SECONDS", 0.0)
     made = Desk(tmp_path)
     yield made
     for queue in made.queues:
