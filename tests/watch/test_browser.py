@@ -128,9 +128,12 @@ def test_the_overview_leads_to_a_comparison(browser, tmp_path):
     for kind, name in (("vae", "\u202e<b>"), ("asr", "n" * 200)):
         make_run(tmp_path / name, kind)
     with served(tmp_path) as port:
-        browser.open(f"http://127.0.0.1:{port}/", 360, dark=True)
+        browser.open(f"http://127.0.0.1:{port}/", 360, dark=True, height=300)
         assert browser.run("document.querySelectorAll('article h2 a').length") == 2
         assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+        top = "document.querySelectorAll('h2 a')[1].getBoundingClientRect().top"
+        browser.run(f"scrollBy({{top: {top} - 9, behavior: 'instant'}}), document.querySelectorAll('h2 a')[1].focus()")
+        follow(browser, f"{top} >= document.querySelector('#compare').getBoundingClientRect().bottom", "a free sight")
         browser.run("document.querySelectorAll('input[name=run]').forEach((one) => one.click())")
         browser.run("document.querySelector('#compare button').click()")
         follow(browser, has_text("2 runs compared"), "the comparison")
