@@ -199,7 +199,7 @@ class QueueEntry:
         if outcome != "failed":
             self.failures = 0
             return WAITING
-        if not moved or self.failures >= len(PAUSES):
+        if self.failures >= len(PAUSES) or not (moved or self.failures):  # A lost GPU is not back at the first retry.
             return Known("failed", message)
         pause = PAUSES[self.failures]
         self.failures, self.due = self.failures + 1, time.monotonic() + pause
@@ -317,7 +317,7 @@ class Queue:
         for entry in sorted(entries, key=lambda entry: entry.known is None or entry.state == "refused"):
             self._decide(entry, owners)
         self.entries, states = entries, {entry.state for entry in entries}
-        self.is_paused |= "stopped" in states
+        self.is_paused |= owns and "stopped" in states
         if not owns or self.is_paused:
             return "paused: nothing further starts" if owns else ANOTHER
         first = next((entry for entry in entries if entry.state == "waiting"), None)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from gputrain.engine.requests import ASKED_TO_STOP
 from gputrain.errors import UserError
 from gputrain.hw.child_process import remedy_for_exit
 from gputrain.watch import queue as module
@@ -172,7 +173,7 @@ def test_an_attempt_that_has_made_steps_is_resumed_and_a_stop_pauses_the_queue(d
         "3.yaml": ([failed], "failed", 1, "error: out of memory\n(exit code 2)"),
         "4.yaml": ([{"end": "killed", "steps": 5}, FINISHED], "finished", 2, ""),
         "5.yaml": ([{"end": "killed"}], "failed", 1, f"(SIGKILL: {remedy_for_exit(-9)})"),
-        "6.yaml": ([limit, moved, moved, limit, moved, moved, limit, FINISHED], "finished", 8, ""),
+        "6.yaml": ([limit, moved, failed, limit, moved, moved, limit, FINISHED], "finished", 8, ""),
         "7.yaml": ([{**limit, "steps": 0}], "failed", 1, f"{in_time}: its max_time is too short for a step"),
         "8.yaml": ([{"end": "stopped", "steps": 1, "message": "interrupted after step 1"}, FINISHED], "stopped", 1,
                    "interrupted after step 1"),
@@ -320,6 +321,14 @@ def test_a_training_that_runs_already_is_waited_for_and_a_second_queue_only_show
     assert "another" in second.message
     with pytest.raises(UserError, match="another gputrain watch"):
         second.pause()
+    stopped = desk.folder.parent / "3"
+    stopped.mkdir()
+    row = {"event": "end", "step": 1, "outcome": "stopped", "message": ASKED_TO_STOP}
+    (stopped / "history.jsonl").write_text(json.dumps(row) + "\n")
+    desk.put("3.yaml")
+    second.look()  # The other one may have gone on with it.
+    assert (states(second)["3.yaml"], second.is_paused) == ("stopped", False)
+    (desk.folder / "3.yaml").unlink()
     # The first process ends abruptly, and its training goes on.
     (first, _), child = queue.entries, queue.entries[0].process
     first.process = None
