@@ -346,7 +346,7 @@ class Queue:
         try:
             entry.state, entry.message = self._state_of(entry, owners)
         except (OSError, ValueError) as error:
-            if entry.known:  # A disk is away.
+            if entry.state == "running":  # Nothing else may start while its disk is away.
                 raise
             entry.state, entry.message = "refused", f"{entry.run}: {first_line(error)}"
         if entry.state != before:

@@ -1,6 +1,7 @@
 """The queue of trainings: what starts when, what is resumed, and how it goes on after an end of its process. Most
 trainings are scripts that write a history as a training does; the slow test has real ones."""
 
+import errno
 import json
 import os
 import signal
@@ -347,7 +348,7 @@ def test_a_training_that_runs_already_is_waited_for_and_a_second_queue_only_show
     assert second.is_paused
 
 
-def test_a_queue_waits_for_a_disk_that_is_away(desk):
+def test_a_queue_waits_for_a_disk_that_is_away(desk, monkeypatch):
     desk.put("1.yaml", {"end": "early"})
     desk.put("2.yaml")
     output = desk.folder / "2.yaml.log"
@@ -361,8 +362,19 @@ def test_a_queue_waits_for_a_disk_that_is_away(desk):
     first.refresh()
     assert "No such file" in first.error
     aside.rename(path)
-    run_all(queue)
+
+    def is_in_use(run):
+        if run.name == "1":
+            raise OSError(errno.EIO, "Input/output error")
+        return False
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "is_in_use", is_in_use)
+        run_all(queue)  # The disk of a run that does not run holds nothing else.
+        assert states(queue) == {"1.yaml": "refused", "2.yaml": "finished"}
+    queue.look()
     assert states(queue) == {"1.yaml": "failed", "2.yaml": "finished"}
+    assert desk.starts("1.yaml") == 1
 
 
 def test_a_lock_that_is_held_for_a_moment_is_no_training(tmp_path, monkeypatch):
