@@ -46,7 +46,7 @@ class Curve:
 @dataclass(frozen=True)
 class Chart:
     """A chart of one metric. `levels` are horizontal lines with a label, `marks` are steps with a vertical line, and
-    `reach` is the last step of the axis."""
+    `reach` is the last step of the axis. On a page that `has_many` runs, curves differ in dashes and letters too."""
 
     title: str
     curves: Sequence[Curve]
@@ -55,11 +55,7 @@ class Chart:
     levels: Sequence[tuple[str, float]] = ()
     marks: Sequence[int] = ()
     reach: int = 0
-
-    @property
-    def has_many(self) -> bool:
-        """True if curves of several runs are drawn, which differ in their dashes and letters too."""
-        return len({curve.run for curve in self.curves}) > 1
+    has_many: bool = False
 
     @property
     def summary(self) -> str:
@@ -70,7 +66,7 @@ class Chart:
             best = (max if self.better == "higher" else min)(map(itemgetter(1), curve.points))
             words = f"{format_value(first, self.unit)} at step {first_step}, {format_value(last, self.unit)} at step "
             words += f"{last_step}" + (f", best {format_value(best, self.unit)}" if self.better else "")
-            parts.append(f"{curve.label}: {words}" if len(self.curves) > 1 else words)
+            parts.append(f"{curve.label}: {words}" if self.has_many or len(self.curves) > 1 else words)
         return f"{self.title}: {'; '.join(parts)}"
 
 

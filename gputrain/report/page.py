@@ -370,7 +370,7 @@ def _charts(records: Sequence[RunRecord], names: Sequence[str], reach: int) -> I
             marks = [part.first_step for part in settings_table.run_parts(records[0])[1:] if part.first_step]
             bar = memory_chart.memory_bar("", records[0].plan) if name == "memory/peak_gb" else None
             levels = [("predicted", bar.total_gb)] if bar else []
-        yield draw(Chart(style.title, curves, style.unit, style.better, levels, marks, reach))
+        yield draw(Chart(style.title, curves, style.unit, style.better, levels, marks, reach, len(records) > 1))
 
 
 def unique_names(folders: Sequence[Path]) -> list[str]:

@@ -50,7 +50,7 @@
     tip.replaceChildren(...[`step ${at.toLocaleString("en")}`, ...lasting].map((line) => {
       const row = document.createElement("div");
       if (typeof line === "string") { row.textContent = line; return row; }
-      const [curve, point] = line, names = data.curves.length > 1 ? [span("", `${curve.label}:`)] : [];
+      const [curve, point] = line, names = curve.letter || data.curves.length > 1 ? [span("", `${curve.label}:`)] : [];
       row.append(span(`dot c${curve.run % 6}`, curve.letter), ...names, shown(point[1], data.unit));
       return row;
     }));
