@@ -115,10 +115,13 @@ class Runs:
             threading.Thread(target=_repeat, args=(work, pause), name="runs", daemon=True).start()
 
     def touch(self, ids: Sequence[str] = ()) -> None:
-        """Note that somebody asks for all runs, and for everything about some of them or the only one. After a pause,
-        these are read at once. Raises TimeoutError if the disk of one of them does not answer."""
+        """Note that somebody asks for all runs, or for everything about some of them or the only one. After a pause, or
+        if the thread waits for a disk, they are read at once. Raises TimeoutError if the disk of one of these does not
+        answer."""
         self._looked.wait(FIRST_LOOK_SECONDS)
         self._asked, is_stale = time.monotonic(), time.monotonic() - self._read > 2 * READ_SECONDS
+        if is_stale and not ids:
+            self.read(limit=0.0)
         runs = self._runs
         for id in runs if len(runs) == 1 else ids:
             if id in runs:

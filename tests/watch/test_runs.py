@@ -104,12 +104,13 @@ def test_a_disk_that_does_not_answer_stops_the_pages_of_its_own_runs_alone(tmp_p
     monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.01)
     reading = threading.Thread(target=runs.read, daemon=True)
     reading.start()
-    run_at(other, steps=9)
     try:
         wait_until(lambda: runs._runs[id_of(hanging)].turn.locked(), "the reading thread")
-        runs.touch()
-        runs.touch([id_of(other)])
-        assert runs.record(id_of(other)).last_step == 9
+        for steps, ids in ((9, []), (12, [id_of(other)])):  # The overview, and the page of the run.
+            run_at(other, steps)
+            monkeypatch.setattr(runs, "_read", -100.0)  # The last reading was long ago.
+            runs.touch(ids)
+            assert runs.record(id_of(other)).last_step == steps
         assert runs.record(id_of(hanging)).last_step == 3
         with pytest.raises(TimeoutError):
             runs.touch([id_of(hanging), id_of(other)])
