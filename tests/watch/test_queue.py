@@ -166,6 +166,7 @@ def test_trainings_run_in_the_order_of_their_names_and_every_file_has_a_state(de
 
 def test_an_attempt_that_has_made_steps_is_resumed_and_a_stop_pauses_the_queue(desk):
     memory, in_time = "out of memory", "stopped in time for --max-time 1m"
+    by_clock = "stopped in time for --finish-by 18:30"  # Resumed at once, it would train until the next day.
     failed, moved = {"end": "failed", "message": memory}, {"end": "failed", "steps": 5, "message": memory}
     limit = {"end": "stopped", "steps": 5, "message": in_time}
     rows = {  # What a training does at each attempt; its state then, how often it has started, and the message.
@@ -176,8 +177,7 @@ def test_an_attempt_that_has_made_steps_is_resumed_and_a_stop_pauses_the_queue(d
         "5.yaml": ([{"end": "killed"}], "failed", 1, f"(SIGKILL: {remedy_for_exit(-9)})"),
         "6.yaml": ([limit, moved, failed, limit, moved, moved, limit, FINISHED], "finished", 8, ""),
         "7.yaml": ([{**limit, "steps": 0}], "failed", 1, f"{in_time}: its max_time is too short for a step"),
-        "8.yaml": ([{"end": "stopped", "steps": 1, "message": "interrupted after step 1"}, FINISHED], "stopped", 1,
-                   "interrupted after step 1"),
+        "8.yaml": ([{"end": "stopped", "steps": 1, "message": by_clock}, FINISHED], "stopped", 1, by_clock),
         "9.yaml": ([FINISHED], "waiting", 0, ""),
     }  # fmt: skip
     for name, (todo, *_) in rows.items():
