@@ -89,10 +89,11 @@ def test_progress_time_left_and_cost(folders):
     run = folders[0]
     write_rows(run / "history.jsonl", [start_row(0, last_step=80, host="elsewhere")])
     visitor = Visitor(run)
-    append(run, step=41, seconds=41.0)
+    append(run, step=41, seconds=41.0, **{"gpu/temperature_c": 71.0, "gpu/power_w": 312.0, "gpu/utilisation": 0.98})
     visitor.changes()
     card = visitor.parts[f"run-{id_of(run)}"][1]
     assert "step 41 of 80 · 51 % · 39 s left" in card
+    assert "71 °C · 312 W · 98 %" in card
     assert "41.00 so far, 39.00 left" in card
     write_rows(run / "history.jsonl", [start_row(0, last_step=80), end_row(41, "stopped", "asked to <stop>")])
     visitor.changes()
