@@ -55,7 +55,7 @@ step += todo.get("steps", 0)
 if todo["end"] in ("wait", "lock"):
     open(file + ".waits", "w").close()
     while True:
-        time.sleep(60)
+        time.sleep(0.02)  # A signal just before a long sleep would be handled after it.
 if todo["end"] == "killed":
     open(os.path.join(run, "metrics.jsonl"), "w").write(json.dumps({"step": step}) + "\\n")
     os.kill(os.getpid(), signal.SIGKILL)
