@@ -9,7 +9,6 @@ import contextlib
 import json
 import logging
 import stat
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from gputrain.engine.history import open_start
 from gputrain.engine.run_folder import Run, is_count, write_text
+from gputrain.engine.stop import repeated
 from gputrain.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -120,22 +120,15 @@ def watched(run: Run, act: Callable[[Request], None]) -> Iterator[None]:
         yield
         return
     run.attempts.append(_attempt_of(start))
-    inbox, left = Inbox(run.folder / REQUEST, run.attempts), threading.Event()
+    inbox = Inbox(run.folder / REQUEST, run.attempts)
 
-    def look() -> None:
+    def look() -> bool:
         if request := inbox.take():
             act(request)
+        return False
 
-    def watch() -> None:
-        while not left.is_set():
-            look()
-            left.wait(LOOK_SECONDS)
-
-    thread = threading.Thread(target=watch, name="requests", daemon=True)
-    thread.start()
-    try:
+    # A disk that does not answer must not keep the training from its end.
+    with repeated(look, LOOK_SECONDS, "requests", patience=LOOK_SECONDS) as thread:
         yield
-    finally:
-        left.set()
-        thread.join(LOOK_SECONDS)  # A disk that does not answer must not keep the training from its end.
+    if not thread.is_alive():
         look()  # What comes last is for the next stage, if there is one.

@@ -264,6 +264,27 @@ class CommandClock:
 COMMAND_CLOCK = CommandClock()
 
 
+@contextlib.contextmanager
+def repeated(
+    work: Callable[[], bool], seconds: float, name: str, patience: float | None = None
+) -> Iterator[threading.Thread]:
+    """Call `work` in a thread, at intervals of so many seconds, until it returns True or the block ends. The end of the
+    block waits for the thread, for at most `patience` seconds."""
+    left = threading.Event()
+
+    def repeat() -> None:
+        while not left.is_set() and not work():
+            left.wait(seconds)
+
+    thread = threading.Thread(target=repeat, name=name, daemon=True)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        left.set()
+        thread.join(patience)
+
+
 @dataclass
 class Deadline:
     """Decides after each step whether a run must stop now to have saved at `limit_seconds`, given how long its steps,
@@ -350,21 +371,15 @@ class Deadline:
     def watched(self, seconds_to_leave: Callable[[], float], interrupt_wait: Callable[[], None]) -> Iterator[None]:
         """Call `interrupt_wait` in a thread as soon as the limit is only `seconds_to_leave` away, because a wait for
         data in the block may last for ever."""
-        left = threading.Event()
 
-        def watch() -> None:
-            while not left.wait(WATCH_SECONDS):
-                if self.last_seconds <= time.monotonic() - self.began + seconds_to_leave():
-                    interrupt_wait()
-                    return
+        def watch() -> bool:
+            is_over = self.last_seconds <= time.monotonic() - self.began + seconds_to_leave()
+            if is_over:
+                interrupt_wait()
+            return is_over
 
-        thread = threading.Thread(target=watch, name="max-time", daemon=True)
-        thread.start()
-        try:
+        with repeated(watch, WATCH_SECONDS, "max-time"):
             yield
-        finally:
-            left.set()
-            thread.join()
 
     def is_reached(self, now: float, reserve_seconds: float) -> bool:
         return 0 < self.limit_seconds <= now - self.began + reserve_seconds

@@ -376,7 +376,7 @@ class Queue:
             known = entry.end()
         entry.known = known
         if entry.is_skipped and known.state not in ("running", "finished"):
-            return Known("skipped", "until it is tried again, or gputrain watch begins anew")
+            return Known("skipped", "it is left out until it is tried again, or gputrain watch is started again")
         return known
 
 
