@@ -42,5 +42,5 @@ notebooks:  ## run the notebooks of examples again and keep their outputs; some 
 bench:  ## compare with diffusers on this machine; results go to benchmarks/results
 	$(PY) benchmarks/vae_vs_diffusers.py
 
-gpu:  ## whether everything works on this machine's GPU, and its measurements, in eight minutes; results go to gpu_results
+gpu:  ## whether everything works on this machine's GPU, and its measurements, in nine minutes; results go to gpu_results
 	PYTHON=$(PY) benchmarks/gpu.sh alive; alive=$$?; PYTHON=$(PY) benchmarks/gpu.sh measure && exit $$alive

@@ -22,7 +22,7 @@ import argparse
 import logging
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -215,7 +215,16 @@ def measure_ours(settings: Settings, folder: Path) -> dict[str, Any]:
 
 
 def measure_peer(settings: Settings, folder: Path) -> dict[str, Any]:
-    """Runs the peer with the switches of its own trainer. Lightning's bf16-mixed is autocast around the whole step.
+    """Runs the peer with the switches of its own trainer."""
+    device, bf16, step = torch.device(settings["device"]), settings["side"] == "peer-bf16", peer_step(settings, folder)
+    figures = timed(step, device, settings)
+    figures["alignment_search"] = vits_peer.alignment_search()
+    figures["predicted_seconds_per_step"] = peer_seconds(step, device, sixteen_bit="bf16" if bf16 else "")
+    return {**figures, "switches": {"precision": "bf16" if bf16 else "fp32"}}
+
+
+def peer_step(settings: Settings, folder: Path) -> Callable[[], None]:
+    """Returns a step of the peer. Lightning's bf16-mixed is autocast around the whole step.
 
     Ours makes its batch on the CPU, so that a GPU holds nothing else.
     """
@@ -236,10 +245,7 @@ def measure_peer(settings: Settings, folder: Path) -> dict[str, Any]:
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             plain()
 
-    figures = timed(step, device, settings)
-    figures["alignment_search"] = vits_peer.alignment_search()
-    figures["predicted_seconds_per_step"] = peer_seconds(step, device, sixteen_bit="bf16" if bf16 else "")
-    return {**figures, "switches": {"precision": "bf16" if bf16 else "fp32"}}
+    return step
 
 
 def training(settings: Settings, **added: Any) -> TrainTts:

@@ -235,18 +235,26 @@ def measure_ours(settings: Settings, train: TrainVocoder) -> dict[str, Any]:
 
 def measure_peer(settings: Settings, train: TrainVocoder) -> dict[str, Any]:
     """Runs the peer with torch's default switches, as its users do."""
-    device, content = torch.device(settings["device"]), profile(settings)
-    fp16 = device.type == "cuda" and content["pl_trainer_precision"] == "16-mixed"
-    task = vocoder_peer.load(Path(settings["peer"]), content, device)
-    load_weights(vocoder_peer.parts_of(task, train.discriminators.discriminators), settings)
-    samples_BT, f0_BF = VocoderWork().synthetic_batch(train)
-    sample = vocoder_peer.make_sample(task, samples_BT / 32768, f0_BF)
-    step = vocoder_peer.stepping(task, sample, device, fp16=fp16)
+    device = torch.device(settings["device"])
+    task, step, fp16 = peer_step(settings, train)
     figures = timed(step, device, settings)
     skipped = task.made[-2 * settings["steps"] :].count(False)  # Skipped timed steps, each less work than a step.
     figures["predicted_seconds_per_step"] = peer_seconds(step, device, sixteen_bit="fp16" if fp16 else "")
     switches = {"precision": "fp16" if fp16 else "fp32"}
     return {**figures, "skipped_optimizer_steps": skipped, "switches": switches}
+
+
+def peer_step(settings: Settings, train: TrainVocoder) -> tuple[Any, Callable[[], None], bool]:
+    """Returns the peer's task, a step of it, and whether it computes in fp16. Without a file of weights it has its own
+    random ones."""
+    device, content = torch.device(settings["device"]), profile(settings)
+    fp16 = device.type == "cuda" and content["pl_trainer_precision"] == "16-mixed"
+    task = vocoder_peer.load(Path(settings["peer"]), content, device)
+    if settings["weights"]:
+        load_weights(vocoder_peer.parts_of(task, train.discriminators.discriminators), settings)
+    samples_BT, f0_BF = VocoderWork().synthetic_batch(train)
+    sample = vocoder_peer.make_sample(task, samples_BT / 32768, f0_BF)
+    return task, vocoder_peer.stepping(task, sample, device, fp16=fp16), fp16
 
 
 def timed(step: Callable[[], object], device: torch.device, settings: Settings) -> dict[str, Any]:

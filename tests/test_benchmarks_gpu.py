@@ -55,7 +55,7 @@ IN_BASH = pytest.mark.skipif(sys.platform != "linux" or not shutil.which("bash")
 @pytest.fixture
 def context(tmp_path):
     figures = {}
-    return runner.Context(True, tmp_path, tmp_path / "data", tmp_path, figures.update, time.time() + 60)
+    return runner.Context(True, tmp_path, tmp_path / "data", tmp_path, figures.update, tmp_path, time.time() + 60)
 
 
 def environment(**more):
@@ -93,6 +93,12 @@ def fails(context):
 def skips(context):
     raise NotMeasured("needs another card")
 
+def beside(context):
+    with context.alone():
+        context.note({"pid": os.getpid()})
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
 def parts(smoke):
     return [
         Part("first", 9, lambda context: {"pid": os.getpid()}),
@@ -102,6 +108,7 @@ def parts(smoke):
         Part("second", 9, lambda context: {"pid": os.getpid()}),
         Part("dies", 9, noted),
         Part("hangs", HANGS, hangs),
+        Part("beside", 900, beside, beside=True),
         Part("third", 9, lambda context: {"pid": os.getpid()}),
     ]
 
@@ -125,7 +132,7 @@ def test_a_part_that_ends_badly_leaves_the_others_be(tmp_path):
     found = results(tmp_path / "out", "trial")
     assert {name: one["state"] for name, one in found.items()} == {
         "first": "ok", "skips": "not run", "fails": "failed", "lacks": "not run", "second": "ok", "dies": "failed",
-        "hangs": "cut off", "third": "ok",
+        "hangs": "cut off", "beside": "failed", "third": "ok",
     }  # fmt: skip
     assert found["lacks"]["reason"] == "not installed: no_such_module"
     assert found["skips"]["reason"] == "needs another card"
@@ -133,16 +140,20 @@ def test_a_part_that_ends_badly_leaves_the_others_be(tmp_path):
     assert (found["dies"]["figures"], found["hangs"]["figures"]) == ({"seen": 1}, {"begun": True})
     pids = [found[name]["figures"]["pid"] for name in ("first", "second", "third")]
     assert pids[0] == pids[1] != pids[2]
+    assert found["beside"]["figures"]["pid"] not in pids
+    assert found["beside"]["began"] < found["third"]["began"]
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names == ["tracebacks.txt", "trial.json", "trial.log"]
     tracebacks = (tmp_path / "out" / "tracebacks.txt").read_text()
     assert "ValueError: no such thing" in tracebacks
-    assert "== trial: hangs at " in tracebacks
-    assert "in hangs" in tracebacks.partition("== trial: hangs")[2]  # The place at which it was cut off.
-    table = printed.rstrip().splitlines()[-9:]
+    assert "== hangs at " in tracebacks
+    assert "in hangs" in tracebacks.partition("== hangs")[2]  # The place at which it was cut off.
+    table = printed.rstrip().splitlines()[-10:]
     assert table[0].startswith("trial on ")
-    assert "3 ok, 2 failed, 1 cut off, 2 not run" in table[0]
-    assert [line.split()[0] for line in table[1:]] == ["ok", "not", "FAILED", "not", "ok", "FAILED", "CUT", "ok"]
+    assert "3 ok, 3 failed, 1 cut off, 2 not run" in table[0]
+    assert [line.split()[0] for line in table[1:]] == [
+        "ok", "not", "FAILED", "not", "ok", "FAILED", "CUT", "FAILED", "ok"
+    ]  # fmt: skip
     assert "ValueError: no such thing" in printed.partition("trial on ")[0]
 
 
@@ -164,7 +175,7 @@ def test_a_run_that_is_stopped_prints_what_it_has_found(tmp_path):
 
 def test_a_line_shows_the_figures_that_fit():
     line = runner.Result("part", "ok", seconds=1.25, figures={"a": 0.12345, "rows": [1, 2], "long": 100 * "x"}).line()
-    assert line.split() == ["ok", "part", "1.2", "s", "a", "0.123"]
+    assert line.split() == ["ok", "part", "0", "to", "1.2", "s", "a", "0.123"]
     line = runner.Result("part", "ok", figures={"a": 1, "summary": "in short"}).line()
     assert line.endswith("s  in short")
 

@@ -1,11 +1,12 @@
-"""Prepares data for `gpu.sh alive` and `gpu.sh learn`, to be carried to a machine with a GPU.
+"""Prepares what `gpu.sh alive`, `measure` and `learn` read, to be carried to a machine with a GPU.
 
-usage: gpu.sh prepare FOLDER [--source FOLDER] [--few]
+usage: gpu.sh prepare FOLDER [--source FOLDER] [--card h100 h200 ...] [--few]
 
 FOLDER/vae gets pictures, FOLDER/vocoder, FOLDER/tts and FOLDER/asr get sound, each as `gputrain prepare-data` writes
 it, at most 40 MB together. The source holds photographs in photos/, and recordings with a transcript (metadata.csv
 beside wavs/) in speech/; for what it lacks, and without one, the photographs of scikit-image and synthetic sound are
-taken, as in `gputrain demo`. A kind whose packages are missing is left out, and the reason is printed.
+taken, as in `gputrain demo`. A kind whose packages are missing is left out, and the reason is printed. With --card,
+FOLDER/predictions.json gets what is predicted of the measured steps on these cards, which takes some minutes.
 """
 
 import argparse
@@ -112,10 +113,15 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("folder", type=Path)
     parser.add_argument("--source", type=Path)
+    parser.add_argument("--card", nargs="+", default=[], help="cards to predict for, such as h100")
     parser.add_argument("--few", action="store_true", help="few clips, for a smoke test")
     options = parser.parse_args()
     for kind, reason in (reasons := prepare(options.folder, options.source, few=options.few)).items():
         print(f"not prepared: {kind}: {reason}")
+    if options.card:
+        from gpu.predict import FILE, predict
+
+        predict(options.card, options.folder / FILE)
     files = [path for path in options.folder.rglob("*") if path.is_file()]
     print(f"{options.folder}: {len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB")
     sys.exit(len(reasons) == len(KINDS))

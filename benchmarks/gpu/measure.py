@@ -1,271 +1,109 @@
-"""Seconds a step, peak memory and launches on this GPU, each beside its prediction: at most ten minutes.
+"""Seconds a step, peak memory, launches and idle time on this GPU, beside predictions and peers: at most seven minutes.
 
-usage: gpu.sh measure [--seconds 580] [--output-dir DIR] [--only PART...] [--smoke]
+usage: gpu.sh measure [--seconds 400] [--output-dir DIR] [--data FOLDER] [--caches FOLDER] [--only PART...] [--smoke]
 
-In this order: steps kernel by kernel of the voice `high`, both vocoder configurations, the VAE `flux` at 1024 pixels
-and a recogniser of XLS-R's size; the same as CUDA graphs; the same compiled, first all side by side, as compiling keeps
-one core busy and hardly the GPU; `flux` at 512 pixels beside diffusers' autoencoder, both compiled; depthwise
-convolutions by kernel and precision; twelve cells of measured beside predicted peak memory; the rates of the card. The
-batch is split as for the train command, and predictions are made on the CPU beside the measurements, by rates that are
-measured first. Steps that compile, choose algorithms or capture a graph are never timed. GB is 1e9 bytes.
+In this order: rates, and a probe of convolutions by groups; steps kernel by kernel and as CUDA graphs of the standard
+vocoder, of the voice `high` and of the VAE `flux` at 512 pixels, and of a recogniser of XLS-R's size; the same work by
+SingingVocoders, Piper and diffusers; the optimised vocoder and its peer. Beside all these, four trainings compile from
+the beginning, and their steps are timed when they have finished, then as graphs too. If time is left, twelve cells of
+measured beside predicted peak memory follow. All but these and what compiles find time by their own limits.
+
+SINGINGVOCODERS names a checkout of openvpi/SingingVocoders at 4d0889c; Piper's training code is found on PYTHONPATH or
+installed. Predictions are read from the folder that `gpu.sh prepare --card` has made on another machine. Steps that
+compile, choose algorithms or capture a graph are never timed. GB is 1e9 bytes.
 """
 
 import argparse
 import dataclasses
 import importlib
 import itertools
-import math
 import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from functools import cache, partial
-from multiprocessing import get_context
+from functools import partial
 from typing import Any
 
-from gpu.runner import SUMMARY, Context, Figures, Part, Subcommand, main, short
-from gpu.trainings import SMALL, Training, vocoder
-from gputrain.hw.plan import Plan
-from gputrain.planner.memory.fit import MemoryBudget, budget_gb
-from gputrain.planner.time.roofline import DeviceRates
+from gpu import predict
+from gpu.runner import SUMMARY, Context, Figures, Part, Subcommand, main
+from gpu.trainings import CELLS, MODES, TRAININGS, smoke_size
+from gputrain.bench.runner import NotMeasured
 
-STEP_SECONDS, MOST_STEPS, LEAST_STEPS = 5.0, 30, 3  # Time of the timed steps of a training, and their number.
+SECONDS = 400  # Of all parts together.
+STEP_SECONDS, MOST_STEPS, LEAST_STEPS = 5.0, 12, 3  # Time of the timed steps of a training, and their number.
 WARM_UP_STEPS = 24  # Most of them, until nothing compiles and nothing is captured any more.
-PREDICTORS = 4  # Processes that predict.
-LAST_SECONDS = 3.0  # Time to end processes that still compile.
-MODES: dict[str, dict[str, Any]] = {
-    "eager": {"use_torch_compile": False, "use_cuda_graphs": False},
-    "graphs": {"use_torch_compile": False, "use_cuda_graphs": True},
-    "compiled": {"use_torch_compile": True, "use_cuda_graphs": False},
-}
-TRAININGS = {
-    "voice high, 64 x 4.7 s": Training("tts", {"preset": "high", "batch_size": 64}, 4.7),
-    "vocoder standard, 16 x 48": vocoder("base_hifi_gpu.yaml"),
-    "vocoder optimised, 32 x 80": vocoder("base_hifi_rtx5090_optimized.yaml"),
-    "flux 1024 px x 16": Training("vae", {"preset": "flux", "image_size": 1024, "batch_size": 16}),
-    "XLS-R 300M, 8 x 8 s": Training("asr", {"preset": "xls-r-300m", "batch_size": 8}, 8.0),
-}
-GRAPHED = ("vocoder standard, 16 x 48", "vocoder optimised, 32 x 80", "flux 1024 px x 16")  # Batches of one shape.
-COMPILED = ("voice high, 64 x 4.7 s", *GRAPHED)  # The clips of a recogniser differ in length.
-# The memory that a cell may take, in GB, and its training, which runs kernel by kernel.
-CELLS: dict[str, tuple[float, Training]] = {
-    **{f"flux {size} px x {batch}": (32, Training("vae", {"preset": "flux", "image_size": size, "batch_size": batch}))
-       for size, batch in ((512, 32), (1024, 16), (768, 24), (1536, 8), (2048, 4))},
-    **{f"{preset} 1024 px x 16": (16, Training("vae", {"preset": preset, "image_size": 1024, "batch_size": 16}))
-       for preset in ("fast", "lite")},
-    "vocoder standard": (16, TRAININGS["vocoder standard, 16 x 48"]),
-    "vocoder optimised": (16, TRAININGS["vocoder optimised, 32 x 80"]),
-    "voice high": (16, TRAININGS["voice high, 64 x 4.7 s"]),
-    "voice medium": (16, Training("tts", {"preset": "medium", "batch_size": 64}, 4.7)),
-    "XLS-R 300M": (24, TRAININGS["XLS-R 300M, 8 x 8 s"]),
-}  # fmt: skip
-
-
-def smoke_size(training: Training) -> Training:
-    """Returns a tiny training of the same kind, for the CPU."""
-    tiny = SMALL[training.kind]
-    changes = {"batch_size": 2, "image_size": 32, "channels": [32, 32]} if training.kind == "vae" else {"batch_size": 1}
-    seconds = min(1.0, training.clip_seconds)
-    return dataclasses.replace(tiny, values={**tiny.values, **changes}, clip_seconds=seconds)
-
-
-# --------------------------------------------------------------------------------------------------------- predictions
-
-
-def predict(training: Training, settings: Any, plan: Plan, budget: MemoryBudget) -> tuple[Plan, Figures]:
-    """Returns the plan of a training with the settings of the batch, and what is predicted of a step. Runs in a process
-    of its own, without the GPU."""
-    from gputrain.planner.memory.predict import predict_step
-    from gputrain.planner.model_planner import ModelPlanner
-    from gputrain.session import with_plan
-
-    began = time.perf_counter()
-    model = training.model(settings)
-    planner = ModelPlanner(model)
-    plan, found = planner.plan(settings, plan, budget)
-    items, target = found.micro_batch_size, model.target(with_plan(settings, plan))
-    step = predict_step(target, plan, micro_batch_size=items, checkpointing=found.checkpointing)
-    figures: Figures = {
-        "micro_batch": items, "passes": found.accumulation_steps, "checkpointing": found.checkpointing,
-        "predicted_seconds": found.predicted_seconds_per_step, "predicted_gb": found.predicted_peak_gb,
-        "predicted_reserved_gb": step.reserved_gb, "fits": found.fits,
-    }  # fmt: skip
-    if found.cost:
-        graphs = bool(plan.cuda_graphs.value)
-        passes = found.accumulation_steps
-        launches = found.cost.host_launches(items, passes) if graphs else found.cost.totals(items, passes).kernels
-        figures["predicted_launches"] = launches
-    return plan, {**figures, "seconds_to_predict": time.perf_counter() - began}
-
-
-@cache
-def predictors() -> ProcessPoolExecutor:
-    """Returns the processes that predict beside the measurements."""
-    processes = min(PREDICTORS, max(1, (os.cpu_count() or 2) // 2))
-    return ProcessPoolExecutor(processes, get_context("spawn"), initializer=hide_gpu)
-
-
-def hide_gpu() -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
-@cache
-def rates_of_card(device: str, compiled: bool) -> DeviceRates:
-    """Returns the rates by which everything is predicted, measured while the device is idle."""
-    from gputrain.hw.runtime import apply
-    from gputrain.session import measured_rates
-
-    training = SMALL["vae"]
-    return measured_rates(apply(training.decide(training.settings(device, use_torch_compile=compiled))))
-
-
-@cache
-def prediction(name: str, device: str, limit_gb: float, mode: str) -> "Future[tuple[Plan, Figures]]":
-    """Begins to predict a training. The next ones of the list are begun too, so that they are ready in time."""
-    from gputrain.hw.probe import probe
-    from gputrain.planner.model_planner import memory_budget
-
-    training = (CELLS[name][1] if limit_gb else TRAININGS[name]) if device == "cuda" else smoke_size(named(name))
-    settings = training.settings(device, **MODES[mode])
-    plan = training.decide(settings)
-    rates = rates_of_card(device, bool(plan.compile.value))
-    budget = memory_budget(probe(), plan, settings.hardware, rates)
-    if limit_gb and device == "cuda":
-        budget = dataclasses.replace(budget, budget_gb=budget_gb(limit_gb))
-    return predictors().submit(predict, training, settings, plan, budget)
-
-
-def named(name: str) -> Training:
-    return TRAININGS.get(name) or CELLS[name][1]
-
-
-def begin_predictions(device: str) -> None:
-    """Begins all predictions for a GPU, in the order in which they are needed."""
-    if device == "cpu":  # A smoke test has few parts, and few cores.
-        return
-    for mode, names in (("eager", TRAININGS), ("graphs", GRAPHED), ("compiled", COMPILED)):
-        for name in names:
-            prediction(name, device, 0.0, mode)
-    for name, (limit_gb, _) in CELLS.items():
-        prediction(name, device, limit_gb, "eager")
-
-
-# ----------------------------------------------------------------------------------------------------------- compiling
-
-
-def compile_side_by_side(context: Context) -> Figures:
-    """Compiles all trainings, each in a process of its own, so that their code is in the compiler's cache afterwards.
-    Returns the seconds of each; of one that finds too little time, what it has compiled is in the cache too."""
-    from multiprocessing.connection import Connection, wait
-
-    needed = {name: prediction(name, context.device, 0.0, "compiled") for name in COMPILED}
-    spawn, compiling = get_context("spawn"), {}
-    figures: Figures = {}
-    try:
-        for name, future in needed.items():
-            plan, _ = future.result()
-            reads, writes = spawn.Pipe(duplex=False)
-            process = spawn.Process(target=compile_training, args=(TRAININGS[name], plan, context.device, writes))
-            process.start()
-            writes.close()
-            compiling[reads] = name, process
-        while compiling and (ready := wait(compiling, context.seconds_left() - LAST_SECONDS)):
-            for end in ready:
-                assert isinstance(end, Connection)
-                name, process = compiling.pop(end)
-                try:
-                    figures[name] = end.recv()
-                except EOFError:
-                    figures[name] = "the process died"
-                process.join()
-                context.note(figures)
-    finally:
-        for name, process in compiling.values():
-            figures[name] = "too little time"
-            process.kill()
-            process.join()
-    return figures
-
-
-def compile_training(training: Training, plan: Plan, device: str, done: Any) -> None:
-    """Makes steps of a training until nothing compiles any more, and sends the seconds that they took."""
-    began = time.perf_counter()
-    with planned(training, plan, device) as bench:
-        warm_up(bench)
-    done.send(time.perf_counter() - began)
+PEER_STEPS = 12  # Before those that are timed: several of the first ones in fp16 overflow and are skipped.
 
 
 # -------------------------------------------------------------------------------------------------------------- a step
 
 
 def step_of(name: str, mode: str, context: Context) -> Figures:
-    """Measures a training: seconds, memory and launches of a step, beside their predictions."""
+    """Measures a training: seconds, memory, launches and idle time of a step, beside their predictions."""
     from gpu.checks import count_of_graphs
 
-    needed = prediction(name, context.device, 0.0, mode)  # It comes before the others.
-    begin_predictions(context.device)
-    plan, figures = needed.result()
+    figures = predict.prediction(context.data, mode, name)
     context.note(figures)
-    training = named(name) if not context.smoke else smoke_size(named(name))
-    with planned(training, plan, context.device, **MODES[mode]) as bench:
-        began = time.perf_counter()
-        warm_up(bench)
-        context.note({"seconds_to_warm_up": time.perf_counter() - began})
-        found = timed(bench.step, bench.runtime.device, context)
+    with begun(TRAININGS[name], mode, figures, context) as bench:
+        figures |= warm_up(bench, context.note)
         settings = bench.runtime.plan
-        found |= {"compiled": settings.compile.value, "precision": settings.precision.value,
-                  "graphs": count_of_graphs(bench.state.gradients), "events": len(bench.state.events)}  # fmt: skip
-        context.note({**found, **beside({**figures, **found})})  # Counting many launches takes long.
-        found |= launches_of(bench.step, bench.runtime.device) | workspaces_of(bench.runtime.device)
-    if mode == "graphs" and not context.smoke and not found["graphs"]:
-        raise AssertionError(f"nothing was captured: {settings.cuda_graphs.reason}")
-    return {**found, **beside({**figures, **found})}
+        graphs = count_of_graphs(bench.state.gradients)
+        if "graphs" in mode and not context.smoke and not graphs:
+            problem = AssertionError if settings.cuda_graphs.value else NotMeasured
+            raise problem(f"nothing was captured: {settings.cuda_graphs.reason}")
+        figures |= {
+            "compiled": settings.compile.value, "precision": settings.precision.value, "graphs": graphs,
+            "micro_batch": min(bench.state.micro_batch.values()), "events": len(bench.state.events),
+        }  # fmt: skip
+        return figures | measured(bench.step, figures, context)
 
 
-def beside(figures: Figures) -> Figures:
-    """Returns predicted divided by measured values, and a line with both."""
-    pairs = {"seconds": "predicted_seconds", "peak_gb": "predicted_gb", "reserved_gb": "predicted_reserved_gb"}
-    found = {
-        f"{measured}_ratio": figures[predicted] / figures[measured]
-        for measured, predicted in pairs.items()
-        if figures.get(measured) and figures.get(predicted)
-    }
-    names = {"seconds": "s", "peak_gb": "GB", "reserved_gb": "GB reserved", "launches": "launches"}
-    shown = [
-        f"{figures[name]:.3g} {unit} (predicted {figures.get(pairs.get(name, 'predicted_launches')) or math.nan:.3g})"
-        for name, unit in names.items() if name in figures
-    ]  # fmt: skip
-    return {**found, SUMMARY: ", ".join([*shown, f"{figures['micro_batch']} at once"])}
+def compile_and_step(name: str, context: Context) -> Figures:
+    """Measures a training that compiles first, and then the same as CUDA graphs."""
+    from gputrain.hw.runtime import release_memory
+
+    figures = step_of(name, "compiled", context)
+    context.note(figures)
+    release_memory()
+    try:
+        graphs = step_of(name, "compiled graphs", dataclasses.replace(context, note=lambda figures: None))
+    except NotMeasured as reason:
+        graphs = {SUMMARY: str(reason)}
+    return {**figures, "as graphs": graphs, SUMMARY: f"{figures[SUMMARY]}; as graphs: {graphs[SUMMARY]}"}
 
 
 @contextmanager
-def planned(training: Training, plan: Plan, device: str, **changes: Any) -> Iterator[Any]:
+def begun(training: Any, mode: str, planned: Figures, context: Context) -> Iterator[Any]:
+    """Yields a training with the settings that have been planned for this card; without a plan, the batch is whole."""
     from gputrain.hw.runtime import apply
 
-    settings = training.settings(device, **changes)
-    runtime = apply(plan)
-    if plan.memory_budget_gb and float(plan.memory_budget_gb.value):
-        runtime.limit_memory(float(plan.memory_budget_gb.value))
-    with training.begun(settings, runtime) as bench:
+    training = smoke_size(training) if context.smoke else training
+    settings = training.settings(context.device, **MODES[mode], **planned.get("settings", {}))
+    with training.begun(settings, apply(training.decide(settings))) as bench:
         yield bench
 
 
-def warm_up(bench: Any) -> None:
-    """Makes steps until two in a row have compiled and captured nothing."""
+def warm_up(bench: Any, note: Callable[[Figures], None]) -> Figures:
+    """Makes steps until two in a row have compiled and captured nothing. Returns the time until the end of the first
+    and of the last step, and notes them all the time."""
     from gpu.checks import captures, waits_for_capture
 
-    before, still = None, 0
-    for _ in range(WARM_UP_STEPS):
+    before, still, first, began = None, 0, 0.0, time.perf_counter()
+    figures: Figures = {}
+    for number in range(1, WARM_UP_STEPS + 1):
         bench.step()
         synchronize(bench.runtime.device)
-        now = (captures(bench.state.gradients), compiled_graphs())
+        now, seconds = (captures(bench.state.gradients), compiled_graphs()), time.perf_counter() - began
+        first = first or seconds
         still = still + 1 if now == before else 0
         before = now
+        figures = {"first_step": first, "warm_up": seconds, "warm_up_steps": number, "compiled_graphs": now[1]}
+        note(figures)
         if still >= 2 and not waits_for_capture(bench.state.gradients):
-            return
+            break
+    return figures
 
 
 def compiled_graphs() -> int:
@@ -278,6 +116,37 @@ def synchronize(device: Any) -> None:
     from gputrain.hw.runtime import synchronize as wait
 
     wait(device)
+
+
+def measured(step: Callable[[], object], known: Figures, context: Context) -> Figures:
+    """Returns the figures of a step that has been warmed up, beside the predicted ones among the known."""
+    import torch
+
+    device = torch.device(context.device)
+    with context.alone():
+        found = timed(step, device, context)
+    context.note({**found, **beside({**known, **found})})  # Counting many launches takes long.
+    with context.alone():
+        found |= launches_of(step, device)
+    if found.get("busy_ms"):
+        found["idle_share"] = max(0.0, 1 - found["busy_ms"] / 1e3 / found["seconds"])
+    return {**found, **beside({**known, **found})}
+
+
+def beside(figures: Figures) -> Figures:
+    """Returns predicted divided by measured values, and a line with both."""
+    pairs = {"seconds": "predicted_seconds", "peak_gb": "predicted_gb", "launches": "predicted_launches"}
+    found = {
+        f"{measured}_ratio": figures[predicted] / figures[measured]
+        for measured, predicted in pairs.items()
+        if figures.get(measured) and figures.get(predicted)
+    }
+    units = {"seconds": "s", "peak_gb": "GB", "launches": "launches", "busy_ms": "ms busy", "idle_share": "idle"}
+    shown = [
+        f"{figures[name]:.5g} {unit}" + (f" (predicted {figures[pairs[name]]:.5g})" if f"{name}_ratio" in found else "")
+        for name, unit in units.items() if name in figures
+    ]  # fmt: skip
+    return {**found, SUMMARY: ", ".join([*shown, *(["no prediction"] if "no_prediction" in figures else [])])}
 
 
 def timed(step: Callable[[], object], device: Any, context: Context) -> Figures:
@@ -314,7 +183,8 @@ WAITING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchroni
 
 
 def launches_of(step: Callable[[], object], device: Any) -> Figures:
-    """Returns the calls of CUDA in a step that launch something, those that wait, and the kernels that have run."""
+    """Returns the calls of CUDA in a step that launch something and those that wait, and the kernels that have run:
+    their number, the milliseconds of all, and both by name, those that take most first."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -325,125 +195,133 @@ def launches_of(step: Callable[[], object], device: Any) -> Figures:
         synchronize(device)
     # The profiler's own tables take minutes for the events of a long step.
     assert profiler.profiler is not None
-    events = profiler.profiler.kineto_results.events()
-    calls = [event.name() for event in events if event.device_type() != torch.autograd.DeviceType.CUDA]
-    kernels = Counter(event.name()[:80] for event in events if event.device_type() == torch.autograd.DeviceType.CUDA)
-    launches, waits = count_of(calls, LAUNCHING), count_of(calls, WAITING)
-    return {"launches": launches, "waits": waits, "kernels": kernels.total(), "names": kernels.most_common(40)}
-
-
-def workspaces_of(device: Any) -> Figures:
-    """Returns the memory that cuBLAS's workspaces hold, which torch's allocator counts as allocated. They are freed."""
-    import torch
-
-    if device.type != "cuda":
-        return {}
-    synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch._C._cuda_clearCublasWorkspaces()
-    return {"cublas_workspaces_gb": (before - torch.cuda.memory_allocated(device)) / 1e9}
+    calls: list[str] = []
+    count, spent = Counter[str](), Counter[str]()
+    for event in profiler.profiler.kineto_results.events():
+        name = event.name()[:80]
+        if event.device_type() != torch.autograd.DeviceType.CUDA:
+            calls.append(name)
+            continue
+        count[name] += 1
+        spent[name] += event.duration_ns() / 1e6
+    names = [(name, count[name], round(took, 3)) for name, took in spent.most_common()]
+    return {"launches": count_of(calls, LAUNCHING), "waits": count_of(calls, WAITING), "kernels": count.total(),
+            "busy_ms": sum(spent.values()), "names": names}  # fmt: skip
 
 
 def count_of(calls: Sequence[str], names: tuple[str, ...]) -> int:
     return sum(name.startswith(names) for name in calls)
 
 
-# ------------------------------------------------------------------------------------------------- the other questions
+# ---------------------------------------------------------------------------------------------------------- the peers
 
 
-def beside_diffusers(context: Context) -> Figures:
-    """Compares `flux` at 512 pixels with diffusers' autoencoder: both compiled, ours with its memory-efficient layers
-    and without checkpointing."""
+def peer_vocoder(configuration: str, context: Context) -> Figures:
+    """Measures SingingVocoders' own step."""
+    versus = importlib.import_module("vocoder_vs_openvpi")
+    if not (folder := os.environ.get("SINGINGVOCODERS")):
+        raise NotMeasured("SINGINGVOCODERS names no checkout of openvpi/SingingVocoders")
+    small = {"batch_size": 1, "crop_mel_frames": 8} if context.smoke else {}
+    settings = {"peer": folder, "device": context.device, "changes": small, "channels": 32 if context.smoke else 0,
+                "configuration": configuration, "weights": ""}  # fmt: skip
+    return of_peer(versus.peer_step(settings, versus.training(settings))[1], context)
+
+
+def peer_voice(side: str, context: Context) -> Figures:
+    """Measures Piper's own step, in fp32 with TF32 or in bf16."""
+    versus, vits_peer = importlib.import_module("vits_vs_piper"), importlib.import_module("vits_peer")
+    if not (root := vits_peer.root_of(None)):
+        raise NotMeasured("no training code of Piper is installed or on PYTHONPATH")
+    sizes = {"batch_size": 2, "seconds": 1.0, "sizes": versus.TINY} if context.smoke else {
+        "batch_size": 64, "seconds": 4.7, "sizes": {}}  # fmt: skip
+    settings = {"peer": str(root), "device": context.device, "checked": False, "configuration": "high", "side": side,
+                **sizes}  # fmt: skip
+    return of_peer(versus.peer_step(settings, context.scratch), context)
+
+
+def peer_vae(context: Context) -> Figures:
+    """Measures diffusers' autoencoder `flux` at 512 pixels, and ours within the same step."""
     from gputrain.hw.probe import probe
     from gputrain.hw.runtime import apply
     from gputrain.vae.work import VaeWork
 
     versus = importlib.import_module("vae_vs_diffusers")
-    size, batch, channels = (32, 1, (32, 32)) if context.smoke else (512, 8, ())
-    options = argparse.Namespace(
-        preset="flux", channels=channels, batch_size=batch, largest=False, sides=["stock", "ours"],
-        rounds=1 if context.smoke else 7, minutes=0.2, device=context.device, precision=None, channels_last=None,
-        compile=None,
-    )  # fmt: skip
+    size, batch_size, channels = (32, 1, {"block_out_channels": (32, 32)}) if context.smoke else (512, 4, {})
+    options = argparse.Namespace(device=context.device, precision=None, channels_last=None, compile=False)
     runtime = apply(VaeWork().decide(probe(), versus.wishes(options, not context.smoke)))
-    found: Figures = versus.compare(options, size, runtime, rates_of_card(context.device, not context.smoke))
-    stock, ours = found["sides"]
-    pairs = [
-        f"{name} {short(ours.get(key))}, stock {short(stock.get(key))}"
-        for key, name in (("seconds", "s"), ("peak_gb", "peak GB"), ("reason", "not measured:"))
-        if key in ours
-    ]
-    ratios = {f"{key}_ours_to_stock": value for key, value in found["ratios"]["ours"].items()}
-    return {SUMMARY: f"ours: {'; '.join(pairs)}", **ratios, "batch": found["batch_size"], "all": found}
+    architecture = dataclasses.replace(versus.PRESETS["flux"], **channels)
+    batch = versus.make_batch(architecture, size, batch_size, runtime)
+    weights = versus.stock_autoencoder(architecture).state_dict()
+    rows: Figures = {}
+    for name in ("stock", "ours"):
+        side = versus.make_side(name, architecture, weights, runtime)
+        rows[name] = of_peer(partial(versus.step, side, batch, runtime), context)
+        context.note(rows)
+    return {**rows, SUMMARY: f"{rows['stock'][SUMMARY]}; ours within the same step: {rows['ours'][SUMMARY]}"}
 
 
-# Tokens of one period of 3 in a batch of the optimised vocoder: items times period, positions, and channels.
-TOKENS = ((96, 853, 128), (96, 213, 512))
-FORMS = {"channels first": (False, False), "rows": (True, False), "rows, compiled": (True, True)}
+def of_peer(step: Callable[[], object], context: Context) -> Figures:
+    for _ in range(1 if context.smoke else PEER_STEPS):
+        step()
+    return measured(step, {}, context)
 
 
-def depthwise(context: Context) -> Figures:
-    """Times blocks of `fast_mpd` around their depthwise convolution, forward and backward, in each precision: with
-    channels before or behind positions in memory, compiled or not, and by cuDNN or by torch's own kernels."""
+# ------------------------------------------------------------------------------------------------- the other questions
+
+
+# The shape of the input, the kernel, and groups. The last three are depthwise.
+CONVOLUTIONS: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...] = (
+    ((16, 256, 2048), (5,), 1), *(((16, 256, 2048), (41,), groups) for groups in (4, 16, 64)),
+    ((16, 256, 512, 3), (5, 1), 1), ((16, 256, 512, 3), (5, 1), 16), ((16, 256, 1, 2048), (1, 41), 16),
+    ((16, 256, 2048), (41,), 256), ((96, 128, 853), (11,), 128), ((96, 512, 213), (11,), 512),
+)  # fmt: skip
+
+
+def convolutions(context: Context) -> Figures:
+    """Measures a forward and a backward pass of convolutions by groups, precision, layout in two dimensions, and where
+    they are depthwise, by cuDNN and by torch's own kernels."""
     import torch
 
-    sizes = ((2, 16, 32),) if context.smoke else TOKENS
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    figures: Figures = {}
-    slower: list[str] = []
-    for form in FORMS:  # What compiles comes last.
-        for size, name in itertools.product(sizes, list(dtypes)[: 1 if context.smoke else 3]):
-            row = block_milliseconds(form, size, dtypes[name], context)
-            figures[f"{' x '.join(map(str, size))} {name}, {form}"] = row
-            if row["cuDNN"] > 1.1 * row["native"]:
-                slower.append(f"{size[-1]} {name}, {form}: {row['cuDNN'] / row['native']:.1f}x")
-            context.note({**figures, SUMMARY: f"slower by cuDNN: {'; '.join(slower) or 'none'}"})
-    return figures
+    rows: list[Figures] = []
+    for (shape, kernel, groups), dtype in itertools.product(CONVOLUTIONS, (torch.bfloat16, torch.float32)):
+        for channels_last, cudnn in ((False, True), (True, True), (False, False)):
+            if (channels_last and len(kernel) == 1) or (not cudnn and groups < shape[1]):
+                continue
+            step = convolution(shape, kernel, groups, dtype, channels_last, context)
+            with torch.backends.cudnn.flags(enabled=cudnn, benchmark=True, allow_tf32=True), context.alone():
+                for _ in range(3):
+                    step()
+                device = torch.device(context.device)
+                found = timed(step, device, context) | launches_of(step, device)
+            rows.append({"input": shape, "kernel": kernel, "groups": groups, "dtype": str(dtype),
+                         "channels_last": channels_last, "cudnn": cudnn, **found})  # fmt: skip
+            launches = [f"{row['groups']}: {row['kernels']}" for row in rows if "kernels" in row]
+            context.note({"rows": rows, SUMMARY: f"kernels by groups: {', '.join(launches) or 'unknown'}"})
+    return {}
 
 
-def block_milliseconds(form: str, size: tuple[int, int, int], dtype: Any, context: Context) -> dict[str, float]:
-    """Returns the time of a block by cuDNN and by torch's own kernels."""
+def convolution(
+    shape: tuple[int, ...], kernel: tuple[int, ...], groups: int, dtype: Any, channels_last: bool, context: Context
+) -> Callable[[], None]:
+    """Returns a forward and backward pass of a convolution with as many channels as its input has."""
     import torch
 
-    from gputrain.vocoder.discriminators import PeriodBlock
+    if context.smoke:
+        shape, groups = (1, 16, *(min(64, length) for length in shape[2:])), min(16, groups)
+    make: Any = torch.nn.Conv2d if len(kernel) == 2 else torch.nn.Conv1d
+    padding = tuple(length // 2 for length in kernel)
+    module = make(shape[1], shape[1], kernel, groups=groups, padding=padding).to(context.device)
+    x = torch.randn(shape, device=context.device)
+    if channels_last:
+        module, x = module.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    x.requires_grad_()
 
-    device, (by_rows, compiled) = torch.device(context.device), FORMS[form]
-    torch.manual_seed(0)
-    block = PeriodBlock(size[-1], 11, size[-1]).to(device)
-    block.by_rows = by_rows
-    x_NLC = torch.randn(*size, device=device, requires_grad=True)
-    function = torch.compile(block) if compiled and not context.smoke else block
-    call = partial(forward_and_backward, function, x_NLC, dtype)
-    row: dict[str, float] = {}
-    for kernels in ("cuDNN", "native"):
-        with torch.backends.cudnn.flags(enabled=kernels == "cuDNN", benchmark=True, allow_tf32=True):
-            row[kernels] = round(milliseconds(call, device, 2 if context.smoke else 20), 4)
-    return row
+    def step() -> None:
+        with torch.autocast(context.device, dtype=dtype, enabled=dtype != torch.float32):
+            made = module(x)
+        made.float().sum().backward()
 
-
-def forward_and_backward(function: Callable[..., Any], x: Any, dtype: Any) -> None:
-    import torch
-
-    with torch.autocast(x.device.type, dtype=dtype, enabled=dtype != torch.float32):
-        made = function(x)
-    made.float().sum().backward()
-
-
-def milliseconds(call: Callable[[], object], device: Any, repeats: int) -> float:
-    """Returns the median time of a call, in milliseconds."""
-    import statistics
-
-    from gputrain.bench.timing import Laps
-
-    for _ in range(3):
-        call()
-    synchronize(device)
-    laps = Laps(device)
-    laps.mark()
-    for _ in range(repeats):
-        call()
-        laps.mark()
-    return 1e3 * statistics.median(laps.seconds())
+    return step
 
 
 @contextmanager
@@ -466,12 +344,12 @@ def memory_cell(name: str, context: Context) -> Figures:
     from gputrain.hw.runtime import release_memory
     from gputrain.planner.memory.predict import batch_tensors, optimizer_tensors, weights_of
 
-    limit_gb, training = CELLS[name]
-    needed = prediction(name, context.device, limit_gb, "eager")
-    begin_predictions(context.device)
-    plan, figures = needed.result()
-    training = smoke_size(training) if context.smoke else training
-    with planned(training, plan, context.device, **MODES["eager"]) as bench:
+    figures = predict.prediction(context.data, predict.MEMORY, name)
+    if "budget_gb" not in figures and not context.smoke:
+        raise NotMeasured(f"no prediction: {figures['no_prediction']}")
+    with context.alone(), begun(CELLS[name][1], "eager", figures, context) as bench:
+        if "budget_gb" in figures:
+            bench.runtime.limit_memory(figures["budget_gb"])
         bench.step()  # The optimizer's state is allocated, and cuDNN's search may use all memory.
         batch = bench.recipe.prepare(bench.loaded, bench.steps)
         resident = [*weights_of(bench.recipe), *optimizer_tensors(bench.recipe), *batch_tensors(batch)]
@@ -483,8 +361,8 @@ def memory_cell(name: str, context: Context) -> Figures:
                 bench.step()
             synchronize(device)
         events = len(bench.state.events)
-    found: Figures = {"peak_gb": peak.allocated_gb, "reserved_gb": peak.reserved_gb, "retries": peak.retries}
-    return {"limit_gb": limit_gb, **figures, **found, "out_of_memory": events, **beside({**figures, **found})}
+    figures |= {"peak_gb": peak.allocated_gb, "reserved_gb": peak.reserved_gb, "retries": peak.retries}
+    return {**figures, "limit_gb": CELLS[name][0], "out_of_memory": events, **beside(figures)}
 
 
 def rates(context: Context) -> Figures:
@@ -505,24 +383,41 @@ def rates(context: Context) -> Figures:
 
 
 def parts(smoke: bool) -> Sequence[Part]:
-    def stepped(mode: str, names: Sequence[str], seconds: float) -> list[Part]:
-        return [Part(f"{mode}, {name}", seconds, partial(step_of, name, mode)) for name in names]
+    def stepped(mode: str, name: str, seconds: float) -> Part:
+        in_smoke = mode == "eager" or name.startswith("vocoder standard")
+        return Part(f"{mode}, {name}", seconds, partial(step_of, name, mode), in_smoke=in_smoke)
 
-    eager, graphed = stepped("eager", list(TRAININGS), 40), stepped("graphs", GRAPHED, 40)
-    compiled = [Part("compile", 240, compile_side_by_side), *stepped("compiled", COMPILED, 75)]
-    cells = [Part(f"memory, {name}", 25, partial(memory_cell, name)) for name in CELLS]
-    if smoke:  # One of each sort and kind.
-        graphed, compiled, cells = graphed[:1], [], cells[:1]
+    vocoder, voice, flux, plain, recogniser, optimised = TRAININGS
     return [
-        *eager,
-        *graphed,
-        *compiled,
-        Part("flux 512 px x 8, diffusers", 120, beside_diffusers, ("diffusers",)),
-        Part("depthwise", 60, depthwise),
-        *cells,
-        Part("rates", 15, rates),
+        Part("rates", 8, rates),
+        Part("convolutions", 22, convolutions),
+        stepped("eager", vocoder, 40),
+        stepped("graphs", vocoder, 20),
+        stepped("eager", voice, 30),
+        stepped("graphs", voice, 20),
+        stepped("eager", flux, 25),
+        stepped("eager", plain, 20),
+        stepped("graphs", flux, 20),
+        stepped("eager", recogniser, 20),
+        Part("SingingVocoders standard", 30, partial(peer_vocoder, "standard")),
+        Part("Piper high", 20, partial(peer_voice, "peer"), ("piper",)),
+        Part("Piper high, bf16", 15, partial(peer_voice, "peer-bf16"), ("piper",), in_smoke=False),
+        Part("diffusers flux 512 px x 4", 25, peer_vae, ("diffusers",)),
+        stepped("eager", optimised, 25),
+        stepped("graphs", optimised, 15),
+        Part("SingingVocoders optimised", 25, partial(peer_vocoder, "optimised")),
+        # These compile from the beginning, the last one for the longest time.
+        *(
+            Part(f"compiled, {name}", SECONDS, partial(compile_and_step, name), in_smoke=False, beside=True)
+            for name in (flux, vocoder, optimised, voice)
+        ),
+        # These find time if others were fast.
+        *(
+            Part(f"memory, {name}", 25, partial(memory_cell, name), in_smoke=number == 0)
+            for number, name in enumerate(CELLS)
+        ),
     ]
 
 
 if __name__ == "__main__":
-    main(Subcommand("measure", __doc__, 580, parts))
+    main(Subcommand("measure", __doc__, SECONDS, parts))

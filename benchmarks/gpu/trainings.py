@@ -1,5 +1,6 @@
 """Trainings of every kind on synthetic data, with the plan that the train command makes."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,6 +62,35 @@ def vocoder(file: str, **changes: Any) -> Training:
     return Training("vocoder", {**values, **changes})
 
 
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"use_torch_compile": False, "use_cuda_graphs": False},
+    "graphs": {"use_torch_compile": False, "use_cuda_graphs": True},
+    "compiled": {"use_torch_compile": True, "use_cuda_graphs": False},
+    "compiled graphs": {"use_torch_compile": True, "use_cuda_graphs": True},
+}
+FLUX = {"preset": "flux", "image_size": 512, "batch_size": 4}  # Of 8 pictures, plain layers would take 63 GB.
+TRAININGS = {
+    "vocoder standard, 16 x 48": vocoder("base_hifi_gpu.yaml"),
+    "voice high, 64 x 4.7 s": Training("tts", {"preset": "high", "batch_size": 64}, 4.7),
+    "flux 512 px x 4": Training("vae", {**FLUX, "lean": True}),
+    "flux 512 px x 4, plain": Training("vae", {**FLUX, "lean": False}),
+    "XLS-R 300M, 8 x 8 s": Training("asr", {"preset": "xls-r-300m", "batch_size": 8}, 8.0),
+    "vocoder optimised, 32 x 80": vocoder("base_hifi_rtx5090_optimized.yaml"),
+}
+EAGER_ALONE = ("flux 512 px x 4, plain", "XLS-R 300M, 8 x 8 s")  # The clips of a recogniser differ in length.
+# The memory that a cell may take, in GB, and its training, which runs kernel by kernel.
+CELLS: dict[str, tuple[float, Training]] = {
+    **{f"flux {size} px x {batch}": (32, Training("vae", {"preset": "flux", "image_size": size, "batch_size": batch}))
+       for size, batch in ((512, 32), (1024, 16), (768, 24), (1536, 8), (2048, 4))},
+    **{f"{preset} 1024 px x 16": (16, Training("vae", {"preset": preset, "image_size": 1024, "batch_size": 16}))
+       for preset in ("fast", "lite")},
+    "vocoder standard": (16, TRAININGS["vocoder standard, 16 x 48"]),
+    "vocoder optimised": (16, TRAININGS["vocoder optimised, 32 x 80"]),
+    "voice high": (16, TRAININGS["voice high, 64 x 4.7 s"]),
+    "voice medium": (16, Training("tts", {"preset": "medium", "batch_size": 64}, 4.7)),
+    "XLS-R 300M": (24, TRAININGS["XLS-R 300M, 8 x 8 s"]),
+}  # fmt: skip
+
 # Small enough for a step in milliseconds, with every kind of layer.
 SMALL = {
     "vae": Training("vae", {"preset": "fast", "channels": [32, 64], "image_size": 64, "batch_size": 8,
@@ -74,3 +104,15 @@ SMALL = {
                             "duration_dropout": 0.0}, 1.0),
     "asr": Training("asr", {"preset": "tiny", "batch_size": 4}, 2.0),
 }  # fmt: skip
+
+
+def modes_of(name: str) -> tuple[str, ...]:
+    return ("eager",) if name in EAGER_ALONE else tuple(MODES)
+
+
+def smoke_size(training: Training) -> Training:
+    """Returns a tiny training of the same kind, for the CPU."""
+    tiny = SMALL[training.kind]
+    changes = {"batch_size": 2, "image_size": 32, "channels": [32, 32]} if training.kind == "vae" else {"batch_size": 1}
+    seconds = min(1.0, training.clip_seconds)
+    return dataclasses.replace(tiny, values={**tiny.values, **changes}, clip_seconds=seconds)
