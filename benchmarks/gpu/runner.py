@@ -265,7 +265,7 @@ class Worker:
     def __init__(self, path: Path, of_all: Path, words: Sequence[str]) -> None:
         """`of_all` is the file of all results."""
         self.path, self.log, self.words = path, of_all.with_suffix(".log"), words
-        self.untried = sys.maxsize  # Parts when it was started.
+        self.untried = len(Report.read(path).results)  # When it was started.
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -273,14 +273,12 @@ class Worker:
         module = sys.modules["__main__"].__spec__
         assert module is not None  # The subcommands are run by `python -m`.
         # What was compiled earlier on this machine would make a cold start a warm one.
-        caches = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+        caches = {name: str(self.path.with_name(name)) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+        more = {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "TORCHINDUCTOR_COMPILE_THREADS": str(COMPILE_THREADS)}
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module.name, *self.words, "--report", str(self.path)],
-                stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1",
-                     "TORCHINDUCTOR_COMPILE_THREADS": str(COMPILE_THREADS),
-                     **{name: str(self.path.with_name(folder)) for name, folder in caches.items()}},
+                [sys.executable, "-m", module.name, *self.words, "--report", str(self.path)], stdin=subprocess.PIPE,
+                stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **more, **caches},
             )  # fmt: skip
 
     def tend(self, problem: str) -> None:
@@ -288,31 +286,22 @@ class Worker:
         process = self.process
         if process is None or (process.poll() is None and not problem):
             return
-        code = process.poll()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        ending = (
-            f"died of {signal.Signals(-code).name}"
-            if code and code < 0
-            else f"code {code}"
-            if code is not None
-            else problem
-        )
+        code = process.wait()
+        ending = problem or (f"code {code}" if code >= 0 else f"died of {signal.Signals(-code).name}")
         report = Report.read(self.path)
         for one in report.results:
             if one.state == "running":
                 self.end_part(one, ending, report.now())
-        left = [one for one in report.results if not one.state]
-        if left and len(left) < self.untried and not problem:
-            report.write()
-            self.untried = len(left)
-            self.start()
-            return
-        self.process = None
-        for one in left:
-            one.state, one.reason = "not run", problem or f"no worker begins ({ending}): {_last_line(self.log)}"
+        left, before = [one for one in report.results if not one.state], self.untried
+        self.process, self.untried = None, len(left)
+        if problem or self.untried == before:
+            for one in left:
+                one.state, one.reason = "not run", problem or f"no worker begins ({ending}): {_last_line(self.log)}"
         report.write()
+        if self.untried and not problem and self.untried < before:
+            self.start()
 
     def end_part(self, result: Result, ending: str, now: float) -> None:
         """Notes what became of the part in which the process has ended. At a limit, it has written where it was."""
