@@ -97,16 +97,15 @@ def sides_of(name: str) -> Callable[[str, argparse.Namespace, Path], tuple[Step,
 def vocoder_sides(name: str, options: argparse.Namespace, folder: Path) -> tuple[Step, Step]:
     """Returns a step of SingingVocoders and one of ours, from the same weights on the same sound."""
     changes = {"batch_size": options.batch_size, "crop_mel_frames": options.crop_frames}
-    settings = {"configuration": name, "changes": changes, "channels": options.channels, "device": "cpu"}
+    settings = {"configuration": name, "changes": changes, "channels": options.channels, "device": "cpu",
+                "peer": str(options.peer), "weights": ""}  # fmt: skip
     train = vocoder_vs_openvpi.training(settings, **vocoder_vs_openvpi.OURS["ours"])
     ours = step_bench.begin_bench(VocoderWork(), train, apply(decide(probe(), train.hardware)), folder)
-    task = vocoder_peer.load(options.peer, vocoder_vs_openvpi.profile(settings), torch.device("cpu"))
+    task, step, _ = vocoder_vs_openvpi.peer_step(settings, train)
     parts = vocoder_peer.parts_of(task, train.discriminators.discriminators)
     for part, module in vocoder_vs_openvpi.parts_of(ours).items():
         parts[part].load_state_dict(module.state_dict())
-    samples_BT, f0_BF = VocoderWork().synthetic_batch(train)
-    sample = vocoder_peer.make_sample(task, samples_BT / 32768, f0_BF)
-    return vocoder_peer.stepping(task, sample, torch.device("cpu"), fp16=False), ours.step
+    return step, ours.step
 
 
 def voice_sides(name: str, options: argparse.Namespace, folder: Path) -> tuple[Step, Step]:

@@ -41,7 +41,6 @@ commands = importlib.import_module("gpu.commands")
 data = importlib.import_module("gpu.data")
 learn = importlib.import_module("gpu.learn")
 measure = importlib.import_module("gpu.measure")
-predict = importlib.import_module("gpu.predict")
 runner = importlib.import_module("gpu.runner")
 trainings = importlib.import_module("gpu.trainings")
 
@@ -279,7 +278,6 @@ def test_the_whole_subcommand_on_a_cpu(name, tmp_path):
     if name == "learn":
         assert all("evaluations" in one["figures"] for one in found.values())
     if name == "measure":
-        assert found["memory, flux 512 px x 32"]["figures"]["peak_gb"] > 0
         assert found["graphs, vocoder standard, 16 x 48"]["figures"]["summary"].endswith(", no prediction")
 
 
@@ -432,7 +430,7 @@ def test_a_training_is_measured_on_a_card(context, monkeypatch):
     monkeypatch.setattr(measure, "CELLS", {"small": (16, trained)})
     monkeypatch.setattr(measure, "launches_of", lambda step, device: {"launches": 7, "busy_ms": 2.0})
     predicted = {"predicted_seconds": 0.01, "predicted_gb": 0.5, "predicted_launches": 14, "budget_gb": 16.0}
-    monkeypatch.setattr(measure.predict, "prediction", lambda folder, mode, name: dict(predicted))
+    monkeypatch.setattr(measure, "prediction", lambda folder, mode, name: dict(predicted))
     for mode in measure.MODES:
         with fake_cuda(compiled=True), few_layers():
             found = measure.step_of("small", mode, gpu)
@@ -487,15 +485,21 @@ def test_measured_figures_stand_beside_predicted_ones():
 
 
 def test_predictions_are_read_for_the_card_of_this_machine(tmp_path, monkeypatch):
-    """They are made for a small training, and for a card that is not in this machine."""
-    assert "predictions.json is missing" in predict.prediction(tmp_path, "eager", "small")["no_prediction"]
-    monkeypatch.setattr(predict, "TRAININGS", {"small": trainings.SMALL["asr"]})
-    monkeypatch.setattr(predict, "modes_of", lambda name: ("eager",))
-    monkeypatch.setattr(predict, "CELLS", {})
-    predict.predict(["h100"], tmp_path / predict.FILE)
-    assert predict.prediction(tmp_path, "eager", "small") == {"no_prediction": "for this machine, only for h100"}
-    monkeypatch.setattr(predict, "probe", lambda: SimpleNamespace(gpu="NVIDIA H100 80GB HBM3"))
-    found = predict.prediction(tmp_path, "eager", "small")
+    assert "predictions.json is missing" in measure.prediction(tmp_path, "eager", "small")["no_prediction"]
+    (tmp_path / measure.PREDICTIONS).write_text(json.dumps({"h200": {"eager, small": {"predicted_gb": 1}}}))
+    assert measure.prediction(tmp_path, "eager", "small") == {"no_prediction": "for this machine, only for h200"}
+    monkeypatch.setattr(measure, "probe", lambda: SimpleNamespace(gpu="NVIDIA H200"))
+    assert measure.prediction(tmp_path, "eager", "small") == {"predicted_gb": 1}
+
+
+@pytest.mark.slow
+def test_a_step_is_predicted_for_a_card_that_is_not_in_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "TRAININGS", {"small": trainings.SMALL["asr"]})
+    monkeypatch.setattr(
+        measure, "parts", lambda smoke: [runner.Part("rates", 1, None), runner.Part("eager, small", 1, None)]
+    )
+    measure.predict(["h100"], tmp_path / measure.PREDICTIONS)
+    found = json.loads((tmp_path / measure.PREDICTIONS).read_text())["h100"]["eager, small"]
     assert found["settings"] == {"micro_batch_size": 4, "gradient_checkpointing": False}
     assert found["predicted_seconds"] > 0
     assert found["predicted_launches"] > 100

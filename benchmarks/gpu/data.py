@@ -119,9 +119,9 @@ def main() -> None:
     for kind, reason in (reasons := prepare(options.folder, options.source, few=options.few)).items():
         print(f"not prepared: {kind}: {reason}")
     if options.card:
-        from gpu.predict import FILE, predict
+        from gpu.measure import PREDICTIONS, predict
 
-        predict(options.card, options.folder / FILE)
+        predict(options.card, options.folder / PREDICTIONS)
     files = [path for path in options.folder.rglob("*") if path.is_file()]
     print(f"{options.folder}: {len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB")
     sys.exit(len(reasons) == len(KINDS))

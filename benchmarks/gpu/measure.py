@@ -17,24 +17,87 @@ import argparse
 import dataclasses
 import importlib
 import itertools
+import json
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from gpu import predict
 from gpu.runner import SUMMARY, Context, Figures, Part, Subcommand, main
 from gpu.trainings import CELLS, MODES, TRAININGS, smoke_size
 from gputrain.bench.runner import NotMeasured
+from gputrain.errors import UserError
+from gputrain.hw.gpus import find_gpu
+from gputrain.hw.probe import probe
+from gputrain.planner.memory.fit import budget_gb
+from gputrain.planner.model_planner import ModelPlanner, memory_budget
+from gputrain.planner.target import published_rates
 
 SECONDS = 400  # Of all parts together.
 STEP_SECONDS, MOST_STEPS, LEAST_STEPS = 5.0, 12, 3  # Time of the timed steps of a training, and their number.
 WARM_UP_STEPS = 24  # Most of them, until nothing compiles and nothing is captured any more.
+PREDICTIONS = "predictions.json"  # In the folder of the prepared data: figures by card, mode and training.
+MEMORY = "memory"  # The mode of a cell, whose training is planned for less memory.
+LAST_SECONDS = 3.0  # With less time left, the probe of convolutions ends.
 PEER_STEPS = 12  # Before those that are timed: several of the first ones in fp16 overflow and are skipped.
+
+
+# --------------------------------------------------------------------------------------------------------- predictions
+
+
+def predict(cards: list[str], path: Path) -> None:
+    """Writes what is planned and predicted for each card, on another machine, as this would slow the measurements.
+    Cards with the same arithmetic share most of the work."""
+    found: dict[str, dict[str, Figures]] = {find_gpu(card).key: {} for card in cards}
+    steps = [part.name.split(", ", 1) for part in parts(False)]
+    steps += [["compiled graphs", name] for mode, name in filter(lambda step: step[0] == "compiled", [*steps])]
+    for mode, name in [step for step in steps if step[0] in (MEMORY, *MODES)]:
+        limit_gb, training = CELLS[name] if mode == MEMORY else (0.0, TRAININGS[name])
+        settings = training.settings("cuda", **MODES["eager" if mode == MEMORY else mode])
+        planner, began = ModelPlanner(training.model(settings)), time.perf_counter()
+        for card, by_name in found.items():
+            by_name[f"{mode}, {name}"] = predicted(settings, card, planner, limit_gb)
+        print(f"{mode}, {name}: predicted in {time.perf_counter() - began:.1f} s", flush=True)
+        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def predicted(settings: Any, card: str, planner: ModelPlanner[Any], limit_gb: float) -> Figures:
+    """Returns what is predicted of a step on a card, and the settings that the plan has chosen."""
+    gpu = find_gpu(card)
+    machine = gpu.installed_in(probe())
+    plan = planner.work.decide(machine, settings.hardware)
+    budget = memory_budget(machine, plan, settings.hardware, published_rates(gpu, plan))
+    if limit_gb:
+        budget = dataclasses.replace(budget, budget_gb=budget_gb(limit_gb))
+    plan, fit = planner.plan(settings, plan, budget)
+    how = fit.micro_batch_size, fit.accumulation_steps
+    chosen = {"micro_batch_size": fit.micro_batch_size, "gradient_checkpointing": fit.checkpointing}
+    figures: Figures = {
+        "settings": chosen | ({"lean": plan.lean.value} if plan.lean else {}), "budget_gb": budget.budget_gb,
+        "predicted_seconds": fit.predicted_seconds_per_step, "predicted_gb": fit.predicted_peak_gb, "fits": fit.fits,
+    }  # fmt: skip
+    if fit.cost:
+        graphs = bool(plan.cuda_graphs.value)
+        figures["predicted_launches"] = fit.cost.host_launches(*how) if graphs else fit.cost.totals(*how).kernels
+    return figures
+
+
+def prediction(folder: Path, mode: str, name: str) -> Figures:
+    """Returns what was predicted for the card of this machine, or why there is nothing."""
+    if not (folder / PREDICTIONS).is_file():
+        return {"no_prediction": f"{folder / PREDICTIONS} is missing (gpu.sh prepare --card)"}
+    by_card = json.loads((folder / PREDICTIONS).read_text(encoding="utf-8"))
+    try:
+        card = find_gpu(probe().gpu or "").key
+    except UserError:
+        card = "this machine"
+    figures: Figures | None = by_card.get(card, {}).get(f"{mode}, {name}")
+    return figures or {"no_prediction": f"for {card}, only for {', '.join(by_card)}"}
 
 
 # -------------------------------------------------------------------------------------------------------------- a step
@@ -44,7 +107,7 @@ def step_of(name: str, mode: str, context: Context) -> Figures:
     """Measures a training: seconds, memory, launches and idle time of a step, beside their predictions."""
     from gpu.checks import count_of_graphs
 
-    figures = predict.prediction(context.data, mode, name)
+    figures = prediction(context.data, mode, name)
     context.note(figures)
     with begun(TRAININGS[name], mode, figures, context) as bench:
         figures |= warm_up(bench, context.note)
@@ -232,16 +295,15 @@ def peer_voice(side: str, context: Context) -> Figures:
     versus, vits_peer = importlib.import_module("vits_vs_piper"), importlib.import_module("vits_peer")
     if not (root := vits_peer.root_of(None)):
         raise NotMeasured("no training code of Piper is installed or on PYTHONPATH")
-    sizes = {"batch_size": 2, "seconds": 1.0, "sizes": versus.TINY} if context.smoke else {
-        "batch_size": 64, "seconds": 4.7, "sizes": {}}  # fmt: skip
-    settings = {"peer": str(root), "device": context.device, "checked": False, "configuration": "high", "side": side,
-                **sizes}  # fmt: skip
+    batch_size, seconds, sizes = (2, 1.0, versus.TINY) if context.smoke else (64, 4.7, {})
+    settings = {"peer": str(root), "device": context.device, "checked": False, "configuration": "high",
+                "side": "peer" if context.smoke else side,
+                "batch_size": batch_size, "seconds": seconds, "sizes": sizes}  # fmt: skip
     return of_peer(versus.peer_step(settings, context.scratch), context)
 
 
 def peer_vae(context: Context) -> Figures:
     """Measures diffusers' autoencoder `flux` at 512 pixels, and ours within the same step."""
-    from gputrain.hw.probe import probe
     from gputrain.hw.runtime import apply
     from gputrain.vae.work import VaeWork
 
@@ -287,6 +349,8 @@ def convolutions(context: Context) -> Figures:
         for channels_last, cudnn in ((False, True), (True, True), (False, False)):
             if (channels_last and len(kernel) == 1) or (not cudnn and groups < shape[1]):
                 continue
+            if context.seconds_left() < LAST_SECONDS:
+                return {"left_out": "the rest found no time"}
             step = convolution(shape, kernel, groups, dtype, channels_last, context)
             with torch.backends.cudnn.flags(enabled=cudnn, benchmark=True, allow_tf32=True), context.alone():
                 for _ in range(3):
@@ -324,39 +388,20 @@ def convolution(
     return step
 
 
-@contextmanager
-def watched_peak(found: Any, resident: Iterable[Any]) -> Iterator[None]:
-    """Raises `found`, a MeasuredPeak, to the peak of the code within and of `resident`, by watching every storage,
-    where no allocator of a GPU counts."""
-    from gputrain.planner.memory.timeline import MemoryTimeline
-
-    timeline = MemoryTimeline()
-    timeline.note("parameters", resident)
-    with timeline.watching():
-        yield
-    peak_gb = timeline.peak()[0] / 1e9
-    found.include(peak_gb, peak_gb)
-
-
 def memory_cell(name: str, context: Context) -> Figures:
     """Compares the predicted with the measured peak of a training that is planned for a smaller card."""
     from gputrain.engine.memory_check import MeasuredPeak, allocator_peak
     from gputrain.hw.runtime import release_memory
-    from gputrain.planner.memory.predict import batch_tensors, optimizer_tensors, weights_of
 
-    figures = predict.prediction(context.data, predict.MEMORY, name)
-    if "budget_gb" not in figures and not context.smoke:
+    figures = prediction(context.data, MEMORY, name)
+    if "budget_gb" not in figures:
         raise NotMeasured(f"no prediction: {figures['no_prediction']}")
     with context.alone(), begun(CELLS[name][1], "eager", figures, context) as bench:
-        if "budget_gb" in figures:
-            bench.runtime.limit_memory(figures["budget_gb"])
+        bench.runtime.limit_memory(figures["budget_gb"])
         bench.step()  # The optimizer's state is allocated, and cuDNN's search may use all memory.
-        batch = bench.recipe.prepare(bench.loaded, bench.steps)
-        resident = [*weights_of(bench.recipe), *optimizer_tensors(bench.recipe), *batch_tensors(batch)]
-        del batch
         peak, device = MeasuredPeak(), bench.runtime.device
         release_memory()  # Of cuDNN's search and of the first step.
-        with watched_peak(peak, resident) if context.smoke else allocator_peak(device, peak):
+        with allocator_peak(device, peak):
             for _ in range(2):
                 bench.step()
             synchronize(device)
@@ -412,10 +457,7 @@ def parts(smoke: bool) -> Sequence[Part]:
             for name in (flux, vocoder, optimised, voice)
         ),
         # These find time if others were fast.
-        *(
-            Part(f"memory, {name}", 25, partial(memory_cell, name), in_smoke=number == 0)
-            for number, name in enumerate(CELLS)
-        ),
+        *(Part(f"memory, {name}", 25, partial(memory_cell, name), in_smoke=False) for name in CELLS),
     ]
 
 

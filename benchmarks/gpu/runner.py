@@ -293,7 +293,7 @@ class Worker:
         report = Report.read(self.path)
         for one in report.results:
             if one.state == "running":
-                self.end_part(one, ending, report.now())
+                self.end_part(one, report, ending)
         left, before = [one for one in report.results if not one.state], self.untried
         self.process, self.untried = None, len(left)
         if problem or self.untried == before:
@@ -303,9 +303,11 @@ class Worker:
         if self.untried and not problem and self.untried < before:
             self.start()
 
-    def end_part(self, result: Result, ending: str, now: float) -> None:
+    def end_part(self, result: Result, report: Report, ending: str) -> None:
         """Notes what became of the part in which the process has ended. At a limit, it has written where it was."""
-        result.seconds = round(now - result.began, 1)
+        if rehearsal() is not None:  # It was too slow here, too.
+            report.ahead -= max(0.0, report.now() - result.began - result.limit)
+        result.seconds = round(report.now() - result.began, 1)
         if result.seconds < result.limit:
             result.state, result.reason = "failed", f"the process: {ending}"
             return
@@ -407,14 +409,10 @@ def run_part(part: Part, result: Result, report: Report, options: argparse.Names
         report.ahead += min(takes, result.limit) - (report.now() - result.began)
         if takes > result.limit:
             result.state, result.reason, result.figures = "cut off", "", {}
-    note({"beside": others} if (others := others_at_work(report)) else {})
+    others = [Report.read(path).results[-1] for path in report.path.parent.glob("*.json") if path != report.path]
+    working = sum(one.state in ("", "running") for one in others)
+    note({"beside": working} if working else {})
     clean_up()
-
-
-def others_at_work(report: Report) -> int:
-    """Returns how many other workers have not ended yet."""
-    others = [Report.read(path) for path in report.path.parent.glob("*.json") if path != report.path]
-    return sum(any(one.state in ("", "running") for one in other.results) for other in others)
 
 
 @contextlib.contextmanager

@@ -77,7 +77,6 @@ TRAININGS = {
     "XLS-R 300M, 8 x 8 s": Training("asr", {"preset": "xls-r-300m", "batch_size": 8}, 8.0),
     "vocoder optimised, 32 x 80": vocoder("base_hifi_rtx5090_optimized.yaml"),
 }
-EAGER_ALONE = ("flux 512 px x 4, plain", "XLS-R 300M, 8 x 8 s")  # The clips of a recogniser differ in length.
 # The memory that a cell may take, in GB, and its training, which runs kernel by kernel.
 CELLS: dict[str, tuple[float, Training]] = {
     **{f"flux {size} px x {batch}": (32, Training("vae", {"preset": "flux", "image_size": size, "batch_size": batch}))
@@ -104,10 +103,6 @@ SMALL = {
                             "duration_dropout": 0.0}, 1.0),
     "asr": Training("asr", {"preset": "tiny", "batch_size": 4}, 2.0),
 }  # fmt: skip
-
-
-def modes_of(name: str) -> tuple[str, ...]:
-    return ("eager",) if name in EAGER_ALONE else tuple(MODES)
 
 
 def smoke_size(training: Training) -> Training:
