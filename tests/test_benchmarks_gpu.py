@@ -185,7 +185,7 @@ def test_the_script_knows_its_subcommands():
     assert "alive|measure|learn" in done.stderr
 
 
-# ------------------------------------------------------------------------------------------------------ the rehearsal
+# ------------------------------------------------------------------------------------------------------ a simulation
 
 # Seconds by part on an H200, as measured where it was (eager trainings), else as expected.
 ON_H200 = {
@@ -202,12 +202,12 @@ ON_H200 = {
 }  # fmt: skip
 
 
-def rehearse(subcommand, seconds, tmp_path, monkeypatch):
-    """Returns the results of all parts by the clock of a rehearsal, in which a part that is not named takes 20 s."""
+def simulate(subcommand, seconds, tmp_path, monkeypatch):
+    """Returns the results of all parts by the clock of a simulation, in which a part that is not named takes 20 s."""
     parts = subcommand.parts(False)
     file = tmp_path / "seconds"
     file.write_text(json.dumps({part.name: seconds.get(part.name, 20) for part in parts}))
-    monkeypatch.setenv("REHEARSAL", str(file))
+    monkeypatch.setenv("SIMULATED_SECONDS", str(file))
     monkeypatch.setattr(runner, "clean_up", lambda: None)
     options = SimpleNamespace(
         smoke=True, seconds=subcommand.SECONDS, data=tmp_path, output_dir=tmp_path, caches=None
@@ -222,7 +222,7 @@ def rehearse(subcommand, seconds, tmp_path, monkeypatch):
 
 
 def test_what_matters_is_measured_before_the_time_is_over(tmp_path, monkeypatch):
-    found = rehearse(measure, ON_H200, tmp_path, monkeypatch)
+    found = simulate(measure, ON_H200, tmp_path, monkeypatch)
     assert list(found)[:10] == list(ON_H200)[:10]
     ends = {name: one.began + one.seconds for name, one in found.items() if one.state == "ok"}
     uncompiled = [name for name in found if not name.startswith(("compiled", "memory"))]
@@ -234,7 +234,7 @@ def test_what_matters_is_measured_before_the_time_is_over(tmp_path, monkeypatch)
 
 
 def test_the_default_switches_of_all_kinds_are_tried_before_the_time_is_over(tmp_path, monkeypatch):
-    found = rehearse(importlib.import_module("gpu.alive"), ON_H200, tmp_path, monkeypatch)
+    found = simulate(importlib.import_module("gpu.alive"), ON_H200, tmp_path, monkeypatch)
     first = [name for name in ON_H200 if name in found and "memory" not in name]
     assert {found[name].state for name in first} == {"ok"}
     assert found["check-compatibility"].state == "not run"
@@ -244,7 +244,7 @@ def test_the_default_switches_of_all_kinds_are_tried_before_the_time_is_over(tmp
 @pytest.mark.parametrize("name", ["alive", "measure"])
 def test_a_part_that_takes_its_whole_limit_leaves_the_others_theirs(name, tmp_path, monkeypatch):
     subcommand = importlib.import_module(f"gpu.{name}")
-    found = rehearse(subcommand, dict.fromkeys(ON_H200, 1000), tmp_path, monkeypatch)
+    found = simulate(subcommand, dict.fromkeys(ON_H200, 1000), tmp_path, monkeypatch)
     for part in subcommand.parts(False):
         one = found[part.name]
         if part.name in ON_H200 and not part.name.startswith("out of memory"):

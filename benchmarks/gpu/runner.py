@@ -8,8 +8,8 @@ whenever a part notes a figure, the results are written, so that a run that is k
 
 In the output folder are NAME.json, NAME.log (what the parts print) and tracebacks.txt, which all subcommands share.
 
-In a rehearsal the environment variable REHEARSAL names a JSON file with the seconds of parts, and by the clock of the
-run a part takes so long, up to its limit, whatever it takes here. One that the file does not name takes no time.
+In a simulation, SIMULATED_SECONDS in the environment names a JSON file with the seconds of parts, and by the clock of
+the run a part takes so long, up to its limit, whatever it takes here. One that the file does not name takes no time.
 """
 
 import argparse
@@ -102,7 +102,7 @@ class Report:
     command: str = ""
     results: list[Result] = field(default_factory=list)
     began: float = field(default_factory=time.time)
-    ahead: float = 0.0  # Seconds by which the clock of a rehearsal is ahead.
+    ahead: float = 0.0  # Seconds by which the clock of a simulation is ahead.
 
     @classmethod
     def read(cls, path: Path) -> "Report":
@@ -221,9 +221,9 @@ def main(subcommand: Subcommand) -> None:
     sys.exit(any(one.state in ("failed", "cut off") for one in report.results))
 
 
-def rehearsal() -> dict[str, float] | None:
-    """Returns the seconds of the parts in a rehearsal; None: this is none."""
-    file = os.environ.get("REHEARSAL")
+def simulated_seconds() -> dict[str, float] | None:
+    """Returns the seconds of the parts in a simulation; None: this is none."""
+    file = os.environ.get("SIMULATED_SECONDS")
     return dict(json.loads(Path(file).read_text(encoding="utf-8"))) if file else None
 
 
@@ -237,7 +237,9 @@ def supervise(report: Report, groups: Sequence[Sequence[str]], words: Sequence[s
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, lambda number, frame: stopped.append(number))
     by_name, seen = {one.name: one for one in report.results}, dict[Path, int]()
-    ends = time.time() + GRACE_SECONDS + seconds * (1 if rehearsal() is None else 10)  # Its clock is another one.
+    ends = (
+        time.time() + GRACE_SECONDS + seconds * (1 if simulated_seconds() is None else 10)
+    )  # Its clock is another one.
     with tempfile.TemporaryDirectory(prefix="gputrain-") as folder:
         workers = []
         for number, names in enumerate(groups):
@@ -305,7 +307,7 @@ class Worker:
 
     def end_part(self, result: Result, report: Report, ending: str) -> None:
         """Notes what became of the part in which the process has ended. At a limit, it has written where it was."""
-        if rehearsal() is not None:  # It was too slow here, too.
+        if simulated_seconds() is not None:  # It was too slow here, too.
             report.ahead -= max(0.0, report.now() - result.began - result.limit)
         result.seconds = round(report.now() - result.began, 1)
         if result.seconds < result.limit:
@@ -364,9 +366,9 @@ def work(parts: Sequence[Part], options: argparse.Namespace) -> None:
 
 def run_part(part: Part, result: Result, report: Report, options: argparse.Namespace) -> None:
     """Runs a part within its limit. Past it, everything's place is written and this process ends."""
-    rehearsed, result.began = rehearsal(), round(report.now(), 1)
+    simulated, result.began = simulated_seconds(), round(report.now(), 1)
     slowly = 10 if options.smoke else 1  # A CPU that other tests use too.
-    result.limit = min((slowly if rehearsed is None else 1) * part.seconds, options.seconds - result.began)
+    result.limit = min((slowly if simulated is None else 1) * part.seconds, options.seconds - result.began)
     if missing := [module for module in part.needs if find_spec(module) is None]:
         result.state, result.reason = "not run", f"not installed: {', '.join(missing)}"
         report.write()
@@ -384,7 +386,7 @@ def run_part(part: Part, result: Result, report: Report, options: argparse.Names
     result.state = "running"
     print(f"\n== {part.name} (at most {result.limit:.0f} s)", flush=True)
     note({})
-    seconds = result.limit if rehearsed is None else slowly * part.seconds
+    seconds = result.limit if simulated is None else slowly * part.seconds
     try:
         with contextlib.ExitStack() as stack:
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="gputrain-"))
@@ -404,8 +406,8 @@ def run_part(part: Part, result: Result, report: Report, options: argparse.Names
     except (Exception, SystemExit) as error:
         result.state, result.reason = "failed", f"{type(error).__name__}: {first_line(error)}"
         write_traceback(options.output_dir, part.name, traceback.format_exc())
-    if rehearsed is not None:
-        takes = rehearsed.get(part.name, 0.0)
+    if simulated is not None:
+        takes = simulated.get(part.name, 0.0)
         report.ahead += min(takes, result.limit) - (report.now() - result.began)
         if takes > result.limit:
             result.state, result.reason, result.figures = "cut off", "", {}
