@@ -188,12 +188,12 @@ def parts(smoke: bool) -> Sequence[Part]:
 
     graphed = ("vae", "vocoder")  # The clips of the others have any length.
     return [
-        Part("imports", 8, imports),
-        Part("aligner", 3, checks.aligner),
-        Part("allocator", 2, checks.allocator),
+        Part("imports", 7.5, imports),
+        Part("aligner", 2, checks.aligner),
+        Part("allocator", 1.5, checks.allocator),
         *trainings("default switches", lambda kind, context: train(kind, (), STEPS, context), 4 * [SECONDS]),
         *trainings("compiled", compiled, 4 * [SECONDS]),
-        *trainings("eager", train_and_resume, (24, 33, 28, 15)),
+        *trainings("eager", train_and_resume, (24, 32, 28, 15)),
         # These find time if others were fast.
         *(Part(f"out of memory, {kind}", 20, partial(checks.out_of_memory, kind)) for kind in checks.LARGER),
         *(Part(f"no waits, {kind}", 20, partial(checks.no_waits, kind, False)) for kind in KINDS),

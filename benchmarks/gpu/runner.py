@@ -9,7 +9,8 @@ whenever a part notes a figure, the results are written, so that a run that is k
 In the output folder are NAME.json, NAME.log (what the parts print) and tracebacks.txt, which all subcommands share.
 
 In a simulation, SIMULATED_SECONDS in the environment names a JSON file with the seconds of parts, and by the clock of
-the run a part takes so long, up to its limit, whatever it takes here. One that the file does not name takes no time.
+the run a part takes so long, up to its limit, whatever it takes here. One that the file does not name takes no time;
+"start" is what passes before the first.
 """
 
 import argparse
@@ -366,7 +367,10 @@ def work(parts: Sequence[Part], options: argparse.Namespace) -> None:
 
 def run_part(part: Part, result: Result, report: Report, options: argparse.Namespace) -> None:
     """Runs a part within its limit. Past it, everything's place is written and this process ends."""
-    simulated, result.began = simulated_seconds(), round(report.now(), 1)
+    if (simulated := simulated_seconds()) is not None:  # What lies between parts is not counted, except a first start.
+        ended = (one.began + one.seconds for one in report.results)
+        report.ahead += max(simulated.get("start", 0.0), *ended) - report.now()
+    result.began = round(report.now(), 1)
     slowly = 10 if options.smoke else 1  # A CPU that other tests use too.
     result.limit = min((slowly if simulated is None else 1) * part.seconds, options.seconds - result.began)
     if missing := [module for module in part.needs if find_spec(module) is None]:
