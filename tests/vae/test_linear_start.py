@@ -51,7 +51,7 @@ def code_for(architecture: VaeArchitecture, noise: float = 0.3) -> LinearCode:
     """Returns a code whose every weight matters, with latents of mean 0 and variance 1."""
     torch.manual_seed(1)
     code = LinearCode(signals_of(architecture), architecture.in_channels, architecture.padding_mode)
-    code.start(torch.Generator().manual_seed(2))
+    code.start(smooth(4, 64, architecture.in_channels), torch.Generator().manual_seed(2))
     with torch.no_grad():
         for parameter in code.parameters():
             parameter.add_(noise * torch.randn_like(parameter) / math.sqrt(parameter[0].numel()))
