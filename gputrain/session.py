@@ -24,7 +24,7 @@ from gputrain.engine.distributed import RankGroup
 from gputrain.engine.recipe import Recipe, phases_of
 from gputrain.engine.run_folder import Run, given_plan, open_run
 from gputrain.engine.schedule import RunProgress, StepSchedule, check_finish, stages_ahead, steps_of_stage
-from gputrain.engine.stop import format_duration, seconds_until
+from gputrain.engine.stop import format_duration, log_start_until, seconds_until, timed_part
 from gputrain.engine.train import train
 from gputrain.errors import UserError, require
 from gputrain.fetch.download import without_secrets
@@ -127,23 +127,28 @@ def train_model(work: KindWork[S], settings: S, console: Console) -> None:
     """Trains in the run folder that the settings name, from the beginning or from a checkpoint."""
     if settings.saving.verbose:
         logging.getLogger("gputrain").setLevel(logging.DEBUG)
+    log_start_until("the end of imports")
     require(*settings.saving.track, needed_by="track", otherwise="leave --track out")
     settings = work.completed(settings)
     if not settings.saving.resume_from:
         check_finish(settings.schedule)
-    session = open_session(settings, work)
+    with timed_part("hardware and run folder"):
+        session = open_session(settings, work)
     run, runtime = session.run, session.runtime
     check_finish(settings.schedule, run.progress, onwards=run.continues_beyond_end)
-    data = work.open_data(settings)
-    run.data = data.digests()
-    stages = work.stages(data.begin(settings, run, runtime))
+    with timed_part("data"):
+        data = work.open_data(settings)
+        run.data = data.digests()
+        stages = work.stages(data.begin(settings, run, runtime))
     session.planner = ModelPlanner(replace(work, sizes=data.sizes))
     for index in stages_ahead(run.progress, len(stages), onwards=run.continues_beyond_end):
-        with console.status("planning the training") if run.group.leads else nullcontext():
+        with timed_part("planning"), console.status("planning the training") if run.group.leads else nullcontext():
             stage, start = session.begin_stage(stages, index, data)
-        recipe = data.recipe(stage, runtime)
-        if run.resumed is None:
-            data.start(recipe, run)
+        with timed_part("model"):
+            recipe = data.recipe(stage, runtime)
+        with timed_part("first weights"):
+            if run.resumed is None:
+                run.starts_random = not data.start(recipe, run)
         log_trained(recipe)
         steps = StepSchedule(stage.schedule, start, step_items=data.step_items(stage))
         log_length(steps, run, runtime)

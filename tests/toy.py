@@ -152,10 +152,12 @@ def cpu_runtime() -> Runtime:
     return apply(decide(Machine(system="Linux", cpu_cores=2), Hardware(device="cpu")))
 
 
-def train_toy(recipe: ToyRecipe, saving: Saving, source=batches, prediction: dict | None = None) -> None:
+def train_toy(
+    recipe: ToyRecipe, saving: Saving, source=batches, prediction: dict | None = None, *, starts_random: bool = False
+) -> None:
     settings = ToySettings(schedule=recipe.schedule, saving=saving)
     run = open_run(settings, saving, kind="toy", command="gputrain train-toy")
-    run.prediction = prediction or {}
+    run.prediction, run.starts_random = prediction or {}, starts_random
     steps = steps_of_stage(recipe.schedule, run.progress, len(ITEMS), onwards=run.continues_beyond_end)
     runtime = cpu_runtime()
     vars(runtime)["product_rate"] = 1e11  # Measuring it would take longer than the training.

@@ -98,7 +98,7 @@ def demo_commands(folder: Path) -> list[Words]:
         "--preset", "tiny", "--batch-size", 8, "--max-padding", 0.1, "--num-epochs", 0, "--num-steps", STEPS,
         "--learning-rate", 2e-3, "--warmup-steps", 50, "--mask-time-prob", 0, "--held-out-share", 0.1,
         "--evaluate-steps", 100, "--checkpoint-steps", 0, "--save-samples-freq", STEPS,
-        "--resume-from", "auto",
+        "--eval-first", "--resume-from", "auto",
     ]  # fmt: skip
     return [
         ["prepare-data", *kind, "--input-dir", speech, "--output-dir", data],

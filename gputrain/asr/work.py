@@ -191,6 +191,7 @@ class AsrTraining(SpeechTraining[TrainAsr]):
         sizes, held_out = self.sizes, HeldOutSpeech(self.speech, settings)
         return RecogniserRecipe(settings, sizes.architecture, sizes.clip, runtime, held_out, normalizes=self.normalizes)
 
-    def start(self, recipe: RecogniserRecipe, run: Run) -> None:
+    def start(self, recipe: RecogniserRecipe, run: Run) -> bool:
         if path := recipe.settings.model.init_from:
             init_weights(recipe, path, self.speech.store.format.vocabulary)
+        return bool(path)

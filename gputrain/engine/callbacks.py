@@ -25,7 +25,7 @@ from gputrain.engine.samples import Report
 from gputrain.engine.saving import Saver, go_back_if_unstable
 from gputrain.engine.schedule import RunProgress, Saving, StepSchedule, is_due_every
 from gputrain.engine.state import TrainState
-from gputrain.engine.stop import COMMAND_CLOCK, REPORT_SECONDS, Deadline, StopRequested
+from gputrain.engine.stop import COMMAND_CLOCK, REPORT_SECONDS, Deadline, StopRequested, timed_part
 from gputrain.errors import Stopped, UserError, first_line
 from gputrain.figures import format_number
 from gputrain.hw.monitor import Monitor, Pressure
@@ -122,13 +122,15 @@ class Callbacks:
         """True if the run ends before the last step that was expected at its start, early or by the clock."""
         return self.ends_early or self.state.progress.step >= self.steps.stop_step
 
+    @timed_part("first evaluation")
     def begin(self) -> None:
-        """Evaluate before the first step, if the settings ask for it, so that the curves start there. A run that ended
-        between saving a step and evaluating it makes up for the evaluation."""
+        """Evaluate before the first step, if the settings ask for it or there is something to compare with later. A run
+        that ended between saving a step and evaluating it makes up for the evaluation."""
         saving, progress = self.run.saving, self.state.progress
         if progress.cooldown_end:
             log_cooldown(self.steps, progress.step)
-        if progress.step == 0 and saving.evaluates and saving.eval_first:
+        eval_first = not self.run.starts_random if saving.eval_first is None else saving.eval_first
+        if progress.step == 0 and saving.evaluates and eval_first:
             self.evaluate()
             self.run.group.wait_for_all()
         elif progress.evaluation_due and saving.evaluates:

@@ -189,7 +189,10 @@ class Saving:
     early_stopping_patience: int = opt(
         default=0, help="Evaluations in a row without a better score that end the training; 0 is off.", min=0
     )
-    eval_first: bool = opt(default=True, help="Evaluate before the first step, so that the curves start there.")
+    eval_first: bool | None = opt(
+        default=None,
+        help="Evaluate before the first step, so that the curves start there. Default: unless the weights are random.",
+    )
     log_freq: int = opt(default=10, help="Steps between lines of metrics.", min=1)
     max_time: str = opt(
         default="",
@@ -206,7 +209,8 @@ class Saving:
     )
     verbose: bool = opt(
         default=False, is_saved=False,
-        help="Log every setting of the plan with its reason, as plan.json has them. Not written to config.yaml.",
+        help="Log every setting of the plan with its reason, as plan.json has them, and the times of the parts of the "
+        "start. Not written to config.yaml.",
     )  # fmt: skip
     profile: bool = opt(default=False, help="Profile three early steps into profile/ of the run folder.")
 

@@ -264,6 +264,27 @@ class CommandClock:
 COMMAND_CLOCK = CommandClock()
 
 
+def cpu_seconds() -> float:
+    """Returns the CPU-seconds of this process, all threads together, and of its children that have ended."""
+    return sum(os.times()[:4])
+
+
+@contextlib.contextmanager
+def timed_part(name: str) -> Iterator[None]:
+    """Log the seconds of a part of a training's start and its CPU-seconds, for --verbose."""
+    began, cpu_began = time.monotonic(), cpu_seconds()
+    try:
+        yield
+    finally:
+        log.debug("start, %s: %.1f s, %.1f CPU-s", name, time.monotonic() - began, cpu_seconds() - cpu_began)
+
+
+def log_start_until(what: str) -> None:
+    """Log how long the command has taken until now, for --verbose."""
+    seconds = 0.0 if COMMAND_CLOCK.began is None else time.monotonic() - COMMAND_CLOCK.began
+    log.debug("start, from the command to %s: %.1f s, %.1f CPU-s", what, seconds, cpu_seconds())
+
+
 @contextlib.contextmanager
 def repeated(
     work: Callable[[], bool], seconds: float, name: str, patience: float | None = None

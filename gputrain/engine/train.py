@@ -8,7 +8,7 @@ samples, evaluates, saves and stops between the steps (callbacks.py).
 import logging
 import os
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from gputrain.engine.saving import Saver, warn_of_surprises
 from gputrain.engine.schedule import StepSchedule
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import accumulate, allocate_optimizer_state, drop_gradients, update
+from gputrain.engine.stop import log_start_until, timed_part
 from gputrain.hw.monitor import Monitor
 from gputrain.hw.runtime import Runtime, is_out_of_memory, random_state, release_memory, set_random_state
 
@@ -80,9 +81,10 @@ def train(
             for step in range(first, end):
                 if callbacks.is_over:
                     break
-                with run.stop.interruptible_wait():
+                with run.stop.interruptible_wait(), timed_part("first batch") if step == first else nullcontext():
                     loaded = metrics.next(batches)
                 if step == first:
+                    log_start_until("the first step")
                     dry_run_later_peak(state, loaded, step, check)
                 with check.watching(step):
                     batch = prepare(recipe, loaded, step)

@@ -108,8 +108,9 @@ class TrainingData(ABC, Generic[S]):
     def recipe(self, settings: S, runtime: Runtime) -> Recipe:
         """Returns the recipe, with random weights and the held-out data."""
 
-    def start(self, recipe: Any, run: Run) -> None:
-        """Gives the recipe of a new run the weights that the settings name."""
+    def start(self, recipe: Any, run: Run) -> bool:
+        """Gives the recipe of a new run the weights that the settings name. Returns False if they are random."""
+        return False
 
 
 class PlannedTraining(NamedTuple):

@@ -88,7 +88,7 @@ def demo_commands(folder: Path) -> list[Words]:
         "--batch-size", 4, "--max-padding", 0.1, "--num-epochs", 0, "--num-steps", STEPS,
         "--learning-rate", 1e-3, "--learning-rate-schedule", "cosine", "--warmup-steps", 20, "--gradient-clip", 5,
         "--ema-decay", 0.9, "--held-out-share", 0.1, "--evaluate-steps", STEPS, "--checkpoint-steps", 0,
-        "--save-samples-freq", STEPS, "--num-audio-samples", 2, "--resume-from", "auto",
+        "--save-samples-freq", STEPS, "--num-audio-samples", 2, "--eval-first", "--resume-from", "auto",
     ]  # fmt: skip
     export = ["export", "--format", "piper", "--name", "uz_UZ-demo", "--model", run, "--output-dir", piper]
     return [

@@ -247,10 +247,12 @@ class TtsTraining(SpeechTraining[TrainTts]):
         ids = {number for clip in self.speech.store.clips for number in front_end.ids(clip.normalized)}
         return {front_end.symbols[number] for number in ids}
 
-    def start(self, recipe: VoiceRecipe, run: Run) -> None:
-        if self.origin:
-            init_from(recipe, self.origin, self.speech.store.format, self._spoken())
-            self.origin = None
+    def start(self, recipe: VoiceRecipe, run: Run) -> bool:
+        if not self.origin:
+            return False
+        init_from(recipe, self.origin, self.speech.store.format, self._spoken())
+        self.origin = None
+        return True
 
 
 def check_same_parts(run: Run, model: Model) -> None:

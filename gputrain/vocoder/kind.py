@@ -170,7 +170,7 @@ def demo_commands(folder: Path) -> list[Words]:
         "--crop-mel-frames", 32, "--batch-size", 8, "--val-num", 4, "--num-steps", STEPS,
         "--discriminator-start", STEPS_ALONE, "--discriminator-optimizer", "adamw", "--learning-rate", 2e-3,
         "--discriminator-learning-rate", 5e-4, "--warmup-steps", 20, "--ema-decay", 0.95, "--evaluate-steps", STEPS,
-        "--checkpoint-steps", 0, "--save-samples-freq", STEPS // 2, "--resume-from", "auto",
+        "--checkpoint-steps", 0, "--save-samples-freq", STEPS // 2, "--eval-first", "--resume-from", "auto",
     ]  # fmt: skip
     vocode = ["vocode", "--model", run, "--input", songs, *PITCH]
     onnx = ["export", "--format", "onnx", "--model", run, "--output-dir", folder / "onnx"]

@@ -247,7 +247,7 @@ def sanity_steps(value: Any, file: Values) -> Outcome:
     """Translates Lightning's number of validation batches before training; 0 skips them, -1 runs all."""
     if isinstance(value, bool) or not isinstance(value, int) or value < -1:
         raise UserError("expected a number of validation steps", hint="0 to start without an evaluation, otherwise 1")
-    return {"eval_first": value != 0}
+    return {} if value else {"eval_first": False}
 
 
 def finetuning(value: Any, file: Values) -> Outcome:

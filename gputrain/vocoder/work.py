@@ -174,9 +174,10 @@ class VocoderTraining(TrainingData[TrainVocoder]):
         held_out = self.sounds.evaluated[: settings.saving.num_valid_plots]
         return VocoderRecipe(settings, runtime, Excerpts(self.sounds.store, held_out))
 
-    def start(self, recipe: VocoderRecipe, run: Run) -> None:
+    def start(self, recipe: VocoderRecipe, run: Run) -> bool:
         if self.weights:
             recipe.start_from(self.weights)
+        return self.weights is not None
 
 
 def check_weights(settings: TrainVocoder, weights: Weights) -> None:

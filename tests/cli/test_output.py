@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -275,6 +276,11 @@ def test_the_start_of_a_training_is_short_and_its_plan_is_logged_if_asked_for(tm
         assert sum(line.startswith(f"{name}: ") and setting["reason"] in line for line in detailed) == 1, name
     assert {name for name, one in settings.items() if one["reason"] == "asked for"} <= {"device", "num_workers"}
     assert "verbose" not in Path("run", "config.yaml").read_text()
+    times = [re.fullmatch(r"start, (.*): \d+\.\d s, \d+\.\d CPU-s", line) for line in detailed]
+    assert [found[1] for found in times if found] == [
+        "from the command to the end of imports", "hardware and run folder", "data", "planning", "model",
+        "first weights", "first evaluation", "first batch", "from the command to the first step",
+    ]  # fmt: skip
 
 
 def test_messages_on_a_terminal_break_between_words():

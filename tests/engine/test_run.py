@@ -22,15 +22,18 @@ def schedule(steps: int, **others) -> Schedule:
     return Schedule(**{"batch_size": BATCH, "num_epochs": 10, "max_steps": steps, "warmup_steps": 4, **others})
 
 
-def trained(folder, steps, **saving):
+def trained(folder, steps, *, starts_random=False, **saving):
     recipe = ToyRecipe(schedule(steps), adversarial_from=3)
-    train_toy(recipe, quiet(folder, **{"log_freq": 1, **saving}))
+    train_toy(recipe, quiet(folder, **{"log_freq": 1, **saving}), starts_random=starts_random)
     return weights(recipe)
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_the_evaluation_before_the_first_step_can_be_left_out(tmp_path, first):
-    trained(tmp_path, 2, evaluate_steps=2, eval_first=first)
+@pytest.mark.parametrize(
+    ("starts_random", "asked", "first"),
+    [(True, True, True), (False, False, False), (True, None, False), (False, None, True)],
+)
+def test_the_evaluation_before_the_first_step_can_be_left_out(tmp_path, starts_random, asked, first):
+    trained(tmp_path, 2, starts_random=starts_random, evaluate_steps=2, eval_first=asked)
     assert steps_logged(tmp_path, "eval/score") == ([0, 2] if first else [2])
 
 

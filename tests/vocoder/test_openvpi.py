@@ -93,7 +93,7 @@ def test_what_the_standard_one_becomes(tmp_path):
     assert made.loss_mel.fmax == 22050
     assert made.model.init_from is None
     assert (made.data.val_num, made.data.held_out_share) == (0, 0.05)
-    assert made.saving.eval_first
+    assert made.saving.eval_first is None
 
 
 def test_what_the_one_for_the_rtx_5090_becomes(tmp_path, caplog):
@@ -250,7 +250,7 @@ def test_a_file_goes_before_its_base_for_the_command_that_it_means(tmp_path):
     ({"pl_trainer_precision": "bf16-mixed"}, {"mixed_precision": True, "use_bf16": True}),
     ({"pl_trainer_accelerator": "gpu"}, {"device": "cuda"}),
     ({"num_sanity_val_steps": 0}, {"eval_first": False}),
-    ({"num_sanity_val_steps": 2, "nccl_p2p": True}, {"eval_first": True}),
+    ({"num_sanity_val_steps": 2, "nccl_p2p": True}, {}),
     ({"pl_trainer_accelerator": "cpu", "pl_trainer_devices": 1}, {"device": "cpu"}),
     ("clip_grad_norm: off", {"gradient_clip": 0.0}),
     ({"clip_grad_norm": 0.5}, {"gradient_clip": 0.5}),

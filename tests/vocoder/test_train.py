@@ -86,7 +86,9 @@ def assert_same_training(one: dict[str, Any], other: dict[str, Any]) -> None:
 def undisturbed(request, notes, tmp_path_factory) -> tuple[str, Path]:
     """Runs twenty steps of a configuration; returns its name and the run."""
     folder = tmp_path_factory.mktemp("undisturbed") / request.param
-    train(folder, PROFILES / f"{request.param}.yaml", data_path=str(notes), **TINY, **KEPT, max_steps=20)
+    train(
+        folder, PROFILES / f"{request.param}.yaml", data_path=str(notes), **TINY, **KEPT, max_steps=20, eval_first=True
+    )
     return request.param, folder
 
 
