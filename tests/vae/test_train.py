@@ -424,18 +424,18 @@ def killed_in_the_second_evaluation(folder, photographs):
 
     VaeRecipe.evaluate = counted
     with few_layers():
-        run(folder, photographs, **SCHEDULE, evaluate_freq=1)
+        run(folder, photographs, **SCHEDULE, evaluate_freq=1, eval_first=True)
 
 
 @pytest.mark.slow
 def test_a_run_killed_before_the_evaluation_of_its_first_stage_evaluates_it_at_its_size(photographs, tmp_path):
-    straight = run(tmp_path / "a", photographs, **SCHEDULE, evaluate_freq=1)
+    straight = run(tmp_path / "a", photographs, **SCHEDULE, evaluate_freq=1, eval_first=True)
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=killed_in_the_second_evaluation, args=(tmp_path / "b", photographs))
     process.start()
     process.join(200)
     assert process.exitcode == -signal.SIGKILL
-    resumed = run(tmp_path / "b", photographs, **SCHEDULE, evaluate_freq=1, resume_from="auto")
+    resumed = run(tmp_path / "b", photographs, **SCHEDULE, evaluate_freq=1, eval_first=True, resume_from="auto")
     assert_same(straight["modules"], resumed["modules"])
     assert straight["progress"] == resumed["progress"]
     scores = [[(row["step"], row["eval/score"]) for row in rows(tmp_path / x) if "eval/score" in row] for x in "ab"]
