@@ -77,7 +77,7 @@ def step_of(name: str) -> WholeStep:
     settings, spec = CASES[name].make(**CASES[name].options)
     found = whole_step(settings, spec)
     items = settings.schedule.batch_size
-    cost = StepCost((), found.micro_batch, items, found.update, found.graph_launches)
+    cost = StepCost((), found.micro_batch, items, found.update, found.graphs)
     asked = replace(settings, hardware=replace(settings.hardware, use_cuda_graphs=True))
     return WholeStep(cost, bool(plan_of(asked, spec).cuda_graphs.value))
 

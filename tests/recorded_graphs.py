@@ -2,8 +2,9 @@
 
 As in a graph of CUDA, only operators are repeated, no Python: numbers that Python has computed stay those of the
 capture, and tensors stay where they were. A capture leaves everything that existed before it as it was, and what it has
-made is not a number until the first replay. What CUDA refuses is refused: reading values, and copies from the host;
-random numbers too, as the models draw theirs before.
+made is not a number until the first replay. What CUDA refuses is refused: reading values, and copies from the host.
+Random numbers of the default generator are drawn anew by each replay, and a capture draws none; those of other
+generators are refused.
 """
 
 import math
@@ -41,9 +42,7 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = given_kwargs = kwargs or {}
         given_args = args
-        # Attention is seeded for its dropout, which the models do not use.
-        is_random = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func.name()
-        if func in REFUSED or is_random:
+        if func in REFUSED or kwargs.get("generator") is not None:
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({func})")
         if torch.Tag.inplace_view in func.tags:  # It changes a tensor's shape, and launches no kernel.
             return func(*args, **kwargs)
@@ -90,11 +89,12 @@ class RecordedGraphs:
         return function()
 
     def capture(self, function: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        recording = _Recording()
+        recording, random = _Recording(), torch.get_rng_state()
         try:
             with recording:
                 made = function()
         finally:
+            torch.set_rng_state(random)
             with torch.no_grad():
                 recording.undo()
         self.captures += 1

@@ -60,6 +60,7 @@ class AsrWork(SpeechWork[TrainAsr]):
     """The work of planning, measuring and training a recogniser. Its sizes are UtteranceFacts."""
 
     kind, speech_kind, hop_size = RecogniserRecipe.kind, "asr", STRIDE
+    graphless_because = "shapes change from step to step, and a graph has one"
     is_1d = True
     eager_because = EAGER_BECAUSE
     bench_options = ("clip_seconds",)

@@ -3,6 +3,8 @@
 A step of thousands of short kernels takes as long as the processor needs to launch them. Everything that a graph reads
 and writes has a fixed address: the batch is copied into static tensors, and the gradients and sums of losses are those
 of the capture, whose memory stays reserved. A graph holds the gradients of a whole batch with all its micro-batches.
+Each shape of batches has its own graphs, as many as MOST_GRAPHED_SHAPES; all of them share one memory pool and one set
+of gradients, because a step has replayed one graph of a group, and its optimizer has used them, before the next.
 
 `ReplayedGradients` takes the place of `gradients()` in step.py. It captures a group only if its `StepGroup.fixed` says
 that its loss takes nothing else from the step. What is captured is computed kernel by kernel first, and the losses and
@@ -18,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,12 +30,13 @@ from gputrain.engine.recipe import Batch, PhaseSums, StepGroup, Sums
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import drop_gradients, gradients
 from gputrain.errors import first_line
-from gputrain.hw.plan import MOST_GRAPHED_PARTS, Setting
-from gputrain.hw.runtime import is_out_of_memory, release_memory
+from gputrain.hw.plan import MOST_GRAPHED_PARTS, MOST_GRAPHED_SHAPES, Setting
+from gputrain.hw.runtime import is_out_of_memory, random_state, release_memory, set_random_state
 
 log = logging.getLogger(__name__)
 
 EAGER_PASSES = 2  # Passes before a capture, in which code is compiled and cuDNN searches its algorithms.
+MOST_SEEN = 1000  # Shapes that are remembered before one of them comes again.
 MOST_RELEASES = 3  # After memory has run out so often while there were graphs, there are none any more.
 Gradients = tuple[dict[str, float], list[Tensor | None]]  # Losses and statistics by name, and gradients, on the host.
 
@@ -105,11 +108,19 @@ def map_batch(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return tree_map(changed, value)
 
 
+class GraphKey(NamedTuple):
+    """Names what a graph has been captured for."""
+
+    group: str
+    parts: int
+    fixed: Hashable  # What the group's loss takes from the step.
+    shapes: str  # Of the batch.
+
+
 @dataclass
 class GradientGraph:
     """The gradients of a group as a graph, with the tensors that it writes."""
 
-    group: str
     replay: Callable[[], None]
     sums: Sums
     gradients: list[tuple[Tensor, Tensor | None]]  # Every parameter of the group, and its gradient.
@@ -129,14 +140,15 @@ class ReplayedGradients:
         self.runtime, self.make = state.runtime, make
         self.is_off = not any(group.fixed is not None for group in state.recipe.step_groups)
         self.backend: CudaBackend | None = None
-        self.static: Batch | None = None  # The batch whose tensors the graphs read.
-        self.static_shapes: Any = None
+        self.static: dict[str, Batch] = {}  # The batches whose tensors the graphs read, by their shapes.
+        self.seen: set[str] = set()  # Shapes of batches that are not static.
         self.batch: Callable[[], Batch | None] = lambda: None  # The batch of the present step,
         self.in_place: Batch | None = None  # and the one in its place for all groups, as losses may write into it.
-        self.latest: Any = None  # Shapes of the last batch that is not static.
-        self.passes: Counter[Hashable] = Counter()  # Eager passes by what would be captured.
-        self.graphs: dict[Hashable, GradientGraph] = {}
-        self.eager: set[Hashable] = set()  # What is not captured, as memory ran out.
+        self.shapes = ""  # Of the present batch.
+        self.passes: Counter[GraphKey] = Counter()  # Eager passes by what would be captured.
+        self.graphs: dict[GraphKey, GradientGraph] = {}
+        self.gradients: dict[Tensor, Tensor] = {}  # By parameter, those that all graphs write.
+        self.eager: set[GraphKey] = set()  # What is not captured, as memory ran out.
         self.releases = 0
 
     def __call__(self, state: TrainState, group: StepGroup, batch: Batch, parts: int, step: int) -> Sums:
@@ -146,13 +158,13 @@ class ReplayedGradients:
         batch = batch if self.in_place is None else self.in_place
         compute = partial(gradients, state, group, batch, parts, step)
         fixed = group.fixed(step) if group.fixed else None
-        if batch is not self.static or fixed is None or parts > MOST_GRAPHED_PARTS:
+        if batch is not self.static.get(self.shapes) or fixed is None or parts > MOST_GRAPHED_PARTS:
             return compute()
-        key = (group.name, parts, fixed)
+        key = GraphKey(group.name, parts, fixed, self.shapes)
         if graph := self.graphs.get(key):
             return graph.run()
-        if any(graph.group == group.name for graph in self.graphs.values()):
-            self._forget_graphs()  # Another loss or size has begun, and the former does not come back.
+        if any(old.group == key.group and (old.fixed != fixed or old.shapes == key.shapes) for old in self.graphs):
+            self._forget_graphs()  # Another loss or number of parts has begun, and the former does not come back.
         self.passes[key] += 1
         if self.passes[key] <= EAGER_PASSES or key in self.eager:
             return compute()
@@ -160,38 +172,41 @@ class ReplayedGradients:
 
     def _static_of(self, batch: Batch) -> Batch | None:
         """Return a batch with these values in the tensors that the graphs read; None if nothing is captured for its
-        shapes. There are new ones after two batches of other shapes, as the last one of an epoch may be smaller."""
+        shapes: it is their first batch, as the last one of a training may be, or there are enough other shapes."""
         if self.is_off:
             return None
-        shapes = map_batch(batch, lambda one: (tuple(one.shape), one.stride(), one.dtype, one.device))
-        if self.static is not None and shapes == self.static_shapes:
+        self.shapes = repr(map_batch(batch, lambda one: (tuple(one.shape), one.stride(), one.dtype, one.device)))
+        if self.shapes in self.static:
             given: list[Tensor] = []
             map_batch(batch, given.append)
             values = iter(given)
-            map_batch(self.static, lambda target: target.copy_(next(values), non_blocking=True))
-            self.latest = None
-            return self.static
-        if shapes != self.latest:
-            self.latest = shapes
-            return None
-        self.drop()
-        self.static, self.static_shapes = map_batch(batch, torch.clone), shapes
-        return self.static
+            map_batch(self.static[self.shapes], lambda target: target.copy_(next(values), non_blocking=True))
+        elif self.shapes in self.seen and len(self.static) < MOST_GRAPHED_SHAPES:
+            self.static[self.shapes] = map_batch(batch, torch.clone)
+        elif len(self.seen) < MOST_SEEN:
+            self.seen.add(self.shapes)
+        return self.static.get(self.shapes)
 
-    def _first_replay(self, key: Hashable, group: StepGroup, compute: Callable[[], Sums]) -> Sums:
+    def _first_replay(self, key: GraphKey, group: StepGroup, compute: Callable[[], Sums]) -> Sums:
         """Compute the gradients eagerly and by a new graph. The graph is kept if both agree, otherwise the eager
         gradients are the step's."""
         self.backend = self.backend or self.make()
+        device = self.runtime.device
+        before = random_state(device)
         sums = copied(self.backend.warm_up(compute))
+        after = random_state(device)
         numbers, expected = on_host(sums, group.parameters())
         values = [torch.tensor(list(numbers.values())), *(value for value in expected if value is not None)]
         if not numbers or not all(bool(value.isfinite().all()) for value in values):
             return sums
         drop_gradients(group)
         release_memory()  # The graph needs the memory that the eager pass has needed.
+        set_random_state(before, device)  # The first replay has the dropout of the eager pass.
         problem = self._capture(key, group, compute, (numbers, expected))
+        set_random_state(after, device)
         if not problem:
-            log.info("the gradients of the %s are a CUDA graph from now on", group.name)
+            count = sum(other.group == key.group for other in self.graphs)
+            log.info("the gradients of the %s are a CUDA graph from now on (%d)", group.name, count)
             return sums
         drop_gradients(group)
         if key in self.eager:
@@ -203,14 +218,14 @@ class ReplayedGradients:
             parameter.grad = None if value is None else value.to(parameter.device)
         return sums
 
-    def _capture(self, key: Hashable, group: StepGroup, compute: Callable[[], Sums], expected: Gradients) -> str:
+    def _capture(self, key: GraphKey, group: StepGroup, compute: Callable[[], Sums], expected: Gradients) -> str:
         """Capture and replay the gradients. Returns what is wrong with them, or ""."""
         assert self.backend is not None
         try:
             torch.clear_autocast_cache()  # 16-bit copies are made on each side of the graph's border.
-            made, replay = self.backend.capture(compute)
+            made, replay = self.backend.capture(partial(self._into_shared, group, compute))
             torch.clear_autocast_cache()
-            graph = GradientGraph(group.name, replay, made, [(one, one.grad) for one in group.parameters()])
+            graph = GradientGraph(replay, made, [(one, one.grad) for one in group.parameters()])
             problem = difference(expected, on_host(graph.run(), group.parameters()), self.runtime.product_eps())
         except Exception as error:
             if is_out_of_memory(error):
@@ -219,6 +234,17 @@ class ReplayedGradients:
         if not problem:
             self.graphs[key] = graph
         return problem
+
+    def _into_shared(self, group: StepGroup, compute: Callable[[], Sums]) -> Sums:
+        """Compute the gradients of a group, and put them where the graphs of other shapes have put theirs."""
+        sums = compute()
+        made = [(one, one.grad) for one in group.parameters() if one.grad is not None]
+        moved = [(self.gradients[one], grad) for one, grad in made if one in self.gradients]
+        if moved:
+            torch._foreach_copy_([shared for shared, _ in moved], [gradient for _, gradient in moved])
+        for parameter, gradient in made:
+            parameter.grad = self.gradients.setdefault(parameter, gradient)
+        return sums
 
     def disable(self, problem: str) -> None:
         """Compute everything kernel by kernel from now on, after a graph has failed."""
@@ -240,7 +266,7 @@ class ReplayedGradients:
 
     def drop(self) -> None:
         """Forget all graphs and what has been counted for them, and free their memory. They are captured again."""
-        self.static = self.latest = None
+        self.static.clear()
         self.passes.clear()
         self.eager.clear()
         self._forget_graphs()
@@ -248,6 +274,7 @@ class ReplayedGradients:
     def _forget_graphs(self) -> None:
         if self.backend is not None:
             self.graphs.clear()
+            self.gradients.clear()
             self.backend = None  # The next graphs get another pool.
             release_memory()
 

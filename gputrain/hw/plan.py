@@ -13,6 +13,7 @@ MOST_WORKERS = 8  # More only if the rates of decoding and of the device are kno
 DATA_SHARE = 0.25  # Share of the free RAM that decoded data may take.
 SHARED_SHARE = 0.8  # Share of the free shared memory that the batches of data workers may take.
 ASKED_FOR = "asked for"
+MOST_GRAPHED_SHAPES = 8  # Shapes of batches that have CUDA graphs of their own; batches of other shapes have none.
 MOST_GRAPHED_PARTS = 16  # Micro-batches of a CUDA graph; with more it would have tens of thousands of kernels.
 BATCHES_IN_HAND = 2  # Batches that the training process holds besides those that are prefetched.
 
@@ -38,7 +39,7 @@ class Hardware:
     use_torch_compile: bool | None = opt(default=None, help="Compile the blocks of the model (a minute at the start).")
     use_cuda_graphs: bool = opt(
         default=False,
-        help="Launch the kernels of a step as one, where shapes are fixed; no gain has been measured on a GPU yet.",
+        help="Launch the gradients of a step as one CUDA graph; not measured on a GPU; no effect on a recogniser.",
     )
     enable_tf32: bool = opt(default=True, help="TF32 for products that stay in fp32, on Ampere and later.")
     channels_last: bool | None = opt(default=None, help="NHWC memory layout, faster on tensor cores; auto: on a GPU.")
@@ -166,6 +167,7 @@ def decide(
     is_1d: bool = False,
     eager_because: str = "",
     fp32_because: str = "",
+    graphless_because: str = "",
 ) -> Plan:
     """Decide every setting.
 
@@ -173,7 +175,7 @@ def decide(
     `generator_is_1d`: only discriminators have 2-D convolutions, to which channels_last applies; `is_1d`: the model has
     none. `eager_because`: the reason why nothing is compiled unless the user asks for it; empty if compiling is the
     default on newer GPUs. `fp32_because`: the reason why the model computes in fp32, and never in bf16, unless the user
-    asks for it; empty if 16 bit is the default.
+    asks for it; empty if 16 bit is the default. `graphless_because`: the reason why no step can be a CUDA graph.
 
     Raises UserError if the user asks for a GPU that is not there, or if there is a GPU that torch cannot use.
     """
@@ -194,7 +196,7 @@ def decide(
         prefetch_factor=_for_workers(wishes.prefetch_factor, "batches that each worker prefetches", processes),
         persistent_workers=_for_workers(wishes.persistent_workers, "workers stay alive between epochs", processes),
         pinned_memory=Setting(on_gpu, "copies to the GPU overlap with its work" if on_gpu else "there is no GPU"),
-        cuda_graphs=_cuda_graphs(wishes, on_gpu, fixed_shapes),
+        cuda_graphs=_cuda_graphs(wishes, on_gpu, graphless_because),
     )
 
 
@@ -299,13 +301,13 @@ def _cudnn_benchmark(on_gpu: bool, fixed_shapes: bool) -> Setting:
     return Setting(True, "batches are of one shape, so the search for the fastest convolutions pays")
 
 
-def _cuda_graphs(wishes: Hardware, on_gpu: bool, fixed_shapes: bool) -> Setting:
+def _cuda_graphs(wishes: Hardware, on_gpu: bool, graphless_because: str) -> Setting:
     if not wishes.use_cuda_graphs:
         return Setting(False, "off unless asked for: no gain has been measured on a GPU yet")
     if not on_gpu:
         return Setting(False, "asked for, but needs a GPU")
-    if not fixed_shapes:
-        return Setting(False, "asked for, but shapes change from step to step, and a graph has one")
+    if graphless_because:
+        return Setting(False, f"asked for, but {graphless_because}")
     return Setting(True, "asked for; the gradients of a step are captured after the first ones")
 
 

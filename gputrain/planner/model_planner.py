@@ -24,6 +24,8 @@ from gputrain.planner.work import KindWork, S, Variant
 log = logging.getLogger(__name__)
 
 WITHOUT_EFFECT = ("saving", "hardware")  # Settings that the memory of a step does not depend on, besides the plan's.
+# Why a recipe of a kind whose steps can be graphs has none: a graph holds one bucket, and no dropout that is repeated.
+NOT_CAPTURED = "no graph holds several batches (accumulation_steps) or recomputed layers with dropout (checkpointing)"
 NCCL_GB = 1.0  # Memory of a GPU that NCCL's buffers and the buckets of gradients take when several GPUs train together.
 
 
@@ -273,9 +275,17 @@ def plan_step(
 
 def _graphs_do_not_fit(found: Fit, budget: MemoryBudget) -> str:
     """Returns why a step of this fit cannot be captured in CUDA graphs; "" if it can."""
-    if found.cost and not found.cost.can_be_graphed(found.accumulation_steps):
+    if found.cost is None:
+        return ""
+    if not found.cost.graphs.launches:
+        return NOT_CAPTURED
+    if not found.cost.can_be_graphed(found.accumulation_steps):
         return f"a graph of {found.accumulation_steps} micro-batches would have too many kernels"
-    graph_gb = found.cost.graph_gb(found.micro_batch_size, found.accumulation_steps) if found.cost else 0.0
+    graph_gb = found.cost.graph_gb(found.micro_batch_size, found.accumulation_steps)
+    if found.cost.graphs.shapes > 1:
+        # Beside the pool of the graphs, and the gradients that all of them write, other shapes are computed first.
+        of_pass = (gb for kind, gb in found.parts.items() if kind not in ("parameters", "optimizer"))
+        graph_gb += found.parts["gradients"] + sum(of_pass)
     if found.fits and found.predicted_peak_gb * budget.margin + graph_gb > budget.budget_gb:
         return f"beside the step, up to {graph_gb:.1f} GB for its graphs do not fit"
     return ""

@@ -146,6 +146,7 @@ class KindWork(ABC, Generic[S]):
     # The reason why compilation must be asked for; empty: it is the default on newer GPUs.
     eager_because: ClassVar[str] = ""
     fp32_because: ClassVar[str] = ""  # The reason why 16 bit must be asked for; empty: 16 bit is the default.
+    graphless_because: ClassVar[str] = ""  # The reason why no step can be a CUDA graph; empty: steps can be.
 
     bench_options: ClassVar[tuple[str, ...]] = ()  # Options that only the benchmark has.
     switches: ClassVar[Sequence[Switch]] = ()  # The rows of a benchmark; none: those of every kind.
@@ -161,6 +162,7 @@ class KindWork(ABC, Generic[S]):
             is_1d=self.is_1d,
             eager_because=self.eager_because,
             fp32_because=self.fp32_because,
+            graphless_because=self.graphless_because,
         )
 
     # ------------------------------------------------------------------------------------------------------ training

@@ -40,6 +40,7 @@ MAX_PADDING = 0.02  # share of the frames of an epoch
 SHUFFLED = 0.25  # minimum share of that padding reserved for regrouping the clips
 FULL = 0.7  # Minimum average fill of batches, as a share of batch_size.
 KEPT_ORDERS = 2  # Epochs whose order is kept.
+SHAPE_PLACES = 400  # lengths at which a shape of buckets may end
 FINEST = 24  # bisection steps for the cost of a bucket
 
 
@@ -222,6 +223,10 @@ class Buckets:
 
     With `augment`, clips have other lengths in each epoch. The cuts are those of all clips at their slowest, which the
     n-th length of no epoch exceeds, so that both limits of a bucket hold; the padding of an epoch may be larger.
+
+    With `shapes`, buckets have at most so many shapes, for CUDA graphs, and a smaller one with what is left of the
+    shortest clips. Those of a shape have equally many clips, padded to the longest of all, and an epoch regroups them
+    freely; `max_padding` has no effect.
     """
 
     store: SpeechStore
@@ -234,18 +239,20 @@ class Buckets:
     ranks: Ranks = SINGLE  # Each rank reads its part of every bucket.
     mixture: Mixture | None = None  # Weights of the folders that the clips come from; None: every clip once.
     augment: ClipAugment | None = None  # Changes of the clips of an epoch; None: they are read as they are.
+    shapes: int = 0  # The most shapes that buckets have; 0: any.
 
     def __len__(self) -> int:
         return len(self.ends_K)
 
     def __getitem__(self, sample: Sample) -> ClipBatch:
         members_A, changes = self.members(sample), self._changes(sample)
+        room = self.room_K[sample.item] if self.shapes else None
         if self.ranks.count == 1:
-            return self.collated(members_A, changes)
+            return self.collated(members_A, changes, room)
         part, reader = self.ranks.rows(len(members_A)), self.store.format.frontend
         symbols = [len(reader.ids(self.clips[member].normalized)) for member in members_A]
         read = part if part.stop > part.start else slice(0, 1)  # One clip fills the place of none.
-        return self.collated(members_A[read], changes[read])._replace(
+        return self.collated(members_A[read], changes[read], room)._replace(
             all_symbols_A=torch.tensor(symbols),
             all_frames_A=torch.from_numpy(self._of_bucket(self._order(sample.epoch).frames_M, sample)),
             range_2=torch.tensor([part.start, part.stop]),
@@ -279,6 +286,9 @@ class Buckets:
                 speeds_M[(speeds_M > 1) & ~self._can_be_faster_N[items_M]] = 1.0
                 frames_M = -(-samples_at(self._samples_N[items_M], speeds_M) // self.hop_size)
             places_M = shuffled_by_length(frames_M, self.stretch, self.seed, epoch)
+            if self.shapes:
+                shape_M = np.searchsorted(self.borders_C, np.arange(len(places_M)), side="right")
+                places_M = places_M[np.lexsort((random_words(self.seed, epoch, len(places_M)), shape_M))]
             while len(self._orders) >= KEPT_ORDERS:
                 self._orders.pop(next(iter(self._orders)))
             self._orders[epoch] = EpochOrder(items_M[places_M], places_M, frames_M[places_M], speeds_M[places_M])
@@ -288,9 +298,11 @@ class Buckets:
     def _orders(self) -> dict[int, "EpochOrder"]:
         return {}
 
-    def collated(self, members_B: Sequence[int] | Integers, changes: Sequence[ClipChange] = ()) -> ClipBatch:
+    def collated(
+        self, members_B: Sequence[int] | Integers, changes: Sequence[ClipChange] = (), room: ClipSize | None = None
+    ) -> ClipBatch:
         """Collates clips, given by their indices in the list, into a batch, with a change of each or as they are; also
-        used for held-out clips."""
+        used for held-out clips. They are padded to the longest, or to a larger `room` of a clip."""
         clips = [self.clips[member] for member in members_B]
         waves = [self.store.wave(clip) for clip in clips]
         if self.augment is not None and changes:
@@ -298,8 +310,9 @@ class Buckets:
         reader = self.store.format.frontend
         ids = [reader.ids(clip.normalized) for clip in clips]
         frames = [frame_count(len(wave_T), self.hop_size) for wave_T in waves]
-        ids_BS = np.zeros((len(clips), max(map(len, ids))), dtype=np.int64)
-        wave_BT = np.zeros((len(clips), max(frames) * self.hop_size), dtype=np.int16)
+        room = room or ClipSize(max(frames), max(map(len, ids)))
+        ids_BS = np.zeros((len(clips), room.symbols), dtype=np.int64)
+        wave_BT = np.zeros((len(clips), room.frames * self.hop_size), dtype=np.int16)
         for row, wave_T in enumerate(waves):
             ids_BS[row, : len(ids[row])] = ids[row]
             wave_BT[row, : len(wave_T)] = wave_T
@@ -344,24 +357,27 @@ class Buckets:
         return np.sort(frames_N if self.mixture is None else frames_N[self.mixture.last_items])
 
     @cached_property
+    def symbols_N(self) -> Integers:
+        reader = self.store.format.frontend
+        return np.array([len(reader.ids(clip.normalized)) for clip in self.clips], dtype=np.int64)
+
+    @cached_property
     def stretch(self) -> float:
         """The largest factor of a length in an epoch's order. It uses the padding that the buckets leave."""
-        return max(1.0, (1 - self.padding) / (1 - self.max_padding))
+        return 1.0 if self.shapes else max(1.0, (1 - self.padding) / (1 - self.max_padding))
 
     @property
     def item_bytes(self) -> int:
         """Bytes of the int16 samples of the largest bucket; the ids are negligible."""
-        begins_K = np.concatenate([[0], self.ends_K[:-1]])
-        frames_K = np.maximum.reduceat(self.longest_M, begins_K) * (self.ends_K - begins_K)
+        frames_K = self.padded_K * np.diff(self.ends_K, prepend=0)
         return math.ceil(self.stretch * int(frames_K.max())) * self.hop_size * 2
 
     @property
     def largest_average(self) -> ClipSize:
         """The average size of a clip in a batch that reaches both the limit of frames and that of clips."""
         frames = self.batch_frames / self.batch_size
-        reader = self.store.format.frontend
-        symbols = sum(len(reader.ids(clip.normalized)) for clip in self.clips)
         fastest = 1.0 if self.augment is None else self.augment.fastest
+        symbols = int(self.symbols_N.sum())
         return ClipSize(math.ceil(frames), math.ceil(frames * fastest * symbols / float(self.frames_N.sum())))
 
     def log_fill(self) -> None:
@@ -375,31 +391,65 @@ class Buckets:
     @property
     def padding(self) -> float:
         """Share of padding in the frames of an epoch, without the padding that regrouping adds."""
-        return padding_share(self.longest_M, self.ends_K)
+        return 1 - int(self.longest_M.sum()) / int((self.padded_K * np.diff(self.ends_K, prepend=0)).sum())
 
     @cached_property
     def ends_K(self) -> Integers:
         """Cumulative number of clips up to the end of each bucket."""
+        if self.shapes:
+            begins_C = np.concatenate([[0], self.borders_C[:-1]])
+            counts_C = [self._count(end) for end in self.borders_C]
+            ends = [
+                np.arange(*range_of) for range_of in zip(self.borders_C, begins_C, -np.array(counts_C), strict=True)
+            ]
+            return np.sort(np.concatenate(ends))
         limit = max(1, math.floor(self.batch_frames * (1 - self.max_padding))) if self.batch_frames else 0
         return cut(self.longest_M, self.batch_size, limit, (1 - SHUFFLED) * self.max_padding)
+
+    @cached_property
+    def borders_C(self) -> Integers:
+        """Cumulative number of clips up to the end of each shape."""
+        return shape_borders(self.longest_M, self.shapes, self._count)
+
+    def _count(self, end: int) -> int:
+        """Returns the clips of a bucket whose longest is the one before `end`."""
+        most = int(self.batch_frames) // int(self.longest_M[end - 1]) if self.batch_frames else self.batch_size
+        return max(1, min(self.batch_size, most))
+
+    @cached_property
+    def padded_K(self) -> Integers:
+        """The frames that the clips of each bucket are padded to, without those that regrouping adds."""
+        if not self.shapes:
+            return self.longest_M[self.ends_K - 1]
+        return self.longest_M[self.borders_C[np.searchsorted(self.borders_C, self.ends_K)] - 1]
+
+    @cached_property
+    def room_K(self) -> list[ClipSize]:
+        """The size that the clips of each bucket are padded to, if they have `shapes`."""
+        return [ClipSize(int(frames), int(self.symbols_N[self.frames_N <= frames].max())) for frames in self.padded_K]
+
+
+def random_words(seed: int, epoch: int, count: int) -> npt.NDArray[np.uint64]:
+    """Returns random numbers of an epoch. numpy guarantees that they do not change between versions (NEP 19)."""
+    return np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(2, epoch))).random_raw(count)
 
 
 def shuffled_by_length(lengths_N: Integers, stretch: float, seed: int, epoch: int) -> Integers:
     """Returns the indices of clips, sorted by length times a random factor from 1 to `stretch`, which is excluded."""
-    # numpy guarantees that raw words and a stable sort do not change between versions (NEP 19).
-    words_N = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(2, epoch))).random_raw(len(lengths_N))
+    words_N = random_words(seed, epoch, len(lengths_N))
     factors_N = 1 + (stretch - 1) * (words_N >> np.uint64(11)) * 2.0**-53
-    return np.argsort(lengths_N * factors_N, kind="stable")
+    return np.argsort(lengths_N * factors_N, kind="stable")  # A stable sort does not change between versions either.
 
 
 def buckets_of(
-    speech: Speech, data: SpeechData, hop_size: int, batch_size: int, seed: int, augment: ClipAugment | None = None
-) -> Buckets:
+    speech: Speech, data: SpeechData, hop_size: int, batch_size: int, seed: int, augment: ClipAugment | None = None,
+    shapes: int = 0,
+) -> Buckets:  # fmt: skip
     """Returns the training clips in buckets that contain about the same amount of audio."""
     mixture = speech.split.mixture()
     clips = Buckets(
         speech.store, speech.parts.train, hop_size, batch_size, seed, max_padding=data.max_padding,
-        mixture=None if mixture.is_plain else mixture,
+        mixture=None if mixture.is_plain else mixture, shapes=shapes,
     )  # fmt: skip
     rate = speech.store.format.sampling_rate / hop_size
     frames = data.batch_seconds * rate or data.batch_room * batch_size * float(np.mean(clips.longest_M))
@@ -470,6 +520,31 @@ def cut(frames_N: Integers, batch_size: int, batch_frames: int, max_padding: flo
         else:
             high = price
     return ends_K
+
+
+def shape_borders(frames_N: Integers, shapes: int, count: Callable[[int], int]) -> Integers:
+    """Divides clips, sorted by length, into at most `shapes` (two or more) ranges with little padding to the longest of
+    each. Returns the end of each range, (C,).
+
+    Ranges consist of whole buckets, except for the first, with the clips that are left. `count(end)` returns the number
+    of clips of a bucket whose range ends at `end`.
+    """
+    places_P = np.unique(np.linspace(0, len(frames_N), SHAPE_PLACES + 1).round().astype(np.int64))
+    padded_PP = (places_P[None, :] - places_P[:, None]) * frames_N[places_P - 1][None, :].astype(float)
+    padded_PP[padded_PP < 0] = np.inf
+    paid_P, begins = padded_PP[0], []
+    for _ in range(shapes - 2):  # Dynamic programming: one more range, which may be empty.
+        prices_PP = paid_P[:, None] + padded_PP
+        begins.append(prices_PP.argmin(axis=0))
+        paid_P = prices_PP.min(axis=0)
+    place, ends = len(places_P) - 1, [len(frames_N)]
+    for begin_P in [*reversed(begins), np.zeros(len(places_P), np.int64)]:  # What is left are the shortest clips.
+        place = int(begin_P[place])
+        if ends[-1]:
+            size = count(ends[-1])
+            buckets = min(round((ends[-1] - int(places_P[place])) / size), ends[-1] // size)
+            ends.append(ends[-1] - max(0, buckets) * size)
+    return np.unique([end for end in ends if end])
 
 
 def _cheapest(frames_N: Integers, batch_size: int, batch_frames: int, price: float) -> Integers:

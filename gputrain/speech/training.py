@@ -127,7 +127,13 @@ class SpeechWork(KindWork[S]):
     def fill_buckets(self, settings: Any, speech: Speech) -> Buckets:
         """Returns buckets that contain about the same amount of audio."""
         schedule, augment = settings.schedule, self.augment(settings, speech)
-        return buckets_of(speech, settings.data, self.hop_size, schedule.batch_size, schedule.seed, augment)
+        return buckets_of(
+            speech, settings.data, self.hop_size, schedule.batch_size, schedule.seed, augment, self.shapes(settings)
+        )
+
+    def shapes(self, settings: S) -> int:
+        """Returns the most shapes that buckets have; 0: any."""
+        return 0
 
     def augment(self, settings: Any, speech: Speech) -> ClipAugment | None:
         """Returns the changes of the clips of a training; None if they are read as they are."""

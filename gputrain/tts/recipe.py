@@ -25,6 +25,7 @@ from gputrain.audio.weight_norm import shared_weights
 from gputrain.engine.gan import at_least_fp32
 from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Term, Yielded
+from gputrain.hw.plan import MOST_GRAPHED_SHAPES
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.work import PlanTarget
 from gputrain.speech.buckets import ClipBatch, ClipSize, empty_bucket
@@ -55,15 +56,26 @@ class VoiceBatch:
     noise_BCT: Tensor  # noise of the latents
     duration_noise_B2S: Tensor
     places_B: Tensor  # positions of the segments, uniform in [0, 1)
-    symbols: tuple[int, ...]  # symbols_B and frames_B as host integers, to avoid device syncs
+    # symbols_B and frames_B as host integers, to avoid device syncs; the padded sizes if steps are CUDA graphs, for
+    # which they are the same in every batch of a shape
+    symbols: tuple[int, ...]
     frames: tuple[int, ...]
-    whole_frames: float  # sum over the whole batch, as the next two
-    whole_symbols: float
+    whole_frames: Tensor  # sum over the whole batch, as the next two; () on the device, as it differs from step to step
+    whole_symbols: Tensor
     whole_clips: float
+    pace_weight: Tensor  # weight of the prior of positions at this step, ()
 
     @property
     def padded_frames(self) -> int:
         return len(self.frames) * max(self.frames)
+
+    def padded(self, symbols: int, frames: int, hop_size: int) -> "VoiceBatch":
+        """Returns all items with zeros up to so many symbols and frames, which no part loses."""
+        sizes = {"ids_BS": symbols, "duration_noise_B2S": symbols, "spectrogram_BNT": frames, "noise_BCT": frames}
+        sizes["wave_B1L"] = frames * hop_size
+        tensors = {name: _of_length(getattr(self, name), size) for name, size in sizes.items()}
+        clips = len(self.frames)
+        return replace(self, **tensors, symbols=(symbols,) * clips, frames=(frames,) * clips)
 
     def part(self, first: int, stop: int) -> "VoiceBatch":
         """Returns items `first` to `stop` - 1, with the padding cropped to the longest of them."""
@@ -129,11 +141,15 @@ class VoiceRecipe(BucketRecipe):
             stacked=runtime.kernel_device == "cuda",
         )  # fmt: skip
         both = functools.partial(weights_once, self.voice, self.discriminators)
-        group = StepGroup((generator, discriminator), self.loss, both)
+        # A graph holds one bucket of clips; layers that run again repeat their dropout, which no graph can.
+        captured = schedule.accumulation_steps == 1 and not settings.model.gradient_checkpointing
+        fixed = self._prefers_even_pace if captured else None
+        group = StepGroup((generator, discriminator), self.loss, both, fixed, MOST_GRAPHED_SHAPES)
         self.step_groups = [group]
         if self.losses.step_order == "alternating":
             parts = (self.voice.posterior_encoder, self.voice.decoder, self.discriminators)
-            first = StepGroup((discriminator,), self.discriminator_loss, functools.partial(weights_once, *parts))
+            first = replace(group, phases=(discriminator,), loss=self.discriminator_loss,
+                            step_context=functools.partial(weights_once, *parts))  # fmt: skip
             self.step_groups = [first, replace(group, phases=(generator,))]
         self._compile()
 
@@ -175,11 +191,16 @@ class VoiceRecipe(BucketRecipe):
         fields = zip(*(bucket.of_clips for bucket in clips.buckets), strict=True)
         tensors = (_joined(tensors).to(device, non_blocking=True) for tensors in fields)
         bucket = ClipBatch(*tensors)
-        wave_BL = bucket.wave_BT.to(self.dtype) / 32768
+        hop = self.mel.hop_size
+        wave_BL = bucket.wave_BT[:, : max(frames) * hop].to(self.dtype) / 32768
         noise_BCT = draws.normal(self.architecture.latent_channels, max(clips.frames), dtype=self.dtype)
         duration_noise_B2S = draws.normal(2, max(clips.symbols), dtype=self.dtype)
-        return VoiceBatch(
-            ids_BS=bucket.ids_BS,
+
+        def on_device(number: float, dtype: torch.dtype = self.dtype) -> Tensor:
+            return torch.full((), number, dtype=dtype, device=device)
+
+        batch = VoiceBatch(
+            ids_BS=bucket.ids_BS[:, : max(symbols)],
             symbols_B=bucket.symbols_B,
             spectrogram_BNT=magnitudes(wave_BL, self.mel),
             wave_B1L=wave_BL[:, None],
@@ -190,10 +211,14 @@ class VoiceRecipe(BucketRecipe):
             places_B=draws.uniform(),
             symbols=symbols,
             frames=frames,
-            whole_frames=clips.whole_frames,
-            whole_symbols=clips.whole_symbols,
+            whole_frames=on_device(clips.whole_frames),
+            whole_symbols=on_device(clips.whole_symbols),
             whole_clips=clips.whole_clips,
+            pace_weight=on_device(self._pace_weight(step), torch.float64),
         )
+        if not (self.runtime.plan.cuda_graphs.value and self.step_groups[0].fixed):
+            return batch
+        return batch.padded(bucket.ids_BS.shape[1], bucket.wave_BT.shape[1] // hop, hop)
 
     def plan_target(self) -> PlanTarget:
         return plan_target(self.settings, self.architecture, self.clip)
@@ -234,13 +259,21 @@ class VoiceRecipe(BucketRecipe):
         if speaker_BG1 is not None and speaker is not None:
             yield chain_gradients((speaker_BG1, speaker))
 
+    def _pace_weight(self, step: int) -> float:
+        """Returns the weight of the prior of positions, which falls to 0 in the first steps: a text encoder that knows
+        nothing yet learns from alignments that are roughly right."""
+        return max(0.0, 1 - step / self.settings.prior_steps) if self.settings.prior_steps else 0.0
+
+    def _prefers_even_pace(self, step: int) -> bool:
+        """Returns whether alignments have the prior of positions: all that the losses take from the step."""
+        return self._pace_weight(step) > 0
+
     def _prefer_even_pace(self, scores_BTS: Tensor, batch: VoiceBatch, step: int) -> None:
-        """Adds the prior of positions to the scores of alignments, with a weight that falls to 0 in the first steps: a
-        text encoder that knows nothing yet learns from alignments that are roughly right."""
-        if step < self.settings.prior_steps:
+        """Adds the prior of positions to the scores of alignments."""
+        if self._prefers_even_pace(step):
             frames, symbols = scores_BTS.shape[1:]
             prior_BTS = self.position_prior(batch.symbols_B, batch.frames_B, symbols, frames)
-            scores_BTS.add_(prior_BTS, alpha=1 - step / self.settings.prior_steps)
+            scores_BTS.add_(prior_BTS.mul_(batch.pace_weight))
 
     def discriminator_loss(self, batch: VoiceBatch, step: int) -> Iterator[Yielded]:
         """Yields the terms of the discriminators alone. The voice's group generates their waves again, with a graph."""
@@ -315,8 +348,12 @@ def _joined(tensors: tuple[Tensor, ...]) -> Tensor:
     if len(tensors) == 1:
         return tensors[0]
     longest = max(tensor.shape[-1] for tensor in tensors)
-    padded = tensors if tensors[0].ndim == 1 else tuple(F.pad(one, (0, longest - one.shape[-1])) for one in tensors)
-    return torch.cat(padded)
+    return torch.cat(tensors if tensors[0].ndim == 1 else [_of_length(one, longest) for one in tensors])
+
+
+def _of_length(x: Tensor, size: int) -> Tensor:
+    """Returns a contiguous tensor whose last dimension is zero-padded to `size` elements."""
+    return F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x.contiguous()
 
 
 def discriminators_of(model: Model) -> dict[str, DiscriminatorGroup]:

@@ -15,6 +15,7 @@ from gputrain.bench.step_bench import SOUND_SWITCHES, Compute, InferenceBench, s
 from gputrain.engine.run_folder import Run
 from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError
+from gputrain.hw.plan import MOST_GRAPHED_SHAPES
 from gputrain.hw.ranks import Ranks
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.memory.fit import Fit, MemoryBudget
@@ -88,6 +89,11 @@ class TtsWork(SpeechWork[TrainTts]):
             if models := [str(one) for one in (options.recogniser, options.mos_predictor) if one]:
                 log.info("evaluations also use, on the CPU: %s", ", ".join(models))
         return TtsTraining(speech, buckets, size, assessors)
+
+    def shapes(self, settings: TrainTts) -> int:
+        """Buckets that CUDA graphs may hold have few shapes, whether the plan has graphs in the end or not."""
+        captured = settings.hardware.use_cuda_graphs and settings.schedule.accumulation_steps == 1
+        return MOST_GRAPHED_SHAPES if captured and not settings.model.gradient_checkpointing else 0
 
     def target(self, settings: TrainTts) -> PlanTarget:
         return plan_target(settings, architecture_for(settings, self.sizes), self.sizes.clip)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gputrain.engine import step
+from gputrain.engine import cuda_graph, step
 from gputrain.engine.cuda_graph import MOST_RELEASES, all_close, replay_gradients
 from gputrain.engine.recipe import Term
 from gputrain.engine.schedule import Schedule
@@ -181,6 +181,47 @@ def test_two_batches_of_another_size_have_graphs_of_their_own(tmp_path):
     assert recorder.captures == 5
 
 
+def test_two_shapes_have_graphs_at_once(tmp_path):
+    """Each group has a graph of each shape from the fourth batch of the shape on, and again after LATE; they write the
+    same gradients."""
+    short, recorder = dict.fromkeys(range(1, STEPS, 2), 5), RecordedGraphs()
+    ours = trained(tmp_path, recorder, sizes=short)
+    assert_equal(ours, trained(tmp_path, sizes=short))
+    assert (recorder.captures, recorder.replays) == (2 + 4, 2 + 2 * (4 + 4))
+    places: dict[str, set[tuple[int, ...]]] = {}
+    for key, graph in ours[0].gradients.graphs.items():
+        written = (gradient.data_ptr() for _, gradient in graph.gradients if gradient is not None)
+        places.setdefault(key.group, set()).add(tuple(written))
+    assert [len(of_group) for of_group in places.values()] == [1, 1]
+
+
+def test_only_so_many_shapes_are_captured(tmp_path, monkeypatch):
+    monkeypatch.setattr(cuda_graph, "MOST_GRAPHED_SHAPES", 1)
+    short, recorder = dict.fromkeys(range(1, STEPS, 2), 5), RecordedGraphs()
+    assert_equal(trained(tmp_path, recorder, sizes=short), trained(tmp_path, sizes=short))
+    assert recorder.captures == 1 + 2
+
+
+def test_a_replay_has_the_dropout_of_its_step(tmp_path):
+    """So has the first one, although the eager pass before it has drawn the same."""
+
+    def dropping(recipe: ToyRecipe) -> None:
+        loss = recipe.generator_loss
+
+        def with_dropout(batch: ToyBatch, step: int):
+            yield Term("dropped", torch.dropout(recipe.generator[0].weight, 0.5, train=True).square().sum())
+            yield from loss(batch, step)
+
+        recipe.step_groups[1] = replace(recipe.step_groups[1], loss=with_dropout)
+
+    torch.manual_seed(0)
+    ours, after = trained(tmp_path, recorder := RecordedGraphs(), change=dropping), torch.get_rng_state()
+    torch.manual_seed(0)
+    assert_equal(ours, trained(tmp_path, change=dropping))
+    assert torch.equal(torch.get_rng_state(), after)
+    assert recorder.captures == 3
+
+
 class Wrong(RecordedGraphs):
     """Its second graph has one gradient too large by a thousandth."""
 
@@ -319,7 +360,6 @@ def test_a_static_batch_holds_batches_of_its_shapes_alone(tmp_path):
     assert replayed._static_of(ToyBatch(torch.full((2, 3), 5.0), torch.ones(2, 3), 2)) is static
     assert torch.equal(static.x_BD, torch.full((2, 3), 5.0))
     assert static.x_BD.data_ptr() == place != x_BD.data_ptr()
-    others = [(torch.ones(2, 3), 3), (torch.ones(1, 3), 2), (torch.ones(2, 3).double(), 2), (torch.ones(3, 2).T, 2)]
+    others = [(torch.ones(2, 3), 3), (torch.ones(1, 3), 2), (torch.ones(2, 3).int(), 2), (torch.ones(3, 2).T, 2)]
     for other_BD, whole in others:
         assert replayed._static_of(ToyBatch(other_BD, torch.ones(2, 3), whole)) is None
-        replayed.latest = None

@@ -37,7 +37,7 @@ from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.planner.time.flops import FlopCount
 from gputrain.planner.time.fusion import kernel_costs
 from gputrain.planner.time.operators import Operator, OperatorLog
-from gputrain.planner.time.roofline import KernelCost, StepCost, StepTotals
+from gputrain.planner.time.roofline import UNCAPTURED, GraphCost, KernelCost, StepCost, StepTotals
 from gputrain.planner.work import PlanTarget
 
 
@@ -52,7 +52,7 @@ class MemoryEstimate:
     seconds_to_predict: float
     micro_batch: tuple[KernelCost, ...] = ()  # Kernels of a micro-batch, without those of the optimizer.
     update: tuple[KernelCost, ...] = ()  # Kernels of the optimizer.
-    graph_launches: int = 0  # As in StepCost.
+    graphs: GraphCost = UNCAPTURED
 
     @property
     def kernels(self) -> int:
@@ -119,11 +119,11 @@ class WatchedStep:
     timeline: MemoryTimeline
     micro_batch: list[Operator]
     update: list[Operator]  # Operators that follow the gradients: clipping, the optimizers' steps, and averages.
-    graph_launches: int  # As in StepCost.
+    graphs: GraphCost
 
     def estimate(self, seconds: float, allocator: PlainAllocator | CachingAllocator) -> MemoryEstimate:
         found = MemoryEstimate.of(self.timeline, self.micro_batch, self.update, seconds, allocator)
-        return replace(found, graph_launches=self.graph_launches)
+        return replace(found, graphs=self.graphs)
 
 
 def watch_step(
@@ -169,10 +169,18 @@ def watch_step(
     with timeline.watching():
         recipe.average(resident.step)
     timeline.repeat(begin)
-    groups = sum(group.fixed is not None for group in recipe.step_groups)
-    # A step copies its batch; of each group, a graph is launched and its sums are copied by one kernel.
-    graph_launches = len(batch_tensors(resident.batch)) + 2 * groups if groups else 0
-    return WatchedStep(timeline, computed, update + log.drain(), graph_launches)
+    return WatchedStep(timeline, computed, update + log.drain(), graph_cost(recipe, resident.batch))
+
+
+def graph_cost(recipe: Recipe, batch: Batch) -> GraphCost:
+    """Returns what graphs cost: a step copies its batch; of each group, a graph is launched and its sums are copied by
+    one kernel."""
+    held = [group for group in recipe.step_groups if group.fixed is not None]
+    if not held:
+        return UNCAPTURED
+    tensors = batch_tensors(batch)
+    batch_gb = sum(tensor.nbytes for tensor in tensors) / 1e9
+    return GraphCost(len(tensors) + 2 * len(held), max(group.shapes for group in held), batch_gb)
 
 
 @dataclass(frozen=True)
@@ -282,7 +290,7 @@ def memory_model_of(
     """Returns the line through a micro-batch of one item, or of `first`, and one of `items`. `grows`: the allocator's
     segments can grow, so that it holds nothing beyond its tensors."""
     flops = (more.flops - one.flops) / (items - first)
-    cost = StepCost(one.micro_batch, more.micro_batch, items, one.update, more.graph_launches, first)
+    cost = StepCost(one.micro_batch, more.micro_batch, items, one.update, more.graphs, first)
     # Elementwise work alone says nothing about the rate of a step.
     known = cost if flops and one.micro_batch else None
     cached_gb = 0.0 if grows else more.reserved_gb - more.allocated_gb

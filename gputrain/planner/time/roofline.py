@@ -92,6 +92,18 @@ class KernelCost:
 
 
 @dataclass(frozen=True)
+class GraphCost:
+    """The cost of the CUDA graphs of a step beside their kernels."""
+
+    launches: int = 0  # By the processor: of graphs, and of copies of what they read and write; 0: there are none.
+    shapes: int = 1  # Shapes of batches, each with graphs of its own.
+    batch_gb: float = 0.0  # Memory of the tensors from which the graphs of a shape read their batch.
+
+
+UNCAPTURED = GraphCost()
+
+
+@dataclass(frozen=True)
 class StepCost:
     """The kernels of a micro-batch of one item, or of `first` items, and of one of `items`, and those of a step's end,
     with the optimizer."""
@@ -100,7 +112,7 @@ class StepCost:
     many: tuple[KernelCost, ...]
     items: int
     update: tuple[KernelCost, ...] = ()
-    graph_launches: int = 0  # By the processor: of a step's CUDA graphs, and of copies of what they read and write.
+    graphs: GraphCost = UNCAPTURED
     first: int = 1
     _by_size: dict[int, tuple[KernelCost, ...]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -136,17 +148,18 @@ class StepCost:
 
     def can_be_graphed(self, passes: int) -> bool:
         """Returns whether graphs can hold a step of so many micro-batches."""
-        return passes <= MOST_GRAPHED_PARTS
+        return bool(self.graphs.launches) and passes <= MOST_GRAPHED_PARTS
 
     def graph_gb(self, micro_batch: int, passes: int) -> float:
-        """Returns the memory of a step's CUDA graphs beyond that of its tensors, at most."""
+        """Returns the memory of the CUDA graphs of all shapes beyond that of a step's tensors, at most."""
         held = [kernel for kernel in self.micro_batch(micro_batch) if kernel.graphed] * passes
-        return StepTotals.of(held).kernels * GRAPH_NODE_BYTES / 1e9
+        nodes_gb = StepTotals.of(held).kernels * GRAPH_NODE_BYTES / 1e9
+        return self.graphs.shapes * (nodes_gb + self.graphs.batch_gb)
 
     def host_launches(self, micro_batch: int, passes: int) -> int:
         """Returns the launches by the processor in a step with CUDA graphs."""
         alone = StepTotals.of([one for one in self.kernels(micro_batch, passes) if not one.graphed]).kernels
-        return alone + self.graph_launches
+        return alone + self.graphs.launches
 
     def totals(self, micro_batch: int, passes: int = 1) -> "StepTotals":
         """Returns launches, bytes and FLOPs of a step of so many micro-batches."""
