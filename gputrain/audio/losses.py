@@ -226,8 +226,9 @@ def losses_of_generated_waves(
 def feature_distance(made: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
     """Returns the mean absolute differences of features B..., summed over layers, B (Larsen et al. 2016; Kumar et al.
     2019, equation 4). Generated features beyond the items of `target` are left out."""
-    pairs = zip(made, target, strict=True)
-    return torch.stack([absolute_difference(ours[: len(theirs)], theirs) for ours, theirs in pairs]).sum(dim=0)
+    if len(made[0]) > len(target[0]):  # Autograd would copy the gradient of a slice of all items too.
+        made = [ours[: len(target[0])] for ours in made]
+    return torch.stack([absolute_difference(*pair) for pair in zip(made, target, strict=True)]).sum(dim=0)
 
 
 def mel_term(mel: Mel, made_B1T: Tensor, target_BMF: Tensor, items: float, weight: float = MEL_WEIGHT) -> Term:

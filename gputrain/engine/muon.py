@@ -94,6 +94,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__([group for group in groups if group["params"]], {"lr": learning_rate})
         self._counts = StepCounts()
         self._averaged: set[Tensor] = set()  # Parameters whose momentum contains the gradient of this step.
+        self._made: Tensor | float = 1.0  # 0 if the step is not made.
+        self._skipped: Tensor | None = None  # True if it is not made.
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -103,9 +105,13 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._averaged = set()
+        self._made = 1.0 if self.found_inf is None else 1 - self.found_inf
+        self._skipped = None if self.found_inf is None else self.found_inf > 0
         for group in self.param_groups:
             parameters: list[Tensor] = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["orthogonal"]:
+                if parameters and group["weight_decay"]:
+                    torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"] * self._made)
                 for alike in stacks(parameters):
                     self._step_in_parts(alike, group)
             elif parameters:
@@ -128,14 +134,9 @@ class Muon(torch.optim.Optimizer):
     def _step_matrices(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """Muon's step for parameters of one shape. All of them step, or none does if memory runs out: whatever needs
         memory comes before the first change."""
-        rate = group["lr"]
-        made = 1.0 if self.found_inf is None else 1 - self.found_inf  # 0 if the step is not made.
         x_KRC = orthogonalised(self._look_ahead(parameters, group["momentum"]).flatten(2), group["rounds"])
-        scale = rate * group["update_rms"] * math.sqrt(max(x_KRC.shape[1:]))
-        updates = x_KRC.to(parameters[0].dtype).mul_(-scale * made).reshape(-1, *parameters[0].shape)
-        kept = 1 - rate * group["weight_decay"] * made
-        if group["weight_decay"]:
-            torch._foreach_mul_(parameters, kept)
+        scale = group["lr"] * group["update_rms"] * math.sqrt(max(x_KRC.shape[1:]))
+        updates = x_KRC.to(parameters[0].dtype).mul_(-scale * self._made).reshape(-1, *parameters[0].shape)
         torch._foreach_add_(parameters, updates.unbind())
 
     def _look_ahead(self, parameters: list[Tensor], momentum: float) -> Tensor:
@@ -151,8 +152,8 @@ class Muon(torch.optim.Optimizer):
         averages = torch.stack(buffers)
         if self.grad_scale is not None:
             gradients.div_(self.grad_scale)
-        if self.found_inf is not None:  # Interpolating towards itself leaves the momentum unchanged.
-            torch.where(self.found_inf > 0, averages, gradients, out=gradients)
+        if self._skipped is not None:  # Interpolating towards itself leaves the momentum unchanged.
+            torch.where(self._skipped, averages, gradients, out=gradients)
         if not self._averaged.issuperset(parameters):
             averages.lerp_(gradients, 1 - momentum)
             torch._foreach_copy_(buffers, averages.unbind())

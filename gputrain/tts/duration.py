@@ -29,71 +29,118 @@ SHORTEST = 1e-5  # minimum number of frames before the logarithm
 SMALLEST = 1e-3  # minimum relative width and height of a bin, and minimum slope of a knot
 
 
-class Knots(NamedTuple):
-    """Unconstrained parameters of a spline of K bins on [-bound, bound]; softmax gives bin sizes, softplus slopes."""
+def spline(
+    x: Tensor, knots_K: Tensor, bound: float, *, temperature: float = 1.0, inverse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Returns the spline of x on [-bound, bound] and the log of its slope (of the inverse spline with `inverse`), both
+    `...`. The tails are the identity. Any value of x gives finite results and gradients, in both directions.
 
-    widths: Tensor  # (..., K)
-    heights: Tensor  # (..., K)
-    slopes: Tensor  # (..., K - 1) for the inner knots; the outer ones have slope 1, as the tails do
-
-
-def spline(x: Tensor, knots: Knots, bound: float, *, inverse: bool = False) -> tuple[Tensor, Tensor]:
-    """Returns the spline of x and the log of its slope (of the inverse spline with `inverse`), both `...`.
-
-    The tails are the identity. Any value of x gives finite results and gradients, in both directions.
+    Knots are unconstrained, (..., 3K - 1): widths and heights of K bins, of which softmax at a temperature makes sizes,
+    and K - 1 of which softplus makes slopes at the inner knots. The outer ones have slope 1, as the tails do.
     """
-    width_K, height_K = (_bins(shares_K, bound) for shares_K in (knots.widths, knots.heights))
-    inside = (x > -bound) & (x < bound)
-    safe = x.clamp(-bound, bound)
-    # What x is in, and what it has passed, has no gradient, so that neither has the sum up to each inner knot.
-    with torch.no_grad():
-        inner = (height_K if inverse else width_K)[..., :-1].cumsum(dim=-1) - bound
-        reached_K = F.pad(safe[..., None] >= inner, (1, 0), value=True)
-        passed_K = F.pad(reached_K[..., 1:], (0, 1), value=False)
-        here_K = reached_K & ~passed_K
-    # Sums over bins, of which all but one are zero, become one kernel where compiled, backward too. Indexing does not.
-    left, low = (_over(sizes_K, passed_K) - bound for sizes_K in (width_K, height_K))
-    width, height = (_over(sizes_K, here_K) for sizes_K in (width_K, height_K))
-    outer = math.log(math.expm1(1 - SMALLEST))  # makes the outer slope 1
-    sides = (F.pad(knots.slopes, side, value=outer) for side in ((1, 0), (0, 1)))
-    slope, next_slope = (SMALLEST + F.softplus(_over(side_K, here_K)) for side_K in sides)
-    steepness = height / width
+    if not inverse:
+        made: tuple[Tensor, Tensor] = _Spline.apply(x, knots_K, bound, temperature)  # type: ignore[no-untyped-call]
+        return made
+    inside, safe = x.abs() < bound, x.clamp(-bound, bound)
+    left, low, width, height, slope, next_slope = _Bin.of(safe, knots_K, bound, temperature, along=1).parts()
+    above, steepness = safe - low, height / width
+    # The position within the bin, in [0, 1], is the root of a quadratic formula without cancellation.
     bend = slope + next_slope - 2 * steepness
-    if inverse:
-        place = _place(safe - low, height, steepness, slope, bend)
-        there = left + place * width
-    else:
-        place = (safe - left) / width
-        both = place * (1 - place)
-        there = low + height * (steepness * place**2 + slope * both) / (steepness + bend * both)
-    log_slope = _log_slope(place, steepness, slope, next_slope, bend)
-    log_slope = -log_slope if inverse else log_slope
-    return torch.where(inside, there, x), torch.where(inside, log_slope, torch.zeros_like(x))
-
-
-def _bins(shares_K: Tensor, bound: float) -> Tensor:
-    """Returns the sizes of bins that fill the space from -bound to bound, (..., K)."""
-    return 2 * bound * (SMALLEST + (1 - SMALLEST * shares_K.shape[-1]) * shares_K.softmax(dim=-1))
-
-
-def _over(values_K: Tensor, mask_K: Tensor) -> Tensor:
-    """Returns the sum of the values where the mask is True."""
-    return torch.where(mask_K, values_K, 0).sum(dim=-1)
-
-
-def _place(above: Tensor, height: Tensor, steepness: Tensor, slope: Tensor, bend: Tensor) -> Tensor:
-    """Returns the position within the bin, in [0, 1], by a quadratic formula without cancellation."""
     a = height * (steepness - slope) + above * bend
     b = height * slope - above * bend
     c = -steepness * above
     discriminant = (b**2 - 4 * a * c).clamp(min=0)  # negative only by rounding
-    return 2 * c / (-b - discriminant.sqrt())
+    place = 2 * c / (-b - discriminant.sqrt())
+    of_slope = next_slope * place**2 + 2 * steepness * place * (1 - place) + slope * (1 - place) ** 2
+    log_slope = (steepness**2 * of_slope).log() - 2 * (steepness + bend * place * (1 - place)).log()
+    return torch.where(inside, left + place * width, x), torch.where(inside, -log_slope, 0)
 
 
-def _log_slope(place: Tensor, steepness: Tensor, slope: Tensor, next_slope: Tensor, bend: Tensor) -> Tensor:
-    rest = 1 - place
-    numerator = steepness**2 * (next_slope * place**2 + 2 * steepness * place * rest + slope * rest**2)
-    return numerator.log() - 2 * (steepness + bend * place * rest).log()
+class _Bin(NamedTuple):
+    """The bin that a value is in, by its number in the last dimension; start and size along x and y, slopes at both
+    ends, which softplus makes of the raw ones, and the shares of all bins in the space between the bounds."""
+
+    index_1: Tensor
+    shares_2K: Tensor
+    start_2: Tensor
+    size_2: Tensor
+    raw_2: Tensor
+    slopes_2: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, knots_K: Tensor, bound: float, temperature: float, *, along: int) -> "_Bin":
+        """Returns the bin of x, or of y if `along` is 1."""
+        bins = knots_K.shape[-1] // 3 + 1
+        shares_2K = (torch.unflatten(knots_K[..., : 2 * bins], -1, (2, bins)) / temperature).softmax(dim=-1)
+        sizes_2K = 2 * bound * SMALLEST + 2 * bound * (1 - SMALLEST * bins) * shares_2K
+        ends_2K = sizes_2K.cumsum(dim=-1)
+        index_1 = ((x + bound)[..., None] >= ends_2K[..., along, :-1]).sum(dim=-1, keepdim=True)
+        index_21 = index_1[..., None].expand(*x.shape, 2, 1)
+        size_2, end_2 = (values_2K.gather(-1, index_21).squeeze(-1) for values_2K in (sizes_2K, ends_2K))
+        slopes_K = F.pad(knots_K[..., 2 * bins :], (1, 1), value=math.log(math.expm1(1 - SMALLEST)))
+        raw_2 = slopes_K.gather(-1, torch.cat([index_1, index_1 + 1], dim=-1))
+        return cls(index_1, shares_2K, end_2 - size_2 - bound, size_2, raw_2, SMALLEST + F.softplus(raw_2))
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """Returns left, low, width, height, and the slopes at both ends."""
+        return *self.start_2.unbind(-1), *self.size_2.unbind(-1), *self.slopes_2.unbind(-1)
+
+
+class _Spline(torch.autograd.Function):
+    """Computes a spline and its gradients in about half of the operators that autograd's graph of it has. In the names
+    of Durkan et al.: place is xi, steepness s, bend delta(k+1) + delta(k) - 2 s, and under the line is s + bend xi (1 -
+    xi)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, knots_K: Tensor, bound: float, temperature: float) -> tuple[Tensor, Tensor]:
+        inside, safe = x.abs() < bound, x.clamp(-bound, bound)
+        found = _Bin.of(safe, knots_K, bound, temperature, along=0)
+        left, low, width, height, slope, next_slope = found.parts()
+        place, steepness = (safe - left) / width, height / width
+        rest = 1 - place
+        both, squared = place * rest, place**2
+        under = torch.addcmul(steepness, (slope + next_slope).sub(steepness, alpha=2), both)
+        share = torch.addcmul(slope * both, steepness, squared) / under
+        of_slope = torch.addcmul(next_slope * squared, steepness, both, value=2).addcmul(slope, rest**2)
+        ctx.save_for_backward(inside, *found, place, under, share, of_slope)
+        ctx.scale = 2 * bound * (1 - SMALLEST * found.shares_2K.shape[-1]) / temperature
+        log_slope = ((steepness / under) ** 2 * of_slope).log()
+        return torch.where(inside, torch.addcmul(low, height, share), x), torch.where(inside, log_slope, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, outer: Tensor, of_log: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        inside, *parts, place, under, share, of_slope = ctx.saved_tensors
+        found = _Bin(*parts)
+        index_1, shares_2K = found[:2]
+        _, _, width, height, slope, next_slope = found.parts()
+        there, of_log = (torch.where(inside, one, 0) for one in (outer, of_log))
+        steepness, rest = height / width, 1 - place
+        both, squared, turn = place * rest, place**2, rest - place
+        # Gradients of the fraction's two sides, of the slope's polynomial, and of what these are made of.
+        upper, polynomial = there * height / under, of_log / of_slope
+        lower = torch.addcmul(of_log / under * -2, upper, share, value=-1)
+        lower_both, upper_both = lower * both, upper * both
+        of_start = (lower_both + upper_both).addcmul(polynomial, rest**2)
+        of_end = torch.addcmul(lower_both, polynomial, squared)
+        of_steepness = lower.sub(lower_both, alpha=2).addcmul(upper, squared).addcmul(polynomial, both, value=2)
+        of_steepness = of_steepness.addcdiv(of_log, steepness, value=2)
+        risen = torch.addcmul(next_slope * place, steepness, turn).addcmul(slope, rest, value=-1)
+        bent = (slope + next_slope).sub(steepness, alpha=2) * turn
+        of_place = torch.addcmul(upper * (slope * turn).addcmul(steepness, place, value=2), lower, bent)
+        of_x, per_width = of_place.addcmul(polynomial, risen, value=2) / width, of_steepness / width
+        of_width = -torch.addcmul(per_width * steepness, of_x, place)
+        # Each gradient goes to the bins that have a part in it.
+        places_K = torch.arange(shares_2K.shape[-1], device=index_1.device)
+        here_K = places_K == index_1
+        of_size_21 = torch.stack([of_width, torch.addcmul(per_width, there, share)], dim=-1)[..., None]
+        of_start_21 = torch.stack([-of_x, there], dim=-1)[..., None]
+        passed_2K = torch.where((places_K < index_1)[..., None, :], of_start_21, 0)
+        weighted_2K = torch.where(here_K[..., None, :], of_size_21, passed_2K) * shares_2K * ctx.scale
+        of_shares_2K = torch.addcmul(weighted_2K, shares_2K, weighted_2K.sum(dim=-1, keepdim=True), value=-1)
+        raw_2 = torch.stack([of_start, of_end], dim=-1) * found.raw_2.sigmoid()
+        of_slopes_K = torch.where(here_K[..., 1:], raw_2[..., :1], torch.where(here_K[..., :-1], raw_2[..., 1:], 0))
+        return torch.where(inside, of_x, outer), torch.cat([of_shares_2K.flatten(-2), of_slopes_K], dim=-1), None, None
 
 
 class DurationPredictor(nn.Module):
@@ -205,37 +252,36 @@ class DurationFlow(nn.Module):
         """Maps noise to log durations. As in VITS, the first coupling is skipped: it only affects v."""
         for coupling in reversed(self.couplings[1:]):
             second_B1S, first_B1S = x_B2S.chunk(2, dim=1)
-            knots = coupling(first_B1S, text_BCS, mask_B1S)
-            second_B1S, _ = spline(second_B1S, knots, self.bound, inverse=True)
+            second_B1S, _ = coupling(second_B1S, first_B1S, text_BCS, mask_B1S, self.bound, inverse=True)
             x_B2S = torch.cat([first_B1S, second_B1S], dim=1) * mask_B1S
         return (x_B2S.flip(1) - self.shift) * (-self.log_scale).exp() * mask_B1S
 
 
 class SplineCoupling(nn.Module):
-    """Computes the knots (B, 1, S, ...) of a spline for every symbol, initialised to equal bins."""
+    """A spline for every symbol whose knots depend on the other number, initialised to equal bins."""
 
     def __init__(self, architecture: VoiceArchitecture, stack: Callable[[float], "SeparableStack"]) -> None:
         super().__init__()
         channels = architecture.hidden_channels
-        self.bins = architecture.duration_bins
         self.pre, self.stack = PointwiseConvolution(1, channels), stack(0.0)
-        self.project = PointwiseConvolution(channels, 3 * self.bins - 1)
+        self.project = PointwiseConvolution(channels, 3 * architecture.duration_bins - 1)
         nn.init.zeros_(self.project.weight)
         assert self.project.bias is not None
         nn.init.zeros_(self.project.bias)
 
-    def forward(self, first_B1S: Tensor, text_BCS: Tensor, mask_B1S: Tensor) -> Knots:
+    def forward(
+        self, x_B1S: Tensor, first_B1S: Tensor, text_BCS: Tensor, mask_B1S: Tensor, bound: float, inverse: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the spline of x, or its inverse, and the log of its slope."""
         hidden_BCS = self.stack(self.pre(first_B1S) + text_BCS, mask_B1S)
-        knots = (self.project(hidden_BCS) * mask_B1S).transpose(1, 2)[:, None]
-        widths, heights, slopes = knots.split([self.bins, self.bins, self.bins - 1], dim=-1)
-        temperature = math.sqrt(self.project.in_channels)
-        return Knots(widths / temperature, heights / temperature, slopes)
+        knots_B1SK = (self.project(hidden_BCS) * mask_B1S).transpose(1, 2)[:, None]
+        return spline(x_B1S, knots_B1SK, bound, temperature=math.sqrt(self.project.in_channels), inverse=inverse)
 
     def transform(self, x_B2S: Tensor, text_BCS: Tensor, mask_B1S: Tensor, bound: float) -> tuple[Tensor, Tensor]:
         """Returns both numbers in exchanged order, the second one transformed, (B, 2, S), and the log of the spline's
         slope summed over symbols, (B,)."""
         first_B1S, second_B1S = x_B2S.chunk(2, dim=1)
-        second_B1S, slope_B1S = spline(second_B1S, self.forward(first_B1S, text_BCS, mask_B1S), bound)
+        second_B1S, slope_B1S = self.forward(second_B1S, first_B1S, text_BCS, mask_B1S, bound)
         return torch.cat([second_B1S, first_B1S], dim=1) * mask_B1S, _summed(slope_B1S * mask_B1S)
 
 

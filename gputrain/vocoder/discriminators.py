@@ -238,12 +238,11 @@ class _SoftSignGate(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         # Softsign is x / (1 + |x|), its slope 1 / (1 + |x|)^2. On a CPU a power takes as long as all the rest.
-        inverse = x.abs().add_(1).reciprocal_()
-        value, gate = (x * inverse).chunk(2, dim=-1)
-        of_value, of_gate = inverse.square_().chunk(2, dim=-1)
-        # The slopes come before the halves are joined; otherwise a compiler would also write the gradient without them.
-        halves = [other * gradients[0] * slope for other, slope in ((gate, of_value), (value, of_gate))]
-        return torch.cat(halves, dim=-1)
+        halves = torch.unflatten(x, -1, (2, -1))
+        inverse = halves.abs().add_(1).reciprocal_()
+        others = (halves * inverse).flip(-2)
+        gradient: Tensor = (others * gradients[0].unsqueeze(-2)).mul_(inverse.square_())
+        return gradient.flatten(-2)
 
 
 def unit_power(x: Tensor) -> Tensor:
