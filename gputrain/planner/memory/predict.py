@@ -56,8 +56,8 @@ class MemoryEstimate:
 
     @property
     def kernels(self) -> int:
-        """Kernels that a micro-batch launches."""
-        return StepTotals.of(self.micro_batch).kernels
+        """Kernels that the first micro-batch of a step launches."""
+        return StepTotals.of([one for one in self.micro_batch if not one.accumulates]).kernels
 
     @classmethod
     def of(

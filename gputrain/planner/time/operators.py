@@ -37,7 +37,17 @@ LAUNCHES_AND_PASSES = {
     "native_layer_norm_backward": (3, 2), "native_batch_norm": (2, 2), "native_batch_norm_backward": (2, 2),
     "cudnn_batch_norm": (2, 2), "cudnn_batch_norm_backward": (2, 2),
     "slice_backward": (2, 1), "select_backward": (2, 1), "sort": (4, 4), "topk": (3, 2), "cumsum": (2, 2),
+    "constant_pad_nd": (2, 1), "masked_fill": (2, 1), "reflection_pad1d_backward": (2, 1), "unfold_backward": (2, 1),
 }  # fmt: skip
+# torch divides the reduction of so many numbers among blocks of threads, whose counters it clears by one more launch:
+# 256 for each of 512 threads (setReduceConfig in torch's Reduce.cuh). Numbers for this many results are 4 to a thread.
+DIVIDED_REDUCTION = 256 * 512
+RESULTS_OF_BLOCK = 32
+# Whether cuDNN computes each group of a grouped convolution as a convolution of its own, with its conversions. A guess,
+# not measured: NVIDIA's profiler takes each kernel of such a convolution for one group's, except those of the direct
+# kernels for all groups (https://github.com/NVIDIA/PyProf, pyprof/prof/conv.py); which are chosen, and whether all
+# groups are converted at once, only a profile of grouped convolutions on a GPU can show.
+GROUP_BY_GROUP = True
 FOURIER_PASSES = 2  # A transform of cuFFT reads and writes its data about twice.
 FOREACH_TENSORS = 50  # Tensors that a launch of a foreach kernel takes.
 FUSED_TENSORS = 30  # The same for a fused optimizer.
@@ -274,6 +284,9 @@ def _kernels(call: _Call, flops: float, bytes_of: Sizes) -> list[Operator]:
         most = sum(writes.values())
         reads = {storage: min(size, most) for storage, size in reads.items()}
     launches, passes = LAUNCHES_AND_PASSES.get(name, (1, 1))
+    if name in REDUCTIONS and name != "cumsum" and isinstance(call.arguments[0], Tensor):
+        dims = next((one for one in call.arguments[1:] if isinstance(one, (list, tuple))), None)
+        launches += _is_divided(call.arguments[0], dims)
     fusible, of_rows = name not in NOT_FUSED, name in REDUCTIONS and _is_of_rows(call.arguments)
     return [call.kernel(name, reads, writes, launches=launches, passes=passes, fusible=fusible, of_rows=of_rows)]
 
@@ -287,9 +300,20 @@ def _is_of_rows(arguments: tuple[Any, ...]) -> bool:
     return [dim % x.ndim for dim in dims] == [x.ndim - 1] and x.stride(-1) == 1 and x.shape[-1] <= LONGEST_ROW
 
 
+def _is_divided(x: Tensor, dims: Sequence[int] | None) -> bool:
+    """Returns whether blocks of threads share each result of a reduction along dimensions, or along all of them. Where
+    the kept dimension is the one that is contiguous in memory, each thread of a block has results of its own."""
+    reduced = {dim % x.ndim for dim in dims or range(x.ndim)} if x.ndim else set()
+    numbers = math.prod(x.shape[dim] for dim in reduced)
+    inner = min((dim for dim in range(x.ndim) if x.shape[dim] > 1), key=x.stride, default=None)
+    if inner is None or inner in reduced:
+        return numbers >= DIVIDED_REDUCTION
+    each = math.gcd(4, x.shape[inner])
+    return numbers * min(x.numel() // max(1, numbers), RESULTS_OF_BLOCK * each) >= DIVIDED_REDUCTION
+
+
 def converted_by_cudnn(x: Tensor, result: Tensor, groups: int, *, compiled: bool) -> list[Tensor]:
-    """Returns the tensors of a convolution that cuDNN converts between the layouts NCHW and NHWC, by a kernel each and
-    in a workspace.
+    """Returns the activations of a convolution that cuDNN converts between the layouts NCHW and NHWC in a workspace.
 
     Its kernels for tensor cores compute in NHWC. Those of TF32 write NCHW themselves, as their names say: tf32f32 ...
     nhwckcrs_nchw, and f16f16 ... nhwckrsc_nhwc. Depthwise convolutions do not use tensor cores. torch hands sequences
@@ -303,11 +327,23 @@ def converted_by_cudnn(x: Tensor, result: Tensor, groups: int, *, compiled: bool
     return [x, result] if x.dtype.itemsize == 2 else [x]
 
 
-def _layouts(call: _Call, x: Tensor, result: Tensor, groups: int, bytes_of: Sizes) -> list[Operator]:
-    if not call.cudnn:
-        return []
-    converted = converted_by_cudnn(x, result, groups, compiled=call.region is not None)
-    return [call.kernel("layout", bytes_of([one]), bytes_of([one]), fusible=False) for one in converted]
+def _product(call: _Call, kernel: Operator, tensors: Sequence[Tensor], groups: int, bytes_of: Sizes) -> list[Operator]:
+    """Returns the kernel of a convolution, or of a product of its backward pass, with those that convert its layouts.
+    The tensors are its input, result and weight.
+
+    Both operands and the result are converted (a convolution in 16 bits is 4 kernels: https://arxiv.org/abs/2512.23236,
+    section 5, on an H100), except that forward kernels of TF32 read weights and write results in NCHW; those of the
+    backward pass are named tf32f32 ... nhwckrsc_nhwc.
+    """
+    x, result, _ = tensors
+    made = [kernel]
+    if call.cudnn and converted_by_cudnn(x, result, groups, compiled=call.region is not None):
+        converted = tensors if x.dtype.itemsize == 2 or call.name == "convolution_backward" else tensors[:1]
+        made += [call.kernel("layout", bytes_of([one]), bytes_of([one]), fusible=False) for one in converted]
+    if call.cudnn and GROUP_BY_GROUP and 1 < groups < x.shape[1]:
+        for one in made:
+            one.launches = groups
+    return made
 
 
 def cudnn_workspace(function: Any, arguments: tuple[Any, ...], made: Any, *, compiled: bool) -> int:
@@ -329,8 +365,8 @@ def _convolution(call: _Call, flops: float, bytes_of: Sizes) -> list[Operator]:
     result = call.made
     rows = result.numel() / result.shape[1]
     tiles = _tiles(rows, result.shape[1])
-    made = [call.kernel("convolution", bytes_of([x, weight]), call.writes, flops, tiles, fusible=False)]
-    made += _layouts(call, x, result, call.arguments[8], bytes_of)
+    kernel = call.kernel("convolution", bytes_of([x, weight]), call.writes, flops, tiles, fusible=False)
+    made = _product(call, kernel, [x, result, weight], call.arguments[8], bytes_of)
     if bias is not None:
         made.append(call.kernel("bias", {**call.writes, **bytes_of([bias])}, call.writes))
     return made
@@ -346,16 +382,17 @@ def _convolution_backward(call: _Call, flops: float, bytes_of: Sizes) -> list[Op
     needed = call.arguments[-1]
     each = flops / max(1, sum(needed[:2]))
     made = []
-    for _ in range(sum(needed[:2])):  # Both products convert as many activations as the convolution.
-        made += _layouts(call, x, gradient, call.arguments[9], bytes_of)
     if needed[0]:
         reads, tiles = bytes_of([gradient, weight]), _tiles(x.numel() / x.shape[1], x.shape[1])
         made.append(call.kernel("input gradient", reads, bytes_of(call.made[:1]), each, tiles, fusible=False))
     if needed[1]:
         reads = bytes_of([gradient, x])
         made.append(call.kernel("weight gradient", reads, bytes_of(call.made[1:2]), each, fusible=False))
+    tensors, groups = [x, gradient, weight], call.arguments[9]
+    made = [one for kernel in made for one in _product(call, kernel, tensors, groups, bytes_of)]
     if needed[2]:
-        made.append(call.kernel("sum", bytes_of([gradient]), bytes_of([call.made[2]])))
+        launches = 1 + _is_divided(gradient, [dim for dim in range(gradient.ndim) if dim != 1])
+        made.append(call.kernel("sum", bytes_of([gradient]), bytes_of([call.made[2]]), launches=launches))
     return made
 
 

@@ -96,15 +96,54 @@ def test_cudnn_converts_to_nhwc_and_back_where_the_layout_is_nchw():
         kernels = kernel_costs(timeline.log.operators)
         return [kernel.bytes / MB for kernel in kernels if kernel.name == "layout"]
 
-    x, y = 16 * 64 * 1024 * 2 / MB, 16 * 96 * 1024 * 2 / MB
-    assert converted() == pytest.approx(
-        [2 * x, 2 * y] * 3
-    )  # The convolution and the two products of its backward pass.
-    assert converted(torch.float32) == pytest.approx([4 * x] * 3)  # TF32 writes NCHW.
-    assert converted(pixels=(1024,)) == pytest.approx([2 * x, 2 * y] * 3)
+    x, y, weight = (numbers * 2 / MB for numbers in (16 * 64 * 1024, 16 * 96 * 1024, 96 * 64 * 9))
+    assert converted() == pytest.approx([2 * x, 2 * y, 2 * weight] * 3)  # Forward, and both products of the way back.
+    fp32 = [4 * x, *[4 * x, 4 * y, 4 * weight] * 2]  # TF32 reads weights and writes NCHW, but not in the backward pass.
+    assert converted(torch.float32) == pytest.approx(fp32)
+    assert converted(pixels=(1024,)) == pytest.approx([2 * x, 2 * y, 2 * weight / 3] * 3)
     assert converted(layout=torch.channels_last) == converted(groups=64) == converted(device="cpu") == []
     assert converted(compiled=True) == []  # Inductor has pictures in NHWC, and leaves sequences as they are.
     assert converted(pixels=(1024,), compiled=True) == converted(pixels=(1024,))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "launches"),
+    [(torch.bfloat16, [16 * 4, 16 * 4, 16 * 4]), (torch.float32, [16 * 2, 16 * 4, 16 * 4])],
+)
+def test_each_group_is_a_convolution_with_its_conversions(dtype, launches):
+    """Four groups in a compiled region or without one: each of the 3 products, with 3 conversions, or 1 in TF32."""
+
+    def products(groups, *, compiled=False):
+        timeline = MemoryTimeline.on("cuda")
+        with on_fake_tensors(), timeline.watching():
+            x = torch.empty(2, 64, 1000, dtype=dtype, requires_grad=True)
+            weight = torch.empty(64, 64 // groups, 3, dtype=dtype, requires_grad=True)
+            function = timeline.in_region(F.conv1d) if compiled else F.conv1d
+            made = function(x, weight, padding=1, groups=groups)
+            made.backward(torch.empty_like(made))
+        found = kernel_costs(timeline.log.operators)
+        starts = [index for index, kernel in enumerate(found) if kernel.name != "layout"]
+        ends = [*starts[1:], len(found)]
+        return [sum(kernel.launches for kernel in found[a:b]) for a, b in zip(starts, ends, strict=True)]
+
+    assert products(16) == products(16, compiled=True) == launches
+    assert products(1) == [count // 16 for count in launches]
+    assert products(64) == [1, 1, 1]  # Depthwise ones have kernels for all channels.
+
+
+def test_a_reduction_that_blocks_share_clears_their_counters():
+    """By setReduceConfig of torch's Reduce.cuh, computed by hand: blocks of 512 threads that add 256 numbers each."""
+
+    def launches(shape, dims, layout=torch.contiguous_format):
+        found = recorded(lambda _: torch.empty(shape).to(memory_format=layout).sum(dims))
+        return found[-1].launches
+
+    assert [launches((512, 255), None), launches((512, 256), None)] == [1, 2]
+    assert [launches((8, 4, 16383), (0, 2)), launches((8, 4, 16384), (0, 2))] == [1, 2]
+    # Channels last: a block of 128 threads has 64 of 4 channels each, which 2 rows of threads share.
+    last = torch.channels_last
+    assert [launches((n, 64, 8, 8), (0, 2, 3), last) for n in (31, 32)] == [1, 2]
+    assert launches((1000, 1000), 1) == 1
 
 
 def test_views_and_empty_tensors_are_no_kernels():
