@@ -45,8 +45,8 @@ DIVIDED_REDUCTION = 256 * 512
 RESULTS_OF_BLOCK = 32
 # Whether cuDNN computes each group of a grouped convolution as a convolution of its own, with its conversions. A guess,
 # not measured: NVIDIA's profiler takes each kernel of such a convolution for one group's, except those of the direct
-# kernels for all groups (https://github.com/NVIDIA/PyProf, pyprof/prof/conv.py); which are chosen, and whether all
-# groups are converted at once, only a profile of grouped convolutions on a GPU can show.
+# kernels for all groups (https://github.com/NVIDIA/PyProf, pyprof/prof/conv.py). Which are chosen, and whether all
+# groups are converted at once, is what the probe of convolutions in `benchmarks/gpu.sh measure` shows.
 GROUP_BY_GROUP = True
 FOURIER_PASSES = 2  # A transform of cuFFT reads and writes its data about twice.
 FOREACH_TENSORS = 50  # Tensors that a launch of a foreach kernel takes.
