@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gputrain.planner.memory.fake_runtime import PLAIN, ctc_loss
+from gputrain.planner.memory.fake_runtime import ctc_loss
 
 CUDA = torch.device("cuda", 0)
 PACKAGE = str(Path(__file__).parents[2] / "gputrain")
@@ -38,6 +38,20 @@ CPU_TYPE, XLA_TYPE = 0, 9  # numbers of c10::DeviceType
 # has none of; XLA's have no streams, and the rules of CUDA's autocast hold for both.
 ALIAS = torch.device("xla", 0)
 NAMES = (CUDA, torch.device("cuda"), "cuda", "cuda:0")
+
+aten = torch.ops.aten
+
+# The outputs of these operators follow from their kernels for the meta device, without FakeTensorMode's checks.
+PLAIN = {
+    aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default,
+    aten.expand.default, aten.unsqueeze.default, aten.detach.default, aten.alias.default, aten._to_copy.default,
+    aten.mm.default, aten.bmm.default, aten.addmm.default, aten.neg.default, aten.add.Tensor, aten.add_.Tensor,
+    aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.div_.Scalar, aten.sum.dim_IntList, aten.bernoulli_.float,
+    aten.gelu.default, aten.gelu_backward.default, aten.silu.default, aten.relu.default,
+    aten.threshold_backward.default, aten.native_layer_norm.default, aten.native_layer_norm_backward.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+}  # fmt: skip
 TO_DEVICE, TO_HOST = "host to device", "device to host"
 
 

@@ -3,11 +3,12 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     FakeTensor,
@@ -17,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gputrain.errors import UserError
 from gputrain.hw.plan import Plan
@@ -27,20 +28,7 @@ from gputrain.planner.memory.timeline import MemoryTimeline
 F = TypeVar("F", bound=Callable[..., Any])
 Rules = Literal["cuda", "cpu"]
 aten = torch.ops.aten
-
-# These operators make up most of a transformer's step, and their outputs follow from their kernels for the meta device.
-# FakeTensorMode calls the same kernels, but first checks a dozen special cases, which takes 0.2 to 0.5 ms.
-PLAIN = {
-    aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default,
-    aten.expand.default, aten.unsqueeze.default, aten.detach.default, aten.alias.default, aten._to_copy.default,
-    aten.mm.default, aten.bmm.default, aten.addmm.default, aten.neg.default, aten.add.Tensor, aten.add_.Tensor,
-    aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.div_.Scalar, aten.sum.dim_IntList, aten.bernoulli_.float,
-    aten.gelu.default, aten.gelu_backward.default, aten.silu.default, aten.relu.default,
-    aten.threshold_backward.default, aten.native_layer_norm.default, aten.native_layer_norm_backward.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-}  # fmt: skip
-
+CPU = torch.device("cpu")
 
 # Losses apply these operators to labels, masks and lengths; none has more results than inputs.
 OF_VALUES = {
@@ -104,28 +92,72 @@ def _errors_not_logged() -> Iterator[None]:
         logger.removeFilter(is_no_error)
 
 
-class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """FakeTensorMode for tensors on one device, with a shortcut for the operators in `PLAIN`.
+@dataclass
+class _KnownOperator:
+    """An operator, and its results for arguments of which the shapes are known."""
 
-    Integers that have values, such as labels, keep them through the operators in `OF_VALUES`. A single number that is
-    drawn has a value too, which FakeTensorMode carries through operators until they meet a tensor without values.
+    operator: Any
+    of_values: bool
+    draws: bool
+    makes_views: bool
+    results: dict[Any, "_Results"] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, func: Any) -> "_KnownOperator":
+        # Functions that consist of others, such as `to`, may copy.
+        makes_views = func is aten._unsafe_view.default or (func.is_view and not func._can_decompose())
+        return cls(func, func in OF_VALUES, func in UNIFORM or func in BERNOULLI, makes_views)
+
+
+class _Results(NamedTuple):
+    """The results of an operator: each is a new tensor of a shape, strides and a dtype, an argument, or None."""
+
+    group: type | None  # A tuple or a list; None: there is one result.
+    each: list[tuple[Any, ...] | int | str | None]  # int and str: the position or the name of the argument.
+
+
+class _NotOfShapes(Exception):
+    """An argument has values, or is not one of this mode's dense tensors."""
+
+
+class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """FakeTensorMode for tensors on one device, which finds the results of an operator once for equal arguments.
+
+    Blocks of a model repeat each other, and for most operators FakeTensorMode takes 0.2 to 1 ms. Integers that have
+    values, such as labels, keep them through the operators in `OF_VALUES`. A single number that is drawn has a value
+    too, which FakeTensorMode carries through operators until they meet a tensor without values.
     """
+
+    known: ClassVar[dict[int, _KnownOperator]] = {}  # By identity, because operators take long to be hashed.
 
     def __init__(self, draws: Draws) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.draws = draws
         self.any_drawn = False
+        self.cache_enabled = False  # torch's cache takes ten times as long to answer as `known`.
+        self.attributes = dict(vars(FakeTensor(self, torch.empty(0, device="meta"), CPU)))
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in OF_VALUES and _all_have_values(args):
-            with unset_fake_temporarily():
-                return func(*args, **kwargs)
-        if func is aten._local_scalar_dense.default:
-            self.draws.decided |= self.any_drawn and isinstance(args[0], FakeTensor) and args[0].constant is not None
-        made = self._shapes_of(func, types, args, kwargs)
-        if func in UNIFORM or func in BERNOULLI:
-            self._draw(func, made, args)
+        if func is torch.ops.prim.device.default:  # A third of all calls.
+            return args[0].fake_device
+        if not isinstance(func, OpOverload):
+            return super().dispatch(func, types, args, kwargs)
+        kwargs, known = kwargs or {}, self.known.get(id(func))
+        if known is None:
+            known = self.known[id(func)] = _KnownOperator.of(func)
+        with torch._C.DisableTorchFunction():  # Finding shapes is no part of the step.
+            try:
+                made = self._of_shapes(known, types, args, kwargs)
+            except _NotOfShapes:
+                if known.of_values and _all_have_values(args):
+                    with unset_fake_temporarily():
+                        return func(*args, **kwargs)
+                if func is aten._local_scalar_dense.default:
+                    drawn = self.any_drawn and isinstance(args[0], FakeTensor) and args[0].constant is not None
+                    self.draws.decided |= drawn
+                made = super().dispatch(func, types, args, kwargs)
+            if known.draws:
+                self._draw(func, made, args)
         return made
 
     def _draw(self, func: Any, made: FakeTensor, args: Any) -> None:
@@ -148,33 +180,84 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.fake_tensor_converter.add_constant_storage_mapping(made)
         self.any_drawn = True
 
-    def _shapes_of(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Returns what the operator makes, as fake tensors."""
-        if func not in PLAIN or "device" in kwargs or not all(map(self._has_shape_alone, args)):
-            return super().dispatch(func, types, args, kwargs)
-        with in_kernel_invocation_manager(self):
-            made = func(*args, **kwargs)
-        return tuple(map(self._faked, made)) if isinstance(made, tuple) else self._faked(made)
+    def _of_shapes(self, known: _KnownOperator, types: Any, args: Any, kwargs: Any) -> Any:
+        """Returns the results of an operator. Raises _NotOfShapes if they may depend on values."""
+        described = self._described((*args, *kwargs, *kwargs.values()))
+        if known.makes_views:
+            with in_kernel_invocation_manager(self):
+                made = known.operator(*args, **kwargs)
+            return type(made)(map(self._faked, made)) if isinstance(made, (tuple, list)) else self._faked(made)
+        if described not in known.results:
+            made = super().dispatch(known.operator, types, args, kwargs)
+            # Operators that change the shape of an argument are not known.
+            learnt = described == self._described((*args, *kwargs, *kwargs.values())) and _results(made, args, kwargs)
+            if not learnt:
+                return made
+            known.results[described] = learnt  # torch has references to what it made, which nn.Module.to refuses.
+        group, results = known.results[described]
+        each = [
+            self._new(*one) if type(one) is tuple else args[one] if type(one) is int else kwargs.get(one)
+            for one in results
+        ]
+        return group(each) if group else each[0]
 
-    def _has_shape_alone(self, value: Any) -> bool:
-        """Returns whether an argument is not a tensor, or is a fake tensor of this mode on the CPU without values."""
-        if not isinstance(value, Tensor):
-            return True
-        return (
-            type(value) is FakeTensor
-            and value.fake_mode is self
-            and value.constant is None
-            and value.fake_device.type == "cpu"
-        )
+    def _described(self, values: Iterable[Any]) -> tuple[Any, ...]:
+        """Returns what the shapes of an operator's results depend on. The numbers 1, 1.0 and True are different."""
+        found: list[Any] = []
+        for value in values:
+            kind = type(value)
+            if kind is FakeTensor:
+                own = value.fake_mode is self and value._fake_device == CPU and value.layout is torch.strided
+                if value.constant is not None or not own:
+                    raise _NotOfShapes
+                found += (value.shape, value.stride(), value.dtype)
+            elif kind is list or kind is tuple:
+                found.append(self._described(value))
+            elif isinstance(value, Tensor):
+                raise _NotOfShapes
+            else:
+                found += (kind, value)
+        return tuple(found)
+
+    def _new(self, shape: Any, stride: Any, dtype: torch.dtype) -> Any:
+        return self._faked(torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
 
     def _faked(self, made: Any) -> Any:
-        plain = isinstance(made, Tensor) and not isinstance(made, FakeTensor)
-        return FakeTensor(self, made, torch.device("cpu")) if plain else made
+        """Returns a fake tensor for one on the meta device, with the attributes that FakeTensor's constructor sets."""
+        if not isinstance(made, Tensor) or isinstance(made, FakeTensor):
+            return made
+        fake: FakeTensor = Tensor._make_subclass(
+            FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=CPU
+        )
+        fake.__dict__.update(self.attributes)
+        return fake
 
 
 def _bounds(low: float = 0.0, high: float = 1.0) -> tuple[float, float]:
     """Returns the arguments of uniform_, with its defaults."""
     return low, high
+
+
+def _results(made: Any, args: Any, kwargs: Any) -> _Results | None:
+    """Returns the results of an operator that made these; None if one has values or shares memory without being an
+    argument."""
+    group = list if isinstance(made, list) else tuple if isinstance(made, tuple) else None
+    given = {id(value): name for name, value in (*enumerate(args), *kwargs.items()) if isinstance(value, Tensor)}
+    memory = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+    each: list[Any] = []
+    for one in made if group else [made]:
+        if one is None or id(one) in given:
+            each.append(None if one is None else given[id(one)])
+            continue
+        if type(one) is not FakeTensor or one.constant is not None or one._fake_device != CPU:
+            return None
+        if one.layout is not torch.strided or one.untyped_storage()._cdata in memory:
+            return None
+        alone = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
+        if alone.untyped_storage().nbytes() != one.untyped_storage().nbytes():
+            return None
+        each.append((one.shape, one.stride(), one.dtype))
+    return _Results(group, each)
 
 
 def _all_have_values(arguments: Sequence[Any]) -> bool:

@@ -2,7 +2,6 @@
 operators of the step."""
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,10 +10,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 from gputrain.planner.memory.allocator import CachingAllocator, MemoryBlock, PlainAllocator, StorageEvent, rounded
-from gputrain.planner.time.flops import OperatorMode
+from gputrain.planner.time.flops import OperatorMode, StorageNumbers
 from gputrain.planner.time.operators import OperatorLog, cudnn_workspace
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -33,8 +31,11 @@ class MemoryTimeline:
     kinds: list[str] = field(default_factory=list)  # Kind of each storage.
     log: OperatorLog = field(default_factory=OperatorLog)  # Operators that compute or write.
     _fused: int = 0  # Nesting depth of fused functions.
-    _known: Any = field(default_factory=WeakIdKeyDictionary)  # Numbers of the living storages.
+    _numbers: StorageNumbers = field(init=False)
     _forgotten: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._numbers = StorageNumbers(self._remove, len(self.kinds))
 
     @classmethod
     def on(cls, device: str) -> "MemoryTimeline":
@@ -121,8 +122,9 @@ class MemoryTimeline:
         """Notes a workspace of an operator, which is freed when the operator ends; 0: it has none."""
         if not size:
             return
+        self.events += [StorageEvent(len(self.kinds), size), StorageEvent(len(self.kinds), 0)]
         self.kinds.append("workspace")
-        self.events += [StorageEvent(len(self.kinds) - 1, size), StorageEvent(len(self.kinds) - 1, 0)]
+        self._numbers.count += 1
 
     def _see(self, made: Any) -> bool:
         """Numbers the results of an operator. Returns whether one of them was new."""
@@ -133,16 +135,15 @@ class MemoryTimeline:
         return len(self.kinds) > before
 
     def _number(self, tensor: Tensor) -> int:
-        storage = tensor.untyped_storage()
-        if storage not in self._known:
-            number, size = len(self.kinds), storage.nbytes()
-            self._known[storage] = number
+        number = self._numbers.of(tensor)
+        if number == len(self.kinds):
             in_backward = torch._C._current_graph_task_id() != -1  # Autograd's engine is running.
             self.kinds.append("workspace" if in_backward else "activations")
-            if size:
+            if size := tensor.untyped_storage().nbytes():
                 self.events.append(StorageEvent(number, size))
-                weakref.finalize(storage, self._remove, number)
-        return int(self._known[storage])
+            else:
+                self._forgotten.add(number)
+        return number
 
     def _remove(self, number: int) -> None:
         if number not in self._forgotten:

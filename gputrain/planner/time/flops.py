@@ -1,9 +1,12 @@
-"""Formulas for the FLOPs of operators, and their count on fake tensors."""
+"""Formulas for the FLOPs of operators, their count on fake tensors, and numbers of the storages that they use."""
 
 import math
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, shape_wrapper
@@ -57,6 +60,26 @@ COUNTS = {
     **flop_registry,
     **{operator: shape_wrapper(count) for operator, count in FURTHER.items()},  # type: ignore[no-untyped-call]
 }
+
+
+class StorageNumbers:
+    """Numbers storages in the order in which they are first seen, and calls `released` with the number of each that
+    leaves the memory."""
+
+    def __init__(self, released: Callable[[int], None] = lambda number: None, count: int = 0) -> None:
+        self.count, self.released = count, released
+        self._living: dict[int, tuple[int, Any]] = {}  # By address: the number, and the reference that sees the end.
+
+    def of(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address not in self._living:
+            self._living[address] = (self.count, weakref.ref(storage, lambda _: self._end(address)))
+            self.count += 1
+        return self._living[address][0]
+
+    def _end(self, address: int) -> None:
+        self.released(self._living.pop(address)[0])
 
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
-from gputrain.planner.time.flops import COUNTS
+from gputrain.planner.time.flops import COUNTS, StorageNumbers
 
 aten = torch.ops.aten
 
@@ -113,8 +112,7 @@ class OperatorLog:
     operators: list[Operator] = field(default_factory=list)
     cudnn: bool = False  # cuDNN computes the convolutions.
     _region: Region | None = None
-    _known: Any = field(default_factory=WeakIdKeyDictionary)  # Numbers of the living storages.
-    _numbered: int = 0
+    _numbers: StorageNumbers = field(default_factory=StorageNumbers)
     _gradients: set[int] = field(default_factory=set)  # Storages of gradients that an earlier micro-batch has made.
 
     @property
@@ -139,11 +137,11 @@ class OperatorLog:
 
     def note_gradients(self, gradients: Iterable[Tensor | None]) -> None:
         """Notes gradients that stand for those of an earlier micro-batch, until something is added to them."""
-        self._gradients.update(self._number(gradient) for gradient in gradients if gradient is not None)
+        self._gradients.update(self._numbers.of(gradient) for gradient in gradients if gradient is not None)
 
     def is_untouched(self, gradient: Tensor) -> bool:
         """Returns whether nothing has been added to a gradient since it was noted."""
-        return self._number(gradient) in self._gradients
+        return self._numbers.of(gradient) in self._gradients
 
     @contextmanager
     def _within(self, region: Region) -> Iterator[None]:
@@ -192,8 +190,8 @@ class OperatorLog:
             return
         read, results = _tensors((arguments, named)), _tensors(made)
         mutable = function._schema.is_mutable
-        known = {self._number(tensor) for tensor in read}
-        written = results if mutable else [tensor for tensor in results if self._number(tensor) not in known]
+        known = {self._numbers.of(tensor) for tensor in read}
+        written = results if mutable else [tensor for tensor in results if self._numbers.of(tensor) not in known]
         if mutable and not results:
             given = zip(function._schema.arguments, arguments, strict=False)
             written = _tensors([value for one, value in given if one.alias_info and one.alias_info.is_write])
@@ -216,17 +214,10 @@ class OperatorLog:
         """Returns the bytes by storage. A tensor that repeats its elements has those of its storage."""
         found: dict[int, float] = {}
         for tensor in tensors:
-            number = self._number(tensor)
+            number = self._numbers.of(tensor)
             size = min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
             found[number] = max(found.get(number, 0.0), float(size))
         return found
-
-    def _number(self, tensor: Tensor) -> int:
-        storage = tensor.untyped_storage()
-        if storage not in self._known:
-            self._numbered += 1
-            self._known[storage] = self._numbered
-        return int(self._known[storage])
 
 
 @dataclass(slots=True)
