@@ -84,7 +84,7 @@ def autoencoder(cell: Cell, model: str, part: str, size: int, batch: int, with_w
             result = made.decode(given).sample if decodes else made.encode(given).latent_dist.mean
         before = CachingAllocator()
         before_bytes, _ = weights.peak(before)
-        found = MemoryEstimate.of(timeline, timeline.log.operators, (), 0.0, CachingAllocator())
+        found = MemoryEstimate.of(timeline, timeline.log.operators, (), CachingAllocator())
         del result
     whole = of_step(found, find_gpu(cell.gpu))
     if with_weights:
@@ -246,7 +246,7 @@ def gpt2(cell: Cell, compiled: bool = False) -> Predicted:
             end = len(timeline.log.operators)
             optimizer.step()
     operators = timeline.log.operators
-    found = MemoryEstimate.of(timeline, operators[:end], operators[end:], 0.0, CachingAllocator())
+    found = MemoryEstimate.of(timeline, operators[:end], operators[end:], CachingAllocator())
     return of_step(found, find_gpu(cell.gpu), compiled=True)
 
 

@@ -24,6 +24,11 @@ def cache_folder() -> Path:
     return temporary_folder()
 
 
+def plan_folder() -> Path:
+    """Return the folder for what plans have been made of."""
+    return cache_folder() / "plans"
+
+
 @functools.cache
 def say_once(message: str) -> None:
     log.info("%s", message)

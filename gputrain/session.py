@@ -140,7 +140,7 @@ def train_model(work: KindWork[S], settings: S, console: Console) -> None:
         data = work.open_data(settings)
         run.data = data.digests()
         stages = work.stages(data.begin(settings, run, runtime))
-    session.planner = ModelPlanner(replace(work, sizes=data.sizes))
+    session.planner = ModelPlanner(replace(work, sizes=data.sizes), keeps=True)
     for index in stages_ahead(run.progress, len(stages), onwards=run.continues_beyond_end):
         with timed_part("planning"), console.status("planning the training") if run.group.leads else nullcontext():
             stage, start = session.begin_stage(stages, index, data)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import itertools
 import os
 import signal
 import sys
@@ -32,6 +33,16 @@ if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_I
 # The process that only distributes tests to others imports neither them nor torch, so that the others begin at once.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+
+TESTS = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def plans_of_one_test(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep no plan beyond a test, since many tests replace what a plan depends on."""
+    folder = tmp_path_factory.getbasetemp() / "plans" / str(next(TESTS))
+    monkeypatch.setattr("gputrain.caches.plan_folder", lambda: folder)
 
 
 # Packages that the tests alone need. A test, or a file of tests, that imports a missing one is skipped by its name.

@@ -261,7 +261,7 @@ def plan_target(settings: TrainAsr, architecture: Mapping[str, Any], clip: ClipS
     def load(items: int = settings.schedule.whole_batch) -> list[ClipBatch]:
         return empty_bucket(items, clip, clip.frames * STRIDE)
 
-    return PlanTarget(build, load)
+    return PlanTarget(build, load, is_proportional=lambda items: True, whole_batch=settings.schedule.whole_batch)
 
 
 def masked_spans(draws: BatchDraws, counts_B: Tensor, most: int, *, share: float, length: int) -> Tensor:

@@ -3,6 +3,7 @@
 GB is 1e9 bytes.
 """
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -17,13 +18,15 @@ from gputrain.hw.plan import Cards, Hardware, Plan, Setting
 from gputrain.hw.probe import Machine
 from gputrain.planner.memory.fit import BUDGET_SHARE, Fit, MemoryBudget, MemoryModel, budget_gb, fit
 from gputrain.planner.memory.predict import least_gb, memory_models, prediction_key
+from gputrain.planner.plan_cache import kept_model
 from gputrain.planner.target import target_machines
 from gputrain.planner.time.roofline import DeviceRates, OperatorTime, by_operator
 from gputrain.planner.work import KindWork, S, Variant
 
 log = logging.getLogger(__name__)
 
-WITHOUT_EFFECT = ("saving", "hardware")  # Settings that the memory of a step does not depend on, besides the plan's.
+# Settings that the memory of a step does not depend on, besides the plan's.
+WITHOUT_EFFECT = ("saving", "hardware", "cards")
 # Why a recipe of a kind whose steps can be graphs has none: a graph holds one bucket, and no dropout that is repeated.
 NOT_CAPTURED = "no graph holds several batches (accumulation_steps) or recomputed layers with dropout (checkpointing)"
 NCCL_GB = 1.0  # Memory of a GPU that NCCL's buffers and the buckets of gradients take when several GPUs train together.
@@ -31,9 +34,11 @@ NCCL_GB = 1.0  # Memory of a GPU that NCCL's buffers and the buckets of gradient
 
 @dataclass
 class ModelPlanner(Generic[S]):
-    """Plans trainings of a model. GPUs with the same arithmetic share predictions."""
+    """Plans trainings of a model. GPUs with the same arithmetic share predictions, and with `keeps` later plans do,
+    too, if the model is one of the package."""
 
     work: KindWork[S]
+    keeps: bool = False
     known: dict[object, Callable[[bool], MemoryModel]] = field(default_factory=dict)
     known_least_gb: dict[object, float] = field(default_factory=dict)  # Memory of a step of one item.
 
@@ -46,7 +51,16 @@ class ModelPlanner(Generic[S]):
         """Returns the function that gives the memory model with or without checkpointing."""
         key = self._key(settings, plan)
         if key not in self.known:
-            self.known[key] = memory_models(self.work.target(settings), plan, settings.schedule.batch_size)
+            predicted = memory_models(self.work.target(settings), plan, settings.schedule.batch_size)
+
+            @functools.cache
+            def memory_model(checkpointing: bool) -> MemoryModel:
+                kind = f"{type(self.work).__module__}.{self.work!r}"
+                if not (self.keeps and kind.startswith("gputrain.")):
+                    return predicted(checkpointing)
+                return kept_model((kind, *key, checkpointing), lambda: predicted(checkpointing))
+
+            self.known[key] = memory_model
         return self.known[key]
 
     def least_gb(self, settings: S, plan: Plan, checkpointing: bool) -> float:
@@ -146,7 +160,7 @@ class ModelPlanner(Generic[S]):
 def plan_cards(work: KindWork[S], settings: Any) -> list["CardPlan"]:
     """Returns the plans for every GPU that the options of `plan` ask for."""
     planned = work.planned(settings)
-    return ModelPlanner(planned.work).card_plans(settings.cards, planned.stages, planned.items)
+    return ModelPlanner(planned.work, keeps=True).card_plans(settings.cards, planned.stages, planned.items)
 
 
 @dataclass(frozen=True)

@@ -380,4 +380,4 @@ def plan_target(settings: TrainTts, architecture: VoiceArchitecture, clip: ClipS
     def load(items: int = settings.schedule.whole_batch) -> list[ClipBatch]:
         return empty_bucket(items, clip, clip.frames * architecture.mel.hop_size)
 
-    return PlanTarget(build, load)
+    return PlanTarget(build, load, is_proportional=lambda items: True, whole_batch=settings.schedule.whole_batch)

@@ -21,6 +21,7 @@ from gputrain.hw.runtime import Runtime
 from gputrain.planner.memory.predict import step_flops
 from gputrain.planner.work import PlanTarget
 from gputrain.vae import losses
+from gputrain.vae.attention import SCORES
 from gputrain.vae.config import TrainVae
 from gputrain.vae.data import Picture, as_rgb, centre_crop, to_unit
 from gputrain.vae.discriminator import PatchDiscriminator
@@ -381,7 +382,11 @@ def plan_target(settings: TrainVae) -> PlanTarget:
         size = settings.data.image_size
         return torch.zeros(items, settings.data.image_channels, size, size, dtype=torch.uint8)
 
-    return PlanTarget(build, load)
+    def is_proportional(items: int) -> bool:
+        side = settings.data.image_size // settings.architecture.downsampling
+        return not settings.architecture.mid_block_add_attention or items * side**4 <= SCORES
+
+    return PlanTarget(build, load, is_proportional=is_proportional, whole_batch=settings.schedule.whole_batch)
 
 
 def item_flops(settings: TrainVae, step: int) -> int:

@@ -340,7 +340,10 @@ def target(settings: TrainVocoder) -> PlanTarget:
         samples = frames * settings.spectrogram.hop_size
         return torch.zeros(items, samples, dtype=torch.int16), torch.zeros(items, frames)
 
-    return PlanTarget(build, load)
+    def is_proportional(items: int) -> bool:
+        return not settings.losses.pc_aug  # It shifts a share of the items, rounded up.
+
+    return PlanTarget(build, load, is_proportional=is_proportional, whole_batch=settings.schedule.whole_batch)
 
 
 CLIPS = 4

@@ -48,7 +48,7 @@ def whole_batch(side: int, batch: int, **values) -> float:
 )
 def test_rows_of_the_reference_table(row, monkeypatch):
     """The reference counted tensors alone; cuDNN's workspaces add 0.8 %."""
-    monkeypatch.setattr(timeline, "cudnn_workspace", lambda *arguments, **named: 0)
+    monkeypatch.setattr(timeline, "cudnn_workspace", lambda *arguments, **named: (0, 0))
     side, batch = ROWS[row]
     assert whole_batch(side, batch, lean=False, use_torch_compile=False) == pytest.approx(STOCK[row], rel=0.005)
     assert whole_batch(side, batch) == pytest.approx(LEAN[row], rel=0.05)

@@ -7,10 +7,10 @@ compiler would fuse. GB is 1e9 bytes.
 """
 
 import functools
+import itertools
 import math
-import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -30,7 +30,7 @@ from gputrain.errors import UserError, first_line
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime, is_out_of_memory
-from gputrain.planner.memory.allocator import CachingAllocator, PlainAllocator
+from gputrain.planner.memory.allocator import CachingAllocator, PlainAllocator, StorageEvent
 from gputrain.planner.memory.fake_runtime import Draws, FakeRuntime, on_fake_tensors
 from gputrain.planner.memory.fit import MemoryModel
 from gputrain.planner.memory.timeline import MemoryTimeline
@@ -49,7 +49,6 @@ class MemoryEstimate:
     reserved_gb: float  # Memory that the allocator takes from the device.
     parts: dict[str, float]  # Parameters, gradients, optimizer, activations, workspace.
     flops: int  # FLOPs of the step, with those that checkpointing repeats, without elementwise operations.
-    seconds_to_predict: float
     micro_batch: tuple[KernelCost, ...] = ()  # Kernels of a micro-batch, without those of the optimizer.
     update: tuple[KernelCost, ...] = ()  # Kernels of the optimizer.
     graphs: GraphCost = UNCAPTURED
@@ -65,13 +64,12 @@ class MemoryEstimate:
         timeline: MemoryTimeline,
         micro_batch: Sequence[Operator],
         update: Sequence[Operator],
-        seconds: float,
         allocator: PlainAllocator | CachingAllocator,
     ) -> "MemoryEstimate":
         peak_bytes, parts = timeline.peak(allocator)
         flops = sum(operator.flops for operator in (*micro_batch, *update))
         kernels = (kernel_costs(micro_batch), kernel_costs(update))
-        return cls(peak_bytes / 1e9, allocator.reserved_bytes / 1e9, parts, round(flops), seconds, *kernels)
+        return cls(peak_bytes / 1e9, allocator.reserved_bytes / 1e9, parts, round(flops), *kernels)
 
 
 def predict_step(
@@ -93,23 +91,39 @@ def predict_step(
     them at the upper and at the lower end of their ranges. A step that does not run at one of them, because no trained
     layer is left, does not count.
     """
-    found: list[MemoryEstimate] = []
+    with_draws = watched_steps(target, plan, micro_batch_size, checkpointing, gradients_resident)
+    return largest([step.estimate(_allocator(plan, caching_allocator)) for step in with_draws])
+
+
+def largest(found: Iterable[MemoryEstimate]) -> MemoryEstimate:
+    return max(found, key=lambda each: each.allocated_gb)
+
+
+def watched_steps(
+    target: PlanTarget,
+    plan: Plan,
+    items: int,
+    checkpointing: bool,
+    gradients_resident: bool = True,
+    primes: Sequence[int] = (),
+) -> list["WatchedStep"]:
+    """Returns the step that `watch_step` runs on fake tensors, and if single random numbers decide what the model
+    computes, those with all of them at the upper and at the lower end of their ranges, as far as they run."""
+    found: list[WatchedStep] = []
     failure: DoesNotRun | None = None
     for draws in (Draws("upper"), Draws("lower")):
-        began = time.perf_counter()
         timeline = MemoryTimeline.on(str(plan.device.value))
         try:
             with on_fake_tensors(draws), explained(target.model_name):
                 runtime = FakeRuntime(plan, timeline)
-                step = watch_step(target, runtime, timeline, micro_batch_size, checkpointing, gradients_resident)
-            found.append(step.estimate(time.perf_counter() - began, _allocator(plan, caching_allocator)))
+                found.append(watch_step(target, runtime, timeline, items, checkpointing, gradients_resident, primes))
         except DoesNotRun as error:
             failure = failure or error
         if not draws.decided:
             break
     if failure and not found:
         raise failure
-    return max(found, key=lambda each: each.allocated_gb)
+    return found
 
 
 @dataclass(frozen=True)
@@ -120,10 +134,38 @@ class WatchedStep:
     micro_batch: list[Operator]
     update: list[Operator]  # Operators that follow the gradients: clipping, the optimizers' steps, and averages.
     graphs: GraphCost
+    batch: frozenset[int]  # Storages of the whole batch.
+    items: int
 
-    def estimate(self, seconds: float, allocator: PlainAllocator | CachingAllocator) -> MemoryEstimate:
-        found = MemoryEstimate.of(self.timeline, self.micro_batch, self.update, seconds, allocator)
+    def estimate(self, allocator: PlainAllocator | CachingAllocator) -> MemoryEstimate:
+        found = MemoryEstimate.of(self.timeline, self.micro_batch, self.update, allocator)
         return replace(found, graphs=self.graphs)
+
+    def of_items(self, items: int, whole: int) -> "WatchedStep":
+        """Returns the step on `items` items of a batch of `whole`, from one on a batch of a prime number of items.
+
+        Sizes that the prime divides grow with the items. It divides no others, as it divides no dimension of a weight.
+        """
+        prime = self.items
+
+        def scaled(size: float, items: int = items) -> float:
+            return size if size % prime else size / prime * items
+
+        def operator_of_items(one: Operator) -> Operator:
+            reads, writes = (
+                {number: scaled(size) for number, size in each.items()} for each in (one.reads, one.writes)
+            )
+            tiles = one.tiles / prime * items if writes != one.writes else one.tiles
+            return replace(one, reads=reads, writes=writes, flops=scaled(one.flops), tiles=tiles)
+
+        def event_of_items(one: StorageEvent) -> StorageEvent:
+            grown = scaled(one.bytes - one.weights, whole if one.storage in self.batch else items)
+            return StorageEvent(one.storage, one.weights + round(grown))
+
+        events = list(map(event_of_items, self.timeline.events))
+        computed = list(map(operator_of_items, self.micro_batch))
+        graphs = replace(self.graphs, batch_gb=self.graphs.batch_gb / prime * whole)
+        return replace(self, timeline=MemoryTimeline(events, self.timeline.kinds), micro_batch=computed, graphs=graphs)
 
 
 def watch_step(
@@ -133,16 +175,21 @@ def watch_step(
     items: int,
     checkpointing: bool = False,
     gradients_resident: bool = True,
+    primes: Sequence[int] = (),
 ) -> WatchedStep:
-    """Runs a step of the target on one micro-batch of `items` items, and notes its storages and operators.
+    """Runs a step of the target on one micro-batch of `items` items, or on a batch of a prime number of items, and
+    notes its storages and operators.
 
     The tensors are those of the runtime: fake ones, or real ones.
     """
-    resident = ResidentStep.of(target, runtime, checkpointing, items)
-    recipe, micro_batch, log = resident.recipe, resident.micro_batch(items), timeline.log
+    resident = ResidentStep.of(target, runtime, checkpointing, items, primes)
+    recipe, log = resident.recipe, timeline.log
+    micro_batch = resident.batch if primes else resident.micro_batch(items)
     timeline.note("optimizer", optimizer_tensors(recipe))
-    timeline.note("parameters", weights_of(recipe), batch_tensors(resident.batch))
-    begin = len(timeline.events)
+    timeline.note("parameters", weights_of(recipe))
+    known = len(timeline.kinds)
+    timeline.note("parameters", batch_tensors(resident.batch))
+    batch, begin = frozenset(range(known, len(timeline.kinds))), len(timeline.events)
     computed: list[Operator] = []
     update: list[Operator] = []
     for group in recipe.step_groups:
@@ -169,7 +216,8 @@ def watch_step(
     with timeline.watching():
         recipe.average(resident.step)
     timeline.repeat(begin)
-    return WatchedStep(timeline, computed, update + log.drain(), graph_cost(recipe, resident.batch))
+    graphs = graph_cost(recipe, resident.batch)
+    return WatchedStep(timeline, computed, update + log.drain(), graphs, batch, recipe.size(micro_batch))
 
 
 def graph_cost(recipe: Recipe, batch: Batch) -> GraphCost:
@@ -192,11 +240,16 @@ class ResidentStep:
     step: int
 
     @classmethod
-    def of(cls, target: PlanTarget, runtime: Runtime, checkpointing: bool, items: int = 1) -> "ResidentStep":
-        """Returns the step on the target's largest batch, or on one of `items` items if that is more."""
+    def of(
+        cls, target: PlanTarget, runtime: Runtime, checkpointing: bool, items: int = 1, primes: Sequence[int] = ()
+    ) -> "ResidentStep":
+        """Returns the step on the target's largest batch, or on one of `items` items if that is more; with `primes` on
+        as many items as the first that divides no dimension of a weight."""
         recipe = target.build(runtime, checkpointing)
         step = recipe.peak_memory_step(0)
-        batch = recipe.prepare(target.load(), step)
+        sizes = {size for weight in weights_of(recipe) for size in weight.shape} if primes else set()
+        prime = next((one for one in primes if all(size % one for size in sizes)), None)
+        batch = recipe.prepare(target.load(prime) if prime else target.load(), step)
         if recipe.size(batch) < items:
             batch = recipe.prepare(target.load(items), step)
         for phase in phases_of(recipe):
@@ -276,12 +329,29 @@ def memory_models(target: PlanTarget, plan: Plan, most: int) -> Callable[[bool],
 
     @functools.cache
     def memory_model(checkpointing: bool) -> MemoryModel:
-        one, more = (
-            predict_step(target, plan, micro_batch_size=items, checkpointing=checkpointing) for items in (1, most)
-        )
+        one, more = predict_steps(target, plan, (1, most), checkpointing)
         return memory_model_of(one, more, most, grows=_grows(plan))
 
     return memory_model
+
+
+def predict_steps(target: PlanTarget, plan: Plan, sizes: Sequence[int], checkpointing: bool) -> list[MemoryEstimate]:
+    """Returns the memory of steps on micro-batches of these sizes: of one step, where all of it is proportional to the
+    items or does not depend on them."""
+    primes = primes_from(max(sizes))
+    if not target.is_proportional(primes[-1]):
+        return [predict_step(target, plan, micro_batch_size=size, checkpointing=checkpointing) for size in sizes]
+    steps = watched_steps(target, plan, 1, checkpointing, primes=primes)
+    return [
+        largest(step.of_items(size, target.whole_batch).estimate(_allocator(plan, None)) for step in steps)
+        for size in sizes
+    ]
+
+
+def primes_from(least: int) -> list[int]:
+    """Returns the smallest primes that are at least this number, and more than the sizes of most kernels."""
+    primes = (n for n in itertools.count(max(least, 13)) if all(n % k for k in range(2, math.isqrt(n) + 1)))
+    return list(itertools.islice(primes, 8))
 
 
 def memory_model_of(
@@ -307,8 +377,9 @@ def least_gb(target: PlanTarget, plan: Plan, checkpointing: bool) -> float:
 def prediction_key(plan: Plan) -> tuple[object, ...]:
     """Returns the settings of a plan that a prediction depends on. GPUs that agree in them share predictions."""
     sixteen_bit = plan.precision.value != "fp32"
-    switches = (plan.device, plan.compile, plan.channels_last, plan.expandable_segments)
-    return (sixteen_bit, *(setting.value for setting in switches))
+    bf16_products = plan.tf32.value or plan.precision.value == "bf16"  # FakeRuntime.product_dtype
+    switches = (plan.device, plan.compile, plan.cuda_graphs, plan.channels_last, plan.expandable_segments)
+    return (sixteen_bit, bool(bf16_products), *(setting.value for setting in switches))
 
 
 def _allocator(plan: Plan, caching: bool | None) -> PlainAllocator | CachingAllocator:

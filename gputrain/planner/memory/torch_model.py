@@ -3,7 +3,6 @@
 import copy
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -98,7 +97,7 @@ def measure_training_memory(
     plan = model_plan("cuda" if on_gpu else "cpu")
     target = model_target(model, loss, lambda items: batch, precision, optimizer)
     runtime = Runtime(plan, device, torch.float32, torch.contiguous_format)
-    began, peak = time.perf_counter(), MeasuredPeak()
+    peak = MeasuredPeak()
     if on_gpu:
         torch.cuda.init()  # type: ignore[no-untyped-call]  # Without it the allocator has no counters.
     before_gb = torch.cuda.memory_allocated(device) / 1e9 if on_gpu else 0.0
@@ -108,7 +107,7 @@ def measure_training_memory(
             step = watch_step(target, runtime, MemoryTimeline(), 1, checkpointing)
     finally:
         release_memory()
-    found = replace(step.estimate(time.perf_counter() - began, PlainAllocator()), micro_batch=(), update=())
+    found = replace(step.estimate(PlainAllocator()), micro_batch=(), update=())
     if not on_gpu:
         return found
     # The timeline counts the results of operators; the rest of the measured peak is what operators need to run.

@@ -11,4 +11,4 @@ from gputrain.planner.work import PlanTarget
 def measured_peak_gb(target: PlanTarget, plan: Plan, items: int, checkpointing: bool) -> float:
     """Returns the peak of a step on one micro-batch of real tensors, with gradients in memory before it."""
     step = watch_step(target, apply(plan), MemoryTimeline(), items, checkpointing)
-    return step.estimate(0.0, PlainAllocator()).allocated_gb
+    return step.estimate(PlainAllocator()).allocated_gb
