@@ -6,6 +6,7 @@ Shapes: B items (clips), S symbols, N frequencies, C channels, T frames, L sampl
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +74,7 @@ class VoiceBatch:
         """Returns all items with zeros up to so many symbols and frames, which no part loses."""
         sizes = {"ids_BS": symbols, "duration_noise_B2S": symbols, "spectrogram_BNT": frames, "noise_BCT": frames}
         sizes["wave_B1L"] = frames * hop_size
-        tensors = {name: _of_length(getattr(self, name), size) for name, size in sizes.items()}
+        tensors: dict[str, Any] = {name: _of_length(getattr(self, name), size) for name, size in sizes.items()}
         clips = len(self.frames)
         return replace(self, **tensors, symbols=(symbols,) * clips, frames=(frames,) * clips)
 
