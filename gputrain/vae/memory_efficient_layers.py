@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from gputrain.vae.norm_arithmetic import Arithmetic, activated
+from gputrain.vae.norm_arithmetic import Arithmetic
 
 
 class Features(NamedTuple):
@@ -86,9 +86,11 @@ class _NormSiluConv(torch.autograd.Function):
         arithmetic: Arithmetic,
         reflected: bool,
     ) -> tuple[Tensor, Tensor]:
-        active_BCHW, mean_BG, rstd_BG = activated(
-            x_BCHW, norm_weight_C, norm_bias_C, groups, eps, dtype, arithmetic, offset_C
-        )
+        mean_BG, rstd_BG = arithmetic.statistics(x_BCHW, groups, eps, offset_C)
+        # Coefficients are a function of their own: if they were inlined, the compiler would store the activation in
+        # fp32.
+        scale_BC, shift_BC = arithmetic.coefficients(mean_BG, rstd_BG, norm_weight_C, norm_bias_C, offset_C)
+        active_BCHW = arithmetic.activate(x_BCHW, scale_BC, shift_BC, dtype)
         ctx.save_for_backward(x_BCHW, mean_BG, rstd_BG, norm_weight_C, norm_bias_C, weight_KCHW, offset_C)
         ctx.dtype, ctx.arithmetic, ctx.reflected = dtype, arithmetic, reflected
         ctx.set_materialize_grads(False)

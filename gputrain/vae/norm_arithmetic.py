@@ -5,7 +5,9 @@ compute in place and store 16 bits wherever autocast has 16 bits: 54 bytes per b
 and a backward pass, where plain layers move 76. The normalised value and the gradient behind the activation are
 rounded for that, as the convolution's inputs are; sums over pixels and the coefficients stay in fp32.
 
-Gradients are returned in the dtype in which they were computed: autograd casts each to the dtype of its input.
+aten's kernel for CUDA always returns NCHW, and processes each item and group in a single block of threads. These
+operations support any memory format. Gradients are returned in the dtype in which they were computed: autograd casts
+each to the dtype of its input.
 GroupNorm is arXiv:1803.08494, SiLU arXiv:1606.08415.
 
 Shape suffixes: B items, C channels, H height, W width, G groups, D channels of one group.
@@ -42,27 +44,6 @@ class Arithmetic(NamedTuple):
         )  # fmt: skip
 
 
-def activated(
-    x_BCHW: Tensor,
-    weight_C: Tensor,
-    bias_C: Tensor,
-    groups: int,
-    eps: float,
-    dtype: torch.dtype,
-    arithmetic: Arithmetic,
-    offset_C: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns silu(norm(x + offset)) in `dtype`, and mean and 1 / standard deviation of x + offset by item and group.
-
-    aten's kernel for CUDA always returns NCHW, and processes each item and group in a single block of threads. These
-    elementwise operations support any memory format, and torch.compile fuses them.
-    """
-    mean_BG, rstd_BG = arithmetic.statistics(x_BCHW, groups, eps, offset_C)
-    # Coefficients are a separate function: if they were inlined, the compiler would store the activation in fp32.
-    scale_BC, shift_BC = arithmetic.coefficients(mean_BG, rstd_BG, weight_C, bias_C, offset_C)
-    return arithmetic.activate(x_BCHW, scale_BC, shift_BC, dtype), mean_BG, rstd_BG
-
-
 def _statistics(x_BCHW: Tensor, groups: int, eps: float, offset_C: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns mean and 1 / standard deviation of x + offset by item and group, in fp32 or fp64.
 
@@ -91,9 +72,9 @@ def _of_groups(
     """Returns `_statistics` from the variances and means of channels."""
     if offset_C is not None:
         mean_BC = mean_BC + offset_C
-    var_BGD, mean_BGD = (statistic_BC.view(len(var_BC), groups, -1) for statistic_BC in (var_BC, mean_BC))
-    var_BG = var_BGD.mean(2) + mean_BGD.var(2, correction=0)
-    return mean_BGD.mean(2), torch.rsqrt(var_BG + eps)
+    var_BG, mean_BG = torch.var_mean(mean_BC.unflatten(1, (groups, -1)), dim=2, correction=0)
+    var_BG = var_BG + var_BC.unflatten(1, (groups, -1)).mean(2)
+    return mean_BG, torch.rsqrt(var_BG + eps)
 
 
 def _activate(x_BCHW: Tensor, scale_BC: Tensor, shift_BC: Tensor, dtype: torch.dtype) -> Tensor:
@@ -110,15 +91,17 @@ def _coefficients(
     mean_BG: Tensor, rstd_BG: Tensor, weight_C: Tensor, bias_C: Tensor, offset_C: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns scale and shift by item and channel: GroupNorm of x + offset is `scale * x + shift`."""
-    scale_BC = _by_channel(rstd_BG, weight_C.shape[0]) * weight_C
-    mean_BC = _own_means(mean_BG, weight_C.shape[0], offset_C)
-    return scale_BC, torch.addcmul(bias_C.to(scale_BC.dtype), scale_BC, mean_BC, value=-1)
+    weight_GD, bias_GD = (one_C.view(mean_BG.shape[1], -1) for one_C in (weight_C, bias_C))
+    scale_BGD = rstd_BG[:, :, None] * weight_GD
+    shift_BGD = torch.addcmul(bias_GD.to(scale_BGD.dtype), scale_BGD, _own_means(mean_BG, offset_C), value=-1)
+    return scale_BGD.flatten(1), shift_BGD.flatten(1)
 
 
-def _own_means(mean_BG: Tensor, channels: int, offset_C: Tensor | None) -> Tensor:
-    """Returns the mean of each channel's group, (B, C), less the channel's offset: x - own mean = x + offset - mean."""
-    mean_BC = _by_channel(mean_BG, channels)
-    return mean_BC if offset_C is None else mean_BC - offset_C
+def _own_means(mean_BG: Tensor, offset_C: Tensor | None) -> Tensor:
+    """Returns the mean of each channel's group, (B, G, D), less the channel's offset: x - own mean = x + offset - mean.
+    Without an offset it is the same for all channels of a group, (B, G, 1)."""
+    mean_BG1 = mean_BG[:, :, None]
+    return mean_BG1 if offset_C is None else mean_BG1 - offset_C.view(mean_BG.shape[1], -1)
 
 
 def _normalised(x_BCHW: Tensor, scale_BC: Tensor, shift_BC: Tensor) -> Tensor:
@@ -156,7 +139,7 @@ def _gradients(
     active_BCHW = None if active_dtype is None else F.silu(y_BCHW).to(active_dtype)
     grad_y_BCHW = aten.silu_backward.grad_input(grad_BCHW.to(y_BCHW.dtype), y_BCHW, grad_input=y_BCHW)
     grad_x, grad_weight, grad_bias, grad_offset = _norm_gradients(
-        grad_y_BCHW, x_BCHW, mean_BG, rstd_BG, weight_C, offset_C
+        grad_y_BCHW, x_BCHW, scale_BC, mean_BG, rstd_BG, weight_C, offset_C
     )
     if other_BCHW is not None:
         grad_x.add_(other_BCHW)
@@ -186,9 +169,9 @@ def _gradients_in_place(
     products_BCHW = torch.empty_like(x_BCHW, dtype=rstd_BG.dtype)
     torch.addcmul(rstd_BG.new_zeros(1), grad_y_BCHW, x_BCHW, out=products_BCHW)
     sums = _PixelSums.of(grad_y_BCHW, products_BCHW, None if offset_C is None else x_BCHW, rstd_BG.dtype)
-    found = _norm_coefficients(sums, x_BCHW.shape, mean_BG, rstd_BG, weight_C, offset_C)
+    found = _norm_coefficients(sums, x_BCHW.shape, scale_BC, mean_BG, rstd_BG, weight_C, offset_C)
     terms_BCHW = torch.addcmul(_over_pixels(found.r_BC), x_BCHW, _over_pixels(found.q_BC), out=products_BCHW)
-    grad_x_BCHW = torch.addcmul(terms_BCHW, grad_y_BCHW, _over_pixels(found.p_BC), out=grad_BCHW)
+    grad_x_BCHW = torch.addcmul(terms_BCHW, grad_y_BCHW, _over_pixels(scale_BC), out=grad_BCHW)
     if other_BCHW is not None:
         grad_x_BCHW.add_(other_BCHW)
     return grad_x_BCHW, found.weight_C, found.bias_C, found.offset_C, active_BCHW
@@ -210,9 +193,8 @@ class _PixelSums(NamedTuple):
 
 
 class _NormCoefficients(NamedTuple):
-    """The gradient of a norm's input is `p * grad + q * x + r`; and the gradients of weight, bias and offset."""
+    """The gradient of a norm's input is `scale * grad + q * x + r`; and the gradients of weight, bias and offset."""
 
-    p_BC: Tensor
     q_BC: Tensor
     r_BC: Tensor
     weight_C: Tensor
@@ -223,6 +205,7 @@ class _NormCoefficients(NamedTuple):
 def _norm_gradients(
     grad_BCHW: Tensor,
     x_BCHW: Tensor,
+    scale_BC: Tensor,
     mean_BG: Tensor,
     rstd_BG: Tensor,
     weight_C: Tensor,
@@ -230,40 +213,43 @@ def _norm_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Returns the gradients of input, weight, bias and offset from that of norm(x + offset), in its dtype."""
     sums = _PixelSums.of(grad_BCHW, grad_BCHW * x_BCHW, None if offset_C is None else x_BCHW, grad_BCHW.dtype)
-    found = _norm_coefficients(sums, x_BCHW.shape, mean_BG, rstd_BG, weight_C, offset_C)
+    found = _norm_coefficients(sums, x_BCHW.shape, scale_BC, mean_BG, rstd_BG, weight_C, offset_C)
     grad_x_BCHW = torch.addcmul(_over_pixels(found.r_BC), x_BCHW, _over_pixels(found.q_BC))
-    grad_x_BCHW.addcmul_(grad_BCHW, _over_pixels(found.p_BC))
+    grad_x_BCHW.addcmul_(grad_BCHW, _over_pixels(scale_BC))
     return grad_x_BCHW, found.weight_C, found.bias_C, found.offset_C
 
 
 def _norm_coefficients(
-    sums: _PixelSums, shape: torch.Size, mean_BG: Tensor, rstd_BG: Tensor, weight_C: Tensor, offset_C: Tensor | None
+    sums: _PixelSums,
+    shape: torch.Size,
+    scale_BC: Tensor,
+    mean_BG: Tensor,
+    rstd_BG: Tensor,
+    weight_C: Tensor,
+    offset_C: Tensor | None,
 ) -> _NormCoefficients:
     """Returns what follows from the sums for an input of `shape`.
 
     With z = (x + offset - mean) * rstd and <.> the mean over a group, the gradient of the input is
     rstd * (weight * grad - <weight * grad> - z * <weight * grad * z>). The offset's is the sum of that over items and
-    pixels, which follows from sums that are there, and the sum of x.
+    pixels, which follows from sums that are there, and the sum of x. Both means are computed together (first dimension
+    2), and coefficients are multiplied as they are, one for each group: uncompiled, each operation is a launch.
     """
-    B, C, H, W = shape
-    groups = mean_BG.shape[1]
-    mean_BC, rstd_BC = _own_means(mean_BG, C, offset_C), _by_channel(rstd_BG, C)
-    grad_z_sum_BC = (sums.products_BC - mean_BC * sums.grad_BC) * rstd_BC
-
-    pixels = C // groups * H * W
-    mean_grad_BG = (weight_C * sums.grad_BC).view(B, groups, -1).sum(2) / pixels
-    mean_grad_z_BG = (weight_C * grad_z_sum_BC).view(B, groups, -1).sum(2) / pixels
-    p_BC = rstd_BC * weight_C
-    q_BC = _by_channel(-rstd_BG.square() * mean_grad_z_BG, C)
-    r_BC = _by_channel(-rstd_BG * mean_grad_BG, C) - q_BC * mean_BC
-    grad_offset = None
+    groups, pixels = mean_BG.shape[1], shape[2] * shape[3]
+    grad_BGD, products_BGD = (one_BC.unflatten(1, (groups, -1)) for one_BC in (sums.grad_BC, sums.products_BC))
+    mean_BGD, rstd_BG1 = _own_means(mean_BG, offset_C), rstd_BG[:, :, None]
+    grad_z_BGD = torch.addcmul(products_BGD, mean_BGD, grad_BGD, value=-1) * rstd_BG1
+    sums_2BGD = torch.stack((grad_BGD, grad_z_BGD))
+    grad_bias_C, grad_weight_C = sums_2BGD.sum(1).flatten(1)
+    terms_2BG1 = (sums_2BGD * weight_C.view(groups, -1)).mean(3, keepdim=True) * (rstd_BG1 / -pixels)
+    q_BG1 = terms_2BG1[1] * rstd_BG1
+    r_BGD = torch.addcmul(terms_2BG1[0], q_BG1, mean_BGD, value=-1)
+    grad_offset_C = None
     if sums.x_BC is not None:
-        grad_offset = (p_BC * sums.grad_BC + q_BC * sums.x_BC + H * W * r_BC).sum(0)
-    return _NormCoefficients(p_BC, q_BC, r_BC, grad_z_sum_BC.sum(0), sums.grad_BC.sum(0), grad_offset)
-
-
-def _by_channel(statistic_BG: Tensor, channels: int) -> Tensor:
-    return statistic_BG.repeat_interleave(channels // statistic_BG.shape[1], dim=1)
+        of_x_BGD = torch.addcmul(pixels * r_BGD, q_BG1, sums.x_BC.unflatten(1, (groups, -1)))
+        grad_offset_C = torch.addcmul(of_x_BGD.flatten(1), scale_BC, sums.grad_BC).sum(0)
+    q_BC, r_BC = (one_BGD.expand_as(grad_BGD).flatten(1) for one_BGD in (q_BG1, r_BGD))
+    return _NormCoefficients(q_BC, r_BC, grad_weight_C, grad_bias_C, grad_offset_C)
 
 
 def _over_pixels(coefficient_BC: Tensor) -> Tensor:

@@ -236,10 +236,11 @@ def test_arithmetic_equals_that_of_atens_kernels(layout: torch.memory_format) ->
         grad, x, mean, rstd, norm.weight, 3, 8, 20, 4, [True, True, True]
     )
     torch.testing.assert_close(arithmetic._statistics(x, 4, norm.eps), (mean, rstd), rtol=1e-11, atol=0)
-    ours = arithmetic._normalised(x, *arithmetic._coefficients(mean, rstd, norm.weight, norm.bias))
+    scale, shift = arithmetic._coefficients(mean, rstd, norm.weight, norm.bias)
+    ours = arithmetic._normalised(x, scale, shift)
     torch.testing.assert_close(ours, out, rtol=0, atol=1e-11)
     assert ours.stride() == x.stride()
-    *found, _ = arithmetic._norm_gradients(grad, x, mean, rstd, norm.weight)
+    *found, _ = arithmetic._norm_gradients(grad, x, scale, mean, rstd, norm.weight)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
     assert found[0].stride() == x.stride()
 
@@ -265,7 +266,7 @@ def test_sums_of_16_bit_pictures_are_those_of_fp64(layout: torch.memory_format, 
     y = arithmetic._normalised_in(dtype, x, scale, shift)
     torch.testing.assert_close(y, arithmetic._normalised(x.float(), scale, shift).to(dtype), rtol=0, atol=0)
     grad_y = torch.ops.aten.silu_backward(grad, y)
-    statistics = (mean.double(), rstd.double(), weight.double(), offset.double())
+    statistics = (scale.double(), mean.double(), rstd.double(), weight.double(), offset.double())
     expected = arithmetic._norm_gradients(grad_y.double(), x.double(), *statistics)
     found = arithmetic._gradients_in_place(grad, x, scale, shift, mean, rstd, weight, offset, active_dtype=dtype)
     assert found[0] is grad
