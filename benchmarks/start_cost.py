@@ -6,8 +6,8 @@ plan     planning of each published configuration for an H100, as the train comm
          once more with what the first call has left in it. Imports don't count.
 start    from the command to the first step of a training on the CPU, with the imports: until a batch is given to
          `update()`. The data are prepared beforehand by the first checkout.
-compile  what torch.compile and Triton do for a step on an H100, on shapes: the time within torch's compiler, and that of
-         Triton for one configuration of every kernel.
+compile  what torch.compile and Triton do for a step on an H100, on shapes: the time within torch's compiler, and that
+         of Triton for one configuration of every kernel.
 
 Every figure is that of a process of its own, with its children, in turns over the checkouts (default: this one). The
 machine should do nothing else meanwhile.
@@ -83,7 +83,8 @@ def plan(name: str) -> dict[str, float]:
     began = cpu_seconds()
     switches = work.decide(machine, settings.hardware)
     budget = memory_budget(machine, switches, settings.hardware, DeviceRates.published(gpu, tf32=True))
-    _, found = ModelPlanner(work).plan(settings, switches, budget)
+    keeps = {"keeps": True} if "keeps" in vars(ModelPlanner) else {}  # Earlier checkouts keep nothing.
+    _, found = ModelPlanner(work, **keeps).plan(settings, switches, budget)
     return {"cpu_seconds": cpu_seconds() - began, "peak_gb": found.predicted_peak_gb}
 
 
@@ -153,8 +154,9 @@ CASES = {"plan": PLANS, "start": tuple(STARTS), "compile": COMPILED}
 
 def measured(part: str, name: str, tree: Path, data: Path, caches: Path) -> dict[str, float]:
     """Returns what a child process of a checkout finds, or raises SystemExit with the end of what it printed."""
+    folders = {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton")}
     environment = {**os.environ, "PYTHONPATH": str(tree), "XDG_CACHE_HOME": str(caches), "OMP_NUM_THREADS": "1",
-                   "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton")}  # fmt: skip
+                   **folders}  # fmt: skip
     command = [sys.executable, "-W", "ignore", __file__, "--child", part, name]
     done = subprocess.run(command, cwd=data, env=environment, capture_output=True, text=True, check=False)
     try:
