@@ -6,6 +6,7 @@ stage before, exactly as if the user had resumed it with other settings.
 
 import logging
 import os
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from gputrain.engine.distributed import RankGroup
 from gputrain.engine.recipe import Recipe, phases_of
 from gputrain.engine.run_folder import Run, given_plan, open_run
 from gputrain.engine.schedule import RunProgress, StepSchedule, check_finish, stages_ahead, steps_of_stage
-from gputrain.engine.stop import format_duration, log_start_until, seconds_until, timed_part
+from gputrain.engine.stop import Deadline, format_duration, log_start_until, seconds_until, timed_part
 from gputrain.engine.train import train
 from gputrain.errors import UserError, require
 from gputrain.fetch.download import without_secrets
@@ -51,6 +52,7 @@ class Session(Generic[S]):
     run: Run
     runtime: Runtime
     planner: ModelPlanner[S]
+    declined: Setting | None = None  # How the plan would compile, if the last stage was too short for that.
 
     def begin_stage(self, stages: Sequence[S], index: int, data: TrainingData[S]) -> tuple[S, RunProgress]:
         """Returns the settings of a stage, planned, and where it starts."""
@@ -61,34 +63,41 @@ class Session(Generic[S]):
             step_items=data.step_items(stage), stage=index, stages=count,
         ).start  # fmt: skip
         run.settings = config.flatten(stage)
-        planned = self.choose_settings(stage, partial(data.item_seconds, stage))
+        steps = StepSchedule(stage.schedule, start, step_items=data.step_items(stage))
+        planned = self.choose_settings(stage, partial(data.item_seconds, stage), partial(steps_left, steps, run))
         if stage.hardware.plan and not run.given_plan:
             self.runtime.plan = data.complete_plan(planned, self.machine, self.runtime.plan)
         log_runtime(self.runtime, run.prediction)
         return planned, start
 
-    def choose_settings(self, settings: S, item_seconds: Callable[[], float]) -> S:
+    def choose_settings(
+        self, settings: S, item_seconds: Callable[[], float], steps_in: Callable[[float | None], int | None]
+    ) -> S:
         """Returns the settings with the micro-batch and the checkpointing of the user's plan or of a new one.
 
         A new plan becomes the runtime's plan. `item_seconds` returns the CPU time that a data worker needs for an
-        item. Raises UserError if the training does not fit.
+        item, `steps_in` as in ModelPlanner.plan_steps. Raises UserError if the training does not fit.
         """
         if self.run.given_plan:
             return with_plan(settings, self.run.given_plan.plan)
         if not settings.hardware.plan:
             return settings
         runtime = self.runtime
-        plan = self.run.group.from_leader(lambda: self._plan(settings, item_seconds).to_json())
+        plan = self.run.group.from_leader(lambda: self._plan(settings, item_seconds, steps_in).to_json())
         runtime.plan = from_json(Plan, plan)
         return with_plan(settings, runtime.plan)
 
-    def _plan(self, settings: S, item_seconds: Callable[[], float]) -> Plan:
+    def _plan(
+        self, settings: S, item_seconds: Callable[[], float], steps_in: Callable[[float | None], int | None]
+    ) -> Plan:
         """Returns the plan with the settings of the batch and of the data workers."""
+        if self.declined:  # A later stage may have the steps that win it back.
+            self.runtime.plan = replace(self.runtime.plan, compile=self.declined)
         runtime, wishes = self.runtime, settings.hardware
         rates = measured_rates(runtime) if runtime.device.type == "cuda" else None
         budget = memory_budget(self.machine, runtime.plan, wishes, rates)
-        variant = self.planner.variant(settings, runtime.plan, budget)
-        plan, found = self.planner.plan_variant(variant, runtime.plan, budget)
+        variant, plan, found, budget = self.planner.plan_steps(settings, runtime.plan, budget, steps_in)
+        self.declined = runtime.plan.compile if plan.compile != runtime.plan.compile else None
         self.planner.check_fit(variant.settings, plan, budget, found)
         rate = runtime.product_rate / found.item_flops
         processes = workers(self.machine, wishes.num_workers, item_seconds=item_seconds(), items_per_second=rate)
@@ -188,6 +197,15 @@ def open_session(settings: S, work: KindWork[S]) -> Session[S]:
     budget_gb = float(budget.value) if budget else memory_budget(machine, plan, settings.hardware, None).budget_gb
     runtime.limit_memory(budget_gb)
     return Session(machine, run, runtime, ModelPlanner(work))
+
+
+def steps_left(steps: StepSchedule, run: Run, seconds_per_step: float | None) -> int | None:
+    """Returns how many steps this run still makes, by its schedule and in the time that it has; None: it is unknown."""
+    left = [] if steps.has_open_end else [steps.stop_step - steps.start.step]
+    deadline = Deadline.of(run.saving.max_time, steps.schedule.finish_by if steps.has_open_end else "")
+    if deadline.is_set and seconds_per_step:
+        left.append(int((deadline.began + deadline.last_seconds - time.monotonic()) / seconds_per_step))
+    return min(left, default=None)
 
 
 def measured_rates(runtime: Runtime) -> DeviceRates:

@@ -1,11 +1,15 @@
 """What a training says of itself before its first step."""
 
+import time
 from typing import Any
 
+from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule
+from gputrain.engine.stop import COMMAND_CLOCK
 from gputrain.kinds import kinds
-from gputrain.session import warn_of_late_parts
+from gputrain.session import steps_left, warn_of_late_parts
 from tests.tables import each_row
+from tests.toy import quiet
 
 
 def steps_of(**values: Any) -> StepSchedule:
@@ -36,6 +40,19 @@ def test_what_begins_after_the_end_is_said(caplog, kind, losses, steps, warns):
         caplog.clear()
         warn_of_late_parts(begins(kind, **losses), schedule)
         assert (f"and this run ends after step {steps}" in caplog.text) == warns
+
+
+@each_row(
+    ({"num_steps": 500}, "", 500),
+    ({"num_steps": 500, "max_steps": 40}, "", 40),
+    ({"num_epochs": 3}, "", 30),
+    ({"num_steps": 500}, "100s", 49),  # At two seconds a step.
+    ({"finish_by": "40s"}, "", 19),
+)
+def test_how_many_steps_are_left(tmp_path, monkeypatch, schedule, max_time, steps):
+    monkeypatch.setattr(COMMAND_CLOCK, "began", time.monotonic() - 1)
+    run = Run(tmp_path, quiet(tmp_path, max_time=max_time), {}, "")
+    assert steps_left(steps_of(**schedule), run, 2.0) == steps
 
 
 @each_row((100, 101, True), (100, 100, False), (100, 0, False))

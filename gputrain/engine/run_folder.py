@@ -62,13 +62,15 @@ def replace_file(path: Path, content: Iterable[bytes]) -> None:
 
 @dataclass
 class PlanFile:
-    """`micro_batch`: present micro-batch sizes by step group; `events`: changes of the plan during the run."""
+    """`micro_batch`: present micro-batch sizes by step group; `events`: changes of the plan during the run;
+    `compiling`: what the first step waits for."""
 
     plan: Plan
     micro_batch: dict[str, int]
     prediction: dict[str, Any] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
+    compiling: str = ""
 
     def save(self, path: Path) -> None:
         """Write the file atomically. Raises OSError."""
@@ -78,6 +80,7 @@ class PlanFile:
             "prediction": self.prediction,
             "measured": self.measured,
             "events": self.events,
+            **({"compiling": self.compiling} if self.compiling else {}),
         }
         write_text(path, json.dumps(content, indent=2) + "\n")
 

@@ -196,7 +196,8 @@ class Saver:
             measured = {name.removeprefix("memory/"): gb for name, gb in memory_gb(state.runtime.device).items()}
         if len(run.seconds_per_step) > 1:
             measured["seconds_per_step"] = run.seconds_per_step[-1]
-        return PlanFile(state.runtime.plan, dict(state.micro_batch), dict(run.prediction), measured, list(state.events))
+        parts = (dict(state.micro_batch), dict(run.prediction), measured, list(state.events), state.compiling)
+        return PlanFile(state.runtime.plan, *parts)
 
 
 def _disk_gb(folder: Path) -> dict[str, float]:

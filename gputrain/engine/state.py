@@ -51,6 +51,7 @@ class TrainState:
     finite_in_a_row: int = 0  # Steps in a row in which the gradients of every phase were finite.
     rollbacks: int = 0
     events: list[dict[str, Any]] = field(default_factory=list)  # Changes of the plan during the run.
+    compiling: str = ""  # What is being compiled now, for a person.
 
     @classmethod
     def begin(cls, recipe: Recipe, schedule: Schedule, runtime: Runtime, run: Run) -> "TrainState":

@@ -5,8 +5,11 @@ of every phase on one batch, in as many micro-batches as memory requires (step.p
 samples, evaluates, saves and stops between the steps (callbacks.py).
 """
 
+import contextlib
+import functools
 import logging
 import os
+import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
@@ -16,6 +19,7 @@ import torch
 from rich.console import Console
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from gputrain.caches import cache_folder
 from gputrain.engine.callbacks import Callbacks
 from gputrain.engine.cuda_graph import replay_gradients_if_planned
 from gputrain.engine.history import recorded
@@ -27,7 +31,7 @@ from gputrain.engine.saving import Saver, warn_of_surprises
 from gputrain.engine.schedule import StepSchedule
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import accumulate, allocate_optimizer_state, drop_gradients, update
-from gputrain.engine.stop import log_start_until, timed_part
+from gputrain.engine.stop import format_duration, log_start_until, timed_part
 from gputrain.hw.monitor import Monitor
 from gputrain.hw.runtime import Runtime, is_out_of_memory, random_state, release_memory, set_random_state
 
@@ -46,10 +50,8 @@ def train(
     runtime: Runtime,
     console: Console,
 ) -> None:
-    """Train to the end of the schedule. `open_batches(first, last)` yields the batches of those steps, in order.
-
-    Raises Stopped, with everything saved, when a signal asks for it.
-    """
+    """Train to the end of the schedule. `open_batches(first, last)` yields the batches of those steps, in order. Raises
+    Stopped, with everything saved, when a signal asks for it."""
     state = TrainState.begin(recipe, steps.schedule, runtime, run)
     replay_gradients_if_planned(state)
     saver = Saver(state, run)
@@ -73,6 +75,7 @@ def train(
         profiling(run.folder / "profile" if run.saving.profile else None, runtime.device) as mark_step,
         Monitor(runtime.device) as monitor,
         run.stop,
+        compiling(saver, metrics) as mark_compiled,
         closing(open_batches(first, max(first, end))) as batches,
     ):
         callbacks = Callbacks(saver, steps, metrics, monitor)
@@ -94,10 +97,56 @@ def train(
                 state.progress = callbacks.steps.progress_at(step + 1, state.progress)
                 state.is_consistent = True
                 if step == first:
+                    mark_compiled()
                     run.has_started()
                 metrics.add(scalars, recipe.size(batch), recipe.flops(batch, step))
                 mark_step()
                 callbacks.after_step()
+
+
+@contextmanager
+def compiling(saver: Saver, metrics: Metrics) -> Iterator[Callable[[], None]]:
+    """Say in the terminal and in plan.json how many graphs of the first step are compiled, of as many as the last
+    training of this kind had. Yields a function that ends this."""
+    state, note = saver.state, cache_folder() / "compiled" / f"{saver.state.recipe.kind}_graphs"
+    done, began, expected = -1, 0.0, 0
+    with contextlib.suppress(OSError, ValueError):
+        expected = int(note.read_text())
+
+    def show(is_done: int, event: object) -> None:
+        nonlocal done, began
+        began, now, is_first = began or time.monotonic(), time.monotonic(), done < 0
+        done = max(0, done) + is_done
+        of, rest = "", "; the next start takes about a third of the time"
+        if done <= expected > 0:
+            seconds = (now - began) / max(1, done) * (expected - done)
+            of, rest = f" of {expected}", f", about {format_duration(seconds)} left" if done else ""
+        state.compiling = metrics.bar.last_line = f"compiling: {done}{of} graphs done{rest}"
+        if is_first and not metrics.console.is_terminal:
+            log.info("%s", state.compiling)
+        saver.write_plan()
+
+    def end() -> None:
+        if callbacks and done > 0:
+            state.compiling = metrics.bar.last_line = ""
+            saver.write_plan()
+            log.info("compiled %d graphs in %s", done, format_duration(time.monotonic() - began))
+            with contextlib.suppress(OSError):
+                note.parent.mkdir(parents=True, exist_ok=True)
+                note.write_text(str(done))
+        while callbacks:
+            handler.remove_end_callback(callbacks.pop())
+            handler.remove_start_callback(callbacks.pop())
+
+    callbacks: list[Any] = []
+    if state.runtime.plan.compile.value:
+        handler = torch._dynamo.callback.callback_handler
+        callbacks += [handler.register_start_callback(functools.partial(show, 0))]
+        callbacks += [handler.register_end_callback(functools.partial(show, 1))]
+    try:
+        yield end
+    finally:
+        end()
 
 
 def prepare(recipe: Recipe, loaded: Any, step: int) -> Batch:

@@ -36,7 +36,9 @@ class Hardware:
         default=None,
         help="bf16 as the 16-bit format, otherwise fp16 with loss scaling; auto: if native, except for a vocoder.",
     )
-    use_torch_compile: bool | None = opt(default=None, help="Compile the blocks of the model (a minute at the start).")
+    use_torch_compile: bool | None = opt(
+        default=None, help="Compile the model (minutes at first); auto: a VAE's, on a GPU, if its steps win them back."
+    )
     use_cuda_graphs: bool = opt(
         default=False,
         help="Launch the gradients of a step as one CUDA graph; not measured on a GPU; no effect on a recogniser.",
@@ -270,7 +272,7 @@ def _compile(machine: Machine, wishes: Hardware, on_gpu: bool, eager_because: st
     if eager_because:
         return Setting(False, eager_because)
     if on_gpu and machine.compute_capability >= (8, 0):
-        return Setting(True, "the first steps compile, minutes the first time; --no-use-torch-compile goes without")
+        return Setting(True, "the first step compiles, a minute the first time; --no-use-torch-compile goes without")
     return Setting(
         False, "the GPU is older than those that Triton is sure to support" if on_gpu else "not asked for on the CPU"
     )

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 
 from gputrain.caches import cache_folder
 from gputrain.errors import UserError, first_line
@@ -274,6 +275,8 @@ def keep_compiled_code() -> None:
     folder = cache_folder() / "compiled"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
     os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+    # Our autograd functions need not be compiled again: the key holds the graphs of their forward and backward passes.
+    functorch_config.autograd_cache_allow_custom_autograd_functions = True
 
 
 def compile_without_avx512() -> None:

@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Generic
 
 from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule, check_finish
@@ -20,7 +21,7 @@ from gputrain.planner.memory.fit import BUDGET_SHARE, Fit, MemoryBudget, MemoryM
 from gputrain.planner.memory.predict import least_gb, memory_models, prediction_key
 from gputrain.planner.plan_cache import kept_model
 from gputrain.planner.target import target_machines
-from gputrain.planner.time.roofline import DeviceRates, OperatorTime, by_operator
+from gputrain.planner.time.roofline import EAGER_LAUNCH_SECONDS, DeviceRates, OperatorTime, by_operator
 from gputrain.planner.work import KindWork, S, Variant
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,28 @@ class ModelPlanner(Generic[S]):
         """Returns the same for the variant of the settings that has been chosen."""
         return self._fit(chosen.settings, replace(plan, **chosen.reasons), budget)
 
+    def plan_steps(
+        self, settings: S, plan: Plan, budget: MemoryBudget, steps_in: Callable[[float | None], int | None]
+    ) -> tuple[Variant[S], Plan, Fit, MemoryBudget]:
+        """Returns the variant, its plan and fit, and the budget, of a training that is compiled only if its steps win
+        back the seconds of compiling, unless the user has chosen. `steps_in` returns the steps that are left, given the
+        seconds of one; None: they are unknown, and compiling is taken to pay."""
+        chosen = self.variant(settings, plan, budget)
+        planned, found = self.plan_variant(chosen, plan, budget)
+        seconds, steps = found.predicted_seconds_per_step, steps_in(found.predicted_seconds_per_step)
+        asked = settings.hardware.use_torch_compile is not None
+        if asked or not (plan.compile.value and budget.rates and found.cost and seconds) or steps is None:
+            return chosen, planned, found, budget
+        size, passes = found.micro_batch_size, found.accumulation_steps
+        won = steps * max(0.0, found.cost.uncompiled_seconds(budget.rates, size, passes) - seconds)
+        if won > self.work.compile_seconds:
+            return chosen, planned, found, budget
+        reason = f"{steps} steps win back {won:.0f} s of the {self.work.compile_seconds:.0f} that compiling takes"
+        plan = replace(plan, compile=Setting(False, reason))
+        budget = replace(budget, rates=replace(budget.rates, launch_seconds=EAGER_LAUNCH_SECONDS))
+        chosen = self.variant(settings, plan, budget)
+        return chosen, *self.plan_variant(chosen, plan, budget), budget
+
     def _fit(self, settings: S, plan: Plan, budget: MemoryBudget) -> tuple[Plan, Fit]:
         whole = self.memory_model(settings, plan)
         ranks = budget.gpus if settings.hardware.shard_optimizer else 1
@@ -142,9 +165,10 @@ class ModelPlanner(Generic[S]):
             memory_gb = requested.machine.gpu_memory_gb if on_gpu else requested.machine.ram_gb
             for settings, columns in stages:
                 budget = memory_budget(requested.machine, switches, settings.hardware, requested.rates(switches))
-                plan, found = self.plan(settings, switches, budget)
+                known = partial(training_steps, settings.schedule, cards.items or items)
+                _, plan, found, budget = self.plan_steps(settings, switches, budget, known)
                 remedies = [] if found.fits else self.remedies(settings, switches, budget, found)
-                steps = training_steps(settings.schedule, cards.items or items, found.predicted_seconds_per_step)
+                steps = known(found.predicted_seconds_per_step)
                 batch = settings.schedule.whole_batch
                 time = PredictedTime(found.predicted_seconds_per_step, batch, steps, requested.price_per_hour)
                 operators = (

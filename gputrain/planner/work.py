@@ -48,6 +48,9 @@ class TrainSettings(Protocol):
     def hardware(self) -> Hardware: ...
 
 
+# The default is what reaches its first step within a minute, and has been run on a GPU.
+SLOW_TO_COMPILE = "its many layers take minutes to compile, and no compiled step was timed yet; ask for it to try"
+
 S = TypeVar("S", bound=TrainSettings)
 
 
@@ -149,6 +152,7 @@ class KindWork(ABC, Generic[S]):
     is_1d: ClassVar[bool] = False  # True if the model has no 2-D convolutions at all.
     # The reason why compilation must be asked for; empty: it is the default on newer GPUs.
     eager_because: ClassVar[str] = ""
+    compile_seconds: ClassVar[float] = 60.0  # Seconds of a core to compile a step for the first time.
     fp32_because: ClassVar[str] = ""  # The reason why 16 bit must be asked for; empty: 16 bit is the default.
     graphless_because: ClassVar[str] = ""  # The reason why no step can be a CUDA graph; empty: steps can be.
 

@@ -137,10 +137,11 @@ class RunRecord:
             outcome = str(last.get("outcome", "unknown"))
             return RunStatus(outcome, str(last.get("message", "")))
         is_alive = None if self.is_elsewhere else _is_alive(last)
+        doing = f"; {self.plan['compiling']}" if self.plan.get("compiling") else ""
         if is_alive:
-            return RunStatus("running", f"process {last['process']} on this machine")
+            return RunStatus("running", f"process {last['process']} on this machine{doing}")
         if is_alive is None and self._has_news:
-            return RunStatus("running", f"on {last.get('host') or 'another machine'}")
+            return RunStatus("running", f"on {last.get('host') or 'another machine'}{doing}")
         detail = f"started {short_time(last.get('time'))}, and did not report its end"
         if self.changed_at:
             minutes = int((time.time() - self.changed_at) / 60)

@@ -174,8 +174,6 @@ class VoiceRecipe(BucketRecipe):
             self.voice.duration_predictor.compute_by_rows()
         for coupling in self.voice.duration_predictor.spline_couplings():
             coupling.transform = compile(coupling.transform, any_shape=True)
-        self.alignment_scores = compile(alignment_scores, any_shape=True)
-        self.position_prior = compile(position_prior, any_shape=True)
         self.divergence = compile(divergence_from_prior, any_shape=True)
         self.decode = compile(self.voice.decoder.forward, any_count=True)
         self.passes = DiscriminatorPasses.compiled(functools.partial(compile, any_count=True))
@@ -241,7 +239,7 @@ class VoiceRecipe(BucketRecipe):
         latent_BCT, log_scale_BCT = leaf(posterior.latent_BCT), leaf(posterior.log_scale_BCT)
 
         prior_latent_BCT = voice.flow(latent_BCT, mask_B1T, speaker)
-        scores_BTS = self.alignment_scores(prior_latent_BCT, prior.mean_BCS, prior.log_scale_BCS)
+        scores_BTS = alignment_scores(prior_latent_BCT, prior.mean_BCS, prior.log_scale_BCS)
         self._prefer_even_pace(scores_BTS, batch, step)
         durations_BS = search(scores_BTS, batch.symbols_B, batch.frames_B)
         del scores_BTS
@@ -273,7 +271,7 @@ class VoiceRecipe(BucketRecipe):
         """Adds the prior of positions to the scores of alignments."""
         if self._prefers_even_pace(step):
             frames, symbols = scores_BTS.shape[1:]
-            prior_BTS = self.position_prior(batch.symbols_B, batch.frames_B, symbols, frames)
+            prior_BTS = position_prior(batch.symbols_B, batch.frames_B, symbols, frames)
             scores_BTS.add_(prior_BTS.mul_(batch.pace_weight))
 
     def discriminator_loss(self, batch: VoiceBatch, step: int) -> Iterator[Yielded]:

@@ -19,7 +19,7 @@ from gputrain.hw.plan import MOST_GRAPHED_SHAPES
 from gputrain.hw.ranks import Ranks
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.memory.fit import Fit, MemoryBudget
-from gputrain.planner.work import PlannedTraining, PlanTarget
+from gputrain.planner.work import SLOW_TO_COMPILE, PlannedTraining, PlanTarget
 from gputrain.session import log_start
 from gputrain.speech.buckets import ClipBatch, ClipSize, Speech
 from gputrain.speech.config import HOP_SIZE
@@ -74,6 +74,7 @@ class TtsWork(SpeechWork[TrainTts]):
 
     kind, speech_kind, hop_size = VoiceRecipe.kind, "tts", HOP_SIZE
     generator_is_1d = True
+    eager_because = SLOW_TO_COMPILE
     bench_options = ("clip_seconds", "inference")
     inference_switches = SOUND_SWITCHES
 

@@ -21,7 +21,7 @@ from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.memory.fit import Fit, MemoryBudget
-from gputrain.planner.work import BatchSource, KindWork, PlannedTraining, PlanTarget, TrainingData
+from gputrain.planner.work import SLOW_TO_COMPILE, BatchSource, KindWork, PlannedTraining, PlanTarget, TrainingData
 from gputrain.session import log_start
 from gputrain.vocoder.config import FP32_BECAUSE, BenchVocoder, PlannedData, PlanVocoder, TrainVocoder
 from gputrain.vocoder.discriminators import KINDS
@@ -44,7 +44,7 @@ class VocoderWork(KindWork[TrainVocoder]):
 
     kind, item, unit = VocoderRecipe.kind, "crop", VocoderRecipe.unit
     generator_is_1d = True
-    fp32_because = FP32_BECAUSE
+    fp32_because, eager_because = FP32_BECAUSE, SLOW_TO_COMPILE
     bench_options = ("inference",)
     switches = (*SWITCHES, GRAPHS)
     inference_switches = SOUND_SWITCHES

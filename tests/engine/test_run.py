@@ -1,10 +1,12 @@
 """A run cannot be lost: saved, cut, damaged, resumed, taken back; with the toy recipe, in seconds."""
 
 import json
+import logging
 import os
 import resource
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from gputrain.config import read_file
 from gputrain.engine import checkpoint, run_folder
 from gputrain.engine.schedule import Schedule
 from gputrain.errors import Stopped, UserError
+from gputrain.hw.plan import Setting
 from tests.children import Child
-from tests.toy import BATCH, ToyRecipe, batches, quiet, train_toy, weights
+from tests.toy import BATCH, ToyRecipe, batches, cpu_runtime, quiet, train_toy, weights
 from tests.waiting import HANG_SECONDS, wait_until
 
 
@@ -48,6 +51,44 @@ def rows_of(folder):
 
 def steps_logged(folder, key="loss/generator/l2"):
     return [row["step"] for row in rows_of(folder) if key in row]
+
+
+class CompiledRecipe(ToyRecipe):
+    """A toy whose generator is compiled, of which plan.json is read whenever another part begins."""
+
+    def __init__(self, folder):
+        super().__init__(schedule(2))
+        self.generator.forward = torch.compile(self.generator.forward, backend="eager")
+        self.plan_file, self.seen = folder / "plan.json", []
+
+    def generated(self, batch):
+        made = super().generated(batch)
+        self.seen.append(json.loads(self.plan_file.read_text()).get("compiling"))
+        return made
+
+
+@pytest.mark.slow
+def test_a_training_says_what_its_first_step_waits_for(tmp_path, monkeypatch, caplog):
+    """The generator is compiled twice: without a gradient and with one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    planned = cpu_runtime().plan
+    monkeypatch.setattr("tests.toy.decide", lambda *_: replace(planned, compile=Setting(True, "for a test")))
+    for name, begins, then in (
+        ("a", "compiling: 0 graphs done; the next start takes about a third of the time", "compiling: 1 graphs done"),
+        ("b", "compiling: 0 of 2 graphs done", "compiling: 1 of 2 graphs done, about "),
+    ):
+        torch._dynamo.reset()
+        caplog.clear()
+        recipe = CompiledRecipe(tmp_path / name)
+        with caplog.at_level(logging.INFO):
+            train_toy(recipe, quiet(tmp_path / name))
+        assert recipe.seen[0].startswith(then)
+        assert recipe.seen[2:] == [None, None]  # In the second step nothing is compiled.
+        told = [text for text in caplog.messages if "compil" in text]
+        assert told[0] == begins
+        assert [text[:20] for text in told[1:]] == ["compiled 2 graphs in"]
+        assert "compiling" not in json.loads((tmp_path / name / "plan.json").read_text())
+    assert not torch._dynamo.callback.callback_handler.end_callbacks
 
 
 def test_resumed_run_equals_the_undisturbed_one(tmp_path):

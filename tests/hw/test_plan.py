@@ -87,7 +87,7 @@ def test_a_vocoder_is_told_of_tensor_cores_that_compute_fp16_alone(name, wishes,
 
 @each_row(
     ({"name": "H100"}, {"use_torch_compile": True}, True, "asked for"),
-    ({"name": "H100"}, {}, True, "the first steps compile"),
+    ({"name": "H100"}, {}, True, "the first step compiles"),
     ({"name": "T4"}, {}, False, "older than"),
     ({"name": "T4"}, {"use_torch_compile": True}, True, "asked for"),
     ({}, {}, False, "not asked for on the CPU"),

@@ -422,6 +422,44 @@ def test_compiled_code_is_found_by_the_next_run(tmp_path):
     assert hits[1] > 0
 
 
+AUTOGRAD = """
+import torch
+from gputrain.hw.runtime import keep_compiled_code
+keep_compiled_code()
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * {forward}
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0] * {backward}
+x = torch.full((8,), 2.0, requires_grad=True)
+y = torch.compile(lambda x: Scaled.apply(x).sum())(x)
+y.backward()
+from torch._dynamo.utils import counters
+print(y.item(), x.grad[0].item(), counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_compiled_code_of_a_changed_autograd_function_is_not_used_again(tmp_path):
+    """torch leaves its cache off for functions with a backward pass of their own; each process finds the code of the
+    ones before in the cache."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+
+    def run(forward: int, backward: int) -> list[float]:
+        code = AUTOGRAD.format(forward=forward, backward=backward)
+        made = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
+        return [float(word) for word in made.stdout.split()]
+
+    assert run(2, 5) == [32, 10, 0]
+    assert run(2, 5) == [32, 10, 1]
+    assert run(2, 7) == [32, 14, 0]
+    assert run(3, 5) == [48, 10, 0]
+
+
 def test_the_peak_is_measured_without_touching_the_random_numbers(monkeypatch):
     monkeypatch.setattr(runtime, "product_flops_per_second", product_flops_per_second)
     used = on_cpu()

@@ -20,8 +20,9 @@ from gputrain.planner import model_planner
 from gputrain.planner.memory.fit import Fit, MemoryBudget, MemoryModel, fit
 from gputrain.planner.memory.predict import prediction_key
 from gputrain.planner.model_planner import ModelPlanner, does_not_fit, memory_budget, plan_step
-from gputrain.planner.time.roofline import DeviceRates
+from gputrain.planner.time.roofline import EAGER_LAUNCH_SECONDS, LAUNCH_SECONDS, DeviceRates, KernelCost, StepCost
 from gputrain.planner.work import Variant
+from tests.tables import each_row
 from tests.toy import BATCH, ITEMS, ToyRecipe, cpu_runtime, quiet, train_toy, weights
 
 RATES = DeviceRates(sixteen_bit_flops=6e14, fp32_flops=3e14, bytes_per_second=3e12)
@@ -197,6 +198,41 @@ def test_the_fastest_variant_that_fits_is_chosen(seconds, fits, chosen, monkeypa
     spec = SimpleNamespace(variants=lambda settings, plan: [Variant(name, {"lean": name}) for name in fits_of])
     monkeypatch.setattr(ModelPlanner, "_fit", lambda self, settings, plan, budget: (plan, fits_of[settings]))
     assert ModelPlanner(spec).variant(None, plan_of(), MemoryBudget(2.0)) == Variant(chosen, {"lean": chosen})
+
+
+@each_row(
+    (None, 20, False),
+    (None, 2_900, False),
+    (None, 3_100, True),
+    (None, None, True),  # The number of steps is unknown.
+    (True, 20, True),
+    (False, 10_000, False),
+)
+def test_a_training_compiles_if_its_steps_win_back_what_that_takes(monkeypatch, asked, steps, compiles):
+    """Compiled, a step moves 30 GB, and 90 GB otherwise: 20 ms more at 3 TB/s."""
+    kernel = KernelCost("copy", 1, 30e9, 0.0, 0.0, 1.0, sixteen_bit=False)
+    cost = StepCost((kernel,), (kernel,), 4, uncompiled=(kernel,) * 3)
+    found = Fit(4, 1, False, 1.0, {}, 0.0, cost.seconds(RATES, 4, 1), 2.0, True, {}, cost)
+    planned = []
+
+    def fit_of(self, settings, plan, budget):
+        planned.append((plan.compile.value, budget.rates.launch_seconds))
+        return plan, found
+
+    monkeypatch.setattr(ModelPlanner, "_fit", fit_of)
+    spec = SimpleNamespace(variants=lambda settings, plan: [Variant(settings)], compile_seconds=60.0)
+    settings = SimpleNamespace(hardware=Hardware(use_torch_compile=asked))
+    given = plan_of(use_torch_compile=asked)
+    _, plan, _, budget = ModelPlanner(spec).plan_steps(settings, given, MemoryBudget(2.0, RATES), lambda _: steps)
+    assert plan.compile.value is compiles
+    if asked is None and not compiles:  # It is planned again as it will run.
+        won = {20: 0, 2_900: 58}[steps]
+        assert plan.compile.reason == f"{steps} steps win back {won} s of the 60 that compiling takes"
+        assert planned == [(True, LAUNCH_SECONDS), (False, EAGER_LAUNCH_SECONDS)]
+        assert budget.rates.launch_seconds == EAGER_LAUNCH_SECONDS
+    else:
+        assert plan == given
+        assert len(planned) == 1
 
 
 def test_gpus_with_the_same_arithmetic_share_what_their_remedies_need(monkeypatch):

@@ -115,6 +115,12 @@ def test_how_a_run_ended(rows, state):
     assert state.detail in status.detail
 
 
+def test_a_run_says_what_its_first_step_waits_for():
+    rows = [start_row(0, host=HERE, process=os.getpid(), time=NOW)]
+    status = RunRecord(Path(), "", "", history=rows, plan={"compiling": "compiling: 12 of 42 graphs done"}).status
+    assert status == RunStatus("running", f"process {os.getpid()} on this machine; compiling: 12 of 42 graphs done")
+
+
 def test_a_killed_process_that_its_parent_has_not_noticed_does_not_run():
     with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"]) as process:
         record = RunRecord(Path(), "", "", history=[start_row(0, host=HERE, process=process.pid, time=time_now())])

@@ -52,6 +52,7 @@ class MemoryEstimate:
     micro_batch: tuple[KernelCost, ...] = ()  # Kernels of a micro-batch, without those of the optimizer.
     update: tuple[KernelCost, ...] = ()  # Kernels of the optimizer.
     graphs: GraphCost = UNCAPTURED
+    uncompiled: tuple[KernelCost, ...] = ()  # Kernels of a micro-batch if nothing is compiled.
 
     @property
     def kernels(self) -> int:
@@ -69,7 +70,9 @@ class MemoryEstimate:
         peak_bytes, parts = timeline.peak(allocator)
         flops = sum(operator.flops for operator in (*micro_batch, *update))
         kernels = (kernel_costs(micro_batch), kernel_costs(update))
-        return cls(peak_bytes / 1e9, allocator.reserved_bytes / 1e9, parts, round(flops), *kernels)
+        made = cls(peak_bytes / 1e9, allocator.reserved_bytes / 1e9, parts, round(flops), *kernels)
+        regions = any(one.region for one in micro_batch)
+        return replace(made, uncompiled=kernel_costs(micro_batch, compiled=False)) if regions else made
 
 
 def predict_step(
@@ -360,7 +363,7 @@ def memory_model_of(
     """Returns the line through a micro-batch of one item, or of `first`, and one of `items`. `grows`: the allocator's
     segments can grow, so that it holds nothing beyond its tensors."""
     flops = (more.flops - one.flops) / (items - first)
-    cost = StepCost(one.micro_batch, more.micro_batch, items, one.update, more.graphs, first)
+    cost = StepCost(one.micro_batch, more.micro_batch, items, one.update, more.graphs, first, more.uncompiled)
     # Elementwise work alone says nothing about the rate of a step.
     known = cost if flops and one.micro_batch else None
     cached_gb = 0.0 if grows else more.reserved_gb - more.allocated_gb
