@@ -158,7 +158,7 @@ def fit(
     if micro_batch_size:
         sizes = [min(micro_batch_size, share)]
     one = _Choice.largest(memory_model(bool(checkpointing)), bool(checkpointing), sizes, share, budget)
-    if checkpointing is None and one.size < sizes[-1]:
+    if checkpointing is None and one.size < sizes[-1] and (prefers_large or one.may_be_beaten(sizes, share, budget)):
         other = _Choice.largest(memory_model(True), True, sizes, share, budget)
         if not one.size and not other.size:
             one = min(one, other, key=lambda choice: choice.memory_model.peak_gb(sizes[0]))
@@ -206,6 +206,14 @@ class _Choice:
     ) -> "_Choice":
         size = max((size for size in sizes if budget.fits(memory_model, size)), default=0)
         return cls(memory_model, checkpointing, size, budget.seconds(memory_model, size, share) if size else None)
+
+    def may_be_beaten(self, sizes: list[int], share: int, budget: MemoryBudget) -> bool:
+        """Returns whether a step with checkpointing, which computes all that this one does, may be chosen instead: if
+        nothing fits without, or this step would be clearly faster in larger micro-batches, which do not fit."""
+        if not self.size or self.seconds is None:
+            return not self.size
+        larger = [budget.seconds(self.memory_model, size, share) or 0.0 for size in sizes if size > self.size]
+        return min(larger) * (1 + LEAST_GAIN) < self.seconds
 
     def is_faster_than(self, seconds: float) -> bool:
         return self.seconds is not None and self.seconds * (1 + LEAST_GAIN) < seconds

@@ -127,6 +127,9 @@ def test_checkpointing_is_chosen_by_time():
     busy = memory_model(1, 4, 1e13, 5000)
     heavier = memory_model(1, 0.1, 4 / 3 * 1e13, 6666)
     assert not fit(16, either(busy, heavier), MemoryBudget(10, RATES)).checkpointing
+    asked: list[bool] = []
+    fit(16, lambda checkpointing: asked.append(checkpointing) or busy, MemoryBudget(10, RATES))
+    assert asked == [False]  # Larger micro-batches save too little, so that the other step need not be predicted.
 
 
 def test_reasons_say_what_the_next_size_would_take():
