@@ -162,7 +162,7 @@ class DiscriminatorPasses(NamedTuple):
 
         def real(discriminator: Discriminator, real_B1T: Tensor) -> tuple[Tensor, list[Tensor]]:
             by_convolutions = isinstance(discriminator, ConvolutionalDiscriminator)
-            return (real_pass if by_convolutions else compiled)(discriminator, real_B1T)  # type: ignore[no-any-return]
+            return (real_pass if by_convolutions else compiled)(discriminator, real_B1T)
 
         return cls(real, compile(fake_pass), compile(generator_pass), compile(generated_pass))
 

@@ -72,8 +72,8 @@ def _of_groups(
     """Returns `_statistics` from the variances and means of channels."""
     if offset_C is not None:
         mean_BC = mean_BC + offset_C
-    var_BG, mean_BG = torch.var_mean(mean_BC.unflatten(1, (groups, -1)), dim=2, correction=0)
-    var_BG = var_BG + var_BC.unflatten(1, (groups, -1)).mean(2)
+    var_BG, mean_BG = torch.var_mean(mean_BC.view(len(mean_BC), groups, -1), dim=2, correction=0)
+    var_BG = var_BG + var_BC.view(len(var_BC), groups, -1).mean(2)
     return mean_BG, torch.rsqrt(var_BG + eps)
 
 
@@ -236,7 +236,7 @@ def _norm_coefficients(
     2), and coefficients are multiplied as they are, one for each group: uncompiled, each operation is a launch.
     """
     groups, pixels = mean_BG.shape[1], shape[2] * shape[3]
-    grad_BGD, products_BGD = (one_BC.unflatten(1, (groups, -1)) for one_BC in (sums.grad_BC, sums.products_BC))
+    grad_BGD, products_BGD = (one_BC.view(len(one_BC), groups, -1) for one_BC in (sums.grad_BC, sums.products_BC))
     mean_BGD, rstd_BG1 = _own_means(mean_BG, offset_C), rstd_BG[:, :, None]
     grad_z_BGD = torch.addcmul(products_BGD, mean_BGD, grad_BGD, value=-1) * rstd_BG1
     sums_2BGD = torch.stack((grad_BGD, grad_z_BGD))
@@ -246,7 +246,7 @@ def _norm_coefficients(
     r_BGD = torch.addcmul(terms_2BG1[0], q_BG1, mean_BGD, value=-1)
     grad_offset_C = None
     if sums.x_BC is not None:
-        of_x_BGD = torch.addcmul(pixels * r_BGD, q_BG1, sums.x_BC.unflatten(1, (groups, -1)))
+        of_x_BGD = torch.addcmul(pixels * r_BGD, q_BG1, sums.x_BC.view(len(sums.x_BC), groups, -1))
         grad_offset_C = torch.addcmul(of_x_BGD.flatten(1), scale_BC, sums.grad_BC).sum(0)
     q_BC, r_BC = (one_BGD.expand_as(grad_BGD).flatten(1) for one_BGD in (q_BG1, r_BGD))
     return _NormCoefficients(q_BC, r_BC, grad_weight_C, grad_bias_C, grad_offset_C)

@@ -23,9 +23,8 @@ KERNELS = (
     KernelCost("fused, backward", 3, 1e9 / 3, 0.0, 0.0, 1.0, True, True),
     KernelCost("sum", 1, 7.0, 2e9, 3.5, 0.3, False),
 )
-MODEL = MemoryModel(
-    {"a": 0.1 + 0.2}, {"a": 1 / 3}, 1e12 / 7, StepCost(KERNELS, KERNELS[:1], 8, (), GraphCost(5, 2, 0.1))
-)
+COST = StepCost(KERNELS, KERNELS[:1], 8, KERNELS[1:], GraphCost(5, 2, 0.1), 3, KERNELS * 2)  # No field has its default.
+MODEL = MemoryModel({"a": 0.1 + 0.2}, {"a": 1 / 3}, 1e12 / 7, COST)
 OTHER = MemoryModel({}, {}, 1.0)
 SMALL = {
     "upsample_initial_channel": 32, "discriminators": "fast_mpd", "discriminator_periods": "3", "crop_mel_frames": 8,
