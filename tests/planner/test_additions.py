@@ -50,7 +50,7 @@ def test_a_step_adds_once_less_than_it_has_micro_batches():
     assert [cost.totals(8, passes).kernels for passes in (1, 3)] == [2, 1 + 3 + 2]
     assert [cost.host_launches(8, passes) for passes in (1, 3)] == [2, 6]
     assert StepTotals.of(cost.kernels(8, 2)).kernels == 4
-    assert MemoryEstimate(1.0, 1.0, {}, 0, 0.0, cost.many, cost.update).kernels == 1
+    assert MemoryEstimate(1.0, 1.0, {}, 0, cost.many, cost.update).kernels == 1
     one, three = (cost.seconds(RATES, 8, passes) for passes in (1, 3))
     assert one == pytest.approx(2 * (4e-6 + 2e-6))
     assert three == pytest.approx(6e-6 + 2 * (2 * 4e-6 + 2e-6) + 6e-6)
