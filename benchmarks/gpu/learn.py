@@ -21,7 +21,7 @@ SECONDS = 68  # Of each training, with its start, its evaluations and its end.
 LEAST_SECONDS = 20  # With less time left, a training would say nothing.
 EVALUATIONS = {"vae": "eval/psnr_db", "vocoder": "eval/mel_distance", "tts": "eval/mel_distance"}
 OPTIONS = (
-    "--no-use-torch-compile", "--no-plan", "--no-report", "--log-freq", 10, "--save-samples-freq", 0,
+    "--eval-first", "--no-use-torch-compile", "--no-plan", "--no-report", "--log-freq", 10, "--save-samples-freq", 0,
     "--checkpoint-minutes", 0, "--evaluate-freq", 0, "--checkpoint-steps", 0, "--permanent-start", 0,
     "--warmup-steps", 20, "--ema-decay", 0.99,
 )  # fmt: skip

@@ -125,7 +125,7 @@ class Callbacks:
     @timed_part("first evaluation")
     def begin(self) -> None:
         """Evaluate before the first step, if the settings ask for it or there is something to compare with later. A run
-        that ended between saving a step and evaluating it makes up for the evaluation."""
+        that ended between saving a step and evaluating it is evaluated now."""
         saving, progress = self.run.saving, self.state.progress
         if progress.cooldown_end:
             log_cooldown(self.steps, progress.step)

@@ -117,7 +117,7 @@ def compiling(saver: Saver, metrics: Metrics) -> Iterator[Callable[[], None]]:
         nonlocal done, began
         began, now, is_first = began or time.monotonic(), time.monotonic(), done < 0
         done = max(0, done) + is_done
-        of, rest = "", "; the next start takes about a third of the time"
+        of, rest = "", "; the next start finds them again"
         if done <= expected > 0:
             seconds = (now - began) / max(1, done) * (expected - done)
             of, rest = f" of {expected}", f", about {format_duration(seconds)} left" if done else ""

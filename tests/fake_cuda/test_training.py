@@ -146,7 +146,7 @@ def words_of(name: str, folder: Path, photographs: Path, planned: bool) -> list[
 @functools.cache
 def command(name: str, folder: Path, photographs: Path, planned: bool) -> commands.Ran:
     """One step; where it is planned, predicted by `predicted`."""
-    words = [*words_of(name, folder, photographs, planned), "--max-steps", "1"]
+    words = [*words_of(name, folder, photographs, planned), "--max-steps", "1", "--use-torch-compile"]
     with few_layers(), counted_elsewhere():
         return commands.train(folder, *words, compiled=True)
 

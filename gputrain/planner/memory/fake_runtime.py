@@ -207,7 +207,7 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
-                own = value.fake_mode is self and value._fake_device == CPU and value.layout is torch.strided
+                own = value.fake_mode is self and value.fake_device == CPU and value.layout is torch.strided
                 if value.constant is not None or not own:
                     raise _NotOfShapes
                 found += (value.shape, value.stride(), value.dtype)
@@ -249,7 +249,7 @@ def _results(made: Any, args: Any, kwargs: Any) -> _Results | None:
         if one is None or id(one) in given:
             each.append(None if one is None else given[id(one)])
             continue
-        if type(one) is not FakeTensor or one.constant is not None or one._fake_device != CPU:
+        if type(one) is not FakeTensor or one.constant is not None or one.fake_device != CPU:
             return None
         if one.layout is not torch.strided or one.untyped_storage()._cdata in memory:
             return None
