@@ -34,7 +34,7 @@ from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of
 from gputrain.hw.runtime import Runtime, apply, keep_freed_memory
 from gputrain.hw.speed import copied_bytes_per_second, product_flops_per_second
-from gputrain.planner.model_planner import ModelPlanner, memory_budget
+from gputrain.planner.model_planner import ModelPlanner, StepsIn, memory_budget
 from gputrain.planner.time.roofline import EAGER_LAUNCH_SECONDS, LAUNCH_SECONDS, DeviceRates
 from gputrain.planner.work import BatchSource, KindWork, S, TrainingData
 from gputrain.stored import from_json
@@ -70,9 +70,7 @@ class Session(Generic[S]):
         log_runtime(self.runtime, run.prediction)
         return planned, start
 
-    def choose_settings(
-        self, settings: S, item_seconds: Callable[[], float], steps_in: Callable[[float | None], int | None]
-    ) -> S:
+    def choose_settings(self, settings: S, item_seconds: Callable[[], float], steps_in: StepsIn) -> S:
         """Returns the settings with the micro-batch and the checkpointing of the user's plan or of a new one.
 
         A new plan becomes the runtime's plan. `item_seconds` returns the CPU time that a data worker needs for an
@@ -87,9 +85,7 @@ class Session(Generic[S]):
         runtime.plan = from_json(Plan, plan)
         return with_plan(settings, runtime.plan)
 
-    def _plan(
-        self, settings: S, item_seconds: Callable[[], float], steps_in: Callable[[float | None], int | None]
-    ) -> Plan:
+    def _plan(self, settings: S, item_seconds: Callable[[], float], steps_in: StepsIn) -> Plan:
         """Returns the plan with the settings of the batch and of the data workers."""
         if self.declined:  # A later stage may have the steps that win it back.
             self.runtime.plan = replace(self.runtime.plan, compile=self.declined)
@@ -199,12 +195,14 @@ def open_session(settings: S, work: KindWork[S]) -> Session[S]:
     return Session(machine, run, runtime, ModelPlanner(work))
 
 
-def steps_left(steps: StepSchedule, run: Run, seconds_per_step: float | None) -> int | None:
-    """Returns how many steps this run still makes, by its schedule and in the time that it has; None: it is unknown."""
+def steps_left(steps: StepSchedule, run: Run, seconds_per_step: float | None, start_seconds: float) -> int | None:
+    """Returns how many steps this run still makes, by its schedule and in the time that it has, of which the rest of
+    the start takes a part; None: it is unknown."""
     left = [] if steps.has_open_end else [steps.stop_step - steps.start.step]
     deadline = Deadline.of(run.saving.max_time, steps.schedule.finish_by if steps.has_open_end else "")
     if deadline.is_set and seconds_per_step:
-        left.append(int((deadline.began + deadline.last_seconds - time.monotonic()) / seconds_per_step))
+        seconds = deadline.began + deadline.last_seconds - time.monotonic() - start_seconds
+        left.append(int(max(0.0, seconds) / seconds_per_step))
     return min(left, default=None)
 
 

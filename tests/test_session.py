@@ -46,13 +46,14 @@ def test_what_begins_after_the_end_is_said(caplog, kind, losses, steps, warns):
     ({"num_steps": 500}, "", 500),
     ({"num_steps": 500, "max_steps": 40}, "", 40),
     ({"num_epochs": 3}, "", 30),
-    ({"num_steps": 500}, "100s", 49),  # At two seconds a step.
-    ({"finish_by": "40s"}, "", 19),
+    ({"num_steps": 500}, "100s", 29),  # At two seconds a step, after a start of 40.
+    ({"finish_by": "70s"}, "", 14),
+    ({"finish_by": "30s"}, "", 0),
 )
 def test_how_many_steps_are_left(tmp_path, monkeypatch, schedule, max_time, steps):
     monkeypatch.setattr(COMMAND_CLOCK, "began", time.monotonic() - 1)
     run = Run(tmp_path, quiet(tmp_path, max_time=max_time), {}, "")
-    assert steps_left(steps_of(**schedule), run, 2.0) == steps
+    assert steps_left(steps_of(**schedule), run, 2.0, 40.0) == steps
 
 
 @each_row((100, 101, True), (100, 100, False), (100, 0, False))

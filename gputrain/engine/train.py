@@ -126,8 +126,8 @@ def compiling(saver: Saver, metrics: Metrics) -> Iterator[Callable[[], None]]:
             log.info("%s", state.compiling)
         saver.write_plan()
 
-    def end() -> None:
-        if callbacks and done > 0:
+    def end(is_compiled: bool = True) -> None:
+        if callbacks and done > 0 and is_compiled:
             state.compiling = metrics.bar.last_line = ""
             saver.write_plan()
             log.info("compiled %d graphs in %s", done, format_duration(time.monotonic() - began))
@@ -146,7 +146,7 @@ def compiling(saver: Saver, metrics: Metrics) -> Iterator[Callable[[], None]]:
     try:
         yield end
     finally:
-        end()
+        end(False)
 
 
 def prepare(recipe: Recipe, loaded: Any, step: int) -> Batch:

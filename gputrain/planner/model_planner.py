@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 WITHOUT_EFFECT = ("saving", "hardware", "cards")
 # Why a recipe of a kind whose steps can be graphs has none: a graph holds one bucket, and no dropout that is repeated.
 NOT_CAPTURED = "no graph holds several batches (accumulation_steps) or recomputed layers with dropout (checkpointing)"
+StepsIn = Callable[[float | None, float], int | None]  # Steps by the seconds of one and those of the start.
 NCCL_GB = 1.0  # Memory of a GPU that NCCL's buffers and the buckets of gradients take when several GPUs train together.
 
 
@@ -91,26 +92,27 @@ class ModelPlanner(Generic[S]):
         return self._fit(chosen.settings, replace(plan, **chosen.reasons), budget)
 
     def plan_steps(
-        self, settings: S, plan: Plan, budget: MemoryBudget, steps_in: Callable[[float | None], int | None]
+        self, settings: S, plan: Plan, budget: MemoryBudget, steps_in: StepsIn
     ) -> tuple[Variant[S], Plan, Fit, MemoryBudget]:
         """Returns the variant, its plan and fit, and the budget, of a training that is compiled only if its steps win
         back the seconds of compiling, unless the user has chosen. `steps_in` returns the steps that are left, given the
-        seconds of one; None: they are unknown, and compiling is taken to pay."""
+        seconds of one and those of compiling; None: they are unknown, and compiling is taken to pay."""
         chosen = self.variant(settings, plan, budget)
         planned, found = self.plan_variant(chosen, plan, budget)
-        seconds, steps = found.predicted_seconds_per_step, steps_in(found.predicted_seconds_per_step)
+        compiled, seconds = (chosen, planned, found, budget), found.predicted_seconds_per_step
+        steps = steps_in(seconds, self.work.compile_seconds)
         asked = settings.hardware.use_torch_compile is not None
-        if asked or not (plan.compile.value and budget.rates and found.cost and seconds) or steps is None:
-            return chosen, planned, found, budget
-        size, passes = found.micro_batch_size, found.accumulation_steps
-        won = steps * max(0.0, found.cost.uncompiled_seconds(budget.rates, size, passes) - seconds)
-        if won > self.work.compile_seconds:
-            return chosen, planned, found, budget
-        reason = f"{steps} steps win back {won:.0f} s of the {self.work.compile_seconds:.0f} that compiling takes"
-        plan = replace(plan, compile=Setting(False, reason))
+        if asked or not (plan.compile.value and budget.rates and seconds) or steps is None:
+            return compiled
+        plan = replace(plan, compile=Setting(False, ""))
         budget = replace(budget, rates=replace(budget.rates, launch_seconds=EAGER_LAUNCH_SECONDS))
         chosen = self.variant(settings, plan, budget)
-        return chosen, *self.plan_variant(chosen, plan, budget), budget
+        planned, found = self.plan_variant(chosen, plan, budget)
+        won = steps * ((found.predicted_seconds_per_step or seconds) - seconds)
+        if won > self.work.compile_seconds or found.fits < compiled[2].fits:
+            return compiled
+        reason = f"{steps} steps win back {won:.0f} s of the {self.work.compile_seconds:.0f} that compiling takes"
+        return chosen, replace(planned, compile=Setting(False, reason)), found, budget
 
     def _fit(self, settings: S, plan: Plan, budget: MemoryBudget) -> tuple[Plan, Fit]:
         whole = self.memory_model(settings, plan)
@@ -168,7 +170,8 @@ class ModelPlanner(Generic[S]):
                 known = partial(training_steps, settings.schedule, cards.items or items)
                 _, plan, found, budget = self.plan_steps(settings, switches, budget, known)
                 remedies = [] if found.fits else self.remedies(settings, switches, budget, found)
-                steps = known(found.predicted_seconds_per_step)
+                compiling = self.work.compile_seconds if plan.compile.value else 0.0
+                steps = known(found.predicted_seconds_per_step, compiling)
                 batch = settings.schedule.whole_batch
                 time = PredictedTime(found.predicted_seconds_per_step, batch, steps, requested.price_per_hour)
                 operators = (
@@ -260,14 +263,17 @@ class CardPlan:
         }
 
 
-def training_steps(schedule: Schedule, items: int | None, seconds_per_step: float | None) -> int | None:
-    """Returns the steps of a new training on `items` items, or until the time of finish_by; None if they depend on what
-    is unknown."""
+def training_steps(
+    schedule: Schedule, items: int | None, seconds_per_step: float | None, start_seconds: float = 0.0
+) -> int | None:
+    """Returns the steps of a new training on `items` items, at most if these are unknown, or until the time of
+    finish_by, of which the start takes a part; None if they depend on what is unknown."""
     if schedule.finish_by:
-        return int(seconds_to_finish(schedule.finish_by) / seconds_per_step) if seconds_per_step else None
+        seconds = max(0.0, seconds_to_finish(schedule.finish_by) - start_seconds)
+        return int(seconds / seconds_per_step) if seconds_per_step else None
     if items:
         return StepSchedule(schedule, RunProgress(items=items)).stop_step
-    return schedule.num_steps or None if not schedule.num_epochs else None
+    return min((limit for limit in (schedule.num_steps, schedule.max_steps) if limit), default=None)
 
 
 def operator_times(found: Fit, budget: MemoryBudget) -> list[OperatorTime]:

@@ -27,7 +27,7 @@ from gputrain.stored import from_json, read_json
 
 FILES = 200  # The newest are kept; each has 0.1 to 0.5 MB.
 COLUMNS = [(one.name, bool if one.type is bool else float) for one in fields(KernelCost) if one.type is not str]
-PARTS = ("one", "many", "update", "uncompiled")
+PARTS = ("one", "many", "update")
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ def _read(path: Path) -> MemoryModel:
         numbers = from_json(_Numbers, read_json(str(file["numbers"])))
         if not numbers.items:
             return MemoryModel(numbers.fixed, numbers.item, numbers.item_flops)
-        one, many, update, uncompiled = (_kernels(file[part], file[f"{part}_names"]) for part in PARTS)
-    cost = StepCost(one, many, numbers.items, update, numbers.graphs, numbers.first, uncompiled)
+        one, many, update = (_kernels(file[part], file[f"{part}_names"]) for part in PARTS)
+    cost = StepCost(one, many, numbers.items, update, numbers.graphs, numbers.first)
     return MemoryModel(numbers.fixed, numbers.item, numbers.item_flops, cost)
 
 

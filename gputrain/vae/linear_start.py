@@ -89,7 +89,8 @@ class LinearCode(nn.Module):
         signals = [images_BCHW]
         for conv in self.down:
             blocks_BDT = F.unfold(signals[-1], 2, stride=2)
-            directions = torch.linalg.eigh(blocks_BDT.transpose(0, 1).flatten(1).cov())[1].T.flip(0)
+            # In fp64, which decomposes the covariance of flat pictures too.
+            directions = torch.linalg.eigh(blocks_BDT.transpose(0, 1).flatten(1).cov().double())[1].T.flip(0)
             noise = torch.randn(conv.weight.shape, generator=generator)
             conv.weight.copy_(noise * 0.05 / conv.in_channels**0.5)
             bias_of(conv).zero_()
@@ -139,7 +140,8 @@ def _fit_layer(conv: nn.Conv2d, x_BSHW: Tensor, target_BKHW: Tensor) -> Tensor:
     columns_DN = F.pad(columns_DN, (0, 0, 0, 1), value=1.0)
     gram_DD = columns_DN @ columns_DN.T
     gram_DD.diagonal().add_(1e-4 * gram_DD.diagonal().mean())
-    found_DK = torch.linalg.solve(gram_DD, columns_DN @ target_BKHW.transpose(0, 1).flatten(1).T)
+    wanted_DK = columns_DN @ target_BKHW.transpose(0, 1).flatten(1).T
+    found_DK = torch.linalg.solve(gram_DD.double(), wanted_DK.double())
     conv.weight.copy_(found_DK[:-1].T.view_as(conv.weight))
     bias_of(conv).copy_(found_DK[-1])
     output_BKHW: Tensor = conv(x_BSHW)

@@ -84,7 +84,7 @@ ADVISED = {
     "gtx1080_cu130": "--device cpu --no-mixed-precision",
     "no_driver": "--device cpu --no-mixed-precision",
     "windows_without_triton": "--device cuda --mixed-precision --use-bf16 --no-use-torch-compile --enable-tf32",
-    "h100": "--device cuda --mixed-precision --use-bf16 --use-torch-compile --enable-tf32 --channels-last",
+    "h100": "--device cuda --mixed-precision --use-bf16 --enable-tf32 --channels-last",
     "mac": "--device cpu --no-mixed-precision",
     "driver_too_old": "--device cpu --no-mixed-precision",
     "cpu_build": "--device cpu --no-mixed-precision",

@@ -5,16 +5,22 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from transformers import Wav2Vec2BertConfig
 
 from gputrain import caches
+from gputrain.asr.config import PlanAsr
+from gputrain.asr.work import AsrWork, UtteranceFacts
 from gputrain.config import assemble
 from gputrain.planner import plan_cache
 from gputrain.planner.memory import predict
+from gputrain.planner.memory.fake_runtime import on_fake_tensors
 from gputrain.planner.memory.fit import MemoryModel
 from gputrain.planner.memory.predict import MemoryEstimate, predict_step, predict_steps
 from gputrain.planner.model_planner import ModelPlanner
 from gputrain.planner.plan_cache import FILES, kept_model, sources_digest
 from gputrain.planner.time.roofline import GraphCost, KernelCost, StepCost, StepTotals
+from gputrain.speech.buckets import ClipSize
 from gputrain.vocoder.config import PlanVocoder
 from gputrain.vocoder.work import VocoderWork
 from tests.planner.step_counts import plan_of
@@ -23,7 +29,7 @@ KERNELS = (
     KernelCost("fused, backward", 3, 1e9 / 3, 0.0, 0.0, 1.0, True, True),
     KernelCost("sum", 1, 7.0, 2e9, 3.5, 0.3, False),
 )
-COST = StepCost(KERNELS, KERNELS[:1], 8, KERNELS[1:], GraphCost(5, 2, 0.1), 3, KERNELS * 2)  # No field has its default.
+COST = StepCost(KERNELS, KERNELS[:1], 8, KERNELS[1:], GraphCost(5, 2, 0.1), 3)  # No field has its default.
 MODEL = MemoryModel({"a": 0.1 + 0.2}, {"a": 1 / 3}, 1e12 / 7, COST)
 OTHER = MemoryModel({}, {}, 1.0)
 SMALL = {
@@ -111,9 +117,38 @@ def test_a_folder_that_takes_nothing_does_no_harm(tmp_path, monkeypatch):
     assert len(list((tmp_path / "plans").iterdir())) == 3
 
 
+def test_one_step_tells_those_of_a_model_with_relative_positions():
+    """Their sizes are the product of 403 frames, 13 times 31, with themselves, and of no item."""
+    config = Wav2Vec2BertConfig(vocab_size=40, hidden_size=32, num_hidden_layers=1, num_attention_heads=1)
+    work = AsrWork(UtteranceFacts(ClipSize(404, 60), {**config.to_dict(), "pad_token_id": 0}))
+    settings = assemble(PlanAsr, {"init_from": "any", "batch_size": 8})
+    target, plan = work.target(settings), plan_of(settings, work)
+    for size, found in zip((1, 8), predict_steps(target, plan, (1, 8), False), strict=True):
+        assert found.parts == pytest.approx(predict_step(target, plan, micro_batch_size=size).parts, rel=1e-6)
+
+
+def test_what_is_known_of_an_operator_depends_on_all_that_its_results_do():
+    found: list[object] = []
+    try:
+        for dtype in (torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            with on_fake_tensors():
+                assert torch.ones(3).dtype == dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for _ in range(2):
+        with on_fake_tensors():
+            x, y = torch.empty(4), torch.empty(4)
+            x.set_(y)
+            found.append(x.untyped_storage()._cdata == y.untyped_storage()._cdata)
+            assert torch.ops.aten.mul_(x, x) is x
+            assert torch.ops.aten.mul_(x, y) is x
+    assert found == [True, True]
+
+
 @pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_one_step_tells_those_of_other_sizes(checkpointing):
-    """Of a prime number of items: what it divides grows with the items."""
+    """Of 1,009 items: what this prime divides grows with the items."""
     settings, work = assemble(PlanVocoder, SMALL), VocoderWork()
     target, plan = work.target(settings), plan_of(settings, work)
     sizes = (1, 4)
@@ -122,4 +157,5 @@ def test_one_step_tells_those_of_other_sizes(checkpointing):
         assert found.parts == pytest.approx(alone.parts, rel=1e-6)
         assert found.reserved_gb == pytest.approx(alone.reserved_gb, rel=1e-6)
         ours, theirs = (tuple(StepTotals.of((*one.micro_batch, *one.update))) for one in (found, alone))
-        assert ours == pytest.approx(theirs, rel=1e-2)  # A tensor of one item needs fewer copies.
+        # A tensor of one item needs fewer copies, and more sums of 1,009 items take several blocks of threads.
+        assert ours == pytest.approx(theirs, rel=3e-2)

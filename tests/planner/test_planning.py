@@ -211,28 +211,31 @@ def test_the_fastest_variant_that_fits_is_chosen(seconds, fits, chosen, monkeypa
 def test_a_training_compiles_if_its_steps_win_back_what_that_takes(monkeypatch, asked, steps, compiles):
     """Compiled, a step moves 30 GB, and 90 GB otherwise: 20 ms more at 3 TB/s."""
     kernel = KernelCost("copy", 1, 30e9, 0.0, 0.0, 1.0, sixteen_bit=False)
-    cost = StepCost((kernel,), (kernel,), 4, uncompiled=(kernel,) * 3)
-    found = Fit(4, 1, False, 1.0, {}, 0.0, cost.seconds(RATES, 4, 1), 2.0, True, {}, cost)
-    planned = []
+    fits, planned = {}, []
+    for is_compiled, kernels in ((True, (kernel,)), (False, (kernel,) * 3)):
+        cost = StepCost(kernels, kernels, 4)
+        fits[is_compiled] = Fit(4, 1, False, 1.0, {}, 0.0, cost.seconds(RATES, 4, 1), 2.0, True, {}, cost)
 
     def fit_of(self, settings, plan, budget):
         planned.append((plan.compile.value, budget.rates.launch_seconds))
-        return plan, found
+        return plan, fits[plan.compile.value]
 
     monkeypatch.setattr(ModelPlanner, "_fit", fit_of)
     spec = SimpleNamespace(variants=lambda settings, plan: [Variant(settings)], compile_seconds=60.0)
     settings = SimpleNamespace(hardware=Hardware(use_torch_compile=asked))
     given = plan_of(use_torch_compile=asked)
-    _, plan, _, budget = ModelPlanner(spec).plan_steps(settings, given, MemoryBudget(2.0, RATES), lambda _: steps)
+    _, plan, _, budget = ModelPlanner(spec).plan_steps(settings, given, MemoryBudget(2.0, RATES), lambda *_: steps)
     assert plan.compile.value is compiles
-    if asked is None and not compiles:  # It is planned again as it will run.
+    if asked is None and steps:  # It is also planned as it would run uncompiled.
+        assert planned == [(True, LAUNCH_SECONDS), (False, EAGER_LAUNCH_SECONDS)]
+    else:
+        assert len(planned) == 1
+    if asked is None and not compiles:
         won = {20: 0, 2_900: 58}[steps]
         assert plan.compile.reason == f"{steps} steps win back {won} s of the 60 that compiling takes"
-        assert planned == [(True, LAUNCH_SECONDS), (False, EAGER_LAUNCH_SECONDS)]
         assert budget.rates.launch_seconds == EAGER_LAUNCH_SECONDS
     else:
         assert plan == given
-        assert len(planned) == 1
 
 
 def test_gpus_with_the_same_arithmetic_share_what_their_remedies_need(monkeypatch):

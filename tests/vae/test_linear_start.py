@@ -66,6 +66,17 @@ def smooth(items: int, side: int, channels: int = 3) -> Tensor:
     return sum(F.interpolate(layer, size=(side, side), mode="bilinear") for layer in layers).tanh()
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_flat_pictures_have_a_code(channels):
+    """Of one level, and of two: their covariance is singular up to rounding."""
+    flat = torch.linspace(-1, 1, 11)[:, None, None, None].expand(11, channels, 64, 64)
+    two = torch.cat((flat[:, :, :32] - 0.3, flat[:, :, 32:]), dim=2)
+    for pictures in (*flat.split(1), *two.split(1)):
+        code = LinearCode(signals_of(PRESETS["fast"]), channels, "zeros")
+        code.start(pictures.expand(8, -1, -1, -1).contiguous(), torch.Generator().manual_seed(0))
+        assert (code(pictures) - pictures).abs().mean() < 0.02
+
+
 LARGE = [pytest.param(PRESETS[name], marks=pytest.mark.slow, id=name) for name in ("sd", "lite", "flux", "flux2")]
 
 

@@ -125,7 +125,9 @@ def train_command(plan: Plan, data_path: Path, ranks: int = 1) -> str:
     switches = {"mixed-precision": precision != "fp32"}
     if precision != "fp32":
         switches["use-bf16"] = precision == "bf16"
-    settings = {"use-torch-compile": plan.compile, "enable-tf32": plan.tf32, "channels-last": plan.channels_last}
+    if not plan.compile.value:  # Otherwise the training decides by its number of steps.
+        switches["use-torch-compile"] = False
+    settings = {"enable-tf32": plan.tf32, "channels-last": plan.channels_last}
     switches |= {name: bool(setting.value) for name, setting in settings.items()}
     words += [f"--{name}" if on else f"--no-{name}" for name, on in switches.items()]
     if plan.device.value == "cpu":

@@ -100,13 +100,15 @@ class _KnownOperator:
     of_values: bool
     draws: bool
     makes_views: bool
+    changes_views: bool
     results: dict[Any, "_Results"] = field(default_factory=dict)
 
     @classmethod
     def of(cls, func: Any) -> "_KnownOperator":
         # Functions that consist of others, such as `to`, may copy.
         makes_views = func is aten._unsafe_view.default or (func.is_view and not func._can_decompose())
-        return cls(func, func in OF_VALUES, func in UNIFORM or func in BERNOULLI, makes_views)
+        changes_views = torch.Tag.inplace_view in func.tags
+        return cls(func, func in OF_VALUES, func in UNIFORM or func in BERNOULLI, makes_views, changes_views)
 
 
 class _Results(NamedTuple):
@@ -187,14 +189,16 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             with in_kernel_invocation_manager(self):
                 made = known.operator(*args, **kwargs)
             return type(made)(map(self._faked, made)) if isinstance(made, (tuple, list)) else self._faked(made)
-        if described not in known.results:
+        key = (torch.get_default_dtype(), described)
+        if key not in known.results:
             made = super().dispatch(known.operator, types, args, kwargs)
-            # Operators that change the shape of an argument are not known.
-            learnt = described == self._described((*args, *kwargs, *kwargs.values())) and _results(made, args, kwargs)
+            # Operators that change the shape or the memory of an argument are not known.
+            same = described == self._described((*args, *kwargs, *kwargs.values())) and not known.changes_views
+            learnt = same and _results(made, args, kwargs)
             if not learnt:
                 return made
-            known.results[described] = learnt  # torch has references to what it made, which nn.Module.to refuses.
-        group, results = known.results[described]
+            known.results[key] = learnt  # torch has references to what it made, which nn.Module.to refuses.
+        group, results = known.results[key]
         each = [
             self._new(*one) if type(one) is tuple else args[one] if type(one) is int else kwargs.get(one)
             for one in results
@@ -242,7 +246,8 @@ def _results(made: Any, args: Any, kwargs: Any) -> _Results | None:
     """Returns the results of an operator that made these; None if one has values or shares memory without being an
     argument."""
     group = list if isinstance(made, list) else tuple if isinstance(made, tuple) else None
-    given = {id(value): name for name, value in (*enumerate(args), *kwargs.items()) if isinstance(value, Tensor)}
+    named = (*reversed(tuple(enumerate(args))), *kwargs.items())  # Of equal arguments, the first is written to.
+    given = {id(value): name for name, value in named if isinstance(value, Tensor)}
     memory = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
     each: list[Any] = []
     for one in made if group else [made]:

@@ -52,7 +52,6 @@ class MemoryEstimate:
     micro_batch: tuple[KernelCost, ...] = ()  # Kernels of a micro-batch, without those of the optimizer.
     update: tuple[KernelCost, ...] = ()  # Kernels of the optimizer.
     graphs: GraphCost = UNCAPTURED
-    uncompiled: tuple[KernelCost, ...] = ()  # Kernels of a micro-batch if nothing is compiled.
 
     @property
     def kernels(self) -> int:
@@ -70,9 +69,7 @@ class MemoryEstimate:
         peak_bytes, parts = timeline.peak(allocator)
         flops = sum(operator.flops for operator in (*micro_batch, *update))
         kernels = (kernel_costs(micro_batch), kernel_costs(update))
-        made = cls(peak_bytes / 1e9, allocator.reserved_bytes / 1e9, parts, round(flops), *kernels)
-        regions = any(one.region for one in micro_batch)
-        return replace(made, uncompiled=kernel_costs(micro_batch, compiled=False)) if regions else made
+        return cls(peak_bytes / 1e9, allocator.reserved_bytes / 1e9, parts, round(flops), *kernels)
 
 
 def predict_step(
@@ -147,7 +144,8 @@ class WatchedStep:
     def of_items(self, items: int, whole: int) -> "WatchedStep":
         """Returns the step on `items` items of a batch of `whole`, from one on a batch of a prime number of items.
 
-        Sizes that the prime divides grow with the items. It divides no others, as it divides no dimension of a weight.
+        Sizes that the prime divides grow with the items. It divides no dimension of a weight, and is larger than most
+        other sizes, such as the frames of relative positions.
         """
         prime = self.items
 
@@ -251,8 +249,8 @@ class ResidentStep:
         recipe = target.build(runtime, checkpointing)
         step = recipe.peak_memory_step(0)
         sizes = {size for weight in weights_of(recipe) for size in weight.shape} if primes else set()
-        prime = next((one for one in primes if all(size % one for size in sizes)), None)
-        batch = recipe.prepare(target.load(prime) if prime else target.load(), step)
+        free = [one for one in primes if all(size % one for size in sizes)]
+        batch = recipe.prepare(target.load(free[0]) if primes else target.load(), step)
         if recipe.size(batch) < items:
             batch = recipe.prepare(target.load(items), step)
         for phase in phases_of(recipe):
@@ -341,8 +339,9 @@ def memory_models(target: PlanTarget, plan: Plan, most: int) -> Callable[[bool],
 def predict_steps(target: PlanTarget, plan: Plan, sizes: Sequence[int], checkpointing: bool) -> list[MemoryEstimate]:
     """Returns the memory of steps on micro-batches of these sizes: of one step, where all of it is proportional to the
     items or does not depend on them."""
-    primes = primes_from(max(sizes))
-    if not target.is_proportional(primes[-1]):
+    candidates = (primes_from(max(least, *sizes)) for least in (LARGE_PRIME, SMALL_PRIME))
+    primes = next((each for each in candidates if target.is_proportional(each[-1])), None)
+    if primes is None:
         return [predict_step(target, plan, micro_batch_size=size, checkpointing=checkpointing) for size in sizes]
     steps = watched_steps(target, plan, 1, checkpointing, primes=primes)
     return [
@@ -352,8 +351,8 @@ def predict_steps(target: PlanTarget, plan: Plan, sizes: Sequence[int], checkpoi
 
 
 def primes_from(least: int) -> list[int]:
-    """Returns the smallest primes that are at least this number, and more than the sizes of most kernels."""
-    primes = (n for n in itertools.count(max(least, 13)) if all(n % k for k in range(2, math.isqrt(n) + 1)))
+    """Returns the smallest primes that are at least this number."""
+    primes = (n for n in itertools.count(least) if all(n % k for k in range(2, math.isqrt(n) + 1)))
     return list(itertools.islice(primes, 8))
 
 
@@ -363,7 +362,7 @@ def memory_model_of(
     """Returns the line through a micro-batch of one item, or of `first`, and one of `items`. `grows`: the allocator's
     segments can grow, so that it holds nothing beyond its tensors."""
     flops = (more.flops - one.flops) / (items - first)
-    cost = StepCost(one.micro_batch, more.micro_batch, items, one.update, more.graphs, first, more.uncompiled)
+    cost = StepCost(one.micro_batch, more.micro_batch, items, one.update, more.graphs, first)
     # Elementwise work alone says nothing about the rate of a step.
     known = cost if flops and one.micro_batch else None
     cached_gb = 0.0 if grows else more.reserved_gb - more.allocated_gb
@@ -396,6 +395,8 @@ def _grows(plan: Plan) -> bool:
     return bool(plan.expandable_segments.value) or plan.device.value == "cpu"
 
 
+# Of the step that tells those of other sizes: items beyond the sizes of most models, and where they are too many.
+LARGE_PRIME, SMALL_PRIME = 1009, 13
 IF_NOT_ON_SHAPES = (
     "if it does with real tensors, run create_optimal_config on the machine with the GPU, where it measures a real "
     "step; else pass another batch or loss"

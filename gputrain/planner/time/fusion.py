@@ -36,13 +36,10 @@ def fused(operators: Sequence[Operator]) -> list[Operator]:
     return made
 
 
-def kernel_costs(operators: Sequence[Operator], *, compiled: bool = True) -> tuple[KernelCost, ...]:
-    """Returns the costs of the kernels of a step, in which every region is compiled, or none."""
+def kernel_costs(operators: Sequence[Operator]) -> tuple[KernelCost, ...]:
+    """Returns the costs of the kernels of a step, in which every region is compiled."""
     kept = [one.name for one in fields(KernelCost)]
-    return tuple(
-        KernelCost(**{name: getattr(one, name) for name in kept})
-        for one in (fused(operators) if compiled else operators)
-    )
+    return tuple(KernelCost(**{name: getattr(one, name) for name in kept}) for one in fused(operators))
 
 
 @dataclass

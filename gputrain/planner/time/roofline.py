@@ -114,7 +114,6 @@ class StepCost:
     update: tuple[KernelCost, ...] = ()
     graphs: GraphCost = UNCAPTURED
     first: int = 1
-    uncompiled: tuple[KernelCost, ...] = ()  # Those of `many` if nothing is compiled; none: nothing is.
     _by_size: dict[int, tuple[KernelCost, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def micro_batch(self, items: int) -> tuple[KernelCost, ...]:
@@ -140,14 +139,6 @@ class StepCost:
         if passes > 1:
             parts += (passes - 1) * busy_seconds(kernels, rates, graphs=graphs)
         return parts + busy_seconds(self.update, rates, graphs=graphs)
-
-    def uncompiled_seconds(self, rates: DeviceRates, micro_batch: int, passes: int) -> float:
-        """Returns the time of the same step if nothing is compiled, without graphs."""
-        kernels = tuple(_scaled(one, micro_batch / self.items) for one in self.uncompiled)
-        by_python = replace(rates, launch_seconds=EAGER_LAUNCH_SECONDS)
-        return replace(self, one=(), many=kernels, items=micro_batch, _by_size={}).seconds(
-            by_python, micro_batch, passes
-        )
 
     def kernels(self, micro_batch: int, passes: int) -> tuple[KernelCost, ...]:
         """Returns all kernels of a step of so many micro-batches. The first one adds to no gradients."""
