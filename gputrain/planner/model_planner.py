@@ -26,8 +26,10 @@ from gputrain.planner.work import KindWork, S, Variant
 
 log = logging.getLogger(__name__)
 
-# Settings that the memory of a step does not depend on, besides the plan's.
-WITHOUT_EFFECT = ("saving", "hardware", "cards")
+# Settings that a step does not depend on, besides the plan's; and those of the schedule.
+WITHOUT_EFFECT = ("saving", "hardware", "cards", "schedule")
+BETWEEN_STEPS = ("num_epochs", "num_steps", "max_steps", "finish_by", "learning_rate", "warmup_steps")
+LONG = 10.0  # A training of so many times the seconds of compiling is compiled without a closer look.
 # Why a recipe of a kind whose steps can be graphs has none: a graph holds one bucket, and no dropout that is repeated.
 NOT_CAPTURED = "no graph holds several batches (accumulation_steps) or recomputed layers with dropout (checkpointing)"
 StepsIn = Callable[[float | None, float], int | None]  # Steps by the seconds of one and those of the start.
@@ -47,6 +49,7 @@ class ModelPlanner(Generic[S]):
     @staticmethod
     def _key(settings: S, plan: Plan) -> tuple[object, ...]:
         kept = {name: value for name, value in vars(settings).items() if name not in WITHOUT_EFFECT}
+        kept |= {name: value for name, value in vars(settings.schedule).items() if name not in BETWEEN_STEPS}
         return (repr(kept), prediction_key(plan))
 
     def memory_model(self, settings: S, plan: Plan) -> Callable[[bool], MemoryModel]:
@@ -103,6 +106,8 @@ class ModelPlanner(Generic[S]):
         steps = steps_in(seconds, self.work.compile_seconds)
         asked = settings.hardware.use_torch_compile is not None
         if asked or not (plan.compile.value and budget.rates and seconds) or steps is None:
+            return compiled
+        if steps * seconds > LONG * self.work.compile_seconds:
             return compiled
         plan = replace(plan, compile=Setting(False, ""))
         budget = replace(budget, rates=replace(budget.rates, launch_seconds=EAGER_LAUNCH_SECONDS))

@@ -65,6 +65,8 @@ def test_a_kept_plan_is_the_same(monkeypatch):
     first = plans()
     assert plans() == first
     assert made == [False, False, True]  # For the arithmetic of an H100, and of a T4.
+    assert plans(num_steps=70, learning_rate=0.1) != first
+    assert len(made) == 3
     plans(crop_mel_frames=9, gpu=["h100"])
     assert len(made) == 4
 
