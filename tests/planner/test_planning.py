@@ -249,8 +249,8 @@ def test_gpus_with_the_same_arithmetic_share_what_their_remedies_need(monkeypatc
 
     monkeypatch.setattr(model_planner, "least_gb", counted)
     model, hardware = SimpleNamespace(gradient_checkpointing=None), SimpleNamespace(shard_optimizer=False)
-    asked = SimpleNamespace(size=256, model=model, hardware=hardware)
-    smaller = SimpleNamespace(size=64, model=model, hardware=hardware)
+    asked = SimpleNamespace(size=256, model=model, hardware=hardware, schedule=SimpleNamespace())
+    smaller = SimpleNamespace(size=64, model=model, hardware=hardware, schedule=SimpleNamespace())
     work = SimpleNamespace(fallbacks=lambda *_: {"--size 64": smaller}, target=lambda settings: settings.size)
     planner = ModelPlanner(work)
     found = Fit(1, 1, True, 9.0, {"optimizer": 0.0}, 0.0, None, 5.0, False, {})
