@@ -268,7 +268,8 @@ def versions(checkout: Path | None) -> dict[str, str]:
 
 
 def row_of(name: str, step: WholeStep) -> dict[str, Any]:
-    rates = {card: DeviceRates.published(find_gpu(card), tf32=True) for card in CARDS}
+    compiled = name.endswith(", compiled")  # Otherwise Python launches each kernel.
+    rates = {card: DeviceRates.published(find_gpu(card), tf32=True, compiled=compiled) for card in CARDS}
     totals = step.cost.totals(step.cost.items)
     ms = {card: step.ms(rate) for card, rate in rates.items() if rate}
     row: dict[str, Any] = {"case": name, **totals._asdict(), "launches": totals.kernels, "predicted_ms": ms}
