@@ -66,7 +66,7 @@ def test_a_plan_sees_where_the_activations_overtake_the_weights():
     values = {"discriminators": "msd,mpd", "batch_size": 16, "mixed_precision": False}
     settings = assemble(PlanVocoder, {**values, "vram_gb": "32"})
     (plan,) = plan_cards(VocoderWork(), settings)
-    exact = predict_step(target(settings), benchmark().switches(settings), micro_batch_size=16)
+    exact = predict_step(target(settings), plan.plan, micro_batch_size=16)
     assert plan.fit.micro_batch_size == 16
     assert plan.fit.predicted_peak_gb == pytest.approx(exact.allocated_gb, rel=0.01)
     assert plan.fit.parts["activations"] > 2.5
