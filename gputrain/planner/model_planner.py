@@ -173,7 +173,8 @@ class ModelPlanner(Generic[S]):
             for settings, columns in stages:
                 budget = memory_budget(requested.machine, switches, settings.hardware, requested.rates(switches))
                 known = partial(training_steps, settings.schedule, cards.items or items)
-                _, plan, found, budget = self.plan_steps(settings, switches, budget, known)
+                at_most = partial(training_steps, settings.schedule, cards.items or items, at_most=True)
+                _, plan, found, budget = self.plan_steps(settings, switches, budget, at_most)
                 remedies = [] if found.fits else self.remedies(settings, switches, budget, found)
                 compiling = self.work.compile_seconds if plan.compile.value else 0.0
                 steps = known(found.predicted_seconds_per_step, compiling)
@@ -269,16 +270,22 @@ class CardPlan:
 
 
 def training_steps(
-    schedule: Schedule, items: int | None, seconds_per_step: float | None, start_seconds: float = 0.0
+    schedule: Schedule,
+    items: int | None,
+    seconds_per_step: float | None,
+    start_seconds: float = 0.0,
+    *,
+    at_most: bool = False,
 ) -> int | None:
-    """Returns the steps of a new training on `items` items, at most if these are unknown, or until the time of
-    finish_by, of which the start takes a part; None if they depend on what is unknown."""
+    """Returns the steps of a new training on `items` items, or until the time of finish_by, of which the start takes a
+    part; None if they depend on what is unknown. `at_most`: or how many there are at most."""
     if schedule.finish_by:
         seconds = max(0.0, seconds_to_finish(schedule.finish_by) - start_seconds)
         return int(seconds / seconds_per_step) if seconds_per_step else None
     if items:
         return StepSchedule(schedule, RunProgress(items=items)).stop_step
-    return min((limit for limit in (schedule.num_steps, schedule.max_steps) if limit), default=None)
+    limits = [limit for limit in (schedule.num_steps, schedule.max_steps) if limit]
+    return min(limits, default=None) if at_most or not schedule.num_epochs else None
 
 
 def operator_times(found: Fit, budget: MemoryBudget) -> list[OperatorTime]:

@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-from transformers import Wav2Vec2BertConfig
 
 from gputrain import caches
 from gputrain.asr.config import PlanAsr
@@ -14,7 +12,6 @@ from gputrain.asr.work import AsrWork, UtteranceFacts
 from gputrain.config import assemble
 from gputrain.planner import plan_cache
 from gputrain.planner.memory import predict
-from gputrain.planner.memory.fake_runtime import on_fake_tensors
 from gputrain.planner.memory.fit import MemoryModel
 from gputrain.planner.memory.predict import MemoryEstimate, predict_step, predict_steps
 from gputrain.planner.model_planner import ModelPlanner
@@ -121,31 +118,13 @@ def test_a_folder_that_takes_nothing_does_no_harm(tmp_path, monkeypatch):
 
 def test_one_step_tells_those_of_a_model_with_relative_positions():
     """Their sizes are the product of 403 frames, 13 times 31, with themselves, and of no item."""
-    config = Wav2Vec2BertConfig(vocab_size=40, hidden_size=32, num_hidden_layers=1, num_attention_heads=1)
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Wav2Vec2BertConfig(vocab_size=40, hidden_size=32, num_hidden_layers=1, num_attention_heads=1)
     work = AsrWork(UtteranceFacts(ClipSize(404, 60), {**config.to_dict(), "pad_token_id": 0}))
     settings = assemble(PlanAsr, {"init_from": "any", "batch_size": 8})
     target, plan = work.target(settings), plan_of(settings, work)
     for size, found in zip((1, 8), predict_steps(target, plan, (1, 8), False), strict=True):
         assert found.parts == pytest.approx(predict_step(target, plan, micro_batch_size=size).parts, rel=1e-6)
-
-
-def test_what_is_known_of_an_operator_depends_on_all_that_its_results_do():
-    found: list[object] = []
-    try:
-        for dtype in (torch.float64, torch.float32):
-            torch.set_default_dtype(dtype)
-            with on_fake_tensors():
-                assert torch.ones(3).dtype == dtype
-    finally:
-        torch.set_default_dtype(torch.float32)
-    for _ in range(2):
-        with on_fake_tensors():
-            x, y = torch.empty(4), torch.empty(4)
-            x.set_(y)
-            found.append(x.untyped_storage()._cdata == y.untyped_storage()._cdata)
-            assert torch.ops.aten.mul_(x, x) is x
-            assert torch.ops.aten.mul_(x, y) is x
-    assert found == [True, True]
 
 
 @pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -19,7 +19,7 @@ from gputrain.hw.probe import Machine
 from gputrain.planner import model_planner
 from gputrain.planner.memory.fit import Fit, MemoryBudget, MemoryModel, fit
 from gputrain.planner.memory.predict import prediction_key
-from gputrain.planner.model_planner import ModelPlanner, does_not_fit, memory_budget, plan_step
+from gputrain.planner.model_planner import ModelPlanner, does_not_fit, memory_budget, plan_step, training_steps
 from gputrain.planner.time.roofline import EAGER_LAUNCH_SECONDS, LAUNCH_SECONDS, DeviceRates, KernelCost, StepCost
 from gputrain.planner.work import Variant
 from tests.tables import each_row
@@ -237,6 +237,21 @@ def test_a_training_compiles_if_its_steps_win_back_what_that_takes(monkeypatch, 
         assert budget.rates.launch_seconds == EAGER_LAUNCH_SECONDS
     else:
         assert plan == given
+
+
+@each_row(
+    ({"num_steps": 70}, 70, 70),
+    ({"num_steps": 70, "max_steps": 20}, 20, 20),
+    ({"num_steps": 70, "num_epochs": 3}, None, 70),  # Fewer, if three epochs of the data end before.
+    ({"num_epochs": 3, "max_steps": 20}, None, 20),
+    ({"num_epochs": 3}, None, None),
+    ({"finish_by": "101s"}, 30, 30),  # Of two seconds, after a start of 40.
+    ({"finish_by": "30s"}, 0, 0),
+)
+def test_steps_of_a_training_on_unknown_data(schedule, steps, at_most):
+    schedule = Schedule(**{"num_epochs": 0, **schedule})
+    assert training_steps(schedule, None, 2.0, 40.0) == steps
+    assert training_steps(schedule, None, 2.0, 40.0, at_most=True) == at_most
 
 
 def test_gpus_with_the_same_arithmetic_share_what_their_remedies_need(monkeypatch):

@@ -311,8 +311,8 @@ def test_lpips_teaches_and_does_not_depend_on_the_split(lpips, tmp_path):
     moved = [name for name in before if not torch.equal(before[name], at_once[name])]
     assert len(moved) > 0.8 * len(before)
     _, split, _ = after_lpips(lpips, tmp_path, micro_batch_size=1)
-    # LPIPS always computes in fp32, whose rounding the first step of Adam enlarges where gradients are near zero.
-    assert largest_difference(at_once, split) < 3e-3
+    # LPIPS computes in fp32, whose rounding turns steps of Adam where a gradient is near zero: 2 steps of 1e-3 each.
+    assert largest_difference(at_once, split) < 4e-3
     assert torch.nn.functional.cosine_similarity(moves(before, at_once), moves(before, split), dim=0) > 0.999
 
 

@@ -336,6 +336,11 @@ def memory_models(target: PlanTarget, plan: Plan, most: int) -> Callable[[bool],
     return memory_model
 
 
+# The least number of items of a step that tells those of other sizes: more than most other sizes of a step, such as its
+# frames; where a target is not proportional for so many, more than the sizes of most kernels.
+LARGE_PRIME, SMALL_PRIME = 1009, 13
+
+
 def predict_steps(target: PlanTarget, plan: Plan, sizes: Sequence[int], checkpointing: bool) -> list[MemoryEstimate]:
     """Returns the memory of steps on micro-batches of these sizes: of one step, where all of it is proportional to the
     items or does not depend on them."""
@@ -395,8 +400,6 @@ def _grows(plan: Plan) -> bool:
     return bool(plan.expandable_segments.value) or plan.device.value == "cpu"
 
 
-# Of the step that tells those of other sizes: items beyond the sizes of most models, and where they are too many.
-LARGE_PRIME, SMALL_PRIME = 1009, 13
 IF_NOT_ON_SHAPES = (
     "if it does with real tensors, run create_optimal_config on the machine with the GPU, where it measures a real "
     "step; else pass another batch or loss"
