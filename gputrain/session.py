@@ -153,7 +153,7 @@ def train_model(work: KindWork[S], settings: S, console: Console) -> None:
             recipe = data.recipe(stage, runtime)
         with timed_part("first weights"):
             if run.resumed is None:
-                run.starts_random = not data.start(recipe, run)
+                run.starts_pretrained = data.start(recipe, run)
         log_trained(recipe)
         steps = StepSchedule(stage.schedule, start, step_items=data.step_items(stage))
         log_length(steps, run, runtime)

@@ -153,11 +153,11 @@ def cpu_runtime() -> Runtime:
 
 
 def train_toy(
-    recipe: ToyRecipe, saving: Saving, source=batches, prediction: dict | None = None, *, starts_random: bool = False
+    recipe: ToyRecipe, saving: Saving, source=batches, prediction: dict | None = None, *, starts_pretrained: bool = True
 ) -> None:
     settings = ToySettings(schedule=recipe.schedule, saving=saving)
     run = open_run(settings, saving, kind="toy", command="gputrain train-toy")
-    run.prediction, run.starts_random = prediction or {}, starts_random
+    run.prediction, run.starts_pretrained = prediction or {}, starts_pretrained
     steps = steps_of_stage(recipe.schedule, run.progress, len(ITEMS), onwards=run.continues_beyond_end)
     runtime = cpu_runtime()
     vars(runtime)["product_rate"] = 1e11  # Measuring it would take longer than the training.

@@ -129,7 +129,7 @@ class Callbacks:
         saving, progress = self.run.saving, self.state.progress
         if progress.cooldown_end:
             log_cooldown(self.steps, progress.step)
-        eval_first = not self.run.starts_random if saving.eval_first is None else saving.eval_first
+        eval_first = self.run.starts_pretrained if saving.eval_first is None else saving.eval_first
         if progress.step == 0 and saving.evaluates and eval_first:
             self.evaluate()
             self.run.group.wait_for_all()

@@ -126,7 +126,7 @@ class Run:
     settings: dict[str, Any]  # The whole configuration, flat.
     command: str  # The command of this run, such as "gputrain train-vae".
     resumed: Content | None = None
-    starts_random: bool = False  # True if all weights are random at the start, so that nobody compares with them.
+    starts_pretrained: bool = False  # True if it begins with the weights of init_from, with which results are compared.
     prediction: dict[str, Any] = field(default_factory=dict)  # The plan's prediction, for plan.json.
     measured_memory: dict[str, float] = field(default_factory=dict)  # Figures of MemoryCheck beside it, on a GPU.
     given_plan: PlanFile | None = None  # The plan file that the user passed.

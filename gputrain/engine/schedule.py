@@ -191,7 +191,7 @@ class Saving:
     )
     eval_first: bool | None = opt(
         default=None,
-        help="Evaluate before the first step, so that the curves start there. Default: unless the weights are random.",
+        help="Evaluate before the first step, so that the curves start there. Default: if init_from is given.",
     )
     log_freq: int = opt(default=10, help="Steps between lines of metrics.", min=1)
     max_time: str = opt(

@@ -116,7 +116,7 @@ class TrainingData(ABC, Generic[S]):
         """Returns the recipe, with random weights and the held-out data."""
 
     def start(self, recipe: Any, run: Run) -> bool:
-        """Gives the recipe of a new run the weights that the settings name. Returns False if they are random."""
+        """Gives the recipe of a new run the weights that the settings name. Returns whether it has some of a file."""
         return False
 
 

@@ -284,7 +284,9 @@ class VaeData(TrainingData[TrainVae]):
             run.facts |= latents.facts()
             self.pretrained = None
             return True
-        return model.start == "linear" and start_linear(recipe, run.group, self.pictures)
+        if model.start == "linear":
+            start_linear(recipe, run.group, self.pictures)
+        return False
 
     def scaled_latents(self, recipe: VaeRecipe, group: RankGroup) -> LatentSource:
         """Returns the source of the latents with its factors: its own, or those that its export would write."""
@@ -390,21 +392,19 @@ def warn_of_flat_pictures(image_channels: int, pictures: Pictures) -> None:
         )  # fmt: skip
 
 
-def start_linear(recipe: VaeRecipe, group: RankGroup, pictures: Pictures) -> bool:
-    """Starts the autoencoder as a linear code of the pictures. Returns False if its architecture has no place for
-    one."""
+def start_linear(recipe: VaeRecipe, group: RankGroup, pictures: Pictures) -> None:
+    """Starts the autoencoder as a linear code of the pictures, if its architecture has a place for one."""
     architecture, seed = recipe.settings.architecture, recipe.settings.schedule.seed
     signals = signals_of(architecture)
     if not signals:
         log.info("the start is random: the norms of these channels have no place for a linear code")
-        return False
+        return
     code = LinearCode(signals, architecture.in_channels, architecture.padding_mode)
     code.load_state_dict(group.from_leader(lambda: fit_code(pictures.of_epoch, architecture, seed).state_dict()))
     torch.manual_seed(seed)
     autoencoder = AutoencoderKL(architecture)
     write_code(code, autoencoder)
     recipe.start_from(autoencoder.state_dict())
-    return True
 
 
 def log_training(settings: TrainVae, runtime: Runtime, pictures: Pictures) -> None:

@@ -25,18 +25,18 @@ def schedule(steps: int, **others) -> Schedule:
     return Schedule(**{"batch_size": BATCH, "num_epochs": 10, "max_steps": steps, "warmup_steps": 4, **others})
 
 
-def trained(folder, steps, *, starts_random=False, **saving):
+def trained(folder, steps, *, starts_pretrained=True, **saving):
     recipe = ToyRecipe(schedule(steps), adversarial_from=3)
-    train_toy(recipe, quiet(folder, **{"log_freq": 1, **saving}), starts_random=starts_random)
+    train_toy(recipe, quiet(folder, **{"log_freq": 1, **saving}), starts_pretrained=starts_pretrained)
     return weights(recipe)
 
 
 @pytest.mark.parametrize(
-    ("starts_random", "asked", "first"),
-    [(True, True, True), (False, False, False), (True, None, False), (False, None, True)],
+    ("starts_pretrained", "asked", "first"),
+    [(False, True, True), (True, False, False), (False, None, False), (True, None, True)],
 )
-def test_the_evaluation_before_the_first_step_can_be_left_out(tmp_path, starts_random, asked, first):
-    trained(tmp_path, 2, starts_random=starts_random, evaluate_steps=2, eval_first=asked)
+def test_the_evaluation_before_the_first_step_can_be_left_out(tmp_path, starts_pretrained, asked, first):
+    trained(tmp_path, 2, starts_pretrained=starts_pretrained, evaluate_steps=2, eval_first=asked)
     assert steps_logged(tmp_path, "eval/score") == ([0, 2] if first else [2])
 
 
@@ -56,20 +56,23 @@ def steps_logged(folder, key="loss/generator/l2"):
 class CompiledRecipe(ToyRecipe):
     """A toy whose generator is compiled, of which plan.json is read whenever another part begins."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, *, fails=False):
         super().__init__(schedule(2))
+        self.fails = fails
         self.generator.forward = torch.compile(self.generator.forward, backend="eager")
         self.plan_file, self.seen = folder / "plan.json", []
 
     def generated(self, batch):
         made = super().generated(batch)
         self.seen.append(json.loads(self.plan_file.read_text()).get("compiling"))
+        if self.fails:
+            raise ValueError("the second graph cannot be compiled")
         return made
 
 
 @pytest.mark.slow
 def test_a_training_says_what_its_first_step_waits_for(tmp_path, monkeypatch, caplog):
-    """The generator is compiled twice: without a gradient and with one."""
+    """The generator is compiled twice: without a gradient and with one. One that fails before leaves what is known."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     planned = cpu_runtime().plan
     monkeypatch.setattr("tests.toy.decide", lambda *_: replace(planned, compile=Setting(True, "for a test")))
@@ -88,6 +91,10 @@ def test_a_training_says_what_its_first_step_waits_for(tmp_path, monkeypatch, ca
         assert told[0] == begins
         assert [text[:20] for text in told[1:]] == ["compiled 2 graphs in"]
         assert "compiling" not in json.loads((tmp_path / name / "plan.json").read_text())
+    torch._dynamo.reset()
+    with pytest.raises(ValueError, match="cannot be compiled"):
+        train_toy(CompiledRecipe(tmp_path / "c", fails=True), quiet(tmp_path / "c"))
+    assert [one.read_text() for one in (tmp_path / "cache").rglob("*_graphs")] == ["2"]
     assert not torch._dynamo.callback.callback_handler.end_callbacks
 
 

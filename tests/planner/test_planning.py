@@ -201,21 +201,22 @@ def test_the_fastest_variant_that_fits_is_chosen(seconds, fits, chosen, monkeypa
 
 
 @each_row(
-    (None, 20, False),
-    (None, 2_900, False),
-    (None, 3_100, True),
-    (None, 100_000, True),  # Without a closer look.
-    (None, None, True),  # The number of steps is unknown.
-    (True, 20, True),
-    (False, 10_000, False),
+    (None, 20, True, False),
+    (None, 20, False, True),  # Uncompiled, it does not fit.
+    (None, 2_900, True, False),
+    (None, 3_100, True, True),
+    (None, 100_000, True, True),  # Without a closer look.
+    (None, None, True, True),  # The number of steps is unknown.
+    (True, 20, True, True),
+    (False, 10_000, True, False),
 )
-def test_a_training_compiles_if_its_steps_win_back_what_that_takes(monkeypatch, asked, steps, compiles):
+def test_a_training_compiles_if_its_steps_win_back_what_that_takes(monkeypatch, asked, steps, fits_eager, compiles):
     """Compiled, a step moves 30 GB, and 90 GB otherwise: 20 ms more at 3 TB/s."""
     kernel = KernelCost("copy", 1, 30e9, 0.0, 0.0, 1.0, sixteen_bit=False)
     fits, planned = {}, []
     for is_compiled, kernels in ((True, (kernel,)), (False, (kernel,) * 3)):
-        cost = StepCost(kernels, kernels, 4)
-        fits[is_compiled] = Fit(4, 1, False, 1.0, {}, 0.0, cost.seconds(RATES, 4, 1), 2.0, True, {}, cost)
+        cost, has_room = StepCost(kernels, kernels, 4), is_compiled or fits_eager
+        fits[is_compiled] = Fit(4, 1, False, 1.0, {}, 0.0, cost.seconds(RATES, 4, 1), 2.0, has_room, {}, cost)
 
     def fit_of(self, settings, plan, budget):
         planned.append((plan.compile.value, budget.rates.launch_seconds))

@@ -204,6 +204,20 @@ def test_a_code_of_photographs(folder, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(code.state_dict().values(), again.state_dict().values(), strict=True))
 
 
+def test_only_a_start_with_given_weights_is_evaluated_before_the_first_step(folder, tmp_path):
+    small = ("--preset", "fast", "--image-size", 32, "--batch-size", 1, "--num-workers", 0)
+    runs = {"linear": (), "given": ("--init-from", tmp_path / "linear")}
+    for name, given in runs.items():
+        done = gputrain_here(
+            "train-vae", "--data-path", folder, "--output-dir", tmp_path / name, *small, "--max-steps", 1,
+            "--evaluate-steps", 1, "--held-out-share", 0.34, "--no-plan", *given,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    rows = {name: map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines()) for name in runs}
+    steps = {name: [row["step"] for row in rows[name] if "eval/psnr_db" in row] for name in runs}
+    assert steps == {"linear": [1], "given": [0, 1]}
+
+
 @pytest.mark.slow
 def test_training_never_falls_below_its_start(folder, tmp_path):
     """Held-out figures of the first 240 steps, through the warm-up; random weights are far behind."""
@@ -212,7 +226,7 @@ def test_training_never_falls_below_its_start(folder, tmp_path):
         done = gputrain_here(
             "train-vae", "--data-path", folder, "--output-dir", tmp_path / start, "--preset", "fast",
             "--image-size", 32, "--batch-size", 4, "--max-steps", 240, "--evaluate-steps", 30, "--held-out-share", 0.34,
-            "--start", start, "--num-workers", 0, "--no-plan",
+            "--start", start, "--eval-first", "--num-workers", 0, "--no-plan",
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         rows = map(json.loads, (tmp_path / start / "metrics.jsonl").read_text().splitlines())
