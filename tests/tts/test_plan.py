@@ -83,7 +83,7 @@ def test_the_users_batch_on_a_4090_and_on_a_t4():
             assert plan.fit.fits
             assert plan.fit.predicted_peak_gb <= plan.fit.budget_gb
             assert plan.fit.micro_batch_size * plan.fit.accumulation_steps >= 64
-            assert plan.stage == {"preset": preset, "batch_size": 64}
+            assert plan.stage == {"preset": preset, "batch_size": 64, "seconds": 5.0, "batch_seconds": 320.0}
         assert ours[0].fit.micro_batch_size >= ours[1].fit.micro_batch_size
     assert plans["high"][1].fit.micro_batch_size <= plans["medium"][1].fit.micro_batch_size
 
