@@ -3,7 +3,14 @@
 #
 # usage: benchmarks/gpu.sh alive|measure|learn [--output-dir DIR] [--seconds N] [--data FOLDER] [--caches FOLDER]
 #                                              [--only PART...] [--skip PART...] [--smoke]
-#        benchmarks/gpu.sh prepare FOLDER [--source FOLDER] [--card CARD...]
+#        benchmarks/gpu.sh prepare FOLDER [--source FOLDER] [--card CARD...] [--few]
+#
+# For a rented card, such as an H100, of which no minute shall be lost:
+#   benchmarks/gpu.sh prepare gpu_data --card h100                  at home, ten minutes of two cores
+#   rsync -a ./ HOST:gputrain/                                      the checkout, with gpu_data in it
+#   benchmarks/gpu.sh measure --data gpu_data --caches gpu_caches   there, and then
+#   benchmarks/gpu.sh alive --data gpu_data --caches gpu_caches
+# Then gpu_results is what to bring back, and gpu_caches to keep for the next time on such a card.
 #
 # alive    whether everything works: the train commands in every mode, then numerics, out of memory (at most 120 s)
 # measure  seconds a step, memory, launches and idle time beside predictions and peers (at most 400 s); SINGINGVOCODERS
@@ -18,12 +25,14 @@
 # it runs. Parts that find no time or lack a package are listed; one that fails leaves the others be, and the exit code is
 # 1. --smoke runs everything at a tiny size on the CPU. PYTHON names the interpreter; default: .venv's, else python3.
 set -euo pipefail
+usage() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
 called_from=$PWD
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 case ${1:-} in
     alive | measure | learn) module=gpu.$1 ;;
     prepare) module=gpu.data ;;
-    *) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
+    -h | --help) usage; exit ;;
+    *) usage >&2; exit 2 ;;
 esac
 shift
 python=${PYTHON:-$root/.venv/bin/python}

@@ -1,7 +1,5 @@
 """Whether everything that a training does works on this GPU: at most two minutes.
 
-usage: gpu.sh alive [--seconds 120] [--output-dir DIR] [--data FOLDER] [--caches FOLDER] [--only PART...] [--smoke]
-
 Every train command makes six steps at a small size, all side by side from the beginning: with its default switches,
 and compiled if these do not compile, which takes one to several minutes unless --caches has the result. Meanwhile each
 runs kernel by kernel and is resumed. If time is left: memory that runs out, waits for the device in a step, graphs,

@@ -1,7 +1,5 @@
 """Prepares what `gpu.sh alive`, `measure` and `learn` read, to be carried to a machine with a GPU.
 
-usage: gpu.sh prepare FOLDER [--source FOLDER] [--card h100 h200 ...] [--few]
-
 FOLDER/vae gets pictures, FOLDER/vocoder, FOLDER/tts and FOLDER/asr get sound, each as `gputrain prepare-data` writes
 it, at most 40 MB together. The source holds photographs in photos/, and recordings with a transcript (metadata.csv
 beside wavs/) in speech/; for what it lacks, and without one, the photographs of scikit-image and synthetic sound are
@@ -19,6 +17,7 @@ from pathlib import Path
 
 from gpu.commands import gputrain
 from gputrain.errors import UserError, first_line
+from gputrain.hw.gpus import find_gpu
 
 MOST_BYTES = {"vae": 20e6, "vocoder": 3e6, "tts": 6e6, "asr": 6e6}
 LANGUAGE = "en"
@@ -111,11 +110,16 @@ def data_folder(folder: Path, few: bool) -> Iterator[Path]:
 def main() -> None:
     parser = argparse.ArgumentParser("gpu.sh prepare", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--source", type=Path)
+    parser.add_argument("folder", type=Path, help="where to write; gpu.sh alive, measure and learn take it as --data")
+    parser.add_argument("--source", type=Path, metavar="FOLDER", help="photographs and recordings of your own")
     parser.add_argument("--card", nargs="+", default=[], help="cards to predict for, such as h100")
     parser.add_argument("--few", action="store_true", help="few clips, for a smoke test")
     options = parser.parse_args()
+    for card in options.card:
+        try:
+            find_gpu(card)
+        except UserError as error:
+            parser.error(error.message)
     for kind, reason in (reasons := prepare(options.folder, options.source, few=options.few)).items():
         print(f"not prepared: {kind}: {reason}")
     if options.card:
@@ -124,6 +128,7 @@ def main() -> None:
         predict(options.card, options.folder / PREDICTIONS)
     files = [path for path in options.folder.rglob("*") if path.is_file()]
     print(f"{options.folder}: {len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB")
+    print(f"Next, where the GPU is: benchmarks/gpu.sh measure --data {options.folder}")
     sys.exit(len(reasons) == len(KINDS))
 
 

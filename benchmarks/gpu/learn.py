@@ -1,7 +1,5 @@
 """What real trainings learn on this GPU within a minute each: held-out figures by time; at most five minutes.
 
-usage: gpu.sh learn [--seconds 300] [--output-dir DIR] [--data FOLDER] [--only PART...] [--smoke]
-
 The VAE `flux` at 256 pixels from random weights and from the linear start, the vocoder, and the voice `fast`, on the
 data that `gpu.sh prepare` has made. They run kernel by kernel, as compiling would take most of the time, and each is
 stopped by --max-time.

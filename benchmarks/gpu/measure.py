@@ -1,7 +1,5 @@
 """Seconds a step, peak memory, launches and idle time on this GPU, beside predictions and peers: at most seven minutes.
 
-usage: gpu.sh measure [--seconds 400] [--output-dir DIR] [--data FOLDER] [--caches FOLDER] [--only PART...] [--smoke]
-
 In this order: rates, and a probe of convolutions by groups; steps kernel by kernel and as CUDA graphs of the standard
 vocoder, of the voice `high` and of the VAE `flux` at 512 pixels, and of a recogniser of XLS-R's size; the same work by
 SingingVocoders, Piper and diffusers; the optimised vocoder and its peer. Beside all these, four trainings compile from

@@ -179,11 +179,13 @@ def main(subcommand: Subcommand) -> None:
     parser = argparse.ArgumentParser(
         f"gpu.sh {subcommand.name}", description=subcommand.about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output-dir", type=Path, default=Path(os.environ.get("OUT", "gpu_results")))
+    parser.add_argument("--output-dir", type=Path, metavar="DIR", default=Path(os.environ.get("OUT", "gpu_results")))
     parser.add_argument("--seconds", type=int, default=subcommand.seconds, help="limit of all parts together")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU, to see that the parts work")
-    parser.add_argument("--data", type=Path, default=Path(".gpu_data"), help="folder that `gpu.sh prepare` has made")
-    parser.add_argument("--caches", type=Path, help="folder of compiled code, which is read and written")
+    parser.add_argument(
+        "--data", type=Path, metavar="FOLDER", default=Path(".gpu_data"), help="folder that `gpu.sh prepare` has made"
+    )
+    parser.add_argument("--caches", type=Path, metavar="FOLDER", help="compiled code, which is read and written")
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="parts whose names contain one of these")
     parser.add_argument("--skip", nargs="+", default=[], metavar="PART", help="parts whose names contain none of these")
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)  # This process is a worker, and that its file.

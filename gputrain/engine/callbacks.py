@@ -122,7 +122,6 @@ class Callbacks:
         """True if the run ends before the last step that was expected at its start, early or by the clock."""
         return self.ends_early or self.state.progress.step >= self.steps.stop_step
 
-    @timed_part("first evaluation")
     def begin(self) -> None:
         """Evaluate before the first step, if the settings ask for it or there is something to compare with later. A run
         that ended between saving a step and evaluating it is evaluated now."""
@@ -131,8 +130,9 @@ class Callbacks:
             log_cooldown(self.steps, progress.step)
         eval_first = self.run.starts_pretrained if saving.eval_first is None else saving.eval_first
         if progress.step == 0 and saving.evaluates and eval_first:
-            self.evaluate()
-            self.run.group.wait_for_all()
+            with timed_part("first evaluation"):
+                self.evaluate()
+                self.run.group.wait_for_all()
         elif progress.evaluation_due and saving.evaluates:
             self._evaluate_resumed_step(progress)
 

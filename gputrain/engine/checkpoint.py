@@ -43,7 +43,7 @@ ANOTHER = "copy or download it again, as {} holds no intact one; or train anew, 
 
 LAST, PREVIOUS, BEST = "checkpoint_last.pt", "checkpoint_previous.pt", "checkpoint_best.pt"
 WHY_CHOSEN = {
-    BEST: ", the best on held-out data; --checkpoint last takes the newest", LAST: ", the newest; none was the best",
+    BEST: f", the best on held-out data; {LAST} there is the newest", LAST: ", the newest; none was the best",
 }  # fmt: skip
 KEPT_NAME = re.compile(r"checkpoint_(epoch|step)_(\d+)\.pt")
 # CRC-32 detects every flipped bit and every burst of up to 32 flipped bits. It is several times faster than a

@@ -8,6 +8,7 @@ samples, evaluates, saves and stops between the steps (callbacks.py).
 import contextlib
 import functools
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 # Steps of --profile: the first ones compile, search for algorithms and fill the allocator, then the profiler warms up.
 SKIPPED, WARMED_UP, RECORDED = 5, 2, 3
 ROWS = 40  # Number of rows of the profile's table.
+SAY_SECONDS = 30.0  # Least time between two lines on what is being compiled, where no bar shows it.
 
 
 def train(
@@ -109,20 +111,21 @@ def compiling(saver: Saver, metrics: Metrics) -> Iterator[Callable[[], None]]:
     """Say in the terminal and in plan.json how many graphs of the first step are compiled, of as many as the last
     training of this kind had. Yields a function that ends this."""
     state, note = saver.state, cache_folder() / "compiled" / f"{saver.state.recipe.kind}_graphs"
-    done, began, expected = -1, 0.0, 0
+    done, began, said, expected = 0, 0.0, -math.inf, 0
     with contextlib.suppress(OSError, ValueError):
         expected = int(note.read_text())
 
     def show(is_done: int, event: object) -> None:
-        nonlocal done, began
-        began, now, is_first = began or time.monotonic(), time.monotonic(), done < 0
-        done = max(0, done) + is_done
-        of, rest = "", "; the next start finds them again"
+        nonlocal done, began, said
+        now = time.monotonic()
+        began, done = began or now, done + is_done
+        of, rest = "", "; compiled code is kept for the next start"
         if done <= expected > 0:
             seconds = (now - began) / max(1, done) * (expected - done)
             of, rest = f" of {expected}", f", about {format_duration(seconds)} left" if done else ""
         state.compiling = metrics.bar.last_line = f"compiling: {done}{of} graphs done{rest}"
-        if is_first and not metrics.console.is_terminal:
+        if now - said >= SAY_SECONDS and not metrics.console.is_terminal:
+            said = now
             log.info("%s", state.compiling)
         saver.write_plan()
 

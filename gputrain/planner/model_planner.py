@@ -177,9 +177,8 @@ class ModelPlanner(Generic[S]):
                 _, plan, found, budget = self.plan_steps(settings, switches, budget, at_most)
                 remedies = [] if found.fits else self.remedies(settings, switches, budget, found)
                 compiling = self.work.compile_seconds if plan.compile.value else 0.0
-                steps = known(found.predicted_seconds_per_step, compiling)
-                batch = settings.schedule.whole_batch
-                time = PredictedTime(found.predicted_seconds_per_step, batch, steps, requested.price_per_hour)
+                seconds, batch = found.predicted_seconds_per_step, settings.schedule.whole_batch
+                time = PredictedTime(seconds, batch, known(seconds, compiling), requested.price_per_hour, compiling)
                 operators = (
                     operator_times(found, replace(budget, graphs=bool(plan.cuda_graphs.value))) if cards.explain else []
                 )
@@ -204,6 +203,7 @@ class PredictedTime:
     batch_size: int
     steps: int | None  # Steps of the training; None: unknown, because the size of the training set is.
     price_per_hour: float  # Of all GPUs together; 0: unknown.
+    compile_seconds: float = 0.0  # Of compiling, before the first step.
 
     @property
     def items_per_second(self) -> float | None:
@@ -211,7 +211,9 @@ class PredictedTime:
 
     @property
     def hours(self) -> float | None:
-        return self.steps * self.seconds_per_step / 3600 if self.steps and self.seconds_per_step else None
+        if not (self.steps and self.seconds_per_step):
+            return None
+        return (self.compile_seconds + self.steps * self.seconds_per_step) / 3600
 
     @property
     def cost(self) -> float | None:

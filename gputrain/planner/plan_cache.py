@@ -34,6 +34,7 @@ PARTS = ("one", "many", "update")
 class _Numbers:
     """Holds what is stored of a model besides its kernels; `items` and the rest are those of its StepCost."""
 
+    key: str  # The name of its file, which may be a copy.
     fixed: dict[str, float]
     item: dict[str, float]
     item_flops: float
@@ -49,8 +50,10 @@ def kept_model(key: object, predict: Callable[[], MemoryModel]) -> MemoryModel:
     with contextlib.suppress(Exception):  # What damaged files raise is not documented.
         return _read(path)
     model = predict()
-    with contextlib.suppress(OSError):
+    try:
         _write(path, model)
+    except OSError as error:
+        caches.say_once(f"{path.parent}: what was planned cannot be kept for the next start ({error.strerror})")
     return model
 
 
@@ -74,6 +77,8 @@ def sources_digest(folder: Path = Path(gputrain.__file__).parent) -> str:
 def _read(path: Path) -> MemoryModel:
     with np.load(path, allow_pickle=False) as file:
         numbers = from_json(_Numbers, read_json(str(file["numbers"])))
+        if numbers.key != path.stem:
+            raise ValueError
         if not numbers.items:
             return MemoryModel(numbers.fixed, numbers.item, numbers.item_flops)
         one, many, update = (_kernels(file[part], file[f"{part}_names"]) for part in PARTS)
@@ -89,7 +94,7 @@ def _kernels(rows: np.ndarray, names: np.ndarray) -> tuple[KernelCost, ...]:
 
 def _write(path: Path, model: MemoryModel) -> None:
     arrays: dict[str, Any] = {}
-    numbers = _Numbers(model.fixed, model.item, model.item_flops)
+    numbers = _Numbers(path.stem, model.fixed, model.item, model.item_flops)
     if cost := model.cost:
         numbers = replace(numbers, items=cost.items, first=cost.first, graphs=cost.graphs)
         for part in PARTS:

@@ -144,7 +144,7 @@ def test_a_model_is_taken_from_the_best_one_and_a_run_goes_on_from_the_last(fold
     caplog.set_level("INFO")
     source, found = checkpoint.find_named(folder, "toy")
     assert (source, step_of(found)) == (folder / BEST, 1)
-    assert f"using {source} (step 1, the best on held-out data; --checkpoint last takes the newest)" in caplog.text
+    assert f"using {source} (step 1, the best on held-out data; checkpoint_last.pt there is the newest)" in caplog.text
     assert step_of(checkpoint.find(str(folder), folder, "toy")[1]) == 4
     assert step_of(checkpoint.find_named(folder / LAST, "toy")[1]) == 4
     damage(folder / BEST)

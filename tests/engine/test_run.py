@@ -77,7 +77,7 @@ def test_a_training_says_what_its_first_step_waits_for(tmp_path, monkeypatch, ca
     planned = cpu_runtime().plan
     monkeypatch.setattr("tests.toy.decide", lambda *_: replace(planned, compile=Setting(True, "for a test")))
     for name, begins, then in (
-        ("a", "compiling: 0 graphs done; the next start finds them again", "compiling: 1 graphs done"),
+        ("a", "compiling: 0 graphs done; compiled code is kept for the next start", "compiling: 1 graphs done"),
         ("b", "compiling: 0 of 2 graphs done", "compiling: 1 of 2 graphs done, about "),
     ):
         torch._dynamo.reset()

@@ -97,18 +97,25 @@ def test_what_is_damaged_or_foreign_is_predicted_again():
     for numbers in (
         "",
         "{}",
-        '{"fixed": {}, "item": {}, "item_flops": true}',
-        '{"fixed": 1, "item": {}, "item_flops": 1}',
+        f'{{"key": "{path.stem}", "fixed": {{}}, "item": {{}}, "item_flops": true}}',
+        f'{{"key": "{path.stem}", "fixed": 1, "item": {{}}, "item_flops": 1}}',
     ):
         np.savez(path, numbers=np.array(numbers))
         assert kept_model("key", lambda: OTHER) == OTHER
         assert kept_model("key", never) == OTHER
+    path.rename(path.with_stem("0" * 64))
+    kept_model("other", lambda: MODEL)
+    for copied in caches.plan_folder().iterdir():
+        copied.write_bytes(path.with_stem("0" * 64).read_bytes())
+    assert kept_model("other", lambda: MODEL) == MODEL
 
 
-def test_a_folder_that_takes_nothing_does_no_harm(tmp_path, monkeypatch):
+def test_a_folder_that_takes_nothing_does_no_harm(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(caches, "plan_folder", lambda: tmp_path / "file")
-    assert kept_model("key", lambda: MODEL) == MODEL
+    with caplog.at_level("INFO"):
+        assert kept_model("key", lambda: MODEL) == MODEL
+    assert f"{tmp_path / 'file'}: what was planned cannot be kept for the next start" in caplog.text
     monkeypatch.setattr(caches, "plan_folder", lambda: tmp_path / "plans")
     monkeypatch.setattr(plan_cache, "FILES", 3)
     for number in range(FILES // 20):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from gputrain.engine.schedule import Schedule
 from gputrain.engine.state import TrainState
 from gputrain.engine.train import dry_run
 from gputrain.errors import UserError
-from gputrain.hw.plan import Hardware, Plan, decide
+from gputrain.hw.plan import Hardware, Plan, Setting, decide
 from gputrain.hw.probe import Machine
 from gputrain.planner import model_planner
 from gputrain.planner.memory.fit import Fit, MemoryBudget, MemoryModel, fit
@@ -157,7 +158,9 @@ def test_the_budget_of_a_gpu_of_a_cpu_and_of_an_unknown_machine():
 
 
 def test_cards_that_compute_alike_share_a_prediction():
-    assert prediction_key(plan_of()) == prediction_key(plan_of(use_bf16=False))  # fp16 takes what bf16 takes
+    another = replace(plan_of(), device=Setting("cuda", "another card"))
+    assert prediction_key(plan_of()) == prediction_key(another)
+    assert prediction_key(plan_of()) != prediction_key(plan_of(use_bf16=False))  # In fp16 the loss is scaled.
     assert prediction_key(plan_of()) != prediction_key(plan_of(use_torch_compile=False))
     assert prediction_key(plan_of()) != prediction_key(plan_of(mixed_precision=False))
 

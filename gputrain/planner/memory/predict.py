@@ -383,10 +383,9 @@ def least_gb(target: PlanTarget, plan: Plan, checkpointing: bool) -> float:
 
 def prediction_key(plan: Plan) -> tuple[object, ...]:
     """Returns the settings of a plan that a prediction depends on. GPUs that agree in them share predictions."""
-    sixteen_bit = plan.precision.value != "fp32"
     bf16_products = plan.tf32.value or plan.precision.value == "bf16"  # FakeRuntime.product_dtype
     switches = (plan.device, plan.compile, plan.cuda_graphs, plan.channels_last, plan.expandable_segments)
-    return (sixteen_bit, bool(bf16_products), *(setting.value for setting in switches))
+    return (plan.precision.value, bool(bf16_products), *(setting.value for setting in switches))
 
 
 def _allocator(plan: Plan, caching: bool | None) -> PlainAllocator | CachingAllocator:
