@@ -6,10 +6,10 @@
 #        benchmarks/gpu.sh prepare FOLDER [--source FOLDER] [--card CARD...] [--few]
 #
 # For a rented card, such as an H100, of which no minute shall be lost:
-#   benchmarks/gpu.sh prepare gpu_data --card h100                  at home, ten minutes of two cores
-#   rsync -a ./ HOST:gputrain/                                      the checkout, with gpu_data in it
-#   benchmarks/gpu.sh measure --data gpu_data --caches gpu_caches   there, and then
-#   benchmarks/gpu.sh alive --data gpu_data --caches gpu_caches
+#   benchmarks/gpu.sh prepare .gpu_data --card h100   at home, ten minutes of two cores
+#   rsync -a --exclude .venv ./ HOST:gputrain/        the checkout, with .gpu_data in it
+#   benchmarks/gpu.sh measure --caches gpu_caches     there, in gputrain, with a Python that has torch for CUDA
+#   benchmarks/gpu.sh alive --caches gpu_caches
 # Then gpu_results is what to bring back, and gpu_caches to keep for the next time on such a card.
 #
 # alive    whether everything works: the train commands in every mode, then numerics, out of memory (at most 120 s)

@@ -136,6 +136,7 @@ class Callbacks:
         elif progress.evaluation_due and saving.evaluates:
             self._evaluate_resumed_step(progress)
 
+    @timed_part("first evaluation")
     def _evaluate_resumed_step(self, progress: RunProgress) -> None:
         """Evaluate the step of the resumed checkpoint, and save it as it would have been saved."""
         log.info("evaluating step %d, after which the run ended before its evaluation", progress.step)

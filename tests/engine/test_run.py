@@ -35,9 +35,11 @@ def trained(folder, steps, *, starts_pretrained=True, **saving):
     ("starts_pretrained", "asked", "first"),
     [(False, True, True), (True, False, False), (False, None, False), (True, None, True)],
 )
-def test_the_evaluation_before_the_first_step_can_be_left_out(tmp_path, starts_pretrained, asked, first):
+def test_the_evaluation_before_the_first_step_can_be_left_out(tmp_path, caplog, starts_pretrained, asked, first):
+    caplog.set_level(logging.DEBUG)
     trained(tmp_path, 2, starts_pretrained=starts_pretrained, evaluate_steps=2, eval_first=asked)
     assert steps_logged(tmp_path, "eval/score") == ([0, 2] if first else [2])
+    assert ("start, first evaluation: " in caplog.text) is first
 
 
 def assert_equal(a, b):
