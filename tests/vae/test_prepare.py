@@ -499,7 +499,8 @@ def test_ctrl_c_stops_all_processes_quietly(tmp_path, many, out, done):
     time.sleep(0 if done else 0.1)  # Some of the processes have started by then, as a rule.
     os.killpg(process.pid, signal.SIGINT)
     _, talk = process.communicate(timeout=HANG_SECONDS)
-    assert process.returncode == -signal.SIGINT
+    # Python ends itself by the signal, or with 130 if another of its threads gets the signal later than the exit.
+    assert process.returncode in (-signal.SIGINT, 128 + signal.SIGINT)
     assert talk.count("Traceback") == 1  # It is the main process's, which the command line catches.
     with pytest.raises(UserError, match="not finished"):
         open_pictures(out)
