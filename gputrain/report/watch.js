@@ -92,9 +92,8 @@
   const act = async (element, values) => {
     const question = element.dataset.ask;
     if (question && !confirm(question)) return;
-    const entry = element.closest("[data-entry]"), run = element.closest("[data-run]");
+    const run = element.closest("[data-run]");
     const content = { action: element.dataset.action, ...values };
-    if (entry) content.entry = entry.dataset.entry;
     if (run) content.run = run.dataset.run;
     try {
       const answer = await fetch("act", {

@@ -1,9 +1,9 @@
-"""Actions that a page asks for, with --allow-control: requests to a training, notes on a run, and the queue."""
+"""Actions that a page asks for, with --allow-control: requests to a training, and notes on a run."""
 
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from gputrain.engine.requests import Action, send
 from gputrain.engine.run_folder import write_text
@@ -11,34 +11,22 @@ from gputrain.errors import UserError
 from gputrain.report.records import LONGEST_NOTES, NOTES
 from gputrain.watch.runs import Runs
 
-if TYPE_CHECKING:
-    from gputrain.watch.queue import Queue
-
 writing = threading.Lock()
 SENTENCES = {
     "save": "The training saves a checkpoint after this step.",
     "stop": "The training finishes this step, saves and stops; it can be resumed.",
     "cooldown": "The training cools down from the next step on, and then ends.",
     "note": "The notes are saved.",
-    "queue-start": "The queue goes on.",
-    "queue-pause": "The queue starts no further training; one that runs goes on.",
-    "queue-skip": "The queue leaves this training out; if it runs, it saves and stops.",
-    "queue-retry": "The training waits for its turn again.",
 }
 
 
-def act(runs: Runs, queue: "Queue | None", content: Mapping[str, object]) -> str:
+def act(runs: Runs, content: Mapping[str, object]) -> str:
     """Do what a page asks for. Returns a sentence that says what happens now; raises UserError if it cannot be done."""
     action, run, steps = content.get("action"), str(content.get("run")), content.get("steps", 0)
     if not isinstance(action, str) or action not in SENTENCES:
         raise UserError("there is no such action", hint=f"one of {', '.join(SENTENCES)}")
     try:
-        if action.startswith("queue-"):
-            if queue is None:
-                raise UserError("there is no queue", hint="gputrain watch --queue FOLDER --allow-control")
-            change = getattr(queue, action.removeprefix("queue-"))
-            change(*[str(content.get("entry"))] if action in ("queue-skip", "queue-retry") else [])
-        elif action == "note":
+        if action == "note":
             with writing:  # Not the lock of the pages, which would wait for the disk.
                 _write_notes(runs.record(run).folder / NOTES, content.get("text"))
         elif isinstance(steps, bool) or not isinstance(steps, int):
@@ -46,7 +34,7 @@ def act(runs: Runs, queue: "Queue | None", content: Mapping[str, object]) -> str
         else:
             send(runs.record(run).folder, cast("Action", action), steps)
     except KeyError:
-        raise UserError("this run or entry is not there any more", hint="the page shows those that are") from None
+        raise UserError("this run is not there any more", hint="the page shows those that are") from None
     return SENTENCES[action]
 
 

@@ -23,12 +23,7 @@ class WatchSettings:
         help="Address of this machine at which the page is served; 0.0.0.0: at all of them. Any other than the default "
         "needs a token, which the printed address contains.",
     )
-    allow_control: bool = opt(
-        default=False, help="Let the page save, stop and cool down trainings, write notes and run the queue."
-    )
-    queue: Path | None = opt(
-        default=None, help="Folder of configurations (YAML or JSON) that are trained one after the other."
-    )
+    allow_control: bool = opt(default=False, help="Let the page save, stop and cool down trainings, and write notes.")
     price_per_hour: float = opt(
         default=0.0, help="Price of the machine for an hour, in any currency, for the costs on the page.", min=0.0
     )
@@ -37,8 +32,6 @@ class WatchSettings:
         for folder in self.folders:
             if folder.exists() and not folder.is_dir():
                 raise UserError(f"{folder}: is a file, expected a folder", hint="name a run folder, or one above runs")
-        if self.queue is not None and not self.allow_control:
-            raise UserError("queue has no effect without allow_control", hint="--queue FOLDER --allow-control")
 
     @property
     def watched(self) -> tuple[Path, ...]:

@@ -3,15 +3,12 @@ changed."""
 
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from gputrain.report.curves import MOST_POINTS
 from gputrain.report.media import LiveMedia
 from gputrain.report.page import ChartGroup, Parts, RunView, chart_groups, content_of, dress
-from gputrain.watch.runs import Runs, id_of
-
-if TYPE_CHECKING:
-    from gputrain.watch.queue import Queue
+from gputrain.watch.runs import Runs
 
 T = TypeVar("T")
 
@@ -25,12 +22,8 @@ LOADS = "; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancest
 class Pages:
     """The pages of all runs. What was made for a page is kept, and made again only if its files have changed."""
 
-    def __init__(
-        self, runs: Runs, media: LiveMedia, *, controls: bool = False, price_per_hour: float = 0.0,
-        queue: "Queue | None" = None,
-    ) -> None:  # fmt: skip
-        self.runs, self.media, self.controls = runs, media, controls
-        self.price_per_hour, self.queue = price_per_hour, queue
+    def __init__(self, runs: Runs, media: LiveMedia, *, controls: bool = False, price_per_hour: float = 0.0) -> None:
+        self.runs, self.media, self.controls, self.price_per_hour = runs, media, controls, price_per_hour
         self._made: dict[Hashable, tuple[object, Any]] = {}  # What was made of some files, and their versions.
         self._pages: dict[Hashable, Parts] = {}  # By the ids of the runs.
         # The charts of some runs, and what they were drawn from: the last steps, and all else.
@@ -72,7 +65,6 @@ class Pages:
         live = {
             "now": time.time(), "controls": self.controls, "runs": len(every),
             "folders": ", ".join(map(str, self.runs.folders)),
-            "queue": queue_view(self.queue, self.runs) if self.queue and not ids else None,
         }  # fmt: skip
         return parts.render(live=live, **values), parts, values
 
@@ -122,14 +114,3 @@ def _renew(kept: dict[Hashable, T], key: Hashable, value: T, most: int = MOST_VI
 def _grows(before: int, now: int) -> bool:
     """Returns True if a curve that was drawn to a step has a visible point more, or was shortened."""
     return now < before or (now - before) * MOST_POINTS >= max(1, now)
-
-
-def queue_view(queue: "Queue", runs: Runs) -> dict[str, Any]:
-    """Returns what a page shows of the queue; equal to an earlier one if nothing has changed."""
-    known, entries = set(runs.ids()), []
-    for one in queue.entries:
-        shown = {"id": one.id, "name": one.name, "state": one.state, "message": one.message, "run": one.run}
-        entries.append({**shown, "run_id": run if one.run and (run := id_of(one.run)) in known else ""})
-    left = sum(one.state in ("waiting", "stopped") for one in queue.entries)
-    state = f"{left} of {len(entries)} to come" + (f"; {queue.message}" if queue.message else "")
-    return {"state": f"{state}.", "is_paused": queue.is_paused, "entries": entries}

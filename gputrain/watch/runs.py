@@ -99,11 +99,10 @@ class WatchedRun(RunReader):
 
 
 class Runs:
-    """The runs below some folders. `more` names further run folders, those of a queue. Pages hold `lock`, so that no
-    run vanishes while they are made."""
+    """The runs below some folders. Pages hold `lock`, so that no run vanishes while they are made."""
 
-    def __init__(self, folders: Sequence[Path], more: Callable[[], Sequence[Path]] = tuple) -> None:
-        self.folders, self.more = list(folders), more
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.folders = list(folders)
         self.lock = threading.RLock()
         self._runs: dict[str, WatchedRun] = {}
         self._asked = self._read = -ASKED_SECONDS
@@ -141,8 +140,7 @@ class Runs:
         found: dict[str, Path] = {}
         shown_at = time.monotonic()
         seen: dict[str, int] = {}
-        roots = [*((folder, DEPTH) for folder in self.folders), *((folder, 0) for folder in self.more())]
-        for folder in (run for root, depth in roots for run in find_runs(root, depth, seen)):
+        for folder in (run for root in self.folders for run in find_runs(root, DEPTH, seen)):
             if len(found) < MOST_RUNS:
                 found.setdefault(id_of(folder), folder)
             if time.monotonic() > shown_at + READ_SECONDS:

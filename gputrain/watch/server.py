@@ -96,24 +96,16 @@ class PageServer(ThreadedWSGIServer):
 
 
 def serve(settings: WatchSettings, say: Callable[[str], None]) -> None:
-    """Serve the page until a signal ends it. `say` prints its address.
-
-    Raises UserError if the address or the port is not to be had, or the queue cannot be read.
-    """
+    """Serve the page until a signal ends it. `say` prints its address. Raises UserError if the address or the port is
+    not to be had."""
     has_parent = bool(os.environ.get(PARENT))
     with (
         contextlib.suppress(KeyboardInterrupt),
         listen(settings.host, settings.port, or_next=has_parent) as listening,
-        contextlib.ExitStack() as ending,
     ):
         host, port = listening.getsockname()[:2]
         is_local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
         token = token_of(is_local and not settings.allow_control, os.environ.get(TOKEN, ""))
-        queue = None
-        if settings.queue:
-            from gputrain.watch.queue import Queue
-
-            queue = ending.enter_context(contextlib.closing(Queue(settings.queue)))
         # After the port is known to be free: importing torch takes a second.
         from gputrain.report.media import LiveMedia
         from gputrain.watch.control import act
@@ -121,14 +113,12 @@ def serve(settings: WatchSettings, say: Callable[[str], None]) -> None:
         from gputrain.watch.runs import Runs
 
         controls, price = settings.allow_control, settings.price_per_hour
-        runs = Runs(settings.watched, lambda: [one.run for one in queue.entries if one.run] if queue else [])
+        runs = Runs(settings.watched)
         media = LiveMedia()
-        pages = Pages(runs, media, controls=controls, price_per_hour=price, queue=queue)
-        app = WatchApp(runs, media, pages, token=token, act=partial(act, runs, queue) if controls else None)
+        pages = Pages(runs, media, controls=controls, price_per_hour=price)
+        app = WatchApp(runs, media, pages, token=token, act=partial(act, runs) if controls else None)
         server = PageServer(listening, app)
         runs.start()
-        if queue:
-            queue.start()
         say(address(host, port, token))
         log.info("%s", introduction(settings, port, is_local))
         if has_parent:

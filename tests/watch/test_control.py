@@ -1,4 +1,4 @@
-"""What the actions of a page do to run folders and to the queue."""
+"""What the actions of a page do to run folders."""
 
 import json
 import os
@@ -26,39 +26,18 @@ def runs(folder):
     return found
 
 
-class NotedQueue:
-    """A queue that notes what it is asked for."""
-
-    def __init__(self):
-        self.asked = []
-
-    def start(self):
-        self.asked.append("start")
-
-    def pause(self):
-        self.asked.append("pause")
-
-    def skip(self, id):
-        if id != "a":
-            raise KeyError(id)
-        self.asked.append(f"skip {id}")
-
-    def retry(self, id):
-        self.asked.append(f"retry {id}")
-
-
 def test_notes_are_written_shown_and_removed(runs, folder):
     run, notes = id_of(folder), folder / "notes.md"
     before = sorted(folder.iterdir())
     for text in ("# süß\r\nline", "x" * LONGEST_NOTES, "half a letter \ud83d", "\x00"):
-        assert act(runs, None, {"action": "note", "run": run, "text": text}) == SENTENCES["note"]
+        assert act(runs, {"action": "note", "run": run, "text": text}) == SENTENCES["note"]
         expected = text.replace("\r\n", "\n").replace("\ud83d", "?")
         assert notes.read_bytes().decode() == expected
         runs.read()
         assert runs.record(run).user_notes == expected
     assert sorted(folder.iterdir()) == sorted([*before, notes])
     for empty in (" \n", ""):
-        act(runs, None, {"action": "note", "run": run, "text": empty})
+        act(runs, {"action": "note", "run": run, "text": empty})
         assert not notes.exists()
 
 
@@ -67,7 +46,7 @@ def test_a_note_never_follows_a_link(runs, folder, tmp_path):
     private.write_text("mine")
     for name in ("notes.md", "notes.md.partial"):
         (folder / name).symlink_to(private)
-        act(runs, None, {"action": "note", "run": id_of(folder), "text": "new"})
+        act(runs, {"action": "note", "run": id_of(folder), "text": "new"})
         assert private.read_text() == "mine"
         assert (folder / "notes.md").read_text() == "new"
 
@@ -76,37 +55,26 @@ def test_a_note_never_follows_a_link(runs, folder, tmp_path):
 def test_a_folder_that_may_not_be_written(runs, folder):
     folder.chmod(0o500)
     with pytest.raises(UserError, match="Permission denied"):
-        act(runs, None, {"action": "note", "run": id_of(folder), "text": "new"})
+        act(runs, {"action": "note", "run": id_of(folder), "text": "new"})
 
 
 def test_requests_reach_a_training_that_runs(runs, folder):
     run = id_of(folder)
     with pytest.raises(UserError, match="no training is known to run"):
-        act(runs, None, {"action": "stop", "run": run})
+        act(runs, {"action": "stop", "run": run})
     write_rows(folder / "history.jsonl", [start_row(0, host=platform.node(), process=os.getpid())])
     for action, steps in (("save", 0), ("cooldown", 7), ("stop", 0)):
         (folder / "request.json").unlink(missing_ok=True)
-        assert act(runs, None, {"action": action, "run": run, "steps": steps}) == SENTENCES[action]
+        assert act(runs, {"action": action, "run": run, "steps": steps}) == SENTENCES[action]
         written = json.loads((folder / "request.json").read_text())
         assert (written["action"], written["steps"]) == (action, steps)
-
-
-def test_the_queue_is_asked(runs):
-    queue = NotedQueue()
-    for action, entry in (("queue-start", None), ("queue-pause", 5), ("queue-skip", "a"), ("queue-retry", "b")):
-        assert act(runs, queue, {"action": action, "entry": entry}) == SENTENCES[action]
-    assert queue.asked == ["start", "pause", "skip a", "retry b"]
-    with pytest.raises(UserError, match="not there any more"):
-        act(runs, queue, {"action": "queue-skip", "entry": "../a"})
-    with pytest.raises(UserError, match="there is no queue"):
-        act(runs, None, {"action": "queue-start"})
 
 
 @each_row(
     ({}, "no such action"),
     ({"action": ["save"]}, "no such action"),
     ({"action": "send"}, "no such action"),
-    ({"action": "queue-close"}, "no such action"),
+    ({"action": "close"}, "no such action"),
     ({"action": "save"}, "not there any more"),
     ({"action": "save", "run": "../run"}, "not there any more"),
     ({"action": "save", "run": {"a": 1}}, "not there any more"),
@@ -124,5 +92,5 @@ def test_what_is_no_action_changes_nothing(runs, folder, content, words):
     before = sorted(folder.rglob("*"))
     content = {name: id_of(folder) if value == "RUN" else value for name, value in content.items()}
     with pytest.raises(UserError, match=words):
-        act(runs, None, content)
+        act(runs, content)
     assert sorted(folder.rglob("*")) == before

@@ -13,7 +13,6 @@ import pytest
 from gputrain.engine.metrics import append_line
 from gputrain.report.media import LiveMedia
 from gputrain.watch.pages import Pages
-from gputrain.watch.queue import Queue
 from gputrain.watch.runs import Runs, id_of
 from tests.report.runs import PLAN, end_row, make_run, metric_rows, start_row, write_rows, write_samples
 
@@ -195,25 +194,6 @@ def test_samples_that_a_resumed_run_makes_again_replace_those_before(folders):
     write_samples(folders[0], "vae", seed=1)
     assert "grid-0-1" in visitor.changes()
     assert not list((folders[0] / "samples").glob("*.partial"))
-
-
-def test_the_queue_is_on_the_overview_with_what_can_be_done(folders, tmp_path):
-    queued = tmp_path / "queue"
-    queued.mkdir()
-    (queued / "2 <b>.yaml").write_text(f"kind: vae\ndata_path: photos\noutput_dir: {folders[0]}\n")
-    (queued / "10.yaml").write_text("kind: vae\nbatch_size: two\n")
-    runs, queue = Runs([tmp_path]), Queue(queued)
-    queue.pause()
-    runs.look()
-    for controls in (False, True):
-        page, _ = Pages(runs, LiveMedia(), controls=controls, queue=queue).page([])
-        section = re.search(r'<section id="queue">.*?</section>', page, re.DOTALL)[0]
-        assert "paused" in section
-        assert section.index("2 &lt;b&gt;.yaml") < section.index("10.yaml")
-        assert "batch_size" not in section or "two" in section
-        assert section.count("<button") == controls * 3
-    alone, _ = Pages(runs, LiveMedia(), queue=queue).page([id_of(folders[1])])
-    assert 'id="queue"' not in alone
 
 
 def test_the_policy_allows_the_style_and_the_script_of_the_page_alone(folders):

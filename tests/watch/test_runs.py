@@ -54,14 +54,14 @@ def test_a_folder_of_a_million_files_costs_little(tmp_path, monkeypatch):
 
 
 def test_runs_appear_and_vanish_in_the_order_of_their_changes(tmp_path):
-    runs = Runs([tmp_path / "later", tmp_path / "one" / "vae"], lambda: [tmp_path / "queue" / "first"])
+    runs = Runs([tmp_path / "later", tmp_path / "one" / "vae", tmp_path / "further"])
     runs.look()
     assert runs.ids() == []
     one = run_at(tmp_path / "one" / "vae", changed=1000)
     run_at(tmp_path / "later" / "vae", changed=3000)
-    run_at(tmp_path / "queue" / "first", changed=2000)
+    run_at(tmp_path / "further" / "first", changed=2000)
     runs.look()
-    assert names(runs) == ["later/vae", "queue/first", "one/vae"]
+    assert names(runs) == ["later/vae", "further/first", "one/vae"]
     runs.touch()
     assert runs.record(id_of(one)).last_step == 3
     run_at(one, steps=9, changed=4000)
