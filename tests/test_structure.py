@@ -28,7 +28,9 @@ LAYERS = [
     {"caches", "config", "errors", "figures", "stored", "translation"},
 ]
 APART = LAYERS[1]  # These packages never import each other.
-REEXPORTS = "gputrain.hw"  # Its __init__ hands on public names of autoconfig and of the planner when they are used.
+# The user's entry `from gputrain.hw import create_optimal_config` hands on one name from a layer above.
+ENTRY = ("gputrain.hw", "__getattr__")
+MOST_LINES_OF_THE_ENTRY = 10
 MOST_LINES_OF_A_FILE = 600
 MOST_LINES_OF_A_FUNCTION = 60
 
@@ -68,6 +70,12 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+def entry_of(path: Path) -> ast.FunctionDef:
+    """Return the function of ENTRY in its module."""
+    (found,) = (node for node in tree_of(path).body if isinstance(node, ast.FunctionDef) and node.name == ENTRY[1])
+    return found
+
+
 @functools.cache
 def imports() -> dict[str, set[str]]:
     """Return the modules of the package that each module imports: at its top, in functions, and for types only."""
@@ -75,14 +83,24 @@ def imports() -> dict[str, set[str]]:
     found = {}
     for name, path in names.items():
         imported = set()
+        entry = {id(node) for node in ast.walk(entry_of(path))} if name == ENTRY[0] else set[int]()
         for node in ast.walk(tree_of(path)):
+            if id(node) in entry:
+                continue
             if isinstance(node, ast.ImportFrom) and node.module:
                 inner = {f"{node.module}.{alias.name}" for alias in node.names}
                 imported |= inner & names.keys() or {node.module}
             elif isinstance(node, ast.Import):
                 imported |= {alias.name for alias in node.names}
         found[name] = (imported & names.keys()) - {"gputrain"}
-    return {name: imported for name, imported in found.items() if name not in ("gputrain", REEXPORTS)}
+    return {name: imported for name, imported in found.items() if name != "gputrain"}
+
+
+def test_the_users_entry_hands_on_one_name():
+    entry = entry_of(modules()[ENTRY[0]])
+    taken = [alias.name for node in ast.walk(entry) if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert taken == ["create_optimal_config"]
+    assert (entry.end_lineno or 0) - entry.lineno < MOST_LINES_OF_THE_ENTRY
 
 
 def layer_of(module: str) -> int:

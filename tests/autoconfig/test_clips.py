@@ -16,8 +16,8 @@ from transformers import Trainer, TrainingArguments
 from gputrain.autoconfig.clips import BucketSampler, PreparedClips
 from gputrain.autoconfig.dataset import profile_dataset
 from gputrain.autoconfig.lengths import Bucket
+from gputrain.autoconfig.optimal import create_optimal_config
 from gputrain.errors import UserError
-from gputrain.hw import create_optimal_config
 from tests.autoconfig.two_gpus import RATE, MeanOfClips, buckets, collate, planner_of, waves
 from tests.tables import each_row
 

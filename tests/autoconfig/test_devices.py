@@ -11,11 +11,10 @@ from torch import nn
 
 from gputrain.autoconfig import optimal
 from gputrain.autoconfig.clips import BucketSampler
-from gputrain.autoconfig.optimal import machines_to_plan
+from gputrain.autoconfig.optimal import create_optimal_config, machines_to_plan
 from gputrain.autoconfig.recovery import average_over_processes, check_agreement
 from gputrain.engine.distributed import RankGroup
 from gputrain.errors import UserError
-from gputrain.hw import create_optimal_config
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.probe import Machine
 from gputrain.hw.ranks import Ranks

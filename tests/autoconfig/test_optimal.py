@@ -14,10 +14,9 @@ from transformers import TrainingArguments, Wav2Vec2Config, Wav2Vec2ForCTC
 from gputrain.autoconfig.dataset import profile_dataset
 from gputrain.autoconfig.inputs import BatchGuess, batch_guesses, output_loss
 from gputrain.autoconfig.memory_models import MemoryModels
-from gputrain.autoconfig.optimal import Planner
-from gputrain.autoconfig.settings import BatchSplit
+from gputrain.autoconfig.optimal import Planner, create_optimal_config
+from gputrain.autoconfig.settings import BatchSplit, load_config
 from gputrain.errors import UserError
-from gputrain.hw import create_optimal_config, load_config
 from gputrain.hw.probe import Machine
 from gputrain.planner.memory.torch_model import measure_training_memory, predict_training_memory
 from tests.tables import each_row

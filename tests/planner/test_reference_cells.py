@@ -9,7 +9,7 @@ memory/test_predict.py alone.
 import pytest
 import torch
 
-from gputrain.hw import predict_training_memory
+from gputrain.planner.memory.torch_model import predict_training_memory
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from torch.nn import functional as F
 
+from gputrain.autoconfig.optimal import create_optimal_config
 from gputrain.errors import UserError
-from gputrain.hw import create_optimal_config
 from gputrain.planner.memory.fake_runtime import Draws, on_fake_tensors
 from gputrain.planner.memory.torch_model import measure_training_memory, predict_training_memory
 
