@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from vits_vs_piper import disturb
 
-from gputrain.audio import formants
+from gputrain.audio import synthetic
 from gputrain.bench import runner
 from gputrain.bench.step_bench import PLAIN
 from gputrain.config import assemble
@@ -48,14 +48,12 @@ from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine, machine_facts
 from gputrain.hw.runtime import DTYPES, Runtime
 from gputrain.planner.memory.fake_runtime import FunctionsOf
-from gputrain.speech import synthetic
 from gputrain.speech.buckets import ClipBatch
 from gputrain.tts.config import PlannedSpeech, TrainTts
 from gputrain.tts.recipe import VoiceRecipe
 from gputrain.tts.work import architecture_for, size_of
 from gputrain.vae.config import TrainVae
 from gputrain.vae.recipe import VaeRecipe
-from gputrain.vocoder import synthetic as singing
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.recipe import VocoderRecipe
 
@@ -406,17 +404,13 @@ def vocoder(
 def sung_batches(settings: TrainVocoder, count: int) -> list[tuple[Tensor, Tensor]]:
     """Returns batches of crops of synthetic singing (int16) with the pitch that was sung, the most voiced one last."""
     mel, frames = settings.spectrogram.mel, settings.data.frames_to_read
-    voice, draws = singing.VOICES[0], np.random.default_rng(0)
     samples = count * settings.schedule.whole_batch * frames * mel.hop_size
-    score = singing.glided(voice, singing.melody(samples / mel.sampling_rate, draws), draws)
-    wave_T = formants.harmonics(score, samples, mel.sampling_rate)
-    wave_T /= np.sqrt(np.square(wave_T).mean())
-    wave_T += formants.noise(voice, score, samples, mel.sampling_rate, draws)
-    wave_T *= formants.PEAK / np.abs(wave_T).max()
-    at_F = (np.arange(0, samples, mel.hop_size) + mel.hop_size / 2) * formants.CONTROL_HZ / mel.sampling_rate
-    pitch_F, tone_F = (np.interp(at_F, np.arange(len(x)), x) for x in (score.pitch_P, score.tone_P))
-    waves = torch.from_numpy(32767 * wave_T).to(torch.int16).view(count, -1, frames * mel.hop_size)
-    pitches = torch.from_numpy(np.where(tone_F > 0.1, pitch_F, 0)).float().view(count, -1, frames)
+    rate_hz = mel.sampling_rate
+    wave_T, pitch_P = synthetic.sing(synthetic.VOICES[0], samples / rate_hz, rate_hz, np.random.default_rng(0))
+    at_F = (np.arange(0, samples, mel.hop_size) + mel.hop_size / 2) * synthetic.CONTROL_HZ / rate_hz
+    pitch_F = pitch_P[at_F.astype(int)]
+    waves = torch.from_numpy(32767 * wave_T[:samples]).to(torch.int16).view(count, -1, frames * mel.hop_size)
+    pitches = torch.from_numpy(pitch_F).float().view(count, -1, frames)
     return sorted(zip(waves, pitches, strict=True), key=lambda batch: int(batch[1].count_nonzero()))
 
 

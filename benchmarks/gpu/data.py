@@ -58,11 +58,11 @@ def write_source(kind: str, to: Path, source: Path | None, few: bool) -> list[ob
     if speech and (speech / "metadata.csv").is_file():
         return copy_speech(kind, speech, to)
     if kind == "vocoder":
-        from gputrain.vocoder.synthetic import write_clips
+        from gputrain.audio.synthetic import write_clips
 
         write_clips(to, range(6 if few else 24), 44100)
         return ["--kind", "vocoder", *PITCH]
-    from gputrain.speech.synthetic import write_speech
+    from gputrain.audio.synthetic import write_speech
 
     write_speech(to, 12 if few else 80, 22050 if kind == "tts" else 16000)
     return ["--kind", kind, "--language", "uz"]

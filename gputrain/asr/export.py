@@ -25,13 +25,13 @@ from gputrain.asr.features import features_of_equal
 from gputrain.asr.load import Recogniser
 from gputrain.audio.export import check_file_name, cpu_copy, exported, load_line, write_onnx
 from gputrain.audio.io import Samples, from_int16
+from gputrain.audio.synthetic import say, sentences
 from gputrain.engine.data import Progress, StepProgress, no_progress, written_aside
 from gputrain.errors import UserError, import_package
 from gputrain.kinds import Exported
 from gputrain.speech.error_rates import Edits, character_edits
 from gputrain.speech.frames import STRIDE
 from gputrain.speech.store import SpeechStore
-from gputrain.speech.synthetic import say, sentences
 from gputrain.speech.text.vocabulary import ABSENT, DELIMITER, Vocabulary
 
 log = logging.getLogger(__name__)

@@ -124,6 +124,6 @@ RATE_HZ, CLIPS = 16000, 80  # The synthetic speech of demos.
 
 
 def write_demo_speech(folder: Path) -> None:
-    from gputrain.speech.synthetic import write_speech
+    from gputrain.audio.synthetic import write_speech
 
     write_speech(folder / "speech", CLIPS, RATE_HZ)

@@ -157,7 +157,7 @@ MODEL = [
 
 
 def synthesise_singing(folder: Path) -> None:
-    from gputrain.vocoder.synthetic import write_clips
+    from gputrain.audio.synthetic import write_clips
 
     write_clips(folder / "recordings", range(CLIPS), RATE_HZ)
     write_clips(folder / "songs", range(CLIPS, CLIPS + SONGS), RATE_HZ)

@@ -12,6 +12,7 @@ import torch._dynamo.exc
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, Wav2Vec2Config, Wav2Vec2ForCTC
 
+from gputrain.audio.synthetic import VOICES, say
 from gputrain.autoconfig.dataset import profile_dataset
 from gputrain.autoconfig.inputs import BatchGuess, output_loss
 from gputrain.autoconfig.memory_models import MemoryModels
@@ -19,7 +20,6 @@ from gputrain.autoconfig.optimal import Planner
 from gputrain.autoconfig.recovery import MicroBatchLimit, memory_callback, recovering, relieve, split, watched_first
 from gputrain.errors import UserError
 from gputrain.hw.probe import Machine
-from gputrain.speech.synthetic import SPEAKERS, say
 from tests.tables import each_row
 from tests.waiting import wait_until
 
@@ -376,7 +376,7 @@ LETTERS = " aeiou"  # 0 is the blank of CTC, for which nothing stands
 
 def speech(count: int = 24) -> list[dict]:
     """Returns synthetic vowels at 16 kHz, by several voices, with their letters."""
-    rng, voices, items = np.random.default_rng(0), itertools.cycle(SPEAKERS.values()), []
+    rng, voices, items = np.random.default_rng(0), itertools.cycle(VOICES), []
     for _ in range(count):
         text = "".join(rng.choice(list("aeiou"), rng.integers(2, 6)))
         clip = say(text, 16000, rng, next(voices)).astype(np.float32)

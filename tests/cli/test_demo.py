@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from gputrain.asr import kind as asr
+from gputrain.audio.synthetic import sentences
 from gputrain.cli import kind_commands
 from gputrain.cli.app import app, command_line
 from gputrain.config import assemble, leaves
@@ -13,7 +14,6 @@ from gputrain.errors import UserError
 from gputrain.kinds import kinds
 from gputrain.report.records import evaluated
 from gputrain.speech import data_commands as speech
-from gputrain.speech.synthetic import sentences
 from gputrain.speech.text.frontend import frontend
 from gputrain.tts import kind as tts
 from gputrain.tts.config import TrainTts
