@@ -4,11 +4,12 @@ import logging
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from gputrain.errors import UserError
+from gputrain.speech.text.lines import read_text
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ def read_arpa(path: Path) -> NgramModel:
     backoffs: dict[Ngram, float] = {}
     stated: dict[int, int] = {}  # How many n-grams of each length the file says that it has.
     length = order = 0
-    for number, line in enumerate(_lines_of(path), start=1):
+    for number, line in enumerate(map(str.strip, read_text(path, LM_HINT).split("\n")), start=1):
         if not order and (count := NGRAM_COUNT.fullmatch(line)):
             stated[int(count[1])] = int(count[2])
         elif line.startswith("\\"):
@@ -144,19 +145,6 @@ def read_arpa(path: Path) -> NgramModel:
     return NgramModel(order, log_probs, backoffs)
 
 
-def _lines_of(path: Path) -> Iterator[str]:
-    try:
-        with path.open(encoding="utf-8") as file:
-            for line in file:
-                yield line.strip()
-    except OSError as error:
-        raise UserError(
-            f"{path}: {error.strerror}", hint="--lm takes an ARPA file, a text, or a prepared folder"
-        ) from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: not UTF-8", hint=LM_HINT) from None
-
-
 def read_sentences(path: Path) -> Sequence[str]:
     """Returns the lines of a text that are not empty. Raises UserError if it cannot be read."""
-    return [line for line in _lines_of(path) if line]
+    return [line.strip() for line in read_text(path, LM_HINT).split("\n") if line.strip()]

@@ -3,53 +3,19 @@
 A row that cannot be read is a text, which says why. Imports no torch.
 """
 
-import codecs
 import csv
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
-from gputrain.errors import UserError
 from gputrain.speech.transcript_columns import AUDIO_KEYS
 
 SEPARATORS = ("|", "\t", ";", ",")
 QUOTED = (";", ",")  # Separators that also occur in texts, which are quoted for this reason.
 MOST_LINES = 50  # maximum number of lines of a quoted cell
-BYTE_ORDER_MARKS = {  # The longer ones first: that of UTF-32 begins with that of UTF-16.
-    codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
-}  # fmt: skip
 
 JsonRow: TypeAlias = dict[str, Any]
-
-
-def read_text(file: Path) -> str:
-    """Returns the text of a file in UTF-8 or UTF-16 with Unix line ends. Raises UserError if it cannot be read."""
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}", hint="name the transcript with --transcripts FILE") from None
-    try:
-        return decoded(content)
-    except UnicodeDecodeError as error:
-        number = content.count(b"\n", 0, error.start) + 1
-        raise UserError(
-            f"{file}, line {number}: not UTF-8", hint="save it as UTF-8, for instance with iconv -f CP1251 -t UTF-8"
-        ) from None
-
-
-def decoded(content: bytes, errors: str = "strict") -> str:
-    """Returns bytes as text with Unix line ends. A byte order mark tells the encoding; without one it is UTF-8, or
-    UTF-16 where every second byte of the beginning is 0, as that of Latin letters is."""
-    encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if content.startswith(mark)), "")
-    if not encoding:
-        begin = content[:100]
-        zeros = [begin[at::2].count(0) > len(begin) / 4 and not begin[1 - at :: 2].count(0) for at in (0, 1)]
-        encoding = "utf-16-be" if zeros[0] else "utf-16-le" if zeros[1] else "utf-8"
-    text = content.decode(encoding, errors).removeprefix("\ufeff")
-    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 # ------------------------------------------------------------------------------------------------------------- tables

@@ -31,6 +31,7 @@ from gputrain.engine.preparation import RefusedItem
 from gputrain.errors import UserError
 from gputrain.figures import counted
 from gputrain.speech import subtitles
+from gputrain.speech.text.lines import decoded, read_text
 from gputrain.speech.transcript_columns import (
     AUDIO_KEYS,
     DURATION_KEYS,
@@ -48,13 +49,11 @@ from gputrain.speech.transcript_columns import (
 from gputrain.speech.transcript_files import (
     QUOTED,
     SEPARATORS,
-    decoded,
     first_cells,
     holds_json,
     is_declaration,
     json_object,
     json_rows,
-    read_text,
     table_rows,
 )
 
@@ -106,6 +105,7 @@ class Transcripts:
     notes: list[str]  # Each is a sentence about something unexpected.
 
 
+TRANSCRIPTS_HINT = "name the transcript with --transcripts FILE"
 INVALID = "holds invalid characters (NUL, U+FFFD or surrogates)"
 
 
@@ -349,7 +349,7 @@ def _head_of(path: Path, size: int | None = LOOKED_AT_BYTES) -> str:
 
 def _read_file(reading: _Reading, file: Path, columns: TranscriptColumns) -> str:
     """Reads a table or JSON; returns a description of the detected format."""
-    text = read_text(file)
+    text = read_text(file, TRANSCRIPTS_HINT)
     if not text.strip():
         raise UserError(f"{file}: empty", hint="expected a line for each recording, such as NAME|TEXT")
     if file.suffix.lower() in JSON_LINES or holds_json(text):
@@ -471,7 +471,7 @@ def _read_subtitles(reading: _Reading, path: str, files: Sequence[str], rules: T
         return
     (file,) = files
     try:
-        cues, faults = subtitles.parse_subtitles(read_text(reading.folder / file))
+        cues, faults = subtitles.parse_subtitles(read_text(reading.folder / file, TRANSCRIPTS_HINT))
     except UserError as error:
         reading.refuse(path, "malformed", error.message)
         return
@@ -529,7 +529,7 @@ def _read_pairs(reading: _Reading, paths: Sequence[str], subtitled: Collection[s
         if sound in subtitled or sound not in texts:
             continue  # It is reported with all recordings without a transcript.
         try:
-            text = read_text(reading.folder / texts[sound])
+            text = read_text(reading.folder / texts[sound], TRANSCRIPTS_HINT)
         except UserError as error:
             reading.named.add(sound)
             reading.refuse(sound, "malformed", error.message)

@@ -277,7 +277,7 @@ def test_bad_input(voice: Path, tmp_path: Path) -> None:
     assert not out.exists()
     wide = tmp_path / "wide.txt"
     wide.write_text("héllo", encoding="latin-1")
-    with pytest.raises(UserError, match=r"wide\.txt: line 1 is not UTF-8"):
+    with pytest.raises(UserError, match=r"wide\.txt, line 1: not UTF-8"):
         speak_text(options(voice, input_file=wide, output_file=out))
     with pytest.raises(UserError, match=r"none\.txt: No such file"):
         speak_text(options(voice, input_file=tmp_path / "none.txt", output_file=out))

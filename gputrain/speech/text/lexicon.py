@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gputrain.config import read_file
 from gputrain.errors import UserError
+from gputrain.speech.text.lines import read_text
 from gputrain.speech.text.unicode_cleanup import JOINERS, visible
 
 
@@ -82,12 +83,7 @@ def read_lexicon(path: Path) -> dict[str, str]:
 
 
 def _read_table(path: Path) -> dict[str, str]:
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}", hint="--lexicon takes a YAML, JSON or TSV file") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 at byte {error.start}", hint="save the file as UTF-8") from None
+    lines = read_text(path, "--lexicon takes a YAML, JSON or TSV file").split("\n")
     rows = [(number, line.split("\t")) for number, line in enumerate(lines, 1) if line.strip() and line[0] != "#"]
     for number, row in rows:
         if len(row) != 2:
