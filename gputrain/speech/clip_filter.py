@@ -28,11 +28,8 @@ SPOKEN_SIGNS = "/\\@%&#*§‰†"
 DEVIATION = 1.4826  # standard deviation of a normal distribution in units of its median absolute deviation
 FEW_CLIPS = 20  # too few clips to estimate the spread of speaking rates
 USUAL_RATES = 1.6  # ratio of speaking rates that is always accepted
-CLEARLY_LONGER = 1.3  # minimum ratio of a pause between sentences to other pauses near it
-UNEVEN = 0.15  # accepted relative deviation of a sentence's duration from that expected from its symbols
 END_SECONDS = 1.0  # silence at the ends of a clip that does not count as slow speech
 BEYOND_SECONDS = 0.5  # accepted end of a subtitle after that of its recording
-MARGIN_SECONDS = 0.1  # silence kept at a cut
 
 Reader: TypeAlias = Frontend | Vocabulary
 
@@ -106,8 +103,8 @@ def select_clips(
     for utterance in utterances:
         if recording := recordings.get(utterance.path):
             try:
-                made = clip_filter.clips_of(utterance, recording, places[utterance.speaker])
-                found += [_Named(utterance.name, clip) for clip in made]
+                clip = clip_filter.clip_of(utterance, recording, places[utterance.speaker])
+                found.append(_Named(utterance.name, clip))
             except _Unfit as fault:
                 refused.append(RefusedItem(utterance.name, fault.reason, fault.detail))
     clips = _evenly_spoken(found, refused, config, reader)
@@ -167,22 +164,18 @@ class _ClipFilter:
     reader: Reader
     unread: frozenset[str]
 
-    def clips_of(self, utterance: Utterance, recording: Recording, speaker: int) -> list[SpeechClip]:
+    def clip_of(self, utterance: Utterance, recording: Recording, speaker: int) -> SpeechClip:
         options, rate_hz = self.config.speech, self.config.sampling_rate
         if recording.clipped_share > options.max_clipped:
             raise _Unfit("clipped", f"{100 * recording.clipped_share:.2g} % of its samples are at full scale")
         normalized = self.normalized(utterance.text)
-        source = (recording.path, recording.fingerprint)
         begin, end = self.span(utterance, recording)
+        if end - begin > options.max_seconds * rate_hz:
+            detail = f"{(end - begin) / rate_hz:.1f} seconds, more than {options.max_seconds:g}"
+            raise _Unfit("too long", f"{detail}; --align-with MODEL cuts it at the ends of sentences")
         first = recording.first_sample + begin
-        whole = SpeechClip(*source, first, end - begin, utterance.text, normalized, speaker)
-        if whole.samples <= options.max_seconds * rate_hz:
-            return [self.fit(whole)]
-        detail = f"{whole.samples / rate_hz:.1f} seconds, more than {options.max_seconds:g}"
-        if options.over_long == "refuse":
-            raise _Unfit("too long", f"{detail}; --over-long split may split it")
-        pauses = [[max(one, begin) - begin, min(other, end) - begin] for one, other in recording.pauses]
-        return [self.fit(piece) for piece in self.split(whole, [one for one in pauses if one[0] < one[1]], detail)]
+        source = (recording.path, recording.fingerprint)
+        return self.fit(SpeechClip(*source, first, end - begin, utterance.text, normalized, speaker))
 
     def span(self, utterance: Utterance, recording: Recording) -> tuple[int, int]:
         """Returns the first sample of an utterance in its recording, and the end."""
@@ -227,54 +220,6 @@ class _ClipFilter:
             frames, labels = encoder_frames(clip.samples), len(self.reader.ids(clip.normalized))
             said = f"{frames} frames of the encoder for {labels} labels and {needed - labels} blanks between equal ones"
         return said if frames < needed else ""
-
-    def split(self, whole: SpeechClip, pauses: Sequence[list[int]], detail: str) -> list[SpeechClip]:
-        """Splits a recording at the pauses between its sentences, and joins neighbours as far as max_seconds allows.
-
-        There is no alignment, so a sentence must end, according to its share of the symbols, at a pause that is clearly
-        longer than others near it.
-        """
-        sentences = self.reader.sentences(whole.text)
-        symbols = [self.reader.spoken(self.normalized(sentence)) for sentence in sentences]
-        cuts: list[list[int]] = []
-        for number in range(len(sentences) - 1):
-            begin = cuts[-1][1] if cuts else 0
-            length = (whole.samples - begin) * symbols[number] / sum(symbols[number:])
-            near = [pause for pause in pauses if abs(sum(pause) / 2 - begin - length) <= UNEVEN * length]
-            near.sort(key=_length, reverse=True)
-            if not near or (near[1:] and _length(near[0]) < CLEARLY_LONGER * _length(near[1])):
-                fault = "no pause" if not near else "no pause that is clearly longer than others"
-                raise _Unfit(
-                    "too long", f"{detail}; {fault} where sentence {number + 1} of {len(sentences)} should end"
-                )
-            cuts.append(near[0])
-        begins, ends = [0, *(end for _, end in cuts)], [*(begin for begin, _ in cuts), whole.samples]
-        return self.joined(whole, list(zip(begins, ends, sentences, strict=True)), detail)
-
-    def joined(self, whole: SpeechClip, spans: Sequence[tuple[int, int, str]], detail: str) -> list[SpeechClip]:
-        """Groups as many sentences into each clip as fit, with a margin of silence around them."""
-        longest = int(self.config.speech.max_seconds * self.config.sampling_rate)
-        margin = int(MARGIN_SECONDS * self.config.sampling_rate)
-        groups: list[tuple[int, int, str]] = []
-        for begin, end, sentence in spans:
-            begin, end = max(0, begin - margin), min(whole.samples, end + margin)
-            if end - begin > longest:
-                raise _Unfit("too long", f"{detail}; a single sentence of it is too long, too")
-            if groups and end - groups[-1][0] <= longest:
-                groups[-1] = (groups[-1][0], end, f"{groups[-1][2]} {sentence}")
-            else:
-                groups.append((begin, end, sentence))
-        return [
-            replace(
-                whole, first_sample=whole.first_sample + begin, samples=end - begin, text=text,
-                normalized=self.normalized(text),
-            )
-            for begin, end, text in groups
-        ]  # fmt: skip
-
-
-def _length(pause: Sequence[int]) -> int:
-    return pause[1] - pause[0]
 
 
 class _Named(NamedTuple):

@@ -62,10 +62,7 @@ class SpeechOptions:
         "seconds; default: detected.",
     )
     min_seconds: float = opt(default=0.4, help="Leave out shorter clips, in seconds.", min=0.05)
-    max_seconds: float = opt(default=20.0, help="Split or leave out longer clips, in seconds.", min=1)
-    over_long: Literal["refuse", "split"] = opt(
-        default="refuse", help="Treatment of longer clips; split: cut at pauses that match the sentences."
-    )
+    max_seconds: float = opt(default=20.0, help="Leave out longer clips, in seconds; `align_with` cuts them.", min=1)
     cue_gap: float = opt(
         default=1.0,
         help="Join subtitles of a sentence for asr if the gap between them is at most so many seconds; 0 is off.",

@@ -10,11 +10,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from gputrain.audio import prepare as audio_prepare
 from gputrain.audio.config import Sound
-from gputrain.audio.io import Samples, length_of
+from gputrain.audio.io import length_of
 from gputrain.audio.prepare import SoundPrepareReport, bandwidth_of, is_narrow
 from gputrain.audio.store import Wave, check_format
 from gputrain.engine.data import Progress, no_progress, to_int16
@@ -41,8 +39,6 @@ from gputrain.speech.transcripts import TranscriptRules, Transcripts, Utterance,
 
 log = logging.getLogger(__name__)
 
-PAUSE_DB = 40.0  # threshold of a pause, below the loudest frame
-PAUSE_SECONDS = 0.15  # minimum length of a recorded pause
 ROUNDED_SECONDS = 0.1  # accepted difference between the length in a manifest and the longer one of the recording
 
 
@@ -238,9 +234,9 @@ def convert_recording(job: tuple[Path, str, str, SoundFormat]) -> tuple[Recordin
     if isinstance(decoded, RefusedItem):
         return decoded
     wave_T, source_hz, clipped, remark = decoded
-    silent, bandwidth_hz = pauses(wave_T, format.sampling_rate), bandwidth_of(wave_T, format.sampling_rate)
+    bandwidth_hz = bandwidth_of(wave_T, format.sampling_rate)
     recording = Recording(
-        path, content, 0, len(wave_T), source_hz, clipped, silent, remark=remark,
+        path, content, 0, len(wave_T), source_hz, clipped, remark=remark,
         bandwidth_hz=bandwidth_hz if is_narrow(bandwidth_hz, source_hz, format.sampling_rate) else None,
     )  # fmt: skip
     return recording, to_int16(wave_T)
@@ -250,10 +246,3 @@ def measure_recording(job: tuple[Path, str, str, SoundFormat]) -> Recording | Re
     """Returns the result of `convert_recording` without the samples."""
     made = convert_recording(job)
     return made if isinstance(made, RefusedItem) else made[0]
-
-
-def pauses(wave_T: Samples, rate_hz: int) -> list[list[int]]:
-    """Returns the pauses between loud frames of at least PAUSE_SECONDS, as [first sample, end)."""
-    hop, _, loud = audio_prepare.loud_frames(wave_T, rate_hz, PAUSE_DB)
-    wide = np.flatnonzero(np.diff(loud) > PAUSE_SECONDS * rate_hz / hop)
-    return [[(int(loud[at]) + 1) * hop, int(loud[at + 1]) * hop] for at in wide]

@@ -85,7 +85,6 @@ class Recording(_Samples):
     samples: int
     source_hz: int  # sampling rate of the source
     clipped_share: float  # share of the source's samples at full scale
-    pauses: list[list[int]]  # [start, end) in samples, relative to first_sample
     crc32: int | None = None  # checksum of the samples; older stores have none
     remark: str = ""  # What was unusual about its scale or channels, if anything.
     bandwidth_hz: float | None = None  # The recording holds nothing above it; None if it has the treble of its rate.

@@ -32,7 +32,7 @@ def write_store(
         if len(wave) > most_seconds * ENCODER_RATE:
             continue
         fingerprint = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
-        recording = writer.append(Recording(name, fingerprint, 0, len(wave), ENCODER_RATE, 0.0, []), wave)
+        recording = writer.append(Recording(name, fingerprint, 0, len(wave), ENCODER_RATE, 0.0), wave)
         kept.append(SpeechClip(name, fingerprint, recording.first_sample, len(wave), text, words, 0))
     writer.finish(SpeechFormat(vocabulary, ENCODER_RATE, STRIDE, ("speaker",), "asr"), kept)
     return folder

@@ -176,7 +176,7 @@ def folder(tmp_path):
     for number in range(12):
         wave = np.random.default_rng(number).integers(-9999, 9999, 1500 + 170 * number).astype(np.int16)
         print_of = f"{number * 20:02x}" + 30 * "0"
-        placed = writer.append(Recording(f"{number}.wav", print_of, 0, len(wave), 16000, 0.0, []), wave)
+        placed = writer.append(Recording(f"{number}.wav", print_of, 0, len(wave), 16000, 0.0), wave)
         text = "ab" * (1 + number % 3)
         clips.append(SpeechClip(placed.path, print_of, placed.first_sample, placed.samples, text, text, number % 2))
     writer.finish(FORMAT, clips)
@@ -270,7 +270,7 @@ def write_speech(folder: Path, format: SpeechFormat, level: int, seed: str, text
     for number in range(4):
         fingerprint = f"{seed}{16 * number:02x}" + "0" * 28
         wave = np.full(2000 + 100 * number, level + number, dtype=np.int16)
-        placed = writer.append(Recording(f"{number}.wav", fingerprint, 0, len(wave), 16000, 0.0, []), wave)
+        placed = writer.append(Recording(f"{number}.wav", fingerprint, 0, len(wave), 16000, 0.0), wave)
         clips.append(SpeechClip(placed.path, fingerprint, placed.first_sample, placed.samples, text, text, 0))
     writer.finish(format, clips)
     return folder

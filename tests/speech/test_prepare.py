@@ -12,7 +12,7 @@ from gputrain.engine.data import MANIFEST, fingerprint
 from gputrain.engine.preparation import QUARANTINE
 from gputrain.errors import UserError
 from gputrain.speech.config import SpeechOptions, SpeechPrepareConfig
-from gputrain.speech.prepare import pauses, prepare_speech
+from gputrain.speech.prepare import prepare_speech
 from gputrain.speech.store import SOUNDS, TEXT, SpeechStore
 from gputrain.speech.validate import validate_speech
 from tests.speech.speech import hum, rest, speak
@@ -179,60 +179,11 @@ def test_a_text_that_is_anothers_is_noticed_by_its_rate(tmp_path):
     assert prepare_speech(tmp_path / "in", tmp_path / "out", voice_of(max_rate_deviation=0)).clips == 30
 
 
-def test_pauses_are_where_it_is_quiet():
-    wave = np.concatenate([hum(1.0), rest(0.5), hum(0.5), rest(0.1), hum(0.5), 0.001 * hum(0.3), hum(0.2)])
-    found = [[begin / 16000, end / 16000] for begin, end in pauses(wave, 16000)]
-    assert np.array(found) == pytest.approx(np.array([[1.0, 1.5], [2.6, 2.9]]), abs=0.011)
-    assert pauses(rest(1.0), 16000) == []
-    assert pauses(hum(0.001), 16000) == []
-
-
-SENTENCES = ("This is the first of them. ", "A second one follows it here. ", "And the third is the last one.")
-
-
-@pytest.fixture
-def long_clip(tmp_path):
-    """Writes three sentences of two seconds each, with pauses of half a second and a short pause in the second one."""
-    second = [hum(1.0), rest(0.2), hum(0.8)]
-    speak(tmp_path / "in/a.wav", hum(2.0), rest(0.5), *second, rest(0.5), hum(2.0), text="".join(SENTENCES))
-    return tmp_path / "in"
-
-
-def test_a_long_clip_is_split_at_the_pauses_between_its_sentences(long_clip, tmp_path):
-    prepare_speech(tmp_path / "in", tmp_path / "out", voice_of(max_seconds=5, over_long="split"))
-    store = SpeechStore.open(tmp_path / "out")
-    first, last = store.clips
-    assert (first.text, last.text) == ("".join(SENTENCES[:2]).strip(), SENTENCES[2])
-    assert first.normalized == first.text.lower()
-    assert (first.first_sample, first.samples / 16000) == (0, pytest.approx(4.6, abs=0.03))
-    assert last.first_sample / 16000 == pytest.approx(4.9, abs=0.03)
-    assert last.samples / 16000 == pytest.approx(2.1, abs=0.03)
-    assert first.fingerprint == last.fingerprint
-    prepare_speech(long_clip, tmp_path / "out", voice_of(max_seconds=3, over_long="split"))
-    assert [clip.text for clip in SpeechStore.open(tmp_path / "out").clips] == [text.strip() for text in SENTENCES]
-
-
-@each_row(
-    ("".join(SENTENCES), 2.05, "single sentence"),
-    ("This is the first of them, a second one follows it here and the third is the last one", 5, "single sentence"),
-    ("Short. A second one follows it here. " + SENTENCES[2], 5, "no pause where sentence 1 of 3"),
-    ("Some words here. " + 2 * ("".join(SENTENCES) + " "), 5, "no pause where sentence 1 of 7"),
-)
-def test_a_long_clip_that_cannot_be_split_safely_is_left_out(long_clip, tmp_path, text, limit, fault):
-    (long_clip / "a.txt").write_text(text)
+def test_a_long_clip_is_left_out_with_the_way_to_cut_it(tmp_path):
+    speak(tmp_path / "in/a.wav", hum(6.0), text="A sentence.")
     with pytest.raises(UserError, match="1 too long"):
-        prepare_speech(long_clip, tmp_path / "out", voice_of(max_seconds=limit, over_long="split"))
-    assert fault in (tmp_path / "out" / QUARANTINE).read_text()
-
-
-def test_of_two_pauses_as_long_none_is_the_end_of_a_sentence(tmp_path):
-    speak(tmp_path / "in/a.wav", hum(1.9), rest(0.3), hum(0.2), rest(0.3), hum(2.0), text=2 * "It is of this length. ")
-    with pytest.raises(UserError, match="1 too long"):
-        prepare_speech(tmp_path / "in", tmp_path / "out", voice_of(max_seconds=3, over_long="split"))
-    assert (
-        "no pause that is clearly longer than others where sentence 1 of 2"
-        in (tmp_path / "out" / QUARANTINE).read_text()
-    )
+        prepare_speech(tmp_path / "in", tmp_path / "out", voice_of(max_seconds=5))
+    assert "seconds, more than 5; --align-with MODEL cuts it" in (tmp_path / "out" / QUARANTINE).read_text()
 
 
 def test_folders_and_languages_that_will_not_do(folder, tmp_path):

@@ -34,7 +34,7 @@ def wave(samples: int, seed: int = 0) -> np.ndarray:
 
 
 def recording(name: str, samples: int) -> Recording:
-    return Recording(name, name.encode().hex(), 0, samples, 44100, 0.25, [[3, 9]])
+    return Recording(name, name.encode().hex(), 0, samples, 44100, 0.25)
 
 
 def clip_of(one: Recording, text: str = "so", speaker: int = 0) -> SpeechClip:

@@ -80,7 +80,7 @@ def spoken(
     for number, (text, seconds) in enumerate(zip(texts, [*lengths[:-1], long or lengths[-1]], strict=True)):
         wave = (32767 * hum(seconds, hz=110 + 20 * number, rate_hz=rate_hz)).astype(np.int16)
         print_of = f"{number * 30:02x}" + 30 * "0"
-        placed = writer.append(Recording(f"{number}.wav", print_of, 0, len(wave), rate_hz, 0.0, []), wave)
+        placed = writer.append(Recording(f"{number}.wav", print_of, 0, len(wave), rate_hz, 0.0), wave)
         speaker = number % len(speakers)
         clips.append(SpeechClip(placed.path, print_of, placed.first_sample, placed.samples, text, text, speaker))
     reader = frontend(language, texts=texts) if language == "characters" else frontend(language)
