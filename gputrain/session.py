@@ -29,7 +29,7 @@ from gputrain.engine.stop import Deadline, format_duration, log_start_until, sec
 from gputrain.engine.train import train
 from gputrain.errors import UserError, require
 from gputrain.fetch.download import without_secrets
-from gputrain.hw.plan import Hardware, Plan, Setting, fit_shared_memory, workers
+from gputrain.hw.plan import NEEDS_GPU, Hardware, Plan, Setting, fit_shared_memory, workers
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of
 from gputrain.hw.runtime import Runtime, apply, keep_freed_memory
@@ -260,6 +260,8 @@ def log_runtime(runtime: Runtime, prediction: Mapping[str, Any]) -> None:
     device = plan.device.reason if on_gpu else f"CPU ({plan.device.reason})"
     used = [name for name in ("compile", "channels_last", "tf32", "cuda_graphs") if plan.settings[name].value]
     log.info("runs on: %s; %s", device, ", ".join([str(plan.precision.value), *used]))
+    if off := [name for name, setting in plan.settings.items() if NEEDS_GPU in setting.reason]:
+        log.info("off: %s (%s)", ", ".join(off).replace("precision", "16 bit"), NEEDS_GPU)
     if on_gpu and not plan.compile.value:
         log.info("not compiled: %s", plan.compile.reason)
     if prediction:

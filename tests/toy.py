@@ -2,8 +2,9 @@
 gradient gathered on a detached copy, noise, statistics of the batch, and a discriminator that begins late."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -17,7 +18,7 @@ from gputrain.engine.samples import Report
 from gputrain.engine.schedule import Saving, Schedule, steps_of_stage
 from gputrain.engine.state import TrainState
 from gputrain.engine.train import train
-from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.plan import Hardware, Plan, Setting, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime, apply
 
@@ -148,8 +149,15 @@ def batches(first: int, last: int) -> Iterator[Tensor]:
         yield ITEMS[torch.arange(step * BATCH, (step + 1) * BATCH) % len(ITEMS)]
 
 
-def cpu_runtime() -> Runtime:
-    return apply(decide(Machine(system="Linux", cpu_cores=2), Hardware(device="cpu")))
+def as_on_a_gpu(plan: Plan, *, precision: str = "fp32", compiled: bool = False) -> Plan:
+    """Return a plan for a CPU with what is planned for GPUs alone, so that a test can check its arithmetic."""
+    return replace(plan, precision=Setting(precision, "for a test"), compile=Setting(compiled, "for a test"))
+
+
+def cpu_runtime(**of_a_gpu: Any) -> Runtime:
+    """Return the runtime of a CPU, with what `as_on_a_gpu` is given."""
+    plan = decide(Machine(system="Linux", cpu_cores=2), Hardware(device="cpu"))
+    return apply(as_on_a_gpu(plan, **of_a_gpu) if of_a_gpu else plan)
 
 
 def train_toy(

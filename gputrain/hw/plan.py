@@ -13,6 +13,7 @@ MOST_WORKERS = 8  # More only if the rates of decoding and of the device are kno
 DATA_SHARE = 0.25  # Share of the free RAM that decoded data may take.
 SHARED_SHARE = 0.8  # Share of the free shared memory that the batches of data workers may take.
 ASKED_FOR = "asked for"
+NEEDS_GPU = "asked for, but needs a GPU"
 MOST_GRAPHED_SHAPES = 8  # Shapes of batches that have CUDA graphs of their own; batches of other shapes have none.
 MOST_GRAPHED_PARTS = 16  # Micro-batches of a CUDA graph; with more it would have tens of thousands of kernels.
 BATCHES_IN_HAND = 2  # Batches that the training process holds besides those that are prefetched.
@@ -227,12 +228,10 @@ def _precision(machine: Machine, wishes: Hardware, on_gpu: bool, fp32_because: s
     asked = wishes.mixed_precision or wishes.use_bf16
     only_fp16 = on_gpu and machine.has_tensor_cores and not machine.has_tf32  # Volta and Turing
     unused = f"; the tensor cores of {machine.gpu} compute fp16 alone: --mixed-precision uses them" if only_fp16 else ""
+    if not on_gpu:
+        return Setting("fp32", f"16 bit is {NEEDS_GPU}" if asked else "the CPU computes fp32 fastest")
     if wishes.mixed_precision is False:
         return Setting("fp32", f"mixed precision is switched off{unused}")
-    if not on_gpu:
-        if wishes.use_bf16:
-            return Setting("bf16", "asked for; CPUs without AMX compute it slower than fp32")
-        return Setting("fp32", "mixed precision needs a GPU" if asked else "the CPU computes fp32 fastest")
     if fp32_because and not asked:
         return Setting("fp32", f"{fp32_because}{unused}")
     gives_nan = machine.compute_capability >= (7, 0) and not machine.has_tensor_cores
@@ -258,24 +257,22 @@ def _precision(machine: Machine, wishes: Hardware, on_gpu: bool, fp32_because: s
 def _compile(machine: Machine, wishes: Hardware, on_gpu: bool, eager_because: str) -> Setting:
     if wishes.use_torch_compile is False:
         return Setting(False, "switched off")
-    if on_gpu and not machine.triton:
+    if not on_gpu:
+        return Setting(False, NEEDS_GPU if wishes.use_torch_compile else "needs a GPU")
+    if not machine.triton:
         remedy = "install triton-windows" if machine.system == "Windows" else "install triton"
         return Setting(False, f"torch.compile needs Triton, which is not installed: {remedy}")
-    if on_gpu and machine.compute_capability < (7, 5):
+    if machine.compute_capability < (7, 5):
         return Setting(False, "Triton does not support this GPU")
-    if not on_gpu and not machine.compiler:
-        return Setting(False, "torch.compile needs a C++ compiler on the CPU, and none is on PATH")
-    if on_gpu and machine.system == "Linux" and not machine.compiler:
+    if machine.system == "Linux" and not machine.compiler:
         return Setting(False, "Triton needs a C compiler, and none is on PATH: install gcc")
     if wishes.use_torch_compile:
         return Setting(True, "asked for; the first steps compile, which takes minutes the first time")
     if eager_because:
         return Setting(False, eager_because)
-    if on_gpu and machine.compute_capability >= (8, 0):
+    if machine.compute_capability >= (8, 0):
         return Setting(True, "the first step compiles, a minute the first time; --no-use-torch-compile goes without")
-    return Setting(
-        False, "the GPU is older than those that Triton is sure to support" if on_gpu else "not asked for on the CPU"
-    )
+    return Setting(False, "the GPU is older than those that Triton is sure to support")
 
 
 def _tf32(machine: Machine, wishes: Hardware, on_gpu: bool) -> Setting:
@@ -307,7 +304,7 @@ def _cuda_graphs(wishes: Hardware, on_gpu: bool, graphless_because: str) -> Sett
     if not wishes.use_cuda_graphs:
         return Setting(False, "off unless asked for: no gain has been measured on a GPU yet")
     if not on_gpu:
-        return Setting(False, "asked for, but needs a GPU")
+        return Setting(False, NEEDS_GPU)
     if graphless_because:
         return Setting(False, f"asked for, but {graphless_because}")
     return Setting(True, "asked for; the gradients of a step are captured after the first ones")

@@ -50,7 +50,7 @@ class Machine:
     compute_capability: tuple[int, int] = (0, 0)
     compiled_capabilities: tuple[str, ...] = ()  # Capabilities that torch was built for, such as "sm_120".
     cuda: str = ""  # CUDA version that torch was built for.
-    compiler: str = ""  # C++ compiler on PATH, which torch.compile needs for the CPU.
+    compiler: str = ""  # C++ compiler on PATH; Triton needs a C compiler on Linux.
     triton: bool = False  # True if Triton is installed, which torch.compile needs for a GPU.
     triton_version: str = ""
     gpu_free_gb: float = 0.0
@@ -115,7 +115,7 @@ def probe(gpu: int = 0) -> Machine:
         system=platform.system(),
         cpu_cores=usable_cores(),
         wsl=is_wsl(),
-        compiler=next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++", "cl"))), ""),
+        compiler=next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))), ""),
         driver=query_driver(),
         cards_without_driver=cards_without_driver(),
         visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),

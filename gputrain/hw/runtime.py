@@ -18,7 +18,6 @@ from torch._functorch import config as functorch_config
 
 from gputrain.caches import cache_folder
 from gputrain.errors import UserError, first_line
-from gputrain.hw import bf16_check
 from gputrain.hw.plan import DeviceName, Hardware, Plan, Setting, decide
 from gputrain.hw.probe import ALLOCATOR_VARIABLES, probe, request_expandable_segments
 from gputrain.hw.ranks import SINGLE, Ranks
@@ -187,14 +186,10 @@ def apply(plan: Plan, ranks: Ranks = SINGLE) -> Runtime:
             request_expandable_segments()
         if torch.cuda.is_available():  # A plan for a card can be applied where there is none.
             plan = verify_expandable_segments(plan, device)
-    elif plan.precision.value == "bf16":
-        plan = verify_bf16_on_cpu(plan)
     # The plan gives the number of workers with its reason, also if they are more than the cores.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     if plan.compile.value:
         keep_compiled_code()
-        if device.type == "cpu" and plan.precision.value != "fp32":
-            compile_without_avx512()
     return Runtime(
         plan=plan,
         device=device,
@@ -238,38 +233,6 @@ def verify_expandable_segments(plan: Plan, device: torch.device) -> Plan:
     return replace(plan, expandable_segments=Setting(in_effect, reason))
 
 
-def verify_bf16_on_cpu(plan: Plan, similarity: Callable[[], float] = bf16_check.similarity) -> Plan:
-    """Compare bf16 with fp32, and disable AMX in oneDNN if its results are wrong. Returns the plan with the reason.
-
-    Raises UserError if bf16 is wrong without AMX too.
-    """
-    change = cap_onednn_if_wrong()
-    if (found := similarity()) < bf16_check.LEAST_SIMILARITY:
-        raise UserError(
-            f"convolutions in bf16 are wrong on this CPU: their cosine similarity to fp32 is {found:.3f}",
-            hint=f"set the environment variable {bf16_check.VARIABLE}={bf16_check.BELOW_AMX} before the start, "
-            "or train in fp32: --no-mixed-precision",
-        )
-    if not change:
-        return plan
-    log.warning("bf16: %s", change)
-    return replace(plan, precision=Setting("bf16", f"{plan.precision.reason}; {change}"))
-
-
-def cap_onednn_if_wrong() -> str:
-    """Disable AMX in oneDNN if convolutions in bf16 are wrong with it. Returns what was changed, "" if nothing.
-
-    The call must precede the first convolution of this process, as oneDNN reads its environment then. So convolutions
-    are tried in a child process, and only if the CPU has AMX and the user has not chosen an instruction set.
-    """
-    if not bf16_check.has_amx() or bf16_check.VARIABLE in os.environ:
-        return ""
-    if bf16_check.similarity_in_child() >= bf16_check.LEAST_SIMILARITY:
-        return ""
-    os.environ[bf16_check.VARIABLE] = bf16_check.BELOW_AMX
-    return f"oneDNN runs without AMX ({bf16_check.VARIABLE}={bf16_check.BELOW_AMX}), with which convolutions are wrong"
-
-
 def keep_compiled_code() -> None:
     """Keep compiled code where the next run finds it; by default torch keeps it in a temporary folder."""
     folder = cache_folder() / "compiled"
@@ -277,18 +240,6 @@ def keep_compiled_code() -> None:
     os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
     # Our autograd functions need not be compiled again: the key holds the graphs of their forward and backward passes.
     functorch_config.autograd_cache_allow_custom_autograd_functions = True
-
-
-def compile_without_avx512() -> None:
-    """Make torch.compile generate AVX2 code for a CPU with AVX-512, unless a vector length is set already.
-
-    Generated AVX-512 code transposes 16-bit values with torch's `transpose_mxn`, which g++ 12.2 compiles to wrong code
-    at -O3 with its generic tuning. -march=native means that tuning for a CPU that the compiler does not know. Gradients
-    are then NaN or wrong. Whether a function is affected depends on the code around the transposition, so trying one
-    function would not show that others are right.
-    """
-    if torch.backends.cpu.get_cpu_capability() == "AVX512" and torch._inductor.config.cpp.simdlen is None:
-        torch._inductor.config.cpp.simdlen = 256
 
 
 def compiler_failure(error: BaseException) -> str:

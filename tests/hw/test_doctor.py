@@ -113,7 +113,7 @@ def test_verdicts_by_line(name):
         assert bool(each.remedy) is (each.status != "ok")
         if each.status == "failed":
             assert each.remedy.endswith("until then train with --device cpu")
-    assert {"python", "packages", "torch", "compiler", "cpu", "ram"} <= {each.name for each in checks}
+    assert {"python", "packages", "torch", "cpu", "ram"} <= {each.name for each in checks}
 
 
 @each_row(*VERDICTS)
@@ -241,12 +241,6 @@ def test_notes(facts, name, found):
     assert check.name == name
     assert found in check.found
     assert check.remedy
-
-
-def test_a_cpu_without_a_compiler():
-    found = line(recorded("mac", compiler=""), "compiler")
-    assert found.status == "note"
-    assert "xcode-select --install" in found.remedy
 
 
 @pytest.mark.skipif(sys.platform == "win32" or not shutil.which("bash"), reason="setup.sh is bash")

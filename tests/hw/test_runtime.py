@@ -26,6 +26,7 @@ from gputrain.vae.model import AutoencoderKL, ResnetBlock, blocks
 from tests.fake_cuda.device import UNAVAILABLE, fake_cuda
 from tests.hw.test_plan import machine
 from tests.tables import each_row
+from tests.toy import cpu_runtime
 from tests.waiting import wait_until
 
 SMALL = VaeArchitecture((32, 64), latent_channels=4)
@@ -242,9 +243,9 @@ def test_nothing_is_known_of_memory_once_cuda_has_failed(monkeypatch):
         assert runtime.library_failure(RuntimeError(LIBRARY_FAILURES[0])) is None  # Nobody knows that memory is free.
 
 
-@each_row(({}, torch.float32), ({"use_bf16": True}, torch.bfloat16), ({"use_bf16": False}, torch.float32))
-def test_precision_is_that_of_the_convolutions(wishes, dtype):
-    used = on_cpu(**wishes)
+@each_row(("fp32", torch.float32), ("bf16", torch.bfloat16))
+def test_precision_is_that_of_the_convolutions(precision, dtype):
+    used = cpu_runtime(precision=precision)
     seen = []
     model = used.place(AutoencoderKL(SMALL))
     for block in blocks(model):
@@ -308,8 +309,8 @@ def test_compiled_functions_can_go_back_to_what_they_were(switches):
         return x + 1
 
     x = torch.zeros(3)
-    assert on_cpu(use_torch_compile=False).compile(function) is function
-    used = on_cpu(use_torch_compile=True)
+    assert cpu_runtime().compile(function) is function
+    used = cpu_runtime(compiled=True)
     either = used.compile(function)
     assert torch.equal(either(x), x + 1)
     assert torch.equal(either(x), x + 1)
@@ -322,47 +323,10 @@ def test_compiled_functions_can_go_back_to_what_they_were(switches):
 
 def test_compiled_code_is_kept_under_the_users_folder(switches, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    on_cpu(use_torch_compile=False)
+    cpu_runtime()
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
-    on_cpu(use_torch_compile=True)
+    cpu_runtime(compiled=True)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "gputrain" / "compiled")
-
-
-@each_row(
-    ("AVX512", True, None, 256),
-    ("AVX512", False, None, None),  # fp32 is transposed by other code, which is compiled right.
-    ("AVX512", True, 512, 512),
-    ("AVX2", True, None, None),
-    ("DEFAULT", True, None, None),  # With a length that the CPU does not have, torch would not vectorise at all.
-)
-def test_bf16_is_compiled_without_avx512(switches, monkeypatch, capability, bf16, given, expected):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    with torch._inductor.config.patch({"cpp.simdlen": given}):
-        on_cpu(use_torch_compile=False, use_bf16=bf16)
-        assert torch._inductor.config.cpp.simdlen == given
-        on_cpu(use_torch_compile=True, use_bf16=bf16)
-        assert torch._inductor.config.cpp.simdlen == expected
-
-
-@pytest.mark.slow
-@torch._inductor.config.patch({"cpp.simdlen": None})  # The value is restored afterwards.
-def test_compiled_bf16_gradients_of_a_transposed_norm(switches, monkeypatch, tmp_path):
-    """The generated backward pass transposes 32 x 32 values within a sum, which g++ 12.2 miscompiles for AVX-512."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-
-    def norm(x_BCT, weight, bias):
-        return torch.nn.functional.group_norm(x_BCT, 32, weight, bias).to(x_BCT.dtype).mT.contiguous()
-
-    generator = torch.Generator().manual_seed(0)
-    x_BCT, weight, bias, grad_BTC = (torch.randn(s, generator=generator) for s in [(2, 64, 64), 64, 64, (2, 64, 64)])
-    compiled = on_cpu(use_torch_compile=True, use_bf16=True).compile(norm)
-    found = []
-    for function, dtype in ((norm, torch.float32), (compiled, torch.bfloat16)):
-        inputs = [x_BCT.bfloat16().to(dtype).requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
-        found.append(torch.autograd.grad(function(*inputs), inputs, grad_BTC.bfloat16().to(dtype)))
-    for expected, made in zip(*found, strict=True):
-        # The saved mean and deviation, which enters with its third power, and the result are rounded to 8 bits.
-        assert (made - expected).norm() < 5 * 2.0**-8 * expected.norm()
 
 
 def test_compiler_failures_are_told_from_other_errors():
@@ -397,12 +361,10 @@ def test_prefetch_is_what_each_worker_reads_ahead(tmp_path, prefetch):
 
 COMPILE = """
 import torch
-from gputrain.hw.plan import Hardware, decide
-from gputrain.hw.probe import probe
-from gputrain.hw.runtime import apply
 from gputrain.vae.memory_efficient_layers import Features
 from gputrain.vae.model import ResnetBlock
-used = apply(decide(probe(), Hardware(device="cpu", use_torch_compile=True)))
+from tests.toy import cpu_runtime
+used = cpu_runtime(compiled=True)
 block = ResnetBlock(32, 32, 8)
 used.compile_modules([block])
 block(Features(torch.rand(1, 32, 16, 16))).added().sum().backward()

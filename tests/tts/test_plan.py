@@ -16,6 +16,7 @@ from gputrain.tts.work import SpeechSize, TtsWork, size_of
 from tests.command import gputrain_here
 from tests.planner.memory.measured_steps import measured_peak_gb
 from tests.speech.speech import RATE_HZ
+from tests.toy import as_on_a_gpu
 from tests.tts.test_train import TINY, small_presets
 
 CPU = Machine(system="Linux", cpu_cores=2, torch="2.13")
@@ -42,7 +43,7 @@ def settings_of(**changes: object) -> TrainTts:
 def test_a_step_takes_what_was_predicted(changes, checkpointing, speakers):
     """Compares the tensors of a real step on the CPU, tracked through their lifetimes, with fake tensors."""
     settings = settings_of(**changes)
-    plan = decide(CPU, settings.hardware)
+    plan = as_on_a_gpu(decide(CPU, settings.hardware), precision="bf16" if "use_bf16" in changes else "fp32")
     with small_presets():
         target = TtsWork(replace(SPEECH, num_speakers=speakers)).target(settings)
         predicted = predict_step(target, plan, micro_batch_size=3, checkpointing=checkpointing)

@@ -16,9 +16,6 @@ from gputrain.engine.run_folder import Run
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import gradients, update
 from gputrain.hw import runtime as runtimes
-from gputrain.hw.plan import Hardware, decide
-from gputrain.hw.probe import Machine
-from gputrain.hw.runtime import apply
 from gputrain.planner.memory.predict import predict_step, step_flops
 from gputrain.speech.buckets import ClipBatch, ClipSize
 from gputrain.tts import recipe as recipe_module
@@ -316,8 +313,7 @@ def test_buckets_of_any_count_run_the_same_compiled_code(tmp_path, monkeypatch):
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
     monkeypatch.setattr(runtimes, "keep_compiled_code", lambda: None)
-    wishes = Hardware(device="cpu", use_torch_compile=True)
-    runtime = apply(decide(Machine(system="Linux", cpu_cores=2, compiler="g++"), wishes))
+    runtime = cpu_runtime(compiled=True)
     recipe = VoiceRecipe(settings_of(), shape("fast", 2), CLIP, runtime)
     state = TrainState.begin(recipe, recipe.settings.schedule, runtime, Run(tmp_path, quiet(tmp_path), {}, ""))
     torch._dynamo.reset()

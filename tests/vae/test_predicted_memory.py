@@ -14,6 +14,7 @@ from gputrain.vae.config import TrainVae
 from gputrain.vae.recipe import plan_target
 from gputrain.vae.work import VaeWork
 from tests.planner.memory.measured_steps import measured_peak_gb
+from tests.toy import as_on_a_gpu
 
 TINY = {
     "data_path": ".", "preset": "fast", "channels": [32, 32], "image_size": 64, "batch_size": 8, "device": "cpu",
@@ -47,7 +48,7 @@ REAL = {"channels": [], "image_size": 128}
 def test_a_step_takes_what_was_predicted(changes, checkpointing):
     """Compares the tensors of a real step on the CPU, tracked through their lifetimes, with fake tensors."""
     settings = settings_of(**changes)
-    plan = decide(CPU, settings.hardware)
+    plan = as_on_a_gpu(decide(CPU, settings.hardware), precision="bf16" if "use_bf16" in changes else "fp32")
     predicted = predict_step(plan_target(settings), plan, micro_batch_size=2, checkpointing=checkpointing)
     assert predicted.allocated_gb == pytest.approx(
         measured_peak_gb(plan_target(settings), plan, 2, checkpointing), rel=2e-3

@@ -7,8 +7,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -35,10 +33,10 @@ from gputrain.vae.latents import LatentScaling
 from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.recipe import VaeRecipe
-from gputrain.vae.work import log_training, warn_of_flat_pictures, warn_of_small_pictures
+from gputrain.vae.work import VaeWork, log_training, warn_of_flat_pictures, warn_of_small_pictures
 from tests.comparison import assert_same
 from tests.tables import each_row
-from tests.toy import cpu_runtime
+from tests.toy import as_on_a_gpu, cpu_runtime
 from tests.training import train_vae
 from tests.vae.test_recipe import SMALL, settings_of
 
@@ -354,23 +352,18 @@ def test_progress_shows_arithmetic_and_the_profiler_writes_its_pages(photographs
 
 
 @pytest.mark.slow
-def test_a_compiler_that_fails_ends_no_run(photographs, tmp_path):
-    """Runs a real process with a C++ compiler that always fails."""
+def test_a_compiler_that_fails_ends_no_run(photographs, tmp_path, monkeypatch, caplog):
+    """A C++ compiler that always fails takes the place of Triton."""
     broken = tmp_path / "g++"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
-    words = [
-        "train-vae", "--data-path", photographs, "--output-dir", tmp_path / "run", "--preset", "fast", "--channels",
-        "32,32", "--image-size", 32, "--batch-size", 1, "--max-steps", 2, "--num-workers", 0, "--use-torch-compile",
-        "--evaluate-freq", 0, "--device", "cpu", "--no-plan",
-    ]  # fmt: skip
-    environment = {**os.environ, "CXX": str(broken), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-m", "gputrain", *map(str, words)], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    assert "torch.compile failed" in done.stderr
-    assert "training goes on without it" in done.stderr
+    decide = VaeWork.decide
+    monkeypatch.setattr(VaeWork, "decide", lambda *facts: as_on_a_gpu(decide(*facts), compiled=True))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    with torch._inductor.config.patch({"cpp.cxx": (str(broken),)}), caplog.at_level(logging.WARNING):
+        run(tmp_path / "run", photographs, max_steps=2)
+    assert "torch.compile failed" in caplog.text
+    assert "training goes on without it" in caplog.text
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert plan["settings"]["compile"]["value"] is False
     assert "the compiler failed" in plan["settings"]["compile"]["reason"]

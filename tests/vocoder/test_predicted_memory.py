@@ -11,6 +11,7 @@ from gputrain.planner.memory.predict import predict_step
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.recipe import target
 from tests.planner.memory.measured_steps import measured_peak_gb
+from tests.toy import as_on_a_gpu
 from tests.vocoder.conftest import TINY
 
 CPU = Machine(system="Linux", cpu_cores=2, torch="2.13")
@@ -39,6 +40,6 @@ def settings_of(**changes: object) -> TrainVocoder:
 def test_a_step_takes_what_was_predicted(changes, checkpointing):
     """Every tensor of a real step on the CPU, watched as it comes and goes, against shapes alone."""
     settings = settings_of(**changes)
-    plan = decide(CPU, settings.hardware)
+    plan = as_on_a_gpu(decide(CPU, settings.hardware), precision="bf16" if "use_bf16" in changes else "fp32")
     predicted = predict_step(target(settings), plan, micro_batch_size=2, checkpointing=checkpointing)
     assert predicted.allocated_gb == pytest.approx(measured_peak_gb(target(settings), plan, 2, checkpointing), rel=5e-3)

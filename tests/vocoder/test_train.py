@@ -26,7 +26,7 @@ from gputrain.errors import UserError
 from gputrain.fetch.hub import cache_folder
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
-from gputrain.hw.runtime import apply
+from gputrain.hw.runtime import Runtime, apply
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.export import export_openvpi
 from gputrain.vocoder.load import load_vocoder, read_weights
@@ -35,7 +35,7 @@ from gputrain.vocoder.recipe import VocoderRecipe
 from gputrain.vocoder.work import WARMUP_STEPS, log_training, open_training_data
 from tests.command import gputrain_here
 from tests.comparison import assert_same, largest_difference
-from tests.toy import new_state
+from tests.toy import cpu_runtime, new_state
 from tests.training import train_vocoder
 from tests.vocoder.conftest import HOP, RATE_HZ, TINY, flags, hummed
 from tests.vocoder.test_recipe import sounds
@@ -338,9 +338,9 @@ def test_other_shapes_are_listed_or_reinitialised(taught, notes, tmp_path, caplo
 # -------------------------------------------------------------------------------------- 16 bits, and compiled code
 
 
-def begin(folder: Path, **changes: object) -> TrainState:
+def begin(folder: Path, runtime: Runtime | None = None, **changes: object) -> TrainState:
     settings = assemble(TrainVocoder, {"data_path": ".", **TINY, **changes})
-    runtime = apply(decide(probe(), settings.hardware))
+    runtime = runtime or cpu_runtime()
     recipe = VocoderRecipe(settings, runtime)
     return new_state(recipe, folder, runtime)
 
@@ -358,7 +358,7 @@ def steps(state: TrainState, count: int, first: int = 0) -> list[dict[str, float
 def test_bf16_learns_what_fp32_learns(tmp_path, discriminators):
     """Waves, spectra and losses stay in fp32; the rest is in 16 bits."""
     changes = {"discriminators": discriminators, "mrd_fft_sizes": [128], "mrd_hop_sizes": [16], "mrd_win_lengths": [64]}
-    exact, coarse = (begin(tmp_path, **changes, **wish) for wish in ({}, {"use_bf16": True}))
+    exact, coarse = (begin(tmp_path, cpu_runtime(precision=name), **changes) for name in ("fp32", "bf16"))
     recipe = coarse.recipe
     inside: list[torch.dtype] = []
     recipe.generator.ups[0].register_forward_hook(lambda module, given, made: inside.append(made.dtype))
@@ -383,7 +383,7 @@ def test_bf16_learns_what_fp32_learns(tmp_path, discriminators):
 def test_compiled_code_learns_the_same_and_is_compiled_once(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     plain = steps(begin(tmp_path), 3)
-    state = begin(tmp_path, use_torch_compile=True)
+    state = begin(tmp_path, cpu_runtime(compiled=True))
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()

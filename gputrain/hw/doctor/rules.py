@@ -125,7 +125,7 @@ def check_rules(machine: Machine) -> list[Check]:
         _torch(machine),
         *_gpu(machine),
         *card_checks(machine.driver.cards),
-        _compile(machine),
+        *_compile(machine),
         *host_checks(machine),
     ]
 
@@ -285,35 +285,27 @@ def _gpu_memory(machine: Machine) -> Check:
     return Check("gpu memory", "ok", found)
 
 
-def _compile(machine: Machine) -> Check:
-    """Check that torch.compile has what it needs; the trial shows whether it works."""
+def _compile(machine: Machine) -> Iterator[Check]:
+    """Check that torch.compile has what it needs on a GPU; the trial shows whether it works."""
     triton = numbers(machine.triton_version)
     if not machine.gpu:
-        if machine.compiler:
-            return Check("compiler", "ok", machine.compiler)
-        return _no_compile("no C++ compiler on PATH", f"install {_compiler_package(machine)}")
+        return
     if not machine.triton:
         package = "triton-windows" if machine.system == "Windows" else "triton"
-        return _no_compile("no Triton", f"pip install {package}")
-    if machine.compute_capability >= (12, 0) and triton and triton < (3, 3):
+        yield _no_compile("no Triton", f"pip install {package}")
+    elif machine.compute_capability >= (12, 0) and triton and triton < (3, 3):
         found = f"Triton {machine.triton_version} does not know compute capability 12.0; 3.3 and later do"
-        return _no_compile(found, _setup(machine, "auto"))
-    if machine.compute_capability < (7, 5) or (machine.compute_capability < (8, 0) and triton >= (3, 3)):
+        yield _no_compile(found, _setup(machine, "auto"))
+    elif machine.compute_capability < (7, 5) or (machine.compute_capability < (8, 0) and triton >= (3, 3)):
         capability = _dotted(machine.compute_capability)
         found = f"Triton {machine.triton_version} no longer supports compute capability {capability}"
-        return _no_compile(found, "the trial of torch.compile shows whether it works nevertheless")
-    if machine.system == "Linux" and not machine.compiler:
-        return _no_compile("no C++ compiler on PATH, which Triton needs", f"install {_compiler_package(machine)}")
-    return Check("compiler", "ok", f"Triton {machine.triton_version or 'of unknown version'}")
+        yield _no_compile(found, "the trial of torch.compile shows whether it works nevertheless")
+    elif machine.system == "Linux" and not machine.compiler:
+        install = "install g++ (Debian and Ubuntu: sudo apt install g++)"
+        yield _no_compile("no C++ compiler on PATH, which Triton needs", install)
+    else:
+        yield Check("compiler", "ok", f"Triton {machine.triton_version or 'of unknown version'}")
 
 
 def _no_compile(found: str, remedy: str) -> Check:
     return Check("compiler", "note", found, f"{remedy}; otherwise training runs without torch.compile")
-
-
-def _compiler_package(machine: Machine) -> str:
-    packages = {
-        "Windows": "Visual Studio Build Tools (C++)",
-        "Darwin": "the command line tools (xcode-select --install)",
-    }
-    return packages.get(machine.system, "g++ (Debian and Ubuntu: sudo apt install g++)")

@@ -1,19 +1,23 @@
-"""Trials on the machine itself: each runs a small part of what training does, and returns a check."""
+"""Trials on the machine itself: each runs a small part of what training does, and returns a check.
+
+`python -m gputrain.hw.doctor.trials cuda` is the child process of `try_compile`.
+"""
 
 import contextlib
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from gputrain.errors import UserError, first_line
-from gputrain.hw import bf16_check, numba_cache
+from gputrain.hw import numba_cache
 from gputrain.hw.child_process import describe_exit, run_child
 from gputrain.hw.doctor.rules import Check
 from gputrain.hw.gpus import find_gpu
@@ -23,6 +27,7 @@ from gputrain.hw.speed import disk_speed, product_flops_per_second
 # Largest relative error due to rounding: about four units in the last place of each format.
 LARGEST_ERROR = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 2e-3}  # fp32 may be TF32.
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+LARGEST_COMPILED_ERROR = 1e-3  # fp32 in another order differs by 1e-6, TF32 by 3e-4.
 COMPILE_SECONDS = 240.0  # A cold start with a slow disk takes a minute.
 LITTLE_FREE_GB = 20.0
 LITTLE_READ_MB_PER_SECOND = 100.0  # Hard disks are about this slow.
@@ -108,7 +113,7 @@ def try_compile(device: torch.device, seconds: float = COMPILE_SECONDS) -> Check
     A crash of the compiler affects neither this process nor training, which runs without it.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        code, output = run_child(["gputrain.hw.doctor.compile_probe", device.type], Path(folder), seconds)
+        code, output = run_child(["gputrain.hw.doctor.trials", device.type], Path(folder), seconds)
     if code == 0:
         return Check("torch.compile", "ok", f"works; compiling took {float(output.split()[-1]):.0f} s")
     found = f"not finished after {seconds:g} s" if code is None else _cause(output, code)
@@ -118,16 +123,42 @@ def try_compile(device: torch.device, seconds: float = COMPILE_SECONDS) -> Check
     return Check("torch.compile", "note", found, remedy)
 
 
-def try_bf16_on_cpu(similarity: Callable[[], float] | None = None) -> Check:
-    """Compare convolutions in bf16 with fp32; in a child process if the CPU has AMX, as training does."""
-    found = (similarity or (bf16_check.similarity_in_child if bf16_check.has_amx() else bf16_check.similarity))()
-    if found >= bf16_check.LEAST_SIMILARITY:
-        return Check("bf16 on the CPU", "ok", f"convolutions are right: cosine similarity {found:.5f} to fp32")
-    cap = f"{bf16_check.VARIABLE}={bf16_check.BELOW_AMX}"
-    remedy = f"training sets {cap} by itself; set it yourself for programs of your own"
-    if not bf16_check.has_amx() or bf16_check.VARIABLE in os.environ:
-        remedy = "train in fp32: leave --use-bf16 out"
-    return Check("bf16 on the CPU", "note", f"convolutions are wrong: cosine similarity {found:.3f} to fp32", remedy)
+class ProbeBlock(nn.Module):
+    """A layer of an image model. It is no nn.Sequential, which torch silently leaves uncompiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = nn.GroupNorm(4, 8)
+
+    def forward(self, x_BCHW: torch.Tensor) -> torch.Tensor:
+        return F.silu(self.norm(self.conv(x_BCHW)))
+
+
+def compare_compiled(device: str) -> None:
+    """Compare a small network compiled and uncompiled, and print the seconds that compiling took.
+
+    Exits with a message if nothing is compiled, or results differ. TORCHINDUCTOR_CACHE_DIR is set to an empty folder,
+    in which it leaves the compiled code.
+    """
+    torch.manual_seed(0)
+    block = ProbeBlock().to(device)
+    x_BCHW = torch.randn(2, 8, 16, 16).to(device)
+    expected = _gradients(block, x_BCHW)
+    began = time.perf_counter()
+    block.compile(dynamic=False)
+    compiled = _gradients(block, x_BCHW)
+    seconds = time.perf_counter() - began
+    if not any(path.is_file() for path in Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*")):
+        sys.exit("RuntimeError: torch.compile has compiled nothing")
+    error = max(float((a - b).norm() / b.norm()) for a, b in zip(compiled, expected, strict=True))
+    if not error < LARGEST_COMPILED_ERROR:
+        sys.exit(f"ValueError: compiled and uncompiled gradients differ by {error:.0e}")
+    print(seconds)
+
+
+def _gradients(block: nn.Module, x_BCHW: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(block(x_BCHW).square().sum(), list(block.parameters())))
 
 
 def try_pitch(seconds: float = COMPILE_SECONDS) -> Check:
@@ -168,3 +199,7 @@ def try_disk(folder: Path) -> Check:
     if speed.read_mb_per_second < LITTLE_READ_MB_PER_SECOND:
         return Check("disk", "note", found, "copy the data to an SSD, or training may wait for it")
     return Check("disk", "ok", found)
+
+
+if __name__ == "__main__":
+    compare_compiled(sys.argv[1])
