@@ -25,7 +25,7 @@ if [%1]==[tts] goto tts
 if [%1]==[voice] goto voice
 if [%1]==[vae] set ARGUMENTS=%ARGUMENTS:*vae=%
 set "MODEL=vae"
-set "SETTINGS=--mixed-precision --use-bf16 --use-torch-compile --enable-tf32 --channels-last --persistent-workers"
+set "SETTINGS=--precision bf16 --use-torch-compile --channels-last --persistent-workers"
 set "DATA=--data-path ./data/train"
 set "SIZES=--output-dir ./outputs/rtx5090_training --profile-name standard"
 goto scan
@@ -34,7 +34,7 @@ goto scan
 set ARGUMENTS=%ARGUMENTS:*vocoder=%
 set "MODEL=vocoder"
 rem The precision is the configuration's.
-set "SETTINGS=--use-torch-compile --enable-tf32 --persistent-workers"
+set "SETTINGS=--use-torch-compile --persistent-workers"
 set "DATA=--data-path ./data/vocoder"
 set "SIZES=--output-dir ./outputs/rtx5090_vocoder --config base_hifi_rtx5090_optimized.yaml"
 goto scan
@@ -42,7 +42,7 @@ goto scan
 :tts
 set ARGUMENTS=%ARGUMENTS:*tts=%
 set "MODEL=tts"
-set "SETTINGS=--mixed-precision --use-torch-compile --enable-tf32 --channels-last --persistent-workers"
+set "SETTINGS=--precision mixed --use-torch-compile --channels-last --persistent-workers"
 set "DATA=--data-dir ./data/tts"
 set "SIZES=--output-dir ./outputs/rtx5090_tts --preset high --batch-size 64"
 goto scan
@@ -50,7 +50,7 @@ goto scan
 :voice
 set ARGUMENTS=%ARGUMENTS:*voice=%
 set "MODEL=tts"
-set "SETTINGS=--mixed-precision --use-torch-compile --enable-tf32 --channels-last --persistent-workers"
+set "SETTINGS=--precision mixed --use-torch-compile --channels-last --persistent-workers"
 set "DATA=--data-dir ./data/voice"
 set "SIZES=--output-dir ./outputs/rtx5090_voice --profile-name vits_rtx4090"
 

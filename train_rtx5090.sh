@@ -27,23 +27,23 @@ esac
 
 case $model in
     vae)
-        settings=(--mixed-precision --use-bf16 --use-torch-compile --enable-tf32 --channels-last --persistent-workers)
+        settings=(--precision bf16 --use-torch-compile --channels-last --persistent-workers)
         data=(--data-path ./data/train)
         sizes=(--output-dir ./outputs/rtx5090_training --profile-name standard)
         ;;
     vocoder)
-        settings=(--use-torch-compile --enable-tf32 --persistent-workers) # The precision is the configuration's.
+        settings=(--use-torch-compile --persistent-workers) # The precision is the configuration's.
         data=(--data-path ./data/vocoder)
         sizes=(--output-dir ./outputs/rtx5090_vocoder --config base_hifi_rtx5090_optimized.yaml)
         ;;
     tts)
-        settings=(--mixed-precision --use-torch-compile --enable-tf32 --channels-last --persistent-workers)
+        settings=(--precision mixed --use-torch-compile --channels-last --persistent-workers)
         data=(--data-dir ./data/tts)
         sizes=(--output-dir ./outputs/rtx5090_tts --preset high --batch-size 64)
         ;;
     voice)
         model=tts
-        settings=(--mixed-precision --use-torch-compile --enable-tf32 --channels-last --persistent-workers)
+        settings=(--precision mixed --use-torch-compile --channels-last --persistent-workers)
         data=(--data-dir ./data/voice)
         sizes=(--output-dir ./outputs/rtx5090_voice --profile-name vits_rtx4090)
         ;;

@@ -169,7 +169,7 @@ def untrained(setting: Setting) -> Any:
     torch.manual_seed(0)
     model = RecogniserRecipe(
         settings, setting.architecture, AsrWork().fill_buckets(settings, speech).largest_average,
-        apply(decide(probe(), Hardware(device="cpu", mixed_precision=False))),
+        apply(decide(probe(), Hardware(device="cpu"))),
     ).model  # fmt: skip
     model.config.ctc_loss_reduction = "mean"
     model.requires_grad_(True)
@@ -184,7 +184,7 @@ class Ours:
         settings, architecture, speech = setting.settings, setting.architecture, setting.speech
         self.buckets = AsrWork().fill_buckets(settings, speech)
         clip = self.buckets.largest_average
-        runtime = apply(decide(probe(), Hardware(device="cpu", mixed_precision=False)))
+        runtime = apply(decide(probe(), Hardware(device="cpu")))
         self.recipe = RecogniserRecipe(settings, architecture, clip, runtime)
         self.recipe.model.load_state_dict(weights)
         self.state = TrainState.for_measurement(self.recipe, runtime)

@@ -5,8 +5,7 @@
 
 The cases are those of tests/planner/step_counts.py, as they run on an H100, and steps of the peers. For the other cards
 the same kernels are taken; a T4 would compute in fp16, and compiles only if asked. The whole batch is one micro-batch,
-whether it fits the card or not. `launches` are those of the processor, and with --use-cuda-graphs those of the graphs,
-of the copies of their inputs and of the rest.
+whether it fits the card or not. `launches` are those of the processor.
 
 The peers run their own code on fake tensors, by CUDA's rules and in the precision that their users have:
 
@@ -32,7 +31,6 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,19 +65,16 @@ class WholeStep(NamedTuple):
     """The kernels of a step on one micro-batch, with the optimizers and averages."""
 
     cost: StepCost
-    has_graphs: bool = False
 
-    def ms(self, rates: DeviceRates, *, graphs: bool = False) -> float:
-        return round(1e3 * self.cost.seconds(rates, self.cost.items, 1, graphs=graphs), 1)
+    def ms(self, rates: DeviceRates) -> float:
+        return round(1e3 * self.cost.seconds(rates, self.cost.items, 1), 1)
 
 
 def step_of(name: str) -> WholeStep:
     settings, spec = CASES[name].make(**CASES[name].options)
     found = whole_step(settings, spec)
     items = settings.schedule.batch_size
-    cost = StepCost((), found.micro_batch, items, found.update, found.graphs)
-    asked = replace(settings, hardware=replace(settings.hardware, use_cuda_graphs=True))
-    return WholeStep(cost, bool(plan_of(asked, spec).cuda_graphs.value))
+    return WholeStep(StepCost((), found.micro_batch, items, found.update))
 
 
 # Peers ----------------------------------------------------------------------------------------------------------------
@@ -272,11 +267,7 @@ def row_of(name: str, step: WholeStep) -> dict[str, Any]:
     rates = {card: DeviceRates.published(find_gpu(card), tf32=True, compiled=compiled) for card in CARDS}
     totals = step.cost.totals(step.cost.items)
     ms = {card: step.ms(rate) for card, rate in rates.items() if rate}
-    row: dict[str, Any] = {"case": name, **totals._asdict(), "launches": totals.kernels, "predicted_ms": ms}
-    if step.has_graphs:
-        row["launches_with_graphs"] = step.cost.host_launches(step.cost.items, 1)
-        row["predicted_ms_with_graphs"] = {card: step.ms(rate, graphs=True) for card, rate in rates.items() if rate}
-    return row
+    return {"case": name, **totals._asdict(), "launches": totals.kernels, "predicted_ms": ms}
 
 
 if __name__ == "__main__":

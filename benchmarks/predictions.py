@@ -6,10 +6,11 @@ The rates of the device are measured, and nothing is fitted.
 import dataclasses
 import time
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
-from gputrain.hw.plan import Hardware, decide
+from gputrain.hw.plan import Hardware, PrecisionWish, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.planner.memory.timeline import MemoryTimeline
@@ -43,8 +44,7 @@ def peer_seconds(step: Callable[[], object], device: torch.device, *, sixteen_bi
     kernels = kernels_of(step, MemoryTimeline.on(device.type))
     hardware = Hardware(
         device="cuda" if device.type == "cuda" else "cpu",
-        mixed_precision=bool(sixteen_bit),
-        use_bf16=sixteen_bit == "bf16" if sixteen_bit else None,
+        precision=cast(PrecisionWish, sixteen_bit or "tf32"),
         use_torch_compile=False,
     )
     return busy_seconds(kernels, rates_of(apply(decide(probe(), hardware))))

@@ -128,8 +128,7 @@ def wishes(options: argparse.Namespace, on_gpu: bool) -> Hardware:
     bf16 = options.precision == "bf16" if options.precision else on_gpu
     return Hardware(
         device=options.device,
-        mixed_precision=bf16,
-        use_bf16=bf16 or None,
+        precision="bf16" if bf16 else "tf32",
         channels_last=on_gpu if options.channels_last is None else options.channels_last,
         use_torch_compile=on_gpu if options.compile is None else options.compile,
     )

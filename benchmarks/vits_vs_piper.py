@@ -55,10 +55,8 @@ SIDES = {"cpu": ("peer", "ours"), "cuda": ("peer", "peer-bf16", "ours", "ours-co
 # Options of each of our sides by device.
 OURS: dict[tuple[str, str], Settings] = {
     ("cpu", "ours"): step_bench.PLAIN,
-    ("cuda", "ours"): {**step_bench.PLAIN, "enable_tf32": True},
-    ("cuda", "ours-compiled"): {
-        "mixed_precision": True, "use_bf16": True, "use_torch_compile": True, "use_cuda_graphs": True,
-    },
+    ("cuda", "ours"): {**step_bench.PLAIN, "precision": "tf32"},
+    ("cuda", "ours-compiled"): {"precision": "bf16", "use_torch_compile": True, "use_cuda_graphs": True},
 }  # fmt: skip
 MOST_CHECKED = 2  # Clips that the check takes where a GPU has large batches.
 NUM_SYMBOLS = 256  # Piper's

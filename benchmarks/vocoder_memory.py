@@ -90,8 +90,8 @@ def switches(settings: TrainVocoder) -> Plan:
 def rows() -> Iterator[dict[str, object]]:
     for name, file in FILES.items():
         values = read_defaults(PROFILES / file, TrainVocoder, functools.partial(translate, of="train"))
-        for precision in ({"mixed_precision": False}, {"mixed_precision": True, "use_bf16": False}):
-            settings = assemble(TrainVocoder, {**values, "data_path": ".", **precision})
+        for precision in ("tf32", "fp16"):
+            settings = assemble(TrainVocoder, {**values, "data_path": ".", "precision": precision})
             plan, whole = switches(settings), settings.schedule.whole_batch
             ours, theirs = (
                 predict_step(one, plan, micro_batch_size=whole) for one in (target(settings), at_once(settings))

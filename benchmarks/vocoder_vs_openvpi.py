@@ -49,7 +49,7 @@ CONFIGURATIONS = {"standard": "base_hifi_gpu.yaml", "optimised": "base_hifi_rtx5
 OURS: dict[str, Settings] = {
     "ours": {"use_torch_compile": False},
     "ours-compiled": {"use_torch_compile": True},
-    "ours-compiled-bf16": {"use_torch_compile": True, "mixed_precision": True, "use_bf16": True},
+    "ours-compiled-bf16": {"use_torch_compile": True, "precision": "bf16"},
 }
 SIDES = ("peer", *OURS)
 PLAIN = {**step_bench.PLAIN, "volume_aug": False}  # For the check.

@@ -17,6 +17,8 @@ they are accepted as keys and flags, and are never written.
 A config class declares options that it no longer has, with the reason, `retired: ClassVar[dict[str, str]] =
 {"calibrate": "..."}`. They stay accepted, because files of older versions hold them, and have no effect.
 
+A config class may declare `switches: ClassVar[Switches]`, flags and keys that choose among the values of one option.
+
 A config class that trains one kind of model declares it, `kind: ClassVar[str] = "vae"`. The kind is written as the
 first key of a configuration file and checked when the file is read (gputrain/kinds.py).
 """
@@ -31,7 +33,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import yaml
 from typing_extensions import dataclass_transform
@@ -40,6 +42,16 @@ from gputrain.errors import UserError
 from gputrain.stored import converted, read_json, read_yaml
 
 T = TypeVar("T")
+
+
+class Switches(NamedTuple):
+    """Names that are true or false, each with the values of `option` that it leaves if it is false and if it is true.
+    The first value that all the given ones leave is taken; "" takes none."""
+
+    option: str
+    leave: Mapping[str, tuple[Sequence[str], Sequence[str]]]
+
+
 log = logging.getLogger(__name__)
 
 
@@ -110,6 +122,10 @@ class Leaf:
     choices: tuple[str, ...] = ()
     is_saved: bool = True
     is_positional: bool = False
+
+    @classmethod
+    def switch(cls, name: str) -> "Leaf":
+        return cls(name, bool, None, "", None, None, "", ())
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -186,6 +202,27 @@ def retired(cls: type) -> dict[str, str]:
     return dict(getattr(cls, "retired", {})) | {name: why for kind in inner for name, why in retired(kind).items()}
 
 
+def switches(cls: type) -> Switches:
+    """Return the switches that a config class or one of those in it declares."""
+    inner = [kind for kind in typing.get_type_hints(cls).values() if hasattr(kind, "__panel__")]
+    of_inner = (found for found in map(switches, inner) if found.leave)
+    return getattr(cls, "switches", None) or next(of_inner, Switches("", {}))
+
+
+def without_switches(cls: type, values: Mapping[str, object], where: str = "") -> dict[str, object]:
+    """Return values with that of the option of `switches` in their place. Raises UserError if they leave none."""
+    option, leave = switches(cls)
+    given = {name: convert(Leaf.switch(name), values[name], where) for name in leave if name in values}
+    made = {name: value for name, value in values.items() if name not in given}
+    left: list[Sequence[object]] = [leave[name][is_on] for name, is_on in given.items()]
+    left += [[made[option]]] if option in made else []
+    both = [value for value in left[0] if all(value in other for other in left)] if given else [""]
+    if not both:
+        names = [*(name if is_on else f"no-{name}" for name, is_on in given.items()), *made.keys() & {option}]
+        raise UserError(f"{where}{' and '.join(names)} contradict each other", hint=f"drop one, or give {option} alone")
+    return made | ({option: both[0]} if both[0] else {})
+
+
 def assemble(cls: type[T], values: Mapping[str, object], source: str = "") -> T:
     """Build `cls` from flat values. `source` names their origin in errors.
 
@@ -215,7 +252,7 @@ def checked(cls: type, values: Mapping[str, object], source: str = "") -> dict[s
     gone = retired(cls)
     written: dict[str, str] = {}
     made: dict[str, Any] = {}
-    for name, value in values.items():
+    for name, value in without_switches(cls, values, where).items():
         leaf = known.get(name)
         if leaf is None and name in gone:
             log.info("%s%s has no effect any more: %s", where, name, gone[name])

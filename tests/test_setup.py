@@ -373,13 +373,13 @@ def test_a_failed_check_is_the_exit_code_of_setup_alone(installed: Machine) -> N
 # --- train_rtx5090 ----------------------------------------------------------------------------------------------------
 
 PRINT_ARGUMENTS = '#!/bin/sh\nprintf "%s\\n" "$@"\n'
-SWITCHES = "--mixed-precision --use-bf16 --use-torch-compile --enable-tf32 --channels-last --persistent-workers"
+SWITCHES = "--precision bf16 --use-torch-compile --channels-last --persistent-workers"
 SIZES = "--data-path ./data/train --output-dir ./outputs/rtx5090_training --profile-name standard"
-SWITCHES_VOCODER = "--use-torch-compile --enable-tf32 --persistent-workers"
+SWITCHES_VOCODER = "--use-torch-compile --persistent-workers"
 SIZES_VOCODER = (
     "--data-path ./data/vocoder --output-dir ./outputs/rtx5090_vocoder --config base_hifi_rtx5090_optimized.yaml"
 )
-SWITCHES_TTS = "--mixed-precision --use-torch-compile --enable-tf32 --channels-last --persistent-workers"
+SWITCHES_TTS = "--precision mixed --use-torch-compile --channels-last --persistent-workers"
 SIZES_TTS = "--data-dir ./data/tts --output-dir ./outputs/rtx5090_tts --preset high --batch-size 64"
 SIZES_VOICE = "--data-dir ./data/voice --output-dir ./outputs/rtx5090_voice --profile-name vits_rtx4090"
 BY_WORD = [

@@ -54,7 +54,7 @@ TRAININGS: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 TINY: dict[str, tuple[object, ...]] = {  # On a CPU, in addition.
     "vae": ("--channels", "32,32", "--image-size", 32, "--batch-size", 2),
-    "vocoder": ("--upsample-initial-channel", 64, "--batch-size", 1, "--crop-mel-frames", 16, "--no-mixed-precision",
+    "vocoder": ("--upsample-initial-channel", 64, "--batch-size", 1, "--crop-mel-frames", 16, "--precision", "tf32",
                 "--fast-mrd-init-channel", 2, "--fast-mpd-init-channel", 2),
     "tts": ("--batch-size", 2),
     "asr": ("--batch-size", 2),

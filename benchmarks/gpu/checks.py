@@ -29,12 +29,11 @@ from gputrain.tts import align
 # What is switched on beside everything that is off, and whether it is on in a plan.
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
-    "tf32": {"enable_tf32": True},
-    "bf16": {"mixed_precision": True, "use_bf16": True},
-    "fp16": {"mixed_precision": True, "use_bf16": False},
+    "tf32": {"precision": "tf32"},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
 }
-OFF = {"mixed_precision": False, "enable_tf32": False, "use_torch_compile": False, "channels_last": False,
-       "use_cuda_graphs": False}  # fmt: skip
+OFF = {"precision": "fp32", "use_torch_compile": False, "channels_last": False, "use_cuda_graphs": False}
 # A GPU may err this many times as much as the same rounding does on the CPU: Winograd's convolutions, atomic sums and
 # other orders of additions cost about two bits.
 FACTOR = 4.0

@@ -73,15 +73,13 @@ def predicted(settings: Any, card: str, planner: ModelPlanner[Any], limit_gb: fl
     if limit_gb:
         budget = dataclasses.replace(budget, budget_gb=budget_gb(limit_gb))
     plan, fit = planner.plan(settings, plan, budget)
-    how = fit.micro_batch_size, fit.accumulation_steps
     chosen = {"micro_batch_size": fit.micro_batch_size, "gradient_checkpointing": fit.checkpointing}
     figures: Figures = {
         "settings": chosen | ({"lean": plan.lean.value} if plan.lean else {}), "budget_gb": budget.budget_gb,
         "predicted_seconds": fit.predicted_seconds_per_step, "predicted_gb": fit.predicted_peak_gb, "fits": fit.fits,
     }  # fmt: skip
     if fit.cost:
-        graphs = bool(plan.cuda_graphs.value)
-        figures["predicted_launches"] = fit.cost.host_launches(*how) if graphs else fit.cost.totals(*how).kernels
+        figures["predicted_launches"] = fit.cost.totals(fit.micro_batch_size, fit.accumulation_steps).kernels
     return figures
 
 

@@ -21,7 +21,7 @@ SPELLINGS = {
     "data_path": "data_dir", "lr": "learning_rate", "epochs": "num_epochs", "num_train_epochs": "num_epochs",
     "max_grad_norm": "gradient_clip", "model_name_or_path": "init_from", "layerdrop": "layer_drop",
     "logging_steps": "log_freq", "save_steps": "checkpoint_steps", "eval_steps": "evaluate_steps",
-    "save_total_limit": "keep_checkpoints", "torch_compile": "use_torch_compile", "tf32": "enable_tf32",
+    "save_total_limit": "keep_checkpoints", "torch_compile": "use_torch_compile",
 }  # fmt: skip
 
 TranscriptFormat = Literal["txt", "srt", "vtt"]

@@ -34,16 +34,15 @@ from gputrain.planner.work import KindWork, PlanTarget, S, Switch, TrainSettings
 from gputrain.session import measured_rates
 
 PLAIN: Settings = {
-    "enable_tf32": False,
-    "mixed_precision": False,
+    "precision": "fp32",
     "channels_last": False,
     "use_torch_compile": False,
     "use_cuda_graphs": False,
 }
 SWITCHES: tuple[Switch, ...] = (
     ("fp32", {}, ""),
-    ("+ TF32", {"enable_tf32": True}, "tf32"),
-    ("+ bf16", {"mixed_precision": True}, "precision"),
+    ("+ TF32", {"precision": "tf32"}, "tf32"),
+    ("+ bf16", {"precision": "mixed"}, "precision"),
     ("+ channels_last", {"channels_last": True}, "channels_last"),
     ("+ compile", {"use_torch_compile": True}, "compile"),
 )
@@ -138,8 +137,7 @@ class StepBench:
         target = PlanTarget(lambda runtime, _: self.build(runtime), lambda: self.loaded)
         predicted = predict_step(target, self.runtime.plan, micro_batch_size=micro_batch)
         cost = StepCost(predicted.micro_batch, predicted.micro_batch, micro_batch, predicted.update)
-        graphs = bool(self.runtime.plan.cuda_graphs.value)
-        return cost.seconds(rates, micro_batch, math.ceil(items / micro_batch), graphs=graphs)
+        return cost.seconds(rates, micro_batch, math.ceil(items / micro_batch))
 
 
 def begin_bench(work: KindWork[S], settings: S, runtime: Runtime, folder: Path, **options: Any) -> Any:

@@ -121,7 +121,7 @@ def add_command(
         options.append(_profile_option(settings, profiles))
     if names_models(settings):
         options.append(_offline_option())
-    options += [_retired_option(name) for name in config.retired(settings)]
+    options += [_hidden_switch(name) for name in (*config.retired(settings), *config.switches(settings).leave)]
     run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     run.settings = settings  # type: ignore[attr-defined]
     app.command(name, help=help, cls=CommandPage, rich_help_panel=panel, context_settings=_context(settings))(run)
@@ -146,15 +146,22 @@ def settings_of(cls: type[T], context: typer.Context, values: dict[str, Any]) ->
         for name, value in values.items()
         if (name in leaves or name in gone) and value is not None
     }
-    return config.assemble(cls, given)
+    option, leave = config.switches(cls)
+    chosen = {name: values[name] for name in leave if values.get(name) is not None}
+    if chosen and given_as_flag(context, option):
+        chosen[option] = given[option]
+    return config.assemble(cls, given | config.without_switches(cls, chosen))
+
+
+def given_as_flag(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def with_files(made: T, context: typer.Context, values: dict[str, Any]) -> T:
     """Return the options of a benchmark with the configuration files that --config named."""
-    given = (context.get_parameter_source(name) for name in values)
-    flags = frozenset(
-        name for name, source in zip(values, given, strict=True) if source is not None and source.name == "COMMANDLINE"
-    )
+    option, leave = config.switches(type(made))
+    flags = frozenset(option if name in leave else name for name in values if given_as_flag(context, name))
     bench = replace(made.bench, files=context.meta.get(FILES, ()), flags=flags)  # type: ignore[attr-defined]
     return replace(made, bench=bench)  # type: ignore[type-var]
 
@@ -175,8 +182,7 @@ def _context(settings: type) -> dict[str, Any]:
 def _refuse_empty(leaf: Leaf, value: Any, context: typer.Context) -> None:
     """Raise UserError for an empty name of a model on a command line, which a shell makes of a variable that is not
     set: a training would begin from random weights."""
-    source = context.get_parameter_source(leaf.name)
-    if not _is_model_name(leaf) or source is None or source.name != "COMMANDLINE":
+    if not _is_model_name(leaf) or not given_as_flag(context, leaf.name):
         return
     if not all(item.strip() for item in (value if leaf.is_list else [value])):
         what = leaf.name.removesuffix("s").upper() if leaf.is_positional else leaf.flag
@@ -228,8 +234,8 @@ def _offline_option() -> inspect.Parameter:
     )
 
 
-def _retired_option(name: str) -> inspect.Parameter:
-    """Returns a switch of older versions, which is accepted and not shown."""
+def _hidden_switch(name: str) -> inspect.Parameter:
+    """Returns a switch that is accepted and not listed: the help of its option names it."""
     flag = name.replace("_", "-")
     option = typer.Option(f"--{flag}/--no-{flag}", hidden=True)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[bool, option])

@@ -194,11 +194,6 @@ def print_operators(plan: "CardPlan") -> None:
         out.print(f"  {full * round(BAR * seconds / longest) or least} {seconds / total:.1%}", soft_wrap=True)
     sums = [sum(row[column] for row in rows) for column in (1, 3, 4)]
     out.print(f"  {'all':<24}{sums[0]:>9}{sums[1]:>8.1f}{sums[2]:>8.2f}{1e3 * total:>9.2f}")
-    if graphed := sum(row.graphed for row in rows):
-        out.print(
-            f"  CUDA graphs hold {graphed} of these launches; the processor makes {plan.host_launches}, with those of "
-            "the graphs and of copies for them.", soft_wrap=True,
-        )  # fmt: skip
 
 
 def _shown(value: object) -> str:

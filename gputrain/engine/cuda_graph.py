@@ -37,14 +37,22 @@ log = logging.getLogger(__name__)
 
 EAGER_PASSES = 2  # Passes before a capture, in which code is compiled and cuDNN searches its algorithms.
 MOST_SEEN = 1000  # Shapes that are remembered before one of them comes again.
+# A graph holds one bucket of clips, and no dropout that is repeated.
+NOT_CAPTURED = "no graph holds several batches (accumulation_steps) or recomputed layers with dropout (checkpointing)"
 MOST_RELEASES = 3  # After memory has run out so often while there were graphs, there are none any more.
 Gradients = tuple[dict[str, float], list[Tensor | None]]  # Losses and statistics by name, and gradients, on the host.
 
 
 def replay_gradients_if_planned(state: TrainState) -> None:
-    """Have the gradients of a training replayed as CUDA graphs, if its plan says so."""
-    if state.runtime.device.type == "cuda" and state.runtime.plan.cuda_graphs.value:
-        replay_gradients(state, partial(CudaBackend, state.runtime.device))
+    """Have the gradients of a training replayed as CUDA graphs, if its plan says so and a group of it is fixed."""
+    runtime = state.runtime
+    if not (runtime.device.type == "cuda" and runtime.plan.cuda_graphs.value):
+        return
+    if any(group.fixed is not None for group in state.recipe.step_groups):
+        replay_gradients(state, partial(CudaBackend, runtime.device))
+    else:
+        runtime.plan = replace(runtime.plan, cuda_graphs=Setting(False, f"asked for, but {NOT_CAPTURED}"))
+        log.warning("there are no CUDA graphs in this run: %s", NOT_CAPTURED)
 
 
 def replay_gradients(state: TrainState, make: Callable[[], "CudaBackend"]) -> None:
@@ -138,7 +146,7 @@ class ReplayedGradients:
 
     def __init__(self, state: TrainState, make: Callable[[], CudaBackend]) -> None:
         self.runtime, self.make = state.runtime, make
-        self.is_off = not any(group.fixed is not None for group in state.recipe.step_groups)
+        self.is_off = False
         self.backend: CudaBackend | None = None
         self.static: dict[str, Batch] = {}  # The batches whose tensors the graphs read, by their shapes.
         self.seen: set[str] = set()  # Shapes of batches that are not static.

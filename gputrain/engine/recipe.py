@@ -106,7 +106,6 @@ class StepGroup:
     # of equal shapes have the same kernels. None, or None of a step: kernels may change with every step, or are
     # those of few steps, so that no CUDA graph holds them.
     fixed: Callable[[int], Hashable] | None = None
-    shapes: int = 1  # Shapes of batches at most, if graphs hold the kernels.
 
     @property
     def name(self) -> str:

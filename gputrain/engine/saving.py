@@ -345,7 +345,7 @@ def _go_back(saver: Saver, cause: str, last_finite: int) -> None:
     if found is None:
         raise UserError(
             f"{cause}, and {problem}",
-            hint="lower --learning-rate, lengthen --warmup-steps, or train in fp32 with --no-mixed-precision",
+            hint="lower --learning-rate, lengthen --warmup-steps, or train in fp32 with --precision tf32",
         )
     state.restore(found)
     state.nonfinite.clear()

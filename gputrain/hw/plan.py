@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from gputrain.config import config, opt
+from gputrain.config import Switches, config, opt
 from gputrain.errors import UserError
 from gputrain.hw.probe import Machine
 
@@ -20,22 +20,31 @@ BATCHES_IN_HAND = 2  # Batches that the training process holds besides those tha
 
 
 DeviceName = Literal["auto", "cuda", "cpu"]
+PrecisionWish = Literal["auto", "fp32", "tf32", "mixed", "fp16", "bf16"]
+SIXTEEN_BITS: tuple[PrecisionWish, ...] = ("mixed", "bf16", "fp16")
+# Other programs' names of a precision, with the values that are left if they are false and if they are true. Beside 16
+# bit, products that stay in fp32 are in TF32 in any case.
+PRECISION_SWITCHES = {
+    "mixed_precision": (("tf32", "fp32"), SIXTEEN_BITS),
+    "use_bf16": (("fp16", "tf32", "fp32"), ("bf16",)),
+    "enable_tf32": (("fp32", *SIXTEEN_BITS), ("", "auto", "tf32", *SIXTEEN_BITS)),
+    "tf32": (("fp32", *SIXTEEN_BITS), ("", "auto", "tf32", *SIXTEEN_BITS)),
+}
 
 
 @config(panel="Hardware")
 class Hardware:
     """Hardware options of every train command. None means auto: chosen for the machine."""
 
+    switches: ClassVar[Switches] = Switches("precision", PRECISION_SWITCHES)
     retired: ClassVar[dict[str, str]] = {"calibrate": "a training measures its own second step instead"}
 
     device: DeviceName = opt(default="auto", help="Device to train on; auto: the GPU, if any.")
-    mixed_precision: bool | None = opt(
-        default=None,
-        help="16-bit arithmetic where it is safe, fp32 weights; auto: on a GPU, except for a vocoder.",
-    )
-    use_bf16: bool | None = opt(
-        default=None,
-        help="bf16 as the 16-bit format, otherwise fp16 with loss scaling; auto: if native, except for a vocoder.",
+    precision: PrecisionWish = opt(
+        default="auto",
+        help="Arithmetic, with fp32 weights: fp32 exactly, tf32 (from Ampere on; elsewhere fp32), or 16 bit where it "
+        "is safe: bf16, fp16 with loss scaling, mixed: that of both which suits GPU and model; auto: mixed on a GPU, "
+        "tf32 for a vocoder. Also --mixed-precision, --use-bf16, --enable-tf32, each with a --no- form.",
     )
     use_torch_compile: bool | None = opt(
         default=None, help="Compile the model (minutes at first); auto: a VAE's, on a GPU, if its steps win them back."
@@ -44,7 +53,6 @@ class Hardware:
         default=False,
         help="Launch the gradients of a step as one CUDA graph; not measured on a GPU; no effect on a recogniser.",
     )
-    enable_tf32: bool = opt(default=True, help="TF32 for products that stay in fp32, on Ampere and later.")
     channels_last: bool | None = opt(default=None, help="NHWC memory layout, faster on tensor cores; auto: on a GPU.")
     persistent_workers: bool = opt(default=True, help="Keep the data workers alive between epochs.")
     num_workers: int = opt(
@@ -64,13 +72,6 @@ class Hardware:
     compress_gradients: bool = opt(
         default=False, help="Several GPUs exchange gradients in bf16: half the traffic, for three digits of precision."
     )
-
-    def __post_init__(self) -> None:
-        if self.use_bf16 and self.mixed_precision is False:
-            raise UserError(
-                "use_bf16 and no-mixed-precision contradict each other",
-                hint="drop one: bf16 is a mixed precision",
-            )
 
 
 @config(panel="Cards")
@@ -225,17 +226,17 @@ def _device(machine: Machine, wishes: Hardware, on_gpu: bool) -> Setting:
 
 
 def _precision(machine: Machine, wishes: Hardware, on_gpu: bool, fp32_because: str) -> Setting:
-    asked = wishes.mixed_precision or wishes.use_bf16
+    asked = wishes.precision in SIXTEEN_BITS
     only_fp16 = on_gpu and machine.has_tensor_cores and not machine.has_tf32  # Volta and Turing
-    unused = f"; the tensor cores of {machine.gpu} compute fp16 alone: --mixed-precision uses them" if only_fp16 else ""
+    unused = f"; the tensor cores of {machine.gpu} compute fp16 alone: --precision fp16 uses them" if only_fp16 else ""
     if not on_gpu:
         return Setting("fp32", f"16 bit is {NEEDS_GPU}" if asked else "the CPU computes fp32 fastest")
-    if wishes.mixed_precision is False:
-        return Setting("fp32", f"mixed precision is switched off{unused}")
+    if wishes.precision in ("fp32", "tf32"):
+        return Setting("fp32", f"{ASKED_FOR}{unused}")
     if fp32_because and not asked:
         return Setting("fp32", f"{fp32_because}{unused}")
     gives_nan = machine.compute_capability >= (7, 0) and not machine.has_tensor_cores
-    if gives_nan and not wishes.mixed_precision:
+    if gives_nan and wishes.precision not in ("mixed", "fp16"):
         return Setting(
             "fp32", "fp16 is known to give NaN on GPUs of its generation without tensor cores, like this one"
         )
@@ -243,15 +244,13 @@ def _precision(machine: Machine, wishes: Hardware, on_gpu: bool, fp32_because: s
         return Setting("fp16", "asked for; it is known to give NaN on this GPU: use fp32 if losses become NaN")
     if not machine.has_tensor_cores and not asked:
         return Setting("fp32", "the GPU has no tensor cores, so 16 bit would save memory but no time")
-    if machine.has_bf16 and wishes.use_bf16 is None and fp32_because:
+    if machine.has_bf16 and wishes.precision == "mixed" and fp32_because:
         return Setting("fp16", f"asked for 16 bit without naming bf16; {fp32_because}")
-    if machine.has_bf16 and wishes.use_bf16 is not False:
+    if machine.has_bf16 and wishes.precision != "fp16":
         return Setting("bf16", "the GPU computes bf16 natively; no loss scaling needed")
-    if wishes.use_bf16:
+    if wishes.precision == "bf16":
         return Setting("fp16", f"{machine.gpu} has no native bf16; fp16 with loss scaling instead")
-    return Setting(
-        "fp16", "bf16 is switched off" if machine.has_bf16 else "the GPU has no native bf16; loss scaling on"
-    )
+    return Setting("fp16", ASKED_FOR if machine.has_bf16 else "the GPU has no native bf16; loss scaling on")
 
 
 def _compile(machine: Machine, wishes: Hardware, on_gpu: bool, eager_because: str) -> Setting:
@@ -276,8 +275,8 @@ def _compile(machine: Machine, wishes: Hardware, on_gpu: bool, eager_because: st
 
 
 def _tf32(machine: Machine, wishes: Hardware, on_gpu: bool) -> Setting:
-    if not wishes.enable_tf32:
-        return Setting(False, "switched off")
+    if wishes.precision == "fp32":
+        return Setting(False, "switched off: precision is fp32")
     if not on_gpu or not machine.has_tf32:
         return Setting(False, "needs a GPU of the Ampere generation or later")
     return Setting(True, "fp32 products run on tensor cores with 10 bits of mantissa")

@@ -18,7 +18,7 @@ from torch._functorch import config as functorch_config
 
 from gputrain.caches import cache_folder
 from gputrain.errors import UserError, first_line
-from gputrain.hw.plan import DeviceName, Hardware, Plan, Setting, decide
+from gputrain.hw.plan import DeviceName, Hardware, Plan, PrecisionWish, Setting, decide
 from gputrain.hw.probe import ALLOCATOR_VARIABLES, probe, request_expandable_segments
 from gputrain.hw.ranks import SINGLE, Ranks
 from gputrain.hw.speed import product_flops_per_second
@@ -199,10 +199,10 @@ def apply(plan: Plan, ranks: Ranks = SINGLE) -> Runtime:
     )
 
 
-def runtime_on(device: DeviceName, *, mixed_precision: bool | None = None) -> Runtime:
+def runtime_on(device: DeviceName, *, precision: PrecisionWish = "auto") -> Runtime:
     """Return the runtime of a command that uses a trained model on this machine, for inputs of any size. Raises
     UserError as `decide` does."""
-    return apply(decide(probe(), Hardware(device=device, mixed_precision=mixed_precision), fixed_shapes=False))
+    return apply(decide(probe(), Hardware(device=device, precision=precision), fixed_shapes=False))
 
 
 @contextlib.contextmanager
@@ -274,7 +274,7 @@ def library_failure(error: BaseException) -> UserError | None:
         return None
     return UserError(
         f"a library of CUDA has failed, although memory is free: {first_line(error)}",
-        hint="gputrain check-compatibility tries the libraries; --no-channels-last, --no-mixed-precision or "
+        hint="gputrain check-compatibility tries the libraries; --no-channels-last, --precision tf32 or "
         "--no-use-torch-compile may choose an algorithm that works",
     )
 

@@ -15,7 +15,7 @@ from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule, check_
 from gputrain.engine.stop import seconds_to_finish
 from gputrain.errors import UserError
 from gputrain.hw.gpus import smallest_gpu
-from gputrain.hw.plan import Cards, Hardware, Plan, Setting
+from gputrain.hw.plan import MOST_GRAPHED_PARTS, Cards, Hardware, Plan, Setting
 from gputrain.hw.probe import Machine
 from gputrain.planner.memory.fit import BUDGET_SHARE, Fit, MemoryBudget, MemoryModel, budget_gb, fit
 from gputrain.planner.memory.predict import least_gb, memory_models, prediction_key
@@ -30,8 +30,6 @@ log = logging.getLogger(__name__)
 WITHOUT_EFFECT = ("saving", "hardware", "cards", "schedule")
 BETWEEN_STEPS = ("num_epochs", "num_steps", "max_steps", "finish_by", "learning_rate", "warmup_steps")
 LONG = 10.0  # A training of so many times the seconds of compiling is compiled without a closer look.
-# Why a recipe of a kind whose steps can be graphs has none: a graph holds one bucket, and no dropout that is repeated.
-NOT_CAPTURED = "no graph holds several batches (accumulation_steps) or recomputed layers with dropout (checkpointing)"
 StepsIn = Callable[[float | None, float], int | None]  # Steps by the seconds of one and those of the start.
 NCCL_GB = 1.0  # Memory of a GPU that NCCL's buffers and the buckets of gradients take when several GPUs train together.
 
@@ -179,9 +177,7 @@ class ModelPlanner(Generic[S]):
                 compiling = self.work.compile_seconds if plan.compile.value else 0.0
                 seconds, batch = found.predicted_seconds_per_step, settings.schedule.whole_batch
                 time = PredictedTime(seconds, batch, known(seconds, compiling), requested.price_per_hour, compiling)
-                operators = (
-                    operator_times(found, replace(budget, graphs=bool(plan.cuda_graphs.value))) if cards.explain else []
-                )
+                operators = operator_times(found, budget) if cards.explain else []
                 elsewhere = requested.gpu is not None
                 plans.append(
                     CardPlan(requested.name, memory_gb, columns, plan, found, remedies, time, operators, elsewhere)
@@ -242,21 +238,10 @@ class CardPlan:
     operators: list[OperatorTime]  # The time of a step by operator, if it was asked for.
     elsewhere: bool = False  # The GPU is in another machine, of whose processor nothing is known.
 
-    @property
-    def host_launches(self) -> int:
-        """Launches by the processor in a step, if its kernels are known."""
-        if self.fit.cost is None:
-            return 0
-        how = (self.fit.micro_batch_size, self.fit.accumulation_steps)
-        graphs = bool(self.plan.cuda_graphs.value)
-        return self.fit.cost.host_launches(*how) if graphs else self.fit.cost.totals(*how).kernels
-
     def to_json(self) -> dict[str, Any]:
         figures = self.fit.to_json()
         del figures["item_flops"]
-        explained: dict[str, Any] = {}
-        if self.operators:
-            explained = {"operators": [one._asdict() for one in self.operators], "host_launches": self.host_launches}
+        explained = {"operators": [one._asdict() for one in self.operators]} if self.operators else {}
         return {
             "gpu": self.gpu,
             "memory_gb": self.memory_gb,
@@ -295,7 +280,7 @@ def operator_times(found: Fit, budget: MemoryBudget) -> list[OperatorTime]:
     if not (found.cost and budget.rates):
         return []
     kernels = found.cost.kernels(found.micro_batch_size, found.accumulation_steps)
-    return by_operator(kernels, budget.rates, graphs=budget.graphs)
+    return by_operator(kernels, budget.rates)
 
 
 def memory_budget(
@@ -323,29 +308,20 @@ def plan_step(
     checkpointing: bool | None,
 ) -> tuple[Plan, Fit]:
     """Returns the plan with the settings of the batch, and the fit that they come from."""
-    graphs = bool(plan.cuda_graphs.value)
-    found = _fit_batch(replace(budget, graphs=graphs), schedule, memory_model, checkpointing)
-    if graphs and (reason := _graphs_do_not_fit(found, budget)):
+    found = _fit_batch(budget, schedule, memory_model, checkpointing)
+    if plan.cuda_graphs.value and (reason := _graphs_do_not_fit(found, budget)):
         plan = replace(plan, cuda_graphs=Setting(False, f"asked for, but {reason}"))
-        found = _fit_batch(budget, schedule, memory_model, checkpointing)
     return replace(plan, **found.settings, memory_budget_gb=_budget_setting(budget)), found
 
 
 def _graphs_do_not_fit(found: Fit, budget: MemoryBudget) -> str:
-    """Returns why a step of this fit cannot be captured in CUDA graphs; "" if it can."""
-    if found.cost is None:
-        return ""
-    if not found.cost.graphs.launches:
-        return NOT_CAPTURED
-    if not found.cost.can_be_graphed(found.accumulation_steps):
+    """Returns why a step of this fit cannot be captured in CUDA graphs; "" if it can. Their pool is taken to need what
+    a whole step needs besides weights and optimizer, beside such a step: another shape of batch, or an evaluation."""
+    if found.accumulation_steps > MOST_GRAPHED_PARTS:
         return f"a graph of {found.accumulation_steps} micro-batches would have too many kernels"
-    graph_gb = found.cost.graph_gb(found.micro_batch_size, found.accumulation_steps)
-    if found.cost.graphs.shapes > 1:
-        # Beside the pool of the graphs, and the gradients that all of them write, other shapes are computed first.
-        of_pass = (gb for kind, gb in found.parts.items() if kind not in ("parameters", "optimizer"))
-        graph_gb += found.parts["gradients"] + sum(of_pass)
-    if found.fits and found.predicted_peak_gb * budget.margin + graph_gb > budget.budget_gb:
-        return f"beside the step, up to {graph_gb:.1f} GB for its graphs do not fit"
+    pool_gb = sum(gb for kind, gb in found.parts.items() if kind not in ("parameters", "optimizer"))
+    if found.fits and found.predicted_peak_gb * budget.margin + pool_gb > budget.budget_gb:
+        return f"beside the step, up to {pool_gb:.1f} GB for its graphs do not fit"
     return ""
 
 

@@ -22,7 +22,7 @@ import torch
 import gputrain
 from gputrain import caches
 from gputrain.planner.memory.fit import MemoryModel
-from gputrain.planner.time.roofline import UNCAPTURED, GraphCost, KernelCost, StepCost
+from gputrain.planner.time.roofline import KernelCost, StepCost
 from gputrain.stored import from_json, read_json
 
 FILES = 200  # The newest are kept; each has 0.1 to 0.5 MB.
@@ -40,7 +40,6 @@ class _Numbers:
     item_flops: float
     items: int = 0  # 0: the kernels are not known.
     first: int = 1
-    graphs: GraphCost = UNCAPTURED
 
 
 def kept_model(key: object, predict: Callable[[], MemoryModel]) -> MemoryModel:
@@ -82,7 +81,7 @@ def _read(path: Path) -> MemoryModel:
         if not numbers.items:
             return MemoryModel(numbers.fixed, numbers.item, numbers.item_flops)
         one, many, update = (_kernels(file[part], file[f"{part}_names"]) for part in PARTS)
-    cost = StepCost(one, many, numbers.items, update, numbers.graphs, numbers.first)
+    cost = StepCost(one, many, numbers.items, update, numbers.first)
     return MemoryModel(numbers.fixed, numbers.item, numbers.item_flops, cost)
 
 
@@ -96,7 +95,7 @@ def _write(path: Path, model: MemoryModel) -> None:
     arrays: dict[str, Any] = {}
     numbers = _Numbers(path.stem, model.fixed, model.item, model.item_flops)
     if cost := model.cost:
-        numbers = replace(numbers, items=cost.items, first=cost.first, graphs=cost.graphs)
+        numbers = replace(numbers, items=cost.items, first=cost.first)
         for part in PARTS:
             kernels: tuple[KernelCost, ...] = getattr(cost, part)
             rows = [tuple(getattr(one, name) for name, _ in COLUMNS) for one in kernels]

@@ -26,7 +26,7 @@ SPELLINGS = {
     "grad_clip": "gradient_clip", "num_loader_workers": "num_workers", "log_interval": "log_freq",
     "print_step": "log_freq", "save_interval": "checkpoint_steps", "save_step": "checkpoint_steps",
     "eval_interval": "evaluate_steps", "save_n_checkpoints": "keep_checkpoints", "save_best_after": "best_after",
-    "test_delay_epochs": "samples_after_epochs", "torch_compile": "use_torch_compile", "tf32": "enable_tf32",
+    "test_delay_epochs": "samples_after_epochs", "torch_compile": "use_torch_compile",
 }  # fmt: skip
 
 # Of Piper and Coqui, whose symbols and speakers are in files beside the checkpoint.

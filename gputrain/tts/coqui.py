@@ -71,9 +71,8 @@ def rate_of_both(value: Any, file: Values) -> Outcome:
 
 
 def sixteen_bits(value: Any, file: Values) -> Outcome:
-    if value not in ("fp16", "bf16"):
-        return {"precision": value}
-    return {"use_bf16": value == "bf16"} if file.get("mixed_precision") else {}
+    """Returns the precision. Coqui's has no effect without mixed precision."""
+    return {"precision": value} if file.get("mixed_precision", True) or value not in ("fp16", "bf16") else {}
 
 
 def delay(value: Any, file: Values) -> Outcome:

@@ -26,7 +26,6 @@ from gputrain.audio.weight_norm import shared_weights
 from gputrain.engine.gan import at_least_fp32
 from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Term, Yielded
-from gputrain.hw.plan import MOST_GRAPHED_SHAPES
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.work import PlanTarget
 from gputrain.speech.buckets import ClipBatch, ClipSize, empty_bucket
@@ -145,7 +144,7 @@ class VoiceRecipe(BucketRecipe):
         # A graph holds one bucket of clips; layers that run again repeat their dropout, which no graph can.
         captured = schedule.accumulation_steps == 1 and not settings.model.gradient_checkpointing
         fixed = self._prefers_even_pace if captured else None
-        group = StepGroup((generator, discriminator), self.loss, both, fixed, MOST_GRAPHED_SHAPES)
+        group = StepGroup((generator, discriminator), self.loss, both, fixed)
         self.step_groups = [group]
         if self.losses.step_order == "alternating":
             parts = (self.voice.posterior_encoder, self.voice.decoder, self.discriminators)

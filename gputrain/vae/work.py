@@ -57,8 +57,8 @@ FLAT_LOOKED_AT, FLAT_DECODED, FLAT_BYTES_A_PIXEL = 200, 20, 0.03
 LOOKED_AT = 50  # Pictures whose transparency is looked at before training.
 SWITCHES = (
     ("fp32", {"lean": False}, ""),
-    ("+ TF32", {"enable_tf32": True}, "tf32"),
-    ("+ bf16", {"mixed_precision": True}, "precision"),
+    ("+ TF32", {"precision": "tf32"}, "tf32"),
+    ("+ bf16", {"precision": "mixed"}, "precision"),
     ("+ channels_last", {"channels_last": True}, "channels_last"),
     ("+ compile", {"use_torch_compile": True}, "compile"),
     ("+ lean", {"lean": True}, ""),

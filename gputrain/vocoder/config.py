@@ -29,10 +29,7 @@ OptimizerName = Literal["adamw", "muon"]
 
 SAMPLING_RATE = 44100  # Default, in Hz.
 # Reason of the default precision.
-FP32_BECAUSE = (
-    "openvpi warns against training its vocoders in bf16; --mixed-precision takes fp16 with loss scaling, --use-bf16 "
-    "takes bf16"
-)
+FP32_BECAUSE = "openvpi warns against training its vocoders in bf16; --precision fp16 has loss scaling"
 
 # openvpi's names of options that all our train commands have, valid in files and as flags.
 SPELLINGS = {

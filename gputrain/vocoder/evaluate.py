@@ -271,7 +271,7 @@ def evaluate_folder(
     Without `held_out_share`, they are those that the training held out; 1 takes all clips. Raises UserError if there is
     no such model or no such sound, or if its rate or hop size is not the model's.
     """
-    runtime = runtime_on(device, mixed_precision=False)  # The precision of vocode.
+    runtime = runtime_on(device, precision="tf32")  # The precision of vocode.
     loaded = load_vocoder(model, runtime.device)
     trained = loaded.training
     if held_out_share is not None or trained is None:

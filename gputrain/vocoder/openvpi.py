@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gputrain.audio.config import Sound
-from gputrain.config import convert, leaves, read_file, retired, unknown_key
+from gputrain.config import convert, leaves, read_file, retired, switches, unknown_key
 from gputrain.errors import UserError
 from gputrain.translation import (
     BOTH,
@@ -32,7 +32,7 @@ from gputrain.vocoder.config import PlanVocoder
 PAGE = Path(__file__).parents[2] / "docs" / "vocoder_keys.md"
 PROFILES = Path(__file__).parent / "profiles"
 
-TRAINING, RETIRED = leaves(PlanVocoder), retired(PlanVocoder)
+TRAINING, RETIRED, SWITCHES = leaves(PlanVocoder), retired(PlanVocoder), switches(PlanVocoder)
 PREPARATION = {**leaves(Sound), "num_workers": TRAINING["num_workers"]}
 # Our options, by all their names.
 OURS = {
@@ -96,9 +96,9 @@ def _own(name: str, value: object, of: Command) -> dict[str, object]:
     if name in OURS[of]:
         leaf = OURS[of][name]
         return {leaf.name: convert(leaf, value, name=name)}
-    if name in RETIRED and of == "train":
-        return {name: value}  # It is reported with our other keys.
-    if name in OURS["train"] or name in OURS["prepare"] or name in RETIRED:
+    if name in SWITCHES.leave or name in RETIRED:
+        return {name: value} if of == "train" else {}  # They are checked with our other keys.
+    if name in OURS["train"] or name in OURS["prepare"]:
         return {}
     block = name.partition(".")[0]
     if of == "prepare" and block not in blocks():
@@ -125,6 +125,8 @@ def options_of_key(name: str, *, with_weak: bool = True) -> set[tuple[Command, s
     if key := known_keys().get(name):
         options = set(key.options) - (set() if with_weak else set(key.weak))
         return {(command, option) for command in key.of for option in options}
+    if name in SWITCHES.leave:
+        return {("train", SWITCHES.option)}
     return {(command, OURS[command][name].name) for command in BOTH if name in OURS[command]}
 
 

@@ -60,7 +60,7 @@ def target_of(settings: TrainAsr, seconds: float) -> PlanTarget:
 
 
 def plan_of(precision: str) -> Plan:
-    plan = decide(WINDOWS, Hardware(mixed_precision=precision != "fp32", use_torch_compile=False))
+    plan = decide(WINDOWS, Hardware(precision="mixed" if precision != "fp32" else "tf32", use_torch_compile=False))
     assert plan.precision.value == precision
     return plan
 

@@ -138,8 +138,7 @@ def test_a_flag_beats_the_file_and_the_file_the_default(tmp_path):
     assert made.schedule.batch_size == 5
     assert made.schedule.learning_rate == 0.001
     assert made.model.channels == (32, 64)
-    assert made.hardware.use_bf16 is False
-    assert made.hardware.mixed_precision is None
+    assert made.hardware.precision == "fp16"
     assert made.schedule.num_epochs == 100
 
 

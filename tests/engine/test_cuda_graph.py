@@ -337,9 +337,9 @@ def test_half_of_the_digits_must_agree():
 
 
 @each_row(
-    ("H100", {"mixed_precision": False}, 2**-10),
-    ("H100", {"mixed_precision": False, "enable_tf32": False}, 2**-23),
-    ("T4", {"mixed_precision": False}, 2**-23),
+    ("H100", {"precision": "tf32"}, 2**-10),
+    ("H100", {"precision": "fp32"}, 2**-23),
+    ("T4", {"precision": "tf32"}, 2**-23),
     ("T4", {}, 2**-10),
     ("H100", {}, 2**-7),
 )

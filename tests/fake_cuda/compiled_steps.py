@@ -75,8 +75,8 @@ CASES: dict[str, Callable[[str], None]] = {
     "layers": layers,
     "vae": vae,
     "vae-plain": partial(vae, lean=False, discriminator_norm="spectral"),
-    "vocoder": partial(vocoder, use_bf16=True),
-    "vocoder-mini": partial(vocoder, mixed_precision=False, mini_nsf=True, discriminators=["msd", "mpd", "mrd"]),
+    "vocoder": partial(vocoder, precision="bf16"),
+    "vocoder-mini": partial(vocoder, precision="tf32", mini_nsf=True, discriminators=["msd", "mpd", "mrd"]),
     "voice": partial(voice, preset="fast"),
     "voice-medium": partial(voice, preset="medium"),
 }

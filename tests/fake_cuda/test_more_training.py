@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
 
 THOROUGH: dict[str, Case] = {
     "vae, plain layers": (vae(lean=False, **ADVERSARY), EAGER, 2, 1),
-    "vae, fp32": (vae(**ADVERSARY), Hardware(use_torch_compile=False, mixed_precision=False), 4, 1),
+    "vae, fp32": (vae(**ADVERSARY), Hardware(use_torch_compile=False, precision="tf32"), 4, 1),
     "vae, compiled": (vae(**ADVERSARY), Hardware(use_torch_compile=True), 4, 1),
     "vae, decoder": (vae(train_part="decoder", **ADVERSARY), EAGER, 4, 1),
     "vocoder, every discriminator": (vocoder(discriminators=ALL_DISCRIMINATORS), EAGER, 2, 2),
@@ -36,8 +36,8 @@ THOROUGH: dict[str, Case] = {
         vocoder(discriminator_optimizer="muon", gradient_checkpointing=True), EAGER, 4, 2
     ),
     "recogniser, checkpointing, lora, fp16": (
-        recogniser(adapters="lora", gradient_checkpointing=True), Hardware(use_torch_compile=False, use_bf16=False), 4,
-        3,
+        recogniser(adapters="lora", gradient_checkpointing=True), Hardware(use_torch_compile=False, precision="fp16"),
+        4, 3,
     ),
     "recogniser, adapters": (recogniser(adapters="attention", freeze_encoder_steps=1), EAGER, 4, 3),
     "recogniser, compiled": (recogniser(), Hardware(use_torch_compile=True), 4, 3),

@@ -59,7 +59,7 @@ Case = tuple[Build, Hardware, int, int]
 QUICK: dict[str, Case] = {
     "vae": (vae(**ADVERSARY, discriminator_norm="spectral", lecam_weight=0.1), EAGER, 4, 1),
     "vae, checkpointing, lpips, fp16": (
-        vae(gradient_checkpointing=True, **LPIPS), Hardware(use_torch_compile=False, use_bf16=False), 4, 1
+        vae(gradient_checkpointing=True, **LPIPS), Hardware(use_torch_compile=False, precision="fp16"), 4, 1
     ),
     "recogniser": (recogniser(ema_decay=0.9, layer_drop=0.1, mask_feature_prob=0.1), EAGER, 2, 3),
     "vocoder": (vocoder(mini_nsf=True, **AUGMENTED, generator_optimizer="muon", batch_size=2), EAGER, 2, 2),

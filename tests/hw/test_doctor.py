@@ -79,15 +79,15 @@ VERDICTS = {
 }
 # The precision that training on them would use.
 ADVISED = {
-    "rtx5090_cu126": "--device cpu --no-mixed-precision",
-    "t4": "--device cuda --mixed-precision --no-use-bf16 --no-use-torch-compile --no-enable-tf32",
-    "gtx1080_cu130": "--device cpu --no-mixed-precision",
-    "no_driver": "--device cpu --no-mixed-precision",
-    "windows_without_triton": "--device cuda --mixed-precision --use-bf16 --no-use-torch-compile --enable-tf32",
-    "h100": "--device cuda --mixed-precision --use-bf16 --enable-tf32 --channels-last",
-    "mac": "--device cpu --no-mixed-precision",
-    "driver_too_old": "--device cpu --no-mixed-precision",
-    "cpu_build": "--device cpu --no-mixed-precision",
+    "rtx5090_cu126": "--device cpu --no-channels-last",
+    "t4": "--device cuda --precision fp16 --no-use-torch-compile --channels-last",
+    "gtx1080_cu130": "--device cpu --no-channels-last",
+    "no_driver": "--device cpu --no-channels-last",
+    "windows_without_triton": "--device cuda --precision bf16 --no-use-torch-compile --channels-last",
+    "h100": "--device cuda --precision bf16 --channels-last",
+    "mac": "--device cpu --no-channels-last",
+    "driver_too_old": "--device cpu --no-channels-last",
+    "cpu_build": "--device cpu --no-channels-last",
 }
 
 

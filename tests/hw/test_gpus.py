@@ -99,8 +99,8 @@ def test_a_gtx_16_trains_in_fp32_also_in_this_machine():
                           compiled_capabilities=("sm_75",))  # fmt: skip
         precision = decide(machine, Hardware()).precision
         assert (precision.value, "NaN" in precision.reason) == ("fp32", True)
-        assert decide(machine, Hardware(use_bf16=True)).precision.value == "fp32"
-        assert decide(machine, Hardware(mixed_precision=True)).precision.value == "fp16"
+        assert decide(machine, Hardware(precision="bf16")).precision.value == "fp32"
+        assert decide(machine, Hardware(precision="mixed")).precision.value == "fp16"
         assert decide(replace(machine, gpu="Tesla T4"), Hardware()).precision.value == "fp16"
 
 

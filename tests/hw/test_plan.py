@@ -34,14 +34,14 @@ def machine(name: str = "", **others) -> Machine:
 
 @each_row(
     ("H100", {}, "bf16"),
-    ("RTX 5090", {"mixed_precision": True, "use_bf16": True}, "bf16"),
-    ("RTX 4090", {"use_bf16": False}, "fp16"),
-    ("RTX 4090", {"mixed_precision": False}, "fp32"),
+    ("RTX 5090", {"precision": "bf16"}, "bf16"),
+    ("RTX 4090", {"precision": "fp16"}, "fp16"),
+    ("RTX 4090", {"precision": "tf32"}, "fp32"),
     ("T4", {}, "fp16"),
-    ("T4", {"use_bf16": True}, "fp16"),
+    ("T4", {"precision": "bf16"}, "fp16"),
     ("", {}, "fp32"),
-    ("", {"mixed_precision": True}, "fp32"),
-    ("", {"use_bf16": True}, "fp32"),
+    ("", {"precision": "mixed"}, "fp32"),
+    ("", {"precision": "bf16"}, "fp32"),
     ("H100", {"device": "cpu"}, "fp32"),
 )
 def test_precision(name, wishes, precision):
@@ -50,33 +50,32 @@ def test_precision(name, wishes, precision):
 
 @each_row(
     ("RTX 5090", {}, "fp32"),
-    ("RTX 5090", {"use_bf16": False}, "fp32"),
-    ("RTX 5090", {"mixed_precision": True}, "fp16"),
-    ("RTX 5090", {"use_bf16": True}, "bf16"),
+    ("RTX 5090", {"precision": "tf32"}, "fp32"),
+    ("RTX 5090", {"precision": "mixed"}, "fp16"),
+    ("RTX 5090", {"precision": "bf16"}, "bf16"),
     ("", {}, "fp32"),
 )
 def test_where_fp32_is_the_default_16_bit_is_asked_for_by_name(name, wishes, precision):
     setting = decide(machine(name), Hardware(**wishes), fp32_because="a reason").precision
     assert setting.value == precision
-    unasked_on_a_gpu = name and not {"mixed_precision", "use_bf16"} & {key for key, on in wishes.items() if on}
-    assert (setting.reason == "a reason") == bool(unasked_on_a_gpu)
+    assert (setting.reason == "a reason") == bool(name and not wishes)
 
 
 @each_row(
-    ("T4", {}, "fp32", "a reason; the tensor cores of T4 compute fp16 alone: --mixed-precision uses them"),
+    ("T4", {}, "fp32", "a reason; the tensor cores of T4 compute fp16 alone: --precision fp16 uses them"),
     ("V100", {}, "fp32", "compute fp16 alone"),
-    ("T4", {"use_bf16": False}, "fp32", "compute fp16 alone"),
+    ("T4", {"precision": "fp16"}, "fp16", "no native bf16"),
     ("RTX 4090", {}, "fp32", "a reason"),
-    ("T4", {"use_bf16": True}, "fp16", "T4 has no native bf16; fp16 with loss scaling instead"),
-    ("T4", {"mixed_precision": True}, "fp16", "no native bf16"),
-    ("T4", {"mixed_precision": False}, "fp32", "switched off; the tensor cores of T4 compute fp16 alone"),
-    ("RTX 4090", {"mixed_precision": False}, "fp32", "mixed precision is switched off"),
+    ("T4", {"precision": "bf16"}, "fp16", "T4 has no native bf16; fp16 with loss scaling instead"),
+    ("T4", {"precision": "mixed"}, "fp16", "no native bf16"),
+    ("T4", {"precision": "tf32"}, "fp32", "asked for; the tensor cores of T4 compute fp16 alone"),
+    ("RTX 4090", {"precision": "tf32"}, "fp32", "asked for"),
     ("T4", {"device": "cpu"}, "fp32", "the CPU computes fp32 fastest"),
     # Without tensor cores, as on the small chips of Turing and on Pascal, 16 bit would save little but memory.
     ("GTX 1660 SUPER", {}, "fp32", "a reason"),
     ("T1000", {}, "fp32", "a reason"),
     ("P100", {}, "fp32", "a reason"),
-    ("P100", {"mixed_precision": False}, "fp32", "mixed precision is switched off"),
+    ("P100", {"precision": "tf32"}, "fp32", "asked for"),
 )
 def test_a_vocoder_is_told_of_tensor_cores_that_compute_fp16_alone(name, wishes, precision, reason):
     setting = decide(machine(name), Hardware(**wishes), fp32_because="a reason").precision
@@ -108,7 +107,7 @@ def test_tf32_and_channels_last_by_card():
         plan = decide(machine(name), Hardware())
         assert plan.tf32.value is (capability >= (8, 0)), name
         assert plan.channels_last.value is True
-        assert decide(machine(name), Hardware(enable_tf32=False, channels_last=False)).tf32.value is False
+        assert decide(machine(name), Hardware(precision="fp32", channels_last=False)).tf32.value is False
     assert decide(machine(), Hardware()).channels_last.value is False
     assert decide(machine(), Hardware(channels_last=True)).channels_last.value is True
 

@@ -62,7 +62,7 @@ def test_torch_adds_no_warning_about_many_workers():
 def test_tf32_and_benchmark(switches):
     apply(decide(machine("H100"), Hardware()))
     assert switches() == (True, True, True)
-    apply(decide(machine("H100"), Hardware(enable_tf32=False), fixed_shapes=False))
+    apply(decide(machine("H100"), Hardware(precision="fp32"), fixed_shapes=False))
     assert switches() == (False, False, False)
     apply(decide(machine("T4"), Hardware()))
     assert switches() == (True, False, False)
@@ -79,7 +79,7 @@ def test_a_trained_model_takes_inputs_of_any_size_without_a_search_for_each():
 @pytest.mark.parametrize(("wish", "precision", "format"), [(True, "high", "tf32"), (False, "highest", "ieee")])
 def test_every_reader_of_the_fp32_precision_agrees(switches, wish, precision, format):
     """torch's own code, such as inductor, reads both kinds of settings; if they contradict, the older ones raise."""
-    apply(decide(machine("H100"), Hardware(enable_tf32=wish)))
+    apply(decide(machine("H100"), Hardware(precision="tf32" if wish else "fp32")))
     assert torch.get_float32_matmul_precision() == precision
     assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is wish
     assert torch.backends.cuda.matmul.fp32_precision == format

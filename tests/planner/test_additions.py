@@ -45,10 +45,9 @@ def test_a_first_micro_batch_has_the_kernels_of_a_step_without_gradients():
 
 def test_a_step_adds_once_less_than_it_has_micro_batches():
     """A kernel and an addition take 4 microseconds each, as their launches do."""
-    kernel, adding = KernelCost("mm", 1, 0, 0, 0, 1, False), KernelCost("add_", 1, 0, 0, 0, 1, False, False, True)
+    kernel, adding = KernelCost("mm", 1, 0, 0, 0, 1, False), KernelCost("add_", 1, 0, 0, 0, 1, False, True)
     cost = StepCost((kernel, adding), (kernel, adding), 8, (kernel,))
     assert [cost.totals(8, passes).kernels for passes in (1, 3)] == [2, 1 + 3 + 2]
-    assert [cost.host_launches(8, passes) for passes in (1, 3)] == [2, 6]
     assert StepTotals.of(cost.kernels(8, 2)).kernels == 4
     assert MemoryEstimate(1.0, 1.0, {}, 0, cost.many, cost.update).kernels == 1
     one, three = (cost.seconds(RATES, 8, passes) for passes in (1, 3))

@@ -16,7 +16,7 @@ from gputrain.planner.memory.fit import MemoryModel
 from gputrain.planner.memory.predict import MemoryEstimate, predict_step, predict_steps
 from gputrain.planner.model_planner import ModelPlanner
 from gputrain.planner.plan_cache import FILES, kept_model, sources_digest
-from gputrain.planner.time.roofline import GraphCost, KernelCost, StepCost, StepTotals
+from gputrain.planner.time.roofline import KernelCost, StepCost, StepTotals
 from gputrain.speech.buckets import ClipSize
 from gputrain.vocoder.config import PlanVocoder
 from gputrain.vocoder.work import VocoderWork
@@ -26,7 +26,7 @@ KERNELS = (
     KernelCost("fused, backward", 3, 1e9 / 3, 0.0, 0.0, 1.0, True, True),
     KernelCost("sum", 1, 7.0, 2e9, 3.5, 0.3, False),
 )
-COST = StepCost(KERNELS, KERNELS[:1], 8, KERNELS[1:], GraphCost(5, 2, 0.1), 3)  # No field has its default.
+COST = StepCost(KERNELS, KERNELS[:1], 8, KERNELS[1:], 3)  # No field has its default.
 MODEL = MemoryModel({"a": 0.1 + 0.2}, {"a": 1 / 3}, 1e12 / 7, COST)
 OTHER = MemoryModel({}, {}, 1.0)
 SMALL = {
@@ -48,7 +48,7 @@ def test_a_kept_plan_is_the_same(monkeypatch):
         item_gb = (1 / 7 if checkpointing else 13.1) + len(made) / 1e9
         parts = [{"parameters": 0.1 + 0.2, "optimizer": 1 / 3, "activations": item_gb * size} for size in sizes]
         return [
-            MemoryEstimate(sum(gb.values()), sum(gb.values()), gb, 10**9 * size, KERNELS, KERNELS[1:], GraphCost(5))
+            MemoryEstimate(sum(gb.values()), sum(gb.values()), gb, 10**9 * size, KERNELS, KERNELS[1:])
             for gb, size in zip(parts, sizes, strict=True)
         ]
 

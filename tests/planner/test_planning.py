@@ -160,9 +160,9 @@ def test_the_budget_of_a_gpu_of_a_cpu_and_of_an_unknown_machine():
 def test_cards_that_compute_alike_share_a_prediction():
     another = replace(plan_of(), device=Setting("cuda", "another card"))
     assert prediction_key(plan_of()) == prediction_key(another)
-    assert prediction_key(plan_of()) != prediction_key(plan_of(use_bf16=False))  # In fp16 the loss is scaled.
+    assert prediction_key(plan_of()) != prediction_key(plan_of(precision="fp16"))  # In fp16 the loss is scaled.
     assert prediction_key(plan_of()) != prediction_key(plan_of(use_torch_compile=False))
-    assert prediction_key(plan_of()) != prediction_key(plan_of(mixed_precision=False))
+    assert prediction_key(plan_of()) != prediction_key(plan_of(precision="tf32"))
 
 
 def test_what_does_not_fit_says_by_how_much():
@@ -277,5 +277,5 @@ def test_gpus_with_the_same_arithmetic_share_what_their_remedies_need(monkeypatc
         sentences = planner.remedies(asked, plan_of(), MemoryBudget(budget_gb), found)
         assert ("--size 64 would take 4.0 GB at least" in sentences) == helps
     assert made == [(64, "bf16", True)]
-    planner.remedies(asked, plan_of(mixed_precision=False), MemoryBudget(5.0), found)
+    planner.remedies(asked, plan_of(precision="tf32"), MemoryBudget(5.0), found)
     assert len(made) == 2

@@ -36,13 +36,13 @@ USERS = {
 }  # fmt: skip
 HONOURED = [
     ("schedule.batch_size", 64), ("data.eval_batch_size", 16), ("hardware.num_workers", 6),
-    ("hardware.mixed_precision", True), ("schedule.num_epochs", 200), ("schedule.learning_rate", 0.0002),
+    ("hardware.precision", "mixed"), ("schedule.num_epochs", 200), ("schedule.learning_rate", 0.0002),
     ("schedule.beta1", 0.8), ("schedule.beta2", 0.99), ("schedule.weight_decay", 0.01),
     ("schedule.gradient_clip", 1.0), ("schedule.learning_rate_schedule", "exponential"), ("schedule.gamma", 0.9999),
     ("saving.log_freq", 50), ("saving.checkpoint_steps", 500), ("saving.evaluate_steps", 500),
     ("saving.keep_checkpoints", 8), ("saving.best_after", 5000), ("saving.samples_after_epochs", 3),
     ("data.num_audio_samples", 8), ("hardware.use_torch_compile", True), ("hardware.channels_last", True),
-    ("hardware.enable_tf32", True),
+
 ]  # fmt: skip
 REASONS = {
     "project": "identified by its folder", "run_name": "identified by its folder", "pin_memory": "pinned memory",
@@ -101,7 +101,7 @@ def test_keys_without_effect_are_logged_and_no_others(tmp_path, caplog):
 def test_no_key_of_the_users_is_lost():
     """All keys are options or spellings of them, or are in the table."""
     keys = {key for section in USERS.values() for key in section if key != "name"}
-    spellings = TrainTts.spellings.keys() | {"batch_size", "eval_batch_size", "mixed_precision", "weight_decay",
+    spellings = TrainTts.spellings.keys() | {"batch_size", "eval_batch_size", "mixed_precision", "tf32", "weight_decay",
         "gamma", "num_audio_samples"}  # fmt: skip
     assert keys <= spellings | known_keys().keys()
 
@@ -125,7 +125,7 @@ def test_other_keys_of_coquis(tmp_path):
     )  # fmt: skip
     assert made.saving.output_dir == Path("voices")
     assert (made.schedule.learning_rate, made.schedule.gradient_clip, made.schedule.gamma) == (1e-4, 5.0, 0.999)
-    assert (made.saving.log_freq, made.hardware.enable_tf32, made.hardware.channels_last) == (25, False, False)
+    assert (made.saving.log_freq, made.hardware.precision, made.hardware.channels_last) == (25, "fp32", False)
     assert made.data.test_sentences == ("salom", "xayr")
 
 
@@ -155,7 +155,7 @@ def test_the_file_that_coqui_writes_beside_a_voice_is_read(tmp_path, caplog):
     assert (schedule.learning_rate, schedule.learning_rate_schedule, schedule.gamma) == (2e-4, "exponential", 0.999875)
     assert (schedule.beta1, schedule.beta2, schedule.eps, schedule.weight_decay) == (0.8, 0.99, 1e-9, 0.01)
     hardware = made.hardware
-    assert (hardware.mixed_precision, hardware.use_bf16, hardware.num_workers) == (True, False, 8)
+    assert (hardware.precision, hardware.num_workers) == ("fp16", 8)
     saving = made.saving
     assert (saving.checkpoint_steps, saving.keep_checkpoints, saving.samples_after_epochs) == (10_000, 5, 0)
     assert (made.losses.mel_weight, made.losses.kl_weight, made.losses.duration_weight) == (45.0, 1.0, 1.0)

@@ -34,7 +34,7 @@ def settings_of(**changes: object) -> TrainTts:
         pytest.param({"preset": "medium"}, True, 2, marks=pytest.mark.slow),
         pytest.param({"preset": "high", "ema_decay": 0}, False, 1, marks=pytest.mark.slow),
         pytest.param({"preset": "high"}, True, 1, marks=pytest.mark.slow),
-        pytest.param({"use_bf16": True}, False, 2, marks=pytest.mark.slow),
+        pytest.param({"precision": "bf16"}, False, 2, marks=pytest.mark.slow),
         pytest.param({"encoder_dropout": 0, "duration_dropout": 0}, False, 1, marks=pytest.mark.slow),
         pytest.param({"step_order": "alternating"}, False, 2, marks=pytest.mark.slow),
         pytest.param({"use_mrd": True}, False, 1, marks=pytest.mark.slow),
@@ -43,7 +43,7 @@ def settings_of(**changes: object) -> TrainTts:
 def test_a_step_takes_what_was_predicted(changes, checkpointing, speakers):
     """Compares the tensors of a real step on the CPU, tracked through their lifetimes, with fake tensors."""
     settings = settings_of(**changes)
-    plan = as_on_a_gpu(decide(CPU, settings.hardware), precision="bf16" if "use_bf16" in changes else "fp32")
+    plan = as_on_a_gpu(decide(CPU, settings.hardware), precision=changes.get("precision", "fp32"))
     with small_presets():
         target = TtsWork(replace(SPEECH, num_speakers=speakers)).target(settings)
         predicted = predict_step(target, plan, micro_batch_size=3, checkpointing=checkpointing)

@@ -71,7 +71,7 @@ def test_an_older_card_has_fp16_and_no_tf32():
     with pytest.raises(NotMeasured, match="Ampere"):
         step_bench.check_switch(tf32, "tf32")
     step_bench.check_switch(tf32, "precision")
-    cpu = decide(Machine(system="Linux", cpu_cores=2), Hardware(mixed_precision=True))
+    cpu = decide(Machine(system="Linux", cpu_cores=2), Hardware(precision="mixed"))
     with pytest.raises(NotMeasured, match="needs a GPU"):
         step_bench.check_switch(cpu, "precision")
 

@@ -38,7 +38,7 @@ REAL = {"channels": [], "image_size": 128}
         ({"lean": False}, False), ({"train_part": "decoder"}, False),
         ({"train_part": "tiny-decoder"}, False), slow({"train_part": "tiny-decoder"}, True), slow({}, False),
         slow({}, True), slow(ADVERSARY, False), slow({**ADVERSARY, "discriminator_norm": "spectral"}, False),
-        slow({"lean": False}, True), slow({"use_bf16": True}, False), slow({"channels_last": True}, False),
+        slow({"lean": False}, True), slow({"precision": "bf16"}, False), slow({"channels_last": True}, False),
         slow({"ema_decay": 0, "perceptual_weight": 0}, False),
         slow({**REAL, **ADVERSARY}, False), slow({**REAL, "preset": "lite"}, True),
         slow({**ADVERSARY, "step_order": "alternating"}, False),
@@ -48,7 +48,7 @@ REAL = {"channels": [], "image_size": 128}
 def test_a_step_takes_what_was_predicted(changes, checkpointing):
     """Compares the tensors of a real step on the CPU, tracked through their lifetimes, with fake tensors."""
     settings = settings_of(**changes)
-    plan = as_on_a_gpu(decide(CPU, settings.hardware), precision="bf16" if "use_bf16" in changes else "fp32")
+    plan = as_on_a_gpu(decide(CPU, settings.hardware), precision=changes.get("precision", "fp32"))
     predicted = predict_step(plan_target(settings), plan, micro_batch_size=2, checkpointing=checkpointing)
     assert predicted.allocated_gb == pytest.approx(
         measured_peak_gb(plan_target(settings), plan, 2, checkpointing), rel=2e-3

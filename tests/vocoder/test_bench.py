@@ -81,7 +81,7 @@ def test_a_configuration_is_measured_and_flags_beat_it():
         assert (train.schedule.batch_size, train.data.crop_mel_frames) == (3, 80)
         assert train.discriminators.discriminator_periods == (2, 3, 5, 7, 11, 17, 23)
         assert (train.schedule.generator_optimizer, train.schedule.discriminator_optimizer) == ("muon", "muon")
-    assert [train.hardware.mixed_precision for _, train in rows] == [False, False, True, True, True, True]
+    assert [train.hardware.precision for _, train in rows] == ["fp32", "tf32", *["mixed"] * 4]
     _, rows = run_with("--config", "base_hifi_rtx5090_optimized", "--optimizer", "adamw")
     assert {train.schedule.generator_optimizer for _, train in rows} == {"adamw"}
 
@@ -92,7 +92,7 @@ def test_configurations_are_measured_side_by_side():
     (one, plain), (other, fast) = rows
     assert (one, other) == ("base_hifi_gpu", "base_hifi_rtx5090_optimized")
     assert (plain.schedule.batch_size, fast.schedule.batch_size) == (16, 32)
-    assert (plain.hardware.mixed_precision, fast.hardware.mixed_precision) == (False, True)
+    assert (plain.hardware.precision, fast.hardware.precision) == ("tf32", "fp16")
     assert (plain.schedule.generator_optimizer, fast.schedule.generator_optimizer) == ("adamw", "muon")
 
 

@@ -84,7 +84,7 @@ def test_what_the_standard_one_becomes(tmp_path):
     assert (made.schedule.learning_rate_schedule, made.schedule.warmup_steps) == ("constant", 5000)
     assert (made.schedule.min_learning_rate, made.schedule.gradient_clip) == (1e-5, 0.0)
     assert (made.schedule.beta1, made.schedule.beta2, made.schedule.seed) == (0.8, 0.99, 114514)
-    assert (made.hardware.mixed_precision, made.hardware.use_bf16, made.hardware.device) == (False, None, "auto")
+    assert (made.hardware.precision, made.hardware.device) == ("tf32", "auto")
     assert (made.hardware.num_workers, made.hardware.prefetch_factor) == (6, 4)
     assert (made.saving.evaluate_steps, made.saving.log_freq, made.saving.num_valid_plots) == (2000, 100, 100)
     assert (made.saving.keep_checkpoints, made.saving.permanent_start, made.saving.permanent_interval) == (
@@ -107,7 +107,7 @@ def test_what_the_one_for_the_rtx_5090_becomes(tmp_path, caplog):
     assert (made.schedule.generator_optimizer, made.schedule.discriminator_optimizer) == ("muon", "muon")
     assert (made.schedule.learning_rate, made.schedule.discriminator_rate) == (3e-4, 1.0)
     assert (made.schedule.weight_decay, made.schedule.discriminator_weight_decay) == (0.01, 0.1)
-    assert (made.hardware.mixed_precision, made.hardware.use_bf16) == (True, False)
+    assert made.hardware.precision == "fp16"
     assert (made.hardware.num_workers, made.hardware.prefetch_factor) == (12, 4)
     assert (made.saving.evaluate_steps, made.saving.log_freq, made.saving.num_valid_plots) == (1000, 100, 32)
     assert made.schedule.gradient_clip == 1.0
@@ -204,7 +204,7 @@ def test_a_file_over_one_that_comes_along(tmp_path):
     assert (made.schedule.weight_decay, made.schedule.discriminator_weight_decay) == (0.0, 0.0)  # The value was Muon's.
     assert (made.schedule.num_steps, made.schedule.gradient_clip) == (500, 0.5)
     assert (made.model.upsample_initial_channel, made.hardware.num_workers) == (768, 2)
-    assert made.hardware.use_bf16
+    assert made.hardware.precision == "bf16"
     path = tmp_path / "c.yaml"
     assert translate(read_file(path), path, of="prepare")["num_workers"] == 3
 
@@ -237,7 +237,7 @@ def test_a_file_goes_before_its_base_for_the_command_that_it_means(tmp_path):
 
 
 @each_row(
-    ({"pl_trainer_precision": "bf16"}, {"mixed_precision": True, "use_bf16": True}),
+    ({"pl_trainer_precision": "bf16"}, {"precision": "bf16"}),
     (  # Keys that files of former versions have, which their code did not read, or which concern several GPUs.
         {"pl_trainer_strategy": "auto", "ddp_backend": "nccl_no_p2p", "optimizer_args": {"lr": 1}, "sort_by_len": True,
          "shuff_val": True, "num_val": 5, "test_prefixes": [], "use_midi_loss": True, "use_bound_loss": True,
@@ -247,7 +247,7 @@ def test_a_file_goes_before_its_base_for_the_command_that_it_means(tmp_path):
     ),
     ({"pl_trainer_strategy": {"find_unused_parameters": False, "name": "auto"}}, {}),
     ({"pl_trainer_strategy": None, "pc_aug_prob": 0.25}, {"pc_aug_rate": 0.25}),
-    ({"pl_trainer_precision": "bf16-mixed"}, {"mixed_precision": True, "use_bf16": True}),
+    ({"pl_trainer_precision": "bf16-mixed"}, {"precision": "bf16"}),
     ({"pl_trainer_accelerator": "gpu"}, {"device": "cuda"}),
     ({"num_sanity_val_steps": 0}, {"eval_first": False}),
     ({"num_sanity_val_steps": 2, "nccl_p2p": True}, {}),

@@ -18,8 +18,8 @@ from tests.vocoder.test_recipe import SMALL
 MODEL = {name: value for name, value in SMALL.items() if name != "data_path"}
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "vocoder_memory.py"
 OPTIMISED = {
-    "upsample_initial_channel": 1024, "crop_mel_frames": 80, "batch_size": 32, "mixed_precision": True,
-    "use_bf16": False, "discriminator_periods": "2,3,5,7,11,17,23", "generator_optimizer": "muon",
+    "upsample_initial_channel": 1024, "crop_mel_frames": 80, "batch_size": 32, "precision": "fp16",
+    "discriminator_periods": "2,3,5,7,11,17,23", "generator_optimizer": "muon",
     "discriminator_optimizer": "muon",
 }  # fmt: skip
 
@@ -63,7 +63,7 @@ def test_the_optimised_configuration_on_cards_of_16_24_and_32_gb():
 def test_a_plan_sees_where_the_activations_overtake_the_weights():
     """With one crop, the peak is in the discriminators' step, whose 87 million weights and gradients do not depend on
     the crops; with sixteen, it is in the generator's."""
-    values = {"discriminators": "msd,mpd", "batch_size": 16, "mixed_precision": False}
+    values = {"discriminators": "msd,mpd", "batch_size": 16, "precision": "tf32"}
     settings = assemble(PlanVocoder, {**values, "vram_gb": "32"})
     (plan,) = plan_cards(VocoderWork(), settings)
     exact = predict_step(target(settings), plan.plan, micro_batch_size=16)
@@ -91,7 +91,7 @@ def test_the_command_takes_a_configuration_that_comes_along():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("wishes", "precision"), [({}, "fp32"), ({"mixed_precision": True}, "fp16"), ({"use_bf16": True}, "bf16")]
+    ("wishes", "precision"), [({}, "fp32"), ({"precision": "mixed"}, "fp16"), ({"precision": "bf16"}, "bf16")]
 )
 def test_a_vocoder_that_names_no_precision_is_planned_in_fp32(wishes, precision):
     """On a card that computes bf16 natively."""

@@ -34,12 +34,12 @@ def settings_of(**changes: object) -> TrainVocoder:
         slow({"upsample_initial_channel": 128}, False), (MUON, True),
         slow({"discriminators": "msd,mpd"}, False), slow(MINI, False), slow({"use_stftloss": True, **STFT}, False),
         slow({"key_aug": True, "ema_decay": 0}, False), slow({"discriminator_warmup_steps": 5}, False),
-        slow({"use_bf16": True}, False), slow({"step_order": "alternating", **MINI}, True),
+        slow({"precision": "bf16"}, False), slow({"step_order": "alternating", **MINI}, True),
     ],
 )  # fmt: skip
 def test_a_step_takes_what_was_predicted(changes, checkpointing):
     """Every tensor of a real step on the CPU, watched as it comes and goes, against shapes alone."""
     settings = settings_of(**changes)
-    plan = as_on_a_gpu(decide(CPU, settings.hardware), precision="bf16" if "use_bf16" in changes else "fp32")
+    plan = as_on_a_gpu(decide(CPU, settings.hardware), precision=changes.get("precision", "fp32"))
     predicted = predict_step(target(settings), plan, micro_batch_size=2, checkpointing=checkpointing)
     assert predicted.allocated_gb == pytest.approx(measured_peak_gb(target(settings), plan, 2, checkpointing), rel=5e-3)

@@ -115,18 +115,17 @@ def advise_each(machine: Machine, plan: Plan) -> tuple[tuple[str, Plan | None], 
 
 def train_command(plan: Plan, data_path: Path, ranks: int = 1) -> str:
     """Return the command that trains with a plan's settings, on as many GPUs as `ranks`, for a shell of this system."""
-    precision = plan.precision.value
+    precision = str(plan.precision.value)
     several = ranks > 1 and plan.device.value == "cuda"
     kind = default_kind()
     launcher = ["torchrun", "--nproc-per-node", str(ranks), "-m"] if several else []
     words = [*launcher, "gputrain", kind.command, "--data-path", str(data_path), "--device", str(plan.device.value)]
-    switches = {"mixed-precision": precision != "fp32"}
-    if precision != "fp32":
-        switches["use-bf16"] = precision == "bf16"
-    if not plan.compile.value:  # Otherwise the training decides by its number of steps.
+    if plan.device.value == "cuda":
+        words += ["--precision", precision if precision != "fp32" else "tf32"]
+    switches: dict[str, bool] = {}
+    if plan.device.value == "cuda" and not plan.compile.value:  # Otherwise the training decides by its number of steps.
         switches["use-torch-compile"] = False
-    settings = {"enable-tf32": plan.tf32, "channels-last": plan.channels_last}
-    switches |= {name: bool(setting.value) for name, setting in settings.items()}
+    switches["channels-last"] = bool(plan.channels_last.value)
     words += [f"--{name}" if on else f"--no-{name}" for name, on in switches.items()]
     if plan.device.value == "cpu":
         words += kind.small

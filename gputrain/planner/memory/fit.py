@@ -67,7 +67,6 @@ class MemoryBudget:
     rates: DeviceRates | None = None  # None: unknown.
     margin: float = MARGIN
     gpus: int = 1  # Number of GPUs that share a batch; each has this budget.
-    graphs: bool = False  # True if a step is launched as CUDA graphs.
 
     def fits(self, memory_model: MemoryModel, items: int) -> bool:
         return memory_model.peak_gb(items) * self.margin <= self.budget_gb
@@ -76,9 +75,7 @@ class MemoryBudget:
         """Returns the predicted time of a step on `share` items in micro-batches of `items`; None if it is unknown."""
         if not (self.rates and memory_model.cost):
             return None
-        passes = -(-share // items)
-        graphs = self.graphs and memory_model.cost.can_be_graphed(passes)
-        return memory_model.cost.seconds(self.rates, items, passes, graphs=graphs)
+        return memory_model.cost.seconds(self.rates, items, -(-share // items))
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.planner.time.flops import FlopCount
 from gputrain.planner.time.fusion import kernel_costs
 from gputrain.planner.time.operators import Operator, OperatorLog
-from gputrain.planner.time.roofline import UNCAPTURED, GraphCost, KernelCost, StepCost, StepTotals
+from gputrain.planner.time.roofline import KernelCost, StepCost, StepTotals
 from gputrain.planner.work import PlanTarget
 
 
@@ -51,7 +51,6 @@ class MemoryEstimate:
     flops: int  # FLOPs of the step, with those that checkpointing repeats, without elementwise operations.
     micro_batch: tuple[KernelCost, ...] = ()  # Kernels of a micro-batch, without those of the optimizer.
     update: tuple[KernelCost, ...] = ()  # Kernels of the optimizer.
-    graphs: GraphCost = UNCAPTURED
 
     @property
     def kernels(self) -> int:
@@ -133,13 +132,11 @@ class WatchedStep:
     timeline: MemoryTimeline
     micro_batch: list[Operator]
     update: list[Operator]  # Operators that follow the gradients: clipping, the optimizers' steps, and averages.
-    graphs: GraphCost
     batch: frozenset[int]  # Storages of the whole batch.
     items: int
 
     def estimate(self, allocator: PlainAllocator | CachingAllocator) -> MemoryEstimate:
-        found = MemoryEstimate.of(self.timeline, self.micro_batch, self.update, allocator)
-        return replace(found, graphs=self.graphs)
+        return MemoryEstimate.of(self.timeline, self.micro_batch, self.update, allocator)
 
     def of_items(self, items: int, whole: int) -> "WatchedStep":
         """Returns the step on `items` items of a batch of `whole`, from one on a batch of a prime number of items.
@@ -165,8 +162,7 @@ class WatchedStep:
 
         events = list(map(event_of_items, self.timeline.events))
         computed = list(map(operator_of_items, self.micro_batch))
-        graphs = replace(self.graphs, batch_gb=self.graphs.batch_gb / prime * whole)
-        return replace(self, timeline=MemoryTimeline(events, self.timeline.kinds), micro_batch=computed, graphs=graphs)
+        return replace(self, timeline=MemoryTimeline(events, self.timeline.kinds), micro_batch=computed)
 
 
 def watch_step(
@@ -203,8 +199,6 @@ def watch_step(
         with timeline.watching():
             resident.add_gradients(group, micro_batch)
         timeline.note("gradients", (parameter.grad for parameter in group.parameters()))
-        for operator in log.operators:
-            operator.graphed = group.fixed is not None
         computed += log.drain()
         if target.model_name:  # What a recipe of ours leaves out of a step trains in another one.
             timeline.forget(drop_unused(group, log))
@@ -217,19 +211,7 @@ def watch_step(
     with timeline.watching():
         recipe.average(resident.step)
     timeline.repeat(begin)
-    graphs = graph_cost(recipe, resident.batch)
-    return WatchedStep(timeline, computed, update + log.drain(), graphs, batch, recipe.size(micro_batch))
-
-
-def graph_cost(recipe: Recipe, batch: Batch) -> GraphCost:
-    """Returns what graphs cost: a step copies its batch; of each group, a graph is launched and its sums are copied by
-    one kernel."""
-    held = [group for group in recipe.step_groups if group.fixed is not None]
-    if not held:
-        return UNCAPTURED
-    tensors = batch_tensors(batch)
-    batch_gb = sum(tensor.nbytes for tensor in tensors) / 1e9
-    return GraphCost(len(tensors) + 2 * len(held), max(group.shapes for group in held), batch_gb)
+    return WatchedStep(timeline, computed, update + log.drain(), batch, recipe.size(micro_batch))
 
 
 @dataclass(frozen=True)
@@ -367,7 +349,7 @@ def memory_model_of(
     """Returns the line through a micro-batch of one item, or of `first`, and one of `items`. `grows`: the allocator's
     segments can grow, so that it holds nothing beyond its tensors."""
     flops = (more.flops - one.flops) / (items - first)
-    cost = StepCost(one.micro_batch, more.micro_batch, items, one.update, more.graphs, first)
+    cost = StepCost(one.micro_batch, more.micro_batch, items, one.update, first)
     # Elementwise work alone says nothing about the rate of a step.
     known = cost if flops and one.micro_batch else None
     cached_gb = 0.0 if grows else more.reserved_gb - more.allocated_gb

@@ -103,7 +103,6 @@ def _region_kernels(operators: Sequence[Operator], read_later: set[int]) -> list
     ]
     name = operators[0].region.name if operators[0].region else ""
     for _, kernel in kernels:
-        kernel.graphed = operators[0].graphed
         if kernel.fusible:
             kernel.name = name
     return [kernel for _, kernel in sorted(kernels, key=lambda pair: pair[0])]

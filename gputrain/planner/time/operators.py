@@ -96,7 +96,6 @@ class Operator:
     passes: int = 1  # Times that everything is read.
     fusible: bool = True  # A compiler fuses it with its neighbours.
     region: "Region | None" = None  # The compiled region that it belongs to; None: it runs uncompiled.
-    graphed: bool = False  # True if a CUDA graph of a step can hold it.
     accumulates: bool = False  # It adds to a gradient of an earlier micro-batch, which the first one does not do.
     of_rows: bool = False  # A reduction of short rows, which a compiler keeps in registers for what follows.
 

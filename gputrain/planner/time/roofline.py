@@ -22,17 +22,11 @@ from typing import NamedTuple
 import numpy as np
 
 from gputrain.hw.gpus import Gpu
-from gputrain.hw.plan import MOST_GRAPHED_PARTS
 
 LAUNCH_SECONDS = 4e-6  # Time in which compiled code launches a kernel; an assumption.
 # The same from Python, operator by operator, measured beside an H200: steps of a voice and of a vocoder took 20.4 and
 # 20.8 microseconds for each of their 15,556 and 10,021 launches (benchmarks/results/gpu_h200.json).
 EAGER_LAUNCH_SECONDS = 20e-6
-# Time between the kernels of a CUDA graph. NVIDIA's own measurement is 0.5 microseconds: kernels of 2.9 take 3.4 each.
-# https://developer.nvidia.com/blog/cuda-graphs/
-GRAPH_NODE_SECONDS = 1e-6
-# Memory of the GPU that a graph takes for each of its kernels: an assumption on the safe side, not a published figure.
-GRAPH_NODE_BYTES = 65536
 LEAST_SECONDS = 2e-6  # Time that the smallest kernel takes on a GPU.
 # Shares of the published rates that large operations reach: an H100 (SXM) does 798 of 989 TFLOPS and 3.0 of 3.35 TB/s.
 PRODUCT_SHARE = 0.8
@@ -54,11 +48,6 @@ class DeviceRates:
     launch_seconds: float = LAUNCH_SECONDS
     least_seconds: float = LEAST_SECONDS
     l2_bytes: float = 0.0  # Second-level cache; 0: unknown, all traffic goes to the memory.
-
-    def launches_of(self, kernels: Sequence["KernelCost"], *, graphs: bool) -> np.ndarray:
-        """Returns the seconds that each launch of these kernels takes, by the processor or in a CUDA graph."""
-        in_graph = min(self.launch_seconds, GRAPH_NODE_SECONDS) if graphs else self.launch_seconds
-        return np.array([in_graph if kernel.graphed else self.launch_seconds for kernel in kernels])
 
     @classmethod
     def published(cls, gpu: Gpu, *, tf32: bool, compiled: bool = True) -> "DeviceRates | None":
@@ -87,20 +76,7 @@ class KernelCost:
     tiles: float  # 0: it uses all multiprocessors.
     filled: float  # Share of the tiles that is used.
     sixteen_bit: bool
-    graphed: bool = False  # True if a CUDA graph of the gradients of a step can hold it.
     accumulates: bool = False  # It adds to a gradient of an earlier micro-batch, so that the first one leaves it out.
-
-
-@dataclass(frozen=True)
-class GraphCost:
-    """The cost of the CUDA graphs of a step beside their kernels."""
-
-    launches: int = 0  # By the processor: of graphs, and of copies of what they read and write; 0: there are none.
-    shapes: int = 1  # Shapes of batches, each with graphs of its own.
-    batch_gb: float = 0.0  # Memory of the tensors from which the graphs of a shape read their batch.
-
-
-UNCAPTURED = GraphCost()
 
 
 @dataclass(frozen=True)
@@ -112,7 +88,6 @@ class StepCost:
     many: tuple[KernelCost, ...]
     items: int
     update: tuple[KernelCost, ...] = ()
-    graphs: GraphCost = UNCAPTURED
     first: int = 1
     _by_size: dict[int, tuple[KernelCost, ...]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -131,35 +106,20 @@ class StepCost:
         share = (items - self.first) / (self.items - self.first)
         return tuple(_between(a, b, share) for a, b in zip(self.one, self.many, strict=True))
 
-    def seconds(self, rates: DeviceRates, micro_batch: int, passes: int, *, graphs: bool = False) -> float:
-        """Returns the time of a step of so many micro-batches, launched one by one or as CUDA graphs."""
+    def seconds(self, rates: DeviceRates, micro_batch: int, passes: int) -> float:
+        """Returns the time of a step of so many micro-batches."""
         kernels = self.micro_batch(micro_batch)
         first = [one for one in kernels if not one.accumulates]
-        parts = busy_seconds(first, rates, graphs=graphs)
+        parts = busy_seconds(first, rates)
         if passes > 1:
-            parts += (passes - 1) * busy_seconds(kernels, rates, graphs=graphs)
-        return parts + busy_seconds(self.update, rates, graphs=graphs)
+            parts += (passes - 1) * busy_seconds(kernels, rates)
+        return parts + busy_seconds(self.update, rates)
 
     def kernels(self, micro_batch: int, passes: int) -> tuple[KernelCost, ...]:
         """Returns all kernels of a step of so many micro-batches. The first one adds to no gradients."""
         kernels = self.micro_batch(micro_batch)
         first = tuple(kernel for kernel in kernels if not kernel.accumulates)
         return first + kernels * (passes - 1) + self.update
-
-    def can_be_graphed(self, passes: int) -> bool:
-        """Returns whether graphs can hold a step of so many micro-batches."""
-        return bool(self.graphs.launches) and passes <= MOST_GRAPHED_PARTS
-
-    def graph_gb(self, micro_batch: int, passes: int) -> float:
-        """Returns the memory of the CUDA graphs of all shapes beyond that of a step's tensors, at most."""
-        held = [kernel for kernel in self.micro_batch(micro_batch) if kernel.graphed] * passes
-        nodes_gb = StepTotals.of(held).kernels * GRAPH_NODE_BYTES / 1e9
-        return self.graphs.shapes * (nodes_gb + self.graphs.batch_gb)
-
-    def host_launches(self, micro_batch: int, passes: int) -> int:
-        """Returns the launches by the processor in a step with CUDA graphs."""
-        alone = StepTotals.of([one for one in self.kernels(micro_batch, passes) if not one.graphed]).kernels
-        return alone + self.graphs.launches
 
     def totals(self, micro_batch: int, passes: int = 1) -> "StepTotals":
         """Returns launches, bytes and FLOPs of a step of so many micro-batches."""
@@ -188,7 +148,6 @@ class OperatorTime(NamedTuple):
     gb: float
     tflop: float
     bound: str  # "arithmetic", "memory" or "launches": what takes most of the time.
-    graphed: int = 0  # Launches that are those of a CUDA graph.
 
 
 def kernel_seconds(kernel: KernelCost, rates: DeviceRates) -> tuple[float, float, float]:
@@ -204,20 +163,19 @@ def kernel_seconds(kernel: KernelCost, rates: DeviceRates) -> tuple[float, float
     return flops, memory, kernel.launches * rates.least_seconds
 
 
-def busy_seconds(kernels: Sequence[KernelCost], rates: DeviceRates, *, graphs: bool = False) -> float:
-    """Returns the time from the first launch to the end of the last kernel, while launches overlap with execution, one
-    by one or, where CUDA graphs can hold them, in graphs."""
+def busy_seconds(kernels: Sequence[KernelCost], rates: DeviceRates) -> float:
+    """Returns the time from the first launch to the end of the last kernel, while launches overlap with
+    execution."""
     if not kernels:
         return 0.0
     work = np.array([max(kernel_seconds(kernel, rates)) for kernel in kernels])
-    each = rates.launches_of(kernels, graphs=graphs)
-    starts = _starts(np.array([kernel.launches for kernel in kernels]), work, each)
+    starts = _starts(np.array([kernel.launches for kernel in kernels]), work, rates.launch_seconds)
     remaining = np.cumsum(work[::-1])[::-1]  # Work from each kernel to the end.
     # The GPU works without a pause from some kernel on, which began when it was launched.
     return float(np.max(starts + remaining))
 
 
-def _starts(launches: np.ndarray, work: np.ndarray, launch_seconds: np.ndarray) -> np.ndarray:
+def _starts(launches: np.ndarray, work: np.ndarray, launch_seconds: float) -> np.ndarray:
     """Returns the earliest start of each kernel by its launch. The last of several launches of an operator ends no
     earlier than its own share of the work after it was launched."""
     count = np.maximum(1.0, launches)
@@ -227,14 +185,14 @@ def _starts(launches: np.ndarray, work: np.ndarray, launch_seconds: np.ndarray) 
     return starts
 
 
-def by_operator(kernels: Sequence[KernelCost], rates: DeviceRates, *, graphs: bool = False) -> list[OperatorTime]:
+def by_operator(kernels: Sequence[KernelCost], rates: DeviceRates) -> list[OperatorTime]:
     """Returns the time by operator, the longest first. A kernel that is launched later than the GPU could begin with it
     counts with the waiting time."""
-    found: dict[str, list[float]] = defaultdict(lambda: [0.0] * 8)
+    found: dict[str, list[float]] = defaultdict(lambda: [0.0] * 7)
     times = [kernel_seconds(kernel, rates) for kernel in kernels]
     launches, works = (np.array(column) for column in ([one.launches for one in kernels], [max(one) for one in times]))
     done = 0.0
-    starts = _starts(launches, works, rates.launches_of(kernels, graphs=graphs))
+    starts = _starts(launches, works, rates.launch_seconds)
     for kernel, parts, start in zip(kernels, times, starts, strict=True):
         waiting, work = max(0.0, start - done), max(parts)
         done += waiting + work
@@ -246,12 +204,9 @@ def by_operator(kernels: Sequence[KernelCost], rates: DeviceRates, *, graphs: bo
         row[3] += kernel.flops
         row[bound] += work
         row[6] += waiting
-        row[7] += kernel.launches if graphs and kernel.graphed else 0
     bounds = ("arithmetic", "memory", "launches")
     rows = [
-        OperatorTime(
-            name, round(row[0]), row[1], row[2] / 1e9, row[3] / 1e12, bounds[int(np.argmax(row[4:7]))], round(row[7])
-        )
+        OperatorTime(name, round(row[0]), row[1], row[2] / 1e9, row[3] / 1e12, bounds[int(np.argmax(row[4:7]))])
         for name, row in found.items()
     ]
     return sorted(rows, key=lambda row: -row.seconds)
