@@ -92,9 +92,9 @@ class Session(Generic[S]):
         runtime, wishes = self.runtime, settings.hardware
         rates = measured_rates(runtime) if runtime.device.type == "cuda" else None
         budget = memory_budget(self.machine, runtime.plan, wishes, rates)
-        variant, plan, found, budget = self.planner.plan_steps(settings, runtime.plan, budget, steps_in)
+        plan, found, budget = self.planner.plan_steps(settings, runtime.plan, budget, steps_in)
         self.declined = runtime.plan.compile if plan.compile != runtime.plan.compile else None
-        self.planner.check_fit(variant.settings, plan, budget, found)
+        self.planner.check_fit(settings, plan, budget, found)
         rate = runtime.product_rate / found.item_flops
         processes = workers(self.machine, wishes.num_workers, item_seconds=item_seconds(), items_per_second=rate)
         self.run.prediction = {**found.to_json(), "margin": budget.margin}
@@ -234,14 +234,13 @@ def divides_optimizers(wishes: Hardware, ranks: Ranks) -> bool:
 
 
 def with_plan(settings: S, plan: Plan) -> S:
-    """Returns the settings with the micro-batch, the checkpointing and the layers of the plan."""
+    """Returns the settings with the micro-batch and the checkpointing of the plan."""
     if not (plan.micro_batch_size and plan.gradient_checkpointing):
         return settings
     chosen: Any = settings
-    model = replace(settings.model, gradient_checkpointing=bool(plan.gradient_checkpointing.value))
     changed: S = replace(
         chosen,
-        model=replace(model, lean=bool(plan.lean.value)) if plan.lean else model,
+        model=replace(settings.model, gradient_checkpointing=bool(plan.gradient_checkpointing.value)),
         schedule=replace(settings.schedule, micro_batch_size=int(plan.micro_batch_size.value)),
     )
     return changed

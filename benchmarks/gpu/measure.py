@@ -75,7 +75,7 @@ def predicted(settings: Any, card: str, planner: ModelPlanner[Any], limit_gb: fl
     plan, fit = planner.plan(settings, plan, budget)
     chosen = {"micro_batch_size": fit.micro_batch_size, "gradient_checkpointing": fit.checkpointing}
     figures: Figures = {
-        "settings": chosen | ({"lean": plan.lean.value} if plan.lean else {}), "budget_gb": budget.budget_gb,
+        "settings": chosen, "budget_gb": budget.budget_gb,
         "predicted_seconds": fit.predicted_seconds_per_step, "predicted_gb": fit.predicted_peak_gb, "fits": fit.fits,
     }  # fmt: skip
     if fit.cost:

@@ -100,7 +100,7 @@ def print_plans(plans: Sequence["CardPlan"]) -> None:
             for name, setting in plan.plan.settings.items():
                 if plan.elsewhere and name in OF_PROCESSORS:
                     continue
-                if len(plans) == 1 or name in ("precision", "compile", "cuda_graphs", "lean", *plan.fit.settings):
+                if len(plans) == 1 or name in ("precision", "compile", "cuda_graphs", *plan.fit.settings):
                     cost = f" (costs {setting.cost})" if setting.cost else ""
                     out.print(f"  {name}: {_shown(setting.value)}: {escape(setting.reason + cost)}", soft_wrap=True)
 

@@ -148,7 +148,6 @@ class Plan:
     accumulation_steps: Setting | None = None
     gradient_checkpointing: Setting | None = None
     memory_budget_gb: Setting | None = None
-    lean: Setting | None = None  # Memory-efficient layers, of a model that has the choice.
     # Settings of the data; None if they are not examined.
     data_in_memory: Setting | None = None
     # It has a default for the plans of earlier versions.

@@ -22,7 +22,7 @@ from gputrain.planner.memory.predict import least_gb, memory_models, prediction_
 from gputrain.planner.plan_cache import kept_model
 from gputrain.planner.target import target_machines
 from gputrain.planner.time.roofline import EAGER_LAUNCH_SECONDS, DeviceRates, OperatorTime, by_operator
-from gputrain.planner.work import KindWork, S, Variant
+from gputrain.planner.work import KindWork, S
 
 log = logging.getLogger(__name__)
 
@@ -73,34 +73,14 @@ class ModelPlanner(Generic[S]):
             self.known_least_gb[key] = least_gb(self.work.target(settings), plan, checkpointing)
         return self.known_least_gb[key]
 
-    def variant(self, settings: S, plan: Plan, budget: MemoryBudget) -> Variant[S]:
-        """Returns the variant of the settings that fits and whose steps are predicted to be the fastest; the first one
-        unless another is faster by more than the least gain."""
-        best, *others = self.work.variants(settings, plan)
-        found = self._fit(best.settings, plan, budget)[1] if others else None
-        for other in others:
-            rival = self._fit(other.settings, plan, budget)[1]
-            if rival.fits and found and (not found.fits or rival.is_faster_than(found)):
-                best, found = other, rival
-        return best
-
-    def plan(self, settings: S, plan: Plan, budget: MemoryBudget) -> tuple[Plan, Fit]:
-        """Returns the plan with the settings of the batch, and the fit that they come from."""
-        return self.plan_variant(self.variant(settings, plan, budget), plan, budget)
-
-    def plan_variant(self, chosen: Variant[S], plan: Plan, budget: MemoryBudget) -> tuple[Plan, Fit]:
-        """Returns the same for the variant of the settings that has been chosen."""
-        return self._fit(chosen.settings, replace(plan, **chosen.reasons), budget)
-
     def plan_steps(
         self, settings: S, plan: Plan, budget: MemoryBudget, steps_in: StepsIn
-    ) -> tuple[Variant[S], Plan, Fit, MemoryBudget]:
-        """Returns the variant, its plan and fit, and the budget, of a training that is compiled only if its steps win
-        back the seconds of compiling, unless the user has chosen. `steps_in` returns the steps that are left, given the
+    ) -> tuple[Plan, Fit, MemoryBudget]:
+        """Returns plan, fit and budget of a training that is compiled only if its steps win back the seconds of
+        compiling, unless the user has chosen. `steps_in` returns the steps that are left, given the
         seconds of one and those of compiling; None: they are unknown, and compiling is taken to pay."""
-        chosen = self.variant(settings, plan, budget)
-        planned, found = self.plan_variant(chosen, plan, budget)
-        compiled, seconds = (chosen, planned, found, budget), found.predicted_seconds_per_step
+        planned, found = self.plan(settings, plan, budget)
+        compiled, seconds = (planned, found, budget), found.predicted_seconds_per_step
         steps = steps_in(seconds, self.work.compile_seconds)
         asked = settings.hardware.use_torch_compile is not None
         if asked or not (plan.compile.value and budget.rates and seconds) or steps is None:
@@ -109,15 +89,15 @@ class ModelPlanner(Generic[S]):
             return compiled
         plan = replace(plan, compile=Setting(False, ""))
         budget = replace(budget, rates=replace(budget.rates, launch_seconds=EAGER_LAUNCH_SECONDS))
-        chosen = self.variant(settings, plan, budget)
-        planned, found = self.plan_variant(chosen, plan, budget)
+        planned, found = self.plan(settings, plan, budget)
         won = steps * ((found.predicted_seconds_per_step or seconds) - seconds)
-        if won > self.work.compile_seconds or found.fits < compiled[2].fits:
+        if won > self.work.compile_seconds or found.fits < compiled[1].fits:
             return compiled
         reason = f"{steps} steps win back {won:.0f} s of the {self.work.compile_seconds:.0f} that compiling takes"
-        return chosen, replace(planned, compile=Setting(False, reason)), found, budget
+        return replace(planned, compile=Setting(False, reason)), found, budget
 
-    def _fit(self, settings: S, plan: Plan, budget: MemoryBudget) -> tuple[Plan, Fit]:
+    def plan(self, settings: S, plan: Plan, budget: MemoryBudget) -> tuple[Plan, Fit]:
+        """Returns the plan with the settings of the batch, and the fit that they come from."""
         whole = self.memory_model(settings, plan)
         ranks = budget.gpus if settings.hardware.shard_optimizer else 1
 
@@ -172,7 +152,7 @@ class ModelPlanner(Generic[S]):
                 budget = memory_budget(requested.machine, switches, settings.hardware, requested.rates(switches))
                 known = partial(training_steps, settings.schedule, cards.items or items)
                 at_most = partial(training_steps, settings.schedule, cards.items or items, at_most=True)
-                _, plan, found, budget = self.plan_steps(settings, switches, budget, at_most)
+                plan, found, budget = self.plan_steps(settings, switches, budget, at_most)
                 remedies = [] if found.fits else self.remedies(settings, switches, budget, found)
                 compiling = self.work.compile_seconds if plan.compile.value else 0.0
                 seconds, batch = found.predicted_seconds_per_step, settings.schedule.whole_batch

@@ -5,14 +5,14 @@ A kind of model (gputrain/kinds.py) implements both in its `work.py`. GB is 1e9 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from gputrain.engine.data import SampleSource
 from gputrain.engine.recipe import Recipe
 from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import Saving, Schedule
-from gputrain.hw.plan import Hardware, Plan, Setting, decide
+from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.memory.fit import Fit, MemoryBudget
@@ -52,14 +52,6 @@ class TrainSettings(Protocol):
 SLOW_TO_COMPILE = "its many layers take minutes to compile, and no compiled step was timed yet; ask for it to try"
 
 S = TypeVar("S", bound=TrainSettings)
-
-
-@dataclass(frozen=True)
-class Variant(Generic[S]):
-    """Settings of a training that the planner may choose, and what the plan says of the choice, by name."""
-
-    settings: S
-    reasons: dict[str, Setting] = field(default_factory=dict)
 
 
 class BatchSource(SampleSource, Protocol):
@@ -206,10 +198,6 @@ class KindWork(ABC, Generic[S]):
     def begins(self, settings: S) -> Mapping[str, int]:
         """Returns what begins later than the first step, with its option: the number of steps before it."""
         return {}
-
-    def variants(self, settings: S, plan: Plan) -> list[Variant[S]]:
-        """Returns the variants whose plans are compared, the default first. The fastest that fits is chosen."""
-        return [Variant(settings)]
 
     @abstractmethod
     def planned(self, settings: Any) -> PlannedTraining:

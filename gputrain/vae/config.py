@@ -85,10 +85,8 @@ class Model:
     gradient_checkpointing: bool | None = opt(
         default=None, help="Recompute blocks in backward: less memory, more time; default: the planner decides."
     )
-    lean: bool | None = opt(
-        default=None,
-        help="Recompute norms and activations in backward: a quarter of the memory of storing them; default: always, "
-        "unless nothing is compiled and the planner predicts that storing them fits and is faster.",
+    lean: bool = opt(
+        default=True, help="Recompute norms and activations in backward: a quarter of the memory of storing them."
     )
     start: Literal["linear", "random"] = opt(
         default="linear",

@@ -355,7 +355,7 @@ def build_autoencoder(settings: TrainVae, runtime: Runtime) -> AutoencoderKL:
     model = autoencoder_class(settings)(
         settings.architecture,
         checkpointing=bool(settings.model.gradient_checkpointing),
-        lean=settings.model.lean is not False,
+        lean=settings.model.lean,
     )
     runtime.place(model)
     return model

@@ -21,13 +21,13 @@ from gputrain.engine.distributed import RankGroup
 from gputrain.engine.run_folder import Run
 from gputrain.errors import UserError
 from gputrain.figures import counted
-from gputrain.hw.plan import Plan, Setting, data_in_memory
+from gputrain.hw.plan import Plan, data_in_memory
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.memory.fake_runtime import on_fake_tensors
 from gputrain.planner.memory.fit import Fit, MemoryBudget
 from gputrain.planner.memory.timeline import MemoryTimeline
-from gputrain.planner.work import BatchSource, KindWork, PlannedTraining, PlanTarget, TrainingData, Variant
+from gputrain.planner.work import BatchSource, KindWork, PlannedTraining, PlanTarget, TrainingData
 from gputrain.session import log_start
 from gputrain.vae.architecture import VaeArchitecture, VaePreset
 from gputrain.vae.config import BenchVae, Model, PlannedData, PlanVae, TrainVae
@@ -113,24 +113,6 @@ class VaeWork(KindWork[TrainVae]):
         late = losses.discriminator_start + losses.discriminator_warmup_steps
         what = "the adversarial loss (discriminator_start + discriminator_warmup_steps)"
         return {what: late} if losses.adversarial_weight else {}
-
-    def variants(self, settings: TrainVae, plan: Plan) -> list[Variant[TrainVae]]:
-        """Returns the settings with memory-efficient layers and, if nothing is compiled on a GPU, those with plain
-        layers. Without a compiler, recomputing norms and activations takes more launches than storing them, which can
-        cost more time than the memory traffic that it saves."""
-        model = settings.model
-
-        def variant(lean: bool, reason: str) -> Variant[TrainVae]:
-            return Variant(replace(settings, model=replace(model, lean=lean)), {"lean": Setting(lean, reason)})
-
-        if model.lean is not None:
-            return [variant(model.lean, "asked for" if model.lean else "switched off")]
-        if plan.compile.value or plan.device.value != "cuda":
-            return [variant(True, "norms and activations are recomputed, which takes less memory")]
-        return [
-            variant(True, "storing norms and activations does not fit, or is predicted to be no faster"),
-            variant(False, "nothing is compiled: storing norms and activations fits and is predicted to be faster"),
-        ]
 
     def planned(self, settings: PlanVae) -> PlannedTraining:
         stages = [

@@ -22,7 +22,6 @@ from gputrain.planner.memory.fit import Fit, MemoryBudget, MemoryModel, fit
 from gputrain.planner.memory.predict import prediction_key
 from gputrain.planner.model_planner import ModelPlanner, does_not_fit, memory_budget, plan_step, training_steps
 from gputrain.planner.time.roofline import EAGER_LAUNCH_SECONDS, LAUNCH_SECONDS, DeviceRates, KernelCost, StepCost
-from gputrain.planner.work import Variant
 from tests.tables import each_row
 from tests.toy import BATCH, ITEMS, ToyRecipe, cpu_runtime, quiet, train_toy, weights
 
@@ -182,27 +181,6 @@ def test_a_plan_that_cannot_be_read_ends_no_run(tmp_path, text):
     assert PlanFile.load(tmp_path / "plan.json").micro_batch == {"discriminators": 8, "generator": 8}
 
 
-@pytest.mark.parametrize(
-    ("seconds", "fits", "chosen"),
-    [
-        ((1.0, 0.9), (True, True), "second"),
-        ((1.0, 0.99), (True, True), "first"),  # A hundredth is not worth it.
-        ((1.0, 0.9), (True, False), "first"),
-        ((1.0, 1.5), (False, True), "second"),
-        ((None, None), (True, True), "first"),  # The rates are unknown.
-        ((None, None), (False, True), "second"),
-    ],
-)
-def test_the_fastest_variant_that_fits_is_chosen(seconds, fits, chosen, monkeypatch):
-    fits_of = {
-        name: Fit(1, 1, False, 1.0, {}, 0.0, time, 2.0, fit_, {})
-        for name, time, fit_ in zip(("first", "second"), seconds, fits, strict=True)
-    }
-    spec = SimpleNamespace(variants=lambda settings, plan: [Variant(name, {"lean": name}) for name in fits_of])
-    monkeypatch.setattr(ModelPlanner, "_fit", lambda self, settings, plan, budget: (plan, fits_of[settings]))
-    assert ModelPlanner(spec).variant(None, plan_of(), MemoryBudget(2.0)) == Variant(chosen, {"lean": chosen})
-
-
 @each_row(
     (None, 20, True, False),
     (None, 20, False, True),  # Uncompiled, it does not fit.
@@ -225,11 +203,11 @@ def test_a_training_compiles_if_its_steps_win_back_what_that_takes(monkeypatch, 
         planned.append((plan.compile.value, budget.rates.launch_seconds))
         return plan, fits[plan.compile.value]
 
-    monkeypatch.setattr(ModelPlanner, "_fit", fit_of)
-    spec = SimpleNamespace(variants=lambda settings, plan: [Variant(settings)], compile_seconds=60.0)
+    monkeypatch.setattr(ModelPlanner, "plan", fit_of)
+    spec = SimpleNamespace(compile_seconds=60.0)
     settings = SimpleNamespace(hardware=Hardware(use_torch_compile=asked))
     given = plan_of(use_torch_compile=asked)
-    _, plan, _, budget = ModelPlanner(spec).plan_steps(settings, given, MemoryBudget(2.0, RATES), lambda *_: steps)
+    plan, _, budget = ModelPlanner(spec).plan_steps(settings, given, MemoryBudget(2.0, RATES), lambda *_: steps)
     assert plan.compile.value is compiles
     if asked is None and steps and steps < 100_000:  # It is also planned as it would run uncompiled.
         assert planned == [(True, LAUNCH_SECONDS), (False, EAGER_LAUNCH_SECONDS)]

@@ -17,7 +17,6 @@ from gputrain.planner.memory.fit import BUDGET_SHARE, MARGIN
 from gputrain.planner.memory.predict import predict_step
 from gputrain.planner.model_planner import NCCL_GB, CardPlan, ModelPlanner, memory_budget, plan_cards
 from gputrain.planner.target import target_machines
-from gputrain.session import with_plan
 from gputrain.vae.config import PlanVae
 from gputrain.vae.recipe import item_flops, plan_target
 from gputrain.vae.work import VaeWork
@@ -105,30 +104,6 @@ def test_a_perceptual_network_counts_with_its_weights_and_its_arithmetic():
     forward += 2 * 64 * 64 * 9 * ((256 * 512 + 2 * 512**2) / 64 + 3 * 512**2 / 256)
     assert perceptual.flops - plain.flops == pytest.approx(3 * forward, rel=0.05)
     assert item_flops(seen, 0) - item_flops(asked, 0) == pytest.approx(3 * forward, rel=0.05)
-
-
-@pytest.mark.slow
-def test_layers_are_chosen_by_time_and_memory():
-    """Without the compiler, plain layers move less memory; memory-efficient ones are kept where plain ones do not fit,
-    where code is compiled, on a CPU, and where the user says so."""
-    facts = {"gpu": "t4", "image_size": 64, "batch_size": 8, "preset": "fast"}
-
-    def layers(**options):
-        (plan,) = plan_cards(VaeWork(), settings(**{**facts, **options}))
-        return plan.plan.lean.value, plan
-
-    plain, chosen = layers(use_torch_compile=False)
-    assert plain is False
-    lean, other = layers(use_torch_compile=False, lean=True)
-    assert lean is True
-    assert chosen.time.seconds_per_step < other.time.seconds_per_step / 1.02
-    small_gb = (other.fit.predicted_peak_gb + chosen.fit.predicted_peak_gb) / 2 * 1.05
-    tight = {"micro_batch_size": 8, "gradient_checkpointing": False, "memory_budget": small_gb}
-    assert layers(use_torch_compile=False, **tight)[0] is True
-    assert layers(gpu="rtx5090")[0] is True
-    assert layers(use_torch_compile=False, lean=False)[0] is False
-    run = with_plan(settings(), chosen.plan)
-    assert (run.model.lean, run.schedule.micro_batch_size) == (False, chosen.fit.micro_batch_size)
 
 
 def test_a_named_gpu_that_is_not_used_is_said(caplog):

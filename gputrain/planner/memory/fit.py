@@ -15,7 +15,7 @@ from gputrain.planner.time.roofline import DeviceRates, StepCost
 
 BUDGET_SHARE = 0.93  # Share of a GPU's memory; the rest is for the CUDA context (0.3 to 0.6 GB) and a desktop.
 MARGIN = 1.05  # Factor on a predicted peak, for what the prediction does not contain.
-LEAST_GAIN = 0.10  # Share of the time of a step that a prediction must save before checkpointing or plain layers pay.
+LEAST_GAIN = 0.10  # Share of the time of a step that a prediction must save before checkpointing pays.
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,6 @@ class Fit:
     fits: bool
     settings: dict[str, Setting]
     cost: StepCost | None = None  # Kernels of a step; None: unknown.
-
-    def is_faster_than(self, other: "Fit") -> bool:
-        """Returns True if both times are known, and this one is shorter by more than the least gain."""
-        own, others = self.predicted_seconds_per_step, other.predicted_seconds_per_step
-        return own is not None and others is not None and own * (1 + LEAST_GAIN) < others
 
     def to_json(self) -> dict[str, object]:
         """Returns the figures, without the settings, which the plan has."""
