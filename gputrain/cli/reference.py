@@ -17,6 +17,9 @@ underscores too. `--profile-name` of `train-vae` takes the values of a file of t
 draft), which `--config` and flags beat. `train-vocoder` and `plan train-vocoder` read openvpi's files too, and find
 base_hifi_gpu.yaml and base_hifi_rtx5090_optimized.yaml by name ([vocoder_keys.md](vocoder_keys.md)).
 
+`--mixed-precision`, `--use-bf16` and `--enable-tf32`, each with a `--no-` form, set `--precision`
+([precision.md](precision.md)).
+
 `--kind` takes `vae`, `vocoder` or `tts`; the former names `images` (for `vae`) and `voice` (for `tts`) are still
 accepted. The configuration in a run folder names its kind in the key `kind`.
 

@@ -42,9 +42,9 @@ class Hardware:
     device: DeviceName = opt(default="auto", help="Device to train on; auto: the GPU, if any.")
     precision: PrecisionWish = opt(
         default="auto",
-        help="Arithmetic, with fp32 weights: fp32 exactly, tf32 (from Ampere on; elsewhere fp32), or 16 bit where it "
-        "is safe: bf16, fp16 with loss scaling, mixed: that of both which suits GPU and model; auto: mixed on a GPU, "
-        "tf32 for a vocoder. Also --mixed-precision, --use-bf16, --enable-tf32, each with a --no- form.",
+        help="Arithmetic beside fp32 weights: fp32, tf32, or where 16 bit is safe, bf16, fp16 (with loss scaling), or "
+        "mixed: that of both which suits GPU and model; auto: mixed on a GPU, tf32 for a vocoder. Also set by "
+        "--mixed-precision, --use-bf16 and --enable-tf32.",
     )
     use_torch_compile: bool | None = opt(
         default=None, help="Compile the model (minutes at first); auto: a VAE's, on a GPU, if its steps win them back."
