@@ -28,8 +28,9 @@ from gputrain.engine.distributed import RankGroup
 from gputrain.hw.probe import machine_facts
 from gputrain.vae.config import TrainVae
 from gputrain.vae.data import CropDataset, Picture, centre_crop, open_pictures, to_unit
-from gputrain.vae.evaluate import psnr_db, reconstruction_figures
+from gputrain.vae.evaluate import reconstruction_figures
 from gputrain.vae.latent_report import LatentReport
+from gputrain.vae.losses import psnr_db
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.recipe import VaeRecipe
 from gputrain.vae.work import start_linear

@@ -29,8 +29,8 @@ from gputrain.vae.architecture import PRESETS
 from gputrain.vae.config import PictureEvaluation, TrainVae
 from gputrain.vae.evaluate import evaluate_pictures
 from gputrain.vae.export import export_vae
-from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL
+from gputrain.vae.pretrained import load_model
 from gputrain.vae.tiny import AutoencoderTiny, TinyArchitecture
 from gputrain.vae.work import VaeWork
 

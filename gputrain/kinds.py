@@ -43,6 +43,17 @@ ReportProgress = Callable[[float, int], None]  # Receives the number of items do
 Translate = Callable[[dict[str, object], Path], dict[str, object]]
 
 
+def imported(place: str) -> Callable[..., Any]:
+    """Returns a function that, when it is called, imports what a place such as "gputrain.vae.work:VaeWork" names, and
+    calls it."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        module, _, name = place.partition(":")
+        return getattr(import_module(module), name)(*arguments, **named)
+
+    return call
+
+
 class CommandOutput(Protocol):
     """The output of a command: data on stdout, messages and progress on stderr."""
 

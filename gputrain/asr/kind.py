@@ -5,44 +5,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gputrain import kinds
 from gputrain.asr.config import PUBLISHED, BenchAsr, LanguageModelOptions, PlanAsr, TrainAsr, Transcribe
 from gputrain.audio.config import ClipEvaluation
 from gputrain.config import leaves
 from gputrain.figures import counted
-from gputrain.kinds import (
-    ONNX,
-    CommandOutput,
-    DemoSteps,
-    EvaluateCommand,
-    Exported,
-    Exporter,
-    HubCard,
-    ModelKind,
-    OwnCommand,
-    ReportProgress,
-    Words,
-)
 from gputrain.speech.data_commands import PREPARED_SPEECH, prepare_command, validate_command, write_demo_speech
 
 if TYPE_CHECKING:
-    from gputrain.asr.checking import CtcChecker
     from gputrain.asr.transcribe import Transcript
-    from gputrain.asr.work import AsrWork
-
-
-def work() -> "AsrWork":
-    from gputrain.asr.work import AsrWork
-
-    return AsrWork()
 
 
 # -------------------------------------------------------------------------------------------------- trained models
-
-
-def load_checker(model: str | Path, device: Any) -> "CtcChecker":
-    from gputrain.asr import checking
-
-    return checking.load_checker(model, device)
 
 
 def evaluate(settings: Any, **shared: Any) -> Any:
@@ -54,7 +28,7 @@ def evaluate(settings: Any, **shared: Any) -> Any:
     )
 
 
-def export_recogniser(settings: Any, progress: ReportProgress, *, format: str) -> Exported:
+def export_recogniser(settings: Any, progress: kinds.ReportProgress, *, format: str) -> kinds.Exported:
     import torch
 
     from gputrain.asr import export
@@ -69,7 +43,7 @@ def export_recogniser(settings: Any, progress: ReportProgress, *, format: str) -
     return export.export_sherpa(recogniser, settings.output_dir, **shared)
 
 
-def transcribe(settings: Transcribe, output: CommandOutput) -> None:
+def transcribe(settings: Transcribe, output: kinds.CommandOutput) -> None:
     from gputrain.asr.transcribe import transcribe_files
 
     several, quiet = settings.input.is_dir(), settings.json is not None or settings.output_dir is not None
@@ -91,7 +65,7 @@ def transcribe(settings: Transcribe, output: CommandOutput) -> None:
 STEPS = 400
 
 
-def demo_commands(folder: Path) -> list[Words]:
+def demo_commands(folder: Path) -> list[kinds.Words]:
     speech, data, run, export = (folder / name for name in ("speech", "data", "run", "sherpa"))
     kind = ["--kind", "asr", "--language", "uz"]
     train = [
@@ -130,7 +104,7 @@ def demo_results(folder: Path) -> dict[str, object]:
     }
 
 
-KIND = ModelKind(
+KIND = kinds.ModelKind(
     name="asr",
     title="a recogniser",
     panel="Speech recogniser",
@@ -139,28 +113,28 @@ KIND = ModelKind(
     train=TrainAsr,
     plan=PlanAsr,
     bench=BenchAsr,
-    work=work,
+    work=kinds.imported("gputrain.asr.work:AsrWork"),
     data="recordings with their texts",
     media="audio",
     prepared=PREPARED_SPEECH,
     prepare=prepare_command("asr"),
     validate=validate_command("asr"),
     published=PUBLISHED,
-    evaluation=EvaluateCommand(
+    evaluation=kinds.EvaluateCommand(
         groups={"clips": ClipEvaluation, "language_model": LanguageModelOptions},
         names=frozenset({"max_clips", *leaves(LanguageModelOptions)}),
         items="clips",
         run=evaluate,
     ),
     exporters={
-        "transformers": Exporter(partial(export_recogniser, format="transformers"), frozenset({"data_path"})),
-        "onnx": Exporter(partial(export_recogniser, format="onnx"), frozenset({"data_path", "name"}), ONNX),
-        "sherpa": Exporter(
-            partial(export_recogniser, format="sherpa"), frozenset({"data_path"}), (*ONNX, "sherpa_onnx")
+        "transformers": kinds.Exporter(partial(export_recogniser, format="transformers"), frozenset({"data_path"})),
+        "onnx": kinds.Exporter(partial(export_recogniser, format="onnx"), frozenset({"data_path", "name"}), kinds.ONNX),
+        "sherpa": kinds.Exporter(
+            partial(export_recogniser, format="sherpa"), frozenset({"data_path"}), (*kinds.ONNX, "sherpa_onnx")
         ),
     },
     commands=(
-        OwnCommand(
+        kinds.OwnCommand(
             "transcribe", Transcribe,
             "Transcribe recordings of any length with a recogniser: as text, JSON with word times, and subtitles.",
             transcribe,
@@ -169,10 +143,10 @@ KIND = ModelKind(
     use=("transcribe a recording", "transcribe", "--input", "RECORDING.wav"),
     headlines=("cer", "wer", "blank_share"),
     selectors=("cer", "wer"),
-    demo=DemoSteps("speech", write_demo_speech, demo_commands, demo_results),
-    hub=HubCard("transformers", "automatic-speech-recognition", "CTC speech recogniser"),
+    demo=kinds.DemoSteps("speech", write_demo_speech, demo_commands, demo_results),
+    hub=kinds.HubCard("transformers", "automatic-speech-recognition", "CTC speech recogniser"),
     keys=frozenset({"model_type"}),
     metric="loss/recogniser/ctc",
     packages=("rapidfuzz", "soundfile", "transformers"),
-    load_speech_checker=load_checker,
+    load_speech_checker=kinds.imported("gputrain.asr.checking:load_checker"),
 )  # fmt: skip

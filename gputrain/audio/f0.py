@@ -178,14 +178,11 @@ def compile_tracker(method: Method) -> None:
             [sys.executable, "-m", numba_cache.__name__], capture_output=True, text=True, check=False
         )
         if child.returncode:
-            last = (child.stderr.strip().splitlines() or [describe_exit(child.returncode)])[-1]
-            has_crashed = child.returncode < 0
-            cause = describe_exit(child.returncode) if has_crashed else last
-            other = '--f0-method pyworld, or parselmouth (pip install "gputrain[f0]"), does without numba'
-            raise UserError(
-                f"the pitch tracker pyin cannot be compiled: {cause}",
-                hint=remedy_for_exit(child.returncode) if has_crashed else other,
-            )
+            cause, hint = describe_exit(child.returncode), remedy_for_exit(child.returncode)
+            if child.returncode > 0:
+                cause = (child.stderr.strip().splitlines() or [cause])[-1]
+                hint = '--f0-method pyworld, or parselmouth (pip install "gputrain[f0]"), does without numba'
+            raise UserError(f"the pitch tracker pyin cannot be compiled: {cause}", hint=hint)
 
 
 def _swift_f0(

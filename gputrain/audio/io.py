@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple
@@ -166,16 +166,10 @@ def _decoded(path: Path, known: Mixing | None = None) -> tuple[int, Iterator[Sam
         raise UserError(f"{path}: no such file", hint="name a sound file: wav, flac, ogg or mp3")
     if path.suffix.lower() not in FFMPEG_SOUNDS:
         return _blocks_of(path, path, known)
-    folder = TemporaryDirectory(prefix="gputrain-")  # It is deleted with the last block.
+    folder = TemporaryDirectory(prefix="gputrain-")
     converted = Path(folder.name) / "sound.wav"
     _by_ffmpeg(path, converted)
-    rate_hz, blocks, mixing = _blocks_of(converted, path, known)
-
-    def kept_until_read() -> Iterator[Samples]:
-        with folder:
-            yield from blocks
-
-    return rate_hz, kept_until_read(), mixing
+    return _blocks_of(converted, path, known, folder)
 
 
 def _by_ffmpeg(path: Path, converted: Path) -> None:
@@ -187,30 +181,21 @@ def _by_ffmpeg(path: Path, converted: Path) -> None:
             hint="install it (apt, brew or winget install ffmpeg), or convert the file to wav or flac",
         )
     # With `file:` no name is read as an option or as an address.
-    command = [
-        program,
-        "-nostdin",
-        "-v",
-        "error",
-        "-i",
-        f"file:{path.absolute()}",
-        "-map",
-        "0:a:0",
-        "-c:a",
-        "pcm_f32le",
-    ]
-    command += ["-rf64", "auto", "-y", f"file:{converted}"]
-    done = subprocess.run(command, capture_output=True, check=False)
+    read = f"file:{path.absolute()}"
+    command = [program, "-nostdin", "-v", "error", "-i", read, "-map", "0:a:0", "-c:a", "pcm_f32le"]
+    done = subprocess.run([*command, "-rf64", "auto", "-y", f"file:{converted}"], capture_output=True, check=False)
     if done.returncode or not converted.is_file():
-        said = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
-        no_sound = "matches no streams" in said[-1] or "matches no streams" in " ".join(said)
-        reason = "it has no sound track" if no_sound else said[-1].removeprefix(f"file:{path.absolute()}: ")
+        said = done.stderr.decode(errors="replace").strip() or "no reason given"
+        no_sound = "matches no streams" in said
+        reason = "it has no sound track" if no_sound else said.splitlines()[-1].removeprefix(f"{read}: ")
         raise UserError(f"{path}: cannot be decoded by ffmpeg: {reason}", hint=HOW_TO_CONVERT)
 
 
-def _blocks_of(path: Path, source: Path, known: Mixing | None) -> tuple[int, Iterator[Samples], Mixing]:
+def _blocks_of(
+    path: Path, source: Path, known: Mixing | None, folder: TemporaryDirectory[str] | None = None
+) -> tuple[int, Iterator[Samples], Mixing]:
     """Returns the sampling rate and the blocks of a file that libsndfile decodes, and how they are made; `source` is
-    named in errors."""
+    named in errors. The file's temporary `folder` is deleted with the last block."""
     with _open(path) as file:
         rate_hz = file.samplerate
         is_plain = file.channels == 1 and file.subtype not in UNSCALED
@@ -218,7 +203,7 @@ def _blocks_of(path: Path, source: Path, known: Mixing | None) -> tuple[int, Ite
 
     def blocks() -> Iterator[Samples]:
         first = 0
-        with _open(path) as file:
+        with folder or nullcontext(), _open(path) as file:
             for block_TC in file.blocks(BLOCK, dtype="float32", always_2d=True):
                 wave_T = block_TC.mean(axis=1) if mixing.channel is None else block_TC[:, mixing.channel]
                 if not np.isfinite(wave_T).all():

@@ -85,7 +85,7 @@ def generator_terms(
 def discriminator_loss(
     discriminator: Discriminator, real_B1T: Tensor, fake_B1T: Tensor, real_items: float, fake_items: float
 ) -> Tensor:
-    """Returns the least-squares loss of one discriminator, a scalar."""
+    """Returns the least-squares loss of one discriminator, a scalar. The logits are released here."""
     logits, _ = discriminator(torch.cat([real_B1T, fake_B1T]))
     real_logits, fake_logits = torch.tensor_split(logits, [len(real_B1T)])
     return (
@@ -96,8 +96,8 @@ def discriminator_loss(
 
 def real_pass(discriminator: Discriminator, real_B1T: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Returns the discriminator's loss of real waves, summed over items, and their features without a graph."""
-    real_B, features = losses_of_real_waves(discriminator, real_B1T)
-    return real_B.sum(), features
+    logits, features = discriminator(real_B1T)
+    return gan.real_loss(ADVERSARIAL, logits).sum(), [feature.detach() for feature in features]
 
 
 def fake_pass(discriminator: Discriminator, made_B1T: Tensor) -> Tensor:
@@ -212,12 +212,6 @@ def adversarial_terms(
             yield Term(kind, value, inputs=(made_B1T,)) if passes is None else Together((of_fake, Term(kind, value)))
 
 
-def losses_of_real_waves(discriminator: Discriminator, real_B1T: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Returns the discriminator's loss, B, and the features without a graph. The logits are released here."""
-    logits, features = discriminator(real_B1T)
-    return gan.real_loss(ADVERSARIAL, logits), [feature.detach() for feature in features]
-
-
 def losses_of_generated_waves(
     discriminator: Discriminator, made_B1T: Tensor, targets: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -247,8 +241,7 @@ def mel_term(mel: Mel, made_B1T: Tensor, target_BMF: Tensor, items: float, weigh
 
 def absolute_difference(made: Tensor, target: Tensor) -> Tensor:
     """Returns the mean of |made - target| by item, B, in fp32 at least. Its graph holds one byte a value."""
-    value_B: Tensor = _AbsoluteDifference.apply(made, target)  # type: ignore[no-untyped-call]
-    return value_B
+    return _AbsoluteDifference.apply(made, target)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _AbsoluteDifference(torch.autograd.Function):
@@ -278,8 +271,7 @@ class _AbsoluteDifference(torch.autograd.Function):
 def spectral_distance(made_BNF: Tensor, target_BNF: Tensor, quietest: Tensor) -> Tensor:
     """Returns the distance of magnitudes for `stft_distance`, B. `quietest` is the least divisor of spectral
     convergence, a tensor of one value, so that a compiled function serves all resolutions."""
-    distance_B: Tensor = _SpectralDistance.apply(made_BNF, target_BNF, quietest)  # type: ignore[no-untyped-call]
-    return distance_B
+    return _SpectralDistance.apply(made_BNF, target_BNF, quietest)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def stft_terms(
@@ -353,7 +345,7 @@ class _SpectralDistance(torch.autograd.Function):
         return made_gradient_BNF, target_gradient_BNF.mul_(target_BNF > QUIETEST_MAGNITUDE), None
 
 
-def pitch_shift_term(twice_B1T: Tensor, once_B1T: Tensor, items: float, weight: float = PITCH_SHIFT_WEIGHT) -> Term:
+def pitch_shift_term(twice_B1T: Tensor, once_B1T: Tensor, items: float) -> Term:
     """Returns the consistency loss of a pitch-controllable vocoder: a wave shifted by a semitones and, from the log-mel
     of that, by b more, should equal the wave shifted by a + b at once. Both are generated, and both get gradients."""
-    return Term("pitch_shift", absolute_difference(twice_B1T, once_B1T).sum() / items, weight)
+    return Term("pitch_shift", absolute_difference(twice_B1T, once_B1T).sum() / items, PITCH_SHIFT_WEIGHT)

@@ -23,16 +23,16 @@ OCTAVES_HZ = (250, 500, 1000, 2000, 4000, 8000, 16000)
 FLOOR = 1e-5  # Lowest mel magnitude before the logarithm: silence is ln 1e-5 = -11.5.
 
 
-def log_mel(wave_BT: Tensor, mel: Mel, *, key_shift: float = 0.0) -> Tensor:
+def log_mel(wave_BT: Tensor, mel: Mel) -> Tensor:
     """Returns the natural logarithm of Slaney's mel bands of the magnitude spectrum: (B, M, F), F = T // hop_size.
 
-    `key_shift` in semitones shifts all frequencies without changing the timing: windows are longer by a factor of
-    2 ** (key_shift / 12), so that their n-th frequency is lower by the same factor, and it is used as the n-th
-    frequency of the plain window. Frame f is centred on its hop. The ends are padded by reflection; a wave too short
-    for that is first padded with silence. Computed on the device of the wave, in fp32 at least under any autocast, and
-    differentiable.
+    Frame f is centred on its hop. The ends are padded by reflection; a wave too short for that is first padded with
+    silence. Computed on the device of the wave, in fp32 at least under any autocast, and differentiable.
     """
-    return to_log_mel(magnitudes(wave_BT, mel, key_shift=key_shift), mel)
+    magnitude_BNF = magnitudes(wave_BT, mel)
+    with torch.autocast(wave_BT.device.type, enabled=False):
+        bank_MN = mel_bank(mel, wave_BT.device).to(magnitude_BNF.dtype)
+        return (bank_MN @ magnitude_BNF).clamp(min=FLOOR).log()
 
 
 def mel_decades(wave_T: Tensor, mel: Mel) -> Tensor:
@@ -41,27 +41,16 @@ def mel_decades(wave_T: Tensor, mel: Mel) -> Tensor:
         return log_mel(wave_T[None].float().cpu(), mel)[0] / math.log(10)
 
 
-def to_log_mel(magnitude_BNF: Tensor, mel: Mel) -> Tensor:
-    """Returns the log-mel of the magnitudes that `magnitudes` returns."""
-    with torch.autocast(magnitude_BNF.device.type, enabled=False):
-        # A shorter window has fewer frequencies.
-        bank_MN = mel_bank(mel, magnitude_BNF.device)[:, : magnitude_BNF.shape[1]]
-        return (bank_MN.to(magnitude_BNF.dtype) @ magnitude_BNF).clamp(min=FLOOR).log()
-
-
-def magnitudes(wave_BT: Tensor, mel: Mel, *, key_shift: float = 0.0) -> Tensor:
-    """Returns the magnitudes behind `log_mel`: (B, N, F), N = n_fft // 2 + 1, or less with a negative key shift."""
-    factor = 2 ** (key_shift / 12)
-    transform, window = round(mel.n_fft * factor), round(mel.win_size * factor)
-    before, after = (transform - mel.hop_size) // 2, (transform - mel.hop_size + 1) // 2
+def magnitudes(wave_BT: Tensor, mel: Mel) -> Tensor:
+    """Returns the magnitudes behind `log_mel`: (B, N, F), N = n_fft // 2 + 1."""
+    before, after = (mel.n_fft - mel.hop_size) // 2, (mel.n_fft - mel.hop_size + 1) // 2
     frames = wave_BT.shape[-1] // mel.hop_size
     with torch.autocast(wave_BT.device.type, enabled=False):
         missing = max(mel.hop_size, after + 1) - wave_BT.shape[-1]
         wave_BT = F.pad(at_least_fp32(wave_BT), (0, max(0, missing)))
-        resolution = Resolution(transform, mel.hop_size, window)
-        magnitude_BNF = _frame_magnitudes(resolution, wave_BT, before, after)[..., :frames]
-        # A longer window sums more samples, so that the same sound has a larger magnitude.
-        return magnitude_BNF[:, : mel.n_fft // 2 + 1] * (mel.win_size / window)
+        return _frame_magnitudes(Resolution(mel.n_fft, mel.hop_size, mel.win_size), wave_BT, before, after)[
+            ..., :frames
+        ]
 
 
 @cache  # A bank stays in memory, as a CUDA graph keeps its address.

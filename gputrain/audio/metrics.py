@@ -4,7 +4,6 @@ Shape suffixes: B items, T samples, F frames, M mel bands, N frequencies of a tr
 """
 
 import importlib
-import importlib.util
 import math
 from dataclasses import astuple, dataclass
 
@@ -194,16 +193,12 @@ def frame_repetition(wave_T: Samples, f0_F: Floats, hop_size: int) -> float | No
     return float((now * later).sum()) / energy if energy else None
 
 
-def has_pesq() -> bool:
-    return is_installed("pesq")
-
-
 def pesq(made_T: Samples, real_T: Samples, rate_hz: int) -> float | None:
     """Returns wide-band PESQ at 16 kHz, 1.04 to 4.64 (ITU-T P.862.2), computed by the package `pesq`.
 
     Returns None if the package is not installed, or finds no utterance: in less than a quarter of a second, or silence.
     """
-    if not has_pesq() or len(real_T) < SHORTEST_PESQ_SECONDS * rate_hz or not real_T.any():
+    if not is_installed("pesq") or len(real_T) < SHORTEST_PESQ_SECONDS * rate_hz or not real_T.any():
         return None
     package = importlib.import_module("pesq")
     real_16k, made_16k = (resample(wave_T, rate_hz, PESQ_RATE_HZ) for wave_T in (real_T, made_T))

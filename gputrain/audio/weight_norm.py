@@ -196,10 +196,7 @@ def _rows(tensors: Sequence[Any]) -> Tensor:
 
 @contextmanager
 def shared_weights(
-    *modules: nn.Module,
-    dtype: torch.dtype,
-    without_autocast: Collection[nn.Module] = (),
-    stacked: bool | None = None,
+    *modules: nn.Module, dtype: torch.dtype, without_autocast: Collection[nn.Module] = (), stacked: bool | None = None
 ) -> Iterator[None]:
     """Computes weights once, as `cached_weights`, and casts them once to `dtype`, the format of autocast, together
     with those of plain layers. `without_autocast` are parts of `modules` that compute without autocast."""

@@ -196,13 +196,10 @@ class InferenceBench:
         runtime: Runtime,
         items: int,
         item_seconds: float = 0.0,
-        flops: float | None = None,
     ) -> None:
         """`build` makes a model with random weights and its inputs on the runtime's device, and returns a function that
-        computes `items` items of `item_seconds` of sound from them. `flops` are those of all items; None: those of the
-        kernels."""
+        computes `items` items of `item_seconds` of sound from them."""
         self.build, self.runtime, self.items, self.item_seconds = build, runtime, items, item_seconds
-        self.flops = flops
         self.compute = build(runtime)
 
     @torch.no_grad()
@@ -214,8 +211,7 @@ class InferenceBench:
         rates = measured_rates(self.runtime)  # They are measured first, while the device is idle.
         figures: dict[str, Any] = timing.time_steps(self.step, self.runtime.device, warmup=warmup, steps=steps)
         seconds, kernels = figures["seconds_per_step"], inference_kernels(self.build, self.runtime.plan)
-        flops = sum(kernel.flops for kernel in kernels) if self.flops is None else self.flops
-        figures |= timing.rates(seconds, self.items, flops, self.runtime)
+        figures |= timing.rates(seconds, self.items, sum(kernel.flops for kernel in kernels), self.runtime)
         figures["predicted_seconds_per_step"] = busy_seconds(kernels, rates)
         if self.item_seconds:
             figures["real_time_factor"] = seconds / (self.items * self.item_seconds)

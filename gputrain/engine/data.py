@@ -312,6 +312,15 @@ def few_held_out(held_out: int, items: int, noun: str, remedy: str) -> str:
     )
 
 
+def warn_of_few_held_out(parts: Split[Any], noun: str, remedy: str) -> None:
+    """Warns if training items are evaluated, or so few held-out ones that single ones decide."""
+    held_out = len(parts.held_out)
+    if parts.shared:
+        log.warning("all data are of one file, which is used both for training and for evaluation")
+    elif few := few_held_out(held_out, held_out + len(parts.train), f"{noun}s", remedy):
+        log.warning("%s", few)
+
+
 def share_that_holds_out(fingerprints: Iterable[str], command: str = "") -> str:
     """Returns as advice the option, of a train `command` if it is another one, that holds out four of the items of
     these fingerprints, or a quarter of fewer."""

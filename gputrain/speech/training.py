@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from gputrain.engine.data import digests, few_held_out
+from gputrain.engine.data import digests, warn_of_few_held_out
 from gputrain.engine.run_folder import Run
 from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError
@@ -76,13 +76,7 @@ class SpeechTraining(TrainingData[S]):
     def log(self, settings: S, runtime: Runtime) -> None:
         speech, buckets = self.speech, self.buckets
         format, clips = speech.store.format, buckets.clips
-        if speech.parts.shared:
-            log.warning("there is only one recording: it is used both for training and for evaluation")
-        elif few := few_held_out(
-            len(speech.parts.held_out), len(clips) + len(speech.parts.held_out), "clips",
-            "a higher --held-out-share holds out more",
-        ):  # fmt: skip
-            log.warning("%s", few)
+        warn_of_few_held_out(speech.parts, "clip", "a higher --held-out-share holds out more")
         hours = sum(clip.samples for clip in clips) / format.sampling_rate / 3600
         speakers = f", {len(format.speakers)} speakers" if len(format.speakers) > 1 else ""
         held_out = len(speech.parts.held_out)

@@ -2,22 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gputrain import kinds
 from gputrain.audio.config import ClipEvaluation
-from gputrain.kinds import (
-    ONNX,
-    CommandOutput,
-    DemoSteps,
-    EvaluateCommand,
-    Exported,
-    Exporter,
-    HubCard,
-    ModelKind,
-    OwnCommand,
-    ReportProgress,
-    Words,
-)
 from gputrain.speech.data_commands import (
     PREPARED_SPEECH,
     RATE_HZ,
@@ -27,16 +15,6 @@ from gputrain.speech.data_commands import (
 )
 from gputrain.tts import coqui
 from gputrain.tts.config import PUBLISHED, BenchTts, PlanTts, Speak, TrainTts, VoiceEvaluation
-
-if TYPE_CHECKING:
-    from gputrain.tts.work import TtsWork
-
-
-def work() -> "TtsWork":
-    from gputrain.tts.work import TtsWork
-
-    return TtsWork()
-
 
 # -------------------------------------------------------------------------------------------------- trained models
 
@@ -49,7 +27,7 @@ def evaluate(settings: Any, **shared: Any) -> Any:
     )
 
 
-def export_piper(settings: Any, progress: ReportProgress) -> Exported:
+def export_piper(settings: Any, progress: kinds.ReportProgress) -> kinds.Exported:
     import torch
 
     from gputrain.tts import export
@@ -62,7 +40,7 @@ def export_piper(settings: Any, progress: ReportProgress) -> Exported:
     )  # fmt: skip
 
 
-def speak(settings: Speak, output: CommandOutput) -> None:
+def speak(settings: Speak, output: kinds.CommandOutput) -> None:
     from gputrain.tts.speak import speak_text
 
     with output.progress("speaking", shown=settings.has_whole_text and not settings.streams) as progress:
@@ -80,7 +58,7 @@ STEPS = 160
 SENTENCE = "Singlim soʻradi."  # No clip contains exactly this sentence.
 
 
-def demo_commands(folder: Path) -> list[Words]:
+def demo_commands(folder: Path) -> list[kinds.Words]:
     speech, data, run, piper = (folder / name for name in ("speech", "data", "run", "piper"))
     kind = ["--kind", "tts", "--language", "uz", "--audio-sample-rate", RATE_HZ]
     train = [
@@ -122,7 +100,7 @@ def demo_results(folder: Path) -> dict[str, object]:
     }
 
 
-KIND = ModelKind(
+KIND = kinds.ModelKind(
     name="tts",
     title="a voice",
     panel="Voice",
@@ -131,22 +109,24 @@ KIND = ModelKind(
     train=TrainTts,
     plan=PlanTts,
     bench=BenchTts,
-    work=work,
+    work=kinds.imported("gputrain.tts.work:TtsWork"),
     data="recordings with their texts",
     media="audio",
     prepared=PREPARED_SPEECH,
     prepare=prepare_command("tts", "audio_sample_rate"),
     validate=validate_command("tts", "audio_sample_rate"),
     published=PUBLISHED,
-    evaluation=EvaluateCommand(
+    evaluation=kinds.EvaluateCommand(
         groups={"clips": ClipEvaluation, "voice": VoiceEvaluation},
         names=frozenset({"max_clips", "recogniser", "mos_predictor", "mos_sampling_rate"}),
         items="clips",
         run=evaluate,
     ),
-    exporters={"piper": Exporter(export_piper, frozenset({"name", "language_code", "default_speaker"}), ONNX)},
+    exporters={
+        "piper": kinds.Exporter(export_piper, frozenset({"name", "language_code", "default_speaker"}), kinds.ONNX)
+    },
     commands=(
-        OwnCommand(
+        kinds.OwnCommand(
             "speak", Speak,
             "Synthesise a text with a voice, into audio files or sentence by sentence to standard output.", speak,
         ),
@@ -154,8 +134,8 @@ KIND = ModelKind(
     use=("speak a text", "speak", "--text", "TEXT", "--output-file", "out.wav"),
     headlines=("mcd_sl_db", "mel_distance", "length_mismatch", "cer", "mos"),
     selectors=("mcd_sl_db", "cer", "mos"),
-    demo=DemoSteps("speech", write_demo_speech, demo_commands, demo_results),
-    hub=HubCard("piper", "text-to-speech", "VITS voice"),
+    demo=kinds.DemoSteps("speech", write_demo_speech, demo_commands, demo_results),
+    hub=kinds.HubCard("piper", "text-to-speech", "VITS voice"),
     profiles=Path(__file__).parent / "profiles",
     translate=coqui.translate_coqui,
     former_names=("voice",),

@@ -9,6 +9,7 @@ Shape suffixes: B items, T tokens, I queries of a block, C channels.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +21,8 @@ SCORES = 2**26  # Maximum number of scores in a block: 256 MB in fp32; 4 picture
 
 
 class ScoreArithmetic(NamedTuple):
-    """The functions between the products of attention in blocks: `IN_PLACE`, or compiled versions of others that
-    compute the same without overwriting their inputs, which compiled code would have to write back."""
+    """The functions between the products of attention in blocks: `IN_PLACE`, or compiled versions that do not overwrite
+    their inputs, which compiled code would have to write back."""
 
     powers: Callable[..., tuple[Tensor, Tensor, Tensor]]
     gradients: Callable[..., tuple[Tensor, Tensor]]
@@ -31,19 +32,13 @@ class ScoreArithmetic(NamedTuple):
         return cls(compile(_powers), compile(_score_gradients))
 
 
-def _powers(products_BIT: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _powers(
+    products_BIT: Tensor, scale: float, dtype: torch.dtype, *, in_place: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the exponentials of the scores above the largest of their query in `dtype`, their sums, and the logarithm
-    of the sum of the exponentials of the scores. `products_BIT` are the scores before scaling."""
-    scores_BIT = products_BIT * scale
-    largest_BI1 = scores_BIT.amax(dim=2, keepdim=True)
-    powers_BIT = (scores_BIT - largest_BI1).exp()
-    sums_BI1 = powers_BIT.sum(dim=2, keepdim=True)
-    return powers_BIT.to(dtype), sums_BI1, sums_BI1.log() + largest_BI1
-
-
-def _powers_in_place(products_BIT: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `_powers` in the memory of the products."""
-    scores_BIT = products_BIT.mul_(scale)
+    of the sum of the exponentials of the scores. `products_BIT` are the scores before scaling, whose memory is used if
+    the function works `in_place`."""
+    scores_BIT = products_BIT.mul_(scale) if in_place else products_BIT * scale
     largest_BI1 = scores_BIT.amax(dim=2, keepdim=True)
     powers_BIT = scores_BIT.sub_(largest_BI1).exp_()
     sums_BI1 = powers_BIT.sum(dim=2, keepdim=True)
@@ -51,26 +46,21 @@ def _powers_in_place(products_BIT: Tensor, scale: float, dtype: torch.dtype) -> 
 
 
 def _score_gradients(
-    products_BIT: Tensor, log_sums_BI1: Tensor, weighted_BIT: Tensor, mean_BI1: Tensor, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Returns the shares of the values in each result and the gradient of the products, both in `dtype`.
+    products_BIT: Tensor, log_sums_BI1: Tensor, weighted_BIT: Tensor, mean_BI1: Tensor, scale: float,
+    dtype: torch.dtype, *, in_place: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns the shares of the values in each result and the gradient of the products, both in `dtype`. The memory of
+    the first and the third argument is used if the function works `in_place`.
 
     The gradient of a softmax's input is its output times (gradient of the output - weighted mean of it).
     """
-    shares_BIT = (products_BIT * scale - log_sums_BI1).exp()
-    return shares_BIT.to(dtype), (shares_BIT * (weighted_BIT - mean_BI1) * scale).to(dtype)
-
-
-def _score_gradients_in_place(
-    products_BIT: Tensor, log_sums_BI1: Tensor, weighted_BIT: Tensor, mean_BI1: Tensor, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Computes `_score_gradients` in the memory of its first and third arguments."""
-    shares_BIT = products_BIT.mul_(scale).sub_(log_sums_BI1).exp_()
+    shares_BIT = (products_BIT.mul_(scale) if in_place else products_BIT * scale).sub_(log_sums_BI1).exp_()
     factors = shares_BIT.to(dtype, copy=True)
-    return factors, shares_BIT.mul_(weighted_BIT.sub_(mean_BI1)).mul_(scale).to(dtype)
+    apart_BIT = weighted_BIT.sub_(mean_BI1) if in_place else weighted_BIT - mean_BI1
+    return factors, shares_BIT.mul_(apart_BIT).mul_(scale).to(dtype)
 
 
-IN_PLACE = ScoreArithmetic(_powers_in_place, _score_gradients_in_place)
+IN_PLACE = ScoreArithmetic(partial(_powers, in_place=True), partial(_score_gradients, in_place=True))
 
 
 def attention(q_BTC: Tensor, k_BTC: Tensor, v_BTC: Tensor, arithmetic: ScoreArithmetic | None = IN_PLACE) -> Tensor:

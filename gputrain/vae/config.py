@@ -128,7 +128,6 @@ class Losses:
         help="Weights of LPIPS: torchvision's vgg16-397923af.pth and the lpips package's vgg.pth, or their names "
         "lpips-vgg16,lpips-heads.",
     )
-    lpips_sha256: tuple[str, ...] = opt(default=(), help="SHA-256 of lpips_weights that are not the published files.")
     lpips_crop: int = opt(default=256, help="Side of the random crop for LPIPS, in pixels; 0: whole pictures.", min=0)
     adversarial_weight: float = opt(default=0.0, help="Weight of the adversarial loss (PatchGAN); 0 is off.", min=0)
     adversarial_loss: AdversarialLoss = opt(default="hinge", help="Form of the adversarial loss.")
@@ -375,7 +374,6 @@ class PictureEvaluation:
         help="Also compute rFID, with Inception's weights from this file: pt_inception-2015-12-05-6726825d.pth, or by "
         "the name inception-fid.",
     )
-    rfid_sha256: str = opt(default="", help="SHA-256 of rfid_weights, if it is not the published file.")
 
 
 @config(panel="Reconstruction")

@@ -14,21 +14,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from PIL import Image
 
-from gputrain.engine.data import (
-    HELD_OUT_SHARE,
-    MANIFEST,
-    DataWarning,
-    Sample,
-    fingerprint,
-    item_rng,
-    read_rows,
-)
+from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, DataWarning, Sample, fingerprint, item_rng, read_rows
 from gputrain.engine.mixture import FolderItems, GivenFolders, Mixture, data_folders, split_folders
 from gputrain.engine.preparation import RefusedItem, SourceFile
 from gputrain.engine.sources import open_source
@@ -121,17 +114,10 @@ def open_pictures(
         pictures, rejected = _pictures_in(source.folder)
         rejected = source.located(rejected)
         found.append(pictures)
-        refused += rejected if len(folders) == 1 else [_with_folder(folder.path, one) for one in rejected]
-    keys = [_fingerprint_of] * len(folders)
+        several = len(folders) > 1
+        refused += [replace(one, path=str(folder.path / one.path)) if several else one for one in rejected]
+    keys = [attrgetter("fingerprint")] * len(folders)
     return Pictures(split_folders(folders, found, held_out_share, keys), refused)
-
-
-def _fingerprint_of(picture: Picture) -> str:
-    return picture.fingerprint
-
-
-def _with_folder(folder: Path, refused: RefusedItem) -> RefusedItem:
-    return replace(refused, path=str(folder / refused.path))
 
 
 def is_prepared(folder: Path) -> bool:
@@ -270,11 +256,10 @@ class CropDataset:
 
 def decoding_seconds(dataset: CropDataset, samples: int = 5) -> float:
     """Returns the decoding time of a crop: the median over `samples` pictures."""
-    items = sorted({round(i * (len(dataset) - 1) / max(1, samples - 1)) for i in range(samples)})
     took = []
-    for item in items:
+    for place in range(samples):
         began = time.perf_counter()
-        dataset[Sample(0, item)]
+        dataset[Sample(0, round(place * (len(dataset) - 1) / (samples - 1)))]
         took.append(time.perf_counter() - began)
     return statistics.median(took)
 

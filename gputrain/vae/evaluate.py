@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -29,10 +30,9 @@ from gputrain.vae.config import Data, PictureEvaluation
 from gputrain.vae.data import Picture, as_rgb, centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.latent_report import LatentReport
 from gputrain.vae.latents import LatentScaling, PatchStatistics
-from gputrain.vae.load import LoadedVae, load_model
 from gputrain.vae.model import AutoencoderKL, Moments
 from gputrain.vae.pictures import FLAT, UnusablePicture
-from gputrain.vae.pretrained import read_pretrained
+from gputrain.vae.pretrained import LoadedVae, load_model, read_pretrained
 from gputrain.vae.rfid import INCEPTION, ReconstructionFid, load_extractor
 from gputrain.vae.tiny import ENCODER, Autoencoder, DistilledAutoencoder
 from gputrain.vae.weights import named_files
@@ -139,14 +139,14 @@ def reconstruction_figures(
     """Reconstructs uint8 crops (CHW, all of one size) from the means of their latents, and computes metrics.
 
     Reconstructions are quantised to 8 bits, as in a file; with `fid`, rFID is computed too, and `report` gets the
-    latents. `progress` receives the
-    number of pictures that are done, parts of them included. Raises UserError if there are no crops.
+    latents. `progress` receives the number of pictures that are done, parts of them included. Raises UserError if there
+    are no crops.
     """
     rows: list[Tensor] = []
-    latents, done = LatentMoments(), 0
+    latents, done, rest = LatentMoments(), 0, iter(crops)
     patches = LatentMoments() if model.architecture.patch_statistics else None
-    for batch in _batches(crops, batch_size):
-        images_BCHW = batch.to(device)
+    while batch := list(islice(rest, batch_size)):
+        images_BCHW = torch.stack(batch).to(device)
         target_BCHW = to_unit(images_BCHW)
         moments = model.encode(target_BCHW)
         progress(done + ENCODED * len(batch))
@@ -155,7 +155,8 @@ def reconstruction_figures(
         latents.add(moments)
         if patches:
             patches.add(patched(moments))
-        rows.append(_compare(to_unit(saved_BCHW), target_BCHW).cpu())
+        with torch.autocast(device.type, enabled=False):
+            rows.append(torch.stack([metric(to_unit(saved_BCHW), target_BCHW) for metric in METRICS.values()]).cpu())
         if fid:
             fid.add(*(to_u8(as_rgb(to_unit(one_BCHW))) for one_BCHW in (saved_BCHW, images_BCHW)))
         if report:
@@ -165,38 +166,21 @@ def reconstruction_figures(
     if not rows:
         raise UserError("no readable picture to evaluate", hint="gputrain validate names each fault")
     values = torch.cat(rows, dim=1).double()
-    names = ("psnr_db", "ssim", "ms_ssim", "structural", "l1")
-    scalars = dict(zip(names, values.mean(dim=1).tolist(), strict=True))
+    scalars = dict(zip(METRICS, values.mean(dim=1).tolist(), strict=True))
     scalars |= {"rfid": fid.distance()} if fid else {}
     # Not as factors: those that a pipeline uses are in the export, measured on other pictures or given by the source.
     scalars |= {"std_of_latents": latents.deviation, "mean_of_latents": latents.mean}
     return VaeFigures(scalars, latents, values.shape[1], patches, report)
 
 
-def _compare(made_BCHW: Tensor, target_BCHW: Tensor) -> Tensor:
-    """Returns psnr_db, ssim, ms_ssim, structural and l1 of each picture: (5, B)."""
-    with torch.autocast(made_BCHW.device.type, enabled=False):
-        return torch.stack(
-            [
-                psnr_db(made_BCHW, target_BCHW),
-                losses.ssim(made_BCHW, target_BCHW),
-                losses.ms_ssim(made_BCHW, target_BCHW),
-                losses.structural(made_BCHW, target_BCHW),
-                losses.pixel_distance("l1", made_BCHW, target_BCHW),
-            ]
-        )
-
-
-def psnr_db(made_BCHW: Tensor, target_BCHW: Tensor) -> Tensor:
-    """Returns the peak signal-to-noise ratio of each picture in decibels (B), for values in [-1, 1]."""
-    squared_B = (made_BCHW - target_BCHW).square().flatten(1).mean(dim=1)
-    return 10 * torch.log10(4 / squared_B.clamp(min=1e-10))  # The range of [-1, 1] is 2, its square 4.
-
-
-def _batches(crops: Iterable[Tensor], batch_size: int) -> Iterator[Tensor]:
-    rest = iter(crops)
-    while batch := list(islice(rest, batch_size)):
-        yield torch.stack(batch)
+# Each of the pictures (B), from reconstructions and originals in [-1, 1].
+METRICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "psnr_db": losses.psnr_db,
+    "ssim": lambda made_BCHW, target_BCHW: losses.ssim_terms(made_BCHW, target_BCHW)[0],
+    "ms_ssim": losses.ms_ssim,
+    "structural": losses.structural,
+    "l1": partial(losses.pixel_distance, "l1"),
+}
 
 
 def to_rgb(image_CHW: Tensor) -> Tensor:
@@ -261,7 +245,7 @@ def evaluate_pictures(
     fid = None
     if options.rfid_weights:
         (inception,) = named_files((options.rfid_weights,), (INCEPTION,))
-        fid = ReconstructionFid(load_extractor(inception, runtime.device, options.rfid_sha256))
+        fid = ReconstructionFid(load_extractor(inception, runtime.device))
     loaded = load_model(model, runtime.device)
     runtime.place(loaded.model)
     trained = loaded.settings.data if loaded.settings else Data()

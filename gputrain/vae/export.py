@@ -21,9 +21,8 @@ from gputrain.vae.data import open_pictures
 from gputrain.vae.diffusers_folder import CONFIG, WEIGHTS, export_and_verify
 from gputrain.vae.evaluate import readable_crops, reconstruction_figures
 from gputrain.vae.latents import LatentScaling, LatentSource, nearest_family
-from gputrain.vae.load import LoadedVae, load_model
 from gputrain.vae.model import AutoencoderKL
-from gputrain.vae.pretrained import Pretrained, source_of_run
+from gputrain.vae.pretrained import LoadedVae, Pretrained, load_model, source_of_run
 from gputrain.vae.tiny import DistilledAutoencoder, export_tiny
 
 log = logging.getLogger(__name__)

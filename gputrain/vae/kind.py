@@ -5,23 +5,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gputrain import kinds
 from gputrain.config import leaves
-from gputrain.kinds import (
-    CommandOutput,
-    DataCommand,
-    DataWork,
-    DemoSteps,
-    EvaluateCommand,
-    Exported,
-    Exporter,
-    HubCard,
-    ModelKind,
-    OwnCommand,
-    ReportProgress,
-    Words,
-    other_files,
-    prepared_counts,
-)
 from gputrain.vae.config import (
     PUBLISHED,
     BenchVae,
@@ -34,38 +19,31 @@ from gputrain.vae.config import (
 )
 
 if TYPE_CHECKING:
-    from gputrain.vae.validate import ImageReport
-    from gputrain.vae.work import VaeWork
-
-
-def work() -> "VaeWork":
-    from gputrain.vae.work import VaeWork
-
-    return VaeWork()
+    from gputrain.vae.prepare import ImageReport
 
 
 # ------------------------------------------------------------------------------------------------------------ data
 
 
-def prepare_pictures(settings: Any) -> DataWork:
+def prepare_pictures(settings: Any) -> kinds.DataWork:
     from gputrain.engine.sources import origin_of
     from gputrain.vae.prepare import check_output, prepare_images
 
     size = settings.pictures.target_size
     choices = {"overwrite": settings.overwrite, "origin": origin_of(settings.input_dir)}
-    return DataWork(
+    return kinds.DataWork(
         partial(prepare_images, **choices),
         settings.pictures,
-        lambda report: prepared_counts(report, "held out", report.held_out),
+        lambda report: kinds.prepared_counts(report, "held out", report.held_out),
         train_options=("--image-size", str(size)) if size < leaves(TrainVae)["image_size"].default else (),
         check_output=partial(check_output, config=settings.pictures, **choices),
     )
 
 
-def validate_pictures(settings: Any) -> DataWork:
-    from gputrain.vae.validate import validate_images
+def validate_pictures(settings: Any) -> kinds.DataWork:
+    from gputrain.vae.prepare import validate_images
 
-    return DataWork(validate_images, settings.pictures, picture_figures)
+    return kinds.DataWork(validate_images, settings.pictures, picture_figures)
 
 
 def picture_figures(report: "ImageReport") -> dict[str, object]:
@@ -75,7 +53,7 @@ def picture_figures(report: "ImageReport") -> dict[str, object]:
         "readable pictures": report.pictures,
         "held out": report.held_out,
         "refused": len(report.refused),
-        "other files": other_files(report.ignored) or 0,
+        "other files": kinds.other_files(report.ignored) or 0,
         "formats": ", ".join(f"{count} {name}" for name, count in report.formats.items()),
         "size": f"{report.bytes / 1e6:.1f} MB",
         "width in pixels": format_range(report.width),
@@ -96,7 +74,7 @@ def evaluate(settings: Any, **shared: Any) -> Any:
     return evaluate_pictures(settings.weights, settings.data_path, settings.pictures, **shared)
 
 
-def export_diffusers(settings: Any, progress: ReportProgress) -> Exported:
+def export_diffusers(settings: Any, progress: kinds.ReportProgress) -> kinds.Exported:
     from gputrain.vae.export import export_vae
 
     return export_vae(
@@ -104,7 +82,7 @@ def export_diffusers(settings: Any, progress: ReportProgress) -> Exported:
     )
 
 
-def reconstruct(settings: Reconstruct, output: CommandOutput) -> None:
+def reconstruct(settings: Reconstruct, output: kinds.CommandOutput) -> None:
     from gputrain.vae.reconstruct import reconstruct_folder
 
     with output.progress("reconstructing") as progress:
@@ -146,7 +124,7 @@ def cut_photographs(folder: Path) -> None:
                 part.convert("RGB").save(parts / f"{Path(name).stem}_{row}{column}.png")
 
 
-def demo_commands(folder: Path) -> list[Words]:
+def demo_commands(folder: Path) -> list[kinds.Words]:
     photographs, data, run, export = (folder / name for name in ("photographs", "data", "run", "export"))
     train = [
         "--preset", "fast", "--image-size", SIZE, "--batch-size", 4, "--num-epochs", 36, "--learning-rate", 1e-4,
@@ -178,7 +156,7 @@ def demo_results(folder: Path) -> dict[str, object]:
     }
 
 
-KIND = ModelKind(
+KIND = kinds.ModelKind(
     name="vae",
     title="an image VAE",
     panel="Image VAE",
@@ -188,31 +166,31 @@ KIND = ModelKind(
     train=TrainVae,
     plan=PlanVae,
     bench=BenchVae,
-    work=work,
+    work=kinds.imported("gputrain.vae.work:VaeWork"),
     data="pictures",
     media="image",
     prepared={
         "manifest.jsonl": frozenset({"width", "height", "fingerprint"}),
         "journal.jsonl": frozenset({"input_dir"}),
     },
-    prepare=DataCommand(
+    prepare=kinds.DataCommand(
         groups={"pictures": VaePrepareConfig},
         names=frozenset({"mode", "overwrite", *leaves(VaePrepareConfig)}),
         work=prepare_pictures,
     ),
-    validate=DataCommand(
+    validate=kinds.DataCommand(
         groups={"pictures": PictureLimits}, names=frozenset(leaves(PictureLimits)), work=validate_pictures
     ),
     published=PUBLISHED,
-    evaluation=EvaluateCommand(
+    evaluation=kinds.EvaluateCommand(
         groups={"pictures": PictureEvaluation},
         names=frozenset(leaves(PictureEvaluation)),
         items="pictures",
         run=evaluate,
     ),
-    exporters={"diffusers": Exporter(export_diffusers, frozenset({"data_path", "device"}))},
+    exporters={"diffusers": kinds.Exporter(export_diffusers, frozenset({"data_path", "device"}))},
     commands=(
-        OwnCommand(
+        kinds.OwnCommand(
             "reconstruct", Reconstruct,
             "Reconstruct pictures of any size with a VAE, and show them next to their originals.", reconstruct,
         ),
@@ -222,8 +200,8 @@ KIND = ModelKind(
         "--output-dir", "reconstructions",
     ),
     headlines=("psnr_db", "ssim", "ms_ssim", "rfid"),
-    demo=DemoSteps("photographs", cut_photographs, demo_commands, demo_results),
-    hub=HubCard("diffusers", "image-to-image", "image autoencoder"),
+    demo=kinds.DemoSteps("photographs", cut_photographs, demo_commands, demo_results),
+    hub=kinds.HubCard("diffusers", "image-to-image", "image autoencoder"),
     profiles=Path(__file__).parent / "profiles",
     former_names=("images",),
     metric="speed/images_per_second",

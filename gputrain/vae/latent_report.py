@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gputrain.vae.equivariance import Transformation
+from gputrain.vae.losses import psnr_db
 from gputrain.vae.tiny import Autoencoder
 
 TRANSFORMED = 64  # Pictures that are encoded and decoded transformed, which takes as long as two more each.
@@ -28,6 +29,10 @@ class Equivariance:
     sums_L: Tensor | float = 0.0
     count: int = 0
     psnrs_db: list[float] = field(default_factory=list)
+
+    @property
+    def psnr_db(self) -> float:
+        return sum(self.psnrs_db) / len(self.psnrs_db)
 
     @property
     def relative_error(self) -> float:
@@ -75,8 +80,7 @@ class LatentReport:
             sums.sums_L = sums.sums_L + wanted_BLhw.sum((0, 2, 3)).cpu()
             sums.count += wanted_BLhw[:, 0].numel()
             made_BCHW = model.decode(latents_BLhw).clamp(-1, 1).double()
-            squared_B = (made_BCHW - target_BCHW).square().flatten(1).mean(1)
-            sums.psnrs_db += (10 * torch.log10(4 / squared_B.clamp(min=1e-10))).tolist()
+            sums.psnrs_db += psnr_db(made_BCHW, target_BCHW).tolist()
 
     @property
     def channels(self) -> dict[str, list[float]]:
@@ -122,8 +126,8 @@ class LatentReport:
         }
         names = {"half": "half the size", "turn": "a quarter turn"}
         for name, sums in self.turned.items():
-            psnr = sum(sums.psnrs_db) / len(sums.psnrs_db)
-            shown[f"latents of {names[name]}"] = f"off by {100 * sums.relative_error:.3g} %; decoded {psnr:.4g} dB"
+            off = f"off by {100 * sums.relative_error:.3g} %; decoded {sums.psnr_db:.4g} dB"
+            shown[f"latents of {names[name]}"] = off
         return shown
 
     def to_json(self) -> dict[str, Any]:
@@ -133,10 +137,7 @@ class LatentReport:
             "spectrum": {"latents": self.spectrum(0), "pictures": self.spectrum(1)},
             "upper_frequencies": {"latents": self.high(0), "pictures": self.high(1)},
             "equivariance": {
-                name: {
-                    "relative_error": sums.relative_error,
-                    "decoded_psnr_db": sum(sums.psnrs_db) / len(sums.psnrs_db),
-                }
+                name: {"relative_error": sums.relative_error, "decoded_psnr_db": sums.psnr_db}
                 for name, sums in self.turned.items()
             },
         }

@@ -35,9 +35,8 @@ from gputrain.vae.model import Attention, AutoencoderKL, Downsample, ResnetBlock
 
 log = logging.getLogger(__name__)
 
-SCALE = (
-    16.0  # Signals are this much larger inside the autoencoder, so that the first steps of training disturb them less.
-)
+# Signals are this much larger inside the autoencoder, so that the first steps of training disturb them less.
+SCALE = 16.0
 CONSTANT = 16.0 * SCALE  # K: a colour of 1 changes the factor of the norm by 0.2 %.
 LATENT_STD = 4.0  # Standard deviation of the means of the latents.
 LOGVAR = -5.0  # Initial log-variance of the latents: a standard deviation of 0.08.
@@ -174,13 +173,9 @@ class Pairs:
         return max(1, self.group_width // 4)
 
     @property
-    def used_groups(self) -> int:
-        return -(-self.signals // self.in_group)
-
-    @property
     def channels(self) -> list[int]:
         """All channels of the groups, which are set aside for signals and constants."""
-        return list(range(self.used_groups * self.group_width))
+        return list(range(-(-self.signals // self.in_group) * self.group_width))
 
     def pair(self, signal: int) -> tuple[int, int]:
         """Returns the channels of c and -c."""

@@ -16,14 +16,7 @@ import numpy as np
 from PIL import Image, ImageCms, UnidentifiedImageError, features
 
 from gputrain.engine.containers import PICTURES, READ
-from gputrain.engine.preparation import (
-    RefusedItem,
-    SourceFile,
-    check_input_folder,
-    scan,
-    sorted_refusals,
-    source_files,
-)
+from gputrain.engine.preparation import RefusedItem, SourceFile, check_input_folder, scan, sorted_refusals, source_files
 from gputrain.errors import UserError
 from gputrain.vae.config import PictureLimits
 from gputrain.vae.tiff import TiffLayout, UnsupportedTiff, check_layout, decode_tiff, read_layout, shares_of_white
@@ -355,10 +348,6 @@ def _in_srgb(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _in_gray(image: Image.Image) -> Image.Image:
-    return _in_srgb(image).convert("L")
-
-
 def _with_alpha(image: Image.Image) -> Image.Image:
     """Returns a picture with its transparency. Its profile applies to the colours alone."""
     profile = image.info.get("icc_profile")
@@ -375,7 +364,9 @@ def _with_alpha(image: Image.Image) -> Image.Image:
 
 
 # How a picture becomes one of so many channels.
-CONVERTED: Mapping[int, Callable[[Image.Image], Image.Image]] = {1: _in_gray, 3: _in_srgb, 4: _with_alpha}
+CONVERTED: Mapping[int, Callable[[Image.Image], Image.Image]] = {
+    1: lambda image: _in_srgb(image).convert("L"), 3: _in_srgb, 4: _with_alpha,
+}  # fmt: skip
 
 
 @lru_cache(maxsize=16)

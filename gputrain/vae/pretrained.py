@@ -1,4 +1,4 @@
-"""Reads the weights of a pretrained autoencoder for fine-tuning.
+"""Loads a trained autoencoder for inference, and reads the weights of a pretrained one for fine-tuning.
 
 Sources are folders and pipelines of diffusers; single files with the tensor names of diffusers or of the first latent
 diffusion models (github.com/CompVis/latent-diffusion, which the published files of Stable Diffusion and FLUX use), of
@@ -14,12 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gputrain.engine.checkpoint import refuse_nonfinite
+from gputrain.engine import checkpoint
+from gputrain.engine.checkpoint import load_trained, refuse_nonfinite
 from gputrain.errors import UserError
 from gputrain.fetch.names import local_path
 from gputrain.kinds import refuse_unreadable
 from gputrain.vae.architecture import PRESETS, VaeArchitecture
-from gputrain.vae.config import PUBLISHED
+from gputrain.vae.config import PUBLISHED, TrainVae
 from gputrain.vae.diffusers_folder import (
     CONFIG,
     SHARED,
@@ -32,9 +33,8 @@ from gputrain.vae.diffusers_folder import (
     read_config,
 )
 from gputrain.vae.latents import STATISTICS, LatentScaling, LatentSource, PatchStatistics, TrainedPictures, family_of
-from gputrain.vae.load import LoadedVae, load_model
 from gputrain.vae.model import AutoencoderKL
-from gputrain.vae.tiny import ENCODER, FACTOR
+from gputrain.vae.tiny import ENCODER, FACTOR, Autoencoder, autoencoder_class, is_tiny, load_tiny
 from gputrain.vae.weights import DIGEST, WeightsFile, read_weights_file
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,38 @@ RENAMED = (
     # In the files of FLUX.2, these convolutions are parts of encoder and decoder.
     (r"^(encoder|decoder)\.(?=(post_)?quant_conv\.)", ""),
 )
+
+
+@dataclass(frozen=True)
+class LoadedVae:
+    """An autoencoder ready for inference."""
+
+    model: Autoencoder  # EMA weights if the run has them; in eval mode, without gradients
+    settings: TrainVae | None  # settings of the run; None for an exported folder
+    step: int  # number of optimizer steps; 0 for an exported folder
+    latents: LatentSource | None = None  # the pretrained model that a run began with
+
+
+def load_model(path: Path, device: torch.device) -> LoadedVae:
+    """Loads a model for inference. Raises UserError if it doesn't exist, is damaged or is of another kind."""
+    if not path.exists():
+        raise UserError(f"{path}: no such file or folder", hint="--model takes a run folder, a checkpoint or an export")
+    if not (path / CONFIG).is_file() and (path / "vae" / CONFIG).is_file():
+        path = path / "vae"  # A pipeline of diffusers.
+    if is_tiny(path):
+        return LoadedVae(_ready(load_tiny(path), device), None, 0)
+    if (path / CONFIG).is_file():
+        return LoadedVae(_ready(load_diffusers(path)[0], device), None, 0)
+    source, content = checkpoint.find_named(path, "vae", ["autoencoder"])
+    settings = checkpoint.saved_settings(TrainVae, content, source)
+    model = autoencoder_class(settings)(settings.architecture)
+    load_trained(model, content, "autoencoder", str(source))
+    latents = LatentSource.of_facts(content.get("facts", {}), source)
+    return LoadedVae(_ready(model, device), settings, content["progress"]["step"], latents)
+
+
+def _ready(model: Autoencoder, device: torch.device) -> Autoencoder:
+    return model.to(device).eval().requires_grad_(False)
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,10 @@ from gputrain.vae import losses
 from gputrain.vae.attention import SCORES
 from gputrain.vae.config import TrainVae
 from gputrain.vae.data import Picture, as_rgb, centre_crop, to_unit
-from gputrain.vae.discriminator import PatchDiscriminator
 from gputrain.vae.equivariance import Transformations
 from gputrain.vae.evaluate import readable_crops, reconstruction_figures, reconstruction_sheet
 from gputrain.vae.linear_start import signals_of
-from gputrain.vae.lpips import Lpips, crop, crop_corners
+from gputrain.vae.losses import Lpips, PatchDiscriminator, crop, crop_corners
 from gputrain.vae.memory_efficient_layers import Features
 from gputrain.vae.model import AutoencoderKL, Upsample, blocks
 from gputrain.vae.norm_arithmetic import Arithmetic

@@ -19,9 +19,9 @@ from gputrain.hw.runtime import runtime_on
 from gputrain.vae.config import Reconstruct
 from gputrain.vae.data import image_tensor, to_u8, to_unit
 from gputrain.vae.evaluate import picture_psnr_db, reconstruction_sheet
-from gputrain.vae.load import load_model
 from gputrain.vae.pictures import UnusablePicture, read_picture, scan_pictures
 from gputrain.vae.prepare import output_names
+from gputrain.vae.pretrained import load_model
 from gputrain.vae.tiny import Autoencoder
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,9 @@ def reconstruct(
         fade_Y1 = _fade(top, bottom, height, overlap).to(device)[:, None]
         weight_Y1 += fade_Y1
         for column, ((left, right), fade_X) in enumerate(zip(columns, fades_X, strict=True)):
-            part_1CYX = _padded(image_CHW[:, top:bottom, left:right], bottom - top, right - left, device)
+            part_CYX = to_unit(image_CHW[:, top:bottom, left:right].to(device))
+            missing = (0, right - left - part_CYX.shape[2], 0, bottom - top - part_CYX.shape[1])
+            part_1CYX = F.pad(part_CYX[None], missing, mode="replicate")  # Its last pixels are repeated.
             tile_CYX = model.decode(model.encode(part_1CYX).mean_BLhw)[0].float()
             sums_CYW[:, :, left:right] += tile_CYX * (fade_Y1 * fade_X)
             progress((row * len(columns) + column + 1) / (len(rows) * len(columns)))
@@ -72,12 +74,6 @@ def reconstruct(
         made_CHW[:, top:end] = finished_CYW[:, : image_CHW.shape[1] - top, : image_CHW.shape[2]].cpu()
         sums_CYW, weight_Y1 = (F.pad(kept[..., done:, :], (0, 0, 0, done)) for kept in (sums_CYW, weight_Y1))
     return made_CHW
-
-
-def _padded(part_CYX: Tensor, height: int, width: int, device: torch.device) -> Tensor:
-    """Returns a part of a picture as the autoencoder's input, whose last pixels are repeated up to this size."""
-    part_1CYX = to_unit(part_CYX.to(device)).unsqueeze(0)
-    return F.pad(part_1CYX, (0, width - part_1CYX.shape[3], 0, height - part_1CYX.shape[2]), mode="replicate")
 
 
 def _spans(size: int, tile: int, overlap: int, multiple: int) -> Iterator[tuple[int, int]]:
@@ -122,12 +118,12 @@ def reconstruct_folder(settings: Reconstruct, progress: Callable[[float, int], N
     written: list[Path] = []
     psnrs: list[float] = []
     pairs: list[tuple[Tensor, Tensor, str]] = []
-
-    def of_picture(number: int) -> Callable[[float], None]:
-        return lambda share: progress(number + share, len(names))
-
     progress(0, len(names))
     for done, name in enumerate(names):
+
+        def part_done(share: float, done: int = done) -> None:
+            progress(done + share, len(names))
+
         try:
             image = read_picture(folder / name, channels=model.architecture.in_channels)
         except UnusablePicture as refused:
@@ -137,8 +133,11 @@ def reconstruct_folder(settings: Reconstruct, progress: Callable[[float, int], N
             image.thumbnail((settings.max_side, settings.max_side), Image.Resampling.LANCZOS)
         original_CHW = image_tensor(image)
         with runtime.autocast():
-            made_CHW = reconstruct(model, original_CHW, runtime.device, settings.tile_size, of_picture(done))
-        written.append(_save(made_CHW, settings.output_dir / targets[name]))
+            made_CHW = reconstruct(model, original_CHW, runtime.device, settings.tile_size, part_done)
+        written.append(settings.output_dir / targets[name])
+        written[-1].parent.mkdir(parents=True, exist_ok=True)
+        levels_HWC = made_CHW.permute(1, 2, 0).contiguous().numpy()
+        Image.fromarray(levels_HWC[..., 0] if levels_HWC.shape[2] == 1 else levels_HWC).save(written[-1])
         psnrs.append(picture_psnr_db(made_CHW, original_CHW))
         if len(pairs) < SHEET_PICTURES:
             pairs.append((_thumbnail(original_CHW), _thumbnail(made_CHW), name))
@@ -175,14 +174,7 @@ def wanted_pictures(settings: Reconstruct) -> list[str]:
     return [names[number * len(names) // count] for number in range(count)]
 
 
-def _save(image_CHW: Tensor, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    levels_HWC = image_CHW.permute(1, 2, 0).contiguous().numpy()
-    Image.fromarray(levels_HWC[..., 0] if levels_HWC.shape[2] == 1 else levels_HWC).save(path)
-    return path
-
-
-def _thumbnail(image_CHW: Tensor, side: int = SHEET_SIDE) -> Tensor:
+def _thumbnail(image_CHW: Tensor) -> Tensor:
     """Returns the centre of a picture at full resolution, since a downsampled copy would hide lost details."""
-    top, left = (max(0, (size - side) // 2) for size in image_CHW.shape[1:])
-    return image_CHW[:, top : top + side, left : left + side]
+    top, left = (max(0, (size - SHEET_SIDE) // 2) for size in image_CHW.shape[1:])
+    return image_CHW[:, top : top + SHEET_SIDE, left : left + SHEET_SIDE]

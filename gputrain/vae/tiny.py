@@ -7,6 +7,7 @@ both. Latents are those that a pipeline hands to its denoiser: normalised by the
 Shapes: B items, C channels of a picture, H x W pixels, L latent channels, h x w latent positions.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -232,11 +233,9 @@ def export_tiny(model: DistilledAutoencoder, folder: Path) -> float:
 
 def is_tiny(folder: Path) -> bool:
     """Returns whether a folder of diffusers has an AutoencoderTiny."""
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and config.get("_class_name") == CLASS_NAME
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return bool(json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("_class_name") == CLASS_NAME)
+    return False
 
 
 def load_tiny(folder: Path) -> AutoencoderTiny:
@@ -254,7 +253,6 @@ def load_tiny(folder: Path) -> AutoencoderTiny:
         model = AutoencoderTiny(shape)
     except (ValueError, RuntimeError) as error:
         raise UserError(f"{path}: {error}", hint="use the file that belongs to the weights") from None
-    load_weights(
-        model, {name: one.float() for name, one in read_weights(folder / WEIGHTS).items()}, str(folder / WEIGHTS)
-    )
+    weights = {name: one.float() for name, one in read_weights(folder / WEIGHTS).items()}
+    load_weights(model, weights, str(folder / WEIGHTS))
     return model

@@ -1,10 +1,11 @@
-"""Reads files of pretrained weights, with verification of their SHA-256 and without running code."""
+"""Reads files of pretrained weights without running code."""
 
 import hashlib
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,6 +17,8 @@ from gputrain.fetch.catalogue import catalogue, close_names
 from gputrain.fetch.files import sha256
 from gputrain.fetch.names import find_published, local_path
 from gputrain.vae.config import MEASURES
+
+log = logging.getLogger(__name__)
 
 DAMAGED = "copy or download it again"
 DIGEST = "tensors_sha256"  # key in the metadata of a .safetensors file that gputrain wrote
@@ -34,38 +37,17 @@ def named_files(names: Sequence[str | Path], known: Sequence[str]) -> tuple[Path
     return tuple(local_path(name, MEASURES) for name in names)
 
 
-def verify_files(paths: Sequence[Path], known: Sequence[str], stated: Sequence[str] = ()) -> None:
-    """Verifies that every file is one of those with a short name in `known`, or has a SHA-256 that the user states (64
-    hexadecimal digits).
-
-    Raises UserError, naming both hashes, for any other file, and for a stated hash that no file has.
-    """
-    stated = [digest.lower() for digest in stated]
-    for digest in stated:
-        if not re.fullmatch("[0-9a-f]{64}", digest):
-            raise UserError(f"{digest!r} is not a SHA-256", hint="use the 64 hexadecimal digits of: sha256sum FILE")
-    entries = [catalogue()[name] for name in known]
-    wanted = [*stated, *(digest for entry in entries for digest in entry.sha256.values())]
-    where = how_to_fetch(known)
-    found = []
-    for path in paths:
-        if not path.is_file():
-            raise UserError(f"{path}: no such file", hint=where)
-        try:
-            found.append(sha256(path))
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-        if found[-1] not in wanted:
-            raise UserError(
-                f"{path}: its SHA-256 is {found[-1]}, expected {' or '.join(wanted)}",
-                hint=f"{where}. If you trust another file, state its SHA-256",
-            )
-    for digest in stated:
-        if digest not in found:
-            raise UserError(
-                f"{', '.join(map(str, paths))}: SHA-256 {', '.join(found)}, but you stated {digest}",
-                hint="use the file that the hash belongs to, or drop the hash of a known file",
-            )
+def read_published(path: Path, known: Sequence[str]) -> dict[str, Tensor]:
+    """Returns the tensors of a file, with a warning if it is none of those with a short name in `known`: figures of
+    other weights are not comparable with published ones. Raises UserError as `read_weights_file` does."""
+    tensors = read_weights_file(path).tensors
+    published = {digest for name in known for digest in catalogue()[name].sha256.values()}
+    if (found := sha256(path)) not in published:
+        log.warning(
+            "%s: not the published weights (its SHA-256 is %s, theirs %s): figures of it compare with no others; %s",
+            path, found, " or ".join(sorted(published)), how_to_fetch(known),
+        )  # fmt: skip
+    return tensors
 
 
 def how_to_fetch(known: Sequence[str]) -> str:
@@ -82,11 +64,6 @@ class WeightsFile(NamedTuple):
     metadata: Mapping[str, str]
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Reads all tensors of a file as `read_weights_file` does, with the same errors."""
-    return read_weights_file(path).tensors
-
-
 def read_weights_file(path: Path, parts: str = "") -> WeightsFile:
     """Reads the tensors of a .safetensors file, or of a .pth, .pt, .ckpt or .bin of torch, by name, on the CPU.
 
@@ -97,8 +74,11 @@ def read_weights_file(path: Path, parts: str = "") -> WeightsFile:
         raise UserError(f"{path}: no such file", hint="name a file of weights, preferably .safetensors")
     if path.suffix == ".safetensors":
         return read_safetensors(path, parts)
-    content = {name: tensor for name, tensor in _read_pickle(path).items() if isinstance(tensor, Tensor)}
-    return WeightsFile({name: one for name, one in content.items() if re.search(parts, name)}, list(content), {})
+    content = read_foreign(path, instead="take the .safetensors of the same weights")
+    if isinstance(content.get("state_dict"), dict):
+        content = content["state_dict"]
+    tensors = {name: one for name, one in content.items() if isinstance(name, str) and isinstance(one, Tensor)}
+    return WeightsFile({name: one for name, one in tensors.items() if re.search(parts, name)}, list(tensors), {})
 
 
 def read_safetensors(path: Path, parts: str = "") -> WeightsFile:
@@ -126,10 +106,3 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _read_pickle(path: Path) -> dict[str, Any]:
-    content = read_foreign(path, instead="take the .safetensors of the same weights")
-    if isinstance(content.get("state_dict"), dict):
-        content = content["state_dict"]
-    return {name: value for name, value in content.items() if isinstance(name, str)}

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from gputrain.bench.runner import NotMeasured
 from gputrain.bench.step_bench import GRAPHS, Compute, InferenceBench
 from gputrain.engine.checkpoint import format_list
-from gputrain.engine.data import digests, few_held_out, share_that_holds_out
+from gputrain.engine.data import digests, share_that_holds_out, warn_of_few_held_out
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.run_folder import Run
 from gputrain.errors import UserError
@@ -24,18 +25,16 @@ from gputrain.figures import counted
 from gputrain.hw.plan import Plan, data_in_memory
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.memory.fake_runtime import on_fake_tensors
 from gputrain.planner.memory.fit import Fit, MemoryBudget
-from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.planner.work import BatchSource, KindWork, PlannedTraining, PlanTarget, TrainingData
 from gputrain.session import log_start
-from gputrain.vae.architecture import VaeArchitecture, VaePreset
+from gputrain.vae.architecture import VaePreset
 from gputrain.vae.config import BenchVae, Model, PlannedData, PlanVae, TrainVae
 from gputrain.vae.data import CropDataset, Pictures, decoding_seconds, open_pictures, to_u8, to_unit
 from gputrain.vae.export import factors_for_export
 from gputrain.vae.latents import LatentScaling, LatentSource
 from gputrain.vae.linear_start import LinearCode, fit_code, signals_of, write_code
-from gputrain.vae.lpips import PUBLISHED_FILES, load_lpips
+from gputrain.vae.losses import PUBLISHED_FILES, load_lpips
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pictures import UnusablePicture, check_colours, has_transparency, read_picture
 from gputrain.vae.pretrained import Pretrained, load_pretrained
@@ -47,7 +46,6 @@ log = logging.getLogger(__name__)
 
 UNPACKED = "unpacked"  # Folder of a run for the pictures of archives and tables that it trains on.
 SIZE_STEP = 64  # Pixels between the image sizes that are proposed.
-FILES = ("lpips_weights", "lpips_sha256")  # Options without an effect on memory.
 MOST_LEFT_OUT = 0.2  # Share of small pictures up to which leaving them out is proposed.
 SMALL_PRESETS: tuple[VaePreset, ...] = ("lite", "fast")
 NAMED = 10  # Files left out that are named one by one.
@@ -130,16 +128,14 @@ class VaeWork(KindWork[TrainVae]):
         return VaeRecipe(settings, runtime, held_out=[])
 
     def synthetic_batch(self, settings: TrainVae) -> torch.Tensor:
-        data, draws = settings.data, torch.Generator().manual_seed(0)
+        data = settings.data
         shape = (settings.schedule.whole_batch, data.image_channels, data.image_size, data.image_size)
-        return torch.randint(256, shape, dtype=torch.uint8, generator=draws)
+        return torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
     def inference(self, settings: TrainVae, runtime: Runtime, **options: Any) -> InferenceBench:
         if runtime.plan.cuda_graphs.value:
             raise NotMeasured("encoding and decoding are not captured in CUDA graphs")
-        items = settings.schedule.whole_batch
-        flops = items * reconstruction_flops(settings.architecture, settings.data.image_size)
-        return InferenceBench(partial(reconstruction, settings), runtime, items, flops=flops)
+        return InferenceBench(partial(reconstruction, settings), runtime, settings.schedule.whole_batch)
 
 
 def reconstruction(settings: TrainVae, runtime: Runtime) -> Compute:
@@ -153,16 +149,6 @@ def reconstruction(settings: TrainVae, runtime: Runtime) -> Compute:
         return to_u8(model.decode(model.encode(images_BCHW).mean_BLhw))
 
     return compute
-
-
-def reconstruction_flops(architecture: VaeArchitecture, side: int) -> int:
-    """Returns the FLOPs of encoding and decoding a picture, by plain layers as in training steps."""
-    timeline = MemoryTimeline()
-    with on_fake_tensors(), torch.no_grad():
-        model = AutoencoderKL(architecture, lean=False)
-        with timeline.watching():
-            model.decode(model.encode(torch.empty(1, architecture.in_channels, side, side)).mean_BLhw)
-    return round(timeline.log.flops)
 
 
 def smaller_sizes(settings: TrainVae, budget: MemoryBudget, found: Fit) -> list[int]:
@@ -189,11 +175,8 @@ class VaeData(TrainingData[TrainVae]):
         return len(self.pictures.mixture)
 
     def digests(self) -> dict[str, Any]:
-        pictures = self.pictures
-        return digests(
-            training=[(one.fingerprint, one.width, one.height) for one in pictures.train],
-            held_out=[(one.fingerprint, one.width, one.height) for one in pictures.held_out],
-        )
+        facts, pictures = attrgetter("fingerprint", "width", "height"), self.pictures
+        return digests(training=list(map(facts, pictures.train)), held_out=list(map(facts, pictures.held_out)))
 
     def begin(self, settings: TrainVae, run: Run, runtime: Runtime) -> TrainVae:
         check_same(run, "image_channels", settings.data.image_channels, 3)
@@ -232,21 +215,14 @@ class VaeData(TrainingData[TrainVae]):
         return source
 
     def crops(self, settings: TrainVae, *, in_memory: bool) -> CropDataset:
-        data = settings.data
-        return CropDataset(
-            self.pictures.train,
-            data.image_size,
-            settings.schedule.seed,
-            data.horizontal_flip,
-            data.image_channels,
-            in_memory=in_memory,
-        )
+        data, seed, train = settings.data, settings.schedule.seed, self.pictures.train
+        return CropDataset(train, data.image_size, seed, data.horizontal_flip, data.image_channels, in_memory=in_memory)
 
     def recipe(self, settings: TrainVae, runtime: Runtime) -> VaeRecipe:
         losses = settings.losses
         lpips = None
         if losses.uses_lpips:
-            lpips = load_lpips(named_files(losses.lpips_weights, PUBLISHED_FILES), losses.lpips_sha256)
+            lpips = load_lpips(named_files(losses.lpips_weights, PUBLISHED_FILES))
         recipe = VaeRecipe(settings, runtime, self.pictures.held_out, lpips)
         recipe.sample_crops  # noqa: B018  (It raises now, instead of in the middle of the training, if one is unreadable.)
         return recipe
@@ -395,13 +371,8 @@ def log_training(settings: TrainVae, runtime: Runtime, pictures: Pictures) -> No
     if more := pictures.refused[NAMED:]:
         reasons = ", ".join(f"{count} {reason}" for reason, count in Counter(one.reason for one in more).most_common())
         log.warning("%d more files are left out (%s); gputrain validate names each", len(more), reasons)
-    if pictures.shared:
-        log.warning("there is only one picture: it is used both for training and for evaluation")
-    else:
-        prints = [one.fingerprint for one in (*pictures.train, *pictures.held_out)]
-        remedy = share_that_holds_out(prints)
-        if few := few_held_out(len(pictures.held_out), len(prints), "pictures", remedy):
-            log.warning("%s", few)
+    prints = [one.fingerprint for one in (*pictures.train, *pictures.held_out)]
+    warn_of_few_held_out(pictures.split.parts, "picture", share_that_holds_out(prints))
     log.info("pictures for training: %d, held out: %d", len(pictures.train), len(pictures.held_out))
     pictures.split.log_shares(pictures.mixture, "pictures")
     warn_of_opaque_pictures(settings.data.image_channels, pictures)

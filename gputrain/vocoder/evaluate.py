@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -59,19 +60,6 @@ class Excerpts:
 Clips = Sequence[tuple[Wave, Pitch]] | Excerpts  # Recordings with their pitches.
 
 
-@dataclass(frozen=True)
-class VocoderEvaluation(ClipMetrics):
-    """Metrics, which docs/vocoder.md lists: means over clips weighted by their lengths; those of pitch over all frames
-    together. Metrics without a value are absent.
-
-    - `_down_12`, `_up_12`: frames where the shifted pitch is beyond the tracker or the source of the model are left
-      out: a share `f0_left_out_up_12` of the voiced ones.
-    - `rtf`: the first clip, which warms up, does not count unless it is the only one.
-    - `score` is -m_stft, the only one of these metrics that covers the whole band, between the harmonics too, and
-      depends neither on a pitch tracker nor on the mel that training minimises.
-    """
-
-
 @dataclass
 class _Sums:
     weighted: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -114,8 +102,11 @@ def evaluate_generator(
     quick: bool = False,
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     progress: Progress = no_progress,
-) -> VocoderEvaluation:
-    """Resynthesises the first `seconds` of each clip (int16 samples T, pitch in Hz F) and compares.
+) -> ClipMetrics:
+    """Resynthesises the first `seconds` of each clip (int16 samples T, pitch in Hz F) and compares. The metrics, which
+    docs/vocoder.md lists, are means over clips weighted by their lengths, those of pitch over all frames together.
+    Metrics without a value are absent. `score` is -m_stft, the only one that covers the whole band, between the
+    harmonics too, and depends neither on a pitch tracker nor on the mel that training minimises.
 
     The pitch of the result is tracked by `f0_method` from `f0_min` to `f0_max` Hz, which should be the settings used
     for the clips. `loss_mel` is the mel of `mel_distance` (default: that of the generator). The noise of the source
@@ -131,10 +122,10 @@ def evaluate_generator(
         real_T, asked_F = excerpt(wave_T, pitch_F, mel, seconds)
         if np.abs(real_T).max(initial=0) >= AUDIBLE:
             length = len(real_T) / mel.sampling_rate
-            resynthesis = _Resynthesis(generator, device, autocast, real_T, seed + done)
+            synthesise = partial(_synthesise, generator, device, autocast, real_T, seed + done)
             tracker = _Tracker(mel, f0_method, f0_min, f0_max, generator.m_source.rate_hz / 2)
-            made_T = resynthesis.synthesise(asked_F)
-            timed.append((resynthesis.seconds, length))
+            made_T, computing = synthesise(asked_F)
+            timed.append((computing, length))  # The first one warms up, and does not count unless it is the only one.
             sums.add(length, _compared(made_T, real_T, mel, loss_mel or mel, f0_min, f0_max))
             made, real = (metrics.frame_repetition(wave_T, asked_F, mel.hop_size) for wave_T in (made_T, real_T))
             repetition = None if made is None or real is None else made - real
@@ -144,13 +135,13 @@ def evaluate_generator(
                 sums.add(length, {"pesq": metrics.pesq(made_T, real_T, mel.sampling_rate)})
             for number, shift in enumerate(shifts, start=1):  # Each takes about as long as everything before.
                 progress(done - 1 + number / (len(shifts) + 1), len(clips))
-                _compare_shifted(sums, resynthesis, tracker, asked_F, shift)
+                _compare_shifted(sums, synthesise, tracker, asked_F, shift)
         progress(done, len(clips))
     if not timed:
         raise UserError("all held-out clips begin with silence", hint="hold out more clips")
     scalars = sums.scalars()
     computing, sound = (sum(column) for column in zip(*(timed[1:] or timed), strict=True))
-    return VocoderEvaluation({**scalars, "rtf": computing / sound, "score": -scalars["m_stft"]}, len(timed))
+    return ClipMetrics({**scalars, "rtf": computing / sound, "score": -scalars["m_stft"]}, len(timed))
 
 
 def excerpt(wave_T: Wave, f0_F: Pitch, mel: Mel, seconds: float) -> tuple[Samples, Pitch]:
@@ -164,32 +155,24 @@ def frames_of(seconds: float, rate_hz: int, hop_size: int) -> int:
     return max(1, int(seconds * rate_hz / hop_size))
 
 
-@dataclass
-class _Resynthesis:
-    """The generator with the mel of one clip; `seconds` is the duration of its first synthesis."""
-
-    generator: Generator
-    device: torch.device
-    autocast: Callable[[], AbstractContextManager[object]]
-    real_T: Samples
-    seed: int
-    seconds: float = 0.0
-
-    def synthesise(self, f0_F: Pitch) -> Samples:
-        architecture = self.generator.architecture
-        log_mel_MF = metrics.log_mel_of(self.real_T, architecture.mel)
-        given = log_mel_MF, interpolated(f0_F)
-        mel_1MF, f0_1F = (torch.from_numpy(values)[None].to(self.device) for values in given)
-        drawn = draw_noise(architecture, 1, len(f0_F), torch.Generator().manual_seed(self.seed))
-        noise = Noise(*(tensor.to(self.device) for tensor in drawn))
-        synchronize(self.device)
-        began = time.perf_counter()
-        with cached_weights(self.generator), self.autocast():
-            made_T = self.generator(mel_1MF, f0_1F, noise)[0, 0]
-        synchronize(self.device)
-        self.seconds = self.seconds or time.perf_counter() - began
-        # NaN from a diverged model counts as silence, so that the metrics are bad and finite.
-        return from_int16(to_int16(np.nan_to_num(made_T.float().cpu().numpy())))
+def _synthesise(
+    generator: Generator, device: torch.device, autocast: Callable[[], AbstractContextManager[object]], real_T: Samples,
+    seed: int, f0_F: Pitch,
+) -> tuple[Samples, float]:  # fmt: skip
+    """Returns what the generator makes of the mel of a clip and a pitch, and the seconds that it took."""
+    architecture = generator.architecture
+    given = metrics.log_mel_of(real_T, architecture.mel), interpolated(f0_F)
+    mel_1MF, f0_1F = (torch.from_numpy(values)[None].to(device) for values in given)
+    drawn = draw_noise(architecture, 1, len(f0_F), torch.Generator().manual_seed(seed))
+    noise = Noise(*(tensor.to(device) for tensor in drawn))
+    synchronize(device)
+    began = time.perf_counter()
+    with cached_weights(generator), autocast():
+        made_T = generator(mel_1MF, f0_1F, noise)[0, 0]
+    synchronize(device)
+    computing = time.perf_counter() - began
+    # NaN from a diverged model counts as silence, so that the metrics are bad and finite.
+    return from_int16(to_int16(np.nan_to_num(made_T.float().cpu().numpy()))), computing
 
 
 @dataclass(frozen=True)
@@ -201,9 +184,8 @@ class _Tracker:
     source_hz: float  # Highest pitch of the model's source.
 
     def track(self, wave_T: Samples) -> Pitch:
-        floor_hz, ceiling_hz = self.range_hz
-        rate_hz, hop_size = self.mel.sampling_rate, self.mel.hop_size
-        return f0(wave_T, rate_hz, hop_size, self.method, floor_hz=floor_hz, ceiling_hz=ceiling_hz)
+        (floor_hz, ceiling_hz), mel = self.range_hz, self.mel
+        return f0(wave_T, mel.sampling_rate, mel.hop_size, self.method, floor_hz=floor_hz, ceiling_hz=ceiling_hz)
 
     @property
     def range_hz(self) -> tuple[float, float]:
@@ -240,16 +222,19 @@ def warn_of_faults(scalars: Mapping[str, float]) -> None:
         )  # fmt: skip
 
 
-def _compare_shifted(sums: _Sums, resynthesis: _Resynthesis, tracker: _Tracker, f0_F: Pitch, shift: int) -> None:
+def _compare_shifted(
+    sums: _Sums, synthesise: Callable[[Pitch], tuple[Samples, float]], tracker: _Tracker, f0_F: Pitch, shift: int
+) -> None:
     """Adds the pitch metrics of a clip synthesised `shift` semitones higher. The upper limit of the tracker is raised
-    by a positive shift; the lower one stays, because its windows grow with the longest period."""
+    by a positive shift; the lower one stays, because its windows grow with the longest period. Frames whose shifted
+    pitch is beyond the tracker or the source of the model are left out; their share of the voiced ones is counted."""
     suffix = f"_{'up' if shift > 0 else 'down'}_{abs(shift)}"
     factor = np.float32(2 ** (shift / 12))
     tracker = replace(tracker, ceiling_hz=tracker.ceiling_hz * max(1.0, float(factor)))
     floor_hz, ceiling_hz = tracker.range_hz
     asked_F = f0_F * factor
     within_F = ~voiced(f0_F) | ((asked_F >= floor_hz) & (asked_F <= ceiling_hz))
-    made_F = tracker.track(resynthesis.synthesise(asked_F.clip(max=tracker.source_hz)))
+    made_F = tracker.track(synthesise(asked_F.clip(max=tracker.source_hz))[0])
     sums.pitches[suffix] += pitch_match(made_F[within_F], asked_F[within_F])
     sums.left_out[suffix] += int((~within_F).sum())
     sums.voiced[suffix] += int(voiced(f0_F).sum())
@@ -265,7 +250,7 @@ def evaluate_folder(
     seconds: float = SECONDS,
     quick: bool = False,
     progress: Progress = no_progress,
-) -> VocoderEvaluation:
+) -> ClipMetrics:
     """Evaluates a trained model on the first `max_clips` held-out clips of prepared sound.
 
     Without `held_out_share`, they are those that the training held out; 1 takes all clips. Raises UserError if there is

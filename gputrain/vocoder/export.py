@@ -53,7 +53,12 @@ def export_openvpi(loaded: LoadedVocoder, folder: Path, progress: Progress = no_
     Raises UserError if the stock generator cannot load these sizes, weights are not finite or the folder cannot be
     written; RuntimeError if the files, read back, give another wave.
     """
-    _check_stock(loaded.generator)
+    if faults := loaded.generator.architecture.stock_faults:
+        raise UserError(
+            f"openvpi's generator cannot load this model: {'; '.join(faults)}",
+            hint="use --format onnx; for model.ckpt, train with three dilations in every block (1,3,5), even kernels "
+            "for even upsampling rates, and even rates",
+        )
     steps = StepProgress(progress, 2)
     generator = cpu_copy(loaded.generator)
     with written_aside(folder) as aside:
@@ -147,16 +152,6 @@ def _difference(generator: Generator, other: Generator, frames: int) -> float:
     noise = draw_noise(generator.architecture, 1, frames, torch.Generator().manual_seed(frames))
     waves = [model(mel_MF[None], f0_F[None], noise) for model in (generator, other)]
     return float((waves[0] - waves[1]).abs().max())
-
-
-def _check_stock(generator: Generator) -> None:
-    faults = generator.architecture.stock_faults
-    if faults:
-        raise UserError(
-            f"openvpi's generator cannot load this model: {'; '.join(faults)}",
-            hint="use --format onnx; for model.ckpt, train with three dilations in every block (1,3,5), even kernels "
-            "for even upsampling rates, and even rates",
-        )
 
 
 def _notes(loaded: LoadedVocoder) -> list[str]:

@@ -121,10 +121,10 @@ class Generator(nn.Module):
             x_BCL = x_BCL + noise_sigma * noise.features_BCF.to(x_BCL.dtype)
         for stage, up in enumerate(self.ups):
             x_BCL = at_least_fp32(up(leaky_relu(x_BCL, SLOPE)))
-            source_conv = self._source_conv(stage)
-            if source_conv is not None:
+            mini = self.architecture.mini_nsf
+            if stage == MINI_STAGE or not mini:
                 with in_fp32():
-                    x_BCL = x_BCL + source_conv(source_B1L)
+                    x_BCL = x_BCL + (self.source_conv if mini else self.noise_convs[stage])(source_B1L)
             blocks = self.resblocks[count * stage : count * (stage + 1)]
             x_BCL = mean_of_blocks(blocks, x_BCL, checkpointing=self.checkpointing)
         with in_fp32():
@@ -139,11 +139,6 @@ class Generator(nn.Module):
         """Returns the parts that compute in fp32 under autocast too."""
         sources = self.source_conv if self.architecture.mini_nsf else self.noise_convs
         return [self.m_source, sources, self.conv_post]
-
-    def _source_conv(self, stage: int) -> nn.Module | None:
-        if not self.architecture.mini_nsf:
-            return self.noise_convs[stage]
-        return self.source_conv if stage == MINI_STAGE else None
 
 
 class PitchSource(nn.Module):

@@ -5,27 +5,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gputrain import kinds
 from gputrain.audio.config import ClipEvaluation, Sound
 from gputrain.config import leaves
 from gputrain.engine.stop import format_duration
 from gputrain.figures import counted, format_number
-from gputrain.kinds import (
-    ONNX,
-    CommandOutput,
-    DataCommand,
-    DataWork,
-    DemoSteps,
-    EvaluateCommand,
-    Exported,
-    Exporter,
-    HubCard,
-    ModelKind,
-    OwnCommand,
-    ReportProgress,
-    Words,
-    other_files,
-    prepared_counts,
-)
 from gputrain.vocoder import openvpi
 from gputrain.vocoder.config import (
     PUBLISHED,
@@ -39,30 +23,21 @@ from gputrain.vocoder.config import (
 
 if TYPE_CHECKING:
     from gputrain.audio.prepare import SoundPrepareReport
-    from gputrain.vocoder.validate import SoundReport
-    from gputrain.vocoder.work import VocoderWork
-
-
-def work() -> "VocoderWork":
-    from gputrain.vocoder.work import VocoderWork
-
-    return VocoderWork()
+    from gputrain.vocoder.prepare import SoundReport
 
 
 # ------------------------------------------------------------------------------------------------------------ data
 
 
-def prepare_recordings(settings: Any) -> DataWork:
-    from gputrain.vocoder.prepare import check_output, prepare_sound, vocoder_prepare_config
+def prepare_recordings(settings: Any) -> kinds.DataWork:
+    from gputrain.vocoder.prepare import check_output, prepare_sound, validate_sounds, vocoder_prepare_config
 
     config = vocoder_prepare_config(settings.sound)
 
     def figures(report: "SoundPrepareReport") -> dict[str, object]:
-        return prepared_counts(report, "duration", format_duration(3600 * report.hours))
+        return kinds.prepared_counts(report, "duration", format_duration(3600 * report.hours))
 
     def findings(folder: Path, processes: int) -> list[str]:
-        from gputrain.vocoder.validate import validate_sounds
-
         return validate_sounds(folder, config.sampling_rate, num_workers=processes).findings
 
     usual = {name: leaf.default for name, leaf in leaves(TrainVocoder).items()}
@@ -72,19 +47,19 @@ def prepare_recordings(settings: Any) -> DataWork:
         word for name, value in needed.items() if value != usual[name.replace("-", "_")]
         for word in (f"--{name}", f"{value:g}")
     )  # fmt: skip
-    return DataWork(prepare_sound, config, figures, findings, words, partial(check_output, recipe=config))
+    return kinds.DataWork(prepare_sound, config, figures, findings, words, partial(check_output, recipe=config))
 
 
-def validate_recordings(settings: Any) -> DataWork:
-    from gputrain.vocoder.validate import validate_sounds
+def validate_recordings(settings: Any) -> kinds.DataWork:
+    from gputrain.vocoder.prepare import validate_sounds
 
-    return DataWork(validate_sounds, settings.audio_sample_rate or SAMPLING_RATE, sound_figures)
+    return kinds.DataWork(validate_sounds, settings.audio_sample_rate or SAMPLING_RATE, sound_figures)
 
 
 def sound_figures(report: "SoundReport") -> dict[str, object]:
     from gputrain.engine.preparation import format_range
 
-    figures: dict[str, object] = {"refused": len(report.refused), "other files": other_files(report.ignored) or 0}
+    figures: dict[str, object] = {"refused": len(report.refused), "other files": kinds.other_files(report.ignored) or 0}
     if (total := report.total) is not None:
         pitch = total.pitch_hz
         figures = {
@@ -114,7 +89,7 @@ def evaluate(settings: Any, **shared: Any) -> Any:
     )
 
 
-def export(settings: Any, progress: ReportProgress, *, format: str) -> Exported:
+def export(settings: Any, progress: kinds.ReportProgress, *, format: str) -> kinds.Exported:
     import torch
 
     from gputrain.vocoder.export import export_onnx, export_openvpi, export_oudep
@@ -127,7 +102,7 @@ def export(settings: Any, progress: ReportProgress, *, format: str) -> Exported:
     return write(loaded, settings.output_dir, settings.name or "vocoder", progress)
 
 
-def vocode(settings: Vocode, output: CommandOutput) -> None:
+def vocode(settings: Vocode, output: kinds.CommandOutput) -> None:
     from gputrain.vocoder.vocode import vocode_files
 
     with output.progress("vocoding") as progress:
@@ -163,7 +138,7 @@ def synthesise_singing(folder: Path) -> None:
     write_clips(folder / "songs", range(CLIPS, CLIPS + SONGS), RATE_HZ)
 
 
-def demo_commands(folder: Path) -> list[Words]:
+def demo_commands(folder: Path) -> list[kinds.Words]:
     data, run, export, songs = (folder / name for name in ("data", "run", "export", "songs"))
     prepare = ["--input-dir", folder / "recordings", "--output-dir", data, *FRAMES, *PITCH]
     train = [
@@ -208,7 +183,7 @@ def demo_results(folder: Path) -> dict[str, object]:
     }
 
 
-KIND = ModelKind(
+KIND = kinds.ModelKind(
     name="vocoder",
     title="a vocoder",
     panel="Vocoder",
@@ -217,34 +192,34 @@ KIND = ModelKind(
     train=TrainVocoder,
     plan=PlanVocoder,
     bench=BenchVocoder,
-    work=work,
+    work=kinds.imported("gputrain.vocoder.work:VocoderWork"),
     data="recordings",
     media="audio",
     prepared=dict.fromkeys(("manifest.jsonl", "journal.jsonl"), frozenset({"sampling_rate", "hop_size"})),
-    prepare=DataCommand(groups={"sound": Sound}, names=frozenset(leaves(Sound)), work=prepare_recordings),
-    validate=DataCommand(names=frozenset({"audio_sample_rate"}), work=validate_recordings),
+    prepare=kinds.DataCommand(groups={"sound": Sound}, names=frozenset(leaves(Sound)), work=prepare_recordings),
+    validate=kinds.DataCommand(names=frozenset({"audio_sample_rate"}), work=validate_recordings),
     published=PUBLISHED,
-    evaluation=EvaluateCommand(
+    evaluation=kinds.EvaluateCommand(
         groups={"clips": ClipEvaluation, "excerpts": ExcerptEvaluation},
         names=frozenset({"max_clips", "clip_seconds"}),
         items="clips",
         run=evaluate,
     ),
     exporters={
-        "openvpi": Exporter(partial(export, format="openvpi")),
-        "onnx": Exporter(partial(export, format="onnx"), frozenset({"name"}), ONNX),
-        "oudep": Exporter(partial(export, format="oudep"), frozenset({"name"}), ONNX),
+        "openvpi": kinds.Exporter(partial(export, format="openvpi")),
+        "onnx": kinds.Exporter(partial(export, format="onnx"), frozenset({"name"}), kinds.ONNX),
+        "oudep": kinds.Exporter(partial(export, format="oudep"), frozenset({"name"}), kinds.ONNX),
     },
     commands=(
-        OwnCommand(
+        kinds.OwnCommand(
             "vocode", Vocode,
             "Synthesise recordings, or mels with pitch, with a vocoder; at another pitch, if asked for.", vocode,
         ),
     ),
     use=("synthesise recordings", "vocode", "--input", "SONG.wav", "--output-dir", "vocoded"),
     headlines=("m_stft", "mel_distance", "f0_rmse_cents", "pesq"),
-    demo=DemoSteps("recordings", synthesise_singing, demo_commands, demo_results),
-    hub=HubCard("onnx", "audio-to-audio", "NSF-HiFiGAN vocoder"),
+    demo=kinds.DemoSteps("recordings", synthesise_singing, demo_commands, demo_results),
+    hub=kinds.HubCard("onnx", "audio-to-audio", "NSF-HiFiGAN vocoder"),
     shipped=openvpi.PROFILES,
     translate=partial(openvpi.translate, of="train"),
     translate_data=partial(openvpi.translate, of="prepare"),

@@ -71,12 +71,8 @@ class Weights:
         given = self.generator if part == "generator" else self.discriminators[part]
         return load_weights(
             wanted, given, f"{self.source}: its {part}", hint=hint, strict=strict_shapes,
-            left_out=lambda name: self._is_ignored(part, name),
+            left_out=lambda name: any(full.startswith(self.ignored) for full in names_of(part, name)),
         )  # fmt: skip
-
-    def _is_ignored(self, part: str, name: str) -> bool:
-        """Returns True if a tensor's name is ignored, by ours or by openvpi's, where fast kinds have plain names."""
-        return any(full.startswith(beginning) for full in names_of(part, name) for beginning in self.ignored)
 
 
 @dataclass(frozen=True)
@@ -121,7 +117,12 @@ def read_architecture(path: Path) -> NsfHifiganArchitecture:
     try:
         spectrogram = {ours: _value(Spectrogram, ours, theirs, values) for theirs, ours in SPECTROGRAM.items()}
         built = {key: _value(Model, key, key, values) for key in SAME_OPTIONS}
-        dilations = _dilations(values[DILATIONS])
+        rows = values[DILATIONS]
+        if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+            rows = [[0]]
+        dilations = tuple(map(tuple, rows))
+        if not all(type(number) is int and number > 0 for row in dilations for number in row):
+            raise UserError(f"{DILATIONS} is {values[DILATIONS]!r}, expected a list of lists of whole numbers")
         return NsfHifiganArchitecture(
             Spectrogram(**spectrogram).mel, resblock_dilation_sizes=dilations, pc_aug=bool(values["pc_aug"]), **built
         )
@@ -132,14 +133,6 @@ def read_architecture(path: Path) -> NsfHifiganArchitecture:
 def _value(owner: type, ours: str, theirs: str, values: dict[str, Any]) -> Any:
     """Converts a value as our option would; errors name openvpi's key."""
     return convert(replace(leaves(owner)[ours], name=theirs), values[theirs])
-
-
-def _dilations(rows: object) -> tuple[tuple[int, ...], ...]:
-    if isinstance(rows, list) and all(isinstance(row, list) for row in rows):
-        made: tuple[tuple[int, ...], ...] = tuple(map(tuple, rows))
-        if all(type(number) is int and number > 0 for row in made for number in row):
-            return made
-    raise UserError(f"{DILATIONS} is {rows!r}, expected a list of lists of whole numbers")
 
 
 def _ready(architecture: NsfHifiganArchitecture, weights: Weights, device: torch.device) -> Generator:
@@ -170,7 +163,7 @@ def frozen_parameters(beginnings: Sequence[str], parts: Mapping[str, nn.Module])
         if not (known and start.startswith(("generator", "discriminator"))):
             some = sorted({".".join(name.split(".")[:2]) for names, _ in named for name in names})
             raise UserError(f"frozen_params: no tensor begins with {start!r}", hint=f"such as {', '.join(some[:6])}")
-    frozen = [one for names, one in named if any(name.startswith(start) for name in names for start in beginnings)]
+    frozen = [one for names, one in named if any(name.startswith(tuple(beginnings)) for name in names)]
     if frozen and len(frozen) == len(named):
         raise UserError(f"frozen_params leaves nothing of the {side} to train", hint="freeze a part of it")
     return tuple(frozen)
@@ -213,11 +206,7 @@ def is_ours(path: Path) -> bool:
 
 def _read_run(path: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     _, content = checkpoint.find_named(path, "vocoder", ["generator", "discriminators"])
-    discriminators: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in content["modules"].get("discriminators", {}).items():
-        kind, _, rest = name.partition(".")
-        discriminators.setdefault(kind, {})[rest] = tensor
-    return trained_weights(content, "generator"), discriminators
+    return trained_weights(content, "generator"), _grouped(content["modules"].get("discriminators", {}))
 
 
 def _read_openvpi(path: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
@@ -231,12 +220,17 @@ def _read_openvpi(path: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Te
             f"{path}: holds no generator of a vocoder",
             hint="take openvpi's model.ckpt, or a checkpoint of its trainer, whose state_dict has generator.… in it",
         )
+    found = {name.removeprefix(DISCRIMINATOR): one for name, one in trained.items() if name.startswith(DISCRIMINATOR)}
+    return generator, dict(_known(group, tensors) for group, tensors in _grouped(found).items())
+
+
+def _grouped(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Returns tensors by the first part of their names, a group, and by the rest."""
     groups: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in trained.items():
-        if name.startswith(DISCRIMINATOR):
-            group, _, rest = name.removeprefix(DISCRIMINATOR).partition(".")
-            groups.setdefault(group, {})[rest] = tensor
-    return generator, dict(_known(group, tensors) for group, tensors in groups.items())
+    for name, tensor in tensors.items():
+        group, _, rest = name.partition(".")
+        groups.setdefault(group, {})[rest] = tensor
+    return groups
 
 
 def _known(group: str, tensors: dict[str, Tensor]) -> tuple[str, dict[str, Tensor]]:

@@ -7,9 +7,10 @@ ones of the S items that pc_aug shifts.
 import functools
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,27 +83,17 @@ class VocoderRecipe:
             self.ema = Ema(self.generator, average, schedule.ema_decay, width=schedule.ema_width)
             self.modules["ema"] = self.ema
         self._flops: dict[tuple[bool, bool], float] = {}  # FLOPs of one item, by the active phases.
-        generator = Phase(
-            "generator",
-            (self.generator,),
-            frozen=frozen_parameters(settings.model.frozen_params, {"generator": self.generator}),
-            optimizer=self._optimizer(
-                self.generator, schedule.generator_optimizer, schedule.weight_decay, schedule.betas
-            ),
-        )
+        frozen = functools.partial(frozen_parameters, settings.model.frozen_params)
+        optimizer = self._optimizer(self.generator, schedule.generator_optimizer, schedule.weight_decay, schedule.betas)
+        generator = Phase("generator", (self.generator,), optimizer, frozen=frozen({"generator": self.generator}))
+        optimizer = self._optimizer(
+            self.discriminators, schedule.discriminator_optimizer, schedule.discriminator_weight_decay,
+            schedule.discriminator_betas,
+        )  # fmt: skip
         discriminator = Phase(
-            "discriminator",
-            (self.discriminators,),
-            frozen=frozen_parameters(settings.model.frozen_params, self.by_kind),
-            optimizer=self._optimizer(
-                self.discriminators,
-                schedule.discriminator_optimizer,
-                schedule.discriminator_weight_decay,
-                schedule.discriminator_betas,
-            ),
-            after_step=self.refresh_spectral_norms,
-            lr_scale=schedule.discriminator_rate,
-        )
+            "discriminator", (self.discriminators,), optimizer, self.refresh_spectral_norms,
+            schedule.discriminator_rate, frozen(self.by_kind),
+        )  # fmt: skip
         shared = (self.generator, self.discriminators)
         weights_once = functools.partial(
             shared_weights, *shared, dtype=runtime.dtype, without_autocast=self.generator.computing_in_fp32(),
@@ -224,48 +215,46 @@ class VocoderRecipe:
         if not self._learns(step):
             yield from self.discriminator_loss(batch, step)
             return
-        waves_W1T, made_W1T = self._make_for_loss(batch)
-        yield from self._reconstruction_terms(made_W1T, batch)
-        if self._discriminator_learns(step):
-            given = (self.by_kind, batch.real_B1T, made_W1T, *_counts(batch))
-            yield from losses.adversarial_terms(*given, passes=self._used_passes)
-        yield _chained(waves_W1T, made_W1T)
+        yield from self._generated_terms(batch, step, losses.adversarial_terms)
 
     def discriminator_loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:
         """Yields the terms of the discriminators alone."""
         if self._discriminator_learns(step):
             with torch.no_grad():
                 waves_W1T = at_least_fp32(self._make(batch))
-            given = (self.by_kind, batch.real_B1T, waves_W1T, *_counts(batch))
-            yield from losses.discriminator_terms(*given, passes=self._used_passes)
+            yield from losses.discriminator_terms(*self._compared(batch, waves_W1T), passes=self._used_passes)
 
     def generator_loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:
         """Yields the terms of the generator alone, whose waves are generated again, with a graph."""
         if self._learns(step):
-            waves_W1T, made_W1T = self._make_for_loss(batch)
-            yield from self._reconstruction_terms(made_W1T, batch)
-            if self._discriminator_learns(step):
-                given = (self.by_kind, batch.real_B1T, made_W1T, *_counts(batch))
-                yield from losses.generator_terms(*given, passes=self._used_passes)
-            yield _chained(waves_W1T, made_W1T)
+            yield from self._generated_terms(batch, step, losses.generator_terms)
+
+    def _generated_terms(
+        self, batch: VocoderBatch, step: int, adversarial: Callable[..., Iterator[Yielded]]
+    ) -> Iterator[Yielded]:
+        """Yields the terms of generated waves, on a detached copy that collects their gradients, and chains these."""
+        waves_W1T = self._make(batch)
+        made_W1T = at_least_fp32(waves_W1T.detach()).requires_grad_()
+        yield from self._reconstruction_terms(made_W1T, batch)
+        if self._discriminator_learns(step):
+            yield from adversarial(*self._compared(batch, made_W1T), passes=self._used_passes)
+        assert made_W1T.grad is not None
+        yield ChainGradients((waves_W1T,), (made_W1T.grad.to(waves_W1T.dtype),))
+
+    def _compared(self, batch: VocoderBatch, waves_W1T: Tensor) -> tuple[Any, ...]:
+        """Returns the discriminators, real and generated waves, and the numbers of both in the whole batch."""
+        return self.by_kind, batch.real_B1T, waves_W1T, batch.whole, batch.whole + EACH * batch.whole_shifted
 
     @property
     def _used_passes(self) -> losses.DiscriminatorPasses | None:
         return self.passes if self.runtime.plan.compile.value else None
 
-    def _make_for_loss(self, batch: VocoderBatch) -> tuple[Tensor, Tensor]:
-        """Returns the generated waves, and a detached copy that collects their gradients."""
-        waves_W1T = self._make(batch)
-        return waves_W1T, at_least_fp32(waves_W1T.detach()).requires_grad_()
-
     def _make(self, batch: VocoderBatch) -> Tensor:
         if not batch.shifts.places:
             made_B1T: Tensor = self.synthesise(batch.mel_BMF, batch.f0_BF, batch.noise)
             return made_B1T
-        to_mel = functools.partial(log_mel, mel=self.mel)
-        ceiling_hz = self.generator.m_source.rate_hz / 2
-        given = (batch.mel_BMF, batch.f0_BF, batch.noise, batch.shifts, ceiling_hz)
-        return make_shifted(self.synthesise, to_mel, *given)
+        given = (batch.mel_BMF, batch.f0_BF, batch.noise, batch.shifts, self.generator.m_source.rate_hz / 2)
+        return make_shifted(self.synthesise, functools.partial(log_mel, mel=self.mel), *given)
 
     def _reconstruction_terms(self, made_W1T: Tensor, batch: VocoderBatch) -> Iterator[Yielded]:
         """Yields the distances to the recordings, and between items that are shifted twice and once."""
@@ -310,16 +299,6 @@ class VocoderRecipe:
         )  # fmt: skip
         warn_of_faults(figures.scalars)
         return Report(figures.scalars)
-
-
-def _counts(batch: VocoderBatch) -> tuple[int, int]:
-    """Returns the numbers of real and of generated waves of the whole batch."""
-    return batch.whole, batch.whole + EACH * batch.whole_shifted
-
-
-def _chained(waves_W1T: Tensor, made_W1T: Tensor) -> ChainGradients:
-    assert made_W1T.grad is not None
-    return ChainGradients((waves_W1T,), (made_W1T.grad.to(waves_W1T.dtype),))
 
 
 def build_generator(settings: TrainVocoder, runtime: Runtime) -> Generator:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -46,9 +47,8 @@ from gputrain.stored import from_json, is_fingerprint
 
 JOURNAL = "journal.jsonl"
 CHECKED_FRAMES = 128  # Frames per checksum.
-NEAR_FRAMES = (
-    2048  # Frames in which a voiced one is looked for on either side of a crop: 24 s at the usual 44100 / 512.
-)
+# Frames in which a voiced one is looked for on either side of a crop: 24 s at the usual 44100 / 512.
+NEAR_FRAMES = 2048
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class VocoderData:
     def evaluated(self) -> list[VocoderClip]:
         """The held-out clips in the order in which they are evaluated, by which each gets its noise: that of their
         fingerprints, in which the first ones come from many recordings."""
-        return sorted(self.parts.held_out, key=_content_of)
+        return sorted(self.parts.held_out, key=attrgetter("fingerprint"))
 
     @property
     def voiced_share(self) -> float:
@@ -232,11 +232,8 @@ def open_sounds(given: GivenFolders, held_out_share: float = HELD_OUT_SHARE, hel
     store = VocoderStore.joined(stores)
     rest = iter(store.clips)
     clips = [list(islice(rest, len(one.clips))) for one in stores]
-    return VocoderData(store, split_folders(folders, clips, held_out_share, [_content_of] * len(folders), held_out))
-
-
-def _content_of(clip: VocoderClip) -> str:
-    return clip.fingerprint
+    keys = [attrgetter("fingerprint")] * len(folders)
+    return VocoderData(store, split_folders(folders, clips, held_out_share, keys, held_out))
 
 
 @dataclass(frozen=True)
@@ -267,9 +264,9 @@ class SoundCrops:
         number = int(np.searchsorted(self._ends, item, side="right"))
         clip = self.clips[number]
         places = max(0, clip.frames - self.frames) + 1
-        stretch = item - (int(self._ends[number - 1]) if number else 0)
-        at = (stretch + item_rng(self.seed, epoch, item).random()) / self._crops_of(clip)
-        first = int(at * places)
+        crops = self._crops_of(clip)
+        segment = item - (int(self._ends[number]) - crops)
+        first = int((segment + item_rng(self.seed, epoch, item).random()) / crops * places)
         wave_T, _ = self.store.crop(clip, first, self.frames)
         return torch.from_numpy(wave_T), torch.from_numpy(self.store.source_pitch(clip, first, self.frames))
 

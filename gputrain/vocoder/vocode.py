@@ -135,6 +135,7 @@ def vocode_files(settings: Vocode, *, progress: Progress = no_progress) -> Vocod
     method = default_method() if settings.f0_method == "auto" else settings.f0_method
     require_tracker(method)
     read = VocoderInputReader(mel, method, settings.f0_min, settings.f0_max, runtime.device)
+    ceiling_hz = generator.m_source.rate_hz / 2  # Above half of its rate, the model's sine would alias.
     done = Vocoded([], [])
     for count, (source, target) in enumerate(wanted.items(), start=1):
         try:
@@ -145,7 +146,15 @@ def vocode_files(settings: Vocode, *, progress: Progress = no_progress) -> Vocod
             log.warning("%s; left out", error.message)
             done.refused.append(RefusedItem(str(source), "unreadable", error.message.removeprefix(f"{source}: ")))
         else:
-            f0_F = _clipped_pitch(generator, song.f0_F * 2 ** (settings.shift_semitones / 12), source)
+            f0_F = song.f0_F * 2 ** (settings.shift_semitones / 12)
+            if above := int((f0_F > ceiling_hz).sum()):
+                log.warning(
+                    "%s: %d frames are above %.0f Hz, the highest pitch of this model: clipped",
+                    source,
+                    above,
+                    ceiling_hz,
+                )
+            f0_F = f0_F.clamp(max=ceiling_hz)
             wave_T = vocode(generator, song.mel_MF, f0_F, seed=settings.seed, chunk_seconds=settings.chunk_seconds)
             with writing(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -156,17 +165,6 @@ def vocode_files(settings: Vocode, *, progress: Progress = no_progress) -> Vocod
         causes = format_list([f"{refusal.path}: {refusal.detail}" for refusal in done.refused])
         raise UserError(f"{settings.input}: no usable input: {causes}", hint=HOW_TO_CONVERT)
     return done
-
-
-def _clipped_pitch(generator: Generator, f0_F: Tensor, source: Path) -> Tensor:
-    """Clips the pitch to half the rate of the model's sine, above which it would alias."""
-    ceiling_hz = generator.m_source.rate_hz / 2
-    above = int((f0_F > ceiling_hz).sum())
-    if above:
-        log.warning(
-            "%s: %d frames are above %.0f Hz, the highest pitch of this model: clipped", source, above, ceiling_hz
-        )
-    return f0_F.clamp(max=ceiling_hz)
 
 
 # --------------------------------------------------------------------------------------------------------------- inputs
@@ -278,20 +276,19 @@ def targets(input: Path, output_dir: Path) -> dict[Path, Path]:
     sources = [input]
     if input.is_dir():
         found = [root / path for path in scan(root, SOUNDS | FEATURES).paths]
-        is_pitch = [path.suffix.lower() == ".npy" and not path.name.endswith(MEL_SUFFIX) for path in found]
-        sources = [path for path, skip in zip(found, is_pitch, strict=True) if path.is_file() and not skip]
+        mels = [path for path in found if path.suffix.lower() != ".npy" or path.name.endswith(MEL_SUFFIX)]
+        sources = [path for path in mels if path.is_file()]
     if not sources:
         raise UserError(
             f"{input}: no recording and no mel in it", hint=f"looked for {', '.join(sorted(SOUNDS))}, .npz, .mel.npy"
         )
-    names = output_names([source.relative_to(root) for source in sources], _stem_of)
+    names = output_names(
+        [source.relative_to(root) for source in sources],
+        lambda name: name.with_name(
+            name.name.removesuffix(MEL_SUFFIX if name.name.endswith(MEL_SUFFIX) else name.suffix)
+        ),
+    )
     targets = {source: output_dir / f"{name}.wav" for source, name in zip(sources, names, strict=True)}
     for source in {source.resolve() for source in sources} & {target.resolve() for target in targets.values()}:
         raise UserError(f"{source} would be overwritten", hint="name another --output-dir")
     return targets
-
-
-def _stem_of(name: Path) -> Path:
-    return (
-        name.with_name(name.name.removesuffix(MEL_SUFFIX)) if name.name.endswith(MEL_SUFFIX) else name.with_suffix("")
-    )

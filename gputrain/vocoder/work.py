@@ -13,7 +13,7 @@ from gputrain import config
 from gputrain.audio.mel import log_mel
 from gputrain.audio.weight_norm import cached_weights
 from gputrain.bench.step_bench import GRAPHS, SOUND_SWITCHES, SWITCHES, Compute, InferenceBench, sound_title
-from gputrain.engine.data import digests, few_held_out
+from gputrain.engine.data import digests, warn_of_few_held_out
 from gputrain.engine.mixture import Mixture, format_folders
 from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import RunProgress, StepSchedule
@@ -100,9 +100,8 @@ class VocoderWork(KindWork[TrainVocoder]):
         items, frames, mel = settings.schedule.whole_batch, settings.data.frames_to_read, settings.spectrogram.mel
         time_T = torch.arange(frames * mel.hop_size) / mel.sampling_rate
         f0_B1 = 110 * 4 ** torch.rand(items, 1, generator=draws)
-        wave_BT = 0.3 * torch.sin(2 * math.pi * f0_B1 * time_T) + 0.01 * torch.randn(
-            items, len(time_T), generator=draws
-        )
+        noise_BT = torch.randn(items, len(time_T), generator=draws)
+        wave_BT = 0.3 * torch.sin(2 * math.pi * f0_B1 * time_T) + 0.01 * noise_BT
         return (wave_BT * 32767).to(torch.int16), f0_B1.repeat(1, frames)
 
     def item_seconds(self, settings: TrainVocoder, **options: Any) -> float:
@@ -226,29 +225,17 @@ def open_training_data(settings: TrainVocoder) -> VocoderData:
 
 
 def log_training(settings: TrainVocoder, runtime: Runtime, sounds: VocoderData) -> None:
-    if sounds.parts.shared:
-        log.warning("there is only one clip: evaluations use the training data")
-    else:
-        held_out, clips = len(sounds.parts.held_out), len(sounds.parts.held_out) + len(sounds.parts.train)
-        if few := few_held_out(held_out, clips, "clips", "--val-num 8 holds out eight"):
-            log.warning("%s", few)
-    mel = settings.spectrogram.mel
-    hours = sum(clip.samples for clip in sounds.parts.train) / mel.sampling_rate / 3600
-    log.info(
-        "clips for training: %d (%s), held out: %d",
-        len(sounds.parts.train),
-        format_duration(3600 * hours),
-        len(sounds.parts.held_out),
-    )
-    voiced = sounds.voiced_share
-    if voiced < LEAST_VOICED:
+    train, held_out, mel = sounds.parts.train, len(sounds.parts.held_out), settings.spectrogram.mel
+    warn_of_few_held_out(sounds.parts, "clip", "--val-num 8 holds out eight")
+    duration = format_duration(sum(clip.samples for clip in train) / mel.sampling_rate)
+    log.info("clips for training: %d (%s), held out: %d", len(train), duration, held_out)
+    if (voiced := sounds.voiced_share) < LEAST_VOICED:
         log.warning(
             "%.1f %% of the frames have a pitch: the vocoder cannot learn it; run gputrain validate --kind vocoder",
             100 * voiced,
         )  # fmt: skip
-    source = "mini" if settings.model.mini_nsf else "full"
     log.info(
-        "model: %s source, %d channels, %g Hz; %s; crops of %.2f s", source,
+        "model: %s source, %d channels, %g Hz; %s; crops of %.2f s", "mini" if settings.model.mini_nsf else "full",
         settings.model.upsample_initial_channel, mel.sampling_rate,
         ", ".join(settings.discriminators.discriminators), settings.crop_seconds,
     )  # fmt: skip

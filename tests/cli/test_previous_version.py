@@ -21,7 +21,7 @@ from gputrain.tts import coqui
 from gputrain.tts.config import TrainTts
 from gputrain.tts.load import load_voice
 from gputrain.vae.config import TrainVae
-from gputrain.vae.load import load_model
+from gputrain.vae.pretrained import load_model
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.load import load_vocoder
 from gputrain.vocoder.openvpi import translate

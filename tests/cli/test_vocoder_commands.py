@@ -85,7 +85,7 @@ def test_a_single_clip_serves_as_both(typed, tmp_path):
     store = hummed(tmp_path / "single", clips=1)
     code, printed = typed(*training(store, val_num=1))
     assert code == 0
-    assert "warning: there is only one clip: evaluations use the training data" in printed
+    assert "warning: all data are of one file, which is used both for training and for evaluation" in printed
     assert "clips for training: 1 (1 s), held out: 1" in printed
 
 

@@ -23,7 +23,7 @@ from gputrain.tts.recipe import VoiceRecipe
 from gputrain.tts.recipe import plan_target as voice_subject
 from gputrain.tts.work import SpeechSize, architecture_for
 from gputrain.vae.config import TrainVae
-from gputrain.vae.lpips import Lpips
+from gputrain.vae.losses import Lpips
 from gputrain.vae.recipe import VaeRecipe
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.recipe import VocoderRecipe

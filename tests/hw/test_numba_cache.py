@@ -16,7 +16,7 @@ from gputrain.audio import f0
 from gputrain.errors import UserError
 from gputrain.hw import numba_cache
 from gputrain.hw.doctor import trials
-from gputrain.vocoder import validate
+from gputrain.vocoder import prepare
 
 # Prints when it starts and ends compiling each of two functions, which takes a while.
 COMPILER = """
@@ -136,12 +136,12 @@ def test_damaged_code_is_found_and_the_folder_named(damaged):
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="signals of POSIX")
 def test_validation_tells_of_the_compilation_before_it_begins(damaged, monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(validate, "default_method", lambda: "pyin")
+    monkeypatch.setattr(prepare, "default_method", lambda: "pyin")
     (tmp_path / "in").mkdir()
     soundfile.write(tmp_path / "in/a.wav", np.full(16000, 0.5, np.float32), 16000)
     with (
         caplog.at_level(logging.INFO, "gputrain"),
         pytest.raises(UserError, match="the pitch tracker pyin cannot be compiled"),
     ):
-        validate.validate_sounds(tmp_path / "in")
+        prepare.validate_sounds(tmp_path / "in")
     assert "compiling the pitch tracker pyin, once: half a minute on a free core, minutes on a busy" in caplog.text

@@ -371,5 +371,5 @@ def test_a_single_clip_serves_as_both(tmp_path, caplog):
     store = spoken(tmp_path / "store", texts=("it is late",))
     with caplog.at_level(logging.INFO, "gputrain"):
         train(tmp_path / "run", store, **{**QUIET, "evaluate_steps": 1}, max_steps=1)
-    assert "there is only one recording" in caplog.text
+    assert "all data are of one file" in caplog.text
     assert math.isfinite(rows(tmp_path / "run")[-1]["eval/score"])

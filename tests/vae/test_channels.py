@@ -16,14 +16,13 @@ from gputrain.errors import UserError
 from gputrain.vae.architecture import VaeArchitecture, vae_architecture
 from gputrain.vae.config import Data, PictureEvaluation, Reconstruct, TrainVae, VaePrepareConfig
 from gputrain.vae.data import CropDataset, as_rgb, centre_crop, open_pictures, to_u8, to_unit
-from gputrain.vae.discriminator import PatchDiscriminator
 from gputrain.vae.evaluate import evaluate_pictures, to_rgb
 from gputrain.vae.export import export_vae
 from gputrain.vae.linear_start import signals_of
-from gputrain.vae.load import load_model
+from gputrain.vae.losses import PatchDiscriminator
 from gputrain.vae.pictures import read_picture
 from gputrain.vae.prepare import prepare_images
-from gputrain.vae.pretrained import options_for
+from gputrain.vae.pretrained import load_model, options_for
 from gputrain.vae.recipe import VaeRecipe, plan_target
 from gputrain.vae.reconstruct import reconstruct_folder
 from gputrain.vae.work import warn_of_opaque_pictures

@@ -1,6 +1,7 @@
-"""LPIPS compared with the paper's formula on random weights, its files and their hashes, and crops."""
+"""LPIPS compared with the paper's formula on random weights, its files, and crops."""
 
-import hashlib
+import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from gputrain.errors import UserError
 from gputrain.fetch.catalogue import catalogue
-from gputrain.vae.lpips import PUBLISHED_FILES, Lpips, crop, crop_corners, load_lpips
+from gputrain.fetch.files import sha256
+from gputrain.vae.losses import PUBLISHED_FILES, Lpips, crop, crop_corners, load_lpips
 from gputrain.vae.weights import named_files
 
 # Names and shapes of the 13 convolutions in torchvision's vgg16-397923af.pth, and of all tensors in lpips' vgg.pth.
@@ -48,11 +50,7 @@ def files(weights: Weights, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 @pytest.fixture(scope="module")
 def model(files: tuple[Path, Path]) -> Lpips:
-    return load_lpips(files, hashes(*files)).double()
-
-
-def hashes(*paths: Path) -> tuple[str, ...]:
-    return tuple(hashlib.sha256(path.read_bytes()).hexdigest() for path in paths)
+    return load_lpips(files).double()
 
 
 def pictures(items: int = 2, height: int = 24, width: int = 16) -> tuple[Tensor, Tensor]:
@@ -113,7 +111,7 @@ def test_features_of_nothing_give_no_nan(files: tuple[Path, Path], weights: Weig
     closed = {name: tensor.clone() for name, tensor in weights.items()}
     closed["features.2.bias"].fill_(-1e3)
     save_file(closed, tmp_path / "closed.safetensors")
-    model = load_lpips((tmp_path / "closed.safetensors",), hashes(tmp_path / "closed.safetensors"))
+    model = load_lpips((tmp_path / "closed.safetensors",))
     made, target = (picture.float() for picture in pictures(items=1))
     distance = model(made, target)
     (gradient,) = torch.autograd.grad(distance.sum(), made)
@@ -129,7 +127,7 @@ def test_items_do_not_depend_on_their_batch(model: Lpips) -> None:
 
 
 def test_precision_stays_under_autocast(files: tuple[Path, Path], model: Lpips) -> None:
-    single = load_lpips(files, hashes(*files))
+    single = load_lpips(files)
     made, target = pictures()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         distance = single(made.detach().bfloat16(), target.bfloat16())
@@ -140,7 +138,7 @@ def test_precision_stays_under_autocast(files: tuple[Path, Path], model: Lpips) 
 
 def test_kept_for_backward(files: tuple[Path, Path]) -> None:
     """Besides the weights: the output of each convolution, pooled ones with indices, one difference per stage."""
-    single = load_lpips(files, hashes(*files))
+    single = load_lpips(files)
     made, target = (picture.float() for picture in pictures(items=1, height=64, width=64))
     kept: dict[int, int] = {}
 
@@ -166,15 +164,15 @@ def test_kept_for_backward(files: tuple[Path, Path]) -> None:
 def test_files_in_any_form(files: tuple[Path, Path], weights: Weights, model: Lpips, tmp_path: Path) -> None:
     """Weights in one file, and as the state of the lpips package's own network, in half precision."""
     save_file(weights, tmp_path / "merged.safetensors")
-    merged = load_lpips((tmp_path / "merged.safetensors",), hashes(tmp_path / "merged.safetensors"))
-    swapped = load_lpips(files[::-1], hashes(*files))
+    merged = load_lpips((tmp_path / "merged.safetensors",))
+    swapped = load_lpips(files[::-1])
     network = {}
     for name, tensor in weights.items():
         place = int(name.split(".")[1]) if name.startswith("features") else None
         slice_ = None if place is None else 1 + sum(place > last for last in COMPARED)
         network[name.replace("features.", f"net.slice{slice_}.")] = tensor.half()
     torch.save(network | {"scaling_layer.shift": torch.zeros(1, 3, 1, 1)}, tmp_path / "network.pth")
-    halved = load_lpips((tmp_path / "network.pth",), hashes(tmp_path / "network.pth"))
+    halved = load_lpips((tmp_path / "network.pth",))
     for name, tensor in model.state_dict().items():
         assert torch.equal(merged.state_dict()[name].double(), tensor)
         assert torch.equal(swapped.state_dict()[name].double(), tensor)
@@ -184,48 +182,47 @@ def test_files_in_any_form(files: tuple[Path, Path], weights: Weights, model: Lp
 
 def test_loading_draws_no_random_numbers(files: tuple[Path, Path]) -> None:
     before = torch.get_rng_state()
-    load_lpips(files, hashes(*files))
+    load_lpips(files)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_hashes(files: tuple[Path, Path]) -> None:
-    trunk, heads = hashes(*files)
-    with pytest.raises(UserError) as caught:
+def test_other_weights_than_the_published_ones_are_named(
+    files: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
         load_lpips(files)
-    assert trunk in caught.value.message
-    assert all(
-        digest in caught.value.message for name in PUBLISHED_FILES for digest in catalogue()[name].sha256.values()
-    )
-    fetch = "gputrain fetch lpips-vgg16 lpips-heads loads vgg16-397923af.pth and vgg.pth"
-    assert caught.value.hint == f"{fetch}. If you trust another file, state its SHA-256"
-    with pytest.raises(UserError, match=rf"vgg.pth: its SHA-256 is {heads}, expected {trunk}"):
-        load_lpips(files, (trunk,))
-    with pytest.raises(UserError, match=rf"{trunk}, {heads}, but you stated {'0' * 64}"):
-        load_lpips(files, (trunk, heads, "0" * 64))
-    with pytest.raises(UserError, match="'397923af' is not a SHA-256"):
-        load_lpips(files, ("397923af",))
-    assert load_lpips(files, (trunk.upper(), heads)).training is False
+    for path, said in zip(files, caplog.messages, strict=True):
+        assert said.startswith(f"{path}: not the published weights (its SHA-256 is {sha256(path)}, ")
+        assert all(digest in said for name in PUBLISHED_FILES for digest in catalogue()[name].sha256.values())
+        assert said.endswith("; gputrain fetch lpips-vgg16 lpips-heads loads vgg16-397923af.pth and vgg.pth")
+    caplog.clear()
+    published = {name: replace(catalogue()[name], sha256={"file": sha256(path)})
+                 for name, path in zip(PUBLISHED_FILES, files, strict=True)}  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gputrain.vae.weights.catalogue", lambda: published)
+        load_lpips(files)
+    assert not caplog.messages
 
 
 def test_broken_files(files: tuple[Path, Path], weights: Weights, tmp_path: Path) -> None:
     trunk, heads = files
     with pytest.raises(UserError, match=r"LPIPS with VGG16 differs in 5 tensors: heads.0 is missing"):
-        load_lpips((trunk,), hashes(trunk))
+        load_lpips((trunk,))
     with pytest.raises(UserError, match=r"differs in 26 tensors: features.0.weight is missing"):
-        load_lpips((heads,), hashes(heads))
+        load_lpips((heads,))
     with pytest.raises(UserError, match=r"nowhere.pth: no such file"):
         load_lpips((tmp_path / "nowhere.pth",))
     other = tmp_path / "other.safetensors"
     save_file(weights | {"lin2.model.1.weight": torch.zeros(1, 384, 1, 1)}, other)
     with pytest.raises(UserError, match=r"heads.2 is \(1, 384, 1, 1\), expected \(1, 256, 1, 1\)"):
-        load_lpips((other,), hashes(other))
+        load_lpips((other,))
     other.write_bytes(other.read_bytes()[:9999])
     with pytest.raises(UserError, match="truncated or damaged"):
-        load_lpips((other,), hashes(other))
+        load_lpips((other,))
     cut = tmp_path / "cut.pth"
     cut.write_bytes(trunk.read_bytes()[:99_999])
     with pytest.raises(UserError, match="truncated or damaged"):
-        load_lpips((cut,), hashes(cut))
+        load_lpips((cut,))
 
 
 def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
@@ -235,7 +232,7 @@ def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
 
     torch.save({"features.0.weight": Trap()}, tmp_path / "trap.pth")
     with pytest.raises(UserError, match="contains more than tensors"):
-        load_lpips((tmp_path / "trap.pth",), hashes(tmp_path / "trap.pth"))
+        load_lpips((tmp_path / "trap.pth",))
     assert not (tmp_path / "ran").exists()
 
 

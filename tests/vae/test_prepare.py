@@ -27,8 +27,7 @@ from gputrain.vae.config import PictureLimits, VaePrepareConfig
 from gputrain.vae.data import open_pictures
 from gputrain.vae.kind import KIND
 from gputrain.vae.pictures import JOURNAL
-from gputrain.vae.prepare import VaePrepareReport, output_names, prepare_images
-from gputrain.vae.validate import Disagreement, validate_images
+from gputrain.vae.prepare import Disagreement, VaePrepareReport, output_names, prepare_images, validate_images
 from tests.tables import each_row
 from tests.waiting import HANG_SECONDS, wait_until
 

@@ -18,8 +18,7 @@ from gputrain.hw.runtime import apply
 from gputrain.vae import recipe as vae
 from gputrain.vae.config import SMALLEST_DISCRIMINATED, TrainVae
 from gputrain.vae.data import open_pictures
-from gputrain.vae.discriminator import PatchDiscriminator
-from gputrain.vae.lpips import Lpips
+from gputrain.vae.losses import Lpips, PatchDiscriminator
 from gputrain.vae.recipe import VaeRecipe, item_flops
 from tests.comparison import assert_same, largest_difference
 from tests.tables import each_row

@@ -22,8 +22,8 @@ from gputrain.vae import tiny
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.diffusers_folder import WEIGHTS, save_diffusers
 from gputrain.vae.latents import LatentScaling, PatchStatistics
-from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL
+from gputrain.vae.pretrained import load_model
 from gputrain.vae.recipe import VaeRecipe, plan_target
 from gputrain.vae.tiny import DistilledAutoencoder, TinyArchitecture, load_tiny
 from tests.comparison import assert_same

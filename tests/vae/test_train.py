@@ -30,8 +30,8 @@ from gputrain.vae.config import TrainVae, parse_schedule
 from gputrain.vae.data import CropDataset, Picture, Pictures, open_pictures
 from gputrain.vae.diffusers_folder import save_diffusers
 from gputrain.vae.latents import LatentScaling
-from gputrain.vae.load import load_model
 from gputrain.vae.model import AutoencoderKL
+from gputrain.vae.pretrained import load_model
 from gputrain.vae.recipe import VaeRecipe
 from gputrain.vae.work import VaeWork, log_training, warn_of_flat_pictures, warn_of_small_pictures
 from tests.comparison import assert_same

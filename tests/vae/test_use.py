@@ -17,11 +17,11 @@ from gputrain.vae.diffusers_folder import export_and_verify
 from gputrain.vae.evaluate import (
     LatentMoments,
     picture_psnr_db,
-    psnr_db,
     reconstruction_figures,
     reconstruction_sheet,
 )
 from gputrain.vae.latents import LatentScaling
+from gputrain.vae.losses import psnr_db
 from gputrain.vae.model import AutoencoderKL, Moments
 from gputrain.vae.reconstruct import reconstruct
 from tests.command import gputrain_here

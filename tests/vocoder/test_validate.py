@@ -10,9 +10,8 @@ import soundfile
 import soxr
 
 from gputrain.errors import UserError
-from gputrain.vocoder.prepare import VocoderPrepareConfig, prepare_sound
+from gputrain.vocoder.prepare import VocoderPrepareConfig, prepare_sound, validate_sounds
 from gputrain.vocoder.store import VocoderStore
-from gputrain.vocoder.validate import validate_sounds
 from tests.vocoder.test_prepare import tone
 
 pytest.importorskip("parselmouth")
