@@ -28,7 +28,7 @@ from gputrain.engine.schedule import RunProgress, StepSchedule, check_finish, st
 from gputrain.engine.stop import Deadline, format_duration, log_start_until, seconds_until, timed_part
 from gputrain.engine.train import train
 from gputrain.errors import UserError, require
-from gputrain.fetch.download import without_secrets
+from gputrain.fetch.addresses import without_secrets
 from gputrain.hw.plan import NEEDS_GPU, Hardware, Plan, Setting, fit_shared_memory, workers
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of

@@ -36,7 +36,7 @@ class Hub:
         facts = {
             "id": repo.removeprefix("datasets/"),
             "sha": commit,
-            "siblings": [{"rfilename": name} for name in files],
+            "siblings": [sibling_of(name, content) for name, content in files.items()],
         }
         listed = json.dumps([entry_of(name, content) for name, content in files.items()])
         for name in (revision, commit):
@@ -72,9 +72,9 @@ class Hub:
         return self.server.asked(f"/cdn/{etag_of(content)}")
 
     def fetched(self) -> set[str]:
-        """Return the files whose contents were asked for."""
-        asked = [one.path for one in self.server.log if one.method == "GET"]
-        return {path.split("/resolve/")[1].partition("/")[2] for path in asked if "/resolve/" in path}
+        """Return the files that were asked for: huggingface_hub asks for the facts of no others."""
+        asked = [one.path for one in self.server.log if "/resolve/" in one.path]
+        return {path.split("/resolve/")[1].partition("/")[2] for path in asked}
 
     def sent(self) -> int:
         """Return how many bytes of contents have been sent."""
@@ -93,6 +93,12 @@ def entry_of(name: str, content: bytes) -> dict[str, object]:
         entry["oid"] = hashlib.sha1(content).hexdigest()
         entry["lfs"] = {"oid": etag_of(content), "size": len(content), "pointerSize": 134}
     return entry
+
+
+def sibling_of(name: str, content: bytes) -> dict[str, object]:
+    entry = entry_of(name, content)
+    lfs = {"lfs": {"sha256": etag_of(content), "size": len(content), "pointerSize": 134}} if "lfs" in entry else {}
+    return {"rfilename": name, "size": len(content), "blobId": entry["oid"], **lfs}
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, address: str, cache: Path) -> None:

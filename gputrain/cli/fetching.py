@@ -4,7 +4,7 @@ import json
 import shlex
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -17,7 +17,7 @@ from gputrain.kinds import former_names, kinds
 
 if TYPE_CHECKING:
     from gputrain.fetch.catalogue import CatalogueEntry
-    from gputrain.fetch.hub import HubName
+    from gputrain.fetch.published import PublishedFiles
 
 LONGEST_LINE = 1000  # Columns where nobody reads on a terminal.
 
@@ -90,61 +90,47 @@ class Loaded:
 
 
 def load(name: str, folder: Path | None, *, several: bool) -> Loaded:
-    """Load what is named into the cache or a folder, and verify what is there already.
+    """Load what is named into the cache, and copy it into a folder of the user if one is given.
 
-    If `several` are loaded, each that has several files gets a folder of its own.
+    If `several` are loaded, each that has several files gets a folder of its own there.
     """
     from gputrain.fetch.addresses import Address, fetch_address
-    from gputrain.fetch.files import files_below
-    from gputrain.fetch.names import find_published
-
-    place = find_published(name)
-    assert place is not None
-    by_path = bool(folder) or Path(name).exists()
-    if not isinstance(place, Address):
-        loaded = load_from_hub(name, place, folder, several=several)
-        return replace(loaded, used=str(loaded.path)) if by_path else loaded
-    with ui.TerminalBar("downloading (MB)") as bar:
-
-        def report(done: int, total: int | None) -> None:
-            bar.update(done / 1e6, None if total is None else max(1, round(total / 1e6)))
-
-        below = folder / place.folder_name if folder and several and place.unpacks else folder
-        path = fetch_address(place, below, thoroughly=True, progress=report)
-    files = [*files_below(path).values()] if place.unpacks else [path]
-    return Loaded(name, path, files, str(path) if by_path else name)
-
-
-def load_from_hub(name: str, place: "HubName", folder: Path | None, *, several: bool) -> Loaded:
-    """Load a model or a data set of the Hub."""
+    from gputrain.fetch.archives import stem_of
     from gputrain.fetch.catalogue import catalogue
     from gputrain.fetch.datasets import download_dataset, is_dataset_name
-    from gputrain.fetch.download import writing_into
     from gputrain.fetch.files import copy_files, files_below
-    from gputrain.fetch.names import FILE, by_short_name
+    from gputrain.fetch.names import FILE, by_short_name, find_published
     from gputrain.fetch.published import fetch_model
 
-    entry = catalogue().get(name)
-    below = folder / (entry.name if entry else place.repo.rpartition("/")[2]) if folder and several else folder
-    is_data = entry is None and is_dataset_name(name) and not FILE.search(place.path)
-    with writing_into(below or Path()):
+    place, entry = find_published(name), catalogue().get(name)
+    assert place is not None
+    is_data = False
+    if isinstance(place, Address):
+        path, page, own = fetch_address(place), "", stem_of(place.file_name)
+        files = files_below(path) if path.is_dir() else {path.name: path}
+    else:
+        page, own = place.page, entry.name if entry else place.repo.rpartition("/")[2]
+        is_data = entry is None and is_dataset_name(name) and not FILE.search(place.path)
         if is_data:
             path = download_dataset(name)
             files = files_below(path) if path.is_dir() else {path.name: path}
-            if below:
-                copy_files(files, below)
-                path = below
-            return Loaded(name, path, [*files.values()], name, place.page, is_data=True)
-        wanted = [
-            kind.published for kind in kinds().values() if kind.published and (not entry or entry.kind == kind.name)
-        ]
-        try:
-            model = fetch_model(place, wanted, thoroughly=True, sha256=entry.sha256 if entry else None)
-        except UserError as error:
-            raise by_short_name(error, place, name) if entry else error from None
-        path = model.copy_to(below) if below else model.path
-    files_of_model = [(below or model.folder) / file for file in model.files]
-    return Loaded(name, path, files_of_model, name, place.page)
+        else:
+            try:
+                path, files = fetch_model(place, published(entry), sha256=entry.sha256 if entry else None)
+            except UserError as error:
+                raise by_short_name(error, place, name) if entry else error from None
+    if folder:
+        below = folder / own if several else folder
+        copy_files(files, below)
+        path = below / path.name if path.is_file() else below
+        files = {file: below / file for file in files}
+    used = str(path) if not is_data and (folder or Path(name).exists()) else name
+    return Loaded(name, path, [*files.values()], used, page, is_data)
+
+
+def published(entry: "CatalogueEntry | None") -> "list[PublishedFiles]":
+    """Returns the files of the kind of model that an entry of the list is of; of all kinds if it is none."""
+    return [kind.published for kind in kinds().values() if kind.published and (not entry or entry.kind == kind.name)]
 
 
 def print_loaded(loaded: Loaded) -> None:

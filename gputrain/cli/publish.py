@@ -8,7 +8,7 @@ from typing import Any
 
 from gputrain import __version__
 from gputrain.errors import UserError, first_line
-from gputrain.fetch.download import without_secrets
+from gputrain.fetch.addresses import without_secrets
 from gputrain.kinds import HubCard, ModelKind, TrainedModel
 
 CARD = "README.md"

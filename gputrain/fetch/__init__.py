@@ -1,4 +1,1 @@
-"""Finds and downloads published starting points: short names, names on the Hugging Face Hub, and other addresses.
-
-Nothing here imports torch, and nothing is downloaded that the user has not named.
-"""
+"""Finds and downloads published starting points, without torch, and nothing that the user has not named."""

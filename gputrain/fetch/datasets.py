@@ -13,9 +13,7 @@ from gputrain.errors import UserError
 from gputrain.fetch.hub import (
     PREFIXES,
     HubName,
-    Repository,
     cache_folder,
-    explained,
     format_some,
     lacks,
     open_repository,
@@ -58,7 +56,7 @@ def download_dataset(name: str) -> Path:
     opened = open_repository(named)
     paths, note = data_files(opened.files, named)
     if not paths:
-        if opened.is_cached:
+        if opened.why_cached:
             raise lacks(named, named.path or "data", opened.why_cached)
         raise UserError(f"{name}: the repository has no data there", hint=format_some(opened.files))
     if note:
@@ -66,7 +64,7 @@ def download_dataset(name: str) -> Path:
     folder = opened.fetch(paths)
     if paths == [named.path]:
         return folder / named.path
-    return _view(opened, paths)
+    return _view(folder, paths)
 
 
 def data_files(names: Iterable[str], named: HubName) -> tuple[list[str], str]:
@@ -152,22 +150,19 @@ def _pattern(path: str, split: str) -> str:
     return "/".join([*folders[:-1], f"{name[:end]}*{ending}"])
 
 
-def _view(opened: Repository, paths: Sequence[str]) -> Path:
+def _view(folder: Path, paths: Sequence[str]) -> Path:
     """Returns a folder with links to the given files alone. The folder of the cache has all that was ever fetched."""
     listed = "\n".join(paths)
     digest = hashlib.sha256(listed.encode()).hexdigest()[:16]
-    view = cache_folder().parent / "gputrain" / opened.storage.name / f"{opened.commit[:12]}-{digest}"
+    view = cache_folder().parent / "gputrain" / folder.parents[1].name / f"{folder.name[:12]}-{digest}"
     for path in paths:
-        link, target = view / path, opened.folder / path
+        link, target = view / path, folder / path
         if link.exists():
             continue
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)  # A link to a file that the cache has lost.
         try:
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.unlink(missing_ok=True)  # A link to a file that the cache has lost.
-            try:
-                os.symlink(target, link)
-            except OSError:  # Windows allows links to few users.
-                shutil.copyfile(target, link)
-        except OSError as error:
-            raise explained(error, opened.name, path) from None
+            os.symlink(target, link)
+        except OSError:  # Windows allows links to few users.
+            shutil.copyfile(target, link)
     return view

@@ -21,9 +21,8 @@ def local_path(name: str | Path, *wanted: PublishedFiles, weights: bool = True) 
     there. Raises UserError if there is no such model, or it cannot be fetched.
     """
     path = Path(name)
-    if os.path.exists(path) or (
-        ADAPTER_FILE.fullmatch(path.name) and path.parent.is_dir()
-    ):  # Reading says which adapters it has.
+    # Reading says which adapters a folder has.
+    if os.path.exists(path) or (ADAPTER_FILE.fullmatch(path.name) and path.parent.is_dir()):
         return path
     place, listed = find_published(name), catalogue().get(str(name))
     if place is None:
@@ -36,16 +35,15 @@ def local_path(name: str | Path, *wanted: PublishedFiles, weights: bool = True) 
     if isinstance(place, Address):
         return fetch_address(place)
     try:
-        return fetch_model(place, wanted, weights=weights, sha256=listed.sha256 if listed else None).path
+        return fetch_model(place, wanted, weights=weights, sha256=listed.sha256 if listed else None)[0]
     except UserError as error:
         if listed:
             raise by_short_name(error, place, str(name)) from None
-        if looks_like_path(name):
-            raise UserError(
-                f"{name}: no such file or folder; as a name on the Hub: {error.message.removeprefix(f'{name}: ')}",
-                hint=error.hint,
-            ) from None
-        raise
+        if ":" in str(name) or "@" in str(name):
+            raise
+        fault = error.message.removeprefix(f"{name}: ")  # It may as well be a path with a mistake in it.
+        message = f"{name}: no such file or folder; as a name on the Hub: {fault}"
+        raise UserError(message, hint=error.hint) from None
 
 
 def by_short_name(error: UserError, place: HubName, name: str) -> UserError:
@@ -68,25 +66,17 @@ def find_published(name: str | Path) -> HubName | Address | None:
     return address_of_url(text) if is_address else None
 
 
-def looks_like_path(name: str | Path) -> bool:
-    """Returns True for org/name and similar texts, which may as well be a path with a mistake in it."""
-    return ":" not in str(name) and "@" not in str(name) and str(name) not in catalogue()
-
-
 def no_such(name: str | Path, *wanted: PublishedFiles) -> UserError:
     """Returns the error for what is neither a path nor a name."""
-    close = close_names(str(name))
-    if close:
-        return UserError(f"{name}: no such file or folder", hint=f"short names like it: {', '.join(close)}")
     if PREFIXES.fullmatch(str(name)):
         hint = "name a model of the Hub as org/name, or by the address of its page, https://huggingface.co/org/name"
         return UserError(f"{name}: names no model", hint=hint)
-    if re.match(r"[\w-]+(\.[\w-]+)*\.[a-z]{2,}/.+/", str(name)):
-        return UserError(f"{name}: no such file or folder", hint=f"an address begins with https://: https://{name}")
-    published = "or a published one of `gputrain fetch --list`"
-    if len(wanted) == 1 and wanted[0].example:
-        published = f"or a published one, such as {wanted[0].example}"
-    return UserError(
-        f"{name}: no such file or folder",
-        hint=f"name a run folder, a checkpoint, a model's folder or file, {published}",
-    )
+    if close := close_names(str(name)):
+        hint = f"short names like it: {', '.join(close)}"
+    elif re.match(r"[\w-]+(\.[\w-]+)*\.[a-z]{2,}/.+/", str(name)):
+        hint = f"an address begins with https://: https://{name}"
+    else:
+        example = f", such as {wanted[0].example}" if len(wanted) == 1 and wanted[0].example else ""
+        published = f"or a published one{example or ' of `gputrain fetch --list`'}"
+        hint = f"name a run folder, a checkpoint, a model's folder or file, {published}"
+    return UserError(f"{name}: no such file or folder", hint=hint)

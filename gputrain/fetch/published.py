@@ -11,13 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gputrain.errors import UserError
-from gputrain.fetch.files import copy_files
 from gputrain.fetch.files import sha256 as file_sha256
 from gputrain.fetch.hub import HubName, Repository, format_some, lacks, open_repository
-
-
-def nothing_else(folder: Path) -> Sequence[str]:
-    return ()
 
 
 @dataclass(frozen=True)
@@ -31,7 +26,7 @@ class PublishedFiles:
     parts: Sequence[str] = ()  # Files that are named for a model with such a part, as the adapter of a language.
     folders: Sequence[str] = ("",)  # Places of the model in what is named, such as "vae" in a pipeline.
     # Takes the folder with what was fetched so far, and returns the names of further files, where they are there.
-    further: Callable[[Path], Sequence[str]] = nothing_else
+    further: Callable[[Path], Sequence[str]] = lambda folder: ()
     example: str = ""  # A name for messages.
     kind: str = ""  # That of the short names that are such models; "" if there are none.
     only_to_start: bool = False  # Trainings begin with such a model, and no command uses it as it is.
@@ -107,34 +102,15 @@ def _shards(names: Iterable[str], index: str) -> list[str]:
     return _matching(names, folder, [f"{match['stem']}-*.{match['ending']}"]) if match else []
 
 
-@dataclass(frozen=True)
-class FetchedModel:
-    """A model of the Hub in the cache."""
-
-    path: Path  # Its folder, or the file that is named.
-    folder: Path
-    files: tuple[str, ...]  # What was fetched for it, below its folder.
-
-    def copy_to(self, folder: Path) -> Path:
-        """Copy the files into a folder, and return the model's path there. Raises UserError or OSError."""
-        copy_files({name: self.folder / name for name in self.files}, folder)
-        return folder if self.path == self.folder else folder / self.path.name
-
-
 def fetch_model(
-    name: HubName,
-    wanted: Sequence[PublishedFiles],
-    *,
-    weights: bool = True,
-    thoroughly: bool = False,
-    sha256: Mapping[str, str] | None = None,
-) -> FetchedModel:
-    """Returns a model of the Hub in the cache, after fetching what the cache lacks of it.
+    name: HubName, wanted: Sequence[PublishedFiles], *, weights: bool = True, sha256: Mapping[str, str] | None = None
+) -> tuple[Path, dict[str, Path]]:
+    """Returns a model of the Hub in the cache, after fetching what the cache lacks of it: its folder, or the file that
+    is named, and what was fetched by names below its folder.
 
     Of several kinds of model, the one is taken whose preferred weights are there. Without `weights`, only what
-    describes the model is fetched. With `thoroughly`, what the cache has is verified. `sha256` has the hashes that are
-    published elsewhere, by names of files. Raises UserError if there is no such model, it cannot be fetched, or has
-    another hash.
+    describes the model is fetched. `sha256` has the hashes that are published elsewhere, by names of files. Raises
+    UserError if there is no such model, it cannot be fetched, or has another hash.
     """
     opened = open_repository(name)
     found = [(choice, one) for one in wanted if (choice := _choose_from(opened, name.path, one, weights=weights))]
@@ -143,34 +119,28 @@ def fetch_model(
     choice, one = min(found, key=lambda pair: pair[0].rank)
     paths = [*choice.others, *(choice.weights if weights else ())]
     start = f"{choice.folder}/" if choice.folder else ""
-    expected = {start + file: digest for file, digest in (sha256 or {}).items()}
-    for path in expected.keys() & paths:
-        _check_hash(opened.name, path, opened.files[path].digest, expected[path])
-    folder = opened.fetch(paths, thoroughly=thoroughly)
-    for path in expected.keys() & paths:
-        if opened.files[path].digest and not opened.files[path].is_large:
-            _check_hash(opened.name, path, file_sha256(folder / path), expected[path])
-    if choice.path not in choice.others:
-        further = [start + file for file in one.further(folder / choice.folder) if start + file in opened.files]
-        opened.fetch(further, thoroughly=thoroughly)
+    folder = opened.fetch(paths)
+    names = one.further(folder / choice.folder) if choice.path not in choice.others else ()
+    if further := [start + name for name in names if start + name in opened.files]:
         paths += further
-    files = tuple(path.removeprefix(start) for path in paths)
-    return FetchedModel(folder / choice.path, folder / choice.folder, files)
-
-
-def _check_hash(name: HubName, path: str, found: str, expected: str) -> None:
-    """Raises UserError if the Hub has another file than the one with the published SHA-256. A digest of git, which it
-    states of small files, is not compared."""
-    if len(found) == len(expected) and found != expected:
-        raise UserError(
-            f"{name}: the SHA-256 of {path} is {found} on the Hub, expected {expected}",
-            hint=f"it is not the published file any more; if you trust it, name {name} itself",
-        )
+        opened.fetch(further)
+    files = {path.removeprefix(start): folder / path for path in paths}
+    for file, expected in (sha256 or {}).items():
+        if file not in files:
+            continue
+        stated = opened.files[start + file]  # It has been verified.
+        digest = stated if len(stated) == len(expected) else file_sha256(files[file])
+        if digest != expected:
+            raise UserError(
+                f"{name}: the SHA-256 of {file} is {digest}, expected {expected}",
+                hint=f"it is damaged, or not the published file any more; if you trust it, name {name} itself",
+            )
+    return folder / choice.path, files
 
 
 def _choose_from(opened: Repository, path: str, wanted: PublishedFiles, *, weights: bool) -> Choice | None:
     choice = choose(opened.files, path, wanted)
-    if choice is None and opened.is_cached and not weights:  # The cache may have what describes a model alone.
+    if choice is None and opened.why_cached and not weights:  # The cache may have what describes a model alone.
         others = _matching(opened.files, path, [*wanted.needed, *wanted.beside])
         return Choice(path, (), tuple(others)) if others else None
     return choice
@@ -178,7 +148,7 @@ def _choose_from(opened: Repository, path: str, wanted: PublishedFiles, *, weigh
 
 def _no_model(opened: Repository, wanted: Sequence[PublishedFiles]) -> UserError:
     name = opened.name
-    if opened.is_cached:
+    if opened.why_cached:
         weights = next((pattern for one in wanted for pattern in (*one.whole, *one.single)), "weights")
         return lacks(name, name.path or weights, opened.why_cached)
     start = f"{name.path}/" if name.path else ""
