@@ -1,6 +1,5 @@
 """The parts of benchmarks/gpu.sh without a GPU, and the predicted times beside the measured ones."""
 
-import argparse
 import contextlib
 import dataclasses
 import importlib
@@ -11,8 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,16 +18,10 @@ import torch
 from PIL import Image
 
 from gputrain.bench import step_bench
-from gputrain.bench.runner import NotMeasured
 from gputrain.kinds import kinds
-from gputrain.planner.memory.fake_runtime import FakeRuntime, on_fake_tensors
-from gputrain.planner.memory.timeline import MemoryTimeline
-from gputrain.planner.time.roofline import DeviceRates, StepTotals
-from gputrain.vae.architecture import VaeArchitecture
 from tests.fake_cuda.device import UNAVAILABLE, fake_cuda
 from tests.fake_cuda.test_training import few_layers
-from tests.toy import cpu_runtime
-from tests.vae.test_bench import H100
+from tests.machines import H100
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -43,8 +34,6 @@ learn = importlib.import_module("gpu.learn")
 measure = importlib.import_module("gpu.measure")
 runner = importlib.import_module("gpu.runner")
 trainings = importlib.import_module("gpu.trainings")
-
-ARITHMETIC_ALONE = DeviceRates(1e12, 1e12, float("inf"), launch_seconds=0.0, least_seconds=0.0)
 
 
 IN_BASH = pytest.mark.skipif(sys.platform != "linux" or not shutil.which("bash"), reason="gpu.sh needs bash")
@@ -122,6 +111,7 @@ def trial(tmp_path, hangs, *words):
     return subprocess.Popen(command, env=environment(PYTHONPATH=path), stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 @IN_BASH
 def test_a_part_that_ends_badly_leaves_the_others_be(tmp_path):
     running = trial(tmp_path, 0.1)  # Ten times as long in a smoke test.
@@ -169,20 +159,6 @@ def test_a_run_that_is_stopped_prints_what_it_has_found(tmp_path):
     with pytest.raises(ProcessLookupError):
         os.kill(found["first"]["figures"]["pid"], 0)
     assert printed.rstrip().splitlines()[-3].startswith("ok")
-
-
-def test_a_line_shows_the_figures_that_fit():
-    line = runner.Result("part", "ok", seconds=1.25, figures={"a": 0.12345, "rows": [1, 2], "long": 100 * "x"}).line()
-    assert line.split() == ["ok", "part", "0", "to", "1.2", "s", "a", "0.123"]
-    line = runner.Result("part", "ok", figures={"a": 1, "summary": "in short"}).line()
-    assert line.endswith("s  in short")
-
-
-@IN_BASH
-def test_the_script_knows_its_subcommands():
-    done = gpu_sh("everything")
-    assert done.returncode == 2
-    assert "alive|measure|learn" in done.stderr
 
 
 # ------------------------------------------------------------------------------------------------------ a simulation
@@ -251,17 +227,6 @@ def test_a_part_that_takes_its_whole_limit_leaves_the_others_theirs(name, tmp_pa
             assert (one.state, one.figures) == ("cut off", {})
             assert one.limit == min(part.seconds, subcommand.SECONDS - 10)
             assert one.began + one.seconds <= subcommand.SECONDS + 0.1
-
-
-@IN_BASH
-def test_some_parts_of_alive_on_a_cpu(tmp_path):
-    done = gpu_sh("alive", "--smoke", "--output-dir", tmp_path, "--data", tmp_path, "--only", "imports", "vae, eager",
-                  "numerics, asr", "no waits, asr")  # fmt: skip
-    assert done.returncode == 0, done.stdout + (tmp_path / "tracebacks.txt").read_text()
-    found = results(tmp_path, "alive")
-    assert found["imports"]["figures"]["torch"] == version("torch")  # Without the build, where its package has none.
-    assert found["vae, eager"]["reason"] == "there are no prepared data of this kind (gpu.sh prepare)"
-    assert found["numerics, asr"]["figures"]["fp32 losses"] < 1e-6
 
 
 @pytest.mark.slow
@@ -338,7 +303,8 @@ def test_waits_in_the_step_that_captures_are_none_and_replays_are_checked():
 
 
 @pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
-@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("graphs", [False, True])
 def test_steps_of_the_vae_on_a_card_wait_only_where_a_graph_is_captured(graphs, context):
     gpu = dataclasses.replace(context, smoke=False)
     with fake_cuda(), few_layers():
@@ -400,26 +366,6 @@ def test_a_benchmark_has_the_plan_of_its_training(kind, options, monkeypatch):
     assert plan.precision.value == ("bf16" if voice else "fp32")
 
 
-def test_nothing_is_timed_before_compiling_and_capturing_are_over(monkeypatch):
-    graphs = SimpleNamespace(graphs={}, eager=set(), is_off=False)
-    steps, compiled = [], []
-
-    def step():
-        steps.append(None)
-        if len(steps) == 4:
-            graphs.graphs["a"] = "a graph"
-
-    bench = SimpleNamespace(step=step, runtime=cpu_runtime(), state=SimpleNamespace(gradients=graphs))
-    monkeypatch.setattr(measure, "compiled_graphs", lambda: min(6, len(steps)))
-    measure.warm_up(bench, {}.update)
-    assert len(steps) == 8
-    steps.clear()
-    graphs.is_off = True
-    measure.warm_up(bench, {}.update)
-    assert len(steps) == 8
-    assert not compiled
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
 def test_a_training_is_measured_on_a_card(context, monkeypatch):
@@ -460,30 +406,6 @@ def test_a_command_with_graphs_on_a_card(context, photographs, monkeypatch):
         alive.train("vae", alive.GRAPHS, 3, dataclasses.replace(gpu, scratch=context.scratch / "few"))
 
 
-def test_launches_are_the_calls_that_start_work():
-    calls = [*["cudaLaunchKernel"] * 90, *["cuLaunchKernelEx"] * 8, "cudaGraphLaunch", "cudaMemcpyAsync", "aten::mm",
-             "cudaMemsetAsync", *["cudaStreamSynchronize"] * 5]  # fmt: skip
-    assert measure.count_of(calls, measure.LAUNCHING) == 101
-    assert measure.count_of(calls, measure.WAITING) == 5
-
-
-@pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_the_profilers_events_are_counted(monkeypatch):
-    """On a CPU there are no launches, but the same events are read."""
-    monkeypatch.setattr(measure, "synchronize", lambda device: None)
-    monkeypatch.setattr(measure, "LAUNCHING", ("aten::mm",))
-    x = torch.ones(4, 4)
-    found = measure.launches_of(lambda: x @ x, torch.device("cuda"))
-    assert found == {"launches": 1, "waits": 0, "kernels": 0, "busy_ms": 0, "names": []}
-
-
-def test_measured_figures_stand_beside_predicted_ones():
-    figures = {"seconds": 0.5, "predicted_seconds": 0.25, "peak_gb": 8.0, "predicted_gb": 10.0, "launches": 15556}
-    found = measure.beside(figures)
-    assert (found["seconds_ratio"], found["peak_gb_ratio"]) == (0.5, 1.25)
-    assert found["summary"] == "0.5 s (predicted 0.25), 8 GB (predicted 10), 15556 launches"
-
-
 def test_predictions_are_read_for_the_card_of_this_machine(tmp_path, monkeypatch):
     assert "predictions.json is missing" in measure.prediction(tmp_path, "eager", "small")["no_prediction"]
     (tmp_path / measure.PREDICTIONS).write_text(json.dumps({"h200": {"eager, small": {"predicted_gb": 1}}}))
@@ -492,82 +414,12 @@ def test_predictions_are_read_for_the_card_of_this_machine(tmp_path, monkeypatch
     assert measure.prediction(tmp_path, "eager", "small") == {"predicted_gb": 1}
 
 
-@pytest.mark.slow
-def test_a_step_is_predicted_for_a_card_that_is_not_in_this_machine(tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "TRAININGS", {"small": trainings.SMALL["asr"]})
-    monkeypatch.setattr(
-        measure, "parts", lambda smoke: [runner.Part("rates", 1, None), runner.Part("eager, small", 1, None)]
-    )
-    measure.predict(["h100"], tmp_path / measure.PREDICTIONS)
-    found = json.loads((tmp_path / measure.PREDICTIONS).read_text())["h100"]["eager, small"]
-    assert found["settings"] == {"micro_batch_size": 4, "gradient_checkpointing": False}
-    assert found["predicted_seconds"] > 0
-    assert found["predicted_launches"] > 100
-
-
-def test_a_process_that_hangs_while_it_times_does_not_hold_up_the_others(context, monkeypatch):
-    monkeypatch.setattr(runner, "ALONE_SECONDS", 0.1)
-    with context.alone(), context.alone():
-        entered = True
-    assert entered
-
-
-COMPILING = """
-import torch
-from gpu.runner import Part, Subcommand, main
-
-def compiles(context):
-    made = torch.compile(lambda x: x.sin() + 1)(torch.zeros(64))
-    counters = torch._dynamo.utils.counters["inductor"]
-    return {"made": float(made.sum()), "hits": counters["fxgraph_cache_hit"], "misses": counters["fxgraph_cache_miss"]}
-
-def parts(smoke):
-    return [Part("it, compiled", 900, compiles, beside=True)]
-
-if __name__ == "__main__":
-    main(Subcommand("compiling", None, 900, parts))
-"""
-
-
-@pytest.mark.slow
-@IN_BASH
-def test_compiled_code_is_carried_to_another_folder(tmp_path):
-    (tmp_path / "compiling.py").write_text(COMPILING)
-    path = os.pathsep.join([str(tmp_path), str(ROOT), str(ROOT / "benchmarks")])
-    words = [sys.executable, "-m", "compiling", "--smoke", "--output-dir", tmp_path / "out", "--caches"]
-    found = []
-    for folder in ("first", "second"):
-        subprocess.run([*map(str, words), str(tmp_path / folder)], env=environment(PYTHONPATH=path), check=True)
-        found.append(results(tmp_path / "out", "compiling")["it, compiled"]["figures"])
-        if folder == "first":
-            (tmp_path / "first").rename(tmp_path / "second")
-    assert found == [{"made": 64, "hits": 0, "misses": 1}, {"made": 64, "hits": 1, "misses": 0}]
-
-
 def test_a_command_that_ends_with_a_code_has_failed(tmp_path):
     """Without its standalone mode, click returns the code instead of raising it."""
     (tmp_path / "broken.png").write_bytes(b"no picture")
     commands.gputrain("validate", "--input-dir", tmp_path, "--num-workers", 0)
     with pytest.raises(SystemExit, match="gputrain validate ended with exit code 3"):
         commands.gputrain("validate", "--input-dir", tmp_path, "--num-workers", 0, "--strict")
-
-
-def test_curves_are_the_held_out_figures_by_time(tmp_path):
-    rows = [{"step": 0, "seconds": 0.5, "eval/psnr_db": 12.0}, {"step": 5, "seconds": 3.0, "loss": 1.0},
-            {"step": 10, "seconds": 9.0, "eval/psnr_db": 20.0}]  # fmt: skip
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = learn.curves(tmp_path, "eval/psnr_db")
-    assert (found["psnr_db_first"], found["psnr_db_last"], found["at_second"]) == (12.0, 20.0, 9.0)
-    assert found["evaluations"] == [rows[0], rows[2]]
-    assert (learn.time_of(59), learn.time_of(68)) == ("59s", "1m8s")
-
-
-def test_a_training_without_data_or_time_is_not_begun(context):
-    with pytest.raises(NotMeasured, match="no prepared data"):
-        learn.learn("vocoder", context)
-    (context.data / "vocoder").mkdir(parents=True)
-    with pytest.raises(NotMeasured, match="too little time"):
-        learn.learn("vocoder", dataclasses.replace(context, ends=time.time() + 10))
 
 
 def test_data_are_prepared_from_a_folder_of_photographs(photographs, tmp_path, monkeypatch):
@@ -593,94 +445,3 @@ def test_recordings_are_copied_with_their_transcripts(tmp_path, monkeypatch):
     assert (tmp_path / "to" / "metadata.csv").read_text() == "a|One.\nc|Three.\n"
     assert data.copy_speech("vocoder", speech, tmp_path / "sound")[:2] == ["--kind", "vocoder"]
     assert not (tmp_path / "sound" / "metadata.csv").exists()
-
-
-def test_files_are_copied_evenly_as_far_as_there_is_room(tmp_path):
-    (tmp_path / "from").mkdir()
-    for number in range(10):
-        (tmp_path / "from" / f"{number}").write_bytes(bytes(100))
-    copied = data.copy_some(sorted((tmp_path / "from").iterdir()), tmp_path / "to", 500)
-    assert [path.name for path in copied] == ["0", "2", "4", "6", "8"]
-    assert [path.name for path in sorted((tmp_path / "to").iterdir())] == ["0", "2", "4", "6", "8"]
-
-
-# --------------------------------------------------------------------------------- predicted beside measured times
-
-
-@pytest.mark.slow
-def test_operators_of_a_real_step_are_those_of_a_fake_one():
-    versus = pytest.importorskip("diffusers") and importlib.import_module("vae_vs_diffusers")
-    sizes = VaeArchitecture(block_out_channels=(8, 16), latent_channels=4, layers_per_block=1, norm_num_groups=4)
-    found = []
-    for side_name in ("stock", "ours"):
-        runtime = cpu_runtime()
-        timeline = MemoryTimeline()
-        side = versus.make_side(side_name, sizes, versus.stock_autoencoder(sizes).state_dict(), runtime)
-        step = partial(versus.step, side, versus.make_batch(sizes, 16, 2, runtime), runtime)
-        step()
-        real = StepTotals.of(predictions.kernels_of(step, timeline))
-        seconds = versus.predicted_seconds(side_name, sizes, 16, 2, runtime, ARITHMETIC_ALONE)
-        fake = FakeRuntime(runtime.plan, MemoryTimeline())
-        with on_fake_tensors():
-            side = versus.make_side(side_name, sizes, versus.stock_autoencoder(sizes).state_dict(), fake)
-            step = partial(versus.step, side, versus.make_batch(sizes, 16, 2, fake), fake)
-            step()
-            counted = StepTotals.of(predictions.kernels_of(step))
-        assert real == pytest.approx(counted, rel=1e-9)
-        assert counted.tflop <= seconds  # A tile that is not filled takes as long as a full one.
-        found.append(seconds)
-    assert found[1] < 2 * found[0]
-
-
-def test_the_time_of_a_peers_step_is_that_of_its_operators(monkeypatch):
-    monkeypatch.setattr(predictions, "rates_of", lambda runtime: ARITHMETIC_ALONE)
-    weight = torch.randn(256, 256, requires_grad=True)
-
-    def step():
-        (torch.randn(256, 256) @ weight).sum().backward()
-
-    product = 2 * 256**3 / 1e12
-    assert predictions.peer_seconds(step, torch.device("cpu")) == pytest.approx(
-        2 * product
-    )  # Its input has no gradient.
-
-
-def test_a_cpu_launches_nothing_ahead():
-    rates = predictions.rates_of(cpu_runtime())
-    assert rates.launch_seconds == 0
-    assert 1e-7 < rates.least_seconds < 1e-2
-    assert rates.fp32_flops > 1e8
-
-
-def test_a_row_of_the_roofline_has_both_times_or_a_reason(monkeypatch):
-    pytest.importorskip("diffusers")
-    check = importlib.import_module("benchmarks.roofline_check")
-    case = check.Case("stock", "32 px", check.of_stock, {"channels": (32, 32), "size": 32, "batch": 1}, ours=False)
-    row = check.row_of(case, ARITHMETIC_ALONE, 0.0)
-    assert row["measured_ms"] > 0
-    assert row["predicted_ms"] >= round(row["gflop"], 2) > 0  # At one TFLOP a second.
-    assert check.summary_of([row])["rank_correlation"] is None
-
-    def out_of_memory(*arguments):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(check, "other_row", out_of_memory)
-    assert check.row_of(case, ARITHMETIC_ALONE, 0.0) == {
-        "model": "stock",
-        "size": "32 px",
-        "reason": "out of memory",
-    }
-
-
-def test_without_the_peer_only_ours_is_measured_and_what_compiles_last():
-    versus = importlib.import_module("vocoder_vs_openvpi")
-    options = argparse.Namespace(
-        peer=None, device="cuda", configurations=["standard", "optimised"], threads=[0], sides=None, rounds=1,
-        batch_size=None, crop_frames=None, channels=None, warmup=10, steps=10,
-    )  # fmt: skip
-    options.sides = ["ours", "ours-compiled"]
-    rows = list(versus.rows(options, Path("scratch")))
-    assert [row.label for row in rows] == [
-        "standard: ours", "optimised: ours", "standard: ours-compiled", "optimised: ours-compiled"
-    ]  # fmt: skip
-    assert {row.settings["peer"] for row in rows} == {""}

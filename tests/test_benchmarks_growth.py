@@ -1,11 +1,10 @@
 """The benchmark of growth: it names what grows faster than its size, and each of its works runs."""
 
 import mmap
-import subprocess
 import sys
 
 from benchmarks import growth
-from benchmarks.growth import WORKS, Growth, Work, exponent, measure, row_of
+from benchmarks.growth import WORKS, Growth, Work, measure, row_of
 
 
 def busy(rounds: int) -> int:
@@ -17,11 +16,6 @@ def touch_new_pages(size: int) -> None:
     with mmap.mmap(-1, size) as pages:
         for start in range(0, size, mmap.PAGESIZE):
             pages[start] = 1
-
-
-def test_the_exponent_is_that_of_the_power():
-    for power in (0.0, 1.0, 1.5, 2.0):
-        assert abs(exponent([500, 1000, 2000], [3e-9 * size**power for size in (500, 1000, 2000)]) - power) < 1e-6
 
 
 def test_quadratic_work_is_named_and_linear_work_is_not(monkeypatch, capsys):
@@ -54,10 +48,3 @@ def test_every_work_runs_at_a_small_size(tmp_path):
         work.prepare(folder, 40)()
         assert work.largest < work.full, name
     assert row_of("x", "items", Growth([1, 2, 4], [0.1, 0.2, 0.4], [1, 2, 3])).endswith("^1.00")
-
-
-def test_it_runs_as_a_program():
-    command = [sys.executable, "-m", "benchmarks.growth", "nothing"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 2
-    assert "there is no 'nothing'" in done.stderr

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tables import slow
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 precision = importlib.import_module("precision")
 
@@ -28,9 +30,7 @@ CASES = {
 QUICK = {"vae fast", "vocoder standard full"}  # One preset of two models.
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in CASES])
 def test_16_bit_gradients_are_those_of_float64(name, monkeypatch):
     monkeypatch.setattr(precision, "FIRST_SCALE", 4096.0)
     case = CASES[name]()

@@ -50,21 +50,6 @@ def test_the_clock_counts_the_start_and_stands_still_during_evaluations(monkeypa
     assert list(points[0]) == ["cpu_seconds", "steps", "seen"]
 
 
-def test_options_in_the_name_of_a_side():
-    assert race.changes_of("ours") == {}
-    found = race.changes_of("ours+learning_rate=3e-4,start=random,channels=8")
-    assert found == {"learning_rate": 3e-4, "start": "random", "channels": 8}
-
-
-def test_a_vocoder_may_compute_as_a_gpu_without_bf16_does():
-    vocoder = importlib.import_module("race_vocoder")
-    shared = {"data": ".", "seed": 1, "channels": 64, "batch_size": 2, "crop_frames": 32}
-    found, runtime = vocoder.our_settings({**shared, "side": "ours+mini_nsf=false+emulated=fp16"})
-    assert (found.model.mini_nsf, runtime.dtype, runtime.device.type) == (False, torch.float16, "cpu")
-    found, runtime = vocoder.our_settings({**shared, "side": "ours"})
-    assert (found.model.mini_nsf, runtime.dtype) == (True, torch.float32)
-
-
 def stored(side, seed, values, folder, seconds=8.0):
     shared = {"device": "cpu", "seconds": seconds, "clips": 2, "smoke": False, "data": "d"}
     points = [{"cpu_seconds": mark, "steps": mark, "psnr_db": v} for mark, v in zip((0, 8), values, strict=True)]
@@ -95,14 +80,6 @@ def test_stored_runs_of_equal_settings_make_the_summary(tmp_path):
         assert picture.width > race.PANEL[0]
 
 
-def test_a_run_of_other_settings_is_not_taken_for_a_stored_one(tmp_path):
-    shared = stored("ours", 1, (1.0, 2.0), tmp_path)
-    path = next(tmp_path.iterdir())
-    assert race.stored_run(path, shared)["points"][1]["psnr_db"] == 2
-    assert race.stored_run(path, {**shared, "clips": 3}) is None
-    assert race.stored_run(tmp_path / "none.json", shared) is None
-
-
 @pytest.mark.slow  # The first alignment compiles librosa's code.
 def test_distortion_of_a_known_cepstrum(monkeypatch):
     bands = np.arange(sound.MEL_BANDS)[:, None]
@@ -113,13 +90,6 @@ def test_distortion_of_a_known_cepstrum(monkeypatch):
     assert distortion == pytest.approx(10 / math.log(10) * math.sqrt(2) * 0.3)
     assert sound.aligned(shaped, shaped, 16000)[0] == pytest.approx(0, abs=1e-12)
     assert {tuple(pair) for pair in path} == {(frame, frame) for frame in range(5)}
-
-
-@pytest.mark.slow
-def test_loudness_is_no_distortion_but_a_distance_of_mels():
-    noise = np.random.default_rng(0).normal(size=8000).astype(np.float32) * 0.1
-    assert sound.aligned(noise, noise / 2, 16000)[0] < 0.05
-    assert sound.mel_distance(noise, noise / 2, 16000) == pytest.approx(math.log(2), rel=1e-3)
 
 
 def test_the_pitch_of_a_tone_and_its_errors():
@@ -142,17 +112,6 @@ def test_character_errors_are_those_of_all_texts():
     rate = sound.character_error_rate(["The number", "press pound."], ["the lumber.", "Press p"])
     assert rate == pytest.approx(100 * 5 / 21)
     assert sound.character_error_rate(["yes"], ["no, it is not"]) > 100
-
-
-def test_without_a_recogniser_the_race_of_the_voice_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(sound, "pocketsphinx", None)
-    with pytest.raises(SystemExit, match="pip install pocketsphinx, or use --no-cer"):
-        sound.check_recogniser()
-
-
-def test_a_recogniser_hears_nothing_in_silence():
-    pytest.importorskip("pocketsphinx")
-    assert len(sound.recognised([np.zeros(16000, np.float32)] * 2, 16000)) == 2
 
 
 @pytest.mark.slow
