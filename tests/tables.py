@@ -9,6 +9,8 @@ import pytest
 
 from tests.process import seed_all
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # A case of a parametrised test that takes seconds.
+
 
 def check_rows(rows: Iterable[tuple[Any, ...]], check: Callable[..., None]) -> None:
     """Call check(*row) for each row, and fail with every wrong row and the first lines of its error.

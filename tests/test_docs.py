@@ -50,10 +50,10 @@ RUN_BY = {
     "watch": "tests/watch/test_server.py::test_the_page_and_its_end",
     "export": "tests/vae/test_use.py::test_commands_from_a_run_to_stock_diffusers",
     "demo": "tests/cli/test_demo.py::test_the_vocoders_demo_learns",
-    "bench train-vae": "tests/vae/test_bench.py::test_the_command",
-    "bench train-vocoder": "tests/vocoder/test_bench.py::test_the_command",
-    "bench train-tts": "tests/tts/test_bench.py::test_bench_measures_a_row_of_the_voice_in_its_child",
-    "bench train-asr": "tests/asr/test_plan.py::test_bench_train_asr_from_the_command_line",
+    "bench train-vae": "tests/bench/test_step_bench.py::test_the_command",
+    "bench train-vocoder": "tests/bench/test_step_bench.py::test_the_command",
+    "bench train-tts": "tests/bench/test_step_bench.py::test_the_command",
+    "bench train-asr": "tests/bench/test_step_bench.py::test_the_command",
     "plan train-vae": "tests/vae/test_plan.py::test_a_plan_in_json",
     "plan train-vocoder": "tests/vocoder/test_plan.py::test_the_command_takes_a_configuration_that_comes_along",
     "plan train-tts": "tests/tts/test_plan.py::test_the_command",
@@ -126,15 +126,6 @@ def broken_links(path: Path) -> Iterator[str]:
 
 def test_every_relative_link_leads_to_a_file_and_a_heading() -> None:
     assert {path.name: broken for path in LINKED if (broken := list(broken_links(path)))} == {}
-
-
-def test_broken_links_are_found(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# A `b`: c, d\n## Again\n## Again\n[x](page.md#a-b-c-d) [x](#again-1) [x](#again-2) ![x](no.png) `[x](y)` "
-        "[x](https://a.b/c#d) [x](page.md#b)\n```\n# Not a heading\n[x](z)\n```\n[x](#not-a-heading)\n"
-    )
-    assert list(broken_links(page)) == ["#again-2", "no.png", "page.md#b", "#not-a-heading"]
 
 
 def test_the_index_links_every_page() -> None:
@@ -218,20 +209,6 @@ def test_every_message_of_the_page_on_failures_is_the_programs() -> None:
 def test_the_command_line_accepts_every_command_of_the_documents(folder: Path, line: str) -> None:
     name, settings = parsed(line)
     assert type(settings) is reference.commands(app)[name]
-
-
-def test_a_wrong_option_or_value_of_a_document_is_found(folder: Path) -> None:
-    assert len(COMMANDS) > 50
-    for line in (
-        "gputrain train-vae --data-path d --image-sise 512",
-        "gputrain train-vae --data-path d --preset huge",
-        "gputrain train-vae --data-path d --image-size 500",
-        "gputrain prepare-data --kind voices --input-dir i --output-dir o",
-        "gputrain train-tts --config outputs/vae/config.yaml",  # A configuration of a VAE.
-        "gputrain export --output-dir o",
-    ):
-        with pytest.raises(Exception, match=r"image-sise|huge|500|voices|kind|[Mm]issing"):
-            parsed(line)
 
 
 def test_every_command_is_run_by_a_test_or_a_script() -> None:

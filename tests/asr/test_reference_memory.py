@@ -38,8 +38,8 @@ from gputrain.planner.memory.predict import (
 from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.planner.work import PlanTarget
 from gputrain.speech.frames import encoder_frames
+from tests.machines import H100
 from tests.planner.test_reference_cells import BATCHES, CELLS, RESIDENT
-from tests.vae.test_bench import H100
 
 pytestmark = pytest.mark.slow
 

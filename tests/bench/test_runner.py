@@ -1,6 +1,5 @@
 """Rows in processes of their own: what each answers, how it fails, and that none outlives its parent."""
 
-import functools
 import itertools
 import json
 import os
@@ -16,9 +15,8 @@ import torch
 from gputrain.bench import runner
 from gputrain.bench.runner import BenchReport, BenchResult, BenchRow
 from gputrain.errors import UserError
+from tests.tables import slow
 from tests.waiting import HANG_SECONDS, has_ended, wait_until
-
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 # A child whose rows do what their name says.
 PROGRAM = """
@@ -90,7 +88,7 @@ def test_a_row_that_fails_says_why_and_the_others_still_run(program):
 
 def test_a_row_that_hangs_is_given_up_with_its_last_line(program):
     """Where the process takes longer to start, it is given more time; this one would hang for ten minutes."""
-    for minutes in (0.02, 0.1, 0.5, 2.0):
+    for minutes in (0.06, 0.5, 2.0):
         (result,) = measured(program, "hang", minutes=minutes)
         if "it printed nothing" not in result.reason:
             break

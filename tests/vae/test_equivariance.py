@@ -15,11 +15,12 @@ from gputrain.vae import recipe as vae
 from gputrain.vae.equivariance import Transformation, Transformations
 from gputrain.vae.recipe import VaeRecipe, item_flops, plan_target
 from tests.comparison import assert_same, largest_difference
+from tests.machines import CPU
 from tests.planner.memory.measured_steps import measured_peak_gb
+from tests.planner.memory.test_kinds import vae as settings_of_step
 from tests.recorded_graphs import RecordedGraphs
 from tests.tables import each_row
 from tests.toy import cpu_runtime
-from tests.vae import test_predicted_memory
 from tests.vae.test_recipe import crops, settings_of, weights_after
 
 TINY = {"preset": "fast", "channels": [16, 16], "batch_size": 4, "discriminator_start": 0}
@@ -165,8 +166,8 @@ def test_graphs_hold_the_steps_without_a_transformation(tmp_path):
 
 def test_a_plan_is_of_the_largest_step():
     """Its memory is that of a real step with a turned copy of the picture, and no other step takes more."""
-    settings = test_predicted_memory.settings_of(eq_probability=0.5, channels=[16, 16], image_size=32)
-    plan, target = decide(test_predicted_memory.CPU, settings.hardware), plan_target(settings)
+    settings = settings_of_step(eq_probability=0.5, channels=[16, 16], image_size=32)
+    plan, target = decide(CPU, settings.hardware), plan_target(settings)
     predicted = predict_step(target, plan, micro_batch_size=2)
     assert predicted.allocated_gb == pytest.approx(measured_peak_gb(target, plan, 2, False), rel=2e-3)
     plain = dataclasses.replace(settings, losses=dataclasses.replace(settings.losses, eq_probability=0.0))
