@@ -121,7 +121,7 @@ def test_both_sides_read_the_users_files_at_the_size_of_the_row():
     )
     assert (train.schedule.whole_batch, train.data.crop_mel_frames) == (2, 8)
     assert train.model.upsample_initial_channel == content["model_args"]["upsample_initial_channel"] == 32
-    assert train.hardware.use_bf16
+    assert train.hardware.precision == "bf16"
     assert train.hardware.use_torch_compile
     assert content["model_args"]["fast_mpd_strides"] == [4, 4, 4]  # the others of the block stay
 

@@ -14,7 +14,6 @@ import pytest
 from packaging.requirements import Requirement
 
 from gputrain.config import leaves
-from gputrain.tts.config import TrainTts
 from gputrain.vocoder.config import TrainVocoder
 from tests.tables import check_rows, each_row
 
@@ -445,13 +444,6 @@ def test_train_rtx5090_says_what_train_vocoder_understands() -> None:
     assert (ROOT / "gputrain/vocoder/profiles" / words.pop("--config")).is_file()
     known = {leaf.flag for leaf in leaves(TrainVocoder).values()}
     assert {*words, *SWITCHES_VOCODER.split()} <= known
-
-
-def test_train_rtx5090_says_what_train_tts_understands() -> None:
-    known = {leaf.flag for leaf in leaves(TrainTts).values()} | {"--profile-name"}
-    for sizes in (SIZES_TTS, SIZES_VOICE):
-        assert {word for word in f"{sizes} {SWITCHES_TTS}".split() if word.startswith("--")} <= known
-    assert (ROOT / f"gputrain/tts/profiles/{SIZES_VOICE.split()[-1]}.yaml").is_file()
 
 
 def test_train_rtx5090_prefers_the_environment_beside_it(machine: Machine) -> None:

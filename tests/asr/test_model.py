@@ -1,7 +1,6 @@
 """The recogniser's forward pass against transformers', its adapters, and its loading."""
 
 import numpy as np
-import pytest
 import torch
 
 from gputrain.asr.features import features_of
@@ -10,7 +9,6 @@ from gputrain.asr.lora import add_lora, lora_parameters, merged
 from gputrain.asr.model import ForwardOptions, cached_position_weights, frame_counts, logits, normalized
 from gputrain.asr.recipe import masked_spans
 from gputrain.engine.distributed import BatchDraws
-from gputrain.errors import UserError
 from tests.asr.models import VOCABULARY, W2V_BERT, run_folder, tiny_model, transformers_folder
 from tests.tables import each_row
 
@@ -176,16 +174,3 @@ def test_models_with_group_norm_read_clip_by_clip(tmp_path):
         wave_BL = (wave_BL - wave_BL.mean()) / (wave_BL.var(correction=0) + 1e-7).sqrt()
         theirs = recogniser.model(wave_BL).logits.log_softmax(-1)[0]
     assert (together[1] - theirs).abs().max() < 1e-4
-
-
-def test_what_is_no_recogniser(tmp_path):
-    with pytest.raises(UserError, match=r"nothing"):
-        load_recogniser(tmp_path / "nothing", CPU)
-    folder = transformers_folder(tmp_path / "model")
-    (folder / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(UserError, match="type bert"):
-        load_recogniser(folder, CPU)
-    folder = transformers_folder(tmp_path / "damaged")
-    (folder / "model.safetensors").write_bytes(b"no weights")
-    with pytest.raises(UserError):
-        load_recogniser(folder, CPU)

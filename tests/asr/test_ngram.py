@@ -6,7 +6,6 @@ import random
 import pytest
 
 from gputrain.asr.ngram import BEGIN, END, UNKNOWN, NgramModel, estimate_ngrams, read_arpa
-from gputrain.errors import UserError
 from tests.tables import each_row
 
 SENTENCES = ["a b a", "a b", "b a b c", "c", "a b c a b"]
@@ -65,13 +64,3 @@ def test_an_arpa_file_gives_the_same_scores(tmp_path):
         assert read.score(context, word) == pytest.approx(model.score(context, word), abs=1e-7)
         context = model.after(context, word)
     assert (read.order, read.words) == (3, 3)
-
-
-def test_a_damaged_arpa_file_is_named_with_its_line(tmp_path):
-    file = tmp_path / "lm.arpa"
-    file.write_text("\\data\\\nngram 1=1\n\n\\1-grams:\nminus one a\n")
-    with pytest.raises(UserError, match="line 5"):
-        read_arpa(file)
-    file.write_text("no n-grams")
-    with pytest.raises(UserError, match="no n-grams"):
-        read_arpa(file)

@@ -29,6 +29,7 @@ from tests.asr.stores import LETTERS, spelled_clips, write_store
 from tests.cli.test_torchrun import torchrun
 from tests.command import gputrain_here
 from tests.speech.trainings import SpeechTraining, read_checkpoint, rows
+from tests.tables import slow
 from tests.vae.test_recipe import assert_same
 from tests.vocoder.conftest import flags
 
@@ -64,7 +65,7 @@ def undisturbed(store, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("stop", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stop", [2, slow(4)])
 def test_stopped_and_resumed_a_run_is_the_undisturbed_one_bit_for_bit(undisturbed, store, tmp_path, stop):
     """Before and after the step from which the encoder trains."""
     halfway = train(tmp_path, store, **VARIANT, **KEPT, max_steps=stop)

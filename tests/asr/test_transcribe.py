@@ -20,13 +20,12 @@ from gputrain.asr.transcribe import (
     _targets,
     decoder_of,
     language_model,
-    recordings_of,
     transcribe_files,
     transcribe_sound,
 )
 from gputrain.audio.io import resample
 from gputrain.errors import UserError
-from tests.asr.models import VOCABULARY, W2V_BERT, run_folder, transformers_folder
+from tests.asr.models import VOCABULARY, W2V_BERT, transformers_folder
 from tests.tables import each_row
 
 RATE = 16000
@@ -178,15 +177,6 @@ def test_a_resampled_recording_has_the_same_text(folder: Path, tmp_path: Path) -
     assert jiwer.cer([texts[0], texts[0]], texts[1:]) < 0.1
 
 
-def test_a_run_folder_gives_the_text_of_the_transformers_folder(folder: Path, tmp_path: Path) -> None:
-    soundfile.write(tmp_path / "sound.wav", babble(2), RATE)
-    texts = []
-    for model in (folder, run_folder(tmp_path / "run")):
-        settings = Transcribe(model=model, input=tmp_path / "sound.wav", device="cpu")
-        transcribe_files(settings, show=lambda transcript: texts.append(transcript.text))
-    assert texts[0] == texts[1] != ""
-
-
 def test_progress_counts_seconds_within_a_recording(folder: Path, tmp_path: Path) -> None:
     for name, seconds in (("a", 9), ("b", 4)):
         soundfile.write(tmp_path / f"{name}.wav", babble(seconds), RATE)
@@ -201,15 +191,6 @@ def test_progress_counts_seconds_within_a_recording(folder: Path, tmp_path: Path
     assert len(counts) >= 5
 
 
-def test_nothing_to_transcribe_is_an_error(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "none").mkdir()
-    soundfile.write(tmp_path / "short.wav", babble(1)[:80], RATE)
-    for input, message in (("none", "no recording in it"), ("missing", "no such file"), ("short.wav", "lasts 5 ms")):
-        with pytest.raises(UserError, match=message):
-            transcribe_files(Transcribe(model=folder, input=tmp_path / input, device="cpu"))
-    assert recordings_of(tmp_path / "short.wav") == [tmp_path / "short.wav"]
-
-
 def test_an_interruption_keeps_what_was_made(folder: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         soundfile.write(tmp_path / f"{name}.wav", babble(1), RATE)
@@ -222,13 +203,6 @@ def test_an_interruption_keeps_what_was_made(folder: Path, tmp_path: Path) -> No
     with pytest.raises(KeyboardInterrupt):
         transcribe_files(settings, show=interrupt)
     assert len(json.loads((tmp_path / "out.json").read_text())) == 1
-
-
-def test_files_that_differ_in_their_suffix_have_two_outputs(folder: Path, tmp_path: Path) -> None:
-    for suffix in ("wav", "flac"):
-        soundfile.write(tmp_path / f"a.{suffix}", babble(1), RATE)
-    done = transcribe_files(Transcribe(model=folder, input=tmp_path, output_dir=tmp_path / "out", device="cpu"))
-    assert sorted(file.name for file in done.files) == ["a.flac.srt", "a.wav.srt"]
 
 
 @each_row(
@@ -270,15 +244,6 @@ def test_language_models_from_texts_and_arpa_files(tmp_path: Path) -> None:
     for name in ("empty.txt", "missing.txt", "missing.arpa"):
         with pytest.raises(UserError):
             language_model(tmp_path / name, VOCABULARY, 2)
-
-
-def test_options_without_effect_are_refused() -> None:
-    with pytest.raises(UserError, match="lm_weight does nothing without lm"):
-        LanguageModelOptions(lm_weight=0.7)
-    with pytest.raises(UserError, match="formats does nothing"):
-        Transcribe(model=Path("m"), input=Path("i"), formats=("vtt",))
-    with pytest.raises(UserError, match="more than half"):
-        ChunkLengths.of_seconds(10, 8, RATE)
 
 
 def test_greedy_decoding_agrees_with_transformers(folder: Path, recogniser: Recogniser) -> None:

@@ -136,21 +136,6 @@ def test_a_batch_has_clips_of_one_bucket_and_an_epoch_every_clip_once():
         BucketSampler([1, 9.5], BUCKETS, 8)
 
 
-def test_without_buckets_clips_of_all_lengths_share_a_batch():
-    sampler = BucketSampler(lengths(), (), 8)
-    epoch = list(sampler)
-    assert Counter(number for batch in epoch for number in batch) == Counter(range(87))
-    assert [sampler.micro_batch_size(batch) for batch in epoch] == [8] * 10 + [7]
-    assert all(np.ptp(lengths()[batch]) > 2 for batch in epoch)
-
-
-def test_a_loader_reads_such_batches():
-    clips = PreparedClips([sound(float(seconds)) for seconds in lengths()[:20]], 9, "chunk", keep_decoded=True)
-    sampler = BucketSampler(clips.seconds, BUCKETS, 4)
-    loader = DataLoader(clips, batch_sampler=sampler, collate_fn=len, num_workers=1)
-    assert list(loader) == [4] * 5
-
-
 def test_a_trainer_with_batches_by_length(tmp_path):
     """Its gradients are those of the whole batch, and micro-batches of short clips have more of them."""
     pytest.importorskip("accelerate")

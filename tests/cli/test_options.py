@@ -19,7 +19,7 @@ import typer
 from typer._completion_shared import get_completion_script
 from typer.testing import CliRunner
 
-from gputrain import __version__, config
+from gputrain import config
 from gputrain.cli import reference
 from gputrain.cli.app import app, command_line
 from gputrain.cli.options import command, complete_at_the_first_tab
@@ -128,10 +128,6 @@ def test_zsh_completes_at_the_first_tab(tmp_path):
     assert done.stdout == ""
 
 
-def test_version():
-    assert gputrain_here("--version").stdout == f"gputrain {__version__}\n"
-
-
 def test_a_flag_beats_the_file_and_the_file_the_default(tmp_path):
     (tmp_path / "c.yaml").write_text("batch_size: 3\nlearning_rate: 1e-3\nchannels: [32, 64]\nuse_bf16: false\n")
     made = invoked("train-vae", "--data-path", "d", "--config", tmp_path / "c.yaml", "--batch-size", 5)
@@ -195,13 +191,6 @@ def test_bad_input_gets_a_sentence_and_2(typed, tmp_path, words, message, hint):
     assert code == 2
     assert message in printed
     assert hint in printed
-
-
-def test_an_error_of_a_process_goes_to_standard_error_alone(tmp_path):
-    result = gputrain("validate", "--input-dir", "missing", cwd=tmp_path)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert "missing: no such folder" in result.stderr
-    assert "Traceback" not in result.stderr
 
 
 def test_check_compatibility(tmp_path):
@@ -353,15 +342,6 @@ def test_errors_name_the_file_and_the_key_as_written(tmp_path, monkeypatch, text
     with pytest.raises(UserError) as caught:
         invoked("train-vocoder", "--config", "c.yaml", "--data-path", "d")
     assert message in caught.value.message
-
-
-def test_pictures_are_prepared_as_ever_with_a_file(tmp_path):
-    (tmp_path / "c.yaml").write_text("target_size: 64\nnum_workers: 2\n")
-    made = invoked("prepare-data", "--input-dir", "i", "--output-dir", "o", "--config", tmp_path / "c.yaml")
-    assert (made.kind, made.pictures.target_size, made.num_workers) == ("vae", 64, 2)
-    (tmp_path / "c.yaml").write_text("batch_size: 64\n")
-    with pytest.raises(UserError, match="unknown key 'batch_size'"):
-        invoked("prepare-data", "--input-dir", "i", "--output-dir", "o", "--config", tmp_path / "c.yaml")
 
 
 def test_help_has_other_names_once_and_in_the_sentence():

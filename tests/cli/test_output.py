@@ -22,7 +22,7 @@ from gputrain.hw.ranks import SINGLE
 from gputrain.planner.model_planner import PredictedTime
 from tests.chaos.tiny import make_data, words
 from tests.command import gputrain, gputrain_here
-from tests.tables import each_row
+from tests.tables import each_row, slow
 from tests.waiting import HANG_SECONDS, wait_until
 
 FULL = Path("/dev/full")
@@ -41,6 +41,7 @@ def test_a_full_disk_under_the_output_is_an_error_of_the_user(line):
     assert "Exception ignored" not in done.stderr
 
 
+@pytest.mark.slow
 def test_messages_that_nobody_reads_do_not_end_a_training(tmp_path):
     """As `2>&1 | head -1` has it: the pipe is closed after the first line. The run goes on to its end."""
     data = make_data("vae", tmp_path / "data")
@@ -252,7 +253,7 @@ def test_a_package_that_a_data_worker_lacks_is_named(capsys):
 # ---------------------------------------------------------------------------------------------- the start of a training
 
 
-@pytest.mark.parametrize("kind", ["vae", *[pytest.param(kind, marks=pytest.mark.slow) for kind in ("vocoder", "tts")]])
+@pytest.mark.parametrize("kind", ["vae", *[slow(kind) for kind in ("vocoder", "tts")]])
 def test_the_start_of_a_training_is_short_and_its_plan_is_logged_if_asked_for(tmp_path, monkeypatch, caplog, kind):
     data = make_data(kind, tmp_path / "data")
     monkeypatch.chdir(tmp_path)

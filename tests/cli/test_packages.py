@@ -90,9 +90,8 @@ def data_of(kind: str, folder: Path, photographs: Path) -> Path:
     return spoken(folder) if kind == "tts" else write_store(folder, spelled_clips(8))
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param("vae"), *(pytest.param(k, marks=pytest.mark.slow) for k in NEEDED if k != "vae")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", NEEDED)
 def test_a_training_needs_its_own_packages_alone(kind: str, photographs: Path, tmp_path: Path) -> None:
     words = training(kind, data_of(kind, tmp_path / "data", photographs), tmp_path / "run")
     done = without(OPTIONAL - NEEDED[kind], *words)

@@ -1,17 +1,14 @@
 """What the commands on data print and refuse: items by reason, odd names, files that are not read, options."""
 
-import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 import soundfile
 from PIL import Image
 
 from gputrain.cli import tables, ui
 from gputrain.engine.preparation import RefusedItem
 from gputrain.kinds import other_files
-from gputrain.vocoder.store import VocoderStore
 from tests.command import gputrain_here
 from tests.tables import each_row
 from tests.vocoder.conftest import flags
@@ -66,11 +63,6 @@ def test_drawings_are_told_and_another_size_asks_first(tmp_path):
     assert {Image.open(path).size for path in out.glob("*.png")} == {(32, 32)}
 
 
-def test_help_of_the_folder_names_every_kind():
-    done = gputrain_here("prepare-data", "--help")
-    assert "Folder tree of pictures or recordings" in " ".join(done.stdout.split())
-
-
 @each_row(
     ({"kind": "asr", "language": "uz", "audio_sample_rate": 22050}, "does nothing with", "drop --audio-sample-rate"),
     ({"kind": "asr", "language": "uz", "espeak_voice": "uz"}, "does nothing with --kind asr", "drop --espeak-voice"),
@@ -97,32 +89,6 @@ def test_options_that_do_not_fit_the_kind_are_refused(typed, given, said, hint):
     assert said in printed
     assert hint in printed
     assert not Path("out").exists()
-
-
-def test_recordings_need_a_folder_to_go_to(typed):
-    code, printed = typed("prepare-data", "--input-dir", "in", "--kind", "vocoder")
-    assert (code, "output_dir is missing" in printed) == (2, True)
-
-
-@pytest.mark.slow
-def test_recordings_become_a_store(tmp_path):
-    pytest.importorskip("parselmouth")
-    (tmp_path / "in").mkdir()
-    time = np.arange(11025) / 22050
-    for number, hz in enumerate((200, 300)):
-        soundfile.write(tmp_path / "in" / f"{number}.wav", 0.3 * np.sin(2 * np.pi * hz * time), 22050)
-    (tmp_path / "in" / "bad.wav").write_bytes(b"RIFF")
-    words = ("--input-dir", tmp_path / "in", "--output-dir", tmp_path / "out", "--kind", "vocoder", "--num-workers", 2)
-    words = (*words, "--audio-sample-rate", 16000, "--hop_size", 256, "--output-file", tmp_path / "r.json")
-    done = gputrain_here("prepare-data", *words)
-    assert done.returncode == 0, done.stderr
-    assert "bad.wav" in done.stderr
-    assert json.loads((tmp_path / "r.json").read_text())["made"] == 2
-    store = VocoderStore.open(tmp_path / "out")
-    assert (store.format.sampling_rate, store.format.hop_size) == (16000, 256)
-    assert [clip.samples for clip in store.clips] == [8000, 8000]
-    again = gputrain_here("prepare-data", *words[:-2])
-    assert "kept      2" in again.stdout
 
 
 @each_row(("vocoder", ()), ("tts", ("--language", "en")), ("asr", ("--language", "en")))

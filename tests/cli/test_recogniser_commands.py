@@ -68,6 +68,7 @@ def test_json_and_subtitles(folder: Path, tmp_path: Path) -> None:
     ("missing", [], "missing: no such file or folder"),
     ("sounds/0.wav", ["--overlap-seconds", 20], "overlap_seconds 20 is more than half of chunk_seconds 30"),
     ("sounds/0.wav", ["--beam-width", 9], "beam_width does nothing without lm"),
+    ("sounds/0.wav", ["--formats", "vtt"], "formats does nothing"),
     ("sounds/0.wav", ["--lm", "missing.txt"], "missing.txt: No such file"),
     ("sounds/0.wav", ["--model", "sounds"], "holds no checkpoint"),
     ("sounds/0.wav", ["--model", "missing"], "no such file or folder"),
@@ -110,12 +111,6 @@ def test_export(folder: Path, store: Path, tmp_path: Path, format: str, files: l
     assert done.returncode == 0, done.stderr
     assert set(files) <= {path.name for path in (tmp_path / "out").iterdir()}
     assert all(name in done.stdout for name in files)
-
-
-def test_a_folder_that_is_no_model_is_not_taken_for_another_kind(tmp_path: Path) -> None:
-    for model, words in ((tmp_path, "holds no model"), (tmp_path / "missing", "missing: no such file or folder")):
-        done = gputrain_here("export", "--model", model, "--output-dir", tmp_path / "out", "--format", "sherpa")
-        assert (done.returncode, words in " ".join(done.stderr.split())) == (2, True), done.stderr
 
 
 def test_every_command_takes_the_checkpoint_that_is_named(tmp_path: Path, store: Path) -> None:

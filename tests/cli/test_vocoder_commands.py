@@ -132,13 +132,3 @@ def test_a_plan_is_followed_and_one_of_a_gpu_is_not(typed, notes):
         Path("plan.json").write_text(json.dumps(plan))
         shutil.rmtree("run")
         refused(typed, training(notes, plan_file="plan.json"), "plans for a GPU, and torch sees none")
-
-
-def test_a_folder_that_holds_a_run_stays_as_it_is(typed, notes):
-    assert typed(*training(notes))[0] == 0
-    before = Path("run", "config.yaml").read_bytes()
-    code, printed = typed(*training(notes, learning_rate=0.5))
-    assert code == 2
-    assert "run already holds a run" in printed
-    assert "--resume-from auto" in printed
-    assert Path("run", "config.yaml").read_bytes() == before

@@ -15,6 +15,7 @@ import torch
 
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import BEST, LAST, PREVIOUS
+from tests.tables import slow
 
 
 def content(step: int) -> dict:
@@ -75,7 +76,7 @@ def test_a_checkpoint_from_before_the_checksum_is_read_and_its_damage_seen(tmp_p
         checkpoint.read(path, "toy")
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(2500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [200, slow(2500)])
 def test_no_flipped_bit_loads_a_wrong_value_or_keeps_an_intact_checkpoint_from_serving(folder, count):
     path = folder / LAST
     whole = path.read_bytes()

@@ -17,6 +17,7 @@ from gputrain.engine.schedule import RunProgress, stages_ahead
 from gputrain.errors import Stopped
 from tests.comparison import differing
 from tests.engine.test_run import assert_equal, rows_of, schedule
+from tests.tables import slow
 from tests.toy import ToyRecipe, quiet, train_toy, weights
 from tests.waiting import HANG_SECONDS
 
@@ -81,8 +82,8 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert evaluations(one) == evaluations(other)
 
 
-@pytest.mark.parametrize("kill", [pytest.param("in the evaluation", marks=pytest.mark.slow), "after its line"])
-@pytest.mark.parametrize("sign", [1, pytest.param(-1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kill", [slow("in the evaluation"), "after its line"])
+@pytest.mark.parametrize("sign", [1, slow(-1)])
 def test_the_evaluation_of_the_last_step_is_made_up_for(tmp_path, sign, kill):
     """The score of one of the signs is the best at the last step."""
     straight = train(tmp_path / "a", sign)
@@ -97,7 +98,7 @@ def test_the_evaluation_of_the_last_step_is_made_up_for(tmp_path, sign, kill):
     assert_same_run(tmp_path / "b", tmp_path / "a")
 
 
-@pytest.mark.parametrize("kill", [pytest.param("", marks=pytest.mark.slow), "in the evaluation"])
+@pytest.mark.parametrize("kill", [slow(""), "in the evaluation"])
 def test_the_evaluation_of_a_stopped_step_is_made_up_for(tmp_path, kill):
     """The step is one whose checkpoint is kept, and an undisturbed run evaluates it before it saves it."""
     for sign in (1, -1):

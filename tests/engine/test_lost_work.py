@@ -84,13 +84,6 @@ def test_a_damaged_checkpoint_never_replaces_the_intact_one_before_it(tmp_path):
     assert_equal(straight, trained(tmp_path / "b", 10, resume_from="auto", checkpoint_steps=2))
 
 
-def test_a_folder_that_cannot_be_written_to_is_named_before_the_training(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"Not a directory|File exists") as caught:
-        trained(tmp_path / "file", 2)
-    assert "--output-dir" in caught.value.hint
-
-
 def test_names_that_a_killed_run_did_not_come_to_give_are_given_on_resuming(tmp_path):
     trained(tmp_path, 4, checkpoint_freq=1, evaluate_steps=4)
     # The last step is saved before its evaluation and after it.

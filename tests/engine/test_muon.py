@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gputrain.engine import checkpoint, muon
+from gputrain.engine import muon
 from gputrain.engine.muon import Muon, muon_with_adamw, orthogonalised
 from gputrain.engine.schedule import Schedule
-from gputrain.errors import UserError
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
@@ -91,14 +90,6 @@ def test_orthogonalising_moves_singular_values_by_the_quintic_alone(shape):
     assert made.is_contiguous()
 
 
-def test_a_zero_gradient_moves_nothing():
-    moved = parameters([(4, 6)])
-    optimizer = Muon(moved, learning_rate=0.1)
-    moved[0].grad = torch.zeros(4, 6)
-    optimizer.step()
-    assert torch.equal(moved[0], parameters([(4, 6)])[0])
-
-
 def test_a_kernel_counts_as_a_matrix_of_its_outputs_and_its_update_is_a_learning_rate():
     """Any layout in memory; the root mean square of the update is about the learning rate for every shape."""
     kernels = parameters([(8, 4, 3), (8, 4, 3, 5), (64, 4, 1)])
@@ -135,15 +126,6 @@ def test_stacked_or_one_by_one(monkeypatch):
     assert distance(together, parameters(SHAPES)) > 0.05
     assert distance(together, apart) < 1e-6
     assert distance(together, single) < 1e-6
-
-
-def test_stacks_hold_one_shape_and_no_more_than_they_may(monkeypatch):
-    monkeypatch.setattr(muon, "STACKED_NUMBERS", 2 * 24 * 40)
-    assert [[tuple(p.shape) for p in stack] for stack in muon.stacks(list(parameters(SHAPES)))] == [
-        [(24, 40), (24, 40)], [(24, 40)], [(40, 24)], [(16, 16), (16, 16)], [(1, 30)],
-    ]  # fmt: skip
-    monkeypatch.setattr(muon, "STACKED_NUMBERS", 10)
-    assert [len(stack) for stack in muon.stacks(list(parameters(SHAPES)))] == [1] * len(SHAPES)
 
 
 class Net(nn.Module):
@@ -214,34 +196,6 @@ def test_gradients_are_divided_by_the_scale():
             optimizer.step()
         results.append(snapshot(moved, optimizer))
     assert same(*results)
-
-
-def test_a_resumed_optimizer_goes_on_bit_for_bit(tmp_path):
-    moved, optimizer = mixed()
-    for step in range(6):
-        if step == 3:
-            torch.save([[p.detach() for p in moved], optimizer.state_dict()], tmp_path / "state.pt")
-        give_gradients(moved, step)
-        optimizer.step()
-    again, resumed = mixed(seed=1)
-    weights, state = torch.load(tmp_path / "state.pt", weights_only=True)
-    with torch.no_grad():
-        for parameter, weight in zip(again, weights, strict=True):
-            parameter.copy_(weight)
-    resumed.load_state_dict(state)
-    for step in range(3, 6):
-        give_gradients(again, step)
-        resumed.step()
-    assert same(snapshot(again, resumed), snapshot(moved, optimizer))
-
-
-def test_parameters_without_a_gradient_stay():
-    moved, optimizer = mixed()
-    give_gradients(moved[1:-1], 0)
-    optimizer.step()
-    assert torch.equal(moved[0], parameters(SHAPES)[0])
-    assert moved[0] not in optimizer.state
-    assert moved[-1] not in optimizer.state
 
 
 class Calls(TorchDispatchMode):
@@ -341,33 +295,6 @@ def test_a_step_that_runs_out_of_memory_is_repeated_in_parts(monkeypatch, place,
     for one, other in zip(straight, cut, strict=True):
         state, theirs = undisturbed.state[one], optimizer.state[other]
         assert all(float((state[key] - theirs[key]).abs().max()) < 1e-6 for key in state)
-
-
-def test_a_step_without_enough_memory_for_one_matrix_ends_the_run_and_loses_no_checkpoint(
-    tmp_path, monkeypatch, caplog
-):
-    """In the ninth step the first stack has moved when memory runs out."""
-    steps, calls, enough = 12, 0, muon.orthogonalised
-    stacks_a_step = 2 * 2  # Of the generator and of the discriminators, which begin in the third step.
-
-    def limited(x_KRC, rounds):
-        nonlocal calls
-        calls += 1
-        if calls > 9 * stacks_a_step + 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return enough(x_KRC, rounds)
-
-    whole = trained(tmp_path / "whole", steps=steps)
-    with monkeypatch.context() as patched:
-        patched.setattr(muon, "orthogonalised", limited)
-        recipe = MuonToy(schedule_of(steps), adversarial_from=2)
-        with pytest.raises(UserError, match="out of memory after step") as caught:
-            train_toy(recipe, quiet(tmp_path / "cut", checkpoint_steps=4))
-    assert "failed after some of its weights had changed" in caplog.text
-    assert "--resume-from auto" in caught.value.hint
-    assert checkpoint.read(tmp_path / "cut" / checkpoint.LAST, "toy")["progress"]["step"] == 8
-    resumed = trained(tmp_path / "cut", steps=steps, resume_from="auto")
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 def schedule_of(steps: int, **changes) -> Schedule:

@@ -16,6 +16,7 @@ from gputrain.hw.runtime import apply
 from tests.fake_cuda.device import UNAVAILABLE, fake_cuda
 from tests.fake_cuda.steps import LATE, vae, vocoder, voice
 from tests.fake_cuda.tensors import Generator
+from tests.tables import slow
 from tests.tts.test_train import small_presets
 
 pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
@@ -78,7 +79,7 @@ def test_the_voice_has_a_graph_of_gradients():
         assert state.runtime.plan.cuda_graphs.value
 
 
-@pytest.mark.parametrize("reads", [pytest.param("mean", marks=pytest.mark.slow), "cpu"])
+@pytest.mark.parametrize("reads", [slow("mean"), "cpu"])
 def test_a_loss_that_reads_from_the_device_is_not_captured(reads, caplog):
     """CUDA makes the whole capture invalid; the allocator is informed of its end, the stream is the default one, and
     random numbers are drawn as if there had been no capture."""

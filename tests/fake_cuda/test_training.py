@@ -38,6 +38,7 @@ from tests.fake_cuda import commands, lines
 from tests.fake_cuda.device import UNAVAILABLE, fake_cuda
 from tests.fake_cuda.steps import Build, Watched, recogniser, take_steps, vae, vocoder
 from tests.fake_cuda.tensors import TO_DEVICE, TO_HOST
+from tests.tables import slow
 from tests.tts.test_train import TINY as TINY_VOICE
 from tests.tts.test_train import small_presets, spoken
 from tests.vocoder.conftest import TINY as TINY_VOCODER
@@ -182,7 +183,7 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("commands")
 
 
-@pytest.mark.parametrize("name", ["train-vocoder", "train-tts"])
+@pytest.mark.parametrize("name", ["train-vocoder", slow("train-tts")])
 def test_a_command_makes_a_step_and_saves(name, folder, photographs):
     check_command(command(name, folder / name, photographs, False))
 
@@ -208,7 +209,7 @@ def checked(name: str, folder: Path, photographs: Path) -> commands.Ran:
         return commands.train(folder, *words, passes_gb=passes_gb, compiled=True)
 
 
-@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow if "," in one else ()) for one in CHECKED])
 def test_a_step_is_measured_beside_the_prediction(name, folder, photographs):
     ran, (_, _, step, peak_gb) = checked(name, folder / name, photographs), CHECKED[name]
     check_command(ran)
@@ -345,6 +346,7 @@ def test_what_else_only_cuda_reaches(run):
     run()
 
 
+@pytest.mark.slow
 def test_every_statement_that_only_cuda_reaches_is_executed_or_listed(reached, folder, photographs):
     """What is listed has a reason, is in the package, and is not executed by this file."""
     for name in QUICK:

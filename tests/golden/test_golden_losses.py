@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.golden.runs import RUNS, STEPS, Record, record
+from tests.tables import slow
 
 EXACT = 1e-9  # Relative. SSE2, AVX2 and AVX-512 differ by at most 1e-11 after these steps.
 # Steps until the warm-up of four is over; the autoencoder's discriminator counts from step 8.
@@ -34,7 +35,7 @@ def differences(found: Record, expected: Record, tolerance: float) -> list[str]:
 # Muon, on the same model as AdamW, is slow.
 @pytest.mark.parametrize(
     ("name", "steps"),
-    [*FEWER.items()] + [pytest.param(name, STEPS, marks=pytest.mark.slow) for name in RUNS],
+    [*FEWER.items()] + [slow(name, STEPS) for name in RUNS],
 )
 def test_losses_and_weights_are_those_on_record(name, steps):
     whole = json.loads(file_of(name).read_text(encoding="utf-8"))

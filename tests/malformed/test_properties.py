@@ -35,6 +35,7 @@ from tests.command import gputrain_here
 from tests.comparison import differing
 from tests.malformed.files import RUNS, intact
 from tests.malformed.media import GOOD, ROW, SOUNDS, picture_bytes, sound_bytes
+from tests.tables import slow
 
 EXAMPLES, MANY_EXAMPLES = 25, 2000  # For each test; the second with `-m slow`.
 TRANSLATIONS: dict[Any, Any] = {
@@ -50,7 +51,7 @@ def bounded(examples: int) -> Any:
 
 def often(test: Callable[[], None]) -> Any:
     """Runs a property a few times in the suite, and often with `-m slow`."""
-    return pytest.mark.parametrize("examples", [EXAMPLES, pytest.param(MANY_EXAMPLES, marks=pytest.mark.slow)])(test)
+    return pytest.mark.parametrize("examples", [EXAMPLES, slow(MANY_EXAMPLES)])(test)
 
 
 # ------------------------------------------------------------------------------------------------------ strategies

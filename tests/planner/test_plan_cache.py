@@ -134,7 +134,8 @@ def test_one_step_tells_those_of_a_model_with_relative_positions():
         assert found.parts == pytest.approx(predict_step(target, plan, micro_batch_size=size).parts, rel=1e-6)
 
 
-@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
 def test_one_step_tells_those_of_other_sizes(checkpointing):
     """Of 1,009 items: what this prime divides grows with the items."""
     settings, work = assemble(PlanVocoder, SMALL), VocoderWork()

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gputrain.engine.data import Sample, Stream
+from gputrain.engine.data import Sample
 from gputrain.engine.mixture import Mixture
 from gputrain.errors import UserError
 from gputrain.speech.buckets import Buckets, check_texts, cut, open_speech, padding_share, shuffled_by_length
@@ -138,10 +138,6 @@ def test_a_shape_has_room_for_the_texts_of_its_clips(folder):
         assert batch.wave_BT.shape[1] == room.frames * HOP
 
 
-def test_padding_share():
-    assert padding_share(np.array([1, 3, 2, 2]), np.array([2, 4])) == pytest.approx(0.2)
-
-
 def test_companions_change_from_epoch_to_epoch_and_with_the_seed():
     """2000 clips of many lengths: of the pairs that share a bucket in one epoch, few share one in the next."""
     frames = np.random.default_rng(0).normal(500, 150, 2000).clip(60, 900).astype(int).tolist()
@@ -201,19 +197,6 @@ def test_a_batch_holds_its_clips_and_zeros_behind_them(folder):
             assert not batch.wave_BT[row, len(wave) :].any()
             assert (batch.samples_B[row], batch.frames_B[row]) == (len(wave), frame_count(len(wave), HOP))
             assert batch.speakers_B[row] == member % 2
-
-
-def test_resuming_is_arithmetic(folder):
-    """Buckets from number 5 on of three epochs equal those of an uninterrupted run."""
-    store = SpeechStore.open(folder)
-    buckets = Buckets(store, store.clips, HOP, 4, seed=3)
-    whole = [key for keys in Stream(len(buckets), 3, 1, 0, 3 * len(buckets)) for key in keys]
-    rest = [key for keys in Stream(len(buckets), 3, 1, 5, 3 * len(buckets)) for key in keys]
-    again = Buckets(SpeechStore.open(folder), store.clips, HOP, 4, seed=3)
-    assert [buckets[key].clips_B.tolist() for key in whole[5:]] == [again[key].clips_B.tolist() for key in rest]
-    for epoch in range(3):
-        keys = whole[epoch * len(buckets) : (epoch + 1) * len(buckets)]
-        assert sorted(torch.cat([buckets[key].clips_B for key in keys]).tolist()) == list(range(12))
 
 
 def test_held_out_clips_depend_on_their_content(folder):

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import shutil
 import zlib
 
 import numpy as np
@@ -13,7 +12,6 @@ from gputrain.engine.data import MANIFEST, description_of
 from gputrain.errors import UserError
 from gputrain.speech.store import (
     SOUNDS,
-    TEXT,
     Recording,
     SoundFormat,
     SpeechClip,
@@ -23,7 +21,6 @@ from gputrain.speech.store import (
     frame_count,
 )
 from gputrain.speech.text.frontend import frontend
-from tests.tables import each_row
 
 SOUND = SoundFormat(16000, 40.0, 0.0)
 FORMAT = SpeechFormat(frontend("en"), 16000, 256, ("ann", "bob"))
@@ -118,51 +115,6 @@ def test_a_store_from_before_the_checksums_is_read_and_gets_them(folder):
     SpeechWriter(folder, SOUND).finish(FORMAT, store.clips)
     again = SpeechStore.open(folder)
     assert [clip.crc32 for clip in again.clips] == [zlib.crc32(store.wave(clip).tobytes()) for clip in store.clips]
-
-
-def _cut_wave(folder):
-    with (folder / WAVES).open("r+b") as file:
-        file.truncate(100)
-
-
-def _edit(name, change):
-    def damage(folder):
-        lines = (folder / name).read_text().splitlines()
-        row = json.loads(lines[0])
-        change(row)
-        (folder / name).write_text("\n".join([json.dumps(row), *lines[1:]]) + "\n")
-
-    return damage
-
-
-@each_row(
-    (_cut_wave, "refers to missing"),
-    (lambda folder: (folder / WAVES).unlink(), "refers to missing"),
-    (lambda folder: (folder / MANIFEST).unlink(), "not finished"),
-    (lambda folder: (folder / TEXT).unlink(), "not finished"),
-    (lambda folder: (folder / MANIFEST).write_text(""), "without a clip"),
-    (lambda folder: (folder / MANIFEST).write_text("{\n"), "line 1: damaged"),
-    (lambda folder: (folder / TEXT).write_bytes(b"\xff"), "cannot be read"),
-    (lambda folder: (folder / TEXT).write_text("[]\n"), "damaged"),
-    (lambda folder: (folder / TEXT).write_text("{}\n"), "damaged"),
-    (_edit(MANIFEST, lambda row: row.pop("speaker")), "damaged"),
-    (_edit(MANIFEST, lambda row: row.update(speaker=2)), "refers to missing"),
-    (_edit(MANIFEST, lambda row: row.update(samples="x")), "damaged"),
-    (_edit(MANIFEST, lambda row: row.update(normalized=7)), "damaged"),
-    (_edit(MANIFEST, lambda row: row.update(first_sample=-5)), "damaged"),
-    (_edit(TEXT, lambda row: row.update(frontend={})), "damaged"),
-    (_edit(TEXT, lambda row: row.update(sampling_rate="fast")), "damaged"),
-)
-def test_damage_is_named(folder, tmp_path_factory, damage, message):
-    copy = shutil.copytree(folder, tmp_path_factory.mktemp("copy"), dirs_exist_ok=True)
-    damage(copy)
-    with pytest.raises(UserError, match=message):
-        SpeechStore.open(copy)
-
-
-def test_a_folder_that_is_no_store(tmp_path):
-    with pytest.raises(UserError, match="not prepared for tts or asr"):
-        SpeechStore.open(tmp_path)
 
 
 def test_the_last_frame_may_be_short():

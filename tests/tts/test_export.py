@@ -29,6 +29,7 @@ from gputrain.tts.export import (
 from gputrain.tts.load import LoadedVoice
 from gputrain.tts.model import inference_copy
 from tests.command import ProgressSeen
+from tests.tables import slow
 from tests.tts.test_load import full, narrow, settings_of
 
 piper = pytest.importorskip("piper")
@@ -70,7 +71,7 @@ def speaks_alike(
     assert np.abs(wave_T * STEP - expected_T).max() < 1.5 * STEP
 
 
-@pytest.mark.parametrize("preset", [pytest.param("high", marks=pytest.mark.slow), "medium"])
+@pytest.mark.parametrize("preset", [slow("high"), "medium"])
 def test_stock_piper_speaks_as_we_do(preset: VoicePreset, tmp_path: Path) -> None:
     loaded = narrow(preset, "uz")
     progress = ProgressSeen()

@@ -16,13 +16,14 @@ from tests.recipes import (
     largest_difference,
     weights,
 )
+from tests.tables import slow
 from tests.tts.test_recipe import begin, bucket, load, one_sum
 
 ALTERNATING = {"step_order": "alternating"}
 LEARNING_RATE = 1e-3
 
 
-@pytest.mark.parametrize("preset", [pytest.param("medium", marks=pytest.mark.slow), "fast"])
+@pytest.mark.parametrize("preset", [slow("medium"), "fast"])
 def test_steps_are_those_of_a_loop_by_hand(preset, tmp_path):
     """Two steps in float64, each with a graph for all losses of a network."""
     ours, theirs = (begin(tmp_path, preset, **ALTERNATING) for _ in range(2))

@@ -11,11 +11,11 @@ from PIL import Image
 from rich.console import Console
 
 from gputrain.config import assemble
-from gputrain.engine.data import Sample, Split
+from gputrain.engine.data import Split
 from gputrain.errors import UserError
 from gputrain.vae.architecture import VaeArchitecture, vae_architecture
-from gputrain.vae.config import Data, PictureEvaluation, Reconstruct, TrainVae, VaePrepareConfig
-from gputrain.vae.data import CropDataset, as_rgb, centre_crop, open_pictures, to_u8, to_unit
+from gputrain.vae.config import PictureEvaluation, Reconstruct, TrainVae, VaePrepareConfig
+from gputrain.vae.data import as_rgb, centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.evaluate import evaluate_pictures, to_rgb
 from gputrain.vae.export import export_vae
 from gputrain.vae.linear_start import signals_of
@@ -28,6 +28,7 @@ from gputrain.vae.reconstruct import reconstruct_folder
 from gputrain.vae.work import warn_of_opaque_pictures
 from tests.command import ProgressSeen
 from tests.png import png
+from tests.tables import slow
 from tests.training import train_vae
 from tests.vae.test_recipe import SMALL, cpu_runtime, settings_of
 
@@ -89,17 +90,6 @@ def test_hidden_colours_become_white_in_tensors(tmp_path):
     assert gray.shape == (1, 4, 4)
 
 
-def test_crops_have_the_channels(tmp_path):
-    Image.fromarray(np.tile(RGBA, (32, 8, 1))).save(tmp_path / "a.png")
-    pictures = open_pictures(tmp_path).train
-    for channels in (1, 3, 4):
-        crops = CropDataset(pictures, 16, 1, True, channels)
-        kept = CropDataset(pictures, 16, 1, True, channels, in_memory=True)
-        assert crops[Sample(0, 0)].shape == (channels, 16, 16)
-        assert torch.equal(crops[Sample(3, 0)], kept[Sample(3, 0)])
-        assert (crops.item_bytes, crops.decoded_gb) == (channels * 256, channels * 32 * 32 / 1e9)
-
-
 @pytest.mark.parametrize("channels", [1, 4])
 def test_prepared_pictures_keep_the_channels(tmp_path, channels):
     (tmp_path / "in").mkdir()
@@ -114,12 +104,6 @@ def test_prepared_pictures_keep_the_channels(tmp_path, channels):
         prepare_images(tmp_path / "in", tmp_path / "cover", VaePrepareConfig(target_size=48))
     with pytest.raises(UserError, match="jpeg has no transparency"):
         VaePrepareConfig(image_channels=4, format="jpeg")
-
-
-def test_two_channels_are_refused():
-    for config in (Data, VaePrepareConfig):
-        with pytest.raises(UserError, match="image_channels is 2, expected 1, 3 or 4"):
-            config(image_channels=2)
 
 
 def test_networks_of_three_channels_see_gray_three_times_and_transparency_over_white():
@@ -176,7 +160,7 @@ def test_the_model_the_discriminator_and_the_plan_have_the_channels():
     assert options_for(VaeArchitecture((128, 256), 4, in_channels=3, out_channels=4)) == ""
 
 
-@pytest.fixture(scope="module", params=[1, 4])
+@pytest.fixture(scope="module", params=[slow(1), 4])
 def trained(request, tmp_path_factory):
     """Returns a run of three steps with every loss on, its pictures, and their number of channels."""
     folder = tmp_path_factory.mktemp("channels")

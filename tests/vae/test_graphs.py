@@ -5,6 +5,7 @@ import torch
 
 from tests.comparison import assert_same
 from tests.recorded_graphs import RecordedGraphs
+from tests.tables import slow
 from tests.vae.test_recipe import weights_after
 
 pytestmark = pytest.mark.usefixtures("no_garbage_collection")
@@ -15,10 +16,10 @@ EARLY = {"discriminator_start": 0, "discriminator_warmup_steps": 0, "lecam_weigh
     ("count", "options"),
     [
         (6, EARLY),
-        pytest.param(20, {}, marks=pytest.mark.slow),
-        pytest.param(20, {**EARLY, "micro_batch_size": 3, "discriminator_norm": "spectral"}, marks=pytest.mark.slow),
-        pytest.param(8, {**EARLY, "step_order": "alternating"}, marks=pytest.mark.slow),
-        pytest.param(20, {**EARLY, "lean": False, "train_part": "decoder"}, marks=pytest.mark.slow),
+        slow(20, {}),
+        slow(20, {**EARLY, "micro_batch_size": 3, "discriminator_norm": "spectral"}),
+        slow(8, {**EARLY, "step_order": "alternating"}),
+        slow(20, {**EARLY, "lean": False, "train_part": "decoder"}),
     ],
     ids=["adversarial", "late", "accumulated", "alternating", "plain decoder"],
 )

@@ -205,7 +205,7 @@ def test_a_code_of_photographs(folder, monkeypatch):
 
 
 def test_only_a_start_with_given_weights_is_evaluated_before_the_first_step(folder, tmp_path):
-    small = ("--preset", "fast", "--image-size", 32, "--batch-size", 1, "--num-workers", 0)
+    small = ("--preset", "fast", "--channels", "32,32", "--image-size", 32, "--batch-size", 1, "--num-workers", 0)
     runs = {"linear": (), "given": ("--init-from", tmp_path / "linear")}
     for name, given in runs.items():
         done = gputrain_here(

@@ -17,7 +17,7 @@ from gputrain.vae.architecture import PRESETS, VaeArchitecture, VaePreset
 from gputrain.vae.export import REFLECTS
 from gputrain.vae.model import Attention, AutoencoderKL, Downsample, Head, ResnetBlock, Upsample, blocks
 from gputrain.vae.recipe import compile_layers
-from tests.tables import each_row
+from tests.tables import each_row, slow
 from tests.toy import cpu_runtime
 
 SMALL = VaeArchitecture((8, 16), 2, norm_num_groups=4, use_quant_conv=True, use_post_quant_conv=True)
@@ -72,9 +72,7 @@ def pictures(
     return images, torch.randn(items, architecture.latent_channels, latent_size, latent_size, dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    "preset", [pytest.param(p, marks=pytest.mark.slow) if p in ("sd", "flux", "flux2") else p for p in PRESETS]
-)
+@pytest.mark.parametrize("preset", [slow(p) if p in ("sd", "flux", "flux2") else p for p in PRESETS])
 def test_equal_to_stock(preset: VaePreset) -> None:
     """The same seed gives the same weights, loss and gradients."""
     architecture = PRESETS[preset]

@@ -5,13 +5,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
 
 from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.hw.gpus import find_gpu, known_gpus
 from gputrain.hw.plan import Hardware, decide
-from gputrain.hw.probe import Machine
 from gputrain.planner.memory import timeline
 from gputrain.planner.memory.fit import BUDGET_SHARE, MARGIN
 from gputrain.planner.memory.predict import predict_step
@@ -21,6 +19,7 @@ from gputrain.vae.config import PlanVae
 from gputrain.vae.recipe import item_flops, plan_target
 from gputrain.vae.work import VaeWork
 from tests.command import gputrain_here
+from tests.tables import slow
 
 ROWS = [(512, 32), (768, 24), (1024, 16), (1536, 8), (2048, 4)]
 # GB at the peak with the whole batch at once: bf16, AdamW, EMA, L1 and KL, as counted for stock diffusers and for a
@@ -42,9 +41,7 @@ def whole_batch(side: int, batch: int, **values) -> float:
     ).allocated_gb
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=pytest.mark.slow) for row in range(5)], ids=lambda row: str(ROWS[row])
-)
+@pytest.mark.parametrize("row", [slow(row) for row in range(5)], ids=lambda row: str(ROWS[row]))
 def test_rows_of_the_reference_table(row, monkeypatch):
     """The reference counted tensors alone; cuDNN's workspaces add 0.8 %."""
     monkeypatch.setattr(timeline, "cudnn_workspace", lambda *arguments, **named: (0, 0))
@@ -72,22 +69,6 @@ def test_the_users_five_rows_on_an_rtx5090():
 
 
 SMALL = {"preset": "fast", "channels": "32,32", "image_size": 64, "batch_size": 8}
-
-
-@pytest.mark.slow
-def test_the_prediction_is_of_the_adversarial_step():
-    """Both phases run, and the discriminator's weights and optimizer state are in memory."""
-    asked, discriminated = settings(**SMALL), settings(**SMALL, adversarial_weight=0.1)
-    (machine_target,) = target_machines(asked.cards)
-    switches = decide(machine_target.machine, asked.hardware)
-    plain, adversarial = (
-        predict_step(plan_target(one), switches, micro_batch_size=2) for one in (asked, discriminated)
-    )
-    discriminator = 2_765_633 * 4 / 1e9  # PatchGAN of 64 channels
-    assert adversarial.parts["parameters"] - plain.parts["parameters"] > discriminator
-    assert adversarial.parts["optimizer"] - plain.parts["optimizer"] == pytest.approx(2 * discriminator, rel=0.01)
-    assert plain.parts["gradients"] == pytest.approx(plain.parts["optimizer"] / 2, rel=0.05)  # two moments of each
-    assert adversarial.flops > plain.flops
 
 
 @pytest.mark.slow
@@ -153,13 +134,6 @@ def test_a_stage_each_of_a_schedule():
 
 
 @pytest.mark.slow
-def test_a_batch_of_one():
-    (plan,) = plan_cards(VaeWork(), settings(**{**SMALL, "batch_size": 1}))
-    assert plan.fit.micro_batch_size == 1
-    assert plan.fit.item_flops > 1e9
-
-
-@pytest.mark.slow
 def test_a_plan_that_does_not_fit_names_what_would():
     (plan,) = plan_cards(VaeWork(), settings(preset="lite", image_size=1024, batch_size=1, vram_gb="3"))
     assert not plan.fit.fits
@@ -178,25 +152,6 @@ def test_cards_that_are_not_known():
     assert "rtx5090" in raised.value.hint
     with pytest.raises(UserError, match="a memory budget of 20 GB on a card of 16"):
         plan_cards(VaeWork(), settings(gpu="t4", memory_budget=20))
-
-
-@pytest.mark.slow
-def test_this_machine_without_a_card():
-    machine = Machine(system="Linux", cpu_cores=2, ram_gb=16.0, ram_free_gb=12.0)
-    asked = settings(**SMALL)
-    switches = decide(machine, asked.hardware)
-    plan, found = ModelPlanner(VaeWork()).plan(asked, switches, memory_budget(machine, switches, asked.hardware, None))
-    assert found.micro_batch_size == 8  # all that fits: a CPU is at work with any size
-    assert plan.memory_budget_gb.value == 12.0
-
-
-@pytest.mark.slow
-def test_nothing_of_torch_is_changed_by_predicting():
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    plan_cards(VaeWork(), settings(**SMALL))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.is_autocast_enabled("cpu") is False
 
 
 def planner_of_batches(items: int) -> Callable[..., CardPlan]:

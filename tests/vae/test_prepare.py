@@ -28,7 +28,6 @@ from gputrain.vae.data import open_pictures
 from gputrain.vae.kind import KIND
 from gputrain.vae.pictures import JOURNAL
 from gputrain.vae.prepare import Disagreement, VaePrepareReport, output_names, prepare_images, validate_images
-from tests.tables import each_row
 from tests.waiting import HANG_SECONDS, wait_until
 
 
@@ -159,17 +158,6 @@ def test_pictures_that_are_nearly_black_are_refused(raw, out):
     assert list(faults) == ["camera.png", "camera.tif", "labels.png"]
     assert faults["camera.png"].startswith("its brightest level is 16 of 255")
     assert [one.reason for one in validate_images(raw).refused] == ["dark", "dark", "dark"]
-
-
-def test_few_held_out_pictures_are_told(raw, out):
-    for number in range(30):
-        noise(40, 40, seed=number).save(raw / f"{number}.png")
-    report = prepare(raw, out, target_size=32)
-    assert report.held_out < 4
-    (finding,) = report.findings
-    assert finding.startswith(f"only {report.held_out} of 30 pictures ")
-    assert "train-vae --held-out-share 0." in finding
-    assert validate_images(out).findings == validate_images(raw).findings == (finding,)
 
 
 def test_contain_refuses_what_would_be_stripes(raw, out):
@@ -418,17 +406,6 @@ def test_folder_is_not_taken_for_prepared_while_it_is_changed(raw, out):
     assert len(rows(out)) == 3
 
 
-def test_journal_that_was_cut_costs_one_picture(raw, out):
-    fill(raw, "a.jpg", "b.jpg", "c.jpg")
-    prepare(raw, out, target_size=64)
-    before = contents(out)
-    journal = (out / JOURNAL).read_bytes()
-    (out / JOURNAL).write_bytes(journal[:-40])
-    report = prepare(raw, out, target_size=64)
-    assert (report.made, report.kept) == (1, 2)
-    assert contents(out) == before
-
-
 SCRIPT = """
     import sys, time
     from pathlib import Path
@@ -532,13 +509,6 @@ def test_full_disk_is_a_user_error_and_nothing_is_lost(tmp_path, raw, out):
 # ------------------------------------------------------------------------------------------------- errors
 
 
-@each_row((0, "8 or 16"), (-8, "8 or 16"), (7, "8 or 16"), (1001, "1000 or 1008"), (20, "16 or 24"))
-def test_size_that_8_does_not_divide_names_the_nearest(raw, out, size, hint):
-    with pytest.raises(UserError, match=str(size)) as caught:
-        prepare(raw, out, target_size=size)
-    assert hint in caught.value.hint
-
-
 def test_folders_that_hold_one_another_are_refused(raw, tmp_path):
     fill(raw, "a.jpg", "b/c.jpg")
     before = state(tmp_path)
@@ -549,22 +519,6 @@ def test_folders_that_hold_one_another_are_refused(raw, tmp_path):
             prepare(raw, output, target_size=64)
     link.unlink()
     assert state(tmp_path) == before
-
-
-def test_folders_that_will_not_do(raw, out, tmp_path):
-    fill(raw, "a.jpg")
-    (tmp_path / "file").touch()
-    (tmp_path / "empty").mkdir()
-    for name, message in (("missing", "no such folder"), ("file", "expected a folder"), ("empty", "is empty")):
-        for work in (lambda path: prepare(path, out, target_size=64), validate_images):
-            with pytest.raises(UserError, match=message) as caught:
-                work(tmp_path / name)
-            assert caught.value.hint
-    with pytest.raises(UserError, match="expected a folder"):
-        prepare(raw, tmp_path / "file", target_size=64)
-    with pytest.raises(UserError, match="cannot be written"):
-        prepare(raw, tmp_path / "file/out", target_size=64)
-    assert not out.exists()
 
 
 def test_output_folder_of_others_is_left_alone(raw, out, tmp_path):
@@ -619,22 +573,6 @@ def test_prepared_folder_is_sound_until_it_is_touched(troubled, out):
     assert report.manifest.extra == ["extra.png"]
     pictures = open_pictures(out)
     assert {refusal.path for refusal in pictures.refused} == {"good/0.png", "good/1.png", "good/3.png"}
-
-
-def test_validation_reports_a_folder_without_any_good_picture(raw):
-    (raw / "a.jpg").write_text("dear diary")
-    report = validate_images(raw)
-    assert (report.pictures, report.held_out, report.width) == (0, 0, None)
-    assert [refusal.reason for refusal in report.refused] == ["broken"]
-
-
-def test_damaged_manifest_is_a_user_error(raw, out):
-    fill(raw, "a.jpg")
-    prepare(raw, out, target_size=64)
-    (out / MANIFEST).write_text("{")
-    for work in (validate_images, open_pictures):
-        with pytest.raises(UserError, match="line 1: damaged"):
-            work(Path(out))
 
 
 def prepare(raw: Path, out: Path, **options: Any) -> VaePrepareReport:

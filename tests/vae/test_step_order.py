@@ -11,6 +11,7 @@ from gputrain.errors import UserError
 from gputrain.vae import recipe as vae
 from gputrain.vae.recipe import VaeRecipe
 from tests.comparison import largest_difference
+from tests.tables import slow
 from tests.toy import cpu_runtime, new_state, weights
 from tests.vae.test_recipe import crops, settings_of, weights_after
 
@@ -94,7 +95,7 @@ def test_a_resumed_training_is_the_undisturbed_one_bit_for_bit(tmp_path):
     assert largest_difference(weights(undisturbed.recipe), weights(second.recipe)) == 0
 
 
-@pytest.mark.parametrize("norm", ["group", pytest.param("spectral", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("norm", ["group", slow("spectral")])
 def test_any_split_gives_the_same_weights(norm, tmp_path):
     given = {**ALTERNATING, "discriminator_norm": norm, "batch_size": 8}
     whole, split = (weights_after(3, tmp_path, **given, micro_batch_size=size)[0] for size in (8, 3))

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -35,7 +34,7 @@ from gputrain.vae.pretrained import load_model
 from gputrain.vae.recipe import VaeRecipe
 from gputrain.vae.work import VaeWork, log_training, warn_of_flat_pictures, warn_of_small_pictures
 from tests.comparison import assert_same
-from tests.tables import each_row
+from tests.tables import each_row, slow
 from tests.toy import as_on_a_gpu, cpu_runtime
 from tests.training import train_vae
 from tests.vae.test_recipe import SMALL, settings_of
@@ -71,19 +70,6 @@ def run(folder, photographs, **changes):
 
 def rows(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_pictures_smaller_than_a_crop_are_said(caplog):
-    sides = [(40, 64), (64, 41), (64, 64), (300, 64)]
-    all_of_them = [Picture(Path(f"{width}x{height}.png"), width, height, "0") for width, height in sides]
-    pictures = Pictures(FolderItems((), Split(all_of_them[:3], all_of_them[3:], shared=False), (3,)), [])
-    warn_of_small_pictures(pictures, 40)
-    assert not caplog.messages
-    warn_of_small_pictures(pictures, 64)
-    (message,) = caplog.messages
-    assert message.startswith(
-        "2 of 4 pictures are smaller than a crop of 64 pixels (the smallest has 40) and are enlar"
-    )
 
 
 def test_many_files_that_are_left_out_are_named_in_part_and_counted(photographs, tmp_path, caplog):
@@ -187,7 +173,7 @@ def test_a_schedule_is_what_resuming_by_hand_at_another_size_does(scheduled, pho
     assert at_once["config"]["image_size"] == 32
 
 
-@pytest.mark.parametrize("cut", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cut", [slow(2), 3, slow(6)])
 def test_a_schedule_goes_on_where_it_was_stopped(scheduled, photographs, tmp_path, cut, caplog):
     """Stops in the first stage, at its end, and in the second."""
     with caplog.at_level("INFO"):

@@ -51,16 +51,6 @@ def test_a_clip_that_is_too_short_is_padded_and_not_dropped(store):
     assert f0.tolist() == [1000 + i for i in range(7)] + [1006] * 3  # The source goes on in the silence.
 
 
-def test_a_crop_is_a_function_of_seed_epoch_and_item(store):
-    def firsts(seed: int, epoch: int) -> list[int]:
-        crops = SoundCrops(store, store.clips, frames=10, seed=seed)
-        return [int(crops[Sample(epoch, item)][0][0]) for item in range(10)]
-
-    assert firsts(1, 0) == firsts(1, 0)
-    assert firsts(1, 0) != firsts(1, 1)
-    assert firsts(1, 0) != firsts(2, 0)
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_the_loader_gives_them_in_batches(store, num_workers):
     crops = SoundCrops(pickle.loads(pickle.dumps(store)), store.clips, frames=10, seed=3)

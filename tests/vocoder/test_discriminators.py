@@ -247,13 +247,11 @@ def test_one_by_one_is_one_sum(kind, passes):
 FAST = pytest.mark.parametrize("kind", ["fast_mrd", "fast_mpd"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(  # These kinds have linear layers.
     ("kind", "by_rows"),
-    [
-        ("fast_mrd", True), ("fast_mpd", False),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fast_mrd", False), ("fast_mpd", True))),
-    ],
-)  # fmt: skip
+    [("fast_mrd", True), ("fast_mpd", False), ("fast_mrd", False), ("fast_mpd", True)],
+)
 def test_compiled_discriminators_make_one_forward_pass_over_generated_waves(kind, by_rows):
     """The graphs of inductor have as many convolutions and products as a pass over real waves, although frozen weights
     would have linear layers choose other products."""

@@ -35,6 +35,7 @@ from gputrain.vocoder.export import (
 from gputrain.vocoder.generator import Generator
 from gputrain.vocoder.load import LoadedVocoder, load_vocoder
 from tests.command import ProgressSeen
+from tests.tables import slow
 from tests.vocoder.stock_forward import stock_difference, stock_forward, stock_tensors
 from tests.vocoder.test_generator import TINY, build, stored, variants
 from tests.vocoder.test_load import CPU, gives_the_oracle, loaded, run_folder
@@ -243,8 +244,13 @@ def graph_of(tmp_path_factory: pytest.TempPathFactory) -> GraphOf:
     return written
 
 
-@variants
-@pytest.mark.parametrize("noise_sigma", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
+@pytest.mark.parametrize(
+    ("name", "noise_sigma"),
+    [
+        ("mini", 0.1),
+        *(slow(*case) for case in (("full", 0.1), ("mini", 0.0), ("full", 0.0))),
+    ],
+)
 def test_the_graphs_wave_is_torchs(graph_of: GraphOf, name: str, noise_sigma: float) -> None:
     """The noise is that of the graph; lengths, voicing and pitch vary up to the highest pitch."""
     generator, graph = loaded(name, noise_sigma=noise_sigma).generator, graph_of(name, noise_sigma)

@@ -7,6 +7,7 @@ import pytest
 from gputrain.engine.cuda_graph import replay_gradients
 from tests.comparison import assert_same
 from tests.recorded_graphs import RecordedGraphs
+from tests.tables import slow
 from tests.toy import weights
 from tests.vocoder.test_train import begin, steps
 
@@ -30,11 +31,11 @@ def recorded(state, recorder):
     ("count", "options"),
     [
         (6, SHIFTED),
-        (6, {**SMALL, "micro_batch_size": 2}),
-        pytest.param(20, {**MUON}, marks=pytest.mark.slow),
-        pytest.param(20, {**SHIFTED, **ALL, "micro_batch_size": 3}, marks=pytest.mark.slow),
-        pytest.param(20, {**SMALL, "discriminator_start": 4}, marks=pytest.mark.slow),
-        pytest.param(6, {**SMALL, "step_order": "alternating"}, marks=pytest.mark.slow),
+        slow(6, {**SMALL, "micro_batch_size": 2}),
+        slow(20, {**MUON}),
+        slow(20, {**SHIFTED, **ALL, "micro_batch_size": 3}),
+        slow(20, {**SMALL, "discriminator_start": 4}),
+        slow(6, {**SMALL, "step_order": "alternating"}),
     ],
     ids=["shifted", "accumulated", "all", "shifted, accumulated", "late discriminators", "alternating"],
 )  # fmt: skip

@@ -2,6 +2,7 @@
 memory running out, discriminators that begin late or learn alone."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -17,10 +18,9 @@ from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.planner.memory.predict import predict_step, step_flops
 from gputrain.vocoder.config import TrainVocoder
-from gputrain.vocoder.load import Weights
 from gputrain.vocoder.recipe import VocoderRecipe, target
 from tests.comparison import largest_difference
-from tests.tables import each_row
+from tests.tables import each_row, slow
 from tests.toy import cpu_runtime, new_state, weights
 
 SMALL = {
@@ -103,9 +103,9 @@ def go_on(state: TrainState, steps: range, lr: float = 1e-3) -> None:
     "changes",
     [
         VARIANTS["fast"],
-        pytest.param(ALTERNATING, marks=pytest.mark.slow),
-        *(pytest.param(VARIANTS[name], marks=pytest.mark.slow) for name in ("plain", "all augmentations")),
-        pytest.param(VARIANTS["all augmentations"] | ALTERNATING, marks=pytest.mark.slow),
+        slow(ALTERNATING),
+        *(slow(VARIANTS[name]) for name in ("plain", "all augmentations")),
+        slow(VARIANTS["all augmentations"] | ALTERNATING),
     ],
 )
 def test_any_split_gives_the_same_weights(changes, tmp_path):
@@ -121,11 +121,15 @@ def test_any_split_gives_the_same_weights(changes, tmp_path):
 
 # A gradient sums up some 4,000 products, in another order on the other side: its error in fp32 is about 4000**0.5 *
 # 2**-24, or 4e-6. What is summed is the same in float64.
-@VARIANT
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "bound"), [(torch.float64, 1e-13), pytest.param(torch.float32, 4e-6, marks=pytest.mark.slow)]
-)
+    ("variant", "compiled", "dtype", "bound"),
+    [
+        ("all augmentations", True, torch.float64, 1e-13), ("plain", False, torch.float64, 1e-13),
+        *(slow(*case, *exact)
+          for case in itertools.product(VARIANTS, (False, True))
+          for exact in ((torch.float64, 1e-13), (torch.float32, 4e-6))),
+    ],
+)  # fmt: skip
 def test_one_by_one_is_one_sum_in_the_recipe(variant, compiled, dtype, bound, tmp_path):
     """Every discriminator back-propagated as it comes, its two gradients one after the other or (as compiled
     discriminators have it) together, and carried on from a detached wave, against the sum of the same losses on one
@@ -231,7 +235,7 @@ def test_a_resumed_training_is_the_undisturbed_one_bit_for_bit(tmp_path):
     assert largest_difference(weights(undisturbed.recipe), weights(second.recipe)) == 0
 
 
-@pytest.mark.parametrize("phase", [pytest.param("generator", marks=pytest.mark.slow), "discriminator"])
+@pytest.mark.parametrize("phase", [slow("generator"), "discriminator"])
 def test_running_out_of_memory_changes_nothing(phase, tmp_path):
     """Memory runs out in a term of either phase."""
     whole = begin(tmp_path)
@@ -270,8 +274,8 @@ def test_a_good_generator_waits_until_the_discriminators_have_learnt(tmp_path):
 @pytest.mark.parametrize(
     ("variant", "frozen"),
     [
-        ("plain", ["discriminator.mpd"]),
-        ("plain", ["generator.ups", "discriminator.msd.discriminators.0"]),
+        slow("plain", ["discriminator.mpd"]),
+        slow("plain", ["generator.ups", "discriminator.msd.discriminators.0"]),
         ("fast", ["discriminator.mpd", "generator.conv_p"]),
     ],
 )
@@ -290,7 +294,8 @@ def test_frozen_parameters_keep_their_values_and_the_others_do_not(variant, froz
     assert kept == {name for name in trained if torch.equal(before[name], after[name])}
 
 
-@pytest.mark.parametrize("frozen", ["discriminator.fast_mpd", pytest.param("generator.ups", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", ["discriminator.fast_mpd", "generator.ups"])
 def test_frozen_parameters_cost_no_gradients(frozen, tmp_path):
     """They get none, and the plan counts neither their memory nor their FLOPs; other gradients are the same."""
     one_of_each = {
@@ -390,19 +395,6 @@ def test_spectral_norms_are_refreshed_once_a_step_for_any_parts(tmp_path):
     assert not torch.allclose(
         weights(one.recipe)[name], weights(begin(tmp_path, discriminators="msd").recipe)[name], atol=1e-6
     )
-
-
-def test_weights_of_another_shape_are_listed(tmp_path):
-    recipe = VocoderRecipe(settings_of(), cpu_runtime())
-    other = VocoderRecipe(settings_of(seed=1), cpu_runtime())
-    given = Weights(other.generator.state_dict(), {"fast_mpd": other.by_kind["fast_mpd"].state_dict()}, "there")
-    before = recipe.by_kind["fast_mrd"].state_dict()["discriminators.0.pre.weight"].clone()
-    recipe.start_from(given)
-    assert torch.equal(recipe.generator.conv_pre.weight_v, other.generator.conv_pre.weight_v)
-    assert torch.equal(recipe.ema.average.conv_pre.weight_v, other.generator.conv_pre.weight_v)
-    ours, theirs = (one.by_kind["fast_mpd"].state_dict() for one in (recipe, other))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert torch.equal(recipe.by_kind["fast_mrd"].state_dict()["discriminators.0.pre.weight"], before)
 
 
 @pytest.mark.slow

@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gputrain.audio.store import PITCHES, WAVES
 from gputrain.engine.data import MANIFEST
-from gputrain.errors import UserError
 from gputrain.vocoder.store import VocoderFormat, VocoderStore, VocoderStoreWriter
 
 FORMAT = VocoderFormat(sampling_rate=16000, hop_size=4, f0_method="pyin")
@@ -61,20 +59,6 @@ def test_a_crop_is_a_slice_and_silence_beyond_the_end(tmp_path_factory, number, 
 LONG = clip_of(300, short=1, seed=4)  # It has three checksums.
 
 
-@pytest.mark.parametrize("name", [WAVES, PITCHES])
-def test_a_changed_bit_is_noticed_where_it_is_read_and_only_there(tmp_path, name):
-    store = filled(tmp_path, CLIPS[0], LONG)
-    clip, bytes_a_frame = store.clips[1], {WAVES: 8, PITCHES: 4}[name]
-    content = bytearray((tmp_path / name).read_bytes())
-    content[(clip.first_frame + 200) * bytes_a_frame] ^= 1
-    (tmp_path / name).write_bytes(content)
-    for first, frames in ((0, 128), (60, 68), (256, 44)):
-        assert np.array_equal(store.crop(clip, first, frames)[1], LONG[1][first : first + frames])
-    for first, frames in ((0, 129), (128, 1), (255, 1), (100, 200), (0, 300)):
-        with pytest.raises(UserError, match=r"1\.wav is damaged in waves\.i16 or f0\.f32"):
-            store.crop(clip, first, frames)
-
-
 def test_a_store_from_before_the_checksums_is_read(tmp_path):
     store = filled(tmp_path, LONG)
     head, row = map(json.loads, (tmp_path / MANIFEST).read_text().splitlines())
@@ -93,25 +77,6 @@ def test_a_store_from_before_the_range_of_the_pitch_was_told(tmp_path):
     assert VocoderStore.open(tmp_path).format == FORMAT
     VocoderStoreWriter(tmp_path, FORMAT).finish()
     assert VocoderStore.open(tmp_path).clips == store.clips
-
-
-def test_stores_that_cannot_be_opened(tmp_path):
-    with pytest.raises(UserError, match="not prepared for vocoder"):
-        VocoderStore.open(tmp_path)
-    VocoderStoreWriter(tmp_path, FORMAT)
-    with pytest.raises(UserError, match="was not finished"):
-        VocoderStore.open(tmp_path)
-    VocoderStoreWriter(tmp_path, FORMAT).finish()
-    with pytest.raises(UserError, match="without a clip"):
-        VocoderStore.open(tmp_path)
-    store = filled(tmp_path / "whole", *CLIPS)
-    with (store.folder / WAVES).open("ab") as file:
-        file.write(b"12")
-    with pytest.raises(UserError, match=r"306 bytes, expected 304"):
-        VocoderStore.open(store.folder)
-    (store.folder / MANIFEST).write_text(json.dumps({"a": 1}) + "\n")
-    with pytest.raises(UserError, match="damaged"):
-        VocoderStore.open(store.folder)
 
 
 def test_lengths_must_agree(tmp_path):

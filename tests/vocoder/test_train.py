@@ -1,6 +1,5 @@
 """train-vocoder as a whole: the configurations that come along, stopping and going on, fine-tuning, the run folder."""
 
-import json
 import logging
 import math
 import re
@@ -34,7 +33,9 @@ from gputrain.vocoder.openvpi import PROFILES, translate
 from gputrain.vocoder.recipe import VocoderRecipe
 from gputrain.vocoder.work import WARMUP_STEPS, log_training, open_training_data
 from tests.command import gputrain_here
-from tests.comparison import assert_same, largest_difference
+from tests.comparison import largest_difference
+from tests.speech.trainings import assert_same_training, read_checkpoint, rows
+from tests.tables import slow
 from tests.toy import cpu_runtime, new_state
 from tests.training import train_vocoder
 from tests.vocoder.conftest import HOP, RATE_HZ, TINY, flags, hummed
@@ -48,20 +49,12 @@ QUIET = {"evaluate_steps": 0, "checkpoint_steps": 0, "permanent_start": 0, "save
 CPU = torch.device("cpu")
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    return torch.load(path, weights_only=True)
-
-
 def train(folder: Path, config: Path | None = None, **changes: object) -> dict[str, Any]:
     """Train as the command does with a file and flags, and give what the last checkpoint holds."""
     values = read_defaults(config, TrainVocoder, partial(translate, of="train")) if config else {}
     settings = assemble(TrainVocoder, {**values, **changes, "output_dir": str(folder)})
     train_vocoder(settings, Console(quiet=True))
     return read_checkpoint(folder / "checkpoint_last.pt")
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def weights(content: dict[str, Any]) -> dict[str, Tensor]:
@@ -72,17 +65,10 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return math.sqrt(sum(float((one[name] - other[name]).square().sum()) for name in one))
 
 
-def assert_same_training(one: dict[str, Any], other: dict[str, Any]) -> None:
-    for part in ("modules", "optimizers", "loss_scales", "random", "progress"):
-        assert_same(one[part], other[part])
-
-
 # ------------------------------------------------------------------------------- the configurations that come along
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param("base_hifi_gpu", marks=pytest.mark.slow), "base_hifi_rtx5090_optimized"]
-)
+@pytest.fixture(scope="module", params=[slow("base_hifi_gpu"), "base_hifi_rtx5090_optimized"])
 def undisturbed(request, notes, tmp_path_factory) -> tuple[str, Path]:
     """Runs twenty steps of a configuration; returns its name and the run."""
     folder = tmp_path_factory.mktemp("undisturbed") / request.param
@@ -108,7 +94,8 @@ def test_stopped_and_resumed_a_run_is_the_undisturbed_one_bit_for_bit(undisturbe
     assert at_each_evaluation == {"checkpoint_step_10.pt", "checkpoint_step_20.pt"}
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
 def test_micro_batches_give_the_same_weights(undisturbed, notes, tmp_path, size):
     """Compares the weights after one step, relative to the change of the next step.
 
@@ -216,6 +203,7 @@ def test_sounds_and_pictures_of_a_run(undisturbed):
 # ---------------------------------------------------------------------------------------------------- fine-tuning
 
 
+@pytest.mark.slow
 def test_two_folders_of_which_one_counts_thrice(notes, tmp_path, caplog):
     """As typed, with a stop, from the run's own configuration."""
     other = hummed(tmp_path / "other", clips=3, seconds=1.0)
@@ -354,7 +342,8 @@ def steps(state: TrainState, count: int, first: int = 0) -> list[dict[str, float
     return [{name: float(value) for name, value in row.items() if name.startswith("loss/")} for row in metrics]
 
 
-@pytest.mark.parametrize("discriminators", ["fast_mrd,fast_mpd", pytest.param("msd,mpd,mrd", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("discriminators", ["fast_mrd,fast_mpd", "msd,mpd,mrd"])
 def test_bf16_learns_what_fp32_learns(tmp_path, discriminators):
     """Waves, spectra and losses stay in fp32; the rest is in 16 bits."""
     changes = {"discriminators": discriminators, "mrd_fft_sizes": [128], "mrd_hop_sizes": [16], "mrd_win_lengths": [64]}

@@ -1,7 +1,5 @@
 """Reports on recordings with known faults."""
 
-import json
-import math
 import re
 
 import numpy as np
@@ -11,7 +9,6 @@ import soxr
 
 from gputrain.errors import UserError
 from gputrain.vocoder.prepare import VocoderPrepareConfig, prepare_sound, validate_sounds
-from gputrain.vocoder.store import VocoderStore
 from tests.vocoder.test_prepare import tone
 
 pytest.importorskip("parselmouth")
@@ -150,35 +147,6 @@ def test_a_prepared_store(recordings, tmp_path):
     assert report.folders["low"].pitch_hz == pytest.approx(source.folders["low"].pitch_hz, rel=0.01)
     assert list(report.clipped) == ["high/again.wav"]
     assert report.folders["low"].leading_seconds.max == pytest.approx(0.3, abs=0.011)
-
-
-@pytest.mark.slow
-def test_other_processes_say_the_same_and_plain_values_are_left(recordings):
-    assert validate_sounds(recordings, num_workers=2) == validate_sounds(recordings)
-    plain = json.loads(json.dumps(validate_sounds(recordings).to_json()))
-    assert plain["total"]["recordings"] == 5
-    assert plain["folders"]["low"]["seconds"]["max"] == 2.0
-    assert math.isclose(plain["clipped"]["high/again.wav"], validate_sounds(recordings).clipped["high/again.wav"])
-
-
-def test_another_scale_and_channels_of_opposite_phases_are_named(tmp_path, caplog):
-    """Both are stored at the level of the recording, with a sentence, and neither counts as clipped or silent."""
-    wave_T = tone(1.0, RATE, 220)
-    (tmp_path / "in").mkdir()
-    soundfile.write(tmp_path / "in/plain.wav", wave_T, RATE)
-    soundfile.write(tmp_path / "in/integers.wav", 32000 * wave_T[:-100], RATE, subtype="FLOAT")
-    soundfile.write(tmp_path / "in/opposite.wav", np.stack([wave_T, -wave_T], axis=1)[:-200], RATE)
-    said = validate_sounds(tmp_path / "in", sampling_rate=RATE)
-    assert (said.total.recordings, said.total.clipped, said.refused) == (3, 0, [])
-    sentence = "2 recordings are not stored as they were recorded: integers.wav: its samples reach"
-    assert said.findings[-1].startswith(sentence)
-    prepare_sound(tmp_path / "in", tmp_path / "store", VocoderPrepareConfig(RATE, 200, "parselmouth"))
-    assert any(message.startswith(sentence) for message in caplog.messages)
-    peaks = {clip.path: np.abs(wave_T).max() / 32768 for clip, wave_T, _ in VocoderStore.open(tmp_path / "store")}
-    peak = np.abs(wave_T).max()
-    assert peaks == pytest.approx({
-        "plain.wav": peak, "integers.wav": peak * 32000 / 32768, "opposite.wav": peak
-    }, rel=1e-3)  # fmt: skip
 
 
 def test_recordings_that_lack_the_treble_of_their_rate_are_named(tmp_path):
