@@ -3,6 +3,8 @@
 import mmap
 import sys
 
+import pytest
+
 from benchmarks import growth
 from benchmarks.growth import WORKS, Growth, Work, measure, row_of
 
@@ -41,6 +43,7 @@ def test_the_peak_memory_of_work_is_measured():
         assert [round(found / size, 1) for found, size in zip(grown.peak_mb, grown.sizes, strict=True)] == [1.0] * 3
 
 
+@pytest.mark.slow
 def test_every_work_runs_at_a_small_size(tmp_path):
     for number, (name, work) in enumerate(WORKS.items()):
         folder = tmp_path / str(number)

@@ -67,13 +67,6 @@ def test_a_committed_notebook_was_run_from_top_to_bottom_and_names_no_machine(na
     assert "\x1b" not in re.sub(r"\x1b\[[\d;]*m", "", shown)  # Colours, but no bars that were drawn again and again.
 
 
-def test_paths_of_a_machine_are_found() -> None:
-    for text in ("in /home/me/x", "a\n/tmp/y.py:3", "C:\\Users", "lib/site-packages/a", "ipykernel_12/1.py"):
-        assert OF_A_MACHINE.search(text), text
-    for text in ("first_vae/run/samples", "23/44, 32 s", "1/2 and 3", "python -m a", "https://a.b/c"):
-        assert not OF_A_MACHINE.search(text), text
-
-
 @each_row(*PATHS)
 def test_its_commands_are_understood_and_its_links_lead_somewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -87,15 +80,6 @@ def test_its_commands_are_understood_and_its_links_lead_somewhere(
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page)) if "://" not in link]
     assert [link for link in links if not (EXAMPLES / link).exists()] == []
     assert len(links) == 2
-
-
-def test_parameters_are_replaced_where_they_are_assigned() -> None:
-    notebook = run_notebooks.with_parameters(run_notebooks.read(PATHS["first_vae"]), {"STEPS": 3, "FOLDER": "a"})
-    assigned = {text for text in texts_of(notebook, "code") if text.startswith("STEPS = 3  # ")}
-    assert len(assigned) == 1
-    assert "\nFOLDER = 'a'  # " in assigned.pop()
-    with pytest.raises(KeyError, match="MINUTES"):
-        run_notebooks.with_parameters(notebook, {"MINUTES": 3})
 
 
 def test_a_command_that_fails_stops_the_notebook(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -200,6 +200,7 @@ def test_a_preset_beside_another_model_is_said_to_have_no_effect(caplog):
         assert ("preset base has no effect: the architecture is that of some/model" in caplog.text) == warns
 
 
+@pytest.mark.slow
 def test_a_run_resumes_without_the_model_that_it_began_with(store, tmp_path):
     folder = transformers_folder(tmp_path / "model", normalizes=False)
     changes = {"init_from": str(folder), "num_steps": 4, "adapters": "lora"}
@@ -234,7 +235,7 @@ def test_training_begins_from_a_name_of_the_hub(store, tmp_path, hub):
     train(tmp_path / "run", store, **changes, num_steps=2, resume_from="auto")
 
 
-@pytest.mark.parametrize("adapters", ["none", "lora"])
+@pytest.mark.parametrize("adapters", [slow("none"), "lora"])
 def test_another_run_gives_weights(store, tmp_path, adapters):
     first = run_folder(tmp_path / "first", Vocabulary("en", ("<pad>", "<unk>", "|", *LETTERS)))
     content = train(

@@ -17,7 +17,7 @@ from gputrain.asr.work import AsrWork, facts_of
 from gputrain.bench import step_bench
 from gputrain.bench.runner import NotMeasured
 from gputrain.bench.step_bench import inference_kernels
-from gputrain.config import assemble, flatten, to_yaml
+from gputrain.config import assemble, to_yaml
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.planner.memory.predict import predict_step
@@ -280,7 +280,6 @@ def test_a_benchmark_makes_real_steps(small, monkeypatch, tmp_path, kind, model,
 )  # fmt: skip
 def test_inference_is_measured_without_a_training(tmp_path, kind, shape, item_seconds):
     settings = trains(kind)[0]
-    settings = assemble(TrainVae, {**flatten(settings), "lean": False}) if kind == "vae" else settings
     length = {"clip_seconds": 0.5} if kind == "tts" else {}
     measured = step_bench.begin_bench(
         KINDS[kind].work(), settings, cpu_runtime(), tmp_path / kind, inference=True, **length

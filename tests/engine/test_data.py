@@ -16,7 +16,7 @@ import warnings
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from multiprocessing import forkserver, synchronize
+from multiprocessing import synchronize
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +49,7 @@ from gputrain.engine.data import (
 from gputrain.engine.preparation import in_processes
 from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule
 from gputrain.errors import UserError
-from gputrain.hw import child_process, numba_cache
+from gputrain.hw import numba_cache
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from tests.tables import each_row
@@ -257,35 +257,6 @@ def test_workers_that_die_again_and_again_are_a_user_error(tmp_path):
     assert "--num-workers" in caught.value.hint
 
 
-@pytest.fixture
-def own_forkserver():
-    """A process that forks others, which starts and ends in the test: from a loader it inherits blocked signals."""
-    forkserver._forkserver._stop()
-    yield forkserver._forkserver
-    forkserver._forkserver._stop()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no process that forks others")
-def test_the_death_of_the_process_that_forks_workers_costs_a_warning(own_forkserver, monkeypatch, caplog):
-    """It hangs when a worker is asked for, and is killed then."""
-    list(loader(Plain(), Stream(2, 0, 1, 1, 2), num_workers=1, start_method="forkserver"))
-    helper, ask = own_forkserver._forkserver_pid, own_forkserver.connect_to_new_process
-    os.kill(helper, signal.SIGSTOP)
-
-    def ask_and_kill(handles):
-        asked = ask(handles)
-        monkeypatch.undo()
-        os.kill(helper, signal.SIGKILL)
-        return asked
-
-    monkeypatch.setattr(own_forkserver, "connect_to_new_process", ask_and_kill)
-    monkeypatch.setattr(forkserver, "connect_to_new_process", ask_and_kill)
-    batches = loader(Plain(), Stream(2, 0, 1, 0, 2), num_workers=1, start_method="forkserver")
-    assert sorted(batch.item() for batch in batches) == [0, 1]
-    assert "or the one that starts it, was killed); new workers continue" in caplog.text
-
-
 class Leaving:
     """The first process that reads item 1 ends as if all were well."""
 
@@ -417,11 +388,6 @@ def test_process_that_dies_is_a_user_error_that_names_its_end(function, code, na
     assert caught.value.message == f"a worker process died ({named})"
     assert advice in caught.value.hint
     assert ("memory runs out" in caught.value.hint) is (named == "SIGKILL")
-
-
-def test_windows_name_for_a_segmentation_fault():
-    assert child_process.describe_exit(0xC0000005) == "access violation"
-    assert child_process.remedy_for_exit(0xC0000005) == child_process.remedy_for_exit(-signal.SIGSEGV)
 
 
 def test_error_in_a_process_keeps_its_hint(tmp_path):
@@ -563,11 +529,6 @@ def test_damaged_manifest_names_the_line(tmp_path, line):
     path.write_text('{"path": "a"}\n' + line + "\n", encoding="latin-1")
     with pytest.raises(UserError, match=r"manifest\.jsonl(, line 2: damaged|: cannot be read)"):
         read_rows(path, ["path"])
-
-
-def test_importing_imports_no_torch():
-    code = "import sys, gputrain.engine.data, gputrain.vae.data, gputrain.vae.prepare; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @each_row((1, 63, True), (3, 63, True), (4, 63, False), (1, 8, True), (2, 8, False), (2, 20, True), (2, 19, False))

@@ -1,13 +1,10 @@
 """The fake card itself: what it lets pass, and what it refuses as torch does on a real one."""
 
-import os
-
 import pytest
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from gputrain.hw.driver import query_driver
 from tests.fake_cuda.device import UNAVAILABLE, fake_cuda
 from tests.tables import each_row
 
@@ -73,50 +70,6 @@ def test_copies_between_the_sides_are_noted(read, direction):
         with card.watched() as copies:
             read(x)
         assert {copy.direction for copy in copies.made} == ({direction} if direction else set())
-
-
-def test_pinned_memory_is_known_to_its_copy():
-    with fake_cuda() as card:
-        for source in (torch.ones(3), torch.ones(3).pin_memory()):
-            source.to("cuda", non_blocking=True)
-        assert [copy.pinned for copy in card.copies] == [False, True]
-
-
-def test_what_torch_refuses_is_refused():
-    with fake_cuda(memory_gb=24) as card:
-        with pytest.raises(ValueError, match="specified index"):
-            torch.cuda.set_per_process_memory_fraction(0.5, torch.device("cuda"))
-        with pytest.raises(RuntimeError, match="Invalid device argument"):
-            torch.cuda.set_per_process_memory_fraction(0.5, 1)
-        with pytest.raises(ValueError, match="Allowed range"):
-            torch.cuda.set_per_process_memory_fraction(1.5, 0)
-        with pytest.raises(AssertionError, match="Invalid device id"):
-            torch.cuda.get_device_properties(1)
-        with pytest.raises(RuntimeError, match="generator"):
-            torch.randn(3, device="cuda", generator=torch.Generator())
-        torch.cuda.set_per_process_memory_fraction(0.5, torch.device("cuda", 0))
-        assert card.memory_fraction == {0: 0.5}
-        assert torch.cuda.mem_get_info()[1] == 24e9
-
-
-def test_nvml_reports_the_card():
-    with fake_cuda("NVIDIA A10", (8, 6), 24.0):
-        (found,) = query_driver().cards
-        assert (found.name, found.compute_capability, found.memory_gb) == ("NVIDIA A10", (8, 6), 24.0)
-
-
-def test_the_allocator_reads_its_settings_when_cuda_starts():
-    before = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")  # A test that has probed the machine may have set it.
-    with fake_cuda():
-        assert torch.cuda.is_available()
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-        torch.cuda.init()
-        assert torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
-    with fake_cuda():
-        torch.cuda.init()
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-        assert not torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
-    assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == before
 
 
 def test_torch_is_as_before_when_the_block_is_left():

@@ -19,8 +19,3 @@ def _small_voice():
 def test_malformed_input_is_named(case: Case, tmp_path):
     found, faulty = outcome(case, tmp_path)
     assert not faults(case, found, faulty, tmp_path), found.said
-
-
-def test_titles_are_unique():
-    assert len(CASES) >= 60
-    assert len({case.title for case in CASES}) == len(CASES)

@@ -180,20 +180,20 @@ def test_assessors_compute_outside_the_autocast_of_the_voice():
 def test_the_best_checkpoint_by_another_measure_is_chosen_anew_on_resuming(store, tmp_path, monkeypatch, caplog):
     """The scores of mos are far above those of distances, so that no distance would beat them."""
     mos = str(graph(tmp_path / "mos.onnx", ["samples"], scale=1e6))
-    options = {**QUIET, "evaluate_steps": 2, "mos_predictor": mos, "early_stopping_patience": 50}
-    first = train(tmp_path / "run", store, **options, best_by="mos", max_steps=2)["progress"]
+    options = {**QUIET, "evaluate_steps": 1, "mos_predictor": mos, "early_stopping_patience": 50}
+    first = train(tmp_path / "run", store, **options, best_by="mos", max_steps=1)["progress"]
     assert first["best_score"] == rows(tmp_path / "run")[-1]["eval/mos"] > 0
-    again = train(tmp_path / "run", store, **options, best_by="mos", max_steps=4, resume_from="auto")["progress"]
+    again = train(tmp_path / "run", store, **options, best_by="mos", max_steps=2, resume_from="auto")["progress"]
     assert again["best_evaluation"] == max(
         row["eval/mos"] for row in rows(tmp_path / "run") if "eval/mos" in row and row["step"]
     )
     assert "chosen anew" not in caplog.text
-    other = train(tmp_path / "run", store, **options, max_steps=6, resume_from="auto")["progress"]
+    other = train(tmp_path / "run", store, **options, max_steps=3, resume_from="auto")["progress"]
     assert "scores of another measure are not compared: checkpoint_best.pt is chosen anew" in caplog.text
     last = rows(tmp_path / "run")[-1]
     assert other["best_score"] == other["best_evaluation"] == -last["eval/mcd_sl_db"] < 0
     best = torch.load(tmp_path / "run" / "checkpoint_best.pt", weights_only=True)
-    assert (best["progress"]["step"], best["config"]["best_by"]) == (6, "distance")
+    assert (best["progress"]["step"], best["config"]["best_by"]) == (3, "distance")
 
 
 def test_assessors_are_opened_before_the_run_folder_and_by_the_evaluating_process_alone(store, tmp_path, monkeypatch):

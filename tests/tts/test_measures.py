@@ -1,9 +1,7 @@
 """Measures compared with other implementations, or with known properties of the audio."""
 
 import importlib.util
-import json
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -183,19 +181,6 @@ def test_no_text_has_no_rate():
 )
 def test_plain_words(text, expected):
     assert plain(text) == expected
-
-
-def test_a_recogniser_that_is_not_there_is_a_users_error(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"model\.bin and no config\.json and no tokenizer\.json"):
-        measures.recognise(tone(200), RATE, "en", tmp_path)
-    for name in ("model.bin", "config.json", "tokenizer.json"):
-        (tmp_path / name).write_text(json.dumps({}))
-    if importlib.util.find_spec("faster_whisper"):
-        with pytest.raises(UserError, match="cannot load it"):
-            measures.recognise(tone(200), RATE, "en", tmp_path)
-    monkeypatch.setitem(sys.modules, "faster_whisper", None)
-    with pytest.raises(UserError, match="faster-whisper"):
-        measures.recognise(tone(200), RATE, "en", tmp_path)
 
 
 @pytest.mark.slow

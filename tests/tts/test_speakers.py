@@ -117,6 +117,7 @@ def test_a_voice_of_one_speaker_keeps_its_sound_under_number_0(base, tmp_path):
     assert not torch.equal(said(new, 0), said(new, 1))
 
 
+@pytest.mark.slow
 def test_with_speech_of_the_others_all_weights_train_and_both_are_evaluated(base, tmp_path):
     """Speech without a name is the old speaker's where the new one has a name. The start is needed only once."""
     options = adding(base, "one", "eve", "alone", output_dir=str(tmp_path), evaluate_steps=2)

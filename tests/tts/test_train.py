@@ -229,6 +229,7 @@ def test_samples_begin_after_the_epochs_asked_for(undisturbed):
 # ------------------------------------------------------------------------------------------------------ speech
 
 
+@pytest.mark.slow
 def test_a_clip_longer_than_all_the_rest_is_a_batch_of_its_own(tmp_path):
     budget = {"batch_room": 1.0}
     settings = assemble(TrainTts, {**TINY, **budget, "data_dir": str(spoken(tmp_path / "store", long=6.0))})
@@ -315,6 +316,7 @@ def test_a_voice_begins_with_one_of_piper_on_the_hub(store, tmp_path, hub, caplo
     train(tmp_path / "run", store, **QUIET, init_from=name, resume_from="auto", max_steps=2)
 
 
+@pytest.mark.slow
 def test_discriminators_of_spectrograms_begin_with_a_training_of_their_own(undisturbed, store, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "gputrain"):
         made = train(tmp_path, store, **QUIET, init_from=str(undisturbed), use_mrd=True, max_steps=1)

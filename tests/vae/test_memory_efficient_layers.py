@@ -188,22 +188,6 @@ def test_upsampling_takes_four_ninths_of_the_arithmetic() -> None:
     assert counter.get_total_flops() / plain_count.get_total_flops() == pytest.approx(4 / 9)
 
 
-def test_weights_in_bf16_throughout() -> None:
-    norm, conv = layers(torch.bfloat16)
-    x = picture(2, 8, 8, 8, dtype=torch.bfloat16)
-    exact = gradients(plain_norm_silu_conv, x.double(), *(m.double() for m in layers_like(norm, conv)))
-    ours = gradients(norm_silu_conv, x, norm, conv)
-    assert {t.dtype for t in ours} == {torch.bfloat16}
-    assert difference(ours, exact) < 0.02
-
-
-def layers_like(norm: nn.GroupNorm, conv: nn.Conv2d) -> tuple[nn.Module, nn.Module]:
-    twins = layers(norm.weight.dtype)
-    for twin, module in zip(twins, (norm, conv), strict=True):
-        twin.load_state_dict(module.state_dict())
-    return twins
-
-
 def kept_by(step: Callable[[], Tensor]) -> list[Tensor]:
     """Collects the tensors that autograd keeps for the backward pass."""
     kept: list[Tensor] = []
@@ -276,19 +260,6 @@ def test_sums_of_16_bit_pictures_are_those_of_fp64(layout: torch.memory_format, 
     for ours, theirs in zip(found[1:4], expected[1:], strict=True):
         assert (ours.double() - theirs).abs().max() < 1.2e-5 * theirs.abs().max()
     assert (found[0].double() - expected[0]).abs().max() < torch.finfo(dtype).eps * expected[0].abs().max()
-
-
-@layouts
-def test_other_devices(layout: torch.memory_format) -> None:
-    """Tests shapes, dtypes and strides."""
-    norm, conv = (module.to("meta") for module in layers(torch.bfloat16))
-    x = picture(2, 8, 4, 6, dtype=torch.bfloat16, layout=layout).to("meta").requires_grad_()
-    for out, size in ((norm_silu_conv(x, norm, conv), (2, 6, 4, 6)), (upsample_conv(x, conv), (2, 6, 8, 12))):
-        out.sum().backward()
-        assert (out.shape, out.dtype) == (size, torch.bfloat16)
-        assert (x.grad.dtype, x.grad.stride()) == (torch.bfloat16, x.stride())
-    statistics = [tensor for tensor in kept_by(lambda: norm_silu_conv(x, norm, conv)) if tensor.shape == (2, 4)]
-    assert [tensor.dtype for tensor in statistics] == [torch.float32] * 2
 
 
 def test_no_gradient_of_the_gradient() -> None:

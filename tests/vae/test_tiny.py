@@ -284,6 +284,7 @@ def test_what_has_no_latents_is_refused(
     assert hint in (caught.value.hint or "")
 
 
+@pytest.mark.slow
 def test_a_tiny_decoder_can_begin_with_another(trained: Path, photographs: Path, tmp_path: Path) -> None:
     """Its weights, the frozen encoder and the source of its latents are those of the other run."""
     changes = {**TINY, "init_from": str(trained / "run"), "learning_rate": 0.0, "max_steps": 1}
@@ -293,6 +294,7 @@ def test_a_tiny_decoder_can_begin_with_another(trained: Path, photographs: Path,
     assert made["facts"]["latents"]["source"] == str(trained / "teacher")
 
 
+@pytest.mark.slow
 def test_a_narrower_decoder_learns_the_latents_of_flux2(photographs: Path, tmp_path: Path, typed) -> None:
     """The encoder and the statistics of patches stay, and the export decodes the latents of the source."""
     settings = settings_of(preset="flux2", train_part="decoder", decoder_channels=[32, 64], adversarial_weight=0.0)

@@ -133,17 +133,6 @@ def test_before_any_step_the_wave_has_the_pitch_alone(name, changes):
         assert spectrum[[20 * k for k in (1, 2, 4, 5)]].max() < 0.1 * pitch  # The frame rate is bin 20.
 
 
-@variants
-def test_a_hop_of_samples_a_frame(name: str) -> None:
-    generator = build(TINY[name])
-    for frames in (1, 2, 7):
-        with torch.no_grad():
-            wave_B1T = generator(*inputs(frames=frames), noise_for(TINY[name], frames=frames))
-        assert wave_B1T.shape == (2, 1, 512 * frames)
-        assert wave_B1T.dtype == torch.float32
-        assert wave_B1T.abs().max() <= 1
-
-
 @pytest.mark.parametrize("mini_nsf", [False, True])
 def test_odd_rates_make_a_hop_as_well(mini_nsf: bool) -> None:
     """24 kHz has hops of 300 samples; kernel and rate may differ by an odd number."""

@@ -171,10 +171,3 @@ def test_no_model(tmp_path: Path) -> None:
         load_vocoder(folder, CPU)
     with pytest.raises(UserError, match="no such file or folder"):
         load_vocoder(folder / "elsewhere", CPU)
-
-
-def test_a_run_of_another_kind(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, {"kind": "vae", "config": {}, "modules": {}})
-    with pytest.raises(UserError, match="kind 'vae', expected 'vocoder'") as caught:
-        load_vocoder(tmp_path, CPU)
-    assert caught.value.hint == "it is an image VAE, which gputrain reconstruct uses"
