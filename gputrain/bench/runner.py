@@ -96,7 +96,7 @@ def measure_row(row: BenchRow, child: Sequence[str], minutes: float) -> BenchRes
 
 def model_child(kind: str) -> tuple[str, ...]:
     """Returns the command of the child process that measures a row of this kind of model."""
-    return (sys.executable, "-m", "gputrain.bench.child", kind)
+    return (sys.executable, "-m", "gputrain.bench.step_bench", kind)
 
 
 def _last_line(output: bytes | None) -> str:

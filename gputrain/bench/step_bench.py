@@ -1,6 +1,10 @@
-"""Benchmarks of the train commands: each row adds a setting, measured in real training steps on synthetic data."""
+"""Benchmarks of the train commands: each row adds a setting, measured in real training steps on synthetic data.
+
+`python -m gputrain.bench.step_bench KIND --row REQUEST` is the child process that measures a row.
+"""
 
 import math
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +28,7 @@ from gputrain.engine.step import update
 from gputrain.hw.plan import Plan
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply, keep_freed_memory
-from gputrain.kinds import ModelKind
+from gputrain.kinds import ModelKind, kinds
 from gputrain.planner.memory.fake_runtime import FakeRuntime, on_fake_tensors
 from gputrain.planner.memory.predict import predict_step
 from gputrain.planner.memory.timeline import MemoryTimeline
@@ -233,3 +237,7 @@ def inference_kernels(build: Callable[[Runtime], Compute], plan: Plan) -> tuple[
 
 def sound_title(described: str, inference: bool, items: str) -> str:
     return f"{described}, {items} {'at once, without gradients' if inference else 'a step'}"
+
+
+if __name__ == "__main__":
+    runner.answer(lambda request: measure_bench_row(kinds()[sys.argv[1]], request))

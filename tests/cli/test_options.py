@@ -266,9 +266,10 @@ def test_a_signal_outside_the_steps_ends_a_command_with_its_exit_code(moment, na
 @pytest.mark.slow
 def test_the_guides_command_line_runs(tmp_path, photographs):
     words = GUIDE.format(data=photographs, run=tmp_path / "run").split()
-    # The model is small, because compiling for the CPU takes minutes.
-    result = gputrain(*words, "--max_steps", 2, "--preset", "fast", "--channels", "32,32")
+    words = [*words, "--max_steps", 2, "--preset", "fast", "--channels", "32,32", "--device", "cpu"]
+    result = gputrain(*words)
     assert result.returncode == 0, result.stderr
+    assert "off: 16 bit, compile (asked for, but needs a GPU)" in result.stderr
     assert (tmp_path / "run" / "checkpoint_last.pt").exists()
 
 
