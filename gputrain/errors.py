@@ -26,8 +26,8 @@ DISTRIBUTIONS = {
 }  # fmt: skip
 # The extra that installs a module which only some commands import. All other modules come with gputrain itself.
 EXTRAS = {
-    "accelerate": "transformers", "mlflow": "mlflow", "num2words": "numbers", "onnx": "onnx", "onnxruntime": "onnx",
-    "parselmouth": "f0", "pesq": "pesq", "pyarrow": "datasets", "pymorphy3": "russian", "rapidfuzz": "asr",
+    "accelerate": "transformers", "datasets": "datasets", "mlflow": "mlflow", "num2words": "numbers", "onnx": "onnx",
+    "onnxruntime": "onnx", "parselmouth": "f0", "pesq": "pesq", "pymorphy3": "russian", "rapidfuzz": "asr",
     "sherpa_onnx": "onnx", "swift_f0": "swift-f0", "torch_fidelity": "fid", "torchvision": "fid", "transformers": "asr",
     "wandb": "wandb",
 }  # fmt: skip

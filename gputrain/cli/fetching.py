@@ -112,8 +112,8 @@ def load(name: str, folder: Path | None, *, several: bool) -> Loaded:
         page, own = place.page, entry.name if entry else place.repo.rpartition("/")[2]
         is_data = entry is None and is_dataset_name(name) and not FILE.search(place.path)
         if is_data:
-            path = download_dataset(name)
-            files = files_below(path) if path.is_dir() else {path.name: path}
+            path, names = download_dataset(name)
+            files = {one: path / one for one in names}
         else:
             try:
                 path, files = fetch_model(place, published(entry), sha256=entry.sha256 if entry else None)

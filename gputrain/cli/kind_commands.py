@@ -18,7 +18,7 @@ from gputrain.errors import UserError
 from gputrain.kinds import DataWork, ModelKind, ReportProgress, kinds, refuse_other_data
 
 if TYPE_CHECKING:
-    from gputrain.engine.unpacking import Source
+    from gputrain.engine.sources import Source
 
 EvaluationReport = tuple[str, dict[str, Any], dict[str, Any]]  # A title, the figures to show, and the report.
 
@@ -33,8 +33,7 @@ def work_of(settings: DataSettings, command: str) -> DataWork:
 
 def source_of(settings: DataSettings, at: Path | None = None) -> "Source":
     """Returns the folder of what the settings name, which is unpacked at a place if it is no folder of files."""
-    from gputrain.engine.sources import open_source
-    from gputrain.engine.unpacking import Source
+    from gputrain.engine.sources import Source, open_source
 
     media: Any = kinds()[settings.kind].media
     if not media:

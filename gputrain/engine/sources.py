@@ -1,35 +1,103 @@
 """Turns whatever holds pictures or recordings into an ordinary folder of files, which everything else reads.
 
-A folder of files is used as it is. Parquet and Arrow files, tar and zip archives, a folder, a pattern or a list of
-such, and data sets of the Hugging Face Hub are unpacked once (`gputrain.engine.unpacking`); the files of a list of
-paths are linked. Imports no torch.
+A folder of files is used as it is. Tables, archives, a folder, a pattern or a list of such, and data sets of the
+Hugging Face Hub are unpacked once, and the files of a list of paths are linked:
+
+    AT/NAME/journal.json   what is unpacked, when all of it is, and what was left out
+    AT/NAME/content/       the files
+
+An interrupted run starts over. Imports no torch.
 """
 
+import contextlib
 import glob
 import hashlib
+import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from gputrain.engine.containers import CONTAINERS, LISTS, MEDIA, Media, MediaKind, format_of
-from gputrain.engine.data import Progress, no_progress
-from gputrain.engine.preparation import RefusedItem, is_of_programs
-from gputrain.engine.unpacking import FoundData, Source, Unpacking, only_folder
+from filelock import FileLock
+
+from gputrain.engine.containers import (
+    ARCHIVE,
+    LISTS,
+    MEDIA,
+    TABLE,
+    Media,
+    MediaKind,
+    check_file,
+    link_new,
+    read_tables,
+)
+from gputrain.engine.data import Progress, fingerprint, no_progress, writing
+from gputrain.engine.preparation import RefusedItem, is_of_programs, scan, sorted_refusals, write_quarantine
 from gputrain.errors import UserError
+from gputrain.fetch.archives import ENDINGS, content_of, stem_of, unpack
 from gputrain.fetch.datasets import download_dataset, is_dataset_name, of_one_split
-from gputrain.figures import counted
 from gputrain.kinds import prepared_for
 
 log = logging.getLogger(__name__)
 
-OF_ROWS = (".parquet", ".arrow", ".feather")  # Suffixes of containers that are tables.
 MOST_SHARDS = 100_000  # Files of a range in a pattern.
-SHARD = re.compile(r"(?P<name>.*?)-?(?P<number>\d{4,6})-of-(?P<count>\d{4,6})")
+# The last suffixes of containers.
+CONTAINERS = {f".{one.rpartition('.')[2]}" for one in (*ENDINGS, ".zst", ".parquet", ".arrow", ".feather")}
+SHARD = re.compile(r"(?P<number>\d{4,6})-of-(?P<count>\d{4,6})")
 _kept: list["TemporaryDirectory[str]"] = []  # They are removed when the program ends.
+
+
+@dataclass(frozen=True)
+class Source:
+    """A folder of files that stands for what was given."""
+
+    given: str
+    folder: Path
+    unpacked: Path | None = None  # What was made for it; None: the folder was given.
+    refused: tuple[RefusedItem, ...] = ()  # What was left out.
+    lock: FileLock | None = None  # Held until what was unpacked is removed.
+
+    def complete(self, report: Any, output_dir: Path | None = None) -> Any:
+        """Returns a report on the folder as one on what was given, with what was left out before; so does the
+        quarantine of `output_dir`."""
+        if self.unpacked is None:
+            return report
+        refused = sorted_refusals([*report.refused, *self.refused])
+        if output_dir is not None:
+            write_quarantine(output_dir, refused)
+        return replace(report, input_dir=self.given, refused=refused)
+
+    def remove(self) -> None:
+        """Removes what was unpacked, as far as the system lets it: Windows keeps a file that is open."""
+        if self.unpacked is not None:
+            shutil.rmtree(self.unpacked, ignore_errors=True)
+        if self.lock:
+            self.lock.release()
+            with contextlib.suppress(OSError):
+                Path(self.lock.lock_file).unlink(missing_ok=True)
+                Path(self.lock.lock_file).parent.rmdir()
+
+
+@dataclass(frozen=True)
+class FoundData:
+    """The files that are to be unpacked, copied or linked, by the names that they get."""
+
+    archives: Mapping[str, Path] = field(default_factory=dict)
+    tables: Mapping[str, Path] = field(default_factory=dict)
+    texts: Mapping[str, Path] = field(default_factory=dict)  # Tables and texts beside archives and listed files.
+    files: Mapping[str, Path] = field(default_factory=dict)
+    refused: tuple[RefusedItem, ...] = ()
+
+    def state(self) -> list[Any]:
+        """Returns the files that are read, with their times, and fingerprints, as copies may keep times."""
+        read = [*self.archives.values(), *self.tables.values(), *self.texts.values()]
+        described = [[str(path), path.stat().st_mtime_ns, fingerprint(path)] for path in read]
+        return [*described, *([name, str(path)] for name, path in self.files.items())]
 
 
 def open_source(
@@ -41,27 +109,120 @@ def open_source(
     progress: Progress = no_progress,
     exclusive: bool = False,
 ) -> Source:
-    """Returns a folder of files for a folder, a container, a pattern of containers, a list of paths, or a name on the
+    """Returns a folder of files for a folder, an archive, a table, a pattern of such, a list of paths, or a name on the
     Hub; unpacked under `at`, or where temporary files are until the program ends.
 
     `column` names the column of a table that holds the pictures or recordings; default: found. An `exclusive` source
-    lets other processes wait that unpack the same, until it is removed. Raises UserError if nothing can be read, or the
-    disk is too small.
+    lets other processes wait that unpack the same, until it is removed. Raises UserError if an archive or a table
+    cannot be read as a whole, if there is nothing in it, and if the disk is too small.
     """
-    kind, shown = MEDIA[media], hub_name(given) or str(given)
-    found = _find(given, kind)
-    if not isinstance(found, FoundData):
-        if column:
-            raise UserError(
-                f"column does nothing with {shown}, which is no parquet or Arrow data", hint="drop --column"
-            )
-        return Source(shown, found or given)
+    shown = hub_name(given) or str(given)
+    found = _find(given, MEDIA[media])
+    if column and not (found and found.tables):
+        raise UserError(f"column does nothing with {shown}, which is no parquet or Arrow data", hint="drop --column")
+    if found is None:
+        return Source(shown, given)
     if at is None:
         _kept.append(TemporaryDirectory(prefix="gputrain-", ignore_cleanup_errors=True))
         at = Path(_kept[-1].name)
-    identity = hashlib.sha256(os.fsencode("\0".join((found.identity, media, column)))).hexdigest()[:8]
-    label = re.sub(r"[^\w.-]+", "_", found.label).strip("_.")[:60] or "data"
-    return Unpacking(shown, found, kind, column, at / f"{label}-{identity}", progress, exclusive).run()
+    identity = hashlib.sha256(
+        os.fsencode("\0".join((hub_name(given) or os.path.abspath(given), media, column)))
+    ).hexdigest()[:8]
+    label = re.sub(r"[^\w.-]+", "_", PurePosixPath(shown.replace("\\", "/")).name).strip("_.")[:60] or "data"
+    place = at / f"{label}-{identity}"
+    lock = _locked(place.with_name(f"{place.name}.lock"))  # Other ranks of a training wait here.
+    try:
+        state, journal = found.state(), place / "journal.json"
+        done = _read(journal)
+        if done.get("state") != state or not (place / "content").is_dir():
+            with writing(place):
+                if not done and place.exists():
+                    raise UserError(f"{place}: was not unpacked here", hint="choose another --output-dir")
+                shutil.rmtree(place, ignore_errors=True)
+                place.mkdir()
+                _write(journal, {"state": None})
+                try:
+                    refused = _fill(place, shown, found, media, column, progress)
+                except Exception:
+                    shutil.rmtree(place, ignore_errors=True)
+                    raise
+                done = {"state": state, "refused": [asdict(one) for one in refused]}
+                _write(journal, done)
+    except BaseException:
+        lock.release()
+        raise
+    if not exclusive:
+        lock.release()
+    return Source(
+        shown, content_of(place / "content"), place, tuple(RefusedItem(**row) for row in done["refused"]),
+        lock if exclusive else None,
+    )  # fmt: skip
+
+
+def _locked(path: Path) -> FileLock:
+    lock = FileLock(path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire()
+        except FileNotFoundError:  # The process that was waited for has removed the folder.
+            return _locked(path)
+    return lock
+
+
+def _read(journal: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(journal.read_text(encoding="ascii"))
+        return found if isinstance(found, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _write(journal: Path, row: Mapping[str, Any]) -> None:
+    journal.with_suffix(".partial").write_text(json.dumps(row), encoding="ascii")
+    journal.with_suffix(".partial").replace(journal)
+
+
+def _fill(
+    place: Path, shown: str, found: FoundData, media: MediaKind, column: str, progress: Progress
+) -> list[RefusedItem]:
+    """Unpacks, copies and links what was found into place/content. Returns what is left out."""
+    content, refused = place / "content", list(found.refused)
+    content.mkdir()
+    for name, path in {**found.texts, **found.files}.items():
+        target = content / "/".join(f"_{part}" if is_of_programs(part) else part for part in name.split("/"))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target) if name in found.texts else link_new(path.resolve(), target)
+    if found.archives or found.tables:
+        log.info("unpacking %s into %s", shown, place)
+    if found.tables:
+        refused += read_tables(found.tables, media, column, content, progress)
+    for number, (name, path) in enumerate(found.archives.items()):
+        unpack(path, place / "archive", lambda share, number=number: progress(number + share, len(found.archives)))  # type: ignore[misc]
+        _merge(place / "archive", content, stem_of(name))
+    suffixes = {path.suffix.lower() for path in content.rglob("*")}
+    if MEDIA[media].suffixes & suffixes:
+        return refused
+    fault, hint = f"no {MEDIA[media].noun} in it", f"looked for {' '.join(sorted(MEDIA[media].suffixes))}"
+    if refused:
+        fault = f"none of the {MEDIA[media].noun} in it can be used: {refused[0].path}: {refused[0].detail}"
+    elif any(ARCHIVE.search(f"x{suffix}") for suffix in suffixes):
+        hint = "it holds archives itself: unpack it once, and name the folder"
+    elif other := next((one for one in MEDIA.values() if one.suffixes & suffixes), None):
+        hint = f"it holds {other.noun}: choose a --kind of model that is trained on them"
+    raise UserError(f"{shown}: {fault}", hint=hint)
+
+
+def _merge(archive: Path, content: Path, stem: str) -> None:
+    """Moves the files of an unpacked archive to those of others; into a folder of its own if a name is taken, so that a
+    recording stays beside its text."""
+    names = [path.relative_to(archive) for path in sorted(archive.rglob("*")) if path.is_file()]
+    is_taken = any((content / name).exists() or any((content / at).is_file() for at in name.parents) for name in names)
+    for name in names:
+        target = (content / stem / name) if is_taken else content / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.rename(archive / name, target)
+    shutil.rmtree(archive)
 
 
 # ------------------------------------------------------------------------------------------------- what is given
@@ -90,103 +251,82 @@ def is_there(given: Path) -> bool:
     return bool(given.exists() or hub_name(given) or _expanded(given))
 
 
-def _find(given: Path, media: Media) -> FoundData | Path | None:
-    """Returns what to unpack; a folder of files that was loaded for it; None for one that is given, and for a path of
-    nothing, which its reader refuses."""
+def _find(given: Path, media: Media) -> FoundData | None:
+    """Returns what to unpack; None for a folder of files, and for a path of nothing, which its reader refuses."""
     if name := hub_name(given):
-        return _of_hub(name, media)
+        folder, names = download_dataset(name)
+        found = _in_folder(folder, names, name, media)
+        return found or FoundData(files={one: folder / one for one in names})
     if given.is_dir():
-        return None if prepared_for(given) else _in_folder(given, given, media)
-    identity = str(Path(os.path.abspath(given)))
+        if prepared_for(given):
+            return None
+        tree = scan(given, {*media.suffixes, *media.texts, *CONTAINERS})
+        return _in_folder(given, tree.paths, str(given), media)
+    if given.suffix.lower() in media.suffixes and given.is_file():
+        raise UserError(f"{given}: a single file, expected a folder", hint=f"name the folder of the {media.noun}")
     if given.exists():
-        if given.suffix.lower() in media.suffixes:
-            raise UserError(f"{given}: a single file, expected a folder", hint=f"name the folder of the {media.noun}")
-        if format_of(given) != "list":
-            return FoundData(given.parent, identity, given.name, (given,))
-        return _of_paths(given, identity, _listed(given), media, given)
-    if not (paths := _expanded(given)):
-        return None
-    return _of_paths(given, identity, [(path, str(path)) for path in paths], media, None)
+        check_file(given)
+    if given.exists() and given.suffix.lower() in LISTS:
+        return _of_paths(given, _listed(given), media, given)
+    paths = [given] if given.exists() else _expanded(given)
+    return _of_paths(given, [(path, str(path)) for path in paths], media, None) if paths else None
 
 
-def _of_hub(name: str, media: Media) -> FoundData | Path | None:
-    local = download_dataset(name)
-    found = _in_folder(local, name, media) if local.is_dir() else _find(local, media)
-    if isinstance(found, FoundData):
-        return replace(found, identity=name, label=name.partition("datasets/")[2])
-    return local / only_folder(local)
-
-
-def _in_folder(folder: Path, given: Path | str, media: Media) -> FoundData | None:
-    containers, texts, files = _walked(folder, media)
+def _in_folder(folder: Path, names: Iterable[str], shown: str, media: Media) -> FoundData | None:
+    """Returns what to unpack of the files of a folder; None if its pictures or recordings are read as they are."""
+    # datasets keeps results of functions in files of this name beside a data set.
+    names = [name for name in names if not re.search(r"(^|/)cache-[0-9a-f]+[^/]*\.arrow$", name)]
+    containers = [name for name in names if ARCHIVE.search(name) or TABLE.search(name)]
+    files = [name for name in names if PurePosixPath(name).suffix.lower() in media.suffixes]
+    if containers and files:  # Such as a preview of a data set.
+        groups = sorted((containers, files), key=lambda group: sum((folder / one).stat().st_size for one in group))
+        smaller, larger = groups
+        log.warning(
+            "%s: holds files such as %s, which are read, being larger, and others that are not, such as %s (%d in "
+            "all): name these themselves to read them", shown, larger[0], smaller[0], len(smaller),
+        )  # fmt: skip
+        containers = [] if larger is files else containers
     if not containers:
         return None
-    if files and _bytes_of(files) >= _bytes_of(containers):
-        log.warning(
-            "%s: holds %s, which are read, and %s not, such as %s: name it itself to read it", given, media.noun,
-            counted(len(containers), "container that is", "containers that are"), containers[0].name,
-        )  # fmt: skip
-        return None
-    if files:  # Such as a preview of a data set.
-        log.warning(
-            "%s: holds %s, read as the larger part, and %s not read, such as %s: move them to a folder of their own",
-            given, counted(len(containers), "container"), counted(len(files), "file"), files[0].name,
-        )  # fmt: skip
     # img2dataset writes 00000.parquet, with the addresses of the pictures, beside 00000.tar.
-    archives = {path.with_suffix("") for path in containers if path.suffix.lower() not in OF_ROWS}
-    containers = [
-        path for path in containers if path.suffix.lower() not in OF_ROWS or path.with_suffix("") not in archives
-    ]
-    is_archive = bool(archives)
-    by_name = {path.relative_to(folder).as_posix(): path for path in [*containers, *(texts if is_archive else ())]}
-    names, note = of_one_split(sorted(by_name), str(given), f"{given}{os.sep}")
-    if note:
-        log.warning("%s: %s", given, note)
-    taken = [by_name[name] for name in names]
-    containers = [path for path in taken if CONTAINERS.search(path.name)]
-    texts = [path for path in taken if not CONTAINERS.search(path.name)]
-    _warn_of_missing_shards(containers, given)
-    identity = str(Path(os.path.abspath(given)))
-    return FoundData(folder, identity, folder.name, tuple(containers), tuple(texts))
+    stems = {stem_of(name) for name in containers if ARCHIVE.search(name)}
+    containers = [name for name in containers if ARCHIVE.search(name) or TABLE.sub("", name) not in stems]
+    texts = [name for name in names if PurePosixPath(name).suffix.lower() in media.texts]
+    if texts and not stems:
+        log.warning("%s: texts beside tables are not read, such as %s", shown, texts[0])
+        texts = []
+    if not hub_name(Path(shown)):  # Of the Hub, the split is chosen before it is fetched.
+        chosen = set(of_one_split([*containers, *texts], shown, f"{shown}{os.sep}"))
+        containers, texts = ([name for name in group if name in chosen] for group in (containers, texts))
+    _warn_of_missing_shards(containers, shown)
+    # The only table beside archives is that of all recordings, in whichever folder it is.
+    of_all = [name for name in texts if PurePosixPath(name).suffix.lower() not in {*LISTS, ".srt", ".vtt"}]
+    by_name = {PurePosixPath(name).name if of_all == [name] else name: folder / name for name in texts}
+    return _of_containers(shown, {name: folder / name for name in containers}, by_name)
 
 
-def _bytes_of(paths: Sequence[Path]) -> int:
-    return sum(path.stat().st_size for path in paths if path.is_file())
+def _of_containers(shown: str, containers: Mapping[str, Path], texts: Mapping[str, Path]) -> FoundData:
+    for path in containers.values():
+        check_file(path)
+    archives = {name: path for name, path in containers.items() if ARCHIVE.search(name)}
+    tables = {name: path for name, path in containers.items() if name not in archives}
+    if archives and tables:
+        raise UserError(
+            f"{shown}: holds archives and tables, such as {next(iter(archives))} and {next(iter(tables))}",
+            hint="name those that hold the data, by a pattern in quotation marks: 'FOLDER/*.tar'",
+        )
+    return FoundData(archives, tables, texts)
 
 
-def _walked(folder: Path, media: Media) -> tuple[list[Path], list[Path], list[Path]]:
-    """Returns the containers, the texts, and the files of the media themselves of a folder tree."""
-    containers: list[Path] = []
-    texts: list[Path] = []
-    files: list[Path] = []
-    for at, folders, names in os.walk(folder, followlinks=True):
-        depth = len(Path(at).relative_to(folder).parts)
-        folders[:] = sorted(name for name in folders if not is_of_programs(name)) if depth < 20 else []
-        for name in sorted(names):
-            path, suffix = Path(at, name), os.path.splitext(name)[1].lower()
-            # datasets keeps results of functions in files of this name beside a data set.
-            if name.startswith(".") or re.fullmatch(r"cache-[0-9a-f]+.*\.arrow", name):
-                continue
-            if CONTAINERS.search(name):
-                containers.append(path)
-            elif suffix in media.suffixes:
-                files.append(path)
-            elif suffix in media.texts:
-                texts.append(path)
-    return containers, texts, files
-
-
-def _warn_of_missing_shards(containers: Sequence[Path], given: Path | str) -> None:
-    found: dict[tuple[str, int], set[int]] = {}
-    for path in containers:
-        if match := SHARD.search(path.name):
-            found.setdefault((match["name"], int(match["count"])), set()).add(int(match["number"]))
-    for (name, count), numbers in found.items():
+def _warn_of_missing_shards(names: Sequence[str], shown: str) -> None:
+    found: dict[str, set[int]] = {}
+    for name in names:
+        if match := SHARD.search(name):
+            found.setdefault(SHARD.sub(f"N-of-{match['count']}", name), set()).add(int(match["number"]))
+    for name, numbers in found.items():
+        count = int(name.rpartition("-of-")[2].partition(".")[0])
         if missing := sorted(set(range(count)) - numbers):
-            log.warning(
-                "%s: %d of %d shards of %s are not there, the first is number %d", given, len(missing), count, name,
-                missing[0],
-            )  # fmt: skip
+            log.warning("%s: %d of %d %s are not there, such as %d", shown, len(missing), count, name, missing[0])
 
 
 def _expanded(given: Path) -> list[Path]:
@@ -245,43 +385,63 @@ def _listed(file: Path) -> list[tuple[Path, str]]:
     return found
 
 
-def _of_paths(
-    given: Path,
-    identity: str,
-    listed: Sequence[tuple[Path, str]],
-    media: Media,
-    file: Path | None,
-) -> FoundData:
-    """Returns the containers of a list or a pattern, or its files of the media. Raises UserError if it has neither."""
-    if listed and all(CONTAINERS.search(path.name) for path, _ in listed):
-        if missing := [where for path, where in listed if not path.is_file()]:
-            raise UserError(f"{given}: {missing[0]}: no such file", hint="correct the list")
-        containers = tuple(dict.fromkeys(path for path, _ in listed))
-        return FoundData(_common([path.parent for path in containers]), identity, given.name, containers)
-    files: dict[Path, str] = {}
-    refused = []
-    for path, where in listed:
-        fault = _fault_of(path, media)
-        if fault:
-            refused.append(RefusedItem(where, "unreadable", fault))
-        else:
-            files.setdefault(Path(os.path.abspath(path)), where)
+def _of_paths(given: Path, listed: Sequence[tuple[Path, str]], media: Media, file: Path | None) -> FoundData:
+    """Returns the containers of a list or a pattern, or its files of the media and the texts beside them. Raises
+    UserError if it has neither, and for containers that are not there."""
+    paths = dict.fromkeys(Path(os.path.abspath(path)) for path, _ in listed)
+    if paths and all(ARCHIVE.search(path.name) or TABLE.search(path.name) for path in paths):
+        return _of_containers(str(given), _named(paths, _common(paths)), {})
+    faults = [RefusedItem(where, "unreadable", _fault_of(path, media)) for path, where in listed]
+    refused = [one for one in faults if one.detail]
+    files = [Path(os.path.abspath(path)) for (path, _), one in zip(listed, faults, strict=True) if not one.detail]
     if not files:
         first = f"; {refused[0].path}: {refused[0].detail}" if refused else ""
         hint = f"a list has the path of one of the {media.noun} in each line, absolute or relative to the list"
-        if any(re.search(r"[|\t]", path.name) for path, _ in listed):
+        if any(re.search(r"[|\t]", path.name) for path in paths):
             hint = (
                 "a list of recordings with their texts is named with --transcripts, and their folder with --input-dir"
             )
         raise UserError(f"{given}: no line names one of the {media.noun}{first}", hint=hint)
-    own = Path(os.path.abspath(file.parent)) if file else None
-    nearest = _common([path.parent for path in files])
-    base = own if own and all(path.is_relative_to(own) for path in files) else nearest
-    if media.texts:  # The table of recordings in wavs/ is mostly beside that folder.
-        base = next((folder for folder in (nearest, nearest.parent) if _tables_in(folder, file)), base)
-    texts = _texts_beside(list(files), base, file) if media.texts else []
-    watched = (file,) if file else ()
-    return FoundData(base, identity, given.name, (), tuple(texts), tuple(files.items()), tuple(refused), watched)
+    texts: list[Path] = []
+    base = _common(files)
+    if media.texts:
+        # NAME.txt or NAME.uz.srt for NAME.wav; the table of recordings in wavs/ is mostly beside that folder.
+        stems = {path.with_suffix("") for path in files}
+        for folder in sorted({path.parent for path in files}):
+            for text in sorted(folder.iterdir()):
+                parts = text.name.split(".")
+                if text.suffix.lower() in media.texts and stems & {
+                    folder / ".".join(parts[:end]) for end in range(1, len(parts))
+                }:
+                    texts.append(text)
+        tables = {at: _tables_in(at, file, media) for at in (base, base.parent)}
+        base = base if tables[base] or not tables[base.parent] else base.parent
+        texts += [one for one in tables[base] if one not in texts]
+    return FoundData(texts=_named(texts, base), files=_named(files, base), refused=tuple(refused))
+
+
+def _tables_in(folder: Path, own: Path | None, media: Media) -> list[Path]:
+    """Returns the tables in a folder that may have the texts of its recordings; `own` is the list itself."""
+    found = [path for path in sorted(folder.iterdir()) if path.suffix.lower() in media.texts and path.is_file()]
+    found = [path for path in found if path.suffix.lower() not in LISTS or path.stem == "metadata"]
+    return [path for path in found if own is None or path != Path(os.path.abspath(own))]
+
+
+def _named(paths: Iterable[Path], base: Path) -> dict[str, Path]:
+    """Returns absolute paths by their names relative to a folder; by all of the path where it is in another one."""
+    return {
+        (path.relative_to(base) if path.is_relative_to(base) else path.relative_to(path.anchor)).as_posix(): path
+        for path in paths
+    }
+
+
+def _common(paths: Iterable[Path]) -> Path:
+    """Returns the folder that holds all files; the root of the first one where they are on several drives."""
+    folders = [path.parent for path in paths]
+    try:
+        return Path(os.path.commonpath(folders))
+    except ValueError:
+        return Path(folders[0].anchor)
 
 
 def _fault_of(path: Path, media: Media) -> str:
@@ -297,33 +457,3 @@ def _fault_of(path: Path, media: Media) -> str:
     if path.suffix.lower() not in media.suffixes:
         return f"{path.name}: none of the {media.noun}, by its suffix"
     return ""
-
-
-def _common(folders: Sequence[Path]) -> Path:
-    """Returns the folder that holds all others; the first one's root where they are on several drives."""
-    try:
-        return Path(os.path.commonpath([os.path.abspath(one) for one in folders]))
-    except ValueError:
-        return Path(os.path.abspath(folders[0]).partition(os.sep)[0] + os.sep)
-
-
-def _texts_beside(files: Sequence[Path], base: Path, own: Path | None) -> list[Path]:
-    """Returns the texts of listed recordings, NAME.txt or NAME.uz.srt for NAME.wav, and the tables in `base`."""
-    stems = {path.with_suffix("") for path in files}
-    found = []
-    for folder in sorted({path.parent for path in files}):
-        for text in sorted(folder.iterdir()):
-            parts = text.name.split(".")
-            cuts = {folder / ".".join(parts[:end]) for end in range(1, len(parts))}
-            if text.suffix.lower() in MEDIA["audio"].texts and cuts & stems:
-                found.append(text)
-    return list(dict.fromkeys([*found, *_tables_in(base, own)]))
-
-
-def _tables_in(folder: Path, own: Path | None) -> list[Path]:
-    """Returns the tables in a folder that may have the texts of its recordings; `own` is the list itself."""
-    tables = [
-        path for path in sorted(folder.iterdir()) if path.suffix.lower() in MEDIA["audio"].texts and path.is_file()
-    ]
-    tables = [path for path in tables if path.suffix.lower() not in LISTS or path.stem == "metadata"]
-    return [path for path in tables if own is None or path != Path(os.path.abspath(own))]

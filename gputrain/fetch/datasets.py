@@ -1,30 +1,20 @@
-"""Fetches data sets of the Hugging Face Hub."""
+"""Fetches data sets of the Hugging Face Hub, and chooses the files of one subset and one split."""
 
 import fnmatch
-import hashlib
 import logging
-import os
 import re
-import shutil
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from gputrain.errors import UserError
-from gputrain.fetch.hub import (
-    PREFIXES,
-    HubName,
-    cache_folder,
-    format_some,
-    lacks,
-    open_repository,
-    parse_hub_name,
-)
+from gputrain.fetch.hub import PREFIXES, format_some, lacks, open_repository, parse_hub_name
 
 log = logging.getLogger(__name__)
 
-
-NO_DATA = ("README.md", ".gitattributes", "*.py", "dataset_infos.json", "LICENSE*")
-CONTAINERS = (".parquet", ".arrow", ".tar", ".tar.gz", ".tgz", ".zip")
+README = "README.md"
+NO_DATA = re.compile(r"(.*/)?(README\.md|\.gitattributes|[^/]*\.py|dataset_infos\.json|LICENSE[^/]*)")
+CONTAINERS = re.compile(r"\.(parquet|arrow|tar|tar\.gz|tgz|zip)$", re.IGNORECASE)
 SPLITS = {
     "train": ("train", "training"), "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
@@ -32,7 +22,6 @@ SPLITS = {
     "other": ("other", "validated", "invalidated", "unsupervised", "extra", "holdout"),
 }  # fmt: skip
 SHARD = re.compile(r"\d{4,6}-of-\d{4,6}")
-TRAIN, OTHER = "train", "other"
 
 
 def is_dataset_name(name: str) -> bool:
@@ -41,90 +30,118 @@ def is_dataset_name(name: str) -> bool:
     return found is not None and found.type == "dataset"
 
 
-def download_dataset(name: str) -> Path:
-    """Fetches a data set of the Hub, hf://datasets/org/name[@revision][/folder, file or pattern of files].
+def download_dataset(name: str) -> tuple[Path, list[str]]:
+    """Fetches a data set of the Hub, hf://datasets/org/name[@revision][/subset, folder, file or pattern of files].
 
-    Returns a folder that holds nothing but its data files, or the file that was named. If the names of files tell
-    splits, the training split alone is taken, which is logged. Raises UserError if there is none, or it cannot be
-    fetched.
+    Returns the folder of the repository in the cache, and the names of the data's files in it. Of several splits, that
+    for training is taken. Raises UserError if there is none, or it cannot be fetched.
     """
+    from huggingface_hub import metadata_load
+
     named = parse_hub_name(name)
     if named is None or named.type != "dataset":
-        raise UserError(
-            f"{name}: not a name of a data set", hint="write hf://datasets/org/name, or hf://datasets/org/name/folder"
-        )
+        raise UserError(f"{name}: not a name of a data set", hint="write hf://datasets/org/name, or a folder of it")
     opened = open_repository(named)
-    paths, note = data_files(opened.files, named)
-    if not paths:
-        if opened.why_cached:
-            raise lacks(named, named.path or "data", opened.why_cached)
-        raise UserError(f"{name}: the repository has no data there", hint=format_some(opened.files))
-    if note:
-        log.info("%s: %s", name, note)
-    folder = opened.fetch(paths)
-    if paths == [named.path]:
-        return folder / named.path
-    return _view(folder, paths)
-
-
-def data_files(names: Iterable[str], named: HubName) -> tuple[list[str], str]:
-    """Returns the data files of what is named, and what to say of the splits that were left out.
-
-    Raises UserError if the files are of several splits, and none of them is that for training.
-    """
-    path, start = named.path, f"{named.path}/" if named.path else ""
-    names = sorted(name for name in names if not any(fnmatch.fnmatchcase(name.rpartition("/")[2], p) for p in NO_DATA))
-    if path in names or any(sign in path for sign in "*?["):
-        return [name for name in names if name == path or fnmatch.fnmatchcase(name, path)], ""
-    inside = [name[len(start) :] for name in names if name.startswith(start)]
-    taken, note = of_one_split(inside, str(named), f"hf://datasets/{named.repo}/{start}")
-    return [start + name for name in taken], note
-
-
-def of_one_split(inside: Sequence[str], folder: str, start: str) -> tuple[list[str], str]:
-    """Returns the files of the training split if the names of files in a folder tell splits, otherwise all of them, and
-    what to say of it. `start` stands before a name in an advice.
-
-    Raises UserError if the files are of several splits, and none of them is that for training.
-    """
-    split_of = {name: _split_of(name) for name in inside}
-    splits = [split for split in SPLITS if split in split_of.values()]
-    if TRAIN not in splits:
-        splits = [split for split in splits if split != OTHER]
-    if splits in ([], [TRAIN]):
-        return _of_one_set(inside, folder, start), ""
-    if len(splits) == 1:
-        return _of_one_set(inside, folder, start), f"it has the split {splits[0]} alone, which is taken"
-    examples = {split: next(name for name in inside if split_of[name] == split) for split in splits}
-    others = [f"{start}{_pattern(examples[split], split)}" for split in splits if split != TRAIN]
-    if TRAIN not in splits:
-        raise UserError(
-            f"{folder}: it has the splits {' and '.join(splits)}, and none for training",
-            hint=f"name one by its files: {' or '.join(others)}",
+    names = [one for one in sorted(opened.files) if not NO_DATA.fullmatch(one)]
+    page = metadata_load(opened.fetch([README]) / README) if README in opened.files else {}
+    start = f"hf://datasets/{named.repo}/"
+    subset = _subset(page or {}, named.path, start)
+    if subset is not None:
+        found = _of_subset(names, subset, str(named), start)
+    elif named.path in names or re.search(r"[*?\[]", named.path):
+        found = [one for one in names if one == named.path or _matches(one, named.path)]
+    else:
+        start = f"{named.path}/" if named.path else ""
+        found = of_one_split(
+            [one for one in names if one.startswith(start)], str(named), f"hf://datasets/{named.repo}/"
         )
-    # Beside a split, files without one belong to all; containers only if the split is nothing but tables.
-    in_containers = any(split_of[name] == TRAIN and name.lower().endswith(CONTAINERS) for name in inside)
-    of_all = [name for name in inside if not (split_of[name] or (in_containers and name.lower().endswith(CONTAINERS)))]
-    taken = [name for name in inside if split_of[name] == TRAIN or name in of_all]
-    left = ", ".join(dict.fromkeys(split_of[name] or name for name in inside if name not in set(taken)))
-    return _of_one_set(
-        taken, folder, start
-    ), f"only the split {TRAIN} is taken, without {left}; another one by its files: {others[0]}"
+    if not found and opened.why_cached:
+        raise lacks(named, named.path or "data", opened.why_cached)
+    if not found:
+        raise UserError(f"{name}: the repository has no data there", hint=format_some(opened.files))
+    return opened.fetch(found), found
 
 
-def _of_one_set(names: Sequence[str], folder: str, start: str) -> list[str]:
-    """Returns the names. Raises UserError if shards of one name are in several folders, as those of a repository's
-    languages or sizes are."""
+# ------------------------------------------------------------------------------------------------- subsets and splits
+
+
+def _subset(page: Mapping[str, Any], path: str, start: str) -> Any:
+    """Returns the `data_files` of the subset that is named, or of the default one; None if a page declares none, or a
+    path of files is named. Raises UserError if there are several."""
+    rows = {str(one.get("config_name", "default")): one for one in page.get("configs") or ()}
+    rows = {name: one for name, one in rows.items() if one.get("data_files")}
+    default = [*rows] if len(rows) == 1 else [name for name, one in rows.items() if one.get("default")]
+    if rows and not path and not default:
+        raise UserError(
+            f"{start}: several subsets in one: {', '.join(rows)}", hint=f"name one: {start}{next(iter(rows))}"
+        )
+    chosen = path or (default[0] if default else "")
+    return rows[chosen]["data_files"] if chosen in rows else None
+
+
+def _of_subset(names: Sequence[str], declared: Any, shown: str, start: str) -> list[str]:
+    """Returns the files of the split for training, or of the only one, as the `data_files` of a page tell it: a
+    pattern, a list of patterns, or a list of splits with such."""
+    splits: dict[str, list[str]] = {}
+    for row in declared if isinstance(declared, list) else [declared]:
+        row = row if isinstance(row, dict) else {"path": row}
+        patterns = row.get("path") or ()
+        splits.setdefault(str(row.get("split", "train")), []).extend(
+            [patterns] if isinstance(patterns, str) else patterns
+        )
+    split = _chosen({name: patterns[0] for name, patterns in splits.items() if patterns}, shown, start)
+    return [name for name in names if any(_matches(name, one) for one in splits[split])]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if "**" in pattern:
+        return fnmatch.fnmatchcase(name, pattern.replace("**/", "*"))
+    return PurePosixPath("/", name).match(f"/{pattern}")
+
+
+def of_one_split(names: Sequence[str], shown: str, start: str) -> list[str]:
+    """Returns the files of the split for training if names of files tell splits, otherwise all of them. `start` stands
+    before a name in an advice.
+
+    Raises UserError if the files are of several splits, and none of them is that for training, and if shards of one
+    name are in several folders, as those of a repository's languages or sizes are.
+    """
+    split_of = {name: _split_of(name) for name in names}
+    first = {split: name for name, split in reversed(split_of.items())}
+    examples = {split: first[split] for split in SPLITS if split in first and (split != "other" or "train" in first)}
+    taken = list(names)
+    split = _chosen(examples, shown, start) if examples else ""
+    if split == "train" and len(examples) > 1:
+        # Beside a split, files without one belong to all; containers only if the split is nothing but tables.
+        packed = any(split_of[name] == split and CONTAINERS.search(name) for name in names)
+        taken = [
+            name for name in names
+            if split_of[name] == split or not (split_of[name] or (packed and CONTAINERS.search(name)))
+        ]  # fmt: skip
+        if unclear := [name for name in names if name not in taken and not split_of[name]]:
+            log.warning("%s: %d files of no split are not read, such as %s", shown, len(unclear), unclear[0])
     places: dict[str, list[str]] = {}
-    for name in names:
-        inner, _, shard = name.rpartition("/")
-        if SHARD.search(shard):
-            places.setdefault(shard, []).append(inner)
-    several = next((folders for folders in places.values() if len(folders) > 1), None)
-    if several:
+    for name in filter(SHARD.search, taken):
+        places.setdefault(name.rpartition("/")[2], []).append(name.rpartition("/")[0])
+    if several := next((folders for folders in places.values() if len(folders) > 1), None):
         listed = ", ".join(several[:8]) + (f" and {len(several) - 8} more" if len(several) > 8 else "")
-        raise UserError(f"{folder}: several data sets in one: {listed}", hint=f"name one: {start}{several[0]}")
-    return list(names)
+        raise UserError(f"{shown}: several data sets in one: {listed}", hint=f"name one: {start}{several[0]}")
+    return taken
+
+
+def _chosen(examples: Mapping[str, str], shown: str, start: str) -> str:
+    """Returns the split for training, or the only one. `examples` are a file or a pattern of each split."""
+    others = [split for split in examples if split != "train"]
+    advice = f"by its files: {start}{_pattern(examples[others[0]])}" if others else ""
+    if "train" not in examples and len(others) > 1:
+        raise UserError(
+            f"{shown}: it has the splits {' and '.join(others)}, and none for training", hint=f"name one {advice}"
+        )
+    if others and "train" not in examples:
+        log.warning("%s: it has the split %s alone, which is taken", shown, others[0])
+    elif others:
+        log.warning("%s: the split train is taken, without %s; another one %s", shown, ", ".join(others), advice)
+    return "train" if "train" in examples else others[0]
 
 
 def _split_of(path: str) -> str:
@@ -137,32 +154,7 @@ def _split_of(path: str) -> str:
     return ""
 
 
-def _pattern(path: str, split: str) -> str:
-    """Returns a pattern, or a folder, of all files of a split, by one of them."""
-    folders = path.split("/")
-    for count, folder in enumerate(folders[:-1], 1):
-        if _split_of(folder) == split:
-            return "/".join(folders[:count])
-    name = folders[-1]
-    word = next(word for word in SPLITS[split] if word in re.split(r"[^a-z]+", name.lower()))
-    end = name.lower().index(word) + len(word)
-    ending = name[name.index(".", end) :] if "." in name[end:] else ""
-    return "/".join([*folders[:-1], f"{name[:end]}*{ending}"])
-
-
-def _view(folder: Path, paths: Sequence[str]) -> Path:
-    """Returns a folder with links to the given files alone. The folder of the cache has all that was ever fetched."""
-    listed = "\n".join(paths)
-    digest = hashlib.sha256(listed.encode()).hexdigest()[:16]
-    view = cache_folder().parent / "gputrain" / folder.parents[1].name / f"{folder.name[:12]}-{digest}"
-    for path in paths:
-        link, target = view / path, folder / path
-        if link.exists():
-            continue
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.unlink(missing_ok=True)  # A link to a file that the cache has lost.
-        try:
-            os.symlink(target, link)
-        except OSError:  # Windows allows links to few users.
-            shutil.copyfile(target, link)
-    return view
+def _pattern(path: str) -> str:
+    """Returns a pattern of the files of a split, by one of them: their folder, or their shards."""
+    folders = [folder for folder in PurePosixPath(path).parents if _split_of(folder.name)]
+    return folders[-1].as_posix() if folders else re.sub(r"\d{4,6}(-of-\d{4,6})?", "*", path)

@@ -112,7 +112,7 @@ def open_pictures(
                 "--input-dir %s --output-dir PREPARED", folder.path, source.unpacked, folder.path,
             )  # fmt: skip
         pictures, rejected = _pictures_in(source.folder)
-        rejected = source.located(rejected)
+        rejected = [*rejected, *source.refused]
         found.append(pictures)
         several = len(folders) > 1
         refused += [replace(one, path=str(folder.path / one.path)) if several else one for one in rejected]
