@@ -137,7 +137,6 @@ class Plan:
     tf32: Setting
     channels_last: Setting
     cudnn_benchmark: Setting
-    fused_optimizer: Setting
     expandable_segments: Setting
     num_workers: Setting
     prefetch_factor: Setting
@@ -193,7 +192,6 @@ def decide(
         tf32=_tf32(machine, wishes, on_gpu),
         channels_last=_channels_last(wishes, on_gpu, generator_is_1d, is_1d),
         cudnn_benchmark=_cudnn_benchmark(on_gpu, fixed_shapes),
-        fused_optimizer=Setting(True, "one pass over the weights, which also unscales, clips and guards"),
         expandable_segments=_expandable_segments(machine, on_gpu),
         num_workers=processes,
         prefetch_factor=_for_workers(wishes.prefetch_factor, "batches that each worker prefetches", processes),
