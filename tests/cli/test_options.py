@@ -138,6 +138,28 @@ def test_a_flag_beats_the_file_and_the_file_the_default(tmp_path):
     assert made.schedule.num_epochs == 100
 
 
+@each_row(
+    ({}, "", "auto"),
+    ({"use_bf16": True}, "", "bf16"),
+    ({"mixed_precision": True}, "", "mixed"),
+    ({"mixed_precision": True, "use_bf16": False}, "", "fp16"),
+    ({"mixed_precision": False}, "", "tf32"),
+    ({"mixed_precision": False, "enable_tf32": False}, "", "fp32"),
+    ({"tf32": True}, "", "auto"),
+    ({}, "--mixed-precision --use_bf16 --enable-tf32", "bf16"),
+    ({}, "--no-enable-tf32", "fp32"),
+    # A flag beats the file, unless it leaves what the file says.
+    ({"precision": "fp16"}, "--use-bf16", "bf16"),
+    ({"use_bf16": True}, "--no-mixed-precision", "tf32"),
+    ({"precision": "fp16"}, "--enable-tf32", "fp16"),
+    ({"use_bf16": True}, "--precision tf32 --enable-tf32", "tf32"),
+)
+def test_switches_of_other_programs_set_the_precision(tmp_path, in_file, flags, precision):
+    (tmp_path / "c.yaml").write_text(json.dumps(in_file))
+    made = invoked("train-vae", "--data-path", "d", "--config", tmp_path / "c.yaml", *flags.split())
+    assert made.hardware.precision == precision
+
+
 @config.config()
 class Spoken:
     sentences: tuple[str, ...] = config.opt(default=(), help="Texts.", separator="")
