@@ -125,7 +125,9 @@ class Repository:
                 return folder
             for file in [folder / path for path in damaged]:
                 log.warning("%s is damaged, and is removed from the cache", file)
-                file.resolve().unlink(missing_ok=True)  # Its name is a link to the content.
+                content = file.resolve()  # The name is a link, which a lying mirror can let lead out of the cache.
+                if {cache_folder().resolve(), folder.parents[1].resolve()} & set(content.parents):
+                    content.unlink(missing_ok=True)
                 file.unlink(missing_ok=True)
         raise UserError(
             f"{self.name}: what came for {damaged[0]} is not the file of the Hub: its digest is another one",

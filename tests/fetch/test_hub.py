@@ -147,6 +147,17 @@ def test_no_name_of_a_file_leaves_the_cache(hub, tmp_path, path):
     assert not Path("/tmp/gputrain-EVIL").exists()
 
 
+def test_nothing_outside_the_cache_is_removed(hub, tmp_path):
+    """A mirror states a digest that is the path of a file of the user, so that the name in the cache leads there."""
+    commit = hub.add("ann/model", {"a.bin": LARGE})
+    (tmp_path / "mine.bin").write_bytes(b"mine")
+    hub.server.files[f"/ann/model/resolve/{commit}/a.bin"].headers["X-Linked-Etag"] = '"../../../../mine.bin"'
+    with pytest.raises(UserError, match=r"what came for a\.bin is not the file of the Hub"):
+        fetched("ann/model")
+    assert (tmp_path / "mine.bin").read_bytes() == b"mine"
+    assert not list(fetching.cache_folder().rglob("a.bin"))
+
+
 INFO = "/api/models/ann/model/revision/main"
 
 
