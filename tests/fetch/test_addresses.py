@@ -8,6 +8,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pooch
 import pytest
 from urllib3.response import HTTPResponse
 
@@ -74,7 +75,9 @@ def test_a_file_is_downloaded_once_for_all_runs(server, tmp_path):
     assert files_of(path.parents[1]) == {f"{path.parent.name}/model.pth": CONTENT}
 
 
-def test_what_may_be_secret_in_an_address_is_kept_and_said_nowhere(server, tmp_path, caplog, capfd):
+def test_what_may_be_secret_in_an_address_is_kept_and_said_nowhere(server, tmp_path, caplog, capfd, monkeypatch):
+    monkeypatch.setattr(pooch.get_logger(), "handlers", [caplog.handler])
+    pooch.get_logger().setLevel(logging.DEBUG)
     url = server.url(f"{PATH}?token=secret").replace("://", "://ann:secret@")
     address = address_of_url(url)
     said = []
@@ -188,25 +191,19 @@ def test_a_cut_connection_is_tried_again_and_never_mixes_two_versions(server):
 
 
 @each_row(
-    ({"cut_after": 60_000}, "the connection to 127.0.0.1:.* broke off: IncompleteRead"),
-    ({"cut_after": 60_000, "is_chunked": True}, "the connection to 127.0.0.1:.* broke off"),
-    ({"stated_length": len(CONTENT) + 500}, "broke off: IncompleteRead"),
-    ({"status": 503}, "answers with error 503"),
-)
+    ({"cut_after": 60_000}, "broke off: IncompleteRead"), ({"cut_after": 60_000, "is_chunked": True}, "broke off"),
+    ({"stated_length": len(CONTENT) + 500}, "broke off: IncompleteRead"), ({"status": 503}, "answers with error 503"),
+)  # fmt: skip
 def test_a_connection_that_stays_cut_leaves_nothing(server, answer, message):
     server.files[PATH].always = Answer(**answer)
-    with pytest.raises(UserError, match=message):
-        raise fails(unknown(server))
+    assert message in fails(unknown(server)).message
 
 
-def test_a_length_that_the_library_does_not_check(server, monkeypatch):
-    """urllib3 before 2.0 ends where the connection does."""
-    before = HTTPResponse.__init__
-
-    def lenient(self, *words, **options):
-        before(self, *words, **{**options, "enforce_content_length": False})
-
-    monkeypatch.setattr(HTTPResponse, "__init__", lenient)
+def test_a_cut_that_the_library_does_not_see(server, monkeypatch):
+    """As urllib3 before 2.0 takes it."""
+    init = HTTPResponse.__init__
+    lenient = {"enforce_content_length": False}
+    monkeypatch.setattr(HTTPResponse, "__init__", lambda *words, **facts: init(*words, **{**facts, **lenient}))
     server.files[PATH].always = Answer(cut_after=60_000)
     assert "the connection was cut" in fails(unknown(server)).message
 
@@ -244,11 +241,8 @@ def test_a_bomb_leaves_the_disk_its_reserve(server, monkeypatch, answer):
     assert max(map(len, written)) < 100_000_000
 
 
-@each_row(
-    {"is_chunked": True}, {"block": 10_000, "pause": 0.01},
-    # It compresses what it sends, and states the compressed length.
-    {"body": gzip.compress(CONTENT), "headers": {"Content-Encoding": "gzip"}},
-)  # fmt: skip
+# Without a length; and compressed, which states the compressed length.
+@each_row({"is_chunked": True}, {"body": gzip.compress(CONTENT), "headers": {"Content-Encoding": "gzip"}})
 def test_odd_servers_are_accepted(server, answer):
     for number, address in enumerate((unknown, published)):
         server.add(f"/{number}{len(answer)}.pth", CONTENT).always = Answer(**answer)
@@ -256,13 +250,10 @@ def test_odd_servers_are_accepted(server, answer):
 
 
 @each_row(
-    (401, "refuses it without a login (status 401)", "~/.netrc"),
-    (403, "refuses it without a login (status 403)", "~/.netrc"),
-    (404, "there is no such file (status 404)", "check the address"),
-    (410, "there is no such file (status 410)", "check the address"),
-    (429, "too many requests", "wait some minutes"),
-    (451, "answers with error 451", "run the command again later"),
-)
+    (401, "refuses it without a login", "~/.netrc"), (404, "there is no such file", "check the address"),
+    (403, "refuses it without a login", "~/.netrc"), (410, "there is no such file", "check the address"),
+    (429, "too many requests", "wait some minutes"), (451, "answers with error 451", "run the command again later"),
+)  # fmt: skip
 def test_refusals(server, status, message, remedy):
     server.add(PATH, b"refused", status=status, headers={"Content-Type": "text/html"})
     error = fails(published(server))

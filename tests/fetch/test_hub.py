@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
 from gputrain.errors import UserError
 from gputrain.fetch import hub as fetching
@@ -19,29 +20,24 @@ COMMIT = "0123456789abcdef" * 2 + "01234567"
 
 
 @each_row(
-    ("org/name", HubName("org/name")),
-    ("org/name@v1.0", HubName("org/name", revision="v1.0")),
-    ("org/name:vae", HubName("org/name", path="vae")),
-    ("org/name:sub/file.ckpt", HubName("org/name", path="sub/file.ckpt")),
+    ("org/name", HubName("org/name")), ("org/name@v1.0", HubName("org/name", revision="v1.0")),
+    ("org/name:vae", HubName("org/name", path="vae")), ("org/name:a/b.ckpt", HubName("org/name", path="a/b.ckpt")),
     ("org/name:sub/file.ckpt@refs/pr/3", HubName("org/name", path="sub/file.ckpt", revision="refs/pr/3")),
     (f"org/name:epoch=12-step=3.ckpt@{COMMIT}", HubName("org/name", path="epoch=12-step=3.ckpt", revision=COMMIT)),
     ("datasets/org/name:en/en_US", HubName("org/name", "dataset", "en/en_US")),
     ("facebook/mms-1b-all/adapter.uzb-script_latin.safetensors",
      HubName("facebook/mms-1b-all", path="adapter.uzb-script_latin.safetensors")),
-    ("https://huggingface.co/org/name", HubName("org/name")),
-    ("https://huggingface.co/org/name/", HubName("org/name")),
+    ("https://huggingface.co/org/name", HubName("org/name")), ("https://huggingface.co/org/name/", HubName("org/name")),
     ("http://www.huggingface.co/org/name/tree/main", HubName("org/name", revision="main")),
     ("https://huggingface.co/org/name/tree/main/vae", HubName("org/name", path="vae", revision="main")),
     ("https://huggingface.co/org/name/blob/v2/a/b%20c.ckpt", HubName("org/name", path="a/b c.ckpt", revision="v2")),
     ("https://huggingface.co/org/name/resolve/main/a.safetensors?download=true",
      HubName("org/name", path="a.safetensors", revision="main")),
     ("https://hf.co/datasets/org/name/blob/main/a.ckpt", HubName("org/name", "dataset", "a.ckpt", "main")),
-    ("hf://org/name", HubName("org/name")),
-    ("hf://org/name@v1/vae", HubName("org/name", path="vae", revision="v1")),
+    ("hf://org/name", HubName("org/name")), ("hf://org/name@v1/vae", HubName("org/name", path="vae", revision="v1")),
     ("hf://org/name:vae@v1", HubName("org/name", path="vae", revision="v1")),
     ("hf://datasets/org/name/data/train-*.parquet", HubName("org/name", "dataset", "data/train-*.parquet")),
-    ("hf:/org/name", HubName("org/name")),  # What a path has made of the name.
-    (" org/name ", HubName("org/name")),
+    ("hf:/org/name", HubName("org/name")), (" org/name ", HubName("org/name")),  # What a path has made of the name.
     *((text, None) for text in (
         "", "name", "./org/name", "../name", "/org/name", "~/name", "org\\name", "C:\\name", "C:/name", "C:/a/name",
         "a/b/c", "org/name@", "org//name", "org/na me", "org/name:../x", "https://example.com/org/name", "org/..",
@@ -77,8 +73,6 @@ def test_files_come_once_and_are_those_of_the_revision(hub):
 
 def test_the_cache_is_that_of_huggingface_hub(hub):
     """It finds what was fetched here, and what it has fetched is not fetched again."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-
     hub.add("ann/model", {"config.json": b"{}", "a.bin": LARGE})
     fetched("ann/model", "a.bin")
     assert Path(try_to_load_from_cache("ann/model", "a.bin")).read_bytes() == LARGE

@@ -158,13 +158,6 @@ def test_offline_nothing_is_asked_and_what_is_missing_is_said(hub, tmp_path, mon
     assert not hub.server.log
 
 
-def test_the_advice_has_the_name_that_was_given(hub, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UserError) as raised:
-        local_path("sd-vae-ft-mse", VAE)
-    assert "run `gputrain fetch sd-vae-ft-mse` with a network" in raised.value.hint
-
-
 @each_row(
     ("fetch sd-vae-ft-mse", "sd-vae-ft-mse: stabilityai/sd-vae-ft-mse@", "`gputrain fetch sd-vae-ft-mse` with"),
     ("evaluate --model xlsr-53 --data-path data", "xlsr-53: facebook/", "`gputrain fetch xlsr-53` with"),
