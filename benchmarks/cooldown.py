@@ -1,11 +1,11 @@
-"""Compares cool-downs of one stable run with cosine runs of the same lengths, and two moving averages of the weights.
+"""Compares cool-downs of one stable run with cosine runs of the same lengths.
 
     python benchmarks/cooldown.py --data PREPARED [--steps 200 400 800] [--seeds 1 2 3] [--work-dir FOLDER]
 
 PREPARED is a folder that `gputrain prepare-data --kind vae` has filled. For each seed, train-vae holds the learning
 rate up to the longest length; its checkpoints at four fifths of each length cool down over the last fifth (--cooldown).
-Beside them stand a cosine run of each length, both with --ema-width 0.1 in place of --ema-decay 0.999, and the stable
-run at the end of each length. Figures are PSNR of held-out pictures. Runs that exist are not repeated.
+Beside them stand a cosine run of each length, and the stable run at the end of each length. Figures are PSNR of
+held-out pictures. Runs that exist are not repeated.
 Writes benchmarks/results/cooldown.json.
 """
 
@@ -56,18 +56,15 @@ class Runs:
             str(lengths[-1]), "--checkpoint-steps", str(every), "--evaluate-steps", str(lengths[0]),
         )  # fmt: skip
         found: dict[str, dict[int, float]] = {"stable": {length: stable[length] for length in lengths}}
-        for side in ("cool-down", "cosine", "cosine, ema_width 0.1", "cool-down, ema_width 0.1"):
+        for side in ("cool-down", "cosine"):
             found[side] = {}
             for length, begin in zip(lengths, held, strict=True):
                 options = ["--num-steps", str(length)]
-                if side.startswith("cool-down"):
+                if side == "cool-down":
                     start = self.folder / "stable" / f"checkpoint_step_{begin}.pt"
                     options = ["--learning-rate-schedule", "constant", "--num-steps", str(10 * lengths[-1])]
                     options += ["--resume-from", str(start), "--cooldown", str(length - begin)]
-                if side.endswith("0.1"):
-                    options += ["--ema-width", "0.1"]
-                name = f"{side}_{length}".replace(", ", "_").replace(" ", "_")
-                found[side][length] = self.psnr(name, *options, "--evaluate-steps", str(length))[length]
+                found[side][length] = self.psnr(f"{side}_{length}", *options, "--evaluate-steps", str(length))[length]
         return found
 
 

@@ -179,7 +179,7 @@ def make_batch(architecture: VaeArchitecture, image_size: int, items: int, runti
 
 def stock_autoencoder(architecture: VaeArchitecture) -> Any:
     levels, keys = len(architecture.block_out_channels), dataclasses.asdict(architecture)
-    for name in ("decoder_block_out_channels", "patch_statistics", "padding_mode"):  # AutoencoderKL knows none of them.
+    for name in ("decoder_block_out_channels", "patch_statistics"):  # AutoencoderKL knows none of them.
         del keys[name]
     autoencoder: Any = diffusers.AutoencoderKL
     return autoencoder(

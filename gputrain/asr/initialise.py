@@ -147,7 +147,7 @@ def init_weights(recipe: RecogniserRecipe, name: str, vocabulary: Vocabulary) ->
         raise UserError(f"{name}: {odd[0]} has another shape than its configuration says")
     added = _copy_head(own, head, known, vocabulary)
     load_weights(recipe.model, taken, name, strict=False)
-    if recipe.settings.schedule.averages:
+    if recipe.settings.schedule.ema_decay:
         recipe.ema.restart(recipe.model)
     log.info("start: the weights of %s; %s", name, added)
     if head and known is None:

@@ -99,8 +99,8 @@ class RecogniserRecipe(BucketRecipe):
         torch.manual_seed(schedule.seed)
         self.model = self._model_on_device()
         self.modules: dict[str, nn.Module] = {"recogniser": self.model}
-        if schedule.averages:
-            self.ema = Ema(self.model, self._model_on_device(), schedule.ema_decay, width=schedule.ema_width)
+        if schedule.ema_decay:
+            self.ema = Ema(self.model, self._model_on_device(), schedule.ema_decay)
             self.modules["ema"] = self.ema
         self.uses_mask = networks.uses_attention_mask(self.model)
         self.blank = int(self.model.config.pad_token_id)
@@ -221,13 +221,13 @@ class RecogniserRecipe(BucketRecipe):
     def average(self, step: int) -> None:
         if self.held_out is not None:
             self.held_out.step = step + 1
-        if self.settings.schedule.averages:
+        if self.settings.schedule.ema_decay:
             self.ema.update(self.model, step)
 
     @property
     def best_model(self) -> Any:
         """The EMA of the recogniser, or the recogniser itself if the EMA is off."""
-        return self.ema.average if self.settings.schedule.averages else self.model
+        return self.ema.average if self.settings.schedule.ema_decay else self.model
 
 
 def trained_parameters(model: Any, settings: TrainAsr) -> list[nn.Parameter]:

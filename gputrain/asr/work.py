@@ -100,10 +100,9 @@ class AsrWork(SpeechWork[TrainAsr]):
 
     def fallbacks(self, settings: TrainAsr, budget: MemoryBudget, found: Fit) -> dict[str, TrainAsr]:
         model, schedule = settings.model, settings.schedule
-        average = "--ema-width 0" if schedule.ema_width else "--ema-decay 0"
         changes = {
             **super().fallbacks(settings, budget, found),
-            average: replace(settings, schedule=replace(schedule, ema_decay=0.0, ema_width=0.0)),
+            "--ema-decay 0": replace(settings, schedule=replace(schedule, ema_decay=0.0)),
         }
         if schedule.optimizer == "adamw":
             changes["--optimizer adamw-8bit"] = replace(settings, schedule=replace(schedule, optimizer="adamw-8bit"))

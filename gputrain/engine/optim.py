@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from operator import is_
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -168,20 +167,14 @@ class Ema(nn.Module, Generic[Model]):
 
     The decay rises with the step as (1 + step) / (10 + step), so that a short run is not averaged with random weights.
     It begins at `least_decay` if the weights to begin with are good ones.
-
-    With a `width`, the weights of step t count in proportion to t ** gamma instead, such that the standard deviation of
-    t is this share of the steps so far (Karras et al. 2024, arXiv:2312.02696, equations 121 to 127).
     """
 
     average: Model
 
-    def __init__(
-        self, model: Model, average: Model, decay: float, least_decay: float = 0.0, width: float = 0.0
-    ) -> None:
+    def __init__(self, model: Model, average: Model, decay: float, least_decay: float = 0.0) -> None:
         """`average` is a second instance of the model; it receives the weights."""
         super().__init__()
         self.decay, self.least_decay = decay, min(least_decay, decay)
-        self.gamma = power_of_width(width) if width else None
         self.average = average
         self.average.requires_grad_(False)
         self.restart(model)
@@ -192,17 +185,7 @@ class Ema(nn.Module, Generic[Model]):
 
     @torch.no_grad()
     def update(self, model: Model, step: int) -> None:
-        if self.gamma is not None:
-            decay = (1 - 1 / (step + 1)) ** (self.gamma + 1)
-        else:
-            decay = min(self.decay, max(self.least_decay, (1 + step) / (10 + step)))
+        decay = min(self.decay, max(self.least_decay, (1 + step) / (10 + step)))
         torch._foreach_lerp_(list(self.average.parameters()), list(model.parameters()), 1 - decay)
         for mine, theirs in zip(self.average.buffers(), model.buffers(), strict=True):
             mine.copy_(theirs)
-
-
-def power_of_width(width: float) -> float:
-    """Returns gamma of a power-law average with this width: the root of
-    (gamma + 1) / ((gamma + 2)**2 * (gamma + 3)) = width**2."""
-    inverse = width**-2
-    return float(max(np.roots([1, 7, 16 - inverse, 12 - inverse]).real))

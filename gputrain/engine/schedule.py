@@ -77,13 +77,6 @@ class Schedule:
     ema_decay: float = opt(
         default=0.999, help="Decay of the exponential moving average of the weights; 0 is off.", min=0, max=0.999999
     )
-    ema_width: float = opt(
-        default=0.0,
-        help="Average the weights over this share of the steps so far, such as 0.1, in place of ema_decay, for runs of "
-        "any length (a power-law average); 0 is off.",
-        min=0,
-        max=0.28,
-    )
     seed: int = opt(default=0, help="Seed of the data order, crops, noise and initial weights.", min=0, max=2**32 - 1)
 
     def __post_init__(self) -> None:
@@ -98,11 +91,6 @@ class Schedule:
             raise UserError(
                 f"hold_share {self.hold_share:g} has no effect with learning_rate_schedule {self.rate_schedule}",
                 hint="--learning-rate-schedule tri-stage uses it; otherwise leave hold_share out",
-            )
-        if self.ema_width and self.ema_decay != type(self).ema_decay:
-            raise UserError(
-                f"ema_decay {self.ema_decay:g} has no effect with ema_width {self.ema_width:g}",
-                hint="drop --ema-decay, or --ema-width",
             )
         if not self.num_epochs and not self.num_steps and not self.finish_by:
             raise UserError(
@@ -131,11 +119,6 @@ class Schedule:
                 "learning rate until it falls at the end",
                 hint="--learning-rate-schedule constant; --cooldown STEPS says over how many steps it falls",
             )
-
-    @property
-    def averages(self) -> bool:
-        """True if a moving average of the weights is kept."""
-        return bool(self.ema_decay or self.ema_width)
 
     @property
     def rate_schedule(self) -> LearningRateSchedule:

@@ -118,9 +118,9 @@ class VoiceRecipe(BucketRecipe):
         self.by_kind = discriminators_of(settings.model)
         self.discriminators = runtime.place(nn.ModuleDict(self.by_kind))
         self.modules: dict[str, nn.Module] = {"voice": self.voice, "discriminators": self.discriminators}
-        if schedule.averages:
+        if schedule.ema_decay:
             average = build_voice(settings, architecture, runtime)
-            self.ema = Ema(self.voice, average, schedule.ema_decay, width=schedule.ema_width)
+            self.ema = Ema(self.voice, average, schedule.ema_decay)
             self.modules["ema"] = self.ema
         optimizer = functools.partial(
             adamw, learning_rate=schedule.learning_rate, weight_decay=schedule.weight_decay, eps=schedule.eps
@@ -310,13 +310,13 @@ class VoiceRecipe(BucketRecipe):
         return self.passes if self.runtime.plan.compile.value else None
 
     def average(self, step: int) -> None:
-        if self.settings.schedule.averages:
+        if self.settings.schedule.ema_decay:
             self.ema.update(self.voice, step)
 
     @property
     def best_model(self) -> Voice:
         """The EMA of the voice, or the voice itself if the EMA is off."""
-        return self.ema.average if self.settings.schedule.averages else self.voice
+        return self.ema.average if self.settings.schedule.ema_decay else self.voice
 
 
 def divergence_from_prior(

@@ -284,5 +284,5 @@ def init_from(recipe: VoiceRecipe, origin: Origin, format: SpeechFormat, spoken:
         reinitialised = [part for part in reinitialised if part.startswith(("discriminators", "symbols"))]
     if reinitialised:
         log.warning("%s: reinitialised: %s", origin.source, "; ".join(reinitialised))
-    if recipe.settings.schedule.averages:
+    if recipe.settings.schedule.ema_decay:
         recipe.ema.restart(recipe.voice)

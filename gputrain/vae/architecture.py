@@ -6,7 +6,6 @@ from typing import Literal
 from gputrain.errors import UserError
 
 VaePreset = Literal["flux", "flux2", "sd", "lite", "fast"]
-PaddingMode = Literal["zeros", "reflect"]
 
 PATCH = 2  # Latent positions along each side of a patch of an AutoencoderKLFlux2.
 
@@ -16,8 +15,7 @@ class VaeArchitecture:
     """Architecture of an AutoencoderKL or AutoencoderKLFlux2, with the field names of diffusers' config.json.
 
     `patch_statistics`: an AutoencoderKLFlux2, whose latents a pipeline normalises in patches of 2x2 positions. Only
-    that class has a decoder of other widths than the encoder's. `padding_mode` is that of torch's convolutions, which
-    diffusers has no key for.
+    that class has a decoder of other widths than the encoder's.
     """
 
     block_out_channels: tuple[int, ...]
@@ -31,7 +29,6 @@ class VaeArchitecture:
     out_channels: int = 3
     decoder_block_out_channels: tuple[int, ...] = ()  # From the picture to the latents; empty: block_out_channels.
     patch_statistics: bool = False
-    padding_mode: PaddingMode = "zeros"
 
     def __post_init__(self) -> None:
         if self.decoder_block_out_channels == self.block_out_channels:  # There is one way to say it, so that == holds.
@@ -58,11 +55,6 @@ class VaeArchitecture:
         """Pixels along each side of a picture for one latent position: each block but the last halves the size."""
         return 1 << (len(self.block_out_channels) - 1)
 
-    @property
-    def smallest_side(self) -> int:
-        """Pixels along each side of the smallest picture: one latent position, or two that reflect each other."""
-        return self.downsampling * (2 if self.padding_mode == "reflect" else 1)
-
 
 # Every group has four channels or more: with one channel, a norm would erase a picture's brightness and contrast.
 PRESETS: dict[VaePreset, VaeArchitecture] = {
@@ -87,7 +79,6 @@ def vae_architecture(
     z_channels: int = 0,
     image_channels: int = 3,
     decoder_channels: tuple[int, ...] = (),
-    padding_mode: PaddingMode = "zeros",
 ) -> VaeArchitecture:
     """Returns the architecture of a preset for pictures of `image_channels`, with other block `channels`, latent
     `z_channels` or `decoder_channels` of the decoder's blocks if they are given.
@@ -103,7 +94,6 @@ def vae_architecture(
         in_channels=image_channels,
         out_channels=image_channels,
         decoder_block_out_channels=decoder_channels,
-        padding_mode=padding_mode,
     )
     if len(made.block_out_channels) < 2:
         raise UserError(

@@ -12,7 +12,7 @@ from gputrain.errors import UserError
 from gputrain.fetch.published import PublishedFiles
 from gputrain.hw.plan import Cards, DeviceName, Hardware
 from gputrain.kinds import TrainedModel
-from gputrain.vae.architecture import PaddingMode, VaeArchitecture, VaePreset, vae_architecture
+from gputrain.vae.architecture import VaeArchitecture, VaePreset, vae_architecture
 
 AdversarialLoss = Literal["hinge", "least-squares"]
 PictureFormat = Literal["png", "jpeg", "webp"]
@@ -77,11 +77,6 @@ class Model:
         min=1,
     )
     z_channels: int = opt(default=0, help="Channels of the latents; 0: the preset's.", min=0)
-    padding: PaddingMode = opt(
-        default="zeros",
-        help="What 3x3 convolutions see beyond the border: zeros, as in stock models, or the reflected picture, for "
-        "which stock diffusers needs two lines that export prints.",
-    )
     gradient_checkpointing: bool | None = opt(
         default=None, help="Recompute blocks in backward: less memory, more time; default: the planner decides."
     )
@@ -235,11 +230,6 @@ class TrainVae:
                     f"image_size {size} is not a multiple of {multiple}, the {what} of the autoencoder",
                     hint=f"use {below} or {below + multiple}" if below else f"use {multiple} or a multiple of it",
                 )
-            if size < self.architecture.smallest_side:
-                raise UserError(
-                    f"image_size {size} is a single latent, which padding reflect cannot reflect",
-                    hint=f"use {self.architecture.smallest_side} or more, or --padding zeros",
-                )
             if self.losses.adversarial_weight and size < SMALLEST_DISCRIMINATED:
                 raise UserError(
                     f"image_size {size} is too small for the discriminator: its minimum is {SMALLEST_DISCRIMINATED}",
@@ -278,9 +268,8 @@ class TrainVae:
     def architecture(self) -> VaeArchitecture:
         model = self.model
         return vae_architecture(
-            model.preset, model.channels, model.z_channels, self.data.image_channels, model.decoder_channels,
-            model.padding,
-        )  # fmt: skip
+            model.preset, model.channels, model.z_channels, self.data.image_channels, model.decoder_channels
+        )
 
 
 @config(panel="Data")

@@ -57,7 +57,6 @@ class Transformations:
         pixels = SMALLEST_DISCRIMINATED if losses.adversarial_weight else SMALLEST
         pixels = max(pixels, SMALLEST_LPIPS if losses.uses_lpips else 0)
         latent_side = settings.data.image_size // factor
-        pixels = max(pixels, settings.architecture.smallest_side)
         return cls(settings.schedule.seed, losses.eq_probability, latent_side, math.ceil(pixels / factor))
 
     @cached_property

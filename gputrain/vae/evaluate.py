@@ -7,7 +7,7 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -257,11 +257,6 @@ def evaluate_pictures(
             f"image_size {image_size} is not a multiple of {architecture.downsampling}",
             hint="that is the downsampling factor of this autoencoder",
         )
-    if image_size < architecture.smallest_side:
-        raise UserError(
-            f"image_size {image_size} is a single latent, which padding reflect cannot reflect",
-            hint=f"use {architecture.smallest_side} or more",
-        )
     pictures = open_pictures(data_path, held_out_share=share)
     chosen = pictures.held_out if share < 1 else [*pictures.held_out, *pictures.train]
     chosen = chosen[: options.max_pictures]
@@ -317,8 +312,7 @@ def teacher_of(loaded: LoadedVae) -> AutoencoderKL | None:
     if not all(name in found.weights and torch.equal(one, found.weights[name]) for name, one in encoder.items()):
         log.warning("%s is not evaluated beside it: it is another autoencoder than when the training began", source)
         return None
-    # A folder of diffusers does not say how its convolutions pad.
-    teacher = AutoencoderKL(replace(found.architecture, padding_mode=settings.model.padding))
+    teacher = AutoencoderKL(found.architecture)
     load_weights(teacher, found.weights, source)
     return teacher.eval().requires_grad_(False)
 

@@ -27,11 +27,6 @@ from gputrain.vae.tiny import DistilledAutoencoder, export_tiny
 
 log = logging.getLogger(__name__)
 
-# diffusers has no setting of the padding; users of such models of others do the same in their programs.
-REFLECTS = """Then have it reflect the border, as in training; without these lines the border is wrong:
-
-    for module in vae.modules():
-        if isinstance(module, torch.nn.Conv2d): module.padding_mode = "reflect\""""
 MEASURED = 512  # Maximum number of pictures for the statistics of the latents: they give millions of values.
 
 
@@ -88,7 +83,7 @@ def export_vae(
     }
     files = [output_dir / CONFIG, output_dir / WEIGHTS]
     loads = f'Load it: diffusers.{loaded.model.architecture.class_name}.from_pretrained("{output_dir}")'
-    return Exported(files, shown, [loads, *([REFLECTS] if loaded.model.architecture.padding_mode == "reflect" else [])])
+    return Exported(files, shown, [loads])
 
 
 def export_tiny_decoder(

@@ -70,8 +70,8 @@ class LatentReport:
         side = mean_BLhw.shape[-1]
         both = {"half": Transformation(side // 2, side, 0), "turn": Transformation(side, side, 1)}
         for name, transformation in both.items():
-            if transformation.side * model.architecture.downsampling < model.architecture.smallest_side:
-                continue  # A single latent has no half, and reflects nothing.
+            if not transformation.side:
+                continue  # A single latent has no half.
             sums = self.turned.setdefault(name, Equivariance())
             target_BCHW, latents_BLhw = transformation(images_BCHW), transformation(mean_BLhw)
             wanted_BLhw = latents_BLhw.double()

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from gputrain.engine.data import Sample
 from gputrain.figures import counted
-from gputrain.vae.architecture import PaddingMode, VaeArchitecture
+from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.data import CropDataset, Picture, to_unit
 from gputrain.vae.model import Attention, AutoencoderKL, Downsample, ResnetBlock, Upsample
 
@@ -52,14 +52,14 @@ WARMUP = 20
 class LinearCode(nn.Module):
     """Convolutions with the geometry of an autoencoder, and nothing between them."""
 
-    def __init__(self, signals: Sequence[int], channels: int, padding_mode: PaddingMode = "zeros") -> None:
+    def __init__(self, signals: Sequence[int], channels: int) -> None:
         """`signals`: the number of signals after each halving of the size; the last are the latents. `channels` are
-        those of a picture, and `padding_mode` is that of the autoencoder."""
+        those of a picture."""
         super().__init__()
         self.signals, self.channels = tuple(signals), channels
         widths = list(pairwise((channels, *signals)))
         self.down = [nn.Conv2d(wide, narrow, 3, stride=2) for wide, narrow in widths]
-        conv = partial(nn.Conv2d, kernel_size=3, padding=1, padding_mode=padding_mode)
+        conv = partial(nn.Conv2d, kernel_size=3, padding=1)
         self.code = conv(signals[-1], signals[-1])
         self.up = [conv(narrow, wide) for wide, narrow in reversed(widths)]
         self.out = conv(channels, channels)
@@ -134,8 +134,7 @@ class LinearCode(nn.Module):
 
 def _fit_layer(conv: nn.Conv2d, x_BSHW: Tensor, target_BKHW: Tensor) -> Tensor:
     """Sets a 3x3 convolution by least squares, with a little weight decay. Returns its output."""
-    border = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-    columns_DN = F.unfold(F.pad(x_BSHW, (1, 1, 1, 1), mode=border), 3).transpose(0, 1).flatten(1)
+    columns_DN = F.unfold(x_BSHW, 3, padding=1).transpose(0, 1).flatten(1)
     columns_DN = F.pad(columns_DN, (0, 0, 0, 1), value=1.0)
     gram_DD = columns_DN @ columns_DN.T
     gram_DD.diagonal().add_(1e-4 * gram_DD.diagonal().mean())
@@ -348,7 +347,7 @@ def fit_code(pictures: Sequence[Picture], architecture: VaeArchitecture, seed: i
     crops = CropDataset(chosen, TILES * tile, seed, False, architecture.in_channels)
     images = torch.stack([crops[Sample(0, index)] for index in range(count)])
     tiles_BCHW = images.unfold(2, tile, tile).unfold(3, tile, tile).permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
-    code = LinearCode(signals_of(architecture), architecture.in_channels, architecture.padding_mode)
+    code = LinearCode(signals_of(architecture), architecture.in_channels)
     with one_thread():
         error = code.fit(to_unit(tiles_BCHW), seed)
     log.info(

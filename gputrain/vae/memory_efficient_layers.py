@@ -51,14 +51,13 @@ def norm_silu_conv(
     """Returns `conv(silu(norm(features)))`, (B, K, H, W), in the autocast dtype, or without autocast in that of the
     input; and the input for whatever else is made of it, whose gradients are then added without a pass of their own.
 
-    `norm` has a weight and a bias; `conv` has an odd kernel and stride 1, and keeps height and width; if it reflects
-    the border, its kernel is 3x3.
+    `norm` has a weight and a bias; `conv` has an odd kernel and stride 1, and keeps height and width.
     """
     # A batch of one may have strides of neither memory format.
     x_BCHW = features.x_BCHW.contiguous(memory_format=memory_format(features.x_BCHW))
     parameters = (norm.weight, norm.bias, conv.weight, features.offset_C)
     out_BKHW, x_BCHW = _norm_silu_conv(
-        x_BCHW, *parameters, norm.num_groups, norm.eps, compute_dtype(x_BCHW), arithmetic, reflects(conv)
+        x_BCHW, *parameters, norm.num_groups, norm.eps, compute_dtype(x_BCHW), arithmetic
     )
     return Features(out_BKHW, conv.bias), Features(x_BCHW, features.offset_C)
 
@@ -84,7 +83,6 @@ class _NormSiluConv(torch.autograd.Function):
         eps: float,
         dtype: torch.dtype,
         arithmetic: Arithmetic,
-        reflected: bool,
     ) -> tuple[Tensor, Tensor]:
         mean_BG, rstd_BG = arithmetic.statistics(x_BCHW, groups, eps, offset_C)
         # Coefficients are a function of their own: if they were inlined, the compiler would store the activation in
@@ -92,16 +90,12 @@ class _NormSiluConv(torch.autograd.Function):
         scale_BC, shift_BC = arithmetic.coefficients(mean_BG, rstd_BG, norm_weight_C, norm_bias_C, offset_C)
         active_BCHW = arithmetic.activate(x_BCHW, scale_BC, shift_BC, dtype)
         ctx.save_for_backward(x_BCHW, mean_BG, rstd_BG, norm_weight_C, norm_bias_C, weight_KCHW, offset_C)
-        ctx.dtype, ctx.arithmetic, ctx.reflected = dtype, arithmetic, reflected
+        ctx.dtype, ctx.arithmetic = dtype, arithmetic
         ctx.set_materialize_grads(False)
         passed_BCHW = x_BCHW.view_as(x_BCHW)
         if not ctx.needs_input_grad[0]:
             ctx.mark_non_differentiable(passed_BCHW)
-        if reflected:
-            out_BKHW = F.conv2d(extended(active_BCHW, REFLECTED), weight_KCHW.to(dtype))
-        else:
-            out_BKHW = F.conv2d(active_BCHW, weight_KCHW.to(dtype), padding=weight_KCHW.shape[-1] // 2)
-        return out_BKHW, passed_BCHW
+        return F.conv2d(active_BCHW, weight_KCHW.to(dtype), padding=weight_KCHW.shape[-1] // 2), passed_BCHW
 
     @staticmethod
     @once_differentiable
@@ -109,14 +103,14 @@ class _NormSiluConv(torch.autograd.Function):
         x_BCHW, mean_BG, rstd_BG, norm_weight_C, norm_bias_C, weight_KCHW, offset_C = ctx.saved_tensors
         needs_x, needs_scale, needs_shift, needs_weight, needs_offset = ctx.needs_input_grad[:5]
         if grad_BKHW is None:
-            return other_BCHW, *(None,) * 9
+            return other_BCHW, *(None,) * 8
         arithmetic, weight_KCHW = ctx.arithmetic, weight_KCHW.to(ctx.dtype)
         scale_BC, shift_BC = arithmetic.coefficients(mean_BG, rstd_BG, norm_weight_C, norm_bias_C, offset_C)
         if not (needs_x or needs_scale or needs_shift or needs_offset):
             active_BCHW = arithmetic.activate(x_BCHW, scale_BC, shift_BC, ctx.dtype)
-            only = _gradient(grad_BKHW, active_BCHW, weight_KCHW, "weight", ctx.reflected)
-            return None, None, None, only, *(None,) * 6
-        grad_BCHW = _gradient(grad_BKHW, x_BCHW.to(ctx.dtype), weight_KCHW, "input", ctx.reflected)
+            only = _gradient(grad_BKHW, active_BCHW, weight_KCHW, "weight")
+            return None, None, None, only, *(None,) * 5
+        grad_BCHW = _gradient(grad_BKHW, x_BCHW.to(ctx.dtype), weight_KCHW, "input")
         # The elementwise functions compute the activation again on the way to the norm's gradients, and the gradient of
         # the convolution's weight follows.
         grad_x, grad_scale, grad_shift, grad_offset, active_BCHW = arithmetic.gradients(
@@ -125,19 +119,16 @@ class _NormSiluConv(torch.autograd.Function):
         )  # fmt: skip
         grad_weight = None
         if active_BCHW is not None:
-            grad_weight = _gradient(grad_BKHW, active_BCHW, weight_KCHW, "weight", ctx.reflected)
-        return grad_x, grad_scale, grad_shift, grad_weight, grad_offset, *(None,) * 5
+            grad_weight = _gradient(grad_BKHW, active_BCHW, weight_KCHW, "weight")
+        return grad_x, grad_scale, grad_shift, grad_weight, grad_offset, *(None,) * 4
 
 
 _norm_silu_conv: Callable[..., tuple[Tensor, Tensor]] = _NormSiluConv.apply
 
 
-def _gradient(
-    grad_BKHW: Tensor, x_BCHW: Tensor, weight_KCHW: Tensor, of: Literal["input", "weight"], reflected: bool
-) -> Tensor:
+def _gradient(grad_BKHW: Tensor, x_BCHW: Tensor, weight_KCHW: Tensor, of: Literal["input", "weight"]) -> Tensor:
     """Returns the gradient of a convolution's input, for which only the form of `x_BCHW` is read, or of its weight."""
-    padding = 0 if reflected else weight_KCHW.shape[-1] // 2
-    x_BCHW = extended(x_BCHW, REFLECTED) if reflected else x_BCHW
+    padding = weight_KCHW.shape[-1] // 2
     found: tuple[Tensor, Tensor, None] = torch.ops.aten.convolution_backward(
         grad_BKHW,
         x_BCHW,
@@ -151,42 +142,7 @@ def _gradient(
         groups=1,
         output_mask=[of == "input", of == "weight", False],
     )
-    if of == "weight":
-        return found[1]
-    return folded(found[0], REFLECTED) if reflected else found[0]
-
-
-# Distance from the border of what stands beyond it: with REPEATED the border itself, with REFLECTED its neighbour.
-REPEATED, REFLECTED = 0, 1
-
-
-def reflects(conv: nn.Conv2d) -> bool:
-    """Returns whether a convolution with padding sees the reflected picture beyond the border."""
-    return conv.padding_mode == "reflect"
-
-
-def extended(x_BCHW: Tensor, distance: int) -> Tensor:
-    """Returns a picture with one more pixel on each side, in the same memory format, which torch's own padding may
-    change on a GPU: (B, C, H + 2, W + 2). H and W are more than `distance`."""
-    B, C, H, W = x_BCHW.shape
-    out = torch.empty(
-        (B, C, H + 2, W + 2), dtype=x_BCHW.dtype, device=x_BCHW.device, memory_format=memory_format(x_BCHW)
-    )
-    out[:, :, 1:-1, 1:-1] = x_BCHW
-    out[:, :, 1:-1, 0], out[:, :, 1:-1, -1] = x_BCHW[..., distance], x_BCHW[..., -1 - distance]
-    out[:, :, 0], out[:, :, -1] = out[:, :, 1 + distance], out[:, :, -2 - distance]
-    return out
-
-
-def folded(grad_BCHW: Tensor, distance: int) -> Tensor:
-    """Returns the gradient of the picture from that of `extended`, whose memory it uses."""
-    form = memory_format(grad_BCHW)
-    grad_BCHW[:, :, 1 + distance] += grad_BCHW[:, :, 0]
-    grad_BCHW[:, :, -2 - distance] += grad_BCHW[:, :, -1]
-    inner_BCHW = grad_BCHW[:, :, 1:-1]
-    inner_BCHW[..., 1 + distance] += inner_BCHW[..., 0]
-    inner_BCHW[..., -2 - distance] += inner_BCHW[..., -1]
-    return inner_BCHW[..., 1:-1].contiguous(memory_format=form)
+    return found[1] if of == "weight" else found[0]
 
 
 def memory_format(x_BCHW: Tensor) -> torch.memory_format:

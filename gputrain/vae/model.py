@@ -19,14 +19,10 @@ from gputrain.engine.gan import at_least_fp32
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.attention import attention
 from gputrain.vae.memory_efficient_layers import (
-    REPEATED,
     Features,
     compute_dtype,
-    extended,
-    folded,
     memory_format,
     norm_silu_conv,
-    reflects,
 )
 from gputrain.vae.norm_arithmetic import EAGER, Arithmetic
 
@@ -38,51 +34,39 @@ def upsample_conv(x_BChw: Tensor, conv: nn.Conv2d) -> Features:
 
     It takes four ninths of the FLOPs, and the doubled picture is never made: each of the four output pixels of an input
     pixel depends on 2x2 input pixels, so the operation is a transposed convolution of the small picture with stride 2
-    and a 4x4 kernel. (Where the doubled picture is reflected, the small one is repeated.) It applies autocast itself
-    and keeps the memory format. The dtype is that of `norm_silu_conv`.
+    and a 4x4 kernel. It applies autocast itself and keeps the memory format. The dtype is that of `norm_silu_conv`.
     """
-    out_BKHW = _upsample_conv(x_BChw, conv.weight, compute_dtype(x_BChw), memory_format(x_BChw), reflects(conv))
+    out_BKHW = _upsample_conv(x_BChw, conv.weight, compute_dtype(x_BChw), memory_format(x_BChw))
     return Features(out_BKHW, conv.bias)
 
 
 class _UpsampleConv(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x_BChw: Tensor,
-        weight_KC33: Tensor,
-        dtype: torch.dtype,
-        memory_format: torch.memory_format,
-        reflected: bool,
+        ctx: Any, x_BChw: Tensor, weight_KC33: Tensor, dtype: torch.dtype, memory_format: torch.memory_format
     ) -> Tensor:
         ctx.save_for_backward(x_BChw, weight_KC33)
-        ctx.dtype, ctx.memory_format, ctx.reflected = dtype, memory_format, reflected
-        x_BChw = x_BChw.to(dtype)
-        if reflected:
-            x_BChw = extended(x_BChw, REPEATED)
-        return F.conv_transpose2d(x_BChw, _doubled(weight_KC33).to(dtype), stride=2, padding=3 if reflected else 1)
+        ctx.dtype, ctx.memory_format = dtype, memory_format
+        return F.conv_transpose2d(x_BChw.to(dtype), _doubled(weight_KC33).to(dtype), stride=2, padding=1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BKHW: Tensor) -> tuple[Tensor | None, ...]:
         x_BChw, weight_KC33 = ctx.saved_tensors
-        x_BChw, padding = x_BChw.to(ctx.dtype), 3 if ctx.reflected else 1
         grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
             grad_BKHW.contiguous(memory_format=ctx.memory_format),
-            extended(x_BChw, REPEATED) if ctx.reflected else x_BChw,
+            x_BChw.to(ctx.dtype),
             _doubled(weight_KC33).to(ctx.dtype),
             [weight_KC33.shape[0]],
             stride=[2, 2],
-            padding=[padding, padding],
+            padding=[1, 1],
             dilation=[1, 1],
             transposed=True,
             output_padding=[0, 0],
             groups=1,
             output_mask=[*ctx.needs_input_grad[:2], False],
         )
-        if ctx.reflected and grad_x is not None:
-            grad_x = folded(grad_x, REPEATED)
-        return grad_x, None if grad_weight is None else _undoubled(grad_weight), None, None, None
+        return grad_x, None if grad_weight is None else _undoubled(grad_weight), None, None
 
 
 _upsample_conv: Callable[..., Tensor] = _UpsampleConv.apply
@@ -128,9 +112,6 @@ class AutoencoderKL(nn.Module):
         self.decoder = Decoder(architecture)
         self.quant_conv = nn.Conv2d(2 * latent, 2 * latent, 1) if architecture.use_quant_conv else nn.Identity()
         self.post_quant_conv = nn.Conv2d(latent, latent, 1) if architecture.use_post_quant_conv else nn.Identity()
-        for module in self.modules():  # All but 1x1 convolutions, and those of stride 2, which see zeros in any case.
-            if isinstance(module, nn.Conv2d) and module.padding != (0, 0):
-                module.padding_mode = architecture.padding_mode
         self.use(EAGER if lean else None)
 
     def use(self, arithmetic: Arithmetic | None) -> None:
@@ -222,8 +203,6 @@ class Layer(nn.Module):
     def convolved(self, x_BCHW: Tensor, conv: nn.Conv2d, **options: int) -> Features:
         """Returns a convolution, whose bias memory-efficient layers leave to the norm after it."""
         later = self.arithmetic is not None
-        if reflects(conv):
-            x_BCHW, options = F.pad(x_BCHW, (1, 1, 1, 1), mode="reflect"), {}
         out_BKHW = F.conv2d(x_BCHW, conv.weight, None if later else conv.bias, **options)
         return Features(out_BKHW, conv.bias if later else None)
 

@@ -121,12 +121,6 @@ def load_pretrained(name: str | Path, architecture: VaeArchitecture, train_part:
     missing or damaged, or has another architecture; the message then gives the options that fit.
     """
     found = read_pretrained(name, architecture.norm_num_groups)
-    if architecture.padding_mode == "reflect" and found.architecture.padding_mode == "zeros":
-        level = logging.INFO if train_part == "all" else logging.WARNING
-        log.log(level, "%s: its convolutions reflect the border from now on; if they did not before, latents near the "
-                "border change", name)  # fmt: skip
-        reflected = dataclasses.replace(found.architecture, padding_mode="reflect")
-        found = dataclasses.replace(found, architecture=reflected)
     decoder = architecture.decoder_block_out_channels
     own_decoder = dataclasses.replace(found.architecture, decoder_block_out_channels=decoder)
     is_new = found.architecture != architecture == own_decoder and bool(decoder)  # Asked for by its channels.
@@ -334,12 +328,11 @@ def options_for(wanted: VaeArchitecture) -> str:
     decoder = wanted.decoder_block_out_channels
     for preset, base in PRESETS.items():
         changed = dataclasses.replace(base, block_out_channels=widths, latent_channels=latent)
-        changed = dataclasses.replace(changed, decoder_block_out_channels=decoder, padding_mode=wanted.padding_mode)
+        changed = dataclasses.replace(changed, decoder_block_out_channels=decoder)
         if dataclasses.replace(changed, in_channels=image, out_channels=image) == wanted:
             channels = f" --channels {_shown(widths)}" if widths != base.block_out_channels else ""
             decoder_channels = f" --decoder-channels {_shown(decoder)}" if decoder else ""
             z_channels = f" --z-channels {latent}" if latent != base.latent_channels else ""
             pictures = f" --image-channels {image}" if image != base.in_channels else ""
-            padding = f" --padding {wanted.padding_mode}" if wanted.padding_mode != base.padding_mode else ""
-            return f"--preset {preset}{channels}{decoder_channels}{z_channels}{pictures}{padding}"
+            return f"--preset {preset}{channels}{decoder_channels}{z_channels}{pictures}"
     return ""

@@ -96,11 +96,11 @@ class VaeRecipe:
                 cast_once = functools.partial(weights_cast_once, of_discriminator, runtime.dtype)
                 group = StepGroup((discriminator,), self.discriminator_loss, cast_once, self._fixed)
                 self.step_groups.append(group)
-        if settings.schedule.averages:
+        if settings.schedule.ema_decay:
             average = build_autoencoder(settings, runtime)
             least_decay = LEAST_DECAY if has_good_start(settings) else 0.0
             schedule = settings.schedule
-            self.ema = Ema(self.autoencoder, average, schedule.ema_decay, least_decay, schedule.ema_width)
+            self.ema = Ema(self.autoencoder, average, schedule.ema_decay, least_decay)
             self.modules["ema"] = self.ema
         self.lpips = lpips
         if lpips is not None:
@@ -132,7 +132,7 @@ class VaeRecipe:
     def start_from(self, weights: dict[str, Tensor]) -> None:
         """Initialises the autoencoder, and the EMA of its weights, with these weights."""
         load_weights(self.autoencoder, weights, "the given autoencoder")
-        if self.settings.schedule.averages:
+        if self.settings.schedule.ema_decay:
             self.ema.restart(self.autoencoder)
 
     def prepare(self, loaded: Tensor, step: int) -> VaeBatch:
@@ -299,13 +299,13 @@ class VaeRecipe:
         self.discriminator.refresh_spectral_norms()
 
     def average(self, step: int) -> None:
-        if self.settings.schedule.averages:
+        if self.settings.schedule.ema_decay:
             self.ema.update(self.autoencoder, step)
 
     @property
     def best_model(self) -> AutoencoderKL:
         """The EMA of the autoencoder, or the autoencoder itself if the EMA is off."""
-        return self.ema.average if self.settings.schedule.averages else self.autoencoder
+        return self.ema.average if self.settings.schedule.ema_decay else self.autoencoder
 
     @functools.cached_property
     def held_out_crops(self) -> list[Tensor]:

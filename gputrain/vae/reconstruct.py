@@ -45,10 +45,10 @@ def reconstruct(
     statistics, which differ between tiles, are visible as lines. Besides the picture and its reconstruction in 8 bits,
     memory holds one tile's activations and one row of tiles. `progress` receives the share that is done.
     """
-    multiple, least = model.architecture.downsampling, model.architecture.smallest_side
-    tile = max(least, tile_size // multiple * multiple)
+    multiple = model.architecture.downsampling
+    tile = max(multiple, tile_size // multiple * multiple)
     overlap = min(tile // 4, OVERLAP)
-    height, width = (max(least, size + -size % multiple) for size in image_CHW.shape[1:])
+    height, width = (size + -size % multiple for size in image_CHW.shape[1:])
     rows, columns = (list(_spans(size, tile, overlap, multiple)) for size in (height, width))
     fades_X = [_fade(*span, width, overlap).to(device) for span in columns]
     weight_W = torch.zeros(width, device=device)

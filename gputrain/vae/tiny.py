@@ -59,11 +59,6 @@ class TinyArchitecture:
     def downsampling(self) -> int:
         return 1 << (len(self.num_encoder_blocks) - 1)
 
-    @property
-    def smallest_side(self) -> int:
-        """Pixels along each side of the smallest picture, as of other architectures."""
-        return self.downsampling
-
 
 class TinyBlock(nn.Module):
     """Returns relu(x + three convolutions of x with ReLUs between)."""

@@ -180,7 +180,6 @@ class VaeData(TrainingData[TrainVae]):
 
     def begin(self, settings: TrainVae, run: Run, runtime: Runtime) -> TrainVae:
         check_same(run, "image_channels", settings.data.image_channels, 3)
-        check_same(run, "padding", settings.model.padding, "zeros")
         check_same(run, "train_part", settings.model.train_part, "all")
         run.facts |= run.resumed.get("facts", {}) if run.resumed else {}
         log_training(settings, runtime, self.pictures)
@@ -357,7 +356,7 @@ def start_linear(recipe: VaeRecipe, group: RankGroup, pictures: Pictures) -> Non
     if not signals:
         log.info("the start is random: the norms of these channels have no place for a linear code")
         return
-    code = LinearCode(signals, architecture.in_channels, architecture.padding_mode)
+    code = LinearCode(signals, architecture.in_channels)
     code.load_state_dict(group.from_leader(lambda: fit_code(pictures.of_epoch, architecture, seed).state_dict()))
     torch.manual_seed(seed)
     autoencoder = AutoencoderKL(architecture)

@@ -78,9 +78,9 @@ class VocoderRecipe:
         self.by_kind: dict[str, DiscriminatorGroup] = {kind: KINDS[kind](sizes) for kind in sizes.discriminators}
         self.discriminators = runtime.place(nn.ModuleDict(self.by_kind))
         self.modules: dict[str, nn.Module] = {"generator": self.generator, "discriminators": self.discriminators}
-        if schedule.averages:
+        if schedule.ema_decay:
             average = build_generator(settings, runtime)
-            self.ema = Ema(self.generator, average, schedule.ema_decay, width=schedule.ema_width)
+            self.ema = Ema(self.generator, average, schedule.ema_decay)
             self.modules["ema"] = self.ema
         self._flops: dict[tuple[bool, bool], float] = {}  # FLOPs of one item, by the active phases.
         frozen = functools.partial(frozen_parameters, settings.model.frozen_params)
@@ -143,7 +143,7 @@ class VocoderRecipe:
         reinitialised += [f"all of {kind}" for kind in self.by_kind if kind not in weights.discriminators]
         if reinitialised:
             log.warning("%s: reinitialised: %s", weights.source, format_list(reinitialised))
-        if self.settings.schedule.averages:
+        if self.settings.schedule.ema_decay:
             self.ema.restart(self.generator)
 
     def prepare(self, loaded: tuple[Tensor, Tensor], step: int) -> VocoderBatch:
@@ -276,13 +276,13 @@ class VocoderRecipe:
             discriminators.refresh_spectral_norms()
 
     def average(self, step: int) -> None:
-        if self.settings.schedule.averages:
+        if self.settings.schedule.ema_decay:
             self.ema.update(self.generator, step)
 
     @property
     def best_model(self) -> Generator:
         """Returns the EMA generator, or the trained one without EMA."""
-        return self.ema.average if self.settings.schedule.averages else self.generator
+        return self.ema.average if self.settings.schedule.ema_decay else self.generator
 
     def sample(self) -> Report:
         if self.held_out is None:

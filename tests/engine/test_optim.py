@@ -6,7 +6,6 @@ from torch import nn
 
 from gputrain.engine.optim import Ema, FusedAdamW, LossScale, adamw
 from gputrain.planner.memory.timeline import MemoryTimeline
-from tests.tables import each_row
 
 
 def test_adamw_decays_weights_but_not_biases():
@@ -81,26 +80,3 @@ def test_ema_is_the_recurrence(decay, least):
         expected = rate * expected + (1 - rate) * model.weight
     assert torch.allclose(ema.average.weight, expected, atol=1e-5)
     assert not ema.average.weight.requires_grad
-
-
-@each_row((0.05, 16.97), (0.1, 6.94), (0.25, 0.0))
-def test_a_power_law_average_has_the_width_that_was_asked_for(width, gamma):
-    """The weights of step t count in proportion to t ** gamma, of which the standard deviation is a share of all steps.
-    0.05 and 0.1 are the paper's examples."""
-    steps, model, average = 2000, nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
-    ema = Ema(model, average, 0.999, width=width)
-    if gamma:
-        assert ema.gamma == pytest.approx(gamma, abs=0.01)
-    counts = []
-    for step in range(steps):  # The weight of each step in the last average is the product of what follows it.
-        decay = (1 - 1 / (step + 1)) ** (ema.gamma + 1)
-        counts = [count * decay for count in counts] + [1 - decay]
-        with torch.no_grad():
-            model.weight.fill_(float(step + 1))
-        ema.update(model, step)
-    at = torch.arange(1, steps + 1, dtype=torch.float64)
-    share = torch.tensor(counts, dtype=torch.float64)
-    mean = (share * at).sum()
-    assert average.weight.item() == pytest.approx(float(mean), rel=1e-4)
-    assert float(((share * (at - mean) ** 2).sum()).sqrt()) / steps == pytest.approx(width, rel=0.01)
-    assert float(mean) / steps == pytest.approx((ema.gamma + 1) / (ema.gamma + 2), rel=0.01)

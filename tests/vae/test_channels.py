@@ -239,9 +239,6 @@ def test_other_channels_are_refused_with_the_way_out(trained, tmp_path):
     with pytest.raises(UserError) as refused:
         run(folder / "run", folder / "pictures", 3, resume_from="auto")
     assert f"image_channels {channels}, and this run has 3" in str(refused.value)
-    with pytest.raises(UserError, match="trained with padding zeros, and this run has reflect") as refused:
-        run(folder / "run", folder / "pictures", channels, resume_from="auto", padding="reflect")
-    assert refused.value.hint.startswith("--padding zeros")
     with pytest.raises(UserError) as refused:
         run(tmp_path, folder / "pictures", 3, init_from=str(folder / "run"))
     assert f"in_channels {channels}, this run has 3" in str(refused.value)

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -284,23 +283,6 @@ def test_a_trained_decoder_is_replaced_only_where_another_is_asked_for(
     with pytest.raises(UserError, match="different architecture") as caught:
         load_pretrained(tmp_path / str(decoder), ours, train_part)
     assert caught.value.hint == hint
-
-
-def test_a_folder_of_stock_diffusers_may_reflect_and_one_that_does_goes_on_reflecting(
-    stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path
-) -> None:
-    stock[TINY].save_pretrained(tmp_path)
-    reflecting = dataclasses.replace(TINY, padding_mode="reflect")
-    assert load_pretrained(tmp_path, reflecting).architecture == reflecting
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "padding_mode": "reflect"}))
-    assert load_pretrained(tmp_path, reflecting).architecture == reflecting
-    with pytest.raises(UserError, match="different architecture: padding_mode reflect, this run has zeros"):
-        load_pretrained(tmp_path, TINY)
-    assert options_for(dataclasses.replace(PRESETS["sd"], padding_mode="reflect")) == "--preset sd --padding reflect"
-    (tmp_path / "config.json").write_text(json.dumps({**config, "padding_mode": "circular"}))
-    with pytest.raises(UserError, match="padding_mode is 'circular', expected zeros or reflect"):
-        load_pretrained(tmp_path, TINY)
 
 
 @each_row(*PRESETS)

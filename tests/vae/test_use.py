@@ -1,6 +1,5 @@
 """Use of a trained VAE: evaluation, reconstruction in tiles, loading, export, and their commands."""
 
-import dataclasses
 import json
 import re
 
@@ -13,14 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.data import centre_crop, open_pictures, to_u8, to_unit
-from gputrain.vae.diffusers_folder import export_and_verify
 from gputrain.vae.evaluate import (
     LatentMoments,
     picture_psnr_db,
     reconstruction_figures,
     reconstruction_sheet,
 )
-from gputrain.vae.latents import LatentScaling
 from gputrain.vae.losses import psnr_db
 from gputrain.vae.model import AutoencoderKL, Moments
 from gputrain.vae.reconstruct import reconstruct
@@ -95,23 +92,6 @@ def test_latent_moments_are_those_of_samples():
 def test_any_size_comes_back_whole(size):
     picture = gradient_picture(*size)
     assert torch.equal(reconstruct(Echo(), picture, CPU, tile_size=128), picture)
-
-
-def test_a_model_that_reflects_is_given_two_latents_a_side(tmp_path, photographs, typed):
-    """A single position reflects nothing: such crops are refused, smaller pictures padded, and halves not reported."""
-    torch.manual_seed(0)
-    narrow = dataclasses.replace(TINY, block_out_channels=(8,) * 5, norm_num_groups=2, padding_mode="reflect")
-    model = AutoencoderKL(narrow).eval()
-    assert reconstruct(model, gradient_picture(5, 40), CPU).shape == (3, 5, 40)
-    export_and_verify(model, tmp_path, LatentScaling(1.0, 0.0), sample_size=32)
-    evaluated = ("evaluate", "--model", tmp_path, "--data-path", photographs, "--held-out-share", 1, "--image-size")
-    code, output = typed(*evaluated, 16)
-    assert code == 2
-    assert "image_size 16 is a single latent, which padding reflect cannot reflect" in output
-    code, output = typed(*evaluated, 32)
-    assert code == 0, output
-    assert "quarter turn" in output
-    assert "half the size" not in output
 
 
 class LargestFloats(TorchDispatchMode):
