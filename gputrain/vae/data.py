@@ -6,7 +6,6 @@ that return tensors, because preparing pictures needs no torch.
 """
 
 import logging
-import os
 import statistics
 import time
 import warnings
@@ -26,6 +25,7 @@ from gputrain.engine.mixture import FolderItems, GivenFolders, Mixture, data_fol
 from gputrain.engine.preparation import RefusedItem, SourceFile
 from gputrain.engine.sources import open_source
 from gputrain.errors import UserError
+from gputrain.hw.probe import usable_cores
 from gputrain.kinds import prepared_for, refuse_other_data
 from gputrain.stored import is_fingerprint
 from gputrain.vae.config import PictureLimits
@@ -157,7 +157,7 @@ def _pictures_in(folder: Path) -> tuple[list[Picture], list[RefusedItem]]:
 
 
 def _in_threads(look: Callable[[T], Picture | RefusedItem], items: Sequence[T]) -> list[Picture | RefusedItem]:
-    with warnings.catch_warnings(), ThreadPoolExecutor(min(32, 4 * (os.cpu_count() or 1))) as pool:
+    with warnings.catch_warnings(), ThreadPoolExecutor(min(32, 4 * usable_cores())) as pool:
         warnings.simplefilter("ignore")  # catch_warnings also undoes the threads' changes of the filters.
         return list(pool.map(look, items))
 

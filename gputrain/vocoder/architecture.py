@@ -9,7 +9,7 @@ from gputrain.errors import UserError
 # Fields that are options, and keys of openvpi's config.json, of the same names.
 SAME_OPTIONS = (
     "mini_nsf", "noise_sigma", "upsample_rates", "upsample_kernel_sizes", "upsample_initial_channel",
-    "resblock_kernel_sizes", "resblock",
+    "resblock_kernel_sizes",
 )  # fmt: skip
 STOCK_DILATIONS = 3  # Number of dilations of a residual block in openvpi's generator.
 
@@ -22,7 +22,6 @@ class NsfHifiganArchitecture:
     upsample_rates: tuple[int, ...] = (8, 8, 2, 2, 2)
     upsample_kernel_sizes: tuple[int, ...] = (16, 16, 4, 4, 4)
     upsample_initial_channel: int = 512
-    resblock: str = "1"
     resblock_kernel_sizes: tuple[int, ...] = (3, 7, 11)
     resblock_dilation_sizes: tuple[tuple[int, ...], ...] = ((1, 3, 5), (1, 3, 5), (1, 3, 5))
     mini_nsf: bool = False
@@ -31,10 +30,6 @@ class NsfHifiganArchitecture:
 
     def __post_init__(self) -> None:
         check_hifigan_sizes(self)
-        if self.resblock != "1":
-            raise UserError(
-                f"resblock {self.resblock!r} is not supported", hint='use "1", which openvpi\'s models have'
-            )
         if self.mini_nsf and len(self.upsample_rates) < 2:
             raise UserError("mini_nsf needs two upsampling stages", hint="name more upsample_rates")
 

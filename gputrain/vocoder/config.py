@@ -112,7 +112,6 @@ class Model:
     upsample_initial_channel: int = opt(
         default=512, help="Channels before the first stage; each stage halves them.", min=1
     )
-    resblock: Literal["1"] = opt(default="1", help="Kind of HiFi-GAN's residual block.")
     resblock_kernel_sizes: tuple[int, ...] = opt(
         default=(3, 7, 11), help="Kernel sizes of the residual blocks of a stage.", min=1
     )

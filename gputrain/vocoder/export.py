@@ -162,12 +162,12 @@ def _config(loaded: LoadedVocoder) -> dict[str, Any]:
     """Returns the content of config.json: the arguments of the model and of its spectrogram."""
     architecture = loaded.generator.architecture
     model = {name: getattr(architecture, name) for name in (*SAME_OPTIONS, DILATIONS, "pc_aug")}
-    kind, pc_aug = model.pop("resblock"), model.pop("pc_aug")
+    pc_aug = model.pop("pc_aug")
     periods = {}
     if loaded.training is not None:
         periods["discriminator_periods"] = loaded.training.discriminators.discriminator_periods
     mel = {name: getattr(architecture.mel, name) for name in SPECTROGRAM}
-    return {**model, **periods, "resblock": kind, **mel, "pc_aug": pc_aug}
+    return {**model, **periods, "resblock": "1", **mel, "pc_aug": pc_aug}
 
 
 def _vocoder_yaml(loaded: LoadedVocoder, name: str, file: str) -> dict[str, Any]:

@@ -109,9 +109,13 @@ def read_architecture(path: Path) -> NsfHifiganArchitecture:
     except UserError as error:
         raise UserError(error.message, hint="copy or download it again") from None
     values |= {key: value for key, value in LATER.items() if values.get(key) is None}
-    for key in (*SPECTROGRAM, *SAME_OPTIONS, DILATIONS):
+    for key in (*SPECTROGRAM, *SAME_OPTIONS, DILATIONS, "resblock"):
         if key not in values:
             raise UserError(f"{path}: {key} is missing", hint=f"{CONFIG} is written next to model.ckpt; copy both")
+    if values["resblock"] != "1":
+        raise UserError(
+            f"{path}: resblock is {values['resblock']!r}", hint='only HiFi-GAN\'s residual blocks "1" are supported'
+        )
     if values["fmax"] is None and isinstance(values["sampling_rate"], int):
         values["fmax"] = values["sampling_rate"] / 2
     try:

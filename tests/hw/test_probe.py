@@ -229,6 +229,13 @@ def test_limits_of_the_group_that_the_process_is_in(fake_proc, line, folder, nam
     assert ram(tmp_path, tmp_path) == (2**30 / 1e9, (2**29 + 3_000_000) / 1e9)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="as set by taskset on Linux")
+def test_cores_that_the_process_may_not_use_do_not_count():
+    code = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
+    code += "from gputrain.hw.probe import usable_cores; print(usable_cores())"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "1\n"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is that of a shell on Linux")
 def test_a_limit_of_the_shell_counts():
     """The limit is 8e9 bytes of addresses, some of which the process has taken."""

@@ -12,7 +12,6 @@ from tests.tables import each_row
     ({"upsample_rates": (8, 8, 2, 2)}, "differ in length"),
     ({"resblock_kernel_sizes": (3, 7)}, "differ in length"),
     ({"mel": Mel(hop_size=256)}, "make 512 samples of a frame, and hop_size is 256"),
-    ({"resblock": "2"}, "resblock '2' is not supported"),
     ({"upsample_initial_channel": 48}, "48 is not a multiple of 32"),
     ({"upsample_kernel_sizes": (16, 16, 4, 4, 1)}, "upsample kernel of 1 for a rate of 2 leaves gaps"),
     ({"resblock_kernel_sizes": (3, 7, 10)}, "an even kernel"),
