@@ -36,7 +36,8 @@ def openvpi_folder(folder: Path, name: str = "full", **changes: Any) -> Path:
     """Writes a model as openvpi does; `changes` are those of config.json, where None removes a key."""
     generator = build(TINY[name])
     architecture = asdict(generator.architecture)
-    values = {**architecture.pop("mel"), **architecture, "resblock": "1", "discriminator_periods": [3, 5], **changes}
+    values = {**architecture.pop("mel"), **architecture, "resblock": "1", "discriminator_periods": [3, 5]}
+    values |= {"num_gpus": 0, **changes}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(
         json.dumps({k: v for k, v in values.items() if v is not None}), encoding="utf-8"
