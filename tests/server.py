@@ -26,7 +26,6 @@ class Answer:
     body: bytes | None = None  # Instead of the file's content.
     cut_after: int | None = None  # The connection ends after so many bytes of the body.
     stated_length: int | None = None  # A false Content-Length.
-    ignores_range: bool = False
     is_chunked: bool = False  # No length is stated.
     block: int = 1 << 20  # Bytes that are sent at once,
     pause: float = 0.0  # and the seconds between them.
@@ -107,12 +106,7 @@ class _Handler(BaseHTTPRequestHandler):
         status, start = answer.status or 200, 0
         found = re.fullmatch(r"bytes=(\d+)-(\d*)", asked.headers.get("range", ""))
         if_range = asked.headers.get("if-range", file.etag)
-        if (
-            found
-            and not answer.ignores_range
-            and not answer.status
-            and if_range in (file.etag, headers.get("Last-Modified"))
-        ):
+        if found and not answer.status and if_range in (file.etag, headers.get("Last-Modified")):
             start, end = int(found[1]), int(found[2] or len(content) - 1) + 1
             status, whole = (206, len(content)) if start < len(content) else (416, len(content))
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{whole}" if status == 206 else f"bytes */{whole}"
