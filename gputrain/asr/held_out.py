@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,9 +64,7 @@ def transcribe_clips(
 
 def collapsed(ids_T: npt.NDArray[np.int64], blank: int) -> list[int]:
     """Returns the labels of a path: repeats become one, then blanks are removed (Graves et al. 2006, section 2)."""
-    begins_T = np.concatenate([[True], ids_T[1:] != ids_T[:-1]])
-    labels: list[int] = ids_T[begins_T & (ids_T != blank)].tolist()
-    return labels
+    return [label for label, _ in groupby(ids_T.tolist()) if label != blank]
 
 
 class HeldOutSpeech:

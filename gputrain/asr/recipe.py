@@ -29,7 +29,7 @@ from gputrain.hw.runtime import Runtime
 from gputrain.planner.work import PlanTarget
 from gputrain.speech.buckets import ClipBatch, ClipSize, empty_bucket
 from gputrain.speech.frames import STRIDE, encoder_frames
-from gputrain.speech.recipe import BucketRecipe
+from gputrain.speech.training import BucketRecipe
 
 ALGORITHMS: Mapping[OptimizerName, type[FusedAdamW]] = {"adamw": FusedAdamW, "adamw-8bit": EightBitAdamW}
 PEAK_SEARCH = 10_000  # Steps in which the one that leaves out the fewest layers is looked for.

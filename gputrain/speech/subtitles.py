@@ -3,6 +3,7 @@ subtitles: SubRip (.srt) and WebVTT (.vtt)."""
 
 import html
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
@@ -213,13 +214,8 @@ def cues_of(words: Sequence[TimedWord]) -> list[SubtitleCue]:
 
 def lines_of(words: Sequence[TimedWord]) -> list[str]:
     """Breaks words into lines of at most LINE_CHARACTERS; a longer word is a line of its own."""
-    lines: list[str] = []
-    for word in words:
-        if lines and len(lines[-1]) + 1 + len(word.word) <= LINE_CHARACTERS:
-            lines[-1] += f" {word.word}"
-        else:
-            lines.append(word.word)
-    return lines
+    text = " ".join(one.word for one in words)
+    return textwrap.wrap(text, LINE_CHARACTERS, break_long_words=False, break_on_hyphens=False)
 
 
 def srt(words: Sequence[TimedWord]) -> str:

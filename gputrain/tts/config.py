@@ -275,13 +275,10 @@ class Speak(TrainedModel):
     )
     input_file: Path | None = opt(default=None, help="UTF-8 text file with one paragraph in a line.")
     output_file: Path | None = opt(
-        default=None, help="Audio file of the whole text; -: streamed to standard output, sentence by sentence."
+        default=None, help="Wav file of the whole text; -: raw 16-bit samples, sentence by sentence to standard output."
     )
     output_dir: Path | None = opt(
         default=None, help="Folder for one wav file for each line, named by its number: 0001.wav, 0002.wav, ..."
-    )
-    output_format: Literal["auto", "wav", "raw"] = opt(
-        default="auto", help="wav, or raw 16-bit samples of one channel; auto: raw to standard output, else wav."
     )
     speaker: str = opt(default="", help="Name or number of the speaker; default: the first.")
     lexicon: Path | None = opt(default=None, help=LEXICON_HELP + " They are added to the voice's own.")
@@ -297,8 +294,6 @@ class Speak(TrainedModel):
                 "output_file and output_dir are both given" if self.output_file else "no output_file is given",
                 hint="give --output-file out.wav, --output-file - for standard output, or --output-dir FOLDER",
             )
-        if self.output_dir is not None and self.output_format == "raw":
-            raise UserError("output_format raw does nothing with output_dir", hint="give --output-file, or drop it")
 
     @property
     def has_whole_text(self) -> bool:
@@ -309,9 +304,3 @@ class Speak(TrainedModel):
     def streams(self) -> bool:
         """Returns whether the sound goes to standard output."""
         return self.output_file == STDOUT
-
-    @property
-    def format(self) -> Literal["wav", "raw"]:
-        if self.output_format == "auto":
-            return "raw" if self.streams else "wav"
-        return self.output_format

@@ -29,7 +29,7 @@ from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Term, Yield
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.work import PlanTarget
 from gputrain.speech.buckets import ClipBatch, ClipSize, empty_bucket
-from gputrain.speech.recipe import BucketRecipe
+from gputrain.speech.training import BucketRecipe
 from gputrain.tts.align import alignment_scores, position_prior, search
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import SEGMENT_FRAMES, Model, TrainTts

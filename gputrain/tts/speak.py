@@ -9,15 +9,15 @@ import difflib
 import logging
 import math
 import os
-import struct
 import sys
 import time
 import unicodedata
+import wave
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Literal, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,32 +45,20 @@ LONGEST_SECONDS = 1000  # Maximum duration of a sentence, whose latents are kept
 # -------------------------------------------------------------------------------------------------------- audio outputs
 
 
-AudioFormat = Literal["wav", "raw"]
 Int16Samples = npt.NDArray[np.int16]
-HEADER_BYTES = 44
-UNKNOWN_BYTES = 0xFFFFFFFF  # maximum length in a header; players of streams treat it as unknown
-
-
-def wav_header(rate_hz: int, sound_bytes: int) -> bytes:
-    """Returns the header of a mono 16-bit wav file, as in "Multimedia Programming Interface and Data Specifications
-    1.0" (IBM and Microsoft 1991)."""
-    whole_bytes = min(sound_bytes + HEADER_BYTES - 8, UNKNOWN_BYTES)
-    form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, rate_hz, 2 * rate_hz, 2, 16)
-    return struct.pack("<4sI4s", b"RIFF", whole_bytes, b"WAVE") + form + struct.pack("<4sI", b"data", sound_bytes)
 
 
 class SoundFile:
-    """Audio file, written to a temporary name and renamed at the end of the block; no file without samples.
+    """Mono 16-bit wav file, written to a temporary name and renamed at the end of the block; no file without samples.
 
     Raises UserError if it cannot be written.
     """
 
-    def __init__(self, path: Path, rate_hz: int, format: AudioFormat = "wav") -> None:
-        self.path, self.rate_hz, self.format = path, rate_hz, format
+    def __init__(self, path: Path, rate_hz: int) -> None:
+        self.path, self.rate_hz = path, rate_hz
         self.partial = path.with_name(f".partial-{path.name}")
         self.files: list[Path] = []
-        self.file: BinaryIO | None = None
-        self.sound_bytes = 0
+        self.file: wave.Wave_write | None = None
 
     def __enter__(self) -> "SoundFile":
         return self
@@ -83,33 +71,28 @@ class SoundFile:
         with writing(self.path):
             if self.file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.file = self.partial.open("wb")
-                if self.format == "wav":
-                    self.file.write(bytes(HEADER_BYTES))
-            self.sound_bytes += self.file.write(samples_T.astype("<i2").tobytes())
+                self.file = wave.Wave_write(str(self.partial))
+                self.file.setparams((1, 2, self.rate_hz, 0, "NONE", ""))
+            self.file.writeframesraw(samples_T.astype("<i2").tobytes())
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self.file is None:
             return
         with writing(self.path):
             try:
-                if kind is None and self.format == "wav":
-                    self.file.seek(0)
-                    self.file.write(wav_header(self.rate_hz, self.sound_bytes))
-                self.file.close()
+                self.file.close()  # Writes the length into the header.
                 if kind is None:
                     os.replace(self.partial, self.path)
                     self.files.append(self.path)
             finally:
-                self.file.close()
                 self.partial.unlink(missing_ok=True)
 
 
 class AudioStream:
-    """Unbuffered audio stream; a wav header has no length. Raises UserError if the reader has closed the pipe."""
+    """Unbuffered stream of 16-bit samples. Raises UserError if the reader has closed the pipe."""
 
-    def __init__(self, out: BinaryIO, rate_hz: int, format: AudioFormat = "raw") -> None:
-        self.out, self.rate_hz, self.format = out, rate_hz, format
+    def __init__(self, out: BinaryIO) -> None:
+        self.out = out
         self.files: list[Path] = []
         self.begun = False
 
@@ -117,10 +100,9 @@ class AudioStream:
         return self
 
     def write(self, samples_T: Int16Samples) -> None:
-        header = wav_header(self.rate_hz, UNKNOWN_BYTES) if self.format == "wav" and not self.begun else b""
         self.begun = True
         try:
-            self.out.write(header + samples_T.astype("<i2").tobytes())
+            self.out.write(samples_T.astype("<i2").tobytes())
             self.out.flush()
         except BrokenPipeError:
             # The remaining buffer is discarded, so that Python does not report an error at exit.
@@ -203,11 +185,11 @@ def _writers(
         for number, line in enumerate(lines, start=1):
             yield SoundFile(settings.output_dir / f"{number:04d}.wav", rate_hz), [line]
     elif settings.streams:
-        log.info("%s to standard output: %d Hz, 16 bits, one channel", settings.format, rate_hz)
-        yield AudioStream(sys.stdout.buffer, rate_hz, settings.format), lines
+        log.info("raw to standard output: %d Hz, 16 bits, one channel", rate_hz)
+        yield AudioStream(sys.stdout.buffer), lines
     else:
         assert settings.output_file is not None  # Speak.__post_init__ checks this.
-        yield SoundFile(settings.output_file, rate_hz, settings.format), lines
+        yield SoundFile(settings.output_file, rate_hz), lines
 
 
 def _lines(settings: Speak) -> Iterable[str]:

@@ -21,7 +21,7 @@ from gputrain.config import assemble, flatten, read_file
 from gputrain.engine.run_folder import PlanFile
 from gputrain.errors import UserError
 from gputrain.fetch.hub import cache_folder
-from gputrain.speech import recipe as speech_recipe
+from gputrain.speech import training as speech_training
 from gputrain.speech.buckets import open_speech
 from gputrain.speech.store import Recording, SoundFormat, SpeechClip, SpeechFormat, SpeechWriter
 from gputrain.speech.text.commands import LanguageName
@@ -60,7 +60,7 @@ def small_presets(**changes: object) -> Iterator[None]:
         for name, sizes in architecture.PRESETS.items():
             patch.setitem(architecture.PRESETS, name, {**sizes, **SIZES, **changes})
         patch.setattr(recipe, "SEGMENT_FRAMES", 8)
-        patch.setattr(speech_recipe, "step_flops", lambda *_: 1e9)  # Counting FLOPs would take as long as ten steps.
+        patch.setattr(speech_training, "step_flops", lambda *_: 1e9)  # Counting FLOPs would take as long as ten steps.
         yield
 
 
