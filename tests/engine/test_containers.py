@@ -179,6 +179,7 @@ OUTSIDE = "leads out of the table's folder"
     ("x.tar.gz", cut(tarred(*ONE, mode="w:gz"), -9), "x.tar.gz: damaged", ""),
     ("x.tgz", changed(tarred(*ONE, mode="w:gz"), (b"\x1f\x8b", 60, b"12")), "x.tgz: damaged", ""),
     ("x.zip", cut(zipped(*ONE), -30), "x.zip: damaged", ""),
+    ("x.zip", changed(zipped(*ONE), (PICTURE, 3, b"_")), "x.zip: damaged, or not an archive that can be", ""),
     ("x.zip", marked(6, 8, b"\1"), "'a.png' in it is encrypted", "7z x"),
     ("x.zip", marked(8, 10, b"\x09"), "x.zip: damaged, or not an archive that can be unpacked: That compression", "7z"),
     ("x.zip", marked(4, 6, b"\x63"), "x.zip: damaged, or not an archive that can be unpacked: zip file version", ""),
