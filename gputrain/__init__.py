@@ -1,3 +1,3 @@
 """gputrain trains image VAEs, vocoders, voices and speech recognisers at the limit of the GPU at hand."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -14,9 +14,6 @@ from flat values, `flatten()` is its inverse.
 A config class may declare further names of its fields, `spellings: ClassVar[dict[str, str]] = {"lr": "learning_rate"}`:
 they are accepted as keys and flags, and are never written.
 
-A config class declares options that it no longer has, with the reason, `retired: ClassVar[dict[str, str]] =
-{"calibrate": "..."}`. They stay accepted, because files of older versions hold them, and have no effect.
-
 A config class may declare `switches: ClassVar[Switches]`, flags and keys that choose among the values of one option.
 
 A config class that trains one kind of model declares it, `kind: ClassVar[str] = "vae"`. The kind is written as the
@@ -26,7 +23,6 @@ first key of a configuration file and checked when the file is read (gputrain/ki
 import dataclasses
 import difflib
 import functools
-import logging
 import reprlib
 import types
 import typing
@@ -52,9 +48,6 @@ class Switches(NamedTuple):
     leave: Mapping[str, tuple[Sequence[str], Sequence[str]]]
 
 
-log = logging.getLogger(__name__)
-
-
 class ModelName(str):
     """The path of a model, or a name by which it is published (gputrain/fetch/names.py), as the user wrote it: a path
     would change a name's slashes."""
@@ -71,7 +64,6 @@ def opt(
     min: float | None = None,
     max: float | None = None,
     separator: str = ",",
-    former_values: Mapping[str, str] | None = None,
     choices: Sequence[str] = (),
     is_saved: bool = True,
     is_positional: bool = False,
@@ -80,14 +72,13 @@ def opt(
     option is required.
 
     `separator` separates the items of a list that is written as one text. It is empty if the items are texts that may
-    contain any character; then a list is the option repeated, or a sequence in a file. `former_values` maps values of
-    older versions, which stay accepted, to present ones. `choices` are the values of a text if they are known only when
-    the program runs. A value that is not `is_saved` belongs to one command, and is not written to a run's config.yaml.
-    One that `is_positional` is given without a flag.
+    contain any character; then a list is the option repeated, or a sequence in a file. `choices` are the values of a
+    text if they are known only when the program runs. A value that is not `is_saved` belongs to one command, and is not
+    written to a run's config.yaml. One that `is_positional` is given without a flag.
     """
     metadata = {
-        "help": help, "min": min, "max": max, "separator": separator, "former_values": dict(former_values or {}),
-        "choices": tuple(choices), "is_saved": is_saved, "is_positional": is_positional,
+        "help": help, "min": min, "max": max, "separator": separator, "choices": tuple(choices),
+        "is_saved": is_saved, "is_positional": is_positional,
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -118,7 +109,6 @@ class Leaf:
     path: tuple[str, ...]
     separator: str = ","
     spellings: tuple[str, ...] = ()
-    former_values: Mapping[str, str] = dataclasses.field(default_factory=dict)
     choices: tuple[str, ...] = ()
     is_saved: bool = True
     is_positional: bool = False
@@ -196,12 +186,6 @@ def _leaves(cls: type) -> dict[str, Leaf]:
     return found
 
 
-def retired(cls: type) -> dict[str, str]:
-    """Return the options that a config class and those in it no longer have, with the reason."""
-    inner = [kind for kind in typing.get_type_hints(cls).values() if hasattr(kind, "__panel__")]
-    return dict(getattr(cls, "retired", {})) | {name: why for kind in inner for name, why in retired(kind).items()}
-
-
 def switches(cls: type) -> Switches:
     """Return the switches that a config class or one of those in it declares."""
     inner = [kind for kind in typing.get_type_hints(cls).values() if hasattr(kind, "__panel__")]
@@ -249,14 +233,10 @@ def checked(cls: type, values: Mapping[str, object], source: str = "") -> dict[s
     """
     where = f"{source}: " if source else ""
     known = {name: leaf for leaf in leaves(cls).values() for name in leaf.names}
-    gone = retired(cls)
     written: dict[str, str] = {}
     made: dict[str, Any] = {}
     for name, value in without_switches(cls, values, where).items():
         leaf = known.get(name)
-        if leaf is None and name in gone:
-            log.info("%s%s has no effect any more: %s", where, name, gone[name])
-            continue
         if leaf is None:
             raise unknown_key(name, known, where)
         if leaf.name in written:
@@ -280,8 +260,6 @@ def convert(leaf: Leaf, value: object, where: str = "", name: str = "") -> Any:
     name = name or leaf.name
     if value is None:
         raise UserError(f"{where}{name} is null", hint="leave the key out for its default; off is 0 or false")
-    if isinstance(value, str):
-        value = leaf.former_values.get(value, value)
     try:
         given = leaf.items(value) if isinstance(value, str) else value
         made = converted(leaf.plain_type, given, name, reads_texts=True)
@@ -332,25 +310,9 @@ def flatten(instance: object) -> dict[str, Any]:
     return {name: _plain(value) for name, value in values.items() if value is not None}
 
 
-def without_retired(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns flat values that an older version saved without the keys that have no effect any more. Nobody who uses a
-    trained model has given them, so nothing is said of them."""
-    gone = retired(cls)
-    return {name: value for name, value in values.items() if name not in gone}
-
-
-def completed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete flat plain values that an older version saved: add the default of every missing leaf, None if the
-    program chooses it, and drop values that are no longer leaves."""
-    return {
-        name: _listed(leaf, values[name]) if name in values else None if leaf.required else _plain(leaf.default)
-        for name, leaf in leaves(cls).items()
-    }
-
-
-def _listed(leaf: Leaf, value: Any) -> Any:
-    """Return the value of an option that was one text in an older version, and is a list now, as a list."""
-    return leaf.items(value) if isinstance(value, str) else value
+def defaults(cls: type) -> dict[str, Any]:
+    """Return the flat plain default of every leaf; None if the program chooses it, or it is required."""
+    return {name: None if leaf.required else _plain(leaf.default) for name, leaf in leaves(cls).items()}
 
 
 def _plain(value: Any) -> Any:

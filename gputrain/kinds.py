@@ -187,11 +187,9 @@ class ModelKind:
     shipped: Path | None = None  # Folder of files that --config finds by their names alone.
     translate: Translate | None = None  # Reads other programs' keys in configuration files of the train command,
     translate_data: Translate | None = None  # and in those of prepare-data.
-    former_names: tuple[str, ...] = ()  # Those of older versions, which stay accepted.
     keys: frozenset[str] = frozenset()  # A configuration with one of these keys and without a kind is of this kind.
     published: PublishedFiles | None = None  # The files of a published model that are read.
     checkpoint_suffix: str = ""  # Ending of another program's checkpoints of this kind.
-    metric: str = ""  # A metric by which a run of an older version is recognised.
     # Modules that the commands on models import, some of them only in the middle of a training.
     packages: tuple[str, ...] = ()
     small: tuple[str, ...] = ()  # Options for a training that a CPU finishes in hours.
@@ -221,16 +219,6 @@ def kinds() -> Mapping[str, ModelKind]:
     return found
 
 
-def former_names() -> dict[str, str]:
-    """Returns the present names of kinds by those of older versions."""
-    return {former: kind.name for kind in kinds().values() for former in kind.former_names}
-
-
-def present_name(name: str) -> str:
-    """Returns the present name of a kind; an unknown name is returned unchanged."""
-    return former_names().get(name, name)
-
-
 def default_kind() -> ModelKind:
     return next(iter(kinds().values()))
 
@@ -255,7 +243,7 @@ def without_kind(cls: type, content: Mapping[str, object], source: str) -> dict[
     """
     if "kind" not in content or "kind" in leaves(cls):
         return dict(content)
-    given, expected = present_name(str(content["kind"])), getattr(cls, "kind", None)
+    given, expected = str(content["kind"]), getattr(cls, "kind", None)
     if given != expected:
         known = kinds()
         hint = f"use gputrain {known[given].command}" if given in known else f"known kinds: {', '.join(known)}"
@@ -403,7 +391,7 @@ def kind_of(model: Path) -> ModelKind:
     if (folder / "config.yaml").is_file():
         return stated_kind(read_file(folder / "config.yaml"))
     if model.is_file() and model.suffix == ".pt":
-        return kinds().get(present_name(_saved_kind(model)), default_kind())
+        return kinds().get(_saved_kind(model), default_kind())
     try:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -415,11 +403,11 @@ def stated_kind(content: Mapping[str, object]) -> ModelKind:
     """Returns the kind of a configuration: the one that it states, or whose keys it has, otherwise the first."""
     if "kind" not in content:
         return _kind_by_keys(content)
-    return kinds().get(present_name(str(content["kind"])), default_kind())
+    return kinds().get(str(content["kind"]), default_kind())
 
 
 def _kind_by_keys(content: Mapping[str, object]) -> ModelKind:
-    """Returns the kind of a configuration of an older version or of another program, which states no kind."""
+    """Returns the kind of a configuration that states none, such as one of another program."""
     return next((kind for kind in kinds().values() if kind.keys & content.keys()), default_kind())
 
 

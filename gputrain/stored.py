@@ -12,8 +12,11 @@ from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
 
+from gputrain.errors import UserError
+
 T = TypeVar("T")
 
+TRAIN_AGAIN = "train again, or use the version that wrote it"
 LARGEST_CONTENT = 100_000  # Values of a YAML file, with aliases expanded.
 
 
@@ -25,6 +28,18 @@ def from_json(kind: type[T], value: Any, where: str = "the file") -> T:
     """
     made: T = converted(kind, value, where)
     return made
+
+
+def from_row(kind: type[T], row: Any) -> T:
+    """Returns a row of a store as the dataclass `kind`, of which it must have all fields. Raises ValueError."""
+    if not isinstance(row, dict) or row.keys() != {field.name for field in dataclasses.fields(kind)}:  # type: ignore[arg-type]
+        raise ValueError("other fields")
+    return from_json(kind, row)
+
+
+def unreadable(path: Path | str, remedy: str, fault: str = "damaged") -> UserError:
+    """Returns the error for a file of gputrain whose version, fields or values are not those that it writes."""
+    return UserError(f"{path}: {fault}, or written by another version of gputrain", hint=remedy)
 
 
 def converted(kind: Any, value: Any, where: str, *, reads_texts: bool = False) -> Any:

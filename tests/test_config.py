@@ -1,7 +1,6 @@
 """Declared options: types, ranges and files as a user meets them."""
 
 import json
-import logging
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,9 +16,7 @@ from gputrain.config import (
     leaves,
     opt,
     read_file,
-    retired,
     to_yaml,
-    without_retired,
 )
 from gputrain.errors import UserError
 from gputrain.vae.config import TrainVae
@@ -158,28 +155,6 @@ def test_errors_name_the_key_as_it_is_spelt(values, message, hint):
     assert hint in caught.value.hint
 
 
-@config()
-class Slimmer(Outer):
-    retired: ClassVar[dict[str, str]] = {"depth": "it is found by itself"}
-
-
-@config()
-class Around:
-    slimmer: Slimmer = Slimmer(folder=Path("x"))
-
-
-def test_an_option_of_an_older_version_is_accepted_and_has_no_effect(caplog):
-    assert retired(Around) == {"depth": "it is found by itself"}
-    assert "depth" not in leaves(Around)
-    with caplog.at_level("INFO"):
-        made = assemble(Around, {"folder": "y", "depth": "anything", "size": 9}, "c.yaml")
-    assert made == assemble(Around, {"folder": "y", "size": 9})
-    assert caplog.messages == ["c.yaml: depth has no effect any more: it is found by itself"]
-    assert "depth" not in to_yaml(made)
-    with pytest.raises(UserError, match="unknown key 'dept'"):
-        assemble(Around, {"folder": "y", "dept": 1})
-
-
 def test_a_spelling_that_is_a_field_is_an_error():
     @config()
     class Twice(Outer):
@@ -187,14 +162,3 @@ def test_a_spelling_that_is_a_field_is_an_error():
 
     with pytest.raises(AssertionError, match="the spelling rate is a field"):
         leaves(Twice)
-
-
-def test_keys_that_a_saved_model_has_and_that_have_no_effect_are_not_mentioned(caplog):
-    saved = {"data_path": "pictures", "batch_size": 3, "calibrate": True}
-    with caplog.at_level(logging.INFO):
-        assert assemble(TrainVae, without_retired(TrainVae, saved)).schedule.batch_size == 3
-        assert not caplog.messages
-        assemble(TrainVae, saved)
-    assert "calibrate has no effect any more" in caplog.text
-    with pytest.raises(UserError, match="calibrat"):  # Others are still refused.
-        assemble(TrainVae, without_retired(TrainVae, {"data_path": "pictures", "calibrat": True}))

@@ -20,13 +20,15 @@ from gputrain.asr.initialise import is_own
 from gputrain.config import read_file
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError
-from gputrain.kinds import former_names, kind_of, kinds, prepared_for
+from gputrain.kinds import kind_of, kinds, prepared_for
 from gputrain.tts.load import read_trained
 from gputrain.tts.pretrained_import import file_at
 from gputrain.vae.data import open_pictures
 from gputrain.vae.pretrained import read_pretrained
 from gputrain.vocoder.load import weights_file
 from tests.command import gputrain_here
+from tests.small_runs import interrupted, prepared, small_run
+from tests.speech.speech import hum, speak
 from tests.tables import each_row
 
 ROOT = Path(__file__).parents[1]
@@ -127,14 +129,12 @@ def test_the_table_imports_no_torch():
 def test_names_of_options_and_formats_are_those_of_one_kind_or_mean_the_same():
     table = kinds()
     assert list(table) == ["vae", "vocoder", "tts", "asr"]
-    assert former_names() == {"images": "vae", "voice": "tts"}
     assert all(kind.train.kind == name for name, kind in table.items())
     assert all(kind.work().kind == name for name, kind in table.items())
 
 
 # ---------------------------------------------------------------------------------------- data of another kind of model
 
-STORES = ROOT / "tests" / "data" / "earlier_stores"
 SPEECH = ["tts", "asr"]  # Their preparations differ in text.json alone, whose readers tell them apart.
 OTHERS = [
     (kind, data) for kind in kinds() for data in kinds() if kind != data and [kind, data] not in (SPEECH, SPEECH[::-1])
@@ -145,9 +145,13 @@ def content_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@each_row(*[(kind, state) for kind in kinds() for state in ("prepared", "interrupted")])
-def test_prepared_data_are_recognised(kind, state):
-    assert prepared_for(STORES / kind / state) == (SPEECH if kind in SPEECH else [kind])
+@each_row(*kinds())
+def test_prepared_data_are_recognised(tmp_path_factory, kind):
+    expected = SPEECH if kind in SPEECH else [kind]
+    assert prepared_for(prepared(kind)) == expected
+    folder = tmp_path_factory.mktemp("interrupted") / "data"
+    shutil.copytree(prepared(kind), folder)
+    assert prepared_for(interrupted(kind, folder)) == expected
 
 
 def test_other_folders_are_prepared_for_nothing(tmp_path):
@@ -163,8 +167,8 @@ def test_a_manifest_of_another_program_is_no_preparation(tmp_path):
     (tmp_path / "pictures").mkdir()
     for side in (64, 80):
         Image.linear_gradient("L").resize((side, side)).save(tmp_path / f"pictures/{side}.png")
-    shutil.copytree(STORES / "recordings", tmp_path / "recordings")
-    (tmp_path / "recordings/metadata.csv").unlink()
+    for number, name in enumerate("abcd"):
+        speak(tmp_path / f"recordings/{name}.wav", hum(0.5 + 0.1 * number, hz=110 + 20 * number))
     without = open_pictures(tmp_path / "pictures")
     for name in ("pictures", "recordings"):
         (tmp_path / name / "manifest.jsonl").write_text(json.dumps(row) + "\n")
@@ -193,7 +197,7 @@ def refused_as_other(folder: Path, kind: str, *words: object) -> None:
 
 @each_row(*OTHERS)
 def test_data_of_another_kind_are_said_to_be_so(tmp_path_factory, kind, data):
-    folder, run = STORES / data / "prepared", tmp_path_factory.mktemp("run")
+    folder, run = prepared(data), tmp_path_factory.mktemp("run")
     option = "--data-dir" if kind in SPEECH else "--data-path"
     refused_as_other(folder, kind, f"train-{kind}", option, folder, "--output-dir", run)
     refused_as_other(folder, kind, "validate", "--kind", kind, "--input-dir", folder)
@@ -203,7 +207,7 @@ def test_data_of_another_kind_are_said_to_be_so(tmp_path_factory, kind, data):
 def test_a_preparation_never_replaces_one_of_another_kind(tmp_path_factory, kind, data):
     made = tmp_path_factory.mktemp("made")
     folder, recordings = made / "data", made / "recordings"
-    shutil.copytree(STORES / data / "prepared", folder)
+    shutil.copytree(prepared(data), folder)
     recordings.mkdir()
     soundfile.write(recordings / "a.wav", 0.5 * np.sin(np.arange(16000) / 9), 16000)
     (recordings / "metadata.csv").write_text("a.wav|Hello\n")
@@ -232,12 +236,9 @@ def test_a_preparation_replaces_no_file_of_another_origin(tmp_path_factory, kind
     assert content_of(folder) == before
 
 
-RUNS = Path(__file__).parent / "data/previous_version"
-
-
 @pytest.mark.parametrize("where", ["archive", "checkpoint_last.pt/archive"])
 def test_an_unpacked_checkpoint_is_told_by_every_loader_with_a_command_that_packs_it(tmp_path, where):
-    run = RUNS / "vae/run/checkpoint_last.pt"
+    run = small_run("vae") / "run/checkpoint_last.pt"
     with zipfile.ZipFile(run) as file:
         file.extractall((tmp_path / "in" / where).parent)
     for load in (kind_of, read_pretrained, weights_file, file_at, is_own, read_trained):

@@ -2,7 +2,7 @@
 gradient gathered on a detached copy, noise, statistics of the batch, and a discriminator that begins late."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,12 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from gputrain.config import config
+from gputrain.engine.checkpoint import PARTS, Content
 from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import BatchStat, ChainGradients, Phase, Recipe, StepGroup, Term, Yielded
 from gputrain.engine.run_folder import Run, open_run
 from gputrain.engine.samples import Report
-from gputrain.engine.schedule import Saving, Schedule, steps_of_stage
+from gputrain.engine.schedule import RunProgress, Saving, Schedule, steps_of_stage
 from gputrain.engine.state import TrainState
 from gputrain.engine.train import train
 from gputrain.hw.plan import Hardware, Plan, Setting, decide
@@ -23,6 +24,12 @@ from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime, apply
 
 WIDTH, BATCH = 6, 8
+
+
+def whole_checkpoint(*, step: int = 0, **parts: object) -> Content:
+    """Returns the content of a checkpoint whose other parts are empty."""
+    empty = {name: kind() for name, kind in PARTS.items()}
+    return {**empty, "kind": "toy", "progress": asdict(RunProgress(step=step)), **parts}
 
 
 @config()

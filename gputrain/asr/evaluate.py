@@ -13,12 +13,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from gputrain.asr.config import LanguageModelOptions
+from gputrain.asr.config import Data, LanguageModelOptions
 from gputrain.asr.decode import comparable, words_of
 from gputrain.asr.load import Recogniser, load_recogniser
 from gputrain.asr.transcribe import MakeDecoder, decoder_of
 from gputrain.audio.io import from_int16
-from gputrain.config import read_file
+from gputrain.config import convert, leaves, read_file
 from gputrain.engine.data import HELD_OUT_SHARE, Progress, no_progress
 from gputrain.engine.mixture import GivenFolders
 from gputrain.errors import UserError
@@ -186,7 +186,7 @@ def held_out_share_of(model: Path) -> float:
     """Returns the share that the training of a run held out; the default for models of other programs."""
     config = (model if model.is_dir() else model.parent) / "config.yaml"
     share = read_file(config).get("held_out_share") if config.is_file() else None
-    return float(share) if isinstance(share, (int, float)) else HELD_OUT_SHARE
+    return HELD_OUT_SHARE if share is None else float(convert(leaves(Data)["held_out_share"], share, f"{config}: "))
 
 
 def recognise_clips(

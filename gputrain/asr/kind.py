@@ -146,7 +146,6 @@ KIND = kinds.ModelKind(
     demo=kinds.DemoSteps("speech", write_demo_speech, demo_commands, demo_results),
     hub=kinds.HubCard("transformers", "automatic-speech-recognition", "CTC speech recogniser"),
     keys=frozenset({"model_type"}),
-    metric="loss/recogniser/ctc",
     packages=("rapidfuzz", "soundfile", "transformers"),
     load_speech_checker=kinds.imported("gputrain.asr.checking:load_checker"),
 )  # fmt: skip

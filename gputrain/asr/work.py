@@ -165,7 +165,7 @@ class AsrTraining(SpeechTraining[TrainAsr]):
 
     def facts(self, run: Run) -> dict[str, Any]:
         if run.resumed:  # The model to initialise from may be gone.
-            self.normalizes = bool(run.resumed["facts"].get("normalizes", self.normalizes))
+            self.normalizes = bool(run.resumed["facts"]["normalizes"])
         return {
             "text": self.speech.store.format.vocabulary.to_json(), "sampling_rate": ENCODER_RATE, "hop_size": STRIDE,
             "architecture": self.sizes.architecture, "normalizes": self.normalizes,

@@ -66,13 +66,13 @@ def scale_discriminator(
     return ConvolutionalDiscriminator(partial(lower_rate, halvings=halvings), convs, last)
 
 
-def vits_discriminators(channels: int = 32, periods: Sequence[int] = (2, 3, 5, 7, 11)) -> DiscriminatorGroup:
+def vits_discriminators(channels: int = 32) -> DiscriminatorGroup:
     """Returns the six discriminators of VITS (Kim, Kong and Son 2021, arXiv:2106.06103, section 2.5): one of the raw
     wave with half the channels, then HiFi-GAN's period discriminators with `channels` channels in the first layer."""
     widths = [channels // 2 * factor for factor in (1, 4, 16, 64, 64, 64)]
     groups = [1, *(max(1, width // 4) for width in widths[:4]), 1]
     raw = scale_discriminator(widths, (15, 41, 41, 41, 41, 5), (1, 4, 4, 4, 4, 1), groups)
-    return DiscriminatorGroup([raw, *multi_period(periods, channels)])
+    return DiscriminatorGroup([raw, *multi_period((2, 3, 5, 7, 11), channels)])
 
 
 def multi_period(periods: Iterable[int], channels: int) -> DiscriminatorGroup:

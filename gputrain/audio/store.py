@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -28,7 +28,7 @@ from gputrain.engine.preparation import QUARANTINE, Journal
 from gputrain.engine.sources import hub_name, is_there
 from gputrain.errors import UserError
 from gputrain.kinds import how_to_prepare, refuse_other_data
-from gputrain.stored import from_json
+from gputrain.stored import from_row, unreadable
 
 SHOWN = 4  # Sorts of files that are named of a folder that is not prepared.
 WAVES, PITCHES = "waves.i16", "f0.f32"
@@ -60,7 +60,7 @@ def stored_files(hop_size: int = 0) -> tuple[StoredFile, ...]:
 
 
 class Place(NamedTuple):
-    """A sound's place in the files of a store, and CRC-32 checksums of every so many units; older stores have none."""
+    """A sound's place in the files of a store, and CRC-32 checksums of every so many units."""
 
     first: int
     units: int
@@ -135,7 +135,7 @@ def read_units(
         for file in files
     ]  # fmt: skip
     known = place.sums[begin // block :][: -(-(end - begin) // block)]
-    if known and known != checksums(read, end - begin, block):
+    if known != checksums(read, end - begin, block):
         names = " or ".join(file.name for file in files)
         raise UserError(f"{folder}: {sound.path} is damaged in {names}", hint=PREPARE_AGAIN)
     return tuple(
@@ -224,7 +224,7 @@ def check_format(folder: Path, journal: str, format: Any) -> None:
     writer."""
     with suppress(ValueError):
         if (head := Journal(folder / journal).head) is not None:
-            _refuse_other_format(folder, from_json(type(format), head), format)
+            _refuse_other_format(folder, from_row(type(format), head), format)
 
 
 def _refuse_other_format(folder: Path, earlier: Any, format: Any) -> None:
@@ -272,12 +272,12 @@ class SoundWriter(Generic[Row]):
         if journal.head is None:
             journal.head = asdict(self.format)
         try:
-            earlier = from_json(type(self.format), journal.head)
-            found = [from_json(row, one) for one in journal.rows]
+            earlier = from_row(type(self.format), journal.head)
+            found = [from_row(row, one) for one in journal.rows]
             if journal.is_damaged:
                 raise ValueError
         except ValueError:
-            raise UserError(f"{journal.path}: damaged", hint=PREPARE_AGAIN) from None
+            raise unreadable(journal.path, PREPARE_AGAIN) from None
         _refuse_other_format(self.folder, earlier, self.format)
         journal.rewrite(journal.rows)
         return found
@@ -293,9 +293,7 @@ class SoundWriter(Generic[Row]):
             path = self.folder / file.name
             with writing(path), path.open("ab") as to:
                 to.write(values.tobytes())
-        usual = {field.name: field.default for field in fields(row)}  # type: ignore[arg-type]
-        written = asdict(row).items()  # type: ignore[call-overload]
-        self._journal.append({name: value for name, value in written if value != usual[name]})
+        self._journal.append(asdict(row))  # type: ignore[call-overload]
         self._end += row.place.units
         self.sounds.append(row)
         return row

@@ -14,7 +14,7 @@ from typing import Any
 from gputrain.autoconfig.lengths import Bucket, OverLong
 from gputrain.errors import UserError, import_package
 from gputrain.hw.ranks import Ranks
-from gputrain.stored import from_json
+from gputrain.stored import from_row, unreadable
 
 FORMAT = "gputrain optimal config 1"  # Marks the file.
 
@@ -145,10 +145,8 @@ def load_config(path: str | Path) -> OptimalConfig:
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON: {error}", hint="save it again") from None
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-        raise UserError(
-            f"{path}: not a configuration that this gputrain has saved", hint="save it again with save_config"
-        )
+        raise unreadable(Path(path), "save it again with save_config", "not a configuration of gputrain")
     try:
-        return from_json(OptimalConfig, content, str(path))
-    except ValueError as error:
-        raise UserError(str(error), hint="save the configuration again") from None
+        return from_row(OptimalConfig, content)
+    except ValueError:
+        raise unreadable(Path(path), "save it again with save_config") from None

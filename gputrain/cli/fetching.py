@@ -13,7 +13,7 @@ from gputrain.cli.options import WIDEST
 from gputrain.config import ModelName, config, opt
 from gputrain.errors import UserError
 from gputrain.figures import format_bytes
-from gputrain.kinds import former_names, kinds
+from gputrain.kinds import kinds
 
 if TYPE_CHECKING:
     from gputrain.fetch.catalogue import CatalogueEntry
@@ -33,9 +33,7 @@ class FetchSettings:
     )
     list: bool = opt(default=False, help="Show the short names: what they are, their licence and size.")
     kind: Literal["all", "vae", "vocoder", "tts", "asr", "measure"] = opt(
-        default="all",
-        help="Names to list: those for one kind of model, or for measures.",
-        former_values=former_names(),
+        default="all", help="Names to list: those for one kind of model, or for measures."
     )
     json: bool = opt(default=False, help="Print the list as JSON, with everything that is known.")
     output_dir: Path | None = opt(

@@ -121,7 +121,7 @@ def add_command(
         options.append(_profile_option(settings, profiles))
     if names_models(settings):
         options.append(_offline_option())
-    options += [_hidden_switch(name) for name in (*config.retired(settings), *config.switches(settings).leave)]
+    options += [_hidden_switch(name) for name in config.switches(settings).leave]
     run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     run.settings = settings  # type: ignore[attr-defined]
     app.command(name, help=help, cls=CommandPage, rich_help_panel=panel, context_settings=_context(settings))(run)
@@ -137,33 +137,26 @@ def _is_model_name(leaf: Leaf) -> bool:
 
 
 def settings_of(cls: type[T], context: typer.Context, values: dict[str, Any]) -> T:
-    """Build the config object of a parsed command line. Raises UserError as `config.assemble` does."""
-    leaves, gone = config.leaves(cls), config.retired(cls)
-    for name, leaf in leaves.items():
-        _refuse_empty(leaf, values.get(name), context)
-    given = {
-        name: _joined(leaves[name], value, context) if name in leaves else value
-        for name, value in values.items()
-        if (name in leaves or name in gone) and value is not None
-    }
-    option, leave = config.switches(cls)
-    chosen = {name: values[name] for name in leave if values.get(name) is not None}
-    if chosen and given_as_flag(context, option):
-        chosen[option] = given[option]
-    return config.assemble(cls, given | config.without_switches(cls, chosen))
-
-
-def given_as_flag(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
+    """Build the config object of a parsed command line and the files that it names, whose values are checked already.
+    Raises UserError as `config.assemble` does."""
+    leaves, switches, typed = config.leaves(cls), config.switches(cls), _typed(context, values)
+    given: dict[str, object] = {name: _joined(leaf, values[name]) for name, leaf in leaves.items() if name in typed}
+    given |= {name: values[name] for name in switches.leave if name in typed}
+    return config.assemble(cls, {**(context.default_map or {}), **config.without_switches(cls, given)})
 
 
 def with_files(made: T, context: typer.Context, values: dict[str, Any]) -> T:
     """Return the options of a benchmark with the configuration files that --config named."""
     option, leave = config.switches(type(made))
-    flags = frozenset(option if name in leave else name for name in values if given_as_flag(context, name))
+    flags = frozenset(option if name in leave else name for name in _typed(context, values))
     bench = replace(made.bench, files=context.meta.get(FILES, ()), flags=flags)  # type: ignore[attr-defined]
     return replace(made, bench=bench)  # type: ignore[type-var]
+
+
+def _typed(context: typer.Context, values: Iterable[str]) -> frozenset[str]:
+    """Return the names of the options that were given on the command line."""
+    sources = {name: context.get_parameter_source(name) for name in values}
+    return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
 
 
 def _context(settings: type) -> dict[str, Any]:
@@ -179,24 +172,16 @@ def _context(settings: type) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _refuse_empty(leaf: Leaf, value: Any, context: typer.Context) -> None:
-    """Raise UserError for an empty name of a model on a command line, which a shell makes of a variable that is not
-    set: a training would begin from random weights."""
-    if not _is_model_name(leaf) or not given_as_flag(context, leaf.name):
-        return
-    if not all(item.strip() for item in (value if leaf.is_list else [value])):
+def _joined(leaf: Leaf, value: Any) -> Any:
+    """Return the value of a flag. Those that hold a list or a part of one are joined, to be split at separators.
+
+    Raises UserError for an empty name of a model, which a shell makes of a variable that is not set: a training would
+    begin from random weights.
+    """
+    if _is_model_name(leaf) and not all(item.strip() for item in (value if leaf.is_list else [value])):
         what = leaf.name.removesuffix("s").upper() if leaf.is_positional else leaf.flag
         raise UserError(f"{what} is empty", hint="name a model; is a variable of the shell not set?")
-
-
-def _joined(leaf: Leaf, value: Any, context: typer.Context) -> Any:
-    """Return the value of an option. Flags that hold a list or a part of one are joined, to be split at separators.
-
-    A list from a file is a list already: a separator in one of its items is a part of that item.
-    """
-    source = context.get_parameter_source(leaf.name)
-    from_file = source is not None and source.name == "DEFAULT_MAP"
-    return leaf.separator.join(value) or () if leaf.is_list and leaf.separator and not from_file else value
+    return leaf.separator.join(value) or () if leaf.is_list and leaf.separator else value
 
 
 def _option(leaf: Leaf) -> inspect.Parameter:
@@ -209,9 +194,6 @@ def _option(leaf: Leaf) -> inspect.Parameter:
         item = LIST_ITEMS.get(kind.__args__[0], "NAME" if leaf.separator else "TEXT")
         kind = list[Path] if kind.__args__[0] is Path and not leaf.separator else list[str]
         further = {"metavar": f"{item},{item},..." if leaf.separator else item}
-    elif leaf.former_values:
-        # A choice would refuse the former values. `config.convert` accepts them, and refuses all others.
-        kind, further = str, {"metavar": f"[{'|'.join(get_args(kind))}]"}
     elif kind is ModelName:
         kind, further = str, {"metavar": "PATH|NAME"}
     elif kind in (int, float):

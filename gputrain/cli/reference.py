@@ -20,8 +20,7 @@ base_hifi_gpu.yaml and base_hifi_rtx5090_optimized.yaml by name ([vocoder_keys.m
 `--mixed-precision`, `--use-bf16` and `--enable-tf32`, each with a `--no-` form, set `--precision`
 ([precision.md](precision.md)).
 
-`--kind` takes `vae`, `vocoder` or `tts`; the former names `images` (for `vae`) and `voice` (for `tts`) are still
-accepted. The configuration in a run folder names its kind in the key `kind`.
+The configuration in a run folder names its kind of model in the key `kind`.
 
 <!-- Written by `make docs` from the configuration; a test fails if it is stale. -->
 """

@@ -10,13 +10,11 @@ from gputrain.config import ModelName, config, leaves, opt
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.probe import usable_cores
-from gputrain.kinds import KindOptions, ModelKind, TrainedModel, format_data_kinds, former_names, kinds, kinds_with
+from gputrain.kinds import KindOptions, ModelKind, TrainedModel, format_data_kinds, kinds, kinds_with
 
 T = TypeVar("T")
-PREPARED, VALIDATED, FORMATS = (
-    kinds_with("prepare"), kinds_with("validate"),
-    list(dict.fromkeys(format for kind in kinds().values() for format in kind.exporters)),
-)  # fmt: skip
+PREPARED = kinds_with("prepare")
+FORMATS = list(dict.fromkeys(format for kind in kinds().values() for format in kind.exporters))
 AUTO = ", ".join(f"{next(iter(kind.exporters))} for {kind.title}" for kind in kinds().values() if kind.exporters)
 
 
@@ -62,9 +60,8 @@ class DataSettings:
         "pattern in quotation marks, or hf://datasets/NAME; it is only read."
     )
     kind: str = opt(
-        default=PREPARED[0], help=f"Kind of model the data are for: {format_data_kinds(PREPARED)}.", choices=PREPARED,
-        former_values=former_names(),
-    )  # fmt: skip
+        default=PREPARED[0], help=f"Kind of model the data are for: {format_data_kinds(PREPARED)}.", choices=PREPARED
+    )
     output_file: Path | None = opt(default=None, help="JSON file for the report.")
     num_workers: int = opt(default=-1, help="Number of processes; -1: one for each core.", min=-1)
     column: str = opt(
@@ -195,5 +192,5 @@ class DemoSettings:
     kind: str = opt(
         default=kinds_with("demo")[0],
         help="Kind of model to train: vae (images), vocoder, tts (a voice) or asr (a recogniser).",
-        choices=kinds_with("demo"), former_values=former_names(),
-    )  # fmt: skip
+        choices=kinds_with("demo"),
+    )

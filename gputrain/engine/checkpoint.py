@@ -26,6 +26,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard, TypeVar
@@ -33,9 +34,11 @@ from typing import Any, BinaryIO, TypeGuard, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gputrain.config import assemble, without_retired
+from gputrain.config import assemble, leaves
+from gputrain.engine.schedule import RunProgress
 from gputrain.errors import UserError
-from gputrain.kinds import present_name, refuse_other_model, refuse_unreadable
+from gputrain.kinds import refuse_other_model, refuse_unreadable
+from gputrain.stored import TRAIN_AGAIN, unreadable
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -53,16 +56,15 @@ COMMENT_BYTES = len(MARK) + 8
 READ_BYTES = 1 << 20  # Number of bytes that are read at once to compute the checksum.
 SPACE_FACTOR = 1.05  # Free space that a save requires, as a multiple of the size of its tensors.
 NO_SPACE = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
-FORMER_MODULES = {"judges": "discriminators"}  # Names in checkpoints of older versions, and present names.
 # torch.load raises these errors when it interprets damaged bytes as instructions, names and sizes.
 UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 
 SHOWN = 6  # Number of items shown of a longer list.
 OTHER_ARCHITECTURE = "use the preset and sizes that it was trained with; they stand in its run's config.yaml"
 FORMAT = 1
-# The types of a checkpoint's parts. Those of a test or of an older version may be fewer.
+# The types of a checkpoint's parts.
 PARTS = {"kind": str, "modules": dict, "optimizers": dict, "loss_scales": dict, "random": dict, "progress": dict,
-         "config": dict, "facts": dict, "data": dict, "names": list}  # fmt: skip
+         "config": dict, "facts": dict, "data": dict, "names": list, "nonfinite_in_a_row": dict}  # fmt: skip
 
 Content = dict[str, Any]
 Ordered = Callable[[Path], list[Path]]  # Returns the checkpoints of a folder in some order.
@@ -271,7 +273,7 @@ def find_named(path: Path, kind: str, modules: Sequence[str] | None = None) -> t
     if source.resolve() not in _shown:
         _shown.add(source.resolve())
         why = WHY_CHOSEN.get(source.name, "") if path.is_dir() else ""
-        log.info("using %s (step %d%s)", source, content.get("progress", {}).get("step", 0), why)
+        log.info("using %s (step %d%s)", source, content["progress"]["step"], why)
     return source, content
 
 
@@ -305,7 +307,9 @@ def _first_intact(choices: Sequence[Path], kind: str, modules: Sequence[str] | N
 
 def saved_settings(settings: type[T], content: Content, source: Path) -> T:
     """Returns the settings of the training that wrote a checkpoint. Raises UserError if they are damaged."""
-    return assemble(settings, without_retired(settings, content["config"]), source=str(source))
+    if not content["config"].keys() <= leaves(settings).keys():
+        raise unreadable(source, TRAIN_AGAIN)
+    return assemble(settings, content["config"], source=str(source))
 
 
 def intact_checkpoints(folder: Path, kind: str) -> Iterator[Content]:
@@ -325,16 +329,14 @@ def read(path: Path, kind: str, modules: Sequence[str] | None = None) -> Content
     unreadable, UserError if it is missing or not a checkpoint.
     """
     content = (None if modules is None else _read_parts(path, modules)) or _read_whole(path)
-    content["kind"] = present_name(content["kind"])
     refuse_other_model(path, content["kind"], kind)
-    content["modules"] = {FORMER_MODULES.get(name, name): state for name, state in content["modules"].items()}
     return content
 
 
 def _read_parts(path: Path, modules: Sequence[str]) -> Content | None:
-    """Returns a checkpoint with the weights of some modules. None if that cannot be done or verified, as with files of
-    older versions and damaged ones, whose fault `_read_whole` names. A mapped tensor is intact if the archive's
-    directory lists a member with its size and its checksum.
+    """Returns a checkpoint with the weights of some modules. None if that cannot be done or verified, as with a damaged
+    one, whose fault `_read_whole` names. A mapped tensor is intact if the archive's directory lists a member with its
+    size and its checksum.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -350,7 +352,7 @@ def _read_parts(path: Path, modules: Sequence[str]) -> Content | None:
     sums = {(one.file_size, one.CRC) for one in members}
     if not is_content(content):
         return None
-    states = {FORMER_MODULES.get(name, name): state for name, state in content["modules"].items()}
+    states = content["modules"]
     wanted = ["ema" if "ema" in states else name for name in modules[:1]] + [*modules[1:]]
     kept = {name: states[name] for name in wanted if name in states}
     for storage in {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for state in kept.values()
@@ -359,7 +361,7 @@ def _read_parts(path: Path, modules: Sequence[str]) -> Content | None:
         if (storage.nbytes(), zlib.crc32(stored)) not in sums:
             return None
     # Copies let go of the file, which a training may be about to replace, and Windows would not let it.
-    unread: Content = {name: {} for name in {"optimizers", "loss_scales", "random"} & content.keys()}
+    unread: Content = {name: {} for name in ("optimizers", "loss_scales", "random")}
     return {**content, **unread, "modules": map_tensors(kept, torch.clone)}
 
 
@@ -380,7 +382,7 @@ def _read_whole(path: Path) -> Content:
     except Exception:  # Damaged headers of a file without a checksum can cause any error.
         raise Damaged(f"{path}: truncated or damaged", hint=ANOTHER.format(path.parent)) from None
     if not is_content(content):
-        raise UserError(f"{path}: not a checkpoint that this version of gputrain has written", hint=_nearby(path))
+        raise unreadable(path, f"{TRAIN_AGAIN}; {_nearby(path)}", "not a checkpoint")
     return content
 
 
@@ -465,14 +467,12 @@ def _sync_folder(folder: Path) -> None:
             )  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------------- the content
-
-
 def is_content(content: object) -> TypeGuard[dict[str, Any]]:
     """Returns True if an object has the parts of a checkpoint, each of the right type."""
-    if not isinstance(content, dict) or content.get("format") != FORMAT or not {"kind", "modules"} <= content.keys():
+    if not isinstance(content, dict) or content.get("format") != FORMAT or content.keys() != {"format", *PARTS}:
         return False
-    if not all(isinstance(content.get(name, kind()), kind) for name, kind in PARTS.items()):
+    whole = all(isinstance(content[name], kind) for name, kind in PARTS.items())
+    if not whole or content["progress"].keys() != {field.name for field in fields(RunProgress)}:
         return False
     return all(
         isinstance(state, dict) and all(isinstance(value, Tensor) for value in state.values())

@@ -17,7 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,6 +38,7 @@ from gputrain.engine.workers import (
 from gputrain.errors import UserError
 from gputrain.hw.plan import Plan
 from gputrain.hw.ranks import SINGLE, Ranks
+from gputrain.stored import unreadable
 
 log = logging.getLogger(__name__)
 
@@ -347,7 +348,7 @@ def read_rows(path: Path, keys: Iterable[str]) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict) or not keys <= row.keys():
-            raise UserError(f"{path}, line {number}: damaged", hint="run gputrain prepare-data again to rebuild it")
+            raise unreadable(path, "run gputrain prepare-data again to rebuild it", f"line {number} is damaged")
         rows.append(row)
     return rows
 
@@ -438,18 +439,10 @@ def digests(**parts: Iterable[object]) -> dict[str, dict[str, Any]]:
     for name, items in parts.items():
         digest, count = hashlib.blake2b(digest_size=16), 0
         for item in items:
-            digest.update(description_of(item).encode("utf-8", "surrogatepass") + b"\n")
+            digest.update(repr(item).encode("utf-8", "surrogatepass") + b"\n")
             count += 1
         found[name] = {"items": count, "digest": digest.hexdigest()}
     return found
-
-
-def description_of(item: object) -> str:
-    """Returns the description of an item for `digests`, without the name of its class, because checkpoints hold digests
-    from when the class had another name."""
-    if not is_dataclass(item):
-        return repr(item)
-    return f"Clip({', '.join(f'{part.name}={getattr(item, part.name)!r}' for part in fields(item))})"
 
 
 # ------------------------------------------------------------------------------------------------- wav files of 16 bits

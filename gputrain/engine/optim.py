@@ -157,11 +157,6 @@ class LossScale(nn.Module):
         self.good_steps.copy_(torch.where(grow, 0, good))
 
 
-def has_scaled(saved: Mapping[str, Tensor]) -> bool:
-    """Returns True if a saved LossScale was in use. Older checkpoints of bf16 and fp32 runs hold an unused one."""
-    return bool(saved["scale"] != 1 or saved["good_steps"] != 0)
-
-
 class Ema(nn.Module, Generic[Model]):
     """Exponential moving average of a model's weights; `average` is the model to evaluate and to export.
 

@@ -28,6 +28,7 @@ from gputrain.fetch.files import sha256
 from gputrain.figures import format_number
 from gputrain.hw.child_process import describe_exit, remedy_for_exit
 from gputrain.kinds import refuse_other_data
+from gputrain.stored import from_row, unreadable
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,6 @@ OF_PROGRAMS = {
     "__pycache__",
 }  # fmt: skip
 CHECKED_DISK = re.compile(r"found\.\d{3}")  # Files that Windows's chkdsk recovered.
-FORMER_REASONS = {"foreign symbols": "unknown symbols"}  # Those of earlier versions.
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -87,8 +87,10 @@ def write_quarantine(folder: Path, refused: Iterable[RefusedItem]) -> None:
 def read_quarantine(folder: Path) -> list[RefusedItem]:
     """Returns the items that the preparation of a folder left out."""
     path = folder / QUARANTINE
-    rows = read_rows(path, ("path", "reason", "detail")) if path.is_file() else []
-    return [RefusedItem(**{**row, "reason": FORMER_REASONS.get(row["reason"], row["reason"])}) for row in rows]
+    try:
+        return [from_row(RefusedItem, row) for row in read_rows(path, ())] if path.is_file() else []
+    except ValueError:
+        raise unreadable(path, "prepare the data again") from None
 
 
 def nothing_usable(fault: str, folder: Path) -> UserError:

@@ -22,7 +22,7 @@ from gputrain.engine.schedule import RunProgress, Saving
 from gputrain.engine.stop import StopSignal
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, Plan
-from gputrain.stored import from_json
+from gputrain.stored import from_json, unreadable
 
 log = logging.getLogger(__name__)
 
@@ -96,9 +96,7 @@ class PlanFile:
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}", hint="--plan-file takes the plan.json of a run") from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise UserError(
-                f"{path} is not a plan of gputrain", hint="--plan-file takes the plan.json of a run"
-            ) from None
+            raise unreadable(path, "--plan-file takes the plan.json of a run", "not a plan of gputrain") from None
 
 
 def _check(found: PlanFile) -> None:
@@ -187,7 +185,7 @@ class Run:
             log.warning("settings that differ from the checkpoint's: %s", changed)
         if not self._has_same_score:
             log.warning("scores of another measure are not compared: %s is chosen anew from now on", checkpoint.BEST)
-        was, now = self.resumed.get("data", {}), self.data
+        was, now = self.resumed["data"], self.data
         for part in was.keys() & now.keys():
             if was[part] != now[part]:
                 items = f"{was[part]['items']} items -> {now[part]['items']}"
@@ -207,7 +205,7 @@ class Run:
 
     @property
     def _has_same_score(self) -> bool:
-        saved = (self.resumed or {}).get("config", self.settings)
+        saved = self.resumed["config"] if self.resumed else self.settings
         return self.saving.basis_of_score(saved) == self.saving.basis_of_score(self.settings)
 
     @property
@@ -243,7 +241,7 @@ def open_run(settings: object, saving: Saving, *, kind: str, command: str, group
     return Run(
         saving.output_dir, saving, config.flatten(settings), command, resumed, lock=opened.lock, group=group,
         configuration=config.to_yaml(settings), last_is_damaged=opened.last_is_damaged,
-        before=config.completed(type(settings), resumed["config"]) if resumed else {},
+        before=dict.fromkeys(config.leaves(type(settings))) | resumed["config"] if resumed else {},
     )  # fmt: skip
 
 
@@ -285,7 +283,7 @@ def _open_folder(saving: Saving, kind: str) -> OpenedFolder:
     if found:
         log.info("resuming %s", found[0])
     if found and here:
-        checkpoint.restore_names(found[0], found[1].get("names", ()))
+        checkpoint.restore_names(found[0], found[1]["names"])
     damaged = found is not None and here and _skipped_last_checkpoint(saving, found[0])
     return OpenedFolder(lock, found[1] if found else None, damaged)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from gputrain.engine.adamw_8bit import converted
 from gputrain.engine.checkpoint import Content, load_modules
 from gputrain.engine.distributed import OptimizerShards, RankGroup
-from gputrain.engine.optim import LossScale, has_scaled
+from gputrain.engine.optim import LossScale
 from gputrain.engine.recipe import Batch, Recipe, StepGroup, Sums, phases_of
 from gputrain.engine.run_folder import PLAN, PlanFile, Run
 from gputrain.engine.schedule import RunProgress, Schedule
@@ -65,7 +65,7 @@ class TrainState:
         if run.resumed:
             run.warn_of_changes()
             state.restore(run.resumed)
-            state.nonfinite_in_a_row = dict(run.resumed.get("nonfinite_in_a_row", {}))
+            state.nonfinite_in_a_row = dict(run.resumed["nonfinite_in_a_row"])
         return state
 
     @classmethod
@@ -101,9 +101,8 @@ class TrainState:
             if phase.name in optimizers:
                 optimizers[phase.name] = self.shards.own_shard(phase, optimizers[phase.name])
             load_optimizer(phase.name, phase.optimizer, optimizers)
-            saved = content["loss_scales"].get(phase.name)
-            if saved and self.scales_losses and has_scaled(saved):
-                self.loss_scales[phase.name].load_state_dict(saved)
+            if self.scales_losses and phase.name in content["loss_scales"]:  # Only a run in fp16 has some.
+                self.loss_scales[phase.name].load_state_dict(content["loss_scales"][phase.name])
         set_random_state(content["random"], self.runtime.device)
 
     def shrink(self, phase: str, cause: str, step: int) -> None:
@@ -123,7 +122,7 @@ def _micro_batch(phases: list[str], schedule: Schedule, runtime: Runtime, run: R
     size = schedule.micro_batch_size or schedule.batch_size
     known = run.given_plan
     if known is None and run.resumed:
-        with contextlib.suppress(UserError):  # A damaged or older plan must not end a run.
+        with contextlib.suppress(UserError):  # A damaged plan must not end a run.
             known = PlanFile.load(run.folder / PLAN)
     now = runtime.plan
     if known is None or (known.plan.device, known.plan.micro_batch_size) != (now.device, now.micro_batch_size):

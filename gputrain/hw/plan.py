@@ -37,7 +37,6 @@ class Hardware:
     """Hardware options of every train command. None means auto: chosen for the machine."""
 
     switches: ClassVar[Switches] = Switches("precision", PRECISION_SWITCHES)
-    retired: ClassVar[dict[str, str]] = {"calibrate": "a training measures its own second step instead"}
 
     device: DeviceName = opt(default="auto", help="Device to train on; auto: the GPU, if any.")
     precision: PrecisionWish = opt(
@@ -142,6 +141,7 @@ class Plan:
     prefetch_factor: Setting
     persistent_workers: Setting
     pinned_memory: Setting
+    cuda_graphs: Setting
     # Settings of the batch; None if it is not planned.
     micro_batch_size: Setting | None = None
     accumulation_steps: Setting | None = None
@@ -149,8 +149,6 @@ class Plan:
     memory_budget_gb: Setting | None = None
     # Settings of the data; None if they are not examined.
     data_in_memory: Setting | None = None
-    # It has a default for the plans of earlier versions.
-    cuda_graphs: Setting = Setting(False, "the plan is from a version without them")
 
     @property
     def settings(self) -> dict[str, Setting]:

@@ -1,5 +1,4 @@
-"""Reads run folders, once for a report or again and again while they change, however a run ended, and whichever version
-wrote it.
+"""Reads run folders, once for a report or again and again while they change, however a run ended.
 
 Reading takes bounded time and memory. Whatever is damaged is left out, counted and noted.
 """
@@ -9,7 +8,7 @@ import os
 import platform
 import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -24,7 +23,7 @@ from gputrain.engine.metrics import METRICS
 from gputrain.engine.run_folder import CONFIG, PLAN
 from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError, first_line
-from gputrain.kinds import kinds, present_name
+from gputrain.kinds import kinds
 from gputrain.report.metrics_file import LARGEST_STEP, MOST_ROWS, MetricsFile, MetricsTable, Points
 
 NOTES = "notes.md"  # What the user notes about a run.
@@ -174,7 +173,6 @@ class RunReader:
         self._metrics = MetricsFile(self._paths["metrics"], most_rows)
         self._signs: dict[str, Sign] = {}
         self._faults: dict[str, list[str]] = {part: [] for part in PARTS}
-        self._written_kind = ""
         self._news: tuple[object, object] | None = None  # The last line of the metrics, and the history.
         self._late_news = 0  # How often news came although the process had ended.
         self._settles_at: float | None = None  # When samples that have appeared are complete.
@@ -206,8 +204,6 @@ class RunReader:
             self._settles_at = None
         for part in changed:
             record.versions[part] += 1
-        if changed & {"settings", "metrics"}:
-            record.kind = _kind(self._written_kind, record.names)
         if changed & {"metrics", "history"} or self._news is None:
             self._note_news()
         record.notes = self._notes()
@@ -228,7 +224,8 @@ class RunReader:
                 record.metrics, record.is_read = self._metrics.table, self._metrics.is_whole
             elif part == "settings":
                 record.settings = _read_settings(path) if sign else {}
-                self._written_kind = str(record.settings.pop("kind", ""))
+                kind = str(record.settings.pop("kind", ""))
+                record.kind = kind if kind in kinds() else ""
             elif part == "plan":
                 record.plan = _read_mapping(path) if sign else {}
             elif part == "history":
@@ -371,14 +368,6 @@ def _skipped(damaged: int, name: str) -> str:
 def is_count(value: object) -> TypeGuard[int]:
     """Returns True for a number of steps."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_STEP
-
-
-def _kind(written: str, names: Sequence[str]) -> str:
-    """Returns the kind of a run; that of a run of an older version follows from the names of its metrics."""
-    if (kind := present_name(written)) in kinds():
-        return kind
-    signs = {one.metric: one.name for one in kinds().values() if one.metric}
-    return next((kind for sign, kind in signs.items() if sign in names), "")
 
 
 def _is_alive(start: Mapping[str, Any]) -> bool | None:

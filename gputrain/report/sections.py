@@ -120,7 +120,7 @@ class SheetFile:
 
 
 def layout_of(image: Image.Image) -> SheetLayout | None:
-    """Returns the layout that a sheet's file contains; None if it contains none, as those of older versions."""
+    """Returns the layout that a sheet's file contains; None if it contains none."""
     try:
         layout: Any = json.loads(image.info[LAYOUT_KEY])
         heads = [str(head) for head in layout["heads"]]
@@ -282,7 +282,7 @@ def _whole_picture(path: Path, alt: str, budget: MediaBudget) -> EmbeddedPicture
 
 
 def picture_grid(by_step: ByStep, budget: MediaBudget) -> PictureGrid | None:
-    """Returns sheets of several steps as a grid; None if they don't contain their layout, as those of older versions.
+    """Returns sheets of several steps as a grid; None if they don't contain a layout of two rows.
 
     The originals are those of the last sheet.
     """

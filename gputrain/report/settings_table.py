@@ -46,7 +46,7 @@ def settings_table(runs: Sequence[RunRecord]) -> SettingsTable:
     """Returns the settings of all runs, with the panels, help and defaults of the options of their kinds."""
     used = [kinds()[run.kind].train for run in runs if run.kind in kinds()]
     known = {name: leaf for cls in used for name, leaf in config.leaves(cls).items()}
-    defaults = {name: value for cls in used for name, value in config.completed(cls, {}).items()}
+    defaults = {name: value for cls in used for name, value in config.defaults(cls).items()}
     names = list(dict.fromkeys([*known, *(name for run in runs for name in run.settings)]))
     table = SettingsTable()
     for name in names:

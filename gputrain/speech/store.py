@@ -41,7 +41,7 @@ from gputrain.speech.text.frontend import RESERVED, Frontend
 from gputrain.speech.text.unicode_cleanup import PUNCTUATION
 from gputrain.speech.text.vocabulary import SPECIAL, Vocabulary
 from gputrain.speech.transcripts import similar_speakers
-from gputrain.stored import from_json, is_fingerprint
+from gputrain.stored import from_row, is_fingerprint, unreadable
 
 log = logging.getLogger(__name__)
 
@@ -64,15 +64,15 @@ class _Samples:
 
     first_sample: int
     samples: int
-    crc32: int | None
+    crc32: int
 
     @property
     def place(self) -> Place:
-        return Place(self.first_sample, self.samples, () if self.crc32 is None else (self.crc32,), self.samples)
+        return Place(self.first_sample, self.samples, (self.crc32,), self.samples)
 
     def at_place(self, first: int, sums: tuple[int, ...]) -> Any:
         values: Any = self
-        return replace(values, first_sample=first, crc32=sums[0] if sums else None)
+        return replace(values, first_sample=first, crc32=sums[0])
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Recording(_Samples):
     samples: int
     source_hz: int  # sampling rate of the source
     clipped_share: float  # share of the source's samples at full scale
-    crc32: int | None = None  # checksum of the samples; older stores have none
+    crc32: int = 0  # checksum of the samples, once they are in the store
     remark: str = ""  # What was unusual about its scale or channels, if anything.
     bandwidth_hz: float | None = None  # The recording holds nothing above it; None if it has the treble of its rate.
 
@@ -101,7 +101,7 @@ class SpeechClip(_Samples):
     text: str  # raw transcript
     normalized: str  # text after normalisation
     speaker: int  # index into the list of speakers
-    crc32: int | None = None  # checksum of the samples; older stores have none
+    crc32: int = 0  # checksum of the samples, once they are in the store
 
     @property
     def is_whole(self) -> bool:
@@ -151,7 +151,7 @@ class SpeechFormat:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "SpeechFormat":
         """Parses a format. Raises LookupError, TypeError, ValueError or UserError if it is invalid."""
-        kind = content.get("kind", "tts")  # Stores of earlier versions are those of voices.
+        kind = content["kind"]
         frontend = READERS[kind].from_json(content["frontend"])
         rate_hz, hop_size = int(content["sampling_rate"]), int(content["hop_size"])
         return cls(frontend, rate_hz, hop_size, tuple(content["speakers"]), kind)
@@ -193,7 +193,7 @@ class SpeechWriter(SoundWriter[Recording]):
         for clip in clips:
             whole = self.sounds[bisect_right(firsts, clip.first_sample) - 1]
             begin = clip.first_sample - whole.first_sample
-            if (begin, clip.samples) == (0, whole.samples) and whole.crc32 is not None:
+            if (begin, clip.samples) == (0, whole.samples):
                 yield replace(clip, crc32=whole.crc32)
                 continue
             if read is None or read[0] is not whole:
@@ -204,7 +204,7 @@ class SpeechWriter(SoundWriter[Recording]):
 def stored_kind(folder: Path) -> object:
     """Returns the kind of model that a folder's speech is prepared for; None if it holds no finished preparation."""
     content = _parsed(folder / TEXT) if (folder / TEXT).is_file() else None
-    return content.get("kind", "tts") if isinstance(content, dict) else None
+    return content.get("kind") if isinstance(content, dict) else None
 
 
 def _parsed(path: Path) -> Any:
@@ -225,12 +225,12 @@ class SpeechStore(SoundStore[SpeechClip]):
         check_finished(folder, (MANIFEST, TEXT), SOUNDS, *(wanted or ("tts", "asr")))
         formats, rows = read_rows(folder / TEXT, ()), read_rows(folder / MANIFEST, ())
         try:
-            store = cls(folder, SpeechFormat.from_json(formats[0]), [from_json(SpeechClip, row) for row in rows])
+            store = cls(folder, SpeechFormat.from_json(formats[0]), [from_row(SpeechClip, row) for row in rows])
             whole = all(clip.is_whole for clip in store.clips) and store.format.is_whole
         except (LookupError, TypeError, ValueError, UserError):
             whole = False
         if not whole:
-            raise UserError(f"{folder}: its {MANIFEST} or {TEXT} is damaged", hint=PREPARE_AGAIN)
+            raise unreadable(folder, PREPARE_AGAIN, f"its {MANIFEST} or {TEXT} is damaged")
         speakers = max((clip.speaker for clip in store.clips), default=-1) + 1
         missing = any(bytes_in(folder / file.name) < end_of(store.clips) * file.bytes_per_unit for file in FILES)
         if missing or speakers > len(store.format.speakers):

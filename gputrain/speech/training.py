@@ -79,7 +79,7 @@ class SpeechTraining(TrainingData[S]):
 
     def begin(self, settings: S, run: Run, runtime: Runtime) -> S:
         run.facts = self.facts(run)
-        before: dict[str, Any] = run.resumed.get("facts", {}) if run.resumed else {}
+        before: dict[str, Any] = run.resumed["facts"] if run.resumed else {}
         changed = [name for name in self.fixed_facts if name in before and before[name] != run.facts[name]]
         if changed:
             raise UserError(

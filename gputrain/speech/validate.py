@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gputrain.audio.prepare import lacking_treble, rate_for, remarks_on
-from gputrain.audio.store import WAVES, Wave
+from gputrain.audio.store import PREPARE_AGAIN, WAVES, Wave
 from gputrain.engine.data import Progress, no_progress, read_rows
 from gputrain.engine.preparation import (
     DataReport,
@@ -38,6 +38,7 @@ from gputrain.speech.store import SOUNDS, TEXT, Recording, SpeechClip, SpeechFor
 from gputrain.speech.text.frontend import RESERVED, shortened
 from gputrain.speech.text.vocabulary import Vocabulary
 from gputrain.speech.text_checks import RARE, SuspiciousText
+from gputrain.stored import from_row, unreadable
 
 SECONDS = (0, 1, 2, 3, 4, 6, 8, 10, 15, 20)  # lower edges of the histogram's bins
 FEW_HOURS = 1.0
@@ -223,12 +224,14 @@ def _in_store(folder: Path, kind: SpeechKind) -> _Held:
     store = SpeechStore.open(folder)
     check_kind(store, kind)
     used = {clip.fingerprint for clip in store.clips}
-    sounds = read_rows(folder / SOUNDS, ())[1:]
-    rows = {row.get("fingerprint"): row.get("source_hz", 0) for row in sounds}
-    notes = remarks_on((str(row.get("path")), str(row.get("remark", ""))) for row in sounds)
-    rates = dict(Counter(rate_hz for content, rate_hz in rows.items() if content in used))
-    narrow = {str(row.get("path")): float(row["bandwidth_hz"]) for row in sounds if "bandwidth_hz" in row}
-    starts = sorted(int(row.get("first_sample", 0)) for row in sounds) or [0]
+    try:
+        sounds = [from_row(Recording, row) for row in read_rows(folder / SOUNDS, ())[1:]]
+    except ValueError:
+        raise unreadable(folder / SOUNDS, PREPARE_AGAIN) from None
+    notes = remarks_on((one.path, one.remark) for one in sounds)
+    rates = dict(Counter(one.source_hz for one in sounds if one.fingerprint in used))
+    narrow = {one.path: one.bandwidth_hz for one in sounds if one.bandwidth_hz is not None}
+    starts = sorted(one.first_sample for one in sounds) or [0]
     return _Held(store.format, store.clips, rates, read_quarantine(folder), notes=notes, narrow=narrow, starts=starts)
 
 

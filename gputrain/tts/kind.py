@@ -138,8 +138,6 @@ KIND = kinds.ModelKind(
     hub=kinds.HubCard("piper", "text-to-speech", "VITS voice"),
     profiles=Path(__file__).parent / "profiles",
     translate=coqui.translate_coqui,
-    former_names=("voice",),
     keys=frozenset({"data_dir"}),
-    metric="loss/generator/duration",
     packages=("scipy", "skimage", "soundfile"),
 )  # fmt: skip

@@ -280,14 +280,6 @@ def reads_digits(frontend: Frontend, normalized: str) -> bool:
 
 
 @torch.no_grad()
-def synthesise_sentence(
-    voice: Voice, ids: list[int], sampling: SpeakingOptions, random: torch.Generator, speaker: int = 0
-) -> Tensor:
-    """Returns the wave (T,) of ids, in fp32 on the CPU. Noise is drawn on the CPU, so it is the same on all devices."""
-    return torch.cat(list(sentence_chunks(voice, ids, sampling, random, speaker)))
-
-
-@torch.no_grad()
 def sentence_chunks(
     voice: Voice, ids: list[int], sampling: SpeakingOptions, random: torch.Generator, speaker: int = 0, *,
     frames: int = CHUNK_FRAMES,

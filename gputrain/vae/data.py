@@ -27,7 +27,7 @@ from gputrain.engine.sources import open_source
 from gputrain.errors import UserError
 from gputrain.hw.probe import usable_cores
 from gputrain.kinds import prepared_for, refuse_other_data
-from gputrain.stored import is_fingerprint
+from gputrain.stored import is_fingerprint, unreadable
 from gputrain.vae.config import PictureLimits
 from gputrain.vae.pictures import (
     JOURNAL,
@@ -132,7 +132,7 @@ def _pictures_in(folder: Path) -> tuple[list[Picture], list[RefusedItem]]:
     if is_prepared(folder):
         rows = read_rows(folder / MANIFEST, ("path", "width", "height", "bytes", "fingerprint"))
         if not all(map(_is_whole, rows)):
-            raise UserError(f"{folder / MANIFEST}: damaged", hint="run gputrain prepare-data again to rebuild it")
+            raise unreadable(folder / MANIFEST, "run gputrain prepare-data again to rebuild it")
         found = _in_threads(partial(_from_manifest, folder), rows)
     elif (folder / JOURNAL).is_file():
         raise UserError(f"{folder}: its preparation was not finished", hint="run gputrain prepare-data again")

@@ -22,7 +22,7 @@ from gputrain.vae.diffusers_folder import CONFIG, WEIGHTS, export_and_verify
 from gputrain.vae.evaluate import readable_crops, reconstruction_figures
 from gputrain.vae.latents import LatentScaling, LatentSource, nearest_family
 from gputrain.vae.model import AutoencoderKL
-from gputrain.vae.pretrained import LoadedVae, Pretrained, load_model, source_of_run
+from gputrain.vae.pretrained import LoadedVae, Pretrained, load_model
 from gputrain.vae.tiny import DistilledAutoencoder, export_tiny
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def export_vae(
     if isinstance(loaded.model, DistilledAutoencoder):
         return export_tiny_decoder(loaded, loaded.model, output_dir, data_path, progress)
     assert isinstance(loaded.model, AutoencoderKL)
-    source = source_of_run(loaded)
+    source = loaded.latents
     kept = source.scaling if source and not source.encoder_trained else None
     figures: dict[str, object] = {}
     if kept and source:

@@ -203,8 +203,6 @@ KIND = kinds.ModelKind(
     demo=kinds.DemoSteps("photographs", cut_photographs, demo_commands, demo_results),
     hub=kinds.HubCard("diffusers", "image-to-image", "image autoencoder"),
     profiles=Path(__file__).parent / "profiles",
-    former_names=("images",),
-    metric="speed/images_per_second",
     # What a CPU trains in hours instead of weeks: 13 M parameters on crops of 128 pixels.
     small=("--preset", "fast", "--image-size", "128", "--batch-size", "8"),
 )  # fmt: skip

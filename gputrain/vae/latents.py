@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gputrain.errors import UserError
-from gputrain.stored import converted, from_json
+from gputrain.stored import TRAIN_AGAIN, converted, from_json, from_row, unreadable
 from gputrain.vae.architecture import PATCH
 
 FACT = "latents"  # Key in the facts of a checkpoint.
@@ -183,8 +183,8 @@ class LatentSource:
 
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any], path: Path) -> "LatentSource | None":
-        """Returns the source in the facts of a checkpoint; None if there is none, as in those of earlier versions."""
+        """Returns the source in the facts of a checkpoint; None if there is none, as of a run from scratch."""
         try:
-            return from_json(cls, facts[FACT], FACT) if FACT in facts else None
-        except ValueError as error:
-            raise UserError(f"{path}: damaged: {error}", hint="use another checkpoint of the run") from None
+            return from_row(cls, facts[FACT]) if FACT in facts else None
+        except ValueError:
+            raise unreadable(path, TRAIN_AGAIN) from None

@@ -56,6 +56,7 @@ from gputrain.engine.preparation import (
 )
 from gputrain.errors import UserError
 from gputrain.fetch.files import sha256
+from gputrain.stored import unreadable
 from gputrain.vae.config import PictureFormat, PictureLimits, VaePrepareConfig
 from gputrain.vae.data import is_prepared
 from gputrain.vae.pictures import (
@@ -222,11 +223,7 @@ class PictureJob:
 
 def recipe_of(config: VaePrepareConfig) -> JournalRow:
     """Returns the settings on which a prepared picture depends."""
-    recipe = {**vars(config), "max_pixels": config.max_pixels}
-    del recipe["max_megapixels"]  # Journals have held the limit in pixels from the first version on.
-    if config.image_channels == VaePrepareConfig.image_channels:  # The first journals had no other.
-        del recipe["image_channels"]
-    return recipe
+    return dict(vars(config))
 
 
 def check_output(output_dir: Path, config: VaePrepareConfig, *, overwrite: bool, origin: str) -> None:
@@ -251,15 +248,11 @@ def check_output(output_dir: Path, config: VaePrepareConfig, *, overwrite: bool,
 
 def check_recipe(journal: Journal, recipe: JournalRow) -> None:
     """Raises UserError if the folder has pictures of other settings, which would be replaced."""
-    default = vars(VaePrepareConfig())
     for row in journal.rows:
         before = row.get("recipe", {}) if "path" in row else recipe
-        was = [
-            f"{name} {before.get(name, default[name])}, not {recipe.get(name, default[name])}"
-            for name in LOOKS
-            if before.get(name) != recipe.get(name)
-        ]
-        if was:
+        if before.keys() != recipe.keys():
+            raise unreadable(journal.path, "prepare the pictures again, into another folder: --output-dir NEW_FOLDER")
+        if was := [f"{name} {before[name]}, not {recipe[name]}" for name in LOOKS if before[name] != recipe[name]]:
             raise UserError(
                 f"{journal.path.parent}: its pictures were prepared with other settings: {'; '.join(was)}",
                 hint="choose another --output-dir; --overwrite replaces these pictures",

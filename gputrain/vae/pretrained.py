@@ -90,7 +90,7 @@ def load_model(path: Path, device: torch.device) -> LoadedVae:
     settings = checkpoint.saved_settings(TrainVae, content, source)
     model = autoencoder_class(settings)(settings.architecture)
     load_trained(model, content, "autoencoder", str(source))
-    latents = LatentSource.of_facts(content.get("facts", {}), source)
+    latents = LatentSource.of_facts(content["facts"], source)
     return LoadedVae(_ready(model, device), settings, content["progress"]["step"], latents)
 
 
@@ -181,7 +181,7 @@ def _read_run(path: Path) -> Pretrained:
     """A run that kept the encoder of its own source has the factors of that source."""
     loaded = load_model(path, torch.device("cpu"))
     assert isinstance(loaded.model, AutoencoderKL)
-    latents, settings = source_of_run(loaded), loaded.settings
+    latents, settings = loaded.latents, loaded.settings
     if settings is not None and (latents is None or latents.encoder_trained):
         data = settings.data
         pictures = TrainedPictures(list(map(str, data.data_path)), data.image_size, data.held_out_share)
@@ -189,21 +189,6 @@ def _read_run(path: Path) -> Pretrained:
     return Pretrained(
         _in_fp32(loaded.model.state_dict()), loaded.model.architecture, latents or LatentSource(str(path))
     )
-
-
-def source_of_run(loaded: LoadedVae) -> LatentSource | None:
-    """Returns what a run began with; None if that was no pretrained model. Of a run of an earlier version, whose
-    checkpoints do not say it, the pretrained model is read again, as long as it is in its place."""
-    settings = loaded.settings
-    if loaded.latents or settings is None or settings.model.init_from is None:
-        return loaded.latents
-    path = settings.model.init_from
-    try:
-        found = read_pretrained(path, settings.architecture.norm_num_groups).latents
-    except UserError as error:
-        log.warning("%s: the factors of its latents are not known: %s", path, error)
-        found = LatentSource(str(path), published=True)
-    return dataclasses.replace(found, encoder_trained=settings.model.train_part == "all")
 
 
 def _read_file(path: Path, norm_num_groups: int) -> Pretrained:

@@ -179,9 +179,9 @@ class VaeData(TrainingData[TrainVae]):
         return digests(training=list(map(facts, pictures.train)), held_out=list(map(facts, pictures.held_out)))
 
     def begin(self, settings: TrainVae, run: Run, runtime: Runtime) -> TrainVae:
-        check_same(run, "image_channels", settings.data.image_channels, 3)
-        check_same(run, "train_part", settings.model.train_part, "all")
-        run.facts |= run.resumed.get("facts", {}) if run.resumed else {}
+        check_same(run, "image_channels", settings.data.image_channels)
+        check_same(run, "train_part", settings.model.train_part)
+        run.facts |= run.resumed["facts"] if run.resumed else {}
         log_training(settings, runtime, self.pictures)
         if settings.losses.uses_lpips:  # What is missing is said before the training is planned.
             named_files(settings.losses.lpips_weights, PUBLISHED_FILES)
@@ -283,10 +283,9 @@ def check_decoder(pretrained: Pretrained, model: Model) -> None:
         )
 
 
-def check_same(run: Run, name: str, value: object, formerly: object) -> None:
-    """Raises UserError if a resumed run would have another value of an option that its weights depend on. `formerly` is
-    that of runs of earlier versions, which do not have the option."""
-    before = run.resumed["config"].get(name, formerly) if run.resumed else value
+def check_same(run: Run, name: str, value: object) -> None:
+    """Raises UserError if a resumed run would have another value of an option that its weights depend on."""
+    before = run.resumed["config"].get(name) if run.resumed else value
     if before != value:
         raise UserError(
             f"the checkpoint was trained with {name} {before}, and this run has {value}",

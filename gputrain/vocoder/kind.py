@@ -225,6 +225,5 @@ KIND = kinds.ModelKind(
     translate_data=partial(openvpi.translate, of="prepare"),
     keys=frozenset({"crop_mel_frames", "upsample_rates"}),
     checkpoint_suffix=".ckpt",
-    metric="speed/crops_per_second",
     packages=("skimage", "soundfile"),
 )  # fmt: skip

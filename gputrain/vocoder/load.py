@@ -210,7 +210,7 @@ def is_ours(path: Path) -> bool:
 
 def _read_run(path: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     _, content = checkpoint.find_named(path, "vocoder", ["generator", "discriminators"])
-    return trained_weights(content, "generator"), _grouped(content["modules"].get("discriminators", {}))
+    return trained_weights(content, "generator"), _grouped(content["modules"]["discriminators"])
 
 
 def _read_openvpi(path: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:

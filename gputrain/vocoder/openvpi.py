@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gputrain.audio.config import Sound
-from gputrain.config import convert, leaves, read_file, retired, switches, unknown_key
+from gputrain.config import convert, leaves, read_file, switches, unknown_key
 from gputrain.errors import UserError
 from gputrain.translation import (
     BOTH,
@@ -32,7 +32,7 @@ from gputrain.vocoder.config import PlanVocoder
 PAGE = Path(__file__).parents[2] / "docs" / "vocoder_keys.md"
 PROFILES = Path(__file__).parent / "profiles"
 
-TRAINING, RETIRED, SWITCHES = leaves(PlanVocoder), retired(PlanVocoder), switches(PlanVocoder)
+TRAINING, SWITCHES = leaves(PlanVocoder), switches(PlanVocoder)
 PREPARATION = {**leaves(Sound), "num_workers": TRAINING["num_workers"]}
 # Our options, by all their names.
 OURS = {
@@ -96,7 +96,7 @@ def _own(name: str, value: object, of: Command) -> dict[str, object]:
     if name in OURS[of]:
         leaf = OURS[of][name]
         return {leaf.name: convert(leaf, value, name=name)}
-    if name in SWITCHES.leave or name in RETIRED:
+    if name in SWITCHES.leave:
         return {name: value} if of == "train" else {}  # They are checked with our other keys.
     if name in OURS["train"] or name in OURS["prepare"]:
         return {}

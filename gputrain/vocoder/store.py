@@ -43,7 +43,7 @@ from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, Sample, Split, item_r
 from gputrain.engine.mixture import FolderItems, GivenFolders, Mixture, data_folders, split_folders
 from gputrain.errors import UserError
 from gputrain.kinds import prepared_for
-from gputrain.stored import from_json, is_fingerprint
+from gputrain.stored import from_row, is_fingerprint, unreadable
 
 JOURNAL = "journal.jsonl"
 CHECKED_FRAMES = 128  # Frames per checksum.
@@ -60,7 +60,7 @@ class VocoderClip:
     first_frame: int
     frames: int
     samples: int  # Samples of sound; the last frame is padded with silence.
-    checksums: tuple[int, ...] = ()  # CRC-32 of every CHECKED_FRAMES frames; older stores have none.
+    checksums: tuple[int, ...] = ()  # CRC-32 of every CHECKED_FRAMES frames, once they are in the store.
 
     @property
     def place(self) -> Place:
@@ -123,11 +123,11 @@ class VocoderStore(SoundStore[VocoderClip]):
         check_finished(folder, names, JOURNAL, "vocoder")
         try:
             head, *rows = read_rows(path, ())
-            store = cls(folder, from_json(VocoderFormat, head), [from_json(VocoderClip, row) for row in rows])
+            store = cls(folder, from_row(VocoderFormat, head), [from_row(VocoderClip, row) for row in rows])
             if not store.is_whole:
                 raise ValueError
         except ValueError:
-            raise UserError(f"{path}: damaged", hint=PREPARE_AGAIN) from None
+            raise unreadable(path, PREPARE_AGAIN) from None
         if not store.clips:
             raise UserError(f"{folder}: a store without a clip", hint="see what gputrain prepare-data left out")
         for file in store.format.files:

@@ -197,7 +197,7 @@ def with_warmup(settings: TrainVocoder, run: Run, weights: Weights | None, items
     if settings.losses.discriminator_warmup_steps >= 0:
         return settings
     if run.resumed:
-        steps = max(0, run.resumed["config"].get("discriminator_warmup_steps", 0))
+        steps = run.resumed["config"]["discriminator_warmup_steps"]
     else:
         needs_some = weights and not weights.discriminators and not settings.losses.discriminator_start
         length = StepSchedule(settings.schedule, RunProgress(items=items)).last_step

@@ -15,8 +15,8 @@ from gputrain.asr import architecture
 from gputrain.asr.architecture import Adapters, preset_architecture
 from gputrain.asr.model import build_recogniser
 from gputrain.engine import checkpoint
-from gputrain.engine.checkpoint import FORMAT
 from gputrain.speech.text.vocabulary import Vocabulary
+from tests.toy import whole_checkpoint
 
 VOCABULARY = Vocabulary("en", ("<pad>", "<unk>", "|", *"'abcdefghijklmnopqrstuvwxyz"))
 SIZES: dict[str, Any] = {
@@ -155,5 +155,5 @@ def run_folder(
     }  # fmt: skip
     (folder / "config.yaml").write_text("kind: asr\n")
     modules = {"recogniser": tiny_model(vocabulary, seed, **changes).state_dict()}
-    checkpoint.save(folder, {"kind": "asr", "format": FORMAT, "facts": facts, "modules": modules, "config": {}})
+    checkpoint.save(folder, whole_checkpoint(kind="asr", facts=facts, modules=modules))
     return folder

@@ -22,6 +22,7 @@ from gputrain.vae.model import AutoencoderKL
 from gputrain.vocoder.config import TrainVocoder
 from tests.asr.models import run_folder as recogniser_run
 from tests.tables import each_row
+from tests.toy import whole_checkpoint
 from tests.training import train_vocoder
 from tests.tts import test_load as voices
 from tests.tts.voices import build, small
@@ -55,7 +56,7 @@ def vae_run(tmp_path_factory) -> Path:
     folder, settings = tmp_path_factory.mktemp("vae"), vae_settings()
     (folder / "config.yaml").write_text(config.to_yaml(settings))
     modules = {"autoencoder": AutoencoderKL(settings.architecture).state_dict()}
-    checkpoint.save(folder, {"kind": "vae", "config": config.flatten(settings), "modules": modules, "progress": {}})
+    checkpoint.save(folder, whole_checkpoint(kind="vae", config=config.flatten(settings), modules=modules))
     return folder
 
 

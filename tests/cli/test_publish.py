@@ -13,6 +13,7 @@ from gputrain.cli.publish import figures_at, model_card, push_to_hub
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError
 from gputrain.kinds import TrainedModel, kinds
+from tests.toy import whole_checkpoint
 
 ROWS = [
     {"step": 0, "eval/score": 9.0, "eval/psnr_db": 9.0},
@@ -34,7 +35,7 @@ def run(tmp_path):
 
 
 def save_at(run, step: int) -> None:
-    checkpoint.save(run, {"kind": "vae", "modules": {}, "progress": {"step": step}})
+    checkpoint.save(run, whole_checkpoint(kind="vae", step=step))
 
 
 def card_of(model, chosen: str = "auto") -> str:

@@ -16,11 +16,12 @@ import torch
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import BEST, LAST, PREVIOUS
 from tests.tables import slow
+from tests.toy import whole_checkpoint
 
 
 def content(step: int) -> dict:
     tensors = {f"layer.{number}": torch.full((3, 5), float(100 * step + number)) for number in range(4)}
-    return {"kind": "toy", "modules": {"g": tensors}, "progress": {"step": step}, "names": []}
+    return whole_checkpoint(step=step, modules={"g": tensors})
 
 
 def step_of(found) -> int:

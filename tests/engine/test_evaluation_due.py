@@ -122,16 +122,6 @@ def best_score(folder: Path) -> float:
     return best["best_score"]
 
 
-def test_a_checkpoint_of_an_earlier_version_has_no_evaluation_due(tmp_path):
-    train(tmp_path / "a", 1)
-    content = checkpoint.read(tmp_path / "a" / LAST, "toy")
-    del content["progress"]["evaluation_due"]
-    checkpoint.save(tmp_path / "a", content)
-    written = (tmp_path / "a" / LAST).stat().st_mtime_ns
-    train(tmp_path / "a", 1, resume_from="auto")
-    assert (tmp_path / "a" / LAST).stat().st_mtime_ns == written
-
-
 def test_a_stage_whose_evaluation_is_due_comes_before_the_next_one():
     ended = RunProgress(step=4, stage=0, stages=3, finished=True)
     due = RunProgress(step=4, stage=0, stages=3, finished=True, evaluation_due=True)

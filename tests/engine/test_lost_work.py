@@ -18,7 +18,7 @@ from gputrain.engine.schedule import RunProgress
 from gputrain.engine.state import TrainState
 from gputrain.errors import Stopped, UserError
 from tests.engine.test_run import assert_equal, poisoned_batches, schedule, steps_logged, trained
-from tests.toy import ToyRecipe, cpu_runtime, quiet, train_toy, weights
+from tests.toy import ToyRecipe, cpu_runtime, quiet, train_toy, weights, whole_checkpoint
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_is_begun_anew_by_auto(tmp_path, caplog):
@@ -100,7 +100,7 @@ def test_names_that_a_killed_run_did_not_come_to_give_are_given_on_resuming(tmp_
 
 
 def test_an_older_checkpoint_takes_no_name_from_what_came_after_it(tmp_path):
-    checkpoint.save(tmp_path, {"kind": "toy", "modules": {}})
+    checkpoint.save(tmp_path, whole_checkpoint())
     checkpoint.keep(tmp_path, "checkpoint_epoch_1.pt")
     (tmp_path / BEST).write_bytes(b"a better one")
     checkpoint.restore_names(

@@ -16,6 +16,7 @@ from gputrain.engine.preparation import (
     source_files,
     write_quarantine,
 )
+from gputrain.errors import UserError
 from tests.process import killed_at
 from tests.tables import each_row
 
@@ -122,9 +123,10 @@ def test_a_damaged_journal_is_known(tmp_path: Path, content: bytes, head: object
     assert (journal.head, journal.rows, journal.is_damaged) == (head, rows, True)
 
 
-def test_quarantines_of_earlier_versions_are_read(tmp_path: Path) -> None:
+def test_a_quarantine_is_read_back_and_one_of_other_fields_is_refused(tmp_path: Path) -> None:
     refused = [RefusedItem("a", "duplicate", "has the content of b", "b"), RefusedItem("c", "silent", "so")]
     write_quarantine(tmp_path, refused)
     assert read_quarantine(tmp_path) == refused
-    (tmp_path / "quarantine.jsonl").write_text('{"path": "a", "reason": "foreign symbols", "detail": "x"}\n')
-    assert read_quarantine(tmp_path) == [RefusedItem("a", "unknown symbols", "x")]
+    (tmp_path / "quarantine.jsonl").write_text('{"path": "a", "reason": "silent", "detail": "x"}\n')
+    with pytest.raises(UserError, match=r"quarantine\.jsonl: .*written by another version"):
+        read_quarantine(tmp_path)

@@ -61,15 +61,11 @@ def test_a_loss_scale_of_fp16_has_no_effect_in_other_precisions(tmp_path, dtype,
     assert resumed.abs().mean() > 0.1 * LEARNING_RATE
 
 
-@pytest.mark.parametrize("of_old_versions", [False, True])
-def test_fp16_starts_with_a_scale_of_its_own_after_another_precision(tmp_path, of_old_versions):
+def test_fp16_starts_with_a_scale_of_its_own_after_another_precision(tmp_path):
     in_bf16 = begin(tmp_path / "bf16", torch.bfloat16)
     make_steps(in_bf16, 0, 3)
     snapshot = in_bf16.snapshot()
     assert snapshot["loss_scales"] == {}
-    if of_old_versions:  # They saved a scale that never changed.
-        unused = {"scale": torch.tensor(1.0), "good_steps": torch.tensor(0)}
-        snapshot["loss_scales"] = {"discriminators": unused, "generator": unused}
     resumed = begin(tmp_path / "fp16", torch.float16)
     resumed.restore(snapshot)
     assert resumed.loss_scale("generator") == 65536.0
@@ -165,21 +161,25 @@ def test_changed_settings_are_told_once_old_and_new(tmp_path, caplog):
     assert "settings that differ" not in caplog.text
 
 
-def test_settings_of_older_versions_are_completed_by_the_defaults(tmp_path, caplog):
+@pytest.mark.parametrize("change", [
+    lambda content: content.pop("data"), lambda content: content.update(colour=7),
+    lambda content: content["progress"].pop("stages"), lambda content: content["progress"].update(colour=7),
+])  # fmt: skip
+def test_a_checkpoint_of_other_parts_is_refused(tmp_path, change):
     trained(tmp_path, 3)
     content = checkpoint.read(tmp_path / "checkpoint_last.pt", "toy")
-    del content["config"]["weight_decay"], content["data"]
-    content["config"]["of_another_version"] = 1
+    change(content)
     checkpoint.save(tmp_path, content)
-    trained(tmp_path, 3, resume_from="auto")
-    assert "differ from the checkpoint's" not in caplog.text
+    with pytest.raises(UserError, match="written by another version of gputrain") as refused:
+        trained(tmp_path, 3, resume_from="auto")
+    assert "train again" in refused.value.hint
 
 
 def test_changed_data_are_told(tmp_path, caplog):
     run = Run(tmp_path, quiet(tmp_path), {"seed": 0}, "")
     one, other = [("ab12", 64, 48), ("cd34", 64, 48)], [("cd34", 64, 48), ("ab12", 64, 48)]
     more = [("ab12", 64, 48)] * 3
-    run.resumed = {"data": digests(training=one, held_out=one)}
+    run.resumed = {"data": digests(training=one, held_out=one), "config": {"seed": 0}}
     for now in (digests(training=one, held_out=one), digests(training=other, held_out=more)):
         run.data, run.before = now, {"seed": 0}
         run.warn_of_changes()

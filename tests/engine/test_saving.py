@@ -23,7 +23,7 @@ from gputrain.engine.state import TrainState
 from gputrain.errors import Stopped
 from tests.comparison import assert_same
 from tests.engine.test_run import assert_equal, schedule, steps_logged, trained
-from tests.toy import ToyRecipe, batches, cpu_runtime, quiet, train_toy, weights
+from tests.toy import ToyRecipe, batches, cpu_runtime, quiet, train_toy, weights, whole_checkpoint
 
 CPU = torch.device("cpu")
 WRITE, SUBMIT, FINISH = checkpoint._write, Saver._submit, Saver._finish
@@ -283,11 +283,11 @@ def test_a_signal_during_a_write_leaves_a_complete_checkpoint(tmp_path, disk, si
 
 def test_nothing_is_written_where_there_is_no_room_and_both_numbers_are_named(tmp_path):
     """A tensor on the meta device has a size and takes no memory."""
-    checkpoint.save(tmp_path, {"kind": "toy"})
+    checkpoint.save(tmp_path, whole_checkpoint())
     before = (tmp_path / LAST).read_bytes()
     vast = torch.empty(10**15, dtype=torch.int8, device="meta")
     with pytest.raises(checkpoint.SaveFailed, match=r"it takes 1050000\.00 GB, and \d+\.\d\d GB are free") as caught:
-        checkpoint.save(tmp_path, {"kind": "toy", "modules": {"g": vast}})
+        checkpoint.save(tmp_path, whole_checkpoint(modules={"g": vast}))
     assert "--keep-checkpoints" in caught.value.hint
     assert (tmp_path / LAST).read_bytes() == before
     assert not (tmp_path / PREVIOUS).exists()
@@ -296,7 +296,7 @@ def test_nothing_is_written_where_there_is_no_room_and_both_numbers_are_named(tm
 def test_a_checkpoint_that_the_disk_changes_replaces_none(tmp_path, monkeypatch):
     """The disk flips a bit of what it was given. The checkpoint and the one before it stay."""
     for step in (1, 2):
-        checkpoint.save(tmp_path, {"kind": "toy", "modules": {}, "progress": {"step": step}})
+        checkpoint.save(tmp_path, whole_checkpoint(step=step))
     sync = os.fsync
 
     def flipping(handle: int) -> None:
@@ -310,7 +310,7 @@ def test_a_checkpoint_that_the_disk_changes_replaces_none(tmp_path, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", flipping)
         with pytest.raises(checkpoint.SaveFailed, match="what the disk holds differs from what was written") as caught:
-            checkpoint.save(tmp_path, {"kind": "toy", "modules": {}, "progress": {"step": 3}})
+            checkpoint.save(tmp_path, whole_checkpoint(step=3))
     assert caught.value.hint == "see to the disk"
     steps = [checkpoint.read(tmp_path / name, "toy")["progress"]["step"] for name in (LAST, PREVIOUS)]
     assert steps == [2, 1]

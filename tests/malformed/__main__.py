@@ -28,7 +28,7 @@ def cell(text: str, most: int = 160) -> str:
 
 
 rows, wrong = [], []
-with small_presets(duration_layers=3):  # The files of the previous version have voices with three of them.
+with small_presets():
     for case in CASES:
         if sys.argv[1:] and not any(word in case.title for word in sys.argv[1:]):
             continue

@@ -1,12 +1,10 @@
 """Malformed configurations, stores, checkpoints and plan files: the command ends with 2 and names the file."""
 
-import functools
 import io
 import json
 import os
 import pickle
 import shutil
-import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +12,10 @@ from typing import Any
 
 import torch
 
-from gputrain.engine import checkpoint as engine_checkpoint
-from gputrain.kinds import present_name
 from tests.malformed.case import RAN, Case
 from tests.malformed.media import flipped, picture_bytes
+from tests.small_runs import small_run
 
-RUNS = Path(__file__).parents[1] / "data" / "previous_version"
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join(8 * [f'*a{n - 1}'])}]\n" for n in range(1, 12)
 )
@@ -206,9 +202,9 @@ STORES: dict[str, dict[str, Callable[[Path], Path]]] = {
 
 def store(kind: str, damage: Callable[[Path], Path]) -> Callable[[Path], tuple[list[object], Path]]:
     def make(folder: Path) -> tuple[list[object], Path]:
-        shutil.copytree(RUNS / kind / "data", folder / "data")
+        shutil.copytree(small_run(kind) / "data", folder / "data")
         path = damage(folder / "data")
-        words = train(kind, folder, "--config", RUNS / kind / "run" / "config.yaml", "--max-steps", 2)
+        words = train(kind, folder, "--config", small_run(kind) / "run" / "config.yaml", "--max-steps", 2)
         return words, path
 
     return make
@@ -239,12 +235,9 @@ def zip_bomb() -> bytes:
     return file.getvalue()
 
 
-@functools.cache
 def intact(kind: str) -> bytes:
-    """Returns a checkpoint as this version writes it, with a checksum."""
-    content = torch.load(RUNS / kind / "run" / "checkpoint_last.pt", weights_only=True)
-    with tempfile.TemporaryDirectory() as folder:
-        return engine_checkpoint.save(Path(folder), {**content, "kind": present_name(content["kind"])}).read_bytes()
+    """Returns an intact checkpoint."""
+    return (small_run(kind) / "run" / "checkpoint_last.pt").read_bytes()
 
 
 def with_weight(kind: str, value: float) -> bytes:
@@ -323,9 +316,9 @@ def at_place(place: Callable[[Path], object], use: str) -> Callable[[Path], tupl
 
 def words_of(use: str, path: Path, folder: Path) -> list[object]:
     """Returns a command that reads a checkpoint of a VAE."""
-    data = RUNS / "vae" / "data"
+    data = small_run("vae") / "data"
     if use == "resume":
-        words = ("--config", RUNS / "vae" / "run" / "config.yaml", "--max-steps", 3)
+        words = ("--config", small_run("vae") / "run" / "config.yaml", "--max-steps", 3)
         return train("vae", folder, *words, "--resume-from", path, data=data)
     if use == "evaluate":
         return ["evaluate", "--model", path, "--data-path", data, "--device", "cpu"]
@@ -341,12 +334,12 @@ def damaged_run(change: Callable[[bytes], bytes]) -> Callable[[Path], tuple[list
     """Returns a `make` of a run whose newest checkpoint is damaged and whose previous one is intact."""
 
     def make(folder: Path) -> tuple[list[object], Path]:
-        shutil.copytree(RUNS / "vae" / "run", folder / "out")
+        shutil.copytree(small_run("vae") / "run", folder / "out")
         last = folder / "out" / "checkpoint_last.pt"
         shutil.copyfile(last, folder / "out" / "checkpoint_previous.pt")
         last.write_bytes(change(last.read_bytes()))
-        words = ("--config", RUNS / "vae" / "run" / "config.yaml", "--max-steps", 2)
-        return train("vae", folder, *words, "--resume-from", "auto", data=RUNS / "vae" / "data"), last
+        words = ("--config", small_run("vae") / "run" / "config.yaml", "--max-steps", 2)
+        return train("vae", folder, *words, "--resume-from", "auto", data=small_run("vae") / "data"), last
 
     return make
 
@@ -367,7 +360,7 @@ def nonfinite(kind: str, value: float) -> Callable[[Path], tuple[list[object], P
                 "--device",
                 "cpu",
             ], path
-        data = RUNS / kind / "data"
+        data = small_run(kind) / "data"
         return ["evaluate", "--model", path, "--data-path", data, "--device", "cpu"], path
 
     return make
@@ -394,13 +387,13 @@ def plan(content: str | bytes | Callable[[dict[str, Any]], object]) -> Callable[
     def make(folder: Path) -> tuple[list[object], Path]:
         path = folder / "plan.json"
         if callable(content):
-            whole = json.loads((RUNS / "vae" / "run" / "plan.json").read_text())
+            whole = json.loads((small_run("vae") / "run" / "plan.json").read_text())
             content(whole)
             path.write_text(json.dumps(whole))
         else:
             path.write_bytes(content.encode() if isinstance(content, str) else content)
-        words = ("--config", RUNS / "vae" / "run" / "config.yaml", "--max-steps", 2, "--plan-file", path)
-        return train("vae", folder, *words, data=RUNS / "vae" / "data"), path
+        words = ("--config", small_run("vae") / "run" / "config.yaml", "--max-steps", 2, "--plan-file", path)
+        return train("vae", folder, *words, data=small_run("vae") / "data"), path
 
     return make
 

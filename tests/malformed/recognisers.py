@@ -14,8 +14,9 @@ from gputrain.engine import checkpoint as engine_checkpoint
 from tests.asr.models import run_folder, transformers_folder
 from tests.asr.stores import spelled_clips, write_store
 from tests.malformed.case import Case
-from tests.malformed.files import RUNS, field, rewritten, to_bytes, without
+from tests.malformed.files import field, rewritten, to_bytes, without
 from tests.malformed.media import flipped, sound_bytes, wav
+from tests.small_runs import small_run
 
 Made = tuple[list[object], Path]
 Damage = Callable[[Path], Path]
@@ -172,7 +173,7 @@ MODELS: dict[str, tuple[str, Damage, str]] = {
     "weights cut off": ("transformers", shrunk("model.safetensors"), ""),
     "weights of zeros and ones": ("transformers", written("model.safetensors", bytes(range(256)) * 9), ""),
     "a checkpoint of a VAE": (
-        "nothing", lambda place: shutil.copyfile(RUNS / "vae/run/checkpoint_last.pt", place / "checkpoint_last.pt"), "",
+        "nothing", lambda place: shutil.copy(small_run("vae") / "run" / "checkpoint_last.pt", place), "",
     ),
     "a checkpoint cut off": ("run", to_bytes("checkpoint_last.pt", lambda content: content[:-9000]), ""),
     "a checkpoint with a flipped bit": ("run", to_bytes("checkpoint_last.pt", flipped), ""),

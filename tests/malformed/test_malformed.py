@@ -11,7 +11,7 @@ CASES = [*media.cases(), *files.cases(), *recognisers.cases()]
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_voice():
-    with small_presets(duration_layers=3):  # The files of the previous version have voices with three of them.
+    with small_presets():
         yield
 
 

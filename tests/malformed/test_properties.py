@@ -33,8 +33,9 @@ from gputrain.vocoder.openvpi import translate
 from gputrain.vocoder.store import VocoderStore
 from tests.command import gputrain_here
 from tests.comparison import differing
-from tests.malformed.files import RUNS, intact
+from tests.malformed.files import intact
 from tests.malformed.media import GOOD, ROW, SOUNDS, picture_bytes, sound_bytes
+from tests.small_runs import small_run
 from tests.tables import slow
 
 EXAMPLES, MANY_EXAMPLES = 25, 2000  # For each test; the second with `-m slow`.
@@ -104,7 +105,7 @@ def only_user_errors(function: Callable[[], Any]) -> Any:
 @often
 @pytest.mark.parametrize("kind", TRANSLATIONS)
 def test_configurations(kind, examples):
-    flat = (RUNS / kind.kind / "run" / "config.yaml").read_bytes()
+    flat = (small_run(kind.kind) / "run" / "config.yaml").read_bytes()
 
     @bounded(examples)
     @given(EDITS, st.sampled_from(["c.yaml", "c.json"]))
@@ -190,7 +191,7 @@ def test_sounds(name, examples):
 
 @often
 def test_plan_files(examples):
-    good = (RUNS / "vae" / "run" / "plan.json").read_bytes()
+    good = (small_run("vae") / "run" / "plan.json").read_bytes()
 
     @bounded(examples)
     @given(EDITS)
@@ -212,7 +213,7 @@ def test_prepared_data(kind, examples):
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "data")
-        shutil.copytree(RUNS / kind / "data", folder)
+        shutil.copytree(small_run(kind) / "data", folder)
         path = folder / "manifest.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         keys = sorted({key for row in rows for key in row})

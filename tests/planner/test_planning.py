@@ -91,13 +91,6 @@ def test_a_plan_file_comes_back_as_it_was(tmp_path):
     assert all(setting["reason"] for setting in content["settings"].values())
 
 
-def test_a_plan_file_of_an_older_version_is_opened(tmp_path):
-    """It has what a child process measured before the training, and no margin."""
-    probe = {"items": 1, "checkpointing": False, "allocated_gb": 9.0, "reserved_gb": 9.5, "budget_gb": 20, "fits": True}
-    prediction = {"predicted_peak_gb": 9.0, "calibration": {"probes": [probe], "seconds": 3.5}}
-    PlanFile(plan_of(), {"autoencoder": 4}, prediction, {"peak_gb": 1.5}).save(tmp_path / "plan.json")
-    found = PlanFile.load(tmp_path / "plan.json")
-    assert (found.micro_batch, found.prediction) == ({"autoencoder": 4}, prediction)
 
 
 def test_a_dry_run_finds_what_does_not_fit_and_leaves_no_trace(tmp_path):
@@ -162,7 +155,7 @@ def test_what_does_not_fit_says_by_how_much():
 
 @pytest.mark.parametrize("text", ["", '{"device": {"value": "cpu", "reason": "x"}}'])
 def test_a_plan_that_cannot_be_read_ends_no_run(tmp_path, text):
-    """If it is damaged or of an older version, the run is planned again."""
+    """The run is planned again."""
     train_toy(ToyRecipe(schedule(max_steps=2)), quiet(tmp_path))
     (tmp_path / "plan.json").write_text(text)
     train_toy(ToyRecipe(schedule(max_steps=4)), quiet(tmp_path, resume_from="auto"))

@@ -1,4 +1,4 @@
-"""Reading run folders: whole, damaged, unfinished, of earlier versions, and very long ones."""
+"""Reading run folders: whole, damaged, unfinished, and very long ones."""
 
 import json
 import os
@@ -15,11 +15,9 @@ from gputrain.errors import UserError
 from gputrain.report import records
 from gputrain.report.metrics_file import MetricsTable
 from gputrain.report.records import RunReader, RunRecord, RunStatus, read_run
-from tests.report.runs import KINDS, end_row, make_run, metric_rows, start_row, time_now, write_rows
+from tests.report.runs import end_row, make_run, metric_rows, start_row, time_now, write_rows
 from tests.tables import each_row
 from tests.waiting import has_ended, wait_until
-
-PREVIOUS = Path(__file__).parents[1] / "data" / "previous_version"
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +36,11 @@ def test_a_whole_run(run):
     assert record.status == RunStatus("finished")
 
 
-@pytest.mark.parametrize("kind", KINDS[:3])
-def test_a_run_of_an_earlier_version(kind):
-    record = read_run(PREVIOUS / kind / "run")
-    assert record.kind == kind
-    assert record.last_step == 2
-    assert record.status.state == "unknown"
-    assert "history.jsonl" in record.status.detail
+def test_a_run_without_a_history(tmp_path):
+    folder = make_run(tmp_path / "run", "vae")
+    (folder / "history.jsonl").unlink()
+    status = read_run(folder).status
+    assert (status.state, "history.jsonl" in status.detail) == ("unknown", True)
 
 
 def test_folders_without_a_run_are_refused(tmp_path):

@@ -33,7 +33,6 @@ from tests.command import gputrain_here
 from tests.report.runs import KINDS, PLAN, end_row, make_run, metric_rows, start_row, write_rows
 from tests.tables import each_row
 
-PREVIOUS = Path(__file__).parents[1] / "data" / "previous_version"
 VOID = {"meta", "link", "img", "input", "br"}
 
 
@@ -149,12 +148,6 @@ def test_charts_that_are_left_out_are_counted(tmp_path):
     page = page_of(tmp_path)
     assert "Training losses: the first 60 of 1,070" in page.text
     assert len([figure for figure in page.all("figure") if "data-chart" in figure]) == 60
-
-
-def test_several_kinds_and_runs_of_earlier_versions_are_in_one_report(runs):
-    page = page_of(*runs.values(), *(PREVIOUS / kind / "run" for kind in ("vae", "vocoder", "tts")))
-    assert "end unknown" in page.text
-    assert "7 runs compared" in page.text
 
 
 def test_names_are_escaped(tmp_path):

@@ -149,7 +149,7 @@ def test_buckets_keep_their_limits_at_every_speed_and_follow_seed_epoch_and_plac
     assert np.array_equal(held_out.wave_BT[0, : clips[0].samples].numpy(), speech.store.wave(clips[0]))
 
 
-def test_without_augmentation_the_order_of_the_clips_is_the_former_one(store):
+def test_another_speed_leaves_the_size_of_a_batch(store):
     _, plain = opened(store)
     _, faster = opened(store, speed_change=0.1)
     assert plain.augment is None

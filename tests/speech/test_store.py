@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gputrain.audio.store import WAVES
-from gputrain.engine.data import MANIFEST, description_of
+from gputrain.engine.data import MANIFEST
 from gputrain.errors import UserError
 from gputrain.speech.store import (
     SOUNDS,
@@ -119,12 +119,3 @@ def test_a_store_from_before_the_checksums_is_read_and_gets_them(folder):
 
 def test_the_last_frame_may_be_short():
     assert [frame_count(samples, 256) for samples in (1, 255, 256, 257, 512)] == [1, 1, 1, 2, 2]
-
-
-def test_descriptions_of_clips_are_those_of_earlier_checkpoints():
-    """Checkpoints have digests of these descriptions, to report data that differ."""
-    clip = SpeechClip("a.wav", "00", 0, 7, "A.", "a.", 0)
-    assert description_of(clip) == (
-        "Clip(path='a.wav', fingerprint='00', first_sample=0, samples=7, text='A.', normalized='a.', "
-        "speaker=0, crc32=None)"
-    )

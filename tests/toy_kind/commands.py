@@ -27,7 +27,7 @@ def main(folder: Path) -> None:
     for words in (
         ["--help"],
         ["validate", "--kind", "curve", "--input-dir", tables],
-        ["prepare-data", "--kind", "line", "--input-dir", tables, "--output-dir", data, "--decimals", 4],
+        ["prepare-data", "--kind", "curve", "--input-dir", tables, "--output-dir", data, "--decimals", 4],
         ["train-curve", *train],
         ["train-curve", "--config", run / "config.yaml", "--resume-from", "auto", "--num-epochs", 44],
         ["plan", "train-curve", "--gpu", "t4", "--json"],

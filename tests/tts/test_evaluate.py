@@ -34,6 +34,7 @@ from gputrain.tts.reading import Text, clip_seed, encode_recordings, eval_mode, 
 from tests.command import ProgressSeen
 from tests.speech.speech import RATE_HZ, hum
 from tests.tables import each_row
+from tests.toy import whole_checkpoint
 from tests.tts.test_train import small_presets, spoken
 from tests.tts.voices import build, small
 
@@ -306,8 +307,7 @@ def run_of(folder: Path, store: SpeechStore, *speakers: str) -> tuple[Path, Voic
     voice = Voice(architecture_of(settings, facts))
     modules = {"voice": voice.state_dict(), "discriminators": {}}
     folder.mkdir()
-    content = {"kind": "tts", "config": flatten(settings), "facts": facts, "modules": modules, "step": 1}
-    checkpoint.save(folder, content)
+    checkpoint.save(folder, whole_checkpoint(kind="tts", config=flatten(settings), facts=facts, modules=modules))
     return folder, voice
 
 

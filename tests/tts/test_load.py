@@ -17,6 +17,7 @@ from gputrain.tts.architecture import VoicePreset, voice_architecture
 from gputrain.tts.config import TrainTts
 from gputrain.tts.load import LoadedVoice, architecture_of, load_voice, read_origin, start_from
 from gputrain.tts.model import Voice, inference_copy
+from tests.toy import whole_checkpoint
 from tests.tts.test_train import small_presets
 from tests.tts.voices import begun_from, build, small
 
@@ -57,12 +58,13 @@ def run_folder(
     mel = voice.architecture.mel
     modules = {"voice": voice, "discriminators": some_discriminators(), **more}
     facts = {"text": reading.to_json(), "sampling_rate": mel.sampling_rate, "hop_size": mel.hop_size}
-    checkpoint.save(folder, {
-        "kind": "tts",
-        "config": flatten(settings),
-        "facts": {**facts, "speakers": list(speakers)},
-        "modules": {name: module.state_dict() for name, module in modules.items()},
-    })  # fmt: skip
+    checkpoint.save(
+        folder,
+        whole_checkpoint(
+            kind="tts", config=flatten(settings), facts={**facts, "speakers": list(speakers)},
+            modules={name: module.state_dict() for name, module in modules.items()},
+        ),
+    )  # fmt: skip
     return folder
 
 
@@ -126,7 +128,7 @@ def test_the_architecture_of_a_run() -> None:
 def test_what_is_no_voice_is_refused(tmp_path: Path, english: tuple[Path, Voice]) -> None:
     with pytest.raises(UserError, match="no such checkpoint"):
         load_voice(tmp_path / "nothing", CPU)
-    checkpoint.save(tmp_path, {"kind": "vocoder", "modules": {}})
+    checkpoint.save(tmp_path, whole_checkpoint(kind="vocoder"))
     with pytest.raises(UserError, match="kind 'vocoder', expected 'tts'"):
         load_voice(tmp_path, CPU)
     damaged = tmp_path / "damaged.pt"

@@ -34,9 +34,9 @@ from gputrain.tts.speak import (
     SoundFile,
     decode_in_chunks,
     decoder_receptive_field,
+    sentence_chunks,
     speak_text,
     speaker_number,
-    synthesise_sentence,
     with_lexicon,
 )
 from tests.tables import each_row
@@ -83,7 +83,7 @@ def test_an_utterance_is_what_infer_makes_of_the_same_noise() -> None:
     loaded = narrow("medium", speakers=("anna", "boris"))
     ids = loaded.frontend.ids("some words, and more of them.")
     manner = SpeakingOptions(length_scale=1.3, noise_scale=0.5, noise_w=0.4)
-    wave_T = synthesise_sentence(loaded.voice, ids, manner, torch.Generator().manual_seed(3), speaker=1)
+    wave_T = torch.cat(list(sentence_chunks(loaded.voice, ids, manner, torch.Generator().manual_seed(3), speaker=1)))
     random = torch.Generator().manual_seed(3)
     noise_B2S = torch.randn(1, 2, len(ids), generator=random)
     noise_BCT = torch.randn(1, 8, len(wave_T) // 256, generator=random)
@@ -294,7 +294,7 @@ PROGRAM = """
 import sys
 from gputrain.config import assemble
 from gputrain.tts.config import Speak
-from gputrain.tts.speak import speak_text
+from gputrain.tts.speak import sentence_chunks, speak_text
 from tests.tts.test_train import small_presets
 with small_presets():
     wishes = {"model": sys.argv[1], "output_file": "-", "device": "cpu"}

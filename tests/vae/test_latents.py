@@ -158,14 +158,6 @@ def test_a_decoder_of_a_run_keeps_what_the_run_exports(photographs, tmp_path):
     assert written(tmp_path / "decoder" / "export") == written(tmp_path / "scratch" / "export")
 
 
-def test_a_checkpoint_without_facts_asks_its_source(photographs, stock, tmp_path):
-    content = run(tmp_path, photographs, init_from=str(stock), train_part="decoder", max_steps=1)
-    content["facts"] = {}
-    torch.save(content, tmp_path / "former.pt")
-    export_vae(tmp_path / "former.pt", tmp_path / "export")
-    assert written(tmp_path / "export") == (0.18215, None)
-
-
 FLUX2_RUN = {"preset": "flux2", "max_steps": 1, "ema_decay": 0}
 
 

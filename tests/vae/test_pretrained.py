@@ -25,6 +25,7 @@ from gputrain.vae.latents import LatentScaling, PatchStatistics
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pretrained import load_pretrained, options_for, read_pretrained
 from tests.tables import check_rows, each_row
+from tests.toy import whole_checkpoint
 from tests.vae.test_model import stock_autoencoder
 
 WIDTHS = (32, 64, 96, 64)  # those of the first latent diffusion models have 32 groups
@@ -207,7 +208,7 @@ def test_runs_of_ours(tmp_path: Path) -> None:
     trained, averaged = AutoencoderKL(architecture), AutoencoderKL(architecture)
     modules = {"autoencoder": trained.state_dict()}
     ema = {f"average.{name}": tensor for name, tensor in averaged.state_dict().items()}
-    content = {"kind": "vae", "config": flatten(settings), "progress": {"step": 3}}
+    content = whole_checkpoint(kind="vae", config=flatten(settings), step=3)
     checkpoint.save(tmp_path, content | {"modules": modules | {"ema": ema}})
     save_diffusers(averaged, tmp_path / "export", LatentScaling(1.0), sample_size=16)
     for path in (tmp_path, tmp_path / "checkpoint_last.pt", tmp_path / "export"):

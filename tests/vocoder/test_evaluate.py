@@ -19,6 +19,7 @@ from gputrain.vocoder.evaluate import Excerpts, evaluate_folder, evaluate_genera
 from gputrain.vocoder.generator import Generator
 from gputrain.vocoder.store import VocoderFormat, VocoderStore, VocoderStoreWriter, open_sounds
 from tests.command import ProgressSeen
+from tests.toy import whole_checkpoint
 
 RATE, HOP = 16000, 160
 MEL = Mel(RATE, 40, HOP, 640, 1024, 40, 8000)
@@ -295,7 +296,7 @@ def test_a_run_is_measured_on_what_it_held_out_with_its_own_mel(folder, tmp_path
     torch.manual_seed(2)
     generator = Generator(settings.architecture)
     modules = {"generator": generator.state_dict(), "discriminators": {}}
-    checkpoint.save(tmp_path, {"kind": "vocoder", "config": flatten(settings), "modules": modules, "progress": {}})
+    checkpoint.save(tmp_path, whole_checkpoint(kind="vocoder", config=flatten(settings), modules=modules))
     figures = evaluate_folder(tmp_path, folder, device="cpu", quick=True)
     store = VocoderStore.open(folder)
     same = evaluate_generator(

@@ -18,6 +18,7 @@ from gputrain.vocoder.config import Data, Model, TrainVocoder
 from gputrain.vocoder.generator import Generator
 from gputrain.vocoder.load import LoadedVocoder, load_vocoder, read_weights
 from tests.tables import each_row
+from tests.toy import whole_checkpoint
 from tests.vocoder.test_generator import TINY, build, largest, stored, variants
 
 CPU = torch.device("cpu")
@@ -54,7 +55,7 @@ def run_folder(folder: Path, *, averaged: bool = False, discriminators: dict[str
     if averaged:
         modules["ema"] = Ema(generator, build(SETTINGS.architecture), 0.9).state_dict()
         modules["generator"] = {key: tensor + 1 for key, tensor in modules["generator"].items()}
-    checkpoint.save(folder, {"kind": "vocoder", "config": flatten(SETTINGS), "modules": modules, "progress": {}})
+    checkpoint.save(folder, whole_checkpoint(kind="vocoder", config=flatten(SETTINGS), modules=modules))
     return folder
 
 

@@ -23,6 +23,7 @@ from gputrain.speech.text.russian import RUSSIAN
 from gputrain.speech.text.sentences import split_sentences
 from gputrain.speech.text.unicode_cleanup import APOSTROPHES, PUNCTUATION
 from gputrain.speech.text.uzbek import UZBEK
+from gputrain.stored import unreadable
 
 PAD, BOS, EOS = "_", "^", "$"
 RESERVED = (PAD, BOS, EOS)
@@ -216,7 +217,7 @@ class Frontend:
             names = content["language"], tuple(content["symbols"])
             made = cls(*names, dict(content["alphabet"]), content["espeak_voice"], RawRules.from_json(content))
         except (KeyError, TypeError, ValueError):
-            raise UserError("the voice's text settings are invalid", hint="prepare the data again") from None
+            raise unreadable("the voice's text settings", "prepare the data again", "invalid") from None
         if made.language not in LANGUAGES or made.symbols[: len(RESERVED)] != RESERVED:
             raise UserError(f"this version of gputrain has no text settings of the language {made.language!r}")
         return made

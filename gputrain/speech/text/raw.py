@@ -84,14 +84,12 @@ class RawRules:
         return self if path is None else replace(self, lexicon={**self.lexicon, **read_lexicon(path)})
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the rules that differ from the defaults, so that texts without any are stored as they always were."""
-        found = {"lexicon": dict(self.lexicon), "number_words": self.number_words}
-        return {name: value for name, value in found.items() if value}
+        return {"lexicon": dict(self.lexicon), "number_words": self.number_words}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "RawRules":
-        """Restores the rules from `to_json`. Raises TypeError or ValueError if the content is invalid."""
-        lexicon, number_words = dict(content.get("lexicon", {})), content.get("number_words", "")
+        """Restores the rules from `to_json`. Raises LookupError, TypeError or ValueError if it is invalid."""
+        lexicon, number_words = dict(content["lexicon"]), content["number_words"]
         if not isinstance(number_words, str) or not all(
             isinstance(one, str) for pair in lexicon.items() for one in pair
         ):

@@ -18,6 +18,7 @@ from gputrain.speech.text.plain import WITHIN_WORDS, plain_words, rules_of
 from gputrain.speech.text.raw import RawRules, without_tags
 from gputrain.speech.text.sentences import split_sentences
 from gputrain.speech.text.unicode_cleanup import APOSTROPHES, JOINERS
+from gputrain.stored import unreadable
 
 BLANK, UNKNOWN, DELIMITER = "<pad>", "<unk>", "|"
 SPECIAL = (BLANK, UNKNOWN, DELIMITER)
@@ -104,7 +105,7 @@ class Vocabulary:
         except (KeyError, TypeError, ValueError):
             whole = False
         if not whole:
-            raise UserError("the recogniser's vocabulary is invalid", hint="prepare the data again")
+            raise unreadable("the recogniser's vocabulary", "prepare the data again", "invalid")
         return made
 
     @cached_property

@@ -114,5 +114,4 @@ KIND = ModelKind(
     commands=(OwnCommand("trace", Trace, "Print the y of a curve at an x.", trace),),
     use=("print a value", "trace", "--at", "0.5"),
     headlines=("error",),
-    former_names=("line",),
 )

@@ -1,8 +1,7 @@
-"""Files of the previous version: configurations, runs, checkpoints and prepared data of each kind of model are read."""
+"""Runs of each kind of model are resumed, loaded, evaluated and exported."""
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,9 @@ import soundfile
 import torch
 
 from gputrain.cli.options import read_defaults
-from gputrain.cli.settings import DemoSettings, PrepareSettings
 from gputrain.config import assemble, read_file, to_yaml
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError
-from gputrain.kinds import kind_of
 from gputrain.tts import coqui
 from gputrain.tts.config import TrainTts
 from gputrain.tts.load import load_voice
@@ -25,11 +22,11 @@ from gputrain.vae.pretrained import load_model
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.load import load_vocoder
 from gputrain.vocoder.openvpi import translate
+from tests.small_runs import small_run
 from tests.tts.test_train import small_presets
 
 pytestmark = pytest.mark.usefixtures("flops_known")
 
-FILES = Path(__file__).parents[1] / "data" / "previous_version"
 TRAIN: dict[str, Any] = {"vae": TrainVae, "vocoder": TrainVocoder, "tts": TrainTts}
 MODULES = {
     "vae": {"autoencoder", "discriminator", "balance", "ema"},
@@ -41,14 +38,14 @@ CHECKPOINT = Path("run", "checkpoint_last.pt")
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_voice() -> Iterator[None]:
-    with small_presets(duration_layers=3):  # That version's tests had three of them.
+    with small_presets():
         yield
 
 
 @pytest.fixture(params=TRAIN)
 def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A kind of model; the current folder is a copy of its files."""
-    shutil.copytree(FILES / request.param, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(small_run(request.param), tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return str(request.param)
 
@@ -61,37 +58,6 @@ def defaults(kind: str, path: Path) -> dict[str, Any]:
     return read_defaults(path, TRAIN[kind], turn)
 
 
-def test_a_configuration_is_read_and_written_with_its_kind(kind: str) -> None:
-    assert "kind" not in read_file(Path("run", "config.yaml"))
-    settings = assemble(TRAIN[kind], defaults(kind, Path("run", "config.yaml")))
-    assert settings.saving.output_dir == Path("run")
-    Path("new.yaml").write_text(to_yaml(settings))
-    assert next(iter(read_file(Path("new.yaml")).items())) == ("kind", kind)
-    once: Any = replace(settings, schedule=replace(settings.schedule, max_steps=0))  # It belongs to one command.
-    assert assemble(TRAIN[kind], defaults(kind, Path("new.yaml"))) == once
-
-
-def test_an_option_that_is_no_more_is_accepted_from_files_and_flags(kind: str, caplog, typed) -> None:
-    assert "calibrate" in read_file(Path("run", "config.yaml"))
-    with caplog.at_level("INFO"):
-        assert "calibrate" not in defaults(kind, Path("run", "config.yaml"))
-    assert caplog.text.count("calibrate has no effect any more") == 1
-    for flag in ("--calibrate", "--no-calibrate"):
-        code, printed = typed(f"train-{kind}", "--config", "run/config.yaml", flag)
-        assert (code, printed.count("calibrate has no effect any more")) == (2, 2), printed
-        assert "run already holds a run" in printed
-    assert "calibrate" not in typed(f"train-{kind}", "--help")[1]
-
-
-def test_an_option_that_is_no_more_is_accepted_beside_keys_of_openvpi(tmp_path, caplog) -> None:
-    path = tmp_path / "voice.yaml"
-    path.write_text("generater_optimizer_args: {lr: 0.0002}\ncrop_mel_frames: 40\ncalibrate: false\n")
-    with caplog.at_level("INFO"):
-        assert defaults("vocoder", path)["crop_mel_frames"] == 40
-    assert "calibrate has no effect any more" in caplog.text
-    assert "calibrate" not in translate(read_file(path), path, of="prepare")
-
-
 def test_a_configuration_of_another_kind_is_refused(kind: str) -> None:
     other = {"vae": "tts", "vocoder": "vae", "tts": "vocoder"}[kind]
     Path("new.yaml").write_text(to_yaml(assemble(TRAIN[kind], defaults(kind, Path("run", "config.yaml")))))
@@ -100,17 +66,8 @@ def test_a_configuration_of_another_kind_is_refused(kind: str) -> None:
     assert caught.value.hint == f"use gputrain train-{kind}"
 
 
-def test_the_kind_of_a_run_and_of_a_checkpoint(kind: str) -> None:
-    assert kind_of(Path("run")).name == kind
-    alone = Path("alone") / CHECKPOINT.name
-    alone.parent.mkdir()
-    shutil.copyfile(CHECKPOINT, alone)
-    assert kind_of(alone).name == kind
-
-
 def test_a_run_is_resumed(kind: str, typed) -> None:
     before = torch.load(CHECKPOINT, weights_only=True)
-    assert before["kind"] == {"vae": "vae", "vocoder": "vocoder", "tts": "voice"}[kind]
     code, printed = typed(f"train-{kind}", "--config", "run/config.yaml", "--resume-from", "auto", "--max-steps", 3)
     assert code == 0, printed
     after = torch.load(CHECKPOINT, weights_only=True)
@@ -191,21 +148,6 @@ def test_a_run_is_exported(kind: str, options: list[str], typed) -> None:
     code, printed = typed("export", "--model", "run", "--output-dir", "exported", *options)
     assert code == 0, printed
     assert {path.name for path in Path("exported").iterdir()} >= {"config.json"}
-
-
-@pytest.mark.parametrize(("former", "present"), [("images", "vae"), ("vocoder", "vocoder"), ("voice", "tts")])
-def test_former_names_of_kinds_are_accepted_in_files_and_on_the_command_line(
-    former: str, present: str, tmp_path: Path, typed
-) -> None:
-    language = {"language": "uz"} if present == "tts" else {}
-    Path("prepare.yaml").write_text(f"kind: {former}\n" + "".join(f"{k}: {v}\n" for k, v in language.items()))
-    given = {"input_dir": "in", "output_dir": "out", **read_defaults(Path("prepare.yaml"), PrepareSettings)}
-    assert assemble(PrepareSettings, given).kind == present
-    assert assemble(DemoSettings, {"kind": former}).kind == present
-    words = [word for name, value in language.items() for word in (f"--{name}", value)]
-    code, printed = typed("prepare-data", "--kind", former, *words, "--input-dir", "gone", "--output-dir", "out")
-    assert code == 2
-    assert "gone: no such folder" in printed
 
 
 def test_another_folder_for_a_run_that_has_made_all_its_steps_is_no_error(kind: str, typed) -> None:
