@@ -9,6 +9,7 @@ kinds by entry points of the group `gputrain.kinds`, each of which names a `Mode
 The commands, plans, benchmarks, reports and checks loop over the table, and know no kind by its name.
 """
 
+import contextlib
 import functools
 import json
 import logging
@@ -187,7 +188,7 @@ class ModelKind:
     shipped: Path | None = None  # Folder of files that --config finds by their names alone.
     translate: Translate | None = None  # Reads other programs' keys in configuration files of the train command,
     translate_data: Translate | None = None  # and in those of prepare-data.
-    keys: frozenset[str] = frozenset()  # A configuration with one of these keys and without a kind is of this kind.
+    keys: frozenset[str] = frozenset()  # Those by which a configuration of another program is of this kind.
     published: PublishedFiles | None = None  # The files of a published model that are read.
     checkpoint_suffix: str = ""  # Ending of another program's checkpoints of this kind.
     # Modules that the commands on models import, some of them only in the middle of a training.
@@ -388,27 +389,18 @@ def kind_of(model: Path) -> ModelKind:
         named = model.suffix == ending and not (model / "config.yaml").is_file()  # A run folder may have any name.
         if ending and (named or (model.is_dir() and (model / f"model{ending}").is_file())):
             return kind
+    stated: object = None
+    content: dict[str, object] = {}
     if (folder / "config.yaml").is_file():
-        return stated_kind(read_file(folder / "config.yaml"))
-    if model.is_file() and model.suffix == ".pt":
-        return kinds().get(_saved_kind(model), default_kind())
-    try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return default_kind()
-    return _kind_by_keys(content) if isinstance(content, dict) else default_kind()
-
-
-def stated_kind(content: Mapping[str, object]) -> ModelKind:
-    """Returns the kind of a configuration: the one that it states, or whose keys it has, otherwise the first."""
-    if "kind" not in content:
-        return _kind_by_keys(content)
-    return kinds().get(str(content["kind"]), default_kind())
-
-
-def _kind_by_keys(content: Mapping[str, object]) -> ModelKind:
-    """Returns the kind of a configuration that states none, such as one of another program."""
-    return next((kind for kind in kinds().values() if kind.keys & content.keys()), default_kind())
+        content = read_file(folder / "config.yaml")
+        stated = content.get("kind")
+    elif model.is_file() and model.suffix == ".pt":
+        stated = _saved_kind(model)
+    else:
+        with contextlib.suppress(OSError, TypeError, ValueError):  # Its loader reports it.
+            content = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    by_keys = (kind for kind in kinds().values() if stated is None and kind.keys & content.keys())
+    return kinds().get(str(stated)) or next(by_keys, default_kind())
 
 
 def _saved_kind(checkpoint: Path) -> str:

@@ -23,7 +23,7 @@ from gputrain.engine import checkpoint
 from gputrain.engine.data import batches
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.recipe import Recipe, phases_of
-from gputrain.engine.run_folder import Run, given_plan, open_run
+from gputrain.engine.run_folder import Run, discarded_if_refused, given_plan, open_run
 from gputrain.engine.schedule import RunProgress, StepSchedule, check_finish, stages_ahead, steps_of_stage
 from gputrain.engine.stop import Deadline, format_duration, log_start_until, seconds_until, timed_part
 from gputrain.engine.train import train
@@ -139,6 +139,11 @@ def train_model(work: KindWork[S], settings: S, console: Console) -> None:
         check_finish(settings.schedule)
     with timed_part("hardware and run folder"):
         session = open_session(settings, work)
+    with discarded_if_refused(session.run):
+        _train_stages(session, work, settings, console)
+
+
+def _train_stages(session: Session[S], work: KindWork[S], settings: S, console: Console) -> None:
     run, runtime = session.run, session.runtime
     check_finish(settings.schedule, run.progress, onwards=run.continues_beyond_end)
     with timed_part("data"):

@@ -22,7 +22,7 @@ from gputrain.engine.schedule import RunProgress, Saving
 from gputrain.engine.stop import StopSignal
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, Plan
-from gputrain.stored import from_json, unreadable
+from gputrain.stored import from_row, unreadable
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class PlanFile:
             "prediction": self.prediction,
             "measured": self.measured,
             "events": self.events,
-            **({"compiling": self.compiling} if self.compiling else {}),
+            "compiling": self.compiling,
         }
         write_text(path, json.dumps(content, indent=2) + "\n")
 
@@ -90,7 +90,7 @@ class PlanFile:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             content["plan"] = content.pop("settings")
-            found = from_json(cls, content)
+            found = from_row(cls, content)
             _check(found)
             return found
         except OSError as error:
@@ -132,6 +132,7 @@ class Run:
     lock: FileLock | None = None  # Keeps other processes out of the folder.
     group: RankGroup = field(default_factory=RankGroup)  # The ranks that train together; the leader writes the folder.
     last_is_damaged: bool = False  # True if checkpoint_last.pt is damaged, until the first save.
+    is_new: bool = False  # True if this process has made the folder.
     divides_optimizers: bool = False  # True if each rank keeps a part of the optimizers' state.
     configuration: str = ""  # Content of config.yaml.
     saved_step: int = -1  # The step that this process saved last; -1: none.
@@ -240,25 +241,41 @@ def open_run(settings: object, saving: Saving, *, kind: str, command: str, group
     resumed = group.from_leader(open_folder)
     return Run(
         saving.output_dir, saving, config.flatten(settings), command, resumed, lock=opened.lock, group=group,
-        configuration=config.to_yaml(settings), last_is_damaged=opened.last_is_damaged,
+        configuration=config.to_yaml(settings), last_is_damaged=opened.last_is_damaged, is_new=opened.is_new,
         before=dict.fromkeys(config.leaves(type(settings))) | resumed["config"] if resumed else {},
     )  # fmt: skip
 
 
+@contextlib.contextmanager
+def discarded_if_refused(run: Run) -> Iterator[None]:
+    """Delete a new run folder if the block raises UserError before anything but the lock is in it."""
+    try:
+        yield
+    except UserError:
+        if run.is_new and run.lock and [path.name for path in run.folder.iterdir()] == [LOCK]:
+            run.lock.release()
+            with contextlib.suppress(OSError):
+                (run.folder / LOCK).unlink()
+                run.folder.rmdir()
+        raise
+
+
 class OpenedFolder(NamedTuple):
-    """A run folder that this process has opened: its lock, the checkpoint to resume, and whether checkpoint_last.pt is
-    damaged."""
+    """A run folder that this process has opened: its lock, the checkpoint to resume, whether checkpoint_last.pt is
+    damaged, and whether the folder is new."""
 
     lock: FileLock | None = None
     resumed: Content | None = None
     last_is_damaged: bool = False
+    is_new: bool = False
 
 
 def _open_folder(saving: Saving, kind: str) -> OpenedFolder:
     """Creates or opens the run folder."""
     folder = saving.output_dir
     # The lock comes before reading the checkpoint, which another process may be about to replace.
-    lock = lock_folder(folder) if folder.is_dir() else None
+    is_new = not folder.is_dir()
+    lock = None if is_new else lock_folder(folder)
     found = checkpoint.find(saving.resume_from, folder, kind) if saving.resume_from else None
     here = found is not None and found[0].parent.resolve() == folder.resolve()
     has_steps, has_checkpoints = (folder / "metrics.jsonl").exists(), bool(checkpoint.newest_first(folder))
@@ -285,7 +302,7 @@ def _open_folder(saving: Saving, kind: str) -> OpenedFolder:
     if found and here:
         checkpoint.restore_names(found[0], found[1]["names"])
     damaged = found is not None and here and _skipped_last_checkpoint(saving, found[0])
-    return OpenedFolder(lock, found[1] if found else None, damaged)
+    return OpenedFolder(lock, found[1] if found else None, damaged, is_new)
 
 
 def _skipped_last_checkpoint(saving: Saving, found: Path) -> bool:

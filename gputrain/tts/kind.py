@@ -138,6 +138,5 @@ KIND = kinds.ModelKind(
     hub=kinds.HubCard("piper", "text-to-speech", "VITS voice"),
     profiles=Path(__file__).parent / "profiles",
     translate=coqui.translate_coqui,
-    keys=frozenset({"data_dir"}),
     packages=("scipy", "skimage", "soundfile"),
 )  # fmt: skip

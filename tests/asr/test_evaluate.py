@@ -117,7 +117,7 @@ def test_a_recogniser_on_prepared_speech(store: Path, tmp_path: Path) -> None:
 
 def test_clips_that_the_training_held_out(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run")
-    (run / "config.yaml").write_text("kind: asr\nheld_out_share: 0.3\n")
+    (run / "config.yaml").write_text("kind: asr\nheld_out_share: 3e-1\n")
     assert held_out_share_of(run) == held_out_share_of(run / "checkpoint_last.pt") == 0.3
     assert held_out_share_of(transformers_folder(tmp_path / "model")) == HELD_OUT_SHARE
 

@@ -213,6 +213,7 @@ def test_bad_input_gets_a_sentence_and_2(typed, tmp_path, words, message, hint):
     assert code == 2
     assert message in printed
     assert hint in printed
+    assert not list(tmp_path.rglob(".lock"))  # No run folder is left.
 
 
 def test_check_compatibility(tmp_path):
