@@ -348,7 +348,7 @@ def read_rows(path: Path, keys: Iterable[str]) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict) or not keys <= row.keys():
-            raise unreadable(path, "run gputrain prepare-data again to rebuild it", f"line {number} is damaged")
+            raise unreadable(f"{path}, line {number}", "run gputrain prepare-data again to rebuild it")
         rows.append(row)
     return rows
 

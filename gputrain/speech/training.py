@@ -79,8 +79,8 @@ class SpeechTraining(TrainingData[S]):
 
     def begin(self, settings: S, run: Run, runtime: Runtime) -> S:
         run.facts = self.facts(run)
-        before: dict[str, Any] = run.resumed["facts"] if run.resumed else {}
-        changed = [name for name in self.fixed_facts if name in before and before[name] != run.facts[name]]
+        before: dict[str, Any] = run.resumed["facts"] if run.resumed else run.facts
+        changed = [name for name in self.fixed_facts if before[name] != run.facts[name]]
         if changed:
             raise UserError(
                 f"the data's {' and '.join(changed)} changed since the run began",

@@ -91,8 +91,6 @@ def test_a_plan_file_comes_back_as_it_was(tmp_path):
     assert all(setting["reason"] for setting in content["settings"].values())
 
 
-
-
 def test_a_dry_run_finds_what_does_not_fit_and_leaves_no_trace(tmp_path):
     recipe = ToyRecipe(schedule())
     recipe.fail = {("generator", 100): 2}

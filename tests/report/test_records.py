@@ -70,7 +70,7 @@ def test_damaged_files_are_noted_and_the_rest_is_read(run, tmp_path):
     record = read_run(folder)
     assert [note.split(" ", 2)[0] for note in record.notes[:2]] == ["config.yaml", "plan.json"]
     assert record.notes[2] == "2 damaged lines of history.jsonl skipped"
-    assert record.kind == "vae"  # By its metrics.
+    assert record.kind == ""
     assert record.status.state == "unknown"
 
 
@@ -304,7 +304,7 @@ def test_the_first_look_at_a_long_run_reads_its_end(tmp_path):
     reader = RunReader(tmp_path)
     reader.refresh(tail_only=True)
     record = reader.record
-    assert (record.is_read, record.last_step, record.kind, record.changed_at) == (False, 1003, "vae", 1e9)
+    assert (record.is_read, record.last_step, record.changed_at) == (False, 1003, 1e9)
     assert record.latest["eval/psnr_db"] == 3 + 2 / 1000
     assert 50 < len(record.series("loss/model/vae")) < 1000
     reader.refresh()

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from gputrain.engine.data import MANIFEST
-from gputrain.engine.preparation import QUARANTINE
 from gputrain.errors import UserError
 from gputrain.speech.config import SpeechOptions, SpeechPrepareConfig
 from gputrain.speech.prepare import prepare_speech
@@ -69,14 +68,6 @@ def test_a_store_tells_the_same(folder, tmp_path):
     for name in set(report) - {"input_dir", "prepared", "transcripts", "ignored"}:
         assert again[name] == report[name], name
     assert again["prepared"] is True
-
-
-def test_a_former_reason_in_a_store_is_read(folder, tmp_path):
-    prepare_speech(folder, tmp_path / "out", RECIPE)
-    left_out = tmp_path / "out" / QUARANTINE
-    left_out.write_text(left_out.read_text().replace('"silent"', '"foreign symbols"'))
-    report = validate_speech(tmp_path / "out", RECIPE)
-    assert report.reasons == {"no sound": 1, "unknown symbols": 1}
 
 
 def test_nothing_of_use(folder):
