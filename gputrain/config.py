@@ -310,6 +310,12 @@ def flatten(instance: object) -> dict[str, Any]:
     return {name: _plain(value) for name, value in values.items() if value is not None}
 
 
+def is_complete(cls: type, values: Mapping[str, Any]) -> bool:
+    """Return True if flat values have the keys that `flatten` gives for `cls`, which leaves out None alone."""
+    known = leaves(cls)
+    return {name for name, leaf in known.items() if leaf.default is not None} <= values.keys() <= known.keys()
+
+
 def defaults(cls: type) -> dict[str, Any]:
     """Return the flat plain default of every leaf; None if the program chooses it, or it is required."""
     return {name: None if leaf.required else _plain(leaf.default) for name, leaf in leaves(cls).items()}

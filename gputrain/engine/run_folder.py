@@ -22,7 +22,7 @@ from gputrain.engine.schedule import RunProgress, Saving
 from gputrain.engine.stop import StopSignal
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, Plan
-from gputrain.stored import from_row, unreadable
+from gputrain.stored import TRAIN_AGAIN, from_row, unreadable
 
 log = logging.getLogger(__name__)
 
@@ -235,7 +235,7 @@ def open_run(settings: object, saving: Saving, *, kind: str, command: str, group
 
     def open_folder() -> Content | None:
         nonlocal opened
-        opened = _open_folder(saving, kind)
+        opened = _open_folder(saving, kind, type(settings))
         return opened.resumed
 
     resumed = group.from_leader(open_folder)
@@ -270,13 +270,15 @@ class OpenedFolder(NamedTuple):
     is_new: bool = False
 
 
-def _open_folder(saving: Saving, kind: str) -> OpenedFolder:
+def _open_folder(saving: Saving, kind: str, settings: type) -> OpenedFolder:
     """Creates or opens the run folder."""
     folder = saving.output_dir
     # The lock comes before reading the checkpoint, which another process may be about to replace.
     is_new = not folder.is_dir()
     lock = None if is_new else lock_folder(folder)
     found = checkpoint.find(saving.resume_from, folder, kind) if saving.resume_from else None
+    if found and not config.is_complete(settings, found[1]["config"]):
+        raise unreadable(found[0], TRAIN_AGAIN)
     here = found is not None and found[0].parent.resolve() == folder.resolve()
     has_steps, has_checkpoints = (folder / "metrics.jsonl").exists(), bool(checkpoint.newest_first(folder))
     begins_anew = has_steps and not has_checkpoints and bool(saving.resume_from)

@@ -164,6 +164,7 @@ def test_changed_settings_are_told_once_old_and_new(tmp_path, caplog):
 @pytest.mark.parametrize("change", [
     lambda content: content.pop("data"), lambda content: content.update(colour=7),
     lambda content: content["progress"].pop("stages"), lambda content: content["progress"].update(colour=7),
+    lambda content: content["config"].pop("weight_decay"), lambda content: content["config"].update(colour=7),
 ])  # fmt: skip
 def test_a_checkpoint_of_other_parts_is_refused(tmp_path, change):
     trained(tmp_path, 3)
