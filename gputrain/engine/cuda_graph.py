@@ -46,13 +46,12 @@ Gradients = tuple[dict[str, float], list[Tensor | None]]  # Losses and statistic
 def replay_gradients_if_planned(state: TrainState) -> None:
     """Have the gradients of a training replayed as CUDA graphs, if its plan says so and a group of it is fixed."""
     runtime = state.runtime
-    if not (runtime.device.type == "cuda" and runtime.plan.cuda_graphs.value):
-        return
-    if any(group.fixed is not None for group in state.recipe.step_groups):
-        replay_gradients(state, partial(CudaBackend, runtime.device))
-    else:
-        runtime.plan = replace(runtime.plan, cuda_graphs=Setting(False, f"asked for, but {NOT_CAPTURED}"))
-        log.warning("there are no CUDA graphs in this run: %s", NOT_CAPTURED)
+    if runtime.device.type == "cuda" and runtime.plan.cuda_graphs.value:
+        if any(group.fixed is not None for group in state.recipe.step_groups):
+            replay_gradients(state, partial(CudaBackend, runtime.device))
+        else:
+            runtime.plan = replace(runtime.plan, cuda_graphs=Setting(False, f"asked for, but {NOT_CAPTURED}"))
+            log.warning("there are no CUDA graphs in this run: %s", NOT_CAPTURED)
 
 
 def replay_gradients(state: TrainState, make: Callable[[], "CudaBackend"]) -> None:

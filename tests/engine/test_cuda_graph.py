@@ -3,12 +3,13 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gputrain.engine import cuda_graph, step
-from gputrain.engine.cuda_graph import MOST_RELEASES, all_close, replay_gradients
+from gputrain.engine.cuda_graph import MOST_RELEASES, all_close, replay_gradients, replay_gradients_if_planned
 from gputrain.engine.recipe import Term
 from gputrain.engine.schedule import Schedule
 from gputrain.engine.state import TrainState
@@ -363,3 +364,13 @@ def test_a_static_batch_holds_batches_of_its_shapes_alone(tmp_path):
     others = [(torch.ones(2, 3), 3), (torch.ones(1, 3), 2), (torch.ones(2, 3).int(), 2), (torch.ones(3, 2).T, 2)]
     for other_BD, whole in others:
         assert replayed._static_of(ToyBatch(other_BD, torch.ones(2, 3), whole)) is None
+
+
+def test_a_recipe_without_fixed_groups_says_that_it_has_no_graphs():
+    plan = decide(machine("H100"), Hardware(use_cuda_graphs=True))
+    runtime = Runtime(plan, torch.device("cuda"), torch.float32, torch.contiguous_format)
+    state = SimpleNamespace(runtime=runtime, recipe=SimpleNamespace(step_groups=[SimpleNamespace(fixed=None)]))
+    replay_gradients_if_planned(state)
+    assert runtime.plan.cuda_graphs.value is False
+    assert runtime.plan.cuda_graphs.reason.startswith("asked for, but no graph holds several batches")
+    assert not hasattr(state, "gradients")

@@ -122,11 +122,8 @@ def train_command(plan: Plan, data_path: Path, ranks: int = 1) -> str:
     words = [*launcher, "gputrain", kind.command, "--data-path", str(data_path), "--device", str(plan.device.value)]
     if plan.device.value == "cuda":
         words += ["--precision", precision if precision != "fp32" else "tf32"]
-    switches: dict[str, bool] = {}
-    if plan.device.value == "cuda" and not plan.compile.value:  # Otherwise the training decides by its number of steps.
-        switches["use-torch-compile"] = False
-    switches["channels-last"] = bool(plan.channels_last.value)
-    words += [f"--{name}" if on else f"--no-{name}" for name, on in switches.items()]
+        words += [] if plan.compile.value else ["--no-use-torch-compile"]  # The number of steps decides otherwise.
+    words.append("--channels-last" if plan.channels_last.value else "--no-channels-last")
     if plan.device.value == "cpu":
         words += kind.small
     words += ["--num-workers", str(plan.num_workers.value)]
