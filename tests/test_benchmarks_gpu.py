@@ -145,6 +145,7 @@ def test_a_part_that_ends_badly_leaves_the_others_be(tmp_path):
     assert "ValueError: no such thing" in printed.partition("trial on ")[0]
 
 
+@pytest.mark.slow
 @IN_BASH
 def test_a_run_that_is_stopped_prints_what_it_has_found(tmp_path):
     running = trial(tmp_path, 900, "--only", "first", "hangs", "third")

@@ -27,7 +27,7 @@ CASES = {
 }  # fmt: skip
 
 
-QUICK = {"vae fast", "vocoder standard full"}  # One preset of two models.
+QUICK = {"vae fast"}
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in CASES])

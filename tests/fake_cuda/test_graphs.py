@@ -46,6 +46,7 @@ def no_garbage_collection(monkeypatch):
     monkeypatch.setattr(cuda_graph, "release_memory", lambda: torch.cuda.empty_cache())
 
 
+@pytest.mark.slow
 def test_the_vocoder_has_a_graph_of_gradients():
     """The calls in their order: no copy between device and host is in a capture, and a replayed step has none."""
     with fake_cuda() as card:

@@ -364,13 +364,6 @@ def test_a_file_that_is_no_table(tmp_path, table):
     assert "--transcript-columns" in error.value.hint
 
 
-def test_a_header_alone(tmp_path):
-    transcripts = read(folder_of(tmp_path, "id|text\n", sounds="ab"))
-    assert (transcripts.utterances, reasons(transcripts)) == (
-        [], [("wavs/a.wav", "no transcript"), ("wavs/b.wav", "no transcript")],
-    )  # fmt: skip
-
-
 def test_sounds_are_found_by_what_they_are_called():
     sounds = SoundFinder(
         ["wavs/a.wav", "old/a.wav", "x/b.1.flac", "x/c.wav", "y/c.wav", "wavs/Кай.wav", "d.wav", "d.mp3"]

@@ -103,6 +103,7 @@ def handed(tmp_path_factory: pytest.TempPathFactory) -> Handed:
     return Handed(loaded, done, folder / f"{NAME}.onnx")
 
 
+@pytest.mark.slow
 def test_several_speakers(handed: Handed) -> None:
     waves = []
     for speaker in range(3):
@@ -273,6 +274,7 @@ def test_the_graph_is_as_piper_wants_it(handed: Handed, tmp_path: Path) -> None:
         assert outputs == [("output", onnx.TensorProto.FLOAT, 4), ("durations", onnx.TensorProto.FLOAT, 2)]
 
 
+@pytest.mark.slow
 def test_another_voice_than_the_graphs_is_detected(tmp_path: Path) -> None:
     loaded = narrow("fast")
     path = tmp_path / "voice.onnx"

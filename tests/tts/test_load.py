@@ -125,23 +125,6 @@ def test_the_architecture_of_a_run() -> None:
     assert (sizes.encoder_dropout, sizes.duration_dropout) == (0.2, 0.3)
 
 
-def test_what_is_no_voice_is_refused(tmp_path: Path, english: tuple[Path, Voice]) -> None:
-    with pytest.raises(UserError, match="no such checkpoint"):
-        load_voice(tmp_path / "nothing", CPU)
-    checkpoint.save(tmp_path, whole_checkpoint(kind="vocoder"))
-    with pytest.raises(UserError, match="kind 'vocoder', expected 'tts'"):
-        load_voice(tmp_path, CPU)
-    damaged = tmp_path / "damaged.pt"
-    damaged.write_bytes((english[0] / "checkpoint_last.pt").read_bytes()[:100_000])
-    (tmp_path / "checkpoint_last.pt").unlink()
-    with pytest.raises(UserError, match=r"damaged\.pt: truncated or damaged"):
-        load_voice(damaged, CPU)
-    reading = frontend("en")
-    other = run_folder(tmp_path / "run", full("fast", reading), reading, settings_of("medium"))
-    with pytest.raises(UserError, match="the checkpoint's voice differs in"):
-        load_voice(other, CPU)
-
-
 def state(voice: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in voice.state_dict().items()}
 

@@ -3,9 +3,7 @@
 import dataclasses
 import itertools
 import os
-import pickle
 import struct
-import sys
 import warnings
 
 import numpy as np
@@ -307,13 +305,6 @@ def test_huge_and_tiny_are_refused_from_the_header(tmp_path):
     assert reason(path, PictureLimits(max_megapixels=0.0099)) == "huge"
 
 
-def test_refusal_survives_the_way_between_processes(tmp_path):
-    refused = pickle.loads(pickle.dumps(UnusablePicture(tmp_path / "a.jpg", "tiny", "8 x 8 pixels")))
-    assert (refused.path, refused.reason, refused.detail) == (tmp_path / "a.jpg", "tiny", "8 x 8 pixels")
-    assert "a.jpg: tiny: 8 x 8" in refused.message
-    assert refused.hint
-
-
 # ----------------------------------------------------------------------------------------------- finding
 
 
@@ -330,26 +321,6 @@ def test_scan_finds_pictures_and_counts_the_rest(tmp_path):
     assert [source.path for source in tree.sources] == expected
     assert tree.ignored == {".txt": 1, ".db": 1, "hidden": 2, "without suffix": 1, "hidden/": 1, "__MACOSX/": 1}
     assert tree.refused == []
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="needs symbolic links and pipes")
-def test_scan_survives_loops_dead_links_and_pipes(tmp_path):
-    (tmp_path / "a").mkdir()
-    saved(tmp_path / "a/x.png", noise(40, 40))
-    (tmp_path / "a/loop").symlink_to(tmp_path)
-    (tmp_path / "a/same.png").symlink_to("same.png")
-    (tmp_path / "dead.jpg").symlink_to("nowhere")
-    (tmp_path / "linked").symlink_to(tmp_path / "a")
-    os.mkfifo(tmp_path / "pipe.jpg")
-    (tmp_path / "empty.jpg").touch()
-    tree = scan_pictures(tmp_path)
-    assert [source.path for source in tree.sources] == ["a/x.png"]
-    assert [(refusal.path, refusal.reason) for refusal in tree.refused] == [
-        ("a/same.png", "unreadable"),
-        ("dead.jpg", "unreadable"),
-        ("empty.jpg", "broken"),
-        ("pipe.jpg", "unreadable"),
-    ]
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="nothing is forbidden to root")

@@ -21,7 +21,7 @@ from gputrain.vae.diffusers_folder import CONFIG, WEIGHTS, export_and_verify, lo
 from gputrain.vae.latents import LatentScaling, PatchStatistics
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pretrained import read_pretrained
-from gputrain.vae.weights import DIGEST, digest_of, read_tensors
+from gputrain.vae.weights import DIGEST, digest_of, read_safetensors
 from tests.tables import each_row
 from tests.vae.test_model import SMALL, SMALL_FLUX2, stock_autoencoder
 
@@ -167,7 +167,7 @@ def test_damage_to_an_export_is_noticed(place: str, tmp_path: Path) -> None:
         content = content.replace(first, between).replace(second, first).replace(between, second)
     path.write_bytes(content)
     assert len(load_file(path)) == len(AutoencoderKL(SMALL).state_dict())  # Other libraries load it without an error.
-    for read in (load_diffusers, lambda folder: read_tensors(folder / WEIGHTS)):
+    for read in (load_diffusers, lambda folder: read_safetensors(folder / WEIGHTS)):
         with pytest.raises(UserError, match="damaged: its tensors differ from those that were written"):
             read(tmp_path)
 

@@ -154,6 +154,7 @@ def test_lpips_looks_at_crops_of_the_transformed_pictures(tmp_path):
         assert torch.equal(made[:, 0, :, 0].diff(dim=1), torch.ones(2, size - 1))  # No row beyond the picture.
 
 
+@pytest.mark.slow
 def test_graphs_hold_the_steps_without_a_transformation(tmp_path):
     how = {**TINY, "dtype": torch.float32, "adversarial_weight": 0.0, "eq_probability": 0.3}
     recorder = RecordedGraphs()
@@ -164,6 +165,7 @@ def test_graphs_hold_the_steps_without_a_transformation(tmp_path):
     assert (recorder.captures, recorder.replays) == (1, plain - 3)
 
 
+@pytest.mark.slow
 def test_a_plan_is_of_the_largest_step():
     """Its memory is that of a real step with a turned copy of the picture, and no other step takes more."""
     settings = settings_of_step(eq_probability=0.5, channels=[16, 16], image_size=32)

@@ -15,7 +15,7 @@ EARLY = {"discriminator_start": 0, "discriminator_warmup_steps": 0, "lecam_weigh
 @pytest.mark.parametrize(
     ("count", "options"),
     [
-        (6, EARLY),
+        slow(6, EARLY),
         slow(20, {}),
         slow(20, {**EARLY, "micro_batch_size": 3, "discriminator_norm": "spectral"}),
         slow(8, {**EARLY, "step_order": "alternating"}),

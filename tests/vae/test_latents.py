@@ -186,6 +186,7 @@ def test_statistics_of_patches_are_measured_where_the_encoder_was_trained(photog
     torch.testing.assert_close(std, (variance / (variance + 1e-4)).sqrt(), rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 def test_statistics_of_patches_are_kept_where_only_the_decoder_was_trained(photographs, tmp_path):
     """Through a run that begins with the run, and with an eps that is not the usual one."""
     architecture = settings_of(preset="flux2").architecture

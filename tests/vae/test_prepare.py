@@ -337,21 +337,6 @@ def test_run_does_only_what_changed(raw, out):
     assert [row["path"] for row in rows(out)] == ["0.png", "1.png", "3.png", "4.png", "5.png", "new.png"]
 
 
-def test_name_that_passes_to_another_source(raw, out):
-    """The prepared pictures have equal sizes in bytes and differ only in their names."""
-    two_colours = Image.new("RGB", (64, 64), (10, 20, 30))
-    two_colours.paste((40, 50, 60), (32, 0, 64, 64))
-    two_colours.save(raw / "a.bmp")
-    Image.merge("RGB", [two_colours.getchannel(name) for name in "BRG"]).save(raw / "a.webp", lossless=True)
-    prepare(raw, out, target_size=64)
-    assert (out / "a.png").stat().st_size == (out / "a.webp.png").stat().st_size
-    (raw / "a.bmp").unlink()
-    prepare(raw, out, target_size=64)
-    assert [row["path"] for row in rows(out)] == ["a.png"]
-    with Image.open(out / "a.png") as image:
-        assert image.getpixel((0, 0)) == (30, 10, 20)
-
-
 @pytest.mark.parametrize(
     "change", [{"target_size": 72}, {"resize_mode": "stretch"}, {"format": "webp"}, {"min_size": 40}]
 )

@@ -52,6 +52,7 @@ def test_replayed_steps_are_eager_steps(tmp_path, count, options):
         assert (recorder.captures, recorder.replays) == (groups, groups * (count - 3))
 
 
+@pytest.mark.slow
 def test_graphs_stay_when_a_checkpoint_is_loaded(tmp_path):
     """Its weights are copied into the tensors that the graphs read, and the steps are those of an eager run."""
     recorder = RecordedGraphs()
