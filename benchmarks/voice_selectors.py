@@ -23,8 +23,8 @@ from rich.console import Console
 
 from gputrain.config import assemble
 from gputrain.hw.probe import machine_facts
+from gputrain.report.page import rank_correlation, selectors_of
 from gputrain.report.records import read_run
-from gputrain.report.selection import rank_correlation, selectors_of
 from gputrain.session import train_model
 from gputrain.tts import architecture
 from gputrain.tts.config import TrainTts

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from gputrain.asr import model as networks
-from gputrain.asr.lora import merged
 from gputrain.asr.pretrained import is_pretrained, local_recogniser, open_pretrained
 from gputrain.asr.tokenizer import VOCABULARY
 from gputrain.engine import checkpoint
@@ -123,5 +122,7 @@ def load_run(path: Path) -> Recogniser:
         raise UserError(
             f"{source}: the checkpoint does not describe its model: {first_line(error)}", hint="take another one"
         ) from None
-    load_weights(model, merged(trained_weights(content, "recogniser")), f"{source}: the checkpoint's recogniser")
+    load_weights(
+        model, networks.merged(trained_weights(content, "recogniser")), f"{source}: the checkpoint's recogniser"
+    )
     return Recogniser(model, vocabulary, rate, normalizes, str(source))

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from gputrain.asr import model as networks
 from gputrain.asr.config import OptimizerName, TrainAsr
 from gputrain.asr.held_out import HeldOutSpeech
-from gputrain.asr.lora import add_lora, lora_parameters
 from gputrain.engine.adamw_8bit import EightBitAdamW
 from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.optim import Ema, FusedAdamW, adamw
@@ -118,7 +117,7 @@ class RecogniserRecipe(BucketRecipe):
     def _model_on_device(self) -> Any:
         model = networks.build_recogniser(self.architecture)
         if self.settings.model.adapters == "lora":
-            add_lora(model, self.settings.model.lora_rank)
+            networks.add_lora(model, self.settings.model.lora_rank)
         return self.runtime.place(model)
 
     @property
@@ -234,7 +233,7 @@ def trained_parameters(model: Any, settings: TrainAsr) -> list[nn.Parameter]:
     """Returns the parameters that the settings train, in the model's order."""
     base, head = networks.base_of(model), list(model.lm_head.parameters())
     if settings.model.adapters == "lora":
-        return [*lora_parameters(model), *head]
+        return [*networks.lora_parameters(model), *head]
     if settings.model.adapters == "attention":
         return [*(p for layer in base.encoder.layers for p in layer.adapter_layer.parameters()), *head]
     left_out: set[int] = set()

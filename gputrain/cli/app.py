@@ -179,9 +179,9 @@ def train(kind: ModelKind, settings: Any) -> None:
     if not settings.saving.resume_from and (name := getattr(settings.model, "init_from", None)) and kind.published:
         local_path(name, kind.published)  # What cannot be had is said before torch is loaded and anything is planned.
     require(*kind.packages)
-    from gputrain.report.write import report_at_end
+    from gputrain.report.page import report_at_end
     from gputrain.session import train_model
-    from gputrain.watch.beside import watched_beside
+    from gputrain.watch.server import watched_beside
 
     with watched_beside(settings.saving), report_at_end(settings.saving):
         train_model(kind.work(), settings, ui.err)
@@ -277,7 +277,7 @@ def export(settings: ExportSettings) -> None:
 @command(app, "Trained models")
 def report(settings: ReportSettings) -> None:
     """Write one HTML file about one or more runs: curves, samples, settings, memory, history."""
-    from gputrain.report.write import write_report
+    from gputrain.report.page import write_report
 
     size = write_report(settings.runs, settings.output_file)
     ui.out.print(ui.escape(f"{settings.output_file}: {size / 1e6:.1f} MB"), soft_wrap=True)

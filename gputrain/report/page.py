@@ -1,8 +1,12 @@
-"""Composes a report: figures, curves, samples, settings, history and commands of runs, as one HTML file."""
+"""Composes a report: figures, curves, samples, settings, history and commands of runs, as one HTML file; and writes it,
+on request and at the end of a run."""
 
 import base64
+import contextlib
 import hashlib
 import logging
+import os
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -11,18 +15,24 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jinja2
+import numpy as np
 from markupsafe import Markup
+from numpy.typing import NDArray
 
 from gputrain import __version__
-from gputrain.engine.stop import format_duration
+from gputrain.engine.history import history_size
+from gputrain.engine.run_folder import write_text
+from gputrain.engine.schedule import Saving
+from gputrain.engine.stop import COMMAND_CLOCK, EXIT_SECONDS, format_duration, parse_duration
+from gputrain.errors import UserError, first_line
+from gputrain.hw.ranks import Ranks
 from gputrain.kinds import kinds
 from gputrain.report import memory_chart, next_commands, settings_table
 from gputrain.report.curves import COLOURS, Chart, Curve, draw, letter_of
 from gputrain.report.media import MediaBudget
 from gputrain.report.metric_names import TRAINING_LOSSES, format_value, style_of
-from gputrain.report.records import RunRecord, RunStatus, now
+from gputrain.report.records import RunRecord, RunStatus, now, read_run
 from gputrain.report.sections import SampleSection, sample_section
-from gputrain.report.selection import Selector, selectors_of
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +42,11 @@ Keep = Callable[[Hashable, object, Callable[[], Any]], Any]
 
 MOST_CHARTS = 60  # Charts of a section.
 MACHINE = ("speed", "data", "memory", "gpu")
+LEAST_EVALUATIONS = 3  # Of two, a rank correlation is 1 or -1.
+REPORT = "report.html"
+MEDIA_SECONDS = 30.0  # Time to read pictures and sounds for a report that a user asks for.
+END_SECONDS = 4.0  # The same at the end of a run.
+LEAST_SECONDS = 1.5  # With less time before the limit of --max-time, no report is written.
 
 
 @dataclass(frozen=True)
@@ -54,6 +69,16 @@ class ShownProgress:
 def compute(key: Hashable, version: object, make: Callable[[], Any]) -> Any:
     """Makes everything anew, as for a file."""
     return make()
+
+
+class Selector(NamedTuple):
+    """A measure on held-out data, the step and value that it chooses, and its rank correlation with each measure of the
+    table, as texts."""
+
+    title: str
+    step: int
+    value: str
+    correlations: list[str]
 
 
 class RunView:
@@ -381,3 +406,86 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(set(resolved)):
             break
     return names
+
+
+def selectors_of(record: RunRecord) -> list[Selector]:
+    """Returns the measures of a run with their rank correlations over its evaluations after the first step, oriented
+    such that 1 means the same order from the best to the worst; none if there are fewer than two measures."""
+    kind = kinds().get(record.kind)
+    names = [f"eval/{name}" for name in kind.selectors] if kind else []
+    series = {name: dict(point for point in record.series(name) if point[0]) for name in names}
+    steps = sorted({step for values in series.values() for step in values})
+    series = {name: values for name, values in series.items() if len(values) == len(steps)}
+    if len(series) < 2 or len(steps) < LEAST_EVALUATIONS:
+        return []
+    merits = {
+        name: [values[step] if style_of(name).better == "higher" else -values[step] for step in steps]
+        for name, values in series.items()
+    }
+    found = []
+    for name, own in merits.items():
+        best, style = steps[int(np.argmax(own))], style_of(name)
+        correlations = [rank_correlation(own, other) for other in merits.values()]
+        texts = ["–" if one is None else f"{one:.2f}" for one in correlations]
+        found.append(Selector(style.title, best, format_value(series[name][best], style.unit), texts))
+    return found
+
+
+def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
+    """Returns Spearman's rank correlation, with mean ranks for equal values; None if all values of a side are equal."""
+    own, others = _ranks(one), _ranks(other)
+    return float(np.corrcoef(own, others)[0, 1]) if np.ptp(own) and np.ptp(others) else None
+
+
+def _ranks(values: Sequence[float]) -> NDArray[np.float64]:
+    _, places, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
+    ranks: NDArray[np.float64] = (counts.cumsum() - (counts - 1) / 2)[places]
+    return ranks
+
+
+def write_report(runs: Sequence[Path], path: Path, seconds: float = MEDIA_SECONDS) -> int:
+    """Write the report of runs as one HTML file. `seconds` limit the time for pictures and sounds. Returns the
+    size of the file in bytes.
+
+    Raises UserError if a folder holds no run, or if the file cannot be written.
+    """
+    records = [read_run(run, name) for run, name in zip(runs, unique_names(runs), strict=True)]
+    page = make_page(records, MediaBudget.of(seconds))
+    # Names of files may contain bytes that are no UTF-8.
+    page = page.encode("utf-8", "replace").decode()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, page)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}", hint="--output-file takes a file to write") from None
+    return len(page.encode())
+
+
+@contextlib.contextmanager
+def report_at_end(saving: Saving) -> Iterator[None]:
+    """Write report.html into the run folder when the block has trained, however it ends.
+
+    An error of the report causes a warning, and nothing else: the outcome of the run stays as it is.
+    """
+    before = history_size(saving.output_dir)
+    try:
+        yield
+    finally:
+        if saving.report and Ranks.launched(os.environ).leads and history_size(saving.output_dir) > before:
+            _write_at_end(saving)
+
+
+def _write_at_end(saving: Saving) -> None:
+    seconds = END_SECONDS
+    if saving.max_time and COMMAND_CLOCK.began is not None:
+        left = parse_duration(saving.max_time) - (time.monotonic() - COMMAND_CLOCK.began) - EXIT_SECONDS / 2
+        if left < LEAST_SECONDS:
+            log.info("there is no time for a report before the limit: gputrain report %s writes it", saving.output_dir)
+            return
+        seconds = min(seconds, left - LEAST_SECONDS / 2)
+    try:
+        write_report([saving.output_dir], saving.output_dir / REPORT, seconds)
+    except KeyboardInterrupt:
+        log.warning("interrupted: %s is not written", REPORT)
+    except Exception as error:  # Whatever it is, the training is complete.
+        log.warning("%s is not written: %s", REPORT, first_line(error))

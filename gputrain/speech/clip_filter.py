@@ -16,9 +16,8 @@ from gputrain.speech.frames import encoder_frames
 from gputrain.speech.store import Recording, SpeechClip, SpeechFormat, frame_count
 from gputrain.speech.text.frontend import LANGUAGES, RESERVED, Frontend, frontend, shortened
 from gputrain.speech.text.language import CHARACTERS
-from gputrain.speech.text.number_words import checked_language, converter_of, with_number_words
 from gputrain.speech.text.plain import plain_words, rules_of
-from gputrain.speech.text.raw import RawRules
+from gputrain.speech.text.raw import RawRules, checked_language, converter_of, with_number_words
 from gputrain.speech.text.unicode_cleanup import script_of
 from gputrain.speech.text.vocabulary import SPECIAL, Vocabulary, vocabulary_of
 from gputrain.speech.transcripts import Utterance

@@ -9,7 +9,7 @@ import torch
 
 from gputrain.asr import export
 from gputrain.asr.load import Recogniser, load_recogniser
-from gputrain.asr.lora import add_lora
+from gputrain.asr.model import add_lora
 from gputrain.errors import UserError
 from gputrain.speech.text.vocabulary import ABSENT, Vocabulary
 from tests.asr.models import (

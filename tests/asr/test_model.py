@@ -5,8 +5,16 @@ import torch
 
 from gputrain.asr.features import features_of
 from gputrain.asr.load import load_recogniser
-from gputrain.asr.lora import add_lora, lora_parameters, merged
-from gputrain.asr.model import ForwardOptions, cached_position_weights, frame_counts, logits, normalized
+from gputrain.asr.model import (
+    ForwardOptions,
+    add_lora,
+    cached_position_weights,
+    frame_counts,
+    logits,
+    lora_parameters,
+    merged,
+    normalized,
+)
 from gputrain.asr.recipe import masked_spans
 from gputrain.engine.distributed import BatchDraws
 from tests.asr.models import VOCABULARY, W2V_BERT, run_folder, tiny_model, transformers_folder

@@ -21,14 +21,13 @@ from gputrain.engine.schedule import Saving
 from gputrain.engine.stop import format_duration
 from gputrain.errors import Stopped
 from gputrain.kinds import kinds
-from gputrain.report import write
+from gputrain.report import page as write
 from gputrain.report.curves import COLOURS
 from gputrain.report.media import MediaBudget
 from gputrain.report.next_commands import next_commands
-from gputrain.report.page import make_page, unique_names
+from gputrain.report.page import make_page, report_at_end, unique_names, write_report
 from gputrain.report.records import read_run
 from gputrain.report.settings_table import run_parts, settings_table
-from gputrain.report.write import report_at_end, write_report
 from tests.command import gputrain_here
 from tests.report.runs import KINDS, PLAN, end_row, make_run, metric_rows, start_row, write_rows
 from tests.tables import each_row

@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gputrain.report.page import rank_correlation, selectors_of, write_report
 from gputrain.report.records import read_run
-from gputrain.report.selection import rank_correlation, selectors_of
-from gputrain.report.write import write_report
 from tests.report.runs import make_run, write_rows
 from tests.tables import each_row
 

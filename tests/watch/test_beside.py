@@ -13,8 +13,8 @@ import pytest
 
 from gputrain.engine.history import HISTORY
 from gputrain.engine.schedule import Saving
-from gputrain.watch import beside
-from gputrain.watch.beside import watched_beside
+from gputrain.watch import server as beside
+from gputrain.watch.server import watched_beside
 from tests.cli.test_torchrun import options
 from tests.waiting import HANG_SECONDS, has_ended, wait_until
 

@@ -8,7 +8,7 @@ import pytest
 
 from gputrain.errors import UserError
 from gputrain.report.records import LONGEST_NOTES
-from gputrain.watch.control import SENTENCES, act
+from gputrain.watch.pages import SENTENCES, act
 from gputrain.watch.runs import Runs, id_of
 from tests.report.runs import make_run, start_row, write_rows
 from tests.tables import each_row

@@ -46,8 +46,7 @@ def normalize_lines(settings: Normalize) -> Iterator[str]:
     """Yields the normalised text of each line; with `symbols`, its ids follow on the next line."""
     # The rules take longer to load than `gputrain --help` may.
     from gputrain.speech.text.frontend import frontend
-    from gputrain.speech.text.number_words import checked_language
-    from gputrain.speech.text.raw import RawRules
+    from gputrain.speech.text.raw import RawRules, checked_language
 
     if settings.number_words and settings.language != "characters":
         raise UserError(f"the rules of {settings.language} write numbers in words", hint="drop --number-words")

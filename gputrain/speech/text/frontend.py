@@ -17,10 +17,9 @@ from typing import Any
 from gputrain.config import read_file
 from gputrain.errors import UserError
 from gputrain.speech.text.english import ENGLISH
-from gputrain.speech.text.language import CHARACTERS, Language
+from gputrain.speech.text.language import CHARACTERS, Language, split_sentences
 from gputrain.speech.text.raw import RawRules, without_tags
 from gputrain.speech.text.russian import RUSSIAN
-from gputrain.speech.text.sentences import split_sentences
 from gputrain.speech.text.unicode_cleanup import APOSTROPHES, PUNCTUATION
 from gputrain.speech.text.uzbek import UZBEK
 from gputrain.stored import unreadable

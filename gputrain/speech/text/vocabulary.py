@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 from gputrain.errors import UserError
 from gputrain.speech.text.frontend import LANGUAGES
-from gputrain.speech.text.language import CHARACTERS
+from gputrain.speech.text.language import CHARACTERS, split_sentences
 from gputrain.speech.text.plain import WITHIN_WORDS, plain_words, rules_of
 from gputrain.speech.text.raw import RawRules, without_tags
-from gputrain.speech.text.sentences import split_sentences
 from gputrain.speech.text.unicode_cleanup import APOSTROPHES, JOINERS
 from gputrain.stored import unreadable
 

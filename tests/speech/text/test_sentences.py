@@ -1,7 +1,7 @@
 """Splitting of texts into sentences."""
 
 from gputrain.speech.text.frontend import frontend
-from gputrain.speech.text.sentences import split_sentences
+from gputrain.speech.text.language import split_sentences
 from tests.tables import each_row
 
 
