@@ -27,7 +27,7 @@ from gputrain.engine.recipe import StepGroup, Term, Yielded
 from gputrain.hw.plan import Cards, Plan, decide
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.memory.predict import predict_step
-from gputrain.planner.target import target_machines
+from gputrain.planner.model_planner import target_machines
 from gputrain.planner.work import PlanTarget
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.openvpi import PROFILES, translate

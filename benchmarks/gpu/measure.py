@@ -33,8 +33,7 @@ from gputrain.errors import UserError
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.probe import probe
 from gputrain.planner.memory.fit import budget_gb
-from gputrain.planner.model_planner import ModelPlanner, memory_budget
-from gputrain.planner.target import published_rates
+from gputrain.planner.model_planner import ModelPlanner, memory_budget, published_rates
 
 SECONDS = 400  # Of all parts together.
 STEP_SECONDS, MOST_STEPS, LEAST_STEPS = 5.0, 12, 3  # Time of the timed steps of a training, and their number.

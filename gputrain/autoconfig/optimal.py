@@ -44,8 +44,7 @@ from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import Ranks, weakest_of
 from gputrain.planner.memory.fit import Fit, MemoryBudget, fit
 from gputrain.planner.memory.torch_model import Loss, Optimizer, Precision, batch_statistics, can_checkpoint
-from gputrain.planner.model_planner import memory_budget
-from gputrain.planner.target import published_rates, unknown_gpu
+from gputrain.planner.model_planner import memory_budget, published_rates, unknown_gpu
 
 log = logging.getLogger(__name__)
 

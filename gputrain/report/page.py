@@ -28,9 +28,8 @@ from gputrain.errors import UserError, first_line
 from gputrain.hw.ranks import Ranks
 from gputrain.kinds import kinds
 from gputrain.report import memory_chart, next_commands, settings_table
-from gputrain.report.curves import COLOURS, Chart, Curve, draw, letter_of
+from gputrain.report.curves import COLOURS, TRAINING_LOSSES, Chart, Curve, draw, format_value, letter_of, style_of
 from gputrain.report.media import MediaBudget
-from gputrain.report.metric_names import TRAINING_LOSSES, format_value, style_of
 from gputrain.report.records import RunRecord, RunStatus, now, read_run
 from gputrain.report.sections import SampleSection, sample_section
 

@@ -7,8 +7,7 @@ import pytest
 from gputrain.cli import tables
 from gputrain.errors import UserError
 from gputrain.hw.plan import Cards
-from gputrain.planner.model_planner import PredictedTime
-from gputrain.planner.target import target_machines
+from gputrain.planner.model_planner import PredictedTime, target_machines
 from tests.tables import each_row
 
 

@@ -14,14 +14,15 @@ from gputrain.report.curves import (
     Curve,
     draw,
     extremes,
+    format_value,
     linear_axes,
     logarithmic_axes,
     smoothed,
     step_ticks,
+    style_of,
     thinned,
     tick_label,
 )
-from gputrain.report.metric_names import format_value, style_of
 from tests.tables import each_row
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gputrain.asr.checking import align_ctc
 from gputrain.engine.preparation import read_quarantine
 from gputrain.errors import UserError
-from gputrain.speech.alignment import align_ctc
 from gputrain.speech.checker import SentenceTimes, TranscriptCheck, check_clips, doubt_of, mismatches, other_texts
 from gputrain.speech.config import SpeechOptions, SpeechPrepareConfig
 from gputrain.speech.cutting import quietest, sentence_edges, sentence_spans

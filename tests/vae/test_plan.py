@@ -13,8 +13,7 @@ from gputrain.hw.plan import Hardware, decide
 from gputrain.planner.memory import timeline
 from gputrain.planner.memory.fit import BUDGET_SHARE, MARGIN
 from gputrain.planner.memory.predict import predict_step
-from gputrain.planner.model_planner import NCCL_GB, CardPlan, ModelPlanner, memory_budget, plan_cards
-from gputrain.planner.target import target_machines
+from gputrain.planner.model_planner import NCCL_GB, CardPlan, ModelPlanner, memory_budget, plan_cards, target_machines
 from gputrain.vae.config import PlanVae
 from gputrain.vae.recipe import item_flops, plan_target
 from gputrain.vae.work import VaeWork

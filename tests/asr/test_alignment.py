@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from gputrain.speech.alignment import align_ctc, frames_needed
+from gputrain.asr.checking import align_ctc, frames_needed
 from tests.tables import each_row
 
 
