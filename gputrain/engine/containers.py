@@ -14,6 +14,7 @@ import re
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -196,6 +197,9 @@ def _work(job: TableJob, pipe: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends this process.
     # The library imports those of these that it finds, and would ask the Hub.
     os.environ |= dict.fromkeys(("USE_TORCH", "USE_TF", "USE_JAX"), "0") | {"HF_HUB_OFFLINE": "1"}
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())  # Its own lock is one of several processes, which a killed one would leave behind.
     try:
         pipe.send(work(job, lambda *told: pipe.send(told)))
     except UserError as error:

@@ -56,7 +56,7 @@ def unpack(archive: Path, folder: Path, progress: Callable[[float], None] = lamb
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
-        room, packed = room_for(archive.name, archive.stat().st_size, aside), max(1, archive.stat().st_size)
+        room, packed = room_for(str(archive), archive.stat().st_size, aside), max(1, archive.stat().st_size)
         with archive.open("rb") as raw:
             is_zip = raw.read(2) == b"PK" or archive.name.lower().endswith(".zip")
             raw.seek(0)
@@ -128,24 +128,26 @@ def _add(archive: Path, folder: Path, name: str, content: IO[bytes] | None) -> N
             target.parent.mkdir(parents=True, exist_ok=True)
             write_new(target, iter(lambda: content.read(BLOCK), b""))
     except (FileExistsError, NotADirectoryError):
-        fault = "is in it twice"
+        fault = "is there twice"
     except OSError as error:
         if error.errno not in (errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ):
             raise
         fault = "has a name that this disk cannot hold"
     if fault:
-        raise UserError(f"{archive}: is not unpacked, since {name[:200]!r} in it {fault}", hint=BY_HAND)
+        raise UserError(f"{archive}: is not unpacked, since its member {name[:200]!r} {fault}", hint=BY_HAND)
 
 
 def _zip_members(archive: Path, raw: IO[bytes], room: int) -> Iterator[tuple[str, IO[bytes] | None]]:
     with zipfile.ZipFile(raw) as opened:
         members = [info for info in opened.infolist() if not info.is_dir()]
         if sum(info.file_size for info in members) > room:  # zipfile yields no more of a file than its stated size.
-            raise too_large(archive.name, archive.stat().st_size, room)
+            raise too_large(str(archive), archive.stat().st_size, room)
         for info in members:
             if info.flag_bits & 1:
                 hint = "unpack it with its password, and name the folder: 7z x FILE"
-                raise UserError(f"{archive}: is not unpacked, since {info.filename!r} in it is encrypted", hint=hint)
+                raise UserError(
+                    f"{archive}: is not unpacked, since its member {info.filename!r} is encrypted", hint=hint
+                )
             is_plain = stat.S_IFMT(info.external_attr >> 16) in (0, stat.S_IFREG)
             with opened.open(info) as content:
                 yield _decoded_name(info), content if is_plain else None
@@ -173,7 +175,7 @@ class _Plain:
         block = bytes(self._file.read(size))
         self._left -= len(block)
         if self._left < 0:
-            raise too_large(self._archive.name, self._archive.stat().st_size, self._room)
+            raise too_large(str(self._archive), self._archive.stat().st_size, self._room)
         self.tail = (self.tail + block)[-512:]
         return block
 

@@ -156,18 +156,18 @@ OUTSIDE = "leads out of the table's folder"
     ("x.tar", tarred(("a.txt", b"x"), ("b.zip", b"PK")), "no pictures in it", "it holds archives"),
     ("x.tar", tarred(("a.wav", b"x")), "no pictures in it", "it holds recordings: choose a --kind"),
     ("x.tar", os.mkfifo, "x.tar: no regular file", "hf://datasets/NAME"),
-    *((name, write((member, PICTURE)), f"{name}: is not unpacked, since {member!r} in it {fault}", "of your own")
+    *((name, write((member, PICTURE)), f"{name}: is not unpacked, since its member {member!r} {fault}", "of your own")
       for name, write in (("x.tar", tarred), ("x.zip", zipped))
       for member, fault in (("../a.png", "would be written outside"), ("/a.png", "would be written outside"),
                             ("a::b.png", "would be written outside"))),
     ("x.tar", tarred(("a" * 300, b"x")), "has a name that this disk cannot hold", ""),
-    ("x.tar", tarred(*TWICE), "'./a.png' in it is in it twice", ""),
-    ("x.zip", zipped(*TWICE), "'./a.png' in it is in it twice", ""),
-    ("x.tar", tarred(("a", b"x"), ("a/b.png", PICTURE)), "'a/b.png' in it is in it twice", ""),
-    *(("x.tar", link(kind), "'a.png' in it is no plain file", "program of your own")
+    ("x.tar", tarred(*TWICE), "'./a.png' is there twice", ""),
+    ("x.zip", zipped(*TWICE), "'./a.png' is there twice", ""),
+    ("x.tar", tarred(("a", b"x"), ("a/b.png", PICTURE)), "'a/b.png' is there twice", ""),
+    *(("x.tar", link(kind), "member 'a.png' is no plain file", "program of your own")
       for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE)),
-    ("x.tar", sparse, "'a.png' in it is no plain file", ""),
-    ("x.tar", tarred(("a\udcff.png", PICTURE)), "'a\\udcff.png' in it has a name that is not UTF-8", ""),
+    ("x.tar", sparse, "member 'a.png' is no plain file", ""),
+    ("x.tar", tarred(("a\udcff.png", PICTURE)), "'a\\udcff.png' has a name that is not UTF-8", ""),
     ("x.zip", changed(zipped(("a\u00e9.png", PICTURE)), (b"PK\1\2", 47, b"\xff")), "x.zip: damaged, or not an", ""),
     ("x.tar", nested_long_names, "x.tar: damaged, or not an archive", ""),
     *((f"x.tar.{ending}", zeros(kind, compress), "hold more than", "program of your own")
@@ -180,7 +180,7 @@ OUTSIDE = "leads out of the table's folder"
     ("x.tgz", changed(tarred(*ONE, mode="w:gz"), (b"\x1f\x8b", 60, b"12")), "x.tgz: damaged", ""),
     ("x.zip", cut(zipped(*ONE), -30), "x.zip: damaged", ""),
     ("x.zip", changed(zipped(*ONE), (PICTURE, 3, b"_")), "x.zip: damaged, or not an archive that can be", ""),
-    ("x.zip", marked(6, 8, b"\1"), "'a.png' in it is encrypted", "7z x"),
+    ("x.zip", marked(6, 8, b"\1"), "member 'a.png' is encrypted", "7z x"),
     ("x.zip", marked(8, 10, b"\x09"), "x.zip: damaged, or not an archive that can be unpacked: That compression", "7z"),
     ("x.zip", marked(4, 6, b"\x63"), "x.zip: damaged, or not an archive that can be unpacked: zip file version", ""),
     ("x.zip", raw(b"PK\3\4" + b"x" * 99), "x.zip: damaged", ""),
