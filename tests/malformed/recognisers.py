@@ -173,7 +173,7 @@ MODELS: dict[str, tuple[str, Damage, str]] = {
     "weights cut off": ("transformers", shrunk("model.safetensors"), ""),
     "weights of zeros and ones": ("transformers", written("model.safetensors", bytes(range(256)) * 9), ""),
     "a checkpoint of a VAE": (
-        "nothing", lambda place: shutil.copy(small_run("vae") / "run" / "checkpoint_last.pt", place), "",
+        "nothing", lambda place: Path(shutil.copy(small_run("vae") / "run/checkpoint_last.pt", place)), "",
     ),
     "a checkpoint cut off": ("run", to_bytes("checkpoint_last.pt", lambda content: content[:-9000]), ""),
     "a checkpoint with a flipped bit": ("run", to_bytes("checkpoint_last.pt", flipped), ""),
