@@ -34,7 +34,7 @@ from gputrain.vae.diffusers_folder import (
 )
 from gputrain.vae.latents import STATISTICS, LatentScaling, LatentSource, PatchStatistics, TrainedPictures, family_of
 from gputrain.vae.model import AutoencoderKL
-from gputrain.vae.tiny import ENCODER, FACTOR, Autoencoder, autoencoder_class, is_tiny, load_tiny
+from gputrain.vae.tiny import ENCODER, Autoencoder, autoencoder_class, is_tiny, load_tiny
 from gputrain.vae.weights import DIGEST, WeightsFile, read_weights_file
 
 log = logging.getLogger(__name__)
@@ -105,11 +105,6 @@ class Pretrained:
     weights: dict[str, Tensor]  # Tensors in fp32 on the CPU, by diffusers' present names.
     architecture: VaeArchitecture
     latents: LatentSource
-
-    @property
-    def has_tiny_decoder(self) -> bool:
-        """Returns whether they are of a run that trained one."""
-        return FACTOR in self.weights
 
 
 def load_pretrained(name: str | Path, architecture: VaeArchitecture, train_part: str = "all") -> Pretrained:

@@ -39,7 +39,7 @@ from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pictures import UnusablePicture, check_colours, has_transparency, read_picture
 from gputrain.vae.pretrained import Pretrained, load_pretrained
 from gputrain.vae.recipe import VaeRecipe, build_autoencoder, compile_layers, plan_target
-from gputrain.vae.tiny import DistilledAutoencoder
+from gputrain.vae.tiny import FACTOR, DistilledAutoencoder
 from gputrain.vae.weights import named_files
 
 log = logging.getLogger(__name__)
@@ -276,7 +276,7 @@ def check_teacher(model: Model) -> None:
 
 def check_decoder(pretrained: Pretrained, model: Model) -> None:
     """Raises UserError if the weights to begin with have a tiny decoder, and this run has none."""
-    if pretrained.has_tiny_decoder and model.train_part != "tiny-decoder":
+    if FACTOR in pretrained.weights and model.train_part != "tiny-decoder":
         raise UserError(
             f"{model.init_from}: has a tiny decoder, which cannot be trained with train_part {model.train_part}",
             hint=f"--train-part tiny-decoder goes on with it; {pretrained.latents.source} is the autoencoder before it",

@@ -72,7 +72,8 @@ def export_openvpi(loaded: LoadedVocoder, folder: Path, progress: Progress = no_
         if difference != 0:
             raise RuntimeError(f"{folder / MODEL}: read back, a wave differs by {difference:.3g}")
         steps.next()
-    return exported([folder / MODEL, folder / CONFIG], loaded.source, "sample", difference, _notes(loaded))
+    notes = [ONLY_FULL] if generator.architecture.mini_nsf else []
+    return exported([folder / MODEL, folder / CONFIG], loaded.source, "sample", difference, notes)
 
 
 def export_onnx(
@@ -102,7 +103,7 @@ def export_onnx(
         load_line(folder / file, "mel", "f0"),
         f"Inputs float32: mel (1, frames, {mel.num_mels}), the natural logarithm of magnitudes; f0 (1, frames) in Hz, "
         f"0 where unvoiced; a frame every {mel.hop_size} samples. Output: (1, samples) at {mel.sampling_rate} Hz",
-        *_notes(loaded),
+        *([ONLY_FULL] if generator.architecture.mini_nsf else []),
     ]
     return exported([folder / file, folder / "vocoder.yaml"], loaded.source, "sample", difference, notes)
 
@@ -152,10 +153,6 @@ def _difference(generator: Generator, other: Generator, frames: int) -> float:
     noise = draw_noise(generator.architecture, 1, frames, torch.Generator().manual_seed(frames))
     waves = [model(mel_MF[None], f0_F[None], noise) for model in (generator, other)]
     return float((waves[0] - waves[1]).abs().max())
-
-
-def _notes(loaded: LoadedVocoder) -> list[str]:
-    return [ONLY_FULL] if loaded.generator.architecture.mini_nsf else []
 
 
 def _config(loaded: LoadedVocoder) -> dict[str, Any]:

@@ -68,12 +68,7 @@ def translate(content: dict[str, object], source: Path, *, of: Command) -> dict[
     )
     if of == "train":
         made.setdefault("use_stftloss", False)  # openvpi's default.
-    return shared_where_equal(made)
-
-
-def shared_where_equal(made: dict[str, object]) -> dict[str, object]:
-    """Returns options whose discriminators follow the generator where both networks are given the same value, so that
-    --learning-rate sets both."""
+    # Discriminators follow the generator where both are given the same value, so that --learning-rate sets both.
     own = {f"discriminator_{name}": name for name in ("learning_rate", "beta1", "beta2")}
     return {name: value for name, value in made.items() if name not in own or value != made.get(own[name])}
 

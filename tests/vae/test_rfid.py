@@ -17,10 +17,9 @@ from gputrain.vae.architecture import PRESETS
 from gputrain.vae.config import PictureEvaluation
 from gputrain.vae.data import centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.diffusers_folder import save_diffusers
-from gputrain.vae.evaluate import evaluate_pictures, reconstruction_figures
+from gputrain.vae.evaluate import ReconstructionFid, evaluate_pictures, frechet_distance, reconstruction_figures
 from gputrain.vae.latents import LatentScaling
 from gputrain.vae.model import AutoencoderKL
-from gputrain.vae.rfid import ReconstructionFid, frechet_distance
 from tests.vae.test_use import TINY
 
 CPU = torch.device("cpu")
