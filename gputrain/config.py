@@ -310,10 +310,11 @@ def flatten(instance: object) -> dict[str, Any]:
     return {name: _plain(value) for name, value in values.items() if value is not None}
 
 
-def is_complete(cls: type, values: Mapping[str, Any]) -> bool:
-    """Return True if flat values have the keys that `flatten` gives for `cls`, which leaves out None alone."""
+def is_readable(cls: type, values: Mapping[str, Any]) -> bool:
+    """Return True if flat stored values have no key that `cls` has not, and every key without a default. Others may be
+    missing: they are options of a later version, whose defaults hold."""
     known = leaves(cls)
-    return {name for name, leaf in known.items() if leaf.default is not None} <= values.keys() <= known.keys()
+    return {name for name, leaf in known.items() if leaf.required} <= values.keys() <= known.keys()
 
 
 def defaults(cls: type) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from gputrain.autoconfig.lengths import Bucket, OverLong
 from gputrain.errors import UserError, import_package
 from gputrain.hw.ranks import Ranks
-from gputrain.stored import from_row, unreadable
+from gputrain.stored import from_json, unreadable
 
 FORMAT = "gputrain optimal config 1"  # Marks the file.
 
@@ -147,6 +147,6 @@ def load_config(path: str | Path) -> OptimalConfig:
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise unreadable(Path(path), "save it again with save_config", "not a configuration of gputrain")
     try:
-        return from_row(OptimalConfig, content)
-    except ValueError:
-        raise unreadable(Path(path), "save it again with save_config") from None
+        return from_json(OptimalConfig, content)
+    except ValueError as error:
+        raise unreadable(Path(path), "save it again with save_config", f"damaged ({error})") from None

@@ -34,7 +34,7 @@ from typing import Any, BinaryIO, TypeGuard, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gputrain.config import assemble, is_complete
+from gputrain.config import assemble, is_readable
 from gputrain.engine.schedule import RunProgress
 from gputrain.errors import UserError
 from gputrain.kinds import refuse_other_model, refuse_unreadable
@@ -307,7 +307,7 @@ def _first_intact(choices: Sequence[Path], kind: str, modules: Sequence[str] | N
 
 def saved_settings(settings: type[T], content: Content, source: Path) -> T:
     """Returns the settings of the training that wrote a checkpoint. Raises UserError if they are damaged."""
-    if not is_complete(settings, content["config"]):
+    if not is_readable(settings, content["config"]):
         raise unreadable(source, TRAIN_AGAIN)
     return assemble(settings, content["config"], source=str(source))
 

@@ -277,7 +277,7 @@ def _open_folder(saving: Saving, kind: str, settings: type) -> OpenedFolder:
     is_new = not folder.is_dir()
     lock = None if is_new else lock_folder(folder)
     found = checkpoint.find(saving.resume_from, folder, kind) if saving.resume_from else None
-    if found and not config.is_complete(settings, found[1]["config"]):
+    if found and not config.is_readable(settings, found[1]["config"]):
         raise unreadable(found[0], TRAIN_AGAIN)
     here = found is not None and found[0].parent.resolve() == folder.resolve()
     has_steps, has_checkpoints = (folder / "metrics.jsonl").exists(), bool(checkpoint.newest_first(folder))

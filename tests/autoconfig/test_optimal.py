@@ -464,7 +464,7 @@ def test_a_configuration_survives_its_file(tmp_path):
 
 
 @each_row(
-    (lambda c: c.update(format="another 1"), "not a configuration that this gputrain has saved"),
+    (lambda c: c.update(format="another 1"), "not a configuration of gputrain"),
     (lambda c: c.update(bf16="yes"), r"bf16 is 'yes'"),
     (lambda c: c.update(target_batch_size=1.5), r"target_batch_size is '1\.5'"),
     (lambda c: c.update(buckets=[{"over_seconds": 1}]), r"buckets\[0\] is "),

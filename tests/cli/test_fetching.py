@@ -93,7 +93,7 @@ def test_the_list():
         assert line.endswith(f"{entry.licence}, with a token" if entry.gated else entry.licence)
         assert f"    {entry.about}" in lines
     assert re.search(r"^  lpips-vgg16 +553 MB  BSD-3-Clause$", done.stdout, re.MULTILINE)
-    assert gputrain_here("fetch", "--list", "--kind", "voice").stdout.startswith("Voices (tts)")
+    assert gputrain_here("fetch", "--list", "--kind", "tts").stdout.startswith("Voices (tts)")
     vocoders = gputrain_here("fetch", "--list", "--kind", "vocoder").stdout.splitlines()
     assert vocoders[0] == "Vocoders (vocoder)"
     assert len(vocoders) == 2 + 2 * sum(entry.kind == "vocoder" for entry in catalogue().values())

@@ -164,7 +164,7 @@ def test_changed_settings_are_told_once_old_and_new(tmp_path, caplog):
 @pytest.mark.parametrize("change", [
     lambda content: content.pop("data"), lambda content: content.update(colour=7),
     lambda content: content["progress"].pop("stages"), lambda content: content["progress"].update(colour=7),
-    lambda content: content["config"].pop("weight_decay"), lambda content: content["config"].update(colour=7),
+    lambda content: content["config"].update(colour=7),
 ])  # fmt: skip
 def test_a_checkpoint_of_other_parts_is_refused(tmp_path, change):
     trained(tmp_path, 3)
@@ -174,6 +174,17 @@ def test_a_checkpoint_of_other_parts_is_refused(tmp_path, change):
     with pytest.raises(UserError, match="written by another version of gputrain") as refused:
         trained(tmp_path, 3, resume_from="auto")
     assert "train again" in refused.value.hint
+
+
+def test_a_setting_that_a_checkpoint_lacks_has_its_default(tmp_path):
+    """So that a later version, which has more options, goes on with the runs of this one."""
+    whole = trained(tmp_path / "whole", 5)
+    trained(tmp_path / "run", 3)
+    content = checkpoint.read(tmp_path / "run" / "checkpoint_last.pt", "toy")
+    assert content["config"].pop("weight_decay") == Schedule().weight_decay
+    checkpoint.save(tmp_path / "run", content)
+    resumed = trained(tmp_path / "run", 5, resume_from="auto")
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
 
 
 def test_changed_data_are_told(tmp_path, caplog):

@@ -1,6 +1,7 @@
 """The Triton kernels, without a GPU: compiled to the machine code of cards, and run in Triton's interpreter.
 
-Kernels of our own are those of the alignment search (more of them in tests/tts/test_align.py).
+Kernels of our own are those of the alignment search (more of them in tests/tts/test_align.py); those of the
+memory-efficient layers are inductor's.
 """
 
 import os
@@ -11,13 +12,28 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from gputrain.tts.align import path_from_durations, search
+from gputrain.vae.norm_arithmetic import EAGER
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
+CPU_BUILD = pytest.mark.skipif(bool(torch.version.cuda), reason="a build of torch with CUDA asks its driver")
 CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
 ROOT = Path(__file__).parents[2]
 COUNTS = {"symbols_B": "*i64", "frames_B": "*i64", "most_frames": "i32", "most_symbols": "i32"}
+
+
+def run(module: str, *arguments: str, folder: Path, **environment: str) -> None:
+    """A module in a process of its own, with empty caches."""
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
+    for cache in caches.values():
+        Path(cache).mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        capture_output=True, text=True, cwd=ROOT, env={**os.environ, **caches, **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -74,3 +90,32 @@ def test_the_alignment_search_with_many_symbols_bad_scores_and_impossible_counts
     for found_BS, case in zip(found, possible, strict=True):
         assert torch.equal(found_BS, search(*case))
     assert torch.equal(of_impossible, torch.zeros(3, 5, dtype=torch.int64))
+
+
+@CPU_BUILD
+@pytest.mark.slow
+def test_compiled_kernels_of_the_memory_efficient_layers_equal_eager_ones(tmp_path: Path) -> None:
+    """Inductor's kernels for a card against fp64.
+
+    A sum over a group has 120 terms, and a gradient is made of two such sums and about ten operations: with rounding
+    errors of 2**-24 each, of values that are at most 8 times the largest of a result, 8 * (2 * 120 + 10) * 2**-24 =
+    1.2e-4. Results in bf16 are rounded once more, which the interpreter does by cutting bits off: 2**-7 at the most.
+    """
+    from tests.fake_cuda.interpreted_layers import layer
+
+    file = tmp_path / "layers.pt"
+    run("tests.fake_cuda.interpreted_layers", str(file), folder=tmp_path, TRITON_INTERPRET="1")
+    cases = torch.load(file)
+    assert [case["dtype"] for case in cases] == [torch.float32, torch.bfloat16]
+    for case in cases:
+        exact = {name: value.double() for name, value in case["given"].items()}
+        expected = layer(EAGER, exact, torch.float64)
+        for name, found in case["made"].items():
+            error = relative_error(found, expected[name])
+            bound = 1.2e-4 + (2**-7 if found.dtype == torch.bfloat16 else 0)
+            assert error < bound, (case["dtype"], name, error)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """The largest difference over the largest value."""
+    return float((found.double() - expected).abs().max() / expected.abs().max())

@@ -129,6 +129,13 @@ def state(voice: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in voice.state_dict().items()}
 
 
+def test_weights_of_another_preset_are_no_voice(tmp_path: Path) -> None:
+    reading = frontend("en")
+    other = run_folder(tmp_path / "run", full("fast", reading), reading, settings_of("medium"))
+    with pytest.raises(UserError, match="the checkpoint's voice differs in"):
+        load_voice(other, CPU)
+
+
 def test_symbols_that_no_clip_has_are_not_named(english: tuple[Path, Voice]) -> None:
     uzbek = frontend("uz")
     voice = Voice(voice_architecture("fast", num_symbols=len(uzbek.symbols), num_speakers=2))

@@ -91,7 +91,7 @@ def test_frames_needed_are_where_the_loss_becomes_finite(text):
 @each_row({"symbols": ["a", "a"]}, {"blank": -1}, {"blank": 99}, {"symbols": None}, {"upper": 1}, {"blank": "0"})
 def test_malformed_json_of_a_vocabulary(change):
     content = vocabulary_of("uz", ["salom"]).to_json()
-    with pytest.raises(UserError, match="vocabulary is invalid"):
+    with pytest.raises(UserError, match="vocabulary: invalid"):
         Vocabulary.from_json({**content, **change})
 
 
