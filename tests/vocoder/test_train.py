@@ -81,7 +81,8 @@ def undisturbed(request, notes, tmp_path_factory) -> tuple[str, Path]:
 @pytest.mark.slow
 def test_stopped_and_resumed_a_run_is_the_undisturbed_one_bit_for_bit(undisturbed, notes, tmp_path):
     name, whole = undisturbed
-    train(tmp_path, PROFILES / f"{name}.yaml", data_path=str(notes), **TINY, evaluate_steps=10, max_steps=10)
+    half = {"evaluate_steps": 10, "max_steps": 10, "eval_first": True}
+    train(tmp_path, PROFILES / f"{name}.yaml", data_path=str(notes), **TINY, **half)
     halfway = read_checkpoint(tmp_path / "checkpoint_last.pt")
     assert_same_training(halfway, read_checkpoint(whole / "checkpoint_step_10.pt"))
     resumed = train(tmp_path, tmp_path / "config.yaml", resume_from="auto", max_steps=20)
