@@ -29,7 +29,7 @@ from gputrain.engine.stop import Deadline, format_duration, log_start_until, sec
 from gputrain.engine.train import train
 from gputrain.errors import UserError, require
 from gputrain.fetch.addresses import without_secrets
-from gputrain.hw.plan import NEEDS_GPU, Hardware, Plan, Setting, fit_shared_memory, workers
+from gputrain.hw.plan import NEEDS_GPU, Plan, Setting, fit_shared_memory, workers
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of
 from gputrain.hw.runtime import Runtime, apply, keep_freed_memory
@@ -180,7 +180,6 @@ def open_session(settings: S, work: KindWork[S]) -> Session[S]:
     machine = share_of(probe(ranks.local_index if settings.hardware.device != "cpu" else 0), ranks)
     given = given_plan(settings.hardware)
     group = RankGroup.join(ranks, on_gpu=bool(machine.gpu) and settings.hardware.device != "cpu")
-    group.gradient_dtype = compressed_dtype(settings.hardware, ranks)
     machine = weakest_of(group.gather(machine), machine)
     if machine.gpu_count > 1 and not ranks.under_torchrun and settings.hardware.device != "cpu":
         log.info(
@@ -190,7 +189,6 @@ def open_session(settings: S, work: KindWork[S]) -> Session[S]:
     plan = given.plan if given else work.decide(machine, settings.hardware)
     run = open_run(settings, settings.saving, kind=work.kind, command=f"gputrain train-{work.kind}", group=group)
     run.given_plan = given
-    run.divides_optimizers = divides_optimizers(settings.hardware, ranks)
     runtime = apply(plan, ranks)
     if runtime.device.type == "cpu":
         keep_freed_memory()
@@ -223,19 +221,6 @@ def measured_rates(runtime: Runtime) -> DeviceRates:
     launch_seconds = LAUNCH_SECONDS if runtime.plan.compile.value else EAGER_LAUNCH_SECONDS
     copied = copied_bytes_per_second(device)
     return DeviceRates(sixteen_bit, fp32, copied, count, launch_seconds=launch_seconds, l2_bytes=l2_bytes)
-
-
-def compressed_dtype(wishes: Hardware, ranks: Ranks) -> torch.dtype | None:
-    """Returns the format in which gradients travel between ranks; None: their own."""
-    if wishes.compress_gradients and ranks.count == 1:
-        log.warning("compress_gradients has no effect: only one GPU trains")
-    return torch.bfloat16 if wishes.compress_gradients else None
-
-
-def divides_optimizers(wishes: Hardware, ranks: Ranks) -> bool:
-    if wishes.shard_optimizer and ranks.count == 1:
-        log.warning("shard_optimizer has no effect: only one GPU trains")
-    return wishes.shard_optimizer and ranks.count > 1
 
 
 def with_plan(settings: S, plan: Plan) -> S:

@@ -324,7 +324,7 @@ def average_over_processes(group: RankGroup, model: nn.Module) -> None:
     if gradients:
         group.all_reduce(gradients, [])
         torch._foreach_div_(gradients, group.ranks.count)
-    group.broadcast(list(model.buffers()), source=0)
+    group.broadcast(list(model.buffers()))
 
 
 def check_agreement(group: RankGroup, config: OptimalConfig) -> None:

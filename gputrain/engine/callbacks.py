@@ -501,9 +501,6 @@ class Callbacks:
             return
         if done in (self.steps.start.step, self.run.saved_step):
             return
-        if self.run.divides_optimizers:
-            log.warning("step %d is not saved, as other ranks hold parts of it; %s", done, self._resume_note())
-            return
         release_memory()
         try:
             self.save(waits=True)

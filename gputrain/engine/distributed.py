@@ -16,15 +16,13 @@ import io
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from gputrain.engine.checkpoint import Content
-from gputrain.engine.recipe import Phase
 from gputrain.errors import UserError
 from gputrain.hw.ranks import SINGLE, Ranks, interface_towards
 
@@ -43,7 +41,6 @@ class RankGroup:
 
     ranks: Ranks = SINGLE
     control: Any = None  # The Gloo group of decisions.
-    gradient_dtype: torch.dtype | None = None  # Format in which gradients travel; None: their own.
 
     @classmethod
     def join(cls, ranks: Ranks, *, on_gpu: bool, init_method: str = "env://") -> "RankGroup":
@@ -112,7 +109,9 @@ class RankGroup:
         packed = torch.empty(0, dtype=torch.uint8)
         if self.leads:
             value = make()
-            packed = _packed(value)
+            file = io.BytesIO()
+            torch.save(value, file)
+            packed = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
         with _connected():
             size = torch.tensor(packed.numel())
             dist.broadcast(size, 0, group=self.control)
@@ -121,30 +120,8 @@ class RankGroup:
             dist.broadcast(packed, 0, group=self.control)
         if self.leads:
             return value
-        arrived: T = _unpacked(packed)
+        arrived: T = torch.load(io.BytesIO(packed.numpy().data), map_location="cpu", weights_only=True)
         return arrived
-
-    def gather_to_leader(self, value: T) -> list[T]:
-        """Returns the values of all ranks on the leader, in the order of the ranks, and only its own on any other.
-
-        Values consist of what torch.save and torch.load with `weights_only` can carry; tensors arrive on the CPU.
-        """
-        if self.control is None:
-            return [value]
-        values = [value]
-        with _connected():
-            if not self.leads:
-                packed = _packed(value)
-                dist.send(torch.tensor(packed.numel()), 0, group=self.control)
-                dist.send(packed, 0, group=self.control)
-                return values
-            for rank in range(1, self.ranks.count):
-                size = torch.tensor(0)
-                dist.recv(size, rank, group=self.control)
-                packed = torch.empty(int(size), dtype=torch.uint8)
-                dist.recv(packed, rank, group=self.control)
-                values.append(_unpacked(packed))
-        return values
 
     def any_rank(self, *flags: bool) -> list[bool]:
         """Returns for each flag whether it is set on any rank."""
@@ -195,24 +172,22 @@ class RankGroup:
         """Sums gradients in buckets. While one bucket travels, the next one is filled; few of them are in memory."""
         travelling: deque[tuple[Any, list[Tensor], list[Tensor]]] = deque()
         for pieces in buckets(gradients, BUCKET_BYTES):
-            dtype = self.gradient_dtype or pieces[0].dtype
-            flat = pieces[0].new_empty(sum(piece.numel() for piece in pieces), dtype=dtype)
+            flat = torch.cat(pieces)
             parts = list(torch.split(flat, [piece.numel() for piece in pieces]))
-            torch._foreach_copy_(parts, pieces)
             travelling.append((dist.all_reduce(flat, async_op=True), parts, pieces))
             if len(travelling) == IN_FLIGHT:
                 _copy_when_reduced(*travelling.popleft())
         while travelling:
             _copy_when_reduced(*travelling.popleft())
 
-    def broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
-        """Copies the tensors of the rank `source` to all ranks."""
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Copies the tensors of rank 0 to all ranks."""
         if self.control is None:
             return
         with _connected():
             for pieces in buckets([tensor.detach() for tensor in tensors], BUCKET_BYTES):
                 flat = torch.cat(pieces)
-                dist.broadcast(flat, source)
+                dist.broadcast(flat, 0)
                 torch._foreach_copy_(pieces, list(torch.split(flat, [piece.numel() for piece in pieces])))
 
     def reseed(self, seed: int, step: int) -> None:
@@ -227,17 +202,6 @@ class RankGroup:
 def _copy_when_reduced(handle: Any, parts: list[Tensor], pieces: list[Tensor]) -> None:
     handle.wait()
     torch._foreach_copy_(pieces, parts)
-
-
-def _packed(value: object) -> Tensor:
-    """Returns the bytes of torch.save."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-
-
-def _unpacked(packed: Tensor) -> Any:
-    return torch.load(io.BytesIO(packed.numpy().data), map_location="cpu", weights_only=True)
 
 
 def buckets(tensors: Sequence[Tensor], most_bytes: int) -> Iterator[list[Tensor]]:
@@ -319,60 +283,3 @@ class BatchDraws:
         if self.rows == (slice(0, self.whole),):
             return drawn
         return torch.cat([drawn[rows] for rows in self.rows])
-
-
-# ------------------------------------------------------------------------------------------------------ optimizer state
-
-
-@dataclass
-class OptimizerShards:
-    """Optimizer state divided among the ranks: ZeRO, stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054).
-
-    Every rank keeps the optimizer state of its own parameters, steps only these, and then sends them to the others. A
-    step is the same as without, since no optimizer here mixes parameters. Checkpoints hold the whole state, so that any
-    number of ranks can continue, divided or not. Without a division, all methods leave everything as it is.
-    """
-
-    group: RankGroup
-    divides: bool = False  # True if the state is divided.
-    known: dict[str, dict[nn.Parameter, int]] = field(default_factory=dict)  # Owners of the parameters, by phase.
-
-    def owners(self, phase: Phase) -> dict[nn.Parameter, int]:
-        """Returns the rank of every parameter of a phase, in the optimizer's order; ranks own about equal sizes."""
-        if phase.name not in self.known:
-            sizes, owners = [0] * self.group.ranks.count, {}
-            for parameter in (p for group in phase.optimizer.param_groups for p in group["params"]):
-                owners[parameter] = sizes.index(min(sizes))
-                sizes[owners[parameter]] += parameter.numel()
-            self.known[phase.name] = owners
-        return self.known[phase.name]
-
-    def keep_own_gradients(self, phase: Phase) -> None:
-        """Drops the gradients of parameters that other ranks step: optimizers skip parameters without a gradient."""
-        if self.divides:
-            for parameter, owner in self.owners(phase).items():
-                if owner != self.group.ranks.index:
-                    parameter.grad = None
-
-    def broadcast_weights(self, phase: Phase) -> None:
-        """Copies every parameter from the rank that has stepped it to all others."""
-        if self.divides:
-            for rank in range(self.group.ranks.count):
-                mine = [parameter for parameter, owner in self.owners(phase).items() if owner == rank]
-                self.group.broadcast(mine, source=rank)
-
-    def own_shard(self, phase: Phase, saved: Content) -> Content:
-        """Returns a checkpoint's optimizer state with this rank's parameters only."""
-        if not self.divides:
-            return saved
-        owners = list(self.owners(phase).values())
-        own = {index: state for index, state in saved["state"].items() if owners[index] == self.group.ranks.index}
-        return {**saved, "state": own}
-
-    def gathered_state(self, phase: Phase) -> Content:
-        """Returns the whole state of an optimizer on the leader, and this rank's part elsewhere. All ranks call it."""
-        own: Content = phase.optimizer.state_dict()
-        if not self.divides:
-            return own
-        parts = self.group.gather_to_leader(own["state"])
-        return {**own, "state": dict(sorted(pair for part in parts for pair in part.items()))}

@@ -133,7 +133,6 @@ class Run:
     group: RankGroup = field(default_factory=RankGroup)  # The ranks that train together; the leader writes the folder.
     last_is_damaged: bool = False  # True if checkpoint_last.pt is damaged, until the first save.
     is_new: bool = False  # True if this process has made the folder.
-    divides_optimizers: bool = False  # True if each rank keeps a part of the optimizers' state.
     configuration: str = ""  # Content of config.yaml.
     saved_step: int = -1  # The step that this process saved last; -1: none.
     before: dict[str, Any] = field(default_factory=dict)  # Settings of the resumed checkpoint.

@@ -141,18 +141,12 @@ class Saver:
             for name in names if run.saved_step != progress.step else ():
                 log.warning("%s is not written, as the gradient of its step is not finite", run.folder / name)
             return None
-        optimizers = {phase.name: state.shards.gathered_state(phase) for phase in phases_of(state.recipe)}
         if not run.group.leads:
             return None
         self.saved_at = time.monotonic()
         if best_score is not None:
             names, progress = [*names, checkpoint.BEST], dataclasses.replace(progress, best_score=best_score)
-        content = {
-            **state.snapshot(),
-            "optimizers": optimizers,
-            "progress": dataclasses.asdict(progress),
-            "names": [*names],
-        }
+        content = {**state.snapshot(), "progress": dataclasses.asdict(progress), "names": [*names]}
         content |= {"config": run.settings, "facts": run.facts, "data": run.data}
         content["nonfinite_in_a_row"] = state.nonfinite_in_a_row
         return SaveJob(content, [*names], progress, self._plan_record())

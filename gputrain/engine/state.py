@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gputrain.engine.adamw_8bit import converted
 from gputrain.engine.checkpoint import Content, load_modules
-from gputrain.engine.distributed import OptimizerShards, RankGroup
+from gputrain.engine.distributed import RankGroup
 from gputrain.engine.optim import LossScale
 from gputrain.engine.recipe import Batch, Recipe, StepGroup, Sums, phases_of
 from gputrain.engine.run_folder import PLAN, PlanFile, Run
@@ -40,7 +40,6 @@ class TrainState:
     micro_batch: dict[str, int]  # Micro-batch size by the name of the step group; halved when memory runs out.
     loss_scales: dict[str, LossScale]  # By phase; they have an effect in fp16 only.
     group: RankGroup = field(default_factory=RankGroup)  # The ranks that make each step together.
-    shards: OptimizerShards = field(default_factory=lambda: OptimizerShards(RankGroup()))  # Their optimizer state.
     gradients: GradientsFunction | None = None  # Takes the place of `gradients` in step.py, with the same result.
     # Frees memory that is kept to save time, when it has run out. Returns whether there was any.
     free_memory: Callable[[], bool] = lambda: False
@@ -60,7 +59,6 @@ class TrainState:
         state = cls.for_measurement(recipe, runtime)
         state.gradient_clip = schedule.gradient_clip
         state.group = run.group
-        state.shards = OptimizerShards(run.group, divides=run.divides_optimizers)
         state.micro_batch = _micro_batch(groups, schedule, runtime, run)
         if run.resumed:
             run.warn_of_changes()
@@ -97,10 +95,7 @@ class TrainState:
         """Load a snapshot. Raises UserError if it belongs to another model."""
         load_modules(self.recipe.modules, content["modules"])
         for phase in phases_of(self.recipe):
-            optimizers = dict(content["optimizers"])
-            if phase.name in optimizers:
-                optimizers[phase.name] = self.shards.own_shard(phase, optimizers[phase.name])
-            load_optimizer(phase.name, phase.optimizer, optimizers)
+            load_optimizer(phase.name, phase.optimizer, content["optimizers"])
             if self.scales_losses and phase.name in content["loss_scales"]:  # Only a run in fp16 has some.
                 self.loss_scales[phase.name].load_state_dict(content["loss_scales"][phase.name])
         set_random_state(content["random"], self.runtime.device)

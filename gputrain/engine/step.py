@@ -50,7 +50,6 @@ def update(state: TrainState, batch: Batch, step: int, learning_rate: float) -> 
             state.is_consistent = False
             phase.optimizer.step()
             phase.optimizer.zero_grad(set_to_none=True)
-            state.shards.broadcast_weights(phase)
             phase.after_step(sums[phase.name].statistics, finite)
             scalars |= finish_step(state, phase, sums[phase.name], norm, finite)
     return scalars
@@ -211,7 +210,6 @@ def prepare_optimizer(state: TrainState, phase: Phase, learning_rate: float) -> 
     optimizer.found_inf = (~finite).float()
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    state.shards.keep_own_gradients(phase)
     if any(p.grad is not None and p not in optimizer.state for p in phase.parameters()):
         allocate_optimizer_state(phase)
     return norm, finite

@@ -185,7 +185,6 @@ def dry_run(state: TrainState, loaded: Any, step: int) -> None:
     for group in recipe.step_groups:
         accumulate(state, group, batch, step)
         for phase in group.phases:
-            state.shards.keep_own_gradients(phase)
             allocate_optimizer_state(phase)
         drop_gradients(group)
     set_random_state(random, device)

@@ -65,12 +65,6 @@ class Hardware:
     )
     plan: bool = opt(default=True, help="Predict the memory of a step, and choose micro-batch and checkpointing by it.")
     plan_file: Path | None = opt(default=None, help="The plan.json of a run, whose plan is then used exactly.")
-    shard_optimizer: bool = opt(
-        default=False, help="Several GPUs divide the optimizer's state: less memory, and weights travel in each step."
-    )
-    compress_gradients: bool = opt(
-        default=False, help="Several GPUs exchange gradients in bf16: half the traffic, for three digits of precision."
-    )
 
 
 @config(panel="Cards")

@@ -99,12 +99,7 @@ class ModelPlanner(Generic[S]):
 
     def plan(self, settings: S, plan: Plan, budget: MemoryBudget) -> tuple[Plan, Fit]:
         """Returns the plan with the settings of the batch, and the fit that they come from."""
-        whole = self.memory_model(settings, plan)
-        ranks = budget.gpus if settings.hardware.shard_optimizer else 1
-
-        def memory_model(checkpointing: bool) -> MemoryModel:
-            return whole(checkpointing).divided_optimizer(ranks)
-
+        memory_model = self.memory_model(settings, plan)
         return plan_step(plan, budget, settings.schedule, memory_model, settings.model.gradient_checkpointing)
 
     def remedies(self, settings: S, plan: Plan, budget: MemoryBudget, found: Fit) -> list[str]:
@@ -118,10 +113,6 @@ class ModelPlanner(Generic[S]):
                 need_gb = self.least_gb(changed, plan, checkpointing)
                 if need_gb * budget.margin <= budget.budget_gb:
                     sentences[option] = f"{flag} would take {need_gb:.1f} GB at least"
-        optimizer_gb = found.parts["optimizer"]
-        divided_gb = found.predicted_peak_gb - optimizer_gb + optimizer_gb / budget.gpus
-        if budget.gpus > 1 and not settings.hardware.shard_optimizer and divided_gb * budget.margin <= budget.budget_gb:
-            sentences["--shard-optimizer"] = f"--shard-optimizer would take {divided_gb:.1f} GB at least"
         card = smallest_gpu(found.predicted_peak_gb * budget.margin / BUDGET_SHARE)
         larger = [f"a card of {card.memory_gb:g} GB, such as {card.key}, would do"] if card else []
         return [*sentences.values(), *larger]

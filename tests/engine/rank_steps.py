@@ -17,10 +17,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from gputrain.engine import step as engine
 from gputrain.engine import train as training
 from gputrain.engine.distributed import RankGroup
-from gputrain.engine.recipe import phases_of
 from gputrain.engine.run_folder import Run, open_run
 from gputrain.engine.schedule import Schedule, StepSchedule, begin
 from gputrain.engine.state import TrainState
@@ -36,7 +34,6 @@ LEARNING_RATE = 1e-5
 # The mel spectrogram of a wave that an untrained generator makes, from which it makes another (pc_aug), enlarges a
 # difference of weights tenfold in each step, however the batch is divided.
 MOST_STEPS = {"vocoder": 3}
-DIVIDING = ("toy", "vocoder_muon")
 CASES = ("toy", "vae", "vocoder", "vocoder_muon", "voice", "recogniser", "recogniser_of_whole_waves")
 
 
@@ -71,44 +68,13 @@ def train(case: str, group: RankGroup, folder: Path, dtype: torch.dtype, steps: 
     for module in recipe.modules.values():
         module.to(dtype)
     schedule = recipe.schedule if case == "toy" else recipe.settings.schedule
-    # The toy and the vocoder with Muon divide the optimizer's state among the ranks, the others don't.
-    divides = case in DIVIDING and group.ranks.count > 1
-    run = Run(folder, quiet(folder), {}, "", group=group, divides_optimizers=divides)
+    run = Run(folder, quiet(folder), {}, "", group=group)
     state = TrainState.begin(recipe, schedule, runtime, run)
     for step in range(min(steps, MOST_STEPS.get(case, steps))):
         scalars = update(state, recipe.prepare(load(step), step), step, LEARNING_RATE)
         recipe.average(step)
     weights = {f"{n}.{k}": v for n, module in recipe.modules.items() for k, v in module.state_dict().items()}
-    held = [sum(v.numel() for s in phase.optimizer.state.values() for v in s.values()) for phase in phases_of(recipe)]
-    return {"weights": weights, "scalars": scalars, "micro_batch": state.micro_batch, "optimizer_numbers": sum(held)}
-
-
-def compare_compressed(folder: Path, rank: int, cases: list[str]) -> None:
-    """Save how far the gradients of a step differ if two ranks exchange them in bf16: relative error by case."""
-    if rank > 1:
-        return
-    group = RankGroup.join(Ranks(rank, 2, rank, 2), on_gpu=False, init_method=f"file://{folder}/compressed")
-    errors = {}
-    for case in cases:
-        runtime = dataclasses.replace(cpu_runtime(), ranks=group.ranks)
-        recipe, load = made(case, runtime)
-        state = TrainState.for_measurement(recipe, runtime)
-        state.group, state.micro_batch = group, dict.fromkeys((one.name for one in recipe.step_groups), 8)
-        step = 12  # All discriminators have begun.
-        batch, (step_group, *_) = recipe.prepare(load(step), step), recipe.step_groups
-        flat = {}
-        for dtype in (None, torch.bfloat16):
-            group.gradient_dtype = dtype
-            sums = engine.accumulate(state, step_group, batch, step)
-            engine.all_reduce_sums(state, step_group, sums)
-            gradients = (p.grad for phase in step_group.phases for p in phase.parameters() if p.grad is not None)
-            # The gradients of each parameter count alike.
-            flat[dtype] = torch.cat([(grad / (grad.norm() + 1e-30)).flatten() for grad in gradients])
-            engine.drop_gradients(step_group)
-        errors[case] = float((flat[None] - flat[torch.bfloat16]).norm() / flat[None].norm())
-        group.gradient_dtype = None
-    torch.save(errors, folder / f"compressed_{rank}.pt")
-    group.close()
+    return {"weights": weights, "scalars": scalars, "micro_batch": state.micro_batch}
 
 
 def train_runs(folder: Path, rank: int, stages: tuple[tuple[int, int], ...]) -> None:
@@ -126,7 +92,6 @@ def train_runs(folder: Path, rank: int, stages: tuple[tuple[int, int], ...]) -> 
         saving = quiet(folder, resume_from="auto", log_freq=1)
         settings = ToySettings(schedule=dataclasses.replace(recipe.schedule, max_steps=last), saving=saving)
         run = open_run(settings, saving, kind="toy", command="gputrain train-toy", group=group)
-        run.divides_optimizers = count == 2
         steps = StepSchedule(settings.schedule, begin(run.progress, len(ITEMS), new_stage=False))
         source = Asking(folder, {3: ("cooldown", 20)} if rank == 0 else {})
         training.train(recipe, source, steps, run, runtime, Console(quiet=True))
@@ -144,7 +109,6 @@ def main(folder: Path, rank: int, cases: list[str], dtype: torch.dtype, steps: i
         for case in cases:
             torch.save(train(case, group, folder, dtype, steps), folder / f"{case}_{count}_{rank}.pt")
         group.close()
-    compare_compressed(folder, rank, cases)
     train_runs(folder / "alone", rank, ((1, 20),))
     train_runs(folder / "together", rank, tuple(zip(sorted(counts, reverse=True), (7, 14, 20), strict=False)))
 

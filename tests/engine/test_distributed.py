@@ -18,7 +18,7 @@ from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of
 from gputrain.planner.model_planner import memory_budget
-from tests.engine.rank_steps import CASES, DIVIDING
+from tests.engine.rank_steps import CASES
 from tests.engine.test_finish_by import rates
 
 QUICK = ("toy",)
@@ -69,12 +69,6 @@ def test_two_ranks_train_as_one_process(tmp_path):
     results = train_on_ranks(tmp_path, QUICK, "float64", 3, (1, 2))
     compare(results, (2,), 1e-12, 1e-9)
     compare_runs(tmp_path, 14)
-    # Two ranks that divide the optimizer's state hold about one half of it each.
-    for case in QUICK:
-        whole = results[case, 1, 0]["optimizer_numbers"]
-        shares = [results[case, 2, rank]["optimizer_numbers"] / whole for rank in range(2)]
-        assert sum(shares) == pytest.approx(1.0 if case in DIVIDING else 2.0)
-        assert max(shares) <= (0.7 if case in DIVIDING else 1.0)
 
 
 def compare_runs(folder: Path, step: int) -> None:
@@ -97,11 +91,6 @@ def test_ranks_train_as_one_process(tmp_path):
     """Memory runs out on rank 1 only, in the toy recipe and in the VAE, which continue in smaller micro-batches."""
     results = train_on_ranks(tmp_path, CASES, "float64", 20, (1, 2, 4))
     compare(results, (2, 4), 1e-12, 1e-9)
-    # Each of the two parts of a gradient is rounded to 8 bits of mantissa, and so is their sum: by 2**-9 of its size at
-    # most each time, on average by about a third of that.
-    for case, error in torch.load(tmp_path / "compressed_0.pt").items():
-        print(f"{case}: gradients exchanged in bf16 differ by {error:.2e} of their norm")
-        assert 1e-4 < error < 2**-8, case
     compare_runs(tmp_path, 20)
     assert results["toy", 2, 0]["micro_batch"] == {"discriminators": 8, "generator": 8}
     assert results["toy", 2, 1]["micro_batch"] == {"discriminators": 1, "generator": 1}

@@ -224,12 +224,12 @@ def test_gpus_with_the_same_arithmetic_share_what_their_remedies_need(monkeypatc
         return 4.0
 
     monkeypatch.setattr(model_planner, "least_gb", counted)
-    model, hardware = SimpleNamespace(gradient_checkpointing=None), SimpleNamespace(shard_optimizer=False)
-    asked = SimpleNamespace(size=256, model=model, hardware=hardware, schedule=SimpleNamespace())
-    smaller = SimpleNamespace(size=64, model=model, hardware=hardware, schedule=SimpleNamespace())
+    model = SimpleNamespace(gradient_checkpointing=None)
+    asked = SimpleNamespace(size=256, model=model, schedule=SimpleNamespace())
+    smaller = SimpleNamespace(size=64, model=model, schedule=SimpleNamespace())
     work = SimpleNamespace(fallbacks=lambda *_: {"--size 64": smaller}, target=lambda settings: settings.size)
     planner = ModelPlanner(work)
-    found = Fit(1, 1, True, 9.0, {"optimizer": 0.0}, 0.0, None, 5.0, False, {})
+    found = Fit(1, 1, True, 9.0, {}, 0.0, None, 5.0, False, {})
     for budget_gb, helps in ((5.0, True), (4.1, False), (6.0, True)):
         sentences = planner.remedies(asked, plan_of(), MemoryBudget(budget_gb), found)
         assert ("--size 64 would take 4.0 GB at least" in sentences) == helps

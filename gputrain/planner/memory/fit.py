@@ -7,7 +7,7 @@ micro-batches with it are predicted to be clearly faster (roofline.py). Imports 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gputrain.errors import UserError
 from gputrain.hw.plan import Setting
@@ -47,10 +47,6 @@ class MemoryModel:
         if cached_gb:
             fixed["cached"], item["cached"] = 0.0, cached_gb / items
         return cls(fixed=fixed, item=item, item_flops=item_flops, cost=cost)
-
-    def divided_optimizer(self, ranks: int) -> "MemoryModel":
-        """Returns the memory of a step if the ranks divide the optimizer's state among themselves."""
-        return replace(self, fixed={**self.fixed, "optimizer": self.fixed["optimizer"] / ranks})
 
     def parts(self, items: int) -> dict[str, float]:
         return {kind: self.fixed[kind] + self.item[kind] * items for kind in self.fixed}
