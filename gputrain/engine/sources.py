@@ -89,7 +89,7 @@ class FoundData:
 
     archives: Mapping[str, Path] = field(default_factory=dict)
     tables: Mapping[str, Path] = field(default_factory=dict)
-    texts: Mapping[str, Path] = field(default_factory=dict)  # Tables and texts beside archives and listed files.
+    texts: Mapping[str, Path] = field(default_factory=dict)  # Tables and texts beside archives.
     files: Mapping[str, Path] = field(default_factory=dict)
     refused: tuple[RefusedItem, ...] = ()
 
@@ -267,9 +267,9 @@ def _find(given: Path, media: Media) -> FoundData | None:
     if given.exists():
         check_file(given)
     if given.exists() and given.suffix.lower() in LISTS:
-        return _of_paths(given, _listed(given), media, given)
+        return _of_paths(given, _listed(given), media)
     paths = [given] if given.exists() else _expanded(given)
-    return _of_paths(given, [(path, str(path)) for path in paths], media, None) if paths else None
+    return _of_paths(given, [(path, str(path)) for path in paths], media) if paths else None
 
 
 def _in_folder(folder: Path, names: Iterable[str], shown: str, media: Media) -> FoundData | None:
@@ -385,9 +385,9 @@ def _listed(file: Path) -> list[tuple[Path, str]]:
     return found
 
 
-def _of_paths(given: Path, listed: Sequence[tuple[Path, str]], media: Media, file: Path | None) -> FoundData:
-    """Returns the containers of a list or a pattern, or its files of the media and the texts beside them. Raises
-    UserError if it has neither, and for containers that are not there."""
+def _of_paths(given: Path, listed: Sequence[tuple[Path, str]], media: Media) -> FoundData:
+    """Returns the containers of a list or a pattern, or its files of the media. Raises UserError if it has neither, and
+    for containers that are not there."""
     paths = dict.fromkeys(Path(os.path.abspath(path)) for path, _ in listed)
     if paths and all(ARCHIVE.search(path.name) or TABLE.search(path.name) for path in paths):
         return _of_containers(str(given), _named(paths, _common(paths)), {})
@@ -402,29 +402,7 @@ def _of_paths(given: Path, listed: Sequence[tuple[Path, str]], media: Media, fil
                 "a list of recordings with their texts is named with --transcripts, and their folder with --input-dir"
             )
         raise UserError(f"{given}: no line names one of the {media.noun}{first}", hint=hint)
-    texts: list[Path] = []
-    base = _common(files)
-    if media.texts:
-        # NAME.txt or NAME.uz.srt for NAME.wav; the table of recordings in wavs/ is mostly beside that folder.
-        stems = {path.with_suffix("") for path in files}
-        for folder in sorted({path.parent for path in files}):
-            for text in sorted(folder.iterdir()):
-                parts = text.name.split(".")
-                if text.suffix.lower() in media.texts and stems & {
-                    folder / ".".join(parts[:end]) for end in range(1, len(parts))
-                }:
-                    texts.append(text)
-        tables = {at: _tables_in(at, file, media) for at in (base, base.parent)}
-        base = base if tables[base] or not tables[base.parent] else base.parent
-        texts += [one for one in tables[base] if one not in texts]
-    return FoundData(texts=_named(texts, base), files=_named(files, base), refused=tuple(refused))
-
-
-def _tables_in(folder: Path, own: Path | None, media: Media) -> list[Path]:
-    """Returns the tables in a folder that may have the texts of its recordings; `own` is the list itself."""
-    found = [path for path in sorted(folder.iterdir()) if path.suffix.lower() in media.texts and path.is_file()]
-    found = [path for path in found if path.suffix.lower() not in LISTS or path.stem == "metadata"]
-    return [path for path in found if own is None or path != Path(os.path.abspath(own))]
+    return FoundData(files=_named(files, _common(files)), refused=tuple(refused))
 
 
 def _named(paths: Iterable[Path], base: Path) -> dict[str, Path]:

@@ -306,7 +306,7 @@ def _found(folder: Path, paths: Sequence[str], has_subtitles: bool) -> Path | No
     if not candidates and not others and not _objects_of(folder, paths):
         raise UserError(
             f"{folder}: no transcripts: neither metadata.csv, JSON lines, nor text files of recordings",
-            hint="name the file with --transcripts FILE, and its columns with --transcript-columns audio,text",
+            hint="name the file with --transcripts FILE (lists of paths need it), and --transcript-columns audio,text",
         )
     return candidates[0] if candidates else None
 

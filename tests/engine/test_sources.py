@@ -58,7 +58,7 @@ def folders(tmp_path_factory):
     for number, picture in enumerate(levels):
         Image.fromarray(picture).save(root / "image" / f"p{number}.{'jpg' if number % 2 else 'png'}")
     for number in range(len(WORDS)):
-        speak(root / "audio" / "wavs" / f"s{number}.wav", hum(0.6 + 0.1 * number, hz=120 + 9 * number))
+        speak(root / "audio" / "ab"[number // 3] / f"s{number}.wav", hum(0.6 + 0.1 * number, hz=120 + 9 * number))
     lines = [f"s{number}|{word} {word}" for number, word in enumerate(WORDS)]
     (root / "audio" / "metadata.csv").write_text("\n".join(lines), encoding="utf-8")
     return root
@@ -229,10 +229,10 @@ PREPARE = {
 }  # fmt: skip
 
 
-def prepare(kind, given, at):
+def prepare(kind, given, at, *more):
     _, options = PREPARE[kind]
     done = gputrain_here(
-        "prepare-data", "--kind", kind, "--input-dir", given, "--output-dir", at, "--num-workers", 0, *options
+        "prepare-data", "--kind", kind, "--input-dir", given, "--output-dir", at, "--num-workers", 0, *options, *more
     )
     assert done.returncode == 0, done.stderr
     assert not at.with_name(f"{at.name}.unpacked").exists()
@@ -264,12 +264,27 @@ def test_the_same_content_gives_the_same_store_whichever_way_it_comes(kind, fold
     for way in WAYS if kind in ("vae", "tts") else WAYS[::3]:
         (tmp_path / way.__name__).mkdir()
         out = tmp_path / f"{way.__name__}.prepared"
-        prepare(kind, way(folder, tmp_path / way.__name__, hub), out)
+        has_no_texts = kind in ("tts", "asr") and way in (list_of_paths, absolute_paths)
+        texts = ("--transcripts", folder / "metadata.csv") if has_no_texts else ()
+        prepare(kind, way(folder, tmp_path / way.__name__, hub), out, *texts)
         keeps_names = way in KEEPS_NAMES
         found, expected = (compared(at, with_names=keeps_names) for at in (out, tmp_path / "expected"))
         if found[:2] != expected[:2] or (keeps_names and found[2] != expected[2]):
             wrong.append((way.__name__, found[0], found[2], expected[2]))
     assert not wrong
+
+
+def test_texts_beside_listed_recordings_are_not_read(folders, tmp_path):
+    """Neither the table of all nor the text of one: a message asks for --transcripts."""
+    given = list_of_paths(folders / "audio", tmp_path, None)
+    (tmp_path / "data" / "a" / "s0.txt").write_text("one one")
+    for kind in ("tts", "asr"):
+        done = gputrain_here(
+            "prepare-data", "--kind", kind, "--input-dir", given, "--output-dir", tmp_path / kind, *PREPARE[kind][1]
+        )
+        assert done.returncode == 2
+        assert "no transcripts" in done.stderr
+        assert "--transcripts FILE (lists of paths need it)" in " ".join(done.stderr.split())
 
 
 # --------------------------------------------------------------------------------------------------- unpacking
