@@ -14,6 +14,7 @@ import pytest
 
 from gputrain.engine.sources import open_source
 from gputrain.errors import UserError
+from gputrain.fetch import archives
 from tests.engine.test_sources import (  # noqa: F401
     HUB_TYPE,
     PICTURE,
@@ -66,6 +67,16 @@ def cut(write, length):
     return write_cut
 
 
+def twice(write):
+    """Writes a container and a copy of it behind it."""
+
+    def write_twice(file):
+        write(file)
+        file.write_bytes(file.read_bytes() * 2)
+
+    return write_twice
+
+
 def tarred(*members, mode="w"):
     """Writes a tar archive of (name, content) and of TarInfo."""
 
@@ -99,11 +110,11 @@ def nested_long_names(file):
 
 
 def zeros(kind, compress):
-    """Writes a member of 3 GB, or a header for a name of 3 GB, in a few kB or MB."""
+    """Writes the beginning of a member of 3 GB, or of a name of 3 GB, in a few kB."""
 
     def write(file):
         start = info("a.png", kind, size=3_000_000_000).tobuf(tarfile.GNU_FORMAT)
-        file.write_bytes(compress(start) + compress(bytes(10_000_000)) * 300)
+        file.write_bytes(compress(start) + compress(bytes(10_000_000)) * 9)
 
     return write
 
@@ -146,7 +157,7 @@ OUTSIDE = "leads out of the table's folder"
     *(("x.parquet", paths(path), OUTSIDE, "--transcripts")
       for path in ("/etc/passwd", "../../x.png", "/proc/self/mem", "a/../../x.png", "C:\\x.png", "..\\x.png")),
     ("x.parquet", table({"image": [PICTURE], "file_name": NOT_UTF_8}), "x.parquet: damaged, cut off or of an", ""),
-    ("x.parquet", table({"image": pyarrow.repeat(bytes(3_000_000), 40)}), "hold more than 100 MB", "program of your"),
+    ("x.parquet", table({"image": pyarrow.repeat(bytes(3_000_000), 20)}), "hold more than", "program of your"),
     ("x.parquet", cut(table({"image": [PICTURE] * 9}), -40), "x.parquet: damaged, cut off", "copy or load it again"),
     ("x.parquet", raw(b"version https://git-lfs.github.com/spec/v1\n"), "a git-LFS pointer", "git lfs pull"),
     ("x.parquet", raw(b"PARE" * 9), "no parquet file that can be read", ""),
@@ -173,7 +184,9 @@ OUTSIDE = "leads out of the table's folder"
     *((f"x.tar.{ending}", zeros(kind, compress), "hold more than", "program of your own")
       for ending, compress in (("gz", gzip.compress), ("bz2", bz2.compress))
       for kind in (tarfile.REGTYPE, tarfile.GNUTYPE_LONGNAME)),
-    ("x.zip", zipped(("a.png", bytes(110_000_000)), compress_type=zipfile.ZIP_DEFLATED), "hold more than 100 MB", ""),
+    ("x.zip", zipped(("a.png", bytes(11_000_000)), compress_type=zipfile.ZIP_DEFLATED), "hold more than 10 MB", ""),
+    *((f"x.tar{ending}", twice(tarred(*ONE, mode=mode)), "it goes on behind its end, as two archives in one", "7z")
+      for ending, mode in (("", "w"), (".gz", "w:gz"))),
     ("x.tar", cut(tarred(*ONE), 600), "x.tar: damaged, or not an archive that can be unpacked", "copy it again"),
     ("x.tar", cut(tarred(*ONE, ("b.png", PICTURE)), 1024), "x.tar: damaged, or not an archive", "copy it again"),
     ("x.tar.gz", cut(tarred(*ONE, mode="w:gz"), -9), "x.tar.gz: damaged", ""),
@@ -194,7 +207,8 @@ OUTSIDE = "leads out of the table's folder"
     ("x{0..999999999}.tar", None, "a range of 1000000000 files", "100000"),
     ("https:/a.b/c.zip", None, "https://a.b/c.zip: data are read from disks and from the Hugging Face Hub", "hf://datasets"),
 )  # fmt: skip
-def test_what_cannot_be_read_is_refused_with_its_place_and_a_remedy(tmp_path, name, write, fault, remedy):
+def test_what_cannot_be_read_is_refused_with_its_place_and_a_remedy(tmp_path, monkeypatch, name, write, fault, remedy):
+    monkeypatch.setattr(archives, "SMALL", 10_000_000)
     folder = Path(tmp_path, str(len(list(tmp_path.iterdir()))))
     folder.mkdir()
     given = Path(name) if name.startswith("https") else folder / name
