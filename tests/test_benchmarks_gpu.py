@@ -260,6 +260,7 @@ def test_tf32_has_ten_bits_of_mantissa():
     assert made.item() == 1
 
 
+@pytest.mark.slow
 def test_an_error_beyond_the_rounding_of_its_precision_fails(context, monkeypatch):
     make_step = checks.make_step
 

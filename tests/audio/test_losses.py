@@ -16,7 +16,7 @@ from gputrain.audio.config import Mel, Resolution
 from gputrain.audio.mel import log_mel, stft_magnitudes
 from gputrain.audio.weight_norm import WeightNormed, cached_weights, gradient_leaves
 from gputrain.engine.recipe import BatchStat, ChainGradients, Term, Together
-from tests.tables import each_row
+from tests.tables import each_row, slow
 
 MEL = Mel(sampling_rate=8000, num_mels=12, hop_size=50, win_size=200, n_fft=200, fmin=20.0, fmax=4000.0)
 FINE, COARSE = Resolution(256, 64, 200), Resolution(512, 100, 512)
@@ -194,6 +194,7 @@ def test_gradients_of_the_stft_distance_are_autograds(resolution):
         torch.testing.assert_close(ours, autograds, rtol=1e-9, atol=1e-12 * autograds.abs().max().item())
 
 
+@pytest.mark.slow
 def test_distances_of_all_resolutions_run_the_same_compiled_code():
     """Targets that have a gradient, as shifted items have, add code of their own."""
     counter = CompileCounterWithBackend("aot_eager")
@@ -368,7 +369,7 @@ class TwoWeights(nn.Module):
 
 
 @pytest.mark.parametrize("learns", [True, False])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, slow(True)])
 def test_made_waves_take_one_forward_pass(compiled, learns):
     """Losses and gradients are those of separate passes, the discriminator's scaled by 3 (as in fp16, where each phase
     has its own scale); inductor's graphs have each convolution once, and gradients of it only where they are needed."""

@@ -96,7 +96,7 @@ def test_a_row_that_hangs_is_given_up_with_its_last_line(program):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="sends a signal to one process")
-@pytest.mark.parametrize("name", ["SIGKILL", slow("SIGINT"), slow("SIGTERM")])
+@pytest.mark.parametrize("name", map(slow, ("SIGKILL", "SIGINT", "SIGTERM")))
 def test_a_child_ends_with_its_parent(program, name):
     """Whatever signal ends the parent, although only the parent receives it."""
     parent = subprocess.Popen([sys.executable, str(program)], stderr=subprocess.DEVNULL, start_new_session=True)

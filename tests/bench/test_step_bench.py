@@ -32,7 +32,7 @@ from gputrain.vocoder.config import BenchVocoder, TrainVocoder
 from gputrain.vocoder.work import VocoderWork
 from tests.command import gputrain_here
 from tests.machines import H100, T4
-from tests.tables import each_row
+from tests.tables import each_row, slow
 from tests.toy import cpu_runtime
 from tests.tts.test_train import TINY as TINY_VOICE
 from tests.tts.test_train import small_presets
@@ -246,9 +246,10 @@ def small() -> Iterator[None]:
         yield
 
 
-@each_row(
-    ("vae", "autoencoder", 4, 0), ("vocoder", "generator", 4, 24 * 64 / 16000), ("tts", "voice", 3, 0.5),
-)  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "model", "items", "item_seconds"),
+    [("vae", "autoencoder", 4, 0), slow("vocoder", "generator", 4, 24 * 64 / 16000), slow("tts", "voice", 3, 0.5)],
+)
 def test_a_benchmark_makes_real_steps(small, monkeypatch, tmp_path, kind, model, items, item_seconds):
     if kind != "vae":  # Their predictions take longer than the steps.
         monkeypatch.setattr(step_bench.StepBench, "predicted_seconds", lambda bench, rates: 0.5)

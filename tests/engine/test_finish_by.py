@@ -17,7 +17,7 @@ from gputrain.vae.config import Data, TrainVae
 from tests.engine.test_deadline import steps_of
 from tests.engine.test_leaving import saved_step
 from tests.engine.test_run import assert_equal, rows_of
-from tests.tables import each_row
+from tests.tables import each_row, slow
 from tests.toy import BATCH, ToyRecipe, batches, quiet, train_toy, weights
 from tests.waiting import Clock
 
@@ -171,7 +171,7 @@ def changing(clock: Clock, at: int, seconds: float):
     return source
 
 
-@pytest.mark.parametrize(("at", "seconds", "earliest"), [(120, 0.08, 3.7), (170, 0.06, 3.8), (170, 0.01, 3.9)])
+@pytest.mark.parametrize(("at", "seconds", "earliest"), [slow(120, 0.08, 3.7), (170, 0.06, 3.8), slow(170, 0.01, 3.9)])
 def test_steps_that_change_their_pace_end_in_time_all_the_same(tmp_path, clock, at, seconds, earliest):
     """Within the cool-down, too, which begins after 160 steps of 0.02 s: the rate goes on falling in a line, without a
     jump, to another end."""
@@ -185,26 +185,27 @@ def test_steps_that_change_their_pace_end_in_time_all_the_same(tmp_path, clock, 
     assert (begin < 160) == (at < 160), (begin, steps)
 
 
-def test_a_killed_cool_down_ends_as_the_undisturbed_one(tmp_path, clock):
-    """The resumed run has another time by the clock, a past one, or none; the end that the checkpoint names stays."""
+@pytest.mark.parametrize(
+    "again", [{"finish_by": "2020-01-31T18:30"}, *map(slow, ({"finish_by": "6h"}, {"num_epochs": 100}))]
+)
+def test_a_killed_cool_down_ends_as_the_undisturbed_one(tmp_path, clock, again):
+    """The resumed run has a past time, another one, or none; the end that the checkpoint names stays."""
     expected = run(tmp_path / "straight", steps_of(clock), finish_by="2s")
     steps = saved_step(tmp_path / "straight")
-    past = {"finish_by": "2020-01-31T18:30"}
-    for name, again in (("clock", {"finish_by": "6h"}), ("past", past), ("none", {"num_epochs": 100})):
-        clock.now = 1000.0
-        cut = tmp_path / name
+    clock.now = 1000.0
+    cut = tmp_path / "cut"
 
-        def failing(first: int, last: int):
-            yield from steps_of(clock)(first, 90)
-            raise UserError("the machine was taken away")
+    def failing(first: int, last: int):
+        yield from steps_of(clock)(first, 90)
+        raise UserError("the machine was taken away")
 
-        with pytest.raises(UserError, match="taken away"):
-            run(cut, failing, finish_by="2s")
-        assert saved_step(cut) == 90
-        clock.now += 3600
-        assert_equal(expected, run(cut, steps_of(clock), resume_from="auto", **again))
-        assert saved_step(cut) == steps
-        assert rates(cut) == rates(tmp_path / "straight")
+    with pytest.raises(UserError, match="taken away"):
+        run(cut, failing, finish_by="2s")
+    assert saved_step(cut) == 90
+    clock.now += 3600
+    assert_equal(expected, run(cut, steps_of(clock), resume_from="auto", **again))
+    assert saved_step(cut) == steps
+    assert rates(cut) == rates(tmp_path / "straight")
 
 
 def test_the_cool_down_of_a_checkpoint_ends_after_so_many_steps_and_can_be_killed(tmp_path, clock, caplog):

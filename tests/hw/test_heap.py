@@ -9,6 +9,7 @@ import textwrap
 import pytest
 
 from gputrain.hw.runtime import VARIABLES
+from tests.tables import slow
 
 on_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these parameters")
 
@@ -48,7 +49,9 @@ def test_a_step_gets_the_memory_of_the_step_before() -> None:
 
 
 @on_glibc
-@pytest.mark.parametrize("environment", [{"GLIBC_TUNABLES": "glibc.malloc.tcache_count=7"}, {"MALLOC_MMAP_MAX_": "9"}])
+@pytest.mark.parametrize(
+    "environment", [{"GLIBC_TUNABLES": "glibc.malloc.tcache_count=7"}, slow({"MALLOC_MMAP_MAX_": "9"})]
+)
 def test_the_users_own_settings_of_malloc_stay(environment: dict[str, str]) -> None:
     kept, faults = steps(**environment)
     assert not kept

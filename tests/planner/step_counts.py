@@ -76,7 +76,7 @@ CASES = {
     "vae flux 512 x 8, plain layers, eager": Case(of_vae, {**FLUX, "lean": False, "use_torch_compile": False}),
     "vae fast 256 x 4, compiled": Case(of_vae, {"preset": "fast", "image_size": 256, "batch_size": 4}, True),
     "vocoder base_hifi_gpu, eager": Case(of_shipped, {"name": "base_hifi_gpu", "use_torch_compile": False}),
-    "vocoder base_hifi_gpu, compiled": Case(of_shipped, {"name": "base_hifi_gpu", "use_torch_compile": True}, True),
+    "vocoder base_hifi_gpu, compiled": Case(of_shipped, {"name": "base_hifi_gpu", "use_torch_compile": True}),
     "vocoder base_hifi_rtx5090_optimized, eager": Case(of_shipped, {**OPTIMISED, "use_torch_compile": False}),
     "vocoder base_hifi_rtx5090_optimized, compiled": Case(of_shipped, {**OPTIMISED, "use_torch_compile": True}),
     "vocoder of the defaults, compiled": Case(of_vocoder, {"use_torch_compile": True}),

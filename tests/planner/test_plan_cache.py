@@ -123,6 +123,7 @@ def test_a_folder_that_takes_nothing_does_no_harm(tmp_path, monkeypatch, caplog)
     assert len(list((tmp_path / "plans").iterdir())) == 3
 
 
+@pytest.mark.slow
 def test_one_step_tells_those_of_a_model_with_relative_positions():
     """Their sizes are the product of 403 frames, 13 times 31, with themselves, and of no item."""
     transformers = pytest.importorskip("transformers")

@@ -177,6 +177,7 @@ def test_assessors_compute_outside_the_autocast_of_the_voice():
     assert seen == [False]
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_by_another_measure_is_chosen_anew_on_resuming(store, tmp_path, monkeypatch, caplog):
     """The scores of mos are far above those of distances, so that no distance would beat them."""
     mos = str(graph(tmp_path / "mos.onnx", ["samples"], scale=1e6))

@@ -193,6 +193,7 @@ def spectra_of_short_segments(monkeypatch):
     monkeypatch.setattr(recipe_module, "RESOLUTIONS", (Resolution(256, 30, 150), Resolution(128, 12, 60)))
 
 
+@pytest.mark.slow
 def test_discriminators_of_spectrograms_keep_the_step_exact(tmp_path, spectra_of_short_segments):
     with_mrd = functools.partial(begin, tmp_path, "fast", use_mrd=True)
     whole = with_mrd()
@@ -282,6 +283,7 @@ def test_running_out_of_memory_changes_nothing(name, tmp_path):
     assert short.micro_batch == {"generator": 3}  # of the six clips, which count as eight, two at once
 
 
+@pytest.mark.slow
 def test_bf16_learns_what_fp32_learns(tmp_path):
     exact = begin(tmp_path, dtype=torch.float32)
     coarse = begin(tmp_path, dtype=torch.float32, autocast=torch.bfloat16)

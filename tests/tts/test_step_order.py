@@ -67,11 +67,13 @@ def test_only_those_who_step_get_gradients(compiled, tmp_path):
         phase.optimizer.zero_grad(set_to_none=True)
 
 
+@pytest.mark.slow
 def test_any_micro_batch_gives_the_same_weights(tmp_path):
     whole, split = begin(tmp_path, **ALTERNATING), begin(tmp_path, **ALTERNATING, micro_batch_size=4)
     assert_split_changes_nothing(whole, split, load, range(2))
 
 
+@pytest.mark.slow
 def test_a_resumed_training_is_the_undisturbed_one_bit_for_bit(tmp_path):
     begin_fp32 = functools.partial(begin, tmp_path, dtype=torch.float32, **ALTERNATING)
     assert_resumed_is_undisturbed(begin_fp32, load, steps=3, stop=2)

@@ -143,6 +143,7 @@ def activation_bytes(model: nn.Module, step: Callable[[Tensor], Tensor]) -> int:
     return two - one
 
 
+@pytest.mark.slow
 def test_flux_keeps_a_quarter_of_what_stock_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses fake tensors. Autocast on CUDA runs group_norm in fp32; here autocast on the CPU is made to do the same."""
     group_norm = F.group_norm

@@ -616,6 +616,7 @@ def test_a_timeline_against_arithmetic():
     assert timeline.peak()[0] == 5_000_192 + 2 * 4_000_256
 
 
+@pytest.mark.slow
 def test_gradients_of_one_group_end_before_those_of_the_next():
     """At the peak, in the autoencoder's step, the discriminator has no gradients, nor in the steps after the first."""
     found = {}

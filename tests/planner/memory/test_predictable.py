@@ -339,6 +339,7 @@ WITH_LAYER_DROP = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_layer_drop_of_transformers_is_predicted_as_a_step_without_it():
     """Some versions draw a tensor for each layer as soon as the model trains, also where the rate is 0."""
     import transformers

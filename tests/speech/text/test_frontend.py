@@ -174,8 +174,8 @@ def test_time_grows_in_proportion_to_the_length(unit):
     for language in LANGUAGES:
         read = frontend(language).normalize
         if seconds(read, 8_000) > 0.05:  # Less is not measured exactly enough.
-            ratio = min(seconds(read, 8_000) / seconds(read, 2_000) for _ in range(3))
-            assert ratio < 9, (language, ratio)
+            ratios = (seconds(read, 8_000) / seconds(read, 2_000) for _ in range(3))
+            assert any(ratio < 9 for ratio in ratios), language
 
 
 def test_long_lines_are_read_to_their_end():
