@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,6 @@ from torch import nn
 from gputrain.autoconfig import optimal
 from gputrain.autoconfig.clips import BucketSampler
 from gputrain.autoconfig.optimal import create_optimal_config, machines_to_plan
-from gputrain.autoconfig.recovery import average_over_processes, check_agreement
-from gputrain.engine.distributed import RankGroup
 from gputrain.errors import UserError
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.probe import Machine
@@ -115,46 +112,6 @@ def test_ranks_share_each_batch(count):
         assert together == sorted([*batch, *batch[:repeated]])
         for share in shares:
             assert list(lengths()[share]) == sorted(lengths()[share], reverse=True)
-
-
-class TwoBranches(nn.Module):
-    """Two layers, of which a process may use one, a layer that none uses, and a count."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 2, bias=False).double(), nn.Linear(2, 2, bias=False)
-        self.unused = nn.Linear(2, 2)
-        self.register_buffer("count", torch.tensor(7 - rank))
-        self.first.weight.grad = torch.full((2, 3), 1.0 + 2 * rank).double()
-        if rank:
-            self.second.weight.grad = torch.full((2, 2), 3.0)
-
-
-def exchange(rank: int, folder: Path) -> None:
-    """Process `rank` of two: averages gradients, and compares what was planned."""
-    meeting = f"file://{folder / 'meeting'}"
-    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
-    model, refused = TwoBranches(rank), ""
-    with RankGroup.of_connected(2) as group:
-        average_over_processes(group, model)
-        check_agreement(group, configuration(2))
-        try:
-            check_agreement(group, replace(configuration(2), max_duration_seconds=1.0 + rank))
-        except UserError as error:
-            refused = error.message
-    torch.distributed.destroy_process_group()  # The connection of the other library is still open.
-    found = {"first": model.first.weight.grad, "second": model.second.weight.grad, "count": model.count}
-    torch.save({**found, "unused": model.unused.weight.grad, "refused": refused}, folder / f"{rank}.pt")
-
-
-def test_processes_average_gradients_and_compare_their_plans(tmp_path):
-    torch.multiprocessing.spawn(exchange, (tmp_path,), nprocs=2)
-    for rank in range(2):
-        found = torch.load(tmp_path / f"{rank}.pt")
-        assert found["first"].tolist() == [[2.0] * 3] * 2
-        assert found["second"].tolist() == [[1.5] * 2] * 2
-        assert (found["unused"], int(found["count"])) == (None, 7)
-        assert found["refused"] == "the processes that train together have planned differently"
 
 
 def trained(folder: Path, processes: int, *options: str) -> list[dict]:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
 
 from gputrain.autoconfig.dataset import profile_dataset
 from gputrain.autoconfig.inputs import BatchGuess, output_loss
@@ -91,6 +90,8 @@ def planner_of(lengths: Any, free_gb: float = 8) -> Planner:
 
 
 def main(output: Path, memory_ends: bool) -> None:
+    from transformers import Trainer, TrainingArguments
+
     processes, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     lengths = np.random.default_rng(3).uniform(0.05, 0.9, 86)
     manager = planner_of(lengths)

@@ -25,6 +25,7 @@ from gputrain.engine.state import TrainState
 from gputrain.engine.step import update
 from gputrain.hw.ranks import Ranks
 from gputrain.hw.runtime import Runtime
+from tests.autoconfig.averaging import exchanged
 from tests.engine.asking import Asking, note_requests
 from tests.toy import BATCH, ITEMS, ToyBatch, ToyRecipe, ToySettings, cpu_runtime, quiet
 
@@ -106,6 +107,8 @@ def main(folder: Path, rank: int, cases: list[str], dtype: torch.dtype, steps: i
         group = RankGroup.join(
             Ranks(rank, count, rank, count), on_gpu=False, init_method=f"file://{folder}/meeting_{number}"
         )
+        if count == 2:
+            torch.save(exchanged(rank), folder / f"exchanged_{rank}.pt")
         for case in cases:
             torch.save(train(case, group, folder, dtype, steps), folder / f"{case}_{count}_{rank}.pt")
         group.close()

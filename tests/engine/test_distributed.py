@@ -69,6 +69,12 @@ def test_two_ranks_train_as_one_process(tmp_path):
     results = train_on_ranks(tmp_path, QUICK, "float64", 3, (1, 2))
     compare(results, (2,), 1e-12, 1e-9)
     compare_runs(tmp_path, 14)
+    for rank in range(2):  # They have also averaged a model of create_optimal_config's, and compared their plans.
+        found = torch.load(tmp_path / f"exchanged_{rank}.pt")
+        assert found["first"].tolist() == [[2.0] * 3] * 2
+        assert found["second"].tolist() == [[1.5] * 2] * 2
+        assert (found["unused"], int(found["count"])) == (None, 7)
+        assert found["refused"] == "the processes that train together have planned differently"
 
 
 def compare_runs(folder: Path, step: int) -> None:
