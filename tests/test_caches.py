@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from gputrain import caches
-from gputrain.caches import cache_folder, can_write_into, provide_home
-from gputrain.hw import numba_cache
+from gputrain.caches import cache_folder, can_write_into, numba_folder, provide_home
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="Windows has other variables")
 
@@ -46,7 +45,7 @@ def test_otherwise_a_temporary_folder_of_the_user_is_kept(tmp_path, caplog):
     assert folder.stat().st_mode & 0o777 == 0o700
     said = f"caches are kept in {folder}, because {tmp_path}/file/home/.cache/gputrain cannot be written to"
     assert caplog.messages == [said]
-    assert numba_cache.folder() == folder / "numba"
+    assert numba_folder() == folder / "numba"
     provide_home()
     assert (os.environ["HOME"], cache_folder()) == (str(folder), folder / ".cache/gputrain")
 
@@ -75,8 +74,8 @@ def test_a_named_cache_of_numba_is_used_if_it_can_be_written_to(tmp_path, monkey
     caplog.set_level("INFO")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "named"))
-    assert numba_cache.folder() == tmp_path / "named"
+    assert numba_folder() == tmp_path / "named"
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file/named"))
-    assert numba_cache.folder() == tmp_path / ".cache/gputrain/numba"
+    assert numba_folder() == tmp_path / ".cache/gputrain/numba"
     assert caplog.messages == [f"NUMBA_CACHE_DIR {tmp_path}/file/named cannot be written to; another folder is used"]
     assert not can_write_into(tmp_path / "file")

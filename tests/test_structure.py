@@ -235,18 +235,6 @@ def test_only_the_runtime_sets_torchs_switches():
                 assert switch not in text, f"{path.name}: {switch}"
 
 
-def test_librosa_is_imported_in_one_place():
-    """Its import compiles functions into a cache that several processes must not write at once."""
-    importing = []
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(tree_of(path)):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
-            importing += [path.name for name in names if name.split(".")[0] == "librosa"]
-    assert set(importing) == {"numba_cache.py"}
-
-
 ADVICE = re.compile(r"\b(delete|erase|wipe|rm -\w+|remove (it|the|this|that|them|your))\b", re.IGNORECASE)
 NO_ADVICE = {"delete"}  # How an edit of a text is named.
 

@@ -11,7 +11,7 @@ from gputrain.config import config, opt
 from gputrain.engine.schedule import Saving, Schedule
 from gputrain.errors import UserError
 
-F0Method = Literal["auto", "parselmouth", "pyworld", "pyin", "swift-f0"]
+F0Method = Literal["auto", "parselmouth", "pyworld", "swift-f0"]
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Sound:
     )
     hop_size: int = opt(default=512, help="Samples between two frames of mel and pitch.", min=16)
     f0_method: F0Method = opt(
-        default="auto", help="Pitch tracker; auto is parselmouth if it is installed (gputrain[f0]), else pyin."
+        default="auto", help="Pitch tracker; auto is parselmouth if it is installed (gputrain[f0]), else pyworld."
     )
     f0_min: float = opt(default=40.0, help="Lowest pitch that is tracked, in Hz.", min=10)
     f0_max: float = opt(default=1100.0, help="Highest pitch that is tracked, in Hz.", min=20)

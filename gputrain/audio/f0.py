@@ -4,10 +4,7 @@ Shapes: T frames. Frame i has its centre at sample (i + 0.5) * hop_size; f0 is i
 """
 
 import functools
-import logging
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -15,12 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gputrain.errors import UserError, import_package, is_installed, require
-from gputrain.hw import numba_cache
-from gputrain.hw.child_process import describe_exit, remedy_for_exit
 
-log = logging.getLogger(__name__)
-
-Method = Literal["parselmouth", "pyworld", "pyin", "swift-f0"]
+Method = Literal["parselmouth", "pyworld", "swift-f0"]
 Floats: TypeAlias = NDArray[Any]  # Any floating dtype.
 # The range reaches from below the lowest bass to just above a soprano's high C.
 FLOOR_HZ = 40.0
@@ -35,8 +28,8 @@ PERIODS = 3  # Periods of the lowest pitch in a tracker's window, as in Praat's 
 
 
 def default_method() -> Method:
-    """Returns parselmouth if it is installed, otherwise pyin, which takes about a hundred times as long."""
-    return "parselmouth" if is_installed("parselmouth") else "pyin"
+    """Returns parselmouth if it is installed, otherwise pyworld."""
+    return "parselmouth" if is_installed("parselmouth") else "pyworld"
 
 
 def trackable_range(method: Method | None, floor_hz: float, ceiling_hz: float) -> tuple[float, float]:
@@ -57,11 +50,10 @@ def f0(
     """Returns the pitch of a mono wave (samples,), one number for each of its samples // hop_size frames.
 
     The wave must have the rate of the mel: resample first. A wave shorter than three periods of `floor_hz` is
-    unvoiced. `method` None is `default_method()`. pyin reports more of speech, and some noise, as voiced than the
-    others. A wave longer than PIECE_SECONDS is tracked in overlapping pieces, so that memory does not grow with its
-    length. (For an hour of speech, parselmouth gives the same pitches as at once; swift-f0 differs in one frame of a
-    hundred.) Raises UserError for a method that is unknown or not installed, for an empty range, and for a wave with
-    NaN.
+    unvoiced. `method` None is `default_method()`. A wave longer than PIECE_SECONDS is tracked in overlapping pieces, so
+    that memory does not grow with its length. (For an hour of speech, parselmouth gives the same pitches as at once;
+    swift-f0 differs in one frame of a hundred.) Raises UserError for a method that is unknown or not installed, for an
+    empty range, and for a wave with NaN.
     """
     method = method or default_method()
     if method not in METHODS:
@@ -147,44 +139,6 @@ def _pyworld(
     return np.asarray(world.stonemask(sound, rough, times, sampling_rate)[1 : frames + 1])
 
 
-def _pyin(
-    wave: Floats, sampling_rate: int, hop_size: int, floor_hz: float, ceiling_hz: float, loudness: float
-) -> Floats:
-    """Tracks by librosa's probabilistic YIN (Mauch and Dixon 2014); its pitches are a tenth of a semitone apart."""
-    frame_length = 2 ** math.ceil(math.log2(PERIODS * sampling_rate / floor_hz))
-    around = (frame_length - hop_size) // 2
-    try:
-        pyin = numba_cache.load_pyin()
-    except (RuntimeError, OSError) as error:
-        raise UserError(
-            f"numba cannot compile the pitch tracker pyin: {error}",
-            hint="set the environment variable NUMBA_CACHE_DIR to a folder that can be written to",
-        ) from None
-    f0_T, _, _ = pyin(
-        np.pad(wave, (around, around + hop_size % 2)), sr=sampling_rate, fmin=floor_hz, fmax=ceiling_hz,
-        frame_length=frame_length, hop_length=hop_size, center=False, fill_na=0.0,
-    )  # fmt: skip
-    return np.asarray(f0_T)
-
-
-def compile_tracker(method: Method) -> None:
-    """Compiles the functions of a method unless that is done already, so that workers only have to load them.
-
-    It runs in a process of its own, because a damaged cache of numba may crash it.
-    """
-    if method == "pyin" and not numba_cache.pyin_is_compiled():
-        log.info("compiling the pitch tracker pyin, once: half a minute on a free core, minutes on a busy machine")
-        child = subprocess.run(
-            [sys.executable, "-m", numba_cache.__name__], capture_output=True, text=True, check=False
-        )
-        if child.returncode:
-            cause, hint = describe_exit(child.returncode), remedy_for_exit(child.returncode)
-            if child.returncode > 0:
-                cause = (child.stderr.strip().splitlines() or [cause])[-1]
-                hint = '--f0-method pyworld, or parselmouth (pip install "gputrain[f0]"), does without numba'
-            raise UserError(f"the pitch tracker pyin cannot be compiled: {cause}", hint=hint)
-
-
 def _swift_f0(
     wave: Floats, sampling_rate: int, hop_size: int, floor_hz: float, ceiling_hz: float, loudness: float
 ) -> Floats:
@@ -216,7 +170,6 @@ def require_tracker(method: Method) -> None:
 METHODS: dict[str, Callable[[Floats, int, int, float, float, float], Floats]] = {
     "parselmouth": _parselmouth,
     "pyworld": _pyworld,
-    "pyin": _pyin,
     "swift-f0": _swift_f0,
 }
 OTHER_METHOD = f"choose another of {', '.join(METHODS)}"

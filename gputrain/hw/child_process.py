@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gputrain.hw import numba_cache
-
 ACCESS_VIOLATION = 0xC0000005  # Windows' counterpart of SIGSEGV.
 
 
@@ -31,8 +29,6 @@ def remedy_for_exit(code: int) -> str:
         return "the system kills processes when memory runs out: run it again with a lower --num-workers"
     if describe_exit(code) == "SIGBUS":
         return "shared memory may be full: enlarge a container's /dev/shm (--shm-size), or lower --num-workers"
-    if describe_exit(code) in ("SIGSEGV", "access violation"):
-        return f"machine code that numba keeps on disk may be damaged: {numba_cache.how_to_clear()}, and run it again"
     return "run it again with --num-workers 0, where the cause is printed"
 
 
@@ -54,7 +50,6 @@ def run_child(module: list[str], folder: Path, seconds: float) -> tuple[int | No
         **package_environment(),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TRITON_CACHE_DIR": str(folder / "triton"),
-        "NUMBA_CACHE_DIR": str(numba_cache.folder()),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # One kernel needs no pool of processes.
     }
     with (folder / "output").open("w+b") as output:

@@ -22,9 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gputrain import __version__
+from gputrain.caches import numba_folder
 from gputrain.engine.gan import at_least_fp32
-from gputrain.hw import numba_cache
 
 Array: TypeAlias = NDArray[Any]
 Search: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -157,9 +156,9 @@ def _compiled() -> Callable[..., None]:
     The caller uses its own threads: numba's abort the process if two threads use them at once.
     """
     numba = importlib.import_module("numba")  # It is imported here, because that takes half a second.
+    numba.config.CACHE_DIR = str(numba_folder())
     try:
-        with numba_cache.compiling("alignment", __version__):
-            compiled: Callable[..., None] = numba.njit(SIGNATURE, nogil=True, cache=True)(_search_items)
+        compiled: Callable[..., None] = numba.njit(SIGNATURE, nogil=True, cache=True)(_search_items)
     except (RuntimeError, OSError):  # There is no such folder, or the disk is full.
         compiled = numba.njit(SIGNATURE, nogil=True)(_search_items)
     return compiled

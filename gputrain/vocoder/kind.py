@@ -117,8 +117,7 @@ RATE_HZ = 22050
 CLIPS, SONGS = 32, 4  # Clips to train on (some are held out), and songs to synthesise.
 STEPS, STEPS_ALONE = 420, 300  # Steps in all, and steps before the discriminators start.
 SEMITONES = 5
-# The rate and hop are half of a vocoder's usual ones. The pitch range is that of the synthetic voices: pyin
-# tracks it in a quarter of the time.
+# The rate and hop are half of a vocoder's usual ones. The pitch range is that of the synthetic voices.
 FRAMES = ["--audio-sample-rate", RATE_HZ, "--hop-size", 256]
 PITCH = ["--f0-min", 80, "--f0-max", 700]
 # This generator and these discriminators take less than a second of a core for a step.

@@ -17,7 +17,7 @@ import numpy as np
 
 from gputrain.audio import prepare as audio_prepare
 from gputrain.audio.config import Sound
-from gputrain.audio.f0 import compile_tracker, default_method, f0, require_tracker, voiced
+from gputrain.audio.f0 import default_method, f0, require_tracker, voiced
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.prepare import SoundPrepareReport
 from gputrain.audio.store import WAVES, Pitch, Wave, check_format
@@ -64,14 +64,12 @@ class VocoderPrepareConfig(VocoderFormat):
 
 
 def vocoder_prepare_config(sound: Sound) -> VocoderPrepareConfig:
-    """Returns the settings given by the options. Without parselmouth, it chooses pyin and logs a warning.
+    """Returns the settings given by the options.
 
     Raises UserError if the chosen pitch tracker is not installed.
     """
     method = default_method() if sound.f0_method == "auto" else sound.f0_method
     require_tracker(method)
-    if sound.f0_method == "auto" and method == "pyin":
-        log.warning('the pitch is tracked by pyin, a hundred times slower than parselmouth: pip install "gputrain[f0]"')
     return VocoderPrepareConfig(
         sound.audio_sample_rate or SAMPLING_RATE, sound.hop_size, method, sound.f0_min, sound.f0_max,
         sound.trim_db or 0.0, sound.loudness_db,
@@ -108,8 +106,6 @@ def prepare_sound(
                 f"{output_dir} holds another version of {path} than {input_dir}", hint="prepare into another folder"
             )
     missing = [path for path in prints if path not in kept]
-    if missing:
-        compile_tracker(recipe.f0_method)
 
     remarks: list[tuple[str, str]] = []
 
@@ -256,7 +252,6 @@ def _in_tree(folder: Path, num_workers: int, progress: Progress) -> Found:
     tree = audio_prepare.scan_recordings(folder)
     refused = list(tree.refused)
     jobs = [(folder, path) for path in audio_prepare.fingerprints(folder, tree.paths, refused)]
-    compile_tracker(default_method())  # It tells how long that takes, which the workers can't.
     results: list[RecordingStats | RefusedItem] = []
     run_jobs(examine, jobs, num_workers, results.append, progress)
     refused += [result for result in results if isinstance(result, RefusedItem)]

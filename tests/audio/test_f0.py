@@ -19,7 +19,7 @@ from gputrain.audio.f0 import (
 from gputrain.errors import UserError
 from tests.tables import each_row
 
-MODULES = {"parselmouth": "parselmouth", "pyworld": "pyworld", "pyin": "librosa", "swift-f0": "swift_f0"}
+MODULES = {"parselmouth": "parselmouth", "pyworld": "pyworld", "swift-f0": "swift_f0"}
 TRACKERS = [
     pytest.param(
         method,
@@ -82,7 +82,6 @@ def test_an_octave_jump_is_a_jump_not_a_mistake(method):
 
 @pytest.mark.parametrize("method", TRACKERS)
 def test_silence_and_noise_after_a_note_are_unvoiced(method):
-    """pyin is the exception: it finds a pitch in some noise."""
     sampling_rate, hop_size = 16000, 160
     seconds = seconds_of(24000, sampling_rate)
     noise = np.random.default_rng(0).normal(0, 0.05, len(seconds)).astype(np.float32)
@@ -94,7 +93,7 @@ def test_silence_and_noise_after_a_note_are_unvoiced(method):
     assert np.array_equal(f0(np.zeros(16000, np.float32), 16000, 160, method), np.zeros(100, np.float32))
     assert known[5:45].all()
     assert not known[58:98].any()
-    assert known[104:].mean() < (0.5 if method == "pyin" else 0.1)
+    assert known[104:].mean() < 0.1
 
 
 @pytest.mark.parametrize("method", TRACKERS)
@@ -117,7 +116,7 @@ def test_pitch_stays_within_its_range(method):
     assert np.abs(cents(f0(wave, 16000, 160, method, floor_hz=60, ceiling_hz=1e6)[8:-8], 150.0)).max() < 10
 
 
-@pytest.mark.parametrize("method", [tracker for tracker in TRACKERS if "pyin" not in tracker.values])
+@pytest.mark.parametrize("method", TRACKERS)
 def test_pieces_of_a_long_sound_are_tracked_as_the_whole_is(monkeypatch, method):
     """Notes and noise of all loudnesses: 9 seconds at once, and in pieces of 2. swift-f0 has a frame of its own every
     16 ms, which lie elsewhere in a piece; the others differ in a frame that is on the edge of having a voice."""
@@ -163,12 +162,12 @@ def test_loudness_and_precision_change_nothing(method):
     assert np.abs(cents(found[8:-8], again[8:-8])).max() < 5
 
 
-def test_parselmouth_is_the_default_and_pyin_where_it_is_not_installed(monkeypatch):
-    assert default_method() == ("parselmouth" if importlib.util.find_spec("parselmouth") else "pyin")
+def test_parselmouth_is_the_default_and_pyworld_where_it_is_not_installed(monkeypatch):
+    assert default_method() == ("parselmouth" if importlib.util.find_spec("parselmouth") else "pyworld")
     monkeypatch.setitem(sys.modules, "parselmouth", None)
-    assert default_method() == "pyin"
+    assert default_method() == "pyworld"
     wave = tone_of(np.full(8000, 150.0), 16000)
-    assert np.array_equal(f0(wave, 16000, 160), f0(wave, 16000, 160, "pyin"))
+    assert np.array_equal(f0(wave, 16000, 160), f0(wave, 16000, 160, "pyworld"))
 
 
 @pytest.mark.parametrize("method", ["parselmouth", "pyworld", "swift-f0"])
@@ -192,7 +191,7 @@ def test_a_package_that_is_not_installed_is_named_with_how_to_get_it(monkeypatch
 )
 def test_mistakes_are_told(changes, message):
     with pytest.raises(UserError, match=message) as error:
-        f0(**{"wave": np.ones(16000), "sampling_rate": 16000, "hop_size": 160, "method": "pyin", **changes})
+        f0(**{"wave": np.ones(16000), "sampling_rate": 16000, "hop_size": 160, "method": "pyworld", **changes})
     assert error.value.hint
     if "method" in changes:
         assert all(method in error.value.hint for method in METHODS)

@@ -165,7 +165,7 @@ def test_periodicity_of_a_tone_of_noise_and_of_silence():
 @each_row((0, 160), (159, 160), (1600, 160), (8000, 2000), (5000, 201))
 def test_periodicity_has_the_frames_of_the_pitch(samples, hop):
     wave = voice()[:samples]
-    assert metrics.periodicity(wave, RATE, hop).shape == f0(wave, RATE, hop, "pyin").shape == (samples // hop,)
+    assert metrics.periodicity(wave, RATE, hop).shape == f0(wave, RATE, hop, "pyworld").shape == (samples // hop,)
 
 
 def test_equal_sounds_are_at_no_distance_and_damage_counts():

@@ -116,7 +116,7 @@ def test_other_commands_need_the_packages_of_their_kind_alone(kind: str, photogr
     ]
     if kind == "vae":
         commands += [["prepare-data", "--input-dir", photographs, "--output-dir", tmp_path / "new"]]
-    # A voice's evaluation tracks pitches by parselmouth, or by librosa without it; its only export is in ONNX.
+    # A voice's evaluation tracks pitches by parselmouth, or by pyworld without it; its only export is in ONNX.
     allowed = NEEDED[kind] | ({"onnx", "onnxruntime", "parselmouth"} if kind == "tts" else set())
     for words in commands:
         assert of_other_kinds(kind, without(OPTIONAL - allowed, *words)) == set(), words

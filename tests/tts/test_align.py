@@ -8,6 +8,7 @@ import itertools
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -187,6 +188,30 @@ def test_importing_compiles_nothing_and_an_unwritable_folder_does_no_harm(tmp_pa
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(blocked / "within"), "HOME": str(blocked)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.stdout == "[[1, 1, 1]]\n", done.stderr
+
+
+@pytest.mark.slow
+def test_processes_that_compile_at_once_leave_code_that_later_ones_load(tmp_path):
+    code = (
+        "import torch, gputrain.tts.align as align\n"
+        "input()\n"
+        "print(align.search(torch.eye(3)[None], torch.tensor([3]), torch.tensor([3])).tolist())\n"
+    )
+
+    def durations(processes: int) -> list[str]:
+        command, environment = [sys.executable, "-c", code], {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        started = [subprocess.Popen(command, env=environment, **pipes) for _ in range(processes)]
+        return [process.communicate("\n")[0] for process in started]
+
+    def times() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb*")}
+
+    assert durations(3) == ["[[1, 1, 1]]\n"] * 3
+    compiled = times()
+    assert {path.suffix for path in compiled} == {".nbi", ".nbc"}
+    assert durations(1) == ["[[1, 1, 1]]\n"]
+    assert times() == compiled  # Nothing was compiled again.
 
 
 @TRITON

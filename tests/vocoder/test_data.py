@@ -19,7 +19,7 @@ FRAMES = (100, 7, 23, 10)  # Frames of the clips.
 @pytest.fixture(scope="module")
 def store(tmp_path_factory) -> VocoderStore:
     """Returns a store in which every sample is its frame's number, from 1; the pitch counts over all clips."""
-    writer = VocoderStoreWriter(tmp_path_factory.mktemp("store"), VocoderFormat(16000, HOP, "pyin"))
+    writer = VocoderStoreWriter(tmp_path_factory.mktemp("store"), VocoderFormat(16000, HOP, "pyworld"))
     for number, frames in enumerate(FRAMES):
         wave = np.repeat(np.arange(1, frames + 1), HOP).astype(np.int16)
         writer.add(f"{number}.wav", f"{number:032x}", wave, np.arange(frames, dtype=np.float32) + 1000 * number)
@@ -71,7 +71,7 @@ def test_what_is_held_out_is_by_content(store):
 
 def test_several_folders_are_one_store_with_weights(store, tmp_path):
     """Each crop is read from its own folder, and a clip counts by its crops: 14 of the first, 5 of the second."""
-    writer = VocoderStoreWriter(tmp_path / "other", VocoderFormat(16000, HOP, "pyin"))
+    writer = VocoderStoreWriter(tmp_path / "other", VocoderFormat(16000, HOP, "pyworld"))
     for number, frames in enumerate((50, 3)):
         wave = np.full(frames * HOP, 500 + number, dtype=np.int16)
         writer.add(f"{number}.wav", f"ff{number:030x}", wave, np.full(frames, 7.0, dtype=np.float32))
@@ -94,7 +94,7 @@ def test_several_folders_are_one_store_with_weights(store, tmp_path):
 
 
 def test_folders_of_other_settings_are_refused(store, tmp_path):
-    writer = VocoderStoreWriter(tmp_path / "other", VocoderFormat(24000, HOP, "pyin"))
+    writer = VocoderStoreWriter(tmp_path / "other", VocoderFormat(24000, HOP, "pyworld"))
     writer.add("a.wav", "0" * 32, np.ones(HOP, dtype=np.int16), np.ones(1, dtype=np.float32))
     writer.finish()
     with pytest.raises(UserError, match=rf"^{writer.folder} was prepared with sampling_rate 24000.*{store.folder}"):
@@ -102,7 +102,7 @@ def test_folders_of_other_settings_are_refused(store, tmp_path):
 
 
 def with_pitch(folder: Path, *pitches: list[float]) -> VocoderStore:
-    writer = VocoderStoreWriter(folder, VocoderFormat(16000, HOP, "pyin"))
+    writer = VocoderStoreWriter(folder, VocoderFormat(16000, HOP, "pyworld"))
     for number, pitch in enumerate(pitches):
         f0 = np.array(pitch, dtype=np.float32)
         writer.add(f"{number}.wav", f"{len(pitch):016x}{number:016x}", np.zeros(len(f0) * HOP, np.int16), f0)

@@ -227,9 +227,9 @@ def test_a_file_goes_before_its_base_for_the_command_that_it_means(tmp_path):
     block = {"beta1": 0.8}
     base = {"pe": "harvest", "binarization_args": {"num_workers": 8}, "discriminate_optimizer_args": block}
     write(tmp_path / "base.yaml", base)
-    path = write(tmp_path / "c.yaml", {"base_config": "base.yaml", "ds_workers": 2, "f0_method": "pyin"})
+    path = write(tmp_path / "c.yaml", {"base_config": "base.yaml", "ds_workers": 2, "f0_method": "swift-f0"})
     made = translate(read_file(path), path, of="prepare")
-    assert made == {"kind": "vocoder", "num_workers": 8, "f0_method": "pyin"}
+    assert made == {"kind": "vocoder", "num_workers": 8, "f0_method": "swift-f0"}
     made = training({"base_config": "base.yaml", "generater_optimizer_args": {"beta1": 0.9}}, tmp_path).schedule
     assert (made.betas, made.discriminator_betas) == ((0.9, 0.99), (0.8, 0.99))
     made = training({"base_config": "base.yaml", "beta1": 0.9}, tmp_path).schedule

@@ -13,7 +13,7 @@ from gputrain.engine.data import MANIFEST
 from gputrain.errors import UserError
 from gputrain.vocoder.store import VocoderFormat, VocoderStore, VocoderStoreWriter
 
-FORMAT = VocoderFormat(sampling_rate=16000, hop_size=4, f0_method="pyin")
+FORMAT = VocoderFormat(sampling_rate=16000, hop_size=4, f0_method="pyworld")
 
 
 def clip_of(frames: int, short: int = 0, seed: int = 0):

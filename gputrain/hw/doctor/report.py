@@ -76,8 +76,6 @@ def run_trials(
     dtype = trials.training_dtype(machine, device)
     doing("trying a matrix product and a convolution")
     results = [trials.try_product(machine, device, dtype), trials.try_convolution(device, dtype)]
-    doing("trying the pitch tracker, which is compiled the first time")
-    results.append(trials.try_pitch())
     if not quick:
         if gpu_works(machine, results):
             doing("trying torch.compile, which takes up to some minutes")

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gputrain.errors import UserError, first_line
-from gputrain.hw import numba_cache
-from gputrain.hw.child_process import describe_exit, run_child
+from gputrain.hw.child_process import run_child
 from gputrain.hw.doctor.rules import Check
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.probe import Machine
@@ -159,19 +158,6 @@ def compare_compiled(device: str) -> None:
 
 def _gradients(block: nn.Module, x_BCHW: torch.Tensor) -> list[torch.Tensor]:
     return list(torch.autograd.grad(block(x_BCHW).square().sum(), list(block.parameters())))
-
-
-def try_pitch(seconds: float = COMPILE_SECONDS) -> Check:
-    """Run the pitch tracker pyin on a short sound in a child process: damaged compiled code of numba crashes it."""
-    began = time.perf_counter()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        code, output = run_child(["gputrain.hw.numba_cache"], Path(folder), seconds)
-    if code == 0:
-        return Check("pitch tracker", "ok", f"pyin works, loaded in {time.perf_counter() - began:.0f} s")
-    if code is None:
-        return Check("pitch tracker", "note", f"pyin: not finished after {seconds:g} s", numba_cache.how_to_clear())
-    found = f"pyin crashed ({describe_exit(code)})" if code not in (1, 2) else f"pyin: {_cause(output, code)}"
-    return Check("pitch tracker", "failed", found, f"{numba_cache.how_to_clear()} and run this check again")
 
 
 def _cause(output: str, code: int) -> str:
