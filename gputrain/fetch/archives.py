@@ -189,7 +189,7 @@ def _tar_members(archive: Path, raw: IO[bytes], room: int) -> Iterator[tuple[str
                 # A sparse file takes little of an archive, and may be of any size.
                 yield info.name, opened.extractfile(info) if info.isreg() and not info.issparse() else None
         # The checksum of a compressed archive is at its end, and a second archive would be behind that of the first.
-        while rest := opened.fileobj.read(BLOCK):  # type: ignore[attr-defined]
+        while rest := opened.fileobj.read(BLOCK):
             if rest.strip(b"\0"):
                 raise EOFError("it goes on behind its end, as two archives in one file do")
     if plain.tail.strip(b"\0"):

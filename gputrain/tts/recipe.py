@@ -189,8 +189,10 @@ class VoiceRecipe(BucketRecipe):
         fields = zip(*(bucket.of_clips for bucket in clips.buckets), strict=True)
         tensors = (_joined(tensors).to(device, non_blocking=True) for tensors in fields)
         bucket = ClipBatch(*tensors)
+        # The last frames of the longest clip mirror its end, so that it is the longest of all ranks that decides.
         hop = self.mel.hop_size
-        wave_BL = bucket.wave_BT[:, : max(frames) * hop].to(self.dtype) / 32768
+        widest = max(clips.frames) * hop
+        wave_BL = _of_length(bucket.wave_BT[:, :widest], widest).to(self.dtype) / 32768
         noise_BCT = draws.normal(self.architecture.latent_channels, max(clips.frames), dtype=self.dtype)
         duration_noise_B2S = draws.normal(2, max(clips.symbols), dtype=self.dtype)
 
@@ -200,8 +202,8 @@ class VoiceRecipe(BucketRecipe):
         batch = VoiceBatch(
             ids_BS=bucket.ids_BS[:, : max(symbols)],
             symbols_B=bucket.symbols_B,
-            spectrogram_BNT=magnitudes(wave_BL, self.mel),
-            wave_B1L=wave_BL[:, None],
+            spectrogram_BNT=magnitudes(wave_BL, self.mel)[:, :, : max(frames)],
+            wave_B1L=wave_BL[:, None, : max(frames) * hop],
             frames_B=bucket.frames_B,
             speakers_B=bucket.speakers_B,
             noise_BCT=noise_BCT[:, :, : max(frames)],

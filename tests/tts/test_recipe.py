@@ -16,6 +16,7 @@ from gputrain.engine.run_folder import Run
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import gradients, update
 from gputrain.hw import runtime as runtimes
+from gputrain.hw.ranks import Ranks
 from gputrain.speech.buckets import ClipBatch, ClipSize
 from gputrain.tts import recipe as recipe_module
 from gputrain.tts.align import alignment_scores, position_prior, search
@@ -182,6 +183,19 @@ def test_a_voice_that_has_learnt_to_align_has_no_prior_by_default():
     assert prior_steps() == 2000
     assert prior_steps(init_from="voice.pt") == 0
     assert prior_steps(init_from="voice.pt", alignment_prior_steps=7) == 7
+
+
+def test_a_rank_hears_its_clips_as_one_process_does(tmp_path):
+    """Silence follows its longest clip, as in the whole batch, rather than that clip's own mirror."""
+    from tests.engine.rank_models import part_of  # It imports this file.
+
+    recipe = begin(tmp_path).recipe
+    whole = recipe.prepare([bucket(0)], 0)
+    for rank in (Ranks(0, 2), Ranks(1, 2)):
+        part = recipe.prepare([part_of(bucket(0), rank)], 0)
+        for name in ("spectrogram_BNT", "wave_B1L", "noise_BCT", "duration_noise_B2S"):
+            own = getattr(part, name)
+            assert torch.equal(own, getattr(whole, name)[rank.rows(6)][..., : own.shape[-1]]), name
 
 
 SLOW = pytest.mark.slow
