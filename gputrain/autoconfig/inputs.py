@@ -43,34 +43,6 @@ INPUTS = {  # Name of an input: the kind of data that it is made of, and the par
 }
 
 
-@dataclass(frozen=True)
-class ModelProfile:
-    """The weights of a model, and the memory of the weights, their gradients and the optimizer, in GB."""
-
-    name: str
-    parameters: int
-    trainable: int
-    weights_gb: float
-    gradients_gb: float
-    optimizer_gb: float
-    predicted_gb: dict[str, float]  # Peak of a training step by its batch, such as "1 item of 8.0 s".
-
-
-def profile_weights(model: nn.Module, moments: int = 2, predicted_gb: dict[str, float] | None = None) -> ModelProfile:
-    """Returns the profile of a model. `moments`: tensors that the optimizer keeps for each trainable one."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    trainable_gb = sum(p.numel() * p.element_size() for p in trainable) / 1e9
-    return ModelProfile(
-        name=type(model).__name__,
-        parameters=sum(p.numel() for p in model.parameters()),
-        trainable=sum(p.numel() for p in trainable),
-        weights_gb=sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())) / 1e9,
-        gradients_gb=trainable_gb,
-        optimizer_gb=moments * trainable_gb,
-        predicted_gb=predicted_gb or {},
-    )
-
-
 # -------------------------------------------------------------------------------------------------------- loss
 
 

@@ -26,8 +26,6 @@ from gputrain.planner.memory.torch_model import (
     refuse_unpredictable,
 )  # fmt: skip
 
-MOMENTS: dict[Optimizer, int] = {"adamw": 2, "muon": 2, "sgd": 0}  # Tensors that the optimizer keeps for a weight.
-
 
 @dataclass
 class MemoryModels:

@@ -28,13 +28,11 @@ from gputrain.autoconfig.dataset import DatasetProfile, profile_dataset
 from gputrain.autoconfig.inputs import (
     BatchGuess,
     MakeBatch,
-    ModelProfile,
     batch_guesses,
     output_loss,
-    profile_weights,
 )
 from gputrain.autoconfig.lengths import Bucket, LengthLimit, OverLong, limit_length, make_buckets, pieces
-from gputrain.autoconfig.memory_models import MOMENTS, MemoryModels
+from gputrain.autoconfig.memory_models import MemoryModels
 from gputrain.autoconfig.recovery import MicroBatchLimit, Reduction, memory_callback, recovering, watched_first
 from gputrain.autoconfig.settings import DeviceSettings, OptimalConfig
 from gputrain.errors import UserError
@@ -194,24 +192,6 @@ class Planner:
         """Returns the configuration with the changes that running out of memory caused in trainings of this planner."""
         new = [split for split in self.limit.splits if split not in config.splits]
         return replace(config, splits=(*config.splits, *new))
-
-    def profile_hardware(self) -> Machine:
-        """Returns the machine that was planned for."""
-        return self.machine
-
-    def profile_dataset(self, dataset: Any = None) -> DatasetProfile:
-        """Returns the profile of another dataset, or of the one that was planned for."""
-        return self.profile if dataset is None else profile_dataset(dataset)
-
-    def profile_model(self, model: nn.Module | None = None) -> ModelProfile:
-        """Returns weights and memory of another model, or of the one that was planned for, with its known steps."""
-        if model is not None and model is not self.memory_models.model:
-            return profile_weights(model, MOMENTS[self.memory_models.optimizer])
-        steps = {}
-        for (items, seconds, checkpointing), step in sorted(self.memory_models.known.items()):
-            size = f"{items} item{'s' if items > 1 else ''}{f' of {seconds:.2f} s' if seconds else ''}"
-            steps[f"{size}{', checkpointed' if checkpointing else ''}"] = step.reserved_gb
-        return profile_weights(self.memory_models.model, MOMENTS[self.memory_models.optimizer], steps)
 
     def prepare(self, dataset: Any, config: OptimalConfig) -> PreparedClips:
         """Returns the clips of a dataset with `config.max_duration_seconds`: longer ones are cut or left out.

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import nn
 
 from gputrain.autoconfig.dataset import profile_dataset
-from gputrain.autoconfig.inputs import batch_guesses, output_loss, profile_weights
+from gputrain.autoconfig.inputs import batch_guesses, output_loss
 from gputrain.errors import UserError
 from gputrain.planner.memory.predict import predict_step
 from gputrain.planner.memory.torch_model import measure_training_memory, model_plan, model_target
@@ -282,14 +282,3 @@ def test_the_loss_on_what_a_model_gives():
     assert output_loss(lambda batch: batch["x"], {"x": x, "label": 1}).item() == pytest.approx(5)
     with pytest.raises(UserError, match="nothing that has a gradient"):
         output_loss(lambda x: x.detach(), x)
-
-
-def test_weights_are_counted():
-    layers = nn.Sequential(
-        nn.Linear(10, 20, bias=False), nn.Linear(20, 30, bias=False), nn.BatchNorm1d(30, affine=False)
-    )
-    layers[0].weight.requires_grad_(False)
-    found = profile_weights(layers.half(), moments=2)
-    assert (found.parameters, found.trainable) == (800, 600)
-    assert found.weights_gb == pytest.approx((800 * 2 + 60 * 2 + 8) / 1e9)  # The norm's counts are among them.
-    assert (found.gradients_gb, found.optimizer_gb) == pytest.approx((1200 / 1e9, 2400 / 1e9))
