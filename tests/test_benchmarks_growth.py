@@ -20,6 +20,7 @@ def touch_new_pages(size: int) -> None:
             pages[start] = 1
 
 
+@pytest.mark.slow
 def test_quadratic_work_is_named_and_linear_work_is_not(monkeypatch, capsys):
     works = {
         "linear": Work("items", lambda folder, size: lambda: busy(1000 * size), 400, 400),

@@ -24,6 +24,7 @@ def empty_wheel(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_without_a_package_index_it_ends_with_a_message_and_the_table(tmp_path):
     pytest.importorskip("uv")
     own = "{}.{}".format(*sys.version_info)
