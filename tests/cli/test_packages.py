@@ -25,7 +25,8 @@ NEEDED = {
     # The store names the method of its pitches, by which evaluations measure others; scikit-image imports scipy.
     "vocoder": {"soundfile", "skimage", "scipy", "parselmouth"},
     "tts": {"soundfile", "skimage", "scipy", "numba"},
-    "asr": {"soundfile", "rapidfuzz", "transformers"},
+    # An export is compared on synthetic speech, which WORLD makes.
+    "asr": {"soundfile", "rapidfuzz", "transformers", "pyworld", "scipy"},
 }
 SHARED = {"device": "cpu", "plan": False, "num_workers": 0, "log_freq": 1, "max_steps": 1}
 TINY: dict[str, dict[str, Any]] = {
