@@ -88,7 +88,7 @@ def test_a_row_that_fails_says_why_and_the_others_still_run(program):
 
 def test_a_row_that_hangs_is_given_up_with_its_last_line(program):
     """Where the process takes longer to start, it is given more time; this one would hang for ten minutes."""
-    for minutes in (0.06, 0.5, 2.0):
+    for minutes in (0.06, 0.12, 0.25, 0.5, 2.0):
         (result,) = measured(program, "hang", minutes=minutes)
         if "it printed nothing" not in result.reason:
             break
