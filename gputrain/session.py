@@ -25,7 +25,7 @@ from gputrain.engine.distributed import RankGroup
 from gputrain.engine.recipe import Recipe, phases_of
 from gputrain.engine.run_folder import Run, discarded_if_refused, given_plan, open_run
 from gputrain.engine.schedule import RunProgress, StepSchedule, check_finish, stages_ahead, steps_of_stage
-from gputrain.engine.stop import Deadline, format_duration, log_start_until, seconds_until, timed_part
+from gputrain.engine.stop import Deadline, finish_moment, format_duration, log_start_until, seconds_until, timed_part
 from gputrain.engine.train import train
 from gputrain.errors import UserError, require
 from gputrain.fetch.addresses import without_secrets
@@ -139,6 +139,7 @@ def train_model(work: KindWork[S], settings: S, console: Console) -> None:
         check_finish(settings.schedule)
     with timed_part("hardware and run folder"):
         session = open_session(settings, work)
+        settings = with_finish_moment(settings, session.run)
     with discarded_if_refused(session.run):
         _train_stages(session, work, settings, console)
 
@@ -233,6 +234,19 @@ def with_plan(settings: S, plan: Plan) -> S:
         model=replace(settings.model, gradient_checkpointing=bool(plan.gradient_checkpointing.value)),
         schedule=replace(settings.schedule, micro_batch_size=int(plan.micro_batch_size.value)),
     )
+    return changed
+
+
+def with_finish_moment(settings: S, run: Run) -> S:
+    """Returns the settings, and gives the run those, with the date and the zone of finish_by: a run that is resumed
+    from its own configuration has the same end, whenever that is. A checkpoint that is named begins another run."""
+    text = settings.schedule.finish_by
+    if not text:
+        return settings
+    moment = finish_moment(text, "" if run.continues_beyond_end else str(run.before.get("finish_by") or ""))
+    chosen: Any = settings
+    changed: S = replace(chosen, schedule=replace(settings.schedule, finish_by=moment))
+    run.settings, run.configuration = config.flatten(changed), config.to_yaml(changed)
     return changed
 
 

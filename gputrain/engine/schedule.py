@@ -440,7 +440,10 @@ def check_finish(schedule: Schedule, saved: RunProgress | None = None, *, onward
     if saved is not None and not onwards and (saved.cooldown_end or saved.finished):
         return
     if schedule.finish_by and seconds_until(schedule.finish_by) <= 0:
-        raise UserError(f"finish_by {schedule.finish_by} is past", hint="give --finish-by a later time, or 6h from now")
+        raise UserError(
+            f"finish_by {schedule.finish_by} is past",
+            hint="give --finish-by a later time with its date, such as 2027-01-31T18:30, or a duration from now, such as 6h",
+        )
 
 
 def stages_ahead(saved: RunProgress | None, stages: int, *, onwards: bool) -> range:

@@ -234,6 +234,20 @@ def seconds_to_finish(text: str) -> float:
     return finish.timestamp() - began.timestamp()
 
 
+def finish_moment(text: str, stored: str = "") -> str:
+    """Returns the time of --finish-by with its date and zone, such as 2027-01-31T18:30:00+01:00, whenever it is read.
+
+    `stored` is the moment of the run that is resumed: the same time of day means the same day, also after it, since a
+    script that restarts its command means the end that it has named before.
+    """
+    if CLOCK_TIME.fullmatch(text) and stored:
+        with contextlib.suppress(ValueError):
+            if datetime.fromisoformat(stored).astimezone().strftime("%H:%M") == text.rjust(5, "0"):
+                return stored
+    moment = datetime.now().astimezone() + timedelta(seconds=seconds_until(text) + 0.5)  # Rounded to seconds.
+    return moment.astimezone().replace(microsecond=0).isoformat()
+
+
 def seconds_until(finish_by: str) -> float:
     """Returns the seconds from now to the time of --finish-by; negative if it is past."""
     elapsed = 0.0 if COMMAND_CLOCK.began is None else time.monotonic() - COMMAND_CLOCK.began

@@ -10,9 +10,11 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from gputrain.engine import callbacks, saving, stop
+from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import RunProgress, Saving, Schedule, StepSchedule, check_finish, steps_of_stage
-from gputrain.engine.stop import COMMAND_CLOCK, Deadline, seconds_to_finish
+from gputrain.engine.stop import COMMAND_CLOCK, Deadline, finish_moment, seconds_to_finish
 from gputrain.errors import UserError
+from gputrain.session import with_finish_moment
 from gputrain.vae.config import Data, TrainVae
 from tests.engine.test_deadline import steps_of
 from tests.engine.test_leaving import saved_step
@@ -83,6 +85,27 @@ def test_a_time_of_the_day_after_the_end_of_summer_time_is_that_of_the_clock_on_
     finally:
         monkeypatch.undo()
         time.tzset()
+
+
+def test_a_time_of_the_day_keeps_its_day_when_the_run_is_resumed(monkeypatch, tmp_path):
+    """Also by the same command, after the time; another time, and a checkpoint that is named, are a new end."""
+    soon, later = (datetime.now().astimezone().replace(microsecond=0) + timedelta(hours=n) for n in (1, 2))
+    stored = finish_moment("3600s")
+    assert abs(datetime.fromisoformat(stored) - soon) <= timedelta(seconds=2)
+    assert finish_moment(stored) == finish_moment(stored, stored) == stored
+    settings = TrainVae(schedule=Schedule(finish_by=f"{later:%H:%M}"))
+    run = Run(tmp_path, quiet(tmp_path), {}, "")
+    moment = with_finish_moment(settings, run).schedule.finish_by
+    assert moment == run.settings["finish_by"] == f"{later.replace(second=0).isoformat()}"
+    assert f"finish_by: '{moment}'" in run.configuration
+    past = (later - timedelta(days=1)).replace(second=0).isoformat()
+    run.before = {"finish_by": past}
+    assert (resumed := with_finish_moment(settings, run)).schedule.finish_by == past
+    with pytest.raises(UserError, match=re.escape(f"finish_by {past} is past")) as error:
+        check_finish(resumed.schedule)
+    seconds_to_finish(re.search(r"such as (\S+),", error.value.hint)[1])
+    run.saving = quiet(tmp_path, resume_from="checkpoint_step_9.pt")
+    assert with_finish_moment(settings, run).schedule.finish_by == moment
 
 
 @each_row("", "6", "6 h", "25:00", "18:60", "18.30", "2027-13-01T10:00", "2027-01-31", "tomorrow", "0h", "-6h")
