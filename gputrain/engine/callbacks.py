@@ -17,7 +17,7 @@ from typing import NamedTuple
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import tensor_bytes
 from gputrain.engine.health import Health
-from gputrain.engine.metrics import Metrics, Trackers
+from gputrain.engine.metrics import Metrics
 from gputrain.engine.recipe import phases_of
 from gputrain.engine.requests import ASKED_TO_STOP, Request, watched
 from gputrain.engine.run_folder import Run
@@ -26,6 +26,7 @@ from gputrain.engine.saving import Saver, go_back_if_unstable
 from gputrain.engine.schedule import RunProgress, Saving, StepSchedule, is_due_every
 from gputrain.engine.state import TrainState
 from gputrain.engine.stop import COMMAND_CLOCK, REPORT_SECONDS, Deadline, StopRequested, timed_part
+from gputrain.engine.trackers import Trackers
 from gputrain.errors import Stopped, UserError, first_line
 from gputrain.figures import format_number
 from gputrain.hw.monitor import Monitor, Pressure
@@ -99,7 +100,9 @@ class Callbacks:
         run = self.run
         self.relief = MemoryRelief(self.state)
         if run.group.leads:
-            metrics.trackers = Trackers(run.saving.track, run.folder, run.settings, steps.start.step)
+            metrics.trackers = Trackers(
+                run.saving.track, run.folder, run.settings, steps.start.step, repeats_steps=metrics.repeats_steps
+            )
         self.health = Health(self.state.runtime.plan, usable_cores())
         self.deadline = Deadline.of(run.saving.max_time, steps.schedule.finish_by)
         if self.deadline.is_set:

@@ -2,11 +2,6 @@
 
 The scalars of a step stay on the device and are read once every `log_freq` steps, so that the steps between do
 not wait for them.
-
-Trackers (Weights & Biases, MLflow) are extras (gputrain[wandb], gputrain[mlflow]), imported only if they are asked for.
-Their own environment variables say where they write to (WANDB_MODE=offline, WANDB_PROJECT, MLFLOW_TRACKING_URI,
-MLFLOW_EXPERIMENT_NAME). A tracker that fails is dropped with a warning, since a training must not end because a server
-does not answer.
 """
 
 import contextlib
@@ -20,12 +15,12 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -40,9 +35,8 @@ from gputrain.engine.data import write_wav
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.run_folder import blocks, replace_file, write_text
 from gputrain.engine.samples import Report, Sheet, SoundSample
-from gputrain.engine.schedule import TrackerName
 from gputrain.engine.stop import format_duration
-from gputrain.errors import UserError, import_package
+from gputrain.engine.trackers import Trackers
 from gputrain.hw.runtime import Runtime, synchronize
 
 log = logging.getLogger(__name__)
@@ -84,6 +78,9 @@ class Metrics:
         self.board: Any = None
         # Metrics that an earlier attempt wrote for the following steps are removed.
         end = first_step + 1 if first_step else 0
+        self.repeats_steps = False  # True if an earlier attempt has logged steps that are made again.
+        with contextlib.suppress(OSError):
+            self.repeats_steps = bool(first_step and lines_from(self.path, end)[1])
         self._attempt("logs", functools.partial(self._open_board, end))
         self._attempt("metrics.jsonl", functools.partial(self._keep_lines, end, lambda row: False))
         self.bar = Bar(console, hidden=not self.group.leads)
@@ -501,100 +498,3 @@ def format_losses(losses: Mapping[str, float]) -> str:
     held = Counter(name.split("/")[-1] for name in losses)
     names = {name: name if held[name.split("/")[-1]] > 1 else name.split("/")[-1] for name in losses}
     return " ".join(f"{names[name]} {loss:.4g}" for name, loss in losses.items())
-
-
-# ------------------------------------------------------------------------------------------------------------- trackers
-
-
-class Tracker(Protocol):
-    def log_scalars(self, values: Mapping[str, float], step: int) -> None: ...
-
-    def log_picture(self, name: str, image: Image.Image, step: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class WandbTracker:
-    """Logs to Weights & Biases, under the name of the run folder; a resumed run goes on with the same curves."""
-
-    def __init__(self, folder: Path, settings: Mapping[str, Any], first_step: int) -> None:
-        self.wandb = import_package("wandb")
-        known = folder / "wandb_id.txt"
-        identity = known.read_text(encoding="utf-8").strip() if known.exists() and first_step else ""
-        self.run = self.wandb.init(
-            name=folder.name, dir=str(folder), config=dict(settings), id=identity or None, resume="allow"
-        )
-        write_text(known, self.run.id)
-
-    def log_scalars(self, values: Mapping[str, float], step: int) -> None:
-        self.run.log(dict(values), step=step)
-
-    def log_picture(self, name: str, image: Image.Image, step: int) -> None:
-        self.run.log({name: self.wandb.Image(image)}, step=step)
-
-    def close(self) -> None:
-        self.run.finish()
-
-
-class MlflowTracker:
-    """Logs to MLflow, under the name of the run folder; a resumed run goes on with the same curves."""
-
-    def __init__(self, folder: Path, settings: Mapping[str, Any], first_step: int) -> None:
-        self.mlflow = import_package("mlflow")
-        known = folder / "mlflow_id.txt"
-        identity = known.read_text(encoding="utf-8").strip() if known.exists() and first_step else ""
-        run = self.mlflow.start_run(run_id=identity or None, run_name=None if identity else folder.name)
-        write_text(known, run.info.run_id)
-        if not identity:
-            self.mlflow.log_params({name: str(value)[:500] for name, value in settings.items()})
-
-    def log_scalars(self, values: Mapping[str, float], step: int) -> None:
-        self.mlflow.log_metrics(dict(values), step=step)
-
-    def log_picture(self, name: str, image: Image.Image, step: int) -> None:
-        self.mlflow.log_image(image, artifact_file=f"{name}_step_{step:08d}.png")
-
-    def close(self) -> None:
-        self.mlflow.end_run()
-
-
-TRACKERS: Mapping[TrackerName, Callable[[Path, Mapping[str, Any], int], Tracker]] = {
-    "wandb": WandbTracker, "mlflow": MlflowTracker,
-}  # fmt: skip
-
-
-class Trackers:
-    """All trackers of a run. One that fails is dropped with a warning."""
-
-    def __init__(
-        self, names: Sequence[TrackerName], folder: Path, settings: Mapping[str, Any], first_step: int
-    ) -> None:
-        """Open the trackers. Raises UserError if one is not installed."""
-        self.open: dict[str, Tracker] = {}
-        for name in names:
-            try:
-                self.open[name] = TRACKERS[name](folder, settings, first_step)
-            except UserError:
-                raise
-            except Exception as error:  # Every tracker has errors of its own.
-                self._drop(name, error)
-
-    def log_scalars(self, values: Mapping[str, float], step: int) -> None:
-        self._each(lambda tracker: tracker.log_scalars(values, step))
-
-    def log_picture(self, name: str, image: Image.Image, step: int) -> None:
-        self._each(lambda tracker: tracker.log_picture(name, image, step))
-
-    def close(self) -> None:
-        self._each(lambda tracker: tracker.close())
-
-    def _each(self, use: Callable[[Tracker], None]) -> None:
-        for name, tracker in list(self.open.items()):
-            try:
-                use(tracker)
-            except Exception as error:
-                self._drop(name, error)
-
-    def _drop(self, name: str, error: Exception) -> None:
-        self.open.pop(name, None)
-        log.warning("%s fails (%s): it gets no further metrics; training goes on", name, str(error).split("\n")[0])

@@ -442,7 +442,7 @@ def check_finish(schedule: Schedule, saved: RunProgress | None = None, *, onward
     if schedule.finish_by and seconds_until(schedule.finish_by) <= 0:
         raise UserError(
             f"finish_by {schedule.finish_by} is past",
-            hint="give --finish-by a later time with its date, such as 2027-01-31T18:30, or a duration from now, such as 6h",
+            hint="give --finish-by a later time with its date, such as 2027-01-31T18:30, or a duration such as 6h",
         )
 
 

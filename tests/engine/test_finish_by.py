@@ -100,7 +100,8 @@ def test_a_time_of_the_day_keeps_its_day_when_the_run_is_resumed(monkeypatch, tm
     assert f"finish_by: '{moment}'" in run.configuration
     past = (later - timedelta(days=1)).replace(second=0).isoformat()
     run.before = {"finish_by": past}
-    assert (resumed := with_finish_moment(settings, run)).schedule.finish_by == past
+    resumed = with_finish_moment(settings, run)
+    assert resumed.schedule.finish_by == past
     with pytest.raises(UserError, match=re.escape(f"finish_by {past} is past")) as error:
         check_finish(resumed.schedule)
     seconds_to_finish(re.search(r"such as (\S+),", error.value.hint)[1])

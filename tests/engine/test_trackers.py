@@ -42,7 +42,13 @@ def trained(folder, steps=4, **saving):
     train_toy(recipe, quiet(folder, log_freq=2, save_samples_freq=2, evaluate_steps=2, **saving))
 
 
-def test_wandb_gets_scalars_pictures_and_the_end(tmp_path, monkeypatch):
+def step_back(folder):
+    """Leaves a run folder as a run that is killed does: with metrics of steps after its last checkpoint."""
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "loss/generator/l2": 0.5}\n')
+
+
+def test_wandb_gets_scalars_pictures_and_the_end(tmp_path, monkeypatch, caplog):
     run = Noted([], "run")
     calls = install(monkeypatch, "wandb", {"init": lambda: run})
     run.calls, run.id = calls, "abc"
@@ -57,20 +63,29 @@ def test_wandb_gets_scalars_pictures_and_the_end(tmp_path, monkeypatch):
     assert calls[-1][0] == "run.finish"
     trained(tmp_path / "run", 6, track=("wandb",), resume_from="auto")
     assert [call for call in calls if call[0] == "init"][-1][2]["id"] == "abc"
+    step_back(tmp_path / "run")
+    trained(tmp_path / "run", 8, track=("wandb",), resume_from="auto")
+    again = [call for call in calls if call[0] == "init"][-1][2]
+    assert (again["id"], again["name"], again["group"]) == (None, "run from step 6", "run")
+    assert "wandb has steps after 6, which are made again" in caplog.text
 
 
 def test_mlflow_gets_scalars_pictures_and_the_end(tmp_path, monkeypatch):
     started = lambda: SimpleNamespace(info=SimpleNamespace(run_id="xyz"))  # noqa: E731
     calls = install(monkeypatch, "mlflow", {"start_run": started})
     trained(tmp_path / "run", track=("mlflow",))
-    assert calls[0] == ("start_run", (), {"run_id": None, "run_name": "run"})
+    assert calls[0] == ("start_run", (), {"run_name": "run", "tags": None})
     steps = [further["step"] for name, words, further in calls if name == "log_metrics" and "eval/score" in words[0]]
     assert steps == [0, 2, 4]
     pictures = [further["artifact_file"] for name, _, further in calls if name == "log_image"]
     assert pictures == ["samples/ramp_step_00000002.png", "samples/ramp_step_00000004.png"]
     assert calls[-1][0] == "end_run"
     trained(tmp_path / "run", 6, track=("mlflow",), resume_from="auto")
-    assert [call[2]["run_id"] for call in calls if call[0] == "start_run"] == [None, "xyz"]
+    step_back(tmp_path / "run")
+    trained(tmp_path / "run", 8, track=("mlflow",), resume_from="auto")
+    assert [call[2] for call in calls if call[0] == "start_run"][1:] == [
+        {"run_id": "xyz"}, {"run_name": "run from step 6", "tags": {"mlflow.parentRunId": "xyz"}},
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("fails", ["init", "run.log"])

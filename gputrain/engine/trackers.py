@@ -1,0 +1,147 @@
+"""Trackers: Weights & Biases and MLflow get the numbers and the pictures of a run, too.
+
+They are extras (gputrain[wandb], gputrain[mlflow]), imported only if they are asked for. Their own environment
+variables say where they write to (WANDB_MODE=offline, WANDB_PROJECT, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME). A
+tracker that fails is dropped with a warning, since a training must not end because a server does not answer.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from PIL import Image
+
+from gputrain.engine.run_folder import write_text
+from gputrain.engine.schedule import TrackerName
+from gputrain.errors import UserError, import_package
+
+log = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    def log_scalars(self, values: Mapping[str, float], step: int) -> None: ...
+
+    def log_picture(self, name: str, image: Image.Image, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run of a tracker that gets the metrics of a run folder: the one of before, or a new one. Trackers take no
+    steps back, so that a folder which repeats some gets a new one, beside that of before."""
+
+    name: str
+    known: Path  # The file that keeps its identity.
+    before: str = ""  # The identity of the run that the folder had until now.
+    is_new: bool = True
+
+    @classmethod
+    def of(cls, folder: Path, tracker: TrackerName, first_step: int, *, repeats_steps: bool) -> "TrackedRun":
+        known = folder / f"{tracker}_id.txt"
+        before = known.read_text(encoding="utf-8").strip() if known.exists() and first_step else ""
+        if not (before and repeats_steps):
+            return cls(folder.name, known, before, is_new=not before)
+        name = f"{folder.name} from step {first_step}"
+        log.warning(
+            "%s has steps after %d, which are made again and cannot be taken back there: they go to a new run beside "
+            "it, %s", tracker, first_step, name,
+        )  # fmt: skip
+        return cls(name, known, before)
+
+
+class WandbTracker:
+    """Logs to Weights & Biases, under the name of the run folder, whose runs are a group."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], first_step: int, *, repeats_steps: bool) -> None:
+        self.wandb = import_package("wandb")
+        found = TrackedRun.of(folder, "wandb", first_step, repeats_steps=repeats_steps)
+        self.run = self.wandb.init(
+            name=found.name, group=folder.name, dir=str(folder), config=dict(settings),
+            id=None if found.is_new else found.before, resume="allow",
+        )  # fmt: skip
+        write_text(found.known, self.run.id)
+
+    def log_scalars(self, values: Mapping[str, float], step: int) -> None:
+        self.run.log(dict(values), step=step)
+
+    def log_picture(self, name: str, image: Image.Image, step: int) -> None:
+        self.run.log({name: self.wandb.Image(image)}, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class MlflowTracker:
+    """Logs to MLflow, under the name of the run folder; a run that repeats steps is a child of the one before."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], first_step: int, *, repeats_steps: bool) -> None:
+        self.mlflow = import_package("mlflow")
+        found = TrackedRun.of(folder, "mlflow", first_step, repeats_steps=repeats_steps)
+        if not found.is_new:
+            run = self.mlflow.start_run(run_id=found.before)
+        else:
+            tags = {"mlflow.parentRunId": found.before} if found.before else None
+            run = self.mlflow.start_run(run_name=found.name, tags=tags)
+            self.mlflow.log_params({name: str(value)[:500] for name, value in settings.items()})
+        write_text(found.known, run.info.run_id)
+
+    def log_scalars(self, values: Mapping[str, float], step: int) -> None:
+        self.mlflow.log_metrics(dict(values), step=step)
+
+    def log_picture(self, name: str, image: Image.Image, step: int) -> None:
+        self.mlflow.log_image(image, artifact_file=f"{name}_step_{step:08d}.png")
+
+    def close(self) -> None:
+        self.mlflow.end_run()
+
+
+TRACKERS: Mapping[TrackerName, Callable[..., Tracker]] = {
+    "wandb": WandbTracker, "mlflow": MlflowTracker,
+}  # fmt: skip
+
+
+class Trackers:
+    """All trackers of a run. One that fails is dropped with a warning."""
+
+    def __init__(
+        self,
+        names: Sequence[TrackerName],
+        folder: Path,
+        settings: Mapping[str, Any],
+        first_step: int,
+        *,
+        repeats_steps: bool,
+    ) -> None:
+        """Open the trackers; `repeats_steps` says that they have later steps. Raises UserError if one is not
+        installed."""
+        self.open: dict[str, Tracker] = {}
+        for name in names:
+            try:
+                self.open[name] = TRACKERS[name](folder, settings, first_step, repeats_steps=repeats_steps)
+            except UserError:
+                raise
+            except Exception as error:  # Every tracker has errors of its own.
+                self._drop(name, error)
+
+    def log_scalars(self, values: Mapping[str, float], step: int) -> None:
+        self._each(lambda tracker: tracker.log_scalars(values, step))
+
+    def log_picture(self, name: str, image: Image.Image, step: int) -> None:
+        self._each(lambda tracker: tracker.log_picture(name, image, step))
+
+    def close(self) -> None:
+        self._each(lambda tracker: tracker.close())
+
+    def _each(self, use: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self.open.items()):
+            try:
+                use(tracker)
+            except Exception as error:
+                self._drop(name, error)
+
+    def _drop(self, name: str, error: Exception) -> None:
+        self.open.pop(name, None)
+        log.warning("%s fails (%s): it gets no further metrics; training goes on", name, str(error).split("\n")[0])
