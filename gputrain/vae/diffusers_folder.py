@@ -9,6 +9,7 @@ import dataclasses
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,35 +65,49 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "patch_size": [PATCH, PATCH],
     },
 }
+NONE: Mapping[str, Any] = {}
+LEAST_TILE = 512  # Pixels along each side of a tile, as in the autoencoders of Stable Diffusion 1.
 OLD_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
-def export_and_verify(model: AutoencoderKL, folder: Path, scaling: LatentScaling, *, sample_size: int) -> float:
-    """Exports with `save_diffusers`, then loads the folder and compares weights and a reconstruction with the model.
+def export_and_verify(
+    model: AutoencoderKL, folder: Path, scaling: LatentScaling, *, sample_size: int, kept: Mapping[str, Any] = NONE
+) -> float:
+    """Exports with `save_diffusers`, then loads the folder and compares it with the model, as `verify` does.
 
-    Returns the largest difference of the reconstructions, whose pixels are in about [-1, 1]: zero up to rounding.
     Raises UserError if weights are not finite or the folder cannot be written, RuntimeError if the loaded model
     differs.
     """
-    weights = _stock_weights(model, scaling)
-    refuse_nonfinite(weights, str(folder))
-    save_diffusers(model, folder, scaling, sample_size=sample_size)
-    loaded, _ = load_diffusers(folder)
+    refuse_nonfinite(stock_weights(model, scaling), str(folder))
+    save_diffusers(model, folder, scaling, sample_size=sample_size, kept=kept)
+    return verify(model, load_diffusers(folder)[0], folder / WEIGHTS)
+
+
+def verify(model: AutoencoderKL, loaded: AutoencoderKL, file: Path) -> float:
+    """Compares weights and a reconstruction of an exported model, as loaded from its file, with those of the model.
+
+    Returns the largest difference of the reconstructions, whose pixels are in about [-1, 1]: zero up to rounding.
+    Raises RuntimeError if the loaded model differs.
+    """
+    weights = stock_weights(model, LatentScaling())
     for name, tensor in loaded.state_dict().items():
         if not torch.equal(tensor, weights[name]):
-            raise RuntimeError(f"{folder / WEIGHTS}: {name} differs from the written tensor")
+            raise RuntimeError(f"{file}: {name} differs from the written tensor")
     difference = _difference(model, loaded)
     # The tolerance allows for TF32 and bf16; another architecture would differ by far more.
     if not difference < 0.05:
-        raise RuntimeError(f"{folder}: a reconstruction differs by {difference:.3g} from the model's")
+        raise RuntimeError(f"{file}: a reconstruction differs by {difference:.3g} from the model's")
     return difference
 
 
-def save_diffusers(model: AutoencoderKL, folder: Path, scaling: LatentScaling, *, sample_size: int) -> None:
+def save_diffusers(
+    model: AutoencoderKL, folder: Path, scaling: LatentScaling, *, sample_size: int, kept: Mapping[str, Any] = NONE
+) -> None:
     """Writes `model` as a folder for stock diffusers, in fp32. Each file is renamed into place when complete, and the
     weights have a digest, which `load_diffusers` verifies.
 
-    `sample_size` is the side of a training picture in pixels. Raises UserError if writing fails.
+    `sample_size` is the side in pixels of the tiles that diffusers' enable_tiling makes; `kept` are the keys of the
+    model's source by `kept_keys`, which come first. Raises UserError if writing fails.
     """
     architecture = model.architecture
     levels, shape = len(architecture.block_out_channels), dataclasses.asdict(architecture)
@@ -112,16 +127,37 @@ def save_diffusers(model: AutoencoderKL, folder: Path, scaling: LatentScaling, *
         config |= {"batch_norm_eps": eps, "batch_norm_momentum": 0.1, "patch_size": [PATCH, PATCH]}
     else:
         config["force_upcast"] = True
-    write_folder(folder, config, _stock_weights(model, scaling))
+    write_folder(folder, config | dict(kept), {WEIGHTS: stock_weights(model, scaling)})
 
 
-def write_folder(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
-    """Writes configuration and weights, complete or not at all. Raises UserError if that fails."""
+def tile_size(image_size: int, architecture: VaeArchitecture) -> int:
+    """Returns the sample_size of a model that has none of a source, from the side of its training pictures in pixels.
+
+    diffusers makes tiles of this size, which overlap by a quarter, and normalises each by itself: small tiles differ in
+    colour, and a quarter that is no whole number of latent positions shifts them.
+    """
+    step = 4 * architecture.downsampling
+    return -(-max(image_size, LEAST_TILE) // step) * step
+
+
+def kept_keys(path: Path) -> dict[str, Any]:
+    """Returns the keys that a config.json states and an export does not make itself, unknown ones among them."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    made = {field.name for kind in (VaeArchitecture, LatentScaling) for field in dataclasses.fields(kind)}
+    made |= {"act_fn", "down_block_types", "up_block_types", "patch_size", "padding_mode", "batch_norm_eps"}
+    return {name: value for name, value in config.items() if name not in made and not name.startswith("_")}
+
+
+def write_folder(folder: Path, config: Mapping[str, Any] | None, files: Mapping[str, dict[str, Tensor]]) -> None:
+    """Writes configuration, if there is one, and weights, complete or not at all. Raises UserError if that fails."""
     try:
         with written_aside(folder) as aside:
-            save_file(weights, aside / WEIGHTS, metadata={"format": "pt", DIGEST: digest_of(weights)})
             (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            shutil.copymode(aside / CONFIG, aside / WEIGHTS)  # safetensors makes files that nobody else can read.
+            for name, weights in files.items():
+                save_file(weights, aside / name, metadata={"format": "pt", DIGEST: digest_of(weights)})
+                shutil.copymode(aside / CONFIG, aside / name)  # safetensors makes files that nobody else can read.
+            if config is None:
+                (aside / CONFIG).unlink()
     except SafetensorError as error:
         raise UserError(
             f"{folder}: cannot be written: {error}", hint="free some space, or choose another folder"
@@ -186,7 +222,7 @@ def present_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {old_name.sub(lambda m: f"{m[1]}{OLD_ATTENTION[m[2]]}.", name): tensor for name, tensor in weights.items()}
 
 
-def _stock_weights(model: AutoencoderKL, scaling: LatentScaling) -> dict[str, Tensor]:
+def stock_weights(model: AutoencoderKL, scaling: LatentScaling) -> dict[str, Tensor]:
     """Returns tensors by diffusers' names, in fp32 and NCHW on the CPU, the statistics of patches among them. Names of
     compiled modules contain `_orig_mod.`, which is removed."""
     weights = {

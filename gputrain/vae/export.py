@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from gputrain.engine.checkpoint import load_weights
+from gputrain.engine.checkpoint import load_weights, refuse_nonfinite
 from gputrain.engine.data import Progress, no_progress
 from gputrain.engine.mixture import GivenFolders, data_folders, format_folders
 from gputrain.engine.sources import is_there
@@ -16,14 +16,23 @@ from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import Runtime, runtime_on
 from gputrain.kinds import Exported
+from gputrain.vae.architecture import PRESETS, VaeArchitecture
 from gputrain.vae.config import TrainVae
 from gputrain.vae.data import open_pictures
-from gputrain.vae.diffusers_folder import CONFIG, WEIGHTS, export_and_verify
+from gputrain.vae.diffusers_folder import (
+    CONFIG,
+    WEIGHTS,
+    export_and_verify,
+    stock_weights,
+    tile_size,
+    verify,
+    write_folder,
+)
 from gputrain.vae.evaluate import readable_crops, reconstruction_figures
 from gputrain.vae.latents import LatentScaling, LatentSource, nearest_family
 from gputrain.vae.model import AutoencoderKL
-from gputrain.vae.pretrained import LoadedVae, Pretrained, load_model
-from gputrain.vae.tiny import DistilledAutoencoder, export_tiny
+from gputrain.vae.pretrained import LoadedVae, Pretrained, load_model, read_pretrained, renamed
+from gputrain.vae.tiny import DistilledAutoencoder, export_taesd, export_tiny
 
 log = logging.getLogger(__name__)
 
@@ -36,22 +45,27 @@ def export_vae(
     *,
     data_path: Path | None = None,
     device: DeviceName = "auto",
+    single_file: bool = False,
     progress: Progress = no_progress,
 ) -> Exported:
-    """Writes a folder of diffusers. The figures have the factors of the latents.
+    """Writes a folder of diffusers, or a `single_file` of the original layout. The figures have the factors of the
+    latents.
 
     If the encoder is that of a pretrained model, the factors stay those of that model; otherwise they are measured on
     the training pictures, at the size of training, or on those of `data_path`. Raises UserError if there is no such
-    model, if pictures are needed and missing, or if the folder cannot be written.
+    model, if the original layout has none of its layers, if pictures are needed and missing, or if the folder cannot be
+    written.
     """
     runtime = runtime_on(device)
     loaded = load_model(model, runtime.device)
     if loaded.settings is None:
         raise UserError(f"{model}: already exported", hint="--model takes a run folder or a checkpoint")
     if isinstance(loaded.model, DistilledAutoencoder):
-        return export_tiny_decoder(loaded, loaded.model, output_dir, data_path, progress)
+        return export_tiny_decoder(loaded, loaded.model, output_dir, data_path, single_file, progress)
     assert isinstance(loaded.model, AutoencoderKL)
-    source = loaded.latents
+    source, architecture = loaded.latents, loaded.model.architecture
+    if single_file:
+        refuse_other_layers(architecture)
     kept = source.scaling if source and not source.encoder_trained else None
     figures: dict[str, object] = {}
     if kept and source:
@@ -64,32 +78,80 @@ def export_vae(
         if kept:
             figures["measured there, not written"] = str(measured.scaling)
         else:
-            scaling, written = choose_scaling(measured.scaling, source, loaded.model.architecture.latent_channels)
-    sample_size = loaded.settings.data.image_size
-    difference = export_and_verify(loaded.model, output_dir, scaling, sample_size=sample_size)
+            scaling, written = choose_scaling(measured.scaling, source, architecture.latent_channels)
+    if single_file:
+        files, notes, difference = write_single_file(loaded.model, output_dir)
+    else:
+        files = [output_dir / CONFIG, output_dir / WEIGHTS]
+        notes = [f'Load it: diffusers.{architecture.class_name}.from_pretrained("{output_dir}")']
+        size = tile_size(loaded.settings.data.image_size, architecture)
+        config = source.config if source else {}
+        difference = export_and_verify(loaded.model, output_dir, scaling, sample_size=size, kept=config)
+        if source and config:
+            figures[f"kept of {source.source}"] = ", ".join(f"{name} {value}" for name, value in config.items())
     progress(total, total)  # The last one is the comparison with the written files.
-    shown: dict[str, object] = {}
-    if scaling.scaling_factor is not None:
-        factors = {"scaling_factor": scaling.scaling_factor, "shift_factor": scaling.shift_factor}
-        shown = {name: "none" if value is None else f"{value:.6g}" for name, value in factors.items()}
-    if scaling.patches:
-        shown["statistics of patches (bn)"] = str(LatentScaling(patches=scaling.patches))
-    shown |= {"these factors are": written, **figures}
+    shown = {**_shown_factors(scaling), "these factors are": written, **figures}
     if source and source.encoder_trained and source.scaling:
         shown["before training"] = f"{source.scaling} ({source.source}); the encoder was trained, so they changed"
     shown |= {
         "weights": f"after {loaded.step} steps; read back, they are the same",
         "largest difference of a reconstruction": difference,
     }
-    files = [output_dir / CONFIG, output_dir / WEIGHTS]
-    loads = f'Load it: diffusers.{loaded.model.architecture.class_name}.from_pretrained("{output_dir}")'
-    return Exported(files, shown, [loads])
+    return Exported(files, shown, notes)
+
+
+def _shown_factors(scaling: LatentScaling) -> dict[str, object]:
+    shown: dict[str, object] = {}
+    if scaling.scaling_factor is not None:
+        factors = {"scaling_factor": scaling.scaling_factor, "shift_factor": scaling.shift_factor}
+        shown = {name: "none" if value is None else f"{value:.6g}" for name, value in factors.items()}
+    if scaling.patches:
+        shown["statistics of patches (bn)"] = str(LatentScaling(patches=scaling.patches))
+    return shown
+
+
+def refuse_other_layers(architecture: VaeArchitecture) -> None:
+    """Raises UserError for an architecture with layers that the original layout, which has no configuration, lacks."""
+    for odd, fault in (
+        (architecture.patch_statistics, "patches of latents with statistics, as FLUX.2"),
+        (not architecture.mid_block_add_attention, "no attention"),
+        (architecture.norm_num_groups != 32, f"norms of {architecture.norm_num_groups} groups instead of 32"),
+    ):
+        if odd:
+            raise UserError(
+                f"the original layout of Stable Diffusion and FLUX.1 cannot hold this model: it has {fault}",
+                hint="--format diffusers writes it",
+            )
+
+
+def write_single_file(model: AutoencoderKL, output_dir: Path) -> tuple[list[Path], list[str], float]:
+    """Writes the file that A1111, Forge and ComfyUI load, with the names of the first latent diffusion models.
+
+    Returns it, notes on its use, and the largest difference of a reconstruction with the file as it is read again.
+    """
+    file = output_dir / f"{output_dir.resolve().name}.safetensors"
+    weights = stock_weights(model, LatentScaling())
+    refuse_nonfinite(weights, str(file))
+    write_folder(output_dir, None, {file.name: renamed(weights, to_original=True)})
+    found = read_pretrained(file)
+    read = AutoencoderKL(found.architecture)
+    load_weights(read, found.weights, str(file))
+    notes = [f'Load it: diffusers.AutoencoderKL.from_single_file("{file}", config=FOLDER_OF_A_CONFIG)']
+    if model.architecture.block_out_channels == PRESETS["sd"].block_out_channels:
+        notes = ["Copy it into models/VAE of A1111 or Forge, or models/vae of ComfyUI"]
+    notes.append("The file holds no factors of the latents: programs take those of the denoiser")
+    return [file], notes, verify(model, read, file)
 
 
 def export_tiny_decoder(
-    loaded: LoadedVae, model: DistilledAutoencoder, output_dir: Path, data_path: Path | None, progress: Progress
+    loaded: LoadedVae,
+    model: DistilledAutoencoder,
+    output_dir: Path,
+    data_path: Path | None,
+    single_file: bool,
+    progress: Progress,
 ) -> Exported:
-    """Writes the tiny encoder and decoder of a run as an AutoencoderTiny."""
+    """Writes the tiny encoder and decoder of a run as an AutoencoderTiny, or as a `single_file` each for ComfyUI."""
     source = loaded.latents
     assert source
     if data_path is not None:
@@ -98,7 +160,12 @@ def export_tiny_decoder(
             hint="drop --data-path",
         )
     progress(0, 1)
-    difference = export_tiny(model, output_dir)
+    if single_file:
+        files, difference = export_taesd(model, output_dir, source.scaling)
+        notes = ["Copy both into models/vae_approx of ComfyUI: previews take them, and Load VAE lists them together"]
+    else:
+        files, difference = [output_dir / CONFIG, output_dir / WEIGHTS], export_tiny(model, output_dir)
+        notes = [f'Load it: pipeline.vae = diffusers.AutoencoderTiny.from_pretrained("{output_dir}")']
     progress(1, 1)
     shown: dict[str, object] = {
         "decodes the latents of": source.source,
@@ -107,8 +174,7 @@ def export_tiny_decoder(
         "weights": f"after {loaded.step} steps; read back, they are the same",
         "largest difference of a decoded picture": difference,
     }
-    load = f'Load it: pipeline.vae = diffusers.AutoencoderTiny.from_pretrained("{output_dir}")'
-    return Exported([output_dir / CONFIG, output_dir / WEIGHTS], shown, [load])
+    return Exported(files, shown, notes)
 
 
 def factors_for_export(

@@ -74,12 +74,13 @@ def evaluate(settings: Any, **shared: Any) -> Any:
     return evaluate_pictures(settings.weights, settings.data_path, settings.pictures, **shared)
 
 
-def export_diffusers(settings: Any, progress: kinds.ReportProgress) -> kinds.Exported:
+def export_diffusers(settings: Any, progress: kinds.ReportProgress, *, single_file: bool = False) -> kinds.Exported:
     from gputrain.vae.export import export_vae
 
     return export_vae(
-        settings.weights, settings.output_dir, data_path=settings.data_path, device=settings.device, progress=progress
-    )
+        settings.weights, settings.output_dir, data_path=settings.data_path, device=settings.device,
+        single_file=single_file, progress=progress,
+    )  # fmt: skip
 
 
 def reconstruct(settings: Reconstruct, output: kinds.CommandOutput) -> None:
@@ -188,7 +189,12 @@ KIND = kinds.ModelKind(
         items="pictures",
         run=evaluate,
     ),
-    exporters={"diffusers": kinds.Exporter(export_diffusers, frozenset({"data_path", "device"}))},
+    exporters={
+        "diffusers": kinds.Exporter(export_diffusers, frozenset({"data_path", "device"})),
+        "single-file": kinds.Exporter(
+            partial(export_diffusers, single_file=True), frozenset({"data_path", "device"})
+        ),
+    },
     commands=(
         kinds.OwnCommand(
             "reconstruct", Reconstruct,

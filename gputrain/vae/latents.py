@@ -8,7 +8,7 @@ trained makes the same latents as before, so the factors of its source stay; of 
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gputrain.errors import UserError
-from gputrain.stored import TRAIN_AGAIN, converted, from_json, from_row, unreadable
+from gputrain.stored import TRAIN_AGAIN, converted, from_json, unreadable
 from gputrain.vae.architecture import PATCH
 
 FACT = "latents"  # Key in the facts of a checkpoint.
@@ -111,25 +111,28 @@ def format_span(values: list[float]) -> str:
 
 class Family(NamedTuple):
     """Published models with the same factors: the number of channels of their latents, the names of tensors beside the
-    autoencoder's in their files, and words in the names and headers of files."""
+    autoencoder's in their files, words in the names and headers of files, and the name of ComfyUI's small decoder."""
 
     name: str
     scaling: LatentScaling
     channels: int
     tensors: str
     words: str
+    taesd: str
 
 
 # The factors are those of the config.json of each model's autoencoder on the Hub; names of tensors as in diffusers'
 # CHECKPOINT_KEY_NAMES. The first that fits is taken: files of Playground 2.5 have the names of SDXL's, too.
 FAMILIES = (
-    Family("Stable Diffusion 3", LatentScaling(1.5305, 0.0609), 16, r"(^|\.)joint_blocks\.", r"sd-?_?3|diffusion-v?3"),
-    Family("FLUX.1", LatentScaling(0.3611, 0.1159), 16, r"(^|\.)double_blocks\.", r"flux"),
-    Family("Playground 2.5", LatentScaling(0.5), 4, r"^edm_mean$", r"playground"),
-    Family("SDXL", LatentScaling(0.13025), 4, r"^conditioner\.", r"sdxl|diffusion-xl|(^|[-_.])xl([-_.]|$)"),
+    Family("Stable Diffusion 3", LatentScaling(1.5305, 0.0609), 16, r"(^|\.)joint_blocks\.", r"sd-?_?3|diffusion-v?3",
+           "taesd3"),
+    Family("FLUX.1", LatentScaling(0.3611, 0.1159), 16, r"(^|\.)double_blocks\.", r"flux", "taef1"),
+    Family("Playground 2.5", LatentScaling(0.5), 4, r"^edm_mean$", r"playground", "taesdxl"),
+    Family("SDXL", LatentScaling(0.13025), 4, r"^conditioner\.", r"sdxl|diffusion-xl|(^|[-_.])xl([-_.]|$)",
+           "taesdxl"),
     Family(
         "Stable Diffusion 1 and 2", LatentScaling(0.18215), 4, r"^cond_stage_model\.",
-        r"vae-ft-(mse|ema)|kl-f8|sd-?_?v?[12]|diffusion-v?[12]|v[12]-[1-5]",
+        r"vae-ft-(mse|ema)|kl-f8|sd-?_?v?[12]|diffusion-v?[12]|v[12]-[1-5]", "taesd",
     ),
 )  # fmt: skip
 
@@ -169,6 +172,7 @@ class LatentSource:
 
     `scaling` are its factors, as `told_by` says; None if it does not have any, or its file does not say them.
     `published` is true of a file of another program. `pictures`: of a run of gputrain, whose factors are measured.
+    `config`: the keys of its config.json that an export keeps.
     """
 
     source: str
@@ -177,6 +181,7 @@ class LatentSource:
     published: bool = False
     pictures: TrainedPictures | None = None
     encoder_trained: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
 
     def facts(self) -> dict[str, Any]:
         return {FACT: asdict(self)}
@@ -185,6 +190,6 @@ class LatentSource:
     def of_facts(cls, facts: Mapping[str, Any], path: Path) -> "LatentSource | None":
         """Returns the source in the facts of a checkpoint; None if there is none, as of a run from scratch."""
         try:
-            return from_row(cls, facts[FACT]) if FACT in facts else None
+            return from_json(cls, facts[FACT]) if FACT in facts else None
         except ValueError:
             raise unreadable(path, TRAIN_AGAIN) from None

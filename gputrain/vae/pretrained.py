@@ -8,8 +8,10 @@ the autoencoder alone or of a whole pipeline; and runs of gputrain.
 import dataclasses
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +25,13 @@ from gputrain.vae.architecture import PRESETS, VaeArchitecture
 from gputrain.vae.config import PUBLISHED, TrainVae
 from gputrain.vae.diffusers_folder import (
     CONFIG,
+    NONE,
     SHARED,
     WEIGHTS,
     Unfit,
     diffusers_architecture,
     fit_weights,
+    kept_keys,
     load_diffusers,
     present_names,
     read_config,
@@ -47,22 +51,20 @@ AUTOENCODER = rf"{PREFIX}(((en|de)coder|(post_)?quant_conv)\.|{STATISTICS}\.(run
 # and those of Playground 2.5, whose scaling factor diffusers' code states.
 MEASURED_FACTOR, EDM_MEAN, EDM_STD, EDM_SCALING = "scale_factor", "edm_mean", "edm_std", 0.5
 PARTS = rf"{AUTOENCODER}|^({MEASURED_FACTOR}|{EDM_MEAN}|{EDM_STD})$"
-# These patterns rename the first latent diffusion models' tensors to diffusers' names; they are applied in this order.
-# Up blocks are numbered in reverse there.
-RENAMED = (
-    (r"^encoder\.down\.(\d+)\.block\.", r"encoder.down_blocks.\1.resnets."),
-    (r"^encoder\.down\.(\d+)\.downsample\.", r"encoder.down_blocks.\1.downsamplers.0."),
-    (r"^decoder\.up\.(\d+)\.block\.", r"decoder.up_blocks.\1.resnets."),
-    (r"^decoder\.up\.(\d+)\.upsample\.", r"decoder.up_blocks.\1.upsamplers.0."),
-    (r"coder\.mid\.block_1\.", "coder.mid_block.resnets.0."),
-    (r"coder\.mid\.block_2\.", "coder.mid_block.resnets.1."),
-    (r"coder\.mid\.attn_1\.norm\.", "coder.mid_block.attentions.0.group_norm."),
-    (r"coder\.mid\.attn_1\.([qkv])\.", r"coder.mid_block.attentions.0.to_\1."),
-    (r"coder\.mid\.attn_1\.proj_out\.", "coder.mid_block.attentions.0.to_out.0."),
-    (r"\.nin_shortcut\.", ".conv_shortcut."),
-    (r"coder\.norm_out\.", "coder.conv_norm_out."),
-    # In the files of FLUX.2, these convolutions are parts of encoder and decoder.
-    (r"^(encoder|decoder)\.(?=(post_)?quant_conv\.)", ""),
+# Parts of names in the first latent diffusion models, and diffusers' for them; # is a number. Up blocks are numbered in
+# reverse there.
+ORIGINAL = (
+    ("encoder.down.#.block.", "encoder.down_blocks.#.resnets."),
+    ("encoder.down.#.downsample.", "encoder.down_blocks.#.downsamplers.0."),
+    ("decoder.up.#.block.", "decoder.up_blocks.#.resnets."),
+    ("decoder.up.#.upsample.", "decoder.up_blocks.#.upsamplers.0."),
+    ("coder.mid.block_1.", "coder.mid_block.resnets.0."),
+    ("coder.mid.block_2.", "coder.mid_block.resnets.1."),
+    ("coder.mid.attn_1.norm.", "coder.mid_block.attentions.0.group_norm."),
+    *((f"coder.mid.attn_1.{letter}.", f"coder.mid_block.attentions.0.to_{letter}.") for letter in "qkv"),
+    ("coder.mid.attn_1.proj_out.", "coder.mid_block.attentions.0.to_out.0."),
+    (".nin_shortcut.", ".conv_shortcut."),
+    ("coder.norm_out.", "coder.conv_norm_out."),
 )
 
 
@@ -158,7 +160,8 @@ def _read_folder(path: Path) -> Pretrained:
     for folder in (path, path / "vae"):  # folder of an autoencoder, or of a pipeline
         if (folder / CONFIG).is_file():
             model, scaling = load_diffusers(folder)
-            return Pretrained(_in_fp32(model.state_dict()), model.architecture, _source_of_config(path, scaling))
+            source = _source_of_config(path, scaling, kept_keys(folder / CONFIG))
+            return Pretrained(_in_fp32(model.state_dict()), model.architecture, source)
     if any(path.glob("checkpoint_*.pt")):
         return _read_run(path)
     raise UserError(
@@ -167,9 +170,9 @@ def _read_folder(path: Path) -> Pretrained:
     )
 
 
-def _source_of_config(path: Path, scaling: LatentScaling) -> LatentSource:
+def _source_of_config(path: Path, scaling: LatentScaling, config: Mapping[str, Any] = NONE) -> LatentSource:
     told_by = f"its {CONFIG}" if scaling.patches is None else f"its tensors {STATISTICS}.*"
-    return LatentSource(str(path), scaling, told_by, published=True)
+    return LatentSource(str(path), scaling, told_by, published=True, config=dict(config))
 
 
 def _read_run(path: Path) -> Pretrained:
@@ -180,7 +183,7 @@ def _read_run(path: Path) -> Pretrained:
     if settings is not None and (latents is None or latents.encoder_trained):
         data = settings.data
         pictures = TrainedPictures(list(map(str, data.data_path)), data.image_size, data.held_out_share)
-        latents = LatentSource(str(path), pictures=pictures)
+        latents = LatentSource(str(path), pictures=pictures, config=latents.config if latents else {})
     return Pretrained(
         _in_fp32(loaded.model.state_dict()), loaded.model.architecture, latents or LatentSource(str(path))
     )
@@ -200,7 +203,7 @@ def _read_file(path: Path, norm_num_groups: int) -> Pretrained:
         raise UserError(f"{path}: holds no autoencoder", hint="name the file of the VAE, or of a pipeline that has one")
     weights = {name.removeprefix(inside[0]): tensor for name, tensor in tensors.items() if name.startswith(inside[0])}
     if "encoder.down.0.block.0.conv1.weight" in weights:
-        weights, norm_num_groups = _rename(weights), 32  # All those models have 32 groups.
+        weights, norm_num_groups = renamed(weights), 32  # All those models have 32 groups.
     weights = present_names(weights)
     config_file = path.with_name(CONFIG)
     try:
@@ -208,7 +211,9 @@ def _read_file(path: Path, norm_num_groups: int) -> Pretrained:
             config = read_config(config_file)
             architecture = diffusers_architecture(config, config_file)
             fitted, patches = fit_weights(weights, architecture)
-            latents = _source_of_config(path, LatentScaling.of_config(config, config_file, patches))
+            latents = _source_of_config(
+                path, LatentScaling.of_config(config, config_file, patches), kept_keys(config_file)
+            )
         else:
             architecture = _deduce(weights, norm_num_groups)
             fitted, patches = fit_weights(weights, architecture)
@@ -243,17 +248,24 @@ def _source_of_file(
     return LatentSource(str(path), family.scaling, told_by=f"it is of {family.name}", published=True)
 
 
-def _rename(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Renames the tensors of the first latent diffusion models to diffusers' names."""
-    levels = {int(match[1]) for name in weights if (match := re.match(r"decoder\.up\.(\d+)\.", name))}
+def renamed(weights: dict[str, Tensor], *, to_original: bool = False) -> dict[str, Tensor]:
+    """Renames tensors of the first latent diffusion models to diffusers' names, or the other way round, where the
+    matrices of attention are 1x1 convolutions."""
+    levels = [int(match[1]) for name in weights if (match := re.match(r"decoder\.up(?:_blocks)?\.(\d+)\.", name))]
 
-    def renamed(name: str) -> str:
-        name = re.sub(r"(?<=^decoder\.up\.)\d+", lambda match: str(max(levels) - int(match[0])), name)
-        for old, new in RENAMED:
-            name = re.sub(old, new, name)
-        return name
+    def rename(name: str) -> str:
+        name = re.sub(
+            r"(?<=^decoder\.up\.)\d+|(?<=^decoder\.up_blocks\.)\d+", lambda m: f"{max(levels) - int(m[0])}", name
+        )
+        for pair in ORIGINAL:
+            old, new = reversed(pair) if to_original else pair
+            name = re.sub(re.escape(old).replace(r"\#", r"(\d+)"), new.replace("#", r"\1"), name)
+        # In the files of FLUX.2, these convolutions are parts of encoder and decoder.
+        return re.sub(r"^(encoder|decoder)\.(?=(post_)?quant_conv\.)", "", name)
 
-    return {renamed(name): tensor for name, tensor in weights.items()}
+    return {
+        rename(name): one[..., None, None] if to_original and one.ndim == 2 else one for name, one in weights.items()
+    }
 
 
 def _deduce(weights: dict[str, Tensor], norm_num_groups: int) -> VaeArchitecture:

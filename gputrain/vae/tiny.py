@@ -24,8 +24,9 @@ from gputrain.stored import from_json
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.config import TrainVae
 from gputrain.vae.diffusers_folder import CONFIG, WEIGHTS, read_weights, write_folder
-from gputrain.vae.latents import LatentScaling
+from gputrain.vae.latents import FAMILIES, LatentScaling
 from gputrain.vae.model import AutoencoderKL, Moments
+from gputrain.vae.weights import read_safetensors
 
 CLASS_NAME = "AutoencoderTiny"
 WIDTH, BLOCKS = 64, 3  # Those of the published models, which have four levels.
@@ -215,8 +216,38 @@ def export_tiny(model: DistilledAutoencoder, folder: Path) -> float:
     weights = {name: tensor.contiguous() for name, tensor in stock.state_dict().items()}
     refuse_nonfinite(weights, str(folder))
     factors = {"scaling_factor": 1.0, "shift_factor": 0.0}  # FLUX's and SD3's pipelines ask for a shift.
-    write_folder(folder, {"_class_name": CLASS_NAME, **asdict(model.tiny), **factors}, weights)
-    loaded = load_tiny(folder)
+    write_folder(folder, {"_class_name": CLASS_NAME, **asdict(model.tiny), **factors}, {WEIGHTS: weights})
+    return _difference(model, load_tiny(folder), folder)
+
+
+def export_taesd(model: DistilledAutoencoder, folder: Path, scaling: LatentScaling | None) -> tuple[list[Path], float]:
+    """Writes decoder and encoder with the names of ComfyUI's TAESD, whose decoder begins with a layer that clamps the
+    latents, so that its layer N + 1 is diffusers' layer N. `scaling` is that of the latents' autoencoder.
+
+    Returns the files, and what `export_tiny` returns, with its errors. Raises UserError for another number of levels.
+    """
+    if len(model.tiny.num_decoder_blocks) != len(TinyArchitecture.num_decoder_blocks):
+        raise UserError("the small decoder of ComfyUI has four levels", hint="--format diffusers writes this one")
+    family = next((family.taesd for family in FAMILIES if family.scaling == scaling), folder.resolve().name)
+    stock = model.stock().cpu().float()
+    weights = {part: getattr(stock, part).layers.state_dict() for part in ("decoder", "encoder")}
+    refuse_nonfinite(weights["decoder"] | weights["encoder"], str(folder))
+    files = {part: folder / f"{family}_{part}.safetensors" for part in weights}
+    written = {"decoder": _moved(weights["decoder"], 1), "encoder": weights["encoder"]}
+    write_folder(folder, None, {files[part].name: written[part] for part in files})
+    read = AutoencoderTiny(model.tiny)
+    load_weights(read.decoder.layers, _moved(read_safetensors(files["decoder"]).tensors, -1), str(files["decoder"]))
+    load_weights(read.encoder.layers, read_safetensors(files["encoder"]).tensors, str(files["encoder"]))
+    return list(files.values()), _difference(model, read, folder)
+
+
+def _moved(weights: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
+    """Returns tensors whose names begin with the number of a layer, with other numbers."""
+    parts = {name: name.partition(".") for name in weights}
+    return {f"{int(parts[name][0]) + layers}.{parts[name][2]}": one.contiguous() for name, one in weights.items()}
+
+
+def _difference(model: DistilledAutoencoder, loaded: AutoencoderTiny, folder: Path) -> float:
     latents_BLhw = torch.randn(1, model.tiny.latent_channels, 8, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         made_BCHW = model.decode(latents_BLhw.to(model.latents_shift_L)).float().cpu()

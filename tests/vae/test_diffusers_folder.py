@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gputrain.errors import UserError
 from gputrain.vae.architecture import PRESETS, VaeArchitecture, VaePreset
-from gputrain.vae.diffusers_folder import CONFIG, WEIGHTS, export_and_verify, load_diffusers, save_diffusers
+from gputrain.vae.diffusers_folder import CONFIG, WEIGHTS, export_and_verify, load_diffusers, save_diffusers, tile_size
 from gputrain.vae.latents import LatentScaling, PatchStatistics
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pretrained import read_pretrained
@@ -139,6 +139,26 @@ def test_old_names_of_attention(folder: Path, ndim: int) -> None:
     model, _ = load_diffusers(folder)
     for name, tensor in expected.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_tiles_of_stock_diffusers_give_nearly_the_whole_picture(tmp_path: Path) -> None:
+    """Latents of 768 pixels a side are decoded in 4 tiles, not 121, and a training size that is no multiple of four
+    latent positions shifts no tile."""
+    architecture = VaeArchitecture((8, 8, 8, 8), 4, norm_num_groups=2, layers_per_block=1)
+    for image_size, tiles in ((64, 4), (520, 4)):
+        torch.manual_seed(0)
+        size = tile_size(image_size, architecture)
+        save_diffusers(AutoencoderKL(architecture), tmp_path, SCALING, sample_size=size)
+        stock = diffusers.AutoencoderKL.from_pretrained(tmp_path).eval()
+        latents, calls = torch.randn(1, 4, 96, 96), []
+        stock.decoder.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        with torch.no_grad():
+            whole = stock.decode(latents).sample
+            stock.enable_tiling()
+            tiled = stock.decode(latents).sample
+        assert (size, tiled.shape) == ({64: 512, 520: 544}[image_size], whole.shape)
+        assert len(calls) == 1 + tiles
+        assert (tiled - whole).abs().max() < 0.05 * (whole.max() - whole.min())
 
 
 def test_export_and_verify(tmp_path: Path) -> None:

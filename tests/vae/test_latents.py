@@ -98,12 +98,15 @@ def test_the_factors_of_every_source(tmp_path):
         read_pretrained(tmp_path / "oldest")
 
 
+OF_SOURCE = {"sample_size": 768, "force_upcast": False, "unknown_key": [1]}
+
+
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory):
     """A pretrained autoencoder whose factors are not those of its latents."""
     folder = tmp_path_factory.mktemp("pretrained") / "stock"
     torch.manual_seed(5)
-    save_diffusers(AutoencoderKL(settings_of().architecture), folder, SD_1, sample_size=24)
+    save_diffusers(AutoencoderKL(settings_of().architecture), folder, SD_1, sample_size=24, kept=OF_SOURCE)
     return folder
 
 
@@ -113,7 +116,8 @@ def written(folder):
 
 
 def test_a_decoder_keeps_the_factors_of_its_source(photographs, stock, tmp_path):
-    """Through a resume, through runs that begin with the run, and without the source and the pictures."""
+    """Through a resume, through runs that begin with the run, and without the source and the pictures. The other keys
+    of its configuration stay in every export."""
     first, again, third = tmp_path / "first", tmp_path / "again", tmp_path / "third"
     moved = tmp_path / "moved"
     shutil.copytree(stock, moved)
@@ -128,6 +132,7 @@ def test_a_decoder_keeps_the_factors_of_its_source(photographs, stock, tmp_path)
     for made in (first, again):
         figures = export_vae(made, made / "export").figures
         assert written(made / "export") == (0.18215, None)
+        assert figures[f"kept of {moved}"] == "sample_size 768, force_upcast False, unknown_key [1]"
         assert "whose encoder was not trained" in str(figures["these factors are"])
         assert load_file(made / "export" / WEIGHTS)["encoder.conv_in.weight"].equal(
             load_file(stock / WEIGHTS)["encoder.conv_in.weight"]
@@ -142,6 +147,9 @@ def test_a_decoder_keeps_the_factors_of_its_source(photographs, stock, tmp_path)
     assert figures["these factors are"] == "measured"
     assert "scaling_factor 0.18215, no shift_factor" in str(figures["before training"])
     assert written(third / "export")[0] != 0.18215
+    for made in (first, again, third):
+        config = json.loads((made / "export" / CONFIG).read_text())
+        assert {name: config.get(name) for name in OF_SOURCE} == OF_SOURCE
 
 
 def test_a_decoder_of_a_run_keeps_what_the_run_exports(photographs, tmp_path):
@@ -195,7 +203,7 @@ def test_statistics_of_patches_are_kept_where_only_the_decoder_was_trained(photo
     source.bn.running_mean.normal_()
     source.bn.running_var.uniform_(0.5, 2)
     source.bn.num_batches_tracked.fill_(77)
-    source.register_to_config(batch_norm_eps=1e-3)
+    source.register_to_config(batch_norm_eps=1e-3, batch_norm_momentum=0.3)
     source.save_pretrained(tmp_path / "pipeline" / "vae")
     run(tmp_path / "first", photographs, init_from=str(tmp_path / "pipeline"), train_part="decoder", **FLUX2_RUN)
     run(tmp_path / "again", photographs, init_from=str(tmp_path / "first"), train_part="decoder", **FLUX2_RUN)
@@ -208,6 +216,7 @@ def test_statistics_of_patches_are_kept_where_only_the_decoder_was_trained(photo
             assert torch.equal(weights[name], before[name]), name
         assert not torch.equal(weights["decoder.conv_out.weight"], before["decoder.conv_out.weight"])
         assert (config["batch_norm_eps"], "scaling_factor" in config) == (1e-3, False)
+        assert config["batch_norm_momentum"] == 0.3
     run(tmp_path / "all", photographs, init_from=str(tmp_path / "pipeline"), **FLUX2_RUN)
     assert export_vae(tmp_path / "all", tmp_path / "export").figures["these factors are"] == "measured"
     assert not torch.equal(load_file(tmp_path / "export" / WEIGHTS)["bn.running_mean"], before["bn.running_mean"])

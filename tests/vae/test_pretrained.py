@@ -21,6 +21,7 @@ from gputrain.vae.architecture import PRESETS, VaeArchitecture, VaePreset
 from gputrain.vae.architecture import vae_architecture as built
 from gputrain.vae.config import Data, Model, TrainVae
 from gputrain.vae.diffusers_folder import save_diffusers
+from gputrain.vae.export import refuse_other_layers, write_single_file
 from gputrain.vae.latents import LatentScaling, PatchStatistics
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pretrained import load_pretrained, options_for, read_pretrained
@@ -125,6 +126,34 @@ def test_first_latent_diffusion_names(
     for name, tensor in reference.state_dict().items():
         assert torch.equal(weights[name], tensor), name
     assert read_pretrained(tmp_path / "ae.safetensors").architecture == architecture
+
+
+@each_row(SD, FLUX)
+def test_a_single_file_has_the_original_names(
+    stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path, architecture: VaeArchitecture
+) -> None:
+    """diffusers loads it as it is, and an independent table gives the same names, shapes and values."""
+    model = AutoencoderKL(architecture)
+    model.load_state_dict(stock[architecture].state_dict())
+    (file,), _, difference = write_single_file(model, tmp_path / "my-vae")
+    assert (file.name, difference, [path.name for path in file.parent.iterdir()]) == (
+        "my-vae.safetensors", 0, ["my-vae.safetensors"],
+    )  # fmt: skip
+    written, expected = load_file(file), aged(stock[architecture].state_dict())
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], expected[name]) for name in expected)
+    stock[architecture].save_config(tmp_path / "config")
+    theirs = diffusers.AutoencoderKL.from_single_file(str(file), config=str(tmp_path / "config"))
+    for name, tensor in stock[architecture].state_dict().items():
+        assert torch.equal(theirs.state_dict()[name], tensor), name
+
+
+def test_layers_that_the_original_layout_lacks() -> None:
+    refuse_other_layers(SD)
+    with pytest.raises(UserError, match=r"statistics, as FLUX\.2"):
+        refuse_other_layers(PRESETS["flux2"])
+    with pytest.raises(UserError, match="it has no attention"):
+        refuse_other_layers(PRESETS["lite"])
 
 
 @each_row(("", torch.float32), ("vae.", torch.bfloat16))

@@ -1,5 +1,6 @@
 """Tiny decoders for the latents of another autoencoder, compared with stock diffusers."""
 
+import copy
 import dataclasses
 import json
 import logging
@@ -12,7 +13,7 @@ import diffusers
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gputrain.engine.step import update
@@ -25,7 +26,7 @@ from gputrain.vae.latents import LatentScaling, PatchStatistics
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pretrained import load_model
 from gputrain.vae.recipe import VaeRecipe, plan_target
-from gputrain.vae.tiny import DistilledAutoencoder, TinyArchitecture, load_tiny
+from gputrain.vae.tiny import DistilledAutoencoder, TinyArchitecture, export_taesd, export_tiny, load_tiny
 from tests.comparison import assert_same
 from tests.recipes import assert_resumed_is_undisturbed, assert_split_changes_nothing
 from tests.tables import each_row
@@ -114,6 +115,38 @@ def test_stock_diffusers_decodes_the_latents_of_a_pipeline(trained: Path, tmp_pa
         read = load_model(tmp_path / "export", CPU).model
         assert torch.equal(read.encode(images).mean_BLhw, stock.encode(images).latents)
     assert len(stock.config.block_out_channels) == len(teacher.config.block_out_channels)  # Pipelines count them.
+
+
+class Clamped(nn.Module):
+    """The first layer of ComfyUI's small decoder."""
+
+    def forward(self, latents: Tensor) -> Tensor:
+        return torch.tanh(latents / 3) * 3
+
+
+def test_the_files_of_comfyui_give_the_pictures_of_diffusers(tmp_path: Path, typed) -> None:
+    """Its decoder is a sequence that begins with a clamp and ends with pictures in [0, 1]."""
+    torch.manual_seed(0)
+    model = DistilledAutoencoder(VaeArchitecture((8, 8, 8, 8), 16, norm_num_groups=2, layers_per_block=1))
+    flux = LatentScaling(0.3611, 0.1159)
+    export_tiny(model, tmp_path / "stock")
+    files, difference = export_taesd(model, tmp_path / "comfy", flux)
+    assert ([file.name for file in files], difference) == (
+        ["taef1_decoder.safetensors", "taef1_encoder.safetensors"], 0,
+    )  # fmt: skip
+    assert export_taesd(model, tmp_path / "mine", None)[0][0].name == "mine_decoder.safetensors"
+    stock = diffusers.AutoencoderTiny.from_pretrained(tmp_path / "stock")
+    decoder = nn.Sequential(Clamped(), *copy.deepcopy(stock.decoder.layers))
+    decoder.load_state_dict({name: torch.zeros_like(one) for name, one in decoder.state_dict().items()})
+    decoder.load_state_dict(load_file(files[0]))
+    latents, images = 4 * torch.randn(1, 16, 4, 4), torch.rand(1, 3, 16, 16)
+    with torch.no_grad():
+        assert torch.equal(decoder(latents) * 2 - 1, stock.decode(latents).sample)
+        encoder = copy.deepcopy(stock.encoder.layers)
+        encoder.load_state_dict(load_file(files[1]))
+        assert torch.equal(encoder(images), stock.encode(images * 2 - 1).latents)
+    with pytest.raises(UserError, match="four levels"):
+        export_taesd(DistilledAutoencoder(settings_of().architecture), tmp_path / "other", flux)
 
 
 def test_a_resumed_run_needs_no_teacher_and_goes_on_bit_for_bit(
