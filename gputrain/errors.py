@@ -21,7 +21,8 @@ class UserError(Exception):
 
 # Names under which pip knows modules that have another name.
 DISTRIBUTIONS = {
-    "PIL": "pillow", "mlflow": "mlflow-skinny", "parselmouth": "praat-parselmouth", "pynvml": "nvidia-ml-py",
+    "PIL": "pillow", "mlflow": "mlflow-skinny", "parselmouth": "praat-parselmouth", "piper": "piper-tts",
+    "pynvml": "nvidia-ml-py",
     "pyworld": "pyworld-prebuilt", "skimage": "scikit-image", "yaml": "pyyaml",
 }  # fmt: skip
 # The extra that installs a module which only some commands import. All other modules come with gputrain itself.

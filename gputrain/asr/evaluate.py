@@ -29,6 +29,7 @@ from gputrain.speech.buckets import open_speech
 from gputrain.speech.error_rates import character_error_rate, error_rates
 from gputrain.speech.frames import STRIDE
 from gputrain.speech.store import SpeechClip, SpeechStore, format_store_folders
+from gputrain.speech.text.lookalikes import named_with_twins
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +171,9 @@ def evaluate_recogniser(
                 hint="name speech in the language of the recogniser",
             )
         log.warning(
-            "%s: the recogniser has no symbol for %s, which count as errors", format_store_folders(others), named
+            "%s: the recogniser has no symbol for %s, which count as errors",
+            format_store_folders(others),
+            named_with_twins(unknown[:MOST_LISTED], vocabulary.symbols),
         )
     decoder = decoder_of(recogniser.vocabulary, language_model or LanguageModelOptions(), share)
     began = time.perf_counter()

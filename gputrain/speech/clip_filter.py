@@ -14,14 +14,15 @@ from gputrain.errors import UserError, is_installed
 from gputrain.speech.config import SpeechPrepareConfig
 from gputrain.speech.frames import encoder_frames
 from gputrain.speech.store import Recording, SpeechClip, SpeechFormat, frame_count
-from gputrain.speech.text.frontend import LANGUAGES, RESERVED, Frontend, frontend, shortened
+from gputrain.speech.text.frontend import LANGUAGES, Frontend, frontend, shortened
 from gputrain.speech.text.language import CHARACTERS
 from gputrain.speech.text.plain import plain_words, rules_of
 from gputrain.speech.text.raw import RawRules, checked_language, converter_of, with_number_words
-from gputrain.speech.text.unicode_cleanup import script_of
+from gputrain.speech.text.unicode_cleanup import IPA_SIGNS, is_removed, script_of
 from gputrain.speech.text.vocabulary import SPECIAL, Vocabulary, vocabulary_of
 from gputrain.speech.transcripts import Utterance
 
+MOST_COMPARED = 200  # maximum number of texts that are compared with what Piper reads
 MOST_EXAMPLES = 5  # maximum number of characters listed in a warning
 SPOKEN_SIGNS = "/\\@%&#*§‰†"
 DEVIATION = 1.4826  # standard deviation of a normal distribution in units of its median absolute deviation
@@ -118,33 +119,57 @@ def select_clips(
 def unread(reader: Reader, texts: Iterable[str]) -> frozenset[str]:
     """Returns the letters and digits of raw texts that the front end removes, so that they would not be spoken."""
     letters = set(unicodedata.normalize("NFC", "".join(texts)))
-    gap = reader.normalize("a a")
     spoken = [char for char in letters if unicodedata.category(char)[0] in "LN"]
-    return frozenset(char for char in spoken if reader.normalize(f"a{char}a") == gap)
+    return frozenset(char for char in spoken if is_removed(char, reader.normalize))
+
+
+def text_notes(reader: Reader, utterances: Sequence[Utterance]) -> list[str]:
+    """Returns what the texts as read lose or keep against expectation, and what Piper reads otherwise."""
+    notes = [odd_letters(reader, utterances), removed_signs(reader, utterances)]
+    if isinstance(reader, Frontend) and reader.espeak_voice:
+        texts = [utterance.text for utterance in utterances]
+        others = reader.piper_differences(texts[:: len(texts) // MOST_COMPARED + 1])
+        notes.append(f"stock Piper reads otherwise than these data {others}" if others else "")
+    return [note for note in notes if note]
+
+
+def removed_signs(reader: Reader, utterances: Iterable[Utterance]) -> str:
+    """Returns a warning about signs and marks of the texts as read that normalisation removes, with their number and
+    an example; empty if there are none. Brackets, quotation marks and the like say nothing, and letters lead to a
+    refusal."""
+    known: dict[str, bool] = {}
+    counts, examples = Counter[str](), dict[str, str]()
+    for utterance in utterances:
+        for char in set(utterance.text):
+            if char not in known:
+                is_sign = unicodedata.category(char)[0] in "SM" or char in SPOKEN_SIGNS
+                known[char] = is_sign and is_removed(char, reader.normalize)
+            if known[char]:
+                counts[char] += 1
+                examples.setdefault(char, utterance.text)
+    named = [f"{char} ({count}: {shortened(examples[char])!r})" for char, count in counts.most_common(MOST_EXAMPLES)]
+    more = f" and {len(counts) - MOST_EXAMPLES} more" if len(counts) > MOST_EXAMPLES else ""
+    return f"signs that the text rules remove, with the number of texts: {', '.join(named)}{more}" if counts else ""
 
 
 def odd_letters(reader: Reader, utterances: Iterable[Utterance]) -> str:
     """Returns a warning about digits and signs that a language without rules for them does not spell as they are
     spoken, with examples; empty if there are none."""
     if isinstance(reader, Vocabulary):
-        if rules_of(reader.language):
+        if rules_of(reader.language) or reader.raw.number_words:
             return ""
-        said = f"--language {reader.language} keeps digits and drops signs, since it has no words for them"
-        if reader.raw.number_words:
-            said = f"--language {reader.language} drops signs, since it has no words for them"
+        said = f"--language {reader.language} keeps digits, since it has no words for them"
     elif reader.language != CHARACTERS.name or reader.espeak_voice:
         return ""
     else:
         said = "--language characters treats digits and signs as letters, since it has no words for them"
     # Digits, symbols such as + or €, and SPOKEN_SIGNS stand for words that they do not spell.
-    odd = {"Nd", "Nl", "No", "Sc", "Sm"} | ({"Sk", "So"} if isinstance(reader, Frontend) else set())
+    odd = {"Nd", "Nl", "No", "Sc", "Sm", "Sk", "So"}
     examples: dict[str, str] = {}
     odd_texts = 0
     for utterance in utterances:
-        # A recogniser's rules have removed the signs of the normalised text.
-        is_plain = isinstance(reader, Vocabulary)
-        text = reader.raw(utterance.text, CHARACTERS) if is_plain else reader.normalize(utterance.text)
-        found = {char for char in text if unicodedata.category(char) in odd or char in SPOKEN_SIGNS} - set(RESERVED)
+        text = reader.normalize(utterance.text)
+        found = {char for char in text if unicodedata.category(char) in odd or char in SPOKEN_SIGNS} - IPA_SIGNS
         odd_texts += bool(found)
         examples |= dict.fromkeys(found - examples.keys(), utterance.text)
     named = [f"{char} ({shortened(text)!r})" for char, text in sorted(examples.items())[:MOST_EXAMPLES]]

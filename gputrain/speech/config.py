@@ -54,7 +54,7 @@ class SpeechOptions:
         help="Language whose numbers num2words writes in words where texts have no rules, such as tr; auto: that of "
         "a recogniser; off: digits stay.",
     )
-    espeak_voice: str = opt(default="", help="Phonemise for a voice with this voice of an installed espeak-ng.")
+    espeak_voice: str = opt(default="", help="Phonemise for a voice with this voice of Piper's espeak-ng.")
     transcripts: Path | None = opt(default=None, help="File of the transcripts; default: found in the folder.")
     transcript_columns: tuple[TranscriptColumn, ...] = opt(
         default=(),
@@ -100,7 +100,7 @@ class SpeechOptions:
         return self.language
 
 
-BESIDE_ESPEAK = "; beside --espeak-voice too: its rules come before the phonemes"
+BESIDE_ESPEAK = "; beside --espeak-voice too: its rules tell sentences apart"
 LANGUAGE_HINTS: Mapping[SpeechKind, str] = {
     "tts": "use --language uz, en or ru, or --language characters for any other",
     "asr": "use --language uz, en or ru, or the code of any other language, such as kk",

@@ -31,7 +31,7 @@ from gputrain.errors import UserError
 from gputrain.figures import counted
 from gputrain.speech import text_checks
 from gputrain.speech.checker import SpeechChecker
-from gputrain.speech.clip_filter import BEYOND_SECONDS, Selection, odd_letters, reader_of, select_clips
+from gputrain.speech.clip_filter import BEYOND_SECONDS, Selection, reader_of, select_clips, text_notes
 from gputrain.speech.config import POLICIES, SpeechKind, SpeechOptions, SpeechPrepareConfig
 from gputrain.speech.cutting import cut_utterances
 from gputrain.speech.store import SOUNDS, Recording, SoundFormat, SpeechWriter, read_wave, stored_kind
@@ -97,8 +97,8 @@ def prepare_speech(
     for note in material.notes:
         log.warning("%s", note)
     reader = reader_of(config, material.transcripts.utterances)  # Invalid options raise here, before hours of work.
-    if odd := odd_letters(reader, material.transcripts.utterances):
-        log.warning("%s", odd)
+    for note in text_notes(reader, material.transcripts.utterances):
+        log.warning("%s", note)
     writer = SpeechWriter(output_dir, sound_format(config))
     prints = material.prints
     ready = prepared_before(writer.sounds, prints)

@@ -48,6 +48,10 @@ log = logging.getLogger(__name__)
 READERS: Mapping[str, type[Frontend] | type[Vocabulary]] = {"tts": Frontend, "asr": Vocabulary}
 SOUNDS, TEXT = "sounds.jsonl", "text.json"
 FILES = stored_files()
+EARLIER_PHONEMES = (
+    "an earlier version of gputrain made its phonemes, which differ from those that Piper speaks; gputrain "
+    "prepare-data makes them again and keeps the sound"
+)
 
 
 @dataclass(frozen=True)
@@ -235,6 +239,9 @@ class SpeechStore(SoundStore[SpeechClip]):
         missing = any(bytes_in(folder / file.name) < end_of(store.clips) * file.bytes_per_unit for file in FILES)
         if missing or speakers > len(store.format.speakers):
             raise UserError(f"{folder}: {MANIFEST} refers to missing samples or speakers", hint=PREPARE_AGAIN)
+        frontend = store.format.frontend
+        if isinstance(frontend, Frontend) and frontend.espeak_voice and not frontend.phonemizer:
+            log.warning("%s: %s", folder, EARLIER_PHONEMES)
         if not store.clips:
             raise UserError(f"{folder}: a store without a clip", hint="see which clips gputrain prepare-data left out")
         return store
@@ -320,7 +327,7 @@ def _check_speakers(stores: Sequence[SpeechStore]) -> None:
 def _rules(frontend: Frontend | Vocabulary) -> tuple[object, ...]:
     """Returns what decides how a text is read, besides the symbols."""
     if isinstance(frontend, Frontend):
-        return (dict(frontend.alphabet), frontend.espeak_voice, frontend.raw)
+        return (dict(frontend.alphabet), frontend.espeak_voice, frontend.phonemizer, frontend.raw)
     return (frontend.blank, frontend.unknown_id, frontend.delimiter, frontend.upper, frontend.raw)
 
 

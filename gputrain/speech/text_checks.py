@@ -3,13 +3,15 @@
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 from gputrain.speech.clip_filter import END_SECONDS, FEW_CLIPS, odd_rates
 from gputrain.speech.store import SpeechClip
 from gputrain.speech.text.frontend import shortened
+from gputrain.speech.text.lookalikes import lookalikes
 from gputrain.speech.text.unicode_cleanup import APOSTROPHES, script_of
 from gputrain.speech.text.vocabulary import SPECIAL, Vocabulary
 
@@ -62,10 +64,20 @@ def vocabulary_findings(clips: Sequence[SpeechClip], vocabulary: Vocabulary) -> 
         foreign = {name: [one for one in counts if script_of(one) == name] for name, _ in others}
         parts = [f"{' '.join(foreign[name][:MOST_NAMED])} ({name})" for name, _ in others]
         yield f"letters of other scripts than {main}, which may only look alike: {', '.join(parts)}"
+    # Those of other scripts are named already.
+    yield from lookalike_findings({symbol: count for symbol, count in counts.items() if count}, within_script=True)
     marks = [mark for mark in APOSTROPHES if mark in counts]
     # The standard Uzbek alphabet has two: ʻ is a part of letters, ʼ stands between them.
     if len(marks) > 1 and {*marks} != {"ʻ", "ʼ"}:
         yield f"several signs for an apostrophe: {', '.join(f'{mark} (U+{ord(mark):04X})' for mark in marks)}"
+
+
+def lookalike_findings(counts: Mapping[str, int], *, within_script: bool = False) -> Iterator[str]:
+    """Yields which characters look alike, by their occurrences, of the same script or of any."""
+    pairs = [pair for pair in lookalikes(counts) if not within_script or script_of(pair[0]) == script_of(pair[1])]
+    if pairs:
+        named = (" and ".join(f"{char} (U+{ord(char):04X}, {counts[char]} times)" for char in pair) for pair in pairs)
+        yield f"letters that look alike, perhaps one in two spellings: {'; '.join(islice(named, MOST_NAMED))}"
 
 
 def _examples(clips: Iterable[SpeechClip], symbols: Iterable[str]) -> dict[str, str]:

@@ -31,7 +31,7 @@ from gputrain.figures import counted
 from gputrain.speech import text_checks
 from gputrain.speech.buckets import check_kind
 from gputrain.speech.checker import CheckedText, SpeechChecker, check_clips
-from gputrain.speech.clip_filter import odd_letters, select_clips
+from gputrain.speech.clip_filter import select_clips, text_notes
 from gputrain.speech.config import SpeechKind, SpeechPrepareConfig
 from gputrain.speech.prepare import convert_recording, gather_material, measure_recording, sound_format
 from gputrain.speech.store import SOUNDS, TEXT, Recording, SpeechClip, SpeechFormat, SpeechStore, read_wave
@@ -97,7 +97,7 @@ class _Held:
     refused: list[RefusedItem]
     transcripts: str = ""
     ignored: dict[str, int] | None = None
-    odd_letters: str = ""
+    text_notes: Sequence[str] = ()
     notes: Sequence[str] = ()
     narrow: Mapping[str, float] = field(default_factory=dict)  # bandwidths in Hz of recordings that lack treble
     config: SpeechPrepareConfig | None = None  # settings by which the recordings of a folder were read
@@ -209,7 +209,7 @@ def _in_tree(folder: Path, config: SpeechPrepareConfig, num_workers: int, progre
     refused += [result for result in results if isinstance(result, RefusedItem)]
     ready = {result.path: result for result in results if isinstance(result, Recording)}
     chosen = select_clips(material.transcripts.utterances, ready, config)
-    odd = odd_letters(chosen.format.frontend, material.transcripts.utterances)
+    odd = text_notes(chosen.format.frontend, material.transcripts.utterances)
     rates = dict(Counter(recording.source_hz for recording in ready.values()))
     refused += chosen.refused
     notes = [*material.notes, *remarks_on((path, recording.remark) for path, recording in ready.items())]
@@ -262,8 +262,7 @@ def _findings(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[st
         yield "no clip can be used for training"
         return
     yield from held.notes
-    if held.odd_letters:
-        yield held.odd_letters
+    yield from held.text_notes
     left_out, rate_hz = len(held.refused), held.format.sampling_rate
     if left_out > MANY_REFUSED * (left_out + len(held.clips)):
         yield f"{left_out} of {left_out + len(held.clips)} items are left out: see the reasons"
@@ -282,6 +281,8 @@ def _findings(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[st
             f"{lacking_treble(held.narrow, sum(held.source_rates.values()), rate_hz)}; the voice will lack treble: "
             f"leave them out, or prepare at {rate_for(min(held.narrow.values()))} Hz"
         )
+    if not held.format.front_end.espeak_voice:
+        yield from text_checks.lookalike_findings(Counter(char for clip in held.clips for char in clip.normalized))
     if hours < FEW_HOURS:
         yield (
             f"{format_duration(3600 * hours)} of speech is little: enough to fine-tune a voice (--init-from), not "

@@ -29,6 +29,8 @@ from gputrain.errors import UserError
 from gputrain.hw.runtime import runtime_on
 from gputrain.speech.text.frontend import Frontend, shortened
 from gputrain.speech.text.lines import text_lines
+from gputrain.speech.text.lookalikes import named_with_twins
+from gputrain.speech.text.unicode_cleanup import is_removed
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import Speak, SpeakingOptions
 from gputrain.tts.decoder import FilterBank, WaveDecoder
@@ -259,9 +261,12 @@ class Narrator:
         frontend = self.loaded.frontend
         normalized = frontend.normalize(sentence)
         unknown = frontend.unknown(normalized)
-        if new := sorted(set(unknown) - self.reported):
-            self.reported |= set(new)
-            log.warning("the voice has no symbol for %s: left out", " ".join(map(repr, new)))
+        # The rules remove characters too, which the normalised text does not show.
+        signs = {char for char in set(sentence) - self.reported if unicodedata.category(char)[0] in "LNSM"}
+        removed = {char for char in signs if is_removed(char, frontend.normalize)}
+        if new := sorted({*unknown, *removed} - self.reported):
+            log.warning("the voice has no symbol for %s: left out", named_with_twins(new, frontend.symbols))
+        self.reported |= {*new, *signs}
         if not self.told_digits and reads_digits(frontend, normalized):
             self.told_digits = True
             log.warning(

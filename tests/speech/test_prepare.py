@@ -245,6 +245,21 @@ def test_digits_and_signs_are_no_letters_without_a_warning(tmp_path, caplog, tex
     assert [each for each in finding if "digits and signs" in each] == messages
 
 
+@each_row(
+    ("characters", "ma° ma★ 5°", "signs that the text rules remove, with the number of texts: ★ (1: 'ma° ma★ 5°')"),
+    ("en", "it is ˥ so", "signs that the text rules remove, with the number of texts: ˥ (1: 'it is ˥ so')"),
+    (
+        "characters",
+        "şi și ya",
+        "letters that look alike, perhaps one in two spellings: ş (U+015F, 1 times) and ș (U+0219",
+    ),
+)
+def test_what_the_rules_remove_or_confuse_is_named_by_the_text_as_read(tmp_path, caplog, language, text, said):
+    speak(tmp_path / "in/a.wav", hum(2.0), text=text)
+    report = validate_speech(tmp_path / "in", voice_of(language=language))
+    assert any(finding.startswith(said) for finding in report.findings), report.findings
+
+
 def test_recordings_that_share_a_fingerprint_are_both_kept(tmp_path):
     """They differ only between the blocks that a fingerprint covers. A recording that moves keeps its samples."""
     wave = (hum(10.0) * 32767).astype(np.int16)

@@ -266,9 +266,11 @@ def test_digits_without_rules_are_a_warning(tmp_path, caplog):
     config = replace(config, speech=replace(config.speech, number_words="off"))
     prepare_speech(tmp_path / "in", tmp_path / "out", config)
     (message,) = [record.getMessage() for record in caplog.records if "digits" in record.getMessage()]
-    assert message.startswith("--language kk keeps digits and drops signs, since it has no words for them: % (")
-    assert all(f"{char} ('" in message for char in "%+235")
+    assert message.startswith("--language kk keeps digits, since it has no words for them: 2 (")
+    assert all(f"{char} ('" in message for char in "235")
     assert "in 1 texts" in message
+    (message,) = [record.getMessage() for record in caplog.records if "rules remove" in record.getMessage()]
+    assert all(f"{char} (1: '" in message for char in "%+🙂")
     assert SpeechStore.open(tmp_path / "out").clips[0].normalized == "бізде 25 кітап 3"
 
 

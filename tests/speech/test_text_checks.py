@@ -55,6 +55,11 @@ def test_the_vocabulary_is_checked():
     assert scripts.startswith("letters of other scripts than Cyrillic, which may only look alike: a ")
     assert scripts.endswith("(Latin)")
     assert apostrophes == "several signs for an apostrophe: ' (U+0027), ʻ (U+02BB)"
+    turkish = clips_of(*["şi și"] * 20, language="und")
+    (pair,) = vocabulary_findings(turkish, vocabulary_of("und", (clip.normalized for clip in turkish)))
+    assert (
+        pair == "letters that look alike, perhaps one in two spellings: ş (U+015F, 20 times) and ș (U+0219, 20 times)"
+    )
     counts = symbol_counts(clips, vocabulary)
     assert (counts["|"], counts["қ"], counts["ъ"]) == (60, 60, 1)
     assert "<pad>" not in counts

@@ -32,7 +32,7 @@ class Normalize:
     number_words: str = opt(
         default="", help="Language whose numbers num2words writes in words, such as tr, where characters has no rules."
     )
-    espeak_voice: str = opt(default="", help="Phonemise with this voice of an installed espeak-ng.")
+    espeak_voice: str = opt(default="", help="Phonemise with this voice of Piper's espeak-ng.")
     symbols: bool = opt(
         default=False, help="Also print the symbols with their ids, and the characters without a symbol."
     )

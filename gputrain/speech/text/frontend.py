@@ -5,10 +5,8 @@ without converting it to lower case or numbers to words, and drops code points t
 """
 
 import re
-import shutil
-import subprocess
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +16,8 @@ from gputrain.config import read_file
 from gputrain.errors import UserError
 from gputrain.speech.text.english import ENGLISH
 from gputrain.speech.text.language import CHARACTERS, Language, split_sentences
+from gputrain.speech.text.lookalikes import unified_letters, unify_letters
+from gputrain.speech.text.piper import phonemizer_version, piper_phonemes
 from gputrain.speech.text.raw import RawRules, without_tags
 from gputrain.speech.text.russian import RUSSIAN
 from gputrain.speech.text.unicode_cleanup import APOSTROPHES, PUNCTUATION
@@ -30,7 +30,8 @@ PAD_ID, BOS_ID, EOS_ID = range(3)
 LANGUAGES: dict[str, Language] = {one.name: one for one in (UZBEK, ENGLISH, RUSSIAN, CHARACTERS)}
 
 
-# Letters, IPA and its marks, as code points after NFD: the output of espeak-ng for all of its languages.
+# Letters, IPA and its marks, and the digits that stand for tones: as code points after NFD, the output of espeak-ng for
+# all of its languages.
 IPA = "".join(
     map(
         chr,
@@ -38,14 +39,12 @@ IPA = "".join(
             *range(ord("a"), ord("z") + 1),
             *map(ord, "æçðøħŋœǀǁǂǃβεθχᵻⱱ"),
             *range(0x250, 0x2B0),  # IPA extensions
-            *map(ord, "ʰʲʷˈˌːˑ˞ˠˡˤⁿ"),
+            *map(ord, "ʰʲʷˈˌːˑ˞ˠˡˤⁿᵝ↑↓0123456789\"#'()[]`ANSXZ"),
             *range(0x300, 0x362),  # combining marks
         ),
     )
 )
 IPA_SYMBOLS = "".join(sorted({*unicodedata.normalize("NFD", IPA)}))
-_CLAUSE = re.compile(r"([^!,.:;?]*)([!,.:;?]*)")
-_LANGUAGE_SWITCH = re.compile(r"\([a-z-]+\)")
 
 
 BARRED = PUNCTUATION + "_^$"  # Characters besides digits that no spelling contains.
@@ -100,34 +99,13 @@ def _replaced(text: str, by: Mapping[str, str]) -> str:
     return re.sub("|".join(map(re.escape, longest_first)), lambda found: by[found[0]], text)
 
 
-def espeak_phonemes(text: str, voice: str) -> str:
-    """Returns a normalised text in IPA, with its punctuation, by the program espeak-ng. Stock Piper does the same with
-    its own copy for a voice of phoneme_type "espeak". Raises UserError if the program is missing or fails."""
-    program = shutil.which("espeak-ng")
-    if program is None:
-        raise UserError(
-            "espeak-ng is not installed, or not on the PATH",
-            hint="install it (apt install espeak-ng, brew install espeak-ng), or leave out the espeak voice",
-        )
-    clauses = [(words.strip(), marks) for words, marks in _CLAUSE.findall(text) if words.strip() or marks]
-    command = [program, "-q", "--ipa", "-b", "1", "-v", voice]
-    said = []
-    for words, marks in clauses:
-        if words:
-            done = subprocess.run([*command, "--", words], capture_output=True, encoding="utf-8", check=False)
-            if done.returncode:
-                raise UserError(f"espeak-ng failed for the voice {voice!r}: {done.stderr.strip()[:200]}")
-            words = " ".join(_LANGUAGE_SWITCH.sub("", done.stdout).split())
-        said.append(words + marks)
-    return unicodedata.normalize("NFC", " ".join(said))
-
-
 @dataclass(frozen=True)
 class Frontend:
     """Text front end of a voice: its language, its symbols by id (PAD, BOS and EOS come first), and its spellings.
 
     With an `espeak_voice` the symbols are those of IPA, and `normalize` returns phonemes. `raw` are a user's lexicon
-    and the language of numbers in words.
+    and the language of numbers in words. `phonemizer` is the program that phonemised the data of the voice; "" stands
+    for that of earlier versions of gputrain, whose phonemes differ from Piper's.
     """
 
     language: str
@@ -135,22 +113,32 @@ class Frontend:
     alphabet: Mapping[str, str] = field(default_factory=dict)
     espeak_voice: str = ""
     raw: RawRules = field(default_factory=RawRules)
+    phonemizer: str = ""
 
     @property
     def phoneme_type(self) -> str:
         """Piper's name of the symbol type."""
         return "espeak" if self.espeak_voice else "text"
 
+    @property
+    def orthography(self) -> str:
+        """The code of the language that the texts are written in; `characters` if it is not known."""
+        return self.raw.number_words or self.language
+
     def normalize(self, text: str) -> str:
         """Normalises a text: NFC, lower case, numbers and abbreviations as words; "" if nothing is left.
 
-        Normalised text does not change. Raises UserError if espeak-ng is needed but not installed.
+        Normalised text does not change. With an espeak voice, returns the phonemes of the text as it is written, since
+        Piper gives it to espeak-ng with its capitals, numbers and abbreviations. Raises UserError if piper-tts is
+        needed but not installed.
         """
         language = LANGUAGES[self.language]
         text = self.raw(text, language)
-        words = language.normalize(standard(text, self.alphabet, language.alphabet))
         if self.espeak_voice:
-            return espeak_phonemes(words, self.espeak_voice)
+            phonemes = piper_phonemes(" ".join(text.split()), self.espeak_voice)
+            return unicodedata.normalize("NFC", " ".join(sentence.strip() for sentence in phonemes))
+        text = unify_letters(text, self.orthography)
+        words = language.normalize(standard(text, self.alphabet, language.alphabet))
         return unicodedata.normalize("NFC", respelled(words, self.alphabet, language.alphabet))
 
     def unknown(self, normalized: str) -> list[str]:
@@ -194,11 +182,30 @@ class Frontend:
             return ids
         language = LANGUAGES[self.language]
         readings = {char.upper(): char for char in self._known} | dict(language.readings)
+        readings |= unified_letters(self.orthography)
         for char, reading in readings.items():
             spelled = respelled(reading, self.alphabet, language.alphabet)
             if len(char) == 1 and char not in ids and not self.unknown(spelled):
                 ids[char] = [number for one in self._ids_of(spelled) for number in (one, PAD_ID)][:-1]
         return ids
+
+    def piper_differences(self, texts: Sequence[str]) -> str:
+        """Returns how many raw texts stock Piper reads with other symbols than the voice, with the shortest as an
+        example; "" for none. Raises UserError as `normalize` does."""
+        ids = self.id_map()
+
+        def symbols(text: str) -> str:
+            numbers = (number for char in unicodedata.normalize("NFD", text) for number in ids.get(char, ()))
+            return "".join(self.symbols[number] for number in numbers if number != PAD_ID)
+
+        def sent(text: str) -> str:
+            return " ".join(piper_phonemes(text, self.espeak_voice)) if self.espeak_voice else text
+
+        pairs = ((text, symbols(sent(text)), symbols(self.normalize(text))) for text in texts)
+        if other := [pair for pair in pairs if pair[1] != pair[2]]:
+            text, theirs, ours = min(other, key=lambda pair: len(pair[0]))
+            return f"{len(other)} of {len(texts)} texts, such as {text!r}: it reads {theirs!r}, the voice {ours!r}"
+        return ""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -206,6 +213,7 @@ class Frontend:
             "symbols": list(self.symbols),
             "alphabet": dict(self.alphabet),
             "espeak_voice": self.espeak_voice,
+            **({"phonemizer": self.phonemizer} if self.phonemizer else {}),
             **self.raw.to_json(),
         }
 
@@ -214,7 +222,8 @@ class Frontend:
         """Restores a front end from `to_json`. Raises UserError if the content is invalid."""
         try:
             names = content["language"], tuple(content["symbols"])
-            made = cls(*names, dict(content["alphabet"]), content["espeak_voice"], RawRules.from_json(content))
+            alphabet, raw = dict(content["alphabet"]), RawRules.from_json(content)
+            made = cls(*names, alphabet, content["espeak_voice"], raw, content.get("phonemizer", ""))
         except (KeyError, TypeError, ValueError):
             raise unreadable("the voice's text settings", "prepare the data again", "invalid") from None
         if made.language not in LANGUAGES or made.symbols[: len(RESERVED)] != RESERVED:
@@ -246,7 +255,7 @@ def frontend(
 ) -> Frontend:
     """Returns the front end of a language.
 
-    `alphabet` is a table of spellings; `espeak_voice` is a voice of espeak-ng (`uz`, `en-us`), whose phonemes become
+    `alphabet` is a table of spellings; `espeak_voice` is a voice of espeak-ng (`de`, `en-us`), whose phonemes become
     the symbols; `texts` are raw texts that define the symbols of `characters`; `raw` are rules before those of the
     language. Raises UserError for invalid arguments.
     """
@@ -260,6 +269,8 @@ def frontend(
     if espeak_voice:
         letters = IPA_SYMBOLS
     elif not letters:
-        letters = "".join({char for text in texts for char in rules.normalize(raw(text, rules))})
+        reading = Frontend(language, RESERVED, raw=raw)
+        letters = "".join({char for text in texts for char in reading.normalize(text)})
     points = {rules.same.get(char, char) for char in unicodedata.normalize("NFD", letters)}
-    return Frontend(language, (*RESERVED, *PUNCTUATION, *sorted(points - set(PUNCTUATION))), table, espeak_voice, raw)
+    symbols = (*RESERVED, *PUNCTUATION, *sorted(points - set(PUNCTUATION)))
+    return Frontend(language, symbols, table, espeak_voice, raw, phonemizer_version() if espeak_voice else "")

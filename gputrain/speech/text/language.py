@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gputrain.errors import UserError
-from gputrain.speech.text.unicode_cleanup import JOINERS, tidy_joiners, visible
+from gputrain.speech.text.unicode_cleanup import IPA_SIGNS, JOINERS, tidy_joiners, visible
 
 CODE = re.compile(r"[a-z]{2,3}(-[a-z0-9]{2,8})*", re.IGNORECASE)  # The code of a language: kk, pt-BR, uz-Cyrl.
 Rule = tuple[str, Callable[[re.Match[str]], str]]  # A pattern, and the function that replaces its matches.
@@ -96,11 +96,12 @@ def spell_signs(text: str, names: Mapping[str, str]) -> str:
 
 
 def normalize_characters(text: str) -> str:
-    """Returns NFC in lower case, without control characters, emoji and repeated spaces."""
+    """Returns NFC in lower case, without control characters, emoji and repeated spaces; signs of IPA stay."""
+    kept_signs = IPA_SIGNS.union(JOINERS)
     # PAD, BOS and EOS cannot be characters of a text.
     text = visible(re.sub("[_^$]", " ", text))
     kept = (
-        " " if char not in JOINERS and unicodedata.category(char).startswith(("C", "So", "Sk")) else char
+        " " if char not in kept_signs and unicodedata.category(char).startswith(("C", "So", "Sk")) else char
         for char in text
     )
     return tidy_joiners(unicodedata.normalize("NFC", " ".join("".join(kept).lower().split())))

@@ -5,8 +5,9 @@ import unicodedata
 
 from gputrain.speech.text.frontend import LANGUAGES
 from gputrain.speech.text.language import CHARACTERS
+from gputrain.speech.text.lookalikes import unify_letters
 from gputrain.speech.text.raw import RawRules
-from gputrain.speech.text.unicode_cleanup import APOSTROPHES, JOINERS, joins, tidy_joiners, visible
+from gputrain.speech.text.unicode_cleanup import APOSTROPHES, IPA_SIGNS, JOINERS, joins, tidy_joiners, visible
 
 UNDETERMINED = "und"  # The code of ISO 639-2 for a language that is not known.
 HYPHENS = "-‐‑－"
@@ -38,7 +39,7 @@ def plain_words(text: str, language: str, raw: RawRules | None = None) -> str:
     words stay, except for hyphens in English.
     """
     rules = rules_of(language)
-    text = (raw or RawRules())(text, LANGUAGES[rules or CHARACTERS.name])
+    text = unify_letters((raw or RawRules())(text, LANGUAGES[rules or CHARACTERS.name]), language)
     text = LANGUAGES[rules].normalize(text) if rules else _lowered(visible(text), language)
     if rules in _WITHOUT_HYPHENS:
         text = text.replace("-", " ")
@@ -60,6 +61,6 @@ def _kept(text: str, place: int) -> str:
         is_within = place and joins(text[place - 1]) and joins(text[place + 1 : place + 2])
         return " " if not is_within else "-" if char in HYPHENS else char if char in WITHIN_WORDS else "'"
     kind = unicodedata.category(char)
-    if kind[0] in "LN" or kind in ("Mn", "Mc") or char in JOINERS:
+    if kind[0] in "LN" or kind in ("Mn", "Mc") or char in JOINERS or char in IPA_SIGNS:
         return char
     return "" if kind == "Me" else " "

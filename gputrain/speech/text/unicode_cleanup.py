@@ -2,6 +2,7 @@
 
 import re
 import unicodedata
+from collections.abc import Callable
 
 PUNCTUATION = " !,-.:;?"
 # All characters that are typed for an apostrophe; normalisation maps them to the first one.
@@ -17,6 +18,8 @@ _CONTROLS = re.compile("[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f]")  # Without thos
 _ZERO_WIDTH_SPACE = "\u200b"
 JOINERS = "\u200c\u200d"  # Zero-width non-joiner and joiner, parts of the spelling in Persian, Sinhala, Hindi ...
 _JOINERS = re.compile(f"[{JOINERS}]+")
+# The rhotic hook, tone letters, up- and downstep, and rise and fall: symbols of IPA that Unicode takes for signs.
+IPA_SIGNS = frozenset(map(chr, (*range(0x2D2, 0x2D8), 0x2DE, *range(0x2E5, 0x2EA), *range(0xA700, 0xA722)))) | {*"↑↓↗↘"}
 _VIRAMA = 9  # The combining class of signs that remove a vowel; a joiner after one shapes the letter before it.
 
 
@@ -82,6 +85,14 @@ def _pause(found: re.Match[str]) -> str:
     if "-" not in run:
         return " "
     return " - " if " " in run else "-"
+
+
+def is_removed(char: str, normalize: Callable[[str], str]) -> bool:
+    """Returns True if a character of a raw text leaves nothing in the normalised one, beside letters and digits."""
+    return all(
+        normalize(f"{before}{char}{after}") in {normalize(f"{before}{gap}{after}") for gap in ("", " ")}
+        for before, after in (("a", "a"), ("5", ""), ("", "5"))
+    )
 
 
 def script_of(char: str) -> str:

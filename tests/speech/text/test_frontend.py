@@ -129,7 +129,7 @@ def test_alphabets_that_are_none(tmp_path, table, said):
         frontend("uz", alphabet=path)
 
 
-def test_bad_input_is_named(tmp_path, monkeypatch):
+def test_bad_input_is_named(tmp_path):
     reader = frontend("uz")
     assert reader.normalize("sa\u00adlo\0m\u200b") == "salom"
     assert frontend("ru").normalize("при\x07вет") == "привет"
@@ -141,23 +141,78 @@ def test_bad_input_is_named(tmp_path, monkeypatch):
         frontend("tlh")
     with pytest.raises(UserError, match="only Uzbek"):
         frontend("ru", alphabet=tmp_path / "a.yaml")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="espeak-ng is not installed"):
-        frontend("en", espeak_voice="en-us").normalize("Hello")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="the program is a shell script")
-def test_espeak_program_is_asked_clause_by_clause(tmp_path, monkeypatch):
-    """A fake espeak-ng reverses its last argument: order and punctuation of clauses are kept."""
-    program = tmp_path / "espeak-ng"
-    program.write_text('#!/bin/sh\nfor last; do :; done\necho "$last" | /usr/bin/rev\n', encoding="utf-8")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    reader = frontend("uz", espeak_voice="uz")
-    assert reader.normalize("Salom, 5 dost!") == "molas, tsod hseb!"
+# Decimal commas, abbreviations, capitals, quotation marks, dashes and times; tones, which espeak-ng writes as digits.
+ESPEAK_TEXTS = {
+    "de": ("Das kostet 3,5 Euro.", "Wir treffen uns z. B. um 9:30 Uhr.", "Die USA - und die EU?", "„Guten Tag!“"),
+    "fr": ("Il y a 3,5 km.", "La SNCF dit : « Bonjour ! »"),
+    "pl": ("Np. 3,5 m.", "USA i UE."),
+    "ru": ("ООН имеет 25 лет.", "Т. е. 3,5 км.", "США!"),
+    "tr": ("TBMM 3,5 TL.", "IŞIK yandı; İstanbul'da."),
+    "kk": ("БҰҰ: 3,5 км.", "АҚШ пен ЕО."),
+    "en-us": ("The USA has 50 states.", "Dr. Smith paid $3.50, e.g. at 9:30 a.m."),
+    "vi": ("ma má mà mả mã mạ",),
+    "cmn": ("你好,世界。",),
+    "yue": ("你好。",),
+    "th": ("สวัสดี",),
+}
+
+
+def test_the_symbols_of_an_espeak_voice_are_those_of_stock_piper():
+    piper = pytest.importorskip("piper")
+    faults = []
+    for voice, texts in ESPEAK_TEXTS.items():
+        reader = frontend(voice[:2] if voice in ("ru", "en-us") else "characters", espeak_voice=voice)
+        config = piper.config.PiperConfig(1, 1, 1, voice, reader.id_map(), piper.config.PhonemeType.ESPEAK)
+        stock = piper.PiperVoice(session=None, config=config)
+        for text in texts:
+            ours, space = reader.normalize(text), reader.ids(" ")[2:4]
+            sentences = [stock.phonemes_to_ids(one)[2:-1] for one in stock.phonemize(text)]
+            expected = [number for sentence in sentences for number in [*space, *sentence]][2:]
+            if reader.unknown(ours) or reader.ids(ours)[2:-1] != expected or reader.piper_differences([text]):
+                faults.append((voice, text, ours))
+    assert not faults
+    reader = frontend("characters", espeak_voice="vi")
+    assert len({reader.normalize(one) for one in ESPEAK_TEXTS["vi"][0].split()}) == 6
+
+
+def test_an_espeak_voice_reads_as_piper_unless_a_lexicon_does_not(monkeypatch):
+    pytest.importorskip("piper")
+    reader = frontend("en", espeak_voice="en-us", raw=RawRules({"gputrain": "gee pee you train"}))
     assert reader.phoneme_type == "espeak"
-    assert "ˈ" in reader.symbols
-    assert frontend("uz").phoneme_type == "text"
+    assert Frontend.from_json(reader.to_json()) == reader
+    assert reader.phonemizer.startswith("piper-tts ")
+    assert reader.piper_differences(["gputrain!", "It is."]).startswith("1 of 2 texts, such as 'gputrain!': it reads '")
+    with pytest.raises(UserError, match="cannot phonemise with the voice 'xx-nope'"):
+        frontend("en", espeak_voice="xx-nope").normalize("a")
+    monkeypatch.setitem(sys.modules, "piper", None)
+    with pytest.raises(UserError, match="the package piper-tts is not installed") as missing:
+        frontend("en", espeak_voice="en-us")
+    assert missing.value.hint == "pip install piper-tts, or leave out the espeak voice"
+
+
+def test_what_piper_reads_otherwise_is_told():
+    """Numbers in words are ours alone."""
+    for language, text in (("en", "It is 25."), ("ru", "Это 25."), ("uz", "Bu 25.")):
+        reader = frontend(language)
+        assert reader.piper_differences([text.replace(" 25", "")]) == ""
+        assert f"1 of 1 texts, such as {text!r}" in reader.piper_differences([text])
+
+
+LOOKALIKES = (
+    ("ro", "Şi ţară", "și țară"), ("fa", "كي", "کی"), ("ar", "کتـــاب ی", "كتاب ي"), ("tr", "şey", "şey"),
+    ("kk", "қaзaқ іс iс əке", "қазақ іс іс әке"), ("kk", "maktab", "maktab"), ("ru", "первoe", "первое"),
+    ("und", "ma˥ ma˦ a˞ ↗ ꜛ", "ma˥ ma˦ a˞ ↗ ꜛ"),
+)  # fmt: skip
+
+
+def test_letters_that_an_orthography_takes_for_one():
+    found = [(language, text, plain_words(text, language)) for language, text, _ in LOOKALIKES]
+    assert found == list(LOOKALIKES)
+    romanian = frontend("characters", texts=["și ţară"], raw=RawRules(number_words="ro"))
+    assert romanian.ids(romanian.normalize("şi")) == romanian.ids("și") == pipers_ids(romanian, "şi")
+    assert frontend("characters", texts=["ma˥ ma˦ a˞ ↗"]).normalize("Ma˦ a˞") == "ma˦ a˞"
 
 
 @each_row(
