@@ -2,7 +2,9 @@
 
 import logging
 import math
+import mmap
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ import numpy.typing as npt
 
 from gputrain.engine.containers import FFMPEG_SOUNDS
 from gputrain.engine.data import FULL_SCALE
+from gputrain.engine.preparation import hole_of_zeros
 from gputrain.errors import UserError
 from gputrain.figures import format_number
 
@@ -37,6 +40,13 @@ QUIETEST = 2.0**-7  # Lowest peak, relative to the scale of integers, by which i
 FEW_BEYOND = 0.001  # Share of the samples that exceed 1, below which they are errors and not of another scale.
 CANCELLED = 0.5  # A mix with less than this share of what it keeps of a single channel cancels channels.
 CANCELLED_SHARE = 0.02  # Share of the sound in which channels cancel each other, above which they are not mixed.
+# What libsndfile notes of damage in Ogg, and of sound whose length in the header is not that in the file.
+DAMAGED_OGG = re.compile("Junk after the last page|reports a hole|Corrupted bitstream")
+CUT_WAV = re.compile(r"^ *(?:data|SSND|Data Size) *: (\d+) \(should be (\d+)\)", re.MULTILINE)
+UNKNOWN_BYTES = 2**31 - 2**16  # From here on, a length in a header stands for one that was not known yet.
+LEAST_CUT = 0.03  # Seconds that may be missing at the end of a recording: a frame of MP3.
+JUMP = 256  # Lowest level, of 16 bits, from which sound does not fall to zero at once.
+LOAD_AGAIN = "copy or load it again, or leave it out"
 HOW_TO_CONVERT = "wav, flac, ogg and mp3 are supported; an installed ffmpeg also reads m4a, aac, webm, mp4 and others"
 
 
@@ -189,6 +199,10 @@ def _by_ffmpeg(path: Path, converted: Path) -> None:
         no_sound = "matches no streams" in said
         reason = "it has no sound track" if no_sound else said.splitlines()[-1].removeprefix(f"{read}: ")
         raise UserError(f"{path}: cannot be decoded by ffmpeg: {reason}", hint=HOW_TO_CONVERT)
+    # Faults after which it goes on; times of packets that do not increase are none.
+    for line in done.stderr.decode(errors="replace").splitlines():
+        if "monoton" not in line:
+            raise UserError(f"{path}: damaged: ffmpeg says: {line.rpartition('] ')[2]}", hint=LOAD_AGAIN)
 
 
 def _blocks_of(
@@ -204,7 +218,7 @@ def _blocks_of(
     def blocks() -> Iterator[Samples]:
         first = 0
         with folder or nullcontext(), _open(path) as file:
-            for block_TC in file.blocks(BLOCK, dtype="float32", always_2d=True):
+            for block_TC in _read(file, BLOCK):
                 wave_T = block_TC.mean(axis=1) if mixing.channel is None else block_TC[:, mixing.channel]
                 if not np.isfinite(wave_T).all():
                     seconds = (first + int(np.argmin(np.isfinite(wave_T)))) / file.samplerate
@@ -214,10 +228,45 @@ def _blocks_of(
                     )
                 yield wave_T if mixing.full_scale == 1 else wave_T / np.float32(mixing.full_scale)
                 first += len(wave_T)
+            if first and (fault := _damage_of(file, path, first)):
+                raise UserError(f"{source}: damaged: {fault}", hint=LOAD_AGAIN)
         if not first:
             raise UserError(f"{source}: holds no sound", hint="leave it out, or record it again")
 
     return rate_hz, blocks(), mixing
+
+
+def _read(file: "soundfile.SoundFile", samples: int) -> Iterator[Samples]:
+    """Yields the samples of a file, T x C. soundfile's own `blocks` returns memory of no content where the file ends
+    before its promised length."""
+    while len(block_TC := file.read(samples, dtype="float32", always_2d=True)):
+        yield block_TC
+
+
+def _damage_of(file: "soundfile.SoundFile", path: Path, samples: int) -> str:
+    """Returns what is missing in a file that has been decoded, to so many samples of a channel; "" if nothing is known
+    to be. libsndfile passes over it, but keeps a record."""
+    if samples < file.frames - LEAST_CUT * file.samplerate:
+        return (
+            f"it holds {samples / file.samplerate:.2f} of the {file.frames / file.samplerate:.2f} seconds it promises"
+        )
+    if DAMAGED_OGG.search(file.extra_info):
+        return "parts of it are missing or changed"
+    for promised, held in CUT_WAV.findall(file.extra_info):
+        if 1.001 * int(held) < int(promised) < UNKNOWN_BYTES:
+            return f"it holds {held} of the {promised} bytes of sound that its header promises"
+    if not file.subtype.startswith("PCM") or not path.stat().st_size:
+        return ""
+    with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if hole := hole_of_zeros(content, 0, len(content), 512, 4096):
+            # Silence begins and ends quietly.
+            sides = [
+                np.frombuffer(content[at : at + 8][: (len(content) - at) // 2 * 2], "<i2")
+                for at in (hole[0] - 8, hole[1])
+            ]
+            if all(int(np.abs(side.astype(int)).max(initial=JUMP + 1)) > JUMP for side in sides):
+                return f"the bytes {hole[0]} to {hole[1]} of the file are zero"
+    return ""
 
 
 def _mixing_of(file: "soundfile.SoundFile", source: Path) -> Mixing:
@@ -228,7 +277,7 @@ def _mixing_of(file: "soundfile.SoundFile", source: Path) -> Mixing:
     """
     peak, are_whole, total_C, cancelled = 0.0, True, np.zeros(file.channels), 0.0
     loudest, beyond, sounding = 0.0, 0, 0
-    for block_TC in file.blocks(BLOCK // file.channels, dtype="float32", always_2d=True):
+    for block_TC in _read(file, BLOCK // file.channels):
         peak = max(peak, float(block_TC.max()), -float(block_TC.min()))
         are_whole = are_whole and bool(np.array_equal(block_TC, np.rint(block_TC)))
         beyond, sounding = beyond + int((np.abs(block_TC) > 1).sum()), sounding + np.count_nonzero(block_TC)

@@ -4,6 +4,7 @@ far. Sources are only read, never moved or deleted. Imports no torch.
 
 import json
 import logging
+import mmap
 import multiprocessing
 import os
 import re
@@ -20,6 +21,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
 
 from gputrain.engine.data import Progress, fingerprint, read_rows, write_rows, writing
 from gputrain.engine.workers import signals_blocked
@@ -47,6 +50,7 @@ CHECKED_DISK = re.compile(r"found\.\d{3}")  # Files that Windows's chkdsk recove
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 JournalRow = dict[str, Any]
+Buffer = bytes | mmap.mmap
 
 # ------------------------------------------------------------------------------------------------- what is left out
 
@@ -288,6 +292,29 @@ def find_duplicates(
 
 def duplicate(path: str, first: str, relation: str) -> RefusedItem:
     return RefusedItem(path, "duplicate", f"{relation} {first}", repeats=first)
+
+
+def hole_of_zeros(content: Buffer, begin: int, end: int, sector: int, alignment: int) -> tuple[int, int] | None:
+    """Returns the first byte of a hole in a file, and the byte behind it: whole sectors of zeros between bytes that are
+    none, as a disk or an interrupted copy leaves them; None without one. A hole that reaches the end need only begin at
+    a multiple of `alignment`.
+
+    Zeros that a file holds rightly begin and end anywhere: both at borders of sectors in one case of sector^2.
+    """
+    bytes_B = np.frombuffer(content, np.uint8, end)
+    first, last = -(-begin // sector), end // sector
+    words = bytes_B[first * sector : max(first, last) * sector].view(np.uint64).reshape(-1, sector // 8)
+    empty = np.flatnonzero(~words.any(axis=1)) + first
+    starts = empty[np.diff(empty, prepend=-2) > 1] * sector
+    stops = (empty[np.diff(empty, append=-2) != 1] + 1) * sector
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+        if start > begin and bytes_B[start - 1] and stop < end and bytes_B[stop]:
+            return start, stop
+        if not bytes_B[stop:].any():
+            before = np.flatnonzero(bytes_B[begin:start][-sector:])
+            start -= min(sector, start - begin) - 1 - int(before[-1]) if len(before) else 0
+            return (start, end) if len(before) and start % alignment == 0 else None
+    return None
 
 
 # ------------------------------------------------------------------------------------------------- working

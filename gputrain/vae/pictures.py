@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import numpy as np
-from PIL import Image, ImageCms, UnidentifiedImageError, features
+from PIL import Image, ImageCms, PngImagePlugin, UnidentifiedImageError, features
 
 from gputrain.engine.containers import PICTURES, READ
 from gputrain.engine.preparation import RefusedItem, SourceFile, check_input_folder, scan, sorted_refusals, source_files
 from gputrain.errors import UserError
 from gputrain.vae.config import PictureLimits
+from gputrain.vae.damage import damage_of
 from gputrain.vae.tiff import TiffLayout, UnsupportedTiff, check_layout, decode_tiff, read_layout, shares_of_white
 
 T = TypeVar("T")
@@ -47,8 +48,8 @@ OTHER_FORMATS = {
 ANY_SIZE = PictureLimits(min_size=1)
 JOURNAL = "journal.jsonl"  # It exists from the start of a preparation on.
 
-# Pillow's decoders raise these for damaged content, besides OSError.
-DAMAGE = (SyntaxError, ValueError, EOFError, IndexError, OverflowError, struct.error)
+# Pillow's decoders raise these for damaged content, besides OSError; that of AVIF the last.
+DAMAGE = (SyntaxError, ValueError, EOFError, IndexError, OverflowError, struct.error, RuntimeError)
 # Transposition that makes a picture upright, by its EXIF orientation.
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -215,6 +216,8 @@ class Opened:
 def _opened(path: Path, limits: PictureLimits) -> Iterator[Opened]:
     # The limit of pixels replaces Pillow's own limit, which is fixed and also warns; it is checked before decoding.
     Image.MAX_IMAGE_PIXELS = None
+    # Programs that generate pictures keep more than Pillow's 1 MB beside them; the limit of all text of a file stays.
+    PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
     try:
         with warnings.catch_warnings(), ExitStack() as open_files:
             warnings.simplefilter("ignore")  # Pillow warns about invalid tags.
@@ -227,7 +230,7 @@ def _opened(path: Path, limits: PictureLimits) -> Iterator[Opened]:
                         raise
             if image is not None:
                 _check_size(path, limits, *image.size)
-                yield _opened_by_pillow(image, tiff)
+                yield _opened_by_pillow(path, image, tiff)
             elif tiff is not None:
                 check_layout(tiff)
                 _check_size(path, limits, tiff.width, tiff.height)
@@ -255,7 +258,13 @@ def _check_size(path: Path, limits: PictureLimits, width: int, height: int) -> N
         raise UnusablePicture(path, "tiny", f"{width} x {height} pixels, the smaller side must have {limits.min_size}")
 
 
-def _opened_by_pillow(image: Image.Image, tiff: TiffLayout | None) -> Opened:
+def _check_whole(path: Path, image: Image.Image, tiff: TiffLayout | None) -> None:
+    is_compressed = image.format not in ("BMP", "DIB") if tiff is None else bool(tiff.compression)
+    if fault := damage_of(path, image, is_compressed):
+        raise UnusablePicture(path, "broken", f"damaged: {fault}")
+
+
+def _opened_by_pillow(path: Path, image: Image.Image, tiff: TiffLayout | None) -> Opened:
     def header() -> Header:
         width, height = image.size
         # For PNG, Pillow would decode the whole file to search for a tag after the pixels.
@@ -267,6 +276,7 @@ def _opened_by_pillow(image: Image.Image, tiff: TiffLayout | None) -> Opened:
     def decoded() -> tuple[Image.Image, Image.Transpose | None]:
         bits = _bits_of_gray_png(image)
         image.load()
+        _check_whole(path, image, tiff)
         upright = UPRIGHT.get(_orientation(image))
         if image.mode in ("I", "F") or image.mode.startswith("I;16"):
             return _in_8_bits(image, tiff.bits if tiff else 16), upright
@@ -291,7 +301,12 @@ def _opened_tiff(path: Path, tiff: TiffLayout) -> Opened:
         sides = (tiff.height, tiff.width) if tiff.orientation >= 5 else (tiff.width, tiff.height)
         return Header("TIFF", tiff.mode, *sides)
 
-    return Opened(header, tiff.alpha is not None, lambda: (decode_tiff(path, tiff), UPRIGHT.get(tiff.orientation)))
+    def decoded() -> tuple[Image.Image, Image.Transpose | None]:
+        image = decode_tiff(path, tiff)
+        _check_whole(path, image, tiff)
+        return image, UPRIGHT.get(tiff.orientation)
+
+    return Opened(header, tiff.alpha is not None, decoded)
 
 
 @cache

@@ -5,6 +5,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from gputrain.audio import io
 from gputrain.audio.io import read_sound, resample, trim
 from gputrain.engine.data import to_int16, write_wav
 from gputrain.errors import UserError
-from tests.tables import each_row
+from tests.tables import check_rows, each_row
 
 
 def sine(hz: float, samples: int = 8192, rate_hz: int = 44100) -> Tensor:
@@ -252,3 +253,41 @@ def test_without_ffmpeg_its_formats_are_refused(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UserError, match="cannot be decoded without ffmpeg, which is not installed") as failure:
         read_sound(tmp_path / "a.webm")
     assert "install" in str(failure.value.hint)
+
+
+def test_damage_that_libsndfile_passes_over_is_named(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    wave_T = (0.3 * random.standard_normal(120000)).clip(-1, 1)
+    wave_T[80000:104000] = 0  # Digital silence is no damage.
+
+    def half(content: bytes) -> bytes:
+        return content[: len(content) // 2]
+
+    def hole(content: bytes) -> bytes:
+        first = len(content) // 4 // 512 * 512
+        return content[:first] + bytes(512) + content[first + 512 :]
+
+    def flip(content: bytes) -> bytes:
+        middle = len(content) // 2
+        return content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :]
+
+    rows = (
+        *(("a.wav", change, said) for change, said in ((half, "of the 240000 bytes"), (hole, "are zero"), (bytes, ""))),
+        *(("a.aiff", change, said) for change, said in ((half, "damaged: it holds"), (bytes, ""))),
+        *(("a.ogg", change, "damaged") for change in (half, hole, flip)),
+        ("a.mp3", half, "it holds"),
+        *(("a.flac", change, "cannot be decoded") for change in (half, hole, flip)),
+        *((name, bytes, "") for name in ("a.ogg", "a.mp3", "a.flac")),
+    )
+
+    def check(name: str, change: Callable[[bytes], bytes], said: str) -> None:
+        path = tmp_path / name
+        soundfile.write(path, wave_T, 16000, bitrate_mode="VARIABLE" if name == "a.mp3" else None)
+        path.write_bytes(change(path.read_bytes()))
+        if said:
+            with pytest.raises(UserError, match=said):
+                read_sound(path, [])
+        else:
+            assert len(read_sound(path, []).wave_T) == 120000
+
+    check_rows(rows, check)

@@ -1,0 +1,120 @@
+"""Finds damage that decoders pass over in silence: they fill what is missing with gray, black or noise.
+
+The markers of JPEG are those of ITU-T T.81, annex B: https://www.w3.org/Graphics/JPEG/itu-t81.pdf.
+Shape suffixes: H rows, W columns, C channels.
+"""
+
+import math
+import re
+import zlib
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from gputrain.engine.preparation import hole_of_zeros
+
+NEXT_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # Restart markers and stuffed bytes belong to a scan.
+RESTARTS = re.compile(rb"\xff([\xd0-\xd7])")
+START_OF_SCAN, END_OF_IMAGE, RESTART_INTERVAL = 0xDA, 0xD9, 0xDD
+FRAMES = {0xC0: False, 0xC1: False, 0xC2: True}  # Markers of frames coded by Huffman's method: is it progressive?
+GRAY = 128  # The level that libjpeg gives to blocks without data.
+LEAST_ROWS = 8  # Rows of one colour at the end of a picture that may be damage: a row of blocks.
+TAIL = 96  # Bytes at the end of a scan that are looked at.
+
+
+def damage_of(path: Path, image: Image.Image, is_compressed: bool = True) -> str:
+    """Returns what is missing in the file of a decoded picture as text; "" if nothing is known to be.
+
+    PNG is not looked at, as it has checksums, and neither are files of other formats with damage that looks like a
+    picture, such as changed bits.
+    """
+    if image.format in ("PNG", "GIF"):
+        return ""
+    content = path.read_bytes()
+    if content[:2] == b"\xff\xd8":
+        return _damage_of_jpeg(content, image)
+    end = min(len(content), 8 + int.from_bytes(content[4:8], "little")) if content[:4] == b"RIFF" else len(content)
+    if hole := hole_of_zeros(content, 0, end, *((512, 1) if is_compressed else (4096, 4096))):
+        return f"the bytes {hole[0]} to {hole[1]} of the file are zero"
+    if is_compressed or image.mode not in ("L", "RGB"):
+        return ""
+    # The rows of a BMP are stored from the last to the first.
+    return _black_rows(image, last=0 if image.format in ("BMP", "DIB") else image.height - 1)
+
+
+def _has_levels(image: Image.Image, level: int, top: int, bottom: int) -> bool:
+    """Returns True if all samples of these rows have one level."""
+    ends = np.array(image.crop((0, top, image.width, bottom)).getextrema())
+    return bool((ends == level).all())
+
+
+def _black_rows(image: Image.Image, last: int) -> str:
+    """Tells lost rows from a black border: they begin within a row, and nothing before that is black."""
+    if not _has_levels(image, 0, last, last + 1):
+        return ""
+    black_HW = np.atleast_3d(np.asarray(image)).max(axis=2) == 0
+    black_HW = black_HW if last else black_HW[::-1]
+    height, width = black_HW.shape
+    rows = int(np.argmin(black_HW.all(axis=1)[::-1]))
+    if rows < max(LEAST_ROWS, height // 50) or rows > height - 2:
+        return ""
+    split_W, before_W = black_HW[height - rows - 1], black_HW[height - rows - 2]
+    first = width - int(np.argmin(split_W[::-1]))
+    if width - first < 4 or split_W[:first].mean() > 0.1 or before_W[first:].mean() > 0.1:
+        return ""
+    return f"its last {rows} rows and a part of the row before them are zero"
+
+
+def _damage_of_jpeg(content: bytes, image: Image.Image) -> str:
+    sizes: list[tuple[int, int, int]] = []  # Identifier and sampling factors of the components.
+    is_progressive, interval, at = None, 0, 2
+    missing: set[tuple[int, int]] = set()  # Component and whether it is the constant part (0) or the others (1).
+    while (marker := NEXT_MARKER.search(content, at)) and content[marker.start() + 1] != END_OF_IMAGE:
+        kind, at = content[marker.start() + 1], marker.end() + int.from_bytes(content[marker.end() :][:2], "big")
+        head = content[marker.end() + 2 : at]
+        if kind in FRAMES and len(head) >= 6 + 3 * head[5]:
+            is_progressive = FRAMES[kind]
+            sizes = [(head[i], head[i + 1] >> 4, head[i + 1] & 15) for i in range(6, 6 + 3 * head[5], 3)]
+            missing = {(name, part) for name, _, _ in sizes for part in (0, 1)} if is_progressive else set()
+        elif kind == RESTART_INTERVAL:
+            interval = int.from_bytes(head[:2], "big")
+        elif kind == START_OF_SCAN and is_progressive is not None and len(head) >= 4 + 2 * head[0]:
+            names = head[1 : 1 + 2 * head[0] : 2]
+            begin, end, precision = head[1 + 2 * head[0] :][:3]
+            if precision & 15 == 0:
+                missing -= {(name, part) for name in names for part in ((0, 1) if begin < end == 0 else (begin > 0,))}
+            following = NEXT_MARKER.search(content, at)
+            stop = following.start() if following else len(content)
+            if hole := hole_of_zeros(content, at, stop, 512, 4096):
+                return f"the bytes {hole[0]} to {hole[1]} of the file are zero"
+            found = [mark[0] - 0xD0 for mark in RESTARTS.findall(content, at, stop)] if interval else []
+            units = _units(image.size, sizes, names)
+            if interval and found != [number % 8 for number in range(math.ceil(units / interval) - 1)]:
+                return f"of {math.ceil(units / interval)} restart intervals, some are missing or out of order"
+            if not is_progressive and _ends_in_gray(image) and not _is_periodic(content[max(at, stop - TAIL) : stop]):
+                return "its last rows are gray, and the file holds no data for them: it was cut short"
+            at = stop
+    return "it is progressive, and its last scans are missing" if missing else ""
+
+
+def _units(size: tuple[int, int], sizes: list[tuple[int, int, int]], names: bytes) -> int:
+    """Returns the number of coded units of a scan: blocks of its only component, or groups of blocks of several."""
+    most = [max(factors[axis] for factors in sizes) for axis in (1, 2)]
+    if len(names) > 1:
+        return math.prod(math.ceil(side / 8 / of) for side, of in zip(size, most, strict=True))
+    own = next((factors[1:] for factors in sizes if factors[0] == names[0]), most)
+    return math.prod(math.ceil(math.ceil(side * one / of) / 8) for side, one, of in zip(size, own, most, strict=True))
+
+
+def _ends_in_gray(image: Image.Image) -> bool:
+    """Returns True if the end of a picture is gray in an area whose codes fill TAIL bytes, with two bits a block."""
+    rows = max(LEAST_ROWS, 256 * TAIL // image.width)
+    if image.mode not in ("L", "RGB") or image.height < 2 * rows:
+        return False
+    return _has_levels(image, GRAY, image.height - rows, image.height)
+
+
+def _is_periodic(tail: bytes) -> bool:
+    """Returns True for codes that repeat, as those of an area of one colour do."""
+    return len(zlib.compress(tail)) < 0.75 * len(tail)
