@@ -35,8 +35,6 @@ GROUP = "gputrain.kinds"
 ONNX = ("onnx", "onnxruntime")  # Modules that exports as ONNX import: they write the graph, and run it to compare.
 BUILT_IN = ("vae", "vocoder", "tts", "asr")  # The folders of this package that hold a kind, in the order of help pages.
 
-# Endings of drawings and of files of cameras.
-DRAWINGS = {".svg", ".svgz", ".eps", ".ai", ".pdf", ".psd", ".heic", ".heif", ".cr2", ".cr3", ".nef", ".arw", ".dng"}
 LONGEST_LINE = 1 << 20  # Bytes read of a line to recognise a file; that of a recogniser with many symbols is long.
 Words = list[object]  # The words of a command line.
 ReportProgress = Callable[[float, int], None]  # Receives the number of items done and their total.
@@ -469,11 +467,4 @@ def how_to_prepare(*names: str) -> str:
 def prepared_counts(report: Any, name: str, value: object) -> dict[str, object]:
     """Returns the figures of a preparation, one of them of its own kind of data."""
     figures = {"made": report.made, "kept": report.kept, name: value, "refused": len(report.refused)}
-    return figures | ({"other files": other_files(report.ignored)} if report.ignored else {})
-
-
-def other_files(ignored: Mapping[str, int]) -> str:
-    """Returns the files that are not read, by suffix; drawings of lines have to be converted to be pictures."""
-    found = ", ".join(f"{count} {suffix}" for suffix, count in sorted(ignored.items()))
-    drawings = sum(count for suffix, count in ignored.items() if suffix in DRAWINGS)
-    return found + (f"; {drawings} drawings or camera files are not read: convert them to png" if drawings else "")
+    return {**figures, **report.account()}

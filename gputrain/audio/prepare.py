@@ -1,7 +1,6 @@
 """Finds and checks the recordings of a folder. Sources are only read. Shape suffix: T samples."""
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from gputrain.engine.preparation import (
     SourceTree,
     check_input_folder,
     find_duplicates,
+    format_counts,
     scan,
     source_files,
     why_unreadable,
@@ -44,7 +44,8 @@ HEADROOM = 0.99  # Highest peak after loudness normalisation, relative to full s
 RefusalReason = Literal[
     "malformed", "no sound", "ambiguous sound", "no transcript", "doubled transcript", "no speaker", "unreadable",
     "duplicate", "silent", "clipped", "unknown symbols", "too short", "too long", "fewer frames than symbols",
-    "odd speaking rate", "outside the recording", "overlapping subtitles", "text differs",
+    "odd speaking rate", "outside the recording", "overlapping subtitles", "text differs", "excluded", "other split",
+    "other language",
 ]  # fmt: skip
 
 
@@ -194,7 +195,7 @@ def scan_recordings(folder: Path, *, may_be_empty: bool = False) -> SourceTree:
     check_input_folder(folder, "recordings")
     tree = scan(folder, SOUNDS | FFMPEG_SOUNDS)
     if not tree.paths and not may_be_empty:
-        others = ", ".join(f"{count} {suffix}" for suffix, count in Counter(tree.ignored).most_common(5))
+        others = format_counts(tree.ignored)
         raise UserError(
             f"{folder}: no recording in it{f', but other files: {others}' if others else ''}",
             hint=f"looked for {', '.join(sorted(SOUNDS))}, and with ffmpeg {', '.join(sorted(FFMPEG_SOUNDS))}; read "

@@ -284,7 +284,9 @@ def _file_of(table: Path, given: str, where: str) -> Path | str:
         return f"no bytes, and {given[:40]}... is no path"
 
 
-def _rows_of(path: Path, label: str, job: TableJob) -> Iterator[tuple[bytes | None, str, dict[str, str | int | float]]]:
+def _rows_of(
+    path: Path, label: str, job: TableJob
+) -> Iterator[tuple[bytes | None, str, dict[str, str | int | float | None]]]:
     """Yields the bytes, the path and the other columns of each row."""
     import datasets
     from pyarrow.dataset import ParquetFragmentScanOptions
@@ -307,6 +309,7 @@ def _rows_of(path: Path, label: str, job: TableJob) -> Iterator[tuple[bytes | No
             if one != name and (_holds(feature) in ("text", "value") or (one == "json" and isinstance(feature, dict)))
         ]  # fmt: skip
         others = others if job.media.texts else [one for one in others if one in NAME_COLUMNS]
+        dropped = dict.fromkeys(one for one in table.features if one not in (name, *others, *NAME_COLUMNS))
         for row, example in enumerate(table.decode(False).select_columns([name, *others])):
             at = f"row {row + 1}"
             cell = example.pop(name)
@@ -316,6 +319,7 @@ def _rows_of(path: Path, label: str, job: TableJob) -> Iterator[tuple[bytes | No
                 example = {**nested, **{key: value for key, value in example.items() if key != "json"}}
             values = {key: _value(value) for key, value in example.items()}
             values = {key: value for key, value in values.items() if value is not None and value == value}
+            values |= {} if row else dropped  # The first row names them for the account of columns.
             yield cell.get("bytes"), given if isinstance(given, str) else "", values
     except UserError:
         raise

@@ -17,9 +17,9 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import numpy as np
@@ -45,6 +45,8 @@ OF_PROGRAMS = {
     "$recycle.bin", "recycler", "recycled", "system volume information", "$extend", "lost+found", "_vti_cnf",
     "__pycache__",
 }  # fmt: skip
+# Endings of drawings and of files of cameras.
+DRAWINGS = {".svg", ".svgz", ".eps", ".ai", ".pdf", ".psd", ".heic", ".heif", ".cr2", ".cr3", ".nef", ".arw", ".dng"}
 CHECKED_DISK = re.compile(r"found\.\d{3}")  # Files that Windows's chkdsk recovered.
 
 Job = TypeVar("Job")
@@ -104,11 +106,12 @@ def nothing_usable(fault: str, folder: Path) -> UserError:
 
 @dataclass(frozen=True, kw_only=True)
 class DataReport:
-    """Report on a folder that is prepared or validated."""
+    """Report on a folder that is prepared or validated: an account of all that was found in it."""
 
     input_dir: str
-    ignored: dict[str, int]  # number of other files, by suffix
+    ignored: dict[str, list[str]]  # other files, by suffix
     refused: list[RefusedItem]
+    columns: dict[str, str] = field(default_factory=dict)  # role of each column or key; "" if ignored
 
     @property
     def reasons(self) -> dict[str, int]:
@@ -117,6 +120,41 @@ class DataReport:
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "reasons": self.reasons}
+
+    def account(self) -> dict[str, object]:
+        """Returns as text the columns and keys that are used, and what is ignored: columns, keys, and files, of which
+        one of each suffix is named."""
+        used = [name for name, role in self.columns.items() if role]
+        ignored = [name for name, role in self.columns.items() if not role]
+        files = [_counted_files(kind, names) for kind, names in sorted(self.ignored.items())]
+        rows = {"used": _shortened(used), "ignored": _shortened(ignored), "ignored files": _shortened(files)}
+        drawings = sum(len(names) for suffix, names in self.ignored.items() if suffix in DRAWINGS)
+        if drawings:
+            rows["  of them"] = f"{drawings} drawings or camera files, to be converted to png"
+        return {name: text for name, text in rows.items() if text}
+
+
+ACCOUNT_WIDTH = 46  # Letters of a list in the account, so that it fits a terminal.
+
+
+def format_counts(ignored: Mapping[str, Sequence[str]]) -> str:
+    """Returns as text the numbers of files by suffix, the most frequent first."""
+    counts = sorted(((len(names), kind) for kind, names in ignored.items()), key=lambda pair: -pair[0])
+    return ", ".join(f"{count} {kind}" for count, kind in counts[:5])
+
+
+def _counted_files(suffix: str, names: Sequence[str]) -> str:
+    """Returns the number of files of a suffix with the name of the first, or the name of the only one."""
+    if len(names) == 1 and suffix.startswith("."):
+        return PurePosixPath(names[0]).name
+    return f"{len(names)} {suffix}" + (f" such as {PurePosixPath(names[0]).name}" if suffix.startswith(".") else "")
+
+
+def _shortened(names: Sequence[str]) -> str:
+    """Returns a list of at most ACCOUNT_WIDTH letters, but at least the first name, and the number of the others."""
+    fitting = (n for n in range(len(names), 1, -1) if len(", ".join(names[:n])) <= ACCOUNT_WIDTH)
+    shown = next(fitting, min(1, len(names)))
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,11 +208,11 @@ class SourceFile:
 @dataclass(frozen=True)
 class SourceTree:
     """Files of a folder with the suffixes that were looked for, in the order of their paths, folders that cannot be
-    read, and the number of other files by suffix."""
+    read, and the other files by suffix."""
 
     paths: list[str]
     refused: list[RefusedItem]
-    ignored: dict[str, int]
+    ignored: dict[str, list[str]]
 
 
 def check_input_folder(folder: Path, content: str) -> None:
@@ -206,7 +244,7 @@ def scan(folder: Path, suffixes: Iterable[str]) -> SourceTree:
     taken.
     """
     suffixes = frozenset(suffixes)
-    found, refused, ignored = [], list[RefusedItem](), Counter[str]()
+    found, refused, ignored = [], list[RefusedItem](), defaultdict[str, list[str]](list)
 
     def refuse(error: OSError) -> None:
         name = Path(error.filename).relative_to(folder).as_posix()
@@ -217,23 +255,23 @@ def scan(folder: Path, suffixes: Iterable[str]) -> SourceTree:
         visible: dict[str, str] = {}
         for name in sorted(folders):
             if is_of_programs(name):
-                ignored["hidden/" if name.startswith(".") else f"{name}/"] += 1
+                inside = Path(at, name).relative_to(folder).as_posix()
+                ignored["hidden/" if name.startswith(".") else f"{name}/"].append(inside)
             else:
                 visible.setdefault(os.path.realpath(Path(at, name)), name)
         folders[:] = [name for place, name in visible.items() if place not in seen]
         seen |= visible.keys()
         for name in names:
             path = Path(at, name)
-            if name.startswith("."):
-                ignored["hidden"] += 1
-            elif path.suffix.lower() not in suffixes:
-                ignored[path.suffix.lower() or "without suffix"] += 1
+            suffix, inside = path.suffix.lower(), path.relative_to(folder).as_posix()
+            if suffix in suffixes and not name.startswith("."):
+                found.append(inside)
             else:
-                found.append(path.relative_to(folder).as_posix())
-    if skipped := {name: count for name, count in sorted(ignored.items()) if name.endswith("/")}:
+                ignored["hidden" if name.startswith(".") else suffix or "without suffix"].append(inside)
+    if skipped := {name: len(names) for name, names in sorted(ignored.items()) if name.endswith("/")}:
         named = ", ".join(f"{count} {name}" for name, count in skipped.items())
         log.info("%s: folders of programs are not searched: %s", folder, named)
-    return SourceTree(sorted(found), refused, dict(ignored))
+    return SourceTree(sorted(found), refused, {kind: sorted(names) for kind, names in ignored.items()})
 
 
 def is_of_programs(folder_name: str) -> bool:

@@ -53,7 +53,7 @@ def picture_figures(report: "ImageReport") -> dict[str, object]:
         "readable pictures": report.pictures,
         "held out": report.held_out,
         "refused": len(report.refused),
-        "other files": kinds.other_files(report.ignored) or 0,
+        **report.account(),
         "formats": ", ".join(f"{count} {name}" for name, count in report.formats.items()),
         "size": f"{report.bytes / 1e6:.1f} MB",
         "width in pixels": format_range(report.width),

@@ -3,7 +3,6 @@
 import re
 import struct
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,15 @@ import numpy as np
 from PIL import Image, ImageCms, PngImagePlugin, UnidentifiedImageError, features
 
 from gputrain.engine.containers import PICTURES, READ
-from gputrain.engine.preparation import RefusedItem, SourceFile, check_input_folder, scan, sorted_refusals, source_files
+from gputrain.engine.preparation import (
+    RefusedItem,
+    SourceFile,
+    check_input_folder,
+    format_counts,
+    scan,
+    sorted_refusals,
+    source_files,
+)
 from gputrain.errors import UserError
 from gputrain.vae.config import PictureLimits
 from gputrain.vae.damage import damage_of
@@ -88,11 +95,11 @@ def result_or_refusal(path: str, look: Callable[[], T]) -> T | RefusedItem:
 
 @dataclass(frozen=True)
 class PictureTree:
-    """Content of a folder: pictures and refused files, sorted by path, and the number of other files by suffix."""
+    """Content of a folder: pictures and refused files, sorted by path, and the other files by suffix."""
 
     sources: list[SourceFile]
     refused: list[RefusedItem]
-    ignored: dict[str, int]
+    ignored: dict[str, list[str]]
 
 
 def scan_pictures(folder: Path) -> PictureTree:
@@ -103,7 +110,7 @@ def scan_pictures(folder: Path) -> PictureTree:
     check_input_folder(folder, "pictures: --data-path FOLDER")
     tree = scan(folder, PICTURES)
     if not tree.paths and not tree.refused:
-        found = ", ".join(f"{count} {suffix}" for suffix, count in Counter(tree.ignored).most_common(5))
+        found = format_counts(tree.ignored)
         raise UserError(
             f"{folder}: " + (f"holds no picture (found {found})" if found else "the folder is empty"),
             hint=f"pictures are files with one of the suffixes {' '.join(sorted(PICTURES))}, in any subfolder; read "

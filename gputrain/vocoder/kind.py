@@ -59,7 +59,7 @@ def validate_recordings(settings: Any) -> kinds.DataWork:
 def sound_figures(report: "SoundReport") -> dict[str, object]:
     from gputrain.engine.preparation import format_range
 
-    figures: dict[str, object] = {"refused": len(report.refused), "other files": kinds.other_files(report.ignored) or 0}
+    figures: dict[str, object] = {"refused": len(report.refused), **report.account()}
     if (total := report.total) is not None:
         pitch = total.pitch_hz
         figures = {

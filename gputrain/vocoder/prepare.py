@@ -245,7 +245,7 @@ def validate_sounds(
     )
 
 
-Found = tuple[list[RecordingStats], list[RefusedItem], dict[str, int]]  # With the ignored files by suffix.
+Found = tuple[list[RecordingStats], list[RefusedItem], dict[str, list[str]]]  # With the ignored files by suffix.
 
 
 def _in_tree(folder: Path, num_workers: int, progress: Progress) -> Found:

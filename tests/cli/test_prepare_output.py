@@ -8,7 +8,6 @@ from PIL import Image
 
 from gputrain.cli import tables, ui
 from gputrain.engine.preparation import RefusedItem
-from gputrain.kinds import other_files
 from tests.command import gputrain_here
 from tests.tables import each_row
 from tests.vocoder.conftest import flags
@@ -37,12 +36,6 @@ def test_a_line_break_in_a_name_stays_on_its_line(capsys):
     assert told.out == "in\\n  put\n  files  a\\n  b\n"
 
 
-def test_files_that_are_not_read_are_counted_by_suffix():
-    assert other_files({}) == ""
-    assert other_files({".txt": 2, "hidden": 1}) == "2 .txt, 1 hidden"
-    assert other_files({".svg": 3}) == "3 .svg; 3 drawings or camera files are not read: convert them to png"
-
-
 def test_drawings_are_told_and_another_size_asks_first(tmp_path):
     raw, out = tmp_path / "raw", tmp_path / "out"
     raw.mkdir()
@@ -53,7 +46,7 @@ def test_drawings_are_told_and_another_size_asks_first(tmp_path):
     words = ("prepare-data", "--input-dir", raw, "--output-dir", out, "--num-workers", 1, "--target-size")
     done = gputrain_here(*words, 64)
     assert done.returncode == 0, done.stderr
-    assert "other files  1 .svg; 1 drawings or camera files are not read" in done.stdout
+    assert "ignored files  logo.svg\n    of them      1 drawings or camera files, to be converted" in done.stdout
     done = gputrain_here(*words, 32)
     assert done.returncode == 2
     assert "its pictures were prepared with other settings: target_size 64, not 32" in done.stderr

@@ -8,6 +8,7 @@ import pytest
 
 from gputrain.engine.data import FINGERPRINT_BLOCK, fingerprint
 from gputrain.engine.preparation import (
+    DataReport,
     Journal,
     RefusedItem,
     find_duplicates,
@@ -52,7 +53,7 @@ def test_a_folder_with_several_names_is_read_once(tmp_path: Path) -> None:
     (tmp_path / "same").symlink_to(tmp_path / "deep/er")
     tree = scan(tmp_path, {".wav"})
     assert (tree.paths, tree.refused) == (["deep/x.wav", "other/y.wav", "z.WAV"], [])
-    assert tree.ignored == {"without suffix": 1, "hidden/": 1, "__MACOSX/": 1}
+    assert tree.ignored == {"without suffix": ["note"], "hidden/": [".hidden"], "__MACOSX/": ["__MACOSX"]}
 
 
 def test_folders_of_programs_are_counted_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -71,7 +72,8 @@ def test_folders_of_programs_are_counted_and_said(tmp_path: Path, caplog: pytest
     tree = scan(tmp_path, {".png"})
     assert {path.split("/")[-3 if "inside" in path else -2] for path in tree.paths} == {"mine", "#1 tag", "@home"}
     assert len(tree.paths) == 12
-    assert tree.ignored == {"hidden": 1, "hidden/": 2 * len(hidden), **{f"{name}/": 2 for name in others}}
+    ignored = {kind: len(names) for kind, names in tree.ignored.items()}
+    assert ignored == {"hidden": 1, "hidden/": 2 * len(hidden), **{f"{name}/": 2 for name in others}}
     assert "folders of programs are not searched: 2 #recycle/, 2 $RECYCLE.BIN/" in caplog.text
     # A folder that is named itself is searched.
     assert scan(tmp_path / "@eaDir", {".png"}).paths == ["b.png", "inside/a.png"]
@@ -130,3 +132,19 @@ def test_a_quarantine_is_read_back_and_one_of_other_fields_is_refused(tmp_path: 
     (tmp_path / "quarantine.jsonl").write_text('{"path": "a", "reason": "silent", "detail": "x"}\n')
     with pytest.raises(UserError, match=r"quarantine\.jsonl: .*written by another version"):
         read_quarantine(tmp_path)
+
+
+def test_an_account_names_what_is_used_and_ignored_in_lines_of_a_terminal() -> None:
+    columns = {"audio": "audio", "sentence": "text", "source": "", **{f"column {number}": "" for number in range(20)}}
+    ignored = {".txt": [f"in/{number}.txt" for number in range(1234)], ".svg": ["logo.svg"], "hidden": [".a"]}
+    report = DataReport(input_dir="in", ignored=ignored, refused=[], columns=columns)
+    account = report.account()
+    assert account == {
+        "used": "audio, sentence",
+        "ignored": "source, column 0, column 1, column 2, column 3 and 16 more",
+        "ignored files": "logo.svg, 1234 .txt such as 0.txt, 1 hidden",
+        "  of them": "1 drawings or camera files, to be converted to png",
+    }
+    assert max(len(f"  height in pixels  {text}") for text in account.values()) <= 80
+    assert (report.to_json()["columns"], report.to_json()["ignored"]) == (columns, ignored)
+    assert DataReport(input_dir="in", ignored={}, refused=[]).account() == {}

@@ -274,7 +274,7 @@ def test_faulty_files_are_listed_and_left_where_they_are(troubled, out):
         "good/2.jpg": "again.jpg",
         "twin2.bmp": "twin1.png",
     }
-    assert report.ignored == {".txt": 1}
+    assert list(report.ignored) == [".txt"]
     assert report.made == len(rows(out)) == 7
     assert {path.relative_to(out).as_posix() for path in out.rglob("*.png")} == {row["path"] for row in rows(out)}
     assert state(troubled) == before

@@ -48,7 +48,7 @@ def test_files_of_every_kind(recordings, tmp_path):
     report = prepare_sound(recordings, tmp_path / "store", RECIPE)
     store = VocoderStore.open(tmp_path / "store")
     assert [clip.path for clip in store.clips] == ["a.wav", "b.flac", "deep/c.ogg", "deep/d.wav", "e.mp3"]
-    assert (report.made, report.kept, report.ignored) == (5, 0, {".txt": 1})
+    assert (report.made, report.kept, report.ignored) == (5, 0, {".txt": ["notes.txt"]})
     assert report.hours == pytest.approx(sum(c.samples for c in store.clips) / 16000 / 3600)
     lengths = {clip.path: clip.samples / 16000 for clip in store.clips}
     assert lengths["a.wav"] == pytest.approx(0.5, abs=1e-3)

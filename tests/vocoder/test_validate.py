@@ -50,7 +50,7 @@ def test_recordings_in_numbers(recordings):
     assert total.rates == {8000: 1, 16000: 4}
     assert (total.seconds.min, total.seconds.median, total.seconds.max) == (1.0, 1.0, 2.0)
     assert seen[-1] == (9, 9)  # Each content is read once.
-    assert report.ignored == {".txt": 1}
+    assert report.ignored == {".txt": ["notes.txt"]}
     assert {refusal.path: refusal.reason for refusal in report.refused} == {
         "cut.flac": "unreadable", "empty.wav": "unreadable", "high/d.wav": "duplicate", "nan.wav": "unreadable",
         "silent.wav": "silent",
