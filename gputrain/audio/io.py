@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,10 @@ SCALES = {16: 2.0**15, 24: 2.0**23, 32: 2.0**31}  # Full scale of integers by th
 QUIETEST = 2.0**-7  # Lowest peak, relative to the scale of integers, by which it is recognised: -42 dB.
 FEW_BEYOND = 0.001  # Share of the samples that exceed 1, below which they are errors and not of another scale.
 CANCELLED = 0.5  # A mix with less than this share of what it keeps of a single channel cancels channels.
+ALONE = 10.0  # Ratio of powers, 10 dB, above which one of two channels is heard alone.
+ALONE_SHARE = 0.05  # Share of the sound in which each of two channels is alone, if they are two speakers of a call.
+UNRELATED = 0.1  # Correlation of two channels below which they are not the same sound.
+CHANNEL = re.compile(r"(.+), channel (\d+)", re.DOTALL)  # The name of a recording of which one channel is taken.
 CANCELLED_SHARE = 0.02  # Share of the sound in which channels cancel each other, above which they are not mixed.
 # What libsndfile notes of damage in Ogg, and of sound whose length in the header is not that in the file.
 DAMAGED_OGG = re.compile("Junk after the last page|reports a hole|Corrupted bitstream")
@@ -160,26 +164,43 @@ def read_part(path: Path, where: float, seconds: float, rate_hz: int) -> Samples
     return resample(part_TC[:, int(np.square(part_TC).sum(axis=0).argmax())], source_hz, rate_hz)
 
 
-def length_of(path: Path) -> float | None:
-    """Returns the seconds of a file by its header; None if it has none that libsndfile reads."""
+def info_of(path: Path) -> Any:
+    """Returns soundfile's description of a file by its header; None if it has none that libsndfile reads."""
     import soundfile
 
     try:
-        return float(soundfile.info(str(path)).duration)
+        return soundfile.info(str(file_and_channel(path)[0]))
     except (soundfile.LibsndfileError, OSError, ValueError):
         return None
 
 
+def length_of(path: Path) -> float | None:
+    """Returns the seconds of a file by its header; None if it has none that libsndfile reads."""
+    return float(info.duration) if (info := info_of(path)) else None
+
+
+def with_channel(path: str, channel: int) -> str:
+    """Returns the path by which `read_sound` takes one channel of a file, counted from 0, and not the mean of all."""
+    return f"{path}, channel {channel + 1}"
+
+
+def file_and_channel(path: Path) -> tuple[Path, int | None]:
+    """Returns the file of a path, and the channel that `with_channel` has added."""
+    match = CHANNEL.fullmatch(path.name)
+    return (path.with_name(match[1]), int(match[2]) - 1) if match else (path, None)
+
+
 def _decoded(path: Path, known: Mixing | None = None) -> tuple[int, Iterator[Samples], Mixing]:
     """Returns the sampling rate of a file, its decoded blocks, at least one, and how their samples are made."""
+    path, channel = file_and_channel(path)
     if not path.is_file():
         raise UserError(f"{path}: no such file", hint="name a sound file: wav, flac, ogg or mp3")
     if path.suffix.lower() not in FFMPEG_SOUNDS:
-        return _blocks_of(path, path, known)
+        return _blocks_of(path, path, known, channel)
     folder = TemporaryDirectory(prefix="gputrain-")
     converted = Path(folder.name) / "sound.wav"
     _by_ffmpeg(path, converted)
-    return _blocks_of(converted, path, known, folder)
+    return _blocks_of(converted, path, known, channel, folder)
 
 
 def _by_ffmpeg(path: Path, converted: Path) -> None:
@@ -206,14 +227,14 @@ def _by_ffmpeg(path: Path, converted: Path) -> None:
 
 
 def _blocks_of(
-    path: Path, source: Path, known: Mixing | None, folder: TemporaryDirectory[str] | None = None
+    path: Path, source: Path, known: Mixing | None, channel: int | None, folder: TemporaryDirectory[str] | None = None
 ) -> tuple[int, Iterator[Samples], Mixing]:
     """Returns the sampling rate and the blocks of a file that libsndfile decodes, and how they are made; `source` is
     named in errors. The file's temporary `folder` is deleted with the last block."""
     with _open(path) as file:
         rate_hz = file.samplerate
         is_plain = file.channels == 1 and file.subtype not in UNSCALED
-        mixing = known or (Mixing() if is_plain else _mixing_of(file, source))
+        mixing = known or (Mixing() if is_plain else _mixing_of(file, source, channel))
 
     def blocks() -> Iterator[Samples]:
         first = 0
@@ -269,14 +290,16 @@ def _damage_of(file: "soundfile.SoundFile", path: Path, samples: int) -> str:
     return ""
 
 
-def _mixing_of(file: "soundfile.SoundFile", source: Path) -> Mixing:
-    """Reads a file to find its scale, and whether its channels cancel each other when they are mixed.
+def _mixing_of(file: "soundfile.SoundFile", source: Path, wanted: int | None) -> Mixing:
+    """Reads a file to find its scale, and whether its channels cancel each other when they are mixed, or two of them
+    hold different sound. None of this matters for a `wanted` channel.
 
     A mix of C uncorrelated channels keeps 1 / C of their power, and of a single one 1 / C^2; it has less than that only
     where channels have opposite phases. Raises UserError if the scale is unknown.
     """
     peak, are_whole, total_C, cancelled = 0.0, True, np.zeros(file.channels), 0.0
     loudest, beyond, sounding = 0.0, 0, 0
+    alone_C, shared = np.zeros(file.channels), 0.0
     for block_TC in _read(file, BLOCK // file.channels):
         peak = max(peak, float(block_TC.max()), -float(block_TC.min()))
         are_whole = are_whole and bool(np.array_equal(block_TC, np.rint(block_TC)))
@@ -287,6 +310,8 @@ def _mixing_of(file: "soundfile.SoundFile", source: Path) -> Mixing:
             power_C = np.square(second_TC).sum(axis=0)
             total_C += power_C
             loudest += power_C.max()
+            shared += float(second_TC[:, 0] @ second_TC[:, -1])
+            alone_C[power_C.argmax()] += power_C.max() * (power_C.max() > ALONE * power_C.min())
             if np.square(second_TC.mean(axis=1)).sum() < CANCELLED * power_C.max() / file.channels**2:
                 cancelled += power_C.max()
     if LOUDEST < peak < math.inf and beyond < FEW_BEYOND * sounding:
@@ -296,11 +321,22 @@ def _mixing_of(file: "soundfile.SoundFile", source: Path) -> Mixing:
             hint="repair these samples, or leave the file out",
         )
     full_scale, remark = _full_scale(peak, are_whole, file.subtype, source)
+    if wanted is not None:
+        return Mixing(full_scale, wanted, remark)
     remarks = [remark] if remark else []
     channel = int(total_C.argmax()) if cancelled > CANCELLED_SHARE * loudest else None
     if channel is not None:
         remarks.append(f"its channels cancel each other when mixed, so that channel {channel + 1} is taken")
+    elif file.channels == 2 and _are_different(total_C, alone_C, shared):
+        remarks.append("its channels hold different sound, such as the two speakers of a call, and are mixed")
     return Mixing(full_scale, channel, "; ".join(remarks))
+
+
+def _are_different(total_C: npt.NDArray[np.float64], alone_C: npt.NDArray[np.float64], shared: float) -> bool:
+    """Returns True if each of two channels is often heard alone, or both are loud and unrelated."""
+    takes_turns = alone_C.min() > ALONE_SHARE * total_C.sum()
+    is_unrelated = abs(shared) < UNRELATED * math.sqrt(total_C.prod()) and total_C.min() * ALONE > total_C.max()
+    return bool(takes_turns or is_unrelated)
 
 
 def _full_scale(peak: float, are_whole: bool, subtype: str, source: Path) -> tuple[float, str]:

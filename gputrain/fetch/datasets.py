@@ -106,19 +106,19 @@ def of_one_split(names: Sequence[str], shown: str, start: str) -> list[str]:
     Raises UserError if the files are of several splits, and none of them is that for training, and if shards of one
     name are in several folders, as those of a repository's languages or sizes are.
     """
-    split_of = {name: _split_of(name) for name in names}
-    first = {split: name for name, split in reversed(split_of.items())}
+    splits = {name: split_of(name) for name in names}
+    first = {split: name for name, split in reversed(splits.items())}
     examples = {split: first[split] for split in SPLITS if split in first and (split != "other" or "train" in first)}
     taken = list(names)
     split = _chosen(examples, shown, start) if examples else ""
     if split == "train" and len(examples) > 1:
         # Beside a split, files without one belong to all; containers only if the split is nothing but tables.
-        packed = any(split_of[name] == split and CONTAINERS.search(name) for name in names)
+        packed = any(splits[name] == split and CONTAINERS.search(name) for name in names)
         taken = [
             name for name in names
-            if split_of[name] == split or not (split_of[name] or (packed and CONTAINERS.search(name)))
+            if splits[name] == split or not (splits[name] or (packed and CONTAINERS.search(name)))
         ]  # fmt: skip
-        if unclear := [name for name in names if name not in taken and not split_of[name]]:
+        if unclear := [name for name in names if name not in taken and not splits[name]]:
             log.warning("%s: %d files of no split are not read, such as %s", shown, len(unclear), unclear[0])
     places: dict[str, list[str]] = {}
     for name in filter(SHARD.search, taken):
@@ -144,7 +144,7 @@ def _chosen(examples: Mapping[str, str], shown: str, start: str) -> str:
     return "train" if "train" in examples else others[0]
 
 
-def _split_of(path: str) -> str:
+def split_of(path: str) -> str:
     """Returns the split that a path tells by a whole word in it; the folders' words come first."""
     for part in path.lower().split("/"):
         words = re.split(r"[^a-z]+", part)
@@ -156,5 +156,5 @@ def _split_of(path: str) -> str:
 
 def _pattern(path: str) -> str:
     """Returns a pattern of the files of a split, by one of them: their folder, or their shards."""
-    folders = [folder for folder in PurePosixPath(path).parents if _split_of(folder.name)]
+    folders = [folder for folder in PurePosixPath(path).parents if split_of(folder.name)]
     return folders[-1].as_posix() if folders else re.sub(r"\d{4,6}(-of-\d{4,6})?", "*", path)

@@ -20,7 +20,7 @@ from gputrain.speech.text.plain import plain_words, rules_of
 from gputrain.speech.text.raw import RawRules, checked_language, converter_of, with_number_words
 from gputrain.speech.text.unicode_cleanup import IPA_SIGNS, is_removed, script_of
 from gputrain.speech.text.vocabulary import SPECIAL, Vocabulary, vocabulary_of
-from gputrain.speech.transcripts import Utterance
+from gputrain.speech.utterances import Utterance
 
 MOST_COMPARED = 200  # maximum number of texts that are compared with what Piper reads
 MOST_EXAMPLES = 5  # maximum number of characters listed in a warning

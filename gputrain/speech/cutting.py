@@ -19,7 +19,7 @@ from gputrain.speech.checker import NotRecognised, SentenceTimes, SpeechChecker
 from gputrain.speech.config import SpeechPrepareConfig
 from gputrain.speech.store import Recording
 from gputrain.speech.text.frontend import shortened
-from gputrain.speech.transcripts import Utterance
+from gputrain.speech.utterances import Utterance
 
 BEFORE_SECONDS, AFTER_SECONDS = 0.1, 0.2  # Sound that is kept around what is heard of a sentence.
 WINDOW_SECONDS = 0.03  # A cut is in the middle of the quietest window between two sentences.

@@ -81,6 +81,7 @@ def prepared_speech(report: "SpeechPrepareReport") -> dict[str, object]:
         "duration": format_duration(3600 * report.hours),
         "speakers": ", ".join(filter(None, names)) + more or 1,
         **({"vocabulary": f"{len(report.vocabulary)} symbols: {' '.join(letters)}"} if letters else {}),
+        **report.account(),
         "left out": len(report.refused),
         **{f"  {reason}": count for reason, count in report.reasons.items()},
     }
@@ -98,7 +99,7 @@ def validate_transcribed(settings: Any, kind: SpeechKind) -> DataWork:
 def speech_figures(report: "SpeechReport") -> dict[str, object]:
     from gputrain.engine.preparation import format_range
 
-    figures: dict[str, object] = {"left out": len(report.refused)}
+    figures: dict[str, object] = {**report.account(), "left out": len(report.refused)}
     if report.seconds is not None and (rates := report.symbols_a_second) is not None:
         spoken = {symbol: count for symbol, count in report.symbols.items() if count}
         commonest = " ".join(f"{symbol}:{count}" for symbol, count in list(spoken.items())[:8])

@@ -40,7 +40,7 @@ from gputrain.speech.frames import encoder_frames
 from gputrain.speech.text.frontend import RESERVED, Frontend
 from gputrain.speech.text.unicode_cleanup import PUNCTUATION
 from gputrain.speech.text.vocabulary import SPECIAL, Vocabulary
-from gputrain.speech.transcripts import similar_speakers
+from gputrain.speech.utterances import similar_speakers
 from gputrain.stored import from_row, is_fingerprint, unreadable
 
 log = logging.getLogger(__name__)

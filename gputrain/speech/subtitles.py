@@ -20,6 +20,12 @@ _TAG = re.compile(r"<[^<>]*>|\{\\[^{}]*\}")
 _SOUND = re.compile(r"\[[^\[\]]*\]|\([^()]*\)|♪+")  # Descriptions of sounds are not spoken.
 
 
+_LABEL = re.compile(r"(-?\d+(?:[.,]\d+)?)\t(-?\d+(?:[.,]\d+)?)(?:\t(.*))?")
+_FREQUENCIES = re.compile(r"\\\t-?\d.*")  # Audacity's line below a label of a range of frequencies.
+_CLOCK = re.compile(r"\s*[\[(]?\d{1,3}:\d{2}(:\d{2})?([.,:]\d{1,3})?([\])\s-]|$)")  # As in LRC and protocols.
+LABELS, CUES = "a label track", "subtitles"
+
+
 class SubtitleFault(NamedTuple):
     line: int
     detail: str
@@ -69,6 +75,37 @@ def parse_subtitles(content: str) -> tuple[list[Subtitle], list[SubtitleFault]]:
             cues.append(Subtitle(block.begin, block.end, text, block.line, voice[1].strip() if voice else ""))
         elif not is_rolling:
             faults.append(SubtitleFault(block.line, f"no words in {written[:60]!r}"))
+    return cues, faults
+
+
+def form_of(content: str) -> str:
+    """Returns what a text file holds if it is no plain text: LABELS, CUES, or another form; "" for plain text."""
+    lines = [line for line in content.split("\n") if line.strip()]
+    if lines and all(_LABEL.fullmatch(line) or _FREQUENCIES.fullmatch(line) for line in lines):
+        return LABELS
+    if any(_TIMES.fullmatch(line) for line in lines):
+        return CUES
+    if content.lstrip().startswith(('File type = "ooTextFile"', "ooTextFile")):
+        return "a TextGrid of Praat"
+    if re.match(r'\s*(\{\s*["}]|\[\s*[\[{\]])', content):
+        return "JSON"
+    timed = sum(bool(_CLOCK.match(line)) for line in lines)
+    return "times" if timed > 1 and 3 * timed >= len(lines) else ""
+
+
+def parse_labels(content: str) -> tuple[list[Subtitle], list[SubtitleFault]]:
+    """Returns the labels of a track as Audacity exports it, and its faults: labels of a point, and those without words.
+    A line is the start and the end in seconds, and the text, separated by tabs."""
+    cues, faults = list[Subtitle](), list[SubtitleFault]()
+    for number, line in enumerate(content.split("\n"), start=1):
+        if label := _LABEL.fullmatch(line):
+            begin, end = (float(time.replace(",", ".")) for time in label.groups()[:2])
+            if end <= begin:
+                faults.append(SubtitleFault(number, f"a point at {begin:.2f} seconds, without an end"))
+            elif text := " ".join((label[3] or "").split()):
+                cues.append(Subtitle(begin, end, text, number))
+            else:
+                faults.append(SubtitleFault(number, f"no words from {begin:.2f} to {end:.2f} seconds"))
     return cues, faults
 
 

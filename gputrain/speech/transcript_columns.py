@@ -4,12 +4,16 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
 from gputrain.errors import UserError
 
-TranscriptColumn = Literal["audio", "speaker", "text", "normalized", "start", "end", "duration", "other"]
+TranscriptColumn = Literal[
+    "audio", "speaker", "text", "normalized", "start", "end", "duration", "channel", "language", "split", "weight",
+    "exclude", "include", "other",
+]  # fmt: skip
 TranscriptColumns = tuple[TranscriptColumn, ...]
 
 LJSPEECH: TranscriptColumns = ("audio", "text", "normalized")
@@ -30,12 +34,22 @@ HEADINGS: Mapping[str, TranscriptColumn] = {
     **dict.fromkeys(("normalized_transcription", "normalized_transcript", "text_normalized"), "normalized"),
     **dict.fromkeys((*SPEAKER_KEYS, "client_id", "voice"), "speaker"),
     **dict.fromkeys(START_KEYS, "start"), **dict.fromkeys(END_KEYS, "end"), **dict.fromkeys(DURATION_KEYS, "duration"),
+    # They change what a line means: gputrain/speech/utterances.py honours or refuses them.
+    **dict.fromkeys(("channel", "channel_selector", "channel_id"), "channel"),
+    **dict.fromkeys(("language", "lang", "locale", "language_code", "lang_code", "language_id", "lang_id"), "language"),
+    **dict.fromkeys(("split", "subset", "set", "partition"), "split"),
+    **dict.fromkeys(("weight", "sample_weight", "sampling_weight", "num_repeats", "repeats"), "weight"),
+    **dict.fromkeys(("do_not_use", "exclude", "excluded", "rejected", "skip", "ignore", "discard"), "exclude"),
+    **dict.fromkeys(("is_valid", "valid", "keep", "include", "accepted", "usable"), "include"),
 }  # fmt: skip
+MEANINGS: tuple[TranscriptColumn, ...] = ("channel", "language", "split", "weight", "exclude", "include")
 ALIKE = 0.5  # minimum share of a text's words that its normalised form contains
-REPEATED = 0.5  # minimum share of lines whose speaker occurs in another line
+LONGER = 1.2  # words by which texts are longer than the names of speakers, at least
+SIGNS = ("|", "a tab", ";", "a comma")
+LENGTH = re.compile(r"\d+[.,:]\d+ ?(s|sec|seconds)?")  # a text that is a length
 COLUMNS_HINT = (
-    "use --transcript-columns audio,text,normalized or audio,speaker,text (also start, end, duration, and "
-    "other for an ignored column)"
+    "name each column, in order: audio, text, normalized, speaker, start, end, duration, channel, language, split, or "
+    "other for an ignored one"
 )
 DISAGREEING_SECONDS = 0.1  # accepted difference between an end and a duration
 
@@ -54,15 +68,21 @@ def header_of(cells: Sequence[str]) -> TranscriptColumns | None:
     return tuple(named) if {"audio", "text"} <= set(named) else None
 
 
+@cache
+def role_of(name: str) -> TranscriptColumn:
+    """Returns what a column or key of a name holds."""
+    return HEADINGS.get(_heading(name), "other")
+
+
 def text_keys_of(row: Iterable[str]) -> tuple[str, ...]:
     """Returns the keys of a JSON object that may have its text: the usual ones, then those that are names of columns of
     a table, of which the normalised form comes first."""
-    named = {kind: [key for key in row if HEADINGS.get(_heading(key)) == kind] for kind in ("normalized", "text")}
+    named = {kind: [key for key in row if role_of(key) == kind] for kind in ("normalized", "text")}
     return (*TEXT_KEYS, *named["normalized"], *named["text"])
 
 
 def speaker_keys_of(row: Iterable[str]) -> tuple[str, ...]:
-    return (*SPEAKER_KEYS, *(key for key in row if HEADINGS.get(_heading(key)) == "speaker"))
+    return (*SPEAKER_KEYS, *(key for key in row if role_of(key) == "speaker"))
 
 
 def _heading(name: str) -> str:
@@ -118,35 +138,44 @@ def _seconds(name: str, value: object) -> float | None:
 def columns_of(file: Path, rows: Sequence[Sequence[str]]) -> TranscriptColumns:
     """Detects the columns from most lines. Raises UserError if they are ambiguous."""
     count = Counter(map(len, rows)).most_common(1)[0][0] if rows else 0
-    if count > 3 and not any(row[-1] for row in rows if len(row) == count):  # Every line ends with a separator.
-        return columns_of(file, [row[:-1] for row in rows if len(row) == count])
-    if count == 2:
-        return ("audio", "text")
-    if count != 3:
-        what = "no line" if not rows else f"lines of {count} column{'s' if count > 1 else ''}"
-        raise UserError(f"{file}: {what}, expected 2 or 3 with a separator between them", hint=COLUMNS_HINT)
-    columns = _of_three([row for row in rows if len(row) == 3])
-    if columns is None:
-        raise UserError(f"{file}: its second column may hold texts or speakers", hint=COLUMNS_HINT)
-    return columns
+    rows = [row for row in rows if len(row) == count]
+    if count > 3 and not any(row[-1] for row in rows):  # Every line ends with a separator.
+        return columns_of(file, [row[:-1] for row in rows])
+    found: TranscriptColumns | None = ("audio", "text") if count == 2 else _of_three(rows) if count == 3 else None
+    if found and 2 * sum(bool(LENGTH.fullmatch(row[found.index("text")])) for row in rows) <= len(rows):
+        return found
+    if count < 2:
+        fault = f"no line has 2 columns or more with {' or '.join(SIGNS)} between them" if rows else "no line"
+        raise UserError(f"{file}: {fault}", hint="expected a line for each recording, such as NAME|TEXT")
+    example = " | ".join(cell[:40] for cell in rows[0])
+    raise UserError(
+        f"{file}: without a header, nothing tells what its {count} columns hold, such as {example}",
+        hint=f"{COLUMNS_HINT}, such as --transcript-columns {','.join(_suggested(rows))}",
+    )
+
+
+def _suggested(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns columns for an example: the one with the most words has the texts."""
+    words = [sum(len(row[at].split()) for row in rows if not LENGTH.fullmatch(row[at])) for at in range(len(rows[0]))]
+    text = max(range(1, len(words)), key=lambda at: words[at])
+    return ["audio", *("text" if at == text else "other" for at in range(1, len(words)))]
 
 
 def _of_three(rows: Sequence[Sequence[str]]) -> TranscriptColumns | None:
-    """Distinguishes LJSpeech, whose third column repeats the second, from Piper, whose second names a few speakers."""
-    if not any(third for _, _, third in rows):
+    """Recognises LJSpeech, whose third column says the same as the second, Piper, whose second names a speaker of
+    several lines, and Mimic's recordings, whose third is the number of letters of the second."""
+    seconds, thirds = [row[1] for row in rows], [row[2] for row in rows]
+    whole = [(second, third) for second, third in zip(seconds, thirds, strict=True) if second and third]
+    if not any(thirds):
         return LJSPEECH
-    whole = [(second, third) for _, second, third in rows if second and third]
-    if not whole:
-        return PIPER if any(third for _, _, third in rows) else LJSPEECH
-    if sum(_shared(second, third) for second, third in whole) / len(whole) >= ALIKE:
+    if all(third == str(len(second)) for second, third in whole) and whole:
+        return ("audio", "text", "other")
+    if whole and sum(_shared(second, third) for second, third in whole) / len(whole) >= ALIKE:
         return LJSPEECH
-    if len({second for second, _ in whole}) <= (1 - REPEATED) * len(whole):
-        return PIPER
-    if sum(" " in second for second, _ in whole) > len(whole) / 2:
-        return LJSPEECH  # Speakers would not have so many distinct names.
-    # Piper's first column names files as they are, LJSpeech's without their suffix.
-    with_suffix = sum(bool(re.search(r"\.[A-Za-z]\w{1,3}$", first)) for first, _, _ in rows)
-    return {len(rows): PIPER, 0: LJSPEECH}.get(with_suffix)
+    longer = sum(len(third.split()) - len(second.split()) for _, second, third in rows) / len(rows)
+    # Names of speakers are shorter than texts, and fewer; what depends on a repeated sentence is as frequent as that.
+    names = len(set(seconds))
+    return PIPER if longer >= LONGER and names < min(len(rows), len(set(thirds))) else None
 
 
 def _shared(text: str, normalised: str) -> float:

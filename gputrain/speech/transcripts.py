@@ -4,6 +4,7 @@
     Piper        recording|speaker|text
     CSV          a header in any order, cells separated by |, tabs, commas or semicolons
     JSON         lines or a list of {"audio": ..., "text": ..., "speaker": ...}, "speaker" is optional
+    corpora      LibriSpeech, LibriTTS, VCTK, CMU Arctic, and data folders of Kaldi
     pairs        NAME.wav and NAME.txt, anywhere in the tree, or NAME.json with {"text": ...}
     subtitles    NAME.wav and NAME.srt or NAME.vtt, anywhere in the tree, for a recogniser
     Common Voice client_id, path, sentence, ... separated by tabs, the recordings in clips/
@@ -13,35 +14,35 @@ cut a clip out of its recording. An invalid line is left out, without effect on 
 """
 
 import logging
-import math
-import os
-import posixpath
 import re
 import unicodedata
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any
 
 from gputrain.audio.prepare import RefusalReason
-from gputrain.engine.containers import FFMPEG_SOUNDS, SOUNDS
 from gputrain.engine.preparation import RefusedItem
 from gputrain.errors import UserError
 from gputrain.figures import counted
 from gputrain.speech import subtitles
+from gputrain.speech.corpora import Corpus, find_corpus
+from gputrain.speech.sound_finder import PLACES, SoundFinder, suffix_of_name
 from gputrain.speech.text.lines import decoded, read_text
 from gputrain.speech.transcript_columns import (
     AUDIO_KEYS,
     DURATION_KEYS,
     END_KEYS,
+    MEANINGS,
     START_KEYS,
     TEXT_KEYS,
     TranscriptColumns,
     check_units,
     columns_of,
     header_of,
+    role_of,
     span_of,
     speaker_keys_of,
     text_keys_of,
@@ -56,6 +57,15 @@ from gputrain.speech.transcript_files import (
     json_rows,
     table_rows,
 )
+from gputrain.speech.utterances import (
+    LineChoice,
+    LineTags,
+    TranscriptRules,
+    Utterance,
+    overlapping,
+    similar_speakers,
+    with_one_text,
+)
 
 log = logging.getLogger(__name__)
 
@@ -66,33 +76,9 @@ COMMON_VOICE_HINT = (
     "name one with --transcripts: train.tsv, which leaves dev.tsv and test.tsv for evaluation, or validated.tsv, which "
     "holds all that listeners have confirmed"
 )
-PLACES = ("", "wavs/", "clips/")  # Folders of the recordings next to a table.
+WHISPER = re.compile(r"start\tend\ttext\n\d+\t\d+\t")
 LOOKED_AT = 50  # number of lines read to detect a transcript
 LOOKED_AT_BYTES = 1 << 16
-
-
-@dataclass(frozen=True)
-class Utterance:
-    path: str  # path of the recording, relative to the folder
-    text: str
-    speaker: str  # "" for a single speaker
-    where: str  # file and line of the transcript
-    span: tuple[float, float] | None = None  # first second in the recording and end; default: the whole recording
-
-    @property
-    def name(self) -> str:
-        """The name in reports: the recording, or the subtitle that is a part of it."""
-        return self.where if self.span else self.path
-
-
-@dataclass(frozen=True)
-class TranscriptRules:
-    """Rules of a kind of model for transcripts."""
-
-    needs_speakers: bool = True  # True if a line without a speaker is left out where others have one
-    cue_gap: float = 0.0  # seconds between subtitles that are joined
-    max_seconds: float = math.inf  # maximum length of joined subtitles
-    language: str = ""  # language whose subtitles are read; "": subtitles are not read
 
 
 @dataclass(frozen=True)
@@ -103,6 +89,9 @@ class Transcripts:
     utterances: list[Utterance]
     refused: list[RefusedItem]
     notes: list[str]  # Each is a sentence about something unexpected.
+    columns: dict[str, str] = field(default_factory=dict)  # role of each column or key; "" if ignored
+    files: frozenset[str] = frozenset()  # files that were read
+    to_ignore: Callable[[str], str] = "drop the column {}".format  # advice on ignoring a column of a kind
 
 
 TRANSCRIPTS_HINT = "name the transcript with --transcripts FILE"
@@ -113,83 +102,6 @@ def invalid(text: str) -> bool:
     return any(letter in "\0\ufffd" or "\ud800" <= letter <= "\udfff" for letter in text)
 
 
-class SoundFinder:
-    """Finds the recordings of a tree by the names in transcripts: a path, with or without its suffix, relative to the
-    folder, to its wavs/ or clips/, or to the folder of the transcript; an absolute path, or one that leads out of the
-    folder, of an existing file; or the bare name if it is unique in the tree. A name that differs in capitals or has
-    another suffix is that of a recording if no other fits better. `root` is the folder."""
-
-    def __init__(self, paths: Iterable[str], bases: Sequence[str] = PLACES, root: Path | None = None) -> None:
-        self._bases, self._root = bases, root
-        self._by_path: dict[str, list[str]] = {}
-        self._by_name: dict[str, list[str]] = {}
-        for path in paths:
-            key = unicodedata.normalize("NFC", path)  # Some file systems decompose letters.
-            for spelled in {key, _bare(key)}:
-                self._by_path.setdefault(spelled, []).append(path)
-            for spelled in {_name(key), _bare(_name(key))}:
-                self._by_name.setdefault(spelled, []).append(path)
-
-    @cached_property
-    def _by_folded(self) -> dict[str, list[str]]:
-        """The recordings by their paths and names without regard to capitals."""
-        found: dict[str, dict[str, None]] = {}
-        for known in (self._by_path, self._by_name):
-            for spelled, paths in known.items():
-                found.setdefault(spelled.casefold(), {}).update(dict.fromkeys(paths))
-        return {spelled: list(paths) for spelled, paths in found.items()}
-
-    def find(self, name: str) -> list[str]:
-        """Returns the recordings that match; only those of supported formats if there are any."""
-        given = name.strip().strip('"').replace("\\", "/")
-        key = unicodedata.normalize("NFC", given).removeprefix("./")
-        if outside := self._outside(given):
-            return outside
-        parts = key.split("/")
-        # The path may begin with folders above this one.
-        places = [*(base + key for base in self._bases), *("/".join(parts[at:]) for at in range(1, len(parts) - 1))]
-        if found := _first_known([*((self._by_path, place) for place in places), (self._by_name, parts[-1])]):
-            return found
-        other = re.sub(r"\.[A-Za-z][A-Za-z0-9]{1,3}$", "", parts[-1])  # Of a format that is not read, such as .sph.
-        return _first_known((self._by_folded, place.casefold()) for place in (*places, parts[-1], other))
-
-    def _outside(self, given: str) -> list[str]:
-        """Resolves an absolute path or one with `..`; a file inside the folder is returned by its relative path."""
-        if self._root is None or _suffix(given) not in SOUNDS | FFMPEG_SOUNDS:
-            return []
-        if Path(given).is_absolute():
-            places = [given]
-        else:
-            places = [str(self._root / base / given) for base in self._bases] if ".." in given.split("/") else []
-        for place in filter(os.path.isfile, places):
-            real, root = Path(place).resolve(), self._root.resolve()
-            within = real.relative_to(root).as_posix() if real.is_relative_to(root) else ""
-            return self._by_path.get(unicodedata.normalize("NFC", within), [Path(place).as_posix()])
-        return []
-
-
-def _first_known(ways: Iterable[tuple[dict[str, list[str]], str]]) -> list[str]:
-    """Returns the recordings of the first spelling that is known; only those of supported formats if there are any."""
-    for known, place in ways:
-        for spelled in (place, _bare(place)):
-            if spelled in known:
-                return [path for path in known[spelled] if _suffix(path) in SOUNDS] or known[spelled]
-    return []
-
-
-def _name(path: str) -> str:
-    return path.rpartition("/")[2]
-
-
-def _suffix(path: str) -> str:
-    return posixpath.splitext(path)[1].lower()
-
-
-def _bare(path: str) -> str:
-    """Removes an audio suffix; an id may contain other full stops."""
-    return path.rpartition(".")[0] if _suffix(path) in SOUNDS | FFMPEG_SOUNDS else path
-
-
 @dataclass
 class _Reading:
     folder: Path
@@ -198,6 +110,10 @@ class _Reading:
     refused: list[RefusedItem] = field(default_factory=list)
     named: set[str] = field(default_factory=set)  # recordings that a line refers to, accepted or not
     is_selection: bool = False  # True if the file lists a part of the recordings on purpose
+    columns: dict[str, str] = field(default_factory=dict)  # role of each column or key; "" if ignored
+    files: set[str] = field(default_factory=set)  # files that were read
+    tags: dict[int, LineTags] = field(default_factory=dict)  # tags of utterances, by their place
+    to_ignore: Callable[[str], str] = "take the key of the {} out of the lines".format
 
     def refuse(self, where: str, reason: RefusalReason, detail: str) -> None:
         self.refused.append(RefusedItem(where, reason, detail))
@@ -209,10 +125,18 @@ class _Reading:
             self.named.add(found[0])
         return found
 
+    def read(self, file: Path) -> str:
+        """Returns the text of a file, which is then no other file of the folder. Raises UserError as `read_text`."""
+        if file.is_relative_to(self.folder):
+            self.files.add(file.relative_to(self.folder).as_posix())
+        return read_text(file, TRANSCRIPTS_HINT)
+
     def add(
-        self, where: str, name: str, text: str, speaker: str = "", times: tuple[object, object, object] = (None,) * 3
-    ) -> None:
-        """Adds the utterance of a line, whose times are its start, its end and its duration, or refuses the line."""
+        self, where: str, name: str, text: str, speaker: str = "", times: tuple[object, object, object] = (None,) * 3,
+        tags: LineTags = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        """Adds the utterance of a line, whose times are its start, its end and its duration, or refuses the line.
+        `tags` are the values of its columns that are in `MEANINGS`."""
         found = self.find(name)
         try:
             span = span_of(*times)
@@ -232,7 +156,19 @@ class _Reading:
             self.refuse(where, "no transcript", f"{found[0]}: its text is empty")
         else:
             person = " ".join(unicodedata.normalize("NFC", speaker).split())
-            self.utterances.append(Utterance(found[0], " ".join(text.split()), person, where, span))
+            if tags:
+                self.tags[len(self.utterances)] = tags
+            channel = tags.get("channel", "")
+            self.utterances.append(Utterance(found[0], " ".join(text.split()), person, where, span, channel))
+
+    def choose_lines(self, source: str, language: str) -> list[str]:
+        """Leaves out the utterances that columns exclude. Returns sentences about it."""
+        choice = LineChoice(source, self.tags, len(self.utterances), language, self.to_ignore)
+        self.columns = {name: "" if role in choice.unused else role for name, role in self.columns.items()}
+        for at, (reason, detail) in choice.left_out.items():
+            self.refuse(self.utterances[at].where, reason, detail)
+        self.utterances = [one for at, one in enumerate(self.utterances) if at not in choice.left_out]
+        return choice.notes
 
 
 def read_transcripts(
@@ -241,43 +177,59 @@ def read_transcripts(
     *,
     file: Path | None = None,
     columns: TranscriptColumns = (),
-    rules: TranscriptRules = TranscriptRules(),
+    rules: TranscriptRules = TranscriptRules(),  # noqa: B008  (It is immutable.)
+    others: Iterable[str] = (),
 ) -> Transcripts:
-    """Reads the transcripts of the recordings `paths` of a folder, from `file` or from files found in the folder.
+    """Reads the transcripts of the recordings `paths` of a folder, from `file` or from files found in the folder, of
+    which `others` are those that are no recordings.
 
     `columns` are those of a table; default: detected. Recordings without a transcript, and those with two different
     ones, are left out. Raises UserError if no transcript file or several are found, or one is not UTF-8.
     """
-    subtitled = (
-        subtitles.files_by_recording(paths, _subtitle_files(folder, paths), rules.language) if rules.language else {}
-    )
-    file = file or _found(folder, [path for path in paths if path not in subtitled], bool(subtitled))
+    subtitled: Mapping[str, list[str]] = {}
+    if rules.reads_subtitles:
+        subtitled = subtitles.files_by_recording(paths, _subtitle_files(folder, paths), rules.language)
+    corpus = None if file else find_corpus(folder, others)
+    file = file or _found(folder, [path for path in paths if path not in subtitled], bool(subtitled), corpus)
+    reading = _Reading(folder, SoundFinder(paths, root=folder))
     if file is None and subtitled:
-        reading, source = _Reading(folder, SoundFinder(paths, root=folder)), "subtitles next to the recordings"
+        source = "subtitles next to the recordings"
         for path, given in subtitled.items():
             _read_subtitles(reading, path, given, rules)
-        _read_pairs(reading, paths, subtitled)
+        _read_pairs(reading, paths, rules, subtitled)
+    elif file is None and corpus and not _texts_of(folder, paths):
+        source = f"the layout of {corpus.name}"
+        _read_corpus(reading, corpus)
     elif file is None:
-        reading, source = _Reading(folder, SoundFinder(paths, root=folder)), "a text file for each recording"
-        _read_pairs(reading, paths)
+        source = "a text file for each recording"
+        _read_pairs(reading, paths, rules)
     else:
         relative = file.relative_to(folder).parent.as_posix() + "/" if file.is_relative_to(folder) else "./"
         bases = PLACES if relative == "./" else (*(relative + place for place in PLACES), *PLACES)
         reading = _Reading(folder, SoundFinder(paths, bases, folder))
         source = f"{file.name}, {_read_file(reading, file, columns)}"
     log.info("transcripts: %s", source)
-    utterances = _single(reading, rules.needs_speakers)
+    notes = reading.choose_lines(file.name if file else source, rules.language)
+    utterances = with_one_text(reading.utterances, reading.refused, rules.needs_speakers)
     for path in [] if reading.is_selection else sorted(set(paths) - reading.named):
         reading.refuse(path, "no transcript", f"it has no text ({source})")
-    notes = [
-        note for note in (overlapping(utterances, rules), similar_speakers(one.speaker for one in utterances)) if note
-    ]
-    return Transcripts(source, utterances, reading.refused, notes)
+    notes += filter(None, (overlapping(utterances, rules), similar_speakers(one.speaker for one in utterances)))
+    return Transcripts(
+        source, utterances, reading.refused, notes, reading.columns, frozenset(reading.files), reading.to_ignore
+    )
 
 
-def _found(folder: Path, paths: Sequence[str], has_subtitles: bool) -> Path | None:
-    """Finds the transcript file of a folder; None if there is a text file for each recording, or there are subtitles.
-    `paths` are the recordings without subtitles."""
+def _read_corpus(reading: _Reading, corpus: Corpus) -> None:
+    reading.is_selection = corpus.is_part
+    for path, one in corpus.lines(reading.read):
+        name = next(filter(reading.sounds.find, one.names), one.names[0])
+        tags = {"channel": one.channel} if one.channel else {}
+        reading.add(f"{path}, line {one.line}", name, one.text, one.speaker, (*one.times, None), tags)
+
+
+def _found(folder: Path, paths: Sequence[str], has_subtitles: bool, corpus: Corpus | None) -> Path | None:
+    """Finds the transcript file of a folder; None if there is a text file for each recording, or there are subtitles or
+    texts of a corpus. `paths` are the recordings without subtitles."""
     sounds = SoundFinder(paths, root=folder)
     pairs = set(_texts_of(folder, paths).values())
     candidates = [
@@ -303,7 +255,13 @@ def _found(folder: Path, paths: Sequence[str], has_subtitles: bool) -> Path | No
             f"{folder}: transcripts in several places: {', '.join(names)}",
             hint="name one with --transcripts FILE, and if necessary its columns: --transcript-columns audio,text",
         )
-    if not candidates and not others and not _objects_of(folder, paths):
+    if not candidates and not others and not corpus and not _objects_of(folder, paths):
+        if timed := sorted(path.name for path in folder.glob("*.tsv") if WHISPER.match(_head_of(path))):
+            raise UserError(
+                f"{folder}: no transcripts: {timed[0]} has times in milliseconds, as Whisper writes it",
+                hint="for a recogniser, write subtitles: whisper --output_format srt; for a voice, a table of audio, "
+                "start, end and text, in seconds",
+            )
         raise UserError(
             f"{folder}: no transcripts: neither metadata.csv, JSON lines, nor text files of recordings",
             hint="name the file with --transcripts FILE (lists of paths need it), and --transcript-columns audio,text",
@@ -312,7 +270,9 @@ def _found(folder: Path, paths: Sequence[str], has_subtitles: bool) -> Path | No
 
 
 def has_transcripts(folder: Path) -> bool:
-    """Returns True if a file may be a table or JSON lines, which may name recordings elsewhere."""
+    """Returns True if a file may be a table or JSON lines, or of Kaldi, which may name recordings elsewhere."""
+    if (folder / "wav.scp").is_file():
+        return True
     found = (path for path in folder.iterdir() if not path.name.startswith("."))
     return any(path.suffix.lower() in TABLES | JSON_LINES for path in found)
 
@@ -349,7 +309,7 @@ def _head_of(path: Path, size: int | None = LOOKED_AT_BYTES) -> str:
 
 def _read_file(reading: _Reading, file: Path, columns: TranscriptColumns) -> str:
     """Reads a table or JSON; returns a description of the detected format."""
-    text = read_text(file, TRANSCRIPTS_HINT)
+    text = reading.read(file)
     if not text.strip():
         raise UserError(f"{file}: empty", hint="expected a line for each recording, such as NAME|TEXT")
     if file.suffix.lower() in JSON_LINES or holds_json(text):
@@ -369,6 +329,9 @@ def _read_table(reading: _Reading, file: Path, lines: Sequence[str], columns: Tr
     if not columns and not has_header and separator == "," and len({len(cells) for cells in alone}) > 1:
         columns = ("audio", "text")  # The other commas are those of texts.
     columns = columns or (has_header and header_of(alone[0])) or columns_of(file, alone)
+    reading.to_ignore = lambda kind: f"--transcript-columns {','.join('other' if c == kind else c for c in columns)}"
+    names = alone[0] if has_header else [one if one != "other" else f"column {n}" for n, one in enumerate(columns, 1)]
+    reading.columns |= {name: "" if kind == "other" else kind for name, kind in zip(names, columns, strict=False)}
     audio_at, least = columns.index("audio"), 2 if columns == ("audio", "text", "normalized") else len(columns)
 
     def is_row(cells: Sequence[str]) -> bool:
@@ -392,7 +355,8 @@ def _read_table(reading: _Reading, file: Path, lines: Sequence[str], columns: Tr
         values = dict(zip(columns, cells, strict=False))
         times = values.get("start"), values.get("end"), values.get("duration")
         text = values.get("normalized") or values["text"]
-        reading.add(where, values["audio"], text, values.get("speaker", ""), times)
+        tags: LineTags = {str(kind): value for kind in MEANINGS if (value := values.get(kind))}
+        reading.add(where, values["audio"], text, values.get("speaker", ""), times, tags)
     return f"a table of {', '.join(columns)}{' by its header' if has_header else ''}"
 
 
@@ -420,10 +384,10 @@ def _read_json(reading: _Reading, file: Path, rows: Sequence[tuple[str, dict[str
         where = f"{file.name}, {place}"
         if row is None:
             reading.refuse(where, "malformed", "not a JSON object")
-        elif not _first_of(row, AUDIO_KEYS):
+        elif not (name := _first_of(row, AUDIO_KEYS, reading.columns, "audio")):
             reading.refuse(where, "malformed", f"names no recording: none of {', '.join(AUDIO_KEYS)}")
         else:
-            _add_object(reading, where, _first_of(row, AUDIO_KEYS), row)
+            _add_object(reading, where, name, row)
     return "JSON lines" if rows[0][0].startswith("line") else "JSON"
 
 
@@ -432,19 +396,33 @@ _TIME_KEYS = (START_KEYS, END_KEYS, DURATION_KEYS)
 
 def _add_object(reading: _Reading, where: str, name: str, row: dict[str, Any]) -> None:
     """Adds the utterance of a JSON object for the recording of a name."""
+    for key in row:
+        reading.columns.setdefault(key, "")
     start, end, duration = (next((row[key] for key in keys if key in row), None) for keys in _TIME_KEYS)
-    words, person = (_first_of(row, keys) for keys in (text_keys_of(row), speaker_keys_of(row)))
-    reading.add(where, name, words, person, (start, end, duration))
+    reading.columns |= {key: role_of(key) for keys in _TIME_KEYS for key in keys if key in row}
+    words = _first_of(row, text_keys_of(row), reading.columns, "text")
+    person = _first_of(row, speaker_keys_of(row), reading.columns, "speaker")
+    tags: dict[str, str] = {}
+    for key in row:
+        if (kind := role_of(key)) in MEANINGS and kind not in tags:
+            value = row[key][0] if isinstance(row[key], list) and len(row[key]) == 1 else row[key]
+            reading.columns[key] = kind
+            tags |= {} if value is None else {kind: str(value)}
+    reading.add(where, name, words, person, (start, end, duration), tags)
 
 
-def _first_of(row: dict[str, Any], keys: Iterable[str]) -> str:
-    """Returns the first string or integer under one of the keys, or under `path` within it, that is not empty; empty
-    if there is none."""
-    given = (row[key] for key in keys if key in row)
-    given = (value.get("path") if isinstance(value, dict) else value for value in given)
-    given = (int(value) if isinstance(value, float) and value.is_integer() else value for value in given)
-    texts = (str(value) for value in given if isinstance(value, (str, int)) and not isinstance(value, bool))
-    return next((text for text in texts if text.strip()), "")
+def _first_of(row: dict[str, Any], keys: Iterable[str], used: dict[str, str] | None = None, role: str = "") -> str:
+    """Returns the first string or integer under one of the keys, or under `path` within it, that is not empty, and
+    notes its key with its role among those that are `used`; empty if there is none."""
+    for key in keys:
+        value = row.get(key)
+        value = value.get("path") if isinstance(value, dict) else value
+        value = int(value) if isinstance(value, float) and value.is_integer() else value
+        if isinstance(value, (str, int)) and not isinstance(value, bool) and str(value).strip():
+            if used is not None:
+                used[key] = role
+            return str(value)
+    return ""
 
 
 def _is_common_voice(file: Path) -> bool:
@@ -471,10 +449,18 @@ def _read_subtitles(reading: _Reading, path: str, files: Sequence[str], rules: T
         return
     (file,) = files
     try:
-        cues, faults = subtitles.parse_subtitles(read_text(reading.folder / file, TRANSCRIPTS_HINT))
+        content = reading.read(reading.folder / file)
     except UserError as error:
         reading.refuse(path, "malformed", error.message)
         return
+    _add_cues(reading, path, file, content, rules)
+
+
+def _add_cues(reading: _Reading, path: str, file: str, content: str, rules: TranscriptRules) -> None:
+    """Adds the subtitles, or the labels of an editor, that a file has for a recording."""
+    is_track = subtitles.form_of(content) == subtitles.LABELS
+    cues, faults = subtitles.parse_labels(content) if is_track else subtitles.parse_subtitles(content)
+    gap = 0.0 if is_track else rules.cue_gap  # Somebody has set the ends of labels.
     if not cues and not faults:
         reading.refuse(path, "no transcript", f"{file} has no subtitle")
     for fault in faults:
@@ -482,7 +468,7 @@ def _read_subtitles(reading: _Reading, path: str, files: Sequence[str], rules: T
     cues, faults = subtitles.split_overlapping(cues)
     for fault in faults:
         reading.refuse(f"{file}, line {fault.line}", "overlapping subtitles", fault.detail)
-    for cue in subtitles.join_sentences(cues, rules.cue_gap, rules.max_seconds):
+    for cue in subtitles.join_sentences(cues, gap, rules.max_seconds):
         where = f"{file}, line {cue.line}"
         if invalid(cue.text + cue.speaker):
             reading.refuse(where, "malformed", INVALID)
@@ -510,8 +496,8 @@ def _text_files(folder: Path, paths: Iterable[str]) -> set[str]:
     """Returns the text files next to recordings."""
     places = {PurePosixPath(path).parent for path in paths}
     names = [(place, file.name) for place in places for file in (folder / place).iterdir()]
-    found = {(place / name).as_posix() for place, name in names if not name.startswith(".") and _suffix(name) == ".txt"}
-    return {path for path in found if (folder / path).is_file()}
+    texts = [(place / name).as_posix() for place, name in names if not name.startswith(".")]
+    return {path for path in texts if suffix_of_name(path) == ".txt" and (folder / path).is_file()}
 
 
 def _objects_of(folder: Path, paths: Iterable[str]) -> dict[str, str]:
@@ -523,19 +509,21 @@ def _objects_of(folder: Path, paths: Iterable[str]) -> dict[str, str]:
     return found if any(_first_of(row, text_keys_of(row)) for row in first) else {}
 
 
-def _read_pairs(reading: _Reading, paths: Sequence[str], subtitled: Collection[str] = ()) -> None:
+def _read_pairs(
+    reading: _Reading, paths: Sequence[str], rules: TranscriptRules, subtitled: Collection[str] = ()
+) -> None:
     texts = _texts_of(reading.folder, paths) or _objects_of(reading.folder, paths)
     for sound in paths:
         if sound in subtitled or sound not in texts:
             continue  # It is reported with all recordings without a transcript.
         try:
-            text = read_text(reading.folder / texts[sound], TRANSCRIPTS_HINT)
+            text = reading.read(reading.folder / texts[sound])
         except UserError as error:
             reading.named.add(sound)
             reading.refuse(sound, "malformed", error.message)
         else:
-            if _suffix(texts[sound]) == ".txt":
-                reading.add(texts[sound], sound, text)
+            if suffix_of_name(texts[sound]) == ".txt":
+                _add_text(reading, texts[sound], sound, text, rules)
             elif (row := json_object(text)) is not None:
                 _add_object(reading, texts[sound], sound, row)
             else:
@@ -547,54 +535,14 @@ def _read_pairs(reading: _Reading, paths: Sequence[str], subtitled: Collection[s
             reading.refuse(alone, "no sound", "a text without a recording of the same name")
 
 
-def _single(reading: _Reading, needs_speakers: bool) -> list[Utterance]:
-    """Keeps utterances with a unique transcript, and with a speaker if they need one. The rest is refused."""
-    texts: dict[object, set[tuple[str, str]]] = {}
-    for utterance in reading.utterances:
-        texts.setdefault((utterance.path, utterance.span), set()).add((utterance.text, utterance.speaker))
-    several = needs_speakers and any(utterance.speaker for utterance in reading.utterances)
-    taken: dict[object, Utterance] = {}
-    for utterance in reading.utterances:
-        part = (utterance.path, utterance.span)
-        if len(texts[part]) > 1:
-            reading.refuse(utterance.where, "doubled transcript", f"{utterance.path} has another one too: drop one")
-        elif part in taken:
-            detail = f"{utterance.path} has it from {taken[part].where} already"
-            reading.refuse(utterance.where, "doubled transcript", detail)
-        elif several and not utterance.speaker:
-            reading.refuse(utterance.where, "no speaker", f"{utterance.path}: other lines have a speaker")
-        else:
-            taken[part] = utterance
-    return list(taken.values())
-
-
-def overlapping(utterances: Sequence[Utterance], rules: TranscriptRules) -> str:
-    """Returns a note about clips that transcripts cut out of the same sound; empty if there are none."""
-    by_path: dict[str, list[Utterance]] = {}
-    for one in utterances:
-        if one.span and one.span[1] - one.span[0] <= rules.max_seconds:  # Others are left out or split.
-            by_path.setdefault(one.path, []).append(one)
-    pairs = []
-    for parts in by_path.values():
-        ordered = sorted(parts, key=lambda one: one.span or (0.0, math.inf))
-        for before, after in pairwise(ordered):
-            if before.span and after.span and after.span[0] < before.span[1] - subtitles.OVERLAP_SECONDS:
-                pairs.append((before, after))
-    if not pairs:
-        return ""
-    before, after = pairs[0]
-    example = f"such as {after.where} with {before.where}, both of {after.path}"
-    overlap = counted(len(pairs), "clip overlaps", "clips overlap")
-    return f"{overlap} the one before, {example}; each text should be all that is said in its clip"
-
-
-def similar_speakers(speakers: Iterable[str]) -> str:
-    """Returns a note about speakers whose names differ in capitals alone; empty if there are none."""
-    spelled: dict[str, set[str]] = {}
-    for name in set(speakers):
-        spelled.setdefault(name.casefold(), set()).add(name)
-    alike = [" and ".join(sorted(names)) for names in spelled.values() if len(names) > 1]
-    if not alike:
-        return ""
-    named = ", ".join(sorted(alike)[:3]) + (f" and {len(alike) - 3} more" if len(alike) > 3 else "")
-    return f"{named} differ in capitals alone and are separate speakers; if they are one, write the name one way"
+def _add_text(reading: _Reading, file: str, sound: str, text: str, rules: TranscriptRules) -> None:
+    """Adds the text of a recording, or cuts it by the times in it. Refuses it in a form that is no plain text."""
+    form = subtitles.form_of(text)
+    if form == subtitles.LABELS or (form == subtitles.CUES and rules.reads_subtitles):
+        reading.named.add(sound)
+        _add_cues(reading, sound, file, text, rules)
+    elif form:
+        reading.named.add(sound)
+        reading.refuse(file, "malformed", f"holds {form}, not the plain text of its recording")
+    else:
+        reading.add(file, sound, text)

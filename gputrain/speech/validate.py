@@ -96,7 +96,8 @@ class _Held:
     source_rates: dict[int, int]
     refused: list[RefusedItem]
     transcripts: str = ""
-    ignored: dict[str, int] | None = None
+    ignored: dict[str, list[str]] | None = None
+    columns: dict[str, str] | None = None
     text_notes: Sequence[str] = ()
     notes: Sequence[str] = ()
     narrow: Mapping[str, float] = field(default_factory=dict)  # bandwidths in Hz of recordings that lack treble
@@ -165,6 +166,7 @@ def validate_speech(
         symbols_a_second=value_range(rates),
         refused=sorted_refusals(held.refused),
         ignored=held.ignored or {},
+        columns=held.columns or {},
         findings=[*filter(None, [doubt]), *_findings(held, sum(seconds) / 3600, symbols)],
         suspicious=suspicious,
         checked=checked,
@@ -214,7 +216,8 @@ def _in_tree(folder: Path, config: SpeechPrepareConfig, num_workers: int, progre
     refused += chosen.refused
     notes = [*material.notes, *remarks_on((path, recording.remark) for path, recording in ready.items())]
     return _Held(
-        chosen.format, chosen.clips, rates, refused, material.transcripts.source, material.ignored, odd, notes,
+        chosen.format, chosen.clips, rates, refused, material.transcripts.source, material.ignored,
+        material.transcripts.columns, odd, notes,
         {path: one.bandwidth_hz for path, one in ready.items() if one.bandwidth_hz is not None},
         config,
     )  # fmt: skip

@@ -3,7 +3,17 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gputrain.speech.subtitles import Subtitle, files_by_recording, join_sentences, parse_subtitles, split_overlapping
+from gputrain.speech.subtitles import (
+    Subtitle,
+    files_by_recording,
+    form_of,
+    join_sentences,
+    parse_labels,
+    parse_subtitles,
+    split_overlapping,
+)
+from gputrain.speech.transcripts import read_transcripts
+from gputrain.speech.utterances import TranscriptRules
 from tests.tables import each_row
 
 SRT = """1
@@ -146,3 +156,37 @@ def test_no_text_is_too_malformed(lines):
 @each_row("", "WEBVTT", "{}", "00:00:01 -> 00:00:02\nhi\n")
 def test_no_subtitle(content):
     assert parse_subtitles(content) == ([], [])
+
+
+LABELS = "0.500000\t2.500000\tSo it is\n\\\t200.0\t4000.0\n3,0\t5,25\t not now \n6.0\t6.0\tA point\n7.0\t8.0\t\n"
+
+
+def test_a_label_track_of_audacity():
+    cues, faults = parse_labels(LABELS)
+    assert cues == [Subtitle(0.5, 2.5, "So it is", 1), Subtitle(3.0, 5.25, "not now", 3)]
+    assert faults == [(4, "a point at 6.00 seconds, without an end"), (5, "no words from 7.00 to 8.00 seconds")]
+
+
+@each_row(
+    (LABELS, "a label track"), (SRT, "subtitles"), (VTT, "subtitles"),
+    ("[ti:A song]\n[00:12.00]So it is\n[00:17.20]not now\n", "times"), ("0:01\nSo it is\n0:04\nnot now\n", "times"),
+    ("[00:00.000 --> 00:04.000]  So it is\n[00:04.000 --> 00:07.000]  not now\n", "times"),
+    ('File type = "ooTextFile"\nObject class = "TextGrid"\n', "a TextGrid of Praat"), ('{"text": "So it is"}', "JSON"),
+    ('[{"text": "So it is"}]', "JSON"), ("So it is\nat 12:30\n", ""), ("12:30 is the time\n", ""), ("[laughs] So", ""),
+    ("{unclear} so", ""), ("1984\n", ""), ("", ""),
+)  # fmt: skip
+def test_a_text_beside_a_recording_is_cut_by_the_times_in_it_or_refused_by_its_form(tmp_path, content, form):
+    assert form_of(content) == form
+    (tmp_path / "a.txt").write_text(content)
+    for reads in (True, False):
+        found = read_transcripts(tmp_path, ["a.wav"], rules=TranscriptRules(reads_subtitles=reads, cue_gap=5))
+        is_cut = form == "a label track" or (form == "subtitles" and reads)
+        assert bool(found.utterances) == (is_cut or (not form and bool(content)))
+        assert all(bool(one.span) == is_cut for one in found.utterances)
+        if form and not is_cut:
+            assert [one.detail for one in found.refused] == [f"holds {form}, not the plain text of its recording"]
+    if form == "a label track":  # Labels are clips as somebody has set them.
+        assert [(one.text, one.span) for one in found.utterances] == [
+            ("So it is", (0.5, 2.5)),
+            ("not now", (3.0, 5.25)),
+        ]

@@ -6,12 +6,14 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from gputrain.errors import UserError
-from gputrain.speech.transcript_columns import columns_of, header_of, span_of
-from gputrain.speech.transcripts import SoundFinder, read_transcripts
+from gputrain.speech.sound_finder import SoundFinder
+from gputrain.speech.transcript_columns import TranscriptColumn, columns_of, header_of, span_of
+from gputrain.speech.transcripts import read_transcripts
 from tests.tables import each_row
 
 PROVERBS = ("still waters run deep", "better late than never", "haste makes waste", "time will tell", "no news yet")
@@ -85,31 +87,47 @@ LJSPEECH, PIPER = ("audio", "text", "normalized"), ("audio", "speaker", "text")
 @each_row(
     ([(f"id{n}", text.title() + "!", text) for n, text in enumerate(PROVERBS)], LJSPEECH),
     ([("a.wav", "Yes.", "yes"), ("b.wav", "No!", "no")], LJSPEECH),
-    # The third column is in another alphabet and shares no word, but there are too many names for speakers.
-    ([("a.wav", "O'zbek tili", "ўзбек тили"), ("b.wav", "Bir ikki", "бир икки")], LJSPEECH),
-    ([("a", "1984", "nineteen eighty four"), ("b", "7", "seven")], LJSPEECH),
+    ([("a", text, str(len(text))) for text in PROVERBS], ("audio", "text", "other")),
     ([(f"{n}.wav", "John Smith", text) for n, text in enumerate(PROVERBS)], PIPER),
     ([(f"{n}.wav", str(n % 2), text) for n, text in enumerate(PROVERBS)], PIPER),
-    ([("1.wav", "ann", "so it is"), ("2.wav", "bob", "not now")], PIPER),
+    ([("1.wav", "ann", "so it is"), ("2.wav", "bob", "not now"), ("3.wav", "bob", "time will tell")], PIPER),
+    ([("a", text, "en"[n % 2 :]) for n, text in enumerate(PROVERBS)], None),
+    ([("a", text, f"{2 + n / 9:.2f}") for n, text in enumerate(PROVERBS)], None),
+    ([("a", text, ("ann", "bob")[n % 2]) for n, text in enumerate(PROVERBS)], None),
+    ([("a", text, "stɪl wɔtɚz") for text in PROVERBS], None),
+    # Repeated sentences are no speakers, whatever follows them.
+    ([("a", PROVERBS[n % 3], f"{2 + n / 9:.2f} seconds") for n in range(9)], None),
+    ([("a", PROVERBS[n % 3], ("Ann Lee", "Bob")[n % 2]) for n in range(9)], None),
+    ([("a", ("yes", "no")[n % 2], ("j ɛ s", "n oʊ w")[n % 2]) for n in range(9)], None),
+    ([("a", "O'zbek tili", "ўзбек тили"), ("b", "Bir ikki", "бир икки")], None),
+    ([("a", "2.31"), ("b", "0,5 s"), ("c", "12.7")], None),
     ([("1.wav", "", "so it is"), ("2.wav", "", "not now")], PIPER),
     ([("a", "so it is", ""), ("b", "not now", "")], LJSPEECH),
 )
-def test_three_columns_are_distinguished_by_their_content(rows, columns):
-    assert columns_of(Path("metadata.csv"), rows) == columns
+def test_columns_without_a_header_are_recognised_by_their_content_or_refused(rows, columns):
+    if columns:
+        assert columns_of(Path("metadata.csv"), rows) == columns
+        return
+    with pytest.raises(UserError, match="without a header") as error:
+        columns_of(Path("metadata.csv"), rows)
+    assert " | ".join(rows[0]) in error.value.message
+    given = error.value.hint.rpartition("--transcript-columns ")[2]
+    assert len(given.split(",")) == len(rows[0])
+    assert set(given.split(",")) <= set(get_args(TranscriptColumn))
 
 
 def test_three_columns_that_may_be_either_are_refused(tmp_path):
     table = "a.wav|1984|nineteen eighty four\nb|7|seven\nc|8|eight\n"
     folder = folder_of(tmp_path, table)
-    with pytest.raises(UserError, match="second column may hold texts or speakers") as error:
+    with pytest.raises(UserError, match="nothing tells what its 3 columns hold"):
         read(folder)
-    assert "--transcript-columns" in error.value.hint
     assert texts_of(read(folder, columns=LJSPEECH))["wavs/b.wav"] == "seven"
     assert read(folder, columns=PIPER).utterances[1].speaker == "7"
 
 
 def test_headers():
     assert header_of(["client_id", "path", "sentence", "up_votes"]) == ("speaker", "audio", "text", "other")
+    assert header_of(["audio", "text", "Locale", "do-not-use"]) == ("audio", "text", "language", "exclude")
     assert header_of(["file", "transcription", "normalized_transcription"]) == ("audio", "text", "normalized")
     assert header_of(["id", "normalized_text"]) == ("audio", "text")
     assert header_of(["file", "text", "sentence"]) == ("audio", "text", "other")
@@ -357,11 +375,13 @@ def test_a_transcript_is_looked_for_and_several_are_refused(tmp_path):
         read(folder)
 
 
-@each_row("just a line\nand another\n", "a|b|c|d\ne|f|g|h\n")
-def test_a_file_that_is_no_table(tmp_path, table):
+@each_row(
+    ("just a line\nand another\n", "NAME|TEXT"), ("a|b|c|d\ne|f|g|h\n", "--transcript-columns audio,text,other,other")
+)
+def test_a_file_that_is_no_table(tmp_path, table, hint):
     with pytest.raises(UserError) as error:
         read(folder_of(tmp_path, table))
-    assert "--transcript-columns" in error.value.hint
+    assert error.value.hint.endswith(hint)
 
 
 def test_sounds_are_found_by_what_they_are_called():
@@ -425,6 +445,18 @@ def test_absolute_paths_and_paths_out_of_the_folder_are_followed(tmp_path):
     }  # fmt: skip
     assert reasons(transcripts) == [("metadata.csv, line 4", "no sound")]
     assert transcripts.refused[0].detail == f"{tmp_path}/gone/c.wav: no such recording"
+
+
+def test_beside_a_list_of_recordings_a_table_with_absolute_paths_names_no_others(tmp_path):
+    corpus = folder_of(tmp_path / "corpus", sounds=("a", "b"))
+    listed = tmp_path / "listed"
+    listed.mkdir()
+    (listed / "a.wav").symlink_to(corpus / "wavs/a.wav")
+    table = tmp_path / "table.csv"
+    table.write_text(f"audio,text\n{corpus}/wavs/a.wav,It is a.\n{corpus}/wavs/b.wav,It is b.\n")
+    transcripts = read_transcripts(listed, ["a.wav"], file=table)
+    assert texts_of(transcripts) == {"a.wav": "It is a."}
+    assert reasons(transcripts) == [("table.csv, line 3", "no sound")]
 
 
 def test_of_two_formats_the_one_that_can_be_decoded_is_meant():
