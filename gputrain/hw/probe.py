@@ -1,6 +1,7 @@
 """Collects facts about this machine without changing anything."""
 
 import functools
+import math
 import os
 import platform
 import re
@@ -21,6 +22,7 @@ from gputrain.errors import UserError, first_line
 from gputrain.hw.driver import NO_DRIVER, Driver, cards_without_driver, query_driver
 
 SHARED_MEMORY = Path("/dev/shm")
+TASKS_OF_PROCESS = 4  # Tasks that a data process takes beside a thread for each core, which libraries start.
 # Environment variables of torch's allocator in their order: torch reads only the first one that is set.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -203,12 +205,22 @@ def _torch_gpu(gpu: int) -> dict[str, Any]:
     }
 
 
-def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use, by its affinity and the quota of its container."""
+def usable_cores(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the number of CPU cores that this process may use, by its affinity and the quotas of its control groups,
+    of which each process of a job may have one; fewer if that many processes more are not allowed there."""
     from joblib import cpu_count  # It imports numpy, without which --help is faster.
 
-    cores: int = cpu_count()
-    return cores
+    cores: int = cpu_count()  # It reads the quota of a container as the root, but not those of a job or a service.
+    for group in _groups("cpu", proc, cgroup):
+        # "100000 50000" in version 2, where "max" is no limit; in version 1 that is -1.
+        quota = " ".join(_read(group / name) for name in ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")).split()
+        if len(quota) == 2 and all(word.isdecimal() for word in quota):
+            cores = min(cores, math.ceil(int(quota[0]) / int(quota[1])))
+    for group in _groups("pids", proc, cgroup):
+        limit, used = _read(group / "pids.max").strip(), _read(group / "pids.current").strip()
+        if limit.isdecimal() and used.isdecimal():
+            cores = min(cores, (int(limit) - int(used)) // (TASKS_OF_PROCESS + (os.cpu_count() or 1)))
+    return max(1, cores)
 
 
 def ram(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[float, float]:
@@ -228,18 +240,20 @@ def ram(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tu
     return total / 1e9, max(0, free) / 1e9
 
 
-def _group_limits(proc: Path, cgroup: Path) -> Iterator[tuple[int, int]]:
-    """Yield limit and free part, in bytes, of each control group (version 2 and 1) of this process."""
+def _groups(kind: str, proc: Path, cgroup: Path) -> Iterator[Path]:
+    """Yield the folders of the control groups (version 2 and 1) that limit this process, the outermost first."""
     lines = [line.split(":", 2) for line in _read(proc / "self" / "cgroup").splitlines()]
-    paths = {kinds: path.strip("/").split("/") for _, kinds, path in lines}
-    versions = (
-        ("", cgroup, "memory.max", "memory.current", ""),
-        ("memory", cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    )
-    for kind, root, limit_name, used_name, prefix in versions:
-        parts = paths.get(kind, [])
+    for mark, root in (("", cgroup), (kind, cgroup / kind)):
+        parts = next((path.strip("/").split("/") for _, kinds, path in lines if mark in kinds.split(",")), [])
         for depth in range(len(parts) + 1):  # A container often sees its own group as the root.
-            folder = root.joinpath(*parts[:depth])
+            yield root.joinpath(*parts[:depth])
+
+
+def _group_limits(proc: Path, cgroup: Path) -> Iterator[tuple[int, int]]:
+    """Yield limit and free part, in bytes, of each control group of this process."""
+    versions = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
+    for folder in _groups("memory", proc, cgroup):
+        for limit_name, used_name, prefix in versions:
             limit, used = (_read(folder / name).strip() for name in (limit_name, used_name))
             if limit.isdecimal() and used.isdecimal():
                 stat = _read(folder / "memory.stat")

@@ -19,7 +19,7 @@ from torch._functorch import config as functorch_config
 from gputrain.caches import cache_folder
 from gputrain.errors import UserError, first_line
 from gputrain.hw.plan import DeviceName, Hardware, Plan, PrecisionWish, Setting, decide
-from gputrain.hw.probe import ALLOCATOR_VARIABLES, probe, request_expandable_segments
+from gputrain.hw.probe import ALLOCATOR_VARIABLES, probe, request_expandable_segments, usable_cores
 from gputrain.hw.ranks import SINGLE, Ranks
 from gputrain.hw.speed import product_flops_per_second
 
@@ -186,6 +186,8 @@ def apply(plan: Plan, ranks: Ranks = SINGLE) -> Runtime:
             request_expandable_segments()
         if torch.cuda.is_available():  # A plan for a card can be applied where there is none.
             plan = verify_expandable_segments(plan, device)
+    # torch counts the cores of the machine, and threads beyond a container's quota only hold each other up.
+    torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     # The plan gives the number of workers with its reason, also if they are more than the cores.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     if plan.compile.value:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gputrain.hw.driver import NO_DRIVER, Card, Driver, cards_without_driver
-from gputrain.hw.probe import Machine, Package, cpu_name_in, probe, ram, swap_gb
+from gputrain.hw.probe import TASKS_OF_PROCESS, Machine, Package, cpu_name_in, probe, ram, swap_gb, usable_cores
 from gputrain.stored import from_json
 from tests.tables import each_row
 
@@ -227,6 +227,32 @@ def test_limits_of_the_group_that_the_process_is_in(fake_proc, line, folder, nam
         (group / name).write_text(f"{value}\n", encoding="ascii")
     (group / "memory.stat").write_text(f"{prefix}active_file 3000000\nother 5\n", encoding="ascii")
     assert ram(tmp_path, tmp_path) == (2**30 / 1e9, (2**29 + 3_000_000) / 1e9)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="containers and their limits are Linux's")
+def test_quotas_of_cores_and_limits_of_processes_count(tmp_path, monkeypatch):
+    """They are those of a container as the root, of a job and of its parents, in version 2 and 1."""
+    monkeypatch.setattr("joblib.cpu_count", lambda: 64)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    joined, tasks = "4:cpu,cpuacct:/job/task\n5:pids:/job", TASKS_OF_PROCESS + 64
+    rows = [
+        ("0::/job/task", {"job/cpu.max": "150000 50000"}, 3),
+        ("0::/job/task", {"job/cpu.max": "max 100000", "job/task/cpu.max": "150000 100000", "cpu.max": "1 1"}, 1),
+        ("0::/", {"cpu.max": "max 100000", "pids.max": "max", "pids.current": "9"}, 64),
+        (joined, {"cpu/job/task/cpu.cfs_quota_us": "200000", "cpu/job/task/cpu.cfs_period_us": "100000"}, 2),
+        (joined, {"cpu/job/cpu.cfs_quota_us": "-1", "cpu/job/cpu.cfs_period_us": "100000"}, 64),
+        (joined, {"pids/job/pids.max": f"{9 + 5 * tasks}", "pids/job/pids.current": "9"}, 5),
+        ("0::/job", {"job/pids.max": "20", "job/pids.current": "19"}, 1),
+        ("0::/job", {}, 64),
+    ]
+    found = []
+    for number, (line, files, _) in enumerate(rows):
+        root = tmp_path / str(number)
+        for name, value in {"self/cgroup": line, **files}.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(f"{value}\n", encoding="ascii")
+        found.append(usable_cores(root, root))
+    assert found == [cores for _, _, cores in rows]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="as set by taskset on Linux")
