@@ -442,9 +442,10 @@ class Planner:
         typical = float(self.profile.seconds.mean()) / limit.seconds if limit.seconds else 1.0
         items, seconds = found.micro_batch_size * found.accumulation_steps, found.predicted_seconds_per_step
         rate = items / (seconds * typical) if seconds else 0.0
-        each_gb = WORKER_GB + PREFETCH * found.micro_batch_size * self.profile.item_bytes / 1e9
+        batches_gb = PREFETCH * found.micro_batch_size * self.profile.item_bytes / 1e9
         return workers(
-            self.machine, item_seconds=self.profile.decode_seconds, items_per_second=rate, each_gb=each_gb
+            self.machine, item_seconds=self.profile.decode_seconds, items_per_second=rate,
+            each_gb=WORKER_GB + batches_gb, batches_gb=batches_gb,
         )  # fmt: skip
 
     def _streaming(self) -> tuple[bool, str]:

@@ -314,12 +314,18 @@ def _for_workers(wish: bool | int, reason: str, processes: Setting) -> Setting:
 
 
 def workers(
-    machine: Machine, wish: int = -1, *, item_seconds: float = 0.0, items_per_second: float = 0.0, each_gb: float = 0.0
+    machine: Machine,
+    wish: int = -1,
+    *,
+    item_seconds: float = 0.0,
+    items_per_second: float = 0.0,
+    each_gb: float = 0.0,
+    batches_gb: float = 0.0,
 ) -> Setting:
     """Decide the number of processes that decode data.
 
     `item_seconds`: time of a core to decode an item. `items_per_second`: the device's maximum rate. `each_gb`: memory
-    of a process with its prefetched batches. 0 means unknown.
+    of a process with its prefetched batches, of which `batches_gb` are passed through shared memory. 0 means unknown.
     """
     if wish > machine.cpu_cores:
         return Setting(wish, f"asked for; more than the CPU cores ({machine.cpu_cores}), which they have to share")
@@ -340,6 +346,11 @@ def workers(
     if each_gb and allowed_gb and most * each_gb > allowed_gb:
         most = int(allowed_gb / each_gb)
         reason = f"each takes {each_gb:.1f} GB, and {machine.ram_free_gb:.1f} GB of RAM are free"
+    shared_gb = SHARED_SHARE * machine.shared_memory_gb
+    if shared_gb and most * batches_gb > shared_gb:  # A worker that finds it full dies of SIGBUS.
+        most = int(shared_gb / batches_gb)
+        held = f"the batches of each take {1e3 * batches_gb:.3g} MB"
+        reason = f"{held}, and {1e3 * machine.shared_memory_gb:.3g} MB are free in /dev/shm (in Docker: --shm-size)"
     return Setting(most, reason)
 
 

@@ -190,6 +190,13 @@ def test_workers_follow_cores_and_rate(cores, item_ms, rate, processes):
     assert ("so the device will wait for data" in found.reason) is (item_ms * rate / 1000 > cores)
 
 
+@each_row((0.064, 0.02, 2), (0.064, 0.1, 0), (0.064, 0.0, 8), (0.0, 1.0, 8), (32.0, 0.02, 8))
+def test_workers_of_other_trainers_fit_into_shared_memory(shared_gb, batches_gb, processes):
+    found = workers(machine(cpu_cores=32, shared_memory_gb=shared_gb), batches_gb=batches_gb)
+    assert found.value == processes
+    assert ("--shm-size" in found.reason) is (processes < 8)
+
+
 def test_no_gpu_where_one_is_asked_for():
     with pytest.raises(UserError, match="no GPU"):
         decide(machine(), Hardware(device="cuda"))
