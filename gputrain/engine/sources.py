@@ -332,15 +332,16 @@ def _warn_of_missing_shards(names: Sequence[str], shown: str) -> None:
 def _expanded(given: Path) -> list[Path]:
     """Returns the files of a pattern with * ? [...] {a,b} or {000..009}. Raises UserError if a file of a range is not
     there."""
-    text = str(given)
-    spelled = list(_braces(text))
-    if len(spelled) == 1 and not glob.has_magic(text):
+    # What exists under its own name is that, whatever brackets are in it.
+    folder = next((one for one in given.parents if one.exists()), Path(given.anchor))
+    spelled = list(_braces(str(given.relative_to(folder))))
+    if len(spelled) == 1 and not glob.has_magic(spelled[0]):
         return []
     found: dict[str, None] = {}
     for one in spelled:
-        matches = sorted(glob.glob(one, recursive=True)) if glob.has_magic(one) else [one] if Path(one).exists() else []
+        matches = sorted(glob.glob(os.path.join(glob.escape(str(folder)), one), recursive=True))
         if not matches and len(spelled) > 1:
-            raise UserError(f"{given}: {one} is not there", hint="correct the range, or load the missing file")
+            raise UserError(f"{given}: {folder / one} is not there", hint="correct the range, or load the missing file")
         found |= dict.fromkeys(matches)
     return [Path(one) for one in found]
 

@@ -48,7 +48,9 @@ def download_dataset(name: str) -> tuple[Path, list[str]]:
     subset = _subset(page or {}, named.path, start)
     if subset is not None:
         found = _of_subset(names, subset, str(named), start)
-    elif named.path in names or re.search(r"[*?\[]", named.path):
+    elif named.path in names or (
+        re.search(r"[*?\[]", named.path) and not any(one.startswith(f"{named.path}/") for one in names)
+    ):
         found = [one for one in names if one == named.path or _matches(one, named.path)]
     else:
         start = f"{named.path}/" if named.path else ""

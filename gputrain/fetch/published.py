@@ -5,6 +5,7 @@ Repositories hold the same weights in several forms and precisions, and whole pi
 """
 
 import fnmatch
+import glob
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -99,7 +100,7 @@ def _shards(names: Iterable[str], index: str) -> list[str]:
     """Returns the parts of weights that were split, by the name of their index."""
     folder, _, name = index.rpartition("/")
     match = INDEX.fullmatch(name)
-    return _matching(names, folder, [f"{match['stem']}-*.{match['ending']}"]) if match else []
+    return _matching(names, folder, [f"{glob.escape(match['stem'])}-*.{match['ending']}"]) if match else []
 
 
 def fetch_model(

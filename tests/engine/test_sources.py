@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -330,6 +331,26 @@ def test_what_is_unpacked_is_used_again_and_a_broken_off_run_starts_over(folders
     with pytest.raises(UserError, match="was not unpacked here"):
         open_source(given, "image", tmp_path / "at")
     assert (source.unpacked / "mine.txt").exists()
+
+
+def test_what_exists_under_its_own_name_is_no_pattern(tmp_path, monkeypatch):
+    """Brackets and braces in names of folders are those of names; escaped ones, and others, are of a pattern."""
+    for name in ("d[1]/a", "d[1]/b", "d1/c", "e{1,2}/d", "e1/e"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.png").write_bytes(b"x")
+    monkeypatch.chdir(tmp_path)
+    rows = {
+        "d[1]/*.png": "ab", "d[[]1]/*.png": "ab", "d[12]/*.png": "c", "d?/*.png": "c", "d[1]/[b-z].png": "b",
+        "e{1,2}/*.png": "d", "[d]1/*.png": "c", "{d,e}1/*.png": "ce",
+    }  # fmt: skip
+    found = {}
+    for name in rows:
+        for given in (Path(name), tmp_path / name):
+            source = open_source(given, "image", tmp_path / "at")
+            found[name] = "".join(sorted(path.stem for path in source.folder.rglob("*.png")))
+            assert found[name] == rows[name], given
+    with pytest.raises(UserError, match=re.escape(f"{Path('d[1]/z1.png')} is not there")):
+        open_source(Path("d[1]/{a,z1}.png"), "image", tmp_path / "at")
 
 
 def test_a_disk_that_is_too_small_is_told_with_both_numbers(folders, tmp_path, monkeypatch):

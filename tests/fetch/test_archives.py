@@ -2,6 +2,8 @@
 
 import io
 import stat
+import subprocess
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -42,6 +44,10 @@ def test_files_are_unpacked(tmp_path, name):
     unpack(tmp_path / name, tmp_path / "out" / name)
     assert files_of(tmp_path / "out" / name) == FILES
     assert content_of(tmp_path / "out" / name).name == "voice"
+    for other, folder in ((".DS_Store", "voice"), ("._voice", "voice"), (".hidden.png", name)):
+        (tmp_path / "out" / name / other).touch()
+        assert content_of(tmp_path / "out" / name).name == folder
+        (tmp_path / "out" / name / other).unlink()
     assert not list(tmp_path.rglob("*.partial"))
 
 
@@ -61,6 +67,48 @@ def test_paths_that_leave_the_folder(tmp_path, name):
         assert caught.value.hint
         assert not folder.exists()
     assert not list(tmp_path.rglob("*outside*"))
+
+
+def write_zip_in(path: Path, page: str, names: list[str]) -> None:
+    """Writes an archive as Windows does: with names in a code page, which nothing in it states."""
+    stand_ins = [f"{number:04d}".rjust(len(name.encode(page)), "-") for number, name in enumerate(names)]
+    write_zip(path, dict.fromkeys(stand_ins, b"x"))
+    raw = path.read_bytes()
+    for one, name in zip(stand_ins, names, strict=True):
+        raw = raw.replace(one.encode(), name.encode(page))
+    path.write_bytes(raw)
+
+
+def test_names_of_windows_are_words_in_their_code_page(tmp_path):
+    """A character of cp932 may end with the byte of a backslash. Pages in which the names are words, too, are named."""
+    russian, japanese = ["Аня/Запись №1.wav", "привет.wav", "где-то.wav"], ["表示/ソース.wav", "予定.wav", "能力 1.wav"]
+    rows = [
+        ("cp866", russian, ""), ("cp1251", russian, ""), ("cp932", [*japanese, "CD版.wav"], ""),
+        ("cp437", ["Größe.wav", "été.wav"], ""), ("cp852", ["żółw.wav", "ręka.wav"], ""),
+        ("utf-8", [*russian, *japanese], ""), ("cp437", ["a░.wav"], "'a░.wav'"),
+        ("gbk", ["录音.wav", "照片.wav"], "gb2312 (录音.wav) or big5 (翹秞.wav)"),
+    ]  # fmt: skip
+    wrong = []
+    for number, (page, names, fault) in enumerate(rows):
+        archive, folder = tmp_path / f"{number}.zip", tmp_path / f"{number}"
+        write_zip_in(archive, page, names)
+        try:
+            unpack(archive, folder)
+            wrong += [(page, names, list(files_of(folder)))] if fault or {*files_of(folder)} != {*names} else []
+        except UserError as error:
+            wrong += [] if fault and error.message.endswith(f"the code page of its names: {fault}") else [error.message]
+    assert not wrong
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="zipfile of Python 3.11 takes a code page")
+def test_the_command_for_names_of_several_code_pages(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_zip_in(Path("a.zip"), "gbk", ["录音.wav", "照片.wav"])
+    with pytest.raises(UserError) as caught:
+        unpack(Path("a.zip"), Path("out"))
+    words = caught.value.hint.partition("python ")[2].split()
+    subprocess.run([sys.executable, *words], check=True)
+    assert {*files_of(Path("FOLDER"))} == {"录音.wav", "照片.wav"}
 
 
 def test_links_in_zip_archives_and_false_sizes(tmp_path):
