@@ -29,6 +29,7 @@ from gputrain.asr.architecture import (
 from gputrain.asr.config import PUBLISHED
 from gputrain.asr.tokenizer import StockTokenizer, format_languages, read_json, read_tokenizer
 from gputrain.engine import checkpoint
+from gputrain.engine.weights import SAFETENSORS, form_of, log_unused, other_file, read_weights_file
 from gputrain.errors import UserError, first_line
 from gputrain.fetch.names import local_path
 from gputrain.speech.frames import ENCODER_RATE
@@ -53,7 +54,6 @@ OMNIASR_TENSORS = {
 }
 OMNIASR_SYMBOLS = 10288
 OF_FAIRSEQ2 = re.compile(r"omniasr[-_](ctc|llm|w2v)[-_]", re.IGNORECASE)
-POINTER = b"version https://git-lfs"  # Beginning of the file that stands for weights in a clone without Git LFS.
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,13 @@ class StockRecogniser:
     of_omniasr: bool = False  # True: its files have the names of omniASR, and become a wav2vec2.
 
     def check_weights(self) -> None:
-        """Raises UserError if there are no weights, or what stands for them in a clone without Git LFS."""
+        """Raises UserError if there are no weights, or a file of another kind stands in their place."""
         files = [self.folder / file for file in PUBLISHED.whole if (self.folder / file).is_file()]
         if not files:
             raise UserError(f"{self.name}: no weights in it", hint="copy model.safetensors or pytorch_model.bin there")
         for file in files:
-            with file.open("rb") as opened:
-                if opened.read(len(POINTER)) == POINTER:
-                    raise UserError(f"{file}: the pointer of Git LFS instead of weights", hint="run git lfs pull there")
+            if form_of(file)[0] not in ("", SAFETENSORS) and (error := other_file(file, "weights of transformers")):
+                raise error
 
     def load(self) -> tuple[Any, list[str]]:
         """Returns its model on the CPU in fp32, and the tensors that the files lack, which are random. Raises
@@ -94,6 +93,7 @@ class StockRecogniser:
                     dtype=torch.float32, output_loading_info=True,
                 )  # fmt: skip
                 missing = list(found["missing_keys"])
+                log_unused(self.name, found["unexpected_keys"])
                 if self.language is not None:
                     model.load_adapter(self.language)
                     log.info("%s: with the adapter and the head of %s", self.name, self.language)
@@ -197,11 +197,12 @@ def _load_omniasr(architecture: dict[str, Any], folder: Path) -> tuple[Any, list
     """Returns an omniASR-CTC as a wav2vec2, and the tensors that its files lack."""
     model, weights = networks.build_recogniser(architecture), dict[str, Tensor]()
     for path in sorted(folder.glob("*.safetensors")):
-        for name, tensor in _weights_of(path).items():
+        for name, tensor in read_weights_file(path).tensors.items():
             for pattern, other in OMNIASR_TENSORS.items():
                 name = re.sub(pattern, other, name)
             weights[name] = tensor
-    missing = model.load_state_dict(weights, strict=False).missing_keys
+    missing, unused = model.load_state_dict(weights, strict=False)
+    log_unused(folder, unused)
     _set_norms(model.wav2vec2.encoder.pos_conv_embed.conv.parametrizations.weight)
     return model, [name for name in missing if not name.endswith(("weight.original0", "masked_spec_embed"))]
 
@@ -298,18 +299,9 @@ def _rows_of_adapter(folder: Path, language: str) -> int:
     """Returns the number of symbols that an adapter's head writes. Raises UserError if it cannot be read."""
     path = _adapters(folder)[language]
     try:
-        weights = _weights_of(path)
+        weights = read_weights_file(path).tensors
         return len(weights["lm_head.weight"])
     except Exception as error:  # Damaged files raise errors of many kinds.
         raise UserError(
             f"{path}: not the adapter of a language: {first_line(error)}", hint="copy or download it again"
         ) from None
-
-
-def _weights_of(path: Path) -> dict[str, Tensor]:
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(path)
-    found: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-    return found

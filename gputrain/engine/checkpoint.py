@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from gputrain.config import assemble, is_readable
 from gputrain.engine.schedule import RunProgress
+from gputrain.engine.weights import other_file
 from gputrain.errors import UserError
 from gputrain.kinds import refuse_other_model, refuse_unreadable
 from gputrain.stored import TRAIN_AGAIN, unreadable
@@ -56,8 +57,6 @@ COMMENT_BYTES = len(MARK) + 8
 READ_BYTES = 1 << 20  # Number of bytes that are read at once to compute the checksum.
 SPACE_FACTOR = 1.05  # Free space that a save requires, as a multiple of the size of its tensors.
 NO_SPACE = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
-# torch.load raises these errors when it interprets damaged bytes as instructions, names and sizes.
-UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 
 SHOWN = 6  # Number of items shown of a longer list.
 OTHER_ARCHITECTURE = "use the preset and sizes that it was trained with; they stand in its run's config.yaml"
@@ -374,16 +373,22 @@ def _read_whole(path: Path) -> Content:
     except OSError as error:
         raise Damaged(f"{path}: cannot be read: {error.strerror or error}", hint="check its permissions") from None
     if not intact:
-        raise Damaged(f"{path}: truncated or damaged", hint=ANOTHER.format(path.parent))
+        raise _fault(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         content = None
     except Exception:  # Damaged headers of a file without a checksum can cause any error.
-        raise Damaged(f"{path}: truncated or damaged", hint=ANOTHER.format(path.parent)) from None
+        raise _fault(path) from None
     if not is_content(content):
         raise unreadable(path, f"{TRAIN_AGAIN}; {_nearby(path)}", "not a checkpoint")
     return content
+
+
+def _fault(path: Path) -> UserError:
+    """Returns the error for a file that is a damaged checkpoint or, unless a run named it, one of another kind."""
+    other = None if path.name.startswith("checkpoint_") else other_file(path, "a checkpoint")
+    return other or Damaged(f"{path}: truncated or damaged", hint=ANOTHER.format(path.parent))
 
 
 def _is_intact(path: Path) -> bool:
@@ -407,28 +412,6 @@ def _is_intact(path: Path) -> bool:
         raise
     except Exception:  # Damaged headers can cause any error.
         return False
-
-
-def read_foreign(path: Path, *, instead: str, plain: Mapping[str, type] | None = None) -> dict[Any, Any]:
-    """Returns a mapping that another program has saved with torch, on the CPU.
-
-    Raises UserError if the file is damaged, holds no mapping, or would have to run code; `instead` is the hint. `plain`
-    maps full names of further classes that the file may contain to their replacements.
-    """
-    try:
-        with torch.serialization.safe_globals([(made, name) for name, made in (plain or {}).items()]):
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise UserError(
-            f"{path}: contains more than tensors, or was not written by torch; reading it could run code",
-            hint=instead,
-        ) from None
-    except UNREADABLE as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path}: truncated or damaged: {reason}", hint="copy or download it again") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: does not contain named tensors", hint=instead)
-    return content
 
 
 def _nearby(path: Path) -> str:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from gputrain.config import read_table
-from gputrain.engine import checkpoint
+from gputrain.engine.weights import log_unused, read_foreign, tensors_of
 from gputrain.errors import UserError
 from gputrain.kinds import refuse_unreadable
 from gputrain.speech.text.frontend import BOS, EOS, PAD, RESERVED, Frontend
@@ -154,9 +154,7 @@ def _coqui_speakers(folder: Path) -> Rows:
     if file.suffix == ".json":
         return _speakers(_read_json(file))
     return _speakers(
-        checkpoint.read_foreign(
-            file, instead="name a copy of the checkpoint without this file: the speakers are then new"
-        )
+        read_foreign(file, instead="name a copy of the checkpoint without this file: the speakers are then new")
     )
 
 
@@ -221,7 +219,6 @@ class Origin:
 class Trainer:
     """Describes how checkpoints of a toolkit are detected and read."""
 
-    tensors: str  # entry of the checkpoint that holds the tensors
     marks: frozenset[str]  # tensors that identify its voices
     # Patterns and replacements from Piper's names of the voice's tensors, and from ours of the discriminators'.
     renamed: Callable[[], list[tuple[str, str]]]
@@ -257,11 +254,14 @@ def read_imported_voice(path: Path, voice: Voice, discriminators: nn.Module) -> 
     Logs a warning if the names of its symbols are unknown, or if its sampling rate or hop size differs. Raises
     UserError if the file or its configuration is damaged, is of another kind, or cannot be read without running code.
     """
-    content = checkpoint.read_foreign(path, instead=INSTEAD, plain=PATHS)
+    content = read_foreign(path, instead=INSTEAD, plain=PATHS)
     trainer, theirs = _recognised(content, path)
     labels = trainer.labels(content, path, theirs[trainer.table].shape[0])
     _compare(labels, voice.architecture, path)
     made = _gathered(voice.state_dict(), theirs, lambda name: _named(piper_names(name), trainer))
+    names = [*(n for name in voice.state_dict() for n in piper_names(name)), *discriminators.state_dict()]
+    used = set(_named(names, trainer))
+    log_unused(path, (name for name in theirs if name not in used))
     if "duration_predictor.flow.shift" not in made:  # A predictor without flows is another model with some equal names.
         made = {name: tensor for name, tensor in made.items() if not name.startswith("duration_predictor.")}
     return Origin(
@@ -275,12 +275,10 @@ def read_imported_voice(path: Path, voice: Voice, discriminators: nn.Module) -> 
 
 def _recognised(content: Mapping[Any, Any], path: Path) -> tuple[Trainer, Tensors]:
     """Detects the toolkit of a checkpoint. Returns it with the tensors by its names, in one spelling of weight norm."""
+    found = {_plain(name): tensor for name, tensor in tensors_of(content, path).items()}
     for trainer in (PIPER, COQUI):
-        entry = content.get(trainer.tensors)
-        if isinstance(entry, dict):
-            found = {_plain(name): tensor for name, tensor in entry.items() if isinstance(tensor, Tensor)}
-            if trainer.marks <= found.keys() and found[trainer.table].ndim == 2:
-                return trainer, found
+        if trainer.marks <= found.keys() and found[trainer.table].ndim == 2:
+            return trainer, found
     raise UserError(
         f"{path}: holds no voice of Piper or of Coqui's VITS",
         hint="use a .ckpt of Piper, whose state_dict has names such as model_g.…, a best_model.pth of Coqui's VITS, or "
@@ -288,10 +286,9 @@ def _recognised(content: Mapping[Any, Any], path: Path) -> tuple[Trainer, Tensor
     )
 
 
-def _plain(name: object) -> str:
-    """Removes prefixes that wrapping or compiling adds, and uses the older spelling of weight norm."""
-    plain = str(name).replace("_orig_mod.", "").removeprefix("module.")
-    plain = plain.replace("parametrizations.weight.original0", "weight_g")
+def _plain(name: str) -> str:
+    """Returns a name with the older spelling of weight norm."""
+    plain = name.replace("parametrizations.weight.original0", "weight_g")
     return plain.replace("parametrizations.weight.original1", "weight_v")
 
 
@@ -356,14 +353,12 @@ def _renamed(name: str, table: Sequence[tuple[str, str]]) -> str:
 
 
 PIPER = Trainer(
-    "state_dict",
     frozenset({"model_g.enc_p.emb.weight", "model_g.dec.conv_pre.weight"}),
     lambda: [(r"^waves\.", "model_d."), (r"^mrd\.", "model_mrd."), (r"^(?!model_(d|mrd)\.)", "model_g.")],
     "model_g.enc_p.emb.weight",
     piper_labels,
 )
 COQUI = Trainer(
-    "model",
     frozenset({"text_encoder.emb.weight", "waveform_decoder.conv_pre.weight"}),
     functools.partial(_names, "coqui"),
     "text_encoder.emb.weight",

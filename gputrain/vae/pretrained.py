@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import load_trained, refuse_nonfinite
+from gputrain.engine.weights import DIGEST, WeightsFile, log_unused, read_weights_file
 from gputrain.errors import UserError
 from gputrain.fetch.names import local_path
 from gputrain.kinds import refuse_unreadable
@@ -39,12 +40,11 @@ from gputrain.vae.diffusers_folder import (
 from gputrain.vae.latents import STATISTICS, LatentScaling, LatentSource, PatchStatistics, TrainedPictures, family_of
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.tiny import ENCODER, Autoencoder, autoencoder_class, is_tiny, load_tiny
-from gputrain.vae.weights import DIGEST, WeightsFile, read_weights_file
 
 log = logging.getLogger(__name__)
 
 ARCHITECTURE = "modelspec.architecture"  # Key in the header, by github.com/Stability-AI/ModelSpec.
-PREFIXES = ("", "first_stage_model.", "vae.")  # prefixes of the autoencoder's tensors in a file
+PREFIXES = ("", "first_stage_model.", "vae.", "model.")  # prefixes of the autoencoder's tensors in a file
 PREFIX = rf"^({'|'.join(map(re.escape, PREFIXES))})"
 AUTOENCODER = rf"{PREFIX}(((en|de)coder|(post_)?quant_conv)\.|{STATISTICS}\.(running|num)_)"
 # Beside the autoencoder, few files have the factors of its latents: those that a training of CompVis's code measured,
@@ -202,6 +202,8 @@ def _read_file(path: Path, norm_num_groups: int) -> Pretrained:
     if not inside:
         raise UserError(f"{path}: holds no autoencoder", hint="name the file of the VAE, or of a pipeline that has one")
     weights = {name.removeprefix(inside[0]): tensor for name, tensor in tensors.items() if name.startswith(inside[0])}
+    used = {inside[0] + name for name in weights} | {MEASURED_FACTOR, EDM_MEAN, EDM_STD}
+    log_unused(path, (name for name in file.names if name not in used))
     if "encoder.down.0.block.0.conv1.weight" in weights:
         weights, norm_num_groups = renamed(weights), 32  # All those models have 32 groups.
     weights = present_names(weights)

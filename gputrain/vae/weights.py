@@ -1,17 +1,12 @@
-"""Reads files of pretrained weights without running code."""
+"""Finds and reads the published weights of measures, such as LPIPS."""
 
-import hashlib
 import logging
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gputrain.engine.checkpoint import read_foreign
+from gputrain.engine.weights import read_weights_file
 from gputrain.errors import UserError
 from gputrain.fetch.catalogue import catalogue, close_names
 from gputrain.fetch.files import sha256
@@ -19,9 +14,6 @@ from gputrain.fetch.names import find_published, local_path
 from gputrain.vae.config import MEASURES
 
 log = logging.getLogger(__name__)
-
-DAMAGED = "copy or download it again"
-DIGEST = "tensors_sha256"  # key in the metadata of a .safetensors file that gputrain wrote
 
 
 def named_files(names: Sequence[str | Path], known: Sequence[str]) -> tuple[Path, ...]:
@@ -54,55 +46,3 @@ def how_to_fetch(known: Sequence[str]) -> str:
     """Returns the command that loads the files with these short names."""
     files = " and ".join(catalogue()[name].file_name for name in known)
     return f"gputrain fetch {' '.join(known)} loads {files}"
-
-
-class WeightsFile(NamedTuple):
-    """Tensors of a file, the names of all that it holds, and the metadata of a .safetensors file."""
-
-    tensors: dict[str, Tensor]
-    names: list[str]
-    metadata: Mapping[str, str]
-
-
-def read_weights_file(path: Path, parts: str = "") -> WeightsFile:
-    """Reads the tensors of a .safetensors file, or of a .pth, .pt, .ckpt or .bin of torch, by name, on the CPU.
-
-    Only names that match the regular expression `parts` anywhere are read. Of a training checkpoint, `state_dict` is
-    read. Raises UserError if the file is missing or damaged, or cannot be read without running code.
-    """
-    if not path.is_file():
-        raise UserError(f"{path}: no such file", hint="name a file of weights, preferably .safetensors")
-    if path.suffix == ".safetensors":
-        return read_safetensors(path, parts)
-    content = read_foreign(path, instead="take the .safetensors of the same weights")
-    if isinstance(content.get("state_dict"), dict):
-        content = content["state_dict"]
-    tensors = {name: one for name, one in content.items() if isinstance(name, str) and isinstance(one, Tensor)}
-    return WeightsFile({name: one for name, one in tensors.items() if re.search(parts, name)}, list(tensors), {})
-
-
-def read_safetensors(path: Path, parts: str = "") -> WeightsFile:
-    """Reads the tensors whose names match the regular expression `parts` anywhere, on the CPU.
-
-    If all are read and the file has a digest of them, it is verified. Raises UserError if the file is damaged.
-    """
-    try:
-        with safe_open(path, "pt") as file:
-            names, metadata = list(file.keys()), file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in names if re.search(parts, name)}
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: truncated or damaged: {error}", hint=DAMAGED) from None
-    digest = metadata.get(DIGEST)
-    if digest and len(tensors) == len(names) and digest != digest_of(tensors):
-        raise UserError(f"{path}: damaged: its tensors differ from those that were written", hint=DAMAGED)
-    return WeightsFile(tensors, names, metadata)
-
-
-def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """Returns the SHA-256 of the names, types, shapes and bytes of tensors on the CPU, in the order of the names."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()

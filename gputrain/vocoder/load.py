@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gputrain.config import convert, leaves, read_file
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import load_weights, trained_weights
+from gputrain.engine.weights import log_unused, read_foreign, tensors_of
 from gputrain.errors import UserError
 from gputrain.fetch.names import local_path
 from gputrain.kinds import refuse_unreadable
@@ -37,7 +38,6 @@ GENERATOR, DISCRIMINATOR = "generator.", "discriminator."
 DIFFERENT = "give the options that it was trained with, or --no-finetune-strict-shapes to reinitialise these tensors"
 # Substitutions from other spellings to the names of our tensors, in this order.
 RENAMED = (
-    (r"\b_orig_mod\.", ""),  # Prefix of a compiled module.
     (r"\bparametrizations\.weight\.original0$", "weight_g"),  # The newer weight norm of torch.
     (r"\bparametrizations\.weight\.original1$", "weight_v"),
     (r"\bparametrizations\.weight\.original$", "weight_orig"),  # The newer spectral norm of torch.
@@ -214,16 +214,18 @@ def _read_run(path: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor
 
 
 def _read_openvpi(path: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    content = checkpoint.read_foreign(path, instead="take openvpi's model.ckpt, or save its tensors alone")
+    content = read_foreign(path, instead="take openvpi's model.ckpt, or save its tensors alone")
     if isinstance(content.get("generator"), dict):
-        return _tensors(content["generator"]), {}
-    trained = _tensors(content.get("state_dict"))
+        log_unused(path, (name for name in content if name != "generator"))
+        return _renamed_tensors(content["generator"], path), {}
+    trained = _renamed_tensors(content, path)
     generator = {name.removeprefix(GENERATOR): tensor for name, tensor in trained.items() if name.startswith(GENERATOR)}
     if not generator:
         raise UserError(
             f"{path}: holds no generator of a vocoder",
             hint="take openvpi's model.ckpt, or a checkpoint of its trainer, whose state_dict has generator.… in it",
         )
+    log_unused(path, (name for name in trained if not name.startswith((GENERATOR, DISCRIMINATOR))))
     found = {name.removeprefix(DISCRIMINATOR): one for name, one in trained.items() if name.startswith(DISCRIMINATOR)}
     return generator, dict(_known(group, tensors) for group, tensors in _grouped(found).items())
 
@@ -245,14 +247,11 @@ def _known(group: str, tensors: dict[str, Tensor]) -> tuple[str, dict[str, Tenso
     return kind, tensors
 
 
-def _tensors(content: object) -> dict[str, Tensor]:
+def _renamed_tensors(content: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
     """Returns the tensors of a mapping by our names; floating-point ones in fp32."""
-    if not isinstance(content, dict):
-        return {}
     return {
         _renamed(name, RENAMED): value.float() if value.is_floating_point() else value
-        for name, value in content.items()
-        if isinstance(name, str) and isinstance(value, Tensor)
+        for name, value in tensors_of(content, path).items()
     }
 
 

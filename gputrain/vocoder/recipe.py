@@ -30,6 +30,7 @@ from gputrain.engine.muon import muon_with_adamw
 from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Yielded
 from gputrain.engine.samples import Report, Sheet, SheetCell, SoundSample
+from gputrain.engine.weights import log_unused
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.memory.predict import step_flops
 from gputrain.planner.work import PlanTarget
@@ -141,6 +142,7 @@ class VocoderRecipe:
         for kind in weights.discriminators.keys() & self.by_kind.keys():
             reinitialised += weights.fit(kind, self.by_kind[kind], strict_shapes=strict)
         reinitialised += [f"all of {kind}" for kind in self.by_kind if kind not in weights.discriminators]
+        log_unused(weights.source, sorted(weights.discriminators.keys() - self.by_kind.keys()))
         if reinitialised:
             log.warning("%s: reinitialised: %s", weights.source, format_list(reinitialised))
         if self.settings.schedule.ema_decay:

@@ -21,6 +21,7 @@ from gputrain.cli.options import read_defaults
 from gputrain.config import assemble, leaves
 from gputrain.engine import checkpoint
 from gputrain.engine.run_folder import PlanFile
+from gputrain.engine.weights import read_foreign
 from gputrain.errors import UserError
 from gputrain.speech.store import SpeechStore
 from gputrain.speech.transcripts import read_transcripts
@@ -258,7 +259,7 @@ def test_files_of_torch(examples):
         @given(EDITS)
         def holds(edits):
             path.write_bytes(edited(good, edits))
-            only_user_errors(lambda: checkpoint.read_foreign(path, instead="take another"))
+            only_user_errors(lambda: read_foreign(path, instead="take another"))
 
         holds()
 

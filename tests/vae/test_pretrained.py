@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import logging
 import re
 import shutil
 from collections.abc import Callable
@@ -179,10 +180,21 @@ def test_files_of_flux2(
     assert found.latents.told_by == "its tensors bn.*"
 
 
-def test_pickles_of_tensors(stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path) -> None:
-    """A .ckpt of a Lightning run has its tensors under state_dict, in half precision."""
+def test_pickles_of_tensors(
+    stock: dict[VaeArchitecture, diffusers.AutoencoderKL], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A .ckpt of a Lightning run has its tensors under state_dict, in half precision. Others beside them are named."""
     halves = {name: tensor.half() for name, tensor in stock[SD].state_dict().items()}
-    torch.save({"state_dict": aged(halves, "first_stage_model."), "global_step": 7}, tmp_path / "old.ckpt")
+    whole = aged(halves, "module.first_stage_model.") | {"cond_stage_model.x": torch.ones(1)}
+    torch.save({"state_dict": whole, "global_step": 7}, tmp_path / "old.ckpt")
+    with caplog.at_level(logging.INFO):
+        load_pretrained(tmp_path / "old.ckpt", SD)
+    assert "old.ckpt: not used: cond_stage_model (1)" in caplog.text
+    save_file(whole, tmp_path / "named.pt")  # What reads checkpoints names the option that takes it.
+    with pytest.raises(UserError, match="weights in safetensors, not a checkpoint") as caught:
+        checkpoint.read(tmp_path / "named.pt", "vae")
+    path = caught.value.hint.partition("gputrain train-vae --init-from ")[2].partition(" ")[0]
+    assert read_pretrained(path).architecture == SD
     weights = load_pretrained(tmp_path / "old.ckpt", SD).weights
     assert all(torch.equal(weights[name], tensor.float()) for name, tensor in halves.items())
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
