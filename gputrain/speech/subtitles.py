@@ -22,7 +22,9 @@ _SOUND = re.compile(r"\[[^\[\]]*\]|\([^()]*\)|♪+")  # Descriptions of sounds a
 
 _LABEL = re.compile(r"(-?\d+(?:[.,]\d+)?)\t(-?\d+(?:[.,]\d+)?)(?:\t(.*))?")
 _FREQUENCIES = re.compile(r"\\\t-?\d.*")  # Audacity's line below a label of a range of frequencies.
-_CLOCK = re.compile(r"\s*[\[(]?\d{1,3}:\d{2}(:\d{2})?([.,:]\d{1,3})?([\])\s-]|$)")  # As in LRC and protocols.
+_CLOCK = re.compile(
+    r"(?:^|\t)\s*[\[(]?\d{1,3}:\d{2}(:\d{2})?([.,:]\d{1,3})?([\])\s-]|$)"
+)  # As in LRC, protocols, and tables of ELAN.
 LABELS, CUES = "a label track", "subtitles"
 
 
@@ -89,7 +91,7 @@ def form_of(content: str) -> str:
         return "a TextGrid of Praat"
     if re.match(r'\s*(\{\s*["}]|\[\s*[\[{\]])', content):
         return "JSON"
-    timed = sum(bool(_CLOCK.match(line)) for line in lines)
+    timed = sum(bool(_CLOCK.search(line)) for line in lines)
     return "times" if timed > 1 and 3 * timed >= len(lines) else ""
 
 

@@ -198,7 +198,7 @@ def read_transcripts(
             _read_subtitles(reading, path, given, rules)
         _read_pairs(reading, paths, rules, subtitled)
     elif file is None and corpus and not _texts_of(folder, paths):
-        source = f"the layout of {corpus.name}"
+        source = f"the layout of {corpus.layout.name}"
         _read_corpus(reading, corpus)
     elif file is None:
         source = "a text file for each recording"
@@ -220,11 +220,16 @@ def read_transcripts(
 
 
 def _read_corpus(reading: _Reading, corpus: Corpus) -> None:
+    def read(path: str) -> str:
+        return reading.read(reading.folder / path) if path in corpus.files else ""
+
     reading.is_selection = corpus.is_part
-    for path, one in corpus.lines(reading.read):
-        name = next(filter(reading.sounds.find, one.names), one.names[0])
-        tags = {"channel": one.channel} if one.channel else {}
-        reading.add(f"{path}, line {one.line}", name, one.text, one.speaker, (*one.times, None), tags)
+    for path in corpus.texts:
+        where = path.replace("wav.scp", "text")
+        for one in corpus.layout.lines(path, read):
+            name = next(filter(reading.sounds.find, one.names), one.names[0])
+            tags = {"channel": one.channel} if one.channel else {}
+            reading.add(f"{where}, line {one.line}", name, one.text, one.speaker, (*one.times, None), tags)
 
 
 def _found(folder: Path, paths: Sequence[str], has_subtitles: bool, corpus: Corpus | None) -> Path | None:
@@ -262,8 +267,11 @@ def _found(folder: Path, paths: Sequence[str], has_subtitles: bool, corpus: Corp
                 hint="for a recogniser, write subtitles: whisper --output_format srt; for a voice, a table of audio, "
                 "start, end and text, in seconds",
             )
+        other = next(
+            (f", but {one.name}" for one in sorted(folder.iterdir()) if one.is_file() and one.name not in paths), ""
+        )
         raise UserError(
-            f"{folder}: no transcripts: neither metadata.csv, JSON lines, nor text files of recordings",
+            f"{folder}: no transcripts: neither metadata.csv, JSON lines, nor text files of recordings{other}",
             hint="name the file with --transcripts FILE (lists of paths need it), and --transcript-columns audio,text",
         )
     return candidates[0] if candidates else None

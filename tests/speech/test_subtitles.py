@@ -169,7 +169,9 @@ def test_a_label_track_of_audacity():
 
 @each_row(
     (LABELS, "a label track"), (SRT, "subtitles"), (VTT, "subtitles"),
-    ("[ti:A song]\n[00:12.00]So it is\n[00:17.20]not now\n", "times"), ("0:01\nSo it is\n0:04\nnot now\n", "times"),
+    ("[ti:A song]\n[00:12.00]So it is\n[00:17.20]not now\n", "times"),
+    ("ann\t\t00:00:01.0\tSo\nann\t\t00:00:02.0\tit\n", "times"),
+    ("0:01\nSo it is\n0:04\nnot now\n", "times"),
     ("[00:00.000 --> 00:04.000]  So it is\n[00:04.000 --> 00:07.000]  not now\n", "times"),
     ('File type = "ooTextFile"\nObject class = "TextGrid"\n', "a TextGrid of Praat"), ('{"text": "So it is"}', "JSON"),
     ('[{"text": "So it is"}]', "JSON"), ("So it is\nat 12:30\n", ""), ("12:30 is the time\n", ""), ("[laughs] So", ""),
