@@ -46,6 +46,7 @@ TEXTS = frozenset({".txt", ".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".psv",
 ROWS = 1  # Rows of a parquet file that are decoded at once; pyarrow reads some tens of such parts ahead.
 PATH_COLUMNS = ("file_name", "filename", "file", "path")
 TEXTS_OF_ROWS = "metadata.jsonl"  # The texts of recordings that stand in columns beside them.
+COLUMNS = "columns.json"  # Roles of the columns of tables, beside the folder of their rows.
 NAME_COLUMNS = (*PATH_COLUMNS, "__key__", "key")  # They name a row that has no path itself.
 
 
@@ -310,6 +311,9 @@ def _rows_of(
         ]  # fmt: skip
         others = others if job.media.texts else [one for one in others if one in NAME_COLUMNS]
         dropped = dict.fromkeys(one for one in table.features if one not in (name, *others, *NAME_COLUMNS))
+        # Whoever reads the texts of recordings says by itself which columns it uses.
+        roles = {one: "name" * (one in NAME_COLUMNS) for one in table.features} | {name: job.media.noun}
+        job.folder.with_name(COLUMNS).write_text(json.dumps(roles), encoding="ascii")
         for row, example in enumerate(table.decode(False).select_columns([name, *others])):
             at = f"row {row + 1}"
             cell = example.pop(name)

@@ -27,9 +27,11 @@ from filelock import FileLock
 
 from gputrain.engine.containers import (
     ARCHIVE,
+    COLUMNS,
     LISTS,
     MEDIA,
     TABLE,
+    TEXTS_OF_ROWS,
     Media,
     MediaKind,
     check_file,
@@ -70,7 +72,9 @@ class Source:
         refused = sorted_refusals([*report.refused, *self.refused])
         if output_dir is not None:
             write_quarantine(output_dir, refused)
-        return replace(report, input_dir=self.given, refused=refused)
+        columns = report.columns or _read(self.unpacked / COLUMNS)
+        ignored = {kind: names for kind, names in report.ignored.items() if names != [TEXTS_OF_ROWS]}  # It is ours.
+        return replace(report, input_dir=self.given, refused=refused, columns=columns, ignored=ignored)
 
     def remove(self) -> None:
         """Removes what was unpacked, as far as the system lets it: Windows keeps a file that is open."""

@@ -25,6 +25,7 @@ from PIL import Image
 from gputrain.config import assemble, flatten
 from gputrain.engine import containers, sources
 from gputrain.engine.data import digests
+from gputrain.engine.preparation import DataReport
 from gputrain.engine.sources import hub_name, open_source
 from gputrain.errors import UserError
 from gputrain.speech.buckets import open_speech
@@ -427,6 +428,10 @@ def test_the_column_that_is_read(folders, tmp_path):
     for column, expected in (("", b"2"), ("mask", b"1")):
         source = open_source(tmp_path / "x.parquet", "image", tmp_path / f"at{column}", column=column)
         assert next(source.folder.rglob("*.jpg")).read_bytes()[-1:] == expected
+        report = source.complete(DataReport(input_dir="", ignored={".jsonl": ["metadata.jsonl"]}, refused=[]))
+        used = column or "Image"
+        assert report.columns == {"mask": "", "Image": "", "audio": ""} | {used: "pictures"}
+        assert report.ignored == {}
     for given, column, fault in (
         (tmp_path / "x.parquet", "n", "no column n of pictures; columns: mask"),
         (folders / "image", "image", "column does nothing"),
@@ -477,12 +482,13 @@ def test_values_of_databases_become_those_of_a_table(tmp_path):
         "speaker_id": [Decimal(7), Decimal(8)],
         "start": [Decimal("0.25"), None],
         "end": [1.5, math.nan],
+        "words": [["one"], None],
         "json": [{"text": "one", "n": None, "at": [1]}, None],
     }
     parquet.write_table(pyarrow.table(rows), tmp_path / "x.parquet")
     source = open_source(tmp_path / "x.parquet", "audio", tmp_path / "at")
     assert [json.loads(line) for line in (source.folder / "metadata.jsonl").read_text().splitlines()] == [
-        {"audio": "0001.wav", "speaker_id": 7, "start": 0.25, "end": 1.5, "text": "one"},
+        {"audio": "0001.wav", "speaker_id": 7, "start": 0.25, "end": 1.5, "text": "one", "words": None},
         {"audio": "x/00000001.wav", "speaker_id": 8},
     ]
 
