@@ -3,6 +3,7 @@
 import copy
 import math
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,6 +55,14 @@ def write_onnx(module: nn.Module, inputs: tuple[Tensor, ...], path: Path, **opti
         warnings.simplefilter("ignore")
         # A graph of more than 2 GB has weights in files of their own, which takes a name rather than a Path.
         torch.onnx.export(module.eval(), inputs, str(path), dynamo=False, **options)
+
+
+def add_metadata(path: Path, facts: Mapping[str, object]) -> None:
+    """Adds metadata to a graph, as text by name."""
+    onnx = import_package("onnx")
+    graph = onnx.load(path)
+    onnx.helper.set_model_props(graph, {name: str(value) for name, value in facts.items()})
+    onnx.save_model(graph, path)
 
 
 def load_checked_onnx(path: Path) -> Any:

@@ -157,11 +157,13 @@ class ExportSettings(TrainedModel):
     device: DeviceName = opt(default="auto", help="Device to compute on.")
     format: str = opt(default="auto", help=f"Format to write; auto: {AUTO}.", choices=("auto", *FORMATS))
     name: str = opt(
-        default="", help="Name of the ONNX file and of the model in it; default: vocoder, voice or recogniser."
+        default="",
+        help="Name of the ONNX file and of the model in it; default: vocoder, recogniser, or for a voice Piper's "
+        "LANGUAGE_COUNTRY-NAME-QUALITY by its speaker, data and run.",
     )
     language_code: str = opt(
         default="",
-        help="Language and country for Piper, such as kk_KZ, if they don't follow from the language of the texts.",
+        help="Language and country of a voice, such as kk_KZ, if they don't follow from its espeak voice or texts.",
     )
     default_speaker: str = opt(
         default="",

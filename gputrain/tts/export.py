@@ -1,4 +1,4 @@
-"""Exports a trained voice for Piper and Home Assistant: NAME.onnx and NAME.onnx.json.
+"""Exports a trained voice for Piper, Home Assistant and sherpa-onnx: NAME.onnx and NAME.onnx.json, and tokens.txt.
 
 The exported graph is compared with the torch model before it is moved to its final place.
 
@@ -6,8 +6,10 @@ Shape suffixes: B items, S symbols, T samples, 1 a dimension.
 """
 
 import json
+import math
 import re
-from collections.abc import Callable, Iterable
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from gputrain.audio.export import (
     LARGEST_DIFFERENCE,
+    add_metadata,
     check_file_name,
     cpu_copy,
     exported,
@@ -25,9 +28,14 @@ from gputrain.audio.export import (
     wave_difference,
     write_onnx,
 )
+from gputrain.config import read_table
 from gputrain.engine.data import Progress, StepProgress, no_progress, written_aside
-from gputrain.errors import UserError
+from gputrain.errors import UserError, import_package, is_installed
 from gputrain.kinds import Exported
+from gputrain.speech.store import EARLIER_PHONEMES
+from gputrain.speech.text.frontend import BOS_ID, EOS_ID, PAD_ID, RESERVED, Frontend
+from gputrain.speech.text.language import CHARACTERS
+from gputrain.speech.text.piper import phonemizer_version
 from gputrain.tts.export_layers import faster_in_onnxruntime
 from gputrain.tts.load import LoadedVoice
 from gputrain.tts.model import Voice
@@ -37,7 +45,10 @@ COMPARED_SYMBOLS = (1, 5, 33, 120)
 # Piper has four quality names, from which its users infer memory and speed.
 QUALITIES = {"high": "high", "medium": "medium", "fast": "medium"}
 LOCALE = re.compile(r"([a-z]{2,3})_([A-Z]{2})")
+VOICE_NAME = re.compile(r"[^-]+-([^-]+)-[^-]+")
+SAYS_NOTHING = ("", "data", "out", "outputs", "prepared", "run", "runs", "tts", "voice")  # names of folders
 UNNAMED = "und"  # ISO 639 code of an undetermined language
+OTHER_CODES = {"cmn": "zh", "nb": "no"}  # Codes of espeak-ng that Piper's voices have under another one.
 OPSET = 16
 EXAMPLE_SYMBOLS = 11
 AXES = {
@@ -60,43 +71,56 @@ class Locale(NamedTuple):
     country: str
 
 
-LOCALES = {
-    "uz": Locale("uz", "UZ", "Oʻzbekcha", "Uzbek", "Uzbekistan"),
-    "en": Locale("en", "US", "English", "English", "United States"),
-    "ru": Locale("ru", "RU", "Русский", "Russian", "Russia"),
-}
-
-
 def export_piper(
     loaded: LoadedVoice,
     folder: Path,
-    name: str = "voice",
+    name: str = "",
     *,
     language_code: str = "",
     default_speaker: str = "",
+    sherpa: bool = False,
     progress: Progress = no_progress,
 ) -> Exported:
-    """Writes NAME.onnx and NAME.onnx.json in the format that piper-tts loads.
+    """Writes NAME.onnx and NAME.onnx.json, which piper-tts loads; with `sherpa` also the files that sherpa-onnx needs.
 
-    `language_code`, such as kk_KZ, replaces the default of the voice's language, and `default_speaker` the first
-    speaker. Raises UserError for an invalid name or code or an unknown speaker, if weights are not finite, a package is
-    not installed or the folder cannot be written; RuntimeError if onnxruntime's wave or durations differ from torch's.
+    `name` is that of `voice_name` by default; `language_code`, such as kk_KZ, replaces the default of the voice's
+    language, and `default_speaker` the first speaker. Raises UserError for an invalid name or code or an unknown
+    speaker, if weights are not finite, a package is not installed or the folder cannot be written; RuntimeError if
+    onnxruntime's wave or durations differ from torch's, or sherpa-onnx does not speak.
     """
-    name = name.removesuffix(".onnx")
-    check_file_name(name, example="uz_UZ-dilnoza")
     locale, speaker = locale_of(loaded, language_code), default_speaker_id(loaded.speakers, default_speaker)
+    name = name.removesuffix(".onnx") or voice_name(loaded, locale)
+    check_file_name(name, example="uz_UZ-dilnoza-medium")
     voice, steps = cpu_copy(loaded.voice), StepProgress(progress, 1 + len(COMPARED_SYMBOLS))
+    config = piper_config(loaded, name, locale, speaker)
     with written_aside(folder) as aside:
         graph, settings = aside / f"{name}.onnx", aside / f"{name}.onnx.json"
         write_piper_graph(voice, graph)
+        add_metadata(graph, sherpa_metadata(config))
         steps.next()
         difference = largest_wave_difference(voice, graph, COMPARED_SYMBOLS, steps.next)
         if not difference < LARGEST_DIFFERENCE:
             raise RuntimeError(f"{folder / graph.name}: onnxruntime's wave differs from torch's by {difference:.3g}")
-        text = json.dumps(piper_config(loaded, name, locale, speaker), indent=2, ensure_ascii=False)
-        settings.write_text(text + "\n", encoding="utf-8")
-    files = [folder / graph.name, folder / settings.name]
-    return exported(files, loaded.source, "sample", difference, notes(loaded, str(folder / name), speaker))
+        settings.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        if sherpa:
+            add_tokens(aside, config, loaded.frontend)
+        files = [folder / path.name for path in sorted(aside.iterdir())]
+    told = sherpa_notes(folder, name, loaded.frontend) if sherpa else notes(loaded, str(folder / name), speaker)
+    told += differences(loaded)
+    if locale.family == UNNAMED:
+        told.append("Piper's servers offer no voice without a language: export with --language-code, such as kk_KZ")
+    return exported(files, loaded.source, "sample", difference, told)
+
+
+def voice_name(loaded: LoadedVoice, locale: Locale) -> str:
+    """Returns a name by Piper's convention, LANGUAGE_COUNTRY-NAME-QUALITY: NAME has the speaker, or the data of
+    several, and the run folder, unless they say nothing."""
+    data, run = (path.name for path in (loaded.settings.data.data_dir[0], Path(loaded.source).parent))
+    parts = [loaded.speakers[0] if len(loaded.speakers) == 1 and loaded.speakers[0] else data, run]
+    told = dict.fromkeys(re.sub(r"\W+", "_", part.lower()).strip("_") for part in parts)
+    name = "_".join(part for part in told if part not in SAYS_NOTHING) or "voice"
+    quality = QUALITIES[loaded.settings.model.preset]
+    return f"{locale.family}_{locale.region}-{name}-{quality}" if locale.region else f"{locale.family}-{name}-{quality}"
 
 
 def default_speaker_id(speakers: tuple[str, ...], asked: str) -> int:
@@ -107,18 +131,20 @@ def default_speaker_id(speakers: tuple[str, ...], asked: str) -> int:
 
 
 def locale_of(loaded: LoadedVoice, language_code: str) -> Locale:
-    """Returns the locale of a language code. Raises UserError for an invalid code."""
-    own = LOCALES.get(loaded.frontend.language, Locale(UNNAMED, "", "", "", ""))
-    if not language_code:
-        return own
-    named = LOCALE.fullmatch(language_code)
-    if named is None:
+    """Returns the locale of a language code, by default that of the espeak voice or of the texts. Raises UserError for
+    an invalid code."""
+    if language_code and not LOCALE.fullmatch(language_code):
         raise UserError(
             f"language_code is {language_code!r}", hint="give language and country in ISO's codes, such as kk_KZ"
         )
-    if named[1] != own.family:
-        return Locale(named[1], named[2], named[1], named[1], named[2])
-    return own if named[2] == own.region else own._replace(region=named[2], country=named[2])
+    known = language_code.replace("_", "-") or loaded.frontend.espeak_voice or loaded.frontend.orthography
+    if known == CHARACTERS.name:
+        return Locale(UNNAMED, "", "", "", "")
+    code, *parts = known.split("-")
+    family = OTHER_CODES.get(code.lower(), code.lower())
+    own = Locale(family, *read_table("gputrain.tts", "locales.yaml").get(family, ("", family, family, "")))
+    region = next((part.upper() for part in parts if len(part) == 2), own.region)
+    return own if region == own.region else own._replace(region=region, country=region)
 
 
 def piper_config(loaded: LoadedVoice, name: str, locale: Locale, default_speaker_id: int = 0) -> dict[str, Any]:
@@ -145,7 +171,7 @@ def piper_config(loaded: LoadedVoice, name: str, locale: Locale, default_speaker
         "speaker_id_map": {speaker or str(number): number for number, speaker in enumerate(loaded.speakers) if several},
         "default_speaker_id": default_speaker_id,
         "hop_length": sizes.mel.hop_size,
-        "dataset": name,
+        "dataset": named[1] if (named := VOICE_NAME.fullmatch(name)) else name,
         "piper_version": "1.0.0",
     }
 
@@ -163,6 +189,7 @@ def notes(loaded: LoadedVoice, name: str, default_speaker_id: int = 0) -> list[s
     ]
     if frontend.phoneme_type == "text":
         table = " --alphabet TABLE" * bool(frontend.alphabet) + " --lexicon FILE" * bool(frontend.raw.lexicon)
+        table += f" --number-words {frontend.raw.number_words}" * bool(frontend.raw.number_words)
         lines += [
             "Piper does not write out numbers, dates and abbreviations: gputrain normalize --language "
             f"{frontend.language}{table} --input-file text.txt | piper --model {name}.onnx --output-file out.wav",
@@ -179,6 +206,72 @@ def notes(loaded: LoadedVoice, name: str, default_speaker_id: int = 0) -> list[s
             f"choose one of {len(speakers)} speakers by number: --speaker 0 is {first}; without it, {default} speaks"
         ]
     return lines
+
+
+# A sentence that is compared, with a number where a language has rules for it.
+SENTENCES = {"en": "It costs 25 pounds.", "ru": "Это стоит 25 рублей.", "uz": "Bu 25 soʻm turadi."}
+
+
+def differences(loaded: LoadedVoice) -> list[str]:
+    """Returns what stock Piper reads otherwise than the voice: of the test sentences of its training, and of a sentence
+    with a number and words of its lexicon."""
+    reading = loaded.frontend
+    if reading.espeak_voice and not is_installed("piper"):
+        return ["piper-tts is not installed: what it reads otherwise than the voice is not known"]
+    told = []
+    if reading.espeak_voice and not reading.phonemizer:
+        told = [f"Stock Piper reads otherwise than the voice: {EARLIER_PHONEMES}"]
+    elif reading.espeak_voice and reading.phonemizer != phonemizer_version():
+        told = [f"The data were phonemised by {reading.phonemizer}, and compared is {phonemizer_version()}"]
+    own = SENTENCES.get(reading.language, "25" if reading.raw.number_words else "")
+    texts = [*loaded.settings.data.test_sentences, *[own] * bool(own), *list(reading.raw.lexicon)[:3]]
+    found = reading.piper_differences(texts)
+    return [*told, *([f"Stock Piper reads otherwise than the voice {found}"] if found else [])]
+
+
+DECOMPOSED = ', with letters and marks apart: unicodedata.normalize("NFD", text)'
+
+
+def sherpa_metadata(config: Mapping[str, Any]) -> dict[str, object]:
+    """Returns the metadata of the graph of a voice, by which sherpa-onnx turns texts to the ids of Piper's map."""
+    language = config["language"]
+    facts: dict[str, object] = {
+        "model_type": "vits", "comment": "piper", "language": language["name_english"] or language["code"],
+        "voice": config["espeak"]["voice"], "n_speakers": config["num_speakers"],
+        "sample_rate": config["audio"]["sample_rate"], "has_espeak": int(config["phoneme_type"] == "espeak"),
+    }  # fmt: skip
+    if config["phoneme_type"] == "text":
+        ids = {"blank_id": PAD_ID, "bos_id": BOS_ID, "eos_id": EOS_ID}
+        facts |= {"frontend": "characters", "add_blank": 1, "use_eos_bos": 1, **ids}
+    return facts
+
+
+def add_tokens(folder: Path, config: Mapping[str, Any], reading: Frontend) -> None:
+    """Writes tokens.txt, the symbols with their ids, beside the graph. Raises UserError if a package is not installed,
+    RuntimeError if sherpa-onnx does not speak with the first or the last speaker."""
+    sherpa_onnx = import_package("sherpa_onnx")
+    rows = [f"{symbol} {ids[0]}\n" for symbol, ids in config["phoneme_id_map"].items() if len(ids) == 1]
+    (folder / "tokens.txt").write_text("".join(rows), encoding="utf-8")
+    (graph,) = folder.glob("*.onnx")
+    files = sherpa_onnx.OfflineTtsVitsModelConfig(model=str(graph), tokens=str(folder / "tokens.txt"))
+    voice = sherpa_onnx.OfflineTts(sherpa_onnx.OfflineTtsConfig(sherpa_onnx.OfflineTtsModelConfig(vits=files)))
+    text, asked = "".join(reading.symbols[len(RESERVED) :][-COMPARED_SYMBOLS[2] :]), sherpa_onnx.GenerationConfig()
+    if reading.espeak_voice:
+        asked.phoneme_codepoints = [[ord(char) for char in text]]
+    for asked.sid in {0, config["num_speakers"] - 1}:
+        made = voice.generate("" if reading.espeak_voice else text, asked)
+        peak = max(map(abs, made.samples), default=0.0)
+        if made.sample_rate != config["audio"]["sample_rate"] or not 0 < peak < math.inf:
+            raise RuntimeError(f"{graph.name}: sherpa-onnx makes no sound of it for speaker {asked.sid}")
+
+
+def sherpa_notes(folder: Path, name: str, reading: Frontend) -> list[str]:
+    files = f'model="{folder / name}.onnx", tokens="{folder / "tokens.txt"}"'
+    given = f"text as gputrain normalize prints it{DECOMPOSED * any(map(unicodedata.combining, reading.symbols))}"
+    if reading.espeak_voice:
+        voice = f"piper.phonemize_espeak.EspeakPhonemizer().phonemize({reading.espeak_voice!r}, text)"
+        given = f"GenerationConfig.phoneme_codepoints, the code points of {voice}"
+    return [f"Use it: sherpa_onnx.OfflineTtsVitsModelConfig({files})", f"sherpa-onnx 2 takes {given}"]
 
 
 class ComparisonText(NamedTuple):

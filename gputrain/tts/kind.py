@@ -27,7 +27,7 @@ def evaluate(settings: Any, **shared: Any) -> Any:
     )
 
 
-def export_piper(settings: Any, progress: kinds.ReportProgress) -> kinds.Exported:
+def export_piper(settings: Any, progress: kinds.ReportProgress, *, sherpa: bool = False) -> kinds.Exported:
     import torch
 
     from gputrain.tts import export
@@ -35,9 +35,13 @@ def export_piper(settings: Any, progress: kinds.ReportProgress) -> kinds.Exporte
 
     voice = load_voice(settings.weights, torch.device("cpu"))
     return export.export_piper(
-        voice, settings.output_dir, settings.name or "voice", language_code=settings.language_code,
-        default_speaker=settings.default_speaker, progress=progress,
+        voice, settings.output_dir, settings.name, language_code=settings.language_code,
+        default_speaker=settings.default_speaker, sherpa=sherpa, progress=progress,
     )  # fmt: skip
+
+
+def export_sherpa(settings: Any, progress: kinds.ReportProgress) -> kinds.Exported:
+    return export_piper(settings, progress, sherpa=True)
 
 
 def speak(settings: Speak, output: kinds.CommandOutput) -> None:
@@ -123,7 +127,10 @@ KIND = kinds.ModelKind(
         run=evaluate,
     ),
     exporters={
-        "piper": kinds.Exporter(export_piper, frozenset({"name", "language_code", "default_speaker"}), kinds.ONNX)
+        "piper": kinds.Exporter(export_piper, frozenset({"name", "language_code", "default_speaker"}), kinds.ONNX),
+        "sherpa": kinds.Exporter(
+            export_sherpa, frozenset({"name", "language_code", "default_speaker"}), (*kinds.ONNX, "sherpa_onnx")
+        ),
     },
     commands=(
         kinds.OwnCommand(

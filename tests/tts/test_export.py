@@ -2,6 +2,7 @@
 
 import json
 import sys
+import unicodedata
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,15 +16,18 @@ import torch
 from gputrain.errors import UserError
 from gputrain.kinds import Exported
 from gputrain.speech.text.frontend import Frontend, frontend
+from gputrain.speech.text.raw import RawRules
 from gputrain.tts.architecture import VoicePreset
 from gputrain.tts.export import (
     CLEAR,
     comparison_text,
+    differences,
     export_piper,
     largest_wave_difference,
     locale_of,
     notes,
     piper_config,
+    voice_name,
     write_piper_graph,
 )
 from gputrain.tts.load import LoadedVoice
@@ -77,10 +81,11 @@ def test_stock_piper_speaks_as_we_do(preset: VoicePreset, tmp_path: Path) -> Non
     progress = ProgressSeen()
     done = export_piper(loaded, tmp_path, progress=progress)
     assert progress.leads_to(5)
-    assert done.files == sorted(tmp_path.iterdir()) == [tmp_path / "voice.onnx", tmp_path / "voice.onnx.json"]
+    name = f"uz_UZ-anna-{'high' if preset == 'high' else 'medium'}.onnx"
+    assert done.files == sorted(tmp_path.iterdir()) == [tmp_path / name, tmp_path / f"{name}.json"]
     assert 0 < done.figures["largest difference of a sample"] < 1e-4
     for text in (UZBEK, "a"):
-        speaks_alike(loaded, tmp_path / "voice.onnx", text)
+        speaks_alike(loaded, tmp_path / name, text)
 
 
 class Handed(NamedTuple):
@@ -92,14 +97,14 @@ class Handed(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads(self.done.files[1].read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(self.done.files[-1].read_text(encoding="utf-8"))
         return content
 
 
 @pytest.fixture(scope="module")
 def handed(tmp_path_factory: pytest.TempPathFactory) -> Handed:
     loaded, folder = narrow("fast", "uz", SPEAKERS), tmp_path_factory.mktemp("piper")
-    done = export_piper(loaded, folder, f"{NAME}.onnx", default_speaker="boris")
+    done = export_piper(loaded, folder, f"{NAME}.onnx", default_speaker="boris", sherpa=True)
     return Handed(loaded, done, folder / f"{NAME}.onnx")
 
 
@@ -111,7 +116,7 @@ def test_several_speakers(handed: Handed) -> None:
         waves.append(ours(handed.loaded, "salom, dunyo.", speaker)[:2000])
     assert np.abs(waves[0] - waves[1]).max() > 0.01
     note = "choose one of 3 speakers by number: --speaker 0 is anna; without it, boris speaks"
-    assert note in handed.done.notes
+    assert note in notes(handed.loaded, "voice", 1)
     unnamed = replace(handed.loaded, speakers=("", "zoë"))
     assert notes(unnamed, "voice")[-1].endswith("--speaker 0 is without a name; without it, speaker 0 speaks")
     speaks_alike(handed.loaded, handed.graph, "Salom, dunyo.", None, default=1)
@@ -135,27 +140,43 @@ def test_stock_piper_gives_the_times_of_phonemes(handed: Handed, patched: bool) 
         assert len({samples for _, samples in times}) > 1
 
 
-def test_sherpa_onnx_speaks_as_piper_does(handed: Handed, tmp_path: Path) -> None:
-    """sherpa-onnx takes the first output. It wants its own metadata in the graph, and a table of symbols."""
+def sherpa_speaks_as_piper(loaded: LoadedVoice, graph: Path, text: str) -> None:
+    """Both load the files as they are. sherpa-onnx looks up letters itself, and is given phonemes."""
     sherpa = pytest.importorskip("sherpa_onnx")
-    asked = sherpa.GenerationConfig()
-    if not hasattr(asked, "phoneme_codepoints"):
-        pytest.skip("this version of sherpa-onnx reads no phonemes")
-    model = onnx.load(handed.graph)
-    facts = {"model_type": "vits", "comment": "piper", "language": "English", "voice": "en-us", "has_espeak": 1}
-    onnx.helper.set_model_props(model, {k: str(v) for k, v in {**facts, "n_speakers": 3, "sample_rate": 22050}.items()})
-    onnx.save(model, tmp_path / "voice.onnx")
-    rows = (f"{symbol} {ids[0]}" for symbol, ids in handed.settings["phoneme_id_map"].items())
-    (tmp_path / "tokens.txt").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    voice = sherpa.OfflineTtsVitsModelConfig(
-        model=str(tmp_path / "voice.onnx"), tokens=str(tmp_path / "tokens.txt"), length_scale=1.1,
-        noise_scale=0.0, noise_scale_w=0.0, data_dir=str(Path(piper.__file__).parent / "espeak-ng-data"),
+    files = sherpa.OfflineTtsVitsModelConfig(
+        model=str(graph), tokens=str(graph.with_name("tokens.txt")), length_scale=1.1, noise_scale=0.0,
+        noise_scale_w=0.0,
     )  # fmt: skip
-    asked.sid, asked.phoneme_codepoints = 2, [[ord(letter) for letter in "salom."]]
-    made = sherpa.OfflineTts(sherpa.OfflineTtsConfig(sherpa.OfflineTtsModelConfig(vits=voice))).generate("", asked)
-    expected_T = synthesised(piper.PiperVoice.load(handed.graph), "salom.", 2) * STEP
-    assert len(made.samples) == len(expected_T) > 0
-    assert np.abs(np.array(made.samples) - expected_T).max() < 1.5 * STEP
+    voice = sherpa.OfflineTts(sherpa.OfflineTtsConfig(sherpa.OfflineTtsModelConfig(vits=files)))
+    stock, asked, normalized = piper.PiperVoice.load(graph), sherpa.GenerationConfig(), loaded.frontend.normalize(text)
+    if loaded.frontend.espeak_voice:
+        asked.phoneme_codepoints = [[ord(char) for char in unicodedata.normalize("NFD", normalized)]]
+        assert stock.config.phoneme_type == piper.config.PhonemeType.ESPEAK
+    for speaker in (0, len(loaded.speakers) - 1):
+        expected_T = synthesised(stock, text, speaker) * STEP
+        asked.sid = speaker
+        heard_T = np.array(voice.generate("" if loaded.frontend.espeak_voice else normalized, asked).samples)
+        assert len(heard_T) == len(expected_T) > 1000
+        assert np.abs(heard_T - expected_T).max() < 1.5 * STEP
+        assert expected_T.std() > 1e-3
+
+
+def test_stock_programs_speak_what_export_wrote(handed: Handed) -> None:
+    sherpa_speaks_as_piper(handed.loaded, handed.graph, "Salom, dunyo")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", ["de_DE", "kk_KZ"])
+def test_stock_programs_speak_other_languages(code: str, tmp_path: Path) -> None:
+    text = {"de_DE": "Das kostet 3,5 Euro.", "kk_KZ": "салем алем"}[code]
+    reading = frontend("characters", espeak_voice="de")
+    if code == "kk_KZ":
+        reading = frontend("characters", texts=[text], raw=RawRules(number_words="kk"))
+    loaded = narrow("fast", reading, ("", "zoë"))
+    done = export_piper(loaded, tmp_path, sherpa=True)
+    names = {"tokens.txt", f"{code}-unused-medium.onnx", f"{code}-unused-medium.onnx.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in done.files} == names
+    sherpa_speaks_as_piper(loaded, tmp_path / f"{code}-unused-medium.onnx", text)
 
 
 @torch.no_grad()
@@ -192,7 +213,7 @@ def test_stock_piper_speaks_voices_of_full_size(preset: VoicePreset, speakers: t
             if "project" in name:  # At this width, the durations of `build` would be hours.
                 parameter *= 0.05
     loaded = LoadedVoice(inference_copy(voice), reading, settings_of(preset), speakers, "full")
-    export_piper(loaded, tmp_path)
+    export_piper(loaded, tmp_path, "voice")
     speaks_alike(loaded, tmp_path / "voice.onnx", UZBEK, len(speakers) - 1 if len(speakers) > 1 else None)
 
 
@@ -246,7 +267,7 @@ def test_the_settings_are_all_that_piper_and_home_assistant_read(handed: Handed)
         "speaker_id_map": {"anna": 0, "boris": 1, "clara": 2},
         "default_speaker_id": 1,
         "hop_length": 256,
-        "dataset": NAME,
+        "dataset": "anna",
         "piper_version": "1.0.0",
     }  # fmt: skip
     config = piper.PiperVoice.load(handed.graph).config
@@ -322,9 +343,45 @@ def test_locales() -> None:
     assert locale_of(loaded, "en_GB") == ("en", "GB", "English", "English", "GB")
     other = narrow("fast", frontend("characters", texts=["abc"]))
     assert locale_of(other, "") == ("und", "", "", "", "")
-    assert locale_of(other, "kk_KZ") == ("kk", "KZ", "kk", "kk", "KZ")
+    assert locale_of(other, "kk_KZ") == ("kk", "KZ", "Қазақша", "Kazakh", "Kazakhstan")
     with pytest.raises(UserError, match="language_code is 'kazakh'"):
         locale_of(other, "kazakh")
+    assert locale_of(other, "qq_AB") == ("qq", "AB", "qq", "qq", "AB")
+    voices = {
+        "pt-br": "pt_BR", "cmn": "zh_CN", "en-gb-x-rp": "en_GB", "kk": "kk_KZ", "nb": "no_NO", "es-419": "es_ES"
+    }  # fmt: skip
+    spoken = {voice: replace(other, frontend=replace(other.frontend, espeak_voice=voice)) for voice in voices}
+    found = {voice: locale_of(loaded, "")[:2] for voice, loaded in spoken.items()}
+    assert {voice: "_".join(codes) for voice, codes in found.items()} == voices
+
+
+def test_voices_are_named_by_speaker_data_and_run() -> None:
+    loaded = narrow("medium", "uz")
+    cases = {
+        (("anna",), "data/uz", "outputs/tts"): "anna",
+        (("anna",), "data/uz", "outputs/Night run-2"): "anna_night_run_2",
+        (("",), "data/dilnoza", "outputs/dilnoza"): "dilnoza",
+        (("a", "b"), "data/tts", "tts"): "voice",
+    }
+    found = {}
+    for speakers, data, run in cases:
+        settings = settings_of("medium", data_dir=data)
+        voice = replace(loaded, speakers=speakers, settings=settings, source=f"{run}/checkpoint_best.pt")
+        found[speakers, data, run] = voice_name(voice, locale_of(voice, ""))
+    assert found == {case: f"uz_UZ-{name}-medium" for case, name in cases.items()}
+
+
+def test_export_tells_what_piper_reads_otherwise() -> None:
+    """Numbers and words of a lexicon, with an example each; and phonemes of an earlier version."""
+    (note,) = differences(narrow("fast", "ru"))
+    assert note.startswith("Stock Piper reads otherwise than the voice 1 of 1 texts, such as 'Это стоит 25 рублей.'")
+    reading = frontend("en", espeak_voice="en-us", raw=RawRules({"Ng": "engineer"}))
+    (note,) = differences(narrow("fast", reading))
+    assert "1 of 2 texts, such as 'Ng': it reads" in note
+    old, plain = replace(reading, phonemizer="", raw=RawRules()), replace(reading, raw=RawRules())
+    (note,) = differences(narrow("fast", old))
+    assert "an earlier version of gputrain made its phonemes" in note
+    assert differences(narrow("fast", plain)) == []
 
 
 def test_notes_tell_how_to_feed_numbers() -> None:
