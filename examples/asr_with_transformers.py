@@ -58,8 +58,7 @@ def main() -> None:
     clips, small = read(wishes.folder), Wav2Vec2Config(**CTC, **SMALL, apply_spec_augment=False)
     model = Wav2Vec2ForCTC.from_pretrained(wishes.model, **CTC) if wishes.model else Wav2Vec2ForCTC(small)
     config, manager = create_optimal_config(Clips(clips), model, wishes.batch_size, gpu=wishes.gpu)
-    for name, reason in config.reasons.items():
-        print(f"{name}: {getattr(config, name)} ({reason})")
+    print(config)
     if wishes.gpu:
         return
     settings = {"max_steps": wishes.steps, "learning_rate": 3e-4, "logging_steps": 10, "remove_unused_columns": False}

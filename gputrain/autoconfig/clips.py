@@ -40,17 +40,26 @@ class PreparedClips(Sequence[Any]):
     """The clips of a dataset of at most `limit_seconds`. Longer ones are cut into pieces of equal length or left out.
 
     `keep_decoded`: items are decoded once and stay in memory, in tensors that data workers share; otherwise each is
-    decoded when it is read, and none before if the dataset has a column of lengths. Raises UserError if an item that
-    would be cut has labels, and if no clip is left.
+    decoded when it is read, and none before if the dataset has a column of lengths, in which a second is
+    `lengths_per_second` (0: it is not used). Raises UserError if an item that would be cut has labels, and if no clip
+    is left.
     """
 
-    def __init__(self, dataset: Any, limit_seconds: float, over_long: OverLong, *, keep_decoded: bool) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        limit_seconds: float,
+        over_long: OverLong,
+        *,
+        keep_decoded: bool,
+        lengths_per_second: float = 1.0,
+    ) -> None:
         self._dataset, self._kept = dataset, _KeptItems() if keep_decoded else None
         self.pieces: list[Piece] = []
         self.seconds: list[float] = []  # Length of each clip.
         self.left_out = 0
-        column = length_column(dataset)
-        known: Sequence[float] | Seconds = checked(dataset[column]) if column and not keep_decoded else ()
+        column = length_column(dataset) if lengths_per_second and not keep_decoded else ""
+        known: Sequence[float] | Seconds = checked(dataset[column]) / lengths_per_second if column else ()
         if not len(known) and not keep_decoded:
             log.info("all %d items are read once, because the dataset has no column of lengths", len(dataset))
         may_cut = False  # True once it is known that the items of a dataset with known lengths have no labels.

@@ -6,13 +6,14 @@ no dataset library. Shape suffix: T samples.
 """
 
 import itertools
+import logging
 import math
 import numbers
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -25,6 +26,9 @@ from gputrain.engine.containers import SOUNDS
 from gputrain.engine.data import permutation
 from gputrain.engine.preparation import check_input_folder, scan
 from gputrain.errors import UserError
+from gputrain.figures import likely_unit
+
+log = logging.getLogger(__name__)
 
 DataKind = Literal["audio", "pictures", "tensors"]
 
@@ -77,6 +81,7 @@ class DatasetProfile:
     decode_seconds: float = 0.0  # CPU seconds to decode an item; 0: unknown.
     length_column: str = ""  # Column of the lengths, if there is one.
     labels: str = ""  # Name of what belongs to the whole of a clip, so that it cannot be cut; empty if there is none.
+    lengths_per_second: float = 1.0  # What a second is in that column; 0: it has no lengths of the clips.
 
     @property
     def hours(self) -> float:
@@ -109,8 +114,9 @@ class DatasetProfile:
 def profile_dataset(dataset: Any, *, seed: int = 0) -> DatasetProfile:
     """Returns the profile of a dataset.
 
-    `dataset`: a folder, a list of lengths in seconds, or anything with `len(dataset)` and `dataset[number]`. Raises
-    UserError if it is empty, has no length, has several splits, or has lengths that are not positive.
+    `dataset`: a folder, a list of lengths in seconds, or anything with `len(dataset)` and `dataset[number]`. The first
+    sounds tell the unit of a column of lengths. Raises UserError if it is empty, has no length, has several splits, or
+    has lengths that are not positive.
     """
     if isinstance(dataset, (str, Path)):
         return _profile_folder(Path(dataset), seed)
@@ -131,18 +137,37 @@ def profile_dataset(dataset: Any, *, seed: int = 0) -> DatasetProfile:
     column = length_column(dataset)
     if not column:
         return _profile_items(dataset, seed)
-    seconds = checked(dataset[column])
-    _, decode_seconds = _examined(lambda number: _size_of(dataset[number]), range(min(TIMED_ITEMS, len(dataset))))
-    labels = labels_of(dataset[0])
+    lengths = checked(dataset[column])
+    found, took = _examined(lambda number: _size_of(dataset[number]), range(min(TIMED_ITEMS, len(dataset))))
+    per_second = _lengths_per_second(column, lengths, found)
+    if not per_second:
+        return replace(_profile_items(dataset, seed), lengths_per_second=0.0)
     return _of_lengths(
-        seconds, len(seconds), SAMPLING_RATE, decode_seconds=decode_seconds, length_column=column, labels=labels
-    )
+        lengths / per_second, len(lengths), SAMPLING_RATE, decode_seconds=took, length_column=column,
+        labels=labels_of(dataset[0]), lengths_per_second=per_second,
+    )  # fmt: skip
 
 
 def length_column(dataset: Any) -> str:
     """Returns the name of a dataset's column of lengths in seconds; empty if it has none."""
     columns = getattr(dataset, "column_names", None) or []
     return next((name for name in LENGTH_COLUMNS if name in columns), "")
+
+
+def _lengths_per_second(column: str, lengths: Seconds, found: Sequence[Any]) -> float:
+    """Returns what a second is in a column of lengths, by the decoded sounds of the first items: 1000 in milliseconds;
+    1 if there are no sounds to compare with, 0 if the column is not explained by their lengths."""
+    if not all(isinstance(one, ClipLength) for one in found):
+        return 1.0
+    units = {
+        "seconds": 1.0, "milliseconds": 1e3, "microseconds": 1e6, "minutes": 1 / 60, "hours": 1 / 3600,
+        "samples": float(found[0].sampling_rate),
+    }  # fmt: skip
+    unit = likely_unit(lengths[: len(found)], [one.seconds for one in found], units)
+    if unit != "seconds":
+        what = f"has {unit}, and is read so" if unit else "has other lengths, and is not used"
+        log.warning("by the sounds of %d items, the column %s %s", len(found), column, what)
+    return units.get(unit, 0.0)
 
 
 def _is_number(value: Any) -> bool:

@@ -82,7 +82,8 @@ def create_optimal_config(
     different GPUs have micro-batches, accumulation and checkpointing of their own in `config.devices`.
 
     Raises UserError if a value is out of range, if the GPU is unknown, if the data or the model cannot be read, if
-    clips with labels are to be cut, and if a single item does not fit; then it says by how much, and what would help.
+    weights have a precision that cannot be trained, if clips with labels are to be cut, and if a single item does not
+    fit; then it says by how much, and what would help.
     """
     if isinstance(target_batch_size, bool) or not isinstance(target_batch_size, int) or target_batch_size < 1:
         raise UserError(f"a target batch size of {target_batch_size}", hint="choose a whole number from 1 on")
@@ -102,6 +103,7 @@ def create_optimal_config(
     machine = machines.common
     profile = profile_dataset(dataset)
     precision = cast(Precision, decide(machine, Hardware()).precision.value)
+    refuse_half_weights(model, precision)
     guesses = (
         [BatchGuess(batch, "as batch= makes them")] if batch else batch_guesses(model, profile, own_loss=bool(loss))
     )
@@ -110,6 +112,17 @@ def create_optimal_config(
     about = "the given one" if loss else "the model's own, or assumed as expensive as that of its outputs"
     planner = Planner(machine, profile, memory_models, about, machines.each)
     return planner.plan(target_batch_size, safety_margin, max_duration_seconds, over_long), planner
+
+
+def refuse_half_weights(model: nn.Module, precision: Precision) -> None:
+    """Raises UserError if weights to train are in fp16, or in bf16 where the GPU has none: torch cannot unscale their
+    gradients."""
+    held = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    for dtype in held & {torch.float16, *([torch.bfloat16] if precision == "fp16" else [])}:
+        raise UserError(
+            f"{type(model).__name__} has weights to train in {dtype}, and mixed precision needs them in fp32",
+            hint="call model.float() before: the settings choose the precision of its computations",
+        )
 
 
 class PlannedMachines(NamedTuple):
@@ -199,7 +212,10 @@ class Planner:
         Unless `config.streaming`, all items are decoded once and stay in memory; otherwise they are decoded when they
         are read. Raises UserError if an item has no sound, or labels and would have to be cut.
         """
-        clips = PreparedClips(dataset, config.max_duration_seconds, config.over_long, keep_decoded=not config.streaming)
+        clips = PreparedClips(
+            dataset, config.max_duration_seconds, config.over_long, keep_decoded=not config.streaming,
+            lengths_per_second=config.lengths_per_second,
+        )  # fmt: skip
         if clips.left_out:
             log.warning("%d clips over %.1f s are left out", clips.left_out, config.max_duration_seconds)
         return clips
@@ -277,7 +293,7 @@ class Planner:
             "per_device_train_batch_size": _sentence(found, "micro_batch_size"),
             "gradient_accumulation_steps": _sentence(found, "accumulation_steps", costs=not self._depends_on_split),
             "fp16": chosen.precision.reason,
-            "bf16": chosen.precision.reason,
+            "bf16": chosen.precision.reason + self._why_half(),
             "gradient_checkpointing": self._why_checkpointing(found),
             "dataloader_num_workers": processes.reason,
             "max_duration_seconds": f"{limit.reason}; {self.profile.describe()}",
@@ -302,6 +318,8 @@ class Planner:
             reasons=reasons,
             buckets=own.buckets,
             length_column=self.profile.length_column,
+            lengths_per_second=self.profile.lengths_per_second,
+            optimizer=self.memory_models.optimizer,
             gpus=gpus,
             devices=self._devices(batch_size, share, limit, over_long),
             drop_last=self._drops_last(own.micro_batch_size * gpus, gpus),
@@ -506,6 +524,11 @@ class Planner:
         if not self._can_checkpoint:
             return f"{type(self.memory_models.model).__name__} has no gradient checkpointing that can be enabled"
         return _sentence(found, "gradient_checkpointing")
+
+    def _why_half(self) -> str:
+        parameters = self.memory_models.model.parameters()
+        half = any(parameter.dtype is torch.bfloat16 and parameter.requires_grad for parameter in parameters)
+        return "; weights in bf16 round small updates away, which model.float() before keeps" if half else ""
 
     def _why_peak(self, peak_gb: float, share: float, budget: float) -> str:
         how = "predicted on fake tensors"

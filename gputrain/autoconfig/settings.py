@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import json
 import os
+import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from gputrain.hw.ranks import Ranks
 from gputrain.stored import from_json, unreadable
 
 FORMAT = "gputrain optimal config 1"  # Marks the file.
+OPTIM = {"adamw": "adamw_torch", "sgd": "sgd"}  # Names of our optimizers in TrainingArguments; it has no Muon.
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,17 @@ class OptimalConfig:
     splits: tuple[BatchSplit, ...] = ()  # Changes that running out of memory has caused.
     devices: tuple[DeviceSettings, ...] = ()  # Empty if there is one GPU, or all are alike.
     drop_last: bool = False  # The last micro-batch of an epoch would have too few items for BatchNorm.
+    lengths_per_second: float = 1.0  # What a second is in the column of lengths; 0: it is not used.
+    optimizer: str = "adamw"  # The one that the memory is planned with.
+
+    def __str__(self) -> str:
+        """Returns a table of the settings with their reasons, for a terminal of 80 columns."""
+        lines = [f"Settings for {self.device}"]
+        for name, reason in self.reasons.items():
+            value = getattr(self, name)
+            head = f"{name:<28} {f'{value:.4g}' if isinstance(value, float) else value!s:<7} "
+            lines += textwrap.wrap(reason, 80, initial_indent=head, subsequent_indent=" " * 37)
+        return "\n".join(lines)
 
     def on_device(self, number: int) -> "OptimalConfig":
         """Returns the settings with those of a GPU in place of the shared ones, by its number on its machine."""
@@ -96,6 +109,7 @@ class OptimalConfig:
     def training_arguments(self, *, by_length: bool = False) -> dict[str, Any]:
         """Returns keyword arguments for the TrainingArguments of the installed transformers, 4.5x or 5.x.
 
+        The optimizer is the planned one; TrainingArguments has no Muon, which is passed to the Trainer itself.
         `by_length`: for `Planner.train_with_recovery(trainer, config=config)`, which takes whole batches of clips of
         similar lengths, and divides them into micro-batches itself; under torchrun, gradient checkpointing is that of
         this process's GPU. Raises UserError if transformers is not installed.
@@ -107,6 +121,8 @@ class OptimalConfig:
             if by_length
             else self.per_device_train_batch_size,
             "gradient_accumulation_steps": 1 if by_length else self.gradient_accumulation_steps,
+            "per_device_eval_batch_size": self.per_device_train_batch_size,
+            "eval_accumulation_steps": 1,  # The memory of the GPU is not planned for the outputs of an evaluation.
             "fp16": self.fp16,
             "bf16": self.bf16,
             "dataloader_num_workers": self.dataloader_num_workers,
@@ -116,6 +132,8 @@ class OptimalConfig:
         checkpointing = (
             "activation_checkpointing" if "activation_checkpointing" in accepted else "gradient_checkpointing"
         )
+        if self.optimizer in OPTIM:
+            arguments["optim"] = OPTIM[self.optimizer]
         arguments[checkpointing] = own.gradient_checkpointing
         if own.gradient_checkpointing:
             arguments[f"{checkpointing}_kwargs"] = {"use_reentrant": False}

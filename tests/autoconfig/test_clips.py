@@ -149,7 +149,10 @@ def test_a_trainer_with_batches_by_length(tmp_path):
                   "save_strategy": "no", "disable_tqdm": True, "lr_scheduler_type": "constant"}  # fmt: skip
         arguments = config.training_arguments(by_length=True)
         trainer = Trainer(
-            model, TrainingArguments(str(tmp_path), **common, **arguments), train_dataset=clips, data_collator=collate
+            model,
+            TrainingArguments(str(tmp_path), **{**arguments, **common}),
+            train_dataset=clips,
+            data_collator=collate,
         )
         if by_length:
             manager.train_with_recovery(trainer, config=config)

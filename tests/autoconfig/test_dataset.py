@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from gputrain.autoconfig import dataset as module
+from gputrain.autoconfig.clips import PreparedClips
 from gputrain.autoconfig.dataset import TensorShape, profile_dataset
 from gputrain.errors import UserError
 from tests.tables import each_row
@@ -84,10 +85,28 @@ def test_a_column_of_lengths_is_used_and_few_sounds_are_decoded():
                 decoded.append(key)
             return super().__getitem__(key)
 
-    rows = Table(Row(duration=1.0 + n, audio={"array": tone(0.1), "sampling_rate": RATE}) for n in range(100))
+    rows = Table(Row(duration=1.0 + n, audio={"array": tone(1.0 + n), "sampling_rate": RATE}) for n in range(100))
     found = profile_dataset(rows)
     assert (found.looked_at, found.longest_seconds, found.length_column) == (100, 100, "duration")
     assert len(decoded) == module.TIMED_ITEMS
+
+
+@each_row(
+    (1, 1, ""), (1000, 1000, "milliseconds"), (RATE, RATE, "samples"), (1 / 60, 1 / 60, "minutes"), (7, 0, "other")
+)
+def test_the_unit_of_a_column_of_lengths_is_that_of_the_sounds_beside_it(caplog, factor, per_second, said):
+    """A column that no unit explains is not used; clips that are prepared have the planned lengths."""
+    caplog.clear()
+    lengths = (1.0, 2.0, 3.0, 2.0)
+    rows = Table({"duration": n * factor, "audio": {"array": tone(n), "sampling_rate": RATE}} for n in lengths)
+    found = profile_dataset(rows)
+    assert sorted(found.seconds) == pytest.approx(sorted(lengths))
+    assert found.lengths_per_second == pytest.approx(per_second)
+    assert found.length_column == ("duration" if per_second else "")
+    assert said in caplog.text
+    assert bool(said) == bool(caplog.text)
+    clips = PreparedClips(rows, 3.0, "refuse", keep_decoded=False, lengths_per_second=found.lengths_per_second)
+    assert clips.seconds == pytest.approx(lengths)
 
 
 def test_a_folder_of_sounds_by_their_headers(tmp_path):

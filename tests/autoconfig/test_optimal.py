@@ -382,6 +382,35 @@ class Table(list):
         return list(self) if key == "duration" else {"duration": super().__getitem__(key)}
 
 
+def test_weights_in_16_bit_are_refused_where_no_step_could_be_taken():
+    """Frozen ones may stay; the hint is what makes the plan."""
+    for dtype, gpu in ((torch.float16, "t4"), (torch.float16, "l4"), (torch.bfloat16, "t4")):
+        model = Scaled(1000).to(dtype)
+        with pytest.raises(UserError, match=f"Scaled has weights to train in {dtype}") as error:
+            create_optimal_config(Items(50, 1000), model, 4, gpu=gpu)
+        assert "call model.float() before" in error.value.hint
+        create_optimal_config(Items(50, 1000), model.float(), 4, gpu=gpu)
+    model = Scaled(1000).to(torch.bfloat16)
+    config, _ = create_optimal_config(Items(50, 1000), model, 4, gpu="l4")
+    assert config.bf16
+    assert "weights in bf16 round small updates away" in config.reasons["bf16"]
+    frozen = nn.Sequential(Scaled(1000), Scaled(1000).half().requires_grad_(False))
+    create_optimal_config(Items(50, 1000), frozen, 4, gpu="t4", loss=lambda m, x: m[0](x).sum())
+
+
+def test_arguments_for_the_trainer_are_those_of_the_plan():
+    """The evaluation takes the planned micro-batch, not 8, and the optimizer is the planned one."""
+    config, _ = create_optimal_config(Items(50, 20_000_000), Scaled(20_000_000), 32, gpu="t4", optimizer="sgd")
+    arguments = config.training_arguments()
+    assert arguments["per_device_eval_batch_size"] == config.per_device_train_batch_size < 32
+    assert config.training_arguments(by_length=True)["per_device_eval_batch_size"] < 32
+    assert (arguments["optim"], arguments["eval_accumulation_steps"]) == ("sgd", 1)
+    table = str(config).splitlines()
+    assert max(map(len, table)) <= 80
+    assert {line.split()[0] for line in table[1:] if line[0] != " "} == config.reasons.keys()
+    assert "gradient_accumulation_steps  4 " in str(config)
+
+
 @pytest.mark.slow
 def test_training_arguments_are_accepted(tmp_path):
     config, _ = create_optimal_config([1.0], tiny(), 12, gpu="t4")
