@@ -17,6 +17,7 @@ from gputrain.errors import UserError
 T = TypeVar("T")
 
 TRAIN_AGAIN = "train again, or use the version that wrote it"
+LONGEST_NUMBER = 1000  # Characters of a whole number.
 LARGEST_CONTENT = 100_000  # Values of a YAML file, with aliases expanded.
 
 
@@ -128,6 +129,8 @@ class PlainLoader(yaml.SafeLoader):
         kind = node.tag.rpartition(":")[2]
         if kind == "timestamp" or (kind in ("int", "float") and ":" in node.value):
             return node.value
+        if kind == "int" and len(node.value) > LONGEST_NUMBER:  # Python writes none of more than 4300 digits.
+            raise ValueError(f"line {node.start_mark.line + 1}: a number of {len(node.value)} characters")
         return super().construct_object(node, deep)
 
 

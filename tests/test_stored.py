@@ -67,3 +67,9 @@ def test_what_differs_is_refused_with_its_place(change, place):
 )  # fmt: skip
 def test_times_and_dates_in_yaml_are_texts_without_quotes(text, value):
     assert read_yaml(f"key: {text}") == {"key": value}
+
+
+@each_row("0x" + "f" * 5000, "-0x" + "f" * 5000, "0b" + "1" * 20_000, "9" * 5000)
+def test_numbers_that_python_cannot_write_are_refused_by_their_line(text):
+    with pytest.raises(ValueError, match=r"line 2: a number of \d{4,5} characters"):
+        read_yaml(f"kind: vae\nbatch_size: {text}")
