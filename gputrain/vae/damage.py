@@ -4,7 +4,6 @@ The markers of JPEG are those of ITU-T T.81, annex B: https://www.w3.org/Graphic
 Shape suffixes: H rows, W columns, C channels.
 """
 
-import math
 import re
 import zlib
 from pathlib import Path
@@ -16,8 +15,7 @@ from gputrain.engine.preparation import hole_of_zeros
 
 NEXT_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # Restart markers and stuffed bytes belong to a scan.
 RESTARTS = re.compile(rb"\xff([\xd0-\xd7])")
-START_OF_SCAN, END_OF_IMAGE, RESTART_INTERVAL = 0xDA, 0xD9, 0xDD
-FRAMES = {0xC0: False, 0xC1: False, 0xC2: True}  # Markers of frames coded by Huffman's method: is it progressive?
+PROGRESSIVE_FRAME, START_OF_SCAN, END_OF_IMAGE = 0xC2, 0xDA, 0xD9
 GRAY = 128  # The level that libjpeg gives to blocks without data.
 LEAST_ROWS = 8  # Rows of one colour at the end of a picture that may be damage: a row of blocks.
 TAIL = 96  # Bytes at the end of a scan that are looked at.
@@ -67,44 +65,29 @@ def _black_rows(image: Image.Image, last: int) -> str:
 
 
 def _damage_of_jpeg(content: bytes, image: Image.Image) -> str:
-    sizes: list[tuple[int, int, int]] = []  # Identifier and sampling factors of the components.
-    is_progressive, interval, at = None, 0, 2
+    is_progressive, at = False, 2
     missing: set[tuple[int, int]] = set()  # Component and whether it is the constant part (0) or the others (1).
     while (marker := NEXT_MARKER.search(content, at)) and content[marker.start() + 1] != END_OF_IMAGE:
         kind, at = content[marker.start() + 1], marker.end() + int.from_bytes(content[marker.end() :][:2], "big")
         head = content[marker.end() + 2 : at]
-        if kind in FRAMES and len(head) >= 6 + 3 * head[5]:
-            is_progressive = FRAMES[kind]
-            sizes = [(head[i], head[i + 1] >> 4, head[i + 1] & 15) for i in range(6, 6 + 3 * head[5], 3)]
-            missing = {(name, part) for name, _, _ in sizes for part in (0, 1)} if is_progressive else set()
-        elif kind == RESTART_INTERVAL:
-            interval = int.from_bytes(head[:2], "big")
-        elif kind == START_OF_SCAN and is_progressive is not None and len(head) >= 4 + 2 * head[0]:
-            names = head[1 : 1 + 2 * head[0] : 2]
-            begin, end, precision = head[1 + 2 * head[0] :][:3]
-            if precision & 15 == 0:
-                missing -= {(name, part) for name in names for part in ((0, 1) if begin < end == 0 else (begin > 0,))}
+        if kind == PROGRESSIVE_FRAME and len(head) > 6:
+            is_progressive, missing = True, {(name, part) for name in head[6::3] for part in (0, 1)}
+        elif kind == START_OF_SCAN and len(head) >= 4 + 2 * head[0]:
+            begin, end, precision = head[-3:]
+            if not precision & 15:
+                parts = {0} if not end else {0, 1} if not begin else {1}
+                missing -= {(name, part) for name in head[1:-3:2] for part in parts}
             following = NEXT_MARKER.search(content, at)
             stop = following.start() if following else len(content)
             if hole := hole_of_zeros(content, at, stop, 512, 4096):
                 return f"the bytes {hole[0]} to {hole[1]} of the file are zero"
-            found = [mark[0] - 0xD0 for mark in RESTARTS.findall(content, at, stop)] if interval else []
-            units = _units(image.size, sizes, names)
-            if interval and found != [number % 8 for number in range(math.ceil(units / interval) - 1)]:
-                return f"of {math.ceil(units / interval)} restart intervals, some are missing or out of order"
+            restarts = [mark[0] - 0xD0 for mark in RESTARTS.findall(content, at, stop)]
+            if restarts != [number % 8 for number in range(len(restarts))]:
+                return "its restart intervals are out of order: some are missing"
             if not is_progressive and _ends_in_gray(image) and not _is_periodic(content[max(at, stop - TAIL) : stop]):
                 return "its last rows are gray, and the file holds no data for them: it was cut short"
             at = stop
     return "it is progressive, and its last scans are missing" if missing else ""
-
-
-def _units(size: tuple[int, int], sizes: list[tuple[int, int, int]], names: bytes) -> int:
-    """Returns the number of coded units of a scan: blocks of its only component, or groups of blocks of several."""
-    most = [max(factors[axis] for factors in sizes) for axis in (1, 2)]
-    if len(names) > 1:
-        return math.prod(math.ceil(side / 8 / of) for side, of in zip(size, most, strict=True))
-    own = next((factors[1:] for factors in sizes if factors[0] == names[0]), most)
-    return math.prod(math.ceil(math.ceil(side * one / of) / 8) for side, one, of in zip(size, own, most, strict=True))
 
 
 def _ends_in_gray(image: Image.Image) -> bool:

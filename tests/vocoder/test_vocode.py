@@ -1,6 +1,7 @@
 """Tests chunks of sounds of any length, recordings and mels as input, and errors for invalid files."""
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from gputrain.vocoder.vocode import (
     vocode_files,
     wave_chunks,
 )
-from tests.tables import each_row, slow
+from tests.tables import check_rows, each_row, slow
 from tests.vocoder.test_generator import inputs, largest, variants
 from tests.vocoder.test_load import CPU, loaded, openvpi_folder
 
@@ -41,7 +42,7 @@ MEL = Mel()
 def song(frames: int) -> tuple[Tensor, Tensor]:
     mel_1MF, f0_1F = inputs(items=1, frames=frames)
     f0_1F[:, frames // 3 : frames // 2] = 0
-    return mel_1MF[0], f0_1F[0]
+    return mel_1MF[0] - 4, f0_1F[0]  # Logarithms of amplitudes, some of them of silence.
 
 
 def in_chunks(generator: Generator, frames: int, chunk: int, seed: int = 1) -> Tensor:
@@ -246,6 +247,43 @@ def test_features_that_cannot_be_sung(tmp_path: Path, changes: dict[str, Any], s
     path = npz(tmp_path / "a.npz", **changes)
     with pytest.raises(UserError, match=rf"a\.npz: {said}"):
         VocoderInputReader(MEL, "parselmouth", 40, 1100, CPU)(path)
+
+
+def test_mels_and_pitches_in_other_units_are_told(tmp_path: Path) -> None:
+    """The pitch of a bass in Hz has the values of MIDI's, but another mel."""
+    wave = np.concatenate([tone(1, 44100, 440), np.zeros(11264)]).astype(np.float32)
+    mel_MF = log_mel(torch.from_numpy(wave)[None], MEL)[0].numpy()
+    f0_F = np.full(mel_MF.shape[1], 440.0)
+    bass_MF = log_mel(torch.from_numpy(np.append(tone(1, 44100, 70), np.zeros(11264)).astype(np.float32))[None], MEL)[0]
+    amplitude_MF = np.exp(mel_MF)
+    rows = (
+        (mel_MF, f0_F, ""),
+        (bass_MF.numpy(), np.full_like(f0_F, 70.0), ""),
+        (mel_MF - 0.4, np.zeros_like(f0_F), ""),
+        (mel_MF / np.log(10), f0_F, "likely a decimal logarithm, .*hint: multiply it by 2.3026"),
+        (20 / np.log(10) * mel_MF, f0_F, "likely in decibels, .*hint: multiply it by 0.11513"),
+        (2 * mel_MF, f0_F, "likely a natural logarithm of power, .*hint: multiply it by 0.5$"),
+        (mel_MF / np.log(2), f0_F, "or a logarithm to base 2, .*by 0.69315"),
+        (amplitude_MF, f0_F, "likely no logarithm, .*hint: store ln"),
+        ((mel_MF + 12) / 14, f0_F, "likely no logarithm, "),
+        ((mel_MF + 12) / 7 - 1, f0_F, "likely scaled, "),
+        (mel_MF, np.full_like(f0_F, 69.0), "f0 is likely in numbers of MIDI.*hint: store it in Hz"),
+        (mel_MF, np.full_like(f0_F, 33.0), "likely in numbers of MIDI"),
+        (mel_MF, np.log(f0_F), "likely a logarithm of the pitch"),
+        (mel_MF, np.ones_like(f0_F), "likely a flag of voiced frames"),
+        (mel_MF, 5700 + 0 * f0_F, "likely in cents"),
+    )
+
+    def check(mel: np.ndarray[Any, Any], pitch: np.ndarray[Any, Any], said: str) -> None:
+        path = npz(tmp_path / "a.npz", mel=mel, f0=pitch)
+        found = ""
+        try:
+            VocoderInputReader(MEL, "parselmouth", 40, 1100, CPU)(path)
+        except UserError as error:
+            found = f"{error.message}; hint: {error.hint}"
+        assert re.search(said, found) if said else not found, found
+
+    check_rows(rows, check)
 
 
 def test_one_bad_file_of_many(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
