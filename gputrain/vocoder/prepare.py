@@ -9,7 +9,7 @@ Shapes: T samples, F frames.
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from gputrain.audio import prepare as audio_prepare
 from gputrain.audio.config import Sound
-from gputrain.audio.f0 import default_method, f0, require_tracker, voiced
+from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, default_method, f0, pitch_beyond, require_tracker, voiced
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.prepare import SoundPrepareReport
 from gputrain.audio.store import WAVES, Pitch, Wave, check_format
@@ -180,6 +180,7 @@ class RecordingStats:
     high_hz: float  # 95th percentile.
     bandwidth_hz: float  # The recording holds nothing above it.
     remark: str = ""  # What was unusual about its scale or channels, if anything.
+    beyond_hz: tuple[float, float] | None = None  # Common range of a pitch outside of the limits, if it has one.
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,7 @@ class FolderStats:
     clipped_share: float
     clipped: int  # Number of recordings above CLIPPED_SHARE.
     silent_share: float
+    silent_ends: float  # Share of silence at both ends.
     leading_seconds: ValueRange
     trailing_seconds: ValueRange
     voiced_share: float
@@ -208,6 +210,7 @@ class SoundReport(DataReport):
     total: FolderStats | None
     folders: dict[str, FolderStats]
     clipped: dict[str, float]  # Clipped files, with their share of samples at full scale.
+    beyond: dict[str, tuple[float, float]]  # Files with a pitch outside of the limits, and its common range in Hz.
     narrow: dict[str, float]  # Files that lack the treble which their rate promises, with their bandwidth in Hz.
     findings: list[str]
 
@@ -222,12 +225,13 @@ def validate_sounds(
     """
     check_input_folder(input_dir, "recordings, or the prepared sound")
     prepared = (input_dir / WAVES).is_file()
-    found, refused, ignored = (_in_store if prepared else _in_tree)(input_dir, num_workers, progress)
+    found, refused, ignored, limits = (_in_store if prepared else _in_tree)(input_dir, num_workers, progress)
     by_folder: dict[str, list[RecordingStats]] = {}
     for one in found:
         by_folder.setdefault(str(PurePosixPath(one.path).parent), []).append(one)
     lacking = [one for one in found if audio_prepare.is_narrow(one.bandwidth_hz, one.rate_hz, sampling_rate)]
     narrow = {one.path: one.bandwidth_hz for one in lacking}
+    beyond = {one.path: one.beyond_hz for one in found if one.beyond_hz}
     total = _summary(found) if found else None
     return SoundReport(
         input_dir=str(input_dir),
@@ -235,17 +239,19 @@ def validate_sounds(
         total=total,
         folders={folder: _summary(members) for folder, members in sorted(by_folder.items())},
         clipped={one.path: one.clipped_share for one in found if one.clipped_share > CLIPPED_SHARE},
+        beyond=beyond,
         narrow=narrow,
         ignored=ignored,
         refused=sorted_refusals(refused),
         findings=[
-            *_findings(total, len(refused), sampling_rate, narrow),
+            *_findings(total, len(refused), sampling_rate, narrow, beyond, limits),
             *audio_prepare.remarks_on((one.path, one.remark) for one in found),
         ],
     )
 
 
-Found = tuple[list[RecordingStats], list[RefusedItem], dict[str, list[str]]]  # With the ignored files by suffix.
+# With the ignored files by suffix, and the limits of the pitch in Hz.
+Found = tuple[list[RecordingStats], list[RefusedItem], dict[str, list[str]], tuple[float, float]]
 
 
 def _in_tree(folder: Path, num_workers: int, progress: Progress) -> Found:
@@ -255,7 +261,8 @@ def _in_tree(folder: Path, num_workers: int, progress: Progress) -> Found:
     results: list[RecordingStats | RefusedItem] = []
     run_jobs(examine, jobs, num_workers, results.append, progress)
     refused += [result for result in results if isinstance(result, RefusedItem)]
-    return [result for result in results if isinstance(result, RecordingStats)], refused, tree.ignored
+    found = [result for result in results if isinstance(result, RecordingStats)]
+    return found, refused, tree.ignored, (FLOOR_HZ, CEILING_HZ)
 
 
 def _in_store(folder: Path, num_workers: int, progress: Progress) -> Found:
@@ -263,7 +270,7 @@ def _in_store(folder: Path, num_workers: int, progress: Progress) -> Found:
     jobs = [VocoderStore(folder, store.format, [clip]) for clip in store.clips]  # Each is sent to a worker process.
     found: list[RecordingStats] = []
     run_jobs(examine_clip, jobs, num_workers, found.append, progress)
-    return found, read_quarantine(folder), {}
+    return found, read_quarantine(folder), {}, (store.format.f0_min, store.format.f0_max)
 
 
 def examine(job: tuple[Path, str]) -> RecordingStats | RefusedItem:
@@ -277,14 +284,22 @@ def examine(job: tuple[Path, str]) -> RecordingStats | RefusedItem:
     begin = max(0, (len(wave_T) - tracked) // 2)
     middle_T = wave_T[begin : begin + tracked]
     hop = max(1, round(audio_prepare.FRAME_SECONDS * rate_hz))
-    return _stats(path, wave_T, rate_hz, f0(middle_T, rate_hz, hop), len(middle_T) / rate_hz, remark)
+    f0_F = f0(middle_T, rate_hz, hop)
+    found = _stats(path, wave_T, rate_hz, f0_F, len(middle_T) / rate_hz, remark)
+    beyond_hz = pitch_beyond(middle_T, rate_hz, hop, f0_F, floor_hz=FLOOR_HZ, ceiling_hz=CEILING_HZ)
+    return replace(found, beyond_hz=beyond_hz)
 
 
 def examine_clip(store: VocoderStore) -> RecordingStats:
     """Returns the statistics of the only clip of a store, whose pitch is known."""
     ((clip, wave_T, f0_F),) = store
-    rate_hz = store.format.sampling_rate
-    return _stats(clip.path, from_int16(wave_T[: clip.samples]), rate_hz, f0_F, clip.samples / rate_hz)
+    format, samples_T = store.format, from_int16(wave_T)
+    rate_hz = format.sampling_rate
+    found = _stats(clip.path, samples_T[: clip.samples], rate_hz, f0_F, clip.samples / rate_hz)
+    beyond_hz = pitch_beyond(
+        samples_T, rate_hz, format.hop_size, f0_F, floor_hz=format.f0_min, ceiling_hz=format.f0_max
+    )
+    return replace(found, beyond_hz=beyond_hz)
 
 
 def _stats(
@@ -328,6 +343,7 @@ def _summary(found: Sequence[RecordingStats]) -> FolderStats:
         clipped_share=float(np.average([one.clipped_share for one in found], weights=seconds)),
         clipped=sum(one.clipped_share > CLIPPED_SHARE for one in found),
         silent_share=float(np.average([one.silent_share for one in found], weights=seconds)),
+        silent_ends=sum(one.leading_seconds + one.trailing_seconds for one in found) / sum(seconds),
         leading_seconds=ValueRange.of([one.leading_seconds for one in found]),
         trailing_seconds=ValueRange.of([one.trailing_seconds for one in found]),
         voiced_share=float(
@@ -337,7 +353,10 @@ def _summary(found: Sequence[RecordingStats]) -> FolderStats:
     )
 
 
-def _findings(total: FolderStats | None, refused: int, sampling_rate: int, narrow: dict[str, float]) -> Iterator[str]:
+def _findings(
+    total: FolderStats | None, refused: int, sampling_rate: int, narrow: dict[str, float],
+    beyond: dict[str, tuple[float, float]], limits: tuple[float, float],
+) -> Iterator[str]:  # fmt: skip
     if refused:
         yield f"{counted(refused, 'file is', 'files are')} left out: repair what you need"
     if total is None:
@@ -362,10 +381,26 @@ def _findings(total: FolderStats | None, refused: int, sampling_rate: int, narro
     if total.clipped:
         clipped = counted(total.clipped, "recording is", "recordings are")
         yield f"{clipped} clipped, and the vocoder learns the distortion; record them again at a lower level"
-    if total.silent_share > MUCH_SILENCE:
-        yield f"{100 * total.silent_share:.0f} % is silence: prepare-data --trim-db 50 trims it at both ends"
-    if total.voiced_share < FEW_VOICED:
-        yield (
-            f"only {100 * total.voiced_share:.0f} % of the frames are voiced; the recordings may hold no voice, or one "
-            "outside of 40 to 1100 Hz (--f0-min, --f0-max)"
-        )
+    silent = f"{100 * total.silent_share:.0f} % is silence"
+    if total.silent_share > MUCH_SILENCE and total.silent_ends > MUCH_SILENCE / 4:
+        yield f"{silent}: prepare-data --trim-db 50 trims it at both ends"
+    elif total.silent_share > MUCH_SILENCE:
+        yield f"{silent} within recordings: where it is digital silence, training draws no crops"
+    if beyond:
+        yield _about_pitch(beyond, limits)
+    elif total.voiced_share < FEW_VOICED:
+        yield f"only {100 * total.voiced_share:.0f} % of the frames are voiced; the recordings may hold no voice"
+
+
+def _about_pitch(beyond: dict[str, tuple[float, float]], limits: tuple[float, float]) -> str:
+    """Returns which recordings have a pitch outside of the limits in Hz, and the options that give it room."""
+    low, high = min(low for low, _ in beyond.values()), max(high for _, high in beyond.values())
+    named = ", ".join(f"{path} ({low:.0f} to {high:.0f} Hz)" for path, (low, high) in list(beyond.items())[:3])
+    more = f" and {len(beyond) - 3} more" if len(beyond) > 3 else ""
+    wider = [f" --f0-min {low / 1.2:.0f}"] if low < 1.1 * limits[0] else []
+    wider += [f" --f0-max {high * 1.2:.0f}"] if high > 0.9 * limits[1] else []
+    have = counted(len(beyond), "recording has", "recordings have")
+    return (
+        f"{have} a pitch outside of {limits[0]:g} to {limits[1]:g} Hz, for which another one or none is stored: "
+        f"{named}{more}; prepare-data{''.join(wider)} finds it, into another folder"
+    )

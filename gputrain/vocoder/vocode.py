@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gputrain.audio.config import Mel
-from gputrain.audio.f0 import FLOOR_HZ, Method, default_method, f0, interpolated, require_tracker
+from gputrain.audio.f0 import FLOOR_HZ, Method, default_method, f0, interpolated, pitch_beyond, require_tracker
 from gputrain.audio.io import HOW_TO_CONVERT, read_sound, resample
 from gputrain.audio.mel import log_mel, mel_bank
 from gputrain.audio.prepare import SILENCE
@@ -219,7 +219,10 @@ class VocoderInputReader:
             raise UserError(f"{path}: silent; its peak is {peak:.2g} of full scale")
         hop, frames = self.mel.hop_size, -(-len(wave_T) // self.mel.hop_size)
         whole_T = np.pad(wave_T, (0, frames * hop - len(wave_T)))
-        f0_F = f0(whole_T, self.mel.sampling_rate, hop, self.method, floor_hz=self.f0_min, ceiling_hz=self.f0_max)
+        rate_hz = self.mel.sampling_rate
+        f0_F = f0(whole_T, rate_hz, hop, self.method, floor_hz=self.f0_min, ceiling_hz=self.f0_max)
+        if beyond := pitch_beyond(whole_T, rate_hz, hop, f0_F, floor_hz=self.f0_min, ceiling_hz=self.f0_max):
+            log.warning("%s: its pitch of %.0f to %.0f Hz needs a lower --f0-min or higher --f0-max", path, *beyond)
         mels = [self._mel_of(whole_T, first, frames) for first in range(0, frames, ANALYSED_FRAMES)]
         return VocoderInput(torch.cat(mels, dim=1), torch.from_numpy(f0_F), len(wave_T))
 
@@ -282,7 +285,7 @@ def unit_of_mel(mel_MF: Numbers, mel: Mel) -> tuple[str, str] | None:
 
 def unit_of_pitch(f0_F: Numbers, mel_MF: Numbers, mel: Mel) -> str:
     """Returns the unit that a pitch likely has instead of Hz, or "". Numbers of MIDI, which may also be Hz of a bass,
-    are told by the mel: it holds little below the pitch that they mean."""
+    are recognised by the mel, which holds little below the pitch that they mean."""
     is_voiced = f0_F > 0
     pitch_V = f0_F[is_voiced]
     if not len(pitch_V):
