@@ -7,9 +7,10 @@ Augmentation and spectrograms are computed on the device.
 """
 
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
@@ -175,6 +176,20 @@ class VocoderStore(SoundStore[VocoderClip]):
             wave_T[: held * hop], f0_F[:held] = read_units(folder, self.format.files, own, first_frame, held)
         return wave_T, f0_F
 
+    def sounding(self, clip: VocoderClip) -> list[tuple[int, int]]:
+        """Returns the first frame and the number of frames of the parts of a clip between blocks of digital silence,
+        which are known by their checksums; the whole clip if it holds no sound."""
+        bytes_a_frame = sum(file.bytes_per_unit for file in self.format.files)
+        ends = [*range(CHECKED_FRAMES, clip.frames, CHECKED_FRAMES), clip.frames]
+        parts: list[tuple[int, int]] = []
+        for number, (end, crc) in enumerate(zip(ends, clip.checksums, strict=False)):
+            first = CHECKED_FRAMES * number
+            if crc == _checksum_of_zeros((end - first) * bytes_a_frame):
+                continue
+            begin, held = parts.pop() if parts and sum(parts[-1]) == first else (first, 0)
+            parts.append((begin, held + end - first))
+        return parts or [(0, clip.frames)]
+
     def source_pitch(self, clip: VocoderClip, first_frame: int, frames: int) -> Pitch:
         """Reads the pitch of a crop as the source of a generator takes it, without gaps: `audio.f0.interpolated`, from
         voiced frames of the clip that are in the crop or NEAR_FRAMES around it. Without one, the pitch is 0. Behind the
@@ -197,6 +212,11 @@ class VocoderStore(SoundStore[VocoderClip]):
     def __iter__(self) -> Iterator[tuple[VocoderClip, Wave, Pitch]]:
         for clip in self.clips:
             yield clip, *self.crop(clip, 0, clip.frames)
+
+
+@cache
+def _checksum_of_zeros(count: int) -> int:
+    return zlib.crc32(bytes(count))
 
 
 @dataclass(frozen=True)
@@ -241,8 +261,9 @@ class SoundCrops:
     """Random crops of `frames` hops, the data set of `gputrain.engine.data.loader`.
 
     An epoch has one crop for each `frames` hops of a clip, and one for a shorter clip, which is padded with silence: so
-    an hour has the same weight in one file or in a thousand. Each crop of a clip lies in a segment of its own; its
-    position there is a function of (seed, epoch, item).
+    an hour has the same weight in one file or in a thousand. Digital silence, of which nothing is learned, divides a
+    clip into parts that count as clips. Each crop of a clip lies in a segment of its own; its position there is a
+    function of (seed, epoch, item).
     """
 
     store: VocoderStore
@@ -262,23 +283,33 @@ class SoundCrops:
         """Returns int16 samples (frames * hop_size,) and the pitch of the source in Hz (frames,), without gaps."""
         epoch, item = sample
         number = int(np.searchsorted(self._ends, item, side="right"))
-        clip = self.clips[number]
-        places = max(0, clip.frames - self.frames) + 1
-        crops = self._crops_of(clip)
+        clip, begin, held = self._parts[number]
+        places = max(0, held - self.frames) + 1
+        crops = self._crops_of(held)
         segment = item - (int(self._ends[number]) - crops)
-        first = int((segment + item_rng(self.seed, epoch, item).random()) / crops * places)
+        first = begin + int((segment + item_rng(self.seed, epoch, item).random()) / crops * places)
         wave_T, _ = self.store.crop(clip, first, self.frames)
         return torch.from_numpy(wave_T), torch.from_numpy(self.store.source_pitch(clip, first, self.frames))
 
     def counts_of(self, clips: Sequence[int]) -> tuple[int, ...]:
         """Returns the numbers of crops of consecutive groups of clips, given the number of clips of each."""
-        ends_K = np.concatenate([[0], self._ends])[np.concatenate([[0], np.cumsum(clips)])]
+        parts_K = np.cumsum([0, *(len(self.store.sounding(clip)) for clip in self.clips)])
+        ends_K = np.concatenate([[0], self._ends])[parts_K[np.cumsum([0, *clips])]]
         return tuple(np.diff(ends_K).tolist())
 
-    def _crops_of(self, clip: VocoderClip) -> int:
-        return max(1, clip.frames // self.frames)
+    @property
+    def silent_share(self) -> float:
+        """Returns the share of the clips that is digital silence, from which no crops are drawn."""
+        return 1 - sum(held for _, _, held in self._parts) / sum(clip.frames for clip in self.clips)
+
+    def _crops_of(self, frames: int) -> int:
+        return max(1, frames // self.frames)
+
+    @cached_property
+    def _parts(self) -> list[tuple[VocoderClip, int, int]]:
+        return [(clip, *part) for clip in self.clips for part in self.store.sounding(clip)]
 
     @cached_property
     def _ends(self) -> npt.NDArray[np.int64]:
-        """Returns the cumulative number of crops of the clips."""
-        return np.cumsum([self._crops_of(clip) for clip in self.clips])
+        """Returns the cumulative number of crops of the parts."""
+        return np.cumsum([self._crops_of(held) for _, _, held in self._parts])

@@ -154,6 +154,8 @@ class VocoderTraining(TrainingData[TrainVocoder]):
 
     def begin(self, settings: TrainVocoder, run: Run, runtime: Runtime) -> TrainVocoder:
         log_training(settings, runtime, self.sounds)
+        if (silent := self.all_crops.silent_share) > 0.01:
+            log.info("%.0f %% of the clips is digital silence, from which no crops are drawn", 100 * silent)
         if settings.model.init_from and run.resumed is None:
             self.weights = read_weights(settings.model.init_from, settings.model.finetune_ignored_params)
             check_weights(settings, self.weights)

@@ -135,3 +135,23 @@ def test_voiced_frames_are_looked_for_near_a_crop(tmp_path, monkeypatch):
     assert store.source_pitch(store.clips[0], 3, 2) == pytest.approx([100 * 4 ** (3 / 7), 100 * 4 ** (4 / 7)])
     monkeypatch.setattr(store_module, "NEAR_FRAMES", 1)
     assert store.source_pitch(store.clips[0], 3, 1).tolist() == [0]
+
+
+def test_no_crops_are_drawn_from_digital_silence(tmp_path):
+    """Of a stem that is silent in 70 of 100 frames, all crops hold sound, in parts that begin at borders of checksums;
+    a clip without such silence, and one of silence alone, have the crops of any other."""
+    writer = VocoderStoreWriter(tmp_path, VocoderFormat(16000, HOP, "pyworld"))
+    sounding = np.zeros(1280, bool)
+    sounding[128:256] = sounding[1024:1280] = True
+    for number, is_sound in enumerate((sounding, np.ones(50, bool), np.zeros(50, bool))):
+        wave = np.where(np.repeat(is_sound, HOP), 7, 0).astype(np.int16)
+        writer.add(f"{number}.wav", f"{number:032x}", wave, np.where(is_sound, 220, 0).astype(np.float32))
+    writer.finish()
+    store = VocoderStore.open(tmp_path)
+    crops = SoundCrops(store, store.clips, frames=32, seed=1)
+    assert [store.sounding(clip) for clip in store.clips] == [[(128, 128), (1024, 256)], [(0, 50)], [(0, 50)]]
+    assert len(crops) == 4 + 8 + 1 + 1
+    assert crops.counts_of([1, 2]) == (12, 2)
+    assert crops.silent_share == pytest.approx(1 - (384 + 100) / 1380)
+    for epoch in range(5):
+        assert all(crops[Sample(epoch, item)][0].min() == 7 for item in range(12))

@@ -142,6 +142,18 @@ def test_recordings_with_a_pitch_outside_of_the_limits_are_named(tmp_path):
         assert np.median(pitch_F) == pytest.approx(float(clip.path.removesuffix(".wav")), rel=0.01)
 
 
+def test_the_advice_on_silence_is_gone_after_it_was_followed(tmp_path):
+    (tmp_path / "in").mkdir()
+    parts = [silence(2), tone(0.5, RATE), silence(3), tone(0.5, RATE), silence(1)]
+    soundfile.write(tmp_path / "in/a.wav", np.concatenate(parts), RATE)
+    said = " ".join(validate_sounds(tmp_path / "in").findings)
+    trim_db = float(re.search(r"86 % is silence: prepare-data --trim-db (\d+) trims", said)[1])
+    prepare_sound(tmp_path / "in", tmp_path / "out", VocoderPrepareConfig(RATE, 160, "parselmouth", trim_db=trim_db))
+    said = " ".join(validate_sounds(tmp_path / "out").findings)
+    assert "--trim-db" not in said
+    assert "75 % is silence within recordings: where it is digital silence, training draws no crops" in said
+
+
 def test_where_nothing_can_be_used(tmp_path):
     soundfile.write(tmp_path / "silent.wav", silence(1), RATE)
     report = validate_sounds(tmp_path)
