@@ -137,15 +137,6 @@ class Exporter:
 
 
 @dataclass(frozen=True)
-class HubCard:
-    """Words of a model card on the Hugging Face Hub."""
-
-    library: str  # As the Hub names it.
-    task: str
-    name: str  # "image autoencoder"
-
-
-@dataclass(frozen=True)
 class DemoSteps:
     """The parts of a demo. The functions take the folder of the demo."""
 
@@ -181,7 +172,6 @@ class ModelKind:
     validate: DataCommand | None = None
     commands: tuple[OwnCommand, ...] = ()
     demo: DemoSteps | None = None
-    hub: HubCard | None = None
     profiles: Path | None = None  # Folder of the YAML files that --profile-name chooses from.
     shipped: Path | None = None  # Folder of files that --config finds by their names alone.
     translate: Translate | None = None  # Reads other programs' keys in configuration files of the train command,

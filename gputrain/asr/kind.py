@@ -144,7 +144,6 @@ KIND = kinds.ModelKind(
     headlines=("cer", "wer", "blank_share"),
     selectors=("cer", "wer"),
     demo=kinds.DemoSteps("speech", write_demo_speech, demo_commands, demo_results),
-    hub=kinds.HubCard("transformers", "automatic-speech-recognition", "CTC speech recogniser"),
     keys=frozenset({"model_type"}),
     packages=("rapidfuzz", "soundfile", "transformers"),
     load_speech_checker=kinds.imported("gputrain.asr.checking:load_checker"),

@@ -265,13 +265,6 @@ def export(settings: ExportSettings) -> None:
     ui.print_figures(f"Exported {settings.output_dir}", exported.figures)
     for note in exported.notes:
         ui.out.print(note, markup=False, soft_wrap=True)
-    if repo := settings.push_to_hub:
-        from gputrain.cli.publish import model_card, push_to_hub
-
-        card = model_card(repo, kind, settings, settings.output_dir, exported.figures, exported.notes)
-        with ui.err.status(f"uploading to {repo}"):
-            address = push_to_hub(repo, settings.output_dir, card, private=settings.private)
-        ui.out.print(ui.escape(f"Uploaded to {address}"), soft_wrap=True)
 
 
 @command(app, "Trained models")

@@ -169,15 +169,6 @@ class ExportSettings(TrainedModel):
         default="",
         help="Name or number of the speaker with whom Piper speaks if none is asked for; default: the first.",
     )
-    push_to_hub: str = opt(
-        default="",
-        help="Upload the exported files to this model of the Hugging Face Hub, USER/NAME, with a model card.",
-    )
-    private: bool = opt(default=False, help="Make a new model on the Hub private.")
-
-    def __post_init__(self) -> None:
-        if self.private and not self.push_to_hub:
-            raise UserError("private has no effect without push_to_hub", hint="--push-to-hub USER/NAME")
 
 
 @config(panel="Report")

@@ -142,7 +142,6 @@ KIND = kinds.ModelKind(
     headlines=("mcd_sl_db", "mel_distance", "length_mismatch", "cer", "mos"),
     selectors=("mcd_sl_db", "cer", "mos"),
     demo=kinds.DemoSteps("speech", write_demo_speech, demo_commands, demo_results),
-    hub=kinds.HubCard("piper", "text-to-speech", "VITS voice"),
     profiles=Path(__file__).parent / "profiles",
     translate=coqui.translate_coqui,
     packages=("scipy", "skimage", "soundfile"),

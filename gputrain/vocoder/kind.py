@@ -218,7 +218,6 @@ KIND = kinds.ModelKind(
     use=("synthesise recordings", "vocode", "--input", "SONG.wav", "--output-dir", "vocoded"),
     headlines=("m_stft", "mel_distance", "f0_rmse_cents", "pesq"),
     demo=kinds.DemoSteps("recordings", synthesise_singing, demo_commands, demo_results),
-    hub=kinds.HubCard("onnx", "audio-to-audio", "NSF-HiFiGAN vocoder"),
     shipped=openvpi.PROFILES,
     translate=partial(openvpi.translate, of="train"),
     translate_data=partial(openvpi.translate, of="prepare"),
