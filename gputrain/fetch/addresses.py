@@ -20,7 +20,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 from gputrain import __version__
 from gputrain.caches import cache_folder
 from gputrain.errors import UserError
-from gputrain.fetch.archives import content_of, stem_of, unpack
+from gputrain.fetch.archives import LARGEST_RATIO, SMALL, content_of, stem_of, unpack
 from gputrain.fetch.catalogue import CatalogueEntry
 from gputrain.fetch.files import Faults, fault_of_download, sha256
 from gputrain.fetch.hub import is_offline
@@ -216,11 +216,15 @@ class Download:
         length = headers.get("Content-Length", "")
         is_plain = headers.get("Content-Encoding", "identity").lower() == "identity"
         self.stated = int(length) if length.isdecimal() and is_plain else None
+        if (
+            length.isdecimal() and not is_plain and not self.address.size
+        ):  # It is unpacked, though nobody asked for that.
+            self.limit = min(self.limit, max(SMALL, LARGEST_RATIO * int(length)))
         self.refuse_more(self.stated or 0)
 
     def refuse_more(self, total: int) -> None:
         if total > self.limit:
-            known = "are published" if self.address.size else "the disk can spare"
+            known = "are published" if self.address.size else "the disk can spare, or its packed size makes plausible"
             raise UserError(
                 f"{self.address.label}: the server sends more than the {self.limit:,} bytes that {known}",
                 hint=f"see whether it is the file; for a larger one, free some space, or {MOVE}",

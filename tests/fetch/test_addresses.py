@@ -241,6 +241,15 @@ def test_a_bomb_leaves_the_disk_its_reserve(server, monkeypatch, answer):
     assert max(map(len, written)) < 100_000_000
 
 
+def test_a_compressed_answer_is_no_larger_than_plausible(server, monkeypatch):
+    monkeypatch.setattr(addresses, "SMALL", 1_000_000)
+    packed = gzip.compress(bytes(30_000_000))
+    server.files[PATH].always = Answer(body=packed, headers={"Content-Encoding": "gzip"})
+    assert (
+        f"more than the {100 * len(packed):,} bytes that the disk can spare, or its" in fails(unknown(server)).message
+    )
+
+
 # Without a length; and compressed, which states the compressed length.
 @each_row({"is_chunked": True}, {"body": gzip.compress(CONTENT), "headers": {"Content-Encoding": "gzip"}})
 def test_odd_servers_are_accepted(server, answer):
