@@ -35,7 +35,7 @@ CAUSES = {
 }
 UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}  # Seconds of each unit, from the largest to the smallest.
 CLOCK_TIME = re.compile(r"\d?\d:\d\d", re.ASCII)
-DURATION = re.compile("".join(rf"(?:(\d+){unit})?" for unit in UNITS), re.ASCII)
+DURATION = re.compile("".join(rf"(?:(\d{{1,6}}){unit})?" for unit in UNITS), re.ASCII)  # At most some thousand years.
 RECENT_STEPS = 20
 PACE_STEPS = 500  # Steps over which the pace is averaged that tells how many are left until --finish-by.
 SAVE_MARGIN = 1.5  # A save may take this many times as long as the last one.

@@ -109,7 +109,10 @@ def test_a_time_of_the_day_keeps_its_day_when_the_run_is_resumed(monkeypatch, tm
     assert with_finish_moment(settings, run).schedule.finish_by == moment
 
 
-@each_row("", "6", "6 h", "25:00", "18:60", "18.30", "2027-13-01T10:00", "2027-01-31", "tomorrow", "0h", "-6h")
+@each_row(
+    "", "6", "6 h", "25:00", "18:60", "18.30", "2027-13-01T10:00", "2027-01-31", "tomorrow", "0h", "-6h", "1000000d",
+    "9" * 5000 + "h",
+)  # fmt: skip
 def test_what_is_no_time_is_refused_with_examples(text):
     with pytest.raises(UserError, match=r"finish_by is .*, expected a duration such as 6h or 3h50m, or a time such as"):
         seconds_to_finish(text)
