@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from gputrain.config import assemble, is_readable
 from gputrain.engine.schedule import RunProgress
-from gputrain.engine.weights import other_file
+from gputrain.engine.weights import log_unused, other_file
 from gputrain.errors import UserError
 from gputrain.kinds import refuse_other_model, refuse_unreadable
 from gputrain.stored import TRAIN_AGAIN, unreadable
@@ -468,6 +468,7 @@ def is_content(content: object) -> TypeGuard[dict[str, Any]]:
 
 def load_modules(modules: dict[str, nn.Module], states: dict[str, Content]) -> None:
     """Load the weights of a checkpoint, to go on training. Raises UserError if they belong to other modules."""
+    log_unused("the checkpoint", states.keys() - modules.keys())
     for name, module in modules.items():
         if name not in states:
             raise UserError(

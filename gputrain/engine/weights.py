@@ -4,6 +4,7 @@ A file is read by its content, whatever its name. Wrappers that trainers and com
 the names of tensors or as mappings around them, are removed.
 """
 
+import contextlib
 import hashlib
 import logging
 import pickle
@@ -39,11 +40,7 @@ FORMS = (  # How a file begins, what it is, and what to do with it.
     (rb"version https://git-lfs", "a pointer of Git LFS", "run git lfs pull there"),
     (rb"(?i)\s*<(!doctype|html)", "a web page", "download the file itself"),
     (rb"\x1f\x8b|BZh|\xfd7zXZ|7z\xbc\xaf|\x28\xb5\x2f\xfd|Rar!|.{257}ustar", "an archive", UNPACK),
-    (
-        rb"\x80[\x02-\x05](?!.{0,14}\x8a\nl\xfc\x9cF)",
-        "a pickle that torch did not write",
-        "save its tensors by torch.save",
-    ),
+    (rb"\x80[\x02-\x05](?!.{0,14}\x8a\nl\xfc\x9cF)", "a pickle that torch did not write", "torch.save its tensors"),
 )
 
 
@@ -57,26 +54,23 @@ class WeightsFile(NamedTuple):
 
 def form_of(path: Path) -> tuple[str, str]:
     """Returns what a file is by its first bytes, and what to do with it. Both are empty for a file of torch and for
-    what is not recognised; of SAFETENSORS, the second is empty. Raises OSError."""
-    with path.open("rb") as file:
-        head = file.read(300)
+    what is not recognised or cannot be opened; of SAFETENSORS, the second is empty."""
+    names = ["data.pkl"]
+    try:
+        with path.open("rb") as file:
+            head = file.read(300)
+    except OSError:  # Its reader reports it.
+        return "", ""
     if not head:
         return "an empty file", DAMAGED
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= 100_000_000:
         return SAFETENSORS, ""
-    if head.startswith(b"PK") and zipfile.is_zipfile(path):
-        names = _names_in(path)
-        if not any(name.endswith("data.pkl") for name in names):
-            return f"a zip archive of {', '.join(names[:3])}{' and others' * (len(names) > 3)}", UNPACK
+    if head.startswith(b"PK"):
+        with contextlib.suppress(Exception), zipfile.ZipFile(path) as archive:  # Damaged headers can cause any error.
+            names = archive.namelist()
+    if not any(name.endswith("data.pkl") for name in names):
+        return f"a zip archive of {', '.join(names[:3])}{' and others' * (len(names) > 3)}", UNPACK
     return next(((what, hint) for form, what, hint in FORMS if re.match(form, head, re.DOTALL)), ("", ""))
-
-
-def _names_in(archive: Path) -> list[str]:
-    try:
-        with zipfile.ZipFile(archive) as opened:
-            return opened.namelist()
-    except Exception:  # Damaged headers can cause any error.
-        return ["data.pkl"]
 
 
 def other_file(path: Path, wanted: str) -> UserError | None:
@@ -92,19 +86,24 @@ def plain_name(name: str) -> str:
     return WRAPPERS.sub("", name)
 
 
-def tensors_of(content: Mapping[Any, Any], source: str | Path) -> dict[str, Tensor]:
-    """Returns the tensors of a mapping, or of the one inside it that holds a model's, by their plain names. What stands
-    beside that one is logged as not used."""
-    inside = next((name for name in NESTED if isinstance(content.get(name), dict)), None)
-    if inside is not None:
-        log_unused(source, (str(name) for name, one in content.items() if name != inside and isinstance(one, dict)))
-        return tensors_of(content[inside], source)
+def tensors_of(content: Mapping[Any, Any], source: str | Path, *keys: str) -> dict[str, Tensor]:
+    """Returns the tensors of a mapping, or of the one inside it that holds a model's, under one of `keys` or of NESTED,
+    by their plain names. What has tensors beside that one is logged as not used."""
+    key = next((name for name in (*keys, *NESTED) if isinstance(content.get(name), dict)), None)
+    if key is not None:
+        log_unused(source, (str(name) for name, one in content.items() if name != key and _has_tensor(one)))
+        return tensors_of(content[key], source)
     return {plain_name(name): one for name, one in content.items() if isinstance(name, str) and isinstance(one, Tensor)}
+
+
+def _has_tensor(value: object) -> bool:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return isinstance(value, Tensor) or any(map(_has_tensor, inside))
 
 
 def log_unused(source: str | Path, names: Iterable[str]) -> None:
     """Logs what a file holds and nothing uses, by the first parts of the names."""
-    counts = Counter(name.partition(".")[0] for name in names)
+    counts = Counter(".".join(name.split(".")[:-1][:2]) or name for name in names)
     if counts:
         log.info("%s: not used: %s", source, ", ".join(f"{name} ({count})" for name, count in counts.most_common(8)))
 
@@ -165,7 +164,7 @@ def read_safetensors(path: Path, parts: str = "") -> WeightsFile:
             names, metadata = list(file.keys()), file.metadata() or {}
             tensors = {plain_name(name): file.get_tensor(name) for name in names if re.search(parts, plain_name(name))}
     except (OSError, SafetensorError) as error:
-        if (other := other_file(path, "weights in safetensors")) and form_of(path)[0] != SAFETENSORS:
+        if form_of(path)[0] != SAFETENSORS and (other := other_file(path, "a file of torch or safetensors")):
             raise other from None
         raise UserError(f"{path}: truncated or damaged: {error}", hint=DAMAGED) from None
     digest = metadata.get(DIGEST)

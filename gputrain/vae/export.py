@@ -111,17 +111,17 @@ def _shown_factors(scaling: LatentScaling) -> dict[str, object]:
 
 
 def refuse_other_layers(architecture: VaeArchitecture) -> None:
-    """Raises UserError for an architecture with layers that the original layout, which has no configuration, lacks."""
-    for odd, fault in (
-        (architecture.patch_statistics, "patches of latents with statistics, as FLUX.2"),
-        (not architecture.mid_block_add_attention, "no attention"),
-        (architecture.norm_num_groups != 32, f"norms of {architecture.norm_num_groups} groups instead of 32"),
-    ):
-        if odd:
-            raise UserError(
-                f"the original layout of Stable Diffusion and FLUX.1 cannot hold this model: it has {fault}",
-                hint="--format diffusers writes it",
-            )
+    """Raises UserError for an architecture that the original layout, which has no configuration, cannot tell."""
+    faults = {
+        "statistics of patches, as FLUX.2": architecture.patch_statistics,
+        "no attention": not architecture.mid_block_add_attention,
+        f"norms of {architecture.norm_num_groups} groups instead of 32": architecture.norm_num_groups != 32,
+    }
+    if odd := [fault for fault, is_there in faults.items() if is_there]:
+        raise UserError(
+            f"the original layout of Stable Diffusion and FLUX.1 cannot hold this model: it has {odd[0]}",
+            hint="--format diffusers writes it",
+        )
 
 
 def write_single_file(model: AutoencoderKL, output_dir: Path) -> tuple[list[Path], list[str], float]:

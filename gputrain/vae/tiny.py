@@ -231,7 +231,8 @@ def export_taesd(model: DistilledAutoencoder, folder: Path, scaling: LatentScali
     family = next((family.taesd for family in FAMILIES if family.scaling == scaling), folder.resolve().name)
     stock = model.stock().cpu().float()
     weights = {part: getattr(stock, part).layers.state_dict() for part in ("decoder", "encoder")}
-    refuse_nonfinite(weights["decoder"] | weights["encoder"], str(folder))
+    for part, tensors in weights.items():
+        refuse_nonfinite(tensors, f"{folder}: {part}")
     files = {part: folder / f"{family}_{part}.safetensors" for part in weights}
     written = {"decoder": _moved(weights["decoder"], 1), "encoder": weights["encoder"]}
     write_folder(folder, None, {files[part].name: written[part] for part in files})

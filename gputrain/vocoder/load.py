@@ -216,8 +216,7 @@ def _read_run(path: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor
 def _read_openvpi(path: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     content = read_foreign(path, instead="take openvpi's model.ckpt, or save its tensors alone")
     if isinstance(content.get("generator"), dict):
-        log_unused(path, (name for name in content if name != "generator"))
-        return _renamed_tensors(content["generator"], path), {}
+        return _renamed_tensors(content, path, "generator"), {}
     trained = _renamed_tensors(content, path)
     generator = {name.removeprefix(GENERATOR): tensor for name, tensor in trained.items() if name.startswith(GENERATOR)}
     if not generator:
@@ -247,11 +246,11 @@ def _known(group: str, tensors: dict[str, Tensor]) -> tuple[str, dict[str, Tenso
     return kind, tensors
 
 
-def _renamed_tensors(content: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
+def _renamed_tensors(content: Mapping[str, Any], path: Path, *keys: str) -> dict[str, Tensor]:
     """Returns the tensors of a mapping by our names; floating-point ones in fp32."""
     return {
         _renamed(name, RENAMED): value.float() if value.is_floating_point() else value
-        for name, value in tensors_of(content, path).items()
+        for name, value in tensors_of(content, path, *keys).items()
     }
 
 

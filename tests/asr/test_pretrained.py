@@ -386,6 +386,14 @@ def test_forms_of_weights(tmp_path, change):
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
 
 
+def test_tensors_that_a_recogniser_has_no_place_for_are_named(tmp_path, caplog):
+    folder = transformers_folder(tmp_path / "more")
+    save_file({**tiny_model().state_dict(), "quantizer.codevectors": torch.ones(2)}, folder / "model.safetensors")
+    with caplog.at_level(logging.INFO):
+        open_pretrained(folder).load()
+    assert f"{folder}: not used: quantizer (1)" in caplog.text
+
+
 @each_row((pointer, "pointer of Git LFS"), (no_weights, "no weights in it"))
 def test_weights_that_are_not_there_are_said_before_a_training_is_planned(tmp_path, change, message):
     folder = transformers_folder(tmp_path / change.__name__)

@@ -101,7 +101,8 @@ def main(output: Path, memory_ends: bool) -> None:
     arguments = TrainingArguments(
         str(output.parent / "trainer"), max_steps=25, learning_rate=0.05, use_cpu=True, report_to=[],
         save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant", seed=5, max_grad_norm=0.5,
-        **({"ddp_backend": "gloo"} if processes > 1 else {}), **config.training_arguments(by_length=True) | {"optim": "sgd"},
+        **({"ddp_backend": "gloo"} if processes > 1 else {}),
+        **config.training_arguments(by_length=True) | {"optim": "sgd"},
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=clips, data_collator=collate)
     manager.train_with_recovery(trainer, config=config)

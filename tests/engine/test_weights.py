@@ -63,6 +63,8 @@ def test_wrappers_are_removed_whatever_the_ending(tmp_path: Path, caplog: pytest
         ("old.bin", lambda path: torch.save(wrapped, path, _use_new_zipfile_serialization=False), None),
         ("deep.pth", lambda path: torch.save({"model": {"state_dict": wrapped}, "epoch": 3}, path), None),
         ("run.pt", lambda path: torch.save({"model": wrapped, "ema": WEIGHTS}, path), "not used: ema (1)"),
+        ("tuned.pt", lambda path: torch.save({"model": WEIGHTS, "config": {"rate": 1}}, path), None),
+        ("optimized.pt", lambda path: torch.save({"model": WEIGHTS, "optim": [{0: WEIGHTS}]}, path), "not used: optim"),
     ]
 
     def check(name: str, write, unused: str | None) -> None:

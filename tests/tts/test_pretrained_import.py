@@ -6,6 +6,7 @@ Shape suffixes: B items, S symbols, T samples, N frequencies, F frames, R rows o
 
 import dataclasses
 import json
+import logging
 import pathlib
 import random
 from collections.abc import Callable
@@ -515,6 +516,14 @@ def test_what_is_no_voice_is_refused_and_nothing_is_lost(
     assert raised.value.hint
     assert str(tmp_path) in raised.value.message
     assert all(torch.equal(tensor, before[name]) for name, tensor in voice.state_dict().items())
+
+
+def test_what_no_part_of_a_voice_takes_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    extra = {"model_g.style.weight": torch.ones(2), "model_g.dec.conv_pre.weight_v": torch.ones(2)}
+    torch.save(tiny_piper(**extra), tmp_path / "voice.ckpt")
+    with caplog.at_level(logging.INFO):
+        start_small(tmp_path / "voice.ckpt", small_voice())
+    assert "voice.ckpt: not used: model_g.style (1), model_g.dec (1)" in caplog.text
 
 
 def test_damaged_and_missing_files_are_refused(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_a_single_file_has_the_original_names(
 
 def test_layers_that_the_original_layout_lacks() -> None:
     refuse_other_layers(SD)
-    with pytest.raises(UserError, match=r"statistics, as FLUX\.2"):
+    with pytest.raises(UserError, match=r"statistics of patches, as FLUX\.2"):
         refuse_other_layers(PRESETS["flux2"])
     with pytest.raises(UserError, match="it has no attention"):
         refuse_other_layers(PRESETS["lite"])

@@ -1,5 +1,6 @@
 """Tests pretrained weights from every kind of file, with every naming, and errors for weights that do not fit."""
 
+import logging
 import re
 from pathlib import Path
 
@@ -78,6 +79,16 @@ def test_univnets_layers_have_other_names(tmp_path: Path) -> None:
     assert "discriminators.2.out.weight_g" in theirs
     path = trainers_file(tmp_path / "a.ckpt", {"mrd": {**theirs, "discriminators.0.window": torch.ones(600)}})
     assert same(read_weights(path).discriminators["mrd"], stored)
+
+
+def test_what_no_part_of_a_vocoder_takes_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = trainers_file(tmp_path / "a.ckpt", {})
+    content = torch.load(path)
+    content["state_dict"]["mel.basis"] = torch.ones(2)
+    torch.save(content, path)
+    with caplog.at_level(logging.INFO):
+        read_weights(path)
+    assert f"{path}: not used: mix_loss (1), mel (1)" in caplog.text
 
 
 def test_torchs_newer_names_of_norms(tmp_path: Path) -> None:
