@@ -193,7 +193,9 @@ def read_transcripts(
         subtitled = subtitles.files_by_recording(paths, _subtitle_files(folder, paths), rules.language)
     corpus = None if file else find_corpus(folder, others)
     file = file or _found(folder, [path for path in paths if path not in subtitled], bool(subtitled), corpus)
-    reading = _Reading(folder, SoundFinder(paths, root=folder))
+    place = file.relative_to(folder).parent.as_posix() if file and file.is_relative_to(folder) else "."
+    bases = PLACES if place == "." else (*(f"{place}/{one}" for one in PLACES), *PLACES)
+    reading = _Reading(folder, SoundFinder(paths, bases, folder))
     if file is None and subtitled:
         source = "subtitles next to the recordings"
         for path, given in subtitled.items():
@@ -206,9 +208,6 @@ def read_transcripts(
         source = "a text file for each recording"
         _read_pairs(reading, paths, rules)
     else:
-        relative = file.relative_to(folder).parent.as_posix() + "/" if file.is_relative_to(folder) else "./"
-        bases = PLACES if relative == "./" else (*(relative + place for place in PLACES), *PLACES)
-        reading = _Reading(folder, SoundFinder(paths, bases, folder))
         source = f"{file.name}, {_read_file(reading, file, columns)}"
     log.info("transcripts: %s", source)
     notes = reading.choose_lines(file.name if file else source, rules.language)
