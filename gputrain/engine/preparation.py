@@ -126,7 +126,7 @@ class DataReport:
         one of each suffix is named."""
         used = [name for name, role in self.columns.items() if role]
         ignored = [name for name, role in self.columns.items() if not role]
-        files = [_counted_files(kind, names) for kind, names in sorted(self.ignored.items())]
+        files = [_counted_files(kind, names) for kind, names in by_count(self.ignored)]
         rows = {"used": _shortened(used), "ignored": _shortened(ignored), "ignored files": _shortened(files)}
         drawings = sum(len(names) for suffix, names in self.ignored.items() if suffix in DRAWINGS)
         if drawings:
@@ -139,8 +139,11 @@ ACCOUNT_WIDTH = 46  # Letters of a list in the account, so that it fits a termin
 
 def format_counts(ignored: Mapping[str, Sequence[str]]) -> str:
     """Returns as text the numbers of files by suffix, the most frequent first."""
-    counts = sorted(((len(names), kind) for kind, names in ignored.items()), key=lambda pair: -pair[0])
-    return ", ".join(f"{count} {kind}" for count, kind in counts[:5])
+    return ", ".join(f"{len(names)} {kind}" for kind, names in by_count(ignored)[:5])
+
+
+def by_count(ignored: Mapping[str, Sequence[str]]) -> list[tuple[str, Sequence[str]]]:
+    return sorted(ignored.items(), key=lambda item: (-len(item[1]), item[0]))
 
 
 def _counted_files(suffix: str, names: Sequence[str]) -> str:

@@ -151,7 +151,8 @@ class _Reading:
             self.refuse(where, "malformed", "names no recording")
         elif not found:
             place = "" if Path(name).is_absolute() else f" in {self.folder}"
-            self.refuse(where, "no sound", f"{name}: no such recording{place}")
+            fault = "not in the list of recordings" if Path(name).is_file() else f"no such recording{place}"
+            self.refuse(where, "no sound", f"{name}: {fault}")
         elif len(found) > 1:
             self.refuse(where, "ambiguous sound", f"{name} may be {' or '.join(found[:3])}: use its path")
         elif not text.strip():

@@ -142,7 +142,7 @@ def test_an_account_names_what_is_used_and_ignored_in_lines_of_a_terminal() -> N
     assert account == {
         "used": "audio, sentence",
         "ignored": "source, column 0, column 1, column 2, column 3 and 16 more",
-        "ignored files": "logo.svg, 1234 .txt such as 0.txt, 1 hidden",
+        "ignored files": "1234 .txt such as 0.txt, logo.svg, 1 hidden",
         "  of them": "1 drawings or camera files, to be converted to png",
     }
     assert max(len(f"  height in pixels  {text}") for text in account.values()) <= 80

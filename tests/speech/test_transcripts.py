@@ -458,6 +458,7 @@ def test_beside_a_list_of_recordings_a_table_with_absolute_paths_names_no_others
     transcripts = read_transcripts(listed, ["a.wav"], file=table)
     assert texts_of(transcripts) == {"a.wav": "It is a."}
     assert reasons(transcripts) == [("table.csv, line 3", "no sound")]
+    assert transcripts.refused[0].detail == f"{corpus}/wavs/b.wav: not in the list of recordings"
 
 
 def test_of_two_formats_the_one_that_can_be_decoded_is_meant():
