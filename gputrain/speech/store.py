@@ -49,8 +49,8 @@ READERS: Mapping[str, type[Frontend] | type[Vocabulary]] = {"tts": Frontend, "as
 SOUNDS, TEXT = "sounds.jsonl", "text.json"
 FILES = stored_files()
 EARLIER_PHONEMES = (
-    "an earlier version of gputrain made its phonemes, which differ from those that Piper speaks; gputrain "
-    "prepare-data makes them again and keeps the sound"
+    "an earlier version of gputrain made its phonemes, which differ from those that Piper speaks; for a new training, "
+    "gputrain prepare-data makes them again and keeps the sound"
 )
 
 

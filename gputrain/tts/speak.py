@@ -30,7 +30,6 @@ from gputrain.hw.runtime import runtime_on
 from gputrain.speech.text.frontend import Frontend, shortened
 from gputrain.speech.text.lines import text_lines
 from gputrain.speech.text.lookalikes import named_with_twins
-from gputrain.speech.text.unicode_cleanup import is_removed
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import Speak, SpeakingOptions
 from gputrain.tts.decoder import FilterBank, WaveDecoder
@@ -224,7 +223,8 @@ def speaker_number(speakers: tuple[str, ...], asked: str) -> int:
 
 @dataclass
 class Narrator:
-    """A voice with its sampling options. Each unknown character is reported once, as are digits."""
+    """A voice with its sampling options. Each unknown character is reported once, as are digits; `reported` has all
+    characters that were looked up."""
 
     loaded: LoadedVoice
     sampling: SpeakingOptions
@@ -261,12 +261,9 @@ class Narrator:
         frontend = self.loaded.frontend
         normalized = frontend.normalize(sentence)
         unknown = frontend.unknown(normalized)
-        # The rules remove characters too, which the normalised text does not show.
-        signs = {char for char in set(sentence) - self.reported if unicodedata.category(char)[0] in "LNSM"}
-        removed = {char for char in signs if is_removed(char, frontend.normalize)}
-        if new := sorted({*unknown, *removed} - self.reported):
+        if new := sorted(frontend.lost(sentence, self.reported)):
             log.warning("the voice has no symbol for %s: left out", named_with_twins(new, frontend.symbols))
-        self.reported |= {*new, *signs}
+        self.reported |= {*new, *sentence}
         if not self.told_digits and reads_digits(frontend, normalized):
             self.told_digits = True
             log.warning(

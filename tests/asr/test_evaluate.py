@@ -139,13 +139,17 @@ def test_capitals_and_punctuation_of_another_program_are_no_errors(store: Path, 
     assert comparable("A, b. C", replace(vocabulary, language="en")) == "A, b. C"
 
 
-def test_speech_of_another_script_is_refused(store: Path, tmp_path: Path) -> None:
+def test_speech_of_another_script_is_refused(store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     vocabulary = Vocabulary("en", ("<pad>", "<unk>", "|", *"xyz"))
     noise = np.random.default_rng(0).integers(-999, 999, 9000).astype(np.int16)
     fitting = write_store(tmp_path / "fitting", [("one", noise, "xyz"), ("two", noise + 1, "zy")])
     with pytest.raises(UserError, match=r"most of its letters are none of .*: a b c d e") as raised:
         evaluate_recogniser(run_folder(tmp_path / "run", vocabulary), [fitting, store], device="cpu", held_out_share=1)
     assert raised.value.message.startswith(f"{store}: ")  # Not the first folder, whose letters are known.
+    cyrillic = replace(vocabulary, symbols=("<pad>", "<unk>", "|", *"xyzа"))  # The last one is a Cyrillic letter.
+    latin = write_store(tmp_path / "latin", [("one", noise, "xyza"), ("two", noise + 1, "zy")])
+    evaluate_recogniser(run_folder(tmp_path / "alike", cyrillic), [latin], device="cpu", held_out_share=1)
+    assert f"{latin}: the recogniser has no symbol for 'a' (looks like 'а'), which count as errors" in caplog.messages
     with pytest.raises(UserError, match="not prepared for asr"):
         evaluate_recogniser(run_folder(tmp_path / "other"), tmp_path, device="cpu")
 

@@ -180,7 +180,7 @@ def test_a_folder_of_transformers_gives_weights_and_rows_of_its_symbols(store, t
     theirs = load_recogniser(folder, torch.device("cpu")).model.state_dict()
     with caplog.at_level(logging.INFO):
         content = train(tmp_path / "run", store, init_from=str(folder), learning_rate=1e-9, num_steps=1, warmup_steps=0)
-    assert "1 of 8 symbols are new: d" in caplog.text
+    assert "1 of 8 symbols are new: 'd'" in caplog.text
     assert content["facts"]["normalizes"] is False
     ours = content["modules"]["recogniser"]
     expected = [0, 1, 3, 6, 7, 4, None, 2]  # <pad> <unk> | a b c d e

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from gputrain.config import config, opt
 from gputrain.errors import UserError
 from gputrain.speech.text.lines import text_lines
+from gputrain.speech.text.lookalikes import named_with_twins
 
 if TYPE_CHECKING:
     from gputrain.speech.text.frontend import Frontend
@@ -67,12 +68,12 @@ def normalize_lines(settings: Normalize) -> Iterator[str]:
             log.warning("%r keeps its digits: --number-words LANGUAGE writes numbers in words", normalized)
         yield normalized
         if settings.symbols:
-            yield _described(made, normalized)
+            yield _described(made, line, normalized)
 
 
-def _described(made: "Frontend", normalized: str) -> str:
-    unknown = made.unknown(normalized)
-    missing = f"; no symbol for {' '.join(map(repr, unknown))}" if unknown else ""
+def _described(made: "Frontend", line: str, normalized: str) -> str:
+    unknown, lost = made.unknown(normalized), sorted(made.lost(line))
+    missing = f"; no symbol for {named_with_twins(lost, made.symbols)}" if lost else ""
     if len(unknown) == len(set(normalized)):
         return "no symbols" + missing
     return " ".join(map(str, made.ids(normalized))) + missing

@@ -7,6 +7,7 @@ without converting it to lower case or numbers to words, and drops code points t
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +21,7 @@ from gputrain.speech.text.lookalikes import unified_letters, unify_letters
 from gputrain.speech.text.piper import phonemizer_version, piper_phonemes
 from gputrain.speech.text.raw import RawRules, without_tags
 from gputrain.speech.text.russian import RUSSIAN
-from gputrain.speech.text.unicode_cleanup import APOSTROPHES, PUNCTUATION
+from gputrain.speech.text.unicode_cleanup import APOSTROPHES, PUNCTUATION, is_removed
 from gputrain.speech.text.uzbek import UZBEK
 from gputrain.stored import unreadable
 
@@ -144,6 +145,13 @@ class Frontend:
     def unknown(self, normalized: str) -> list[str]:
         """Returns the code points of a normalised text without a symbol, sorted."""
         return sorted(set(unicodedata.normalize("NFD", normalized)) - self._known.keys())
+
+    def lost(self, text: str, known: AbstractSet[str] = frozenset()) -> set[str]:
+        """Returns the characters of a raw text without a symbol, `known` ones aside: those of the normalised text, and
+        the letters, digits, marks and signs that the rules remove before."""
+        signs = {char for char in set(text) - known if unicodedata.category(char)[0] in "LNMS"}
+        removed = {char for char in signs if is_removed(char, self.normalize)}
+        return removed.union(self.unknown(self.normalize(text))) - known
 
     def ids(self, normalized: str) -> list[int]:
         """Returns symbol ids in Piper's order: BOS, PAD, then every symbol followed by a PAD, EOS.

@@ -18,7 +18,7 @@ def said(**options: object) -> list[str]:
 def test_text_and_ids():
     assert said(text="5 ta\nolma") == ["beshta", "olma"]
     assert said(text="ab", language="en", symbols=True) == ["ab", "1 0 12 0 13 0 2"]
-    assert said(text="🎉", symbols=True) == ["", "no symbols"]
+    assert said(text="🎉", symbols=True) == ["", "no symbols; no symbol for '🎉'"]
 
 
 def test_files_and_standard_input(tmp_path, monkeypatch):
