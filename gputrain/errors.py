@@ -1,5 +1,6 @@
 """The errors that the command line shows without a traceback, one of them for packages that are not installed."""
 
+import re
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -85,6 +86,20 @@ def _distribution(module: str) -> str:
 
 def _either(remedy: str, other: str) -> str:
     return f"{remedy}, or {other}" if other else remedy
+
+
+SECRETS = (
+    re.compile(r"(\b(?:https?|ftp|s3|gs):/{1,2})[^\s/@'\"]*@()"),  # The user and the password.
+    re.compile(r"(\b(?:https?|ftp|s3|gs):/{1,2}[^\s?'\"]*)\?[^\s'\"]*?([:,;.)\]]*(?=[\s'\"]|$))"),
+    re.compile(r"(\bhf_)\w{20,}()"),
+)
+
+
+def without_secrets(text: str) -> str:
+    """Returns a text without tokens of the Hub, and its addresses without their queries and passwords."""
+    for secret in SECRETS:
+        text = secret.sub(r"\1\2", text)
+    return text
 
 
 def first_line(error: object) -> str:

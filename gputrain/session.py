@@ -27,8 +27,7 @@ from gputrain.engine.run_folder import Run, discarded_if_refused, given_plan, op
 from gputrain.engine.schedule import RunProgress, StepSchedule, check_finish, stages_ahead, steps_of_stage
 from gputrain.engine.stop import Deadline, finish_moment, format_duration, log_start_until, seconds_until, timed_part
 from gputrain.engine.train import train
-from gputrain.errors import UserError, require
-from gputrain.fetch.addresses import without_secrets
+from gputrain.errors import UserError, require, without_secrets
 from gputrain.hw.plan import NEEDS_GPU, Plan, Setting, fit_shared_memory, workers
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of

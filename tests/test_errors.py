@@ -8,10 +8,31 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from gputrain.errors import DISTRIBUTIONS, EXTRAS, UserError, first_line, import_package, missing_package, require
+from gputrain.errors import (
+    DISTRIBUTIONS,
+    EXTRAS,
+    UserError,
+    first_line,
+    import_package,
+    missing_package,
+    require,
+    without_secrets,
+)
 from tests.tables import each_row
 
 ROOT = Path(__file__).parents[1]
+
+
+@each_row(
+    ("see https://b:c@d/e?f and http://g:1/h?i=j&k=l, m", "see https://d/e and http://g:1/h, m"),
+    ("ftp://a:b@c/d.pt?token=e: no such file", "ftp://c/d.pt: no such file"),
+    ("https:/a:b@c/d?e", "https:/c/d"), ("s3://KEY:b@c/d", "s3://c/d"), ("('https://a/b?c')", "('https://a/b')"),
+    ("token hf_abcdefghijABCDEFGHIJklmn, not", "token hf_, not"), ("hf_hub, a@b, why? so", "hf_hub, a@b, why? so"),
+    ("https://huggingface.co/a/b/tree/main#x", "https://huggingface.co/a/b/tree/main#x"),
+    ("'hf://datasets/a/b/train-?.parquet'", "'hf://datasets/a/b/train-?.parquet'"),
+)  # fmt: skip
+def test_secrets_of_addresses_are_left_out(text, shown):
+    assert without_secrets(text) == shown
 
 
 def test_the_first_line_says_what_is_wrong():

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from gputrain.caches import provide_home
 from gputrain.engine.stop import COMMAND_CLOCK, format_duration, interrupt_at_signals, leave_at_signals
-from gputrain.errors import Stopped, UserError, missing_package
+from gputrain.errors import Stopped, UserError, missing_package, without_secrets
 from gputrain.figures import format_number
 from gputrain.hw.ranks import Ranks
 
@@ -157,7 +157,9 @@ class LineHandler(logging.Handler):
             return
         label = "" if record.levelno <= logging.INFO else f"[yellow]{record.levelname.lower()}:[/] "
         with contextlib.suppress(OSError):  # A closed terminal must not end a run.
-            err.print(f"{_rank_prefix(self.ranks)}{label}{escape(record.getMessage())}", soft_wrap=True)
+            err.print(
+                f"{_rank_prefix(self.ranks)}{label}{escape(without_secrets(record.getMessage()))}", soft_wrap=True
+            )
 
 
 def run(program: Callable[[], object]) -> NoReturn:
@@ -245,9 +247,9 @@ def _print_end(label: str, message: str, hint: str, code: int) -> int:
     if label == "stopped" and not ranks.leads:
         return code
     with contextlib.suppress(OSError):
-        err.print(f"{_rank_prefix(ranks)}[bold red]{label}:[/] {escape(message)}", soft_wrap=True)
+        err.print(f"{_rank_prefix(ranks)}[bold red]{label}:[/] {escape(without_secrets(message))}", soft_wrap=True)
         if hint:
-            err.print(f"{_rank_prefix(ranks)}[bold]hint:[/] {escape(hint)}", soft_wrap=True)
+            err.print(f"{_rank_prefix(ranks)}[bold]hint:[/] {escape(without_secrets(hint))}", soft_wrap=True)
     return code
 
 

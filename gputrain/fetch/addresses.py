@@ -19,7 +19,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 from gputrain import __version__
 from gputrain.caches import cache_folder
-from gputrain.errors import UserError
+from gputrain.errors import UserError, without_secrets
 from gputrain.fetch.archives import LARGEST_RATIO, SMALL, content_of, stem_of, unpack
 from gputrain.fetch.catalogue import CatalogueEntry
 from gputrain.fetch.files import Faults, fault_of_download, sha256
@@ -88,11 +88,6 @@ def shown(url: str) -> str:
     """Returns an address without its query and password, which may be secret."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-
-def without_secrets(text: str) -> str:
-    """Returns a text whose addresses are without their queries and passwords."""
-    return re.sub(r"https?://[^\s'\"\[\]]+", lambda match: shown(match[0]), text)
 
 
 def refuse_insecure(url: str, origin: str = "") -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import logging
 import os
 import re
 import signal
@@ -324,3 +325,13 @@ def test_colours_that_are_asked_for_make_no_terminal_of_a_pipe(monkeypatch):
     plain = ui.MessageConsole(file=io.StringIO(), width=80)
     plain.print("[red]a[/] line")
     assert plain.file.getvalue() == "a line\n"
+
+
+def test_no_error_and_no_line_of_a_log_shows_secrets():
+    url = "https://ann:secret@a.b/c?token=secret"
+    record = logging.LogRecord("gputrain", logging.WARNING, "", 1, "see %s, hf_%s", (url, "secret" * 5), None)
+    with ui.err.capture() as said:
+        ui._print_end("error", f"{url}: no such file", f"load {url}", 2)
+        ui.LineHandler(SINGLE).emit(record)
+    assert "https://a.b/c: no such file" in said.get()
+    assert "secret" not in said.get()
