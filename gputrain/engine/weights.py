@@ -68,6 +68,8 @@ def form_of(path: Path) -> tuple[str, str]:
     if head.startswith(b"PK"):
         with contextlib.suppress(Exception), zipfile.ZipFile(path) as archive:  # Damaged headers can cause any error.
             names = archive.namelist()
+    if any(name.endswith("/constants.pkl") for name in names):
+        return "a program of TorchScript", SAME
     if not any(name.endswith("data.pkl") for name in names):
         return f"a zip archive of {', '.join(names[:3])}{' and others' * (len(names) > 3)}", UNPACK
     return next(((what, hint) for form, what, hint in FORMS if re.match(form, head, re.DOTALL)), ("", ""))
@@ -87,12 +89,14 @@ def plain_name(name: str) -> str:
 
 
 def tensors_of(content: Mapping[Any, Any], source: str | Path, *keys: str) -> dict[str, Tensor]:
-    """Returns the tensors of a mapping, or of the one inside it that holds a model's, under one of `keys` or of NESTED,
-    by their plain names. What has tensors beside that one is logged as not used."""
-    key = next((name for name in (*keys, *NESTED) if isinstance(content.get(name), dict)), None)
+    """Returns the tensors of a mapping by their plain names, or of the mapping inside it that holds a model's: under
+    one of `keys` or of NESTED, or the only one. What has tensors beside that one is logged as not used."""
+    inside = {name: one for name, one in content.items() if _has_tensor(one)}
+    known = [name for name in (*keys, *NESTED, *(inside if len(inside) == 1 else ())) if name in inside]
+    key = next((name for name in known if isinstance(inside[name], dict)), None)
     if key is not None:
-        log_unused(source, (str(name) for name, one in content.items() if name != key and _has_tensor(one)))
-        return tensors_of(content[key], source)
+        log_unused(source, (str(name) for name in inside if name != key))
+        return tensors_of(inside[key], source)
     return {plain_name(name): one for name, one in content.items() if isinstance(name, str) and isinstance(one, Tensor)}
 
 
@@ -102,10 +106,15 @@ def _has_tensor(value: object) -> bool:
 
 
 def log_unused(source: str | Path, names: Iterable[str]) -> None:
-    """Logs what a file holds and nothing uses, by the first parts of the names."""
+    """Logs what a file holds and nothing uses."""
+    if unused := format_parts(names):
+        log.info("%s: not used: %s", source, unused)
+
+
+def format_parts(names: Iterable[str]) -> str:
+    """Returns the numbers of tensors by the first parts of their names: "unet.down (12), loss (1)"."""
     counts = Counter(".".join(name.split(".")[:-1][:2]) or name for name in names)
-    if counts:
-        log.info("%s: not used: %s", source, ", ".join(f"{name} ({count})" for name, count in counts.most_common(8)))
+    return ", ".join(f"{name} ({count})" for name, count in counts.most_common(8))
 
 
 def read_weights_file(path: Path, parts: str = "") -> WeightsFile:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import load_trained, refuse_nonfinite
-from gputrain.engine.weights import DIGEST, WeightsFile, log_unused, read_weights_file
+from gputrain.engine.weights import DIGEST, WeightsFile, format_parts, log_unused, read_weights_file
 from gputrain.errors import UserError
 from gputrain.fetch.names import local_path
 from gputrain.kinds import refuse_unreadable
@@ -200,7 +200,10 @@ def _read_file(path: Path, norm_num_groups: int) -> Pretrained:
             hint="name a file that has both, such as FLUX.2's full_encoder_small_decoder.safetensors",
         )
     if not inside:
-        raise UserError(f"{path}: holds no autoencoder", hint="name the file of the VAE, or of a pipeline that has one")
+        raise UserError(
+            f"{path}: holds no autoencoder, but {format_parts(file.names) or 'no tensors by name'}",
+            hint="name the file of the VAE, or of a pipeline that has one",
+        )
     weights = {name.removeprefix(inside[0]): tensor for name, tensor in tensors.items() if name.startswith(inside[0])}
     used = {inside[0] + name for name in weights} | {MEASURED_FACTOR, EDM_MEAN, EDM_STD}
     log_unused(path, (name for name in file.names if name not in used))

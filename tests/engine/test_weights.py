@@ -22,7 +22,11 @@ def test_files_of_other_kinds_are_named_by_their_content(tmp_path: Path) -> None
     """Whatever their ending says, by every reader of weights and of checkpoints; none is said to be damaged."""
     with zipfile.ZipFile(tmp_path / "packed.zip", "w") as archive:
         archive.writestr("vae/model.safetensors", save(WEIGHTS))
+    with zipfile.ZipFile(tmp_path / "program.zip", "w") as archive:
+        for name in ("data.pkl", "code/model.py", "constants.pkl"):
+            archive.writestr(f"program/{name}", b"\x80\x02.")
     contents = [
+        ((tmp_path / "program.zip").read_bytes(), "a program of TorchScript", "take the .safetensors"),
         (b"GGUF\3\0\0\0" + bytes(80), "weights in GGUF", "take the .safetensors"),
         (b"\x89HDF\r\n\x1a\n" + bytes(80), "weights in HDF5", "take the .safetensors"),
         (b"\x08\x01\x12\x04none" + bytes(80), "a graph of TensorFlow", "take the .safetensors"),
@@ -63,6 +67,7 @@ def test_wrappers_are_removed_whatever_the_ending(tmp_path: Path, caplog: pytest
         ("old.bin", lambda path: torch.save(wrapped, path, _use_new_zipfile_serialization=False), None),
         ("deep.pth", lambda path: torch.save({"model": {"state_dict": wrapped}, "epoch": 3}, path), None),
         ("run.pt", lambda path: torch.save({"model": wrapped, "ema": WEIGHTS}, path), "not used: ema (1)"),
+        ("average.pt", lambda path: torch.save({"ema": wrapped, "step": 5}, path), None),
         ("tuned.pt", lambda path: torch.save({"model": WEIGHTS, "config": {"rate": 1}}, path), None),
         ("optimized.pt", lambda path: torch.save({"model": WEIGHTS, "optim": [{0: WEIGHTS}]}, path), "not used: optim"),
     ]
