@@ -155,7 +155,7 @@ def _counted_files(suffix: str, names: Sequence[str]) -> str:
 
 def _shortened(names: Sequence[str]) -> str:
     """Returns a list of at most ACCOUNT_WIDTH letters, but at least the first name, and the number of the others."""
-    fitting = (n for n in range(len(names), 1, -1) if len(", ".join(names[:n])) <= ACCOUNT_WIDTH)
+    fitting = (n for n in range(min(len(names), ACCOUNT_WIDTH), 1, -1) if len(", ".join(names[:n])) <= ACCOUNT_WIDTH)
     shown = next(fitting, min(1, len(names)))
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 

@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 MEASURED = 20  # recordings whose lengths are compared with times
 FAR = 10.0  # ratio of times to the lengths of recordings above which they are not in seconds
 MOST_CHANNELS = 256
+COUNTED = frozenset(map(str, range(MOST_CHANNELS + 1)))
 CHANNEL_LETTERS = {"a": 0, "b": 1, "l": 0, "r": 1, "left": 0, "right": 1}
 ROUNDED_SECONDS = 0.1  # accepted difference between the length in a manifest and the longer one of the recording
 
@@ -251,7 +252,7 @@ def with_channels(folder: Path, transcripts: Transcripts, refused: list[RefusedI
     from 1 is found by the recordings. Raises UserError if it may be either."""
     given = [one for one in transcripts.utterances if one.channel]
     counts = {path: getattr(info_of(folder / path), "channels", 2) for path in {one.path for one in given}}
-    numbers = [(int(one.channel), counts[one.path]) for one in given if one.channel.isdecimal()]
+    numbers = [(int(one.channel), counts[one.path]) for one in given if one.channel in COUNTED]
     fits = {first: all(first <= number < count + first for number, count in numbers) for first in (0, 1)}
     from_0 = any(role == "channel" and "selector" in name for name, role in transcripts.columns.items())  # As in NeMo.
     if fits[0] and fits[1] and numbers and not from_0:

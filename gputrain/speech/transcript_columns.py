@@ -4,7 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -68,7 +68,7 @@ def header_of(cells: Sequence[str]) -> TranscriptColumns | None:
     return tuple(named) if {"audio", "text"} <= set(named) else None
 
 
-@cache
+@lru_cache(4096)
 def role_of(name: str) -> TranscriptColumn:
     """Returns what a column or key of a name holds."""
     return HEADINGS.get(_heading(name), "other")

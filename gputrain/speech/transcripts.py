@@ -14,6 +14,7 @@ cut a clip out of its recording. An invalid line is left out, without effect on 
 """
 
 import logging
+import os
 import re
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -150,9 +151,9 @@ class _Reading:
         elif not name.strip():
             self.refuse(where, "malformed", "names no recording")
         elif not found:
-            place = "" if Path(name).is_absolute() else f" in {self.folder}"
-            fault = "not in the list of recordings" if Path(name).is_file() else f"no such recording{place}"
-            self.refuse(where, "no sound", f"{name}: {fault}")
+            fault = "no such recording" if os.path.isabs(name) else f"no such recording in {self.folder}"
+            is_elsewhere = os.path.isabs(name) and os.path.isfile(name)
+            self.refuse(where, "no sound", f"{name}: {'not in the list of recordings' if is_elsewhere else fault}")
         elif len(found) > 1:
             self.refuse(where, "ambiguous sound", f"{name} may be {' or '.join(found[:3])}: use its path")
         elif not text.strip():

@@ -353,10 +353,18 @@ def test_channels_of_a_call_are_recordings_of_their_own(tmp_path):
     with pytest.raises(UserError, match=r"channel 1 of call\.wav may be the first or the second one") as error:
         prepare_speech(folder, tmp_path / "out", recipe())
     assert "name the column channel_selector" in error.value.hint
-    (folder / "m.csv").write_text("audio,channel_selector,text\ncall.wav,1,so it is\ncall.wav,7,not now\n")
+    (folder / "m.csv").write_text(
+        "audio,channel_selector,text\ncall.wav,1,so it is\ncall.wav,7,not now\n"
+        f"call.wav,{'9' * 5000},not now\n{'x' * 5000},1,so\n{'/x' * 5000},1,so\n"
+    )
     report = prepare_speech(folder, tmp_path / "out", recipe())
     assert [one.path for one in SpeechStore.open(tmp_path / "out").clips] == ["call.wav, channel 2"]
-    assert [one.detail for one in report.refused] == ["call.wav has 2 channels, and none that is called 7"]
+    details = [one.detail[:50] for one in report.refused if one.detail.startswith("call")]
+    assert details == [
+        "call.wav has 2 channels, and none that is called 7",
+        "call.wav has 2 channels, and none that is called 9",
+    ]
+    assert sum("no such recording" in one.detail for one in report.refused) == 2
 
 
 @each_row(
