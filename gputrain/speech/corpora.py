@@ -90,7 +90,7 @@ def _kaldi(path: str, read: Read) -> Iterator[CorpusLine]:
             hint="write them as wav or flac by these commands, and the paths of the files into wav.scp",
         )
     for number, (name, text) in enumerate(table("text").items(), start=1):
-        recording, *times = segments.get(name, name).split()
+        recording, *times = segments.get(name, name).split() or [name]
         begin, end = (*times, None, None)[:2]
         end = None if end is not None and end.startswith("-") else end  # -1 is the end of the recording.
         names, channel = (sounds.get(recording, recording),), channels.get(recording, "")
