@@ -7,7 +7,6 @@ tracker that fails is dropped with a warning, since a training must not end beca
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,28 +27,17 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class TrackedRun:
-    """The run of a tracker that gets the metrics of a run folder: the one of before, or a new one. Trackers take no
-    steps back, so that a folder which repeats some gets a new one, beside that of before."""
-
-    name: str
-    known: Path  # The file that keeps its identity.
-    before: str = ""  # The identity of the run that the folder had until now.
-    is_new: bool = True
-
-    @classmethod
-    def of(cls, folder: Path, tracker: TrackerName, first_step: int, *, repeats_steps: bool) -> "TrackedRun":
-        known = folder / f"{tracker}_id.txt"
-        before = known.read_text(encoding="utf-8").strip() if known.exists() and first_step else ""
-        if not (before and repeats_steps):
-            return cls(folder.name, known, before, is_new=not before)
-        name = f"{folder.name} from step {first_step}"
-        log.warning(
-            "%s has steps after %d, which are made again and cannot be taken back there: they go to a new run beside "
-            "it, %s", tracker, first_step, name,
-        )  # fmt: skip
-        return cls(name, known, before)
+def _names_of(folder: Path, tracker: TrackerName, first_step: int, repeats_steps: bool) -> tuple[str, str, str]:
+    """Returns the name of the new run that a tracker gets for a run folder, the identity of the run that goes on there
+    instead, and that of the one before. Trackers take no steps back, so that steps which are made again go to a new run
+    beside that of before."""
+    known = folder / f"{tracker}_id.txt"
+    before = known.read_text(encoding="utf-8").strip() if known.exists() and first_step else ""
+    if not (before and repeats_steps):
+        return folder.name, before, ""
+    name = f"{folder.name} from step {first_step}"
+    log.warning("%s cannot take back its steps after %d: they go to a new run, %s", tracker, first_step, name)
+    return name, "", before
 
 
 class WandbTracker:
@@ -57,12 +45,11 @@ class WandbTracker:
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], first_step: int, *, repeats_steps: bool) -> None:
         self.wandb = import_package("wandb")
-        found = TrackedRun.of(folder, "wandb", first_step, repeats_steps=repeats_steps)
+        name, going_on, _ = _names_of(folder, "wandb", first_step, repeats_steps)
         self.run = self.wandb.init(
-            name=found.name, group=folder.name, dir=str(folder), config=dict(settings),
-            id=None if found.is_new else found.before, resume="allow",
-        )  # fmt: skip
-        write_text(found.known, self.run.id)
+            name=name, group=folder.name, dir=str(folder), config=dict(settings), id=going_on or None, resume="allow"
+        )
+        write_text(folder / "wandb_id.txt", self.run.id)
 
     def log_scalars(self, values: Mapping[str, float], step: int) -> None:
         self.run.log(dict(values), step=step)
@@ -79,14 +66,12 @@ class MlflowTracker:
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], first_step: int, *, repeats_steps: bool) -> None:
         self.mlflow = import_package("mlflow")
-        found = TrackedRun.of(folder, "mlflow", first_step, repeats_steps=repeats_steps)
-        if not found.is_new:
-            run = self.mlflow.start_run(run_id=found.before)
-        else:
-            tags = {"mlflow.parentRunId": found.before} if found.before else None
-            run = self.mlflow.start_run(run_name=found.name, tags=tags)
+        name, going_on, before = _names_of(folder, "mlflow", first_step, repeats_steps)
+        tags = {"mlflow.parentRunId": before} if before else None
+        run = self.mlflow.start_run(run_id=going_on or None, run_name=None if going_on else name, tags=tags)
+        write_text(folder / "mlflow_id.txt", run.info.run_id)
+        if not going_on:
             self.mlflow.log_params({name: str(value)[:500] for name, value in settings.items()})
-        write_text(found.known, run.info.run_id)
 
     def log_scalars(self, values: Mapping[str, float], step: int) -> None:
         self.mlflow.log_metrics(dict(values), step=step)
@@ -107,14 +92,9 @@ class Trackers:
     """All trackers of a run. One that fails is dropped with a warning."""
 
     def __init__(
-        self,
-        names: Sequence[TrackerName],
-        folder: Path,
-        settings: Mapping[str, Any],
-        first_step: int,
-        *,
+        self, names: Sequence[TrackerName], folder: Path, settings: Mapping[str, Any], first_step: int, *,
         repeats_steps: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Open the trackers; `repeats_steps` says that they have later steps. Raises UserError if one is not
         installed."""
         self.open: dict[str, Tracker] = {}

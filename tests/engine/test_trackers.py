@@ -67,14 +67,14 @@ def test_wandb_gets_scalars_pictures_and_the_end(tmp_path, monkeypatch, caplog):
     trained(tmp_path / "run", 8, track=("wandb",), resume_from="auto")
     again = [call for call in calls if call[0] == "init"][-1][2]
     assert (again["id"], again["name"], again["group"]) == (None, "run from step 6", "run")
-    assert "wandb has steps after 6, which are made again" in caplog.text
+    assert "wandb cannot take back its steps after 6: they go to a new run, run from step 6" in caplog.text
 
 
 def test_mlflow_gets_scalars_pictures_and_the_end(tmp_path, monkeypatch):
     started = lambda: SimpleNamespace(info=SimpleNamespace(run_id="xyz"))  # noqa: E731
     calls = install(monkeypatch, "mlflow", {"start_run": started})
     trained(tmp_path / "run", track=("mlflow",))
-    assert calls[0] == ("start_run", (), {"run_name": "run", "tags": None})
+    assert calls[0] == ("start_run", (), {"run_id": None, "run_name": "run", "tags": None})
     steps = [further["step"] for name, words, further in calls if name == "log_metrics" and "eval/score" in words[0]]
     assert steps == [0, 2, 4]
     pictures = [further["artifact_file"] for name, _, further in calls if name == "log_image"]
@@ -84,7 +84,8 @@ def test_mlflow_gets_scalars_pictures_and_the_end(tmp_path, monkeypatch):
     step_back(tmp_path / "run")
     trained(tmp_path / "run", 8, track=("mlflow",), resume_from="auto")
     assert [call[2] for call in calls if call[0] == "start_run"][1:] == [
-        {"run_id": "xyz"}, {"run_name": "run from step 6", "tags": {"mlflow.parentRunId": "xyz"}},
+        {"run_id": "xyz", "run_name": None, "tags": None},
+        {"run_id": None, "run_name": "run from step 6", "tags": {"mlflow.parentRunId": "xyz"}},
     ]  # fmt: skip
 
 
