@@ -71,7 +71,8 @@ def read(folder: Path, files: dict[str, str]):
     (
         "Kaldi",
         {
-            "data/wav.scp": "rec FOLDER/sound/rec.wav\n", "data/text": "ann-1 so it is\nann-2 not now\nann-3 lost\nann-4 x\n",
+            "data/wav.scp": "rec FOLDER/sound/rec.wav\n",
+            "data/text": "ann-1 so it is\nann-2 not now\nann-3 lost\nann-4 x\n",
             "data/segments": "ann-1 rec 0.5 2.0\nann-2 rec 2.5 -1\nann-3 gone 0 1\nann-4\n", "sound/rec.wav": "",
             "data/utt2spk": "ann-1 ann\nann-2 ann\nann-3 ann\n", "data/reco2file_and_channel": "rec rec B\n",
         },
