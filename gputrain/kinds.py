@@ -79,10 +79,13 @@ class OwnCommand:
     run: Callable[[Any, CommandOutput], None]
 
 
+EXCLUDE_HELP = "Pattern of files or folders to leave out, such as '*_mask.png' or masks; may be repeated."
+
+
 class DataWork(NamedTuple):
     """The work of a command on data for a kind of model."""
 
-    run: Callable[..., Any]  # Takes folders, config, num_workers and progress, and returns a report.
+    run: Callable[..., Any]  # Takes folders, config, num_workers, progress and, if given, exclude.
     config: object
     figures: Callable[..., dict[str, object]]  # Returns what is shown of the report.
     # Of a preparation: takes the prepared folder and a number of processes, and returns what validation finds in it.

@@ -1,7 +1,8 @@
 """Finds and checks the recordings of a folder. Sources are only read. Shape suffix: T samples."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -13,6 +14,7 @@ from gputrain.audio.io import BLOCK, Samples, read_sound, resample, trim
 from gputrain.engine.containers import FFMPEG_SOUNDS, READ, SOUNDS
 from gputrain.engine.data import FULL_SCALE, fingerprint
 from gputrain.engine.preparation import (
+    Companions,
     PrepareReport,
     RefusedItem,
     SourceTree,
@@ -45,7 +47,7 @@ RefusalReason = Literal[
     "malformed", "no sound", "ambiguous sound", "no transcript", "doubled transcript", "no speaker", "unreadable",
     "duplicate", "silent", "clipped", "unknown symbols", "too short", "too long", "fewer frames than symbols",
     "odd speaking rate", "outside the recording", "overlapping subtitles", "text differs", "excluded", "other split",
-    "other language",
+    "other language", "further track",
 ]  # fmt: skip
 
 
@@ -189,11 +191,23 @@ def rate_for(bandwidth_hz: float) -> int:
     return next((rate for rate in USUAL_RATES if rate / 2 >= bandwidth_hz), USUAL_RATES[-1])
 
 
-def scan_recordings(folder: Path, *, may_be_empty: bool = False) -> SourceTree:
-    """Finds the recordings of a folder tree by their suffixes. Raises UserError if the folder is missing, or holds no
-    recording."""
+# The instruments of a song beside its voice, and further microphones.
+FURTHER_TRACKS = Companions(
+    "further track",
+    re.compile(
+        r"(.*?)[-_. (]*(?:mic[2-9]|inst|instrumentals?|accompaniment|karaoke|backing|no[-_ ]?vocals)\)?", re.IGNORECASE
+    ),
+    re.compile(r"(.*?)[-_. (]*(?:mic1|vocals?|vox|acapella)\)?", re.IGNORECASE),
+)
+
+
+def scan_recordings(
+    folder: Path, exclude: Sequence[str] = (), companions: Companions | None = None, *, may_be_empty: bool = False
+) -> SourceTree:
+    """Finds the recordings of a folder tree by their suffixes, as `preparation.scan` does. Raises UserError if the
+    folder is missing, or holds no recording."""
     check_input_folder(folder, "recordings")
-    tree = scan(folder, SOUNDS | FFMPEG_SOUNDS)
+    tree = scan(folder, SOUNDS | FFMPEG_SOUNDS, exclude, companions)
     if not tree.paths and not may_be_empty:
         others = format_counts(tree.ignored)
         raise UserError(

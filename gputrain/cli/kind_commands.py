@@ -59,8 +59,9 @@ def prepare(settings: PrepareSettings) -> None:
     try:
         with ui.TerminalBar("preparing") as bar:
             report = work.run(
-                source.folder, output_dir, work.config, num_workers=settings.processes, progress=bar.update
-            )
+                source.folder, output_dir, work.config, num_workers=settings.processes, progress=bar.update,
+                **excluded(settings),
+            )  # fmt: skip
     except UserError:
         if source.unpacked:
             ui.err.print(escape(f"the unpacked data stay in {source.unpacked} for the next run"), soft_wrap=True)
@@ -77,11 +78,18 @@ def prepare(settings: PrepareSettings) -> None:
         ui.out.print(f"{'Next:' if words[0] == 'plan' else '     '} {escape(line)}", soft_wrap=True)
 
 
+def excluded(settings: DataSettings) -> dict[str, Any]:
+    """Returns the argument of patterns, which only kinds have that name the option."""
+    return {"exclude": settings.exclude} if settings.exclude else {}
+
+
 def validate(settings: ValidateSettings) -> None:
     work = work_of(settings, "validate")
     source = source_of(settings)
     with ui.TerminalBar("validating") as bar:
-        report = work.run(source.folder, work.config, num_workers=settings.processes, progress=bar.update)
+        report = work.run(
+            source.folder, work.config, num_workers=settings.processes, progress=bar.update, **excluded(settings)
+        )
     report = source.complete(report)
     _show(report.input_dir, work, report, settings.output_file)
     if settings.strict and report.refused:

@@ -10,7 +10,7 @@ from gputrain.config import ModelName, config, leaves, opt
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.probe import usable_cores
-from gputrain.kinds import KindOptions, ModelKind, TrainedModel, format_data_kinds, kinds, kinds_with
+from gputrain.kinds import EXCLUDE_HELP, KindOptions, ModelKind, TrainedModel, format_data_kinds, kinds, kinds_with
 
 T = TypeVar("T")
 PREPARED = kinds_with("prepare")
@@ -64,6 +64,7 @@ class DataSettings:
     )
     output_file: Path | None = opt(default=None, help="JSON file for the report.")
     num_workers: int = opt(default=-1, help="Number of processes; -1: one for each core.", min=-1)
+    exclude: tuple[str, ...] = opt(default=(), separator="", help=EXCLUDE_HELP)
     column: str = opt(
         default="",
         help="Column of parquet or Arrow data that holds the pictures or recordings; default: found by its type.",

@@ -2,6 +2,7 @@
 far. Sources are only read, never moved or deleted. Imports no torch.
 """
 
+import fnmatch
 import json
 import logging
 import mmap
@@ -47,6 +48,7 @@ OF_PROGRAMS = {
 }  # fmt: skip
 # Endings of drawings and of files of cameras.
 DRAWINGS = {".svg", ".svgz", ".eps", ".ai", ".pdf", ".psd", ".heic", ".heif", ".cr2", ".cr3", ".nef", ".arw", ".dng"}
+EXCLUDED = "excluded by "  # Before the pattern of ignored files.
 CHECKED_DISK = re.compile(r"found\.\d{3}")  # Files that Windows's chkdsk recovered.
 
 Job = TypeVar("Job")
@@ -218,6 +220,34 @@ class SourceTree:
     ignored: dict[str, list[str]]
 
 
+@dataclass(frozen=True)
+class Companions:
+    """Files that stand beside others without being data of a training themselves, such as masks of pictures, by their
+    names: they match `pattern`, or are in `folders`, and there is a file whose name, of `owner`, has the same stem."""
+
+    reason: str
+    pattern: re.Pattern[str]  # The first group is the stem.
+    owner: re.Pattern[str]
+    folders: re.Pattern[str] = re.compile(r"(?!)")
+
+    def owners(self, paths: Iterable[str]) -> dict[str, str]:
+        """Returns the companions among files with the file that each belongs to: in the same folder, or for one in a
+        folder of companions, anywhere beside that folder."""
+        found: list[tuple[str, PurePosixPath, str]] = []
+        owners: dict[tuple[PurePosixPath, str], str] = {}
+        for path in paths:
+            pure = PurePosixPath(path)
+            at = next((one for one in pure.parents if self.folders.fullmatch(one.name)), None)
+            own, other = self.pattern.fullmatch(pure.stem), self.owner.fullmatch(pure.stem)
+            stem = (own[1] if own else pure.stem).casefold()
+            if own or at:
+                found.append((path, at.parent if at else pure.parent, stem))
+            if other and not at:
+                for folder in pure.parents:
+                    owners.setdefault((folder, other[1].casefold()), path)
+        return {path: owner for path, at, stem in found if (owner := owners.get((at, stem), path)) != path}
+
+
 def check_input_folder(folder: Path, content: str) -> None:
     if not folder.is_dir():
         fault = "is a file, expected a folder" if folder.exists() else "no such folder or file"
@@ -239,8 +269,13 @@ def check_folders(input_dir: Path, output_dir: Path, kind: str) -> None:
     refuse_other_data(output_dir, kind, hint="prepare into another folder: --output-dir NEW_FOLDER")
 
 
-def scan(folder: Path, suffixes: Iterable[str]) -> SourceTree:
+def scan(
+    folder: Path, suffixes: Iterable[str], exclude: Sequence[str] = (), companions: Companions | None = None
+) -> SourceTree:
     """Finds the files of a folder tree by their suffixes. Links are followed, but each folder is read once.
+
+    Files that match a pattern of `exclude`, or that are in a folder that does, are ignored; `companions` of others are
+    refused. Raises UserError for a pattern that matches nothing.
 
     Hidden files and folders, and those of OF_PROGRAMS below the given folder, are not searched: they are counted among
     the ignored, with a slash after the name, and logged. Of several names of a folder, the one nearest to the top is
@@ -274,7 +309,35 @@ def scan(folder: Path, suffixes: Iterable[str]) -> SourceTree:
     if skipped := {name: len(names) for name, names in sorted(ignored.items()) if name.endswith("/")}:
         named = ", ".join(f"{count} {name}" for name, count in skipped.items())
         log.info("%s: folders of programs are not searched: %s", folder, named)
+    for pattern in exclude:
+        hits = [path for path in found if _matches(path, pattern)]
+        if not hits:
+            raise UserError(
+                f"{folder}: no file matches --exclude {pattern}",
+                hint="a pattern such as '*_mask.png' is compared with the names of files and folders, and with paths",
+            )
+        ignored[f"{EXCLUDED}{pattern}"] += hits
+    found = [path for path in found if not any(_matches(path, pattern) for pattern in exclude)]
+    if companions:
+        owners = companions.owners(found)
+        refused += [RefusedItem(path, companions.reason, f"belongs to {owner}") for path, owner in owners.items()]
+        found = [path for path in found if path not in owners]
     return SourceTree(sorted(found), refused, {kind: sorted(names) for kind, names in ignored.items()})
+
+
+def refuse_exclude(folder: Path, exclude: Sequence[str]) -> None:
+    """Raises UserError for patterns beside prepared data."""
+    if exclude:
+        raise UserError(f"{folder}: exclude does nothing with prepared data", hint="prepare them again with --exclude")
+
+
+def _matches(path: str, pattern: str) -> bool:
+    parts = path.split("/")
+    return any(
+        fnmatch.fnmatchcase(name, pattern)
+        for end in range(1, len(parts) + 1)
+        for name in (parts[end - 1], "/".join(parts[:end]))
+    )
 
 
 def is_of_programs(folder_name: str) -> bool:

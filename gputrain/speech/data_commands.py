@@ -38,7 +38,7 @@ def prepare_command(kind: SpeechKind, *further: str) -> DataCommand:
     return DataCommand(
         groups={"sound": Sound, "speech": SpeechOptions},
         names=frozenset(leaves(SpeechOptions)) - WITHOUT_EFFECT[kind]
-        | {"align_with", "trim_db", "loudness_db", *further},
+        | {"align_with", "exclude", "trim_db", "loudness_db", *further},
         work=partial(prepare_transcribed, kind=kind),
         check=check,
     )
@@ -48,7 +48,7 @@ def validate_command(kind: SpeechKind, *further: str) -> DataCommand:
     """Returns `validate` for a kind."""
     return DataCommand(
         groups={"speech": SpeechOptions},
-        names=options_of(kind) | {"check_with", *further},
+        names=options_of(kind) | {"check_with", "exclude", *further},
         work=partial(validate_transcribed, kind=kind),
     )
 

@@ -19,6 +19,7 @@ from gputrain.audio.prepare import SoundPrepareReport, bandwidth_of, is_narrow
 from gputrain.audio.store import Wave, check_format
 from gputrain.engine.data import Progress, no_progress, to_int16
 from gputrain.engine.preparation import (
+    EXCLUDED,
     Journal,
     RefusedItem,
     check_folders,
@@ -88,6 +89,7 @@ def prepare_speech(
     config: SpeechPrepareConfig,
     *,
     checker: SpeechChecker | None = None,
+    exclude: Sequence[str] = (),
     num_workers: int = 0,
     progress: Progress = no_progress,
 ) -> SpeechPrepareReport:
@@ -100,7 +102,7 @@ def prepare_speech(
     """
     check_folders(input_dir, output_dir, config.kind)
     check_output(output_dir, config)
-    material = gather_material(input_dir, config)
+    material = gather_material(input_dir, config, exclude)
     config = material.config
     for note in material.notes:
         log.warning("%s", note)
@@ -108,7 +110,7 @@ def prepare_speech(
     for note in text_notes(reader, material.transcripts.utterances):
         log.warning("%s", note)
     writer = SpeechWriter(output_dir, sound_format(config))
-    prints = material.prints
+    prints, utterances = material.prints, material.transcripts.utterances
     ready = prepared_before(writer.sounds, prints)
     missing = [path for path in prints if path not in ready]
     refused, kept = list(material.refused), len(ready)
@@ -123,7 +125,6 @@ def prepare_speech(
     run_jobs(convert_recording, jobs, num_workers, store, progress, kept)
     for note in audio_prepare.remarks_on((path, ready[path].remark) for path in missing if path in ready):
         log.warning("%s", note)
-    utterances = material.transcripts.utterances
     if checker:
         waves = partial(read_wave, output_dir)
         utterances, misfits = cut_utterances(utterances, ready, config, checker, reader.sentences, waves, progress)
@@ -182,12 +183,12 @@ def sound_format(config: SpeechPrepareConfig) -> SoundFormat:
     return SoundFormat(config.sampling_rate, config.trim_db, config.loudness_db)
 
 
-def gather_material(input_dir: Path, config: SpeechPrepareConfig) -> Material:
+def gather_material(input_dir: Path, config: SpeechPrepareConfig, exclude: Sequence[str] = ()) -> Material:
     """Reads the transcripts of a folder, and fingerprints their recordings. Raises UserError as `read_transcripts`."""
     check_input_folder(input_dir, "recordings")
     options = config.speech
     has_table = options.transcripts is not None or has_transcripts(input_dir)  # It may name recordings elsewhere.
-    tree = audio_prepare.scan_recordings(input_dir, may_be_empty=has_table)
+    tree = audio_prepare.scan_recordings(input_dir, exclude, may_be_empty=has_table)
     policy, language = POLICIES[config.kind], options.language_for(config.kind)
     rules = TranscriptRules(
         policy.needs_speakers, options.cue_gap, options.max_seconds, language, policy.reads_subtitles
@@ -195,9 +196,15 @@ def gather_material(input_dir: Path, config: SpeechPrepareConfig) -> Material:
     file = options.transcripts
     if file and not file.exists() and (input_dir / file).is_file():  # A file in an archive has no other name.
         file = input_dir / file
+    # Transcripts may name recordings that are excluded.
+    excluded = {name for kind, names in tree.ignored.items() if kind.startswith(EXCLUDED) for name in names}
     transcripts = read_transcripts(
-        input_dir, tree.paths, file=file, columns=options.transcript_columns, rules=rules,
+        input_dir, sorted({*tree.paths, *excluded}), file=file, columns=options.transcript_columns, rules=rules,
         others=(name for names in tree.ignored.values() for name in names),
+    )  # fmt: skip
+    transcripts = replace(
+        transcripts, utterances=[one for one in transcripts.utterances if one.path not in excluded],
+        refused=[one for one in transcripts.refused if one.path not in excluded],
     )  # fmt: skip
     unread = {kind: [name for name in names if name not in transcripts.files] for kind, names in tree.ignored.items()}
     others = {kind: names for kind, names in unread.items() if names}

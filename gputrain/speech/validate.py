@@ -21,6 +21,7 @@ from gputrain.engine.preparation import (
     ValueRange,
     check_input_folder,
     read_quarantine,
+    refuse_exclude,
     run_jobs,
     sorted_refusals,
     value_range,
@@ -121,6 +122,7 @@ def validate_speech(
     config: SpeechPrepareConfig,
     *,
     checker: SpeechChecker | None = None,
+    exclude: Sequence[str] = (),
     num_workers: int = 0,
     progress: Progress = no_progress,
 ) -> SpeechReport:
@@ -132,7 +134,11 @@ def validate_speech(
     """
     check_input_folder(input_dir, "recordings, or the prepared speech")
     prepared = any((input_dir / name).is_file() for name in (SOUNDS, TEXT, WAVES))
-    held = _in_store(input_dir, config.kind) if prepared else _in_tree(input_dir, config, num_workers, progress)
+    if prepared:
+        refuse_exclude(input_dir, exclude)
+        held = _in_store(input_dir, config.kind)
+    else:
+        held = _in_tree(input_dir, config, exclude, num_workers, progress)
     rate_hz, reader = held.format.sampling_rate, held.format.frontend
     seconds = [clip.samples / rate_hz for clip in held.clips]
     symbols = _symbols(held)
@@ -201,8 +207,10 @@ def _symbols(held: _Held) -> dict[str, int]:
     return dict(sorted(symbols.items(), key=lambda pair: -pair[1]))
 
 
-def _in_tree(folder: Path, config: SpeechPrepareConfig, num_workers: int, progress: Progress) -> _Held:
-    material = gather_material(folder, config)
+def _in_tree(
+    folder: Path, config: SpeechPrepareConfig, exclude: Sequence[str], num_workers: int, progress: Progress
+) -> _Held:
+    material = gather_material(folder, config, exclude)
     config = material.config
     refused = list(material.refused)
     jobs = [(folder, path, content, sound_format(config)) for path, content in material.prints.items()]

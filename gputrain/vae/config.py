@@ -11,7 +11,7 @@ from gputrain.engine.schedule import SEVERAL, STEP_ORDER_HELP, Saving, Schedule,
 from gputrain.errors import UserError
 from gputrain.fetch.published import PublishedFiles
 from gputrain.hw.plan import Cards, DeviceName, Hardware
-from gputrain.kinds import TrainedModel
+from gputrain.kinds import EXCLUDE_HELP, TrainedModel
 from gputrain.vae.architecture import VaeArchitecture, VaePreset, vae_architecture
 
 AdversarialLoss = Literal["hinge", "least-squares"]
@@ -45,6 +45,7 @@ class Data:
         separator="",
         help=f"Prepared folder, any folder tree of pictures, or what else prepare-data reads{SEVERAL}",
     )
+    exclude: tuple[str, ...] = opt(default=(), separator="", help=EXCLUDE_HELP)
     image_size: int = opt(default=256, help="Side of a training crop, in pixels.", min=16)
     resolution_schedule: str = opt(
         default="",

@@ -22,7 +22,7 @@ from PIL import Image
 
 from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, DataWarning, Sample, fingerprint, item_rng, read_rows
 from gputrain.engine.mixture import FolderItems, GivenFolders, Mixture, data_folders, split_folders
-from gputrain.engine.preparation import RefusedItem, SourceFile
+from gputrain.engine.preparation import RefusedItem, SourceFile, refuse_exclude
 from gputrain.engine.sources import open_source
 from gputrain.errors import UserError
 from gputrain.hw.probe import usable_cores
@@ -95,7 +95,11 @@ class Pictures:
 
 
 def open_pictures(
-    given: GivenFolders, *, held_out_share: float = HELD_OUT_SHARE, unpack_at: Path | None = None
+    given: GivenFolders,
+    *,
+    held_out_share: float = HELD_OUT_SHARE,
+    unpack_at: Path | None = None,
+    exclude: Sequence[str] = (),
 ) -> Pictures:
     """Opens prepared folders by their manifests, or any folder trees by reading every header, and splits them. What is
     no folder of files, such as a parquet file, is unpacked under `unpack_at`; default: a temporary folder.
@@ -111,7 +115,7 @@ def open_pictures(
                 "%s: unpacked in %s, which the run needs; prepared pictures need no such copy: gputrain prepare-data "
                 "--input-dir %s --output-dir PREPARED", folder.path, source.unpacked, folder.path,
             )  # fmt: skip
-        pictures, rejected = _pictures_in(source.folder)
+        pictures, rejected = _pictures_in(source.folder, exclude)
         rejected = [*rejected, *source.refused]
         found.append(pictures)
         several = len(folders) > 1
@@ -125,11 +129,12 @@ def is_prepared(folder: Path) -> bool:
     return (folder / MANIFEST).is_file() and ((folder / JOURNAL).is_file() or "vae" in prepared_for(folder))
 
 
-def _pictures_in(folder: Path) -> tuple[list[Picture], list[RefusedItem]]:
+def _pictures_in(folder: Path, exclude: Sequence[str]) -> tuple[list[Picture], list[RefusedItem]]:
     """Returns the readable pictures of a folder, and those that are refused."""
     refused: list[RefusedItem] = []
     refuse_other_data(folder, "vae")
     if is_prepared(folder):
+        refuse_exclude(folder, exclude)
         rows = read_rows(folder / MANIFEST, ("path", "width", "height", "bytes", "fingerprint"))
         if not all(map(_is_whole, rows)):
             raise unreadable(folder / MANIFEST, "run gputrain prepare-data again to rebuild it")
@@ -137,7 +142,7 @@ def _pictures_in(folder: Path) -> tuple[list[Picture], list[RefusedItem]]:
     elif (folder / JOURNAL).is_file():
         raise UserError(f"{folder}: its preparation was not finished", hint="run gputrain prepare-data again")
     else:
-        tree, began = scan_pictures(folder), time.monotonic()
+        tree, began = scan_pictures(folder, exclude), time.monotonic()
         refused += tree.refused
         found = _in_threads(partial(_from_file, folder), tree.sources)
         if (took := time.monotonic() - began) > SLOW_SECONDS:

@@ -23,7 +23,7 @@ from torch import Tensor
 from gputrain.bench.timing import Laps
 from gputrain.engine.checkpoint import load_weights
 from gputrain.engine.data import Progress, no_progress
-from gputrain.engine.mixture import GivenFolders
+from gputrain.engine.mixture import GivenFolders, format_folders
 from gputrain.engine.samples import Sheet, SheetCell
 from gputrain.errors import UserError, first_line, require
 from gputrain.hw.plan import DeviceName
@@ -264,7 +264,8 @@ def evaluate_pictures(
             f"image_size {image_size} is not a multiple of {architecture.downsampling}",
             hint="that is the downsampling factor of this autoencoder",
         )
-    pictures = open_pictures(data_path, held_out_share=share)
+    own = format_folders(data_path) == format_folders(trained.data_path)
+    pictures = open_pictures(data_path, held_out_share=share, exclude=trained.exclude if own else ())
     chosen = pictures.held_out if share < 1 else [*pictures.held_out, *pictures.train]
     chosen = chosen[: options.max_pictures]
     teacher = teacher_of(loaded)

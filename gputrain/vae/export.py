@@ -246,7 +246,7 @@ def measure_scaling(
             f"{', '.join(missing)}: the run's pictures are missing",
             hint="name another folder of pictures: --data-path FOLDER",
         )
-    opened = open_pictures(given, held_out_share=share)
+    opened = open_pictures(given, held_out_share=share, exclude=data.exclude if given is data.data_path else ())
     pictures = opened.of_epoch
     if len(opened.split.folders) > 1:  # Pictures of all folders, in proportion to their shares of an epoch.
         count = min(MEASURED, len(pictures))

@@ -176,11 +176,11 @@ KIND = kinds.ModelKind(
     },
     prepare=kinds.DataCommand(
         groups={"pictures": VaePrepareConfig},
-        names=frozenset({"mode", "overwrite", *leaves(VaePrepareConfig)}),
+        names=frozenset({"exclude", "mode", "overwrite", *leaves(VaePrepareConfig)}),
         work=prepare_pictures,
     ),
     validate=kinds.DataCommand(
-        groups={"pictures": PictureLimits}, names=frozenset(leaves(PictureLimits)), work=validate_pictures
+        groups={"pictures": PictureLimits}, names=frozenset({"exclude", *leaves(PictureLimits)}), work=validate_pictures
     ),
     published=PUBLISHED,
     evaluation=kinds.EvaluateCommand(

@@ -3,7 +3,7 @@
 import re
 import struct
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -16,6 +16,7 @@ from PIL import Image, ImageCms, PngImagePlugin, UnidentifiedImageError, feature
 
 from gputrain.engine.containers import PICTURES, READ
 from gputrain.engine.preparation import (
+    Companions,
     RefusedItem,
     SourceFile,
     check_input_folder,
@@ -102,13 +103,29 @@ class PictureTree:
     ignored: dict[str, list[str]]
 
 
-def scan_pictures(folder: Path) -> PictureTree:
-    """Finds the pictures of a folder tree by their suffixes, as `preparation.scan` does.
+# What generation tools and data sets keep beside a picture: NAME-masklabel.png, masks/NAME.png.
+MASKS = Companions(
+    "mask",
+    re.compile(
+        r"(.+?)[-_. ]+(?:mask|masklabel|cond|condlabel|conditioning|control|depth|normal|canny|hed|scribble|lineart|"
+        r"(?:open)?pose|seg|segmentation|alpha|matte|trimap)s?", re.IGNORECASE,
+    ),
+    re.compile(r"(.+)"),
+    re.compile(
+        r"(?:mask|cond|conditioning|control|controlnet|depth|canny|openpose|seg|segmentation|matte|trimap)s?"
+        r"(?:[-_ ]?(?:map|image|label)s?)?", re.IGNORECASE,
+    ),
+)  # fmt: skip
+
+
+def scan_pictures(folder: Path, exclude: Sequence[str] | None = None) -> PictureTree:
+    """Finds the pictures of a folder tree by their suffixes, as `preparation.scan` does: all, or those of a training,
+    without masks and without those that `exclude` matches.
 
     Raises UserError if the folder is missing or holds no picture.
     """
     check_input_folder(folder, "pictures: --data-path FOLDER")
-    tree = scan(folder, PICTURES)
+    tree = scan(folder, PICTURES, exclude or (), None if exclude is None else MASKS)
     if not tree.paths and not tree.refused:
         found = format_counts(tree.ignored)
         raise UserError(

@@ -103,6 +103,7 @@ def prepare_images(
     config: VaePrepareConfig = VaePrepareConfig(),  # noqa: B008  (It is immutable.)
     *,
     held_out_share: float = HELD_OUT_SHARE,
+    exclude: Sequence[str] = (),
     num_workers: int = 0,
     progress: Progress = no_progress,
     overwrite: bool = False,
@@ -114,8 +115,8 @@ def prepare_images(
     pixels, because bars of one colour would teach the model edges that photographs do not have; "stretch" changes
     the proportions. Of a picture that is more than three times as long as wide most of the square would be padding, so
     "contain" refuses it. PNG and WebP are lossless, JPEG has quality 95 and full chroma. Broken, tiny, huge, duplicate
-    and unreadable files are quarantined: listed in quarantine.jsonl, and not moved. `origin` names what the folder was
-    unpacked from; default: the folder.
+    and unreadable files, and masks, are quarantined: listed in quarantine.jsonl, and not moved. Files that a pattern of
+    `exclude` matches are ignored. `origin` names what the folder was unpacked from; default: the folder.
 
     Raises UserError if a folder is invalid, no picture is usable, a process dies or the disk is full;
     the next run continues. It also raises UserError if the folder has pictures of other settings, unless `overwrite`.
@@ -125,7 +126,7 @@ def prepare_images(
     check_output(output_dir, config, overwrite=overwrite, origin=origin)
     journal = Journal(output_dir / JOURNAL)  # Damaged rows are made again.
     journal.head = {"input_dir": origin}
-    tree = scan_pictures(input_dir)
+    tree = scan_pictures(input_dir, exclude)
     repeats = find_duplicates(input_dir, tree.sources)
     sources = [source for source in tree.sources if source.path not in repeats]
     names = output_names([source.path for source in sources], SUFFIXES[config.format])
@@ -415,6 +416,7 @@ def validate_images(
     limits: PictureLimits = PictureLimits(),  # noqa: B008  (It is immutable.)
     *,
     held_out_share: float = HELD_OUT_SHARE,
+    exclude: Sequence[str] = (),
     num_workers: int = 0,
     progress: Progress = no_progress,
 ) -> ImageReport:
@@ -422,7 +424,7 @@ def validate_images(
 
     Raises UserError if the folder is missing or holds no picture, or its manifest is damaged.
     """
-    tree = scan_pictures(input_dir)
+    tree = scan_pictures(input_dir, None if is_prepared(input_dir) and not exclude else exclude)
     manifest = input_dir / MANIFEST
     listed = {row["path"]: row for row in read_rows(manifest, PICTURE_KEYS)} if is_prepared(input_dir) else None
     repeats = find_duplicates(input_dir, tree.sources)

@@ -81,7 +81,9 @@ class VaeWork(KindWork[TrainVae]):
     def open_data(self, settings: TrainVae) -> "VaeData":
         data, run = settings.data, settings.saving.output_dir
         unpack_at = None if isinstance(settings, PlanVae) else run / UNPACKED
-        return VaeData(open_pictures(data.data_path, held_out_share=data.held_out_share, unpack_at=unpack_at))
+        return VaeData(
+            open_pictures(data.data_path, held_out_share=data.held_out_share, unpack_at=unpack_at, exclude=data.exclude)
+        )
 
     def stages(self, settings: TrainVae) -> tuple[TrainVae, ...]:
         return settings.stages

@@ -195,8 +195,10 @@ KIND = kinds.ModelKind(
     data="recordings",
     media="audio",
     prepared=dict.fromkeys(("manifest.jsonl", "journal.jsonl"), frozenset({"sampling_rate", "hop_size"})),
-    prepare=kinds.DataCommand(groups={"sound": Sound}, names=frozenset(leaves(Sound)), work=prepare_recordings),
-    validate=kinds.DataCommand(names=frozenset({"audio_sample_rate"}), work=validate_recordings),
+    prepare=kinds.DataCommand(
+        groups={"sound": Sound}, names=frozenset({"exclude", *leaves(Sound)}), work=prepare_recordings
+    ),
+    validate=kinds.DataCommand(names=frozenset({"exclude", "audio_sample_rate"}), work=validate_recordings),
     published=PUBLISHED,
     evaluation=kinds.EvaluateCommand(
         groups={"clips": ClipEvaluation, "excerpts": ExcerptEvaluation},

@@ -19,7 +19,7 @@ from gputrain.audio import prepare as audio_prepare
 from gputrain.audio.config import Sound
 from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, default_method, f0, pitch_beyond, require_tracker, voiced
 from gputrain.audio.io import Samples, from_int16
-from gputrain.audio.prepare import SoundPrepareReport
+from gputrain.audio.prepare import FURTHER_TRACKS, SoundPrepareReport
 from gputrain.audio.store import WAVES, Pitch, Wave, check_format
 from gputrain.engine.data import MANIFEST, Progress, no_progress, to_int16
 from gputrain.engine.preparation import (
@@ -31,6 +31,7 @@ from gputrain.engine.preparation import (
     faults_of,
     nothing_usable,
     read_quarantine,
+    refuse_exclude,
     run_jobs,
     sorted_refusals,
     write_quarantine,
@@ -87,6 +88,7 @@ def prepare_sound(
     output_dir: Path,
     recipe: VocoderPrepareConfig,
     *,
+    exclude: Sequence[str] = (),
     num_workers: int = 0,
     progress: Progress = no_progress,
 ) -> SoundPrepareReport:
@@ -95,7 +97,7 @@ def prepare_sound(
     Raises UserError if a folder is unusable, no recording is usable, or a source of the store has changed.
     """
     check_folders(input_dir, output_dir, "vocoder")
-    tree = audio_prepare.scan_recordings(input_dir)
+    tree = audio_prepare.scan_recordings(input_dir, exclude, FURTHER_TRACKS)
     refused = list(tree.refused)
     prints = audio_prepare.fingerprints(input_dir, tree.paths, refused)
     writer = VocoderStoreWriter(output_dir, recipe.format)
@@ -216,7 +218,12 @@ class SoundReport(DataReport):
 
 
 def validate_sounds(
-    input_dir: Path, sampling_rate: int = 44100, *, num_workers: int = 0, progress: Progress = no_progress
+    input_dir: Path,
+    sampling_rate: int = 44100,
+    *,
+    exclude: Sequence[str] = (),
+    num_workers: int = 0,
+    progress: Progress = no_progress,
 ) -> SoundReport:
     """Decodes every recording of a folder tree in full, or reads a prepared store; its refusals are those of its
     preparation. `sampling_rate` is that of the training, in Hz.
@@ -225,7 +232,11 @@ def validate_sounds(
     """
     check_input_folder(input_dir, "recordings, or the prepared sound")
     prepared = (input_dir / WAVES).is_file()
-    found, refused, ignored, limits = (_in_store if prepared else _in_tree)(input_dir, num_workers, progress)
+    if prepared:
+        refuse_exclude(input_dir, exclude)
+    found, refused, ignored, limits = (
+        _in_store(input_dir, num_workers, progress) if prepared else _in_tree(input_dir, exclude, num_workers, progress)
+    )
     by_folder: dict[str, list[RecordingStats]] = {}
     for one in found:
         by_folder.setdefault(str(PurePosixPath(one.path).parent), []).append(one)
@@ -254,8 +265,8 @@ def validate_sounds(
 Found = tuple[list[RecordingStats], list[RefusedItem], dict[str, list[str]], tuple[float, float]]
 
 
-def _in_tree(folder: Path, num_workers: int, progress: Progress) -> Found:
-    tree = audio_prepare.scan_recordings(folder)
+def _in_tree(folder: Path, exclude: Sequence[str], num_workers: int, progress: Progress) -> Found:
+    tree = audio_prepare.scan_recordings(folder, exclude, FURTHER_TRACKS)
     refused = list(tree.refused)
     jobs = [(folder, path) for path in audio_prepare.fingerprints(folder, tree.paths, refused)]
     results: list[RecordingStats | RefusedItem] = []

@@ -386,3 +386,12 @@ def test_times_in_another_unit_are_told_by_the_recordings(tmp_path, column, valu
     if column == "duration":  # The advice can be followed.
         given = error.value.hint.rpartition("--transcript-columns ")[2].split(",")
         assert validate_speech(folder, recipe(transcript_columns=tuple(given))).clips == 2
+
+
+def test_excluded_recordings_are_ignored_by_their_pattern_although_transcripts_name_them(tmp_path):
+    for name in ("a_mic1", "a_mic2", "b"):
+        speak(tmp_path / f"in/{name}.wav", hum(1.0, hz=200 + 7 * len(name)))
+    (tmp_path / "in/metadata.csv").write_text("audio|text\na_mic1|so it is\na_mic2|so it is\nb|it is so\n")
+    report = prepare_speech(tmp_path / "in", tmp_path / "out", recipe(), exclude=("*_mic2.wav",))
+    assert [clip.path for clip in SpeechStore.open(tmp_path / "out").clips] == ["a_mic1.wav", "b.wav"]
+    assert (report.ignored, report.refused) == ({"excluded by *_mic2.wav": ["a_mic2.wav"]}, [])

@@ -570,3 +570,36 @@ def prepare(raw: Path, out: Path, **options: Any) -> VaePrepareReport:
 def test_a_training_on_small_pictures_is_given_their_size(size, options):
     given = SimpleNamespace(pictures=VaePrepareConfig(target_size=size), overwrite=False, input_dir=Path("in"))
     assert KIND.prepare.work(given).train_options == options
+
+
+def test_masks_and_excluded_pictures_are_left_out_and_named(tmp_path):
+    """Masks are left out where their pictures are, and not in a folder of masks alone."""
+    pictures = ("0.png", "1.jpg", "sub/7.png", "alone_mask.png", "night-view.png", "normal/0.png")
+    masks = (
+        "0-masklabel.png",
+        "0-condlabel.png",
+        "masks/1.png",
+        "sub/7_depth.png",
+        "conditioning/7.png",
+        "Mask/0_mask.png",
+    )
+    folder = fill(tmp_path / "in", *pictures, *masks)
+    report = prepare_images(folder, tmp_path / "all", VaePrepareConfig(target_size=32))
+    assert {one.path: one.reason for one in report.refused} == dict.fromkeys(masks, "mask")
+    assert {one.detail for one in report.refused if "7" in one.path} == {"belongs to sub/7.png"}
+    assert report.made == len(pictures)
+    exclude = ("n*", "sub")
+    report = prepare_images(folder, tmp_path / "some", VaePrepareConfig(target_size=32), exclude=exclude)
+    assert report.ignored == {
+        "excluded by n*": ["night-view.png", "normal/0.png"],
+        "excluded by sub": ["sub/7.png", "sub/7_depth.png"],
+    }
+    assert report.made == 4  # The picture of conditioning/7.png is excluded.
+    assert len([*open_pictures(folder, exclude=exclude).train, *open_pictures(folder, exclude=exclude).held_out]) == 4
+    assert validate_images(folder, exclude=exclude).pictures == 4
+    assert validate_images(folder / "masks").pictures == 1
+    for read in (validate_images, open_pictures):
+        with pytest.raises(UserError, match=r"in: no file matches --exclude \*\.gif"):
+            read(folder, exclude=("*.gif",))
+    with pytest.raises(UserError, match="exclude does nothing with prepared data"):
+        open_pictures(tmp_path / "all", exclude=exclude)
