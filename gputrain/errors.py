@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -100,6 +101,11 @@ def without_secrets(text: str) -> str:
     for secret in SECRETS:
         text = secret.sub(r"\1\2", text)
     return text
+
+
+def settings_without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings as others may see them: init_from may be an address with a password."""
+    return {name: without_secrets(one) if isinstance(one, str) else one for name, one in settings.items()}
 
 
 def first_line(error: object) -> str:

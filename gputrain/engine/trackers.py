@@ -14,7 +14,7 @@ from PIL import Image
 
 from gputrain.engine.run_folder import write_text
 from gputrain.engine.schedule import TrackerName
-from gputrain.errors import UserError, import_package
+from gputrain.errors import UserError, import_package, settings_without_secrets
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +98,7 @@ class Trackers:
         """Open the trackers; `repeats_steps` says that they have later steps. Raises UserError if one is not
         installed."""
         self.open: dict[str, Tracker] = {}
+        settings = settings_without_secrets(settings)
         for name in names:
             try:
                 self.open[name] = TRACKERS[name](folder, settings, first_step, repeats_steps=repeats_steps)

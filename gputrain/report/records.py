@@ -22,7 +22,7 @@ from gputrain.engine.history import HISTORY
 from gputrain.engine.metrics import METRICS
 from gputrain.engine.run_folder import CONFIG, PLAN
 from gputrain.engine.stop import format_duration
-from gputrain.errors import UserError, first_line
+from gputrain.errors import UserError, first_line, settings_without_secrets
 from gputrain.kinds import kinds
 from gputrain.report.metrics_file import LARGEST_STEP, MOST_ROWS, MetricsFile, MetricsTable, Points
 
@@ -321,7 +321,7 @@ def is_inside(path: str | Path, folder: Path) -> bool:
 
 def _read_settings(path: Path) -> dict[str, Any]:
     _limited(path, LONGEST_SETTINGS)
-    return config.read_file(path)
+    return settings_without_secrets(config.read_file(path))
 
 
 def _read_notes(path: Path) -> str:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from gputrain.engine.schedule import Schedule
+from gputrain.engine.trackers import Trackers
 from gputrain.errors import UserError
 from tests.toy import BATCH, ToyRecipe, quiet, train_toy
 
@@ -87,6 +88,13 @@ def test_mlflow_gets_scalars_pictures_and_the_end(tmp_path, monkeypatch):
         {"run_id": "xyz", "run_name": None, "tags": None},
         {"run_id": None, "run_name": "run from step 6", "tags": {"mlflow.parentRunId": "xyz"}},
     ]  # fmt: skip
+
+
+def test_trackers_get_no_passwords(tmp_path, monkeypatch):
+    calls = install(monkeypatch, "mlflow", {"start_run": lambda: SimpleNamespace(info=SimpleNamespace(run_id="xyz"))})
+    settings = {"init_from": "https://ann:secret@a.b/c.pt?token=secret", "batch_size": 4}
+    Trackers(("mlflow",), tmp_path, settings, 0, repeats_steps=False)
+    assert calls[-1][1] == ({"init_from": "https://a.b/c.pt", "batch_size": "4"},)
 
 
 @pytest.mark.parametrize("fails", ["init", "run.log"])

@@ -325,3 +325,8 @@ def test_samples_count_as_changed_again_when_they_are_complete(live, monkeypatch
         counts.append(live.record.versions["samples"])
         live.refresh()
     assert counts == [1, 2, 3, 3]
+
+
+def test_settings_are_read_without_passwords(tmp_path):
+    (tmp_path / "config.yaml").write_text("kind: vae\ninit_from: https://ann:secret@a.b/c.pt?token=secret\n")
+    assert records._read_settings(tmp_path / "config.yaml") == {"kind": "vae", "init_from": "https://a.b/c.pt"}
