@@ -26,7 +26,7 @@ from gputrain.engine.containers import SOUNDS
 from gputrain.engine.data import permutation
 from gputrain.engine.preparation import check_input_folder, scan
 from gputrain.errors import UserError
-from gputrain.figures import likely_unit
+from gputrain.figures import counted, likely_unit
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ def _lengths_per_second(column: str, lengths: Seconds, found: Sequence[Any]) -> 
     unit = likely_unit(lengths[: len(found)], [one.seconds for one in found], units)
     if unit != "seconds":
         what = f"has {unit}, and is read so" if unit else "has other lengths, and is not used"
-        log.warning("by the sounds of %d items, the column %s %s", len(found), column, what)
+        log.warning("by the sounds of %s, the column %s %s", counted(len(found), "item"), column, what)
     return units.get(unit, 0.0)
 
 

@@ -6,6 +6,7 @@ Imports no torch. GB is 1e9 bytes.
 import dataclasses
 import inspect
 import json
+import logging
 import os
 import textwrap
 from dataclasses import dataclass, replace
@@ -16,6 +17,8 @@ from gputrain.autoconfig.lengths import Bucket, OverLong
 from gputrain.errors import UserError, import_package
 from gputrain.hw.ranks import Ranks
 from gputrain.stored import from_json, unreadable
+
+log = logging.getLogger(__name__)
 
 FORMAT = "gputrain optimal config 1"  # Marks the file.
 OPTIM = {"adamw": "adamw_torch", "sgd": "sgd"}  # Names of our optimizers in TrainingArguments; it has no Muon.
@@ -109,7 +112,7 @@ class OptimalConfig:
     def training_arguments(self, *, by_length: bool = False) -> dict[str, Any]:
         """Returns keyword arguments for the TrainingArguments of the installed transformers, 4.5x or 5.x.
 
-        The optimizer is the planned one; TrainingArguments has no Muon, which is passed to the Trainer itself.
+        The optimizer is the planned one; of Muon, which TrainingArguments does not have, a warning is logged.
         `by_length`: for `Planner.train_with_recovery(trainer, config=config)`, which takes whole batches of clips of
         similar lengths, and divides them into micro-batches itself; under torchrun, gradient checkpointing is that of
         this process's GPU. Raises UserError if transformers is not installed.
@@ -134,6 +137,8 @@ class OptimalConfig:
         )
         if self.optimizer in OPTIM:
             arguments["optim"] = OPTIM[self.optimizer]
+        else:
+            log.warning("TrainingArguments has no %s: pass it to the Trainer with optimizers=", self.optimizer)
         arguments[checkpointing] = own.gradient_checkpointing
         if own.gradient_checkpointing:
             arguments[f"{checkpointing}_kwargs"] = {"use_reentrant": False}

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -398,13 +399,16 @@ def test_weights_in_16_bit_are_refused_where_no_step_could_be_taken():
     create_optimal_config(Items(50, 1000), frozen, 4, gpu="t4", loss=lambda m, x: m[0](x).sum())
 
 
-def test_arguments_for_the_trainer_are_those_of_the_plan():
+def test_arguments_for_the_trainer_are_those_of_the_plan(caplog):
     """The evaluation takes the planned micro-batch, not 8, and the optimizer is the planned one."""
     config, _ = create_optimal_config(Items(50, 20_000_000), Scaled(20_000_000), 32, gpu="t4", optimizer="sgd")
     arguments = config.training_arguments()
     assert arguments["per_device_eval_batch_size"] == config.per_device_train_batch_size < 32
     assert config.training_arguments(by_length=True)["per_device_eval_batch_size"] < 32
     assert (arguments["optim"], arguments["eval_accumulation_steps"]) == ("sgd", 1)
+    assert not caplog.text
+    assert "optim" not in replace(config, optimizer="muon").training_arguments()
+    assert "TrainingArguments has no muon" in caplog.text
     table = str(config).splitlines()
     assert max(map(len, table)) <= 80
     assert {line.split()[0] for line in table[1:] if line[0] != " "} == config.reasons.keys()
