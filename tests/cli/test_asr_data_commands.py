@@ -30,7 +30,7 @@ def test_from_recordings_to_a_checked_store(recordings, tmp_path):
     shown = dict(line.strip().split("  ", 1) for line in done.stdout.splitlines() if "  " in line.strip())
     shown = {name: value.strip() for name, value in shown.items()}
     assert (shown["clips"], shown["speakers"], shown["too short"]) == ("7", "ann, bob", "1")
-    assert shown["vocabulary"].startswith("22 symbols: | ' 9 a d e g h i l n o ")
+    assert shown["vocabulary"].startswith("23 symbols: | ' 9 a d e g h i l n o ")
     assert "too short: short.wav: 0.20 seconds" in done.stderr
     assert "letters of other scripts than Latin" in done.stderr
     assert "--language sr keeps digits" in done.stderr
