@@ -140,7 +140,7 @@ def removed_signs(reader: Reader, utterances: Iterable[Utterance]) -> str:
     known: dict[str, bool] = {}
     counts, examples = Counter[str](), dict[str, str]()
     for utterance in utterances:
-        for char in set(utterance.text):
+        for char in dict.fromkeys(utterance.text):
             if char not in known:
                 is_sign = unicodedata.category(char)[0] in "SM" or char in SPOKEN_SIGNS
                 known[char] = is_sign and is_removed(char, reader.normalize)

@@ -8,7 +8,8 @@ import re
 import unicodedata
 from collections.abc import Iterable
 
-_TATWEEL = "ـ"  # It lengthens the line, and is part of no word.
+from gputrain.speech.text.unicode_cleanup import TATWEEL
+
 _ROMANIAN = str.maketrans("şţŞŢ", "șțȘȚ")
 _PERSIAN = str.maketrans("يىك", "ییک")
 _ARABIC = str.maketrans("یک", "يك")
@@ -53,7 +54,9 @@ def unify_letters(text: str, language: str) -> str:
     if text.isascii():
         return text
     code = language.partition("-")[0].lower()
-    text = text.replace(_TATWEEL, "").translate(_UNIFIED.get(code, {}))
+    text = text.replace(TATWEEL, "")
+    if code in _UNIFIED:
+        return text.translate(_UNIFIED[code])
     table = _OF_CYRILLIC.get(code)
     if table is None or not _HAS_LATIN.search(text) or not _HAS_CYRILLIC.search(text):
         return text

@@ -15,6 +15,7 @@ _SQUARE_UNIT = re.compile(r"(?:^|[0-9/ ])(?:[mcdk]?m|sm|s|ft|in|yd|mi|[мсдк]
 _BRACKETS = str.maketrans(dict.fromkeys("()[]{}", ","))
 _PAUSE = re.compile(r"[ !,\-.:;?]+")
 _CONTROLS = re.compile("[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f]")  # Without those that are spaces.
+TATWEEL = "ـ"  # It lengthens the line in Arabic script, and is part of no word.
 _ZERO_WIDTH_SPACE = "\u200b"
 JOINERS = "\u200c\u200d"  # Zero-width non-joiner and joiner, parts of the spelling in Persian, Sinhala, Hindi ...
 _JOINERS = re.compile(f"[{JOINERS}]+")
@@ -89,7 +90,7 @@ def _pause(found: re.Match[str]) -> str:
 
 def is_removed(char: str, normalize: Callable[[str], str]) -> bool:
     """Returns True if a character of a raw text leaves nothing in the normalised one, beside letters and digits."""
-    return all(
+    return char != TATWEEL and all(
         normalize(f"{before}{char}{after}") in {normalize(f"{before}{gap}{after}") for gap in ("", " ")}
         for before, after in (("a", "a"), ("5", ""), ("", "5"))
     )

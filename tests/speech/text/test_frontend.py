@@ -212,6 +212,7 @@ def test_letters_that_an_orthography_takes_for_one():
     assert found == list(LOOKALIKES)
     romanian = frontend("characters", texts=["și ţară"], raw=RawRules(number_words="ro"))
     assert romanian.ids(romanian.normalize("şi")) == romanian.ids("și") == pipers_ids(romanian, "şi")
+    assert frontend("characters", texts=["كتاب"]).lost("كتـــاب ★") == {"★"}
     assert frontend("characters", texts=["ma˥ ma˦ a˞ ↗"]).normalize("Ma˦ a˞") == "ma˦ a˞"
 
 
