@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw
+from PIL.PngImagePlugin import PngInfo
 
 from gputrain.vae.pictures import UnusablePicture, read_picture
 from tests.tables import check_rows, each_row
@@ -82,3 +83,13 @@ def test_flat_areas_are_no_damage(tmp_path: Path, colour: str) -> None:
         ):  # fmt: skip
             (tmp_path / "a").write_bytes(file_of(format, picture, **how))  # type: ignore[arg-type]
             read_picture(tmp_path / "a")
+
+
+def test_a_png_may_hold_a_long_text(tmp_path: Path) -> None:
+    """Programs that generate pictures keep how they were made, compressed or not."""
+    text = '{"node": 1}' * 200_000
+    for add, zip in (("add_text", False), ("add_text", True), ("add_itxt", True)):
+        info = PngInfo()
+        getattr(info, add)("workflow", text, zip=zip)
+        (tmp_path / "a.png").write_bytes(file_of("PNG", photograph(64, 48), pnginfo=info))
+        assert read_picture(tmp_path / "a.png").size == (64, 48)
