@@ -253,7 +253,7 @@ def changed(kind: str, /, **changes: object) -> bytes:
 
 
 CHECKPOINTS: dict[str, tuple[Callable[[], bytes], str]] = {
-    "empty": (lambda: b"", "truncated or damaged"),
+    "empty": (lambda: b"", "an empty file"),
     "cut in half": (lambda: intact("vae")[:60000], "truncated or damaged"),
     "without its last byte": (lambda: intact("vae")[:-1], "truncated or damaged"),
     "with a flipped bit in a weight": (lambda: flipped(intact("vae"), 0.4), "truncated or damaged"),
