@@ -28,7 +28,7 @@ from gputrain.engine.preparation import (
 from gputrain.errors import UserError
 from gputrain.vae.config import PictureLimits
 from gputrain.vae.damage import damage_of
-from gputrain.vae.tiff import TiffLayout, UnsupportedTiff, check_layout, decode_tiff, read_layout, shares_of_white
+from gputrain.vae.tiff import OTHERS, TiffLayout, UnsupportedTiff, read_layout, shares_of_white
 
 T = TypeVar("T")
 PictureFault = Literal[
@@ -245,20 +245,21 @@ def _opened(path: Path, limits: PictureLimits) -> Iterator[Opened]:
     try:
         with warnings.catch_warnings(), ExitStack() as open_files:
             warnings.simplefilter("ignore")  # Pillow warns about invalid tags.
-            tiff, image = read_layout(path), None
-            if tiff is None or tiff.pillow_reads:
-                try:
-                    image = open_files.enter_context(Image.open(path, formats=_readable_formats()))
-                except UnidentifiedImageError:
-                    if tiff is None:
-                        raise
-            if image is not None:
-                _check_size(path, limits, *image.size)
-                yield _opened_by_pillow(path, image, tiff)
-            elif tiff is not None:
-                check_layout(tiff)
-                _check_size(path, limits, tiff.width, tiff.height)
-                yield _opened_tiff(path, tiff)
+            tiff, unsupported = read_layout(path), ""
+            if tiff:
+                unsupported = f"a TIFF of {tiff}, which is not supported: {OTHERS}"
+            if tiff and not tiff.pillow_reads:
+                raise UnsupportedTiff(unsupported)
+            try:
+                image = open_files.enter_context(Image.open(path, formats=_readable_formats()))
+            except UnidentifiedImageError:
+                if tiff:
+                    raise UnsupportedTiff(unsupported) from None
+                raise
+            if tiff and tiff.page:
+                image.seek(tiff.page)
+            _check_size(path, limits, *image.size)
+            yield _opened_by_pillow(path, image, tiff)
     except UnidentifiedImageError:
         raise _unidentified(path) from None
     except UnsupportedTiff as error:
@@ -318,19 +319,6 @@ def _bits_of_gray_png(image: Image.Image) -> int:
     """Returns 1, 2 or 4 for a gray PNG of so many bits that has not been decoded; otherwise 0."""
     tiles = getattr(image, "tile", None)
     return {"1": 1, "L;2": 2, "L;4": 4}.get(str(tiles[0][3]), 0) if tiles and image.format == "PNG" else 0
-
-
-def _opened_tiff(path: Path, tiff: TiffLayout) -> Opened:
-    def header() -> Header:
-        sides = (tiff.height, tiff.width) if tiff.orientation >= 5 else (tiff.width, tiff.height)
-        return Header("TIFF", tiff.mode, *sides)
-
-    def decoded() -> tuple[Image.Image, Image.Transpose | None]:
-        image = decode_tiff(path, tiff)
-        _check_whole(path, image, tiff)
-        return image, UPRIGHT.get(tiff.orientation)
-
-    return Opened(header, tiff.alpha is not None, decoded)
 
 
 @cache

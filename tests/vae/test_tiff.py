@@ -49,16 +49,28 @@ STORED = [
 ]
 
 
+# Layouts that Pillow decodes, besides those of 8 bits.
+DECODED = {("u2", "rgb"), ("u2", "minisblack"), ("f4", "minisblack")}
+
+
 @each_row(*[(dtype, how) for dtype in SAMPLES for how in STORED if not (dtype[0] == "f" and how["predictor"])])
 def test_every_sample_format_in_every_order(tmp_path: Path, dtype: str, how: dict[str, Any]) -> None:
     rgb, gray = sampled(RGB, dtype), sampled(GRAY, dtype)
-    tolerance = 2 if dtype == "i1" else 1
 
     def check(picture: np.ndarray, expected: np.ndarray, layout: dict[str, str]) -> None:
         path = written(tmp_path / "a.tif", picture, **layout, **how)
-        assert np.abs(levels(path) - expected).max() <= tolerance
-        header = read_header(path)
-        assert (header.format, header.width, header.height) == ("TIFF", 64, 48)
+        is_whole = layout.get("planarconfig") != "separate"
+        is_native = dtype != "f4" or how["byteorder"] == "<" or not how["compression"]
+        if dtype == "u1" or ((dtype, layout["photometric"]) in DECODED and is_whole and is_native):
+            assert np.abs(levels(path) - expected).max() <= 1
+            header = read_header(path)
+            assert (header.format, header.width, header.height) == ("TIFF", 64, 48)
+        else:
+            with pytest.raises(
+                UnusablePicture, match=r"a TIFF of .* which is not supported: save it as a PNG"
+            ) as caught:
+                levels(path)
+            assert caught.value.reason == "unsupported"
 
     three = [GRAY.astype(int)[..., None], 255 - GRAY.astype(int)[..., None]]
     check_rows(
@@ -72,44 +84,26 @@ def test_every_sample_format_in_every_order(tmp_path: Path, dtype: str, how: dic
     )
 
 
-@each_row(*itertools.product(("u1", "u2", "f4"), ("unassalpha", "assocalpha"), (False, True), (3, 4)))
-def test_transparency(tmp_path: Path, dtype: str, kind: str, separate: bool, channels: int) -> None:
+@each_row(*itertools.product(("u1", "u2"), ("unassalpha", "assocalpha"), (3, 4)))
+def test_transparency(tmp_path: Path, dtype: str, kind: str, channels: int) -> None:
     opacity = OPACITY[..., None] / 255
     colours = RGB * (opacity if kind == "assocalpha" else 1)
-    for count in (3, 1):
-        picture = sampled(np.dstack([colours[..., :count], OPACITY]).round(), dtype)
-        photometric = "rgb" if count == 3 else "minisblack"
-        how = {"photometric": photometric, "planarconfig": "separate" if separate else "contig", "extrasamples": [kind]}
-        path = written(tmp_path / "a.tif", planes(picture) if separate else picture, **how)
-        made = levels(path, channels)
-        if channels == 4:
-            assert np.abs(made[..., 3] - OPACITY).max() <= 1
-            made = np.round(made[..., :3] * (made[..., 3:] / 255) + 255 * (1 - made[..., 3:] / 255))
-        expected = np.broadcast_to(RGB[..., :count], RGB.shape) * opacity + 255 * (1 - opacity)
-        assert np.abs(made - expected).max() <= 3
+    picture = sampled(np.dstack([colours, OPACITY]).round(), dtype)
+    path = written(tmp_path / "a.tif", picture, photometric="rgb", extrasamples=[kind])
+    made = levels(path, channels)
+    if channels == 4:
+        assert np.abs(made[..., 3] - OPACITY).max() <= 1
+        made = np.round(made[..., :3] * (made[..., 3:] / 255) + 255 * (1 - made[..., 3:] / 255))
+    assert np.abs(made - (RGB * opacity + 255 * (1 - opacity))).max() <= 3
 
 
-@each_row(*itertools.product(("u1", "u2"), (False, True), "<>", (None, (16, 16))))
-def test_ink_colours(tmp_path: Path, dtype: str, separate: bool, order: str, tile: tuple[int, int] | None) -> None:
+@each_row(*itertools.product(("u1", "u2"), "<>", (None, (16, 16))))
+def test_ink_colours(tmp_path: Path, dtype: str, order: str, tile: tuple[int, int] | None) -> None:
     ink = Image.fromarray(RGB).convert("CMYK")
-    picture = sampled(np.asarray(ink), dtype)
-    how = {"photometric": "separated", "planarconfig": "separate" if separate else "contig"}
-    path = written(tmp_path / "a.tif", planes(picture) if separate else picture, byteorder=order, tile=tile, **how)
+    path = written(
+        tmp_path / "a.tif", sampled(np.asarray(ink), dtype), photometric="separated", byteorder=order, tile=tile
+    )
     assert np.abs(levels(path) - np.asarray(ink.convert("RGB"))).max() <= 1
-
-
-@each_row(*range(1, 9))
-def test_orientation_and_profile_of_separate_planes(tmp_path: Path, orientation: int) -> None:
-    turned = {
-        1: RGB, 2: RGB[:, ::-1], 3: RGB[::-1, ::-1], 4: RGB[::-1], 5: RGB.transpose(1, 0, 2), 6: np.rot90(RGB, -1),
-        7: np.rot90(RGB.transpose(1, 0, 2), 2), 8: np.rot90(RGB),
-    }[orientation]  # fmt: skip
-    tags = [(274, 3, 1, orientation, True), (34675, 7, None, b"no profile", True)]
-    how: dict[str, Any] = {"photometric": "rgb", "planarconfig": "separate", "extratags": tags}
-    path = written(tmp_path / "a.tif", planes(sampled(RGB, "u2")), **how)
-    assert (levels(path) == turned).all()
-    header = read_header(path)
-    assert (header.height, header.width) == turned.shape[:2]
 
 
 def test_12_bits_have_a_white_of_their_own(tmp_path: Path) -> None:
@@ -128,16 +122,19 @@ def test_12_bits_have_a_white_of_their_own(tmp_path: Path) -> None:
 COMPLEX = GRAY.astype(np.complex64)
 REFUSED = {
     "complex": (COMPLEX, {"photometric": "minisblack"}, "64-bit complex samples"),
-    "below zero": (GRAY.astype("i2") - 100, {"photometric": "minisblack"}, "16-bit signed samples.* below zero"),
+    "below zero": (GRAY.astype("i2") - 100, {"photometric": "minisblack"}, "16-bit signed samples, 1 a pixel, which"),
     "bands": (np.dstack([GRAY] * 10), {"photometric": "minisblack", "planarconfig": "contig"}, "8-bit unsigned.* 10 a"),
     "raw": (
         sampled(GRAY, "u2"),
         {"photometric": "cfa"},
         r"16-bit unsigned samples, 1 a pixel, colours of a sensor \(CFA\)",
     ),
-    "black": ((RGB / 127.5 - 1).astype("f4"), {"photometric": "rgb"}, r"reach from -1 to 1, and black is not known"),
-    "gray": ((GRAY / 127.5 - 1).astype("f4"), {"photometric": "minisblack"}, "and black is not known"),
-    "scale": ((RGB / 50).astype("f4"), {"photometric": "rgb"}, r"reach 5\.1, neither 1 nor 255"),
+    "black": (
+        (GRAY / 127.5 - 1).astype("f4"),
+        {"photometric": "minisblack"},
+        "reach from -1 to 1, and black is not known",
+    ),
+    "scale": ((GRAY / 50).astype("f4"), {"photometric": "minisblack"}, r"reach 5\.1, neither 1 nor 255"),
 }
 
 
@@ -167,28 +164,22 @@ def test_colour_differences_of_several_pixels_are_refused(tmp_path: Path) -> Non
 
 
 def test_a_few_highlights_do_not_darken_a_picture(tmp_path: Path) -> None:
-    picture = (RGB / 255).astype(np.float32)
+    picture = (GRAY / 255).astype(np.float32)
     picture[:2, :2] = 1.6
     picture[0, 0] = -0.01  # Filters overshoot on either side.
-    expected = RGB.copy()
+    expected = GRAY.astype(int)[..., None]
     expected[:2, :2] = 255
     expected[0, 0] = 0
-    for path in (
-        written(tmp_path / "a.tif", picture, photometric="rgb"),
-        written(tmp_path / "b.tif", picture[..., 1], photometric="minisblack"),
-    ):
-        count = 3 if path.name == "a.tif" else 1
-        assert np.abs(levels(path) - (expected if count == 3 else expected[..., 1:2])).max() <= 1
+    assert np.abs(levels(written(tmp_path / "a.tif", picture, photometric="minisblack")) - expected).max() <= 1
     assert shares_of_white(np.array([0.0, 51.0, 200.0]))[1] == pytest.approx(0.2)
 
 
-@each_row(("u1", "contig"), ("u2", "separate"))
-def test_a_thumbnail_before_the_picture_is_passed_over(tmp_path: Path, dtype: str, planarconfig: str) -> None:
-    picture = planes(sampled(RGB, dtype)) if planarconfig == "separate" else RGB
+@each_row("u1", "u2")
+def test_a_thumbnail_before_the_picture_is_passed_over(tmp_path: Path, dtype: str) -> None:
     with tifffile.TiffWriter(tmp_path / "a.tif") as writer:
         for _ in range(2):
             writer.write(np.zeros((24, 32, 3), np.uint8), photometric="rgb", subfiletype=1)
-        writer.write(picture, photometric="rgb", planarconfig=planarconfig, subfiletype=0)
+        writer.write(sampled(RGB, dtype), photometric="rgb", planarconfig="contig", subfiletype=0)
     assert (levels(tmp_path / "a.tif") == RGB).all()
     header = read_header(tmp_path / "a.tif")
     assert (header.width, header.height) == (64, 48)
@@ -196,8 +187,8 @@ def test_a_thumbnail_before_the_picture_is_passed_over(tmp_path: Path, dtype: st
 
 @each_row(*itertools.product((None, "zlib"), (None, (16, 16))))
 def test_damage_is_found(tmp_path: Path, compression: str | None, tile: tuple[int, int] | None) -> None:
-    how: dict[str, Any] = {"photometric": "rgb", "planarconfig": "separate", "compression": compression, "tile": tile}
-    path = written(tmp_path / "a.tif", planes(sampled(RGB, "u2")), rowsperstrip=None if tile else 8, **how)
+    how: dict[str, Any] = {"photometric": "rgb", "compression": compression, "tile": tile}
+    path = written(tmp_path / "a.tif", sampled(RGB, "u2"), rowsperstrip=None if tile else 8, **how)
     content = path.read_bytes()
     cut, changed = content[:-300], bytearray(content)
     changed[-700] ^= 0xFF
