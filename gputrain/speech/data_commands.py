@@ -99,7 +99,7 @@ def validate_transcribed(settings: Any, kind: SpeechKind) -> DataWork:
 def speech_figures(report: "SpeechReport") -> dict[str, object]:
     from gputrain.engine.preparation import format_range
 
-    figures: dict[str, object] = {**report.account(), "left out": len(report.refused)}
+    figures: dict[str, object] = {}
     if report.seconds is not None and (rates := report.symbols_a_second) is not None:
         spoken = {symbol: count for symbol, count in report.symbols.items() if count}
         commonest = " ".join(f"{symbol}:{count}" for symbol, count in list(spoken.items())[:8])
@@ -108,7 +108,6 @@ def speech_figures(report: "SpeechReport") -> dict[str, object]:
             "duration": format_duration(3600 * report.hours),
             "language": report.language,
             "speakers": len(report.speakers),
-            **figures,
             "rates": ", ".join(f"{count} of {rate} Hz" for rate, count in report.source_rates.items()),
             "seconds": format_range(report.seconds),
             "clips by seconds": ", ".join(f"{span}: {count}" for span, count in report.histogram.items()),
@@ -118,7 +117,8 @@ def speech_figures(report: "SpeechReport") -> dict[str, object]:
         }
         if report.suspicious:
             figures["suspicious"] = ", ".join(f"{count} {reason}" for reason, count in report.suspicions.items())
-    return figures | {f"  {reason}": count for reason, count in report.reasons.items()}
+    left_out = {"left out": len(report.refused), **{f"  {reason}": count for reason, count in report.reasons.items()}}
+    return figures | report.account() | left_out
 
 
 RATE_HZ, CLIPS = 16000, 80  # The synthetic speech of demos.
