@@ -24,10 +24,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from gputrain.engine.data import Progress, writing
-from gputrain.engine.preparation import RefusedItem, is_of_programs
+from gputrain.engine.preparation import NO, RefusedItem, is_of_programs
 from gputrain.engine.workers import signals_blocked
 from gputrain.errors import UserError, first_line, require
 from gputrain.fetch.archives import fault_of_name, room_for, too_large, write_new
+from gputrain.fetch.datasets import split_of
 from gputrain.hw.child_process import describe_exit
 
 MediaKind = Literal["image", "audio"]
@@ -47,6 +48,7 @@ ROWS = 1  # Rows of a parquet file that are decoded at once; pyarrow reads some 
 PATH_COLUMNS = ("file_name", "filename", "file", "path")
 TEXTS_OF_ROWS = "metadata.jsonl"  # The texts of recordings that stand in columns beside them.
 COLUMNS = "columns.json"  # Roles of the columns of tables, beside the folder of their rows.
+UNUSABLE = {"do_not_use", "exclude", "excluded", "rejected", "discard"}  # Columns that mark rows.
 NAME_COLUMNS = (*PATH_COLUMNS, "__key__", "key")  # They name a row that has no path itself.
 
 
@@ -217,6 +219,9 @@ def work(job: TableJob, tell: Callable[[str, float], None]) -> list[RefusedItem]
             start, size, told = written, path.stat().st_size, time.monotonic()
             for row, (content, given, values) in enumerate(_rows_of(path, label, job)):
                 where = f"{label}, row {row}"
+                if not texts and (mark := _mark_of(values)):
+                    refused.append(RefusedItem(where, "excluded", mark))
+                    continue
                 source = content or ("an empty cell" if content is not None else _file_of(path, given, where))
                 if isinstance(source, str):
                     refused.append(RefusedItem(where, "unreadable", source))
@@ -234,6 +239,15 @@ def work(job: TableJob, tell: Callable[[str, float], None]) -> list[RefusedItem]
                     told = time.monotonic()
                     tell(where, number + min(1.0, (written - start) / size))
     return refused
+
+
+def _mark_of(values: Mapping[str, object]) -> str:
+    """Returns what excludes a row: a mark, or a split beside that for training; empty if nothing does."""
+    for name, value in values.items():
+        is_unusable = name.lower() in UNUSABLE and str(value).strip().lower() not in NO
+        if is_unusable or (name == "split" and split_of(str(value)) not in ("train", "")):
+            return f"{name}: {str(value)[:40]}"
+    return ""
 
 
 def _write(job: TableJob, named: str, plain: str, source: bytes | Path) -> str:
@@ -309,10 +323,16 @@ def _rows_of(
             one for one, feature in table.features.items()
             if one != name and (_holds(feature) in ("text", "value") or (one == "json" and isinstance(feature, dict)))
         ]  # fmt: skip
-        others = others if job.media.texts else [one for one in others if one in NAME_COLUMNS]
+        if not job.media.texts:  # Texts of recordings are chosen by whoever reads them.
+            has_train = "split" in others and any(
+                split_of(str(row["split"])) == "train" for row in table.select_columns(["split"])
+            )
+            known = {*NAME_COLUMNS, *UNUSABLE, *["split"] * has_train}
+            others = [one for one in others if one.lower() in known]
         dropped = dict.fromkeys(one for one in table.features if one not in (name, *others, *NAME_COLUMNS))
         # Whoever reads the texts of recordings says by itself which columns it uses.
         roles = {one: "name" * (one in NAME_COLUMNS) for one in table.features} | {name: job.media.noun}
+        roles |= {} if job.media.texts else {one: "choice" for one in others if one not in NAME_COLUMNS}
         job.folder.with_name(COLUMNS).write_text(json.dumps(roles), encoding="ascii")
         for row, example in enumerate(table.decode(False).select_columns([name, *others])):
             at = f"row {row + 1}"

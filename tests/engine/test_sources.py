@@ -334,6 +334,19 @@ def test_what_is_unpacked_is_used_again_and_a_broken_off_run_starts_over(folders
     assert (source.unpacked / "mine.txt").exists()
 
 
+def test_marked_rows_of_pictures_and_those_of_other_splits_are_left_out(tmp_path):
+    marks = {"split": ["train", "test", "train", None], "do_not_use": [False, False, True, False]}
+    table = pyarrow.table({"image": [PICTURE + bytes([number]) for number in range(4)], **marks, "note": ["x"] * 4})
+    for name, rows, left_out in (
+        ("x", table, ["split: test", "do_not_use: True"]),
+        ("test", table.slice(1, 1), []),
+    ):
+        parquet.write_table(rows, tmp_path / f"{name}.parquet")
+        source = open_source(tmp_path / f"{name}.parquet", "image", tmp_path / f"at-{name}")
+        assert [one.detail for one in source.refused] == left_out
+        assert len([*source.folder.rglob("*.*")]) == len(rows) - len(left_out)
+
+
 def test_what_exists_under_its_own_name_is_no_pattern(tmp_path, monkeypatch):
     """Brackets and braces in names of folders are those of names; escaped ones, and others, are of a pattern."""
     for name in ("d[1]/a", "d[1]/b", "d1/c", "e{1,2}/d", "e1/e"):
