@@ -91,6 +91,8 @@ def form_of(content: str) -> str:
         return "a TextGrid of Praat"
     if re.match(r'\s*(\{\s*["}]|\[\s*[\[{\]])', content):
         return "JSON"
+    if re.match(r"\s*0[ \t]+\d{3,}\s", content):  # Numbers of samples as in TIMIT, or of 100 ns as in HTK's labels.
+        return "times"
     timed = sum(bool(_CLOCK.search(line)) for line in lines)
     return "times" if timed > 1 and 3 * timed >= len(lines) else ""
 

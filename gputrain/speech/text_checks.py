@@ -22,7 +22,8 @@ ODD_RATIO = 1.4  # ratio of speaking rates that is never reported
 REPEATED = 3  # minimum number of clips with the same text that is reported
 SHORT = 60  # maximum number of characters of an excerpt
 ONE_WRITING = {"Cjk", "Hiragana", "Katakana"}  # Japanese has all of them.
-_BRACKETS = re.compile(r"\[[^\[\]]+\]|<[^<>]+>|\{[^{}]+\}|\*[^*]+\*|♪")
+# Remarks about a sound, and what programs write for a missing text.
+ANNOTATION = re.compile(r"\[[^\[\]]+\]|<[^<>]+>|\{[^{}]+\}|\*[^*]+\*|\(\([^()]*\)\)|♪|^(?:nan|NaN|None|null|NULL|N/A)$")
 
 SuspicionReason = Literal[
     "digits", "mixed scripts", "annotation", "fast speech", "slow speech", "repeated text", "text differs"
@@ -117,8 +118,8 @@ def _odd_text(text: str, normalized: str) -> Iterator[tuple[SuspicionReason, str
     if digits:
         is_read = len(text) <= SHORT and not any(text[place] in normalized for place in digits)
         yield "digits", f"{around(text, digits[0])!r}" + (f", read as {shortened(normalized)!r}" if is_read else "")
-    if brackets := _BRACKETS.findall(text):
-        yield "annotation", f"{around(text, text.index(brackets[0]))!r}"
+    if remark := ANNOTATION.search(text):
+        yield "annotation", f"{around(text, remark.start())!r}"
     scripts = Counter(filter(None, map(script_of, text)))
     if len(scripts) > 1 and not scripts.keys() <= ONE_WRITING:
         (main, _), *others = scripts.most_common()

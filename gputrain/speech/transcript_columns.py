@@ -12,7 +12,7 @@ from gputrain.errors import UserError
 
 TranscriptColumn = Literal[
     "audio", "speaker", "text", "normalized", "start", "end", "duration", "channel", "language", "split", "weight",
-    "exclude", "include", "other",
+    "exclude", "include", "status", "other",
 ]  # fmt: skip
 TranscriptColumns = tuple[TranscriptColumn, ...]
 
@@ -21,8 +21,14 @@ PIPER: TranscriptColumns = ("audio", "speaker", "text")
 AUDIO_KEYS = ("audio", "audio_filepath", "audio_file", "audio_path", "wav", "file", "file_name", "path")
 TEXT_KEYS = ("text", "transcript", "transcription", "sentence")
 SPEAKER_KEYS = ("speaker", "speaker_name", "speaker_id")
-START_KEYS = ("offset", "start", "start_time", "start_seconds", "start_sec", "start_s", "begin", "begin_time")
-END_KEYS = ("end", "end_time", "end_seconds", "end_sec", "end_s", "stop", "stop_time")
+START_KEYS = (
+    "offset", "start", "start_time", "start_seconds", "start_sec", "start_s", "begin", "begin_time", "begin_seconds",
+    "begin_sec", "begin_s", "seg_start", "segment_start",
+)  # fmt: skip
+END_KEYS = (
+    "end", "end_time", "end_seconds", "end_sec", "end_s", "stop", "stop_time", "stop_seconds", "stop_sec", "stop_s",
+    "seg_end", "segment_end",
+)  # fmt: skip
 DURATION_KEYS = ("duration", "duration_seconds", "duration_sec", "duration_s")
 IDENTIFIERS = ("id", "clip", "utterance_id", "utt_id")  # They name a recording where no other column does.
 # Names of columns of a header, in any case and with blanks or hyphens for underscores.
@@ -40,9 +46,11 @@ HEADINGS: Mapping[str, TranscriptColumn] = {
     **dict.fromkeys(("split", "subset", "set", "partition"), "split"),
     **dict.fromkeys(("weight", "sample_weight", "sampling_weight", "num_repeats", "repeats"), "weight"),
     **dict.fromkeys(("do_not_use", "exclude", "excluded", "rejected", "skip", "ignore", "discard"), "exclude"),
-    **dict.fromkeys(("is_valid", "valid", "keep", "include", "accepted", "usable"), "include"),
+    **dict.fromkeys(("is_rejected", "is_excluded", "is_deleted", "deleted", "unusable"), "exclude"),
+    **dict.fromkeys(("is_valid", "valid", "keep", "include", "accepted", "usable", "approved"), "include"),
+    **dict.fromkeys(("status", "review_status", "answer", "verdict", "decision"), "status"),
 }  # fmt: skip
-MEANINGS: tuple[TranscriptColumn, ...] = ("channel", "language", "split", "weight", "exclude", "include")
+MEANINGS: tuple[TranscriptColumn, ...] = ("channel", "language", "split", "weight", "exclude", "include", "status")
 ALIKE = 0.5  # minimum share of a text's words that its normalised form contains
 LONGER = 1.2  # words by which texts are longer than the names of speakers, at least
 SIGNS = ("|", "a tab", ";", "a comma")

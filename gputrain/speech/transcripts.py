@@ -34,6 +34,7 @@ from gputrain.speech.sound_finder import PLACES, SoundFinder, suffix_of_name
 from gputrain.speech.text.lines import decoded, read_text
 from gputrain.speech.transcript_columns import (
     AUDIO_KEYS,
+    COLUMNS_HINT,
     DURATION_KEYS,
     END_KEYS,
     MEANINGS,
@@ -337,11 +338,20 @@ def _read_table(reading: _Reading, file: Path, lines: Sequence[str], columns: Tr
     reading.is_selection = has_header and _is_common_voice(file)
     if has_header:
         check_units(f"{file.name}, line 1", alone[0])
+        doubled = [name for name in alone[0] if alone[0].count(name) > 1 and role_of(name) != "other"]
+        if doubled and not columns:
+            example = ",".join(header_of(alone[0]) or ())
+            raise UserError(
+                f"{file}: several columns are called {doubled[0]}",
+                hint=f"{COLUMNS_HINT}, such as --transcript-columns {example}",
+            )
     if not columns and not has_header and separator == "," and len({len(cells) for cells in alone}) > 1:
         columns = ("audio", "text")  # The other commas are those of texts.
     columns = columns or (has_header and header_of(alone[0])) or columns_of(file, alone)
     reading.to_ignore = lambda kind: f"--transcript-columns {','.join('other' if c == kind else c for c in columns)}"
-    names = alone[0] if has_header else [one if one != "other" else f"column {n}" for n, one in enumerate(columns, 1)]
+    names = [one if one != "other" else f"column {n}" for n, one in enumerate(columns, 1)]
+    if has_header and len(set(alone[0])) == len(alone[0]):
+        names = alone[0]
     reading.columns |= {name: "" if kind == "other" else kind for name, kind in zip(names, columns, strict=False)}
     audio_at, least = columns.index("audio"), 2 if columns == ("audio", "text", "normalized") else len(columns)
 
@@ -411,6 +421,9 @@ def _add_object(reading: _Reading, where: str, name: str, row: dict[str, Any]) -
         reading.columns.setdefault(key, "")
     start, end, duration = (next((row[key] for key in keys if key in row), None) for keys in _TIME_KEYS)
     reading.columns |= {key: role_of(key) for keys in _TIME_KEYS for key in keys if key in row}
+    if isinstance(pair := row.get("timestamp"), list) and len(pair) == 2 and (start, end) == (None, None):
+        start, end = pair  # As transformers writes the chunks of Whisper.
+        reading.columns["timestamp"] = "start"
     words = _first_of(row, text_keys_of(row), reading.columns, "text")
     person = _first_of(row, speaker_keys_of(row), reading.columns, "speaker")
     tags: dict[str, str] = {}
@@ -459,6 +472,10 @@ def _read_subtitles(reading: _Reading, path: str, files: Sequence[str], rules: T
         reading.refuse(path, "ambiguous sound", detail)
         return
     (file,) = files
+    tag = file[len(PurePosixPath(path).with_suffix("").as_posix()) + 1 :].rpartition(".")[0].lower()
+    if re.fullmatch("[a-z]{2}(-.*)?", tag) and len(rules.language) == 2 and tag[:2] != rules.language:
+        reading.refuse(path, "other language", f"{file} is {tag}, not {rules.language}")
+        return
     try:
         content = reading.read(reading.folder / file)
     except UserError as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from gputrain.audio.prepare import RefusalReason
-from gputrain.engine.preparation import RefusedItem
+from gputrain.engine.preparation import NO, RefusedItem
 from gputrain.errors import UserError
 from gputrain.fetch.datasets import split_of
 from gputrain.figures import counted
@@ -48,7 +48,7 @@ class TranscriptRules:
 
 # ------- choice
 
-NO = {"0", "false", "no", "n", "f", "none", "null", "nan"}
+REJECTED = {"reject", "rejected", "discard", "discarded", "deleted", "excluded", "unusable", "invalid"}
 CODE = re.compile(r"[A-Za-z]{2,3}([-_][A-Za-z0-9]+)*")  # A code of a language, such as en or pt-BR.
 
 LineTags = Mapping[str, str]  # Values of a line by their columns, such as {"split": "test"}.
@@ -72,10 +72,12 @@ class LineChoice:
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for column, is_bad in (("exclude", True), ("include", False)):
+        for column, marks, is_bad in (("exclude", NO, False), ("include", NO, True), ("status", REJECTED, True)):
             for at, value in self.values(column).items():
-                if (value.lower() not in NO) == is_bad:
+                if (value.lower() in marks) == is_bad:
                     self.left_out[at] = ("excluded", f"a column marks it as unusable: {value[:40]}")
+        if REJECTED.isdisjoint(value.lower() for value in self.values("status").values()):
+            self.unused.add("status")
         weights = sorted(set(self.values("weight").values()))
         if len(weights) > 1:
             raise UserError(

@@ -158,6 +158,16 @@ def test_no_subtitle(content):
     assert parse_subtitles(content) == ([], [])
 
 
+def test_subtitles_of_another_language_are_no_text(tmp_path):
+    for name in ("a.de.vtt", "b.en-GB.vtt", "c.v2.vtt"):
+        (tmp_path / name).write_text("WEBVTT\n\n00:01.000 --> 00:02.000\nSo it is.\n")
+    rules = TranscriptRules(reads_subtitles=True, language="en")
+    found = read_transcripts(tmp_path, ["a.wav", "b.wav", "c.wav"], rules=rules)
+    assert [one.path for one in found.utterances] == ["b.wav", "c.wav"]
+    refused = ("a.wav", "other language", "a.de.vtt is de, not en")
+    assert [(one.path, one.reason, one.detail) for one in found.refused] == [refused]
+
+
 LABELS = "0.500000\t2.500000\tSo it is\n\\\t200.0\t4000.0\n3,0\t5,25\t not now \n6.0\t6.0\tA point\n7.0\t8.0\t\n"
 
 
@@ -173,6 +183,7 @@ def test_a_label_track_of_audacity():
     ("ann\t\t00:00:01.0\tSo\nann\t\t00:00:02.0\tit\n", "times"),
     ("0:01\nSo it is\n0:04\nnot now\n", "times"),
     ("[00:00.000 --> 00:04.000]  So it is\n[00:04.000 --> 00:07.000]  not now\n", "times"),
+    ("0 46797 So it is\n", "times"), ("0 500000 sil\n500000 2100000 s\n", "times"), ("0 to 100 is a lot\n", ""),
     ('File type = "ooTextFile"\nObject class = "TextGrid"\n', "a TextGrid of Praat"), ('{"text": "So it is"}', "JSON"),
     ('[{"text": "So it is"}]', "JSON"), ("So it is\nat 12:30\n", ""), ("12:30 is the time\n", ""), ("[laughs] So", ""),
     ("{unclear} so", ""), ("1984\n", ""), ("", ""),

@@ -37,6 +37,8 @@ def test_suspicious_texts():
         ("1.wav", "mixed scripts", "2 Latin letters in 'первoe'"),
         ("2.wav", "annotation", "'[смех] да'"), ("3.wav", "repeated text", "'да' is the text of 3 clips"),
     ]  # fmt: skip
+    clips = clips_of("да ((неразборчиво))", "NaN", "None of it", "да (нет)")
+    assert [path for path, reason, _ in checked(clips) if reason == "annotation"] == ["0.wav", "1.wav"]
     assert checked(clips_of("日本のカメラ", "Kitob 3", language="ja"), "ja") == [("1.wav", "digits", "'Kitob 3'")]
 
 

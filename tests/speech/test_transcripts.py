@@ -329,6 +329,24 @@ def test_manifests_with_times_cut_clips_out_of_a_recording(tmp_path, name, conte
     assert transcripts.refused == []
 
 
+def test_times_under_other_names_cut_clips_too(tmp_path):
+    chunk = {"audio": "a.wav", "text": "one"}
+    for name, times in {"chunk": {"timestamp": [0.5, 2]}, "part": {"seg_start": 0.5, "seg_end": 2}}.items():
+        found = read(folder_of(tmp_path / name, json.dumps(chunk | times) + "\n", "m.jsonl", ["a"]))
+        assert [one.span for one in found.utterances] == [(0.5, 2.0)]
+        assert "" not in found.columns.values()
+
+
+def test_two_columns_of_one_name_are_refused_with_columns_that_can_be_given(tmp_path):
+    folder = folder_of(tmp_path, "file|text|text\na|One.|1\nb|Two two.|2\nc|It is 3.|3\n")
+    with pytest.raises(UserError, match="several columns are called text") as error:
+        read(folder)
+    columns = tuple(error.value.hint.rpartition("--transcript-columns ")[2].split(","))
+    found = read(folder, file=folder / "metadata.csv", columns=columns)
+    assert texts_of(found) == ABC
+    assert found.columns == {"audio": "audio", "text": "text", "column 3": ""}
+
+
 def test_times_that_cannot_be_right_are_named(tmp_path):
     row = '{{"audio": "a.wav", "start": {}, "duration": {}, "text": "{}"}}\n'.format
     content = row(-1, 2, "x") + row(0, 2, "y") + row(1, 2, "z") + row(2.95, 2, "w")

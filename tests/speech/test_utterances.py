@@ -37,6 +37,8 @@ def read(folder: Path, name: str, values: list, columns=(), *, as_json: bool, la
     ("do_not_use", [True, False, 0, 1], [1, 2], "excluded"),
     ("rejected", ["noise", "", "no"], [1, 2], "excluded"),
     ("is_valid", [True, False, "no", 1], [0, 3], "excluded"),
+    ("status", ["approved", "rejected", "", "0"], [0, 2, 3], "excluded"),
+    ("answer", ["no", "false"], [0, 1], ""),
     ("weight", [2, 2, 2], [0, 1, 2], ""),
 )
 def test_lines_are_left_out_by_their_columns_and_named(tmp_path, name, values, used, reason):
