@@ -274,7 +274,8 @@ def _findings(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[st
         return
     yield from held.notes
     yield from held.text_notes
-    if odd := [clip.text for clip in held.clips if text_checks.ANNOTATION.search(clip.text)]:
+    odd = [clip.text for clip in held.clips if text_checks.ANNOTATION.search(clip.text)]
+    if odd and held.format.kind == "tts":  # Of a recogniser's texts, each is listed as suspicious.
         yield f"{counted(len(odd), 'text has', 'texts have')} what may be no speech, such as {shortened(odd[0])!r}"
     left_out, rate_hz = len(held.refused), held.format.sampling_rate
     if left_out > MANY_REFUSED * (left_out + len(held.clips)):
