@@ -112,7 +112,14 @@ def pitch_beyond(
         part = wave[first * hop_size : (first + frames) * hop_size]
         wide_T = f0(part, sampling_rate, hop_size, floor_hz=floor_hz / 2, ceiling_hz=2 * ceiling_hz)
         differ = doubtful[first:][: len(wide_T)] & (np.abs(f0_T[first:][: len(wide_T)] - wide_T) > 0.1 * wide_T)
-        beyond = wide_T[differ & ((wide_T > ceiling_hz / 1.1) | (wide_T < 1.1 * floor_hz))].tolist()
+        differ &= wide_T > 0
+        beyond_T = np.flatnonzero(differ & ((wide_T > ceiling_hz / 1.1) | (wide_T < 1.1 * floor_hz)))
+        # The wider limits may be too narrow as well.
+        beyond = [
+            float(wide_T[at]) if wide_T[at] < floor_hz * 1.1
+            else _by_harmonics(part, sampling_rate, round((at + 0.5) * hop_size), float(wide_T[at]))
+            for at in beyond_T
+        ]  # fmt: skip
         if len(beyond) < max(BEYOND_SHARE * len(wide_T), BEYOND_LEAST * sampling_rate / hop_size):
             return None
     low_hz, high_hz = np.percentile(beyond, (5, 95)).tolist()

@@ -47,6 +47,8 @@ CANCELLED_SHARE = 0.02  # Share of the sound in which channels cancel each other
 # What libsndfile notes of damage in Ogg, and of sound whose length in the header is not that in the file.
 DAMAGED_OGG = re.compile("Junk after the last page|reports a hole|Corrupted bitstream")
 CUT_WAV = re.compile(r"^ *(?:data|SSND|Data Size) *: (\d+) \(should be (\d+)\)", re.MULTILINE)
+# Heads of whole recordings; decoders do not read another one that was joined to it.
+HEADS = {"FLAC": (rb"fLaC\0\0\0\x22",), "MP3": (rb"Xing\0\0\0", rb"Info\0\0\0")}
 UNKNOWN_BYTES = 2**31 - 2**16  # From here on, a length in a header stands for one that was not known yet.
 LEAST_CUT = 0.03  # Seconds that may be missing at the end of a recording: a frame of MP3.
 JUMP = 256  # Lowest level, of 16 bits, from which sound does not fall to zero at once.
@@ -276,10 +278,13 @@ def _damage_of(file: "soundfile.SoundFile", path: Path, samples: int) -> str:
     for promised, held in CUT_WAV.findall(file.extra_info):
         if 1.001 * int(held) < int(promised) < UNKNOWN_BYTES:
             return f"it holds {held} of the {promised} bytes of sound that its header promises"
-    if not file.subtype.startswith("PCM") or not path.stat().st_size:
+    is_pcm, heads = file.subtype.startswith("PCM"), HEADS.get(file.format, ())
+    if not (is_pcm or heads) or not path.stat().st_size:
         return ""
     with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        if hole := hole_of_zeros(content, 0, len(content), 512, 4096):
+        if sum(len(re.findall(head, content)) for head in heads) > 1:
+            return f"another recording follows in it behind the {samples / file.samplerate:.2f} seconds that are read"
+        if is_pcm and (hole := hole_of_zeros(content, 0, len(content), 512, 4096)):
             # Silence begins and ends quietly.
             sides = [
                 np.frombuffer(content[at : at + 8][: (len(content) - at) // 2 * 2], "<i2")

@@ -195,10 +195,11 @@ def rate_for(bandwidth_hz: float) -> int:
 FURTHER_TRACKS = Companions(
     "further track",
     re.compile(
-        r"(.*?)[-_. (]*(?:mic[2-9]|inst|instrumentals?|accompaniment|karaoke|backing|no[-_ ]?vocals)\)?", re.IGNORECASE
+        r"(?:instrument|no_vocals)_(.+)|(.*?)[-_. (]*(?:mic[2-9]|inst|instrumentals?|accompaniment|karaoke|backing|"
+        r"no[-_ ]?vocals|drums|bass|other|mixture)\)?", re.IGNORECASE,
     ),
-    re.compile(r"(.*?)[-_. (]*(?:mic1|vocals?|vox|acapella)\)?", re.IGNORECASE),
-)
+    re.compile(r"vocals?_(.+)|(.*?)[-_. (]*(?:mic1|vocals?|vox|acapella)\)?(?:[-_ ]*\([^()]*\))*", re.IGNORECASE),
+)  # fmt: skip
 
 
 def scan_recordings(

@@ -227,7 +227,7 @@ class Companions:
     names: they match `pattern`, or are in `folders`, and there is a file whose name, of `owner`, has the same stem."""
 
     reason: str
-    pattern: re.Pattern[str]  # The first group is the stem.
+    pattern: re.Pattern[str]  # The group that took part in the match is the stem.
     owner: re.Pattern[str]
     folders: re.Pattern[str] = re.compile(r"(?!)")
 
@@ -240,12 +240,13 @@ class Companions:
             pure = PurePosixPath(path)
             at = next((one for one in pure.parents if self.folders.fullmatch(one.name)), None)
             own, other = self.pattern.fullmatch(pure.stem), self.owner.fullmatch(pure.stem)
-            stem = (own[1] if own else pure.stem).casefold()
+            stem = (own[own.lastindex or 0] if own else pure.stem).casefold()
             if own or at:
                 found.append((path, at.parent if at else pure.parent, stem))
             if other and not at:
                 for folder in pure.parents:
-                    owners.setdefault((folder, other[1].casefold()), path)
+                    owners.setdefault((folder, other[other.lastindex or 0].casefold()), path)
+                    owners.setdefault((folder, pure.name.casefold()), path)  # A mask may be called a.jpg.png.
         return {path: owner for path, at, stem in found if (owner := owners.get((at, stem), path)) != path}
 
 

@@ -33,7 +33,9 @@ def damage_of(path: Path, image: Image.Image, is_compressed: bool = True) -> str
     if content[:2] == b"\xff\xd8":
         return _damage_of_jpeg(content, image)
     end = min(len(content), 8 + int.from_bytes(content[4:8], "little")) if content[:4] == b"RIFF" else len(content)
-    if hole := hole_of_zeros(content, 0, end, *((512, 1) if is_compressed else (4096, 4096))):
+    hole = hole_of_zeros(content, 0, end, *((512, 1) if is_compressed else (4096, 4096)))
+    # Whole rows of zeros are a black area of a file whose rows are aligned.
+    if hole and (is_compressed or (hole[1] - hole[0]) % (image.width * len(image.getbands()))):
         return f"the bytes {hole[0]} to {hole[1]} of the file are zero"
     if is_compressed or image.mode not in ("L", "RGB"):
         return ""
@@ -60,6 +62,8 @@ def _black_rows(image: Image.Image, last: int) -> str:
     split_W, before_W = black_HW[height - rows - 1], black_HW[height - rows - 2]
     first = width - int(np.argmin(split_W[::-1]))
     if width - first < 4 or split_W[:first].mean() > 0.1 or before_W[first:].mean() > 0.1:
+        return ""
+    if image.mode == "RGB" and image.getcolors():  # Drawings of few colours have such steps.
         return ""
     return f"its last {rows} rows and a part of the row before them are zero"
 

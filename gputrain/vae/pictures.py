@@ -35,6 +35,7 @@ PictureFault = Literal[
     "broken", "unsupported", "tiny", "huge", "one colour", "dark", "elongated", "duplicate", "unreadable"
 ]
 FLAT = 2  # Levels between the darkest and the brightest pixel of a picture of one colour, which JPEG may add.
+HDR = {8: "linear", 16: "those of HDR (PQ)", 18: "those of HDR (HLG)"}  # Transfer functions of ITU-T H.273.
 DARK = 16  # Brightest level of a picture that is nearly black: white of 12 bits in a file of 16.
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 Crop = Callable[[int, int], Box]  # Takes width and height.
@@ -107,13 +108,13 @@ class PictureTree:
 MASKS = Companions(
     "mask",
     re.compile(
-        r"(.+?)[-_. ]+(?:mask|masklabel|cond|condlabel|conditioning|control|depth|normal|canny|hed|scribble|lineart|"
-        r"(?:open)?pose|seg|segmentation|alpha|matte|trimap)s?", re.IGNORECASE,
+        r"(.+?)[-_. ]+(?:mask(?:s?[-_. ]?\d+)?|masklabel|cond|condlabel|conditioning|control|depth|normal|canny|hed|"
+        r"scribble|lineart|(?:open)?pose|seg|segmentation|alpha|matte|trimap)s?", re.IGNORECASE,
     ),
     re.compile(r"(.+)"),
     re.compile(
-        r"(?:mask|cond|conditioning|control|controlnet|depth|canny|openpose|seg|segmentation|matte|trimap)s?"
-        r"(?:[-_ ]?(?:map|image|label)s?)?", re.IGNORECASE,
+        r"(?:mask|cond|conditioning|control|controlnet|depth|canny|openpose|seg|segmentation|matte|trimap|"
+        r"annotation|label)s?(?:[-_ ]?(?:map|image|label|class|object)s?)?", re.IGNORECASE,
     ),
 )  # fmt: skip
 
@@ -300,6 +301,8 @@ def _opened_by_pillow(path: Path, image: Image.Image, tiff: TiffLayout | None) -
 
     def decoded() -> tuple[Image.Image, Image.Transpose | None]:
         bits = _bits_of_gray_png(image)
+        if image.format == "PNG":
+            _check_light(path, image)
         image.load()
         _check_whole(path, image, tiff)
         upright = UPRIGHT.get(_orientation(image))
@@ -313,6 +316,17 @@ def _opened_by_pillow(path: Path, image: Image.Image, tiff: TiffLayout | None) -
         return image, upright
 
     return Opened(header, image.has_transparency_data, decoded)
+
+
+def _check_light(path: Path, image: Image.Image) -> None:
+    """Raises UnusablePicture for a PNG of linear or HDR levels, which as sRGB would be far too dark or too pale."""
+    with path.open("rb") as file:
+        _, found, coding = file.read(1024).partition(b"cICP")  # Pillow skips this chunk.
+    light = HDR.get(coding[1], "") if found and len(coding) > 1 else ""
+    if not light and image.info.get("gamma", 0) > 0.9 and not {"srgb", "icc_profile"} & image.info.keys():
+        light = "linear"
+    if light:
+        raise UnusablePicture(path, "unsupported", f"its levels are {light}, as its header says: convert it to sRGB")
 
 
 def _bits_of_gray_png(image: Image.Image) -> int:
@@ -334,7 +348,9 @@ def _unidentified(path: Path) -> UnusablePicture:
             return UnusablePicture(
                 path, "unsupported", f"a file of format {name}, which is not read: convert it to JPEG or PNG"
             )
-    return UnusablePicture(path, "broken", "not a picture, although its name says so")
+    is_picture = start.startswith((b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF"))
+    fault = "damaged: its header cannot be read" if is_picture else "not a picture, although its name says so"
+    return UnusablePicture(path, "broken", fault)
 
 
 def _orientation(image: Image.Image) -> int:

@@ -104,9 +104,8 @@ def prepare_sound(
     kept = {clip.path: clip.fingerprint for clip in writer.sounds}
     for path, known in kept.items():
         if prints.get(path) != known:
-            raise UserError(
-                f"{output_dir} holds another version of {path} than {input_dir}", hint="prepare into another folder"
-            )
+            fault = f"another version of {path} than" if path in prints else f"{path}, which is left out now or not in"
+            raise UserError(f"{output_dir} holds {fault} {input_dir}", hint="prepare into another folder")
     missing = [path for path in prints if path not in kept]
 
     remarks: list[tuple[str, str]] = []

@@ -174,6 +174,11 @@ ANALYSED_FRAMES = 8192  # Frames whose mel is computed at once, with a margin on
 ANALYSED_MARGIN = 128
 FEATURES = {".npz", ".npy"}
 MEL_SUFFIX, F0_SUFFIX = ".mel.npy", ".f0.npy"
+# Names of numbers beside a mel that say how it was made, and the settings that they mean.
+DECLARED = {
+    "sampling_rate": "sampling_rate", "sample_rate": "sampling_rate", "sr": "sampling_rate",
+    "hop_size": "hop_size", "hop_length": "hop_size",
+}  # fmt: skip
 
 # Factors that make a natural logarithm of amplitudes of the usual forms of a mel.
 NATURAL, DECIMAL = "a natural logarithm of amplitudes", "a decimal logarithm"
@@ -234,7 +239,7 @@ class VocoderInputReader:
         return log_mel(wave_1T, self.mel)[0, :, first - low : last - low].cpu()
 
     def _features(self, path: Path) -> VocoderInput:
-        mel, f0_F = _arrays(path)
+        mel, f0_F = _arrays(path, self.mel)
         if mel.ndim == 3 and len(mel) == 1:
             mel = mel[0]
         if mel.ndim != 2 or self.mel.num_mels not in mel.shape:
@@ -293,6 +298,8 @@ def unit_of_pitch(f0_F: Numbers, mel_MF: Numbers, mel: Mel) -> str:
     middle, high = float(np.median(pitch_V)), float(np.percentile(pitch_V, 95))
     if high < LOWEST_HZ:
         return "a flag of voiced frames" if high <= 1 else "a logarithm of the pitch"
+    if f0_F.min() == 1 and f0_F.max() < 256 and not (f0_F % 1).any():
+        return "in the bins of a coarse pitch, 1 where a frame is unvoiced"
     if middle > HIGHEST_HZ or high > HIGHEST_MIDI or middle < FLOOR_HZ:
         return "in cents" if middle > HIGHEST_HZ else "" if high > HIGHEST_MIDI else "in numbers of MIDI"
     meant_V = 440 * 2 ** ((pitch_V - 69) / 12)
@@ -306,13 +313,16 @@ def unit_of_pitch(f0_F: Numbers, mel_MF: Numbers, mel: Mel) -> str:
     return "in numbers of MIDI" if float(np.median(at_V - below_V)) > LOUDER else ""
 
 
-def _arrays(path: Path) -> tuple[Numbers, Numbers]:
-    """Reads a mel and a pitch in their stored shapes, in fp32."""
+def _arrays(path: Path, expected: Mel) -> tuple[Numbers, Numbers]:
+    """Reads a mel and a pitch in their stored shapes, in fp32. Raises UserError if the file declares another mel."""
     f0_path = path.with_name(path.name.removesuffix(MEL_SUFFIX) + F0_SUFFIX)
     try:
         if path.suffix.lower() == ".npz":
             with np.load(path, allow_pickle=False) as file:
                 mel, f0_F = file["mel"], file["f0"]
+                for name in sorted(DECLARED.keys() & set(file.files)):
+                    if file[name].size == 1 and file[name].item() != (own := getattr(expected, DECLARED[name])):
+                        raise UserError(f"{path}: its {name} is {file[name].item()}, that of the model {own}")
         elif not path.name.endswith(MEL_SUFFIX):
             raise UserError(f"{path}: mel or pitch?", hint="name them NAME.mel.npy and NAME.f0.npy, or use a .npz")
         else:

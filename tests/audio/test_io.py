@@ -267,6 +267,9 @@ def test_damage_that_libsndfile_passes_over_is_named(tmp_path: Path) -> None:
         first = len(content) // 4 // 512 * 512
         return content[:first] + bytes(512) + content[first + 512 :]
 
+    def twice(content: bytes) -> bytes:
+        return content + content
+
     def flip(content: bytes) -> bytes:
         middle = len(content) // 2
         return content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :]
@@ -276,6 +279,7 @@ def test_damage_that_libsndfile_passes_over_is_named(tmp_path: Path) -> None:
         *(("a.aiff", change, said) for change, said in ((half, "damaged: it holds"), (bytes, ""))),
         *(("a.ogg", change, "damaged") for change in (half, hole, flip)),
         ("a.mp3", half, "it holds"),
+        *((name, twice, "another recording follows in it behind the 7.50 seconds") for name in ("a.mp3", "a.flac")),
         *(("a.flac", change, "cannot be decoded") for change in (half, hole, flip)),
         *((name, bytes, "") for name in ("a.ogg", "a.mp3", "a.flac")),
     )

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
 
+from gputrain.vae.damage import damage_of
 from gputrain.vae.pictures import UnusablePicture, read_picture
 from tests.tables import check_rows, each_row
 
@@ -83,6 +84,47 @@ def test_flat_areas_are_no_damage(tmp_path: Path, colour: str) -> None:
         ):  # fmt: skip
             (tmp_path / "a").write_bytes(file_of(format, picture, **how))  # type: ignore[arg-type]
             read_picture(tmp_path / "a")
+
+
+def test_black_areas_of_drawings_and_aligned_files_are_no_damage(tmp_path: Path) -> None:
+    levels = np.random.default_rng(0).integers(0, 4, (48, 48, 1)) * np.array([20, 30, 40]) + 60
+    levels[38:], levels[37, 20:] = 0, 0  # A step in the ground.
+    (tmp_path / "a").write_bytes(file_of("TIFF", Image.fromarray(levels.astype(np.uint8))))
+    read_picture(tmp_path / "a")
+    boxed = photograph(512, 256).convert("L")
+    boxed.paste(0, (0, 0, 512, 32))
+    boxed.paste(0, (0, 224, 512, 256))
+    (tmp_path / "b").write_bytes(b"x" * 4096 + boxed.tobytes())
+    assert not damage_of(tmp_path / "b", boxed, is_compressed=False)
+
+
+def test_a_png_of_other_light_is_refused(tmp_path: Path) -> None:
+    rows = (
+        ((b"gAMA", 100_000), "unsupported: its levels are linear"),
+        ((b"cICP", 0x09100001), r"unsupported: its levels are those of HDR \(PQ\)"),
+        ((b"gAMA", 45_455), ""),
+        ((b"cICP", 0x010D0001), ""),
+    )
+
+    def check(chunk: tuple[bytes, int], said: str) -> None:
+        info = PngInfo()
+        info.add(chunk[0], chunk[1].to_bytes(4, "big"))
+        (tmp_path / "a.png").write_bytes(file_of("PNG", photograph(64, 48), pnginfo=info))
+        if not said:
+            read_picture(tmp_path / "a.png")
+            return
+        with pytest.raises(UnusablePicture, match=said):
+            read_picture(tmp_path / "a.png")
+
+    check_rows(rows, check)
+
+
+def test_a_damaged_header_is_no_other_file(tmp_path: Path) -> None:
+    info = PngInfo()
+    info.add_text("parameters", "a cat")
+    (tmp_path / "a.png").write_bytes(file_of("PNG", photograph(64, 48), pnginfo=info).replace(b"a cat", b"a car"))
+    with pytest.raises(UnusablePicture, match="broken: damaged: its header cannot be read"):
+        read_picture(tmp_path / "a.png")
 
 
 def test_a_png_may_hold_a_long_text(tmp_path: Path) -> None:

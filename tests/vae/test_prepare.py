@@ -582,6 +582,11 @@ def test_masks_and_excluded_pictures_are_left_out_and_named(tmp_path):
         "sub/7_depth.png",
         "conditioning/7.png",
         "Mask/0_mask.png",
+        "0_mask_1.png",
+        "0_mask02.png",
+        "masks/1.jpg.png",
+        "SegmentationClass/1.png",
+        "annotations/1.png",
     )
     folder = fill(tmp_path / "in", *pictures, *masks)
     report = prepare_images(folder, tmp_path / "all", VaePrepareConfig(target_size=32))
@@ -597,7 +602,7 @@ def test_masks_and_excluded_pictures_are_left_out_and_named(tmp_path):
     assert report.made == 4  # The picture of conditioning/7.png is excluded.
     assert len([*open_pictures(folder, exclude=exclude).train, *open_pictures(folder, exclude=exclude).held_out]) == 4
     assert validate_images(folder, exclude=exclude).pictures == 4
-    assert validate_images(folder / "masks").pictures == 1
+    assert validate_images(folder / "masks").pictures == 2
     for read in (validate_images, open_pictures):
         with pytest.raises(UserError, match=r"in: no file matches --exclude \*\.gif"):
             read(folder, exclude=("*.gif",))

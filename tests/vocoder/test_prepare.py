@@ -222,6 +222,13 @@ def test_further_tracks_of_a_recording_are_left_out_and_named(tmp_path):
         "p1_mic2",
         "d/vocals",
         "d/karaoke",
+        "e/vocals",
+        "e/drums",
+        "e/mixture",
+        "vocal_f.wav_10",
+        "instrument_f.wav_10",
+        "g_(Vocals)_(No Reverb)",
+        "g_(Instrumental)",
     )
     for number, name in enumerate(names):
         path = tmp_path / "in" / f"{name}.wav"
@@ -232,10 +239,16 @@ def test_further_tracks_of_a_recording_are_left_out_and_named(tmp_path):
         "a_inst.wav": ("further track", "belongs to a_vocals.wav"),
         "b (Instrumental).wav": ("further track", "belongs to b (Vocal).wav"),
         "d/karaoke.wav": ("further track", "belongs to d/vocals.wav"),
+        "e/drums.wav": ("further track", "belongs to e/vocals.wav"),
+        "e/mixture.wav": ("further track", "belongs to e/vocals.wav"),
+        "g_(Instrumental).wav": ("further track", "belongs to g_(Vocals)_(No Reverb).wav"),
+        "instrument_f.wav_10.wav": ("further track", "belongs to vocal_f.wav_10.wav"),
         "p1_mic2.wav": ("further track", "belongs to p1_mic1.wav"),
     }
     assert len(scan_recordings(tmp_path / "in").paths) == len(names)  # To be transcribed, say.
     report = prepare_sound(tmp_path / "in", tmp_path / "out", RECIPE, exclude=("d",))
-    assert (report.made, report.ignored) == (4, {"excluded by d": ["d/karaoke.wav", "d/vocals.wav"]})
+    assert (report.made, report.ignored) == (7, {"excluded by d": ["d/karaoke.wav", "d/vocals.wav"]})
+    with pytest.raises(UserError, match=r"out holds c_inst\.wav, which is left out now or not in"):
+        prepare_sound(tmp_path / "in", tmp_path / "out", RECIPE, exclude=("c_*",))
     with pytest.raises(UserError, match="exclude does nothing with prepared data"):
         validate_sounds(tmp_path / "out", exclude=("d",))

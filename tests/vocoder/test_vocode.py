@@ -239,6 +239,8 @@ def spoiled(array: Tensor, value: float) -> np.ndarray[Any, Any]:
     ({"f0": np.zeros((3, 10))}, r"f0 of shape \(3, 10\), expected \(frames,\)"),
     ({"mel": np.zeros((30, 80))}, r"a mel of shape \(30, 80\), expected \(frames, 128\)"),
     ({"mel": np.zeros((0, 128)), "f0": np.zeros(0)}, "a mel of 0 frames and an f0 of 0"),
+    ({"sr": 24000}, "its sr is 24000, that of the model 44100"),
+    ({"hop_length": 256, "sr": 44100}, "its hop_length is 256, that of the model 512"),
     ({"f0": None}, "does not hold both mel and f0"),
     ({"f0": np.array(["a"] * 30)}, "holds values that are not numbers"),
     ({"f0": np.array([None] * 30)}, "damaged, or no arrays of numbers"),
@@ -272,6 +274,7 @@ def test_mels_and_pitches_in_other_units_are_told(tmp_path: Path) -> None:
         (mel_MF, np.log(f0_F), "likely a logarithm of the pitch"),
         (mel_MF, np.ones_like(f0_F), "likely a flag of voiced frames"),
         (mel_MF, 5700 + 0 * f0_F, "likely in cents"),
+        (mel_MF, np.where(np.arange(len(f0_F)) < 60, 115.0, 1.0), "likely in the bins of a coarse pitch"),
     )
 
     def check(mel: np.ndarray[Any, Any], pitch: np.ndarray[Any, Any], said: str) -> None:
