@@ -17,7 +17,17 @@ import numpy as np
 
 from gputrain.audio import prepare as audio_prepare
 from gputrain.audio.config import Sound
-from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, default_method, f0, pitch_beyond, require_tracker, voiced
+from gputrain.audio.f0 import (
+    CEILING_HZ,
+    FLOOR_HZ,
+    LIMITS_HZ,
+    default_method,
+    f0,
+    pitch_beyond,
+    require_tracker,
+    trackable_range,
+    voiced,
+)
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.prepare import FURTHER_TRACKS, SoundPrepareReport
 from gputrain.audio.store import WAVES, Pitch, Wave, check_format
@@ -280,7 +290,8 @@ def _in_store(folder: Path, num_workers: int, progress: Progress) -> Found:
     jobs = [VocoderStore(folder, store.format, [clip]) for clip in store.clips]  # Each is sent to a worker process.
     found: list[RecordingStats] = []
     run_jobs(examine_clip, jobs, num_workers, found.append, progress)
-    return found, read_quarantine(folder), {}, (store.format.f0_min, store.format.f0_max)
+    limits = trackable_range(store.format.f0_method, store.format.f0_min, store.format.f0_max)
+    return found, read_quarantine(folder), {}, limits
 
 
 def examine(job: tuple[Path, str]) -> RecordingStats | RefusedItem:
@@ -409,6 +420,9 @@ def _about_pitch(beyond: dict[str, tuple[float, float]], limits: tuple[float, fl
     more = f" and {len(beyond) - 3} more" if len(beyond) > 3 else ""
     wider = [f" --f0-min {low / 1.2:.0f}"] if low < 1.1 * limits[0] else []
     wider += [f" --f0-max {high * 1.2:.0f}"] if high > 0.9 * limits[1] else []
+    lowest_hz, highest_hz = LIMITS_HZ["swift-f0"]
+    if low < lowest_hz == limits[0] or high > highest_hz == limits[1]:  # Its network has no other pitches.
+        wider.append(f" --f0-method {default_method()}")
     have = counted(len(beyond), "recording has", "recordings have")
     return (
         f"{have} a pitch outside of {limits[0]:g} to {limits[1]:g} Hz, for which another one or none is stored: "

@@ -8,8 +8,9 @@ import pytest
 import soundfile
 import soxr
 
+from gputrain.audio.f0 import trackable_range
 from gputrain.errors import UserError
-from gputrain.vocoder.prepare import VocoderPrepareConfig, prepare_sound, validate_sounds
+from gputrain.vocoder.prepare import VocoderPrepareConfig, _about_pitch, prepare_sound, validate_sounds
 from gputrain.vocoder.store import VocoderStore
 from tests.vocoder.test_prepare import tone
 
@@ -140,6 +141,14 @@ def test_recordings_with_a_pitch_outside_of_the_limits_are_named(tmp_path):
     assert not [line for line in validate_sounds(tmp_path / "wide").findings if "pitch" in line]
     for clip, _, pitch_F in VocoderStore.open(tmp_path / "wide"):
         assert np.median(pitch_F) == pytest.approx(float(clip.path.removesuffix(".wav")), rel=0.01)
+
+
+def test_another_tracker_is_advised_where_that_of_a_store_cannot_find_the_pitch():
+    """swift-f0 finds no pitch below 46.9 Hz, whatever --f0-min is."""
+    said = _about_pitch({"a.wav": (31.0, 33.0)}, trackable_range("swift-f0", 40, 1100))
+    assert "46.875 to 1100 Hz" in said
+    assert "--f0-min 26 --f0-method " in said
+    assert "--f0-method" not in _about_pitch({"a.wav": (31.0, 33.0)}, trackable_range("pyworld", 40, 1100))
 
 
 def test_the_advice_on_silence_is_gone_after_it_was_followed(tmp_path):
