@@ -110,11 +110,14 @@ def prepare_sound(
     tree = audio_prepare.scan_recordings(input_dir, exclude, FURTHER_TRACKS)
     refused = list(tree.refused)
     prints = audio_prepare.fingerprints(input_dir, tree.paths, refused)
+    was_finished = (output_dir / MANIFEST).is_file()
     writer = VocoderStoreWriter(output_dir, recipe.format)
     kept = {clip.path: clip.fingerprint for clip in writer.sounds}
     for path, known in kept.items():
         if prints.get(path) != known:
             fault = f"another version of {path} than" if path in prints else f"{path}, which is left out now or not in"
+            if was_finished:  # The refusal leaves a store that can be trained on.
+                writer.finish()
             raise UserError(f"{output_dir} holds {fault} {input_dir}", hint="prepare into another folder")
     missing = [path for path in prints if path not in kept]
 

@@ -114,6 +114,7 @@ def test_more_recordings_are_added_and_changed_ones_noticed(recordings, tmp_path
     soundfile.write(folder / "a.wav", tone(0.4, 16000), 16000)
     with pytest.raises(UserError, match=r"holds another version of a\.wav"):
         prepare_sound(folder, tmp_path / "out", RECIPE)
+    assert len(VocoderStore.open(tmp_path / "out").clips) == 2  # The refusal leaves the store as it was.
 
 
 def test_sound_that_is_odd_and_kept(tmp_path):
