@@ -1,6 +1,7 @@
 """Selects the clips that a voice or a recogniser is trained on, with a reason for each other one."""
 
 import math
+import re
 import statistics
 import unicodedata
 from collections import Counter
@@ -30,6 +31,8 @@ FEW_CLIPS = 20  # too few clips to estimate the spread of speaking rates
 USUAL_RATES = 1.6  # ratio of speaking rates that is always accepted
 END_SECONDS = 1.0  # silence at the ends of a clip that does not count as slow speech
 BEYOND_SECONDS = 0.5  # accepted end of a subtitle after that of its recording
+
+ONE_WRITING = {"Cjk", "Hiragana", "Katakana"}  # Japanese has all of them.
 
 Reader: TypeAlias = Frontend | Vocabulary
 
@@ -129,8 +132,28 @@ def text_notes(reader: Reader, utterances: Sequence[Utterance]) -> list[str]:
     if isinstance(reader, Frontend) and reader.espeak_voice:
         texts = [utterance.text for utterance in utterances]
         others = reader.piper_differences(texts[:: len(texts) // MOST_COMPARED + 1])
-        notes.append(f"stock Piper reads otherwise than these data {others}" if others else "")
+        notes += [f"stock Piper reads otherwise than these data {others}" if others else "", spelled(reader, texts)]
+    elif isinstance(reader, Frontend) and "ı" in reader.symbols and reader.orthography == CHARACTERS.name:
+        capital = next((text for utterance in utterances if "I" in (text := utterance.text)), "")
+        said = f"I is read as i, as in {shortened(capital)!r}: --number-words tr (or az) reads it as ı"
+        notes.append(said if capital else "")
     return [note for note in notes if note]
+
+
+def spelled(reader: Frontend, texts: Iterable[str]) -> str:
+    """Returns a warning about scripts, also IPA's, whose letters the espeak voice says by their names, by one word of
+    each: it has a stress for each letter, or many phonemes. Signs for syllables or words have many in any case."""
+    words, text = dict[str, str](), " ".join(texts)
+    scripts = {char: "IPA" if "ɐ" <= char < "ʰ" else script_of(char) for char in set(text)}
+    for word in re.findall(r"[^\W\d_]{4,}", text):
+        kinds = {scripts[char] for char in word if not word.isupper()}
+        words |= dict.fromkeys({"IPA"} & kinds or kinds, word)
+    said = {script: reader.normalize(word) for script, word in words.items() if script not in ("", *ONE_WRITING)}
+    odd = [
+        f"{script} ({words[script]!r} is {shortened(one)!r})" for script, one in said.items()
+        if len(one.replace(" ", "")) > 5 * len(words[script]) or one.count("ˈ") >= len(words[script]) - 1
+    ]  # fmt: skip
+    return f"the espeak voice {reader.espeak_voice} says the names of letters: {', '.join(odd)}" if odd else ""
 
 
 def removed_signs(reader: Reader, utterances: Iterable[Utterance]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
-from gputrain.speech.clip_filter import END_SECONDS, FEW_CLIPS, odd_rates
+from gputrain.speech.clip_filter import END_SECONDS, FEW_CLIPS, ONE_WRITING, odd_rates
 from gputrain.speech.store import SpeechClip
 from gputrain.speech.text.frontend import shortened
 from gputrain.speech.text.lookalikes import lookalikes
@@ -21,7 +21,6 @@ ODD_RATE = 3.0  # deviations from the median rate that are reported
 ODD_RATIO = 1.4  # ratio of speaking rates that is never reported
 REPEATED = 3  # minimum number of clips with the same text that is reported
 SHORT = 60  # maximum number of characters of an excerpt
-ONE_WRITING = {"Cjk", "Hiragana", "Katakana"}  # Japanese has all of them.
 # Remarks about a sound, and what programs write for a missing text.
 ANNOTATION = re.compile(r"\[[^\[\]]+\]|<[^<>]+>|\{[^{}]+\}|\*[^*]+\*|\(\([^()]*\)\)|♪|^(?:nan|NaN|None|null|NULL|N/A)$")
 
@@ -66,7 +65,9 @@ def vocabulary_findings(clips: Sequence[SpeechClip], vocabulary: Vocabulary) -> 
         parts = [f"{' '.join(foreign[name][:MOST_NAMED])} ({name})" for name, _ in others]
         yield f"letters of other scripts than {main}, which may only look alike: {', '.join(parts)}"
     # Those of other scripts are named already.
-    yield from lookalike_findings({symbol: count for symbol, count in counts.items() if count}, within_script=True)
+    yield from lookalike_findings(
+        {symbol: count for symbol, count in counts.items() if count and symbol not in APOSTROPHES}, within_script=True
+    )
     marks = [mark for mark in APOSTROPHES if mark in counts]
     # The standard Uzbek alphabet has two: ʻ is a part of letters, ʼ stands between them.
     if len(marks) > 1 and {*marks} != {"ʻ", "ʼ"}:

@@ -21,7 +21,7 @@ from gputrain.speech.text.lookalikes import unified_letters, unify_letters
 from gputrain.speech.text.piper import phonemizer_version, piper_phonemes
 from gputrain.speech.text.raw import RawRules, without_tags
 from gputrain.speech.text.russian import RUSSIAN
-from gputrain.speech.text.unicode_cleanup import APOSTROPHES, PUNCTUATION, is_removed
+from gputrain.speech.text.unicode_cleanup import APOSTROPHES, PUNCTUATION, is_removed, visible
 from gputrain.speech.text.uzbek import UZBEK
 from gputrain.stored import unreadable
 
@@ -189,7 +189,11 @@ class Frontend:
         if self.espeak_voice:
             return ids
         language = LANGUAGES[self.language]
-        readings = {char.upper(): char for char in self._known} | dict(language.readings)
+        capitals = {char.upper(): char for char in self._known} | {"ẞ": "ß"}
+        lower = {char: unify_letters(char, self.orthography).lower() for char in capitals}
+        readings = {char: one if self.unknown(lower[char]) else lower[char] for char, one in capitals.items()}
+        readings |= language.readings
+        readings |= {char: visible(char) for char in "µﬀﬁﬂﬃﬄ"}
         readings |= unified_letters(self.orthography)
         for char, reading in readings.items():
             spelled = respelled(reading, self.alphabet, language.alphabet)
@@ -242,7 +246,9 @@ class Frontend:
     def _known(self) -> dict[str, int]:
         """Ids of all code points of normalised text."""
         own = {symbol: number for number, symbol in enumerate(self.symbols) if symbol not in RESERVED}
-        same = LANGUAGES[self.language].same
+        same = dict(LANGUAGES[self.language].same)
+        if self.language == CHARACTERS.name and not self.espeak_voice:  # Other apostrophes are the first of the voice.
+            same |= dict.fromkeys({*APOSTROPHES} - own.keys(), next((mark for mark in APOSTROPHES if mark in own), ""))
         return own | {char: own[symbol] for char, symbol in same.items() if symbol in own}
 
     def _ids_of(self, normalized: str) -> list[int]:
@@ -278,7 +284,9 @@ def frontend(
         letters = IPA_SYMBOLS
     elif not letters:
         reading = Frontend(language, RESERVED, raw=raw)
-        letters = "".join({char for text in texts for char in reading.normalize(text)})
+        found = {char for text in texts for char in reading.normalize(text)}
+        marks = [mark for mark in APOSTROPHES if mark in found and unicodedata.category(mark) != "Lm"]
+        letters = "".join(found.difference(marks[1:]))  # All but those that are letters share a symbol.
     points = {rules.same.get(char, char) for char in unicodedata.normalize("NFD", letters)}
     symbols = (*RESERVED, *PUNCTUATION, *sorted(points - set(PUNCTUATION)))
     return Frontend(language, symbols, table, espeak_voice, raw, phonemizer_version() if espeak_voice else "")

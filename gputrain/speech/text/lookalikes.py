@@ -21,6 +21,7 @@ _UNIFIED: dict[str, dict[int, int]] = {
     "ur": _PERSIAN,
     "ar": _ARABIC,
 }
+DOTLESS = {"tr", "az", "crh", "tt-latn"}  # The capital of the dotless ı is I in these languages.
 # Latin letters within Cyrillic words: those of all alphabets, and those of some.
 _LATIN, _CYRILLIC = "aceopxyABCEHKMOPTX", "асеорхуАВСЕНКМОРТХ"
 _SOME: dict[str, tuple[str, str]] = {
@@ -37,7 +38,7 @@ _ALIKE = (
     "aа", "aα", "ɑα", "bв", "cс", "eе", "hн", "hһ", "iі", "iι", "ıι", "jј", "kк", "kκ", "mм", "oо", "oο", "oօ", "pр",
     "pρ", "qԛ", "sѕ", "tт", "tτ", "uυ", "vν", "wԝ", "xх", "yу", "yγ", "əә", "əǝ", "әǝ", "ɵө", "gɡ", "lӏ", "ɛε", "ßβ",
     "şș", "ţț", "ģǵ", "ïї", "ëё", "äӓ", "öӧ", "ÿӱ", "ăӑ", "ңӊ", "қӄ", "یي", "یى", "کك", "ہه", "ۃة", "۴٤", "۵٥", "۶٦",
-    "\u0326\u0327",
+    "\u0326\u0327", "'ʼ", "’ʼ", "ʻʼ",
 )  # fmt: skip
 
 
@@ -50,10 +51,13 @@ def unified_letters(language: str) -> dict[str, str]:
 
 def unify_letters(text: str, language: str) -> str:
     """Returns a text whose letters are those of the orthography of a language, given by its code; tatweels are removed
-    in all. Latin letters become Cyrillic in words that have Cyrillic ones, if all of them have such a twin."""
+    in all. Latin letters become Cyrillic in words that have Cyrillic ones, if all of them have such a twin. Turkish
+    I and İ become lower case."""
+    code = language.partition("-")[0].lower()
+    if code in DOTLESS or language.lower() in DOTLESS:
+        text = unicodedata.normalize("NFC", text).replace("İ", "i").replace("I", "ı")
     if text.isascii():
         return text
-    code = language.partition("-")[0].lower()
     text = text.replace(TATWEEL, "")
     if code in _UNIFIED:
         return text.translate(_UNIFIED[code])
@@ -72,7 +76,8 @@ def unify_letters(text: str, language: str) -> str:
 def lookalikes(symbols: Iterable[str]) -> list[tuple[str, str]]:
     """Returns the pairs of symbols that look alike."""
     known = {*symbols}
-    return [(pair[0], pair[1]) for pair in _ALIKE if known.issuperset(pair)]
+    widths = ((unicodedata.normalize("NFKC", char), char) for char in sorted(known) if "！" <= char <= "ￜ")
+    return [(pair[0], pair[1]) for pair in (*_ALIKE, *widths) if known.issuperset(pair)]
 
 
 def named_with_twins(chars: Iterable[str], symbols: Iterable[str]) -> str:

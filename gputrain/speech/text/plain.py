@@ -12,7 +12,6 @@ from gputrain.speech.text.unicode_cleanup import APOSTROPHES, IPA_SIGNS, JOINERS
 UNDETERMINED = "und"  # The code of ISO 639-2 for a language that is not known.
 HYPHENS = "-‐‑－"
 _REGION = re.compile(r"(?P<language>[a-z]{2,3})-([a-z]{2}|[0-9]{3})", re.IGNORECASE)
-_DOTLESS = {"tr", "az", "crh", "tt-latn"}  # The capital of the dotless ı is I in these languages.
 _VARIATION = re.compile("[\ufe00-\ufe0f\U000e0100-\U000e01ef]")  # Variants of characters, such as coloured emoji.
 # Apostrophes that are letters of some alphabets, such as ʻ, stay as they are; all others become the first one.
 _APOSTROPHES = frozenset(mark for mark in APOSTROPHES if unicodedata.category(mark) != "Lm")
@@ -40,18 +39,14 @@ def plain_words(text: str, language: str, raw: RawRules | None = None) -> str:
     """
     rules = rules_of(language)
     text = unify_letters((raw or RawRules())(text, LANGUAGES[rules or CHARACTERS.name]), language)
-    text = LANGUAGES[rules].normalize(text) if rules else _lowered(visible(text), language)
+    text = (
+        LANGUAGES[rules].normalize(text) if rules else visible(text).replace("İ", "i").lower()
+    )  # Python would add a combining dot to this i.
     if rules in _WITHOUT_HYPHENS:
         text = text.replace("-", " ")
     text = _EMPHASIS.sub("", _VARIATION.sub("", text))
     kept = "".join(_kept(text, place) for place in range(len(text)))
     return tidy_joiners(unicodedata.normalize("NFC", " ".join(kept.split())))
-
-
-def _lowered(text: str, language: str) -> str:
-    if language.lower() in _DOTLESS or language.lower().partition("-")[0] in _DOTLESS:
-        text = text.replace("I", "ı")
-    return text.replace("İ", "i").lower()  # Python would add a combining dot to this i.
 
 
 def _kept(text: str, place: int) -> str:

@@ -17,6 +17,9 @@ _PAUSE = re.compile(r"[ !,\-.:;?]+")
 _CONTROLS = re.compile("[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f]")  # Without those that are spaces.
 TATWEEL = "ـ"  # It lengthens the line in Arabic script, and is part of no word.
 _ZERO_WIDTH_SPACE = "\u200b"
+# Ligatures, and Arabic and Hebrew letters by their shape, of PDF files: other code points of letters, unlike the raised
+# letters of IPA. The micro sign is a Greek letter.
+_SHAPES = re.compile("[µ\ufb00-\ufdff\ufe70-\ufefc]")
 JOINERS = "\u200c\u200d"  # Zero-width non-joiner and joiner, parts of the spelling in Persian, Sinhala, Hindi ...
 _JOINERS = re.compile(f"[{JOINERS}]+")
 # The rhotic hook, tone letters, up- and downstep, and rise and fall: symbols of IPA that Unicode takes for signs.
@@ -30,6 +33,7 @@ def visible(text: str) -> str:
     if not text.isascii():
         spaced = text.replace(_ZERO_WIDTH_SPACE, " ")
         text = "".join(char for char in spaced if char in JOINERS or unicodedata.category(char) != "Cf")
+        text = _SHAPES.sub(lambda found: unicodedata.normalize("NFKC", found[0]), text)
     return unicodedata.normalize("NFC", " ".join(text.split()))
 
 

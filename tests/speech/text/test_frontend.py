@@ -214,6 +214,34 @@ def test_letters_that_an_orthography_takes_for_one():
     assert romanian.ids(romanian.normalize("şi")) == romanian.ids("și") == pipers_ids(romanian, "şi")
     assert frontend("characters", texts=["كتاب"]).lost("كتـــاب ★") == {"★"}
     assert frontend("characters", texts=["ma˥ ma˦ a˞ ↗"]).normalize("Ma˦ a˞") == "ma˦ a˞"
+    turkish = frontend("characters", texts=["Işık İzmir"], raw=RawRules(number_words="tr"))
+    assert turkish.normalize("IŞIK İzmir I\u0307ZM\u0130R") == "ışık izmir izmir"
+    assert turkish.piper_differences(["IRAK", "ŞIK"]) == ""
+    assert "İzmir" in turkish.piper_differences(["İzmir"])
+
+
+def test_letters_by_their_shape_are_letters():
+    """Ligatures of PDF files, and Arabic letters by their place in a word."""
+    reader = frontend("characters", texts=["Oﬃzier µ ﻻ ﻣﺮﺣﺒﺎ tʰ"])
+    assert reader.normalize("Oﬃzier µ ﻻ ﻣﺮﺣﺒﺎ tʰ") == "offizier μ لا مرحبا tʰ"
+    assert reader.piper_differences(["oﬃzier"]) == ""
+
+
+def test_apostrophes_of_a_voice_by_characters_share_a_symbol():
+    reader = frontend("characters", texts=["l'eau l’eau"])
+    assert "’" not in reader.symbols
+    assert reader.lost("l’eau l‘eau") == set()
+    assert reader.ids(reader.normalize("L’eau")) == reader.ids("l'eau") == pipers_ids(reader, "L’eau")
+    okina = frontend("characters", texts=["Hawaiʻi 'ae'"])
+    assert len(set(okina.ids("'ʻ"))) == 2 + 3
+
+
+def test_piper_reads_capitals_as_the_voice():
+    for text, capitals in (("straße", "STRAẞE"), ("σας", "ΣΑΣ"), ("ışık iz", "IZ")):
+        reader = frontend("characters", texts=[text])
+        assert reader.unknown(reader.normalize(capitals)) == []
+        expected = {"ΣΑΣ": "σασ"}.get(capitals, reader.normalize(capitals))
+        assert pipers_ids(reader, capitals) == reader.ids(expected)
 
 
 @each_row(
