@@ -7,6 +7,7 @@ Shape suffixes: B items, S symbols, T samples, 1 a dimension.
 
 import json
 import math
+import os
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
@@ -34,7 +35,7 @@ from gputrain.errors import UserError, import_package, is_installed
 from gputrain.kinds import Exported
 from gputrain.speech.store import EARLIER_PHONEMES
 from gputrain.speech.text.frontend import BOS_ID, EOS_ID, PAD_ID, RESERVED, Frontend
-from gputrain.speech.text.language import CHARACTERS
+from gputrain.speech.text.language import CODE
 from gputrain.speech.text.piper import phonemizer_version
 from gputrain.tts.export_layers import faster_in_onnxruntime
 from gputrain.tts.load import LoadedVoice
@@ -104,9 +105,11 @@ def export_piper(
         settings.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         if sherpa:
             add_tokens(aside, config, loaded.frontend)
+            check_tokens(aside, folder)
         files = [folder / path.name for path in sorted(aside.iterdir())]
+        replaced = [f"Replaced the earlier {graph.name}"] * (folder / graph.name).exists()
     told = sherpa_notes(folder, name, loaded.frontend) if sherpa else notes(loaded, str(folder / name), speaker)
-    told += differences(loaded)
+    told += replaced + differences(loaded)
     if locale.family == UNNAMED:
         told.append("Piper's servers offer no voice without a language: export with --language-code, such as kk_KZ")
     return exported(files, loaded.source, "sample", difference, told)
@@ -138,9 +141,9 @@ def locale_of(loaded: LoadedVoice, language_code: str) -> Locale:
             f"language_code is {language_code!r}", hint="give language and country in ISO's codes, such as kk_KZ"
         )
     known = language_code.replace("_", "-") or loaded.frontend.espeak_voice or loaded.frontend.orthography
-    if known == CHARACTERS.name:
+    code, *parts = known.partition("+")[0].rpartition("/")[2].split("-")  # espeak-ng's roa/fr-be+f3 is fr-be.
+    if not CODE.fullmatch(code):  # characters, or a voice by its name, such as German
         return Locale(UNNAMED, "", "", "", "")
-    code, *parts = known.split("-")
     family = OTHER_CODES.get(code.lower(), code.lower())
     own = Locale(family, *read_table("gputrain.tts", "locales.yaml").get(family, ("", family, family, "")))
     region = next((part.upper() for part in parts if len(part) == 2), own.region)
@@ -209,7 +212,7 @@ def notes(loaded: LoadedVoice, name: str, default_speaker_id: int = 0) -> list[s
 
 
 # A sentence that is compared, with a number where a language has rules for it.
-SENTENCES = {"en": "It costs 25 pounds.", "ru": "Это стоит 25 рублей.", "uz": "Bu 25 soʻm turadi."}
+SENTENCES = {"en": "It costs 25 pounds.", "ru": "Это стоит 25 рублей.", "uz": "Bu 25 soʻm turadi.", "tr": "İzmir 25"}
 
 
 def differences(loaded: LoadedVoice) -> list[str]:
@@ -223,7 +226,7 @@ def differences(loaded: LoadedVoice) -> list[str]:
         told = [f"Stock Piper reads otherwise than the voice: {EARLIER_PHONEMES}"]
     elif reading.espeak_voice and reading.phonemizer != phonemizer_version():
         told = [f"The data were phonemised by {reading.phonemizer}, and compared is {phonemizer_version()}"]
-    own = SENTENCES.get(reading.language, "25" if reading.raw.number_words else "")
+    own = SENTENCES.get(reading.orthography, "25" if reading.raw.number_words else "")
     texts = [*loaded.settings.data.test_sentences, *[own] * bool(own), *list(reading.raw.lexicon)[:3]]
     found = reading.piper_differences(texts)
     return [*told, *([f"Stock Piper reads otherwise than the voice {found}"] if found else [])]
@@ -263,6 +266,13 @@ def add_tokens(folder: Path, config: Mapping[str, Any], reading: Frontend) -> No
         peak = max(map(abs, made.samples), default=0.0)
         if made.sample_rate != config["audio"]["sample_rate"] or not 0 < peak < math.inf:
             raise RuntimeError(f"{graph.name}: sherpa-onnx makes no sound of it for speaker {asked.sid}")
+
+
+def check_tokens(made: Path, folder: Path) -> None:
+    """Raises UserError if a new tokens.txt would replace a different one that other voices in the folder need."""
+    tokens, others = folder / "tokens.txt", {path.name for path in folder.glob("*.onnx")} - {*os.listdir(made)}
+    if others and tokens.is_file() and tokens.read_bytes() != (made / tokens.name).read_bytes():
+        raise UserError(f"{tokens} has other symbols, of {min(others)}", hint="export to a folder of its own")
 
 
 def sherpa_notes(folder: Path, name: str, reading: Frontend) -> list[str]:

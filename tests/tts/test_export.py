@@ -20,6 +20,7 @@ from gputrain.speech.text.raw import RawRules
 from gputrain.tts.architecture import VoicePreset
 from gputrain.tts.export import (
     CLEAR,
+    check_tokens,
     comparison_text,
     differences,
     export_piper,
@@ -348,7 +349,8 @@ def test_locales() -> None:
         locale_of(other, "kazakh")
     assert locale_of(other, "qq_AB") == ("qq", "AB", "qq", "qq", "AB")
     voices = {
-        "pt-br": "pt_BR", "cmn": "zh_CN", "en-gb-x-rp": "en_GB", "kk": "kk_KZ", "nb": "no_NO", "es-419": "es_ES"
+        "pt-br": "pt_BR", "cmn": "zh_CN", "en-gb-x-rp": "en_GB", "kk": "kk_KZ", "nb": "no_NO", "es-419": "es_ES",
+        "de+f3": "de_DE", "roa/pt-br": "pt_BR", "German": "und_",
     }  # fmt: skip
     spoken = {voice: replace(other, frontend=replace(other.frontend, espeak_voice=voice)) for voice in voices}
     found = {voice: locale_of(loaded, "")[:2] for voice, loaded in spoken.items()}
@@ -382,6 +384,17 @@ def test_export_tells_what_piper_reads_otherwise() -> None:
     (note,) = differences(narrow("fast", old))
     assert "an earlier version of gputrain made its phonemes" in note
     assert differences(narrow("fast", plain)) == []
+
+
+def test_tokens_of_another_voice_are_not_replaced(tmp_path: Path) -> None:
+    for folder, tokens in (("made", "a 1"), ("out", "b 1")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "tokens.txt").write_text(tokens)
+    (tmp_path / "made/mine.onnx").touch()
+    check_tokens(tmp_path / "made", tmp_path / "out")
+    (tmp_path / "out/other.onnx").touch()
+    with pytest.raises(UserError, match=r"tokens\.txt has other symbols, of other\.onnx"):
+        check_tokens(tmp_path / "made", tmp_path / "out")
 
 
 def test_notes_tell_how_to_feed_numbers() -> None:
