@@ -32,12 +32,20 @@ def _names_of(folder: Path, tracker: TrackerName, first_step: int, repeats_steps
     instead, and that of the one before. Trackers take no steps back, so that steps which are made again go to a new run
     beside that of before."""
     known = folder / f"{tracker}_id.txt"
-    before = known.read_text(encoding="utf-8").strip() if known.exists() and first_step else ""
+    before, _, place = known.read_text(encoding="utf-8").strip().partition("\n") if known.exists() else ("", "", "")
+    if not first_step or _is_copy(folder, Path(place) / known.name):
+        before = ""
     if not (before and repeats_steps):
         return folder.name, before, ""
     name = f"{folder.name} from step {first_step}"
     log.warning("%s cannot take back its steps after %d: they go to a new run, %s", tracker, first_step, name)
     return name, "", before
+
+
+def _is_copy(folder: Path, original: Path) -> bool:
+    """Returns True in a copied run folder whose original is still there: both would go on in one run of the tracker."""
+    own = folder / original.name
+    return original.is_file() and not original.samefile(own) and original.read_bytes() == own.read_bytes()
 
 
 class WandbTracker:
@@ -49,7 +57,7 @@ class WandbTracker:
         self.run = self.wandb.init(
             name=name, group=folder.name, dir=str(folder), config=dict(settings), id=going_on or None, resume="allow"
         )
-        write_text(folder / "wandb_id.txt", self.run.id)
+        write_text(folder / "wandb_id.txt", f"{self.run.id}\n{folder.resolve()}\n")
 
     def log_scalars(self, values: Mapping[str, float], step: int) -> None:
         self.run.log(dict(values), step=step)
@@ -69,7 +77,7 @@ class MlflowTracker:
         name, going_on, before = _names_of(folder, "mlflow", first_step, repeats_steps)
         tags = {"mlflow.parentRunId": before} if before else None
         run = self.mlflow.start_run(run_id=going_on or None, run_name=None if going_on else name, tags=tags)
-        write_text(folder / "mlflow_id.txt", run.info.run_id)
+        write_text(folder / "mlflow_id.txt", f"{run.info.run_id}\n{folder.resolve()}\n")
         if not going_on:
             self.mlflow.log_params({name: str(value)[:500] for name, value in settings.items()})
 

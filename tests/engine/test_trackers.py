@@ -3,6 +3,7 @@
 The stand-ins have the functions of wandb and mlflow that are used, and note their calls.
 """
 
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -64,6 +65,9 @@ def test_wandb_gets_scalars_pictures_and_the_end(tmp_path, monkeypatch, caplog):
     assert calls[-1][0] == "run.finish"
     trained(tmp_path / "run", 6, track=("wandb",), resume_from="auto")
     assert [call for call in calls if call[0] == "init"][-1][2]["id"] == "abc"
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")  # As cp -r does for a variant: its steps are others.
+    trained(tmp_path / "copy", 8, track=("wandb",), resume_from="auto")
+    assert [call for call in calls if call[0] == "init"][-1][2]["id"] is None
     step_back(tmp_path / "run")
     trained(tmp_path / "run", 8, track=("wandb",), resume_from="auto")
     again = [call for call in calls if call[0] == "init"][-1][2]
