@@ -149,7 +149,12 @@ def kept_keys(path: Path) -> dict[str, Any]:
 
 
 def write_folder(folder: Path, config: Mapping[str, Any] | None, files: Mapping[str, dict[str, Tensor]]) -> None:
-    """Writes configuration, if there is one, and weights, complete or not at all. Raises UserError if that fails."""
+    """Writes configuration, if there is one, and weights, complete or not at all. Raises UserError if that fails, or
+    if other weights than those of an export, which hold a digest, would be written over."""
+    for path in [folder / name for name in files if (folder / name).is_file()]:
+        with path.open("rb") as file:
+            if DIGEST.encode() not in file.read(1 << 12):
+                raise UserError(f"{path}: is there, and was not exported here", hint="name another --output-dir")
     try:
         with written_aside(folder) as aside:
             (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

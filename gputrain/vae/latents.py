@@ -97,6 +97,7 @@ class LatentScaling:
         if self.scaling_factor is not None:
             texts.append(f"scaling_factor {self.scaling_factor:.6g}")
             texts.append("no shift_factor" if self.shift_factor is None else f"shift_factor {self.shift_factor:.6g}")
+        texts += [f"{name} by channel" for name in ("latents_mean", "latents_std") if getattr(self, name) is not None]
         if self.patches:
             texts.append(
                 f"patches of 2x2 with {len(self.patches.mean)} channels, means {format_span(self.patches.mean)}, "

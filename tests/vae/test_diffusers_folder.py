@@ -18,7 +18,15 @@ from torch import Tensor
 from gputrain.engine.weights import DIGEST, digest_of, read_safetensors
 from gputrain.errors import UserError
 from gputrain.vae.architecture import PRESETS, VaeArchitecture, VaePreset
-from gputrain.vae.diffusers_folder import CONFIG, WEIGHTS, export_and_verify, load_diffusers, save_diffusers, tile_size
+from gputrain.vae.diffusers_folder import (
+    CONFIG,
+    WEIGHTS,
+    export_and_verify,
+    load_diffusers,
+    save_diffusers,
+    tile_size,
+    write_folder,
+)
 from gputrain.vae.latents import LatentScaling, PatchStatistics
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pretrained import read_pretrained
@@ -325,3 +333,15 @@ def test_weights_that_diffusers_has_split_into_several_files(tmp_path: Path) -> 
     shards[1].unlink()
     with pytest.raises(UserError, match=rf"{len(shards) - 1} of {len(shards)} files of the weights"):
         load_diffusers(tmp_path / "vae")
+
+
+def test_weights_that_were_not_exported_here_stay(tmp_path):
+    write_folder(tmp_path, {}, {WEIGHTS: {"a": torch.ones(1)}})
+    write_folder(tmp_path, {}, {WEIGHTS: {"a": torch.zeros(1)}})
+    save_file({"a": torch.ones(1)}, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="is there, and was not exported here"):
+        write_folder(tmp_path, {}, {WEIGHTS: {"a": torch.zeros(1)}})
+
+
+def test_factors_by_channel_are_named():
+    assert str(LatentScaling(1.0, latents_std=[1.0])) == "scaling_factor 1, no shift_factor, latents_std by channel"
