@@ -4,12 +4,12 @@ A row that cannot be read is a text, which says why. Imports no torch.
 """
 
 import csv
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from gputrain.speech.transcript_columns import AUDIO_KEYS
+from gputrain.stored import read_json
 
 SEPARATORS = ("|", "\t", ";", ",")
 QUOTED = (";", ",")  # Separators that also occur in texts, which are quoted for this reason.
@@ -102,7 +102,7 @@ def json_rows(text: str) -> list[tuple[str, JsonRow | None]]:
     if not lines or (by_line[0][1] is not None and (len(lines) > 1 or _names_audio(by_line[0][1]))):
         return by_line
     try:
-        content = json.loads(text)
+        content = read_json(text)
     except (ValueError, RecursionError):  # What is whole of a list that is cut off.
         return [
             (where, row) for (where, row), (_, line) in zip(by_line, lines, strict=True) if line.strip() not in "[]"
@@ -117,7 +117,7 @@ def json_rows(text: str) -> list[tuple[str, JsonRow | None]]:
 def json_object(line: str) -> JsonRow | None:
     """Returns the object of a text in JSON, which a comma may follow; None for anything else."""
     try:
-        row = json.loads(line.strip().rstrip(","))
+        row = read_json(line.strip().rstrip(","))
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None

@@ -404,7 +404,7 @@ def _read_json(reading: _Reading, file: Path, rows: Sequence[tuple[str, dict[str
     for place, row in rows:
         where = f"{file.name}, {place}"
         if row is None:
-            reading.refuse(where, "malformed", "not a JSON object")
+            reading.refuse(where, "malformed", "not a JSON object, or one with a key twice")
         elif not (name := _first_of(row, AUDIO_KEYS, reading.columns, "audio")):
             reading.refuse(where, "malformed", f"names no recording: none of {', '.join(AUDIO_KEYS)}")
         else:

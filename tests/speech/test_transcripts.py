@@ -193,6 +193,13 @@ def test_missing_values_of_a_manifest(tmp_path):
     ]  # fmt: skip
 
 
+def test_a_line_with_two_texts_is_refused(tmp_path):
+    lines = '{"audio": "a", "text": "One.", "text": "Two."}\n{"audio": "b", "text": "Good."}\n'
+    transcripts = read(folder_of(tmp_path, lines, "m.jsonl"))
+    assert texts_of(transcripts) == {"wavs/b.wav": "Good."}
+    assert ("m.jsonl, line 1", "malformed") in reasons(transcripts)
+
+
 def test_a_text_file_of_a_recording_is_no_table(tmp_path):
     for name, text in (("a", "b|One."), ("b", "Two.")):
         (tmp_path / f"{name}.wav").touch()
