@@ -21,7 +21,7 @@ from gputrain.asr.long_audio import ChunkLengths, blocks_of_file, log_prob_piece
 from gputrain.asr.ngram import LM_HINT, NgramModel, estimate_ngrams, read_arpa, read_sentences
 from gputrain.audio.io import HOW_TO_CONVERT, length_of
 from gputrain.audio.prepare import scan_recordings
-from gputrain.engine.data import HELD_OUT_SHARE, Progress, no_progress, output_names, split, writing
+from gputrain.engine.data import HELD_OUT_SHARE, Progress, check_report, no_progress, output_names, split, writing
 from gputrain.engine.preparation import RefusedItem
 from gputrain.errors import UserError
 from gputrain.hw.runtime import runtime_on
@@ -195,10 +195,14 @@ def _targets(settings: Transcribe, paths: list[Path]) -> dict[Path, dict[Transcr
         return {}
     root = settings.input if settings.input.is_dir() else settings.input.parent
     names = output_names([path.relative_to(root) for path in paths], lambda name: name.with_suffix(""))
-    return {
+    targets = {
         path: {format: settings.output_dir / f"{name}.{format}" for format in settings.formats}
         for path, name in zip(paths, names, strict=True)
     }
+    if settings.output_dir.resolve() == root.resolve():  # What stands there may be the user's own texts.
+        for target in (target for formats in targets.values() for target in formats.values() if target.exists()):
+            raise UserError(f"{target} stands beside its recording already", hint="name another --output-dir")
+    return targets
 
 
 def _write(transcript: Transcript, targets: dict[TranscriptFormat, Path]) -> list[Path]:
@@ -216,6 +220,7 @@ def _json_list(path: Path | None) -> Iterator[Callable[[dict[str, object]], None
     if path is None:
         yield lambda row: None
         return
+    check_report(path, ["words"])
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("w", encoding="utf-8")

@@ -52,6 +52,7 @@ def prepare(settings: PrepareSettings) -> None:
     from gputrain.engine.preparation import check_folders
 
     work = work_of(settings, "prepare")
+    _check_report(settings.output_file)
     check_folders(settings.input_dir, output_dir, settings.kind)
     work.check_output(output_dir)
     # Beside the output folder, so that both are on the disk that the user chose for prepared data.
@@ -85,6 +86,7 @@ def excluded(settings: DataSettings) -> dict[str, Any]:
 
 def validate(settings: ValidateSettings) -> None:
     work = work_of(settings, "validate")
+    _check_report(settings.output_file)
     source = source_of(settings)
     with ui.TerminalBar("validating") as bar:
         report = work.run(
@@ -106,6 +108,13 @@ def _show(title: str, work: DataWork, report: Any, output_file: Path | None) -> 
     write_report(output_file, report.to_json())
 
 
+def _check_report(path: Path | None) -> None:
+    """Raises UserError before the work if its report would replace something else."""
+    from gputrain.engine.data import check_report
+
+    check_report(path, ["reasons", "pictures", "clips"])  # Each report, of data or of an evaluation, has one of them.
+
+
 def write_report(path: Path | None, report: dict[str, Any]) -> None:
     """Write a report as JSON. Raises UserError if the file cannot be written."""
     if path is None:
@@ -118,6 +127,7 @@ def write_report(path: Path | None, report: dict[str, Any]) -> None:
 
 
 def evaluate(settings: EvaluateSettings, kind: ModelKind, progress: ReportProgress) -> EvaluationReport:
+    _check_report(settings.json)
     figures = kind.evaluation.run(
         settings, device=settings.device, held_out_share=settings.held_out_share, progress=progress
     )

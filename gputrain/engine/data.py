@@ -382,6 +382,20 @@ def writing(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: cannot be written ({error.strerror or error})", hint=hint) from None
 
 
+def check_report(path: Path | None, keys: Sequence[str]) -> None:
+    """Raises UserError if a file is there that is no earlier report, a JSON object or list of objects with one of the
+    keys: a picture or a table of the user is not written over."""
+    if path is None or not path.is_file() or not path.stat().st_size:
+        return
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        content = None
+    rows = content if isinstance(content, list) else [content]
+    if not all(isinstance(row, dict) and any(key in row for key in keys) for row in rows):
+        raise UserError(f"{path}: holds something else than a report", hint="name a new file for the report")
+
+
 def output_names(names: Sequence[Path], stem_of: Callable[[Path], Path]) -> list[Path]:
     """Returns the name, without an ending, of what is made of each file: its stem, or all of its name where the stem is
     also that of another file, in any case, or another file's name."""

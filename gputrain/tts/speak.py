@@ -9,6 +9,7 @@ import difflib
 import logging
 import math
 import os
+import re
 import sys
 import time
 import unicodedata
@@ -183,7 +184,12 @@ def _writers(
 ) -> Iterator[tuple[SoundFile | AudioStream, Iterable[str]]]:
     """Yields each audio writer with the lines that it receives."""
     if settings.output_dir is not None:
+        is_foreign = re.compile(r"(?!\.partial-|\d{4,}\.wav$)").match
+        foreign = next(filter(is_foreign, os.listdir(settings.output_dir)), "") if settings.output_dir.is_dir() else ""
         for number, line in enumerate(lines, start=1):
+            if foreign and (settings.output_dir / f"{number:04d}.wav").exists():
+                fault = f"{settings.output_dir}: holds {number:04d}.wav beside other files, such as {foreign}"
+                raise UserError(fault, hint="name another --output-dir")
             yield SoundFile(settings.output_dir / f"{number:04d}.wav", rate_hz), [line]
     elif settings.streams:
         log.info("raw to standard output: %d Hz, 16 bits, one channel", rate_hz)

@@ -219,6 +219,14 @@ def test_no_two_recordings_have_one_output(folder, tmp_path, names, expected) ->
     ]
 
 
+def test_texts_beside_recordings_stay(folder, tmp_path) -> None:
+    settings = Transcribe(model=folder, input=tmp_path / "a.wav", output_dir=tmp_path, formats=("txt",))
+    assert _targets(settings, [tmp_path / "a.wav"])
+    (tmp_path / "a.txt").write_text("what was said")
+    with pytest.raises(UserError, match=r"a\.txt stands beside its recording already"):
+        _targets(settings, [tmp_path / "a.wav"])
+
+
 def test_names_of_outputs_take_a_time_that_grows_with_their_number(folder: Path, tmp_path: Path) -> None:
     """Counted in calls: twice as many files take twice as many."""
     settings = Transcribe(model=folder, input=tmp_path, output_dir=tmp_path / "out")

@@ -13,6 +13,7 @@ import textwrap
 import time
 import traceback
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -33,6 +34,7 @@ from gputrain.engine.data import (
     Reader,
     Stream,
     batches,
+    check_report,
     few_held_out,
     fingerprint,
     is_held_out,
@@ -554,3 +556,21 @@ def test_the_remedy_for_a_file_that_cannot_be_written_is_that_of_its_cause(tmp_p
     with pytest.raises(UserError, match="cannot be written") as caught, writing(tmp_path):
         raise OSError(code, os.strerror(code))
     assert caught.value.hint.startswith(hint)
+
+
+@each_row(
+    (b'{"reasons": {}, "clips": 3}', True),
+    (b"[]", True),
+    (b"", True),
+    (b'[{"clips": 1}, {"clips": 2}]', True),
+    (b'{"0001": {"caption": "a cat"}}', False),
+    (b'{"audio": "a.wav"}\n{"audio": "b.wav"}\n', False),
+    (b"\x89PNG\r\n", False),
+)
+def test_only_a_report_is_written_over(tmp_path, content, may):
+    path = tmp_path / "report.json"
+    path.unlink(missing_ok=True)
+    check_report(path, ["reasons", "clips"])
+    path.write_bytes(content)
+    with nullcontext() if may else pytest.raises(UserError, match="holds something else than a report"):
+        check_report(path, ["reasons", "clips"])

@@ -259,6 +259,11 @@ def test_a_file_to_one_wave_or_to_a_wave_a_line(voice: Path, tmp_path: Path) -> 
     each = speak_text(options(voice, input_file=text, output_dir=folder))
     assert each.files == [folder / "0001.wav", folder / "0004.wav"]
     assert sorted(folder.iterdir()) == each.files
+    assert speak_text(options(voice, text="One.", output_dir=folder)).files == each.files[:1]
+    (folder / "0001.txt").write_text("of a recording")
+    with pytest.raises(UserError, match=r"holds 0001\.wav beside other files, such as 0001\.txt"):
+        speak_text(options(voice, text="One.", output_dir=folder))
+    (folder / "0001.txt").unlink()
     told: list[tuple[int, int]] = []
     all_in_one = options(voice, input_file=text, output_file=tmp_path / "all.wav", sentence_silence=0.0)
     whole = speak_text(all_in_one, lambda *done: told.append(done))
