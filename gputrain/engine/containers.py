@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from gputrain.engine.data import Progress, writing
-from gputrain.engine.preparation import NO, RefusedItem, is_of_programs
+from gputrain.engine.preparation import NO, UNUSABLE, RefusedItem, is_of_programs
 from gputrain.engine.workers import signals_blocked
 from gputrain.errors import UserError, first_line, require
 from gputrain.fetch.archives import fault_of_name, room_for, too_large, write_new
@@ -48,7 +48,6 @@ ROWS = 1  # Rows of a parquet file that are decoded at once; pyarrow reads some 
 PATH_COLUMNS = ("file_name", "filename", "file", "path")
 TEXTS_OF_ROWS = "metadata.jsonl"  # The texts of recordings that stand in columns beside them.
 COLUMNS = "columns.json"  # Roles of the columns of tables, beside the folder of their rows.
-UNUSABLE = {"do_not_use", "exclude", "excluded", "rejected", "discard"}  # Columns that mark rows.
 NAME_COLUMNS = (*PATH_COLUMNS, "__key__", "key")  # They name a row that has no path itself.
 
 

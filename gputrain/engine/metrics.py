@@ -79,10 +79,8 @@ class Metrics:
         # Metrics that an earlier attempt wrote for the following steps are removed.
         end = first_step + 1 if first_step else 0
         self.repeats_steps = False  # True if an earlier attempt has logged steps that are made again.
-        with contextlib.suppress(OSError):
-            self.repeats_steps = bool(first_step and lines_from(self.path, end)[1])
         self._attempt("logs", functools.partial(self._open_board, end))
-        self._attempt("metrics.jsonl", functools.partial(self._keep_lines, end, lambda row: False))
+        self._attempt("metrics.jsonl", functools.partial(self._drop_lines, end))
         self.bar = Bar(console, hidden=not self.group.leads)
         self.done = first_step
         self.task = self.bar.add_task(self.step_text, total=last_step, completed=first_step, left="")
@@ -290,7 +288,7 @@ class Metrics:
         if not self.console.is_terminal:
             self.console.print(f"{self.step_text} | {line} | {left}", soft_wrap=True)
 
-    def _attempt(self, what: str, write: Callable[[], None]) -> None:
+    def _attempt(self, what: str, write: Callable[[], object]) -> None:
         """Write, or warn once, because a full disk must not end the training."""
         if not self.group.leads:
             return
@@ -311,19 +309,22 @@ class Metrics:
 
         self._attempt("metrics.jsonl", functools.partial(self._keep_lines, step, is_another))
 
-    def _keep_lines(self, first_step: int, is_kept: Callable[[MetricsRow], bool]) -> None:
-        """Remove all other lines from a step on, and damaged ones there. What stands before is not read."""
+    def _drop_lines(self, first_step: int) -> None:
+        self.repeats_steps = self._keep_lines(first_step, lambda row: False) and first_step > 0
+
+    def _keep_lines(self, first_step: int, is_kept: Callable[[MetricsRow], bool]) -> bool:
+        """Remove all other lines from a step on, and damaged ones there, and return whether there were any. What stands
+        before is not read."""
         if not self.path.exists():
-            return
+            return False
         start, lines = lines_from(self.path, first_step)
         kept = [line for line in lines if (row := row_of(line)) is not None and is_kept(row)]
-        if kept == lines:
-            return
-        if not kept:
+        if kept and kept != lines:
+            with self.path.open("rb") as file:
+                replace_file(self.path, chain(blocks(file, start), kept))
+        elif kept != lines:
             os.truncate(self.path, start)
-            return
-        with self.path.open("rb") as file:
-            replace_file(self.path, chain(blocks(file, start), kept))
+        return kept != lines
 
 
 @dataclass(frozen=True)

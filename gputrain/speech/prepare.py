@@ -240,9 +240,11 @@ def check_time_unit(folder: Path, transcripts: Transcripts) -> None:
     # Of a recording that was cut out of a longer one, times may be those in the latter.
     declared = {path: max(end - (len(of) == 1) * begin for begin, end in of) for path, of in spans.items()}
     infos = {path: info for path in spans if (info := info_of(folder / path)) and info.frames}
-    if not infos or statistics.median(declared[path] / info.duration for path, info in infos.items()) < FAR:
+    ratios = {path: declared[path] / info.duration for path, info in infos.items()}
+    if not infos or statistics.median_low(ratios.values()) < FAR:
         return
-    path, info = next(iter(infos.items()))
+    path = max(ratios, key=lambda one: ratios[one])
+    info = infos[path]
     units = {"seconds": 1.0, "milliseconds": 1e3, f"samples at {info.samplerate} Hz": float(info.samplerate)}
     unit = likely_unit([declared[one] for one in infos], [one.duration for one in infos.values()], units)
     is_needed = "duration" not in transcripts.columns.values()  # Without start and end, whole recordings are there.

@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
+from gputrain.engine.preparation import UNUSABLE
 from gputrain.errors import UserError
 
 TranscriptColumn = Literal[
@@ -45,8 +46,7 @@ HEADINGS: Mapping[str, TranscriptColumn] = {
     **dict.fromkeys(("language", "lang", "locale", "language_code", "lang_code", "language_id", "lang_id"), "language"),
     **dict.fromkeys(("split", "subset", "set", "partition"), "split"),
     **dict.fromkeys(("weight", "sample_weight", "sampling_weight", "num_repeats", "repeats"), "weight"),
-    **dict.fromkeys(("do_not_use", "exclude", "excluded", "rejected", "skip", "ignore", "discard"), "exclude"),
-    **dict.fromkeys(("is_rejected", "is_excluded", "is_deleted", "deleted", "unusable"), "exclude"),
+    **dict.fromkeys(UNUSABLE, "exclude"),
     **dict.fromkeys(("is_valid", "valid", "keep", "include", "accepted", "usable", "approved"), "include"),
     **dict.fromkeys(("status", "review_status", "answer", "verdict", "decision"), "status"),
 }  # fmt: skip

@@ -38,6 +38,7 @@ from gputrain.engine.data import (
     writing,
 )
 from gputrain.engine.preparation import (
+    QUARANTINE,
     DataReport,
     Journal,
     JournalRow,
@@ -437,6 +438,8 @@ def validate_images(
     marks = [(listed or {}).get(f.source.path, {}).get("fingerprint", f.fingerprint) for f in checked]
     sizes = [(f.header.width, f.header.height) for f in checked]
     held_out = len(split(marks, held_out_share, key=str).held_out)
+    own = () if listed is None else (MANIFEST, JOURNAL, QUARANTINE)
+    others = {kind: [name for name in names if name not in own] for kind, names in tree.ignored.items()}
     return ImageReport(
         input_dir=str(input_dir),
         pictures=len(checked),
@@ -448,7 +451,7 @@ def validate_images(
         width=value_range([width for width, _ in sizes]),
         height=value_range([height for _, height in sizes]),
         megapixels=value_range([width * height / 1e6 for width, height in sizes]),
-        ignored=tree.ignored,
+        ignored={kind: names for kind, names in others.items() if names},
         refused=sorted_refusals(refused),
         manifest=None if listed is None else _compare(listed, checked, repeats, tree),
     )

@@ -544,6 +544,7 @@ def test_prepared_folder_is_sound_until_it_is_touched(troubled, out):
     report = validate_images(out)
     assert not report.refused
     assert report.manifest == Disagreement([], [], [])
+    assert not report.ignored  # The files of the preparation belong to it.
     assert report.pictures == 7
     for share in (0.2, 0.4, 0.6, 0.8):
         held_out = open_pictures(out, held_out_share=share).held_out
