@@ -50,12 +50,6 @@ OF_PROGRAMS = {
 DRAWINGS = {".svg", ".svgz", ".eps", ".ai", ".pdf", ".psd", ".heic", ".heif", ".cr2", ".cr3", ".nef", ".arw", ".dng"}
 EXCLUDED = "excluded by "  # Before the pattern of ignored files.
 CHECKED_DISK = re.compile(r"found\.\d{3}")  # Files that Windows's chkdsk recovered.
-# Columns that mark a row as unusable, unless they deny it.
-UNUSABLE = (
-    "do_not_use", "exclude", "excluded", "is_excluded", "rejected", "is_rejected", "deleted", "is_deleted", "discard",
-    "skip", "ignore", "unusable",
-)  # fmt: skip
-NO = {"0", "false", "no", "n", "f", "none", "null", "nan"}  # Texts of cells that deny something.
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")

@@ -15,6 +15,12 @@ log = logging.getLogger(__name__)
 README = "README.md"
 NO_DATA = re.compile(r"(.*/)?(README\.md|\.gitattributes|[^/]*\.py|dataset_infos\.json|LICENSE[^/]*)")
 CONTAINERS = re.compile(r"\.(parquet|arrow|tar|tar\.gz|tgz|zip)$", re.IGNORECASE)
+# Columns that mark a row as unusable, unless they deny it.
+UNUSABLE = (
+    "do_not_use", "exclude", "excluded", "is_excluded", "rejected", "is_rejected", "deleted", "is_deleted", "discard",
+    "skip", "ignore", "unusable",
+)  # fmt: skip
+NO = {"0", "false", "no", "n", "f", "none", "null", "nan"}  # Texts of cells that deny something.
 SPLITS = {
     "train": ("train", "training"), "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),

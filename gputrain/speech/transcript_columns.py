@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from gputrain.engine.preparation import UNUSABLE
 from gputrain.errors import UserError
+from gputrain.fetch.datasets import UNUSABLE
 
 TranscriptColumn = Literal[
     "audio", "speaker", "text", "normalized", "start", "end", "duration", "channel", "language", "split", "weight",
