@@ -242,7 +242,7 @@ def read_table(folder: Path, size: int) -> Prepared:
 
 
 def rewrite_journal(folder: Path, size: int) -> Prepared:
-    from gputrain.engine.preparation import Journal
+    from gputrain.data_in.preparation import Journal
 
     rows = ({"source": f"{number}.png", "path": f"{number}.png", "bytes": 1000} for number in range(size))
     path = folder / "journal.jsonl"

@@ -404,7 +404,7 @@ def vocoder(
 def sung_batches(settings: TrainVocoder, count: int) -> list[tuple[Tensor, Tensor]]:
     """Returns batches of crops of synthetic singing (int16) with the pitch that was sung, the most voiced one last."""
     mel, frames = settings.spectrogram.mel, settings.data.frames_to_read
-    samples = count * settings.schedule.whole_batch * frames * mel.hop_size
+    samples = count * settings.schedule.global_batch_size * frames * mel.hop_size
     rate_hz = mel.sampling_rate
     wave_T, pitch_P = synthetic.sing(synthetic.VOICES[0], samples / rate_hz, rate_hz, np.random.default_rng(0))
     at_F = (np.arange(0, samples, mel.hop_size) + mel.hop_size / 2) * synthetic.CONTROL_HZ / rate_hz

@@ -28,8 +28,8 @@ from PIL import Image, ImageDraw
 from gputrain.bench import runner
 from gputrain.bench.runner import BenchRow, Settings
 from gputrain.config import assemble
+from gputrain.drawing import FAINT, INK, PAPER, font
 from gputrain.engine.data import Stream, loader
-from gputrain.engine.drawing import FAINT, INK, PAPER, font
 from gputrain.engine.recipe import Recipe
 from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import Saving, StepSchedule, begin

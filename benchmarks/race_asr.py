@@ -24,7 +24,7 @@ from gputrain.asr.load import predict
 from gputrain.asr.model import family
 from gputrain.asr.work import AsrTraining, AsrWork
 from gputrain.bench import runner
-from gputrain.engine.data import FULL_SCALE
+from gputrain.files import FULL_SCALE
 from gputrain.hw.probe import machine_facts
 from gputrain.speech.buckets import Buckets
 from gputrain.speech.error_rates import error_rates

@@ -26,12 +26,12 @@ from gputrain.engine.callbacks import Callbacks
 from gputrain.engine.optim import adamw
 from gputrain.engine.recipe import Phase, StepGroup, Term
 from gputrain.engine.run_folder import Run
-from gputrain.engine.samples import Report
 from gputrain.engine.schedule import Saving, Schedule, StepSchedule, begin
 from gputrain.engine.train import train
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
+from gputrain.samples import Report
 
 LAYERS, BATCH, BYTES_OF_A_WEIGHT = 6, 8, 12  # A weight and two averages in fp32.
 SAVE_EVERY_SECONDS = 600  # The default of --checkpoint-minutes.

@@ -86,7 +86,7 @@ def main() -> None:
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
     if not on_gpu:
         keep_freed_memory()
-    runtime = apply(decide(probe(), wishes(options, on_gpu)))
+    runtime = apply(decide(probe(), requested(options, on_gpu)))
     rates = rates_of(runtime)  # They are measured first, while the device is idle.
     report = {
         **machine_facts(options.device),
@@ -123,7 +123,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def wishes(options: argparse.Namespace, on_gpu: bool) -> Hardware:
+def requested(options: argparse.Namespace, on_gpu: bool) -> Hardware:
     """Returns a runtime with the requested precision, channels_last and compile; default: on if there is a GPU."""
     bf16 = options.precision == "bf16" if options.precision else on_gpu
     return Hardware(

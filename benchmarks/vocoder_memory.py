@@ -92,7 +92,7 @@ def rows() -> Iterator[dict[str, object]]:
         values = read_defaults(PROFILES / file, TrainVocoder, functools.partial(translate, of="train"))
         for precision in ("tf32", "fp16"):
             settings = assemble(TrainVocoder, {**values, "data_path": ".", "precision": precision})
-            plan, whole = switches(settings), settings.schedule.whole_batch
+            plan, whole = switches(settings), settings.schedule.global_batch_size
             ours, theirs = (
                 predict_step(one, plan, micro_batch_size=whole) for one in (target(settings), at_once(settings))
             )

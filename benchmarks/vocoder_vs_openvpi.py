@@ -177,7 +177,7 @@ def measure(settings: Settings) -> dict[str, Any]:
         return check(settings)
     train = training(settings, **OURS.get(settings["side"], {}))
     figures = measure_peer(settings, train) if settings["side"] == "peer" else measure_ours(settings, train)
-    audio_seconds = train.schedule.whole_batch * train.crop_seconds
+    audio_seconds = train.schedule.global_batch_size * train.crop_seconds
     return {**figures, "audio_seconds_per_second": audio_seconds / figures["seconds_per_step"]}
 
 
@@ -264,7 +264,7 @@ def timed(step: Callable[[], object], device: torch.device, settings: Settings) 
 def check(settings: Settings) -> dict[str, Any]:
     """Compares the two sides, and saves the weights for later rows."""
     train = training(settings, **PLAIN)
-    train = replace(train, schedule=replace(train.schedule, batch_size=min(2, train.schedule.whole_batch)))
+    train = replace(train, schedule=replace(train.schedule, batch_size=min(2, train.schedule.global_batch_size)))
     runtime = apply(VocoderWork().decide(probe(), train.hardware))
     with tempfile.TemporaryDirectory() as folder:
         ours: Any = step_bench.begin_bench(VocoderWork(), train, runtime, Path(folder))

@@ -54,19 +54,24 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     for name, default in (("model", ""), ("gpu", None), ("batch-size", 32), ("steps", 1000), ("output", "outputs/asr")):
         parser.add_argument(f"--{name}", default=default, type=type(default or ""))
-    wishes = parser.parse_args()
-    clips, small = read(wishes.folder), Wav2Vec2Config(**CTC, **SMALL, apply_spec_augment=False)
-    model = Wav2Vec2ForCTC.from_pretrained(wishes.model, **CTC) if wishes.model else Wav2Vec2ForCTC(small)
-    config, manager = create_optimal_config(Clips(clips), model, wishes.batch_size, gpu=wishes.gpu)
+    requested = parser.parse_args()
+    clips, small = read(requested.folder), Wav2Vec2Config(**CTC, **SMALL, apply_spec_augment=False)
+    model = Wav2Vec2ForCTC.from_pretrained(requested.model, **CTC) if requested.model else Wav2Vec2ForCTC(small)
+    config, manager = create_optimal_config(Clips(clips), model, requested.batch_size, gpu=requested.gpu)
     print(config)
-    if wishes.gpu:
+    if requested.gpu:
         return
-    settings = {"max_steps": wishes.steps, "learning_rate": 3e-4, "logging_steps": 10, "remove_unused_columns": False}
-    arguments = TrainingArguments(wishes.output, **config.training_arguments(by_length=True), **settings)
+    settings = {
+        "max_steps": requested.steps,
+        "learning_rate": 3e-4,
+        "logging_steps": 10,
+        "remove_unused_columns": False,
+    }
+    arguments = TrainingArguments(requested.output, **config.training_arguments(by_length=True), **settings)
     kept = manager.prepare(Clips(clips), config)
     trainer = Trainer(model, arguments, train_dataset=kept, data_collator=collate, callbacks=[manager.callback()])
     manager.train_with_recovery(trainer, config=config)
-    manager.save_config(config, Path(wishes.output) / "optimal_config.json")
+    manager.save_config(config, Path(requested.output) / "optimal_config.json")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ import yaml
 from typing_extensions import dataclass_transform
 
 from gputrain.errors import UserError
-from gputrain.stored import converted, read_json, read_yaml
+from gputrain.serialization import converted, read_json, read_yaml
 
 T = TypeVar("T")
 

@@ -36,7 +36,7 @@ from gputrain.hw.speed import copied_bytes_per_second, product_flops_per_second
 from gputrain.planner.model_planner import ModelPlanner, StepsIn, memory_budget
 from gputrain.planner.time.roofline import EAGER_LAUNCH_SECONDS, LAUNCH_SECONDS, DeviceRates
 from gputrain.planner.work import BatchSource, KindWork, S, TrainingData
-from gputrain.stored import from_json
+from gputrain.serialization import from_json
 
 log = logging.getLogger(__name__)
 
@@ -88,14 +88,14 @@ class Session(Generic[S]):
         """Returns the plan with the settings of the batch and of the data workers."""
         if self.declined:  # A later stage may have the steps that win it back.
             self.runtime.plan = replace(self.runtime.plan, compile=self.declined)
-        runtime, wishes = self.runtime, settings.hardware
+        runtime, requested = self.runtime, settings.hardware
         rates = measured_rates(runtime) if runtime.device.type == "cuda" else None
-        budget = memory_budget(self.machine, runtime.plan, wishes, rates)
+        budget = memory_budget(self.machine, runtime.plan, requested, rates)
         plan, found, budget = self.planner.plan_steps(settings, runtime.plan, budget, steps_in)
         self.declined = runtime.plan.compile if plan.compile != runtime.plan.compile else None
         self.planner.check_fit(settings, plan, budget, found)
         rate = runtime.product_rate / found.item_flops
-        processes = workers(self.machine, wishes.num_workers, item_seconds=item_seconds(), items_per_second=rate)
+        processes = workers(self.machine, requested.num_workers, item_seconds=item_seconds(), items_per_second=rate)
         self.run.prediction = {**found.to_json(), "margin": budget.margin}
         return replace(plan, num_workers=processes)
 
@@ -337,7 +337,7 @@ def log_length(steps: StepSchedule, run: Run, runtime: Runtime) -> None:
     limit += "of " if limit or steps.start.step else ""
     length = f"{left} step{'s' * (left != 1)}"
     length += f" ({limit}{steps.schedule.length_text})" if left != steps.schedule.num_steps else ""
-    least = run.prediction.get("item_flops", 0) * steps.schedule.whole_batch / runtime.product_rate
+    least = run.prediction.get("item_flops", 0) * steps.schedule.global_batch_size / runtime.product_rate
     if seconds:
         log.info("time: %s, %s predicted, %.3g s a step", length, format_duration(left * seconds), seconds)
     elif left * least >= 1 and runtime.ranks.count == 1:

@@ -11,7 +11,7 @@ import numpy as np
 import yaml
 from PIL import Image
 
-from gputrain.engine.data import MANIFEST
+from gputrain.data_in.split import MANIFEST
 from gputrain.vae.config import VaePrepareConfig
 from gputrain.vae.prepare import prepare_images
 from gputrain.vocoder.store import JOURNAL

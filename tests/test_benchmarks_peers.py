@@ -111,7 +111,7 @@ def test_the_tempo_is_fitted_to_the_frames_of_a_symbol():
 def test_both_sides_read_the_users_files_at_the_size_of_the_row():
     standard = {"configuration": "standard", "changes": {}, "channels": 0, "device": "cpu"}
     train, content = vocoder_versus.training(standard), vocoder_versus.profile(standard)
-    assert (train.schedule.whole_batch, train.data.crop_mel_frames) == (16, 48)
+    assert (train.schedule.global_batch_size, train.data.crop_mel_frames) == (16, 48)
     assert train.discriminators.discriminators == ("msd", "mpd")
     assert (content["batch_size"], content["crop_mel_frames"], content["pl_trainer_precision"]) == (16, 48, "32-true")
     small = {**TINY, "configuration": "optimised"}
@@ -119,7 +119,7 @@ def test_both_sides_read_the_users_files_at_the_size_of_the_row():
         vocoder_versus.training(small, **vocoder_versus.OURS["ours-compiled-bf16"]),
         vocoder_versus.profile(small),
     )
-    assert (train.schedule.whole_batch, train.data.crop_mel_frames) == (2, 8)
+    assert (train.schedule.global_batch_size, train.data.crop_mel_frames) == (2, 8)
     assert train.model.upsample_initial_channel == content["model_args"]["upsample_initial_channel"] == 32
     assert train.hardware.precision == "bf16"
     assert train.hardware.use_torch_compile

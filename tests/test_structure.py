@@ -19,11 +19,23 @@ LAYERS = [
     {"report", "bench", "speech"},
     {"session"},
     {"planner", "audio"},
+    {"data_in"},
     {"engine"},
     {"hw"},
     {"kinds"},
     {"fetch"},
-    {"caches", "config", "errors", "figures", "stored", "translation"},
+    {
+        "caches",
+        "config",
+        "errors",
+        "drawing",
+        "files",
+        "formatting",
+        "samples",
+        "serialization",
+        "translation",
+        "weights",
+    },
 ]
 APART = LAYERS[1]  # These packages never import each other.
 # The user's entry `from gputrain.hw import create_optimal_config` hands on one name from a layer above.

@@ -15,13 +15,13 @@ from gputrain.engine.checkpoint import PARTS, Content
 from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import BatchStat, ChainGradients, Phase, Recipe, StepGroup, Term, Yielded
 from gputrain.engine.run_folder import Run, open_run
-from gputrain.engine.samples import Report
 from gputrain.engine.schedule import RunProgress, Saving, Schedule, steps_of_stage
 from gputrain.engine.state import TrainState
 from gputrain.engine.train import train
 from gputrain.hw.plan import Hardware, Plan, Setting, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime, apply
+from gputrain.samples import Report
 
 WIDTH, BATCH = 6, 8
 
@@ -75,8 +75,8 @@ class ToyRecipe:
         )
         generator = Phase("generator", (self.generator,), self._adamw(self.generator))
         self.step_groups = [
-            StepGroup((discriminators,), self.discriminators_loss, fixed=self.is_adversarial),
-            StepGroup((generator,), self.generator_loss, fixed=self.is_adversarial),
+            StepGroup((discriminators,), self.discriminators_loss, graph_key=self.is_adversarial),
+            StepGroup((generator,), self.generator_loss, graph_key=self.is_adversarial),
         ]
         self.fail: dict[tuple[str, int], int] = {}  # Memory runs out above this number of items, by (phase, step).
 

@@ -84,16 +84,16 @@ def compiled_numerics(kind: str, context: Context) -> Figures:
     return compared(kind, context, {"fp32": {**OFF, "use_torch_compile": True}})
 
 
-def compared(kind: str, context: Context, wishes: dict[str, dict[str, Any]]) -> Figures:
+def compared(kind: str, context: Context, requested: dict[str, dict[str, Any]]) -> Figures:
     torch.set_float32_matmul_precision("highest")  # The CPU's products follow it too.
     case, training = CASES[kind](), SMALL[kind]
     weights = precision.train(case)
     exact = make_step(case, weights, "float64")
-    on_cpu = {name: make_step(case, weights, name) for name in wishes}
+    on_cpu = {name: make_step(case, weights, name) for name in requested}
     figures: Figures = {}
     wrong: list[str] = []
     shares: list[str] = []  # The largest error of each precision, as a share of its bound.
-    for name, switches in wishes.items():
+    for name, switches in requested.items():
         settings = training.settings(context.device, **switches)
         plan = training.decide(settings)
         if not (plan.tf32.value if name == "tf32" else plan.precision.value == name):
@@ -154,7 +154,7 @@ def out_of_memory(kind: str, context: Context) -> Figures:
     with little_memory(runtime, SHARE * peak_bytes):
         found, _, micro_batch = weights_after(training, settings, runtime, steps)
     error = float((found - reference).norm() / reference.norm())
-    batch = settings.schedule.whole_batch
+    batch = settings.schedule.global_batch_size
     if not (micro_batch < batch and error < 1e-9):
         raise AssertionError(f"micro-batches of {micro_batch} of {batch}, weights differ by {error:.2g}")
     return {"micro_batch": f"{micro_batch} of {batch}", "difference": error, "peak_gb": peak_bytes / 1e9}

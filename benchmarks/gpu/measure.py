@@ -305,7 +305,7 @@ def peer_vae(context: Context) -> Figures:
     versus = importlib.import_module("vae_vs_diffusers")
     size, batch_size, channels = (32, 1, {"block_out_channels": (32, 32)}) if context.smoke else (512, 4, {})
     options = argparse.Namespace(device=context.device, precision=None, channels_last=None, compile=False)
-    runtime = apply(VaeWork().decide(probe(), versus.wishes(options, not context.smoke)))
+    runtime = apply(VaeWork().decide(probe(), versus.requested(options, not context.smoke)))
     architecture = dataclasses.replace(versus.PRESETS["flux"], **channels)
     batch = versus.make_batch(architecture, size, batch_size, runtime)
     weights = versus.stock_autoencoder(architecture).state_dict()

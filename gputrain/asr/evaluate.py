@@ -19,10 +19,11 @@ from gputrain.asr.load import Recogniser, load_recogniser
 from gputrain.asr.transcribe import MakeDecoder, decoder_of
 from gputrain.audio.io import from_int16
 from gputrain.config import convert, leaves, read_file
-from gputrain.engine.data import HELD_OUT_SHARE, Progress, no_progress
-from gputrain.engine.mixture import GivenFolders
+from gputrain.data_in.mixture import GivenFolders
+from gputrain.data_in.split import HELD_OUT_SHARE
 from gputrain.errors import UserError
-from gputrain.figures import counted
+from gputrain.files import Progress, no_progress
+from gputrain.formatting import counted
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
 from gputrain.speech.buckets import open_speech

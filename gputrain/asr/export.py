@@ -26,8 +26,8 @@ from gputrain.asr.load import Recogniser
 from gputrain.audio.export import check_file_name, cpu_copy, exported, load_line, write_onnx
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.synthetic import say, sentences
-from gputrain.engine.data import Progress, StepProgress, no_progress, written_aside
 from gputrain.errors import UserError, import_package
+from gputrain.files import Progress, StepProgress, no_progress, written_aside
 from gputrain.kinds import Exported
 from gputrain.speech.error_rates import Edits, character_edits
 from gputrain.speech.frames import STRIDE

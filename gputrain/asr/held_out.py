@@ -17,8 +17,8 @@ import torch
 from gputrain.asr.config import TrainAsr
 from gputrain.asr.load import predict
 from gputrain.asr.model import family
-from gputrain.engine.data import FULL_SCALE
-from gputrain.engine.samples import Report, SoundSample, clip_caption
+from gputrain.files import FULL_SCALE
+from gputrain.samples import Report, SoundSample, clip_caption
 from gputrain.speech.buckets import Buckets, Speech
 from gputrain.speech.error_rates import error_rates
 from gputrain.speech.frames import STRIDE, encoder_frames

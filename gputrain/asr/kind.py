@@ -9,7 +9,7 @@ from gputrain import kinds
 from gputrain.asr.config import PUBLISHED, BenchAsr, LanguageModelOptions, PlanAsr, TrainAsr, Transcribe
 from gputrain.audio.config import ClipEvaluation
 from gputrain.config import leaves
-from gputrain.figures import counted
+from gputrain.formatting import counted
 from gputrain.speech.data_commands import PREPARED_SPEECH, prepare_command, validate_command, write_demo_speech
 
 if TYPE_CHECKING:

@@ -29,11 +29,11 @@ from gputrain.asr.architecture import (
 from gputrain.asr.config import PUBLISHED
 from gputrain.asr.tokenizer import StockTokenizer, format_languages, read_json, read_tokenizer
 from gputrain.engine import checkpoint
-from gputrain.engine.weights import SAFETENSORS, form_of, log_unused, other_file, read_weights_file
 from gputrain.errors import UserError, first_line
 from gputrain.fetch.names import local_path
 from gputrain.speech.frames import ENCODER_RATE
 from gputrain.speech.text.vocabulary import Vocabulary
+from gputrain.weights import SAFETENSORS, form_of, log_unused, other_file, read_weights_file
 
 log = logging.getLogger(__name__)
 

@@ -257,10 +257,12 @@ def plan_target(settings: TrainAsr, architecture: Mapping[str, Any], clip: ClipS
         model = replace(settings.model, gradient_checkpointing=checkpointing)
         return RecogniserRecipe(replace(settings, model=model), architecture, clip, runtime)
 
-    def load(items: int = settings.schedule.whole_batch) -> list[ClipBatch]:
+    def load(items: int = settings.schedule.global_batch_size) -> list[ClipBatch]:
         return empty_bucket(items, clip, clip.frames * STRIDE)
 
-    return PlanTarget(build, load, is_proportional=lambda items: True, whole_batch=settings.schedule.whole_batch)
+    return PlanTarget(
+        build, load, is_proportional=lambda items: True, global_batch_size=settings.schedule.global_batch_size
+    )
 
 
 def masked_spans(draws: BatchDraws, counts_B: Tensor, most: int, *, share: float, length: int) -> Tensor:

@@ -21,9 +21,10 @@ from gputrain.asr.long_audio import ChunkLengths, blocks_of_file, log_prob_piece
 from gputrain.asr.ngram import LM_HINT, NgramModel, estimate_ngrams, read_arpa, read_sentences
 from gputrain.audio.io import HOW_TO_CONVERT, length_of
 from gputrain.audio.prepare import scan_recordings
-from gputrain.engine.data import HELD_OUT_SHARE, Progress, check_report, no_progress, output_names, split, writing
-from gputrain.engine.preparation import RefusedItem
+from gputrain.data_in.preparation import RefusedItem
+from gputrain.data_in.split import HELD_OUT_SHARE, split
 from gputrain.errors import UserError
+from gputrain.files import Progress, check_report, no_progress, output_names, writing
 from gputrain.hw.runtime import runtime_on
 from gputrain.speech import subtitles
 from gputrain.speech.frames import STRIDE

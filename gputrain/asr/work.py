@@ -131,7 +131,7 @@ class AsrWork(SpeechWork[TrainAsr]):
         slowest = 1 - settings.augmentation.speed_change
         model, planned = settings.model, PlannedClips.of(settings, of_data=clips is not None, slowest=slowest)
         columns = {"model": model.init_from or model.preset, "adapters": model.adapters,
-                   "batch_size": settings.schedule.whole_batch, **planned.columns}  # fmt: skip
+                   "batch_size": settings.schedule.global_batch_size, **planned.columns}  # fmt: skip
         work = replace(self, sizes=facts_of(settings, settings.speech, planned.seconds))
         return PlannedTraining(work, [(settings, columns)], clips)
 
@@ -147,7 +147,7 @@ class AsrWork(SpeechWork[TrainAsr]):
     def synthetic_batch(self, settings: TrainAsr) -> list[ClipBatch]:
         """Returns a bucket of noise."""
         draws, clip = torch.Generator().manual_seed(0), self.sizes.clip
-        wave_BT = 3000 * torch.randn(settings.schedule.whole_batch, clip.frames * STRIDE, generator=draws)
+        wave_BT = 3000 * torch.randn(settings.schedule.global_batch_size, clip.frames * STRIDE, generator=draws)
         return synthetic_bucket(wave_BT, clip, self.sizes.architecture["vocab_size"], draws)
 
 

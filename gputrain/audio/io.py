@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gputrain.engine.containers import FFMPEG_SOUNDS
-from gputrain.engine.data import FULL_SCALE
-from gputrain.engine.preparation import hole_of_zeros
+from gputrain.data_in.containers import FFMPEG_SOUNDS
+from gputrain.data_in.preparation import hole_of_zeros
 from gputrain.errors import UserError
-from gputrain.figures import format_number
+from gputrain.files import FULL_SCALE
+from gputrain.formatting import format_number
 
 if TYPE_CHECKING:  # Packages that read sound are imported where they read: a training of prepared data needs none.
     import soundfile

@@ -21,7 +21,7 @@ from gputrain.audio.discriminators import ConvolutionalDiscriminator
 from gputrain.audio.mel import log_mel, stft_magnitudes
 from gputrain.audio.weight_norm import detached_weights, gradient_leaves
 from gputrain.engine import gan
-from gputrain.engine.recipe import BatchStat, Term, Together
+from gputrain.engine.recipe import BatchStat, JointTerms, Term
 
 ADVERSARIAL: gan.AdversarialLoss = "least-squares"
 FEATURE_WEIGHT = 2.0  # Weight of feature matching: Kong et al. 2020 (HiFi-GAN), equation 8.
@@ -178,7 +178,7 @@ def adversarial_terms(
     made_items: float,
     *,
     passes: DiscriminatorPasses | None = None,
-) -> Iterator[Term | Together | BatchStat]:
+) -> Iterator[Term | JointTerms | BatchStat]:
     """Yields the terms that train the discriminators and the generator in one step group: terms of the phase
     "discriminator" and of the generator's, under the name of a discriminator's kind, and the part of feature matching
     in the latter.
@@ -209,7 +209,7 @@ def adversarial_terms(
             matching = FEATURE_WEIGHT * matching / real_items
             yield BatchStat(f"{kind}_features", matching.detach())
             value = adversarial / made_items + matching
-            yield Term(kind, value, inputs=(made_B1T,)) if passes is None else Together((of_fake, Term(kind, value)))
+            yield Term(kind, value, inputs=(made_B1T,)) if passes is None else JointTerms((of_fake, Term(kind, value)))
 
 
 def losses_of_generated_waves(

@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gputrain.audio.io import BLOCK, Samples, read_sound, resample, trim
-from gputrain.engine.containers import FFMPEG_SOUNDS, READ, SOUNDS
-from gputrain.engine.data import FULL_SCALE, fingerprint
-from gputrain.engine.preparation import (
+from gputrain.data_in.containers import FFMPEG_SOUNDS, READ, SOUNDS
+from gputrain.data_in.preparation import (
     Companions,
     PrepareReport,
     RefusedItem,
@@ -25,8 +24,10 @@ from gputrain.engine.preparation import (
     source_files,
     why_unreadable,
 )
+from gputrain.data_in.split import fingerprint
 from gputrain.errors import UserError
-from gputrain.figures import counted
+from gputrain.files import FULL_SCALE
+from gputrain.formatting import counted
 
 SILENCE = 1e-3  # Peak below which a recording is silent: 60 dB below full scale.
 NEAR_FULL_SCALE = (FULL_SCALE - 1) / FULL_SCALE

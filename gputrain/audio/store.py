@@ -23,12 +23,13 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from gputrain.engine.data import MANIFEST, writing
-from gputrain.engine.preparation import QUARANTINE, Journal
-from gputrain.engine.sources import hub_name, is_there
+from gputrain.data_in.preparation import QUARANTINE, Journal
+from gputrain.data_in.sources import hub_name, is_there
+from gputrain.data_in.split import MANIFEST
 from gputrain.errors import UserError
+from gputrain.files import writing
 from gputrain.kinds import how_to_prepare, refuse_other_data
-from gputrain.stored import from_row, unreadable
+from gputrain.serialization import from_row, unreadable
 
 SHOWN = 4  # Sorts of files that are named of a folder that is not prepared.
 WAVES, PITCHES = "waves.i16", "f0.f32"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from gputrain.engine.data import write_wav
+from gputrain.files import write_wav
 
 Floats: TypeAlias = NDArray[np.floating[Any]]
 Resonances: TypeAlias = tuple[float, float, float]  # Hz

@@ -22,11 +22,11 @@ import numpy as np
 
 from gputrain.audio.io import read_sound
 from gputrain.autoconfig.lengths import Seconds, checked
-from gputrain.engine.containers import SOUNDS
+from gputrain.data_in.containers import SOUNDS
+from gputrain.data_in.preparation import check_input_folder, scan
 from gputrain.engine.data import permutation
-from gputrain.engine.preparation import check_input_folder, scan
 from gputrain.errors import UserError
-from gputrain.figures import counted, likely_unit
+from gputrain.formatting import counted, likely_unit
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any
 from gputrain.autoconfig.lengths import Bucket, OverLong
 from gputrain.errors import UserError, import_package
 from gputrain.hw.ranks import Ranks
-from gputrain.stored import from_json, unreadable
+from gputrain.serialization import from_json, unreadable
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gputrain.engine.drawing import (
+from gputrain.drawing import (
     FAINT,
     INK,
     Drawing,
@@ -30,7 +30,7 @@ from gputrain.engine.drawing import (
     wrap_text,
 )
 from gputrain.errors import UserError, first_line
-from gputrain.figures import format_number
+from gputrain.formatting import format_number
 from gputrain.hw.child_process import describe_exit
 
 ROW = "--row"  # Argument of the child that precedes the settings of its row, in JSON.

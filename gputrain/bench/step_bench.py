@@ -136,7 +136,7 @@ class StepBench:
 
     def predicted_seconds(self, rates: DeviceRates) -> float:
         """Returns the time of a step by the roofline of its kernels (planner/time/roofline.py)."""
-        items = self.settings.schedule.whole_batch
+        items = self.settings.schedule.global_batch_size
         micro_batch = min(items, *self.state.micro_batch.values())
         target = PlanTarget(lambda runtime, _: self.build(runtime), lambda: self.loaded)
         predicted = predict_step(target, self.runtime.plan, micro_batch_size=micro_batch)

@@ -12,7 +12,7 @@ from gputrain.cli import ui
 from gputrain.cli.options import WIDEST
 from gputrain.config import ModelName, config, opt
 from gputrain.errors import UserError
-from gputrain.figures import format_bytes
+from gputrain.formatting import format_bytes
 from gputrain.kinds import kinds
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from gputrain.errors import UserError
 from gputrain.kinds import DataWork, ModelKind, ReportProgress, kinds, refuse_other_data
 
 if TYPE_CHECKING:
-    from gputrain.engine.sources import Source
+    from gputrain.data_in.sources import Source
 
 EvaluationReport = tuple[str, dict[str, Any], dict[str, Any]]  # A title, the figures to show, and the report.
 
@@ -33,7 +33,7 @@ def work_of(settings: DataSettings, command: str) -> DataWork:
 
 def source_of(settings: DataSettings, at: Path | None = None) -> "Source":
     """Returns the folder of what the settings name, which is unpacked at a place if it is no folder of files."""
-    from gputrain.engine.sources import Source, open_source
+    from gputrain.data_in.sources import Source, open_source
 
     media: Any = kinds()[settings.kind].media
     if not media:
@@ -49,7 +49,7 @@ def prepare(settings: PrepareSettings) -> None:
         return validate(settings.as_validation())
     output_dir = settings.output_dir
     assert output_dir is not None  # PrepareSettings.__post_init__ checks this.
-    from gputrain.engine.preparation import check_folders
+    from gputrain.data_in.preparation import check_folders
 
     work = work_of(settings, "prepare")
     _check_report(settings.output_file)
@@ -110,7 +110,7 @@ def _show(title: str, work: DataWork, report: Any, output_file: Path | None) -> 
 
 def _check_report(path: Path | None) -> None:
     """Raises UserError before the work if its report would replace something else."""
-    from gputrain.engine.data import check_report
+    from gputrain.files import check_report
 
     check_report(path, ["reasons", "pictures", "clips"])  # Each report, of data or of an evaluation, has one of them.
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from gputrain.cli.ui import err, escape, one_line, out
-from gputrain.figures import format_number
+from gputrain.formatting import format_number
 from gputrain.hw.gpus import known_gpus
 
 if TYPE_CHECKING:
     from gputrain.bench.runner import BenchReport
-    from gputrain.engine.preparation import RefusedItem
+    from gputrain.data_in.preparation import RefusedItem
     from gputrain.hw.doctor.rules import Check
     from gputrain.hw.plan import Plan
     from gputrain.planner.model_planner import CardPlan

@@ -24,7 +24,7 @@ from rich.text import Text
 from gputrain.caches import provide_home
 from gputrain.engine.stop import COMMAND_CLOCK, format_duration, interrupt_at_signals, leave_at_signals
 from gputrain.errors import Stopped, UserError, missing_package, without_secrets
-from gputrain.figures import format_number
+from gputrain.formatting import format_number
 from gputrain.hw.ranks import Ranks
 
 DONE, INTERNAL_ERROR, USER_ERROR, NOT_PASSED, RESUMABLE = 0, 1, 2, 3, 75

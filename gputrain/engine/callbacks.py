@@ -21,14 +21,13 @@ from gputrain.engine.metrics import Metrics
 from gputrain.engine.recipe import phases_of
 from gputrain.engine.requests import ASKED_TO_STOP, Request, watched
 from gputrain.engine.run_folder import Run
-from gputrain.engine.samples import Report
 from gputrain.engine.saving import Saver, go_back_if_unstable
 from gputrain.engine.schedule import RunProgress, Saving, StepSchedule, is_due_every
 from gputrain.engine.state import TrainState
 from gputrain.engine.stop import COMMAND_CLOCK, REPORT_SECONDS, Deadline, StopRequested, timed_part
 from gputrain.engine.trackers import Trackers
 from gputrain.errors import Stopped, UserError, first_line
-from gputrain.figures import format_number
+from gputrain.formatting import format_number
 from gputrain.hw.monitor import Monitor, Pressure
 from gputrain.hw.probe import usable_cores
 from gputrain.hw.runtime import (
@@ -40,6 +39,7 @@ from gputrain.hw.runtime import (
     set_random_state,
     shapes_may_change,
 )
+from gputrain.samples import Report
 
 log = logging.getLogger(__name__)
 

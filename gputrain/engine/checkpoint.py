@@ -36,10 +36,10 @@ from torch import Tensor, nn
 
 from gputrain.config import assemble, is_readable
 from gputrain.engine.schedule import RunProgress
-from gputrain.engine.weights import log_unused, other_file
 from gputrain.errors import UserError
 from gputrain.kinds import refuse_other_model, refuse_unreadable
-from gputrain.stored import TRAIN_AGAIN, unreadable
+from gputrain.serialization import TRAIN_AGAIN, unreadable
+from gputrain.weights import log_unused, other_file
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

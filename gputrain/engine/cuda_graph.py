@@ -6,7 +6,7 @@ of the capture, whose memory stays reserved. A graph holds the gradients of a wh
 Each shape of batches has its own graphs, as many as MOST_GRAPHED_SHAPES; all of them share one memory pool and one set
 of gradients, because a step has replayed one graph of a group, and its optimizer has used them, before the next.
 
-`ReplayedGradients` takes the place of `gradients()` in step.py. It captures a group only if its `StepGroup.fixed` says
+`ReplayedGradients` takes the place of `gradients()` in step.py. It captures a group only if its `graph_key` says
 that its loss takes nothing else from the step. What is captured is computed kernel by kernel first, and the losses and
 gradients of the graph's first replay must be those.
 https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
@@ -44,10 +44,10 @@ Gradients = tuple[dict[str, float], list[Tensor | None]]  # Losses and statistic
 
 
 def replay_gradients_if_planned(state: TrainState) -> None:
-    """Have the gradients of a training replayed as CUDA graphs, if its plan says so and a group of it is fixed."""
+    """Have the gradients of a training replayed as CUDA graphs, if its plan says so and a group has a graph key."""
     runtime = state.runtime
     if runtime.device.type == "cuda" and runtime.plan.cuda_graphs.value:
-        if any(group.fixed is not None for group in state.recipe.step_groups):
+        if any(group.graph_key is not None for group in state.recipe.step_groups):
             replay_gradients(state, partial(CudaBackend, runtime.device))
         else:
             runtime.plan = replace(runtime.plan, cuda_graphs=Setting(False, f"asked for, but {NOT_CAPTURED}"))
@@ -120,7 +120,7 @@ class GraphKey(NamedTuple):
 
     group: str
     parts: int
-    fixed: Hashable  # What the group's loss takes from the step.
+    graph_key: Hashable  # What the group's loss takes from the step.
     shapes: str  # Of the batch.
 
 
@@ -164,13 +164,15 @@ class ReplayedGradients:
             self.batch, self.in_place = weakref.ref(batch), self._static_of(batch)
         batch = batch if self.in_place is None else self.in_place
         compute = partial(gradients, state, group, batch, parts, step)
-        fixed = group.fixed(step) if group.fixed else None
-        if batch is not self.static.get(self.shapes) or fixed is None or parts > MOST_GRAPHED_PARTS:
+        graph_key = group.graph_key(step) if group.graph_key else None
+        if batch is not self.static.get(self.shapes) or graph_key is None or parts > MOST_GRAPHED_PARTS:
             return compute()
-        key = GraphKey(group.name, parts, fixed, self.shapes)
+        key = GraphKey(group.name, parts, graph_key, self.shapes)
         if graph := self.graphs.get(key):
             return graph.run()
-        if any(old.group == key.group and (old.fixed != fixed or old.shapes == key.shapes) for old in self.graphs):
+        if any(
+            old.group == key.group and (old.graph_key != graph_key or old.shapes == key.shapes) for old in self.graphs
+        ):
             self._forget_graphs()  # Another loss or number of parts has begun, and the former does not come back.
         self.passes[key] += 1
         if self.passes[key] <= EAGER_PASSES or key in self.eager:

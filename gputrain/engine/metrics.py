@@ -31,13 +31,13 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 from torch import Tensor
 
-from gputrain.engine.data import write_wav
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.run_folder import blocks, replace_file, write_text
-from gputrain.engine.samples import Report, Sheet, SoundSample
 from gputrain.engine.stop import format_duration
 from gputrain.engine.trackers import Trackers
+from gputrain.files import write_wav
 from gputrain.hw.runtime import Runtime, synchronize
+from gputrain.samples import Report, Sheet, SoundSample
 
 log = logging.getLogger(__name__)
 

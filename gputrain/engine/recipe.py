@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gputrain.engine.samples import Report
+from gputrain.samples import Report
 
 Batch = Any  # A recipe's own class; only its recipe looks inside.
 Scalars = dict[str, Tensor]
@@ -27,7 +27,7 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Together:
+class JointTerms:
     """Terms of a graph whose backward pass can run only once, and so runs for all of them together."""
 
     terms: tuple[Term, ...]
@@ -51,7 +51,7 @@ class ChainGradients:
     gradients: tuple[Tensor, ...]
 
 
-Yielded = Term | Together | BatchStat | ChainGradients
+Yielded = Term | JointTerms | BatchStat | ChainGradients
 
 
 @dataclass
@@ -105,7 +105,7 @@ class StepGroup:
     # Returns all that `loss` takes from the step besides tensors whose addresses stay the same: if it is equal, batches
     # of equal shapes have the same kernels. None, or None of a step: kernels may change with every step, or are
     # those of few steps, so that no CUDA graph holds them.
-    fixed: Callable[[int], Hashable] | None = None
+    graph_key: Callable[[int], Hashable] | None = None
 
     @property
     def name(self) -> str:

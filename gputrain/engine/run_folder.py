@@ -22,7 +22,7 @@ from gputrain.engine.schedule import RunProgress, Saving
 from gputrain.engine.stop import StopSignal
 from gputrain.errors import UserError
 from gputrain.hw.plan import Hardware, Plan
-from gputrain.stored import TRAIN_AGAIN, from_row, unreadable
+from gputrain.serialization import TRAIN_AGAIN, from_row, unreadable
 
 log = logging.getLogger(__name__)
 
@@ -347,14 +347,14 @@ def lock_folder(folder: Path) -> FileLock:
     return lock
 
 
-def given_plan(wishes: Hardware) -> PlanFile | None:
+def given_plan(requested: Hardware) -> PlanFile | None:
     """Returns the plan of --plan-file, if any. Raises UserError if it cannot be used on this machine."""
-    if wishes.plan_file is None:
+    if requested.plan_file is None:
         return None
-    found = PlanFile.load(wishes.plan_file)
+    found = PlanFile.load(requested.plan_file)
     if found.plan.device.value == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            f"{wishes.plan_file} plans for a GPU, and torch sees none",
+            f"{requested.plan_file} plans for a GPU, and torch sees none",
             hint="leave --plan-file out to plan for this machine",
         )
     return found

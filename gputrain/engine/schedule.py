@@ -137,7 +137,7 @@ class Schedule:
         return ends[0] if len(ends) == 1 else f"{' or '.join(ends)}, whichever end first"
 
     @property
-    def whole_batch(self) -> int:
+    def global_batch_size(self) -> int:
         """Number of items of one optimizer step."""
         return self.batch_size * self.accumulation_steps
 
@@ -273,7 +273,7 @@ class StepSchedule:
 
     @property
     def items_per_step(self) -> int:
-        return self.step_items or self.schedule.whole_batch
+        return self.step_items or self.schedule.global_batch_size
 
     @property
     def last_step(self) -> int:

@@ -20,13 +20,13 @@ from gputrain.engine.recipe import (
     Batch,
     BatchStat,
     ChainGradients,
+    JointTerms,
     Phase,
     PhaseSums,
     Recipe,
     Scalars,
     StepGroup,
     Sums,
-    Together,
     Yielded,
     add_value,
 )
@@ -157,7 +157,7 @@ def back_propagate(state: TrainState, group: StepGroup, terms: Iterable[Yielded]
             if isinstance(yielded, BatchStat):
                 add_value(sums[yielded.phase or first].statistics, yielded.name, yielded.value.detach())
                 continue
-            together = yielded.terms if isinstance(yielded, Together) else (yielded,)
+            together = yielded.terms if isinstance(yielded, JointTerms) else (yielded,)
             values = []
             for term in together:
                 phase = term.phase or first

@@ -24,7 +24,7 @@ from gputrain.fetch.archives import LARGEST_RATIO, SMALL, content_of, stem_of, u
 from gputrain.fetch.catalogue import CatalogueEntry
 from gputrain.fetch.files import Faults, fault_of_download, sha256
 from gputrain.fetch.hub import is_offline
-from gputrain.figures import format_bytes
+from gputrain.formatting import format_bytes
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any
 
 from gputrain.errors import UserError, first_line
-from gputrain.figures import format_bytes
+from gputrain.formatting import format_bytes
 
 log = logging.getLogger(__name__)
 

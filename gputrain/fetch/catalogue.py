@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Literal
 from urllib.parse import unquote, urlsplit
 
-from gputrain.stored import from_json, read_yaml
+from gputrain.serialization import from_json, read_yaml
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Decides settings, each with its reason, from facts about the machine and the user's wishes. Pure; without torch."""
+"""Decides settings, each with its reason, from facts about the machine and from what was asked for. Without torch."""
 
 import math
 from dataclasses import dataclass, replace
@@ -154,7 +154,7 @@ class Plan:
 
 def decide(
     machine: Machine,
-    wishes: Hardware,
+    requested: Hardware,
     *,
     fixed_shapes: bool = True,
     generator_is_1d: bool = False,
@@ -173,27 +173,27 @@ def decide(
 
     Raises UserError if the user asks for a GPU that is not there, or if there is a GPU that torch cannot use.
     """
-    on_gpu = bool(machine.gpu) and wishes.device != "cpu"
-    if wishes.device != "cpu":
-        _check_gpu(machine, wishes)
-    processes = workers(machine, wishes.num_workers)
+    on_gpu = bool(machine.gpu) and requested.device != "cpu"
+    if requested.device != "cpu":
+        _check_gpu(machine, requested)
+    processes = workers(machine, requested.num_workers)
     return Plan(
-        device=_device(machine, wishes, on_gpu),
-        precision=_precision(machine, wishes, on_gpu, fp32_because),
-        compile=_compile(machine, wishes, on_gpu, eager_because),
-        tf32=_tf32(machine, wishes, on_gpu),
-        channels_last=_channels_last(wishes, on_gpu, generator_is_1d, is_1d),
+        device=_device(machine, requested, on_gpu),
+        precision=_precision(machine, requested, on_gpu, fp32_because),
+        compile=_compile(machine, requested, on_gpu, eager_because),
+        tf32=_tf32(machine, requested, on_gpu),
+        channels_last=_channels_last(requested, on_gpu, generator_is_1d, is_1d),
         cudnn_benchmark=_cudnn_benchmark(on_gpu, fixed_shapes),
         expandable_segments=_expandable_segments(machine, on_gpu),
         num_workers=processes,
-        prefetch_factor=_for_workers(wishes.prefetch_factor, "batches that each worker prefetches", processes),
-        persistent_workers=_for_workers(wishes.persistent_workers, "workers stay alive between epochs", processes),
+        prefetch_factor=_for_workers(requested.prefetch_factor, "batches that each worker prefetches", processes),
+        persistent_workers=_for_workers(requested.persistent_workers, "workers stay alive between epochs", processes),
         pinned_memory=Setting(on_gpu, "copies to the GPU overlap with its work" if on_gpu else "there is no GPU"),
-        cuda_graphs=_cuda_graphs(wishes, on_gpu, graphless_because),
+        cuda_graphs=_cuda_graphs(requested, on_gpu, graphless_because),
     )
 
 
-def _check_gpu(machine: Machine, wishes: Hardware) -> None:
+def _check_gpu(machine: Machine, requested: Hardware) -> None:
     """Raise UserError if there is a GPU that cannot be used: training must not silently run on the CPU for days."""
     hint = "gputrain check-compatibility says what to do; --device cpu trains without the card meanwhile"
     if machine.gpu and not machine.has_kernels:
@@ -204,28 +204,28 @@ def _check_gpu(machine: Machine, wishes: Hardware) -> None:
         why = machine.gpu_error or ("" if machine.cuda else "it is built without CUDA")
         name = machine.driver.cards[0].name
         raise UserError(f"{name}: this torch cannot use the card{f' ({why})' if why else ''}", hint=hint)
-    if not machine.gpu and wishes.device == "cuda":
+    if not machine.gpu and requested.device == "cuda":
         raise UserError("no GPU that this torch can use", hint=hint)
 
 
-def _device(machine: Machine, wishes: Hardware, on_gpu: bool) -> Setting:
+def _device(machine: Machine, requested: Hardware, on_gpu: bool) -> Setting:
     if on_gpu:
         return Setting("cuda", f"{machine.gpu}, {machine.gpu_memory_gb:.1f} GB")
-    return Setting("cpu", ASKED_FOR if wishes.device == "cpu" else "no GPU found: this will be slow")
+    return Setting("cpu", ASKED_FOR if requested.device == "cpu" else "no GPU found: this will be slow")
 
 
-def _precision(machine: Machine, wishes: Hardware, on_gpu: bool, fp32_because: str) -> Setting:
-    asked = wishes.precision in SIXTEEN_BITS
+def _precision(machine: Machine, requested: Hardware, on_gpu: bool, fp32_because: str) -> Setting:
+    asked = requested.precision in SIXTEEN_BITS
     only_fp16 = on_gpu and machine.has_tensor_cores and not machine.has_tf32  # Volta and Turing
     unused = f"; the tensor cores of {machine.gpu} compute fp16 alone: --precision fp16 uses them" if only_fp16 else ""
     if not on_gpu:
         return Setting("fp32", f"16 bit is {NEEDS_GPU}" if asked else "the CPU computes fp32 fastest")
-    if wishes.precision in ("fp32", "tf32"):
+    if requested.precision in ("fp32", "tf32"):
         return Setting("fp32", f"{ASKED_FOR}{unused}")
     if fp32_because and not asked:
         return Setting("fp32", f"{fp32_because}{unused}")
     gives_nan = machine.compute_capability >= (7, 0) and not machine.has_tensor_cores
-    if gives_nan and wishes.precision not in ("mixed", "fp16"):
+    if gives_nan and requested.precision not in ("mixed", "fp16"):
         return Setting(
             "fp32", "fp16 is known to give NaN on GPUs of its generation without tensor cores, like this one"
         )
@@ -233,20 +233,20 @@ def _precision(machine: Machine, wishes: Hardware, on_gpu: bool, fp32_because: s
         return Setting("fp16", "asked for; it is known to give NaN on this GPU: use fp32 if losses become NaN")
     if not machine.has_tensor_cores and not asked:
         return Setting("fp32", "the GPU has no tensor cores, so 16 bit would save memory but no time")
-    if machine.has_bf16 and wishes.precision == "mixed" and fp32_because:
+    if machine.has_bf16 and requested.precision == "mixed" and fp32_because:
         return Setting("fp16", f"asked for 16 bit without naming bf16; {fp32_because}")
-    if machine.has_bf16 and wishes.precision != "fp16":
+    if machine.has_bf16 and requested.precision != "fp16":
         return Setting("bf16", "the GPU computes bf16 natively; no loss scaling needed")
-    if wishes.precision == "bf16":
+    if requested.precision == "bf16":
         return Setting("fp16", f"{machine.gpu} has no native bf16; fp16 with loss scaling instead")
     return Setting("fp16", ASKED_FOR if machine.has_bf16 else "the GPU has no native bf16; loss scaling on")
 
 
-def _compile(machine: Machine, wishes: Hardware, on_gpu: bool, eager_because: str) -> Setting:
-    if wishes.use_torch_compile is False:
+def _compile(machine: Machine, requested: Hardware, on_gpu: bool, eager_because: str) -> Setting:
+    if requested.use_torch_compile is False:
         return Setting(False, "switched off")
     if not on_gpu:
-        return Setting(False, NEEDS_GPU if wishes.use_torch_compile else "needs a GPU")
+        return Setting(False, NEEDS_GPU if requested.use_torch_compile else "needs a GPU")
     if not machine.triton:
         remedy = "install triton-windows" if machine.system == "Windows" else "install triton"
         return Setting(False, f"torch.compile needs Triton, which is not installed: {remedy}")
@@ -254,7 +254,7 @@ def _compile(machine: Machine, wishes: Hardware, on_gpu: bool, eager_because: st
         return Setting(False, "Triton does not support this GPU")
     if machine.system == "Linux" and not machine.compiler:
         return Setting(False, "Triton needs a C compiler, and none is on PATH: install gcc")
-    if wishes.use_torch_compile:
+    if requested.use_torch_compile:
         return Setting(True, "asked for; the first steps compile, which takes minutes the first time")
     if eager_because:
         return Setting(False, eager_because)
@@ -263,21 +263,21 @@ def _compile(machine: Machine, wishes: Hardware, on_gpu: bool, eager_because: st
     return Setting(False, "the GPU is older than those that Triton is sure to support")
 
 
-def _tf32(machine: Machine, wishes: Hardware, on_gpu: bool) -> Setting:
-    if wishes.precision == "fp32":
+def _tf32(machine: Machine, requested: Hardware, on_gpu: bool) -> Setting:
+    if requested.precision == "fp32":
         return Setting(False, "switched off: precision is fp32")
     if not on_gpu or not machine.has_tf32:
         return Setting(False, "needs a GPU of the Ampere generation or later")
     return Setting(True, "fp32 products run on tensor cores with 10 bits of mantissa")
 
 
-def _channels_last(wishes: Hardware, on_gpu: bool, generator_is_1d: bool, is_1d: bool) -> Setting:
+def _channels_last(requested: Hardware, on_gpu: bool, generator_is_1d: bool, is_1d: bool) -> Setting:
     if is_1d:
         return Setting(False, "the model has no 2-D convolutions")
     part = "; for the discriminators' 2-D convolutions, as the generator has none" if generator_is_1d else ""
-    if wishes.channels_last is None:
+    if requested.channels_last is None:
         return Setting(on_gpu, f"tensor cores prefer it{part}" if on_gpu else "no gain on the CPU")
-    return Setting(wishes.channels_last, f"asked for{part}" if wishes.channels_last else "switched off")
+    return Setting(requested.channels_last, f"asked for{part}" if requested.channels_last else "switched off")
 
 
 def _cudnn_benchmark(on_gpu: bool, fixed_shapes: bool) -> Setting:
@@ -288,8 +288,8 @@ def _cudnn_benchmark(on_gpu: bool, fixed_shapes: bool) -> Setting:
     return Setting(True, "batches are of one shape, so the search for the fastest convolutions pays")
 
 
-def _cuda_graphs(wishes: Hardware, on_gpu: bool, graphless_because: str) -> Setting:
-    if not wishes.use_cuda_graphs:
+def _cuda_graphs(requested: Hardware, on_gpu: bool, graphless_because: str) -> Setting:
+    if not requested.use_cuda_graphs:
         return Setting(False, "off unless asked for: no gain has been measured on a GPU yet")
     if not on_gpu:
         return Setting(False, NEEDS_GPU)

@@ -129,30 +129,30 @@ class ModelPlanner(Generic[S]):
     def card_plans(
         self, cards: Cards, stages: Sequence[tuple[S, dict[str, Any]]], items: int | None = None
     ) -> list["CardPlan"]:
-        """Returns the plan of every stage of a training for every requested GPU. A stage is its settings, with the
+        """Returns the plan of every stage of a training for every target GPU. A stage is its settings, with the
         columns that name it in a table. `items` of the training set; None: unknown, unless `cards` says it."""
         plans = []
         check_finish(stages[0][0].schedule)
-        for requested in target_machines(cards):
-            switches = self.work.decide(requested.machine, stages[0][0].hardware)
+        for target in target_machines(cards):
+            switches = self.work.decide(target.machine, stages[0][0].hardware)
             on_gpu = switches.device.value == "cuda"
-            if requested.gpu and not on_gpu:  # As in the configuration of a run on a CPU.
+            if target.gpu and not on_gpu:  # As in the configuration of a run on a CPU.
                 log.warning("the device is %s, so that %s is not used; --device cuda plans for it",
-                            switches.device.value, requested.name)  # fmt: skip
-            memory_gb = requested.machine.gpu_memory_gb if on_gpu else requested.machine.ram_gb
+                            switches.device.value, target.name)  # fmt: skip
+            memory_gb = target.machine.gpu_memory_gb if on_gpu else target.machine.ram_gb
             for settings, columns in stages:
-                budget = memory_budget(requested.machine, switches, settings.hardware, requested.rates(switches))
+                budget = memory_budget(target.machine, switches, settings.hardware, target.rates(switches))
                 known = partial(training_steps, settings.schedule, cards.items or items)
                 at_most = partial(training_steps, settings.schedule, cards.items or items, at_most=True)
                 plan, found, budget = self.plan_steps(settings, switches, budget, at_most)
                 remedies = [] if found.fits else self.remedies(settings, switches, budget, found)
                 compiling = self.work.compile_seconds if plan.compile.value else 0.0
-                seconds, batch = found.predicted_seconds_per_step, settings.schedule.whole_batch
-                time = PredictedTime(seconds, batch, known(seconds, compiling), requested.price_per_hour, compiling)
+                seconds, batch = found.predicted_seconds_per_step, settings.schedule.global_batch_size
+                time = PredictedTime(seconds, batch, known(seconds, compiling), target.price_per_hour, compiling)
                 operators = operator_times(found, budget) if cards.explain else []
-                elsewhere = requested.gpu is not None
+                elsewhere = target.gpu is not None
                 plans.append(
-                    CardPlan(requested.name, memory_gb, columns, plan, found, remedies, time, operators, elsewhere)
+                    CardPlan(target.name, memory_gb, columns, plan, found, remedies, time, operators, elsewhere)
                 )
         return plans
 
@@ -256,7 +256,7 @@ def operator_times(found: Fit, budget: MemoryBudget) -> list[OperatorTime]:
 
 
 def memory_budget(
-    machine: Machine, plan: Plan, wishes: Hardware, rates: DeviceRates | None, share: float = BUDGET_SHARE
+    machine: Machine, plan: Plan, requested: Hardware, rates: DeviceRates | None, share: float = BUDGET_SHARE
 ) -> MemoryBudget:
     """Returns the memory that training may take of the plan's device, at most a share of all. A CPU is busy with any
     micro-batch, so that its rates have no effect."""
@@ -265,8 +265,8 @@ def memory_budget(
     else:
         total_gb, free_gb, rates = machine.ram_gb, machine.ram_free_gb, None
     if not total_gb:
-        return MemoryBudget(wishes.memory_budget or math.inf, rates, gpus=machine.gpus)
-    budget = budget_gb(total_gb, free_gb, wishes.memory_budget, share)
+        return MemoryBudget(requested.memory_budget or math.inf, rates, gpus=machine.gpus)
+    budget = budget_gb(total_gb, free_gb, requested.memory_budget, share)
     if machine.gpus > 1 and plan.device.value == "cuda":
         budget -= NCCL_GB
     return MemoryBudget(budget, rates, gpus=machine.gpus)
@@ -302,7 +302,7 @@ def _fit_batch(
 ) -> Fit:
     gpus = budget.gpus  # A batch that cannot be divided equally is planned for the GPU with the most items.
     return fit(
-        math.ceil(schedule.whole_batch / gpus) * gpus,
+        math.ceil(schedule.global_batch_size / gpus) * gpus,
         memory_model,
         budget,
         ranks=gpus,

@@ -23,7 +23,7 @@ import gputrain
 from gputrain import caches
 from gputrain.planner.memory.fit import MemoryModel
 from gputrain.planner.time.roofline import KernelCost, StepCost
-from gputrain.stored import from_json, read_json
+from gputrain.serialization import from_json, read_json
 
 FILES = 200  # The newest are kept; each has 0.1 to 0.5 MB.
 COLUMNS = [(one.name, bool if one.type is bool else float) for one in fields(KernelCost) if one.type is not str]

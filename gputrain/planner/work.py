@@ -25,14 +25,14 @@ class PlanTarget:
     `build(runtime, checkpointing)` makes its recipe; `load()` returns the largest batch as the data loader does, and
     `load(items)` one of another size. `model_name`: the class of a user's model, whose errors are explained.
     `is_proportional(items)`: whether all that a step on up to so many items allocates and computes is proportional to
-    the items or does not depend on them; `whole_batch` is then the size of the largest batch.
+    the items or does not depend on them; `global_batch_size` is then the size of the largest batch.
     """
 
     build: Callable[[Runtime, bool], Recipe]
     load: Callable[..., Any]
     model_name: str = ""
     is_proportional: Callable[[int], bool] = lambda items: False
-    whole_batch: int = 0
+    global_batch_size: int = 0
 
 
 class TrainSettings(Protocol):
@@ -152,11 +152,11 @@ class KindWork(ABC, Generic[S]):
     switches: ClassVar[Sequence[Switch]] = ()  # The rows of a benchmark; none: those of every kind.
     inference_switches: ClassVar[Sequence[Switch]] = ()  # With the option `inference`, if they are others.
 
-    def decide(self, machine: Machine, wishes: Hardware) -> Plan:
+    def decide(self, machine: Machine, requested: Hardware) -> Plan:
         """Returns the plan of this model's hardware settings, without those of the batch."""
         return decide(
             machine,
-            wishes,
+            requested,
             fixed_shapes=self.fixed_shapes,
             generator_is_1d=self.generator_is_1d,
             is_1d=self.is_1d,

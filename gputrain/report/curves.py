@@ -15,8 +15,8 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from gputrain.engine.drawing import svg_element
-from gputrain.figures import format_number
+from gputrain.drawing import svg_element
+from gputrain.formatting import format_number
 from gputrain.report.metrics_file import Points
 
 # Sizes in the units of the drawing, which a screen scales.

@@ -22,8 +22,8 @@ from PIL import Image
 
 from gputrain.audio.config import Mel
 from gputrain.audio.mel import frequency_ticks, mel_decades
-from gputrain.engine.data import to_int16
-from gputrain.engine.drawing import spectrogram_picture, with_axes
+from gputrain.drawing import spectrogram_picture, with_axes
+from gputrain.files import to_int16
 
 T = TypeVar("T")
 

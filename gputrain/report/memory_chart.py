@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gputrain.engine.drawing import FAINT, INK, PAPER, TEXT_SIZE, Drawing, Label, Line, Rectangle, font
+from gputrain.drawing import FAINT, INK, PAPER, TEXT_SIZE, Drawing, Label, Line, Rectangle, font
 
 # Colours of the parts, from the bottom of the memory to its top. They differ in lightness too.
 PART_COLOURS = {

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 from PIL import Image
 
 from gputrain.engine.metrics import CAPTIONS, LAYOUT_KEY, REFERENCE
-from gputrain.engine.samples import LONGEST_CAPTION, clip_caption
 from gputrain.report.media import EmbeddedPicture, EmbeddedSound, MediaBudget, open_picture
 from gputrain.report.records import RunRecord, is_inside
+from gputrain.samples import LONGEST_CAPTION, clip_caption
 from gputrain.speech.error_rates import character_error_rate
 
 PICTURE_STEPS, PICTURES, PICTURE_SIDE = 6, 6, 320  # Steps and pictures of a grid, and the pixels of one.

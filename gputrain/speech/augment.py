@@ -18,9 +18,10 @@ import numpy.typing as npt
 
 from gputrain.audio.io import Samples, from_int16, read_part, resample
 from gputrain.audio.prepare import rms, scan_recordings
-from gputrain.engine.data import DataWarning, to_int16
+from gputrain.engine.data import DataWarning
 from gputrain.errors import UserError
-from gputrain.figures import counted
+from gputrain.files import to_int16
+from gputrain.formatting import counted
 
 log = logging.getLogger(__name__)
 

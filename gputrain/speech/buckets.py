@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from gputrain.engine.data import HELD_OUT_SHARE, Sample, Split
-from gputrain.engine.mixture import FolderItems, GivenFolders, Mixture, data_folders, split_folders
+from gputrain.data_in.mixture import FolderItems, GivenFolders, Mixture, data_folders, split_folders
+from gputrain.data_in.split import HELD_OUT_SHARE, Split
+from gputrain.engine.data import Sample
 from gputrain.errors import UserError
 from gputrain.hw.ranks import SINGLE, Ranks
 from gputrain.speech.augment import ClipAugment, ClipChange, Uniform, samples_at

@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.store import Wave
-from gputrain.engine.data import Progress, no_progress
 from gputrain.errors import UserError
+from gputrain.files import Progress, no_progress
 from gputrain.speech.store import SpeechClip
 
 # A transcript is a mismatch if its loss is this far on the way from the median to that of texts of other clips,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 from gputrain.audio.prepare import RefusalReason
-from gputrain.engine.preparation import RefusedItem
+from gputrain.data_in.preparation import RefusedItem
 from gputrain.errors import UserError, is_installed
 from gputrain.speech.config import SpeechPrepareConfig
 from gputrain.speech.frames import encoder_frames

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.store import Wave
-from gputrain.engine.data import Progress, no_progress
-from gputrain.engine.preparation import RefusedItem
+from gputrain.data_in.preparation import RefusedItem
 from gputrain.errors import UserError
+from gputrain.files import Progress, no_progress
 from gputrain.speech.checker import NotRecognised, SentenceTimes, SpeechChecker
 from gputrain.speech.config import SpeechPrepareConfig
 from gputrain.speech.store import Recording

@@ -97,7 +97,7 @@ def validate_transcribed(settings: Any, kind: SpeechKind) -> DataWork:
 
 
 def speech_figures(report: "SpeechReport") -> dict[str, object]:
-    from gputrain.engine.preparation import format_range
+    from gputrain.data_in.preparation import format_range
 
     figures: dict[str, object] = {}
     if report.seconds is not None and (rates := report.symbols_a_second) is not None:

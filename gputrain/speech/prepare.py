@@ -17,8 +17,7 @@ from gputrain.audio.config import Sound
 from gputrain.audio.io import CHANNEL, info_of, length_of, with_channel
 from gputrain.audio.prepare import SoundPrepareReport, bandwidth_of, is_narrow
 from gputrain.audio.store import Wave, check_format
-from gputrain.engine.data import Progress, no_progress, to_int16
-from gputrain.engine.preparation import (
+from gputrain.data_in.preparation import (
     EXCLUDED,
     Journal,
     RefusedItem,
@@ -31,7 +30,8 @@ from gputrain.engine.preparation import (
     write_quarantine,
 )
 from gputrain.errors import UserError
-from gputrain.figures import counted, likely_unit
+from gputrain.files import Progress, no_progress, to_int16
+from gputrain.formatting import counted, likely_unit
 from gputrain.speech import text_checks
 from gputrain.speech.checker import SpeechChecker
 from gputrain.speech.clip_filter import BEYOND_SECONDS, Selection, reader_of, select_clips, text_notes

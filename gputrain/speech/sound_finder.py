@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from gputrain.engine.containers import FFMPEG_SOUNDS, SOUNDS
+from gputrain.data_in.containers import FFMPEG_SOUNDS, SOUNDS
 
 PLACES = ("", "wavs/", "clips/")  # Folders of the recordings next to a table.
 

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from gputrain.engine.data import digests, warn_of_few_held_out
+from gputrain.data_in.split import digests, warn_of_few_held_out
 from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.run_folder import Run
-from gputrain.engine.samples import Report
 from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.memory.predict import step_flops
 from gputrain.planner.work import BatchSource, KindWork, PlanTarget, TrainingData, TrainSettings
+from gputrain.samples import Report
 from gputrain.speech.augment import ClipAugment
 from gputrain.speech.buckets import (
     Buckets,
@@ -182,7 +182,7 @@ class PlannedClips(NamedTuple):
         limit = settings.data.batch_seconds / batch_size or math.inf
         of_largest = limit if math.isfinite(limit) else settings.data.batch_room * clip
         seconds = of_largest if of_data else min(limit, clip / slowest)
-        columns = {"seconds": round(clip, 1), "batch_seconds": round(seconds * settings.schedule.whole_batch, 1)}
+        columns = {"seconds": round(clip, 1), "batch_seconds": round(seconds * settings.schedule.global_batch_size, 1)}
         return cls(float(seconds), columns)
 
 
@@ -250,7 +250,9 @@ class BucketRecipe:
     @functools.cached_property
     def _item_flops(self) -> float:
         """FLOPs of a step for each clip, in a step that computes all that the model has."""
-        return step_flops(self.plan_target(), self.peak_memory_step(0)) / float(self.settings.schedule.whole_batch)
+        return step_flops(self.plan_target(), self.peak_memory_step(0)) / float(
+            self.settings.schedule.global_batch_size
+        )
 
     def peak_memory_step(self, step: int) -> int:
         return step

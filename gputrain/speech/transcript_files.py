@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
+from gputrain.serialization import read_json
 from gputrain.speech.transcript_columns import AUDIO_KEYS
-from gputrain.stored import read_json
 
 SEPARATORS = ("|", "\t", ";", ",")
 QUOTED = (";", ",")  # Separators that also occur in texts, which are quoted for this reason.

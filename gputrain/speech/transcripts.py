@@ -25,9 +25,9 @@ from types import MappingProxyType
 from typing import Any
 
 from gputrain.audio.prepare import RefusalReason
-from gputrain.engine.preparation import RefusedItem
+from gputrain.data_in.preparation import RefusedItem
 from gputrain.errors import UserError
-from gputrain.figures import counted
+from gputrain.formatting import counted
 from gputrain.speech import subtitles
 from gputrain.speech.corpora import Corpus, find_corpus
 from gputrain.speech.sound_finder import PLACES, SoundFinder, suffix_of_name

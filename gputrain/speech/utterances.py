@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from gputrain.audio.prepare import RefusalReason
-from gputrain.engine.preparation import RefusedItem
+from gputrain.data_in.preparation import RefusedItem
 from gputrain.errors import UserError
 from gputrain.fetch.datasets import NO, split_of
-from gputrain.figures import counted
+from gputrain.formatting import counted
 from gputrain.speech import subtitles
 
 

@@ -14,8 +14,7 @@ import numpy as np
 
 from gputrain.audio.prepare import lacking_treble, rate_for, remarks_on
 from gputrain.audio.store import PREPARE_AGAIN, WAVES, Wave
-from gputrain.engine.data import Progress, no_progress, read_rows
-from gputrain.engine.preparation import (
+from gputrain.data_in.preparation import (
     DataReport,
     RefusedItem,
     ValueRange,
@@ -28,7 +27,9 @@ from gputrain.engine.preparation import (
 )
 from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError
-from gputrain.figures import counted
+from gputrain.files import Progress, no_progress, read_rows
+from gputrain.formatting import counted
+from gputrain.serialization import from_row, unreadable
 from gputrain.speech import text_checks
 from gputrain.speech.buckets import check_kind
 from gputrain.speech.checker import CheckedText, SpeechChecker, check_clips
@@ -39,7 +40,6 @@ from gputrain.speech.store import SOUNDS, TEXT, Recording, SpeechClip, SpeechFor
 from gputrain.speech.text.frontend import RESERVED, shortened
 from gputrain.speech.text.vocabulary import Vocabulary
 from gputrain.speech.text_checks import RARE, SuspiciousText
-from gputrain.stored import from_row, unreadable
 
 SECONDS = (0, 1, 2, 3, 4, 6, 8, 10, 15, 20)  # lower edges of the histogram's bins
 FEW_HOURS = 1.0

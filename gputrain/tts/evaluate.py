@@ -24,9 +24,8 @@ from gputrain.audio.config import Mel
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.mel import frequency_ticks, log_mel
 from gputrain.audio.metrics import ClipMetrics, PitchMatch
-from gputrain.engine.checkpoint import load_weights
-from gputrain.engine.data import FULL_SCALE, Progress, Sample, no_progress
-from gputrain.engine.drawing import (
+from gputrain.data_in.mixture import GivenFolders
+from gputrain.drawing import (
     BAND_PIXELS,
     INK,
     TEXT_SIZE,
@@ -40,11 +39,13 @@ from gputrain.engine.drawing import (
     spectrogram_picture,
     with_axes,
 )
-from gputrain.engine.mixture import GivenFolders
-from gputrain.engine.samples import Report, Sheet, SheetCell, SoundSample
+from gputrain.engine.checkpoint import load_weights
+from gputrain.engine.data import Sample
 from gputrain.errors import UserError
+from gputrain.files import FULL_SCALE, Progress, no_progress
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on, synchronize
+from gputrain.samples import Report, Sheet, SheetCell, SoundSample
 from gputrain.speech.buckets import Buckets, ClipBatch, Speech, open_speech
 from gputrain.speech.error_rates import Edits, character_edits, word_edits
 from gputrain.speech.store import SpeechClip, SpeechStore, format_store_folders, frame_count

@@ -30,8 +30,8 @@ from gputrain.audio.export import (
     write_onnx,
 )
 from gputrain.config import read_table
-from gputrain.engine.data import Progress, StepProgress, no_progress, written_aside
 from gputrain.errors import UserError, import_package, is_installed
+from gputrain.files import Progress, StepProgress, no_progress, written_aside
 from gputrain.kinds import Exported
 from gputrain.speech.store import EARLIER_PHONEMES
 from gputrain.speech.text.frontend import BOS_ID, EOS_ID, PAD_ID, RESERVED, Frontend

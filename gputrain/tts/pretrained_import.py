@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from gputrain.config import read_table
-from gputrain.engine.weights import log_unused, read_foreign, tensors_of
 from gputrain.errors import UserError
 from gputrain.kinds import refuse_unreadable
 from gputrain.speech.text.frontend import BOS, EOS, PAD, RESERVED, Frontend
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.model import Voice
+from gputrain.weights import log_unused, read_foreign, tensors_of
 
 log = logging.getLogger(__name__)
 

@@ -216,7 +216,7 @@ class VoiceRecipe(BucketRecipe):
             whole_clips=clips.whole_clips,
             pace_weight=on_device(self._pace_weight(step), torch.float64),
         )
-        if not (self.runtime.plan.cuda_graphs.value and self.step_groups[0].fixed):
+        if not (self.runtime.plan.cuda_graphs.value and self.step_groups[0].graph_key):
             return batch
         return batch.padded(bucket.ids_BS.shape[1], bucket.wave_BT.shape[1] // hop, hop)
 
@@ -377,7 +377,9 @@ def plan_target(settings: TrainTts, architecture: VoiceArchitecture, clip: ClipS
         model = replace(settings.model, gradient_checkpointing=checkpointing)
         return VoiceRecipe(replace(settings, model=model), architecture, clip, runtime)
 
-    def load(items: int = settings.schedule.whole_batch) -> list[ClipBatch]:
+    def load(items: int = settings.schedule.global_batch_size) -> list[ClipBatch]:
         return empty_bucket(items, clip, clip.frames * architecture.mel.hop_size)
 
-    return PlanTarget(build, load, is_proportional=lambda items: True, whole_batch=settings.schedule.whole_batch)
+    return PlanTarget(
+        build, load, is_proportional=lambda items: True, global_batch_size=settings.schedule.global_batch_size
+    )

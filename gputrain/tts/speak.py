@@ -25,8 +25,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gputrain.engine.data import to_int16, writing
 from gputrain.errors import UserError
+from gputrain.files import to_int16, writing
 from gputrain.hw.runtime import runtime_on
 from gputrain.speech.text.frontend import Frontend, shortened
 from gputrain.speech.text.lines import text_lines

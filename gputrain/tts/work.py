@@ -116,7 +116,11 @@ class TtsWork(SpeechWork[TrainTts]):
             several = max(2, settings.speech.num_speakers)
             settings = replace(settings, speech=replace(settings.speech, num_speakers=several))
         planned = PlannedClips.of(settings, of_data=clips is not None)
-        columns = {"preset": settings.model.preset, "batch_size": settings.schedule.whole_batch, **planned.columns}
+        columns = {
+            "preset": settings.model.preset,
+            "batch_size": settings.schedule.global_batch_size,
+            **planned.columns,
+        }
         size = size_of(settings.speech, planned.seconds)
         return PlannedTraining(replace(self, sizes=size), [(settings, columns)], clips)
 
@@ -132,7 +136,7 @@ class TtsWork(SpeechWork[TrainTts]):
 
     def synthetic_batch(self, settings: TrainTts) -> list[ClipBatch]:
         """Returns a bucket of humming clips."""
-        draws, clips, clip = torch.Generator().manual_seed(0), settings.schedule.whole_batch, self.sizes.clip
+        draws, clips, clip = torch.Generator().manual_seed(0), settings.schedule.global_batch_size, self.sizes.clip
         samples = clip.frames * HOP_SIZE
         time_T = torch.arange(samples) / self.sizes.sampling_rate
         hz_B1 = 80 * 4 ** torch.rand(clips, 1, generator=draws)
@@ -140,7 +144,7 @@ class TtsWork(SpeechWork[TrainTts]):
         return synthetic_bucket(wave_BT * 32767, clip, self.sizes.num_symbols, draws)
 
     def inference(self, settings: TrainTts, runtime: Runtime, **options: Any) -> InferenceBench:
-        build, items = partial(speaking, settings, self), settings.schedule.whole_batch
+        build, items = partial(speaking, settings, self), settings.schedule.global_batch_size
         return InferenceBench(build, runtime, items, self.item_seconds(settings, **options))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from gputrain.engine.preparation import hole_of_zeros
+from gputrain.data_in.preparation import hole_of_zeros
 
 NEXT_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # Restart markers and stuffed bytes belong to a scan.
 RESTARTS = re.compile(rb"\xff([\xd0-\xd7])")

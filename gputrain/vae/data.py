@@ -20,14 +20,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from PIL import Image
 
-from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, DataWarning, Sample, fingerprint, item_rng, read_rows
-from gputrain.engine.mixture import FolderItems, GivenFolders, Mixture, data_folders, split_folders
-from gputrain.engine.preparation import RefusedItem, SourceFile, refuse_exclude
-from gputrain.engine.sources import open_source
+from gputrain.data_in.mixture import FolderItems, GivenFolders, Mixture, data_folders, split_folders
+from gputrain.data_in.preparation import RefusedItem, SourceFile, refuse_exclude
+from gputrain.data_in.sources import open_source
+from gputrain.data_in.split import HELD_OUT_SHARE, MANIFEST, fingerprint
+from gputrain.engine.data import DataWarning, Sample, item_rng
 from gputrain.errors import UserError
+from gputrain.files import read_rows
 from gputrain.hw.probe import usable_cores
 from gputrain.kinds import prepared_for, refuse_other_data
-from gputrain.stored import is_fingerprint, unreadable
+from gputrain.serialization import is_fingerprint, unreadable
 from gputrain.vae.config import PictureLimits
 from gputrain.vae.pictures import (
     JOURNAL,

@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gputrain.engine.checkpoint import differences, format_list, load_weights, refuse_nonfinite
-from gputrain.engine.data import written_aside
-from gputrain.engine.weights import DIGEST, digest_of, read_safetensors
 from gputrain.errors import UserError
+from gputrain.files import written_aside
 from gputrain.vae.architecture import PATCH, VaeArchitecture
 from gputrain.vae.latents import BATCH_NORM_EPS, STATISTICS, LatentScaling, PatchStatistics
 from gputrain.vae.model import AutoencoderKL
+from gputrain.weights import DIGEST, digest_of, read_safetensors
 
 CONFIG, WEIGHTS = "config.json", "diffusion_pytorch_model.safetensors"
 DOWN_BLOCK, UP_BLOCK = "DownEncoderBlock2D", "UpDecoderBlock2D"

@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gputrain.bench.timing import Laps
+from gputrain.data_in.mixture import GivenFolders, format_folders
 from gputrain.engine.checkpoint import load_weights
-from gputrain.engine.data import Progress, no_progress
-from gputrain.engine.mixture import GivenFolders, format_folders
-from gputrain.engine.samples import Sheet, SheetCell
 from gputrain.errors import UserError, first_line, require
+from gputrain.files import Progress, no_progress
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
+from gputrain.samples import Sheet, SheetCell
 from gputrain.vae import losses
 from gputrain.vae.architecture import PATCH
 from gputrain.vae.config import Data, PictureEvaluation

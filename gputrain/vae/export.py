@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 
+from gputrain.data_in.mixture import GivenFolders, data_folders, format_folders
+from gputrain.data_in.sources import is_there
 from gputrain.engine.checkpoint import load_weights, refuse_nonfinite
-from gputrain.engine.data import Progress, no_progress
-from gputrain.engine.mixture import GivenFolders, data_folders, format_folders
-from gputrain.engine.sources import is_there
 from gputrain.errors import UserError
+from gputrain.files import Progress, no_progress
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import Runtime, runtime_on
 from gputrain.kinds import Exported

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def prepare_pictures(settings: Any) -> kinds.DataWork:
-    from gputrain.engine.sources import origin_of
+    from gputrain.data_in.sources import origin_of
     from gputrain.vae.prepare import check_output, prepare_images
 
     size = settings.pictures.target_size
@@ -47,7 +47,7 @@ def validate_pictures(settings: Any) -> kinds.DataWork:
 
 
 def picture_figures(report: "ImageReport") -> dict[str, object]:
-    from gputrain.engine.preparation import format_range
+    from gputrain.data_in.preparation import format_range
 
     figures: dict[str, object] = {
         "readable pictures": report.pictures,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gputrain.errors import UserError
-from gputrain.stored import TRAIN_AGAIN, converted, from_json, unreadable
+from gputrain.serialization import TRAIN_AGAIN, converted, from_json, unreadable
 from gputrain.vae.architecture import PATCH
 
 FACT = "latents"  # Key in the facts of a checkpoint.

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gputrain.engine.data import Sample
-from gputrain.figures import counted
+from gputrain.formatting import counted
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.data import CropDataset, Picture, to_unit
 from gputrain.vae.model import Attention, AutoencoderKL, Downsample, ResnetBlock, Upsample

@@ -14,8 +14,8 @@ from typing import Literal, TypeVar
 import numpy as np
 from PIL import Image, ImageCms, PngImagePlugin, UnidentifiedImageError, features
 
-from gputrain.engine.containers import PICTURES, READ
-from gputrain.engine.preparation import (
+from gputrain.data_in.containers import PICTURES, READ
+from gputrain.data_in.preparation import (
     Companions,
     RefusedItem,
     SourceFile,

@@ -24,20 +24,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from gputrain.engine.data import (
-    HELD_OUT_SHARE,
-    MANIFEST,
-    Progress,
-    few_held_out,
-    fingerprint,
-    no_progress,
-    read_rows,
-    share_that_holds_out,
-    split,
-    write_rows,
-    writing,
-)
-from gputrain.engine.preparation import (
+from gputrain.data_in.preparation import (
     QUARANTINE,
     DataReport,
     Journal,
@@ -55,9 +42,11 @@ from gputrain.engine.preparation import (
     value_range,
     write_quarantine,
 )
+from gputrain.data_in.split import HELD_OUT_SHARE, MANIFEST, few_held_out, fingerprint, share_that_holds_out, split
 from gputrain.errors import UserError
 from gputrain.fetch.files import sha256
-from gputrain.stored import unreadable
+from gputrain.files import Progress, no_progress, read_rows, write_rows, writing
+from gputrain.serialization import unreadable
 from gputrain.vae.config import PictureFormat, PictureLimits, VaePrepareConfig
 from gputrain.vae.data import is_prepared
 from gputrain.vae.pictures import (

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import load_trained, refuse_nonfinite
-from gputrain.engine.weights import DIGEST, WeightsFile, format_parts, log_unused, read_weights_file
 from gputrain.errors import UserError
 from gputrain.fetch.names import local_path
 from gputrain.kinds import refuse_unreadable
@@ -40,6 +39,7 @@ from gputrain.vae.diffusers_folder import (
 from gputrain.vae.latents import STATISTICS, LatentScaling, LatentSource, PatchStatistics, TrainedPictures, family_of
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.tiny import ENCODER, Autoencoder, autoencoder_class, is_tiny, load_tiny
+from gputrain.weights import DIGEST, WeightsFile, format_parts, log_unused, read_weights_file
 
 log = logging.getLogger(__name__)
 

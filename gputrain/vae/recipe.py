@@ -16,10 +16,10 @@ from gputrain.engine.checkpoint import load_weights
 from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import BatchStat, ChainGradients, Phase, StepGroup, Term, Yielded
-from gputrain.engine.samples import Report
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.memory.predict import step_flops
 from gputrain.planner.work import PlanTarget
+from gputrain.samples import Report
 from gputrain.vae import losses
 from gputrain.vae.attention import SCORES
 from gputrain.vae.config import TrainVae
@@ -140,7 +140,7 @@ class VaeRecipe:
         images_BCHW = loaded.to(device, non_blocking=True).contiguous(memory_format=self.runtime.memory_format)
         schedule = self.settings.schedule
         draws = BatchDraws.of_step(
-            schedule.seed, step, device, len(loaded), whole=schedule.whole_batch, ranks=self.runtime.ranks
+            schedule.seed, step, device, len(loaded), whole=schedule.global_batch_size, ranks=self.runtime.ranks
         )
         side = loaded.shape[-1] // self.settings.architecture.downsampling
         noise_BLhw = draws.normal(self.settings.architecture.latent_channels, side, side, dtype=self.dtype)
@@ -377,7 +377,7 @@ def plan_target(settings: TrainVae) -> PlanTarget:
         lpips = Lpips.without_values() if settings.losses.uses_lpips else None
         return VaeRecipe(replace(settings, model=model), runtime, [], lpips)
 
-    def load(items: int = settings.schedule.whole_batch) -> torch.Tensor:
+    def load(items: int = settings.schedule.global_batch_size) -> torch.Tensor:
         size = settings.data.image_size
         return torch.zeros(items, settings.data.image_channels, size, size, dtype=torch.uint8)
 
@@ -385,7 +385,9 @@ def plan_target(settings: TrainVae) -> PlanTarget:
         side = settings.data.image_size // settings.architecture.downsampling
         return not settings.architecture.mid_block_add_attention or items * side**4 <= SCORES
 
-    return PlanTarget(build, load, is_proportional=is_proportional, whole_batch=settings.schedule.whole_batch)
+    return PlanTarget(
+        build, load, is_proportional=is_proportional, global_batch_size=settings.schedule.global_batch_size
+    )
 
 
 def item_flops(settings: TrainVae, step: int) -> int:

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gputrain.engine.checkpoint import load_weights, refuse_nonfinite
-from gputrain.engine.weights import read_safetensors
 from gputrain.errors import UserError
-from gputrain.stored import from_json
+from gputrain.serialization import from_json
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.config import TrainVae
 from gputrain.vae.diffusers_folder import CONFIG, WEIGHTS, read_weights, write_folder
 from gputrain.vae.latents import FAMILIES, LatentScaling
 from gputrain.vae.model import AutoencoderKL, Moments
+from gputrain.weights import read_safetensors
 
 CLASS_NAME = "AutoencoderTiny"
 WIDTH, BLOCKS = 64, 3  # Those of the published models, which have four levels.

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from gputrain.engine.weights import read_weights_file
 from gputrain.errors import UserError
 from gputrain.fetch.catalogue import catalogue, close_names
 from gputrain.fetch.files import sha256
 from gputrain.fetch.names import find_published, local_path
 from gputrain.vae.config import MEASURES
+from gputrain.weights import read_weights_file
 
 log = logging.getLogger(__name__)
 

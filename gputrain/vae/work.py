@@ -16,12 +16,12 @@ import torch
 
 from gputrain.bench.runner import NotMeasured
 from gputrain.bench.step_bench import GRAPHS, Compute, InferenceBench
+from gputrain.data_in.split import digests, share_that_holds_out, warn_of_few_held_out
 from gputrain.engine.checkpoint import format_list
-from gputrain.engine.data import digests, share_that_holds_out, warn_of_few_held_out
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.run_folder import Run
 from gputrain.errors import UserError
-from gputrain.figures import counted
+from gputrain.formatting import counted
 from gputrain.hw.plan import Plan, data_in_memory
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime
@@ -116,7 +116,7 @@ class VaeWork(KindWork[TrainVae]):
 
     def planned(self, settings: PlanVae) -> PlannedTraining:
         stages = [
-            (stage, {"image_size": stage.data.image_size, "batch_size": stage.schedule.whole_batch})
+            (stage, {"image_size": stage.data.image_size, "batch_size": stage.schedule.global_batch_size})
             for stage in settings.stages
         ]
         named = settings.data.data_path != PlannedData.data_path
@@ -131,13 +131,13 @@ class VaeWork(KindWork[TrainVae]):
 
     def synthetic_batch(self, settings: TrainVae) -> torch.Tensor:
         data = settings.data
-        shape = (settings.schedule.whole_batch, data.image_channels, data.image_size, data.image_size)
+        shape = (settings.schedule.global_batch_size, data.image_channels, data.image_size, data.image_size)
         return torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
     def inference(self, settings: TrainVae, runtime: Runtime, **options: Any) -> InferenceBench:
         if runtime.plan.cuda_graphs.value:
             raise NotMeasured("encoding and decoding are not captured in CUDA graphs")
-        return InferenceBench(partial(reconstruction, settings), runtime, settings.schedule.whole_batch)
+        return InferenceBench(partial(reconstruction, settings), runtime, settings.schedule.global_batch_size)
 
 
 def reconstruction(settings: TrainVae, runtime: Runtime) -> Compute:
@@ -198,7 +198,9 @@ class VaeData(TrainingData[TrainVae]):
 
     def begin_stage(self, settings: TrainVae, position: str) -> None:
         if position:
-            log.info("%s: %d px, %d images a step", position, settings.data.image_size, settings.schedule.whole_batch)
+            log.info(
+                "%s: %d px, %d images a step", position, settings.data.image_size, settings.schedule.global_batch_size
+            )
         warn_of_small_pictures(self.pictures, settings.data.image_size)
 
     def item_seconds(self, settings: TrainVae) -> float:

@@ -22,9 +22,10 @@ from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.metrics import ClipMetrics, PitchMatch, pitch_match
 from gputrain.audio.store import Pitch, Wave
 from gputrain.audio.weight_norm import cached_weights
-from gputrain.engine.data import HELD_OUT_SHARE, Progress, no_progress, to_int16
-from gputrain.engine.mixture import GivenFolders
+from gputrain.data_in.mixture import GivenFolders
+from gputrain.data_in.split import HELD_OUT_SHARE
 from gputrain.errors import UserError
+from gputrain.files import Progress, no_progress, to_int16
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on, synchronize
 from gputrain.vocoder.generator import Generator, Noise, draw_noise

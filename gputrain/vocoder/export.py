@@ -34,8 +34,8 @@ from gputrain.audio.export import (
     write_onnx,
 )
 from gputrain.audio.weight_norm import cached_weights
-from gputrain.engine.data import Progress, StepProgress, no_progress, written_aside
 from gputrain.errors import UserError, import_package
+from gputrain.files import Progress, StepProgress, no_progress, written_aside
 from gputrain.kinds import Exported
 from gputrain.vocoder.architecture import SAME_OPTIONS
 from gputrain.vocoder.generator import HARMONICS, Generator, Noise, draw_noise

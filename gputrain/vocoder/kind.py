@@ -9,7 +9,7 @@ from gputrain import kinds
 from gputrain.audio.config import ClipEvaluation, Sound
 from gputrain.config import leaves
 from gputrain.engine.stop import format_duration
-from gputrain.figures import counted, format_number
+from gputrain.formatting import counted, format_number
 from gputrain.vocoder import openvpi
 from gputrain.vocoder.config import (
     PUBLISHED,
@@ -57,7 +57,7 @@ def validate_recordings(settings: Any) -> kinds.DataWork:
 
 
 def sound_figures(report: "SoundReport") -> dict[str, object]:
-    from gputrain.engine.preparation import format_range
+    from gputrain.data_in.preparation import format_range
 
     figures: dict[str, object] = {"refused": len(report.refused), **report.account()}
     if (total := report.total) is not None:

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from gputrain.config import convert, leaves, read_file
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import load_weights, trained_weights
-from gputrain.engine.weights import log_unused, read_foreign, tensors_of
 from gputrain.errors import UserError
 from gputrain.fetch.names import local_path
 from gputrain.kinds import refuse_unreadable
 from gputrain.vocoder.architecture import SAME_OPTIONS, NsfHifiganArchitecture
 from gputrain.vocoder.config import PUBLISHED, Model, Spectrogram, TrainVocoder
 from gputrain.vocoder.generator import Generator
+from gputrain.weights import log_unused, read_foreign, tensors_of
 
 CONFIG = "config.json"
 # openvpi's keys of config.json, and our options for them.

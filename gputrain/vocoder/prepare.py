@@ -31,8 +31,7 @@ from gputrain.audio.f0 import (
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.prepare import FURTHER_TRACKS, SoundPrepareReport
 from gputrain.audio.store import WAVES, Pitch, Wave, check_format
-from gputrain.engine.data import MANIFEST, Progress, no_progress, to_int16
-from gputrain.engine.preparation import (
+from gputrain.data_in.preparation import (
     DataReport,
     RefusedItem,
     ValueRange,
@@ -46,9 +45,11 @@ from gputrain.engine.preparation import (
     sorted_refusals,
     write_quarantine,
 )
+from gputrain.data_in.split import MANIFEST
 from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError
-from gputrain.figures import counted
+from gputrain.files import Progress, no_progress, to_int16
+from gputrain.formatting import counted
 from gputrain.vocoder.config import SAMPLING_RATE
 from gputrain.vocoder.store import JOURNAL, VocoderFormat, VocoderStore, VocoderStoreWriter
 

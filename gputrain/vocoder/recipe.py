@@ -22,18 +22,17 @@ from gputrain.audio.f0 import interpolated
 from gputrain.audio.mel import frequency_ticks, log_mel, mel_decades
 from gputrain.audio.store import Pitch, Wave
 from gputrain.audio.weight_norm import WeightNormed, shared_weights
+from gputrain.drawing import spectrogram_picture, with_axes
 from gputrain.engine.checkpoint import format_list
 from gputrain.engine.distributed import BatchDraws
-from gputrain.engine.drawing import spectrogram_picture, with_axes
 from gputrain.engine.gan import at_least_fp32
 from gputrain.engine.muon import muon_with_adamw
 from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Yielded
-from gputrain.engine.samples import Report, Sheet, SheetCell, SoundSample
-from gputrain.engine.weights import log_unused
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.memory.predict import step_flops
 from gputrain.planner.work import PlanTarget
+from gputrain.samples import Report, Sheet, SheetCell, SoundSample
 from gputrain.vocoder import augment
 from gputrain.vocoder.augment import EACH, Shifts, draw_semitones, make_shifted, shifted_places
 from gputrain.vocoder.config import OptimizerName, TrainVocoder
@@ -41,6 +40,7 @@ from gputrain.vocoder.discriminators import KINDS, FastDiscriminator
 from gputrain.vocoder.evaluate import Excerpts, evaluate_generator, warn_of_faults
 from gputrain.vocoder.generator import Generator, Noise, draw_noise
 from gputrain.vocoder.load import Weights, frozen_parameters
+from gputrain.weights import log_unused
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class VocoderRecipe:
             shared_weights, *shared, dtype=runtime.dtype, without_autocast=self.generator.computing_in_fp32(),
             stacked=runtime.kernel_device == "cuda",
         )  # fmt: skip
-        step_group = functools.partial(StepGroup, step_context=weights_once, fixed=self._active)
+        step_group = functools.partial(StepGroup, step_context=weights_once, graph_key=self._active)
         self.step_groups = [step_group((generator, discriminator), self.loss)]
         if self.losses.step_order == "alternating":
             self.step_groups = [
@@ -152,7 +152,7 @@ class VocoderRecipe:
         """Returns a batch of samples (int16) and pitches, longer than the crop if key_aug may play it faster."""
         data, schedule, device = self.settings.data, self.settings.schedule, self.runtime.device
         draws = BatchDraws.of_step(
-            schedule.seed, step, device, len(loaded[0]), whole=schedule.whole_batch, ranks=self.runtime.ranks
+            schedule.seed, step, device, len(loaded[0]), whole=schedule.global_batch_size, ranks=self.runtime.ranks
         )
         wave_BT, f0_BF = (tensor.to(device, non_blocking=True).to(self.dtype) for tensor in loaded)
         wave_BT = wave_BT / 32768
@@ -189,7 +189,7 @@ class VocoderRecipe:
     def flops(self, batch: VocoderBatch, step: int) -> float:
         active = self._active(step)
         if active not in self._flops:
-            self._flops[active] = step_flops(target(self.settings), step) / self.settings.schedule.whole_batch
+            self._flops[active] = step_flops(target(self.settings), step) / self.settings.schedule.global_batch_size
         return self._flops[active] * self.size(batch)
 
     def peak_memory_step(self, step: int) -> int:
@@ -316,7 +316,7 @@ def target(settings: TrainVocoder) -> PlanTarget:
         model = replace(settings.model, gradient_checkpointing=checkpointing)
         return VocoderRecipe(replace(settings, model=model), runtime)
 
-    def load(items: int = settings.schedule.whole_batch) -> tuple[Tensor, Tensor]:
+    def load(items: int = settings.schedule.global_batch_size) -> tuple[Tensor, Tensor]:
         frames = settings.data.frames_to_read
         samples = frames * settings.spectrogram.hop_size
         return torch.zeros(items, samples, dtype=torch.int16), torch.zeros(items, frames)
@@ -324,7 +324,9 @@ def target(settings: TrainVocoder) -> PlanTarget:
     def is_proportional(items: int) -> bool:
         return not settings.losses.pc_aug  # It shifts a share of the items, rounded up.
 
-    return PlanTarget(build, load, is_proportional=is_proportional, whole_batch=settings.schedule.whole_batch)
+    return PlanTarget(
+        build, load, is_proportional=is_proportional, global_batch_size=settings.schedule.global_batch_size
+    )
 
 
 CLIPS = 4

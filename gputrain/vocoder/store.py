@@ -40,11 +40,13 @@ from gputrain.audio.store import (
     read_units,
     stored_files,
 )
-from gputrain.engine.data import HELD_OUT_SHARE, MANIFEST, Sample, Split, item_rng, read_rows, writing
-from gputrain.engine.mixture import FolderItems, GivenFolders, Mixture, data_folders, split_folders
+from gputrain.data_in.mixture import FolderItems, GivenFolders, Mixture, data_folders, split_folders
+from gputrain.data_in.split import HELD_OUT_SHARE, MANIFEST, Split
+from gputrain.engine.data import Sample, item_rng
 from gputrain.errors import UserError
+from gputrain.files import read_rows, writing
 from gputrain.kinds import prepared_for
-from gputrain.stored import from_row, is_fingerprint, unreadable
+from gputrain.serialization import from_row, is_fingerprint, unreadable
 
 JOURNAL = "journal.jsonl"
 CHECKED_FRAMES = 128  # Frames per checksum.

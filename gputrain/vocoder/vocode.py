@@ -23,11 +23,11 @@ from gputrain.audio.io import HOW_TO_CONVERT, read_sound, resample
 from gputrain.audio.mel import log_mel, mel_bank
 from gputrain.audio.prepare import SILENCE
 from gputrain.audio.weight_norm import cached_weights
+from gputrain.data_in.containers import SOUNDS
+from gputrain.data_in.preparation import RefusedItem, scan
 from gputrain.engine.checkpoint import format_list
-from gputrain.engine.containers import SOUNDS
-from gputrain.engine.data import Progress, no_progress, output_names, write_wav, writing
-from gputrain.engine.preparation import RefusedItem, scan
 from gputrain.errors import UserError
+from gputrain.files import Progress, no_progress, output_names, write_wav, writing
 from gputrain.hw.runtime import runtime_on
 from gputrain.vocoder.architecture import NsfHifiganArchitecture
 from gputrain.vocoder.config import Vocode

@@ -13,8 +13,8 @@ from gputrain import config
 from gputrain.audio.mel import log_mel
 from gputrain.audio.weight_norm import cached_weights
 from gputrain.bench.step_bench import GRAPHS, SOUND_SWITCHES, SWITCHES, Compute, InferenceBench, sound_title
-from gputrain.engine.data import digests, warn_of_few_held_out
-from gputrain.engine.mixture import Mixture, format_folders
+from gputrain.data_in.mixture import Mixture, format_folders
+from gputrain.data_in.split import digests, warn_of_few_held_out
 from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import RunProgress, StepSchedule
 from gputrain.engine.stop import format_duration
@@ -79,7 +79,7 @@ class VocoderWork(KindWork[TrainVocoder]):
         }
 
     def planned(self, settings: PlanVocoder) -> PlannedTraining:
-        columns = {"crop_mel_frames": settings.data.crop_mel_frames, "batch_size": settings.schedule.whole_batch}
+        columns = {"crop_mel_frames": settings.data.crop_mel_frames, "batch_size": settings.schedule.global_batch_size}
         data, items = settings.data, None
         if data.data_path != PlannedData.data_path:
             items = len(VocoderTraining.of(settings, open_sounds(data.data_path, data.held_out_share)))
@@ -97,7 +97,7 @@ class VocoderWork(KindWork[TrainVocoder]):
     def synthetic_batch(self, settings: TrainVocoder) -> tuple[Tensor, Tensor]:
         """Returns a batch as the data loader does: notes of two octaves with a little noise."""
         draws = torch.Generator().manual_seed(0)
-        items, frames, mel = settings.schedule.whole_batch, settings.data.frames_to_read, settings.spectrogram.mel
+        items, frames, mel = settings.schedule.global_batch_size, settings.data.frames_to_read, settings.spectrogram.mel
         time_T = torch.arange(frames * mel.hop_size) / mel.sampling_rate
         f0_B1 = 110 * 4 ** torch.rand(items, 1, generator=draws)
         noise_BT = torch.randn(items, len(time_T), generator=draws)
@@ -108,7 +108,7 @@ class VocoderWork(KindWork[TrainVocoder]):
         return settings.crop_seconds
 
     def inference(self, settings: TrainVocoder, runtime: Runtime, **options: Any) -> InferenceBench:
-        items, seconds = settings.schedule.whole_batch, settings.crop_seconds
+        items, seconds = settings.schedule.global_batch_size, settings.crop_seconds
         return InferenceBench(partial(synthesis, settings), runtime, items, seconds)
 
 

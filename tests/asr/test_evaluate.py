@@ -16,7 +16,7 @@ from gputrain.asr.evaluate import RecognisedClip, confusions, evaluate_recognise
 from gputrain.asr.held_out import collapsed, transcribe_clips
 from gputrain.asr.load import load_recogniser
 from gputrain.audio.io import from_int16
-from gputrain.engine.data import HELD_OUT_SHARE
+from gputrain.data_in.split import HELD_OUT_SHARE
 from gputrain.errors import UserError
 from gputrain.speech.store import SpeechStore
 from gputrain.speech.text.vocabulary import Vocabulary

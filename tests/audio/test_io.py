@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gputrain.audio import io
 from gputrain.audio.io import read_sound, resample, trim
-from gputrain.engine.data import to_int16, write_wav
 from gputrain.errors import UserError
+from gputrain.files import to_int16, write_wav
 from tests.tables import check_rows, each_row
 
 

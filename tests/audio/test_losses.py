@@ -15,7 +15,7 @@ from gputrain.audio import losses
 from gputrain.audio.config import Mel, Resolution
 from gputrain.audio.mel import log_mel, stft_magnitudes
 from gputrain.audio.weight_norm import WeightNormed, cached_weights, gradient_leaves
-from gputrain.engine.recipe import BatchStat, ChainGradients, Term, Together
+from gputrain.engine.recipe import BatchStat, ChainGradients, JointTerms, Term
 from tests.tables import each_row, slow
 
 MEL = Mel(sampling_rate=8000, num_mels=12, hop_size=50, win_size=200, n_fft=200, fmin=20.0, fmax=4000.0)
@@ -343,7 +343,7 @@ def test_nothing_of_a_discriminator_outlives_its_term():
     ):
         seen = []
         for term in terms:
-            if isinstance(term, Together):
+            if isinstance(term, JointTerms):
                 torch.autograd.backward([one.value for one in term.terms])
                 assert [x() for x in seen] == [None] * len(seen)
             elif isinstance(term, Term):

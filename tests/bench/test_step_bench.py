@@ -116,17 +116,17 @@ def test_a_switch_that_a_machine_lacks_is_not_measured():
 def test_rows_train_what_was_asked_for():
     for train in trains("vae", micro_batch_size=2, gradient_checkpointing=True, device="cpu"):
         assert train.architecture.block_out_channels == (8, 16)
-        assert (train.data.image_size, train.schedule.whole_batch, train.schedule.micro_batch_size) == (32, 4, 2)
+        assert (train.data.image_size, train.schedule.global_batch_size, train.schedule.micro_batch_size) == (32, 4, 2)
         assert (train.model.gradient_checkpointing, train.hardware.device) == (True, "cpu")
     for train in trains("vocoder", optimizer="muon", micro_batch_size=1, mini_nsf=True, crop_mel_frames=16):
         schedule = train.schedule
         assert (schedule.generator_optimizer, schedule.discriminator_optimizer) == ("muon", "muon")
         assert (train.architecture.mini_nsf, train.architecture.upsample_initial_channel) == (True, 32)
-        assert (schedule.whole_batch, schedule.micro_batch_size, train.data.crop_mel_frames) == (2, 1, 16)
+        assert (schedule.global_batch_size, schedule.micro_batch_size, train.data.crop_mel_frames) == (2, 1, 16)
         assert train.discriminators.discriminators == ("fast_mpd",)
     for train in trains("tts", preset="high", batch_size=6, micro_batch_size=3, use_mrd=True):
         assert (train.model.preset, train.model.discriminator_channels, train.model.use_mrd) == ("high", 8, True)
-        assert (train.schedule.whole_batch, train.schedule.micro_batch_size) == (6, 3)
+        assert (train.schedule.global_batch_size, train.schedule.micro_batch_size) == (6, 3)
 
 
 def run_with(*words: object) -> tuple[str, list[tuple[str, TrainVocoder]]]:

@@ -7,7 +7,7 @@ import soundfile
 from PIL import Image
 
 from gputrain.cli import tables, ui
-from gputrain.engine.preparation import RefusedItem
+from gputrain.data_in.preparation import RefusedItem
 from tests.command import gputrain_here
 from tests.tables import each_row
 from tests.vocoder.conftest import flags

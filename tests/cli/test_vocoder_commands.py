@@ -10,7 +10,7 @@ import torch
 
 from gputrain.audio.store import PITCHES
 from gputrain.cli import ui
-from gputrain.engine.data import MANIFEST
+from gputrain.data_in.split import MANIFEST
 from gputrain.vocoder.store import JOURNAL
 from tests.tables import each_row
 from tests.vocoder.conftest import TINY, flags, hummed

@@ -281,7 +281,7 @@ def test_a_loss_that_cannot_be_captured_ends_them(tmp_path, caplog, eager):
             yield from loss(batch, step)
 
         group = recipe.step_groups[1]
-        recipe.step_groups[1] = type(group)(group.phases, reading, fixed=group.fixed)
+        recipe.step_groups[1] = type(group)(group.phases, reading, graph_key=group.graph_key)
 
     recorder = RecordedGraphs()
     assert_equal(trained(tmp_path, recorder, change=reads), eager)
@@ -311,7 +311,7 @@ def test_gradients_that_are_not_finite_are_not_captured(tmp_path):
             yield from loss(batch, step)
 
         group = recipe.step_groups[1]
-        recipe.step_groups[1] = type(group)(group.phases, bursting, fixed=group.fixed)
+        recipe.step_groups[1] = type(group)(group.phases, bursting, graph_key=group.graph_key)
 
     recorder = RecordedGraphs()
     ours, theirs = trained(tmp_path, recorder, change=burst), trained(tmp_path, change=burst)
@@ -344,8 +344,8 @@ def test_half_of_the_digits_must_agree():
     ("T4", {}, 2**-10),
     ("H100", {}, 2**-7),
 )
-def test_the_rounding_step_of_products(machine_name, wishes, eps):
-    plan = decide(machine(machine_name), Hardware(**wishes))
+def test_the_rounding_step_of_products(machine_name, requested, eps):
+    plan = decide(machine(machine_name), Hardware(**requested))
     runtime = Runtime(plan, torch.device("cpu"), DTYPES[plan.precision.value], torch.contiguous_format)
     assert runtime.product_eps() == eps
     assert runtime.product_eps(torch.bfloat16) == 2**-7
@@ -369,7 +369,7 @@ def test_a_static_batch_holds_batches_of_its_shapes_alone(tmp_path):
 def test_a_recipe_without_fixed_groups_says_that_it_has_no_graphs():
     plan = decide(machine("H100"), Hardware(use_cuda_graphs=True))
     runtime = Runtime(plan, torch.device("cuda"), torch.float32, torch.contiguous_format)
-    state = SimpleNamespace(runtime=runtime, recipe=SimpleNamespace(step_groups=[SimpleNamespace(fixed=None)]))
+    state = SimpleNamespace(runtime=runtime, recipe=SimpleNamespace(step_groups=[SimpleNamespace(graph_key=None)]))
     replay_gradients_if_planned(state)
     assert runtime.plan.cuda_graphs.value is False
     assert runtime.plan.cuda_graphs.reason.startswith("asked for, but no graph holds several batches")

@@ -28,29 +28,13 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
+from gputrain.data_in.preparation import in_processes
+from gputrain.data_in.split import few_held_out, fingerprint, is_held_out, share_that_holds_out, split
 from gputrain.engine import workers
-from gputrain.engine.data import (
-    DataWarning,
-    Reader,
-    Stream,
-    batches,
-    check_report,
-    few_held_out,
-    fingerprint,
-    is_held_out,
-    item_rng,
-    loader,
-    permutation,
-    read_rows,
-    samples,
-    share_that_holds_out,
-    split,
-    write_rows,
-    writing,
-)
-from gputrain.engine.preparation import in_processes
+from gputrain.engine.data import DataWarning, Reader, Stream, batches, item_rng, loader, permutation, samples
 from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule
 from gputrain.errors import UserError
+from gputrain.files import check_report, read_rows, write_rows, writing
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from tests.tables import each_row
@@ -401,7 +385,7 @@ def test_error_in_a_process_keeps_its_hint(tmp_path):
 
 ORPHANS = """
     import os, time
-    from gputrain.engine.preparation import in_processes
+    from gputrain.data_in.preparation import in_processes
 
     def nap(number):
         os.write(1, f"{os.getpid()}\\n".encode())  # print would write it in two pieces.

@@ -12,9 +12,9 @@ from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import BEST, LAST, PREVIOUS
 from gputrain.engine.metrics import Metrics
-from gputrain.engine.samples import Report
 from gputrain.engine.schedule import RunProgress, stages_ahead
 from gputrain.errors import Stopped
+from gputrain.samples import Report
 from tests.comparison import differing
 from tests.engine.test_run import assert_equal, rows_of, schedule
 from tests.tables import slow

@@ -24,7 +24,7 @@ from gputrain.engine import metrics as engine_metrics
 from gputrain.engine import stop
 from gputrain.engine.callbacks import log_evaluation
 from gputrain.engine.metrics import Bar, Metrics, TimeLeft
-from gputrain.engine.samples import Report, SoundSample
+from gputrain.samples import Report, SoundSample
 from tests.process import killed_at
 from tests.tables import each_row
 from tests.toy import cpu_runtime

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from gputrain.config import assemble
+from gputrain.data_in.split import digests
 from gputrain.engine import checkpoint
-from gputrain.engine.data import digests
 from gputrain.engine.muon import muon_with_adamw
 from gputrain.engine.optim import adamw
 from gputrain.engine.recipe import phases_of

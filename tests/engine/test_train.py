@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gputrain.engine.recipe import PhaseSums, StepGroup, Term, Together, phases_of
+from gputrain.engine.recipe import JointTerms, PhaseSums, StepGroup, Term, phases_of
 from gputrain.engine.schedule import Schedule
 from gputrain.engine.step import back_propagate, update
 from gputrain.errors import UserError
@@ -138,7 +138,7 @@ def test_terms_together_have_the_loss_scale_of_their_own_phase(tmp_path, monkeyp
     sums = {phase.name: PhaseSums() for phase in group.phases}
     one, other = RunsOnce.apply(*(weight.sum() for weight in weights_of_phases))
     terms = (Term("one", one, phase="discriminators"), Term("other", other, weight=0.5, phase="generator"))
-    back_propagate(state, group, [Together(terms)], sums)
+    back_propagate(state, group, [JointTerms(terms)], sums)
     assert [weight.grad.unique().item() for weight in weights_of_phases] == [2 * 16, 3 * 0.5 * 1024]
     assert sums["discriminators"].losses == {"one": one}
     assert sums["generator"].losses == {"other": other}

@@ -336,13 +336,13 @@ def named_compile(function: Any, compile: Callable[[Any], Any] | None = None) ->
     return named
 
 
-def run_step(target: PlanTarget, items: int, card: str, wishes: Hardware) -> None:
+def run_step(target: PlanTarget, items: int, card: str, requested: Hardware) -> None:
     """The heaviest step of a training on fake tensors of a card that it is planned for, compiled as the plan says.
 
     To be called in a FakeTensorMode.
     """
     machine = find_gpu(card).installed_in(Machine(system="Linux", cpu_cores=8))
-    plan = decide(machine, wishes)
+    plan = decide(machine, requested)
     layout = torch.channels_last if plan.channels_last.value else torch.contiguous_format
     runtime = CompilingRuntime(plan, torch.device("cuda", 0), DTYPES[str(plan.precision.value)], layout)
     with torch.device("cuda"):

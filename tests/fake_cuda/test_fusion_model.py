@@ -30,8 +30,8 @@ def modelled(case: str, patch: pytest.MonkeyPatch) -> dict[str, list[float]]:
 
     found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
-    def run_step(target: PlanTarget, items: int, card: str, wishes: Hardware) -> None:
-        plan = decide(find_gpu(card).installed_in(Machine(system="Linux", cpu_cores=8)), wishes)
+    def run_step(target: PlanTarget, items: int, card: str, requested: Hardware) -> None:
+        plan = decide(find_gpu(card).installed_in(Machine(system="Linux", cpu_cores=8)), requested)
         for kernel in predict_step(target, plan, micro_batch_size=items).micro_batch:
             found[kernel.name][0] += kernel.launches
             found[kernel.name][1] += kernel.bytes / 1e6

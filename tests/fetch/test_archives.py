@@ -112,7 +112,7 @@ def test_the_command_for_names_of_several_code_pages(tmp_path, monkeypatch):
 
 
 def test_links_in_zip_archives_and_false_sizes(tmp_path):
-    """Further attacks are in the table of tests/engine/test_containers.py."""
+    """Further attacks are in the table of tests/data_in/test_containers.py."""
     write_zip(tmp_path / "link.zip", {"link": b"/etc/passwd"}, stat.S_IFLNK | 0o777)
     with pytest.raises(UserError, match="is no plain file"):
         unpack(tmp_path / "link.zip", tmp_path / "out")

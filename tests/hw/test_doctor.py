@@ -29,7 +29,7 @@ from gputrain.hw.driver import Card, Driver
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine, Package
 from gputrain.hw.speed import FREE_BYTES
-from gputrain.stored import from_json
+from gputrain.serialization import from_json
 from gputrain.vae.config import TrainVae
 from tests.tables import each_row
 

@@ -44,8 +44,8 @@ def machine(name: str = "", **others) -> Machine:
     ("", {"precision": "bf16"}, "fp32"),
     ("H100", {"device": "cpu"}, "fp32"),
 )
-def test_precision(name, wishes, precision):
-    assert decide(machine(name), Hardware(**wishes)).precision.value == precision
+def test_precision(name, requested, precision):
+    assert decide(machine(name), Hardware(**requested)).precision.value == precision
 
 
 @each_row(
@@ -55,10 +55,10 @@ def test_precision(name, wishes, precision):
     ("RTX 5090", {"precision": "bf16"}, "bf16"),
     ("", {}, "fp32"),
 )
-def test_where_fp32_is_the_default_16_bit_is_asked_for_by_name(name, wishes, precision):
-    setting = decide(machine(name), Hardware(**wishes), fp32_because="a reason").precision
+def test_where_fp32_is_the_default_16_bit_is_asked_for_by_name(name, requested, precision):
+    setting = decide(machine(name), Hardware(**requested), fp32_because="a reason").precision
     assert setting.value == precision
-    assert (setting.reason == "a reason") == bool(name and not wishes)
+    assert (setting.reason == "a reason") == bool(name and not requested)
 
 
 @each_row(
@@ -77,8 +77,8 @@ def test_where_fp32_is_the_default_16_bit_is_asked_for_by_name(name, wishes, pre
     ("P100", {}, "fp32", "a reason"),
     ("P100", {"precision": "tf32"}, "fp32", "asked for"),
 )
-def test_a_vocoder_is_told_of_tensor_cores_that_compute_fp16_alone(name, wishes, precision, reason):
-    setting = decide(machine(name), Hardware(**wishes), fp32_because="a reason").precision
+def test_a_vocoder_is_told_of_tensor_cores_that_compute_fp16_alone(name, requested, precision, reason):
+    setting = decide(machine(name), Hardware(**requested), fp32_because="a reason").precision
     assert setting.value == precision
     assert reason in setting.reason
     assert ("compute fp16 alone" in setting.reason) == ("compute fp16 alone" in reason)
@@ -96,8 +96,8 @@ def test_a_vocoder_is_told_of_tensor_cores_that_compute_fp16_alone(name, wishes,
     ({"name": "H100", "triton": False, "system": "Windows"}, {"use_torch_compile": True}, False, "triton-windows"),
     ({}, {"use_torch_compile": True}, False, "asked for, but needs a GPU"),
 )
-def test_compile(facts, wishes, on, reason):
-    setting = decide(machine(**facts), Hardware(**wishes)).compile
+def test_compile(facts, requested, on, reason):
+    setting = decide(machine(**facts), Hardware(**requested)).compile
     assert setting.value is on
     assert reason in setting.reason
 

@@ -15,7 +15,7 @@ import torch
 
 from gputrain.hw.driver import NO_DRIVER, Card, Driver, cards_without_driver
 from gputrain.hw.probe import TASKS_OF_PROCESS, Machine, Package, cpu_name_in, probe, ram, swap_gb, usable_cores
-from gputrain.stored import from_json
+from gputrain.serialization import from_json
 from tests.tables import each_row
 
 MEMORY = {"MemTotal": 999_000_000, "MemAvailable": 900_000_000, "SwapTotal": 16_777_212, "SwapFree": 1}

@@ -32,8 +32,8 @@ from tests.waiting import wait_until
 SMALL = VaeArchitecture((32, 64), latent_channels=4)
 
 
-def on_cpu(**wishes):
-    return apply(decide(Machine(system="Linux", cpu_cores=2, compiler="g++"), Hardware(device="cpu", **wishes)))
+def on_cpu(**requested):
+    return apply(decide(Machine(system="Linux", cpu_cores=2, compiler="g++"), Hardware(device="cpu", **requested)))
 
 
 @pytest.fixture

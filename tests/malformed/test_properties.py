@@ -21,7 +21,6 @@ from gputrain.cli.options import read_defaults
 from gputrain.config import assemble, leaves
 from gputrain.engine import checkpoint
 from gputrain.engine.run_folder import PlanFile
-from gputrain.engine.weights import read_foreign
 from gputrain.errors import UserError
 from gputrain.speech.store import SpeechStore
 from gputrain.speech.transcripts import read_transcripts
@@ -32,6 +31,7 @@ from gputrain.vae.data import open_pictures
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.openvpi import translate
 from gputrain.vocoder.store import VocoderStore
+from gputrain.weights import read_foreign
 from tests.command import gputrain_here
 from tests.comparison import differing
 from tests.malformed.files import intact

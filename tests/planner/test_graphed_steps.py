@@ -7,11 +7,11 @@ from gputrain.planner.model_planner import plan_step
 from tests.hw.test_plan import machine
 
 
-def planned(budget_gb: float, micro_batch: int = 0, batch: int = 8, **wishes):
+def planned(budget_gb: float, micro_batch: int = 0, batch: int = 8, **requested):
     """Weights take 2 GB, gradients 1 GB, and each item 1 GB."""
     fixed = {"parameters": 2.0, "gradients": 1.0, "activations": 0.0}
     model = MemoryModel(fixed, {"parameters": 0.0, "gradients": 0.0, "activations": 1.0}, 1e12)
-    plan = decide(machine("H100"), Hardware(**{"use_cuda_graphs": True, **wishes}))
+    plan = decide(machine("H100"), Hardware(**{"use_cuda_graphs": True, **requested}))
     schedule = Schedule(batch_size=batch, micro_batch_size=micro_batch)
     return plan_step(plan, MemoryBudget(budget_gb), schedule, lambda _: model, False)
 

@@ -31,8 +31,8 @@ H100 = Machine(
 )  # fmt: skip
 
 
-def plan_of(machine: Machine = H100, **wishes) -> Plan:
-    return decide(machine, Hardware(**wishes))
+def plan_of(machine: Machine = H100, **requested) -> Plan:
+    return decide(machine, Hardware(**requested))
 
 
 def schedule(**changes) -> Schedule:

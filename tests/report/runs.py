@@ -10,7 +10,7 @@ from rich.console import Console
 
 from gputrain.config import assemble, to_yaml
 from gputrain.engine.metrics import Metrics
-from gputrain.engine.samples import Report, Sheet, SheetCell, SoundSample, clip_caption
+from gputrain.samples import Report, Sheet, SheetCell, SoundSample, clip_caption
 from gputrain.vae.config import TrainVae
 from tests.toy import cpu_runtime
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageColor
 
-from gputrain.engine.drawing import Line, Rectangle
+from gputrain.drawing import Line, Rectangle
 from gputrain.errors import UserError
 from gputrain.report.memory_chart import (
     BAR,

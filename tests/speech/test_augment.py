@@ -14,8 +14,9 @@ from gputrain.asr.config import TrainAsr
 from gputrain.asr.work import AsrWork
 from gputrain.audio.io import read_part
 from gputrain.config import assemble
-from gputrain.engine.data import DataWarning, Sample, to_int16
+from gputrain.engine.data import DataWarning, Sample
 from gputrain.errors import UserError
+from gputrain.files import to_int16
 from gputrain.hw.ranks import Ranks
 from gputrain.speech.augment import ClipAugment, ClipChange, NoiseFolder
 from gputrain.speech.buckets import open_speech

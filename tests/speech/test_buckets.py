@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gputrain.data_in.mixture import Mixture
 from gputrain.engine.data import Sample
-from gputrain.engine.mixture import Mixture
 from gputrain.errors import UserError
 from gputrain.speech.buckets import Buckets, check_texts, cut, open_speech, padding_share, shuffled_by_length
 from gputrain.speech.buckets import buckets_of as buckets_of_speech

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gputrain.asr.checking import align_ctc
-from gputrain.engine.preparation import read_quarantine
+from gputrain.data_in.preparation import read_quarantine
 from gputrain.errors import UserError
 from gputrain.speech.checker import SentenceTimes, TranscriptCheck, check_clips, doubt_of, mismatches, other_texts
 from gputrain.speech.config import SpeechOptions, SpeechPrepareConfig

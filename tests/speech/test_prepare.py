@@ -8,8 +8,8 @@ import pytest
 import soundfile
 
 from gputrain.audio.store import WAVES
-from gputrain.engine.data import MANIFEST, fingerprint
-from gputrain.engine.preparation import QUARANTINE
+from gputrain.data_in.preparation import QUARANTINE
+from gputrain.data_in.split import MANIFEST, fingerprint
 from gputrain.errors import UserError
 from gputrain.speech.clip_filter import spelled
 from gputrain.speech.config import SpeechOptions, SpeechPrepareConfig

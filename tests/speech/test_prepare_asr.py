@@ -9,7 +9,7 @@ import soundfile
 import torch
 
 from gputrain.audio.config import Sound
-from gputrain.engine.preparation import QUARANTINE
+from gputrain.data_in.preparation import QUARANTINE
 from gputrain.errors import UserError
 from gputrain.speech.buckets import Buckets, open_speech
 from gputrain.speech.config import SpeechOptions

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gputrain.audio.store import WAVES
-from gputrain.engine.data import MANIFEST
+from gputrain.data_in.split import MANIFEST
 from gputrain.errors import UserError
 from gputrain.speech.store import (
     Recording,

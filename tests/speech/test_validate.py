@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gputrain.engine.data import MANIFEST
+from gputrain.data_in.split import MANIFEST
 from gputrain.errors import UserError
 from gputrain.speech.config import SpeechOptions, SpeechPrepareConfig
 from gputrain.speech.prepare import prepare_speech

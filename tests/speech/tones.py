@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from gputrain.asr.checking import CtcChecker
 from gputrain.audio.io import resample
-from gputrain.engine.data import write_wav
+from gputrain.files import write_wav
 from gputrain.speech.frames import FIELD, STRIDE, encoder_frames
 from gputrain.speech.text.vocabulary import Vocabulary
 

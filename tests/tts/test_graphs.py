@@ -139,5 +139,5 @@ def test_what_is_captured(changes, shapes, captured, tmp_path):
     settings = assemble(TrainTts, {"data_dir": ".", "use_cuda_graphs": True, **changes})
     assert TtsWork().shapes(settings) == shapes
     state = begin(tmp_path, **{name: value for name, value in changes.items() if name != "use_cuda_graphs"})
-    assert (state.recipe.step_groups[0].fixed is not None) is captured
+    assert (state.recipe.step_groups[0].graph_key is not None) is captured
     assert TtsWork().decide(machine("H100"), Hardware(use_cuda_graphs=True)).cuda_graphs.value is True

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from gputrain.engine.drawing import colour_map, spectrogram_picture
+from gputrain.drawing import colour_map, spectrogram_picture
 from gputrain.tts import evaluate
 from gputrain.tts.evaluate import (
     FRAME_PIXELS,

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from gputrain.audio.mel import magnitudes
-from gputrain.engine.weights import read_foreign
 from gputrain.errors import UserError
 from gputrain.speech.text.frontend import BOS, EOS, PAD, frontend
 from gputrain.tts.architecture import VoicePreset, voice_architecture
@@ -27,6 +26,7 @@ from gputrain.tts.config import Model
 from gputrain.tts.model import Voice
 from gputrain.tts.pretrained_import import PATHS, coqui_labels, file_at
 from gputrain.tts.recipe import discriminators_of
+from gputrain.weights import read_foreign
 from tests.tables import each_row
 from tests.tts.voices import begun_from, small
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from gputrain.audio.mel import log_mel
-from gputrain.engine.drawing import AXIS_PIXELS
+from gputrain.drawing import AXIS_PIXELS
 from gputrain.errors import UserError
 from gputrain.speech.store import SpeechStore, frame_count
 from gputrain.tts import evaluate

@@ -307,8 +307,8 @@ from gputrain.tts.config import Speak
 from gputrain.tts.speak import sentence_chunks, speak_text
 from tests.tts.test_train import small_presets
 with small_presets():
-    wishes = {"model": sys.argv[1], "output_file": "-", "device": "cpu"}
-    speak_text(assemble(Speak, wishes))
+    requested = {"model": sys.argv[1], "output_file": "-", "device": "cpu"}
+    speak_text(assemble(Speak, requested))
 """
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 from rich.console import Console
 
 from gputrain.config import assemble
-from gputrain.engine.data import Split
+from gputrain.data_in.split import Split
 from gputrain.errors import UserError
 from gputrain.vae.architecture import VaeArchitecture, vae_architecture
 from gputrain.vae.config import PictureEvaluation, Reconstruct, TrainVae, VaePrepareConfig

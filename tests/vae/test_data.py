@@ -12,8 +12,10 @@ import torch
 from PIL import Image, ImageCms, features
 from PIL.ImageFile import ImageFile
 
-from gputrain.engine.data import DataWarning, Sample, Stream, is_held_out, loader, write_rows
+from gputrain.data_in.split import is_held_out
+from gputrain.engine.data import DataWarning, Sample, Stream, loader
 from gputrain.errors import UserError
+from gputrain.files import write_rows
 from gputrain.vae.config import PictureLimits
 from gputrain.vae.data import CropDataset, Picture, centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.evaluate import readable_crops

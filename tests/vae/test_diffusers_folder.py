@@ -15,7 +15,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gputrain.engine.weights import DIGEST, digest_of, read_safetensors
 from gputrain.errors import UserError
 from gputrain.vae.architecture import PRESETS, VaeArchitecture, VaePreset
 from gputrain.vae.diffusers_folder import (
@@ -30,6 +29,7 @@ from gputrain.vae.diffusers_folder import (
 from gputrain.vae.latents import LatentScaling, PatchStatistics
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pretrained import read_pretrained
+from gputrain.weights import DIGEST, digest_of, read_safetensors
 from tests.tables import each_row
 from tests.vae.test_model import SMALL, SMALL_FLUX2, stock_autoencoder
 

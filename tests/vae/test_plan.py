@@ -30,7 +30,7 @@ def settings(**values) -> PlanVae:
     return assemble(PlanVae, values if "vram_gb" in values else {"gpu": "rtx5090", **values})
 
 
-def whole_batch(side: int, batch: int, **values) -> float:
+def global_batch_size(side: int, batch: int, **values) -> float:
     asked = settings(image_size=side, batch_size=batch, perceptual_weight=0, **values)
     (machine_target,) = target_machines(asked.cards)
     return predict_step(
@@ -43,8 +43,8 @@ def test_rows_of_the_reference_table(row, monkeypatch):
     """The reference counted tensors alone; cuDNN's workspaces add 0.8 %."""
     monkeypatch.setattr(timeline, "cudnn_workspace", lambda *arguments, **named: (0, 0))
     side, batch = ROWS[row]
-    assert whole_batch(side, batch, lean=False, use_torch_compile=False) == pytest.approx(STOCK[row], rel=0.005)
-    assert whole_batch(side, batch) == pytest.approx(LEAN[row], rel=0.05)
+    assert global_batch_size(side, batch, lean=False, use_torch_compile=False) == pytest.approx(STOCK[row], rel=0.005)
+    assert global_batch_size(side, batch) == pytest.approx(LEAN[row], rel=0.05)
 
 
 @pytest.mark.slow

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from PIL import Image, ImageCms
 
 from gputrain.config import leaves
-from gputrain.engine.data import MANIFEST, fingerprint, read_rows
-from gputrain.engine.preparation import QUARANTINE
+from gputrain.data_in.preparation import QUARANTINE
+from gputrain.data_in.split import MANIFEST, fingerprint
 from gputrain.errors import UserError
 from gputrain.fetch.files import sha256
+from gputrain.files import read_rows
 from gputrain.vae.config import PictureLimits, VaePrepareConfig
 from gputrain.vae.data import open_pictures
 from gputrain.vae.kind import KIND

@@ -61,7 +61,7 @@ def weights_after(steps, tmp_path, *, lr=1e-4, fail=None, dtype=torch.float64, g
     if graphs:
         replay_gradients(state, graphs)
     for step in range(steps):
-        update(state, recipe.prepare(crops(step, recipe.settings.schedule.whole_batch), step), step, lr)
+        update(state, recipe.prepare(crops(step, recipe.settings.schedule.global_batch_size), step), step, lr)
         recipe.average(step)
     return weights(recipe), state
 

@@ -17,8 +17,9 @@ from PIL import Image
 from rich.console import Console
 
 from gputrain.config import assemble, leaves, read_file
-from gputrain.engine.data import Sample, Split
-from gputrain.engine.mixture import FolderItems, Mixture
+from gputrain.data_in.mixture import FolderItems, Mixture
+from gputrain.data_in.split import Split
+from gputrain.engine.data import Sample
 from gputrain.engine.run_folder import PlanFile
 from gputrain.errors import UserError
 from gputrain.fetch.hub import cache_folder

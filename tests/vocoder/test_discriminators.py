@@ -11,7 +11,7 @@ from torch._inductor.compile_fx import compile_fx
 
 from gputrain.audio.losses import UNCOMPILED_PASSES, DiscriminatorPasses, adversarial_terms, real_pass
 from gputrain.audio.weight_norm import SpectralNormed
-from gputrain.engine.recipe import Term, Together
+from gputrain.engine.recipe import JointTerms, Term
 from gputrain.vocoder import discriminators
 from gputrain.vocoder.config import Discriminators
 from gputrain.vocoder.discriminators import KINDS
@@ -187,7 +187,7 @@ def test_the_last_sample_matters(kind):
 def back_propagated(kind, discriminators, real, made, items, passes=None):
     """Yields every term of both phases, back-propagated as in the engine."""
     for term in adversarial_terms({kind: discriminators}, real, made, items, items, passes=passes):
-        if isinstance(term, Together):
+        if isinstance(term, JointTerms):
             torch.autograd.backward([one.value for one in term.terms])
             yield from term.terms
         elif isinstance(term, Term):

@@ -6,8 +6,8 @@ import torch
 
 from gputrain.audio.config import Mel
 from gputrain.audio.mel import frequency_ticks, log_mel
-from gputrain.engine.drawing import AXIS_PIXELS, BAND_PIXELS, TICK_LENGTH, colour_map
-from gputrain.engine.samples import Sheet
+from gputrain.drawing import AXIS_PIXELS, BAND_PIXELS, TICK_LENGTH, colour_map
+from gputrain.samples import Sheet
 from gputrain.vocoder.recipe import sheet
 
 MEL = Mel(16000, 40, 160, 640, 1024, 40, 8000)

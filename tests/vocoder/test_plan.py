@@ -65,11 +65,11 @@ def test_the_command_takes_a_configuration_that_comes_along():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("wishes", "precision"), [({}, "fp32"), ({"precision": "mixed"}, "fp16"), ({"precision": "bf16"}, "bf16")]
+    ("requested", "precision"), [({}, "fp32"), ({"precision": "mixed"}, "fp16"), ({"precision": "bf16"}, "bf16")]
 )
-def test_a_vocoder_that_names_no_precision_is_planned_in_fp32(wishes, precision):
+def test_a_vocoder_that_names_no_precision_is_planned_in_fp32(requested, precision):
     """On a card that computes bf16 natively."""
-    (plan,) = plan_cards(VocoderWork(), assemble(PlanVocoder, {**MODEL, **wishes, "gpu": "rtx5090"}))
+    (plan,) = plan_cards(VocoderWork(), assemble(PlanVocoder, {**MODEL, **requested, "gpu": "rtx5090"}))
     assert plan.plan.precision.value == precision
     assert plan.plan.tf32.value
     assert ("openvpi warns against" in plan.plan.precision.reason) == (precision != "bf16")

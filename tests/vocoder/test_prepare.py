@@ -11,7 +11,7 @@ import soundfile
 from gputrain.audio.config import Sound
 from gputrain.audio.prepare import FURTHER_TRACKS, scan_recordings
 from gputrain.audio.store import PITCHES, WAVES
-from gputrain.engine.preparation import QUARANTINE
+from gputrain.data_in.preparation import QUARANTINE
 from gputrain.errors import UserError
 from gputrain.vocoder.prepare import VocoderPrepareConfig, prepare_sound, validate_sounds, vocoder_prepare_config
 from gputrain.vocoder.store import JOURNAL, MANIFEST, VocoderStore

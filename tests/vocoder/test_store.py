@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gputrain.engine.data import MANIFEST
+from gputrain.data_in.split import MANIFEST
 from gputrain.errors import UserError
 from gputrain.vocoder.store import VocoderFormat, VocoderStore, VocoderStoreWriter
 

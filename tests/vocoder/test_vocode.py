@@ -14,8 +14,8 @@ from torch import Tensor
 from gputrain.audio.config import Mel
 from gputrain.audio.f0 import f0, interpolated
 from gputrain.audio.mel import log_mel
-from gputrain.engine.data import no_progress
 from gputrain.errors import UserError
+from gputrain.files import no_progress
 from gputrain.vocoder.architecture import NsfHifiganArchitecture
 from gputrain.vocoder.config import Vocode
 from gputrain.vocoder.export import export_openvpi

@@ -92,23 +92,23 @@ def gpu_works(machine: Machine, checks: Sequence[Check]) -> bool:
 def advise(machine: Machine, checks: Sequence[Check]) -> Plan:
     """Return the plan for this machine, without what its checks have found not to work."""
     compile_fails = any(check.name == "torch.compile" and check.status != "ok" for check in checks)
-    wishes = Hardware(
+    requested = Hardware(
         device="auto" if gpu_works(machine, checks) else "cpu",
         use_torch_compile=False if compile_fails else None,
     )
-    return decide(machine, wishes)
+    return decide(machine, requested)
 
 
 def advise_each(machine: Machine, plan: Plan) -> tuple[tuple[str, Plan | None], ...]:
     """Return the name of each GPU that the driver lists, if there are several, with the plan for it alone, or None if
     this torch has no code for it. Under torchrun, a rank uses one of them."""
     cards = machine.driver.cards if plan.device.value == "cuda" and len(machine.driver.cards) > 1 else ()
-    wishes = Hardware(use_torch_compile=None if plan.compile.value else False)
+    requested = Hardware(use_torch_compile=None if plan.compile.value else False)
     each = [
         replace(machine, gpu=card.name, gpu_memory_gb=card.memory_gb, compute_capability=card.compute_capability)
         for card in cards
     ]
-    return tuple((one.gpu, decide(one, wishes) if one.has_kernels else None) for one in each)
+    return tuple((one.gpu, decide(one, requested) if one.has_kernels else None) for one in each)
 
 
 def train_command(plan: Plan, data_path: Path, ranks: int = 1) -> str:

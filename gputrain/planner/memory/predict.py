@@ -332,7 +332,7 @@ def predict_steps(target: PlanTarget, plan: Plan, sizes: Sequence[int], checkpoi
         return [predict_step(target, plan, micro_batch_size=size, checkpointing=checkpointing) for size in sizes]
     steps = watched_steps(target, plan, 1, checkpointing, primes=primes)
     return [
-        largest(step.of_items(size, target.whole_batch).estimate(_allocator(plan, None)) for step in steps)
+        largest(step.of_items(size, target.global_batch_size).estimate(_allocator(plan, None)) for step in steps)
         for size in sizes
     ]
 

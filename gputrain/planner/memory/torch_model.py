@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gputrain.engine.memory_check import MeasuredPeak, allocator_peak
 from gputrain.engine.recipe import Phase, StepGroup, Term
-from gputrain.engine.samples import Report
 from gputrain.errors import UserError, first_line
 from gputrain.hw.plan import Hardware, Plan, Setting, decide
 from gputrain.hw.probe import Machine
@@ -26,6 +25,7 @@ from gputrain.planner.memory.predict import MemoryEstimate, explained, predict_s
 from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.planner.time.flops import OperatorMode
 from gputrain.planner.work import PlanTarget
+from gputrain.samples import Report
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Optimizer = Literal["adamw", "muon", "sgd"]

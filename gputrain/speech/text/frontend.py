@@ -15,6 +15,7 @@ from typing import Any
 
 from gputrain.config import read_file
 from gputrain.errors import UserError
+from gputrain.serialization import unreadable
 from gputrain.speech.text.english import ENGLISH
 from gputrain.speech.text.language import CHARACTERS, Language, split_sentences
 from gputrain.speech.text.lookalikes import unified_letters, unify_letters
@@ -23,7 +24,6 @@ from gputrain.speech.text.raw import RawRules, without_tags
 from gputrain.speech.text.russian import RUSSIAN
 from gputrain.speech.text.unicode_cleanup import APOSTROPHES, PUNCTUATION, is_removed, visible
 from gputrain.speech.text.uzbek import UZBEK
-from gputrain.stored import unreadable
 
 PAD, BOS, EOS = "_", "^", "$"
 RESERVED = (PAD, BOS, EOS)

@@ -12,12 +12,12 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from gputrain.errors import UserError
+from gputrain.serialization import unreadable
 from gputrain.speech.text.frontend import LANGUAGES
 from gputrain.speech.text.language import CHARACTERS, split_sentences
 from gputrain.speech.text.plain import WITHIN_WORDS, plain_words, rules_of
 from gputrain.speech.text.raw import RawRules, without_tags
 from gputrain.speech.text.unicode_cleanup import APOSTROPHES, JOINERS
-from gputrain.stored import unreadable
 
 BLANK, UNKNOWN, DELIMITER = "<pad>", "<unk>", "|"
 SPECIAL = (BLANK, UNKNOWN, DELIMITER)

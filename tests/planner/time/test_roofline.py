@@ -23,7 +23,7 @@ from gputrain.planner.time.roofline import (
     by_operator,
     kernel_seconds,
 )
-from gputrain.stored import from_json
+from gputrain.serialization import from_json
 
 RATES = DeviceRates(1e14, 1e13, 1e12, multiprocessors=100, launch_seconds=4e-6, least_seconds=2e-6)
 MB = 1e6

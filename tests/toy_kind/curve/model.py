@@ -13,8 +13,8 @@ from gputrain.config import assemble
 from gputrain.engine import checkpoint
 from gputrain.engine.optim import adamw
 from gputrain.engine.recipe import Phase, StepGroup, Term
-from gputrain.engine.samples import Report
 from gputrain.hw.runtime import Runtime
+from gputrain.samples import Report
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class CurveRecipe:
 
     def prepare(self, loaded: Tensor, step: int) -> PointBatch:
         x_B1, y_B1 = loaded.to(self.runtime.device).split(1, dim=1)
-        return PointBatch(x_B1, y_B1, self.settings.schedule.whole_batch)
+        return PointBatch(x_B1, y_B1, self.settings.schedule.global_batch_size)
 
     def size(self, batch: PointBatch) -> int:
         return len(batch.x_B1)

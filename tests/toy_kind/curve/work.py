@@ -7,7 +7,7 @@ import torch
 from curve.config import PlanCurve, TrainCurve
 from curve.model import CurveRecipe, PointSource, read_points
 
-from gputrain.engine.data import digests
+from gputrain.data_in.split import digests
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.work import KindWork, PlannedTraining, PlanTarget, TrainingData
 
@@ -23,7 +23,7 @@ class CurveWork(KindWork[TrainCurve]):
         def build(runtime: Runtime, checkpointing: bool) -> CurveRecipe:
             return CurveRecipe(settings, runtime)
 
-        def load(items: int = settings.schedule.whole_batch) -> torch.Tensor:
+        def load(items: int = settings.schedule.global_batch_size) -> torch.Tensor:
             return torch.zeros(items, 2)
 
         return PlanTarget(build, load)
@@ -42,7 +42,7 @@ class CurveWork(KindWork[TrainCurve]):
         return CurveRecipe(settings, runtime)
 
     def synthetic_batch(self, settings: TrainCurve) -> torch.Tensor:
-        return torch.rand(settings.schedule.whole_batch, 2, generator=torch.Generator().manual_seed(0))
+        return torch.rand(settings.schedule.global_batch_size, 2, generator=torch.Generator().manual_seed(0))
 
 
 @dataclass

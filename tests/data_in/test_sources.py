@@ -23,10 +23,10 @@ from filelock import FileLock, Timeout
 from PIL import Image
 
 from gputrain.config import assemble, flatten
-from gputrain.engine import containers, sources
-from gputrain.engine.data import digests
-from gputrain.engine.preparation import DataReport
-from gputrain.engine.sources import hub_name, open_source
+from gputrain.data_in import containers, sources
+from gputrain.data_in.preparation import DataReport
+from gputrain.data_in.sources import hub_name, open_source
+from gputrain.data_in.split import digests
 from gputrain.errors import UserError
 from gputrain.speech.buckets import open_speech
 from gputrain.vae.config import TrainVae
@@ -378,7 +378,7 @@ def test_a_disk_that_is_too_small_is_told_with_both_numbers(folders, tmp_path, m
 MEASURED = """
 import resource, sys
 from pathlib import Path
-from gputrain.engine.sources import open_source
+from gputrain.data_in.sources import open_source
 for size in ("small", "large"):
     source = open_source(Path(sys.argv[1], f"{size}.parquet"), "image", Path(sys.argv[1], "at"))
     print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1000, len(list(source.folder.rglob("*.jpg"))))

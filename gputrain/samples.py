@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from gputrain.engine.drawing import Drawing, Inset, Label, cut_text, font
+from gputrain.drawing import Drawing, Inset, Label, cut_text, font
 
 # Sizes are in pixels.
 TITLE_SIZE, CAPTION_SIZE = 14, 12

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save, save_file
 
 from gputrain.engine import checkpoint
-from gputrain.engine.weights import log_unused, read_foreign, read_weights_file
 from gputrain.errors import UserError
+from gputrain.weights import log_unused, read_foreign, read_weights_file
 from tests.tables import check_rows
 
 WEIGHTS = {"encoder.weight": torch.arange(6.0).reshape(2, 3), "encoder.bias": torch.ones(2)}

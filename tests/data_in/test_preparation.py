@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gputrain.engine.data import FINGERPRINT_BLOCK, fingerprint
-from gputrain.engine.preparation import (
+from gputrain.data_in.preparation import (
     DataReport,
     Journal,
     RefusedItem,
@@ -17,6 +16,7 @@ from gputrain.engine.preparation import (
     source_files,
     write_quarantine,
 )
+from gputrain.data_in.split import FINGERPRINT_BLOCK, fingerprint
 from gputrain.errors import UserError
 from tests.process import killed_at
 from tests.tables import each_row

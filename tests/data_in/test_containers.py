@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from gputrain.engine.sources import open_source
+from gputrain.data_in.sources import open_source
 from gputrain.errors import UserError
 from gputrain.fetch import archives
-from tests.engine.test_sources import (  # noqa: F401
+from tests.data_in.test_sources import (  # noqa: F401
     HUB_TYPE,
     PICTURE,
     add_to_tar,

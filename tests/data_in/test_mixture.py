@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gputrain.data_in.mixture import DataFolder, Mixture, data_folders, split_folders
 from gputrain.engine.data import Sample, Stream, loader
-from gputrain.engine.mixture import DataFolder, Mixture, data_folders, split_folders
 from gputrain.errors import UserError
 from gputrain.hw.ranks import Ranks
 from tests.tables import each_row

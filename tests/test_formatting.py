@@ -2,7 +2,7 @@
 
 import math
 
-from gputrain.figures import counted, format_bytes, format_number, likely_unit
+from gputrain.formatting import counted, format_bytes, format_number, likely_unit
 from tests.tables import each_row
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from gputrain.stored import from_json, read_yaml
+from gputrain.serialization import from_json, read_yaml
 from tests.tables import each_row
 
 

@@ -20,7 +20,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from gputrain.engine.data import Sample, SampleSource, Split, split
+from gputrain.data_in.split import Split, split
+from gputrain.engine.data import Sample, SampleSource
 from gputrain.errors import UserError
 
 log = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ from PIL import Image
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gputrain.engine.drawing import PAPER, cut_text, font
+from gputrain.drawing import PAPER, cut_text, font
 from gputrain.engine.metrics import Metrics
-from gputrain.engine.samples import Report, Sheet, SheetCell, SoundSample
+from gputrain.samples import Report, Sheet, SheetCell, SoundSample
 from tests.toy import cpu_runtime
 
 

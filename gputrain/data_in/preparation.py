@@ -25,14 +25,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gputrain.engine.data import Progress, fingerprint, read_rows, write_rows, writing
+from gputrain.data_in.split import fingerprint
 from gputrain.engine.workers import signals_blocked
 from gputrain.errors import UserError
 from gputrain.fetch.files import sha256
-from gputrain.figures import format_number
+from gputrain.files import Progress, read_rows, write_rows, writing
+from gputrain.formatting import format_number
 from gputrain.hw.child_process import describe_exit, remedy_for_exit
 from gputrain.kinds import refuse_other_data
-from gputrain.stored import from_row, unreadable
+from gputrain.serialization import from_row, unreadable
 
 log = logging.getLogger(__name__)
 

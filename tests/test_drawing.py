@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from skimage.color import rgb2lab
 
-from gputrain.engine.drawing import (
+from gputrain.drawing import (
     INK,
     Drawing,
     Inset,

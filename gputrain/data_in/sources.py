@@ -25,7 +25,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from gputrain.engine.containers import (
+from gputrain.data_in.containers import (
     ARCHIVE,
     COLUMNS,
     LISTS,
@@ -38,11 +38,12 @@ from gputrain.engine.containers import (
     link_new,
     read_tables,
 )
-from gputrain.engine.data import Progress, fingerprint, no_progress, writing
-from gputrain.engine.preparation import RefusedItem, is_of_programs, scan, sorted_refusals, write_quarantine
+from gputrain.data_in.preparation import RefusedItem, is_of_programs, scan, sorted_refusals, write_quarantine
+from gputrain.data_in.split import fingerprint
 from gputrain.errors import UserError
 from gputrain.fetch.archives import ENDINGS, content_of, stem_of, unpack
 from gputrain.fetch.datasets import download_dataset, is_dataset_name, of_one_split
+from gputrain.files import Progress, no_progress, writing
 from gputrain.kinds import prepared_for
 
 log = logging.getLogger(__name__)

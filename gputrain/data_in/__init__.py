@@ -1,0 +1,1 @@
+"""Reading of folders, archives and tables of data, once, into prepared folders."""
