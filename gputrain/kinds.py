@@ -9,25 +9,19 @@ kinds by entry points of the group `gputrain.kinds`, each of which names a `Mode
 The commands, plans, benchmarks, reports and checks loop over the table, and know no kind by its name.
 """
 
-import contextlib
 import functools
 import json
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, NamedTuple, Protocol
 
-from gputrain.config import ModelName, checked, config, leaves, opt, read_file
+from gputrain.config import checked, leaves, read_file
 from gputrain.errors import UserError, require
-from gputrain.fetch.catalogue import catalogue
-from gputrain.fetch.names import local_path
-from gputrain.fetch.published import PublishedFiles
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +144,23 @@ class DemoSteps:
 
 
 @dataclass(frozen=True)
+class PublishedFiles:
+    """The files that make a published model of a kind, as patterns of their names in its folder."""
+
+    whole: Sequence[str] = ()  # Weights that make their folder a model; the first that is there is taken.
+    needed: Sequence[str] = ()  # Files without which these weights make no model.
+    single: Sequence[str] = ()  # Weights that are named by themselves, if a folder has one such file.
+    beside: Sequence[str] = ()  # Files that are read beside the weights, where they are there.
+    parts: Sequence[str] = ()  # Files that are named for a model with such a part, as the adapter of a language.
+    folders: Sequence[str] = ("",)  # Places of the model in what is named, such as "vae" in a pipeline.
+    # Takes the folder with what was fetched so far, and returns the names of further files, where they are there.
+    further: Callable[[Path], Sequence[str]] = lambda folder: ()
+    example: str = ""  # A name for messages.
+    kind: str = ""  # That of the short names that are such models; "" if there are none.
+    only_to_start: bool = False  # Trainings begin with such a model, and no command uses it as it is.
+
+
+@dataclass(frozen=True)
 class ModelKind:
     """A kind of model: all that the commands, reports and checks know of it."""
 
@@ -251,158 +262,6 @@ def read_defaults(path: Path, settings: type, translate: Translate | None = None
     """
     content = without_kind(settings, read_file(path), str(path))
     return checked(settings, translate(content, path) if translate else content, str(path))
-
-
-@config()
-class TrainedModel:
-    """The options that name a trained model."""
-
-    model: ModelName = opt(help="A run folder, a checkpoint, or a model in another program's format.")
-    checkpoint: str = opt(
-        default="auto",
-        help="Checkpoint of a run folder: best, last, or the name of its file; auto: the best, if one was chosen on "
-        "held-out data, otherwise the last.",
-    )
-
-    @functools.cached_property
-    def path(self) -> Path:
-        """The model's local file or folder; one that is named by a published name is fetched.
-
-        Raises UserError if there is none.
-        """
-        listed = catalogue().get(str(self.model))
-        named = listed.kind if listed and not Path(self.model).exists() else None
-        for kind in kinds().values():
-            if kind.published and kind.published.only_to_start and kind.published.kind == named:
-                raise UserError(
-                    f"{self.model}: begins a training, and is no model that this command reads",
-                    hint=f"{kind.command} --init-from {self.model}, then name the run",
-                )
-        return local_path(self.model, *(kind.published for kind in kinds().values() if kind.published))
-
-    @property
-    def weights(self) -> Path:
-        """The model's file, or its folder if there is nothing to choose: `engine.checkpoint.find_named` then decides.
-
-        Raises UserError if there is no such model or checkpoint.
-        """
-        if self.checkpoint == "auto":
-            return self.path
-        held = sorted(path.name for path in self.path.glob("checkpoint_*.pt")) if self.path.is_dir() else []
-        if not held:
-            raise UserError(
-                f"checkpoint {self.checkpoint} does nothing with {self.model}, which is no run folder",
-                hint="drop --checkpoint, or name the run folder with --model",
-            )
-        name = f"checkpoint_{self.checkpoint}.pt" if self.checkpoint in ("best", "last") else self.checkpoint
-        for path in (self.path / name, Path(name)):
-            if path.is_file():
-                return path
-        raise UserError(f"{self.model}: holds no {name}", hint=f"it holds {', '.join(held)}")
-
-
-WEIGHTS = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".onnx"})
-GRAPHS = {".onnx": "ONNX Runtime runs it", ".oudep": "OpenUtau installs it"}  # Exports, and what they are for.
-# A part of a file that was split, such as model.pt.aa, model.ckpt.001, model.pt.part2 or model.pt_1.
-SPLIT = re.compile(
-    r"(?P<whole>.+\.(pt|pth|ckpt|bin|safetensors|onnx))([._-](part[._-]?\d+|\d{1,4}|(?!gz|xz|bz)[a-z]{2}|z\d\d)|a[a-z])"
-)
-
-
-def refuse_unreadable(path: Path) -> None:
-    """Raises UserError if a path that should lead to weights has a graph of ONNX instead, or a checkpoint in pieces."""
-    _refuse_graph(path)
-    _refuse_in_pieces(path)
-
-
-def _refuse_graph(path: Path) -> None:
-    """Raises UserError if a path leads to a model that was exported for ONNX Runtime, and to no other weights."""
-    path = path.with_suffix("") if path.name.endswith(".onnx.json") else path  # Piper's configuration of a graph.
-    files = [path] if path.is_file() else [*path.glob("*"), *path.glob("*/*")]
-    graphs = sorted(file for file in files if file.suffix in GRAPHS and file.is_file())
-    if not graphs or any(file.suffix in WEIGHTS - GRAPHS.keys() for file in files):
-        return
-    graph = graphs[0]
-    beside = {
-        f"{graph.name}.json": f"piper --model {graph} speaks with it",
-        "vocoder.yaml": "OpenUtau and DiffSinger load it",
-        "tokens.txt": "sherpa-onnx transcribes with it",
-    }
-    use = next((use for name, use in beside.items() if graph.with_name(name).is_file()), GRAPHS[graph.suffix])
-    raise UserError(
-        f"{path}: an export in ONNX, which gputrain writes and does not read",
-        hint=f"{use}; here name the run, or the checkpoint, that it was exported from",
-    )
-
-
-def _refuse_in_pieces(path: Path) -> None:
-    """Raises UserError if a path that should lead to weights has a checkpoint that was unpacked, which torch writes as
-    a zip archive, or split into several files."""
-    is_part = path.is_file() and SPLIT.fullmatch(path.name)
-    inside = sorted((path if path.is_dir() else path.parent).iterdir()) if is_part or path.is_dir() else []
-    if path.is_dir() and any(file.suffix in WEIGHTS and file.is_file() for file in inside):
-        return
-    places = [place for place in (path, *inside) if path.is_dir() and place.is_dir()]
-    places += [deeper for place in places[1:] for deeper in sorted(place.iterdir()) if deeper.is_dir()]
-    for place in places:
-        if (place / "data.pkl").is_file() and (place / "data").is_dir():
-            whole = place.resolve()
-            raise UserError(
-                f"{place}: an unpacked checkpoint, which must be one file",
-                hint=f"take the file itself, or pack it again: cd {whole.parent} && zip -0 -r packed.pt {whole.name}",
-            )
-    parts: dict[str, list[str]] = {}
-    for file in inside:
-        if file.is_file() and (match := SPLIT.fullmatch(file.name)):
-            parts.setdefault(match["whole"], []).append(file.name)
-    for name, pieces in parts.items():
-        if path.is_dir() or path.name in pieces:
-            raise UserError(
-                f"{path}: {', '.join(pieces)} {'is a part' if len(pieces) == 1 else 'are parts'} of {name}",
-                hint=f"put all parts together in their order: cat {' '.join(pieces)} > {name}",
-            )
-
-
-def kind_of(model: Path) -> ModelKind:
-    """Returns the kind of a run, a checkpoint, or a model in another program's format.
-
-    The `kind` of the run's config.yaml or of the checkpoint decides. If there is none, the keys of the configuration
-    do. Anything else is treated as the first kind, whose loader reports what is wrong. Raises UserError if there is
-    nothing at the path.
-    """
-    folder = model if model.is_dir() else model.parent
-    if not model.exists():
-        hint = "--model takes a run folder, a checkpoint or an export"
-        raise UserError(f"{model}: no such file or folder", hint=hint)
-    refuse_unreadable(model)
-    for kind in kinds().values():
-        ending = kind.checkpoint_suffix
-        named = model.suffix == ending and not (model / "config.yaml").is_file()  # A run folder may have any name.
-        if ending and (named or (model.is_dir() and (model / f"model{ending}").is_file())):
-            return kind
-    stated: object = None
-    content: dict[str, object] = {}
-    if (folder / "config.yaml").is_file():
-        content = read_file(folder / "config.yaml")
-        stated = content.get("kind")
-    elif model.is_file() and model.suffix == ".pt":
-        stated = _saved_kind(model)
-    else:
-        with contextlib.suppress(OSError, TypeError, ValueError):  # Its loader reports it.
-            content = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    by_keys = (kind for kind in kinds().values() if stated is None and kind.keys & content.keys())
-    return kinds().get(str(stated)) or next(by_keys, default_kind())
-
-
-def _saved_kind(checkpoint: Path) -> str:
-    """Returns the kind that a checkpoint states; nothing if it is unreadable, which its loader reports."""
-    import torch
-
-    try:
-        content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError):
-        return ""
-    return str(content.get("kind", "")) if isinstance(content, dict) else ""
 
 
 def format_data_kinds(names: Sequence[str]) -> str:

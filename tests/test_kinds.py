@@ -1,13 +1,11 @@
 """The table of the kinds of model: a kind of another package has every command, and a faulty one harms no other."""
 
-import contextlib
 import json
 import math
 import os
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +14,11 @@ import pytest
 import soundfile
 from PIL import Image
 
-from gputrain.asr.initialise import is_own
 from gputrain.config import read_file
-from gputrain.engine import checkpoint
-from gputrain.errors import UserError
-from gputrain.kinds import kind_of, kinds, prepared_for
-from gputrain.tts.load import read_trained
-from gputrain.tts.pretrained_import import file_at
+from gputrain.kinds import kinds, prepared_for
 from gputrain.vae.data import open_pictures
-from gputrain.vae.pretrained import read_pretrained
-from gputrain.vocoder.load import weights_file
 from tests.command import gputrain_here
-from tests.small_runs import interrupted, prepared, small_run
+from tests.small_runs import interrupted, prepared
 from tests.speech.speech import hum, speak
 from tests.tables import each_row
 
@@ -234,66 +225,3 @@ def test_a_preparation_replaces_no_file_of_another_origin(tmp_path_factory, kind
     assert done.returncode == 2
     assert "holds manifest.jsonl of another origin" in done.stderr
     assert content_of(folder) == before
-
-
-@pytest.mark.parametrize("where", ["archive", "checkpoint_last.pt/archive"])
-def test_an_unpacked_checkpoint_is_told_by_every_loader_with_a_command_that_packs_it(tmp_path, where):
-    run = small_run("vae") / "run/checkpoint_last.pt"
-    with zipfile.ZipFile(run) as file:
-        file.extractall((tmp_path / "in" / where).parent)
-    for load in (kind_of, read_pretrained, weights_file, file_at, is_own, read_trained):
-        for path in (tmp_path / "in", tmp_path / "in" / where):
-            with pytest.raises(UserError, match=f"in/{where}: an unpacked checkpoint") as refused:
-                load(path)
-    assert refused.value.hint.endswith(f"cd {(tmp_path / 'in' / where).parent} && zip -0 -r packed.pt archive")
-    with zipfile.ZipFile(tmp_path / "packed.pt", "w") as packed:  # It stores without compression, as `zip -0` does.
-        for path in sorted((tmp_path / "in" / where).rglob("*")):
-            packed.write(path, path.relative_to((tmp_path / "in" / where).parent))
-    assert checkpoint.find_named(tmp_path / "packed.pt", "vae")[1].keys() == checkpoint.find_named(run, "vae")[1].keys()
-
-
-@each_row(
-    ("voice.onnx", "voice.onnx.json", "piper --model"), ("model.int8.onnx", "tokens.txt", "sherpa-onnx transcribes"),
-    ("vocoder.onnx", "vocoder.yaml", "OpenUtau and DiffSinger"), ("model.onnx", "README.md", "ONNX Runtime runs it"),
-    ("singer.oudep", "README.md", "OpenUtau installs it"),
-)  # fmt: skip
-def test_an_export_in_onnx_is_told_by_every_loader_with_what_takes_it(tmp_path, name, beside, use):
-    folder = tmp_path / name / "export"
-    folder.mkdir(parents=True)
-    for file in (name, beside):
-        (folder / file).write_bytes(b"\x08\x09")
-    for load in (kind_of, read_pretrained, weights_file, file_at, is_own, read_trained):
-        for path in (folder, folder / name):
-            with pytest.raises(UserError, match=f"{path.name}: an export in ONNX, which gputrain writes") as refused:
-                load(path)
-            assert use in refused.value.hint
-            assert "name the run" in refused.value.hint
-    if beside.endswith(".json"):
-        with pytest.raises(UserError, match=f"{name}: an export in ONNX"):
-            read_trained(folder / beside)
-    # A graph beside weights is no hindrance.
-    (folder / "model.ckpt").write_bytes(b"")
-    assert weights_file(folder) == folder / "model.ckpt"
-
-
-@each_row(
-    ("checkpoint_last.pt", (".aa", ".ab")), ("model.ckpt", (".001", ".002")), ("voice.pth", (".part1", ".part2")),
-    ("model.safetensors", ("-00", "-01")), ("model.bin", (".0",)),
-    ("voice.ckpt", ("aa", "ab")),
-)  # fmt: skip
-def test_the_parts_of_a_split_checkpoint_are_told_by_every_loader(tmp_path, name, endings):
-    folder = tmp_path / name
-    folder.mkdir()
-    names = [f"{name}{ending}" for ending in endings]
-    for part in names:
-        (folder / part).write_bytes(b"part")
-    for other in ("model.pt.gz", "model.pt2", "model.onnx.json"):  # Other formats.
-        (folder / other).touch()
-    for load in (kind_of, read_pretrained, weights_file, file_at, is_own, read_trained):
-        for path in (folder, folder / names[0]):
-            with pytest.raises(UserError, match=f"{names[0]}.* of {name}") as refused:
-                load(path)
-            assert refused.value.hint.endswith(f"cat {' '.join(names)} > {name}")
-    (folder / name).write_bytes(b"whole")
-    with contextlib.suppress(UserError):
-        kind_of(folder)  # It may be damaged, which another message says.

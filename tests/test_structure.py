@@ -21,9 +21,9 @@ LAYERS = [
     {"planner", "audio"},
     {"data_in"},
     {"engine"},
+    {"fetch"},
     {"hw"},
     {"kinds"},
-    {"fetch"},
     {
         "caches",
         "config",

@@ -11,9 +11,9 @@ from gputrain.bench.options import BenchOptions, BenchSettings
 from gputrain.config import ModelName, config, leaves, opt
 from gputrain.engine.schedule import SEVERAL, LearningRateSchedule, Schedule
 from gputrain.errors import UserError
-from gputrain.fetch.published import PublishedFiles
+from gputrain.fetch.names import TrainedModel
 from gputrain.hw.plan import Cards, DeviceName, Hardware
-from gputrain.kinds import TrainedModel
+from gputrain.kinds import PublishedFiles
 from gputrain.speech.config import SpeechData
 
 # Aliases of keys and flags: those of transformers' example scripts.

@@ -18,7 +18,7 @@ from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import load_weights, refuse_nonfinite
 from gputrain.engine.run_folder import write_text
 from gputrain.errors import UserError
-from gputrain.kinds import refuse_unreadable
+from gputrain.fetch.names import refuse_graph
 from gputrain.speech.text.lookalikes import named_with_twins
 from gputrain.speech.text.vocabulary import ABSENT, Vocabulary, match_symbols
 
@@ -91,7 +91,7 @@ def save_architecture(folder: Path, architecture: Mapping[str, Any]) -> None:
 
 def is_own(path: Path) -> bool:
     """Returns True if a path leads to a run or a checkpoint of train-asr."""
-    refuse_unreadable(path)
+    refuse_graph(path)
     return not is_pretrained(path) and (path.is_file() or bool(checkpoint.newest_first(path)))
 
 

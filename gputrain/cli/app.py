@@ -24,9 +24,9 @@ from gputrain.cli.settings import (
 )
 from gputrain.config import read_file
 from gputrain.errors import UserError, require
-from gputrain.fetch.names import local_path
+from gputrain.fetch.names import kind_of, local_path
 from gputrain.hw.doctor.report import CheckCompatibility, check_machine
-from gputrain.kinds import ModelKind, OwnCommand, kind_of, kinds
+from gputrain.kinds import ModelKind, OwnCommand, kinds
 from gputrain.speech.text.commands import Normalize
 from gputrain.watch.options import WatchSettings
 

@@ -17,7 +17,7 @@ from gputrain.kinds import kinds
 
 if TYPE_CHECKING:
     from gputrain.fetch.catalogue import CatalogueEntry
-    from gputrain.fetch.published import PublishedFiles
+    from gputrain.kinds import PublishedFiles
 
 LONGEST_LINE = 1000  # Columns where nobody reads on a terminal.
 

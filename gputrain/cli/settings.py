@@ -8,9 +8,10 @@ from typing import Literal, TypeVar
 
 from gputrain.config import ModelName, config, leaves, opt
 from gputrain.errors import UserError
+from gputrain.fetch.names import TrainedModel
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.probe import usable_cores
-from gputrain.kinds import EXCLUDE_HELP, KindOptions, ModelKind, TrainedModel, format_data_kinds, kinds, kinds_with
+from gputrain.kinds import EXCLUDE_HELP, KindOptions, ModelKind, format_data_kinds, kinds, kinds_with
 
 T = TypeVar("T")
 PREPARED = kinds_with("prepare")

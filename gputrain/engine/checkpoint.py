@@ -37,7 +37,8 @@ from torch import Tensor, nn
 from gputrain.config import assemble, is_readable
 from gputrain.engine.schedule import RunProgress
 from gputrain.errors import UserError
-from gputrain.kinds import refuse_other_model, refuse_unreadable
+from gputrain.fetch.names import refuse_graph
+from gputrain.kinds import refuse_other_model
 from gputrain.serialization import TRAIN_AGAIN, unreadable
 from gputrain.weights import log_unused, other_file
 
@@ -286,7 +287,7 @@ def _find_in_order(
 ) -> tuple[Path, Content]:
     if not (path.is_file() or path.is_dir()):  # Reading a FIFO or a device might never end.
         raise UserError(f"{path}: no such checkpoint", hint=_nearby(path))
-    refuse_unreadable(path)
+    refuse_graph(path)
     choices = ordered(path if path.is_dir() else path.parent)
     if path.is_file():
         choices = [path, *(other for other in choices if other.name != path.name)]

@@ -1,14 +1,20 @@
 """Turns what a user names, a path, a short name of the list, an address or a name on the Hub, into a local path."""
 
+import contextlib
+import functools
+import json
 import os
 import re
 from pathlib import Path
+from pickle import UnpicklingError
 
+from gputrain.config import ModelName, config, opt, read_file
 from gputrain.errors import UserError
 from gputrain.fetch.addresses import Address, address_of, address_of_url, fetch_address
 from gputrain.fetch.catalogue import catalogue, close_names
 from gputrain.fetch.hub import ADAPTER_FILE, PREFIXES, HubName, parse_hub_name
-from gputrain.fetch.published import PublishedFiles, fetch_model
+from gputrain.fetch.published import fetch_model
+from gputrain.kinds import ModelKind, PublishedFiles, default_kind, kinds
 
 FILE = re.compile(r"\.(pt|pth|ckpt|safetensors|bin|onnx|json|yaml|zip)$", re.IGNORECASE)  # No repository is named so.
 
@@ -80,3 +86,108 @@ def no_such(name: str | Path, *wanted: PublishedFiles) -> UserError:
         published = f"or a published one{example or ' of `gputrain fetch --list`'}"
         hint = f"name a run folder, a checkpoint, a model's folder or file, {published}"
     return UserError(f"{name}: no such file or folder", hint=hint)
+
+
+@config()
+class TrainedModel:
+    """The options that name a trained model."""
+
+    model: ModelName = opt(help="A run folder, a checkpoint, or a model in another program's format.")
+    checkpoint: str = opt(
+        default="auto",
+        help="Checkpoint of a run folder: best, last, or the name of its file; auto: the best, if one was chosen on "
+        "held-out data, otherwise the last.",
+    )
+
+    @functools.cached_property
+    def path(self) -> Path:
+        """The model's local file or folder; one that is named by a published name is fetched.
+
+        Raises UserError if there is none.
+        """
+        listed = catalogue().get(str(self.model))
+        named = listed.kind if listed and not Path(self.model).exists() else None
+        for kind in kinds().values():
+            if kind.published and kind.published.only_to_start and kind.published.kind == named:
+                raise UserError(
+                    f"{self.model}: begins a training, and is no model that this command reads",
+                    hint=f"{kind.command} --init-from {self.model}, then name the run",
+                )
+        return local_path(self.model, *(kind.published for kind in kinds().values() if kind.published))
+
+    @property
+    def weights(self) -> Path:
+        """The model's file, or its folder if there is nothing to choose: `engine.checkpoint.find_named` then decides.
+
+        Raises UserError if there is no such model or checkpoint.
+        """
+        if self.checkpoint == "auto":
+            return self.path
+        held = sorted(path.name for path in self.path.glob("checkpoint_*.pt")) if self.path.is_dir() else []
+        if not held:
+            raise UserError(
+                f"checkpoint {self.checkpoint} does nothing with {self.model}, which is no run folder",
+                hint="drop --checkpoint, or name the run folder with --model",
+            )
+        name = f"checkpoint_{self.checkpoint}.pt" if self.checkpoint in ("best", "last") else self.checkpoint
+        for path in (self.path / name, Path(name)):
+            if path.is_file():
+                return path
+        raise UserError(f"{self.model}: holds no {name}", hint=f"it holds {', '.join(held)}")
+
+
+WEIGHTS = frozenset({".pt", ".pth", ".ckpt", ".bin", ".safetensors"})
+GRAPHS = frozenset({".onnx", ".oudep"})  # What is exported for ONNX Runtime and OpenUtau.
+
+
+def refuse_graph(path: Path) -> None:
+    """Raises UserError if a path leads to a model that was exported for ONNX Runtime, and to no other weights."""
+    files = [path] if path.is_file() else [*path.glob("*"), *path.glob("*/*")]
+    endings = {file.suffix for file in files if file.is_file()}
+    if endings & GRAPHS and not endings & WEIGHTS:
+        raise UserError(
+            f"{path}: an export in ONNX, which gputrain writes and does not read",
+            hint="name the run, or the checkpoint, that it was exported from",
+        )
+
+
+def kind_of(model: Path) -> ModelKind:
+    """Returns the kind of a run, a checkpoint, or a model in another program's format.
+
+    The `kind` of the run's config.yaml or of the checkpoint decides. If there is none, the keys of the configuration
+    do. Anything else is treated as the first kind, whose loader reports what is wrong. Raises UserError if there is
+    nothing at the path.
+    """
+    folder = model if model.is_dir() else model.parent
+    if not model.exists():
+        hint = "--model takes a run folder, a checkpoint or an export"
+        raise UserError(f"{model}: no such file or folder", hint=hint)
+    refuse_graph(model)
+    for kind in kinds().values():
+        ending = kind.checkpoint_suffix
+        named = model.suffix == ending and not (model / "config.yaml").is_file()  # A run folder may have any name.
+        if ending and (named or (model.is_dir() and (model / f"model{ending}").is_file())):
+            return kind
+    stated: object = None
+    content: dict[str, object] = {}
+    if (folder / "config.yaml").is_file():
+        content = read_file(folder / "config.yaml")
+        stated = content.get("kind")
+    elif model.is_file() and model.suffix == ".pt":
+        stated = _saved_kind(model)
+    else:
+        with contextlib.suppress(OSError, TypeError, ValueError):  # Its loader reports it.
+            content = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    by_keys = (kind for kind in kinds().values() if stated is None and kind.keys & content.keys())
+    return kinds().get(str(stated)) or next(by_keys, default_kind())
+
+
+def _saved_kind(checkpoint: Path) -> str:
+    """Returns the kind that a checkpoint states; nothing if it is unreadable, which its loader reports."""
+    import torch
+
+    try:
+        content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError):
+        return ""
+    return str(content.get("kind", "")) if isinstance(content, dict) else ""

@@ -7,30 +7,14 @@ Repositories hold the same weights in several forms and precisions, and whole pi
 import fnmatch
 import glob
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gputrain.errors import UserError
 from gputrain.fetch.files import sha256 as file_sha256
 from gputrain.fetch.hub import HubName, Repository, format_some, lacks, open_repository
-
-
-@dataclass(frozen=True)
-class PublishedFiles:
-    """The files that make a published model of a kind, as patterns of their names in its folder."""
-
-    whole: Sequence[str] = ()  # Weights that make their folder a model; the first that is there is taken.
-    needed: Sequence[str] = ()  # Files without which these weights make no model.
-    single: Sequence[str] = ()  # Weights that are named by themselves, if a folder has one such file.
-    beside: Sequence[str] = ()  # Files that are read beside the weights, where they are there.
-    parts: Sequence[str] = ()  # Files that are named for a model with such a part, as the adapter of a language.
-    folders: Sequence[str] = ("",)  # Places of the model in what is named, such as "vae" in a pipeline.
-    # Takes the folder with what was fetched so far, and returns the names of further files, where they are there.
-    further: Callable[[Path], Sequence[str]] = lambda folder: ()
-    example: str = ""  # A name for messages.
-    kind: str = ""  # That of the short names that are such models; "" if there are none.
-    only_to_start: bool = False  # Trainings begin with such a model, and no command uses it as it is.
+from gputrain.kinds import PublishedFiles
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ import torch
 
 from gputrain.audio.io import Samples, resample
 from gputrain.errors import UserError, first_line, import_package, require
-from gputrain.fetch.names import local_path
-from gputrain.fetch.published import PublishedFiles
-from gputrain.kinds import kind_of, kinds, speech_checker
+from gputrain.fetch.names import kind_of, local_path
+from gputrain.kinds import PublishedFiles, kinds, speech_checker
 from gputrain.speech.text.frontend import Frontend
 from gputrain.tts.config import VoiceEvaluation
 from gputrain.tts.measures import check_whisper, plain, recognise

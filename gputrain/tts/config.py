@@ -9,9 +9,9 @@ from gputrain.bench.options import BenchOptions, BenchSettings
 from gputrain.config import ModelName, config, opt
 from gputrain.engine.schedule import SEVERAL, STEP_ORDER_HELP, LearningRateSchedule, StepOrder
 from gputrain.errors import UserError
-from gputrain.fetch.published import PublishedFiles
+from gputrain.fetch.names import TrainedModel
 from gputrain.hw.plan import Cards, DeviceName, Hardware
-from gputrain.kinds import TrainedModel
+from gputrain.kinds import PublishedFiles
 from gputrain.speech.config import SpeechData
 from gputrain.speech.text.commands import LEXICON_HELP
 from gputrain.tts.architecture import VoicePreset

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from gputrain.config import read_table
 from gputrain.errors import UserError
-from gputrain.kinds import refuse_unreadable
+from gputrain.fetch.names import refuse_graph
 from gputrain.speech.text.frontend import BOS, EOS, PAD, RESERVED, Frontend
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.model import Voice
@@ -231,7 +231,7 @@ def file_at(path: Path) -> Path | None:
 
     Raises UserError if the file is missing, or the folder holds several.
     """
-    refuse_unreadable(path)
+    refuse_graph(path)
     if path.suffix in SUFFIXES and not path.is_dir():
         if not path.exists():
             raise UserError(

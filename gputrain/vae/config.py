@@ -9,9 +9,9 @@ from gputrain.bench.options import BenchOptions, BenchSettings
 from gputrain.config import ModelName, config, opt
 from gputrain.engine.schedule import SEVERAL, STEP_ORDER_HELP, Saving, Schedule, StepOrder
 from gputrain.errors import UserError
-from gputrain.fetch.published import PublishedFiles
+from gputrain.fetch.names import TrainedModel
 from gputrain.hw.plan import Cards, DeviceName, Hardware
-from gputrain.kinds import EXCLUDE_HELP, TrainedModel
+from gputrain.kinds import EXCLUDE_HELP, PublishedFiles
 from gputrain.vae.architecture import VaeArchitecture, VaePreset, vae_architecture
 
 AdversarialLoss = Literal["hinge", "least-squares"]

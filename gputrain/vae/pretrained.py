@@ -19,8 +19,7 @@ from torch import Tensor
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import load_trained, refuse_nonfinite
 from gputrain.errors import UserError
-from gputrain.fetch.names import local_path
-from gputrain.kinds import refuse_unreadable
+from gputrain.fetch.names import local_path, refuse_graph
 from gputrain.vae.architecture import PRESETS, VaeArchitecture
 from gputrain.vae.config import PUBLISHED, TrainVae
 from gputrain.vae.diffusers_folder import (
@@ -144,7 +143,7 @@ def read_pretrained(name: str | Path, norm_num_groups: int = SHARED["norm_num_gr
     UserError if it is missing or damaged, or not a supported AutoencoderKL.
     """
     path = local_path(name, PUBLISHED)
-    refuse_unreadable(path)
+    refuse_graph(path)
     if path.is_dir():
         found = _read_folder(path)
     elif path.suffix == ".pt" and path.name.startswith("checkpoint_"):

@@ -19,9 +19,9 @@ from gputrain.bench.options import BenchOptions, BenchSettings, MeasuredFile
 from gputrain.config import ModelName, config, opt
 from gputrain.engine.schedule import SEVERAL, STEP_ORDER_HELP, StepOrder
 from gputrain.errors import UserError
-from gputrain.fetch.published import PublishedFiles
+from gputrain.fetch.names import TrainedModel
 from gputrain.hw.plan import Cards, DeviceName, Hardware
-from gputrain.kinds import TrainedModel
+from gputrain.kinds import PublishedFiles
 from gputrain.vocoder.architecture import SAME_OPTIONS, NsfHifiganArchitecture
 
 DiscriminatorKind = Literal["msd", "mpd", "mrd", "fast_mpd", "fast_mrd"]

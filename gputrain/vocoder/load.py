@@ -17,8 +17,7 @@ from gputrain.config import convert, leaves, read_file
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import load_weights, trained_weights
 from gputrain.errors import UserError
-from gputrain.fetch.names import local_path
-from gputrain.kinds import refuse_unreadable
+from gputrain.fetch.names import local_path, refuse_graph
 from gputrain.vocoder.architecture import SAME_OPTIONS, NsfHifiganArchitecture
 from gputrain.vocoder.config import PUBLISHED, Model, Spectrogram, TrainVocoder
 from gputrain.vocoder.generator import Generator
@@ -190,7 +189,7 @@ def weights_file(path: Path) -> Path:
         raise UserError(
             f"{path}: no such file or folder", hint="name a run folder, a checkpoint, or the model.ckpt of openvpi"
         )
-    refuse_unreadable(path)
+    refuse_graph(path)
     if path.is_file() or is_ours(path):
         return path
     named = [path / name for name in (MODEL, FIRST_MODEL) if (path / name).is_file()]

@@ -20,7 +20,7 @@ from gputrain.asr.pretrained import _set_norms, is_pretrained, local_recogniser,
 from gputrain.asr.recipe import RecogniserRecipe
 from gputrain.config import assemble
 from gputrain.errors import UserError
-from gputrain.kinds import TrainedModel, kind_of
+from gputrain.fetch.names import TrainedModel, kind_of
 from gputrain.speech.buckets import ClipSize
 from tests.asr.models import (
     SIZES,

@@ -14,7 +14,8 @@ from gputrain.cli.settings import EvaluateSettings, ExportSettings, refuse_other
 from gputrain.config import assemble
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError
-from gputrain.kinds import kind_of, kinds
+from gputrain.fetch.names import kind_of
+from gputrain.kinds import kinds
 from gputrain.speech.text.frontend import frontend
 from gputrain.vae.diffusers_folder import save_diffusers
 from gputrain.vae.latents import LatentScaling

@@ -12,7 +12,7 @@ import pytest
 import soundfile
 
 from gputrain.cli.app import main
-from gputrain.kinds import kind_of
+from gputrain.fetch.names import kind_of
 from tests.speech.speech import RATE_HZ, hum, rest, speak
 from tests.tables import each_row
 from tests.tts.test_train import QUIET, TINY, small_presets, train

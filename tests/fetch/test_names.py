@@ -8,17 +8,21 @@ import yaml
 
 from gputrain.asr.config import PUBLISHED as ASR
 from gputrain.asr.config import TrainAsr
+from gputrain.asr.initialise import is_own
 from gputrain.config import assemble, flatten, to_yaml
 from gputrain.errors import UserError
 from gputrain.fetch.addresses import Address
 from gputrain.fetch.hub import HubName
-from gputrain.fetch.names import find_published, local_path
+from gputrain.fetch.names import TrainedModel, find_published, kind_of, local_path
 from gputrain.fetch.published import choose
-from gputrain.kinds import TrainedModel, kind_of
 from gputrain.tts.config import PUBLISHED as TTS
+from gputrain.tts.load import read_trained
+from gputrain.tts.pretrained_import import file_at
 from gputrain.vae.config import PUBLISHED as VAE
 from gputrain.vae.config import TrainVae
+from gputrain.vae.pretrained import read_pretrained
 from gputrain.vocoder.config import PUBLISHED as VOCODER
+from gputrain.vocoder.load import weights_file
 from tests.command import gputrain_here
 from tests.tables import each_row
 
@@ -199,3 +203,17 @@ def test_commands_that_name_nothing_connect_to_nothing(hub, tmp_path, monkeypatc
     assert not asked
     assert gputrain_here("train-vae", *run, "--init-from", "org/gone").returncode == 2
     assert asked  # A name is what makes it ask.
+
+
+@each_row("voice.onnx", "model.int8.onnx", "singer.oudep")
+def test_every_loader_refuses_an_export_in_onnx_and_names_what_to_give(tmp_path, name):
+    folder = tmp_path / name / "export"
+    folder.mkdir(parents=True)
+    (folder / name).write_bytes(b"\x08\x09")
+    for load in (kind_of, read_pretrained, weights_file, file_at, is_own, read_trained):
+        for path in (folder, folder / name):
+            with pytest.raises(UserError, match=f"{path.name}: an export in ONNX, which gputrain writes") as refused:
+                load(path)
+            assert "name the run" in refused.value.hint
+    (folder / "model.ckpt").write_bytes(b"")  # A graph beside weights is no hindrance.
+    assert weights_file(folder) == folder / "model.ckpt"
