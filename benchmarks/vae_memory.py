@@ -16,7 +16,7 @@ from gputrain.vae.recipe import plan_target
 
 ROWS = ((512, 32), (768, 24), (1024, 16), (1536, 8), (2048, 4))
 DESIGNS = {
-    "stock layers": {"lean": False, "use_torch_compile": False},
+    "stock layers": {"recompute_norms": False, "use_torch_compile": False},
     "memory-efficient layers, not compiled": {"use_torch_compile": False},
     "memory-efficient layers, compiled": {},
     "memory-efficient layers, compiled, checkpointed": {"gradient_checkpointing": True},

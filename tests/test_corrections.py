@@ -19,11 +19,11 @@ ROWS = [row for row in SPEED if len(row) == 8]
 A_R2, B_R4 = (float(number) for number in re.search(r"forward = ([\d.]+) r² \+ ([\d.]+) r⁴", TEXT).groups())
 
 
-def forward_tflop(size: int, preset: str = "flux", lean: bool = True) -> float:
+def forward_tflop(size: int, preset: str = "flux", recompute_norms: bool = True) -> float:
     """Count the forward pass of the network itself on fake tensors, in 16 bits as on a GPU."""
     timeline = MemoryTimeline()
     with on_fake_tensors(), timeline.watching(), torch.autocast("cpu", torch.bfloat16):
-        model = AutoencoderKL(PRESETS[preset], lean=lean)
+        model = AutoencoderKL(PRESETS[preset], recompute_norms=recompute_norms)
         model.decode(model.encode(torch.empty(1, 3, size, size)).mean_BLhw)
     return timeline.log.flops / 1e12
 
@@ -31,7 +31,7 @@ def forward_tflop(size: int, preset: str = "flux", lean: bool = True) -> float:
 def test_the_formula_is_the_networks():
     for size in (512, 768, 1024):
         r = size / 1024
-        assert forward_tflop(size, lean=False) == pytest.approx(A_R2 * r**2 + B_R4 * r**4, rel=1e-3)
+        assert forward_tflop(size, recompute_norms=False) == pytest.approx(A_R2 * r**2 + B_R4 * r**4, rel=1e-3)
 
 
 def test_the_table_of_speeds():

@@ -72,8 +72,8 @@ FLUX = {"preset": "flux", "image_size": 512, "batch_size": 4}  # Of 8 pictures, 
 TRAININGS = {
     "vocoder standard, 16 x 48": vocoder("base_hifi_gpu.yaml"),
     "voice high, 64 x 4.7 s": Training("tts", {"preset": "high", "batch_size": 64}, 4.7),
-    "flux 512 px x 4": Training("vae", {**FLUX, "lean": True}),
-    "flux 512 px x 4, plain": Training("vae", {**FLUX, "lean": False}),
+    "flux 512 px x 4": Training("vae", {**FLUX, "recompute_norms": True}),
+    "flux 512 px x 4, plain": Training("vae", {**FLUX, "recompute_norms": False}),
     "XLS-R 300M, 8 x 8 s": Training("asr", {"preset": "xls-r-300m", "batch_size": 8}, 8.0),
     "vocoder optimised, 32 x 80": vocoder("base_hifi_rtx5090_optimized.yaml"),
 }

@@ -191,7 +191,10 @@ def make_page(records: Sequence[RunRecord], budget: MediaBudget) -> str:
     """Returns the report of runs as HTML, complete in itself."""
     views = [RunView(record, index, budget) for index, record in enumerate(records)]
     return Parts(is_live=False).render(
-        live=None, budget=budget, **content_of(views, chart_groups(records)), **dress("data:", "report.js", len(views))
+        live=None,
+        budget=budget,
+        **content_of(views, chart_groups(records)),
+        **page_assets("data:", "report.js", len(views)),
     )
 
 
@@ -207,7 +210,7 @@ def content_of(views: Sequence[RunView], groups: Sequence[ChartGroup]) -> dict[s
     }  # fmt: skip
 
 
-def dress(media: str, scripts: str, runs: int, further: str = "") -> dict[str, Any]:
+def page_assets(media: str, scripts: str, runs: int, further: str = "") -> dict[str, Any]:
     """Returns the style and the scripts of a page about so many runs, and its content-security policy: nothing else is
     executed, and nothing is loaded but media from `media`. The policy has `further` directives."""
     style = _file("report.css") + "".join(

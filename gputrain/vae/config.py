@@ -81,7 +81,7 @@ class Model:
     gradient_checkpointing: bool | None = opt(
         default=None, help="Recompute blocks in backward: less memory, more time; default: the planner decides."
     )
-    lean: bool = opt(
+    recompute_norms: bool = opt(
         default=True, help="Recompute norms and activations in backward: a quarter of the memory of storing them."
     )
     start: Literal["linear", "random"] = opt(

@@ -162,7 +162,7 @@ KIND = kinds.ModelKind(
     title="an image VAE",
     panel="Image VAE",
     help="Train an image VAE on a folder of pictures.",
-    bench_help="Time a step of train-vae in fp32, adding TF32, bf16, channels_last, compile, lean layers and CUDA "
+    bench_help="Time a step of train-vae in fp32, adding TF32, bf16, channels_last, compile, recomputed norms and CUDA "
     "graphs.",
     train=TrainVae,
     plan=PlanVae,

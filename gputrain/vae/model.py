@@ -99,20 +99,22 @@ class AutoencoderKL(nn.Module):
     """Encodes pictures in [-1, 1] to a Gaussian over latents, and decodes latents to pictures.
 
     With `checkpointing`, a residual block keeps only its input for the backward pass and is recomputed there: five
-    eighths of the activations' memory, for up to a third more time. Without `lean`, autograd stores the inputs of norms
-    and activations, as in stock diffusers: the same result for four times the memory.
+    eighths of the activations' memory, for up to a third more time. Without `recompute_norms`, autograd stores the
+    inputs of norms and activations, as in stock diffusers: the same result for four times the memory.
     """
 
-    def __init__(self, architecture: VaeArchitecture, *, checkpointing: bool = False, lean: bool = True) -> None:
+    def __init__(
+        self, architecture: VaeArchitecture, *, checkpointing: bool = False, recompute_norms: bool = True
+    ) -> None:
         super().__init__()
         self.architecture = architecture
-        self.checkpointing, self.lean = checkpointing, lean
+        self.checkpointing, self.recompute_norms = checkpointing, recompute_norms
         latent = architecture.latent_channels
         self.encoder = Encoder(architecture)
         self.decoder = Decoder(architecture)
         self.quant_conv = nn.Conv2d(2 * latent, 2 * latent, 1) if architecture.use_quant_conv else nn.Identity()
         self.post_quant_conv = nn.Conv2d(latent, latent, 1) if architecture.use_post_quant_conv else nn.Identity()
-        self.use(EAGER if lean else None)
+        self.use(EAGER if recompute_norms else None)
 
     def use(self, arithmetic: Arithmetic | None) -> None:
         """Runs memory-efficient layers with this arithmetic; None: plain layers."""

@@ -51,7 +51,7 @@ class VaeBatch:
     made_BCHW: Tensor | None
     top_B: Tensor | None  # corners of the crops for LPIPS; None: it compares whole pictures
     left_B: Tensor | None
-    whole: int  # number of pictures in the whole batch
+    global_items: int  # Pictures of the whole batch, over all micro-batches and ranks: the divisor of every loss.
 
 
 class VaeRecipe:
@@ -181,7 +181,7 @@ class VaeRecipe:
             for tensor in (batch.made_BCHW, batch.top_B, batch.left_B)
         )
         pieces = zip(images, noise, made, top, left, strict=True)
-        return [VaeBatch(*piece, batch.whole) for piece in pieces]
+        return [VaeBatch(*piece, batch.global_items) for piece in pieces]
 
     def _discriminator_learns(self, step: int) -> bool:
         return self.losses.adversarial_weight > 0 and step >= self.losses.discriminator_start
@@ -234,7 +234,9 @@ class VaeRecipe:
         if self._adversarial_loss_is_on(step):
             scored_BCHW = made_BCHW.detach().requires_grad_()
             logits = self.discriminator(scored_BCHW)
-            yield Term("adversarial", gan.generator_loss(self.losses.adversarial_loss, logits).sum() / batch.whole)
+            yield Term(
+                "adversarial", gan.generator_loss(self.losses.adversarial_loss, logits).sum() / batch.global_items
+            )
             adversarial_BCHW = _gradient(scored_BCHW)
             yield BatchStat("squares_of_others", gradient_BCHW.square().sum())
             yield BatchStat("squares_of_adversary", adversarial_BCHW.square().sum())
@@ -246,18 +248,18 @@ class VaeRecipe:
 
         if isinstance(self.autoencoder, DistilledAutoencoder):
             distance_B = self.autoencoder.squared_distance(images_BCHW, mean_BLhw.detach())
-            yield Term("latents", distance_B.sum() / batch.whole)
+            yield Term("latents", distance_B.sum() / batch.global_items)
         if self.settings.model.train_part != "all":
             return
         values = images_BCHW[0].numel()
-        kl = losses.kl_divergence(mean_BLhw, logvar_BLhw, values).sum() / batch.whole
+        kl = losses.kl_divergence(mean_BLhw, logvar_BLhw, values).sum() / batch.global_items
         yield Term("kl", kl, weight=self.losses.kl_weight)
         yield ChainGradients(tuple(moments), (_gradient(mean_BLhw), _gradient(logvar_BLhw)))
 
     def _picture_terms(self, made_BCHW: Tensor, images_BCHW: Tensor, batch: VaeBatch) -> Iterator[Term]:
         kind, weight = self.losses.reconstruction_loss, self.losses.reconstruction_weight
         if weight:
-            yield Term(kind, losses.pixel_distance(kind, made_BCHW, images_BCHW).sum() / batch.whole, weight)
+            yield Term(kind, losses.pixel_distance(kind, made_BCHW, images_BCHW).sum() / batch.global_items, weight)
         weight = self.losses.perceptual_weight
         if self.lpips is not None:
             if batch.top_B is not None and batch.left_B is not None:
@@ -265,9 +267,9 @@ class VaeRecipe:
                 made_BCHW, images_BCHW = (
                     crop(pictures, batch.top_B, batch.left_B, size) for pictures in (made_BCHW, images_BCHW)
                 )
-            yield Term("lpips", self.lpips(as_rgb(made_BCHW), as_rgb(images_BCHW)).sum() / batch.whole, weight)
+            yield Term("lpips", self.lpips(as_rgb(made_BCHW), as_rgb(images_BCHW)).sum() / batch.global_items, weight)
         elif weight:
-            yield Term("structural", self.structural(made_BCHW, images_BCHW).sum() / batch.whole, weight)
+            yield Term("structural", self.structural(made_BCHW, images_BCHW).sum() / batch.global_items, weight)
 
     def update_adaptive_weight(self, statistics: dict[str, Tensor], finite: Tensor) -> None:
         if statistics:
@@ -287,12 +289,12 @@ class VaeRecipe:
         # In one pass, whose weights are cast and whose kernels are launched once.
         logits = self.discriminator(torch.cat([images_BCHW, made_BCHW.to(self.dtype)]))
         real, fake = logits.split(len(images_BCHW))
-        yield BatchStat("real_logits", gan.per_item(real.detach()).sum() / batch.whole)
-        yield BatchStat("fake_logits", gan.per_item(fake.detach()).sum() / batch.whole)
+        yield BatchStat("real_logits", gan.per_item(real.detach()).sum() / batch.global_items)
+        yield BatchStat("fake_logits", gan.per_item(fake.detach()).sum() / batch.global_items)
         value_B = gan.discriminator_loss(self.losses.adversarial_loss, real, fake)
         if self.losses.lecam_weight:
             value_B = value_B + self.losses.lecam_weight * self.balance.lecam(real, fake)
-        yield Term("real_fake", value_B.sum() / batch.whole)
+        yield Term("real_fake", value_B.sum() / batch.global_items)
 
     def update_logit_averages(self, statistics: dict[str, Tensor], finite: Tensor) -> None:
         self.balance.observe(statistics["real_logits"], statistics["fake_logits"], finite)
@@ -354,7 +356,7 @@ def build_autoencoder(settings: TrainVae, runtime: Runtime) -> AutoencoderKL:
     model = autoencoder_class(settings)(
         settings.architecture,
         checkpointing=bool(settings.model.gradient_checkpointing),
-        lean=settings.model.lean,
+        recompute_norms=settings.model.recompute_norms,
     )
     runtime.place(model)
     return model
@@ -363,7 +365,7 @@ def build_autoencoder(settings: TrainVae, runtime: Runtime) -> AutoencoderKL:
 def compile_layers(model: AutoencoderKL, runtime: Runtime, *, any_shape: bool = False) -> None:
     """Compiles the elementwise functions between the convolutions, and plain layers block by block; without effect if
     the runtime does not compile. `any_shape`: once for pictures of all sizes."""
-    if not model.lean:
+    if not model.recompute_norms:
         runtime.compile_modules(blocks(model), any_shape=any_shape)
     elif runtime.plan.compile.value:
         model.use(Arithmetic.compiled(functools.partial(runtime.compile, any_shape=any_shape)))
@@ -392,7 +394,9 @@ def plan_target(settings: TrainVae) -> PlanTarget:
 
 def item_flops(settings: TrainVae, step: int) -> int:
     """Returns the FLOPs of one picture in a step. Recomputation in memory-efficient layers is not counted."""
-    return step_flops(plan_target(replace(settings, model=replace(settings.model, lean=False))), step, items=1)
+    return step_flops(
+        plan_target(replace(settings, model=replace(settings.model, recompute_norms=False))), step, items=1
+    )
 
 
 def sampled(mean_BLhw: Tensor, logvar_BLhw: Tensor, batch: VaeBatch) -> Tensor:

@@ -156,8 +156,10 @@ class DistilledAutoencoder(AutoencoderKL):
     """A frozen encoder with a tiny decoder for its latents, which `encode` normalises, and a tiny encoder that learns
     to make the same latents."""
 
-    def __init__(self, architecture: VaeArchitecture, *, checkpointing: bool = False, lean: bool = True) -> None:
-        super().__init__(architecture, checkpointing=checkpointing, lean=lean)
+    def __init__(
+        self, architecture: VaeArchitecture, *, checkpointing: bool = False, recompute_norms: bool = True
+    ) -> None:
+        super().__init__(architecture, checkpointing=checkpointing, recompute_norms=recompute_norms)
         self.tiny = TinyArchitecture.for_latents_of(architecture)
         self.decoder = TinyDecoder(self.tiny)  # type: ignore[assignment]
         self.post_quant_conv = nn.Identity()

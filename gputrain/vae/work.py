@@ -54,12 +54,12 @@ NAMED = 10  # Files left out that are named one by one.
 FLAT_LOOKED_AT, FLAT_DECODED, FLAT_BYTES_A_PIXEL = 200, 20, 0.03
 LOOKED_AT = 50  # Pictures whose transparency is looked at before training.
 SWITCHES = (
-    ("fp32", {"lean": False}, ""),
+    ("fp32", {"recompute_norms": False}, ""),
     ("+ TF32", {"precision": "tf32"}, "tf32"),
     ("+ bf16", {"precision": "mixed"}, "precision"),
     ("+ channels_last", {"channels_last": True}, "channels_last"),
     ("+ compile", {"use_torch_compile": True}, "compile"),
-    ("+ lean", {"lean": True}, ""),
+    ("+ recompute norms", {"recompute_norms": True}, ""),
     GRAPHS,
 )
 
@@ -96,7 +96,7 @@ class VaeWork(KindWork[TrainVae]):
         own_widths = replace(model, channels=(), decoder_channels=())
         return {
             **super().fallbacks(settings, budget, found),
-            "--lean": replace(settings, model=replace(model, lean=True)),
+            "--recompute-norms": replace(settings, model=replace(model, recompute_norms=True)),
             **{
                 f"--image-size {size}": replace(settings, data=replace(settings.data, image_size=size))
                 for size in smaller_sizes(settings, budget, found)

@@ -12,7 +12,7 @@ from gputrain.engine.run_folder import write_text
 from gputrain.errors import UserError
 from gputrain.report.curves import MOST_POINTS
 from gputrain.report.media import LiveMedia
-from gputrain.report.page import ChartGroup, Parts, RunView, chart_groups, content_of, dress
+from gputrain.report.page import ChartGroup, Parts, RunView, chart_groups, content_of, page_assets
 from gputrain.report.records import LONGEST_NOTES, NOTES
 from gputrain.watch.runs import Runs
 
@@ -60,7 +60,10 @@ class Pages:
             for index, id in enumerate(shown)
         ]
         groups = [] if overview else self._groups(shown, views)
-        values = {**content_of(views, groups), **dress("'self' data:", SCRIPTS, 0 if overview else len(views), LOADS)}
+        values = {
+            **content_of(views, groups),
+            **page_assets("'self' data:", SCRIPTS, 0 if overview else len(views), LOADS),
+        }
         values |= {"overview": overview, "budget": self.media}
         if overview:
             values["title"] = f"{len(every)} runs" if every else "No runs yet"

@@ -58,7 +58,7 @@ KINDS = {
     "vae": Kind(
         VaeWork, BenchVae, TrainVae,
         {"preset": "fast", "channels": [8, 16], "image_size": 32, "batch_size": 4, "device": "auto"},
-        ("tf32", "precision", "channels_last", "compile", "lean", "cuda_graphs"),
+        ("tf32", "precision", "channels_last", "compile", "recompute_norms", "cuda_graphs"),
     ),
     "vocoder": Kind(
         VocoderWork, BenchVocoder, TrainVocoder, SMALL_VOCODER,
@@ -89,7 +89,10 @@ def test_each_row_turns_one_switch_on(name, machine, precision):
     assert len(settings) == 1 + len(switches)
     for number, train in enumerate(settings):
         plan = decide(machine, train.hardware)
-        found = {one: train.model.lean if one == "lean" else plan.settings[one].value for one in switches}
+        found = {
+            one: train.model.recompute_norms if one == "recompute_norms" else plan.settings[one].value
+            for one in switches
+        }
         expected = {one: place < number for place, one in enumerate(switches)}
         expected["tf32"] &= machine is H100
         assert found == {**expected, "precision": precision if expected["precision"] else "fp32"}, number
@@ -354,7 +357,7 @@ def test_the_command(kind, tmp_path):
     for label, reason in (("+ TF32", "Ampere"), ("+ bf16", "needs a GPU"), ("+ compile", "needs a GPU")):
         assert reason in rows[label]["reason"]
         assert label in done.stdout
-    for label in [label for label in ("fp32", "+ channels_last", "+ lean") if label in rows]:
+    for label in [label for label in ("fp32", "+ channels_last", "+ recompute norms") if label in rows]:
         figures = rows[label]["figures"]
         assert (figures["plan"]["precision"], figures["plan"]["channels_last"]) == ("fp32", label != "fp32")
         assert math.isfinite(figures["items_per_second"])

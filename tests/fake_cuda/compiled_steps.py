@@ -74,7 +74,7 @@ def voice(card: str, preset: str) -> None:
 CASES: dict[str, Callable[[str], None]] = {
     "layers": layers,
     "vae": vae,
-    "vae-plain": partial(vae, lean=False, discriminator_norm="spectral"),
+    "vae-plain": partial(vae, recompute_norms=False, discriminator_norm="spectral"),
     "vocoder": partial(vocoder, precision="bf16"),
     "vocoder-mini": partial(vocoder, precision="tf32", mini_nsf=True, discriminators=["msd", "mpd", "mrd"]),
     "voice": partial(voice, preset="fast"),

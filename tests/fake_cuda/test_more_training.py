@@ -23,7 +23,7 @@ from tests.fake_cuda.test_training import (
 pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
 
 THOROUGH: dict[str, Case] = {
-    "vae, plain layers": (vae(lean=False, **ADVERSARY), EAGER, 2, 1),
+    "vae, plain layers": (vae(recompute_norms=False, **ADVERSARY), EAGER, 2, 1),
     "vae, fp32": (vae(**ADVERSARY), Hardware(use_torch_compile=False, precision="tf32"), 4, 1),
     "vae, compiled": (vae(**ADVERSARY), Hardware(use_torch_compile=True), 4, 1),
     "vae, decoder": (vae(train_part="decoder", **ADVERSARY), EAGER, 4, 1),

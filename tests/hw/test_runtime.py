@@ -257,10 +257,10 @@ def test_precision_is_that_of_the_convolutions(precision, dtype):
 
 
 @pytest.mark.parametrize("wish", [True, False])
-@pytest.mark.parametrize("lean", [True, False])
-def test_channels_last_holds_from_the_first_layer_to_the_last(wish, lean):
+@pytest.mark.parametrize("recompute_norms", [True, False])
+def test_channels_last_holds_from_the_first_layer_to_the_last(wish, recompute_norms):
     used = on_cpu(channels_last=wish)
-    model = used.place(AutoencoderKL(SMALL, lean=lean))
+    model = used.place(AutoencoderKL(SMALL, recompute_norms=recompute_norms))
     layout = torch.channels_last if wish else torch.contiguous_format
     assert model.decoder.conv_in.weight.is_contiguous(memory_format=layout)
     seen = []

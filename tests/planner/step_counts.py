@@ -71,9 +71,11 @@ HIGH = {"preset": "high", "batch_size": 64, "clip_seconds": 4.7}
 OPTIMISED = {"name": "base_hifi_rtx5090_optimized"}
 XLS_R = {"preset": "xls-r-300m", "batch_size": 8, "clip_seconds": 8.0}
 CASES = {
-    "vae flux 512 x 8, eager": Case(of_vae, {**FLUX, "lean": True, "use_torch_compile": False}),
+    "vae flux 512 x 8, eager": Case(of_vae, {**FLUX, "recompute_norms": True, "use_torch_compile": False}),
     "vae flux 512 x 8, compiled": Case(of_vae, {**FLUX, "use_torch_compile": True}),
-    "vae flux 512 x 8, plain layers, eager": Case(of_vae, {**FLUX, "lean": False, "use_torch_compile": False}),
+    "vae flux 512 x 8, plain layers, eager": Case(
+        of_vae, {**FLUX, "recompute_norms": False, "use_torch_compile": False}
+    ),
     "vae fast 256 x 4, compiled": Case(of_vae, {"preset": "fast", "image_size": 256, "batch_size": 4}, True),
     "vocoder base_hifi_gpu, eager": Case(of_shipped, {"name": "base_hifi_gpu", "use_torch_compile": False}),
     "vocoder base_hifi_gpu, compiled": Case(of_shipped, {"name": "base_hifi_gpu", "use_torch_compile": True}),

@@ -19,7 +19,7 @@ EARLY = {"discriminator_start": 0, "discriminator_warmup_steps": 0, "lecam_weigh
         slow(20, {}),
         slow(20, {**EARLY, "micro_batch_size": 3, "discriminator_norm": "spectral"}),
         slow(8, {**EARLY, "step_order": "alternating"}),
-        slow(20, {**EARLY, "lean": False, "train_part": "decoder"}),
+        slow(20, {**EARLY, "recompute_norms": False, "train_part": "decoder"}),
     ],
     ids=["adversarial", "late", "accumulated", "alternating", "plain decoder"],
 )

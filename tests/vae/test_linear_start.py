@@ -41,9 +41,9 @@ SMALL = {
 PHOTOGRAPHS = ("astronaut", "coffee", "chelsea", "rocket", "retina", "hubble_deep_field")
 
 
-def fresh(architecture: VaeArchitecture, *, lean: bool = True) -> AutoencoderKL:
+def fresh(architecture: VaeArchitecture, *, recompute_norms: bool = True) -> AutoencoderKL:
     torch.manual_seed(0)
-    return AutoencoderKL(architecture, lean=lean)
+    return AutoencoderKL(architecture, recompute_norms=recompute_norms)
 
 
 def code_for(architecture: VaeArchitecture, noise: float = 0.3) -> LinearCode:
@@ -114,9 +114,9 @@ def test_plain_layers_compute_the_same():
     write_code(code, model)
     images = smooth(1, 64)
     with torch.no_grad():
-        lean = model.decode(model.encode(images).mean_BLhw)
+        recomputed = model.decode(model.encode(images).mean_BLhw)
         model.use(None)
-        assert torch.allclose(model.decode(model.encode(images).mean_BLhw), lean, atol=1e-4)
+        assert torch.allclose(model.decode(model.encode(images).mean_BLhw), recomputed, atol=1e-4)
         model.use(EAGER)
 
 

@@ -92,10 +92,12 @@ def test_equal_to_stock(preset: VaePreset) -> None:
     (SMALL, torch.contiguous_format, True), (SMALL, torch.channels_last, True),
     (SMALL_FLUX2, torch.contiguous_format, True), (SMALL_FLUX2, torch.contiguous_format, False),
 )  # fmt: skip
-def test_equal_to_stock_in_fp64(architecture: VaeArchitecture, layout: torch.memory_format, lean: bool) -> None:
+def test_equal_to_stock_in_fp64(
+    architecture: VaeArchitecture, layout: torch.memory_format, recompute_norms: bool
+) -> None:
     """Compares every gradient in fp64, since small ones are inaccurate in fp32."""
     stock = stock_autoencoder(architecture).double().to(memory_format=layout)
-    ours = AutoencoderKL(architecture, lean=lean).double().to(memory_format=layout)
+    ours = AutoencoderKL(architecture, recompute_norms=recompute_norms).double().to(memory_format=layout)
     ours.load_state_dict(layers_of(stock))
     images, noise = pictures(architecture, 8, dtype=torch.float64)
     images = images.contiguous(memory_format=layout)
@@ -150,13 +152,13 @@ def test_flux_keeps_a_quarter_of_what_stock_keeps(monkeypatch: pytest.MonkeyPatc
     with FakeTensorMode():
         ours, stock = AutoencoderKL(PRESETS["flux"]), stock_autoencoder(PRESETS["flux"])
         monkeypatch.setattr(F, "group_norm", lambda x, *args: group_norm(x.float(), *args))
-        lean = activation_bytes(ours, lambda images: ours.decode(ours.encode(images).mean_BLhw))
+        recomputed = activation_bytes(ours, lambda images: ours.decode(ours.encode(images).mean_BLhw))
         ours.checkpointing = True
         checkpointed = activation_bytes(ours, lambda images: ours.decode(ours.encode(images).mean_BLhw))
         full = activation_bytes(stock, lambda images: stock.decode(stock.encode(images).latent_dist.mean).sample)
     assert full / 1e6 == pytest.approx(1906, abs=1)
-    assert lean <= full / 4
-    assert lean / 1e6 == pytest.approx(416, abs=1)
+    assert recomputed <= full / 4
+    assert recomputed / 1e6 == pytest.approx(416, abs=1)
     assert checkpointed / 1e6 == pytest.approx(260, abs=1)
 
 
@@ -213,14 +215,16 @@ def test_blocks_are_all_that_is_worth_compiling() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize("recompute_norms", [True, False])
 @torch._inductor.config.patch({"cpp.simdlen": 256})  # g++ 12.2 miscompiles transposed 16-bit values for AVX-512.
-def test_compiled_layers_equal_eager_ones(lean: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Output, gradients and strides are equal, and lean layers keep no more for backward than uncompiled ones."""
+def test_compiled_layers_equal_eager_ones(
+    recompute_norms: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Output, gradients and strides are equal, and layers that recompute norms keep no more than uncompiled ones."""
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, str(tmp_path))
     runtime = cpu_runtime(precision="bf16", compiled=True)
-    eager = AutoencoderKL(VaeArchitecture((32, 64), latent_channels=4), lean=lean)
+    eager = AutoencoderKL(VaeArchitecture((32, 64), latent_channels=4), recompute_norms=recompute_norms)
     compiled = copy.deepcopy(eager)
     compile_layers(compiled, runtime)
     for size, layout in ((16, torch.contiguous_format), (24, torch.channels_last)):
@@ -240,5 +244,5 @@ def test_compiled_layers_equal_eager_ones(lean: bool, monkeypatch: pytest.Monkey
         for expected, made in zip(*found, strict=True):
             assert made.stride() == expected.stride()
             assert (made - expected).norm() < 0.08 * expected.norm()  # bf16
-        if lean:
+        if recompute_norms:
             assert kept[1] < 1.1 * kept[0]

@@ -20,7 +20,7 @@ from tests.tables import slow
 
 ROWS = [(512, 32), (768, 24), (1024, 16), (1536, 8), (2048, 4)]
 # GB at the peak with the whole batch at once: bf16, AdamW, EMA, L1 and KL, as counted for stock diffusers and for a
-# prototype of the lean layers.
+# prototype of the layers that recompute norms.
 STOCK = (252, 424, 503, 565, 503)
 LEAN = (61, 101, 120, 134, 120)
 BOUNDS = (18, 22, 26, 28, 30)  # GB of the five rows in the user's guide
@@ -43,7 +43,9 @@ def test_rows_of_the_reference_table(row, monkeypatch):
     """The reference counted tensors alone; cuDNN's workspaces add 0.8 %."""
     monkeypatch.setattr(timeline, "cudnn_workspace", lambda *arguments, **named: (0, 0))
     side, batch = ROWS[row]
-    assert global_batch_size(side, batch, lean=False, use_torch_compile=False) == pytest.approx(STOCK[row], rel=0.005)
+    assert global_batch_size(side, batch, recompute_norms=False, use_torch_compile=False) == pytest.approx(
+        STOCK[row], rel=0.005
+    )
     assert global_batch_size(side, batch) == pytest.approx(LEAN[row], rel=0.05)
 
 

@@ -269,14 +269,14 @@ def test_factors_of_a_file_that_does_not_say_its_own_are_a_guess_that_is_warned_
 
 def test_a_step_is_planned_with_the_encoder_of_the_teacher() -> None:
     """The frozen encoder runs once and forwards: the step has its FLOPs, and three times those of the tiny halves."""
-    settings = settings_of(**TINY, preset="fast", perceptual_weight=0.0, lean=False)
+    settings = settings_of(**TINY, preset="fast", perceptual_weight=0.0, recompute_norms=False)
 
     def flops(module: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> float:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             module(torch.zeros(1, *shape))
         return counter.get_total_flops()
 
-    model = DistilledAutoencoder(settings.architecture, lean=False)
+    model = DistilledAutoencoder(settings.architecture, recompute_norms=False)
     once = flops(lambda x: model.encode(x).mean_BLhw, (3, 24, 24))
     first = 2 * 9 * tiny.WIDTH * (3 * 24 * 24)  # Pictures need no gradient.
     halves = flops(model.decoder, (4, 12, 12)) + flops(model.tiny_encoder, (3, 24, 24))

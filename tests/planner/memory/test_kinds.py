@@ -33,6 +33,7 @@ from tests.vocoder.conftest import TINY as TINY_VOCODER
 TINY_VAE = {
     "data_path": ".", "preset": "fast", "channels": [32, 32], "image_size": 64, "batch_size": 8, "device": "cpu",
 }  # fmt: skip
+PLAIN_LAYERS = {"recompute_norms": False}
 ADVERSARY = {"adversarial_weight": 0.5, "discriminator_channels": 16, "lecam_weight": 0.1}
 REAL = {"channels": [], "image_size": 128}
 MINI = {
@@ -66,10 +67,10 @@ def planned(kind: str, changes: dict[str, Any]) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("kind", "changes", "checkpointing"),
     [
-        ("vae", ADVERSARY, True), ("vae", {"train_part": "tiny-decoder"}, False), slow("vae", {"lean": False}, False),
+        ("vae", ADVERSARY, True), ("vae", {"train_part": "tiny-decoder"}, False), slow("vae", PLAIN_LAYERS, False),
         slow("vae", {"train_part": "decoder"}, False), slow("vae", {"train_part": "tiny-decoder"}, True),
         slow("vae", {}, False), slow("vae", {}, True), slow("vae", ADVERSARY, False),
-        slow("vae", {**ADVERSARY, "discriminator_norm": "spectral"}, False), slow("vae", {"lean": False}, True),
+        slow("vae", {**ADVERSARY, "discriminator_norm": "spectral"}, False), slow("vae", PLAIN_LAYERS, True),
         slow("vae", {"precision": "bf16"}, False), slow("vae", {"channels_last": True}, False),
         slow("vae", {"ema_decay": 0, "perceptual_weight": 0}, False),
         slow("vae", {**REAL, **ADVERSARY}, False), slow("vae", {**REAL, "preset": "lite"}, True),
@@ -114,6 +115,12 @@ def test_plans_share_a_prediction_unless_its_step_differs():
     first = planner.memory_model(vae(), plan)
     for same in ({"memory_budget": 1.0}, {"keep_checkpoints": 7}, {"prefetch_factor": 9}):
         assert planner.memory_model(vae(**same), plan) is first, same
-    for other in ({"preset": "lite"}, {"image_size": 32}, {"batch_size": 4}, {"lean": False}, {"ema_decay": 0}):
+    for other in (
+        {"preset": "lite"},
+        {"image_size": 32},
+        {"batch_size": 4},
+        {"recompute_norms": False},
+        {"ema_decay": 0},
+    ):
         assert planner.memory_model(vae(**other), plan) is not first, other
     assert planner.memory_model(vae(), replace(plan, precision=Setting("bf16", ""))) is not first
