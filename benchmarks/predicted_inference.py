@@ -24,7 +24,8 @@ from gputrain.planner.time.roofline import DeviceRates, StepTotals, busy_seconds
 from gputrain.tts.config import BenchTts, PlannedSpeech, TrainTts
 from gputrain.tts.work import TtsWork, size_of, speaking
 from gputrain.vocoder.config import BenchVocoder, TrainVocoder
-from gputrain.vocoder.work import VocoderWork, synthesis
+from gputrain.vocoder.data import synthesis
+from gputrain.vocoder.kind import VocoderWork
 
 CARDS = ("h100", "rtx5090", "rtx4090", "l4", "t4")
 CLIP_SECONDS, CHUNK_SECONDS, CHUNK_FRAMES = 5.0, 10.0, 861

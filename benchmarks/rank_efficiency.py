@@ -19,15 +19,15 @@ from gputrain.hw.gpus import find_gpu
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
+from gputrain.planner.kind_work import PlanTarget
 from gputrain.planner.memory.fake_runtime import on_fake_tensors
 from gputrain.planner.memory.predict import predict_step, step_flops
-from gputrain.planner.work import PlanTarget
 from gputrain.tts.config import PlanTts
 from gputrain.tts.work import TtsWork, size_of
 from gputrain.vae.config import TrainVae
 from gputrain.vae.work import VaeWork
 from gputrain.vocoder.config import TrainVocoder
-from gputrain.vocoder.work import VocoderWork
+from gputrain.vocoder.kind import VocoderWork
 
 GPU, TFLOPS = "H100", 989.0  # Published rate of dense bf16 products.
 LINKS_GB_S = {"NVLink": 360.0, "PCIe 4 x16": 25.0}  # 80 % of the published rates in one direction.

@@ -43,7 +43,7 @@ from gputrain.hw.plan import decide
 from gputrain.hw.probe import machine_facts, probe
 from gputrain.hw.runtime import apply, keep_freed_memory
 from gputrain.tts.config import TrainTts
-from gputrain.vocoder.work import VocoderWork
+from gputrain.vocoder.kind import VocoderWork
 
 Step = Callable[[], object]
 VOICES = ("high", "medium")

@@ -26,9 +26,9 @@ from gputrain.engine.gan import at_least_fp32, generator_loss
 from gputrain.engine.recipe import StepGroup, Term, Yielded
 from gputrain.hw.plan import Cards, Plan, decide
 from gputrain.hw.runtime import Runtime
+from gputrain.planner.kind_work import PlanTarget
 from gputrain.planner.memory.predict import predict_step
 from gputrain.planner.model_planner import target_machines
-from gputrain.planner.work import PlanTarget
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.openvpi import PROFILES, translate
 from gputrain.vocoder.recipe import VocoderBatch, VocoderRecipe, target

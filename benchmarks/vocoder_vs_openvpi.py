@@ -41,8 +41,9 @@ from gputrain.config import assemble, read_file
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply, keep_freed_memory
 from gputrain.vocoder.config import TrainVocoder
+from gputrain.vocoder.data import synthetic_crops
+from gputrain.vocoder.kind import VocoderWork
 from gputrain.vocoder.openvpi import PROFILES, translate
-from gputrain.vocoder.work import VocoderWork
 
 CONFIGURATIONS = {"standard": "base_hifi_gpu.yaml", "optimised": "base_hifi_rtx5090_optimized.yaml"}
 # Options that each of our sides adds to the file; the file sets fp32 or fp16.
@@ -252,7 +253,7 @@ def peer_step(settings: Settings, train: TrainVocoder) -> tuple[Any, Callable[[]
     task = vocoder_peer.load(Path(settings["peer"]), content, device)
     if settings["weights"]:
         load_weights(vocoder_peer.parts_of(task, train.discriminators.discriminators), settings)
-    samples_BT, f0_BF = VocoderWork().synthetic_batch(train)
+    samples_BT, f0_BF = synthetic_crops(train)
     sample = vocoder_peer.make_sample(task, samples_BT / 32768, f0_BF)
     return task, vocoder_peer.stepping(task, sample, device, fp16=fp16), fp16
 

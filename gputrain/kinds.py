@@ -172,7 +172,7 @@ class ModelKind:
     train: type  # The options of train-NAME, of plan train-NAME and of bench train-NAME.
     plan: type
     bench: type
-    work: Callable[[], Any]  # Imports what plans, measures and trains it: a gputrain.planner.work.KindWork.
+    work: Callable[[], Any]  # Imports what plans, measures and trains it: a gputrain.planner.kind_work.KindWork.
     evaluation: EvaluateCommand
     exporters: Mapping[str, Exporter]  # By format; the first is "auto".
     use: tuple[str, ...]  # The command that uses a model: what it is for, its name, and words after --model.

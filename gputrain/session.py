@@ -33,9 +33,9 @@ from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of
 from gputrain.hw.runtime import Runtime, apply, keep_freed_memory
 from gputrain.hw.speed import copied_bytes_per_second, product_flops_per_second
+from gputrain.planner.kind_work import BatchSource, KindWork, S, TrainingData
 from gputrain.planner.model_planner import ModelPlanner, StepsIn, memory_budget
 from gputrain.planner.time.roofline import EAGER_LAUNCH_SECONDS, LAUNCH_SECONDS, DeviceRates
-from gputrain.planner.work import BatchSource, KindWork, S, TrainingData
 from gputrain.serialization import from_json
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from gputrain.bench import step_bench
 from gputrain.bench.runner import BenchResult
 from gputrain.tts.architecture import voice_architecture
 from gputrain.tts.model import Voice, segment_starts
-from gputrain.vocoder.work import VocoderWork
+from gputrain.vocoder.kind import VocoderWork
 from tests.toy import cpu_runtime
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

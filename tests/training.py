@@ -6,7 +6,7 @@ from gputrain.asr.work import AsrWork
 from gputrain.session import train_model
 from gputrain.tts.work import TtsWork
 from gputrain.vae.work import VaeWork
-from gputrain.vocoder.work import VocoderWork
+from gputrain.vocoder.kind import VocoderWork
 
 train_vae = partial(train_model, VaeWork())
 train_vocoder = partial(train_model, VocoderWork())

@@ -16,7 +16,7 @@ from gputrain.hw.plan import Plan
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime
 from gputrain.kinds import kinds
-from gputrain.planner.work import KindWork
+from gputrain.planner.kind_work import KindWork
 from gputrain.session import with_plan
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.openvpi import PROFILES, translate
@@ -43,7 +43,8 @@ class Training:
         return assemble(kinds()[self.kind].train, {"data_path": ".", **self.values, **changes, "device": device})
 
     def model(self, settings: Any) -> KindWork[Any]:
-        return self.work.of_bench(self.work.completed(settings), **self.options)
+        work: Any = self.work
+        return work.of_clips(work.completed(settings), self.clip_seconds) if self.clip_seconds else work
 
     def decide(self, settings: Any) -> Plan:
         """Returns the plan of the train command on this machine, without the settings of the batch."""

@@ -25,7 +25,7 @@ from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.optim import Ema, FusedAdamW, adamw
 from gputrain.engine.recipe import BatchStat, Phase, StepGroup, Term, Yielded
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.work import PlanTarget
+from gputrain.planner.kind_work import PlanTarget
 from gputrain.speech.buckets import ClipBatch, ClipSize, empty_bucket
 from gputrain.speech.frames import STRIDE, encoder_frames
 from gputrain.speech.training import BucketRecipe

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ import torch
 from gputrain.asr.config import (
     FINE_TUNING_RATE,
     FROM_SCRATCH_RATE,
-    BenchAsr,
     Model,
     PlanAsr,
     PlannedData,
@@ -19,11 +19,10 @@ from gputrain.asr.config import (
 from gputrain.asr.held_out import HeldOutSpeech
 from gputrain.asr.initialise import init_weights, initial_normalizes, recogniser_architecture, save_architecture
 from gputrain.asr.recipe import RecogniserRecipe, plan_target
-from gputrain.bench.step_bench import SWITCHES
 from gputrain.engine.run_folder import Run
 from gputrain.hw.runtime import Runtime
+from gputrain.planner.kind_work import SWITCHES, PlannedTraining, PlanTarget, StepTraits, SyntheticWork
 from gputrain.planner.memory.fit import Fit, MemoryBudget
-from gputrain.planner.work import PlannedTraining, PlanTarget
 from gputrain.speech.augment import ClipAugment, NoiseFolder
 from gputrain.speech.buckets import ClipBatch, ClipSize, Speech
 from gputrain.speech.frames import ENCODER_RATE, STRIDE
@@ -39,6 +38,7 @@ from gputrain.speech.training import (
 log = logging.getLogger(__name__)
 
 EAGER_BECAUSE = "clips differ in length, and compiled layers of any length were not measured; ask for it to try"
+GRAPHLESS_BECAUSE = "shapes change from step to step, and a graph has one"
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,10 @@ def architecture_of(settings: TrainAsr, facts: UtteranceFacts) -> dict[str, Any]
 class AsrWork(SpeechWork[TrainAsr]):
     """The work of planning, measuring and training a recogniser. Its sizes are UtteranceFacts."""
 
-    kind, speech_kind, hop_size = RecogniserRecipe.kind, "asr", STRIDE
-    graphless_because = "shapes change from step to step, and a graph has one"
-    is_1d = True
-    eager_because = EAGER_BECAUSE
-    bench_options = ("clip_seconds",)
+    kind, speech_kind, hop_size = "asr", "asr", STRIDE
+    traits = StepTraits(
+        fixed_shapes=False, is_1d=True, eager_because=EAGER_BECAUSE, graphless_because=GRAPHLESS_BECAUSE
+    )  # fmt: skip
     # Without channels_last, as the model has no 2-D convolutions.
     switches = tuple(switch for switch in SWITCHES if switch[2] != "channels_last")
 
@@ -135,14 +134,18 @@ class AsrWork(SpeechWork[TrainAsr]):
         work = replace(self, sizes=facts_of(settings, settings.speech, planned.seconds))
         return PlannedTraining(work, [(settings, columns)], clips)
 
-    def title(self, settings: BenchAsr, train: TrainAsr) -> str:
-        return f"{train.model.preset}, {train.schedule.batch_size} clips of {settings.clip_seconds:g} s a step"
+    def of_clips(self, settings: TrainAsr, clip_seconds: float) -> "AsrWork":
+        """Returns this work with the sizes of hypothetical speech."""
+        return replace(self, sizes=facts_of(settings, PlannedSpeech(), clip_seconds))
 
-    def of_bench(self, settings: TrainAsr, **options: Any) -> "AsrWork":
-        return replace(self, sizes=facts_of(settings, PlannedSpeech(), options["clip_seconds"]))
-
-    def synthetic_recipe(self, settings: TrainAsr, runtime: Runtime) -> RecogniserRecipe:
-        return RecogniserRecipe(settings, self.sizes.architecture, self.sizes.clip, runtime)
+    def synthetic(self, settings: TrainAsr, *, clip_seconds: float = 8.0, **options: Any) -> SyntheticWork:
+        work = self.of_clips(settings, clip_seconds)
+        return SyntheticWork(
+            title=f"{settings.model.preset}, {settings.schedule.batch_size} clips of {clip_seconds:g} s",
+            recipe=partial(RecogniserRecipe, settings, work.sizes.architecture, work.sizes.clip),
+            batch=partial(work.synthetic_batch, settings),
+            seconds=clip_seconds,
+        )
 
     def synthetic_batch(self, settings: TrainAsr) -> list[ClipBatch]:
         """Returns a bucket of noise."""

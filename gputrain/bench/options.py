@@ -39,6 +39,12 @@ class BenchSettings:
         for file in self.bench.files or (None,):
             assemble(self.measured, self.training(file))  # It raises UserError for the same values as the command.
 
+    @property
+    def own_options(self) -> dict[str, Any]:
+        """Returns the options that only the benchmark of this kind has, such as `inference`."""
+        shared = leaves(self.measured).keys() | leaves(BenchOptions).keys()
+        return {name: value for name, value in flatten(self).items() if name not in shared}
+
     def training(self, file: MeasuredFile | None = None) -> dict[str, Any]:
         """Returns the options of the measured train command: those of a file, if there is one, and of the benchmark;
         the other options keep their defaults."""

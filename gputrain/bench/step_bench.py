@@ -7,7 +7,6 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,12 @@ from gputrain.hw.plan import Plan
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply, keep_freed_memory
 from gputrain.kinds import ModelKind, kinds
+from gputrain.planner.kind_work import KindWork, PlanTarget, S, Switch, TrainSettings
 from gputrain.planner.memory.fake_runtime import FakeRuntime, on_fake_tensors
 from gputrain.planner.memory.predict import predict_step
 from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.planner.time.fusion import kernel_costs
 from gputrain.planner.time.roofline import DeviceRates, KernelCost, StepCost, busy_seconds
-from gputrain.planner.work import KindWork, PlanTarget, S, Switch, TrainSettings
 from gputrain.session import measured_rates
 
 PLAIN: Settings = {
@@ -43,33 +42,29 @@ PLAIN: Settings = {
     "use_torch_compile": False,
     "use_cuda_graphs": False,
 }
-SWITCHES: tuple[Switch, ...] = (
-    ("fp32", {}, ""),
-    ("+ TF32", {"precision": "tf32"}, "tf32"),
-    ("+ bf16", {"precision": "mixed"}, "precision"),
-    ("+ channels_last", {"channels_last": True}, "channels_last"),
-    ("+ compile", {"use_torch_compile": True}, "compile"),
-)
-# For models whose batches have one shape. The capture may fall into a timed step, which the median leaves
-# out.
-GRAPHS: Switch = ("+ CUDA graphs", {"use_cuda_graphs": True}, "cuda_graphs")
 
 
 def bench_rows(work: KindWork[Any], settings: BenchSettings) -> list[BenchRow]:
     """Returns the rows; each adds a setting to those of the row before. Several configuration files have a row each,
     with their own settings."""
-    names = {name: getattr(settings, name) for name in work.bench_options}
-    options = settings.bench
-    shared = {"warmup_steps": options.warmup_steps, "steps": options.steps, "device": options.device, **names}
+    own, options = settings.own_options, settings.bench
+    shared = {"warmup_steps": options.warmup_steps, "steps": options.steps, "device": options.device, "options": own}
     files = options.files
     if len(files) > 1:
         return [BenchRow(file.name, {**shared, "switch": "", "train": settings.training(file)}) for file in files]
     values, rows = settings.training(*files) | PLAIN, []
-    switches = (names.get("inference") and work.inference_switches) or work.switches or SWITCHES
-    for label, added, switch in switches:
+    for label, added, switch in inference_switches(work) if own.get("inference") else work.switches:
         values = values | added
         rows.append(BenchRow(label, {**shared, "switch": switch, "train": values}))
     return rows
+
+
+def inference_switches(work: KindWork[Any]) -> list[Switch]:
+    """Returns the rows of a benchmark of the model in use, the one in 16 bit last: the commands that use a trained
+    model compute in fp32, and have no CUDA graphs. Convolutions in one dimension have no channels_last."""
+    without_effect = {"cuda_graphs", "channels_last"} if work.traits.generator_is_1d else {"cuda_graphs"}
+    rows = [switch for switch in work.switches if switch[2] not in without_effect]
+    return sorted(rows, key=lambda switch: switch[2] == "precision")
 
 
 def run_bench(work: KindWork[Any], settings: BenchSettings) -> tuple[BenchReport, list[Path]]:
@@ -77,13 +72,16 @@ def run_bench(work: KindWork[Any], settings: BenchSettings) -> tuple[BenchReport
 
     Raises UserError if the folder cannot be written.
     """
-    options = settings.bench
-    files = options.files or (None,)
-    trained: list[Any] = [assemble(settings.measured, settings.training(file)) for file in files]
-    prefixes = [f"{file.name}: " if file and len(files) > 1 else "" for file in files]
-    described = "; ".join(prefix + work.title(settings, one) for prefix, one in zip(prefixes, trained, strict=True))
-    report = BenchReport(f"train-{work.kind}: {described}", work.unit, runner.command_line("gputrain"))
-    switched_on = [name for name in work.bench_options if getattr(settings, name) is True]
+    options, own = settings.bench, settings.own_options
+    titles = []
+    for file in options.files or (None,):
+        train: Any = assemble(settings.measured, settings.training(file))
+        prefix = f"{file.name}: " if file and len(options.files) > 1 else ""
+        measured = "at once, without gradients" if own.get("inference") else "a step"
+        titles.append(f"{prefix}{work.synthetic(train, **own).title} {measured}")
+    title = f"train-{work.kind}: {'; '.join(titles)}"
+    report = BenchReport(title, f"{work.item}s", runner.command_line("gputrain"))
+    switched_on = [name for name, value in own.items() if value is True]
     written = runner.run_rows(
         report, bench_rows(work, settings), runner.model_child(work.kind), minutes=options.row_minutes,
         folder=options.output_dir, name="_".join(["bench", work.kind, *switched_on]),
@@ -147,25 +145,24 @@ class StepBench:
 def begin_bench(work: KindWork[S], settings: S, runtime: Runtime, folder: Path, **options: Any) -> Any:
     """Returns a training on synthetic data, or the model in use without a training, by the options of a benchmark."""
     settings = work.completed(settings)
-    work = work.of_bench(settings, **options)
+    made = work.synthetic(settings, **options)
     if options.get("inference"):
-        return work.inference(settings, runtime, **options)
-    build, batch = partial(work.synthetic_recipe, settings), work.synthetic_batch(settings)
-    return StepBench(build, batch, settings, runtime, folder, item_seconds=work.item_seconds(settings, **options))
+        assert made.inference is not None
+        return InferenceBench(made.inference, runtime, settings.schedule.global_batch_size, made.seconds)
+    return StepBench(made.recipe, made.batch(), settings, runtime, folder, item_seconds=made.seconds)
 
 
 def measure_bench_row(kind: ModelKind, request: Settings) -> dict[str, Any]:
     """Runs in the child: returns the figures of a row. Raises NotMeasured if its switch is off on this machine."""
     switch, work = request["switch"], kind.work()
     train: TrainSettings = assemble(kind.train, request["train"])
-    options = {name: request[name] for name in work.bench_options}
     plan = work.decide(probe(), train.hardware)
     check_switch(plan, switch)
     runtime = apply(plan)
     if runtime.device.type == "cpu":
         keep_freed_memory()  # As open_session does for a training.
     with tempfile.TemporaryDirectory() as folder:
-        bench = begin_bench(work, train, runtime, Path(folder), **options)
+        bench = begin_bench(work, train, runtime, Path(folder), **request["options"])
         figures: dict[str, Any] = bench.measure(warmup=request["warmup_steps"], steps=request["steps"])
     check_switch(bench.runtime.plan, switch)  # A switch that failed in use is off by now.
     if switch == "precision":
@@ -184,10 +181,6 @@ def check_switch(plan: Plan, switch: str) -> None:
 # ------------------------------------------------------------------------------------------------------------ inference
 
 
-# One-dimensional convolutions have no channels_last, and the commands for trained models no CUDA graphs. The 16-bit row
-# comes last, because these commands compute in fp32.
-_BY_NAME = {switch[2]: switch for switch in SWITCHES}
-SOUND_SWITCHES: tuple[Switch, ...] = tuple(_BY_NAME[name] for name in ("", "tf32", "compile", "precision"))
 Compute = Callable[[], object]
 
 
@@ -233,10 +226,6 @@ def inference_kernels(build: Callable[[Runtime], Compute], plan: Plan) -> tuple[
         with timeline.watching(), runtime.autocast():
             compute()
     return kernel_costs(timeline.log.operators)
-
-
-def sound_title(described: str, inference: bool, items: str) -> str:
-    return f"{described}, {items} {'at once, without gradients' if inference else 'a step'}"
 
 
 if __name__ == "__main__":

@@ -19,17 +19,18 @@ from gputrain.hw.gpus import Gpu, find_gpu, known_gpus, smallest_gpu
 from gputrain.hw.plan import MOST_GRAPHED_PARTS, Cards, Hardware, Plan, Setting
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import weakest_of
+from gputrain.planner.kind_work import KindWork, S
 from gputrain.planner.memory.fit import BUDGET_SHARE, Fit, MemoryBudget, MemoryModel, budget_gb, fit
 from gputrain.planner.memory.predict import least_gb, memory_models, prediction_key
 from gputrain.planner.plan_cache import kept_model
 from gputrain.planner.time.roofline import EAGER_LAUNCH_SECONDS, DeviceRates, OperatorTime, by_operator
-from gputrain.planner.work import KindWork, S
 
 log = logging.getLogger(__name__)
 
 # Settings that a step does not depend on, besides the plan's; and those of the schedule.
 WITHOUT_EFFECT = ("saving", "hardware", "cards", "schedule")
 BETWEEN_STEPS = ("num_epochs", "num_steps", "max_steps", "finish_by", "learning_rate", "warmup_steps")
+COMPILE_SECONDS = 60.0  # Seconds of a core to compile a step for the first time.
 LONG = 10.0  # A training of so many times the seconds of compiling is compiled without a closer look.
 StepsIn = Callable[[float | None, float], int | None]  # Steps by the seconds of one and those of the start.
 NCCL_GB = 1.0  # Memory of a GPU that NCCL's buffers and the buckets of gradients take when several GPUs train together.
@@ -82,19 +83,19 @@ class ModelPlanner(Generic[S]):
         seconds of one and those of compiling; None: they are unknown, and compiling is taken to pay."""
         planned, found = self.plan(settings, plan, budget)
         compiled, seconds = (planned, found, budget), found.predicted_seconds_per_step
-        steps = steps_in(seconds, self.work.compile_seconds)
+        steps = steps_in(seconds, COMPILE_SECONDS)
         asked = settings.hardware.use_torch_compile is not None
         if asked or not (plan.compile.value and budget.rates and seconds) or steps is None:
             return compiled
-        if steps * seconds > LONG * self.work.compile_seconds:
+        if steps * seconds > LONG * COMPILE_SECONDS:
             return compiled
         plan = replace(plan, compile=Setting(False, ""))
         budget = replace(budget, rates=replace(budget.rates, launch_seconds=EAGER_LAUNCH_SECONDS))
         planned, found = self.plan(settings, plan, budget)
         won = steps * ((found.predicted_seconds_per_step or seconds) - seconds)
-        if won > self.work.compile_seconds or found.fits < compiled[1].fits:
+        if won > COMPILE_SECONDS or found.fits < compiled[1].fits:
             return compiled
-        reason = f"{steps} steps win back {won:.0f} s of the {self.work.compile_seconds:.0f} that compiling takes"
+        reason = f"{steps} steps win back {won:.0f} s of the {COMPILE_SECONDS:.0f} that compiling takes"
         return replace(planned, compile=Setting(False, reason)), found, budget
 
     def plan(self, settings: S, plan: Plan, budget: MemoryBudget) -> tuple[Plan, Fit]:
@@ -146,7 +147,7 @@ class ModelPlanner(Generic[S]):
                 at_most = partial(training_steps, settings.schedule, cards.items or items, at_most=True)
                 plan, found, budget = self.plan_steps(settings, switches, budget, at_most)
                 remedies = [] if found.fits else self.remedies(settings, switches, budget, found)
-                compiling = self.work.compile_seconds if plan.compile.value else 0.0
+                compiling = COMPILE_SECONDS if plan.compile.value else 0.0
                 seconds, batch = found.predicted_seconds_per_step, settings.schedule.global_batch_size
                 time = PredictedTime(seconds, batch, known(seconds, compiling), target.price_per_hour, compiling)
                 operators = operator_times(found, budget) if cards.explain else []

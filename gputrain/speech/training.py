@@ -22,8 +22,8 @@ from gputrain.engine.run_folder import Run
 from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime
+from gputrain.planner.kind_work import BatchSource, KindWork, PlanTarget, TrainingData, TrainSettings
 from gputrain.planner.memory.predict import step_flops
-from gputrain.planner.work import BatchSource, KindWork, PlanTarget, TrainingData, TrainSettings
 from gputrain.samples import Report
 from gputrain.speech.augment import ClipAugment
 from gputrain.speech.buckets import (
@@ -122,8 +122,7 @@ class SpeechTraining(TrainingData[S]):
 class SpeechWork(KindWork[S]):
     """The part of the work that a voice and a recogniser share."""
 
-    item, unit = "clip", "clips"
-    fixed_shapes = False  # Clips differ in length.
+    item = "clip"
     speech_kind: ClassVar[SpeechKind]
     hop_size: ClassVar[int]
 
@@ -148,9 +147,6 @@ class SpeechWork(KindWork[S]):
     def augment(self, settings: Any, speech: Speech) -> ClipAugment | None:
         """Returns the changes of the clips of a training; None if they are read as they are."""
         return None
-
-    def item_seconds(self, settings: S, **options: Any) -> float:
-        return float(options["clip_seconds"])
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from gputrain.engine.gan import at_least_fp32
 from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Term, Yielded
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.work import PlanTarget
+from gputrain.planner.kind_work import PlanTarget
 from gputrain.speech.buckets import ClipBatch, ClipSize, empty_bucket
 from gputrain.speech.training import BucketRecipe
 from gputrain.tts.align import alignment_scores, position_prior, search

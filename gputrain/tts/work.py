@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gputrain.bench.step_bench import SOUND_SWITCHES, Compute, InferenceBench, sound_title
 from gputrain.engine.run_folder import Run
 from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError
 from gputrain.hw.plan import MOST_GRAPHED_SHAPES
 from gputrain.hw.ranks import Ranks
 from gputrain.hw.runtime import Runtime
+from gputrain.planner.kind_work import SLOW_TO_COMPILE, PlannedTraining, PlanTarget, StepTraits, SyntheticWork
 from gputrain.planner.memory.fit import Fit, MemoryBudget
-from gputrain.planner.work import SLOW_TO_COMPILE, PlannedTraining, PlanTarget
 from gputrain.session import log_start
 from gputrain.speech.buckets import ClipBatch, ClipSize, Speech
 from gputrain.speech.config import HOP_SIZE
@@ -35,7 +34,7 @@ from gputrain.speech.training import (
 )
 from gputrain.tts.architecture import VoiceArchitecture, voice_architecture
 from gputrain.tts.assessors import Assessors, open_assessors
-from gputrain.tts.config import BenchTts, Model, PlannedData, PlannedSpeech, PlanTts, TrainTts
+from gputrain.tts.config import Model, PlannedData, PlannedSpeech, PlanTts, TrainTts
 from gputrain.tts.evaluate import HeldOutClips
 from gputrain.tts.load import read_origin, start_from
 from gputrain.tts.model import Voice, prepare_for_inference
@@ -72,11 +71,8 @@ def architecture_for(settings: TrainTts, speech: SpeechSize) -> VoiceArchitectur
 class TtsWork(SpeechWork[TrainTts]):
     """The work of planning, measuring and training a voice. Its sizes are a SpeechSize."""
 
-    kind, speech_kind, hop_size = VoiceRecipe.kind, "tts", HOP_SIZE
-    generator_is_1d = True
-    eager_because = SLOW_TO_COMPILE
-    bench_options = ("clip_seconds", "inference")
-    inference_switches = SOUND_SWITCHES
+    kind, speech_kind, hop_size = "tts", "tts", HOP_SIZE
+    traits = StepTraits(fixed_shapes=False, generator_is_1d=True, eager_because=SLOW_TO_COMPILE)
 
     def open_data(self, settings: TrainTts) -> "TtsTraining":
         speech = self.open_speech(settings)
@@ -124,15 +120,20 @@ class TtsWork(SpeechWork[TrainTts]):
         size = size_of(settings.speech, planned.seconds)
         return PlannedTraining(replace(self, sizes=size), [(settings, columns)], clips)
 
-    def title(self, settings: BenchTts, train: TrainTts) -> str:
-        items = f"{train.schedule.batch_size} clips of {settings.clip_seconds:g} s"
-        return sound_title(train.model.preset, settings.inference, items)
+    def of_clips(self, settings: TrainTts, clip_seconds: float) -> "TtsWork":
+        """Returns this work with the sizes of hypothetical speech."""
+        return replace(self, sizes=size_of(PlannedSpeech(), clip_seconds))
 
-    def of_bench(self, settings: TrainTts, **options: Any) -> "TtsWork":
-        return replace(self, sizes=size_of(PlannedSpeech(), options["clip_seconds"]))
-
-    def synthetic_recipe(self, settings: TrainTts, runtime: Runtime) -> VoiceRecipe:
-        return VoiceRecipe(settings, architecture_for(settings, self.sizes), self.sizes.clip, runtime)
+    def synthetic(self, settings: TrainTts, *, clip_seconds: float = 5.0, **options: Any) -> SyntheticWork:
+        work = self.of_clips(settings, clip_seconds)
+        architecture = architecture_for(settings, work.sizes)
+        return SyntheticWork(
+            title=f"{settings.model.preset}, {settings.schedule.batch_size} clips of {clip_seconds:g} s",
+            recipe=partial(VoiceRecipe, settings, architecture, work.sizes.clip),
+            batch=partial(work.synthetic_batch, settings),
+            seconds=clip_seconds,
+            inference=partial(speaking, settings, work),
+        )
 
     def synthetic_batch(self, settings: TrainTts) -> list[ClipBatch]:
         """Returns a bucket of humming clips."""
@@ -143,12 +144,8 @@ class TtsWork(SpeechWork[TrainTts]):
         wave_BT = 0.3 * torch.sin(2 * math.pi * hz_B1 * time_T) + 0.01 * torch.randn(clips, samples, generator=draws)
         return synthetic_bucket(wave_BT * 32767, clip, self.sizes.num_symbols, draws)
 
-    def inference(self, settings: TrainTts, runtime: Runtime, **options: Any) -> InferenceBench:
-        build, items = partial(speaking, settings, self), settings.schedule.global_batch_size
-        return InferenceBench(build, runtime, items, self.item_seconds(settings, **options))
 
-
-def speaking(settings: TrainTts, work: TtsWork, runtime: Runtime) -> Compute:
+def speaking(settings: TrainTts, work: TtsWork, runtime: Runtime) -> Callable[[], Tensor]:
     """Returns a function that speaks clips of random symbols. The durations of an untrained voice say nothing, so that
     all symbols are spoken equally long."""
     voice = prepare_for_inference(Voice(architecture_for(settings, work.sizes)))

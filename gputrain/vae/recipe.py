@@ -17,8 +17,8 @@ from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import BatchStat, ChainGradients, Phase, StepGroup, Term, Yielded
 from gputrain.hw.runtime import Runtime
+from gputrain.planner.kind_work import PlanTarget
 from gputrain.planner.memory.predict import step_flops
-from gputrain.planner.work import PlanTarget
 from gputrain.samples import Report
 from gputrain.vae import losses
 from gputrain.vae.attention import SCORES

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -14,8 +15,6 @@ from typing import Any
 
 import torch
 
-from gputrain.bench.runner import NotMeasured
-from gputrain.bench.step_bench import GRAPHS, Compute, InferenceBench
 from gputrain.data_in.split import digests, share_that_holds_out, warn_of_few_held_out
 from gputrain.engine.checkpoint import format_list
 from gputrain.engine.distributed import RankGroup
@@ -25,11 +24,19 @@ from gputrain.formatting import counted
 from gputrain.hw.plan import Plan, data_in_memory
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime
+from gputrain.planner.kind_work import (
+    CUDA_GRAPHS,
+    BatchSource,
+    KindWork,
+    PlannedTraining,
+    PlanTarget,
+    SyntheticWork,
+    TrainingData,
+)
 from gputrain.planner.memory.fit import Fit, MemoryBudget
-from gputrain.planner.work import BatchSource, KindWork, PlannedTraining, PlanTarget, TrainingData
 from gputrain.session import log_start
 from gputrain.vae.architecture import VaePreset
-from gputrain.vae.config import BenchVae, Model, PlannedData, PlanVae, TrainVae
+from gputrain.vae.config import Model, PlannedData, PlanVae, TrainVae
 from gputrain.vae.data import CropDataset, Pictures, decoding_seconds, open_pictures, to_u8, to_unit
 from gputrain.vae.export import factors_for_export
 from gputrain.vae.latents import LatentScaling, LatentSource
@@ -60,15 +67,14 @@ SWITCHES = (
     ("+ channels_last", {"channels_last": True}, "channels_last"),
     ("+ compile", {"use_torch_compile": True}, "compile"),
     ("+ recompute norms", {"recompute_norms": True}, ""),
-    GRAPHS,
+    CUDA_GRAPHS,
 )
 
 
 class VaeWork(KindWork[TrainVae]):
     """The work of planning, measuring and training an image VAE."""
 
-    kind, item, unit = VaeRecipe.kind, "picture", VaeRecipe.unit
-    bench_options = ("inference",)
+    kind, item = "vae", "picture"
     switches = SWITCHES
 
     def completed(self, settings: TrainVae) -> TrainVae:
@@ -122,25 +128,21 @@ class VaeWork(KindWork[TrainVae]):
         named = settings.data.data_path != PlannedData.data_path
         return PlannedTraining(self, stages, len(self.open_data(settings)) if named else None)
 
-    def title(self, settings: BenchVae, train: TrainVae) -> str:
-        what = "images encoded and decoded at once" if settings.inference else "images a step"
-        return f"{train.model.preset}, {train.data.image_size} px, {train.schedule.batch_size} {what}"
-
-    def synthetic_recipe(self, settings: TrainVae, runtime: Runtime) -> VaeRecipe:
-        return VaeRecipe(settings, runtime, held_out=[])
+    def synthetic(self, settings: TrainVae, **options: Any) -> SyntheticWork:
+        return SyntheticWork(
+            title=f"{settings.model.preset}, {settings.data.image_size} px, {settings.schedule.batch_size} pictures",
+            recipe=partial(VaeRecipe, settings, held_out=[]),
+            batch=partial(self.synthetic_batch, settings),
+            inference=partial(reconstruction, settings),
+        )
 
     def synthetic_batch(self, settings: TrainVae) -> torch.Tensor:
         data = settings.data
         shape = (settings.schedule.global_batch_size, data.image_channels, data.image_size, data.image_size)
         return torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
-    def inference(self, settings: TrainVae, runtime: Runtime, **options: Any) -> InferenceBench:
-        if runtime.plan.cuda_graphs.value:
-            raise NotMeasured("encoding and decoding are not captured in CUDA graphs")
-        return InferenceBench(partial(reconstruction, settings), runtime, settings.schedule.global_batch_size)
 
-
-def reconstruction(settings: TrainVae, runtime: Runtime) -> Compute:
+def reconstruction(settings: TrainVae, runtime: Runtime) -> Callable[[], torch.Tensor]:
     """Returns a function that encodes and decodes synthetic pictures, as `reconstruct` and `evaluate` do."""
     model = build_autoencoder(settings, runtime).requires_grad_(False)
     compile_layers(model, runtime)

@@ -1,6 +1,11 @@
-"""The vocoder as the commands know it. Imports no torch by itself."""
+"""The vocoder as the commands know it, and what is planned, measured and trained of it. Imports no torch until one of
+its functions is called.
+"""
+
+from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,12 +15,23 @@ from gputrain.audio.config import ClipEvaluation, Sound
 from gputrain.config import leaves
 from gputrain.engine.stop import format_duration
 from gputrain.formatting import counted, format_number
+from gputrain.planner.kind_work import (
+    CUDA_GRAPHS,
+    SLOW_TO_COMPILE,
+    SWITCHES,
+    KindWork,
+    PlannedTraining,
+    StepTraits,
+    SyntheticWork,
+)
 from gputrain.vocoder import openvpi
 from gputrain.vocoder.config import (
+    FP32_BECAUSE,
     PUBLISHED,
     SAMPLING_RATE,
     BenchVocoder,
     ExcerptEvaluation,
+    PlannedData,
     PlanVocoder,
     TrainVocoder,
     Vocode,
@@ -23,6 +39,9 @@ from gputrain.vocoder.config import (
 
 if TYPE_CHECKING:
     from gputrain.audio.prepare import SoundPrepareReport
+    from gputrain.planner.kind_work import PlanTarget
+    from gputrain.planner.memory.fit import Fit, MemoryBudget
+    from gputrain.vocoder.data import VocoderTraining
     from gputrain.vocoder.prepare import SoundReport
 
 
@@ -34,7 +53,7 @@ def prepare_recordings(settings: Any) -> kinds.DataWork:
 
     config = vocoder_prepare_config(settings.sound)
 
-    def figures(report: "SoundPrepareReport") -> dict[str, object]:
+    def figures(report: SoundPrepareReport) -> dict[str, object]:
         return kinds.prepared_counts(report, "duration", format_duration(3600 * report.hours))
 
     def findings(folder: Path, processes: int) -> list[str]:
@@ -56,7 +75,7 @@ def validate_recordings(settings: Any) -> kinds.DataWork:
     return kinds.DataWork(validate_sounds, settings.audio_sample_rate or SAMPLING_RATE, sound_figures)
 
 
-def sound_figures(report: "SoundReport") -> dict[str, object]:
+def sound_figures(report: SoundReport) -> dict[str, object]:
     from gputrain.data_in.preparation import format_range
 
     figures: dict[str, object] = {"refused": len(report.refused), **report.account()}
@@ -75,6 +94,76 @@ def sound_figures(report: "SoundReport") -> dict[str, object]:
             "pitch": f"{pitch[0]:.0f} to {pitch[1]:.0f} Hz (nine tenths of it)" if pitch else "none",
         }
     return figures
+
+
+# --------------------------------------------------------------------------------- planning, benchmarks and training
+
+LEAST_FRAMES = 16  # Shortest crop that is proposed.
+
+
+class VocoderWork(KindWork[TrainVocoder]):
+    """The work of planning, measuring and training a vocoder."""
+
+    kind, item = "vocoder", "crop"
+    traits = StepTraits(generator_is_1d=True, eager_because=SLOW_TO_COMPILE, fp32_because=FP32_BECAUSE)
+    switches = (*SWITCHES, CUDA_GRAPHS)
+
+    def open_data(self, settings: TrainVocoder) -> VocoderTraining:
+        from gputrain.vocoder.data import VocoderTraining, open_training_data
+
+        return VocoderTraining.of(settings, open_training_data(settings))
+
+    def target(self, settings: TrainVocoder) -> PlanTarget:
+        from gputrain.vocoder.recipe import target
+
+        return target(settings)
+
+    def fallbacks(self, settings: TrainVocoder, budget: MemoryBudget, found: Fit) -> dict[str, TrainVocoder]:
+        model, shorter = settings.model, settings.data.crop_mel_frames // 2
+        fast = replace(settings.discriminators, discriminators=("fast_mrd", "fast_mpd"))
+        changes = {
+            **super().fallbacks(settings, budget, found),
+            "--discriminators fast_mrd,fast_mpd": replace(settings, discriminators=fast),
+        }
+        if shorter >= LEAST_FRAMES:
+            data = replace(settings.data, crop_mel_frames=shorter)
+            changes[f"--crop-mel-frames {shorter}"] = replace(settings, data=data)
+        if model.upsample_initial_channel % 64 == 0:
+            narrower = model.upsample_initial_channel // 2
+            narrow = replace(model, upsample_initial_channel=narrower)
+            changes[f"--upsample-initial-channel {narrower}"] = replace(settings, model=narrow)
+        return changes
+
+    def begins(self, settings: TrainVocoder) -> dict[str, int]:
+        losses = settings.losses
+        return {
+            "training of the discriminators (discriminator_start)": losses.discriminator_start,
+            "training of the generator (discriminator_warmup_steps)": losses.discriminator_warmup_steps,
+        }
+
+    def planned(self, settings: PlanVocoder) -> PlannedTraining:
+        from gputrain.vocoder.data import VocoderTraining
+        from gputrain.vocoder.store import open_sounds
+
+        columns = {"crop_mel_frames": settings.data.crop_mel_frames, "batch_size": settings.schedule.global_batch_size}
+        data, items = settings.data, None
+        if data.data_path != PlannedData.data_path:
+            items = len(VocoderTraining.of(settings, open_sounds(data.data_path, data.held_out_share)))
+        return PlannedTraining(self, [(settings, columns)], items)
+
+    def synthetic(self, settings: TrainVocoder, *, inference: bool = False, **options: Any) -> SyntheticWork:
+        from gputrain.vocoder.data import synthesis, synthetic_crops
+        from gputrain.vocoder.recipe import VocoderRecipe
+
+        parts = [f"{settings.model.upsample_initial_channel} channels"]
+        parts += [] if inference else settings.discriminators.discriminators
+        return SyntheticWork(
+            title=f"{', '.join(parts)}, {settings.schedule.batch_size} crops of {settings.crop_seconds:.2f} s",
+            recipe=partial(VocoderRecipe, settings),
+            batch=partial(synthetic_crops, settings),
+            seconds=settings.crop_seconds,
+            inference=partial(synthesis, settings),
+        )
 
 
 # -------------------------------------------------------------------------------------------------- trained models
@@ -191,7 +280,7 @@ KIND = kinds.ModelKind(
     train=TrainVocoder,
     plan=PlanVocoder,
     bench=BenchVocoder,
-    work=kinds.imported("gputrain.vocoder.work:VocoderWork"),
+    work=VocoderWork,
     data="recordings",
     media="audio",
     prepared=dict.fromkeys(("manifest.jsonl", "journal.jsonl"), frozenset({"sampling_rate", "hop_size"})),

@@ -30,8 +30,8 @@ from gputrain.engine.muon import muon_with_adamw
 from gputrain.engine.optim import Ema, adamw
 from gputrain.engine.recipe import ChainGradients, Phase, StepGroup, Yielded
 from gputrain.hw.runtime import Runtime
+from gputrain.planner.kind_work import PlanTarget
 from gputrain.planner.memory.predict import step_flops
-from gputrain.planner.work import PlanTarget
 from gputrain.samples import Report, Sheet, SheetCell, SoundSample
 from gputrain.vocoder import augment
 from gputrain.vocoder.augment import EACH, Shifts, draw_semitones, make_shifted, shifted_places

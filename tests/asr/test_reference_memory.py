@@ -25,6 +25,7 @@ from gputrain.asr.work import AsrWork, facts_of
 from gputrain.config import assemble
 from gputrain.engine.recipe import StepGroup
 from gputrain.hw.plan import Hardware, Plan, Setting, decide
+from gputrain.planner.kind_work import PlanTarget
 from gputrain.planner.memory.allocator import CachingAllocator
 from gputrain.planner.memory.fake_runtime import FakeRuntime, FunctionsOf, on_fake_tensors
 from gputrain.planner.memory.predict import (
@@ -36,7 +37,6 @@ from gputrain.planner.memory.predict import (
     weights_of,
 )
 from gputrain.planner.memory.timeline import MemoryTimeline
-from gputrain.planner.work import PlanTarget
 from gputrain.speech.frames import encoder_frames
 from tests.machines import H100
 from tests.planner.test_reference_cells import BATCHES, CELLS, RESIDENT

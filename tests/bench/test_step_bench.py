@@ -29,7 +29,8 @@ from gputrain.tts.work import TtsWork, size_of
 from gputrain.vae.config import BenchVae, TrainVae
 from gputrain.vae.work import VaeWork
 from gputrain.vocoder.config import BenchVocoder, TrainVocoder
-from gputrain.vocoder.work import VocoderWork
+from gputrain.vocoder.data import synthetic_crops
+from gputrain.vocoder.kind import VocoderWork
 from tests.command import gputrain_here
 from tests.machines import H100, T4
 from tests.tables import each_row, slow
@@ -203,7 +204,7 @@ def test_bad_input_gets_a_sentence_and_2(typed, tmp_path, kind, words, message):
 
 def test_synthetic_sound_has_its_pitch():
     settings = assemble(TrainVocoder, {"data_path": ".", **TINY_VOCODER, "crop_mel_frames": 250, "key_aug": True})
-    wave_BT, f0_BF = VocoderWork().synthetic_batch(settings)
+    wave_BT, f0_BF = synthetic_crops(settings)
     assert (wave_BT.dtype, wave_BT.shape) == (torch.int16, (4, 350 * 64))  # The frames that key_aug reads.
     assert f0_BF.shape == (4, 350)
     spectrum_BN = torch.fft.rfft(wave_BT.float()).abs()
@@ -317,7 +318,8 @@ def test_rows_of_inference_have_a_title_and_a_file_of_their_own(tmp_path, monkey
     names = []
     monkeypatch.setattr(step_bench.runner, "run_rows", lambda *_, name, **__: names.append(name))
     for kind, title in (
-        ("vae", "encoded and decoded"), ("vocoder", "32 channels, 2 crops of 0.09 s at once, without gradients"),
+        ("vae", "fast, 32 px, 4 pictures at once, without gradients"),
+        ("vocoder", "32 channels, 2 crops of 0.09 s at once, without gradients"),
         ("tts", "fast, 2 clips of 0.5 s at once, without gradients"),
     ):  # fmt: skip
         for inference in (False, True):

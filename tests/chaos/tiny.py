@@ -21,7 +21,7 @@ from gputrain.asr import work as asr_work  # noqa: F401 (every process would imp
 from gputrain.cli import app
 from gputrain.tts import work as tts_work  # noqa: F401
 from gputrain.vae import work as vae_work  # noqa: F401
-from gputrain.vocoder import work as vocoder_work  # noqa: F401
+from gputrain.vocoder import data as vocoder_data  # noqa: F401
 from tests.asr import test_train as recognisers
 from tests.asr.models import small_preset
 from tests.asr.stores import spelled_clips, write_store

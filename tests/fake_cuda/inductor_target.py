@@ -45,7 +45,7 @@ from gputrain.hw.gpus import find_gpu
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import DTYPES, Runtime
-from gputrain.planner.work import PlanTarget
+from gputrain.planner.kind_work import PlanTarget
 from tests.fake_cuda import device_guard
 
 ON_CPU = torch.Generator

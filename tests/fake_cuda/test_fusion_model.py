@@ -13,8 +13,8 @@ import torch
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
+from gputrain.planner.kind_work import PlanTarget
 from gputrain.planner.memory.predict import predict_step
-from gputrain.planner.work import PlanTarget
 from tests.fake_cuda.test_compiled_kernels import compiled
 
 pytestmark = [

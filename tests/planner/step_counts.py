@@ -20,14 +20,14 @@ from gputrain.config import assemble
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.plan import Plan
 from gputrain.hw.probe import Machine
+from gputrain.planner.kind_work import KindWork
 from gputrain.planner.memory.predict import MemoryEstimate, predict_step
 from gputrain.planner.time.roofline import StepCost, StepTotals
-from gputrain.planner.work import KindWork
 from gputrain.tts import work as tts
 from gputrain.tts.config import PlanTts
 from gputrain.vae import work as vae
 from gputrain.vae.config import PlanVae
-from gputrain.vocoder import work as vocoder
+from gputrain.vocoder import kind as vocoder
 from gputrain.vocoder.config import PlanVocoder
 from gputrain.vocoder.openvpi import PROFILES, translate
 from tests.tts.test_train import small_presets

@@ -19,7 +19,7 @@ from gputrain.planner.plan_cache import FILES, kept_model, sources_digest
 from gputrain.planner.time.roofline import KernelCost, StepCost, StepTotals
 from gputrain.speech.buckets import ClipSize
 from gputrain.vocoder.config import PlanVocoder
-from gputrain.vocoder.work import VocoderWork
+from gputrain.vocoder.kind import VocoderWork
 from tests.planner.step_counts import plan_of
 
 KERNELS = (

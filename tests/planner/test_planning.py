@@ -183,10 +183,9 @@ def test_a_training_compiles_if_its_steps_win_back_what_that_takes(monkeypatch, 
         return plan, fits[plan.compile.value]
 
     monkeypatch.setattr(ModelPlanner, "plan", fit_of)
-    spec = SimpleNamespace(compile_seconds=60.0)
     settings = SimpleNamespace(hardware=Hardware(use_torch_compile=asked))
     given = plan_of(use_torch_compile=asked)
-    plan, _, budget = ModelPlanner(spec).plan_steps(settings, given, MemoryBudget(2.0, RATES), lambda *_: steps)
+    plan, _, budget = ModelPlanner(None).plan_steps(settings, given, MemoryBudget(2.0, RATES), lambda *_: steps)
     assert plan.compile.value is compiles
     if asked is None and steps and steps < 100_000:  # It is also planned as it would run uncompiled.
         assert planned == [(True, LAUNCH_SECONDS), (False, EAGER_LAUNCH_SECONDS)]

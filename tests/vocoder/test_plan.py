@@ -10,8 +10,8 @@ from gputrain.config import assemble
 from gputrain.planner.memory.predict import predict_step
 from gputrain.planner.model_planner import plan_cards
 from gputrain.vocoder.config import PlanVocoder, TrainVocoder
+from gputrain.vocoder.kind import VocoderWork
 from gputrain.vocoder.recipe import target
-from gputrain.vocoder.work import VocoderWork
 from tests.command import gputrain_here
 from tests.vocoder.test_recipe import SMALL
 

@@ -27,11 +27,11 @@ from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.vocoder.config import TrainVocoder
+from gputrain.vocoder.data import WARMUP_STEPS, log_training, open_training_data
 from gputrain.vocoder.export import export_openvpi
 from gputrain.vocoder.load import load_vocoder, read_weights
 from gputrain.vocoder.openvpi import PROFILES, translate
 from gputrain.vocoder.recipe import VocoderRecipe
-from gputrain.vocoder.work import WARMUP_STEPS, log_training, open_training_data
 from tests.command import gputrain_here
 from tests.comparison import largest_difference
 from tests.speech.trainings import assert_same_training, read_checkpoint, rows

@@ -30,6 +30,7 @@ from gputrain.errors import UserError, first_line
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime, is_out_of_memory
+from gputrain.planner.kind_work import PlanTarget
 from gputrain.planner.memory.allocator import CachingAllocator, PlainAllocator, StorageEvent
 from gputrain.planner.memory.fake_runtime import Draws, FakeRuntime, on_fake_tensors
 from gputrain.planner.memory.fit import MemoryModel
@@ -38,7 +39,6 @@ from gputrain.planner.time.flops import FlopCount
 from gputrain.planner.time.fusion import kernel_costs
 from gputrain.planner.time.operators import Operator, OperatorLog
 from gputrain.planner.time.roofline import KernelCost, StepCost, StepTotals
-from gputrain.planner.work import PlanTarget
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from gputrain.errors import UserError, first_line
 from gputrain.hw.plan import Hardware, Plan, Setting, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import DTYPES, Runtime, release_memory
+from gputrain.planner.kind_work import PlanTarget
 from gputrain.planner.memory.allocator import PlainAllocator
 from gputrain.planner.memory.fake_runtime import FakeRuntime, Rules
 from gputrain.planner.memory.predict import MemoryEstimate, explained, predict_step, watch_step
 from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.planner.time.flops import OperatorMode
-from gputrain.planner.work import PlanTarget
 from gputrain.samples import Report
 
 Precision = Literal["fp32", "bf16", "fp16"]

@@ -2,10 +2,10 @@
 
 from gputrain.hw.plan import Plan
 from gputrain.hw.runtime import apply
+from gputrain.planner.kind_work import PlanTarget
 from gputrain.planner.memory.allocator import PlainAllocator
 from gputrain.planner.memory.predict import watch_step
 from gputrain.planner.memory.timeline import MemoryTimeline
-from gputrain.planner.work import PlanTarget
 
 
 def measured_peak_gb(target: PlanTarget, plan: Plan, items: int, checkpointing: bool) -> float:

@@ -19,7 +19,7 @@ from gputrain.tts.work import SpeechSize, TtsWork
 from gputrain.vae.config import TrainVae
 from gputrain.vae.work import VaeWork
 from gputrain.vocoder.config import TrainVocoder
-from gputrain.vocoder.work import VocoderWork
+from gputrain.vocoder.kind import VocoderWork
 from tests.asr.models import W2V_BERT, small_preset, transformers_folder
 from tests.machines import CPU
 from tests.planner.memory.measured_steps import measured_peak_gb

@@ -1,6 +1,7 @@
 """Plans, measures and trains a curve."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,11 +10,11 @@ from curve.model import CurveRecipe, PointSource, read_points
 
 from gputrain.data_in.split import digests
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.work import KindWork, PlannedTraining, PlanTarget, TrainingData
+from gputrain.planner.kind_work import KindWork, PlannedTraining, PlanTarget, SyntheticWork, TrainingData
 
 
 class CurveWork(KindWork[TrainCurve]):
-    kind, item, unit = "curve", "point", "points"
+    kind, item = "curve", "point"
     switches = (("fp32", {}, ""),)
 
     def open_data(self, settings: TrainCurve) -> "CurveData":
@@ -35,14 +36,13 @@ class CurveWork(KindWork[TrainCurve]):
     def planned(self, settings: PlanCurve) -> PlannedTraining:
         return PlannedTraining(self, [(settings, {"width": settings.model.width})], None)
 
-    def title(self, settings: Any, train: TrainCurve) -> str:
-        return f"{train.model.width} wide, {train.schedule.batch_size} points a step"
-
-    def synthetic_recipe(self, settings: TrainCurve, runtime: Runtime) -> CurveRecipe:
-        return CurveRecipe(settings, runtime)
-
-    def synthetic_batch(self, settings: TrainCurve) -> torch.Tensor:
-        return torch.rand(settings.schedule.global_batch_size, 2, generator=torch.Generator().manual_seed(0))
+    def synthetic(self, settings: TrainCurve, **options: Any) -> SyntheticWork:
+        items, draws = settings.schedule.global_batch_size, torch.Generator().manual_seed(0)
+        return SyntheticWork(
+            title=f"{settings.model.width} wide, {settings.schedule.batch_size} points",
+            recipe=partial(CurveRecipe, settings),
+            batch=lambda: torch.rand(items, 2, generator=draws),
+        )
 
 
 @dataclass

@@ -1,9 +1,9 @@
-"""Plans, measures and trains a vocoder."""
+"""The data of a vocoder's training: prepared recordings, and the weights that it begins with."""
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from gputrain import config
 from gputrain.audio.mel import log_mel
 from gputrain.audio.weight_norm import cached_weights
-from gputrain.bench.step_bench import GRAPHS, SOUND_SWITCHES, SWITCHES, Compute, InferenceBench, sound_title
 from gputrain.data_in.mixture import Mixture, format_folders
 from gputrain.data_in.split import digests, warn_of_few_held_out
 from gputrain.engine.run_folder import Run
@@ -20,113 +19,21 @@ from gputrain.engine.schedule import RunProgress, StepSchedule
 from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.memory.fit import Fit, MemoryBudget
-from gputrain.planner.work import SLOW_TO_COMPILE, BatchSource, KindWork, PlannedTraining, PlanTarget, TrainingData
+from gputrain.planner.kind_work import BatchSource, TrainingData
 from gputrain.session import log_start
-from gputrain.vocoder.config import FP32_BECAUSE, BenchVocoder, PlannedData, PlanVocoder, TrainVocoder
+from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.discriminators import KINDS
 from gputrain.vocoder.evaluate import Excerpts, check_fits
 from gputrain.vocoder.generator import Generator, draw_noise
 from gputrain.vocoder.load import Weights, read_weights
-from gputrain.vocoder.recipe import VocoderRecipe, build_generator, target
+from gputrain.vocoder.recipe import VocoderRecipe
 from gputrain.vocoder.store import SoundCrops, VocoderData, open_sounds
 
 log = logging.getLogger(__name__)
 
-LEAST_FRAMES = 16  # Shortest crop that is proposed.
 CROP_SECONDS = 0.0003  # CPU seconds to read a crop from the store and to collate it.
 WARMUP_STEPS = 1000  # Warm-up of new discriminators next to a pretrained generator.
 LEAST_VOICED = 0.05  # Share of voiced frames below which the pitch is probably wrong.
-
-
-class VocoderWork(KindWork[TrainVocoder]):
-    """The work of planning, measuring and training a vocoder."""
-
-    kind, item, unit = VocoderRecipe.kind, "crop", VocoderRecipe.unit
-    generator_is_1d = True
-    fp32_because, eager_because = FP32_BECAUSE, SLOW_TO_COMPILE
-    bench_options = ("inference",)
-    switches = (*SWITCHES, GRAPHS)
-    inference_switches = SOUND_SWITCHES
-
-    def open_data(self, settings: TrainVocoder) -> "VocoderTraining":
-        return VocoderTraining.of(settings, open_training_data(settings))
-
-    def target(self, settings: TrainVocoder) -> PlanTarget:
-        return target(settings)
-
-    def fallbacks(self, settings: TrainVocoder, budget: MemoryBudget, found: Fit) -> dict[str, TrainVocoder]:
-        model, shorter = settings.model, settings.data.crop_mel_frames // 2
-        fast = replace(settings.discriminators, discriminators=("fast_mrd", "fast_mpd"))
-        changes = {
-            **super().fallbacks(settings, budget, found),
-            "--discriminators fast_mrd,fast_mpd": replace(settings, discriminators=fast),
-        }
-        if shorter >= LEAST_FRAMES:
-            data = replace(settings.data, crop_mel_frames=shorter)
-            changes[f"--crop-mel-frames {shorter}"] = replace(settings, data=data)
-        if model.upsample_initial_channel % 64 == 0:
-            narrower = model.upsample_initial_channel // 2
-            narrow = replace(model, upsample_initial_channel=narrower)
-            changes[f"--upsample-initial-channel {narrower}"] = replace(settings, model=narrow)
-        return changes
-
-    def begins(self, settings: TrainVocoder) -> dict[str, int]:
-        losses = settings.losses
-        return {
-            "training of the discriminators (discriminator_start)": losses.discriminator_start,
-            "training of the generator (discriminator_warmup_steps)": losses.discriminator_warmup_steps,
-        }
-
-    def planned(self, settings: PlanVocoder) -> PlannedTraining:
-        columns = {"crop_mel_frames": settings.data.crop_mel_frames, "batch_size": settings.schedule.global_batch_size}
-        data, items = settings.data, None
-        if data.data_path != PlannedData.data_path:
-            items = len(VocoderTraining.of(settings, open_sounds(data.data_path, data.held_out_share)))
-        return PlannedTraining(self, [(settings, columns)], items)
-
-    def title(self, settings: BenchVocoder, train: TrainVocoder) -> str:
-        parts = [f"{train.model.upsample_initial_channel} channels"]
-        parts += [] if settings.inference else train.discriminators.discriminators
-        items = f"{train.schedule.batch_size} crops of {train.crop_seconds:.2f} s"
-        return sound_title(", ".join(parts), settings.inference, items)
-
-    def synthetic_recipe(self, settings: TrainVocoder, runtime: Runtime) -> VocoderRecipe:
-        return VocoderRecipe(settings, runtime)
-
-    def synthetic_batch(self, settings: TrainVocoder) -> tuple[Tensor, Tensor]:
-        """Returns a batch as the data loader does: notes of two octaves with a little noise."""
-        draws = torch.Generator().manual_seed(0)
-        items, frames, mel = settings.schedule.global_batch_size, settings.data.frames_to_read, settings.spectrogram.mel
-        time_T = torch.arange(frames * mel.hop_size) / mel.sampling_rate
-        f0_B1 = 110 * 4 ** torch.rand(items, 1, generator=draws)
-        noise_BT = torch.randn(items, len(time_T), generator=draws)
-        wave_BT = 0.3 * torch.sin(2 * math.pi * f0_B1 * time_T) + 0.01 * noise_BT
-        return (wave_BT * 32767).to(torch.int16), f0_B1.repeat(1, frames)
-
-    def item_seconds(self, settings: TrainVocoder, **options: Any) -> float:
-        return settings.crop_seconds
-
-    def inference(self, settings: TrainVocoder, runtime: Runtime, **options: Any) -> InferenceBench:
-        items, seconds = settings.schedule.global_batch_size, settings.crop_seconds
-        return InferenceBench(partial(synthesis, settings), runtime, items, seconds)
-
-
-def synthesis(settings: TrainVocoder, runtime: Runtime) -> Compute:
-    """Returns a function that synthesises crops from their mels, and makes the weights first, as `vocode` does."""
-    generator = build_generator(settings, runtime).requires_grad_(False)
-    samples_BT, f0_BF = (tensor.to(runtime.device) for tensor in VocoderWork().synthetic_batch(settings))
-    frames = settings.data.crop_mel_frames
-    mel_BMF = log_mel(samples_BT / 32768, settings.spectrogram.mel)[..., :frames]
-    draws = torch.Generator(runtime.device).manual_seed(0)
-    noise = draw_noise(generator.architecture, len(mel_BMF), frames, draws)
-    generate = runtime.compile(generator.forward)
-
-    def compute() -> Tensor:
-        with cached_weights(generator):
-            return generate(mel_BMF, f0_BF[:, :frames], noise)
-
-    return compute
 
 
 @dataclass
@@ -245,3 +152,32 @@ def log_training(settings: TrainVocoder, runtime: Runtime, sounds: VocoderData) 
         log.warning(
             "openvpi's generator cannot load this model; it can only be exported as ONNX: %s", "; ".join(faults)
         )
+
+
+def synthetic_crops(settings: TrainVocoder) -> tuple[Tensor, Tensor]:
+    """Returns a batch as the data loader does: notes of two octaves with a little noise."""
+    draws = torch.Generator().manual_seed(0)
+    items, frames, mel = settings.schedule.global_batch_size, settings.data.frames_to_read, settings.spectrogram.mel
+    time_T = torch.arange(frames * mel.hop_size) / mel.sampling_rate
+    f0_B1 = 110 * 4 ** torch.rand(items, 1, generator=draws)
+    noise_BT = torch.randn(items, len(time_T), generator=draws)
+    wave_BT = 0.3 * torch.sin(2 * math.pi * f0_B1 * time_T) + 0.01 * noise_BT
+    return (wave_BT * 32767).to(torch.int16), f0_B1.repeat(1, frames)
+
+
+def synthesis(settings: TrainVocoder, runtime: Runtime) -> Callable[[], Tensor]:
+    """Returns a function that synthesises crops from their mels, and makes the weights first, as `vocode` does."""
+    generator = Generator(settings.architecture).requires_grad_(False)
+    runtime.place(generator)
+    samples_BT, f0_BF = (tensor.to(runtime.device) for tensor in synthetic_crops(settings))
+    frames = settings.data.crop_mel_frames
+    mel_BMF = log_mel(samples_BT / 32768, settings.spectrogram.mel)[..., :frames]
+    draws = torch.Generator(runtime.device).manual_seed(0)
+    noise = draw_noise(generator.architecture, len(mel_BMF), frames, draws)
+    generate = runtime.compile(generator.forward)
+
+    def compute() -> Tensor:
+        with cached_weights(generator):
+            return generate(mel_BMF, f0_BF[:, :frames], noise)
+
+    return compute

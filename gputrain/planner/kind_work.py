@@ -1,21 +1,27 @@
 """`KindWork` and `TrainingData`: what is planned, measured and trained of a kind of model.
 
-A kind of model (gputrain/kinds.py) implements both in its `work.py`. GB is 1e9 bytes.
+A kind of model implements `KindWork` beside its `ModelKind`, in its kind.py, and `TrainingData` in its data.py. The
+help page imports every kind.py, and so this module: neither imports torch until a function of theirs is called. GB is
+1e9 bytes.
 """
+
+from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
-from gputrain.engine.data import SampleSource
-from gputrain.engine.recipe import Recipe
-from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import Saving, Schedule
 from gputrain.hw.plan import Hardware, Plan, decide
-from gputrain.hw.probe import Machine
-from gputrain.hw.runtime import Runtime
-from gputrain.planner.memory.fit import Fit, MemoryBudget
+
+if TYPE_CHECKING:
+    from gputrain.engine.data import Sample
+    from gputrain.engine.recipe import Recipe
+    from gputrain.engine.run_folder import Run
+    from gputrain.hw.probe import Machine
+    from gputrain.hw.runtime import Runtime
+    from gputrain.planner.memory.fit import Fit, MemoryBudget
 
 
 @dataclass(frozen=True)
@@ -48,19 +54,18 @@ class TrainSettings(Protocol):
     def hardware(self) -> Hardware: ...
 
 
-# The default is what reaches its first step within a minute, and has been run on a GPU.
-SLOW_TO_COMPILE = "its many layers take minutes to compile, and no compiled step was timed yet; ask for it to try"
-
 S = TypeVar("S", bound=TrainSettings)
 
 
-class BatchSource(SampleSource, Protocol):
-    """A data set that batches are made of."""
+class BatchSource(Protocol):
+    """A data set that batches are made of: an engine.data.SampleSource."""
 
     @property
     def item_bytes(self) -> int: ...  # Size of an item in a batch.
 
     def __len__(self) -> int: ...
+
+    def __getitem__(self, sample: Sample, /) -> Any: ...
 
 
 class TrainingData(ABC, Generic[S]):
@@ -115,14 +120,59 @@ class TrainingData(ABC, Generic[S]):
 class PlannedTraining(NamedTuple):
     """A training to plan for other GPUs than this machine's."""
 
-    work: "KindWork[Any]"
+    work: KindWork[Any]
     stages: list[tuple[Any, dict[str, Any]]]  # The settings of each stage, with the columns that name it in a table.
     items: int | None  # Items of an epoch; None: unknown.
+
+
+# The default is what reaches its first step within a minute, and has been run on a GPU.
+SLOW_TO_COMPILE = "its many layers take minutes to compile, and no compiled step was timed yet; ask for it to try"
+
+
+@dataclass(frozen=True)
+class StepTraits:
+    """Properties of a kind's step on which the default hardware settings depend, as in hw.plan.decide.
+
+    A reason that is not empty must be overruled by the user: the default on newer GPUs is to compile, and 16 bit.
+    """
+
+    fixed_shapes: bool = True  # True if all batches have the same shape.
+    generator_is_1d: bool = False  # True if only the discriminators have 2-D convolutions.
+    is_1d: bool = False  # True if the model has no 2-D convolutions at all.
+    eager_because: str = ""
+    fp32_because: str = ""
+    graphless_because: str = ""  # The reason why no step can be a CUDA graph; this one cannot be overruled.
 
 
 # A row of a benchmark: its label, what it adds to the settings of the row before, and the plan's setting that must be
 # on afterwards.
 Switch = tuple[str, dict[str, Any], str]
+SWITCHES: tuple[Switch, ...] = (
+    ("fp32", {}, ""),
+    ("+ TF32", {"precision": "tf32"}, "tf32"),
+    ("+ bf16", {"precision": "mixed"}, "precision"),
+    ("+ channels_last", {"channels_last": True}, "channels_last"),
+    ("+ compile", {"use_torch_compile": True}, "compile"),
+)
+# For models whose batches have one shape. The capture may fall into a timed step, which the median leaves out.
+CUDA_GRAPHS: Switch = ("+ CUDA graphs", {"use_cuda_graphs": True}, "cuda_graphs")
+
+
+@dataclass(frozen=True)
+class SyntheticWork:
+    """The work of a benchmark: steps on synthetic data, or the model in use.
+
+    `recipe(runtime)` makes a recipe without held-out data. `batch()` makes a batch as the data loader does, and
+    `seconds` is the sound of each of its items; 0: there is no sound. `inference(runtime)` makes a model with random
+    weights and its inputs on the runtime's device, and returns a function that computes a batch from them, as the
+    commands that use a trained model do.
+    """
+
+    title: str  # The model and the batch: "1024 channels, 16 crops of 0.93 s".
+    recipe: Callable[[Runtime], Recipe]
+    batch: Callable[[], Any]
+    seconds: float = 0.0
+    inference: Callable[[Runtime], Callable[[], object]] | None = None
 
 
 @dataclass(frozen=True)
@@ -137,33 +187,12 @@ class KindWork(ABC, Generic[S]):
 
     kind: ClassVar[str]  # "vae": also the name of the train command, and in checkpoints.
     item: ClassVar[str]  # Name of an item of a batch, in the singular: "picture".
-    unit: ClassVar[str]  # Name of the items of a step in benchmarks, in the plural.
-
-    fixed_shapes: ClassVar[bool] = True  # True if all batches have the same shape.
-    generator_is_1d: ClassVar[bool] = False  # True if only the discriminators have 2-D convolutions.
-    is_1d: ClassVar[bool] = False  # True if the model has no 2-D convolutions at all.
-    # The reason why compilation must be asked for; empty: it is the default on newer GPUs.
-    eager_because: ClassVar[str] = ""
-    compile_seconds: ClassVar[float] = 60.0  # Seconds of a core to compile a step for the first time.
-    fp32_because: ClassVar[str] = ""  # The reason why 16 bit must be asked for; empty: 16 bit is the default.
-    graphless_because: ClassVar[str] = ""  # The reason why no step can be a CUDA graph; empty: steps can be.
-
-    bench_options: ClassVar[tuple[str, ...]] = ()  # Options that only the benchmark has.
-    switches: ClassVar[Sequence[Switch]] = ()  # The rows of a benchmark; none: those of every kind.
-    inference_switches: ClassVar[Sequence[Switch]] = ()  # With the option `inference`, if they are others.
+    traits: ClassVar[StepTraits] = StepTraits()
+    switches: ClassVar[Sequence[Switch]] = SWITCHES  # The rows of a benchmark.
 
     def decide(self, machine: Machine, requested: Hardware) -> Plan:
         """Returns the plan of this model's hardware settings, without those of the batch."""
-        return decide(
-            machine,
-            requested,
-            fixed_shapes=self.fixed_shapes,
-            generator_is_1d=self.generator_is_1d,
-            is_1d=self.is_1d,
-            eager_because=self.eager_because,
-            fp32_because=self.fp32_because,
-            graphless_because=self.graphless_because,
-        )
+        return decide(machine, requested, **vars(self.traits))
 
     # ------------------------------------------------------------------------------------------------------ training
 
@@ -206,25 +235,5 @@ class KindWork(ABC, Generic[S]):
     # ---------------------------------------------------------------------------------------------------- benchmarks
 
     @abstractmethod
-    def title(self, settings: Any, train: S) -> str:
-        """Describes the measured training, from the options of the benchmark and of the train command."""
-
-    def of_bench(self, settings: S, **options: Any) -> "KindWork[S]":
-        """Returns this work with the sizes of the synthetic data that the options of a benchmark ask for."""
-        return self
-
-    @abstractmethod
-    def synthetic_recipe(self, settings: S, runtime: Runtime) -> Recipe:
-        """Returns a recipe without held-out data."""
-
-    @abstractmethod
-    def synthetic_batch(self, settings: S) -> Any:
-        """Returns a batch as the data loader does."""
-
-    def item_seconds(self, settings: S, **options: Any) -> float:
-        """Returns the audio of an item of the synthetic batch; 0: there is no audio."""
-        return 0.0
-
-    def inference(self, settings: S, runtime: Runtime, **options: Any) -> Any:
-        """Returns the model in use instead of in training, as an InferenceBench."""
-        raise NotImplementedError
+    def synthetic(self, settings: S, **options: Any) -> SyntheticWork:
+        """Returns what a benchmark measures, by the settings and by the options that only the benchmark has."""
