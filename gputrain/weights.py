@@ -1,15 +1,13 @@
-"""Reads files of weights of other programs without running code, and tells by their first bytes what other files are.
+"""Reads files of weights of other programs without running code.
 
 A file is read by its content, whatever its name. Wrappers that trainers and compilers put around a model, as parts of
 the names of tensors or as mappings around them, are removed.
 """
 
-import contextlib
 import hashlib
 import logging
 import pickle
 import re
-import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -30,18 +28,7 @@ UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeErro
 # Parts of the names of tensors that DistributedDataParallel, torch.compile, FSDP and checkpointing add.
 WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 NESTED = ("state_dict", "model_state_dict", "model", "module")  # Keys under which trainers keep the tensors.
-SAFETENSORS = "safetensors"
-SAME, UNPACK = "take the .safetensors of the same model", "unpack it, and name the file that is in it"
-FORMS = (  # How a file begins, what it is, and what to do with it.
-    (rb"GGUF", "weights in GGUF", SAME),
-    (rb"\x89HDF", "weights in HDF5, as of Keras", SAME),
-    (rb"\x08\x01\x12|\n.{1,3}\n[\x01-\x7f][\w/.:-]+\x12|.{4}TFL3", "a graph of TensorFlow", SAME),
-    (rb"\x08[\x03-\x20][\x12\x1a\x22:B]", "a graph of ONNX", "name the run or the weights that it was exported from"),
-    (rb"version https://git-lfs", "a pointer of Git LFS", "run git lfs pull there"),
-    (rb"(?i)\s*<(!doctype|html)", "a web page", "download the file itself"),
-    (rb"\x1f\x8b|BZh|\xfd7zXZ|7z\xbc\xaf|\x28\xb5\x2f\xfd|Rar!|.{257}ustar", "an archive", UNPACK),
-    (rb"\x80[\x02-\x05](?!.{0,14}\x8a\nl\xfc\x9cF)", "a pickle that torch did not write", "torch.save its tensors"),
-)
+TORCH = (b"PK", b"\x80")  # Beginnings of what torch writes: zip archives, and formerly pickles.
 
 
 class WeightsFile(NamedTuple):
@@ -52,35 +39,29 @@ class WeightsFile(NamedTuple):
     metadata: Mapping[str, str]
 
 
-def form_of(path: Path) -> tuple[str, str]:
-    """Returns what a file is by its first bytes, and what to do with it. Both are empty for a file of torch and for
-    what is not recognised or cannot be opened; of SAFETENSORS, the second is empty."""
-    names = ["data.pkl"]
+def _head_of(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            head = file.read(300)
+            return file.read(24)
     except OSError:  # Its reader reports it.
-        return "", ""
-    if not head:
-        return "an empty file", DAMAGED
-    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= 100_000_000:
-        return SAFETENSORS, ""
-    if head.startswith(b"PK"):
-        with contextlib.suppress(Exception), zipfile.ZipFile(path) as archive:  # Damaged headers can cause any error.
-            names = archive.namelist()
-    if any(name.endswith("/constants.pkl") for name in names):
-        return "a program of TorchScript", SAME
-    if not any(name.endswith("data.pkl") for name in names):
-        return f"a zip archive of {', '.join(names[:3])}{' and others' * (len(names) > 3)}", UNPACK
-    return next(((what, hint) for form, what, hint in FORMS if re.match(form, head, re.DOTALL)), ("", ""))
+        return b""
+
+
+def is_safetensors(path: Path) -> bool:
+    """Returns True if a file begins as those of safetensors do: with the length of a header in JSON, and the header."""
+    return _head_of(path)[8:9] == b"{"
 
 
 def other_file(path: Path, wanted: str) -> UserError | None:
-    """Returns the error for a whole file of another kind than the `wanted` one; None for what is not recognised."""
-    what, hint = form_of(path)
-    if what == SAFETENSORS:
-        what, hint = "weights in safetensors", f"gputrain train-vae --init-from {path} begins with them, if of a VAE"
-    return UserError(f"{path}: {what}, not {wanted}", hint=hint) if what else None
+    """Returns the error for a file that does not begin as those of torch; None for one that does, or is empty."""
+    head = _head_of(path)
+    if not head or head.startswith(TORCH):
+        return None
+    if is_safetensors(path):
+        hint = "--init-from begins a training with them"
+        return UserError(f"{path}: weights in safetensors, not {wanted}", hint=hint)
+    hint = "name a file of torch or safetensors: unpack archives, run git lfs pull for pointers, download pages anew"
+    return UserError(f"{path}: begins with {head[:16]!r}, which is not {wanted}", hint=hint)
 
 
 def plain_name(name: str) -> str:
@@ -125,7 +106,7 @@ def read_weights_file(path: Path, parts: str = "") -> WeightsFile:
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file", hint="name a file of weights, preferably .safetensors")
-    if form_of(path)[0] == SAFETENSORS:
+    if is_safetensors(path):
         return read_safetensors(path, parts)
     content = read_foreign(path, instead="take the .safetensors of the same weights")
     tensors = tensors_of(content, path)
@@ -139,10 +120,9 @@ def read_foreign(path: Path, *, instead: str, plain: Mapping[str, type] | None =
     Raises UserError if the file is damaged, holds no mapping, or would have to run code; `instead` is the hint. `plain`
     maps full names of further classes that the file may contain to their replacements.
     """
-    form = form_of(path)[0] if path.is_file() else ""
-    if form == SAFETENSORS:
+    if is_safetensors(path):
         return {"state_dict": read_safetensors(path).tensors}
-    if form and (error := other_file(path, "a file of torch or safetensors")):
+    if error := other_file(path, "a file of torch or safetensors"):
         raise error
     try:
         with (
@@ -173,7 +153,7 @@ def read_safetensors(path: Path, parts: str = "") -> WeightsFile:
             names, metadata = list(file.keys()), file.metadata() or {}
             tensors = {plain_name(name): file.get_tensor(name) for name in names if re.search(parts, plain_name(name))}
     except (OSError, SafetensorError) as error:
-        if form_of(path)[0] != SAFETENSORS and (other := other_file(path, "a file of torch or safetensors")):
+        if not is_safetensors(path) and (other := other_file(path, "a file of torch or safetensors")):
             raise other from None
         raise UserError(f"{path}: truncated or damaged: {error}", hint=DAMAGED) from None
     digest = metadata.get(DIGEST)

@@ -33,7 +33,7 @@ from gputrain.errors import UserError, first_line
 from gputrain.fetch.names import local_path
 from gputrain.speech.frames import ENCODER_RATE
 from gputrain.speech.text.vocabulary import Vocabulary
-from gputrain.weights import SAFETENSORS, form_of, log_unused, other_file, read_weights_file
+from gputrain.weights import is_safetensors, log_unused, other_file, read_weights_file
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,8 @@ class StockRecogniser:
         if not files:
             raise UserError(f"{self.name}: no weights in it", hint="copy model.safetensors or pytorch_model.bin there")
         for file in files:
-            if form_of(file)[0] not in ("", SAFETENSORS) and (error := other_file(file, "weights of transformers")):
+            is_index = file.suffix == ".json"  # It names the files of weights that were split.
+            if not (is_index or is_safetensors(file)) and (error := other_file(file, "weights of transformers")):
                 raise error
 
     def load(self) -> tuple[Any, list[str]]:

@@ -5,29 +5,23 @@ the folder pass, and are not in the first releases of Python 3.10 and 3.11).
 """
 
 import bz2
-import contextlib
 import errno
 import gzip
 import hashlib
-import logging
 import lzma
 import os
 import re
 import shutil
 import stat
 import tarfile
-import unicodedata
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any
 
 from gputrain.errors import UserError, first_line
 from gputrain.formatting import format_bytes
-
-log = logging.getLogger(__name__)
 
 ENDINGS = (".zip", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar")
 LARGEST_RATIO = 100  # Bytes of the content for each of the archive: weights, sound and pictures shrink much less.
@@ -36,12 +30,6 @@ BLOCK = 1 << 20
 OF_MACOS = ("__MACOSX", ".DS_Store", "._")  # Beginnings of the names of what macOS adds to archives.
 # RuntimeError: versions of zip that zipfile does not know, and tarfile's recursion through headers with long names.
 DAMAGE = (zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, RuntimeError, ValueError)
-# Code pages of zip archives that Windows writes; cp437 is that of the format. Those of Chinese and Korean are the ones
-# without extensions, in which not any two bytes are a character.
-CODE_PAGES = ("cp866", "cp1251", "cp932", "gb2312", "big5", "euc_kr", "cp850", "cp852", "cp1250", "cp1252")
-SCRIPTS = {"LATIN": "Latin", "CYRILLIC": "Cyrillic", "HANGUL": "Hangul"}
-SCRIPTS |= dict.fromkeys(("CJK", "HIRAGANA", "KATAKANA", "IDEOGRAPHIC"), "Chinese or Japanese")
-MARKS = "№«»„“”‘’–—…·、。・「」（）～！？\u3000"  # They stand in names beside ASCII's.
 BY_HAND = "unpack it with a program of your own if you trust it, and name what you need of it"
 
 
@@ -155,7 +143,7 @@ def _zip_members(archive: Path, raw: IO[bytes], room: int) -> Iterator[tuple[str
         members = [info for info in opened.infolist() if not info.is_dir()]
         if sum(info.file_size for info in members) > room:  # zipfile yields no more of a file than its stated size.
             raise too_large(str(archive), archive.stat().st_size, room)
-        for info, name in zip(members, _names_of(archive, members), strict=True):
+        for info in members:
             if info.flag_bits & 1:
                 hint = "unpack it with its password, and name the folder: 7z x FILE"
                 raise UserError(
@@ -163,55 +151,25 @@ def _zip_members(archive: Path, raw: IO[bytes], room: int) -> Iterator[tuple[str
                 )
             is_plain = stat.S_IFMT(info.external_attr >> 16) in (0, stat.S_IFREG)
             with opened.open(info) as content:
-                yield name, content if is_plain else None
+                yield _name_of(archive, info), content if is_plain else None
 
 
-def _names_of(archive: Path, members: Sequence[zipfile.ZipInfo]) -> list[str]:
-    """Returns the names of members, of which only those that are marked are surely UTF-8: macOS and others write it
-    without the mark, and Windows writes the code page of its language, which nothing states. It is the one in which
-    all names are words. Raises UserError if there is none, or several give different names."""
-    raw: dict[str, bytes] = {}
-    for info in members:
-        stated = info.orig_filename.replace(os.sep, "/")
-        # Another name than that of the entry is from a field with its Unicode form.
-        if not info.flag_bits & 0x800 and not stated.isascii() and stated == info.filename.replace(os.sep, "/"):
-            raw[info.filename] = info.orig_filename.encode("cp437")
-    for pages in (("utf-8",), ("cp437",), CODE_PAGES) if raw else ():
-        found: dict[tuple[str, ...], str] = {}
-        for page in pages:
-            with contextlib.suppress(UnicodeDecodeError):
-                names = tuple(name.decode(page) for name in raw.values())
-                if page == "utf-8" or all(map(_is_of_words, names)):
-                    found.setdefault(names, page)
-        if len(found) == 1:
-            ((names, page),) = found.items()
-            if page in CODE_PAGES:
-                log.info("%s: its names are read as %s, such as %s", archive, page, names[0])
-            return [dict(zip(raw, names, strict=True)).get(info.filename, info.filename) for info in members]
-        if found or pages == CODE_PAGES:
-            options = " or ".join(f"{page} ({names[0]})" for names, page in found.items()) or f"{next(iter(raw))!r}"
-            raise UserError(
-                f"{archive}: is not unpacked, since nothing states the code page of its names: {options}",
-                hint="unpack it with that of its computer, by Python 3.11 or newer, and name the folder: python -m "
-                f"zipfile --metadata-encoding {next(iter(found.values()), 'cp866')} -e {archive} FOLDER",
-            )
-    return [info.filename for info in members]
-
-
-def _is_of_words(name: str) -> bool:
-    """Returns True if each word of a name is of one script, as words are that were decoded as they were encoded: with
-    capitals at its beginning or throughout, and not of Latin letters with accents alone."""
-    for word in re.findall(r"[^\W\d_]+", name):
-        own = [char for char in word if not char.isascii()]
-        scripts = {SCRIPTS.get(re.split("[ -]", unicodedata.name(char, ""))[0]) for char in own}
-        capitals = any(a.islower() and b.isupper() and not (a + b).isascii() for a, b in pairwise(word))
-        alone, is_mixed = 1 < len(own) == len(word), len(own) < len(word)
-        wrong = ("Latin", alone), ("Cyrillic", is_mixed)
-        if own and (
-            len(scripts) > 1 or None in scripts or capitals or any(bad for one, bad in wrong if one in scripts)
-        ):
-            return False
-    return not re.search(rf"[^\w\x00-\x7f{MARKS}]|[^\W\d_][«»][^\W\d_]", name)
+def _name_of(archive: Path, info: zipfile.ZipInfo) -> str:
+    """Returns the name of a member, of which only those that are marked are surely UTF-8: macOS and others write it
+    without the mark, and Windows writes the code page of its language, which nothing states. Raises UserError for
+    those."""
+    stated = info.orig_filename.replace(os.sep, "/")
+    # Another name than that of the entry is from a field with its Unicode form.
+    if info.flag_bits & 0x800 or stated.isascii() or stated != info.filename.replace(os.sep, "/"):
+        return info.filename
+    try:
+        return info.orig_filename.encode("cp437").decode("utf-8")
+    except UnicodeDecodeError:
+        raise UserError(
+            f"{archive}: is not unpacked, since nothing states the code page of its names, such as {info.filename!r}",
+            hint="unpack it with that of its computer, by Python 3.11 or newer, and name the folder: python -m zipfile "
+            f"--metadata-encoding cp866 -e {archive} FOLDER",
+        ) from None
 
 
 class _Plain:
