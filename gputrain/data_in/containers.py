@@ -99,15 +99,11 @@ def suffix_of(content: bytes | Path, media: Media) -> str:
 
 ARCHIVE = re.compile(r"\.(zip|tgz|tbz2|txz|tar(\.(gz|bz2|xz|zst))?)$", re.IGNORECASE)
 TABLE = re.compile(r"\.(parquet|arrow|feather)$", re.IGNORECASE)
-LISTS = {".txt", ".lst", ".list"}
-READ = (
-    "a folder, parquet, Arrow, tar and zip files, a .txt file with a path in each line, and hf://datasets/NAME; "
-    "docs/data_sources.md"
-)
+READ = "a folder, parquet, Arrow, tar and zip files, and hf://datasets/NAME; docs/data_sources.md"
 
 
 def check_file(path: Path) -> None:
-    """Raises UserError unless a file is an archive, a table of rows, or a list of paths, by its name and beginning."""
+    """Raises UserError unless a file is an archive or a table of rows, by its name and beginning."""
     suffix, fault, hint = path.suffix.lower(), "", "copy or load it again"
     try:
         is_file = path.is_file()  # A pipe would never end.
@@ -122,7 +118,7 @@ def check_file(path: Path) -> None:
         fault, hint = "a git-LFS pointer, not the file itself", "fetch the file: git lfs pull, or hf download"
     elif TABLE.search(path.name) and not head.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")):
         fault = f"no {suffix[1:]} file that can be read, or damaged at its beginning"
-    elif not (TABLE.search(path.name) or ARCHIVE.search(path.name) or suffix in LISTS):
+    elif not (TABLE.search(path.name) or ARCHIVE.search(path.name)):
         fault = "is neither a folder nor a file that holds others"
         hint = (
             f"read are {READ}. Unpack other archives by their own programs; texts of recordings are named with "
@@ -289,8 +285,7 @@ def _file_of(table: Path, given: str, where: str) -> Path | str:
     if fault_of_name(given):
         raise UserError(
             f"{where}: no bytes, and {given[:120]!r} leads out of the table's folder",
-            hint="paths in a table are relative to it; files in other places are named by a .txt file with a path in "
-            "each line, and texts of recordings by --transcripts",
+            hint="paths in a table are relative to it; texts of recordings in other places are named by --transcripts",
         )
     try:
         return table.parent / given if (table.parent / given).is_file() else f"no bytes, and no file {given[:120]}"

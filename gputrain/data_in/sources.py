@@ -1,7 +1,7 @@
 """Turns whatever holds pictures or recordings into an ordinary folder of files, which everything else reads.
 
-A folder of files is used as it is. Tables, archives, a folder, a pattern or a list of such, and data sets of the
-Hugging Face Hub are unpacked once, and the files of a list of paths are linked:
+A folder of files is used as it is. Tables, archives, a folder or a pattern of such, and data sets of the Hugging Face
+Hub are unpacked once:
 
     AT/NAME/journal.json   what is unpacked, when all of it is, and what was left out
     AT/NAME/content/       the files
@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
@@ -28,7 +28,6 @@ from filelock import FileLock
 from gputrain.data_in.containers import (
     ARCHIVE,
     COLUMNS,
-    LISTS,
     MEDIA,
     TABLE,
     TEXTS_OF_ROWS,
@@ -48,7 +47,6 @@ from gputrain.kinds import prepared_for
 
 log = logging.getLogger(__name__)
 
-MOST_SHARDS = 100_000  # Files of a range in a pattern.
 # The last suffixes of containers.
 CONTAINERS = {f".{one.rpartition('.')[2]}" for one in (*ENDINGS, ".zst", ".parquet", ".arrow", ".feather")}
 SHARD = re.compile(r"(?P<number>\d{4,6})-of-(?P<count>\d{4,6})")
@@ -96,7 +94,6 @@ class FoundData:
     tables: Mapping[str, Path] = field(default_factory=dict)
     texts: Mapping[str, Path] = field(default_factory=dict)  # Tables and texts beside archives.
     files: Mapping[str, Path] = field(default_factory=dict)
-    refused: tuple[RefusedItem, ...] = ()
 
     def state(self) -> list[Any]:
         """Returns the files that are read, with their times, and fingerprints, as copies may keep times."""
@@ -114,8 +111,8 @@ def open_source(
     progress: Progress = no_progress,
     exclusive: bool = False,
 ) -> Source:
-    """Returns a folder of files for a folder, an archive, a table, a pattern of such, a list of paths, or a name on the
-    Hub; unpacked under `at`, or where temporary files are until the program ends.
+    """Returns a folder of files for a folder, an archive, a table, a pattern of such, or a name on the Hub; unpacked
+    under `at`, or where temporary files are until the program ends.
 
     `column` names the column of a table that holds the pictures or recordings; default: found. An `exclusive` source
     lets other processes wait that unpack the same, until it is removed. Raises UserError if an archive or a table
@@ -192,7 +189,7 @@ def _fill(
     place: Path, shown: str, found: FoundData, media: MediaKind, column: str, progress: Progress
 ) -> list[RefusedItem]:
     """Unpacks, copies and links what was found into place/content. Returns what is left out."""
-    content, refused = place / "content", list(found.refused)
+    content, refused = place / "content", list[RefusedItem]()
     content.mkdir()
     for name, path in {**found.texts, **found.files}.items():
         target = content / "/".join(f"_{part}" if is_of_programs(part) else part for part in name.split("/"))
@@ -271,10 +268,8 @@ def _find(given: Path, media: Media) -> FoundData | None:
         raise UserError(f"{given}: a single file, expected a folder", hint=f"name the folder of the {media.noun}")
     if given.exists():
         check_file(given)
-    if given.exists() and given.suffix.lower() in LISTS:
-        return _of_paths(given, _listed(given), media)
     paths = [given] if given.exists() else _expanded(given)
-    return _of_paths(given, [(path, str(path)) for path in paths], media) if paths else None
+    return _of_pattern(given, paths) if paths else None
 
 
 def _in_folder(folder: Path, names: Iterable[str], shown: str, media: Media) -> FoundData | None:
@@ -305,7 +300,7 @@ def _in_folder(folder: Path, names: Iterable[str], shown: str, media: Media) -> 
         containers, texts = ([name for name in group if name in chosen] for group in (containers, texts))
     _warn_of_missing_shards(containers, shown)
     # The only table beside archives is that of all recordings, in whichever folder it is.
-    of_all = [name for name in texts if PurePosixPath(name).suffix.lower() not in {*LISTS, ".srt", ".vtt"}]
+    of_all = [name for name in texts if PurePosixPath(name).suffix.lower() not in {".txt", ".srt", ".vtt"}]
     by_name = {PurePosixPath(name).name if of_all == [name] else name: folder / name for name in texts}
     return _of_containers(shown, {name: folder / name for name in containers}, by_name)
 
@@ -335,109 +330,22 @@ def _warn_of_missing_shards(names: Sequence[str], shown: str) -> None:
 
 
 def _expanded(given: Path) -> list[Path]:
-    """Returns the files of a pattern with * ? [...] {a,b} or {000..009}. Raises UserError if a file of a range is not
-    there."""
+    """Returns the files of a pattern with *, ? or [...]."""
     # What exists under its own name is that, whatever brackets are in it.
-    folder = next((one for one in given.parents if one.exists()), Path(given.anchor))
-    spelled = list(_braces(str(given.relative_to(folder))))
-    if len(spelled) == 1 and not glob.has_magic(spelled[0]):
+    folder = next((place for place in given.parents if place.exists()), Path(given.anchor))
+    pattern = str(given.relative_to(folder))
+    if not glob.has_magic(pattern):
         return []
-    found: dict[str, None] = {}
-    for one in spelled:
-        matches = sorted(glob.glob(os.path.join(glob.escape(str(folder)), one), recursive=True))
-        if not matches and len(spelled) > 1:
-            raise UserError(f"{given}: {folder / one} is not there", hint="correct the range, or load the missing file")
-        found |= dict.fromkeys(matches)
-    return [Path(one) for one in found]
+    return [Path(match) for match in sorted(glob.glob(os.path.join(glob.escape(str(folder)), pattern), recursive=True))]
 
 
-def _braces(text: str) -> Iterator[str]:
-    match = re.search(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}", text)
-    if match is None:
-        yield text
-        return
-    if match[1] is None:
-        choices = match[3].split(",")
-    else:
-        width = len(match[1]) if match[1].startswith("0") or len(match[1]) == len(match[2]) else 0
-        numbers = range(int(match[1]), int(match[2]) + 1)
-        if len(numbers) > MOST_SHARDS:
-            raise UserError(f"{text}: a range of {len(numbers)} files", hint=f"at most {MOST_SHARDS} are read at once")
-        choices = [f"{number:0{width}d}" for number in numbers]
-    for choice in choices:
-        yield from _braces(text[: match.start()] + choice + text[match.end() :])
-
-
-# ------------------------------------------------------------------------------------------------- lists of paths
-
-
-def _listed(file: Path) -> list[tuple[Path, str]]:
-    """Returns the paths in a list, and the place of each. Empty lines and comments are skipped."""
-    content = file.read_bytes()
-    encoding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-    try:
-        text = content.decode(encoding)
-    except UnicodeDecodeError as error:
-        number = content.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{file}, line {number}: not UTF-8", hint="save the list as UTF-8") from None
-    found = []
-    for number, line in enumerate(re.split(r"\r\n|\n|\r", text), start=1):
-        name = line.strip().strip("\"'").removeprefix("file://")
-        if name and not (name.startswith("#") and not (file.parent / name).exists()):
-            path = file.parent / Path(name).expanduser()
-            if "\\" in name and not path.exists():
-                path = file.parent / name.replace("\\", "/")
-            found.append((path, f"{file.name}, line {number}"))
-    return found
-
-
-def _of_paths(given: Path, listed: Sequence[tuple[Path, str]], media: Media) -> FoundData:
-    """Returns the containers of a list or a pattern, or its files of the media. Raises UserError if it has neither, and
-    for containers that are not there."""
-    paths = dict.fromkeys(Path(os.path.abspath(path)) for path, _ in listed)
-    if paths and all(ARCHIVE.search(path.name) or TABLE.search(path.name) for path in paths):
-        return _of_containers(str(given), _named(paths, _common(paths)), {})
-    faults = [RefusedItem(where, "unreadable", _fault_of(path, media)) for path, where in listed]
-    refused = [one for one in faults if one.detail]
-    files = [Path(os.path.abspath(path)) for (path, _), one in zip(listed, faults, strict=True) if not one.detail]
-    if not files:
-        first = f"; {refused[0].path}: {refused[0].detail}" if refused else ""
-        hint = f"a list has the path of one of the {media.noun} in each line, absolute or relative to the list"
-        if any(re.search(r"[|\t]", path.name) for path in paths):
-            hint = (
-                "a list of recordings with their texts is named with --transcripts, and their folder with --input-dir"
-            )
-        raise UserError(f"{given}: no line names one of the {media.noun}{first}", hint=hint)
-    return FoundData(files=_named(files, _common(files)), refused=tuple(refused))
-
-
-def _named(paths: Iterable[Path], base: Path) -> dict[str, Path]:
-    """Returns absolute paths by their names relative to a folder; by all of the path where it is in another one."""
-    return {
-        (path.relative_to(base) if path.is_relative_to(base) else path.relative_to(path.anchor)).as_posix(): path
-        for path in paths
-    }
-
-
-def _common(paths: Iterable[Path]) -> Path:
-    """Returns the folder that holds all files; the root of the first one where they are on several drives."""
-    folders = [path.parent for path in paths]
-    try:
-        return Path(os.path.commonpath(folders))
-    except ValueError:
-        return Path(folders[0].anchor)
-
-
-def _fault_of(path: Path, media: Media) -> str:
-    """Returns why a path in a list is left out; "" if it names a file of the media."""
-    name = str(path)
-    if re.search(r"\b(https?|s3|gs):/", name):
-        return "an address, from which nothing is loaded"
-    try:
-        if not path.is_file():
-            return f"{path} is a folder" if path.is_dir() else f"no such file: {path}"
-    except OSError as error:
-        return error.strerror or str(error)
-    if path.suffix.lower() not in media.suffixes:
-        return f"{path.name}: none of the {media.noun}, by its suffix"
-    return ""
+def _of_pattern(given: Path, paths: Sequence[Path]) -> FoundData:
+    """Returns the containers of a pattern. Raises UserError if some of its files are none."""
+    odd = [path for path in paths if not (ARCHIVE.search(path.name) or TABLE.search(path.name))]
+    if odd:
+        raise UserError(
+            f"{given}: a pattern names archives or tables, and {odd[0]} is neither", hint="name the folder of the files"
+        )
+    absolute = [Path(os.path.abspath(path)) for path in paths]
+    base = Path(os.path.commonpath([path.parent for path in absolute]))
+    return _of_containers(str(given), {path.relative_to(base).as_posix(): path for path in absolute}, {})

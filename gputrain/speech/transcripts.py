@@ -276,7 +276,7 @@ def _found(folder: Path, paths: Sequence[str], has_subtitles: bool, corpus: Corp
         )
         raise UserError(
             f"{folder}: no transcripts: neither metadata.csv, JSON lines, nor text files of recordings{other}",
-            hint="name the file with --transcripts FILE (lists of paths need it), and --transcript-columns audio,text",
+            hint="name the file with --transcripts FILE, and --transcript-columns audio,text",
         )
     return candidates[0] if candidates else None
 
