@@ -4,7 +4,7 @@ rem an RTX 5090 on except CUDA graphs, whose gain is not measured yet. Arguments
 rem settings here, because the last occurrence of an option counts:
 rem   train_rtx5090.bat --data-path DIR --batch-size 8
 rem   train_rtx5090.bat vocoder --data-path DIR
-rem   train_rtx5090.bat tts --data-dir DIR
+rem   train_rtx5090.bat tts --data-path DIR
 rem   train_rtx5090.bat -c FILE            the folders and sizes of a configuration file instead of those here
 rem voice trains an Uzbek voice with the settings of the profile vits_rtx4090, in its own folders.
 setlocal EnableExtensions DisableDelayedExpansion
@@ -43,7 +43,7 @@ goto scan
 set ARGUMENTS=%ARGUMENTS:*tts=%
 set "MODEL=tts"
 set "SETTINGS=--precision mixed --use-torch-compile --channels-last --persistent-workers"
-set "DATA=--data-dir ./data/tts"
+set "DATA=--data-path ./data/tts"
 set "SIZES=--output-dir ./outputs/rtx5090_tts --preset high --batch-size 64"
 goto scan
 
@@ -51,7 +51,7 @@ goto scan
 set ARGUMENTS=%ARGUMENTS:*voice=%
 set "MODEL=tts"
 set "SETTINGS=--precision mixed --use-torch-compile --channels-last --persistent-workers"
-set "DATA=--data-dir ./data/voice"
+set "DATA=--data-path ./data/voice"
 set "SIZES=--output-dir ./outputs/rtx5090_voice --profile-name vits_rtx4090"
 
 rem A flag beats the configuration file, so with a file, folders and sizes are left to it.

@@ -4,7 +4,7 @@
 # here, because the last occurrence of an option counts:
 #   ./train_rtx5090.sh --data-path DIR --batch-size 8
 #   ./train_rtx5090.sh vocoder --data-path DIR
-#   ./train_rtx5090.sh tts --data-dir DIR
+#   ./train_rtx5090.sh tts --data-path DIR
 #   ./train_rtx5090.sh -c FILE            the folders and sizes of a configuration file instead of those here
 # `voice` trains an Uzbek voice with the settings of the profile vits_rtx4090, in its own folders.
 set -euo pipefail
@@ -38,13 +38,13 @@ case $model in
         ;;
     tts)
         settings=(--precision mixed --use-torch-compile --channels-last --persistent-workers)
-        data=(--data-dir ./data/tts)
+        data=(--data-path ./data/tts)
         sizes=(--output-dir ./outputs/rtx5090_tts --preset high --batch-size 64)
         ;;
     voice)
         model=tts
         settings=(--precision mixed --use-torch-compile --channels-last --persistent-workers)
-        data=(--data-dir ./data/voice)
+        data=(--data-path ./data/voice)
         sizes=(--output-dir ./outputs/rtx5090_voice --profile-name vits_rtx4090)
         ;;
 esac

@@ -26,7 +26,7 @@ CARDS = ["t4", "l4", "a100-40"]
 
 def plans() -> Iterator[CardPlan]:
     for preset, seconds, adapters in itertools.product(("xls-r-300m", "xls-r-1b"), (8, 30), ("none", "lora")):
-        values = {"preset": preset, "adapters": adapters, "clip_seconds": seconds, "batch_room": 1.0,
+        values = {"preset": preset, "adapters": adapters, "clip_seconds": seconds, "max_batch_audio_ratio": 1.0,
                   "batch_size": 32, "gpu": CARDS}  # fmt: skip
         yield from plan_cards(AsrWork(), assemble(PlanAsr, values))
 

@@ -155,7 +155,7 @@ def setting_of(data: Path, clips: int, batch_size: int, *, small: bool) -> Setti
     chosen = sorted(np.random.default_rng(0).permutation(len(short))[:clips].tolist())
     speech = replace(whole, parts=replace(whole.parts, train=[short[number] for number in chosen]))
     settings = assemble(TrainAsr, {
-        "data_dir": str(data), "preset": "base", "batch_size": batch_size, "learning_rate": RATE,
+        "data_path": str(data), "preset": "base", "batch_size": batch_size, "learning_rate": RATE,
         "freeze_feature_encoder": True, "ema_decay": 0.0,
     })  # fmt: skip
     symbols = len(speech.store.format.vocabulary.symbols)

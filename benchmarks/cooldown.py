@@ -25,8 +25,9 @@ from gputrain.hw.probe import machine_facts
 
 SETTINGS = """
 --preset fast --channels 16,32,64,64 --z-channels 8 --image-size 64 --batch-size 8 --held-out-share 0.3 --num-epochs 0
---learning-rate 1e-3 --warmup-steps 50 --evaluate-freq 0 --no-eval-first --save-samples-freq 0 --checkpoint-freq 0
---keep-checkpoints 0 --checkpoint-minutes 0 --log-freq 100 --num-workers 0 --no-report
+--learning-rate 1e-3 --warmup-steps 50 --evaluate-every-epochs 0 --no-eval-first --sample-every-steps 0
+--checkpoint-every-epochs 0 --keep-checkpoints 0 --checkpoint-every-minutes 0 --log-every-steps 100
+--num-workers 0 --no-report
 """
 
 
@@ -53,7 +54,7 @@ class Runs:
         every = held[0]
         stable = self.psnr(
             "stable", "--learning-rate-schedule", "constant", "--num-steps", str(10 * lengths[-1]), "--max-steps",
-            str(lengths[-1]), "--checkpoint-steps", str(every), "--evaluate-steps", str(lengths[0]),
+            str(lengths[-1]), "--checkpoint-every-steps", str(every), "--evaluate-every-steps", str(lengths[0]),
         )  # fmt: skip
         found: dict[str, dict[int, float]] = {"stable": {length: stable[length] for length in lengths}}
         for side in ("cool-down", "cosine"):
@@ -64,7 +65,9 @@ class Runs:
                     start = self.folder / "stable" / f"checkpoint_step_{begin}.pt"
                     options = ["--learning-rate-schedule", "constant", "--num-steps", str(10 * lengths[-1])]
                     options += ["--resume-from", str(start), "--cooldown", str(length - begin)]
-                found[side][length] = self.psnr(f"{side}_{length}", *options, "--evaluate-steps", str(length))[length]
+                found[side][length] = self.psnr(f"{side}_{length}", *options, "--evaluate-every-steps", str(length))[
+                    length
+                ]
         return found
 
 

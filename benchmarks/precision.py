@@ -416,7 +416,7 @@ def sung_batches(settings: TrainVocoder, count: int) -> list[tuple[Tensor, Tenso
 
 def voice(preset: str, *, steps: int = 30, decoder_channels: int = 128, **sizes: int) -> Case:
     values = {
-        "data_dir": ".", "preset": preset, "batch_size": 2, "ema_decay": 0, "encoder_dropout": 0.0,
+        "data_path": ".", "preset": preset, "batch_size": 2, "ema_decay": 0, "encoder_dropout": 0.0,
         "duration_dropout": 0.0, "discriminator_channels": 8, **PLAIN, "device": "cpu",
     }  # fmt: skip
     settings = assemble(TrainTts, values)

@@ -37,7 +37,7 @@ def measure(side: str, seed: int, data: Path, steps: int, batch_size: int) -> di
     """Trains a side. Returns its figures after half of the steps and after all."""
     one_thread()
     settings, runtime = assemble_for_cpu(
-        TrainAsr, side, data_dir=(data,), preset="tiny", batch_size=batch_size, num_steps=steps, num_epochs=0,
+        TrainAsr, side, data_path=(data,), preset="tiny", batch_size=batch_size, num_steps=steps, num_epochs=0,
         learning_rate=1e-3, warmup_steps=steps // 10, held_out_share=0.2, seed=seed,
     )  # fmt: skip
     opened = AsrWork().open_data(settings)

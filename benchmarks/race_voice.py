@@ -132,7 +132,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     mine = side if side.startswith("ours") else ""
     speech = open_speech(Path(settings["data"]), HOP_SIZE)
     given, runtime = race.assemble_for_cpu(
-        TrainTts, mine, data_dir=settings["data"], seed=seed, preset="medium", batch_size=settings["batch_size"],
+        TrainTts, mine, data_path=settings["data"], seed=seed, preset="medium", batch_size=settings["batch_size"],
         discriminator_channels=settings["discriminator_channels"],
     )  # fmt: skip
     clips = TtsWork().fill_buckets(given, speech)

@@ -41,8 +41,8 @@ def trainings() -> Iterator[tuple[str, PlanTarget, int]]:
     yield "VAE flux, 512 px, batch 32", VaeWork().target(vae), 32
     vocoder = assemble(TrainVocoder, {"data_path": "unused", "batch_size": 16})
     yield "vocoder, batch 16", VocoderWork().target(vocoder), 16
-    voice = assemble(PlanTts, {"data_dir": "unused", "preset": "high", "batch_size": 64})
-    size = size_of(voice.speech, voice.data.batch_room * voice.speech.clip_seconds)
+    voice = assemble(PlanTts, {"data_path": "unused", "preset": "high", "batch_size": 64})
+    size = size_of(voice.speech, voice.data.max_batch_audio_ratio * voice.speech.clip_seconds)
     yield "voice high, batch 64", TtsWork(size).target(voice), 64
 
 

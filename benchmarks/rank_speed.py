@@ -16,8 +16,9 @@ import tempfile
 from pathlib import Path
 
 OPTIONS = (
-    "--preset flux --channels 64,64 --image-size 64 --batch-size 16 --num-epochs 0 --num-steps 8 --log-freq 2 "
-    "--num-workers 0 --device cpu --save-samples-freq 0 --evaluate-freq 0 --checkpoint-freq 0 --checkpoint-minutes 0"
+    "--preset flux --channels 64,64 --image-size 64 --batch-size 16 --num-epochs 0 --num-steps 8 --log-every-steps 2 "
+    "--num-workers 0 --device cpu --sample-every-steps 0 --evaluate-every-epochs 0 --checkpoint-every-epochs 0 "
+    "--checkpoint-every-minutes 0"
 )
 
 

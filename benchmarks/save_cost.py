@@ -34,7 +34,7 @@ from gputrain.hw.runtime import apply
 from gputrain.samples import Report
 
 LAYERS, BATCH, BYTES_OF_A_WEIGHT = 6, 8, 12  # A weight and two averages in fp32.
-SAVE_EVERY_SECONDS = 600  # The default of --checkpoint-minutes.
+SAVE_EVERY_SECONDS = 600  # The default of --checkpoint-every-minutes.
 
 
 class Stack:
@@ -83,8 +83,9 @@ def timed_run(folder: Path, given: argparse.Namespace, every: int) -> dict[str, 
     torch.manual_seed(0)
     schedule = Schedule(batch_size=BATCH, num_epochs=0, num_steps=given.steps, warmup_steps=0, ema_decay=0)
     saving = Saving(
-        output_dir=folder, checkpoint_steps=every, keep_checkpoints=1, checkpoint_minutes=0, save_samples_freq=0,
-        evaluate_freq=0, checkpoint_freq=0, log_freq=10,
+        output_dir=folder, checkpoint_every_steps=every, keep_checkpoints=1, checkpoint_every_minutes=0,
+        sample_every_steps=0,
+        evaluate_every_epochs=0, checkpoint_every_epochs=0, log_every_steps=10,
     )  # fmt: skip
     runtime = apply(decide(probe(), Hardware(use_torch_compile=False)))
     width = int((given.megabytes * 1e6 / BYTES_OF_A_WEIGHT / LAYERS) ** 0.5)

@@ -49,7 +49,8 @@ def train_tiny(options: argparse.Namespace, seed: int) -> dict[str, float]:
             "train_part": "tiny-decoder", "preset": trained.model.preset, "image_size": options.image_size,
             "held_out_share": trained.data.held_out_share, "batch_size": options.batch_size, "seed": seed,
             "max_steps": options.steps, "num_epochs": 1000, "warmup_steps": options.steps // 15, "ema_decay": 0.98,
-            "learning_rate": options.learning_rate, "evaluate_freq": 0, "save_samples_freq": 0, "checkpoint_freq": 0,
+            "learning_rate": options.learning_rate, "evaluate_every_epochs": 0, "sample_every_steps": 0,
+            "checkpoint_every_epochs": 0,
             "num_workers": 0, "device": "cpu", "plan": False, "report": False,
         },
     )  # fmt: skip

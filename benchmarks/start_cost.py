@@ -33,8 +33,8 @@ STARTS: dict[str, tuple[str, ...]] = {
     "vae fast 256 px x 4": ("train-vae", "--data-path", "vae", *FAST),
     "vae flux 256 px x 2": ("train-vae", "--data-path", "vae", "--image-size", "256", "--batch-size", "2"),
     "vocoder standard": ("train-vocoder", "--data-path", "vocoder", "--config", "base_hifi_gpu.yaml"),
-    "voice fast": ("train-tts", "--data-dir", "tts", "--preset", "fast"),
-    "recogniser tiny": ("train-asr", "--data-dir", "asr", "--preset", "tiny"),
+    "voice fast": ("train-tts", "--data-path", "tts", "--preset", "fast"),
+    "recogniser tiny": ("train-asr", "--data-path", "asr", "--preset", "tiny"),
 }
 PLANS = ("vae fast 256 px x 4", "vae flux 512 px x 8", "vae flux 1024 px x 16", "vocoder standard", "vocoder optimised",
          "voice high, 64 x 4.7 s", "XLS-R 300M, 8 x 8 s")  # fmt: skip

@@ -248,7 +248,7 @@ def peer_step(settings: Settings, folder: Path) -> Callable[[], None]:
 
 def training(settings: Settings, **added: Any) -> TrainTts:
     """Returns the settings of ours, with alignments by the scores alone, as the peer has them."""
-    given = {"data_dir": ".", "preset": settings["configuration"], "batch_size": settings["batch_size"],
+    given = {"data_path": ".", "preset": settings["configuration"], "batch_size": settings["batch_size"],
              "device": settings["device"], "alignment_prior_steps": 0}  # fmt: skip
     return assemble(TrainTts, {**given, **added})
 

@@ -33,7 +33,7 @@ def voice_of(preset: VoicePreset) -> LoadedVoice:
     torch.manual_seed(0)
     reading = frontend("en")
     sizes = voice_architecture(preset, num_symbols=len(reading.symbols), num_speakers=1, sampling_rate=RATE_HZ)
-    settings = assemble(TrainTts, {"data_dir": ".", "preset": preset})
+    settings = assemble(TrainTts, {"data_path": ".", "preset": preset})
     return LoadedVoice(inference_copy(Voice(sizes)), reading, settings, ("one",), "random weights")
 
 

@@ -141,7 +141,7 @@ def package(name: str) -> Any:
 
 def exported(preset: str, folder: Path) -> Path:
     """Exports a voice of English characters with random weights, as `gputrain export` does."""
-    settings = assemble(TrainTts, {"data_dir": ".", "preset": preset})
+    settings = assemble(TrainTts, {"data_path": ".", "preset": preset})
     reader = frontend("en")
     facts = {"text": reader.to_json(), "sampling_rate": 22050, "hop_size": HOP_SIZE, "speakers": ["someone"]}
     torch.manual_seed(0)

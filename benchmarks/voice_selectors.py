@@ -70,11 +70,11 @@ def trained(args: argparse.Namespace, seed: int) -> Path:
     folder: Path = args.work_dir / f"seed_{seed}"
     if not (folder / "report.html").exists():
         values: dict[str, Any] = {
-            "data_dir": str(args.data), "output_dir": str(folder), "seed": seed, "preset": "fast", "batch_size": 2,
+            "data_path": str(args.data), "output_dir": str(folder), "seed": seed, "preset": "fast", "batch_size": 2,
             "discriminator_channels": 8, "num_epochs": 0, "num_steps": args.steps, "held_out_share": 0.1,
-            "evaluate_steps": args.steps // 10, "eval_clips": args.clips, "recogniser": args.recogniser,
+            "evaluate_every_steps": args.steps // 10, "eval_clips": args.clips, "recogniser": args.recogniser,
             "best_by": "cer", "device": "cpu", "plan": False, "num_workers": 0, "max_padding": 0.2, "ema_decay": 0.98,
-            "checkpoint_steps": 0, "save_samples_freq": 0, "resume_from": "auto",
+            "checkpoint_every_steps": 0, "sample_every_steps": 0, "resume_from": "auto",
         }  # fmt: skip
         if args.dnsmos:
             values["mos_predictor"] = str(one_score(args.dnsmos, args.work_dir / "dnsmos.onnx"))

@@ -71,10 +71,10 @@ def train(folder: Path, steps: int, seed: int, clips: int, data: list[Path], **c
     """Trains a run unless it is there. Returns the figures of its first and last evaluation."""
     if not (folder / "report.html").exists():
         values = {
-            "data_dir": [str(one) for one in data], "output_dir": str(folder), "seed": seed, "preset": "fast",
+            "data_path": [str(one) for one in data], "output_dir": str(folder), "seed": seed, "preset": "fast",
             "batch_size": 2, "discriminator_channels": 8, "num_epochs": 0, "num_steps": steps, "held_out_share": 0.15,
-            "evaluate_steps": steps, "eval_clips": clips, "device": "cpu", "plan": False, "num_workers": 0,
-            "max_padding": 0.2, "ema_decay": 0.98, "checkpoint_steps": 0, "save_samples_freq": 0,
+            "evaluate_every_steps": steps, "eval_clips": clips, "device": "cpu", "plan": False, "num_workers": 0,
+            "max_padding": 0.2, "ema_decay": 0.98, "checkpoint_every_steps": 0, "sample_every_steps": 0,
             "resume_from": "auto", **changes,
         }  # fmt: skip
         train_model(TtsWork(), assemble(TrainTts, values), Console(stderr=True))

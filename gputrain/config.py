@@ -53,6 +53,23 @@ class ModelName(str):
     would change a name's slashes."""
 
 
+# Names that options had, by kind of model ("" for all kinds). Checkpoints and configuration files are read with them;
+# they are no flags.
+FORMER_NAMES: Mapping[str, Mapping[str, str]] = {
+    "": {
+        "log_freq": "log_every_steps",
+        "save_samples_freq": "sample_every_steps",
+        "evaluate_freq": "evaluate_every_epochs",
+        "evaluate_steps": "evaluate_every_steps",
+        "checkpoint_freq": "checkpoint_every_epochs",
+        "checkpoint_steps": "checkpoint_every_steps",
+        "checkpoint_minutes": "checkpoint_every_minutes",
+    },
+    "vae": {"lean": "recompute_norms"},
+    "vocoder": {"discriminator_warmup_steps": "discriminator_only_steps"},
+    "tts": {"data_dir": "data_path", "batch_room": "max_batch_audio_ratio"},
+    "asr": {"data_dir": "data_path", "batch_room": "max_batch_audio_ratio"},
+}
 LARGEST = 2**63 - 1  # The largest number that an option takes.
 LONGEST_FILE = 10_000_000  # Bytes of a configuration file.
 
@@ -349,6 +366,20 @@ def read_file(path: Path) -> dict[str, object]:
             hint="write one `key: value` a line, such as `image_size: 512`",
         )
     return content
+
+
+def with_current_names(stored: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return stored values of a kind of model with today's name of each option in the place of a former one."""
+    names = {**FORMER_NAMES[""], **FORMER_NAMES.get(kind, {})}
+    # Beside today's name, a former one is left as it is, and refused as an unknown key.
+    return {name if names.get(name) in stored else names.get(name, name): value for name, value in stored.items()}
+
+
+def read_config(path: Path, kind: str = "") -> dict[str, object]:
+    """Read a configuration file as `read_file` does, which may be of a time when options had other names. Without a key
+    `kind`, it is of the kind of model that is given."""
+    content = read_file(path)
+    return with_current_names(content, str(content.get("kind", kind)))
 
 
 def read_table(package: str, name: str) -> Any:

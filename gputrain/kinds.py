@@ -20,7 +20,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from gputrain.config import checked, leaves, read_file
+from gputrain.config import checked, leaves, read_config
 from gputrain.errors import UserError, require
 
 log = logging.getLogger(__name__)
@@ -260,7 +260,7 @@ def read_defaults(path: Path, settings: type, translate: Translate | None = None
     Raises UserError if the file is unreadable, holds an unknown key or a wrong value, or configures another kind of
     model.
     """
-    content = without_kind(settings, read_file(path), str(path))
+    content = without_kind(settings, read_config(path, getattr(settings, "kind", "")), str(path))
     return checked(settings, translate(content, path) if translate else content, str(path))
 
 

@@ -50,4 +50,4 @@ def _train(talk: Path, folder: Path, schedule: Schedule, last_batch: int, saving
         time.sleep(10 * HANG_SECONDS)
 
     recipe = toy.ToyRecipe(schedule, adversarial_from=3)
-    ui.run(lambda: toy.train_toy(recipe, toy.quiet(folder, log_freq=1, **saving), slow_batches))
+    ui.run(lambda: toy.train_toy(recipe, toy.quiet(folder, log_every_steps=1, **saving), slow_batches))

@@ -22,12 +22,19 @@ from tests.vae.test_recipe import SMALL
 from tests.vocoder import conftest as vocoders
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "vae": {**SMALL, "batch_size": 2, "held_out_share": 0.25, "warmup_steps": 0, "evaluate_freq": 0,
+    "vae": {**SMALL, "batch_size": 2, "held_out_share": 0.25, "warmup_steps": 0, "evaluate_every_epochs": 0,
             "device": "cpu", "plan": False},
     "vocoder": {**vocoders.TINY, "crop_mel_frames": 16, "batch_size": 2},
     "tts": voices.TINY,
 }  # fmt: skip
-QUIET = {"num_workers": 0, "evaluate_steps": 0, "save_samples_freq": 0, "num_epochs": 0, "num_steps": 4, "max_steps": 2}
+QUIET = {
+    "num_workers": 0,
+    "evaluate_every_steps": 0,
+    "sample_every_steps": 0,
+    "num_epochs": 0,
+    "num_steps": 4,
+    "max_steps": 2,
+}
 
 
 def pictures(folder: Path) -> Path:
@@ -77,8 +84,7 @@ def small_run(kind: str) -> Path:
     """Returns a folder that holds a run in `run`, trained two of four steps on the data beside it: `run/config.yaml`
     names them relative to the folder. It is only read."""
     folder, before = prepared(kind).parent, Path.cwd()
-    data = "data_dir" if kind == "tts" else "data_path"
-    settings = {**SETTINGS[kind], **QUIET, data: "data", "output_dir": "run"}
+    settings = {**SETTINGS[kind], **QUIET, "data_path": "data", "output_dir": "run"}
     (folder / "settings.yaml").write_text(yaml.safe_dump(settings))
     os.chdir(folder)
     try:

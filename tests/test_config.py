@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gputrain.config import (
+    FORMER_NAMES,
     assemble,
     checked,
     config,
@@ -19,6 +20,8 @@ from gputrain.config import (
     to_yaml,
 )
 from gputrain.errors import UserError
+from gputrain.kinds import kinds, read_defaults
+from gputrain.tts.config import TrainTts
 from gputrain.vae.config import TrainVae
 from tests.tables import each_row
 
@@ -162,3 +165,25 @@ def test_a_spelling_that_is_a_field_is_an_error():
 
     with pytest.raises(AssertionError, match="the spelling rate is a field"):
         leaves(Twice)
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_every_former_name_leads_to_an_option_and_is_none_itself(kind):
+    known = {name for leaf in leaves(kinds()[kind].train).values() for name in leaf.names}
+    former = {**FORMER_NAMES[""], **FORMER_NAMES.get(kind, {})}
+    assert set(former.values()) <= known
+    assert {leaf.name for leaf in leaves(kinds()[kind].train).values()}.isdisjoint(former)
+
+
+def test_a_file_with_former_names_is_read_and_refused_beside_todays(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("kind: tts\ndata_dir: [speech]\nlog_freq: 7\nbatch_room: 2.5\nevaluate_steps: 40\n")
+    made = assemble(TrainTts, read_defaults(file, TrainTts))
+    assert made.data.data_path == (Path("speech"),)
+    assert (made.saving.log_every_steps, made.saving.evaluate_every_steps) == (7, 40)
+    assert made.data.max_batch_audio_ratio == 2.5
+    file.write_text("lean: false\n")
+    assert read_defaults(file, TrainVae) == {"recompute_norms": False}
+    file.write_text("lean: false\nrecompute_norms: true\n")
+    with pytest.raises(UserError, match="unknown key 'lean'"):
+        read_defaults(file, TrainVae)

@@ -27,7 +27,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 # Configuration files that the documents name, with their content. They stand for files of the reader.
 FILES: dict[str, Callable[[], str]] = {
     "outputs/vae/config.yaml": lambda: to_yaml(assemble(TrainVae, {"data_path": "photos"})),
-    "outputs/dilnoza/config.yaml": lambda: to_yaml(assemble(TrainTts, {"data_dir": "data/dilnoza"})),
+    "outputs/dilnoza/config.yaml": lambda: to_yaml(assemble(TrainTts, {"data_path": "data/dilnoza"})),
     "config.yaml": lambda: "epochs: 10\naudio:\n  sample_rate: 22050\n",  # A configuration of Coqui's.
 }
 # The tests and scripts that truly run each command, as FILE::FUNCTION, or a file that is no test.
@@ -227,7 +227,7 @@ def test_option_tables_are_current() -> None:
 
 
 def test_every_flag_in_readme_and_scripts_exists() -> None:
-    known = {leaf.flag for kind in (TrainVae, TrainTts) for leaf in leaves(kind).values()}
+    known = {flag for kind in (TrainVae, TrainTts) for leaf in leaves(kind).values() for flag in leaf.flags}
     known |= {"--config", "--profile-name"}
     for name in ("train_rtx5090.sh", "train_rtx5090.bat"):
         flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", (ROOT / name).read_text(encoding="utf-8")))

@@ -61,7 +61,7 @@ def cluster(tmp_path) -> dict[str, str]:
     programs = tmp_path / "bin"
     programs.mkdir()
     gputrain = GPUTRAIN.format(root=str(ROOT), folder=str(tmp_path / "run"))
-    gputrain += GROUP_RUN.replace("log_freq=1)", 'log_freq=1, resume_from="auto")')
+    gputrain += GROUP_RUN.replace("log_every_steps=1)", 'log_every_steps=1, resume_from="auto")')
     python = {"srun": SRUN, "gputrain": gputrain}
     shell = {"scontrol": 'echo "$@" >>scontrol.log', "squeue": 'echo "${STATE:-RUNNING}"'}
     for name, text in python.items():
@@ -136,7 +136,9 @@ class RentedMachine:
         self.put(self.checkout / "setup.sh", SETUP)
         self.put(programs / "id", "#!/bin/sh\necho 1000\n")
         gputrain = GPUTRAIN.format(root=str(ROOT), folder=str(folder / "run"))
-        gputrain += GROUP_RUN.replace("log_freq=1)", 'log_freq=1, resume_from="auto", checkpoint_minutes=0.001)')
+        gputrain += GROUP_RUN.replace(
+            "log_every_steps=1)", 'log_every_steps=1, resume_from="auto", checkpoint_every_minutes=0.001)'
+        )
         self.put(folder / "gputrain", f"#!{sys.executable}\n{gputrain}")
         self.environment = {
             "PATH": str(programs), "HOME": str(folder / "none"), "WORKSPACE": str(self.workspace),

@@ -189,8 +189,7 @@ def refused_as_other(folder: Path, kind: str, *words: object) -> None:
 @each_row(*OTHERS)
 def test_data_of_another_kind_are_said_to_be_so(tmp_path_factory, kind, data):
     folder, run = prepared(data), tmp_path_factory.mktemp("run")
-    option = "--data-dir" if kind in SPEECH else "--data-path"
-    refused_as_other(folder, kind, f"train-{kind}", option, folder, "--output-dir", run)
+    refused_as_other(folder, kind, f"train-{kind}", "--data-path", folder, "--output-dir", run)
     refused_as_other(folder, kind, "validate", "--kind", kind, "--input-dir", folder)
 
 

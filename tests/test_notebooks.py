@@ -135,7 +135,7 @@ def test_the_stop_button_ends_a_training_with_a_checkpoint(tmp_path: Path) -> No
         Image.new("RGB", (64, 64), (60 * number, 90, 30)).save(tmp_path / f"{number}.png")
     training = (
         f"train-vae --data-path '{tmp_path}' --output-dir '{tmp_path}/run' --preset fast --channels 8,8 --image-size 32"
-        " --batch-size 2 --num-epochs 0 --num-steps 100000 --log-freq 1 --num-workers 0 --held-out-share 0"
+        " --batch-size 2 --num-epochs 0 --num-steps 100000 --log-every-steps 1 --num-workers 0 --held-out-share 0"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", f"import shlex\n{helper()}\n\n\ngputrain({training!r})"], stdout=subprocess.PIPE,

@@ -20,8 +20,7 @@ def begins(kind: str, **losses: Any) -> dict[str, int]:
     """Returns what begins late in a training of a kind with other losses than the default ones."""
     from gputrain.config import assemble
 
-    place = {"data_dir": "."} if kind in ("tts", "asr") else {"data_path": "."}
-    return dict(kinds()[kind].work().begins(assemble(kinds()[kind].train, {**place, **losses})))
+    return dict(kinds()[kind].work().begins(assemble(kinds()[kind].train, {"data_path": ".", **losses})))
 
 
 @each_row(
@@ -30,7 +29,7 @@ def begins(kind: str, **losses: Any) -> dict[str, int]:
     ("vae", {}, 100, False),  # Without an adversarial loss, its default start in step 5000 is of no interest.
     ("vocoder", {"discriminator_start": 100}, 100, True),
     ("vocoder", {"discriminator_start": 99}, 100, False),
-    ("vocoder", {"discriminator_warmup_steps": 100}, 100, True),
+    ("vocoder", {"discriminator_only_steps": 100}, 100, True),
     ("asr", {"freeze_encoder_steps": 100}, 100, True),
     ("asr", {}, 100, False),
     ("tts", {}, 1, False),

@@ -379,8 +379,8 @@ SIZES_VOCODER = (
     "--data-path ./data/vocoder --output-dir ./outputs/rtx5090_vocoder --config base_hifi_rtx5090_optimized.yaml"
 )
 SWITCHES_TTS = "--precision mixed --use-torch-compile --channels-last --persistent-workers"
-SIZES_TTS = "--data-dir ./data/tts --output-dir ./outputs/rtx5090_tts --preset high --batch-size 64"
-SIZES_VOICE = "--data-dir ./data/voice --output-dir ./outputs/rtx5090_voice --profile-name vits_rtx4090"
+SIZES_TTS = "--data-path ./data/tts --output-dir ./outputs/rtx5090_tts --preset high --batch-size 64"
+SIZES_VOICE = "--data-path ./data/voice --output-dir ./outputs/rtx5090_voice --profile-name vits_rtx4090"
 BY_WORD = [
     ([], f"train-vae {SIZES} {SWITCHES}"),
     (["vae"], f"train-vae {SIZES} {SWITCHES}"),

@@ -191,4 +191,12 @@ def weights(recipe: Recipe) -> dict[str, Tensor]:
 
 def quiet(folder: Path, **others: object) -> Saving:
     """A run folder without evaluations and samples between."""
-    return Saving(**{"output_dir": folder, "save_samples_freq": 0, "evaluate_freq": 0, "checkpoint_freq": 0, **others})
+    return Saving(
+        **{
+            "output_dir": folder,
+            "sample_every_steps": 0,
+            "evaluate_every_epochs": 0,
+            "checkpoint_every_epochs": 0,
+            **others,
+        }
+    )

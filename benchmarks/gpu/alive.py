@@ -42,7 +42,7 @@ MAYBE = (
     "pynvml",
     "psutil",
 )
-FEW = ("--log-freq", 1, "--warmup-steps", 2, "--save-samples-freq", STEPS, "--checkpoint-minutes", 0)
+FEW = ("--log-every-steps", 1, "--warmup-steps", 2, "--sample-every-steps", STEPS, "--checkpoint-every-minutes", 0)
 TRAININGS: dict[str, tuple[object, ...]] = {
     "vae": ("--preset", "fast", "--channels", "32,64", "--image-size", 64, "--batch-size", 8,
             "--adversarial-weight", 0.1, "--discriminator-start", 2, "--discriminator-channels", 16),
@@ -150,9 +150,8 @@ def training(kind: str, switches: tuple[object, ...], context: Context) -> list[
     data = context.data / kind
     if not data.is_dir():
         raise NotMeasured("there are no prepared data of this kind (gpu.sh prepare)")
-    source = "--data-path" if kind in ("vae", "vocoder") else "--data-dir"
     tiny = TINY[kind] if context.smoke else ()
-    return [f"train-{kind}", source, data, "--device", context.device, *TRAININGS[kind], *FEW, *switches, *tiny]
+    return [f"train-{kind}", "--data-path", data, "--device", context.device, *TRAININGS[kind], *FEW, *switches, *tiny]
 
 
 def check_switches(

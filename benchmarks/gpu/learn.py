@@ -19,8 +19,10 @@ SECONDS = 68  # Of each training, with its start, its evaluations and its end.
 LEAST_SECONDS = 20  # With less time left, a training would say nothing.
 EVALUATIONS = {"vae": "eval/psnr_db", "vocoder": "eval/mel_distance", "tts": "eval/mel_distance"}
 OPTIONS = (
-    "--eval-first", "--no-use-torch-compile", "--no-plan", "--no-report", "--log-freq", 10, "--save-samples-freq", 0,
-    "--checkpoint-minutes", 0, "--evaluate-freq", 0, "--checkpoint-steps", 0, "--permanent-start", 0,
+    "--eval-first", "--no-use-torch-compile", "--no-plan", "--no-report", "--log-every-steps", 10,
+    "--sample-every-steps", 0,
+    "--checkpoint-every-minutes", 0, "--evaluate-every-epochs", 0, "--checkpoint-every-steps", 0,
+    "--permanent-start", 0,
     "--warmup-steps", 20, "--ema-decay", 0.99,
 )  # fmt: skip
 TRAININGS: dict[str, tuple[str, tuple[object, ...], int]] = {  # The kind, its options, and steps between evaluations.
@@ -48,9 +50,8 @@ def learn(name: str, context: Context) -> Figures:
     seconds = int(min(SECONDS, context.seconds_left() - 4))
     if seconds < LEAST_SECONDS:
         raise NotMeasured("too little time is left")
-    source = "--data-dir" if kind == "tts" else "--data-path"
-    words = [f"train-{kind}", source, data, "--output-dir", run, "--device", context.device, *OPTIONS, *options]
-    words += ["--evaluate-steps", 2, *TINY[kind]] if context.smoke else ["--evaluate-steps", every]
+    words = [f"train-{kind}", "--data-path", data, "--output-dir", run, "--device", context.device, *OPTIONS, *options]
+    words += ["--evaluate-every-steps", 2, *TINY[kind]] if context.smoke else ["--evaluate-every-steps", every]
     began = time.perf_counter()
     try:
         gputrain(*words, "--max-time", time_of(seconds))

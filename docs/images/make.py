@@ -26,7 +26,7 @@ COLUMNS, ROWS, TALL = 80, 48, 1000  # ROWS of a help page are shown.
 LARGEST_BYTES = 150_000
 TRAINING = (
     "train-vae --data-path photos --output-dir run --preset fast --image-size 64 --batch-size 2 "
-    "--num-epochs 0 --num-steps 60 --evaluate-freq 0 --evaluate-steps 10 --save-samples-freq 20"
+    "--num-epochs 0 --num-steps 60 --evaluate-every-epochs 0 --evaluate-every-steps 10 --sample-every-steps 20"
 )
 
 

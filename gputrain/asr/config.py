@@ -16,14 +16,6 @@ from gputrain.hw.plan import Cards, DeviceName, Hardware
 from gputrain.kinds import PublishedFiles
 from gputrain.speech.config import SpeechData
 
-# Aliases of keys and flags: those of transformers' example scripts.
-SPELLINGS = {
-    "data_path": "data_dir", "lr": "learning_rate", "epochs": "num_epochs", "num_train_epochs": "num_epochs",
-    "max_grad_norm": "gradient_clip", "model_name_or_path": "init_from", "layerdrop": "layer_drop",
-    "logging_steps": "log_freq", "save_steps": "checkpoint_steps", "eval_steps": "evaluate_steps",
-    "save_total_limit": "keep_checkpoints", "torch_compile": "use_torch_compile",
-}  # fmt: skip
-
 TranscriptFormat = Literal["txt", "srt", "vtt"]
 OptimizerName = Literal["adamw", "adamw-8bit"]
 FROM_SCRATCH_RATE, FINE_TUNING_RATE = 1e-3, 3e-4
@@ -54,7 +46,7 @@ PUBLISHED = PublishedFiles(
 
 @config(panel="Data")
 class Data(SpeechData):
-    data_dir: tuple[Path, ...] = opt(help=f"Folder that `prepare-data --kind asr` has filled{SEVERAL}", separator="")
+    data_path: tuple[Path, ...] = opt(help=f"Folder that `prepare-data --kind asr` has filled{SEVERAL}", separator="")
     held_out_share: float = opt(default=0.05, help="Share of the clips kept for evaluation.", min=0.0, max=0.5)
     eval_clips: int = opt(default=200, help="Maximum number of held-out clips evaluated during training.", min=1)
     eval_batch_size: int = opt(default=16, help="Clips transcribed at once in an evaluation.", min=1)
@@ -184,7 +176,7 @@ class RecogniserSchedule(Schedule):
 
 @config(panel="Run folder")
 class RecogniserSaving(SoundSaving):
-    evaluate_steps: int = opt(default=500, help="Steps between evaluations on held-out data; 0 is off.", min=0)
+    evaluate_every_steps: int = opt(default=500, help="Steps between evaluations on held-out data; 0 is off.", min=0)
     best_by: Literal["cer", "wer"] = opt(
         default="cer", help="Error rate of which checkpoint_best.pt has the lowest: of characters or of words."
     )
@@ -196,7 +188,6 @@ class RecogniserSaving(SoundSaving):
 @config()
 class TrainAsr:
     kind: ClassVar[str] = "asr"
-    spellings: ClassVar[dict[str, str]] = SPELLINGS
 
     data: Data
     model: Model = Model()
@@ -209,7 +200,7 @@ class TrainAsr:
 
 @config(panel="Data")
 class PlannedData(Data):
-    data_dir: tuple[Path, ...] = opt(
+    data_path: tuple[Path, ...] = opt(
         default=(Path("."),), help="Data whose items are counted, to predict hours; not needed.", separator=""
     )
 

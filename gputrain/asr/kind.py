@@ -71,13 +71,13 @@ def demo_commands(folder: Path) -> list[kinds.Words]:
     train = [
         "--preset", "tiny", "--batch-size", 8, "--max-padding", 0.1, "--num-epochs", 0, "--num-steps", STEPS,
         "--learning-rate", 2e-3, "--warmup-steps", 50, "--mask-time-prob", 0, "--held-out-share", 0.1,
-        "--evaluate-steps", 100, "--checkpoint-steps", 0, "--save-samples-freq", STEPS,
+        "--evaluate-every-steps", 100, "--checkpoint-every-steps", 0, "--sample-every-steps", STEPS,
         "--eval-first", "--resume-from", "auto",
     ]  # fmt: skip
     return [
         ["prepare-data", *kind, "--input-dir", speech, "--output-dir", data],
         ["validate", *kind, "--input-dir", speech, "--output-file", folder / "validation.json"],
-        ["train-asr", "--data-dir", data, "--output-dir", run, *train],
+        ["train-asr", "--data-path", data, "--output-dir", run, *train],
         ["evaluate", "--model", run, "--data-path", data, "--json", folder / "evaluation.json"],
         ["export", "--format", "sherpa", "--model", run, "--output-dir", export, "--data-path", data],
         ["transcribe", "--model", run, "--input", speech / "wavs", "--json", folder / "transcripts.json",
@@ -100,7 +100,8 @@ def demo_results(folder: Path) -> dict[str, object]:
         "curves": f"tensorboard --logdir {folder / 'run' / 'logs'}",
         "for sherpa-onnx": folder / "sherpa",
         "next": "gputrain prepare-data --kind asr --language uz --input-dir YOUR_RECORDINGS --output-dir data/asr, "
-        "then gputrain train-asr --data-dir data/asr --output-dir outputs/asr --init-from facebook/wav2vec2-xls-r-300m",
+        "then gputrain train-asr --data-path data/asr --output-dir outputs/asr "
+        "--init-from facebook/wav2vec2-xls-r-300m",
     }
 
 

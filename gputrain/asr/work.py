@@ -119,7 +119,7 @@ class AsrWork(SpeechWork[TrainAsr]):
 
     def planned(self, settings: PlanAsr) -> PlannedTraining:
         clips = None
-        if settings.data.data_dir != PlannedData.data_dir:
+        if settings.data.data_path != PlannedData.data_path:
             speech = self.open_speech(settings)
             clips, rate = len(speech.split.mixture()), speaking_rate(speech)
             facts = PlannedSpeech(

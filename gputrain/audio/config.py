@@ -96,13 +96,13 @@ class Mel:
 class SoundSaving(Saving):
     """Intervals in steps, because recordings make epochs of very different lengths."""
 
-    checkpoint_freq: int = opt(default=0, help="Epochs between kept checkpoints; 0 is off.", min=0)
-    checkpoint_steps: int = opt(
+    checkpoint_every_epochs: int = opt(default=0, help="Epochs between kept checkpoints; 0 is off.", min=0)
+    checkpoint_every_steps: int = opt(
         default=-1, help="Steps between kept checkpoints; -1: at every evaluation, 0 is off.", min=-1
     )
-    evaluate_freq: int = opt(default=0, help="Epochs between evaluations on held-out data; 0 is off.", min=0)
-    evaluate_steps: int = opt(default=1000, help="Steps between evaluations on held-out data; 0 is off.", min=0)
-    save_samples_freq: int = opt(default=1000, help="Steps between samples; 0 is off.", min=0)
+    evaluate_every_epochs: int = opt(default=0, help="Epochs between evaluations on held-out data; 0 is off.", min=0)
+    evaluate_every_steps: int = opt(default=1000, help="Steps between evaluations on held-out data; 0 is off.", min=0)
+    sample_every_steps: int = opt(default=1000, help="Steps between samples; 0 is off.", min=0)
 
 
 @config(panel="Sound, with --kind vocoder, tts or asr")

@@ -22,7 +22,7 @@ from gputrain.cli.settings import (
     ValidateSettings,
     refuse_others,
 )
-from gputrain.config import read_file
+from gputrain.config import read_config
 from gputrain.errors import UserError, require
 from gputrain.fetch.names import kind_of, local_path
 from gputrain.hw.doctor.report import CheckCompatibility, check_machine
@@ -195,7 +195,7 @@ def print_next_steps(kind: ModelKind, run: Path) -> None:
 
     if not (run / CONFIG).exists():
         return
-    commands = [one.line for one in model_commands(run, kind, read_file(run / CONFIG))]
+    commands = [one.line for one in model_commands(run, kind, read_config(run / CONFIG))]
     commands.append(f"tensorboard --logdir {run / 'logs'}")
     ui.out.print(ui.escape(f"The run is in {run}. Next:"), soft_wrap=True)
     for line in commands:

@@ -111,7 +111,9 @@ class Callbacks:
         self.asked: deque[int] = deque()  # Cool-downs that are asked for, over so many steps.
         self.ends_early = False  # True after the evaluation with which early stopping ends the training.
         self.callbacks = (
-            Callback(lambda end: end.stops or is_due_every(end.step, run.saving.log_freq), lambda end: self.log()),
+            Callback(
+                lambda end: end.stops or is_due_every(end.step, run.saving.log_every_steps), lambda end: self.log()
+            ),
             Callback(lambda end: end.stops, lambda end: self.save(end.names, is_required=True)),
             Callback(lambda end: "samples" in end.reports, lambda end: self.sample()),
             Callback(lambda end: "eval" in end.reports, self._evaluate_step),
@@ -156,10 +158,10 @@ class Callbacks:
         """Call everything that is due after the last completed step."""
         end = self._step_end()
         self.state.progress = replace(self.state.progress, evaluation_due="eval" in end.reports)  # For a save before.
-        log_freq = self.run.saving.log_freq
+        interval = self.run.saving.log_every_steps
         first = end.step == self.steps.start.step + 1 and not end.stops
-        if first and log_freq > 1 and not self.metrics.console.is_terminal:
-            log.info("%s is done; metrics follow every %d steps", self.metrics.step_text, log_freq)
+        if first and interval > 1 and not self.metrics.console.is_terminal:
+            log.info("%s is done; metrics follow every %d steps", self.metrics.step_text, interval)
         for callback in self.callbacks:
             if callback.due(end):
                 callback.call(end)
@@ -194,8 +196,8 @@ class Callbacks:
     def _reports_of(self, step: int) -> list[str]:
         """Return the reports that are due after this many steps, unless they are the last ones."""
         saving, epoch = self.run.saving, self.steps.epochs_done(step)
-        samples = is_due_every(step, saving.save_samples_freq) and epoch >= saving.samples_after_epochs
-        ends_epochs = self.steps.ends_epoch(step) and is_due_every(epoch, saving.evaluate_freq)
+        samples = is_due_every(step, saving.sample_every_steps) and epoch >= saving.samples_after_epochs
+        ends_epochs = self.steps.ends_epoch(step) and is_due_every(epoch, saving.evaluate_every_epochs)
         evaluates = saving.evaluation_is_due(step, ends_epochs=ends_epochs)
         return ["samples"] * samples + ["eval"] * evaluates
 
@@ -567,8 +569,8 @@ def kept_names(steps: StepSchedule, saving: Saving, progress: RunProgress, evalu
     """Returns the further names under which the checkpoint of this step is kept, if any."""
     done, names = progress.step, []
     epoch = steps.epochs_done(done)
-    if steps.ends_epoch(done) and (is_due_every(epoch, saving.checkpoint_freq) or progress.finished):
+    if steps.ends_epoch(done) and (is_due_every(epoch, saving.checkpoint_every_epochs) or progress.finished):
         names.append(f"checkpoint_epoch_{epoch}.pt")
-    if is_due_every(done, saving.checkpoint_steps) or (evaluates and saving.checkpoint_steps < 0):
+    if is_due_every(done, saving.checkpoint_every_steps) or (evaluates and saving.checkpoint_every_steps < 0):
         names.append(f"checkpoint_step_{done}.pt")
     return names

@@ -6,8 +6,8 @@ A run folder holds
     checkpoint_last.pt      the newest
     checkpoint_previous.pt  the one before it
     checkpoint_best.pt      the one with the best score on held-out data
-    checkpoint_epoch_25.pt  kept every checkpoint_freq epochs
-    checkpoint_step_800.pt  kept every checkpoint_steps steps
+    checkpoint_epoch_25.pt  kept every checkpoint_every_epochs epochs
+    checkpoint_step_800.pt  kept every checkpoint_every_steps steps
 
 All but the first two are names (hard links, where the file system has them) of what was saved as checkpoint_last.pt.
 A checkpoint is a file of torch.save. The checksum of all its bytes stands in the comment that a zip archive may end
@@ -34,7 +34,7 @@ from typing import Any, BinaryIO, TypeGuard, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gputrain.config import assemble, is_readable
+from gputrain.config import assemble, is_readable, with_current_names
 from gputrain.engine.schedule import RunProgress
 from gputrain.errors import UserError
 from gputrain.fetch.names import refuse_graph
@@ -330,6 +330,7 @@ def read(path: Path, kind: str, modules: Sequence[str] | None = None) -> Content
     """
     content = (None if modules is None else _read_parts(path, modules)) or _read_whole(path)
     refuse_other_model(path, content["kind"], kind)
+    content["config"] = with_current_names(content["config"], kind)
     return content
 
 

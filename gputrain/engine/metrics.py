@@ -1,6 +1,6 @@
 """Metrics of a training: to the progress line, TensorBoard, metrics.jsonl and trackers.
 
-The scalars of a step stay on the device and are read once every `log_freq` steps, so that the steps between do
+The scalars of a step stay on the device and are read once every `log_every_steps` steps, so that the steps between do
 not wait for them.
 """
 

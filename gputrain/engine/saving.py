@@ -92,7 +92,7 @@ class Saver:
         if self.is_busy or not self.run.group.leads:  # A save that is still being written comes first.
             return False
         minutes = (time.monotonic() - self.saved_at) / 60
-        return self.is_overdue or 0 < self.run.saving.checkpoint_minutes <= minutes
+        return self.is_overdue or 0 < self.run.saving.checkpoint_every_minutes <= minutes
 
     def save(
         self,
@@ -433,11 +433,15 @@ def kept_checkpoints(saving: Saving, steps: StepSchedule) -> int:
     if steps.has_open_end and not saving.keep_checkpoints:
         end = first + 1  # How many there will be is unknown.
     kept = 0
-    if saving.checkpoint_freq:
-        kept += _kept_count(saving, (steps.epochs_done(end) - steps.epochs_done(first)) // saving.checkpoint_freq + 1)
-    interval = saving.checkpoint_steps
+    if saving.checkpoint_every_epochs:
+        kept += _kept_count(
+            saving, (steps.epochs_done(end) - steps.epochs_done(first)) // saving.checkpoint_every_epochs + 1
+        )
+    interval = saving.checkpoint_every_steps
     if interval < 0:
-        interval = saving.evaluate_steps or saving.evaluate_freq * max(1, steps.start.items // steps.items_per_step)
+        interval = saving.evaluate_every_steps or saving.evaluate_every_epochs * max(
+            1, steps.start.items // steps.items_per_step
+        )
     if interval > 0:
         kept += _kept_count(saving, (end - first) // interval)
         last = first if steps.has_open_end else end

@@ -148,9 +148,11 @@ class Saving:
     resume_from: str = opt(
         default="", help="A checkpoint to resume from, or `auto`: the newest in output_dir, if there is one."
     )
-    checkpoint_freq: int = opt(default=5, help="Epochs between checkpoints that are kept; 0 is off.", min=0)
-    checkpoint_minutes: float = opt(default=10, help="Minutes between saves of checkpoint_last.pt; 0 is off.", min=0)
-    checkpoint_steps: int = opt(
+    checkpoint_every_epochs: int = opt(default=5, help="Epochs between checkpoints that are kept; 0 is off.", min=0)
+    checkpoint_every_minutes: float = opt(
+        default=10, help="Minutes between saves of checkpoint_last.pt; 0 is off.", min=0
+    )
+    checkpoint_every_steps: int = opt(
         default=0, help="Steps between checkpoints that are kept; -1: at every evaluation, 0 is off.", min=-1
     )
     keep_checkpoints: int = opt(
@@ -161,14 +163,14 @@ class Saving:
     )
     permanent_interval: int = opt(default=40_000, help="Steps between checkpoints that are never deleted.", min=1)
     best_after: int = opt(default=0, help="No checkpoint_best.pt is written before this step.", min=0)
-    save_samples_freq: int = opt(default=500, help="Steps between samples; 0 is off.", min=0)
+    sample_every_steps: int = opt(default=500, help="Steps between samples; 0 is off.", min=0)
     samples_after_epochs: int = opt(default=0, help="Epochs before the first samples.", min=0)
-    evaluate_freq: int = opt(
+    evaluate_every_epochs: int = opt(
         default=5,
-        help="Epochs between evaluations on held-out data; 0 is off. Beside one by evaluate_steps it is left out.",
+        help="Epochs between evaluations; 0 is off. Beside one by evaluate_every_steps it is left out.",
         min=0,
     )
-    evaluate_steps: int = opt(default=0, help="Steps between evaluations on held-out data; 0 is off.", min=0)
+    evaluate_every_steps: int = opt(default=0, help="Steps between evaluations on held-out data; 0 is off.", min=0)
     early_stopping_patience: int = opt(
         default=0, help="Evaluations in a row without a better score that end the training; 0 is off.", min=0
     )
@@ -176,7 +178,7 @@ class Saving:
         default=None,
         help="Evaluate before the first step, so that the curves start there. Default: if init_from is given.",
     )
-    log_freq: int = opt(default=10, help="Steps between lines of metrics.", min=1)
+    log_every_steps: int = opt(default=10, help="Steps between lines of metrics.", min=1)
     max_time: str = opt(
         default="",
         help="Save and exit with 75 before this time since the start of the command, such as 3h50m; empty: no limit.",
@@ -203,18 +205,18 @@ class Saving:
         if self.early_stopping_patience and not self.evaluates:
             raise UserError(
                 f"early_stopping_patience {self.early_stopping_patience} has no effect: nothing is evaluated",
-                hint="--evaluate-steps or --evaluate-freq says how often; otherwise --early-stopping-patience 0",
+                hint="--evaluate-every-steps says how often one is; otherwise --early-stopping-patience 0",
             )
-        writes_steps = self.checkpoint_steps > 0 or (self.checkpoint_steps < 0 and self.evaluates)
+        writes_steps = self.checkpoint_every_steps > 0 or (self.checkpoint_every_steps < 0 and self.evaluates)
         if self.permanent_start and not writes_steps:
             raise UserError(
                 f"permanent_start {self.permanent_start} has no effect: no checkpoint_step_*.pt is written",
-                hint="--checkpoint-steps says how often one is; otherwise --permanent-start 0",
+                hint="--checkpoint-every-steps says how often one is; otherwise --permanent-start 0",
             )
 
     @property
     def evaluates(self) -> bool:
-        return bool(self.evaluate_freq or self.evaluate_steps)
+        return bool(self.evaluate_every_epochs or self.evaluate_every_steps)
 
     def basis_of_score(self, settings: Mapping[str, object]) -> tuple[object, ...]:
         """Returns what the scores of a run with these flat settings measure: scores are compared if it is equal."""
@@ -223,8 +225,12 @@ class Saving:
     def evaluation_is_due(self, step: int, *, ends_epochs: bool) -> bool:
         """Returns True if an evaluation is due after a step, which may end an epoch that asks for one. Where both
         intervals are given, an epoch's evaluation is left out beside one by steps, as it would show the same."""
-        apart = min(step % self.evaluate_steps, -step % self.evaluate_steps) if self.evaluate_steps else step
-        return is_due_every(step, self.evaluate_steps) or (ends_epochs and 4 * apart >= self.evaluate_steps)
+        apart = (
+            min(step % self.evaluate_every_steps, -step % self.evaluate_every_steps)
+            if self.evaluate_every_steps
+            else step
+        )
+        return is_due_every(step, self.evaluate_every_steps) or (ends_epochs and 4 * apart >= self.evaluate_every_steps)
 
     def ends_early(self, progress: "RunProgress") -> bool:
         """Returns True if so many evaluations were not better that early stopping ends the training."""

@@ -40,7 +40,7 @@ def next_commands(run: RunRecord) -> list[NextCommand]:
 
 def model_commands(run: Path, kind: ModelKind, settings: Mapping[str, Any]) -> list[NextCommand]:
     """Returns the commands that use the model of a run with these settings."""
-    folder, named = str(run), settings.get("data_path") or settings.get("data_dir") or "DATA"
+    folder, named = str(run), settings.get("data_path") or "DATA"
     folders = map(str, named) if isinstance(named, list) else [str(named)]
     data = [word for one in folders for word in ("--data-path", one)]
     purpose, name, *words = kind.use

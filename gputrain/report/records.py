@@ -321,7 +321,7 @@ def is_inside(path: str | Path, folder: Path) -> bool:
 
 def _read_settings(path: Path) -> dict[str, Any]:
     _limited(path, LONGEST_SETTINGS)
-    return settings_without_secrets(config.read_file(path))
+    return settings_without_secrets(config.read_config(path))
 
 
 def _read_notes(path: Path) -> str:

@@ -453,7 +453,7 @@ def buckets_of(
         mixture=None if mixture.is_plain else mixture, shapes=shapes,
     )  # fmt: skip
     rate = speech.store.format.sampling_rate / hop_size
-    frames = data.batch_seconds * rate or data.batch_room * batch_size * float(np.mean(clips.longest_M))
+    frames = data.batch_seconds * rate or data.max_batch_audio_ratio * batch_size * float(np.mean(clips.longest_M))
     return replace(clips, batch_frames=math.ceil(frames), augment=augment)
 
 

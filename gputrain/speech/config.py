@@ -125,11 +125,13 @@ class SpeechPrepareConfig:
 
 @config(panel="Data")
 class SpeechData:
-    data_dir: tuple[Path, ...] = opt(help=f"Folder that `prepare-data` has filled{SEVERAL}", separator="")
+    data_path: tuple[Path, ...] = opt(help=f"Folder that `prepare-data` has filled{SEVERAL}", separator="")
     batch_seconds: float = opt(
-        default=0.0, help="Maximum seconds of audio in a batch, padding included; 0: computed from batch_room.", min=0
+        default=0.0,
+        help="Maximum seconds of audio in a batch, padding included; 0: computed from max_batch_audio_ratio.",
+        min=0,
     )
-    batch_room: float = opt(
+    max_batch_audio_ratio: float = opt(
         default=1.5, help="Maximum audio of a batch, as a multiple of batch_size clips of average length.", min=1
     )
     max_padding: float = opt(

@@ -130,7 +130,7 @@ class SpeechWork(KindWork[S]):
         data = settings.data
         some_unnamed = bool(getattr(settings.model, "add_speaker", ""))
         return open_speech(
-            data.data_dir, self.hop_size, data.held_out_share, self.speech_kind, some_unnamed=some_unnamed
+            data.data_path, self.hop_size, data.held_out_share, self.speech_kind, some_unnamed=some_unnamed
         )
 
     def fill_buckets(self, settings: Any, speech: Speech) -> Buckets:
@@ -173,10 +173,10 @@ class PlannedClips(NamedTuple):
     @classmethod
     def of(cls, settings: Any, *, of_data: bool, slowest: float = 1.0) -> "PlannedClips":
         """Returns the clips of the options of `plan`: all of one length, played at their slowest, or those of the data,
-        whose largest batches have up to `batch_room` times as much sound as others."""
+        whose largest batches have up to `max_batch_audio_ratio` times as much sound as others."""
         clip, batch_size = settings.speech.clip_seconds, settings.schedule.batch_size
         limit = settings.data.batch_seconds / batch_size or math.inf
-        of_largest = limit if math.isfinite(limit) else settings.data.batch_room * clip
+        of_largest = limit if math.isfinite(limit) else settings.data.max_batch_audio_ratio * clip
         seconds = of_largest if of_data else min(limit, clip / slowest)
         columns = {"seconds": round(clip, 1), "batch_seconds": round(seconds * settings.schedule.global_batch_size, 1)}
         return cls(float(seconds), columns)

@@ -22,10 +22,10 @@ PRIOR_STEPS = 2000  # benchmarks/notes.md, "Learning races"
 
 # Aliases of keys and flags: the names that Coqui and the configurations written for it use.
 SPELLINGS = {
-    "data_path": "data_dir", "lr": "learning_rate", "epochs": "num_epochs", "gradient_clip_val": "gradient_clip",
-    "grad_clip": "gradient_clip", "num_loader_workers": "num_workers", "log_interval": "log_freq",
-    "print_step": "log_freq", "save_interval": "checkpoint_steps", "save_step": "checkpoint_steps",
-    "eval_interval": "evaluate_steps", "save_n_checkpoints": "keep_checkpoints", "save_best_after": "best_after",
+    "data_dir": "data_path", "lr": "learning_rate", "epochs": "num_epochs", "gradient_clip_val": "gradient_clip",
+    "grad_clip": "gradient_clip", "num_loader_workers": "num_workers", "log_interval": "log_every_steps",
+    "print_step": "log_every_steps", "save_interval": "checkpoint_every_steps", "save_step": "checkpoint_every_steps",
+    "eval_interval": "evaluate_every_steps", "save_n_checkpoints": "keep_checkpoints", "save_best_after": "best_after",
     "test_delay_epochs": "samples_after_epochs", "torch_compile": "use_torch_compile",
 }  # fmt: skip
 
@@ -41,7 +41,7 @@ PUBLISHED = PublishedFiles(
 
 @config(panel="Data")
 class Data(SpeechData):
-    data_dir: tuple[Path, ...] = opt(help=f"Folder that `prepare-data --kind tts` has filled{SEVERAL}", separator="")
+    data_path: tuple[Path, ...] = opt(help=f"Folder that `prepare-data --kind tts` has filled{SEVERAL}", separator="")
     eval_batch_size: int = opt(default=16, help="Clips synthesised at once in an evaluation.", min=1)
     test_sentences: tuple[str, ...] = opt(
         default=(),
@@ -204,7 +204,8 @@ class TrainTts:
             )
         if given and not self.saving.evaluates:
             raise UserError(
-                f"{' and '.join(given)} has no effect: nothing is evaluated", hint="--evaluate-steps says how often"
+                f"{' and '.join(given)} has no effect: nothing is evaluated",
+                hint="--evaluate-every-steps says how often",
             )
 
     @property
@@ -216,7 +217,7 @@ class TrainTts:
 
 @config(panel="Data")
 class PlannedData(Data):
-    data_dir: tuple[Path, ...] = opt(
+    data_path: tuple[Path, ...] = opt(
         default=(Path("."),), help="Data whose items are counted, to predict hours; not needed.", separator=""
     )
 

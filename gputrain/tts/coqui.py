@@ -53,7 +53,7 @@ def _has_no_effect(name: str) -> bool:
 
 
 def evaluations(value: Any, file: Values) -> Outcome:
-    return {} if value is None else {"evaluate_steps": value}
+    return {} if value is None else {"evaluate_every_steps": value}
 
 
 def schedule(value: Any, file: Values) -> Outcome:

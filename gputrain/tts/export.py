@@ -118,7 +118,7 @@ def export_piper(
 def voice_name(loaded: LoadedVoice, locale: Locale) -> str:
     """Returns a name by Piper's convention, LANGUAGE_COUNTRY-NAME-QUALITY: NAME has the speaker, or the data of
     several, and the run folder, unless they say nothing."""
-    data, run = (path.name for path in (loaded.settings.data.data_dir[0], Path(loaded.source).parent))
+    data, run = (path.name for path in (loaded.settings.data.data_path[0], Path(loaded.source).parent))
     parts = [loaded.speakers[0] if len(loaded.speakers) == 1 and loaded.speakers[0] else data, run]
     told = dict.fromkeys(re.sub(r"\W+", "_", part.lower()).strip("_") for part in parts)
     name = "_".join(part for part in told if part not in SAYS_NOTHING) or "voice"

@@ -69,14 +69,14 @@ def demo_commands(folder: Path) -> list[kinds.Words]:
         "--preset", "fast", "--discriminator-channels", 8, "--encoder-dropout", 0, "--duration-dropout", 0,
         "--batch-size", 4, "--max-padding", 0.1, "--num-epochs", 0, "--num-steps", STEPS,
         "--learning-rate", 1e-3, "--learning-rate-schedule", "cosine", "--warmup-steps", 20, "--gradient-clip", 5,
-        "--ema-decay", 0.9, "--held-out-share", 0.1, "--evaluate-steps", STEPS, "--checkpoint-steps", 0,
-        "--save-samples-freq", STEPS, "--num-audio-samples", 2, "--eval-first", "--resume-from", "auto",
+        "--ema-decay", 0.9, "--held-out-share", 0.1, "--evaluate-every-steps", STEPS, "--checkpoint-every-steps", 0,
+        "--sample-every-steps", STEPS, "--num-audio-samples", 2, "--eval-first", "--resume-from", "auto",
     ]  # fmt: skip
     export = ["export", "--format", "piper", "--name", "uz_UZ-demo", "--model", run, "--output-dir", piper]
     return [
         ["prepare-data", *kind, "--input-dir", speech, "--output-dir", data],
         ["validate", *kind, "--input-dir", speech, "--output-file", folder / "validation.json"],
-        ["train-tts", "--data-dir", data, "--output-dir", run, *train],
+        ["train-tts", "--data-path", data, "--output-dir", run, *train],
         ["evaluate", "--model", run, "--data-path", data, "--json", folder / "evaluation.json"],
         export,
         ["speak", "--model", run, "--text", SENTENCE, "--output-file", folder / "said.wav"],
@@ -100,7 +100,7 @@ def demo_results(folder: Path) -> dict[str, object]:
         "curves": f"tensorboard --logdir {folder / 'run' / 'logs'}",
         "for Piper and Home Assistant": folder / "piper",
         "next": "gputrain prepare-data --kind tts --language uz --input-dir YOUR_RECORDINGS --output-dir data/tts, "
-        "then gputrain train-tts --data-dir data/tts --output-dir outputs/tts",
+        "then gputrain train-tts --data-path data/tts --output-dir outputs/tts",
     }
 
 

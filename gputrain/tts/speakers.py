@@ -84,7 +84,7 @@ def with_new_speaker(speech: Speech, settings: TrainTts, known: KnownVoice) -> S
     if not only_speaker and len(names) == 1:
         raise UserError(
             f"{folders}: speech of {new} alone, of which the other speakers would be unlearnt",
-            hint="--train-part speaker trains only the embedding, or add speech of the others (--data-dir FOLDER), "
+            hint="--train-part speaker trains only the embedding, or add speech of the others (--data-path FOLDER), "
             "told apart by a column of speakers in its transcripts",
         )
     speakers = (*known.speakers, new)

@@ -104,7 +104,7 @@ class TtsWork(SpeechWork[TrainTts]):
 
     def planned(self, settings: PlanTts) -> PlannedTraining:
         clips = None
-        if settings.data.data_dir != PlannedData.data_dir:
+        if settings.data.data_path != PlannedData.data_path:
             speech = self.open_speech(settings)
             clips = len(speech.split.mixture())
             settings = replace(settings, speech=facts_of(speech))

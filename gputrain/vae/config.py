@@ -14,6 +14,9 @@ from gputrain.hw.plan import Cards, DeviceName, Hardware
 from gputrain.kinds import EXCLUDE_HELP, PublishedFiles
 from gputrain.vae.architecture import VaeArchitecture, VaePreset, vae_architecture
 
+# Names that scripts written for earlier VAE trainers use.
+SPELLINGS = {"checkpoint_freq": "checkpoint_every_epochs", "save_samples_freq": "sample_every_steps"}
+
 AdversarialLoss = Literal["hinge", "least-squares"]
 PictureFormat = Literal["png", "jpeg", "webp"]
 PRESET_HELP = "Architecture: flux, flux2 and sd 84 M, lite 54 M, fast 13 M parameters."
@@ -194,6 +197,7 @@ class Losses:
 @config()
 class TrainVae:
     kind: ClassVar[str] = "vae"
+    spellings: ClassVar[dict[str, str]] = SPELLINGS
 
     data: Data = Data()
     model: Model = Model()

@@ -130,7 +130,7 @@ def demo_commands(folder: Path) -> list[kinds.Words]:
     train = [
         "--preset", "fast", "--image-size", SIZE, "--batch-size", 4, "--num-epochs", 36, "--learning-rate", 1e-4,
         "--warmup-steps", 100, "--perceptual-weight", 0.2, "--ema-decay", 0.9, "--held-out-share", SHARE,
-        "--evaluate-freq", 12, "--eval-first", "--checkpoint-freq", 0, "--save-samples-freq", 100,
+        "--evaluate-every-epochs", 12, "--eval-first", "--checkpoint-every-epochs", 0, "--sample-every-steps", 100,
         "--resume-from", "auto",
     ]  # fmt: skip
     return [

@@ -35,7 +35,8 @@ FP32_BECAUSE = "openvpi warns against training its vocoders in bf16; --precision
 SPELLINGS = {
     "ds_workers": "num_workers", "dataloader_prefetch_factor": "prefetch_factor", "max_updates": "num_steps",
     "accumulate_grad_batches": "accumulation_steps", "clip_grad_norm": "gradient_clip",
-    "val_check_interval": "evaluate_steps", "log_interval": "log_freq", "num_ckpt_keep": "keep_checkpoints",
+    "val_check_interval": "evaluate_every_steps", "log_interval": "log_every_steps",
+    "num_ckpt_keep": "keep_checkpoints",
     "permanent_ckpt_start": "permanent_start", "permanent_ckpt_interval": "permanent_interval", "lr": "learning_rate",
     "min_lr": "min_learning_rate", "aux_step": "discriminator_start", "finetune_ckpt_path": "init_from",
 }  # fmt: skip
@@ -219,7 +220,7 @@ class Losses:
     discriminator_start: int = opt(
         default=0, help="Step at which the discriminators start; before, only mel and STFT losses are applied.", min=0
     )
-    discriminator_warmup_steps: int = opt(
+    discriminator_only_steps: int = opt(
         default=-1,
         help="Number of first steps that train only the discriminators, for a pretrained generator; -1: 1000, at most "
         "a tenth of the training, if init_from holds only a generator, otherwise 0.",
@@ -227,9 +228,9 @@ class Losses:
     )
 
     def __post_init__(self) -> None:
-        if self.discriminator_start and self.discriminator_warmup_steps > 0:
+        if self.discriminator_start and self.discriminator_only_steps > 0:
             raise UserError(
-                "discriminator_start and discriminator_warmup_steps contradict each other",
+                "discriminator_start and discriminator_only_steps contradict each other",
                 hint="the first is for a new generator, the second for a pretrained one",
             )
 

@@ -103,17 +103,17 @@ def with_warmup(settings: TrainVocoder, run: Run, weights: Weights | None, items
     """Returns the settings with the number of warm-up steps of the discriminators, if the user left it open: new
     discriminators would harm a pretrained generator. It is at most a tenth of the training on `items` crops. A resumed
     run keeps its number."""
-    if settings.losses.discriminator_warmup_steps >= 0:
+    if settings.losses.discriminator_only_steps >= 0:
         return settings
     if run.resumed:
-        steps = run.resumed["config"]["discriminator_warmup_steps"]
+        steps = run.resumed["config"]["discriminator_only_steps"]
     else:
         needs_some = weights and not weights.discriminators and not settings.losses.discriminator_start
         length = StepSchedule(settings.schedule, RunProgress(items=items)).last_step
         steps = min(WARMUP_STEPS, length // 10) if needs_some else 0
     if steps:
-        log.info("only the discriminators are trained in the first %d steps (discriminator_warmup_steps)", steps)
-    settings = replace(settings, losses=replace(settings.losses, discriminator_warmup_steps=steps))
+        log.info("only the discriminators are trained in the first %d steps (discriminator_only_steps)", steps)
+    settings = replace(settings, losses=replace(settings.losses, discriminator_only_steps=steps))
     run.settings = config.flatten(settings)
     run.configuration = config.to_yaml(settings)
     return settings

@@ -138,7 +138,7 @@ class VocoderWork(KindWork[TrainVocoder]):
         losses = settings.losses
         return {
             "training of the discriminators (discriminator_start)": losses.discriminator_start,
-            "training of the generator (discriminator_warmup_steps)": losses.discriminator_warmup_steps,
+            "training of the generator (discriminator_only_steps)": losses.discriminator_only_steps,
         }
 
     def planned(self, settings: PlanVocoder) -> PlannedTraining:
@@ -232,8 +232,9 @@ def demo_commands(folder: Path) -> list[kinds.Words]:
     train = [
         "--crop-mel-frames", 32, "--batch-size", 8, "--val-num", 4, "--num-steps", STEPS,
         "--discriminator-start", STEPS_ALONE, "--discriminator-optimizer", "adamw", "--learning-rate", 2e-3,
-        "--discriminator-learning-rate", 5e-4, "--warmup-steps", 20, "--ema-decay", 0.95, "--evaluate-steps", STEPS,
-        "--checkpoint-steps", 0, "--save-samples-freq", STEPS // 2, "--eval-first", "--resume-from", "auto",
+        "--discriminator-learning-rate", 5e-4, "--warmup-steps", 20, "--ema-decay", 0.95, "--evaluate-every-steps",
+        STEPS,
+        "--checkpoint-every-steps", 0, "--sample-every-steps", STEPS // 2, "--eval-first", "--resume-from", "auto",
     ]  # fmt: skip
     vocode = ["vocode", "--model", run, "--input", songs, *PITCH]
     onnx = ["export", "--format", "onnx", "--model", run, "--output-dir", folder / "onnx"]

@@ -194,7 +194,7 @@ class VocoderRecipe:
 
     def peak_memory_step(self, step: int) -> int:
         """Returns a step at which both the generator and the discriminators are trained."""
-        return max(step, self.losses.discriminator_start, self.losses.discriminator_warmup_steps)
+        return max(step, self.losses.discriminator_start, self.losses.discriminator_only_steps)
 
     def split(self, batch: VocoderBatch, parts: int) -> list[VocoderBatch]:
         """Returns parts whose sizes differ by at most one, the largest first."""
@@ -202,7 +202,7 @@ class VocoderRecipe:
         return [batch.part(first, stop) for first, stop in pairwise(ends)]
 
     def _learns(self, step: int) -> bool:
-        return step >= self.losses.discriminator_warmup_steps
+        return step >= self.losses.discriminator_only_steps
 
     def _discriminator_learns(self, step: int) -> bool:
         return step >= self.losses.discriminator_start

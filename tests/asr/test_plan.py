@@ -26,7 +26,7 @@ def small_preset(monkeypatch):
 
 
 def settings_of(**changes: object) -> TrainAsr:
-    values = {"data_dir": ".", "preset": "tiny", "batch_size": 4, "learning_rate": 1e-3}
+    values = {"data_path": ".", "preset": "tiny", "batch_size": 4, "learning_rate": 1e-3}
     return assemble(TrainAsr, {**values, **changes})
 
 
@@ -34,7 +34,7 @@ def settings_of(**changes: object) -> TrainAsr:
 def test_a_plan_without_data_is_for_clips_of_the_length_that_was_asked_for(work, options, rate):
     for values, seconds, shown in (
         ({"clip_seconds": 8.0}, 8.0, {"seconds": 8.0, "batch_seconds": 256.0}),
-        ({"clip_seconds": 8.0, "batch_room": 3.0}, 8.0, {"seconds": 8.0, "batch_seconds": 256.0}),
+        ({"clip_seconds": 8.0, "max_batch_audio_ratio": 3.0}, 8.0, {"seconds": 8.0, "batch_seconds": 256.0}),
         ({"clip_seconds": 8.0, "batch_seconds": 160.0}, 5.0, {"seconds": 8.0, "batch_seconds": 160.0}),
         ({"clip_seconds": 8.0, "batch_seconds": 900.0}, 8.0, {"seconds": 8.0, "batch_seconds": 256.0}),
     ):
@@ -47,7 +47,7 @@ def test_a_plan_without_data_is_for_clips_of_the_length_that_was_asked_for(work,
         settings = assemble(options, {"batch_size": 32, "clip_seconds": 8.0, "speed_change": 0.2})
         assert work().planned(settings).work.sizes.clip.frames == pytest.approx(10 * rate, abs=1)
     of_data = PlannedClips.of(assemble(options, {"batch_size": 32, "clip_seconds": 8.0}), of_data=True)
-    assert of_data == (12.0, {"seconds": 8.0, "batch_seconds": 384.0})  # As in a training, by batch_room.
+    assert of_data == (12.0, {"seconds": 8.0, "batch_seconds": 384.0})  # As in a training, by max_batch_audio_ratio.
 
 
 @pytest.mark.slow

@@ -270,7 +270,7 @@ def test_folders_of_w2v_bert_that_cannot_be_used(tmp_path, file, changes, messag
 )
 def test_options_that_w2v_bert_has_no_place_for(tmp_path, changes, message):
     folder = transformers_folder(tmp_path / f"{hash(str(changes))}", **W2V_BERT)
-    settings = assemble(TrainAsr, {"data_dir": str(tmp_path), "init_from": str(folder), **changes})
+    settings = assemble(TrainAsr, {"data_path": str(tmp_path), "init_from": str(folder), **changes})
     with pytest.raises(UserError, match=message):
         recogniser_architecture(settings, None, 12)
 
@@ -281,7 +281,7 @@ def test_a_w2v_bert_that_was_only_pretrained_is_a_start(tmp_path):
     tiny_model(seed=3, **W2V_BERT).wav2vec2_bert.save_pretrained(folder)
     change_json(folder / "config.json", vocab_size=None, layerdrop=0.1, conformer_conv_dropout=0.1)
     (folder / "vocab.json").unlink()
-    values = {"data_dir": str(tmp_path), "init_from": str(folder), "learning_rate": 1e-3, "hidden_dropout": 0.25}
+    values = {"data_path": str(tmp_path), "init_from": str(folder), "learning_rate": 1e-3, "hidden_dropout": 0.25}
     settings = assemble(TrainAsr, values)
     assert initial_normalizes(settings) is True
     architecture = recogniser_architecture(settings, VOCABULARY, 12)
@@ -398,7 +398,7 @@ def test_tensors_that_a_recogniser_has_no_place_for_are_named(tmp_path, caplog):
 def test_weights_that_are_not_there_are_said_before_a_training_is_planned(tmp_path, change, message):
     folder = transformers_folder(tmp_path / change.__name__)
     change(folder)
-    settings = assemble(TrainAsr, {"data_dir": str(tmp_path), "init_from": str(folder)})
+    settings = assemble(TrainAsr, {"data_path": str(tmp_path), "init_from": str(folder)})
     assert recogniser_architecture(settings, None, 12)["vocab_size"] == 12  # A plan needs no weights.
     with pytest.raises(UserError, match=message):
         initial_normalizes(settings)
@@ -407,5 +407,5 @@ def test_weights_that_are_not_there_are_said_before_a_training_is_planned(tmp_pa
 def test_a_resumed_run_does_not_need_the_model_that_it_began_with(tmp_path):
     run = run_folder(tmp_path / "run")
     (run / "architecture.json").write_text("{}")
-    values = {"data_dir": str(tmp_path), "init_from": "user/gone", "resume_from": "auto", "output_dir": str(run)}
+    values = {"data_path": str(tmp_path), "init_from": "user/gone", "resume_from": "auto", "output_dir": str(run)}
     assert initial_normalizes(assemble(TrainAsr, values)) is True

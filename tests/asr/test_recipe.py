@@ -38,7 +38,7 @@ GROUP = {"feat_extract_norm": "group", "do_stable_layer_norm": False}
 
 
 def settings_of(**changes) -> TrainAsr:
-    values = {"data_dir": "unused", "preset": "tiny", "batch_size": 6, "learning_rate": 1e-3, "ema_decay": 0.9}
+    values = {"data_path": "unused", "preset": "tiny", "batch_size": 6, "learning_rate": 1e-3, "ema_decay": 0.9}
     return assemble(TrainAsr, {**values, **changes})
 
 

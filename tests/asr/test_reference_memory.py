@@ -49,7 +49,7 @@ PRESET = {"300M": "xls-r-300m", "1B": "xls-r-1b"}
 
 def settings_of(size: str, **changes: object) -> TrainAsr:
     values = {
-        "data_dir": ".", "preset": PRESET[size], "batch_size": 1, "batch_room": 1.0, "learning_rate": 1e-3,
+        "data_path": ".", "preset": PRESET[size], "batch_size": 1, "max_batch_audio_ratio": 1.0, "learning_rate": 1e-3,
         "hidden_dropout": 0.1, "mask_time_prob": 0.0, "ema_decay": 0.0,
     }  # fmt: skip
     return assemble(TrainAsr, {**values, **changes})

@@ -36,11 +36,12 @@ from tests.vocoder.conftest import flags
 pytestmark = pytest.mark.usefixtures("flops_known")
 
 TINY: dict[str, Any] = {
-    "preset": "tiny", "batch_size": 4, "max_padding": 0.2, "held_out_share": 0.2, "learning_rate": 1e-3, "log_freq": 1,
-    "device": "cpu", "num_workers": 0, "num_epochs": 0, "num_steps": 8, "warmup_steps": 2, "evaluate_steps": 0,
-    "save_samples_freq": 0, "checkpoint_minutes": 0, "mask_time_length": 2, "plan": False,
+    "preset": "tiny", "batch_size": 4, "max_padding": 0.2, "held_out_share": 0.2, "learning_rate": 1e-3,
+    "log_every_steps": 1,
+    "device": "cpu", "num_workers": 0, "num_epochs": 0, "num_steps": 8, "warmup_steps": 2, "evaluate_every_steps": 0,
+    "sample_every_steps": 0, "checkpoint_every_minutes": 0, "mask_time_length": 2, "plan": False,
 }  # fmt: skip
-KEPT = {"evaluate_steps": 2, "checkpoint_steps": 2, "keep_checkpoints": 0}
+KEPT = {"evaluate_every_steps": 2, "checkpoint_every_steps": 2, "keep_checkpoints": 0}
 VARIANT = {"ema_decay": 0.9, "layer_drop": 0.3, "freeze_encoder_steps": 3, "hidden_dropout": 0.1}
 
 
@@ -147,7 +148,7 @@ def test_two_ranks_end_early_at_the_step_of_one_process(store, tmp_path):
     changes["init_from"] = str(run_folder(tmp_path / "model", SpeechStore.open(store).format.vocabulary))
     ended = train(tmp_path / "alone", store, **changes)
     assert ended["progress"]["step"] == 4
-    values = {**changes, "data_dir": store, "output_dir": tmp_path / "together"}
+    values = {**changes, "data_path": store, "output_dir": tmp_path / "together"}
     for said_at_the_end in ("ends early after step 4", "nothing is left to do"):
         launcher = torchrun("train-asr", *flags(values), "--resume-from", "auto")
         said = launcher.communicate(timeout=250)[0]
@@ -167,7 +168,7 @@ def test_two_folders_of_which_one_counts_thrice(store, tmp_path, caplog):
 
 def test_early_stopping_needs_evaluations():
     with pytest.raises(UserError, match="nothing is evaluated"):
-        assemble(TrainAsr, {**TINY, "data_dir": ".", "early_stopping_patience": 2, "evaluate_freq": 0})
+        assemble(TrainAsr, {**TINY, "data_path": ".", "early_stopping_patience": 2, "evaluate_every_epochs": 0})
 
 
 # ------------------------------------------------------------------------------------------------ initial weights
@@ -196,7 +197,7 @@ def test_a_preset_beside_another_model_is_said_to_have_no_effect(caplog):
     both = {"preset": "base", "init_from": "some/model"}
     for changes, warns in ((both, True), ({"preset": "base"}, False), ({"init_from": "some/model"}, False)):
         caplog.clear()
-        AsrWork().completed(assemble(TrainAsr, {"data_dir": ".", **changes}))
+        AsrWork().completed(assemble(TrainAsr, {"data_path": ".", **changes}))
         assert ("preset base has no effect: the architecture is that of some/model" in caplog.text) == warns
 
 
@@ -219,7 +220,7 @@ def test_training_begins_from_a_name_of_the_hub(store, tmp_path, hub):
         (folder / other).write_bytes(b"no weights")
     hub.add("ann/model", folder)
     changes = {"init_from": "ann/model", "learning_rate": 1e-9, "warmup_steps": 0}
-    architecture = recogniser_architecture(assemble(TrainAsr, {"data_dir": ".", **changes}), None, 12)
+    architecture = recogniser_architecture(assemble(TrainAsr, {"data_path": ".", **changes}), None, 12)
     assert architecture["hidden_size"] == SIZES["hidden_size"]
     assert "config.json" in hub.fetched()
     assert "model.safetensors" not in hub.fetched()  # A plan needs no weights.
@@ -273,7 +274,7 @@ def test_resuming_with_another_vocabulary_is_an_error(store, tmp_path):
 
 
 def test_train_asr_from_the_command_line(store, tmp_path):
-    values = {**TINY, "num_steps": 2, "evaluate_steps": 1, "data_path": store, "output_dir": tmp_path / "run"}
+    values = {**TINY, "num_steps": 2, "evaluate_every_steps": 1, "data_path": store, "output_dir": tmp_path / "run"}
     flags = [f"--no-{name}" if value is False else (f"--{name}", value) for name, value in values.items()]
     words = [word for flag in flags for word in (flag if isinstance(flag, tuple) else (flag,))]
     done = gputrain_here("train-asr", *words)
@@ -324,7 +325,7 @@ def warned(remark: Remark | None) -> str:
 def test_batches_have_little_padding(tmp_path):
     """The default limit is 2 %, for clips of 0.3 to 1 s."""
     store = write_store(tmp_path / "store", spelled_clips(200))
-    settings = assemble(TrainAsr, {"data_dir": str(store), "batch_size": 8})
+    settings = assemble(TrainAsr, {"data_path": str(store), "batch_size": 8})
     buckets = AsrWork().fill_buckets(settings, open_speech(store, 320, 0.05, kind="asr"))
     assert buckets.padding <= 0.02
     assert len(buckets.clips) / len(buckets) > 4
@@ -337,8 +338,9 @@ def test_it_learns(tmp_path, monkeypatch):
     monkeypatch.setitem(architecture.PRESETS, "tiny", {**architecture.PRESETS["tiny"], **sizes})
     store = write_store(tmp_path / "store", spelled_clips(200))
     train(
-        tmp_path / "run", store, num_steps=600, batch_size=8, learning_rate=2e-3, warmup_steps=50, evaluate_steps=200,
-        mask_time_prob=0.0, log_freq=50,
+        tmp_path / "run", store, num_steps=600, batch_size=8, learning_rate=2e-3, warmup_steps=50,
+        evaluate_every_steps=200,
+        mask_time_prob=0.0, log_every_steps=50,
     )  # fmt: skip
     rates = [row["eval/cer"] for row in rows(tmp_path / "run") if "eval/cer" in row]
     assert rates[-1] < 0.05

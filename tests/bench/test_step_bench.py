@@ -214,7 +214,7 @@ def test_synthetic_sound_has_its_pitch():
 
 
 def test_synthetic_speech_is_of_the_size_asked_for():
-    settings, speech = assemble(TrainTts, {**TINY_VOICE, "data_dir": "."}), size_of(tts.PlannedSpeech(), 0.5)
+    settings, speech = assemble(TrainTts, {**TINY_VOICE, "data_path": "."}), size_of(tts.PlannedSpeech(), 0.5)
     (bucket,) = TtsWork(speech).synthetic_batch(settings)
     assert bucket.wave_BT.shape == (3, math.ceil(0.5 * 22050 / HOP_SIZE) * HOP_SIZE)
     assert (bucket.wave_BT.dtype, bucket.ids_BS.shape) == (torch.int16, (3, 15))
@@ -224,7 +224,7 @@ def test_synthetic_speech_is_of_the_size_asked_for():
     loudest_hz = torch.fft.rfft(bucket.wave_BT.float()).abs().argmax(dim=1) * 22050 / bucket.wave_BT.shape[1]
     assert all(78 <= hz <= 322 for hz in loudest_hz)
     assert len(set(loudest_hz.tolist())) == 3
-    settings = assemble(TrainAsr, {"data_dir": ".", "preset": "tiny", "batch_size": 4})
+    settings = assemble(TrainAsr, {"data_path": ".", "preset": "tiny", "batch_size": 4})
     (bucket,) = AsrWork(facts_of(settings, PlannedSpeech(), 0.5)).synthetic_batch(settings)
     assert bucket.wave_BT.shape == (4, 25 * 320)
     assert (bucket.wave_BT.dtype, bucket.ids_BS.shape) == (torch.int16, (4, 8))
@@ -238,7 +238,7 @@ def bench_of(name: str, folder: object, **more: object) -> step_bench.StepBench:
     if name == "vae":
         settings = trains("vae", micro_batch_size=2, device="cpu")[0]
     else:
-        tiny = {"vocoder": {"data_path": ".", **TINY_VOCODER}, "tts": {"data_dir": ".", **TINY_VOICE}}[name]
+        tiny = {"vocoder": {"data_path": ".", **TINY_VOCODER}, "tts": {"data_path": ".", **TINY_VOICE}}[name]
         settings = assemble(KINDS[name].train, {**tiny, **step_bench.PLAIN, "micro_batch_size": 2})
     more = {**more, "clip_seconds": 0.5} if name == "tts" else more
     return step_bench.begin_bench(KINDS[name].work(), settings, cpu_runtime(), folder, **more)

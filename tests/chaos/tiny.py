@@ -34,8 +34,9 @@ EVERY_STEP = 1e-9  # Minutes between saves.
 COMPARED = ("modules", "optimizers", "random", "progress", "loss_scales")  # Parts of a checkpoint.
 LAST, PARTIAL = "checkpoint_last.pt", "checkpoint_last.pt.partial"
 SAVING: dict[str, Any] = {
-    "checkpoint_freq": 0, "checkpoint_steps": 7, "keep_checkpoints": 2, "evaluate_freq": 0, "evaluate_steps": 10,
-    "save_samples_freq": 0, "log_freq": 1, "plan": False, "device": "cpu",
+    "checkpoint_every_epochs": 0, "checkpoint_every_steps": 7, "keep_checkpoints": 2, "evaluate_every_epochs": 0,
+    "evaluate_every_steps": 10,
+    "sample_every_steps": 0, "log_every_steps": 1, "plan": False, "device": "cpu",
 }  # fmt: skip
 PICTURES: dict[str, Any] = {
     "preset": "flux", "channels": [32, 32], "z_channels": 4, "image_size": 24, "batch_size": 2,
@@ -73,10 +74,9 @@ def make_data(kind: str, folder: Path) -> Path:
 
 def words(kind: str, data: Path, folder: Path, steps: int, **changes: object) -> list[str]:
     """Returns a command line of at most `steps` steps that resumes what there is."""
-    place = {"tts": "data_dir", "asr": "data_dir"}.get(kind, "data_path")
     values = {
-        **OPTIONS[kind], place: data, "output_dir": folder, "max_steps": steps, "resume_from": "auto",
-        "checkpoint_minutes": EVERY_STEP, "num_workers": 0, **changes,
+        **OPTIONS[kind], "data_path": data, "output_dir": folder, "max_steps": steps, "resume_from": "auto",
+        "checkpoint_every_minutes": EVERY_STEP, "num_workers": 0, **changes,
     }  # fmt: skip
     return [f"train-{kind}", *vocoders.flags(values)]
 

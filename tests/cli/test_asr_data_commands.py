@@ -46,6 +46,6 @@ def test_from_recordings_to_a_checked_store(recordings, tmp_path):
     ]  # fmt: skip
     assert content["speakers"]["ann"]["clips"] == 3
     assert SpeechStore.open(store).format.kind == "asr"
-    done = gputrain_here("train-tts", "--data-dir", store, "--output-dir", tmp_path / "run")
+    done = gputrain_here("train-tts", "--data-path", store, "--output-dir", tmp_path / "run")
     assert done.returncode == 2
     assert f"error: {store}: prepared for a recogniser (--kind asr), not for a voice" in done.stderr

@@ -67,7 +67,7 @@ def test_the_voice_is_trained_on_what_was_prepared_and_speaks_a_new_sentence(tmp
     settings = assemble(TrainTts, {name: value for name, value in given.items() if value not in (None, "", [], ())})
     prepared, checked = by_name["prepare-data"], by_name["validate"]
     assert prepared["audio_sample_rate"] == checked["audio_sample_rate"] == speech.RATE_HZ
-    assert settings.data.data_dir == (Path(str(prepared["output_dir"])),)
+    assert settings.data.data_path == (Path(str(prepared["output_dir"])),)
     assert (settings.schedule.num_steps, settings.schedule.num_epochs) == (tts.STEPS, 0)
     assert {str(by_name[name]["model"]) for name in ("speak", "evaluate")} == {str(settings.saving.output_dir)}
     assert settings.data.held_out_share * speech.CLIPS > 2

@@ -46,7 +46,7 @@ def notes(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def vocoder_run(notes, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("vocoder") / "run"
-    changes = {"data_path": str(notes), "evaluate_steps": 0, "save_samples_freq": 0, "max_steps": 1}
+    changes = {"data_path": str(notes), "evaluate_every_steps": 0, "sample_every_steps": 0, "max_steps": 1}
     train_vocoder(assemble(TrainVocoder, {**TINY, **changes, "output_dir": str(folder)}), Console(quiet=True))
     return folder
 

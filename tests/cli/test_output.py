@@ -259,7 +259,7 @@ def test_the_start_of_a_training_is_short_and_its_plan_is_logged_if_asked_for(tm
     data = make_data(kind, tmp_path / "data")
     monkeypatch.chdir(tmp_path)
     smaller = {"adversarial_weight": 0, "discriminator_start": 5000, "discriminator_channels": 64}
-    changes = {**(smaller if kind == "vae" else {}), "save_samples_freq": 0, "evaluate_steps": 0}
+    changes = {**(smaller if kind == "vae" else {}), "sample_every_steps": 0, "evaluate_every_steps": 0}
     caplog.set_level("DEBUG", "gputrain")
     monkeypatch.setattr(ui, "LineHandler", lambda ranks: caplog.handler)
     done = gputrain_here(

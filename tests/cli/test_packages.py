@@ -28,11 +28,11 @@ NEEDED = {
     # An export is compared on synthetic speech, which WORLD makes.
     "asr": {"soundfile", "rapidfuzz", "transformers", "pyworld", "scipy"},
 }
-SHARED = {"device": "cpu", "plan": False, "num_workers": 0, "log_freq": 1, "max_steps": 1}
+SHARED = {"device": "cpu", "plan": False, "num_workers": 0, "log_every_steps": 1, "max_steps": 1}
 TINY: dict[str, dict[str, Any]] = {
     "vae": {"preset": "fast", "channels": [32, 32], "image_size": 32, "batch_size": 2},
-    "vocoder": {**vocoder.TINY, "evaluate_steps": 1, "save_samples_freq": 1},
-    "tts": {"preset": "fast", "discriminator_channels": 8, "batch_size": 2, "batch_room": 2.0},
+    "vocoder": {**vocoder.TINY, "evaluate_every_steps": 1, "sample_every_steps": 1},
+    "tts": {"preset": "fast", "discriminator_channels": 8, "batch_size": 2, "max_batch_audio_ratio": 2.0},
     "asr": {"preset": "tiny", "batch_size": 2},
 }
 BLOCKED = """
@@ -79,8 +79,7 @@ def modules_of(done: Done) -> set[str]:
 
 
 def training(kind: str, data: Path, run: Path) -> list[object]:
-    source = "--data-path" if kind in ("vae", "vocoder") else "--data-dir"
-    return [f"train-{kind}", source, data, "--output-dir", run, *vocoder.flags({**SHARED, **TINY[kind]})]
+    return [f"train-{kind}", "--data-path", data, "--output-dir", run, *vocoder.flags({**SHARED, **TINY[kind]})]
 
 
 def data_of(kind: str, folder: Path, photographs: Path) -> Path:

@@ -21,8 +21,9 @@ STEPS = 12
 def options(photographs: Path, folder: Path, **changes: object) -> list[str]:
     given = {
         "data-path": photographs, "output-dir": folder, "image-size": 16, "channels": "32,32", "z-channels": 4,
-        "batch-size": 5, "num-epochs": 0, "num-steps": STEPS, "warmup-steps": 0, "evaluate-steps": 6, "log-freq": 1,
-        "save-samples-freq": 0, "checkpoint-freq": 0, "num-workers": 0, "device": "cpu", **changes,
+        "batch-size": 5, "num-epochs": 0, "num-steps": STEPS, "warmup-steps": 0, "evaluate-every-steps": 6,
+        "log-every-steps": 1,
+        "sample-every-steps": 0, "checkpoint-every-epochs": 0, "num-workers": 0, "device": "cpu", **changes,
     }  # fmt: skip
     return ["train-vae", *(word for name, value in given.items() for word in (f"--{name}", str(value)))]
 
@@ -86,7 +87,7 @@ def test_ranks_train_stages_of_resolution_as_one_process(photographs, tmp_path):
     together, alone = tmp_path / "together", tmp_path / "alone"
     stages = {
         "image-size": 256, "resolution-schedule": "16:2:2,24:2:2", "num-steps": 0, "num-epochs": 100, "batch-size": 1,
-        "evaluate-steps": 0, "evaluate-freq": 1,
+        "evaluate-every-steps": 0, "evaluate-every-epochs": 1,
     }  # fmt: skip
     for changes in ({"max-steps": 7}, {}):
         launcher = torchrun(*options(photographs, together, **stages, **changes), "--resume-from", "auto")
@@ -110,7 +111,7 @@ def test_ranks_train_stages_of_resolution_as_one_process(photographs, tmp_path):
 def test_a_killed_rank_is_restarted_and_nothing_is_lost(photographs, tmp_path):
     """The ranks continue from the last checkpoint by themselves, to the bits of the run that was not disturbed."""
     calm, disturbed = tmp_path / "calm", tmp_path / "disturbed"
-    steps = {"num-steps": 150, "checkpoint-steps": 5, "evaluate-steps": 0, "evaluate-freq": 0}
+    steps = {"num-steps": 150, "checkpoint-every-steps": 5, "evaluate-every-steps": 0, "evaluate-every-epochs": 0}
     launcher = torchrun(*options(photographs, calm, **steps))
     assert launcher.wait(280) == 0, launcher.communicate()[0]
     launcher = torchrun(*options(photographs, disturbed, **steps), restarts=3)
@@ -129,7 +130,7 @@ def test_a_killed_rank_is_restarted_and_nothing_is_lost(photographs, tmp_path):
 @pytest.mark.parametrize("receiver", ["torchrun", "one rank", "group"])
 def test_a_signal_ends_all_ranks_after_the_same_step(photographs, tmp_path, receiver):
     folder = tmp_path / "run"
-    steps = {"num-steps": 3000, "evaluate-steps": 0, "evaluate-freq": 0}
+    steps = {"num-steps": 3000, "evaluate-every-steps": 0, "evaluate-every-epochs": 0}
     launcher = torchrun(*options(photographs, folder, **steps))
     wait_for_step(folder, 5)
     ranks = ranks_of(launcher)

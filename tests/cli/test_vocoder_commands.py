@@ -17,7 +17,7 @@ from tests.vocoder.conftest import TINY, flags, hummed
 
 pytestmark = pytest.mark.usefixtures("flops_known")
 
-QUIET = {"evaluate_steps": 0, "save_samples_freq": 0, "checkpoint_steps": 0, "max_steps": 1}
+QUIET = {"evaluate_every_steps": 0, "sample_every_steps": 0, "checkpoint_every_steps": 0, "max_steps": 1}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_no_sound_and_sound_half_prepared(typed, notes, tmp_path):
 
 def test_sound_without_a_pitch_is_a_warning(typed, tmp_path):
     store = hummed(tmp_path / "unvoiced", voiced=False)
-    code, printed = typed(*training(store, evaluate_steps=1))
+    code, printed = typed(*training(store, evaluate_every_steps=1))
     assert code == 0
     assert "warning: 0.0 % of the frames have a pitch" in printed
     row = json.loads(Path("run", "metrics.jsonl").read_text().splitlines()[-1])
@@ -113,7 +113,7 @@ def test_a_single_held_out_clip_is_a_warning(typed, tmp_path):
     ({"plan_file": "gone.json"}, "gone.json: No such file"),
     ({"data_in_memory": True}, "--data-in-memory"),
     ({"gamma": 0.99}, "gamma 0.99 has no effect with learning_rate_schedule"),
-    ({"checkpoint_steps": 0, "permanent_start": 8}, "permanent_start 8 has no effect"),
+    ({"checkpoint_every_steps": 0, "permanent_start": 8}, "permanent_start 8 has no effect"),
 )
 def test_settings_that_cannot_be(typed, notes, changes, said):
     refused(typed, training(notes, **changes), said)

@@ -58,7 +58,7 @@ def voice_run(prepared, tmp_path_factory) -> Path:
 
 def training(store: Path, **changes: object) -> list[str]:
     """Return the words of a training of one step; None leaves a setting out."""
-    values: dict[str, Any] = {"data_dir": str(store), **TINY, **QUIET, "max_steps": 1, "output_dir": "run", **changes}
+    values: dict[str, Any] = {"data_path": str(store), **TINY, **QUIET, "max_steps": 1, "output_dir": "run", **changes}
     return ["train-tts", *flags({name: value for name, value in values.items() if value is not None})]
 
 
@@ -148,7 +148,7 @@ def test_a_file_of_the_users_keys_is_followed(typed, prepared):
         "training:\n  batch_size: 2\n  pin_memory: true\noutput:\n  save_step: 1\nlogging:\n  save_interval: 1\n"
         "optimizer:\n  name: AdamW\n  lr: 0.0003\n"
     )
-    words = training(prepared, checkpoint_steps=None, batch_size=None, learning_rate=None)
+    words = training(prepared, checkpoint_every_steps=None, batch_size=None, learning_rate=None)
     code, printed = typed(*words, "--config", "c.yaml")
     assert code == 0, printed
     assert "pin_memory has no effect" in printed

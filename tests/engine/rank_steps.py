@@ -90,7 +90,7 @@ def train_runs(folder: Path, rank: int, stages: tuple[tuple[int, int], ...]) -> 
         runtime = dataclasses.replace(cpu_runtime(), ranks=group.ranks)
         vars(runtime)["product_rate"] = 1e11  # It would be measured for each run.
         recipe, _ = toy(runtime)
-        saving = quiet(folder, resume_from="auto", log_freq=1)
+        saving = quiet(folder, resume_from="auto", log_every_steps=1)
         settings = ToySettings(schedule=dataclasses.replace(recipe.schedule, max_steps=last), saving=saving)
         run = open_run(settings, saving, kind="toy", command="gputrain train-toy", group=group)
         steps = StepSchedule(settings.schedule, begin(run.progress, len(ITEMS), new_stage=False))

@@ -138,12 +138,14 @@ def test_a_run_saves_in_time_and_goes_on_with_the_same_limit(tmp_path, clock):
     slowly = steps_of(clock)
     long = schedule(60, num_epochs=100)
     with pytest.raises(Stopped, match=r"in time for --max-time 1s after step 39; everything is saved") as caught:
-        train_toy(ToyRecipe(long, adversarial_from=3), quiet(tmp_path / "cut", log_freq=1, max_time="1s"), slowly)
+        train_toy(
+            ToyRecipe(long, adversarial_from=3), quiet(tmp_path / "cut", log_every_steps=1, max_time="1s"), slowly
+        )
     configuration = tmp_path / "cut" / "config.yaml"
     assert caught.value.hint.endswith(f"--config {configuration} --resume-from auto --max-steps 60")
     assert saved_step(tmp_path / "cut") == 39
     assert read_file(tmp_path / "cut" / "config.yaml")["max_time"] == "1s"
-    again = quiet(tmp_path / "cut", log_freq=1, max_time="2s", resume_from="auto")
+    again = quiet(tmp_path / "cut", log_every_steps=1, max_time="2s", resume_from="auto")
     with pytest.raises(Stopped):
         train_toy(ToyRecipe(schedule(200, num_epochs=100), adversarial_from=3), again, slowly)
     assert saved_step(tmp_path / "cut") == 39 + 89
@@ -152,7 +154,7 @@ def test_a_run_saves_in_time_and_goes_on_with_the_same_limit(tmp_path, clock):
 def test_the_limit_of_a_command_counts_its_start_and_its_report(tmp_path, clock):
     """Of 10 s, loading takes 4 s, the report at the end may take 3 s, and half of the rest is left to steps of 0.02 s:
     saves and the end take 0.2 s as above."""
-    settings = quiet(tmp_path, log_freq=1, max_time="10s")
+    settings = quiet(tmp_path, log_every_steps=1, max_time="10s")
 
     def program() -> None:
         clock.now += 4
@@ -177,7 +179,7 @@ def test_an_evaluation_that_would_end_too_late_is_left_to_the_resumed_run(tmp_pa
     recipe = ToyRecipe(schedule(100, num_epochs=100), adversarial_from=3)
     evaluate = recipe.evaluate
     recipe.evaluate = lambda: (clock.sleep(0.8), evaluate())[1]
-    settings = quiet(tmp_path, log_freq=1, max_time="2s", evaluate_steps=10, eval_first=False)
+    settings = quiet(tmp_path, log_every_steps=1, max_time="2s", evaluate_every_steps=10, eval_first=False)
     with pytest.raises(Stopped, match="in time for --max-time 2s after step 19; everything is saved"):
         train_toy(recipe, settings, steps_of(clock))
     assert steps_logged(tmp_path, "eval/score") == [10]

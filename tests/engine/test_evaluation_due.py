@@ -22,7 +22,13 @@ from tests.toy import ToyRecipe, quiet, train_toy, weights
 from tests.waiting import HANG_SECONDS
 
 STEPS = 8
-SAVING = {"log_freq": 1, "evaluate_steps": 2, "checkpoint_freq": 1, "checkpoint_steps": 2, "keep_checkpoints": 0}
+SAVING = {
+    "log_every_steps": 1,
+    "evaluate_every_steps": 2,
+    "checkpoint_every_epochs": 1,
+    "checkpoint_every_steps": 2,
+    "keep_checkpoints": 0,
+}
 PARTS = ("modules", "optimizers", "random", "progress")
 
 

@@ -46,7 +46,7 @@ def schedule(**others) -> Schedule:
 def run(folder, source=batches, **others):
     saving_of = {name: others.pop(name) for name in ("resume_from", "max_time", "keep_checkpoints") if name in others}
     recipe = ToyRecipe(schedule(**others), adversarial_from=3)
-    train_toy(recipe, quiet(folder, log_freq=1, **saving_of), source)
+    train_toy(recipe, quiet(folder, log_every_steps=1, **saving_of), source)
     return weights(recipe)
 
 
@@ -282,7 +282,7 @@ def test_an_evaluation_that_would_end_too_late_is_left_out(tmp_path, clock, capl
     evaluate, sample = recipe.evaluate, recipe.sample
     recipe.evaluate = lambda: (clock.sleep(0.6), evaluate())[1]
     recipe.sample = lambda: (clock.sleep(0.6), sample())[1]
-    train_toy(recipe, quiet(tmp_path, log_freq=1, evaluate_steps=100), steps_of(clock))
+    train_toy(recipe, quiet(tmp_path, log_every_steps=1, evaluate_every_steps=100), steps_of(clock))
     assert 3.9 < clock.now - 1000 <= 4.0
     evaluated = [row["step"] for row in rows_of(tmp_path) if "eval/score" in row]
     assert evaluated == [0, saved_step(tmp_path)]
@@ -297,7 +297,7 @@ def test_a_time_that_is_too_short_for_a_cool_down_is_said(tmp_path, clock, caplo
 
 def test_an_open_end_counts_no_checkpoints_that_never_come():
     steps = StepSchedule(Schedule(finish_by="6h"), RunProgress(items=32))
-    settings = Saving(checkpoint_steps=100_000, permanent_start=100_000, permanent_interval=100_000)
+    settings = Saving(checkpoint_every_steps=100_000, permanent_start=100_000, permanent_interval=100_000)
     assert saving.kept_checkpoints(settings, steps) == 8
 
 

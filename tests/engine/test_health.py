@@ -47,7 +47,7 @@ def of_losses(values) -> list[dict[str, object]]:
 
 def test_a_run_that_diverges_says_so_and_records_it(tmp_path, caplog):
     recipe = ToyRecipe(schedule(40, learning_rate=10.0, warmup_steps=40))
-    train_toy(recipe, quiet(tmp_path, log_freq=10))
+    train_toy(recipe, quiet(tmp_path, log_every_steps=10))
     assert "the loss generator/" in caplog.text
     assert "times its median of the last" in caplog.text
     events = json.loads((tmp_path / "plan.json").read_text())["events"]
@@ -244,7 +244,7 @@ def test_states_that_come_and_go_cause_no_warning():
 
 
 def test_free_space_and_the_size_of_a_checkpoint_are_recorded(tmp_path):
-    train_toy(ToyRecipe(schedule(12), adversarial_from=3), quiet(tmp_path, log_freq=1, checkpoint_steps=4))
+    train_toy(ToyRecipe(schedule(12), adversarial_from=3), quiet(tmp_path, log_every_steps=1, checkpoint_every_steps=4))
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     size = (tmp_path / "checkpoint_last.pt").stat().st_size
     # A checkpoint that is copied aside first holds the counts of AdamW's steps one by one, the last one holds them

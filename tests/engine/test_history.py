@@ -20,17 +20,17 @@ def rows(folder: Path) -> list[dict]:
 
 
 def test_a_resumed_run_says_what_changed_and_how_each_part_ended(tmp_path):
-    trained(tmp_path, 4, checkpoint_minutes=0)
+    trained(tmp_path, 4, checkpoint_every_minutes=0)
     with (tmp_path / "metrics.jsonl").open("a") as file:  # As if it had gone on without saving.
         file.write('{"step": 7, "epoch": 0, "seconds": 1}\n{"step": 9, "epo')
-    trained(tmp_path, 8, resume_from="auto", log_freq=5)
+    trained(tmp_path, 8, resume_from="auto", log_every_steps=5)
     first, stopped, second, finished = rows(tmp_path)
     assert [row["event"] for row in (first, stopped, second, finished)] == ["start", "end", "start", "end"]
     assert (first["step"], first["logged_step"], first["changes"]) == (0, 0, {})
     assert (stopped["step"], stopped["outcome"]) == (4, "stopped")
     assert stopped["message"] == "max_steps is reached"
     assert (second["step"], second["logged_step"]) == (4, 7)
-    assert second["changes"]["log_freq"] == [1, 5]
+    assert second["changes"]["log_every_steps"] == [1, 5]
     assert "resume_from" not in second["changes"]
     assert finished["step"] == 8
     machine = second["machine"]

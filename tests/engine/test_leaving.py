@@ -46,7 +46,7 @@ def train_with(folder, fault=None, source=batches, **saving) -> ToyRecipe:
     recipe = ToyRecipe(schedule(STEPS), adversarial_from=3)
     if fault:
         fault(recipe)
-    train_toy(recipe, quiet(folder, **{"log_freq": 1, **saving}), source)
+    train_toy(recipe, quiet(folder, **{"log_every_steps": 1, **saving}), source)
     return recipe
 
 
@@ -92,7 +92,7 @@ def test_the_last_step_is_saved_before_it_is_sampled_and_evaluated(tmp_path):
         recipe.sample = lambda: (saved.append(saved_step(tmp_path)), sample())[1]
         recipe.evaluate = lambda: (saved.append(saved_step(tmp_path)), evaluate())[1]
 
-    train_with(tmp_path, fault, evaluate_freq=100, eval_first=False)
+    train_with(tmp_path, fault, evaluate_every_epochs=100, eval_first=False)
     assert saved == [STEPS, STEPS]
 
 
@@ -106,12 +106,12 @@ def broken_source(first, last):
 @pytest.mark.parametrize(
     ("made", "error", "options"),
     [
-        (8, ValueError, {"fault": failing("evaluate", 2, defect), "evaluate_steps": 4}),
+        (8, ValueError, {"fault": failing("evaluate", 2, defect), "evaluate_every_steps": 4}),
         (7, ValueError, {"fault": failing("prepare", 7, defect)}),
         (7, UserError, {"source": broken_source}),
         (6, ValueError, {"fault": failing_loss(0, 6, defect)}),
-        (5, ValueError, {"fault": failing("average", 5, defect), "checkpoint_steps": 5}),
-        (4, ValueError, {"fault": failing_loss(1, 6, defect), "checkpoint_steps": 4}),
+        (5, ValueError, {"fault": failing("average", 5, defect), "checkpoint_every_steps": 5}),
+        (4, ValueError, {"fault": failing_loss(1, 6, defect), "checkpoint_every_steps": 4}),
     ],
     ids=["evaluation", "prepare", "data", "first phase", "moving average", "second phase"],
 )
@@ -122,9 +122,9 @@ def test_an_error_between_steps_loses_no_step(tmp_path, caplog, made, error, opt
         train_with(tmp_path / "cut", **options)
     assert saved_step(tmp_path / "cut") == made
     trained(tmp_path / "before", made)
-    assert (f"step {made} is saved before the run ends" in caplog.text) == ("checkpoint_steps" not in options)
+    assert (f"step {made} is saved before the run ends" in caplog.text) == ("checkpoint_every_steps" not in options)
     within = f"failed after some of its weights had changed, and is not saved; a resumed run goes on from step {made}"
-    assert (within in caplog.text) == ("checkpoint_steps" in options)
+    assert (within in caplog.text) == ("checkpoint_every_steps" in options)
     random_before, random_cut = (
         checkpoint.read(tmp_path / name / "checkpoint_last.pt", "toy")["random"]["cpu"] for name in ("before", "cut")
     )
@@ -145,9 +145,9 @@ def test_a_step_that_is_saved_before_an_error_has_a_line_of_metrics(tmp_path, mo
         patched.setattr(RankGroup, "any_rank", any_rank)
         patched.setattr(RankGroup, "total", lambda self, *values: defect())
         with pytest.raises(UserError, match="is lost"):
-            train_with(tmp_path, log_freq=10)
+            train_with(tmp_path, log_every_steps=10)
     assert saved_step(tmp_path) == 7
-    trained(tmp_path, STEPS, resume_from="auto", log_freq=1)
+    trained(tmp_path, STEPS, resume_from="auto", log_every_steps=1)
     assert [row["step"] for row in rows_of(tmp_path)] == [7, *range(8, STEPS + 1)]
     assert rows_of(tmp_path)[0]["loss/generator/l2"] > 0
 
@@ -157,7 +157,7 @@ def test_samples_and_evaluations_that_do_not_fit_are_left_out(tmp_path, caplog):
         failing("sample", 1, out_of_memory, times=1)(recipe)
         failing("evaluate", 2, out_of_memory, times=1)(recipe)
 
-    recipe = train_with(tmp_path / "a", fault, evaluate_steps=4, save_samples_freq=4)
+    recipe = train_with(tmp_path / "a", fault, evaluate_every_steps=4, sample_every_steps=4)
     assert_equal(trained(tmp_path / "straight", STEPS), weights(recipe))
     assert "out of memory: the samples of step 8 are skipped" in caplog.text
     assert "out of memory: the held-out figures of step 8 are skipped" in caplog.text
@@ -177,7 +177,7 @@ def test_samples_and_evaluations_search_no_convolutions_and_the_steps_go_on_doin
                 values.append(torch.backends.cudnn.benchmark), method(*arguments))[1])  # fmt: skip
 
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    train_with(tmp_path, note, evaluate_steps=4, save_samples_freq=4)
+    train_with(tmp_path, note, evaluate_every_steps=4, sample_every_steps=4)
     assert {name: set(values) for name, values in searching.items()} == {
         "sample": {False}, "evaluate": {False}, "prepare": {True},
     }  # fmt: skip
@@ -191,7 +191,7 @@ def test_sampling_and_evaluating_leave_the_random_numbers_of_the_steps_alone(tmp
 
     states = []
     for name, fault in (("a", None), ("b", random_figures)):
-        train_with(tmp_path / name, fault, evaluate_steps=4)
+        train_with(tmp_path / name, fault, evaluate_every_steps=4)
         states.append(checkpoint.read(tmp_path / name / "checkpoint_last.pt", "toy")["random"]["cpu"])
     assert torch.equal(*states)
 
@@ -228,7 +228,7 @@ def test_an_optimizer_that_does_not_fit_ends_the_run_with_a_clear_error(tmp_path
         phases_of(recipe)[1].optimizer.register_step_pre_hook(failing_from(10))  # The first call allocates its state.
 
     with pytest.raises(UserError, match="out of memory after step 9") as caught:
-        train_with(tmp_path / "cut", fault, checkpoint_steps=3)
+        train_with(tmp_path / "cut", fault, checkpoint_every_steps=3)
     assert "--resume-from auto" in caught.value.hint
     assert saved_step(tmp_path / "cut") == 9
     assert "step 10 failed after some of its weights had changed" in caplog.text
@@ -310,7 +310,7 @@ def open_batches(first, last):
     return loader(Items(), stream, num_workers=2)
 
 ui.run(lambda: toy.train_toy(
-    toy.ToyRecipe(schedule(100_000, num_epochs=100_000)), toy.quiet(Path(sys.argv[1]), log_freq=1), open_batches
+    toy.ToyRecipe(schedule(100_000, num_epochs=100_000)), toy.quiet(Path(sys.argv[1]), log_every_steps=1), open_batches
 ))
 """
 
@@ -367,7 +367,7 @@ def hanging_source(first, last):
 
 def test_a_request_to_stop_ends_the_wait_for_a_batch(tmp_path):
     with pytest.raises(Stopped, match="asked to terminate after step 8; everything is saved"):
-        train_with(tmp_path / "cut", source=hanging_source, log_freq=5)
+        train_with(tmp_path / "cut", source=hanging_source, log_every_steps=5)
     assert [row["step"] for row in rows_of(tmp_path / "cut")] == [5, 8]
     assert_equal(trained(tmp_path / "straight", STEPS), trained(tmp_path / "cut", STEPS, resume_from="auto"))
 

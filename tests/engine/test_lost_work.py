@@ -23,7 +23,7 @@ from tests.toy import ToyRecipe, cpu_runtime, quiet, train_toy, weights, whole_c
 
 def test_a_run_that_ended_before_its_first_checkpoint_is_begun_anew_by_auto(tmp_path, caplog):
     """What a kill leaves then: lines, events, and half a file."""
-    evaluated = {"evaluate_steps": 2}
+    evaluated = {"evaluate_every_steps": 2}
     straight = trained(tmp_path / "a", 5, **evaluated)
     trained(tmp_path / "b", 3, **evaluated)
     for path in (tmp_path / "b").glob("*.pt"):
@@ -43,7 +43,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_is_begun_anew_by_auto(tmp_
 
 def test_a_run_that_ended_before_its_first_checkpoint_begins_again_at_the_one_that_its_command_names(tmp_path):
     trained(tmp_path / "first", 3)
-    begin = {"resume_from": str(tmp_path / "first"), "log_freq": 1}
+    begin = {"resume_from": str(tmp_path / "first"), "log_every_steps": 1}
     straight = trained(tmp_path / "a", 6, **begin)
     trained(tmp_path / "b", 5, **begin)
     for path in (tmp_path / "b").glob("*.pt"):
@@ -64,16 +64,16 @@ def test_a_rejected_resume_leaves_the_configuration_with_which_the_run_goes_on(t
     else:
         recipe.fail[("generator", 5)] = 0
     with pytest.raises(UserError, match="differs in 6 tensors" if "arch" in rejected else "out of memory"):
-        train_toy(recipe, quiet(tmp_path / "b", log_freq=1, resume_from="auto"))
-    assert read_file(tmp_path / "b" / "config.yaml")["log_freq"] == 1
-    assert_equal(straight, trained(tmp_path / "b", 10, resume_from="auto", log_freq=2))
-    assert read_file(tmp_path / "b" / "config.yaml")["log_freq"] == 2
+        train_toy(recipe, quiet(tmp_path / "b", log_every_steps=1, resume_from="auto"))
+    assert read_file(tmp_path / "b" / "config.yaml")["log_every_steps"] == 1
+    assert_equal(straight, trained(tmp_path / "b", 10, resume_from="auto", log_every_steps=2))
+    assert read_file(tmp_path / "b" / "config.yaml")["log_every_steps"] == 2
 
 
 def test_a_damaged_checkpoint_never_replaces_the_intact_one_before_it(tmp_path):
     """The first save overwrites it, so that then two intact checkpoints are there again."""
-    straight = trained(tmp_path / "a", 10, checkpoint_steps=2)
-    trained(tmp_path / "b", 5, checkpoint_steps=2)
+    straight = trained(tmp_path / "a", 10, checkpoint_every_steps=2)
+    trained(tmp_path / "b", 5, checkpoint_every_steps=2)
     last, previous = tmp_path / "b" / LAST, tmp_path / "b" / PREVIOUS
     intact, damaged = previous.read_bytes(), bytearray(last.read_bytes())
     damaged[len(damaged) // 2] ^= 1
@@ -81,21 +81,21 @@ def test_a_damaged_checkpoint_never_replaces_the_intact_one_before_it(tmp_path):
     trained(tmp_path / "b", 5, resume_from="auto")
     assert previous.read_bytes() == intact
     assert checkpoint.read(last, "toy")["progress"]["step"] == 5
-    assert_equal(straight, trained(tmp_path / "b", 10, resume_from="auto", checkpoint_steps=2))
+    assert_equal(straight, trained(tmp_path / "b", 10, resume_from="auto", checkpoint_every_steps=2))
 
 
 def test_names_that_a_killed_run_did_not_come_to_give_are_given_on_resuming(tmp_path):
-    trained(tmp_path, 4, checkpoint_freq=1, evaluate_steps=4)
+    trained(tmp_path, 4, checkpoint_every_epochs=1, evaluate_every_steps=4)
     # The last step is saved before its evaluation and after it.
     for saved, names in ((PREVIOUS, ["checkpoint_epoch_1.pt"]), (LAST, ["checkpoint_epoch_1.pt", BEST])):
         assert checkpoint.read(tmp_path / saved, "toy")["names"] == names
     (tmp_path / BEST).unlink()
     (tmp_path / BEST).write_bytes(b"the best before")
-    trained(tmp_path, 4, checkpoint_freq=1, resume_from="auto")
+    trained(tmp_path, 4, checkpoint_every_epochs=1, resume_from="auto")
     assert os.path.samefile(tmp_path / BEST, tmp_path / LAST)
     (tmp_path / LAST).unlink()
     (tmp_path / "checkpoint_epoch_1.pt").unlink()
-    trained(tmp_path, 4, checkpoint_freq=1, resume_from="auto")
+    trained(tmp_path, 4, checkpoint_every_epochs=1, resume_from="auto")
     assert os.path.samefile(tmp_path / "checkpoint_epoch_1.pt", tmp_path / PREVIOUS)
 
 
@@ -136,7 +136,7 @@ def begun(folder, **saving) -> tuple[TrainState, Run]:
 def test_an_old_checkpoint_that_cannot_be_deleted_costs_a_warning(tmp_path, caplog):
     (tmp_path / "checkpoint_epoch_1.pt").mkdir()
     os.utime(tmp_path / "checkpoint_epoch_1.pt", (1, 1))
-    trained(tmp_path, 8, checkpoint_freq=1, keep_checkpoints=1, resume_from=str(seed(tmp_path)))
+    trained(tmp_path, 8, checkpoint_every_epochs=1, keep_checkpoints=1, resume_from=str(seed(tmp_path)))
     assert "an old checkpoint cannot be deleted" in caplog.text
     assert (tmp_path / "checkpoint_epoch_2.pt").is_file()
 
@@ -149,11 +149,11 @@ def seed(folder):
 
 
 def test_after_going_back_the_new_checkpoints_stay_and_the_abandoned_ones_go(tmp_path):
-    trained(tmp_path, 20, checkpoint_freq=1, keep_checkpoints=5)
+    trained(tmp_path, 20, checkpoint_every_epochs=1, keep_checkpoints=5)
     for epoch in range(1, 6):
         os.utime(tmp_path / f"checkpoint_epoch_{epoch}.pt", (epoch, epoch))
     trained(
-        tmp_path, 12, checkpoint_freq=1, keep_checkpoints=2, resume_from=str(tmp_path / "checkpoint_epoch_1.pt")
+        tmp_path, 12, checkpoint_every_epochs=1, keep_checkpoints=2, resume_from=str(tmp_path / "checkpoint_epoch_1.pt")
     )  # fmt: skip
     left = sorted(path.name for path in tmp_path.glob("checkpoint_epoch_*.pt"))
     assert left == ["checkpoint_epoch_2.pt", "checkpoint_epoch_3.pt"]
@@ -179,7 +179,7 @@ def test_half_files_are_deleted_when_the_folder_is_opened(tmp_path):
 def test_while_gradients_are_not_finite_nothing_is_saved_and_going_back_finds_a_good_checkpoint(tmp_path, caplog):
     """Every step is saved; steps 13 to 15 are bad, which is read at step 20. Ten finite steps followed step 2."""
     recipe = ToyRecipe(schedule(20), adversarial_from=3)
-    saving = quiet(tmp_path / "a", log_freq=10, checkpoint_steps=1, keep_checkpoints=0)
+    saving = quiet(tmp_path / "a", log_every_steps=10, checkpoint_every_steps=1, keep_checkpoints=0)
     train_toy(recipe, saving, poisoned_batches({12, 13, 14}))
     saved = {int(path.stem.rsplit("_", 1)[1]) for path in (tmp_path / "a").glob("checkpoint_step_*.pt")}
     assert saved == set(range(1, 21)) - {13, 14, 15}
@@ -189,9 +189,13 @@ def test_while_gradients_are_not_finite_nothing_is_saved_and_going_back_finds_a_
 
 
 def test_a_run_that_ends_while_gradients_are_not_finite_is_saved_and_its_count_goes_on(tmp_path, caplog):
-    train_toy(ToyRecipe(schedule(16)), quiet(tmp_path, log_freq=1, checkpoint_steps=1), poisoned_batches({14, 15}))
+    train_toy(
+        ToyRecipe(schedule(16)),
+        quiet(tmp_path, log_every_steps=1, checkpoint_every_steps=1),
+        poisoned_batches({14, 15}),
+    )
     assert checkpoint.read(tmp_path / LAST, "toy")["progress"]["step"] == 16
-    again = quiet(tmp_path, log_freq=1, checkpoint_steps=1, keep_checkpoints=0, resume_from="auto")
+    again = quiet(tmp_path, log_every_steps=1, checkpoint_every_steps=1, keep_checkpoints=0, resume_from="auto")
     train_toy(ToyRecipe(schedule(17)), again, poisoned_batches({16}))
     assert "was not finite in 3 steps in a row" in caplog.text
     assert "are back at step" in caplog.text

@@ -34,7 +34,7 @@ def test_a_batch_larger_than_the_data_set_is_said(tmp_path, caplog):
 
 
 def test_the_disk_space_of_checkpoints_is_that_of_the_files(tmp_path, caplog):
-    train_toy(ToyRecipe(schedule(8)), quiet(tmp_path, checkpoint_steps=1, keep_checkpoints=3))
+    train_toy(ToyRecipe(schedule(8)), quiet(tmp_path, checkpoint_every_steps=1, keep_checkpoints=3))
     (line,) = [line for line in caplog.messages if line.startswith(f"run folder: {tmp_path}; checkpoints up to")]
     words = line.replace("(", "").split()
     count, each_gb = int(words[words.index("GB") + 1]), float(words[words.index("of") + 1])
@@ -61,13 +61,19 @@ def raising():
 
 
 @each_row(
-    ({"checkpoint_freq": 0, "evaluate_freq": 0}, 3),  # The last, the previous and the one being written.
-    ({"checkpoint_freq": 0}, 4),  # And the best.
-    ({"checkpoint_freq": 5, "keep_checkpoints": 8}, 4 + 8),
-    ({"checkpoint_freq": 50, "keep_checkpoints": 8}, 4 + 3),
-    ({"checkpoint_freq": 0, "checkpoint_steps": 10, "keep_checkpoints": 8}, 4 + 8),
-    ({"checkpoint_freq": 0, "checkpoint_steps": 10, "keep_checkpoints": 0}, 4 + 20),
-    ({"checkpoint_freq": 0, "checkpoint_steps": 10, "permanent_start": 100, "permanent_interval": 40}, 4 + 2 + 3),
+    (
+        {"checkpoint_every_epochs": 0, "evaluate_every_epochs": 0},
+        3,
+    ),  # The last, the previous and the one being written.
+    ({"checkpoint_every_epochs": 0}, 4),  # And the best.
+    ({"checkpoint_every_epochs": 5, "keep_checkpoints": 8}, 4 + 8),
+    ({"checkpoint_every_epochs": 50, "keep_checkpoints": 8}, 4 + 3),
+    ({"checkpoint_every_epochs": 0, "checkpoint_every_steps": 10, "keep_checkpoints": 8}, 4 + 8),
+    ({"checkpoint_every_epochs": 0, "checkpoint_every_steps": 10, "keep_checkpoints": 0}, 4 + 20),
+    (
+        {"checkpoint_every_epochs": 0, "checkpoint_every_steps": 10, "permanent_start": 100, "permanent_interval": 40},
+        4 + 2 + 3,
+    ),
 )
 def test_number_of_checkpoints_on_the_disk(saving, count):
     """200 steps in 100 epochs of two."""

@@ -152,7 +152,7 @@ def test_changed_settings_are_told_once_old_and_new(tmp_path, caplog):
     (told,) = [text for text in caplog.messages if text.startswith("settings that differ")]
     for difference in (
         "learning_rate 0.0001 -> 0.001", "seed 0 -> 5", "gradient_clip 1.0 -> 0.5", "max_steps 3 -> 5",
-        "log_freq 1 -> 10",
+        "log_every_steps 1 -> 10",
     ):  # fmt: skip
         assert difference in told
     assert told.count("->") == 5
@@ -185,6 +185,18 @@ def test_a_setting_that_a_checkpoint_lacks_has_its_default(tmp_path):
     checkpoint.save(tmp_path / "run", content)
     resumed = trained(tmp_path / "run", 5, resume_from="auto")
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+
+
+def test_a_checkpoint_from_before_options_were_renamed_is_resumed(tmp_path, caplog):
+    trained(tmp_path, 2)
+    content = checkpoint.read(tmp_path / "checkpoint_last.pt", "toy")
+    content["config"]["log_freq"] = content["config"].pop("log_every_steps")
+    checkpoint.save(tmp_path, content)
+    with caplog.at_level("INFO"):
+        trained(tmp_path, 4, resume_from="auto")
+    assert "resuming" in caplog.text
+    assert "log_freq" not in caplog.text
+    assert "log_every_steps" not in caplog.text  # No setting has changed.
 
 
 def test_changed_data_are_told(tmp_path, caplog):

@@ -27,7 +27,7 @@ def schedule(steps: int, **others) -> Schedule:
 
 def trained(folder, steps, *, starts_pretrained=True, **saving):
     recipe = ToyRecipe(schedule(steps), adversarial_from=3)
-    train_toy(recipe, quiet(folder, **{"log_freq": 1, **saving}), starts_pretrained=starts_pretrained)
+    train_toy(recipe, quiet(folder, **{"log_every_steps": 1, **saving}), starts_pretrained=starts_pretrained)
     return weights(recipe)
 
 
@@ -37,7 +37,7 @@ def trained(folder, steps, *, starts_pretrained=True, **saving):
 )
 def test_the_evaluation_before_the_first_step_can_be_left_out(tmp_path, caplog, starts_pretrained, asked, first):
     caplog.set_level(logging.DEBUG)
-    trained(tmp_path, 2, starts_pretrained=starts_pretrained, evaluate_steps=2, eval_first=asked)
+    trained(tmp_path, 2, starts_pretrained=starts_pretrained, evaluate_every_steps=2, eval_first=asked)
     assert steps_logged(tmp_path, "eval/score") == ([0, 2] if first else [2])
     assert ("start, first evaluation: " in caplog.text) is first
 
@@ -114,7 +114,7 @@ def test_auto_starts_a_run_where_there_is_none(tmp_path):
 
 def test_going_back_to_an_older_checkpoint_forgets_later_lines(tmp_path):
     """4 steps are an epoch; going back to the end of epoch 1 makes steps 5 to 10 again."""
-    straight = trained(tmp_path / "a", 10, checkpoint_freq=1)
+    straight = trained(tmp_path / "a", 10, checkpoint_every_epochs=1)
     again = trained(tmp_path / "a", 10, resume_from=str(tmp_path / "a" / "checkpoint_epoch_1.pt"))
     assert_equal(straight, again)
     assert steps_logged(tmp_path / "a") == list(range(1, 11))
@@ -151,17 +151,17 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path):
 def test_finished_stage_is_left_alone_by_auto_and_followed_by_a_new_one_by_path(tmp_path):
     """A stage of 2 epochs is 8 steps; resuming from its checkpoint by name trains 3 epochs more."""
     settings = Schedule(batch_size=BATCH, num_epochs=2, warmup_steps=0)
-    train_toy(ToyRecipe(settings), quiet(tmp_path, log_freq=1))
-    train_toy(ToyRecipe(settings), quiet(tmp_path, log_freq=1, resume_from="auto"))
+    train_toy(ToyRecipe(settings), quiet(tmp_path, log_every_steps=1))
+    train_toy(ToyRecipe(settings), quiet(tmp_path, log_every_steps=1, resume_from="auto"))
     assert steps_logged(tmp_path)[-1] == 8
     more = Schedule(batch_size=BATCH, num_epochs=3, warmup_steps=0)
-    train_toy(ToyRecipe(more), quiet(tmp_path, log_freq=1, resume_from=str(tmp_path / "checkpoint_epoch_2.pt")))
+    train_toy(ToyRecipe(more), quiet(tmp_path, log_every_steps=1, resume_from=str(tmp_path / "checkpoint_epoch_2.pt")))
     assert steps_logged(tmp_path) == list(range(1, 21))
     assert (tmp_path / "checkpoint_epoch_5.pt").exists()
 
 
 def test_checkpoints_kept_and_pruned(tmp_path):
-    trained(tmp_path, 20, checkpoint_freq=1, keep_checkpoints=2, evaluate_freq=2)
+    trained(tmp_path, 20, checkpoint_every_epochs=1, keep_checkpoints=2, evaluate_every_epochs=2)
     assert sorted(p.name for p in tmp_path.glob("*.pt")) == [
         "checkpoint_best.pt",
         "checkpoint_epoch_4.pt",
@@ -179,7 +179,7 @@ def test_checkpoints_kept_and_pruned(tmp_path):
 
 def test_evaluations_and_checkpoints_by_step(tmp_path):
     """Of six, at every third step, the newest two stay, and those of steps 6 and 12."""
-    by_step = {"evaluate_steps": 3, "checkpoint_steps": -1, "keep_checkpoints": 2}
+    by_step = {"evaluate_every_steps": 3, "checkpoint_every_steps": -1, "keep_checkpoints": 2}
     trained(tmp_path, 20, **by_step, permanent_start=6, permanent_interval=6)
     assert steps_logged(tmp_path, "eval/score") == [0, 3, 6, 9, 12, 15, 18, 20]
     kept = sorted(int(path.stem.rsplit("_", 1)[1]) for path in tmp_path.glob("checkpoint_step_*.pt"))
@@ -187,7 +187,7 @@ def test_evaluations_and_checkpoints_by_step(tmp_path):
 
 
 def test_checkpoints_by_step_without_evaluations(tmp_path):
-    trained(tmp_path, 10, checkpoint_steps=4)
+    trained(tmp_path, 10, checkpoint_every_steps=4)
     assert sorted(path.name for path in tmp_path.glob("checkpoint_step_*.pt")) == [
         "checkpoint_step_4.pt", "checkpoint_step_8.pt",
     ]  # fmt: skip
@@ -196,8 +196,8 @@ def test_checkpoints_by_step_without_evaluations(tmp_path):
 
 
 def test_run_folder_holds_what_it_should(tmp_path):
-    trained(tmp_path, 4, save_samples_freq=2)
-    assert read_file(tmp_path / "config.yaml")["save_samples_freq"] == 2
+    trained(tmp_path, 4, sample_every_steps=2)
+    assert read_file(tmp_path / "config.yaml")["sample_every_steps"] == 2
     assert json.loads((tmp_path / "plan.json").read_text())["micro_batch"] == {"discriminators": 8, "generator": 8}
     assert [p.name for p in sorted((tmp_path / "samples").iterdir())] == [
         "ramp_step_00000002.png",
@@ -219,7 +219,7 @@ def poisoned_batches(bad_steps):
 
 def test_three_nonfinite_steps_in_a_row_go_back(tmp_path, caplog):
     recipe = ToyRecipe(schedule(8), adversarial_from=3)
-    train_toy(recipe, quiet(tmp_path / "a", log_freq=2, checkpoint_freq=1), poisoned_batches({5, 6, 7}))
+    train_toy(recipe, quiet(tmp_path / "a", log_every_steps=2, checkpoint_every_epochs=1), poisoned_batches({5, 6, 7}))
     assert "the gradient of the discriminators was not finite in 3 steps in a row (its discriminator_0" in caplog.text
     assert "weights and optimizers are back at step 4" in caplog.text
     assert_equal(weights(recipe), trained(tmp_path / "b", 4))
@@ -228,11 +228,11 @@ def test_three_nonfinite_steps_in_a_row_go_back(tmp_path, caplog):
 def test_an_evaluation_between_hides_no_step_from_the_guard_and_the_metrics(tmp_path, caplog):
     """Steps 6 to 8 are bad, and the evaluation after step 8 comes before the line of step 10."""
     recipe = ToyRecipe(schedule(10), adversarial_from=3)
-    saving = quiet(tmp_path / "a", log_freq=10, evaluate_steps=4, checkpoint_freq=1)
+    saving = quiet(tmp_path / "a", log_every_steps=10, evaluate_every_steps=4, checkpoint_every_epochs=1)
     train_toy(recipe, saving, poisoned_batches({5, 6, 7}))
     assert "the gradient of the discriminators was not finite in 3 steps in a row" in caplog.text
     trained(tmp_path / "each", 10)
-    trained(tmp_path / "ten", 10, log_freq=10, evaluate_steps=4)
+    trained(tmp_path / "ten", 10, log_every_steps=10, evaluate_every_steps=4)
     each, ten = (
         [row["loss/generator/l2"] for row in rows_of(tmp_path / name) if "loss/generator/l2" in row]
         for name in ("each", "ten")
@@ -242,7 +242,7 @@ def test_an_evaluation_between_hides_no_step_from_the_guard_and_the_metrics(tmp_
 
 def test_nonfinite_without_end_stops_with_the_cause(tmp_path):
     with pytest.raises(UserError, match="no checkpoint to go back to") as caught:
-        train_toy(ToyRecipe(schedule(12)), quiet(tmp_path, log_freq=1), poisoned_batches(range(12)))
+        train_toy(ToyRecipe(schedule(12)), quiet(tmp_path, log_every_steps=1), poisoned_batches(range(12)))
     assert "--learning-rate" in caught.value.hint
 
 
@@ -303,7 +303,7 @@ def test_kill_at_any_moment_is_survived(tmp_path):
     the undisturbed weights."""
     folder = tmp_path / "cut"
     for attempt in range(3):
-        process = start(folder, resume_from="auto", checkpoint_minutes=1e-9 if attempt else 0)
+        process = start(folder, resume_from="auto", checkpoint_every_minutes=1e-9 if attempt else 0)
         wait_for_steps(folder, 4 + 7 * attempt)
         time.sleep(0.013 * attempt)
         process.send_signal(signal.SIGKILL)
@@ -315,7 +315,7 @@ def test_the_measured_time_of_a_step_stands_beside_the_predicted_one(tmp_path, c
     """The first line of metrics, which contains what happens once, does not count."""
     caplog.set_level("INFO")
     prediction = {"predicted_seconds_per_step": 0.125}
-    train_toy(ToyRecipe(schedule(6)), quiet(tmp_path, log_freq=2), prediction=prediction)
+    train_toy(ToyRecipe(schedule(6)), quiet(tmp_path, log_every_steps=2), prediction=prediction)
     said = [message for message in caplog.messages if "were predicted" in message]
     assert len(said) == 1
     taken = [row["speed/seconds_per_step"] for row in rows_of(tmp_path) if "speed/seconds_per_step" in row]

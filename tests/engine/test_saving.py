@@ -102,7 +102,7 @@ def disk(monkeypatch) -> SlowDisk:
 
 def run(folder, disk: SlowDisk, steps: int = 20, **others) -> ToyRecipe:
     recipe = ToyRecipe(schedule(steps), adversarial_from=3)
-    train_toy(recipe, quiet(folder, **{"log_freq": 1, "keep_checkpoints": 0, **others}), disk.batches)
+    train_toy(recipe, quiet(folder, **{"log_every_steps": 1, "keep_checkpoints": 0, **others}), disk.batches)
     return recipe
 
 
@@ -115,10 +115,10 @@ def test_what_is_written_while_training_goes_on_is_the_state_of_its_step(tmp_pat
     """The reference is a run that waits for each of its saves. Weights, averages, random numbers and progress are equal
     bit by bit, although three steps change them while a checkpoint is written."""
     disk.steps = 3
-    recipe = run(tmp_path / "meanwhile", disk, checkpoint_steps=5)
+    recipe = run(tmp_path / "meanwhile", disk, checkpoint_every_steps=5)
     assert disk.during == [3, 3, 3, 0]  # The last one must be saved.
     in_one_thread(monkeypatch)
-    waiting = run(tmp_path / "waiting", disk, checkpoint_steps=5)
+    waiting = run(tmp_path / "waiting", disk, checkpoint_every_steps=5)
     assert disk.during[4:] == [0] * 4
     assert caplog.text.count("training waits for every save") == 1
     assert_equal(weights(recipe), weights(waiting))
@@ -175,10 +175,10 @@ def test_sizes_count_shared_tensors_once_and_buffers_fill_chunks(monkeypatch):
 def test_a_second_save_waits_for_the_first_if_it_has_a_name_and_otherwise_comes_later(tmp_path, disk):
     """Every step is due to be saved, and a write lasts for four steps if the training doesn't wait for it."""
     disk.steps = 4
-    run(tmp_path, disk, 21, checkpoint_minutes=1e-9)
+    run(tmp_path, disk, 21, checkpoint_every_minutes=1e-9)
     assert disk.during == [4, 4, 4, 4, 0]  # Those of steps 1, 6, 11 and 16, and the last one, which must be saved.
     disk.during.clear()
-    run(tmp_path / "named", disk, 6, checkpoint_steps=1)
+    run(tmp_path / "named", disk, 6, checkpoint_every_steps=1)
     assert disk.during == [1, 1, 1, 1, 1, 0]
     assert {path.name for path in (tmp_path / "named").glob("*_step_*.pt")} == {
         f"checkpoint_step_{step}.pt" for step in range(1, 7)
@@ -191,7 +191,7 @@ def test_a_write_error_in_the_thread_costs_a_warning_and_the_next_save_tries_aga
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     disk.fails = full
-    run(tmp_path, disk, 12, checkpoint_steps=3)
+    run(tmp_path, disk, 12, checkpoint_every_steps=3)
     assert caplog.text.count("No space left on device; free some space") == 1
     assert "Training continues, and the next save tries again" in caplog.text
     steps = sorted(int(path.stem.split("_")[-1]) for path in tmp_path.glob("*_step_*.pt"))
@@ -209,7 +209,7 @@ def test_a_last_save_that_fails_says_what_is_left(tmp_path, disk, failing, says_
 
     disk.fails = full
     with pytest.raises(Stopped) as stopped:
-        run(tmp_path, disk, 6, checkpoint_steps=3)
+        run(tmp_path, disk, 6, checkpoint_every_steps=3)
     assert ("earlier checkpoints are intact" in stopped.value.hint) == says_intact
     assert bool(list(tmp_path.glob("checkpoint_*.pt"))) == says_intact
 
@@ -221,7 +221,7 @@ def test_a_defect_in_the_thread_ends_the_run_and_the_step_is_saved(tmp_path, dis
 
     disk.fails = defect
     with pytest.raises(ValueError, match="of ours"):
-        run(tmp_path, disk, 12, checkpoint_steps=3)
+        run(tmp_path, disk, 12, checkpoint_every_steps=3)
     assert checkpoint.read(tmp_path / LAST, "toy")["progress"]["step"] == 4
     assert "step 4 is saved before the run ends with an error" in caplog.text
 
@@ -240,7 +240,7 @@ def test_the_best_score_is_that_of_a_checkpoint_that_has_been_written(tmp_path, 
     recipe = ToyRecipe(schedule(12), adversarial_from=3)
     evaluate = recipe.evaluate
     recipe.evaluate = lambda: (setattr(found := evaluate(), "scalars", {"score": next(scores)}), found)[1]
-    train_toy(recipe, quiet(tmp_path, log_freq=1, evaluate_steps=3), disk.batches)
+    train_toy(recipe, quiet(tmp_path, log_every_steps=1, evaluate_every_steps=3), disk.batches)
     best = checkpoint.read(tmp_path / BEST, "toy")["progress"]
     assert (best["step"], best["best_score"]) == expected
     assert checkpoint.read(tmp_path / LAST, "toy")["progress"]["best_score"] == expected[1]
@@ -254,7 +254,7 @@ def test_going_back_waits_for_the_checkpoint_that_is_being_written(tmp_path, dis
         for step, x_BD in enumerate(disk.batches(first, last), first):
             yield x_BD * float("nan") if step in (15, 16, 17) else x_BD
 
-    folder = quiet(tmp_path, log_freq=1, checkpoint_steps=15)
+    folder = quiet(tmp_path, log_every_steps=1, checkpoint_every_steps=15)
     train_toy(ToyRecipe(schedule(19), adversarial_from=3), folder, poisoned)
     assert "weights and optimizers are back at step 15" in caplog.text
 
@@ -274,7 +274,7 @@ def test_a_signal_during_a_write_leaves_a_complete_checkpoint(tmp_path, disk, si
 
     recipe.average = signalled
     with pytest.raises(Stopped, match="everything is saved" if signals == 1 else "stopped at once"):
-        train_toy(recipe, quiet(tmp_path / "cut", log_freq=1, checkpoint_steps=5), disk.batches)
+        train_toy(recipe, quiet(tmp_path / "cut", log_every_steps=1, checkpoint_every_steps=5), disk.batches)
     step = checkpoint.read(tmp_path / "cut" / LAST, "toy")["progress"]["step"]
     assert step == (7 if signals == 1 else 5)
     assert not list((tmp_path / "cut").glob("*.partial"))

@@ -88,7 +88,7 @@ def test_rates_lie_between_the_least_and_the_full_one():
 
 
 def test_some_checkpoints_are_permanent():
-    saving = Saving(checkpoint_steps=10, permanent_start=200, permanent_interval=40)
+    saving = Saving(checkpoint_every_steps=10, permanent_start=200, permanent_interval=40)
     assert [step for step in range(0, 330, 10) if saving.is_permanent(step)] == [200, 240, 280, 320]
     assert not any(Saving().is_permanent(step) for step in range(0, 400_000, 1000))
 
@@ -97,17 +97,27 @@ def test_an_epochs_evaluation_is_left_out_beside_one_by_steps():
     def due(epoch_steps: int, **intervals: int) -> list[int]:
         saving = Saving(**intervals)
         ends = {
-            step for step in range(1, 101) if saving.evaluate_freq and step % (epoch_steps * saving.evaluate_freq) == 0
+            step
+            for step in range(1, 101)
+            if saving.evaluate_every_epochs and step % (epoch_steps * saving.evaluate_every_epochs) == 0
         }
         return [step for step in range(1, 101) if saving.evaluation_is_due(step, ends_epochs=step in ends)]
 
-    assert due(29, evaluate_steps=20, evaluate_freq=1) == [20, 29, 40, 60, 80, 87, 100]  # 58 is beside 60.
-    assert due(10, evaluate_steps=20, evaluate_freq=2) == [20, 40, 60, 80, 100]
-    assert due(29, evaluate_steps=0, evaluate_freq=1) == [29, 58, 87]
-    assert due(29, evaluate_steps=40, evaluate_freq=0) == [40, 80]
+    assert due(29, evaluate_every_steps=20, evaluate_every_epochs=1) == [
+        20,
+        29,
+        40,
+        60,
+        80,
+        87,
+        100,
+    ]  # 58 is beside 60.
+    assert due(10, evaluate_every_steps=20, evaluate_every_epochs=2) == [20, 40, 60, 80, 100]
+    assert due(29, evaluate_every_steps=0, evaluate_every_epochs=1) == [29, 58, 87]
+    assert due(29, evaluate_every_steps=40, evaluate_every_epochs=0) == [40, 80]
 
 
-@pytest.mark.parametrize("saving", [{}, {"checkpoint_steps": -1, "evaluate_freq": 0}])
+@pytest.mark.parametrize("saving", [{}, {"checkpoint_every_steps": -1, "evaluate_every_epochs": 0}])
 def test_permanent_checkpoints_need_checkpoints_by_step(saving):
     with pytest.raises(UserError, match="permanent_start 200 has no effect"):
         Saving(permanent_start=200, **saving)

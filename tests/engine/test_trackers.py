@@ -41,7 +41,7 @@ def install(monkeypatch, package, answers):
 
 def trained(folder, steps=4, **saving):
     recipe = ToyRecipe(Schedule(batch_size=BATCH, num_epochs=10, max_steps=steps, warmup_steps=0))
-    train_toy(recipe, quiet(folder, log_freq=2, save_samples_freq=2, evaluate_steps=2, **saving))
+    train_toy(recipe, quiet(folder, log_every_steps=2, sample_every_steps=2, evaluate_every_steps=2, **saving))
 
 
 def step_back(folder):

@@ -65,7 +65,7 @@ def voice(card: str, preset: str) -> None:
     from gputrain.tts.recipe import plan_target
     from gputrain.tts.work import SpeechSize, architecture_for
 
-    settings = assemble(TrainTts, {"data_dir": ".", "batch_size": 8, "preset": preset})
+    settings = assemble(TrainTts, {"data_path": ".", "batch_size": 8, "preset": preset})
     clip = ClipSize(frames=400, symbols=80)
     architecture = architecture_for(settings, SpeechSize(22050, 60, 1, clip))
     inductor_target.run_step(plan_target(settings, architecture, clip), 8, card, settings.hardware)

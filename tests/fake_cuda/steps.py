@@ -61,7 +61,7 @@ def vocoder(**changes: Any) -> Build:
 
 def voice(speakers: int = 1, **changes: Any) -> Build:
     def build(runtime: Runtime) -> tuple[Recipe, Any]:
-        settings = assemble(TrainTts, {"data_dir": ".", "batch_size": 4, "discriminator_channels": 8, **changes})
+        settings = assemble(TrainTts, {"data_path": ".", "batch_size": 4, "discriminator_channels": 8, **changes})
         clip = ClipSize(frames=40, symbols=12)
         architecture = architecture_for(settings, SpeechSize(22050, 50, speakers, clip))
         recipe = VoiceRecipe(settings, architecture, clip, runtime)
@@ -72,7 +72,7 @@ def voice(speakers: int = 1, **changes: Any) -> Build:
 
 def recogniser(**changes: Any) -> Build:
     def build(runtime: Runtime) -> tuple[Recipe, Any]:
-        settings = assemble(TrainAsr, {"data_dir": ".", "batch_size": 4, "learning_rate": 1e-4, **changes})
+        settings = assemble(TrainAsr, {"data_path": ".", "batch_size": 4, "learning_rate": 1e-4, **changes})
         adapters = {"adapter_attn_dim": 4} if settings.model.adapters == "attention" else {}
         architecture, clip = tiny_architecture(**adapters), ClipSize(frames=40, symbols=12)
         return (

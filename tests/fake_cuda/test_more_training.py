@@ -63,7 +63,7 @@ def test_a_command_plans(name, tmp_path, photographs):
 @pytest.mark.slow
 def test_a_run_that_goes_on_evaluates_and_speaks(tmp_path, photographs):
     """Its checkpoint, on the host, goes back to the card."""
-    words = [*words_of("train-vocoder", tmp_path, photographs, False), "--evaluate-steps", "1", "--eval-first"]
+    words = [*words_of("train-vocoder", tmp_path, photographs, False), "--evaluate-every-steps", "1", "--eval-first"]
     with counted_elsewhere():
         for steps_made, further in ((1, []), (2, ["--resume-from", "auto"])):
             ran = commands.train(tmp_path, *words, "--max-steps", steps_made, *further, compiled=True)

@@ -130,17 +130,22 @@ def of_size(micro_batch_size: int) -> MemoryEstimate:
 
 
 def words_of(name: str, folder: Path, photographs: Path, planned: bool) -> list[str]:
-    gpu = {"device": "auto", "num_workers": 0, "log_freq": 1, "plan": planned}
+    gpu = {"device": "auto", "num_workers": 0, "log_every_steps": 1, "plan": planned}
     if name == "train-vae":
         small = {
             "data_path": str(photographs), "preset": "fast", "channels": [16, 16], "image_size": 24, "batch_size": 1,
-            "evaluate_freq": 0,
+            "evaluate_every_epochs": 0,
         }  # fmt: skip
         return ["train-vae", *flags({**small, **gpu})]
     if name == "train-vocoder":
-        data = {"data_path": str(hummed(folder / "store")), "batch_size": 1, "evaluate_steps": 0}
+        data = {"data_path": str(hummed(folder / "store")), "batch_size": 1, "evaluate_every_steps": 0}
         return ["train-vocoder", *flags({**TINY_VOCODER, **gpu, **data})]
-    data = {"data_dir": str(spoken(folder / "store")), "batch_size": 1, "evaluate_steps": 0, "num_audio_samples": 0}
+    data = {
+        "data_path": str(spoken(folder / "store")),
+        "batch_size": 1,
+        "evaluate_every_steps": 0,
+        "num_audio_samples": 0,
+    }
     return ["train-tts", *flags({**TINY_VOICE, **gpu, **data})]
 
 

@@ -125,7 +125,7 @@ def test_both_readings_of_a_name_are_said(hub, name, message, hint):
     "org/name", "hf://org/name:vae@v1", "https://huggingface.co/org/name/tree/main/vae", r"models\vae", "sd-vae-ft-mse"
 )
 def test_a_name_stays_as_it_was_given(name):
-    for cls, extra in ((TrainVae, {}), (TrainAsr, {"data_dir": "."})):
+    for cls, extra in ((TrainVae, {}), (TrainAsr, {"data_path": "."})):
         settings = assemble(cls, {"init_from": name, **extra})
         written = {key: value for key, value in yaml.safe_load(to_yaml(settings)).items() if key != "kind"}
         assert settings.model.init_from == written["init_from"] == flatten(settings)["init_from"] == name

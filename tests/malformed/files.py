@@ -71,8 +71,7 @@ CONFIG_PATHS: dict[str, Callable[[Path], object]] = {
 
 
 def train(kind: str, folder: Path, *further: object, data: Path | None = None) -> list[object]:
-    given = {"tts": "--data-dir"}.get(kind, "--data-path")
-    return [f"train-{kind}", given, data or folder / "data", "--output-dir", folder / "out", *further]
+    return [f"train-{kind}", "--data-path", data or folder / "data", "--output-dir", folder / "out", *further]
 
 
 def config(content: str | bytes, name: str = "c.yaml") -> Callable[[Path], tuple[list[object], Path]]:

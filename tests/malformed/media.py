@@ -236,7 +236,7 @@ SUBTITLES_LEFT_OUT: dict[str, tuple[str | bytes, str]] = {
 }  # fmt: skip
 STORES_OF_OTHERS: dict[str, tuple[str, list[object], str]] = {
     "a recogniser's for a voice": (
-        "asr", ["train-tts", "--data-dir", "STORE", "--output-dir", "RUN"], "prepared for a recogniser (--kind asr)",
+        "asr", ["train-tts", "--data-path", "STORE", "--output-dir", "RUN"], "prepared for a recogniser (--kind asr)",
     ),
     "a recogniser's, validated for a voice": (
         "asr", ["validate", "--kind", "tts", "--input-dir", "STORE"], "not for a voice",

@@ -70,7 +70,7 @@ def store(damage: Damage) -> Callable[[Path], Made]:
         shutil.copytree(intact("store"), folder / "data")
         path = damage(folder / "data")
         words = ["--preset", "tiny", "--max-steps", 2, "--device", "cpu", "--num-workers", 0, "--no-plan"]
-        words += ["--batch-size", 2, "--mask-time-length", 2, "--save-samples-freq", 0]
+        words += ["--batch-size", 2, "--mask-time-length", 2, "--sample-every-steps", 0]
         return ["train-asr", "--data-path", folder / "data", "--output-dir", folder / "out", *words], path
 
     return make

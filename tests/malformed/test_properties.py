@@ -128,7 +128,7 @@ def test_values_of_options(kind, examples):
     @bounded(examples)
     @given(st.dictionaries(st.sampled_from(sorted(known)) | st.text(max_size=6), VALUES, max_size=4))
     def holds(values):
-        made = only_user_errors(lambda: assemble(kind, {"data_path": "data", "data_dir": "data", **values}))
+        made = only_user_errors(lambda: assemble(kind, {"data_path": "data", **values}))
         assert made is None or all(
             math.isfinite(value) for leaf in known.values() if leaf.type is float for value in [_leaf(made, leaf.path)]
         )

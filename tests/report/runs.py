@@ -73,8 +73,7 @@ def make_run(folder: Path, kind: str, *, steps: int = 40, seed: int = 0) -> Path
         settings = assemble(TrainVae, {"data_path": "photos", "output_dir": str(folder), "batch_size": 4})
         (folder / "config.yaml").write_text(to_yaml(settings))
     else:
-        data = "data_path" if kind == "vocoder" else "data_dir"
-        (folder / "config.yaml").write_text(f"kind: {kind}\n{data}: my data\noutput_dir: {folder}\nseed: {seed}\n")
+        (folder / "config.yaml").write_text(f"kind: {kind}\ndata_path: my data\noutput_dir: {folder}\nseed: {seed}\n")
     return folder
 
 

@@ -204,7 +204,7 @@ def test_nonsense_in_any_file_is_no_error(runs, tmp_path):
 
     folder = tmp_path / "run"
     shutil.copytree(runs["asr"], folder)
-    settings = {"kind": "asr", "batch_size": 4, "output_dir": "x", "data_dir": "y", "num_steps": 3, "many": [1, 2]}
+    settings = {"kind": "asr", "batch_size": 4, "output_dir": "x", "data_path": "y", "num_steps": 3, "many": [1, 2]}
     history = [start_row(0, changes={"a": [1, 2]}), end_row(5), start_row(5), end_row(9)]
     for _ in range(40):
         share = rng.choice([0.02, 0.1, 0.3])

@@ -53,7 +53,7 @@ def store(tmp_path_factory) -> Path:
 
 def opened(store: Path, **options):
     """Returns the speech and the buckets of a training."""
-    settings = assemble(TrainAsr, {"data_dir": str(store), "batch_size": 6, "preset": "tiny", **options})
+    settings = assemble(TrainAsr, {"data_path": str(store), "batch_size": 6, "preset": "tiny", **options})
     speech = open_speech((store,), 320, 0.1, kind="asr")
     return speech, AsrWork().fill_buckets(settings, speech)
 

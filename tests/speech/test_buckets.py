@@ -276,7 +276,7 @@ def test_several_folders_of_speech(tmp_path, caplog):
     ]  # fmt: skip
     assert [clip.speaker for clip in speech.parts.train] == [0, 0, 0, 1, 1, 1, 0, 0, 0]
     assert speech.split.mixture().draws == (3, 2, 9)
-    buckets = buckets_of_speech(speech, SpeechData(data_dir=(tmp_path,), max_padding=0.5), HOP, 4, seed=0)
+    buckets = buckets_of_speech(speech, SpeechData(data_path=(tmp_path,), max_padding=0.5), HOP, 4, seed=0)
     batches = [buckets[Sample(1, number)] for number in range(len(buckets))]
     levels = sorted(int(wave[0]) for batch in batches for wave in batch.wave_BT)
     assert levels[:3] == [101, 102, 103]

@@ -39,7 +39,7 @@ class SpeechTraining:
 
     def __call__(self, folder: Path, store: Path, **changes: object) -> dict[str, Any]:
         """Trains as the command does, and returns the content of the last checkpoint."""
-        return self.of({**self.values, "data_dir": str(store), **changes, "output_dir": str(folder)})
+        return self.of({**self.values, "data_path": str(store), **changes, "output_dir": str(folder)})
 
     def of(self, values: dict[str, Any]) -> dict[str, Any]:
         train_model(self.work, assemble(self.settings, values), Console(quiet=True))
@@ -50,12 +50,12 @@ class SpeechTraining:
     ) -> dict[str, Any]:
         """Train on two folders at once, and with a stop from the run's own configuration; return the checkpoint."""
         store, other = folders
-        shared = {"data_dir": [str(store), f"{other}=3"], "num_epochs": 0, "num_steps": 4}
+        shared = {"data_path": [str(store), f"{other}=3"], "num_epochs": 0, "num_steps": 4}
         with caplog.at_level(logging.INFO, "gputrain"):
             whole = self(tmp_path / "whole", store, **shared)
         (share,) = re.findall(r"other: (\d+) clips with weight 3: (\d+) of an epoch", caplog.text)
         assert int(share[1]) == 3 * int(share[0]) > 0
-        plain = {**self.values, **shared, "data_dir": [str(store), str(other)], "output_dir": "."}
+        plain = {**self.values, **shared, "data_path": [str(store), str(other)], "output_dir": "."}
         assert whole["progress"]["items"] > len(self.work.fill_buckets(assemble(self.settings, plain), speech))
         self(tmp_path / "parts", store, **shared, max_steps=2)
         own = read_defaults(tmp_path / "parts" / "config.yaml", self.settings)

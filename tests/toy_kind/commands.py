@@ -21,7 +21,7 @@ def main(folder: Path) -> None:
     (tables / "sine.csv").write_text("".join(lines))
     train = [
         "--data-path", data, "--output-dir", run, "--batch-size", 8, "--num-epochs", 40, "--learning-rate", 0.05,
-        "--warmup-steps", 0, "--device", "cpu", "--num-workers", 0, "--evaluate-freq", 10, "--eval-first",
+        "--warmup-steps", 0, "--device", "cpu", "--num-workers", 0, "--evaluate-every-epochs", 10, "--eval-first",
     ]  # fmt: skip
     done = []
     for words in (

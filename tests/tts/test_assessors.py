@@ -105,7 +105,7 @@ def store(tmp_path_factory) -> Path:
 
 
 def settings_of(store: Path, **changes: object) -> TrainTts:
-    return assemble(TrainTts, {"data_dir": str(store), "held_out_share": 0.4, **changes})
+    return assemble(TrainTts, {"data_path": str(store), "held_out_share": 0.4, **changes})
 
 
 def held_out_of(store: Path, found: Assessors, best_by: str) -> tuple[HeldOutClips, Speech, Voice]:
@@ -118,7 +118,7 @@ def held_out_of(store: Path, found: Assessors, best_by: str) -> tuple[HeldOutCli
     ({"best_by": "cer"}, "best_by cer needs a recogniser"),
     ({"best_by": "mos", "recogniser": "a"}, "best_by mos needs a mos_predictor"),
     ({"mos_sampling_rate": 16000}, "mos_sampling_rate has no effect without mos_predictor"),
-    ({"recogniser": "a", "evaluate_steps": 0}, "recogniser has no effect: nothing is evaluated"),
+    ({"recogniser": "a", "evaluate_every_steps": 0}, "recogniser has no effect: nothing is evaluated"),
 )
 def test_settings_without_effect_are_refused(changes, said):
     with pytest.raises(UserError, match=said):
@@ -181,7 +181,7 @@ def test_assessors_compute_outside_the_autocast_of_the_voice():
 def test_the_best_checkpoint_by_another_measure_is_chosen_anew_on_resuming(store, tmp_path, monkeypatch, caplog):
     """The scores of mos are far above those of distances, so that no distance would beat them."""
     mos = str(graph(tmp_path / "mos.onnx", ["samples"], scale=1e6))
-    options = {**QUIET, "evaluate_steps": 1, "mos_predictor": mos, "early_stopping_patience": 50}
+    options = {**QUIET, "evaluate_every_steps": 1, "mos_predictor": mos, "early_stopping_patience": 50}
     first = train(tmp_path / "run", store, **options, best_by="mos", max_steps=1)["progress"]
     assert first["best_score"] == rows(tmp_path / "run")[-1]["eval/mos"] > 0
     again = train(tmp_path / "run", store, **options, best_by="mos", max_steps=2, resume_from="auto")["progress"]
@@ -200,7 +200,7 @@ def test_the_best_checkpoint_by_another_measure_is_chosen_anew_on_resuming(store
 def test_assessors_are_opened_before_the_run_folder_and_by_the_evaluating_process_alone(store, tmp_path, monkeypatch):
     opened: list[VoiceEvaluation] = []
     monkeypatch.setattr(work, "open_assessors", lambda options, *others: opened.append(options) or Assessors())
-    settings = assemble(TrainTts, {**TINY, "data_dir": str(store), "mos_predictor": str(tmp_path / "none.onnx")})
+    settings = assemble(TrainTts, {**TINY, "data_path": str(store), "mos_predictor": str(tmp_path / "none.onnx")})
     work.TtsWork().open_data(settings)
     assert [str(one.mos_predictor) for one in opened] == [str(tmp_path / "none.onnx")]
     for name, value in (("RANK", 1), ("WORLD_SIZE", 2), ("LOCAL_RANK", 1), ("LOCAL_WORLD_SIZE", 2)):

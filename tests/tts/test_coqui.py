@@ -39,7 +39,7 @@ HONOURED = [
     ("hardware.precision", "mixed"), ("schedule.num_epochs", 200), ("schedule.learning_rate", 0.0002),
     ("schedule.beta1", 0.8), ("schedule.beta2", 0.99), ("schedule.weight_decay", 0.01),
     ("schedule.gradient_clip", 1.0), ("schedule.learning_rate_schedule", "exponential"), ("schedule.gamma", 0.9999),
-    ("saving.log_freq", 50), ("saving.checkpoint_steps", 500), ("saving.evaluate_steps", 500),
+    ("saving.log_every_steps", 50), ("saving.checkpoint_every_steps", 500), ("saving.evaluate_every_steps", 500),
     ("saving.keep_checkpoints", 8), ("saving.best_after", 5000), ("saving.samples_after_epochs", 3),
     ("data.num_audio_samples", 8), ("hardware.use_torch_compile", True), ("hardware.channels_last", True),
 
@@ -47,7 +47,7 @@ HONOURED = [
 REASONS = {
     "project": "identified by its folder", "run_name": "identified by its folder", "pin_memory": "pinned memory",
     "optimizer": "VITS is trained with AdamW", "dashboard_logger": "TensorBoard is always written",
-    "run_eval": "evaluate_steps 0", "cudnn_benchmark": "many lengths", "deterministic": "bit for bit",
+    "run_eval": "evaluate_every_steps 0", "cudnn_benchmark": "many lengths", "deterministic": "bit for bit",
 }  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def made_of(content: object, folder: Path) -> dict[str, object]:
 
 
 def settings(content: object, folder: Path) -> TrainTts:
-    return assemble(TrainTts, {**made_of(content, folder), "data_dir": "./data/preprocessed"})
+    return assemble(TrainTts, {**made_of(content, folder), "data_path": "./data/preprocessed"})
 
 
 def refusal(content: object, folder: Path) -> UserError:
@@ -76,7 +76,7 @@ def whole(tmp_path: Path) -> TrainTts:
 @each_row(*HONOURED)
 def test_each_of_the_users_keys_is_honoured(whole, path, value):
     """In a file of the user's, and in the profile that contains the same settings."""
-    profile = assemble(TrainTts, {**read_defaults(KIND.profiles / "vits_rtx4090.yaml", TrainTts), "data_dir": "."})
+    profile = assemble(TrainTts, {**read_defaults(KIND.profiles / "vits_rtx4090.yaml", TrainTts), "data_path": "."})
     assert profile.model.preset == "high"
     assert len(profile.data.test_sentences) == profile.data.num_audio_samples
     for source in (whole, profile):
@@ -125,7 +125,7 @@ def test_other_keys_of_coquis(tmp_path):
     )  # fmt: skip
     assert made.saving.output_dir == Path("voices")
     assert (made.schedule.learning_rate, made.schedule.gradient_clip, made.schedule.gamma) == (1e-4, 5.0, 0.999)
-    assert (made.saving.log_freq, made.hardware.precision, made.hardware.channels_last) == (25, "fp32", False)
+    assert (made.saving.log_every_steps, made.hardware.precision, made.hardware.channels_last) == (25, "fp32", False)
     assert made.data.test_sentences == ("salom", "xayr")
 
 
@@ -148,7 +148,7 @@ WRITTEN = Path(__file__).parents[1] / "data" / "coqui_vits.json"  # By Coqui's o
 
 def test_the_file_that_coqui_writes_beside_a_voice_is_read(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "gputrain"):
-        made = assemble(TrainTts, {**read_defaults(WRITTEN, TrainTts, translate_coqui), "data_dir": "speech"})
+        made = assemble(TrainTts, {**read_defaults(WRITTEN, TrainTts, translate_coqui), "data_path": "speech"})
     assert (made.model.preset, made.model.encoder_dropout, made.model.duration_dropout) == ("high", 0.1, 0.5)
     schedule = made.schedule
     assert (schedule.batch_size, schedule.num_epochs, schedule.seed, schedule.gradient_clip) == (32, 1000, 54321, 1000)
@@ -157,7 +157,7 @@ def test_the_file_that_coqui_writes_beside_a_voice_is_read(tmp_path, caplog):
     hardware = made.hardware
     assert (hardware.precision, hardware.num_workers) == ("fp16", 8)
     saving = made.saving
-    assert (saving.checkpoint_steps, saving.keep_checkpoints, saving.samples_after_epochs) == (10_000, 5, 0)
+    assert (saving.checkpoint_every_steps, saving.keep_checkpoints, saving.samples_after_epochs) == (10_000, 5, 0)
     assert (made.losses.mel_weight, made.losses.kl_weight, made.losses.duration_weight) == (45.0, 1.0, 1.0)
     assert made.data.held_out_share == 0.01
     assert len(made.data.test_sentences) == 5
@@ -196,7 +196,7 @@ def test_speakers_of_a_file_of_coquis_may_stand_there_twice(tmp_path):
 
 
 @each_row(
-    ({"save_interval": 500, "save_step": 1000}, "save_step is 1000: both set checkpoint_steps"),
+    ({"save_interval": 500, "save_step": 1000}, "save_step is 1000: both set checkpoint_every_steps"),
     ({"lr": 1e-4, "optimizer": {"learning_rate": 2e-4}}, "lr is 0.0001 and learning_rate is 0.0002"),
     ({"a": {"gamma": 0.9}, "b": {"gamma": 0.99}}, "gamma is 0.9 and 0.99"),
     ({"pin_memory": False}, "pin_memory is False: data for a GPU is always read into pinned memory"),
@@ -226,7 +226,7 @@ def test_what_cannot_be_is_said(tmp_path, content, said):
 
 def test_a_near_miss_is_pointed_out_and_all_problems_are_listed_at_once(tmp_path):
     assert refusal({"save_intervall": 500}, tmp_path).hint == "did you mean 'save_interval'?"
-    problems = refusal({"pin_memory": False, "deterministic": True, "log_interval": 5, "log_freq": 6}, tmp_path)
-    for name in ("pin_memory", "deterministic", "log_freq"):
+    problems = refusal({"pin_memory": False, "deterministic": True, "log_interval": 5, "log_every_steps": 6}, tmp_path)
+    for name in ("pin_memory", "deterministic", "log_every_steps"):
         assert f"{name} is" in problems.message
     assert problems.hint == "docs/voice.md explains each key"

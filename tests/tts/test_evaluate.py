@@ -278,7 +278,7 @@ def test_a_recogniser_transcribes_both_sides(store):
 
 
 def settings_of(store: SpeechStore, **changes) -> TrainTts:
-    return assemble(TrainTts, {"data_dir": str(store.folder), "held_out_share": 0.4, **changes})
+    return assemble(TrainTts, {"data_path": str(store.folder), "held_out_share": 0.4, **changes})
 
 
 def speech_of(store: SpeechStore) -> Speech:

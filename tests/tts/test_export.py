@@ -367,7 +367,7 @@ def test_voices_are_named_by_speaker_data_and_run() -> None:
     }
     found = {}
     for speakers, data, run in cases:
-        settings = settings_of("medium", data_dir=data)
+        settings = settings_of("medium", data_path=data)
         voice = replace(loaded, speakers=speakers, settings=settings, source=f"{run}/checkpoint_best.pt")
         found[speakers, data, run] = voice_name(voice, locale_of(voice, ""))
     assert found == {case: f"uz_UZ-{name}-medium" for case, name in cases.items()}

@@ -136,7 +136,7 @@ def test_room_without_graphs_is_cropped(tmp_path):
     ],
 )
 def test_what_is_captured(changes, shapes, captured, tmp_path):
-    settings = assemble(TrainTts, {"data_dir": ".", "use_cuda_graphs": True, **changes})
+    settings = assemble(TrainTts, {"data_path": ".", "use_cuda_graphs": True, **changes})
     assert TtsWork().shapes(settings) == shapes
     state = begin(tmp_path, **{name: value for name, value in changes.items() if name != "use_cuda_graphs"})
     assert (state.recipe.step_groups[0].graph_key is not None) is captured

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def settings_of(preset: VoicePreset = "fast", **changes: object) -> TrainTts:
-    return assemble(TrainTts, {"data_dir": "unused", "preset": preset, **changes})
+    return assemble(TrainTts, {"data_path": "unused", "preset": preset, **changes})
 
 
 def full(preset: VoicePreset, reading: Frontend, speakers: Sequence[str] = ("anna",)) -> Voice:

@@ -14,7 +14,7 @@ from tests.tts.test_train import TINY
 
 
 def settings_of(**changes: object) -> TrainTts:
-    return assemble(TrainTts, {**TINY, "data_dir": ".", "batch_size": 4, "plan": True, **changes})
+    return assemble(TrainTts, {**TINY, "data_path": ".", "batch_size": 4, "plan": True, **changes})
 
 
 def test_speech_that_is_not_there_has_a_size():

@@ -60,7 +60,7 @@ def shape(preset="medium", speakers=1) -> VoiceArchitecture:
 def settings_of(**changes) -> TrainTts:
     return assemble(
         TrainTts,
-        {"data_dir": "unused", "batch_size": 6, "ema_decay": 0.9, "discriminator_channels": 8,
+        {"data_path": "unused", "batch_size": 6, "ema_decay": 0.9, "discriminator_channels": 8,
          "alignment_prior_steps": 0, **changes},
     )  # fmt: skip
 
@@ -178,7 +178,7 @@ def test_an_even_pace_is_preferred_less_with_every_step(tmp_path, monkeypatch, s
 
 def test_a_voice_that_has_learnt_to_align_has_no_prior_by_default():
     def prior_steps(**changes) -> int:
-        return assemble(TrainTts, {"data_dir": "unused", **changes}).prior_steps
+        return assemble(TrainTts, {"data_path": "unused", **changes}).prior_steps
 
     assert prior_steps() == 2000
     assert prior_steps(init_from="voice.pt") == 0

@@ -49,7 +49,7 @@ def base(tmp_path_factory) -> Path:
 def adding(base: Path, run: str, *data: str, **changes: Any) -> dict[str, Any]:
     """Returns the settings of a training that adds eve to a run's voice."""
     return {
-        **TINY, **QUIET, "data_dir": [str(base / name) for name in data], "init_from": str(base / run),
+        **TINY, **QUIET, "data_path": [str(base / name) for name in data], "init_from": str(base / run),
         "add_speaker": "eve", "max_steps": 3, **changes,
     }  # fmt: skip
 
@@ -57,7 +57,7 @@ def adding(base: Path, run: str, *data: str, **changes: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def learnt(base) -> dict[str, Any]:
     """The checkpoint of a training of the embedding alone."""
-    options = {"train_part": "speaker", "evaluate_steps": 3, "output_dir": str(base / "learnt")}
+    options = {"train_part": "speaker", "evaluate_every_steps": 3, "output_dir": str(base / "learnt")}
     return train.of(adding(base, "two", "new", **options))
 
 
@@ -120,7 +120,7 @@ def test_a_voice_of_one_speaker_keeps_its_sound_under_number_0(base, tmp_path):
 @pytest.mark.slow
 def test_with_speech_of_the_others_all_weights_train_and_both_are_evaluated(base, tmp_path):
     """Speech without a name is the old speaker's where the new one has a name. The start is needed only once."""
-    options = adding(base, "one", "eve", "alone", output_dir=str(tmp_path), evaluate_steps=2)
+    options = adding(base, "one", "eve", "alone", output_dir=str(tmp_path), evaluate_every_steps=2)
     first = train.of({**options, "max_steps": 2})
     made = train.of({**options, "init_from": "moved away", "resume_from": "auto"})
     assert made["facts"] == first["facts"]
@@ -178,11 +178,11 @@ def test_speech_with_other_symbols_is_refused_and_with_fewer_takes_those_of_the_
     for name, texts in (("fewer", ("is it", "so an owl")), ("other", ("is it", "ʒ an owl"))):
         spoken(tmp_path / name, texts=texts, language="characters", speakers=("",))
     values = {**TINY, **QUIET, "init_from": str(run), "add_speaker": "eve", "train_part": "speaker", "max_steps": 1}
-    made = train.of({**values, "data_dir": str(tmp_path / "fewer"), "output_dir": str(tmp_path / "made")})
+    made = train.of({**values, "data_path": str(tmp_path / "fewer"), "output_dir": str(tmp_path / "made")})
     assert made["facts"]["text"] == read_checkpoint(run / "checkpoint_last.pt")["facts"]["text"]
     assert evaluate_voice(tmp_path / "made", tmp_path / "fewer", device="cpu", held_out_share=1).clips == 2
     with pytest.raises(UserError, match=r"symbols that .* lacks: ʒ"):
-        train.of({**values, "data_dir": str(tmp_path / "other"), "output_dir": str(tmp_path / "none")})
+        train.of({**values, "data_path": str(tmp_path / "other"), "output_dir": str(tmp_path / "none")})
 
 
 def test_speakers_of_other_toolkits_are_known_by_row(base):

@@ -44,12 +44,12 @@ SIZES: dict[str, Any] = {
     "resblock_dilation_sizes": ((1, 2),),
 }  # fmt: skip
 TINY: dict[str, Any] = {
-    "preset": "fast", "discriminator_channels": 8, "batch_size": 3, "max_padding": 0.2, "batch_room": 2.0,
-    "held_out_share": 0.2, "learning_rate": 1e-3, "ema_decay": 0.9, "num_audio_samples": 1, "log_freq": 1,
+    "preset": "fast", "discriminator_channels": 8, "batch_size": 3, "max_padding": 0.2, "max_batch_audio_ratio": 2.0,
+    "held_out_share": 0.2, "learning_rate": 1e-3, "ema_decay": 0.9, "num_audio_samples": 1, "log_every_steps": 1,
     "num_workers": 0, "device": "cpu", "plan": False,
 }  # fmt: skip
-QUIET = {"evaluate_steps": 0, "checkpoint_steps": 0, "save_samples_freq": 0}
-KEPT = {"evaluate_steps": 2, "save_samples_freq": 2, "samples_after_epochs": 1, "best_after": 4}
+QUIET = {"evaluate_every_steps": 0, "checkpoint_every_steps": 0, "sample_every_steps": 0}
+KEPT = {"evaluate_every_steps": 2, "sample_every_steps": 2, "samples_after_epochs": 1, "best_after": 4}
 TEXTS = ("so it is said", "an owl", "two words and more", "it is late", "yes", "no more", "we go", "all is well")
 
 
@@ -115,7 +115,7 @@ def store(tmp_path_factory) -> Path:
 def undisturbed(store, tmp_path_factory) -> Path:
     """Trains eight steps, with three per epoch."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    train(folder, store, **KEPT, checkpoint_steps=2, keep_checkpoints=0, max_steps=8)
+    train(folder, store, **KEPT, checkpoint_every_steps=2, keep_checkpoints=0, max_steps=8)
     return folder
 
 
@@ -135,7 +135,7 @@ def test_two_folders_of_which_one_counts_thrice(store, tmp_path, caplog):
 def test_stopped_within_an_epoch_and_resumed_a_run_is_the_undisturbed_one_bit_for_bit(
     undisturbed, store, tmp_path, workers
 ):
-    changes = {**QUIET, "evaluate_steps": 2, "num_workers": workers}
+    changes = {**QUIET, "evaluate_every_steps": 2, "num_workers": workers}
     halfway = train(tmp_path, store, **changes, max_steps=4)
     assert halfway["progress"]["items_seen"] % halfway["progress"]["items"] == 1  # one of three buckets
     assert {"voice", "discriminators", "ema"} == halfway["modules"].keys()
@@ -231,8 +231,8 @@ def test_samples_begin_after_the_epochs_asked_for(undisturbed):
 
 @pytest.mark.slow
 def test_a_clip_longer_than_all_the_rest_is_a_batch_of_its_own(tmp_path):
-    budget = {"batch_room": 1.0}
-    settings = assemble(TrainTts, {**TINY, **budget, "data_dir": str(spoken(tmp_path / "store", long=6.0))})
+    budget = {"max_batch_audio_ratio": 1.0}
+    settings = assemble(TrainTts, {**TINY, **budget, "data_path": str(spoken(tmp_path / "store", long=6.0))})
     buckets = TtsWork().fill_buckets(settings, open_speech(tmp_path / "store", HOP, 0.2))
     longest = int(buckets.frames_N.argmax())
     assert buckets.frames_N[longest] > buckets.batch_frames > np.sort(buckets.frames_N)[-2]
@@ -245,7 +245,7 @@ def test_a_clip_longer_than_all_the_rest_is_a_batch_of_its_own(tmp_path):
 
 def test_batches_by_seconds_of_sound(store):
     limits = {"batch_seconds": 1.2, "max_padding": 0.5, "batch_size": 8}
-    settings = assemble(TrainTts, {**TINY, **limits, "data_dir": str(store)})
+    settings = assemble(TrainTts, {**TINY, **limits, "data_path": str(store)})
     buckets = TtsWork().fill_buckets(settings, open_speech(store, HOP, 0.2))
     assert buckets.batch_frames == math.ceil(1.2 * RATE_HZ / HOP)
     for number in range(len(buckets)):
@@ -353,7 +353,7 @@ def test_a_run_says_what_it_will_take_and_how_it_goes(store, tmp_path, caplog):
 
 
 @each_row(
-    ({"data_dir": "gone"}, "gone"),
+    ({"data_path": "gone"}, "gone"),
     ({"init_from": "gone"}, "gone: no such file or folder"),
     ({"resume_from": "gone.pt"}, "gone.pt: no such checkpoint"),
     ({"test_sentences": ["中文"]}, "no symbol"),
@@ -372,6 +372,6 @@ def test_settings_that_cannot_be(store, tmp_path, changes, said):
 def test_a_single_clip_serves_as_both(tmp_path, caplog):
     store = spoken(tmp_path / "store", texts=("it is late",))
     with caplog.at_level(logging.INFO, "gputrain"):
-        train(tmp_path / "run", store, **{**QUIET, "evaluate_steps": 1}, max_steps=1)
+        train(tmp_path / "run", store, **{**QUIET, "evaluate_every_steps": 1}, max_steps=1)
     assert "all data are of one file" in caplog.text
     assert math.isfinite(rows(tmp_path / "run")[-1]["eval/score"])

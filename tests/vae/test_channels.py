@@ -177,7 +177,7 @@ def run(folder, pictures, channels, **changes):
     settings = {
         "data_path": str(pictures), "output_dir": str(folder), "image_channels": channels, "batch_size": 2,
         "num_epochs": 0, "num_steps": 3, "num_workers": 0, "device": "cpu", "discriminator_start": 0,
-        "discriminator_warmup_steps": 0, "adversarial_weight": 0.5, "save_samples_freq": 3, "evaluate_steps": 3,
+        "discriminator_warmup_steps": 0, "adversarial_weight": 0.5, "sample_every_steps": 3, "evaluate_every_steps": 3,
         "plan": False, "report": False, "held_out_share": 0.4,
     }  # fmt: skip
     train_vae(assemble(TrainVae, {**SMALL, **settings, **changes}), Console(quiet=True))

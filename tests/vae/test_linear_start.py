@@ -209,7 +209,7 @@ def test_only_a_start_with_given_weights_is_evaluated_before_the_first_step(fold
     for name, given in runs.items():
         done = gputrain_here(
             "train-vae", "--data-path", folder, "--output-dir", tmp_path / name, *small, "--max-steps", 1,
-            "--evaluate-steps", 1, "--held-out-share", 0.34, "--no-plan", *given,
+            "--evaluate-every-steps", 1, "--held-out-share", 0.34, "--no-plan", *given,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
     rows = {name: map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines()) for name in runs}
@@ -224,7 +224,8 @@ def test_training_never_falls_below_its_start(folder, tmp_path):
     for start in ("linear", "random"):
         done = gputrain_here(
             "train-vae", "--data-path", folder, "--output-dir", tmp_path / start, "--preset", "fast",
-            "--image-size", 32, "--batch-size", 4, "--max-steps", 240, "--evaluate-steps", 30, "--held-out-share", 0.34,
+            "--image-size", 32, "--batch-size", 4, "--max-steps", 240, "--evaluate-every-steps", 30,
+            "--held-out-share", 0.34,
             "--start", start, "--eval-first", "--num-workers", 0, "--no-plan",
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

@@ -210,8 +210,8 @@ def test_resumed_run_is_bit_for_bit_the_undisturbed_one(tmp_path, photographs):
             max_steps=steps,
             resume_from=resume,
             num_workers=1,
-            evaluate_freq=1,
-            save_samples_freq=0,
+            evaluate_every_epochs=1,
+            sample_every_steps=0,
             device="cpu",
         )
         train_vae(settings, Console(quiet=True))

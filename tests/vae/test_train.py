@@ -63,7 +63,8 @@ def run(folder, photographs, **changes):
     """Trains, and returns the content of the last checkpoint."""
     settings = {
         "data_path": str(photographs), "output_dir": str(folder), "batch_size": 2, "num_workers": 0, "device": "cpu",
-        "evaluate_freq": 0, "save_samples_freq": 0, "log_freq": 1, "adversarial_weight": 0.0, "plan": False,
+        "evaluate_every_epochs": 0, "sample_every_steps": 0, "log_every_steps": 1, "adversarial_weight": 0.0,
+        "plan": False,
     }  # fmt: skip
     train_vae(assemble(TrainVae, {**SMALL, **settings, **changes}), Console(quiet=True))
     return torch.load(folder / "checkpoint_last.pt", weights_only=True)
@@ -404,18 +405,18 @@ def killed_in_the_second_evaluation(folder, photographs):
 
     VaeRecipe.evaluate = counted
     with few_layers():
-        run(folder, photographs, **SCHEDULE, evaluate_freq=1, eval_first=True)
+        run(folder, photographs, **SCHEDULE, evaluate_every_epochs=1, eval_first=True)
 
 
 @pytest.mark.slow
 def test_a_run_killed_before_the_evaluation_of_its_first_stage_evaluates_it_at_its_size(photographs, tmp_path):
-    straight = run(tmp_path / "a", photographs, **SCHEDULE, evaluate_freq=1, eval_first=True)
+    straight = run(tmp_path / "a", photographs, **SCHEDULE, evaluate_every_epochs=1, eval_first=True)
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=killed_in_the_second_evaluation, args=(tmp_path / "b", photographs))
     process.start()
     process.join(200)
     assert process.exitcode == -signal.SIGKILL
-    resumed = run(tmp_path / "b", photographs, **SCHEDULE, evaluate_freq=1, eval_first=True, resume_from="auto")
+    resumed = run(tmp_path / "b", photographs, **SCHEDULE, evaluate_every_epochs=1, eval_first=True, resume_from="auto")
     assert_same(straight["modules"], resumed["modules"])
     assert straight["progress"] == resumed["progress"]
     scores = [[(row["step"], row["eval/score"]) for row in rows(tmp_path / x) if "eval/score" in row] for x in "ab"]

@@ -38,7 +38,7 @@ TINY: dict[str, Any] = {
     "warmup_steps": 2,
     "generator_optimizer": "adamw",
     "discriminator_optimizer": "adamw",
-    "log_freq": 1,
+    "log_every_steps": 1,
     "num_workers": 0,
     "device": "cpu",
     "plan": False,

@@ -86,7 +86,11 @@ def test_what_the_standard_one_becomes(tmp_path):
     assert (made.schedule.beta1, made.schedule.beta2, made.schedule.seed) == (0.8, 0.99, 114514)
     assert (made.hardware.precision, made.hardware.device) == ("tf32", "auto")
     assert (made.hardware.num_workers, made.hardware.prefetch_factor) == (6, 4)
-    assert (made.saving.evaluate_steps, made.saving.log_freq, made.saving.num_valid_plots) == (2000, 100, 100)
+    assert (made.saving.evaluate_every_steps, made.saving.log_every_steps, made.saving.num_valid_plots) == (
+        2000,
+        100,
+        100,
+    )
     assert (made.saving.keep_checkpoints, made.saving.permanent_start, made.saving.permanent_interval) == (
         5, 200000, 40000
     )  # fmt: skip
@@ -109,7 +113,11 @@ def test_what_the_one_for_the_rtx_5090_becomes(tmp_path, caplog):
     assert (made.schedule.weight_decay, made.schedule.discriminator_weight_decay) == (0.01, 0.1)
     assert made.hardware.precision == "fp16"
     assert (made.hardware.num_workers, made.hardware.prefetch_factor) == (12, 4)
-    assert (made.saving.evaluate_steps, made.saving.log_freq, made.saving.num_valid_plots) == (1000, 100, 32)
+    assert (made.saving.evaluate_every_steps, made.saving.log_every_steps, made.saving.num_valid_plots) == (
+        1000,
+        100,
+        32,
+    )
     assert made.schedule.gradient_clip == 1.0
     assert not caplog.records  # Every key has an effect.
 

@@ -209,7 +209,7 @@ def gradient_of(module) -> torch.Tensor:
 
 
 def test_with_alternating_steps_the_discriminators_learn_alone_at_first(tmp_path):
-    state = begin(tmp_path, discriminator_warmup_steps=1, ema_decay=0, **ALTERNATING)
+    state = begin(tmp_path, discriminator_only_steps=1, ema_decay=0, **ALTERNATING)
     start = weights(state.recipe)
     go_on(state, range(1))
     moved = {
@@ -256,7 +256,7 @@ def test_running_out_of_memory_changes_nothing(phase, tmp_path):
 
 
 def test_a_good_generator_waits_until_the_discriminators_have_learnt(tmp_path):
-    state = begin(tmp_path, discriminator_warmup_steps=2, ema_decay=0)
+    state = begin(tmp_path, discriminator_only_steps=2, ema_decay=0)
     start = weights(state.recipe)
     go_on(state, range(2))
     warm = weights(state.recipe)

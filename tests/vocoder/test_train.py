@@ -44,8 +44,8 @@ from tests.vocoder.test_recipe import sounds
 pytestmark = pytest.mark.usefixtures("flops_known")
 
 CONFIGURATIONS = {"base_hifi_gpu": ("msd", "mpd"), "base_hifi_rtx5090_optimized": ("fast_mrd", "fast_mpd")}
-KEPT = {"evaluate_steps": 10, "checkpoint_steps": 2, "keep_checkpoints": 0}
-QUIET = {"evaluate_steps": 0, "checkpoint_steps": 0, "permanent_start": 0, "save_samples_freq": 0}
+KEPT = {"evaluate_every_steps": 10, "checkpoint_every_steps": 2, "keep_checkpoints": 0}
+QUIET = {"evaluate_every_steps": 0, "checkpoint_every_steps": 0, "permanent_start": 0, "sample_every_steps": 0}
 CPU = torch.device("cpu")
 
 
@@ -81,7 +81,7 @@ def undisturbed(request, notes, tmp_path_factory) -> tuple[str, Path]:
 @pytest.mark.slow
 def test_stopped_and_resumed_a_run_is_the_undisturbed_one_bit_for_bit(undisturbed, notes, tmp_path):
     name, whole = undisturbed
-    half = {"evaluate_steps": 10, "max_steps": 10, "eval_first": True}
+    half = {"evaluate_every_steps": 10, "max_steps": 10, "eval_first": True}
     train(tmp_path, PROFILES / f"{name}.yaml", data_path=str(notes), **TINY, **half)
     halfway = read_checkpoint(tmp_path / "checkpoint_last.pt")
     assert_same_training(halfway, read_checkpoint(whole / "checkpoint_step_10.pt"))
@@ -240,7 +240,7 @@ def test_a_generator_alone_waits_for_the_discriminators(taught, notes, tmp_path,
         begun = finetune(tmp_path / "run", notes, source, max_steps=2)
     assert f"only the discriminators are trained in the first {WARMUP_STEPS} steps" in caplog.text
     assert "reinitialised: all of fast_mrd; all of fast_mpd" in caplog.text
-    assert read_file(tmp_path / "run" / "config.yaml")["discriminator_warmup_steps"] == WARMUP_STEPS == 1000
+    assert read_file(tmp_path / "run" / "config.yaml")["discriminator_only_steps"] == WARMUP_STEPS == 1000
     given = read_weights(source).generator
     averaged = {name.removeprefix("average."): value for name, value in begun["modules"]["ema"].items()}
     for made in (begun["modules"]["generator"], averaged):
@@ -254,8 +254,8 @@ def test_a_generator_alone_waits_for_the_discriminators(taught, notes, tmp_path,
         resumed = train(tmp_path / "run", tmp_path / "run" / "config.yaml", resume_from="auto", max_steps=3)
         again = finetune(tmp_path / "run", notes, source, resume_from="auto", max_steps=4)
     assert [content["progress"]["step"] for content in (resumed, again)] == [3, 4]
-    assert again["config"]["discriminator_warmup_steps"] == WARMUP_STEPS
-    assert read_file(tmp_path / "run" / "config.yaml")["discriminator_warmup_steps"] == WARMUP_STEPS
+    assert again["config"]["discriminator_only_steps"] == WARMUP_STEPS
+    assert read_file(tmp_path / "run" / "config.yaml")["discriminator_only_steps"] == WARMUP_STEPS
     assert largest_difference(begun["modules"]["generator"], again["modules"]["generator"]) == 0
     assert largest_difference(begun["modules"]["discriminators"], again["modules"]["discriminators"]) > 0
     with pytest.raises(UserError, match=r"model\.ckpt: no such file"):
@@ -268,9 +268,9 @@ def test_the_warm_up_is_at_most_a_tenth_of_the_training(taught, notes, tmp_path,
     source.write_bytes((taught / "openvpi" / "model.ckpt").read_bytes())
     with caplog.at_level(logging.INFO, "gputrain"):
         finetune(tmp_path / "run", notes, source, num_epochs=0, num_steps=steps, max_steps=1)
-    assert read_file(tmp_path / "run" / "config.yaml")["discriminator_warmup_steps"] == warmup
+    assert read_file(tmp_path / "run" / "config.yaml")["discriminator_only_steps"] == warmup
     assert f"start: the weights of {source} (generator)" in caplog.text
-    late = "training of the generator (discriminator_warmup_steps) begins after step 4, and this run ends after step 1"
+    late = "training of the generator (discriminator_only_steps) begins after step 4, and this run ends after step 1"
     assert (late in caplog.text) == (warmup > 0)
 
 
@@ -279,7 +279,7 @@ def test_a_full_checkpoint_needs_no_warm_up(taught, notes, tmp_path, caplog):
         made = finetune(tmp_path, notes, taught / "checkpoint_last.pt", max_steps=1, learning_rate=0.0)
     assert "only the discriminators are trained" not in caplog.text
     assert "reinitialised" not in caplog.text
-    assert read_file(tmp_path / "config.yaml")["discriminator_warmup_steps"] == 0
+    assert read_file(tmp_path / "config.yaml")["discriminator_only_steps"] == 0
     before = read_checkpoint(taught / "checkpoint_last.pt")
     for name in ("generator", "discriminators"):
         assert largest_difference(before["modules"][name], made["modules"][name]) == 0
@@ -303,7 +303,7 @@ def test_training_begins_from_a_name_of_the_hub(taught, notes, tmp_path, hub):
 
 def test_other_shapes_are_listed_or_reinitialised(taught, notes, tmp_path, caplog):
     source = taught / "openvpi" / "model.ckpt"
-    wider = {"resblock_kernel_sizes": [5], "max_steps": 2, "discriminator_warmup_steps": 1}
+    wider = {"resblock_kernel_sizes": [5], "max_steps": 2, "discriminator_only_steps": 1}
     with (
         caplog.at_level(logging.INFO, "gputrain"),
         pytest.raises(UserError, match=r"its generator differs in 12 tensors: resblocks\.0\.") as raised,

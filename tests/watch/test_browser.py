@@ -191,7 +191,7 @@ def test_a_real_training_is_watched_and_stopped(browser, tmp_path):
     page = subprocess.Popen(
         [*program, "watch", tmp_path / "runs", "--allow-control", "--port", "0"], stdout=subprocess.PIPE, text=True
     )
-    line = words("vocoder", data, tmp_path / "runs" / "sung", 0, save_samples_freq=4, num_steps=100_000)
+    line = words("vocoder", data, tmp_path / "runs" / "sung", 0, sample_every_steps=4, num_steps=100_000)
     training = subprocess.Popen([*program, *map(str, line)], stderr=subprocess.PIPE, text=True)
     with page, training:
         try:

@@ -57,9 +57,9 @@ def planned(kind: str, changes: dict[str, Any]) -> tuple[Any, Any]:
         return VocoderWork(), assemble(TrainVocoder, {"data_path": ".", **TINY_VOCODER, **changes})
     if kind == "tts":
         speakers = changes.pop("speakers", 1)
-        settings = assemble(TrainTts, {**TINY_VOICE, "data_dir": ".", "batch_size": 4, "plan": True, **changes})
+        settings = assemble(TrainTts, {**TINY_VOICE, "data_path": ".", "batch_size": 4, "plan": True, **changes})
         return TtsWork(SpeechSize(RATE_HZ, 40, speakers, CLIP)), settings
-    values = {"data_dir": ".", "preset": "tiny", "batch_size": 4, "learning_rate": 1e-3, **changes}
+    values = {"data_path": ".", "preset": "tiny", "batch_size": 4, "learning_rate": 1e-3, **changes}
     settings = assemble(TrainAsr, values)
     return AsrWork(replace(facts_of(settings, PlannedSpeech(), 1.0), clip=CLIP)), settings
 
