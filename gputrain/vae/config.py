@@ -143,23 +143,8 @@ class Losses:
     )
     lecam_weight: float = opt(default=0.0, help="Weight of LeCam regularisation, for small data sets; 0 is off.", min=0)
     step_order: StepOrder = opt(default="simultaneous", help=STEP_ORDER_HELP)
-    eq_probability: float = opt(
-        default=0.0,
-        help="Share of the steps whose latents and target pictures are scaled and turned alike before decoding, for "
-        "smoother latents; 0 is off, EQ-VAE's authors use 0.5.",
-        min=0,
-        max=1,
-    )
-    eq_weight: float = opt(
-        default=1.0, help="Weight of all losses on the picture in the steps of eq_probability.", min=0.001
-    )
 
     def __post_init__(self) -> None:
-        if self.eq_weight != 1 and not self.eq_probability:
-            raise UserError(
-                f"eq_weight {self.eq_weight:g} has no effect, as eq_probability is 0",
-                hint="--eq-probability 0.5 scales and turns the latents in half of the steps; or drop --eq-weight",
-            )
         if self.uses_lpips and not self.lpips_weights:
             raise UserError(
                 "perceptual_loss lpips needs lpips_weights",
@@ -187,10 +172,9 @@ class Losses:
 
     @property
     def description(self) -> str:
-        equivariance = f", equivariance in {100 * self.eq_probability:g} % of the steps" if self.eq_probability else ""
         return (
             f"{self.reconstruction_loss} {self.reconstruction_weight:g}, {self.perceptual_loss} "
-            f"{self.perceptual_weight:g}, kl {self.kl_weight:g}, adversarial {self.adversarial_weight:g}{equivariance}"
+            f"{self.perceptual_weight:g}, kl {self.kl_weight:g}, adversarial {self.adversarial_weight:g}"
         )
 
 
@@ -217,12 +201,6 @@ class TrainVae:
                 "train_part tiny-decoder is for the latents of an AutoencoderKL: pipelines of FLUX.2 take no "
                 "AutoencoderTiny",
                 hint="--preset flux2 --train-part decoder --decoder-channels 64,128,256,256 makes a smaller decoder",
-            )
-        if self.losses.eq_probability and self.model.train_part != "all":
-            raise UserError(
-                "eq_probability has no effect on the latents of an encoder that is not trained (train_part "
-                f"{self.model.train_part})",
-                hint="drop --eq-probability, or train the encoder too: --train-part all",
             )
         if self.data.resolution_schedule:
             self._check_schedule()

@@ -32,7 +32,6 @@ from gputrain.vae import losses
 from gputrain.vae.architecture import PATCH
 from gputrain.vae.config import Data, PictureEvaluation
 from gputrain.vae.data import Picture, as_rgb, centre_crop, open_pictures, to_u8, to_unit
-from gputrain.vae.latent_report import LatentReport
 from gputrain.vae.latents import LatentScaling, PatchStatistics
 from gputrain.vae.model import AutoencoderKL, Moments
 from gputrain.vae.pictures import FLAT, UnusablePicture
@@ -59,19 +58,13 @@ class VaeFigures:
     `scalars` has `psnr_db` in decibels, `ssim` and `ms_ssim` (at most 1), `structural` (the perceptual loss), `l1`, and
     `rfid` if Inception's weights are given; `std_of_latents` and `mean_of_latents`, of all channels together. Their
     means and standard deviations by channel are in `latents`; those of an AutoencoderKLFlux2's means of latents in
-    patches of 2x2, as pipelines of FLUX.2 take them, in `patches`. What a denoiser meets in them is in `report`.
+    patches of 2x2, as pipelines of FLUX.2 take them, in `patches`.
     """
 
     scalars: dict[str, float]
     latents: "LatentMoments"
     pictures: int
     patches: "LatentMoments | None" = None
-    report: LatentReport | None = None
-
-    @property
-    def shown(self) -> dict[str, object]:
-        """The figures for the terminal."""
-        return {**self.scalars, **(self.report.shown if self.report else {})}
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -79,7 +72,6 @@ class VaeFigures:
             **self.scalars,
             "latent_mean": self.latents.mean_L.tolist(),
             "latent_deviation": self.latents.deviation_L.tolist(),
-            **({"latent_report": self.report.to_json()} if self.report else {}),
         }
 
 
@@ -141,13 +133,11 @@ def reconstruction_figures(
     batch_size: int = 4,
     fid: "ReconstructionFid | None" = None,
     progress: Callable[[float], None] = lambda pictures: None,
-    report: LatentReport | None = None,
 ) -> VaeFigures:
     """Reconstructs uint8 crops (CHW, all of one size) from the means of their latents, and computes metrics.
 
-    Reconstructions are quantised to 8 bits, as in a file; with `fid`, rFID is computed too, and `report` gets the
-    latents. `progress` receives the number of pictures that are done, parts of them included. Raises UserError if there
-    are no crops.
+    Reconstructions are quantised to 8 bits, as in a file; with `fid`, rFID is computed too. `progress` receives the
+    number of pictures that are done, parts of them included. Raises UserError if there are no crops.
     """
     rows: list[Tensor] = []
     latents, done, rest = LatentMoments(), 0, iter(crops)
@@ -166,8 +156,6 @@ def reconstruction_figures(
             rows.append(torch.stack([metric(to_unit(saved_BCHW), target_BCHW) for metric in METRICS.values()]).cpu())
         if fid:
             fid.add(*(to_u8(as_rgb(to_unit(one_BCHW))) for one_BCHW in (saved_BCHW, images_BCHW)))
-        if report:
-            report.add(model, target_BCHW, moments.mean_BLhw)
         done += len(batch)
         progress(done)
     if not rows:
@@ -177,7 +165,7 @@ def reconstruction_figures(
     scalars |= {"rfid": fid.distance()} if fid else {}
     # Not as factors: those that a pipeline uses are in the export, measured on other pictures or given by the source.
     scalars |= {"std_of_latents": latents.deviation, "mean_of_latents": latents.mean}
-    return VaeFigures(scalars, latents, values.shape[1], patches, report)
+    return VaeFigures(scalars, latents, values.shape[1], patches)
 
 
 # Each of the pictures (B), from reconstructions and originals in [-1, 1].
@@ -275,9 +263,8 @@ def evaluate_pictures(
     def figures_of(model: Autoencoder, before: int, fid: "ReconstructionFid | None") -> VaeFigures:
         crops = readable_crops(chosen, image_size, model.architecture.in_channels)
         return reconstruction_figures(
-            model, crops, runtime.device, options.batch_size, fid, lambda done: progress(before + done, total),
-            LatentReport() if model is loaded.model else None,
-        )  # fmt: skip
+            model, crops, runtime.device, options.batch_size, fid, lambda done: progress(before + done, total)
+        )
 
     with runtime.autocast(), torch.no_grad():
         figures = figures_of(loaded.model, 0, fid)

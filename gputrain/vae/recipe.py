@@ -24,7 +24,6 @@ from gputrain.vae import losses
 from gputrain.vae.attention import SCORES
 from gputrain.vae.config import TrainVae
 from gputrain.vae.data import Picture, as_rgb, centre_crop, to_unit
-from gputrain.vae.equivariance import Transformations
 from gputrain.vae.evaluate import readable_crops, reconstruction_figures, reconstruction_sheet
 from gputrain.vae.linear_start import signals_of
 from gputrain.vae.losses import Lpips, PatchDiscriminator, crop, crop_corners
@@ -66,8 +65,7 @@ class VaeRecipe:
         """`lpips` is the perceptual loss, or None if the settings do not use it."""
         self.settings, self.losses, self.runtime = settings, settings.losses, runtime
         self.held_out = held_out
-        self.transformations = Transformations.of(settings)
-        self._flops: dict[tuple[bool, bool, int], int] = {}  # FLOPs of one item, by active losses and size
+        self._flops: dict[tuple[bool, bool], int] = {}  # FLOPs of one item, by active losses.
         torch.manual_seed(settings.schedule.seed)
         self.autoencoder = build_autoencoder(settings, runtime)
         block, channels = blocks(self.autoencoder)[0], settings.architecture.block_out_channels[0]
@@ -87,14 +85,14 @@ class VaeRecipe:
             discriminator = self._begin_discriminator()
             of_discriminator = layer_weights([self.discriminator])
         cast_once = functools.partial(weights_cast_once, [*slots, *of_discriminator], runtime.dtype)
-        self.step_groups = [StepGroup((autoencoder,), self.autoencoder_loss, cast_once, self._fixed)]
+        self.step_groups = [StepGroup((autoencoder,), self.autoencoder_loss, cast_once, self._active)]
         if self.losses.adversarial_weight:
             if self.losses.step_order == "alternating":
-                group = StepGroup((discriminator,), self.discriminator_loss, cast_once, self._fixed)
+                group = StepGroup((discriminator,), self.discriminator_loss, cast_once, self._active)
                 self.step_groups.insert(0, group)
             else:
                 cast_once = functools.partial(weights_cast_once, of_discriminator, runtime.dtype)
-                group = StepGroup((discriminator,), self.discriminator_loss, cast_once, self._fixed)
+                group = StepGroup((discriminator,), self.discriminator_loss, cast_once, self._active)
                 self.step_groups.append(group)
         if settings.schedule.ema_decay:
             average = build_autoencoder(settings, runtime)
@@ -105,7 +103,7 @@ class VaeRecipe:
         self.lpips = lpips
         if lpips is not None:
             runtime.place(lpips)
-        compile_layers(self.autoencoder, runtime, any_shape=bool(self.losses.eq_probability))
+        compile_layers(self.autoencoder, runtime)
         self.structural = runtime.compile(losses.structural)
 
     def _begin_discriminator(self) -> Phase:
@@ -148,9 +146,8 @@ class VaeRecipe:
         made_BCHW = noise_BLhw.new_empty(images_BCHW.shape) if keeps_made else None
         top_B = left_B = None
         if self.lpips is not None and 0 < self.losses.lpips_crop < loaded.shape[-1]:
-            height, width = (self._decoded_side(side, step) for side in loaded.shape[-2:])
-            size = min(self.losses.lpips_crop, height)
-            corners = crop_corners(draws.whole, height, width, size, draws.generator)
+            height, width = loaded.shape[-2:]
+            corners = crop_corners(draws.whole, height, width, self.losses.lpips_crop, draws.generator)
             top_B, left_B = map(draws.kept, corners)
         return VaeBatch(images_BCHW, noise_BLhw, made_BCHW, top_B, left_B, draws.whole)
 
@@ -163,16 +160,15 @@ class VaeRecipe:
         return len(batch.images_BCHW)
 
     def flops(self, batch: VaeBatch, step: int) -> float:
-        kind = (*self._active(step), self._decoded_side(self.settings.data.image_size, step))
-        if kind not in self._flops:
-            self._flops[kind] = item_flops(self.settings, step)
-        return float(self._flops[kind] * self.size(batch))
+        active = self._active(step)
+        if active not in self._flops:
+            self._flops[active] = item_flops(self.settings, step)
+        return float(self._flops[active] * self.size(batch))
 
     def peak_memory_step(self, step: int) -> int:
-        """Returns a step at which the discriminator is trained and the adversarial loss is applied, on transformed
-        pictures of the whole size if any are transformed."""
+        """Returns a step at which the discriminator is trained and the adversarial loss is applied."""
         starts = self.losses.discriminator_start + self.losses.discriminator_warmup_steps
-        return self.transformations.largest_step(max(step, starts) if self.losses.adversarial_weight else step)
+        return max(step, starts) if self.losses.adversarial_weight else step
 
     def split(self, batch: VaeBatch, parts: int) -> list[VaeBatch]:
         images, noise = batch.images_BCHW.tensor_split(parts), batch.noise_BLhw.tensor_split(parts)
@@ -193,27 +189,6 @@ class VaeRecipe:
         """Returns whether the discriminator learns, and the autoencoder from it: all that losses take from the step."""
         return self._discriminator_learns(step), self._adversarial_loss_is_on(step)
 
-    def _fixed(self, step: int) -> tuple[bool, bool] | None:
-        """Returns all that losses take from the step; None for a transformation, as each has kernels of its own."""
-        return None if self.transformations.at(step) else self._active(step)
-
-    def _decoded_side(self, side: int, step: int) -> int:
-        """Returns the side of the decoded pictures of a step, in pixels, from that of the loaded ones."""
-        transformation = self.transformations.at(step)
-        return side * transformation.side // transformation.of if transformation else side
-
-    def _kept(self, made_BCHW: Tensor, step: int) -> Tensor:
-        """Returns the part of the memory for decoded pictures that those of a step take."""
-        side = self._decoded_side(made_BCHW.shape[-1], step)
-        return made_BCHW[:, :, :side, :side]
-
-    def _transformed(self, x_BCHW: Tensor, step: int) -> Tensor:
-        """Returns latents or pictures as the step decodes them."""
-        transformation = self.transformations.at(step)
-        if transformation is None:
-            return x_BCHW
-        return transformation(x_BCHW).contiguous(memory_format=self.runtime.memory_format)
-
     def autoencoder_loss(self, batch: VaeBatch, step: int) -> Iterator[Yielded]:
         """Yields the losses of the autoencoder. Its three graphs (losses on the picture, decoder, encoder) are
         back-propagated one after the other, and each is freed before the next."""
@@ -222,14 +197,12 @@ class VaeRecipe:
             moments = self.autoencoder.encode(images_BCHW)
         mean_BLhw, logvar_BLhw = (moment.detach().requires_grad_() for moment in moments)
         # No variable holds the latents beyond the decoding: its graph keeps what the gradients need of them.
-        decoded_BCHW = self.autoencoder.decode(self._transformed(sampled(mean_BLhw, logvar_BLhw, batch), step))
+        decoded_BCHW = self.autoencoder.decode(sampled(mean_BLhw, logvar_BLhw, batch))
         made_BCHW = gan.at_least_fp32(decoded_BCHW.detach()).requires_grad_()
         if batch.made_BCHW is not None:
-            self._kept(batch.made_BCHW, step).copy_(made_BCHW.detach())
+            batch.made_BCHW.copy_(made_BCHW.detach())
 
-        for term in self._picture_terms(made_BCHW, self._transformed(images_BCHW, step), batch):
-            # Losses of other pictures have another name: that of the whole ones stays comparable.
-            yield replace(term, name=f"eq_{term.name}") if self.transformations.at(step) else term
+        yield from self._picture_terms(made_BCHW, images_BCHW, batch)
         gradient_BCHW = _gradient(made_BCHW)
         if self._adversarial_loss_is_on(step):
             scored_BCHW = made_BCHW.detach().requires_grad_()
@@ -242,8 +215,6 @@ class VaeRecipe:
             yield BatchStat("squares_of_adversary", adversarial_BCHW.square().sum())
             weight = self.losses.adversarial_weight * self.balance.weight
             gradient_BCHW = gradient_BCHW + weight * adversarial_BCHW
-        if self.transformations.at(step) and self.losses.eq_weight != 1:
-            gradient_BCHW = self.losses.eq_weight * gradient_BCHW
         yield ChainGradients((decoded_BCHW,), (gradient_BCHW.to(decoded_BCHW.dtype),))
 
         if isinstance(self.autoencoder, DistilledAutoencoder):
@@ -263,9 +234,9 @@ class VaeRecipe:
         weight = self.losses.perceptual_weight
         if self.lpips is not None:
             if batch.top_B is not None and batch.left_B is not None:
-                size = min(self.losses.lpips_crop, made_BCHW.shape[-1])
                 made_BCHW, images_BCHW = (
-                    crop(pictures, batch.top_B, batch.left_B, size) for pictures in (made_BCHW, images_BCHW)
+                    crop(pictures, batch.top_B, batch.left_B, self.losses.lpips_crop)
+                    for pictures in (made_BCHW, images_BCHW)
                 )
             yield Term("lpips", self.lpips(as_rgb(made_BCHW), as_rgb(images_BCHW)).sum() / batch.global_items, weight)
         elif weight:
@@ -280,12 +251,11 @@ class VaeRecipe:
             return
         images_BCHW = to_unit(batch.images_BCHW).to(self.dtype)
         if batch.made_BCHW is not None:
-            made_BCHW = self._kept(batch.made_BCHW, step)
+            made_BCHW = batch.made_BCHW
         else:  # With alternating steps, the autoencoder's phase makes these pictures once more.
             with torch.no_grad():
-                latents_BLhw = self._transformed(sampled(*self.autoencoder.encode(images_BCHW), batch), step)
+                latents_BLhw = sampled(*self.autoencoder.encode(images_BCHW), batch)
                 made_BCHW = gan.at_least_fp32(self.autoencoder.decode(latents_BLhw))
-        images_BCHW = self._transformed(images_BCHW, step)
         # In one pass, whose weights are cast and whose kernels are launched once.
         logits = self.discriminator(torch.cat([images_BCHW, made_BCHW.to(self.dtype)]))
         real, fake = logits.split(len(images_BCHW))
@@ -362,13 +332,13 @@ def build_autoencoder(settings: TrainVae, runtime: Runtime) -> AutoencoderKL:
     return model
 
 
-def compile_layers(model: AutoencoderKL, runtime: Runtime, *, any_shape: bool = False) -> None:
+def compile_layers(model: AutoencoderKL, runtime: Runtime) -> None:
     """Compiles the elementwise functions between the convolutions, and plain layers block by block; without effect if
-    the runtime does not compile. `any_shape`: once for pictures of all sizes."""
+    the runtime does not compile."""
     if not model.recompute_norms:
-        runtime.compile_modules(blocks(model), any_shape=any_shape)
+        runtime.compile_modules(blocks(model))
     elif runtime.plan.compile.value:
-        model.use(Arithmetic.compiled(functools.partial(runtime.compile, any_shape=any_shape)))
+        model.use(Arithmetic.compiled(runtime.compile))
 
 
 def plan_target(settings: TrainVae) -> PlanTarget:

@@ -195,8 +195,6 @@ def test_commands_from_a_run_to_stock_diffusers(run, photographs, tmp_path):
         figures[name] = json.loads(path.read_text())
     assert figures["run"]["psnr_db"] == pytest.approx(figures["export"]["psnr_db"], abs=1e-3)
     assert len(figures["run"]["latent_mean"]) == 16
-    ours, theirs = (figures[name]["latent_report"]["equivariance"]["half"] for name in ("run", "export"))
-    assert ours == pytest.approx(theirs, rel=1e-3)
 
     result = gputrain_here("reconstruct", "--model", run, "--input", photographs, "--output-dir", tmp_path / "looks")
     assert result.returncode == 0, result.stderr
