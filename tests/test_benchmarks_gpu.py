@@ -359,7 +359,7 @@ def test_a_benchmark_has_the_plan_of_its_training(kind, options, monkeypatch):
     monkeypatch.setattr(step_bench, "begin_bench", begin)
     monkeypatch.setattr(step_bench, "probe", lambda: H100)
     monkeypatch.setattr(step_bench, "apply", lambda plan: SimpleNamespace(plan=plan, device=torch.device("cuda")))
-    request = {"train": {"data_path": "."}, "switch": "", "warmup_steps": 1, "steps": 1, "inference": False, **options}
+    request = {"train": {"data_path": "."}, "switch": "", "warmup_steps": 1, "steps": 1, "options": options}
     with pytest.raises(Planned) as raised:
         step_bench.measure_bench_row(kinds()[kind], request)
     (plan,) = raised.value.args

@@ -3,7 +3,7 @@
 Shapes: B items, 1 channel, T samples, M mel bands, F frames, N frequencies. Waves are in [-1, 1].
 
 Every loss is a value per item, in fp32 at least even under autocast, and every term is the sum over its items divided
-by the items of the whole batch, so that micro-batches add up to the batch. With `made_B1T` a detached copy that
+by the items of the global batch, so that micro-batches add up to the batch. With `made_B1T` a detached copy that
 requires a gradient, each term can be back-propagated before the next is computed; the gradient summed on the copy is
 then propagated through the generator once. So the graphs of two discriminators are never in memory together.
 """
@@ -45,18 +45,15 @@ def discriminator_terms(
 ) -> Iterator[Term]:
     """Yields the terms that train the discriminators alone, under the name of their kind.
 
-    There may be more fake waves than real ones; `real_items` and `fake_items` count those of the whole batch. Real and
-    fake waves share a pass, unless `passes` of compiled discriminators are given.
+    There may be more fake waves than real ones; `real_items` and `fake_items` count those of the global batch.
+    `passes` are those of compiled discriminators.
     """
-    fake_B1T = fake_B1T.detach()
+    passes, fake_B1T = passes or UNCOMPILED_PASSES, fake_B1T.detach()
     for kind, members in discriminators.items():
         for discriminator in members:
-            if passes is None:
-                loss = discriminator_loss(discriminator, real_B1T, fake_B1T, real_items, fake_items)
-                yield Term(kind, loss, phase="discriminator")
-            else:
-                yield Term(kind, passes.real(discriminator, real_B1T)[0] / real_items, phase="discriminator")
-                yield Term(kind, passes.fake(discriminator, fake_B1T) / fake_items, phase="discriminator")
+            real, _ = passes.real(discriminator, real_B1T)
+            yield Term(kind, real / real_items, phase="discriminator")
+            yield Term(kind, passes.fake(discriminator, fake_B1T) / fake_items, phase="discriminator")
 
 
 def generator_terms(
@@ -70,28 +67,50 @@ def generator_terms(
 ) -> Iterator[Term | BatchStat]:
     """Yields the terms that train the generator alone, with discriminators that do not learn meanwhile; as those of
     `adversarial_terms` otherwise."""
-    used = passes or UNCOMPILED_PASSES
+    passes = passes or UNCOMPILED_PASSES
     for kind, members in discriminators.items():
         for discriminator in members:
             with torch.no_grad():
-                _, targets = used.real(discriminator, real_B1T)
-            adversarial, matching = used.generator(discriminator, made_B1T, *targets)
+                _, targets = passes.real(discriminator, real_B1T)
+            adversarial, matching = passes.generator(discriminator, made_B1T, *targets)
             del targets  # They are not needed in memory together with the graph.
             matching = FEATURE_WEIGHT * matching / real_items
             yield BatchStat(f"{kind}_features", matching.detach())
             yield Term(kind, adversarial / made_items + matching, inputs=(made_B1T,))
 
 
-def discriminator_loss(
-    discriminator: Discriminator, real_B1T: Tensor, fake_B1T: Tensor, real_items: float, fake_items: float
-) -> Tensor:
-    """Returns the least-squares loss of one discriminator, a scalar. The logits are released here."""
-    logits, _ = discriminator(torch.cat([real_B1T, fake_B1T]))
-    real_logits, fake_logits = torch.tensor_split(logits, [len(real_B1T)])
-    return (
-        gan.real_loss(ADVERSARIAL, real_logits).sum() / real_items
-        + gan.fake_loss(ADVERSARIAL, fake_logits).sum() / fake_items
-    )
+def adversarial_terms(
+    discriminators: Mapping[str, Iterable[nn.Module]],
+    real_B1T: Tensor,
+    made_B1T: Tensor,
+    real_items: float,
+    made_items: float,
+    *,
+    passes: "DiscriminatorPasses | None" = None,
+) -> Iterator[Term | JointTerms | BatchStat]:
+    """Yields the terms that train the discriminators and the generator in one step group: terms of the phase
+    "discriminator" and of the generator's, under the name of a discriminator's kind, and the part of feature matching
+    in the latter.
+
+    Both phases use the same waves and the same discriminators, so a pass over real waves also gives the targets of
+    feature matching, and one forward pass over generated waves gives the losses of both (`generated_pass`). They are
+    back-propagated together, into the discriminator's weights and into the waves, which are a leaf, before the next
+    discriminator runs.
+
+    The real waves are targets of the first generated waves; the others (shifted in pitch) have no target.
+    `real_items` and `made_items` count those of the global batch.
+    """
+    passes = passes or UNCOMPILED_PASSES
+    for kind, members in discriminators.items():
+        for discriminator in members:
+            real, targets = passes.real(discriminator, real_B1T)
+            yield Term(kind, real / real_items, phase="discriminator")
+            fake, adversarial, matching = passes.made(discriminator, made_B1T, *targets)
+            del targets  # They are not needed in memory together with the graph.
+            of_fake = Term(kind, fake / made_items, phase="discriminator")
+            matching = FEATURE_WEIGHT * matching / real_items
+            yield BatchStat(f"{kind}_features", matching.detach())
+            yield JointTerms((of_fake, Term(kind, adversarial / made_items + matching)))
 
 
 def real_pass(discriminator: Discriminator, real_B1T: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -113,7 +132,8 @@ def generator_pass(discriminator: Discriminator, made_B1T: Tensor, *targets: Ten
 
 def generated_pass(discriminator: nn.Module, made_B1T: Tensor, *targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the losses of `fake_pass` and `generator_pass` from one forward pass. The gradients of the first reach
-    the discriminator's weights alone, those of the others the waves alone; they must be computed together."""
+    the discriminator's weights alone, those of the others the waves alone; they must be computed together, as the
+    backward pass of a compiled function runs only once."""
     if torch.compiler.is_compiling():
         # The compiler finds that both forward passes are the same, and keeps one. It cannot do so with two calls.
         fake = fake_pass(discriminator, made_B1T.detach())
@@ -168,48 +188,6 @@ class DiscriminatorPasses(NamedTuple):
 
 
 UNCOMPILED_PASSES = DiscriminatorPasses(real_pass, fake_pass, generator_pass, generated_pass)
-
-
-def adversarial_terms(
-    discriminators: Mapping[str, Iterable[nn.Module]],
-    real_B1T: Tensor,
-    made_B1T: Tensor,
-    real_items: float,
-    made_items: float,
-    *,
-    passes: DiscriminatorPasses | None = None,
-) -> Iterator[Term | JointTerms | BatchStat]:
-    """Yields the terms that train the discriminators and the generator in one step group: terms of the phase
-    "discriminator" and of the generator's, under the name of a discriminator's kind, and the part of feature matching
-    in the latter.
-
-    Both phases use the same waves and the same discriminators, so a pass over real waves also gives the targets of
-    feature matching, and a pass over generated waves is back-propagated twice: into the discriminator's weights, then
-    into the waves, which are a leaf. The backward pass of a compiled discriminator runs only once; there (`passes` are
-    given) it computes both gradients together.
-
-    The real waves are targets of the first generated waves; the others (shifted in pitch) have no target.
-    `real_items` and `made_items` count those of the whole batch.
-    """
-    for kind, members in discriminators.items():
-        for discriminator in members:
-            real, targets = (passes or UNCOMPILED_PASSES).real(discriminator, real_B1T)
-            yield Term(kind, real / real_items, phase="discriminator")
-            if passes is None:
-                fake, adversarial, matching = (
-                    one.sum() for one in losses_of_generated_waves(discriminator, made_B1T, targets)
-                )
-                leaves = gradient_leaves(discriminator)
-                fake = fake if leaves else fake.detach()  # All of it may be frozen.
-                yield Term(kind, fake / made_items, phase="discriminator", inputs=leaves, keeps_graph=True)
-            else:
-                fake, adversarial, matching = passes.made(discriminator, made_B1T, *targets)
-                of_fake = Term(kind, fake / made_items, phase="discriminator")
-            del fake, targets  # They are not needed in memory together with the graph.
-            matching = FEATURE_WEIGHT * matching / real_items
-            yield BatchStat(f"{kind}_features", matching.detach())
-            value = adversarial / made_items + matching
-            yield Term(kind, value, inputs=(made_B1T,)) if passes is None else JointTerms((of_fake, Term(kind, value)))
 
 
 def losses_of_generated_waves(

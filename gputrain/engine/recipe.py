@@ -23,7 +23,6 @@ class Term:
     weight: float | Tensor = 1.0
     phase: str = ""  # The phase of the group that the term belongs to; default: the first.
     inputs: Sequence[Tensor] = ()  # Leaves that receive gradients; default: all that require one.
-    keeps_graph: bool = False  # True if a later term uses the same graph.
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ def back_propagate(state: TrainState, group: StepGroup, terms: Iterable[Yielded]
                 add_value(sums[phase].losses, term.name, term.value.detach())
             if values:
                 inputs = [leaf for term in together for leaf in term.inputs] or None
-                torch.autograd.backward(values, inputs=inputs, retain_graph=together[-1].keeps_graph)
+                torch.autograd.backward(values, inputs=inputs)
 
 
 def unfreeze_only(group: StepGroup, recipe: Recipe) -> None:

@@ -46,8 +46,14 @@ def discriminators():
     return {"one": [ToyDiscriminator(1), ToyDiscriminator(2)], "two": [ToyDiscriminator(3)]}
 
 
+def terms_of(yielded):
+    """Yields the terms, also those that are back-propagated together."""
+    for one in yielded:
+        yield from one.terms if isinstance(one, JointTerms) else [one] if isinstance(one, Term) else []
+
+
 def summed(yielded):
-    return sum(term.value * term.weight for term in yielded if isinstance(term, Term) and not term.phase)
+    return sum(term.value * term.weight for term in terms_of(yielded) if not term.phase)
 
 
 def exact_terms(made, target, items):
@@ -66,24 +72,25 @@ DISCRIMINATORS = discriminators()
 def test_discriminators_least_squares_are_mean_squared_errors():
     made, real = waves()
     terms = list(losses.discriminator_terms(DISCRIMINATORS, real, made, 4, 4))
-    assert [term.name for term in terms] == ["one", "one", "two"]
-    for term, discriminator in zip(terms, [*DISCRIMINATORS["one"], *DISCRIMINATORS["two"]], strict=True):
+    assert [term.name for term in terms] == ["one", "one", "one", "one", "two", "two"]
+    both = [real_term.value + fake_term.value for real_term, fake_term in zip(terms[::2], terms[1::2], strict=True)]
+    for value, discriminator in zip(both, [*DISCRIMINATORS["one"], *DISCRIMINATORS["two"]], strict=True):
         ones, zeros = torch.ones_like(discriminator(real)[0]), torch.zeros_like(discriminator(made)[0])
         expected = 0.5 * (F.mse_loss(discriminator(real)[0], ones) + F.mse_loss(discriminator(made)[0], zeros))
-        assert term.value.item() == pytest.approx(expected.item(), rel=1e-12)
+        assert value.item() == pytest.approx(expected.item(), rel=1e-12)
 
 
 def test_real_and_fake_items_are_counted_apart():
     """There are four real waves and six fake ones, two of them without a target."""
     made, real = waves(6)
     real = real[:4]
-    (term,) = losses.discriminator_terms({"one": [DISCRIMINATORS["one"][0]]}, real, made, 4, 6)
+    terms = losses.discriminator_terms({"one": [DISCRIMINATORS["one"][0]]}, real, made, 4, 6)
     discriminator = DISCRIMINATORS["one"][0]
     expected = 0.5 * (((discriminator(real)[0] - 1) ** 2).mean() + (discriminator(made)[0] ** 2).mean())
-    assert term.value.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert sum(term.value for term in terms).item() == pytest.approx(expected.item(), rel=1e-12)
 
-    terms = [*losses.adversarial_terms({"one": [discriminator]}, real, made, 4, 6)]
-    real_term, fake_term, statistic, term = terms
+    real_term, statistic, joint = losses.adversarial_terms({"one": [discriminator]}, real, made, 4, 6)
+    fake_term, term = joint.terms
     assert (real_term.value + fake_term.value).item() == pytest.approx(expected.item(), rel=1e-12)
     features = [
         F.l1_loss(ours[:4], theirs) for ours, theirs in zip(discriminator(made)[1], discriminator(real)[1], strict=True)
@@ -134,8 +141,8 @@ def test_terms_one_by_one_are_one_sum():
     made = generator(target)
     leaf = made.detach().requires_grad_()
     for term in exact_terms(leaf, target, 4):
-        if isinstance(term, Term):
-            torch.autograd.backward(term.value * term.weight, inputs=term.inputs or None, retain_graph=term.keeps_graph)
+        if joined := [one.value * one.weight for one in terms_of([term])]:
+            torch.autograd.backward(joined)
     carry = ChainGradients((made,), (leaf.grad,))
     torch.autograd.backward(carry.tensors, carry.gradients)
     for parameter, gradient in zip(generator.parameters(), expected, strict=True):
@@ -338,8 +345,7 @@ def test_nothing_of_a_discriminator_outlives_its_term():
     discriminators = {"one": [Traced(1), Traced(2)]}
     for passes, terms in (
         (2, losses.adversarial_terms(discriminators, real, made, 4, 4)),
-        (2, losses.adversarial_terms(discriminators, real, made, 4, 4, passes=losses.UNCOMPILED_PASSES)),
-        (1, losses.discriminator_terms(discriminators, real, made, 4, 4)),
+        (2, losses.discriminator_terms(discriminators, real, made, 4, 4)),
     ):
         seen = []
         for term in terms:
@@ -347,9 +353,8 @@ def test_nothing_of_a_discriminator_outlives_its_term():
                 torch.autograd.backward([one.value for one in term.terms])
                 assert [x() for x in seen] == [None] * len(seen)
             elif isinstance(term, Term):
-                torch.autograd.backward(term.value, inputs=term.inputs or None, retain_graph=term.keeps_graph)
-                if not term.keeps_graph:
-                    assert [x() for x in seen] == [None] * len(seen)
+                torch.autograd.backward(term.value, inputs=term.inputs or None)
+                assert [x() for x in seen] == [None] * len(seen)
         assert len(seen) == 2 * passes * 3
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch._inductor.compile_fx import compile_fx
 
-from gputrain.audio.losses import UNCOMPILED_PASSES, DiscriminatorPasses, adversarial_terms, real_pass
+from gputrain.audio.losses import DiscriminatorPasses, adversarial_terms, real_pass
 from gputrain.audio.weight_norm import SpectralNormed
 from gputrain.engine.recipe import JointTerms, Term
 from gputrain.vocoder import discriminators
@@ -184,14 +184,14 @@ def test_the_last_sample_matters(kind):
         assert wave.grad[0, 0, -5:].abs().min() > 0
 
 
-def back_propagated(kind, discriminators, real, made, items, passes=None):
+def back_propagated(kind, discriminators, real, made, items):
     """Yields every term of both phases, back-propagated as in the engine."""
-    for term in adversarial_terms({kind: discriminators}, real, made, items, items, passes=passes):
+    for term in adversarial_terms({kind: discriminators}, real, made, items, items):
         if isinstance(term, JointTerms):
             torch.autograd.backward([one.value for one in term.terms])
             yield from term.terms
         elif isinstance(term, Term):
-            torch.autograd.backward(term.value, inputs=term.inputs or None, retain_graph=term.keeps_graph)
+            torch.autograd.backward(term.value, inputs=term.inputs or None)
             yield term
 
 
@@ -200,12 +200,10 @@ def gradients(discriminators, *leaves):
 
 
 @KIND
-@pytest.mark.parametrize("passes", [None, UNCOMPILED_PASSES])
 @pytest.mark.parametrize("parts", [[1, 1, 1, 1], [3, 1]])
-def test_any_split_gives_the_same_gradients(kind, parts, passes):
+def test_any_split_gives_the_same_gradients(kind, parts):
     discriminators, real, made = small(kind), waves(), waves(seed=1).requires_grad_()
-    others = UNCOMPILED_PASSES if passes is None else None
-    expected = sum(term.value for term in back_propagated(kind, discriminators, real, made, 4, others))
+    expected = sum(term.value for term in back_propagated(kind, discriminators, real, made, 4))
     whole = gradients(discriminators, made)
     discriminators.zero_grad()
     made.grad = None
@@ -213,7 +211,7 @@ def test_any_split_gives_the_same_gradients(kind, parts, passes):
     total, seen = 0.0, []
     for real_part, made_part in zip(real.split(parts), made.split(parts), strict=True):
         part = made_part.detach().requires_grad_()
-        total += sum(term.value.item() for term in back_propagated(kind, discriminators, real_part, part, 4, passes))
+        total += sum(term.value.item() for term in back_propagated(kind, discriminators, real_part, part, 4))
         seen.append(part.grad)
     made.grad = torch.cat(seen)
     assert total == pytest.approx(expected.item(), rel=1e-12)
@@ -221,8 +219,7 @@ def test_any_split_gives_the_same_gradients(kind, parts, passes):
 
 
 @KIND
-@pytest.mark.parametrize("passes", [None, UNCOMPILED_PASSES])
-def test_one_by_one_is_one_sum(kind, passes):
+def test_one_by_one_is_one_sum(kind):
     """Each discriminator's terms back-propagated as they come, onto the discriminator and a detached wave: one sum's
     gradients."""
     discriminators, real, made = small(kind), waves(), waves(seed=1).requires_grad_()
@@ -237,7 +234,7 @@ def test_one_by_one_is_one_sum(kind, passes):
     )
     expected = torch.cat([expected, torch.autograd.grad(ours, made)[0].flatten()])
 
-    terms = list(back_propagated(kind, discriminators, real, made, 4, passes))
+    terms = list(back_propagated(kind, discriminators, real, made, 4))
     assert [term.phase for term in terms] == ["discriminator", "discriminator", ""] * len(discriminators)
     assert sum(t.value.item() for t in terms if t.phase) == pytest.approx(theirs.item(), rel=1e-12)
     assert sum(t.value.item() for t in terms if not t.phase) == pytest.approx(ours.item(), rel=1e-12)
@@ -275,8 +272,7 @@ def test_compiled_discriminators_make_one_forward_pass_over_generated_waves(kind
 
 
 @FAST
-@pytest.mark.parametrize("passes", [None, UNCOMPILED_PASSES])
-def test_by_rows_losses_and_gradients_are_the_same(kind, passes):
+def test_by_rows_losses_and_gradients_are_the_same(kind):
     """It changes nothing where biases are added, nor that channels are last in memory. Under autocast, either form is
     within 0.012 of the gradients in fp32, so that they may differ by twice as much."""
     found = []
@@ -284,7 +280,7 @@ def test_by_rows_losses_and_gradients_are_the_same(kind, passes):
         ours, made = small(kind), waves(seed=1).requires_grad_()
         for discriminator in ours if by_rows else ():
             discriminator.compute_by_rows()
-        terms = back_propagated(kind, ours, waves(), made, 4, passes)
+        terms = back_propagated(kind, ours, waves(), made, 4)
         found.append(([term.value.item() for term in terms], gradients(ours, made)))
         single = small(kind, torch.float32)
         for discriminator in single if by_rows else ():
