@@ -1,9 +1,13 @@
 """`gputrain fetch`: the list of published starting points, and loading them ahead of time."""
 
+import filecmp
 import json
+import os
 import shlex
+import shutil
+import tempfile
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -16,7 +20,7 @@ from gputrain.formatting import format_bytes
 from gputrain.kinds import kinds
 
 if TYPE_CHECKING:
-    from gputrain.fetch.catalogue import CatalogueEntry
+    from gputrain.fetch.names import CatalogueEntry
     from gputrain.kinds import PublishedFiles
 
 LONGEST_LINE = 1000  # Columns where nobody reads on a terminal.
@@ -57,7 +61,7 @@ class FetchSettings:
 def fetch(settings: FetchSettings) -> None:
     """Show the list, or load what is named."""
     if settings.list:
-        from gputrain.fetch.catalogue import catalogue
+        from gputrain.fetch.names import catalogue
 
         entries = [entry for entry in catalogue().values() if settings.kind in ("all", entry.kind)]
         print_json(entries) if settings.json else print_list(entries)
@@ -94,10 +98,9 @@ def load(name: str, folder: Path | None, *, several: bool) -> Loaded:
     """
     from gputrain.fetch.addresses import Address, fetch_address
     from gputrain.fetch.archives import stem_of
-    from gputrain.fetch.catalogue import catalogue
     from gputrain.fetch.datasets import download_dataset, is_dataset_name
-    from gputrain.fetch.files import copy_files, files_below
-    from gputrain.fetch.names import FILE, by_short_name, find_published
+    from gputrain.fetch.hub import files_below
+    from gputrain.fetch.names import FILE, by_short_name, catalogue, find_published
     from gputrain.fetch.published import fetch_model
 
     place, entry = find_published(name), catalogue().get(name)
@@ -126,6 +129,36 @@ def load(name: str, folder: Path | None, *, several: bool) -> Loaded:
     return Loaded(name, path, [*files.values()], used, page, is_data)
 
 
+def copy_files(files: Mapping[str, Path], folder: Path) -> None:
+    """Copy files into a folder, under the names that are their keys; each appears when it is complete.
+
+    A file that is there already stays. Raises UserError before anything is copied if one of them is another file, and
+    if the folder cannot be written to.
+    """
+    lacking = {}
+    for name, source in files.items():
+        target = folder / name
+        if not os.path.lexists(target):
+            lacking[target] = source
+        elif not (target.is_file() and filecmp.cmp(source, target, shallow=False)):
+            raise UserError(
+                f"{target}: is there already, and is another file",
+                hint="it is not replaced: name another --output-dir",
+            )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for target, source in lacking.items():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=target.parent) as aside:
+                shutil.copyfile(source, Path(aside, target.name))
+                os.replace(Path(aside, target.name), target)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or folder}: cannot be written: {error.strerror or error}",
+            hint="see to the disk, or name another --output-dir",
+        ) from None
+
+
 def published(entry: "CatalogueEntry | None") -> "list[PublishedFiles]":
     """Returns the files of the kind of model that an entry of the list is of; of all kinds if it is none."""
     return [kind.published for kind in kinds().values() if kind.published and (not entry or entry.kind == kind.name)]
@@ -133,7 +166,7 @@ def published(entry: "CatalogueEntry | None") -> "list[PublishedFiles]":
 
 def print_loaded(loaded: Loaded) -> None:
     """Print what was loaded, where it is, and the command that uses it."""
-    from gputrain.fetch.catalogue import catalogue
+    from gputrain.fetch.names import catalogue
 
     entry = catalogue().get(loaded.name)
     facts: dict[str, object] = {"licence": entry.licence, "page": entry.page} if entry else {}
@@ -184,7 +217,7 @@ def command_of(entry: "CatalogueEntry", name: str) -> str:
     if entry.use == "--rfid-weights":
         start = "gputrain evaluate --model RUN --data-path FOLDER"
     if entry.use == "--lpips-weights":
-        from gputrain.fetch.catalogue import catalogue
+        from gputrain.fetch.names import catalogue
 
         start += " --perceptual-loss lpips"
         name = ",".join(name if one == entry else one.name for one in catalogue().values() if one.use == entry.use)

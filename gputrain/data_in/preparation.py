@@ -28,7 +28,6 @@ import numpy as np
 from gputrain.data_in.split import fingerprint
 from gputrain.engine.workers import signals_blocked
 from gputrain.errors import UserError
-from gputrain.fetch.files import sha256
 from gputrain.files import Progress, read_rows, write_rows, writing
 from gputrain.formatting import format_number
 from gputrain.hw.child_process import describe_exit, remedy_for_exit
@@ -372,6 +371,7 @@ def find_duplicates(
     Only files with equal sizes and fingerprints are read in full, which avoids nearly all reading. `prints` are
     fingerprints that are known already, by path.
     """
+    import pooch
 
     def content(digest: Callable[[Path], str], file: SourceFile) -> str:
         try:
@@ -382,7 +382,7 @@ def find_duplicates(
     keys: list[Callable[[SourceFile], str]] = [
         lambda file: str(file.bytes),
         partial(content, fingerprint) if prints is None else lambda file: prints[file.path],
-        partial(content, sha256),
+        partial(content, pooch.file_hash),
     ]
     groups = [list(files)]
     for key in keys:

@@ -21,9 +21,7 @@ from gputrain import __version__
 from gputrain.caches import cache_folder
 from gputrain.errors import UserError, without_secrets
 from gputrain.fetch.archives import LARGEST_RATIO, SMALL, content_of, stem_of, unpack
-from gputrain.fetch.catalogue import CatalogueEntry
-from gputrain.fetch.files import Faults, fault_of_download, sha256
-from gputrain.fetch.hub import is_offline
+from gputrain.fetch.hub import Faults, fault_of_download, is_offline
 from gputrain.formatting import format_bytes
 
 log = logging.getLogger(__name__)
@@ -71,12 +69,6 @@ def _plain_name(path: str) -> str:
     return "" if name in ("", ".", "..") else name[-200:]
 
 
-def address_of(entry: CatalogueEntry) -> Address:
-    """Returns the address of an entry of the list that is not on the Hub."""
-    digest = entry.sha256.get(entry.file_name, "")
-    return Address(entry.name, entry.url, entry.bytes or None, digest, entry.page, entry.licence)
-
-
 def address_of_url(url: str) -> Address:
     """Returns the address of a file that the user names. Raises UserError if it is not https."""
     refuse_insecure(url)
@@ -110,8 +102,10 @@ def refuse_insecure(url: str, origin: str = "") -> None:
 def fetch_address(address: Address) -> Path:
     """Returns the file of an address, or the folder of its unpacked archive, in the cache; it is downloaded if it is
     not there, or has another SHA-256 than the published one. Raises UserError with the remedy."""
+    import pooch
+
     found = _content(address.place)
-    if found is not None and (found.is_dir() or not address.sha256 or sha256(found) == address.sha256):
+    if found is not None and (found.is_dir() or not address.sha256 or pooch.file_hash(found) == address.sha256):
         return found
     if is_offline():
         raise UserError(

@@ -4,6 +4,7 @@ Its cache, its token, its mirrors and its offline switch hold, so that what anot
 again. Without the Hub, the files count that the cache has of the newest commit that it knows of a revision.
 """
 
+import errno
 import glob
 import hashlib
 import logging
@@ -17,8 +18,7 @@ from typing import Any, Literal
 from urllib.parse import unquote
 
 from gputrain.caches import say_once
-from gputrain.errors import UserError
-from gputrain.fetch.files import fault_of_download, files_below, sha256
+from gputrain.errors import UserError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -33,15 +33,6 @@ ADAPTER = re.compile(rf"(?a:(?P<repo>\w[\w.-]*/\w[\w.-]*))/(?P<path>{ADAPTER_FIL
 PREFIXES = re.compile(r"(?:https?:/{1,2}(?:www\.)?(?:huggingface\.co|hf\.co)/|hf:/{1,2})(?P<rest>.+)")
 NO_OWNERS = ("spaces", "collections", "papers", "docs", "blog", "api")  # Pages whose next part is no repository.
 LOG_IN = "run `hf auth login`, or set HF_TOKEN"
-# Errors of huggingface_hub, or statuses of answers; what is said of them, and what to do.
-FAULTS = (
-    ({"GatedRepoError", 403}, "the Hub gives it only to users who have accepted its licence",
-     f"accept it at {{page}}, then {LOG_IN}"),
-    ({"RevisionNotFoundError"}, "the repository has no revision {revision}", "see {page}/tree/main"),
-    ({"RepositoryNotFoundError", 401, 404}, "not on the Hugging Face Hub, or private",
-     f"check the spelling; for a private one, {LOG_IN}"),
-    ({"HFValidationError"}, "not a name that the Hub can have: {reason}", "names are org/name"),
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -159,8 +150,10 @@ def facts_of(name: HubName) -> dict[str, Any]:
 
 def _is_intact(file: Path, digest: str) -> bool:
     """Returns True if a file has the digest that the Hub states, or the Hub states none."""
+    import pooch
+
     if len(digest) == 64:
-        return sha256(file) == digest
+        return bool(pooch.file_hash(file) == digest)
     return not digest or hashlib.sha1(b"blob %d\0" % file.stat().st_size + file.read_bytes()).hexdigest() == digest
 
 
@@ -189,7 +182,62 @@ def open_repository(name: HubName) -> Repository:
     return Repository(name, folder.name, dict.fromkeys(files_below(folder), ""), folder, why)
 
 
+def files_below(folder: Path) -> dict[str, Path]:
+    """Returns the files of a folder tree by their names below it."""
+    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
 # ------------------------------------------------------------------------------------------------------------- errors
+
+Faults = tuple[tuple[set[Any], str, str], ...]
+# Names of errors and of their classes, or statuses of answers; what is said of them, and what to do.
+FAULTS: Faults = (
+    ({429}, "{server} has had too many requests from here", "wait some minutes and run the command again{more}"),
+    (set(range(400, 600)), "{server} answers with error {status}", "run the command again later{more}"),
+    ({"ENOSPC", "EDQUOT", "No space left"}, "the disk of {cache} is full",
+     "free some space and run the command again; or {move}"),
+    ({"EACCES", "EPERM", "EROFS"}, "{cache} cannot be written ({reason})", "see to its rights; or {move}"),
+    ({"SSLError"}, "the certificate of {server} cannot be verified: {reason}",
+     "check the clock of this machine; SSL_CERT_FILE and REQUESTS_CA_BUNDLE name the certificates of a network"),
+    ({"ConnectionError", "ConnectError", "ConnectTimeout", "ProxyError"}, "{server} cannot be reached: {reason}",
+     "check the network; behind a proxy, HTTPS_PROXY and NO_PROXY; HF_ENDPOINT names a mirror of the Hub; --offline "
+     "uses what the cache has"),
+    ({"ValueError"}, "what {server} sends is not what it should be: {reason}",
+     "run the command again; a network may ask to log in by a browser, or a proxy or a mirror changes it{more}"),
+    ({"Exception"}, "the connection to {server} broke off: {reason}", "run the command again{more}"),
+)  # fmt: skip
+
+# Errors of huggingface_hub, or statuses of answers; what is said of them, and what to do.
+HUB_FAULTS: Faults = (
+    ({"GatedRepoError", 403}, "the Hub gives it only to users who have accepted its licence",
+     f"accept it at {{page}}, then {LOG_IN}"),
+    ({"RevisionNotFoundError"}, "the repository has no revision {revision}", "see {page}/tree/main"),
+    ({"RepositoryNotFoundError", 401, 404}, "not on the Hugging Face Hub, or private",
+     f"check the spelling; for a private one, {LOG_IN}"),
+    ({"HFValidationError"}, "not a name that the Hub can have: {reason}", "names are org/name"),
+)  # fmt: skip
+
+
+def fault_of_download(
+    error: Exception, what: str, faults: Faults, cache: Path, move: str, *, more: str = "", **facts: object
+) -> UserError:
+    """Returns an error of a library that downloads, which came through several others, as one that says what to do.
+
+    `faults` are looked through before FAULTS. `move` says how to move the cache, and `more` ends some hints; further
+    `facts` stand in the texts of `faults`.
+    """
+    signs: set[Any] = {"No space left"} if "No space left" in str(error) else set()  # As the library for Xet says it.
+    status, reason = 0, ""
+    inner: BaseException | None = error
+    while inner is not None:
+        signs |= {kind.__name__ for kind in type(inner).__mro__} | {errno.errorcode.get(getattr(inner, "errno", 0))}
+        answer = getattr(inner, "response", None)  # One of requests is false if it is an error.
+        status = status or getattr(answer, "status_code", 0)
+        reason = first_line(getattr(inner, "strerror", None) or inner)
+        inner = inner.__cause__ or (None if inner.__suppress_context__ else inner.__context__)
+    facts |= {"status": status, "reason": reason, "cache": cache, "move": move, "more": more}
+    fault, hint = next(texts for kinds, *texts in (*faults, *FAULTS) if kinds & (signs | {status}))
+    return UserError(f"{what}: {fault.format(**facts)}", hint=hint.format(**facts))
 
 
 def lacks(name: HubName, path: str, why: str) -> UserError:
@@ -206,7 +254,7 @@ def explained(error: Exception, name: HubName) -> UserError:
     from huggingface_hub import constants
 
     facts = {"page": name.page, "revision": name.revision or "main", "server": constants.ENDPOINT}
-    return fault_of_download(error, str(name), FAULTS, cache_folder(), "set HF_HOME to another disk", **facts)
+    return fault_of_download(error, str(name), HUB_FAULTS, cache_folder(), "set HF_HOME to another disk", **facts)
 
 
 def format_some(names: Iterable[str], most: int = 6) -> str:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gputrain.errors import UserError
-from gputrain.fetch.files import sha256 as file_sha256
 from gputrain.fetch.hub import HubName, Repository, format_some, lacks, open_repository
 from gputrain.kinds import PublishedFiles
 
@@ -97,6 +96,8 @@ def fetch_model(
     describes the model is fetched. `sha256` has the hashes that are published elsewhere, by names of files. Raises
     UserError if there is no such model, it cannot be fetched, or has another hash.
     """
+    import pooch
+
     opened = open_repository(name)
     found = [(choice, one) for one in wanted if (choice := _choose_from(opened, name.path, one, weights=weights))]
     if not found:
@@ -114,7 +115,7 @@ def fetch_model(
         if file not in files:
             continue
         stated = opened.files[start + file]  # It has been verified.
-        digest = stated if len(stated) == len(expected) else file_sha256(files[file])
+        digest = stated if len(stated) == len(expected) else pooch.file_hash(files[file])
         if digest != expected:
             raise UserError(
                 f"{name}: the SHA-256 of {file} is {digest}, expected {expected}",

@@ -22,6 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
+import pooch
 from PIL import Image
 
 from gputrain.data_in.preparation import (
@@ -44,7 +45,6 @@ from gputrain.data_in.preparation import (
 )
 from gputrain.data_in.split import HELD_OUT_SHARE, MANIFEST, few_held_out, fingerprint, share_that_holds_out, split
 from gputrain.errors import UserError
-from gputrain.fetch.files import sha256
 from gputrain.files import Progress, no_progress, read_rows, write_rows, writing
 from gputrain.serialization import unreadable
 from gputrain.vae.config import PictureFormat, PictureLimits, VaePrepareConfig
@@ -456,7 +456,7 @@ def check_picture(
         header = read_header(path, limits)
         channels = 4 if is_prepared and header.mode == "RGBA" else 3
         check_colours(path, read_picture(path, limits, channels=channels))
-        return CheckedPicture(source, header, fingerprint(path), sha256(path))
+        return CheckedPicture(source, header, fingerprint(path), pooch.file_hash(path))
 
     return result_or_refusal(source.path, look)
 

@@ -4,12 +4,11 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+import pooch
 from torch import Tensor
 
 from gputrain.errors import UserError
-from gputrain.fetch.catalogue import catalogue, close_names
-from gputrain.fetch.files import sha256
-from gputrain.fetch.names import find_published, local_path
+from gputrain.fetch.names import catalogue, close_names, find_published, local_path
 from gputrain.vae.config import MEASURES
 from gputrain.weights import read_weights_file
 
@@ -34,7 +33,7 @@ def read_published(path: Path, known: Sequence[str]) -> dict[str, Tensor]:
     other weights are not comparable with published ones. Raises UserError as `read_weights_file` does."""
     tensors = read_weights_file(path).tensors
     published = {digest for name in known for digest in catalogue()[name].sha256.values()}
-    if (found := sha256(path)) not in published:
+    if (found := pooch.file_hash(path)) not in published:
         log.warning(
             "%s: not the published weights (its SHA-256 is %s, theirs %s): figures of it compare with no others; %s",
             path, found, " or ".join(sorted(published)), how_to_fetch(known),

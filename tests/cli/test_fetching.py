@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from gputrain.cli.fetching import command_of
-from gputrain.fetch import catalogue as module
+from gputrain.cli.fetching import command_of, copy_files
+from gputrain.errors import UserError
 from gputrain.fetch import names
-from gputrain.fetch.catalogue import CatalogueEntry, catalogue
+from gputrain.fetch.hub import files_below
+from gputrain.fetch.names import CatalogueEntry, catalogue
 from tests.command import gputrain_here
 from tests.hub_server import Hub, hub  # noqa: F401
 from tests.server import WebServer, serving
@@ -33,8 +34,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             url=web.url("/v1/vgg.pth"), bytes=len(CONTENT), sha256={"vgg.pth": hashlib.sha256(CONTENT).hexdigest()},
         )  # fmt: skip
         listed = {**catalogue(), entry.name: entry}
-        for place in (module, names):
-            monkeypatch.setattr(place, "catalogue", lambda: listed)
+        monkeypatch.setattr(names, "catalogue", lambda: listed)
         yield web
 
 
@@ -46,8 +46,7 @@ def test_a_model_of_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.Monkey
     facts = {"hub": "org/pipeline:vae", "files": ("*",), "sha256": digests}
     entry = CatalogueEntry("a-vae", "vae", "A VAE.", "MIT", "https://example.org/page", "--init-from", **facts)
     listed = {entry.name: entry}
-    for place in (module, names):
-        monkeypatch.setattr(place, "catalogue", lambda: listed)
+    monkeypatch.setattr(names, "catalogue", lambda: listed)
     done = gputrain_here("fetch", "a-vae")
     assert done.returncode == 0, done.stderr
     facts = dict(line.split(maxsplit=1) for line in done.stdout.splitlines()[1:])
@@ -177,3 +176,23 @@ def test_offline(server: WebServer):
     assert done.returncode == 2
     assert "lpips-test: is not in the cache, and nothing may be downloaded" in done.stderr
     assert not server.log
+
+
+def test_nothing_in_the_users_folder_is_replaced(tmp_path):
+    for name in ("a.pt", "b.pt"):
+        (tmp_path / name).write_bytes(name.encode())
+    files = {name: tmp_path / name for name in ("a.pt", "b.pt")}
+    copy_files(files, tmp_path / "w" / "x")
+    copy_files(files, tmp_path / "w" / "x")
+    assert {name: path.read_bytes() for name, path in files_below(tmp_path / "w").items()} == {
+        "x/a.pt": b"a.pt", "x/b.pt": b"b.pt"
+    }  # fmt: skip
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "b.pt").write_bytes(b"mine")
+    with pytest.raises(UserError, match=r"mine/b\.pt: is there already, and is another file") as caught:
+        copy_files(files, tmp_path / "mine")
+    assert caught.value.hint == "it is not replaced: name another --output-dir"
+    assert [*files_below(tmp_path / "mine")] == ["b.pt"]
+    assert (tmp_path / "mine" / "b.pt").read_bytes() == b"mine"
+    with pytest.raises(UserError, match=r"a\.pt.*: cannot be written"):
+        copy_files(files, tmp_path / "a.pt" / "below")

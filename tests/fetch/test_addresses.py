@@ -14,9 +14,8 @@ from urllib3.response import HTTPResponse
 
 from gputrain.errors import UserError
 from gputrain.fetch import addresses
-from gputrain.fetch.addresses import Address, address_of, address_of_url, fetch_address
-from gputrain.fetch.catalogue import catalogue
-from gputrain.fetch.files import copy_files
+from gputrain.fetch.addresses import Address, address_of_url, fetch_address
+from gputrain.fetch.names import address_of, catalogue
 from tests.fetch.test_archives import files_of, write_zip
 from tests.server import Answer, WebServer, serving
 from tests.tables import each_row
@@ -320,20 +319,3 @@ def test_a_full_disk(server, tmp_path, monkeypatch):
     error = fails(published(server))
     assert f"a-model: the disk of {tmp_path / 'cache' / 'gputrain'} is full" in error.message
     assert "XDG_CACHE_HOME" in error.hint
-
-
-def test_nothing_in_the_users_folder_is_replaced(tmp_path):
-    for name in ("a.pt", "b.pt"):
-        (tmp_path / name).write_bytes(name.encode())
-    files = {name: tmp_path / name for name in ("a.pt", "b.pt")}
-    copy_files(files, tmp_path / "w" / "x")
-    copy_files(files, tmp_path / "w" / "x")
-    assert files_of(tmp_path / "w") == {"x/a.pt": b"a.pt", "x/b.pt": b"b.pt"}
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "b.pt").write_bytes(b"mine")
-    with pytest.raises(UserError, match=r"mine/b\.pt: is there already, and is another file") as caught:
-        copy_files(files, tmp_path / "mine")
-    assert caught.value.hint == "it is not replaced: name another --output-dir"
-    assert files_of(tmp_path / "mine") == {"b.pt": b"mine"}
-    with pytest.raises(UserError, match=r"a\.pt.*: cannot be written"):
-        copy_files(files, tmp_path / "a.pt" / "below")

@@ -10,9 +10,8 @@ import pytest
 from gputrain.asr.config import TrainAsr
 from gputrain.config import leaves
 from gputrain.errors import UserError
-from gputrain.fetch.catalogue import catalogue, close_names
 from gputrain.fetch.hub import parse_hub_name
-from gputrain.fetch.names import local_path
+from gputrain.fetch.names import catalogue, close_names, local_path
 from gputrain.fetch.published import choose
 from gputrain.kinds import kinds
 from gputrain.tts.config import TrainTts
@@ -98,7 +97,7 @@ def test_fetching_imports_no_torch_and_the_command_line_no_list():
     """The list is read when it is needed."""
     code = (
         "import sys, gputrain.cli.app; assert not {'pooch', 'requests', 'huggingface_hub'} & set(sys.modules); "
-        "import gputrain.fetch.catalogue as c; assert not c.catalogue.cache_info().misses; "
+        "import gputrain.fetch.names as c; assert not c.catalogue.cache_info().misses; "
         "assert c.catalogue(); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -4,6 +4,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+import pooch
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,8 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gputrain.errors import UserError
-from gputrain.fetch.catalogue import catalogue
-from gputrain.fetch.files import sha256
+from gputrain.fetch.names import catalogue
 from gputrain.vae.losses import PUBLISHED_FILES, Lpips, crop, crop_corners, load_lpips
 from gputrain.vae.weights import named_files
 
@@ -178,11 +178,11 @@ def test_other_weights_than_the_published_ones_are_named(
     with caplog.at_level(logging.WARNING):
         load_lpips(files)
     for path, said in zip(files, caplog.messages, strict=True):
-        assert said.startswith(f"{path}: not the published weights (its SHA-256 is {sha256(path)}, ")
+        assert said.startswith(f"{path}: not the published weights (its SHA-256 is {pooch.file_hash(path)}, ")
         assert all(digest in said for name in PUBLISHED_FILES for digest in catalogue()[name].sha256.values())
         assert said.endswith("; gputrain fetch lpips-vgg16 lpips-heads loads vgg16-397923af.pth and vgg.pth")
     caplog.clear()
-    published = {name: replace(catalogue()[name], sha256={"file": sha256(path)})
+    published = {name: replace(catalogue()[name], sha256={"file": pooch.file_hash(path)})
                  for name, path in zip(PUBLISHED_FILES, files, strict=True)}  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gputrain.vae.weights.catalogue", lambda: published)

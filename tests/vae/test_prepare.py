@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pooch
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +23,6 @@ from gputrain.config import leaves
 from gputrain.data_in.preparation import QUARANTINE
 from gputrain.data_in.split import MANIFEST, fingerprint
 from gputrain.errors import UserError
-from gputrain.fetch.files import sha256
 from gputrain.files import read_rows
 from gputrain.vae.config import PictureLimits, VaePrepareConfig
 from gputrain.vae.data import open_pictures
@@ -195,7 +195,7 @@ def test_manifest_describes_every_picture(raw, out):
     for row in manifest:
         path = out / row["path"]
         assert (row["width"], row["height"], row["bytes"]) == (64, 64, path.stat().st_size)
-        assert row["sha256"] == sha256(path)
+        assert row["sha256"] == pooch.file_hash(path)
         assert row["fingerprint"] == fingerprint(raw / row["source"])
     assert sorted(row["split"] for row in manifest) == ["held_out", "train"]
     assert json.loads(json.dumps(report.to_json()))["made"] == 2
