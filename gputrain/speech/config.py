@@ -11,7 +11,7 @@ from gputrain.errors import UserError
 from gputrain.speech.frames import ENCODER_RATE, STRIDE
 from gputrain.speech.text.commands import LEXICON_HELP
 from gputrain.speech.text.language import check_language
-from gputrain.speech.transcript_columns import COLUMNS_HINT, TranscriptColumn
+from gputrain.speech.transcript_tables import COLUMNS_HINT, TranscriptColumn
 
 SAMPLING_RATE, HOP_SIZE = 22050, 256  # Piper's voices use these values.
 TRIM_DB = 40.0  # This threshold suits recordings made in a quiet room.

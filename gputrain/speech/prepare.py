@@ -199,9 +199,8 @@ def gather_material(input_dir: Path, config: SpeechPrepareConfig, exclude: Seque
     # Transcripts may name recordings that are excluded.
     excluded = {name for kind, names in tree.ignored.items() if kind.startswith(EXCLUDED) for name in names}
     transcripts = read_transcripts(
-        input_dir, sorted({*tree.paths, *excluded}), file=file, columns=options.transcript_columns, rules=rules,
-        others=(name for names in tree.ignored.values() for name in names),
-    )  # fmt: skip
+        input_dir, sorted({*tree.paths, *excluded}), file=file, columns=options.transcript_columns, rules=rules
+    )
     transcripts = replace(
         transcripts, utterances=[one for one in transcripts.utterances if one.path not in excluded],
         refused=[one for one in transcripts.refused if one.path not in excluded],

@@ -62,8 +62,7 @@ class SoundFinder:
         else:
             places = [str(self._root / base / given) for base in self._bases] if ".." in given.split("/") else []
         for place in filter(os.path.isfile, places):
-            listed = self._by_target.get(os.path.realpath(place))
-            return [listed] if listed else [] if self._is_list else [Path(place).as_posix()]
+            return [self._by_target.get(os.path.realpath(place), Path(place).as_posix())]
         return []
 
     @cached_property
@@ -71,12 +70,6 @@ class SoundFinder:
         """The recordings by the files that they are, or are links to."""
         root = self._root or Path()
         return {os.path.realpath(root / path): path for paths in self._by_path.values() for path in paths}
-
-    @cached_property
-    def _is_list(self) -> bool:
-        """True if all recordings are links, as those of a list are, beside which no others are read."""
-        root, paths = self._root or Path(), self._by_target.values()
-        return bool(paths) and all(os.path.islink(root / path) for path in paths)
 
 
 def _first_known(ways: Iterable[tuple[dict[str, list[str]], str]]) -> list[str]:

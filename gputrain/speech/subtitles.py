@@ -4,7 +4,7 @@ subtitles: SubRip (.srt) and WebVTT (.vtt)."""
 import html
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -22,10 +22,10 @@ _SOUND = re.compile(r"\[[^\[\]]*\]|\([^()]*\)|♪+")  # Descriptions of sounds a
 
 _LABEL = re.compile(r"(-?\d+(?:[.,]\d+)?)\t(-?\d+(?:[.,]\d+)?)(?:\t(.*))?")
 _FREQUENCIES = re.compile(r"\\\t-?\d.*")  # Audacity's line below a label of a range of frequencies.
-_CLOCK = re.compile(
-    r"(?:^|\t)\s*[\[(]?\d{1,3}:\d{2}(:\d{2})?([.,:]\d{1,3})?([\])\s-]|$)"
-)  # As in LRC, protocols, and tables of ELAN.
-LABELS, CUES = "a label track", "subtitles"
+# Forms that are not read: a TextGrid of Praat, JSON, times in samples (TIMIT) or 100 ns (HTK); and clocks in lines.
+_OTHER = re.compile(r'\s*(File type = "ooTextFile"|ooTextFile|\{\s*["}]|\[\s*[\[{\]]|0[ \t]+\d{3,}\s)')
+_CLOCK = re.compile(r"(?:^|\t)\s*[\[(]?\d{1,3}:\d{2}(:\d{2})?([.,:]\d{1,3})?([\])\s-]|$)")
+LABELS, CUES, OTHER = "a label track", "subtitles", "a form with times that is not read"
 
 
 class SubtitleFault(NamedTuple):
@@ -81,20 +81,14 @@ def parse_subtitles(content: str) -> tuple[list[Subtitle], list[SubtitleFault]]:
 
 
 def form_of(content: str) -> str:
-    """Returns what a text file holds if it is no plain text: LABELS, CUES, or another form; "" for plain text."""
+    """Returns what a text file holds if it is no plain text: LABELS, CUES or OTHER; "" for plain text."""
     lines = [line for line in content.split("\n") if line.strip()]
     if lines and all(_LABEL.fullmatch(line) or _FREQUENCIES.fullmatch(line) for line in lines):
         return LABELS
     if any(_TIMES.fullmatch(line) for line in lines):
         return CUES
-    if content.lstrip().startswith(('File type = "ooTextFile"', "ooTextFile")):
-        return "a TextGrid of Praat"
-    if re.match(r'\s*(\{\s*["}]|\[\s*[\[{\]])', content):
-        return "JSON"
-    if re.match(r"\s*0[ \t]+\d{3,}\s", content):  # Numbers of samples as in TIMIT, or of 100 ns as in HTK's labels.
-        return "times"
     timed = sum(bool(_CLOCK.search(line)) for line in lines)
-    return "times" if timed > 1 and 3 * timed >= len(lines) else ""
+    return OTHER if _OTHER.match(content) or (timed > 1 and 3 * timed >= len(lines)) else ""
 
 
 def parse_labels(content: str) -> tuple[list[Subtitle], list[SubtitleFault]]:
@@ -182,27 +176,27 @@ def join_sentences(cues: Sequence[Subtitle], gap_seconds: float, max_seconds: fl
     return joined
 
 
-def files_by_recording(paths: Sequence[str], files: Sequence[str], language: str) -> Mapping[str, list[str]]:
-    """Returns the subtitle files of each recording that has any: NAME.srt or NAME.LANGUAGE.srt for NAME.wav, or those
-    of a name that differs in capitals if no recording has it.
+def files_by_recording(paths: Sequence[str], files: Sequence[str], language: str) -> dict[str, list[str]]:
+    """Returns the files of each recording that has any, of one kind: NAME.txt for NAME.wav, NAME.srt or
+    NAME.LANGUAGE.srt, or one of a name that differs in capitals if no recording has it.
 
-    A file without a language comes before those with one, of which the given language comes first. Several files are
+    Subtitles without a language come before those with one, of which the given language comes first. Several files are
     returned only if their languages differ and none is the given one.
     """
-    known: dict[str, list[tuple[str, str]]] = {}
-    for file in files:
-        stem = PurePosixPath(file).with_suffix("")
-        known.setdefault(stem.as_posix(), []).append(("", file))
-        if stem.suffix:
-            known.setdefault(stem.with_suffix("").as_posix(), []).append((stem.suffix[1:].lower(), file))
-    found: dict[str, list[str]] = {}
+    known: dict[str, dict[str, str]] = {}  # Files by their name without suffixes, and by their language.
+    for file in sorted(files, key=lambda name: PurePosixPath(name).suffix.lower()):
+        bare = PurePosixPath(file).with_suffix("")
+        known.setdefault(bare.as_posix(), {}).setdefault("", file)
+        if bare.suffix and file.lower().endswith(SUBTITLES):
+            known.setdefault(bare.with_suffix("").as_posix(), {}).setdefault(bare.suffix[1:].lower(), file)
     stems = {path: PurePosixPath(path).with_suffix("").as_posix() for path in paths}
-    folded = {stem.casefold(): stem for stem in sorted(known.keys() - set(stems.values()))}
-    for path in paths:
-        given = known.get(stems[path]) or known.get(folded.get(stems[path].casefold(), ""), [])
-        by_tag: dict[str, str] = {}
-        for tag, file in sorted(given, key=lambda one: SUBTITLES.index(PurePosixPath(one[1]).suffix.lower())):
-            by_tag.setdefault(tag, file)
+    folded: dict[str, list[str]] = {}
+    for stem in known.keys() - set(stems.values()):
+        folded.setdefault(stem.casefold(), []).append(stem)
+    found: dict[str, list[str]] = {}
+    for path, stem in stems.items():
+        others = folded.get(stem.casefold(), [])
+        by_tag = known.get(stem) or (known[others[0]] if len(others) == 1 else {})
         chosen = next((by_tag[tag] for tag in ("", language.lower()) if tag in by_tag), None)
         if by_tag:
             found[path] = [chosen] if chosen else sorted(by_tag.values())
@@ -255,7 +249,7 @@ def cues_of(words: Sequence[TimedWord]) -> list[SubtitleCue]:
 
 def lines_of(words: Sequence[TimedWord]) -> list[str]:
     """Breaks words into lines of at most LINE_CHARACTERS; a longer word is a line of its own."""
-    text = " ".join(one.word for one in words)
+    text = " ".join(word.word for word in words)
     return textwrap.wrap(text, LINE_CHARACTERS, break_long_words=False, break_on_hyphens=False)
 
 

@@ -4,7 +4,6 @@
     Piper        recording|speaker|text
     CSV          a header in any order, cells separated by |, tabs, commas or semicolons
     JSON         lines or a list of {"audio": ..., "text": ..., "speaker": ...}, "speaker" is optional
-    corpora      LibriSpeech, LibriTTS, VCTK, CMU Arctic, and data folders of Kaldi
     pairs        NAME.wav and NAME.txt, anywhere in the tree, or NAME.json with {"text": ...}
     subtitles    NAME.wav and NAME.srt or NAME.vtt, anywhere in the tree, for a recogniser
     Common Voice client_id, path, sentence, ... separated by tabs, the recordings in clips/
@@ -17,9 +16,8 @@ import logging
 import os
 import re
 import unicodedata
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
@@ -29,35 +27,29 @@ from gputrain.data_in.preparation import RefusedItem
 from gputrain.errors import UserError
 from gputrain.formatting import counted
 from gputrain.speech import subtitles
-from gputrain.speech.corpora import Corpus, find_corpus
-from gputrain.speech.sound_finder import PLACES, SoundFinder, suffix_of_name
+from gputrain.speech.sound_finder import PLACES, SoundFinder
 from gputrain.speech.text.lines import decoded, read_text
-from gputrain.speech.transcript_columns import (
-    AUDIO_KEYS,
+from gputrain.speech.transcript_tables import (
     COLUMNS_HINT,
-    DURATION_KEYS,
-    END_KEYS,
+    HEADINGS,
+    LJSPEECH,
     MEANINGS,
-    START_KEYS,
-    TEXT_KEYS,
+    QUOTED,
+    SEPARATORS,
+    TranscriptColumn,
     TranscriptColumns,
     check_units,
     columns_of,
-    header_of,
-    role_of,
-    span_of,
-    speaker_keys_of,
-    text_keys_of,
-)
-from gputrain.speech.transcript_files import (
-    QUOTED,
-    SEPARATORS,
     first_cells,
     holds_json,
     is_declaration,
+    is_header,
     json_object,
     json_rows,
-    table_rows,
+    records,
+    role_of,
+    roles_of,
+    span_of,
 )
 from gputrain.speech.utterances import (
     LineChoice,
@@ -78,9 +70,10 @@ COMMON_VOICE_HINT = (
     "name one with --transcripts: train.tsv, which leaves dev.tsv and test.tsv for evaluation, or validated.tsv, which "
     "holds all that listeners have confirmed"
 )
-WHISPER = re.compile(r"start\tend\ttext\n\d+\t\d+\t")
 LOOKED_AT = 50  # number of lines read to detect a transcript
 LOOKED_AT_BYTES = 1 << 16
+TRANSCRIPTS_HINT = "name the transcript with --transcripts FILE"
+INVALID = "holds invalid characters (NUL, U+FFFD or surrogates)"
 
 
 @dataclass(frozen=True)
@@ -96,16 +89,10 @@ class Transcripts:
     to_ignore: Callable[[str], str] = "drop the column {}".format  # advice on ignoring a column of a kind
 
 
-TRANSCRIPTS_HINT = "name the transcript with --transcripts FILE"
-INVALID = "holds invalid characters (NUL, U+FFFD or surrogates)"
-
-
-def invalid(text: str) -> bool:
-    return any(letter in "\0\ufffd" or "\ud800" <= letter <= "\udfff" for letter in text)
-
-
 @dataclass
 class _Reading:
+    """Gathers what is read of a folder."""
+
     folder: Path
     sounds: SoundFinder
     utterances: list[Utterance] = field(default_factory=list)
@@ -135,6 +122,21 @@ class _Reading:
             raise UserError(f"{file}: a pipe, and a table is read twice", hint=TRANSCRIPTS_HINT)
         return read_text(file, TRANSCRIPTS_HINT)
 
+    def add_row(
+        self, where: str, row: Mapping[str, Any], roles: Mapping[str, TranscriptColumn], name: str = ""
+    ) -> None:
+        """Adds the utterance of a row of a table, or refuses it: `roles` tells what its columns hold, the preferred
+        ones first. `name` is that of the recording, if the row belongs to one."""
+        values: dict[TranscriptColumn, str] = {}
+        for column, role in roles.items():
+            if role != "other" and role not in values and (value := _plain_value(row.get(column), role)):
+                values[role] = value
+                self.columns[column] = role
+        times = values.get("start"), values.get("end"), values.get("duration")
+        text, speaker = values.get("normalized") or values.get("text", ""), values.get("speaker", "")
+        tags: LineTags = {role: values[role] for role in MEANINGS if role in values}
+        self.add(where, name or values.get("audio", ""), text, speaker, times, tags)
+
     def add(
         self, where: str, name: str, text: str, speaker: str = "", times: tuple[object, object, object] = (None,) * 3,
         tags: LineTags = MappingProxyType({}),
@@ -152,9 +154,8 @@ class _Reading:
         elif not name.strip():
             self.refuse(where, "malformed", "names no recording")
         elif not found:
-            fault = "no such recording" if os.path.isabs(name) else f"no such recording in {self.folder}"
-            is_elsewhere = os.path.isabs(name) and os.path.isfile(name)
-            self.refuse(where, "no sound", f"{name}: {'not in the list of recordings' if is_elsewhere else fault}")
+            place = "" if os.path.isabs(name) else f" in {self.folder}"
+            self.refuse(where, "no sound", f"{name}: no such recording{place}")
         elif len(found) > 1:
             self.refuse(where, "ambiguous sound", f"{name} may be {' or '.join(found[:3])}: use its path")
         elif not text.strip():
@@ -170,10 +171,29 @@ class _Reading:
         """Leaves out the utterances that columns exclude. Returns sentences about it."""
         choice = LineChoice(source, self.tags, len(self.utterances), language, self.to_ignore)
         self.columns = {name: "" if role in choice.unused else role for name, role in self.columns.items()}
-        for at, (reason, detail) in choice.left_out.items():
-            self.refuse(self.utterances[at].where, reason, detail)
-        self.utterances = [one for at, one in enumerate(self.utterances) if at not in choice.left_out]
+        for place, (reason, detail) in choice.left_out.items():
+            self.refuse(self.utterances[place].where, reason, detail)
+        self.utterances = [kept for place, kept in enumerate(self.utterances) if place not in choice.left_out]
         return choice.notes
+
+
+def invalid(text: str) -> bool:
+    return any(letter in "\0\ufffd" or "\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _plain_value(value: Any, role: TranscriptColumn) -> str:
+    """Returns the value of a cell or a key as text; "" for one that is missing (None, or NaN, which Python writes for
+    it), and for lists and objects, except for the object of a recording with its path, and those that change what a
+    line means, which must not be ignored."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, dict):
+        value = value.get("path")
+    if value is None or value != value:
+        return ""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return str(value).strip() if isinstance(value, str | int | float) or role in MEANINGS else ""
 
 
 def read_transcripts(
@@ -183,33 +203,21 @@ def read_transcripts(
     file: Path | None = None,
     columns: TranscriptColumns = (),
     rules: TranscriptRules = TranscriptRules(),  # noqa: B008  (It is immutable.)
-    others: Iterable[str] = (),
 ) -> Transcripts:
-    """Reads the transcripts of the recordings `paths` of a folder, from `file` or from files found in the folder, of
-    which `others` are those that are no recordings.
+    """Reads the transcripts of the recordings `paths` of a folder, from `file` or from files found in the folder.
 
     `columns` are those of a table; default: detected. Recordings without a transcript, and those with two different
     ones, are left out. Raises UserError if no transcript file or several are found, or one is not UTF-8.
     """
-    subtitled: Mapping[str, list[str]] = {}
-    if rules.reads_subtitles:
-        subtitled = subtitles.files_by_recording(paths, _subtitle_files(folder, paths), rules.language)
-    corpus = None if file else find_corpus(folder, others)
-    file = file or _found(folder, [path for path in paths if path not in subtitled], bool(subtitled), corpus)
+    beside = _files_beside(folder, paths, rules)
+    file = file or _find_table(folder, paths, beside)
     place = file.relative_to(folder).parent.as_posix() if file and file.is_relative_to(folder) else "."
-    bases = PLACES if place == "." else (*(f"{place}/{one}" for one in PLACES), *PLACES)
+    bases = PLACES if place == "." else (*(f"{place}/{name}" for name in PLACES), *PLACES)
     reading = _Reading(folder, SoundFinder(paths, bases, folder))
-    if file is None and subtitled:
-        source = "subtitles next to the recordings"
-        for path, given in subtitled.items():
-            _read_subtitles(reading, path, given, rules)
-        _read_pairs(reading, paths, rules, subtitled)
-    elif file is None and corpus and not _texts_of(folder, paths):
-        source = f"the layout of {corpus.layout.name}"
-        _read_corpus(reading, corpus)
-    elif file is None:
-        source = "a text file for each recording"
-        _read_pairs(reading, paths, rules)
+    if file is None:
+        has_subtitles = any(_is_subtitle(files[0]) for files in beside.values())
+        source = "subtitles next to the recordings" if has_subtitles else "a text file for each recording"
+        _read_beside(reading, beside, rules)
     else:
         source = f"{file.name}, {_read_file(reading, file, columns)}"
     log.info("transcripts: %s", source)
@@ -217,106 +225,89 @@ def read_transcripts(
     utterances = with_one_text(reading.utterances, reading.refused, rules.needs_speakers)
     for path in [] if reading.is_selection else sorted(set(paths) - reading.named):
         reading.refuse(path, "no transcript", f"it has no text ({source})")
-    notes += filter(None, (overlapping(utterances, rules), similar_speakers(one.speaker for one in utterances)))
+    notes += filter(None, (overlapping(utterances, rules), similar_speakers(spoken.speaker for spoken in utterances)))
     return Transcripts(
         source, utterances, reading.refused, notes, reading.columns, frozenset(reading.files), reading.to_ignore
     )
 
 
-def _read_corpus(reading: _Reading, corpus: Corpus) -> None:
-    def read(path: str) -> str:
-        return reading.read(reading.folder / path) if path in corpus.files else ""
-
-    reading.is_selection = corpus.is_part
-    for path in corpus.texts:
-        where = path.replace("wav.scp", "text")
-        for one in corpus.layout.lines(path, read):
-            name = next(filter(reading.sounds.find, one.names), one.names[0])
-            tags = {"channel": one.channel} if one.channel else {}
-            reading.add(f"{where}, line {one.line}", name, one.text, one.speaker, (*one.times, None), tags)
+# ----------------------------------------------------------------------------------------- one file for all recordings
 
 
-def _found(folder: Path, paths: Sequence[str], has_subtitles: bool, corpus: Corpus | None) -> Path | None:
-    """Finds the transcript file of a folder; None if there is a text file for each recording, or there are subtitles or
-    texts of a corpus. `paths` are the recordings without subtitles."""
-    sounds = SoundFinder(paths, root=folder)
-    pairs = set(_texts_of(folder, paths).values())
+def _find_table(folder: Path, paths: Sequence[str], beside: Mapping[str, Sequence[str]]) -> Path | None:
+    """Finds the transcript file of a folder; None if there are files of recordings `beside` them instead. Objects of
+    JSON there may have anything else, and are read if there is no table."""
+    sounds, of_recordings = SoundFinder(paths, root=folder), {file for files in beside.values() for file in files}
+    has_texts = not all(file.lower().endswith(".json") for file in of_recordings)
     candidates = [
         path
         for path in sorted(folder.iterdir())
-        if path.suffix.lower() in TABLES | JSON_LINES and path.name not in pairs and not path.name.startswith(".")
-        if path.is_file() and (path.stem == "metadata" or _names_sounds(path, sounds))
+        if path.suffix.lower() in TABLES | JSON_LINES and not path.name.startswith(".") and path.is_file()
+        if path.name not in of_recordings and (path.stem == "metadata" or _names_sounds(path, sounds))
     ]
-    if any(map(_is_common_voice, candidates)):  # Its clip_durations.tsv names the recordings, too.
-        candidates = [path for path in candidates if _is_common_voice(path) or path.suffix.lower() != ".tsv"]
-    beside = {PurePosixPath(path).with_suffix(".json").as_posix() for path in paths}
-    tables = [path for path in candidates if path.name not in beside]
-    candidates = (
-        candidates if len(candidates) - len(tables) < 2 else tables
-    )  # Objects of recordings, not tables of all.
-    others = bool(pairs) or has_subtitles
-    if len(candidates) + others > 1:
-        names = [path.name for path in candidates]
-        names += ["subtitles"] * has_subtitles + ["text files of recordings"] * bool(pairs)
-        if not others and all(_is_common_voice(path) for path in candidates):
-            raise UserError(f"{folder}: a Common Voice folder: {', '.join(names)}", hint=COMMON_VOICE_HINT)
+    if len(candidates) + has_texts > 1:
+        names = ", ".join([path.name for path in candidates] + ["text files of recordings"] * has_texts)
+        if not has_texts and all(map(_is_common_voice, candidates)):
+            raise UserError(f"{folder}: a Common Voice folder: {names}", hint=COMMON_VOICE_HINT)
         raise UserError(
-            f"{folder}: transcripts in several places: {', '.join(names)}",
+            f"{folder}: transcripts in several places: {names}",
             hint="name one with --transcripts FILE, and if necessary its columns: --transcript-columns audio,text",
         )
-    if not candidates and not others and not corpus and not _objects_of(folder, paths):
-        if timed := sorted(path.name for path in folder.glob("*.tsv") if WHISPER.match(_head_of(path))):
-            raise UserError(
-                f"{folder}: no transcripts: {timed[0]} has times in milliseconds, as Whisper writes it",
-                hint="for a recogniser, write subtitles: whisper --output_format srt; for a voice, a table of audio, "
-                "start, end and text, in seconds",
-            )
-        other = next(
-            (f", but {one.name}" for one in sorted(folder.iterdir()) if one.is_file() and one.name not in paths), ""
+    if not candidates and not beside:
+        others = (
+            f", but {path.name}" for path in sorted(folder.iterdir()) if path.is_file() and path.name not in paths
         )
         raise UserError(
-            f"{folder}: no transcripts: neither metadata.csv, JSON lines, nor text files of recordings{other}",
+            f"{folder}: no transcripts: neither metadata.csv, JSON lines, nor text files of recordings"
+            f"{next(others, '')}",
             hint="name the file with --transcripts FILE, and --transcript-columns audio,text",
         )
     return candidates[0] if candidates else None
 
 
 def has_transcripts(folder: Path) -> bool:
-    """Returns True if a file may be a table or JSON lines, or of Kaldi, which may name recordings elsewhere."""
-    if (folder / "wav.scp").is_file():
-        return True
+    """Returns True if a file may be a table or JSON lines, which may name recordings elsewhere."""
     found = (path for path in folder.iterdir() if not path.name.startswith("."))
     return any(path.suffix.lower() in TABLES | JSON_LINES for path in found)
 
 
 def _names_sounds(path: Path, sounds: SoundFinder) -> bool:
-    """Returns True if one of the first lines names a recording in the expected place."""
-    text = _head_of(path)
-    if path.suffix.lower() in JSON_LINES or holds_json(text):
-        objects = [row for _, row in json_rows(text) if row]
-        objects = objects or [row for _, row in json_rows(_head_of(path, None)) if row]
-        # Reports on a folder, and lists of lengths, name its recordings without their texts.
-        spoken = [row for row in objects if any(key in row for key in TEXT_KEYS)]
-        return any(sounds.find(_first_of(row, AUDIO_KEYS)) for row in spoken[:LOOKED_AT])
-    lines = [line for line in text.split("\n") if line.strip() and not is_declaration(line)][:LOOKED_AT]
-    tables = [[first_cells(line, separator) for line in lines if separator in line] for separator in SEPARATORS]
-    for separator, rows in zip(SEPARATORS, tables, strict=True):
-        if separator not in QUOTED or (rows and header_of(rows[0]) is not None):
-            found = any(sounds.find(cell) for cells in rows for cell in cells)
+    """Returns True if one of the first lines names a recording in the expected place, and may have a text: reports on a
+    folder, and lists of lengths, name its recordings, too."""
+    head = _head_of(path)
+    if path.suffix.lower() in JSON_LINES or holds_json(head):
+        try:
+            rows = [row for _, row in json_rows(read_text(path, "")) if isinstance(row, dict) and is_header(row)]
+        except UserError:
+            return False
+        names = (row[key] for row in rows[:LOOKED_AT] for key in row if role_of(key) == "audio")
+        return any(sounds.find(_plain_value(name, "audio")) for name in names)
+    lines = [line for line in head.split("\n") if line.strip() and not is_declaration(line)][:LOOKED_AT]
+    for separator in SEPARATORS:
+        rows_of_cells = [first_cells(line, separator) for line in lines if separator in line]
+        if rows_of_cells and role_of(rows_of_cells[0][0]) == "audio" and not is_header(rows_of_cells[0]):
+            found = False  # Its header names no texts.
+        elif separator not in QUOTED or (rows_of_cells and is_header(rows_of_cells[0])):
+            found = any(sounds.find(cell) for cells in rows_of_cells for cell in cells)
         else:  # Commas stand in any text, and its words may be names of recordings.
-            found = 2 * sum(bool(sounds.find(cells[0])) for cells in rows) > len(lines)
+            found = 2 * sum(bool(sounds.find(cells[0])) for cells in rows_of_cells) > len(lines)
         if found:
             return True
     return False
 
 
-def _head_of(path: Path, size: int | None = LOOKED_AT_BYTES) -> str:
+def _head_of(path: Path) -> str:
     """Returns the beginning of a text; empty if it cannot be read."""
     try:
         with path.open("rb") as file:
-            return decoded(file.read() if size is None else file.read(size), errors="replace")
+            return decoded(file.read(LOOKED_AT_BYTES), errors="replace")
     except (OSError, UnicodeError):
         return ""
+
+
+def _is_common_voice(file: Path) -> bool:
+    """Returns True for a table of Common Voice, which lists a part of the recordings in clips/."""
+    return set(_head_of(file).partition("\n")[0].strip().split("\t")) >= COMMON_VOICE
 
 
 def _read_file(reading: _Reading, file: Path, columns: TranscriptColumns) -> str:
@@ -325,8 +316,27 @@ def _read_file(reading: _Reading, file: Path, columns: TranscriptColumns) -> str
     if not text.strip():
         raise UserError(f"{file}: empty", hint="expected a line for each recording, such as NAME|TEXT")
     if file.suffix.lower() in JSON_LINES or holds_json(text):
-        return _read_json(reading, file, json_rows(text))
+        return _read_json(reading, file, text)
     return _read_table(reading, file, text.split("\n"), columns)
+
+
+def _read_json(reading: _Reading, file: Path, text: str) -> str:
+    rows = json_rows(text)
+    roles = roles_of({key for _, row in rows if isinstance(row, dict) for key in row})
+    check_units(file.name, roles)
+    if roles and not {"text", "normalized"} & set(roles.values()):
+        named = ", ".join(sorted(roles))
+        raise UserError(
+            f"{file}: no column of texts; columns: {named}", hint=f"name it {' or '.join(HEADINGS['text'][:4])}"
+        )
+    reading.columns |= dict.fromkeys(roles, "")
+    for place, row in rows:
+        where = f"{file.name}, {place}"
+        if isinstance(row, str):
+            reading.refuse(where, "malformed", row)
+        else:
+            reading.add_row(where, row, roles)
+    return "JSON lines" if rows[0][0].startswith("line") else "JSON"
 
 
 def _read_table(reading: _Reading, file: Path, lines: Sequence[str], columns: TranscriptColumns) -> str:
@@ -334,32 +344,33 @@ def _read_table(reading: _Reading, file: Path, lines: Sequence[str], columns: Tr
     audio_at = columns.index("audio") if columns else 0
     separator = _separator(file, filled[:LOOKED_AT], reading.sounds, audio_at)
     alone = [first_cells(line, separator) for line in filled]
-    has_header = header_of(alone[0]) is not None and not reading.sounds.find(alone[0][audio_at])
+    has_header = is_header(alone[0]) and not reading.sounds.find(alone[0][audio_at])
     reading.is_selection = has_header and _is_common_voice(file)
     if has_header:
         check_units(f"{file.name}, line 1", alone[0])
         doubled = [name for name in alone[0] if alone[0].count(name) > 1 and role_of(name) != "other"]
         if doubled and not columns:
-            example = ",".join(header_of(alone[0]) or ())
+            first = [role_of(name) if alone[0].index(name) == at else "other" for at, name in enumerate(alone[0])]
             raise UserError(
                 f"{file}: several columns are called {doubled[0]}",
-                hint=f"{COLUMNS_HINT}, such as --transcript-columns {example}",
+                hint=f"{COLUMNS_HINT}, such as --transcript-columns {','.join(first)}",
             )
-    if not columns and not has_header and separator == "," and len({len(cells) for cells in alone}) > 1:
+        columns = columns or tuple(map(role_of, alone[0]))
+    elif not columns and separator == "," and len({len(cells) for cells in alone}) > 1:
         columns = ("audio", "text")  # The other commas are those of texts.
-    columns = columns or (has_header and header_of(alone[0])) or columns_of(file, alone)
+    columns = columns or columns_of(file, alone)
     reading.to_ignore = lambda kind: f"--transcript-columns {','.join('other' if c == kind else c for c in columns)}"
-    names = [one if one != "other" else f"column {n}" for n, one in enumerate(columns, 1)]
-    if has_header and len(set(alone[0])) == len(alone[0]):
-        names = alone[0]
-    reading.columns |= {name: "" if kind == "other" else kind for name, kind in zip(names, columns, strict=False)}
-    audio_at, least = columns.index("audio"), 2 if columns == ("audio", "text", "normalized") else len(columns)
+    headings = alone[0] if has_header and len(alone[0]) == len(columns) else columns
+    names = [name if headings.count(name) == 1 else f"column {number}" for number, name in enumerate(headings, 1)]
+    reading.columns |= dict.fromkeys(names, "")
+    roles = dict(zip(names, columns, strict=True))
+    roles = {name: roles[name] for name in roles_of(names)}  # The preferred ones come first.
+    least = 2 if columns == LJSPEECH else len(columns)
 
     def is_row(cells: Sequence[str]) -> bool:
-        return bool(reading.sounds.find(cells[audio_at]))
+        return len(cells) >= len(columns) and bool(reading.sounds.find(cells[columns.index("audio")]))
 
-    rows = list(table_rows(lines, separator, len(columns), is_row))
-    for number, cells in rows[has_header:]:
+    for number, cells in list(records(lines, separator, len(columns), is_row))[has_header:]:
         where = f"{file.name}, line {number}"
         if isinstance(cells, str):
             reading.refuse(where, "malformed", cells)
@@ -368,16 +379,12 @@ def _read_table(reading: _Reading, file: Path, lines: Sequence[str], columns: Tr
             cells = cells[:-1]  # A separator at the end of the line.
         if len(cells) > len(columns) and separator == "," and columns[-1] == "text" and '"' not in lines[number - 1]:
             cells = lines[number - 1].split(",", len(columns) - 1)  # The text may have commas.
-        if not least <= len(cells) <= len(columns):
+        if least <= len(cells) <= len(columns):
+            reading.add_row(where, dict(zip(names, cells, strict=False)), roles)
+        else:
             wanted = ", ".join(columns)
             reading.refuse(where, "malformed", f"{counted(len(cells), 'column')}, expected {len(columns)}: {wanted}")
             reading.find(cells[0])
-            continue
-        values = dict(zip(columns, cells, strict=False))
-        times = values.get("start"), values.get("end"), values.get("duration")
-        text = values.get("normalized") or values["text"]
-        tags: LineTags = {str(kind): value for kind in MEANINGS if (value := values.get(kind))}
-        reading.add(where, values["audio"], text, values.get("speaker", ""), times, tags)
     return f"a table of {', '.join(columns)}{' by its header' if has_header else ''}"
 
 
@@ -385,108 +392,90 @@ def _separator(file: Path, lines: Sequence[str], sounds: SoundFinder, audio_at: 
     """Returns the separator of a table: that of its header, or that between the names of recordings and their texts."""
     usual = ("\t", "|", ";", ",") if file.suffix.lower() == ".tsv" else SEPARATORS
     for separator in usual:
-        if header_of(first_cells(lines[0], separator)) is not None:
+        if is_header(first_cells(lines[0], separator)):
             return separator
-    rows = {separator: [first_cells(line, separator) for line in lines] for separator in usual}
-    split = {one: [cells for cells in rows[one] if len(cells) > max(audio_at, 1)] for one in usual}
-    named = {separator: sum(bool(sounds.find(cells[audio_at])) for cells in split[separator]) for separator in usual}
+    rows = {sign: [first_cells(line, sign) for line in lines] for sign in usual}
+    split = {sign: [cells for cells in rows[sign] if len(cells) > max(audio_at, 1)] for sign in usual}
+    named = {sign: sum(bool(sounds.find(cells[audio_at])) for cells in split[sign]) for sign in usual}
     # Where no name is known, one that texts seldom have; of equal ones, the first.
-    return max(usual, key=lambda one: (named[one], bool(split[one]) and one not in QUOTED, len(split[one])))
+    return max(usual, key=lambda sign: (named[sign], bool(split[sign]) and sign not in QUOTED, len(split[sign])))
 
 
-def _read_json(reading: _Reading, file: Path, rows: Sequence[tuple[str, dict[str, Any] | None]]) -> str:
-    keys = sorted({key for _, row in rows[:LOOKED_AT] if row for key in row})
-    check_units(file.name, keys)
-    if keys and not any(key in row for _, row in rows if row for key in text_keys_of(row)):
-        raise UserError(
-            f"{file}: no column of texts; columns: {', '.join(keys)}", hint=f"name it {' or '.join(TEXT_KEYS)}"
-        )
-    for place, row in rows:
-        where = f"{file.name}, {place}"
-        if row is None:
-            reading.refuse(where, "malformed", "not a JSON object, or one with a key twice")
-        elif not (name := _first_of(row, AUDIO_KEYS, reading.columns, "audio")):
-            reading.refuse(where, "malformed", f"names no recording: none of {', '.join(AUDIO_KEYS)}")
-        else:
-            _add_object(reading, where, name, row)
-    return "JSON lines" if rows[0][0].startswith("line") else "JSON"
+# --------------------------------------------------------------------------------------------- files of each recording
 
 
-_TIME_KEYS = (START_KEYS, END_KEYS, DURATION_KEYS)
+def _is_subtitle(file: str) -> bool:
+    return file.lower().endswith(subtitles.SUBTITLES)
 
 
-def _add_object(reading: _Reading, where: str, name: str, row: dict[str, Any]) -> None:
-    """Adds the utterance of a JSON object for the recording of a name."""
-    for key in row:
-        reading.columns.setdefault(key, "")
-    start, end, duration = (next((row[key] for key in keys if key in row), None) for keys in _TIME_KEYS)
-    reading.columns |= {key: role_of(key) for keys in _TIME_KEYS for key in keys if key in row}
-    if isinstance(pair := row.get("timestamp"), list) and len(pair) == 2 and (start, end) == (None, None):
-        start, end = pair  # As transformers writes the chunks of Whisper.
-        reading.columns["timestamp"] = "start"
-    words = _first_of(row, text_keys_of(row), reading.columns, "text")
-    person = _first_of(row, speaker_keys_of(row), reading.columns, "speaker")
-    tags: dict[str, str] = {}
-    for key in row:
-        if (kind := role_of(key)) in MEANINGS and kind not in tags:
-            value = row[key][0] if isinstance(row[key], list) and len(row[key]) == 1 else row[key]
-            reading.columns[key] = kind
-            tags |= {} if value is None else {kind: str(value)}
-    reading.add(where, name, words, person, (start, end, duration), tags)
-
-
-def _first_of(row: dict[str, Any], keys: Iterable[str], used: dict[str, str] | None = None, role: str = "") -> str:
-    """Returns the first string or integer under one of the keys, or under `path` within it, that is not empty, and
-    notes its key with its role among those that are `used`; empty if there is none."""
-    for key in keys:
-        value = row.get(key)
-        value = value.get("path") if isinstance(value, dict) else value
-        value = int(value) if isinstance(value, float) and value.is_integer() else value
-        if isinstance(value, (str, int)) and not isinstance(value, bool) and str(value).strip():
-            if used is not None:
-                used[key] = role
-            return str(value)
-    return ""
-
-
-def _is_common_voice(file: Path) -> bool:
-    """Returns True for a table of Common Voice, which lists a part of the recordings in clips/."""
-    if file.suffix.lower() != ".tsv":
-        return False
-    return set(_head_of(file).partition("\n")[0].strip().split("\t")) >= COMMON_VOICE
-
-
-def _subtitle_files(folder: Path, paths: Iterable[str]) -> list[str]:
-    """Returns the subtitle files next to recordings, which may be in linked folders."""
+def _files_beside(folder: Path, paths: Iterable[str], rules: TranscriptRules) -> dict[str, list[str]]:
+    """Returns the file with the text of each recording that has one, of its name: subtitles for a recogniser, a text,
+    or an object of JSON as in WebDataset; or several subtitles of which none is that of the language."""
     places = {PurePosixPath(path).parent for path in paths}
     names = [(place, file.name) for place in places for file in (folder / place).iterdir()]
-    found = [(place / name).as_posix() for place, name in names if not name.startswith(".")]
-    return sorted(path for path in found if path.lower().endswith(subtitles.SUBTITLES))
+    files = [(place / name).as_posix() for place, name in sorted(names) if not name.startswith(".")]
+    found: dict[str, list[str]] = {}
+    for suffixes in (*[subtitles.SUBTITLES] * rules.reads_subtitles, (".txt",), (".json",)):
+        if suffixes == (".json",) and found:
+            break  # Objects beside texts have something else.
+        of_kind = [file for file in files if file.lower().endswith(suffixes) and (folder / file).is_file()]
+        rest = [path for path in paths if path not in found]
+        found |= subtitles.files_by_recording(rest, of_kind, rules.language)
+    if len(found) == 1:  # A single file of JSON that has the name of a recording may be the table of all.
+        ((file, *_),) = found.values()
+        return {} if file.lower().endswith(".json") and json_object(_head_of(folder / file)) is None else found
+    return found
 
 
-def _read_subtitles(reading: _Reading, path: str, files: Sequence[str], rules: TranscriptRules) -> None:
-    """Reads the subtitles of a recording; neighbours within a sentence become one utterance."""
-    reading.named.add(path)
-    if len(files) > 1:
-        detail = f"{' or '.join(files[:3])} may be its subtitles: give them the language {rules.language}"
-        reading.refuse(path, "ambiguous sound", detail)
-        return
-    (file,) = files
-    tag = file[len(PurePosixPath(path).with_suffix("").as_posix()) + 1 :].rpartition(".")[0].lower()
-    if re.fullmatch("[a-z]{2}(-.*)?", tag) and len(rules.language) == 2 and tag[:2] != rules.language:
-        reading.refuse(path, "other language", f"{file} is {tag}, not {rules.language}")
-        return
-    try:
-        content = reading.read(reading.folder / file)
-    except UserError as error:
-        reading.refuse(path, "malformed", error.message)
-        return
-    _add_cues(reading, path, file, content, rules)
+def _read_beside(reading: _Reading, beside: Mapping[str, Sequence[str]], rules: TranscriptRules) -> None:
+    """Reads the files of recordings, and refuses the texts beside them that belong to none."""
+    for sound, (file, *others) in beside.items():
+        reading.named.add(sound)
+        if others:
+            detail = f"{' or '.join([file, *others][:3])} may be its subtitles: give them the language {rules.language}"
+            reading.refuse(sound, "ambiguous sound", detail)
+        elif other := _other_language(file, sound, rules.language):
+            reading.refuse(sound, "other language", f"{file} is {other}, not {rules.language}")
+        else:
+            try:
+                _add_text(reading, sound, file, reading.read(reading.folder / file), rules)
+            except UserError as error:
+                reading.refuse(sound, "malformed", error.message)
+    read = {file for files in beside.values() for file in files}
+    known = {PurePosixPath(sound).with_suffix("") for sound in beside}
+    for place in sorted({PurePosixPath(file).parent for file in read if file.lower().endswith(".txt")}):
+        for text in sorted(place / path.name for path in (reading.folder / place).glob("*.[tT][xX][tT]")):
+            if text.as_posix() not in read and text.with_suffix("") not in known:
+                reading.refuse(text.as_posix(), "no sound", "a text without a recording of the same name")
 
 
-def _add_cues(reading: _Reading, path: str, file: str, content: str, rules: TranscriptRules) -> None:
-    """Adds the subtitles, or the labels of an editor, that a file has for a recording."""
-    is_track = subtitles.form_of(content) == subtitles.LABELS
+def _other_language(file: str, sound: str, language: str) -> str:
+    """Returns the language in the name of subtitles, NAME.de.srt, if it is another one than that of the texts."""
+    tag = file[len(PurePosixPath(sound).with_suffix("").as_posix()) + 1 :].rpartition(".")[0].lower()
+    is_other = re.fullmatch("[a-z]{2}(-.*)?", tag) and len(language) == 2 and tag[:2] != language
+    return tag if is_other else ""
+
+
+def _add_text(reading: _Reading, sound: str, file: str, content: str, rules: TranscriptRules) -> None:
+    """Adds the text of a recording, or cuts the recording by the times in it."""
+    form = subtitles.CUES if _is_subtitle(file) else subtitles.form_of(content)
+    if form == subtitles.LABELS or (form == subtitles.CUES and rules.reads_subtitles):
+        _add_cues(reading, sound, file, content, rules, is_track=form == subtitles.LABELS)
+    elif file.lower().endswith(".json"):
+        row = json_object(content)
+        if row is None:
+            reading.refuse(file, "malformed", "not a JSON object")
+        else:
+            reading.columns |= {key: reading.columns.get(key, "") for key in row}
+            reading.add_row(file, row, roles_of(row), sound)
+    elif form:
+        reading.refuse(file, "malformed", f"holds {form}, not the plain text of its recording")
+    else:
+        reading.add(file, sound, content)
+
+
+def _add_cues(reading: _Reading, path: str, file: str, content: str, rules: TranscriptRules, *, is_track: bool) -> None:
+    """Adds the subtitles, of which neighbours within a sentence become one utterance, or the labels of an editor."""
     cues, faults = subtitles.parse_labels(content) if is_track else subtitles.parse_subtitles(content)
     gap = 0.0 if is_track else rules.cue_gap  # Somebody has set the ends of labels.
     if not cues and not faults:
@@ -502,75 +491,3 @@ def _add_cues(reading: _Reading, path: str, file: str, content: str, rules: Tran
             reading.refuse(where, "malformed", INVALID)
         else:
             reading.utterances.append(Utterance(path, cue.text, cue.speaker, where, (cue.begin, cue.end)))
-
-
-def _texts_of(folder: Path, paths: Iterable[str]) -> dict[str, str]:
-    """Returns the text file of each recording that has one: NAME.txt for NAME.wav, or one whose name differs in
-    capitals if it is that of no other recording."""
-    paths = list(paths)
-    found = _text_files(folder, paths)
-    same = {path: text for path in paths if (text := PurePosixPath(path).with_suffix(".txt").as_posix()) in found}
-    folded: dict[str, list[str]] = {}
-    for text in found - set(same.values()):
-        folded.setdefault(text.casefold(), []).append(text)
-    for path in (path for path in paths if path not in same):
-        others = folded.pop(PurePosixPath(path).with_suffix(".txt").as_posix().casefold(), [])
-        if len(others) == 1:
-            same[path] = others[0]
-    return same
-
-
-def _text_files(folder: Path, paths: Iterable[str]) -> set[str]:
-    """Returns the text files next to recordings."""
-    places = {PurePosixPath(path).parent for path in paths}
-    names = [(place, file.name) for place in places for file in (folder / place).iterdir()]
-    texts = [(place / name).as_posix() for place, name in names if not name.startswith(".")]
-    return {path for path in texts if suffix_of_name(path) == ".txt" and (folder / path).is_file()}
-
-
-def _objects_of(folder: Path, paths: Iterable[str]) -> dict[str, str]:
-    """Returns the JSON file of each recording that has one, NAME.json for NAME.wav as in WebDataset; none if no one of
-    the first files has a text."""
-    named = {path: PurePosixPath(path).with_suffix(".json").as_posix() for path in paths}
-    found = {path: file for path, file in named.items() if (folder / file).is_file()}
-    first = [json_object(_head_of(folder / file, None)) or {} for file in islice(found.values(), LOOKED_AT)]
-    return found if any(_first_of(row, text_keys_of(row)) for row in first) else {}
-
-
-def _read_pairs(
-    reading: _Reading, paths: Sequence[str], rules: TranscriptRules, subtitled: Collection[str] = ()
-) -> None:
-    texts = _texts_of(reading.folder, paths) or _objects_of(reading.folder, paths)
-    for sound in paths:
-        if sound in subtitled or sound not in texts:
-            continue  # It is reported with all recordings without a transcript.
-        try:
-            text = reading.read(reading.folder / texts[sound])
-        except UserError as error:
-            reading.named.add(sound)
-            reading.refuse(sound, "malformed", error.message)
-        else:
-            if suffix_of_name(texts[sound]) == ".txt":
-                _add_text(reading, texts[sound], sound, text, rules)
-            elif (row := json_object(text)) is not None:
-                _add_object(reading, texts[sound], sound, row)
-            else:
-                reading.named.add(sound)
-                reading.refuse(texts[sound], "malformed", "not a JSON object")
-    places = {PurePosixPath(text).parent for text in texts.values()}
-    for alone in sorted(_text_files(reading.folder, paths) - set(texts.values())):
-        if PurePosixPath(alone).parent in places:
-            reading.refuse(alone, "no sound", "a text without a recording of the same name")
-
-
-def _add_text(reading: _Reading, file: str, sound: str, text: str, rules: TranscriptRules) -> None:
-    """Adds the text of a recording, or cuts it by the times in it. Refuses it in a form that is no plain text."""
-    form = subtitles.form_of(text)
-    if form == subtitles.LABELS or (form == subtitles.CUES and rules.reads_subtitles):
-        reading.named.add(sound)
-        _add_cues(reading, sound, file, text, rules)
-    elif form:
-        reading.named.add(sound)
-        reading.refuse(file, "malformed", f"holds {form}, not the plain text of its recording")
-    else:
-        reading.add(file, sound, text)

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gputrain.speech.subtitles import (
+    OTHER,
     Subtitle,
     files_by_recording,
     form_of,
@@ -179,13 +180,13 @@ def test_a_label_track_of_audacity():
 
 @each_row(
     (LABELS, "a label track"), (SRT, "subtitles"), (VTT, "subtitles"),
-    ("[ti:A song]\n[00:12.00]So it is\n[00:17.20]not now\n", "times"),
-    ("ann\t\t00:00:01.0\tSo\nann\t\t00:00:02.0\tit\n", "times"),
-    ("0:01\nSo it is\n0:04\nnot now\n", "times"),
-    ("[00:00.000 --> 00:04.000]  So it is\n[00:04.000 --> 00:07.000]  not now\n", "times"),
-    ("0 46797 So it is\n", "times"), ("0 500000 sil\n500000 2100000 s\n", "times"), ("0 to 100 is a lot\n", ""),
-    ('File type = "ooTextFile"\nObject class = "TextGrid"\n', "a TextGrid of Praat"), ('{"text": "So it is"}', "JSON"),
-    ('[{"text": "So it is"}]', "JSON"), ("So it is\nat 12:30\n", ""), ("12:30 is the time\n", ""), ("[laughs] So", ""),
+    ("[ti:A song]\n[00:12.00]So it is\n[00:17.20]not now\n", OTHER),
+    ("ann\t\t00:00:01.0\tSo\nann\t\t00:00:02.0\tit\n", OTHER),
+    ("0:01\nSo it is\n0:04\nnot now\n", OTHER),
+    ("[00:00.000 --> 00:04.000]  So it is\n[00:04.000 --> 00:07.000]  not now\n", OTHER),
+    ("0 46797 So it is\n", OTHER), ("0 500000 sil\n500000 2100000 s\n", OTHER), ("0 to 100 is a lot\n", ""),
+    ('File type = "ooTextFile"\nObject class = "TextGrid"\n', OTHER), ('{"text": "So it is"}', OTHER),
+    ('[{"text": "So it is"}]', OTHER), ("So it is\nat 12:30\n", ""), ("12:30 is the time\n", ""), ("[laughs] So", ""),
     ("{unclear} so", ""), ("1984\n", ""), ("", ""),
 )  # fmt: skip
 def test_a_text_beside_a_recording_is_cut_by_the_times_in_it_or_refused_by_its_form(tmp_path, content, form):

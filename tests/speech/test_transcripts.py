@@ -13,7 +13,7 @@ import pytest
 
 from gputrain.errors import UserError
 from gputrain.speech.sound_finder import SoundFinder
-from gputrain.speech.transcript_columns import TranscriptColumn, columns_of, header_of, span_of
+from gputrain.speech.transcript_tables import TranscriptColumn, columns_of, is_header, roles_of, span_of
 from gputrain.speech.transcripts import read_transcripts
 from tests.tables import each_row
 
@@ -88,7 +88,7 @@ LJSPEECH, PIPER = ("audio", "text", "normalized"), ("audio", "speaker", "text")
 @each_row(
     ([(f"id{n}", text.title() + "!", text) for n, text in enumerate(PROVERBS)], LJSPEECH),
     ([("a.wav", "Yes.", "yes"), ("b.wav", "No!", "no")], LJSPEECH),
-    ([("a", text, str(len(text))) for text in PROVERBS], ("audio", "text", "other")),
+    ([("a", text, str(len(text))) for text in PROVERBS], None),
     ([(f"{n}.wav", "John Smith", text) for n, text in enumerate(PROVERBS)], PIPER),
     ([(f"{n}.wav", str(n % 2), text) for n, text in enumerate(PROVERBS)], PIPER),
     ([("1.wav", "ann", "so it is"), ("2.wav", "bob", "not now"), ("3.wav", "bob", "time will tell")], PIPER),
@@ -127,13 +127,18 @@ def test_three_columns_that_may_be_either_are_refused(tmp_path):
 
 
 def test_headers():
-    assert header_of(["client_id", "path", "sentence", "up_votes"]) == ("speaker", "audio", "text", "other")
-    assert header_of(["audio", "text", "Locale", "do-not-use"]) == ("audio", "text", "language", "exclude")
-    assert header_of(["file", "transcription", "normalized_transcription"]) == ("audio", "text", "normalized")
-    assert header_of(["id", "normalized_text"]) == ("audio", "text")
-    assert header_of(["file", "text", "sentence"]) == ("audio", "text", "other")
-    assert header_of(["a", "The text"]) is None
-    assert header_of(["id", "Path", "transcription"]) == ("other", "audio", "text")
+    assert [is_header(cells) for cells in (["file", "Text"], ["a", "The text"], ["path", "x"])] == [True, False, False]
+    assert roles_of(["client_id", "path", "up_votes"]) == {"path": "audio", "client_id": "speaker", "up_votes": "other"}
+    assert roles_of(["Locale", "do-not-use"]) == {"Locale": "language", "do-not-use": "exclude"}
+
+
+def test_of_several_columns_for_one_thing_the_first_that_is_filled_is_used(tmp_path):
+    """A path rather than an identifier, and a normalised text rather than the text as written."""
+    table = "id,sentence,text,normalized_text,Path\n7,x,One.,,a.wav\n8,Two two.,,,\n9,x,y,It is 3.,c.wav\n"
+    folder = folder_of(tmp_path, table, sounds=("a", "8", "c"))
+    transcripts = read(folder)
+    assert texts_of(transcripts) == {"wavs/a.wav": "One.", "wavs/8.wav": "Two two.", "wavs/c.wav": "It is 3."}
+    assert set(transcripts.columns.values()) == {"audio", "text", "normalized"}
 
 
 def test_a_tab_separated_table_with_many_columns(tmp_path):
@@ -174,10 +179,11 @@ def test_the_name_of_a_text_may_differ_in_capitals_from_that_of_its_recording(tm
     for name in ("a.TXT", "b.txt", "c.txt", "D.txt", "d.Txt"):
         (folder / "wavs" / name).write_text(f"Text {name[0]}.")
     transcripts = read(folder)
-    assert texts_of(transcripts) == {"wavs/a.wav": "Text a.", "wavs/B.wav": "Text b.", "wavs/c.wav": "Text c."}
+    assert texts_of(transcripts) == {
+        "wavs/a.wav": "Text a.", "wavs/B.wav": "Text b.", "wavs/c.wav": "Text c.", "wavs/d.wav": "Text d.",
+    }  # fmt: skip
     assert sorted(reasons(transcripts)) == [
-        ("wavs/C.wav", "no transcript"), ("wavs/D.txt", "no sound"), ("wavs/d.Txt", "no sound"),
-        ("wavs/d.wav", "no transcript"),
+        ("wavs/C.wav", "no transcript"), ("wavs/D.txt", "no sound"),
     ]  # fmt: skip
 
 
@@ -338,10 +344,10 @@ def test_manifests_with_times_cut_clips_out_of_a_recording(tmp_path, name, conte
 
 def test_times_under_other_names_cut_clips_too(tmp_path):
     chunk = {"audio": "a.wav", "text": "one"}
-    for name, times in {"chunk": {"timestamp": [0.5, 2]}, "part": {"seg_start": 0.5, "seg_end": 2}}.items():
-        found = read(folder_of(tmp_path / name, json.dumps(chunk | times) + "\n", "m.jsonl", ["a"]))
-        assert [one.span for one in found.utterances] == [(0.5, 2.0)]
-        assert "" not in found.columns.values()
+    times = {"seg_start": 0.5, "seg_end": 2}
+    found = read(folder_of(tmp_path, json.dumps(chunk | times) + "\n", "m.jsonl", ["a"]))
+    assert [one.span for one in found.utterances] == [(0.5, 2.0)]
+    assert "" not in found.columns.values()
 
 
 def test_two_columns_of_one_name_are_refused_with_columns_that_can_be_given(tmp_path):
@@ -351,7 +357,7 @@ def test_two_columns_of_one_name_are_refused_with_columns_that_can_be_given(tmp_
     columns = tuple(error.value.hint.rpartition("--transcript-columns ")[2].split(","))
     found = read(folder, file=folder / "metadata.csv", columns=columns)
     assert texts_of(found) == ABC
-    assert found.columns == {"audio": "audio", "text": "text", "column 3": ""}
+    assert found.columns == {"file": "audio", "column 2": "text", "column 3": ""}
 
 
 def test_times_that_cannot_be_right_are_named(tmp_path):
@@ -473,19 +479,6 @@ def test_absolute_paths_and_paths_out_of_the_folder_are_followed(tmp_path):
     assert transcripts.refused[0].detail == f"{tmp_path}/gone/c.wav: no such recording"
 
 
-def test_beside_a_list_of_recordings_a_table_with_absolute_paths_names_no_others(tmp_path):
-    corpus = folder_of(tmp_path / "corpus", sounds=("a", "b"))
-    listed = tmp_path / "listed"
-    listed.mkdir()
-    (listed / "a.wav").symlink_to(corpus / "wavs/a.wav")
-    table = tmp_path / "table.csv"
-    table.write_text(f"audio,text\n{corpus}/wavs/a.wav,It is a.\n{corpus}/wavs/b.wav,It is b.\n")
-    transcripts = read_transcripts(listed, ["a.wav"], file=table)
-    assert texts_of(transcripts) == {"a.wav": "It is a."}
-    assert reasons(transcripts) == [("table.csv, line 3", "no sound")]
-    assert transcripts.refused[0].detail == f"{corpus}/wavs/b.wav: not in the list of recordings"
-
-
 def test_of_two_formats_the_one_that_can_be_decoded_is_meant():
     sounds = SoundFinder(["a.m4a", "a.wav", "b.m4a"])
     assert sounds.find("a") == ["a.wav"]
@@ -512,7 +505,7 @@ def test_an_object_beside_each_recording_has_its_text(tmp_path):
 
 
 @each_row(
-    ({"text": "It.", "normalized_text": "it"}, "It."),
+    ({"text": "It.", "normalized_text": "it"}, "it"),
     ({"text_original": "It 1.", "text_normalized": "It one."}, "It one."),
     ({"raw_transcription": "It.", "gender": "x"}, "It."),
     ({"Transcript": "It."}, "It."),
