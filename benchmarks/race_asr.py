@@ -11,6 +11,7 @@ and further sides add to it, and a summary in benchmarks/results/race_asr_STEPS_
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ def measure(side: str, seed: int, data: Path, steps: int, batch_size: int) -> di
     )  # fmt: skip
     opened = AsrWork().open_data(settings)
     recipe = opened.recipe(settings, runtime)
-    training = OurTraining(recipe, settings, runtime, opened.source(settings, runtime), opened.step_items(settings))
+    step_items = opened.stage(settings, "").step_items
+    training = OurTraining(recipe, settings, runtime, replace(opened.buckets, ranks=runtime.ranks), step_items)
     points, seconds = [], 0.0
     for mark in (steps // 2, steps):
         began = time.process_time()

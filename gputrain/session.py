@@ -24,16 +24,16 @@ from gputrain.engine.data import batches
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.recipe import Recipe, phases_of
 from gputrain.engine.run_folder import Run, discarded_if_refused, given_plan, open_run
-from gputrain.engine.schedule import RunProgress, StepSchedule, check_finish, stages_ahead, steps_of_stage
+from gputrain.engine.schedule import StepSchedule, check_finish, stages_ahead, steps_of_stage
 from gputrain.engine.stop import Deadline, finish_moment, format_duration, log_start_until, seconds_until, timed_part
 from gputrain.engine.train import train
 from gputrain.errors import UserError, require, without_secrets
-from gputrain.hw.plan import NEEDS_GPU, Plan, Setting, fit_shared_memory, workers
+from gputrain.hw.plan import NEEDS_GPU, Plan, Setting, data_in_memory, fit_shared_memory, workers
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of
 from gputrain.hw.runtime import Runtime, apply, keep_freed_memory
 from gputrain.hw.speed import copied_bytes_per_second, product_flops_per_second
-from gputrain.planner.kind_work import BatchSource, KindWork, S, TrainingData
+from gputrain.planner.kind_work import BatchSource, KindWork, S, StageData, TrainingData
 from gputrain.planner.model_planner import ModelPlanner, StepsIn, memory_budget
 from gputrain.planner.time.roofline import EAGER_LAUNCH_SECONDS, LAUNCH_SECONDS, DeviceRates
 from gputrain.serialization import from_json
@@ -53,21 +53,17 @@ class Session(Generic[S]):
     planner: ModelPlanner[S]
     declined: Setting | None = None  # How the plan would compile, if the last stage was too short for that.
 
-    def begin_stage(self, stages: Sequence[S], index: int, data: TrainingData[S]) -> tuple[S, RunProgress]:
-        """Returns the settings of a stage, planned, and where it starts."""
-        stage, run, count = stages[index], self.run, len(stages)
-        data.begin_stage(stage, f"stage {index + 1} of {count}" if count > 1 else "")
-        start = steps_of_stage(
-            stage.schedule, run.progress, len(data), onwards=run.continues_beyond_end,
-            step_items=data.step_items(stage), stage=index, stages=count,
-        ).start  # fmt: skip
-        run.settings = config.flatten(stage)
-        steps = StepSchedule(stage.schedule, start, step_items=data.step_items(stage))
-        planned = self.choose_settings(stage, partial(data.item_seconds, stage), partial(steps_left, steps, run))
-        if stage.hardware.plan and not run.given_plan:
-            self.runtime.plan = data.complete_plan(planned, self.machine, self.runtime.plan)
-        log_runtime(self.runtime, run.prediction)
-        return planned, start
+    def begin_stage(self, settings: S, data: StageData, steps: StepSchedule) -> S:
+        """Returns the settings of a stage, planned. The runtime has the stage's plan then, and the run its settings and
+        prediction."""
+        self.run = replace(self.run, settings=config.flatten(settings))
+        planned = self.choose_settings(settings, data.item_seconds, partial(steps_left, steps, self.run))
+        if data.decoded_gb is not None and settings.hardware.plan and not self.run.given_plan:
+            plan = self.runtime.plan
+            kept = data_in_memory(self.machine, data.keep_decoded, data.decoded_gb, int(plan.num_workers.value))
+            self.runtime.plan = replace(plan, data_in_memory=kept)
+        log_runtime(self.runtime, self.run.prediction)
+        return planned
 
     def choose_settings(self, settings: S, item_seconds: Callable[[], float], steps_in: StepsIn) -> S:
         """Returns the settings with the micro-batch and the checkpointing of the user's plan or of a new one.
@@ -96,7 +92,7 @@ class Session(Generic[S]):
         self.planner.check_fit(settings, plan, budget, found)
         rate = runtime.product_rate / found.item_flops
         processes = workers(self.machine, requested.num_workers, item_seconds=item_seconds(), items_per_second=rate)
-        self.run.prediction = {**found.to_json(), "margin": budget.margin}
+        self.run = replace(self.run, prediction={**found.to_json(), "margin": budget.margin})
         return replace(plan, num_workers=processes)
 
     def open_batches(
@@ -138,37 +134,58 @@ def train_model(work: KindWork[S], settings: S, console: Console) -> None:
         check_finish(settings.schedule)
     with timed_part("hardware and run folder"):
         session = open_session(settings, work)
-        settings = with_finish_moment(settings, session.run)
     with discarded_if_refused(session.run):
-        _train_stages(session, work, settings, console)
+        _train_stages(session, work, with_finish_moment(settings, session.run), console)
 
 
 def _train_stages(session: Session[S], work: KindWork[S], settings: S, console: Console) -> None:
-    run, runtime = session.run, session.runtime
-    check_finish(settings.schedule, run.progress, onwards=run.continues_beyond_end)
+    check_finish(settings.schedule, session.run.progress, onwards=session.run.continues_beyond_end)
     with timed_part("data"):
         data = work.open_data(settings)
-        run.data = data.digests()
-        stages = work.stages(data.begin(settings, run, runtime))
+        start = data.begin(settings, session.run, session.runtime)
     session.planner = ModelPlanner(replace(work, sizes=data.sizes), keeps=True)
+    session.run = run = replace(
+        session.run,
+        settings=config.flatten(start.settings),
+        configuration=config.to_yaml(start.settings),
+        data=start.digests,
+        facts=start.facts,
+    )
+    stages = start.stages or (start.settings,)
     for index in stages_ahead(run.progress, len(stages), onwards=run.continues_beyond_end):
-        with timed_part("planning"), console.status("planning the training") if run.group.leads else nullcontext():
-            stage, start = session.begin_stage(stages, index, data)
-        with timed_part("model"):
-            recipe = data.recipe(stage, runtime)
-        with timed_part("first weights"):
-            if run.resumed is None:
-                run.starts_pretrained = data.start(recipe, run)
-        log_trained(recipe)
-        steps = StepSchedule(stage.schedule, start, step_items=data.step_items(stage))
-        log_length(steps, run, runtime)
-        warn_of_late_parts(work.begins(stage), steps)
-        opened = session.open_batches(data.source(stage, runtime), steps, divides_items=data.divides_items)
-        train(recipe, opened, steps, run, runtime, console)
+        _train_stage(session, work, data, stages, index, console)
         if index + 1 < len(stages):
-            ended = run.reopen(work.kind)
-            if ended is None or not ended.finished:  # max_steps stopped the stage.
+            session.run = session.run.at_next_stage(work.kind)
+            if session.run.progress is None or not session.run.progress.finished:  # max_steps stopped the stage.
                 break
+
+
+def _train_stage(
+    session: Session[S], work: KindWork[S], data: TrainingData[S], stages: Sequence[S], index: int, console: Console
+) -> None:
+    """Plans a stage, makes its model, and trains it."""
+    stage, runtime, count = stages[index], session.runtime, len(stages)
+    with timed_part("planning"), console.status("planning the training") if runtime.ranks.leads else nullcontext():
+        of_data = data.stage(stage, f"stage {index + 1} of {count}" if count > 1 else "")
+        steps = steps_of_stage(
+            stage.schedule, session.run.progress, len(data), onwards=session.run.continues_beyond_end,
+            step_items=of_data.step_items, stage=index, stages=count,
+        )  # fmt: skip
+        planned = session.begin_stage(stage, of_data, steps)
+    with timed_part("model and first weights"):
+        training = data.training(planned, session.run, runtime)
+    run = replace(
+        session.run,
+        facts=session.run.facts | training.facts,
+        starts_pretrained=training.starts_pretrained,
+    )
+    session.run = run
+    steps = replace(steps, schedule=planned.schedule)
+    log_trained(training.recipe)
+    log_length(steps, run, runtime)
+    warn_of_late_parts(work.begins(planned), steps)
+    opened = session.open_batches(training.source, steps, divides_items=data.divides_items)
+    train(training.recipe, opened, steps, run, runtime, console)
 
 
 def open_session(settings: S, work: KindWork[S]) -> Session[S]:
@@ -187,8 +204,8 @@ def open_session(settings: S, work: KindWork[S]) -> Session[S]:
             "train-%s ..., with the same options", machine.gpu_count, machine.gpu_count, work.kind,
         )  # fmt: skip
     plan = given.plan if given else work.decide(machine, settings.hardware)
-    run = open_run(settings, settings.saving, kind=work.kind, command=f"gputrain train-{work.kind}", group=group)
-    run.given_plan = given
+    command = f"gputrain train-{work.kind}"
+    run = open_run(settings, settings.saving, kind=work.kind, command=command, group=group, given_plan=given)
     runtime = apply(plan, ranks)
     if runtime.device.type == "cpu":
         keep_freed_memory()
@@ -237,15 +254,14 @@ def with_plan(settings: S, plan: Plan) -> S:
 
 
 def with_finish_moment(settings: S, run: Run) -> S:
-    """Returns the settings, and gives the run those, with the date and the zone of finish_by: a run that is resumed
-    from its own configuration has the same end, whenever that is. A checkpoint that is named begins another run."""
+    """Returns the settings with the date and the zone of finish_by: a run that is resumed from its own configuration
+    has the same end, whenever that is. A checkpoint that is named begins another run."""
     text = settings.schedule.finish_by
     if not text:
         return settings
     moment = finish_moment(text, "" if run.continues_beyond_end else str(run.before.get("finish_by") or ""))
     chosen: Any = settings
     changed: S = replace(chosen, schedule=replace(settings.schedule, finish_by=moment))
-    run.settings, run.configuration = config.flatten(changed), config.to_yaml(changed)
     return changed
 
 

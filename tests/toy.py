@@ -172,7 +172,7 @@ def train_toy(
 ) -> None:
     settings = ToySettings(schedule=recipe.schedule, saving=saving)
     run = open_run(settings, saving, kind="toy", command="gputrain train-toy")
-    run.prediction, run.starts_pretrained = prediction or {}, starts_pretrained
+    run = replace(run, prediction=prediction or {}, starts_pretrained=starts_pretrained)
     steps = steps_of_stage(recipe.schedule, run.progress, len(ITEMS), onwards=run.continues_beyond_end)
     runtime = cpu_runtime()
     vars(runtime)["product_rate"] = 1e11  # Measuring it would take longer than the training.

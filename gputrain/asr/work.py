@@ -21,7 +21,7 @@ from gputrain.asr.initialise import init_weights, initial_normalizes, recogniser
 from gputrain.asr.recipe import RecogniserRecipe, plan_target
 from gputrain.engine.run_folder import Run
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.kind_work import SWITCHES, PlannedTraining, PlanTarget, StepTraits, SyntheticWork
+from gputrain.planner.kind_work import SWITCHES, PlannedTraining, PlanTarget, StepTraits, SyntheticWork, TrainingStart
 from gputrain.planner.memory.fit import Fit, MemoryBudget
 from gputrain.speech.augment import ClipAugment, NoiseFolder
 from gputrain.speech.buckets import ClipBatch, ClipSize, Speech
@@ -174,11 +174,11 @@ class AsrTraining(SpeechTraining[TrainAsr]):
             "architecture": self.sizes.architecture, "normalizes": self.normalizes,
         }  # fmt: skip
 
-    def begin(self, settings: TrainAsr, run: Run, runtime: Runtime) -> TrainAsr:
-        settings = super().begin(settings, run, runtime)
+    def begin(self, settings: TrainAsr, run: Run, runtime: Runtime) -> TrainingStart[TrainAsr]:
+        start = super().begin(settings, run, runtime)
         if run.group.leads:
             save_architecture(run.folder, self.sizes.architecture)
-        return settings
+        return start
 
     def described(self, settings: TrainAsr) -> str:
         return settings.model.init_from or settings.model.preset
@@ -194,7 +194,7 @@ class AsrTraining(SpeechTraining[TrainAsr]):
         sizes, held_out = self.sizes, HeldOutSpeech(self.speech, settings)
         return RecogniserRecipe(settings, sizes.architecture, sizes.clip, runtime, held_out, normalizes=self.normalizes)
 
-    def start(self, recipe: RecogniserRecipe, run: Run) -> bool:
+    def start(self, recipe: RecogniserRecipe) -> bool:
         if path := recipe.settings.model.init_from:
             init_weights(recipe, path, self.speech.store.format.vocabulary)
         return bool(path)

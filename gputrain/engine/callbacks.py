@@ -223,7 +223,7 @@ class Callbacks:
         saves = 3 if self.saver.is_busy else 2
         done = self.state.progress.step
         reports = self._reports_of(done) + self._reports_of(done + 1)
-        reserve = deadline.reserve_seconds(run.save_seconds, saves=saves, reports=reports)
+        reserve = deadline.reserve_seconds(run.status.save_seconds, saves=saves, reports=reports)
         reserve += REPORT_SECONDS if run.saving.report and COMMAND_CLOCK.began is not None else 0.0
         if deadline.is_reached(now, reserve):
             run.stop.request(self._out_of_time)
@@ -306,7 +306,7 @@ class Callbacks:
         """Return the seconds that the end of a training by the clock may take, with the last reports and saves."""
         saves = 3 if self.saver.is_busy else 2
         reports = ["samples"] + ["eval"] * self.run.saving.evaluates
-        reserve = self.deadline.reserve_seconds(self.run.save_seconds, saves=saves, reports=reports)
+        reserve = self.deadline.reserve_seconds(self.run.status.save_seconds, saves=saves, reports=reports)
         return reserve + (REPORT_SECONDS if self.run.saving.report and COMMAND_CLOCK.began is not None else 0.0)
 
     def _lacks_time_for(self, reports: list[str]) -> bool:
@@ -333,7 +333,7 @@ class Callbacks:
 
         def seconds_to_leave() -> float:
             saves = 2 if self.saver.is_busy else 1
-            return self.deadline.saving_seconds(run.save_seconds, saves, hangs=True)
+            return self.deadline.saving_seconds(run.status.save_seconds, saves, hangs=True)
 
         return self.deadline.watched(seconds_to_leave, lambda: run.stop.interrupt_wait(self._out_of_time))
 
@@ -342,7 +342,7 @@ class Callbacks:
         and to full memory."""
         state, run, done = self.state, self.run, self.state.progress.step
         rows = self._write_metrics()
-        run.note_time(self.metrics.latest["speed/seconds_per_step"])
+        note_time(run, self.metrics.latest["speed/seconds_per_step"])
         events = self.health.watch(rows, self.metrics.latest, done) if run.group.leads else []
         state.events += events
         if events:
@@ -478,7 +478,7 @@ class Callbacks:
             with self.run.stop.second_signal_delayed():
                 self._finish_saving_if_possible()
                 done = self.state.progress.step
-                if self.run.group.from_leader(lambda: done != self.run.saved_step):
+                if self.run.group.from_leader(lambda: done != self.run.status.saved_step):
                     self.save(is_required=True)
             done = self.state.progress.step
             cause = self.run.stop.requested
@@ -504,14 +504,14 @@ class Callbacks:
                 done + 1, self._resume_note(),
             )  # fmt: skip
             return
-        if done in (self.steps.start.step, self.run.saved_step):
+        if done in (self.steps.start.step, self.run.status.saved_step):
             return
         release_memory()
         try:
             self.save(waits=True)
         except Exception as error:  # The device may have failed. The error that ended the run is more important.
             log.warning("step %d cannot be saved: %s", done, error)
-        if self.run.saved_step == done:
+        if self.run.status.saved_step == done:
             log.warning("step %d is saved before the run ends with an error", done)
             with contextlib.suppress(Exception):  # The device may have failed, and with it the scalars on it.
                 if self.metrics.window:
@@ -524,10 +524,19 @@ class Callbacks:
             log.warning("the checkpoint that was being written is lost: %s", error)
 
     def _resume_note(self) -> str:
-        saved = self.run.saved_step if self.run.saved_step >= 0 else self.steps.start.step
+        saved = self.run.status.saved_step if self.run.status.saved_step >= 0 else self.steps.start.step
         if not checkpoint.newest_first(self.run.folder):
             return "there is no checkpoint yet, so that a resumed run starts from scratch"
         return f"a resumed run goes on from step {saved}, as if it had never been interrupted"
+
+
+def note_time(run: Run, seconds_per_step: float) -> None:
+    """Keep the measured time of a step, and compare it once with the predicted one. The first line of metrics contains
+    compilation and the search for algorithms, and does not count."""
+    measured, predicted = run.status.seconds_per_step, run.prediction.get("predicted_seconds_per_step")
+    measured.append(seconds_per_step)
+    if len(measured) == 2 and predicted:
+        log.info("a step takes %.3g s; %.3g s were predicted", seconds_per_step, predicted)
 
 
 def log_cooldown(steps: StepSchedule, done: int, why: str = "") -> str:

@@ -53,7 +53,7 @@ class MemoryCheck:
     step: int | None  # The step that is measured; None: it has been.
 
     def __post_init__(self) -> None:
-        self.saver.run.measured_memory = {}  # A run of several stages has measured the plan of the stage before.
+        self.saver.run.status.measured_memory = {}  # A run of several stages has measured the plan of the stage before.
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
@@ -86,7 +86,7 @@ class MemoryCheck:
             )  # fmt: skip
             if peak_gb > run.prediction["margin"] * predicted_gb + LIBRARIES_GB:
                 self.warn(ratio, done)
-        run.measured_memory = measured
+        run.status.measured_memory = measured
         self.saver.write_plan()
 
     def warn(self, ratio: float, done: int) -> None:

@@ -119,8 +119,8 @@ def watched(run: Run, act: Callable[[Request], None]) -> Iterator[None]:
     if start is None or not run.group.leads:
         yield
         return
-    run.attempts.append(_attempt_of(start))
-    inbox = Inbox(run.folder / REQUEST, run.attempts)
+    run.status.attempts.append(_attempt_of(start))
+    inbox = Inbox(run.folder / REQUEST, run.status.attempts)
 
     def look() -> bool:
         if request := inbox.take():

@@ -116,35 +116,38 @@ def is_count(value: object, least: int) -> bool:
 
 
 @dataclass
+class TrainingStatus:
+    """Figures that a run learns while it trains: its saves, its speed, its memory. The callbacks keep them up to date."""
+
+    saved_step: int = -1  # The step that this process saved last; -1: none.
+    save_seconds: float = 0.0  # Time that writing the last checkpoint took.
+    last_is_damaged: bool = False  # True if checkpoint_last.pt is damaged, until the first save.
+    seconds_per_step: list[float] = field(default_factory=list)  # As measured, of each line of metrics.
+    measured_memory: dict[str, float] = field(default_factory=dict)  # Figures of MemoryCheck, on a GPU.
+    attempts: list[list[Any]] = field(default_factory=list)  # What identifies its starts, one of each stage so far.
+
+
+@dataclass(frozen=True)
 class Run:
-    """A run folder that is open for training."""
+    """A training as it is known before its first step. A stage is trained with a copy that has the stage's values."""
 
     folder: Path
     saving: Saving
     settings: dict[str, Any]  # The whole configuration, flat.
     command: str  # The command of this run, such as "gputrain train-vae".
-    resumed: Content | None = None
-    starts_pretrained: bool = False  # True if it begins with the weights of init_from, with which results are compared.
-    prediction: dict[str, Any] = field(default_factory=dict)  # The plan's prediction, for plan.json.
-    measured_memory: dict[str, float] = field(default_factory=dict)  # Figures of MemoryCheck beside it, on a GPU.
-    given_plan: PlanFile | None = None  # The plan file that the user passed.
-    facts: dict[str, Any] = field(default_factory=dict)  # Properties of the data that inference needs.
-    lock: FileLock | None = None  # Keeps other processes out of the folder.
-    group: RankGroup = field(default_factory=RankGroup)  # The ranks that train together; the leader writes the folder.
-    last_is_damaged: bool = False  # True if checkpoint_last.pt is damaged, until the first save.
-    is_new: bool = False  # True if this process has made the folder.
     configuration: str = ""  # Content of config.yaml.
-    saved_step: int = -1  # The step that this process saved last; -1: none.
+    resumed: Content | None = None
     before: dict[str, Any] = field(default_factory=dict)  # Settings of the resumed checkpoint.
-    changes: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # Those that have changed: before, now.
+    given_plan: PlanFile | None = None  # The plan file that the user passed.
+    prediction: dict[str, Any] = field(default_factory=dict)  # The plan's prediction, for plan.json.
     data: dict[str, Any] = field(default_factory=dict)  # Counts and a digest of the training data.
-    stop: StopSignal = field(init=False)
-    save_seconds: float = 0.0  # Time that writing the last checkpoint took.
-    seconds_per_step: list[float] = field(default_factory=list)  # As measured, of each line of metrics.
-    attempts: list[list[Any]] = field(default_factory=list)  # What identifies its starts, one of each stage so far.
-
-    def __post_init__(self) -> None:
-        self.stop = StopSignal(lambda: self.how_to_resume, ranks=self.group.ranks)
+    facts: dict[str, Any] = field(default_factory=dict)  # Properties of the data that inference needs.
+    starts_pretrained: bool = False  # True if it begins with the weights of init_from, with which results are compared.
+    group: RankGroup = field(default_factory=RankGroup)  # The ranks that train together; the leader writes the folder.
+    lock: FileLock | None = None  # Keeps other processes out of the folder.
+    is_new: bool = False  # True if this process has made the folder.
+    stop: StopSignal = field(default_factory=StopSignal)
+    status: TrainingStatus = field(default_factory=TrainingStatus)
 
     @property
     def how_to_resume(self) -> str:
@@ -153,14 +156,6 @@ class Run:
         limit = self.settings.get("max_steps", 0)
         further = f" --max-steps {limit}" if limit else ""
         return f"go on with: {self.command} --config {self.folder / CONFIG} --resume-from auto{further}"
-
-    def note_time(self, seconds_per_step: float) -> None:
-        """Keep the measured time of a step, and compare it once with the predicted one. The first line of metrics
-        contains compilation and the search for algorithms, and does not count."""
-        self.seconds_per_step.append(seconds_per_step)
-        predicted = self.prediction.get("predicted_seconds_per_step")
-        if len(self.seconds_per_step) == 2 and predicted:
-            log.info("a step takes %.3g s; %.3g s were predicted", seconds_per_step, predicted)
 
     def has_started(self) -> None:
         """Write the configuration into the folder after the first step, which shows that it works.
@@ -174,26 +169,33 @@ class Run:
         except OSError as error:
             log.warning("%s cannot be written (%s)", self.folder / CONFIG, error.strerror)
 
-    def warn_of_changes(self) -> None:
-        """Warn about settings and data that differ from those of the resumed checkpoint."""
+    @property
+    def changes(self) -> dict[str, tuple[Any, Any]]:
+        """Settings and data that differ from those of the resumed checkpoint: before, now."""
         if not self.resumed or not self.before:
-            return
+            return {}
         both = {name: (was, self.settings.get(name)) for name, was in self.before.items() if name not in NO_CHANGE}
-        self.changes = {name: values for name, values in both.items() if values[0] != values[1]}
-        if self.changes:
-            changed = ", ".join(f"{name} {was} -> {now}" for name, (was, now) in self.changes.items())
-            log.warning("settings that differ from the checkpoint's: %s", changed)
-        if not self._has_same_score:
-            log.warning("scores of another measure are not compared: %s is chosen anew from now on", checkpoint.BEST)
+        changes = {name: values for name, values in both.items() if values[0] != values[1]}
         was, now = self.resumed["data"], self.data
         for part in was.keys() & now.keys():
             if was[part] != now[part]:
-                items = f"{was[part]['items']} items -> {now[part]['items']}"
-                same = was[part]["items"] == now[part]["items"]
-                what = f"as many items ({now[part]['items']}), other content or order" if same else items
-                log.warning("the %s data differ from the checkpoint's: %s", part, what)
-                self.changes[f"{part} data"] = (f"{was[part]['items']} items", what)
-        self.before = {}  # Changes are reported once.
+                items = (was[part]["items"], now[part]["items"])
+                what = f"{items[0]} items -> {items[1]}"
+                if items[0] == items[1]:
+                    what = f"as many items ({items[1]}), other content or order"
+                changes[f"{part} data"] = (f"{items[0]} items", what)
+        return changes
+
+    def warn_of_changes(self) -> None:
+        """Warn about settings and data that differ from those of the resumed checkpoint."""
+        changes = dict(self.changes)
+        of_data = {name: changes.pop(name) for name in [*changes] if name.endswith(" data")}
+        if changed := ", ".join(f"{name} {was} -> {now}" for name, (was, now) in changes.items()):
+            log.warning("settings that differ from the checkpoint's: %s", changed)
+        if self.before and not self._has_same_score:
+            log.warning("scores of another measure are not compared: %s is chosen anew from now on", checkpoint.BEST)
+        for name, (_, what) in of_data.items():
+            log.warning("the %s differ from the checkpoint's: %s", name, what)
 
     @property
     def progress(self) -> RunProgress | None:
@@ -213,13 +215,17 @@ class Run:
         """True if the user named a checkpoint, which continues beyond it; `auto` only finishes an interrupted run."""
         return self.saving.resume_from not in ("", "auto")
 
-    def reopen(self, kind: str) -> RunProgress | None:
-        """Continue from the newest checkpoint, as a resumed run would. Returns its progress."""
-        self.resumed = self.group.from_leader(lambda: (checkpoint.find("auto", self.folder, kind) or (None, None))[1])
-        return self.progress
+    def at_next_stage(self, kind: str) -> "Run":
+        """Returns the run as if it had been resumed from its newest checkpoint, whose settings changed with the stage
+        and are no news."""
+        resumed = self.group.from_leader(lambda: (checkpoint.find("auto", self.folder, kind) or (None, None))[1])
+        return replace(self, resumed=resumed, before={})
 
 
-def open_run(settings: object, saving: Saving, *, kind: str, command: str, group: RankGroup | None = None) -> Run:
+def open_run(
+    settings: object, saving: Saving, *, kind: str, command: str, group: RankGroup | None = None,
+    given_plan: PlanFile | None = None,
+) -> Run:  # fmt: skip
     """Create the run folder, or open it again; `Run.has_started` writes the configuration into it.
 
     A run that ended before its first checkpoint begins again, with `auto` from scratch; ranks that torchrun restarts
@@ -239,10 +245,20 @@ def open_run(settings: object, saving: Saving, *, kind: str, command: str, group
 
     resumed = group.from_leader(open_folder)
     return Run(
-        saving.output_dir, saving, config.flatten(settings), command, resumed, lock=opened.lock, group=group,
-        configuration=config.to_yaml(settings), last_is_damaged=opened.last_is_damaged, is_new=opened.is_new,
+        saving.output_dir,
+        saving,
+        config.flatten(settings),
+        command,
+        configuration=config.to_yaml(settings),
+        resumed=resumed,
         before=dict.fromkeys(config.leaves(type(settings))) | resumed["config"] if resumed else {},
-    )  # fmt: skip
+        given_plan=given_plan,
+        group=group,
+        lock=opened.lock,
+        is_new=opened.is_new,
+        stop=StopSignal(group.ranks),
+        status=TrainingStatus(last_is_damaged=opened.last_is_damaged),
+    )
 
 
 @contextlib.contextmanager

@@ -138,7 +138,7 @@ class Saver:
         state, run, progress = self.state, self.run, self.state.progress
         self.is_overdue = not is_required and any(map(bool, state.nonfinite.values()))
         if self.is_overdue:
-            for name in names if run.saved_step != progress.step else ():
+            for name in names if run.status.saved_step != progress.step else ():
                 log.warning("%s is not written, as the gradient of its step is not finite", run.folder / name)
             return None
         if not run.group.leads:
@@ -155,7 +155,7 @@ class Saver:
         """Write a checkpoint and the plan. This may run in the thread: it changes nothing but files."""
         began, kept, failure = time.monotonic(), [], None
         try:
-            checkpoint.save(self.run.folder, job.content, last_is_damaged=self.run.last_is_damaged)
+            checkpoint.save(self.run.folder, job.content, last_is_damaged=self.run.status.last_is_damaged)
             kept = keep_and_prune(self.run, job.names, job.progress)
         except checkpoint.SaveFailed as error:
             failure = error
@@ -167,8 +167,9 @@ class Saver:
         error, job = written.error, written.job
         self.disk_gb = written.disk_gb
         if error is None:
-            self.run.saved_step, self.run.save_seconds = job.progress.step, written.seconds
-            self.run.last_is_damaged = False
+            status = self.run.status
+            status.saved_step, status.save_seconds = job.progress.step, written.seconds
+            status.last_is_damaged = False
             if checkpoint.BEST in written.kept:
                 self.state.progress = dataclasses.replace(self.state.progress, best_score=job.progress.best_score)
             return
@@ -185,11 +186,11 @@ class Saver:
 
     def _plan_record(self) -> PlanFile:
         state, run = self.state, self.run
-        measured = dict(run.measured_memory)
+        measured = dict(run.status.measured_memory)
         if state.runtime.device.type == "cpu":  # This is the memory of the whole process, which no plan predicts.
             measured = {name.removeprefix("memory/"): gb for name, gb in memory_gb(state.runtime.device).items()}
-        if len(run.seconds_per_step) > 1:
-            measured["seconds_per_step"] = run.seconds_per_step[-1]
+        if len(run.status.seconds_per_step) > 1:
+            measured["seconds_per_step"] = run.status.seconds_per_step[-1]
         parts = (dict(state.micro_batch), dict(run.prediction), measured, list(state.events), state.compiling)
         return PlanFile(state.runtime.plan, *parts)
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from gputrain.errors import Stopped, UserError
@@ -92,9 +92,9 @@ class StopSignal:
     A second signal interrupts at once, or after a save that is in progress.
     """
 
-    def __init__(self, how_to_resume: Callable[[], str], ranks: Ranks = SINGLE) -> None:
+    def __init__(self, ranks: Ranks = SINGLE) -> None:
         """Several ranks must stop after the same step, which they `agree` on."""
-        self.how_to_resume, self.ranks = how_to_resume, ranks
+        self.ranks = ranks
         self.requested = ""
         self.agreed = ranks.count == 1
         self.before: dict[int, Any] = {}
@@ -103,20 +103,20 @@ class StopSignal:
         self._interrupts = self._waits = False
         self._interrupts_wait = False  # True if the next signal is that of `interrupt_wait`.
 
-    def __enter__(self) -> "StopSignal":
+    @contextlib.contextmanager
+    def handled(self, how_to_resume: Callable[[], str]) -> Iterator[None]:
+        """Handle the signals while the block runs. Raises Stopped when a second signal interrupts it."""
         self.before = handle_signals(self._request)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-        if kind is KeyboardInterrupt:
+        try:
+            yield
+        except KeyboardInterrupt:
             raise Stopped(
                 f"{self.requested}, twice: stopped at once; steps since the last checkpoint are lost",
-                hint=self.how_to_resume(),
+                hint=how_to_resume(),
             ) from None
+        finally:
+            for number, handler in self.before.items():
+                signal.signal(number, handler)
 
     def agree(self) -> None:
         """Every rank stops after the step that it has just completed."""

@@ -76,7 +76,7 @@ def train(
         ) as metrics,
         profiling(run.folder / "profile" if run.saving.profile else None, runtime.device) as mark_step,
         Monitor(runtime.device) as monitor,
-        run.stop,
+        run.stop.handled(lambda: run.how_to_resume),
         compiling(saver, metrics) as mark_compiled,
         closing(open_batches(first, max(first, end))) as batches,
     ):

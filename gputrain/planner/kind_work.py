@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from gputrain.engine.schedule import Saving, Schedule
@@ -68,8 +68,39 @@ class BatchSource(Protocol):
     def __getitem__(self, sample: Sample, /) -> Any: ...
 
 
+@dataclass(frozen=True)
+class TrainingStart(Generic[S]):
+    """Decisions on a training that need its open data, and are made before anything is planned."""
+
+    settings: S  # Completed: what was left to the program has its value, which config.yaml holds.
+    digests: dict[str, Any]  # Counts and digests of the data, by which a resumed run notices that they have changed.
+    facts: dict[str, Any] = field(default_factory=dict)  # Properties of the data that inference needs.
+    stages: tuple[S, ...] = ()  # The settings of each stage; none: the training is one stage.
+
+
+@dataclass(frozen=True)
+class StageData:
+    """The data of a stage, as the planner and the schedule see them."""
+
+    item_seconds: Callable[[], float]  # Measures the CPU time that a data worker needs for an item.
+    step_items: int = 0  # Items of a step; 0: as many as the schedule says.
+    decoded_gb: float | None = None  # Size of all items, decoded; None: they are not kept in memory.
+    keep_decoded: bool | None = None  # What the user wants of that; None: the free memory decides.
+
+
+@dataclass(frozen=True)
+class StageTraining:
+    """The parts of a stage that are trained: the model with its first weights, and the items of its batches."""
+
+    recipe: Recipe
+    source: BatchSource
+    starts_pretrained: bool = False  # True if the weights of a new run come from a file.
+    facts: dict[str, Any] = field(default_factory=dict)  # What inference needs of the weights to begin with.
+
+
 class TrainingData(ABC, Generic[S]):
-    """The opened data of a training, and the recipe that trains on them."""
+    """The opened data of a training. The session calls `begin` once, and for each stage `stage`, plans it, and calls
+    `training`. None of them changes the run: what they decide is in their results."""
 
     sizes: Any  # As in KindWork.
     divides_items = False  # True if the data set itself gives each rank its part of every item.
@@ -79,42 +110,21 @@ class TrainingData(ABC, Generic[S]):
         """Returns the number of items of an epoch."""
 
     @abstractmethod
-    def digests(self) -> dict[str, Any]:
-        """Returns counts and digests of the data, by which a resumed run notices that they have changed."""
+    def begin(self, settings: S, run: Run, runtime: Runtime) -> TrainingStart[S]:
+        """Logs the data and the model, and reads the weights that a new run begins with.
 
-    def begin(self, settings: S, run: Run, runtime: Runtime) -> S:
-        """Tells the run what inference needs of the data, and logs them. Returns the settings, completed.
-
-        Raises UserError if the run was begun with data that contradict these.
+        Raises UserError if the run was begun with data or settings that contradict these.
         """
-        return settings
 
-    def begin_stage(self, settings: S, position: str) -> None:
-        """Logs what is trained in a stage, at a position such as "stage 1 of 2"; "" if there is one stage."""
-
-    def item_seconds(self, settings: S) -> float:
-        """Returns the CPU time that a data worker needs for an item."""
-        return 0.0
-
-    def complete_plan(self, settings: S, machine: Machine, plan: Plan) -> Plan:
-        """Returns a new plan with the settings that only this kind of data has, and logs them."""
-        return plan
+    def stage(self, settings: S, position: str) -> StageData:
+        """Returns the data of a stage, and logs what is trained at its position, such as "stage 1 of 2"; "" if there is
+        one stage."""
+        return StageData(lambda: 0.0)
 
     @abstractmethod
-    def source(self, settings: S, runtime: Runtime) -> BatchSource:
-        """Returns the data set of a stage."""
-
-    def step_items(self, settings: S) -> int:
-        """Returns the items of a step; 0: as many as the schedule says."""
-        return 0
-
-    @abstractmethod
-    def recipe(self, settings: S, runtime: Runtime) -> Recipe:
-        """Returns the recipe, with random weights and the held-out data."""
-
-    def start(self, recipe: Any, run: Run) -> bool:
-        """Gives the recipe of a new run the weights that the settings name. Returns whether it has some of a file."""
-        return False
+    def training(self, settings: S, run: Run, runtime: Runtime) -> StageTraining:
+        """Returns what is trained with the planned settings. A new run has random weights, or those that its settings
+        name; a resumed one gets its weights afterwards."""
 
 
 class PlannedTraining(NamedTuple):
@@ -203,10 +213,6 @@ class KindWork(ABC, Generic[S]):
     @abstractmethod
     def open_data(self, settings: S) -> TrainingData[S]:
         """Opens the data of a training. Raises UserError if they cannot be used."""
-
-    def stages(self, settings: S) -> tuple[S, ...]:
-        """Returns the settings of each stage of a training."""
-        return (settings,)
 
     # ------------------------------------------------------------------------------------------------------ planning
 

@@ -22,7 +22,15 @@ from gputrain.engine.run_folder import Run
 from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.kind_work import BatchSource, KindWork, PlanTarget, TrainingData, TrainSettings
+from gputrain.planner.kind_work import (
+    KindWork,
+    PlanTarget,
+    StageData,
+    StageTraining,
+    TrainingData,
+    TrainingStart,
+    TrainSettings,
+)
 from gputrain.planner.memory.predict import step_flops
 from gputrain.samples import Report
 from gputrain.speech.augment import ClipAugment
@@ -77,17 +85,35 @@ class SpeechTraining(TrainingData[S]):
     def advise(self, settings: S, hours: float) -> None:
         """Warns if a start from other weights would help."""
 
-    def begin(self, settings: S, run: Run, runtime: Runtime) -> S:
-        run.facts = self.facts(run)
-        before: dict[str, Any] = run.resumed["facts"] if run.resumed else run.facts
-        changed = [name for name in self.fixed_facts if before[name] != run.facts[name]]
+    def begin(self, settings: S, run: Run, runtime: Runtime) -> TrainingStart[S]:
+        facts = self.facts(run)
+        before: dict[str, Any] = run.resumed["facts"] if run.resumed else facts
+        changed = [name for name in self.fixed_facts if before[name] != facts[name]]
         if changed:
             raise UserError(
                 f"the data's {' and '.join(changed)} changed since the run began",
                 hint="prepare the data as they were, or begin a new run with --init-from this one",
             )
         self.log(settings, runtime)
-        return settings
+        return TrainingStart(settings, self.digests(), facts)
+
+    def stage(self, settings: S, position: str) -> StageData:
+        seconds = CLIP_SECONDS + (0.0 if self.buckets.augment is None else AUGMENT_SECONDS)
+        return StageData(lambda: seconds, step_items=settings.schedule.accumulation_steps)
+
+    def training(self, settings: S, run: Run, runtime: Runtime) -> StageTraining:
+        recipe = self.recipe(settings, runtime)
+        starts_pretrained = run.resumed is None and self.start(recipe)
+        source = replace(self.buckets, ranks=runtime.ranks)
+        return StageTraining(recipe, source, starts_pretrained=starts_pretrained)
+
+    @abstractmethod
+    def recipe(self, settings: S, runtime: Runtime) -> Any:
+        """Returns the recipe, with random weights and the held-out clips."""
+
+    @abstractmethod
+    def start(self, recipe: Any) -> bool:
+        """Gives the recipe of a new run the weights that the settings name. Returns whether it has some of a file."""
 
     def log(self, settings: S, runtime: Runtime) -> None:
         speech, buckets = self.speech, self.buckets
@@ -108,15 +134,6 @@ class SpeechTraining(TrainingData[S]):
             log.info("augmentation: %s", buckets.augment)
         buckets.log_fill()
         speech.split.log_shares(speech.split.mixture(), "clips")
-
-    def item_seconds(self, settings: S) -> float:
-        return CLIP_SECONDS + (0.0 if self.buckets.augment is None else AUGMENT_SECONDS)
-
-    def source(self, settings: S, runtime: Runtime) -> BatchSource:
-        return replace(self.buckets, ranks=runtime.ranks)
-
-    def step_items(self, settings: S) -> int:
-        return settings.schedule.accumulation_steps
 
 
 class SpeechWork(KindWork[S]):

@@ -17,7 +17,14 @@ from gputrain.errors import UserError
 from gputrain.hw.plan import MOST_GRAPHED_SHAPES
 from gputrain.hw.ranks import Ranks
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.kind_work import SLOW_TO_COMPILE, PlannedTraining, PlanTarget, StepTraits, SyntheticWork
+from gputrain.planner.kind_work import (
+    SLOW_TO_COMPILE,
+    PlannedTraining,
+    PlanTarget,
+    StepTraits,
+    SyntheticWork,
+    TrainingStart,
+)
 from gputrain.planner.memory.fit import Fit, MemoryBudget
 from gputrain.session import log_start
 from gputrain.speech.buckets import ClipBatch, ClipSize, Speech
@@ -210,17 +217,17 @@ class TtsTraining(SpeechTraining[TrainTts]):
         held_out = HeldOutClips(self.speech, settings, self.assessors)
         return VoiceRecipe(settings, architecture_for(settings, self.sizes), self.sizes.clip, runtime, held_out)
 
-    def begin(self, settings: TrainTts, run: Run, runtime: Runtime) -> TrainTts:
+    def begin(self, settings: TrainTts, run: Run, runtime: Runtime) -> TrainingStart[TrainTts]:
         model = settings.model
         check_same_parts(run, model)
         if model.init_from and run.resumed is None:
             self.origin = self._read_origin(settings, model.init_from)
         if model.add_speaker:
             self._add_speaker(settings, run)
-        settings = super().begin(settings, run, runtime)
+        start = super().begin(settings, run, runtime)
         if model.init_from and self.origin:
             log_start(model.init_from)
-        return settings
+        return start
 
     def _read_origin(self, settings: TrainTts, name: str) -> Origin:
         with torch.device("meta"):
@@ -255,7 +262,7 @@ class TtsTraining(SpeechTraining[TrainTts]):
         ids = {number for clip in self.speech.store.clips for number in front_end.ids(clip.normalized)}
         return {front_end.symbols[number] for number in ids}
 
-    def start(self, recipe: VoiceRecipe, run: Run) -> bool:
+    def start(self, recipe: VoiceRecipe) -> bool:
         if not self.origin:
             return False
         init_from(recipe, self.origin, self.speech.store.format, self._spoken())

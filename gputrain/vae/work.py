@@ -21,8 +21,6 @@ from gputrain.engine.distributed import RankGroup
 from gputrain.engine.run_folder import Run
 from gputrain.errors import UserError
 from gputrain.formatting import counted
-from gputrain.hw.plan import Plan, data_in_memory
-from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.kind_work import (
     CUDA_GRAPHS,
@@ -30,8 +28,11 @@ from gputrain.planner.kind_work import (
     KindWork,
     PlannedTraining,
     PlanTarget,
+    StageData,
+    StageTraining,
     SyntheticWork,
     TrainingData,
+    TrainingStart,
 )
 from gputrain.planner.memory.fit import Fit, MemoryBudget
 from gputrain.session import log_start
@@ -90,9 +91,6 @@ class VaeWork(KindWork[TrainVae]):
         return VaeData(
             open_pictures(data.data_path, held_out_share=data.held_out_share, unpack_at=unpack_at, exclude=data.exclude)
         )
-
-    def stages(self, settings: TrainVae) -> tuple[TrainVae, ...]:
-        return settings.stages
 
     def target(self, settings: TrainVae) -> PlanTarget:
         return plan_target(settings)
@@ -182,10 +180,9 @@ class VaeData(TrainingData[TrainVae]):
         facts, pictures = attrgetter("fingerprint", "width", "height"), self.pictures
         return digests(training=list(map(facts, pictures.train)), held_out=list(map(facts, pictures.held_out)))
 
-    def begin(self, settings: TrainVae, run: Run, runtime: Runtime) -> TrainVae:
+    def begin(self, settings: TrainVae, run: Run, runtime: Runtime) -> TrainingStart[TrainVae]:
         check_same(run, "image_channels", settings.data.image_channels)
         check_same(run, "train_part", settings.model.train_part)
-        run.facts |= run.resumed["facts"] if run.resumed else {}
         log_training(settings, runtime, self.pictures)
         if settings.losses.uses_lpips:  # What is missing is said before the training is planned.
             named_files(settings.losses.lpips_weights, PUBLISHED_FILES)
@@ -196,28 +193,31 @@ class VaeData(TrainingData[TrainVae]):
             self.pretrained = load_pretrained(settings.model.init_from, settings.architecture, model.train_part)
             check_decoder(self.pretrained, settings.model)
             log_start(settings.model.init_from)
-        return settings
+        facts = run.resumed["facts"] if run.resumed else {}
+        return TrainingStart(settings, self.digests(), facts, settings.stages)
 
-    def begin_stage(self, settings: TrainVae, position: str) -> None:
+    def stage(self, settings: TrainVae, position: str) -> StageData:
         if position:
             log.info(
                 "%s: %d px, %d images a step", position, settings.data.image_size, settings.schedule.global_batch_size
             )
         warn_of_small_pictures(self.pictures, settings.data.image_size)
+        crops = self.crops(settings, in_memory=False)
+        return StageData(
+            partial(decoding_seconds, crops), decoded_gb=crops.decoded_gb, keep_decoded=settings.data.data_in_memory
+        )
 
-    def item_seconds(self, settings: TrainVae) -> float:
-        return decoding_seconds(self.crops(settings, in_memory=False))
-
-    def complete_plan(self, settings: TrainVae, machine: Machine, plan: Plan) -> Plan:
-        crops, processes = self.crops(settings, in_memory=False), int(plan.num_workers.value)
-        kept = data_in_memory(machine, settings.data.data_in_memory, crops.decoded_gb, processes)
-        return replace(plan, data_in_memory=kept)
-
-    def source(self, settings: TrainVae, runtime: Runtime) -> BatchSource:
-        kept = runtime.plan.data_in_memory
+    def training(self, settings: TrainVae, run: Run, runtime: Runtime) -> StageTraining:
+        recipe, kept = self.recipe(settings, runtime), runtime.plan.data_in_memory
         in_memory = bool(kept.value if kept else settings.data.data_in_memory)
         source: BatchSource = self.pictures.mixture.of(self.crops(settings, in_memory=in_memory))
-        return source
+        if run.resumed is None and self.pretrained:
+            facts = self.start_pretrained(recipe, self.pretrained, run.group)
+            self.pretrained = None
+            return StageTraining(recipe, source, starts_pretrained=True, facts=facts)
+        if run.resumed is None and settings.model.start == "linear":
+            start_linear(recipe, run.group, self.pictures)
+        return StageTraining(recipe, source)
 
     def crops(self, settings: TrainVae, *, in_memory: bool) -> CropDataset:
         data, seed, train = settings.data, settings.schedule.seed, self.pictures.train
@@ -232,24 +232,18 @@ class VaeData(TrainingData[TrainVae]):
         recipe.sample_crops  # noqa: B018  (It raises now, instead of in the middle of the training, if one is unreadable.)
         return recipe
 
-    def start(self, recipe: VaeRecipe, run: Run) -> bool:
-        model = recipe.settings.model
-        if self.pretrained:
-            weights = self.pretrained.weights
-            latents = replace(self.pretrained.latents, encoder_trained=model.train_part == "all")
-            if isinstance(recipe.autoencoder, DistilledAutoencoder):
-                latents = self.scaled_latents(recipe, run.group)
-                assert latents.scaling
-                weights = recipe.autoencoder.beginning(weights, latents.scaling)
-            elif model.train_part == "decoder":  # The decoder may be a new one.
-                weights = {**recipe.autoencoder.state_dict(), **weights}
-            recipe.start_from(weights)
-            run.facts |= latents.facts()
-            self.pretrained = None
-            return True
-        if model.start == "linear":
-            start_linear(recipe, run.group, self.pictures)
-        return False
+    def start_pretrained(self, recipe: VaeRecipe, pretrained: Pretrained, group: RankGroup) -> dict[str, Any]:
+        """Loads the weights to begin with. Returns what inference needs to know of the latents."""
+        weights, train_part = pretrained.weights, recipe.settings.model.train_part
+        latents = replace(pretrained.latents, encoder_trained=train_part == "all")
+        if isinstance(recipe.autoencoder, DistilledAutoencoder):
+            latents = self.scaled_latents(recipe, group)
+            assert latents.scaling
+            weights = recipe.autoencoder.beginning(weights, latents.scaling)
+        elif train_part == "decoder":  # The decoder may be a new one.
+            weights = {**recipe.autoencoder.state_dict(), **weights}
+        recipe.start_from(weights)
+        return latents.facts()
 
     def scaled_latents(self, recipe: VaeRecipe, group: RankGroup) -> LatentSource:
         """Returns the source of the latents with its factors: its own, or those that its export would write."""

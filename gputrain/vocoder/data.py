@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gputrain import config
 from gputrain.audio.mel import log_mel
 from gputrain.audio.weight_norm import cached_weights
 from gputrain.data_in.mixture import Mixture, format_folders
@@ -19,7 +18,7 @@ from gputrain.engine.schedule import RunProgress, StepSchedule
 from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.kind_work import BatchSource, TrainingData
+from gputrain.planner.kind_work import BatchSource, StageData, StageTraining, TrainingData, TrainingStart
 from gputrain.session import log_start
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.discriminators import KINDS
@@ -59,7 +58,7 @@ class VocoderTraining(TrainingData[TrainVocoder]):
     def digests(self) -> dict[str, Any]:
         return digests(training=self.sounds.parts.train, held_out=self.sounds.parts.held_out)
 
-    def begin(self, settings: TrainVocoder, run: Run, runtime: Runtime) -> TrainVocoder:
+    def begin(self, settings: TrainVocoder, run: Run, runtime: Runtime) -> TrainingStart[TrainVocoder]:
         log_training(settings, runtime, self.sounds)
         if (silent := self.all_crops.silent_share) > 0.01:
             log.info("%.0f %% of the clips is digital silence, from which no crops are drawn", 100 * silent)
@@ -69,23 +68,18 @@ class VocoderTraining(TrainingData[TrainVocoder]):
             log_start(self.weights.source, ", ".join(["generator", *self.weights.discriminators]))
         settings = with_warmup(settings, run, self.weights, len(self))
         self.sounds.split.log_shares(self.mixture, "crops")
-        return settings
+        return TrainingStart(settings, self.digests())
 
-    def item_seconds(self, settings: TrainVocoder) -> float:
-        return CROP_SECONDS
+    def stage(self, settings: TrainVocoder, position: str) -> StageData:
+        return StageData(lambda: CROP_SECONDS)
 
-    def source(self, settings: TrainVocoder, runtime: Runtime) -> BatchSource:
-        source: BatchSource = self.mixture.of(self.all_crops)
-        return source
-
-    def recipe(self, settings: TrainVocoder, runtime: Runtime) -> VocoderRecipe:
+    def training(self, settings: TrainVocoder, run: Run, runtime: Runtime) -> StageTraining:
         held_out = self.sounds.evaluated[: settings.saving.num_valid_plots]
-        return VocoderRecipe(settings, runtime, Excerpts(self.sounds.store, held_out))
-
-    def start(self, recipe: VocoderRecipe, run: Run) -> bool:
+        recipe = VocoderRecipe(settings, runtime, Excerpts(self.sounds.store, held_out))
         if self.weights:
             recipe.start_from(self.weights)
-        return self.weights is not None
+        source: BatchSource = self.mixture.of(self.all_crops)
+        return StageTraining(recipe, source, starts_pretrained=self.weights is not None)
 
 
 def check_weights(settings: TrainVocoder, weights: Weights) -> None:
@@ -113,10 +107,7 @@ def with_warmup(settings: TrainVocoder, run: Run, weights: Weights | None, items
         steps = min(WARMUP_STEPS, length // 10) if needs_some else 0
     if steps:
         log.info("only the discriminators are trained in the first %d steps (discriminator_only_steps)", steps)
-    settings = replace(settings, losses=replace(settings.losses, discriminator_only_steps=steps))
-    run.settings = config.flatten(settings)
-    run.configuration = config.to_yaml(settings)
-    return settings
+    return replace(settings, losses=replace(settings.losses, discriminator_only_steps=steps))
 
 
 def open_training_data(settings: TrainVocoder) -> VocoderData:

@@ -280,8 +280,8 @@ def test_the_start_of_a_training_is_short_and_its_plan_is_logged_if_asked_for(tm
     assert "verbose" not in Path("run", "config.yaml").read_text()
     times = [re.fullmatch(r"start, (.*): \d+\.\d s, \d+\.\d CPU-s", line) for line in detailed]
     assert [found[1] for found in times if found] == [
-        "from the command to the end of imports", "hardware and run folder", "data", "planning", "model",
-        "first weights", "first batch", "from the command to the first step",
+        "from the command to the end of imports", "hardware and run folder", "data", "planning",
+        "model and first weights", "first batch", "from the command to the first step",
     ]  # fmt: skip
 
 

@@ -226,8 +226,8 @@ def test_a_second_signal_waits_for_the_save_and_interrupts_then(tmp_path, number
     reached = []
 
     def save() -> None:
-        with run.stop as stop:
-            with stop.second_signal_delayed():
+        with run.stop.handled(lambda: run.how_to_resume):
+            with run.stop.second_signal_delayed():
                 signal.raise_signal(number)
                 signal.raise_signal(number)
                 reached.append("the end of the save")
@@ -244,7 +244,7 @@ def test_a_second_signal_between_saves_interrupts_at_once(tmp_path):
     reached = []
 
     def make_steps() -> None:
-        with run.stop:
+        with run.stop.handled(lambda: run.how_to_resume):
             signal.raise_signal(signal.SIGTERM)
             reached.append("between two steps")
             signal.raise_signal(signal.SIGTERM)
@@ -261,8 +261,8 @@ def test_a_signal_after_a_request_by_the_clock_or_a_page_is_the_first_one(tmp_pa
     reached = []
 
     def make_steps() -> None:
-        with run.stop as stop:
-            stop.request("stopped in time for --max-time 3h56m")
+        with run.stop.handled(lambda: run.how_to_resume):
+            run.stop.request("stopped in time for --max-time 3h56m")
             signal.raise_signal(signal.SIGUSR1)
             reached.append("the end of the step")
             signal.raise_signal(signal.SIGUSR1)

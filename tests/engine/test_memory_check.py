@@ -23,9 +23,11 @@ PREDICTION = {"predicted_peak_gb": 10.0, "budget_gb": 20.0, "margin": 1.05}
 PEAK = MeasuredPeak(allocated_gb=10.4, reserved_gb=12.0)
 
 
-def check_of(folder: Path, *, planned: int = 8, micro_batch: int = 8, expandable: bool = True) -> MemoryCheck:
+def check_of(
+    folder: Path, *, planned: int = 8, micro_batch: int = 8, expandable: bool = True, prediction: dict = PREDICTION
+) -> MemoryCheck:
     """Returns the check of a run whose plan is for a GPU."""
-    run = Run(folder, quiet(folder), {}, "", prediction=dict(PREDICTION))
+    run = Run(folder, quiet(folder), {}, "", prediction=prediction)
     runtime = cpu_runtime()
     runtime.plan = replace(
         runtime.plan, micro_batch_size=Setting(planned, ""), expandable_segments=Setting(expandable, "")
@@ -40,7 +42,7 @@ def test_the_peak_is_compared_with_what_was_predicted(tmp_path, caplog):
     check = check_of(tmp_path)
     with caplog.at_level(logging.INFO):
         check.report(PEAK, 2)
-    assert check.saver.run.measured_memory == {
+    assert check.saver.run.status.measured_memory == {
         "peak_gb": 10.4, "peak_reserved_gb": 12.0, "step": 2, "ratio": pytest.approx(1.04),
     }  # fmt: skip
     assert caplog.messages == [
@@ -69,7 +71,7 @@ def test_more_than_the_margin_is_a_warning_with_what_helps(micro_batch, advice, 
 def test_gaps_count_where_segments_cannot_grow(tmp_path):
     check = check_of(tmp_path, expandable=False)
     check.report(PEAK, 2)
-    assert check.saver.run.measured_memory["ratio"] == pytest.approx(1.2)
+    assert check.saver.run.status.measured_memory["ratio"] == pytest.approx(1.2)
 
 
 def test_smaller_micro_batches_than_planned_are_not_compared(tmp_path, caplog):
@@ -77,16 +79,15 @@ def test_smaller_micro_batches_than_planned_are_not_compared(tmp_path, caplog):
     check = check_of(tmp_path, micro_batch=4)
     with caplog.at_level(logging.INFO):
         check.report(replace(PEAK, allocated_gb=11.0), 2)
-    assert check.saver.run.measured_memory == {"peak_gb": 11.0, "peak_reserved_gb": 12.0, "step": 2}
+    assert check.saver.run.status.measured_memory == {"peak_gb": 11.0, "peak_reserved_gb": 12.0, "step": 2}
     assert caplog.messages == []
 
 
 def test_without_a_prediction_the_peak_is_noted(tmp_path, caplog):
-    check = check_of(tmp_path)
-    check.saver.run.prediction = {}
+    check = check_of(tmp_path, prediction={})
     with caplog.at_level(logging.INFO):
         check.report(PEAK, 2)
-    assert check.saver.run.measured_memory == {"peak_gb": 10.4, "peak_reserved_gb": 12.0, "step": 2}
+    assert check.saver.run.status.measured_memory == {"peak_gb": 10.4, "peak_reserved_gb": 12.0, "step": 2}
     assert caplog.messages == []
 
 
@@ -94,7 +95,7 @@ def test_a_stage_does_not_keep_the_measurement_of_the_stage_before(tmp_path):
     check = check_of(tmp_path)
     check.report(PEAK, 2)
     MemoryCheck(check.saver, 5)
-    assert check.saver.run.measured_memory == {}
+    assert check.saver.run.status.measured_memory == {}
 
 
 def test_a_cpu_is_not_compared(tmp_path, caplog):

@@ -200,13 +200,11 @@ def test_a_checkpoint_from_before_options_were_renamed_is_resumed(tmp_path, capl
 
 
 def test_changed_data_are_told(tmp_path, caplog):
-    run = Run(tmp_path, quiet(tmp_path), {"seed": 0}, "")
     one, other = [("ab12", 64, 48), ("cd34", 64, 48)], [("cd34", 64, 48), ("ab12", 64, 48)]
     more = [("ab12", 64, 48)] * 3
-    run.resumed = {"data": digests(training=one, held_out=one), "config": {"seed": 0}}
+    resumed = {"data": digests(training=one, held_out=one), "config": {"seed": 0}}
     for now in (digests(training=one, held_out=one), digests(training=other, held_out=more)):
-        run.data, run.before = now, {"seed": 0}
-        run.warn_of_changes()
+        Run(tmp_path, quiet(tmp_path), {"seed": 0}, "", resumed=resumed, data=now, before={"seed": 0}).warn_of_changes()
     assert sorted(caplog.messages) == [
         "the held_out data differ from the checkpoint's: 2 items -> 3",
         "the training data differ from the checkpoint's: as many items (2), other content or order",

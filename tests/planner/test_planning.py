@@ -72,8 +72,8 @@ def test_a_resumed_run_remembers_what_fits(tmp_path, caplog):
 
 def test_the_same_plan_again(tmp_path):
     recipe = ToyRecipe(schedule())
-    run = Run(tmp_path, quiet(tmp_path), {}, "")
-    run.given_plan = PlanFile(cpu_runtime().plan, {"discriminators": 1, "generator": 4})
+    given = PlanFile(cpu_runtime().plan, {"discriminators": 1, "generator": 4})
+    run = Run(tmp_path, quiet(tmp_path), {}, "", given_plan=given)
     made = TrainState.begin(recipe, recipe.schedule, cpu_runtime(), run)
     assert made.micro_batch == {"discriminators": 1, "generator": 4}
 

@@ -9,8 +9,17 @@ from curve.config import PlanCurve, TrainCurve
 from curve.model import CurveRecipe, PointSource, read_points
 
 from gputrain.data_in.split import digests
+from gputrain.engine.run_folder import Run
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.kind_work import KindWork, PlannedTraining, PlanTarget, SyntheticWork, TrainingData
+from gputrain.planner.kind_work import (
+    KindWork,
+    PlannedTraining,
+    PlanTarget,
+    StageTraining,
+    SyntheticWork,
+    TrainingData,
+    TrainingStart,
+)
 
 
 class CurveWork(KindWork[TrainCurve]):
@@ -54,11 +63,8 @@ class CurveData(TrainingData[TrainCurve]):
     def __len__(self) -> int:
         return len(self.points)
 
-    def digests(self) -> dict[str, Any]:
-        return digests(training=map(tuple, self.points))
+    def begin(self, settings: TrainCurve, run: Run, runtime: Runtime) -> TrainingStart[TrainCurve]:
+        return TrainingStart(settings, digests(training=map(tuple, self.points)))
 
-    def source(self, settings: TrainCurve, runtime: Runtime) -> PointSource:
-        return PointSource(self.points)
-
-    def recipe(self, settings: TrainCurve, runtime: Runtime) -> CurveRecipe:
-        return CurveRecipe(settings, runtime, held_out=self.points)
+    def training(self, settings: TrainCurve, run: Run, runtime: Runtime) -> StageTraining:
+        return StageTraining(CurveRecipe(settings, runtime, held_out=self.points), PointSource(self.points))
