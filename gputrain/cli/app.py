@@ -25,7 +25,7 @@ from gputrain.cli.settings import (
 from gputrain.config import read_config
 from gputrain.errors import UserError, require
 from gputrain.fetch.names import kind_of, local_path
-from gputrain.hw.doctor.report import CheckCompatibility, check_machine
+from gputrain.hw.doctor import CheckCompatibility, check_machine
 from gputrain.kinds import ModelKind, OwnCommand, kinds
 from gputrain.speech.text.commands import Normalize
 from gputrain.watch.options import WatchSettings
@@ -134,7 +134,6 @@ def check_compatibility(settings: CheckCompatibility) -> None:
         tables.print_checks(report.checks)
         ui.out.print("\nSettings that suit this machine:")
         ui.out.print(f"  {report.command}", markup=False, soft_wrap=True)
-        tables.print_each_gpu(report.each_gpu)
     if not report.can_train:
         raise typer.Exit(1)
 

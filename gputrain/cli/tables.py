@@ -13,8 +13,7 @@ from gputrain.hw.gpus import known_gpus
 if TYPE_CHECKING:
     from gputrain.bench.runner import BenchReport
     from gputrain.data_in.preparation import RefusedItem
-    from gputrain.hw.doctor.rules import Check
-    from gputrain.hw.plan import Plan
+    from gputrain.hw.rules import Check
     from gputrain.planner.model_planner import CardPlan
 
 
@@ -59,21 +58,6 @@ def print_bench(report: "BenchReport") -> None:
 
 OF_PROCESSORS = ("num_workers", "prefetch_factor", "persistent_workers")  # They follow from this machine's cores.
 MOST_COLUMNS = 4  # Up to this many cards have a column each; more have a row each.
-
-
-def print_each_gpu(plans: Sequence[tuple[str, "Plan | None"]]) -> None:
-    """Print the settings of each of several GPUs. Ranks that train together all use those of the weakest."""
-    if plans:
-        out.print("\nSettings of each GPU; GPUs that train together all use those of the weakest:")
-    for number, (name, plan) in enumerate(plans):
-        words = ["this torch has no code for it"]
-        if plan:
-            switches = {"compile": plan.compile, "TF32": plan.tf32, "channels_last": plan.channels_last}
-            words = [
-                str(plan.precision.value),
-                *(f"{title} {'on' if one.value else 'off'}" for title, one in switches.items()),
-            ]
-        out.print(f"  GPU {number}: {escape(name)}: {', '.join(words)}", soft_wrap=True)
 
 
 def print_plans(plans: Sequence["CardPlan"]) -> None:

@@ -1,11 +1,10 @@
-"""Finds the NVIDIA driver and its GPUs through NVML and on the PCI bus, without CUDA and without torch."""
+"""Finds the NVIDIA driver and its GPUs through NVML, without CUDA and without torch."""
 
 import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from gputrain.errors import first_line, missing_package
@@ -23,13 +22,6 @@ class Card:
     memory_gb: float  # 0 if unknown, as for memory shared with the CPU.
     compute_capability: tuple[int, int]  # (0, 0) if the driver is too old to report it.
     driver_model: str = ""  # WDDM, MCDM or TCC on Windows, empty elsewhere.
-    # 0 if unknown:
-    pcie_generation: int = 0  # Newest generation of PCIe that card and slot have in common.
-    pcie_generation_of_card: int = 0
-    pcie_lanes: int = 0  # Lanes in use.
-    pcie_lanes_of_card: int = 0
-    power_limit_w: float = 0.0  # Limit that is set.
-    power_default_w: float = 0.0  # Limit that the maker has set.
 
 
 @dataclass(frozen=True)
@@ -112,32 +104,4 @@ def _card(index: int) -> Card:
         memory_gb=memory.total / 1e9 if memory else 0.0,
         compute_capability=answer("CudaComputeCapability") or (0, 0),
         driver_model=models.get(answer("CurrentDriverModel"), ""),
-        pcie_generation=answer("MaxPcieLinkGeneration") or 0,
-        pcie_generation_of_card=answer("GpuMaxPcieLinkGeneration") or 0,
-        pcie_lanes=answer("CurrPcieLinkWidth") or 0,
-        pcie_lanes_of_card=answer("MaxPcieLinkWidth") or 0,
-        power_limit_w=(answer("PowerManagementLimit") or 0) / 1000,  # NVML gives milliwatts.
-        power_default_w=(answer("PowerManagementDefaultLimit") or 0) / 1000,
     )
-
-
-def cards_without_driver(bus: Path = Path("/sys/bus/pci/devices")) -> int:
-    """Count the NVIDIA GPUs on the PCI bus that have no NVIDIA driver. Only Linux lists them; elsewhere it is 0.
-
-    A GPU that has its driver may still be unavailable, for example in a container; one that is passed to a virtual
-    machine has another driver. Neither is counted.
-    """
-    return sum(_is_nvidia_display(device) and _driver_of(device) in ("", "nouveau") for device in bus.glob("*"))
-
-
-def _is_nvidia_display(device: Path) -> bool:
-    try:
-        vendor, kind = ((device / name).read_text(encoding="ascii").strip() for name in ("vendor", "class"))
-    except OSError:
-        return False
-    return vendor == "0x10de" and kind.startswith("0x03")
-
-
-def _driver_of(device: Path) -> str:
-    link = device / "driver"
-    return link.resolve().name if link.exists() else ""

@@ -19,7 +19,7 @@ import psutil
 
 from gputrain import __version__
 from gputrain.errors import UserError, first_line
-from gputrain.hw.driver import NO_DRIVER, Driver, cards_without_driver, query_driver
+from gputrain.hw.driver import NO_DRIVER, Driver, query_driver
 
 SHARED_MEMORY = Path("/dev/shm")
 TASKS_OF_PROCESS = 4  # Tasks that a data process takes beside a thread for each core, which libraries start.
@@ -59,7 +59,6 @@ class Machine:
     gpu_error: str = ""  # Message of torch why it can use no GPU.
     other_gpu: str = ""  # Type of a GPU that gputrain does not train on, such as "mps".
     driver: Driver = NO_DRIVER
-    cards_without_driver: int = 0
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES, None if unset.
     python: str = ""
     torch: str = ""
@@ -67,7 +66,6 @@ class Machine:
     packages: tuple[Package, ...] = ()
     ram_gb: float = 0.0
     ram_free_gb: float = 0.0
-    swap_gb: float = -1.0  # -1 if unknown.
     gpus: int = 1  # Number of GPUs that train together, each with a process of its own.
     # Free space in SHARED_MEMORY, through which data workers pass batches; 0 also if it is unlimited.
     shared_memory_gb: float = 0.0
@@ -119,13 +117,11 @@ def probe(gpu: int = 0) -> Machine:
         wsl=is_wsl(),
         compiler=next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))), ""),
         driver=query_driver(),
-        cards_without_driver=cards_without_driver(),
         visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         python=platform.python_version(),
         packages=_packages(),
         ram_gb=ram_gb,
         ram_free_gb=ram_free_gb,
-        swap_gb=swap_gb(),
         shared_memory_gb=shared_memory_gb(),
         triton=find_spec("triton") is not None,
         triton_version=_version("triton") or _version("triton-windows"),
@@ -269,17 +265,6 @@ def _address_space() -> Iterator[tuple[int, int]]:
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
         if limit != resource.RLIM_INFINITY:
             yield limit, limit - psutil.Process().memory_info().vms
-
-
-def swap_gb() -> float:
-    """Return the size of all swap space; -1 if it is unknown, or grows as it is needed, as on other systems than
-    Linux."""
-    if platform.system() != "Linux":
-        return -1.0
-    try:
-        return float(psutil.swap_memory().total) / 1e9
-    except (OSError, RuntimeError):
-        return -1.0
 
 
 def shared_memory_gb(folder: Path = SHARED_MEMORY) -> float:

@@ -1,24 +1,12 @@
-"""Measures the machine: the rate of a matrix product, the speed of a disk."""
+"""Measures the device: the rate of a matrix product, and of a copy."""
 
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from io import FileIO
-from pathlib import Path
 
 import torch
 
-from gputrain.errors import UserError
-
 WINDOWS = 5  # The best of so many counts: another program or a rising clock affects some, not all.
 LARGEST_SIDE = 8192  # This size fills every GPU; a larger one only takes longer.
-BLOCK = 16 * 1024 * 1024  # Bytes written at a time.
-LARGEST_FILE = 16 * BLOCK
-DISK_SECONDS = 2.0  # A slower disk gets a shorter file.
-FREE_BYTES = 2_000_000_000  # A disk with less free space is not measured.
 
 
 def product_flops_per_second(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
@@ -90,51 +78,3 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
         end.record()
         end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
-
-
-@dataclass(frozen=True)
-class DiskSpeed:
-    """Speed of one file, written and read from end to end. MB is 1e6 bytes."""
-
-    write_mb_per_second: float  # Measured until the data is on the disk.
-    read_mb_per_second: float
-    cache_dropped: bool  # False: the file was read from memory, and the disk may be slower.
-
-
-def disk_speed(folder: Path) -> DiskSpeed:
-    """Write and read a temporary file of up to 256 MB in `folder`, in a few seconds.
-
-    The file has no name, or is deleted when it is closed, so that nothing is left behind in any case.
-    Raises UserError if the folder is missing, cannot be written, or has less than 2 GB free.
-    """
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder", hint="name the folder that holds the data")
-    free = shutil.disk_usage(folder).free
-    if free < FREE_BYTES:
-        raise UserError(
-            f"{folder}: {free / 1e9:.1f} GB free, too little to measure", hint="free some space on the disk"
-        )
-    try:
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            return _write_and_read(file)
-    except OSError as error:
-        raise UserError(f"{folder}: {error.strerror}", hint="name a folder that can be written") from None
-
-
-def _write_and_read(file: FileIO) -> DiskSpeed:
-    block = bytearray(os.urandom(BLOCK))  # Random bytes, as a file system may compress.
-    began, written, write_seconds = time.perf_counter(), 0, 0.0
-    while written < LARGEST_FILE and write_seconds < DISK_SECONDS:
-        written += file.write(block)
-        os.fsync(file)  # After each block, so that a slow disk shows before all is written.
-        write_seconds = time.perf_counter() - began
-
-    # The next read is to be from the disk. Only Linux can drop its cache, and not for a file system in memory.
-    if cache_dropped := hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    file.seek(0)
-    began = time.perf_counter()
-    while file.readinto(block):
-        pass
-    read_seconds = time.perf_counter() - began
-    return DiskSpeed(written / 1e6 / write_seconds, written / 1e6 / read_seconds, cache_dropped)

@@ -246,16 +246,6 @@ class Nvml:
 
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)  # There is none but on Windows.
 
-    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: str) -> int:
-        return 5
-
-    nvmlDeviceGetGpuMaxPcieLinkGeneration = nvmlDeviceGetMaxPcieLinkGeneration
-
-    def nvmlDeviceGetCurrPcieLinkWidth(self, handle: str) -> int:
-        return 16
-
-    nvmlDeviceGetMaxPcieLinkWidth = nvmlDeviceGetCurrPcieLinkWidth
-
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
         import pynvml
 
@@ -279,8 +269,6 @@ class Nvml:
 
     def nvmlDeviceGetEnforcedPowerLimit(self, handle: str) -> int:
         return 500_000
-
-    nvmlDeviceGetPowerManagementLimit = nvmlDeviceGetEnforcedPowerLimit
 
     def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:
         return 60

@@ -1,12 +1,11 @@
-"""Trials on the machine itself: each runs a small part of what training does, and returns a check.
+"""Trials of `gputrain check-compatibility`: each runs a small part of what training does, and returns a check.
 
-`python -m gputrain.hw.doctor.trials cuda` is the child process of `try_compile`.
+`python -m gputrain.hw.trials cuda` is the child process of `try_compile`.
 """
 
 import contextlib
 import os
 import re
-import shutil
 import sys
 import tempfile
 import time
@@ -18,19 +17,16 @@ from torch import nn
 
 from gputrain.errors import UserError, first_line
 from gputrain.hw.child_process import run_child
-from gputrain.hw.doctor.rules import Check
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.probe import Machine
-from gputrain.hw.speed import disk_speed, product_flops_per_second
+from gputrain.hw.rules import Check
+from gputrain.hw.speed import product_flops_per_second
 
 # Largest relative error due to rounding: about four units in the last place of each format.
 LARGEST_ERROR = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 2e-3}  # fp32 may be TF32.
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 LARGEST_COMPILED_ERROR = 1e-3  # fp32 in another order differs by 1e-6, TF32 by 3e-4.
 COMPILE_SECONDS = 240.0  # A cold start with a slow disk takes a minute.
-LITTLE_FREE_GB = 20.0
-LITTLE_READ_MB_PER_SECOND = 100.0  # Hard disks are about this slow.
-
 REPAIR_TORCH = "update the driver, or install torch again in a new environment"
 
 
@@ -112,7 +108,7 @@ def try_compile(device: torch.device, seconds: float = COMPILE_SECONDS) -> Check
     A crash of the compiler affects neither this process nor training, which runs without it.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        code, output = run_child(["gputrain.hw.doctor.trials", device.type], Path(folder), seconds)
+        code, output = run_child(["gputrain.hw.trials", device.type], Path(folder), seconds)
     if code == 0:
         return Check("torch.compile", "ok", f"works; compiling took {float(output.split()[-1]):.0f} s")
     found = f"not finished after {seconds:g} s" if code is None else _cause(output, code)
@@ -167,24 +163,6 @@ def _cause(output: str, code: int) -> str:
     if errors or (lines and code > 0):
         return (errors or lines)[-1][:200]
     return f"the compiler's process crashed (exit code {code})"
-
-
-def try_disk(folder: Path) -> Check:
-    """Check free space and speed of the disk of a folder."""
-    free_gb = shutil.disk_usage(folder).free / 1e9
-    space = f"{free_gb:.0f} GB free"
-    try:
-        speed = disk_speed(folder)
-    except UserError as refusal:
-        return Check("disk", "note", f"{space}; not measured: {refusal.message}", refusal.hint)
-    found = f"{space}; writes {speed.write_mb_per_second:.0f} MB/s, reads {speed.read_mb_per_second:.0f} MB/s"
-    if not speed.cache_dropped:
-        found += " (from memory, as this system keeps it cached; the disk may be slower)"
-    if free_gb < LITTLE_FREE_GB:
-        return Check("disk", "note", found, "free some space: a run keeps several checkpoints and its samples")
-    if speed.read_mb_per_second < LITTLE_READ_MB_PER_SECOND:
-        return Check("disk", "note", found, "copy the data to an SSD, or training may wait for it")
-    return Check("disk", "ok", found)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,24 @@
-"""Decides from facts alone whether a machine can train, and what slows it down. Pure: tested on recorded machines.
+"""Rules of `gputrain check-compatibility`: decide from facts alone whether a machine can train, and what slows it down.
+
+They are pure, and tested on recorded machines. `trials` adds what only the machine itself shows. Imports no torch.
 
 Versions of drivers: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 GPUs that each build of torch has code for: https://github.com/pytorch/pytorch/blob/main/RELEASE.md
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from gputrain.hw.driver import Card
 from gputrain.hw.probe import Machine
 
 # The oldest driver for each CUDA: every minor version runs on the driver of the first one of its major version.
 OLDEST_DRIVER = {"Linux": {12: 525, 13: 580}, "Windows": {12: 528, 13: 580}}
 NEWEST_DRIVER = 580  # The driver to recommend: it runs every build.
 LITTLE_GPU_SHARE_FREE = 0.8  # Below this share, another program holds the GPU's memory.
-
-
 LITTLE_RAM_GB = 4.0
-ENOUGH_RAM_GB = 64.0  # From this RAM on, a training needs no swap space.
 LITTLE_SHARED_MEMORY_GB = 1.0  # Docker gives 64 MB by default.
-LITTLE_POWER_SHARE = 0.9  # Share of the maker's power limit below which a card is clearly slower.
 
 
 @dataclass(frozen=True)
@@ -38,40 +35,19 @@ class Check:
     remedy: str = ""
 
 
-def host_checks(machine: Machine) -> list[Check]:
-    """Check the CPU and the kinds of memory."""
-    return [_cpu(machine), *_ram(machine), *_swap(machine), *_shared_memory(machine)]
-
-
-def card_checks(cards: Sequence[Card]) -> list[Check]:
-    """Check the slot and the power limit of every card that the driver lists."""
-    return [_card(number, card) for number, card in enumerate(cards)]
-
-
-def _card(number: int, card: Card) -> Check:
-    found, remedies = [card.name], []
-    if card.memory_gb:
-        found.append(f"{card.memory_gb:.1f} GB")
-    if card.pcie_generation and card.pcie_lanes:
-        slow = card.pcie_generation < card.pcie_generation_of_card
-        narrow = card.pcie_lanes < card.pcie_lanes_of_card
-        link = f"PCIe {card.pcie_generation}.0 x{card.pcie_lanes}"
-        found.append(
-            f"{link} of {card.pcie_generation_of_card}.0 x{card.pcie_lanes_of_card}" if slow or narrow else link
-        )
-        if narrow:
-            remedies.append(
-                "put the card into the slot next to the CPU, without a riser, and free slots that share lanes"
-            )
-        elif slow:
-            remedies.append("a board with newer slots, or the BIOS's setting for the slot, would copy batches faster")
-    if card.power_limit_w:
-        low = card.power_limit_w < LITTLE_POWER_SHARE * card.power_default_w
-        of = f" of {card.power_default_w:.0f}" if low else ""
-        found.append(f"power limit {card.power_limit_w:.0f}{of} W")
-        if low:
-            remedies.append(f"sudo nvidia-smi -i {number} --power-limit {card.power_default_w:.0f} restores its speed")
-    return Check(f"card {number}", "note" if remedies else "ok", ", ".join(found), "; ".join(remedies))
+def check_rules(machine: Machine) -> list[Check]:
+    """Check every fact, in the order in which a user should fix them."""
+    return [
+        _python(machine),
+        *_packages(machine),
+        *_driver(machine),
+        _torch(machine),
+        *_gpu(machine),
+        *_compile(machine),
+        _cpu(machine),
+        *_ram(machine),
+        *_shared_memory(machine),
+    ]
 
 
 def _cpu(machine: Machine) -> Check:
@@ -93,17 +69,6 @@ def _ram(machine: Machine) -> Iterator[Check]:
         yield Check("ram", "ok", found)
 
 
-def _swap(machine: Machine) -> Iterator[Check]:
-    if machine.swap_gb < 0:
-        return
-    if machine.swap_gb == 0 and 0 < machine.ram_gb < ENOUGH_RAM_GB:
-        found = "none: a program that runs out of RAM is killed at once"
-        remedy = "sudo fallocate -l 16G /swapfile && sudo chmod 600 /swapfile && sudo mkswap /swapfile && "
-        yield Check("swap", "note", found, remedy + "sudo swapon /swapfile; in a container, on its host")
-    else:
-        yield Check("swap", "ok", f"{machine.swap_gb:.1f} GB" if machine.swap_gb else "none, and the RAM suffices")
-
-
 def _shared_memory(machine: Machine) -> Iterator[Check]:
     if not machine.shared_memory_gb:
         return
@@ -114,20 +79,6 @@ def _shared_memory(machine: Machine) -> Iterator[Check]:
         yield Check("shared memory", "note", f"{found}, through which data workers pass batches", remedy)
     else:
         yield Check("shared memory", "ok", found)
-
-
-def check_rules(machine: Machine) -> list[Check]:
-    """Check every fact, in the order in which a user should fix them."""
-    return [
-        _python(machine),
-        *_packages(machine),
-        *_driver(machine),
-        _torch(machine),
-        *_gpu(machine),
-        *card_checks(machine.driver.cards),
-        *_compile(machine),
-        *host_checks(machine),
-    ]
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -207,9 +158,6 @@ def _driver(machine: Machine) -> Iterator[Check]:
         more = "" if "mismatch" in driver.error else f", or install NVIDIA driver {NEWEST_DRIVER} or later again"
         remedy = f"restart the machine{more}; until then train with --device cpu"
         yield Check("driver", "failed", f"NVML says: {driver.error}", remedy)
-    elif machine.cards_without_driver:
-        found = "none, though there is an NVIDIA card"
-        yield Check("driver", "failed", found, _gpu_remedy(machine))
     elif machine.gpu:
         yield Check("driver", "ok", "works; of unknown version, as there is no NVML")
     elif machine.cuda:

@@ -1,25 +1,28 @@
-"""Checks whether training can run on this machine: facts, verdicts, trials, advised settings. Imports no torch."""
+"""`gputrain check-compatibility`: facts about this machine, verdicts on them, trials, and the settings that suit it.
+
+Imports no torch at its top.
+"""
 
 import os
 import shlex
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from gputrain.config import config, opt
 from gputrain.errors import UserError
-from gputrain.hw.doctor.rules import Check, check_rules
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import Machine, probe
+from gputrain.hw.rules import Check, check_rules
 from gputrain.kinds import default_kind
 
 
 @config(panel="Check")
 class CheckCompatibility:
-    data_path: Path = opt(default=Path(), help="Folder of your data, whose disk is measured.")
-    quick: bool = opt(default=False, help="Leave out the slow trials of torch.compile and of the disk.")
+    data_path: Path = opt(default=Path(), help="Folder of your data, for the command that is shown.")
+    quick: bool = opt(default=False, help="Leave out the slow trial of torch.compile.")
     json: bool = opt(default=False, help="Print the report as JSON.")
 
 
@@ -31,7 +34,6 @@ class CompatibilityReport:
     checks: tuple[Check, ...]
     plan: Plan
     command: str
-    each_gpu: tuple[tuple[str, Plan | None], ...] = ()  # Names of several GPUs, with the plan for each alone.
 
     @property
     def can_train(self) -> bool:
@@ -41,7 +43,6 @@ class CompatibilityReport:
         return {
             "checks": [vars(check) for check in self.checks],
             "advised": {"command": self.command, "settings": self.plan.to_json()},
-            "each_gpu": [{"gpu": name, "settings": plan and plan.to_json()} for name, plan in self.each_gpu],
             "machine": asdict(self.machine),
         }
 
@@ -49,7 +50,7 @@ class CompatibilityReport:
 def check_machine(
     data_path: Path, *, quick: bool = False, doing: Callable[[str], object] = lambda what: None
 ) -> CompatibilityReport:
-    """Collect facts about this machine, check them, and run trials. `doing` receives a description of each trial.
+    """Collect facts about this machine, check them, and run  `doing` receives a description of each trial.
 
     Raises UserError if the folder is missing.
     """
@@ -58,30 +59,26 @@ def check_machine(
     machine = probe()
     checks = check_rules(machine)
     if not machine.torch_error:
-        checks += run_trials(machine, checks, data_path, quick=quick, doing=doing)
+        checks += run_trials(machine, checks, quick=quick, doing=doing)
     plan = advise(machine, checks)
-    command = train_command(plan, data_path, ranks=machine.gpu_count)
-    return CompatibilityReport(machine, tuple(checks), plan, command, advise_each(machine, plan))
+    return CompatibilityReport(machine, tuple(checks), plan, train_command(plan, data_path, ranks=machine.gpu_count))
 
 
 def run_trials(
-    machine: Machine, checks: Sequence[Check], data_path: Path, *, quick: bool, doing: Callable[[str], object]
+    machine: Machine, checks: Sequence[Check], *, quick: bool, doing: Callable[[str], object]
 ) -> list[Check]:
     """Try what training does, on the GPU, or on the CPU if no GPU works."""
-    import torch
+    import torch  # It may be what is broken.
 
-    from gputrain.hw.doctor import trials
+    from gputrain.hw import trials
 
     device = torch.device("cuda" if gpu_works(machine, checks) else "cpu")
     dtype = trials.training_dtype(machine, device)
     doing("trying a matrix product and a convolution")
     results = [trials.try_product(machine, device, dtype), trials.try_convolution(device, dtype)]
-    if not quick:
-        if gpu_works(machine, results):
-            doing("trying torch.compile, which takes up to some minutes")
-            results.append(trials.try_compile(device))
-        doing("measuring the disk")
-        results.append(trials.try_disk(data_path if data_path.is_dir() else data_path.parent))
+    if not quick and gpu_works(machine, results):
+        doing("trying torch.compile, which takes up to some minutes")
+        results.append(trials.try_compile(device))
     return results
 
 
@@ -97,18 +94,6 @@ def advise(machine: Machine, checks: Sequence[Check]) -> Plan:
         use_torch_compile=False if compile_fails else None,
     )
     return decide(machine, requested)
-
-
-def advise_each(machine: Machine, plan: Plan) -> tuple[tuple[str, Plan | None], ...]:
-    """Return the name of each GPU that the driver lists, if there are several, with the plan for it alone, or None if
-    this torch has no code for it. Under torchrun, a rank uses one of them."""
-    cards = machine.driver.cards if plan.device.value == "cuda" and len(machine.driver.cards) > 1 else ()
-    requested = Hardware(use_torch_compile=None if plan.compile.value else False)
-    each = [
-        replace(machine, gpu=card.name, gpu_memory_gb=card.memory_gb, compute_capability=card.compute_capability)
-        for card in cards
-    ]
-    return tuple((one.gpu, decide(one, requested) if one.has_kernels else None) for one in each)
 
 
 def train_command(plan: Plan, data_path: Path, ranks: int = 1) -> str:

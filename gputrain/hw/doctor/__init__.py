@@ -1,1 +1,0 @@
-"""`gputrain check-compatibility`: rules, trials and the report."""
