@@ -52,24 +52,24 @@ class AtOnce(VocoderRecipe):
         self.waves: Tensor
 
     def generator_loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:
-        waves_W1T = self._make(batch)
+        waves_W1T = self.generate(batch)
         self.waves = waves_W1T.detach()
-        terms = self._reconstruction_terms(at_least_fp32(waves_W1T), batch)
-        sums = [term.value * term.weight for term in terms if isinstance(term, Term)]
+        terms = self.reconstruction_terms(at_least_fp32(waves_W1T), batch)
+        sums = [term.value * term.weight for term in terms]
         for discriminator in self.every_discriminator():
             with torch.no_grad():
                 targets = discriminator(batch.real_B1T)[1]
             logits, features = discriminator(at_least_fp32(waves_W1T))
             matching = losses.FEATURE_WEIGHT * losses.feature_distance(features, targets)
-            sums.append((generator_loss("least-squares", logits) + matching).sum() / batch.whole)
+            sums.append((generator_loss("least-squares", logits) + matching).sum() / batch.global_items)
         yield Term("sum", torch.stack(sums).sum())
 
     def discriminator_loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:
-        counts = (batch.whole, batch.whole)
         values = [
-            losses.discriminator_loss(one, batch.real_B1T, self.waves, *counts) for one in self.every_discriminator()
+            losses.real_pass(discriminator, batch.real_B1T)[0] + losses.fake_pass(discriminator, self.waves)
+            for discriminator in self.every_discriminator()
         ]
-        yield Term("sum", torch.stack(values).sum())
+        yield Term("sum", torch.stack(values).sum() / batch.global_items)
 
     def every_discriminator(self) -> list[nn.Module]:
         return [discriminator for discriminators in self.by_kind.values() for discriminator in discriminators]

@@ -8,6 +8,7 @@ Shapes: B items of a part, S of them shifted, W = B + 3 S waves, T samples of a 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -95,6 +96,7 @@ class Shifts:
     once_S1: Tensor  # Shifts c, in semitones.
     half_S1: Tensor  # Shifts a.
     noise: Noise  # Noise of 3 S waves, the three of an item together.
+    global_count: int  # Shifted items of the whole batch.
 
     def part(self, first: int, stop: int) -> "Shifts":
         low, high = (sum(place < end for place in self.places) for end in (first, stop))
@@ -108,10 +110,15 @@ class Shifts:
         )
 
 
-def shifted_places(items: int, count: int, device: torch.device) -> tuple[tuple[int, ...], Tensor]:
-    """Returns `count` evenly spread indices, on the CPU and on the device; equal parts differ by at most one."""
+def draw_shifts(
+    items: int, count: int, most: float, draws: torch.Generator, dtype: torch.dtype, noise: Callable[[int], Noise]
+) -> Shifts:
+    """Returns the shifts of `count` evenly spread items of a whole batch, within +-`most` semitones. `noise(n)` draws
+    that of n waves. The numbers of shifted items in equal parts differ by at most one."""
     places = tuple(number * items // count for number in range(count))
-    return places, torch.arange(count, device=device) * items // max(1, count)
+    items_S = torch.arange(count, device=draws.device) * items // max(1, count)
+    once_S1, half_S1 = (by.to(dtype) for by in draw_semitones(count, most, draws))
+    return Shifts(places, items_S, once_S1, half_S1, noise(EACH * count), count)
 
 
 def draw_semitones(count: int, most: float, draws: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -149,6 +156,35 @@ def make_shifted(
     second = vocoder(mels, torch.cat([f0_SF, once_SF]), _joined(back_noise, twice_noise))
     back_S1T, twice_S1T = second.chunk(2)
     return torch.cat([unshifted_B1T.index_copy(0, items, back_S1T), once_S1T, half_S1T, twice_S1T])
+
+
+class ComparedPairs(NamedTuple):
+    """The P generated waves that have a target: B, or B + S with shifted items."""
+
+    made_P1T: Tensor
+    real_P1T: Tensor
+    target_PMF: Tensor  # The log-mel of the target.
+
+
+def compared_pairs(
+    made_W1T: Tensor, real_B1T: Tensor, target_BMF: Tensor, shifts: Shifts, to_mel: Callable[[Tensor], Tensor]
+) -> ComparedPairs:
+    """Returns generated waves with what they should equal: recordings, and for those that are shifted twice, the ones
+    that are shifted once. `to_mel` makes the log-mel of waves (S, 1, T)."""
+    if not shifts.places:
+        return ComparedPairs(made_W1T, real_B1T, target_BMF)
+    twice_S1T, once_S1T = shifted_pair(made_W1T, shifts)
+    return ComparedPairs(
+        torch.cat([made_W1T[: len(real_B1T)], twice_S1T]),
+        torch.cat([real_B1T, once_S1T]),
+        torch.cat([target_BMF, to_mel(once_S1T)]),
+    )
+
+
+def shifted_pair(made_W1T: Tensor, shifts: Shifts) -> tuple[Tensor, Tensor]:
+    """Returns the waves that are shifted twice and once, (S, 1, T) each, which should be equal."""
+    _, once_S1T, _, twice_S1T = made_W1T.tensor_split([len(made_W1T) - n * len(shifts.places) for n in (3, 2, 1)])
+    return twice_S1T, once_S1T
 
 
 def _joined(*noises: Noise) -> Noise:

@@ -13,6 +13,7 @@ from gputrain.audio.mel import log_mel
 from gputrain.audio.weight_norm import cached_weights
 from gputrain.data_in.mixture import Mixture, format_folders
 from gputrain.data_in.split import digests, warn_of_few_held_out
+from gputrain.engine.checkpoint import format_list
 from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import RunProgress, StepSchedule
 from gputrain.engine.stop import format_duration
@@ -27,6 +28,7 @@ from gputrain.vocoder.generator import Generator, draw_noise
 from gputrain.vocoder.load import Weights, read_weights
 from gputrain.vocoder.recipe import VocoderRecipe
 from gputrain.vocoder.store import SoundCrops, VocoderData, open_sounds
+from gputrain.weights import log_unused
 
 log = logging.getLogger(__name__)
 
@@ -77,9 +79,23 @@ class VocoderTraining(TrainingData[TrainVocoder]):
         held_out = self.sounds.evaluated[: settings.saving.num_valid_plots]
         recipe = VocoderRecipe(settings, runtime, Excerpts(self.sounds.store, held_out))
         if self.weights:
-            recipe.start_from(self.weights)
+            start_from(recipe, self.weights)
         source: BatchSource = self.mixture.of(self.all_crops)
         return StageTraining(recipe, source, starts_pretrained=self.weights is not None)
+
+
+def start_from(recipe: VocoderRecipe, weights: Weights) -> None:
+    """Loads pretrained weights. Raises UserError if they belong to another architecture."""
+    strict = recipe.settings.model.finetune_strict_shapes
+    reinitialised = weights.fit("generator", recipe.generator, strict_shapes=strict)
+    for kind in weights.discriminators.keys() & recipe.by_kind.keys():
+        reinitialised += weights.fit(kind, recipe.by_kind[kind], strict_shapes=strict)
+    reinitialised += [f"all of {kind}" for kind in recipe.by_kind if kind not in weights.discriminators]
+    log_unused(weights.source, sorted(weights.discriminators.keys() - recipe.by_kind.keys()))
+    if reinitialised:
+        log.warning("%s: reinitialised: %s", weights.source, format_list(reinitialised))
+    if recipe.settings.schedule.ema_decay:
+        recipe.ema.restart(recipe.generator)
 
 
 def check_weights(settings: TrainVocoder, weights: Weights) -> None:

@@ -6,28 +6,34 @@ Shapes: T samples, F frames, M mel bands.
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from gputrain.audio import metrics
 from gputrain.audio.config import Mel
 from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Method, f0, interpolated, require_tracker, trackable_range, voiced
 from gputrain.audio.io import Samples, from_int16
+from gputrain.audio.mel import frequency_ticks, log_mel, mel_decades
 from gputrain.audio.metrics import ClipMetrics, PitchMatch, pitch_match
 from gputrain.audio.store import Pitch, Wave
 from gputrain.audio.weight_norm import cached_weights
 from gputrain.data_in.mixture import GivenFolders
 from gputrain.data_in.split import HELD_OUT_SHARE
+from gputrain.drawing import spectrogram_picture, with_axes
 from gputrain.errors import UserError
 from gputrain.files import Progress, no_progress, to_int16
 from gputrain.hw.plan import DeviceName
-from gputrain.hw.runtime import runtime_on, synchronize
+from gputrain.hw.runtime import Runtime, runtime_on, synchronize
+from gputrain.samples import Report, Sheet, SheetCell, SoundSample
+from gputrain.vocoder.config import VocoderSaving
 from gputrain.vocoder.generator import Generator, Noise, draw_noise
 from gputrain.vocoder.load import load_vocoder
 from gputrain.vocoder.store import VocoderClip, VocoderStore, open_sounds
@@ -56,6 +62,21 @@ class Excerpts:
         most = frames_of(self.seconds, self.store.format.sampling_rate, self.store.format.hop_size)
         for clip in self.clips:
             yield self.store.crop(clip, 0, min(most, clip.frames))
+
+    def sample(self, generator: Generator, saving: VocoderSaving, runtime: Runtime) -> Report:
+        """Returns spectrograms and sounds of the first clips, for a person to look at and to listen to."""
+        with runtime.autocast():
+            return sample_clips(generator, self, saving, runtime.device)
+
+    def evaluate(self, generator: Generator, loss_mel: Mel, runtime: Runtime) -> Report:
+        """Returns the figures of an evaluation during training, which measures no shifted pitches."""
+        form = self.store.format
+        figures = evaluate_generator(
+            generator, self, runtime.device, f0_method=form.f0_method, f0_min=form.f0_min, f0_max=form.f0_max,
+            loss_mel=loss_mel, quick=True, autocast=runtime.autocast,
+        )  # fmt: skip
+        warn_of_faults(figures.scalars)
+        return Report(figures.scalars)
 
 
 Clips = Sequence[tuple[Wave, Pitch]] | Excerpts  # Recordings with their pitches.
@@ -299,3 +320,54 @@ def check_fits(store: VocoderStore, mel: Mel, *, is_new: bool = False) -> None:
                 hint=f"train with {option} {theirs}, or " * is_new
                 + f"prepare into another folder: gputrain prepare-data --kind vocoder {option} {ours}",
             )
+
+
+# -------------------------------------------------------------------------------------------------------------- samples
+
+CLIPS = 4
+SAMPLE_SECONDS = 4.0
+DIFFERENCE_DECADES = 2.0  # Difference shown brightest: a factor of 100 in magnitude.
+
+
+@torch.no_grad()
+def sample_clips(
+    generator: Generator, clips: Iterable[tuple[Wave, Pitch]], saving: VocoderSaving, device: torch.device
+) -> Report:
+    """Returns one picture of the spectrograms of the first CLIPS clips, and the synthesised audio of each."""
+    mel = generator.architecture.mel
+    frames = int(SAMPLE_SECONDS * mel.sampling_rate / mel.hop_size)
+    recorded, made = [], []
+    for wave_T, f0_F in islice(clips, CLIPS):
+        real_1T = torch.from_numpy(wave_T[: frames * mel.hop_size] / 32768).float().to(device)[None]
+        f0_1F = torch.from_numpy(interpolated(f0_F[:frames])).to(device)[None]
+        recorded.append(real_1T[0].cpu())
+        made.append(generator(log_mel(real_1T, mel), f0_1F)[0, 0].float().cpu())
+    picture = sheet(recorded, made, mel, saving.mel_vmin, saving.mel_vmax)
+    sounds = {
+        f"clip_{number}": SoundSample(made_T, mel.sampling_rate, f"held-out clip {number}", real_T)
+        for number, (made_T, real_T) in enumerate(zip(made, recorded, strict=True), start=1)
+    }
+    return Report(pictures={"spectrograms": picture}, sounds=sounds)
+
+
+def sheet(real_waves: Sequence[Tensor], made_waves: Sequence[Tensor], mel: Mel, vmin: float, vmax: float) -> Sheet:
+    """Returns spectrograms with a column for each clip (waves of T samples): from the top, the recording, the
+    synthesised wave, and their difference, each with axes of frequency and time. Low frequencies are at the bottom.
+
+    `vmin` and `vmax` are the mel magnitudes that are shown darkest and brightest, as powers of ten. The difference is
+    that of these powers, from 0 to DIFFERENCE_DECADES.
+    """
+
+    def shown(values_MF: Tensor, low: float, high: float) -> Tensor:
+        seconds = values_MF.shape[1] * mel.hop_size / mel.sampling_rate
+        return with_axes(spectrogram_picture(values_MF, low, high), frequency_ticks(mel), seconds)
+
+    real, made, differences = [], [], []
+    for number, (real_T, made_T) in enumerate(zip(real_waves, made_waves, strict=True), start=1):
+        real_MF, made_MF = (mel_decades(wave_T, mel) for wave_T in (real_T, made_T))
+        difference_MF = (real_MF - made_MF).abs()
+        real.append(SheetCell(shown(real_MF, vmin, vmax), f"clip {number}"))
+        made.append(SheetCell(shown(made_MF, vmin, vmax)))
+        words = f"{20 * float(difference_MF.mean()):.1f} dB apart"
+        differences.append(SheetCell(shown(difference_MF, 0, DIFFERENCE_DECADES), words))
+    return Sheet(("recording", "synthesised", "difference"), (real, made, differences), "mel spectrograms")

@@ -12,10 +12,12 @@ from gputrain.vocoder.augment import (
     Shifts,
     change_key,
     change_volume,
+    compared_pairs,
     draw_semitones,
+    draw_shifts,
     make_shifted,
     play_at,
-    shifted_places,
+    shifted_pair,
 )
 from gputrain.vocoder.generator import Noise
 from tests.tables import each_row
@@ -106,8 +108,9 @@ def test_playing_faster_lets_nothing_fold_back():
 
 @each_row((8, 4), (8, 3), (5, 5), (32, 13), (1, 1), (4, 0))
 def test_places_are_spread_evenly(items, count):
-    places, on_device = shifted_places(items, count, torch.device("cpu"))
-    assert on_device.tolist() == list(places)
+    shifts = draw_shifts(items, count, 5.0, random(0), torch.float32, lambda waves: noise_of(range(waves)))
+    places = shifts.places
+    assert shifts.items_S.tolist() == list(places)
     assert len(set(places)) == count
     assert all(0 <= place < items for place in places)
     for parts in range(1, items + 1):
@@ -151,6 +154,7 @@ def test_what_is_made_of_what():
         torch.tensor([[12.0], [-12.0]]),
         torch.tensor([[0.0], [12.0]]),
         noise_of([1.0, 2, 3, 4, 5, 6]),
+        2,
     )
     vocoder = Recorder()
     made = make_shifted(vocoder, lambda wave: 10 * wave[:, None], mel, f0, noise_of([-1.0, -2, -3, -4]), shifts, 500.0)
@@ -161,7 +165,13 @@ def test_what_is_made_of_what():
     assert second_f0[:, 0].tolist() == [100, 300, 200, 150]  # The shifts back to the recording and on to c.
     assert second_noise.features_BCF.flatten().tolist() == [2, 5, 3, 6]
     assert torch.allclose(second_mel[:, 0, 0], 10 * torch.tensor([200.00, 150.02, 100.00, 500.02]))
-    paired, once, half, twice = made.tensor_split([4, 6, 8])
+    twice, once = shifted_pair(made, shifts)
+    paired, half = made[:4], made[6:8]
+    real, mels = torch.zeros(4, 1, 5), torch.zeros(4, 3, 5)
+    pairs = compared_pairs(made, real, mels, shifts, lambda wave: wave.repeat(1, 3, 1))
+    assert pairs.made_P1T.equal(torch.cat([paired, twice]))
+    assert pairs.real_P1T.equal(torch.cat([real, once]))
+    assert pairs.target_PMF[4:, 0].equal(once[:, 0])
     assert torch.allclose(paired[:, 0, 0], torch.tensor([120.0, 200.01, 315.002, 400.03]))
     assert torch.allclose(once[:, 0, 0], torch.tensor([200.0, 150.02]))
     assert torch.allclose(half[:, 0, 0], torch.tensor([100.0, 500.02]))
@@ -175,6 +185,7 @@ def test_a_part_has_the_shifts_of_its_items():
         torch.tensor([[1.0], [2.0], [3.0]]),
         torch.zeros(3, 1),
         noise_of([float(n) for n in range(9)]),
+        3,
     )
     part = shifts.part(2, 6)
     assert part.places == (0, 3)

@@ -8,7 +8,7 @@ from gputrain.audio.config import Mel
 from gputrain.audio.mel import frequency_ticks, log_mel
 from gputrain.drawing import AXIS_PIXELS, BAND_PIXELS, TICK_LENGTH, colour_map
 from gputrain.samples import Sheet
-from gputrain.vocoder.recipe import sheet
+from gputrain.vocoder.evaluate import sheet
 
 MEL = Mel(16000, 40, 160, 640, 1024, 40, 8000)
 ROW = BAND_PIXELS * 40

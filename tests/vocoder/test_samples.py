@@ -7,10 +7,10 @@ import torch
 
 from gputrain.audio.mel import log_mel
 from gputrain.config import assemble
-from gputrain.vocoder import recipe
+from gputrain.vocoder import evaluate
 from gputrain.vocoder.config import TrainVocoder
+from gputrain.vocoder.evaluate import sample_clips
 from gputrain.vocoder.generator import Generator
-from gputrain.vocoder.recipe import sample_clips
 from tests.vocoder.conftest import HOP, RATE_HZ, TINY
 
 CPU = torch.device("cpu")
@@ -31,14 +31,14 @@ def generator() -> Generator:
 
 
 def test_some_clips_are_sound_and_none_for_long():
-    frames = int(recipe.SECONDS * RATE_HZ / HOP)
-    report = sample_clips(generator(), clips(recipe.CLIPS + 1, frames + 10), SETTINGS, CPU)
+    frames = int(evaluate.SAMPLE_SECONDS * RATE_HZ / HOP)
+    report = sample_clips(generator(), clips(evaluate.CLIPS + 1, frames + 10), SETTINGS.saving, CPU)
     assert list(report.sounds) == ["clip_1", "clip_2", "clip_3", "clip_4"]
     for sound in report.sounds.values():
         assert sound.rate_hz == RATE_HZ
         assert sound.wave_T.shape == (frames * HOP,) == (4 * RATE_HZ,)
         assert float(sound.wave_T.abs().max()) <= 1
-    short = sample_clips(generator(), clips(2, 30), SETTINGS, CPU)
+    short = sample_clips(generator(), clips(2, 30), SETTINGS.saving, CPU)
     assert {len(sound.wave_T) for sound in short.sounds.values()} == {30 * HOP}
 
 
@@ -48,7 +48,7 @@ def test_what_is_sound_is_made_of_the_clips_own_mel_and_pitch():
     f0_F[10:20] = 0  # The source goes on where it is unvoiced.
     made = generator()
     torch.manual_seed(1)
-    sound = sample_clips(made, given, SETTINGS, CPU).sounds["clip_1"].wave_T
+    sound = sample_clips(made, given, SETTINGS.saving, CPU).sounds["clip_1"].wave_T
     torch.manual_seed(1)
     real_1T = torch.from_numpy(wave_T / 32768).float()[None]
     with torch.no_grad():
@@ -59,11 +59,13 @@ def test_what_is_sound_is_made_of_the_clips_own_mel_and_pitch():
 
 def test_the_picture_shows_recordings_beside_what_was_made():
     """More clips make it larger; a louder recording changes it; 16-bit arithmetic hardly does."""
-    one, two = (sample_clips(generator(), clips(count, 40), SETTINGS, CPU).pictures["spectrograms"] for count in (1, 2))
+    one, two = (
+        sample_clips(generator(), clips(count, 40), SETTINGS.saving, CPU).pictures["spectrograms"] for count in (1, 2)
+    )
     assert [len(row) for row in one.rows] == [1, 1, 1]
     assert [len(row) for row in two.rows] == [2, 2, 2]
     with torch.autocast("cpu", dtype=torch.bfloat16), contextlib.nullcontext():
-        coarse = sample_clips(generator(), clips(1, 40), SETTINGS, CPU)
+        coarse = sample_clips(generator(), clips(1, 40), SETTINGS.saving, CPU)
     assert coarse.sounds["clip_1"].wave_T.dtype == torch.float32
     made, exact = (shown.rows[1][0].picture_HW3.float() for shown in (coarse.pictures["spectrograms"], one))
     assert float((made - exact).abs().mean()) < 10

@@ -354,7 +354,7 @@ def test_bf16_learns_what_fp32_learns(tmp_path, discriminators):
     recipe.generator.ups[0].register_forward_hook(lambda module, given, made: inside.append(made.dtype))
     batch = recipe.prepare(sounds(recipe.settings, 0, 4), 0)
     with coarse.runtime.autocast():
-        assert recipe._make(batch).dtype == torch.float32
+        assert recipe.generate(batch).dtype == torch.float32
         for term in recipe.loss(batch, 0):
             if isinstance(term, Term):
                 assert term.value.dtype == torch.float32, term.name
