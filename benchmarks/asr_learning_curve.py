@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gputrain import __version__
-from gputrain.asr.held_out import error_rates, transcribe_clips
+from gputrain.asr.evaluate import rates_of, recognise_clips
 from gputrain.asr.load import load_recogniser
 from gputrain.engine.checkpoint import LAST
 from gputrain.speech.buckets import open_speech
@@ -43,10 +43,9 @@ def main() -> None:
     steps = [step for step in range(given.every, end, given.every) if _kept(given.run, step).exists()]
     training: list[dict[str, Any]] = []
     for step, path in [*((step, _kept(given.run, step)) for step in steps), (end, given.run / LAST)]:
-        model = load_recogniser(path, torch.device("cpu")).model
-        read = transcribe_clips(model, speech.store, train, torch.device("cpu"), normalizes=True, batch_size=16)
-        rates = error_rates(read)
-        training.append({"step": step, **{name: rate.value for name, rate in rates.items()}})
+        recogniser = load_recogniser(path, torch.device("cpu"))
+        rates = rates_of(list(recognise_clips(recogniser, speech.store, train, batch_size=16)))
+        training.append({"step": step, **rates})
         print(training[-1], flush=True)
     held_out = [
         {"step": row["step"], **{name: row[f"eval/{name}"] for name in ("cer", "cer_low", "cer_high", "wer")}}

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from race import OurTraining, assemble_for_cpu, interval, one_thread
 
 from gputrain.asr.config import TrainAsr
-from gputrain.asr.held_out import collapsed
+from gputrain.asr.export import text_of
 from gputrain.asr.load import predict
 from gputrain.asr.model import family
 from gputrain.asr.work import AsrTraining, AsrWork
@@ -72,8 +72,7 @@ def evaluate(model: Any, opened: AsrTraining) -> dict[str, float]:
             model, batch.wave_BT.float() / FULL_SCALE, batch.samples_B.tolist(), normalizes=opened.normalizes
         )
         for logits_TV, frames, member in zip(logits_BTV, frames_B.tolist(), members, strict=True):
-            ids = collapsed(logits_TV[:frames].argmax(dim=-1).numpy(), vocabulary.blank)
-            texts.append((clips[member].normalized, vocabulary.text_of(ids)))
+            texts.append((clips[member].normalized, text_of(logits_TV[:frames].numpy(), vocabulary)))
         log_probs_TBV = F.log_softmax(logits_BTV.float(), dim=-1).transpose(0, 1)
         lengths = (frames_B, batch.symbols_B, vocabulary.blank)
         total += float(F.ctc_loss(log_probs_TBV, batch.ids_BS, *lengths, reduction="sum"))

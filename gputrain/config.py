@@ -250,6 +250,7 @@ def checked(cls: type, values: Mapping[str, object], source: str = "") -> dict[s
     """
     where = f"{source}: " if source else ""
     known = {name: leaf for leaf in leaves(cls).values() for name in leaf.names}
+    values = without_removed(cls, values)
     written: dict[str, str] = {}
     made: dict[str, Any] = {}
     for name, value in without_switches(cls, values, where).items():
@@ -331,7 +332,15 @@ def is_readable(cls: type, values: Mapping[str, Any]) -> bool:
     """Return True if flat stored values have no key that `cls` has not, and every key without a default. Others may be
     missing: they are options of a later version, whose defaults hold."""
     known = leaves(cls)
-    return {name for name, leaf in known.items() if leaf.required} <= values.keys() <= known.keys()
+    required = {name for name, leaf in known.items() if leaf.required}
+    return required <= without_removed(cls, values).keys() <= known.keys()
+
+
+def without_removed(cls: type, values: Mapping[str, T]) -> dict[str, T]:
+    """Return values without those of options that earlier versions had and stored, if they have their former default:
+    `removed` of a config class names these, so that its runs stay readable."""
+    removed: Mapping[str, object] = getattr(cls, "removed", {})
+    return {name: value for name, value in values.items() if name not in removed or value != removed[name]}
 
 
 def defaults(cls: type) -> dict[str, Any]:

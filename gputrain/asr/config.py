@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from gputrain.asr.architecture import AdapterKind, Adapters, RecogniserPreset
 from gputrain.audio.config import SoundSaving
 from gputrain.bench.options import BenchOptions, BenchSettings
-from gputrain.config import ModelName, config, leaves, opt
+from gputrain.config import ModelName, config, opt
 from gputrain.engine.schedule import SEVERAL, LearningRateSchedule, Schedule
 from gputrain.errors import UserError
 from gputrain.fetch.names import TrainedModel
@@ -234,29 +234,6 @@ class BenchAsr(BenchSettings):
     bench: BenchOptions = BenchOptions()
 
 
-@config(panel="Language model")
-class LanguageModelOptions:
-    """Options of beam search, which is used if there is a language model."""
-
-    lm: Path | None = opt(
-        default=None,
-        help="Decode by beam search with an n-gram model of words: an ARPA file, a text with one sentence a line, or a "
-        "folder of prepared speech, whose training transcripts are used.",
-    )
-    lm_order: int = opt(default=3, help="Length of the n-grams of a model made from texts.", min=1, max=6)
-    lm_weight: float = opt(default=0.5, help="Weight of the language model's log-probabilities.", min=0, max=10)
-    word_score: float = opt(
-        default=1.0, help="Score of each word, which makes up for words being improbable.", min=-20, max=20
-    )
-    beam_width: int = opt(default=50, help="Number of beginnings of the text that are followed at once.", min=1)
-
-    def __post_init__(self) -> None:
-        known = leaves(type(self))
-        for name in ("lm_order", "lm_weight", "word_score", "beam_width"):
-            if self.lm is None and getattr(self, name) != known[name].default:
-                raise UserError(f"{name} does nothing without lm", hint=f"give --lm FILE, or drop {known[name].flag}")
-
-
 @config(panel="Transcription")
 class Transcribe(TrainedModel):
     model: ModelName = opt(
@@ -277,7 +254,6 @@ class Transcribe(TrainedModel):
     overlap_seconds: float = opt(
         default=6.0, help="Seconds that neighbouring chunks share; each gives its half.", min=0.1, max=60
     )
-    language_model: LanguageModelOptions = LanguageModelOptions()
     device: DeviceName = opt(default="auto", help="Device to compute on.")
 
     def __post_init__(self) -> None:

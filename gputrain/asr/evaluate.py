@@ -1,4 +1,5 @@
-"""Evaluates a recogniser on prepared speech: error rates, by speaker and by length, the worst clips, and confusions.
+"""Evaluates a recogniser on prepared speech: error rates, by speaker and by length, the worst clips, and confusions;
+and the evaluations and samples of a training.
 
 Shapes: F frames, V symbols.
 """
@@ -13,20 +14,22 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from gputrain.asr.config import Data, LanguageModelOptions
-from gputrain.asr.decode import comparable, words_of
+import torch
+
+from gputrain.asr.config import Data, TrainAsr
+from gputrain.asr.decode import GreedyDecoder, comparable, words_of
 from gputrain.asr.load import Recogniser, load_recogniser
-from gputrain.asr.transcribe import MakeDecoder, decoder_of
 from gputrain.audio.io import from_int16
 from gputrain.config import convert, leaves, read_file
 from gputrain.data_in.mixture import GivenFolders
 from gputrain.data_in.split import HELD_OUT_SHARE
 from gputrain.errors import UserError
-from gputrain.files import Progress, no_progress
+from gputrain.files import FULL_SCALE, Progress, no_progress
 from gputrain.formatting import counted
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
-from gputrain.speech.buckets import open_speech
+from gputrain.samples import Report, SoundSample, clip_caption
+from gputrain.speech.buckets import Speech, open_speech
 from gputrain.speech.error_rates import character_error_rate, error_rates
 from gputrain.speech.frames import STRIDE
 from gputrain.speech.store import SpeechClip, SpeechStore, format_store_folders
@@ -40,6 +43,8 @@ MOST_LISTED = 20  # Number of the worst clips and of the most frequent confusion
 MOST_SHOWN = 5  # Number of them on the terminal.
 LONGEST_SHOWN = 60  # characters
 NOTHING = ""  # Stands for a letter or word that was left out or added.
+ONLY_BLANKS = 0.995  # Above this share of blanks, nothing is written.
+SPOKEN = 0.97  # Below this share, the recogniser has begun to write.
 
 Confusion = tuple[str, str]  # A letter or word of the reference, and what was recognised for it.
 
@@ -51,6 +56,7 @@ class RecognisedClip:
     seconds: float
     reference: str
     read: str
+    blank_share: float  # Share of the frames in which the most probable symbol is the blank.
 
     @property
     def cer(self) -> float:
@@ -145,7 +151,6 @@ def evaluate_recogniser(
     device: DeviceName = "auto",
     held_out_share: float | None = None,
     max_clips: int = 1000,
-    language_model: LanguageModelOptions | None = None,
     progress: Progress = no_progress,
 ) -> RecogniserReport:
     """Evaluates a recogniser on the held-out clips of prepared speech, the first `max_clips` of them.
@@ -176,10 +181,9 @@ def evaluate_recogniser(
             format_store_folders(others),
             named_with_twins(unknown[:MOST_LISTED], vocabulary.symbols),
         )
-    decoder = decoder_of(recogniser.vocabulary, language_model or LanguageModelOptions(), share)
     began = time.perf_counter()
     with runtime.autocast():
-        found = list(recognise_clips(recogniser, speech.store, clips[:max_clips], decoder, progress))
+        found = list(recognise_clips(recogniser, speech.store, clips[:max_clips], progress=progress))
     seconds = time.perf_counter() - began
     if (unread := sum(not clip.read for clip in found)) > len(found) / 2:
         log.warning("the recogniser wrote nothing for %d of %d clips", unread, len(found))
@@ -197,34 +201,39 @@ def recognise_clips(
     recogniser: Recogniser,
     store: SpeechStore,
     clips: Sequence[SpeechClip],
-    make_decoder: MakeDecoder,
+    *,
+    batch_size: int | None = None,
     progress: Progress = no_progress,
 ) -> Iterator[RecognisedClip]:
-    """Yields the transcripts of clips, the shortest first."""
+    """Yields the transcripts of clips, the shortest first, of `batch_size` at once, or as many as BATCH_SECONDS has."""
     rate_hz, done = recogniser.sampling_rate, 0
     progress(0, len(clips))
-    for batch in _batches(clips, BATCH_SECONDS * rate_hz):
+    for batch in _batches(clips, BATCH_SECONDS * rate_hz, batch_size):
         log_probs = recogniser.log_probs([from_int16(store.wave(clip)) for clip in batch])
         for clip, log_probs_FV in zip(batch, log_probs, strict=True):
-            decoder = make_decoder()
+            decoder = GreedyDecoder(recogniser.vocabulary)
             decoder.feed(log_probs_FV.numpy())
             words = words_of(decoder.finish(), recogniser.vocabulary, STRIDE / rate_hz)
+            blanks_F = log_probs_FV.argmax(dim=1) == recogniser.vocabulary.blank
             yield RecognisedClip(
                 clip.path,
                 store.format.speakers[clip.speaker],
                 clip.samples / rate_hz,
                 recogniser.vocabulary.normalize(clip.normalized),
                 comparable(" ".join(word.word for word in words), recogniser.vocabulary),
+                float(blanks_F.double().mean()) if len(blanks_F) else 1.0,
             )
         done += len(batch)
         progress(done, len(clips))
 
 
-def _batches(clips: Sequence[SpeechClip], samples: float) -> Iterator[list[SpeechClip]]:
-    """Yields clips of similar length, as many as have so many samples together with their padding, one at least."""
+def _batches(clips: Sequence[SpeechClip], samples: float, most: int | None) -> Iterator[list[SpeechClip]]:
+    """Yields clips of similar length, `most` of them, or as many as have so many samples together with their padding,
+    one at least."""
     batch: list[SpeechClip] = []
     for clip in sorted(clips, key=lambda clip: clip.samples):
-        if batch and clip.samples * (len(batch) + 1) > samples:
+        is_full = len(batch) == most if most else clip.samples * (len(batch) + 1) > samples
+        if batch and is_full:
             yield batch
             batch = []
         batch.append(clip)
@@ -272,3 +281,61 @@ def confusions(pairs: Iterable[tuple[Sequence[str], Sequence[str]]]) -> dict[Con
             other = NOTHING if edit.tag == "delete" else read[edit.dest_pos]
             counts[one, other] += 1
     return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))[:MOST_LISTED])
+
+
+# ------------------------------------------------------------------------------------------------- in a training
+
+
+class HeldOutSpeech:
+    """Held-out clips of a training, sorted by fingerprint so that they come from many recordings."""
+
+    def __init__(self, speech: Speech, settings: TrainAsr, *, normalizes: bool) -> None:
+        """`normalizes` tells whether waves get zero mean and unit variance before the model reads them."""
+        data, self.normalizes = settings.data, normalizes
+        self.store, self.batch_size, self.best_by = speech.store, data.eval_batch_size, settings.saving.best_by
+        held_out = sorted(speech.parts.held_out, key=lambda clip: clip.fingerprint)
+        self.clips, self.shown = held_out[: data.eval_clips], held_out[: data.num_text_samples]
+        self.has_written = False
+
+    def sample(self, model: Any, device: torch.device) -> Report:
+        """Returns the transcripts of a few clips as text, each under its reference, and the clips."""
+        made = self._recognised(model, self.shown)
+        lines = [
+            f"clip: {clip.path}\ntext: {read.reference}\nread: {read.read}\n"
+            for clip, read in zip(self.shown, made, strict=True)
+        ]
+        return Report(texts={"transcripts": "\n".join(lines)} if lines else {}, recordings=self._recordings(made))
+
+    def _recordings(self, made: Sequence[RecognisedClip]) -> dict[str, SoundSample]:
+        """Returns the sounds of the clips whose transcripts are shown. Their captions begin as their entries do."""
+        rate_hz = self.store.format.sampling_rate
+        return {
+            f"clip_{number}": SoundSample(
+                torch.from_numpy(self.store.wave(clip) / FULL_SCALE).float(),
+                rate_hz,
+                clip_caption(clip.path, read.reference),
+            )
+            for number, (clip, read) in enumerate(zip(self.shown, made, strict=True), start=1)
+        }
+
+    def evaluate(self, model: Any, device: torch.device) -> Report:
+        made = self._recognised(model, self.clips)
+        rates = rates_of(made)
+        blank_share = sum(clip.blank_share for clip in made) / len(made)
+        self.has_written |= blank_share < SPOKEN
+        if self.has_written and blank_share > ONLY_BLANKS:
+            log.warning(
+                "collapsed: the recogniser writes nothing any more; go back to an earlier checkpoint with a lower "
+                "--learning-rate or a longer --warmup-steps"
+            )
+        scalars = {"score": 1 - rates[self.best_by], "blank_share": blank_share, **rates}
+        return Report(scalars=scalars, headline=("cer", "wer"))
+
+    def _recognised(self, model: Any, clips: Sequence[SpeechClip]) -> list[RecognisedClip]:
+        """Returns the transcripts of clips in their order."""
+        format = self.store.format
+        recogniser = Recogniser(model, format.vocabulary, format.sampling_rate, self.normalizes, "the training")
+        shortest_first = sorted(clips, key=lambda clip: clip.samples)
+        made = recognise_clips(recogniser, self.store, clips, batch_size=self.batch_size)
+        by_clip = dict(zip(shortest_first, made, strict=True))
+        return [by_clip[clip] for clip in clips]

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gputrain import kinds
-from gputrain.asr.config import PUBLISHED, BenchAsr, LanguageModelOptions, PlanAsr, TrainAsr, Transcribe
+from gputrain.asr.config import PUBLISHED, BenchAsr, PlanAsr, TrainAsr, Transcribe
 from gputrain.audio.config import ClipEvaluation
-from gputrain.config import leaves
 from gputrain.formatting import counted
 from gputrain.speech.data_commands import PREPARED_SPEECH, prepare_command, validate_command, write_demo_speech
 
@@ -22,10 +21,7 @@ if TYPE_CHECKING:
 def evaluate(settings: Any, **shared: Any) -> Any:
     from gputrain.asr.evaluate import evaluate_recogniser
 
-    clips, options = settings.clips, settings.language_model
-    return evaluate_recogniser(
-        settings.weights, settings.data_path, max_clips=clips.max_clips, language_model=options, **shared
-    )
+    return evaluate_recogniser(settings.weights, settings.data_path, max_clips=settings.clips.max_clips, **shared)
 
 
 def export_recogniser(settings: Any, progress: kinds.ReportProgress, *, format: str) -> kinds.Exported:
@@ -122,8 +118,8 @@ KIND = kinds.ModelKind(
     validate=validate_command("asr"),
     published=PUBLISHED,
     evaluation=kinds.EvaluateCommand(
-        groups={"clips": ClipEvaluation, "language_model": LanguageModelOptions},
-        names=frozenset({"max_clips", *leaves(LanguageModelOptions)}),
+        groups={"clips": ClipEvaluation},
+        names=frozenset({"max_clips"}),
         items="clips",
         run=evaluate,
     ),

@@ -1,6 +1,7 @@
-"""The recogniser as the engine trains it: a model of transformers with the CTC loss of Graves et al. 2006.
+"""A training step of wav2vec 2.0 (Baevski et al. 2020, arXiv:2006.11477, section 3.3 on fine-tuning): an encoder of
+transformers with the CTC loss of Graves et al. 2006.
 
-The masks of SpecAugment and the layers that a step drops are drawn for the whole batch from (seed, step). transformers
+The masks of SpecAugment and the layers that a step drops are drawn for the global batch from (seed, step). transformers
 draws them inside the forward pass from the global random state, so that they would depend on how a batch is split.
 
 Shapes: B items (clips), L samples, T frames, C channels, S labels, V symbols, N positions. What the encoder reads,
@@ -19,16 +20,15 @@ from torch import Tensor, nn
 
 from gputrain.asr import model as networks
 from gputrain.asr.config import OptimizerName, TrainAsr
-from gputrain.asr.held_out import HeldOutSpeech
+from gputrain.asr.evaluate import HeldOutSpeech
 from gputrain.engine.adamw_8bit import EightBitAdamW
 from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.optim import Ema, FusedAdamW, adamw
 from gputrain.engine.recipe import BatchStat, Phase, StepGroup, Term, Yielded
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.kind_work import PlanTarget
-from gputrain.speech.buckets import ClipBatch, ClipSize, empty_bucket
+from gputrain.speech.buckets import ClipBatch, ClipSize
 from gputrain.speech.frames import STRIDE, encoder_frames
-from gputrain.speech.training import BucketRecipe
+from gputrain.speech.training import BucketRecipe, fit_length
 
 ALGORITHMS: Mapping[OptimizerName, type[FusedAdamW]] = {"adamw": FusedAdamW, "adamw-8bit": EightBitAdamW}
 PEAK_SEARCH = 10_000  # Steps in which the one that leaves out the fewest layers is looked for.
@@ -46,8 +46,8 @@ class UtteranceBatch:
     frames: tuple[int, ...]  # frames_B and the numbers of labels as host integers, to avoid device syncs
     labels: tuple[int, ...]
     dropped_layers: frozenset[int]
-    whole_labels: float  # sum over the whole batch, as the next one
-    whole_clips: float
+    global_labels: float  # Sums over the global batch, whatever part of it this is: the divisors of the loss,
+    global_clips: float  # and of the statistics.
     keeps_length: bool  # True: parts keep the padding, because the model's features depend on it.
 
     @property
@@ -92,8 +92,7 @@ class RecogniserRecipe(BucketRecipe):
         normalizes: bool = True,
     ) -> None:
         self.settings, self.runtime, self.held_out = settings, runtime, held_out
-        self.architecture, self.clip, self.normalizes = architecture, clip, normalizes
-        self.inference_options = {"normalizes": normalizes}
+        self.architecture, self.clip, self.hop_size, self.normalizes = architecture, clip, STRIDE, normalizes
         schedule = settings.schedule
         torch.manual_seed(schedule.seed)
         self.model = self._model_on_device()
@@ -137,8 +136,10 @@ class RecogniserRecipe(BucketRecipe):
         # Without an attention mask the length of the padding matters, and is that of the whole batch.
         longest = 0 if self.uses_mask else max(clips.frames) * STRIDE
         widest = max(longest, *(bucket.wave_BT.shape[1] for bucket in clips.buckets))
-        wave_BL = _joined([bucket.wave_BT for bucket in clips.buckets], widest).to(device, non_blocking=True)
-        labels_BS = _joined([bucket.ids_BS for bucket in clips.buckets], max(labels)).to(device, non_blocking=True)
+        wave_BL = torch.cat([fit_length(bucket.wave_BT, widest) for bucket in clips.buckets])
+        wave_BL = wave_BL.to(device, non_blocking=True)
+        labels_BS = torch.cat([fit_length(bucket.ids_BS, max(labels)) for bucket in clips.buckets])
+        labels_BS = labels_BS.to(device, non_blocking=True)
         wave_BL = wave_BL.to(self.dtype) / 32768
         samples_B = torch.tensor(samples).to(device, non_blocking=True)
         sound_BX = networks.sound_of(self.model, wave_BL, samples, samples_B, normalizes=self.normalizes)
@@ -163,8 +164,8 @@ class RecogniserRecipe(BucketRecipe):
             frames=frames,
             labels=labels,
             dropped_layers=self._dropped(step),
-            whole_labels=clips.whole_symbols,
-            whole_clips=clips.whole_clips,
+            global_labels=clips.global_symbols,
+            global_clips=clips.global_clips,
             keeps_length=not self.uses_mask,
         )
 
@@ -172,20 +173,18 @@ class RecogniserRecipe(BucketRecipe):
         layers = int(self.model.config.num_hidden_layers)
         return dropped_layers(self.settings.schedule.seed, step, layers, self.settings.model.layer_drop)
 
-    def plan_target(self) -> PlanTarget:
-        return plan_target(self.settings, self.architecture, self.clip)
-
     def peak_memory_step(self, step: int) -> int:
         """Returns the first step in which the encoder trains, and of the next ones the one with the most layers."""
         first = max(step, self.settings.model.freeze_encoder_steps)
         if not self.settings.model.layer_drop:
             return first
-        return min(range(first, first + PEAK_SEARCH), key=lambda one: (len(self._dropped(one)), one))
+        return min(range(first, first + PEAK_SEARCH), key=lambda step: (len(self._dropped(step)), step))
 
     def loss(self, batch: UtteranceBatch, step: int) -> Iterator[Yielded]:
-        """Yields the sum of the negative log-likelihoods divided by the labels of the whole batch.
+        """Yields the CTC loss: the negative log-likelihoods of the texts, per label of the global batch.
 
-        Clips whose loss is infinite, as they have fewer frames than CTC needs, count as zero and are counted.
+        Divided by labels and not by clips, as the likelihood of a text is a product over its labels: so a long clip
+        counts for as much as short ones with as many labels, and no split into micro-batches changes the sum.
         """
         most = batch.most_frames
         options = networks.ForwardOptions(
@@ -205,21 +204,22 @@ class RecogniserRecipe(BucketRecipe):
         # passes copy the lengths and the places of the labels to a GPU, three small tensors, for each of which the host
         # waits: six device syncs a micro-batch.
         # https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/native/cuda/LossCTC.cu
+        # A clip with fewer frames than CTC needs has no path, and an infinite loss: with zero_infinity it adds nothing
+        # to the loss and has no gradient. Its labels stay in the divisor, and "infinite" counts such clips.
         losses_B = F.ctc_loss(
             log_probs_BTV.transpose(0, 1), batch.labels_BS, frames, labels, blank=self.blank, reduction="none",
             zero_infinity=True,
         )  # fmt: skip
-        yield Term("ctc", losses_B.sum() / batch.whole_labels)
+        yield Term("ctc", losses_B.sum() / batch.global_labels)
+        # A recogniser first learns to write nothing at all; the share of blanks tells when it begins to write.
         with torch.no_grad():
             inside_BT = torch.arange(most, device=logits_BTV.device) < batch.frames_B[:, None]
             blanks_BT = (logits_BTV.argmax(dim=-1) == self.blank) & inside_BT
             blanks_B = blanks_BT.sum(dim=1).to(self.dtype) / batch.frames_B
-            yield BatchStat("blank_share", blanks_B.sum() / batch.whole_clips)
-            yield BatchStat("infinite", (losses_B == 0).sum().to(self.dtype) / batch.whole_clips)
+            yield BatchStat("blank_share", blanks_B.sum() / batch.global_clips)
+            yield BatchStat("infinite", (losses_B == 0).sum().to(self.dtype) / batch.global_clips)
 
     def average(self, step: int) -> None:
-        if self.held_out is not None:
-            self.held_out.step = step + 1
         if self.settings.schedule.ema_decay:
             self.ema.update(self.model, step)
 
@@ -242,27 +242,6 @@ def trained_parameters(model: Any, settings: TrainAsr) -> list[nn.Parameter]:
     if not settings.masking.mask_time_prob and hasattr(base, "masked_spec_embed"):
         left_out.add(id(base.masked_spec_embed))  # It would never have a gradient.
     return [parameter for parameter in model.parameters() if id(parameter) not in left_out]
-
-
-def _joined(tensors: list[Tensor], length: int) -> Tensor:
-    """Concatenates along the first dimension, with the last one cropped or zero-padded to a length."""
-    fitted = [one[:, :length] if one.shape[1] >= length else F.pad(one, (0, length - one.shape[1])) for one in tensors]
-    return fitted[0] if len(fitted) == 1 else torch.cat(fitted)
-
-
-def plan_target(settings: TrainAsr, architecture: Mapping[str, Any], clip: ClipSize) -> PlanTarget:
-    """Returns the training in the form that the memory planner takes."""
-
-    def build(runtime: Runtime, checkpointing: bool) -> RecogniserRecipe:
-        model = replace(settings.model, gradient_checkpointing=checkpointing)
-        return RecogniserRecipe(replace(settings, model=model), architecture, clip, runtime)
-
-    def load(items: int = settings.schedule.global_batch_size) -> list[ClipBatch]:
-        return empty_bucket(items, clip, clip.frames * STRIDE)
-
-    return PlanTarget(
-        build, load, is_proportional=lambda items: True, global_batch_size=settings.schedule.global_batch_size
-    )
 
 
 def masked_spans(draws: BatchDraws, counts_B: Tensor, most: int, *, share: float, length: int) -> Tensor:

@@ -14,26 +14,20 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
-from gputrain.asr.config import LanguageModelOptions, Transcribe, TranscriptFormat
-from gputrain.asr.decode import BeamDecoder, BeamOptions, CtcDecoder, GreedyDecoder, words_of
+from gputrain.asr.config import Transcribe, TranscriptFormat
+from gputrain.asr.decode import GreedyDecoder, words_of
 from gputrain.asr.load import Recogniser, load_recogniser
 from gputrain.asr.long_audio import ChunkLengths, blocks_of_file, log_prob_pieces, moments_of
-from gputrain.asr.ngram import LM_HINT, NgramModel, estimate_ngrams, read_arpa, read_sentences
 from gputrain.audio.io import HOW_TO_CONVERT, length_of
 from gputrain.audio.prepare import scan_recordings
 from gputrain.data_in.preparation import RefusedItem
-from gputrain.data_in.split import HELD_OUT_SHARE, split
 from gputrain.errors import UserError
 from gputrain.files import Progress, check_report, no_progress, output_names, writing
 from gputrain.hw.runtime import runtime_on
 from gputrain.speech import subtitles
 from gputrain.speech.frames import STRIDE
-from gputrain.speech.store import SpeechStore
-from gputrain.speech.text.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
-
-MakeDecoder = Callable[[], CtcDecoder]
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,7 @@ class Transcript:
     seconds: float  # length of the recording
 
     def to_json(self) -> dict[str, object]:
-        rounded = [{"word": one.word, "start": round(one.start, 3), "end": round(one.end, 3)} for one in self.words]
+        rounded = [{"word": word.word, "start": round(word.start, 3), "end": round(word.end, 3)} for word in self.words]
         return {"path": self.path, "text": self.text, "words": rounded}
 
 
@@ -88,7 +82,6 @@ def transcribe_files(
     runtime = runtime_on(settings.device)
     recogniser = load_recogniser(settings.weights, runtime.device)
     lengths = ChunkLengths.of_seconds(settings.chunk_seconds, settings.overlap_seconds, recogniser.sampling_rate)
-    make_decoder = decoder_of(recogniser.vocabulary, settings.language_model)
     done, began = Transcribed(), time.perf_counter()
     targets = _targets(settings, paths)
     *begins, end = accumulate((length_of(path) or 0.0 for path in paths), initial=0.0)
@@ -97,7 +90,7 @@ def transcribe_files(
         for path, begin in zip(paths, begins, strict=True):
             try:
                 advance = partial(_advance, progress, begin, total)
-                transcript = transcribe_sound(recogniser, path, make_decoder, lengths, advance)
+                transcript = transcribe_sound(recogniser, path, lengths, advance)
             except UserError as error:
                 if not settings.input.is_dir():
                     raise
@@ -139,7 +132,6 @@ def _advance(progress: Progress, begin: float, total: int, seconds: float) -> No
 def transcribe_sound(
     recogniser: Recogniser,
     path: Path,
-    make_decoder: MakeDecoder,
     lengths: ChunkLengths,
     advance: Callable[[float], None] = lambda seconds: None,
 ) -> Transcript:
@@ -153,41 +145,13 @@ def transcribe_sound(
             f"{path}: lasts {1000 * sound.samples / rate_hz:.3g} ms, less than a frame, {1000 * field / rate_hz:g} ms",
             hint="leave it out, or record it again",
         )
-    decoder, frames = make_decoder(), 0
+    decoder, frames = GreedyDecoder(recogniser.vocabulary), 0
     for log_probs_FV in log_prob_pieces(recogniser, blocks, sound, lengths):
         decoder.feed(log_probs_FV)
         frames += len(log_probs_FV)
         advance(frames * STRIDE / rate_hz)
     words = words_of(decoder.finish(), recogniser.vocabulary, STRIDE / rate_hz)
     return Transcript(str(path), " ".join(word.word for word in words), words, sound.samples / rate_hz)
-
-
-def decoder_of(
-    vocabulary: Vocabulary, options: LanguageModelOptions, held_out_share: float = HELD_OUT_SHARE
-) -> MakeDecoder:
-    """Returns a function that makes a decoder for each recording. Raises UserError as `language_model` does."""
-    if options.lm is None:
-        return lambda: GreedyDecoder(vocabulary)
-    model = language_model(options.lm, vocabulary, options.lm_order, held_out_share)
-    log.info("language model: %d-grams of %d words", model.order, model.words)
-    beam = BeamOptions(options.beam_width, options.lm_weight, options.word_score)
-    return lambda: BeamDecoder(vocabulary, model, beam)
-
-
-def language_model(
-    path: Path, vocabulary: Vocabulary, order: int, held_out_share: float = HELD_OUT_SHARE
-) -> NgramModel:
-    """Returns the n-gram model in an ARPA file, or of the sentences of a text or of prepared speech, without its
-    held-out clips. Raises UserError if there are none."""
-    if path.is_dir():
-        clips = split(SpeechStore.open(path).clips, held_out_share, key=lambda clip: clip.fingerprint).train
-        return estimate_ngrams((vocabulary.normalize(clip.text) for clip in clips), order)
-    if path.suffix.lower() in (".arpa", ".lm"):
-        return read_arpa(path)
-    sentences = [vocabulary.normalize(line) for line in read_sentences(path)]
-    if not any(sentences):
-        raise UserError(f"{path}: no words in it", hint=LM_HINT)
-    return estimate_ngrams(filter(None, sentences), order)
 
 
 def _targets(settings: Transcribe, paths: list[Path]) -> dict[Path, dict[TranscriptFormat, Path]]:

@@ -16,9 +16,9 @@ from gputrain.asr.config import (
     PlannedSpeech,
     TrainAsr,
 )
-from gputrain.asr.held_out import HeldOutSpeech
+from gputrain.asr.evaluate import HeldOutSpeech
 from gputrain.asr.initialise import init_weights, initial_normalizes, recogniser_architecture, save_architecture
-from gputrain.asr.recipe import RecogniserRecipe, plan_target
+from gputrain.asr.recipe import RecogniserRecipe
 from gputrain.engine.run_folder import Run
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.kind_work import SWITCHES, PlannedTraining, PlanTarget, StepTraits, SyntheticWork, TrainingStart
@@ -30,6 +30,7 @@ from gputrain.speech.training import (
     PlannedClips,
     SpeechTraining,
     SpeechWork,
+    plan_target,
     size_of_clip,
     speaking_rate,
     synthetic_bucket,
@@ -95,7 +96,7 @@ class AsrWork(SpeechWork[TrainAsr]):
         )  # fmt: skip
 
     def target(self, settings: TrainAsr) -> PlanTarget:
-        return plan_target(settings, architecture_of(settings, self.sizes), self.sizes.clip)
+        return plan_target(RecogniserRecipe, settings, architecture_of(settings, self.sizes), self.sizes.clip, STRIDE)
 
     def fallbacks(self, settings: TrainAsr, budget: MemoryBudget, found: Fit) -> dict[str, TrainAsr]:
         model, schedule = settings.model, settings.schedule
@@ -191,7 +192,7 @@ class AsrTraining(SpeechTraining[TrainAsr]):
             )  # fmt: skip
 
     def recipe(self, settings: TrainAsr, runtime: Runtime) -> RecogniserRecipe:
-        sizes, held_out = self.sizes, HeldOutSpeech(self.speech, settings)
+        sizes, held_out = self.sizes, HeldOutSpeech(self.speech, settings, normalizes=self.normalizes)
         return RecogniserRecipe(settings, sizes.architecture, sizes.clip, runtime, held_out, normalizes=self.normalizes)
 
     def start(self, recipe: RecogniserRecipe) -> bool:

@@ -296,7 +296,7 @@ def _open_folder(saving: Saving, kind: str, settings: type) -> OpenedFolder:
         raise unreadable(found[0], TRAIN_AGAIN)
     if found:
         usual = {name: value for name, value in config.defaults(settings).items() if value is not None}
-        found[1]["config"] = usual | found[1]["config"]
+        found[1]["config"] = usual | config.without_removed(settings, found[1]["config"])
     here = found is not None and found[0].parent.resolve() == folder.resolve()
     has_steps, has_checkpoints = (folder / "metrics.jsonl").exists(), bool(checkpoint.newest_first(folder))
     begins_anew = has_steps and not has_checkpoints and bool(saving.resume_from)

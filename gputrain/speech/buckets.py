@@ -62,20 +62,18 @@ def open_speech(
     hop_size: int,
     held_out_share: float = HELD_OUT_SHARE,
     kind: SpeechKind = "tts",
-    *,
-    some_unnamed: bool = False,
 ) -> Speech:
     """Opens prepared speech; which clips are held out depends only on the content of their sources.
 
     Clips of one source are held out together, except those of a recogniser's few long recordings, of which a single one
-    could be most of the data. With `some_unnamed`, folders may name no speaker beside others that do.
+    could be most of the data.
 
     Raises UserError, also if the speech was prepared for another kind of model, or a clip has fewer frames of
     `hop_size` samples than symbols.
     """
     folders = data_folders(given)
     stores = tuple(_open_store(folder.path, hop_size, kind) for folder in folders)
-    store = joined(stores, some_unnamed=some_unnamed)
+    store = joined(stores)
     rest = iter(store.clips)
     # Sorted by length, the clips that an epoch draws of a folder have the lengths of the whole folder.
     clips = [
@@ -470,15 +468,15 @@ class StepClips(NamedTuple):
     # a place are zero, and so are its gradients.
 
     @property
-    def whole_clips(self) -> float:
+    def global_clips(self) -> float:
         return math.inf if self.is_idle else len(self.frames)
 
     @property
-    def whole_frames(self) -> float:
+    def global_frames(self) -> float:
         return math.inf if self.is_idle else sum(self.frames)
 
     @property
-    def whole_symbols(self) -> float:
+    def global_symbols(self) -> float:
         return math.inf if self.is_idle else sum(self.symbols)
 
 

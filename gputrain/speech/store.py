@@ -266,16 +266,15 @@ def format_store_folders(stores: Iterable[SpeechStore]) -> str:
 # --------------------------------------------------- several folders
 
 
-def joined(stores: tuple[SpeechStore, ...], *, some_unnamed: bool = False) -> SpeechStore:
+def joined(stores: tuple[SpeechStore, ...]) -> SpeechStore:
     """Returns stores of the same kind as one. Raises UserError if their texts or their sound do not go together, or if
-    some have unnamed speakers, unless `some_unnamed` allows it."""
+    some have unnamed speakers."""
     if len(stores) == 1:
         return stores[0]
     format = stores[0].format
     for store in stores[1:]:
         format = _joined_format(stores[0], format, store)
-    if not some_unnamed:
-        _check_speakers(stores)
+    _check_speakers(stores)
     places = {speaker: place for place, speaker in enumerate(format.speakers)}
     clips = [
         replace(moved(clip, begin), speaker=places[store.format.speakers[clip.speaker]])

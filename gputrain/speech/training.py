@@ -7,12 +7,13 @@ import functools
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import Self
 
@@ -42,6 +43,7 @@ from gputrain.speech.buckets import (
     StepClips,
     buckets_of,
     clips_of_step,
+    empty_bucket,
     open_speech,
 )
 from gputrain.speech.config import SpeechKind
@@ -145,10 +147,7 @@ class SpeechWork(KindWork[S]):
 
     def open_speech(self, settings: Any) -> Speech:
         data = settings.data
-        some_unnamed = bool(getattr(settings.model, "add_speaker", ""))
-        return open_speech(
-            data.data_path, self.hop_size, data.held_out_share, self.speech_kind, some_unnamed=some_unnamed
-        )
+        return open_speech(data.data_path, self.hop_size, data.held_out_share, self.speech_kind)
 
     def fill_buckets(self, settings: Any, speech: Speech) -> Buckets:
         """Returns buckets that contain about the same amount of audio."""
@@ -238,14 +237,11 @@ class BucketRecipe:
 
     settings: Any
     runtime: Runtime
+    architecture: Any
     clip: ClipSize
+    hop_size: int  # Samples from a frame to the next.
     held_out: Any  # Samples and evaluates a model; None: there is neither.
     best_model: Any
-    inference_options: Mapping[str, Any] = {}  # Passed to samples and evaluations beside the model.
-
-    def plan_target(self) -> PlanTarget:
-        """Returns the training in the form that the memory planner takes."""
-        raise NotImplementedError
 
     def clips_and_draws(self, loaded: list[ClipBatch], step: int) -> tuple[StepClips, BatchDraws]:
         """Returns the clips of a step, of one bucket or of several with gradient accumulation, and its noise."""
@@ -263,9 +259,8 @@ class BucketRecipe:
     @functools.cached_property
     def _item_flops(self) -> float:
         """FLOPs of a step for each clip, in a step that computes all that the model has."""
-        return step_flops(self.plan_target(), self.peak_memory_step(0)) / float(
-            self.settings.schedule.global_batch_size
-        )
+        target = plan_target(type(self), self.settings, self.architecture, self.clip, self.hop_size)
+        return step_flops(target, self.peak_memory_step(0)) / target.global_batch_size
 
     def peak_memory_step(self, step: int) -> int:
         return step
@@ -282,11 +277,33 @@ class BucketRecipe:
         if self.held_out is None:
             return Report()
         with self.runtime.autocast():
-            made: Report = self.held_out.sample(self.best_model, self.runtime.device, **self.inference_options)
+            made: Report = self.held_out.sample(self.best_model, self.runtime.device)
         return made
 
     def evaluate(self) -> Report:
         assert self.held_out is not None
         with self.runtime.autocast():
-            made: Report = self.held_out.evaluate(self.best_model, self.runtime.device, **self.inference_options)
+            made: Report = self.held_out.evaluate(self.best_model, self.runtime.device)
         return made
+
+
+def plan_target(
+    recipe: Callable[..., BucketRecipe], settings: Any, architecture: Any, clip: ClipSize, hop_size: int
+) -> PlanTarget:
+    """Returns a training by a recipe in the form that the memory planner takes: all clips have one size."""
+
+    def build(runtime: Runtime, checkpointing: bool) -> Any:
+        model = replace(settings.model, gradient_checkpointing=checkpointing)
+        return recipe(replace(settings, model=model), architecture, clip, runtime)
+
+    def load(items: int = settings.schedule.global_batch_size) -> list[ClipBatch]:
+        return empty_bucket(items, clip, clip.frames * hop_size)
+
+    return PlanTarget(
+        build, load, is_proportional=lambda items: True, global_batch_size=settings.schedule.global_batch_size
+    )
+
+
+def fit_length(x: Tensor, size: int) -> Tensor:
+    """Returns a contiguous tensor whose last dimension is cropped or zero-padded to `size` elements."""
+    return F.pad(x, (0, size - x.shape[-1])) if x.shape[-1] < size else x[..., :size].contiguous()

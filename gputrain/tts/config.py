@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from gputrain.audio.config import AdversarialSchedule, SoundSaving, check_multiple
 from gputrain.bench.options import BenchOptions, BenchSettings
 from gputrain.config import ModelName, config, opt
-from gputrain.engine.schedule import SEVERAL, STEP_ORDER_HELP, LearningRateSchedule, StepOrder
+from gputrain.engine.schedule import SEVERAL, LearningRateSchedule
 from gputrain.errors import UserError
 from gputrain.fetch.names import TrainedModel
 from gputrain.hw.plan import Cards, DeviceName, Hardware
@@ -66,34 +66,14 @@ class Model:
     discriminator_channels: int = opt(
         default=32, help="Channels of the discriminators' first layers; a multiple of 8.", min=8
     )
-    use_mrd: bool = opt(
-        default=False,
-        help="Add discriminators of spectrograms at three resolutions (UnivNet's, as in Piper) to those of waves.",
-    )
     init_from: ModelName | None = opt(
         default=None,
         help="Initialise from a run or checkpoint, or from one of Piper or Coqui, of any language, or by a name of "
         "`gputrain fetch --list` or of the Hugging Face Hub; layers with other shapes are reinitialised.",
     )
-    add_speaker: str = opt(
-        default="", help="Name of a new speaker, who is added to the voice of init_from; its own keep their places."
-    )
-    train_part: Literal["all", "speaker"] = opt(
-        default="all",
-        help="Part to train with add_speaker: all, on speech of old speakers too, or only the embedding of the new "
-        "speaker, so that all others sound as before.",
-    )
 
     def __post_init__(self) -> None:
         check_multiple(self, "discriminator_channels", 8)
-        if self.add_speaker != self.add_speaker.strip():
-            raise UserError(f"add_speaker {self.add_speaker!r} begins or ends with a space", hint="give a plain name")
-        if self.add_speaker and not self.init_from:
-            raise UserError(
-                f"add_speaker {self.add_speaker} needs a voice to be added to", hint="--init-from RUN_OR_CHECKPOINT"
-            )
-        if self.train_part == "speaker" and not self.add_speaker:
-            raise UserError("train_part speaker trains a new speaker", hint="name it: --add-speaker NAME")
 
 
 @config(panel="Evaluation")
@@ -102,21 +82,9 @@ class VoiceEvaluation:
 
     recogniser: ModelName | None = opt(
         default=None,
-        help="Model that counts a voice's recognition errors: of train-asr, transformers (CTC) or faster-whisper, its "
-        "folder or its name on the Hugging Face Hub.",
+        help="Model that counts a voice's recognition errors: of train-asr or transformers (CTC), its folder or its "
+        "name on the Hugging Face Hub.",
     )
-    mos_predictor: Path | None = opt(
-        default=None,
-        help="ONNX file that predicts the mean opinion score of a voice from its sound: float32 [samples] or [batch, "
-        "samples] in, one score out, of which a higher one is better.",
-    )
-    mos_sampling_rate: int = opt(
-        default=0, help="Sampling rate of mos_predictor in Hz; 0: the sampling_rate in its file's metadata.", min=0
-    )
-
-    def __post_init__(self) -> None:
-        if self.mos_sampling_rate and not self.mos_predictor:
-            raise UserError("mos_sampling_rate has no effect without mos_predictor", hint="--mos-predictor FILE.onnx")
 
 
 @config(panel="Losses")
@@ -124,7 +92,6 @@ class Losses:
     mel_weight: float = opt(default=45.0, help="Weight of the L1 loss between log-mel spectrograms.", min=0)
     kl_weight: float = opt(default=1.0, help="Weight of the KL divergence of the posterior from the prior.", min=0)
     duration_weight: float = opt(default=1.0, help="Weight of the duration loss (negative log-likelihood).", min=0)
-    step_order: StepOrder = opt(default="simultaneous", help=STEP_ORDER_HELP)
     alignment_prior_steps: int | None = opt(
         default=None,
         help="First steps in which alignments of an even pace are preferred, less with every step; default: 2000, and "
@@ -162,50 +129,45 @@ class VoiceSchedule(AdversarialSchedule):
     gradient_clip: float = opt(default=0.0, help="Maximum gradient norm of a phase; 0 is off.", min=0)
 
 
-ASSESSOR_OF = {"cer": "recogniser", "mos": "mos_predictor"}  # What a measure of best_by needs.
-
-
 @config(panel="Run folder")
 class VoiceSaving(SoundSaving):
-    best_by: Literal["distance", "cer", "mos"] = opt(
+    best_by: Literal["distance", "cer"] = opt(
         default="distance",
-        help="Measure of which checkpoint_best.pt has the best: distance from the recordings (mcd_sl_db), character "
-        "error rate of recogniser, or mos of mos_predictor.",
+        help="Measure of which checkpoint_best.pt has the best: distance from the recordings (mcd_sl_db), or character "
+        "error rate of recogniser.",
     )
 
     def basis_of_score(self, settings: Mapping[str, object]) -> tuple[object, ...]:
         best_by = settings.get("best_by", "distance")
-        return best_by, settings.get(ASSESSOR_OF.get(str(best_by), ""))
+        return best_by, settings.get("recogniser") if best_by == "cer" else None
 
 
 @config()
 class TrainTts:
     kind: ClassVar[str] = "tts"
     spellings: ClassVar[dict[str, str]] = SPELLINGS
+    removed: ClassVar[dict[str, object]] = {
+        "use_mrd": False, "add_speaker": "", "train_part": "all", "step_order": "simultaneous",
+        "mos_predictor": None, "mos_sampling_rate": 0,
+    }  # fmt: skip
 
     data: Data
     model: Model = Model()
     losses: Losses = Losses()
     schedule: VoiceSchedule = VoiceSchedule()
-    assessors: VoiceEvaluation = VoiceEvaluation()
+    evaluation: VoiceEvaluation = VoiceEvaluation()
     saving: VoiceSaving = VoiceSaving()
     hardware: Hardware = Hardware()
 
     def __post_init__(self) -> None:
-        best_by = self.saving.best_by
-        needed, given = (
-            ASSESSOR_OF.get(best_by),
-            [name for name in ASSESSOR_OF.values() if getattr(self.assessors, name)],
-        )
-        if needed and needed not in given:
-            flag = f"--{needed.replace('_', '-')}"
+        recogniser = self.evaluation.recogniser
+        if self.saving.best_by == "cer" and not recogniser:
             raise UserError(
-                f"best_by {best_by} needs a {needed}", hint=f"name one, {flag} MODEL, or --best-by distance"
+                "best_by cer needs a recogniser", hint="name one, --recogniser MODEL, or --best-by distance"
             )
-        if given and not self.saving.evaluates:
+        if recogniser and not self.saving.evaluates:
             raise UserError(
-                f"{' and '.join(given)} has no effect: nothing is evaluated",
-                hint="--evaluate-every-steps says how often",
+                "recogniser has no effect: nothing is evaluated", hint="--evaluate-every-steps says how often"
             )
 
     @property
@@ -249,7 +211,6 @@ class BenchTts(BenchSettings):
     clip_seconds: float = opt(default=5.0, help="Length of each clip, in seconds.", min=0.5)
     micro_batch_size: int = opt(default=0, help="Clips of a micro-batch; 0: batch_size.", min=0)
     discriminator_channels: int = opt(default=32, help="As in train-tts.", min=8)
-    use_mrd: bool = opt(default=False, help="As in train-tts.")
     inference: bool = opt(default=False, help="Measure speaking without gradients, not training steps.")
     bench: BenchOptions = BenchOptions()
 

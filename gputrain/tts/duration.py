@@ -144,24 +144,22 @@ class _Spline(torch.autograd.Function):
 
 
 class DurationPredictor(nn.Module):
-    """Predicts durations from detached text and speaker features, so that it gives no gradient to them; with
-    `trains_speaker`, it gives one to the speaker.
+    """Predicts durations from detached text and speaker features, so that it gives no gradient to them.
 
     With `checkpointing`, a stack of convolutions keeps only its input and is recomputed in the backward pass.
     """
 
     def __init__(self, architecture: VoiceArchitecture, *, checkpointing: bool = False) -> None:
         super().__init__()
-        self.trains_speaker = False
         channels, dropout = architecture.hidden_channels, architecture.duration_dropout
         stack = functools.partial(SeparableStack, architecture, checkpointing=checkpointing)
-        self.text_pre = PointwiseConvolution(channels, channels)
-        self.text_stack, self.text_post = stack(dropout), PointwiseConvolution(channels, channels)
+        self.text_pre = nn.Conv1d(channels, channels, 1)
+        self.text_stack, self.text_post = stack(dropout), nn.Conv1d(channels, channels, 1)
         if architecture.conditioned_channels:
             self.condition = nn.Conv1d(architecture.conditioned_channels, channels, 1)
         self.flow = DurationFlow(architecture, stack)
-        self.posterior_pre = PointwiseConvolution(1, channels)
-        self.posterior_stack, self.posterior_post = stack(dropout), PointwiseConvolution(channels, channels)
+        self.posterior_pre = nn.Conv1d(1, channels, 1)
+        self.posterior_stack, self.posterior_post = stack(dropout), nn.Conv1d(channels, channels, 1)
         self.posterior_flow = DurationFlow(architecture, stack)
 
     def forward(
@@ -191,13 +189,6 @@ class DurationPredictor(nn.Module):
             loss_B: Tensor = log_q_B - log_p_B
             return loss_B
 
-    def compute_by_rows(self) -> None:
-        """Has convolutions be products and sums over the channels of each symbol, as norms are. Compiled for a GPU,
-        these are few kernels. The results are the same up to rounding."""
-        for module in self.modules():
-            if isinstance(module, (PointwiseConvolution, SeparableStack)):
-                module.by_rows = True
-
     def spline_couplings(self) -> list[Any]:
         return [*self.flow.couplings, *self.posterior_flow.couplings]
 
@@ -214,8 +205,7 @@ class DurationPredictor(nn.Module):
     def _text(self, hidden_BCS: Tensor, mask_B1S: Tensor, speaker_BG1: Tensor | None) -> Tensor:
         text_BCS = self.text_pre(at_least_fp32(hidden_BCS.detach()))
         if speaker_BG1 is not None:
-            speaker_BG1 = speaker_BG1 if self.trains_speaker else speaker_BG1.detach()
-            text_BCS = text_BCS + self.condition(at_least_fp32(speaker_BG1))
+            text_BCS = text_BCS + self.condition(at_least_fp32(speaker_BG1.detach()))
         told_BCS: Tensor = self.text_post(self.text_stack(text_BCS, mask_B1S)) * mask_B1S
         return told_BCS
 
@@ -263,8 +253,8 @@ class SplineCoupling(nn.Module):
     def __init__(self, architecture: VoiceArchitecture, stack: Callable[[float], "SeparableStack"]) -> None:
         super().__init__()
         channels = architecture.hidden_channels
-        self.pre, self.stack = PointwiseConvolution(1, channels), stack(0.0)
-        self.project = PointwiseConvolution(channels, 3 * architecture.duration_bins - 1)
+        self.pre, self.stack = nn.Conv1d(1, channels, 1), stack(0.0)
+        self.project = nn.Conv1d(channels, 3 * architecture.duration_bins - 1, 1)
         nn.init.zeros_(self.project.weight)
         assert self.project.bias is not None
         nn.init.zeros_(self.project.bias)
@@ -285,28 +275,8 @@ class SplineCoupling(nn.Module):
         return torch.cat([second_B1S, first_B1S], dim=1) * mask_B1S, _summed(slope_B1S * mask_B1S)
 
 
-class PointwiseConvolution(nn.Conv1d):
-    """A convolution of kernel size 1."""
-
-    by_rows = False  # It is computed as a product of rows, or as a sum if there is one channel.
-
-    def __init__(self, channels: int, out_channels: int) -> None:
-        super().__init__(channels, out_channels, 1)
-
-    def forward(self, x_BCS: Tensor) -> Tensor:
-        if not self.by_rows:
-            return super().forward(x_BCS)
-        x_BSC = x_BCS.transpose(1, 2)
-        if self.in_channels > 1:
-            return F.linear(x_BSC, self.weight.squeeze(2), self.bias).transpose(1, 2)
-        bias_BSC, weight_BSC = of_every_row(x_BSC, self.bias, self.weight.squeeze(2))
-        return (x_BSC * weight_BSC + bias_BSC).transpose(1, 2)
-
-
 class SeparableStack(nn.Module):
     """Residual layers of a dilated depthwise and a pointwise convolution, each followed by a LayerNorm."""
-
-    by_rows = False  # Depthwise convolutions are sums over the symbols that they reach.
 
     def __init__(self, architecture: VoiceArchitecture, dropout: float, *, checkpointing: bool) -> None:
         super().__init__()
@@ -324,11 +294,6 @@ class SeparableStack(nn.Module):
 
     def _run(self, x_BCS: Tensor, mask_B1S: Tensor) -> Tensor:
         layer: Any
-        if self.by_rows:
-            x_BSC, mask_BS1 = x_BCS.transpose(1, 2), mask_B1S.transpose(1, 2)
-            for layer in self.layers:
-                x_BSC = x_BSC + layer.of_rows(x_BSC * mask_BS1)
-            return (x_BSC * mask_BS1).transpose(1, 2)
         for layer in self.layers:
             x_BCS = x_BCS + layer(x_BCS * mask_B1S)
         return x_BCS * mask_B1S
@@ -349,49 +314,6 @@ class SeparableLayer(nn.Module):
         x_BSC = F.gelu(self.pointwise_norm(self.pointwise(x_BSC)))
         dropped: Tensor = self.dropout(x_BSC)
         return dropped.transpose(1, 2)
-
-    def of_rows(self, x_BSC: Tensor) -> Tensor:
-        """Returns the same as `forward` by sums and products of rows, whose gradients are few kernels if compiled."""
-        convolution, symbols = self.depthwise, x_BSC.shape[1]
-        reach, step = convolution.dilation[0] * (convolution.kernel_size[0] // 2), convolution.dilation[0]
-        padded_BSC = F.pad(x_BSC, (0, 0, reach, reach))
-        norm, weight_CK = self.depthwise_norm, convolution.weight.squeeze(1)
-        sum_BSC, gain_BSC, shift_BSC, *weights_BSC = of_every_row(
-            x_BSC, convolution.bias, norm.weight, norm.bias, weight_CK
-        )
-        for place, weight_BSC in enumerate(weights_BSC):
-            sum_BSC = sum_BSC + padded_BSC[:, place * step : place * step + symbols] * weight_BSC
-        x_BSC = F.gelu(F.layer_norm(sum_BSC, norm.normalized_shape, eps=norm.eps) * gain_BSC + shift_BSC)
-        norm = self.pointwise_norm
-        bias_BSC, gain_BSC, shift_BSC = of_every_row(x_BSC, self.pointwise.bias, norm.weight, norm.bias)
-        x_BSC = F.linear(x_BSC, self.pointwise.weight) + bias_BSC
-        x_BSC = F.gelu(F.layer_norm(x_BSC, norm.normalized_shape, eps=norm.eps) * gain_BSC + shift_BSC)
-        dropped: Tensor = self.dropout(x_BSC)
-        return dropped
-
-
-def of_every_row(x_BSC: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-    """Returns vectors, and the columns of matrices, expanded to every row of x, (B, S, ...). Their gradients are summed
-    over all rows at once: compiled, sums of each on its own are two kernels each."""
-    expanded: tuple[Tensor, ...] = _OfEveryRow.apply(*x_BSC.shape[:2], *parameters)  # type: ignore[no-untyped-call]
-    return expanded
-
-
-class _OfEveryRow(torch.autograd.Function):
-    """Its parameters are C or CK."""
-
-    @staticmethod
-    def forward(ctx: Any, items: int, symbols: int, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.columns = [0 if one.ndim == 1 else one.shape[1] for one in parameters]
-        parts = [(one,) if one.ndim == 1 else one.unbind(dim=1) for one in parameters]
-        return tuple(value_C.expand(items, symbols, -1) for part in parts for value_C in part)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients_BSC: Tensor) -> tuple[Tensor | None, ...]:
-        sums_RC = torch.stack(gradients_BSC, dim=2).sum(dim=(0, 1))
-        pairs = zip(torch.split(sums_RC, [max(1, columns) for columns in ctx.columns]), ctx.columns, strict=True)
-        return None, None, *(sum_KC.T.contiguous() if columns else sum_KC[0] for sum_KC, columns in pairs)
 
 
 def _summed(x_BCS: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -41,18 +41,18 @@ from gputrain.drawing import (
 )
 from gputrain.engine.checkpoint import load_weights
 from gputrain.engine.data import Sample
-from gputrain.errors import UserError
+from gputrain.errors import UserError, first_line, require
 from gputrain.files import FULL_SCALE, Progress, no_progress
 from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on, synchronize
+from gputrain.kinds import speech_checker
 from gputrain.samples import Report, Sheet, SheetCell, SoundSample
 from gputrain.speech.buckets import Buckets, ClipBatch, Speech, open_speech
 from gputrain.speech.error_rates import Edits, character_edits, word_edits
 from gputrain.speech.store import SpeechClip, SpeechStore, format_store_folders, frame_count
 from gputrain.speech.text.frontend import PAD_ID, Frontend
 from gputrain.tts import measures
-from gputrain.tts.assessors import AssessmentFailed, Assessors, Heard, open_assessors
-from gputrain.tts.config import TrainTts, VoiceEvaluation
+from gputrain.tts.config import TrainTts
 from gputrain.tts.load import TrainedVoice, read_trained
 from gputrain.tts.measures import AlignmentHealth
 from gputrain.tts.model import Voice
@@ -66,7 +66,6 @@ from gputrain.tts.reading import (
     seed_of,
     synthesise,
 )
-from gputrain.tts.speakers import KnownVoice, common_front_end, names_in
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +78,35 @@ SCORES: Mapping[str, Callable[[Mapping[str, float]], float]] = {  # Higher is be
     "distance": lambda scalars: -scalars["mcd_sl_db"],
     # Where nothing can be read yet, a rate above 100 % is no worse than one of 100 %: the distance decides.
     "cer": lambda scalars: 1 - scalars["cer"] if scalars["cer"] < 1 else -scalars["mcd_sl_db"],
-    "mos": lambda scalars: scalars["mos"],
 }
+Recogniser: TypeAlias = Callable[[Samples], str]  # Transcribes samples at the voice's rate to normalised text.
+
+
+class RecognitionFailed(UserError):
+    """A recogniser has no result for a sound."""
+
+
+def open_recogniser(model: str | Path | None, frontend: Frontend, rate_hz: int, device: str) -> Recogniser | None:
+    """Loads the recogniser that reads what a voice speaks, if one is named. What it reads gets the voice's text rules.
+
+    It raises RecognitionFailed. Raises UserError if there is no such model.
+    """
+    if model is None:
+        return None
+    require("rapidfuzz", needed_by="error rates")
+    checker = speech_checker(model, device)
+
+    def transcribe(wave_L: Samples) -> str:
+        try:
+            with torch.autocast("cpu", enabled=False):  # That of the voice is not the recogniser's.
+                return measures.plain(frontend.normalize(checker.read(wave_L, rate_hz)))
+        except Exception as error:  # Whatever a user's model raises.
+            raise RecognitionFailed(
+                f"the recogniser failed on a sound: {first_line(error)}",
+                hint="resume with --best-by distance, or with another recogniser",
+            ) from error
+
+    return transcribe
 
 
 @dataclass(frozen=True)
@@ -96,7 +122,6 @@ class Evaluation(ClipMetrics):
       warms up, is excluded unless it is the only one.
     - `mel_distance`, `kl`, `duration` (nats per frame and symbol) and the alignment: of recordings encoded as in
       training.
-    - `mos`, `recorded_mos`: means of a predictor's opinion scores of the voice and of the recordings.
     - `score` is -mcd_sl_db, the only metric of the whole path from text to sound with its timing; durations dominate it
       early in training, and sound quality later. A training may choose another one of SCORES.
     """
@@ -110,10 +135,9 @@ class _Tally:
     pitch: PitchMatch = field(default_factory=PitchMatch)
     health: AlignmentHealth = field(default_factory=AlignmentHealth)
     edits: dict[str, Edits] = field(default_factory=lambda: defaultdict(Edits))
-    mos: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
-    def add_read(self, found: EncodedClips, batch: ClipBatch) -> None:
+    def add_encoded(self, found: EncodedClips, batch: ClipBatch) -> None:
         for name, value_B in (
             ("frames", batch.frames_B), ("symbols", batch.symbols_B), ("kl", found.divergence_B),
             ("duration", found.duration_loss_B), ("mel_distance", found.mel_distance_B),
@@ -135,13 +159,10 @@ class _Tally:
         self.sums["made_samples"] += len(made_L)
         self.sums["real_samples"] += len(real_L)
 
-    def add_heard(self, prefix: str, written: str, heard: Heard) -> None:
-        if heard.text is not None:
-            self.sums[f"{prefix}unread"] += not heard.text
-            for name, edits in (("cer", character_edits), ("wer", word_edits)):
-                self.edits[prefix + name] += edits(written, heard.text)
-        if heard.mos is not None:
-            self.mos[f"{prefix}mos"].append(heard.mos)
+    def add_read(self, prefix: str, written: str, read: str) -> None:
+        self.sums[f"{prefix}unread"] += not read
+        for name, edits in (("cer", character_edits), ("wer", word_edits)):
+            self.edits[prefix + name] += edits(written, read)
 
     def scalars(self) -> dict[str, float]:
         clips, sums = len(self.mcd_db), self.sums
@@ -161,7 +182,6 @@ class _Tally:
             **self.health.scalars(),
             "alignment_gain": sums["gain"] / clips,
             **{name: edits.rate for name, edits in self.edits.items()},
-            **{name: statistics.fmean(scores) for name, scores in self.mos.items()},
             "rtf": statistics.median(self.rtf[1:] or self.rtf) if self.rtf else None,
         }
         return {name: value for name, value in found.items() if value is not None}
@@ -178,8 +198,8 @@ def evaluate_clips(
     clips: Buckets,
     device: torch.device,
     *,
-    assessors: Assessors | None = None,
-    recorded: dict[SpeechClip, Heard] | None = None,
+    recogniser: Recogniser | None = None,
+    recorded: dict[SpeechClip, str] | None = None,
     quick: bool = False,
     progress: Progress = no_progress,
 ) -> Evaluation:
@@ -187,11 +207,11 @@ def evaluate_clips(
 
     Each clip has its own fixed noise, and the global random state is unchanged. Only the voice computes on `device`,
     within the caller's autocast. `quick` leaves out speed and pitch, whose trackers take as long as everything else.
-    `recorded` keeps what the assessors say of recordings for the next evaluation. Waves are quantised to 16 bits, as
+    `recorded` keeps what the recogniser reads in recordings for the next evaluation. Waves are quantised to 16 bits, as
     in a file, before they are compared.
     """
     tally, mel, done = _Tally(), voice.architecture.mel, 0
-    assessors, recorded = assessors or Assessors(), {} if recorded is None else recorded
+    recorded = {} if recorded is None else recorded
     known = len(recorded)
     progress(0, len(clips.clips))
     with eval_mode(voice):
@@ -199,7 +219,7 @@ def evaluate_clips(
             batch = clips[Sample(0, number)]
             these = [clips.clips[place] for place in batch.clips_B.tolist()]
             seeds = [clip_seed(clip) for clip in these]
-            tally.add_read(encode_recordings(voice, batch, seeds, device), batch)
+            tally.add_encoded(encode_recordings(voice, batch, seeds, device), batch)
             texts = [
                 Text(ids_S[:symbols].tolist(), speaker, seed, LONGEST * frames)
                 for ids_S, symbols, frames, speaker, seed in zip(
@@ -209,15 +229,16 @@ def evaluate_clips(
             ]  # fmt: skip
             spoken, seconds = _timed(voice, texts, device)
             if not quick:
-                tally.rtf.append(seconds * mel.sampling_rate / sum(len(one.wave_L) for one in spoken))
-            for one, clip, wave_L, frames in zip(spoken, these, batch.wave_BT, batch.frames_B.tolist(), strict=True):
+                tally.rtf.append(seconds * mel.sampling_rate / sum(len(speech.wave_L) for speech in spoken))
+            for speech, clip, wave_L, frames in zip(spoken, these, batch.wave_BT, batch.frames_B.tolist(), strict=True):
                 real_L = from_int16(wave_L[: frames * mel.hop_size].numpy())
-                tally.add_spoken(one.wave_L, real_L, mel, quick)
-                written = measures.plain(clip.normalized)
-                tally.add_heard("", written, assessors.hear(one.wave_L))
-                if clip not in recorded:
-                    recorded[clip] = assessors.hear(real_L)
-                tally.add_heard("recorded_", written, recorded[clip])
+                tally.add_spoken(speech.wave_L, real_L, mel, quick)
+                if recogniser is not None:
+                    written = measures.plain(clip.normalized)
+                    tally.add_read("", written, recogniser(speech.wave_L))
+                    if clip not in recorded:
+                        recorded[clip] = recogniser(real_L)
+                    tally.add_read("recorded_", written, recorded[clip])
                 done += 1
                 progress(done, len(clips.clips))
     if (unread := round(tally.sums["recorded_unread"])) > done / 2 and len(recorded) > known:
@@ -226,37 +247,6 @@ def evaluate_clips(
             "voice: name another one with --recogniser", unread, done,
         )  # fmt: skip
     return Evaluation(tally.scalars(), done)
-
-
-def evaluate_by_speaker(
-    voice: Voice,
-    store: SpeechStore,
-    clips: list[SpeechClip],
-    device: torch.device,
-    new: int | None,
-    *,
-    batch_size: int,
-    **options: Any,
-) -> Evaluation:
-    """Does what `evaluate_clips` does, with its options. If there are clips both of a `new` speaker, by number, and of
-    others, they are evaluated apart: their figures begin with new_ and old_, and those without are the means of the
-    two, so that each counts the same."""
-    hop_size = voice.architecture.mel.hop_size
-    groups = dict(zip(("new", "old"), _parted(clips, new), strict=True))
-    if not all(groups.values()):
-        return evaluate_clips(voice, batch_clips(store, clips, hop_size, batch_size), device, **options)
-    apart = {
-        name: evaluate_clips(voice, batch_clips(store, own, hop_size, batch_size), device, **options).scalars
-        for name, own in groups.items()
-    }
-    both = [name for name in apart["new"] if name in apart["old"]]
-    scalars = {f"{group}_{name}": apart[group][name] for name in both for group in apart}
-    return Evaluation({**scalars, **{name: (apart["new"][name] + apart["old"][name]) / 2 for name in both}}, len(clips))
-
-
-def _parted(clips: Sequence[SpeechClip], new: int | None) -> tuple[list[SpeechClip], list[SpeechClip]]:
-    """Returns the clips of the new speaker, and those of others."""
-    return [clip for clip in clips if clip.speaker == new], [clip for clip in clips if clip.speaker != new]
 
 
 def _timed(voice: Voice, texts: list[Text], device: torch.device) -> tuple[list[SynthesisedSpeech], float]:
@@ -270,21 +260,17 @@ def _timed(voice: Voice, texts: list[Text], device: torch.device) -> tuple[list[
 class HeldOutClips:
     """Held-out clips of a training, sorted by fingerprint so that they come from many recordings."""
 
-    def __init__(self, speech: Speech, settings: TrainTts, assessors: Assessors | None = None) -> None:
+    def __init__(self, speech: Speech, settings: TrainTts, recogniser: Recogniser | None = None) -> None:
         """Raises UserError where a test sentence has no symbol of the voice."""
         data, format = settings.data, speech.store.format
         self.store, self.batch_size = speech.store, data.eval_batch_size
-        self.assessors, self.best_by = assessors or Assessors(), settings.saving.best_by
-        self.recorded: dict[SpeechClip, Heard] = {}
+        self.recogniser, self.best_by = recogniser, settings.saving.best_by
+        self.recorded: dict[SpeechClip, str] = {}
         held_out = sorted(speech.parts.held_out, key=lambda clip: clip.fingerprint)
         reader, speakers, most = format.front_end, len(format.speakers), data.num_audio_samples
-        self.new = speakers - 1 if settings.model.add_speaker else None
-        if self.new is not None:  # Half of the clips are the new speaker's, if both have so many.
-            held_out = [clip for pair in zip_longest(*_parted(held_out, self.new)) for clip in pair if clip]
         self.clips = held_out[: data.eval_clips]
         sentences = [
-            text_of_sentence(one, reader, (number + (self.new or 0)) % speakers)
-            for number, one in enumerate(data.test_sentences)
+            text_of_sentence(sentence, reader, number % speakers) for number, sentence in enumerate(data.test_sentences)
         ]
         self.texts = sentences[:most] or [text_of_clip(clip, reader) for clip in held_out[:most]]
 
@@ -292,18 +278,16 @@ class HeldOutClips:
         return synthesise_samples(voice, self.texts, self.store, self.clips[0], device)
 
     def evaluate(self, voice: Voice, device: torch.device) -> Report:
-        """Runs `evaluate_clips` without pitch and speed. An assessor that fails is left out from then on, with a
-        warning. Raises AssessmentFailed if its measure selects the best checkpoint."""
+        """Runs `evaluate_clips` without pitch and speed. A recogniser that fails is left out from then on, with a
+        warning. Raises RecognitionFailed if its error rate selects the best checkpoint."""
+        clips = batch_clips(self.store, self.clips, voice.architecture.mel.hop_size, self.batch_size)
         try:
-            found = evaluate_by_speaker(
-                voice, self.store, self.clips, device, self.new, batch_size=self.batch_size, assessors=self.assessors,
-                recorded=self.recorded, quick=True,
-            )  # fmt: skip
-        except AssessmentFailed as failure:
-            if failure.measure == self.best_by:
+            found = evaluate_clips(voice, clips, device, recogniser=self.recogniser, recorded=self.recorded, quick=True)
+        except RecognitionFailed as failure:
+            if self.best_by == "cer":
                 raise
-            log.warning("%s: %s is not measured any more in this run", failure, failure.measure)
-            self.assessors, self.recorded = replace(self.assessors, **{failure.measure: None}), {}
+            log.warning("%s: cer and wer are not measured any more in this run", failure)
+            self.recogniser = None
             return self.evaluate(voice, device)
         scalars = {**found.scalars, "score": SCORES[self.best_by](found.scalars)}
         return Report(scalars=scalars, headline=("cer",) if "cer" in scalars else ())
@@ -316,28 +300,21 @@ def evaluate_voice(
     device: DeviceName = "auto",
     held_out_share: float | None = None,
     max_clips: int = 1000,
-    assessed_by: VoiceEvaluation | None = None,
+    recogniser: str | Path | None = None,
     progress: Progress = no_progress,
 ) -> Evaluation:
     """Evaluates a trained voice on the held-out clips of prepared speech, the first `max_clips` of them, one by one.
 
-    Without `held_out_share`, they are those that the training held out; 1 takes all clips. `assessed_by` names a
-    recogniser and a predictor of opinion scores. Raises UserError if there is no such voice or speech, or the speech is
-    not for this voice.
+    Without `held_out_share`, they are those that the training held out; 1 takes all clips. `recogniser` names
+    the model that counts recognition errors. Raises UserError if there is no such model or speech, or the speech is not
+    for this voice.
     """
     runtime = runtime_on(device)
     trained = read_trained(model)
     mel = trained.architecture.mel
-    assessors = open_assessors(assessed_by or VoiceEvaluation(), trained.frontend, mel.sampling_rate, device)
+    reader = open_recogniser(recogniser, trained.frontend, mel.sampling_rate, device)
     share = trained.settings.data.held_out_share if held_out_share is None else held_out_share
-    added = trained.settings.model.add_speaker
-    speech = open_speech(data_dir, mel.hop_size, share, some_unnamed=bool(added))
-    if added:
-        known = KnownVoice(trained.speakers, trained.frontend, trained.source)
-        store = replace(
-            speech.store, format=replace(speech.store.format, frontend=common_front_end(speech.store, known))
-        )  # fmt: skip
-        speech = replace(speech, store=store)
+    speech = open_speech(data_dir, mel.hop_size, share)
     check_store_fits(speech.store, trained)
     chosen = speech.store.clips if share == 1 else speech.parts.held_out
     clips = with_speakers_of(trained, speech.store, chosen[:max_clips])
@@ -345,10 +322,13 @@ def evaluate_voice(
     voice = Voice(trained.architecture)
     load_weights(voice, trained.voice, f"{trained.source}: the checkpoint's voice")
     with runtime.autocast():
-        return evaluate_by_speaker(
-            voice.to(runtime.device), speech.store, clips, runtime.device,
-            len(trained.speakers) - 1 if added else None, batch_size=1, assessors=assessors, progress=progress,
-        )  # fmt: skip
+        return evaluate_clips(
+            voice.to(runtime.device),
+            batch_clips(speech.store, clips, mel.hop_size, batch_size=1),
+            runtime.device,
+            recogniser=reader,
+            progress=progress,
+        )
 
 
 def check_store_fits(store: SpeechStore, trained: TrainedVoice) -> None:
@@ -378,8 +358,6 @@ def with_speakers_of(trained: TrainedVoice, store: SpeechStore, clips: list[Spee
     if trained.architecture.num_speakers == 1:
         return [replace(clip, speaker=0) for clip in clips]
     ours, theirs = trained.speakers, list(store.format.speakers)
-    if added := trained.settings.model.add_speaker:
-        theirs = names_in(store, KnownVoice(ours[:-1], None, trained.source), added)
     unknown = sorted({theirs[clip.speaker] for clip in clips} - set(ours))
     if unknown:
         others = [part for part in store.parts if set(part.format.speakers) & set(unknown)]
@@ -437,7 +415,7 @@ def synthesise_samples(
 
 
 def _picture(wave_L: Tensor, durations_S: Tensor, ids: Sequence[int], symbols: Sequence[str], mel: Mel) -> Tensor:
-    labels = ["" if one == PAD_ID else symbols[one] for one in ids]
+    labels = ["" if symbol == PAD_ID else symbols[symbol] for symbol in ids]
     log_mel_MF = log_mel(wave_L[None], mel)[0]
     picture = alignment(log_mel_MF, durations_S, labels, VMIN, VMAX)
     bands, frames = log_mel_MF.shape

@@ -23,7 +23,11 @@ def evaluate(settings: Any, **shared: Any) -> Any:
     from gputrain.tts.evaluate import evaluate_voice
 
     return evaluate_voice(
-        settings.weights, settings.data_path, max_clips=settings.clips.max_clips, assessed_by=settings.voice, **shared
+        settings.weights,
+        settings.data_path,
+        max_clips=settings.clips.max_clips,
+        recogniser=settings.voice.recogniser,
+        **shared,
     )
 
 
@@ -122,7 +126,7 @@ KIND = kinds.ModelKind(
     published=PUBLISHED,
     evaluation=kinds.EvaluateCommand(
         groups={"clips": ClipEvaluation, "voice": VoiceEvaluation},
-        names=frozenset({"max_clips", "recogniser", "mos_predictor", "mos_sampling_rate"}),
+        names=frozenset({"max_clips", "recogniser"}),
         items="clips",
         run=evaluate,
     ),
@@ -139,8 +143,8 @@ KIND = kinds.ModelKind(
         ),
     ),
     use=("speak a text", "speak", "--text", "TEXT", "--output-file", "out.wav"),
-    headlines=("mcd_sl_db", "mel_distance", "length_mismatch", "cer", "mos"),
-    selectors=("mcd_sl_db", "cer", "mos"),
+    headlines=("mcd_sl_db", "mel_distance", "length_mismatch", "cer"),
+    selectors=("mcd_sl_db", "cer"),
     demo=kinds.DemoSteps("speech", write_demo_speech, demo_commands, demo_results),
     profiles=Path(__file__).parent / "profiles",
     translate=coqui.translate_coqui,

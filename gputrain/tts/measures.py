@@ -5,12 +5,8 @@ The timing of a voice differs from the recording, so frames are compared along a
 Shapes: T samples, F frames of a sound, M mel bands, C coefficients, P steps of a path, S symbols.
 """
 
-import functools
-import importlib
-import importlib.util
 import unicodedata
 from dataclasses import astuple, dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,12 +14,11 @@ from numpy.typing import NDArray
 
 from gputrain.audio.config import Mel
 from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, Floats, Method, f0
-from gputrain.audio.io import Samples, resample
+from gputrain.audio.io import Samples
 from gputrain.audio.metrics import CEPSTRUM, PitchMatch, log_mel_of, mel_cepstral_distortion, pitch_match
-from gputrain.errors import UserError, require
+from gputrain.errors import UserError
 
 Integers: TypeAlias = NDArray[Any]
-WHISPER_RATE_HZ = 16000
 
 
 @dataclass(frozen=True)
@@ -183,42 +178,3 @@ def plain(text: str) -> str:
     text = text.translate({ord(apostrophe): "'" for apostrophe in APOSTROPHES})
     kept = (c if c == "'" or unicodedata.category(c)[0] in "LMN" else " " for c in text)
     return " ".join(word.strip("'") for word in "".join(kept).split() if word.strip("'"))
-
-
-def recognise(wave_T: Samples, rate_hz: int, language: str | None, model: Path) -> str:
-    """Transcribes speech with the Whisper model in a folder (Radford et al. 2022, arXiv:2212.04356), by faster-whisper.
-
-    `language` is a code of Whisper's ("uz", "en"); None: detected first. It runs on the CPU in 8 bits and is
-    deterministic. Nothing is downloaded. Raises UserError if the package, the model or the language is missing.
-    """
-    wave_16k = resample(wave_T, rate_hz, WHISPER_RATE_HZ).astype(np.float32)
-    whisper = _whisper(model)
-    try:
-        # Only temperature 0 is used, because the fallback to higher ones samples at random.
-        segments, _ = whisper.transcribe(
-            wave_16k, language=language, temperature=0.0, condition_on_previous_text=False, without_timestamps=True
-        )
-        return " ".join(segment.text.strip() for segment in segments)
-    except ValueError as error:
-        raise UserError(f"{model}: {error}", hint="use a language code of Whisper, such as en, ru or uz") from None
-
-
-def check_whisper(model: Path) -> None:
-    """Raises UserError if the package or a file of the model is missing."""
-    missing = [name for name in ("model.bin", "config.json", "tokenizer.json") if not (model / name).is_file()]
-    if missing:  # Without a tokenizer, the package would download one.
-        raise UserError(
-            f"{model} holds no {' and no '.join(missing)}",
-            hint="name a run of train-asr, a CTC model of transformers, or a Whisper model of faster-whisper",
-        )
-    require("faster_whisper", needed_by="speech recognition with a Whisper model")
-
-
-@functools.lru_cache(maxsize=1)
-def _whisper(model: Path) -> Any:
-    check_whisper(model)
-    package = importlib.import_module("faster_whisper")
-    try:
-        return package.WhisperModel(str(model), device="cpu", compute_type="int8", local_files_only=True)
-    except RuntimeError as error:
-        raise UserError(f"{model}: faster-whisper cannot load it: {error}", hint="see whether it is complete") from None

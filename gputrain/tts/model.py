@@ -183,8 +183,7 @@ def prepare_for_inference(voice: Voice) -> Voice:
     predictor = voice.duration_predictor
     del predictor.posterior_pre, predictor.posterior_stack, predictor.posterior_post, predictor.posterior_flow
     for module in list(voice.modules()):
-        # What is compiled would run the layers of the original; products by rows are for what is compiled.
-        for of_training in ("forward", "transform", "by_rows"):
+        for of_training in ("forward", "transform"):  # What is compiled would run the layers of the original.
             vars(module).pop(of_training, None)
         for name, layer in list(module.named_children()):
             if isinstance(layer, WeightNormed):

@@ -2,7 +2,7 @@
 
 Both are VITS; they differ in the names of tensors, and in the files with the names of symbols and speakers:
 
-    Piper  *.ckpt                             `state_dict` with model_g.*, model_d.*, model_mrd.*
+    Piper  *.ckpt                             `state_dict` with model_g.*, model_d.*
     Coqui  best_model.pth, checkpoint_*.pth   `model` with text_encoder.*, waveform_decoder.*, disc.*, ...
 
 The names are those of https://github.com/OHF-Voice/piper1-gpl (formerly https://github.com/rhasspy/piper) and of
@@ -354,7 +354,7 @@ def _renamed(name: str, table: Sequence[tuple[str, str]]) -> str:
 
 PIPER = Trainer(
     frozenset({"model_g.enc_p.emb.weight", "model_g.dec.conv_pre.weight"}),
-    lambda: [(r"^waves\.", "model_d."), (r"^mrd\.", "model_mrd."), (r"^(?!model_(d|mrd)\.)", "model_g.")],
+    lambda: [(r"^waves\.", "model_d."), (r"^(?!model_d\.)", "model_g.")],
     "model_g.enc_p.emb.weight",
     piper_labels,
 )

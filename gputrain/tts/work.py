@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gputrain.audio.discriminators import vits_discriminators
 from gputrain.engine.run_folder import Run
 from gputrain.engine.stop import format_duration
-from gputrain.errors import UserError
 from gputrain.hw.plan import MOST_GRAPHED_SHAPES
 from gputrain.hw.ranks import Ranks
 from gputrain.hw.runtime import Runtime
@@ -30,24 +30,22 @@ from gputrain.session import log_start
 from gputrain.speech.buckets import ClipBatch, ClipSize, Speech
 from gputrain.speech.config import HOP_SIZE
 from gputrain.speech.store import SpeechFormat
-from gputrain.speech.text.frontend import Frontend
 from gputrain.speech.training import (
     PlannedClips,
     SpeechTraining,
     SpeechWork,
+    plan_target,
     size_of_clip,
     speaking_rate,
     synthetic_bucket,
 )
 from gputrain.tts.architecture import VoiceArchitecture, voice_architecture
-from gputrain.tts.assessors import Assessors, open_assessors
-from gputrain.tts.config import Model, PlannedData, PlannedSpeech, PlanTts, TrainTts
-from gputrain.tts.evaluate import HeldOutClips
+from gputrain.tts.config import PlannedData, PlannedSpeech, PlanTts, TrainTts
+from gputrain.tts.evaluate import HeldOutClips, Recogniser, open_recogniser
 from gputrain.tts.load import read_origin, start_from
 from gputrain.tts.model import Voice, prepare_for_inference
 from gputrain.tts.pretrained_import import Origin
-from gputrain.tts.recipe import VoiceRecipe, discriminators_of, plan_target
-from gputrain.tts.speakers import KnownVoice, check_layers, place_new_speaker, with_new_speaker
+from gputrain.tts.recipe import VoiceRecipe
 
 log = logging.getLogger(__name__)
 
@@ -86,13 +84,12 @@ class TtsWork(SpeechWork[TrainTts]):
         format, buckets = speech.store.format, self.fill_buckets(settings, speech)
         symbols, speakers = len(format.frontend.symbols), len(format.speakers)
         size = SpeechSize(format.sampling_rate, symbols, speakers, buckets.largest_average)
-        # One process evaluates. It has the assessors in its RAM, on the CPU, so that the plan of a GPU stays true.
-        assessors, options = None, settings.assessors
-        if Ranks.launched(os.environ).leads:
-            assessors = open_assessors(options, format.front_end, format.sampling_rate, "cpu")
-            if models := [str(one) for one in (options.recogniser, options.mos_predictor) if one]:
-                log.info("evaluations also use, on the CPU: %s", ", ".join(models))
-        return TtsTraining(speech, buckets, size, assessors)
+        # One process evaluates. It has the recogniser in its RAM, on the CPU, so that the plan of a GPU stays true.
+        recogniser, model = None, settings.evaluation.recogniser
+        if model and Ranks.launched(os.environ).leads:
+            recogniser = open_recogniser(model, format.front_end, format.sampling_rate, "cpu")
+            log.info("evaluations also use, on the CPU: %s", model)
+        return TtsTraining(speech, buckets, size, recogniser)
 
     def shapes(self, settings: TrainTts) -> int:
         """Buckets that CUDA graphs may hold have few shapes, whether the plan has graphs in the end or not."""
@@ -100,7 +97,7 @@ class TtsWork(SpeechWork[TrainTts]):
         return MOST_GRAPHED_SHAPES if captured and not settings.model.gradient_checkpointing else 0
 
     def target(self, settings: TrainTts) -> PlanTarget:
-        return plan_target(settings, architecture_for(settings, self.sizes), self.sizes.clip)
+        return plan_target(VoiceRecipe, settings, architecture_for(settings, self.sizes), self.sizes.clip, HOP_SIZE)
 
     def fallbacks(self, settings: TrainTts, budget: MemoryBudget, found: Fit) -> dict[str, TrainTts]:
         model = settings.model
@@ -115,9 +112,6 @@ class TtsWork(SpeechWork[TrainTts]):
             speech = self.open_speech(settings)
             clips = len(speech.split.mixture())
             settings = replace(settings, speech=facts_of(speech))
-        if settings.model.add_speaker:
-            several = max(2, settings.speech.num_speakers)
-            settings = replace(settings, speech=replace(settings.speech, num_speakers=several))
         planned = PlannedClips.of(settings, of_data=clips is not None)
         columns = {
             "preset": settings.model.preset,
@@ -194,7 +188,7 @@ class TtsTraining(SpeechTraining[TrainTts]):
     """The speech of a voice's training."""
 
     fixed_facts = ("text", "sampling_rate", "hop_size", "speakers")
-    assessors: Assessors | None = None
+    recogniser: Recogniser | None = None
     origin: Origin | None = None  # What the training begins with, until it begins.
 
     def facts(self, run: Run) -> dict[str, Any]:
@@ -214,16 +208,13 @@ class TtsTraining(SpeechTraining[TrainTts]):
             )
 
     def recipe(self, settings: TrainTts, runtime: Runtime) -> VoiceRecipe:
-        held_out = HeldOutClips(self.speech, settings, self.assessors)
+        held_out = HeldOutClips(self.speech, settings, self.recogniser)
         return VoiceRecipe(settings, architecture_for(settings, self.sizes), self.sizes.clip, runtime, held_out)
 
     def begin(self, settings: TrainTts, run: Run, runtime: Runtime) -> TrainingStart[TrainTts]:
         model = settings.model
-        check_same_parts(run, model)
         if model.init_from and run.resumed is None:
             self.origin = self._read_origin(settings, model.init_from)
-        if model.add_speaker:
-            self._add_speaker(settings, run)
         start = super().begin(settings, run, runtime)
         if model.init_from and self.origin:
             log_start(model.init_from)
@@ -231,31 +222,9 @@ class TtsTraining(SpeechTraining[TrainTts]):
 
     def _read_origin(self, settings: TrainTts, name: str) -> Origin:
         with torch.device("meta"):
-            speakers = max(self.sizes.num_speakers, 2 if settings.model.add_speaker else 1)
-            voice = Voice(architecture_for(settings, replace(self.sizes, num_speakers=speakers)))
-            discriminators = nn.ModuleDict(discriminators_of(settings.model))
-        origin = read_origin(name, voice, discriminators)
-        if settings.model.add_speaker:
-            # Symbols of our own voices are compared as a whole.
-            must_know = settings.model.train_part == "speaker" and origin.front_end is None
-            check_layers(origin, voice, settings.model.preset, sorted(self._spoken()) if must_know else ())
-        return origin
-
-    def _add_speaker(self, settings: TrainTts, run: Run) -> None:
-        """Gives the speech the speakers of the voice that the training begins or began with, and the new one."""
-        if self.origin:
-            known = KnownVoice.of(self.origin)
-        else:
-            assert run.resumed is not None
-            facts = run.resumed["facts"]
-            known = KnownVoice(tuple(facts["speakers"][:-1]), Frontend.from_json(facts["text"]), "the run")
-        self.speech = with_new_speaker(self.speech, settings, known)
-        store = self.speech.store
-        self.buckets = replace(self.buckets, store=store, clips=self.speech.parts.train)
-        format = store.format
-        self.sizes = replace(
-            self.sizes, num_symbols=len(format.frontend.symbols), num_speakers=len(format.speakers)
-        )  # fmt: skip
+            voice = Voice(architecture_for(settings, self.sizes))
+            discriminators = nn.ModuleDict({"waves": vits_discriminators(settings.model.discriminator_channels)})
+        return read_origin(name, voice, discriminators)
 
     def _spoken(self) -> set[str]:
         front_end = self.speech.store.format.front_end
@@ -270,26 +239,8 @@ class TtsTraining(SpeechTraining[TrainTts]):
         return True
 
 
-def check_same_parts(run: Run, model: Model) -> None:
-    """Raises UserError if a resumed run would have other modules, speakers or trained parts than its checkpoint."""
-    for name in ("use_mrd", "add_speaker", "train_part"):
-        now, flag = getattr(model, name), f"--{name.replace('_', '-')}"
-        before = run.before.get(name, now)
-        if before == now:
-            continue
-        began, go_on = f"with {name} {before}", f"with {flag} {before}"
-        if isinstance(before, bool):
-            began, go_on = f"{'with' if before else 'without'} {name}", f"with {flag if before else f'--no-{flag[2:]}'}"
-        elif not before:
-            began, go_on = f"without {name}", f"without {flag}"
-        raise UserError(f"the run began {began}", hint=f"go on {go_on}, or begin a new run with --init-from this one")
-
-
 def init_from(recipe: VoiceRecipe, origin: Origin, format: SpeechFormat, spoken: Collection[str]) -> None:
     reinitialised = start_from(origin, recipe.voice, recipe.discriminators, format.front_end, format.speakers, spoken)
-    if recipe.settings.model.add_speaker:
-        place_new_speaker(recipe.voice, origin)
-        reinitialised = [part for part in reinitialised if part.startswith(("discriminators", "symbols"))]
     if reinitialised:
         log.warning("%s: reinitialised: %s", origin.source, "; ".join(reinitialised))
     if recipe.settings.schedule.ema_decay:

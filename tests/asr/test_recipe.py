@@ -10,7 +10,7 @@ import torch
 from gputrain.asr.config import TrainAsr
 from gputrain.asr.initialise import init_weights
 from gputrain.asr.model import base_of, logits
-from gputrain.asr.recipe import RecogniserRecipe, plan_target
+from gputrain.asr.recipe import RecogniserRecipe
 from gputrain.config import assemble
 from gputrain.engine import adamw_8bit
 from gputrain.engine.checkpoint import tensor_bytes
@@ -19,7 +19,8 @@ from gputrain.engine.state import TrainState
 from gputrain.engine.step import gradients, update
 from gputrain.planner.memory.predict import predict_step, step_flops
 from gputrain.speech.buckets import ClipBatch, ClipSize
-from gputrain.speech.frames import encoder_frames
+from gputrain.speech.frames import STRIDE, encoder_frames
+from gputrain.speech.training import plan_target
 from tests.asr.models import VOCABULARY, W2V_BERT, tiny_architecture, transformers_folder
 from tests.recipes import (
     assert_out_of_memory_changes_nothing,
@@ -301,8 +302,8 @@ def test_parts_lose_their_padding():
 def test_buckets_accumulate(tmp_path):
     state = begin(tmp_path, accumulation_steps=2)
     batch = state.recipe.prepare([bucket(0, 4, 8000), bucket(1, 3)], 0)
-    assert batch.whole_clips == 7
-    assert batch.whole_labels == int(bucket(0, 4).symbols_B.sum() + bucket(1, 3).symbols_B.sum())
+    assert batch.global_clips == 7
+    assert batch.global_labels == int(bucket(0, 4).symbols_B.sum() + bucket(1, 3).symbols_B.sum())
     assert all(value.isfinite() for value in update(state, batch, 0, 1e-3).values())
 
 
@@ -335,7 +336,7 @@ def test_bf16_learns_what_fp32_learns(tmp_path):
 
 
 def test_memory_and_flops_are_predicted_on_shapes():
-    target = plan_target(settings_of(), tiny_architecture(), CLIP)
+    target = plan_target(RecogniserRecipe, settings_of(), tiny_architecture(), CLIP, STRIDE)
     runtime = cpu_runtime()
     one, six = (predict_step(target, runtime.plan, micro_batch_size=items) for items in (1, 6))
     assert 0 < one.allocated_gb < six.allocated_gb

@@ -13,7 +13,7 @@ import torch
 
 from gputrain.asr import architecture
 from gputrain.asr.config import TrainAsr
-from gputrain.asr.held_out import Diagnosis, Remark, collapsed
+from gputrain.asr.evaluate import HeldOutSpeech
 from gputrain.asr.initialise import recogniser_architecture
 from gputrain.asr.load import load_recogniser
 from gputrain.asr.work import AsrWork
@@ -22,9 +22,10 @@ from gputrain.errors import UserError
 from gputrain.fetch.hub import cache_folder
 from gputrain.speech.buckets import open_speech
 from gputrain.speech.error_rates import Edits, ErrorRate
+from gputrain.speech.frames import STRIDE
 from gputrain.speech.store import SpeechStore
 from gputrain.speech.text.vocabulary import Vocabulary
-from tests.asr.models import SIZES, run_folder, small_preset, transformers_folder
+from tests.asr.models import SIZES, run_folder, small_preset, tiny_model, transformers_folder
 from tests.asr.stores import LETTERS, spelled_clips, write_store
 from tests.cli.test_torchrun import torchrun
 from tests.command import gputrain_here
@@ -297,29 +298,16 @@ def test_error_rates_have_intervals_of_resampled_clips():
     assert rate.high == pytest.approx(0.05 + 1.96 * 0.005, abs=0.002)
 
 
-def test_a_path_is_collapsed():
-    assert collapsed(torch.tensor([0, 3, 3, 0, 3, 4, 4, 0, 0, 5]).numpy(), 0) == [3, 3, 4, 5]
-    assert collapsed(torch.tensor([7, 7, 1]).numpy(), 7) == [1]
-
-
-def test_a_diagnosis():
-    fresh = Diagnosis(from_scratch=True)
-    assert fresh.of(500, 1.0, 1.0) == (logging.INFO, "only blanks, which is normal in the first 2000 steps")
-    assert fresh.of(1000, 1.0, 1.0) is None  # It is said once.
-    assert warned(fresh.of(3000, 1.0, 1.0)).startswith("only blanks after 3000 steps")
-    assert fresh.of(3500, 0.8, 0.5) is None
-    assert fresh.of(4000, 0.8, 0.2) is None
-    assert "risen from 20.0 to 60.0 %" in warned(fresh.of(4500, 0.8, 0.6))
-    assert warned(fresh.of(5000, 1.0, 1.0)).startswith("collapsed")
-    assert "only blanks after 1500 steps" in warned(Diagnosis(from_scratch=False).of(1500, 1.0, 1.0))
-    babbling = Diagnosis(from_scratch=True)  # Random weights write more letters than there are.
-    assert [babbling.of(0, 0.0, 12.5), babbling.of(3, 0.01, 7.1)] == [None, None]
-
-
-def warned(remark: Remark | None) -> str:
-    assert remark is not None
-    assert remark.level == logging.WARNING
-    return remark.words
+def test_a_recogniser_that_stops_writing_is_told(store, caplog):
+    """One that has not written yet is not: it is normal at first."""
+    data = {"data_dir": str(store), "held_out_share": 0.5}
+    settings, speech = assemble(TrainAsr, data), open_speech(store, STRIDE, 0.5, "asr")
+    held_out, model = HeldOutSpeech(speech, settings, normalizes=True), tiny_model(speech.store.format.vocabulary)
+    for blank_bias, told in ((100.0, 0), (-100.0, 0), (100.0, 1)):
+        with torch.no_grad():
+            model.lm_head.bias[speech.store.format.vocabulary.blank] = blank_bias
+        held_out.evaluate(model, torch.device("cpu"))
+        assert caplog.text.count("collapsed: the recogniser writes nothing any more") == told
 
 
 def test_batches_have_little_padding(tmp_path):

@@ -12,20 +12,18 @@ import pytest
 import soundfile
 import torch
 
-from gputrain.asr.config import LanguageModelOptions, Transcribe
+from gputrain.asr.config import Transcribe
 from gputrain.asr.decode import GreedyDecoder
 from gputrain.asr.load import Recogniser, load_recogniser
 from gputrain.asr.long_audio import ChunkLengths, blocks_of, chunk_spans, log_prob_pieces, long_log_probs, moments_of
 from gputrain.asr.transcribe import (
     _targets,
-    decoder_of,
-    language_model,
     transcribe_files,
     transcribe_sound,
 )
 from gputrain.audio.io import resample
 from gputrain.errors import UserError
-from tests.asr.models import VOCABULARY, W2V_BERT, transformers_folder
+from tests.asr.models import W2V_BERT, transformers_folder
 from tests.tables import each_row
 
 RATE = 16000
@@ -89,9 +87,8 @@ def test_chunks_of_a_local_model_equal_the_whole(tmp_path: Path, changes: dict[s
 
 def test_the_text_in_chunks_is_that_of_the_whole(recogniser: Recogniser, tmp_path: Path) -> None:
     soundfile.write(tmp_path / "long.wav", babble(40), RATE, subtype="FLOAT")
-    decoder = decoder_of(recogniser.vocabulary, LanguageModelOptions())
-    whole = transcribe_sound(recogniser, tmp_path / "long.wav", decoder, ChunkLengths(10_000, 100))
-    chunked = transcribe_sound(recogniser, tmp_path / "long.wav", decoder, ChunkLengths(500, 200))
+    whole = transcribe_sound(recogniser, tmp_path / "long.wav", ChunkLengths(10_000, 100))
+    chunked = transcribe_sound(recogniser, tmp_path / "long.wav", ChunkLengths(500, 200))
     assert len(whole.text) > 100
     # Random weights may leave two symbols of one frame as likely as each other: then rounding decides.
     assert jiwer.cer(whole.text, chunked.text) <= 2 / len(whole.text)
@@ -241,17 +238,6 @@ def test_names_of_outputs_take_a_time_that_grows_with_their_number(folder: Path,
         return seen["call"]
 
     assert calls(200) < 2.2 * calls(100)
-
-
-def test_language_models_from_texts_and_arpa_files(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("Hello, World!\n\nhello you\n")
-    model = language_model(tmp_path / "text.txt", VOCABULARY, 2)
-    assert model.words == 3
-    assert model.score(("<s>",), "hello") > model.score(("<s>",), "world")
-    (tmp_path / "empty.txt").write_text("?\n!\n")
-    for name in ("empty.txt", "missing.txt", "missing.arpa"):
-        with pytest.raises(UserError):
-            language_model(tmp_path / name, VOCABULARY, 2)
 
 
 def test_greedy_decoding_agrees_with_transformers(folder: Path, recogniser: Recogniser) -> None:

@@ -128,8 +128,8 @@ def test_rows_train_what_was_asked_for():
         assert (train.architecture.mini_nsf, train.architecture.upsample_initial_channel) == (True, 32)
         assert (schedule.global_batch_size, schedule.micro_batch_size, train.data.crop_mel_frames) == (2, 1, 16)
         assert train.discriminators.discriminators == ("fast_mpd",)
-    for train in trains("tts", preset="high", batch_size=6, micro_batch_size=3, use_mrd=True):
-        assert (train.model.preset, train.model.discriminator_channels, train.model.use_mrd) == ("high", 8, True)
+    for train in trains("tts", preset="high", batch_size=6, micro_batch_size=3):
+        assert (train.model.preset, train.model.discriminator_channels) == ("high", 8)
         assert (train.schedule.global_batch_size, train.schedule.micro_batch_size) == (6, 3)
 
 

@@ -61,14 +61,17 @@ def vocoder(card: str, **chosen: object) -> None:
 def voice(card: str, preset: str) -> None:
     from gputrain.config import assemble
     from gputrain.speech.buckets import ClipSize
+    from gputrain.speech.config import HOP_SIZE
+    from gputrain.speech.training import plan_target
     from gputrain.tts.config import TrainTts
-    from gputrain.tts.recipe import plan_target
+    from gputrain.tts.recipe import VoiceRecipe
     from gputrain.tts.work import SpeechSize, architecture_for
 
     settings = assemble(TrainTts, {"data_path": ".", "batch_size": 8, "preset": preset})
     clip = ClipSize(frames=400, symbols=80)
     architecture = architecture_for(settings, SpeechSize(22050, 60, 1, clip))
-    inductor_target.run_step(plan_target(settings, architecture, clip), 8, card, settings.hardware)
+    subject = plan_target(VoiceRecipe, settings, architecture, clip, HOP_SIZE)
+    inductor_target.run_step(subject, 8, card, settings.hardware)
 
 
 CASES: dict[str, Callable[[str], None]] = {

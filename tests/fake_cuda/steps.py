@@ -8,7 +8,6 @@ import torch
 
 from gputrain.asr.config import TrainAsr
 from gputrain.asr.recipe import RecogniserRecipe
-from gputrain.asr.recipe import plan_target as recogniser_target
 from gputrain.config import assemble
 from gputrain.engine.optim import LossScale
 from gputrain.engine.recipe import Recipe, phases_of
@@ -18,9 +17,11 @@ from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.speech.buckets import ClipSize
+from gputrain.speech.config import HOP_SIZE
+from gputrain.speech.frames import STRIDE
+from gputrain.speech.training import plan_target
 from gputrain.tts.config import TrainTts
 from gputrain.tts.recipe import VoiceRecipe
-from gputrain.tts.recipe import plan_target as voice_subject
 from gputrain.tts.work import SpeechSize, architecture_for
 from gputrain.vae.config import TrainVae
 from gputrain.vae.losses import Lpips
@@ -65,7 +66,7 @@ def voice(speakers: int = 1, **changes: Any) -> Build:
         clip = ClipSize(frames=40, symbols=12)
         architecture = architecture_for(settings, SpeechSize(22050, 50, speakers, clip))
         recipe = VoiceRecipe(settings, architecture, clip, runtime)
-        return recipe, voice_subject(settings, architecture, clip).load()
+        return recipe, plan_target(VoiceRecipe, settings, architecture, clip, HOP_SIZE).load()
 
     return build
 
@@ -77,7 +78,7 @@ def recogniser(**changes: Any) -> Build:
         architecture, clip = tiny_architecture(**adapters), ClipSize(frames=40, symbols=12)
         return (
             RecogniserRecipe(settings, architecture, clip, runtime),
-            recogniser_target(settings, architecture, clip).load(),
+            plan_target(RecogniserRecipe, settings, architecture, clip, STRIDE).load(),
         )
 
     return build

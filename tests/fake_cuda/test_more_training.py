@@ -42,7 +42,7 @@ THOROUGH: dict[str, Case] = {
     "recogniser, adapters": (recogniser(adapters="attention", freeze_encoder_steps=1), EAGER, 4, 3),
     "recogniser, compiled": (recogniser(), Hardware(use_torch_compile=True), 4, 3),
     "voice, fast": (voice(speakers=2, preset="fast"), EAGER, 4, 7),
-    "voice, medium": (voice(preset="medium", use_mrd=True), EAGER, 2, 7),
+    "voice, medium": (voice(preset="medium"), EAGER, 2, 7),
     "voice, high, checkpointing": (voice(speakers=3, preset="high", gradient_checkpointing=True), EAGER, 4, 7),
     "voice, compiled": (voice(preset="fast"), Hardware(use_torch_compile=True), 4, 7),
 }  # fmt: skip

@@ -216,28 +216,6 @@ RECORDINGS: dict[str, bytes] = {
 }
 
 
-def with_language_model(content: bytes | None) -> Callable[[Path], Made]:
-    def make(folder: Path) -> Made:
-        (folder / "in").mkdir()
-        (folder / "in" / "a.wav").write_bytes(sound_bytes(1.0))
-        if content is not None:
-            (folder / "words.arpa").write_bytes(content)
-        words = ["transcribe", "--model", intact("run"), "--input", folder / "in", "--device", "cpu"]
-        return [*words, "--lm", folder / "words.arpa"], folder / "words.arpa"
-
-    return make
-
-
-LANGUAGE_MODELS: dict[str, bytes | None] = {
-    "missing": None,
-    "empty": b"",
-    "an ARPA without n-grams": b"\\data\\\n\n\\end\\\n",
-    "an ARPA cut off": b"\\data\\\nngram 1=3\n\n\\1-grams:\n-1.0\tso",
-    "an ARPA with a text for a number": b"\\data\\\nngram 1=1\n\n\\1-grams:\nmany\tso\n\n\\end\\\n",
-    "binary": bytes(range(256)) * 4,
-}
-
-
 def cases() -> list[Case]:
     found = [Case("prepared data of asr", title, store(damage), says) for title, (damage, says) in STORES.items()]
     for number, (title, (kind, damage, says)) in enumerate(MODELS.items()):
@@ -247,6 +225,4 @@ def cases() -> list[Case]:
     for title, content in RECORDINGS.items():
         found.append(Case("recording to transcribe", title, transcribed("bad.wav", content), code=0))
         found.append(Case("recording to transcribe", f"alone, {title}", transcribed("bad.wav", content, good=False)))
-    for title, given in LANGUAGE_MODELS.items():
-        found.append(Case("language model", title, with_language_model(given)))
     return found

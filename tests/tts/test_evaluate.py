@@ -21,12 +21,21 @@ from gputrain.speech.buckets import Speech, open_speech
 from gputrain.speech.error_rates import Edits, character_edits
 from gputrain.speech.store import SpeechClip, SpeechStore, frame_count
 from gputrain.speech.text.frontend import frontend
-from gputrain.tts import measures
+from gputrain.tts import evaluate, measures
 from gputrain.tts.align import alignment_scores, search
 from gputrain.tts.architecture import VoiceArchitecture
-from gputrain.tts.assessors import Assessors
 from gputrain.tts.config import TrainTts
-from gputrain.tts.evaluate import LONGEST, Evaluation, HeldOutClips, batch_clips, evaluate_clips, evaluate_voice
+from gputrain.tts.evaluate import (
+    LONGEST,
+    SCORES,
+    Evaluation,
+    HeldOutClips,
+    RecognitionFailed,
+    batch_clips,
+    evaluate_clips,
+    evaluate_voice,
+    open_recogniser,
+)
 from gputrain.tts.latents import kl_loss
 from gputrain.tts.load import architecture_of
 from gputrain.tts.model import Voice, frame_prior
@@ -251,7 +260,7 @@ def test_figures_of_speaking_against_measures_by_hand(store):
 
 
 def test_a_recogniser_that_writes_nothing_is_accused_and_not_the_voice(store, caplog):
-    measured(build(sizes()), store, quick=True, assessors=Assessors(cer=lambda wave_L: ""))
+    measured(build(sizes()), store, quick=True, recogniser=lambda wave_L: "")
     assert f"the recogniser wrote nothing for {len(TEXTS)} of {len(TEXTS)} recordings" in caplog.text
 
 
@@ -264,9 +273,9 @@ def test_a_recogniser_transcribes_both_sides(store):
         return text if text else "yes"
 
     written = "".join(TEXTS)
-    found = measured(PlaybackVoice(store), store, quick=True, assessors=Assessors(cer=transcribe))
+    found = measured(PlaybackVoice(store), store, quick=True, recogniser=transcribe)
     assert found["cer"] == found["wer"] == found["recorded_cer"] == found["recorded_wer"] == 0
-    found = measured(build(sizes()), store, quick=True, assessors=Assessors(cer=transcribe))
+    found = measured(build(sizes()), store, quick=True, recogniser=transcribe)
     assert found["recorded_cer"] == found["recorded_wer"] == 0
     expected = sum((character_edits(text, "yes") for text in TEXTS), Edits())
     assert found["cer"] == expected.rate > 0.5
@@ -297,6 +306,58 @@ def test_a_training_measures_its_held_out_clips(store):
     first = min(held_out, key=lambda clip: clip.fingerprint)
     assert one == evaluate_clips(voice, batch_clips(store, [first], HOP, 1), CPU, quick=True).scalars
     assert "mcd_db_margin" not in one
+
+
+@each_row(
+    ({"best_by": "cer"}, "best_by cer needs a recogniser"),
+    ({"recogniser": "a", "evaluate_steps": 0}, "recogniser has no effect: nothing is evaluated"),
+)
+def test_settings_without_effect_are_refused(store, changes, said):
+    with pytest.raises(UserError, match=said):
+        settings_of(store, **changes)
+
+
+def test_the_score_is_that_of_the_chosen_measure_and_recordings_are_read_once(store):
+    read: list[int] = []
+    voice, speech = build(sizes()), speech_of(store)
+    count = len(speech.parts.held_out)
+    for best_by in ("distance", "cer"):
+        settings = settings_of(store, best_by=best_by, recogniser="of the test")
+        clips = HeldOutClips(speech, settings, lambda wave_L: read.append(len(wave_L)) or "yes")
+        scalars = clips.evaluate(voice, CPU).scalars
+        assert scalars["score"] == {"distance": -scalars["mcd_sl_db"], "cer": 1 - scalars["cer"]}[best_by] != 0
+    assert len(read) == 2 * 2 * count
+    assert clips.evaluate(voice, CPU).scalars == scalars
+    assert len(read) == 2 * 2 * count + count
+
+
+def test_a_voice_that_cannot_be_read_yet_is_chosen_by_its_distance():
+    """From the first letters that are read, the error rate decides."""
+    silent, near, louder, read = (
+        SCORES["cer"]({"cer": cer, "mcd_sl_db": distance})
+        for cer, distance in ((1.0, 20.0), (1.2, 12.0), (1.0, 15.0), (0.99, 30.0))
+    )
+    assert silent < louder < near < read
+
+
+def test_a_failing_recogniser_ends_the_run_only_if_it_chooses_the_best(store, caplog, monkeypatch):
+    class Failing:
+        def read(self, wave_L, rate_hz):
+            assert not torch.is_autocast_enabled("cpu")  # That of the voice is not the recogniser's.
+            raise RuntimeError("no such tensor")
+
+    monkeypatch.setattr(evaluate, "speech_checker", lambda model, device: Failing())
+    voice, speech = build(sizes()), speech_of(store)
+    fails = open_recogniser("of the test", ENGLISH, RATE_HZ, "cpu")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scalars = HeldOutClips(speech, settings_of(store), fails).evaluate(voice, CPU).scalars
+    assert "cer" not in scalars
+    assert "the recogniser failed on a sound: no such tensor" in caplog.text
+    assert "cer and wer are not measured any more in this run" in caplog.text
+    settings = settings_of(store, best_by="cer", recogniser="of the test")
+    with pytest.raises(RecognitionFailed, match="the recogniser failed on a sound") as raised:
+        HeldOutClips(speech, settings, fails).evaluate(voice, CPU)
+    assert "--best-by distance" in raised.value.hint
 
 
 def run_of(folder: Path, store: SpeechStore, *speakers: str) -> tuple[Path, Voice]:

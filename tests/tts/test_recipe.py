@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from gputrain.audio.config import Resolution
 from gputrain.audio.mel import log_mel
 from gputrain.config import assemble
 from gputrain.engine.recipe import phases_of
@@ -201,35 +200,6 @@ def test_a_rank_hears_its_clips_as_one_process_does(tmp_path):
 SLOW = pytest.mark.slow
 
 
-@pytest.fixture
-def spectra_of_short_segments(monkeypatch):
-    """The segments here are too short for transforms of 2048 samples."""
-    monkeypatch.setattr(recipe_module, "RESOLUTIONS", (Resolution(256, 30, 150), Resolution(128, 12, 60)))
-
-
-@pytest.mark.slow
-def test_discriminators_of_spectrograms_keep_the_step_exact(tmp_path, spectra_of_short_segments):
-    with_mrd = functools.partial(begin, tmp_path, "fast", use_mrd=True)
-    whole = with_mrd()
-    assert [len(group) for group in whole.recipe.by_kind.values()] == [6, 2]
-    assert_cut_graphs_are_one_sum(whole)
-    assert_split_changes_nothing(with_mrd(), with_mrd(micro_batch_size=4), load, range(1))
-
-
-@SLOW
-@pytest.mark.parametrize("changes", [{}, {"step_order": "alternating"}])
-def test_discriminators_of_spectrograms_resume_bit_for_bit(tmp_path, spectra_of_short_segments, changes):
-    begin_fp32 = functools.partial(begin, tmp_path, "fast", dtype=torch.float32, use_mrd=True, **changes)
-    assert_resumed_is_undisturbed(begin_fp32, load, steps=3, stop=2)
-
-
-def test_discriminators_of_spectrograms_leave_the_other_initial_weights_alone(tmp_path):
-    """So that a run with them and one without begin with the same voice, and can be compared."""
-    without, added = (begin(tmp_path, use_mrd=use_mrd).recipe for use_mrd in (False, True))
-    for name, tensor in {**without.voice.state_dict(), **without.discriminators.state_dict()}.items():
-        assert torch.equal(tensor, {**added.voice.state_dict(), **added.discriminators.state_dict()}[name]), name
-
-
 @pytest.mark.parametrize("size", [pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 4])
 def test_any_micro_batch_gives_the_same_weights(size, tmp_path):
     whole, split = (begin(tmp_path, alignment_prior_steps=5, **parts) for parts in ({}, {"micro_batch_size": size}))
@@ -245,7 +215,7 @@ def test_parts_lose_their_padding(tmp_path):
     assert [part.spectrogram_BNT.shape[2] for part in parts] == [28, 44, 60]
     assert [part.ids_BS.shape[1] for part in parts] == [max(part.symbols) for part in parts] == [6, 9, 13]
     assert [part.wave_B1L.shape[2] for part in parts] == [28 * HOP, 44 * HOP, 60 * HOP]
-    assert {float(part.whole_frames) for part in parts} == {sum(batch.frames)}
+    assert {float(part.global_frames) for part in parts} == {sum(batch.frames)}
     assert len(recipe.split(batch, 50)) == 6
 
 
@@ -278,7 +248,7 @@ def test_buckets_accumulate(tmp_path):
     state = begin(tmp_path, accumulation_steps=2)
     recipe: VoiceRecipe = state.recipe
     batch = recipe.prepare([bucket(0, 4, 40), bucket(1, 3, 60)], 0)
-    assert (batch.whole_clips, batch.whole_frames) == (7, 20 + 26 + 33 + 40 + 20 + 40 + 60)
+    assert (batch.global_clips, batch.global_frames) == (7, 20 + 26 + 33 + 40 + 20 + 40 + 60)
     assert batch.spectrogram_BNT.shape[2] == 60
     assert batch.wave_B1L[:4, :, 40 * HOP :].count_nonzero() == 0
     scalars = update(state, batch, 0, 1e-3)

@@ -316,23 +316,6 @@ def test_a_voice_begins_with_one_of_piper_on_the_hub(store, tmp_path, hub, caplo
     train(tmp_path / "run", store, **QUIET, init_from=name, resume_from="auto", max_steps=2)
 
 
-@pytest.mark.slow
-def test_discriminators_of_spectrograms_begin_with_a_training_of_their_own(undisturbed, store, tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, "gputrain"):
-        made = train(tmp_path, store, **QUIET, init_from=str(undisturbed), use_mrd=True, max_steps=1)
-    assert "reinitialised: discriminators.mrd: 18 of 18 layers" in caplog.text
-    assert "discriminators.waves" not in caplog.text
-    assert {name.partition(".")[0] for name in made["modules"]["discriminators"]} == {"waves", "mrd"}
-    assert {"loss/discriminator/mrd", "loss/generator/mrd"} <= rows(tmp_path)[-1].keys()
-    for folder, use_mrd, said, hint in (
-        (undisturbed, True, "the run began without use_mrd", "go on with --no-use-mrd"),
-        (tmp_path, False, "the run began with use_mrd", "go on with --use-mrd"),
-    ):
-        with pytest.raises(UserError, match=said) as raised:
-            train(folder, store, **QUIET, use_mrd=use_mrd, resume_from="auto", max_steps=9)
-        assert hint in raised.value.hint
-
-
 # ------------------------------------------------------------------------------------------------------------ the plan
 
 

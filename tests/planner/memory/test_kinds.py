@@ -85,7 +85,6 @@ def planned(kind: str, changes: dict[str, Any]) -> tuple[Any, Any]:
         slow("tts", {}, False), slow("tts", {"preset": "medium", "speakers": 2}, True),
         slow("tts", {"preset": "high", "ema_decay": 0}, False), slow("tts", {"preset": "high"}, True),
         slow("tts", {"encoder_dropout": 0, "duration_dropout": 0}, False),
-        slow("tts", {"step_order": "alternating", "speakers": 2}, False), slow("tts", {"use_mrd": True}, False),
         slow("tts", {"precision": "bf16", "speakers": 2}, False),
         ("asr", {}, False), ("asr", {"adapters": "lora"}, False),
         ("asr", {"init_from": "w2v-bert", "adapters": "lora", "hidden_dropout": 0.1}, True),
