@@ -300,7 +300,7 @@ def test_error_rates_have_intervals_of_resampled_clips():
 
 def test_a_recogniser_that_stops_writing_is_told(store, caplog):
     """One that has not written yet is not: it is normal at first."""
-    data = {"data_dir": str(store), "held_out_share": 0.5}
+    data = {"data_path": str(store), "held_out_share": 0.5}
     settings, speech = assemble(TrainAsr, data), open_speech(store, STRIDE, 0.5, "asr")
     held_out, model = HeldOutSpeech(speech, settings, normalizes=True), tiny_model(speech.store.format.vocabulary)
     for blank_bias, told in ((100.0, 0), (-100.0, 0), (100.0, 1)):

@@ -310,7 +310,7 @@ def test_a_training_measures_its_held_out_clips(store):
 
 @each_row(
     ({"best_by": "cer"}, "best_by cer needs a recogniser"),
-    ({"recogniser": "a", "evaluate_steps": 0}, "recogniser has no effect: nothing is evaluated"),
+    ({"recogniser": "a", "evaluate_every_steps": 0}, "recogniser has no effect: nothing is evaluated"),
 )
 def test_settings_without_effect_are_refused(store, changes, said):
     with pytest.raises(UserError, match=said):
