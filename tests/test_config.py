@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from gputrain.config import (
     FORMER_NAMES,
+    LEFT_OUT,
     assemble,
     checked,
     config,
@@ -172,7 +173,7 @@ def test_every_former_name_leads_to_an_option_and_is_none_itself(kind):
     known = {name for leaf in leaves(kinds()[kind].train).values() for name in leaf.names}
     former = {**FORMER_NAMES[""], **FORMER_NAMES.get(kind, {})}
     assert set(former.values()) <= known
-    assert {leaf.name for leaf in leaves(kinds()[kind].train).values()}.isdisjoint(former)
+    assert {leaf.name for leaf in leaves(kinds()[kind].train).values()}.isdisjoint({**former, **LEFT_OUT.get(kind, {})})
 
 
 def test_a_file_with_former_names_is_read_and_refused_beside_todays(tmp_path):
@@ -182,6 +183,9 @@ def test_a_file_with_former_names_is_read_and_refused_beside_todays(tmp_path):
     assert made.data.data_path == (Path("speech"),)
     assert (made.saving.log_every_steps, made.saving.evaluate_every_steps) == (7, 40)
     assert made.data.max_batch_audio_ratio == 2.5
+    file.write_text("kind: vae\neq_probability: 0.0\neq_weight: 0.5\n")  # The first one changed nothing.
+    with pytest.raises(UserError, match="unknown key 'eq_weight'"):
+        read_defaults(file, TrainVae)
     file.write_text("lean: false\n")
     assert read_defaults(file, TrainVae) == {"recompute_norms": False}
     file.write_text("lean: false\nrecompute_norms: true\n")

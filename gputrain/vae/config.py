@@ -97,10 +97,9 @@ class Model:
         help="Initialise from a diffusers folder, a .safetensors file of SD or FLUX, a run of gputrain, or a model "
         "that is named by `gputrain fetch --list` or as on the Hugging Face Hub.",
     )
-    train_part: Literal["all", "decoder", "tiny-decoder"] = opt(
+    train_part: Literal["all", "decoder"] = opt(
         default="all",
-        help="Part to train: all; only the decoder, which keeps the latents (and their KL) unchanged; or a new, tiny "
-        "decoder for the latents of --init-from, which diffusers loads as AutoencoderTiny.",
+        help="Part to train: all, or only the decoder, which keeps the latents (and their KL) unchanged.",
     )
 
     def __post_init__(self) -> None:
@@ -191,17 +190,6 @@ class TrainVae:
     hardware: Hardware = Hardware()
 
     def __post_init__(self) -> None:
-        if self.model.train_part == "tiny-decoder" and self.model.decoder_channels:
-            raise UserError(
-                "decoder_channels has no effect on a tiny decoder, all of whose layers have 64 channels",
-                hint="drop --decoder-channels; FLUX.2's latents take them with --train-part decoder",
-            )
-        if self.model.train_part == "tiny-decoder" and self.architecture.patch_statistics:
-            raise UserError(
-                "train_part tiny-decoder is for the latents of an AutoencoderKL: pipelines of FLUX.2 take no "
-                "AutoencoderTiny",
-                hint="--preset flux2 --train-part decoder --decoder-channels 64,128,256,256 makes a smaller decoder",
-            )
         if self.data.resolution_schedule:
             self._check_schedule()
         for size in {stage.data.image_size for stage in self.stages}:

@@ -269,9 +269,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if found not in DEFAULTS:
         raise UserError(
             f"{path}: describes {found or 'no diffusers model'}, expected an {' or '.join(DEFAULTS)}",
-            hint="name the autoencoder whose latents it decodes, or the run that trained it"
-            if found == "AutoencoderTiny"
-            else "name the subfolder vae of a pipeline",
+            hint="name the subfolder vae of a pipeline",
         )
     return {**DEFAULTS[found], **config}
 

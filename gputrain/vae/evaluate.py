@@ -8,7 +8,6 @@ import importlib
 import io
 import logging
 import math
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,9 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gputrain.bench.timing import Laps
 from gputrain.data_in.mixture import GivenFolders, format_folders
-from gputrain.engine.checkpoint import load_weights
 from gputrain.errors import UserError, first_line, require
 from gputrain.files import Progress, no_progress
 from gputrain.hw.plan import DeviceName
@@ -35,8 +32,7 @@ from gputrain.vae.data import Picture, as_rgb, centre_crop, open_pictures, to_u8
 from gputrain.vae.latents import LatentScaling, PatchStatistics
 from gputrain.vae.model import AutoencoderKL, Moments
 from gputrain.vae.pictures import FLAT, UnusablePicture
-from gputrain.vae.pretrained import LoadedVae, load_model, read_pretrained
-from gputrain.vae.tiny import ENCODER, Autoencoder, DistilledAutoencoder
+from gputrain.vae.pretrained import load_model
 from gputrain.vae.weights import how_to_fetch, named_files, read_published
 
 log = logging.getLogger(__name__)
@@ -127,7 +123,7 @@ def patched(moments: Moments) -> Moments:
 
 @torch.no_grad()
 def reconstruction_figures(
-    model: Autoencoder,
+    model: AutoencoderKL,
     crops: Iterable[Tensor],
     device: torch.device,
     batch_size: int = 4,
@@ -256,60 +252,13 @@ def evaluate_pictures(
     pictures = open_pictures(data_path, held_out_share=share, exclude=trained.exclude if own else ())
     chosen = pictures.held_out if share < 1 else [*pictures.held_out, *pictures.train]
     chosen = chosen[: options.max_pictures]
-    teacher = teacher_of(loaded)
-    total = len(chosen) * (2 if teacher else 1)
+    crops = readable_crops(chosen, image_size, architecture.in_channels)
+    total = len(chosen)
     progress(0, total)
-
-    def figures_of(model: Autoencoder, before: int, fid: "ReconstructionFid | None") -> VaeFigures:
-        crops = readable_crops(chosen, image_size, model.architecture.in_channels)
+    with runtime.autocast():
         return reconstruction_figures(
-            model, crops, runtime.device, options.batch_size, fid, lambda done: progress(before + done, total)
+            loaded.model, crops, runtime.device, options.batch_size, fid, lambda done: progress(done, total)
         )
-
-    with runtime.autocast(), torch.no_grad():
-        figures = figures_of(loaded.model, 0, fid)
-        if teacher:
-            runtime.place(teacher)
-            figures.scalars["teacher_psnr_db"] = figures_of(teacher, len(chosen), None).scalars["psnr_db"]
-            figures.scalars["decode_seconds"] = decode_seconds(loaded.model, image_size, runtime.device)
-            figures.scalars["teacher_decode_seconds"] = decode_seconds(teacher, image_size, runtime.device)
-    return figures
-
-
-def decode_seconds(model: Autoencoder, image_size: int, device: torch.device) -> float:
-    """Returns the seconds in which one picture is decoded: the median of three times after a first one."""
-    side = image_size // model.architecture.downsampling
-    latents_1Lhw = torch.zeros(1, model.architecture.latent_channels, side, side, device=device)
-    laps = Laps(device)
-    for _ in range(4):
-        model.decode(latents_1Lhw)
-        laps.mark()
-    return statistics.median(laps.seconds())
-
-
-def teacher_of(loaded: LoadedVae) -> AutoencoderKL | None:
-    """Returns the autoencoder whose latents a run decodes with a new, smaller decoder; None if it has none, or if that
-    autoencoder is not in its place any more."""
-    model, settings = loaded.model, loaded.settings
-    if settings is None or loaded.latents is None or loaded.latents.encoder_trained:
-        return None
-    if not (settings.model.train_part == "tiny-decoder" or settings.model.decoder_channels):
-        return None
-    source = loaded.latents.source
-    try:
-        found = read_pretrained(source, settings.architecture.norm_num_groups)
-    except UserError as error:
-        log.warning("%s, whose latents it decodes, is not evaluated beside it: %s", source, error)
-        return None
-    if found.architecture == model.architecture and not isinstance(model, DistilledAutoencoder):
-        return None  # The run began with this decoder.
-    encoder = {name: tensor.cpu() for name, tensor in model.state_dict().items() if name.startswith(ENCODER)}
-    if not all(name in found.weights and torch.equal(one, found.weights[name]) for name, one in encoder.items()):
-        log.warning("%s is not evaluated beside it: it is another autoencoder than when the training began", source)
-        return None
-    teacher = AutoencoderKL(found.architecture)
-    load_weights(teacher, found.weights, source)
-    return teacher.eval().requires_grad_(False)
 
 
 def readable_crops(pictures: Sequence[Picture], image_size: int, channels: int) -> Iterator[Tensor]:

@@ -1,6 +1,5 @@
 """Exports a trained VAE as a diffusers folder with the scaling of its latents, and verifies the written files."""
 
-import dataclasses
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,9 @@ from gputrain.engine.checkpoint import load_weights, refuse_nonfinite
 from gputrain.errors import UserError
 from gputrain.files import Progress, no_progress
 from gputrain.hw.plan import DeviceName
-from gputrain.hw.runtime import Runtime, runtime_on
+from gputrain.hw.runtime import runtime_on
 from gputrain.kinds import Exported
 from gputrain.vae.architecture import PRESETS, VaeArchitecture
-from gputrain.vae.config import TrainVae
 from gputrain.vae.data import open_pictures
 from gputrain.vae.diffusers_folder import (
     CONFIG,
@@ -31,8 +29,7 @@ from gputrain.vae.diffusers_folder import (
 from gputrain.vae.evaluate import readable_crops, reconstruction_figures
 from gputrain.vae.latents import LatentScaling, LatentSource, nearest_family
 from gputrain.vae.model import AutoencoderKL
-from gputrain.vae.pretrained import LoadedVae, Pretrained, load_model, read_pretrained, renamed
-from gputrain.vae.tiny import DistilledAutoencoder, export_taesd, export_tiny
+from gputrain.vae.pretrained import LoadedVae, load_model, read_pretrained, renamed
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +57,6 @@ def export_vae(
     loaded = load_model(model, runtime.device)
     if loaded.settings is None:
         raise UserError(f"{model}: already exported", hint="--model takes a run folder or a checkpoint")
-    if isinstance(loaded.model, DistilledAutoencoder):
-        return export_tiny_decoder(loaded, loaded.model, output_dir, data_path, single_file, progress)
-    assert isinstance(loaded.model, AutoencoderKL)
     source, architecture = loaded.latents, loaded.model.architecture
     if single_file:
         refuse_other_layers(architecture)
@@ -141,58 +135,6 @@ def write_single_file(model: AutoencoderKL, output_dir: Path) -> tuple[list[Path
         notes = ["Copy it into models/VAE of A1111 or Forge, or models/vae of ComfyUI"]
     notes.append("The file holds no factors of the latents: programs take those of the denoiser")
     return [file], notes, verify(model, read, file)
-
-
-def export_tiny_decoder(
-    loaded: LoadedVae,
-    model: DistilledAutoencoder,
-    output_dir: Path,
-    data_path: Path | None,
-    single_file: bool,
-    progress: Progress,
-) -> Exported:
-    """Writes the tiny encoder and decoder of a run as an AutoencoderTiny, or as a `single_file` each for ComfyUI."""
-    source = loaded.latents
-    assert source
-    if data_path is not None:
-        raise UserError(
-            "data_path has no effect on a tiny decoder, of which nothing is measured: it takes normalised latents",
-            hint="drop --data-path",
-        )
-    progress(0, 1)
-    if single_file:
-        files, difference = export_taesd(model, output_dir, source.scaling)
-        notes = ["Copy both into models/vae_approx of ComfyUI: previews take them, and Load VAE lists them together"]
-    else:
-        files, difference = [output_dir / CONFIG, output_dir / WEIGHTS], export_tiny(model, output_dir)
-        notes = [f'Load it: pipeline.vae = diffusers.AutoencoderTiny.from_pretrained("{output_dir}")']
-    progress(1, 1)
-    shown: dict[str, object] = {
-        "decodes the latents of": source.source,
-        "scaling_factor": "1, as it takes them normalised",
-        "normalised by": f"{source.scaling} ({source.told_by})",
-        "weights": f"after {loaded.step} steps; read back, they are the same",
-        "largest difference of a decoded picture": difference,
-    }
-    return Exported(files, shown, notes)
-
-
-def factors_for_export(
-    pretrained: Pretrained, settings: TrainVae, runtime: Runtime
-) -> tuple[float | None, float | None, str]:
-    """Returns scaling and shift that an export of this autoencoder would write, if it does not have its own, and where
-    they are from: measured on its pictures, or where they are not known on those of this run."""
-    source = dataclasses.replace(pretrained.latents, encoder_trained=False)
-    model = AutoencoderKL(pretrained.architecture)
-    load_weights(model, pretrained.weights, source.source)
-    runtime.place(model)
-    loaded = LoadedVae(model.eval().requires_grad_(False), settings, 0, source)
-    measured = measure_scaling(loaded, source, None, runtime.device, no_progress)
-    scaling, _ = choose_scaling(measured.scaling, source, pretrained.architecture.latent_channels)
-    told_by = f"measured on {measured.where}"
-    if scaling != measured.scaling:
-        told_by = f"those of the published model nearest to the measured {measured.scaling}"
-    return scaling.scaling_factor, scaling.shift_factor, told_by
 
 
 def choose_scaling(measured: LatentScaling, source: LatentSource | None, channels: int) -> tuple[LatentScaling, str]:

@@ -112,30 +112,30 @@ def format_span(values: list[float]) -> str:
 
 class Family(NamedTuple):
     """Published models with the same factors: the number of channels of their latents, the names of tensors beside the
-    autoencoder's in their files, words in the names and headers of files, and the name of ComfyUI's small decoder."""
+    autoencoder's in their files, and words in the names and headers of files."""
 
     name: str
     scaling: LatentScaling
     channels: int
     tensors: str
     words: str
-    taesd: str
 
 
 # The factors are those of the config.json of each model's autoencoder on the Hub; names of tensors as in diffusers'
 # CHECKPOINT_KEY_NAMES. The first that fits is taken: files of Playground 2.5 have the names of SDXL's, too.
 FAMILIES = (
-    Family("Stable Diffusion 3", LatentScaling(1.5305, 0.0609), 16, r"(^|\.)joint_blocks\.", r"sd-?_?3|diffusion-v?3",
-           "taesd3"),
-    Family("FLUX.1", LatentScaling(0.3611, 0.1159), 16, r"(^|\.)double_blocks\.", r"flux", "taef1"),
-    Family("Playground 2.5", LatentScaling(0.5), 4, r"^edm_mean$", r"playground", "taesdxl"),
-    Family("SDXL", LatentScaling(0.13025), 4, r"^conditioner\.", r"sdxl|diffusion-xl|(^|[-_.])xl([-_.]|$)",
-           "taesdxl"),
+    Family("Stable Diffusion 3", LatentScaling(1.5305, 0.0609), 16, r"(^|\.)joint_blocks\.", r"sd-?_?3|diffusion-v?3"),
+    Family("FLUX.1", LatentScaling(0.3611, 0.1159), 16, r"(^|\.)double_blocks\.", r"flux"),
+    Family("Playground 2.5", LatentScaling(0.5), 4, r"^edm_mean$", r"playground"),
+    Family("SDXL", LatentScaling(0.13025), 4, r"^conditioner\.", r"sdxl|diffusion-xl|(^|[-_.])xl([-_.]|$)"),
     Family(
-        "Stable Diffusion 1 and 2", LatentScaling(0.18215), 4, r"^cond_stage_model\.",
-        r"vae-ft-(mse|ema)|kl-f8|sd-?_?v?[12]|diffusion-v?[12]|v[12]-[1-5]", "taesd",
+        "Stable Diffusion 1 and 2",
+        LatentScaling(0.18215),
+        4,
+        r"^cond_stage_model\.",
+        r"vae-ft-(mse|ema)|kl-f8|sd-?_?v?[12]|diffusion-v?[12]|v[12]-[1-5]",
     ),
-)  # fmt: skip
+)
 
 
 def family_of(names: Iterable[str], words: str, channels: int) -> Family | None:

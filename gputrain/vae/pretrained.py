@@ -37,11 +37,11 @@ from gputrain.vae.diffusers_folder import (
 )
 from gputrain.vae.latents import STATISTICS, LatentScaling, LatentSource, PatchStatistics, TrainedPictures, family_of
 from gputrain.vae.model import AutoencoderKL
-from gputrain.vae.tiny import ENCODER, Autoencoder, autoencoder_class, is_tiny, load_tiny
 from gputrain.weights import DIGEST, WeightsFile, format_parts, log_unused, read_weights_file
 
 log = logging.getLogger(__name__)
 
+ENCODER = ("encoder.", "quant_conv.")  # Beginnings of the names of tensors that make latents.
 ARCHITECTURE = "modelspec.architecture"  # Key in the header, by github.com/Stability-AI/ModelSpec.
 PREFIXES = ("", "first_stage_model.", "vae.", "model.")  # prefixes of the autoencoder's tensors in a file
 PREFIX = rf"^({'|'.join(map(re.escape, PREFIXES))})"
@@ -71,7 +71,7 @@ ORIGINAL = (
 class LoadedVae:
     """An autoencoder ready for inference."""
 
-    model: Autoencoder  # EMA weights if the run has them; in eval mode, without gradients
+    model: AutoencoderKL  # EMA weights if the run has them; in eval mode, without gradients
     settings: TrainVae | None  # settings of the run; None for an exported folder
     step: int  # number of optimizer steps; 0 for an exported folder
     latents: LatentSource | None = None  # the pretrained model that a run began with
@@ -83,19 +83,17 @@ def load_model(path: Path, device: torch.device) -> LoadedVae:
         raise UserError(f"{path}: no such file or folder", hint="--model takes a run folder, a checkpoint or an export")
     if not (path / CONFIG).is_file() and (path / "vae" / CONFIG).is_file():
         path = path / "vae"  # A pipeline of diffusers.
-    if is_tiny(path):
-        return LoadedVae(_ready(load_tiny(path), device), None, 0)
     if (path / CONFIG).is_file():
         return LoadedVae(_ready(load_diffusers(path)[0], device), None, 0)
     source, content = checkpoint.find_named(path, "vae", ["autoencoder"])
     settings = checkpoint.saved_settings(TrainVae, content, source)
-    model = autoencoder_class(settings)(settings.architecture)
+    model = AutoencoderKL(settings.architecture)
     load_trained(model, content, "autoencoder", str(source))
     latents = LatentSource.of_facts(content["facts"], source)
     return LoadedVae(_ready(model, device), settings, content["progress"]["step"], latents)
 
 
-def _ready(model: Autoencoder, device: torch.device) -> Autoencoder:
+def _ready(model: AutoencoderKL, device: torch.device) -> AutoencoderKL:
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -129,8 +127,6 @@ def load_pretrained(name: str | Path, architecture: VaeArchitecture, train_part:
         hint = f"train with {options}" if options else "no preset has these layers"
         if is_new and found.architecture.patch_statistics:
             hint += "; --train-part decoder begins with a new decoder of other channels"
-        elif is_new:  # What exports have then is not what pipelines with these latents read.
-            hint += "; --train-part tiny-decoder, without --decoder-channels, makes a smaller decoder of its latents"
         raise UserError(f"{name}: different architecture: {_differences(found.architecture, architecture)}", hint=hint)
     refuse_nonfinite(found.weights, str(name))
     return found
@@ -177,7 +173,6 @@ def _source_of_config(path: Path, scaling: LatentScaling, config: Mapping[str, A
 def _read_run(path: Path) -> Pretrained:
     """A run that kept the encoder of its own source has the factors of that source."""
     loaded = load_model(path, torch.device("cpu"))
-    assert isinstance(loaded.model, AutoencoderKL)
     latents, settings = loaded.latents, loaded.settings
     if settings is not None and (latents is None or latents.encoder_trained):
         data = settings.data

@@ -31,7 +31,6 @@ from gputrain.vae.memory_efficient_layers import Features
 from gputrain.vae.model import AutoencoderKL, Upsample, blocks
 from gputrain.vae.norm_arithmetic import Arithmetic
 from gputrain.vae.reconstruct import reconstruct
-from gputrain.vae.tiny import DistilledAutoencoder, autoencoder_class
 
 SAMPLES = 8  # number of pictures on a sheet of samples
 EVALUATED = 64  # maximum number of pictures evaluated during training
@@ -74,8 +73,6 @@ class VaeRecipe:
         learning: tuple[nn.Module, ...] = (self.autoencoder,)
         if settings.model.train_part != "all":
             learning = (self.autoencoder.decoder, self.autoencoder.post_quant_conv)
-        if isinstance(self.autoencoder, DistilledAutoencoder):
-            learning = (self.autoencoder.decoder, self.autoencoder.tiny_encoder)
         optimizer = self._adamw(learning, betas=(0.9, 0.999))
         autoencoder = Phase("autoencoder", learning, optimizer, self.update_adaptive_weight)
         # The kernels of upsampling layers are summed before they are cast.
@@ -217,9 +214,6 @@ class VaeRecipe:
             gradient_BCHW = gradient_BCHW + weight * adversarial_BCHW
         yield ChainGradients((decoded_BCHW,), (gradient_BCHW.to(decoded_BCHW.dtype),))
 
-        if isinstance(self.autoencoder, DistilledAutoencoder):
-            distance_B = self.autoencoder.squared_distance(images_BCHW, mean_BLhw.detach())
-            yield Term("latents", distance_B.sum() / batch.global_items)
         if self.settings.model.train_part != "all":
             return
         values = images_BCHW[0].numel()
@@ -317,13 +311,11 @@ class VaeRecipe:
 def has_good_start(settings: TrainVae) -> bool:
     """Returns whether what learns begins with pretrained weights or a linear code, and not with random weights."""
     model = settings.model
-    if model.train_part == "tiny-decoder":
-        return False
     return model.init_from is not None or (model.start == "linear" and bool(signals_of(settings.architecture)))
 
 
 def build_autoencoder(settings: TrainVae, runtime: Runtime) -> AutoencoderKL:
-    model = autoencoder_class(settings)(
+    model = AutoencoderKL(
         settings.architecture,
         checkpointing=bool(settings.model.gradient_checkpointing),
         recompute_norms=settings.model.recompute_norms,

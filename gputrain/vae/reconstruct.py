@@ -19,10 +19,10 @@ from gputrain.hw.runtime import runtime_on
 from gputrain.vae.config import Reconstruct
 from gputrain.vae.data import image_tensor, to_u8, to_unit
 from gputrain.vae.evaluate import picture_psnr_db, reconstruction_sheet
+from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pictures import UnusablePicture, read_picture, scan_pictures
 from gputrain.vae.prepare import output_names
 from gputrain.vae.pretrained import load_model
-from gputrain.vae.tiny import Autoencoder
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ OVERLAP = 64  # Pixels that neighbouring tiles share, or a quarter of a smaller 
 
 @torch.no_grad()
 def reconstruct(
-    model: Autoencoder,
+    model: AutoencoderKL,
     image_CHW: Tensor,
     device: torch.device,
     tile_size: int = 512,

@@ -37,17 +37,14 @@ from gputrain.planner.kind_work import (
 from gputrain.planner.memory.fit import Fit, MemoryBudget
 from gputrain.session import log_start
 from gputrain.vae.architecture import VaePreset
-from gputrain.vae.config import Model, PlannedData, PlanVae, TrainVae
+from gputrain.vae.config import PlannedData, PlanVae, TrainVae
 from gputrain.vae.data import CropDataset, Pictures, decoding_seconds, open_pictures, to_u8, to_unit
-from gputrain.vae.export import factors_for_export
-from gputrain.vae.latents import LatentScaling, LatentSource
 from gputrain.vae.linear_start import LinearCode, fit_code, signals_of, write_code
 from gputrain.vae.losses import PUBLISHED_FILES, load_lpips
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pictures import UnusablePicture, check_colours, has_transparency, read_picture
 from gputrain.vae.pretrained import Pretrained, load_pretrained
 from gputrain.vae.recipe import VaeRecipe, build_autoencoder, compile_layers, plan_target
-from gputrain.vae.tiny import FACTOR, DistilledAutoencoder
 from gputrain.vae.weights import named_files
 
 log = logging.getLogger(__name__)
@@ -81,8 +78,6 @@ class VaeWork(KindWork[TrainVae]):
     def completed(self, settings: TrainVae) -> TrainVae:
         if settings.hardware.plan_file and len(settings.stages) > 1:
             raise UserError("plan_file and resolution_schedule contradict each other", hint="a plan is for one size")
-        if not settings.saving.resume_from:
-            check_teacher(settings.model)
         return settings
 
     def open_data(self, settings: TrainVae) -> "VaeData":
@@ -186,12 +181,9 @@ class VaeData(TrainingData[TrainVae]):
         log_training(settings, runtime, self.pictures)
         if settings.losses.uses_lpips:  # What is missing is said before the training is planned.
             named_files(settings.losses.lpips_weights, PUBLISHED_FILES)
-        if run.resumed is None:
-            check_teacher(settings.model)
         if settings.model.init_from and run.resumed is None:
             model = settings.model
             self.pretrained = load_pretrained(settings.model.init_from, settings.architecture, model.train_part)
-            check_decoder(self.pretrained, settings.model)
             log_start(settings.model.init_from)
         facts = run.resumed["facts"] if run.resumed else {}
         return TrainingStart(settings, self.digests(), facts, settings.stages)
@@ -236,51 +228,10 @@ class VaeData(TrainingData[TrainVae]):
         """Loads the weights to begin with. Returns what inference needs to know of the latents."""
         weights, train_part = pretrained.weights, recipe.settings.model.train_part
         latents = replace(pretrained.latents, encoder_trained=train_part == "all")
-        if isinstance(recipe.autoencoder, DistilledAutoencoder):
-            latents = self.scaled_latents(recipe, group)
-            assert latents.scaling
-            weights = recipe.autoencoder.beginning(weights, latents.scaling)
-        elif train_part == "decoder":  # The decoder may be a new one.
+        if train_part == "decoder":  # The decoder may be a new one.
             weights = {**recipe.autoencoder.state_dict(), **weights}
         recipe.start_from(weights)
         return latents.facts()
-
-    def scaled_latents(self, recipe: VaeRecipe, group: RankGroup) -> LatentSource:
-        """Returns the source of the latents with its factors: its own, or those that its export would write."""
-        assert self.pretrained
-        pretrained, source = self.pretrained, replace(self.pretrained.latents, encoder_trained=False)
-        if source.scaling is None:
-            factor, shift, told_by = group.from_leader(
-                lambda: factors_for_export(pretrained, recipe.settings, recipe.runtime)
-            )
-            source = replace(source, scaling=LatentScaling(factor, shift), told_by=told_by)
-            if source.published:
-                log.warning(
-                    "%s does not say by which factors pipelines scale its latents, and the tiny decoder will only fit "
-                    "these: %s (%s). If its model has others, name its folder of diffusers, whose config.json says "
-                    "them, or a name of gputrain fetch --list", source.source, source.scaling, source.told_by,
-                )  # fmt: skip
-                return source
-        log.info("latents are normalised as pipelines do: %s (%s)", source.scaling, source.told_by)
-        return source
-
-
-def check_teacher(model: Model) -> None:
-    """Raises UserError if a tiny decoder would have no latents to decode."""
-    if model.train_part == "tiny-decoder" and not model.init_from:
-        raise UserError(
-            "train_part tiny-decoder needs the autoencoder whose latents it decodes",
-            hint="name it with --init-from: a folder of diffusers, a file, a run, or a name such as sdxl-vae",
-        )
-
-
-def check_decoder(pretrained: Pretrained, model: Model) -> None:
-    """Raises UserError if the weights to begin with have a tiny decoder, and this run has none."""
-    if FACTOR in pretrained.weights and model.train_part != "tiny-decoder":
-        raise UserError(
-            f"{model.init_from}: has a tiny decoder, which cannot be trained with train_part {model.train_part}",
-            hint=f"--train-part tiny-decoder goes on with it; {pretrained.latents.source} is the autoencoder before it",
-        )
 
 
 def check_same(run: Run, name: str, value: object) -> None:
