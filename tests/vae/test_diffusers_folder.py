@@ -265,7 +265,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "a missing tensor": (without("quant_conv.bias"), r"does not fit config.json: quant_conv.bias is missing"),
     "tensors too many": (lambda f: configure(f, use_quant_conv=False), r"quant_conv.\w+ is unknown"),
     "truncated": (truncate, r"truncated or damaged"),
-    "empty": (lambda f: (f / WEIGHTS).write_bytes(b""), r"an empty file"),
+    "empty": (lambda f: (f / WEIGHTS).write_bytes(b""), r"truncated or damaged"),
 }
 BROKEN_FLUX2: dict[str, tuple[Callable[[Path], object], str]] = {
     "patches": (lambda f: configure(f, patch_size=[4, 4]), r"patch_size is \[4, 4\], but only \[2, 2\] is supported"),
