@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
-from gputrain.autoconfig.dataset import Sound, labels_of, length_column, sound_of, with_sound
+from gputrain.autoconfig.dataset import Sound, labels_of, sound_of, with_sound
 from gputrain.autoconfig.lengths import Bucket, OverLong, Seconds, checked, is_over, piece_count
 from gputrain.autoconfig.recovery import MOST_ITEMS
 from gputrain.engine.data import permutation
@@ -26,8 +25,6 @@ from gputrain.hw.ranks import SINGLE, Ranks
 from gputrain.speech.buckets import shuffled_by_length
 
 log = logging.getLogger(__name__)
-
-BLOCK_SAMPLES = 1 << 26  # Size of the blocks in which decoded sounds are kept.
 
 
 class Piece(NamedTuple):
@@ -39,10 +36,9 @@ class Piece(NamedTuple):
 class PreparedClips(Sequence[Any]):
     """The clips of a dataset of at most `limit_seconds`. Longer ones are cut into pieces of equal length or left out.
 
-    `keep_decoded`: items are decoded once and stay in memory, in tensors that data workers share; otherwise each is
-    decoded when it is read, and none before if the dataset has a column of lengths, in which a second is
-    `lengths_per_second` (0: it is not used). Raises UserError if an item that would be cut has labels, and if no clip
-    is left.
+    `keep_decoded`: items are decoded once and stay in memory, which data workers that are forked share; otherwise each
+    is decoded when it is read, and none before if the dataset has a `length_column`. Raises UserError if an item that
+    would be cut has labels, and if no clip is left.
     """
 
     def __init__(
@@ -52,14 +48,16 @@ class PreparedClips(Sequence[Any]):
         over_long: OverLong,
         *,
         keep_decoded: bool,
-        lengths_per_second: float = 1.0,
+        length_column: str = "",
     ) -> None:
-        self._dataset, self._kept = dataset, _KeptItems() if keep_decoded else None
+        self._dataset = dataset
+        self._kept: list[Any] | None = [] if keep_decoded else None
         self.pieces: list[Piece] = []
         self.seconds: list[float] = []  # Length of each clip.
         self.left_out = 0
-        column = length_column(dataset) if lengths_per_second and not keep_decoded else ""
-        known: Sequence[float] | Seconds = checked(dataset[column]) / lengths_per_second if column else ()
+        known: Sequence[float] | Seconds = ()
+        if length_column and not keep_decoded:
+            known = checked(dataset[length_column])
         if not len(known) and not keep_decoded:
             log.info("all %d items are read once, because the dataset has no column of lengths", len(dataset))
         may_cut = False  # True once it is known that the items of a dataset with known lengths have no labels.
@@ -76,7 +74,7 @@ class PreparedClips(Sequence[Any]):
             self.pieces += [Piece(number, piece, count) for piece in range(count)]
             self.seconds += [seconds / max(1, count)] * count
             if self._kept is not None:
-                self._kept.add(item if count else None)
+                self._kept.append(with_sound(item, sound_of(item)) if count else None)
         if not self.pieces:
             raise UserError(
                 f"none of {len(dataset)} clips is at most {limit_seconds:g} s long",
@@ -102,54 +100,6 @@ class PreparedClips(Sequence[Any]):
         sound = sound_of(item)
         edges = [sound.samples * part // piece.of for part in (piece.number, piece.number + 1)]
         return with_sound(item, Sound(sound.wave_T[..., edges[0] : edges[1]], sound.sampling_rate))
-
-
-class _KeptItem(NamedTuple):
-    item: Any  # The item with an empty sound.
-    empty: Sound
-    block: int  # Number of the block with the samples.
-    start: int
-    shape: torch.Size
-
-
-class _KeptItems:
-    """Decoded items. Their waves stand in a few large blocks: data workers share them, where they would copy a list of
-    arrays. Each wave is copied into its block at once, so that no second copy of the data is in memory."""
-
-    def __init__(self) -> None:
-        self._items: list[_KeptItem | None] = []
-        self._blocks: list[Tensor] = []
-        self._used = 0  # Samples of the last block.
-
-    def add(self, item: Any) -> None:
-        """Keeps an item; None: nothing at its number."""
-        if item is None:
-            self._items.append(None)
-            return
-        sound = sound_of(item)
-        wave_T = torch.as_tensor(sound.wave_T)
-        size = wave_T.numel()
-        last = self._blocks[-1] if self._blocks else torch.empty(0)
-        if self._used + size > len(last) or wave_T.dtype != last.dtype:
-            # Memory of a block that is not used yet is not taken from the system.
-            self._blocks.append(torch.empty(max(BLOCK_SAMPLES, size), dtype=wave_T.dtype))
-            self._used = 0
-        empty = Sound(torch.empty(0) if isinstance(sound.wave_T, Tensor) else np.empty(0), sound.sampling_rate)
-        kept = _KeptItem(with_sound(item, empty), empty, len(self._blocks) - 1, self._used, wave_T.shape)
-        self._items.append(kept)
-        self._wave(kept).copy_(wave_T)
-        self._used += size
-
-    def _wave(self, kept: _KeptItem) -> Tensor:
-        return self._blocks[kept.block][kept.start : kept.start + kept.shape.numel()].view(kept.shape)
-
-    def __getitem__(self, number: int) -> Any:
-        kept = self._items[number]
-        assert kept is not None
-        wave_T: Any = self._wave(kept)
-        if not isinstance(kept.empty.wave_T, Tensor):
-            wave_T = wave_T.numpy()
-        return with_sound(kept.item, kept.empty._replace(wave_T=wave_T))
 
 
 class BucketSampler(torch.utils.data.Sampler[list[int]]):

@@ -1,8 +1,8 @@
 """Profiles of datasets: the lengths of clips, the sizes of items, and the time to decode an item; sounds in items.
 
-A dataset is a list of lengths, a folder of sounds or pictures, a Hugging Face dataset with an audio column, or anything
-that has a length and returns items by their number. One without a column of lengths is sampled. Imports no torch, and
-no dataset library. Shape suffix: T samples.
+A dataset is a list of lengths, a Hugging Face dataset with an audio column, or anything that has a length and returns
+items by their number. One without a column of lengths is sampled. Imports no torch, and no dataset library. Shape
+suffix: T samples.
 """
 
 import itertools
@@ -11,22 +11,17 @@ import math
 import numbers
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from gputrain.audio.io import read_sound
 from gputrain.autoconfig.lengths import Seconds, checked
-from gputrain.data_in.containers import SOUNDS
-from gputrain.data_in.preparation import check_input_folder, scan
 from gputrain.engine.data import permutation
 from gputrain.errors import UserError
-from gputrain.formatting import counted, likely_unit
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +31,8 @@ SAMPLING_RATE = 16_000  # Hz; that of speech models, used if the data has none.
 TEXT_KEYS = {
     "text", "sentence", "transcript", "transcription", "normalized", "normalized_text", "raw_text", "target_text"
 }  # fmt: skip
-PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 LENGTH_COLUMNS = ("duration", "duration_seconds", "durations", "seconds", "length_seconds")  # In seconds.
+LENGTH_TOLERANCE = 0.1  # The share by which a length may differ from its sound: they are often rounded.
 MOST_EXAMINED = 300  # Maximum number of sampled items.
 SAMPLING_SECONDS = 5.0  # Time limit of sampling.
 TIMED_ITEMS = 8  # Number of items whose decoding is timed.
@@ -81,7 +76,6 @@ class DatasetProfile:
     decode_seconds: float = 0.0  # CPU seconds to decode an item; 0: unknown.
     length_column: str = ""  # Column of the lengths, if there is one.
     labels: str = ""  # Name of what belongs to the whole of a clip, so that it cannot be cut; empty if there is none.
-    lengths_per_second: float = 1.0  # What a second is in that column; 0: it has no lengths of the clips.
 
     @property
     def hours(self) -> float:
@@ -114,12 +108,12 @@ class DatasetProfile:
 def profile_dataset(dataset: Any, *, seed: int = 0) -> DatasetProfile:
     """Returns the profile of a dataset.
 
-    `dataset`: a folder, a list of lengths in seconds, or anything with `len(dataset)` and `dataset[number]`. The first
-    sounds tell the unit of a column of lengths. Raises UserError if it is empty, has no length, has several splits, or
-    has lengths that are not positive.
+    `dataset`: a list of lengths in seconds, or anything with `len(dataset)` and `dataset[number]`. A column of lengths
+    is used if the first sounds have these seconds. Raises UserError if it is empty, has no length, has several splits,
+    or has lengths that are not positive.
     """
     if isinstance(dataset, (str, Path)):
-        return _profile_folder(Path(dataset), seed)
+        raise UserError(f"{dataset}: a path, expected a dataset", hint="pass the dataset that reads it")
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise UserError(
             f"{type(dataset).__name__} has no length", hint="pass a sized dataset, or a list of lengths in seconds"
@@ -139,35 +133,24 @@ def profile_dataset(dataset: Any, *, seed: int = 0) -> DatasetProfile:
         return _profile_items(dataset, seed)
     lengths = checked(dataset[column])
     found, took = _examined(lambda number: _size_of(dataset[number]), range(min(TIMED_ITEMS, len(dataset))))
-    per_second = _lengths_per_second(column, lengths, found)
-    if not per_second:
-        return replace(_profile_items(dataset, seed), lengths_per_second=0.0)
+    sounds = [item.seconds for item in found if isinstance(item, ClipLength)]
+    if sounds and not np.allclose(lengths[: len(sounds)], sounds, rtol=LENGTH_TOLERANCE):
+        log.warning("the column %s has other lengths than the first %d sounds, and is not used", column, len(sounds))
+        return _profile_items(dataset, seed)
     return _of_lengths(
-        lengths / per_second, len(lengths), SAMPLING_RATE, decode_seconds=took, length_column=column,
-        labels=labels_of(dataset[0]), lengths_per_second=per_second,
-    )  # fmt: skip
+        lengths,
+        len(lengths),
+        SAMPLING_RATE,
+        decode_seconds=took,
+        length_column=column,
+        labels=labels_of(dataset[0]),
+    )
 
 
 def length_column(dataset: Any) -> str:
     """Returns the name of a dataset's column of lengths in seconds; empty if it has none."""
     columns = getattr(dataset, "column_names", None) or []
     return next((name for name in LENGTH_COLUMNS if name in columns), "")
-
-
-def _lengths_per_second(column: str, lengths: Seconds, found: Sequence[Any]) -> float:
-    """Returns what a second is in a column of lengths, by the decoded sounds of the first items: 1000 in milliseconds;
-    1 if there are no sounds to compare with, 0 if the column is not explained by their lengths."""
-    if not all(isinstance(one, ClipLength) for one in found):
-        return 1.0
-    units = {
-        "seconds": 1.0, "milliseconds": 1e3, "microseconds": 1e6, "minutes": 1 / 60, "hours": 1 / 3600,
-        "samples": float(found[0].sampling_rate),
-    }  # fmt: skip
-    unit = likely_unit(lengths[: len(found)], [one.seconds for one in found], units)
-    if unit != "seconds":
-        what = f"has {unit}, and is read so" if unit else "has other lengths, and is not used"
-        log.warning("by the sounds of %s, the column %s %s", counted(len(found), "item"), column, what)
-    return units.get(unit, 0.0)
 
 
 def _is_number(value: Any) -> bool:
@@ -185,65 +168,6 @@ def _of_sounds(sounds: Sequence[ClipLength], items: int, decode_seconds: float, 
     beside = _widest([sound.beside for sound in sounds])
     more = {"decode_seconds": decode_seconds, "labels": labels, "largest": beside, "widest": beside}
     return _of_lengths(seconds, items, rate, **more)
-
-
-# ------------------------------------------------------------------------------------------------------ folders
-
-
-def _profile_folder(folder: Path, seed: int) -> DatasetProfile:
-    """Profiles a folder by the headers of its files; a few files are decoded to measure the time."""
-    check_input_folder(folder, "sounds or pictures")
-    files = [folder / path for path in scan(folder, SOUNDS | PICTURES).paths]
-    sounds = [path for path in files if path.suffix.lower() in SOUNDS]
-    files = sounds or files
-    if not files:
-        raise UserError(f"{folder}: no sounds and no pictures", hint="pass a folder of .wav, .flac, .png or .jpg files")
-    found, _ = _examined(_sound_header if sounds else _picture_header, _shuffled(files, seed))
-    _, decode_seconds = _examined(read_sound if sounds else _decode_picture, files[:TIMED_ITEMS])
-    if sounds:
-        return _of_sounds(found, len(files), decode_seconds)
-    return _of_shapes("pictures", found, len(files), decode_seconds)
-
-
-def _sound_header(path: Path) -> ClipLength:
-    import soundfile
-
-    with _named_in_errors(path):
-        header = soundfile.info(path)
-    return ClipLength(header.frames / header.samplerate, header.samplerate)
-
-
-@contextmanager
-def _named_in_errors(name: object) -> Iterator[None]:
-    """Turns the failure to decode a sound into a UserError that names it."""
-    import soundfile
-
-    try:
-        yield
-    except soundfile.LibsndfileError as error:
-        raise UserError(f"{name}: {error.error_string}", hint="leave it out of the data, or replace it") from None
-
-
-def _picture_header(path: Path) -> TensorShape:
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(path) as picture:
-            return _shape_of_picture(picture)
-    except (OSError, UnidentifiedImageError) as error:
-        raise UserError(f"{path}: {error}", hint="leave it out of the data, or replace it") from None
-
-
-def _decode_picture(path: Path) -> None:
-    from PIL import Image
-
-    with Image.open(path) as picture:
-        picture.load()
-
-
-def _shape_of_picture(picture: Any) -> TensorShape:
-    width, height = picture.size
-    return TensorShape((len(picture.getbands()), height, width), "float32")
 
 
 # -------------------------------------------------------------------------------------------------------- items
@@ -315,8 +239,9 @@ def _size_of(item: Any) -> Any:
 
 def _size_of_value(value: Any) -> Any:
     """Returns a value of an item as a tree of TensorShape; None for what no batch of tensors has, such as a text."""
-    if hasattr(value, "getbands"):
-        return _shape_of_picture(value)
+    if hasattr(value, "getbands"):  # A picture of Pillow.
+        width, height = value.size
+        return TensorShape((len(value.getbands()), height, width), "float32")
     if isinstance(value, Mapping):
         return {name: _size_of_value(part) for name, part in value.items()}
     if hasattr(value, "shape") and hasattr(value, "dtype"):
@@ -432,8 +357,11 @@ def _decoded(sound: Any) -> Sound:
         import soundfile
 
         encoded = sound.get("bytes")
-        with _named_in_errors("a sound" if encoded else sound["path"]):
+        try:
             wave_T, rate = soundfile.read(BytesIO(encoded) if encoded else sound["path"], dtype="float32")
+        except soundfile.LibsndfileError as error:
+            name = "a sound" if encoded else sound["path"]
+            raise UserError(f"{name}: {error.error_string}", hint="leave it out of the data, or replace it") from None
         return Sound(wave_T.T, int(rate))
     raise UserError(
         f"the column audio contains {type(sound).__name__}",

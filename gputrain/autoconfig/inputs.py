@@ -29,15 +29,12 @@ class BatchGuess(NamedTuple):
 
 TOKENS = 512  # Length of a text, if neither the data nor the model determines it.
 FRAMES_PER_SECOND = 100  # Frame rate of a log-mel spectrogram with a hop of 10 ms, as in speech models.
-CLIP_FRAMES = 1001  # Frames of the 10 s that CLAP's processor takes of a sound.
-PATCHES = 2048  # Patches that the processor of Pix2Struct makes of a picture.
 # Parts of a composite configuration, in which a setting of a kind of input is looked up before the whole.
 OF_TEXT, OF_PICTURES, OF_SOUND = ("text_config",), ("vision_config", "encoder"), ("audio_config", "encoder")
 OF_DECODER = ("decoder", "text_config")
 INPUTS = {  # Name of an input: the kind of data that it is made of, and the part of a composite model that takes it.
     "input_ids": ("tensors", "text_config"),
     "pixel_values": ("pictures", "vision_config"),
-    "flattened_patches": ("pictures", "vision_config"),
     "input_values": ("audio", "audio_config"),
     "input_features": ("audio", "audio_config"),
 }
@@ -288,7 +285,7 @@ def _missing_inputs(
 
 def _targets(config: Any, signature: Signature, data: dict[str, Any]) -> dict[str, Made]:
     """Returns the labels of a model with a decoder, if the dataset has none; the decoder's inputs are made of them."""
-    if {"labels", "decoder_input_ids", "decoder_input_values"} & set(data) or "labels" not in signature.names:
+    if {"labels", "decoder_input_ids"} & set(data) or "labels" not in signature.names:
         return {}
     decoder = list(_decoder_inputs(config, signature, data).values())
     return {"labels": decoder[0]} if decoder else {}
@@ -298,10 +295,6 @@ def _decoder_inputs(config: Any, signature: Signature, data: dict[str, Any]) -> 
     if not getattr(config, "is_encoder_decoder", False):
         return {}
     labels = data.get("labels")
-    if "decoder_input_values" in signature.names:  # Frames of a spectrogram.
-        M, step = int(config.num_mel_bins), int(getattr(config, "reduction_factor", 1))
-        T = labels.shape[0] if labels and len(labels.shape) == 2 else TOKENS
-        return {"decoder_input_values": Made(lambda B, seconds: _floats(B, T // step, M), f"{T} frames")}
     if "decoder_input_ids" not in signature.names:
         return {}
     source = data.get("input_ids")
@@ -338,12 +331,6 @@ def _pixels(config: Any, profile: DatasetProfile) -> Made:
     return Made(lambda B, seconds: _floats(B, C, H, W), f"{C} x {H} x {W}")
 
 
-def _patches(config: Any, profile: DatasetProfile) -> Made:
-    count = min(int(_setting(config, "seq_len", OF_PICTURES) or PATCHES), PATCHES)
-    width = 2 + int(_setting(config, "patch_embed_hidden_size", OF_PICTURES))  # Row and column stand before it.
-    return Made(lambda B, seconds: _floats(B, count, width), f"{count} patches")
-
-
 def _wave(config: Any, profile: DatasetProfile) -> Made:
     M, T = _setting(config, "num_mel_bins", OF_SOUND), _setting(config, "max_length", OF_SOUND)
     if M and T and not _setting(config, "conv_dim", OF_SOUND):  # Spectrograms under the same name.
@@ -354,10 +341,6 @@ def _wave(config: Any, profile: DatasetProfile) -> Made:
 def _features(config: Any, profile: DatasetProfile) -> Made:
     """Makes log-mel frames; a model of fixed length (30 s for Whisper) gets all of them."""
     part = getattr(config, "audio_config", None) or getattr(config, "encoder", None) or config
-    if side := getattr(part, "spec_size", 0):  # CLAP takes a spectrogram that it can fold into a square.
-        M = int(part.num_mel_bins)
-        T, C = min(CLIP_FRAMES, side * (side // M)), 4 if getattr(part, "enable_fusion", False) else 1
-        return Made(lambda B, seconds: _floats(B, C, T, M), f"log-mel with {M} channels, always {T} frames")
     whole_T = 2 * getattr(part, "max_source_positions", 0) if hasattr(part, "num_mel_bins") else 0
     wide_M = getattr(part, "feature_projection_input_dim", 0)  # Channels of two stacked frames.
     M = getattr(part, "num_mel_bins", 0) or wide_M
@@ -375,7 +358,6 @@ def _features(config: Any, profile: DatasetProfile) -> Made:
 MAKERS: dict[str, Callable[[Any, DatasetProfile], Made]] = {
     "input_ids": _tokens,
     "pixel_values": _pixels,
-    "flattened_patches": _patches,
     "input_values": _wave,
     "input_features": _features,
 }

@@ -13,11 +13,11 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from gputrain.autoconfig.inputs import (
 from gputrain.autoconfig.lengths import Bucket, LengthLimit, OverLong, limit_length, make_buckets, pieces
 from gputrain.autoconfig.memory_models import MemoryModels
 from gputrain.autoconfig.recovery import MicroBatchLimit, Reduction, memory_callback, recovering, watched_first
-from gputrain.autoconfig.settings import DeviceSettings, OptimalConfig
+from gputrain.autoconfig.settings import OptimalConfig
 from gputrain.errors import UserError
 from gputrain.hw.gpus import find_gpu, smallest_gpu
 from gputrain.hw.plan import Hardware, decide, workers
@@ -57,7 +57,7 @@ def create_optimal_config(
     model: nn.Module,
     target_batch_size: int = 32,
     safety_margin: float = 0.85,
-    gpu: str | Sequence[str] | None = None,
+    gpu: str | None = None,
     *,
     loss: Loss | None = None,
     batch: MakeBatch | None = None,
@@ -71,15 +71,13 @@ def create_optimal_config(
 
     `dataset`: anything that `profile_dataset` reads; `model`: any module, on any device. `safety_margin`: the share of
     the memory that the training may take, 0.05 to 0.98. `gpu`: a GPU by name, such as "l4", which need not be in this
-    machine, or the names of all that train together; None: the GPU of this machine, or its CPU and RAM. `vram_gb`: plan
-    for this much memory instead.
+    machine; None: the GPU of this machine, or its CPU and RAM. `vram_gb`: plan for this much memory instead.
 
     `loss(model, batch)` returns the scalar to train on, and `batch(items, seconds)` a batch; by default both are
     guessed from the model and the data. `max_duration_seconds`: the length of the longest clip; 0: chosen by the data
     and the device. `over_long`: longer clips are cut into pieces ("chunk") or left out ("refuse"); auto: cut unless
     they have labels, which belong to the whole. `gpus`: the number of GPUs that train together; 0: as torchrun says,
-    else 1. Precision, longest clip and the Trainer's own batch are those of the weakest GPU, as all must have the same;
-    different GPUs have micro-batches, accumulation and checkpointing of their own in `config.devices`.
+    else 1. All have the settings of the weakest of this machine; of GPUs in several machines, name the weakest.
 
     Raises UserError if a value is out of range, if the GPU is unknown, if the data or the model cannot be read, if
     weights have a precision that cannot be trained, if clips with labels are to be cut, and if a single item does not
@@ -98,9 +96,8 @@ def create_optimal_config(
     for value, choices in ((over_long, ("auto", *get_args(OverLong))), (optimizer, get_args(Optimizer))):
         if value not in choices:
             raise UserError(f"{value!r} is not a choice", hint=f"choose one of {', '.join(choices)}")
-    gpus = count_gpus(gpu, gpus, target_batch_size)
-    machines = machines_to_plan(gpu, vram_gb, gpus)
-    machine = machines.common
+    gpus = count_gpus(gpus, target_batch_size)
+    machine = machine_to_plan(gpu, vram_gb, gpus)
     profile = profile_dataset(dataset)
     precision = cast(Precision, decide(machine, Hardware()).precision.value)
     refuse_half_weights(model, precision)
@@ -110,7 +107,7 @@ def create_optimal_config(
     here = None if gpu or vram_gb else torch.device("cuda" if machine.gpu else "cpu")
     memory_models = MemoryModels(model, loss or output_loss, guesses, precision, optimizer, here)
     about = "the given one" if loss else "the model's own, or assumed as expensive as that of its outputs"
-    planner = Planner(machine, profile, memory_models, about, machines.each)
+    planner = Planner(machine, profile, memory_models, about)
     return planner.plan(target_batch_size, safety_margin, max_duration_seconds, over_long), planner
 
 
@@ -125,22 +122,10 @@ def refuse_half_weights(model: nn.Module, precision: Precision) -> None:
         )
 
 
-class PlannedMachines(NamedTuple):
-    """`common` has what all GPUs can do, the least memory and the least capability; `each` has one of the GPUs."""
-
-    common: Machine
-    each: tuple[Machine, ...]
-
-
-def count_gpus(gpu: str | Sequence[str] | None, gpus: int, batch_size: int) -> int:
-    """Returns the number of GPUs that train together: as named, as asked for, or as torchrun says (`gpus` 0).
-
-    Raises UserError if they contradict one another, or if the batch cannot be divided.
-    """
-    named = 0 if gpu is None or isinstance(gpu, str) else len(gpu)
-    if named > 1 and gpus not in (0, named):
-        raise UserError(f"{named} named GPUs, and gpus is {gpus}", hint="leave gpus out")
-    count = (named if named > 1 else gpus) or Ranks.launched(os.environ).count
+def count_gpus(gpus: int, batch_size: int) -> int:
+    """Returns the number of GPUs that train together, as asked for or as torchrun says (0). Raises UserError if the
+    batch cannot be divided."""
+    count = gpus or Ranks.launched(os.environ).count
     if batch_size % count:
         raise UserError(
             f"a target batch size of {batch_size} cannot be divided among {count} GPUs",
@@ -149,29 +134,20 @@ def count_gpus(gpu: str | Sequence[str] | None, gpus: int, batch_size: int) -> i
     return count
 
 
-def machines_to_plan(gpu: str | Sequence[str] | None, vram_gb: float, gpus: int) -> PlannedMachines:
-    """Returns the machines to plan for: this one, or this one with the named GPUs.
-
-    Raises UserError if a GPU is unknown, or if its number contradicts the number of names.
-    """
-    names = [] if gpu is None else [gpu] if isinstance(gpu, str) else list(gpu)
-    if len(names) > 1 and vram_gb:
-        raise UserError("vram_gb for several named GPUs", hint="name the GPUs, or give the memory of one of them")
+def machine_to_plan(gpu: str | None, vram_gb: float, gpus: int) -> Machine:
+    """Returns this machine with the weakest of its GPUs, or with the named one. Raises UserError if it is unknown."""
     here = replace(probe(), gpus=gpus)
-    if names:
-        each = [find_gpu(name).installed_in(here) for name in names]
+    if gpu:
+        machine = find_gpu(gpu).installed_in(here)
     elif vram_gb and not here.gpu:
-        each = [unknown_gpu(vram_gb).installed_in(here)]
-    elif gpus > 1 and here.gpu_count > 1:
-        each = [replace(probe(index), gpus=gpus) for index in range(min(gpus, here.gpu_count))]
+        machine = unknown_gpu(vram_gb).installed_in(here)
     else:
-        each = [here]
-    common = weakest_of(each, each[0])
+        each = [replace(probe(index), gpus=gpus) for index in range(1, min(gpus, here.gpu_count))]
+        machine = weakest_of([here, *each], here)
     if vram_gb:
-        free_gb = min(common.gpu_free_gb or vram_gb, vram_gb)
-        common = replace(common, gpu_memory_gb=vram_gb, gpu_free_gb=free_gb)
-        each = [common]
-    return PlannedMachines(common, tuple(each))
+        free_gb = min(machine.gpu_free_gb or vram_gb, vram_gb)
+        machine = replace(machine, gpu_memory_gb=vram_gb, gpu_free_gb=free_gb)
+    return machine
 
 
 class Planner:
@@ -183,9 +159,7 @@ class Planner:
         profile: DatasetProfile,
         memory_models: MemoryModels,
         loss_used: str,
-        machines: Sequence[Machine] = (),  # The GPUs that train together, if they differ.
     ) -> None:
-        self.machines = tuple(machines)
         self.machine, self.profile, self.memory_models, self.loss_used = machine, profile, memory_models, loss_used
         self.limit = MicroBatchLimit()
         self._can_checkpoint = can_checkpoint(memory_models.model)
@@ -214,7 +188,7 @@ class Planner:
         """
         clips = PreparedClips(
             dataset, config.max_duration_seconds, config.over_long, keep_decoded=not config.streaming,
-            lengths_per_second=config.lengths_per_second,
+            length_column=config.length_column,
         )  # fmt: skip
         if clips.left_out:
             log.warning("%d clips over %.1f s are left out", clips.left_out, config.max_duration_seconds)
@@ -224,13 +198,11 @@ class Planner:
         """Returns a batch sampler of whole batches of clips of similar lengths.
 
         `sampler.micro_batch_size(batch)` of them fit into memory at once; short clips are more than long ones. Under
-        torchrun each process gets its part of every batch, and the micro-batches of its GPU. Raises UserError if a clip
-        is longer than planned.
+        torchrun each process gets its part of every batch. Raises UserError if a clip is longer than planned.
         """
         ranks = Ranks.launched(os.environ)
-        buckets = config.on_device(ranks.local_index).buckets
         least = self.memory_models.least_items
-        return BucketSampler(clips.seconds, buckets, config.target_batch_size, seed, ranks, least_items=least)
+        return BucketSampler(clips.seconds, config.buckets, config.target_batch_size, seed, ranks, least_items=least)
 
     def callback(self) -> Any:
         """Returns a `transformers.TrainerCallback` that watches the memory: it logs figures with the trainer's, warns
@@ -250,12 +222,11 @@ class Planner:
         With `config`, the trainer's dataset must come from `prepare`, and its arguments from `training_arguments(
         by_length=True)`: batches then have clips of similar lengths, and micro-batches of short clips have more.
 
-        Under torchrun every process recovers by itself, with the settings of its GPU; gradients are averaged when all
-        have computed their parts. The batch and its samples stay the same: a micro-batch that does not fit is split,
-        and its parts are weighted so that the gradients are those of the whole. `loss_reduction` is the reduction of
-        the loss over a batch: a mean over its "items" or "labels", or a "sum"; None: it is found by evaluating the
-        loss, the first time it matters. Raises UserError if a single item does not fit, and if the loss cannot be
-        computed in parts.
+        Under torchrun every process recovers by itself; gradients are averaged when all have computed their parts. The
+        batch and its samples stay the same: a micro-batch that does not fit is split, and its parts are weighted so
+        that the gradients are those of the whole. `loss_reduction` is the reduction of the loss over a batch: a mean
+        over its "items" or "labels", or a "sum"; None: it is found by evaluating the loss, the first time it matters.
+        Raises UserError if a single item does not fit, and if the loss cannot be computed in parts.
         """
         with watched_first(trainer), recovering(trainer, self.limit, loss_reduction, config):
             if config is None:
@@ -273,7 +244,7 @@ class Planner:
         over_long: OverLong = ("refuse" if labels else "chunk") if wish == "auto" else wish
         whole_batch_size, batch_size = batch_size, batch_size // gpus
         self.memory_models.least_items = self.limit.least = 2 if self._batch_layers and batch_size > 1 else 1
-        budget = self._budget(self.machine, share)
+        budget = self._budget(share)
         with self._batch_norm_explained(batch_size):
             limit, found = self._fit(batch_size, budget, most_seconds, over_long)
         if limit.clips_over and over_long == "chunk" and labels:
@@ -283,13 +254,10 @@ class Planner:
                 hint='over_long="refuse" leaves them out; or cut them together with their labels before',
             )
         chosen = decide(self.machine, Hardware())
-        own = self._device_settings(
-            self.machine.gpu or str(chosen.device.value), batch_size, budget, limit, found, over_long
-        )
         processes = self._workers(found, limit)
         streaming, why_streaming = self._streaming()
         reasons = {
-            "target_batch_size": self._why_batch(own.micro_batch_size, batch_size, gpus),
+            "target_batch_size": self._why_batch(found.micro_batch_size, batch_size, gpus),
             "per_device_train_batch_size": _sentence(found, "micro_batch_size"),
             "gradient_accumulation_steps": _sentence(found, "accumulation_steps", costs=not self._depends_on_split),
             "fp16": chosen.precision.reason,
@@ -299,59 +267,32 @@ class Planner:
             "max_duration_seconds": f"{limit.reason}; {self.profile.describe()}",
             "over_long": limit.reason if limit.clips_over else "none of the examined clips is longer",
             "streaming": why_streaming,
-            "predicted_peak_gb": self._why_peak(own.predicted_peak_gb, share, budget.budget_gb),
+            "predicted_peak_gb": self._why_peak(found.predicted_peak_gb, share, budget.budget_gb),
         }
         return OptimalConfig(
             target_batch_size=whole_batch_size,
-            per_device_train_batch_size=own.micro_batch_size,
-            gradient_accumulation_steps=own.accumulation_steps,
+            per_device_train_batch_size=found.micro_batch_size,
+            gradient_accumulation_steps=found.accumulation_steps,
             fp16=self.memory_models.precision == "fp16",
             bf16=self.memory_models.precision == "bf16",
-            gradient_checkpointing=own.gradient_checkpointing,
+            gradient_checkpointing=found.checkpointing,
             dataloader_num_workers=int(processes.value),
             max_duration_seconds=limit.seconds,
             over_long=over_long,
             streaming=streaming,
-            predicted_peak_gb=own.predicted_peak_gb,
-            budget_gb=own.budget_gb,
-            device=own.device,
-            reasons=reasons,
-            buckets=own.buckets,
-            length_column=self.profile.length_column,
-            lengths_per_second=self.profile.lengths_per_second,
-            optimizer=self.memory_models.optimizer,
-            gpus=gpus,
-            devices=self._devices(batch_size, share, limit, over_long),
-            drop_last=self._drops_last(own.micro_batch_size * gpus, gpus),
-        )
-
-    def _devices(
-        self, batch_size: int, share: float, limit: LengthLimit, over_long: OverLong
-    ) -> tuple[DeviceSettings, ...]:
-        """Returns the settings of each GPU for its share of the batch; nothing if all GPUs are alike."""
-        if len({(machine.gpu, machine.gpu_memory_gb) for machine in self.machines}) < 2:
-            return ()
-        found = []
-        for machine in self.machines:
-            budget = self._budget(machine, share)
-            fitting = self._fit_length(batch_size, budget, limit.seconds)
-            found.append(self._device_settings(machine.gpu, batch_size, budget, limit, fitting, over_long))
-        return tuple(found)
-
-    def _device_settings(
-        self, device: str, batch_size: int, budget: MemoryBudget, limit: LengthLimit, found: Fit, over_long: OverLong
-    ) -> DeviceSettings:
-        return DeviceSettings(
-            device=device,
-            micro_batch_size=found.micro_batch_size,
-            accumulation_steps=found.accumulation_steps,
-            gradient_checkpointing=found.checkpointing,
             predicted_peak_gb=found.predicted_peak_gb,
             budget_gb=found.budget_gb,
+            device=self.machine.gpu or str(chosen.device.value),
+            reasons=reasons,
             buckets=self._buckets(batch_size, budget, limit, found, over_long),
+            length_column=self.profile.length_column,
+            optimizer=self.memory_models.optimizer,
+            gpus=gpus,
+            drop_last=self._drops_last(found.micro_batch_size * gpus, gpus),
         )
 
-    def _budget(self, machine: Machine, share: float) -> MemoryBudget:
+    def _budget(self, share: float) -> MemoryBudget:
+        machine = self.machine
         plan = decide(machine, Hardware(use_torch_compile=False))
         return memory_budget(machine, plan, Hardware(), published_rates(machine.gpu, plan), share)
 
@@ -412,8 +353,6 @@ class Planner:
             )
         if fitting >= SHORTEST_SECONDS:
             remedies.append(f"clips of at most {fitting:.1f} s fit (max_duration_seconds)")
-        if found.precision == "fp32" and self._fits_in_16_bit(budget, seconds):
-            remedies.append("it fits with 16 bit, on a GPU that supports it")
         if fixed_gb > budget.budget_gb:
             most = sum(p.numel() for p in found.model.parameters()) * budget.budget_gb / fixed_gb
             remedies.append(
@@ -430,14 +369,6 @@ class Planner:
             f"{type(found.model).__name__} does not fit {machine.gpu or 'this machine'}: {takes}"
             f", which is {need_gb - budget.budget_gb:.3g} GB more than the available {budget.budget_gb:.3g} GB",
             hint="; or ".join(remedies) or "it fits no known GPU: train a smaller model",
-        )
-
-    def _fits_in_16_bit(self, budget: MemoryBudget, seconds: float) -> bool:
-        if self.memory_models.unpredictable:
-            return False
-        other = replace(self.memory_models, precision="bf16", device=None, known={})
-        return (
-            budget.margin * other.step(other.least_items, seconds, self._can_checkpoint).reserved_gb <= budget.budget_gb
         )
 
     def _buckets(

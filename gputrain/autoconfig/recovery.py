@@ -333,8 +333,8 @@ def check_agreement(group: RankGroup, config: OptimalConfig) -> None:
     if any(other != first for other in others):
         raise UserError(
             "the processes that train together have planned differently",
-            hint="give create_optimal_config the same dataset, model and options in all of them; machines with other "
-            "GPUs need the option gpu with the names of all GPUs",
+            hint="give create_optimal_config the same dataset, model and options in all of them; if their GPUs differ, "
+            "the option gpu with the name of the weakest",
         )
 
 

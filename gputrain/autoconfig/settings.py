@@ -7,15 +7,13 @@ import dataclasses
 import inspect
 import json
 import logging
-import os
 import textwrap
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gputrain.autoconfig.lengths import Bucket, OverLong
 from gputrain.errors import UserError, import_package
-from gputrain.hw.ranks import Ranks
 from gputrain.serialization import from_json, unreadable
 
 log = logging.getLogger(__name__)
@@ -35,27 +33,12 @@ class BatchSplit:
 
 
 @dataclass(frozen=True)
-class DeviceSettings:
-    """The settings of one of several GPUs that train together. They change no result, so that each GPU has its own."""
-
-    device: str
-    micro_batch_size: int
-    accumulation_steps: int
-    gradient_checkpointing: bool
-    predicted_peak_gb: float
-    budget_gb: float
-    buckets: tuple[Bucket, ...] = ()
-
-
-@dataclass(frozen=True)
 class OptimalConfig:
     """Settings for a training, under the names of `transformers.TrainingArguments` where it has them.
 
     `per_device_train_batch_size * gradient_accumulation_steps * gpus == target_batch_size`, exactly. `reasons` has a
     sentence for every setting. `buckets` are for batches of similar lengths; there are none if lengths hardly differ.
-
-    Different GPUs that train together have `devices`, in their order. These settings hold with `by_length`, where each
-    GPU divides its share of the batch itself. All other settings are shared, those of the weakest GPU.
+    GPUs that train together all have the settings of the weakest.
     """
 
     target_batch_size: int
@@ -76,9 +59,7 @@ class OptimalConfig:
     length_column: str = ""  # The dataset's column of lengths, if it has one.
     gpus: int = 1  # GPUs that train together.
     splits: tuple[BatchSplit, ...] = ()  # Changes that running out of memory has caused.
-    devices: tuple[DeviceSettings, ...] = ()  # Empty if there is one GPU, or all are alike.
     drop_last: bool = False  # The last micro-batch of an epoch would have too few items for BatchNorm.
-    lengths_per_second: float = 1.0  # What a second is in the column of lengths; 0: it is not used.
     optimizer: str = "adamw"  # The one that the memory is planned with.
 
     def __str__(self) -> str:
@@ -90,20 +71,6 @@ class OptimalConfig:
             lines += textwrap.wrap(reason, 80, initial_indent=head, subsequent_indent=" " * 37)
         return "\n".join(lines)
 
-    def on_device(self, number: int) -> "OptimalConfig":
-        """Returns the settings with those of a GPU in place of the shared ones, by its number on its machine."""
-        if not self.devices:
-            return self
-        own = self.devices[number % len(self.devices)]
-        return replace(
-            self,
-            gradient_checkpointing=own.gradient_checkpointing,
-            predicted_peak_gb=own.predicted_peak_gb,
-            budget_gb=own.budget_gb,
-            buckets=own.buckets,
-            device=own.device,
-        )
-
     def shared_by_processes(self) -> tuple[object, ...]:
         """Returns what all processes that train together must have in common."""
         precision, edges = (self.fp16, self.bf16), tuple(bucket.to_seconds for bucket in self.buckets)
@@ -114,10 +81,8 @@ class OptimalConfig:
 
         The optimizer is the planned one; of Muon, which TrainingArguments does not have, a warning is logged.
         `by_length`: for `Planner.train_with_recovery(trainer, config=config)`, which takes whole batches of clips of
-        similar lengths, and divides them into micro-batches itself; under torchrun, gradient checkpointing is that of
-        this process's GPU. Raises UserError if transformers is not installed.
+        similar lengths, and divides them into micro-batches itself. Raises UserError if transformers is not installed.
         """
-        own = self.on_device(Ranks.launched(os.environ).local_index) if by_length else self
         accepted = inspect.signature(import_package("transformers", extra="transformers").TrainingArguments).parameters
         arguments: dict[str, Any] = {
             "per_device_train_batch_size": self.target_batch_size // self.gpus
@@ -139,8 +104,8 @@ class OptimalConfig:
             arguments["optim"] = OPTIM[self.optimizer]
         else:
             log.warning("TrainingArguments has no %s: pass it to the Trainer with optimizers=", self.optimizer)
-        arguments[checkpointing] = own.gradient_checkpointing
-        if own.gradient_checkpointing:
+        arguments[checkpointing] = self.gradient_checkpointing
+        if self.gradient_checkpointing:
             arguments[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
         if self.length_column and not by_length:
             grouped: dict[str, Any] = {"group_by_length": True}
@@ -169,6 +134,9 @@ def load_config(path: str | Path) -> OptimalConfig:
         raise UserError(f"{path}: not valid JSON: {error}", hint="save it again") from None
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise unreadable(Path(path), "save it again with save_config", "not a configuration of gputrain")
+    content.pop("devices", None)  # Version 0.2 wrote settings of each of several GPUs,
+    if content.pop("lengths_per_second", 1.0) != 1.0:  # and used columns of lengths in other units.
+        content["length_column"] = ""
     try:
         return from_json(OptimalConfig, content)
     except ValueError as error:

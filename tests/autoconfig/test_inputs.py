@@ -43,19 +43,6 @@ SPEECH_T5 = {
     "speech_decoder_prenet_units": 8, "speech_decoder_postnet_units": 8, "num_conv_pos_embeddings": 4,
     "num_conv_pos_embedding_groups": 2, "num_mel_bins": 8, "max_text_positions": 30, "decoder_start_token_id": 1,
 }  # fmt: skip
-SPOKEN_AS_FRAMES = [{"input_ids": [7] * 5, "labels": torch.zeros(12, 8), "speaker_embeddings": torch.zeros(512)}] * 2
-CLAP = {
-    "text_config": TEXT | {"max_position_embeddings": 64}, "projection_dim": 8,
-    "audio_config": {
-        "spec_size": 64, "patch_embeds_hidden_size": 8, "hidden_size": 16, "depths": [1, 1], "window_size": 4,
-        "num_attention_heads": [2, 2], "num_mel_bins": 16, "projection_dim": 8, "num_hidden_layers": 2,
-    },
-}  # fmt: skip
-PIX2STRUCT = {
-    "text_config": {"vocab_size": 50, "hidden_size": 16, **{k: T5[k] for k in ("d_kv", "d_ff", "num_layers")},
-                    "num_heads": 2, "decoder_start_token_id": 0},
-    "vision_config": {**TINY, "d_ff": 16, "d_kv": 8, "patch_embed_hidden_size": 48, "seq_len": 24},
-}  # fmt: skip
 
 
 def pictures_to_text():
@@ -100,10 +87,6 @@ RUNS = (
      {"input_features": (3, 100, 8), "labels": (3, 30)}),
     (of("SpeechT5ForSpeechToText", "SpeechT5Config", **SPEECH_T5), SPOKEN,
      {"input_values": (3, 16_000), "labels": (3, 30)}),
-    (of("SpeechT5ForTextToSpeech", "SpeechT5Config", **SPEECH_T5), SPOKEN_AS_FRAMES,
-     {"input_ids": (3, 5), "speaker_embeddings": (3, 512), "decoder_input_values": (3, 6, 8)}),
-    (of("Pix2StructForConditionalGeneration", "Pix2StructConfig", **PIX2STRUCT), PICTURES,
-     {"flattened_patches": (3, 24, 50), "labels": (3, 512)}),
     (pictures_to_text, PICTURES, {"pixel_values": (3, 3, 32, 32), "labels": (3, 20)}),
     (of("CLIPModel", "CLIPConfig", **DUAL), PAIRS,
      {"pixel_values": (3, 3, 32, 32), "input_ids": (3, 6), "attention_mask": (3, 6), "return_loss": ()}),
@@ -114,8 +97,6 @@ RUNS = (
     (of("BlipForConditionalGeneration", "BlipConfig", **DUAL | {"text_config": TEXT | {"encoder_hidden_size": 16}}),
      [{**item, "labels": item["input_ids"]} for item in PAIRS],
      {"pixel_values": (3, 3, 32, 32), "input_ids": (3, 6), "attention_mask": (3, 6), "labels": (3, 6)}),
-    (of("ClapModel", "ClapConfig", **CLAP), SPOKEN,
-     {"input_ids": (3, 64), "input_features": (3, 1, 256, 16), "return_loss": ()}),
     (of("Wav2Vec2ForCTC", "Wav2Vec2Config", vocab_size=50, **WAVE), CLIPS, {"input_values": (3, 16_000)}),
     (of("Wav2Vec2ForCTC", "Wav2Vec2Config", vocab_size=50, **WAVE),
      [{"input_values": [0.0] * 16_000, "labels": [7] * 5}], {"input_values": (3, 16_000), "labels": (3, 5)}),

@@ -124,18 +124,6 @@ def test_what_does_not_fit_says_by_how_much_and_what_would_help():
     assert f"a model of about {2e3 * 20.4 / alone:.3g} M parameters" in error.value.hint
 
 
-def test_what_would_fit_in_16_bit_says_so():
-    layers = [nn.Linear(64, 64, bias=False, device="meta") for _ in range(8)]
-    found = MemoryModels(
-        nn.Sequential(*layers), output_loss,
-        [BatchGuess(lambda items, seconds: torch.empty(items, 65536, 64), "")], "fp32", "sgd", None,
-    )  # fmt: skip
-    machine = Machine(system="Linux", cpu_cores=1, ram_gb=0.95 * found.step(1, 0.0).reserved_gb / 0.85)
-    with pytest.raises(UserError) as error:
-        Planner(machine, profile_dataset(Items(5, 65536, 64)), found, "").plan(4, 0.85, 0, "chunk")
-    assert error.value.hint.startswith("it fits with 16 bit, on a GPU that supports it; or the smallest known GPU")
-
-
 @each_row(
     ({"safety_margin": 0.04}, r"a safety margin of 0\.04"),
     ({"safety_margin": 0.99}, r"a safety margin of 0\.99"),

@@ -1,4 +1,4 @@
-"""A training by transformers' Trainer with a configuration for different GPUs, in one process or under torchrun.
+"""A training by transformers' Trainer with a configuration, in one process or under torchrun.
 
 usage: python -m tests.autoconfig.two_gpus OUTPUT [--memory-ends]
 
@@ -21,7 +21,7 @@ from gputrain.autoconfig.inputs import BatchGuess, output_loss
 from gputrain.autoconfig.lengths import Bucket
 from gputrain.autoconfig.memory_models import MemoryModels
 from gputrain.autoconfig.optimal import Planner
-from gputrain.autoconfig.settings import DeviceSettings, OptimalConfig
+from gputrain.autoconfig.settings import OptimalConfig
 from gputrain.hw.probe import Machine
 
 RATE = 16000
@@ -62,16 +62,14 @@ def buckets(*sizes: int) -> tuple[Bucket, ...]:
 
 
 def configuration(gpus: int) -> OptimalConfig:
-    """Returns settings for a strong and a weak GPU, which share batches of 8 clips."""
+    """Returns settings for so many GPUs, which share batches of 8 clips."""
     shared = {
         "target_batch_size": 8, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8 // gpus,
         "fp16": False, "bf16": False, "gradient_checkpointing": False, "dataloader_num_workers": 0,
         "max_duration_seconds": 0.9, "over_long": "chunk", "streaming": False, "predicted_peak_gb": 1.0,
-        "budget_gb": 1.0, "device": "weak", "reasons": {}, "buckets": buckets(4, 2, 1), "gpus": gpus,
+        "budget_gb": 1.0, "device": "small", "reasons": {}, "buckets": buckets(4, 2, 1), "gpus": gpus,
     }  # fmt: skip
-    strong = DeviceSettings("strong", 4, 1, False, 1.0, 2.0, buckets(4, 4, 2))
-    weak = DeviceSettings("weak", 1, 4, False, 1.0, 1.0, buckets(4, 2, 1))
-    return OptimalConfig(**shared, devices=(strong, weak) if gpus > 1 else ())
+    return OptimalConfig(**shared)
 
 
 def waves(lengths: Iterable[float]) -> list[dict]:
