@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gputrain.speech.subtitles import TimedWord
-from gputrain.speech.text.plain import UNDETERMINED
-from gputrain.speech.text.vocabulary import Vocabulary
+from gputrain.speech.text.vocabulary import UNDETERMINED, Vocabulary
 
 
 @dataclass(frozen=True)

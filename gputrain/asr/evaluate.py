@@ -33,7 +33,6 @@ from gputrain.speech.buckets import Speech, open_speech
 from gputrain.speech.error_rates import character_error_rate, error_rates
 from gputrain.speech.frames import STRIDE
 from gputrain.speech.store import SpeechClip, SpeechStore, format_store_folders
-from gputrain.speech.text.lookalikes import named_with_twins
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +178,7 @@ def evaluate_recogniser(
         log.warning(
             "%s: the recogniser has no symbol for %s, which count as errors",
             format_store_folders(others),
-            named_with_twins(unknown[:MOST_LISTED], vocabulary.symbols),
+            " ".join(map(repr, unknown[:MOST_LISTED])),
         )
     began = time.perf_counter()
     with runtime.autocast():

@@ -19,7 +19,6 @@ from gputrain.engine.checkpoint import load_weights, refuse_nonfinite
 from gputrain.engine.run_folder import write_text
 from gputrain.errors import UserError
 from gputrain.fetch.names import refuse_graph
-from gputrain.speech.text.lookalikes import named_with_twins
 from gputrain.speech.text.vocabulary import ABSENT, Vocabulary, match_symbols
 
 log = logging.getLogger(__name__)
@@ -177,5 +176,5 @@ def _copy_head(
                 own[key][row] = tensor[old].to(own[key].device)
     if not match.added:
         return "all symbols keep their weights"
-    named = named_with_twins(match.added, known.symbols)
+    named = " ".join(map(repr, match.added))
     return f"{len(match.added)} of {len(wanted.symbols)} symbols are new: {named}"

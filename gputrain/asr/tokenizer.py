@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gputrain.errors import UserError
-from gputrain.speech.text.plain import UNDETERMINED
-from gputrain.speech.text.vocabulary import ABSENT, BLANK, DELIMITER, UNKNOWN, Vocabulary
+from gputrain.speech.text.vocabulary import ABSENT, BLANK, DELIMITER, UNDETERMINED, UNKNOWN, Vocabulary
 
 log = logging.getLogger(__name__)
 

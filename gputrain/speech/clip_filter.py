@@ -1,7 +1,6 @@
 """Selects the clips that a voice or a recogniser is trained on, with a reason for each other one."""
 
 import math
-import re
 import statistics
 import unicodedata
 from collections import Counter
@@ -17,10 +16,9 @@ from gputrain.speech.frames import encoder_frames
 from gputrain.speech.store import Recording, SpeechClip, SpeechFormat, frame_count
 from gputrain.speech.text.frontend import LANGUAGES, Frontend, frontend, shortened
 from gputrain.speech.text.language import CHARACTERS
-from gputrain.speech.text.plain import plain_words, rules_of
 from gputrain.speech.text.raw import RawRules, checked_language, converter_of, with_number_words
 from gputrain.speech.text.unicode_cleanup import IPA_SIGNS, is_removed, script_of
-from gputrain.speech.text.vocabulary import SPECIAL, Vocabulary, vocabulary_of
+from gputrain.speech.text.vocabulary import SPECIAL, Vocabulary, plain_words, rules_of, vocabulary_of
 from gputrain.speech.utterances import Utterance
 
 MOST_COMPARED = 200  # maximum number of texts that are compared with what Piper reads
@@ -132,28 +130,8 @@ def text_notes(reader: Reader, utterances: Sequence[Utterance]) -> list[str]:
     if isinstance(reader, Frontend) and reader.espeak_voice:
         texts = [utterance.text for utterance in utterances]
         others = reader.piper_differences(texts[:: len(texts) // MOST_COMPARED + 1])
-        notes += [f"stock Piper reads otherwise than these data {others}" if others else "", spelled(reader, texts)]
-    elif isinstance(reader, Frontend) and "ı" in reader.symbols and reader.orthography == CHARACTERS.name:
-        capital = next((text for utterance in utterances if "I" in (text := utterance.text)), "")
-        said = f"I is read as i, as in {shortened(capital)!r}: --number-words tr (or az) reads it as ı"
-        notes.append(said if capital else "")
+        notes.append(f"stock Piper reads otherwise than these data {others}" if others else "")
     return [note for note in notes if note]
-
-
-def spelled(reader: Frontend, texts: Iterable[str]) -> str:
-    """Returns a warning about scripts, also IPA's, whose letters the espeak voice says by their names, by one word of
-    each: it has a stress for each letter, or many phonemes. Signs for syllables or words have many in any case."""
-    words, text = dict[str, str](), " ".join(texts)
-    scripts = {char: "IPA" if "ɐ" <= char < "ʰ" else script_of(char) for char in set(text)}
-    for word in re.findall(r"[^\W\d_]{4,}", text):
-        kinds = {scripts[char] for char in word if not word.isupper()}
-        words |= dict.fromkeys({"IPA"} & kinds or kinds, word)
-    said = {script: reader.normalize(word) for script, word in words.items() if script not in ("", *ONE_WRITING)}
-    odd = [
-        f"{script} ({words[script]!r} is {shortened(one)!r})" for script, one in said.items()
-        if len(one.replace(" ", "")) > 5 * len(words[script]) or one.count("ˈ") >= len(words[script]) - 1
-    ]  # fmt: skip
-    return f"the espeak voice {reader.espeak_voice} says the names of letters: {', '.join(odd)}" if odd else ""
 
 
 def removed_signs(reader: Reader, utterances: Iterable[Utterance]) -> str:

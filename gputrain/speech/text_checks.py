@@ -3,30 +3,24 @@
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Literal
 
-from gputrain.speech.clip_filter import END_SECONDS, FEW_CLIPS, ONE_WRITING, odd_rates
+from gputrain.speech.clip_filter import ONE_WRITING
 from gputrain.speech.store import SpeechClip
 from gputrain.speech.text.frontend import shortened
-from gputrain.speech.text.lookalikes import lookalikes
 from gputrain.speech.text.unicode_cleanup import APOSTROPHES, script_of
 from gputrain.speech.text.vocabulary import SPECIAL, Vocabulary
 
 RARE = 20  # minimum number of occurrences for a symbol to be learnt
 MOST_NAMED = 8  # maximum number of symbols named in a sentence
-ODD_RATE = 3.0  # deviations from the median rate that are reported
-ODD_RATIO = 1.4  # ratio of speaking rates that is never reported
 REPEATED = 3  # minimum number of clips with the same text that is reported
 SHORT = 60  # maximum number of characters of an excerpt
 # Remarks about a sound, and what programs write for a missing text.
 ANNOTATION = re.compile(r"\[[^\[\]]+\]|<[^<>]+>|\{[^{}]+\}|\*[^*]+\*|\(\([^()]*\)\)|♪|^(?:nan|NaN|None|null|NULL|N/A)$")
 
-SuspicionReason = Literal[
-    "digits", "mixed scripts", "annotation", "fast speech", "slow speech", "repeated text", "text differs"
-]
+SuspicionReason = Literal["digits", "mixed scripts", "annotation", "repeated text", "text differs"]
 
 
 @dataclass(frozen=True)
@@ -64,22 +58,10 @@ def vocabulary_findings(clips: Sequence[SpeechClip], vocabulary: Vocabulary) -> 
         foreign = {name: [one for one in counts if script_of(one) == name] for name, _ in others}
         parts = [f"{' '.join(foreign[name][:MOST_NAMED])} ({name})" for name, _ in others]
         yield f"letters of other scripts than {main}, which may only look alike: {', '.join(parts)}"
-    # Those of other scripts are named already.
-    yield from lookalike_findings(
-        {symbol: count for symbol, count in counts.items() if count and symbol not in APOSTROPHES}, within_script=True
-    )
     marks = [mark for mark in APOSTROPHES if mark in counts]
     # The standard Uzbek alphabet has two: ʻ is a part of letters, ʼ stands between them.
     if len(marks) > 1 and {*marks} != {"ʻ", "ʼ"}:
         yield f"several signs for an apostrophe: {', '.join(f'{mark} (U+{ord(mark):04X})' for mark in marks)}"
-
-
-def lookalike_findings(counts: Mapping[str, int], *, within_script: bool = False) -> Iterator[str]:
-    """Yields which characters look alike, by their occurrences, of the same script or of any."""
-    pairs = [pair for pair in lookalikes(counts) if not within_script or script_of(pair[0]) == script_of(pair[1])]
-    if pairs:
-        named = (" and ".join(f"{char} (U+{ord(char):04X}, {counts[char]} times)" for char in pair) for pair in pairs)
-        yield f"letters that look alike, perhaps one in two spellings: {'; '.join(islice(named, MOST_NAMED))}"
 
 
 def _examples(clips: Iterable[SpeechClip], symbols: Iterable[str]) -> dict[str, str]:
@@ -95,16 +77,13 @@ def _examples(clips: Iterable[SpeechClip], symbols: Iterable[str]) -> dict[str, 
     return found
 
 
-def suspicious_texts(
-    clips: Sequence[SpeechClip], names: Sequence[str], vocabulary: Vocabulary, rate_hz: int
-) -> list[SuspiciousText]:
+def suspicious_texts(clips: Sequence[SpeechClip], names: Sequence[str]) -> list[SuspiciousText]:
     """Returns the texts of clips, whose names are given, that may differ from what is said."""
     found = [
         SuspiciousText(name, reason, detail)
         for clip, name in zip(clips, names, strict=True)
         for reason, detail in _odd_text(clip.text, clip.normalized)
     ]
-    found += _odd_rates(clips, names, vocabulary, rate_hz)
     texts = Counter(clip.normalized for clip in clips)
     first = dict(reversed([(clip.normalized, name) for clip, name in zip(clips, names, strict=True)]))
     for text, count in texts.most_common():
@@ -134,15 +113,3 @@ def around(text: str, place: int) -> str:
     first = max(0, min(place - SHORT // 2, len(text) - SHORT))
     before, after = "…" * bool(first), "…" * (first + SHORT < len(text))
     return f"{before}{text[first : first + SHORT]}{after}"
-
-
-def _odd_rates(
-    clips: Sequence[SpeechClip], names: Sequence[str], vocabulary: Vocabulary, rate_hz: int
-) -> Iterator[SuspiciousText]:
-    if len(clips) < FEW_CLIPS:
-        return
-    spoken = [(vocabulary.spoken(clip.normalized), clip.samples / rate_hz) for clip in clips]
-    for place, (rate, median) in odd_rates(spoken, ODD_RATE, ODD_RATIO, END_SECONDS).items():
-        reason: SuspicionReason = "fast speech" if rate > median else "slow speech"
-        said = f"{rate:.1f} symbols per second, the median is {median:.1f}: {shortened(clips[place].text)!r}"
-        yield SuspiciousText(names[place], reason, said)

@@ -142,9 +142,7 @@ def validate_speech(
     rate_hz, reader = held.format.sampling_rate, held.format.frontend
     seconds = [clip.samples / rate_hz for clip in held.clips]
     symbols = _symbols(held)
-    suspicious = []
-    if isinstance(reader, Vocabulary):
-        suspicious = text_checks.suspicious_texts(held.clips, held.names(), reader, rate_hz)
+    suspicious = text_checks.suspicious_texts(held.clips, held.names()) if isinstance(reader, Vocabulary) else []
     checked: list[CheckedText] = []
     doubt = ""
     if checker:
@@ -295,8 +293,6 @@ def _findings(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[st
             f"{lacking_treble(held.narrow, sum(held.source_rates.values()), rate_hz)}; the voice will lack treble: "
             f"leave them out, or prepare at {rate_for(min(held.narrow.values()))} Hz"
         )
-    if not held.format.front_end.espeak_voice:
-        yield from text_checks.lookalike_findings(Counter(char for clip in held.clips for char in clip.normalized))
     if hours < FEW_HOURS:
         yield (
             f"{format_duration(3600 * hours)} of speech is little: enough to fine-tune a voice (--init-from), not "

@@ -30,7 +30,6 @@ from gputrain.files import to_int16, writing
 from gputrain.hw.runtime import runtime_on
 from gputrain.speech.text.frontend import Frontend, shortened
 from gputrain.speech.text.lines import text_lines
-from gputrain.speech.text.lookalikes import named_with_twins
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import Speak, SpeakingOptions
 from gputrain.tts.decoder import FilterBank, WaveDecoder
@@ -268,7 +267,7 @@ class Narrator:
         normalized = frontend.normalize(sentence)
         unknown = frontend.unknown(normalized)
         if new := sorted(frontend.lost(sentence, self.reported)):
-            log.warning("the voice has no symbol for %s: left out", named_with_twins(new, frontend.symbols))
+            log.warning("the voice has no symbol for %s: left out", " ".join(map(repr, new)))
         self.reported |= {*new, *sentence}
         if not self.told_digits and reads_digits(frontend, normalized):
             self.told_digits = True

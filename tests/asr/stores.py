@@ -9,8 +9,7 @@ import numpy.typing as npt
 
 from gputrain.speech.frames import ENCODER_RATE, STRIDE, encoder_frames
 from gputrain.speech.store import Recording, SoundFormat, SpeechClip, SpeechFormat, SpeechWriter
-from gputrain.speech.text.plain import plain_words
-from gputrain.speech.text.vocabulary import vocabulary_of
+from gputrain.speech.text.vocabulary import plain_words, vocabulary_of
 
 LETTERS = "abcde"
 

@@ -9,24 +9,21 @@ from gputrain.errors import UserError
 from gputrain.speech.config import SpeechOptions
 from gputrain.speech.prepare import prepare_speech, speech_prepare_config
 from gputrain.speech.store import SpeechClip
-from gputrain.speech.text.plain import plain_words
-from gputrain.speech.text.vocabulary import vocabulary_of
+from gputrain.speech.text.vocabulary import plain_words, vocabulary_of
 from gputrain.speech.text_checks import suspicious_texts, symbol_counts, vocabulary_findings
 from gputrain.speech.validate import validate_speech
 from tests.speech.speech import hum, speak
 
 
-def clips_of(*texts, language="ru", seconds=()):
-    lengths = [*seconds, *(2.0 for _ in texts[len(seconds) :])]
+def clips_of(*texts, language="ru"):
     return [
-        SpeechClip(f"{place}.wav", f"{place:x}", 0, round(16000 * length), text, plain_words(text, language), 0)
-        for place, (text, length) in enumerate(zip(texts, lengths, strict=True))
+        SpeechClip(f"{place}.wav", f"{place:x}", 0, 32000, text, plain_words(text, language), 0)
+        for place, text in enumerate(texts)
     ]
 
 
-def checked(clips, language="ru"):
-    vocabulary = vocabulary_of(language, (clip.normalized for clip in clips))
-    found = suspicious_texts(clips, [clip.path for clip in clips], vocabulary, 16000)
+def checked(clips):
+    found = suspicious_texts(clips, [clip.path for clip in clips])
     return [(one.path, one.reason, one.detail) for one in found]
 
 
@@ -39,14 +36,7 @@ def test_suspicious_texts():
     ]  # fmt: skip
     clips = clips_of("да ((неразборчиво))", "NaN", "None of it", "да (нет)")
     assert [path for path, reason, _ in checked(clips) if reason == "annotation"] == ["0.wav", "1.wav"]
-    assert checked(clips_of("日本のカメラ", "Kitob 3", language="ja"), "ja") == [("1.wav", "digits", "'Kitob 3'")]
-
-
-def test_speaking_rates():
-    """The rate of most is 6 symbols per second."""
-    clips = clips_of(*["двенадцать с"] * 21, "много слов без пауз", "а", "б", seconds=[*[2.0] * 21, 2.0, 4.0, 1.0])
-    odd = [(path, reason) for path, reason, _ in checked(clips) if reason != "repeated text"]
-    assert odd == [("21.wav", "fast speech"), ("22.wav", "slow speech")]  # The last one is short enough for a pause.
+    assert checked(clips_of("日本のカメラ", "Kitob 3", language="ja")) == [("1.wav", "digits", "'Kitob 3'")]
 
 
 def test_the_vocabulary_is_checked():
@@ -57,11 +47,6 @@ def test_the_vocabulary_is_checked():
     assert scripts.startswith("letters of other scripts than Cyrillic, which may only look alike: a ")
     assert scripts.endswith("(Latin)")
     assert apostrophes == "several signs for an apostrophe: ' (U+0027), ʻ (U+02BB)"
-    turkish = clips_of(*["şi și"] * 20, language="und")
-    (pair,) = vocabulary_findings(turkish, vocabulary_of("und", (clip.normalized for clip in turkish)))
-    assert (
-        pair == "letters that look alike, perhaps one in two spellings: ş (U+015F, 20 times) and ș (U+0219, 20 times)"
-    )
     counts = symbol_counts(clips, vocabulary)
     assert (counts["|"], counts["қ"], counts["ъ"]) == (60, 60, 1)
     assert "<pad>" not in counts

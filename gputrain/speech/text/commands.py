@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Literal
 from gputrain.config import config, opt
 from gputrain.errors import UserError
 from gputrain.speech.text.lines import text_lines
-from gputrain.speech.text.lookalikes import named_with_twins
 
 if TYPE_CHECKING:
     from gputrain.speech.text.frontend import Frontend
@@ -73,7 +72,7 @@ def normalize_lines(settings: Normalize) -> Iterator[str]:
 
 def _described(made: "Frontend", line: str, normalized: str) -> str:
     unknown, lost = made.unknown(normalized), sorted(made.lost(line))
-    missing = f"; no symbol for {named_with_twins(lost, made.symbols)}" if lost else ""
+    missing = f"; no symbol for {' '.join(map(repr, lost))}" if lost else ""
     if len(unknown) == len(set(normalized)):
         return "no symbols" + missing
     return " ".join(map(str, made.ids(normalized))) + missing

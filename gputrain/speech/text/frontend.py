@@ -18,11 +18,17 @@ from gputrain.errors import UserError
 from gputrain.serialization import unreadable
 from gputrain.speech.text.english import ENGLISH
 from gputrain.speech.text.language import CHARACTERS, Language, split_sentences
-from gputrain.speech.text.lookalikes import unified_letters, unify_letters
 from gputrain.speech.text.piper import phonemizer_version, piper_phonemes
-from gputrain.speech.text.raw import RawRules, without_tags
+from gputrain.speech.text.raw import RawRules
 from gputrain.speech.text.russian import RUSSIAN
-from gputrain.speech.text.unicode_cleanup import APOSTROPHES, PUNCTUATION, is_removed, visible
+from gputrain.speech.text.unicode_cleanup import (
+    APOSTROPHES,
+    PUNCTUATION,
+    is_removed,
+    unified_letters,
+    unify_letters,
+    visible,
+)
 from gputrain.speech.text.uzbek import UZBEK
 
 PAD, BOS, EOS = "_", "^", "$"
@@ -175,8 +181,8 @@ class Frontend:
         return sum(number >= len(RESERVED) for number in self.ids(normalized))
 
     def sentences(self, text: str) -> list[str]:
-        """Splits a raw text into sentences that are synthesised separately; tags of SSML are removed."""
-        return split_sentences(without_tags(text), LANGUAGES[self.language])
+        """Splits a raw text into sentences that are synthesised separately."""
+        return split_sentences(text, LANGUAGES[self.language])
 
     def id_map(self) -> dict[str, list[int]]:
         """Returns Piper's phoneme_id_map, from code points to ids, for raw and normalised text.

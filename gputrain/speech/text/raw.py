@@ -1,70 +1,113 @@
-"""Rules that a raw text goes through before those of its language, equally for all languages: tags of SSML (Speech
-Synthesis Markup Language 1.1, W3C 2010) are removed, and the words of a user's lexicon and numbers are written out.
-
-Only elements of SSML are tags, so that `a < b` stays. A break becomes a comma, the end of a paragraph or a sentence a
-new line, and <sub alias="..."> its alias; the content of all other elements is read as it is.
+"""Rules that a raw text goes through before those of its language, equally for all languages: the words of a user's
+lexicon and numbers are written out.
 
 Numbers of languages without rules of this package are written by num2words, which is under the LGPL and therefore an
 extra: pip install "gputrain[numbers]".
 """
 
 import re
+import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from gputrain.config import read_file
 from gputrain.errors import UserError, require
-from gputrain.speech.text.language import Language
-from gputrain.speech.text.lexicon import Lexicon, read_lexicon
-from gputrain.speech.text.numerals import NUMBER, parse_number
-from gputrain.speech.text.unicode_cleanup import unify_characters, visible
-
-_NAMES = (
-    "speak|voice|lang|p|s|break|prosody|emphasis|say-as|sub|phoneme|token|w|mark|audio|desc|lexicon|lookup|meta|metadata"
-    r"|par|seq|media|(?:amazon|mstts|google):[a-z-]+"
-)
-_SUBSTITUTE = re.compile(
-    r"<sub\s[^<>]{0,99}?alias\s{0,9}=\s{0,9}([\"'])(?P<alias>[^<>]{0,300}?)\1[^<>]{0,99}>[^<>]*</sub\s*>", re.IGNORECASE
-)
-_MOST_NESTED = 5  # Tags within tags that are removed, one level at a time.
-_TAG = re.compile(
-    rf"<!--(?:(?!-->|<!--).)*-->|<[?!][^<>]*>|<(?P<end>/?)(?P<name>{_NAMES})(?:\s[^<>]*)?/?>", re.IGNORECASE | re.DOTALL
-)
-_ENTITIES = {"&amp;": "&", "&quot;": '"', "&apos;": "'", "&lt;": " ", "&gt;": " "}
+from gputrain.speech.text.language import NUMBER, Language, parse_number
+from gputrain.speech.text.lines import read_text
+from gputrain.speech.text.unicode_cleanup import JOINERS, unify_characters, visible
 
 
-def without_tags(text: str) -> str:
-    """Returns a text without the tags of SSML, and with its entities as characters; other text stays as it is."""
-    for _ in range(_MOST_NESTED):
-        if "<" not in text:
-            return text
-        plain, count = _TAG.subn(_spoken, _SUBSTITUTE.sub(lambda found: found["alias"], text))
-        if not count and plain == text:
-            return text
-        for entity, char in _ENTITIES.items():
-            plain = plain.replace(entity, char)
-        text = plain
-    return text.replace("<", " ")
+@dataclass(frozen=True)
+class Lexicon:
+    """Spellings by word, for text whose characters are unified as those of the words are.
+
+    Whole words match. A word in capitals (IT) matches only capitals, any other (Facebook, iPhone) matches in every
+    case. `suffix` is a pattern of endings that may follow a word, also after an apostrophe or a hyphen, and `attach`
+    adds one to a spelling.
+    """
+
+    words: Mapping[str, str]
+    suffix: str = ""
+    attach: Callable[[str, str], str] = str.__add__
+
+    def __call__(self, text: str) -> str:
+        """Returns the text with its words replaced."""
+        return self._pattern.sub(self._spelling, text) if self.words else text
+
+    def _spelling(self, found: re.Match[str]) -> str:
+        text, start, end = found.string, found.start(), found.end()
+        neighbours = text[max(0, start - 1) : start] + text[end : end + 1]
+        if any(char in JOINERS or unicodedata.category(char)[0] == "M" for char in neighbours):
+            return found[0]  # A vowel sign is part of the word, though no letter.
+        word, suffix = found["word"], found["suffix"] if self.suffix else None
+        spelling = self.words.get(word) or self._in_any_case.get(word.lower())
+        if spelling is None:
+            return found[0]
+        return self.attach(spelling, suffix) if suffix else spelling
+
+    @cached_property
+    def _in_any_case(self) -> dict[str, str]:
+        return {word.lower(): spelling for word, spelling in self.words.items() if not _is_capitals(word)}
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        # A look at the first letter is faster than a try of all words.
+        first = "".join(sorted({char for word in self.words for char in (word[0].lower(), word[0].upper())}))
+        words = "|".join(re.escape(word) for word in sorted(self.words, key=len, reverse=True))
+        ending = rf"(?:['-]?(?P<suffix>{self.suffix}))?" if self.suffix else ""
+        # A word within an address (info@gmail.com) is left to its rule.
+        before, after = r"(?<![\w'@])(?<!\w[-.])", r"(?![\w@])(?!\.[A-Za-z])"
+        return re.compile(rf"{before}(?=[{re.escape(first)}])(?P<word>(?i:{words})){ending}{after}")
 
 
-def _spoken(found: re.Match[str]) -> str:
-    name = (found["name"] or "").lower()
-    return ", " if name == "break" else "\n" if name in ("p", "s") and found["end"] else ""
+def _is_capitals(word: str) -> bool:
+    return word == word.upper() and word != word.lower()
+
+
+def read_lexicon(path: Path) -> dict[str, str]:
+    """Reads spellings by word from a YAML or JSON mapping, or from a table with a tab between word and spelling.
+
+    Raises UserError if it is neither, a word or a spelling is empty, or a spelling contains a word of the file.
+    """
+    found = _read_table(path) if path.suffix.lower() in (".tsv", ".txt") else read_file(path)
+    words: dict[str, str] = {}
+    for word, spelling in found.items():
+        key, said = map(visible, (str(word), spelling if isinstance(spelling, str) else ""))
+        if not key or not said or not any(char.isalnum() for char in key):
+            raise UserError(
+                f"{path}: {word!r} is spelled {spelling!r}, expected a word and its spelling",
+                hint="write `Facebook: feysbuk`; in quotes if YAML reads the word as another type, such as 'NO': no",
+            )
+        words[key] = said
+    lexicon = Lexicon(words)
+    for word, said in words.items():
+        if lexicon(said) != said:
+            raise UserError(f"{path}: the spelling of {word}, {said}, contains a word of the lexicon itself")
+    return words
+
+
+def _read_table(path: Path) -> dict[str, str]:
+    lines = read_text(path, "--lexicon takes a YAML, JSON or TSV file").split("\n")
+    rows = [(number, line.split("\t")) for number, line in enumerate(lines, 1) if line.strip() and line[0] != "#"]
+    for number, row in rows:
+        if len(row) != 2:
+            raise UserError(f"{path}: line {number} has {len(row)} columns, expected a word, a tab and its spelling")
+    return {word.strip(): spelling.strip() for _, (word, spelling) in rows}
 
 
 @dataclass(frozen=True)
 class RawRules:
-    """Rules for raw text, apart from the removal of SSML tags: a user's spellings by word, and the language whose
-    numbers num2words writes in words ("" for none, or if the rules of the text's language write them)."""
+    """Rules for raw text: a user's spellings by word, and the language whose numbers num2words writes in words ("" for
+    none, or if the rules of the text's language write them)."""
 
     lexicon: Mapping[str, str] = field(default_factory=dict)
     number_words: str = ""
 
     def __call__(self, text: str, language: Language) -> str:
-        """Returns a text without tags, with the spellings of the lexicon, and with numbers in words."""
-        text = without_tags(text)
+        """Returns a text with the spellings of the lexicon, and with numbers in words."""
         if self.lexicon:
             lexicon, unified = self._compiled(language)
             text = lexicon(unified(text))
@@ -94,9 +137,8 @@ class RawRules:
     def from_json(cls, content: Mapping[str, Any]) -> "RawRules":
         """Restores the rules from `to_json`. Raises LookupError, TypeError or ValueError if it is invalid."""
         lexicon, number_words = dict(content["lexicon"]), content["number_words"]
-        if not isinstance(number_words, str) or not all(
-            isinstance(one, str) for pair in lexicon.items() for one in pair
-        ):
+        texts = [number_words, *lexicon, *lexicon.values()]
+        if not all(isinstance(text, str) for text in texts):
             raise TypeError("the lexicon is no mapping of words to spellings")
         return cls(lexicon, number_words)
 

@@ -1,4 +1,9 @@
-"""Unicode clean-up: unifies equivalent code points, and keeps only the characters that a language uses."""
+"""Unicode clean-up: unifies equivalent code points and letters that an orthography takes for one, and keeps only the
+characters that a language uses.
+
+Sources: Unicode Standard, 7.1 (Romanian comma and cedilla) and 9.2 (Arabic and Persian yeh and kaf, tatweel); Unicode's
+confusables.txt (UTS 39).
+"""
 
 import re
 import unicodedata
@@ -105,3 +110,61 @@ def script_of(char: str) -> str:
     if len(char) != 1 or unicodedata.category(char) not in ("Lu", "Ll", "Lt", "Lo"):
         return ""
     return unicodedata.name(char, "").split(" ")[0].split("-")[0].capitalize()
+
+
+# ------------------------------------------------------------------------------------------- letters of an orthography
+
+
+_ROMANIAN = str.maketrans("şţŞŢ", "șțȘȚ")
+_PERSIAN = str.maketrans("يىك", "ییک")
+_ARABIC = str.maketrans("یک", "يك")
+_UNIFIED: dict[str, dict[int, int]] = {
+    "ro": _ROMANIAN,
+    "mo": _ROMANIAN,
+    "fa": _PERSIAN,
+    "pes": _PERSIAN,
+    "ur": _PERSIAN,
+    "ar": _ARABIC,
+}
+DOTLESS = {"tr", "az", "crh", "tt-latn"}  # The capital of the dotless ı is I in these languages.
+# Latin letters within Cyrillic words: those of all alphabets, and those of some.
+_LATIN, _CYRILLIC = "aceopxyABCEHKMOPTX", "асеорхуАВСЕНКМОРТХ"
+_SOME: dict[str, tuple[str, str]] = {
+    "be": ("iI", "іІ"), "uk": ("iI", "іІ"), "kk": ("iIhəƏǝɵƟ", "іІһәӘәөӨ"), "tt": ("həƏǝɵƟ", "һәӘәөӨ"),
+    "ba": ("həƏǝɵƟ", "һәӘәөӨ"), "ky": ("ɵƟ", "өӨ"), "mn": ("ɵƟ", "өӨ"), "sr": ("jJ", "јЈ"), "mk": ("jJsS", "јЈѕЅ"),
+    "ru": ("", ""), "bg": ("", ""), "tg": ("", ""), "cv": ("", ""), "sah": ("ɵƟh", "өӨһ"),
+}  # fmt: skip
+_OF_CYRILLIC = {code: str.maketrans(_LATIN + latin, _CYRILLIC + cyrillic) for code, (latin, cyrillic) in _SOME.items()}
+_WORD = re.compile(r"[^\W\d_]+")
+_HAS_CYRILLIC, _HAS_LATIN = re.compile("[Ѐ-ӿ]"), re.compile("[A-Za-zƏəǝƟɵ]")
+
+
+def unified_letters(language: str) -> dict[str, str]:
+    """Returns the code points after NFD that the orthography of a language takes for others, with these."""
+    pairs = _UNIFIED.get(language.partition("-")[0].lower(), {}).items()
+    spelled = [[unicodedata.normalize("NFD", chr(point)) for point in pair] for pair in pairs]
+    return {taken: other for pair in spelled for taken, other in zip(*pair, strict=True) if taken != other}
+
+
+def unify_letters(text: str, language: str) -> str:
+    """Returns a text whose letters are those of the orthography of a language, given by its code; tatweels are removed
+    in all. Latin letters become Cyrillic in words that have Cyrillic ones, if all of them have such a twin. Turkish
+    I and İ become lower case."""
+    code = language.partition("-")[0].lower()
+    if code in DOTLESS or language.lower() in DOTLESS:
+        text = unicodedata.normalize("NFC", text).replace("İ", "i").replace("I", "ı")
+    if text.isascii():
+        return text
+    text = text.replace(TATWEEL, "")
+    if code in _UNIFIED:
+        return text.translate(_UNIFIED[code])
+    table = _OF_CYRILLIC.get(code)
+    if table is None or not _HAS_LATIN.search(text) or not _HAS_CYRILLIC.search(text):
+        return text
+
+    def spelled(found: re.Match[str]) -> str:
+        word = found[0]
+        made = word.translate(table) if _HAS_CYRILLIC.search(word) else word
+        return word if _HAS_LATIN.search(made) else made
+
+    return _WORD.sub(spelled, text)

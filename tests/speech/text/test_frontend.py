@@ -9,8 +9,8 @@ import pytest
 
 from gputrain.errors import UserError
 from gputrain.speech.text.frontend import Frontend, frontend
-from gputrain.speech.text.plain import plain_words
 from gputrain.speech.text.raw import RawRules
+from gputrain.speech.text.vocabulary import plain_words
 from tests.speech.text.spoken_cases import spoken_cases
 from tests.tables import each_row
 
@@ -263,10 +263,9 @@ def test_time_grows_in_proportion_to_the_length(unit):
 
 
 def test_long_lines_are_read_to_their_end():
-    """Digits beyond the largest number are read one by one, sentences are cut, and nested tags are removed."""
-    for language, one in (("uz", "bir"), ("en", "one"), ("ru", "один")):
-        assert frontend(language).normalize("1" * 10_000) == " ".join([one] * 10_000)
+    """Digits beyond the largest number are read one by one, and sentences are cut."""
+    for language, word in (("uz", "bir"), ("en", "one"), ("ru", "один")):
+        assert frontend(language).normalize("1" * 10_000) == " ".join([word] * 10_000)
     assert plain_words("1" * 10_000, "de", RawRules(number_words="de")) == " ".join(["eins"] * 10_000)
     assert frontend("en").normalize("1," + "000," * 10 + "000th") != ""
     assert all(len(part) <= 300 for part in frontend("en").sentences("A1b. " * 1_000 + "a" * 10_000))
-    assert frontend("characters", texts=["a"]).normalize("<s" * 3_000 + ">" * 3_000 + "a").endswith("a")

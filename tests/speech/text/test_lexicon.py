@@ -8,8 +8,7 @@ from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.speech.text.commands import Normalize, normalize_lines
 from gputrain.speech.text.frontend import Frontend, frontend
-from gputrain.speech.text.lexicon import Lexicon, read_lexicon
-from gputrain.speech.text.raw import RawRules
+from gputrain.speech.text.raw import Lexicon, RawRules, read_lexicon
 from gputrain.speech.text.vocabulary import Vocabulary, vocabulary_of
 from tests.tables import each_row
 

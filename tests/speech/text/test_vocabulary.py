@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from gputrain.errors import UserError
 from gputrain.speech.text.language import check_language
-from gputrain.speech.text.plain import plain_words
-from gputrain.speech.text.vocabulary import ABSENT, Vocabulary, match_symbols, vocabulary_of
+from gputrain.speech.text.vocabulary import ABSENT, Vocabulary, match_symbols, plain_words, vocabulary_of
 from tests.tables import each_row
 
 

@@ -3,8 +3,7 @@
 import re
 
 from gputrain.speech.text.english.numbers import WORDS, cardinal, ordinal
-from gputrain.speech.text.language import ADDRESS, any_of, ends_sentence, final_dot, rewriter, spoken_address
-from gputrain.speech.text.numerals import roman
+from gputrain.speech.text.language import ADDRESS, any_of, ends_sentence, final_dot, rewriter, roman, spoken_address
 
 ABBREVIATIONS: dict[str, str] = WORDS["abbreviations"]
 LATIN: dict[str, str] = WORDS["latin"]

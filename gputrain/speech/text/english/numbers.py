@@ -3,7 +3,7 @@
 import re
 
 from gputrain.config import read_table
-from gputrain.speech.text.numerals import is_spoken_whole, parse_number
+from gputrain.speech.text.language import is_spoken_whole, parse_number
 
 WORDS = read_table("gputrain.speech.text", "english.yaml")
 SMALL, TENS, SCALES = (list[str](WORDS[name]) for name in ("small", "tens", "scales"))

@@ -13,8 +13,7 @@ from gputrain.speech.text.english.numbers import (
     plural,
     whole,
 )
-from gputrain.speech.text.language import any_of, final_dot, rewriter, with_prefixes
-from gputrain.speech.text.numerals import NUMBER
+from gputrain.speech.text.language import NUMBER, any_of, final_dot, rewriter, with_prefixes
 
 _SIGNS = {sign: names for sign, names in WORDS["money"].items() if not sign[0].isalpha() or sign == "US$"}
 _CODES = {sign: names for sign, names in WORDS["money"].items() if sign not in _SIGNS}

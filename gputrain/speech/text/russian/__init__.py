@@ -5,7 +5,7 @@ import unicodedata
 
 from gputrain.config import read_table
 from gputrain.speech.text.language import Language, spell_signs
-from gputrain.speech.text.lexicon import Lexicon
+from gputrain.speech.text.raw import Lexicon
 from gputrain.speech.text.russian import dates, quantities
 from gputrain.speech.text.russian.abbreviations import (
     ABBREVIATIONS,

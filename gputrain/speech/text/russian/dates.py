@@ -2,8 +2,7 @@
 
 import re
 
-from gputrain.speech.text.language import any_of, final_dot, rewriter, with_colons
-from gputrain.speech.text.numerals import CLOCK, roman
+from gputrain.speech.text.language import CLOCK, any_of, final_dot, rewriter, roman, with_colons
 from gputrain.speech.text.russian import grammar
 from gputrain.speech.text.russian.abbreviations import STARTS
 from gputrain.speech.text.russian.grammar import agreed_case, following_noun, governed, noun

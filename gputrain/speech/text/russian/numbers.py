@@ -6,7 +6,7 @@ Cases and genders have the names of OpenCorpora: nomn, gent, datv, accs, ablt, l
 from collections.abc import Sequence
 
 from gputrain.config import read_table
-from gputrain.speech.text.numerals import is_spoken_whole, parse_number
+from gputrain.speech.text.language import is_spoken_whole, parse_number
 
 WORDS = read_table("gputrain.speech.text", "russian.yaml")
 SMALL, TENS, HUNDREDS = (list[str](WORDS[name]) for name in ("small", "tens", "hundreds"))

@@ -3,8 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from gputrain.speech.text.language import any_of, rewriter, with_prefixes
-from gputrain.speech.text.numerals import NUMBER, parse_number
+from gputrain.speech.text.language import NUMBER, any_of, parse_number, rewriter, with_prefixes
 from gputrain.speech.text.russian.dates import START, STOP
 from gputrain.speech.text.russian.grammar import (
     agreed_case,

@@ -2,9 +2,9 @@
 
 from gputrain.config import read_table
 from gputrain.speech.text.language import Language, spell_signs
-from gputrain.speech.text.lexicon import Lexicon
+from gputrain.speech.text.raw import Lexicon
 from gputrain.speech.text.unicode_cleanup import APOSTROPHES, keep_letters, unify_characters
-from gputrain.speech.text.uzbek import dates, quantities
+from gputrain.speech.text.uzbek import dates, numbers
 from gputrain.speech.text.uzbek.abbreviations import STARTS, alone, in_full, read_addresses, readable_dots, spelled
 from gputrain.speech.text.uzbek.letters import (
     ALPHABET,
@@ -27,7 +27,7 @@ NAMES = Lexicon(read_table("gputrain.speech.text", "names.yaml")["uz"], ENDINGS,
 def normalize(text: str) -> str:
     """Returns a text as words in the standard Latin alphabet, in lower case."""
     text = in_full(apostrophes(latin(romanized(NAMES(read_addresses(unify_characters(text)))))))
-    text = quantities.rewrite(dates.rewrite(text))
+    text = numbers.rewrite(dates.rewrite(text))
     return alone(without_c(keep_letters(spell_signs(spelled(text), WORDS["signs"]), LETTERS)))
 
 
