@@ -17,7 +17,7 @@ import transformers
 
 from gputrain import __version__
 from gputrain.asr.config import PlanAsr
-from gputrain.asr.work import AsrWork
+from gputrain.asr.kind import AsrWork
 from gputrain.config import assemble
 from gputrain.planner.model_planner import CardPlan, plan_cards
 

@@ -37,9 +37,9 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from gputrain import __version__
 from gputrain.asr.architecture import Adapters, preset_architecture
 from gputrain.asr.config import TrainAsr
+from gputrain.asr.data import fill_buckets
 from gputrain.asr.load import predict
 from gputrain.asr.recipe import RecogniserRecipe
-from gputrain.asr.work import AsrWork
 from gputrain.config import assemble
 from gputrain.engine.data import Sample
 from gputrain.engine.recipe import phases_of
@@ -168,7 +168,7 @@ def untrained(setting: Setting) -> Any:
     settings, speech = setting.settings, setting.speech
     torch.manual_seed(0)
     model = RecogniserRecipe(
-        settings, setting.architecture, AsrWork().fill_buckets(settings, speech).largest_average,
+        settings, setting.architecture, fill_buckets(settings, speech).largest_average,
         apply(decide(probe(), Hardware(device="cpu"))),
     ).model  # fmt: skip
     model.config.ctc_loss_reduction = "mean"
@@ -182,7 +182,7 @@ class Ours:
 
     def __init__(self, setting: Setting, weights: Any) -> None:
         settings, architecture, speech = setting.settings, setting.architecture, setting.speech
-        self.buckets = AsrWork().fill_buckets(settings, speech)
+        self.buckets = fill_buckets(settings, speech)
         clip = self.buckets.largest_average
         runtime = apply(decide(probe(), Hardware(device="cpu")))
         self.recipe = RecogniserRecipe(settings, architecture, clip, runtime)

@@ -50,8 +50,8 @@ from gputrain.hw.runtime import DTYPES, Runtime
 from gputrain.planner.memory.fake_runtime import FunctionsOf
 from gputrain.speech.buckets import ClipBatch
 from gputrain.tts.config import PlannedSpeech, TrainTts
+from gputrain.tts.data import architecture_for, size_of
 from gputrain.tts.recipe import VoiceRecipe
-from gputrain.tts.work import architecture_for, size_of
 from gputrain.vae.config import TrainVae
 from gputrain.vae.recipe import VaeRecipe
 from gputrain.vocoder.config import TrainVocoder

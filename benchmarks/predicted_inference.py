@@ -22,7 +22,8 @@ from gputrain.hw.plan import decide
 from gputrain.hw.probe import Machine, machine_facts
 from gputrain.planner.time.roofline import DeviceRates, StepTotals, busy_seconds
 from gputrain.tts.config import BenchTts, PlannedSpeech, TrainTts
-from gputrain.tts.work import TtsWork, size_of, speaking
+from gputrain.tts.data import size_of, speaking
+from gputrain.tts.kind import TtsWork
 from gputrain.vocoder.config import BenchVocoder, TrainVocoder
 from gputrain.vocoder.data import synthesis
 from gputrain.vocoder.kind import VocoderWork
@@ -47,7 +48,7 @@ def predicted(case: str, row: BenchRow) -> dict[str, object]:
     settings: Any = assemble(TrainVocoder if case == "vocoder" else TrainTts, row.settings["train"])
     build = partial(synthesis, settings)
     if case != "vocoder":
-        build = partial(speaking, settings, TtsWork(size_of(PlannedSpeech(), CLIP_SECONDS)))
+        build = partial(speaking, settings, size_of(PlannedSpeech(), CLIP_SECONDS))
     plan = decide(find_gpu("h100").installed_in(Machine(system="Linux", cpu_cores=8)), settings.hardware)
     kernels = inference_kernels(build, plan)
     rates = {card: DeviceRates.published(find_gpu(card), tf32=bool(plan.tf32.value)) for card in CARDS}

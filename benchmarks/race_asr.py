@@ -20,10 +20,11 @@ import torch.nn.functional as F
 from race import OurTraining, assemble_for_cpu, interval, one_thread
 
 from gputrain.asr.config import TrainAsr
+from gputrain.asr.data import AsrTraining
 from gputrain.asr.export import text_of
+from gputrain.asr.kind import AsrWork
 from gputrain.asr.load import predict
 from gputrain.asr.model import family
-from gputrain.asr.work import AsrTraining, AsrWork
 from gputrain.bench import runner
 from gputrain.files import FULL_SCALE
 from gputrain.hw.probe import machine_facts

@@ -44,9 +44,9 @@ from gputrain.speech.buckets import Buckets, ClipBatch, Speech, open_speech
 from gputrain.speech.config import HOP_SIZE
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import TrainTts
+from gputrain.tts.data import SpeechSize, architecture_for, fill_buckets
 from gputrain.tts.reading import Text, eval_mode, synthesise
 from gputrain.tts.recipe import VoiceRecipe
-from gputrain.tts.work import SpeechSize, TtsWork, architecture_for
 
 SMALL: Settings = {"hidden_channels": 96, "latent_channels": 96, "encoder_filter_channels": 384, "encoder_layers": 4,
                    "upsample_initial_channel": 128}  # fmt: skip
@@ -135,7 +135,7 @@ def measure(settings: Settings) -> dict[str, Any]:
         TrainTts, mine, data_path=settings["data"], seed=seed, preset="medium", batch_size=settings["batch_size"],
         discriminator_channels=settings["discriminator_channels"],
     )  # fmt: skip
-    clips = TtsWork().fill_buckets(given, speech)
+    clips = fill_buckets(given, speech)
     sizes = small_voice(given, speech, clips, settings["sizes"])
     held_out = sorted(speech.parts.held_out, key=lambda clip: clip.fingerprint)[: settings["clips"]]
     one_by_one = Buckets(speech.store, held_out, HOP_SIZE, 1, 0)

@@ -23,7 +23,8 @@ from gputrain.planner.kind_work import PlanTarget
 from gputrain.planner.memory.fake_runtime import on_fake_tensors
 from gputrain.planner.memory.predict import predict_step, step_flops
 from gputrain.tts.config import PlanTts
-from gputrain.tts.work import TtsWork, size_of
+from gputrain.tts.data import size_of
+from gputrain.tts.kind import TtsWork
 from gputrain.vae.config import TrainVae
 from gputrain.vae.work import VaeWork
 from gputrain.vocoder.config import TrainVocoder

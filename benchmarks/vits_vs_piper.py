@@ -48,8 +48,9 @@ from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply, keep_freed_memory
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import PlannedSpeech, TrainTts
+from gputrain.tts.data import architecture_for, size_of, synthetic_batch
+from gputrain.tts.kind import TtsWork
 from gputrain.tts.recipe import VoiceRecipe
-from gputrain.tts.work import TtsWork, architecture_for, size_of
 
 SIDES = {"cpu": ("peer", "ours"), "cuda": ("peer", "peer-bf16", "ours", "ours-compiled")}
 # Options of each of our sides by device.
@@ -264,7 +265,7 @@ def begin(settings: Settings, train: TrainTts, runtime: Runtime, folder: Path) -
     speech = size_of(PlannedSpeech(num_symbols=NUM_SYMBOLS), settings["seconds"])
     sizes = replace(architecture_for(train, speech), **settings["sizes"])
     build = partial(VoiceRecipe, train, sizes, speech.clip)
-    return StepBench(build, TtsWork(speech).synthetic_batch(train), train, runtime, folder)
+    return StepBench(build, synthetic_batch(train, speech), train, runtime, folder)
 
 
 def load_weights(settings: Settings) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from functools import partial
 
-from gputrain.asr.work import AsrWork
+from gputrain.asr.kind import AsrWork
 from gputrain.session import train_model
-from gputrain.tts.work import TtsWork
+from gputrain.tts.kind import TtsWork
 from gputrain.vae.work import VaeWork
 from gputrain.vocoder.kind import VocoderWork
 

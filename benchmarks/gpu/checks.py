@@ -19,8 +19,8 @@ from torch import Tensor
 from gpu.runner import SUMMARY, Context, Figures
 from gpu.trainings import SMALL, Training
 from gputrain.asr.config import PlannedSpeech
+from gputrain.asr.data import facts_of, synthetic_batch
 from gputrain.asr.recipe import RecogniserRecipe
-from gputrain.asr.work import AsrWork, facts_of
 from gputrain.bench.runner import NotMeasured
 from gputrain.engine.cuda_graph import ReplayedGradients
 from gputrain.hw.runtime import TF32_EPS, Runtime, apply, release_memory
@@ -58,7 +58,7 @@ def recogniser() -> Case:
     architecture = {**facts.architecture, **dict.fromkeys(DROPOUTS, 0.0)}
     return Case(
         "2 clips of 1 s", functools.partial(RecogniserRecipe, settings, architecture, facts.clip),
-        functools.cache(lambda: [AsrWork(facts).synthetic_batch(settings)]), steps=0,
+        functools.cache(lambda: [synthetic_batch(settings, facts)]), steps=0,
     )  # fmt: skip
 
 

@@ -1,19 +1,42 @@
-"""The speech recogniser as the commands know it. Imports no torch by itself."""
+"""The recogniser as the commands know it, and what is planned, measured and trained of it. Imports no torch until a
+function is called.
+"""
+
+from __future__ import annotations
 
 import json
+import logging
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gputrain import kinds
-from gputrain.asr.config import PUBLISHED, BenchAsr, PlanAsr, TrainAsr, Transcribe
+from gputrain.asr.config import (
+    FINE_TUNING_RATE,
+    FROM_SCRATCH_RATE,
+    PUBLISHED,
+    BenchAsr,
+    Model,
+    PlanAsr,
+    PlannedData,
+    PlannedSpeech,
+    TrainAsr,
+    Transcribe,
+)
 from gputrain.audio.config import ClipEvaluation
 from gputrain.formatting import counted
+from gputrain.planner.kind_work import SWITCHES, KindWork, PlannedTraining, StepTraits, SyntheticWork
 from gputrain.speech.data_commands import PREPARED_SPEECH, prepare_command, validate_command, write_demo_speech
+from gputrain.speech.frames import STRIDE
 
 if TYPE_CHECKING:
+    from gputrain.asr.data import AsrTraining
     from gputrain.asr.transcribe import Transcript
+    from gputrain.planner.kind_work import PlanTarget
+    from gputrain.planner.memory.fit import Fit, MemoryBudget
 
+log = logging.getLogger(__name__)
 
 # -------------------------------------------------------------------------------------------------- trained models
 
@@ -44,7 +67,7 @@ def transcribe(settings: Transcribe, output: kinds.CommandOutput) -> None:
 
     several, quiet = settings.input.is_dir(), settings.json is not None or settings.output_dir is not None
 
-    def show(made: "Transcript") -> None:
+    def show(made: Transcript) -> None:
         if not quiet:
             output.data(f"{made.path}: {made.text}" if several else made.text)
 
@@ -54,6 +77,107 @@ def transcribe(settings: Transcribe, output: kinds.CommandOutput) -> None:
         f"{counted(done.recordings, 'recording')}, {counted(done.words, 'word')}, {len(done.refused)} left out; "
         f"{done.sound_seconds:.1f} s of sound, {done.real_time_factor:.3f} s of computing for each"
     )
+
+
+# --------------------------------------------------------------------------------- planning, benchmarks and training
+
+EAGER_BECAUSE = "clips differ in length, and compiled layers of any length were not measured; ask for it to try"
+GRAPHLESS_BECAUSE = "shapes change from step to step, and a graph has one"
+
+
+class AsrWork(KindWork[TrainAsr]):
+    """The work of planning, measuring and training a recogniser. Its sizes are UtteranceFacts."""
+
+    kind, item = "asr", "clip"
+    traits = StepTraits(
+        fixed_shapes=False, is_1d=True, eager_because=EAGER_BECAUSE, graphless_because=GRAPHLESS_BECAUSE
+    )  # fmt: skip
+    # Without channels_last, as the model has no 2-D convolutions.
+    switches = tuple(switch for switch in SWITCHES if switch[2] != "channels_last")
+
+    def completed(self, settings: TrainAsr) -> TrainAsr:
+        """Returns the settings with a learning rate, if it is left to the program. Warns of a preset without effect."""
+        model = settings.model
+        if model.init_from and model.preset != Model.preset:
+            log.warning("preset %s has no effect: the architecture is that of %s", model.preset, model.init_from)
+        if settings.schedule.learning_rate:
+            return settings
+        rate = FINE_TUNING_RATE if settings.model.init_from else FROM_SCRATCH_RATE
+        return replace(settings, schedule=replace(settings.schedule, learning_rate=rate))
+
+    def open_data(self, settings: TrainAsr) -> AsrTraining:
+        from gputrain.asr.data import AsrTraining
+
+        return AsrTraining.of(settings)
+
+    def target(self, settings: TrainAsr) -> PlanTarget:
+        from gputrain.asr.data import architecture_of
+        from gputrain.asr.recipe import RecogniserRecipe
+        from gputrain.speech.training import plan_target
+
+        return plan_target(RecogniserRecipe, settings, architecture_of(settings, self.sizes), self.sizes.clip, STRIDE)
+
+    def fallbacks(self, settings: TrainAsr, budget: MemoryBudget, found: Fit) -> dict[str, TrainAsr]:
+        model, schedule = settings.model, settings.schedule
+        changes = {
+            **super().fallbacks(settings, budget, found),
+            "--ema-decay 0": replace(settings, schedule=replace(schedule, ema_decay=0.0)),
+        }
+        if schedule.optimizer == "adamw":
+            changes["--optimizer adamw-8bit"] = replace(settings, schedule=replace(schedule, optimizer="adamw-8bit"))
+        if model.trains_features:
+            changes["--freeze-feature-encoder"] = replace(settings, model=replace(model, freeze_feature_encoder=True))
+        if model.adapters == "none":
+            frozen = replace(model, adapters="lora", freeze_feature_encoder=None)
+            changes["--adapters lora"] = replace(settings, model=frozen)
+        if not model.init_from and model.preset == "xls-r-1b":
+            changes["--preset xls-r-300m"] = replace(settings, model=replace(model, preset="xls-r-300m"))
+        return changes
+
+    def begins(self, settings: TrainAsr) -> dict[str, int]:
+        return {"training of the encoder (freeze_encoder_steps)": settings.model.freeze_encoder_steps}
+
+    def planned(self, settings: PlanAsr) -> PlannedTraining:
+        from gputrain.asr.data import facts_of, open_training_speech
+        from gputrain.speech.training import PlannedClips, speaking_rate
+
+        clips = None
+        if settings.data.data_path != PlannedData.data_path:
+            speech = open_training_speech(settings)
+            clips, rate = len(speech.split.mixture()), speaking_rate(speech)
+            facts = PlannedSpeech(
+                clip_seconds=rate.clip_seconds, labels_a_second=rate.symbols_a_second,
+                num_symbols=len(speech.store.format.vocabulary.symbols),
+            )  # fmt: skip
+            settings = replace(settings, speech=facts)
+        slowest = 1 - settings.augmentation.speed_change
+        model, planned = settings.model, PlannedClips.of(settings, of_data=clips is not None, slowest=slowest)
+        columns = {
+            "model": model.init_from or model.preset,
+            "adapters": model.adapters,
+            "batch_size": settings.schedule.global_batch_size,
+            **planned.columns,
+        }
+        work = replace(self, sizes=facts_of(settings, settings.speech, planned.seconds))
+        return PlannedTraining(work, [(settings, columns)], clips)
+
+    def of_clips(self, settings: TrainAsr, clip_seconds: float) -> AsrWork:
+        """Returns this work with the sizes of hypothetical speech."""
+        from gputrain.asr.data import facts_of
+
+        return replace(self, sizes=facts_of(settings, PlannedSpeech(), clip_seconds))
+
+    def synthetic(self, settings: TrainAsr, *, clip_seconds: float = 8.0, **options: Any) -> SyntheticWork:
+        from gputrain.asr.data import synthetic_batch
+        from gputrain.asr.recipe import RecogniserRecipe
+
+        sizes = self.of_clips(settings, clip_seconds).sizes
+        return SyntheticWork(
+            title=f"{settings.model.preset}, {settings.schedule.batch_size} clips of {clip_seconds:g} s",
+            recipe=partial(RecogniserRecipe, settings, sizes.architecture, sizes.clip),
+            batch=partial(synthetic_batch, settings, sizes),
+            seconds=clip_seconds,
+        )
 
 
 # --------------------------------------------------------------------------------------- demo, on synthetic speech
@@ -110,7 +234,7 @@ KIND = kinds.ModelKind(
     train=TrainAsr,
     plan=PlanAsr,
     bench=BenchAsr,
-    work=kinds.imported("gputrain.asr.work:AsrWork"),
+    work=AsrWork,
     data="recordings with their texts",
     media="audio",
     prepared=PREPARED_SPEECH,

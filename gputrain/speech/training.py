@@ -24,7 +24,6 @@ from gputrain.engine.stop import format_duration
 from gputrain.errors import UserError
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.kind_work import (
-    KindWork,
     PlanTarget,
     StageData,
     StageTraining,
@@ -34,19 +33,15 @@ from gputrain.planner.kind_work import (
 )
 from gputrain.planner.memory.predict import step_flops
 from gputrain.samples import Report
-from gputrain.speech.augment import ClipAugment
 from gputrain.speech.buckets import (
     Buckets,
     ClipBatch,
     ClipSize,
     Speech,
     StepClips,
-    buckets_of,
     clips_of_step,
     empty_bucket,
-    open_speech,
 )
-from gputrain.speech.config import SpeechKind
 
 S = TypeVar("S", bound=TrainSettings)
 log = logging.getLogger(__name__)
@@ -136,33 +131,6 @@ class SpeechTraining(TrainingData[S]):
             log.info("augmentation: %s", buckets.augment)
         buckets.log_fill()
         speech.split.log_shares(speech.split.mixture(), "clips")
-
-
-class SpeechWork(KindWork[S]):
-    """The part of the work that a voice and a recogniser share."""
-
-    item = "clip"
-    speech_kind: ClassVar[SpeechKind]
-    hop_size: ClassVar[int]
-
-    def open_speech(self, settings: Any) -> Speech:
-        data = settings.data
-        return open_speech(data.data_path, self.hop_size, data.held_out_share, self.speech_kind)
-
-    def fill_buckets(self, settings: Any, speech: Speech) -> Buckets:
-        """Returns buckets that contain about the same amount of audio."""
-        schedule, augment = settings.schedule, self.augment(settings, speech)
-        return buckets_of(
-            speech, settings.data, self.hop_size, schedule.batch_size, schedule.seed, augment, self.shapes(settings)
-        )
-
-    def shapes(self, settings: S) -> int:
-        """Returns the most shapes that buckets have; 0: any."""
-        return 0
-
-    def augment(self, settings: Any, speech: Speech) -> ClipAugment | None:
-        """Returns the changes of the clips of a training; None if they are read as they are."""
-        return None
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,19 @@
-"""The voice as the commands know it. Imports no torch by itself."""
+"""The voice as the commands know it, and what is planned, measured and trained of it. Imports no torch until one of its
+functions is called.
+"""
+
+from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gputrain import kinds
 from gputrain.audio.config import ClipEvaluation
+from gputrain.planner.kind_work import SLOW_TO_COMPILE, KindWork, PlannedTraining, StepTraits, SyntheticWork
+from gputrain.speech.config import HOP_SIZE
 from gputrain.speech.data_commands import (
     PREPARED_SPEECH,
     RATE_HZ,
@@ -14,7 +22,21 @@ from gputrain.speech.data_commands import (
     write_demo_speech,
 )
 from gputrain.tts import coqui
-from gputrain.tts.config import PUBLISHED, BenchTts, PlanTts, Speak, TrainTts, VoiceEvaluation
+from gputrain.tts.config import (
+    PUBLISHED,
+    BenchTts,
+    PlannedData,
+    PlannedSpeech,
+    PlanTts,
+    Speak,
+    TrainTts,
+    VoiceEvaluation,
+)
+
+if TYPE_CHECKING:
+    from gputrain.planner.kind_work import PlanTarget
+    from gputrain.planner.memory.fit import Fit, MemoryBudget
+    from gputrain.tts.data import TtsTraining
 
 # -------------------------------------------------------------------------------------------------- trained models
 
@@ -58,6 +80,72 @@ def speak(settings: Speak, output: kinds.CommandOutput) -> None:
         f"{sentences}, {done.sound_seconds:.1f} s of sound, {done.real_time_factor:.3f} s of computing for each; "
         f"{', '.join(str(file) for file in done.files[:3])}"
     )
+
+
+# --------------------------------------------------------------------------------- planning, benchmarks and training
+
+
+class TtsWork(KindWork[TrainTts]):
+    """The work of planning, measuring and training a voice. Its sizes are a SpeechSize."""
+
+    kind, item = "tts", "clip"
+    traits = StepTraits(fixed_shapes=False, generator_is_1d=True, eager_because=SLOW_TO_COMPILE)
+
+    def open_data(self, settings: TrainTts) -> TtsTraining:
+        from gputrain.tts.data import TtsTraining
+
+        return TtsTraining.of(settings)
+
+    def target(self, settings: TrainTts) -> PlanTarget:
+        from gputrain.speech.training import plan_target
+        from gputrain.tts.data import architecture_for
+        from gputrain.tts.recipe import VoiceRecipe
+
+        return plan_target(VoiceRecipe, settings, architecture_for(settings, self.sizes), self.sizes.clip, HOP_SIZE)
+
+    def fallbacks(self, settings: TrainTts, budget: MemoryBudget, found: Fit) -> dict[str, TrainTts]:
+        model = settings.model
+        changes = dict(super().fallbacks(settings, budget, found))
+        if model.preset == "high":
+            changes["--preset medium"] = replace(settings, model=replace(model, preset="medium"))
+        return changes
+
+    def planned(self, settings: PlanTts) -> PlannedTraining:
+        from gputrain.speech.training import PlannedClips
+        from gputrain.tts.data import facts_of, open_training_speech, size_of
+
+        clips = None
+        if settings.data.data_path != PlannedData.data_path:
+            speech = open_training_speech(settings)
+            clips = len(speech.split.mixture())
+            settings = replace(settings, speech=facts_of(speech))
+        planned = PlannedClips.of(settings, of_data=clips is not None)
+        columns = {
+            "preset": settings.model.preset,
+            "batch_size": settings.schedule.global_batch_size,
+            **planned.columns,
+        }
+        size = size_of(settings.speech, planned.seconds)
+        return PlannedTraining(replace(self, sizes=size), [(settings, columns)], clips)
+
+    def of_clips(self, settings: TrainTts, clip_seconds: float) -> TtsWork:
+        """Returns this work with the sizes of hypothetical speech."""
+        from gputrain.tts.data import size_of
+
+        return replace(self, sizes=size_of(PlannedSpeech(), clip_seconds))
+
+    def synthetic(self, settings: TrainTts, *, clip_seconds: float = 5.0, **options: Any) -> SyntheticWork:
+        from gputrain.tts.data import architecture_for, speaking, synthetic_batch
+        from gputrain.tts.recipe import VoiceRecipe
+
+        sizes = self.of_clips(settings, clip_seconds).sizes
+        return SyntheticWork(
+            title=f"{settings.model.preset}, {settings.schedule.batch_size} clips of {clip_seconds:g} s",
+            recipe=partial(VoiceRecipe, settings, architecture_for(settings, sizes), sizes.clip),
+            batch=partial(synthetic_batch, settings, sizes),
+            seconds=clip_seconds,
+            inference=partial(speaking, settings, sizes),
+        )
 
 
 # --------------------------------------------------------------------------------------- demo, on synthetic speech
@@ -117,7 +205,7 @@ KIND = kinds.ModelKind(
     train=TrainTts,
     plan=PlanTts,
     bench=BenchTts,
-    work=kinds.imported("gputrain.tts.work:TtsWork"),
+    work=TtsWork,
     data="recordings with their texts",
     media="audio",
     prepared=PREPARED_SPEECH,

@@ -6,13 +6,13 @@ import pytest
 
 from gputrain.asr import architecture
 from gputrain.asr.config import PlanAsr, TrainAsr
-from gputrain.asr.work import AsrWork
+from gputrain.asr.kind import AsrWork
 from gputrain.config import assemble
 from gputrain.planner.model_planner import plan_cards
 from gputrain.speech.buckets import ClipSize
 from gputrain.speech.training import PlannedClips
 from gputrain.tts.config import PlanTts
-from gputrain.tts.work import TtsWork
+from gputrain.tts.kind import TtsWork
 from tests.asr.models import SIZES
 from tests.command import gputrain_here
 from tests.tables import each_row

@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from gputrain.asr import model as networks
 from gputrain.asr.architecture import FEATURE_FIELD, FEATURES, family_of, reads_features
 from gputrain.asr.config import PlannedSpeech, TrainAsr
-from gputrain.asr.work import AsrWork, facts_of
+from gputrain.asr.data import facts_of
+from gputrain.asr.kind import AsrWork
 from gputrain.config import assemble
 from gputrain.engine.recipe import StepGroup
 from gputrain.hw.plan import Hardware, Plan, Setting, decide

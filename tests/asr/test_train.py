@@ -13,10 +13,11 @@ import torch
 
 from gputrain.asr import architecture
 from gputrain.asr.config import TrainAsr
+from gputrain.asr.data import fill_buckets
 from gputrain.asr.evaluate import HeldOutSpeech
 from gputrain.asr.initialise import recogniser_architecture
+from gputrain.asr.kind import AsrWork
 from gputrain.asr.load import load_recogniser
-from gputrain.asr.work import AsrWork
 from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.fetch.hub import cache_folder
@@ -57,7 +58,7 @@ def store(tmp_path_factory) -> Path:
     return write_store(tmp_path_factory.mktemp("speech") / "store", spelled_clips(20))
 
 
-train = SpeechTraining(AsrWork(), TrainAsr, TINY)
+train = SpeechTraining(AsrWork(), TrainAsr, fill_buckets, TINY)
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +315,7 @@ def test_batches_have_little_padding(tmp_path):
     """The default limit is 2 %, for clips of 0.3 to 1 s."""
     store = write_store(tmp_path / "store", spelled_clips(200))
     settings = assemble(TrainAsr, {"data_path": str(store), "batch_size": 8})
-    buckets = AsrWork().fill_buckets(settings, open_speech(store, 320, 0.05, kind="asr"))
+    buckets = fill_buckets(settings, open_speech(store, 320, 0.05, kind="asr"))
     assert buckets.padding <= 0.02
     assert len(buckets.clips) / len(buckets) > 4
 

@@ -12,8 +12,9 @@ import torch
 from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
+from gputrain.asr import data as asr_data
 from gputrain.asr.config import BenchAsr, PlannedSpeech, TrainAsr
-from gputrain.asr.work import AsrWork, facts_of
+from gputrain.asr.kind import AsrWork
 from gputrain.bench import step_bench
 from gputrain.bench.runner import NotMeasured
 from gputrain.bench.step_bench import inference_kernels
@@ -25,7 +26,8 @@ from gputrain.planner.time.roofline import DeviceRates, busy_seconds
 from gputrain.speech.config import HOP_SIZE
 from gputrain.tts import config as tts
 from gputrain.tts.config import BenchTts, TrainTts
-from gputrain.tts.work import TtsWork, size_of
+from gputrain.tts.data import size_of, synthetic_batch
+from gputrain.tts.kind import TtsWork
 from gputrain.vae.config import BenchVae, TrainVae
 from gputrain.vae.work import VaeWork
 from gputrain.vocoder.config import BenchVocoder, TrainVocoder
@@ -215,7 +217,7 @@ def test_synthetic_sound_has_its_pitch():
 
 def test_synthetic_speech_is_of_the_size_asked_for():
     settings, speech = assemble(TrainTts, {**TINY_VOICE, "data_path": "."}), size_of(tts.PlannedSpeech(), 0.5)
-    (bucket,) = TtsWork(speech).synthetic_batch(settings)
+    (bucket,) = synthetic_batch(settings, speech)
     assert bucket.wave_BT.shape == (3, math.ceil(0.5 * 22050 / HOP_SIZE) * HOP_SIZE)
     assert (bucket.wave_BT.dtype, bucket.ids_BS.shape) == (torch.int16, (3, 15))
     assert (bucket.frames_B.tolist(), bucket.symbols_B.tolist()) == ([44] * 3, [15] * 3)
@@ -225,7 +227,7 @@ def test_synthetic_speech_is_of_the_size_asked_for():
     assert all(78 <= hz <= 322 for hz in loudest_hz)
     assert len(set(loudest_hz.tolist())) == 3
     settings = assemble(TrainAsr, {"data_path": ".", "preset": "tiny", "batch_size": 4})
-    (bucket,) = AsrWork(facts_of(settings, PlannedSpeech(), 0.5)).synthetic_batch(settings)
+    (bucket,) = asr_data.synthetic_batch(settings, asr_data.facts_of(settings, PlannedSpeech(), 0.5))
     assert bucket.wave_BT.shape == (4, 25 * 320)
     assert (bucket.wave_BT.dtype, bucket.ids_BS.shape) == (torch.int16, (4, 8))
 

@@ -64,8 +64,8 @@ def voice(card: str, preset: str) -> None:
     from gputrain.speech.config import HOP_SIZE
     from gputrain.speech.training import plan_target
     from gputrain.tts.config import TrainTts
+    from gputrain.tts.data import SpeechSize, architecture_for
     from gputrain.tts.recipe import VoiceRecipe
-    from gputrain.tts.work import SpeechSize, architecture_for
 
     settings = assemble(TrainTts, {"data_path": ".", "batch_size": 8, "preset": preset})
     clip = ClipSize(frames=400, symbols=80)

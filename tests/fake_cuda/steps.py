@@ -21,8 +21,8 @@ from gputrain.speech.config import HOP_SIZE
 from gputrain.speech.frames import STRIDE
 from gputrain.speech.training import plan_target
 from gputrain.tts.config import TrainTts
+from gputrain.tts.data import SpeechSize, architecture_for
 from gputrain.tts.recipe import VoiceRecipe
-from gputrain.tts.work import SpeechSize, architecture_for
 from gputrain.vae.config import TrainVae
 from gputrain.vae.losses import Lpips
 from gputrain.vae.recipe import VaeRecipe

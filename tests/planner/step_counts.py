@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gputrain.asr import work as asr
 from gputrain.asr.config import PlanAsr
+from gputrain.asr.data import facts_of
+from gputrain.asr.kind import AsrWork
 from gputrain.cli.options import read_defaults
 from gputrain.config import assemble
 from gputrain.hw.gpus import find_gpu
@@ -23,8 +24,9 @@ from gputrain.hw.probe import Machine
 from gputrain.planner.kind_work import KindWork
 from gputrain.planner.memory.predict import MemoryEstimate, predict_step
 from gputrain.planner.time.roofline import StepCost, StepTotals
-from gputrain.tts import work as tts
 from gputrain.tts.config import PlanTts
+from gputrain.tts.data import size_of
+from gputrain.tts.kind import TtsWork
 from gputrain.vae import work as vae
 from gputrain.vae.config import PlanVae
 from gputrain.vocoder import kind as vocoder
@@ -51,12 +53,12 @@ def of_shipped(name: str, **options: Any) -> tuple[Any, KindWork[Any]]:
 
 def of_voice(**options: Any) -> tuple[Any, KindWork[Any]]:
     settings = assemble(PlanTts, options)
-    return settings, tts.TtsWork(tts.size_of(settings.speech, settings.speech.clip_seconds))
+    return settings, TtsWork(size_of(settings.speech, settings.speech.clip_seconds))
 
 
 def of_recogniser(**options: Any) -> tuple[Any, KindWork[Any]]:
     settings = assemble(PlanAsr, options)
-    return settings, asr.AsrWork(asr.facts_of(settings, settings.speech, settings.speech.clip_seconds))
+    return settings, AsrWork(facts_of(settings, settings.speech, settings.speech.clip_seconds))
 
 
 class Case(NamedTuple):

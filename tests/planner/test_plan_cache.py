@@ -8,7 +8,8 @@ import pytest
 
 from gputrain import caches
 from gputrain.asr.config import PlanAsr
-from gputrain.asr.work import AsrWork, UtteranceFacts
+from gputrain.asr.data import UtteranceFacts
+from gputrain.asr.kind import AsrWork
 from gputrain.config import assemble
 from gputrain.planner import plan_cache
 from gputrain.planner.memory import predict

@@ -11,7 +11,7 @@ import soundfile
 import torch
 
 from gputrain.asr.config import TrainAsr
-from gputrain.asr.work import AsrWork
+from gputrain.asr.data import fill_buckets
 from gputrain.audio.io import read_part
 from gputrain.config import assemble
 from gputrain.engine.data import DataWarning, Sample
@@ -55,7 +55,7 @@ def opened(store: Path, **options):
     """Returns the speech and the buckets of a training."""
     settings = assemble(TrainAsr, {"data_path": str(store), "batch_size": 6, "preset": "tiny", **options})
     speech = open_speech((store,), 320, 0.1, kind="asr")
-    return speech, AsrWork().fill_buckets(settings, speech)
+    return speech, fill_buckets(settings, speech)
 
 
 def spectrum_peak(wave: np.ndarray, rate_hz: int = RATE) -> float:

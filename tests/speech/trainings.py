@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ def assert_same_training(one: dict[str, Any], other: dict[str, Any]) -> None:
 class SpeechTraining:
     work: Any
     settings: type
+    fill_buckets: Callable[..., Any]
     values: dict[str, Any]
 
     def __call__(self, folder: Path, store: Path, **changes: object) -> dict[str, Any]:
@@ -56,7 +58,7 @@ class SpeechTraining:
         (share,) = re.findall(r"other: (\d+) clips with weight 3: (\d+) of an epoch", caplog.text)
         assert int(share[1]) == 3 * int(share[0]) > 0
         plain = {**self.values, **shared, "data_path": [str(store), str(other)], "output_dir": "."}
-        assert whole["progress"]["items"] > len(self.work.fill_buckets(assemble(self.settings, plain), speech))
+        assert whole["progress"]["items"] > len(self.fill_buckets(assemble(self.settings, plain), speech))
         self(tmp_path / "parts", store, **shared, max_steps=2)
         own = read_defaults(tmp_path / "parts" / "config.yaml", self.settings)
         assert_same_training(self.of({**own, "resume_from": "auto"}), whole)

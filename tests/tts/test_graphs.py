@@ -16,7 +16,8 @@ from gputrain.hw.plan import MOST_GRAPHED_SHAPES, Hardware, Setting
 from gputrain.speech.buckets import ClipBatch
 from gputrain.tts import recipe as recipe_module
 from gputrain.tts.config import TrainTts
-from gputrain.tts.work import TtsWork
+from gputrain.tts.data import bucket_shapes
+from gputrain.tts.kind import TtsWork
 from tests.comparison import assert_same
 from tests.hw.test_plan import machine
 from tests.recorded_graphs import RecordedGraphs
@@ -137,7 +138,7 @@ def test_room_without_graphs_is_cropped(tmp_path):
 )
 def test_what_is_captured(changes, shapes, captured, tmp_path):
     settings = assemble(TrainTts, {"data_path": ".", "use_cuda_graphs": True, **changes})
-    assert TtsWork().shapes(settings) == shapes
+    assert bucket_shapes(settings) == shapes
     state = begin(tmp_path, **{name: value for name, value in changes.items() if name != "use_cuda_graphs"})
     assert (state.recipe.step_groups[0].graph_key is not None) is captured
     assert TtsWork().decide(machine("H100"), Hardware(use_cuda_graphs=True)).cuda_graphs.value is True

@@ -8,7 +8,8 @@ from gputrain.config import assemble
 from gputrain.planner.model_planner import plan_cards
 from gputrain.speech.buckets import ClipSize
 from gputrain.tts.config import PlannedSpeech, PlanTts, TrainTts
-from gputrain.tts.work import SpeechSize, TtsWork, size_of
+from gputrain.tts.data import SpeechSize, size_of
+from gputrain.tts.kind import TtsWork
 from tests.command import gputrain_here
 from tests.tts.test_train import TINY
 

@@ -29,7 +29,8 @@ from gputrain.speech.text.frontend import frontend
 from gputrain.tts import architecture, recipe
 from gputrain.tts.config import TrainTts
 from gputrain.tts.coqui import translate_coqui
-from gputrain.tts.work import TtsWork
+from gputrain.tts.data import fill_buckets
+from gputrain.tts.kind import TtsWork
 from tests.speech.speech import RATE_HZ, hum
 from tests.speech.trainings import SpeechTraining, assert_same_training, read_checkpoint, rows
 from tests.tables import each_row
@@ -88,7 +89,7 @@ def spoken(
     return folder
 
 
-train = SpeechTraining(TtsWork(), TrainTts, TINY)
+train = SpeechTraining(TtsWork(), TrainTts, fill_buckets, TINY)
 
 
 def weights(content: dict[str, Any]) -> dict[str, Tensor]:
@@ -233,7 +234,7 @@ def test_samples_begin_after_the_epochs_asked_for(undisturbed):
 def test_a_clip_longer_than_all_the_rest_is_a_batch_of_its_own(tmp_path):
     budget = {"max_batch_audio_ratio": 1.0}
     settings = assemble(TrainTts, {**TINY, **budget, "data_path": str(spoken(tmp_path / "store", long=6.0))})
-    buckets = TtsWork().fill_buckets(settings, open_speech(tmp_path / "store", HOP, 0.2))
+    buckets = fill_buckets(settings, open_speech(tmp_path / "store", HOP, 0.2))
     longest = int(buckets.frames_N.argmax())
     assert buckets.frames_N[longest] > buckets.batch_frames > np.sort(buckets.frames_N)[-2]
     alone = [members.tolist() for members in map(buckets.members, [(0, n) for n in range(len(buckets))])]
@@ -246,12 +247,12 @@ def test_a_clip_longer_than_all_the_rest_is_a_batch_of_its_own(tmp_path):
 def test_batches_by_seconds_of_sound(store):
     limits = {"batch_seconds": 1.2, "max_padding": 0.5, "batch_size": 8}
     settings = assemble(TrainTts, {**TINY, **limits, "data_path": str(store)})
-    buckets = TtsWork().fill_buckets(settings, open_speech(store, HOP, 0.2))
+    buckets = fill_buckets(settings, open_speech(store, HOP, 0.2))
     assert buckets.batch_frames == math.ceil(1.2 * RATE_HZ / HOP)
     for number in range(len(buckets)):
         frames_B = buckets.frames_N[buckets.members((0, number))]
         assert len(frames_B) * frames_B.max() <= buckets.batch_frames
-    assert len(buckets) > len(TtsWork().fill_buckets(assemble(TrainTts, {**flatten(settings), "batch_seconds": 0.0}),
+    assert len(buckets) > len(fill_buckets(assemble(TrainTts, {**flatten(settings), "batch_seconds": 0.0}),
         open_speech(store, HOP, 0.2)))  # fmt: skip
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from gputrain.asr.config import PlannedSpeech, TrainAsr
-from gputrain.asr.work import AsrWork, facts_of
+from gputrain.asr.data import facts_of
+from gputrain.asr.kind import AsrWork
 from gputrain.config import assemble
 from gputrain.engine import adamw_8bit
 from gputrain.hw.plan import Setting, decide
@@ -15,7 +16,8 @@ from gputrain.planner.memory.predict import predict_step
 from gputrain.planner.model_planner import ModelPlanner
 from gputrain.speech.buckets import ClipSize
 from gputrain.tts.config import TrainTts
-from gputrain.tts.work import SpeechSize, TtsWork
+from gputrain.tts.data import SpeechSize
+from gputrain.tts.kind import TtsWork
 from gputrain.vae.config import TrainVae
 from gputrain.vae.work import VaeWork
 from gputrain.vocoder.config import TrainVocoder
