@@ -30,15 +30,11 @@ class PlanTarget:
 
     `build(runtime, checkpointing)` makes its recipe; `load()` returns the largest batch as the data loader does, and
     `load(items)` one of another size. `model_name`: the class of a user's model, whose errors are explained.
-    `is_proportional(items)`: whether all that a step on up to so many items allocates and computes is proportional to
-    the items or does not depend on them; `global_batch_size` is then the size of the largest batch.
     """
 
     build: Callable[[Runtime, bool], Recipe]
     load: Callable[..., Any]
     model_name: str = ""
-    is_proportional: Callable[[int], bool] = lambda items: False
-    global_batch_size: int = 0
 
 
 class TrainSettings(Protocol):

@@ -228,7 +228,7 @@ class BucketRecipe:
     def _item_flops(self) -> float:
         """FLOPs of a step for each clip, in a step that computes all that the model has."""
         target = plan_target(type(self), self.settings, self.architecture, self.clip, self.hop_size)
-        return step_flops(target, self.peak_memory_step(0)) / target.global_batch_size
+        return step_flops(target, self.peak_memory_step(0)) / float(self.settings.schedule.global_batch_size)
 
     def peak_memory_step(self, step: int) -> int:
         return step
@@ -267,9 +267,7 @@ def plan_target(
     def load(items: int = settings.schedule.global_batch_size) -> list[ClipBatch]:
         return empty_bucket(items, clip, clip.frames * hop_size)
 
-    return PlanTarget(
-        build, load, is_proportional=lambda items: True, global_batch_size=settings.schedule.global_batch_size
-    )
+    return PlanTarget(build, load)
 
 
 def fit_length(x: Tensor, size: int) -> Tensor:

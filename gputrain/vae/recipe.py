@@ -21,7 +21,6 @@ from gputrain.planner.kind_work import PlanTarget
 from gputrain.planner.memory.predict import step_flops
 from gputrain.samples import Report
 from gputrain.vae import losses
-from gputrain.vae.attention import SCORES
 from gputrain.vae.config import TrainVae
 from gputrain.vae.data import Picture, as_rgb, centre_crop, to_unit
 from gputrain.vae.evaluate import readable_crops, reconstruction_figures, reconstruction_sheet
@@ -345,13 +344,7 @@ def plan_target(settings: TrainVae) -> PlanTarget:
         size = settings.data.image_size
         return torch.zeros(items, settings.data.image_channels, size, size, dtype=torch.uint8)
 
-    def is_proportional(items: int) -> bool:
-        side = settings.data.image_size // settings.architecture.downsampling
-        return not settings.architecture.mid_block_add_attention or items * side**4 <= SCORES
-
-    return PlanTarget(
-        build, load, is_proportional=is_proportional, global_batch_size=settings.schedule.global_batch_size
-    )
+    return PlanTarget(build, load)
 
 
 def item_flops(settings: TrainVae, step: int) -> int:

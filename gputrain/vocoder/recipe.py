@@ -327,9 +327,4 @@ def target(settings: TrainVocoder) -> PlanTarget:
         samples = frames * settings.spectrogram.hop_size
         return torch.zeros(items, samples, dtype=torch.int16), torch.zeros(items, frames)
 
-    def is_proportional(items: int) -> bool:
-        return not settings.losses.pc_aug  # It shifts a share of the items, rounded up.
-
-    return PlanTarget(
-        build, load, is_proportional=is_proportional, global_batch_size=settings.schedule.global_batch_size
-    )
+    return PlanTarget(build, load)

@@ -39,40 +39,23 @@ OF_VALUES = {
     aten.is_nonzero.default, aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_not.default,
     aten.logical_and.default, aten.logical_or.default, aten.logical_not.default,
 }  # fmt: skip
-
-
 # These operators draw numbers that depend on no data. A single one, as in layer drop, may decide what a model computes.
 UNIFORM = {
     aten.rand.default, aten.rand.generator, aten.rand_like.default, aten.uniform_.default, aten.uniform.default,
 }  # fmt: skip
-BERNOULLI = {aten.bernoulli.default, aten.bernoulli.p, aten.bernoulli_.float, aten.bernoulli_.Tensor}
-
-
-@dataclass
-class Draws:
-    """Gives single random numbers a value on fake tensors: close to one end of their range, so that a comparison with
-    a rate has one result throughout the step."""
-
-    end: Literal["upper", "lower"] = "upper"  # `if torch.rand([]) < rate: continue` keeps its layer at the upper end.
-    decided: bool = False  # Whether Python read a number that may come from a draw; otherwise the end has no effect.
-
-    def number(self, low: float, high: float, dtype: torch.dtype) -> float:
-        from_end = max(abs(low), abs(high)) * torch.finfo(dtype).eps
-        return high - from_end if self.end == "upper" else low + from_end
 
 
 @contextmanager
-def on_fake_tensors(draws: Draws | None = None) -> Iterator[None]:
+def on_fake_tensors() -> Iterator[None]:
     """Has new tensors be fake: with shapes, dtypes and strides, but without memory and values; no operator computes.
 
-    They are nominally on the CPU. torch's random state is the same afterwards. A single number that the model draws has
-    the value that `draws` gives it, by default at the upper end of its range.
+    They are nominally on the CPU. torch's random state is the same afterwards.
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with (
         _errors_not_logged(),
         torch.random.fork_rng(devices=devices),
-        QuickFakeMode(draws or Draws()),
+        QuickFakeMode(),
     ):
         yield
 
@@ -108,7 +91,7 @@ class _KnownOperator:
         # Functions that consist of others, such as `to`, may copy.
         makes_views = func is aten._unsafe_view.default or (func.is_view and not func._can_decompose())
         changes_views = torch.Tag.inplace_view in func.tags
-        return cls(func, func in OF_VALUES, func in UNIFORM or func in BERNOULLI, makes_views, changes_views)
+        return cls(func, func in OF_VALUES, func in UNIFORM, makes_views, changes_views)
 
 
 class _Results(NamedTuple):
@@ -126,16 +109,15 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """FakeTensorMode for tensors on one device, which finds the results of an operator once for equal arguments.
 
     Blocks of a model repeat each other, and for most operators FakeTensorMode takes 0.2 to 1 ms. Integers that have
-    values, such as labels, keep them through the operators in `OF_VALUES`. A single number that is drawn has a value
-    too, which FakeTensorMode carries through operators until they meet a tensor without values.
+    values, such as labels, keep them through the operators in `OF_VALUES`. A single uniform number that is drawn has
+    almost the highest value, so that `if torch.rand([]) < rate: continue` keeps every layer; FakeTensorMode carries it
+    through operators until they meet a tensor without values.
     """
 
     known: ClassVar[dict[int, _KnownOperator]] = {}  # By identity, because operators take long to be hashed.
 
-    def __init__(self, draws: Draws) -> None:
+    def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.draws = draws
-        self.any_drawn = False
         self.cache_enabled = False  # torch's cache takes ten times as long to answer as `known`.
         self.attributes = dict(vars(FakeTensor(self, torch.empty(0, device="meta"), CPU)))
 
@@ -154,33 +136,20 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 if known.of_values and _all_have_values(args):
                     with unset_fake_temporarily():
                         return func(*args, **kwargs)
-                if func is aten._local_scalar_dense.default:
-                    drawn = self.any_drawn and isinstance(args[0], FakeTensor) and args[0].constant is not None
-                    self.draws.decided |= drawn
                 made = super().dispatch(func, types, args, kwargs)
             if known.draws:
-                self._draw(func, made, args)
+                self._draw(made, args[1:] if func in (aten.uniform_.default, aten.uniform.default) else ())
         return made
 
-    def _draw(self, func: Any, made: FakeTensor, args: Any) -> None:
+    def _draw(self, made: FakeTensor, bounds: Sequence[float]) -> None:
         """Gives what a random operator made its value, if it is a single number of its own memory."""
         own = made.numel() == 1 and made.untyped_storage().nbytes() == made.element_size()
         if not own or not made.is_floating_point() or isinstance(made, nn.Parameter):  # Parameters are drawn, too.
             return
-        if func in UNIFORM:
-            low, high = _bounds(*args[1:]) if func in (aten.uniform_.default, aten.uniform.default) else (0.0, 1.0)
-            number = self.draws.number(low, high, made.dtype)
-        else:
-            chance = args[0] if func is aten.bernoulli.default else args[1] if len(args) > 1 else 0.5
-            if isinstance(chance, FakeTensor):
-                chance = chance.constant
-            if chance is None:  # The probability depends on data, and so does the number.
-                return
-            number = float(chance > 0 if self.draws.end == "upper" else chance >= 1)
+        highest = bounds[1] if len(bounds) > 1 else 1.0
         with unset_fake_temporarily():
-            made.constant = torch.full(made.shape, number, dtype=made.dtype)
+            made.constant = torch.full(made.shape, highest - torch.finfo(made.dtype).eps, dtype=made.dtype)
         self.fake_tensor_converter.add_constant_storage_mapping(made)
-        self.any_drawn = True
 
     def _of_shapes(self, known: _KnownOperator, types: Any, args: Any, kwargs: Any) -> Any:
         """Returns the results of an operator. Raises _NotOfShapes if they may depend on values."""
@@ -235,11 +204,6 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         )
         fake.__dict__.update(self.attributes)
         return fake
-
-
-def _bounds(low: float = 0.0, high: float = 1.0) -> tuple[float, float]:
-    """Returns the arguments of uniform_, with its defaults."""
-    return low, high
 
 
 def _results(made: Any, args: Any, kwargs: Any) -> _Results | None:

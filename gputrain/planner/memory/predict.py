@@ -7,12 +7,11 @@ compiler would fuse. GB is 1e9 bytes.
 """
 
 import functools
-import itertools
 import math
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +30,8 @@ from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import Runtime, is_out_of_memory
 from gputrain.planner.kind_work import PlanTarget
-from gputrain.planner.memory.allocator import CachingAllocator, PlainAllocator, StorageEvent
-from gputrain.planner.memory.fake_runtime import Draws, FakeRuntime, on_fake_tensors
+from gputrain.planner.memory.allocator import CachingAllocator, PlainAllocator
+from gputrain.planner.memory.fake_runtime import FakeRuntime, on_fake_tensors
 from gputrain.planner.memory.fit import MemoryModel
 from gputrain.planner.memory.timeline import MemoryTimeline
 from gputrain.planner.time.flops import FlopCount
@@ -85,44 +84,12 @@ def predict_step(
     Weights, averages, optimizer state and the whole batch are in memory from the beginning. `gradients_resident`: so
     are the gradients of each group, as in the second micro-batch of a step. `caching_allocator`: whether the memory is
     that of CUDA's allocator; None: on a GPU. Raises UserError if an operator needs values, and names it and its module.
-
-    If single random numbers decide what a model computes, as in layer drop, the step is the larger of two: with all of
-    them at the upper and at the lower end of their ranges. A step that does not run at one of them, because no trained
-    layer is left, does not count.
     """
-    with_draws = watched_steps(target, plan, micro_batch_size, checkpointing, gradients_resident)
-    return largest([step.estimate(_allocator(plan, caching_allocator)) for step in with_draws])
-
-
-def largest(found: Iterable[MemoryEstimate]) -> MemoryEstimate:
-    return max(found, key=lambda each: each.allocated_gb)
-
-
-def watched_steps(
-    target: PlanTarget,
-    plan: Plan,
-    items: int,
-    checkpointing: bool,
-    gradients_resident: bool = True,
-    primes: Sequence[int] = (),
-) -> list["WatchedStep"]:
-    """Returns the step that `watch_step` runs on fake tensors, and if single random numbers decide what the model
-    computes, those with all of them at the upper and at the lower end of their ranges, as far as they run."""
-    found: list[WatchedStep] = []
-    failure: DoesNotRun | None = None
-    for draws in (Draws("upper"), Draws("lower")):
-        timeline = MemoryTimeline.on(str(plan.device.value))
-        try:
-            with on_fake_tensors(draws), explained(target.model_name):
-                runtime = FakeRuntime(plan, timeline)
-                found.append(watch_step(target, runtime, timeline, items, checkpointing, gradients_resident, primes))
-        except DoesNotRun as error:
-            failure = failure or error
-        if not draws.decided:
-            break
-    if failure and not found:
-        raise failure
-    return found
+    timeline = MemoryTimeline.on(str(plan.device.value))
+    with on_fake_tensors(), explained(target.model_name):
+        runtime = FakeRuntime(plan, timeline)
+        step = watch_step(target, runtime, timeline, micro_batch_size, checkpointing, gradients_resident)
+    return step.estimate(_allocator(plan, caching_allocator))
 
 
 @dataclass(frozen=True)
@@ -132,37 +99,9 @@ class WatchedStep:
     timeline: MemoryTimeline
     micro_batch: list[Operator]
     update: list[Operator]  # Operators that follow the gradients: clipping, the optimizers' steps, and averages.
-    batch: frozenset[int]  # Storages of the whole batch.
-    items: int
 
     def estimate(self, allocator: PlainAllocator | CachingAllocator) -> MemoryEstimate:
         return MemoryEstimate.of(self.timeline, self.micro_batch, self.update, allocator)
-
-    def of_items(self, items: int, whole: int) -> "WatchedStep":
-        """Returns the step on `items` items of a batch of `whole`, from one on a batch of a prime number of items.
-
-        Sizes that the prime divides grow with the items. It divides no dimension of a weight, and is larger than most
-        other sizes, such as the frames of relative positions.
-        """
-        prime = self.items
-
-        def scaled(size: float, items: int = items) -> float:
-            return size if size % prime else size / prime * items
-
-        def operator_of_items(one: Operator) -> Operator:
-            reads, writes = (
-                {number: scaled(size) for number, size in each.items()} for each in (one.reads, one.writes)
-            )
-            tiles = one.tiles / prime * items if writes != one.writes else one.tiles
-            return replace(one, reads=reads, writes=writes, flops=scaled(one.flops), tiles=tiles)
-
-        def event_of_items(one: StorageEvent) -> StorageEvent:
-            grown = scaled(one.bytes - one.weights, whole if one.storage in self.batch else items)
-            return StorageEvent(one.storage, one.weights + round(grown))
-
-        events = list(map(event_of_items, self.timeline.events))
-        computed = list(map(operator_of_items, self.micro_batch))
-        return replace(self, timeline=MemoryTimeline(events, self.timeline.kinds), micro_batch=computed)
 
 
 def watch_step(
@@ -172,21 +111,18 @@ def watch_step(
     items: int,
     checkpointing: bool = False,
     gradients_resident: bool = True,
-    primes: Sequence[int] = (),
 ) -> WatchedStep:
-    """Runs a step of the target on one micro-batch of `items` items, or on a batch of a prime number of items, and
-    notes its storages and operators.
+    """Runs a step of the target on one micro-batch of `items` items, and notes its storages and operators.
 
     The tensors are those of the runtime: fake ones, or real ones.
     """
-    resident = ResidentStep.of(target, runtime, checkpointing, items, primes)
+    resident = ResidentStep.of(target, runtime, checkpointing, items)
     recipe, log = resident.recipe, timeline.log
-    micro_batch = resident.batch if primes else resident.micro_batch(items)
+    micro_batch = resident.micro_batch(items)
     timeline.note("optimizer", optimizer_tensors(recipe))
     timeline.note("parameters", weights_of(recipe))
-    known = len(timeline.kinds)
     timeline.note("parameters", batch_tensors(resident.batch))
-    batch, begin = frozenset(range(known, len(timeline.kinds))), len(timeline.events)
+    begin = len(timeline.events)
     computed: list[Operator] = []
     update: list[Operator] = []
     for group in recipe.step_groups:
@@ -211,7 +147,7 @@ def watch_step(
     with timeline.watching():
         recipe.average(resident.step)
     timeline.repeat(begin)
-    return WatchedStep(timeline, computed, update + log.drain(), batch, recipe.size(micro_batch))
+    return WatchedStep(timeline, computed, update + log.drain())
 
 
 @dataclass(frozen=True)
@@ -223,16 +159,11 @@ class ResidentStep:
     step: int
 
     @classmethod
-    def of(
-        cls, target: PlanTarget, runtime: Runtime, checkpointing: bool, items: int = 1, primes: Sequence[int] = ()
-    ) -> "ResidentStep":
-        """Returns the step on the target's largest batch, or on one of `items` items if that is more; with `primes` on
-        as many items as the first that divides no dimension of a weight."""
+    def of(cls, target: PlanTarget, runtime: Runtime, checkpointing: bool, items: int = 1) -> "ResidentStep":
+        """Returns the step on the target's largest batch, or on one of `items` items if that is more."""
         recipe = target.build(runtime, checkpointing)
         step = recipe.peak_memory_step(0)
-        sizes = {size for weight in weights_of(recipe) for size in weight.shape} if primes else set()
-        free = [one for one in primes if all(size % one for size in sizes)]
-        batch = recipe.prepare(target.load(free[0]) if primes else target.load(), step)
+        batch = recipe.prepare(target.load(), step)
         if recipe.size(batch) < items:
             batch = recipe.prepare(target.load(items), step)
         for phase in phases_of(recipe):
@@ -312,35 +243,12 @@ def memory_models(target: PlanTarget, plan: Plan, most: int) -> Callable[[bool],
 
     @functools.cache
     def memory_model(checkpointing: bool) -> MemoryModel:
-        one, more = predict_steps(target, plan, (1, most), checkpointing)
+        one, more = (
+            predict_step(target, plan, micro_batch_size=items, checkpointing=checkpointing) for items in (1, most)
+        )
         return memory_model_of(one, more, most, grows=_grows(plan))
 
     return memory_model
-
-
-# The least number of items of a step that tells those of other sizes: more than most other sizes of a step, such as its
-# frames; where a target is not proportional for so many, more than the sizes of most kernels.
-LARGE_PRIME, SMALL_PRIME = 1009, 13
-
-
-def predict_steps(target: PlanTarget, plan: Plan, sizes: Sequence[int], checkpointing: bool) -> list[MemoryEstimate]:
-    """Returns the memory of steps on micro-batches of these sizes: of one step, where all of it is proportional to the
-    items or does not depend on them."""
-    candidates = (primes_from(max(least, *sizes)) for least in (LARGE_PRIME, SMALL_PRIME))
-    primes = next((each for each in candidates if target.is_proportional(each[-1])), None)
-    if primes is None:
-        return [predict_step(target, plan, micro_batch_size=size, checkpointing=checkpointing) for size in sizes]
-    steps = watched_steps(target, plan, 1, checkpointing, primes=primes)
-    return [
-        largest(step.of_items(size, target.global_batch_size).estimate(_allocator(plan, None)) for step in steps)
-        for size in sizes
-    ]
-
-
-def primes_from(least: int) -> list[int]:
-    """Returns the smallest primes that are at least this number."""
-    primes = (n for n in itertools.count(least) if all(n % k for k in range(2, math.isqrt(n) + 1)))
-    return list(itertools.islice(primes, 8))
 
 
 def memory_model_of(
