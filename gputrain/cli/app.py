@@ -105,7 +105,7 @@ def validate(settings: ValidateSettings) -> None:
 
 @command(app, "Data")
 def fetch(settings: FetchSettings) -> None:
-    """Load published models ahead of time, by short names, names on the Hugging Face Hub or https addresses."""
+    """Load published models ahead of time, by short names or names on the Hugging Face Hub."""
     fetching.fetch(settings)
 
 

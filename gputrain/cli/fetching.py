@@ -30,8 +30,7 @@ LONGEST_LINE = 1000  # Columns where nobody reads on a terminal.
 class FetchSettings:
     names: tuple[ModelName, ...] = opt(
         default=(),
-        help="Short names of --list, names on the Hugging Face Hub (org/name:folder/file@revision), or https addresses "
-        "of files.",
+        help="Short names of --list, or names on the Hugging Face Hub (org/name:folder/file@revision).",
         separator="",
         is_positional=True,
     )
@@ -96,18 +95,17 @@ def load(name: str, folder: Path | None, *, several: bool) -> Loaded:
 
     If `several` are loaded, each that has several files gets a folder of its own there.
     """
-    from gputrain.fetch.addresses import Address, fetch_address
     from gputrain.fetch.archives import stem_of
     from gputrain.fetch.datasets import download_dataset, is_dataset_name
     from gputrain.fetch.hub import files_below
-    from gputrain.fetch.names import FILE, by_short_name, catalogue, find_published
+    from gputrain.fetch.names import FILE, CatalogueEntry, by_short_name, catalogue, fetch_listed, find_published
     from gputrain.fetch.published import fetch_model
 
     place, entry = find_published(name), catalogue().get(name)
     assert place is not None
     is_data = False
-    if isinstance(place, Address):
-        path, page, own = fetch_address(place), "", stem_of(place.file_name)
+    if isinstance(place, CatalogueEntry):
+        path, page, own = fetch_listed(place), "", stem_of(place.file_name)
         files = files_below(path) if path.is_dir() else {path.name: path}
     else:
         page, own = place.page, entry.name if entry else place.repo.rpartition("/")[2]

@@ -1,13 +1,18 @@
-"""Turns what a user names, a path, a short name of catalogue.yaml, an address or a name on the Hub, into a local path,
-and says which checkpoint and which kind of model that is.
+"""Turns what a user names, a path, a short name of catalogue.yaml or a name on the Hub, into a local path, and says
+which checkpoint and which kind of model that is.
 """
 
 import contextlib
 import difflib
 import functools
+import hashlib
 import json
+import logging
 import os
 import re
+import shutil
+import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -16,15 +21,28 @@ from pickle import UnpicklingError
 from typing import Literal
 from urllib.parse import unquote, urlsplit
 
+from gputrain.caches import cache_folder
 from gputrain.config import ModelName, config, opt, read_file
 from gputrain.errors import UserError
-from gputrain.fetch.addresses import Address, address_of_url, fetch_address
-from gputrain.fetch.hub import ADAPTER_FILE, PREFIXES, HubName, parse_hub_name
+from gputrain.fetch.archives import content_of, stem_of, unpack
+from gputrain.fetch.hub import ADAPTER_FILE, PREFIXES, Faults, HubName, fault_of_download, is_offline, parse_hub_name
 from gputrain.fetch.published import fetch_model
+from gputrain.formatting import format_bytes
 from gputrain.kinds import ModelKind, PublishedFiles, default_kind, kinds
 from gputrain.serialization import from_json, read_yaml
 
+log = logging.getLogger(__name__)
+
 FILE = re.compile(r"\.(pt|pth|ckpt|safetensors|bin|onnx|json|yaml|zip)$", re.IGNORECASE)  # No repository is named so.
+RETRIES = 1  # pooch counts another SHA-256 as a failure, too, so that each one loads the whole file again.
+TIMEOUTS = (10.0, 60.0)  # Seconds for a connection, and between two blocks.
+# Statuses of answers of other servers than the Hub; what is said of them, and what to do.
+LISTED_FAULTS: Faults = (
+    ({401, 403, 407}, "{server} refuses it without a login (status {status})",
+     "download it in a browser and name its path, or write the login into ~/.netrc{more}"),
+    ({404, 410}, "there is no such file (status {status})",
+     "check the address; gputrain fetch --list shows the known ones{more}"),
+)  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------- short names
@@ -72,10 +90,65 @@ def close_names(name: str) -> list[str]:
     return list(dict.fromkeys([*close, *parts]))[:5]
 
 
-def address_of(entry: CatalogueEntry) -> Address:
-    """Returns the address of an entry of the list that is not on the Hub."""
-    digest = entry.sha256.get(entry.file_name, "")
-    return Address(entry.name, entry.url, entry.bytes or None, digest, entry.page, entry.licence)
+def fetch_listed(entry: CatalogueEntry) -> Path:
+    """Returns the file of an entry that is not on the Hub, or the folder of its unpacked archive, in the cache that all
+    runs share; it is downloaded if it is not there, or has another SHA-256 than the published one.
+
+    It appears in `fetched/NAME-HASH` of the cache, where HASH stands for the address, when it is complete and verified.
+    Raises UserError with the remedy.
+    """
+    import pooch
+
+    name, digest = entry.file_name, entry.sha256.get(entry.file_name)
+    place = cache_folder() / "fetched" / f"{name}-{hashlib.sha256(entry.url.encode()).hexdigest()[:12]}"
+    found = _content(place)
+    if found is not None and (found.is_dir() or not digest or pooch.file_hash(found) == digest):
+        return found
+    if is_offline():
+        raise UserError(
+            f"{entry.name}: is {'damaged in' if found else 'not in'} the cache, and nothing may be downloaded",
+            hint=f"load it ahead of time, without --offline: gputrain fetch {entry.name}",
+        )
+    if found is not None:
+        log.warning("%s: has another SHA-256 than the published one; downloading it again", found)
+    server = urlsplit(entry.url).netloc
+    log.info("downloading %s (%s) from %s, licence %s", entry.name, format_bytes(entry.bytes), server, entry.licence)
+    pooch.get_logger().setLevel(logging.ERROR)  # It would say the same again.
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place.parent) as aside:
+            store = pooch.create(aside, "", registry={name: digest}, urls={name: entry.url}, retry_if_failed=RETRIES)
+            download = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), timeout=TIMEOUTS)
+            file, content = Path(store.fetch(name, downloader=download)), Path(aside, "content")
+            if file.stat().st_size != entry.bytes:  # Not every publisher states a digest.
+                raise ValueError(f"{file.stat().st_size:,} bytes, and {entry.bytes:,} are published")
+            content.mkdir()
+            unpack(file, content / stem_of(name)) if stem_of(name) else file.rename(content / name)
+            if found is not None:
+                shutil.rmtree(place, ignore_errors=True)
+            try:
+                os.replace(content, place)
+            except OSError:
+                if not place.is_dir():  # Otherwise another process was faster.
+                    raise
+    except (OSError, ValueError) as error:  # The errors of requests are OSErrors.
+        more = f"; its page is {entry.page}"
+        raise fault_of_download(
+            error,
+            entry.name,
+            LISTED_FAULTS,
+            cache_folder(),
+            "set XDG_CACHE_HOME to another disk",
+            more=more,
+            server=server,
+        ) from None
+    return _content(place) or place
+
+
+def _content(place: Path) -> Path | None:
+    """Returns the file in a place of the cache, or the folder of an archive's content; None if nothing is there."""
+    only = next(place.glob("*"), None)
+    return content_of(only) if only and only.is_dir() else only
 
 
 # ------------------------------------------------------------------------------------------------- local paths
@@ -84,9 +157,9 @@ def address_of(entry: CatalogueEntry) -> Address:
 def local_path(name: str | Path, *wanted: PublishedFiles, weights: bool = True) -> Path:
     """Returns the local file or folder of a model that is named by its path, or by a published name.
 
-    That is a short name of `gputrain fetch --list`, an https address, or a name on the Hugging Face Hub. `wanted` says
-    which files the kinds of model have that it may be of. Without `weights`, only what describes the model need be
-    there. Raises UserError if there is no such model, or it cannot be fetched.
+    That is a short name of `gputrain fetch --list`, or a name on the Hugging Face Hub. `wanted` says which files the
+    kinds of model have that it may be of. Without `weights`, only what describes the model need be there. Raises
+    UserError if there is no such model, or it cannot be fetched.
     """
     path = Path(name)
     # Reading says which adapters a folder has.
@@ -100,8 +173,8 @@ def local_path(name: str | Path, *wanted: PublishedFiles, weights: bool = True) 
             f"{name}: is listed as {listed.kind}, expected {' or '.join(allowed)}",
             hint=f"gputrain fetch --list --kind {allowed[0]}" if allowed else "name the path of what you have",
         )
-    if isinstance(place, Address):
-        return fetch_address(place)
+    if isinstance(place, CatalogueEntry):
+        return fetch_listed(place)
     try:
         return fetch_model(place, wanted, weights=weights, sha256=listed.sha256 if listed else None)[0]
     except UserError as error:
@@ -119,19 +192,16 @@ def by_short_name(error: UserError, place: HubName, name: str) -> UserError:
     return UserError(f"{name}: {error.message}", hint=error.hint.replace(f"fetch {place}", f"fetch {name}"))
 
 
-def find_published(name: str | Path) -> HubName | Address | None:
-    """Returns where a model is published that is named by a short name, an address or as on the Hub; None if the text
-    can only be a path."""
+def find_published(name: str | Path) -> HubName | CatalogueEntry | None:
+    """Returns where a model is published that is named by a short name or as on the Hub; None if the text can only be
+    a path."""
     text = name.as_posix() if isinstance(name, Path) else name.strip()
     text = re.sub(r"^(https?|hf):/(?=[^/])", r"\1://", text)  # A path has joined its slashes.
     if entry := catalogue().get(text):
-        return parse_hub_name(entry.hub) if entry.hub else address_of(entry)
+        return parse_hub_name(entry.hub) if entry.hub else entry
     if FILE.search(text) and ":" not in text and not ADAPTER_FILE.fullmatch(text.rpartition("/")[2]):
         return None
-    if found := parse_hub_name(text):
-        return found
-    is_address = text.startswith(("https://", "http://")) and not PREFIXES.fullmatch(text)
-    return address_of_url(text) if is_address else None
+    return parse_hub_name(text)
 
 
 def no_such(name: str | Path, *wanted: PublishedFiles) -> UserError:
@@ -139,10 +209,11 @@ def no_such(name: str | Path, *wanted: PublishedFiles) -> UserError:
     if PREFIXES.fullmatch(str(name)):
         hint = "name a model of the Hub as org/name, or by the address of its page, https://huggingface.co/org/name"
         return UserError(f"{name}: names no model", hint=hint)
+    if re.match(r"https?:/", str(name)):
+        hint = "load it with curl or a browser, and name the file"
+        return UserError(f"{name}: nothing is loaded from other addresses than the Hub's", hint=hint)
     if close := close_names(str(name)):
         hint = f"short names like it: {', '.join(close)}"
-    elif re.match(r"[\w-]+(\.[\w-]+)*\.[a-z]{2,}/.+/", str(name)):
-        hint = f"an address begins with https://: https://{name}"
     else:
         example = f", such as {wanted[0].example}" if len(wanted) == 1 and wanted[0].example else ""
         published = f"or a published one{example or ' of `gputrain fetch --list`'}"

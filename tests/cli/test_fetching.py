@@ -138,7 +138,7 @@ def test_a_name_is_loaded_verified_and_repaired(server: WebServer, tmp_path: Pat
 
 
 def test_a_folder_gets_plain_files(server: WebServer, tmp_path: Path):
-    done = gputrain_here("fetch", "lpips-test", server.url("/v1/vgg.pth"), "--output-dir", tmp_path / "w")
+    done = gputrain_here("fetch", "lpips-test", "--output-dir", tmp_path / "w")
     assert done.returncode == 0, done.stderr
     assert [path.name for path in (tmp_path / "w").iterdir()] == ["vgg.pth"]
     assert f"--lpips-weights lpips-vgg16,lpips-heads,{tmp_path / 'w' / 'vgg.pth'}\n" in done.stdout
@@ -148,7 +148,6 @@ def test_a_folder_gets_plain_files(server: WebServer, tmp_path: Path):
 @each_row(
     (["lpips-vg16"], "lpips-vg16: no such file or folder", "lpips-vgg16"),
     (["piper"], "piper: no such file or folder", "piper-"),
-    (["github.com/o/r/raw/main/a.pth"], "no such file or folder", "https://github.com/o/r/raw/main/a.pth"),
     (["abcxyz"], "abcxyz: no such file or folder", "gputrain fetch --list"),
     ([], "nothing is named", "--list"),
     (["a", "--list"], "either names or --list", "--list"),
@@ -157,7 +156,7 @@ def test_a_folder_gets_plain_files(server: WebServer, tmp_path: Path):
     (["a", "--kind", "vae"], "kind has no effect without --list", "--list"),
     (["lpips-heads", "--output-dir", "pyproject.toml"], "pyproject.toml: is a file", "names a folder"),
     (["pyproject.toml"], "pyproject.toml: is a path here", "options take the path"),
-    (["http://example.org/a.pt"], "http://example.org/a.pt: is not encrypted", "https"),
+    (["https://example.org/a.pt"], "a.pt: nothing is loaded from other addresses", "curl"),
 )
 def test_what_cannot_be_loaded(words, message, hint):
     done = gputrain_here("fetch", *words)

@@ -11,9 +11,8 @@ from gputrain.asr.config import TrainAsr
 from gputrain.asr.initialise import is_own
 from gputrain.config import assemble, flatten, to_yaml
 from gputrain.errors import UserError
-from gputrain.fetch.addresses import Address
 from gputrain.fetch.hub import HubName
-from gputrain.fetch.names import TrainedModel, find_published, kind_of, local_path
+from gputrain.fetch.names import CatalogueEntry, TrainedModel, find_published, kind_of, local_path
 from gputrain.fetch.published import choose
 from gputrain.tts.config import PUBLISHED as TTS
 from gputrain.tts.load import read_trained
@@ -82,10 +81,10 @@ def test_what_a_text_that_is_no_path_may_name(name, expected):
     assert find_published(name) == expected
 
 
-def test_short_names_and_addresses():
+def test_short_names():
     assert find_published("sd-vae-ft-mse").repo == "stabilityai/sd-vae-ft-mse"
-    assert isinstance(find_published("lpips-vgg16"), Address)
-    assert isinstance(find_published("https://example.com/model.ckpt"), Address)
+    assert isinstance(find_published("lpips-vgg16"), CatalogueEntry)
+    assert find_published("https://example.com/model.ckpt") is None
 
 
 def test_a_path_that_exists_wins(hub, tmp_path, monkeypatch):
@@ -105,6 +104,7 @@ def test_a_path_that_exists_wins(hub, tmp_path, monkeypatch):
     ("org/empty", "as a name on the Hub: has no weights that can be read", "stabilityai/sd-vae-ft-mse"),
     ("org/many", "nothing tells which of its 2 files is the model", "name it: org/many:a.safetensors or org/many:b."),
     ("org/half:config.json", "org/half:config.json: has no weights that can be read", "stabilityai/sd-vae-ft-mse"),
+    ("https://example.com/model.ckpt", "nothing is loaded from other addresses", "load it with curl"),
     ("https://huggingface.co/org", "names no model", "https://huggingface.co/org/name"),
     ("sd-vae-ft-mse", "sd-vae-ft-mse: stabilityai/sd-vae-ft-mse@", "spell"),
     ("org/deep", "as a name on the Hub: has weights in another folder alone", "name it: org/deep:x/y/a.safetensors"),
