@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from gputrain.engine.callbacks import Callbacks
+from gputrain.engine.callbacks import StepLoop
 from gputrain.engine.optim import adamw
 from gputrain.engine.recipe import Phase, StepGroup, Term
 from gputrain.engine.run_folder import Run
@@ -93,7 +93,7 @@ def timed_run(folder: Path, given: argparse.Namespace, every: int) -> dict[str, 
     steps = StepSchedule(schedule, begin(None, BATCH, new_stage=False))
     moments: list[float] = []
     waits: list[float] = []
-    save = Callbacks.save
+    save = StepLoop.save
 
     def timed_save(*arguments: Any, **named: Any) -> None:
         began = time.monotonic()
@@ -105,11 +105,11 @@ def timed_run(folder: Path, given: argparse.Namespace, every: int) -> dict[str, 
             moments.append(time.monotonic())
             yield torch.randn(BATCH, width)
 
-    Callbacks.save = timed_save  # type: ignore[method-assign]
+    StepLoop.save = timed_save  # type: ignore[method-assign]
     try:
         train(recipe, batches, steps, Run(folder, saving, {}, ""), runtime, Console(quiet=True))
     finally:
-        Callbacks.save = save  # type: ignore[method-assign]
+        StepLoop.save = save  # type: ignore[method-assign]
     size_gb = (folder / "checkpoint_last.pt").stat().st_size / 1e9
     return {"seconds": moments[-1] - moments[1], "waits": waits[:-1], "size_gb": size_gb, "device": runtime.device}
 

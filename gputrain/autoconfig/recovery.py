@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gputrain.autoconfig.settings import BatchSplit, OptimalConfig
 from gputrain.engine.distributed import RankGroup
-from gputrain.engine.step import FailedAttempt, retried
+from gputrain.engine.out_of_memory import FailedAttempt, retried
 from gputrain.errors import UserError, first_line, import_package
 from gputrain.hw.monitor import Monitor
 from gputrain.hw.runtime import is_out_of_memory, library_failure, random_state, release_memory, set_random_state

@@ -5,14 +5,14 @@ Shapes: N numbers of a parameter, K blocks of W = 256 numbers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gputrain.engine.optim import FusedAdamW, begin_adamw, step_adamw
-from gputrain.hw.runtime import is_out_of_memory, release_memory
+from gputrain.engine.out_of_memory import retried_once
 
 BLOCK = 256  # Numbers that share a scale; fp32 scales add 1/64 byte to a number.
 AVERAGES = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")  # Keys of a parameter's state.
@@ -105,14 +105,7 @@ class EightBitAdamW(FusedAdamW):
         small = [parameter for parameter in parameters if not has_8bit_state(parameter)]
         step_adamw(self.state, small, group, self.grad_scale, self.found_inf)
         for pieces in slices([parameter for parameter in parameters if has_8bit_state(parameter)]):
-            try:
-                self._step_pieces(pieces, group)
-                continue
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-            release_memory()  # This is outside the except block, whose traceback keeps tensors alive.
-            self._step_pieces(pieces, group)
+            retried_once(partial(self._step_pieces, pieces, group))
 
     def _step_pieces(self, pieces: Sequence[ParameterSlice], group: Mapping[str, Any]) -> None:
         """AdamW's step for some numbers. All of them step, or none does if memory runs out: whatever needs memory comes

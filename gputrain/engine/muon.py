@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gputrain.engine.optim import StepCounts, begin_adamw, step_adamw
-from gputrain.hw.runtime import is_out_of_memory, release_memory
+from gputrain.engine.out_of_memory import retried_once
 
 # The quintic of https://kellerjordan.github.io/posts/muon/: after five rounds singular values lie near 0.7 to 1.2.
 LINEAR, CUBIC, QUINTIC = 3.4445, -4.7750, 2.0315
@@ -119,17 +119,13 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _step_in_parts(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Muon's step for parameters of one shape. When memory runs out, unused memory is released and they step one
-        after the other."""
-        try:
-            self._step_matrices(parameters, group)
-            return
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-        release_memory()  # This is outside the except block, whose traceback keeps tensors alive.
-        for parameter in parameters:
-            self._step_matrices([parameter], group)
+        """Muon's step for parameters of one shape. When memory runs out, they step one after the other."""
+
+        def one_after_the_other() -> None:
+            for parameter in parameters:
+                self._step_matrices([parameter], group)
+
+        retried_once(lambda: self._step_matrices(parameters, group), one_after_the_other)
 
     def _step_matrices(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """Muon's step for parameters of one shape. All of them step, or none does if memory runs out: whatever needs

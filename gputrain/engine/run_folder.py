@@ -117,7 +117,7 @@ def is_count(value: object, least: int) -> bool:
 
 @dataclass
 class TrainingStatus:
-    """Figures that a run learns while it trains: its saves, its speed, its memory. The callbacks keep them up to date."""
+    """Figures that a run learns while it trains: its saves, its speed, its memory."""
 
     saved_step: int = -1  # The step that this process saved last; -1: none.
     save_seconds: float = 0.0  # Time that writing the last checkpoint took.

@@ -1,4 +1,4 @@
-"""Saving a training in its run folder, from a copy in host memory, and going back to what was saved.
+"""Saving a training in its run folder, from a copy in host memory.
 
 Between two steps a save only copies the state of the training into host memory. A thread writes the copy, reads it
 back, renames it, gives it its further names and deletes old checkpoints. One save is written at a time. A run waits for
@@ -7,7 +7,6 @@ the thread before it ends, goes back to a checkpoint, or saves because it must.
 
 import dataclasses
 import logging
-import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from gputrain.engine.recipe import phases_of
 from gputrain.engine.run_folder import PLAN, PlanFile, Run
 from gputrain.engine.schedule import RunProgress, Saving, StepSchedule
 from gputrain.engine.state import TrainState
-from gputrain.errors import Stopped, UserError
+from gputrain.errors import Stopped
 from gputrain.hw.probe import ram
 from gputrain.hw.runtime import is_out_of_memory, memory_gb, synchronize
 
@@ -35,10 +34,6 @@ log = logging.getLogger(__name__)
 CHUNK_BYTES = 64 << 20  # torch rounds pinned memory up to powers of two, so tensors share chunks of this size.
 ALIGNMENT = 64  # Bytes.
 FREE_SHARE = 0.1  # Share of the RAM that must stay free; from 0.9 on, the monitor warns.
-NONFINITE_LIMIT = 3  # Non-finite steps in a row after which the run returns to a checkpoint.
-ROLLBACK_LIMIT = 3  # Rollbacks after which the run gives up.
-GOOD_AFTER = 10  # Finite steps that must follow a checkpoint before a rollback prefers it.
-STEADY_STEPS = 1000  # Finite steps in a row after which earlier rollbacks no longer count.
 
 
 @dataclass(frozen=True)
@@ -136,7 +131,7 @@ class Saver:
     def _job(self, names: Sequence[str], best_score: float | None, *, is_required: bool) -> SaveJob | None:
         """Return what is to be written, or None if the save is postponed, or another rank saves."""
         state, run, progress = self.state, self.run, self.state.progress
-        self.is_overdue = not is_required and any(map(bool, state.nonfinite.values()))
+        self.is_overdue = not is_required and state.nonfinite.postpones_saves
         if self.is_overdue:
             for name in names if run.status.saved_step != progress.step else ():
                 log.warning("%s is not written, as the gradient of its step is not finite", run.folder / name)
@@ -148,7 +143,7 @@ class Saver:
             names, progress = [*names, checkpoint.BEST], dataclasses.replace(progress, best_score=best_score)
         content = {**state.snapshot(), "progress": dataclasses.asdict(progress), "names": [*names]}
         content |= {"config": run.settings, "facts": run.facts, "data": run.data}
-        content["nonfinite_in_a_row"] = state.nonfinite_in_a_row
+        content["nonfinite_in_a_row"] = state.nonfinite.in_a_row
         return SaveJob(content, [*names], progress, self._plan_record())
 
     def _write(self, job: SaveJob) -> WrittenSave:
@@ -306,73 +301,6 @@ def buffers_like(tensors: list[Tensor], *, pinned: bool) -> list[Tensor]:
 
 def _padded(tensor: Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
-
-
-def go_back_if_unstable(saver: Saver, rows: list[dict[str, float]], done: int) -> None:
-    """Load a good checkpoint when the gradients of a phase were not finite several times in a row. `rows` are the
-    scalars of the last steps, up to step number `done`.
-
-    The data continues from the present position, so that the same batches don't cause the same failure. Raises
-    UserError if there is no checkpoint, or if earlier rollbacks did not help.
-    """
-    state = saver.state
-    for step, row in enumerate(rows, start=done - len(rows) + 1):
-        cause = _instability(state, row)
-        if cause:
-            _go_back(saver, cause, step - max(state.nonfinite_in_a_row.values()))
-            return
-        state.finite_in_a_row = 0 if any(state.nonfinite_in_a_row.values()) else state.finite_in_a_row + 1
-        if state.finite_in_a_row >= STEADY_STEPS:
-            state.rollbacks = 0
-
-
-def _go_back(saver: Saver, cause: str, last_finite: int) -> None:
-    """Load the newest checkpoint that was followed by enough finite steps, or else the oldest one."""
-    state, run = saver.state, saver.run
-    state.rollbacks += 1
-    saver.finish()
-    found: Content | None = None
-    problem = "there is no checkpoint to go back to"
-    if state.rollbacks > ROLLBACK_LIMIT:
-        problem = "going back did not help"
-    else:
-        found = run.group.from_leader(lambda: _good_checkpoint(run, state.recipe.kind, last_finite))
-    if found is None:
-        raise UserError(
-            f"{cause}, and {problem}",
-            hint="lower --learning-rate, lengthen --warmup-steps, or train in fp32 with --precision tf32",
-        )
-    state.restore(found)
-    state.nonfinite.clear()
-    state.nonfinite_in_a_row.clear()
-    state.finite_in_a_row = 0
-    log.warning("%s; weights and optimizers are back at step %d", cause, found["progress"]["step"])
-
-
-def _good_checkpoint(run: Run, kind: str, last_finite: int) -> Content | None:
-    """Return the newest checkpoint that was followed by enough finite steps, or else the oldest one."""
-    found: Content | None = None
-    for content in checkpoint.intact_checkpoints(run.folder, kind):
-        if found is None or content["progress"]["step"] < found["progress"]["step"]:
-            found = content
-        if found["progress"]["step"] + GOOD_AFTER <= last_finite:
-            break
-    return found
-
-
-def _instability(state: TrainState, row: dict[str, float]) -> str:
-    """Returns a description of the phase that became unstable with this step, or an empty string."""
-    for name, value in row.items():
-        if name.startswith("nonfinite/"):
-            phase = name.removeprefix("nonfinite/")
-            streak = state.nonfinite_in_a_row.get(phase, 0) + 1 if value else 0
-            state.nonfinite_in_a_row[phase] = streak
-            if streak >= NONFINITE_LIMIT:
-                prefix = f"loss/{phase}/"
-                terms = [n.removeprefix(prefix) for n in row if n.startswith(prefix) and not math.isfinite(row[n])]
-                what = f"its {', '.join(terms)} too" if terms else "though its losses are"
-                return f"the gradient of the {phase} was not finite in {streak} steps in a row ({what})"
-    return ""
 
 
 # ------------------------------------------------------------------------------------------------- the disk, beforehand

@@ -13,6 +13,7 @@ from torch import Tensor
 from gputrain.engine.adamw_8bit import converted
 from gputrain.engine.checkpoint import Content, load_modules
 from gputrain.engine.distributed import RankGroup
+from gputrain.engine.nonfinite import NonfiniteSteps
 from gputrain.engine.optim import LossScale
 from gputrain.engine.recipe import Batch, Recipe, StepGroup, Sums, phases_of
 from gputrain.engine.run_folder import PLAN, PlanFile, Run
@@ -45,10 +46,7 @@ class TrainState:
     free_memory: Callable[[], bool] = lambda: False
     progress: RunProgress = field(default_factory=RunProgress)  # Where the weights stand.
     is_consistent: bool = True  # False while some phases of a step have changed their weights and others have not.
-    nonfinite: dict[str, Tensor] = field(default_factory=dict)  # By phase, on the device: 1 if the last step was.
-    nonfinite_in_a_row: dict[str, int] = field(default_factory=dict)
-    finite_in_a_row: int = 0  # Steps in a row in which the gradients of every phase were finite.
-    rollbacks: int = 0
+    nonfinite: NonfiniteSteps = field(default_factory=NonfiniteSteps)
     events: list[dict[str, Any]] = field(default_factory=list)  # Changes of the plan during the run.
     compiling: str = ""  # What is being compiled now, for a person.
 
@@ -63,7 +61,7 @@ class TrainState:
         if run.resumed:
             run.warn_of_changes()
             state.restore(run.resumed)
-            state.nonfinite_in_a_row = dict(run.resumed["nonfinite_in_a_row"])
+            state.nonfinite.in_a_row = dict(run.resumed["nonfinite_in_a_row"])
         return state
 
     @classmethod

@@ -9,13 +9,14 @@ The result of a step does not depend on how its batch was split:
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gputrain.engine.out_of_memory import REMEDY, FailedAttempt, retried, retried_once
 from gputrain.engine.recipe import (
     Batch,
     BatchStat,
@@ -31,10 +32,8 @@ from gputrain.engine.recipe import (
     add_value,
 )
 from gputrain.engine.state import TrainState
-from gputrain.errors import UserError, first_line
-from gputrain.hw.runtime import compiler_failure, is_out_of_memory, random_state, release_memory, set_random_state
-
-T = TypeVar("T")
+from gputrain.errors import UserError
+from gputrain.hw.runtime import random_state, release_memory, set_random_state
 
 
 def update(state: TrainState, batch: Batch, step: int, learning_rate: float) -> Scalars:
@@ -76,7 +75,7 @@ def accumulate(state: TrainState, group: StepGroup, batch: Batch, step: int) -> 
         if micro_batch == 1 and not failure.of_compiler and not has_freed:
             raise UserError(
                 f"out of memory in the {name}'s step with a single item ({device}): {failure.cause}",
-                hint="a smaller picture or clip, --gradient-checkpointing, a smaller preset, or a larger GPU",
+                hint=REMEDY,
             )
         drop_gradients(group)
         if failure.of_compiler:
@@ -86,47 +85,6 @@ def accumulate(state: TrainState, group: StepGroup, batch: Batch, step: int) -> 
             state.shrink(name, "out of memory", step)
 
     return retried(attempt, make_room, lambda: set_random_state(random, device), without_compiler=True)
-
-
-class FailedAttempt(NamedTuple):
-    """The reason why an attempt to compute gradients has failed."""
-
-    cause: str  # The error's message in one line.
-    of_compiler: bool  # False: memory ran out.
-
-    @classmethod
-    def of(cls, error: Exception) -> "FailedAttempt | None":
-        """Returns the reason if another attempt may succeed. Call it in the except block, as `is_out_of_memory`."""
-        if is_out_of_memory(error):
-            return cls(first_line(error), of_compiler=False)
-        failure = compiler_failure(error)
-        return cls(failure, of_compiler=True) if failure else None
-
-
-def retried(
-    attempt: Callable[[], T],
-    make_room: Callable[[FailedAttempt], None],
-    restore_random: Callable[[], None],
-    *,
-    without_compiler: bool = False,
-) -> T:
-    """Returns what `attempt` returns. When memory runs out, it is called again, as often as necessary, with the same
-    random numbers; with `without_compiler` also when the compiler fails.
-
-    `make_room` drops the gradients of the failed attempt and has the next one need less, or raises an error.
-    """
-    while True:
-        try:
-            return attempt()
-        except Exception as error:
-            failure = FailedAttempt.of(error)
-            if failure is None or (failure.of_compiler and not without_compiler):
-                restore_random()
-                raise
-        # This is outside the except block, because the traceback keeps the tensors of the failed part alive.
-        make_room(failure)
-        release_memory()
-        restore_random()
 
 
 def gradients(state: TrainState, group: StepGroup, batch: Batch, parts: int, step: int) -> Sums:
@@ -221,16 +179,14 @@ def allocate_optimizer_state(phase: Phase) -> None:
     When memory runs out, unused memory is released and it is retried.
     """
     known = set(phase.optimizer.state)
-    try:
+
+    def again() -> None:
+        for parameter in set(phase.optimizer.state) - known:  # Their state may be incomplete.
+            del phase.optimizer.state[parameter]
+        release_memory()
         _step_without_effect(phase.optimizer)
-        return
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-    for parameter in set(phase.optimizer.state) - known:  # Their state may be incomplete.
-        del phase.optimizer.state[parameter]
-    release_memory()
-    _step_without_effect(phase.optimizer)
+
+    retried_once(lambda: _step_without_effect(phase.optimizer), again)
 
 
 def _step_without_effect(optimizer: Any) -> None:
@@ -251,7 +207,7 @@ def finish_step(state: TrainState, phase: Phase, sums: PhaseSums, norm: Tensor, 
     scalars[f"gradient_norm/{phase.name}"] = norm / scale
     # In fp16 a non-finite gradient is an error only if the loss scale cannot be lowered any further.
     scalars[f"nonfinite/{phase.name}"] = (~finite & (scale <= 1)).float()
-    state.nonfinite[phase.name] = scalars[f"nonfinite/{phase.name}"]
+    state.nonfinite.latest[phase.name] = scalars[f"nonfinite/{phase.name}"]
     if state.scales_losses:
         state.loss_scales[phase.name].adjust(finite)
     return scalars

@@ -2,46 +2,42 @@
 
 A model brings a Recipe (recipe.py): groups of phases, one phase for each optimizer. `update()` makes one optimizer step
 of every phase on one batch, in as many micro-batches as memory requires (step.py); `train()` repeats it, and logs,
-samples, evaluates, saves and stops between the steps (callbacks.py).
+samples, evaluates, saves and stops between the steps (callbacks/).
 """
 
-import contextlib
-import functools
 import logging
-import math
-import os
-import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from rich.console import Console
-from torch.profiler import ProfilerActivity, profile, schedule
 
-from gputrain.caches import cache_folder
-from gputrain.engine.callbacks import Callbacks
+from gputrain.engine.callbacks import StepEnd, StepLoop, log_cooldown
+from gputrain.engine.callbacks.clock import Clock
+from gputrain.engine.callbacks.last_step import last_step_saved
+from gputrain.engine.callbacks.metrics_log import MetricsLog
+from gputrain.engine.callbacks.reports import SKIPPED, Reports, last_reports, reports_due
+from gputrain.engine.callbacks.requests import Requests
+from gputrain.engine.callbacks.save import Save, SaveBeforeReports, kept_names
+from gputrain.engine.checkpoint import tensor_bytes
 from gputrain.engine.cuda_graph import replay_gradients_if_planned
 from gputrain.engine.history import recorded
 from gputrain.engine.memory_check import MemoryCheck
 from gputrain.engine.metrics import Metrics
+from gputrain.engine.out_of_memory import retried_once
+from gputrain.engine.profiling import compiling, profiling
 from gputrain.engine.recipe import Batch, Recipe
 from gputrain.engine.run_folder import Run
 from gputrain.engine.saving import Saver, warn_of_surprises
 from gputrain.engine.schedule import StepSchedule
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import accumulate, allocate_optimizer_state, drop_gradients, update
-from gputrain.engine.stop import format_duration, log_start_until, timed_part
+from gputrain.engine.stop import Deadline, log_start_until, timed_part
+from gputrain.engine.trackers import Trackers
 from gputrain.hw.monitor import Monitor
-from gputrain.hw.runtime import Runtime, is_out_of_memory, random_state, release_memory, set_random_state
+from gputrain.hw.runtime import Runtime, random_state, set_random_state
 
 log = logging.getLogger(__name__)
-
-# Steps of --profile: the first ones compile, search for algorithms and fill the allocator, then the profiler warms up.
-SKIPPED, WARMED_UP, RECORDED = 5, 2, 3
-ROWS = 40  # Number of rows of the profile's table.
-SAY_SECONDS = 30.0  # Least time between two lines on what is being compiled, where no bar shows it.
 
 
 def train(
@@ -62,12 +58,7 @@ def train(
     warn_of_surprises(state, run, steps)
     state.progress = steps.start
     first, end = steps.start.step, steps.stop_step
-    if run.saving.ends_early(steps.start):
-        log.info("nothing is left to do: the run has ended early; a higher --early-stopping-patience goes on")
-        return
-    if first >= end and not (steps.start.evaluation_due and run.saving.evaluates):
-        beyond = "; a higher --max-steps, or none, goes on" if end < steps.last_step else ""
-        log.info("nothing is left to do: the run has made its %d steps%s", end, beyond)
+    if nothing_is_left(run, steps):
         return
     with (
         recorded(run, steps, state),
@@ -80,9 +71,14 @@ def train(
         compiling(saver, metrics) as mark_compiled,
         closing(open_batches(first, max(first, end))) as batches,
     ):
-        callbacks = Callbacks(saver, steps, metrics, monitor)
+        if run.group.leads:
+            metrics.trackers = Trackers(
+                run.saving.track, run.folder, run.settings, first, repeats_steps=metrics.repeats_steps
+            )
+        loop = StepLoop(saver, steps, metrics, monitor, deadline_of(state, steps, run))
+        callbacks = Callbacks(loop)
         callbacks.begin()
-        with callbacks.save_last_step_on_exit():
+        with callbacks.running():
             for step in range(first, end):
                 if callbacks.is_over:
                     break
@@ -94,9 +90,9 @@ def train(
                 with check.watching(step):
                     batch = prepare(recipe, loaded, step)
                     state.group.reseed(steps.schedule.seed, step)
-                    scalars = update(state, batch, step, callbacks.steps.learning_rate(step))
+                    scalars = update(state, batch, step, loop.steps.learning_rate(step))
                 recipe.average(step)
-                state.progress = callbacks.steps.progress_at(step + 1, state.progress)
+                state.progress = loop.steps.progress_at(step + 1, state.progress)
                 state.is_consistent = True
                 if step == first:
                     mark_compiled()
@@ -106,61 +102,137 @@ def train(
                 callbacks.after_step()
 
 
-@contextmanager
-def compiling(saver: Saver, metrics: Metrics) -> Iterator[Callable[[], None]]:
-    """Say in the terminal and in plan.json how many graphs of the first step are compiled, of as many as the last
-    training of this kind had. Yields a function that ends this."""
-    state, note = saver.state, cache_folder() / "compiled" / f"{saver.state.recipe.kind}_graphs"
-    done, began, said, expected = 0, 0.0, -math.inf, 0
-    with contextlib.suppress(OSError, ValueError):
-        expected = int(note.read_text())
+def nothing_is_left(run: Run, steps: StepSchedule) -> bool:
+    """Returns True, and says so, if a resumed run has no step to make and none to evaluate."""
+    end = steps.stop_step
+    if run.saving.ends_early(steps.start):
+        log.info("nothing is left to do: the run has ended early; a higher --early-stopping-patience goes on")
+        return True
+    if steps.start.step < end or (steps.start.evaluation_due and run.saving.evaluates):
+        return False
+    beyond = "; a higher --max-steps, or none, goes on" if end < steps.last_step else ""
+    log.info("nothing is left to do: the run has made its %d steps%s", end, beyond)
+    return True
 
-    def show(is_done: int, event: object) -> None:
-        nonlocal done, began, said
-        now = time.monotonic()
-        began, done = began or now, done + is_done
-        of, rest = "", "; compiled code is kept for the next start"
-        if done <= expected > 0:
-            seconds = (now - began) / max(1, done) * (expected - done)
-            of, rest = f" of {expected}", f", about {format_duration(seconds)} left" if done else ""
-        state.compiling = metrics.bar.last_line = f"compiling: {done}{of} graphs done{rest}"
-        if now - said >= SAY_SECONDS and not metrics.console.is_terminal:
-            said = now
-            log.info("%s", state.compiling)
-        saver.write_plan()
 
-    def end(is_compiled: bool = True) -> None:
-        if callbacks and done > 0 and is_compiled:
-            state.compiling = metrics.bar.last_line = ""
-            saver.write_plan()
-            log.info("compiled %d graphs in %s", done, format_duration(time.monotonic() - began))
-            with contextlib.suppress(OSError):
-                note.parent.mkdir(parents=True, exist_ok=True)
-                note.write_text(str(done))
-        while callbacks:
-            handler.remove_end_callback(callbacks.pop())
-            handler.remove_start_callback(callbacks.pop())
+class Callback(Protocol):
+    """Something that is done after those steps after which it is due."""
 
-    callbacks: list[Any] = []
-    if state.runtime.plan.compile.value:
-        handler = torch._dynamo.callback.callback_handler
-        callbacks += [handler.register_start_callback(functools.partial(show, 0))]
-        callbacks += [handler.register_end_callback(functools.partial(show, 1))]
-    try:
-        yield end
-    finally:
-        end(False)
+    def due(self, end: StepEnd) -> bool: ...
+    def run(self, end: StepEnd) -> None: ...
+
+
+class Callbacks:
+    """The work between two steps: its order, and how several ranks do the same."""
+
+    def __init__(self, loop: StepLoop) -> None:
+        self.loop = loop
+        self.clock, self.requests, self.reports = Clock(loop), Requests(loop), Reports(loop)
+        self.metrics_log = MetricsLog(loop)
+        self.deciding: tuple[Callback, ...] = (
+            self.clock,  # First, as it may end the training with this step, or have ended it at another one.
+            self.requests,  # A cool-down that is asked for is refused if the clock has begun one.
+        )
+        self.acting: tuple[Callback, ...] = (
+            self.metrics_log,  # It may go back to a checkpoint, and weights that are given up must not be saved.
+            SaveBeforeReports(loop),  # Where the run ends, the step is safe before anything else is tried.
+            self.reports,  # The checkpoint of a step that is evaluated is saved afterwards, with its score.
+            Save(loop),  # Last, as it needs to know whether the step is the best so far.
+        )
+        self.ends_early = False  # True after the evaluation with which early stopping ends the training.
+
+    @property
+    def is_over(self) -> bool:
+        """True if the run ends before the last step that was expected at its start, early or by the clock."""
+        return self.ends_early or self.loop.state.progress.step >= self.loop.steps.stop_step
+
+    def after_step(self) -> None:
+        """Call everything that is due after the last completed step."""
+        loop, step = self.loop, self.loop.state.progress.step
+        end = StepEnd(step, reports_due(loop.steps, loop.run.saving, step))
+        for callback in self.deciding:
+            if callback.due(end):
+                callback.run(end)
+        self._agree(end)
+        loop.set_evaluation_due("eval" in end.reports)  # In a save that comes before it.
+        self.metrics_log.announce(end)
+        for callback in self.acting:
+            if callback.due(end):
+                callback.run(end)
+        self.ends_early = end.ends_early
+        if end.stops or end.reports or end.names or end.save_is_due:  # The other ranks wait for what the leader did.
+            loop.run.group.wait_for_all()
+
+    def _agree(self, end: StepEnd) -> None:
+        """Have all ranks do the same after this step. A signal may reach one of them alone, and the leader alone reads
+        the clock and the requests; what it decided it tells here, and all act on it. One exchange for each step."""
+        loop, run = self.loop, self.loop.run
+        end.is_last = end.step == loop.steps.stop_step
+        stops, end.save_is_due, end.lacks_time, is_requested = run.group.any_rank(
+            bool(run.stop.requested), loop.saver.is_due(), end.lacks_time, end.requested_end > 0
+        )
+        if stops:
+            run.stop.agree()
+        if is_requested:
+            loop.cool_down(run.group.from_leader(lambda: end.requested_end), " as asked from gputrain watch")
+        if end.lacks_time:
+            log.info(
+                "step %d: there is no time for %s before the end", end.step,
+                " and ".join(SKIPPED[kind] for kind in end.reports),
+            )  # fmt: skip
+            end.reports = []
+        end.names = kept_names(loop.steps, run.saving, loop.state.progress, "eval" in end.reports)
+        if (end.begins_cooldown or is_requested) and not end.is_last:
+            end.names = list({*end.names, f"checkpoint_step_{end.step}.pt"})
+        if end.is_last:
+            end.reports = last_reports(run.saving)
+        end.stops = stops or end.is_last
+
+    def begin(self) -> None:
+        """Evaluate before the first step, if the settings ask for it or there is something to compare with later. A run
+        that ended between saving a step and evaluating it is evaluated now."""
+        loop, saving, progress = self.loop, self.loop.run.saving, self.loop.state.progress
+        if progress.cooldown_end:
+            log_cooldown(loop.steps, progress.step)
+        eval_first = loop.run.starts_pretrained if saving.eval_first is None else saving.eval_first
+        if progress.step == 0 and saving.evaluates and eval_first:
+            with timed_part("first evaluation"):
+                self.reports.evaluate_start()
+                loop.run.group.wait_for_all()
+        elif progress.evaluation_due and saving.evaluates:
+            with timed_part("first evaluation"):
+                self._evaluate_resumed_step(StepEnd(progress.step, ["eval"]))
+
+    def _evaluate_resumed_step(self, end: StepEnd) -> None:
+        """Evaluate the step of the resumed checkpoint, and save it as it would have been saved."""
+        loop = self.loop
+        log.info("evaluating step %d, after which the run ended before its evaluation", end.step)
+        self.reports.prepare_for_evaluation()
+        loop.state.progress = loop.steps.progress_at(end.step, loop.state.progress)
+        names = kept_names(loop.steps, loop.run.saving, loop.state.progress, evaluates=True)
+        self.reports.evaluate_step(end)
+        self.ends_early = end.ends_early
+        loop.save(names, waits=True, best_score=end.best_score)
+        loop.run.group.wait_for_all()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Take requests, keep the clock, and save the last step however the block ends."""
+        with last_step_saved(self.loop, self.metrics_log), self.clock.interrupting_waits(), self.requests.watched():
+            yield
+
+
+def deadline_of(state: TrainState, steps: StepSchedule, run: Run) -> Deadline:
+    """Return the deadline of a run, with the size of its checkpoints."""
+    deadline = Deadline.of(run.saving.max_time, steps.schedule.finish_by)
+    if deadline.is_set:
+        deadline.save_bytes = tensor_bytes(state.snapshot())
+    return deadline
 
 
 def prepare(recipe: Recipe, loaded: Any, step: int) -> Batch:
     """Return the batch of a step on the device. When memory runs out, unused memory is released and it is retried."""
-    try:
-        return recipe.prepare(loaded, step)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-    release_memory()
-    return recipe.prepare(loaded, step)
+    return retried_once(lambda: recipe.prepare(loaded, step))
 
 
 def dry_run_later_peak(state: TrainState, loaded: Any, first: int, check: MemoryCheck) -> None:
@@ -188,45 +260,3 @@ def dry_run(state: TrainState, loaded: Any, step: int) -> None:
             allocate_optimizer_state(phase)
         drop_gradients(group)
     set_random_state(random, device)
-
-
-@contextmanager
-def profiling(folder: Path | None, device: torch.device) -> Iterator[Callable[[], None]]:
-    """Record some steps into `folder`/table.txt and `folder`/trace.json; None records nothing.
-
-    Yields a function to call after every step. The trace opens in chrome://tracing and ui.perfetto.dev.
-    """
-    if folder is None:
-        yield lambda: None
-        return
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Otherwise torch's tracer prints messages.
-    by = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    steps, needed = 0, SKIPPED + WARMED_UP + RECORDED
-
-    def write(profiler: profile) -> None:
-        if steps < needed:
-            return
-        try:
-            folder.mkdir(exist_ok=True)
-            table = profiler.key_averages().table(sort_by=by, row_limit=ROWS, max_name_column_width=80)
-            (folder / "table.txt").write_text(table + "\n", encoding="utf-8")
-            profiler.export_chrome_trace(str(folder / "trace.json"))
-        except OSError as error:
-            log.warning("%s cannot be written (%s); training continues", folder, error.strerror)
-        else:
-            log.info("profile of %d steps: %s, %s", RECORDED, folder / "table.txt", folder / "trace.json")
-
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    plan = schedule(wait=SKIPPED, warmup=WARMED_UP, active=RECORDED, repeat=1)
-    with profile(activities=activities, schedule=plan, on_trace_ready=write) as profiler:
-
-        def mark_step() -> None:
-            nonlocal steps
-            steps += 1
-            profiler.step()
-
-        try:
-            yield mark_step
-        finally:
-            if steps < needed:
-                log.warning("no profile was written: it needs %d steps, and this run made %d", needed, steps)

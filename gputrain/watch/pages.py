@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from gputrain.engine.requests import Action, send
+from gputrain.engine.callbacks.requests import Action, send
 from gputrain.engine.run_folder import write_text
 from gputrain.errors import UserError
 from gputrain.report.curves import MOST_POINTS

@@ -5,9 +5,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from gputrain.engine import requests
-from gputrain.engine.callbacks import Callbacks
-from gputrain.engine.requests import Request, send
+from gputrain.engine.callbacks import requests
+from gputrain.engine.callbacks.requests import Request, Requests, send
 from tests.toy import batches
 from tests.waiting import wait_until
 
@@ -28,10 +27,10 @@ class Asking:
 
 
 TAKEN: list[Request] = []  # The requests that the trainings of this process have taken up.
-take_up = Callbacks._take_up
+take_up = Requests.take_up
 
 
-def note_and_take_up(self: Callbacks, request: Request) -> None:
+def note_and_take_up(self: Requests, request: Request) -> None:
     try:
         take_up(self, request)
     finally:
@@ -41,4 +40,4 @@ def note_and_take_up(self: Callbacks, request: Request) -> None:
 def note_requests(monkeypatch) -> None:
     """Have trainings look for requests all the time, and note those that they have taken up."""
     monkeypatch.setattr(requests, "LOOK_SECONDS", 0.005)
-    monkeypatch.setattr(Callbacks, "_take_up", note_and_take_up)
+    monkeypatch.setattr(Requests, "take_up", note_and_take_up)

@@ -8,7 +8,8 @@ import pytest
 
 from gputrain.cli import ui
 from gputrain.config import read_file
-from gputrain.engine import callbacks, saving, stop
+from gputrain.engine import saving, stop
+from gputrain.engine.callbacks import clock as clock_callback
 from gputrain.engine.schedule import Saving
 from gputrain.engine.stop import COMMAND_CLOCK, Deadline, parse_duration
 from gputrain.errors import Stopped, UserError
@@ -84,7 +85,7 @@ def clock(monkeypatch) -> Clock:
     monkeypatch.setattr(stop, "EXIT_SECONDS", 0.05)
     monkeypatch.setattr(stop, "SLOW_START_SECONDS", 0.05)
     monkeypatch.setattr(COMMAND_CLOCK, "began", None)
-    return Clock(monkeypatch, stop, callbacks, saving)
+    return Clock(monkeypatch, stop, clock_callback, saving)
 
 
 def test_a_wait_for_data_that_hangs_ends_before_the_limit(tmp_path, clock):

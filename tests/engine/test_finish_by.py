@@ -9,7 +9,8 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from gputrain.engine import callbacks, saving, stop
+from gputrain.engine import saving, stop
+from gputrain.engine.callbacks import clock as clock_callback
 from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import RunProgress, Saving, Schedule, StepSchedule, check_finish, steps_of_stage
 from gputrain.engine.stop import COMMAND_CLOCK, Deadline, finish_moment, seconds_to_finish
@@ -36,7 +37,7 @@ def clock(monkeypatch) -> Clock:
     set forward is not reserved."""
     for name in ("EXIT_SECONDS", "SAVE_MARGIN"):
         monkeypatch.setattr(stop, name, 0.0)
-    return Clock(monkeypatch, stop, callbacks, saving)
+    return Clock(monkeypatch, stop, clock_callback, saving)
 
 
 def schedule(**others) -> Schedule:

@@ -11,9 +11,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gputrain.config import read_file
 from gputrain.engine import checkpoint
+from gputrain.engine.callbacks.metrics_log import go_back_if_unstable
 from gputrain.engine.checkpoint import BEST, LAST, PREVIOUS
+from gputrain.engine.nonfinite import GOOD_AFTER, ROLLBACK_LIMIT, STEADY_STEPS
 from gputrain.engine.run_folder import Run, write_text
-from gputrain.engine.saving import GOOD_AFTER, ROLLBACK_LIMIT, STEADY_STEPS, Saver, go_back_if_unstable
+from gputrain.engine.saving import Saver
 from gputrain.engine.schedule import RunProgress
 from gputrain.engine.state import TrainState
 from gputrain.errors import Stopped, UserError
@@ -203,7 +205,7 @@ def test_a_run_that_ends_while_gradients_are_not_finite_is_saved_and_its_count_g
 
 def test_many_good_steps_make_up_for_rollbacks(tmp_path):
     state, run = begun(tmp_path)
-    state.rollbacks = ROLLBACK_LIMIT
+    state.nonfinite.rollbacks = ROLLBACK_LIMIT
     good, bad = (
         {"nonfinite/discriminators": 0.0, "nonfinite/generator": 0.0},
         {"nonfinite/discriminators": 0.0, "nonfinite/generator": 1.0},
@@ -211,10 +213,10 @@ def test_many_good_steps_make_up_for_rollbacks(tmp_path):
     saver = Saver(state, run)
     go_back_if_unstable(saver, [good] * (STEADY_STEPS - 1), STEADY_STEPS - 1)
     go_back_if_unstable(saver, [bad, good], STEADY_STEPS + 1)
-    assert state.rollbacks == ROLLBACK_LIMIT
+    assert state.nonfinite.rollbacks == ROLLBACK_LIMIT
     go_back_if_unstable(saver, [good] * (STEADY_STEPS - 1), 2 * STEADY_STEPS)
-    assert state.rollbacks == 0
-    state.rollbacks = ROLLBACK_LIMIT
+    assert state.nonfinite.rollbacks == 0
+    state.nonfinite.rollbacks = ROLLBACK_LIMIT
     with pytest.raises(UserError, match="going back did not help"):
         go_back_if_unstable(saver, [bad] * 3, 2 * STEADY_STEPS + 3)
 

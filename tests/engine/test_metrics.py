@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gputrain.engine import metrics as engine_metrics
 from gputrain.engine import stop
-from gputrain.engine.callbacks import log_evaluation
+from gputrain.engine.callbacks.reports import log_evaluation
 from gputrain.engine.metrics import Bar, Metrics, TimeLeft
 from gputrain.samples import Report, SoundSample
 from tests.process import killed_at

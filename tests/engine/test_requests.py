@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from gputrain.engine import requests
-from gputrain.engine.requests import REQUEST, Inbox, send
+from gputrain.engine.callbacks import requests
+from gputrain.engine.callbacks.requests import REQUEST, Inbox, send
 from gputrain.engine.run_folder import replace_file
 from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule
 from gputrain.engine.stop import COMMAND_CLOCK

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gputrain.engine.callbacks import MemoryRelief
+from gputrain.engine.out_of_memory import MemoryRelief
 from gputrain.engine.recipe import phases_of
 from gputrain.engine.run_folder import PlanFile, Run
 from gputrain.engine.schedule import Schedule
@@ -116,7 +116,7 @@ def test_training_begins_with_a_dry_run_of_the_step_that_takes_most(tmp_path):
 def test_a_device_that_fills_up_is_relieved(tmp_path, caplog):
     """Warned of once at 90 %; at 95 % first the cache is given back, and if that was not it, less is taken at once."""
     made, _ = state(tmp_path, ToyRecipe(schedule()))
-    relief = MemoryRelief(made)
+    relief = MemoryRelief(made.micro_batch, made.shrink)
     with caplog.at_level(logging.WARNING):
         for step, pressure in enumerate(["", "warn", "warn", "act", "warn", "act", "act", "act"]):
             relief.relieve(pressure, step)

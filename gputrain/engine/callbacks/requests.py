@@ -9,13 +9,15 @@ import contextlib
 import json
 import logging
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+from gputrain.engine.callbacks import StepEnd, StepLoop
 from gputrain.engine.history import open_start
-from gputrain.engine.run_folder import Run, is_count, write_text
+from gputrain.engine.run_folder import is_count, write_text
 from gputrain.engine.stop import repeated
 from gputrain.errors import UserError
 
@@ -112,23 +114,55 @@ class Inbox:
         return request if request and request.attempt in self.attempts else None
 
 
-@contextlib.contextmanager
-def watched(run: Run, act: Callable[[Request], None]) -> Iterator[None]:
-    """Call `act` in a thread with each request to this training, on the leader of several ranks."""
-    start = open_start(run.folder)
-    if start is None or not run.group.leads:
-        yield
-        return
-    run.status.attempts.append(_attempt_of(start))
-    inbox = Inbox(run.folder / REQUEST, run.status.attempts)
+class Requests:
+    """Acts on the requests to this training: those for a cool-down at the end of a step, the others at once."""
 
-    def look() -> bool:
-        if request := inbox.take():
-            act(request)
-        return False
+    def __init__(self, loop: StepLoop) -> None:
+        self.loop = loop
+        self.cooldowns: deque[int] = deque()  # Cool-downs that are asked for, over so many steps.
 
-    # A disk that does not answer must not keep the training from its end.
-    with repeated(look, LOOK_SECONDS, "requests", patience=LOOK_SECONDS) as thread:
-        yield
-    if not thread.is_alive():
-        look()  # What comes last is for the next stage, if there is one.
+    def due(self, end: StepEnd) -> bool:
+        return bool(self.cooldowns)
+
+    def run(self, end: StepEnd) -> None:
+        while self.cooldowns and not end.requested_end:
+            try:
+                end.requested_end = self.loop.steps.end_by_request(end.step, self.cooldowns.popleft())
+            except UserError as error:
+                log.warning(message := f"no cool-down as asked from gputrain watch: {error.message}")
+                self.loop.note_cooldown(message)
+                self.loop.saver.write_plan()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Take up each request to this training in a thread, on the leader of several ranks."""
+        run = self.loop.run
+        start = open_start(run.folder)
+        if start is None or not run.group.leads:
+            yield
+            return
+        run.status.attempts.append(_attempt_of(start))
+        inbox = Inbox(run.folder / REQUEST, run.status.attempts)
+
+        def look() -> bool:
+            if request := inbox.take():
+                self.take_up(request)
+            return False
+
+        # A disk that does not answer must not keep the training from its end.
+        with repeated(look, LOOK_SECONDS, "requests", patience=LOOK_SECONDS) as thread:
+            yield
+        if not thread.is_alive():
+            look()  # What comes last is for the next stage, if there is one.
+
+    def take_up(self, request: Request) -> None:
+        """Note a request, in the thread that has found it. Several ranks could not agree to leave a wait for data."""
+        stop = self.loop.run.stop
+        if request.action == "cooldown":
+            self.cooldowns.append(request.steps)
+        elif request.action == "save":
+            self.loop.saver.is_overdue = True
+            log.info("asked from gputrain watch: checkpoint_last.pt is written after this step")
+        elif not stop.requested:
+            log.warning("%s: finishing the step and saving", ASKED_TO_STOP)
+            (stop.interrupt_wait if self.loop.run.group.ranks.count == 1 else stop.request)(ASKED_TO_STOP)
