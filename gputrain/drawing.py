@@ -6,7 +6,6 @@ Shape suffixes: M mel bands, F frames, H x W pixels, 3 colours.
 import base64
 import io
 import math
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -196,13 +195,6 @@ def cut_text(text: str, with_font: Font, room: float) -> str:
     while text and with_font.getlength(text + "...") > room:
         text = text[:-1]
     return text + "..."
-
-
-def wrap_text(text: str, with_font: Font, room: float) -> list[str]:
-    """Returns lines that fit into `room` pixels, by the width of the whole text: characters differ little in width."""
-    width = with_font.getlength(text)
-    characters = len(text) if width <= room else int(0.9 * len(text) * room / width)
-    return textwrap.wrap(text, max(1, characters)) or [""]
 
 
 # ------------------------------------------------------------------------------------------------------- spectrograms

@@ -15,10 +15,8 @@ from gputrain.drawing import (
     Line,
     Rectangle,
     colour_map,
-    font,
     spectrogram_picture,
     svg_element,
-    wrap_text,
 )
 from tests.tables import each_row
 
@@ -63,10 +61,3 @@ def test_elements_escape_and_round():
         '<a class="&#34;" text-anchor="end" x="1.2" y="3">&lt;</a>'
     )
     assert svg_element("path", d="M0 0") == '<path d="M0 0"/>'
-
-
-def test_texts_are_wrapped_to_the_room():
-    lines = wrap_text("word " * 40, font(12), 200)
-    assert " ".join(lines).split() == ["word"] * 40
-    assert max(font(12).getlength(line) for line in lines) <= 200 < font(12).getlength(" ".join(lines[:2]))
-    assert wrap_text("", font(12), 200) == [""]

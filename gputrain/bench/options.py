@@ -41,7 +41,7 @@ class BenchSettings:
 
     @property
     def own_options(self) -> dict[str, Any]:
-        """Returns the options that only the benchmark of this kind has, such as `inference`."""
+        """Returns the options that only the benchmark of this kind has, such as the length of a clip."""
         shared = leaves(self.measured).keys() | leaves(BenchOptions).keys()
         return {name: value for name, value in flatten(self).items() if name not in shared}
 

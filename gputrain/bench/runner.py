@@ -1,4 +1,4 @@
-"""Benchmarks: rows that are measured in a process each, with their table, JSON and chart.
+"""Benchmarks: rows that are measured in a process each, with their table and JSON.
 
 A benchmark is a list of rows and the command of a child process. `measure_rows` starts a new child for each row, so
 that peak memory and compiled code are the row's own. The child passes a function to `answer`, which calls it with the
@@ -19,16 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gputrain.drawing import (
-    FAINT,
-    INK,
-    Drawing,
-    Label,
-    Rectangle,
-    cut_text,
-    font,
-    wrap_text,
-)
 from gputrain.errors import UserError, first_line
 from gputrain.formatting import format_number
 from gputrain.hw.child_process import describe_exit
@@ -170,7 +160,7 @@ class _Notes(logging.Handler):
 
 @dataclass(frozen=True)
 class BenchReport:
-    """The results of a benchmark, from which its table, JSON and chart are made."""
+    """The results of a benchmark, from which its table and JSON are made."""
 
     title: str  # "train-vae, flux, 1024 px, batch 16"
     unit: str  # Name of the items, in the plural: "images".
@@ -219,7 +209,6 @@ COLUMNS = (
     BenchColumn("s/step", "seconds_per_step"),
     BenchColumn("predicted", "predicted_seconds_per_step"),
     BenchColumn("CPU-s/step", "cpu_seconds_per_step"),
-    BenchColumn("s/s of sound", "real_time_factor"),
     BenchColumn("TFLOPS", "tflops"),
     BenchColumn("of product", "share_of_product", "{:.0%}".format),
     BenchColumn("peak GB", "peak_gb", "{:.2f}".format),
@@ -246,34 +235,19 @@ def open_folder(folder: Path) -> None:
 
 def run_rows(
     report: BenchReport, rows: Iterable[BenchRow], child: Sequence[str], *, minutes: float, folder: Path, name: str
-) -> list[Path]:
-    """Measures every row into `report`. Returns the paths of JSON and chart, which are rewritten after each row.
-
-    Raises UserError if the folder cannot be written.
+) -> Path:
+    """Measures every row into `report`. Returns the path of its JSON, FOLDER/NAME_DEVICE.json, which is rewritten after
+    each row. Raises UserError if the folder cannot be written.
     """
     open_folder(folder)
-    written: list[Path] = []
+    path = result_path(folder, name, report.device)
     for result in measure_rows(rows, child, minutes=minutes):
         report.results.append(result)
+        path = result_path(folder, name, report.device)
         if report.machine:
-            written = write_files(report, folder, name)
-    return written or write_files(report, folder, name)
-
-
-def write_files(report: BenchReport, folder: Path, name: str) -> list[Path]:
-    """Writes FOLDER/NAME_DEVICE.json and .png, and returns their paths."""
-    table = result_path(folder, name, report.device)
-    picture = table.with_suffix(".png")
-    write_json(table, report.to_json())
-    keys = {f"{report.unit} a second": "items_per_second", "peak memory, GB": "peak_gb"}
-    bar_chart(
-        report.title,
-        f"{report.device}; torch {report.machine.get('torch', 'unknown')}",
-        [result.label for result in report.results],
-        [BarGroup(head, [result.figures.get(key) for result in report.results]) for head, key in keys.items()],
-        [result.reason for result in report.results],
-    ).image().save(picture)
-    return [table, picture]
+            write_json(path, report.to_json())
+    write_json(path, report.to_json())
+    return path
 
 
 def result_path(folder: Path, name: str, device: str) -> Path:
@@ -283,60 +257,3 @@ def result_path(folder: Path, name: str, device: str) -> Path:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-# ------------------------------------------------------------------------------------------------------------ chart
-
-# Sizes are in pixels.
-WIDTH, MARGIN, ROW_HEIGHT, BAR_HEIGHT = 1200, 40, 44, 26
-GAP = 28  # between labels and bars, and between groups
-TITLE_SIZE, TEXT_SIZE = 26, 19
-COLOURS = ("#2f6f9f", "#c98a2b")  # One for each group of bars.
-
-
-@dataclass(frozen=True)
-class BarGroup:
-    """A group of bars: its head and a value for each row; None: no bar."""
-
-    head: str
-    values: Sequence[float | None]
-
-
-def bar_chart(
-    title: str, subtitle: str, labels: Sequence[str], groups: Sequence[BarGroup], notes: Sequence[str]
-) -> Drawing:
-    """Returns a chart of one or two groups over the same rows. A row's note, if it has one, replaces its bars."""
-    text = font(TEXT_SIZE)
-    heading: list[Label] = []
-    y = float(MARGIN)
-    for words, size, colour in ((title, TITLE_SIZE, INK), (subtitle, TEXT_SIZE, FAINT)):
-        line_height = 1.75 * size
-        for line in wrap_text(words, font(size), WIDTH - 2 * MARGIN):
-            heading.append(Label(MARGIN, y + line_height / 2, line, colour, size))
-            y += line_height
-    top = round(y) + GAP
-    drawing = Drawing(WIDTH, top + ROW_HEIGHT * (len(labels) + 1) + MARGIN, shapes=[*heading])
-    left = MARGIN + int(max(text.getlength(label) for label in labels)) + GAP
-    head, *middles = (top + ROW_HEIGHT * row + ROW_HEIGHT // 2 for row in range(len(labels) + 1))
-    drawing.shapes += [Label(MARGIN, y, label, INK, TEXT_SIZE) for label, y in zip(labels, middles, strict=True)]
-    room = (WIDTH - MARGIN - left - GAP * (len(groups) - 1)) // len(groups)
-    for index, (group, colour) in enumerate(zip(groups, COLOURS, strict=False)):
-        at = left + index * (room + GAP)
-        drawing.shapes.append(Label(at, head, cut_text(group.head, text, room), FAINT, TEXT_SIZE))
-        _add_bars(drawing, group, at, room, middles, colour)
-    for note, y in zip(notes, middles, strict=True):
-        if note:
-            drawing.shapes.append(Label(left, y, cut_text(note, text, WIDTH - MARGIN - left), FAINT, TEXT_SIZE))
-    return drawing
-
-
-def _add_bars(drawing: Drawing, group: BarGroup, left: int, room: int, middles: Sequence[int], colour: str) -> None:
-    """Adds a bar for each row, with its value at its end; the longest bar and its value fill `room` pixels."""
-    texts = ["" if value is None else format_number(value) for value in group.values]
-    longest = room - int(max(font(TEXT_SIZE).getlength(text) for text in texts)) - 10
-    largest = max((value for value in group.values if value is not None), default=0.0)
-    for value, text, y in zip(group.values, texts, middles, strict=True):
-        if value is not None:
-            length = max(1, round(longest * value / largest)) if largest else 1
-            drawing.shapes.append(Rectangle(left, y - BAR_HEIGHT // 2, length, BAR_HEIGHT, colour))
-            drawing.shapes.append(Label(left + length + 10, y, text, INK, TEXT_SIZE))

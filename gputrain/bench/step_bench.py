@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -28,12 +27,9 @@ from gputrain.hw.plan import Plan
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply, keep_freed_memory
 from gputrain.kinds import ModelKind, kinds
-from gputrain.planner.kind_work import KindWork, PlanTarget, S, Switch, TrainSettings
-from gputrain.planner.memory.fake_runtime import FakeRuntime, on_fake_tensors
+from gputrain.planner.kind_work import KindWork, PlanTarget, S, TrainSettings
 from gputrain.planner.memory.predict import predict_step
-from gputrain.planner.memory.timeline import MemoryTimeline
-from gputrain.planner.time.fusion import kernel_costs
-from gputrain.planner.time.roofline import DeviceRates, KernelCost, StepCost, busy_seconds
+from gputrain.planner.time.roofline import DeviceRates, StepCost
 from gputrain.session import measured_rates
 
 PLAIN: Settings = {
@@ -53,22 +49,14 @@ def bench_rows(work: KindWork[Any], settings: BenchSettings) -> list[BenchRow]:
     if len(files) > 1:
         return [BenchRow(file.name, {**shared, "switch": "", "train": settings.training(file)}) for file in files]
     values, rows = settings.training(*files) | PLAIN, []
-    for label, added, switch in inference_switches(work) if own.get("inference") else work.switches:
+    for label, added, switch in work.switches:
         values = values | added
         rows.append(BenchRow(label, {**shared, "switch": switch, "train": values}))
     return rows
 
 
-def inference_switches(work: KindWork[Any]) -> list[Switch]:
-    """Returns the rows of a benchmark of the model in use, the one in 16 bit last: the commands that use a trained
-    model compute in fp32, and have no CUDA graphs. Convolutions in one dimension have no channels_last."""
-    without_effect = {"cuda_graphs", "channels_last"} if work.traits.generator_is_1d else {"cuda_graphs"}
-    rows = [switch for switch in work.switches if switch[2] not in without_effect]
-    return sorted(rows, key=lambda switch: switch[2] == "precision")
-
-
-def run_bench(work: KindWork[Any], settings: BenchSettings) -> tuple[BenchReport, list[Path]]:
-    """Measures every row of a model's benchmark, and writes JSON and chart. Returns the report and their paths.
+def run_bench(work: KindWork[Any], settings: BenchSettings) -> tuple[BenchReport, Path]:
+    """Measures every row of a model's benchmark, and writes JSON. Returns the report and its path.
 
     Raises UserError if the folder cannot be written.
     """
@@ -77,14 +65,12 @@ def run_bench(work: KindWork[Any], settings: BenchSettings) -> tuple[BenchReport
     for file in options.files or (None,):
         train: Any = assemble(settings.measured, settings.training(file))
         prefix = f"{file.name}: " if file and len(options.files) > 1 else ""
-        measured = "at once, without gradients" if own.get("inference") else "a step"
-        titles.append(f"{prefix}{work.synthetic(train, **own).title} {measured}")
+        titles.append(f"{prefix}{work.synthetic(train, **own).title} a step")
     title = f"train-{work.kind}: {'; '.join(titles)}"
     report = BenchReport(title, f"{work.item}s", runner.command_line("gputrain"))
-    switched_on = [name for name, value in own.items() if value is True]
     written = runner.run_rows(
         report, bench_rows(work, settings), runner.model_child(work.kind), minutes=options.row_minutes,
-        folder=options.output_dir, name="_".join(["bench", work.kind, *switched_on]),
+        folder=options.output_dir, name=f"bench_{work.kind}",
     )  # fmt: skip
     return report, written
 
@@ -142,13 +128,10 @@ class StepBench:
         return cost.seconds(rates, micro_batch, math.ceil(items / micro_batch))
 
 
-def begin_bench(work: KindWork[S], settings: S, runtime: Runtime, folder: Path, **options: Any) -> Any:
-    """Returns a training on synthetic data, or the model in use without a training, by the options of a benchmark."""
+def begin_bench(work: KindWork[S], settings: S, runtime: Runtime, folder: Path, **options: Any) -> StepBench:
+    """Returns a training on synthetic data, by the options of a benchmark."""
     settings = work.completed(settings)
     made = work.synthetic(settings, **options)
-    if options.get("inference"):
-        assert made.inference is not None
-        return InferenceBench(made.inference, runtime, settings.schedule.global_batch_size, made.seconds)
     return StepBench(made.recipe, made.batch(), settings, runtime, folder, item_seconds=made.seconds)
 
 
@@ -176,56 +159,6 @@ def check_switch(plan: Plan, switch: str) -> None:
         setting = getattr(plan, switch)
         if setting.value in (False, "fp32"):
             raise NotMeasured(setting.reason)
-
-
-# ------------------------------------------------------------------------------------------------------------ inference
-
-
-Compute = Callable[[], object]
-
-
-class InferenceBench:
-    """Computes the same items again and again, as the commands that use a trained model do."""
-
-    def __init__(
-        self,
-        build: Callable[[Runtime], Compute],
-        runtime: Runtime,
-        items: int,
-        item_seconds: float = 0.0,
-    ) -> None:
-        """`build` makes a model with random weights and its inputs on the runtime's device, and returns a function that
-        computes `items` items of `item_seconds` of sound from them."""
-        self.build, self.runtime, self.items, self.item_seconds = build, runtime, items, item_seconds
-        self.compute = build(runtime)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        with self.runtime.autocast():
-            self.compute()
-
-    def measure(self, *, warmup: int, steps: int) -> dict[str, Any]:
-        rates = measured_rates(self.runtime)  # They are measured first, while the device is idle.
-        figures: dict[str, Any] = timing.time_steps(self.step, self.runtime.device, warmup=warmup, steps=steps)
-        seconds, kernels = figures["seconds_per_step"], inference_kernels(self.build, self.runtime.plan)
-        figures |= timing.rates(seconds, self.items, sum(kernel.flops for kernel in kernels), self.runtime)
-        figures["predicted_seconds_per_step"] = busy_seconds(kernels, rates)
-        if self.item_seconds:
-            figures["real_time_factor"] = seconds / (self.items * self.item_seconds)
-            figures["audio_seconds_per_second"] = 1 / figures["real_time_factor"]
-        figures["plan"] = {name: setting.value for name, setting in self.runtime.plan.settings.items()}
-        return figures
-
-
-def inference_kernels(build: Callable[[Runtime], Compute], plan: Plan) -> tuple[KernelCost, ...]:
-    """Returns the kernels of what `build` returns, by shapes alone, for any device of the plan."""
-    timeline = MemoryTimeline.on(str(plan.device.value))
-    with on_fake_tensors(), torch.no_grad():
-        runtime = FakeRuntime(plan, timeline)
-        compute = build(runtime)
-        with timeline.watching(), runtime.autocast():
-            compute()
-    return kernel_costs(timeline.log.operators)
 
 
 if __name__ == "__main__":

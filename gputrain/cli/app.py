@@ -145,7 +145,7 @@ def print_bench(kind: ModelKind, settings: BenchSettings) -> None:
 
     report, written = run_bench(kind.work(), settings)
     tables.print_bench(report)
-    ui.out.print(ui.escape(f"The table is in {written[0]}, the chart in {written[1]}"), soft_wrap=True)
+    ui.out.print(ui.escape(f"The table is in {written}"), soft_wrap=True)
     if not any(result.figures for result in report.results):
         raise UserError("no row could be measured", hint="the table gives the reason for each row")
 

@@ -166,19 +166,15 @@ CUDA_GRAPHS: Switch = ("+ CUDA graphs", {"use_cuda_graphs": True}, "cuda_graphs"
 
 @dataclass(frozen=True)
 class SyntheticWork:
-    """The work of a benchmark: steps on synthetic data, or the model in use.
+    """The work of a benchmark: steps on synthetic data.
 
     `recipe(runtime)` makes a recipe without held-out data. `batch()` makes a batch as the data loader does, and
-    `seconds` is the sound of each of its items; 0: there is no sound. `inference(runtime)` makes a model with random
-    weights and its inputs on the runtime's device, and returns a function that computes a batch from them, as the
-    commands that use a trained model do.
-    """
+    `seconds` is the sound of each of its items; 0: there is no sound."""
 
     title: str  # The model and the batch: "1024 channels, 16 crops of 0.93 s".
     recipe: Callable[[Runtime], Recipe]
     batch: Callable[[], Any]
     seconds: float = 0.0
-    inference: Callable[[Runtime], Callable[[], object]] | None = None
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,6 @@ class BenchTts(BenchSettings):
     clip_seconds: float = opt(default=5.0, help="Length of each clip, in seconds.", min=0.5)
     micro_batch_size: int = opt(default=0, help="Clips of a micro-batch; 0: batch_size.", min=0)
     discriminator_channels: int = opt(default=32, help="As in train-tts.", min=8)
-    inference: bool = opt(default=False, help="Measure speaking without gradients, not training steps.")
     bench: BenchOptions = BenchOptions()
 
 

@@ -3,12 +3,12 @@
 import logging
 import math
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gputrain.audio.discriminators import vits_discriminators
 from gputrain.engine.run_folder import Run
@@ -33,7 +33,7 @@ from gputrain.tts.architecture import VoiceArchitecture, voice_architecture
 from gputrain.tts.config import PlannedSpeech, TrainTts
 from gputrain.tts.evaluate import HeldOutClips, Recogniser, open_recogniser
 from gputrain.tts.load import read_origin, start_from
-from gputrain.tts.model import Voice, prepare_for_inference
+from gputrain.tts.model import Voice
 from gputrain.tts.pretrained_import import Origin
 from gputrain.tts.recipe import VoiceRecipe
 
@@ -186,23 +186,3 @@ def synthetic_batch(settings: TrainTts, sizes: SpeechSize) -> list[ClipBatch]:
     hz_B1 = 80 * 4 ** torch.rand(clips, 1, generator=draws)
     wave_BT = 0.3 * torch.sin(2 * math.pi * hz_B1 * time_T) + 0.01 * torch.randn(clips, samples, generator=draws)
     return synthetic_bucket(wave_BT * 32767, clip, sizes.num_symbols, draws)
-
-
-def speaking(settings: TrainTts, sizes: SpeechSize, runtime: Runtime) -> Callable[[], Tensor]:
-    """Returns a function that speaks clips of random symbols. The durations of an untrained voice say nothing, so that
-    all symbols are spoken equally long."""
-    voice = prepare_for_inference(Voice(architecture_for(settings, sizes)))
-    runtime.place(voice)
-    voice.decoder.forward = runtime.compile(voice.decoder.forward)  # type: ignore[method-assign]
-    (bucket,), frames = synthetic_batch(settings, sizes), sizes.clip.frames
-    ids_BS, symbols_B = bucket.ids_BS.to(runtime.device), bucket.symbols_B.to(runtime.device)
-    durations_BS = torch.full(ids_BS.shape, frames / ids_BS.shape[1], device=runtime.device).cumsum(dim=1).round()
-    durations_BS = durations_BS.diff(dim=1, prepend=torch.zeros_like(durations_BS[:, :1]))
-
-    def compute() -> Tensor:
-        text = voice.encode_text(ids_BS, symbols_B)
-        voice.predict_durations(text)
-        wave_B1T: Tensor = voice.decoder(voice.speak(text, durations_BS, most_frames=frames))
-        return wave_B1T
-
-    return compute

@@ -135,7 +135,7 @@ class TtsWork(KindWork[TrainTts]):
         return replace(self, sizes=size_of(PlannedSpeech(), clip_seconds))
 
     def synthetic(self, settings: TrainTts, *, clip_seconds: float = 5.0, **options: Any) -> SyntheticWork:
-        from gputrain.tts.data import architecture_for, speaking, synthetic_batch
+        from gputrain.tts.data import architecture_for, synthetic_batch
         from gputrain.tts.recipe import VoiceRecipe
 
         sizes = self.of_clips(settings, clip_seconds).sizes
@@ -144,7 +144,6 @@ class TtsWork(KindWork[TrainTts]):
             recipe=partial(VoiceRecipe, settings, architecture_for(settings, sizes), sizes.clip),
             batch=partial(synthetic_batch, settings, sizes),
             seconds=clip_seconds,
-            inference=partial(speaking, settings, sizes),
         )
 
 

@@ -357,5 +357,4 @@ class BenchVae(BenchSettings):
     batch_size: int = opt(default=16, help="Pictures in a step.", min=1)
     micro_batch_size: int = opt(default=0, help="Pictures of a micro-batch; 0: batch_size.", min=0)
     gradient_checkpointing: bool = opt(default=False, help="Recompute blocks in backward, in every row.")
-    inference: bool = opt(default=False, help="Measure encoding and decoding without gradients, not training steps.")
     bench: BenchOptions = BenchOptions()

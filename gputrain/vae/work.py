@@ -7,7 +7,6 @@ import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -38,13 +37,13 @@ from gputrain.planner.memory.fit import Fit, MemoryBudget
 from gputrain.session import log_start
 from gputrain.vae.architecture import VaePreset
 from gputrain.vae.config import PlannedData, PlanVae, TrainVae
-from gputrain.vae.data import CropDataset, Pictures, decoding_seconds, open_pictures, to_u8, to_unit
+from gputrain.vae.data import CropDataset, Pictures, decoding_seconds, open_pictures
 from gputrain.vae.linear_start import LinearCode, fit_code, signals_of, write_code
 from gputrain.vae.losses import PUBLISHED_FILES, load_lpips
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pictures import UnusablePicture, check_colours, has_transparency, read_picture
 from gputrain.vae.pretrained import Pretrained, load_pretrained
-from gputrain.vae.recipe import VaeRecipe, build_autoencoder, compile_layers, plan_target
+from gputrain.vae.recipe import VaeRecipe, plan_target
 from gputrain.vae.weights import named_files
 
 log = logging.getLogger(__name__)
@@ -126,26 +125,12 @@ class VaeWork(KindWork[TrainVae]):
             title=f"{settings.model.preset}, {settings.data.image_size} px, {settings.schedule.batch_size} pictures",
             recipe=partial(VaeRecipe, settings, held_out=[]),
             batch=partial(self.synthetic_batch, settings),
-            inference=partial(reconstruction, settings),
         )
 
     def synthetic_batch(self, settings: TrainVae) -> torch.Tensor:
         data = settings.data
         shape = (settings.schedule.global_batch_size, data.image_channels, data.image_size, data.image_size)
         return torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-
-
-def reconstruction(settings: TrainVae, runtime: Runtime) -> Callable[[], torch.Tensor]:
-    """Returns a function that encodes and decodes synthetic pictures, as `reconstruct` and `evaluate` do."""
-    model = build_autoencoder(settings, runtime).requires_grad_(False)
-    compile_layers(model, runtime)
-    pictures_BCHW = VaeWork().synthetic_batch(settings).to(runtime.device)
-
-    def compute() -> torch.Tensor:
-        images_BCHW = to_unit(pictures_BCHW).contiguous(memory_format=runtime.memory_format)
-        return to_u8(model.decode(model.encode(images_BCHW).mean_BLhw))
-
-    return compute
 
 
 def smaller_sizes(settings: TrainVae, budget: MemoryBudget, found: Fit) -> list[int]:

@@ -379,7 +379,6 @@ class BenchVocoder(BenchSettings):
     optimizer: Literal["adamw", "muon"] = opt(
         default="muon", help="Optimizer of generator and discriminators; it beats --config if it is given."
     )
-    inference: bool = opt(default=False, help="Measure the synthesis of crops without gradients, not training steps.")
     bench: BenchOptions = BenchOptions()
 
     def training(self, file: MeasuredFile | None = None) -> dict[str, Any]:

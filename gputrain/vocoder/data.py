@@ -2,15 +2,12 @@
 
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gputrain.audio.mel import log_mel
-from gputrain.audio.weight_norm import cached_weights
 from gputrain.data_in.mixture import Mixture, format_folders
 from gputrain.data_in.split import digests, warn_of_few_held_out
 from gputrain.engine.checkpoint import format_list
@@ -24,7 +21,7 @@ from gputrain.session import log_start
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.discriminators import KINDS
 from gputrain.vocoder.evaluate import Excerpts, check_fits
-from gputrain.vocoder.generator import Generator, draw_noise
+from gputrain.vocoder.generator import Generator
 from gputrain.vocoder.load import Weights, read_weights
 from gputrain.vocoder.recipe import VocoderRecipe
 from gputrain.vocoder.store import SoundCrops, VocoderData, open_sounds
@@ -170,21 +167,3 @@ def synthetic_crops(settings: TrainVocoder) -> tuple[Tensor, Tensor]:
     noise_BT = torch.randn(items, len(time_T), generator=draws)
     wave_BT = 0.3 * torch.sin(2 * math.pi * f0_B1 * time_T) + 0.01 * noise_BT
     return (wave_BT * 32767).to(torch.int16), f0_B1.repeat(1, frames)
-
-
-def synthesis(settings: TrainVocoder, runtime: Runtime) -> Callable[[], Tensor]:
-    """Returns a function that synthesises crops from their mels, and makes the weights first, as `vocode` does."""
-    generator = Generator(settings.architecture).requires_grad_(False)
-    runtime.place(generator)
-    samples_BT, f0_BF = (tensor.to(runtime.device) for tensor in synthetic_crops(settings))
-    frames = settings.data.crop_mel_frames
-    mel_BMF = log_mel(samples_BT / 32768, settings.spectrogram.mel)[..., :frames]
-    draws = torch.Generator(runtime.device).manual_seed(0)
-    noise = draw_noise(generator.architecture, len(mel_BMF), frames, draws)
-    generate = runtime.compile(generator.forward)
-
-    def compute() -> Tensor:
-        with cached_weights(generator):
-            return generate(mel_BMF, f0_BF[:, :frames], noise)
-
-    return compute

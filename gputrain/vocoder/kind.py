@@ -151,18 +151,16 @@ class VocoderWork(KindWork[TrainVocoder]):
             items = len(VocoderTraining.of(settings, open_sounds(data.data_path, data.held_out_share)))
         return PlannedTraining(self, [(settings, columns)], items)
 
-    def synthetic(self, settings: TrainVocoder, *, inference: bool = False, **options: Any) -> SyntheticWork:
-        from gputrain.vocoder.data import synthesis, synthetic_crops
+    def synthetic(self, settings: TrainVocoder, **options: Any) -> SyntheticWork:
+        from gputrain.vocoder.data import synthetic_crops
         from gputrain.vocoder.recipe import VocoderRecipe
 
-        parts = [f"{settings.model.upsample_initial_channel} channels"]
-        parts += [] if inference else settings.discriminators.discriminators
+        parts = [f"{settings.model.upsample_initial_channel} channels", *settings.discriminators.discriminators]
         return SyntheticWork(
             title=f"{', '.join(parts)}, {settings.schedule.batch_size} crops of {settings.crop_seconds:.2f} s",
             recipe=partial(VocoderRecipe, settings),
             batch=partial(synthetic_crops, settings),
             seconds=settings.crop_seconds,
-            inference=partial(synthesis, settings),
         )
 
 

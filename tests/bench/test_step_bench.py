@@ -17,12 +17,11 @@ from gputrain.asr.config import BenchAsr, PlannedSpeech, TrainAsr
 from gputrain.asr.kind import AsrWork
 from gputrain.bench import step_bench
 from gputrain.bench.runner import NotMeasured
-from gputrain.bench.step_bench import inference_kernels
 from gputrain.config import assemble, to_yaml
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
 from gputrain.planner.memory.predict import predict_step
-from gputrain.planner.time.roofline import DeviceRates, busy_seconds
+from gputrain.planner.time.roofline import DeviceRates
 from gputrain.speech.config import HOP_SIZE
 from gputrain.tts import config as tts
 from gputrain.tts.config import BenchTts, TrainTts
@@ -99,15 +98,6 @@ def test_each_row_turns_one_switch_on(name, machine, precision):
         expected = {one: place < number for place, one in enumerate(switches)}
         expected["tf32"] &= machine is H100
         assert found == {**expected, "precision": precision if expected["precision"] else "fp32"}, number
-
-
-@each_row((H100, "bf16"), (T4, "fp16"))
-def test_rows_of_inference_have_no_switch_that_does_nothing(machine, precision):
-    plans = [decide(machine, train.hardware) for train in trains("vocoder", inference=True)]
-    states = [(plan.tf32.value, plan.compile.value, plan.precision.value) for plan in plans]
-    tf32 = machine is H100
-    assert states == [(False, False, "fp32"), (tf32, False, "fp32"), (tf32, True, "fp32"), (tf32, True, precision)]
-    assert all((plan.channels_last.value, plan.cuda_graphs.value) == (False, False) for plan in plans)
 
 
 def test_a_switch_that_a_machine_lacks_is_not_measured():
@@ -281,54 +271,18 @@ def test_a_benchmark_makes_real_steps(small, monkeypatch, tmp_path, kind, model,
         assert flops == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
-@each_row(
-    ("vae", None, 0), ("vocoder", (2, 1, 8 * 512), 8 * 512 / 44100),
-    ("tts", (2, 1, math.ceil(0.5 * 22050 / HOP_SIZE) * HOP_SIZE), 0.5),
-)  # fmt: skip
-def test_inference_is_measured_without_a_training(tmp_path, kind, shape, item_seconds):
-    settings = trains(kind)[0]
-    length = {"clip_seconds": 0.5} if kind == "tts" else {}
-    measured = step_bench.begin_bench(
-        KINDS[kind].work(), settings, cpu_runtime(), tmp_path / kind, inference=True, **length
-    )
-    results = []
-    measured.compute = lambda compute=measured.compute: results.append(compute())
-    figures = measured.measure(warmup=1, steps=1)
-    assert len(results) == 2
-    assert not results[0].requires_grad
-    with FlopCounterMode(display=False) as counter:
-        measured.step()
-    counted = figures["tflops"] * 1e12 * figures["seconds_per_step"]
-    assert counted == pytest.approx(counter.get_total_flops(), rel=0.01)
-    assert figures["predicted_seconds_per_step"] > 0
-    if shape:
-        assert [tuple(wave.shape) for wave in results] == [shape] * 3
-        assert figures["real_time_factor"] == pytest.approx(figures["seconds_per_step"] / (2 * item_seconds))
-
-
-def test_the_time_of_inference_is_predicted_by_its_layers(tmp_path):
-    """On a card where only arithmetic takes time, it is that of the convolutions and products."""
-    inference = step_bench.begin_bench(VaeWork(), trains("vae")[0], cpu_runtime(), tmp_path, inference=True)
-    rates = DeviceRates(1e12, 1e12, math.inf, launch_seconds=0.0, least_seconds=0.0)
-    with FlopCounterMode(display=False) as counter:
-        inference.step()
-    seconds = busy_seconds(inference_kernels(inference.build, inference.runtime.plan), rates)
-    assert 1 <= seconds * 1e12 / counter.get_total_flops() < 4  # Tiles that narrow layers leave partly empty.
-
-
-def test_rows_of_inference_have_a_title_and_a_file_of_their_own(tmp_path, monkeypatch):
+def test_rows_have_a_title_and_a_file(tmp_path, monkeypatch):
     names = []
     monkeypatch.setattr(step_bench.runner, "run_rows", lambda *_, name, **__: names.append(name))
     for kind, title in (
-        ("vae", "fast, 32 px, 4 pictures at once, without gradients"),
-        ("vocoder", "32 channels, 2 crops of 0.09 s at once, without gradients"),
-        ("tts", "fast, 2 clips of 0.5 s at once, without gradients"),
-    ):  # fmt: skip
-        for inference in (False, True):
-            values = {**KINDS[kind].small, "inference": inference, "output_dir": str(tmp_path)}
-            report, _ = step_bench.run_bench(KINDS[kind].work(), assemble(KINDS[kind].bench, values))
-            assert (title in report.title) == inference
-        assert names[-2:] == [f"bench_{kind}", f"bench_{kind}_inference"]
+        ("vae", "train-vae: fast, 32 px, 4 pictures a step"),
+        ("vocoder", "train-vocoder: 32 channels, fast_mpd, 2 crops of 0.09 s a step"),
+        ("tts", "train-tts: fast, 2 clips of 0.5 s a step"),
+    ):
+        values = {**KINDS[kind].small, "output_dir": str(tmp_path)}
+        report, _ = step_bench.run_bench(KINDS[kind].work(), assemble(KINDS[kind].bench, values))
+        assert report.title == title
+        assert names[-1] == f"bench_{kind}"
 
 
 def test_the_time_of_a_row_is_predicted_as_a_plan_predicts_it(tmp_path):
