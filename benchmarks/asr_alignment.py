@@ -35,7 +35,6 @@ from gputrain.audio.prepare import scan_recordings
 from gputrain.speech.buckets import open_speech
 from gputrain.speech.checker import TranscriptCheck, mismatches, other_texts
 from gputrain.speech.cutting import quietest, sentence_edges
-from gputrain.speech.frames import STRIDE
 from gputrain.speech.transcripts import read_transcripts
 
 RATE = 16000
@@ -64,7 +63,7 @@ def prompts_of(folder: Path, count: int, checker: CtcChecker) -> list[Prompt]:
 def held_out_prompts(store: Path, share: float, checker: CtcChecker) -> list[Prompt]:
     """Returns the trimmed prompts of a store that a training with this `--held-out-share` has not seen, in a mixed
     order."""
-    speech = open_speech(store, STRIDE, share, kind="asr")
+    speech = open_speech(store, share, kind="asr")
     clips = list(speech.parts.held_out)
     random.Random(0).shuffle(clips)
     found = [(clip.text, trim(from_int16(speech.store.wave(clip)), TRIM_DB)) for clip in clips]

@@ -19,7 +19,7 @@ from gputrain.asr.evaluate import rates_of, recognise_clips
 from gputrain.asr.load import load_recogniser
 from gputrain.engine.checkpoint import LAST
 from gputrain.speech.buckets import open_speech
-from gputrain.speech.frames import ENCODER_RATE, STRIDE
+from gputrain.speech.frames import ENCODER_RATE
 
 SETTINGS = (
     "batch_size", "num_steps", "learning_rate", "learning_rate_schedule", "warmup_steps", "hold_share",
@@ -38,7 +38,7 @@ def main() -> None:
     torch.set_num_threads(1)
     last = torch.load(given.run / LAST, map_location="cpu", weights_only=True)
     config, end = last["config"], int(last["progress"]["step"])
-    speech = open_speech(given.data, STRIDE, config["held_out_share"], kind="asr")
+    speech = open_speech(given.data, config["held_out_share"], kind="asr")
     train = speech.parts.train
     steps = [step for step in range(given.every, end, given.every) if _kept(given.run, step).exists()]
     training: list[dict[str, Any]] = []

@@ -49,7 +49,7 @@ from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import apply
 from gputrain.speech.buckets import Speech, open_speech
-from gputrain.speech.frames import STRIDE, encoder_frames
+from gputrain.speech.frames import encoder_frames
 
 SMALL = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 1024,
          "conv_dim": (128,) * 7, "num_conv_pos_embeddings": 128}  # fmt: skip
@@ -150,7 +150,7 @@ class Setting:
 
 def setting_of(data: Path, clips: int, batch_size: int, *, small: bool) -> Setting:
     """Returns randomly chosen clips of a store, and a model for them."""
-    whole = open_speech(data, STRIDE, 0.05, kind="asr")
+    whole = open_speech(data, 0.05, kind="asr")
     short = [clip for clip in whole.parts.train if clip.samples <= LONGEST_SECONDS * 16000]
     chosen = sorted(np.random.default_rng(0).permutation(len(short))[:clips].tolist())
     speech = replace(whole, parts=replace(whole.parts, train=[short[number] for number in chosen]))

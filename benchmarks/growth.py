@@ -175,7 +175,7 @@ def open_clips(folder: Path, size: int) -> Prepared:
     from gputrain.speech.buckets import open_speech
 
     _write_clips(folder, size)
-    return lambda: open_speech(folder, 320, kind="asr")
+    return lambda: open_speech(folder, kind="asr")
 
 
 def members_of_an_epoch(folder: Path, size: int) -> Prepared:
@@ -183,7 +183,7 @@ def members_of_an_epoch(folder: Path, size: int) -> Prepared:
     from gputrain.speech.buckets import Buckets, open_speech
 
     _write_clips(folder, size)
-    speech = open_speech(folder, 320, kind="asr")
+    speech = open_speech(folder, kind="asr")
     buckets = Buckets(speech.store, speech.parts.train, 320, batch_size=32, seed=0)
     return lambda: [buckets.members(Sample(0, number)) for number in range(len(buckets))]
 

@@ -130,7 +130,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     race.one_thread()
     side, seed = settings["side"], settings["seed"]
     mine = side if side.startswith("ours") else ""
-    speech = open_speech(Path(settings["data"]), HOP_SIZE)
+    speech = open_speech(Path(settings["data"]))
     given, runtime = race.assemble_for_cpu(
         TrainTts, mine, data_path=settings["data"], seed=seed, preset="medium", batch_size=settings["batch_size"],
         discriminator_channels=settings["discriminator_channels"],

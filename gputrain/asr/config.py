@@ -121,34 +121,6 @@ class Masking:
     mask_feature_length: int = opt(default=10, help="Channels of a masked span.", min=1)
 
 
-@config(panel="Augmentation")
-class Augmentation:
-    """Changes of training clips, drawn anew in each epoch from the seed; held-out clips stay as they are."""
-
-    speed_change: float = opt(
-        default=0.0, help="Play each clip at 1 - this, 1 or 1 + this times its speed, such as 0.1; 0 is off.",
-        min=0, max=0.5,
-    )  # fmt: skip
-    noise_dir: Path | None = opt(default=None, help="Add noise or music from the recordings of this folder tree.")
-    noise_probability: float = opt(default=0.5, help="Share of the clips that get noise.", min=0.001, max=1)
-    noise_snr_low: float = opt(
-        default=5.0, help="Lowest ratio of the powers of speech and noise, in dB.", min=-20, max=60
-    )
-    noise_snr_high: float = opt(default=20.0, help="Highest ratio, in dB.", min=-20, max=60)
-
-    def __post_init__(self) -> None:
-        for name in ("noise_probability", "noise_snr_low", "noise_snr_high"):
-            if self.noise_dir is None and getattr(self, name) != getattr(type(self), name):
-                raise UserError(
-                    f"{name} {getattr(self, name):g} has no effect without noise_dir", hint="give --noise-dir FOLDER"
-                )
-        if self.noise_snr_low > self.noise_snr_high:
-            raise UserError(
-                f"noise_snr_low {self.noise_snr_low:g} is above noise_snr_high {self.noise_snr_high:g}",
-                hint="5 and 20 dB suit most recordings; the higher the ratio, the weaker the noise",
-            )
-
-
 @config(panel="Training")
 class RecogniserSchedule(Schedule):
     batch_size: int = opt(default=32, help="Maximum number of clips in a batch; long clips count for more.", min=1)
@@ -192,7 +164,6 @@ class TrainAsr:
     data: Data
     model: Model = Model()
     masking: Masking = Masking()
-    augmentation: Augmentation = Augmentation()
     schedule: RecogniserSchedule = RecogniserSchedule()
     saving: RecogniserSaving = RecogniserSaving()
     hardware: Hardware = Hardware()

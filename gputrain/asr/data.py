@@ -16,7 +16,6 @@ from gputrain.asr.recipe import RecogniserRecipe
 from gputrain.engine.run_folder import Run
 from gputrain.hw.runtime import Runtime
 from gputrain.planner.kind_work import TrainingStart
-from gputrain.speech.augment import ClipAugment, NoiseFolder
 from gputrain.speech.buckets import Buckets, ClipBatch, ClipSize, Speech, buckets_of, open_speech
 from gputrain.speech.frames import ENCODER_RATE, STRIDE
 from gputrain.speech.training import (
@@ -44,26 +43,13 @@ def architecture_of(settings: TrainAsr, facts: UtteranceFacts) -> dict[str, Any]
 
 
 def open_training_speech(settings: TrainAsr) -> Speech:
-    return open_speech(settings.data.data_path, STRIDE, settings.data.held_out_share, "asr")
+    return open_speech(settings.data.data_path, settings.data.held_out_share, "asr")
 
 
 def fill_buckets(settings: TrainAsr, speech: Speech) -> Buckets:
     """Returns buckets that contain about the same amount of audio."""
-    schedule, augment = settings.schedule, clip_augment(settings, speech)
-    return buckets_of(speech, settings.data, STRIDE, schedule.batch_size, schedule.seed, augment)
-
-
-def clip_augment(settings: TrainAsr, speech: Speech) -> ClipAugment | None:
-    """Returns the changes of the clips of a training; None if they are read as they are."""
-    given, noise = settings.augmentation, None
-    if given.noise_dir is not None:
-        noise = NoiseFolder.open(given.noise_dir, [part.folder for part in speech.store.parts])
-    if not given.speed_change and noise is None:
-        return None
-    return ClipAugment(
-        settings.schedule.seed, ENCODER_RATE, given.speed_change, noise, given.noise_probability,
-        (given.noise_snr_low, given.noise_snr_high),
-    )  # fmt: skip
+    schedule = settings.schedule
+    return buckets_of(speech, settings.data, STRIDE, schedule.batch_size, schedule.seed)
 
 
 @dataclass

@@ -159,7 +159,7 @@ def evaluate_recogniser(
     """
     runtime = runtime_on(device)
     share = held_out_share_of(model) if held_out_share is None else held_out_share
-    speech = open_speech(data_dir, STRIDE, share, kind="asr")
+    speech = open_speech(data_dir, share, kind="asr")
     clips = speech.store.clips if share == 1 else speech.parts.held_out
     recogniser = load_recogniser(model, runtime.device)
     vocabulary, letters = recogniser.vocabulary, set("".join(clip.normalized for clip in clips)) - {" "}

@@ -150,8 +150,7 @@ class AsrWork(KindWork[TrainAsr]):
                 num_symbols=len(speech.store.format.vocabulary.symbols),
             )  # fmt: skip
             settings = replace(settings, speech=facts)
-        slowest = 1 - settings.augmentation.speed_change
-        model, planned = settings.model, PlannedClips.of(settings, of_data=clips is not None, slowest=slowest)
+        model, planned = settings.model, PlannedClips.of(settings, of_data=clips is not None)
         columns = {
             "model": model.init_from or model.preset,
             "adapters": model.adapters,

@@ -144,28 +144,6 @@ def read_in_blocks(path: Path, rate_hz: int, known: list[Mixing] | None = None) 
     yield np.pad(rest_T, (0, max(0, length - len(rest_T))))[: max(0, length)]
 
 
-def read_part(path: Path, where: float, seconds: float, rate_hz: int) -> Samples:
-    """Returns up to so many seconds of the loudest channel of a file at `rate_hz`, from a place in [0, 1) of those that
-    leave room for them; of a shorter file the whole. Formats that ffmpeg decodes are decoded as a whole.
-
-    Raises UserError, naming the file, if it cannot be read, or the part holds no sound or NaN or infinity.
-    """
-    if path.suffix.lower() in FFMPEG_SOUNDS:
-        whole = read_sound(path, [])
-        source_hz, wanted = whole.rate_hz, math.ceil(seconds * whole.rate_hz)
-        begin = int(where * max(1, len(whole.wave_T) - wanted + 1))
-        part_TC = whole.wave_T[begin : begin + wanted, None]
-    else:
-        with _open(path) as file:
-            source_hz, wanted = file.samplerate, math.ceil(seconds * file.samplerate)
-            file.seek(int(where * max(1, file.frames - wanted + 1)))
-            part_TC = file.read(wanted, dtype="float32", always_2d=True)
-    if not len(part_TC) or not np.isfinite(part_TC).all():
-        fault = "a sample is no finite number" if len(part_TC) else "holds no sound"
-        raise UserError(f"{path}: {fault}", hint="leave the file out, or export it again as 16-bit wav or flac")
-    return resample(part_TC[:, int(np.square(part_TC).sum(axis=0).argmax())], source_hz, rate_hz)
-
-
 def info_of(path: Path) -> Any:
     """Returns soundfile's description of a file by its header; None if it has none that libsndfile reads."""
     import soundfile

@@ -22,7 +22,7 @@ from gputrain.autoconfig.recovery import MOST_ITEMS
 from gputrain.engine.data import permutation
 from gputrain.errors import UserError
 from gputrain.hw.ranks import SINGLE, Ranks
-from gputrain.speech.buckets import shuffled_by_length
+from gputrain.speech.packing import shuffled_by_length
 
 log = logging.getLogger(__name__)
 

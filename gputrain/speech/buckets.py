@@ -14,11 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -28,21 +26,17 @@ from gputrain.data_in.split import HELD_OUT_SHARE, Split
 from gputrain.engine.data import Sample
 from gputrain.errors import UserError
 from gputrain.hw.ranks import SINGLE, Ranks
-from gputrain.speech.augment import ClipAugment, ClipChange, Uniform, samples_at
 from gputrain.speech.config import POLICIES, SpeechData, SpeechKind
-from gputrain.speech.frames import ENCODER_RATE, STRIDE, encoder_frames
+from gputrain.speech.frames import ENCODER_RATE, STRIDE
+from gputrain.speech.packing import Integers, cut, random_words, shape_borders, shuffled_by_length
 from gputrain.speech.store import SpeechClip, SpeechStore, frame_count, joined
 
-Integers = npt.NDArray[np.int64]
 log = logging.getLogger(__name__)
 
 FEW_SOURCES = 20  # Below this number of recordings, a recogniser's held-out clips are parts of recordings.
 MAX_PADDING = 0.02  # share of the frames of an epoch
 SHUFFLED = 0.25  # minimum share of that padding reserved for regrouping the clips
-FULL = 0.7  # Minimum average fill of batches, as a share of batch_size.
 KEPT_ORDERS = 2  # Epochs whose order is kept.
-SHAPE_PLACES = 400  # lengths at which a shape of buckets may end
-FINEST = 24  # bisection steps for the cost of a bucket
 
 
 @dataclass(frozen=True)
@@ -57,54 +51,24 @@ class Speech:
         return self.split.parts
 
 
-def open_speech(
-    given: GivenFolders,
-    hop_size: int,
-    held_out_share: float = HELD_OUT_SHARE,
-    kind: SpeechKind = "tts",
-) -> Speech:
+def open_speech(given: GivenFolders, held_out_share: float = HELD_OUT_SHARE, kind: SpeechKind = "tts") -> Speech:
     """Opens prepared speech; which clips are held out depends only on the content of their sources.
 
     Clips of one source are held out together, except those of a recogniser's few long recordings, of which a single one
-    could be most of the data.
-
-    Raises UserError, also if the speech was prepared for another kind of model, or a clip has fewer frames of
-    `hop_size` samples than symbols.
+    could be most of the data. Raises UserError, also if the speech was prepared for another kind of model.
     """
     folders = data_folders(given)
-    stores = tuple(_open_store(folder.path, hop_size, kind) for folder in folders)
-    store = joined(stores)
-    rest = iter(store.clips)
-    # Sorted by length, the clips that an epoch draws of a folder have the lengths of the whole folder.
-    clips = [
-        sorted(own, key=lambda clip: clip.samples) if folder.weight % 1 else own
-        for folder, own in (
-            (folder, list(islice(rest, len(one.clips)))) for folder, one in zip(folders, stores, strict=True)
-        )
-    ]
-    keys = [_key_of(one.clips, kind) for one in stores]
-    return Speech(store, split_folders(folders, clips, held_out_share, keys))
-
-
-def _open_store(folder: Path, hop_size: int, kind: SpeechKind) -> SpeechStore:
-    """Opens one folder of prepared speech and checks it."""
-    store = SpeechStore.open(folder, kind)
-    check_kind(store, kind)
-    if kind == "tts" and hop_size > store.format.hop_size:
-        reader = store.format.frontend
-        short = [
-            clip.path
-            for clip in store.clips
-            if frame_count(clip.samples, hop_size) < reader.frames_needed(clip.normalized)
-        ]
-        if short:
-            raise UserError(
-                f"{folder}: {len(short)} clips have fewer frames of {hop_size} samples than symbols: {short[0]}, ...",
-                hint=f"run gputrain prepare-data again with --hop-size {hop_size}: it leaves them out",
-            )
-    if kind == "asr":
-        check_texts(store)
-    return store
+    stores = tuple(SpeechStore.open(folder.path, kind) for folder in folders)
+    for store in stores:
+        check_kind(store, kind)
+    whole = joined(stores)
+    rest, clips = iter(whole.clips), list[Sequence[SpeechClip]]()
+    for folder, store in zip(folders, stores, strict=True):
+        own = list(islice(rest, len(store.clips)))
+        # Sorted by length, the clips that an epoch draws of a folder have the lengths of the whole folder.
+        clips.append(sorted(own, key=lambda clip: clip.samples) if folder.weight % 1 else own)
+    keys = [_key_of(store.clips, kind) for store in stores]
+    return Speech(whole, split_folders(folders, clips, held_out_share, keys))
 
 
 def _key_of(clips: Sequence[SpeechClip], kind: SpeechKind) -> Callable[[SpeechClip], str]:
@@ -141,19 +105,6 @@ def check_kind(store: SpeechStore, kind: SpeechKind) -> None:
         )
 
 
-def check_texts(store: SpeechStore) -> None:
-    """Raises UserError if a recogniser's clip has no text in its vocabulary, or fewer frames than CTC needs for it."""
-    vocabulary = store.format.vocabulary
-    for clip in store.clips:
-        letters = set(clip.normalized) - {" "} - set(vocabulary.unknown(clip.normalized))
-        needed, frames = vocabulary.frames_needed(clip.normalized), encoder_frames(clip.samples)
-        if not letters or frames < needed:
-            found = f"{frames} frames for {needed} labels" if letters else "no letter of the vocabulary in its text"
-            raise UserError(
-                f"{store.folder}: {clip.path}: {found}", hint="run gputrain prepare-data again to rebuild it"
-            )
-
-
 @dataclass(frozen=True)
 class ClipSize:
     """The average size of a clip in the largest batches."""
@@ -163,15 +114,6 @@ class ClipSize:
 
 
 NOT_SHARED = torch.empty(0, dtype=torch.int64)  # Means that this process trains alone.
-
-
-class EpochOrder(NamedTuple):
-    """The M clips of an epoch in the order of its buckets."""
-
-    members_M: Integers  # Indices into the list of clips.
-    places_M: Integers  # Places among the clips of the epoch before they were sorted.
-    frames_M: Integers
-    speeds_M: Uniform
 
 
 class ClipBatch(NamedTuple):
@@ -220,9 +162,6 @@ class Buckets:
     hundred clips most stay grouped together, as the padding limit allows no other grouping; only the order of buckets
     changes.
 
-    With `augment`, clips have other lengths in each epoch. The cuts are those of all clips at their slowest, which the
-    n-th length of no epoch exceeds, so that both limits of a bucket hold; the padding of an epoch may be larger.
-
     With `shapes`, buckets have at most so many shapes, for CUDA graphs, and a smaller one with what is left of the
     shortest clips. Those of a shape have equally many clips, padded to the longest of all, and an epoch regroups them
     freely; `max_padding` has no effect.
@@ -237,75 +176,60 @@ class Buckets:
     max_padding: float = MAX_PADDING
     ranks: Ranks = SINGLE  # Each rank reads its part of every bucket.
     mixture: Mixture | None = None  # Weights of the folders that the clips come from; None: every clip once.
-    augment: ClipAugment | None = None  # Changes of the clips of an epoch; None: they are read as they are.
     shapes: int = 0  # The most shapes that buckets have; 0: any.
 
     def __len__(self) -> int:
         return len(self.ends_K)
 
     def __getitem__(self, sample: Sample) -> ClipBatch:
-        members_A, changes = self.members(sample), self._changes(sample)
+        """Reads bucket `sample.item` of epoch `sample.epoch`, or the part of it that belongs to this rank.
+
+        Nothing depends on what was read before: which clips a bucket has follows from the seed and the epoch, and its
+        place in the epoch from the step. So a resumed run goes on with the same batches, without a sampler's state, and
+        any number of workers reads them.
+        """
+        members_A = self.members(sample)
         room = self.room_K[sample.item] if self.shapes else None
         if self.ranks.count == 1:
-            return self.collated(members_A, changes, room)
-        part, reader = self.ranks.rows(len(members_A)), self.store.format.frontend
-        symbols = [len(reader.ids(self.clips[member].normalized)) for member in members_A]
+            return self.collated(members_A, room)
+        part = self.ranks.rows(len(members_A))
         read = part if part.stop > part.start else slice(0, 1)  # One clip fills the place of none.
-        return self.collated(members_A[read], changes[read], room)._replace(
-            all_symbols_A=torch.tensor(symbols),
-            all_frames_A=torch.from_numpy(self._of_bucket(self._order(sample.epoch).frames_M, sample)),
+        return self.collated(members_A[read], room)._replace(
+            all_symbols_A=torch.from_numpy(self.symbols_N[members_A]),
+            all_frames_A=torch.from_numpy(self.frames_N[members_A]),
             range_2=torch.tensor([part.start, part.stop]),
         )
 
     def members(self, sample: Sample) -> Integers:
         """Returns the indices of the clips of a bucket, approximately from the shortest to the longest."""
-        members_A: Integers = self._of_bucket(self._order(sample[0]).members_M, sample)
-        return members_A
+        epoch, number = sample
+        begin = self.ends_K[number - 1] if number else 0
+        return self._order(epoch)[begin : self.ends_K[number]]
 
-    def _changes(self, sample: Sample) -> list[ClipChange]:
-        """Returns the changes of the clips of a bucket; none if they are read as they are."""
-        if self.augment is None:
-            return []
-        order = self._order(sample.epoch)
-        places, speeds = (self._of_bucket(column, sample).tolist() for column in (order.places_M, order.speeds_M))
-        return [ClipChange(speed, sample.epoch, place) for speed, place in zip(speeds, places, strict=True)]
-
-    def _of_bucket(self, column_M: Any, sample: Sample) -> Any:
-        _, number = sample
-        return column_M[self.ends_K[number - 1] if number else 0 : self.ends_K[number]]
-
-    def _order(self, epoch: int) -> "EpochOrder":
-        """Returns the clips of an epoch in the order of its buckets. Sorting them takes longer than reading a bucket,
-        so that the orders of the last two epochs are kept: reading ahead alternates between them."""
+    def _order(self, epoch: int) -> Integers:
+        """Returns the M clips of an epoch in the order of its buckets, a function of the seed and the epoch. Sorting
+        them takes longer than reading a bucket, so that the orders of the last two epochs are kept: reading ahead
+        alternates between them."""
         if epoch not in self._orders:
             items_M = np.arange(len(self.clips)) if self.mixture is None else self.mixture.items(epoch)
-            speeds_M, frames_M = np.ones(len(items_M)), self.frames_N[items_M]
-            if self.augment is not None:
-                speeds_M = self.augment.speeds(epoch, len(items_M))
-                speeds_M[(speeds_M > 1) & ~self._can_be_faster_N[items_M]] = 1.0
-                frames_M = -(-samples_at(self._samples_N[items_M], speeds_M) // self.hop_size)
-            places_M = shuffled_by_length(frames_M, self.stretch, self.seed, epoch)
-            if self.shapes:
+            places_M = shuffled_by_length(self.frames_N[items_M], self.stretch, self.seed, epoch)
+            if self.shapes:  # Within a shape, where all clips are padded to one length, they are shuffled freely.
                 shape_M = np.searchsorted(self.borders_C, np.arange(len(places_M)), side="right")
                 places_M = places_M[np.lexsort((random_words(self.seed, epoch, len(places_M)), shape_M))]
             while len(self._orders) >= KEPT_ORDERS:
                 self._orders.pop(next(iter(self._orders)))
-            self._orders[epoch] = EpochOrder(items_M[places_M], places_M, frames_M[places_M], speeds_M[places_M])
+            self._orders[epoch] = items_M[places_M]
         return self._orders[epoch]
 
     @cached_property
-    def _orders(self) -> dict[int, "EpochOrder"]:
+    def _orders(self) -> dict[int, Integers]:
         return {}
 
-    def collated(
-        self, members_B: Sequence[int] | Integers, changes: Sequence[ClipChange] = (), room: ClipSize | None = None
-    ) -> ClipBatch:
-        """Collates clips, given by their indices in the list, into a batch, with a change of each or as they are; also
-        used for held-out clips. They are padded to the longest, or to a larger `room` of a clip."""
+    def collated(self, members_B: Sequence[int] | Integers, room: ClipSize | None = None) -> ClipBatch:
+        """Collates clips, given by their indices in the list, into a batch; also used for held-out clips. They are
+        padded to the longest, or to a larger `room` of a clip."""
         clips = [self.clips[member] for member in members_B]
         waves = [self.store.wave(clip) for clip in clips]
-        if self.augment is not None and changes:
-            waves = [self.augment.changed(wave_T, change) for wave_T, change in zip(waves, changes, strict=True)]
         reader = self.store.format.frontend
         ids = [reader.ids(clip.normalized) for clip in clips]
         frames = [frame_count(len(wave_T), self.hop_size) for wave_T in waves]
@@ -330,30 +254,15 @@ class Buckets:
         return batches
 
     @cached_property
-    def _samples_N(self) -> Integers:
-        return np.array([clip.samples for clip in self.clips], dtype=np.int64)
-
-    @cached_property
     def frames_N(self) -> Integers:
-        """The frames of the clips as they are."""
-        return -(-self._samples_N // self.hop_size)
-
-    @cached_property
-    def _can_be_faster_N(self) -> npt.NDArray[np.bool_]:
-        """True for clips that have as many frames as their texts need at the highest speed, too."""
-        assert self.augment is not None
-        frames = map(self.store.format.frames, samples_at(self._samples_N, self.augment.fastest).tolist())
-        needed = (self.store.format.frontend.frames_needed(clip.normalized) for clip in self.clips)
-        return np.array([has >= needs for has, needs in zip(frames, needed, strict=True)], dtype=np.bool_)
+        samples_N = np.array([clip.samples for clip in self.clips], dtype=np.int64)
+        return -(-samples_N // self.hop_size)
 
     @cached_property
     def longest_M(self) -> Integers:
         """The frames of the clips of an epoch, sorted; the highest number at each place in any epoch, if epochs differ
-        by weights or speeds."""
-        frames_N = self.frames_N
-        if self.augment is not None:
-            frames_N = -(-samples_at(self._samples_N, self.augment.slowest) // self.hop_size)
-        return np.sort(frames_N if self.mixture is None else frames_N[self.mixture.last_items])
+        by weights."""
+        return np.sort(self.frames_N if self.mixture is None else self.frames_N[self.mixture.last_items])
 
     @cached_property
     def symbols_N(self) -> Integers:
@@ -375,17 +284,8 @@ class Buckets:
     def largest_average(self) -> ClipSize:
         """The average size of a clip in a batch that reaches both the limit of frames and that of clips."""
         frames = self.batch_frames / self.batch_size
-        fastest = 1.0 if self.augment is None else self.augment.fastest
         symbols = int(self.symbols_N.sum())
-        return ClipSize(math.ceil(frames), math.ceil(frames * fastest * symbols / float(self.frames_N.sum())))
-
-    def log_fill(self) -> None:
-        """Logs that batches are far from full, if they are."""
-        if len(self.longest_M) < FULL * len(self) * self.batch_size:
-            log.debug(
-                "the data set is too small to fill batches of %d; a higher --max-padding gives fuller batches",
-                self.batch_size,
-            )
+        return ClipSize(math.ceil(frames), math.ceil(frames * symbols / float(self.frames_N.sum())))
 
     @property
     def padding(self) -> float:
@@ -428,22 +328,7 @@ class Buckets:
         return [ClipSize(int(frames), int(self.symbols_N[self.frames_N <= frames].max())) for frames in self.padded_K]
 
 
-def random_words(seed: int, epoch: int, count: int) -> npt.NDArray[np.uint64]:
-    """Returns random numbers of an epoch. numpy guarantees that they do not change between versions (NEP 19)."""
-    return np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(2, epoch))).random_raw(count)
-
-
-def shuffled_by_length(lengths_N: Integers, stretch: float, seed: int, epoch: int) -> Integers:
-    """Returns the indices of clips, sorted by length times a random factor from 1 to `stretch`, which is excluded."""
-    words_N = random_words(seed, epoch, len(lengths_N))
-    factors_N = 1 + (stretch - 1) * (words_N >> np.uint64(11)) * 2.0**-53
-    return np.argsort(lengths_N * factors_N, kind="stable")  # A stable sort does not change between versions either.
-
-
-def buckets_of(
-    speech: Speech, data: SpeechData, hop_size: int, batch_size: int, seed: int, augment: ClipAugment | None = None,
-    shapes: int = 0,
-) -> Buckets:  # fmt: skip
+def buckets_of(speech: Speech, data: SpeechData, hop_size: int, batch_size: int, seed: int, shapes: int = 0) -> Buckets:
     """Returns the training clips in buckets that contain about the same amount of audio."""
     mixture = speech.split.mixture()
     clips = Buckets(
@@ -452,7 +337,7 @@ def buckets_of(
     )  # fmt: skip
     rate = speech.store.format.sampling_rate / hop_size
     frames = data.batch_seconds * rate or data.max_batch_audio_ratio * batch_size * float(np.mean(clips.longest_M))
-    return replace(clips, batch_frames=math.ceil(frames), augment=augment)
+    return replace(clips, batch_frames=math.ceil(frames))
 
 
 class StepClips(NamedTuple):
@@ -497,74 +382,3 @@ def clips_of_step(loaded: list[ClipBatch]) -> StepClips:
     if not buckets:
         return StepClips(loaded[:1], symbols, frames, (slice(0, 1),), is_idle=True)
     return StepClips(buckets, symbols, frames, tuple(rows), is_idle=False)
-
-
-def cut(frames_N: Integers, batch_size: int, batch_frames: int, max_padding: float) -> Integers:
-    """Cuts clips, sorted by length, into as few buckets as the limits allow. Returns the end of each, (K,).
-
-    The cost of a bucket is its padded frames plus a constant. The cheapest cut is found by dynamic programming, for
-    the highest constant at which padding is at most `max_padding`.
-    """
-    highest = float(frames_N.sum() * batch_size + 1)
-    ends_K = _cheapest(frames_N, batch_size, batch_frames, highest)
-    if padding_share(frames_N, ends_K) <= max_padding:
-        return ends_K
-    ends_K = _cheapest(frames_N, batch_size, batch_frames, 0.5)  # frames are whole: no padding where none is needed
-    low, high = 0.5, highest
-    for _ in range(FINEST):
-        price = math.sqrt(low * high)
-        tried_K = _cheapest(frames_N, batch_size, batch_frames, price)
-        if padding_share(frames_N, tried_K) <= max_padding:
-            low, ends_K = price, tried_K
-        else:
-            high = price
-    return ends_K
-
-
-def shape_borders(frames_N: Integers, shapes: int, count: Callable[[int], int]) -> Integers:
-    """Divides clips, sorted by length, into at most `shapes` (two or more) ranges with little padding to the longest of
-    each. Returns the end of each range, (C,).
-
-    Ranges consist of whole buckets, except for the first, with the clips that are left. `count(end)` returns the number
-    of clips of a bucket whose range ends at `end`.
-    """
-    places_P = np.unique(np.linspace(0, len(frames_N), SHAPE_PLACES + 1).round().astype(np.int64))
-    padded_PP = (places_P[None, :] - places_P[:, None]) * frames_N[places_P - 1][None, :].astype(float)
-    padded_PP[padded_PP < 0] = np.inf
-    paid_P, begins = padded_PP[0], []
-    for _ in range(shapes - 2):  # Dynamic programming: one more range, which may be empty.
-        prices_PP = paid_P[:, None] + padded_PP
-        begins.append(prices_PP.argmin(axis=0))
-        paid_P = prices_PP.min(axis=0)
-    place, ends = len(places_P) - 1, [len(frames_N)]
-    for begin_P in [*reversed(begins), np.zeros(len(places_P), np.int64)]:  # What is left are the shortest clips.
-        place = int(begin_P[place])
-        if ends[-1]:
-            size = count(ends[-1])
-            buckets = min(round((ends[-1] - int(places_P[place])) / size), ends[-1] // size)
-            ends.append(ends[-1] - max(0, buckets) * size)
-    return np.unique([end for end in ends if end])
-
-
-def _cheapest(frames_N: Integers, batch_size: int, batch_frames: int, price: float) -> Integers:
-    """Returns the ends of the buckets that minimise padded frames plus `price` for each bucket."""
-    paid = np.zeros(len(frames_N) + 1)
-    begins = np.zeros(len(frames_N) + 1, dtype=np.int64)
-    for end in range(1, len(frames_N) + 1):
-        longest = int(frames_N[end - 1])
-        most = min(batch_size, max(1, batch_frames // longest)) if batch_frames else batch_size
-        begin = np.arange(max(0, end - most), end)
-        prices = paid[begin] + (end - begin) * longest
-        best = int(prices.argmin())
-        paid[end], begins[end] = prices[best] + price, begin[best]
-    ends = [len(frames_N)]
-    while begins[ends[-1]]:
-        ends.append(int(begins[ends[-1]]))
-    return np.array(ends[::-1], dtype=np.int64)
-
-
-def padding_share(frames_N: Integers, ends_K: Integers) -> float:
-    """Returns the share of padding in buckets that end at `ends_K`, for clips with `frames_N` frames in this order."""
-    begins_K = np.concatenate([[0], ends_K[:-1]])
-    padded = int((np.maximum.reduceat(frames_N, begins_K) * (ends_K - begins_K)).sum())
-    return 1 - int(frames_N.sum()) / padded

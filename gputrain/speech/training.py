@@ -47,7 +47,6 @@ S = TypeVar("S", bound=TrainSettings)
 log = logging.getLogger(__name__)
 
 CLIP_SECONDS = 0.0005  # CPU seconds to read a clip from the store and to pad it.
-AUGMENT_SECONDS = 0.002  # CPU seconds to change the speed of a clip of 8 s and to add noise.
 
 
 @dataclass
@@ -66,10 +65,7 @@ class SpeechTraining(TrainingData[S]):
         return len(self.buckets)
 
     def digests(self) -> dict[str, Any]:
-        parts: dict[str, Any] = {"training": self.speech.parts.train, "held_out": self.speech.parts.held_out}
-        if self.buckets.augment is not None and self.buckets.augment.noise is not None:
-            parts["noise"] = self.buckets.augment.noise.paths
-        return digests(**parts)
+        return digests(training=self.speech.parts.train, held_out=self.speech.parts.held_out)
 
     @abstractmethod
     def facts(self, run: Run) -> dict[str, Any]:
@@ -95,8 +91,7 @@ class SpeechTraining(TrainingData[S]):
         return TrainingStart(settings, self.digests(), facts)
 
     def stage(self, settings: S, position: str) -> StageData:
-        seconds = CLIP_SECONDS + (0.0 if self.buckets.augment is None else AUGMENT_SECONDS)
-        return StageData(lambda: seconds, step_items=settings.schedule.accumulation_steps)
+        return StageData(lambda: CLIP_SECONDS, step_items=settings.schedule.accumulation_steps)
 
     def training(self, settings: S, run: Run, runtime: Runtime) -> StageTraining:
         recipe = self.recipe(settings, runtime)
@@ -127,9 +122,6 @@ class SpeechTraining(TrainingData[S]):
             self.described(settings), len(format.frontend.symbols), format.frontend.language, len(buckets),
             len(buckets.longest_M) / len(buckets), 100 * buckets.padding,
         )  # fmt: skip
-        if buckets.augment is not None:
-            log.info("augmentation: %s", buckets.augment)
-        buckets.log_fill()
         speech.split.log_shares(speech.split.mixture(), "clips")
 
 
@@ -155,13 +147,13 @@ class PlannedClips(NamedTuple):
     columns: dict[str, object]
 
     @classmethod
-    def of(cls, settings: Any, *, of_data: bool, slowest: float = 1.0) -> "PlannedClips":
-        """Returns the clips of the options of `plan`: all of one length, played at their slowest, or those of the data,
-        whose largest batches have up to `max_batch_audio_ratio` times as much sound as others."""
+    def of(cls, settings: Any, *, of_data: bool) -> "PlannedClips":
+        """Returns the clips of the options of `plan`: all of one length, or those of the data, whose largest batches have
+        up to `max_batch_audio_ratio` times as much sound as others."""
         clip, batch_size = settings.speech.clip_seconds, settings.schedule.batch_size
         limit = settings.data.batch_seconds / batch_size or math.inf
         of_largest = limit if math.isfinite(limit) else settings.data.max_batch_audio_ratio * clip
-        seconds = of_largest if of_data else min(limit, clip / slowest)
+        seconds = of_largest if of_data else min(limit, clip)
         columns = {"seconds": round(clip, 1), "batch_seconds": round(seconds * settings.schedule.global_batch_size, 1)}
         return cls(float(seconds), columns)
 

@@ -64,7 +64,7 @@ def architecture_for(settings: TrainTts, speech: SpeechSize) -> VoiceArchitectur
 
 
 def open_training_speech(settings: TrainTts) -> Speech:
-    return open_speech(settings.data.data_path, HOP_SIZE, settings.data.held_out_share, "tts")
+    return open_speech(settings.data.data_path, settings.data.held_out_share, "tts")
 
 
 def fill_buckets(settings: TrainTts, speech: Speech) -> Buckets:

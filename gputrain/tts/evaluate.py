@@ -314,7 +314,7 @@ def evaluate_voice(
     mel = trained.architecture.mel
     reader = open_recogniser(recogniser, trained.frontend, mel.sampling_rate, device)
     share = trained.settings.data.held_out_share if held_out_share is None else held_out_share
-    speech = open_speech(data_dir, mel.hop_size, share)
+    speech = open_speech(data_dir, share)
     check_store_fits(speech.store, trained)
     chosen = speech.store.clips if share == 1 else speech.parts.held_out
     clips = with_speakers_of(trained, speech.store, chosen[:max_clips])

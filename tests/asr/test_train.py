@@ -23,7 +23,6 @@ from gputrain.errors import UserError
 from gputrain.fetch.hub import cache_folder
 from gputrain.speech.buckets import open_speech
 from gputrain.speech.error_rates import Edits, ErrorRate
-from gputrain.speech.frames import STRIDE
 from gputrain.speech.store import SpeechStore
 from gputrain.speech.text.vocabulary import Vocabulary
 from tests.asr.models import SIZES, run_folder, small_preset, tiny_model, transformers_folder
@@ -99,14 +98,14 @@ def test_a_run_is_read_and_reports_error_rates(undisturbed):
 def test_transcripts_stand_next_to_their_references(store, tmp_path):
     train(tmp_path, store, num_steps=1, num_text_samples=2)
     (text,) = [file.read_text() for file in (tmp_path / "samples").glob("transcripts_*.txt")]
-    held_out = {clip.normalized for clip in open_speech(store, 320, 0.2, kind="asr").parts.held_out}
+    held_out = {clip.normalized for clip in open_speech(store, 0.2, kind="asr").parts.held_out}
     shown = [line.removeprefix("text: ") for line in text.splitlines() if line.startswith("text: ")]
     assert len(shown) == 2
     assert set(shown) <= held_out
     assert text.count("read: ") == 2
     # The report plays the recordings, and finds them by their captions.
     captions = json.loads((tmp_path / "samples/captions.json").read_text())
-    opened = open_speech(store, 320, 0.2, kind="asr")
+    opened = open_speech(store, 0.2, kind="asr")
     for number, line in enumerate(line for line in text.splitlines() if line.startswith("clip: ")):
         wave, rate_hz = soundfile.read(tmp_path / f"samples/clip_{number + 1}_reference.wav", dtype="int16")
         (clip,) = [one for one in opened.parts.held_out if one.normalized == shown[number]]
@@ -165,7 +164,7 @@ def test_two_ranks_end_early_at_the_step_of_one_process(store, tmp_path):
 def test_two_folders_of_which_one_counts_thrice(store, tmp_path, caplog):
     clips = [(f"other_{name}", wave, text) for name, wave, text in spelled_clips(10, seed=1)]
     folders = store, write_store(tmp_path / "other", clips)
-    train.assert_second_folder_counts_thrice(open_speech(folders, 320, 0.2, kind="asr"), folders, tmp_path, caplog)
+    train.assert_second_folder_counts_thrice(open_speech(folders, 0.2, kind="asr"), folders, tmp_path, caplog)
 
 
 def test_early_stopping_needs_evaluations():
@@ -302,7 +301,7 @@ def test_error_rates_have_intervals_of_resampled_clips():
 def test_a_recogniser_that_stops_writing_is_told(store, caplog):
     """One that has not written yet is not: it is normal at first."""
     data = {"data_path": str(store), "held_out_share": 0.5}
-    settings, speech = assemble(TrainAsr, data), open_speech(store, STRIDE, 0.5, "asr")
+    settings, speech = assemble(TrainAsr, data), open_speech(store, 0.5, "asr")
     held_out, model = HeldOutSpeech(speech, settings, normalizes=True), tiny_model(speech.store.format.vocabulary)
     for blank_bias, told in ((100.0, 0), (-100.0, 0), (100.0, 1)):
         with torch.no_grad():
@@ -315,7 +314,7 @@ def test_batches_have_little_padding(tmp_path):
     """The default limit is 2 %, for clips of 0.3 to 1 s."""
     store = write_store(tmp_path / "store", spelled_clips(200))
     settings = assemble(TrainAsr, {"data_path": str(store), "batch_size": 8})
-    buckets = fill_buckets(settings, open_speech(store, 320, 0.05, kind="asr"))
+    buckets = fill_buckets(settings, open_speech(store, 0.05, kind="asr"))
     assert buckets.padding <= 0.02
     assert len(buckets.clips) / len(buckets) > 4
 

@@ -236,7 +236,7 @@ def content_of(kind, folder, *, with_names):
         parts = pictures.split.parts
         items = [one.path.read_bytes() for one in (*parts.train, *parts.held_out)]
         return VaeData(pictures).digests(), items, [one.path.relative_to(folder) for one in parts.train]
-    opened = open_sounds(folder) if kind == "vocoder" else open_speech(folder, 256, kind=kind)
+    opened = open_sounds(folder) if kind == "vocoder" else open_speech(folder, kind=kind)
     named = {"training": opened.parts.train, "held_out": opened.parts.held_out}
     items = [{**vars(one), "path": one.path if with_names else ""} for part in named.values() for one in part]
     waves = hashlib.sha256((folder / "waves.i16").read_bytes()).hexdigest()

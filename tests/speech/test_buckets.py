@@ -4,8 +4,6 @@ import itertools
 import pickle
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +14,10 @@ from hypothesis import strategies as st
 from gputrain.data_in.mixture import Mixture
 from gputrain.engine.data import Sample
 from gputrain.errors import UserError
-from gputrain.speech.buckets import Buckets, check_texts, cut, open_speech, padding_share, shuffled_by_length
+from gputrain.speech.buckets import Buckets, open_speech
 from gputrain.speech.buckets import buckets_of as buckets_of_speech
 from gputrain.speech.config import SpeechData
+from gputrain.speech.packing import cut, padding_share, shuffled_by_length
 from gputrain.speech.store import (
     Recording,
     SoundFormat,
@@ -29,7 +28,6 @@ from gputrain.speech.store import (
     frame_count,
 )
 from gputrain.speech.text.frontend import frontend
-from tests.asr.models import VOCABULARY
 
 HOP = 100
 FORMAT = SpeechFormat(frontend("en"), 16000, HOP, ("ann", "bob"))
@@ -200,28 +198,9 @@ def test_a_batch_holds_its_clips_and_zeros_behind_them(folder):
 
 
 def test_held_out_clips_depend_on_their_content(folder):
-    speech = open_speech(folder, HOP, held_out_share=0.2)
+    speech = open_speech(folder, held_out_share=0.2)
     assert [clip.path for clip in speech.parts.held_out] == ["0.wav", "1.wav", "2.wav"]  # below 0x33
     assert len(speech.parts.train) == 9
-
-
-def test_a_longer_hop_than_the_store_was_prepared_for(folder):
-    """Clip n has 1500 + 170 n samples and 7, 11 or 15 symbols in turn: 1, 2 and 5 are too short for frames of 200."""
-    assert len(open_speech(folder, 110).store.clips) == 12
-    with pytest.raises(UserError, match=r"3 clips have fewer frames of 200 samples than symbols: 1\.wav"):
-        open_speech(folder, 200)
-
-
-def test_a_recognisers_clip_has_as_many_frames_as_its_text_needs():
-    """Three letters, two of them equal neighbours, need four frames: 1360 samples."""
-    for samples, fits in ((1360, True), (1359, False)):
-        clip = SpeechClip("a.wav", "0" * 32, 0, samples, "Aab.", "aab", 0)
-        store: Any = SimpleNamespace(folder="store", format=SimpleNamespace(vocabulary=VOCABULARY), clips=[clip])
-        if fits:
-            check_texts(store)
-        else:
-            with pytest.raises(UserError, match=r"store: a\.wav: 3 frames for 4 labels"):
-                check_texts(store)
 
 
 @settings(max_examples=100)
@@ -266,7 +245,7 @@ def test_several_folders_of_speech(tmp_path, caplog):
     ann = write_speech(tmp_path / "ann", SpeechFormat(first, 16000, HOP, ("ann",)), 100, "f0")
     bob = write_speech(tmp_path / "bob", SpeechFormat(second, 16000, HOP, ("bob",)), 200, "f1", "cbcb")
     more = write_speech(tmp_path / "more", SpeechFormat(first, 16000, HOP, ("ann",)), 300, "f2")
-    speech = open_speech([ann, Path(f"{bob}=0.5"), Path(f"{more}=3")], HOP)
+    speech = open_speech([ann, Path(f"{bob}=0.5"), Path(f"{more}=3")])
     store = pickle.loads(pickle.dumps(speech.store))
     assert store.format.speakers == ("ann", "bob")
     assert store.format.frontend.symbols == frontend("characters", texts=["abcz"]).symbols
@@ -283,7 +262,7 @@ def test_several_folders_of_speech(tmp_path, caplog):
     assert levels[5:] == [301] * 3 + [302] * 3 + [303] * 3
     assert set(levels[3:5]) < {201, 202, 203}
     # With whole weights alone, clips keep the order of the folders.
-    assert [clip.first_sample for clip in open_speech(ann, HOP).parts.train] == [2000, 4100, 6300]
+    assert [clip.first_sample for clip in open_speech(ann).parts.train] == [2000, 4100, 6300]
 
 
 def test_speech_that_does_not_go_together(tmp_path, caplog):
@@ -298,18 +277,18 @@ def test_speech_that_does_not_go_together(tmp_path, caplog):
         (named := prepared("named", speaker="ann"), "plain: the speaker has no name, and in .*/named it is ann"),
     ):
         with pytest.raises(UserError, match=message):
-            open_speech([plain, folder], HOP)
+            open_speech([plain, folder])
     bob = prepared("bob", speaker="bob")
     with pytest.raises(UserError) as raised:  # All folders are named that the message is about, not the first alone.
-        open_speech([named, plain, bob, other], HOP)
+        open_speech([named, plain, bob, other])
     words = f"{plain}, {other}: the speaker has no name, and in {named}, {bob} it is ann, bob"
     assert raised.value.message == words
     assert not caplog.messages
-    assert open_speech([plain, other], HOP).store.format.speakers == ("",)
+    assert open_speech([plain, other]).store.format.speakers == ("",)
     (said,) = caplog.messages
     assert said.startswith(f"{plain}, {other} name no speaker and are trained as one voice; ")
     caplog.clear()
-    assert open_speech([named, prepared("capital", speaker="Ann")], HOP).store.format.speakers == ("ann", "Ann")
+    assert open_speech([named, prepared("capital", speaker="Ann")]).store.format.speakers == ("ann", "Ann")
     assert caplog.messages[0].startswith("Ann and ann differ in capitals alone")
 
 

@@ -211,9 +211,9 @@ def test_stores_of_voices_and_recognisers_are_not_mixed_up(tmp_path):
     prepare_speech(tmp_path / "in", tmp_path / "asr", recipe())
     prepare_speech(tmp_path / "in", tmp_path / "tts", voice)
     with pytest.raises(UserError, match=r"prepared for a voice \(--kind tts\), not for a recogniser"):
-        open_speech(tmp_path / "tts", 320, kind="asr")
+        open_speech(tmp_path / "tts", kind="asr")
     with pytest.raises(UserError, match=r"prepared for a recogniser \(--kind asr\), not for a voice"):
-        open_speech(tmp_path / "asr", 256)
+        open_speech(tmp_path / "asr")
     for config, folder, found in ((voice, "asr", "asr"), (recipe(), "tts", "tts")):
         before = (tmp_path / folder / TEXT).read_bytes()
         with pytest.raises(UserError, match=f"holds speech prepared with --kind {found}"):
@@ -221,12 +221,12 @@ def test_stores_of_voices_and_recognisers_are_not_mixed_up(tmp_path):
         assert (tmp_path / folder / TEXT).read_bytes() == before
     prepare_speech(tmp_path / "in", tmp_path / "other", replace(recipe(), sampling_rate=22050))
     with pytest.raises(UserError, match="prepared at 22050 Hz with 320 samples a frame; a recogniser reads 16000 Hz"):
-        open_speech(tmp_path / "other", 320, kind="asr")
+        open_speech(tmp_path / "other", kind="asr")
     other = json.loads((tmp_path / "tts" / TEXT).read_text())
     del other["kind"]
     (tmp_path / "tts" / TEXT).write_text(json.dumps(other) + "\n")
     with pytest.raises(UserError, match="written by another version of gputrain"):
-        open_speech(tmp_path / "tts", 256)
+        open_speech(tmp_path / "tts")
 
 
 def test_batches_have_labels(tmp_path):
@@ -234,7 +234,7 @@ def test_batches_have_labels(tmp_path):
     speak(tmp_path / "in/talk.wav", *(hum(2.0, hz=100 + 10 * number) for number in range(20)))
     (tmp_path / "in/talk.srt").write_text(srt(*((2 * n, 2 * n + 2, f"Text {n}.") for n in range(20))))
     prepare_speech(tmp_path / "in", tmp_path / "out", recipe())
-    speech = open_speech(tmp_path / "out", 320, 0.2, kind="asr")
+    speech = open_speech(tmp_path / "out", 0.2, kind="asr")
     assert not speech.parts.shared
     assert (len(speech.parts.train) + len(speech.parts.held_out), 1 <= len(speech.parts.held_out) <= 8) == (20, True)
     batch = Buckets(speech.store, speech.parts.train, 320, 2, 0).collated([0, 1])

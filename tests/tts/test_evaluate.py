@@ -291,7 +291,7 @@ def settings_of(store: SpeechStore, **changes) -> TrainTts:
 
 
 def speech_of(store: SpeechStore) -> Speech:
-    return open_speech(store.folder, HOP, 0.4)
+    return open_speech(store.folder, 0.4)
 
 
 def test_a_training_measures_its_held_out_clips(store):

@@ -127,7 +127,7 @@ def undisturbed(store, tmp_path_factory) -> Path:
 def test_two_folders_of_which_one_counts_thrice(store, tmp_path, caplog):
     folders = store, spoken(tmp_path / "other", texts=TEXTS[::-1], speakers=("bob", "eve"))
     quiet = replace(train, values={**TINY, **QUIET})
-    whole = quiet.assert_second_folder_counts_thrice(open_speech(folders, HOP, 0.2), folders, tmp_path, caplog)
+    whole = quiet.assert_second_folder_counts_thrice(open_speech(folders, 0.2), folders, tmp_path, caplog)
     assert whole["facts"]["speakers"] == ["ann", "bob", "eve"]
 
 
@@ -234,7 +234,7 @@ def test_samples_begin_after_the_epochs_asked_for(undisturbed):
 def test_a_clip_longer_than_all_the_rest_is_a_batch_of_its_own(tmp_path):
     budget = {"max_batch_audio_ratio": 1.0}
     settings = assemble(TrainTts, {**TINY, **budget, "data_path": str(spoken(tmp_path / "store", long=6.0))})
-    buckets = fill_buckets(settings, open_speech(tmp_path / "store", HOP, 0.2))
+    buckets = fill_buckets(settings, open_speech(tmp_path / "store", 0.2))
     longest = int(buckets.frames_N.argmax())
     assert buckets.frames_N[longest] > buckets.batch_frames > np.sort(buckets.frames_N)[-2]
     alone = [members.tolist() for members in map(buckets.members, [(0, n) for n in range(len(buckets))])]
@@ -247,13 +247,13 @@ def test_a_clip_longer_than_all_the_rest_is_a_batch_of_its_own(tmp_path):
 def test_batches_by_seconds_of_sound(store):
     limits = {"batch_seconds": 1.2, "max_padding": 0.5, "batch_size": 8}
     settings = assemble(TrainTts, {**TINY, **limits, "data_path": str(store)})
-    buckets = fill_buckets(settings, open_speech(store, HOP, 0.2))
+    buckets = fill_buckets(settings, open_speech(store, 0.2))
     assert buckets.batch_frames == math.ceil(1.2 * RATE_HZ / HOP)
     for number in range(len(buckets)):
         frames_B = buckets.frames_N[buckets.members((0, number))]
         assert len(frames_B) * frames_B.max() <= buckets.batch_frames
     assert len(buckets) > len(fill_buckets(assemble(TrainTts, {**flatten(settings), "batch_seconds": 0.0}),
-        open_speech(store, HOP, 0.2)))  # fmt: skip
+        open_speech(store, 0.2)))  # fmt: skip
 
 
 def test_another_text_at_another_rate_or_of_others_is_no_going_on(undisturbed, store, tmp_path):
