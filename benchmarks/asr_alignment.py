@@ -33,8 +33,7 @@ from gputrain.asr.checking import CtcChecker, load_checker
 from gputrain.audio.io import from_int16, read_sound, resample, trim
 from gputrain.audio.prepare import scan_recordings
 from gputrain.speech.buckets import open_speech
-from gputrain.speech.checker import TranscriptCheck, mismatches, other_texts
-from gputrain.speech.cutting import quietest, sentence_edges
+from gputrain.speech.checker import TranscriptCheck, mismatches, other_texts, quietest, sentence_edges
 from gputrain.speech.transcripts import read_transcripts
 
 RATE = 16000

@@ -1,8 +1,6 @@
 """Numbers as people write them, for what is printed and drawn."""
 
 import math
-import statistics
-from collections.abc import Iterable, Mapping
 
 UNIT_TOLERANCE = 0.1  # The share by which values may miss a unit's factor: declared durations are often rounded.
 
@@ -29,20 +27,3 @@ def format_bytes(count: int) -> str:
 def counted(count: int, one: str, many: str = "") -> str:
     """Returns a count with its noun, and what follows it: "1 file", "3 files", "1 file is", "2 files are"."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
-
-
-def likely_unit(declared: Iterable[float], measured: Iterable[float], units: Mapping[str, float]) -> str:
-    """Returns the name of the unit that explains the declared values of items whose values were measured, or "".
-
-    `units` maps a name to how many of the unit make one of what is measured: {"s": 1, "ms": 1000} for seconds. The unit
-    is the one nearest to the median ratio of declared to measured values; it explains them if that median and at least
-    half of the ratios are within a tenth of its factor. Pairs without two positive finite values are left out.
-    """
-    pairs = [(one, other) for one, other in zip(declared, measured, strict=True) if one > 0 and other > 0]
-    ratios = [one / other for one, other in pairs if math.isfinite(one) and math.isfinite(other)]
-    if not ratios or not units:
-        return ""
-    median = statistics.median(ratios)
-    name, factor = min(units.items(), key=lambda unit: abs(math.log(median / unit[1])))
-    misses = [abs(ratio / factor - 1) > UNIT_TOLERANCE for ratio in (median, *ratios)]
-    return name if not misses[0] and 2 * sum(misses) <= len(ratios) else ""

@@ -2,7 +2,7 @@
 
 import math
 
-from gputrain.formatting import counted, format_bytes, format_number, likely_unit
+from gputrain.formatting import counted, format_bytes, format_number
 from tests.tables import each_row
 
 
@@ -27,19 +27,3 @@ def test_sizes_have_three_digits():
 def test_a_count_has_its_noun():
     assert [counted(count, "file") for count in (0, 1, 2000)] == ["0 files", "1 file", "2,000 files"]
     assert [counted(count, "clip is", "clips are") for count in (1, 2)] == ["1 clip is", "2 clips are"]
-
-
-@each_row(
-    ((1.0, 2.1, 3.0), (1.0, 2.0, 3.0), "s"),
-    ((1000, 2100, 9999), (1.0, 2.0, 3.0), "ms"),
-    ((22_050, 44_100), (1.0, 2.0), "samples at 22050 Hz"),
-    ((24_000, 48_100), (1.0, 2.0), "samples at 24000 Hz"),
-    ((1, 2, 3, 4), (4.0, 3.0, 2.0, 1.0), ""),  # The median ratio is about 1, and no item agrees with it.
-    ((500, 1000), (1.0, 2.0), ""),
-    ((0, math.nan, 5000), (1.0, 2.0, 5.0), "ms"),
-    ((0, -1), (1.0, 2.0), ""),
-    ((), (), ""),
-)
-def test_a_unit_is_told_by_measured_values(declared, measured, unit):
-    units = {"s": 1, "ms": 1000, "samples at 22050 Hz": 22_050, "samples at 24000 Hz": 24_000}
-    assert likely_unit(declared, measured, units) == unit

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +42,6 @@ CANCELLED = 0.5  # A mix with less than this share of what it keeps of a single 
 ALONE = 10.0  # Ratio of powers, 10 dB, above which one of two channels is heard alone.
 ALONE_SHARE = 0.05  # Share of the sound in which each of two channels is alone, if they are two speakers of a call.
 UNRELATED = 0.1  # Correlation of two channels below which they are not the same sound.
-CHANNEL = re.compile(r"(.+), channel (\d+)", re.DOTALL)  # The name of a recording of which one channel is taken.
 CANCELLED_SHARE = 0.02  # Share of the sound in which channels cancel each other, above which they are not mixed.
 # What libsndfile notes of damage in Ogg, and of sound whose length in the header is not that in the file.
 DAMAGED_OGG = re.compile("Junk after the last page|reports a hole|Corrupted bitstream")
@@ -144,43 +143,26 @@ def read_in_blocks(path: Path, rate_hz: int, known: list[Mixing] | None = None) 
     yield np.pad(rest_T, (0, max(0, length - len(rest_T))))[: max(0, length)]
 
 
-def info_of(path: Path) -> Any:
-    """Returns soundfile's description of a file by its header; None if it has none that libsndfile reads."""
+def length_of(path: Path) -> float | None:
+    """Returns the seconds of a file by its header; None if it has none that libsndfile reads."""
     import soundfile
 
     try:
-        return soundfile.info(str(file_and_channel(path)[0]))
+        return float(soundfile.info(str(path)).duration)
     except (soundfile.LibsndfileError, OSError, ValueError):
         return None
 
 
-def length_of(path: Path) -> float | None:
-    """Returns the seconds of a file by its header; None if it has none that libsndfile reads."""
-    return float(info.duration) if (info := info_of(path)) else None
-
-
-def with_channel(path: str, channel: int) -> str:
-    """Returns the path by which `read_sound` takes one channel of a file, counted from 0, and not the mean of all."""
-    return f"{path}, channel {channel + 1}"
-
-
-def file_and_channel(path: Path) -> tuple[Path, int | None]:
-    """Returns the file of a path, and the channel that `with_channel` has added."""
-    match = CHANNEL.fullmatch(path.name)
-    return (path.with_name(match[1]), int(match[2]) - 1) if match else (path, None)
-
-
 def _decoded(path: Path, known: Mixing | None = None) -> tuple[int, Iterator[Samples], Mixing]:
     """Returns the sampling rate of a file, its decoded blocks, at least one, and how their samples are made."""
-    path, channel = file_and_channel(path)
     if not path.is_file():
         raise UserError(f"{path}: no such file", hint="name a sound file: wav, flac, ogg or mp3")
     if path.suffix.lower() not in FFMPEG_SOUNDS:
-        return _blocks_of(path, path, known, channel)
+        return _blocks_of(path, path, known)
     folder = TemporaryDirectory(prefix="gputrain-")
     converted = Path(folder.name) / "sound.wav"
     _by_ffmpeg(path, converted)
-    return _blocks_of(converted, path, known, channel, folder)
+    return _blocks_of(converted, path, known, folder)
 
 
 def _by_ffmpeg(path: Path, converted: Path) -> None:
@@ -207,14 +189,14 @@ def _by_ffmpeg(path: Path, converted: Path) -> None:
 
 
 def _blocks_of(
-    path: Path, source: Path, known: Mixing | None, channel: int | None, folder: TemporaryDirectory[str] | None = None
+    path: Path, source: Path, known: Mixing | None, folder: TemporaryDirectory[str] | None = None
 ) -> tuple[int, Iterator[Samples], Mixing]:
     """Returns the sampling rate and the blocks of a file that libsndfile decodes, and how they are made; `source` is
     named in errors. The file's temporary `folder` is deleted with the last block."""
     with _open(path) as file:
         rate_hz = file.samplerate
         is_plain = file.channels == 1 and file.subtype not in UNSCALED
-        mixing = known or (Mixing() if is_plain else _mixing_of(file, source, channel))
+        mixing = known or (Mixing() if is_plain else _mixing_of(file, source))
 
     def blocks() -> Iterator[Samples]:
         first = 0
@@ -273,9 +255,9 @@ def _damage_of(file: "soundfile.SoundFile", path: Path, samples: int) -> str:
     return ""
 
 
-def _mixing_of(file: "soundfile.SoundFile", source: Path, wanted: int | None) -> Mixing:
+def _mixing_of(file: "soundfile.SoundFile", source: Path) -> Mixing:
     """Reads a file to find its scale, and whether its channels cancel each other when they are mixed, or two of them
-    hold different sound. None of this matters for a `wanted` channel.
+    hold different sound.
 
     A mix of C uncorrelated channels keeps 1 / C of their power, and of a single one 1 / C^2; it has less than that only
     where channels have opposite phases. Raises UserError if the scale is unknown.
@@ -304,8 +286,6 @@ def _mixing_of(file: "soundfile.SoundFile", source: Path, wanted: int | None) ->
             hint="repair these samples, or leave the file out",
         )
     full_scale, remark = _full_scale(peak, are_whole, file.subtype, source)
-    if wanted is not None:
-        return Mixing(full_scale, wanted, remark)
     remarks = [remark] if remark else []
     channel = int(total_C.argmax()) if cancelled > CANCELLED_SHARE * loudest else None
     if channel is not None:

@@ -4,8 +4,6 @@ Sources are only read. Shape suffixes: T samples, F frames.
 """
 
 import logging
-import math
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +12,7 @@ from pathlib import Path
 
 from gputrain.audio import prepare as audio_prepare
 from gputrain.audio.config import Sound
-from gputrain.audio.io import CHANNEL, info_of, length_of, with_channel
+from gputrain.audio.io import length_of
 from gputrain.audio.prepare import SoundPrepareReport, bandwidth_of, is_narrow
 from gputrain.audio.store import Wave, check_format
 from gputrain.data_in.preparation import (
@@ -31,23 +29,23 @@ from gputrain.data_in.preparation import (
 )
 from gputrain.errors import UserError
 from gputrain.files import Progress, no_progress, to_int16
-from gputrain.formatting import counted, likely_unit
-from gputrain.speech import text_checks
-from gputrain.speech.checker import SpeechChecker
-from gputrain.speech.clip_filter import BEYOND_SECONDS, Selection, reader_of, select_clips, text_notes
+from gputrain.formatting import counted
+from gputrain.speech.checker import SpeechChecker, cut_utterances
+from gputrain.speech.clip_filter import (
+    BEYOND_SECONDS,
+    Selection,
+    reader_of,
+    select_clips,
+    text_notes,
+    vocabulary_findings,
+)
 from gputrain.speech.config import POLICIES, SpeechKind, SpeechOptions, SpeechPrepareConfig
-from gputrain.speech.cutting import cut_utterances
 from gputrain.speech.store import SOUNDS, Recording, SoundFormat, SpeechWriter, read_wave, stored_kind
 from gputrain.speech.transcripts import Transcripts, has_transcripts, read_transcripts
 from gputrain.speech.utterances import TranscriptRules, Utterance
 
 log = logging.getLogger(__name__)
 
-MEASURED = 20  # recordings whose lengths are compared with times
-FAR = 10.0  # ratio of times to the lengths of recordings above which they are not in seconds
-MOST_CHANNELS = 256
-COUNTED = frozenset(map(str, range(MOST_CHANNELS + 1)))
-CHANNEL_LETTERS = {"a": 0, "b": 1, "l": 0, "r": 1, "left": 0, "right": 1}
 ROUNDED_SECONDS = 0.1  # accepted difference between the length in a manifest and the longer one of the recording
 
 
@@ -148,21 +146,20 @@ def prepare_speech(
 def prepared_before(recordings: Sequence[Recording], prints: Mapping[str, str]) -> dict[str, Recording]:
     """Returns the stored recordings of files, whose fingerprints are `prints`, by path. A file may have another name
     than before, unless files of different content have its fingerprint."""
-    by_file = {(one.path, one.fingerprint): one for one in recordings}
-    files, stored = Counter(prints.values()), Counter(one.fingerprint for one in recordings)
-    by_content = {one.fingerprint: one for one in recordings if files[one.fingerprint] == stored[one.fingerprint] == 1}
-    by_content = {key: one for key, one in by_content.items() if file_of(one.path) == one.path}  # Not a channel of it.
-    found = {
-        path: by_file.get((path, key)) or (by_content.get(key) if file_of(path) == path else None)
-        for path, key in prints.items()
-    }
-    return {path: replace(one, path=path) for path, one in found.items() if one}
+    by_file = {(stored.path, stored.fingerprint): stored for stored in recordings}
+    files, stored_files = Counter(prints.values()), Counter(stored.fingerprint for stored in recordings)
+    by_content = {
+        stored.fingerprint: stored for stored in recordings
+        if files[stored.fingerprint] == stored_files[stored.fingerprint] == 1
+    }  # fmt: skip
+    found = {path: by_file.get((path, key)) or by_content.get(key) for path, key in prints.items()}
+    return {path: replace(stored, path=path) for path, stored in found.items() if stored}
 
 
 def vocabulary_facts(chosen: Selection) -> dict[str, tuple[str, ...]]:
     vocabulary = chosen.format.vocabulary
     return {
-        "vocabulary": vocabulary.symbols, "findings": tuple(text_checks.vocabulary_findings(chosen.clips, vocabulary)),
+        "vocabulary": vocabulary.symbols, "findings": tuple(vocabulary_findings(chosen.clips, vocabulary)),
     }  # fmt: skip
 
 
@@ -208,9 +205,7 @@ def gather_material(input_dir: Path, config: SpeechPrepareConfig, exclude: Seque
     unread = {kind: [name for name in names if name not in transcripts.files] for kind, names in tree.ignored.items()}
     others = {kind: names for kind, names in unread.items() if names}
     refused, notes = [*tree.refused, *transcripts.refused], list(transcripts.notes)
-    check_time_unit(input_dir, transcripts)
-    utterances = with_channels(input_dir, transcripts, refused)
-    transcripts = replace(transcripts, utterances=without_whole_spans(input_dir, utterances, notes))
+    transcripts = replace(transcripts, utterances=without_whole_spans(input_dir, transcripts.utterances, notes))
     if config.trim_db and any(one.span for one in transcripts.utterances):
         if not config.trims_by_default:
             raise UserError(
@@ -219,67 +214,8 @@ def gather_material(input_dir: Path, config: SpeechPrepareConfig, exclude: Seque
             )
         config = replace(config, trim_db=0.0)
         notes.append("silence at both ends is kept, since the transcripts cut clips out of recordings by their times")
-    files = {one.path: file_of(one.path) for one in transcripts.utterances}
-    found = audio_prepare.fingerprints(input_dir, sorted(set(files.values())), refused)
-    prints = {path: found[file] for path, file in sorted(files.items()) if file in found}
+    prints = audio_prepare.fingerprints(input_dir, sorted({spoken.path for spoken in transcripts.utterances}), refused)
     return Material(config, transcripts, notes, prints, refused, others)
-
-
-def file_of(path: str) -> str:
-    """Returns the file of a recording's path, which may name one of its channels."""
-    return match[1] if (match := CHANNEL.fullmatch(path)) else path
-
-
-def check_time_unit(folder: Path, transcripts: Transcripts) -> None:
-    """Raises UserError if the times of transcripts exceed the lengths of recordings by far: they are not in seconds."""
-    spans: dict[str, list[tuple[float, float]]] = {}
-    for one in transcripts.utterances:
-        if one.span and one.span[1] < math.inf and (one.path in spans or len(spans) < MEASURED):
-            spans.setdefault(one.path, []).append(one.span)
-    # Of a recording that was cut out of a longer one, times may be those in the latter.
-    declared = {path: max(end - (len(of) == 1) * begin for begin, end in of) for path, of in spans.items()}
-    infos = {path: info for path in spans if (info := info_of(folder / path)) and info.frames}
-    ratios = {path: declared[path] / info.duration for path, info in infos.items()}
-    if not infos or statistics.median_low(ratios.values()) < FAR:
-        return
-    path = max(ratios, key=lambda one: ratios[one])
-    info = infos[path]
-    units = {"seconds": 1.0, "milliseconds": 1e3, f"samples at {info.samplerate} Hz": float(info.samplerate)}
-    unit = likely_unit([declared[one] for one in infos], [one.duration for one in infos.values()], units)
-    is_needed = "duration" not in transcripts.columns.values()  # Without start and end, whole recordings are there.
-    further = "" if is_needed else f"; or, if whole recordings are meant, {transcripts.to_ignore('duration')}"
-    raise UserError(
-        f"{transcripts.source}: its times are not in seconds, but {f'in {unit}' if unit else 'far longer'}: "
-        f"{declared[path]:g} of {path}, which has {info.duration:.2f} seconds",
-        hint=f"give times in seconds{further}",
-    )
-
-
-def with_channels(folder: Path, transcripts: Transcripts, refused: list[RefusedItem]) -> list[Utterance]:
-    """Returns the utterances, of which those of one channel have it in the path. Whether channels are counted from 0 or
-    from 1 is found by the recordings. Raises UserError if it may be either."""
-    given = [one for one in transcripts.utterances if one.channel]
-    counts = {path: getattr(info_of(folder / path), "channels", 2) for path in {one.path for one in given}}
-    numbers = [(int(one.channel), counts[one.path]) for one in given if one.channel in COUNTED]
-    fits = {first: all(first <= number < count + first for number, count in numbers) for first in (0, 1)}
-    from_0 = any(role == "channel" and "selector" in name for name, role in transcripts.columns.items())  # As in NeMo.
-    if fits[0] and fits[1] and numbers and not from_0:
-        raise UserError(
-            f"{transcripts.source}: channel {given[0].channel} of {given[0].path} may be the first or the second one",
-            hint="count from 0, and name the column channel_selector",
-        )
-    names = {str(number + (not from_0 and not fits[0])): number for number in range(MOST_CHANNELS)} | CHANNEL_LETTERS
-    found = []
-    for one in transcripts.utterances:
-        number, count = names.get(one.channel.lower(), MOST_CHANNELS), counts.get(one.path, 0)
-        if not one.channel or one.channel.lower() in ("average", "mono") or (count == 1 and number == 0):
-            found.append(one)
-        elif number < count:
-            found.append(replace(one, path=with_channel(one.path, number)))
-        else:
-            detail = f"{one.path} has {counted(count, 'channel')}, and none that is called {one.channel[:20]}"
-            refused.append(RefusedItem(one.where, "malformed", detail))
-    return found
 
 
 def without_whole_spans(folder: Path, utterances: list[Utterance], notes: list[str]) -> list[Utterance]:

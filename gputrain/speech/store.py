@@ -49,10 +49,6 @@ log = logging.getLogger(__name__)
 READERS: Mapping[str, type[Frontend] | type[Vocabulary]] = {"tts": Frontend, "asr": Vocabulary}
 SOUNDS, TEXT = "sounds.jsonl", "text.json"
 FILES = stored_files()
-EARLIER_PHONEMES = (
-    "an earlier version of gputrain made its phonemes, which differ from those that Piper speaks; for a new training, "
-    "gputrain prepare-data makes them again and keeps the sound"
-)
 
 
 @dataclass(frozen=True)
@@ -240,9 +236,6 @@ class SpeechStore(SoundStore[SpeechClip]):
         missing = any(bytes_in(folder / file.name) < end_of(store.clips) * file.bytes_per_unit for file in FILES)
         if missing or speakers > len(store.format.speakers):
             raise UserError(f"{folder}: {MANIFEST} refers to missing samples or speakers", hint=PREPARE_AGAIN)
-        frontend = store.format.frontend
-        if isinstance(frontend, Frontend) and frontend.espeak_voice and not frontend.phonemizer:
-            log.warning("%s: %s", folder, EARLIER_PHONEMES)
         if not store.clips:
             raise UserError(f"{folder}: a store without a clip", hint="see which clips gputrain prepare-data left out")
         return store

@@ -56,7 +56,6 @@ from gputrain.speech.utterances import (
     LineTags,
     TranscriptRules,
     Utterance,
-    overlapping,
     similar_speakers,
     with_one_text,
 )
@@ -86,7 +85,6 @@ class Transcripts:
     notes: list[str]  # Each is a sentence about something unexpected.
     columns: dict[str, str] = field(default_factory=dict)  # role of each column or key; "" if ignored
     files: frozenset[str] = frozenset()  # files that were read
-    to_ignore: Callable[[str], str] = "drop the column {}".format  # advice on ignoring a column of a kind
 
 
 @dataclass
@@ -164,8 +162,7 @@ class _Reading:
             person = " ".join(unicodedata.normalize("NFC", speaker).split())
             if tags:
                 self.tags[len(self.utterances)] = tags
-            channel = tags.get("channel", "")
-            self.utterances.append(Utterance(found[0], " ".join(text.split()), person, where, span, channel))
+            self.utterances.append(Utterance(found[0], " ".join(text.split()), person, where, span))
 
     def choose_lines(self, source: str, language: str) -> list[str]:
         """Leaves out the utterances that columns exclude. Returns sentences about it."""
@@ -225,10 +222,9 @@ def read_transcripts(
     utterances = with_one_text(reading.utterances, reading.refused, rules.needs_speakers)
     for path in [] if reading.is_selection else sorted(set(paths) - reading.named):
         reading.refuse(path, "no transcript", f"it has no text ({source})")
-    notes += filter(None, (overlapping(utterances, rules), similar_speakers(spoken.speaker for spoken in utterances)))
-    return Transcripts(
-        source, utterances, reading.refused, notes, reading.columns, frozenset(reading.files), reading.to_ignore
-    )
+    if note := similar_speakers(spoken.speaker for spoken in utterances):
+        notes.append(note)
+    return Transcripts(source, utterances, reading.refused, notes, reading.columns, frozenset(reading.files))
 
 
 # ----------------------------------------------------------------------------------------- one file for all recordings

@@ -5,14 +5,11 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from gputrain.audio.prepare import RefusalReason
 from gputrain.data_in.preparation import RefusedItem
 from gputrain.errors import UserError
 from gputrain.fetch.datasets import NO, split_of
-from gputrain.formatting import counted
-from gputrain.speech import subtitles
 
 
 @dataclass(frozen=True)
@@ -22,12 +19,11 @@ class Utterance:
     speaker: str  # "" for a single speaker
     where: str  # file and line of the transcript
     span: tuple[float, float] | None = None  # first second in the recording and end; default: the whole recording
-    channel: str = ""  # its number, as the transcript counts, or a letter; default: the mean of all
 
     @property
     def part(self) -> tuple[object, ...]:
         """The sound that it belongs to."""
-        return self.path, self.channel, self.span
+        return self.path, self.span
 
     @property
     def name(self) -> str:
@@ -46,11 +42,14 @@ class TranscriptRules:
     reads_subtitles: bool = False
 
 
-# ------- choice
-
-REJECTED = {"reject", "rejected", "discard", "discarded", "deleted", "excluded", "unusable", "invalid"}
 CODE = re.compile(r"[A-Za-z]{2,3}([-_][A-Za-z0-9]+)*")  # A code of a language, such as en or pt-BR.
-
+# Columns that change what a line means, and what is done where they tell lines apart.
+UNSUPPORTED: Mapping[str, str] = {
+    "channel": "a channel of the recording: write each channel as a recording of its own",
+    "weight": "a weight: prepare the lines of each as a folder, and train with --data-path FOLDER=WEIGHT for each",
+    "include": "whether it is used: keep the lines that are used",
+    "status": "whether it is used: keep the lines that are used",
+}
 LineTags = Mapping[str, str]  # Values of a line by their columns, such as {"split": "test"}.
 
 
@@ -58,8 +57,8 @@ LineTags = Mapping[str, str]  # Values of a line by their columns, such as {"spl
 class LineChoice:
     """The choice among the lines of a file by their `tags`, which are given by the place of a line.
 
-    `to_ignore` tells how to ignore a column, one of `MEANINGS`. Making it raises UserError for weights that differ, and
-    where the choice of a split or a language is the user's.
+    `to_ignore` tells how to ignore a column. Making it raises UserError for columns whose meaning is not supported, if
+    their lines differ, and where the choice of a split or a language is the user's.
     """
 
     file: str
@@ -72,26 +71,25 @@ class LineChoice:
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for column, marks, is_bad in (("exclude", NO, False), ("include", NO, True), ("status", REJECTED, True)):
-            for at, value in self.values(column).items():
-                if (value.lower() in marks) == is_bad:
-                    self.left_out[at] = ("excluded", f"a column marks it as unusable: {value[:40]}")
-        if REJECTED.isdisjoint(value.lower() for value in self.values("status").values()):
-            self.unused.add("status")
-        weights = sorted(set(self.values("weight").values()))
-        if len(weights) > 1:
-            raise UserError(
-                f"{self.file}: a column gives lines other weights ({', '.join(weights[:4])}), which is not done",
-                hint="prepare the lines of each weight as a folder of their own, and train with --data-path "
-                f"FOLDER=WEIGHT for each; or, to read all lines alike, {self.to_ignore('weight')}",
-            )
-        self.unused |= {"weight"} if weights else set()
+        for column, meaning in UNSUPPORTED.items():
+            values = sorted(set(self.values(column).values()))
+            self.unused.add(column)
+            if len(values) > (column != "channel"):  # Equal weights and marks choose nothing, one channel does.
+                said, _, advice = meaning.partition(": ")
+                raise UserError(
+                    f"{self.file}: a column gives each line {said} ({', '.join(values[:4])}), which is not read",
+                    hint=f"{advice}; or, to read all lines alike, {self.to_ignore(column)}",
+                )
+        for place, value in self.values("exclude").items():
+            if value.lower() not in NO:
+                self.left_out[place] = ("excluded", f"a column marks it as unusable: {value[:40]}")
         self.choose_split()
         self.choose_language()
 
     def values(self, column: str) -> dict[int, str]:
-        given = {at: line[column].strip() for at, line in self.tags.items() if column in line}
-        return {at: value for at, value in given.items() if value}
+        """Returns the values of a column by the places of the lines that have one."""
+        given = {place: line[column].strip() for place, line in self.tags.items() if column in line}
+        return {place: value for place, value in given.items() if value}
 
     def choose_split(self) -> None:
         """Leaves out the lines of other splits than that for training, by the rules for files on the Hub."""
@@ -99,8 +97,8 @@ class LineChoice:
         known = {value: split_of(value) for value in set(values.values())}
         splits = set(known.values()) - {"", "other"}  # The latter tells a split only beside one for training.
         if "train" in splits:
-            others = {at: value for at, value in values.items() if known[value] not in ("train", "")}
-            self.left_out |= {at: ("other split", f"{value}, beside train") for at, value in others.items()}
+            others = {place: value for place, value in values.items() if known[value] not in ("train", "")}
+            self.left_out |= {place: ("other split", f"{value}, beside train") for place, value in others.items()}
         elif len(splits) > 1:
             raise UserError(
                 f"{self.file}: it has the splits {' and '.join(sorted(splits))}, and none for training",
@@ -115,7 +113,7 @@ class LineChoice:
         """Leaves out the lines of other languages than the one of the training, if codes tell it."""
         values, ignore = self.values("language"), self.to_ignore("language")
         spoken = sorted(set(values.values()))
-        wanted, *codes = (re.split("[-_]", one.lower())[0] for one in (self.language, *spoken))
+        wanted, *codes = (re.split("[-_]", name.lower())[0] for name in (self.language, *spoken))
         code_of = dict(zip(spoken, codes, strict=True))
         if not all(map(CODE.fullmatch, spoken)) or {*map(len, codes)} != {len(wanted)}:
             self.unused.add("language")
@@ -126,13 +124,13 @@ class LineChoice:
                     hint=f"keep the lines of one language; or, to read all, {ignore}",
                 )
             return
-        others = {at: value for at, value in values.items() if code_of[value] != wanted}
+        others = {place: value for place, value in values.items() if code_of[value] != wanted}
         if len(others) == self.lines:
             raise UserError(
                 f"{self.file}: all lines are of another language than {self.language}: {', '.join(spoken[:4])}",
                 hint=f"choose --language {codes[0]}; or, if that is not what the column says, {ignore}",
             )
-        self.left_out |= {at: ("other language", f"{value}, not {self.language}") for at, value in others.items()}
+        self.left_out |= {place: ("other language", f"{value}, not {self.language}") for place, value in others.items()}
 
 
 def with_one_text(utterances: Sequence[Utterance], refused: list[RefusedItem], needs_speakers: bool) -> list[Utterance]:
@@ -158,26 +156,6 @@ def with_one_text(utterances: Sequence[Utterance], refused: list[RefusedItem], n
         else:
             taken[part] = utterance
     return list(taken.values())
-
-
-def overlapping(utterances: Sequence[Utterance], rules: TranscriptRules) -> str:
-    """Returns a note about clips that transcripts cut out of the same sound; empty if there are none."""
-    by_path: dict[tuple[str, str], list[Utterance]] = {}
-    for one in utterances:
-        if one.span and one.span[1] - one.span[0] <= rules.max_seconds:  # Others are left out or split.
-            by_path.setdefault((one.path, one.channel), []).append(one)
-    pairs = []
-    for parts in by_path.values():
-        ordered = sorted(parts, key=lambda one: one.span or (0.0, math.inf))
-        for before, after in pairwise(ordered):
-            if before.span and after.span and after.span[0] < before.span[1] - subtitles.OVERLAP_SECONDS:
-                pairs.append((before, after))
-    if not pairs:
-        return ""
-    before, after = pairs[0]
-    example = f"such as {after.where} with {before.where}, both of {after.path}"
-    overlap = counted(len(pairs), "clip overlaps", "clips overlap")
-    return f"{overlap} the one before, {example}; each text should be all that is said in its clip"
 
 
 def similar_speakers(speakers: Iterable[str]) -> str:

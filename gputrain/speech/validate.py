@@ -30,16 +30,23 @@ from gputrain.errors import UserError
 from gputrain.files import Progress, no_progress, read_rows
 from gputrain.formatting import counted
 from gputrain.serialization import from_row, unreadable
-from gputrain.speech import text_checks
 from gputrain.speech.buckets import check_kind
 from gputrain.speech.checker import CheckedText, SpeechChecker, check_clips
-from gputrain.speech.clip_filter import select_clips, text_notes
+from gputrain.speech.clip_filter import (
+    ANNOTATION,
+    RARE,
+    SuspiciousText,
+    select_clips,
+    suspicious_texts,
+    symbol_counts,
+    text_notes,
+    vocabulary_findings,
+)
 from gputrain.speech.config import SpeechKind, SpeechPrepareConfig
 from gputrain.speech.prepare import convert_recording, gather_material, measure_recording, sound_format
 from gputrain.speech.store import SOUNDS, TEXT, Recording, SpeechClip, SpeechFormat, SpeechStore, read_wave
 from gputrain.speech.text.frontend import RESERVED, shortened
 from gputrain.speech.text.vocabulary import Vocabulary
-from gputrain.speech.text_checks import RARE, SuspiciousText
 
 SECONDS = (0, 1, 2, 3, 4, 6, 8, 10, 15, 20)  # lower edges of the histogram's bins
 FEW_HOURS = 1.0
@@ -142,7 +149,7 @@ def validate_speech(
     rate_hz, reader = held.format.sampling_rate, held.format.frontend
     seconds = [clip.samples / rate_hz for clip in held.clips]
     symbols = _symbols(held)
-    suspicious = text_checks.suspicious_texts(held.clips, held.names()) if isinstance(reader, Vocabulary) else []
+    suspicious = suspicious_texts(held.clips, held.names()) if isinstance(reader, Vocabulary) else []
     checked: list[CheckedText] = []
     doubt = ""
     if checker:
@@ -199,7 +206,7 @@ def _symbols(held: _Held) -> dict[str, int]:
     """Returns the occurrences of each symbol, the most frequent first."""
     reader = held.format.frontend
     if isinstance(reader, Vocabulary):
-        return text_checks.symbol_counts(held.clips, reader)
+        return symbol_counts(held.clips, reader)
     spoken = Counter(number for clip in held.clips for number in reader.ids(clip.normalized))
     symbols = {symbol: spoken[number] for number, symbol in enumerate(reader.symbols) if number >= len(RESERVED)}
     return dict(sorted(symbols.items(), key=lambda pair: -pair[1]))
@@ -272,32 +279,28 @@ def _findings(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[st
         return
     yield from held.notes
     yield from held.text_notes
-    odd = [clip.text for clip in held.clips if text_checks.ANNOTATION.search(clip.text)]
+    odd = [clip.text for clip in held.clips if ANNOTATION.search(clip.text)]
     if odd and held.format.kind == "tts":  # Of a recogniser's texts, each is listed as suspicious.
         yield f"{counted(len(odd), 'text has', 'texts have')} what may be no speech, such as {shortened(odd[0])!r}"
-    left_out, rate_hz = len(held.refused), held.format.sampling_rate
+    left_out, rate_hz, is_voice = len(held.refused), held.format.sampling_rate, held.format.kind == "tts"
     if left_out > MANY_REFUSED * (left_out + len(held.clips)):
         yield f"{left_out} of {left_out + len(held.clips)} items are left out: see the reasons"
-    low = sum(count for source_hz, count in held.source_rates.items() if source_hz < rate_hz)
-    if isinstance(held.format.frontend, Vocabulary):
-        yield from _for_recogniser(held, hours, low)
-        return
-    if low:
-        yield (
-            f"{counted(low, 'recording has', 'recordings have')} less than {rate_hz} Hz: after resampling they "
-            "lack high frequencies, and so will the voice; "
-            f"prepare at {min(held.source_rates)} Hz, or record again"
-        )
+    if low := sum(count for source_hz, count in held.source_rates.items() if source_hz < rate_hz):
+        lacks = f"{counted(low, 'recording has', 'recordings have')} less than {rate_hz} Hz, and so no high frequencies"
+        remedy = f"prepare at {min(held.source_rates)} Hz, or record again"
+        yield f"{lacks}: {remedy if is_voice else 'this suits a recogniser of telephone speech only'}"
     if held.narrow:
-        yield (
-            f"{lacking_treble(held.narrow, sum(held.source_rates.values()), rate_hz)}; the voice will lack treble: "
-            f"leave them out, or prepare at {rate_for(min(held.narrow.values()))} Hz"
-        )
+        remedy = f"leave them out, or prepare at {rate_for(min(held.narrow.values()))} Hz"
+        lacks = lacking_treble(held.narrow, sum(held.source_rates.values()), rate_hz)
+        yield f"{lacks}: {remedy if is_voice else 'this suits such sound only'}"
     if hours < FEW_HOURS:
-        yield (
-            f"{format_duration(3600 * hours)} of speech is little: enough to fine-tune a voice (--init-from), not "
-            "to train one from scratch"
-        )
+        enough = "enough to fine-tune" if is_voice else "enough to adapt to a few words and one voice"
+        yield f"{format_duration(3600 * hours)} of speech is little: {enough} (--init-from), not to train from scratch"
+    if isinstance(held.format.frontend, Vocabulary):
+        if len(held.format.speakers) == 1:
+            yield "one speaker, or no speakers are named: held-out clips show nothing about other voices"
+        yield from vocabulary_findings(held.clips, held.format.frontend)
+        return
     rare = [symbol for symbol, count in symbols.items() if 0 < count < RARE and symbol.isalpha()]
     if rare:
         yield f"{' '.join(rare)}: these letters occur less than {RARE} times, too rarely for the voice to learn them"
@@ -305,22 +308,3 @@ def _findings(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[st
     few = [name for name, summary in _speakers(held).items() if several and summary.hours * 60 < 5]
     if few:
         yield f"less than five minutes of {', '.join(few[:10])}: too little for a separate voice"
-
-
-def _for_recogniser(held: _Held, hours: float, low: int) -> Iterator[str]:
-    if low:
-        yield (
-            f"{counted(low, 'recording has', 'recordings have')} less than {held.format.sampling_rate} Hz and so no "
-            "high frequencies; this suits a recogniser of telephone speech only"
-        )
-    if held.narrow:
-        all_recordings = sum(held.source_rates.values())
-        yield (f"{lacking_treble(held.narrow, all_recordings, held.format.sampling_rate)}; this suits such sound only")
-    if hours < FEW_HOURS:
-        yield (
-            f"{format_duration(3600 * hours)} of speech is little: it adapts a recogniser to a few words and one "
-            "voice; fine-tuning a pretrained one takes an hour or more"
-        )
-    if len(held.format.speakers) == 1:
-        yield "one speaker, or no speakers are named: held-out clips show nothing about other voices"
-    yield from text_checks.vocabulary_findings(held.clips, held.format.vocabulary)

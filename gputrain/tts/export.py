@@ -33,7 +33,6 @@ from gputrain.config import read_table
 from gputrain.errors import UserError, import_package, is_installed
 from gputrain.files import Progress, StepProgress, no_progress, written_aside
 from gputrain.kinds import Exported
-from gputrain.speech.store import EARLIER_PHONEMES
 from gputrain.speech.text.frontend import BOS_ID, EOS_ID, PAD_ID, RESERVED, Frontend
 from gputrain.speech.text.language import CODE
 from gputrain.speech.text.piper import phonemizer_version
@@ -222,9 +221,7 @@ def differences(loaded: LoadedVoice) -> list[str]:
     if reading.espeak_voice and not is_installed("piper"):
         return ["piper-tts is not installed: what it reads otherwise than the voice is not known"]
     told = []
-    if reading.espeak_voice and not reading.phonemizer:
-        told = [f"Stock Piper reads otherwise than the voice: {EARLIER_PHONEMES}"]
-    elif reading.espeak_voice and reading.phonemizer != phonemizer_version():
+    if reading.espeak_voice and reading.phonemizer != phonemizer_version():
         told = [f"The data were phonemised by {reading.phonemizer}, and compared is {phonemizer_version()}"]
     own = SENTENCES.get(reading.orthography, "25" if reading.raw.number_words else "")
     texts = [*loaded.settings.data.test_sentences, *[own] * bool(own), *list(reading.raw.lexicon)[:3]]

@@ -15,7 +15,7 @@ from gputrain.tts.measures import plain
 from tests.asr.models import run_folder, transformers_folder
 from tests.asr.stores import spelled_clips, write_store
 from tests.command import gputrain_here
-from tests.speech.test_cutting import sentences, spoken
+from tests.speech.test_checker import sentences, spoken
 from tests.speech.tones import ToneChecker, rest, said, write_said
 from tests.tables import each_row
 

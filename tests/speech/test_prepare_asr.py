@@ -328,64 +328,23 @@ def test_times_in_a_longer_recording_have_no_effect_on_a_clip_that_was_cut_from_
     assert not notes
 
 
-def test_channels_of_a_call_are_recordings_of_their_own(tmp_path):
-    """They are counted as the recordings allow, kept by a second preparation, and are not the mean of both."""
-    call_TC = np.stack([np.concatenate([hum(1.2), rest(1.0)]), np.concatenate([rest(1.0), hum(1.2, hz=210)])], axis=1)
-    folder = tmp_path / "in"
-    folder.mkdir()
-    soundfile.write(folder / "call.wav", call_TC, 16000)
-    (folder / "call.txt").write_text("so it is")
-    mixed = prepare_speech(folder, tmp_path / "out", recipe())
-    assert (mixed.made, mixed.clips) == (1, 1)
-    (folder / "call.txt").unlink()
-    for names in (("1", "2"), ("0", "1"), ("A", "b"), ("left", "RIGHT")):
-        lines = [f"call.wav,{name},{text}\n" for name, text in zip(names, ("so it is", "not now"), strict=True)]
-        (folder / "m.csv").write_text("".join(["audio,channel,text\n", *lines]))
-        report = prepare_speech(folder, tmp_path / "out", recipe())
-        assert (report.made, report.clips) == ((2, 2) if names == ("1", "2") else (0, 2))
-    store = SpeechStore.open(tmp_path / "out")
-    assert [one.path for one in store.clips] == ["call.wav, channel 1", "call.wav, channel 2"]
-    assert len({one.fingerprint for one in store.clips}) == 1  # They are held out together.
-    for clip, channel_T in zip(store.clips, call_TC.T, strict=True):
-        np.testing.assert_allclose(store.wave(clip) / 32768, channel_T, atol=2 / 32768)
-    assert [one.path for one in validate_speech(folder, recipe()).refused] == []
-    (folder / "m.csv").write_text("audio,channel,text\ncall.wav,1,so it is\n")
-    with pytest.raises(UserError, match=r"channel 1 of call\.wav may be the first or the second one") as error:
-        prepare_speech(folder, tmp_path / "out", recipe())
-    assert "name the column channel_selector" in error.value.hint
-    (folder / "m.csv").write_text(
-        "audio,channel_selector,text\ncall.wav,1,so it is\ncall.wav,7,not now\n"
-        f"call.wav,{'9' * 5000},not now\n{'x' * 5000},1,so\n{'/x' * 5000},1,so\n"
-    )
-    report = prepare_speech(folder, tmp_path / "out", recipe())
-    assert [one.path for one in SpeechStore.open(tmp_path / "out").clips] == ["call.wav, channel 2"]
-    details = [one.detail[:50] for one in report.refused if one.detail.startswith("call")]
-    assert details == [
-        "call.wav has 2 channels, and none that is called 7",
-        "call.wav has 2 channels, and none that is called 9",
-    ]
-    assert sum("no such recording" in one.detail for one in report.refused) == 2
+def test_a_column_of_channels_is_refused(tmp_path):
+    """Their mean is another sound than one channel."""
+    speak(tmp_path / "call.wav", hum(1.2))
+    (tmp_path / "m.csv").write_text("audio,channel,text\ncall.wav,1,so it is\n")
+    with pytest.raises(UserError, match=r"a channel of the recording \(1\), which is not read") as error:
+        validate_speech(tmp_path, recipe())
+    columns = tuple(error.value.hint.rpartition("--transcript-columns ")[2].split(","))
+    assert validate_speech(tmp_path, recipe(transcript_columns=columns)).clips == 1
 
 
-@each_row(
-    ("duration", [1200, 1500], "in milliseconds"), ("duration", [19200, 24000], "in samples at 16000 Hz"),
-    ("duration", [120, 150], "far longer"), ("duration", [1.2, 1.5], ""), ("end", [1200, 1500], "in milliseconds"),
-    ("start,end", ["3600,3601.2", "3601.2,3602.7"], ""),  # Of the recording that it was cut out of.
-)  # fmt: skip
-def test_times_in_another_unit_are_told_by_the_recordings(tmp_path, column, values, unit):
-    folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
-    speak(folder / "a.wav", hum(1.2))
-    speak(folder / "b.wav", hum(1.5, hz=200))
-    lines = [f"{name}.wav,so it is,{value}\n" for name, value in zip("ab", values, strict=True)]
-    (folder / "m.csv").write_text("".join([f"audio,text,{column}\n", *lines]))
-    if not unit:
-        assert validate_speech(folder, recipe()).clips == 2
-        return
-    with pytest.raises(UserError, match=f"not in seconds, but {unit}: {values[0]} of a.wav, which has 1.20") as error:
-        validate_speech(folder, recipe())
-    if column == "duration":  # The advice can be followed.
-        given = error.value.hint.rpartition("--transcript-columns ")[2].split(",")
-        assert validate_speech(folder, recipe(transcript_columns=tuple(given))).clips == 2
+def test_times_in_another_unit_are_outside_the_recording(tmp_path):
+    speak(tmp_path / "a.wav", hum(1.2))
+    (tmp_path / "m.csv").write_text("audio,text,duration\na.wav,so it is,1200\n")
+    (refused,) = validate_speech(tmp_path, recipe()).refused
+    assert (refused.reason, refused.detail) == (
+        "outside the recording", "0.00 to 1200.00 seconds of a recording of 1.20",
+    )  # fmt: skip
 
 
 def test_excluded_recordings_are_ignored_by_their_pattern_although_transcripts_name_them(tmp_path):

@@ -36,9 +36,8 @@ def read(folder: Path, name: str, values: list, columns=(), *, as_json: bool, la
     ("language", ["eng", "eng"], [0, 1], ""),
     ("do_not_use", [True, False, 0, 1], [1, 2], "excluded"),
     ("rejected", ["noise", "", "no"], [1, 2], "excluded"),
-    ("is_valid", [True, False, "no", 1], [0, 3], "excluded"),
-    ("status", ["approved", "rejected", "", "0"], [0, 2, 3], "excluded"),
-    ("answer", ["no", "false"], [0, 1], ""),
+    ("is_valid", ["True", True], [0, 1], ""),
+    ("status", ["approved", "approved", ""], [0, 1, 2], ""),
     ("weight", [2, 2, 2], [0, 1, 2], ""),
 )
 def test_lines_are_left_out_by_their_columns_and_named(tmp_path, name, values, used, reason):
@@ -58,7 +57,8 @@ def test_lines_are_left_out_by_their_columns_and_named(tmp_path, name, values, u
     ("split", ["dev", "test"], "the splits test and validation, and none for training"),
     ("lang", ["de", "de"], "all lines are of another language than en: de"),
     ("language", ["English", "German"], "several languages, English, German"),
-    ("num_repeats", [1, 1, 3], "other weights \\(1, 3\\)"),
+    ("num_repeats", [1, 1, 3], "a weight \\(1, 3\\)"),
+    ("is_valid", [1, 0, 1], "whether it is used \\(0, 1\\)"),
 )
 def test_what_cannot_be_decided_is_refused_and_its_advice_can_be_followed(tmp_path, name, values, fault):
     folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"

@@ -53,7 +53,7 @@ def test_what_a_folder_holds(folder, tmp_path):
     words = "\n".join(report.findings)
     for phrase in (
         "3 recordings have less than 22050 Hz",
-        "enough to fine-tune a voice (--init-from)",
+        "enough to fine-tune (--init-from)",
         "2 of 5 items",
         "of ann, bob",
     ):

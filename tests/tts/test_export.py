@@ -374,16 +374,13 @@ def test_voices_are_named_by_speaker_data_and_run() -> None:
 
 
 def test_export_tells_what_piper_reads_otherwise() -> None:
-    """Numbers and words of a lexicon, with an example each; and phonemes of an earlier version."""
+    """Numbers and words of a lexicon, with an example each."""
     (note,) = differences(narrow("fast", "ru"))
     assert note.startswith("Stock Piper reads otherwise than the voice 1 of 1 texts, such as 'Это стоит 25 рублей.'")
     reading = frontend("en", espeak_voice="en-us", raw=RawRules({"Ng": "engineer"}))
     (note,) = differences(narrow("fast", reading))
     assert "1 of 2 texts, such as 'Ng': it reads" in note
-    old, plain = replace(reading, phonemizer="", raw=RawRules()), replace(reading, raw=RawRules())
-    (note,) = differences(narrow("fast", old))
-    assert "an earlier version of gputrain made its phonemes" in note
-    assert differences(narrow("fast", plain)) == []
+    assert differences(narrow("fast", replace(reading, raw=RawRules()))) == []
 
 
 def test_tokens_of_another_voice_are_not_replaced(tmp_path: Path) -> None:

@@ -111,8 +111,7 @@ class Frontend:
     """Text front end of a voice: its language, its symbols by id (PAD, BOS and EOS come first), and its spellings.
 
     With an `espeak_voice` the symbols are those of IPA, and `normalize` returns phonemes. `raw` are a user's lexicon
-    and the language of numbers in words. `phonemizer` is the program that phonemised the data of the voice; "" stands
-    for that of earlier versions of gputrain, whose phonemes differ from Piper's.
+    and the language of numbers in words. `phonemizer` is the program that phonemised the data of the voice.
     """
 
     language: str

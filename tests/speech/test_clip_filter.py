@@ -6,11 +6,11 @@ import pytest
 
 from gputrain.audio.config import Sound
 from gputrain.errors import UserError
+from gputrain.speech.clip_filter import suspicious_texts, symbol_counts, vocabulary_findings
 from gputrain.speech.config import SpeechOptions
 from gputrain.speech.prepare import prepare_speech, speech_prepare_config
 from gputrain.speech.store import SpeechClip
 from gputrain.speech.text.vocabulary import plain_words, vocabulary_of
-from gputrain.speech.text_checks import suspicious_texts, symbol_counts, vocabulary_findings
 from gputrain.speech.validate import validate_speech
 from tests.speech.speech import hum, speak
 

@@ -11,9 +11,18 @@ import pytest
 from gputrain.asr.checking import align_ctc
 from gputrain.data_in.preparation import read_quarantine
 from gputrain.errors import UserError
-from gputrain.speech.checker import SentenceTimes, TranscriptCheck, check_clips, doubt_of, mismatches, other_texts
+from gputrain.speech.checker import (
+    SentenceTimes,
+    TranscriptCheck,
+    check_clips,
+    doubt_of,
+    mismatches,
+    other_texts,
+    quietest,
+    sentence_edges,
+    sentence_spans,
+)
 from gputrain.speech.config import SpeechOptions, SpeechPrepareConfig
-from gputrain.speech.cutting import quietest, sentence_edges, sentence_spans
 from gputrain.speech.prepare import prepare_speech
 from gputrain.speech.store import SpeechClip, SpeechStore
 from gputrain.speech.validate import validate_speech
