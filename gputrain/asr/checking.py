@@ -18,9 +18,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from gputrain.asr.decode import GreedyDecoder, comparable, words_of
-from gputrain.asr.load import Recogniser, load_recogniser
-from gputrain.asr.long_audio import CHUNK_SECONDS, OVERLAP_SECONDS, ChunkLengths, long_log_probs
+from gputrain.asr.load import GreedyDecoder, Recogniser, comparable, load_recogniser, words_of
+from gputrain.asr.transcribe import CHUNK_SECONDS, OVERLAP_SECONDS, ChunkLengths, long_log_probs
 from gputrain.audio.io import Samples, resample
 from gputrain.errors import UserError
 from gputrain.hw.plan import DeviceName

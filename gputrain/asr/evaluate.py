@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from gputrain.asr.config import Data, TrainAsr
-from gputrain.asr.decode import GreedyDecoder, comparable, words_of
-from gputrain.asr.load import Recogniser, load_recogniser
+from gputrain.asr.load import GreedyDecoder, Recogniser, comparable, load_recogniser, words_of
 from gputrain.audio.io import from_int16
 from gputrain.config import convert, leaves, read_file
 from gputrain.data_in.mixture import GivenFolders
@@ -110,7 +109,7 @@ class RecogniserReport:
                     for name, group in list(by_cer)[: 2 * MOST_SHOWN]
                 }
         for name, confusions in (("letters", self.letters), ("words", self.words)):
-            named = [f"{_shown(one)} > {_shown(other)} {count}x" for (one, other), count in confusions.items()]
+            named = [f"{_shown(text)} > {_shown(read)} {count}x" for (text, read), count in confusions.items()]
             figures[f"confused {name}"] = ", ".join(named[:MOST_SHOWN]) or "none"
         for number, clip in enumerate(self.worst[:MOST_SHOWN], start=1):
             if clip.cer:
@@ -140,7 +139,7 @@ def _shortened(text: str) -> str:
 
 
 def _rows(confusions: dict[Confusion, int]) -> list[dict[str, object]]:
-    return [{"text": one, "read": other, "count": count} for (one, other), count in confusions.items()]
+    return [{"text": text, "read": read, "count": count} for (text, read), count in confusions.items()]
 
 
 def evaluate_recogniser(
@@ -276,9 +275,9 @@ def confusions(pairs: Iterable[tuple[Sequence[str], Sequence[str]]]) -> dict[Con
     counts = Counter[Confusion]()
     for reference, read in pairs:
         for edit in Levenshtein.editops(reference, read):
-            one = NOTHING if edit.tag == "insert" else reference[edit.src_pos]
-            other = NOTHING if edit.tag == "delete" else read[edit.dest_pos]
-            counts[one, other] += 1
+            written = NOTHING if edit.tag == "insert" else reference[edit.src_pos]
+            recognised = NOTHING if edit.tag == "delete" else read[edit.dest_pos]
+            counts[written, recognised] += 1
     return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))[:MOST_LISTED])
 
 

@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gputrain.asr import model as networks
-from gputrain.asr.decode import GreedyDecoder
 from gputrain.asr.features import features_of_equal
-from gputrain.asr.load import Recogniser
+from gputrain.asr.load import GreedyDecoder, Recogniser
 from gputrain.audio.export import check_file_name, cpu_copy, exported, load_line, write_onnx
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.synthetic import say, sentences
@@ -73,7 +72,7 @@ def text_of(log_probs_FV: Floats, vocabulary: Vocabulary) -> str:
     """Returns the text of log-probabilities or logits by greedy decoding."""
     decoder = GreedyDecoder(vocabulary)
     decoder.feed(log_probs_FV)
-    return vocabulary.text_of([one.symbol for one in decoder.finish()])
+    return vocabulary.text_of([spelled.symbol for spelled in decoder.finish()])
 
 
 def largest_difference(
@@ -136,7 +135,9 @@ def _write_processor(recogniser: Recogniser, folder: Path) -> None:
     vocabulary = recogniser.vocabulary
     if vocabulary.delimiter != ABSENT and DELIMITER not in vocabulary.symbols:
         # transformers 5 reads no other delimiter than this one from files.
-        symbols = (DELIMITER if at == vocabulary.delimiter else one for at, one in enumerate(vocabulary.symbols))
+        symbols = (
+            DELIMITER if number == vocabulary.delimiter else symbol for number, symbol in enumerate(vocabulary.symbols)
+        )
         vocabulary = replace(vocabulary, symbols=tuple(symbols))
     ids = {symbol: number for number, symbol in enumerate(vocabulary.symbols)}
     path = folder / "vocab.json"
@@ -327,7 +328,7 @@ def export_sherpa(
                 steps.next()
         changed, changed_int8 = (changed_share(texts, heard[name]) for name in ("model.onnx", "model.int8.onnx"))
         if changed > MOST_CHANGED:
-            pair = next((one, other) for one, other in zip(heard["model.onnx"], texts, strict=True) if one != other)
+            pair = next((read, text) for read, text in zip(heard["model.onnx"], texts, strict=True) if read != text)
             raise RuntimeError(f"sherpa-onnx writes {pair[0]!r}, expected {pair[1]!r}")
         files = [folder / path.name for path in sorted(aside.iterdir())]
         sizes = [f"{path.name} {path.stat().st_size / 1e6:.3g} MB" for path in sorted(aside.iterdir())]

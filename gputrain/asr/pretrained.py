@@ -5,55 +5,218 @@ vocabulary a language, and the weights of its adapters and of its head in `adapt
 weights have those of one language, English unless they were saved anew.
 """
 
+import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gputrain.asr import model as networks
-from gputrain.asr.architecture import (
-    FAMILIES,
-    FEATURES,
-    PRESETS,
-    SHARED,
-    check_frames,
-    family_of,
-    reads_features,
-)
+from gputrain.asr.architecture import FAMILIES, FEATURES, check_frames, family_of, reads_features
 from gputrain.asr.config import PUBLISHED
-from gputrain.asr.tokenizer import StockTokenizer, format_languages, read_json, read_tokenizer
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError, first_line
 from gputrain.fetch.names import local_path
 from gputrain.speech.frames import ENCODER_RATE
-from gputrain.speech.text.vocabulary import Vocabulary
+from gputrain.speech.text.vocabulary import ABSENT, BLANK, DELIMITER, UNDETERMINED, UNKNOWN, Vocabulary
 from gputrain.weights import is_safetensors, log_unused, other_file, read_weights_file
 
 log = logging.getLogger(__name__)
 
+# ----------------------------------------------------------------------------------------------------------- tokenizers
+
+VOCABULARY, FAST = "vocab.json", "tokenizer.json"
+SETTINGS, SPECIAL_TOKENS, ADDED_TOKENS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+FILES = (VOCABULARY, FAST, SETTINGS, SPECIAL_TOKENS, ADDED_TOKENS)
+COPY_AGAIN = "copy the model's folder again"
+MOST_LISTED = 8  # Number of names in a message.
+MOST_UNNAMED = 4  # So many rows of a head are for special tokens that no file names.
+
+Symbols = Mapping[str, int]  # Ids by symbol.
+
+
+@dataclass(frozen=True)
+class StockTokenizer:
+    """The tokenizer of a CTC model: of one language, or as that of MMS of many, each with symbols of its own."""
+
+    path: Path  # the file with the symbols
+    symbols: Symbols | None  # None if each language has its own
+    of_language: Mapping[str, Symbols]
+    settings: Mapping[str, Any]  # those of tokenizer_config.json
+    added: Symbols  # symbols that were added to those of the file
+
+    @property
+    def target_language(self) -> str | None:
+        """The language that the tokenizer is set to; the only one, if there is but one."""
+        named = self.settings.get("target_lang")
+        if isinstance(named, str) and named:
+            return named
+        return next(iter(self.of_language)) if len(self.of_language) == 1 else None
+
+    def rows_of(self, language: str | None) -> int:
+        """Returns the number of rows of the head that the symbols of a language are written with."""
+        return max(self._own(language).values(), default=-1) + 1
+
+    def fits(self, language: str | None, rows: int) -> bool:
+        """Returns True if a head of so many rows writes the symbols of a language, and perhaps special tokens that were
+        added to them."""
+        return 0 <= rows - self.rows_of(language) <= MOST_UNNAMED
+
+    def vocabulary(self, language: str | None, rows: int, blank: int | None) -> Vocabulary:
+        """Returns the vocabulary of a head with so many rows.
+
+        Ids beyond the head, which it never writes, are left out, and a row without a symbol gets a name of its own.
+        `blank` is the row of CTC's blank by the model's configuration, for a tokenizer that does not name one. Raises
+        UserError if the symbols are damaged or those of another model, or none of them is the blank.
+        """
+        own = self._own(language)
+        added = {number: symbol for symbol, number in self.added.items() if symbol not in own}
+        named = added | {number: symbol for symbol, number in own.items()}
+        if not any(number < rows for number in named):
+            raise UserError(f"{self.path}: names no symbol of the model's head", hint=COPY_AGAIN)
+        letters = [symbol for symbol, number in own.items() if number >= rows and len(symbol) == 1]
+        if letters:
+            beyond = (
+                f"{self.path}: {len(letters)} of its symbols, such as {letters[0]}, are beyond the {rows} rows of the "
+                "model's head"
+            )
+            if len(letters) > MOST_UNNAMED:
+                raise UserError(f"{beyond}: it is the vocabulary of another model", hint=COPY_AGAIN)
+            log.warning("%s and are never written", beyond)
+        unnamed = sum(number not in named for number in range(rows))
+        if unnamed > MOST_UNNAMED:
+            log.warning(
+                "%s: names %d of the %d rows of the model's head; it may be that of another model",
+                self.path, rows - unnamed, rows,
+            )  # fmt: skip
+        symbols = tuple(named.get(number, f"<unused {number}>") for number in range(rows))
+        found = {symbol: number for number, symbol in enumerate(symbols)}
+        blank_symbol = _token(self.settings, "pad_token", (BLANK, "[PAD]"), found)
+        at = found[blank_symbol] if blank_symbol is not None else blank
+        if at is None or not 0 <= at < rows:
+            raise UserError(f"{self.path}: no symbol of the blank", hint=f"{SETTINGS} names it as pad_token")
+        unknown = _token(self.settings, "unk_token", (UNKNOWN, "[UNK]"), found)
+        delimiter = _token(self.settings, "word_delimiter_token", (DELIMITER, " "), found)
+        return Vocabulary(
+            UNDETERMINED, symbols, at, ABSENT if unknown is None else found[unknown],
+            ABSENT if delimiter is None else found[delimiter],
+            upper=bool(self.settings.get("do_lower_case")) or _are_capitals(symbols),
+        )  # fmt: skip
+
+    def _own(self, language: str | None) -> Symbols:
+        if self.symbols is not None:
+            return self.symbols
+        if language is None:
+            raise UserError(
+                f"{self.path}: vocabularies of {len(self.of_language)} languages, and {SETTINGS} names none of them as "
+                "target_lang",
+                hint=f"write one of {format_languages(self.of_language)} there, or name the file of its adapter",
+            )
+        if language not in self.of_language:
+            raise UserError(
+                f"{self.path}: no vocabulary of {language}",
+                hint=f"it has {format_languages(self.of_language, like=language)}",
+            )
+        return self.of_language[language]
+
+
+def read_tokenizer(folder: Path) -> StockTokenizer | None:
+    """Returns the tokenizer of a folder, None if it has none. Raises UserError if it is damaged."""
+    settings = {**_settings(folder / SPECIAL_TOKENS), **_settings(folder / SETTINGS)}
+    path, added = folder / VOCABULARY, _added(folder, settings)
+    found: Any
+    if path.is_file():
+        found = read_json(path)
+    elif (folder / FAST).is_file():
+        path, content = folder / FAST, read_json(folder / FAST)
+        model, decoder = content.get("model"), content.get("decoder")
+        found = model.get("vocab") if isinstance(model, dict) else None
+        if not isinstance(found, dict):
+            raise UserError(f"{path}: no mapping of symbols to ids", hint=f"add the {VOCABULARY} of the model")
+        rows = content.get("added_tokens")
+        added = {**added, **_ids_of(row for row in rows or () if isinstance(row, dict))}
+        settings = {**(decoder if isinstance(decoder, dict) else {}), **settings}
+    else:
+        return None
+    nested = bool(found) and all(isinstance(inner, dict) for inner in found.values())
+    for symbols in found.values() if nested else (found,):
+        _check_ids(path, symbols)
+    return StockTokenizer(path, None if nested else found, found if nested else {}, settings, added)
+
+
+def format_languages(languages: Iterable[str], like: str = "") -> str:
+    """Returns the first of some languages, those that resemble one before the others, and how many more there are."""
+    known = sorted(languages, key=lambda language: (language[:3] != like[:3], language))
+    named = ", ".join(known[:MOST_LISTED])
+    return f"{named} and {len(known) - MOST_LISTED} more" if len(known) > MOST_LISTED else named
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file. Raises UserError if there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}", hint=COPY_AGAIN) from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{path}: not valid JSON", hint=COPY_AGAIN) from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a mapping", hint=COPY_AGAIN)
+    return content
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    return {name: value for name, value in read_json(path).items() if value is not None} if path.is_file() else {}
+
+
+def _added(folder: Path, settings: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the ids of added symbols: those of added_tokens.json, and those that tokenizer_config.json has instead
+    since transformers 4.34."""
+    added: dict[str, int] = read_json(folder / ADDED_TOKENS) if (folder / ADDED_TOKENS).is_file() else {}
+    _check_ids(folder / ADDED_TOKENS, added)
+    listed = settings.get("added_tokens_decoder")
+    rows = listed.items() if isinstance(listed, dict) else ()
+    return added | _ids_of({**row, "id": int(at)} for at, row in rows if isinstance(row, dict) and at.isdecimal())
+
+
+def _ids_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    return {
+        row["content"]: row["id"]
+        for row in rows
+        if isinstance(row.get("content"), str) and type(row.get("id")) is int and row["id"] >= 0
+    }
+
+
+def _check_ids(path: Path, symbols: Mapping[str, Any]) -> None:
+    numbers = list(symbols.values())
+    if not all(type(number) is int and 0 <= number < 100_000 for number in numbers) or len(set(numbers)) < len(numbers):
+        raise UserError(f"{path}: its ids are not whole numbers from 0 on, each once", hint=COPY_AGAIN)
+
+
+def _token(settings: Mapping[str, Any], name: str, usual: Iterable[str], found: Symbols) -> str | None:
+    """Returns the symbol that the settings name for a purpose, or a usual one; None if the vocabulary lacks them."""
+    given = settings.get(name)
+    given = given.get("content") if isinstance(given, dict) else given
+    return next((symbol for symbol in (given, *usual) if isinstance(symbol, str) and symbol in found), None)
+
+
+def _are_capitals(symbols: Sequence[str]) -> bool:
+    """Returns True if letters are capitals. A small one without a capital of one letter, such as the German sharp s,
+    may stand among them."""
+    letters = [symbol for symbol in symbols if len(symbol) == 1 and symbol.lower() != symbol.upper()]
+    small = [letter for letter in letters if letter.islower() and len(letter.upper()) == 1]
+    return bool(letters) and len(small) == 0 and any(letter.isupper() for letter in letters)
+
+
+# --------------------------------------------------------------------------------------------------------------- models
+
 CONFIG, PREPROCESSOR, PROCESSOR = "config.json", "preprocessor_config.json", "processor_config.json"
 ADAPTER = re.compile(r"adapter\.([\w.-]+)\.(?:safetensors|bin)")
 MAIN_LANGUAGE = "eng"  # That of the main weights of MMS, as transformers' Wav2Vec2ForCTC takes them.
-# The CTC models of omniASR, as transformers 5.24 and later write them, are XLS-R by other names of fields and tensors.
-OMNIASR = "omniasr_ctc"
-OMNIASR_TENSORS = {
-    r"^model\.audio_tower\.subsampling\.conv_layers\.": "wav2vec2.feature_extractor.conv_layers.",
-    r"^model\.audio_tower\.subsampling\.": "wav2vec2.feature_projection.",
-    r"^model\.audio_tower\.encode_positions\.conv\.weight": (
-        "wav2vec2.encoder.pos_conv_embed.conv.parametrizations.weight.original1"
-    ),
-    r"^model\.audio_tower\.encode_positions\.": "wav2vec2.encoder.pos_conv_embed.",
-    r"^model\.audio_tower\.": "wav2vec2.encoder.",
-    r"^ctc_head\.": "lm_head.",
-}
-OMNIASR_SYMBOLS = 10288
-OF_FAIRSEQ2 = re.compile(r"omniasr[-_](ctc|llm|w2v)[-_]", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -66,7 +229,6 @@ class StockRecogniser:
     vocabulary: Vocabulary | None  # None if it has no tokenizer, as one that was never fine-tuned
     language: str | None  # the one whose adapter is loaded
     normalizes: bool  # True: it reads waves of zero mean and unit variance.
-    of_omniasr: bool = False  # True: its files have the names of omniASR, and become a wav2vec2.
 
     def check_weights(self) -> None:
         """Raises UserError if there are no weights, or a file of another kind stands in their place."""
@@ -85,8 +247,6 @@ class StockRecogniser:
         self.check_weights()
         try:
             with networks.quiet_transformers():
-                if self.of_omniasr:
-                    return _load_omniasr(self.architecture, self.folder)
                 config = config_class.from_pretrained(str(self.folder))
                 config.vocab_size = config.vocab_size or 1  # One that was only pretrained may have none.
                 model, found = model_class.from_pretrained(
@@ -116,12 +276,6 @@ class StockRecogniser:
 def local_recogniser(name: str | Path, *, weights: bool = True) -> Path:
     """Returns the local path of a recogniser that is named by its path or by a published name. Without `weights`, those
     of a published one are not fetched. Raises UserError if there is none."""
-    path = Path(name)
-    if OF_FAIRSEQ2.search(path.name) and (path.suffix == ".pt" or str(name).lower().startswith("facebook/")):
-        raise UserError(
-            f"{name}: the weights of omniASR in the form of fairseq2, which transformers does not read",
-            hint="name the same model in the form of transformers 5.24, such as hf-audio/omniasr-ctc-300m-v2",
-        )
     return local_path(name, PUBLISHED, weights=weights)
 
 
@@ -149,24 +303,19 @@ def open_pretrained(path: Path, name: str = "") -> StockRecogniser:
     folder, language = _located(path)
     name = name or str(path)
     content = read_json(folder / CONFIG)
-    of_omniasr = content.get("model_type") == OMNIASR
-    if (model_type := content.get("model_type", "unknown")) not in (*FAMILIES, OMNIASR):
-        raise UserError(
-            f"{name} is a model of type {model_type}", hint="use wav2vec2, XLS-R, MMS, w2v-BERT 2.0 or omniASR-CTC"
-        )
+    if (model_type := content.get("model_type", "unknown")) not in FAMILIES:
+        raise UserError(f"{name} is a model of type {model_type}", hint="use wav2vec2, XLS-R, MMS or w2v-BERT 2.0")
     try:
-        content = _xls_r_of(content) if of_omniasr else content
         config_class, _ = networks.stock_classes(family_of(content))
-        stored = config_class(**content) if of_omniasr else config_class.from_pretrained(str(folder))
-        architecture = stored.to_dict()
+        architecture = config_class.from_pretrained(str(folder)).to_dict()
     except Exception as error:  # The configuration of transformers raises errors of many kinds.
         raise UserError(
             f"{folder / CONFIG}: not a configuration of {model_type}: {first_line(error)}", hint="copy it again"
         ) from None
     check_frames(architecture, name)
-    # The tokenizer of omniASR writes pieces of words besides letters: its symbols and its head are not read.
-    fine_tuned = (tokenizer := None if of_omniasr else read_tokenizer(folder)) is not None
-    normalizes = _normalizes(name, folder, of_features=reads_features(architecture), fine_tuned=fine_tuned)
+    tokenizer = read_tokenizer(folder)
+    of_features, fine_tuned = reads_features(architecture), tokenizer is not None
+    normalizes = _normalizes(name, folder, of_features=of_features, fine_tuned=fine_tuned)
     vocabulary = None
     if tokenizer is not None:
         language = _language_of(name, folder, tokenizer, language, architecture)
@@ -181,37 +330,7 @@ def open_pretrained(path: Path, name: str = "") -> StockRecogniser:
         vocabulary = tokenizer.vocabulary(at, rows, architecture.get("pad_token_id"))
     elif language is not None:
         raise UserError(f"{name}: the folder has no vocab.json", hint="copy the tokenizer's files there, too")
-    return StockRecogniser(name, folder, architecture, vocabulary, language, normalizes, of_omniasr)
-
-
-def _xls_r_of(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the configuration of the wav2vec2 that computes the same as an omniASR-CTC."""
-    audio = content.get("audio_config") or {}
-    return {
-        **SHARED, **PRESETS["xls-r-300m"], **audio, "model_type": "wav2vec2",
-        "feat_extract_activation": audio.get("hidden_act", "gelu"),
-        "vocab_size": content.get("vocab_size", OMNIASR_SYMBOLS), "pad_token_id": content.get("blank_token_id", 0),
-    }  # fmt: skip
-
-
-def _load_omniasr(architecture: dict[str, Any], folder: Path) -> tuple[Any, list[str]]:
-    """Returns an omniASR-CTC as a wav2vec2, and the tensors that its files lack."""
-    model, weights = networks.build_recogniser(architecture), dict[str, Tensor]()
-    for path in sorted(folder.glob("*.safetensors")):
-        for name, tensor in read_weights_file(path).tensors.items():
-            for pattern, other in OMNIASR_TENSORS.items():
-                name = re.sub(pattern, other, name)
-            weights[name] = tensor
-    missing, unused = model.load_state_dict(weights, strict=False)
-    log_unused(folder, unused)
-    _set_norms(model.wav2vec2.encoder.pos_conv_embed.conv.parametrizations.weight)
-    return model, [name for name in missing if not name.endswith(("weight.original0", "masked_spec_embed"))]
-
-
-@torch.no_grad()
-def _set_norms(weight: Any) -> None:
-    """Sets the norms of a weight-normed convolution to those of its directions, which are the whole weight then."""
-    weight.original0.copy_(torch.linalg.vector_norm(weight.original1, dim=(0, 1), keepdim=True))
+    return StockRecogniser(name, folder, architecture, vocabulary, language, normalizes)
 
 
 def _located(path: Path) -> tuple[Path, str | None]:
@@ -306,3 +425,6 @@ def _rows_of_adapter(folder: Path, language: str) -> int:
         raise UserError(
             f"{path}: not the adapter of a language: {first_line(error)}", hint="copy or download it again"
         ) from None
+
+
+log = logging.getLogger(__name__)

@@ -82,7 +82,7 @@ def delay(value: Any, file: Values) -> Outcome:
 def sentences(value: Any, file: Values) -> Outcome:
     """Returns the texts. Beside one may stand a speaker and a language."""
     if isinstance(value, list):
-        value = [one[0] if isinstance(one, list) and one else one for one in value]
+        value = [text[0] if isinstance(text, list) and text else text for text in value]
     return {"test_sentences": value}
 
 

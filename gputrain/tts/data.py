@@ -16,19 +16,12 @@ from gputrain.engine.stop import format_duration
 from gputrain.hw.plan import MOST_GRAPHED_SHAPES
 from gputrain.hw.ranks import Ranks
 from gputrain.hw.runtime import Runtime
-from gputrain.planner.kind_work import (
-    TrainingStart,
-)
+from gputrain.planner.kind_work import TrainingStart
 from gputrain.session import log_start
 from gputrain.speech.buckets import Buckets, ClipBatch, ClipSize, Speech, buckets_of, open_speech
 from gputrain.speech.config import HOP_SIZE
 from gputrain.speech.store import SpeechFormat
-from gputrain.speech.training import (
-    SpeechTraining,
-    size_of_clip,
-    speaking_rate,
-    synthetic_bucket,
-)
+from gputrain.speech.training import SpeechTraining, size_of_clip, speaking_rate, synthetic_bucket
 from gputrain.tts.architecture import VoiceArchitecture, voice_architecture
 from gputrain.tts.config import PlannedSpeech, TrainTts
 from gputrain.tts.evaluate import HeldOutClips, Recogniser, open_recogniser

@@ -114,7 +114,7 @@ class _Spline(torch.autograd.Function):
         found = _Bin(*parts)
         index_1, shares_2K = found[:2]
         _, _, width, height, slope, next_slope = found.parts()
-        there, of_log = (torch.where(inside, one, 0) for one in (outer, of_log))
+        there, of_log = (torch.where(inside, gradient, 0) for gradient in (outer, of_log))
         steepness, rest = height / width, 1 - place
         both, squared, turn = place * rest, place**2, rest - place
         # Gradients of the fraction's two sides, of the slope's polynomial, and of what these are made of.

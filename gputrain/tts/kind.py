@@ -14,13 +14,7 @@ from gputrain import kinds
 from gputrain.audio.config import ClipEvaluation
 from gputrain.planner.kind_work import SLOW_TO_COMPILE, KindWork, PlannedTraining, StepTraits, SyntheticWork
 from gputrain.speech.config import HOP_SIZE
-from gputrain.speech.data_commands import (
-    PREPARED_SPEECH,
-    RATE_HZ,
-    prepare_command,
-    validate_command,
-    write_demo_speech,
-)
+from gputrain.speech.data_commands import PREPARED_SPEECH, RATE_HZ, prepare_command, validate_command, write_demo_speech
 from gputrain.tts import coqui
 from gputrain.tts.config import (
     PUBLISHED,

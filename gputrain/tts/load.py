@@ -129,7 +129,7 @@ def start_from(
         tables.append(("speakers", SPEAKERS, tuple(speakers), origin.speakers))
     for part, name, wanted, known in tables:
         new = _take_rows(voice.state_dict()[name], wanted, origin.voice.get(name), known)
-        new = [one for one in new if part != "symbols" or one in spoken]
+        new = [name for name in new if part != "symbols" or name in spoken]
         reinitialised += [f"{part}: {' '.join(new)}"] if new else []
     return reinitialised
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from gputrain.asr.decode import GreedyDecoder, Spelled, words_of
+from gputrain.asr.load import GreedyDecoder, Spelled, words_of
 from gputrain.speech.subtitles import TimedWord
 from gputrain.speech.text.vocabulary import Vocabulary
 from tests.tables import each_row

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from gputrain.asr import evaluate
-from gputrain.asr.decode import comparable
 from gputrain.asr.evaluate import (
     RecognisedClip,
     confusions,
@@ -20,7 +19,7 @@ from gputrain.asr.evaluate import (
     report_of,
 )
 from gputrain.asr.export import text_of
-from gputrain.asr.load import Recogniser, load_recogniser
+from gputrain.asr.load import Recogniser, comparable, load_recogniser
 from gputrain.audio.io import from_int16
 from gputrain.data_in.split import HELD_OUT_SHARE
 from gputrain.errors import UserError

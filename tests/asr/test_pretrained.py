@@ -12,18 +12,16 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from gputrain.asr.config import TrainAsr
+from gputrain.asr.data import init_weights, initial_normalizes, recogniser_architecture
 from gputrain.asr.export import text_of
-from gputrain.asr.initialise import init_weights, initial_normalizes, recogniser_architecture
 from gputrain.asr.load import load_recogniser
-from gputrain.asr.model import logits
-from gputrain.asr.pretrained import _set_norms, is_pretrained, local_recogniser, open_pretrained
+from gputrain.asr.pretrained import is_pretrained, local_recogniser, open_pretrained
 from gputrain.asr.recipe import RecogniserRecipe
 from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.fetch.names import TrainedModel, kind_of
 from gputrain.speech.buckets import ClipSize
 from tests.asr.models import (
-    SIZES,
     VOCABULARY,
     W2V_BERT,
     change_json,
@@ -292,63 +290,6 @@ def test_a_w2v_bert_that_was_only_pretrained_is_a_start(tmp_path):
     own = recipe.model.state_dict()
     assert len(own) == len(given) > 60
     assert all(torch.equal(own[name], given[name]) for name in own if "lm_head" not in name)
-
-
-def test_an_omniasr_model_is_an_xls_r_by_other_names(tmp_path):
-    transformers = pytest.importorskip("transformers", minversion="5.24")
-    torch.manual_seed(0)
-    audio = {name: SIZES[name] for name in SIZES} | {"hidden_act": "gelu", "layerdrop": 0.0}
-    stock = transformers.OmniASRForCTC(transformers.OmniASRCTCConfig(vocab_size=40, audio_config=audio)).eval()
-    torch.nn.init.normal_(stock.model.audio_tower.encode_positions.conv.weight, std=0.3)
-    torch.nn.init.normal_(stock.ctc_head.weight)
-    stock.save_pretrained(tmp_path / "omniasr")
-    found = open_pretrained(tmp_path / "omniasr")
-    assert found.vocabulary is None
-    model, missing = found.load()
-    assert missing == []
-    wave_BL, samples = torch.randn(2, 9999, dtype=torch.float64), (9999, 4000)
-    wave_BL[1, 4000:] = 0
-    inside_BL = torch.arange(9999) < torch.tensor(samples)[:, None]
-    theirs = stock.double()(wave_BL[:, None], padding_mask=inside_BL.long()).logits
-    _set_norms(model.double().eval().wav2vec2.encoder.pos_conv_embed.conv.parametrizations.weight)  # They were in fp32.
-    ours = logits(model, wave_BL, torch.tensor([30, 12]))
-    assert theirs.std() > 0.1
-    for row, frames in enumerate((30, 12)):
-        assert (ours[row, :frames] - theirs[row, :frames]).abs().max() < 1e-10
-
-
-def test_tensors_of_omniasr_are_found_by_any_version(tmp_path):
-    """Written as transformers 5.24 does, whose convolution of positions has no norms, in parts."""
-    names = {
-        "wav2vec2.feature_extractor.": "model.audio_tower.subsampling.", "lm_head.": "ctc_head.",
-        "wav2vec2.feature_projection.": "model.audio_tower.subsampling.", "wav2vec2.encoder.": "model.audio_tower.",
-        "pos_conv_embed.": "encode_positions.",
-    }  # fmt: skip
-    given = tiny_model(hidden_act="gelu", feat_extract_activation="gelu")
-    dense = given.wav2vec2.encoder.pos_conv_embed.conv.weight.detach().clone()
-    weights = {"model.audio_tower.encode_positions.conv.weight": dense}
-    for name, tensor in given.state_dict().items():
-        for own, other in names.items():
-            name = name.replace(own, other)
-        if "parametrizations" not in name and "masked_spec" not in name:
-            weights[name] = tensor.clone()
-    for number, part in enumerate((dict(list(weights.items())[:9]), dict(list(weights.items())[9:]))):
-        save_file(part, tmp_path / f"model-0000{number + 1}-of-00002.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    config = {"model_type": "omniasr_ctc", "vocab_size": 30, "audio_config": {**SIZES, "hidden_act": "gelu"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    model, missing = open_pretrained(tmp_path).load()
-    assert missing == []
-    wave_BL = torch.randn(1, 5000)
-    assert (logits(model.eval(), wave_BL, None) - logits(given, wave_BL, None)).abs().max() < 1e-4
-    with pytest.raises(UserError, match=r"no vocab\.json"):
-        load_recogniser(tmp_path, CPU)
-
-
-@each_row("facebook/omniASR-CTC-300M", "facebook/omniASR_CTC_1B", "weights/omniASR-CTC-300M-v2.pt")
-def test_omniasr_in_the_form_of_fairseq2_is_refused(name):
-    with pytest.raises(UserError, match="form of fairseq2"):
-        local_recogniser(name)
 
 
 @each_row("model.safetensors", "config.json", "vocab.json")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gputrain.asr.config import TrainAsr
-from gputrain.asr.initialise import init_weights
+from gputrain.asr.data import init_weights
 from gputrain.asr.model import base_of, logits
 from gputrain.asr.recipe import RecogniserRecipe
 from gputrain.config import assemble

@@ -9,7 +9,7 @@ import torch
 
 from gputrain.asr.export import text_of
 from gputrain.asr.load import load_recogniser
-from gputrain.asr.tokenizer import format_languages, read_tokenizer
+from gputrain.asr.pretrained import format_languages, read_tokenizer
 from gputrain.errors import UserError
 from tests.asr.models import change_json, tiny_model, transformers_folder, written_by_transformers
 from tests.tables import each_row

@@ -13,9 +13,8 @@ import torch
 
 from gputrain.asr import architecture
 from gputrain.asr.config import TrainAsr
-from gputrain.asr.data import fill_buckets
+from gputrain.asr.data import fill_buckets, recogniser_architecture
 from gputrain.asr.evaluate import HeldOutSpeech
-from gputrain.asr.initialise import recogniser_architecture
 from gputrain.asr.kind import AsrWork
 from gputrain.asr.load import load_recogniser
 from gputrain.config import assemble

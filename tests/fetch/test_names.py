@@ -8,7 +8,7 @@ import yaml
 
 from gputrain.asr.config import PUBLISHED as ASR
 from gputrain.asr.config import TrainAsr
-from gputrain.asr.initialise import is_own
+from gputrain.asr.data import is_own
 from gputrain.config import assemble, flatten, to_yaml
 from gputrain.errors import UserError
 from gputrain.fetch.hub import HubName
