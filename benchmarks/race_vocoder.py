@@ -10,7 +10,7 @@ discriminators, the same crops in the same order, one thread and equal CPU secon
 - `peer`: the task of its configs/nsf_hifigan_fast.yaml (vocoder_peer.py) with the training settings of that file: Muon
   at 2e-4, mel and STFT losses, the discriminators stepping first. Its loader's change of loudness is its own.
 - `ours`: the recipe of train-vocoder with its default settings; the moving average is evaluated, which is what a user
-  gets. "ours+step_order=alternating" and other options of train-vocoder are sides too; with "+emulated=fp16" at its
+  gets. "ours+use_stftloss=false" and other options of train-vocoder are sides too; with "+emulated=fp16" at its
   end, a side computes as a GPU without bf16 does under autocast, with loss scaling (precision.py).
 
 Evaluated are held-out clips, resynthesised from their mels and pitches (race_sound.py): librosa's mel, wideband PESQ if

@@ -61,8 +61,8 @@ MEDIANS = (
 )  # fmt: skip
 DIFFERENCES = (
     "Phases: the peer steps the discriminators first, so that the generator meets the stepped ones; ours steps both "
-    "from the same passes, so that the generator meets the ones before the step (step_order simultaneous, which our "
-    "configuration files name). The check steps neither.",
+    "from the same passes, so that the generator meets the ones before the step. The "
+    "check steps neither.",
     "Discriminators' loss: 0.5 (real + fake) in ours and in the peer's fast task, real + fake in its other task.",
     "fast_mpd: at a length that is no multiple of period and strides, the peer cuts the wave's end off, ours reflects "
     "it. In the check ours is cut too; losses_as_trained are those without the cut.",

@@ -52,7 +52,6 @@ class Key:
     null_is: object = NOTHING  # Value that null stands for.
     of: Sequence[Command] = TRAIN
     fate: Literal["honoured", "met", "refused"] = "honoured"
-    weak: Sequence[str] = ()  # Those of `options` that a key of their own overrides.
 
     @property
     def is_ignored(self) -> bool:
@@ -83,17 +82,16 @@ def choice(
     why: str,
     instead: str,
     prefix: str = "",
-    weak: Sequence[str] = (),
     **facts: Any,
 ) -> Key:
-    """Returns a key with few values, with or without `prefix`, each of which stands for options; others are refused.
-    The file may set options in `weak` itself."""
+    """Returns a key with few values, with or without `prefix`, each of which stands for options; others are
+    refused."""
 
     def convert_value(value: Any, file: Values) -> Outcome:
         value = value.removeprefix(prefix) if isinstance(value, str) else value
         if not isinstance(value, (str, int)) or isinstance(value, bool) or value not in choices:
             raise UserError(why, hint=instead)
-        return {option: one for option, one in choices[value].items() if not (option in weak and option in file)}
+        return choices[value]
 
     names = {option for options in choices.values() for option in options}
     values: dict[str, Any] = {}  # The first of equivalent values.
@@ -101,9 +99,7 @@ def choice(
         values.setdefault(as_typed(options), value)
     words = "; ".join(f"`{value}`: {options}" for options, value in values.items())
     remark = f"Anything else is refused: {why}."
-    for option in weak:
-        remark += f" A key `{option}` takes precedence."
-    return Key(name, convert_value, sorted(names), words, remark, weak=weak, **facts)
+    return Key(name, convert_value, sorted(names), words, remark, **facts)
 
 
 def as_typed(options: Mapping[str, object]) -> str:

@@ -56,29 +56,6 @@ def discriminator_terms(
             yield Term(kind, passes.fake(discriminator, fake_B1T) / fake_items, phase="discriminator")
 
 
-def generator_terms(
-    discriminators: Mapping[str, Iterable[nn.Module]],
-    real_B1T: Tensor,
-    made_B1T: Tensor,
-    real_items: float,
-    made_items: float,
-    *,
-    passes: "DiscriminatorPasses | None" = None,
-) -> Iterator[Term | BatchStat]:
-    """Yields the terms that train the generator alone, with discriminators that do not learn meanwhile; as those of
-    `adversarial_terms` otherwise."""
-    passes = passes or UNCOMPILED_PASSES
-    for kind, members in discriminators.items():
-        for discriminator in members:
-            with torch.no_grad():
-                _, targets = passes.real(discriminator, real_B1T)
-            adversarial, matching = passes.generator(discriminator, made_B1T, *targets)
-            del targets  # They are not needed in memory together with the graph.
-            matching = FEATURE_WEIGHT * matching / real_items
-            yield BatchStat(f"{kind}_features", matching.detach())
-            yield Term(kind, adversarial / made_items + matching, inputs=(made_B1T,))
-
-
 def adversarial_terms(
     discriminators: Mapping[str, Iterable[nn.Module]],
     real_B1T: Tensor,
@@ -173,7 +150,6 @@ class DiscriminatorPasses(NamedTuple):
 
     real: Callable[..., tuple[Tensor, list[Tensor]]]
     fake: Callable[..., Tensor]
-    generator: Callable[..., tuple[Tensor, Tensor]]
     made: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
     @classmethod
@@ -184,10 +160,10 @@ class DiscriminatorPasses(NamedTuple):
             by_convolutions = isinstance(discriminator, ConvolutionalDiscriminator)
             return (real_pass if by_convolutions else compiled)(discriminator, real_B1T)
 
-        return cls(real, compile(fake_pass), compile(generator_pass), compile(generated_pass))
+        return cls(real, compile(fake_pass), compile(generated_pass))
 
 
-UNCOMPILED_PASSES = DiscriminatorPasses(real_pass, fake_pass, generator_pass, generated_pass)
+UNCOMPILED_PASSES = DiscriminatorPasses(real_pass, fake_pass, generated_pass)
 
 
 def losses_of_generated_waves(

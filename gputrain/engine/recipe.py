@@ -1,6 +1,6 @@
 """The contract between a model and the engine: a Recipe, whose step groups yield the terms of its losses."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,7 +22,6 @@ class Term:
     value: Tensor
     weight: float | Tensor = 1.0
     phase: str = ""  # The phase of the group that the term belongs to; default: the first.
-    inputs: Sequence[Tensor] = ()  # Leaves that receive gradients; default: all that require one.
 
 
 @dataclass(frozen=True)

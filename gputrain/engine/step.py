@@ -125,8 +125,7 @@ def back_propagate(state: TrainState, group: StepGroup, terms: Iterable[Yielded]
                     values.append(value)
                 add_value(sums[phase].losses, term.name, term.value.detach())
             if values:
-                inputs = [leaf for term in together for leaf in term.inputs] or None
-                torch.autograd.backward(values, inputs=inputs)
+                torch.autograd.backward(values)
 
 
 def unfreeze_only(group: StepGroup, recipe: Recipe) -> None:

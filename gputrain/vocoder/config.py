@@ -17,7 +17,7 @@ from gputrain.audio.config import (
 )
 from gputrain.bench.options import BenchOptions, BenchSettings, MeasuredFile
 from gputrain.config import ModelName, config, opt
-from gputrain.engine.schedule import SEVERAL, STEP_ORDER_HELP, StepOrder
+from gputrain.engine.schedule import SEVERAL
 from gputrain.errors import UserError
 from gputrain.fetch.names import TrainedModel
 from gputrain.hw.plan import Cards, DeviceName, Hardware
@@ -216,7 +216,6 @@ class Losses:
     )
     pc_aug_rate: float = opt(default=0.5, help="Share of the crops that pc_aug changes.", min=0.01, max=1)
     pc_aug_key: float = opt(default=5.0, help="Largest shift of pc_aug, in semitones.", min=0.01, max=24)
-    step_order: StepOrder = opt(default="simultaneous", help=STEP_ORDER_HELP)
     discriminator_start: int = opt(
         default=0, help="Step at which the discriminators start; before, only mel and STFT losses are applied.", min=0
     )
@@ -266,6 +265,7 @@ class VocoderSaving(SoundSaving):
 class TrainVocoder:
     kind: ClassVar[str] = "vocoder"
     spellings: ClassVar[dict[str, str]] = SPELLINGS
+    removed: ClassVar[dict[str, object]] = {"step_order": "simultaneous"}
 
     data: Data
     spectrogram: Spectrogram = Spectrogram()

@@ -108,18 +108,15 @@ def _over(file: File, base: File) -> File:
     keys in blocks that become the same option, such as `lr` and `generater_optimizer_args.lr`."""
     given = {one for name in file.values if "." not in name for one in options_of_key(name)}
     left = {
-        name: value
-        for name, value in base.values.items()
-        if name in file.values or not given & options_of_key(name, with_weak=False)
+        name: value for name, value in base.values.items() if name in file.values or not given & options_of_key(name)
     }
     return File({**left, **file.values}, {**base.origins, **file.origins})
 
 
-def options_of_key(name: str, *, with_weak: bool = True) -> set[tuple[Command, str]]:
-    """Returns the commands and options that a key may become, with or without its weak ones."""
+def options_of_key(name: str) -> set[tuple[Command, str]]:
+    """Returns the commands and options that a key may become."""
     if key := known_keys().get(name):
-        options = set(key.options) - (set() if with_weak else set(key.weak))
-        return {(command, option) for command in key.of for option in options}
+        return {(command, option) for command in key.of for option in key.options}
     if name in SWITCHES.leave:
         return {("train", SWITCHES.option)}
     return {(command, OURS[command][name].name) for command in BOTH if name in OURS[command]}

@@ -10,7 +10,7 @@ Shapes: B items, 1 channel, T samples, M mel bands, F frames; W generated waves,
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -65,8 +65,7 @@ class VocoderBatch:
 
 
 class VocoderRecipe:
-    """Trains the generator and the discriminators in one step group, with the same waves and discriminator outputs, or,
-    with alternating steps, in a group each."""
+    """Trains the generator and the discriminators in one step group, with the same waves and discriminator outputs."""
 
     kind, unit = "vocoder", "crops"
 
@@ -88,11 +87,10 @@ class VocoderRecipe:
             self.ema = Ema(self.generator, average, schedule.ema_decay)
             self.modules["ema"] = self.ema
         self._flops: dict[tuple[bool, bool], float] = {}  # FLOPs of one item, by the active phases.
-        self.step_groups = self._step_groups()
+        self.step_groups = [self._step_group()]
         self._compile()
 
-    def _step_groups(self) -> list[StepGroup]:
-        """Returns the phases, together in one group or, with alternating steps, the discriminators' first."""
+    def _step_group(self) -> StepGroup:
         schedule = self.settings.schedule
         frozen = functools.partial(frozen_parameters, self.settings.model.frozen_params)
         optimizer = self._optimizer(self.generator, schedule.generator_optimizer, schedule.weight_decay, schedule.betas)
@@ -110,13 +108,7 @@ class VocoderRecipe:
             shared_weights, self.generator, self.discriminators, dtype=self.runtime.dtype,
             without_autocast=self.generator.computing_in_fp32(), stacked=self.runtime.kernel_device == "cuda",
         )  # fmt: skip
-        step_group = functools.partial(StepGroup, step_context=weights_once, graph_key=self._active)
-        if self.losses.step_order == "alternating":
-            return [
-                step_group((discriminator,), self.discriminator_loss),
-                step_group((generator,), self.generator_loss),
-            ]
-        return [step_group((generator, discriminator), self.loss)]
+        return StepGroup((generator, discriminator), self.loss, weights_once, self._active)
 
     def _compile(self) -> None:
         runtime = self.runtime
@@ -177,42 +169,21 @@ class VocoderRecipe:
     # ------------------------------------------------------------------------------------------------------- one step
 
     def loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:
-        """Yields the terms of one GAN step, in which generator and discriminators learn from the same waves."""
-        if self._generator_learns(step):
-            yield from self._generator_terms(batch, step, losses.adversarial_terms)
-        else:  # Only the discriminators are warmed up, so that the waves need no graph.
-            yield from self.discriminator_loss(batch, step)
-
-    def discriminator_loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:
-        """Yields the terms of the discriminators alone."""
-        if self._discriminators_learn(step):
-            with torch.no_grad():
-                made_W1T = at_least_fp32(self.generate(batch))
-            yield from losses.discriminator_terms(
-                self.by_kind, batch.real_B1T, made_W1T, batch.global_items, batch.global_waves, passes=self.passes
-            )
-
-    def generator_loss(self, batch: VocoderBatch, step: int) -> Iterator[Yielded]:
-        """Yields the terms of the generator alone, whose waves are generated again, with a graph."""
-        if self._generator_learns(step):
-            yield from self._generator_terms(batch, step, losses.generator_terms)
-
-    def _generator_terms(
-        self, batch: VocoderBatch, step: int, adversarial_terms: Callable[..., Iterator[Yielded]]
-    ) -> Iterator[Yielded]:
-        """Yields the terms of generated waves in the order of the paper. `adversarial_terms` are those of audio.losses
-        that train the discriminators, too, or those of the generator alone.
+        """Yields the terms of one GAN step, in which generator and discriminators learn from the same waves.
 
         Every loss is back-propagated as soon as it is yielded, onto a detached copy of the waves: so only one
         discriminator's graph is in memory at a time. Last, the gradient of the copy goes through the generator, once.
         """
+        if not self._generator_learns(step):
+            yield from self._discriminator_terms(batch, step)
+            return
         waves_W1T = self.generate(batch)
         made_W1T = at_least_fp32(waves_W1T.detach()).requires_grad_()
 
         if self._discriminators_learn(step):
             # For each discriminator: its own loss of real and generated waves, then the generator's adversarial loss
             # and feature matching, which share the pass over generated waves.
-            yield from adversarial_terms(
+            yield from losses.adversarial_terms(
                 self.by_kind, batch.real_B1T, made_W1T, batch.global_items, batch.global_waves, passes=self.passes
             )
 
@@ -220,6 +191,15 @@ class VocoderRecipe:
 
         assert made_W1T.grad is not None
         yield ChainGradients((waves_W1T,), (made_W1T.grad.to(waves_W1T.dtype),))
+
+    def _discriminator_terms(self, batch: VocoderBatch, step: int) -> Iterator[Term]:
+        """Yields the terms of the discriminators alone, whose warm-up needs no graph of the waves."""
+        if self._discriminators_learn(step):
+            with torch.no_grad():
+                made_W1T = at_least_fp32(self.generate(batch))
+            yield from losses.discriminator_terms(
+                self.by_kind, batch.real_B1T, made_W1T, batch.global_items, batch.global_waves, passes=self.passes
+            )
 
     def reconstruction_terms(self, made_W1T: Tensor, batch: VocoderBatch) -> Iterator[Term]:
         """Yields the distances of generated waves to the recordings. A further one is another Term of the pairs here,

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from gputrain.audio.config import Mel
-from gputrain.audio.f0 import FLOOR_HZ, Method, default_method, f0, interpolated, pitch_beyond, require_tracker
+from gputrain.audio.f0 import Method, default_method, f0, interpolated, pitch_beyond, require_tracker
 from gputrain.audio.io import HOW_TO_CONVERT, read_sound, resample
-from gputrain.audio.mel import log_mel, mel_bank
+from gputrain.audio.mel import log_mel
 from gputrain.audio.prepare import SILENCE
 from gputrain.audio.weight_norm import cached_weights
 from gputrain.data_in.containers import SOUNDS
@@ -180,18 +180,9 @@ DECLARED = {
     "hop_size": "hop_size", "hop_length": "hop_size",
 }  # fmt: skip
 
-# Factors that make a natural logarithm of amplitudes of the usual forms of a mel.
-NATURAL, DECIMAL = "a natural logarithm of amplitudes", "a decimal logarithm"
-MEL_UNITS = {
-    NATURAL: 1.0, DECIMAL: math.log(10), "a natural logarithm of power": 0.5, "a logarithm to base 2": math.log(2),
-    "in decibels": math.log(10) / 20,
-}  # fmt: skip
 LOWEST_MEL, QUIET_MEL = -13.0, -3.0  # The lowest value lies between them; acoustic models go a little below ln(1e-5).
 LOUDEST_MEL = 3.5  # A square wave at full scale has 3.2, in a window of the usual size.
-DECADES = 5.05  # A mel begins at 1e-5.
-LOWEST_HZ, HIGHEST_HZ = 20.0, 3000.0  # No voice is outside of it.
-HIGHEST_MIDI = 96.0
-LOUDER = 2.0  # By so much, 17 dB, a tone exceeds what is below it.
+LOWEST_HZ, HIGHEST_HZ = 40.0, 3000.0  # The median pitch of no voice is outside of it.
 
 Numbers = npt.NDArray[Any]
 
@@ -262,55 +253,30 @@ class VocoderInputReader:
             if bad_F.any():
                 raise UserError(f"{path}: {name} is {kinds} in frame {int(bad_F.argmax())}")
         mel_MF, f0_F = np.ascontiguousarray(mel_MF[:, :frames]), f0_F[:frames]
-        if fault := unit_of_mel(mel_MF, self.mel):
-            raise UserError(f"{path}: {fault[0]}", hint=fault[1])
-        if unit := unit_of_pitch(f0_F, mel_MF, self.mel):
-            raise UserError(f"{path}: f0 is likely {unit}", hint="store it in Hz, and 0 where a frame is unvoiced")
+        check_units(path, mel_MF, f0_F, self.mel)
         return VocoderInput(torch.from_numpy(mel_MF), torch.from_numpy(f0_F), frames * self.mel.hop_size)
 
 
-def unit_of_mel(mel_MF: Numbers, mel: Mel) -> tuple[str, str] | None:
-    """Returns what is wrong with the range of a mel, and what to do; None for the natural logarithm of amplitudes: it
-    is at least ln(1e-5), quiet somewhere, and at most that of a square wave."""
+def check_units(path: Path, mel_MF: Numbers, f0_F: Numbers, mel: Mel) -> None:
+    """Raises UserError if a mel cannot be the natural logarithm of amplitudes, or a pitch cannot be in Hz.
+
+    That logarithm is at least ln(1e-5), quiet somewhere, and at most that of a square wave. Where it is neither quiet
+    nor loud, it would be of steady noise, and is rather a decimal logarithm.
+    """
     low, high = float(mel_MF.min()), float(mel_MF.max())
     highest = LOUDEST_MEL + math.log(mel.win_size / Mel.win_size)
-    units = {
-        name: factor for name, factor in MEL_UNITS.items()
-        if LOWEST_MEL <= factor * low <= QUIET_MEL and factor * high <= highest
-    }  # fmt: skip
-    if low > -DECADES and DECIMAL in units:  # Natural logarithms neither quiet nor loud would be of steady noise.
-        units = {DECIMAL: MEL_UNITS[DECIMAL]}
-    if NATURAL in units:
-        return None
-    found = list(units) or ["no logarithm" if low >= 0 else "scaled"]
-    do = " or ".join(f"by {factor:.5g}" for factor in units.values())
-    fault = f"the mel, from {low:.3g} to {high:.3g}, is likely {' or '.join(found)}, not {NATURAL}"
-    return fault, f"multiply it {do}" if do else "store ln(max(amplitude, 1e-5)) of its bands"
-
-
-def unit_of_pitch(f0_F: Numbers, mel_MF: Numbers, mel: Mel) -> str:
-    """Returns the unit that a pitch likely has instead of Hz, or "". Numbers of MIDI, which may also be Hz of a bass,
-    are recognised by the mel, which holds little below the pitch that they mean."""
-    is_voiced = f0_F > 0
-    pitch_V = f0_F[is_voiced]
-    if not len(pitch_V):
-        return ""
-    middle, high = float(np.median(pitch_V)), float(np.percentile(pitch_V, 95))
-    if high < LOWEST_HZ:
-        return "a flag of voiced frames" if high <= 1 else "a logarithm of the pitch"
-    if f0_F.min() == 1 and f0_F.max() < 256 and not (f0_F % 1).any():
-        return "in the bins of a coarse pitch, 1 where a frame is unvoiced"
-    if middle > HIGHEST_HZ or high > HIGHEST_MIDI or middle < FLOOR_HZ:
-        return "in cents" if middle > HIGHEST_HZ else "" if high > HIGHEST_MIDI else "in numbers of MIDI"
-    meant_V = 440 * 2 ** ((pitch_V - 69) / 12)
-    centres_M1 = mel_bank(mel, torch.device("cpu")).argmax(dim=1).numpy()[:, None] * mel.sampling_rate / mel.n_fft
-    below_V, at_V = (
-        np.where((low * meant_V < centres_M1) & (centres_M1 < top * meant_V), mel_MF[:, is_voiced], LOWEST_MEL).max(
-            axis=0
+    is_decimal = low > -5.05 and math.log(10) * high <= highest
+    if is_decimal or not LOWEST_MEL <= low <= QUIET_MEL or high > highest:
+        raise UserError(
+            f"{path}: the mel, from {low:.3g} to {high:.3g}, is likely no natural logarithm of amplitudes",
+            hint="store ln(max(amplitude, 1e-5)) of its bands; a decimal logarithm times 2.3026 is one",
         )
-        for low, top in ((0.0, 0.7), (0.8, 1.25))
-    )
-    return "in numbers of MIDI" if float(np.median(at_V - below_V)) > LOUDER else ""
+    middle_hz = float(np.median(f0_F[f0_F > 0])) if (f0_F > 0).any() else LOWEST_HZ
+    if not LOWEST_HZ <= middle_hz <= HIGHEST_HZ:
+        raise UserError(
+            f"{path}: f0, with a median of {middle_hz:.3g}, is likely not in Hz",
+            hint="store it in Hz, and 0 where a frame is unvoiced",
+        )
 
 
 def _arrays(path: Path, expected: Mel) -> tuple[Numbers, Numbers]:

@@ -353,7 +353,7 @@ def test_nothing_of_a_discriminator_outlives_its_term():
                 torch.autograd.backward([one.value for one in term.terms])
                 assert [x() for x in seen] == [None] * len(seen)
             elif isinstance(term, Term):
-                torch.autograd.backward(term.value, inputs=term.inputs or None)
+                torch.autograd.backward(term.value)
                 assert [x() for x in seen] == [None] * len(seen)
         assert len(seen) == 2 * passes * 3
 

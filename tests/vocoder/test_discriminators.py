@@ -191,7 +191,7 @@ def back_propagated(kind, discriminators, real, made, items):
             torch.autograd.backward([one.value for one in term.terms])
             yield from term.terms
         elif isinstance(term, Term):
-            torch.autograd.backward(term.value, inputs=term.inputs or None)
+            torch.autograd.backward(term.value)
             yield term
 
 

@@ -183,20 +183,6 @@ def test_files_like_openvpis_own(tmp_path, caplog):
     assert (tuned.losses.pc_aug, tuned.losses.pc_aug_key) == (True, 12)
 
 
-def test_the_order_of_steps_is_the_tasks_unless_a_key_says_otherwise(tmp_path):
-    configs = like_openvpis(tmp_path)
-    for name, kinds in (("base_hifi", ("msd", "mpd")), ("nsf_hifigan_fast", ("fast_mrd", "fast_mpd"))):
-        over = {"base_config": f"configs/{name}.yaml"}
-        alternating = training(over, configs)
-        assert (alternating.losses.step_order, alternating.discriminators.discriminators) == ("alternating", kinds)
-        chosen = training({**over, "step_order": "simultaneous"}, configs)
-        assert (chosen.losses.step_order, chosen.discriminators.discriminators) == ("simultaneous", kinds)
-    for path in (STANDARD, FAST):  # Our own files name their order.
-        assert training({"base_config": path.name}, tmp_path).losses.step_order == "simultaneous"
-        over = {"base_config": path.name, "task_cls": "training.nsf_HiFigan_task.nsf_HiFigan"}
-        assert training(over, tmp_path).losses.step_order == "alternating"
-
-
 def test_a_file_over_one_that_comes_along(tmp_path):
     """Keys outside of a block override the base's block, and the guide's spellings are accepted."""
     made = training(
@@ -281,7 +267,7 @@ def test_a_file_goes_before_its_base_for_the_command_that_it_means(tmp_path):
             "task_cls": "nsf_HiFigan_task.nsf_HiFigan",
             "model_args": {"fast_mpd_periods": [2, 3], "discriminator_periods": [5]},
         },
-        {"discriminators": ("msd", "mpd"), "step_order": "alternating", "discriminator_periods": (5,)},
+        {"discriminators": ("msd", "mpd"), "discriminator_periods": (5,)},
     ),
     (
         {
@@ -355,7 +341,7 @@ def test_frozen_parameters_and_the_one_step_task(tmp_path):
     assert "frozen_params" not in translate({**freezes, "freezing_enabled": False}, path, of="train")
     one_step = {"task_cls": "training.nsf_HiFigan_task_one_step_gan.nsf_HiFigan", "gan_d_scale": 1}
     found = translate(one_step, path, of="train")
-    assert found == {"discriminators": ("msd", "mpd"), "step_order": "simultaneous", "use_stftloss": False}
+    assert found == {"discriminators": ("msd", "mpd"), "use_stftloss": False}
 
 
 @each_row(

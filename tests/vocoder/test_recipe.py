@@ -64,7 +64,6 @@ VARIANTS = {
         "mini_nsf": True, "noise_sigma": 0.1, "pc_aug": True, "pc_aug_rate": 0.4, "key_aug": True, "use_stftloss": True,
     },
 }  # fmt: skip
-ALTERNATING = {"step_order": "alternating"}
 VARIANT = pytest.mark.parametrize("variant", VARIANTS)
 
 
@@ -102,9 +101,7 @@ def go_on(state: TrainState, steps: range, lr: float = 1e-3) -> None:
     "changes",
     [
         VARIANTS["fast"],
-        slow(ALTERNATING),
         *(slow(VARIANTS[name]) for name in ("plain", "all augmentations")),
-        slow(VARIANTS["all augmentations"] | ALTERNATING),
     ],
 )
 def test_any_split_gives_the_same_weights(changes, tmp_path):
@@ -158,57 +155,6 @@ def test_one_by_one_is_one_sum_in_the_recipe(variant, dtype, bound, tmp_path):
         at_once = torch.cat([gradient.flatten() for gradient in torch.autograd.grad(value, parameters)])
         assert at_once.norm() > 1e-4
         assert (gathered - at_once).norm() / at_once.norm() < bound
-
-
-def test_alternating_steps_have_the_gradients_of_simultaneous_ones_behind_the_discriminators_step(tmp_path):
-    """The discriminators' gradients are those of simultaneous steps; the generator's are those with the discriminators
-    that have stepped."""
-    alternating, other = begin(tmp_path, **ALTERNATING), begin(tmp_path)
-    recipe, reference = alternating.recipe, other.recipe
-    batch = recipe.prepare(sounds(recipe.settings, 0), 0)
-    first, second = recipe.step_groups
-    assert [phase.name for group in (first, second) for phase in group.phases] == ["discriminator", "generator"]
-    (both,) = reference.step_groups
-    gradients(other, both, batch, 1, 0)
-    sums = gradients(alternating, first, batch, 1, 0)
-    assert set(sums["discriminator"].losses) == {"fast_mrd", "fast_mpd"}
-    found, expected = (gradient_of(one.discriminators) for one in (recipe, reference))
-    assert (found - expected).norm() / expected.norm() < 1e-13
-    assert all(parameter.grad is None for parameter in recipe.generator.parameters())
-    before = gradient_of(reference.generator)
-    with torch.no_grad():
-        for one in (recipe, reference):
-            for parameter in one.discriminators.parameters():
-                parameter.sub_(0.1 * parameter.grad.sign() * parameter.abs())
-                parameter.grad = None
-            one.generator.zero_grad()
-    gradients(other, both, batch, 1, 0)
-    sums = gradients(alternating, second, batch, 1, 0)
-    assert {"mel", "fast_mrd", "fast_mpd"} == set(sums["generator"].losses)
-    assert set(sums["generator"].statistics) == {"fast_mrd_features", "fast_mpd_features"}
-    found, expected = (gradient_of(one.generator) for one in (recipe, reference))
-    assert (found - expected).norm() / expected.norm() < 1e-13
-    assert (before - expected).norm() / expected.norm() > 1e-3
-    assert all(parameter.grad is None for parameter in recipe.discriminators.parameters())
-
-
-def gradient_of(module) -> torch.Tensor:
-    return torch.cat([parameter.grad.flatten() for parameter in module.parameters()])
-
-
-def test_with_alternating_steps_the_discriminators_learn_alone_at_first(tmp_path):
-    state = begin(tmp_path, discriminator_only_steps=1, ema_decay=0, **ALTERNATING)
-    start = weights(state.recipe)
-    go_on(state, range(1))
-    moved = {
-        name.partition(".")[0] for name, value in weights(state.recipe).items() if not torch.equal(value, start[name])
-    }
-    assert moved == {"discriminators"}
-    go_on(state, range(1, 2))
-    moved = {
-        name.partition(".")[0] for name, value in weights(state.recipe).items() if not torch.equal(value, start[name])
-    }
-    assert moved == {"generator", "discriminators"}
 
 
 def test_a_resumed_training_is_the_undisturbed_one_bit_for_bit(tmp_path):

@@ -252,7 +252,6 @@ def test_features_that_cannot_be_sung(tmp_path: Path, changes: dict[str, Any], s
 
 
 def test_mels_and_pitches_in_other_units_are_told(tmp_path: Path) -> None:
-    """The pitch of a bass in Hz has the values of MIDI's, but another mel."""
     wave = np.concatenate([tone(1, 44100, 440), np.zeros(11264)]).astype(np.float32)
     mel_MF = log_mel(torch.from_numpy(wave)[None], MEL)[0].numpy()
     f0_F = np.full(mel_MF.shape[1], 440.0)
@@ -262,19 +261,15 @@ def test_mels_and_pitches_in_other_units_are_told(tmp_path: Path) -> None:
         (mel_MF, f0_F, ""),
         (bass_MF.numpy(), np.full_like(f0_F, 70.0), ""),
         (mel_MF - 0.4, np.zeros_like(f0_F), ""),
-        (mel_MF / np.log(10), f0_F, "likely a decimal logarithm, .*hint: multiply it by 2.3026"),
-        (20 / np.log(10) * mel_MF, f0_F, "likely in decibels, .*hint: multiply it by 0.11513"),
-        (2 * mel_MF, f0_F, "likely a natural logarithm of power, .*hint: multiply it by 0.5$"),
-        (mel_MF / np.log(2), f0_F, "or a logarithm to base 2, .*by 0.69315"),
-        (amplitude_MF, f0_F, "likely no logarithm, .*hint: store ln"),
-        ((mel_MF + 12) / 14, f0_F, "likely no logarithm, "),
-        ((mel_MF + 12) / 7 - 1, f0_F, "likely scaled, "),
-        (mel_MF, np.full_like(f0_F, 69.0), "f0 is likely in numbers of MIDI.*hint: store it in Hz"),
-        (mel_MF, np.full_like(f0_F, 33.0), "likely in numbers of MIDI"),
-        (mel_MF, np.log(f0_F), "likely a logarithm of the pitch"),
-        (mel_MF, np.ones_like(f0_F), "likely a flag of voiced frames"),
-        (mel_MF, 5700 + 0 * f0_F, "likely in cents"),
-        (mel_MF, np.where(np.arange(len(f0_F)) < 60, 115.0, 1.0), "likely in the bins of a coarse pitch"),
+        (mel_MF / np.log(10), f0_F, "from -5 to .* no natural logarithm of amplitudes; hint: store ln.*2.3026"),
+        (20 / np.log(10) * mel_MF, f0_F, "no natural logarithm"),
+        (2 * mel_MF, f0_F, "no natural logarithm"),
+        (mel_MF / np.log(2), f0_F, "no natural logarithm"),
+        (amplitude_MF, f0_F, "no natural logarithm"),
+        ((mel_MF + 12) / 7 - 1, f0_F, "no natural logarithm"),
+        (mel_MF, np.full_like(f0_F, 33.0), "f0, with a median of 33, is likely not in Hz; hint: store it in Hz"),
+        (mel_MF, np.log(f0_F), "not in Hz"),
+        (mel_MF, 5700 + 0 * f0_F, "not in Hz"),
     )
 
     def check(mel: np.ndarray[Any, Any], pitch: np.ndarray[Any, Any], said: str) -> None:

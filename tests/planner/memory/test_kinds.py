@@ -83,7 +83,7 @@ def planned(kind: str, changes: dict[str, Any]) -> tuple[Any, Any]:
         slow("vocoder", {"use_stftloss": True, **STFT}, False),
         slow("vocoder", {"key_aug": True, "ema_decay": 0}, False),
         slow("vocoder", {"discriminator_warmup_steps": 5}, False),
-        slow("vocoder", {"precision": "bf16"}, False), slow("vocoder", {"step_order": "alternating", **MINI}, True),
+        slow("vocoder", {"precision": "bf16"}, False), slow("vocoder", MINI, True),
         slow("tts", {}, False), slow("tts", {"preset": "medium", "speakers": 2}, True),
         slow("tts", {"preset": "high", "ema_decay": 0}, False), slow("tts", {"preset": "high"}, True),
         slow("tts", {"encoder_dropout": 0, "duration_dropout": 0}, False),
