@@ -236,7 +236,7 @@ fi
 
 say "checking this machine"
 checked=0
-.venv/bin/gputrain check-compatibility --quick || checked=$?
+.venv/bin/gputrain check-compatibility || checked=$?
 case $task in
     demo) exec .venv/bin/gputrain demo ;;
     test) exec .venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations=20 ;;

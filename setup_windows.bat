@@ -125,7 +125,7 @@ if not "%ERRORLEVEL%"=="0" goto failed
 
 :check
 >&2 echo setup: checking this machine
-.venv\Scripts\gputrain.exe check-compatibility --quick
+.venv\Scripts\gputrain.exe check-compatibility
 set "CHECKED=%ERRORLEVEL%"
 if "%TASK%"=="demo" goto demo
 if "%TASK%"=="test" goto test

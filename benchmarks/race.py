@@ -37,7 +37,7 @@ from gputrain.engine.state import TrainState
 from gputrain.engine.step import update
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
-from gputrain.hw.runtime import Runtime, apply, keep_freed_memory
+from gputrain.hw.runtime import Runtime, apply
 
 # 97.5 % quantile of Student's t distribution, by degrees of freedom.
 QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -107,7 +107,6 @@ class OurTraining:
     """Trains a recipe as `engine.train` does, without run folder and logs, and reads the data in this process."""
 
     def __init__(self, recipe: Recipe, settings: Any, runtime: Runtime, dataset: Any, step_items: int = 0) -> None:
-        keep_freed_memory()  # As open_session does.
         self.recipe, schedule = recipe, settings.schedule
         run = Run(Path(), Saving(), {}, "")
         self.state = TrainState.begin(recipe, schedule, runtime, run)

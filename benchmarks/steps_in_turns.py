@@ -41,7 +41,7 @@ import vocoder_vs_openvpi
 from gputrain.bench import runner, step_bench
 from gputrain.hw.plan import decide
 from gputrain.hw.probe import machine_facts, probe
-from gputrain.hw.runtime import apply, keep_freed_memory
+from gputrain.hw.runtime import apply
 from gputrain.tts.config import TrainTts
 from gputrain.vocoder.kind import VocoderWork
 
@@ -60,7 +60,6 @@ def main() -> None:
         if options.processes:
             found = in_processes(name, options.rounds)
         else:
-            keep_freed_memory()
             with tempfile.TemporaryDirectory() as folder:
                 found = in_turns(*sides_of(name)(name, options, Path(folder)), options.rounds)
         found |= {"configuration": name, "batch_size": options.batch_size, "crop_frames": options.crop_frames}
@@ -141,8 +140,6 @@ def alone(name: str, options: argparse.Namespace) -> dict[str, float]:
         peer, ours = sides_of(name)(name, options, Path(folder))
         step = peer if options.side == "peer" else ours
         del peer, ours
-        if options.side == "ours":
-            keep_freed_memory()  # As open_session does.
         for _ in range(2):
             step()
         before = resource.getrusage(resource.RUSAGE_SELF)

@@ -39,7 +39,6 @@ from gputrain.hw.runtime import (
     apply,
     compiler_failure,
     is_out_of_memory,
-    keep_freed_memory,
     release_memory,
     synchronize,
 )
@@ -84,8 +83,6 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
-    if not on_gpu:
-        keep_freed_memory()
     runtime = apply(decide(probe(), requested(options, on_gpu)))
     rates = rates_of(runtime)  # They are measured first, while the device is idle.
     report = {

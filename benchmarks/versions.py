@@ -42,7 +42,7 @@ QUICK: Checks = {
     "plan": [(*PROGRAM, "plan", f"train-{kind}", "--gpu", "l4") for kind in ("vae", "vocoder", "tts", "asr")],
 }
 MORE: Checks = {
-    "check": [(*PROGRAM, "check-compatibility", "--quick")],
+    "check": [(*PROGRAM, "check-compatibility")],
     "tests": [("-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile")],
 }
 

@@ -45,7 +45,7 @@ from gputrain.bench.step_bench import StepBench
 from gputrain.config import assemble
 from gputrain.hw.plan import Plan
 from gputrain.hw.probe import probe
-from gputrain.hw.runtime import Runtime, apply, keep_freed_memory
+from gputrain.hw.runtime import Runtime, apply
 from gputrain.tts.architecture import VoiceArchitecture
 from gputrain.tts.config import PlannedSpeech, TrainTts
 from gputrain.tts.data import architecture_for, size_of, synthetic_batch
@@ -201,8 +201,6 @@ def measure_ours(settings: Settings, folder: Path) -> dict[str, Any]:
     weights = weights_for(settings, recipe)
     for name, module in vits_peer.parts_of(recipe).items():
         module.load_state_dict(weights[name])
-    if ours.runtime.device.type == "cpu":
-        keep_freed_memory()  # As open_session does for a training on a CPU.
     rates = rates_of(ours.runtime)
     figures = timed(ours.step, ours.runtime.device, settings)
     for switch in switches:

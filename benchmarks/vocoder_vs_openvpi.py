@@ -39,7 +39,7 @@ from gputrain.bench.runner import BenchResult, BenchRow, Settings
 from gputrain.bench.step_bench import StepBench
 from gputrain.config import assemble, read_file
 from gputrain.hw.probe import probe
-from gputrain.hw.runtime import apply, keep_freed_memory
+from gputrain.hw.runtime import apply
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.data import synthetic_crops
 from gputrain.vocoder.kind import VocoderWork
@@ -224,8 +224,6 @@ def measure_ours(settings: Settings, train: TrainVocoder) -> dict[str, Any]:
         ours: Any = step_bench.begin_bench(VocoderWork(), train, apply(plan), Path(folder))
         if settings["peer"]:
             load_weights(parts_of(ours), settings)
-        if ours.runtime.device.type == "cpu":
-            keep_freed_memory()  # As open_session does for a training.
         rates = rates_of(ours.runtime)
         figures = timed(ours.step, ours.runtime.device, settings)
         figures["predicted_seconds_per_step"] = ours.predicted_seconds(rates)

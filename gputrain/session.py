@@ -31,7 +31,7 @@ from gputrain.errors import UserError, require, without_secrets
 from gputrain.hw.plan import NEEDS_GPU, Plan, Setting, data_in_memory, fit_shared_memory, workers
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of
-from gputrain.hw.runtime import Runtime, apply, keep_freed_memory
+from gputrain.hw.runtime import Runtime, apply
 from gputrain.hw.speed import copied_bytes_per_second, product_flops_per_second
 from gputrain.planner.kind_work import BatchSource, KindWork, S, StageData, TrainingData
 from gputrain.planner.model_planner import ModelPlanner, StepsIn, memory_budget
@@ -207,8 +207,6 @@ def open_session(settings: S, work: KindWork[S]) -> Session[S]:
     command = f"gputrain train-{work.kind}"
     run = open_run(settings, settings.saving, kind=work.kind, command=command, group=group, given_plan=given)
     runtime = apply(plan, ranks)
-    if runtime.device.type == "cpu":
-        keep_freed_memory()
     budget = plan.memory_budget_gb  # The user's plan has one.
     budget_gb = float(budget.value) if budget else memory_budget(machine, plan, settings.hardware, None).budget_gb
     runtime.limit_memory(budget_gb)

@@ -294,7 +294,7 @@ def test_setup_falls_back_to_the_default_index_and_runs_the_demo(installed: Mach
     assert installed.log() == [
         *from_nothing("cpu", "2.13.0"),
         INSTALL,
-        "gputrain check-compatibility --quick",
+        "gputrain check-compatibility",
         "gputrain demo",
     ]
 
@@ -302,10 +302,10 @@ def test_setup_falls_back_to_the_default_index_and_runs_the_demo(installed: Mach
 def test_run_again_it_only_does_what_is_missing(installed: Machine) -> None:
     installed.log()
     for task, asked in [
-        ("demo", ["gputrain check-compatibility --quick", "gputrain demo"]),
-        ("test", [INSTALL_DEV, "gputrain check-compatibility --quick", TESTS]),
-        ("test", ["gputrain check-compatibility --quick", TESTS]),
-        ("demo", ["gputrain check-compatibility --quick", "gputrain demo"]),
+        ("demo", ["gputrain check-compatibility", "gputrain demo"]),
+        ("test", [INSTALL_DEV, "gputrain check-compatibility", TESTS]),
+        ("test", ["gputrain check-compatibility", TESTS]),
+        ("demo", ["gputrain check-compatibility", "gputrain demo"]),
     ]:
         assert installed.run("setup.sh", task).returncode == 0
         assert installed.log() == asked
@@ -318,13 +318,13 @@ def test_changed_requirements_are_installed_with_the_tools_that_were_there(insta
         file.write("# changed\n")
     installed.log()
     installed.run("setup.sh")
-    assert installed.log() == [INSTALL_DEV, "gputrain check-compatibility --quick"]
+    assert installed.log() == [INSTALL_DEV, "gputrain check-compatibility"]
 
 
 def test_another_build_gets_a_new_environment_and_stays(installed: Machine) -> None:
     installed.log()
     installed.run("setup.sh", "--torch", "cu128")
-    assert installed.log() == [*from_nothing("cu128", "2.11.0"), INSTALL, "gputrain check-compatibility --quick"]
+    assert installed.log() == [*from_nothing("cu128", "2.11.0"), INSTALL, "gputrain check-compatibility"]
     assert installed.plan()["build"] == "cu128"
     assert installed.plan()["venv"].startswith("keep")
     assert installed.plan("--torch", "auto")["build"] == "cpu"

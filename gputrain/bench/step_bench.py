@@ -25,7 +25,7 @@ from gputrain.engine.state import TrainState
 from gputrain.engine.step import update
 from gputrain.hw.plan import Plan
 from gputrain.hw.probe import probe
-from gputrain.hw.runtime import Runtime, apply, keep_freed_memory
+from gputrain.hw.runtime import Runtime, apply
 from gputrain.kinds import ModelKind, kinds
 from gputrain.planner.kind_work import KindWork, PlanTarget, S, TrainSettings
 from gputrain.planner.memory.predict import predict_step
@@ -142,8 +142,6 @@ def measure_bench_row(kind: ModelKind, request: Settings) -> dict[str, Any]:
     plan = work.decide(probe(), train.hardware)
     check_switch(plan, switch)
     runtime = apply(plan)
-    if runtime.device.type == "cpu":
-        keep_freed_memory()  # As open_session does for a training.
     with tempfile.TemporaryDirectory() as folder:
         bench = begin_bench(work, train, runtime, Path(folder), **request["options"])
         figures: dict[str, Any] = bench.measure(warmup=request["warmup_steps"], steps=request["steps"])

@@ -127,7 +127,7 @@ def normalize(settings: Normalize) -> None:
 def check_compatibility(settings: CheckCompatibility) -> None:
     """Check whether this machine can train, what to repair if not, and which settings suit it."""
     with ui.err.status("examining the machine") as status:
-        report = check_machine(settings.data_path, quick=settings.quick, doing=status.update)
+        report = check_machine(settings.data_path, status.update)
     if settings.json:
         ui.out.print_json(json.dumps(report.to_json()))
     else:

@@ -46,8 +46,6 @@ OF_PROGRAMS = {
     "$recycle.bin", "recycler", "recycled", "system volume information", "$extend", "lost+found", "_vti_cnf",
     "__pycache__",
 }  # fmt: skip
-# Endings of drawings and of files of cameras.
-DRAWINGS = {".svg", ".svgz", ".eps", ".ai", ".pdf", ".psd", ".heic", ".heif", ".cr2", ".cr3", ".nef", ".arw", ".dng"}
 EXCLUDED = "excluded by "  # Before the pattern of ignored files.
 CHECKED_DISK = re.compile(r"found\.\d{3}")  # Files that Windows's chkdsk recovered.
 
@@ -130,9 +128,6 @@ class DataReport:
         ignored = [name for name, role in self.columns.items() if not role]
         files = [_counted_files(kind, names) for kind, names in by_count(self.ignored)]
         rows = {"used": _shortened(used), "ignored": _shortened(ignored), "ignored files": _shortened(files)}
-        drawings = sum(len(names) for suffix, names in self.ignored.items() if suffix in DRAWINGS)
-        if drawings:
-            rows["  of them"] = f"{drawings} drawings or camera files, to be converted to png"
         return {name: text for name, text in rows.items() if text}
 
 

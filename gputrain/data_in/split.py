@@ -3,7 +3,6 @@
 import errno
 import hashlib
 import logging
-import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -86,18 +85,6 @@ def warn_of_few_held_out(parts: Split[Any], noun: str, remedy: str) -> None:
         log.warning("all data are of one file, which is used both for training and for evaluation")
     elif few := few_held_out(held_out, held_out + len(parts.train), f"{noun}s", remedy):
         log.warning("%s", few)
-
-
-def share_that_holds_out(fingerprints: Iterable[str], command: str = "") -> str:
-    """Returns as advice the option, of a train `command` if it is another one, that holds out four of the items of
-    these fingerprints, or a quarter of fewer."""
-    kinds = sorted(set(fingerprints))
-    wanted = min(FEW_HELD_OUT, len(kinds) // 4)
-    if wanted < 2:
-        return "more of them make evaluations reliable"
-    share = math.ceil(100 * (int(kinds[wanted - 1][:16], 16) + 1) / 2**64) / 100
-    count = sum(is_held_out(kind, share) for kind in kinds)
-    return f"{command} --held-out-share {share:g} holds out {count}".strip()
 
 
 def digests(**parts: Iterable[object]) -> dict[str, dict[str, Any]]:

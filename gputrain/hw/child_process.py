@@ -1,10 +1,7 @@
-"""Runs modules in child processes, and explains how processes ended."""
+"""The environment of child processes, and how they ended."""
 
-import contextlib
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 ACCESS_VIOLATION = 0xC0000005  # Windows' counterpart of SIGSEGV.
@@ -38,41 +35,3 @@ def package_environment() -> dict[str, str]:
     root = str(Path(__file__).parents[2])  # The folder that contains the package.
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
-
-
-def run_child(module: list[str], folder: Path, seconds: float) -> tuple[int | None, str]:
-    """Run a module with arguments in `folder`, which also holds its caches, for at most `seconds`.
-
-    Returns the exit code, None if the child was killed, and its output. The child prints to a file, as its own children
-    may outlive it.
-    """
-    environment = {
-        **package_environment(),
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        "TRITON_CACHE_DIR": str(folder / "triton"),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # One kernel needs no pool of processes.
-    }
-    with (folder / "output").open("w+b") as output:
-        child = subprocess.Popen(
-            [sys.executable, "-m", *module],
-            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            cwd=folder, env=environment, start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = child.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:  # An interrupted caller leaves no process behind either.
-            _kill(child)
-        output.seek(0)
-        return code, output.read().decode(errors="replace")
-
-
-def _kill(child: subprocess.Popen[bytes]) -> None:
-    """Kill the child and the processes that it started."""
-    if os.name == "posix":
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-    else:
-        child.kill()
-    child.wait()

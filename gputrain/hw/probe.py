@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,6 @@ ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYT
 
 # Chips of Turing (TU116, TU117) without tensor cores, by the driver's names: GeForce GTX 16 and MX, small Quadros.
 WITHOUT_TENSOR_CORES = re.compile(r"\b(GTX 16\d\d|MX[45]50|T(400|500|550|600|1000|1200|2000))\b")
-
-
-@dataclass(frozen=True)
-class Package:
-    """A package that gputrain needs: the lowest sufficient version, and the installed one, empty if there is none."""
-
-    name: str
-    floor: str
-    found: str
 
 
 @dataclass(frozen=True)
@@ -63,7 +54,6 @@ class Machine:
     python: str = ""
     torch: str = ""
     torch_error: str = ""  # Reason why torch cannot be imported.
-    packages: tuple[Package, ...] = ()
     ram_gb: float = 0.0
     ram_free_gb: float = 0.0
     gpus: int = 1  # Number of GPUs that train together, each with a process of its own.
@@ -119,7 +109,6 @@ def probe(gpu: int = 0) -> Machine:
         driver=query_driver(),
         visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         python=platform.python_version(),
-        packages=_packages(),
         ram_gb=ram_gb,
         ram_free_gb=ram_free_gb,
         shared_memory_gb=shared_memory_gb(),
@@ -142,16 +131,6 @@ def request_expandable_segments() -> None:
 def is_wsl() -> bool:
     """Return True in Windows' subsystem for Linux, whose kernel releases contain Microsoft's name."""
     return "microsoft" in platform.release().lower()
-
-
-def _packages() -> tuple[Package, ...]:
-    """Return the requirements in gputrain's metadata; nothing if gputrain is not installed."""
-    try:
-        wanted = requires("gputrain") or []
-    except PackageNotFoundError:
-        return ()
-    floors = (re.fullmatch(r"([\w.-]+)>=([\d.]+)", line) for line in wanted)  # Those of extras don't match.
-    return tuple(Package(floor[1], floor[2], _version(floor[1])) for floor in floors if floor)
 
 
 @functools.cache

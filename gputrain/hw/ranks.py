@@ -2,9 +2,10 @@
 
 import contextlib
 import socket
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+
+import psutil
 
 from gputrain.errors import UserError
 from gputrain.hw.probe import Machine
@@ -54,7 +55,6 @@ class Ranks:
 
 SINGLE = Ranks()  # A process that trains alone.
 
-SIOCGIFADDR = 0x8915  # Linux's request for the address of a network interface.
 ANYWHERE = "192.0.2.1"  # An address that no machine has (RFC 5737).
 
 
@@ -65,19 +65,13 @@ def interface_towards(host: str) -> str:
     The `host` may be this machine itself under a name whose address is a loopback; the interface is then that of the
     default route. Nothing is sent.
     """
-    try:
-        from fcntl import ioctl  # Windows has none.
-    except ImportError:
-        return ""
     for target in (host, ANYWHERE):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route, contextlib.suppress(OSError):
             route.connect((target, 9))
             own = route.getsockname()[0]
-            for _, name in [] if own.startswith("127.") else socket.if_nameindex():
-                with contextlib.suppress(OSError):  # It has no address.
-                    found = ioctl(route, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                    if socket.inet_ntoa(found[20:24]) == own:
-                        return name
+            for name, addresses in psutil.net_if_addrs().items():
+                if not own.startswith("127.") and own in {found.address for found in addresses}:
+                    return str(name)
     return ""
 
 

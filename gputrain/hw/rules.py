@@ -1,6 +1,6 @@
 """Rules of `gputrain check-compatibility`: decide from facts alone whether a machine can train, and what slows it down.
 
-They are pure, and tested on recorded machines. `trials` adds what only the machine itself shows. Imports no torch.
+They are pure, and tested on recorded machines. Imports no torch.
 
 Versions of drivers: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 GPUs that each build of torch has code for: https://github.com/pytorch/pytorch/blob/main/RELEASE.md
@@ -39,7 +39,6 @@ def check_rules(machine: Machine) -> list[Check]:
     """Check every fact, in the order in which a user should fix them."""
     return [
         _python(machine),
-        *_packages(machine),
         *_driver(machine),
         _torch(machine),
         *_gpu(machine),
@@ -127,19 +126,6 @@ def _python(machine: Machine) -> Check:
     if (3, 10) <= numbers(machine.python)[:2] < (3, 15):
         return Check("python", "ok", machine.python)
     return Check("python", "failed", machine.python or "unknown", "install Python 3.10 to 3.14")
-
-
-def _packages(machine: Machine) -> Iterator[Check]:
-    bad = [package for package in machine.packages if numbers(package.found) < numbers(package.floor)]
-    for package in bad:
-        found = f"{package.found}, older than {package.floor}" if package.found else "not installed"
-        again = f"run {_setup(machine, 'auto')} again"
-        remedy = again if package.name == "torch" else f'pip install "{package.name}>={package.floor}", or {again}'
-        yield Check(package.name, "failed", found, remedy)
-    if not machine.packages:
-        yield Check("packages", "note", "unknown: gputrain runs without being installed", "pip install -e .")
-    elif not bad:
-        yield Check("packages", "ok", f"all {len(machine.packages)} at their versions or later")
 
 
 def _driver(machine: Machine) -> Iterator[Check]:
@@ -234,7 +220,7 @@ def _gpu_memory(machine: Machine) -> Check:
 
 
 def _compile(machine: Machine) -> Iterator[Check]:
-    """Check that torch.compile has what it needs on a GPU; the trial shows whether it works."""
+    """Check that torch.compile has what it needs on a GPU; a training shows whether it works."""
     triton = numbers(machine.triton_version)
     if not machine.gpu:
         return
@@ -247,7 +233,7 @@ def _compile(machine: Machine) -> Iterator[Check]:
     elif machine.compute_capability < (7, 5) or (machine.compute_capability < (8, 0) and triton >= (3, 3)):
         capability = _dotted(machine.compute_capability)
         found = f"Triton {machine.triton_version} no longer supports compute capability {capability}"
-        yield _no_compile(found, "the trial of torch.compile shows whether it works nevertheless")
+        yield _no_compile(found, "a training that compiles shows whether it works nevertheless")
     elif machine.system == "Linux" and not machine.compiler:
         install = "install g++ (Debian and Ubuntu: sudo apt install g++)"
         yield _no_compile("no C++ compiler on PATH, which Triton needs", install)

@@ -43,7 +43,7 @@ from gputrain.data_in.preparation import (
     value_range,
     write_quarantine,
 )
-from gputrain.data_in.split import HELD_OUT_SHARE, MANIFEST, few_held_out, fingerprint, share_that_holds_out, split
+from gputrain.data_in.split import HELD_OUT_SHARE, MANIFEST, few_held_out, fingerprint, split
 from gputrain.errors import UserError
 from gputrain.files import Progress, no_progress, read_rows, write_rows, writing
 from gputrain.serialization import unreadable
@@ -142,7 +142,7 @@ def prepare_images(
 
 def findings_of(fingerprints: Sequence[str], held_out: int) -> tuple[str, ...]:
     """Returns as text what a training on pictures of these fingerprints would warn of."""
-    few = few_held_out(held_out, len(fingerprints), "pictures", share_that_holds_out(fingerprints, "train-vae"))
+    few = few_held_out(held_out, len(fingerprints), "pictures", "a higher --held-out-share of train-vae holds out more")
     return (few,) if few and len(fingerprints) > 1 else ()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gputrain.data_in.split import digests, share_that_holds_out, warn_of_few_held_out
+from gputrain.data_in.split import digests, warn_of_few_held_out
 from gputrain.engine.checkpoint import format_list
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.run_folder import Run
@@ -305,8 +305,7 @@ def log_training(settings: TrainVae, runtime: Runtime, pictures: Pictures) -> No
     if more := pictures.refused[NAMED:]:
         reasons = ", ".join(f"{count} {reason}" for reason, count in Counter(one.reason for one in more).most_common())
         log.warning("%d more files are left out (%s); gputrain validate names each", len(more), reasons)
-    prints = [one.fingerprint for one in (*pictures.train, *pictures.held_out)]
-    warn_of_few_held_out(pictures.split.parts, "picture", share_that_holds_out(prints))
+    warn_of_few_held_out(pictures.split.parts, "picture", "a higher --held-out-share holds out more")
     log.info("pictures for training: %d, held out: %d", len(pictures.train), len(pictures.held_out))
     pictures.split.log_shares(pictures.mixture, "pictures")
     warn_of_opaque_pictures(settings.data.image_channels, pictures)

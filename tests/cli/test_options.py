@@ -217,7 +217,7 @@ def test_bad_input_gets_a_sentence_and_2(typed, tmp_path, words, message, hint):
 
 
 def test_check_compatibility(tmp_path):
-    result = gputrain_here("check-compatibility", "--quick", "--json")
+    result = gputrain_here("check-compatibility", "--json")
     assert result.returncode == 0
     checks = {line["name"]: line for line in json.loads(result.stdout)["checks"]}
     assert {"python", "torch", "matrix product", "convolution"} <= checks.keys()

@@ -143,7 +143,6 @@ def test_an_account_names_what_is_used_and_ignored_in_lines_of_a_terminal() -> N
         "used": "audio, sentence",
         "ignored": "source, column 0, column 1, column 2, column 3 and 16 more",
         "ignored files": "1234 .txt such as 0.txt, logo.svg, 1 hidden",
-        "  of them": "1 drawings or camera files, to be converted to png",
     }
     assert max(len(f"  height in pixels  {text}") for text in account.values()) <= 80
     assert (report.to_json()["columns"], report.to_json()["ignored"]) == (columns, ignored)

@@ -20,7 +20,6 @@ from itertools import chain
 from multiprocessing import synchronize
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,7 +28,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
 from gputrain.data_in.preparation import in_processes
-from gputrain.data_in.split import few_held_out, fingerprint, is_held_out, share_that_holds_out, split
+from gputrain.data_in.split import few_held_out, fingerprint, is_held_out, split
 from gputrain.engine import workers
 from gputrain.engine.data import DataWarning, Reader, Stream, batches, item_rng, loader, permutation, samples
 from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule
@@ -523,16 +522,6 @@ def test_few_held_out_items_are_a_warning(held_out, items, warns):
     if warns:
         assert text.startswith(f"only {held_out} of {items} clips {'is' if held_out == 1 else 'are'} held out: ")
         assert text.endswith("; record more")
-
-
-@each_row(16, 20, 63, 500)
-def test_the_share_that_holds_out_four(count):
-    prints = [f"{number:016x}" for number in np.random.default_rng(count).integers(2**64, size=count, dtype=np.uint64)]
-    advice = share_that_holds_out(prints, "train-vae")
-    share, number = re.fullmatch(r"train-vae --held-out-share ([\d.]+) holds out (\d+)", advice).groups()
-    assert len(split(prints, float(share), key=str).held_out) == int(number) >= 4
-    assert len(split(prints, float(share) - 0.01, key=str).held_out) < 4
-    assert share_that_holds_out(prints[:7]) == "more of them make evaluations reliable"
 
 
 @pytest.mark.parametrize(("code", "hint"), [(errno.EROFS, "choose a folder"), (errno.ENOSPC, "free some space")])
