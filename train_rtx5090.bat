@@ -27,7 +27,7 @@ if [%1]==[vae] set ARGUMENTS=%ARGUMENTS:*vae=%
 set "MODEL=vae"
 set "SETTINGS=--precision bf16 --use-torch-compile --channels-last --persistent-workers"
 set "DATA=--data-path ./data/train"
-set "SIZES=--output-dir ./outputs/rtx5090_training --profile-name standard"
+set "SIZES=--output-dir ./outputs/rtx5090_training --config standard"
 goto scan
 
 :vocoder
@@ -52,7 +52,7 @@ set ARGUMENTS=%ARGUMENTS:*voice=%
 set "MODEL=tts"
 set "SETTINGS=--precision mixed --use-torch-compile --channels-last --persistent-workers"
 set "DATA=--data-path ./data/voice"
-set "SIZES=--output-dir ./outputs/rtx5090_voice --profile-name vits_rtx4090"
+set "SIZES=--output-dir ./outputs/rtx5090_voice --config vits_rtx4090"
 
 rem A flag beats the configuration file, so with a file, folders and sizes are left to it.
 :scan

@@ -29,7 +29,7 @@ case $model in
     vae)
         settings=(--precision bf16 --use-torch-compile --channels-last --persistent-workers)
         data=(--data-path ./data/train)
-        sizes=(--output-dir ./outputs/rtx5090_training --profile-name standard)
+        sizes=(--output-dir ./outputs/rtx5090_training --config standard)
         ;;
     vocoder)
         settings=(--use-torch-compile --persistent-workers) # The precision is the configuration's.
@@ -45,7 +45,7 @@ case $model in
         model=tts
         settings=(--precision mixed --use-torch-compile --channels-last --persistent-workers)
         data=(--data-path ./data/voice)
-        sizes=(--output-dir ./outputs/rtx5090_voice --profile-name vits_rtx4090)
+        sizes=(--output-dir ./outputs/rtx5090_voice --config vits_rtx4090)
         ;;
 esac
 for argument in "$@"; do

@@ -14,6 +14,9 @@ from flat values, `flatten()` is its inverse.
 A config class may declare further names of its fields, `spellings: ClassVar[dict[str, str]] = {"lr": "learning_rate"}`:
 they are accepted as keys and flags, and are never written.
 
+An option has a level: `--help` lists those that are declared with `opt()`, and `--help-all` those of `advanced()`, too;
+those of `file_key()` are keys of a configuration file and no flags. `changed()` declares one of a base class again.
+
 A config class may declare `switches: ClassVar[Switches]`, flags and keys that choose among the values of one option.
 
 A config class that trains one kind of model declares it, `kind: ClassVar[str] = "vae"`. The kind is written as the
@@ -75,6 +78,7 @@ FORMER_NAMES: Mapping[str, Mapping[str, str]] = {
 LEFT_OUT: Mapping[str, Mapping[str, object]] = {
     "vae": {"eq_probability": 0.0, "eq_weight": 1.0},
 }
+Level = Literal["common", "advanced", "file"]
 LARGEST = 2**63 - 1  # The largest number that an option takes.
 LONGEST_FILE = 10_000_000  # Bytes of a configuration file.
 
@@ -83,6 +87,7 @@ def opt(
     *,
     default: Any = dataclasses.MISSING,
     help: str,
+    level: Level = "common",
     min: float | None = None,
     max: float | None = None,
     separator: str = ",",
@@ -90,8 +95,9 @@ def opt(
     is_saved: bool = True,
     is_positional: bool = False,
 ) -> Any:
-    """Declare an option. `help` is one sentence with the unit; `min` and `max` are inclusive; without a default the
-    option is required.
+    """Declare an option. The first sentence of `help` says what it is, with its unit, in a line of the help page;
+    further sentences stand in `--help-all` and in the docs. `min` and `max` are inclusive; without a default the option
+    is required.
 
     `separator` separates the items of a list that is written as one text. It is empty if the items are texts that may
     contain any character; then a list is the option repeated, or a sequence in a file. `choices` are the values of a
@@ -99,13 +105,30 @@ def opt(
     written to a run's config.yaml. One that `is_positional` is given without a flag.
     """
     metadata = {
-        "help": help, "min": min, "max": max, "separator": separator, "choices": tuple(choices),
+        "help": help, "level": level, "min": min, "max": max, "separator": separator, "choices": tuple(choices),
         "is_saved": is_saved, "is_positional": is_positional,
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(opt,))
+def advanced(*, default: Any = dataclasses.MISSING, help: str, **more: Any) -> Any:
+    """Declare an option that `--help-all` lists and `--help` doesn't."""
+    return opt(default=default, help=help, level="advanced", **more)
+
+
+def file_key(*, default: Any = dataclasses.MISSING, help: str, **more: Any) -> Any:
+    """Declare a key of configuration files that is no flag, as nobody sets it from a shell."""
+    return opt(default=default, help=help, level="file", **more)
+
+
+def changed(base: type, name: str, *, default: Any = dataclasses.MISSING, **changes: Any) -> Any:
+    """Declare an option of a base class again, with another default, or with other parts of its declaration."""
+    field = base.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    default = field.default if default is dataclasses.MISSING else default
+    return dataclasses.field(default=default, metadata={**field.metadata, **changes})
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(opt, advanced, file_key, changed))
 def config(panel: str = "Options") -> Callable[[type[T]], type[T]]:
     """Make a class a frozen, keyword-only configuration. The help page lists its options under `panel`."""
 
@@ -129,6 +152,7 @@ class Leaf:
     max: float | None
     panel: str
     path: tuple[str, ...]
+    level: Level = "common"
     separator: str = ","
     spellings: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
@@ -138,6 +162,11 @@ class Leaf:
     @classmethod
     def switch(cls, name: str) -> "Leaf":
         return cls(name, bool, None, "", None, None, "", ())
+
+    @property
+    def clause(self) -> str:
+        """The first sentence of the help, as a line of the help page has it."""
+        return self.help.partition(". ")[0].removesuffix(".")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -73,7 +73,7 @@ class OwnCommand:
     run: Callable[[Any, CommandOutput], None]
 
 
-EXCLUDE_HELP = "Pattern of files or folders to leave out, such as '*_mask.png' or masks; may be repeated."
+EXCLUDE_HELP = "Pattern of files to leave out: '*_mask.png'. Or of folders: masks; may be repeated."
 
 
 class DataWork(NamedTuple):
@@ -186,7 +186,6 @@ class ModelKind:
     validate: DataCommand | None = None
     commands: tuple[OwnCommand, ...] = ()
     demo: DemoSteps | None = None
-    profiles: Path | None = None  # Folder of the YAML files that --profile-name chooses from.
     shipped: Path | None = None  # Folder of files that --config finds by their names alone.
     translate: Translate | None = None  # Reads other programs' keys in configuration files of the train command,
     translate_data: Translate | None = None  # and in those of prepare-data.

@@ -103,12 +103,10 @@ def choice(
 
 
 def as_typed(options: Mapping[str, object]) -> str:
-    """Returns options as they are typed on the command line."""
-    flags = []
-    for option, value in options.items():
-        flag = option.replace("_", "-")
-        flags.append(f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag} {value}")
-    return f"`{' '.join(flags)}`"
+    """Returns options as they are written in a file."""
+    return ", ".join(
+        f"`{option}: {str(value).lower() if isinstance(value, bool) else value}`" for option, value in options.items()
+    )
 
 
 def fixed_behaviour(

@@ -373,14 +373,14 @@ def test_a_failed_check_is_the_exit_code_of_setup_alone(installed: Machine) -> N
 
 PRINT_ARGUMENTS = '#!/bin/sh\nprintf "%s\\n" "$@"\n'
 SWITCHES = "--precision bf16 --use-torch-compile --channels-last --persistent-workers"
-SIZES = "--data-path ./data/train --output-dir ./outputs/rtx5090_training --profile-name standard"
+SIZES = "--data-path ./data/train --output-dir ./outputs/rtx5090_training --config standard"
 SWITCHES_VOCODER = "--use-torch-compile --persistent-workers"
 SIZES_VOCODER = (
     "--data-path ./data/vocoder --output-dir ./outputs/rtx5090_vocoder --config base_hifi_rtx5090_optimized.yaml"
 )
 SWITCHES_TTS = "--precision mixed --use-torch-compile --channels-last --persistent-workers"
 SIZES_TTS = "--data-path ./data/tts --output-dir ./outputs/rtx5090_tts --preset high --batch-size 64"
-SIZES_VOICE = "--data-path ./data/voice --output-dir ./outputs/rtx5090_voice --profile-name vits_rtx4090"
+SIZES_VOICE = "--data-path ./data/voice --output-dir ./outputs/rtx5090_voice --config vits_rtx4090"
 BY_WORD = [
     ([], f"train-vae {SIZES} {SWITCHES}"),
     (["vae"], f"train-vae {SIZES} {SWITCHES}"),

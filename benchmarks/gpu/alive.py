@@ -43,19 +43,20 @@ MAYBE = (
     "psutil",
 )
 FEW = ("--log-every-steps", 1, "--warmup-steps", 2, "--sample-every-steps", STEPS, "--checkpoint-every-minutes", 0)
+HERE = Path(__file__).parent
 TRAININGS: dict[str, tuple[object, ...]] = {
     "vae": ("--preset", "fast", "--channels", "32,64", "--image-size", 64, "--batch-size", 8,
             "--adversarial-weight", 0.1, "--discriminator-start", 2, "--discriminator-channels", 16),
     "vocoder": ("--config", "base_hifi_rtx5090_optimized.yaml", "--batch-size", 4, "--crop-mel-frames", 32,
-                "--upsample-initial-channel", 128, "--discriminator-periods", "2,3", "--resblock-kernel-sizes", "3,7",
-                "--resblock-dilation-sizes", "1,3;1,3", "--num-workers", 2, "--val-num", 2),
+                "--upsample-initial-channel", 128, "--discriminator-periods", "2,3", "--config", HERE / "alive.yaml",
+                "--num-workers", 2, "--val-num", 2),
     "tts": ("--preset", "fast", "--batch-size", 4, "--discriminator-channels", 8, "--num-audio-samples", 1),
     "asr": ("--preset", "tiny", "--batch-size", 4),
 }  # fmt: skip
 TINY: dict[str, tuple[object, ...]] = {  # On a CPU, in addition.
     "vae": ("--channels", "32,32", "--image-size", 32, "--batch-size", 2),
     "vocoder": ("--upsample-initial-channel", 64, "--batch-size", 1, "--crop-mel-frames", 16, "--precision", "tf32",
-                "--fast-mrd-init-channel", 2, "--fast-mpd-init-channel", 2),
+                "--config", HERE / "alive_on_cpu.yaml"),
     "tts": ("--batch-size", 2),
     "asr": ("--batch-size", 2),
 }  # fmt: skip

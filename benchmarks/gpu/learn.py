@@ -8,6 +8,7 @@ stopped by --max-time.
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from gpu.alive import NEEDED
@@ -22,7 +23,6 @@ OPTIONS = (
     "--eval-first", "--no-use-torch-compile", "--no-plan", "--no-report", "--log-every-steps", 10,
     "--sample-every-steps", 0,
     "--checkpoint-every-minutes", 0, "--evaluate-every-epochs", 0, "--checkpoint-every-steps", 0,
-    "--permanent-start", 0,
     "--warmup-steps", 20, "--ema-decay", 0.99,
 )  # fmt: skip
 TRAININGS: dict[str, tuple[str, tuple[object, ...], int]] = {  # The kind, its options, and steps between evaluations.
@@ -30,7 +30,8 @@ TRAININGS: dict[str, tuple[str, tuple[object, ...], int]] = {  # The kind, its o
                                           "--num-epochs", 10_000, "--start", "random", "--learning-rate", 2e-4), 40),
     "flux 256 px, linear start": ("vae", ("--preset", "flux", "--image-size", 256, "--batch-size", 16,
                                           "--num-epochs", 10_000, "--start", "linear", "--learning-rate", 2e-4), 40),
-    "vocoder": ("vocoder", ("--config", "base_hifi_gpu.yaml", "--num-workers", 4, "--val-num", 4), 100),
+    "vocoder": ("vocoder", ("--config", "base_hifi_gpu.yaml", "--config", Path(__file__).with_name("learn.yaml"),
+                            "--num-workers", 4, "--val-num", 4), 100),
     "voice fast": ("tts", ("--preset", "fast", "--batch-size", 32, "--num-epochs", 0, "--num-steps", 100_000), 100),
 }  # fmt: skip
 TINY: dict[str, tuple[object, ...]] = {

@@ -8,13 +8,20 @@ from typing import ClassVar, Literal
 from gputrain.asr.architecture import AdapterKind, Adapters, RecogniserPreset
 from gputrain.audio.config import SoundSaving
 from gputrain.bench.options import BenchOptions, BenchSettings
-from gputrain.config import ModelName, config, opt
-from gputrain.engine.schedule import SEVERAL, LearningRateSchedule, Schedule
+from gputrain.config import ModelName, advanced, changed, config, file_key, opt
+from gputrain.engine.schedule import (
+    CHECKPOINTING_HELP,
+    COUNTED_HELP,
+    PUBLISHED_NAME,
+    SEVERAL,
+    LearningRateSchedule,
+    Schedule,
+)
 from gputrain.errors import UserError
-from gputrain.fetch.names import TrainedModel
-from gputrain.hw.plan import Cards, DeviceName, Hardware
+from gputrain.fetch.names import TRAINED_HELP, TrainedModel
+from gputrain.hw.plan import NOT_PLANNED, Cards, DeviceName, Hardware
 from gputrain.kinds import PublishedFiles
-from gputrain.speech.config import SpeechData
+from gputrain.speech.config import CLIPS_HELP, SpeechData
 
 TranscriptFormat = Literal["txt", "srt", "vtt"]
 OptimizerName = Literal["adamw", "adamw-8bit"]
@@ -46,43 +53,47 @@ PUBLISHED = PublishedFiles(
 
 @config(panel="Data")
 class Data(SpeechData):
-    data_path: tuple[Path, ...] = opt(help=f"Folder that `prepare-data --kind asr` has filled{SEVERAL}", separator="")
-    held_out_share: float = opt(default=0.05, help="Share of the clips kept for evaluation.", min=0.0, max=0.5)
-    eval_clips: int = opt(default=200, help="Maximum number of held-out clips evaluated during training.", min=1)
-    eval_batch_size: int = opt(default=16, help="Clips transcribed at once in an evaluation.", min=1)
-    num_text_samples: int = opt(default=8, help="Maximum number of held-out clips whose transcripts are shown.", min=0)
+    data_path: tuple[Path, ...] = changed(
+        SpeechData, "data_path", help="Folder of `prepare-data --kind asr`." + SEVERAL
+    )
+    held_out_share: float = changed(SpeechData, "held_out_share", default=0.05)
+    eval_clips: int = changed(SpeechData, "eval_clips", default=200)
+    eval_batch_size: int = advanced(default=16, help="Clips transcribed at once in an evaluation.", min=1)
+    num_text_samples: int = advanced(
+        default=8, help="Maximum number of held-out clips whose transcripts are shown.", min=0
+    )
 
 
 @config(panel="Model")
 class Model:
     preset: RecogniserPreset = opt(
         default="xls-r-300m",
-        help="Architecture without init_from: tiny (2 M weights) or base (94 M) from random weights, or the sizes of "
-        "XLS-R.",
+        help="Size without init_from. tiny (2 M weights), base (94 M) or one of the sizes of "
+        "XLS-R, from random weights.",
     )
     init_from: ModelName = opt(
         default=ModelName(),
-        help="Initialise from a folder of transformers, a run or a checkpoint, or by a name of `gputrain fetch --list` "
-        "or of the Hugging Face Hub; symbols keep their weights.",
+        help="Model to start from. A folder of transformers, a run or a checkpoint"
+        + PUBLISHED_NAME
+        + " Symbols keep their weights.",
     )
     adapters: AdapterKind = opt(
         default="none",
-        help="Train only the head and lora: low-rank matrices of the attention, or attention: adapters as in MMS.",
+        help="Train only head and lora or attention. lora: low-rank matrices of the attention; attention: adapters "
+        "as in MMS.",
     )
     lora_rank: int = opt(default=16, help="Rank of the low-rank matrices.", min=1, max=256)
-    gradient_checkpointing: bool | None = opt(
-        default=None, help="Recompute layers in backward: less memory, more time; default: the planner decides."
-    )
+    gradient_checkpointing: bool | None = advanced(default=None, help=CHECKPOINTING_HELP)
     freeze_feature_encoder: bool | None = opt(
         default=None,
-        help="Keep the convolutions that read the waves as they are; default: unless a tiny or base model is new. "
+        help="Keep the convolutions as they are. They read the waves; default: unless a tiny or base model is new. "
         "w2v-BERT has none.",
     )
-    freeze_encoder_steps: int = opt(default=0, help="Steps at the beginning in which only the head trains.", min=0)
-    hidden_dropout: float = opt(default=0.0, help="Dropout of the encoder's layers.", min=0, max=0.9)
-    attention_dropout: float = opt(default=0.0, help="Dropout of attention weights.", min=0, max=0.9)
-    final_dropout: float = opt(default=0.0, help="Dropout before the head.", min=0, max=0.9)
-    layer_drop: float = opt(default=0.0, help="Probability that a step leaves out a layer.", min=0, max=0.9)
+    freeze_encoder_steps: int = opt(default=0, help="First steps in which only the head trains.", min=0)
+    hidden_dropout: float = advanced(default=0.0, help="Dropout of the encoder's layers.", min=0, max=0.9)
+    attention_dropout: float = advanced(default=0.0, help="Dropout of attention weights.", min=0, max=0.9)
+    final_dropout: float = advanced(default=0.0, help="Dropout before the head.", min=0, max=0.9)
+    layer_drop: float = advanced(default=0.0, help="Probability that a step leaves out a layer.", min=0, max=0.9)
 
     @property
     def adapter_sizes(self) -> Adapters:
@@ -112,45 +123,41 @@ class Masking:
     """SpecAugment (Park et al. 2019, arXiv:1904.08779) on the features, as in wav2vec 2.0."""
 
     mask_time_prob: float = opt(
-        default=0.05, help="Share of frames in masked spans; overlaps make it less; 0 is off.", min=0, max=1
+        default=0.05, help="Share of masked frames; 0 is off. Overlaps of spans make it less.", min=0, max=1
     )
-    mask_time_length: int = opt(default=10, help="Frames of a masked span.", min=1)
-    mask_feature_prob: float = opt(
-        default=0.0, help="Share of channels in masked spans; overlaps make it less; 0 is off.", min=0, max=1
+    mask_time_length: int = advanced(default=10, help="Frames of a masked span.", min=1)
+    mask_feature_prob: float = advanced(
+        default=0.0, help="Share of channels in masked spans; 0 is off. Overlaps of spans make it less.", min=0, max=1
     )
-    mask_feature_length: int = opt(default=10, help="Channels of a masked span.", min=1)
+    mask_feature_length: int = file_key(default=10, help="Channels of a masked span.", min=1)
 
 
 @config(panel="Training")
 class RecogniserSchedule(Schedule):
-    batch_size: int = opt(default=32, help="Maximum number of clips in a batch; long clips count for more.", min=1)
-    accumulation_steps: int = opt(default=1, help="Batches whose gradients are accumulated in a step.", min=1)
-    num_epochs: int = opt(default=30, help="Maximum number of epochs; 0: only num_steps limits the training.", min=0)
-    learning_rate: float = opt(
+    batch_size: int = changed(Schedule, "batch_size", default=32, help=CLIPS_HELP)
+    num_epochs: int = changed(Schedule, "num_epochs", default=30)
+    learning_rate: float = changed(
+        Schedule,
+        "learning_rate",
         default=0.0,
-        help=f"Highest learning rate; 0: {FINE_TUNING_RATE:g} with init_from, {FROM_SCRATCH_RATE:g} from scratch.",
-        min=0,
+        help=f"Highest learning rate; 0: auto. {FINE_TUNING_RATE:g} with init_from, else {FROM_SCRATCH_RATE:g}.",
     )
-    learning_rate_schedule: LearningRateSchedule = opt(
-        default="tri-stage", help="Learning-rate schedule after the warm-up; tri-stage: held, then exponential."
-    )
-    warmup_steps: int = opt(default=200, help="Steps over which the learning rate rises linearly.", min=0)
+    learning_rate_schedule: LearningRateSchedule = changed(Schedule, "learning_rate_schedule", default="tri-stage")
     optimizer: OptimizerName = opt(
-        default="adamw", help="adamw-8bit keeps AdamW's averages in 8 bits: 2 instead of 8 bytes a trained weight."
+        default="adamw",
+        help="adamw or adamw-8bit. adamw-8bit keeps AdamW's averages in 8 bits: 2 instead of 8 bytes a trained weight.",
     )
-    weight_decay: float = opt(default=0.005, help="AdamW's weight decay (not applied to gains and biases).", min=0)
-    beta1: float = opt(default=0.9, help="AdamW's decay rate of the mean gradient.", min=0, max=0.9999)
-    beta2: float = opt(default=0.98, help="AdamW's decay rate of the mean squared gradient.", min=0, max=0.999999)
-    ema_decay: float = opt(
-        default=0.0, help="Decay of the exponential moving average of the weights; 0 is off.", min=0, max=0.999999
-    )
+    weight_decay: float = changed(Schedule, "weight_decay", default=0.005)
+    beta1: float = file_key(default=0.9, help="AdamW's decay rate of the mean gradient.", min=0, max=0.9999)
+    beta2: float = file_key(default=0.98, help="AdamW's decay rate of the mean squared gradient.", min=0, max=0.999999)
+    ema_decay: float = changed(Schedule, "ema_decay", default=0.0)
 
 
 @config(panel="Run folder")
 class RecogniserSaving(SoundSaving):
-    evaluate_every_steps: int = opt(default=500, help="Steps between evaluations on held-out data; 0 is off.", min=0)
-    best_by: Literal["cer", "wer"] = opt(
-        default="cer", help="Error rate of which checkpoint_best.pt has the lowest: of characters or of words."
+    evaluate_every_steps: int = changed(SoundSaving, "evaluate_every_steps", default=500)
+    best_by: Literal["cer", "wer"] = advanced(
+        default="cer", help="Error rate of which checkpoint_best.pt has the lowest. cer: of characters; wer: of words."
     )
 
     def basis_of_score(self, settings: Mapping[str, object]) -> tuple[object, ...]:
@@ -171,16 +178,14 @@ class TrainAsr:
 
 @config(panel="Data")
 class PlannedData(Data):
-    data_path: tuple[Path, ...] = opt(
-        default=(Path("."),), help="Data whose items are counted, to predict hours; not needed.", separator=""
-    )
+    data_path: tuple[Path, ...] = changed(Data, "data_path", default=(Path("."),), help=COUNTED_HELP)
 
 
 @config(panel="Speech")
 class PlannedSpeech:
-    clip_seconds: float = opt(default=8.0, help="Length of the clips; with data, their average is taken.", min=0.5)
-    labels_a_second: float = opt(default=15.0, help="Letters and spaces spoken in a second.", min=1)
-    num_symbols: int = opt(default=32, help="Number of different symbols, the blank included.", min=4)
+    clip_seconds: float = opt(default=8.0, help="Length of clips. With data, their average is taken.", min=0.5)
+    labels_a_second: float = opt(default=15.0, help="Letters and spaces in a second.", min=1)
+    num_symbols: int = opt(default=32, help="Number of different symbols, with the blank.", min=4)
 
 
 @config()
@@ -190,42 +195,41 @@ class PlanAsr(TrainAsr):
     data: PlannedData = PlannedData()
     speech: PlannedSpeech = PlannedSpeech()
     cards: Cards = Cards()
+    rare_panels: ClassVar[tuple[str, ...]] = NOT_PLANNED
 
 
 @config(panel="Benchmark")
 class BenchAsr(BenchSettings):
     measured: ClassVar[type] = TrainAsr
 
-    preset: RecogniserPreset = opt(default="tiny", help="As in train-asr.")
-    adapters: AdapterKind = opt(default="none", help="As in train-asr.")
-    optimizer: OptimizerName = opt(default="adamw", help="As in train-asr.")
-    batch_size: int = opt(default=8, help="Clips in a step.", min=1)
+    preset: RecogniserPreset = changed(Model, "preset", default="tiny")
+    adapters: AdapterKind = changed(Model, "adapters")
+    optimizer: OptimizerName = changed(RecogniserSchedule, "optimizer")
+    batch_size: int = changed(RecogniserSchedule, "batch_size", default=8)
     clip_seconds: float = opt(default=8.0, help="Length of each clip, in seconds.", min=0.5)
-    micro_batch_size: int = opt(default=0, help="Clips of a micro-batch; 0: batch_size.", min=0)
+    micro_batch_size: int = changed(RecogniserSchedule, "micro_batch_size")
     bench: BenchOptions = BenchOptions()
 
 
 @config(panel="Transcription")
 class Transcribe(TrainedModel):
     model: ModelName = opt(
-        help="A run folder or a checkpoint of train-asr, or a model of transformers (Wav2Vec2ForCTC or "
-        "Wav2Vec2BertForCTC): its folder, its name on the Hugging Face Hub, or the file of a language's adapter in it."
+        help=TRAINED_HELP
+        + " Of train-asr or transformers (Wav2Vec2ForCTC or Wav2Vec2BertForCTC): its folder, its name "
+        "on the Hugging Face Hub, or the file of a language's adapter in it."
     )
-    input: Path = opt(help="A recording, or a folder tree of them, of any length, sampling rate and format.")
+    input: Path = opt(help="Recording, or folder tree. Of any length, sampling rate and format.")
     json: Path | None = opt(
-        default=None, help="JSON file for a list of recordings: path, text, and words with start and end in seconds."
+        default=None,
+        help="JSON file for all recordings. A list of path, text, and words with start and end in seconds.",
     )
-    output_dir: Path | None = opt(default=None, help="Folder for one file a recording and format, named after it.")
-    formats: tuple[TranscriptFormat, ...] = opt(
-        default=("srt",), help="Formats in the output folder: txt, or subtitles as srt or vtt."
-    )
-    chunk_seconds: float = opt(
-        default=30.0, help="Seconds that are recognised at once; fewer need less memory.", min=1, max=600
-    )
+    output_dir: Path | None = opt(default=None, help="Folder of a file for each recording. And for each format.")
+    formats: tuple[TranscriptFormat, ...] = opt(default=("srt",), help="Formats in output_dir: txt, srt, vtt.")
+    chunk_seconds: float = opt(default=30.0, help="Seconds computed at once. Fewer need less memory.", min=1, max=600)
     overlap_seconds: float = opt(
-        default=6.0, help="Seconds that neighbouring chunks share; each gives its half.", min=0.1, max=60
+        default=6.0, help="Seconds that neighbouring chunks share. Each gives its half.", min=0.1, max=60
     )
-    device: DeviceName = opt(default="auto", help="Device to compute on.")
+    device: DeviceName = changed(Hardware, "device")
 
     def __post_init__(self) -> None:
         if self.output_dir is None and self.formats != ("srt",):

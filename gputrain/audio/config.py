@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from gputrain.config import config, opt
+from gputrain.config import advanced, changed, config, file_key, opt
 from gputrain.engine.schedule import Saving, Schedule
 from gputrain.errors import UserError
 
@@ -96,13 +96,11 @@ class Mel:
 class SoundSaving(Saving):
     """Intervals in steps, because recordings make epochs of very different lengths."""
 
-    checkpoint_every_epochs: int = opt(default=0, help="Epochs between kept checkpoints; 0 is off.", min=0)
-    checkpoint_every_steps: int = opt(
-        default=-1, help="Steps between kept checkpoints; -1: at every evaluation, 0 is off.", min=-1
-    )
-    evaluate_every_epochs: int = opt(default=0, help="Epochs between evaluations on held-out data; 0 is off.", min=0)
-    evaluate_every_steps: int = opt(default=1000, help="Steps between evaluations on held-out data; 0 is off.", min=0)
-    sample_every_steps: int = opt(default=1000, help="Steps between samples; 0 is off.", min=0)
+    checkpoint_every_epochs: int = changed(Saving, "checkpoint_every_epochs", default=0)
+    checkpoint_every_steps: int = changed(Saving, "checkpoint_every_steps", default=-1)
+    evaluate_every_epochs: int = changed(Saving, "evaluate_every_epochs", default=0, level="advanced")
+    evaluate_every_steps: int = changed(Saving, "evaluate_every_steps", default=1000, level="common")
+    sample_every_steps: int = changed(Saving, "sample_every_steps", default=1000)
 
 
 @config(panel="Sound, with --kind vocoder, tts or asr")
@@ -111,25 +109,24 @@ class Sound:
 
     audio_sample_rate: int | None = opt(
         default=None,
-        help="Rate that recordings are resampled to, in Hz (default: 44100 for a vocoder, 22050 for a voice).",
+        help="Sampling rate, in Hz. Default: 44100 for a vocoder, 22050 for a voice, 16000 for a recogniser.",
         min=8000,
         max=192000,
     )
-    hop_size: int = opt(default=512, help="Samples between two frames of mel and pitch.", min=16)
-    f0_method: F0Method = opt(
-        default="auto", help="Pitch tracker; auto is parselmouth if it is installed (gputrain[f0]), else pyworld."
+    hop_size: int = advanced(default=512, help="Samples from one frame to the next.", min=16)
+    f0_method: F0Method = advanced(
+        default="auto", help="Pitch tracker. auto: parselmouth if it is installed (gputrain[f0]), else pyworld."
     )
-    f0_min: float = opt(default=40.0, help="Lowest pitch that is tracked, in Hz.", min=10)
-    f0_max: float = opt(default=1100.0, help="Highest pitch that is tracked, in Hz.", min=20)
+    f0_min: float = advanced(default=40.0, help="Lowest pitch that is tracked, in Hz.", min=10)
+    f0_max: float = advanced(default=1100.0, help="Highest pitch that is tracked, in Hz.", min=20)
     trim_db: float | None = opt(
         default=None,
-        help="Trim both ends where they are so many dB below the loudest part; 0 is off "
-        "(default: 0 for a vocoder and a recogniser, 40 for a voice).",
+        help="Trim ends so many dB below the loudest part. 0 is off, the default but for a voice: 40.",
         min=0,
     )
     loudness_db: float = opt(
         default=0.0,
-        help="Root mean square that each file is scaled to, in dB relative to full scale, such as -20; 0 is off.",
+        help="Root mean square of each file, in dB; 0 is off. It is scaled to it, relative to full scale, such as -20.",
         min=-60,
         max=0,
     )
@@ -144,7 +141,7 @@ class Sound:
 
 @config(panel="Evaluation")
 class ClipEvaluation:
-    max_clips: int = opt(default=1000, help="Maximum number of clips, for all kinds of model but vae.", min=1)
+    max_clips: int = opt(default=1000, help="Maximum number of clips. For all kinds of model but vae.", min=1)
 
 
 @config(panel="Training")
@@ -152,15 +149,15 @@ class AdversarialSchedule(Schedule):
     """The schedule of a generator of sound and its discriminators."""
 
     usual_discriminator_rate: ClassVar[float] = 1.0  # Relative to learning_rate.
-    beta1: float = opt(default=0.8, help="AdamW's decay rate of the mean gradient.", min=0, max=0.9999)
-    beta2: float = opt(default=0.99, help="AdamW's decay rate of the mean squared gradient.", min=0, max=0.999999)
-    discriminator_learning_rate: float = opt(
-        default=0.0, help="Learning rate of the discriminators; 0 uses learning_rate.", min=0
+    beta1: float = file_key(default=0.8, help="AdamW's decay rate of the mean gradient.", min=0, max=0.9999)
+    beta2: float = file_key(default=0.99, help="AdamW's decay rate of the mean squared gradient.", min=0, max=0.999999)
+    discriminator_learning_rate: float = advanced(
+        default=0.0, help="Learning rate of the discriminators. 0: learning_rate, or half of it for a voice.", min=0
     )
-    discriminator_beta1: float | None = opt(
+    discriminator_beta1: float | None = file_key(
         default=None, help="beta1 of the discriminators; default: beta1.", min=0, max=0.9999
     )
-    discriminator_beta2: float | None = opt(
+    discriminator_beta2: float | None = file_key(
         default=None, help="beta2 of the discriminators; default: beta2.", min=0, max=0.999999
     )
 

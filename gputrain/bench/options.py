@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from gputrain.config import assemble, config, flatten, leaves, opt
-from gputrain.hw.plan import DeviceName
+from gputrain.config import assemble, changed, config, flatten, leaves, opt
+from gputrain.hw.plan import DeviceName, Hardware
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class MeasuredFile:
 
 @config(panel="Benchmark")
 class BenchOptions:
-    warmup_steps: int = opt(default=3, help="Steps before the timed ones.", min=1)
-    steps: int = opt(default=10, help="Timed steps of a row; the median is reported.", min=1)
+    untimed_steps: int = opt(default=3, help="Steps before the timed ones.", min=1)
+    steps: int = opt(default=10, help="Timed steps of a row. The median is reported.", min=1)
     row_minutes: float = opt(default=10, help="Time limit of a row, in minutes.", min=0.01)
     output_dir: Path = opt(default=Path("."), help="Folder for the JSON and the chart.")
-    device: DeviceName = opt(default="auto", help="Device; auto uses the GPU if there is one.")
+    device: DeviceName = changed(Hardware, "device", default="auto")
     # From the command line, and no options themselves:
     files: tuple[MeasuredFile, ...] = field(default=())
     flags: frozenset[str] = field(default=frozenset())  # Names of the options that were given; they beat a file.

@@ -44,7 +44,7 @@ def bench_rows(work: KindWork[Any], settings: BenchSettings) -> list[BenchRow]:
     """Returns the rows; each adds a setting to those of the row before. Several configuration files have a row each,
     with their own settings."""
     own, options = settings.own_options, settings.bench
-    shared = {"warmup_steps": options.warmup_steps, "steps": options.steps, "device": options.device, "options": own}
+    shared = {"warmup_steps": options.untimed_steps, "steps": options.steps, "device": options.device, "options": own}
     files = options.files
     if len(files) > 1:
         return [BenchRow(file.name, {**shared, "switch": "", "train": settings.training(file)}) for file in files]

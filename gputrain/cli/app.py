@@ -12,7 +12,8 @@ from gputrain import __version__
 from gputrain.bench.options import BenchSettings
 from gputrain.cli import fetching, kind_commands, tables, ui
 from gputrain.cli.fetching import FetchSettings
-from gputrain.cli.options import WIDEST, GroupPage, add_command, command, complete_at_the_first_tab
+from gputrain.cli.help_page import WIDEST, GroupPage
+from gputrain.cli.options import add_command, command
 from gputrain.cli.settings import (
     DemoSettings,
     EvaluateSettings,
@@ -22,7 +23,7 @@ from gputrain.cli.settings import (
     ValidateSettings,
     refuse_others,
 )
-from gputrain.config import read_config
+from gputrain.config import leaves, read_config
 from gputrain.errors import UserError, require
 from gputrain.fetch.names import kind_of, local_path
 from gputrain.hw.doctor import CheckCompatibility, check_machine
@@ -53,7 +54,6 @@ app.add_typer(
 
 def main() -> None:
     ui.restart_in_utf8()
-    complete_at_the_first_tab()
     ui.run(lambda: command_line()())
 
 
@@ -216,9 +216,16 @@ def add_commands_of(kind: ModelKind) -> None:
     files: dict[str, Any] = {"shipped": kind.shipped, "translate": kind.translate}
     plan_help = f"Predict the memory of {kind.command} and choose its settings for any GPU, from the options alone."
     add_command(bench, kind.command, kind.bench, bench_kind, panel="Machine", help=kind.bench_help, **files)
-    files["profiles"] = kind.profiles
     add_command(plan, kind.command, kind.plan, plan_kind, panel="Machine", help=plan_help, **files)
-    add_command(app, kind.command, kind.train, train_kind, panel=kind.panel, help=kind.help, **files)
+    add_command(app, kind.command, kind.train, train_kind, panel=kind.panel, help=train_help(kind), **files)
+
+
+def train_help(kind: ModelKind) -> str:
+    """Return the head of a train command's help page: what it does, an example, and when a run ends."""
+    known = leaves(kind.train)
+    length = next(known[name] for name in ("num_steps", "num_epochs") if known[name].default)
+    example = f"gputrain {kind.command} --data-path data/{kind.name} {length.flag} {length.default}"
+    return f"{kind.help}\n\nExample: {example}\n\nA run ends after {length.flag}; --help-all shows other ends."
 
 
 def add_own_commands_of(kind: ModelKind) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from gputrain.cli import ui
-from gputrain.cli.options import WIDEST
+from gputrain.cli.help_page import WIDEST
 from gputrain.config import ModelName, config, opt
 from gputrain.errors import UserError
 from gputrain.formatting import format_bytes
@@ -30,17 +30,17 @@ LONGEST_LINE = 1000  # Columns where nobody reads on a terminal.
 class FetchSettings:
     names: tuple[ModelName, ...] = opt(
         default=(),
-        help="Short names of --list, or names on the Hugging Face Hub (org/name:folder/file@revision).",
+        help="Short names of --list, or names on the Hub. org/name:folder/file@revision.",
         separator="",
         is_positional=True,
     )
-    list: bool = opt(default=False, help="Show the short names: what they are, their licence and size.")
+    list: bool = opt(default=False, help="Show the short names. What they are, their licence and size.")
     kind: Literal["all", "vae", "vocoder", "tts", "asr", "measure"] = opt(
-        default="all", help="Names to list: those for one kind of model, or for measures."
+        default="all", help="Names to list: of a kind of model, or measure."
     )
-    json: bool = opt(default=False, help="Print the list as JSON, with everything that is known.")
+    json: bool = opt(default=False, help="Print the list as JSON.")
     output_dir: Path | None = opt(
-        default=None, help="Folder for the files; default: the cache, which all runs share (docs/fetching.md)."
+        default=None, help="Folder for the files; default: the cache. All runs share it (docs/fetching.md)."
     )
 
     def __post_init__(self) -> None:

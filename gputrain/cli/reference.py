@@ -1,33 +1,45 @@
 """Writes docs/options.md from the configuration: `python -m gputrain.cli.reference`."""
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import typer
 
 from gputrain.cli.app import app
-from gputrain.cli.options import OFFLINE_HELP, names_models
-from gputrain.config import Leaf, describe, leaves
+from gputrain.cli.help_page import choices, default_text, limits, metavar
+from gputrain.config import Leaf, leaves
+from gputrain.kinds import kinds
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 HEAD = """# Options
 
-Every option is also a key of the YAML or JSON file that `--config` takes, with underscores for hyphens:
-`--image-size 512` is `image_size: 512`. A flag beats the file, the file beats the default. Flags may be spelt with
-underscores too. `--profile-name` of `train-vae` takes the values of a file of the package (ultra, high, standard, fast,
-draft), which `--config` and flags beat. `train-vocoder` and `plan train-vocoder` read openvpi's files too, and find
-base_hifi_gpu.yaml and base_hifi_rtx5090_optimized.yaml by name ([vocoder_keys.md](vocoder_keys.md)).
+Each option stands once, with the commands that have it. `--name` is a flag, and the key `name` of the YAML or JSON file
+that `--config` takes: `--image-size 512` is `image_size: 512`. What is written `name:` is a key of a file only. A flag
+beats the file, of several files the last one, and the file the default. Flags may be spelt with underscores too, and a
+flag that is on is switched off by `--no-name`. `--help` shows the common options of a command, `--help-all` all.
+
+`--config` finds files of the package by their names: `standard`, `ultra`, `high`, `fast` and `draft` of `train-vae`,
+`vits_rtx4090` of `train-tts`, and openvpi's `base_hifi_gpu` and `base_hifi_rtx5090_optimized` of `train-vocoder`, which
+also reads openvpi's own keys ([vocoder_keys.md](vocoder_keys.md)), as `train-tts` reads Coqui's ([voice.md](voice.md)).
+The configuration in a run folder names its kind of model in the key `kind`.
 
 `--mixed-precision`, `--use-bf16` and `--enable-tf32`, each with a `--no-` form, set `--precision`
-([precision.md](precision.md)).
-
-The configuration in a run folder names its kind of model in the key `kind`.
+([precision.md](precision.md)). `bench train-NAME` measures the options of `train-NAME` in the files of `--config`.
 
 <!-- Written by `make docs` from the configuration; a test fails if it is stale. -->
 """
+TABLE = "\n| option | default | of | what it is |\n|---|---|---|---|\n"
 
 
 def page() -> str:
-    return HEAD + "".join(section(name, settings) for name, settings in commands(app).items())
+    found = commands(app)
+    training = {kind.name: leaves(kind.train) for kind in kinds().values()}
+    parts = [HEAD, "\n## Training\n", "\n`plan train-NAME` has these options, too.\n", *by_panel(training)]
+    plans = {kind.name: _others(leaves(kind.plan), leaves(kind.train)) for kind in kinds().values()}
+    parts += ["\n## plan train-NAME\n", *by_panel(plans)]
+    parts += ["\n## bench train-NAME\n", *by_panel({kind.name: leaves(kind.bench) for kind in kinds().values()})]
+    further = {name: leaves(settings) for name, settings in found.items() if "train-" not in name}
+    return "".join([*parts, "\n## Other commands\n", *by_panel(further)])
 
 
 def commands(of: typer.Typer, prefix: str = "") -> dict[str, type]:
@@ -39,35 +51,48 @@ def commands(of: typer.Typer, prefix: str = "") -> dict[str, type]:
     return found
 
 
-def section(name: str, settings: type) -> str:
-    rows = "".join(row(leaf) for leaf in leaves(settings).values())
-    if names_models(settings):
-        rows += f"| `--offline` | `false` | true or false | {OFFLINE_HELP} |\n"
-    return f"\n## gputrain {name}\n\n| option | default | takes | what it does |\n|---|---|---|---|\n{rows}"
+def _others(own: Mapping[str, Leaf], known: Mapping[str, Leaf]) -> dict[str, Leaf]:
+    """Return the options that are not among the known ones, or are declared otherwise."""
+    return {name: leaf for name, leaf in own.items() if leaf != known.get(name)}
 
 
-def row(leaf: Leaf) -> str:
-    kind = leaf.plain_type
+def by_panel(options: Mapping[str, Mapping[str, Leaf]]) -> Iterable[str]:
+    """Yield a table for each panel, with one row for an option that several commands have alike. `options` are those of
+    each command."""
+    panels: dict[str, dict[tuple[str, ...], dict[str, Leaf]]] = {}
+    for command, known in options.items():
+        for leaf in known.values():
+            alike = (leaf.name, leaf.help, limits(leaf), choices(leaf))
+            panels.setdefault(leaf.panel, {}).setdefault(alike, {})[command] = leaf
+    for panel, rows in panels.items():
+        listed = sorted(rows.values(), key=lambda leaf_of: next(iter(leaf_of.values())).name)
+        yield f"\n### {panel}\n{TABLE}" + "".join(row(leaf_of, all_of=options) for leaf_of in listed)
+
+
+def row(leaf_of: Mapping[str, Leaf], all_of: Iterable[str]) -> str:
+    """Return the row of an option that some of the commands have, each perhaps with another default."""
+    leaf = next(iter(leaf_of.values()))
+    commands_of: dict[str, list[str]] = {}
+    for command, own in leaf_of.items():
+        commands_of.setdefault(f"`{default_text(own)}`" if default_text(own) else "", []).append(command)
+    several = len(commands_of) > 1
+    defaults = "; ".join(
+        f"{shown or 'none'} ({', '.join(of)})" if several else shown for shown, of in commands_of.items()
+    )
+    of = "all" if set(leaf_of) == set(all_of) else ", ".join(leaf_of)
+    also = f" Also {', '.join(leaf.flags[1:])}." if leaf.spellings else ""
+    facts = "; ".join(filter(None, [choices(leaf), limits(leaf)]))
+    text = f"{leaf.help}{also}{f' ({facts})' if facts else ''}".replace("|", r"\|")
+    return f"| `{option(leaf)}` | {'required' if leaf.required else defaults} | {of} | {text} |\n"
+
+
+def option(leaf: Leaf) -> str:
+    """Return what a user writes: `--image-size N`, `--report`, `fmin: X` in a file."""
     if leaf.is_positional:
-        return f"| `{leaf.name.upper()}` | {default(leaf)} | {describe(kind)} | {leaf.help} |\n"
-    flag = f"{leaf.flag}` / `--no-{leaf.flag[2:]}" if kind is bool else "`, `".join(leaf.flags)
-    return f"| `{flag}` | {default(leaf)} | {describe(kind)}{limits(leaf)} | {leaf.help} |\n"
-
-
-def default(leaf: Leaf) -> str:
-    if leaf.required:
-        return "required"
-    if leaf.default is None:
-        return "auto" if leaf.plain_type is bool else "none"
-    if leaf.default in ("", ()):
-        return "none"
-    return f"`{str(leaf.default).lower() if isinstance(leaf.default, bool) else leaf.default}`"
-
-
-def limits(leaf: Leaf) -> str:
-    if leaf.min is not None and leaf.max is not None:
-        return f", {leaf.min:g} to {leaf.max:g}"
-    return f", at least {leaf.min:g}" if leaf.min is not None else ""
+        return leaf.name.removesuffix("s").upper()
+    if leaf.level == "file":
+        return f"{leaf.name}: {metavar(leaf)}"
+    return leaf.flag if leaf.plain_type is bool else f"{leaf.flag} {metavar(leaf)}"
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from gputrain.config import ModelName, config, leaves, opt
+from gputrain.config import ModelName, changed, config, leaves, opt
 from gputrain.errors import UserError
-from gputrain.fetch.names import TrainedModel
-from gputrain.hw.plan import DeviceName
+from gputrain.fetch.names import TRAINED_HELP, TrainedModel
+from gputrain.hw.plan import DeviceName, Hardware
 from gputrain.hw.probe import usable_cores
 from gputrain.kinds import EXCLUDE_HELP, KindOptions, ModelKind, format_data_kinds, kinds, kinds_with
 
@@ -57,18 +57,19 @@ class DataSettings:
     """The options that both commands on data have."""
 
     input_dir: Path = opt(
-        help="Folder tree of pictures or recordings, or parquet, Arrow, tar or zip files, a .txt file of paths, a "
-        "pattern in quotation marks, or hf://datasets/NAME; it is only read."
+        help="Folder, archive, or hf://datasets/NAME. A folder tree of pictures or recordings, or parquet, "
+        "Arrow, tar or zip files; it is only read."
     )
     kind: str = opt(
-        default=PREPARED[0], help=f"Kind of model the data are for: {format_data_kinds(PREPARED)}.", choices=PREPARED
+        default=PREPARED[0],
+        help=f"Kind of model: {', '.join(PREPARED)}. {format_data_kinds(PREPARED)}.",
+        choices=PREPARED,
     )
     output_file: Path | None = opt(default=None, help="JSON file for the report.")
     num_workers: int = opt(default=-1, help="Number of processes; -1: one for each core.", min=-1)
     exclude: tuple[str, ...] = opt(default=(), separator="", help=EXCLUDE_HELP)
     column: str = opt(
-        default="",
-        help="Column of parquet or Arrow data that holds the pictures or recordings; default: found by its type.",
+        default="", help="Column of pictures or recordings. In parquet or Arrow data; default: found by its type."
     )
 
     @property
@@ -79,16 +80,14 @@ class DataSettings:
 @with_options_of_kinds("validate")
 @config(panel="Validation")
 class ValidateSettings(DataSettings):
-    input_dir: Path = opt(
-        help="Folder of pictures or recordings, prepared or not, or anything else that prepare-data reads."
-    )
+    input_dir: Path = changed(DataSettings, "input_dir")
     audio_sample_rate: int | None = opt(
-        default=None, help="Sampling rate of the training, in Hz; default: 44100 for vocoder, 22050 for tts.", min=8000
+        default=None, help="Sampling rate of the training, in Hz. Default: 44100 for vocoder, 22050 for tts.", min=8000
     )
     check_with: ModelName | None = opt(
         default=None,
-        help="Recogniser of train-asr or transformers, its folder or its name on the Hugging Face Hub, that reads "
-        "every clip and lists texts that differ.",
+        help="Recogniser that reads every clip. Texts that differ are listed. Of train-asr or transformers: its "
+        "folder, or its name on the Hugging Face Hub.",
     )
     strict: bool = opt(default=False, help="Exit with 3 if a file is refused.")
 
@@ -100,14 +99,14 @@ class ValidateSettings(DataSettings):
 @config(panel="Preparation")
 class PrepareSettings(DataSettings):
     mode: Literal["preprocess", "validate"] = opt(
-        default="preprocess", help="Prepare the pictures, or only check them."
+        default="preprocess", help="preprocess or validate. validate only checks the pictures."
     )
-    output_dir: Path | None = opt(default=None, help="Folder to fill with prepared data and their manifest.")
-    overwrite: bool = opt(default=False, help="Replace pictures that the folder holds from other settings.")
+    output_dir: Path | None = opt(default=None, help="Folder for the prepared data. Their manifest is in it, too.")
+    overwrite: bool = opt(default=False, help="Replace pictures of other settings.")
     align_with: ModelName | None = opt(
         default=None,
-        help="Recogniser of train-asr or transformers, its folder or its name on the Hugging Face Hub, that cuts "
-        "recordings longer than max_seconds between sentences.",
+        help="Recogniser that cuts long recordings. Those longer than max_seconds are cut between sentences. Of "
+        "train-asr or transformers: its folder, or its name on the Hugging Face Hub.",
     )
 
     def __post_init__(self) -> None:
@@ -131,61 +130,57 @@ class PrepareSettings(DataSettings):
 @with_options_of_kinds("evaluation")
 @config(panel="Evaluation")
 class EvaluateSettings(TrainedModel):
-    model: ModelName = opt(
-        help="A run folder, a checkpoint, or a model of diffusers, openvpi or transformers (CTC): its folder, or its "
-        "name on the Hugging Face Hub."
+    model: ModelName = changed(
+        TrainedModel, "model", help=TRAINED_HELP + " Or a model of diffusers, openvpi or transformers (CTC)."
     )
     data_path: tuple[Path, ...] = opt(
-        help="Folder of pictures, prepared or not; for the other kinds of model, a prepared folder; may be repeated.",
-        separator="",
+        help="Prepared folder; may be repeated. For an image VAE, pictures may be unprepared.", separator=""
     )
     held_out_share: float | None = opt(
-        default=None, help="Share of the data to evaluate; default: those that the run held out; 1: all.",
-        min=0.0, max=1.0,
-    )  # fmt: skip
+        default=None, help="Share to evaluate; 1: all. Default: those that the run held out.", min=0.0, max=1.0
+    )
     json: Path | None = opt(default=None, help="JSON file for the metrics.")
-    device: DeviceName = opt(default="auto", help="Device to compute on.")
+    device: DeviceName = changed(Hardware, "device")
 
 
 @config(panel="Export")
 class ExportSettings(TrainedModel):
-    model: ModelName = opt(help="Run folder or checkpoint.")
+    model: ModelName = changed(TrainedModel, "model", help="Run folder or checkpoint.")
     output_dir: Path = opt(help="Folder for the exported model.")
     data_path: Path | None = opt(
         default=None,
-        help="Pictures that give the latents' scaling and shift factors (default: those of the run), or prepared "
-        "speech on which an exported recogniser is compared (default: synthetic speech).",
+        help="Data of the check. Pictures that give the latents' scaling and shift factors (default: those of the "
+        "run), or prepared speech on which an exported recogniser is compared (default: synthetic speech).",
     )
-    device: DeviceName = opt(default="auto", help="Device to compute on.")
-    format: str = opt(default="auto", help=f"Format to write; auto: {AUTO}.", choices=("auto", *FORMATS))
+    device: DeviceName = changed(Hardware, "device")
+    format: str = opt(default="auto", help=f"Format to write. auto: {AUTO}.", choices=("auto", *FORMATS))
     name: str = opt(
         default="",
-        help="Name of the ONNX file and of the model in it; default: vocoder, recogniser, or for a voice Piper's "
+        help="Name of the ONNX file and model. Default: vocoder, recogniser, or for a voice Piper's "
         "LANGUAGE_COUNTRY-NAME-QUALITY by its speaker, data and run.",
     )
     language_code: str = opt(
         default="",
-        help="Language and country of a voice, such as kk_KZ, if they don't follow from its espeak voice or texts.",
+        help="Language and country, such as kk_KZ. If they don't follow from a voice's espeak voice or texts.",
     )
     default_speaker: str = opt(
-        default="",
-        help="Name or number of the speaker with whom Piper speaks if none is asked for; default: the first.",
+        default="", help="Speaker of Piper if none is asked for. A name or number; default: the first."
     )
 
 
 @config(panel="Report")
 class ReportSettings:
     runs: tuple[Path, ...] = opt(
-        help="Run folders; several are compared with one another.", separator="", is_positional=True
+        help="Run folders. Several are compared with one another.", separator="", is_positional=True
     )
     output_file: Path = opt(default=Path("report.html"), help="HTML file to write.")
 
 
 @config(panel="Demo")
 class DemoSettings:
-    output_dir: Path = opt(default=Path("demo"), help="Folder for data, run, export and reconstructions.")
+    output_dir: Path = opt(default=Path("demo"), help="Folder for all that is made.")
     kind: str = opt(
         default=kinds_with("demo")[0],
-        help="Kind of model to train: vae (images), vocoder, tts (a voice) or asr (a recogniser).",
+        help=f"Kind of model: {', '.join(kinds_with('demo'))}.",
         choices=kinds_with("demo"),
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from gputrain.config import config, opt
+from gputrain.config import advanced, config, file_key, opt
 from gputrain.engine.stop import parse_duration, seconds_to_finish, seconds_until
 from gputrain.errors import UserError
 
@@ -17,11 +17,18 @@ LearningRateSchedule = Literal["constant", "cosine", "exponential", "tri-stage"]
 TrackerName = Literal["wandb", "mlflow"]
 StepOrder = Literal["simultaneous", "alternating"]
 STEP_ORDER_HELP = (
-    "simultaneous: generator and discriminators step from the same forward passes; alternating: the discriminators "
-    "step first, and the generator's loss comes from the updated ones, which takes more time."
+    "Order of the steps of generator and discriminators. simultaneous: both step from the same forward passes; "
+    "alternating: the discriminators step first, and the generator's loss comes from the updated ones, which takes "
+    "more time."
 )
-# The end of the help of an option that names data folders.
-SEVERAL = "; give it several times for several folders: FOLDER=2 draws each item of one twice an epoch."
+DISCRIMINATOR_START_HELP = (
+    "Step at which the training of discriminators starts. Before, other losses are applied alone."
+)
+CHECKPOINTING_HELP = "Recompute activations in backward. Less memory, more time; default: the planner decides."
+COUNTED_HELP = "Data whose items are counted. Hours are predicted by them; not needed."
+# Ends of the help of an option that names a model to start from, and of one that names data folders.
+PUBLISHED_NAME = ", or a name of `gputrain fetch --list` or of the Hugging Face Hub."
+SEVERAL = " Give it several times for several folders: FOLDER=2 draws each item of one twice an epoch."
 TRI_STAGE_END = 0.05  # Share of the learning rate that is left at the end of a tri-stage schedule.
 OPEN_END = 10**9  # Steps of a training that only the clock ends.
 PACE_TOLERANCE = 0.02  # Share of the steps left by which their number may vary without another end of the cool-down.
@@ -30,54 +37,50 @@ COOLDOWN_SHARE = 0.2  # A cool-down's share of all steps, as in Hägele et al. 2
 
 @config(panel="Training")
 class Schedule:
-    batch_size: int = opt(default=16, help="Items of an optimizer step, and the largest micro-batch.", min=1)
-    accumulation_steps: int = opt(default=1, help="An optimizer step uses this many times batch_size items.", min=1)
+    batch_size: int = opt(default=16, help="Items of a batch. It is the largest micro-batch, too.", min=1)
+    accumulation_steps: int = opt(default=1, help="Batches of an optimizer step.", min=1)
     micro_batch_size: int = opt(
         default=0, help="Items on the device at once; 0: auto. Changes memory use, not the result.", min=0
     )
-    num_epochs: int = opt(default=100, help="Maximum number of epochs; 0: only num_steps limits the training.", min=0)
-    num_steps: int = opt(
-        default=0, help="Maximum number of optimizer steps; 0: only num_epochs limits the training.", min=0
+    num_epochs: int = opt(default=100, help="Epochs of the training. 0: only num_steps ends it.", min=0)
+    num_steps: int = advanced(
+        default=0, help="Steps of the training. 0: only num_epochs ends it; else the earlier does.", min=0
     )
-    max_steps: int = opt(
+    max_steps: int = advanced(
         default=0,
         help="Stop at this step without changing the learning-rate schedule; 0 is off. Not written to config.yaml.",
         min=0,
         is_saved=False,
     )
     learning_rate: float = opt(default=1e-4, help="Learning rate after the warm-up.", min=0)
-    learning_rate_schedule: LearningRateSchedule = opt(
+    learning_rate_schedule: LearningRateSchedule = advanced(
         default="cosine",
-        help="Learning-rate schedule after the warm-up; exponential uses gamma, tri-stage uses hold_share.",
+        help="Learning-rate schedule after the warm-up. exponential uses gamma, tri-stage uses hold_share.",
     )
-    finish_by: str = opt(
+    finish_by: str = advanced(
         default="",
-        help="Finish the training by the clock: after 6h, or at 18:30 or 2027-01-31T18:30. The learning rate is held, "
-        "and falls in the last fifth of the steps, which end then, instead of num_epochs and num_steps.",
+        help="End the training by the clock: 6h, 18:30 or 2027-01-31T18:30. The learning rate is held, and falls in "
+        "the last fifth of the steps, which end then, instead of num_epochs and num_steps.",
     )
-    cooldown: int = opt(
+    cooldown: int = advanced(
         default=0,
-        help="Let the learning rate fall to its lowest over so many steps from the resumed checkpoint on, and end the "
-        "training there; with finish_by, the last steps over which it falls. 0: none, or a fifth.",
+        help="Steps of a cool-down from the resumed checkpoint on. The learning rate falls to its lowest, and the "
+        "training ends there; with finish_by, the last steps over which it falls. 0: none, or a fifth.",
         min=0,
         is_saved=False,
     )
-    gamma: float = opt(default=0.9999, help="Factor per epoch of an exponential learning rate.", min=1e-6, max=1)
-    hold_share: float = opt(
+    gamma: float = file_key(default=0.9999, help="Factor per epoch of an exponential learning rate.", min=1e-6, max=1)
+    hold_share: float = file_key(
         default=0.4, help="Share of the steps in which a tri-stage learning rate stays at its highest.", min=0, max=1
     )
-    warmup_steps: int = opt(default=200, help="Steps over which the learning rate rises linearly.", min=0)
-    min_learning_rate: float = opt(
-        default=0.0, help="Learning rate at the start of the warm-up, and the lowest one afterwards.", min=0
+    warmup_steps: int = opt(default=200, help="Steps of a linear warm-up.", min=0)
+    min_learning_rate: float = advanced(
+        default=0.0, help="Learning rate at the start of the warm-up and at the end.", min=0
     )
-    weight_decay: float = opt(default=0.0, help="AdamW's weight decay (gains and biases are excluded).", min=0)
-    gradient_clip: float = opt(
-        default=1.0, help="Gradients are clipped to this norm, for each optimizer; 0 is off.", min=0
-    )
-    ema_decay: float = opt(
-        default=0.999, help="Decay of the exponential moving average of the weights; 0 is off.", min=0, max=0.999999
-    )
-    seed: int = opt(default=0, help="Seed of the data order, crops, noise and initial weights.", min=0, max=2**32 - 1)
+    weight_decay: float = advanced(default=0.0, help="AdamW's weight decay. Gains and biases are excluded.", min=0)
+    gradient_clip: float = opt(default=1.0, help="Maximum gradient norm; 0 is off. For each optimizer.", min=0)
+    ema_decay: float = opt(default=0.999, help="Decay of the weights' average; 0 is off.", min=0, max=0.999999)
+    seed: int = opt(default=0, help="Seed of data order, crops, noise, weights.", min=0, max=2**32 - 1)
 
     def __post_init__(self) -> None:
         if self.finish_by:
@@ -146,58 +149,61 @@ class Schedule:
 class Saving:
     output_dir: Path = opt(default=Path("outputs"), help="Folder of the run.")
     resume_from: str = opt(
-        default="", help="A checkpoint to resume from, or `auto`: the newest in output_dir, if there is one."
+        default="", help="Checkpoint to resume; auto: newest, if any. It is looked for in output_dir."
     )
-    checkpoint_every_epochs: int = opt(default=5, help="Epochs between checkpoints that are kept; 0 is off.", min=0)
-    checkpoint_every_minutes: float = opt(
+    checkpoint_every_epochs: int = advanced(
+        default=5, help="Epochs between checkpoints that are kept; 0 is off.", min=0
+    )
+    checkpoint_every_minutes: float = advanced(
         default=10, help="Minutes between saves of checkpoint_last.pt; 0 is off.", min=0
     )
-    checkpoint_every_steps: int = opt(
-        default=0, help="Steps between checkpoints that are kept; -1: at every evaluation, 0 is off.", min=-1
+    checkpoint_every_steps: int = advanced(
+        default=0, help="Steps between checkpoints that are kept; 0 is off. -1: one at every evaluation.", min=-1
     )
     keep_checkpoints: int = opt(
-        default=2, help="Number of checkpoint_epoch_*.pt and of checkpoint_step_*.pt to keep; 0 keeps all.", min=0
+        default=2, help="Kept checkpoints; 0: all. So many checkpoint_epoch_*.pt and checkpoint_step_*.pt.", min=0
     )
-    permanent_start: int = opt(
+    permanent_start: int = file_key(
         default=0, help="From this step on, some checkpoint_step_*.pt are never deleted; 0 is off.", min=0
     )
-    permanent_interval: int = opt(default=40_000, help="Steps between checkpoints that are never deleted.", min=1)
-    best_after: int = opt(default=0, help="No checkpoint_best.pt is written before this step.", min=0)
+    permanent_interval: int = file_key(default=40_000, help="Steps between checkpoints that are never deleted.", min=1)
+    best_after: int = file_key(default=0, help="No checkpoint_best.pt is written before this step.", min=0)
     sample_every_steps: int = opt(default=500, help="Steps between samples; 0 is off.", min=0)
-    samples_after_epochs: int = opt(default=0, help="Epochs before the first samples.", min=0)
+    samples_after_epochs: int = file_key(default=0, help="Epochs before the first samples.", min=0)
     evaluate_every_epochs: int = opt(
         default=5,
         help="Epochs between evaluations; 0 is off. Beside one by evaluate_every_steps it is left out.",
         min=0,
     )
-    evaluate_every_steps: int = opt(default=0, help="Steps between evaluations on held-out data; 0 is off.", min=0)
-    early_stopping_patience: int = opt(
+    evaluate_every_steps: int = advanced(default=0, help="Steps between evaluations; 0 is off.", min=0)
+    early_stopping_patience: int = advanced(
         default=0, help="Evaluations in a row without a better score that end the training; 0 is off.", min=0
     )
-    eval_first: bool | None = opt(
+    eval_first: bool | None = advanced(
         default=None,
         help="Evaluate before the first step, so that the curves start there. Default: if init_from is given.",
     )
     log_every_steps: int = opt(default=10, help="Steps between lines of metrics.", min=1)
-    max_time: str = opt(
-        default="",
-        help="Save and exit with 75 before this time since the start of the command, such as 3h50m; empty: no limit.",
+    max_time: str = advanced(
+        default="", help="Save and exit with 75 before this time since the start of the command, such as 3h50m."
     )
-    report: bool = opt(default=True, help="Write report.html into the run folder at the end of a run.")
+    report: bool = advanced(default=True, help="Write report.html into the run folder at the end of a run.")
     watch: bool = opt(
-        default=False, is_saved=False,
-        help="Show the run in a browser while it trains, as `gputrain watch` does; the address is printed. Not written "
+        default=False,
+        help="Show the run in a browser. It is as `gputrain watch` shows it, and the address is printed. Not written "
         "to config.yaml.",
-    )  # fmt: skip
-    track: tuple[TrackerName, ...] = opt(
-        default=(), help="Also log to wandb or mlflow, which are extras; their environment variables say where."
+        is_saved=False,
     )
-    verbose: bool = opt(
-        default=False, is_saved=False,
-        help="Log every setting of the plan with its reason, as plan.json has them, and the times of the parts of the "
-        "start. Not written to config.yaml.",
-    )  # fmt: skip
-    profile: bool = opt(default=False, help="Profile three early steps into profile/ of the run folder.")
+    track: tuple[TrackerName, ...] = advanced(
+        default=(), help="Also log to wandb or mlflow. They are extras, and their environment variables say where to."
+    )
+    verbose: bool = advanced(
+        default=False,
+        help="Log every setting of the plan with its reason, and the times of the parts of the start. Not written to "
+        "config.yaml.",
+        is_saved=False,
+    )
+    profile: bool = advanced(default=False, help="Profile three early steps into profile/ of the run folder.")
 
     def __post_init__(self) -> None:
         if self.max_time:
@@ -211,7 +217,7 @@ class Saving:
         if self.permanent_start and not writes_steps:
             raise UserError(
                 f"permanent_start {self.permanent_start} has no effect: no checkpoint_step_*.pt is written",
-                hint="--checkpoint-every-steps says how often one is; otherwise --permanent-start 0",
+                hint="--checkpoint-every-steps says how often one is; otherwise permanent_start: 0",
             )
 
     @property

@@ -22,7 +22,7 @@ from gputrain.errors import UserError, first_line
 
 log = logging.getLogger(__name__)
 
-OFFLINE = "HF_HUB_OFFLINE"  # The variable by which huggingface_hub, and --offline, switch the network off.
+OFFLINE = "HF_HUB_OFFLINE"  # The variable by which huggingface_hub switches the network off.
 REPO = r"(?a:(?P<type>datasets/)?(?P<repo>\w[\w.-]*/\w[\w.-]*))"
 PLAIN = re.compile(REPO + "/?(:(?P<path>[^@]*))?(@(?P<revision>.+))?")
 PAGE = re.compile(REPO + "(@(?P<revision>[^/:]+))?(/(tree|blob|resolve|raw)/(?P<view>[^/]+))?(/(?P<path>[^:]*))?")
@@ -77,7 +77,7 @@ def parse_hub_name(name: str) -> HubName | None:
 
 
 def is_offline() -> bool:
-    """Returns True if nothing may be fetched, by --offline or by the variables of huggingface_hub."""
+    """Returns True if nothing may be fetched, by the variables of huggingface_hub."""
     values = [os.environ.get(name, "") for name in (OFFLINE, "TRANSFORMERS_OFFLINE")]
     return any(value.upper() in ("1", "ON", "YES", "TRUE") for value in values)
 
@@ -200,8 +200,8 @@ FAULTS: Faults = (
     ({"SSLError"}, "the certificate of {server} cannot be verified: {reason}",
      "check the clock of this machine; SSL_CERT_FILE and REQUESTS_CA_BUNDLE name the certificates of a network"),
     ({"ConnectionError", "ConnectError", "ConnectTimeout", "ProxyError"}, "{server} cannot be reached: {reason}",
-     "check the network; behind a proxy, HTTPS_PROXY and NO_PROXY; HF_ENDPOINT names a mirror of the Hub; --offline "
-     "uses what the cache has"),
+     "check the network; behind a proxy, HTTPS_PROXY and NO_PROXY; HF_ENDPOINT names a mirror of the Hub; "
+     "HF_HUB_OFFLINE=1 uses what the cache has"),
     ({"ValueError"}, "what {server} sends is not what it should be: {reason}",
      "run the command again; a network may ask to log in by a browser, or a proxy or a mirror changes it{more}"),
     ({"Exception"}, "the connection to {server} broke off: {reason}", "run the command again{more}"),

@@ -107,7 +107,7 @@ def fetch_listed(entry: CatalogueEntry) -> Path:
     if is_offline():
         raise UserError(
             f"{entry.name}: is {'damaged in' if found else 'not in'} the cache, and nothing may be downloaded",
-            hint=f"load it ahead of time, without --offline: gputrain fetch {entry.name}",
+            hint=f"load it ahead of time, without HF_HUB_OFFLINE: gputrain fetch {entry.name}",
         )
     if found is not None:
         log.warning("%s: has another SHA-256 than the published one; downloading it again", found)
@@ -224,15 +224,18 @@ def no_such(name: str | Path, *wanted: PublishedFiles) -> UserError:
 # ------------------------------------------------------------------------------------------------- trained models
 
 
+TRAINED_HELP = "Run folder, checkpoint or published name."
+
+
 @config()
 class TrainedModel:
     """The options that name a trained model."""
 
-    model: ModelName = opt(help="A run folder, a checkpoint, or a model in another program's format.")
+    model: ModelName = opt(help=TRAINED_HELP + " Or a model in another program's format.")
     checkpoint: str = opt(
         default="auto",
-        help="Checkpoint of a run folder: best, last, or the name of its file; auto: the best, if one was chosen on "
-        "held-out data, otherwise the last.",
+        help="best, last, auto or a file of the run. auto: the best, if one was chosen on held-out data, otherwise the "
+        "last.",
     )
 
     @functools.cached_property

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from gputrain.config import Switches, config, opt
+from gputrain.config import Switches, advanced, config, opt
 from gputrain.errors import UserError
 from gputrain.hw.probe import Machine
 
@@ -38,56 +38,66 @@ class Hardware:
 
     switches: ClassVar[Switches] = Switches("precision", PRECISION_SWITCHES)
 
-    device: DeviceName = opt(default="auto", help="Device to train on; auto: the GPU, if any.")
+    device: DeviceName = opt(default="auto", help="Device: auto, cuda or cpu. auto: the GPU, if any.")
     precision: PrecisionWish = opt(
         default="auto",
-        help="Arithmetic beside fp32 weights: fp32, tf32, or where 16 bit is safe, bf16, fp16 (with loss scaling), or "
-        "mixed: that of both which suits GPU and model; auto: mixed on a GPU, tf32 for a vocoder. Also set by "
+        help="fp32, tf32, bf16, fp16, mixed or auto. Weights are fp32 in any case. mixed: 16 bit, that of both which "
+        "suits GPU and model, where it is safe; auto: mixed on a GPU, tf32 for a vocoder. Also set by "
         "--mixed-precision, --use-bf16 and --enable-tf32.",
     )
     use_torch_compile: bool | None = opt(
-        default=None, help="Compile the model (minutes at first); auto: a VAE's, on a GPU, if its steps win them back."
+        default=None,
+        help="Compile the model, minutes at first. Default: a VAE's, on a GPU, if its steps win the time back.",
     )
-    use_cuda_graphs: bool = opt(
+    use_cuda_graphs: bool = advanced(
         default=False,
-        help="Launch the gradients of a step as one CUDA graph; not measured on a GPU; no effect on a recogniser.",
+        help="Launch the gradients of a step as one CUDA graph. Not measured on a GPU; no effect on a recogniser.",
     )
-    channels_last: bool | None = opt(default=None, help="NHWC memory layout, faster on tensor cores; auto: on a GPU.")
-    persistent_workers: bool = opt(default=True, help="Keep the data workers alive between epochs.")
+    channels_last: bool | None = opt(
+        default=None, help="NHWC layout, for tensor cores. Default: on a GPU, where it is faster."
+    )
+    persistent_workers: bool = advanced(default=True, help="Keep the data workers alive between epochs.")
     num_workers: int = opt(
         default=-1,
-        help="Processes that decode data; -1: one per core, more than 8 only if the device takes so many items.",
+        help="Processes that decode data; -1: auto. One a core, more than 8 only if the device takes so many items.",
         min=-1,
     )
-    prefetch_factor: int = opt(default=4, help="Number of batches that each worker prefetches.", min=1)
+    prefetch_factor: int = advanced(default=4, help="Batches that each worker prefetches.", min=1)
     memory_budget: float = opt(
-        default=0.0, help="Memory that training may take, in GB; 0: 0.93 of the device's, or what is free.", min=0
+        default=0.0, help="Memory to use, in GB; 0: auto. That is 0.93 of the device's, or what is free.", min=0
     )
-    plan: bool = opt(default=True, help="Predict the memory of a step, and choose micro-batch and checkpointing by it.")
-    plan_file: Path | None = opt(default=None, help="The plan.json of a run, whose plan is then used exactly.")
+    plan: bool = advanced(
+        default=True, help="Predict the memory of a step, and choose micro-batch and checkpointing by it."
+    )
+    plan_file: Path | None = advanced(default=None, help="The plan.json of a run, whose plan is then used exactly.")
+
+
+NOT_PLANNED = ("Evaluation", "Run folder")  # Panels of options that change neither memory nor time of a step.
 
 
 @config(panel="Cards")
 class Cards:
     """Selects the GPUs that a plan is for; default: the GPU of this machine."""
 
-    gpu: tuple[str, ...] = opt(default=(), help="Names of GPUs to plan for: rtx5090, a100-40, t4; may be repeated.")
+    gpu: tuple[str, ...] = opt(default=(), help="GPUs, such as rtx5090 or a100-40; may be repeated.")
     all_gpus: bool = opt(default=False, help="Plan for every known GPU.")
     vram_gb: tuple[float, ...] = opt(default=(), help="Memory of unnamed GPUs to plan for, in GB.", min=1)
-    gpus: int = opt(default=1, help="Number of equal GPUs that share each batch, under torchrun.", min=1)
-    together: bool = opt(default=False, help="Plan for one machine with all the named GPUs, which share each batch.")
+    gpus: int = opt(default=1, help="Equal GPUs that share each batch.", min=1)
+    together: bool = advanced(default=False, help="One machine with all the named GPUs. They share each batch.")
     items: int = opt(
-        default=0, help="Items of the training set, to predict hours; 0: those of the data folder, if one is named.",
+        default=0,
+        help="Items of the training set; 0: auto. Hours are predicted by them, or by those of --data-path.",
         min=0,
-    )  # fmt: skip
-    price_per_hour: tuple[float, ...] = opt(
-        default=(), help="Price of an hour of one GPU, to predict the cost: one for all, or one for each named GPU.",
+    )
+    price_per_hour: tuple[float, ...] = advanced(
+        default=(),
+        help="Price of an hour of a GPU. It predicts the cost: one price for all, or one for each named GPU.",
         min=0,
-    )  # fmt: skip
-    explain: bool = opt(default=False, help="Also show which operators the predicted time of a step consists of.")
-    chart: Path | None = opt(default=None, help="PNG or SVG file for a chart of the parts of the memory.")
+    )
+    explain: bool = opt(default=False, help="Also show the operators that take the time.")
+    chart: Path | None = advanced(default=None, help="PNG or SVG file for a chart of the memory.")
     json: bool = opt(default=False, help="Print JSON instead of a table.")
-    strict: bool = opt(default=False, help="Exit with 3 if the training does not fit one of the GPUs.")
+    strict: bool = advanced(default=False, help="Exit with 3 if the training does not fit.")
 
     def __post_init__(self) -> None:
         if self.together and len(self.gpu) + len(self.vram_gb) < 2:

@@ -5,17 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gputrain.config import config, opt
+from gputrain.config import advanced, config, opt
 from gputrain.engine.schedule import SEVERAL
 from gputrain.errors import UserError
 from gputrain.speech.frames import ENCODER_RATE, STRIDE
-from gputrain.speech.text.commands import LEXICON_HELP
+from gputrain.speech.text.commands import ALPHABET_HELP, ESPEAK_HELP, LEXICON_HELP, NUMBER_WORDS_HELP
 from gputrain.speech.text.language import check_language
 from gputrain.speech.transcript_tables import COLUMNS_HINT, TranscriptColumn
 
 SAMPLING_RATE, HOP_SIZE = 22050, 256  # Piper's voices use these values.
 TRIM_DB = 40.0  # This threshold suits recordings made in a quiet room.
 SpeechKind = Literal["tts", "asr"]
+CLIPS_HELP = "Maximum number of clips in a batch. Long clips count for more."
 VOICE_LANGUAGES = ("uz", "en", "ru", "characters")
 
 
@@ -44,34 +45,30 @@ class SpeechOptions:
 
     language: str | None = opt(
         default=None,
-        help="Language of the texts: uz, en or ru; for tts characters: any other, read letter by letter; for asr the "
-        "code of any other, such as kk.",
+        help="Language of the texts: uz, en, ru or another. For tts characters: any other, read letter by letter; for "
+        "asr the code of any other, such as kk.",
     )
-    alphabet: Path | None = opt(default=None, help="Table of letters that replaces a voice's own.")
+    alphabet: Path | None = advanced(default=None, help=ALPHABET_HELP)
     lexicon: Path | None = opt(default=None, help=LEXICON_HELP)
-    number_words: str = opt(
-        default="auto",
-        help="Language whose numbers num2words writes in words where texts have no rules, such as tr; auto: that of "
-        "a recogniser; off: digits stay.",
-    )
-    espeak_voice: str = opt(default="", help="Phonemise for a voice with this voice of Piper's espeak-ng.")
-    transcripts: Path | None = opt(default=None, help="File of the transcripts; default: found in the folder.")
+    number_words: str = advanced(default="auto", help=NUMBER_WORDS_HELP)
+    espeak_voice: str = opt(default="", help=ESPEAK_HELP)
+    transcripts: Path | None = opt(default=None, help="File of the transcripts. Default: found in the folder.")
     transcript_columns: tuple[TranscriptColumn, ...] = opt(
         default=(),
-        help="Columns: audio,text or audio,text,normalized or audio,speaker,text, also start, end and duration in "
+        help="Columns, such as audio,speaker,text. audio,text and also normalized, other, start, end and duration in "
         "seconds; default: detected.",
     )
     min_seconds: float = opt(default=0.4, help="Leave out shorter clips, in seconds.", min=0.05)
-    max_seconds: float = opt(default=20.0, help="Leave out longer clips, in seconds; `align_with` cuts them.", min=1)
-    cue_gap: float = opt(
+    max_seconds: float = opt(default=20.0, help="Leave out longer clips, in seconds. align_with cuts them.", min=1)
+    cue_gap: float = advanced(
         default=1.0,
         help="Join subtitles of a sentence for asr if the gap between them is at most so many seconds; 0 is off.",
         min=0,
     )
-    max_clipped: float = opt(
+    max_clipped: float = advanced(
         default=0.001, help="Leave out clips with a larger share of samples at full scale.", min=0, max=1
     )
-    max_rate_deviation: float = opt(
+    max_rate_deviation: float = advanced(
         default=5.0, help="Leave out clips whose speaking rate is so many deviations off the median; 0 is off.", min=0
     )
 
@@ -125,18 +122,20 @@ class SpeechPrepareConfig:
 
 @config(panel="Data")
 class SpeechData:
-    data_path: tuple[Path, ...] = opt(help=f"Folder that `prepare-data` has filled{SEVERAL}", separator="")
-    batch_seconds: float = opt(
+    data_path: tuple[Path, ...] = opt(help="Folder that prepare-data has filled." + SEVERAL, separator="")
+    batch_seconds: float = advanced(
         default=0.0,
-        help="Maximum seconds of audio in a batch, padding included; 0: computed from max_batch_audio_ratio.",
+        help="Maximum seconds of audio in a batch, padding included. 0: computed from max_batch_audio_ratio.",
         min=0,
     )
-    max_batch_audio_ratio: float = opt(
+    max_batch_audio_ratio: float = advanced(
         default=1.5, help="Maximum audio of a batch, as a multiple of batch_size clips of average length.", min=1
     )
-    max_padding: float = opt(
-        default=0.02, help="Maximum share of padding in an epoch; a higher one gives fuller batches.",
-        min=0.001, max=0.5,
-    )  # fmt: skip
-    held_out_share: float = opt(default=0.02, help="Share of the clips kept for evaluation.", min=0.0, max=0.5)
-    eval_clips: int = opt(default=64, help="Maximum number of held-out clips evaluated during training.", min=1)
+    max_padding: float = advanced(
+        default=0.02,
+        help="Maximum share of padding in an epoch. A higher one gives fuller batches.",
+        min=0.001,
+        max=0.5,
+    )
+    held_out_share: float = opt(default=0.02, help="Share kept for evaluation.", min=0.0, max=0.5)
+    eval_clips: int = advanced(default=64, help="Maximum number of held-out clips evaluated during training.", min=1)

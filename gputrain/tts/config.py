@@ -6,13 +6,19 @@ from typing import ClassVar, Literal
 
 from gputrain.audio.config import AdversarialSchedule, SoundSaving, check_multiple
 from gputrain.bench.options import BenchOptions, BenchSettings
-from gputrain.config import ModelName, config, opt
-from gputrain.engine.schedule import SEVERAL, LearningRateSchedule
+from gputrain.config import ModelName, advanced, changed, config, file_key, opt
+from gputrain.engine.schedule import (
+    CHECKPOINTING_HELP,
+    COUNTED_HELP,
+    PUBLISHED_NAME,
+    SEVERAL,
+    LearningRateSchedule,
+)
 from gputrain.errors import UserError
 from gputrain.fetch.names import TrainedModel
-from gputrain.hw.plan import Cards, DeviceName, Hardware
+from gputrain.hw.plan import NOT_PLANNED, Cards, DeviceName, Hardware
 from gputrain.kinds import PublishedFiles
-from gputrain.speech.config import SpeechData
+from gputrain.speech.config import CLIPS_HELP, SpeechData
 from gputrain.speech.text.commands import LEXICON_HELP
 from gputrain.tts.architecture import VoicePreset
 
@@ -41,35 +47,32 @@ PUBLISHED = PublishedFiles(
 
 @config(panel="Data")
 class Data(SpeechData):
-    data_path: tuple[Path, ...] = opt(help=f"Folder that `prepare-data --kind tts` has filled{SEVERAL}", separator="")
-    eval_batch_size: int = opt(default=16, help="Clips synthesised at once in an evaluation.", min=1)
-    test_sentences: tuple[str, ...] = opt(
-        default=(),
-        help="Text to synthesise for samples/; may be repeated; default: texts of held-out clips.",
-        separator="",
+    data_path: tuple[Path, ...] = changed(
+        SpeechData, "data_path", help="Folder of `prepare-data --kind tts`." + SEVERAL
     )
-    num_audio_samples: int = opt(default=4, help="Maximum number of texts synthesised for samples/.", min=0)
+    eval_batch_size: int = advanced(default=16, help="Clips synthesised at once in an evaluation.", min=1)
+    test_sentences: tuple[str, ...] = opt(
+        default=(), help="Text to speak in samples/; may be repeated. Default: texts of held-out clips.", separator=""
+    )
+    num_audio_samples: int = advanced(default=4, help="Maximum number of texts synthesised for samples/.", min=0)
 
 
 @config(panel="Model")
 class Model:
     preset: VoicePreset = opt(
         default="medium",
-        help="high: VITS, 83 M with its discriminators; medium: Piper's size; fast: a multi-band decoder, the "
-        "fastest at inference.",
+        help="high, medium or fast. high: VITS, 83 M parameters with its discriminators; medium: Piper's size; fast: a "
+        "multi-band decoder, the fastest at inference.",
     )
-    gradient_checkpointing: bool | None = opt(
-        default=None, help="Recompute blocks in backward: less memory, more time; default: the planner decides."
-    )
-    encoder_dropout: float = opt(default=0.1, help="Dropout of the text encoder.", min=0, max=0.9)
-    duration_dropout: float = opt(default=0.5, help="Dropout of the duration predictor.", min=0, max=0.9)
-    discriminator_channels: int = opt(
-        default=32, help="Channels of the discriminators' first layers; a multiple of 8.", min=8
-    )
+    gradient_checkpointing: bool | None = advanced(default=None, help=CHECKPOINTING_HELP)
+    encoder_dropout: float = advanced(default=0.1, help="Dropout of the text encoder.", min=0, max=0.9)
+    duration_dropout: float = advanced(default=0.5, help="Dropout of the duration predictor.", min=0, max=0.9)
+    discriminator_channels: int = advanced(default=32, help="First channels of discriminators. A multiple of 8.", min=8)
     init_from: ModelName | None = opt(
         default=None,
-        help="Initialise from a run or checkpoint, or from one of Piper or Coqui, of any language, or by a name of "
-        "`gputrain fetch --list` or of the Hugging Face Hub; layers with other shapes are reinitialised.",
+        help="Model to start from. A run or checkpoint, also of Piper or Coqui, of any language"
+        + PUBLISHED_NAME
+        + " Layers with other shapes are reinitialised.",
     )
 
     def __post_init__(self) -> None:
@@ -82,19 +85,19 @@ class VoiceEvaluation:
 
     recogniser: ModelName | None = opt(
         default=None,
-        help="Model that counts a voice's recognition errors: of train-asr or transformers (CTC), its folder or its "
+        help="Model that counts recognition errors of a voice. Of train-asr or transformers (CTC): its folder or its "
         "name on the Hugging Face Hub.",
     )
 
 
 @config(panel="Losses")
 class Losses:
-    mel_weight: float = opt(default=45.0, help="Weight of the L1 loss between log-mel spectrograms.", min=0)
-    kl_weight: float = opt(default=1.0, help="Weight of the KL divergence of the posterior from the prior.", min=0)
-    duration_weight: float = opt(default=1.0, help="Weight of the duration loss (negative log-likelihood).", min=0)
-    alignment_prior_steps: int | None = opt(
+    mel_weight: float = opt(default=45.0, help="Weight of the log-mel loss.", min=0)
+    kl_weight: float = opt(default=1.0, help="Weight of the KL divergence. Of the posterior from the prior.", min=0)
+    duration_weight: float = advanced(default=1.0, help="Weight of the duration loss (negative log-likelihood).", min=0)
+    alignment_prior_steps: int | None = file_key(
         default=None,
-        help="First steps in which alignments of an even pace are preferred, less with every step; default: 2000, and "
+        help="First steps in which alignments of an even pace are preferred, less with every step. Default: 2000, and "
         "0 with init_from.",
         min=0,
     )
@@ -102,39 +105,31 @@ class Losses:
 
 @config(panel="Training")
 class VoiceSchedule(AdversarialSchedule):
-    batch_size: int = opt(default=32, help="Maximum number of clips in a batch; long clips count for more.", min=1)
-    accumulation_steps: int = opt(default=1, help="Batches whose gradients are accumulated in a step.", min=1)
-    num_epochs: int = opt(default=1000, help="Maximum number of epochs; 0: only num_steps limits the training.", min=0)
-    learning_rate: float = opt(default=2e-4, help="Learning rate after the warm-up.", min=0)
-    learning_rate_schedule: LearningRateSchedule = opt(
-        default="exponential", help="Learning-rate schedule after the warm-up; exponential: multiplied by gamma."
+    batch_size: int = changed(AdversarialSchedule, "batch_size", default=32, help=CLIPS_HELP)
+    num_epochs: int = changed(AdversarialSchedule, "num_epochs", default=1000)
+    learning_rate: float = changed(AdversarialSchedule, "learning_rate", default=2e-4)
+    learning_rate_schedule: LearningRateSchedule = changed(
+        AdversarialSchedule, "learning_rate_schedule", default="exponential"
     )
-    warmup_steps: int = opt(default=0, help="Steps over which the learning rate rises linearly.", min=0)
-    weight_decay: float = opt(default=0.01, help="AdamW's weight decay (not applied to gains and biases).", min=0)
-    eps: float = opt(
+    warmup_steps: int = changed(AdversarialSchedule, "warmup_steps", default=0)
+    weight_decay: float = changed(AdversarialSchedule, "weight_decay", default=0.01)
+    eps: float = file_key(
         default=1e-8, help="AdamW's addition to the root of the mean squared gradient.", min=1e-15, max=0.1
     )
     # Piper's rate and decay rates: the voice learns much faster than beside discriminators that learn as it does
     # (benchmarks/notes.md, "Learning races").
     usual_discriminator_rate: ClassVar[float] = 0.5
-    discriminator_learning_rate: float = opt(
-        default=0.0, help="Learning rate of the discriminators; 0 uses half of learning_rate.", min=0
-    )
-    discriminator_beta1: float | None = opt(
-        default=0.5, help="AdamW's decay rate of the discriminators' mean gradient.", min=0, max=0.9999
-    )
-    discriminator_beta2: float | None = opt(
-        default=0.9, help="AdamW's decay rate of the discriminators' mean squared gradient.", min=0, max=0.999999
-    )
-    gradient_clip: float = opt(default=0.0, help="Maximum gradient norm of a phase; 0 is off.", min=0)
+    discriminator_beta1: float | None = changed(AdversarialSchedule, "discriminator_beta1", default=0.5)
+    discriminator_beta2: float | None = changed(AdversarialSchedule, "discriminator_beta2", default=0.9)
+    gradient_clip: float = changed(AdversarialSchedule, "gradient_clip", default=0.0)
 
 
 @config(panel="Run folder")
 class VoiceSaving(SoundSaving):
-    best_by: Literal["distance", "cer"] = opt(
+    best_by: Literal["distance", "cer"] = advanced(
         default="distance",
-        help="Measure of which checkpoint_best.pt has the best: distance from the recordings (mcd_sl_db), or character "
-        "error rate of recogniser.",
+        help="Measure of which checkpoint_best.pt has the best. distance: from the recordings (mcd_sl_db); cer: "
+        "character error rate of recogniser.",
     )
 
     def basis_of_score(self, settings: Mapping[str, object]) -> tuple[object, ...]:
@@ -179,18 +174,16 @@ class TrainTts:
 
 @config(panel="Data")
 class PlannedData(Data):
-    data_path: tuple[Path, ...] = opt(
-        default=(Path("."),), help="Data whose items are counted, to predict hours; not needed.", separator=""
-    )
+    data_path: tuple[Path, ...] = changed(Data, "data_path", default=(Path("."),), help=COUNTED_HELP)
 
 
 @config(panel="Speech")
 class PlannedSpeech:
-    clip_seconds: float = opt(default=5.0, help="Length of the clips; with data, their average is taken.", min=0.5)
-    symbols_a_second: float = opt(default=30.0, help="Symbols spoken in a second, blanks between them included.", min=1)
+    clip_seconds: float = opt(default=5.0, help="Length of clips. With data, their average is taken.", min=0.5)
+    symbols_a_second: float = opt(default=30.0, help="Symbols in a second, with blanks.", min=1)
     num_symbols: int = opt(default=64, help="Number of different symbols.", min=4)
     num_speakers: int = opt(default=1, help="Number of speakers.", min=1)
-    sampling_rate: int = opt(default=22050, help="Sampling rate of the audio, in Hz.", min=8000)
+    sampling_rate: int = opt(default=22050, help="Sampling rate, in Hz.", min=8000)
 
 
 @config()
@@ -200,17 +193,18 @@ class PlanTts(TrainTts):
     data: PlannedData = PlannedData()
     speech: PlannedSpeech = PlannedSpeech()
     cards: Cards = Cards()
+    rare_panels: ClassVar[tuple[str, ...]] = NOT_PLANNED
 
 
 @config(panel="Benchmark")
 class BenchTts(BenchSettings):
     measured: ClassVar[type] = TrainTts
 
-    preset: VoicePreset = opt(default="medium", help="As in train-tts.")
-    batch_size: int = opt(default=16, help="Clips in a step.", min=1)
+    preset: VoicePreset = changed(Model, "preset")
+    batch_size: int = changed(VoiceSchedule, "batch_size", default=16)
     clip_seconds: float = opt(default=5.0, help="Length of each clip, in seconds.", min=0.5)
-    micro_batch_size: int = opt(default=0, help="Clips of a micro-batch; 0: batch_size.", min=0)
-    discriminator_channels: int = opt(default=32, help="As in train-tts.", min=8)
+    micro_batch_size: int = changed(VoiceSchedule, "micro_batch_size")
+    discriminator_channels: int = changed(Model, "discriminator_channels", level="common")
     bench: BenchOptions = BenchOptions()
 
 
@@ -218,34 +212,33 @@ class BenchTts(BenchSettings):
 class SpeakingOptions:
     """Sampling options of inference; the defaults are Piper's."""
 
-    length_scale: float = opt(default=1.0, help="Length of every symbol, as a factor; more is slower.", min=0.1, max=10)
+    length_scale: float = opt(default=1.0, help="Length of symbols, as a factor; more is slower.", min=0.1, max=10)
     noise_scale: float = opt(
-        default=0.667, help="Standard deviation of the latent noise; 0: deterministic sound.", min=0, max=3
+        default=0.667, help="Deviation of latents; 0: the same sound. Standard deviation of the noise.", min=0, max=3
     )
     noise_w: float = opt(
-        default=0.8, help="Standard deviation of the duration noise; 0: deterministic rhythm.", min=0, max=3
+        default=0.8, help="Deviation of durations; 0: the same rhythm. Standard deviation of the noise.", min=0, max=3
     )
-    seed: int = opt(default=0, help="Seed of both noises; the same seed gives the same audio.", min=0)
+    seed: int = opt(default=0, help="Seed of the noise.", min=0)
 
 
 @config(panel="Speaking")
 class Speak(TrainedModel):
-    model: ModelName = opt(help="A run folder or a checkpoint of train-tts.")
+    model: ModelName = opt(help="Run folder or checkpoint of train-tts.")
     text: str | None = opt(
-        default=None, help="Text to speak; default: lines of standard input, each as soon as it is read."
+        default=None, help="Text to speak; default: standard input. Each line as soon as it is read."
     )
-    input_file: Path | None = opt(default=None, help="UTF-8 text file with one paragraph in a line.")
+    input_file: Path | None = opt(default=None, help="UTF-8 text file, one paragraph in a line.")
     output_file: Path | None = opt(
-        default=None, help="Wav file of the whole text; -: raw 16-bit samples, sentence by sentence to standard output."
+        default=None,
+        help="Wav file; -: standard output. Of the whole text, or raw 16-bit samples, sentence by sentence.",
     )
-    output_dir: Path | None = opt(
-        default=None, help="Folder for one wav file for each line, named by its number: 0001.wav, 0002.wav, ..."
-    )
+    output_dir: Path | None = opt(default=None, help="Folder of a wav file for each line. 0001.wav, 0002.wav, ...")
     speaker: str = opt(default="", help="Name or number of the speaker; default: the first.")
     lexicon: Path | None = opt(default=None, help=LEXICON_HELP + " They are added to the voice's own.")
     sentence_silence: float = opt(default=0.2, help="Silence between sentences, in seconds.", min=0, max=60)
     sampling: SpeakingOptions = SpeakingOptions()
-    device: DeviceName = opt(default="auto", help="Device to compute on.")
+    device: DeviceName = changed(Hardware, "device")
 
     def __post_init__(self) -> None:
         if self.text is not None and self.input_file is not None:

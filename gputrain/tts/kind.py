@@ -227,7 +227,7 @@ KIND = kinds.ModelKind(
     headlines=("mcd_sl_db", "mel_distance", "length_mismatch", "cer"),
     selectors=("mcd_sl_db", "cer"),
     demo=kinds.DemoSteps("speech", write_demo_speech, demo_commands, demo_results),
-    profiles=Path(__file__).parent / "profiles",
+    shipped=Path(__file__).parent / "profiles",
     translate=coqui.translate_coqui,
     packages=("scipy", "skimage", "soundfile"),
 )  # fmt: skip

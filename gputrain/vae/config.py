@@ -6,11 +6,21 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from gputrain.bench.options import BenchOptions, BenchSettings
-from gputrain.config import ModelName, config, opt
-from gputrain.engine.schedule import SEVERAL, STEP_ORDER_HELP, Saving, Schedule, StepOrder
+from gputrain.config import ModelName, advanced, changed, config, file_key, opt
+from gputrain.engine.schedule import (
+    CHECKPOINTING_HELP,
+    COUNTED_HELP,
+    DISCRIMINATOR_START_HELP,
+    PUBLISHED_NAME,
+    SEVERAL,
+    STEP_ORDER_HELP,
+    Saving,
+    Schedule,
+    StepOrder,
+)
 from gputrain.errors import UserError
-from gputrain.fetch.names import TrainedModel
-from gputrain.hw.plan import Cards, DeviceName, Hardware
+from gputrain.fetch.names import TRAINED_HELP, TrainedModel
+from gputrain.hw.plan import NOT_PLANNED, Cards, DeviceName, Hardware
 from gputrain.kinds import EXCLUDE_HELP, PublishedFiles
 from gputrain.vae.architecture import VaeArchitecture, VaePreset, vae_architecture
 
@@ -19,8 +29,8 @@ SPELLINGS = {"checkpoint_freq": "checkpoint_every_epochs", "save_samples_freq": 
 
 AdversarialLoss = Literal["hinge", "least-squares"]
 PictureFormat = Literal["png", "jpeg", "webp"]
-PRESET_HELP = "Architecture: flux, flux2 and sd 84 M, lite 54 M, fast 13 M parameters."
-CHANNELS_HELP = "Channels of a picture: 1 grayscale, 3 colours over white, 4 colours with transparency."
+PRESET_HELP = "flux, flux2, sd, lite or fast. flux, flux2 and sd have 84 M parameters, lite 54 M, fast 13 M."
+CHANNELS_HELP = "Channels of a picture. 1: grayscale; 3: colours over white; 4: colours with transparency."
 SMALLEST_DISCRIMINATED = 24  # Pixels a side: PatchDiscriminator's five convolutions reduce them to a single patch.
 SMALLEST_LPIPS = 32  # Pixels a side of pictures for VGG16.
 
@@ -46,24 +56,24 @@ class Data:
     data_path: tuple[Path, ...] = opt(
         default=(Path("./data/train"),),
         separator="",
-        help=f"Prepared folder, any folder tree of pictures, or what else prepare-data reads{SEVERAL}",
+        help="Folder of pictures, prepared or not. Or anything else that prepare-data reads." + SEVERAL,
     )
-    exclude: tuple[str, ...] = opt(default=(), separator="", help=EXCLUDE_HELP)
+    exclude: tuple[str, ...] = advanced(default=(), separator="", help=EXCLUDE_HELP)
     image_size: int = opt(default=256, help="Side of a training crop, in pixels.", min=16)
     resolution_schedule: str = opt(
         default="",
-        help="Picture sizes to train at one after the other, as SIZE:EPOCHS or SIZE:EPOCHS:BATCH, such as "
-        "512:25,1024:50,2048:25. Default batch sizes: batch_size at 1024, twice that at 512, a quarter at 2048.",
+        help="Stages: 512:25,1024:50 (SIZE:EPOCHS). SIZE:EPOCHS:BATCH names a batch size, too; default: batch_size at "
+        "1024, twice that at 512, a quarter at 2048.",
     )
-    image_channels: int = opt(default=3, help=CHANNELS_HELP, min=1, max=4)
-    held_out_share: float = opt(default=0.05, help="Share of the pictures kept for evaluation.", min=0.0, max=0.5)
-    sample_pictures: tuple[Path, ...] = opt(
+    image_channels: int = advanced(default=3, help=CHANNELS_HELP, min=1, max=4)
+    held_out_share: float = opt(default=0.05, help="Share kept for evaluation.", min=0.0, max=0.5)
+    sample_pictures: tuple[Path, ...] = advanced(
         default=(), help="Pictures of your own that the samples show instead of held-out ones, always the same."
     )
-    horizontal_flip: bool = opt(default=True, help="Mirror crops horizontally with a probability of 0.5.")
-    data_in_memory: bool | None = opt(
+    horizontal_flip: bool = advanced(default=True, help="Mirror crops horizontally with a probability of 0.5.")
+    data_in_memory: bool | None = advanced(
         default=None,
-        help="Keep decoded pictures in the RAM of each worker; default: if they fit into a quarter of the free RAM.",
+        help="Keep decoded pictures in the RAM of each worker. Default: if they fit into a quarter of the free RAM.",
     )
 
     def __post_init__(self) -> None:
@@ -73,33 +83,31 @@ class Data:
 @config(panel="Model")
 class Model:
     preset: VaePreset = opt(default="flux", help=PRESET_HELP)
-    channels: tuple[int, ...] = opt(default=(), help="Channels of the blocks; default: the preset's.", min=1)
-    decoder_channels: tuple[int, ...] = opt(
+    channels: tuple[int, ...] = advanced(default=(), help="Channels of the blocks; default: the preset's.", min=1)
+    decoder_channels: tuple[int, ...] = advanced(
         default=(),
-        help="Channels of the decoder's blocks, from the picture to the latents; default: those of the encoder. With "
+        help="Channels of the decoder's blocks, from the picture to the latents. Default: those of the encoder; with "
         "others, exports are an AutoencoderKLFlux2.",
         min=1,
     )
     z_channels: int = opt(default=0, help="Channels of the latents; 0: the preset's.", min=0)
-    gradient_checkpointing: bool | None = opt(
-        default=None, help="Recompute blocks in backward: less memory, more time; default: the planner decides."
+    gradient_checkpointing: bool | None = advanced(default=None, help=CHECKPOINTING_HELP)
+    recompute_norms: bool = advanced(
+        default=True,
+        help="Recompute norms and activations in backward. It takes a quarter of the memory of storing them.",
     )
-    recompute_norms: bool = opt(
-        default=True, help="Recompute norms and activations in backward: a quarter of the memory of storing them."
-    )
-    start: Literal["linear", "random"] = opt(
+    start: Literal["linear", "random"] = advanced(
         default="linear",
-        help="Start from scratch: linear: as a linear code that is fitted to the pictures in seconds; random: random "
+        help="Start from scratch. linear: as a linear code that is fitted to the pictures in seconds; random: random "
         "weights.",
     )
     init_from: ModelName | None = opt(
         default=None,
-        help="Initialise from a diffusers folder, a .safetensors file of SD or FLUX, a run of gputrain, or a model "
-        "that is named by `gputrain fetch --list` or as on the Hugging Face Hub.",
+        help="Model to start from. A diffusers folder, a .safetensors file of SD or FLUX, a run" + PUBLISHED_NAME,
     )
     train_part: Literal["all", "decoder"] = opt(
         default="all",
-        help="Part to train: all, or only the decoder, which keeps the latents (and their KL) unchanged.",
+        help="Part to train: all or decoder. decoder keeps the latents (and their KL) unchanged.",
     )
 
     def __post_init__(self) -> None:
@@ -111,37 +119,44 @@ class Model:
 
 @config(panel="Losses")
 class Losses:
-    reconstruction_loss: Literal["l1", "l2"] = opt(default="l1", help="Reconstruction loss between the pixels.")
-    reconstruction_weight: float = opt(default=1.0, help="Weight of the reconstruction loss.", min=0)
+    reconstruction_loss: Literal["l1", "l2"] = advanced(default="l1", help="Reconstruction loss between the pixels.")
+    reconstruction_weight: float = advanced(default=1.0, help="Weight of the reconstruction loss.", min=0)
     kl_weight: float = opt(
-        default=1e-6, help="Weight of the latents' KL divergence from N(0, 1), per pixel value.", min=0
+        default=1e-6, help="Weight of the KL divergence. It is per pixel value, from N(0, 1).", min=0
     )
     perceptual_weight: float = opt(default=1.0, help="Weight of the perceptual loss; 0 is off.", min=0)
     perceptual_loss: Literal["structural", "lpips"] = opt(
         default="structural",
-        help="structural (MS-SSIM and multi-scale gradients) needs no weights; lpips needs lpips_weights.",
+        help="structural or lpips. structural (MS-SSIM and multi-scale gradients) needs no weights, lpips needs "
+        "lpips_weights.",
     )
     lpips_weights: tuple[ModelName, ...] = opt(
         default=(),
-        help="Weights of LPIPS: torchvision's vgg16-397923af.pth and the lpips package's vgg.pth, or their names "
-        "lpips-vgg16,lpips-heads.",
+        help="lpips-vgg16,lpips-heads, or their files. They are torchvision's vgg16-397923af.pth and the lpips "
+        "package's vgg.pth.",
     )
-    lpips_crop: int = opt(default=256, help="Side of the random crop for LPIPS, in pixels; 0: whole pictures.", min=0)
-    adversarial_weight: float = opt(default=0.0, help="Weight of the adversarial loss (PatchGAN); 0 is off.", min=0)
-    adversarial_loss: AdversarialLoss = opt(default="hinge", help="Form of the adversarial loss.")
-    discriminator_norm: Literal["group", "spectral"] = opt(default="group", help="Normalisation in the discriminator.")
-    discriminator_channels: int = opt(
-        default=64, help="Channels of the discriminator's first layer; a multiple of 16.", min=16
+    lpips_crop: int = file_key(
+        default=256, help="Side of the random crop for LPIPS, in pixels; 0: whole pictures.", min=0
     )
-    discriminator_start: int = opt(default=5000, help="Step at which training of the discriminator starts.", min=0)
-    discriminator_warmup_steps: int = opt(
+    adversarial_weight: float = opt(default=0.0, help="Weight of the adversarial loss; 0 is off. PatchGAN.", min=0)
+    adversarial_loss: AdversarialLoss = file_key(default="hinge", help="Form of the adversarial loss.")
+    discriminator_norm: Literal["group", "spectral"] = file_key(
+        default="group", help="Normalisation in the discriminator."
+    )
+    discriminator_channels: int = advanced(
+        default=64, help="First channels of discriminators. A multiple of 16.", min=16
+    )
+    discriminator_start: int = advanced(default=5000, help=DISCRIMINATOR_START_HELP, min=0)
+    discriminator_warmup_steps: int = advanced(
         default=1000, help="Training steps of the discriminator before the adversarial loss is applied.", min=0
     )
-    adaptive_weight_limit: float = opt(
+    adaptive_weight_limit: float = file_key(
         default=10.0, help="Maximum of the factor that balances adversarial and other losses; 0 fixes it at 1.", min=0
     )
-    lecam_weight: float = opt(default=0.0, help="Weight of LeCam regularisation, for small data sets; 0 is off.", min=0)
-    step_order: StepOrder = opt(default="simultaneous", help=STEP_ORDER_HELP)
+    lecam_weight: float = file_key(
+        default=0.0, help="Weight of LeCam regularisation, for small data sets; 0 is off.", min=0
+    )
+    step_order: StepOrder = advanced(default="simultaneous", help=STEP_ORDER_HELP)
 
     def __post_init__(self) -> None:
         if self.uses_lpips and not self.lpips_weights:
@@ -245,9 +260,7 @@ class TrainVae:
 
 @config(panel="Data")
 class PlannedData(Data):
-    data_path: tuple[Path, ...] = opt(
-        default=(Path("."),), help="Data whose items are counted, to predict hours; not needed.", separator=""
-    )
+    data_path: tuple[Path, ...] = changed(Data, "data_path", default=(Path("."),), help=COUNTED_HELP)
 
 
 @config()
@@ -256,6 +269,7 @@ class PlanVae(TrainVae):
 
     data: PlannedData = PlannedData()
     cards: Cards = Cards()
+    rare_panels: ClassVar[tuple[str, ...]] = NOT_PLANNED
 
 
 # Batch size from each picture size on, as a factor of the batch size at 1024 pixels.
@@ -289,8 +303,8 @@ PICTURES = "Pictures, with --kind vae"
 
 @config(panel=PICTURES)
 class PictureLimits:
-    min_size: int = opt(default=32, help="Pictures with a shorter side than this many pixels are refused.", min=1)
-    max_megapixels: float = opt(default=200, help="Pictures larger than this are refused.", min=0.01)
+    min_size: int = advanced(default=32, help="Pictures with a shorter side, in pixels, are refused.", min=1)
+    max_megapixels: float = advanced(default=200, help="Larger pictures are refused.", min=0.01)
 
     @property
     def max_pixels(self) -> int:
@@ -301,14 +315,14 @@ class PictureLimits:
 class VaePrepareConfig(PictureLimits):
     """The options that a prepared picture depends on, besides its source."""
 
-    target_size: int = opt(default=1024, help="Side of the prepared pictures, in pixels; a multiple of 8.", min=8)
+    target_size: int = opt(default=1024, help="Side of prepared pictures, in pixels. A multiple of 8.", min=8)
     resize_mode: Literal["cover", "contain", "stretch"] = opt(
         default="cover",
-        help="cover: fill the square and crop; contain: fit in and pad with repeated border pixels, up to three times "
-        "the shorter side; stretch: change the proportions.",
+        help="cover, contain or stretch. cover: fill the square and crop; contain: fit in and pad with repeated border "
+        "pixels, up to three times the shorter side; stretch: change the proportions.",
     )
-    format: PictureFormat = opt(default="png", help="Format of the prepared pictures.")
-    image_channels: int = opt(default=3, help=CHANNELS_HELP, min=1, max=4)
+    format: PictureFormat = opt(default="png", help="Format: png, jpeg or webp.")
+    image_channels: int = advanced(default=3, help=CHANNELS_HELP, min=1, max=4)
 
     def __post_init__(self) -> None:
         check_channels(self.image_channels)
@@ -325,36 +339,35 @@ class VaePrepareConfig(PictureLimits):
 @config(panel="Evaluation")
 class PictureEvaluation:
     image_size: int | None = opt(
-        default=None, help="Side of the evaluated centre crops, in pixels; default: that of the training.", min=16
+        default=None, help="Side of the centre crops of pictures. In pixels; default: that of the training.", min=16
     )
-    max_pictures: int = opt(default=1000, help="Maximum number of pictures to evaluate.", min=1)
+    max_pictures: int = opt(default=1000, help="Maximum number of pictures.", min=1)
     batch_size: int = opt(default=4, help="Pictures in a batch.", min=1)
     rfid_weights: ModelName | None = opt(
         default=None,
-        help="Also compute rFID, with Inception's weights from this file: pt_inception-2015-12-05-6726825d.pth, or by "
-        "the name inception-fid.",
+        help="Inception's weights, for rFID: inception-fid or file. The file is pt_inception-2015-12-05-6726825d.pth.",
     )
 
 
 @config(panel="Reconstruction")
 class Reconstruct(TrainedModel):
-    model: ModelName = opt(help="Run folder, checkpoint, or diffusers folder, or the name of one on the Hub.")
+    model: ModelName = changed(TrainedModel, "model", help=TRAINED_HELP + " Or a folder of diffusers.")
     input: Path = opt(help="Picture, or folder tree of pictures.")
-    output_dir: Path = opt(help="Folder for the reconstructions and sheet.png, which shows them below the originals.")
+    output_dir: Path = opt(help="Folder for the reconstructions. sheet.png shows them below the originals.")
     pictures: int = opt(default=0, help="Pictures of a folder, evenly spaced by name; 0: all.", min=0)
-    max_side: int = opt(default=0, help="Pictures with a longer side are scaled down to it, in pixels; 0: none.", min=0)
-    tile_size: int = opt(default=512, help="Larger pictures are reconstructed in tiles of this many pixels.", min=128)
-    device: DeviceName = opt(default="auto", help="Device to compute on.")
+    max_side: int = opt(default=0, help="Longest side to scale down to, in pixels; 0: none.", min=0)
+    tile_size: int = opt(default=512, help="Side of tiles of larger pictures, in pixels.", min=128)
+    device: DeviceName = changed(Hardware, "device")
 
 
 @config(panel="Benchmark")
 class BenchVae(BenchSettings):
     measured: ClassVar[type] = TrainVae
 
-    preset: VaePreset = opt(default="flux", help=PRESET_HELP)
-    channels: tuple[int, ...] = opt(default=(), help="Channels of the blocks; default: the preset's.", min=1)
-    image_size: int = opt(default=256, help="Side of a picture, in pixels.", min=16)
-    batch_size: int = opt(default=16, help="Pictures in a step.", min=1)
-    micro_batch_size: int = opt(default=0, help="Pictures of a micro-batch; 0: batch_size.", min=0)
-    gradient_checkpointing: bool = opt(default=False, help="Recompute blocks in backward, in every row.")
+    preset: VaePreset = changed(Model, "preset")
+    channels: tuple[int, ...] = changed(Model, "channels", level="common")
+    image_size: int = changed(Data, "image_size")
+    batch_size: int = changed(Schedule, "batch_size")
+    micro_batch_size: int = changed(Schedule, "micro_batch_size")
+    gradient_checkpointing: bool = changed(Model, "gradient_checkpointing", default=False, level="common")
     bench: BenchOptions = BenchOptions()

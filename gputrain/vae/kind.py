@@ -207,7 +207,7 @@ KIND = kinds.ModelKind(
     ),
     headlines=("psnr_db", "ssim", "ms_ssim", "rfid"),
     demo=kinds.DemoSteps("photographs", cut_photographs, demo_commands, demo_results),
-    profiles=Path(__file__).parent / "profiles",
+    shipped=Path(__file__).parent / "profiles",
     # What a CPU trains in hours instead of weeks: 13 M parameters on crops of 128 pixels.
     small=("--preset", "fast", "--image-size", "128", "--batch-size", "8"),
 )  # fmt: skip

@@ -10,17 +10,24 @@ from gputrain.audio.config import (
     F0Method,
     Mel,
     Resolution,
+    Sound,
     SoundSaving,
     check_multiple,
     check_odd,
     resolutions,
 )
 from gputrain.bench.options import BenchOptions, BenchSettings, MeasuredFile
-from gputrain.config import ModelName, config, opt
-from gputrain.engine.schedule import SEVERAL
+from gputrain.config import ModelName, advanced, changed, config, file_key, opt
+from gputrain.engine.schedule import (
+    CHECKPOINTING_HELP,
+    COUNTED_HELP,
+    DISCRIMINATOR_START_HELP,
+    PUBLISHED_NAME,
+    SEVERAL,
+)
 from gputrain.errors import UserError
-from gputrain.fetch.names import TrainedModel
-from gputrain.hw.plan import Cards, DeviceName, Hardware
+from gputrain.fetch.names import TRAINED_HELP, TrainedModel
+from gputrain.hw.plan import NOT_PLANNED, Cards, DeviceName, Hardware
 from gputrain.kinds import PublishedFiles
 from gputrain.vocoder.architecture import SAME_OPTIONS, NsfHifiganArchitecture
 
@@ -47,18 +54,18 @@ PUBLISHED = PublishedFiles(whole=("model.ckpt",), single=("*.ckpt",), beside=("c
 
 @config(panel="Data")
 class Data:
-    data_path: tuple[Path, ...] = opt(
-        help=f"Folder that `prepare-data --kind vocoder` has filled{SEVERAL}", separator=""
+    data_path: tuple[Path, ...] = opt(help="Folder of `prepare-data --kind vocoder`." + SEVERAL, separator="")
+    crop_mel_frames: int = opt(default=48, help="Frames of a training crop. A frame has hop_size samples.", min=8)
+    held_out_share: float = opt(default=0.05, help="Share kept for evaluation.", min=0.0, max=0.5)
+    val_num: int = advanced(
+        default=0, help="Clips of each folder held out for evaluation; 0 uses held_out_share.", min=0
     )
-    crop_mel_frames: int = opt(default=48, help="Frames of a training crop (hop_size samples each).", min=8)
-    held_out_share: float = opt(default=0.05, help="Share of the clips held out for evaluation.", min=0.0, max=0.5)
-    val_num: int = opt(default=0, help="Clips of each folder held out for evaluation; 0 uses held_out_share.", min=0)
-    volume_aug: bool = opt(default=True, help="Change the loudness of crops.")
-    volume_aug_prob: float = opt(default=0.5, help="Share of the crops whose loudness is changed.", min=0, max=1)
-    key_aug: bool = opt(default=False, help="Play crops faster or slower, so that their pitch changes with them.")
-    key_aug_prob: float = opt(default=0.5, help="Share of the crops that key_aug changes.", min=0, max=1)
-    aug_min: float = opt(default=0.9, help="Slowest speed of key_aug.", min=0.25, max=1)
-    aug_max: float = opt(default=1.4, help="Fastest speed of key_aug.", min=1, max=4)
+    volume_aug: bool = advanced(default=True, help="Change the loudness of crops.")
+    volume_aug_prob: float = file_key(default=0.5, help="Share of the crops whose loudness is changed.", min=0, max=1)
+    key_aug: bool = advanced(default=False, help="Play crops faster or slower, so that their pitch changes with them.")
+    key_aug_prob: float = file_key(default=0.5, help="Share of the crops that key_aug changes.", min=0, max=1)
+    aug_min: float = file_key(default=0.9, help="Slowest speed of key_aug.", min=0.25, max=1)
+    aug_max: float = file_key(default=1.4, help="Fastest speed of key_aug.", min=1, max=4)
 
     @property
     def frames_to_read(self) -> int:
@@ -67,13 +74,15 @@ class Data:
 
 @config(panel="Spectrogram")
 class Spectrogram:
-    audio_sample_rate: int = opt(default=44100, help="Rate of the sound, in Hz.", min=8000, max=192000)
-    audio_num_mel_bins: int = opt(default=128, help="Mel bands.", min=8)
-    hop_size: int = opt(default=512, help="Samples per frame.", min=16)
-    fft_size: int = opt(default=2048, help="Samples of the Fourier transform.", min=64)
-    win_size: int = opt(default=2048, help="Samples of the window of the Fourier transform.", min=64)
-    fmin: float = opt(default=40.0, help="Lower end of the mel bands, in Hz.", min=0)
-    fmax: float = opt(default=16000.0, help="Upper end of the mel bands, in Hz.", min=100)
+    audio_sample_rate: int = opt(default=44100, help="Sampling rate, in Hz.", min=8000, max=192000)
+    audio_num_mel_bins: int = file_key(default=128, help="Mel bands.", min=8)
+    hop_size: int = advanced(default=512, help="Samples from one frame to the next.", min=16)
+    fft_size: int = file_key(default=2048, help="Samples of the Fourier transform.", min=64)
+    win_size: int = file_key(default=2048, help="Samples of the window of the Fourier transform.", min=64)
+    fmin: float = file_key(default=40.0, help="Lower end of the mel bands, in Hz.", min=0)
+    fmax: float | None = file_key(
+        default=None, help="Upper end of the mel bands, in Hz. Default: 16000, at most half of the rate.", min=100
+    )
 
     def __post_init__(self) -> None:
         if self.win_size > self.fft_size:
@@ -83,59 +92,56 @@ class Spectrogram:
                 f"hop_size {self.hop_size} is longer than win_size {self.win_size}: frames would leave gaps",
                 hint="a quarter of win_size is common",
             )
-        if not self.fmin < self.fmax <= self.audio_sample_rate / 2:
+        if not self.fmin < self.mel.fmax <= self.audio_sample_rate / 2:
             raise UserError(
-                f"mel bands from {self.fmin:g} to {self.fmax:g} Hz do not fit below half of "
+                f"mel bands from {self.fmin:g} to {self.mel.fmax:g} Hz do not fit below half of "
                 f"{self.audio_sample_rate} Hz",
-                hint=f"--fmax {min(16000, self.audio_sample_rate // 2)}",
+                hint="leave fmax out",
             )
 
     @property
     def mel(self) -> Mel:
+        highest = min(16000.0, self.audio_sample_rate / 2) if self.fmax is None else self.fmax
         return Mel(
             self.audio_sample_rate, self.audio_num_mel_bins, self.hop_size, self.win_size, self.fft_size, self.fmin,
-            self.fmax,
+            highest,
         )  # fmt: skip
 
 
 @config(panel="Model")
 class Model:
-    mini_nsf: bool = opt(default=False, help="Add one sine in one stage instead of nine harmonics in every stage.")
-    noise_sigma: float = opt(
+    mini_nsf: bool = opt(default=False, help="One sine, not nine harmonics. It is added in one stage, not in every.")
+    noise_sigma: float = advanced(
         default=0.0, help="Standard deviation of the noise added to the first features; 0 is off.", min=0
     )
-    upsample_rates: tuple[int, ...] = opt(
-        default=(8, 8, 2, 2, 2), help="Upsampling factors of the stages; their product is hop_size.", min=1
+    upsample_rates: tuple[int, ...] = file_key(
+        default=(8, 8, 2, 2, 2), help="Upsampling factors of the stages. Their product is hop_size.", min=1
     )
-    upsample_kernel_sizes: tuple[int, ...] = opt(
+    upsample_kernel_sizes: tuple[int, ...] = file_key(
         default=(16, 16, 4, 4, 4), help="Kernel sizes of the upsampling stages.", min=1
     )
     upsample_initial_channel: int = opt(
-        default=512, help="Channels before the first stage; each stage halves them.", min=1
+        default=512, help="Channels before the first stage. Each stage halves them.", min=1
     )
-    resblock_kernel_sizes: tuple[int, ...] = opt(
+    resblock_kernel_sizes: tuple[int, ...] = file_key(
         default=(3, 7, 11), help="Kernel sizes of the residual blocks of a stage.", min=1
     )
-    resblock_dilation_sizes: str = opt(
+    resblock_dilation_sizes: str = file_key(
         default="1,3,5;1,3,5;1,3,5", help="Dilations of each residual block, with semicolons between blocks."
     )
-    gradient_checkpointing: bool | None = opt(
-        default=None, help="Recompute residual blocks in the backward pass: less memory, more time (default: auto)."
-    )
+    gradient_checkpointing: bool | None = advanced(default=None, help=CHECKPOINTING_HELP)
     init_from: ModelName | None = opt(
-        default=None,
-        help="Start from the weights of an openvpi model.ckpt or training checkpoint, of a run, or of a model that is "
-        "named by `gputrain fetch --list` or as on the Hugging Face Hub.",
+        default=None, help="Model to start from. An openvpi model.ckpt or training checkpoint, a run" + PUBLISHED_NAME
     )
-    finetune_ignored_params: tuple[str, ...] = opt(
+    finetune_ignored_params: tuple[str, ...] = advanced(
         default=(), help="Tensors of init_from to skip, by the prefixes of their names."
     )
-    frozen_params: tuple[str, ...] = opt(
+    frozen_params: tuple[str, ...] = advanced(
         default=(),
         help="Tensors that are not trained, by the prefixes of their names: discriminator.mpd, generator.ups.",
     )
-    finetune_strict_shapes: bool = opt(
-        default=True, help="Refuse init_from if shapes differ; off, such tensors are reinitialised."
+    finetune_strict_shapes: bool = advanced(
+        default=True, help="Refuse init_from if shapes differ. Otherwise, such tensors are reinitialised."
     )
 
     @property
@@ -145,7 +151,7 @@ class Model:
         except ValueError:
             raise UserError(
                 f"resblock_dilation_sizes is {self.resblock_dilation_sizes!r}, expected lists of whole numbers",
-                hint="such as 1,3,5;1,3,5;1,3,5 on the command line, [[1, 3, 5], [1, 3, 5], [1, 3, 5]] in YAML",
+                hint="write it as [[1, 3, 5], [1, 3, 5], [1, 3, 5]]",
             ) from None
 
 
@@ -153,25 +159,26 @@ class Model:
 class Discriminators:
     discriminators: tuple[DiscriminatorKind, ...] = opt(
         default=("fast_mrd", "fast_mpd"),
-        help="Kinds: msd, mpd (HiFi-GAN), mrd (UnivNet), fast_mrd, fast_mpd (openvpi, a quarter of the cost).",
+        help="Kinds of discriminators. msd and mpd are HiFi-GAN's, mrd is UnivNet's; the fast ones are "
+        "openvpi's, at a quarter of the cost.",
     )
-    discriminator_periods: tuple[int, ...] = opt(default=(2, 3, 5, 7, 11), help="Periods of mpd and fast_mpd.", min=1)
-    msd_channels: int = opt(default=128, help="Channels of msd's first layer; a multiple of 16.", min=16)
-    mpd_channels: int = opt(default=32, help="Channels of mpd's first layer.", min=1)
-    mrd_channels: int = opt(default=32, help="Channels of mrd.", min=1)
-    mrd_fft_sizes: tuple[int, ...] = opt(default=(1024, 2048, 512), help="FFT sizes of mrd.", min=16)
-    mrd_hop_sizes: tuple[int, ...] = opt(default=(120, 240, 50), help="Hop sizes of these transforms.", min=1)
-    mrd_win_lengths: tuple[int, ...] = opt(default=(600, 1200, 240), help="Window lengths of these transforms.", min=1)
-    fast_mpd_init_channel: int = opt(default=8, help="Channels of fast_mpd before its first stride.", min=1)
-    fast_mpd_strides: tuple[int, ...] = opt(default=(4, 4, 4), help="Strides of fast_mpd's blocks.", min=1)
-    fast_mpd_kernel_size: int = opt(default=11, help="Kernel size of fast_mpd's blocks, odd.", min=1)
-    fast_mrd_init_channel: int = opt(default=8, help="Channels of fast_mrd before its first stride.", min=1)
-    fast_mrd_strides: tuple[int, ...] = opt(default=(4, 2, 2), help="Strides of fast_mrd's blocks.", min=1)
-    fast_mrd_fft_sizes: tuple[int, ...] = opt(default=(512, 1024, 2048), help="FFT sizes of fast_mrd.", min=16)
-    fast_mrd_hop_sizes: tuple[int, ...] = opt(default=(64, 128, 256), help="Hop sizes of these transforms.", min=1)
-    fast_mrd_win_lengths: tuple[int, ...] = opt(
-        default=(512, 1024, 2048), help="Window lengths of these transforms.", min=1
+    discriminator_periods: tuple[int, ...] = advanced(
+        default=(2, 3, 5, 7, 11), help="Periods of mpd and fast_mpd.", min=1
     )
+    msd_channels: int = file_key(default=128, help="Channels of msd's first layer. A multiple of 16.", min=16)
+    mpd_channels: int = file_key(default=32, help="Channels of mpd's first layer.", min=1)
+    mrd_channels: int = file_key(default=32, help="Channels of mrd.", min=1)
+    mrd_fft_sizes: tuple[int, ...] = file_key(default=(1024, 2048, 512), help="FFT sizes of mrd.", min=16)
+    mrd_hop_sizes: tuple[int, ...] = file_key(default=(120, 240, 50), help="Hop sizes of mrd.", min=1)
+    mrd_win_lengths: tuple[int, ...] = file_key(default=(600, 1200, 240), help="Windows of mrd.", min=1)
+    fast_mpd_init_channel: int = file_key(default=8, help="Channels of fast_mpd before its first stride.", min=1)
+    fast_mpd_strides: tuple[int, ...] = file_key(default=(4, 4, 4), help="Strides of fast_mpd's blocks.", min=1)
+    fast_mpd_kernel_size: int = file_key(default=11, help="Kernel size of fast_mpd's blocks, odd.", min=1)
+    fast_mrd_init_channel: int = file_key(default=8, help="Channels of fast_mrd before its first stride.", min=1)
+    fast_mrd_strides: tuple[int, ...] = file_key(default=(4, 2, 2), help="Strides of fast_mrd's blocks.", min=1)
+    fast_mrd_fft_sizes: tuple[int, ...] = file_key(default=(512, 1024, 2048), help="FFT sizes of fast_mrd.", min=16)
+    fast_mrd_hop_sizes: tuple[int, ...] = file_key(default=(64, 128, 256), help="Hop sizes of fast_mrd.", min=1)
+    fast_mrd_win_lengths: tuple[int, ...] = file_key(default=(512, 1024, 2048), help="Windows of fast_mrd.", min=1)
 
     def __post_init__(self) -> None:
         if not self.discriminators or len(set(self.discriminators)) != len(self.discriminators):
@@ -196,33 +203,32 @@ class Discriminators:
 @config(panel="Losses")
 class Losses:
     lab_aux_melloss: float = opt(default=45.0, help="Weight of the log-mel loss.", min=0)
-    fmax_for_loss: float = opt(
+    fmax_for_loss: float = file_key(
         default=0.0, help="Upper end of the mel bands of the loss, in Hz; 0 is half of the rate.", min=0
     )
     # With it, a step takes longer and teaches more (benchmarks/notes.md, "Learning races").
-    use_stftloss: bool = opt(default=True, help="Add a multi-resolution STFT loss.")
+    use_stftloss: bool = advanced(default=True, help="Add a multi-resolution STFT loss.")
     lab_aux_stftloss: float = opt(default=2.5, help="Weight of the STFT loss.", min=0)
-    loss_fft_sizes: tuple[int, ...] = opt(
+    loss_fft_sizes: tuple[int, ...] = file_key(
         default=(2048, 2048, 4096, 1024, 512, 256, 128, 1024), help="FFT sizes of the STFT loss.", min=16
     )
-    loss_hop_sizes: tuple[int, ...] = opt(
-        default=(512, 240, 480, 100, 50, 25, 12, 120), help="Hop sizes of these transforms.", min=1
+    loss_hop_sizes: tuple[int, ...] = file_key(
+        default=(512, 240, 480, 100, 50, 25, 12, 120), help="Hop sizes of the STFT loss.", min=1
     )
-    loss_win_lengths: tuple[int, ...] = opt(
-        default=(2048, 1200, 2400, 480, 240, 120, 60, 600), help="Window lengths of these transforms.", min=1
+    loss_win_lengths: tuple[int, ...] = file_key(
+        default=(2048, 1200, 2400, 480, 240, 120, 60, 600), help="Windows of the STFT loss.", min=1
     )
-    pc_aug: bool = opt(
-        default=False, help="Train for synthesis at another pitch than that of the mel; needs mini_nsf and more time."
+    pc_aug: bool = advanced(
+        default=False,
+        help="Train for synthesis at another pitch than that of the mel. It needs mini_nsf and more time.",
     )
-    pc_aug_rate: float = opt(default=0.5, help="Share of the crops that pc_aug changes.", min=0.01, max=1)
-    pc_aug_key: float = opt(default=5.0, help="Largest shift of pc_aug, in semitones.", min=0.01, max=24)
-    discriminator_start: int = opt(
-        default=0, help="Step at which the discriminators start; before, only mel and STFT losses are applied.", min=0
-    )
-    discriminator_only_steps: int = opt(
+    pc_aug_rate: float = file_key(default=0.5, help="Share of the crops that pc_aug changes.", min=0.01, max=1)
+    pc_aug_key: float = file_key(default=5.0, help="Largest shift of pc_aug, in semitones.", min=0.01, max=24)
+    discriminator_start: int = advanced(default=0, help=DISCRIMINATOR_START_HELP, min=0)
+    discriminator_only_steps: int = advanced(
         default=-1,
-        help="Number of first steps that train only the discriminators, for a pretrained generator; -1: 1000, at most "
-        "a tenth of the training, if init_from holds only a generator, otherwise 0.",
+        help="First steps that train only the discriminators, for a pretrained generator. -1: 1000, at most a tenth of "
+        "the training, if init_from holds only a generator, otherwise 0.",
         min=-1,
     )
 
@@ -240,25 +246,29 @@ class Losses:
 
 @config(panel="Training")
 class VocoderSchedule(AdversarialSchedule):
-    num_epochs: int = opt(default=0, help="Maximum number of epochs; 0: only num_steps limits the training.", min=0)
-    num_steps: int = opt(default=100_000, help="Steps of the generator; 0: only num_epochs limits the training.", min=0)
-    # Muon at this rate, without a warm-up, learns faster than AdamW (benchmarks/notes.md, "Learning races").
-    learning_rate: float = opt(default=2e-4, help="Learning rate after the warm-up.", min=0)
-    warmup_steps: int = opt(default=0, help="Steps over which the learning rate rises linearly.", min=0)
-    generator_optimizer: OptimizerName = opt(default="muon", help="muon is Muon for matrices, AdamW for the rest.")
-    discriminator_optimizer: OptimizerName = opt(
-        default="muon", help="Optimizer of the discriminators, as generator_optimizer."
+    num_epochs: int = changed(AdversarialSchedule, "num_epochs", default=0, level="advanced")
+    num_steps: int = changed(
+        AdversarialSchedule, "num_steps", default=100_000, level="common", help="Steps of the generator. 0: no limit."
     )
-    discriminator_weight_decay: float = opt(default=0.0, help="Weight decay of the discriminators.", min=0)
+    # Muon at this rate, without a warm-up, learns faster than AdamW (benchmarks/notes.md, "Learning races").
+    learning_rate: float = changed(AdversarialSchedule, "learning_rate", default=2e-4)
+    warmup_steps: int = changed(AdversarialSchedule, "warmup_steps", default=0)
+    generator_optimizer: OptimizerName = opt(
+        default="muon", help="muon or adamw. muon: Muon for matrices, AdamW for the rest."
+    )
+    discriminator_optimizer: OptimizerName = advanced(
+        default="muon", help="Optimizer of the discriminators: muon or adamw."
+    )
+    discriminator_weight_decay: float = file_key(default=0.0, help="Weight decay of the discriminators.", min=0)
 
 
 @config(panel="Run folder")
 class VocoderSaving(SoundSaving):
-    num_valid_plots: int = opt(
-        default=8, help="Held-out clips that are evaluated; a few of them are saved as samples.", min=1
+    num_valid_plots: int = advanced(
+        default=8, help="Held-out clips that are evaluated. A few of them are saved as samples.", min=1
     )
-    mel_vmin: float = opt(default=-6.0, help="Magnitude that pictures show black, as a power of ten.")
-    mel_vmax: float = opt(default=1.5, help="Magnitude that pictures show brightest, as a power of ten.")
+    mel_vmin: float = file_key(default=-6.0, help="Magnitude that pictures show black, a power of ten.")
+    mel_vmax: float = file_key(default=1.5, help="Magnitude that pictures show brightest, a power of ten.")
 
 
 @config()
@@ -329,9 +339,7 @@ class TrainVocoder:
 
 @config(panel="Data")
 class PlannedData(Data):
-    data_path: tuple[Path, ...] = opt(
-        default=(Path("."),), help="Data whose items are counted, to predict hours; not needed.", separator=""
-    )
+    data_path: tuple[Path, ...] = changed(Data, "data_path", default=(Path("."),), help=COUNTED_HELP)
 
 
 @config()
@@ -340,44 +348,45 @@ class PlanVocoder(TrainVocoder):
 
     data: PlannedData = PlannedData()
     cards: Cards = Cards()
+    rare_panels: ClassVar[tuple[str, ...]] = NOT_PLANNED
 
 
 @config(panel="Evaluation")
 class ExcerptEvaluation:
-    clip_seconds: float = opt(
-        default=10.0, help="Length of the beginning of each clip that a vocoder is evaluated on, in seconds.", min=0.5
+    clip_seconds: float = advanced(
+        default=10.0, help="Seconds at the beginning of each clip that a vocoder is evaluated on.", min=0.5
     )
 
 
 @config(panel="Vocoding")
 class Vocode(TrainedModel):
-    model: ModelName = opt(
-        help="A run folder, a checkpoint, openvpi's model.ckpt with its config.json, or the name of a published one."
+    model: ModelName = changed(TrainedModel, "model", help=TRAINED_HELP + " Or openvpi's model.ckpt with config.json.")
+    input: Path = opt(
+        help="Recording, mel and pitch, or a folder. Mel and pitch are NAME.npz, or NAME.mel.npy + NAME.f0.npy."
     )
-    input: Path = opt(help="A recording, or mel and pitch (NAME.npz, NAME.mel.npy + NAME.f0.npy), or a folder of them.")
     output_dir: Path = opt(help="Folder for the output, 16-bit wav.")
     shift_semitones: float = opt(default=0.0, help="Shift of the pitch, in semitones.", min=-48, max=48)
-    f0_method: F0Method = opt(default="auto", help="Pitch tracker for recordings, as in prepare-data.")
-    f0_min: float = opt(default=40.0, help="Lowest pitch that is tracked, in Hz.", min=10)
-    f0_max: float = opt(default=1100.0, help="Highest pitch that is tracked, in Hz.", min=20)
-    chunk_seconds: float = opt(default=10.0, help="Seconds synthesised at once; fewer need less memory.", min=0.1)
-    seed: int = opt(default=0, help="Seed of the noise of the source.", min=0)
-    device: DeviceName = opt(default="auto", help="Device to compute on.")
+    f0_method: F0Method = changed(Sound, "f0_method", level="common")
+    f0_min: float = changed(Sound, "f0_min", level="common")
+    f0_max: float = changed(Sound, "f0_max", level="common")
+    chunk_seconds: float = opt(default=10.0, help="Seconds computed at once. Fewer need less memory.", min=0.1)
+    seed: int = opt(default=0, help="Seed of the noise.", min=0)
+    device: DeviceName = changed(Hardware, "device")
 
 
 @config(panel="Benchmark")
 class BenchVocoder(BenchSettings):
     measured: ClassVar[type] = TrainVocoder
 
-    upsample_initial_channel: int = opt(default=512, help="Channels before the first upsampling stage.", min=32)
-    discriminators: tuple[str, ...] = opt(default=("fast_mrd", "fast_mpd"), help="As in train-vocoder.")
-    discriminator_periods: tuple[int, ...] = opt(default=(2, 3, 5, 7, 11), help="Periods of mpd and fast_mpd.", min=1)
-    mini_nsf: bool = opt(default=False, help="Use the mini source (one sine) instead of the full one.")
-    crop_mel_frames: int = opt(default=48, help="Frames of a crop.", min=8)
-    batch_size: int = opt(default=16, help="Crops per step.", min=1)
-    micro_batch_size: int = opt(default=0, help="Crops per micro-batch, if fewer than batch_size.", min=0)
-    optimizer: Literal["adamw", "muon"] = opt(
-        default="muon", help="Optimizer of generator and discriminators; it beats --config if it is given."
+    upsample_initial_channel: int = changed(Model, "upsample_initial_channel", min=32)
+    discriminators: tuple[DiscriminatorKind, ...] = changed(Discriminators, "discriminators")
+    discriminator_periods: tuple[int, ...] = changed(Discriminators, "discriminator_periods", level="common")
+    mini_nsf: bool = changed(Model, "mini_nsf")
+    crop_mel_frames: int = changed(Data, "crop_mel_frames")
+    batch_size: int = changed(VocoderSchedule, "batch_size")
+    micro_batch_size: int = changed(VocoderSchedule, "micro_batch_size")
+    optimizer: OptimizerName = opt(
+        default="muon", help="Optimizer of all parts: muon or adamw. It beats --config if it is given."
     )
     bench: BenchOptions = BenchOptions()
 

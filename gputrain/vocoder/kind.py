@@ -59,14 +59,10 @@ def prepare_recordings(settings: Any) -> kinds.DataWork:
     def findings(folder: Path, processes: int) -> list[str]:
         return validate_sounds(folder, config.sampling_rate, num_workers=processes).findings
 
-    usual = {name: leaf.default for name, leaf in leaves(TrainVocoder).items()}
-    fmax = min(usual["fmax"], config.sampling_rate // 2)
-    needed = {"audio-sample-rate": config.sampling_rate, "hop-size": config.hop_size, "fmax": fmax}
-    words = tuple(
-        word for name, value in needed.items() if value != usual[name.replace("-", "_")]
-        for word in (f"--{name}", f"{value:g}")
-    )  # fmt: skip
-    return kinds.DataWork(prepare_sound, config, figures, findings, words, partial(check_output, recipe=config))
+    known = leaves(TrainVocoder)
+    needed = {known["audio_sample_rate"]: config.sampling_rate, known["hop_size"]: config.hop_size}
+    words = [word for leaf, value in needed.items() if value != leaf.default for word in (leaf.flag, str(value))]
+    return kinds.DataWork(prepare_sound, config, figures, findings, tuple(words), partial(check_output, recipe=config))
 
 
 def validate_recordings(settings: Any) -> kinds.DataWork:
@@ -208,13 +204,22 @@ SEMITONES = 5
 FRAMES = ["--audio-sample-rate", RATE_HZ, "--hop-size", 256]
 PITCH = ["--f0-min", 80, "--f0-max", 700]
 # This generator and these discriminators take less than a second of a core for a step.
-MODEL = [
-    "--audio-num-mel-bins", 80, "--fft-size", 1024, "--win-size", 1024, "--fmax", 8000,
-    "--upsample-rates", "8,8,2,2", "--upsample-kernel-sizes", "16,16,4,4", "--upsample-initial-channel", 128,
-    "--resblock-kernel-sizes", "3,7", "--resblock-dilation-sizes", "1,3,5;1,3,5",
-    "--discriminator-periods", "2,3", "--fast-mpd-init-channel", 2, "--fast-mrd-init-channel", 2,
-    "--fast-mrd-fft-sizes", "512,1024", "--fast-mrd-hop-sizes", "128,256", "--fast-mrd-win-lengths", "512,1024",
-]  # fmt: skip
+MODEL = """
+audio_num_mel_bins: 80
+fft_size: 1024
+win_size: 1024
+upsample_rates: [8, 8, 2, 2]
+upsample_kernel_sizes: [16, 16, 4, 4]
+upsample_initial_channel: 128
+resblock_kernel_sizes: [3, 7]
+resblock_dilation_sizes: 1,3,5;1,3,5
+discriminator_periods: [2, 3]
+fast_mpd_init_channel: 2
+fast_mrd_init_channel: 2
+fast_mrd_fft_sizes: [512, 1024]
+fast_mrd_hop_sizes: [128, 256]
+fast_mrd_win_lengths: [512, 1024]
+"""
 
 
 def synthesise_singing(folder: Path) -> None:
@@ -226,6 +231,7 @@ def synthesise_singing(folder: Path) -> None:
 
 def demo_commands(folder: Path) -> list[kinds.Words]:
     data, run, export, songs = (folder / name for name in ("data", "run", "export", "songs"))
+    (folder / "small.yaml").write_text(MODEL, encoding="utf-8")
     prepare = ["--input-dir", folder / "recordings", "--output-dir", data, *FRAMES, *PITCH]
     train = [
         "--crop-mel-frames", 32, "--batch-size", 8, "--val-num", 4, "--num-steps", STEPS,
@@ -240,7 +246,8 @@ def demo_commands(folder: Path) -> list[kinds.Words]:
         ["prepare-data", "--kind", "vocoder", *prepare],
         ["validate", "--kind", "vocoder", "--input-dir", data, "--audio-sample-rate", RATE_HZ,
          "--output-file", folder / "validation.json"],
-        ["train-vocoder", "--data-path", data, "--output-dir", run, *FRAMES, *MODEL, *train],
+        ["train-vocoder", "--data-path", data, "--output-dir", run, *FRAMES, "--config", folder / "small.yaml",
+         *train],
         ["evaluate", "--model", run, "--data-path", data, "--json", folder / "evaluation.json"],
         ["export", "--format", "openvpi", "--model", run, "--output-dir", export],
         onnx,

@@ -380,10 +380,10 @@ def render_keys_page() -> str:
 
 def render_key_row(key: Key) -> str:
     commands = {"train": "train-vocoder", "prepare": "prepare-data"}
-    flags = ", ".join(f"`--{option.replace('_', '-')}`" for option in key.options)
+    names = ", ".join(f"`{option}`" for option in key.options)
     where = ", ".join(commands[command] for command in key.of)
     null = "" if key.null_is is NOTHING else f"null is {'0' if key.null_is == 0 else 'none'}."
-    return f"| `{key.name}` | {where} | {key.words or flags} | {' '.join(filter(None, (key.remark, null)))} |\n"
+    return f"| `{key.name}` | {where} | {key.words or names} | {' '.join(filter(None, (key.remark, null)))} |\n"
 
 
 if __name__ == "__main__":

@@ -13,19 +13,21 @@ PARENT = "GPUTRAIN_WATCH_PARENT"  # Set to 1 for a page that ends soon after the
 class WatchSettings:
     folders: tuple[Path, ...] = opt(
         default=(),
-        help="Run folders, or folders above runs; default: outputs if it exists, or else the current folder.",
+        help="Run folders, or folders above runs. Default: outputs if it exists, or else the current folder.",
         separator="",
         is_positional=True,
     )
     port: int = opt(default=PORT, help="Port of the page; 0: any free one.", min=0, max=65535)
     host: str = opt(
         default="127.0.0.1",
-        help="Address of this machine at which the page is served; 0.0.0.0: at all of them. Any other than the default "
-        "needs a token, which the printed address contains.",
+        help="Address; 0.0.0.0: all of this machine. Any other than the default needs a token, which the printed "
+        "address contains.",
     )
-    allow_control: bool = opt(default=False, help="Let the page save, stop and cool down trainings, and write notes.")
+    allow_control: bool = opt(
+        default=False, help="Let the page control trainings. Save, stop and cool down, and write notes."
+    )
     price_per_hour: float = opt(
-        default=0.0, help="Price of the machine for an hour, in any currency, for the costs on the page.", min=0.0
+        default=0.0, help="Price of the machine for an hour. In any currency, for the costs on the page.", min=0.0
     )
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from gputrain.cli import kind_commands
 from gputrain.cli.app import app, command_line
 from gputrain.config import assemble, leaves
 from gputrain.errors import UserError
-from gputrain.kinds import kinds
+from gputrain.kinds import kinds, read_defaults
 from gputrain.report.records import evaluated
 from gputrain.speech import data_commands as speech
 from gputrain.speech.text.frontend import frontend
@@ -53,7 +53,8 @@ def test_the_vocoder_is_trained_on_what_was_prepared(tmp_path: Path) -> None:
     joined = {
         name: ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value for name, value in given.items()
     }
-    settings = assemble(TrainVocoder, {name: value for name, value in joined.items() if value not in (None, "")})
+    flags = {name: value for name, value in joined.items() if value not in (None, "")}
+    settings = assemble(TrainVocoder, {**flags, **read_defaults(tmp_path / "small.yaml", TrainVocoder)})
     mel, prepared = settings.spectrogram.mel, by_name["prepare-data"]
     assert (mel.sampling_rate, mel.hop_size) == (prepared["audio_sample_rate"], prepared["hop_size"]) == (22050, 256)
     assert settings.data.data_path == (Path(str(prepared["output_dir"])),)

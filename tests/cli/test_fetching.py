@@ -70,14 +70,15 @@ def test_a_model_of_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.Monkey
         assert "not the published file any more" in done.stderr
 
 
-def test_a_data_set_of_the_hub(hub: Hub, tmp_path: Path):  # noqa: F811
+def test_a_data_set_of_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
     """Its files are loaded, or copied into a folder, for a preparation without a network."""
     files = {"data/train-0.parquet": CONTENT, "data/test-0.parquet": CONTENT[::-1], "README.md": b"about"}
     hub.add("datasets/ann/set", files)
     done = gputrain_here("fetch", "hf://datasets/ann/set")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].split() == ["option", "--input-dir", "hf://datasets/ann/set"]
-    done = gputrain_here("fetch", "hf://datasets/ann/set", "--output-dir", tmp_path / "w", "--offline")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done = gputrain_here("fetch", "hf://datasets/ann/set", "--output-dir", tmp_path / "w")
     assert done.returncode == 0, done.stderr
     assert [path.name for path in (tmp_path / "w").rglob("*") if path.is_file()] == ["train-0.parquet"]
     assert (tmp_path / "w" / "data" / "train-0.parquet").read_bytes() == CONTENT
@@ -170,8 +171,9 @@ def test_nothing_is_loaded_if_one_name_is_wrong(server: WebServer):
     assert not server.log
 
 
-def test_offline(server: WebServer):
-    done = gputrain_here("fetch", "lpips-test", "--offline")
+def test_offline(server: WebServer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done = gputrain_here("fetch", "lpips-test")
     assert done.returncode == 2
     assert "lpips-test: is not in the cache, and nothing may be downloaded" in done.stderr
     assert not server.log

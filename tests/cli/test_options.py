@@ -3,7 +3,7 @@
 import inspect
 import json
 import os
-import shutil
+import re
 import signal
 import subprocess
 import sys
@@ -16,13 +16,13 @@ from unittest import mock
 import click
 import pytest
 import typer
-from typer._completion_shared import get_completion_script
 from typer.testing import CliRunner
 
 from gputrain import config
 from gputrain.cli import reference
 from gputrain.cli.app import app, command_line
-from gputrain.cli.options import command, complete_at_the_first_tab
+from gputrain.cli.help_page import names
+from gputrain.cli.options import command
 from gputrain.cli.settings import PrepareSettings
 from gputrain.config import leaves
 from gputrain.errors import UserError
@@ -85,20 +85,57 @@ def test_help_imports_nothing_that_takes_long():
     assert names <= set(page.stdout.split())
 
 
-def test_no_name_and_no_bracket_is_cut_on_a_narrow_terminal(typed):
-    """All pages, on 80 columns."""
+COMMON_OPTIONS = 40  # At most on each page of --help, --help itself included.
+
+
+def test_help_has_at_most_forty_options_each_in_one_line_of_80_columns():
+    """--help-all has every flag and every key, and no range with an exponent."""
     with mock.patch.dict(os.environ, {"COLUMNS": "80"}):
         for name, settings in reference.commands(app).items():
-            page = typed(*name.split(), "--help")[1]
-            for leaf in leaves(settings).values():
-                if leaf.is_positional:
-                    continue
-                assert f"{leaf.flag} " in f"{page} ".replace("\n", " "), (name, leaf.flag)
-            assert "…" not in page
-        page = gputrain_here("train-vae", "--help").stdout
-        for panel in ("Data", "Model", "Losses", "Training", "Run folder", "Hardware"):
-            assert f"\n{panel}:\n" in page
-    assert "installed (gputrain[f0])" in " ".join(typed("prepare-data", "--help")[1].split())
+            known = leaves(settings).values()
+            page = gputrain_here(*name.split(), "--help").stdout
+            whole = " ".join(gputrain_here(*name.split(), "--help-all").stdout.split())
+            listed = re.findall(r"^  (--\S+|[A-Z]+)(?: [A-Z,.]+)?(?:, -\w)?  +(\S.*)$", page, flags=re.MULTILINE)
+            rare = getattr(settings, "rare_panels", ())
+            common = {names(leaf).split()[0] for leaf in known if leaf.level == "common" and leaf.panel not in rare}
+            assert {left for left, _ in listed} - {"--config", "--help", "--help-all"} == common, name
+            assert len(listed) <= COMMON_OPTIONS, name
+            assert max(map(len, page.splitlines())) <= 80, name
+            lines = page[page.index("\nOptions:") :].splitlines()
+            assert not [line for line in lines if line.startswith("   ")], name  # No option has a second line.
+            if any(leaf.level != "common" for leaf in known) or rare:
+                assert [leaf.name for leaf in known if f" {names(leaf)} " not in f"{whole} "] == [], name
+            assert not re.search(r"(at least|to) [\d.]+e[+-]", whole), name
+            assert "PosixPath" not in whole
+    page = gputrain_here("train-vae", "--help").stdout
+    for panel in ("Options", "Data", "Model", "Losses", "Training", "Run folder", "Hardware"):
+        assert f"\n{panel}:\n" in page
+    assert "Example: gputrain train-vae --data-path data/vae --num-epochs 100\n" in page
+    assert "installed (gputrain[f0])" in " ".join(gputrain_here("prepare-data", "--help-all").stdout.split())
+
+
+@each_row(
+    ("train-vocoder", ["--fft-size", "1024"], "fft_size is a key", "write `fft_size: 1024` into a file"),
+    (
+        "train-vocoder",
+        ["--no-finetune-strict-shapes", "--fmax=8000"],
+        "fmax is a key",
+        "write `fmax: 8000` into a file",
+    ),
+    ("train-vae", ["--permanent_start", "5"], "permanent_start is a key", "`permanent_start: 5`"),
+)
+def test_a_flag_that_is_a_key_of_a_file_is_refused_with_the_line_to_write(typed, command_name, words, message, hint):
+    code, printed = typed(command_name, "--data-path", ".", *words)
+    assert code == 2
+    assert message in printed
+    assert hint in printed
+
+
+def test_several_files_beat_one_another_in_their_order(tmp_path):
+    (tmp_path / "a.yaml").write_text("batch_size: 3\nseed: 1\nlpips_crop: 64\n")
+    (tmp_path / "b.yaml").write_text("seed: 2\n")
+    made = invoked("train-vae", "-c", tmp_path / "a.yaml", "-c", tmp_path / "b.yaml")
+    assert (made.schedule.batch_size, made.schedule.seed, made.losses.lpips_crop) == (3, 2, 64)
 
 
 def test_the_shell_completes_commands_and_options():
@@ -110,22 +147,6 @@ def test_the_shell_completes_commands_and_options():
 
     assert completed("gputrain train-") == ["train-vae", "train-vocoder", "train-tts", "train-asr"]
     assert completed("gputrain train-vae --image-s") == ["--image-size"]
-
-
-def test_zsh_completes_at_the_first_tab(tmp_path):
-    """zsh loads the installed script at the first Tab, and has to complete with it at once. Sourced, it registers."""
-    complete_at_the_first_tab()
-    complete_at_the_first_tab()
-    script = get_completion_script(prog_name="gputrain", complete_var="_GPUTRAIN_COMPLETE", shell="zsh")
-    assert script.count("loadautofunc") == 1
-    if not shutil.which("zsh"):
-        pytest.skip("there is no zsh")
-    (tmp_path / "_gputrain").write_text(script)
-    counted = "compdef() { : }; eval() { print called }; fpath=($PWD); autoload -Uz _gputrain; words=(gputrain); "
-    done = subprocess.run(["zsh", "-fc", counted + "_gputrain"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout.split() == ["called"]
-    done = subprocess.run(["zsh", "-fc", counted + "source ./_gputrain"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout == ""
 
 
 def test_a_flag_beats_the_file_and_the_file_the_default(tmp_path):
@@ -199,7 +220,7 @@ def test_a_list_of_texts_is_the_option_several_times():
     (["--data-path", ".", "--config", "c.yaml"], "c.yaml: unknown key 'image_sise'", "did you mean 'image_size'?"),
     (["--data-path", ".", "--config", "null.yaml"], "null.yaml: image_size is null", "leave the key out"),
     (["--data-path", ".", "--config", "list.yaml"], "list.yaml: expected a mapping", "key: value"),
-    (["--data-path", ".", "--config", "gone.yaml"], "gone.yaml: No such file", "YAML or JSON"),
+    (["--data-path", ".", "--config", "gone.yaml"], "gone.yaml: no such file", "gputrain contains draft, fast"),
     (["--data-path", ".", "--device", "cuda"], "no GPU that this torch can use", "check-compatibility"),
     ([], "data/train: no such folder", "name the folder that holds the pictures: --data-path"),
 )
@@ -298,7 +319,7 @@ def test_the_guides_command_line_runs(tmp_path, photographs):
 
 def invoked(*words):
     """Return the configuration of a command line, or its output."""
-    app, seen = typer.Typer(), []
+    app, seen = typer.Typer(rich_markup_mode=None), []
 
     @command(app, "Image VAE")
     def train_vae(settings: TrainVae) -> None:
@@ -368,13 +389,10 @@ def test_errors_name_the_file_and_the_key_as_written(tmp_path, monkeypatch, text
     assert message in caught.value.message
 
 
-def test_help_has_other_names_once_and_in_the_sentence():
-    page = invoked("train-vocoder", "--help")
+def test_help_all_has_other_names_once_and_in_the_sentence():
+    page = invoked("train-vocoder", "--help-all").replace("\n", "").replace(" ", "")
     for leaf in leaves(TrainVocoder).values():
-        for flag in leaf.flags[1:]:
-            # Names that are too long for the column are broken; older versions of typer have a narrower one.
-            assert page.count(f"{flag}.") == 1 or len(flag) > 24, flag
-    assert " ".join(page.replace("│", "").split()).count("Also --ds-workers.") == 1
+        assert all(page.count(f"{flag}.") + page.count(f"{flag},") == 1 for flag in leaf.flags[1:]), leaf.name
     assert "base_hifi_rtx5090_optimized" in page
 
 

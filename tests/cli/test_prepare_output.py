@@ -103,6 +103,6 @@ def test_a_preparation_says_what_validation_says_and_what_comes_next(tmp_path, k
     checked = gputrain_here("validate", *line, "--input-dir", out)
     assert [one for one in checked.stderr.splitlines() if one.startswith("note: ")] == notes
     given = f"train-{kind} --data-path '{out}'"
-    given += " --audio-sample-rate 16000 --fmax 8000" if kind == "vocoder" else ""  # Other kinds take it from the data.
+    given += " --audio-sample-rate 16000" if kind == "vocoder" else ""  # Other kinds take it from the data.
     assert done.stdout.splitlines()[-2:] == [f"Next: gputrain plan {given}", f"      gputrain {given}"]
     assert "is little" not in gputrain_here(*words).stderr

@@ -186,7 +186,7 @@ def test_without_a_connection_the_cache_is_used(hub, monkeypatch, caplog, tmp_pa
     assert fetched("ann/model", "a.bin") == {"a.bin": LARGE}
     with pytest.raises(UserError, match=r"ann/other: http://127\.0\.0\.1:9 cannot be reached") as raised:
         fetched("ann/other")
-    for word in ("HTTPS_PROXY", "HF_ENDPOINT", "--offline"):
+    for word in ("HTTPS_PROXY", "HF_ENDPOINT", "HF_HUB_OFFLINE=1"):
         assert word in raised.value.hint
 
 

@@ -154,7 +154,8 @@ def test_offline_nothing_is_asked_and_what_is_missing_is_said(hub, tmp_path, mon
     (tmp_path / "data").mkdir(exist_ok=True)
     (tmp_path / "x.wav").write_bytes(b"RIFF")
     hub.add("org/other", {"config.json": b"{}"})
-    done = gputrain_here(*words.split(), "--offline")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done = gputrain_here(*words.split())
     said = " ".join(done.stderr.split())
     assert done.returncode == 2
     assert "org/other: no such file or folder; as a name on the Hub: offline, and the cache" in said
@@ -170,7 +171,8 @@ def test_offline_nothing_is_asked_and_what_is_missing_is_said(hub, tmp_path, mon
 )  # fmt: skip
 def test_messages_name_what_was_named_by_a_short_name(hub, tmp_path, monkeypatch, words, message, hint):
     monkeypatch.chdir(tmp_path)
-    done = gputrain_here(*words.split(), "--offline")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done = gputrain_here(*words.split())
     said = " ".join(done.stderr.split())
     assert done.returncode == 2
     assert f"error: {message}" in said

@@ -31,7 +31,7 @@ def main(folder: Path) -> None:
         ["train-curve", *train],
         ["train-curve", "--config", run / "config.yaml", "--resume-from", "auto", "--num-epochs", 44],
         ["plan", "train-curve", "--gpu", "t4", "--json"],
-        ["bench", "train-curve", "--steps", 1, "--warmup-steps", 1, "--device", "cpu", "--output-dir", folder],
+        ["bench", "train-curve", "--steps", 1, "--untimed-steps", 1, "--device", "cpu", "--output-dir", folder],
         ["evaluate", "--model", run, "--data-path", data, "--json", folder / "figures.json", "--max-points", 12],
         ["evaluate", "--model", run, "--data-path", data, "--max-clips", 2],
         ["export", "--model", run, "--output-dir", folder / "export", "--format", "weights", "--name", "sine"],

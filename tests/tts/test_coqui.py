@@ -76,7 +76,7 @@ def whole(tmp_path: Path) -> TrainTts:
 @each_row(*HONOURED)
 def test_each_of_the_users_keys_is_honoured(whole, path, value):
     """In a file of the user's, and in the profile that contains the same settings."""
-    profile = assemble(TrainTts, {**read_defaults(KIND.profiles / "vits_rtx4090.yaml", TrainTts), "data_path": "."})
+    profile = assemble(TrainTts, {**read_defaults(KIND.shipped / "vits_rtx4090.yaml", TrainTts), "data_path": "."})
     assert profile.model.preset == "high"
     assert len(profile.data.test_sentences) == profile.data.num_audio_samples
     for source in (whole, profile):

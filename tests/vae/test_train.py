@@ -312,7 +312,7 @@ def test_a_stock_folder_of_another_architecture_is_refused(photographs, tmp_path
 
 def test_every_profile_is_a_configuration():
     known = leaves(TrainVae)
-    folder = kinds()["vae"].profiles
+    folder = kinds()["vae"].shipped
     assert sorted(path.stem for path in folder.iterdir()) == list(PROFILES)
     sizes = {}
     for name in PROFILES:

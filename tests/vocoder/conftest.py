@@ -1,16 +1,21 @@
 """Provides prepared sound and settings for tests of tiny trainings."""
 
+import functools
 import hashlib
+import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from gputrain.config import leaves
+from gputrain.kinds import kinds
 from gputrain.vocoder.store import VocoderFormat, VocoderStoreWriter
 
 RATE_HZ, HOP = 16000, 64
-# What any configuration needs on top to train within a second: as flags, or as keys.
+# What any configuration needs on top to train within a second.
 TINY: dict[str, Any] = {
     "audio_sample_rate": RATE_HZ,
     "audio_num_mel_bins": 16,
@@ -45,11 +50,29 @@ TINY: dict[str, Any] = {
 }
 
 
+FILE_KEYS = frozenset(
+    leaf.name for kind in kinds().values() for leaf in leaves(kind.train).values() if leaf.level == "file"
+)
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory()
+
+
 def flags(values: dict[str, Any]) -> list[str]:
-    """Returns keys as command-line flags."""
+    """Returns the words of a command line that set keys: flags, and --config with a file of those that are no flags."""
     words: list[str] = []
+    in_file = {name: value for name, value in values.items() if name in FILE_KEYS}
+    if in_file:
+        text = json.dumps(in_file)
+        file = Path(_folder().name, f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json")
+        file.write_text(text)
+        words += ["--config", str(file)]
     for name, value in values.items():
         flag = name.replace("_", "-")
+        if name in in_file:
+            continue
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         else:

@@ -15,26 +15,28 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LanguageName = Literal["uz", "en", "ru", "characters"]
-LEXICON_HELP = "YAML, JSON or TSV file with spellings by word, such as Facebook: feysbuk; whole words match."
+LEXICON_HELP = "File of spellings by word. YAML, JSON or TSV, such as Facebook: feysbuk; whole words match."
+ALPHABET_HELP = "Table of letters in the place of a voice's own. YAML or JSON, such as sh: ş."
+ESPEAK_HELP = "Phonemise with this voice of espeak-ng. That of Piper."
+NUMBER_WORDS_HELP = (
+    "Language in which num2words writes numbers. Only where texts have no rules, such as tr; auto: that of a "
+    "recogniser; off: digits stay."
+)
 
 
 @config(panel="Text")
 class Normalize:
     language: LanguageName = opt(
-        default="uz", help="Language of the text; characters: any other, without normalisation rules."
+        default="uz", help="uz, en, ru or characters. characters: any other, without normalisation rules."
     )
-    text: str = opt(default="", help="Text to normalise; default: the lines of standard input.")
+    text: str = opt(default="", help="Text to normalise; default: standard input. Each line is a text.")
     input_file: Path | None = opt(default=None, help="UTF-8 text file, read line by line.")
-    alphabet: Path | None = opt(
-        default=None, help="YAML or JSON table with another spelling of Uzbek letters, such as sh: ş."
-    )
+    alphabet: Path | None = opt(default=None, help=ALPHABET_HELP)
     lexicon: Path | None = opt(default=None, help=LEXICON_HELP)
-    number_words: str = opt(
-        default="", help="Language whose numbers num2words writes in words, such as tr, where characters has no rules."
-    )
-    espeak_voice: str = opt(default="", help="Phonemise with this voice of Piper's espeak-ng.")
+    number_words: str = opt(default="", help=NUMBER_WORDS_HELP)
+    espeak_voice: str = opt(default="", help=ESPEAK_HELP)
     symbols: bool = opt(
-        default=False, help="Also print the symbols with their ids, and the characters without a symbol."
+        default=False, help="Also print the symbols with their ids. And the characters without a symbol."
     )
 
     def __post_init__(self) -> None:

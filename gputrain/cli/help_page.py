@@ -1,0 +1,143 @@
+"""Pages of `--help` and `--help-all`: the options of each panel below its title, without a table that would cut names.
+
+`--help` lists the common options, each in one line of 80 columns; `--help-all` lists every flag and every key of a
+configuration file, with whole sentences, defaults and ranges. A config class may declare `rare_panels`, none of whose
+options is common in its command.
+"""
+
+import inspect
+from collections.abc import Iterable
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from gputrain.config import Leaf, ModelName, leaves
+
+WIDEST = 120  # Columns of a help page on a wider terminal.
+SHOWS_ALL = "gputrain.help_all"  # Key in click's context.
+METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", ModelName: "MODEL", str: "TEXT"}
+
+
+class GroupPage(TyperGroup):
+    """A group of commands whose help page lists the commands of each panel below its title."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        write_panels(formatter, [("Options", parameter.get_help_record(ctx)) for parameter in self.get_params(ctx)])
+        commands: list[Any] = [self.get_command(ctx, name) for name in self.list_commands(ctx)]
+        names = [made.name for made in commands]
+        texts = [(made.help or "").split("\n\n")[0].replace("\n", " ") for made in commands]
+        panels = [getattr(made, "rich_help_panel", None) or "Commands" for made in commands]
+        write_panels(formatter, zip(panels, zip(names, texts, strict=True), strict=True))
+
+
+class CommandPage(TyperCommand):
+    """A command whose help pages list the options of its config class."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        settings = vars(self.callback)["settings"]
+        known, rare = leaves(settings), getattr(settings, "rare_panels", ())
+        whole = SHOWS_ALL in ctx.meta
+        shared: list[Any] = [parameter for parameter in self.get_params(ctx) if parameter.name not in known]
+        rows = [
+            ("Options", (", ".join(parameter.opts), parameter.help)) for parameter in shared if not parameter.hidden
+        ]
+        for leaf in known.values():
+            if whole or (leaf.level == "common" and leaf.panel not in rare):
+                rows.append((leaf.panel, (names(leaf), described(leaf) if whole else clause(leaf))))
+        write_panels(formatter, rows)
+
+
+def write_panels(formatter: Any, rows: Iterable[tuple[str, tuple[str, str] | None]]) -> None:
+    """Write the rows of each panel, in the order of the panels' first rows."""
+    panels: dict[str, list[tuple[str, str]]] = {}
+    for panel, row in rows:
+        if row:
+            panels.setdefault(panel, []).append(row)
+    for panel, listed in panels.items():
+        with formatter.section(panel):
+            formatter.write_dl(listed, col_max=max(len(left) for left, _ in listed) + 2)
+
+
+def help_all_option() -> inspect.Parameter:
+    """Return the option that shows every option and key of a command."""
+
+    # Typer looks for the type of a parameter's annotation only.
+    def show(context: typer.Context, wanted: bool) -> None:
+        if wanted and not context.resilient_parsing:
+            context.meta[SHOWS_ALL] = True
+            typer.echo(context.get_help())
+            raise typer.Exit
+
+    option = typer.Option("--help-all", is_eager=True, callback=show, help="Show all options and keys of --config.")
+    return inspect.Parameter(
+        "help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
+    )
+
+
+def names(leaf: Leaf) -> str:
+    """Return what a user writes: `--image-size N`, `fmin: X` in a file, `--[no-]report`."""
+    if leaf.is_positional:
+        return leaf.name.removesuffix("s").upper()
+    if leaf.level == "file":
+        return f"{leaf.name}: {metavar(leaf)}"
+    if leaf.plain_type is bool:
+        return leaf.flag if leaf.default is False else f"--[no-]{leaf.flag[2:]}"
+    return f"{leaf.flag} {metavar(leaf)}"
+
+
+def metavar(leaf: Leaf) -> str:
+    """Return a word for the value of an option."""
+    kind = leaf.plain_type
+    if leaf.is_list:
+        item = get_args(kind)[0]
+        name = "NAME" if get_origin(item) is Literal else METAVARS[item]
+        return f"{name},..." if leaf.separator else name
+    if get_origin(kind) is Literal:
+        return "NAME"
+    return "true" if kind is bool else METAVARS[kind]
+
+
+def clause(leaf: Leaf) -> str:
+    """Return the line of `--help`: the first sentence of the help, and the default."""
+    shown = "required" if leaf.required else default_text(leaf)
+    return leaf.clause + (f" [{shown}]" if shown and leaf.default is not False else "")
+
+
+def described(leaf: Leaf) -> str:
+    """Return the text of `--help-all`: whole sentences, further names, and in brackets values, default and range."""
+    also = f" Also {', '.join(leaf.flags[1:])}." if leaf.spellings else ""
+    shown = "required" if leaf.required else default_text(leaf) and f"default: {default_text(leaf)}"
+    facts = "; ".join(filter(None, [choices(leaf), shown, limits(leaf)]))
+    return f"{leaf.help}{also}" + (f" [{facts}]" if facts else "")
+
+
+def choices(leaf: Leaf) -> str:
+    """Return the values of an option that has a few; otherwise nothing."""
+    kind = get_args(leaf.plain_type)[0] if leaf.is_list else leaf.plain_type
+    return "|".join(map(str, get_args(kind))) if get_origin(kind) is Literal else ""
+
+
+def default_text(leaf: Leaf) -> str:
+    """Return a default as a user would write it; nothing if the program chooses the value."""
+    if leaf.required or leaf.default is None:
+        return ""
+    if isinstance(leaf.default, bool):
+        return "on" if leaf.default else "off"
+    if isinstance(leaf.default, tuple):
+        return ",".join(map(str, leaf.default))
+    return f"{leaf.default:g}" if isinstance(leaf.default, float) else str(leaf.default)
+
+
+def limits(leaf: Leaf) -> str:
+    """Return the range of a number: `at least 1`, `0 to 0.999999`."""
+    if leaf.min is not None and leaf.max is not None:
+        return f"{_number(leaf.min)} to {_number(leaf.max)}"
+    return f"at least {_number(leaf.min)}" if leaf.min is not None else ""
+
+
+def _number(value: float) -> str:
+    """Return a number without an exponent."""
+    return str(int(value)) if value == int(value) else format(Decimal(repr(value)), "f")
