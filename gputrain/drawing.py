@@ -230,7 +230,7 @@ def with_axes(
             x, above = left - TICK_LENGTH - 2 - letters.getlength(text), y
             drawing.shapes.append(Label(x, max(y, AXIS_TEXT_SIZE / 2), text, size=AXIS_TEXT_SIZE))
     steps = (factor * 10**power for power in range(-3, 5) for factor in (1, 2, 5))
-    step = next((one for one in steps if wide * one / seconds >= TICKS_APART), seconds)
+    step = next((candidate for candidate in steps if wide * candidate / seconds >= TICKS_APART), seconds)
     for number in range(int(seconds / step * (1 + 1e-9)) + 1):
         x, text = min(left + wide * number * step / seconds, drawing.width - 1), f"{number * step:.3g} s"
         drawing.shapes.append(Line(x, tall, x, tall + TICK_LENGTH, INK, 1))

@@ -105,7 +105,7 @@ def without_secrets(text: str) -> str:
 
 def settings_without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns settings as others may see them: init_from may be an address with a password."""
-    return {name: without_secrets(one) if isinstance(one, str) else one for name, one in settings.items()}
+    return {name: without_secrets(value) if isinstance(value, str) else value for name, value in settings.items()}
 
 
 def first_line(error: object) -> str:

@@ -24,6 +24,6 @@ def format_bytes(count: int) -> str:
     return f"{count} bytes"
 
 
-def counted(count: int, one: str, many: str = "") -> str:
+def counted(count: int, noun: str, many: str = "") -> str:
     """Returns a count with its noun, and what follows it: "1 file", "3 files", "1 file is", "2 files are"."""
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
+    return f"{count:,} {noun if count == 1 else many or noun + 's'}"

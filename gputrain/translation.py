@@ -115,7 +115,7 @@ def fixed_behaviour(
     """Returns a key that asks for our fixed behaviour: with these values, or with any if none are given."""
 
     def convert_value(value: Any, file: Values) -> Outcome:
-        if values and not any(_equal(one, value) for one in values):
+        if values and not any(_equal(supported, value) for supported in values):
             raise UserError(otherwise or why, hint=instead or "change the key, or leave it out")
         return NoEffect(why, is_ours=bool(values))
 

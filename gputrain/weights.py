@@ -72,13 +72,17 @@ def plain_name(name: str) -> str:
 def tensors_of(content: Mapping[Any, Any], source: str | Path, *keys: str) -> dict[str, Tensor]:
     """Returns the tensors of a mapping by their plain names, or of the mapping inside it that holds a model's: under
     one of `keys` or of NESTED, or the only one. What has tensors beside that one is logged as not used."""
-    inside = {name: one for name, one in content.items() if _has_tensor(one)}
+    inside = {name: value for name, value in content.items() if _has_tensor(value)}
     known = [name for name in (*keys, *NESTED, *(inside if len(inside) == 1 else ())) if name in inside]
     key = next((name for name in known if isinstance(inside[name], dict)), None)
     if key is not None:
         log_unused(source, (str(name) for name in inside if name != key))
         return tensors_of(inside[key], source)
-    return {plain_name(name): one for name, one in content.items() if isinstance(name, str) and isinstance(one, Tensor)}
+    return {
+        plain_name(name): value
+        for name, value in content.items()
+        if isinstance(name, str) and isinstance(value, Tensor)
+    }
 
 
 def _has_tensor(value: object) -> bool:
@@ -110,7 +114,7 @@ def read_weights_file(path: Path, parts: str = "") -> WeightsFile:
         return read_safetensors(path, parts)
     content = read_foreign(path, instead="take the .safetensors of the same weights")
     tensors = tensors_of(content, path)
-    return WeightsFile({name: one for name, one in tensors.items() if re.search(parts, name)}, list(tensors), {})
+    return WeightsFile({name: tensor for name, tensor in tensors.items() if re.search(parts, name)}, list(tensors), {})
 
 
 def read_foreign(path: Path, *, instead: str, plain: Mapping[str, type] | None = None) -> dict[Any, Any]:

@@ -92,14 +92,26 @@ class Signature:
         model = model.module if isinstance(model, nn.DataParallel) else model
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         found = list(inspect.signature(model.forward if isinstance(model, nn.Module) else model).parameters.values())
-        plain = [one for one in found if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-        data = itertools.takewhile(lambda one: one.default in (one.empty, None), plain)
-        several = any(one.kind is one.VAR_POSITIONAL for one in found)
+        plain = [
+            parameter
+            for parameter in found
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ]
+        data = itertools.takewhile(lambda parameter: parameter.default in (parameter.empty, None), plain)
+        several = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in found)
         return cls(
-            tuple(one.name for one in found if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)),
-            tuple(one.name for one in found if one.default is one.empty and "VAR" not in one.kind.name),
+            tuple(
+                parameter.name
+                for parameter in found
+                if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            ),
+            tuple(
+                parameter.name
+                for parameter in found
+                if parameter.default is parameter.empty and "VAR" not in parameter.kind.name
+            ),
             sys.maxsize if several else len(list(data)),
-            any(one.kind is one.VAR_KEYWORD for one in found),
+            any(parameter.kind is parameter.VAR_KEYWORD for parameter in found),
         )
 
     def takes(self, names: Iterable[str]) -> bool:
@@ -140,14 +152,16 @@ def _guess(tree: Any, made: Mapping[str, "Made"] | None = None) -> BatchGuess:
         if not isinstance(tree, Mapping):
             return [_filled(leaf, items) for leaf in tree] if isinstance(tree, list) else _filled(tree, items)
         found = {name: _filled(leaf, items, mask=name.endswith("attention_mask")) for name, leaf in tree.items()}
-        return {**found, **{name: one.make(items, seconds) for name, one in made.items()}}
+        return {**found, **{name: made_input.make(items, seconds) for name, made_input in made.items()}}
 
     if isinstance(tree, TensorShape):
         return BatchGuess(make, f"tensors {tree.shape}, as the items of the dataset")
     named = tree.items() if isinstance(tree, Mapping) else [(f"input {n}", leaf) for n, leaf in enumerate(tree, 1)]
     shapes = [f"{name} {leaf.shape}" for name, leaf in named if isinstance(leaf, TensorShape)]
     of_data = f"{', '.join(shapes)}, as the items of the dataset" if shapes else ""
-    of_model = ", ".join(f"{name}{': ' if one.text else ''}{one.text}" for name, one in made.items())
+    of_model = ", ".join(
+        f"{name}{': ' if made_input.text else ''}{made_input.text}" for name, made_input in made.items()
+    )
     return BatchGuess(make, "; ".join(filter(None, (of_data, of_model))))
 
 

@@ -13,8 +13,6 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -245,8 +243,7 @@ class Planner:
         whole_batch_size, batch_size = batch_size, batch_size // gpus
         self.memory_models.least_items = self.limit.least = 2 if self._batch_layers and batch_size > 1 else 1
         budget = self._budget(share)
-        with self._batch_norm_explained(batch_size):
-            limit, found = self._fit(batch_size, budget, most_seconds, over_long)
+        limit, found = self._fit(batch_size, budget, most_seconds, over_long)
         if limit.clips_over and over_long == "chunk" and labels:
             clips = f"{limit.clips_over} clips are" if limit.clips_over > 1 else "1 clip is"
             raise UserError(
@@ -407,19 +404,6 @@ class Planner:
     @property
     def _depends_on_split(self) -> bool:
         return bool(self._batch_layers) or self.memory_models.compares_items
-
-    @contextmanager
-    def _batch_norm_explained(self, batch_size: int) -> Iterator[None]:
-        """Says of a batch of one item that BatchNorm needs more."""
-        try:
-            yield
-        except UserError as error:
-            if not self._batch_layers or "more than 1 value per channel" not in error.message:
-                raise
-            raise UserError(
-                f"{self._batch_layer} needs at least two items in a batch, and it gets {batch_size}",
-                hint=f"choose a target_batch_size of at least {2 * self.machine.gpus}, or use GroupNorm instead",
-            ) from error
 
     @property
     def _batch_layer(self) -> str:

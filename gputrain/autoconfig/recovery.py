@@ -276,7 +276,7 @@ class Recovery:
         """
         inputs, labels = micro_batch.inputs, count_labels(micro_batch.inputs)
         two = [int(labels.argmin()), int(labels.argmax())] if labels.min() < labels.max() else [0, 1]
-        alone = [select_rows(inputs, slice(one, one + 1)) for one in two]
+        alone = [select_rows(inputs, slice(item, item + 1)) for item in two]
         together = select_rows(inputs, two)
         random_states = RandomStates.now(self.trainer.args.device)
         model.eval()

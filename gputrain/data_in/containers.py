@@ -224,7 +224,7 @@ def work(job: TableJob, tell: Callable[[str, float], None]) -> list[RefusedItem]
                 written += len(content or b"")
                 if written > job.room:
                     raise too_large(label, job.packed, job.room)
-                named = given or next((str(values[one]) for one in NAME_COLUMNS if one in values), "")
+                named = given or next((str(values[name]) for name in NAME_COLUMNS if name in values), "")
                 with writing(job.folder):
                     name = _write(job, named, f"{TABLE.sub('', label)}/{row:08d}", source)
                     if texts:
@@ -314,19 +314,21 @@ def _rows_of(
         )  # fmt: skip
         name = _column_of(table.features, label, job.media, job.column)
         others = [
-            one for one, feature in table.features.items()
-            if one != name and (_holds(feature) in ("text", "value") or (one == "json" and isinstance(feature, dict)))
-        ]  # fmt: skip
+            column
+            for column, feature in table.features.items()
+            if _holds(feature) in ("text", "value") or (column == "json" and isinstance(feature, dict))
+        ]
+        others = [column for column in others if column != name]
         if not job.media.texts:  # Texts of recordings are chosen by whoever reads them.
             has_train = "split" in others and any(
                 split_of(str(row["split"])) == "train" for row in table.select_columns(["split"])
             )
             known = {*NAME_COLUMNS, *UNUSABLE, *["split"] * has_train}
-            others = [one for one in others if one.lower() in known]
-        dropped = dict.fromkeys(one for one in table.features if one not in (name, *others, *NAME_COLUMNS))
+            others = [column for column in others if column.lower() in known]
+        dropped = dict.fromkeys(column for column in table.features if column not in (name, *others, *NAME_COLUMNS))
         # Whoever reads the texts of recordings says by itself which columns it uses.
-        roles = {one: "name" * (one in NAME_COLUMNS) for one in table.features} | {name: job.media.noun}
-        roles |= {} if job.media.texts else {one: "choice" for one in others if one not in NAME_COLUMNS}
+        roles = {column: "name" * (column in NAME_COLUMNS) for column in table.features} | {name: job.media.noun}
+        roles |= {} if job.media.texts else {column: "choice" for column in others if column not in NAME_COLUMNS}
         job.folder.with_name(COLUMNS).write_text(json.dumps(roles), encoding="ascii")
         for row, example in enumerate(table.decode(False).select_columns([name, *others])):
             at = f"row {row + 1}"
@@ -373,7 +375,7 @@ def _column_of(features: Mapping[str, Any], label: str, media: Media, column: st
     and path, one of bytes, or one of paths with a usual name. Raises UserError if there is none, or several."""
     held = {name: _holds(feature) for name, feature in features.items()}
     types = {name: type(feature).__name__ for name, feature in features.items()}
-    other = next(one for one in MEDIA.values() if one != media)
+    other = next(kind for kind in MEDIA.values() if kind != media)
     mine = [name for name in held if types[name] == media.feature]
     open_ones = [name for name in held if name.lower() not in other.columns and types[name] != other.feature]
     paths = [name for name in open_ones if name.lower() in (*media.columns, *PATH_COLUMNS)]
@@ -384,15 +386,22 @@ def _column_of(features: Mapping[str, Any], label: str, media: Media, column: st
         [] if column else [name for name in open_ones if held[name] == "bytes"],
         [] if column else [name for name in paths if held[name] == "text"][:1],
     ):
-        usual = sorted(media.columns.index(one.lower()) for one in candidates if one.lower() in media.columns)
+        usual = sorted(
+            media.columns.index(candidate.lower()) for candidate in candidates if candidate.lower() in media.columns
+        )
         if usual or len(candidates) == 1:
-            return next(one for one in candidates if not usual or one.lower() == media.columns[usual[0]])
+            return next(
+                candidate for candidate in candidates if not usual or candidate.lower() == media.columns[usual[0]]
+            )
         if candidates:
             raise UserError(
                 f"{label}: several columns may hold the {media.noun}: {', '.join(candidates)}",
                 hint=f"choose one: gputrain prepare-data --column {candidates[0]}",
             )
-    found = ", ".join(f"{name} ({getattr(one, 'dtype', types[name])})"[:80] for name, one in features.items()) or "none"
+    found = (
+        ", ".join(f"{name} ({getattr(feature, 'dtype', types[name])})"[:80] for name, feature in features.items())
+        or "none"
+    )
     hint = (
         "choose one of bytes, of bytes and paths, or of paths: gputrain prepare-data --column NAME. Lists, arrays and "
         "addresses are not read; img2dataset, say, loads addresses into tar files"

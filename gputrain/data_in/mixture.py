@@ -217,24 +217,24 @@ def split_folders(
     held out beside others; `shared`: that holds for all folders, and their items serve as both. Raises UserError if
     nothing is left to train on in a folder.
     """
-    own = [split(one, share, key, count) for one, key in zip(items, keys, strict=True)]
+    own = [split(part, share, key, count) for part, key in zip(items, keys, strict=True)]
     if len(own) == 1:
         return FolderItems(folders, own[0], (len(own[0].train),))
-    shared = all(one.shared for one in own)
-    held = {key(item) for one in own if not one.shared for item in one.held_out for key in set(keys)}
+    shared = all(part.shared for part in own)
+    held = {key(item) for part in own if not part.shared for item in part.held_out for key in set(keys)}
     train: list[list[T]] = []
-    for folder, one in zip(folders, own, strict=True):
-        kept = [item for item in one.train if not any(key(item) in held for key in set(keys))]
+    for folder, part in zip(folders, own, strict=True):
+        kept = [item for item in part.train if not any(key(item) in held for key in set(keys))]
         if not kept:
             raise UserError(
                 f"{folder.path}: nothing is left to train on, as the other folders hold out the same items",
                 hint="leave this folder out",
             )
-        if left_out := len(one.train) - len(kept):
+        if left_out := len(part.train) - len(kept):
             log.info("%s: %d items are left out, as another folder holds them out", folder.path, left_out)
         train.append(kept)
-    held_out = list(_alternating([one.held_out for one in own if shared or not one.shared]))
-    parts = Split([item for one in train for item in one], held_out, shared)
+    held_out = list(_alternating([part.held_out for part in own if shared or not part.shared]))
+    parts = Split([item for items in train for item in items], held_out, shared)
     return FolderItems(folders, parts, tuple(map(len, train)))
 
 

@@ -232,7 +232,7 @@ class Companions:
         owners: dict[tuple[PurePosixPath, str], str] = {}
         for path in paths:
             pure = PurePosixPath(path)
-            at = next((one for one in pure.parents if self.folders.fullmatch(one.name)), None)
+            at = next((parent for parent in pure.parents if self.folders.fullmatch(parent.name)), None)
             own, other = self.pattern.fullmatch(pure.stem), self.owner.fullmatch(pure.stem)
             stem = (own[own.lastindex or 0] if own else pure.stem).casefold()
             if own or at:

@@ -48,7 +48,7 @@ from gputrain.kinds import prepared_for
 log = logging.getLogger(__name__)
 
 # The last suffixes of containers.
-CONTAINERS = {f".{one.rpartition('.')[2]}" for one in (*ENDINGS, ".zst", ".parquet", ".arrow", ".feather")}
+CONTAINERS = {f".{ending.rpartition('.')[2]}" for ending in (*ENDINGS, ".zst", ".parquet", ".arrow", ".feather")}
 SHARD = re.compile(r"(?P<number>\d{4,6})-of-(?P<count>\d{4,6})")
 _kept: list["TemporaryDirectory[str]"] = []  # They are removed when the program ends.
 
@@ -148,7 +148,7 @@ def open_source(
                 except Exception:
                     shutil.rmtree(place, ignore_errors=True)
                     raise
-                done = {"state": state, "refused": [asdict(one) for one in refused]}
+                done = {"state": state, "refused": [asdict(refusal) for refusal in refused]}
                 _write(journal, done)
     except BaseException:
         lock.release()
@@ -210,7 +210,7 @@ def _fill(
         fault = f"none of the {MEDIA[media].noun} in it can be used: {refused[0].path}: {refused[0].detail}"
     elif any(ARCHIVE.search(f"x{suffix}") for suffix in suffixes):
         hint = "it holds archives itself: unpack it once, and name the folder"
-    elif other := next((one for one in MEDIA.values() if one.suffixes & suffixes), None):
+    elif other := next((kind for kind in MEDIA.values() if kind.suffixes & suffixes), None):
         hint = f"it holds {other.noun}: choose a --kind of model that is trained on them"
     raise UserError(f"{shown}: {fault}", hint=hint)
 
@@ -258,7 +258,7 @@ def _find(given: Path, media: Media) -> FoundData | None:
     if name := hub_name(given):
         folder, names = download_dataset(name)
         found = _in_folder(folder, names, name, media)
-        return found or FoundData(files={one: folder / one for one in names})
+        return found or FoundData(files={path: folder / path for path in names})
     if given.is_dir():
         if prepared_for(given):
             return None
@@ -279,7 +279,7 @@ def _in_folder(folder: Path, names: Iterable[str], shown: str, media: Media) -> 
     containers = [name for name in names if ARCHIVE.search(name) or TABLE.search(name)]
     files = [name for name in names if PurePosixPath(name).suffix.lower() in media.suffixes]
     if containers and files:  # Such as a preview of a data set.
-        groups = sorted((containers, files), key=lambda group: sum((folder / one).stat().st_size for one in group))
+        groups = sorted((containers, files), key=lambda group: sum((folder / name).stat().st_size for name in group))
         smaller, larger = groups
         log.warning(
             "%s: holds files such as %s, which are read, being larger, and others that are not, such as %s (%d in "

@@ -48,20 +48,20 @@ def download_dataset(name: str) -> tuple[Path, list[str]]:
     if named is None or named.type != "dataset":
         raise UserError(f"{name}: not a name of a data set", hint="write hf://datasets/org/name, or a folder of it")
     opened = open_repository(named)
-    names = [one for one in sorted(opened.files) if not NO_DATA.fullmatch(one)]
+    names = [path for path in sorted(opened.files) if not NO_DATA.fullmatch(path)]
     page = metadata_load(opened.fetch([README]) / README) if README in opened.files else {}
     start = f"hf://datasets/{named.repo}/"
     subset = _subset(page or {}, named.path, start)
     if subset is not None:
         found = _of_subset(names, subset, str(named), start)
     elif named.path in names or (
-        re.search(r"[*?\[]", named.path) and not any(one.startswith(f"{named.path}/") for one in names)
+        re.search(r"[*?\[]", named.path) and not any(path.startswith(f"{named.path}/") for path in names)
     ):
-        found = [one for one in names if one == named.path or _matches(one, named.path)]
+        found = [path for path in names if path == named.path or _matches(path, named.path)]
     else:
         start = f"{named.path}/" if named.path else ""
         found = of_one_split(
-            [one for one in names if one.startswith(start)], str(named), f"hf://datasets/{named.repo}/"
+            [path for path in names if path.startswith(start)], str(named), f"hf://datasets/{named.repo}/"
         )
     if not found and opened.why_cached:
         raise lacks(named, named.path or "data", opened.why_cached)
@@ -76,9 +76,9 @@ def download_dataset(name: str) -> tuple[Path, list[str]]:
 def _subset(page: Mapping[str, Any], path: str, start: str) -> Any:
     """Returns the `data_files` of the subset that is named, or of the default one; None if a page declares none, or a
     path of files is named. Raises UserError if there are several."""
-    rows = {str(one.get("config_name", "default")): one for one in page.get("configs") or ()}
-    rows = {name: one for name, one in rows.items() if one.get("data_files")}
-    default = [*rows] if len(rows) == 1 else [name for name, one in rows.items() if one.get("default")]
+    rows = {str(row.get("config_name", "default")): row for row in page.get("configs") or ()}
+    rows = {name: row for name, row in rows.items() if row.get("data_files")}
+    default = [*rows] if len(rows) == 1 else [name for name, row in rows.items() if row.get("default")]
     if rows and not path and not default:
         raise UserError(
             f"{start}: several subsets in one: {', '.join(rows)}", hint=f"name one: {start}{next(iter(rows))}"
@@ -98,7 +98,7 @@ def _of_subset(names: Sequence[str], declared: Any, shown: str, start: str) -> l
             [patterns] if isinstance(patterns, str) else patterns
         )
     split = _chosen({name: patterns[0] for name, patterns in splits.items() if patterns}, shown, start)
-    return [name for name in names if any(_matches(name, one) for one in splits[split])]
+    return [name for name in names if any(_matches(name, pattern) for pattern in splits[split])]
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -168,7 +168,9 @@ def open_repository(name: HubName) -> Repository:
     if not is_offline():
         try:
             info: Any = HfApi().repo_info(**facts_of(name), files_metadata=True, timeout=30)
-            files = {one.rfilename: one.lfs.sha256 if one.lfs else one.blob_id or "" for one in info.siblings or ()}
+            files = {
+                file.rfilename: file.lfs.sha256 if file.lfs else file.blob_id or "" for file in info.siblings or ()
+            }
             return Repository(name, str(info.sha), files)
         except Exception as error:
             fault = explained(error, name)

@@ -168,7 +168,7 @@ def local_path(name: str | Path, *wanted: PublishedFiles, weights: bool = True) 
     place, listed = find_published(name), catalogue().get(str(name))
     if place is None:
         raise no_such(name, *wanted)
-    if listed and wanted and listed.kind not in (allowed := [one.kind for one in wanted if one.kind]):
+    if listed and wanted and listed.kind not in (allowed := [published.kind for published in wanted if published.kind]):
         raise UserError(
             f"{name}: is listed as {listed.kind}, expected {' or '.join(allowed)}",
             hint=f"gputrain fetch --list --kind {allowed[0]}" if allowed else "name the path of what you have",

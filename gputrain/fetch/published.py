@@ -99,14 +99,14 @@ def fetch_model(
     import pooch
 
     opened = open_repository(name)
-    found = [(choice, one) for one in wanted if (choice := _choose_from(opened, name.path, one, weights=weights))]
+    found = [(choice, kind) for kind in wanted if (choice := _choose_from(opened, name.path, kind, weights=weights))]
     if not found:
         raise _no_model(opened, wanted)
-    choice, one = min(found, key=lambda pair: pair[0].rank)
+    choice, kind = min(found, key=lambda pair: pair[0].rank)
     paths = [*choice.others, *(choice.weights if weights else ())]
     start = f"{choice.folder}/" if choice.folder else ""
     folder = opened.fetch(paths)
-    names = one.further(folder / choice.folder) if choice.path not in choice.others else ()
+    names = kind.further(folder / choice.folder) if choice.path not in choice.others else ()
     if further := [start + name for name in names if start + name in opened.files]:
         paths += further
         opened.fetch(further)
@@ -135,7 +135,7 @@ def _choose_from(opened: Repository, path: str, wanted: PublishedFiles, *, weigh
 def _no_model(opened: Repository, wanted: Sequence[PublishedFiles]) -> UserError:
     name = opened.name
     if opened.why_cached:
-        weights = next((pattern for one in wanted for pattern in (*one.whole, *one.single)), "weights")
+        weights = next((pattern for kind in wanted for pattern in (*kind.whole, *kind.single)), "weights")
         return lacks(name, name.path or weights, opened.why_cached)
     start = f"{name.path}/" if name.path else ""
     inside = [path for path in opened.files if path == name.path or path.startswith(start)]
@@ -144,9 +144,8 @@ def _no_model(opened: Repository, wanted: Sequence[PublishedFiles]) -> UserError
     listed = [path for path in inside if path.endswith((".safetensors", ".ckpt", ".pt", ".pth", ".bin"))]
     if listed:
         files = " or ".join(f"{replace(name, path=path)}" for path in listed[:3])
-        fault = f"nothing tells which of its {len(listed)} files is the model"
         return UserError(
-            f"{name}: {fault if len(listed) > 1 else 'has weights in another folder alone'}", hint=f"name it: {files}"
+            f"{name}: nothing tells which of its {len(listed)} files is the model", hint=f"name it: {files}"
         )
-    example = next((one.example for one in wanted if one.example), "")
+    example = next((kind.example for kind in wanted if kind.example), "")
     return UserError(f"{name}: has no weights that can be read", hint=f"another name is {example}" if example else "")

@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import shutil
-import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,7 +47,6 @@ class Machine:
     triton_version: str = ""
     gpu_free_gb: float = 0.0
     gpu_error: str = ""  # Message of torch why it can use no GPU.
-    other_gpu: str = ""  # Type of a GPU that gputrain does not train on, such as "mps".
     driver: Driver = NO_DRIVER
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES, None if unset.
     python: str = ""
@@ -152,9 +150,8 @@ def _torch(gpu: int) -> dict[str, Any]:
         warnings.simplefilter("always")
         if torch.cuda.is_available():
             return {**facts, **_torch_gpu(gpu)}
-        other = torch.accelerator.current_accelerator(check_available=True)
     cause = first_line(said[0].message) if said else ""  # torch warns why it cannot use the GPU.
-    return {**facts, "gpu_error": cause, "other_gpu": other.type if other else ""}
+    return {**facts, "gpu_error": cause}
 
 
 def _torch_gpu(gpu: int) -> dict[str, Any]:
@@ -201,7 +198,7 @@ def usable_cores(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup
 def ram(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[float, float]:
     """Return the memory that this process may use, and how much of it is free, in GB; 0 if unknown.
 
-    The limits of containers and of `ulimit -v` count. Memory with cached files counts as free, as the kernel reclaims
+    The limits of containers count. Memory with cached files counts as free, as the kernel reclaims
     it before it kills a program.
     """
     try:
@@ -209,7 +206,7 @@ def ram(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tu
     except (OSError, RuntimeError):
         return 0.0, 0.0
     total, free = int(memory.total), int(memory.available)
-    for limit, spare in (*_group_limits(proc, cgroup), *_address_space()):
+    for limit, spare in _group_limits(proc, cgroup):
         if limit < total:
             total, free = limit, min(free, spare)
     return total / 1e9, max(0, free) / 1e9
@@ -234,16 +231,6 @@ def _group_limits(proc: Path, cgroup: Path) -> Iterator[tuple[int, int]]:
                 stat = _read(folder / "memory.stat")
                 copies = re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", stat, re.MULTILINE)
                 yield int(limit), int(limit) - int(used) + sum(map(int, copies))
-
-
-def _address_space() -> Iterator[tuple[int, int]]:
-    """Yield the limit of `ulimit -v` on the addresses of this process, and its free part, in bytes."""
-    if sys.platform != "win32":
-        import resource  # Windows has no such module.
-
-        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if limit != resource.RLIM_INFINITY:
-            yield limit, limit - psutil.Process().memory_info().vms
 
 
 def shared_memory_gb(folder: Path = SHARED_MEMORY) -> float:
@@ -281,21 +268,10 @@ def machine_facts(device: str = "auto") -> dict[str, Any]:
 
 
 def cpu_name() -> str:
+    """Returns the processor's name in /proc/cpuinfo, otherwise as the system gives it."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:  # not Linux
         text = ""
-    return cpu_name_in(text) or platform.processor() or f"{platform.machine()} CPU"
-
-
-def cpu_name_in(cpuinfo: str) -> str:
-    """Returns the processor's name in /proc/cpuinfo, "" if there is none.
-
-    Virtual machines may hide the number in it ("Intel(R) Xeon(R) Processor"); family and model then tell processors
-    apart.
-    """
-    found: dict[str, str] = dict(re.findall(r"^(model name|cpu family|model)[ \t]*: *(.+)$", cpuinfo, re.MULTILINE))
-    name = found.get("model name", "")
-    if not name or re.search(r"\d", name) or not {"cpu family", "model"} <= found.keys():
-        return name
-    return f"{name} (family {found['cpu family']}, model {found['model']})"
+    found = re.search(r"^model name\s*: *(.+)$", text, re.MULTILINE)
+    return found[1] if found else platform.processor() or f"{platform.machine()} CPU"

@@ -197,9 +197,8 @@ def _gpu(machine: Machine) -> Iterator[Check]:
         found = f"torch cannot use {machine.driver.cards[0].name}{cause}"
         yield Check("gpu", "failed", found, "restart the machine; until then train with --device cpu")
     else:
-        other = f" that gputrain trains on, only {machine.other_gpu}" if machine.other_gpu else ""
         remedy = "for large models, use a machine with an NVIDIA card"
-        yield Check("gpu", "note", f"none{other}: the CPU trains, slowly", remedy)
+        yield Check("gpu", "note", "none: the CPU trains, slowly", remedy)
 
 
 def _hidden(machine: Machine) -> bool:

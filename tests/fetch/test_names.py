@@ -107,7 +107,7 @@ def test_a_path_that_exists_wins(hub, tmp_path, monkeypatch):
     ("https://example.com/model.ckpt", "nothing is loaded from other addresses", "load it with curl"),
     ("https://huggingface.co/org", "names no model", "https://huggingface.co/org/name"),
     ("sd-vae-ft-mse", "sd-vae-ft-mse: stabilityai/sd-vae-ft-mse@", "spell"),
-    ("org/deep", "as a name on the Hub: has weights in another folder alone", "name it: org/deep:x/y/a.safetensors"),
+    ("org/deep", "nothing tells which of its 1 files is the model", "name it: org/deep:x/y/a.safetensors"),
     ("org/many:c", "org/many:c: the repository has no c", "it has a.safetensors, b.safetensors"),
 )  # fmt: skip
 def test_both_readings_of_a_name_are_said(hub, name, message, hint):

@@ -62,7 +62,7 @@ VERDICTS = {
     },
     "h100": {},
     "mac": {
-        "gpu": ("note", "none that gputrain trains on, only mps: the CPU trains, slowly", "an NVIDIA card"),
+        "gpu": ("note", "none: the CPU trains, slowly", "an NVIDIA card"),
     },
     "driver_too_old": {
         "driver": (

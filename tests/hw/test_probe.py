@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gputrain.hw.driver import NO_DRIVER, Card, Driver
-from gputrain.hw.probe import TASKS_OF_PROCESS, Machine, cpu_name_in, probe, ram, usable_cores
+from gputrain.hw.probe import TASKS_OF_PROCESS, Machine, probe, ram, usable_cores
 from gputrain.serialization import from_json
 from tests.tables import each_row
 
@@ -216,16 +216,6 @@ def test_cores_that_the_process_may_not_use_do_not_count():
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "1\n"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the limit is that of a shell on Linux")
-def test_a_limit_of_the_shell_counts():
-    """The limit is 8e9 bytes of addresses, some of which the process has taken."""
-    code = "from gputrain.hw.probe import ram; print(*ram())"
-    words = ["sh", "-c", 'ulimit -v 7812500; exec "$0" -c "$1"', sys.executable, code]
-    total_gb, free_gb = map(float, subprocess.run(words, capture_output=True, text=True, check=True).stdout.split())
-    assert total_gb == min(8.0, ram()[0])
-    assert 0 < free_gb < min(8.0, ram()[0])
-
-
 def test_facts_are_written_and_read(tmp_path):
     machine = replace(
         probe(),
@@ -247,20 +237,3 @@ def test_amds_cards_have_their_code():
         "compiled_capabilities": ("gfx942", "gfx1100"),
     }
     assert Machine(system="Linux", cpu_cores=1, **card).has_kernels
-
-
-CPUINFO = "processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: {model}\nmodel name\t: {name}\n"
-
-
-@each_row(
-    ("Intel(R) Xeon(R) Processor", "Intel(R) Xeon(R) Processor (family 6, model 143)"),
-    ("Intel(R) Core(TM) i9-13900K", "Intel(R) Core(TM) i9-13900K"),
-)
-def test_family_and_model_stand_for_the_hidden_number_of_a_processor(name, expected):
-    text = CPUINFO.format(vendor="GenuineIntel", family=6, model=143, name=name)
-    assert cpu_name_in(text + "\n" + text) == expected
-
-
-def test_other_forms_of_cpuinfo():
-    assert cpu_name_in("model name\t: Some CPU\n") == "Some CPU"
-    assert cpu_name_in("processor\t: 0\nBogoMIPS\t: 50.00\nCPU implementer\t: 0x41\n") == ""
