@@ -128,19 +128,11 @@ def doubt_of(checks: Sequence[TranscriptCheck]) -> str:
 
 
 def other_texts(texts: Sequence[str]) -> list[str]:
-    """Returns for each text that of another clip, half of the list away: neighbours may continue one another. It is
-    empty if all texts are equal."""
-    count, twice = len(texts), [*texts, *texts]
-    following = list(range(1, 2 * count + 1))  # The next place with another text, which equal neighbours share.
-    for place in range(2 * count - 2, -1, -1):
-        if twice[place] == twice[place + 1]:
-            following[place] = following[place + 1]
-    others = []
-    for place, own in enumerate(texts):
-        begin = (place + count // 2) % count
-        found = begin if texts[begin] != own else following[begin]
-        others.append(twice[found] if found < begin + count else "")
-    return others
+    """Returns for each text another one, half of the list of different texts away: neighbours may continue one another.
+    It is empty if all texts are equal."""
+    place = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+    others = [*place]
+    return [others[(place[text] + len(others) // 2) % len(others)] if len(others) > 1 else "" for text in texts]
 
 
 def mismatches(checks: Iterable[TranscriptCheck]) -> list[int]:

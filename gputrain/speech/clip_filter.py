@@ -8,17 +8,18 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal, NamedTuple, TypeAlias
 
 from gputrain.audio.prepare import RefusalReason
 from gputrain.data_in.preparation import RefusedItem
-from gputrain.errors import UserError, is_installed
+from gputrain.errors import UserError
 from gputrain.speech.config import SpeechPrepareConfig
 from gputrain.speech.frames import encoder_frames
 from gputrain.speech.store import Recording, SpeechClip, SpeechFormat, frame_count
-from gputrain.speech.text.frontend import LANGUAGES, Frontend, frontend, shortened
+from gputrain.speech.text.frontend import Frontend, frontend, shortened
 from gputrain.speech.text.language import CHARACTERS
-from gputrain.speech.text.raw import RawRules, checked_language, converter_of, with_number_words
+from gputrain.speech.text.raw import RawRules, checked_language
 from gputrain.speech.text.unicode_cleanup import APOSTROPHES, IPA_SIGNS, is_removed, script_of
 from gputrain.speech.text.vocabulary import SPECIAL, Vocabulary, plain_words, rules_of, vocabulary_of
 from gputrain.speech.utterances import Utterance
@@ -67,7 +68,7 @@ def reader_of(config: SpeechPrepareConfig, utterances: Sequence[Utterance]) -> R
     Raises UserError if no language is given, its alphabet table is invalid, or no text has a letter.
     """
     options, language = config.speech, config.speech.language_for(config.kind)
-    texts, raw = [utterance.text for utterance in utterances], raw_rules(config, utterances)
+    texts, raw = [utterance.text for utterance in utterances], raw_rules(config)
     if config.kind == "tts":
         return frontend(language, alphabet=options.alphabet, espeak_voice=options.espeak_voice, texts=texts, raw=raw)
     if not texts:  # The reason for leaving out each transcript is reported instead.
@@ -79,26 +80,14 @@ def reader_of(config: SpeechPrepareConfig, utterances: Sequence[Utterance]) -> R
         raise UserError(f"{error.message}, such as {first}", hint=error.hint) from None
 
 
-def raw_rules(config: SpeechPrepareConfig, utterances: Sequence[Utterance]) -> RawRules:
-    """Returns the user's lexicon, and the language of numbers in words: by `auto` that of a recogniser without rules,
-    if num2words is installed and writes it in the script of the texts.
-
-    Raises UserError if the lexicon is invalid, or num2words lacks a language that was asked for.
-    """
+def raw_rules(config: SpeechPrepareConfig) -> RawRules:
+    """Returns the user's lexicon, and the language of numbers in words. Raises UserError if the lexicon is invalid, the
+    language has rules of its own, or num2words lacks the one that was asked for."""
     options, language = config.speech, config.speech.language_for(config.kind)
-    asked, has_rules = options.number_words, language in LANGUAGES and language != CHARACTERS.name
-    if config.kind == "asr":
-        has_rules = bool(rules_of(language))
-    if asked in ("auto", "off"):
-        automatic = asked == "auto" and config.kind == "asr" and not has_rules and is_installed("num2words")
-        scripts = Counter(script for one in utterances for char in one.text if (script := script_of(char)))
-        is_known = automatic and scripts and converter_of(language)
-        is_written = is_known and script_of(with_number_words("5", language)[0]) == scripts.most_common(1)[0][0]
-        spoken = language if is_written else ""
-    elif has_rules:
+    has_rules = bool(rules_of(language)) if config.kind == "asr" else language != CHARACTERS.name
+    if options.number_words and has_rules:
         raise UserError(f"the rules of {language} write numbers in words", hint="drop --number-words")
-    else:
-        spoken = checked_language(asked)
+    spoken = checked_language(options.number_words) if options.number_words else ""
     return RawRules(number_words=spoken).with_words(options.lexicon)
 
 
@@ -146,27 +135,21 @@ def text_notes(reader: Reader, utterances: Sequence[Utterance]) -> list[str]:
 
 
 def removed_signs(reader: Reader, utterances: Iterable[Utterance]) -> str:
-    """Returns a warning about signs and marks of the texts as read that normalisation removes, with their number and
-    an example; empty if there are none. Brackets, quotation marks and the like say nothing, and letters lead to a
-    refusal."""
-    known: dict[str, bool] = {}
-    counts, examples = Counter[str](), dict[str, str]()
-    for utterance in utterances:
-        for char in dict.fromkeys(utterance.text):
-            if char not in known:
-                is_sign = unicodedata.category(char)[0] in "SM" or char in SPOKEN_SIGNS
-                known[char] = is_sign and is_removed(char, reader.normalize)
-            if known[char]:
-                counts[char] += 1
-                examples.setdefault(char, utterance.text)
-    named = [f"{char} ({count}: {shortened(examples[char])!r})" for char, count in counts.most_common(MOST_EXAMPLES)]
-    more = f" and {len(counts) - MOST_EXAMPLES} more" if len(counts) > MOST_EXAMPLES else ""
-    return f"signs that the text rules remove, with the number of texts: {', '.join(named)}{more}" if counts else ""
+    """Returns a warning about signs and marks of the texts as read that normalisation removes, with the number of texts
+    and an example. Brackets, quotation marks and the like say nothing, and letters lead to a refusal."""
+
+    @cache
+    def is_lost(char: str) -> bool:
+        is_sign = unicodedata.category(char)[0] in "SM" or char in SPOKEN_SIGNS
+        return is_sign and is_removed(char, reader.normalize)
+
+    found = examples_of((utterance.text, filter(is_lost, set(utterance.text))) for utterance in utterances)
+    return f"signs that the text rules remove, with the number of texts: {found}" if found else ""
 
 
 def odd_letters(reader: Reader, utterances: Iterable[Utterance]) -> str:
     """Returns a warning about digits and signs that a language without rules for them does not spell as they are
-    spoken, with examples; empty if there are none."""
+    spoken, with the number of texts and an example."""
     if isinstance(reader, Vocabulary):
         if rules_of(reader.language) or reader.raw.number_words:
             return ""
@@ -177,19 +160,25 @@ def odd_letters(reader: Reader, utterances: Iterable[Utterance]) -> str:
         said = "--language characters treats digits and signs as letters, since it has no words for them"
     # Digits, symbols such as + or €, and SPOKEN_SIGNS stand for words that they do not spell.
     odd = {"Nd", "Nl", "No", "Sc", "Sm", "Sk", "So"}
-    examples: dict[str, str] = {}
-    odd_texts = 0
-    for utterance in utterances:
-        text = reader.normalize(utterance.text)
-        found = {char for char in text if unicodedata.category(char) in odd or char in SPOKEN_SIGNS} - IPA_SIGNS
-        odd_texts += bool(found)
-        examples |= dict.fromkeys(found - examples.keys(), utterance.text)
-    named = [f"{char} ({shortened(text)!r})" for char, text in sorted(examples.items())[:MOST_EXAMPLES]]
-    more = f" and {len(examples) - MOST_EXAMPLES} more" if len(examples) > MOST_EXAMPLES else ""
-    if not examples:
-        return ""
+    texts = ((utterance.text, set(reader.normalize(utterance.text)) - IPA_SIGNS) for utterance in utterances)
+    found = examples_of(
+        (text, (char for char in chars if unicodedata.category(char) in odd or char in SPOKEN_SIGNS))
+        for text, chars in texts
+    )
     remedy = "" if reader.raw.number_words else ", or use --number-words with a language that num2words has"
-    return f"{said}: {', '.join(named)}{more} in {odd_texts} texts; write them out as they are spoken{remedy}"
+    return f"{said}: {found}; write them out as they are spoken{remedy}" if found else ""
+
+
+def examples_of(texts: Iterable[tuple[str, Iterable[str]]]) -> str:
+    """Returns the characters that are found in texts, the commonest first, each with the number of its texts and the
+    first of them; "" for none."""
+    counts, examples = Counter[str](), dict[str, str]()
+    for text, found in texts:
+        for char in sorted(found):
+            counts[char] += 1
+            examples.setdefault(char, text)
+    named = [f"{char} ({count}: {shortened(examples[char])!r})" for char, count in counts.most_common(MOST_EXAMPLES)]
+    return ", ".join(named) + (f" and {len(counts) - MOST_EXAMPLES} more" if len(counts) > MOST_EXAMPLES else "")
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,9 @@ from gputrain.speech.utterances import (
 
 log = logging.getLogger(__name__)
 
-TABLES = {".csv", ".tsv", ".psv", ".list", ".txt"}
 JSON_LINES = {".jsonl", ".json", ".ndjson"}
+SUFFIXES = ({".csv", ".tsv", ".psv", ".list"}, JSON_LINES, {".txt"})  # A text may be notes.
+TRANSCRIPTS = frozenset[str]().union(*SUFFIXES)
 COMMON_VOICE = {"client_id", "path", "sentence"}
 COMMON_VOICE_HINT = (
     "name one with --transcripts: train.tsv, which leaves dev.tsv and test.tsv for evaluation, or validated.tsv, which "
@@ -207,7 +208,7 @@ def read_transcripts(
     ones, are left out. Raises UserError if no transcript file or several are found, or one is not UTF-8.
     """
     beside = _files_beside(folder, paths, rules)
-    file = file or _find_table(folder, paths, beside)
+    file = file or _find_table(folder, beside)
     place = file.relative_to(folder).parent.as_posix() if file and file.is_relative_to(folder) else "."
     bases = PLACES if place == "." else (*(f"{place}/{name}" for name in PLACES), *PLACES)
     reading = _Reading(folder, SoundFinder(paths, bases, folder))
@@ -230,66 +231,36 @@ def read_transcripts(
 # ----------------------------------------------------------------------------------------- one file for all recordings
 
 
-def _find_table(folder: Path, paths: Sequence[str], beside: Mapping[str, Sequence[str]]) -> Path | None:
-    """Finds the transcript file of a folder; None if there are files of recordings `beside` them instead. Objects of
-    JSON there may have anything else, and are read if there is no table."""
-    sounds, of_recordings = SoundFinder(paths, root=folder), {file for files in beside.values() for file in files}
+def _find_table(folder: Path, beside: Mapping[str, Sequence[str]]) -> Path | None:
+    """Finds the transcript file of a folder: metadata.csv or of another suffix, otherwise the only table, JSON or text.
+    None if there are files of recordings `beside` them instead; objects of JSON there may have anything else, and are
+    read if there is no table."""
+    of_recordings = {file for files in beside.values() for file in files}
     has_texts = not all(file.lower().endswith(".json") for file in of_recordings)
-    candidates = [
-        path
-        for path in sorted(folder.iterdir())
-        if path.suffix.lower() in TABLES | JSON_LINES and not path.name.startswith(".") and path.is_file()
-        if path.name not in of_recordings and (path.stem == "metadata" or _names_sounds(path, sounds))
-    ]
-    if len(candidates) + has_texts > 1:
-        names = ", ".join([path.name for path in candidates] + ["text files of recordings"] * has_texts)
-        if not has_texts and all(map(_is_common_voice, candidates)):
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith(".")]
+    files = [path for path in files if path.suffix.lower() in TRANSCRIPTS and path.name not in of_recordings]
+    found = [path for path in files if path.stem == "metadata"]
+    for suffixes in [] if has_texts else SUFFIXES:
+        found = found or [path for path in files if path.suffix.lower() in suffixes]
+    if len(found) + has_texts > 1:
+        names = ", ".join([path.name for path in found] + ["text files of recordings"] * has_texts)
+        if any(map(_is_common_voice, found)):
             raise UserError(f"{folder}: a Common Voice folder: {names}", hint=COMMON_VOICE_HINT)
         raise UserError(
             f"{folder}: transcripts in several places: {names}",
             hint="name one with --transcripts FILE, and if necessary its columns: --transcript-columns audio,text",
         )
-    if not candidates and not beside:
-        others = (
-            f", but {path.name}" for path in sorted(folder.iterdir()) if path.is_file() and path.name not in paths
-        )
+    if not found and not beside:
         raise UserError(
-            f"{folder}: no transcripts: neither metadata.csv, JSON lines, nor text files of recordings"
-            f"{next(others, '')}",
+            f"{folder}: no transcripts: neither metadata.csv, JSON lines, nor text files of recordings",
             hint="name the file with --transcripts FILE, and --transcript-columns audio,text",
         )
-    return candidates[0] if candidates else None
+    return found[0] if found else None
 
 
 def has_transcripts(folder: Path) -> bool:
     """Returns True if a file may be a table or JSON lines, which may name recordings elsewhere."""
-    found = (path for path in folder.iterdir() if not path.name.startswith("."))
-    return any(path.suffix.lower() in TABLES | JSON_LINES for path in found)
-
-
-def _names_sounds(path: Path, sounds: SoundFinder) -> bool:
-    """Returns True if one of the first lines names a recording in the expected place, and may have a text: reports on a
-    folder, and lists of lengths, name its recordings, too."""
-    head = _head_of(path)
-    if path.suffix.lower() in JSON_LINES or holds_json(head):
-        try:
-            rows = [row for _, row in json_rows(read_text(path, "")) if isinstance(row, dict) and is_header(row)]
-        except UserError:
-            return False
-        names = (row[key] for row in rows[:LOOKED_AT] for key in row if role_of(key) == "audio")
-        return any(sounds.find(_plain_value(name, "audio")) for name in names)
-    lines = [line for line in head.split("\n") if line.strip() and not is_declaration(line)][:LOOKED_AT]
-    for separator in SEPARATORS:
-        rows_of_cells = [first_cells(line, separator) for line in lines if separator in line]
-        if rows_of_cells and role_of(rows_of_cells[0][0]) == "audio" and not is_header(rows_of_cells[0]):
-            found = False  # Its header names no texts.
-        elif separator not in QUOTED or (rows_of_cells and is_header(rows_of_cells[0])):
-            found = any(sounds.find(cell) for cells in rows_of_cells for cell in cells)
-        else:  # Commas stand in any text, and its words may be names of recordings.
-            found = 2 * sum(bool(sounds.find(cells[0])) for cells in rows_of_cells) > len(lines)
-        if found:
-            return True
-    return False
+    return any(path.suffix.lower() in TRANSCRIPTS for path in folder.iterdir() if not path.name.startswith("."))
 
 
 def _head_of(path: Path) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gputrain.audio.prepare import lacking_treble, rate_for, remarks_on
-from gputrain.audio.store import PREPARE_AGAIN, WAVES, Wave
+from gputrain.audio.store import PREPARE_AGAIN, WAVES
 from gputrain.data_in.preparation import (
     DataReport,
     RefusedItem,
@@ -43,7 +43,7 @@ from gputrain.speech.clip_filter import (
     vocabulary_findings,
 )
 from gputrain.speech.config import SpeechKind, SpeechPrepareConfig
-from gputrain.speech.prepare import convert_recording, gather_material, measure_recording, sound_format
+from gputrain.speech.prepare import gather_material, measure_recording, sound_format
 from gputrain.speech.store import SOUNDS, TEXT, Recording, SpeechClip, SpeechFormat, SpeechStore, read_wave
 from gputrain.speech.text.frontend import RESERVED, shortened
 from gputrain.speech.text.vocabulary import Vocabulary
@@ -109,7 +109,6 @@ class _Held:
     text_notes: Sequence[str] = ()
     notes: Sequence[str] = ()
     narrow: Mapping[str, float] = field(default_factory=dict)  # bandwidths in Hz of recordings that lack treble
-    config: SpeechPrepareConfig | None = None  # settings by which the recordings of a folder were read
     starts: Sequence[int] = (0,)  # first samples of recordings, in order
 
     def names(self) -> list[str]:
@@ -134,8 +133,8 @@ def validate_speech(
     progress: Progress = no_progress,
 ) -> SpeechReport:
     """Reports on a folder as `prepare_speech` would read it, without writing; or on a prepared store, with the items
-    that its preparation left out, where `config` is ignored. A `checker` reads every clip, and the texts that differ
-    from what it reads are suspicious.
+    that its preparation left out, where `config` is ignored. A `checker` reads every clip of a store, and the texts
+    that differ from what it reads are suspicious.
 
     Raises UserError as `prepare_speech` does, and if a store is damaged.
     """
@@ -144,6 +143,8 @@ def validate_speech(
     if prepared:
         refuse_exclude(input_dir, exclude)
         held = _in_store(input_dir, config.kind)
+    elif checker:
+        raise UserError(f"{input_dir}: a recogniser checks prepared speech", hint="run gputrain prepare-data before")
     else:
         held = _in_tree(input_dir, config, exclude, num_workers, progress)
     rate_hz, reader = held.format.sampling_rate, held.format.frontend
@@ -153,7 +154,7 @@ def validate_speech(
     checked: list[CheckedText] = []
     doubt = ""
     if checker:
-        wave_of = _DecodedTree(input_dir, held.config).wave_of if held.config else partial(read_wave, input_dir)
+        wave_of = partial(read_wave, input_dir)
         checked, doubt = check_clips(held.clips, held.names(), rate_hz, checker, wave_of, progress)
         suspicious += [
             SuspiciousText(one.path, "text differs", f"{shortened(one.text)!r}, recognised: {shortened(one.read)!r}")
@@ -182,24 +183,6 @@ def validate_speech(
         suspicious=suspicious,
         checked=checked,
     )
-
-
-@dataclass
-class _DecodedTree:
-    """Decodes the recordings of a folder again, of which one is kept: clips of a recording are consecutive."""
-
-    folder: Path
-    config: SpeechPrepareConfig
-    path: str = ""
-    wave_T: Wave | None = None
-
-    def wave_of(self, clip: SpeechClip) -> Wave:
-        if clip.path != self.path or self.wave_T is None:
-            made = convert_recording((self.folder, clip.path, clip.fingerprint, sound_format(self.config)))
-            if isinstance(made, RefusedItem):
-                raise UserError(f"{self.folder / clip.path}: {made.detail}", hint="it has changed: start again")
-            self.path, self.wave_T = clip.path, made[1]
-        return self.wave_T[clip.first_sample : clip.first_sample + clip.samples]
 
 
 def _symbols(held: _Held) -> dict[str, int]:
@@ -232,7 +215,6 @@ def _in_tree(
         chosen.format, chosen.clips, rates, refused, material.transcripts.source, material.ignored,
         material.transcripts.columns, odd, notes,
         {path: one.bandwidth_hz for path, one in ready.items() if one.bandwidth_hz is not None},
-        config,
     )  # fmt: skip
 
 

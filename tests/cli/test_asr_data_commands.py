@@ -24,7 +24,7 @@ def recordings(tmp_path):
 def test_from_recordings_to_a_checked_store(recordings, tmp_path):
     store, report = tmp_path / "out", tmp_path / "report.json"
     words = ("--kind", "asr", "--num-workers", 1, "--output-file", report)
-    digits = ("--language", "sr", "--number-words", "off")
+    digits = ("--language", "sr")
     done = gputrain_here("prepare-data", *words, *digits, "--input-dir", recordings, "--output-dir", store)
     assert done.returncode == 0, done.stderr
     shown = dict(line.strip().split("  ", 1) for line in done.stdout.splitlines() if "  " in line.strip())

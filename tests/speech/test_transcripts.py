@@ -386,13 +386,15 @@ def test_a_transcript_is_looked_for_and_several_are_refused(tmp_path):
     )
     (folder / "lengths.json").write_text('{"a.wav": {"duration": 3.5}}')
     assert read(folder).source == "metadata.csv, a table of audio, text"
+    (folder / "metadata.csv").unlink()
     (folder / "train.list").write_text("b|Two two.\n")
-    with pytest.raises(UserError, match=r"several places: metadata\.csv, train\.list") as error:
+    with pytest.raises(UserError, match=r"several places: speakers\.csv, train\.list") as error:
         read(folder)
     assert "--transcripts" in error.value.hint
     assert texts_of(read(folder, file=folder / "train.list")) == {"wavs/b.wav": "Two two."}
-    (folder / "metadata.csv").unlink()
-    (folder / "train.list").unlink()
+    for name in ("train.list", "speakers.csv", "report.json", "lengths.json"):
+        (folder / name).unlink()
+    (folder / "notes.txt").rename(folder / "notes.md")
     with pytest.raises(UserError, match="no transcripts"):
         read(folder)
     (folder / "metadata.csv").write_text("\n \n")

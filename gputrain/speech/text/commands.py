@@ -15,13 +15,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LanguageName = Literal["uz", "en", "ru", "characters"]
-LEXICON_HELP = "File of spellings by word. YAML, JSON or TSV, such as Facebook: feysbuk; whole words match."
+LEXICON_HELP = "File of spellings by word. YAML or JSON, such as Facebook: feysbuk; whole words match."
 ALPHABET_HELP = "Table of letters in the place of a voice's own. YAML or JSON, such as sh: ş."
 ESPEAK_HELP = "Phonemise with this voice of espeak-ng. That of Piper."
-NUMBER_WORDS_HELP = (
-    "Language in which num2words writes numbers. Only where texts have no rules, such as tr; auto: that of a "
-    "recogniser; off: digits stay."
-)
+NUMBER_WORDS_HELP = "Language in which num2words writes numbers. Only where texts have no rules, such as tr."
 
 
 @config(panel="Text")

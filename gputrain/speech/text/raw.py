@@ -16,7 +16,6 @@ from typing import Any
 from gputrain.config import read_file
 from gputrain.errors import UserError, require
 from gputrain.speech.text.language import NUMBER, Language, parse_number
-from gputrain.speech.text.lines import read_text
 from gputrain.speech.text.unicode_cleanup import JOINERS, unify_characters, visible
 
 
@@ -68,13 +67,12 @@ def _is_capitals(word: str) -> bool:
 
 
 def read_lexicon(path: Path) -> dict[str, str]:
-    """Reads spellings by word from a YAML or JSON mapping, or from a table with a tab between word and spelling.
+    """Reads spellings by word from a YAML or JSON mapping.
 
-    Raises UserError if it is neither, a word or a spelling is empty, or a spelling contains a word of the file.
+    Raises UserError if it is none, a word or a spelling is empty, or a spelling contains a word of the file.
     """
-    found = _read_table(path) if path.suffix.lower() in (".tsv", ".txt") else read_file(path)
     words: dict[str, str] = {}
-    for word, spelling in found.items():
+    for word, spelling in read_file(path).items():
         key, said = map(visible, (str(word), spelling if isinstance(spelling, str) else ""))
         if not key or not said or not any(char.isalnum() for char in key):
             raise UserError(
@@ -87,15 +85,6 @@ def read_lexicon(path: Path) -> dict[str, str]:
         if lexicon(said) != said:
             raise UserError(f"{path}: the spelling of {word}, {said}, contains a word of the lexicon itself")
     return words
-
-
-def _read_table(path: Path) -> dict[str, str]:
-    lines = read_text(path, "--lexicon takes a YAML, JSON or TSV file").split("\n")
-    rows = [(number, line.split("\t")) for number, line in enumerate(lines, 1) if line.strip() and line[0] != "#"]
-    for number, row in rows:
-        if len(row) != 2:
-            raise UserError(f"{path}: line {number} has {len(row)} columns, expected a word, a tab and its spelling")
-    return {word.strip(): spelling.strip() for _, (word, spelling) in rows}
 
 
 @dataclass(frozen=True)

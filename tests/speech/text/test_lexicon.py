@@ -47,7 +47,6 @@ def test_a_user_takes_precedence_over_the_names_of_the_package():
 @each_row(
     ("a.yaml", "Facebook: feysbuk\nIT: ay ti\n"),
     ("a.json", '{"Facebook": "feysbuk", "IT": "ay ti"}'),
-    ("a.tsv", "# word\tspelling\nFacebook\tfeysbuk\n\nIT\tay ti\n"),
 )
 def test_files(tmp_path, name, content):
     path = tmp_path / name
@@ -60,8 +59,6 @@ def test_files(tmp_path, name, content):
     ("a.yaml", "Facebook: ''\n", "expected a word and its spelling"),
     ("a.yaml", "'!': undov\n", "'!' is spelled 'undov'"),
     ("a.yaml", "a: b\nb: c\n", "the spelling of a, b, contains a word of the lexicon"),
-    ("a.tsv", "Facebook\tfeys\tbuk\n", "line 1 has 3 columns"),
-    ("none.tsv", None, "No such file"),
     ("none.yaml", None, "No such file"),
 )
 def test_files_that_are_none(tmp_path, name, content, said):

@@ -93,14 +93,12 @@ expand = rewriter(
         lambda m: _NUMBERED[m[1].lower()] + " ",
     ),
     (rf"\b((?i:{any_of(_ALWAYS)}))\.", _full),
-    # Louis XIV, Pope John Paul II, Chapter ix, § vi, World War I; XIX century.
-    (r" ?§+ ?(?=[IVXivx])", lambda m: " section "),
+    # Louis XIV, Pope John Paul II, Chapter ix, World War I; XIX century.
     (
         r"\b((?:(?:King|Queen|Pope|Emperor|Empress|Tsar|Prince|Princess|Sultan|Duke) (?:[A-Z][a-z]+ )?)?[A-Z]?[a-z]+ )"
         r"([IVXLC]{1,7}|[ivxl]{2,7}|[IVX][ivx]{1,6})(?!\.?[A-Za-z]|'(?!s\b))( [a-z]+)?",
         _roman,
     ),
-    (r"\b([IVX]{1,6})(?= centur)", lambda m: ordinal(roman(m[1])) if roman(m[1]) else m[0]),
 )
 
 

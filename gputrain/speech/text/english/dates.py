@@ -2,7 +2,7 @@
 
 import re
 
-from gputrain.speech.text.english.numbers import WORDS, cardinal, ordinal, pair, whole, year
+from gputrain.speech.text.english.numbers import WORDS, cardinal, ordinal, pair, year
 from gputrain.speech.text.language import any_of, rewriter
 
 MONTHS: list[str] = WORDS["months"]
@@ -65,9 +65,8 @@ rewrite = rewriter(
     (r"(?<![0-9])([0-9]{1,3}) ?d ?(?=[0-9]{1,2} ?h)", lambda m: f"{m[1]} day{'s' * (m[1] != '1')} "),
     (r"(?<=[0-9]) ?m ?([0-9]{1,2}) ?s(?![A-Za-z0-9])", lambda m: f" min {m[1]} sec"),
     (r"(?<=[0-9]) ?h(?:rs?)? ?([0-9]{1,2}) ?m(?:ins?)?(?![A-Za-z0-9])", lambda m: f" h {m[1]} min"),
-    # Ranges of days and of months: Mon-Fri, Jan-Mar, May 30 - June 2; Sat 10:00.
+    # Ranges of days and of months: Mon-Fri, Jan-Mar, May 30 - June 2.
     (rf"\b{_ANY} ?- ?{_ANY}(?![A-Za-z]| ?[0-9]{{1,2}}(?! ?[0-9:ap]))", lambda m: f"{_name(m[1])} to {_name(m[2])}"),
-    (rf"\b({any_of(_SHORT_DAYS)})\.?,?(?= [0-9]{{1,2}}:)", lambda m: _name(m[1])),
     (rf"\b({_DATE}) ?- ?(?={_DATE}(?![A-Za-z0-9]))", lambda m: f"{m[1]} to "),
     (rf"{_START}(?P<year>[0-9]{{4}})([/-])(?P<month>[0-9]{{1,2}})\2(?P<day>[0-9]{{1,2}})(?![0-9])", _numeric),
     (rf"{_START}(?P<month>[0-9]{{1,2}})/(?P<day>[0-9]{{1,2}})/(?P<year>[0-9]{{4}})(?![0-9])", _numeric),
@@ -98,7 +97,6 @@ rewrite = rewriter(
     ),
     (r"\b((?i:in|year|since|by|until|before|after|from|of)) (10[0-9]{2})(?![0-9A-Za-z]|[.,:-][0-9])", _in),
     (r"(?<![0-9A-Za-z.,$€£:/#-])(1[1-9][0-9]{2}|20[0-9]{2})(?![0-9A-Za-z]|[.,:/-][0-9])", lambda m: year(int(m[1]))),
-    (r"(?<![0-9A-Za-z.,])([0-9]{1,4})(?= (?:BC|AD|BCE|CE)\b)", lambda m: whole(m[1])),
     (rf"\b((?i:{any_of(_SHORT.keys() - {'mar', 'sep'})}))\.(?= ?(?:$|[0-9a-z,]))", lambda m: _name(m[1])),
 )
 

@@ -126,14 +126,13 @@ rewrite = rewriter(
     (r"(?<![0-9A-Za-z.,-])[0-9]{3}(?:-[0-9]{2}-[0-9]{4}|\.[0-9]{3}\.[0-9]{4})(?![0-9-])", _telephone),
     # Prices for a time: $20/mo.
     (rf"(?:(?<=[0-9])|(?<=[0-9][kKmMbB]))/({any_of(_PER)})(?![A-Za-z0-9])", lambda m: f" per {_PER[m[1]]}"),
-    # Money: US$20, $5-10, $40-$50, £5m, €2.5bn, 20 USD, 50¢.
+    # Money: US$20, $5-10, $40-$50, £5m, €2.5bn, 20 USD.
     (
         rf"(?P<sign>{any_of(_SIGNS)}) ?(?:(?P<low>{NUMBER}){_LINK}(?P<again>(?P=sign))?(?=[0-9]))?"
         rf"(?P<amount>{NUMBER}){_MAGNITUDE}",
         _money,
     ),
     (rf"{_FREE}(?P<amount>{NUMBER}){_MAGNITUDE} ?(?P<code>{any_of(_CODES)})(?![A-Za-z])", _coded),
-    (r"(?<![0-9.])([0-9]+) ?¢", lambda m: f"{whole(m[1])} {plural('cent', whole(m[1]))}"),
     # Fractions: 3/4, 1 1/2, 1/2 tsp.
     (
         r"(?<![0-9/.,])(?:(?P<mixed>[0-9]{1,3}) )?(?P<above>[0-9]{1,3})/(?P<below>[0-9]{1,4})(?![0-9/])"
@@ -160,7 +159,6 @@ rewrite = rewriter(
     # Ranges, scores and ratios: 5-10, 5 - 7 days, 3-2, 16:9.
     (rf"(?<![0-9A-Za-z.,-])({NUMBER}){_LINK}({NUMBER})(?![0-9]|-[0-9])", lambda m: f"{number(m[1])} to {number(m[2])}"),
     (r"(?<![0-9:])([0-9]{1,4}):([0-9]{1,4})(?![0-9:])", lambda m: f"{whole(m[1])} to {whole(m[2])}"),
-    (r"(?<=[0-9])-(?=[0-9])", lambda m: " - "),
     (r"(?<![0-9A-Za-z.])\.([0-9]+)", lambda m: f"point {digit_by_digit(m[1])}"),
     # Capitals before digits are letters (MP3, H2O, A4), so they are set apart.
     (r"(?<![A-Za-z])([A-Z]{1,4})-?(?=[0-9])", lambda m: " ".join(m[1]).lower() + " " if len(m[1]) < 4 else m[0]),

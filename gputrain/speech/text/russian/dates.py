@@ -215,10 +215,8 @@ _MONTH = "|".join(MONTHS)
 rewrite = rewriter(
     (rf"(?<=[0-9] )({any_of(_SHORT_MONTHS)})\.", lambda m: _SHORT_MONTHS[m[1]] + final_dot(m, STARTS)),
     (r"(?<=-[йя] )пол\.(?= [XVI])", lambda m: "половине" if m.string[m.start() - 2] == "й" else "половина"),
-    # Times with a dot: в 18.30, с 9.00 до 18.00, 10.00-18.00, 7.45 утра.
+    # Times with a dot: в 18.30, с 9.00 до 18.00.
     (rf"(?<![А-Яа-яЁё])(?i:в|во|с|до|к|около|после|на) {CLOCK}(?<!\.0[1-46-9]){_NO_TIME}", with_colons),
-    (rf"{CLOCK}(?<=[05]) ?- ?{CLOCK}(?<=[05])", with_colons),
-    (rf"{CLOCK}(?= (?:утра|вечера|дня|ночи|мск|по москов))", with_colons),
     (
         rf"{START}(?P<day>[0-9]{{1,2}})([./])(?P<month>[0-9]{{1,2}})\2(?P<year>[0-9]{{4}})(?![0-9])"
         rf"(?: ?г(?:\.|ода)?{STOP})?",

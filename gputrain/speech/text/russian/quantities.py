@@ -152,10 +152,9 @@ rewrite = rewriter(
         r"(?<=[а-я] )(?<![0-9])[0-9]{1,3}\.[0-9]{1,3}(?![0-9])",
         lambda m: _sections(m) if _SECTION.search(m.string, max(0, m.start() - 20), m.start()) else m[0],
     ),
-    # Arithmetic: 10:2=5, 7-3=4, 6×7.
+    # Arithmetic: 10:2=5, 7-3=4.
     (r"(?<=[0-9]) ?: ?(?=[0-9]+ ?=)", lambda _: " разделить на "),
     (r"(?<=[0-9]) ?- ?(?=[0-9]+ ?=)", lambda _: " минус "),
-    (r"(?<=[0-9]) ?[xх*×] ?(?=[0-9])", lambda _: " умножить на "),
     (r"(?<![0-9:])([0-9]{1,4}):([0-9]{1,4})(?![0-9:])", _ratio),
     # Money, also with its sign before: $3 млрд; units; 5 млн.
     (
@@ -171,7 +170,5 @@ rewrite = rewriter(
     (rf"{START}{_AMOUNT}{_SCALE} ?(?P<unit>{_UNIT}){_PER}(?! (?:класс|групп))", _measure),
     (rf"{START}{_AMOUNT} ?(?P<unit>{any_of(_MAGNITUDES)})(?P<scale>){STOP}{_DOT}", _magnitude),
     (rf"(?<![0-9A-Za-zА-я]){_AMOUNT}(?!-?[0-9])", _number),
-    (r"(?<=[0-9])-(?=[0-9])", lambda m: " - "),
-    (rf"(?<![0-9A-Za-zА-я])([+-]?{NUMBER})", lambda m: number(m[1]) + " "),
     (r"[0-9]+", lambda m: f" {whole(m[0])} "),
 )
