@@ -138,14 +138,15 @@ class ClipBatch(NamedTuple):
         return self[: self._fields.index("all_symbols_A")]
 
 
-def empty_bucket(items: int, clip: ClipSize, samples: int) -> list[ClipBatch]:
-    """Returns a bucket of silent clips of one size, for a plan. Recipes read the lengths, so that these have values
-    among fake tensors too."""
+def even_bucket(ids_BS: Tensor, wave_BT: Tensor, frames: int) -> list[ClipBatch]:
+    """Returns a bucket of clips of one length, as the loader does, for plans and benchmarks. Recipes read the lengths,
+    so that these have values among fake tensors too."""
+    (clips, symbols), samples = ids_BS.shape, wave_BT.shape[1]
     with unset_fake_temporarily():
-        each = torch.ones(items, dtype=torch.int64)
-        counts = {"symbols_B": each * clip.symbols, "samples_B": each * samples, "frames_B": each * clip.frames}
-    ids_BS, wave_BT = torch.zeros_like(each)[:, None].repeat(1, clip.symbols), torch.zeros(items, samples)
-    return [ClipBatch(ids_BS, wave_BT=wave_BT.to(torch.int16), speakers_B=each * 0, clips_B=each * 0, **counts)]
+        each = torch.ones(clips, dtype=torch.int64)
+        counts = {"symbols_B": each * symbols, "samples_B": each * samples, "frames_B": each * frames}
+    numbers_B = torch.arange(clips)
+    return [ClipBatch(ids_BS, wave_BT=wave_BT.to(torch.int16), speakers_B=numbers_B * 0, clips_B=numbers_B, **counts)]
 
 
 @dataclass(frozen=True)

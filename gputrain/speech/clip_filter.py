@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 from gputrain.audio.prepare import RefusalReason
 from gputrain.data_in.preparation import RefusedItem
@@ -98,14 +98,14 @@ def select_clips(
     reader = reader_of(config, utterances)
     clip_filter = _ClipFilter(config, reader, unread(reader, (utterance.text for utterance in utterances)))
     refused: list[RefusedItem] = []
-    found: list[_Named] = []
+    found: list[tuple[str, SpeechClip]] = []
     speakers = sorted({utterance.speaker for utterance in utterances})
     places = {speaker: place for place, speaker in enumerate(speakers)}
     for utterance in utterances:
         if recording := recordings.get(utterance.path):
             try:
                 clip = clip_filter.clip_of(utterance, recording, places[utterance.speaker])
-                found.append(_Named(utterance.name, clip))
+                found.append((utterance.name, clip))
             except _Unfit as fault:
                 refused.append(RefusedItem(utterance.name, fault.reason, fault.detail))
     clips = _evenly_spoken(found, refused, config, reader)
@@ -231,12 +231,6 @@ class _ClipFilter:
         seconds, shortest = clip.samples / self.config.sampling_rate, self.config.speech.min_seconds
         if seconds < shortest:
             raise _Unfit("too short", f"{seconds:.2f} seconds of sound, less than {shortest:g}")
-        if detail := self.too_dense(clip):
-            raise _Unfit("fewer frames than symbols", detail)
-        return clip
-
-    def too_dense(self, clip: SpeechClip) -> str:
-        """Returns the numbers if the clip has fewer frames than its text takes; else an empty text."""
         hop, needed = self.config.hop_size, self.reader.frames_needed(clip.normalized)
         if self.config.kind == "tts":
             frames = frame_count(clip.samples, hop)
@@ -244,52 +238,40 @@ class _ClipFilter:
         else:
             frames, labels = encoder_frames(clip.samples), len(self.reader.ids(clip.normalized))
             said = f"{frames} frames of the encoder for {labels} labels and {needed - labels} blanks between equal ones"
-        return said if frames < needed else ""
-
-
-class _Named(NamedTuple):
-    """A clip with the name of its utterance in reports."""
-
-    name: str
-    clip: SpeechClip
+        if frames < needed:
+            raise _Unfit("fewer frames than symbols", said)
+        return clip
 
 
 def _evenly_spoken(
-    found: list[_Named], refused: list[RefusedItem], config: SpeechPrepareConfig, reader: Reader
+    found: Sequence[tuple[str, SpeechClip]], refused: list[RefusedItem], config: SpeechPrepareConfig, reader: Reader
 ) -> list[SpeechClip]:
-    """Removes clips with an outlying speaking rate: most often their text belongs to another recording."""
-    clips, allowed = [one.clip for one in found], config.speech.max_rate_deviation
+    """Removes clips, given with the names of their utterances, with an outlying speaking rate: most often their text
+    belongs to another recording.
+
+    A rate is outlying if it differs from the median by more standard deviations than the option allows, and by more
+    than a usual factor; a slow one, if the clip also has more seconds than its text and silent ends fill.
+    """
+    clips, allowed = [clip for _, clip in found], config.speech.max_rate_deviation
     if len(clips) < FEW_CLIPS or not allowed:
         return clips
     # The ends of a recogniser's clips are not trimmed, so that silence makes short texts slow.
     silence = END_SECONDS if config.kind == "asr" else 0.0
-    spoken = [(reader.spoken(clip.normalized), clip.samples / config.sampling_rate) for clip in clips]
-    odd = odd_rates(spoken, allowed, USUAL_RATES, silence)
-    for place, (rate, median) in odd.items():
-        detail = f"{rate:.1f} symbols per second; the median of all clips is {median:.1f}"
-        refused.append(RefusedItem(found[place].name, "odd speaking rate", detail))
-    return [clip for place, clip in enumerate(clips) if place not in odd]
-
-
-def odd_rates(
-    spoken: Sequence[tuple[int, float]], deviations: float, ratio: float, silence: float
-) -> dict[int, tuple[float, float]]:
-    """Returns the outlying speaking rates, by the place of the clip, with the median of all rates.
-
-    `spoken` has the symbols and seconds of each clip. A rate is outlying if it differs from the median by more than
-    `deviations` standard deviations and by more than the factor `ratio`; a slow one, if the clip has more than
-    `silence` seconds that its text does not fill.
-    """
-    rates = [symbols / seconds for symbols, seconds in spoken]
+    symbols = [reader.spoken(clip.normalized) for clip in clips]
+    seconds = [clip.samples / config.sampling_rate for clip in clips]
+    rates = [count / length for count, length in zip(symbols, seconds, strict=True)]
     middle = statistics.median(map(math.log, rates))
     # The median absolute deviation is not changed by outliers.
-    spread = DEVIATION * statistics.median(abs(math.log(rate) - middle) for rate in rates)
-    limit, median = max(deviations * spread, math.log(ratio)), math.exp(middle)
-    return {
-        place: (rate, median)
-        for place, (rate, (symbols, seconds)) in enumerate(zip(rates, spoken, strict=True))
-        if abs(math.log(rate) - middle) > limit and (rate > median or seconds - symbols / median > silence)
-    }
+    deviation = DEVIATION * statistics.median(abs(math.log(rate) - middle) for rate in rates)
+    limit, median = max(allowed * deviation, math.log(USUAL_RATES)), math.exp(middle)
+    kept = []
+    for (name, clip), rate, count, length in zip(found, rates, symbols, seconds, strict=True):
+        if abs(math.log(rate) - middle) > limit and (rate > median or length - count / median > silence):
+            detail = f"{rate:.1f} symbols per second; the median of all clips is {median:.1f}"
+            refused.append(RefusedItem(name, "odd speaking rate", detail))
+        else:
+            kept.append(clip)
+    return kept
 
 
 # ------------------------------------------------------------------------------------------------ texts of a recogniser

@@ -50,7 +50,7 @@ class SpeechOptions:
     )
     alphabet: Path | None = advanced(default=None, help=ALPHABET_HELP)
     lexicon: Path | None = opt(default=None, help=LEXICON_HELP)
-    number_words: str = opt(default="", help=NUMBER_WORDS_HELP)
+    number_words: str = advanced(default="", help=NUMBER_WORDS_HELP)
     espeak_voice: str = opt(default="", help=ESPEAK_HELP)
     transcripts: Path | None = opt(default=None, help="File of the transcripts. Default: found in the folder.")
     transcript_columns: tuple[TranscriptColumn, ...] = opt(

@@ -42,7 +42,6 @@ from gputrain.speech.frames import encoder_frames
 from gputrain.speech.text.frontend import RESERVED, Frontend
 from gputrain.speech.text.unicode_cleanup import PUNCTUATION
 from gputrain.speech.text.vocabulary import SPECIAL, Vocabulary
-from gputrain.speech.utterances import similar_speakers
 
 log = logging.getLogger(__name__)
 
@@ -297,8 +296,8 @@ def _joined_format(first: SpeechStore, format: SpeechFormat, other: SpeechStore)
 
 
 def _check_speakers(stores: Sequence[SpeechStore]) -> None:
-    """Warns of several folders of a voice whose speaker has no name, and of names that differ in capitals alone. Raises
-    UserError if some of a voice's folders name speakers and others do not."""
+    """Warns of several folders of a voice whose speaker has no name. Raises UserError if some of a voice's folders name
+    speakers and others do not."""
     unnamed = [store for store in stores if store.format.kind == "tts" and "" in store.format.speakers]
     named = [store for store in stores if any(store.format.speakers)]
     if unnamed and named:
@@ -308,8 +307,6 @@ def _check_speakers(stores: Sequence[SpeechStore]) -> None:
             f"it is {names}",
             hint="prepare it with a column of speakers in its transcripts",
         )
-    if note := similar_speakers(name for store in stores for name in store.format.speakers):
-        log.warning("%s", note)
     if len(unnamed) > 1:
         log.warning(
             "%s name no speaker and are trained as one voice; name them in the transcripts if they are several",

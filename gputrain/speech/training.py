@@ -40,7 +40,7 @@ from gputrain.speech.buckets import (
     Speech,
     StepClips,
     clips_of_step,
-    empty_bucket,
+    even_bucket,
 )
 
 S = TypeVar("S", bound=TrainSettings)
@@ -163,20 +163,9 @@ def size_of_clip(frames: float, symbols: float) -> ClipSize:
 
 
 def synthetic_bucket(wave_BT: Tensor, clip: ClipSize, num_symbols: int, draws: torch.Generator) -> list[ClipBatch]:
-    """Returns a bucket as the loader does: clips of one length with random symbols."""
-    clips, samples = wave_BT.shape
-    each = torch.ones(clips, dtype=torch.int64)
-    return [
-        ClipBatch(
-            ids_BS=torch.randint(3, num_symbols, (clips, clip.symbols), generator=draws),
-            symbols_B=each * clip.symbols,
-            wave_BT=wave_BT.to(torch.int16),
-            samples_B=each * samples,
-            frames_B=each * clip.frames,
-            speakers_B=each * 0,
-            clips_B=torch.arange(clips),
-        )
-    ]
+    """Returns a bucket of clips of one length with random symbols."""
+    ids_BS = torch.randint(3, num_symbols, (len(wave_BT), clip.symbols), generator=draws)
+    return even_bucket(ids_BS, wave_BT, clip.frames)
 
 
 # ------------------------------------------------------------------------------------------------------------- recipes
@@ -257,7 +246,8 @@ def plan_target(
         return recipe(replace(settings, model=model), architecture, clip, runtime)
 
     def load(items: int = settings.schedule.global_batch_size) -> list[ClipBatch]:
-        return empty_bucket(items, clip, clip.frames * hop_size)
+        ids_BS = torch.zeros(items, clip.symbols, dtype=torch.int64)
+        return even_bucket(ids_BS, torch.zeros(items, clip.frames * hop_size), clip.frames)
 
     return PlanTarget(build, load)
 

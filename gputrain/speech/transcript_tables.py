@@ -192,11 +192,6 @@ def _seconds(name: str, value: object) -> float | None:
 # ------------------------------------------------------------------------------------------------------------- tables
 
 
-def is_declaration(line: str) -> bool:
-    """Returns True for the first line by which Excel tells the separator, such as `sep=;`."""
-    return re.fullmatch(r'"?sep=.?"?', line.strip(), re.IGNORECASE) is not None
-
-
 def first_cells(line: str, separator: str) -> list[str]:
     """Returns the cells of a line that is read alone."""
     return (_by_csv(line, separator) if separator in QUOTED else None) or _plain(line, separator)
@@ -215,7 +210,7 @@ def records(
     while at < len(lines):
         number, line = at + 1, lines[at]
         at += 1
-        if not line.strip() or is_declaration(line):
+        if not line.strip():
             continue
         cells: list[str] | str = _plain(line, separator)
         if '"' in line:
@@ -280,24 +275,13 @@ def json_object(line: str) -> dict[str, Any] | None:
 
 
 def json_rows(text: str) -> list[tuple[str, Row]]:
-    """Returns the objects of JSON lines, of a list, or of an object that names recordings or holds such a list, each
-    with its place."""
+    """Returns the objects of JSON lines, of a list, or the only one, each with its place."""
     try:
         content = read_json(text)
     except (ValueError, RecursionError):
         lines = [(f"line {number}", line) for number, line in enumerate(text.split("\n"), start=1)]
         rows = [(where, json_object(line)) for where, line in lines if line.strip() not in ("", "[", "]")]
     else:
-        if isinstance(content, dict) and "audio" not in map(role_of, content):
-            lists = [value for value in content.values() if isinstance(value, list) and value]
-            content = lists[0] if len(lists) == 1 else [_of_pair(name, value) for name, value in content.items()]
         objects = content if isinstance(content, list) else [content]
         rows = [(f"entry {number}", row if isinstance(row, dict) else None) for number, row in enumerate(objects, 1)]
     return [(where, "not a JSON object, or one with a key twice" if row is None else row) for where, row in rows]
-
-
-def _of_pair(name: str, value: object) -> dict[str, Any] | None:
-    """Returns the row of a recording's name with its text, or with an object that has its text."""
-    if isinstance(value, dict):
-        return {"audio": name, **value}
-    return {"audio": name, "text": value} if isinstance(value, str) else None

@@ -19,7 +19,6 @@ import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
 from typing import Any
 
 from gputrain.audio.prepare import RefusalReason
@@ -42,7 +41,6 @@ from gputrain.speech.transcript_tables import (
     columns_of,
     first_cells,
     holds_json,
-    is_declaration,
     is_header,
     json_object,
     json_rows,
@@ -56,7 +54,6 @@ from gputrain.speech.utterances import (
     LineTags,
     TranscriptRules,
     Utterance,
-    similar_speakers,
     with_one_text,
 )
 
@@ -121,48 +118,36 @@ class _Reading:
             raise UserError(f"{file}: a pipe, and a table is read twice", hint=TRANSCRIPTS_HINT)
         return read_text(file, TRANSCRIPTS_HINT)
 
-    def add_row(
-        self, where: str, row: Mapping[str, Any], roles: Mapping[str, TranscriptColumn], name: str = ""
-    ) -> None:
+    def add(self, where: str, row: Mapping[str, Any], roles: Mapping[str, TranscriptColumn], sound: str = "") -> None:
         """Adds the utterance of a row of a table, or refuses it: `roles` tells what its columns hold, the preferred
-        ones first. `name` is that of the recording, if the row belongs to one."""
+        ones first. `sound` is the recording, if the row belongs to one."""
         values: dict[TranscriptColumn, str] = {}
         for column, role in roles.items():
             if role != "other" and role not in values and (value := _plain_value(row.get(column), role)):
                 values[role] = value
                 self.columns[column] = role
-        times = values.get("start"), values.get("end"), values.get("duration")
-        text, speaker = values.get("normalized") or values.get("text", ""), values.get("speaker", "")
-        tags: LineTags = {role: values[role] for role in MEANINGS if role in values}
-        self.add(where, name or values.get("audio", ""), text, speaker, times, tags)
-
-    def add(
-        self, where: str, name: str, text: str, speaker: str = "", times: tuple[object, object, object] = (None,) * 3,
-        tags: LineTags = MappingProxyType({}),
-    ) -> None:  # fmt: skip
-        """Adds the utterance of a line, whose times are its start, its end and its duration, or refuses the line.
-        `tags` are the values of its columns that are in `MEANINGS`."""
+        name, speaker = sound or values.get("audio", ""), values.get("speaker", "")
+        text = values.get("normalized") or values.get("text", "")
         found = self.find(name)
         try:
-            span = span_of(*times)
+            span = span_of(values.get("start"), values.get("end"), values.get("duration"))
         except ValueError as error:
             self.refuse(where, "malformed", f"{name}: {error}")
             return
         if invalid(text + speaker):
             self.refuse(where, "malformed", INVALID)
-        elif not name.strip():
+        elif not name:
             self.refuse(where, "malformed", "names no recording")
         elif not found:
             place = "" if os.path.isabs(name) else f" in {self.folder}"
             self.refuse(where, "no sound", f"{name}: no such recording{place}")
         elif len(found) > 1:
             self.refuse(where, "ambiguous sound", f"{name} may be {' or '.join(found[:3])}: use its path")
-        elif not text.strip():
+        elif not text:
             self.refuse(where, "no transcript", f"{found[0]}: its text is empty")
         else:
             person = " ".join(unicodedata.normalize("NFC", speaker).split())
-            if tags:
-                self.tags[len(self.utterances)] = tags
+            self.tags[len(self.utterances)] = {role: values[role] for role in MEANINGS if role in values}
             self.utterances.append(Utterance(found[0], " ".join(text.split()), person, where, span))
 
     def choose_lines(self, source: str, language: str) -> list[str]:
@@ -223,8 +208,6 @@ def read_transcripts(
     utterances = with_one_text(reading.utterances, reading.refused, rules.needs_speakers)
     for path in [] if reading.is_selection else sorted(set(paths) - reading.named):
         reading.refuse(path, "no transcript", f"it has no text ({source})")
-    if note := similar_speakers(spoken.speaker for spoken in utterances):
-        notes.append(note)
     return Transcripts(source, utterances, reading.refused, notes, reading.columns, frozenset(reading.files))
 
 
@@ -244,8 +227,8 @@ def _find_table(folder: Path, beside: Mapping[str, Sequence[str]]) -> Path | Non
         found = found or [path for path in files if path.suffix.lower() in suffixes]
     if len(found) + has_texts > 1:
         names = ", ".join([path.name for path in found] + ["text files of recordings"] * has_texts)
-        if any(map(_is_common_voice, found)):
-            raise UserError(f"{folder}: a Common Voice folder: {names}", hint=COMMON_VOICE_HINT)
+        if voices := [path.name for path in found if _is_common_voice(path)]:
+            raise UserError(f"{folder}: a Common Voice folder: {', '.join(voices)}", hint=COMMON_VOICE_HINT)
         raise UserError(
             f"{folder}: transcripts in several places: {names}",
             hint="name one with --transcripts FILE, and if necessary its columns: --transcript-columns audio,text",
@@ -302,12 +285,12 @@ def _read_json(reading: _Reading, file: Path, text: str) -> str:
         if isinstance(row, str):
             reading.refuse(where, "malformed", row)
         else:
-            reading.add_row(where, row, roles)
+            reading.add(where, row, roles)
     return "JSON lines" if rows[0][0].startswith("line") else "JSON"
 
 
 def _read_table(reading: _Reading, file: Path, lines: Sequence[str], columns: TranscriptColumns) -> str:
-    filled = [line for line in lines if line.strip() and not is_declaration(line)]
+    filled = [line for line in lines if line.strip()]
     audio_at = columns.index("audio") if columns else 0
     separator = _separator(file, filled[:LOOKED_AT], reading.sounds, audio_at)
     alone = [first_cells(line, separator) for line in filled]
@@ -347,7 +330,7 @@ def _read_table(reading: _Reading, file: Path, lines: Sequence[str], columns: Tr
         if len(cells) > len(columns) and separator == "," and columns[-1] == "text" and '"' not in lines[number - 1]:
             cells = lines[number - 1].split(",", len(columns) - 1)  # The text may have commas.
         if least <= len(cells) <= len(columns):
-            reading.add_row(where, dict(zip(names, cells, strict=False)), roles)
+            reading.add(where, dict(zip(names, cells, strict=False)), roles)
         else:
             wanted = ", ".join(columns)
             reading.refuse(where, "malformed", f"{counted(len(cells), 'column')}, expected {len(columns)}: {wanted}")
@@ -434,11 +417,11 @@ def _add_text(reading: _Reading, sound: str, file: str, content: str, rules: Tra
             reading.refuse(file, "malformed", "not a JSON object")
         else:
             reading.columns |= {key: reading.columns.get(key, "") for key in row}
-            reading.add_row(file, row, roles_of(row), sound)
+            reading.add(file, row, roles_of(row), sound)
     elif form:
         reading.refuse(file, "malformed", f"holds {form}, not the plain text of its recording")
     else:
-        reading.add(file, sound, content)
+        reading.add(file, {"text": content}, {"text": "text"}, sound)
 
 
 def _add_cues(reading: _Reading, path: str, file: str, content: str, rules: TranscriptRules, *, is_track: bool) -> None:

@@ -3,7 +3,7 @@ language, weight, and marks of unusable lines), and one for each sound. Imports 
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gputrain.audio.prepare import RefusalReason
@@ -156,15 +156,3 @@ def with_one_text(utterances: Sequence[Utterance], refused: list[RefusedItem], n
         else:
             taken[part] = utterance
     return list(taken.values())
-
-
-def similar_speakers(speakers: Iterable[str]) -> str:
-    """Returns a note about speakers whose names differ in capitals alone; empty if there are none."""
-    spelled: dict[str, set[str]] = {}
-    for name in set(speakers):
-        spelled.setdefault(name.casefold(), set()).add(name)
-    alike = [" and ".join(sorted(names)) for names in spelled.values() if len(names) > 1]
-    if not alike:
-        return ""
-    named = ", ".join(sorted(alike)[:3]) + (f" and {len(alike) - 3} more" if len(alike) > 3 else "")
-    return f"{named} differ in capitals alone and are separate speakers; if they are one, write the name one way"

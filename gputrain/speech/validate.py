@@ -106,7 +106,6 @@ class _Held:
     transcripts: str = ""
     ignored: dict[str, list[str]] | None = None
     columns: dict[str, str] | None = None
-    text_notes: Sequence[str] = ()
     notes: Sequence[str] = ()
     narrow: Mapping[str, float] = field(default_factory=dict)  # bandwidths in Hz of recordings that lack treble
     starts: Sequence[int] = (0,)  # first samples of recordings, in order
@@ -207,13 +206,13 @@ def _in_tree(
     refused += [result for result in results if isinstance(result, RefusedItem)]
     ready = {result.path: result for result in results if isinstance(result, Recording)}
     chosen = select_clips(material.transcripts.utterances, ready, config)
-    odd = text_notes(chosen.format.frontend, material.transcripts.utterances)
     rates = dict(Counter(recording.source_hz for recording in ready.values()))
     refused += chosen.refused
     notes = [*material.notes, *remarks_on((path, recording.remark) for path, recording in ready.items())]
+    notes += text_notes(chosen.format.frontend, material.transcripts.utterances)
     return _Held(
         chosen.format, chosen.clips, rates, refused, material.transcripts.source, material.ignored,
-        material.transcripts.columns, odd, notes,
+        material.transcripts.columns, notes,
         {path: one.bandwidth_hz for path, one in ready.items() if one.bandwidth_hz is not None},
     )  # fmt: skip
 
@@ -260,7 +259,6 @@ def _findings(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[st
         yield "no clip can be used for training"
         return
     yield from held.notes
-    yield from held.text_notes
     odd = [clip.text for clip in held.clips if ANNOTATION.search(clip.text)]
     if odd and held.format.kind == "tts":  # Of a recogniser's texts, each is listed as suspicious.
         yield f"{counted(len(odd), 'text has', 'texts have')} what may be no speech, such as {shortened(odd[0])!r}"

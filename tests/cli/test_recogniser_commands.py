@@ -158,7 +158,11 @@ def test_long_recordings_are_cut_and_texts_checked(tmp_path: Path, monkeypatch: 
     assert " ".join(clip.text for clip in own) == " ".join(texts)
     (tmp_path / "in" / "metadata.csv").write_text("\n".join([*lines[:3], f"2|{texts[0]}", *lines[4:]]))
     done = gputrain_here(
-        "validate", "--kind", "asr", *speech, "--input-dir", tmp_path / "in", "--check-with", "recogniser",
+        "prepare-data", "--kind", "asr", *speech, "--input-dir", tmp_path / "in", "--output-dir", tmp_path / "asr"
+    )
+    assert done.returncode == 0, done.stderr
+    done = gputrain_here(
+        "validate", "--kind", "asr", *speech, "--input-dir", tmp_path / "asr", "--check-with", "recogniser",
         "--output-file", tmp_path / "report.json",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

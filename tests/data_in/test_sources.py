@@ -388,7 +388,7 @@ def test_a_training_unpacks_into_its_run_and_resumes_from_there(folders, tmp_pat
 
 def test_trainings_on_prepared_data_say_how_to_prepare_a_container(folders, tmp_path):
     given = named_parquet(folders / "audio", tmp_path, None)
-    for opened in (open_sounds, partial(open_speech, hop_size=256)):
+    for opened in (open_sounds, open_speech):
         with pytest.raises(UserError, match=r"x.parquet: is no prepared folder") as error:
             opened(given)
         assert "gputrain prepare-data --kind" in error.value.hint

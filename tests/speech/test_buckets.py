@@ -287,9 +287,6 @@ def test_speech_that_does_not_go_together(tmp_path, caplog):
     assert open_speech([plain, other]).store.format.speakers == ("",)
     (said,) = caplog.messages
     assert said.startswith(f"{plain}, {other} name no speaker and are trained as one voice; ")
-    caplog.clear()
-    assert open_speech([named, prepared("capital", speaker="Ann")]).store.format.speakers == ("ann", "Ann")
-    assert caplog.messages[0].startswith("Ann and ann differ in capitals alone")
 
 
 def test_the_clips_are_sorted_once_an_epoch(monkeypatch):

@@ -246,7 +246,7 @@ def test_digits_and_signs_are_no_letters_without_a_warning(tmp_path, caplog, tex
 
 
 @each_row(
-    ("characters", "ma★ ma°", "signs that the text rules remove, with the number of texts: ★ (1: 'ma★ ma°'), ° (1: "),
+    ("characters", "ma★ ma°", "signs that the text rules remove, with the number of texts: ° (1: 'ma★ ma°'), ★ (1: "),
     ("en", "it is ˥ so", "signs that the text rules remove, with the number of texts: ˥ (1: 'it is ˥ so')"),
 )
 def test_what_the_rules_remove_is_named_by_the_text_as_read(tmp_path, caplog, language, text, said):

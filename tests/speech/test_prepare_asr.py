@@ -263,9 +263,8 @@ def test_digits_without_rules_are_a_warning(tmp_path, caplog):
     speak(tmp_path / "in/a.wav", hum(2.0), text="Бізде 25 кітап, 3% + 🙂")
     prepare_speech(tmp_path / "in", tmp_path / "out", recipe("kk"))
     (message,) = [record.getMessage() for record in caplog.records if "digits" in record.getMessage()]
-    assert message.startswith("--language kk keeps digits, since it has no words for them: 2 (")
-    assert all(f"{char} ('" in message for char in "235")
-    assert "in 1 texts" in message
+    assert message.startswith("--language kk keeps digits, since it has no words for them: 2 (1: ")
+    assert all(f"{char} (1: '" in message for char in "235")
     (message,) = [record.getMessage() for record in caplog.records if "rules remove" in record.getMessage()]
     assert all(f"{char} (1: '" in message for char in "%+🙂")
     assert SpeechStore.open(tmp_path / "out").clips[0].normalized == "бізде 25 кітап 3"

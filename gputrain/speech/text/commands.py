@@ -10,7 +10,7 @@ from gputrain.errors import UserError
 from gputrain.speech.text.lines import text_lines
 
 if TYPE_CHECKING:
-    from gputrain.speech.text.frontend import Frontend
+    pass
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +32,6 @@ class Normalize:
     lexicon: Path | None = opt(default=None, help=LEXICON_HELP)
     number_words: str = opt(default="", help=NUMBER_WORDS_HELP)
     espeak_voice: str = opt(default="", help=ESPEAK_HELP)
-    symbols: bool = opt(
-        default=False, help="Also print the symbols with their ids. And the characters without a symbol."
-    )
 
     def __post_init__(self) -> None:
         if self.text and self.input_file:
@@ -42,7 +39,7 @@ class Normalize:
 
 
 def normalize_lines(settings: Normalize) -> Iterator[str]:
-    """Yields the normalised text of each line; with `symbols`, its ids follow on the next line."""
+    """Yields the normalised text of each line."""
     # The rules take longer to load than `gputrain --help` may.
     from gputrain.speech.text.frontend import frontend
     from gputrain.speech.text.raw import RawRules, checked_language
@@ -65,16 +62,6 @@ def normalize_lines(settings: Normalize) -> Iterator[str]:
             keeps_digits = False
             log.warning("%r keeps its digits: --number-words LANGUAGE writes numbers in words", normalized)
         yield normalized
-        if settings.symbols:
-            yield _described(made, line, normalized)
-
-
-def _described(made: "Frontend", line: str, normalized: str) -> str:
-    unknown, lost = made.unknown(normalized), sorted(made.lost(line))
-    missing = f"; no symbol for {' '.join(map(repr, lost))}" if lost else ""
-    if len(unknown) == len(set(normalized)):
-        return "no symbols" + missing
-    return " ".join(map(str, made.ids(normalized))) + missing
 
 
 def _lines(settings: Normalize) -> Iterable[str]:

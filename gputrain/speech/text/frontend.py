@@ -25,7 +25,6 @@ from gputrain.speech.text.unicode_cleanup import (
     APOSTROPHES,
     PUNCTUATION,
     is_removed,
-    unified_letters,
     unify_letters,
     visible,
 )
@@ -199,7 +198,6 @@ class Frontend:
         readings = {char: one if self.unknown(lower[char]) else lower[char] for char, one in capitals.items()}
         readings |= language.readings
         readings |= {char: visible(char) for char in "µﬀﬁﬂﬃﬄ"}
-        readings |= unified_letters(self.orthography)
         for char, reading in readings.items():
             spelled = respelled(reading, self.alphabet, language.alphabet)
             if len(char) == 1 and char not in ids and not self.unknown(spelled):

@@ -115,17 +115,6 @@ def script_of(char: str) -> str:
 # ------------------------------------------------------------------------------------------- letters of an orthography
 
 
-_ROMANIAN = str.maketrans("şţŞŢ", "șțȘȚ")
-_PERSIAN = str.maketrans("يىك", "ییک")
-_ARABIC = str.maketrans("یک", "يك")
-_UNIFIED: dict[str, dict[int, int]] = {
-    "ro": _ROMANIAN,
-    "mo": _ROMANIAN,
-    "fa": _PERSIAN,
-    "pes": _PERSIAN,
-    "ur": _PERSIAN,
-    "ar": _ARABIC,
-}
 DOTLESS = {"tr", "az", "crh", "tt-latn"}  # The capital of the dotless ı is I in these languages.
 # Latin letters within Cyrillic words: those of all alphabets, and those of some.
 _LATIN, _CYRILLIC = "aceopxyABCEHKMOPTX", "асеорхуАВСЕНКМОРТХ"
@@ -139,13 +128,6 @@ _WORD = re.compile(r"[^\W\d_]+")
 _HAS_CYRILLIC, _HAS_LATIN = re.compile("[Ѐ-ӿ]"), re.compile("[A-Za-zƏəǝƟɵ]")
 
 
-def unified_letters(language: str) -> dict[str, str]:
-    """Returns the code points after NFD that the orthography of a language takes for others, with these."""
-    pairs = _UNIFIED.get(language.partition("-")[0].lower(), {}).items()
-    spelled = [[unicodedata.normalize("NFD", chr(point)) for point in pair] for pair in pairs]
-    return {taken: other for pair in spelled for taken, other in zip(*pair, strict=True) if taken != other}
-
-
 def unify_letters(text: str, language: str) -> str:
     """Returns a text whose letters are those of the orthography of a language, given by its code; tatweels are removed
     in all. Latin letters become Cyrillic in words that have Cyrillic ones, if all of them have such a twin. Turkish
@@ -156,8 +138,6 @@ def unify_letters(text: str, language: str) -> str:
     if text.isascii():
         return text
     text = text.replace(TATWEEL, "")
-    if code in _UNIFIED:
-        return text.translate(_UNIFIED[code])
     table = _OF_CYRILLIC.get(code)
     if table is None or not _HAS_LATIN.search(text) or not _HAS_CYRILLIC.search(text):
         return text

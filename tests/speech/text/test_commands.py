@@ -15,10 +15,8 @@ def said(**options: object) -> list[str]:
     return list(normalize_lines(assemble(Normalize, options)))
 
 
-def test_text_and_ids():
+def test_lines_of_a_text():
     assert said(text="5 ta\nolma") == ["beshta", "olma"]
-    assert said(text="ab", language="en", symbols=True) == ["ab", "1 0 12 0 13 0 2"]
-    assert said(text="🎉", symbols=True) == ["", "no symbols; no symbol for '🎉'"]
 
 
 def test_files_and_standard_input(tmp_path, monkeypatch):
@@ -30,7 +28,7 @@ def test_files_and_standard_input(tmp_path, monkeypatch):
 
 
 def test_characters_of_a_text():
-    assert said(text="Aba", language="characters", symbols=True) == ["aba", "1 0 11 0 12 0 11 0 2"]
+    assert said(text="Aba", language="characters") == ["aba"]
 
 
 def test_digits_without_rules_are_a_warning(caplog):
