@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -73,19 +74,14 @@ def open_speech(given: GivenFolders, held_out_share: float = HELD_OUT_SHARE, kin
 
 def _key_of(clips: Sequence[SpeechClip], kind: SpeechKind) -> Callable[[SpeechClip], str]:
     """Returns the fingerprint by which clips of a folder are held out: that of their source, or of a part of it."""
+
+    def part_of_source(clip: SpeechClip) -> str:
+        part = f"{clip.fingerprint} {clip.crc32} {clip.samples} {clip.normalized}"
+        return hashlib.blake2b(part.encode(), digest_size=16).hexdigest()
+
     sources = {clip.fingerprint for clip in clips}
     few = kind == "asr" and len(sources) < min(FEW_SOURCES, len(clips))
-    return _part_of_source if few else _source
-
-
-def _source(clip: SpeechClip) -> str:
-    return clip.fingerprint
-
-
-def _part_of_source(clip: SpeechClip) -> str:
-    """Returns a fingerprint of a part of a recording."""
-    part = f"{clip.fingerprint} {clip.crc32} {clip.samples} {clip.normalized}"
-    return hashlib.blake2b(part.encode(), digest_size=16).hexdigest()
+    return part_of_source if few else attrgetter("fingerprint")
 
 
 def check_kind(store: SpeechStore, kind: SpeechKind) -> None:

@@ -204,6 +204,8 @@ def gather_material(input_dir: Path, config: SpeechPrepareConfig, exclude: Seque
     )  # fmt: skip
     unread = {kind: [name for name in names if name not in transcripts.files] for kind, names in tree.ignored.items()}
     others = {kind: names for kind, names in unread.items() if names}
+    if transcripts.unnamed and file:
+        others[f"not in {file.name}"] = [name for name in transcripts.unnamed if name not in excluded]
     refused, notes = [*tree.refused, *transcripts.refused], list(transcripts.notes)
     transcripts = replace(transcripts, utterances=without_whole_spans(input_dir, transcripts.utterances, notes))
     if config.trim_db and any(one.span for one in transcripts.utterances):

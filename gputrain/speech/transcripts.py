@@ -27,7 +27,7 @@ from gputrain.errors import UserError
 from gputrain.formatting import counted
 from gputrain.speech import subtitles
 from gputrain.speech.sound_finder import PLACES, SoundFinder
-from gputrain.speech.text.lines import decoded, read_text
+from gputrain.speech.text.lines import read_text
 from gputrain.speech.transcript_tables import (
     COLUMNS_HINT,
     HEADINGS,
@@ -62,13 +62,7 @@ log = logging.getLogger(__name__)
 JSON_LINES = {".jsonl", ".json", ".ndjson"}
 SUFFIXES = ({".csv", ".tsv", ".psv", ".list"}, JSON_LINES, {".txt"})  # A text may be notes.
 TRANSCRIPTS = frozenset[str]().union(*SUFFIXES)
-COMMON_VOICE = {"client_id", "path", "sentence"}
-COMMON_VOICE_HINT = (
-    "name one with --transcripts: train.tsv, which leaves dev.tsv and test.tsv for evaluation, or validated.tsv, which "
-    "holds all that listeners have confirmed"
-)
 LOOKED_AT = 50  # number of lines read to detect a transcript
-LOOKED_AT_BYTES = 1 << 16
 TRANSCRIPTS_HINT = "name the transcript with --transcripts FILE"
 INVALID = "holds invalid characters (NUL, U+FFFD or surrogates)"
 
@@ -83,6 +77,7 @@ class Transcripts:
     notes: list[str]  # Each is a sentence about something unexpected.
     columns: dict[str, str] = field(default_factory=dict)  # role of each column or key; "" if ignored
     files: frozenset[str] = frozenset()  # files that were read
+    unnamed: Sequence[str] = ()  # recordings that a file that the user has chosen leaves out
 
 
 @dataclass
@@ -94,7 +89,6 @@ class _Reading:
     utterances: list[Utterance] = field(default_factory=list)
     refused: list[RefusedItem] = field(default_factory=list)
     named: set[str] = field(default_factory=set)  # recordings that a line refers to, accepted or not
-    is_selection: bool = False  # True if the file lists a part of the recordings on purpose
     columns: dict[str, str] = field(default_factory=dict)  # role of each column or key; "" if ignored
     files: set[str] = field(default_factory=set)  # files that were read
     tags: dict[int, LineTags] = field(default_factory=dict)  # tags of utterances, by their place
@@ -190,9 +184,10 @@ def read_transcripts(
     """Reads the transcripts of the recordings `paths` of a folder, from `file` or from files found in the folder.
 
     `columns` are those of a table; default: detected. Recordings without a transcript, and those with two different
-    ones, are left out. Raises UserError if no transcript file or several are found, or one is not UTF-8.
+    ones, are left out; those that a chosen `file` does not name are not part of the choice. Raises UserError if no
+    transcript file or several are found, or one is not UTF-8.
     """
-    beside = _files_beside(folder, paths, rules)
+    beside, is_chosen = _files_beside(folder, paths, rules), file is not None
     file = file or _find_table(folder, beside)
     place = file.relative_to(folder).parent.as_posix() if file and file.is_relative_to(folder) else "."
     bases = PLACES if place == "." else (*(f"{place}/{name}" for name in PLACES), *PLACES)
@@ -206,9 +201,18 @@ def read_transcripts(
     log.info("transcripts: %s", source)
     notes = reading.choose_lines(file.name if file else source, rules.language)
     utterances = with_one_text(reading.utterances, reading.refused, rules.needs_speakers)
-    for path in [] if reading.is_selection else sorted(set(paths) - reading.named):
+    unnamed = sorted(set(paths) - reading.named)
+    for path in [] if is_chosen else unnamed:
         reading.refuse(path, "no transcript", f"it has no text ({source})")
-    return Transcripts(source, utterances, reading.refused, notes, reading.columns, frozenset(reading.files))
+    return Transcripts(
+        source,
+        utterances,
+        reading.refused,
+        notes,
+        reading.columns,
+        frozenset(reading.files),
+        unnamed if is_chosen else [],
+    )
 
 
 # ----------------------------------------------------------------------------------------- one file for all recordings
@@ -227,8 +231,6 @@ def _find_table(folder: Path, beside: Mapping[str, Sequence[str]]) -> Path | Non
         found = found or [path for path in files if path.suffix.lower() in suffixes]
     if len(found) + has_texts > 1:
         names = ", ".join([path.name for path in found] + ["text files of recordings"] * has_texts)
-        if voices := [path.name for path in found if _is_common_voice(path)]:
-            raise UserError(f"{folder}: a Common Voice folder: {', '.join(voices)}", hint=COMMON_VOICE_HINT)
         raise UserError(
             f"{folder}: transcripts in several places: {names}",
             hint="name one with --transcripts FILE, and if necessary its columns: --transcript-columns audio,text",
@@ -244,20 +246,6 @@ def _find_table(folder: Path, beside: Mapping[str, Sequence[str]]) -> Path | Non
 def has_transcripts(folder: Path) -> bool:
     """Returns True if a file may be a table or JSON lines, which may name recordings elsewhere."""
     return any(path.suffix.lower() in TRANSCRIPTS for path in folder.iterdir() if not path.name.startswith("."))
-
-
-def _head_of(path: Path) -> str:
-    """Returns the beginning of a text; empty if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return decoded(file.read(LOOKED_AT_BYTES), errors="replace")
-    except (OSError, UnicodeError):
-        return ""
-
-
-def _is_common_voice(file: Path) -> bool:
-    """Returns True for a table of Common Voice, which lists a part of the recordings in clips/."""
-    return set(_head_of(file).partition("\n")[0].strip().split("\t")) >= COMMON_VOICE
 
 
 def _read_file(reading: _Reading, file: Path, columns: TranscriptColumns) -> str:
@@ -295,7 +283,6 @@ def _read_table(reading: _Reading, file: Path, lines: Sequence[str], columns: Tr
     separator = _separator(file, filled[:LOOKED_AT], reading.sounds, audio_at)
     alone = [first_cells(line, separator) for line in filled]
     has_header = is_header(alone[0]) and not reading.sounds.find(alone[0][audio_at])
-    reading.is_selection = has_header and _is_common_voice(file)
     if has_header:
         check_units(f"{file.name}, line 1", alone[0])
         doubled = [name for name in alone[0] if alone[0].count(name) > 1 and role_of(name) != "other"]
@@ -373,7 +360,7 @@ def _files_beside(folder: Path, paths: Iterable[str], rules: TranscriptRules) ->
         found |= subtitles.files_by_recording(rest, of_kind, rules.language)
     if len(found) == 1:  # A single file of JSON that has the name of a recording may be the table of all.
         ((file, *_),) = found.values()
-        return {} if file.lower().endswith(".json") and json_object(_head_of(folder / file)) is None else found
+        return {} if file.lower().endswith(".json") and json_object(read_text(folder / file, "")) is None else found
     return found
 
 

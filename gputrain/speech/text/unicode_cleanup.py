@@ -116,14 +116,8 @@ def script_of(char: str) -> str:
 
 
 DOTLESS = {"tr", "az", "crh", "tt-latn"}  # The capital of the dotless ı is I in these languages.
-# Latin letters within Cyrillic words: those of all alphabets, and those of some.
-_LATIN, _CYRILLIC = "aceopxyABCEHKMOPTX", "асеорхуАВСЕНКМОРТХ"
-_SOME: dict[str, tuple[str, str]] = {
-    "be": ("iI", "іІ"), "uk": ("iI", "іІ"), "kk": ("iIhəƏǝɵƟ", "іІһәӘәөӨ"), "tt": ("həƏǝɵƟ", "һәӘәөӨ"),
-    "ba": ("həƏǝɵƟ", "һәӘәөӨ"), "ky": ("ɵƟ", "өӨ"), "mn": ("ɵƟ", "өӨ"), "sr": ("jJ", "јЈ"), "mk": ("jJsS", "јЈѕЅ"),
-    "ru": ("", ""), "bg": ("", ""), "tg": ("", ""), "cv": ("", ""), "sah": ("ɵƟh", "өӨһ"),
-}  # fmt: skip
-_OF_CYRILLIC = {code: str.maketrans(_LATIN + latin, _CYRILLIC + cyrillic) for code, (latin, cyrillic) in _SOME.items()}
+# Latin letters within Cyrillic words, and their twins, also those of Ukrainian, Kazakh and other languages.
+_CYRILLIC = str.maketrans("aceopxyihəǝɵABCEHKMOPTXIƏƟ", "асеорхуіһәәөАВСЕНКМОРТХІӘӨ")
 _WORD = re.compile(r"[^\W\d_]+")
 _HAS_CYRILLIC, _HAS_LATIN = re.compile("[Ѐ-ӿ]"), re.compile("[A-Za-zƏəǝƟɵ]")
 
@@ -138,13 +132,13 @@ def unify_letters(text: str, language: str) -> str:
     if text.isascii():
         return text
     text = text.replace(TATWEEL, "")
-    table = _OF_CYRILLIC.get(code)
-    if table is None or not _HAS_LATIN.search(text) or not _HAS_CYRILLIC.search(text):
+    # The rules of Uzbek decide by the most letters of a word, as it has both alphabets.
+    if code == "uz" or not _HAS_LATIN.search(text) or not _HAS_CYRILLIC.search(text):
         return text
 
     def spelled(found: re.Match[str]) -> str:
         word = found[0]
-        made = word.translate(table) if _HAS_CYRILLIC.search(word) else word
+        made = word.translate(_CYRILLIC) if _HAS_CYRILLIC.search(word) else word
         return word if _HAS_LATIN.search(made) else made
 
     return _WORD.sub(spelled, text)
