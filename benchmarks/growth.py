@@ -122,7 +122,7 @@ def peak_of() -> Iterator[list[float]]:
 def open_folder_of_pictures(folder: Path, size: int) -> Prepared:
     from PIL import Image
 
-    from gputrain.vae.data import open_pictures
+    from gputrain.vae.dataset import open_pictures
 
     for number in range(size):
         Image.new("L", (32, 32)).save(folder / f"{number}.png", pnginfo=_text(number), compress_level=0)
@@ -139,7 +139,7 @@ def _text(number: int) -> object:
 
 
 def open_prepared_pictures(folder: Path, size: int) -> Prepared:
-    from gputrain.vae.data import open_pictures
+    from gputrain.vae.dataset import open_pictures
 
     (folder / "picture.png").write_bytes(b"\x89PNG")
     row = {"path": "picture.png", "width": 256, "height": 256, "bytes": 4}

@@ -357,7 +357,7 @@ def vae(preset: str, *, channels: Sequence[int], pixels: int = 64, items: int = 
     settings = assemble(TrainVae, values)
     return Case(
         f"{items} images of {pixels} x {pixels}, channels {', '.join(map(str, channels))}",
-        lambda runtime: VaeRecipe(settings, runtime, held_out=[]),
+        lambda runtime: VaeRecipe(settings, runtime),
         functools.cache(lambda: pictures(items * count, pixels).split(items)),
         steps,
     )

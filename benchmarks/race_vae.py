@@ -34,9 +34,9 @@ from gputrain.bench.runner import Settings
 from gputrain.engine.distributed import RankGroup
 from gputrain.vae.architecture import VaeArchitecture
 from gputrain.vae.config import TrainVae
-from gputrain.vae.data import CropDataset, Pictures, centre_crop, open_pictures, to_unit
+from gputrain.vae.data import start_linear
+from gputrain.vae.dataset import CropDataset, Pictures, centre_crop, open_pictures, to_unit
 from gputrain.vae.recipe import VaeRecipe
-from gputrain.vae.work import start_linear
 
 HELD_OUT = 0.15
 KL_WEIGHT = 1e-6
@@ -79,7 +79,7 @@ class Ours(OurTraining):
     """Our recipe, with its default settings."""
 
     def __init__(self, settings: TrainVae, runtime: Any, pictures: Pictures, dataset: CropDataset) -> None:
-        recipe = VaeRecipe(settings, runtime, held_out=[])
+        recipe = VaeRecipe(settings, runtime)
         if settings.model.start == "linear":
             start_linear(recipe, RankGroup(), pictures)
         self.vae = recipe

@@ -26,7 +26,7 @@ from gputrain.tts.config import PlanTts
 from gputrain.tts.data import size_of
 from gputrain.tts.kind import TtsWork
 from gputrain.vae.config import TrainVae
-from gputrain.vae.work import VaeWork
+from gputrain.vae.kind import VaeWork
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.kind import VocoderWork
 

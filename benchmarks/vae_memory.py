@@ -12,7 +12,7 @@ from gputrain.hw.plan import decide
 from gputrain.hw.probe import probe
 from gputrain.planner.memory.predict import predict_step
 from gputrain.vae.config import TrainVae
-from gputrain.vae.recipe import plan_target
+from gputrain.vae.data import plan_target
 
 ROWS = ((512, 32), (768, 24), (1024, 16), (1536, 8), (2048, 4))
 DESIGNS = {

@@ -76,7 +76,12 @@ FORMER_NAMES: Mapping[str, Mapping[str, str]] = {
 # Options that were left out, by kind of model, with the values at which they changed nothing. Every stored file
 # names every option of its time: with such a value it is read as if the option were not there, with others it is not.
 LEFT_OUT: Mapping[str, Mapping[str, object]] = {
-    "vae": {"eq_probability": 0.0, "eq_weight": 1.0},
+    "vae": {
+        "eq_probability": 0.0,
+        "eq_weight": 1.0,
+        "step_order": "simultaneous",
+        "discriminator_norm": "group",
+    },
 }
 Level = Literal["common", "advanced", "file"]
 LARGEST = 2**63 - 1  # The largest number that an option takes.

@@ -37,8 +37,8 @@ Translate = Callable[[dict[str, object], Path], dict[str, object]]
 
 
 def imported(place: str) -> Callable[..., Any]:
-    """Returns a function that, when it is called, imports what a place such as "gputrain.vae.work:VaeWork" names, and
-    calls it."""
+    """Returns a function that, when it is called, imports what a place such as "gputrain.asr.checking:load_checker"
+    names, and calls it."""
 
     def call(*arguments: Any, **named: Any) -> Any:
         module, _, name = place.partition(":")

@@ -16,7 +16,7 @@ from PIL import Image
 
 from gputrain.config import read_file
 from gputrain.kinds import kinds, prepared_for
-from gputrain.vae.data import open_pictures
+from gputrain.vae.dataset import open_pictures
 from tests.command import gputrain_here
 from tests.small_runs import interrupted, prepared
 from tests.speech.speech import hum, speak

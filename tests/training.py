@@ -5,7 +5,7 @@ from functools import partial
 from gputrain.asr.kind import AsrWork
 from gputrain.session import train_model
 from gputrain.tts.kind import TtsWork
-from gputrain.vae.work import VaeWork
+from gputrain.vae.kind import VaeWork
 from gputrain.vocoder.kind import VocoderWork
 
 train_vae = partial(train_model, VaeWork())

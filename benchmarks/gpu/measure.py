@@ -300,7 +300,7 @@ def peer_voice(side: str, context: Context) -> Figures:
 def peer_vae(context: Context) -> Figures:
     """Measures diffusers' autoencoder `flux` at 512 pixels, and ours within the same step."""
     from gputrain.hw.runtime import apply
-    from gputrain.vae.work import VaeWork
+    from gputrain.vae.kind import VaeWork
 
     versus = importlib.import_module("vae_vs_diffusers")
     size, batch_size, channels = (32, 1, {"block_out_channels": (32, 32)}) if context.smoke else (512, 4, {})

@@ -13,10 +13,8 @@ from gputrain.engine.schedule import (
     DISCRIMINATOR_START_HELP,
     PUBLISHED_NAME,
     SEVERAL,
-    STEP_ORDER_HELP,
     Saving,
     Schedule,
-    StepOrder,
 )
 from gputrain.errors import UserError
 from gputrain.fetch.names import TRAINED_HELP, TrainedModel
@@ -140,9 +138,6 @@ class Losses:
     )
     adversarial_weight: float = opt(default=0.0, help="Weight of the adversarial loss; 0 is off. PatchGAN.", min=0)
     adversarial_loss: AdversarialLoss = file_key(default="hinge", help="Form of the adversarial loss.")
-    discriminator_norm: Literal["group", "spectral"] = file_key(
-        default="group", help="Normalisation in the discriminator."
-    )
     discriminator_channels: int = advanced(
         default=64, help="First channels of discriminators. A multiple of 16.", min=16
     )
@@ -156,7 +151,6 @@ class Losses:
     lecam_weight: float = file_key(
         default=0.0, help="Weight of LeCam regularisation, for small data sets; 0 is off.", min=0
     )
-    step_order: StepOrder = advanced(default="simultaneous", help=STEP_ORDER_HELP)
 
     def __post_init__(self) -> None:
         if self.uses_lpips and not self.lpips_weights:
@@ -173,11 +167,6 @@ class Losses:
             raise UserError(
                 f"discriminator_channels {self.discriminator_channels} is not a multiple of 16",
                 hint=f"use {self.discriminator_channels // 16 * 16 + 16}",
-            )
-        if self.step_order == "alternating" and not self.adversarial_weight:
-            raise UserError(
-                "step_order alternating has no effect without a discriminator",
-                hint="--adversarial-weight 0.5 adds one; otherwise drop --step-order",
             )
 
     @property

@@ -1,323 +1,217 @@
-"""Data of the image VAE: opens folders of pictures and cuts crops for training.
+"""The pictures of a training and the weights that it begins with, and synthetic pictures for plans and benchmarks."""
 
-Shapes: B pictures, C channels (3: sRGB, 1: gray, 4: sRGB with transparency), H rows, W columns. Batches stay uint8
-until they are on the device, where `to_unit` converts them to floats in [-1, 1]. torch is imported only by functions
-that return tensors, because preparing pictures needs no torch.
-"""
-
+import contextlib
 import logging
-import statistics
-import time
-import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
-import numpy as np
-from PIL import Image
+import torch
 
-from gputrain.data_in.mixture import FolderItems, GivenFolders, Mixture, data_folders, split_folders
-from gputrain.data_in.preparation import RefusedItem, SourceFile, refuse_exclude
-from gputrain.data_in.sources import open_source
-from gputrain.data_in.split import HELD_OUT_SHARE, MANIFEST, fingerprint
-from gputrain.engine.data import DataWarning, Sample, item_rng
+from gputrain.data_in.split import digests, warn_of_few_held_out
+from gputrain.engine.distributed import RankGroup
+from gputrain.engine.run_folder import Run
 from gputrain.errors import UserError
-from gputrain.files import read_rows
-from gputrain.hw.probe import usable_cores
-from gputrain.kinds import prepared_for, refuse_other_data
-from gputrain.serialization import is_fingerprint, unreadable
-from gputrain.vae.config import PictureLimits
-from gputrain.vae.pictures import (
-    JOURNAL,
-    Box,
-    Decoded,
-    UnusablePicture,
-    decode,
-    read_header,
-    read_picture,
-    result_or_refusal,
-    scan_pictures,
-)
-
-if TYPE_CHECKING:
-    import torch
-
+from gputrain.formatting import counted
+from gputrain.hw.runtime import Runtime
+from gputrain.planner.kind_work import BatchSource, PlanTarget, StageData, StageTraining, TrainingData, TrainingStart
+from gputrain.planner.memory.predict import step_flops
+from gputrain.session import log_start
+from gputrain.vae.config import TrainVae
+from gputrain.vae.dataset import CropDataset, Pictures, decoding_seconds
+from gputrain.vae.evaluate import HeldOutPictures
+from gputrain.vae.linear_start import LinearCode, fit_code, signals_of, write_code
+from gputrain.vae.losses import PUBLISHED_FILES, Lpips, load_lpips
+from gputrain.vae.model import AutoencoderKL
+from gputrain.vae.pictures import UnusablePicture, has_transparency
+from gputrain.vae.pretrained import Pretrained, load_pretrained
+from gputrain.vae.recipe import VaeRecipe
+from gputrain.vae.weights import named_files
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-SLOW_SECONDS = 5.0  # Time of looking at pictures that were not prepared, from which on preparing them is proposed.
+MOST_LEFT_OUT = 0.2  # Share of small pictures up to which leaving them out is proposed.
+NAMED = 10  # Files left out that are named one by one.
+LOOKED_AT = 50  # Pictures whose transparency is looked at before training.
 
 
-# --------------------------------------------------------------------------------------------------- folders
+@dataclass
+class VaeData(TrainingData[TrainVae]):
+    """The pictures of a training."""
 
+    pictures: Pictures
+    pretrained: Pretrained | None = None  # What the training begins with, until it begins.
 
-@dataclass(frozen=True)
-class Picture:
-    """A readable picture. `fingerprint` is that of the original file, so the split is the same after preparation."""
-
-    path: Path
-    width: int
-    height: int
-    fingerprint: str
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """The pictures of folders, sorted by path in each. `shared`: all of a folder have the same content, which serves
-    for training and evaluation."""
-
-    split: FolderItems[Picture]
-    refused: list[RefusedItem]
-
-    @property
-    def train(self) -> list[Picture]:
-        return self.split.parts.train
-
-    @property
-    def held_out(self) -> list[Picture]:
-        return self.split.parts.held_out
-
-    @property
-    def shared(self) -> bool:
-        return self.split.parts.shared
-
-    @property
-    def mixture(self) -> Mixture:
-        return self.split.mixture()
-
-    @property
-    def of_epoch(self) -> list[Picture]:
-        """The training pictures of the first epoch, which has those of a folder by its weight."""
-        return self.train if self.mixture.is_plain else [self.train[item] for item in self.mixture.items(0)]
-
-
-def open_pictures(
-    given: GivenFolders,
-    *,
-    held_out_share: float = HELD_OUT_SHARE,
-    unpack_at: Path | None = None,
-    exclude: Sequence[str] = (),
-) -> Pictures:
-    """Opens prepared folders by their manifests, or any folder trees by reading every header, and splits them. What is
-    no folder of files, such as a parquet file, is unpacked under `unpack_at`; default: a temporary folder.
-
-    Raises UserError if a folder is missing, empty, half prepared, or holds no readable picture.
-    """
-    folders = data_folders(given)
-    found, refused = [], []
-    for folder in folders:
-        source = open_source(folder.path, "image", unpack_at)
-        if source.unpacked and unpack_at:
-            log.info(
-                "%s: unpacked in %s, which the run needs; prepared pictures need no such copy: gputrain prepare-data "
-                "--input-dir %s --output-dir PREPARED", folder.path, source.unpacked, folder.path,
-            )  # fmt: skip
-        pictures, rejected = _pictures_in(source.folder, exclude)
-        rejected = [*rejected, *source.refused]
-        found.append(pictures)
-        several = len(folders) > 1
-        refused += [replace(one, path=str(folder.path / one.path)) if several else one for one in rejected]
-    keys = [attrgetter("fingerprint")] * len(folders)
-    return Pictures(split_folders(folders, found, held_out_share, keys), refused)
-
-
-def is_prepared(folder: Path) -> bool:
-    """Returns True if a folder has the manifest of a preparation, and not one of another program by the same name."""
-    return (folder / MANIFEST).is_file() and ((folder / JOURNAL).is_file() or "vae" in prepared_for(folder))
-
-
-def _pictures_in(folder: Path, exclude: Sequence[str]) -> tuple[list[Picture], list[RefusedItem]]:
-    """Returns the readable pictures of a folder, and those that are refused."""
-    refused: list[RefusedItem] = []
-    refuse_other_data(folder, "vae")
-    if is_prepared(folder):
-        refuse_exclude(folder, exclude)
-        rows = read_rows(folder / MANIFEST, ("path", "width", "height", "bytes", "fingerprint"))
-        if not all(map(_is_whole, rows)):
-            raise unreadable(folder / MANIFEST, "run gputrain prepare-data again to rebuild it")
-        found = _in_threads(partial(_from_manifest, folder), rows)
-    elif (folder / JOURNAL).is_file():
-        raise UserError(f"{folder}: its preparation was not finished", hint="run gputrain prepare-data again")
-    else:
-        tree, began = scan_pictures(folder, exclude), time.monotonic()
-        refused += tree.refused
-        found = _in_threads(partial(_from_file, folder), tree.sources)
-        if (took := time.monotonic() - began) > SLOW_SECONDS:
-            log.info(
-                "%s: looking at %d pictures took %.0f s, as it will at each start, but for prepared ones: "
-                "gputrain prepare-data --input-dir %s --output-dir PREPARED", folder, len(found), took, folder,
-            )  # fmt: skip
-    pictures = [one for one in found if isinstance(one, Picture)]
-    refused += [one for one in found if isinstance(one, RefusedItem)]
-    if not pictures:
-        first = f"; {refused[0].path}: {refused[0].detail}" if refused else ""
-        raise UserError(
-            f"{folder}: no readable picture among {len(refused)} files{first}",
-            hint="gputrain validate names each and its fault",
-        )
-    return pictures, refused
-
-
-def _in_threads(look: Callable[[T], Picture | RefusedItem], items: Sequence[T]) -> list[Picture | RefusedItem]:
-    with warnings.catch_warnings(), ThreadPoolExecutor(min(32, 4 * usable_cores())) as pool:
-        warnings.simplefilter("ignore")  # catch_warnings also undoes the threads' changes of the filters.
-        return list(pool.map(look, items))
-
-
-def _is_whole(row: dict[str, Any]) -> bool:
-    """Returns True if all values of a row of the manifest are of the right kind."""
-    sizes = [row[name] for name in ("width", "height", "bytes")]
-    is_path = isinstance(row["path"], str) and "\0" not in row["path"]
-    return is_path and is_fingerprint(row["fingerprint"]) and all(type(size) is int and size > 0 for size in sizes)
-
-
-def _from_manifest(folder: Path, row: dict[str, Any]) -> Picture | RefusedItem:
-    path = folder / row["path"]
-    status = result_or_refusal(row["path"], path.stat)
-    if isinstance(status, RefusedItem):
-        return status
-    if status.st_size != row["bytes"]:
-        return RefusedItem(row["path"], "broken", "not the file that the manifest describes")
-    return Picture(path, row["width"], row["height"], row["fingerprint"])
-
-
-def _from_file(folder: Path, source: SourceFile) -> Picture | RefusedItem:
-    def look() -> Picture:
-        path = folder / source.path
-        header = read_header(path, PictureLimits())
-        return Picture(path, header.width, header.height, fingerprint(path))
-
-    return result_or_refusal(source.path, look)
-
-
-# ------------------------------------------------------------------------------------------------- training
-
-
-Part = Callable[..., Image.Image]  # It takes `crop`, as `read_picture` does.
-
-
-@dataclass(frozen=True)
-class CropDataset:
-    """Random square crops at native resolution: a data set for `gputrain.engine.data.loader`.
-
-    Position and mirroring of a crop are functions of (seed, epoch, item). If the smaller side of a picture is below
-    `image_size`, a crop of that side is enlarged.
-    """
-
-    pictures: Sequence[Picture]
-    image_size: int
-    seed: int
-    horizontal_flip: bool
-    channels: int = 3
-    in_memory: bool = False  # Each process keeps its decoded pictures; the crops are the same.
-    _decoded: dict[Path, Decoded] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def item_bytes(self) -> int:
-        return self.channels * self.image_size**2
-
-    @property
-    def decoded_gb(self) -> float:
-        """GB of RAM that all decoded pictures take."""
-        return sum(self.channels * picture.width * picture.height for picture in self.pictures) / 1e9
+    sizes = None
 
     def __len__(self) -> int:
-        return len(self.pictures)
+        return len(self.pictures.mixture)
 
-    def __getitem__(self, sample: Sample) -> "torch.Tensor":
-        """Returns the crop of a sample: uint8, CHW, H = W = image_size.
+    def digests(self) -> dict[str, Any]:
+        facts, pictures = attrgetter("fingerprint", "width", "height"), self.pictures
+        return digests(training=list(map(facts, pictures.train)), held_out=list(map(facts, pictures.held_out)))
 
-        A picture that has become unreadable is replaced by the next readable one, with a DataWarning. Raises
-        UserError if none is readable.
-        """
-        epoch, item = sample
-        x, y, coin = item_rng(self.seed, epoch, item).random(3).tolist()
-        for step in range(len(self.pictures)):
-            path = self.pictures[(item + step) % len(self.pictures)].path
-            try:
-                image = _square(self._part(path), self.image_size, x, y)
-            except UnusablePicture as refused:
-                warnings.warn(f"{refused}; replaced by the next picture", DataWarning, stacklevel=2)
-                continue
-            if self.horizontal_flip and coin < 0.5:
-                image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-            return image_tensor(image)
-        raise UserError(
-            f"none of the {len(self.pictures)} training pictures can be read any more",
-            hint="see whether their folder is still in place; gputrain validate names each fault",
+    def begin(self, settings: TrainVae, run: Run, runtime: Runtime) -> TrainingStart[TrainVae]:
+        check_same(run, "image_channels", settings.data.image_channels)
+        check_same(run, "train_part", settings.model.train_part)
+        log_training(settings, runtime, self.pictures)
+        if settings.losses.uses_lpips:  # What is missing is said before the training is planned.
+            named_files(settings.losses.lpips_weights, PUBLISHED_FILES)
+        if settings.model.init_from and run.resumed is None:
+            model = settings.model
+            self.pretrained = load_pretrained(settings.model.init_from, settings.architecture, model.train_part)
+            log_start(settings.model.init_from)
+        facts = run.resumed["facts"] if run.resumed else {}
+        return TrainingStart(settings, self.digests(), facts, settings.stages)
+
+    def stage(self, settings: TrainVae, position: str) -> StageData:
+        if position:
+            log.info(
+                "%s: %d px, %d images a step", position, settings.data.image_size, settings.schedule.global_batch_size
+            )
+        warn_of_small_pictures(self.pictures, settings.data.image_size)
+        crops = self.crops(settings, in_memory=False)
+        return StageData(
+            partial(decoding_seconds, crops), decoded_gb=crops.decoded_gb, keep_decoded=settings.data.data_in_memory
         )
 
-    def _part(self, path: Path) -> Part:
-        """Returns a function that crops a picture, from its file or from memory."""
-        if not self.in_memory:
-            return partial(read_picture, path, channels=self.channels)
-        if path not in self._decoded:
-            self._decoded[path] = decode(path, channels=self.channels)
-        return self._decoded[path].part
+    def training(self, settings: TrainVae, run: Run, runtime: Runtime) -> StageTraining:
+        recipe, kept = self.recipe(settings, runtime), runtime.plan.data_in_memory
+        in_memory = bool(kept.value if kept else settings.data.data_in_memory)
+        source: BatchSource = self.pictures.mixture.of(self.crops(settings, in_memory=in_memory))
+        if run.resumed is None and self.pretrained:
+            facts = self.start_pretrained(recipe, self.pretrained, run.group)
+            self.pretrained = None
+            return StageTraining(recipe, source, starts_pretrained=True, facts=facts)
+        if run.resumed is None and settings.model.start == "linear":
+            start_linear(recipe, run.group, self.pictures)
+        return StageTraining(recipe, source)
+
+    def crops(self, settings: TrainVae, *, in_memory: bool) -> CropDataset:
+        data, seed, train = settings.data, settings.schedule.seed, self.pictures.train
+        return CropDataset(train, data.image_size, seed, data.horizontal_flip, data.image_channels, in_memory=in_memory)
+
+    def recipe(self, settings: TrainVae, runtime: Runtime) -> VaeRecipe:
+        """Returns the recipe with random weights. Raises UserError if a file that it needs is unreadable."""
+        losses, lpips = settings.losses, None
+        if losses.uses_lpips:
+            lpips = load_lpips(named_files(losses.lpips_weights, PUBLISHED_FILES))
+        held_out = HeldOutPictures(settings.data, self.pictures.held_out)
+        return VaeRecipe(settings, runtime, held_out, lpips, partial(item_flops, settings))
+
+    def start_pretrained(self, recipe: VaeRecipe, pretrained: Pretrained, group: RankGroup) -> dict[str, Any]:
+        """Loads the weights to begin with. Returns what inference needs to know of the latents."""
+        weights, train_part = pretrained.weights, recipe.settings.model.train_part
+        latents = replace(pretrained.latents, encoder_trained=train_part == "all")
+        if train_part == "decoder":  # The decoder may be a new one.
+            weights = {**recipe.autoencoder.state_dict(), **weights}
+        recipe.start_from(weights)
+        return latents.facts()
 
 
-def decoding_seconds(dataset: CropDataset, samples: int = 5) -> float:
-    """Returns the decoding time of a crop: the median over `samples` pictures."""
-    took = []
-    for place in range(samples):
-        began = time.perf_counter()
-        dataset[Sample(0, round(place * (len(dataset) - 1) / (samples - 1)))]
-        took.append(time.perf_counter() - began)
-    return statistics.median(took)
+def check_same(run: Run, name: str, value: object) -> None:
+    """Raises UserError if a resumed run would have another value of an option that its weights depend on."""
+    before = run.resumed["config"].get(name) if run.resumed else value
+    if before != value:
+        raise UserError(
+            f"the checkpoint was trained with {name} {before}, and this run has {value}",
+            hint=f"--{name.replace('_', '-')} {before}, or begin a new run",
+        )
 
 
-def centre_crop(path: Path, image_size: int, channels: int = 3) -> "torch.Tensor":
-    """Returns the centre crop of a picture for evaluation: uint8, CHW, H = W = image_size. Raises UserError."""
-    return image_tensor(_square(partial(read_picture, path, channels=channels), image_size, 0.5, 0.5))
+def warn_of_small_pictures(pictures: Pictures, image_size: int) -> None:
+    """Warn if pictures have to be enlarged to the size of a crop, as a model learns their blur."""
+    sides = [min(one.width, one.height) for one in (*pictures.train, *pictures.held_out)]
+    small = [side for side in sides if side < image_size]
+    if not small:
+        return
+    remedy = f"--image-size {max(16, min(small) // 16 * 16)} takes them as they are"
+    if len(small) <= MOST_LEFT_OUT * len(sides):
+        remedy += f", and prepare-data --min-size {image_size} leaves them out"
+    else:
+        remedy += f", and prepare-data --target-size {image_size} keeps larger sources larger"
+    are = "is" if len(small) == 1 else "are"
+    log.warning(
+        "%d of %s %s smaller than a crop of %d pixels (the smallest has %d) and %s enlarged: the model learns "
+        "the blur; %s", len(small), counted(len(sides), "picture"), are, image_size, min(small), are, remedy,
+    )  # fmt: skip
 
 
-def _square(part: Part, size: int, x: float, y: float) -> Image.Image:
-    """Returns a crop of size x size; x and y in [0, 1) are its relative positions from the left and the top."""
-
-    def box(width: int, height: int) -> Box:
-        side = min(size, width, height)
-        left, top = int(x * (width - side + 1)), int(y * (height - side + 1))
-        return left, top, left + side, top + side
-
-    image = part(crop=box)
-    return image if image.width == size else image.resize((size, size), Image.Resampling.LANCZOS)
-
-
-def image_tensor(image: Image.Image) -> "torch.Tensor":
-    """Returns a picture as uint8, CHW. Where it is fully transparent, its colour becomes white: the colours that files
-    hide there are meaningless, and a model would spend its latents on them."""
-    import torch
-
-    levels = np.asarray(image)
-    if levels.ndim == 2:
-        return torch.from_numpy(levels[None].copy())
-    levels_CHW = levels.transpose(2, 0, 1).copy()
-    if len(levels_CHW) == 4:
-        levels_CHW[:3, levels_CHW[3] == 0] = 255
-    return torch.from_numpy(levels_CHW)
+def warn_of_opaque_pictures(image_channels: int, pictures: Pictures) -> None:
+    """Warn if pictures are to be trained with transparency, and none of a few has any."""
+    if image_channels != 4:
+        return
+    count = min(LOOKED_AT, len(pictures.train))
+    chosen = [pictures.train[number * len(pictures.train) // count] for number in range(count)]
+    with contextlib.suppress(UnusablePicture):
+        if not any(has_transparency(picture.path) for picture in chosen):
+            log.warning(
+                "image_channels is 4, and none of %d pictures has transparency: prepare the data with "
+                "--image-channels 4 if their sources have it, or train with 3", count,
+            )  # fmt: skip
 
 
-def as_rgb(images_BCHW: "torch.Tensor") -> "torch.Tensor":
-    """Returns pictures in [-1, 1] with three channels, for networks that know no others: gray is repeated, colours with
-    transparency are composited over white. Differentiable."""
-    if images_BCHW.shape[1] == 1:
-        return images_BCHW.expand(-1, 3, -1, -1)
-    if images_BCHW.shape[1] == 4:
-        opacity_B1HW = 0.5 * images_BCHW[:, 3:] + 0.5
-        return images_BCHW[:, :3] * opacity_B1HW + (1 - opacity_B1HW)
-    return images_BCHW
+def start_linear(recipe: VaeRecipe, group: RankGroup, pictures: Pictures) -> None:
+    """Starts the autoencoder as a linear code of the pictures, if its architecture has a place for one."""
+    architecture, seed = recipe.settings.architecture, recipe.settings.schedule.seed
+    signals = signals_of(architecture)
+    if not signals:
+        log.info("the start is random: the norms of these channels have no place for a linear code")
+        return
+    code = LinearCode(signals, architecture.in_channels)
+    code.load_state_dict(group.from_leader(lambda: fit_code(pictures.of_epoch, architecture, seed).state_dict()))
+    torch.manual_seed(seed)
+    autoencoder = AutoencoderKL(architecture)
+    write_code(code, autoencoder)
+    recipe.start_from(autoencoder.state_dict())
 
 
-def to_unit(images_BCHW: "torch.Tensor") -> "torch.Tensor":
-    """Converts uint8 levels of any shape to float32 in [-1, 1], on their device."""
-    return images_BCHW.float() / 127.5 - 1.0
+def log_training(settings: TrainVae, runtime: Runtime, pictures: Pictures) -> None:
+    for refused in pictures.refused[:NAMED]:
+        log.warning("%s: %s; left out", refused.path, refused.detail)
+    if more := pictures.refused[NAMED:]:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in Counter(one.reason for one in more).most_common())
+        log.warning("%d more files are left out (%s); gputrain validate names each", len(more), reasons)
+    warn_of_few_held_out(pictures.split.parts, "picture", "a higher --held-out-share holds out more")
+    log.info("pictures for training: %d, held out: %d", len(pictures.train), len(pictures.held_out))
+    pictures.split.log_shares(pictures.mixture, "pictures")
+    warn_of_opaque_pictures(settings.data.image_channels, pictures)
+    sizes = ", ".join(f"{stage.data.image_size} px" for stage in settings.stages)
+    log.info("model: %s, %s; losses: %s", settings.model.preset, sizes, settings.losses.description)
 
 
-def to_u8(images_BCHW: "torch.Tensor") -> "torch.Tensor":
-    """Converts floats in [-1, 1] to uint8 levels, clamped and rounded to nearest (half to even): inverts `to_unit`."""
-    return ((images_BCHW.float().clamp(-1.0, 1.0) + 1.0) * 127.5).round().byte()
+# ------------------------------------------------------------------------------------------------ plans and benchmarks
+
+
+def plan_target(settings: TrainVae) -> PlanTarget:
+    """Returns the training at one size in the form that the memory planner takes."""
+
+    def build(runtime: Runtime, checkpointing: bool) -> VaeRecipe:
+        model = replace(settings.model, gradient_checkpointing=checkpointing)
+        lpips = Lpips.without_values() if settings.losses.uses_lpips else None
+        return VaeRecipe(replace(settings, model=model), runtime, lpips=lpips)
+
+    def load(items: int = settings.schedule.global_batch_size) -> torch.Tensor:
+        size = settings.data.image_size
+        return torch.zeros(items, settings.data.image_channels, size, size, dtype=torch.uint8)
+
+    return PlanTarget(build, load)
+
+
+def item_flops(settings: TrainVae, step: int) -> float:
+    """Returns the FLOPs of one picture in a step. Recomputation in memory-efficient layers is not counted."""
+    plain = replace(settings, model=replace(settings.model, recompute_norms=False))
+    return float(step_flops(plan_target(plain), step, items=1))
+
+
+def synthetic_recipe(settings: TrainVae, runtime: Runtime) -> VaeRecipe:
+    return VaeRecipe(settings, runtime, item_flops=partial(item_flops, settings))
+
+
+def synthetic_pictures(settings: TrainVae) -> torch.Tensor:
+    """Returns a batch of random levels as the data loader does."""
+    data = settings.data
+    shape = (settings.schedule.global_batch_size, data.image_channels, data.image_size, data.image_size)
+    return torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,20 +23,22 @@ from gputrain.data_in.mixture import GivenFolders, format_folders
 from gputrain.errors import UserError, first_line, require
 from gputrain.files import Progress, no_progress
 from gputrain.hw.plan import DeviceName
-from gputrain.hw.runtime import runtime_on
-from gputrain.samples import Sheet, SheetCell
+from gputrain.hw.runtime import Runtime, runtime_on
+from gputrain.samples import Report, Sheet, SheetCell
 from gputrain.vae import losses
 from gputrain.vae.architecture import PATCH
 from gputrain.vae.config import Data, PictureEvaluation
-from gputrain.vae.data import Picture, as_rgb, centre_crop, open_pictures, to_u8, to_unit
+from gputrain.vae.dataset import Picture, as_rgb, centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.latents import LatentScaling, PatchStatistics
 from gputrain.vae.model import AutoencoderKL, Moments
-from gputrain.vae.pictures import FLAT, UnusablePicture
+from gputrain.vae.pictures import UnusablePicture
 from gputrain.vae.pretrained import load_model
 from gputrain.vae.weights import how_to_fetch, named_files, read_published
 
 log = logging.getLogger(__name__)
 
+SAMPLES = 8  # Pictures on a sheet of samples.
+EVALUATED = 64  # Maximum number of pictures evaluated during training.
 CHEQUER = 8  # Pixels a side of a square of the ground behind transparent pictures.
 SHOWN_SIDE = 256  # Pixels a side of a picture on a sheet, if it is smaller.
 PIXELS_AT_ONCE = 1 << 20  # Pixels whose differences are in memory.
@@ -262,24 +264,46 @@ def evaluate_pictures(
 
 
 def readable_crops(pictures: Sequence[Picture], image_size: int, channels: int) -> Iterator[Tensor]:
-    """Yields centre crops (uint8, CHW) of the readable pictures; logs a warning for each of the others, and one for
-    those of one colour."""
-    flat, count = 0, 0
+    """Yields centre crops (uint8, CHW) of the readable pictures; logs a warning for each of the others."""
     for picture in pictures:
         try:
-            crop_CHW = centre_crop(picture.path, image_size, channels)
+            yield centre_crop(picture.path, image_size, channels)
         except UnusablePicture as refused:
             log.warning("%s; left out", refused)
-            continue
-        count += 1
-        flat += int((crop_CHW.amax(dim=(1, 2)).int() - crop_CHW.amin(dim=(1, 2)).int()).max()) <= FLAT
-        yield crop_CHW
-    if flat:
-        log.warning(
-            "a single colour, which any model reconstructs, in %d of %d centre crops of %d pixels: averages over them "
-            "say less, and are higher; gputrain prepare-data leaves out pictures that are of one colour as a whole",
-            flat, count, image_size,
-        )  # fmt: skip
+
+
+class HeldOutPictures:
+    """The pictures by which a training is evaluated and shown. Each is decoded once: metrics stay comparable, and
+    pictures that disappear later cause no error."""
+
+    def __init__(self, data: Data, pictures: Sequence[Picture]) -> None:
+        """Raises UserError if a picture that the user chose for the samples is unreadable: now, instead of in the
+        middle of the training."""
+        self.data, self.pictures = data, pictures
+        self.chosen = [centre_crop(path, data.image_size, data.image_channels) for path in data.sample_pictures]
+
+    @cached_property
+    def crops(self) -> list[Tensor]:
+        return list(readable_crops(self.pictures[:EVALUATED], self.data.image_size, self.data.image_channels))
+
+    @torch.no_grad()
+    def sample(self, model: AutoencoderKL, runtime: Runtime) -> Report:
+        """Returns a sheet of crops, held-out or the user's, and their reconstructions."""
+        crops = self.chosen or self.crops[:SAMPLES]
+        if not crops:
+            return Report()
+        with runtime.autocast():
+            made = [
+                to_u8(model.decode(model.encode(to_unit(crop[None].to(runtime.device))).mean_BLhw))[0].cpu()
+                for crop in crops
+            ]
+        title = "own pictures" if self.chosen else "held-out pictures"
+        return Report(pictures={"reconstructions": reconstruction_sheet(crops, made, title=title)})
+
+    def evaluate(self, model: AutoencoderKL, runtime: Runtime) -> Report:
+        with runtime.autocast():
+            figures = reconstruction_figures(model, self.crops, runtime.device)
+        return Report({**figures.scalars, "score": figures.scalars["psnr_db"]})
 
 
 # ---------------------------------------------------------------------------------------------------------------- rFID

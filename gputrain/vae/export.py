@@ -16,7 +16,7 @@ from gputrain.hw.plan import DeviceName
 from gputrain.hw.runtime import runtime_on
 from gputrain.kinds import Exported
 from gputrain.vae.architecture import PRESETS, VaeArchitecture
-from gputrain.vae.data import open_pictures
+from gputrain.vae.dataset import open_pictures
 from gputrain.vae.diffusers_folder import (
     CONFIG,
     WEIGHTS,

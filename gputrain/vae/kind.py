@@ -1,5 +1,11 @@
-"""The image VAE as the commands know it. Imports no torch by itself."""
+"""The image VAE as the commands know it, and what is planned, measured and trained of it. Imports no torch until one of
+its functions is called.
+"""
 
+from __future__ import annotations
+
+import math
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -7,11 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from gputrain import kinds
 from gputrain.config import leaves
+from gputrain.errors import UserError
+from gputrain.planner.kind_work import CUDA_GRAPHS, SWITCHES, KindWork, PlannedTraining, SyntheticWork
+from gputrain.vae.architecture import VaePreset
 from gputrain.vae.config import (
     PUBLISHED,
     BenchVae,
     PictureEvaluation,
     PictureLimits,
+    PlannedData,
     PlanVae,
     Reconstruct,
     TrainVae,
@@ -19,6 +29,9 @@ from gputrain.vae.config import (
 )
 
 if TYPE_CHECKING:
+    from gputrain.planner.kind_work import PlanTarget
+    from gputrain.planner.memory.fit import Fit, MemoryBudget
+    from gputrain.vae.data import VaeData
     from gputrain.vae.prepare import ImageReport
 
 
@@ -46,7 +59,7 @@ def validate_pictures(settings: Any) -> kinds.DataWork:
     return kinds.DataWork(validate_images, settings.pictures, picture_figures)
 
 
-def picture_figures(report: "ImageReport") -> dict[str, object]:
+def picture_figures(report: ImageReport) -> dict[str, object]:
     from gputrain.data_in.preparation import format_range
 
     figures: dict[str, object] = {
@@ -63,6 +76,96 @@ def picture_figures(report: "ImageReport") -> dict[str, object]:
         odd = {name: len(paths) for name, paths in vars(report.manifest).items() if paths}
         figures["manifest"] = ", ".join(f"{count} {name}" for name, count in odd.items()) or "agrees with the files"
     return figures
+
+
+# --------------------------------------------------------------------------------- planning, benchmarks and training
+
+UNPACKED = "unpacked"  # Folder of a run for the pictures of archives and tables that it trains on.
+SIZE_STEP = 64  # Pixels between the image sizes that are proposed.
+SMALL_PRESETS: tuple[VaePreset, ...] = ("lite", "fast")
+
+
+class VaeWork(KindWork[TrainVae]):
+    """The work of planning, measuring and training an image VAE."""
+
+    kind, item = "vae", "picture"
+    switches = (
+        ("fp32", {"recompute_norms": False}, ""),
+        *SWITCHES[1:],
+        ("+ recompute norms", {"recompute_norms": True}, ""),
+        CUDA_GRAPHS,
+    )
+
+    def completed(self, settings: TrainVae) -> TrainVae:
+        if settings.hardware.plan_file and len(settings.stages) > 1:
+            raise UserError("plan_file and resolution_schedule contradict each other", hint="a plan is for one size")
+        return settings
+
+    def open_data(self, settings: TrainVae) -> VaeData:
+        from gputrain.vae.data import VaeData
+        from gputrain.vae.dataset import open_pictures
+
+        data, run = settings.data, settings.saving.output_dir
+        unpack_at = None if isinstance(settings, PlanVae) else run / UNPACKED
+        return VaeData(
+            open_pictures(data.data_path, held_out_share=data.held_out_share, unpack_at=unpack_at, exclude=data.exclude)
+        )
+
+    def target(self, settings: TrainVae) -> PlanTarget:
+        from gputrain.vae.data import plan_target
+
+        return plan_target(settings)
+
+    def fallbacks(self, settings: TrainVae, budget: MemoryBudget, found: Fit) -> dict[str, TrainVae]:
+        model = settings.model
+        own_widths = replace(model, channels=(), decoder_channels=())
+        return {
+            **super().fallbacks(settings, budget, found),
+            "--recompute-norms": replace(settings, model=replace(model, recompute_norms=True)),
+            **{
+                f"--image-size {size}": replace(settings, data=replace(settings.data, image_size=size))
+                for size in smaller_sizes(settings, budget, found)
+            },
+            **{
+                f"--preset {preset}": replace(settings, model=replace(own_widths, preset=preset))
+                for preset in SMALL_PRESETS
+                if model.train_part == "all"  # The encoder of others is given.
+            },
+        }
+
+    def begins(self, settings: TrainVae) -> dict[str, int]:
+        losses = settings.losses
+        late = losses.discriminator_start + losses.discriminator_warmup_steps
+        what = "the adversarial loss (discriminator_start + discriminator_warmup_steps)"
+        return {what: late} if losses.adversarial_weight else {}
+
+    def planned(self, settings: PlanVae) -> PlannedTraining:
+        stages = [
+            (stage, {"image_size": stage.data.image_size, "batch_size": stage.schedule.global_batch_size})
+            for stage in settings.stages
+        ]
+        named = settings.data.data_path != PlannedData.data_path
+        return PlannedTraining(self, stages, len(self.open_data(settings)) if named else None)
+
+    def synthetic(self, settings: TrainVae, **options: Any) -> SyntheticWork:
+        from gputrain.vae.data import synthetic_pictures, synthetic_recipe
+
+        return SyntheticWork(
+            title=f"{settings.model.preset}, {settings.data.image_size} px, {settings.schedule.batch_size} pictures",
+            recipe=partial(synthetic_recipe, settings),
+            batch=partial(synthetic_pictures, settings),
+        )
+
+
+def smaller_sizes(settings: TrainVae, budget: MemoryBudget, found: Fit) -> list[int]:
+    """Returns three image sizes, the largest first. Activations and workspace grow at least in proportion to the
+    area."""
+    grows = {"activations", "workspace", "cached"}
+    growing_gb = sum(gb for kind, gb in found.parts.items() if kind in grows) / found.micro_batch_size
+    left_gb = budget.budget_gb / budget.margin - sum(gb for kind, gb in found.parts.items() if kind not in grows)
+    step = math.lcm(SIZE_STEP, settings.architecture.multiple)
+    largest = int(settings.data.image_size * max(0.0, left_gb / growing_gb) ** 0.5) // step * step
+    return [size for size in (largest, largest - step, largest - 2 * step) if size > 0]
 
 
 # -------------------------------------------------------------------------------------------------- trained models
@@ -167,7 +270,7 @@ KIND = kinds.ModelKind(
     train=TrainVae,
     plan=PlanVae,
     bench=BenchVae,
-    work=kinds.imported("gputrain.vae.work:VaeWork"),
+    work=VaeWork,
     data="pictures",
     media="image",
     prepared={

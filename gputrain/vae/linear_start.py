@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from gputrain.engine.data import Sample
 from gputrain.formatting import counted
 from gputrain.vae.architecture import VaeArchitecture
-from gputrain.vae.data import CropDataset, Picture, to_unit
+from gputrain.vae.dataset import CropDataset, Picture, to_unit
 from gputrain.vae.model import Attention, AutoencoderKL, Downsample, ResnetBlock, Upsample
 
 log = logging.getLogger(__name__)

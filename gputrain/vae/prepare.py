@@ -48,7 +48,7 @@ from gputrain.errors import UserError
 from gputrain.files import Progress, no_progress, read_rows, write_rows, writing
 from gputrain.serialization import unreadable
 from gputrain.vae.config import PictureFormat, PictureLimits, VaePrepareConfig
-from gputrain.vae.data import is_prepared
+from gputrain.vae.dataset import is_prepared
 from gputrain.vae.pictures import (
     JOURNAL,
     Box,

@@ -17,7 +17,7 @@ from torch import Tensor
 from gputrain.errors import UserError
 from gputrain.hw.runtime import runtime_on
 from gputrain.vae.config import Reconstruct
-from gputrain.vae.data import image_tensor, to_u8, to_unit
+from gputrain.vae.dataset import image_tensor, to_u8, to_unit
 from gputrain.vae.evaluate import picture_psnr_db, reconstruction_sheet
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pictures import UnusablePicture, read_picture, scan_pictures

@@ -28,7 +28,7 @@ from gputrain.tts.config import BenchTts, TrainTts
 from gputrain.tts.data import size_of, synthetic_batch
 from gputrain.tts.kind import TtsWork
 from gputrain.vae.config import BenchVae, TrainVae
-from gputrain.vae.work import VaeWork
+from gputrain.vae.kind import VaeWork
 from gputrain.vocoder.config import BenchVocoder, TrainVocoder
 from gputrain.vocoder.data import synthetic_crops
 from gputrain.vocoder.kind import VocoderWork

@@ -20,7 +20,7 @@ from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 from gputrain.asr import data as asr_data  # noqa: F401 (every process would import it)
 from gputrain.cli import app
 from gputrain.tts import data as tts_data  # noqa: F401
-from gputrain.vae import work as vae_work  # noqa: F401
+from gputrain.vae import data as vae_data  # noqa: F401
 from gputrain.vocoder import data as vocoder_data  # noqa: F401
 from tests.asr import test_train as recognisers
 from tests.asr.models import small_preset

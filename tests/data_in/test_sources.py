@@ -29,8 +29,9 @@ from gputrain.data_in.split import digests
 from gputrain.errors import UserError
 from gputrain.speech.buckets import open_speech
 from gputrain.vae.config import TrainVae
-from gputrain.vae.data import open_pictures
-from gputrain.vae.work import VaeData, VaeWork
+from gputrain.vae.data import VaeData
+from gputrain.vae.dataset import open_pictures
+from gputrain.vae.kind import VaeWork
 from gputrain.vocoder.store import open_sounds
 from tests.command import gputrain_here
 from tests.hub_server import hub  # noqa: F401

@@ -23,7 +23,7 @@ from tests.vocoder import test_recipe as vocoders
 def vae(runtime: Runtime) -> tuple[VaeRecipe, Callable[[int], Any]]:
     """A VAE with an adversary and uneven parts: 7 pictures on 2 and 4 ranks."""
     settings = assemble(TrainVae, {**vaes.SMALL, "batch_size": 7, "lecam_weight": 0.1})
-    recipe = VaeRecipe(settings, runtime, held_out=[])
+    recipe = VaeRecipe(settings, runtime)
     if runtime.ranks.index == 1:
         vaes.inject(recipe, "autoencoder", 6)
     return recipe, lambda step: vaes.crops(step, 7)[runtime.ranks.rows(7)]

@@ -37,7 +37,7 @@ def layers(card: str) -> None:
 def vae(card: str, **chosen: object) -> None:
     from gputrain.config import assemble
     from gputrain.vae.config import TrainVae
-    from gputrain.vae.recipe import plan_target
+    from gputrain.vae.data import plan_target
 
     chosen = {"preset": "fast", "image_size": 256, "batch_size": 4, "adversarial_weight": 0.5, **chosen}
     settings = assemble(TrainVae, {"data_path": ".", **chosen})
@@ -77,7 +77,7 @@ def voice(card: str, preset: str) -> None:
 CASES: dict[str, Callable[[str], None]] = {
     "layers": layers,
     "vae": vae,
-    "vae-plain": partial(vae, recompute_norms=False, discriminator_norm="spectral"),
+    "vae-plain": partial(vae, recompute_norms=False),
     "vocoder": partial(vocoder, precision="bf16"),
     "vocoder-mini": partial(vocoder, precision="tf32", mini_nsf=True, discriminators=["msd", "mpd", "mrd"]),
     "voice": partial(voice, preset="fast"),

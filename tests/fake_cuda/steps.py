@@ -47,7 +47,7 @@ def vae(**changes: Any) -> Build:
         settings = assemble(TrainVae, {**SMALL_VAE, **changes})
         lpips = Lpips.without_values() if settings.losses.uses_lpips else None
         loaded = torch.zeros(settings.schedule.global_batch_size, 3, 48, 48, dtype=torch.uint8)
-        return VaeRecipe(settings, runtime, [], lpips), loaded
+        return VaeRecipe(settings, runtime, lpips=lpips), loaded
 
     return build
 

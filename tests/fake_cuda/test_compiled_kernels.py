@@ -49,14 +49,14 @@ EXPECTED: dict[str, dict[str, Most]] = {
         "structural backward": Most(1, 19, 10),
         "structural forward": Most(1, 31, 10),
     },
-    # The same with plain layers, compiled block by block, and a discriminator with spectral norm.
+    # The same with plain layers, compiled block by block.
     "vae-plain": {
         "Downsample.forward backward": Most(3, 12, 3),
         "Downsample.forward forward": Most(3, 11, 3),
         "Head.forward backward": Most(2, 24, 2),
         "Head.forward forward": Most(2, 14, 2),
-        "PatchDiscriminator.forward backward": Most(2, 30, 10),
-        "PatchDiscriminator.forward forward": Most(2, 44, 10),
+        "PatchDiscriminator.forward backward": Most(2, 57, 10),
+        "PatchDiscriminator.forward forward": Most(2, 34, 10),
         "ResnetBlock.forward backward": Most(10, 228, 26),
         "ResnetBlock.forward forward": Most(10, 143, 26),
         "Upsample.forward backward": Most(3, 18, 3),

@@ -64,7 +64,7 @@ def test_the_vocoder_has_a_graph_of_gradients():
 @pytest.mark.slow
 def test_the_vae_has_two_graphs_that_share_a_pool():
     with fake_cuda() as card:
-        state, copies = trained(card, vae(adversarial_weight=0.5, discriminator_norm="spectral", lecam_weight=0.1), 5)
+        state, copies = trained(card, vae(adversarial_weight=0.5, lecam_weight=0.1), 5)
         assert card.graphs.log == [*2 * [*SIDE, CAPTURE, "end of capture", "replay"], "replay", "replay"]
         assert not copies.made
         assert [key.group for key in state.gradients.graphs] == ["autoencoder", "discriminator"]

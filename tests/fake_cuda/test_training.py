@@ -58,7 +58,7 @@ ADVERSARY = {"adversarial_weight": 0.5}
 # needs waves, lengths and labels.
 Case = tuple[Build, Hardware, int, int]
 QUICK: dict[str, Case] = {
-    "vae": (vae(**ADVERSARY, discriminator_norm="spectral", lecam_weight=0.1), EAGER, 4, 1),
+    "vae": (vae(**ADVERSARY, lecam_weight=0.1), EAGER, 4, 1),
     "vae, checkpointing, lpips, fp16": (
         vae(gradient_checkpointing=True, **LPIPS), Hardware(use_torch_compile=False, precision="fp16"), 4, 1
     ),

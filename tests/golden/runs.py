@@ -62,7 +62,7 @@ def vae() -> GoldenRun:
     settings = assemble(
         TrainVae,
         {**pictures.SMALL, **TRAINING, "batch_size": 4, "discriminator_start": 4, "discriminator_warmup_steps": 4,
-         "lecam_weight": 0.1, "discriminator_norm": "group", "learning_rate": 2e-4, "reconstruction_loss": "l2"},
+         "lecam_weight": 0.1, "learning_rate": 2e-4, "reconstruction_loss": "l2"},
     )  # fmt: skip
 
     def load(step: int) -> Tensor:
@@ -72,7 +72,7 @@ def vae() -> GoldenRun:
     def with_exact_noise(batch: Any, step: int) -> Any:
         return dataclasses.replace(batch, noise_BLhw=normal_like(f"latents {step}", batch.noise_BLhw))
 
-    return GoldenRun(VaeRecipe(settings, cpu_runtime(), held_out=[]), settings.schedule, load, with_exact_noise)
+    return GoldenRun(VaeRecipe(settings, cpu_runtime()), settings.schedule, load, with_exact_noise)
 
 
 def vocoder(**changes: Any) -> GoldenRun:

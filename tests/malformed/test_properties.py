@@ -27,7 +27,7 @@ from gputrain.speech.transcripts import read_transcripts
 from gputrain.tts.config import TrainTts
 from gputrain.tts.coqui import translate_coqui
 from gputrain.vae.config import TrainVae
-from gputrain.vae.data import open_pictures
+from gputrain.vae.dataset import open_pictures
 from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.openvpi import translate
 from gputrain.vocoder.store import VocoderStore

@@ -27,7 +27,7 @@ from gputrain.planner.time.roofline import StepCost, StepTotals
 from gputrain.tts.config import PlanTts
 from gputrain.tts.data import size_of
 from gputrain.tts.kind import TtsWork
-from gputrain.vae import work as vae
+from gputrain.vae import kind as vae
 from gputrain.vae.config import PlanVae
 from gputrain.vocoder import kind as vocoder
 from gputrain.vocoder.config import PlanVocoder

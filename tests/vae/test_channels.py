@@ -15,7 +15,8 @@ from gputrain.data_in.split import Split
 from gputrain.errors import UserError
 from gputrain.vae.architecture import VaeArchitecture, vae_architecture
 from gputrain.vae.config import PictureEvaluation, Reconstruct, TrainVae, VaePrepareConfig
-from gputrain.vae.data import as_rgb, centre_crop, open_pictures, to_u8, to_unit
+from gputrain.vae.data import plan_target, warn_of_opaque_pictures
+from gputrain.vae.dataset import as_rgb, centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.evaluate import evaluate_pictures, to_rgb
 from gputrain.vae.export import export_vae
 from gputrain.vae.linear_start import signals_of
@@ -23,9 +24,8 @@ from gputrain.vae.losses import PatchDiscriminator
 from gputrain.vae.pictures import read_picture
 from gputrain.vae.prepare import prepare_images
 from gputrain.vae.pretrained import load_model, options_for
-from gputrain.vae.recipe import VaeRecipe, plan_target
+from gputrain.vae.recipe import VaeRecipe
 from gputrain.vae.reconstruct import reconstruct_folder
-from gputrain.vae.work import warn_of_opaque_pictures
 from tests.command import ProgressSeen
 from tests.png import png
 from tests.tables import slow
@@ -130,9 +130,13 @@ class SeenPictures(torch.nn.Module):
 @pytest.mark.parametrize("channels", [1, 4])
 def test_lpips_sees_three_channels(channels):
     lpips = SeenPictures()
-    recipe = VaeRecipe(settings_of(image_channels=channels, adversarial_weight=0.0), cpu_runtime(), [], lpips)
+    recipe = VaeRecipe(
+        settings_of(image_channels=channels, adversarial_weight=0.0, perceptual_loss="lpips", lpips_weights=["unused"]),
+        cpu_runtime(),
+        lpips=lpips,
+    )
     loaded = torch.randint(256, (8, channels, 24, 24), dtype=torch.uint8)
-    terms = list(recipe._picture_terms(to_unit(loaded), to_unit(loaded), recipe.prepare(loaded, 0)))
+    terms = list(recipe.picture_terms(to_unit(loaded), to_unit(loaded), recipe.prepare(loaded, 0)))
     assert torch.equal(lpips.target_BCHW, as_rgb(to_unit(loaded)))
     assert terms[-1].name == "lpips"
 
@@ -155,7 +159,7 @@ def test_the_model_the_discriminator_and_the_plan_have_the_channels():
             assert signals_of(architecture)[-1] == min(16, architecture.latent_channels)
     settings = settings_of(image_channels=4)
     assert plan_target(settings).load(2).shape == (2, 4, 24, 24)
-    assert PatchDiscriminator("group", 16, 4)(torch.zeros(1, 4, 64, 64)).shape == (1, 1, 6, 6)
+    assert PatchDiscriminator(16, 4)(torch.zeros(1, 4, 64, 64)).shape == (1, 1, 6, 6)
     assert options_for(vae_architecture("fast", image_channels=1)) == "--preset fast --image-channels 1"
     assert options_for(VaeArchitecture((128, 256), 4, in_channels=3, out_channels=4)) == ""
 

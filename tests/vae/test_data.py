@@ -17,7 +17,7 @@ from gputrain.engine.data import DataWarning, Sample, Stream, loader
 from gputrain.errors import UserError
 from gputrain.files import write_rows
 from gputrain.vae.config import PictureLimits
-from gputrain.vae.data import CropDataset, Picture, centre_crop, open_pictures, to_u8, to_unit
+from gputrain.vae.dataset import CropDataset, Picture, centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.evaluate import readable_crops
 from gputrain.vae.pictures import (
     JOURNAL,

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gputrain.errors import UserError
-from gputrain.vae.data import centre_crop, open_pictures, to_unit
+from gputrain.vae.dataset import centre_crop, open_pictures, to_unit
 from gputrain.vae.diffusers_folder import CONFIG, WEIGHTS, save_diffusers
 from gputrain.vae.export import export_vae
 from gputrain.vae.latents import LatentScaling, family_of, nearest_family

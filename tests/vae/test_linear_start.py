@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gputrain.vae import linear_start
 from gputrain.vae.architecture import PRESETS, VaeArchitecture, vae_architecture
-from gputrain.vae.data import open_pictures, to_unit
+from gputrain.vae.dataset import open_pictures, to_unit
 from gputrain.vae.linear_start import (
     CONSTANT,
     LATENT_STD,

@@ -13,8 +13,8 @@ from gputrain.planner.memory.fit import BUDGET_SHARE, MARGIN
 from gputrain.planner.memory.predict import predict_step
 from gputrain.planner.model_planner import NCCL_GB, CardPlan, ModelPlanner, memory_budget, plan_cards, target_machines
 from gputrain.vae.config import PlanVae
-from gputrain.vae.recipe import item_flops, plan_target
-from gputrain.vae.work import VaeWork
+from gputrain.vae.data import item_flops, plan_target
+from gputrain.vae.kind import VaeWork
 from tests.command import gputrain_here
 from tests.tables import slow
 

@@ -25,7 +25,7 @@ from gputrain.data_in.split import MANIFEST, fingerprint
 from gputrain.errors import UserError
 from gputrain.files import read_rows
 from gputrain.vae.config import PictureLimits, VaePrepareConfig
-from gputrain.vae.data import open_pictures
+from gputrain.vae.dataset import open_pictures
 from gputrain.vae.kind import KIND
 from gputrain.vae.pictures import JOURNAL
 from gputrain.vae.prepare import Disagreement, VaePrepareReport, output_names, prepare_images, validate_images

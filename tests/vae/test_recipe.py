@@ -17,9 +17,11 @@ from gputrain.hw.probe import Machine
 from gputrain.hw.runtime import apply
 from gputrain.vae import recipe as vae
 from gputrain.vae.config import SMALLEST_DISCRIMINATED, TrainVae
-from gputrain.vae.data import open_pictures
+from gputrain.vae.data import item_flops
+from gputrain.vae.dataset import open_pictures
+from gputrain.vae.evaluate import HeldOutPictures
 from gputrain.vae.losses import Lpips, PatchDiscriminator
-from gputrain.vae.recipe import VaeRecipe, item_flops
+from gputrain.vae.recipe import VaeRecipe
 from tests.comparison import assert_same, largest_difference
 from tests.tables import each_row, slow
 from tests.toy import as_on_a_gpu, cpu_runtime, new_state, weights
@@ -52,7 +54,7 @@ def crops(step: int, count: int = 8) -> torch.Tensor:
 
 
 def weights_after(steps, tmp_path, *, lr=1e-4, fail=None, dtype=torch.float64, graphs=None, **changes):
-    recipe = VaeRecipe(settings_of(**changes), cpu_runtime(), held_out=[])
+    recipe = VaeRecipe(settings_of(**changes), cpu_runtime())
     for module in recipe.modules.values():
         module.to(dtype)
     if fail:
@@ -112,7 +114,7 @@ def test_accumulation_is_a_larger_batch(tmp_path):
 
 
 def terms_at(step, **changes):
-    recipe = VaeRecipe(settings_of(**changes), cpu_runtime(), held_out=[])
+    recipe = VaeRecipe(settings_of(**changes), cpu_runtime())
     batch = recipe.prepare(crops(0), step)
     seen = {}
     for group in recipe.step_groups:
@@ -145,12 +147,12 @@ def test_what_is_off_costs_nothing():
 )
 def test_the_average_of_good_weights_begins_with_many_steps(changes, least):
     settings = settings_of(**{"preset": "fast", "channels": [], **changes})
-    assert VaeRecipe(settings, cpu_runtime(), []).ema.least_decay == least
+    assert VaeRecipe(settings, cpu_runtime()).ema.least_decay == least
 
 
 def test_gradient_is_that_of_the_summed_loss():
     """Compares three graphs with chained gradients with a single backward pass."""
-    recipe = VaeRecipe(settings_of(kl_weight=0.1), cpu_runtime(), held_out=[])
+    recipe = VaeRecipe(settings_of(kl_weight=0.1), cpu_runtime())
     recipe.balance.weight.fill_(0.7)
     for module in recipe.modules.values():
         module.double()
@@ -175,16 +177,15 @@ def test_gradient_is_that_of_the_summed_loss():
         assert (carried[name] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm() + 1e-12, name
 
 
-@pytest.mark.parametrize("norm", ["group", "spectral"])
-def test_the_smallest_picture_of_the_discriminator(norm):
-    discriminator = PatchDiscriminator(norm, 16)
+def test_the_smallest_picture_of_the_discriminator():
+    discriminator = PatchDiscriminator(16)
     assert discriminator(torch.zeros(1, 3, SMALLEST_DISCRIMINATED, SMALLEST_DISCRIMINATED)).shape == (1, 1, 1, 1)
     with pytest.raises(RuntimeError, match="Kernel size"):
         discriminator(torch.zeros(1, 3, SMALLEST_DISCRIMINATED - 1, SMALLEST_DISCRIMINATED - 1))
 
 
 def test_discriminator_sees_this_steps_pictures():
-    recipe = VaeRecipe(settings_of(), cpu_runtime(), held_out=[])
+    recipe = VaeRecipe(settings_of(), cpu_runtime())
     batch = recipe.prepare(crops(0), 3)
     parts = recipe.split(batch, 3)
     for part in parts:
@@ -233,10 +234,10 @@ def test_bf16_learns_what_fp32_learns(tmp_path, channels_last):
     plan = decide(Machine(system="Linux", cpu_cores=2), Hardware(device="cpu", channels_last=channels_last))
     runtime = apply(as_on_a_gpu(plan, precision="bf16"))
     assert runtime.dtype == torch.bfloat16
-    start = VaeRecipe(settings_of(), cpu_runtime(), held_out=[]).autoencoder.state_dict()
+    start = VaeRecipe(settings_of(), cpu_runtime()).autoencoder.state_dict()
     moved = []
     for at, micro_batch in ((cpu_runtime(), 8), (runtime, 8), (runtime, 2)):
-        recipe = VaeRecipe(settings_of(micro_batch_size=micro_batch), at, held_out=[])
+        recipe = VaeRecipe(settings_of(micro_batch_size=micro_batch), at)
         state = new_state(recipe, tmp_path, at)
         for step in (2, 5, 6):
             scalars = update(state, recipe.prepare(crops(step), step), step, 1e-3)
@@ -253,7 +254,8 @@ def test_held_out_pictures_that_go_missing_end_no_run(photographs, tmp_path):
     for path in photographs.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     pictures = open_pictures(tmp_path, held_out_share=0.5).held_out
-    recipe = VaeRecipe(settings_of(adversarial_weight=0.0), cpu_runtime(), pictures)
+    settings = settings_of(adversarial_weight=0.0)
+    recipe = VaeRecipe(settings, cpu_runtime(), HeldOutPictures(settings.data, pictures))
     before = recipe.evaluate().scalars
     for path in tmp_path.iterdir():
         path.unlink()
@@ -284,7 +286,7 @@ def after_lpips(lpips, tmp_path, **changes):
         perceptual_loss="lpips", lpips_weights=["unused"], lpips_crop=32, image_size=40, reconstruction_weight=0.0,
         adversarial_weight=0.0, kl_weight=0.0, ema_decay=0.0, batch_size=4, **changes,
     )  # fmt: skip
-    recipe = VaeRecipe(settings, cpu_runtime(), [], lpips)
+    recipe = VaeRecipe(settings, cpu_runtime(), lpips=lpips)
     recipe.autoencoder.double()
     before = {name: tensor.clone() for name, tensor in recipe.autoencoder.state_dict().items()}
     state = new_state(recipe, tmp_path)
@@ -310,10 +312,10 @@ def test_lpips_teaches_and_does_not_depend_on_the_split(lpips, tmp_path):
 
 def test_lpips_looks_where_it_was_drawn_to(lpips):
     settings = settings_of(perceptual_loss="lpips", lpips_weights=["unused"], lpips_crop=32, image_size=40)
-    recipe = VaeRecipe(settings, cpu_runtime(), [], lpips)
+    recipe = VaeRecipe(settings, cpu_runtime(), lpips=lpips)
     batch = recipe.prepare(torch.nn.functional.interpolate(crops(0, 4).float(), size=40).byte(), 0)
     made, images = torch.rand(4, 3, 40, 40), vae.to_unit(batch.images_BCHW)
-    (term,) = (term for term in recipe._picture_terms(made, images, batch) if term.name == "lpips")
+    (term,) = (term for term in recipe.picture_terms(made, images, batch) if term.name == "lpips")
     places = list(zip(batch.top_B.tolist(), batch.left_B.tolist(), strict=True))
     parts = [
         torch.stack(
@@ -331,7 +333,7 @@ def moves(before, after):
 
 def test_lpips_looks_at_another_place_of_each_picture_in_each_step(lpips):
     settings = settings_of(perceptual_loss="lpips", lpips_weights=["unused"], lpips_crop=32, image_size=400)
-    recipe = VaeRecipe(settings, cpu_runtime(), [], lpips)
+    recipe = VaeRecipe(settings, cpu_runtime(), lpips=lpips)
     pictures = torch.zeros(4, 3, 400, 400, dtype=torch.uint8)
     places = [recipe.prepare(pictures, step) for step in (0, 1)]
     assert len({(int(top), int(left)) for b in places for top, left in zip(b.top_B, b.left_B, strict=True)}) == 8
@@ -365,11 +367,11 @@ def test_samples_show_the_user_s_own_pictures(tmp_path):
     paths = [tmp_path / f"{number}.png" for number in range(2)]
     for number, path in enumerate(paths):
         Image.new("RGB", (40, 60), (50 * number, 100, 200)).save(path)
-    recipe = VaeRecipe(settings_of(sample_pictures=[str(path) for path in paths]), cpu_runtime(), held_out=[])
-    assert [crop[:, 0, 0].tolist() for crop in recipe.sample_crops] == [[0, 100, 200], [50, 100, 200]]
-    sheet = recipe.sample().pictures["reconstructions"]
+    settings = settings_of(sample_pictures=[str(path) for path in paths])
+    held_out = HeldOutPictures(settings.data, [])
+    assert [crop[:, 0, 0].tolist() for crop in held_out.chosen] == [[0, 100, 200], [50, 100, 200]]
+    sheet = VaeRecipe(settings, cpu_runtime(), held_out).sample().pictures["reconstructions"]
     assert (sheet.title.split(",")[0], len(sheet.rows[0])) == ("own pictures", 2)
-    assert VaeRecipe(settings_of(), cpu_runtime(), held_out=[]).sample().pictures == {}
-    missing = VaeRecipe(settings_of(sample_pictures=[str(tmp_path / "gone.png")]), cpu_runtime(), held_out=[])
+    assert VaeRecipe(settings_of(), cpu_runtime()).sample().pictures == {}
     with pytest.raises(UserError, match=r"gone\.png"):
-        missing.sample_crops  # noqa: B018
+        HeldOutPictures(settings_of(sample_pictures=[str(tmp_path / "gone.png")]).data, [])

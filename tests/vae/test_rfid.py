@@ -15,7 +15,7 @@ from torch import Tensor
 from gputrain.errors import UserError
 from gputrain.vae.architecture import PRESETS
 from gputrain.vae.config import PictureEvaluation
-from gputrain.vae.data import centre_crop, open_pictures, to_u8, to_unit
+from gputrain.vae.dataset import centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.diffusers_folder import save_diffusers
 from gputrain.vae.evaluate import ReconstructionFid, evaluate_pictures, frechet_distance, reconstruction_figures
 from gputrain.vae.latents import LatentScaling

@@ -10,30 +10,29 @@ import signal
 from dataclasses import replace
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 from rich.console import Console
 
 from gputrain.config import assemble, leaves, read_file
-from gputrain.data_in.mixture import FolderItems, Mixture
-from gputrain.data_in.split import Split
+from gputrain.data_in.mixture import Mixture
 from gputrain.engine.data import Sample
 from gputrain.engine.run_folder import PlanFile
 from gputrain.errors import UserError
 from gputrain.fetch.hub import cache_folder
 from gputrain.kinds import kinds
 from gputrain.planner.memory import predict
-from gputrain.vae import architecture, recipe
+from gputrain.vae import architecture, data
 from gputrain.vae.config import TrainVae, parse_schedule
-from gputrain.vae.data import CropDataset, Picture, Pictures, open_pictures
+from gputrain.vae.data import log_training, warn_of_small_pictures
+from gputrain.vae.dataset import CropDataset, open_pictures
 from gputrain.vae.diffusers_folder import save_diffusers
+from gputrain.vae.kind import VaeWork
 from gputrain.vae.latents import LatentScaling
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pretrained import load_model
 from gputrain.vae.recipe import VaeRecipe
-from gputrain.vae.work import VaeWork, log_training, warn_of_flat_pictures, warn_of_small_pictures
 from tests.comparison import assert_same
 from tests.tables import each_row, slow
 from tests.toy import as_on_a_gpu, cpu_runtime
@@ -82,29 +81,6 @@ def test_many_files_that_are_left_out_are_named_in_part_and_counted(photographs,
     log_training(settings_of(), cpu_runtime(), open_pictures(tmp_path))
     assert sum("; left out" in message for message in caplog.messages) == 10
     assert "3 more files are left out (3 unsupported); gputrain validate names each" in caplog.messages
-
-
-def test_training_pictures_of_one_colour_are_said(tmp_path, caplog):
-    """White on transparency is one colour over white."""
-    white = np.full((400, 400, 4), 255, dtype=np.uint8)
-    white[:200, :, 3] = 0
-    Image.fromarray(white).save(tmp_path / "logo.png")
-    Image.linear_gradient("L").point(lambda level: level // 17).resize((400, 400)).save(tmp_path / "black.png")
-    for suffix in ("jpg", "png", "webp"):
-        Image.new("RGB", (400, 400), (1, 2, 3)).save(tmp_path / f"flat.{suffix}")
-    Image.linear_gradient("L").save(tmp_path / "gradient.png")
-    paths = sorted(tmp_path.iterdir())
-    train = [Picture(path, 400, 400, str(number)) for number, path in enumerate(paths)]
-    pictures = Pictures(FolderItems((), Split(train, [], shared=False), (len(train),)), [])
-    warn_of_flat_pictures(3, pictures)
-    (message,) = caplog.messages
-    assert (
-        ": 5 of 6 training pictures that were looked at: black.png; flat.jpg; flat.png; flat.webp; logo.png; gput"
-        in message
-    )
-    caplog.clear()
-    warn_of_flat_pictures(4, pictures)
-    assert ": 4 of 6 training pictures" in caplog.text
 
 
 def test_an_unreadable_sample_picture_is_refused_before_the_first_step(photographs, tmp_path):
@@ -327,12 +303,12 @@ def test_every_profile_is_a_configuration():
 
 @pytest.mark.slow
 def test_progress_shows_arithmetic_and_the_profiler_writes_its_pages(photographs, tmp_path, monkeypatch):
-    monkeypatch.setattr(recipe, "step_flops", predict.step_flops)
+    monkeypatch.setattr(data, "step_flops", predict.step_flops)
     run(tmp_path, photographs, num_epochs=4, max_steps=11, profile=True)
     row = rows(tmp_path)[-1]
     assert "speed/peak_share" not in row  # On a CPU, the rate of a product is no peak.
     tflops = row["speed/tflops"] * row["speed/seconds_per_step"]
-    assert tflops * 1e12 == pytest.approx(2 * recipe.item_flops(settings_of(adversarial_weight=0.0), 10), rel=1e-6)
+    assert tflops * 1e12 == pytest.approx(2 * data.item_flops(settings_of(adversarial_weight=0.0), 10), rel=1e-6)
     table = (tmp_path / "profile" / "table.txt").read_text()
     assert "convolution" in table
     trace = json.loads((tmp_path / "profile" / "trace.json").read_text())

@@ -11,7 +11,7 @@ from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gputrain.vae.architecture import VaeArchitecture
-from gputrain.vae.data import centre_crop, open_pictures, to_u8, to_unit
+from gputrain.vae.dataset import centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.evaluate import (
     LatentMoments,
     picture_psnr_db,
