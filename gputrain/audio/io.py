@@ -2,7 +2,6 @@
 
 import logging
 import math
-import mmap
 import os
 import re
 import shutil
@@ -17,10 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gputrain.data_in.containers import FFMPEG_SOUNDS
-from gputrain.data_in.preparation import hole_of_zeros
 from gputrain.errors import UserError
 from gputrain.files import FULL_SCALE
-from gputrain.formatting import format_number
 
 if TYPE_CHECKING:  # Packages that read sound are imported where they read: a training of prepared data needs none.
     import soundfile
@@ -31,26 +28,15 @@ Samples = npt.NDArray[np.float32]
 BLOCK = 1 << 20  # Samples of a file that are decoded at once.
 TRIM_WINDOW = 2048  # Samples over which power is averaged to detect silence.
 TRIM_HOP = 512
-# Subtypes of libsndfile whose samples may exceed full scale, or have another one: floating point, decoded sound, and
-# integers that hold shorter ones.
-UNSCALED = frozenset({"FLOAT", "DOUBLE", "PCM_32", "VORBIS", "OPUS", "MPEG_LAYER_I", "MPEG_LAYER_II", "MPEG_LAYER_III"})
+# Subtypes of libsndfile whose samples may exceed full scale: floating point, and decoded sound.
+UNSCALED = frozenset({"FLOAT", "DOUBLE", "VORBIS", "OPUS", "MPEG_LAYER_I", "MPEG_LAYER_II", "MPEG_LAYER_III"})
 LOUDEST = 16.0  # Highest peak, relative to full scale, of sound that is merely too loud: 24 dB.
-SCALES = {16: 2.0**15, 24: 2.0**23, 32: 2.0**31}  # Full scale of integers by their bits.
-QUIETEST = 2.0**-7  # Lowest peak, relative to the scale of integers, by which it is recognised: -42 dB.
-FEW_BEYOND = 0.001  # Share of the samples that exceed 1, below which they are errors and not of another scale.
 CANCELLED = 0.5  # A mix with less than this share of what it keeps of a single channel cancels channels.
-ALONE = 10.0  # Ratio of powers, 10 dB, above which one of two channels is heard alone.
-ALONE_SHARE = 0.05  # Share of the sound in which each of two channels is alone, if they are two speakers of a call.
-UNRELATED = 0.1  # Correlation of two channels below which they are not the same sound.
-CANCELLED_SHARE = 0.02  # Share of the sound in which channels cancel each other, above which they are not mixed.
 # What libsndfile notes of damage in Ogg, and of sound whose length in the header is not that in the file.
 DAMAGED_OGG = re.compile("Junk after the last page|reports a hole|Corrupted bitstream")
 CUT_WAV = re.compile(r"^ *(?:data|SSND|Data Size) *: (\d+) \(should be (\d+)\)", re.MULTILINE)
-# Heads of whole recordings; decoders do not read another one that was joined to it.
-HEADS = {"FLAC": (rb"fLaC\0\0\0\x22",), "MP3": (rb"Xing\0\0\0", rb"Info\0\0\0")}
 UNKNOWN_BYTES = 2**31 - 2**16  # From here on, a length in a header stands for one that was not known yet.
 LEAST_CUT = 0.03  # Seconds that may be missing at the end of a recording: a frame of MP3.
-JUMP = 256  # Lowest level, of 16 bits, from which sound does not fall to zero at once.
 LOAD_AGAIN = "copy or load it again, or leave it out"
 HOW_TO_CONVERT = "wav, flac, ogg and mp3 are supported; an installed ffmpeg also reads m4a, aac, webm, mp4 and others"
 
@@ -101,8 +87,8 @@ class Mixing(NamedTuple):
 
 def read_sound(path: Path, remarks: list[str] | None = None) -> DecodedSound:
     """Returns the mean of the channels of a sound file: wav, flac, ogg, mp3 and other formats that libsndfile decodes.
-    One channel is taken where channels cancel each other, and samples of another scale or above full scale are scaled
-    down; both are added to `remarks`, and without them logged.
+    One channel is taken where channels cancel each other, and samples above full scale are scaled down; both are added
+    to `remarks`, and without them logged.
 
     Raises UserError, naming the file, if it is missing, damaged or of an unknown kind, empty, of an unknown scale, or
     holds NaN or infinity.
@@ -211,7 +197,7 @@ def _blocks_of(
                     )
                 yield wave_T if mixing.full_scale == 1 else wave_T / np.float32(mixing.full_scale)
                 first += len(wave_T)
-            if first and (fault := _damage_of(file, path, first)):
+            if first and (fault := _damage_of(file, first)):
                 raise UserError(f"{source}: damaged: {fault}", hint=LOAD_AGAIN)
         if not first:
             raise UserError(f"{source}: holds no sound", hint="leave it out, or record it again")
@@ -226,7 +212,7 @@ def _read(file: "soundfile.SoundFile", samples: int) -> Iterator[Samples]:
         yield block_TC
 
 
-def _damage_of(file: "soundfile.SoundFile", path: Path, samples: int) -> str:
+def _damage_of(file: "soundfile.SoundFile", samples: int) -> str:
     """Returns what is missing in a file that has been decoded, to so many samples of a channel; "" if nothing is known
     to be. libsndfile passes over it, but keeps a record."""
     if samples < file.frames - LEAST_CUT * file.samplerate:
@@ -238,95 +224,36 @@ def _damage_of(file: "soundfile.SoundFile", path: Path, samples: int) -> str:
     for promised, held in CUT_WAV.findall(file.extra_info):
         if 1.001 * int(held) < int(promised) < UNKNOWN_BYTES:
             return f"it holds {held} of the {promised} bytes of sound that its header promises"
-    is_pcm, heads = file.subtype.startswith("PCM"), HEADS.get(file.format, ())
-    if not (is_pcm or heads) or not path.stat().st_size:
-        return ""
-    with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        if sum(len(re.findall(head, content)) for head in heads) > 1:
-            return f"another recording follows in it behind the {samples / file.samplerate:.2f} seconds that are read"
-        if is_pcm and (hole := hole_of_zeros(content, 0, len(content), 512, 4096)):
-            # Silence begins and ends quietly.
-            sides = [
-                np.frombuffer(content[at : at + 8][: (len(content) - at) // 2 * 2], "<i2")
-                for at in (hole[0] - 8, hole[1])
-            ]
-            if all(int(np.abs(side.astype(int)).max(initial=JUMP + 1)) > JUMP for side in sides):
-                return f"the bytes {hole[0]} to {hole[1]} of the file are zero"
     return ""
 
 
 def _mixing_of(file: "soundfile.SoundFile", source: Path) -> Mixing:
-    """Reads a file to find its scale, and whether its channels cancel each other when they are mixed, or two of them
-    hold different sound.
+    """Reads a file to find its scale, and whether its channels cancel each other when they are mixed.
 
     A mix of C uncorrelated channels keeps 1 / C of their power, and of a single one 1 / C^2; it has less than that only
     where channels have opposite phases. Raises UserError if the scale is unknown.
     """
-    peak, are_whole, total_C, cancelled = 0.0, True, np.zeros(file.channels), 0.0
-    loudest, beyond, sounding = 0.0, 0, 0
-    alone_C, shared = np.zeros(file.channels), 0.0
+    peak, mixed, power_C = 0.0, 0.0, np.zeros(file.channels)
     for block_TC in _read(file, BLOCK // file.channels):
         peak = max(peak, float(block_TC.max()), -float(block_TC.min()))
-        are_whole = are_whole and bool(np.array_equal(block_TC, np.rint(block_TC)))
-        beyond, sounding = beyond + int((np.abs(block_TC) > 1).sum()), sounding + np.count_nonzero(block_TC)
-        for begin in range(0, len(block_TC) if file.channels > 1 else 0, file.samplerate):
-            second_TC = block_TC[begin : begin + file.samplerate].astype(np.float64)
-            second_TC -= second_TC.mean(axis=0)  # A constant offset is no sound.
-            power_C = np.square(second_TC).sum(axis=0)
-            total_C += power_C
-            loudest += power_C.max()
-            shared += float(second_TC[:, 0] @ second_TC[:, -1])
-            alone_C[power_C.argmax()] += power_C.max() * (power_C.max() > ALONE * power_C.min())
-            if np.square(second_TC.mean(axis=1)).sum() < CANCELLED * power_C.max() / file.channels**2:
-                cancelled += power_C.max()
-    if LOUDEST < peak < math.inf and beyond < FEW_BEYOND * sounding:
-        reached = format_number(peak) if peak < SCALES[32] * 2 else f"{peak:.0e}"
+        power_C += np.square(block_TC, dtype=np.float64).sum(axis=0)
+        mixed += float(np.square(block_TC.mean(axis=1), dtype=np.float64).sum())
+    remarks = []
+    if math.isfinite(peak) and peak > LOUDEST:
         raise UserError(
-            f"{source}: its samples reach {reached}, but only {beyond} of {sounding} exceed 1: damage",
-            hint="repair these samples, or leave the file out",
+            f"{source}: its samples reach {peak:.3g}, and full scale of floating point is 1",
+            hint="divide the samples by their full scale, such as 32768, or export the file again as 16-bit wav",
         )
-    full_scale, remark = _full_scale(peak, are_whole, file.subtype, source)
-    remarks = [remark] if remark else []
-    channel = int(total_C.argmax()) if cancelled > CANCELLED_SHARE * loudest else None
-    if channel is not None:
+    # MP3 and others often exceed full scale a little.
+    is_decoded = file.subtype not in ("FLOAT", "DOUBLE") or source.suffix.lower() in FFMPEG_SOUNDS
+    full_scale = peak if 1 < peak < math.inf else 1.0
+    if full_scale > 1 and not (is_decoded and peak <= 2):
+        remarks.append(f"its samples reach {peak:.3g} times full scale and are scaled down")
+    channel = None
+    if mixed < CANCELLED * power_C.max() / file.channels**2:
+        channel = int(power_C.argmax())
         remarks.append(f"its channels cancel each other when mixed, so that channel {channel + 1} is taken")
-    elif file.channels == 2 and _are_different(total_C, alone_C, shared):
-        remarks.append("its channels hold different sound, such as the two speakers of a call, and are mixed")
     return Mixing(full_scale, channel, "; ".join(remarks))
-
-
-def _are_different(total_C: npt.NDArray[np.float64], alone_C: npt.NDArray[np.float64], shared: float) -> bool:
-    """Returns True if each of two channels is often heard alone, or both are loud and unrelated."""
-    takes_turns = alone_C.min() > ALONE_SHARE * total_C.sum()
-    is_unrelated = abs(shared) < UNRELATED * math.sqrt(total_C.prod()) and total_C.min() * ALONE > total_C.max()
-    return bool(takes_turns or is_unrelated)
-
-
-def _full_scale(peak: float, are_whole: bool, subtype: str, source: Path) -> tuple[float, str]:
-    """Returns the value that becomes 1, and what is unusual about it. Raises UserError if the scale is unknown."""
-    if subtype == "PCM_32":
-        lowest, bits = peak * SCALES[32], 16 if peak * SCALES[32] <= SCALES[16] else 24
-        if LOUDEST < lowest <= SCALES[24]:
-            raise UserError(
-                f"{source}: the samples of 32 bits reach {lowest:.0f}, which is the scale of {bits} bits",
-                hint="export it again at full scale, as 16-bit wav or flac",
-            )
-        return 1.0, ""
-    if peak <= 1 or not math.isfinite(peak):
-        return 1.0, ""
-    decoded = subtype not in ("FLOAT", "DOUBLE") or source.suffix.lower() in FFMPEG_SOUNDS
-    if decoded and peak <= 2:
-        return peak, ""  # MP3 and others often exceed full scale a little.
-    if peak <= LOUDEST and not are_whole:
-        return peak, f"its samples reach {peak:.3g} times full scale and are scaled down"
-    for bits, scale in SCALES.items():
-        if QUIETEST * scale <= peak <= 2 * scale:
-            return max(scale, peak), f"its samples reach {peak:.0f}, which is read at the scale of {bits} bits"
-    raise UserError(
-        f"{source}: its samples reach {peak:.3g}, which is neither full scale of floating point, 1, nor that of 16, 24 "
-        "or 32 bits",
-        hint="divide the samples by their full scale, or export the file again as 16-bit wav or flac",
-    )
 
 
 @contextmanager

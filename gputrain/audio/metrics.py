@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gputrain.audio.config import Mel, Resolution
-from gputrain.audio.f0 import CEILING_HZ, FLOOR_HZ, PERIODS, Floats, voiced
+from gputrain.audio.f0 import Floats, voiced
 from gputrain.audio.io import Samples, resample
 from gputrain.audio.mel import log_mel, stft_magnitudes
 from gputrain.errors import is_installed
@@ -21,8 +21,6 @@ from gputrain.errors import is_installed
 CEPSTRUM = 25  # Number of coefficients, without that of loudness.
 RESOLUTIONS = (Resolution(1024, 120, 600), Resolution(2048, 240, 1200), Resolution(512, 50, 240))
 QUIETEST_POWER = 1e-8  # Lower power of a spectrum is raised to this.
-SILENCE = 1e-3  # Root mean square (-60 dB) below which a frame has no periodicity.
-FRAMES_AT_ONCE = 256  # Frames whose autocorrelations are in memory together.
 PESQ_RATE_HZ = 16000
 SHORTEST_PESQ_SECONDS = 0.25
 
@@ -130,67 +128,6 @@ def mel_distance(made_MF: Floats, real_MF: Floats) -> float:
     """Returns the mean absolute difference of log-mels, in nepers (1 is a factor of e, 8.7 dB): the unweighted mel
     loss, if the mel is that of the loss."""
     return float(np.abs(made_MF - real_MF).mean())
-
-
-def periodicity(
-    wave_T: Samples, rate_hz: int, hop_size: int, floor_hz: float = FLOOR_HZ, ceiling_hz: float = CEILING_HZ
-) -> NDArray[np.float32]:
-    """Returns the periodicity of each frame (F,): 1 for a steady tone, about 0.1 for noise, 0 for silence.
-
-    The highest peak of the normalised autocorrelation among the periods of `floor_hz` to `ceiling_hz`, under a Hann
-    window of three of the longest (Boersma 1993, "Accurate short-term analysis of the fundamental frequency", equations
-    6 to 9). Frames lie as those of `f0`.
-    """
-    window = math.ceil(PERIODS * rate_hz / floor_hz)
-    shortest, longest = math.floor(rate_hz / ceiling_hz), math.ceil(rate_hz / floor_hz)
-    transform = 1 << (window + longest).bit_length()
-    hann_T = np.hanning(window + 2)[1:-1]
-    frames = len(wave_T) // hop_size
-    before = (window - hop_size) // 2  # Negative where frames are longer than windows.
-    padded_T = np.pad(wave_T[max(0, -before) :], (max(0, before), window + hop_size))
-    seen_FT = np.lib.stride_tricks.sliding_window_view(padded_T, window)[::hop_size][:frames]
-    lags = slice(max(1, shortest) - 1, longest + 2)  # One more lag on either side to detect peaks.
-    of_window_L = _autocorrelation(hann_T[None], transform)[:, lags]
-    found_F = np.zeros(frames, np.float32)
-    for first in range(0, frames, FRAMES_AT_ONCE):
-        some_FT = seen_FT[first : first + FRAMES_AT_ONCE].astype(np.float64)
-        some_FT = (some_FT - some_FT @ hann_T[:, None] / hann_T.sum()) * hann_T  # The window leaves no offset.
-        loud_F = (some_FT**2).sum(axis=1) > SILENCE**2 * (hann_T**2).sum()
-        correlation_FL = _autocorrelation(some_FT, transform)[:, lags]
-        correlation_FL /= of_window_L
-        inner_FL = correlation_FL[:, 1:-1]
-        peak_FL = (inner_FL >= correlation_FL[:, :-2]) & (inner_FL >= correlation_FL[:, 2:])
-        strength_F = np.where(peak_FL, inner_FL, 0.0).max(axis=1, initial=0.0)
-        found_F[first : first + FRAMES_AT_ONCE] = np.where(loud_F, strength_F.clip(0, 1), 0)
-    return found_F
-
-
-def _autocorrelation(frames_FT: Floats, transform: int) -> Floats:
-    """Returns the autocorrelation (F, L), 1 at lag 0; 0 for a silent frame."""
-    power_FN = np.abs(np.fft.rfft(frames_FT, transform)) ** 2
-    correlation_FL = np.fft.irfft(power_FN, transform)
-    return np.asarray(correlation_FL / np.maximum(correlation_FL[:, :1], 1e-12))
-
-
-def periodicity_rmse(made_F: Floats, real_F: Floats) -> float:
-    """Returns the root mean square difference of two periodicities (CARGAN, as above). The published figure (BigVGAN-v2
-    .0593) uses CREPE's confidence as periodicity, so it is comparable only with figures of this function."""
-    return float(np.sqrt(np.mean((made_F.astype(np.float64) - real_F) ** 2)))
-
-
-def frame_repetition(wave_T: Samples, f0_F: Floats, hop_size: int) -> float | None:
-    """Returns the correlation of the voiced sound with itself one frame later, from -1 to 1; None without voiced
-    frames.
-
-    It is about 0 for voices, and more only where the pitch is a multiple of the frame rate. A generator that ignores
-    the pitch and produces a tone at the frame rate gives 1 for any requested pitch.
-    """
-    voiced_T = np.repeat(voiced(f0_F), hop_size)[: len(wave_T)]
-    pairs_T = voiced_T[:-hop_size] & voiced_T[hop_size:]
-    steady_T = wave_T.astype(np.float64) - wave_T.mean()
-    now, later = steady_T[:-hop_size][pairs_T], steady_T[hop_size:][pairs_T]
-    energy = float(np.sqrt((now**2).sum() * (later**2).sum()))
-    return float((now * later).sum()) / energy if energy else None
 
 
 def pesq(made_T: Samples, real_T: Samples, rate_hz: int) -> float | None:

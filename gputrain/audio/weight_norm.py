@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gputrain.engine.cast_once import WeightSlot, layer_weights, weights_cast_once
-from gputrain.engine.gan import at_least_fp32
 
 CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.Conv1d: F.conv1d,
@@ -24,8 +23,6 @@ class WeightNormed(nn.Module):
     """A convolution whose weight has the direction of `weight_v` and the norms of `weight_g`, both trained (Salimans
     and Kingma 2016, arXiv:1602.07868). The weight is computed in every forward pass, or once within
     `cached_weights`."""
-
-    known_shapes = False  # If compiled: for inputs of one shape, which the compiler knows. Changes rounding only.
 
     def __init__(self, conv: nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d) -> None:
         super().__init__()
@@ -48,31 +45,7 @@ class WeightNormed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.compute_weight() if self.made is None else self.made
-        if torch.compiler.is_compiling() and self.bias is not None:
-            unbiased = self.convolve(x, weight, None)
-            biased: Tensor = _AddBias.apply(unbiased, self.bias, self.known_shapes)  # type: ignore[no-untyped-call]
-            return biased
         return self.convolve(x, weight, self.bias)
-
-
-class _AddBias(torch.autograd.Function):
-    """Adds a bias to channels, BC...."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias_C: Tensor, known_shapes: bool) -> Tensor:
-        ctx.dtype, ctx.known_shapes = bias_C.dtype, known_shapes
-        return x + bias_C.to(x.dtype).view(-1, *[1] * (x.ndim - 2))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        (gradient,) = gradients
-        if ctx.known_shapes and gradient.ndim == 3:
-            # Large sums of known shapes are divided: those over items and positions into two kernels that read the
-            # gradient once more, those over positions into the kernel that makes it and a small one.
-            sum_C = at_least_fp32(gradient).sum(2).sum(0)
-        else:
-            sum_C = gradient.sum((0, *range(2, gradient.ndim)))
-        return gradient, sum_C.to(ctx.dtype), None
 
 
 class SpectralNormed(WeightNormed):

@@ -307,7 +307,6 @@ STYLES = {
     "mcd_sl_db": MetricStyle("mel-cepstral distortion with length", "dB", "lower"),
     "f0_rmse_cents": MetricStyle("error of the pitch", "cents", "lower"),
     "vuv_f1": MetricStyle("voicing F1", "", "higher"),
-    "periodicity_rmse": MetricStyle("periodicity error", "", "lower"),
     "length_mismatch": MetricStyle("length mismatch", "", "lower"),
     "alignment_gain": MetricStyle("alignment gain", "nats a frame", "higher"),
     "pesq": MetricStyle("PESQ", "", "higher"),

@@ -53,12 +53,6 @@ class FastDiscriminator(nn.Module):
         """Returns tokens ...LC; all strides divide L."""
         raise NotImplementedError
 
-    def compute_by_rows(self) -> None:
-        """Has the blocks keep the channels of a token together, and add biases where their sums are read. Compiled for
-        a GPU, these are fewer kernels, which move less. The results are the same up to rounding."""
-        for block in getattr(self, self.blocks_name):
-            block.by_rows = True
-
     def forward(self, wave_B1T: Tensor) -> DiscriminatorOutput:
         tokens = self.tokens(wave_B1T)
         # As a matrix of rows: with more dimensions, a compiler may choose to transpose x between the blocks.
@@ -132,8 +126,6 @@ class FastSpectrumDiscriminator(FastDiscriminator):
 class PeriodBlock(nn.Module):
     """A convolution along the tokens and three linear layers, with a gate behind the first two of them: NLC to NLC."""
 
-    by_rows = False  # See FastDiscriminator.compute_by_rows.
-
     def __init__(self, width: int, kernel_size: int, groups: int) -> None:
         """`groups` is 1 or the width."""
         super().__init__()
@@ -142,34 +134,14 @@ class PeriodBlock(nn.Module):
         self.net = nn.ModuleDict({"1": conv, "3": first, "5": second, "7": last})  # openvpi's names.
 
     def forward(self, x_NLC: Tensor) -> Tensor:
-        conv: Any
         conv, first, second, last = self.net.values()
-        if self.by_rows:
-            # A linear layer follows, so that the bias of the convolution becomes part of its bias.
-            bias_C = first.bias + first.weight @ conv.bias
-            x_NLC = F.linear(self._convolved(conv, x_NLC), first.weight, bias_C)  # type: ignore[arg-type]
-        else:
-            x_NLC = first(conv(x_NLC.transpose(1, 2)).transpose(1, 2).contiguous())
+        x_NLC = first(conv(x_NLC.transpose(1, 2)).transpose(1, 2).contiguous())
         made: Tensor = last(gated(second(gated(x_NLC))))
         return made
-
-    @staticmethod
-    def _convolved(conv: Any, x_NLC: Tensor) -> Tensor:
-        """Returns the convolution without its bias. Of two dimensions, it takes inputs with channels last in memory; of
-        one dimension, it would copy them."""
-        x_NC1L = x_NLC.transpose(1, 2).unsqueeze(2)
-        if conv.groups > 1:
-            made_NC1L = _Depthwise.apply(x_NC1L, conv.weight.to(x_NC1L.dtype))  # type: ignore[no-untyped-call]
-        else:
-            made_NC1L = F.conv2d(x_NC1L, conv.weight.unsqueeze(2), padding=(0, conv.padding[0]))
-        made_NLC: Tensor = made_NC1L.squeeze(2).transpose(1, 2)
-        return made_NLC
 
 
 class SpectrumBlock(nn.Module):
     """A convolution over the tokens, a gate and a linear layer: BNLC to BNLC."""
-
-    by_rows = False  # See FastDiscriminator.compute_by_rows.
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -177,46 +149,11 @@ class SpectrumBlock(nn.Module):
         self.net = nn.ModuleDict({"1": conv, "4": last})  # openvpi's names.
 
     def forward(self, x_BNLC: Tensor) -> Tensor:
-        conv: Any
         conv, last = self.net.values()
-        x_BCNL = x_BNLC.movedim(-1, 1)
-        if self.by_rows:
-            # cuDNN would add the bias in a pass of its own, and a compiler adds it in the gate.
-            convolved_BCNL = F.conv2d(x_BCNL, conv.weight, padding=1)
-            convolved_BCNL = convolved_BCNL + conv.bias.to(convolved_BCNL.dtype)[:, None, None]
-        else:
-            convolved_BCNL = conv(x_BCNL)
+        convolved_BCNL = conv(x_BNLC.movedim(-1, 1))
         # A linear layer would copy the values too, but not in the same way for weights that are frozen.
         made: Tensor = last(gated(convolved_BCNL.movedim(1, -1).contiguous()))
         return made
-
-
-class _Depthwise(torch.autograd.Function):
-    """A convolution of each channel alone, of NC1L by C1K with an odd K, with channels last in memory. The input's
-    gradient is a convolution, too: in inductor's graph of convolutions, channels stay last for the weight's as well."""
-
-    @staticmethod
-    def forward(ctx: Any, x_NC1L: Tensor, weight_C1K: Tensor) -> Tensor:
-        ctx.save_for_backward(x_NC1L, weight_C1K)
-        return _depthwise(x_NC1L, weight_C1K)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
-        (gradient_NC1L,), (x_NC1L, weight_C1K) = gradients, ctx.saved_tensors
-        channels, _, taps = weight_C1K.shape
-        of_weight = None
-        if ctx.needs_input_grad[1]:
-            _, of_weight, _ = torch.ops.aten.convolution_backward(
-                gradient_NC1L, x_NC1L, weight_C1K.unsqueeze(2), None, [1, 1], [0, taps // 2], [1, 1], False, [0, 0],
-                channels, [False, True, False],
-            )  # fmt: skip
-            of_weight = of_weight.squeeze(2)
-        return _depthwise(gradient_NC1L, weight_C1K.flip(2)), of_weight
-
-
-def _depthwise(x_NC1L: Tensor, weight_C1K: Tensor) -> Tensor:
-    channels, _, taps = weight_C1K.shape
-    return F.conv2d(x_NC1L, weight_C1K.unsqueeze(2), padding=(0, taps // 2), groups=channels)
 
 
 def gated(x: Tensor) -> Tensor:

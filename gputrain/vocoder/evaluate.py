@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 
 SHIFTS = (-12, 12)  # Semitones.
 SECONDS = 10.0
-MOST_DC = 0.05  # Largest offset without a warning, relative to full scale; recordings have a tenth of it.
-MOST_REPETITION = 0.5
 AUDIBLE = 1e-3  # Lowest peak of an excerpt, relative to full scale; as in `audio.prepare`, less is silence.
 
 
@@ -75,7 +73,6 @@ class Excerpts:
             generator, self, runtime.device, f0_method=form.f0_method, f0_min=form.f0_min, f0_max=form.f0_max,
             loss_mel=loss_mel, quick=True, autocast=runtime.autocast,
         )  # fmt: skip
-        warn_of_faults(figures.scalars)
         return Report(figures.scalars)
 
 
@@ -148,10 +145,7 @@ def evaluate_generator(
             tracker = _Tracker(mel, f0_method, f0_min, f0_max, generator.m_source.rate_hz / 2)
             made_T, computing = synthesise(asked_F)
             timed.append((computing, length))  # The first one warms up, and does not count unless it is the only one.
-            sums.add(length, _compared(made_T, real_T, mel, loss_mel or mel, f0_min, f0_max))
-            made, real = (metrics.frame_repetition(wave_T, asked_F, mel.hop_size) for wave_T in (made_T, real_T))
-            repetition = None if made is None or real is None else made - real
-            sums.add(length, {"dc": float(made_T.mean(dtype=np.float64)), "frame_repetition": repetition})
+            sums.add(length, _compared(made_T, real_T, mel, loss_mel or mel))
             sums.pitches[""] += pitch_match(tracker.track(made_T), asked_F)
             if not quick:
                 sums.add(length, {"pesq": metrics.pesq(made_T, real_T, mel.sampling_rate)})
@@ -215,33 +209,14 @@ class _Tracker:
         return floor_hz, min(ceiling_hz, self.source_hz)
 
 
-def _compared(
-    made_T: Samples, real_T: Samples, mel: Mel, loss_mel: Mel, floor_hz: float, ceiling_hz: float
-) -> dict[str, float]:
+def _compared(made_T: Samples, real_T: Samples, mel: Mel, loss_mel: Mel) -> dict[str, float]:
     """Returns the metrics of one clip that do not need its pitch."""
     waves = made_T, real_T
-    strengths = (metrics.periodicity(wave_T, mel.sampling_rate, mel.hop_size, floor_hz, ceiling_hz) for wave_T in waves)
     return {
         "m_stft": metrics.multi_resolution_stft(made_T, real_T),
         "mel_distance": metrics.mel_distance(*(metrics.log_mel_of(wave_T, loss_mel) for wave_T in waves)),
         "mcd_db": metrics.mel_cepstral_distortion(*(metrics.log_mel_of(wave_T, mel) for wave_T in waves)),
-        "periodicity_rmse": metrics.periodicity_rmse(*strengths),
     }
-
-
-def warn_of_faults(scalars: Mapping[str, float]) -> None:
-    """Logs a warning for waves with an offset, and for waves that repeat with the frames and ignore the pitch."""
-    dc, repetition = scalars.get("dc", 0.0), scalars.get("frame_repetition", 0.0)
-    if abs(dc) > MOST_DC:
-        log.warning(
-            "the waves have an offset: their mean (dc) is %.2f of full scale, which no mel shows; if it stays, try a "
-            "lower --learning-rate or discriminators from the start", dc,
-        )  # fmt: skip
-    if repetition > MOST_REPETITION:
-        log.warning(
-            "the waves repeat with the frames (frame_repetition %.2f), so they hardly follow the requested pitch; if "
-            "it stays, try a lower --learning-rate or larger discriminators", repetition,
-        )  # fmt: skip
 
 
 def _compare_shifted(
@@ -301,7 +276,6 @@ def evaluate_folder(
         autocast=runtime.autocast,
         progress=progress,
     )
-    warn_of_faults(figures.scalars)
     return figures
 
 

@@ -9,7 +9,7 @@ Shapes: T samples, F frames.
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -20,16 +20,14 @@ from gputrain.audio.config import Sound
 from gputrain.audio.f0 import (
     CEILING_HZ,
     FLOOR_HZ,
-    LIMITS_HZ,
     default_method,
     f0,
-    pitch_beyond,
     require_tracker,
     trackable_range,
     voiced,
 )
 from gputrain.audio.io import Samples, from_int16
-from gputrain.audio.prepare import FURTHER_TRACKS, SoundPrepareReport
+from gputrain.audio.prepare import SoundPrepareReport
 from gputrain.audio.store import WAVES, Pitch, Wave, check_format
 from gputrain.data_in.preparation import (
     DataReport,
@@ -108,7 +106,7 @@ def prepare_sound(
     Raises UserError if a folder is unusable, no recording is usable, or a source of the store has changed.
     """
     check_folders(input_dir, output_dir, "vocoder")
-    tree = audio_prepare.scan_recordings(input_dir, exclude, FURTHER_TRACKS)
+    tree = audio_prepare.scan_recordings(input_dir, exclude)
     refused = list(tree.refused)
     prints = audio_prepare.fingerprints(input_dir, tree.paths, refused)
     was_finished = (output_dir / MANIFEST).is_file()
@@ -195,7 +193,6 @@ class RecordingStats:
     high_hz: float  # 95th percentile.
     bandwidth_hz: float  # The recording holds nothing above it.
     remark: str = ""  # What was unusual about its scale or channels, if anything.
-    beyond_hz: tuple[float, float] | None = None  # Common range of a pitch outside of the limits, if it has one.
 
 
 @dataclass(frozen=True)
@@ -225,7 +222,6 @@ class SoundReport(DataReport):
     total: FolderStats | None
     folders: dict[str, FolderStats]
     clipped: dict[str, float]  # Clipped files, with their share of samples at full scale.
-    beyond: dict[str, tuple[float, float]]  # Files with a pitch outside of the limits, and its common range in Hz.
     narrow: dict[str, float]  # Files that lack the treble which their rate promises, with their bandwidth in Hz.
     findings: list[str]
 
@@ -255,7 +251,6 @@ def validate_sounds(
         by_folder.setdefault(str(PurePosixPath(one.path).parent), []).append(one)
     lacking = [one for one in found if audio_prepare.is_narrow(one.bandwidth_hz, one.rate_hz, sampling_rate)]
     narrow = {one.path: one.bandwidth_hz for one in lacking}
-    beyond = {one.path: one.beyond_hz for one in found if one.beyond_hz}
     total = _summary(found) if found else None
     return SoundReport(
         input_dir=str(input_dir),
@@ -263,12 +258,11 @@ def validate_sounds(
         total=total,
         folders={folder: _summary(members) for folder, members in sorted(by_folder.items())},
         clipped={one.path: one.clipped_share for one in found if one.clipped_share > CLIPPED_SHARE},
-        beyond=beyond,
         narrow=narrow,
         ignored=ignored,
         refused=sorted_refusals(refused),
         findings=[
-            *_findings(total, len(refused), sampling_rate, narrow, beyond, limits),
+            *_findings(total, len(refused), sampling_rate, narrow, limits),
             *audio_prepare.remarks_on((one.path, one.remark) for one in found),
         ],
     )
@@ -279,7 +273,7 @@ Found = tuple[list[RecordingStats], list[RefusedItem], dict[str, list[str]], tup
 
 
 def _in_tree(folder: Path, exclude: Sequence[str], num_workers: int, progress: Progress) -> Found:
-    tree = audio_prepare.scan_recordings(folder, exclude, FURTHER_TRACKS)
+    tree = audio_prepare.scan_recordings(folder, exclude)
     refused = list(tree.refused)
     jobs = [(folder, path) for path in audio_prepare.fingerprints(folder, tree.paths, refused)]
     results: list[RecordingStats | RefusedItem] = []
@@ -310,9 +304,7 @@ def examine(job: tuple[Path, str]) -> RecordingStats | RefusedItem:
     middle_T = wave_T[begin : begin + tracked]
     hop = max(1, round(audio_prepare.FRAME_SECONDS * rate_hz))
     f0_F = f0(middle_T, rate_hz, hop)
-    found = _stats(path, wave_T, rate_hz, f0_F, len(middle_T) / rate_hz, remark)
-    beyond_hz = pitch_beyond(middle_T, rate_hz, hop, f0_F, floor_hz=FLOOR_HZ, ceiling_hz=CEILING_HZ)
-    return replace(found, beyond_hz=beyond_hz)
+    return _stats(path, wave_T, rate_hz, f0_F, len(middle_T) / rate_hz, remark)
 
 
 def examine_clip(store: VocoderStore) -> RecordingStats:
@@ -320,11 +312,7 @@ def examine_clip(store: VocoderStore) -> RecordingStats:
     ((clip, wave_T, f0_F),) = store
     format, samples_T = store.format, from_int16(wave_T)
     rate_hz = format.sampling_rate
-    found = _stats(clip.path, samples_T[: clip.samples], rate_hz, f0_F, clip.samples / rate_hz)
-    beyond_hz = pitch_beyond(
-        samples_T, rate_hz, format.hop_size, f0_F, floor_hz=format.f0_min, ceiling_hz=format.f0_max
-    )
-    return replace(found, beyond_hz=beyond_hz)
+    return _stats(clip.path, samples_T[: clip.samples], rate_hz, f0_F, clip.samples / rate_hz)
 
 
 def _stats(
@@ -379,8 +367,7 @@ def _summary(found: Sequence[RecordingStats]) -> FolderStats:
 
 
 def _findings(
-    total: FolderStats | None, refused: int, sampling_rate: int, narrow: dict[str, float],
-    beyond: dict[str, tuple[float, float]], limits: tuple[float, float],
+    total: FolderStats | None, refused: int, sampling_rate: int, narrow: dict[str, float], limits: tuple[float, float]
 ) -> Iterator[str]:  # fmt: skip
     if refused:
         yield f"{counted(refused, 'file is', 'files are')} left out: repair what you need"
@@ -411,24 +398,11 @@ def _findings(
         yield f"{silent}: prepare-data --trim-db 50 trims it at both ends"
     elif total.silent_share > MUCH_SILENCE:
         yield f"{silent} within recordings: where it is digital silence, training draws no crops"
-    if beyond:
-        yield _about_pitch(beyond, limits)
-    elif total.voiced_share < FEW_VOICED:
+    if total.voiced_share < FEW_VOICED:
         yield f"only {100 * total.voiced_share:.0f} % of the frames are voiced; the recordings may hold no voice"
-
-
-def _about_pitch(beyond: dict[str, tuple[float, float]], limits: tuple[float, float]) -> str:
-    """Returns which recordings have a pitch outside of the limits in Hz, and the options that give it room."""
-    low, high = min(low for low, _ in beyond.values()), max(high for _, high in beyond.values())
-    named = ", ".join(f"{path} ({low:.0f} to {high:.0f} Hz)" for path, (low, high) in list(beyond.items())[:3])
-    more = f" and {len(beyond) - 3} more" if len(beyond) > 3 else ""
-    wider = [f" --f0-min {low / 1.2:.0f}"] if low < 1.1 * limits[0] else []
-    wider += [f" --f0-max {high * 1.2:.0f}"] if high > 0.9 * limits[1] else []
-    lowest_hz, highest_hz = LIMITS_HZ["swift-f0"]
-    if low < lowest_hz == limits[0] or high > highest_hz == limits[1]:  # Its network has no other pitches.
-        wider.append(f" --f0-method {default_method()}")
-    have = counted(len(beyond), "recording has", "recordings have")
-    return (
-        f"{have} a pitch outside of {limits[0]:g} to {limits[1]:g} Hz, for which another one or none is stored: "
-        f"{named}{more}; prepare-data{''.join(wider)} finds it, into another folder"
-    )
+    if total.pitch_hz and (total.pitch_hz[0] < 1.1 * limits[0] or total.pitch_hz[1] > 0.9 * limits[1]):
+        reached = f"{total.pitch_hz[0]:.0f} to {total.pitch_hz[1]:.0f} Hz"
+        yield (
+            f"the pitch, {reached}, reaches the limits of {limits[0]:g} to {limits[1]:g} Hz, beyond which another "
+            "or none is stored: prepare-data with a lower --f0-min or a higher --f0-max finds it, into another folder"
+        )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gputrain.audio import losses
 from gputrain.audio.discriminators import DiscriminatorGroup
 from gputrain.audio.mel import log_mel
-from gputrain.audio.weight_norm import WeightNormed, shared_weights
+from gputrain.audio.weight_norm import shared_weights
 from gputrain.engine.distributed import BatchDraws
 from gputrain.engine.gan import at_least_fp32
 from gputrain.engine.muon import muon_with_adamw
@@ -32,7 +32,7 @@ from gputrain.planner.memory.predict import step_flops
 from gputrain.samples import Report
 from gputrain.vocoder import augment
 from gputrain.vocoder.config import OptimizerName, TrainVocoder
-from gputrain.vocoder.discriminators import KINDS, FastDiscriminator
+from gputrain.vocoder.discriminators import KINDS
 from gputrain.vocoder.evaluate import Excerpts
 from gputrain.vocoder.generator import Generator, Noise, draw_noise
 from gputrain.vocoder.load import frozen_parameters
@@ -112,12 +112,6 @@ class VocoderRecipe:
 
     def _compile(self) -> None:
         runtime = self.runtime
-        if runtime.plan.compile.value and runtime.kernel_device == "cuda":
-            for part in (*self.generator.modules(), *self.discriminators.modules()):
-                if isinstance(part, WeightNormed):
-                    part.known_shapes = True
-                elif isinstance(part, FastDiscriminator):
-                    part.compute_by_rows()
         # It is compiled for crops; clips of other lengths run uncompiled.
         self.synthesise = runtime.compile(self.generator.forward)
         # Every discriminator is compiled on its own, with its losses, because their terms are computed one by one.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gputrain.audio.config import Mel
-from gputrain.audio.f0 import Method, default_method, f0, interpolated, pitch_beyond, require_tracker
+from gputrain.audio.f0 import Method, default_method, f0, interpolated, require_tracker
 from gputrain.audio.io import HOW_TO_CONVERT, read_sound, resample
 from gputrain.audio.mel import log_mel
 from gputrain.audio.prepare import SILENCE
@@ -217,8 +217,6 @@ class VocoderInputReader:
         whole_T = np.pad(wave_T, (0, frames * hop - len(wave_T)))
         rate_hz = self.mel.sampling_rate
         f0_F = f0(whole_T, rate_hz, hop, self.method, floor_hz=self.f0_min, ceiling_hz=self.f0_max)
-        if beyond := pitch_beyond(whole_T, rate_hz, hop, f0_F, floor_hz=self.f0_min, ceiling_hz=self.f0_max):
-            log.warning("%s: its pitch of %.0f to %.0f Hz needs a lower --f0-min or higher --f0-max", path, *beyond)
         mels = [self._mel_of(whole_T, first, frames) for first in range(0, frames, ANALYSED_FRAMES)]
         return VocoderInput(torch.cat(mels, dim=1), torch.from_numpy(f0_F), len(wave_T))
 

@@ -104,13 +104,7 @@ SPEECH = (0.6 / np.abs(SPEECH).max() * SPEECH).astype(np.float32)
 
 
 @each_row(
-    ("a.wav", 32768.0, "FLOAT", 0.6, "its samples reach 19661, which is read at the scale of 16 bits"),
-    ("a.caf", 32768.0, "DOUBLE", 0.6, "its samples reach 19661, which is read at the scale of 16 bits"),
-    ("a.au", 1000.0, "FLOAT", 600 / 32768, "its samples reach 600, which is read at the scale of 16 bits"),
-    ("a.aiff", 2.0**23, "FLOAT", 0.6, "its samples reach 5033165, which is read at the scale of 24 bits"),
-    ("a.w64", 1e9, "DOUBLE", 6e8 / 2**31, "its samples reach 600000000, which is read at the scale of 32 bits"),
     ("a.wav", 1.6 / 0.6, "FLOAT", 1.0, "its samples reach 1.6 times full scale and are scaled down"),
-    ("a.wav", 60000 / 0.6, "FLOAT", 1.0, "its samples reach 60000, which is read at the scale of 16 bits"),
     ("a.wav", 1.0, "FLOAT", 0.6, ""), ("a.wav", 1.0, "PCM_32", 0.6, ""), ("a.wav", 0.01, "PCM_24", 0.006, ""),
 )  # fmt: skip
 def test_floating_point_of_another_scale(
@@ -126,25 +120,13 @@ def test_floating_point_of_another_scale(
 
 
 @each_row(
-    (100.0, "FLOAT", "reach 60, which is neither full scale"), (1e13, "DOUBLE", r"reach 6e\+12, which is neither"),
-    (2.0**-8, "PCM_32", "32 bits reach 5033165, which is the scale of 24 bits"),
-    (2.0**-16, "PCM_32", "32 bits reach 19661, which is the scale of 16 bits"),
-)  # fmt: skip
+    (100.0, "FLOAT", "reach 60, and full scale of floating point is 1"),
+    (32768.0, "FLOAT", "reach 1.97e\\+04, and full scale"),
+    (1e13, "DOUBLE", r"reach 6e\+12, and full scale"),
+)
 def test_an_unknown_scale_is_named(tmp_path: Path, factor: float, subtype: str, message: str) -> None:
     soundfile.write(tmp_path / "a.wav", SPEECH.astype(np.float64) * factor, 16000, subtype)
     with pytest.raises(UserError, match=message):
-        read_sound(tmp_path / "a.wav")
-
-
-@each_row(
-    (3000.0, "FLOAT", "3,000"), (2.0**31, "DOUBLE", "2,147,483,648"), (-70.0, "FLOAT", "70"), (1e30, "FLOAT", r"1e\+30")
-)
-def test_a_few_samples_tell_no_scale(tmp_path: Path, value: float, subtype: str, said: str) -> None:
-    """Damaged samples of a recording at full scale would make it a thousand times too quiet."""
-    wave_T = SPEECH.astype(np.float64)
-    wave_T[5000:5009] = value
-    soundfile.write(tmp_path / "a.wav", wave_T, 16000, subtype)
-    with pytest.raises(UserError, match=f"reach {said}, but only 9 of 15999 exceed 1: damage"):
         read_sound(tmp_path / "a.wav")
 
 
@@ -164,22 +146,6 @@ def test_channels_that_cancel_each_other_are_not_mixed(
         np.testing.assert_allclose(wave_T, expected_T, atol=2 / 32768)
         said = [] if taken is None else [f"{tmp_path}/a.{suffix}: its channels cancel each other when mixed, so that "]
         assert [message.partition("channel ")[0] for message in caplog.messages] == said
-
-
-@each_row((-1.0, True), (1.0, False))
-def test_one_of_twenty_seconds_in_opposite_phase(tmp_path: Path, sign: float, cancels: bool) -> None:
-    left_T = np.tile(SPEECH, 20)
-    right_T = np.where(np.arange(len(left_T)) // 16000 == 5, sign * left_T, left_T)
-    soundfile.write(tmp_path / "a.wav", np.stack([left_T, right_T], axis=1), 16000)
-    read_sound(tmp_path / "a.wav", remarks := [])
-    assert bool(remarks) == cancels
-
-
-def test_a_constant_offset_hides_no_opposite_phases(tmp_path: Path) -> None:
-    soundfile.write(tmp_path / "a.wav", np.stack([SPEECH + 0.3, 0.3 - SPEECH], axis=1), 16000)
-    wave_T = read_sound(tmp_path / "a.wav", remarks := []).wave_T
-    assert len(remarks) == 1
-    assert np.std(wave_T) == pytest.approx(np.std(SPEECH), rel=1e-3)
 
 
 def test_a_second_reading_in_blocks_says_nothing_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -267,19 +233,15 @@ def test_damage_that_libsndfile_passes_over_is_named(tmp_path: Path) -> None:
         first = len(content) // 4 // 512 * 512
         return content[:first] + bytes(512) + content[first + 512 :]
 
-    def twice(content: bytes) -> bytes:
-        return content + content
-
     def flip(content: bytes) -> bytes:
         middle = len(content) // 2
         return content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :]
 
     rows = (
-        *(("a.wav", change, said) for change, said in ((half, "of the 240000 bytes"), (hole, "are zero"), (bytes, ""))),
+        *(("a.wav", change, said) for change, said in ((half, "of the 240000 bytes"), (bytes, ""))),
         *(("a.aiff", change, said) for change, said in ((half, "damaged: it holds"), (bytes, ""))),
         *(("a.ogg", change, "damaged") for change in (half, hole, flip)),
         ("a.mp3", half, "it holds"),
-        *((name, twice, "another recording follows in it behind the 7.50 seconds") for name in ("a.mp3", "a.flac")),
         *(("a.flac", change, "cannot be decoded") for change in (half, hole, flip)),
         *((name, bytes, "") for name in ("a.ogg", "a.mp3", "a.flac")),
     )
@@ -295,18 +257,3 @@ def test_damage_that_libsndfile_passes_over_is_named(tmp_path: Path) -> None:
             assert len(read_sound(path, []).wave_T) == 120000
 
     check_rows(rows, check)
-
-
-def test_two_speakers_of_a_call_are_named(tmp_path: Path) -> None:
-    """Turns with crosstalk, and two people at once; the same voice in both channels is no call."""
-    first_T, second_T = SPEECH, np.random.default_rng(0).uniform(-0.6, 0.6, len(SPEECH)).astype(np.float32)
-    turns_TC = np.concatenate(
-        [np.stack([a_T, 0.05 * a_T], 1)[:, ::step] for a_T, step in ((first_T, 1), (second_T, -1))]
-    )
-    both_TC, same_TC = np.stack([first_T, second_T], 1), np.stack([first_T, 0.5 * first_T], 1)
-    for name, wave_TC, is_call in (("turns", turns_TC, True), ("both", both_TC, True), ("same", same_TC, False)):
-        path = tmp_path / f"{name}.wav"
-        soundfile.write(path, wave_TC, 16000, subtype="FLOAT")
-        wave_T = read_sound(path, remarks := []).wave_T
-        assert any("such as the two speakers of a call" in one for one in remarks) == is_call, name
-        np.testing.assert_allclose(wave_T, wave_TC.mean(axis=1), atol=1e-6)

@@ -11,7 +11,6 @@ import soxr
 
 from gputrain.audio import metrics
 from gputrain.audio.config import Mel
-from gputrain.audio.f0 import f0
 from tests.tables import each_row
 
 RATE = 16000
@@ -122,64 +121,16 @@ def test_without_a_voice_there_is_no_figure_of_pitch():
     assert (match.rmse_cents, match.voicing_f1) == (None, 0.0)
 
 
-def test_periodicity_of_a_frame_by_the_definition():
-    """The reference sums products at every lag, without a transform."""
-    wave = noisy(voice(), 0.05)
-    found = metrics.periodicity(wave, RATE, 160, 80, 500)
-    window = 3 * RATE // 80
-    hann = scipy.signal.get_window("hann", window + 1)[1:]  # It is symmetric and has no zeros.
-    begin = 30 * 160 + 80 - window // 2
-    frame = wave[begin : begin + window].astype(np.float64)
-    seen = (frame - np.average(frame, weights=hann)) * hann
-    of_lag = {
-        lag: (seen[lag:] @ seen[: window - lag] / (seen @ seen)) / (hann[lag:] @ hann[: window - lag] / (hann @ hann))
-        for lag in range(RATE // 500, RATE // 80 + 1)
-    }
-    assert found[30] == pytest.approx(max(of_lag.values()), abs=2e-3)
-
-
-def test_periodicity_agrees_with_praat_where_it_hears_a_voice():
-    parselmouth = pytest.importorskip("parselmouth")
-    wave = noisy(voice(), 0.03)
-    ours = metrics.periodicity(wave, RATE, 160, 75, 600)
-    pitch = parselmouth.Sound(wave.astype(np.float64), RATE).to_pitch_ac(0.01, 75.0, pitch_ceiling=600.0)
-    theirs = pitch.selected_array
-    at = np.rint(pitch.xs() / 0.01 - 0.5).astype(int)
-    steady = (theirs["frequency"] > 0) & (at > 5) & (at < 75)
-    assert steady.sum() > 60
-    assert np.abs(ours[at[steady]] - theirs["strength"][steady]).max() < 0.03
-
-
-def test_periodicity_of_a_tone_of_noise_and_of_silence():
-    tone = (0.3 * np.sin(2 * np.pi * 200 * np.arange(RATE) / RATE)).astype(np.float32)
-    assert (metrics.periodicity(tone, RATE, 160)[8:-8] > 0.999).all()
-    assert metrics.periodicity(noisy(np.zeros(RATE), 0.1), RATE, 160).mean() < 0.25
-    assert not metrics.periodicity(noisy(np.zeros(RATE), 5e-4), RATE, 160).any()
-    assert (
-        metrics.periodicity(noisy(np.full(RATE, 0.5), 0.01), RATE, 160)[8:-8].mean() < 0.25
-    )  # An offset is not a tone.
-    hum = (0.3 * np.sin(2 * np.pi * 60 * np.arange(RATE) / RATE)).astype(np.float32)
-    assert (metrics.periodicity(hum, RATE, 160, 100, 500)[8:-8] < 0.1).all()  # A slope is not a peak.
-
-
-@each_row((0, 160), (159, 160), (1600, 160), (8000, 2000), (5000, 201))
-def test_periodicity_has_the_frames_of_the_pitch(samples, hop):
-    wave = voice()[:samples]
-    assert metrics.periodicity(wave, RATE, hop).shape == f0(wave, RATE, hop, "pyworld").shape == (samples // hop,)
-
-
 def test_equal_sounds_are_at_no_distance_and_damage_counts():
     real = voice()
     levels = (0.0, 3e-4, 3e-3, 3e-2, 0.3)
 
     def all_of(made):
         log_mels = [metrics.log_mel_of(wave, MEL) for wave in (made, real)]
-        strengths = [metrics.periodicity(wave, RATE, 160) for wave in (made, real)]
         return (
             metrics.multi_resolution_stft(made, real),
             metrics.mel_distance(*log_mels),
             metrics.mel_cepstral_distortion(*log_mels),
-            metrics.periodicity_rmse(*strengths),
         )
 
     rows = np.array([all_of(noisy(real, level)) for level in levels])
@@ -208,17 +159,3 @@ def test_pesq_falls_with_damage_and_is_that_of_its_package():
 def test_without_its_package_there_is_no_pesq(monkeypatch):
     monkeypatch.setattr(metrics, "is_installed", lambda name: False)
     assert metrics.pesq(voice(), voice(), RATE) is None
-
-
-def test_repetition_with_the_frames():
-    """A sine with k / 100 cycles per frame has the cosine of that phase; unvoiced frames do not count."""
-    at_T = np.arange(16000)
-    for cycles in (1.0, 2.0, 2.1, 2.25, 2.5):
-        wave_T = 0.3 + 0.2 * np.sin(2 * np.pi * cycles * at_T / 160)
-        expected = math.cos(2 * np.pi * cycles)
-        assert metrics.frame_repetition(wave_T, np.ones(100), 160) == pytest.approx(expected, abs=0.02)
-        wave_T[8000:] = np.random.default_rng(0).normal(0.3, 1, 8000)
-        half_F = np.repeat([1.0, 0.0], 50)
-        assert metrics.frame_repetition(wave_T, half_F, 160) == pytest.approx(expected, abs=0.02)
-    assert metrics.frame_repetition(wave_T, np.zeros(100), 160) is None
-    assert metrics.frame_repetition(np.zeros(16000), np.ones(100), 160) is None

@@ -45,26 +45,6 @@ def test_weight_norm_keeps_channels_last(size: tuple[int, int]) -> None:
     assert torch.allclose(placed.weight_v.grad, plain.weight_v.grad, rtol=1e-12, atol=1e-12)
 
 
-@each_row(
-    (nn.Conv1d(3, 4, 3), (2, 3, 9), False),  # Its bias has a gradient of sums over positions, then over items.
-    (nn.Conv1d(3, 4, 3), (2, 3, 9), True),
-    (nn.Conv2d(3, 4, (3, 1)), (2, 3, 9, 2), False),
-    (nn.ConvTranspose1d(3, 4, 4, 2), (2, 3, 9), False),
-)
-def test_compiled_layers_add_their_bias_with_the_same_gradients(conv, shape, dynamic):
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    layer, x = WeightNormed(conv).double(), torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    layer.known_shapes = not dynamic
-    found = []
-    for function in (layer, torch.compile(layer, backend="aot_eager", dynamic=dynamic, fullgraph=True)):
-        made = function(x)
-        weight = torch.linspace(-1, 1, made.numel(), dtype=torch.float64).view(made.shape)
-        found.append([made, *torch.autograd.grad((weight * made.square()).sum(), [x, *layer.parameters()])])
-    for value, expected in zip(*reversed(found), strict=True):
-        torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
-
-
 def small(dtype=torch.float64):
     torch.manual_seed(0)
     return multi_scale(16).to(dtype)
