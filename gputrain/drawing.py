@@ -136,9 +136,14 @@ class Drawing:
         if not page_colour:
             parts.insert(0, svg_element("rect", width=self.width, height=self.height, fill=self.background))
         return svg_element(
-            "svg", Markup("").join(parts), xmlns="http://www.w3.org/2000/svg", font_family="system-ui, sans-serif",
-            viewBox=f"0 0 {self.width} {self.height}", role="img", aria_label=alt,
-        )  # fmt: skip
+            "svg",
+            Markup("").join(parts),
+            xmlns="http://www.w3.org/2000/svg",
+            font_family="system-ui, sans-serif",
+            viewBox=f"0 0 {self.width} {self.height}",
+            role="img",
+            aria_label=alt,
+        )
 
     def image(self, scale: int = 1) -> Image.Image:
         """Returns the drawing as a picture, `scale` pixels for each unit."""

@@ -200,9 +200,15 @@ def _of_shapes(kind: DataKind, found: list[Any], items: int, decode_seconds: flo
         )
     largest = found[sizes.index(max(sizes))]
     return DatasetProfile(
-        kind, items, len(found), np.empty(0), largest, _widest(found), float(np.mean(sizes)),
+        kind,
+        items,
+        len(found),
+        np.empty(0),
+        largest,
+        _widest(found),
+        float(np.mean(sizes)),
         decode_seconds=decode_seconds,
-    )  # fmt: skip
+    )
 
 
 def _widest(found: Sequence[Any]) -> Any:

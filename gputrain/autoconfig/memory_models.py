@@ -24,7 +24,7 @@ from gputrain.planner.memory.torch_model import (
     model_plan,
     model_target,
     refuse_unpredictable,
-)  # fmt: skip
+)
 
 
 @dataclass
@@ -66,10 +66,17 @@ class MemoryModels:
                 if self.device is None:
                     raise
                 self.unpredictable = error.message
-        return self._with_guesses(lambda guess: measure_training_memory(
-            self.model, self.loss, guess.make(items, seconds), self.device or torch.device("cpu"),
-            precision=self.precision, optimizer=self.optimizer, checkpointing=checkpointing,
-        ))  # fmt: skip
+        return self._with_guesses(
+            lambda guess: measure_training_memory(
+                self.model,
+                self.loss,
+                guess.make(items, seconds),
+                self.device or torch.device("cpu"),
+                precision=self.precision,
+                optimizer=self.optimizer,
+                checkpointing=checkpointing,
+            )
+        )
 
     def _with_guesses(self, find: Callable[[BatchGuess], MemoryEstimate]) -> MemoryEstimate:
         """Returns what is found with the first guess that does not fail. Raises the error of the first of all."""
@@ -89,9 +96,13 @@ class MemoryModels:
         plan = model_plan("cuda" if on_gpu else "cpu")
         shapes = self._shapes.setdefault((items, seconds), [])
         target = model_target(
-            self.model, self.loss, lambda items: guess.make(items, seconds), self.precision, self.optimizer,
+            self.model,
+            self.loss,
+            lambda items: guess.make(items, seconds),
+            self.precision,
+            self.optimizer,
             shapes=shapes,
-        )  # fmt: skip
+        )
         try:
             return predict_step(target, plan, micro_batch_size=items, checkpointing=checkpointing)
         except DoesNotRun as error:

@@ -185,9 +185,12 @@ class Planner:
         are read. Raises UserError if an item has no sound, or labels and would have to be cut.
         """
         clips = PreparedClips(
-            dataset, config.max_duration_seconds, config.over_long, keep_decoded=not config.streaming,
+            dataset,
+            config.max_duration_seconds,
+            config.over_long,
+            keep_decoded=not config.streaming,
             length_column=config.length_column,
-        )  # fmt: skip
+        )
         if clips.left_out:
             log.warning("%d clips over %.1f s are left out", clips.left_out, config.max_duration_seconds)
         return clips
@@ -203,9 +206,9 @@ class Planner:
         return BucketSampler(clips.seconds, config.buckets, config.target_batch_size, seed, ranks, least_items=least)
 
     def callback(self) -> Any:
-        """Returns a `transformers.TrainerCallback` that watches the memory: it logs figures with the trainer's, warns
-        at 90 %, and at 95 % frees cached memory and makes micro-batches smaller."""
-        return memory_callback(self.limit)
+        """Returns a `transformers.TrainerCallback` that watches the memory: it logs figures with those of the trainer,
+        and warns at 90 %."""
+        return memory_callback()
 
     def train_with_recovery(
         self,
@@ -321,9 +324,13 @@ class Planner:
         while True:
             memory_model(False)  # Its steps show whether the loss compares items.
             found = fit(
-                batch_size, memory_model, budget, checkpointing=repeats, smallest=self.memory_models.least_items,
+                batch_size,
+                memory_model,
+                budget,
+                checkpointing=repeats,
+                smallest=self.memory_models.least_items,
                 prefers_large=self._depends_on_split,
-            )  # fmt: skip
+            )
             if not found.fits or found.micro_batch_size <= self.memory_models.most_items(seconds, found.checkpointing):
                 return found
             self.memory_models.step(found.micro_batch_size, seconds, found.checkpointing)
@@ -380,9 +387,13 @@ class Planner:
         longest_gb = memory_model.peak_gb(1) - fixed_gb
         spare_gb = budget.budget_gb / budget.margin - fixed_gb
         return make_buckets(
-            kept, lambda seconds: min(curve.item_gb(seconds), longest_gb), spare_gb, batch_size,
-            smallest=self.memory_models.least_items, longest=limit.seconds,
-        )  # fmt: skip
+            kept,
+            lambda seconds: min(curve.item_gb(seconds), longest_gb),
+            spare_gb,
+            batch_size,
+            smallest=self.memory_models.least_items,
+            longest=limit.seconds,
+        )
 
     def _workers(self, found: Fit, limit: LengthLimit) -> Any:
         typical = float(self.profile.seconds.mean()) / limit.seconds if limit.seconds else 1.0
@@ -390,9 +401,12 @@ class Planner:
         rate = items / (seconds * typical) if seconds else 0.0
         batches_gb = PREFETCH * found.micro_batch_size * self.profile.item_bytes / 1e9
         return workers(
-            self.machine, item_seconds=self.profile.decode_seconds, items_per_second=rate,
-            each_gb=WORKER_GB + batches_gb, batches_gb=batches_gb,
-        )  # fmt: skip
+            self.machine,
+            item_seconds=self.profile.decode_seconds,
+            items_per_second=rate,
+            each_gb=WORKER_GB + batches_gb,
+            batches_gb=batches_gb,
+        )
 
     def _streaming(self) -> tuple[bool, str]:
         decoded_gb, half_gb = self.profile.decoded_gb, self.machine.ram_free_gb / 2

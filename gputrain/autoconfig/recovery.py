@@ -22,7 +22,7 @@ from gputrain.engine.distributed import RankGroup
 from gputrain.engine.out_of_memory import FailedAttempt, retried
 from gputrain.errors import UserError, first_line, import_package
 from gputrain.hw.monitor import Monitor
-from gputrain.hw.runtime import is_out_of_memory, library_failure, random_state, release_memory, set_random_state
+from gputrain.hw.runtime import is_out_of_memory, library_failure, random_state, set_random_state
 
 Reduction = Literal["items", "labels", "sum"]
 IGNORED = -100  # Label that losses ignore.
@@ -39,7 +39,6 @@ class MicroBatchLimit:
 
     items: int = 0
     least: int = 1  # Items that a micro-batch has at least.
-    largest: int = 0  # The largest number of items so far in a micro-batch that obeys the limit.
     splits: list[BatchSplit] = field(default_factory=list)
 
     def halve(self, step: int, items: int, cause: str) -> None:
@@ -223,7 +222,6 @@ class Recovery:
         if not self._scale_is_known:
             self._keep_scale(model, micro_batch)
         size = min(filter(None, (self.limit.items, self._most_items, items)), default=items)
-        self.limit.largest = max(self.limit.largest, size)
         if size == items:
             return self._whole_step(model, inputs, *more, **named)
         parts = split(inputs, size, self.limit.least)
@@ -376,27 +374,26 @@ class RandomStates:
 # -------------------------------------------------------------------------------------------------- memory in use
 
 
-def memory_callback(limit: MicroBatchLimit) -> Any:
+def memory_callback() -> Any:
     """Returns a TrainerCallback that watches and logs the device's memory. Raises UserError without transformers."""
 
     class MemoryCallback(import_package("transformers", extra="transformers").TrainerCallback):  # type: ignore[misc]
-        """Warns when memory is short, and relieves it when it has nearly run out, at most once between two logs."""
+        """Logs figures of the memory with those of the trainer, and warns where it is short, once between two logs."""
 
         watches_memory = True
 
         def __init__(self) -> None:
             self.monitor: Monitor | None = None
-            self.handled = ""
+            self.has_warned = False
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             self.close()
             self.monitor = Monitor(args.device).__enter__()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-            pressure = self.monitor.pressure() if self.monitor else ""
-            if pressure and pressure != self.handled:
-                relieve(pressure, limit, state.global_step)
-                self.handled = pressure
+            if self.monitor and self.monitor.pressure() and not self.has_warned:
+                log.warning("step %d: more than 90 %% of the memory is in use", state.global_step)
+                self.has_warned = True
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
             if self.monitor and logs is not None:
@@ -404,7 +401,7 @@ def memory_callback(limit: MicroBatchLimit) -> Any:
                 logs.update(figures)
                 if state.log_history:
                     state.log_history[-1].update(figures)
-            self.handled = ""
+            self.has_warned = False
 
         def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             self.close()
@@ -415,17 +412,6 @@ def memory_callback(limit: MicroBatchLimit) -> Any:
                 self.monitor = None
 
     return MemoryCallback()
-
-
-def relieve(pressure: str, limit: MicroBatchLimit, step: int) -> None:
-    """Warns; if memory has nearly run out, frees cached memory and makes micro-batches that obey the limit smaller."""
-    if pressure == "warn":
-        log.warning("step %d: more than 90 %% of the memory is in use", step)
-        return
-    release_memory()
-    items = min(limit.items or limit.largest, limit.largest)
-    if items > limit.least:
-        limit.halve(step, items, "more than 95 % of the memory in use")
 
 
 @contextlib.contextmanager

@@ -309,9 +309,13 @@ def _rows_of(
         scan = ParquetFragmentScanOptions(pre_buffer=False, use_buffered_stream=True, buffer_size=1 << 20)
         options = {"batch_size": ROWS, "fragment_scan_options": scan} if format == "parquet" else {}
         table = datasets.load_dataset(
-            format, data_files=glob.escape(str(path)), cache_dir=str(job.cache), split="train", streaming=True,
+            format,
+            data_files=glob.escape(str(path)),
+            cache_dir=str(job.cache),
+            split="train",
+            streaming=True,
             **options,
-        )  # fmt: skip
+        )
         name = _column_of(table.features, label, job.media, job.column)
         others = [
             column

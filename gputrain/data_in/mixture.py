@@ -200,8 +200,13 @@ class FolderItems(Generic[T]):
         for folder, count, draws in zip(self.folders, mixture.counts, mixture.draws, strict=True):
             log.info(
                 "%s: %d %s with weight %g: %d of an epoch, %.1f %%",
-                folder.path, count, noun, folder.weight, draws, 100 * draws / len(mixture),
-            )  # fmt: skip
+                folder.path,
+                count,
+                noun,
+                folder.weight,
+                draws,
+                100 * draws / len(mixture),
+            )
 
 
 def split_folders(

@@ -49,7 +49,6 @@ log = logging.getLogger(__name__)
 
 # The last suffixes of containers.
 CONTAINERS = {f".{ending.rpartition('.')[2]}" for ending in (*ENDINGS, ".zst", ".parquet", ".arrow", ".feather")}
-SHARD = re.compile(r"(?P<number>\d{4,6})-of-(?P<count>\d{4,6})")
 _kept: list["TemporaryDirectory[str]"] = []  # They are removed when the program ends.
 
 
@@ -156,9 +155,12 @@ def open_source(
     if not exclusive:
         lock.release()
     return Source(
-        shown, content_of(place / "content"), place, tuple(RefusedItem(**row) for row in done["refused"]),
+        shown,
+        content_of(place / "content"),
+        place,
+        tuple(RefusedItem(**row) for row in done["refused"]),
         lock if exclusive else None,
-    )  # fmt: skip
+    )
 
 
 def _locked(path: Path) -> FileLock:
@@ -283,8 +285,12 @@ def _in_folder(folder: Path, names: Iterable[str], shown: str, media: Media) -> 
         smaller, larger = groups
         log.warning(
             "%s: holds files such as %s, which are read, being larger, and others that are not, such as %s (%d in "
-            "all): name these themselves to read them", shown, larger[0], smaller[0], len(smaller),
-        )  # fmt: skip
+            "all): name these themselves to read them",
+            shown,
+            larger[0],
+            smaller[0],
+            len(smaller),
+        )
         containers = [] if larger is files else containers
     if not containers:
         return None
@@ -298,7 +304,6 @@ def _in_folder(folder: Path, names: Iterable[str], shown: str, media: Media) -> 
     if not hub_name(Path(shown)):  # Of the Hub, the split is chosen before it is fetched.
         chosen = set(of_one_split([*containers, *texts], shown, f"{shown}{os.sep}"))
         containers, texts = ([name for name in group if name in chosen] for group in (containers, texts))
-    _warn_of_missing_shards(containers, shown)
     # The only table beside archives is that of all recordings, in whichever folder it is.
     of_all = [name for name in texts if PurePosixPath(name).suffix.lower() not in {".txt", ".srt", ".vtt"}]
     by_name = {PurePosixPath(name).name if of_all == [name] else name: folder / name for name in texts}
@@ -316,17 +321,6 @@ def _of_containers(shown: str, containers: Mapping[str, Path], texts: Mapping[st
             hint="name those that hold the data, by a pattern in quotation marks: 'FOLDER/*.tar'",
         )
     return FoundData(archives, tables, texts)
-
-
-def _warn_of_missing_shards(names: Sequence[str], shown: str) -> None:
-    found: dict[str, set[int]] = {}
-    for name in names:
-        if match := SHARD.search(name):
-            found.setdefault(SHARD.sub(f"N-of-{match['count']}", name), set()).add(int(match["number"]))
-    for name, numbers in found.items():
-        count = int(name.rpartition("-of-")[2].partition(".")[0])
-        if missing := sorted(set(range(count)) - numbers):
-            log.warning("%s: %d of %d %s are not there, such as %d", shown, len(missing), count, name, missing[0])
 
 
 def _expanded(given: Path) -> list[Path]:

@@ -123,9 +123,10 @@ def of_one_split(names: Sequence[str], shown: str, start: str) -> list[str]:
         # Beside a split, files without one belong to all; containers only if the split is nothing but tables.
         packed = any(splits[name] == split and CONTAINERS.search(name) for name in names)
         taken = [
-            name for name in names
+            name
+            for name in names
             if splits[name] == split or not (splits[name] or (packed and CONTAINERS.search(name)))
-        ]  # fmt: skip
+        ]
         if unclear := [name for name in names if name not in taken and not splits[name]]:
             log.warning("%s: %d files of no split are not read, such as %s", shown, len(unclear), unclear[0])
     places: dict[str, list[str]] = {}

@@ -54,10 +54,19 @@ class Gpu:
         """Return a Linux machine with the cores and RAM of `machine`, all that training needs, and this GPU."""
         major, minor = self.compute_capability
         return replace(
-            machine, system="Linux", gpu=self.name, gpu_memory_gb=self.memory_gb, gpu_free_gb=self.memory_gb,
-            compute_capability=self.compute_capability, compiled_capabilities=(f"sm_{major}{minor}",),
-            triton=True, compiler="g++", driver=NO_DRIVER, gpu_error="", visible_devices=None,
-        )  # fmt: skip
+            machine,
+            system="Linux",
+            gpu=self.name,
+            gpu_memory_gb=self.memory_gb,
+            gpu_free_gb=self.memory_gb,
+            compute_capability=self.compute_capability,
+            compiled_capabilities=(f"sm_{major}{minor}",),
+            triton=True,
+            compiler="g++",
+            driver=NO_DRIVER,
+            gpu_error="",
+            visible_devices=None,
+        )
 
 
 @functools.cache

@@ -122,7 +122,7 @@ class Monitor:
         """Return the readings since the last call (or the latest one, if there are none) and what torch's allocator
         holds now, under the names of the metrics. Values that the device does not report are left out."""
         with self._lock:
-            readings, self._readings = self._completed(), []
+            readings, self._readings = self._readings or self._latest, []
         if self.device.type != "cuda":
             return summary(readings, "memory/ram_gb")
         return {
@@ -134,7 +134,7 @@ class Monitor:
     def pressure(self) -> Pressure:
         """Return how close to its limit the device's memory has come since the last call of `figures`."""
         with self._lock:
-            readings = self._completed()
+            readings = self._readings or self._latest
         total_gb = max((reading.total_gb or 0.0 for reading in readings), default=0.0)
         return pressure_of(readings, outside_gb(total_gb, self._limit_gb(total_gb)))
 
@@ -143,13 +143,6 @@ class Monitor:
         if self.device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return total_gb
         return torch.cuda.get_per_process_memory_fraction(self.device) * total_gb
-
-    def _completed(self) -> list[Reading]:
-        """Return the readings, or the latest one; add torch's reading if none of them has a GPU's memory."""
-        readings = self._readings or self._latest
-        if self.device.type == "cuda" and all(reading.used_gb is None for reading in readings):
-            return [*readings, self._with_reserved(_read_with_torch(self.device))]
-        return readings
 
     def _with_reserved(self, reading: Reading) -> Reading:
         """Add what torch's allocator holds at this moment. It counts by itself, without a call of CUDA."""
@@ -188,17 +181,6 @@ def read_ram() -> Reading:
     """Read the RAM in use by all programs, within a container's limit."""
     total_gb, free_gb = ram()
     return Reading(used_gb=total_gb - free_gb, total_gb=total_gb) if free_gb else Reading()
-
-
-def _read_with_torch(device: torch.device) -> Reading:
-    """Read a GPU's memory from CUDA, if torch has started CUDA: a reading must not take memory."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return Reading()
-    try:
-        free, total = torch.cuda.mem_get_info(device)
-    except RuntimeError:  # The GPU is lost; the training's own next call reports it.
-        return Reading()
-    return Reading(used_gb=(total - free) / 1e9, total_gb=total / 1e9)
 
 
 # -------------------------------------------------------------------------------------------------------- NVML

@@ -324,9 +324,14 @@ def _for_workers(wish: bool | int, reason: str, processes: Setting) -> Setting:
 
 
 def workers(
-    machine: Machine, wish: int = -1, *, item_seconds: float = 0.0, items_per_second: float = 0.0, each_gb: float = 0.0,
+    machine: Machine,
+    wish: int = -1,
+    *,
+    item_seconds: float = 0.0,
+    items_per_second: float = 0.0,
+    each_gb: float = 0.0,
     batches_gb: float = 0.0,
-) -> Setting:  # fmt: skip
+) -> Setting:
     """Decide the number of processes that decode data.
 
     `item_seconds`: time of a core to decode an item. `items_per_second`: the device's maximum rate. `each_gb`: memory

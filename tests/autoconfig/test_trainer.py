@@ -4,6 +4,7 @@ import itertools
 import logging
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from gputrain.autoconfig.dataset import profile_dataset
 from gputrain.autoconfig.inputs import BatchGuess, output_loss
 from gputrain.autoconfig.memory_models import MemoryModels
 from gputrain.autoconfig.optimal import Planner
-from gputrain.autoconfig.recovery import MicroBatchLimit, memory_callback, recovering, relieve, split, watched_first
+from gputrain.autoconfig.recovery import MicroBatchLimit, memory_callback, recovering, split, watched_first
 from gputrain.errors import UserError
 from gputrain.hw.probe import Machine
 from tests.tables import each_row
@@ -335,7 +336,7 @@ def test_processes_that_divide_the_model_are_refused(tmp_path):
 
 
 def test_memory_is_logged_with_the_rest(tmp_path):
-    trainer, limit = toy_trainer(tmp_path, Toy("items")), MicroBatchLimit()
+    trainer = toy_trainer(tmp_path, Toy("items"))
     seen = []
 
     class Reader(TrainerCallback):
@@ -345,7 +346,7 @@ def test_memory_is_logged_with_the_rest(tmp_path):
         def on_log(self, args, state, control, logs=None, **others):
             seen.append(dict(logs))
 
-    callback = memory_callback(limit)
+    callback = memory_callback()
     trainer.add_callback(Reader())
     trainer.add_callback(callback)
     with watched_first(trainer):
@@ -355,18 +356,15 @@ def test_memory_is_logged_with_the_rest(tmp_path):
     assert all(0.05 < entry["memory/ram_gb"] < 10_000 for entry in [*steps, *seen])
 
 
-def test_short_memory_is_logged_and_relieved(caplog):
-    limit = MicroBatchLimit()
+def test_short_memory_is_logged_once_between_two_logs(caplog):
+    callback, state = memory_callback(), SimpleNamespace(global_step=2, log_history=[])
+    callback.monitor = SimpleNamespace(pressure=lambda: "act", figures=dict)
     with caplog.at_level(logging.WARNING):
-        relieve("warn", limit, 2)
-        relieve("act", limit, 3)
-        assert limit.items == 0  # Nothing obeys it yet, as without train_with_recovery.
-        limit.largest = 8
-        for step in (4, 5, 6, 7):
-            relieve("act", limit, step)
-    assert [(s.step, s.before, s.after) for s in limit.splits] == [(4, 8, 4), (5, 4, 2), (6, 2, 1)]
-    assert "more than 90 % of the memory" in caplog.messages[0]
-    assert "4 items at once instead of 8" in caplog.messages[1]
+        for _ in range(2):
+            for _ in range(3):
+                callback.on_step_end(None, state, None)
+            callback.on_log(None, state, None, logs={})
+    assert caplog.messages == ["step 2: more than 90 % of the memory is in use"] * 2
 
 
 # ------------------------------------------------------------------------------------------------------- speech
