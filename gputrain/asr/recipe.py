@@ -133,7 +133,8 @@ class RecogniserRecipe(BucketRecipe):
         field = networks.family(self.model).field
         frames = tuple(max(1, encoder_frames(count, field)) for count in samples)
         labels = tuple(count for bucket in clips.buckets for count in bucket.symbols_B.tolist())
-        # Without an attention mask the length of the padding matters, and is that of the whole batch.
+        # Without an attention mask the length of the padding changes the features: it is that of the global batch, and
+        # no part is cropped to its own clips.
         longest = 0 if self.uses_mask else max(clips.frames) * STRIDE
         widest = max(longest, *(bucket.wave_BT.shape[1] for bucket in clips.buckets))
         wave_BL = torch.cat([fit_length(bucket.wave_BT, widest) for bucket in clips.buckets])
@@ -146,6 +147,7 @@ class RecogniserRecipe(BucketRecipe):
         # Samples after the last whole frame count for the mean and the variance only.
         sound_BX = sound_BX[:, :longest] if longest else networks.cropped(sound_BX, max(frames))
         frames_B = networks.frame_counts(samples_B, field).clamp(min=1)
+        # SpecAugment: spans of frames get the model's mask vector, spans of channels zeros.
         mask_BT = mask_BC = None
         if masking.mask_time_prob:
             most, share = max(clips.frames), masking.mask_time_prob

@@ -14,12 +14,11 @@ the results are `...`; tensors that describe K bins have them as their last dime
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from gputrain.engine.gan import at_least_fp32
@@ -38,109 +37,46 @@ def spline(
     Knots are unconstrained, (..., 3K - 1): widths and heights of K bins, of which softmax at a temperature makes sizes,
     and K - 1 of which softplus makes slopes at the inner knots. The outer ones have slope 1, as the tails do.
     """
-    if not inverse:
-        made: tuple[Tensor, Tensor] = _Spline.apply(x, knots_K, bound, temperature)  # type: ignore[no-untyped-call]
-        return made
+    # Beyond the bounds, the spline is computed at the bound and not used: so no gradient there is infinite.
     inside, safe = x.abs() < bound, x.clamp(-bound, bound)
-    left, low, width, height, slope, next_slope = _Bin.of(safe, knots_K, bound, temperature, along=1).parts()
-    above, steepness = safe - low, height / width
-    # The position within the bin, in [0, 1], is the root of a quadratic formula without cancellation.
+    left, low, width, height, slope, next_slope = bin_of(safe, knots_K, bound, temperature, of_y=inverse)
+    # In the names of Durkan et al.: place is xi, steepness s, and bend delta(k+1) + delta(k) - 2 s.
+    steepness = height / width
     bend = slope + next_slope - 2 * steepness
-    a = height * (steepness - slope) + above * bend
-    b = height * slope - above * bend
-    c = -steepness * above
-    discriminant = (b**2 - 4 * a * c).clamp(min=0)  # negative only by rounding
-    place = 2 * c / (-b - discriminant.sqrt())
-    of_slope = next_slope * place**2 + 2 * steepness * place * (1 - place) + slope * (1 - place) ** 2
-    log_slope = (steepness**2 * of_slope).log() - 2 * (steepness + bend * place * (1 - place)).log()
-    return torch.where(inside, left + place * width, x), torch.where(inside, -log_slope, 0)
+    if inverse:
+        # The position within the bin, in [0, 1], is the root of a quadratic formula without cancellation.
+        above = safe - low
+        a = height * (steepness - slope) + above * bend
+        b = height * slope - above * bend
+        c = -steepness * above
+        discriminant = (b**2 - 4 * a * c).clamp(min=0)  # negative only by rounding
+        place = 2 * c / (-b - discriminant.sqrt())
+    else:
+        place = (safe - left) / width
+    both, rest = place * (1 - place), 1 - place
+    under = steepness + bend * both
+    of_slope = next_slope * place**2 + 2 * steepness * both + slope * rest**2
+    log_slope = ((steepness / under) ** 2 * of_slope).log()
+    if inverse:
+        return torch.where(inside, left + place * width, x), torch.where(inside, -log_slope, 0)
+    y = low + height * (steepness * place**2 + slope * both) / under
+    return torch.where(inside, y, x), torch.where(inside, log_slope, 0)
 
 
-class _Bin(NamedTuple):
-    """The bin that a value is in, by its number in the last dimension; start and size along x and y, slopes at both
-    ends, which softplus makes of the raw ones, and the shares of all bins in the space between the bounds."""
-
-    index_1: Tensor
-    shares_2K: Tensor
-    start_2: Tensor
-    size_2: Tensor
-    raw_2: Tensor
-    slopes_2: Tensor
-
-    @classmethod
-    def of(cls, x: Tensor, knots_K: Tensor, bound: float, temperature: float, *, along: int) -> "_Bin":
-        """Returns the bin of x, or of y if `along` is 1."""
-        bins = knots_K.shape[-1] // 3 + 1
-        shares_2K = (torch.unflatten(knots_K[..., : 2 * bins], -1, (2, bins)) / temperature).softmax(dim=-1)
-        sizes_2K = 2 * bound * SMALLEST + 2 * bound * (1 - SMALLEST * bins) * shares_2K
-        ends_2K = sizes_2K.cumsum(dim=-1)
-        index_1 = ((x + bound)[..., None] >= ends_2K[..., along, :-1]).sum(dim=-1, keepdim=True)
-        index_21 = index_1[..., None].expand(*x.shape, 2, 1)
-        size_2, end_2 = (values_2K.gather(-1, index_21).squeeze(-1) for values_2K in (sizes_2K, ends_2K))
-        slopes_K = F.pad(knots_K[..., 2 * bins :], (1, 1), value=math.log(math.expm1(1 - SMALLEST)))
-        raw_2 = slopes_K.gather(-1, torch.cat([index_1, index_1 + 1], dim=-1))
-        return cls(index_1, shares_2K, end_2 - size_2 - bound, size_2, raw_2, SMALLEST + F.softplus(raw_2))
-
-    def parts(self) -> tuple[Tensor, ...]:
-        """Returns left, low, width, height, and the slopes at both ends."""
-        return *self.start_2.unbind(-1), *self.size_2.unbind(-1), *self.slopes_2.unbind(-1)
-
-
-class _Spline(torch.autograd.Function):
-    """Computes a spline and its gradients in about half of the operators that autograd's graph of it has. In the names
-    of Durkan et al.: place is xi, steepness s, bend delta(k+1) + delta(k) - 2 s, and under the line is s + bend xi (1 -
-    xi)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, knots_K: Tensor, bound: float, temperature: float) -> tuple[Tensor, Tensor]:
-        inside, safe = x.abs() < bound, x.clamp(-bound, bound)
-        found = _Bin.of(safe, knots_K, bound, temperature, along=0)
-        left, low, width, height, slope, next_slope = found.parts()
-        place, steepness = (safe - left) / width, height / width
-        rest = 1 - place
-        both, squared = place * rest, place**2
-        under = torch.addcmul(steepness, (slope + next_slope).sub(steepness, alpha=2), both)
-        share = torch.addcmul(slope * both, steepness, squared) / under
-        of_slope = torch.addcmul(next_slope * squared, steepness, both, value=2).addcmul(slope, rest**2)
-        ctx.save_for_backward(inside, *found, place, under, share, of_slope)
-        ctx.scale = 2 * bound * (1 - SMALLEST * found.shares_2K.shape[-1]) / temperature
-        log_slope = ((steepness / under) ** 2 * of_slope).log()
-        return torch.where(inside, torch.addcmul(low, height, share), x), torch.where(inside, log_slope, 0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, outer: Tensor, of_log: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        inside, *parts, place, under, share, of_slope = ctx.saved_tensors
-        found = _Bin(*parts)
-        index_1, shares_2K = found[:2]
-        _, _, width, height, slope, next_slope = found.parts()
-        there, of_log = (torch.where(inside, gradient, 0) for gradient in (outer, of_log))
-        steepness, rest = height / width, 1 - place
-        both, squared, turn = place * rest, place**2, rest - place
-        # Gradients of the fraction's two sides, of the slope's polynomial, and of what these are made of.
-        upper, polynomial = there * height / under, of_log / of_slope
-        lower = torch.addcmul(of_log / under * -2, upper, share, value=-1)
-        lower_both, upper_both = lower * both, upper * both
-        of_start = (lower_both + upper_both).addcmul(polynomial, rest**2)
-        of_end = torch.addcmul(lower_both, polynomial, squared)
-        of_steepness = lower.sub(lower_both, alpha=2).addcmul(upper, squared).addcmul(polynomial, both, value=2)
-        of_steepness = of_steepness.addcdiv(of_log, steepness, value=2)
-        risen = torch.addcmul(next_slope * place, steepness, turn).addcmul(slope, rest, value=-1)
-        bent = (slope + next_slope).sub(steepness, alpha=2) * turn
-        of_place = torch.addcmul(upper * (slope * turn).addcmul(steepness, place, value=2), lower, bent)
-        of_x, per_width = of_place.addcmul(polynomial, risen, value=2) / width, of_steepness / width
-        of_width = -torch.addcmul(per_width * steepness, of_x, place)
-        # Each gradient goes to the bins that have a part in it.
-        places_K = torch.arange(shares_2K.shape[-1], device=index_1.device)
-        here_K = places_K == index_1
-        of_size_21 = torch.stack([of_width, torch.addcmul(per_width, there, share)], dim=-1)[..., None]
-        of_start_21 = torch.stack([-of_x, there], dim=-1)[..., None]
-        passed_2K = torch.where((places_K < index_1)[..., None, :], of_start_21, 0)
-        weighted_2K = torch.where(here_K[..., None, :], of_size_21, passed_2K) * shares_2K * ctx.scale
-        of_shares_2K = torch.addcmul(weighted_2K, shares_2K, weighted_2K.sum(dim=-1, keepdim=True), value=-1)
-        raw_2 = torch.stack([of_start, of_end], dim=-1) * found.raw_2.sigmoid()
-        of_slopes_K = torch.where(here_K[..., 1:], raw_2[..., :1], torch.where(here_K[..., :-1], raw_2[..., 1:], 0))
-        return torch.where(inside, of_x, outer), torch.cat([of_shares_2K.flatten(-2), of_slopes_K], dim=-1), None, None
+def bin_of(x: Tensor, knots_K: Tensor, bound: float, temperature: float, *, of_y: bool) -> tuple[Tensor, ...]:
+    """Returns the bin that x is in, or y with `of_y`: its left and low end, width and height, and the slopes at both
+    ends, each `...`."""
+    bins = knots_K.shape[-1] // 3 + 1
+    shares_2K = (torch.unflatten(knots_K[..., : 2 * bins], -1, (2, bins)) / temperature).softmax(dim=-1)
+    sizes_2K = 2 * bound * SMALLEST + 2 * bound * (1 - SMALLEST * bins) * shares_2K
+    ends_2K = sizes_2K.cumsum(dim=-1)
+    index_1 = ((x + bound)[..., None] >= ends_2K[..., int(of_y), :-1]).sum(dim=-1, keepdim=True)
+    index_21 = index_1[..., None].expand(*x.shape, 2, 1)
+    size_2, end_2 = (values_2K.gather(-1, index_21).squeeze(-1) for values_2K in (sizes_2K, ends_2K))
+    # The slopes at the bounds are those of the tails, 1.
+    slopes_K = F.pad(knots_K[..., 2 * bins :], (1, 1), value=math.log(math.expm1(1 - SMALLEST)))
+    slopes_2 = SMALLEST + F.softplus(slopes_K.gather(-1, torch.cat([index_1, index_1 + 1], dim=-1)))
+    return *(end_2 - size_2 - bound).unbind(-1), *size_2.unbind(-1), *slopes_2.unbind(-1)
 
 
 class DurationPredictor(nn.Module):
