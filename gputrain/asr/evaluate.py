@@ -20,8 +20,7 @@ from gputrain.asr.config import Data, TrainAsr
 from gputrain.asr.load import GreedyDecoder, Recogniser, comparable, load_recogniser, words_of
 from gputrain.audio.io import from_int16
 from gputrain.config import convert, leaves, read_file
-from gputrain.data_in.mixture import GivenFolders
-from gputrain.data_in.split import HELD_OUT_SHARE
+from gputrain.data_in.split import HELD_OUT_SHARE, GivenFolders
 from gputrain.errors import UserError
 from gputrain.files import FULL_SCALE, Progress, no_progress
 from gputrain.formatting import counted

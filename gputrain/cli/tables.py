@@ -13,7 +13,7 @@ from gputrain.hw.gpus import known_gpus
 if TYPE_CHECKING:
     from gputrain.bench.runner import BenchReport
     from gputrain.data_in.preparation import RefusedItem
-    from gputrain.hw.rules import Check
+    from gputrain.hw.doctor import Check
     from gputrain.planner.model_planner import CardPlan
 
 

@@ -1,13 +1,30 @@
-"""The held-out split of data, and the digests by which a resumed run notices that data have changed."""
+"""Which data are trained on: the held-out split, the digests by which a resumed run notices that data have changed, and
+several data folders in one training, with their weights.
+
+A weight says how often each item of a folder is drawn in an epoch, like `num_repeats` of other trainers, and may be a
+fraction: of a folder of n items with weight w, an epoch has round(w * n). Those of the fraction are evenly spaced items
+of the folder, which move on from epoch to epoch, so that all items are drawn equally often in the long run. What an
+epoch draws is a function of its number, so resuming needs no state. Imports no torch.
+"""
 
 import errno
 import hashlib
 import logging
+import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from gputrain.engine.data import Sample, SampleSource
+from gputrain.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -17,6 +34,10 @@ MANIFEST = "manifest.jsonl"
 HELD_OUT_SHARE = 0.05
 FEW_HELD_OUT, FEW_ITEMS = 4, 20  # Fewer held-out items are too few for figures, if there are so many items in all.
 FINGERPRINT_BLOCK = 65536  # bytes
+GivenFolders = Path | Sequence[Path]  # Values of --data-path, which may end in =WEIGHT.
+WHOLE = 1 << 64
+HIGHEST = 10_000  # The highest weight of a folder.
+GOLDEN = 0x9E3779B97F4A7C15  # Its multiples, modulo 2**64, are evenly distributed (2**64 over the golden ratio).
 
 
 def fingerprint(path: Path) -> str:
@@ -97,3 +118,222 @@ def digests(**parts: Iterable[object]) -> dict[str, dict[str, Any]]:
             count += 1
         found[name] = {"items": count, "digest": digest.hexdigest()}
     return found
+
+
+# ------------------------------------------------------------------------------------------------- several folders
+
+
+@dataclass(frozen=True)
+class DataFolder:
+    """A folder of data, and how often each of its items is drawn in an epoch."""
+
+    path: Path
+    weight: float = 1.0
+
+
+def data_folders(given: GivenFolders) -> tuple[DataFolder, ...]:
+    """Returns the folders of --data-path.
+
+    Raises UserError if there is none, if one is given twice, if a weight is not a positive number, or if a value can be
+    read in two ways. Whoever opens a folder says what is wrong with it.
+    """
+    folders = tuple(map(_folder, (given,) if isinstance(given, Path) else given))
+    if not folders:
+        raise UserError("no data folder is given", hint="--data-path FOLDER")
+    seen: dict[str, DataFolder] = {}
+    for folder in folders:
+        place = os.path.realpath(folder.path)
+        if place in seen:
+            raise UserError(
+                f"{folder.path}: the same folder as {seen[place].path}, given twice",
+                hint=f"give it once; --data-path {folder.path}=2 draws each of its items twice an epoch",
+            )
+        seen[place] = folder
+    return folders
+
+
+def format_folders(given: GivenFolders) -> str:
+    """Returns the folders of --data-path as they were given, for messages."""
+    return str(given) if isinstance(given, Path) else ", ".join(map(str, given))
+
+
+def _folder(given: Path) -> DataFolder:
+    """Parses FOLDER or FOLDER=WEIGHT. A path that exists as it is written is a folder without a weight."""
+    text = str(given)
+    name, equals, number = text.rpartition("=")
+    try:
+        weight = float(number) if equals and name else math.nan
+        has_weight = bool(equals and name)
+    except ValueError:
+        weight, has_weight = math.nan, False
+    if not has_weight:
+        return DataFolder(given)
+    if given.exists():
+        if Path(name).exists():
+            raise UserError(
+                f"{text}: both a folder of this name and {name} with a weight of {number} exist",
+                hint=f"write {text}=1 for the first, {name}={weight:.1f} for the second",
+            )
+        return DataFolder(given)
+    if not 0 < weight <= HIGHEST:
+        raise UserError(
+            f"{name}: its weight is {number}, expected a number above 0, at most {HIGHEST}",
+            hint="a weight says how often each item is drawn in an epoch; leave a folder out to draw none of it",
+        )
+    return DataFolder(Path(name), weight)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Folders of `counts` items, numbered through from the first folder to the last, with their weights."""
+
+    counts: tuple[int, ...]
+    weights: tuple[float, ...]
+
+    def __len__(self) -> int:
+        """Returns the number of items of an epoch."""
+        return sum(self.draws)
+
+    @cached_property
+    def draws(self) -> tuple[int, ...]:
+        """The number of items that an epoch has of each folder, at least one."""
+        return tuple(max(1, round(n * weight)) for n, weight in zip(self.counts, self.weights, strict=True))
+
+    @property
+    def is_plain(self) -> bool:
+        """True if an epoch has every item once."""
+        return self.draws == self.counts
+
+    def sample(self, drawn: Sample) -> Sample:
+        """Returns the item at a place of an epoch. Its epoch counts the draws of the item before, or more than those:
+        no two samples of a training are equal, so that their random numbers differ."""
+        epoch, place = drawn
+        folder = bisect_right(self._ends, place)
+        count, draws = self.counts[folder], self.draws[folder]
+        whole, rest = divmod(draws, count)
+        copy, item = divmod(place - (self._ends[folder] - draws), count)
+        if copy == whole:
+            item = spaced(item, rest, count, epoch * GOLDEN % WHOLE)
+        return Sample(epoch * (whole + bool(rest)) + copy, sum(self.counts[:folder]) + item)
+
+    def items(self, epoch: int) -> npt.NDArray[np.int64]:
+        """Returns the items of an epoch, by place."""
+        return _items(self, epoch * GOLDEN % WHOLE)
+
+    @property
+    def last_items(self) -> npt.NDArray[np.int64]:
+        """For each place of `items`, the highest number that it has in any epoch."""
+        return _items(self, WHOLE - 1)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(self.draws))
+
+    def of(self, dataset: Any) -> Any:
+        """Returns a data set whose epochs draw the items of another one by their weights."""
+        return dataset if self.is_plain else DrawnItems(dataset, self)
+
+
+def spaced(place: int, places: int, count: int, offset: int) -> int:
+    """Returns one of `places` evenly spaced numbers below `count`; `offset` / 2**64 of their distance precedes them."""
+    return (place * WHOLE + offset) * count // (places * WHOLE)
+
+
+@lru_cache(maxsize=2)
+def _items(mixture: Mixture, offset: int) -> npt.NDArray[np.int64]:
+    found = [np.zeros(0, dtype=np.int64)]
+    first = 0
+    for count, draws in zip(mixture.counts, mixture.draws, strict=True):
+        whole, rest = divmod(draws, count)
+        extra = np.array([spaced(place, rest, count, offset) for place in range(rest)], dtype=np.int64)
+        found += [first + np.tile(np.arange(count), whole), first + extra]
+        first += count
+    return np.concatenate(found)
+
+
+@dataclass(frozen=True)
+class DrawnItems:
+    """A data set for `gputrain.engine.data.loader`, whose epochs draw from another data set by weights."""
+
+    dataset: Any  # A SampleSource with a length and item_bytes.
+    mixture: Mixture
+
+    def __len__(self) -> int:
+        return len(self.mixture)
+
+    def __getitem__(self, sample: Sample) -> Any:
+        source: SampleSource = self.dataset
+        return source[self.mixture.sample(sample)]
+
+    @property
+    def item_bytes(self) -> int:
+        return int(self.dataset.item_bytes)
+
+
+@dataclass(frozen=True)
+class FolderItems(Generic[T]):
+    """The items of several folders: those to train on, folder after folder, and those held out, which alternate between
+    the folders. `counts` are the numbers of training items of each folder."""
+
+    folders: tuple[DataFolder, ...]
+    parts: Split[T]
+    counts: tuple[int, ...]
+
+    def mixture(self, counts: tuple[int, ...] = ()) -> Mixture:
+        """Returns the mixture of the training items, or of other items made from those, such as crops."""
+        return Mixture(counts or self.counts, tuple(folder.weight for folder in self.folders))
+
+    def log_shares(self, mixture: Mixture, noun: str) -> None:
+        """Logs how much of an epoch comes from each of several folders."""
+        if len(self.folders) == 1 and mixture.is_plain:
+            return
+        for folder, count, draws in zip(self.folders, mixture.counts, mixture.draws, strict=True):
+            log.info(
+                "%s: %d %s with weight %g: %d of an epoch, %.1f %%",
+                folder.path,
+                count,
+                noun,
+                folder.weight,
+                draws,
+                100 * draws / len(mixture),
+            )
+
+
+def split_folders(
+    folders: tuple[DataFolder, ...],
+    items: Sequence[Sequence[T]],
+    share: float,
+    keys: Sequence[Callable[[T], str]],
+    count: int = 0,
+) -> FolderItems[T]:
+    """Holds out a share of the items of each folder, or `count` of each, by their fingerprints, `keys[folder](item)`.
+
+    An item that one folder holds out is not trained on in another. Of a folder whose items are all the same, none is
+    held out beside others; `shared`: that holds for all folders, and their items serve as both. Raises UserError if
+    nothing is left to train on in a folder.
+    """
+    own = [split(part, share, key, count) for part, key in zip(items, keys, strict=True)]
+    if len(own) == 1:
+        return FolderItems(folders, own[0], (len(own[0].train),))
+    shared = all(part.shared for part in own)
+    held = {key(item) for part in own if not part.shared for item in part.held_out for key in set(keys)}
+    train: list[list[T]] = []
+    for folder, part in zip(folders, own, strict=True):
+        kept = [item for item in part.train if not any(key(item) in held for key in set(keys))]
+        if not kept:
+            raise UserError(
+                f"{folder.path}: nothing is left to train on, as the other folders hold out the same items",
+                hint="leave this folder out",
+            )
+        if left_out := len(part.train) - len(kept):
+            log.info("%s: %d items are left out, as another folder holds them out", folder.path, left_out)
+        train.append(kept)
+    held_out = list(_alternating([part.held_out for part in own if shared or not part.shared]))
+    parts = Split([item for items in train for item in items], held_out, shared)
+    return FolderItems(folders, parts, tuple(map(len, train)))
+
+
+def _alternating(lists: Sequence[Sequence[T]]) -> Iterator[T]:
+    absent: Any = object()
+    for row in zip_longest(*lists, fillvalue=absent):
+        yield from (item for item in row if item is not absent)

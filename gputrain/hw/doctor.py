@@ -1,25 +1,34 @@
 """`gputrain check-compatibility`: facts about this machine, verdicts on them, trials, and the settings that suit it.
 
-Imports no torch at its top.
+The rules decide from facts alone, and are tested on recorded machines. Imports no torch at its top.
+
+Versions of drivers: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+GPUs that each build of torch has code for: https://github.com/pytorch/pytorch/blob/main/RELEASE.md
 """
 
 import contextlib
 import os
+import re
 import shlex
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gputrain.config import config, opt
 from gputrain.errors import UserError, first_line
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import Machine, probe
-from gputrain.hw.rules import Check, check_rules
 from gputrain.kinds import default_kind
 
+# The oldest driver for each CUDA: every minor version runs on the driver of the first one of its major version.
+OLDEST_DRIVER = {"Linux": {12: 525, 13: 580}, "Windows": {12: 528, 13: 580}}
+NEWEST_DRIVER = 580  # The driver to recommend: it runs every build.
+LITTLE_GPU_SHARE_FREE = 0.8  # Below this share, another program holds the GPU's memory.
+LITTLE_RAM_GB = 4.0
+LITTLE_SHARED_MEMORY_GB = 1.0  # Docker gives 64 MB by default.
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # Largest relative error due to rounding: about four units in the last place of each format. fp32 may be TF32.
 LARGEST_ERROR = {"bf16": 2e-2, "fp16": 2e-3, "fp32": 2e-3}
@@ -30,6 +39,20 @@ REPAIR_TORCH = "update the driver, or install torch again in a new environment"
 class CheckCompatibility:
     data_path: Path = opt(default=Path(), help="Folder of your data, for the command that is shown.")
     json: bool = opt(default=False, help="Print the report as JSON.")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report.
+
+    The status note means that training runs, failed that it cannot run, or not on the GPU that is there. With both,
+    `remedy` says what to do.
+    """
+
+    name: str
+    status: Literal["ok", "note", "failed"]
+    found: str
+    remedy: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,6 +134,218 @@ def train_command(plan: Plan, data_path: Path, ranks: int = 1) -> str:
         words += kind.small
     words += ["--num-workers", str(plan.num_workers.value)]
     return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
+
+
+# ------------------------------------------------------------------------------------------------------------- rules
+
+
+def check_rules(machine: Machine) -> list[Check]:
+    """Check every fact, in the order in which a user should fix them."""
+    return [
+        _python(machine),
+        *_driver(machine),
+        _torch(machine),
+        *_gpu(machine),
+        *_compile(machine),
+        _cpu(machine),
+        *_ram(machine),
+        *_shared_memory(machine),
+    ]
+
+
+def _cpu(machine: Machine) -> Check:
+    found = f"{machine.cpu_cores} core{'s' if machine.cpu_cores > 1 else ''}"
+    if machine.gpu and machine.cpu_cores < 4:
+        remedy = "resize the pictures to the size of the training beforehand: gputrain prepare-data"
+        return Check("cpu", "note", f"{found}, few to decode pictures as fast as a GPU trains", remedy)
+    return Check("cpu", "ok", found)
+
+
+def _ram(machine: Machine) -> Iterator[Check]:
+    if not machine.ram_gb:
+        return
+    free = f"{machine.ram_free_gb:.1f} of " if machine.ram_free_gb else ""
+    found = f"{free}{machine.ram_gb:.1f} GB{' free' if free else ''}"
+    if machine.ram_free_gb and machine.ram_free_gb < LITTLE_RAM_GB:
+        yield Check("ram", "note", found, "close other programs, or use fewer workers (--num-workers 1)")
+    else:
+        yield Check("ram", "ok", found)
+
+
+def _shared_memory(machine: Machine) -> Iterator[Check]:
+    if not machine.shared_memory_gb:
+        return
+    found = f"{machine.shared_memory_gb:.3g} GB free in /dev/shm"
+    if machine.shared_memory_gb < LITTLE_SHARED_MEMORY_GB:
+        remedy = "sudo mount -o remount,size=8G /dev/shm, in Docker: docker run --shm-size 8g; otherwise fewer data "
+        remedy += "workers are used"
+        yield Check("shared memory", "note", f"{found}, through which data workers pass batches", remedy)
+    else:
+        yield Check("shared memory", "ok", found)
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version: (2, 13, 0) for "2.13.0+cu130"."""
+    leading = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, leading[0].split("."))) if leading else ()
+
+
+def best_build(driver_cuda: str, capabilities: list[tuple[int, int]]) -> str:
+    """Return the build of torch for GPUs and a driver that runs CUDA up to `driver_cuda`; empty if there is none.
+
+    It is the one that `setup.sh --torch auto` chooses: the newest build that the driver runs, except that GPUs before
+    7.5 get the one for CUDA 12.6, the only one with code for them, unless there is a GPU from 10.0 on, for which that
+    build has no code.
+    """
+    cuda = numbers(driver_cuda)
+    known = [capability for capability in capabilities if capability != (0, 0)]
+    if cuda < (12, 6):
+        return ""
+    if cuda < (12, 8) or (known and min(known) < (7, 5) and max(known) < (10, 0)):
+        return "cu126"
+    return "cu128" if cuda < (13, 0) else "cu130"
+
+
+def _setup(machine: Machine, build: str) -> str:
+    return f"{'setup_windows.bat' if machine.system == 'Windows' else './setup.sh'} --torch {build}"
+
+
+def _gpu_remedy(machine: Machine, *, newer_driver: bool = False) -> str:
+    """Return how to get a build that fits driver and GPUs, and what to do until then."""
+    cards = [card.compute_capability for card in machine.driver.cards]
+    build = best_build(machine.driver.cuda, cards or ([machine.compute_capability] if machine.gpu else []))
+    steps = []
+    if newer_driver or not build:
+        steps.append(f"install NVIDIA driver {NEWEST_DRIVER} or later and run {_setup(machine, 'auto')}")
+    if build:
+        steps.append(_setup(machine, build))
+    return f"{', or '.join(steps)}; until then train with --device cpu"
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def _python(machine: Machine) -> Check:
+    if (3, 10) <= numbers(machine.python)[:2] < (3, 15):
+        return Check("python", "ok", machine.python)
+    return Check("python", "failed", machine.python or "unknown", "install Python 3.10 to 3.14")
+
+
+def _driver(machine: Machine) -> Iterator[Check]:
+    driver = machine.driver
+    oldest = OLDEST_DRIVER.get(machine.system, {}).get((numbers(machine.cuda) or (0,))[0], 0)
+    if driver.version and numbers(driver.version) < (oldest,):
+        found = f"{driver.version} is too old for this torch: CUDA {machine.cuda} needs {oldest} or later"
+        yield Check("driver", "failed", found, _gpu_remedy(machine, newer_driver=True))
+    elif driver.version:
+        yield Check("driver", "ok", driver.version + (f", runs CUDA up to {driver.cuda}" if driver.cuda else ""))
+    elif "no devices" in driver.error.lower():
+        remedy = "if there is a card, see that it is powered and, in a container, handed on (docker run --gpus all)"
+        yield Check("driver", "note", f"NVML says: {driver.error}", remedy)
+    elif driver.error:
+        # After an update, the old driver is still loaded while the libraries are new: only that is a mismatch.
+        more = "" if "mismatch" in driver.error else f", or install NVIDIA driver {NEWEST_DRIVER} or later again"
+        remedy = f"restart the machine{more}; until then train with --device cpu"
+        yield Check("driver", "failed", f"NVML says: {driver.error}", remedy)
+    elif machine.gpu:
+        yield Check("driver", "ok", "works; of unknown version, as there is no NVML")
+    elif machine.cuda:
+        remedy = f"for an NVIDIA card, install driver {NEWEST_DRIVER} or later; without one, nothing is missing"
+        yield Check("driver", "note", "none", remedy)
+
+
+def _torch(machine: Machine) -> Check:
+    if machine.torch_error:
+        return Check("torch", "failed", f"cannot be imported: {machine.torch_error}", _setup(machine, "auto"))
+    build = f"{machine.torch}, built for CUDA {machine.cuda}" if machine.cuda else f"{machine.torch}, without CUDA"
+    if machine.gpu and not machine.has_kernels:
+        return _no_code(machine)
+    if machine.driver.cards and not (machine.cuda or machine.gpu or _hidden(machine)):
+        found = f"{machine.torch} cannot use {machine.driver.cards[0].name}: it is built without CUDA"
+        return Check("torch", "failed", found, _gpu_remedy(machine))
+    code = f", with code for {_dotted(machine.compute_capability)}" if machine.gpu else ""
+    return Check("torch", "ok", build + code)
+
+
+def _no_code(machine: Machine) -> Check:
+    """Return the failed check of a GPU without code in torch. Every kernel fails there, though CUDA is available."""
+    capability = _dotted(machine.compute_capability)
+    lacks = f"{machine.torch}, built for CUDA {machine.cuda}, has no code for compute capability {capability}"
+    if machine.compute_capability < (5, 0):
+        return Check("torch", "failed", lacks, "no current build has; train with --device cpu, or on a newer card")
+    if machine.compute_capability >= (10, 0):
+        lacks += "; CUDA 12.8 or later has"
+    elif machine.compute_capability < (7, 5):
+        lacks += "; of the current builds, that for CUDA 12.6 alone has"
+    return Check("torch", "failed", lacks, _gpu_remedy(machine))
+
+
+def _gpu(machine: Machine) -> Iterator[Check]:
+    if machine.gpu:
+        yield Check("gpu", "ok", f"{machine.gpu}, compute capability {_dotted(machine.compute_capability)}")
+        yield _gpu_memory(machine)
+        if machine.has_bf16:
+            yield Check("bf16", "ok", "native")
+        else:
+            chosen = "fp16 with loss scaling" if machine.has_tensor_cores else "fp32, because it has no tensor cores"
+            found = f"not native before compute capability 8.0: {machine.gpu} trains in {chosen}"
+            yield Check("bf16", "note", found, f"leave --use-bf16 out; {chosen[:4]} is then the default")
+    elif _hidden(machine):
+        found = f"CUDA_VISIBLE_DEVICES={machine.visible_devices!r} hides {machine.driver.cards[0].name}"
+        yield Check("gpu", "note", found, "unset CUDA_VISIBLE_DEVICES to train on the GPU")
+    elif any(check.status == "failed" for check in (*_driver(machine), _torch(machine))):
+        return  # The failed check explains why there is no GPU.
+    elif machine.driver.cards:
+        cause = f": {machine.gpu_error}" if machine.gpu_error else ""
+        found = f"torch cannot use {machine.driver.cards[0].name}{cause}"
+        yield Check("gpu", "failed", found, "restart the machine; until then train with --device cpu")
+    else:
+        remedy = "for large models, use a machine with an NVIDIA card"
+        yield Check("gpu", "note", "none: the CPU trains, slowly", remedy)
+
+
+def _hidden(machine: Machine) -> bool:
+    """Return True if the first device of CUDA_VISIBLE_DEVICES is no GPU, so that CUDA finds none."""
+    if machine.visible_devices is None or not machine.driver.cards:
+        return False
+    first = machine.visible_devices.split(",")[0].strip()
+    return first in ("", "-1") or (first.isdecimal() and int(first) >= len(machine.driver.cards))
+
+
+def _gpu_memory(machine: Machine) -> Check:
+    found = f"{machine.gpu_free_gb:.1f} of {machine.gpu_memory_gb:.1f} GB free"
+    if any(card.driver_model == "WDDM" for card in machine.driver.cards):
+        found += " (beyond it, Windows moves data to RAM, and training is very slow)"
+    if machine.gpu_free_gb < LITTLE_GPU_SHARE_FREE * machine.gpu_memory_gb:
+        return Check("gpu memory", "note", found, "close the programs that hold the rest; nvidia-smi lists them")
+    return Check("gpu memory", "ok", found)
+
+
+def _compile(machine: Machine) -> Iterator[Check]:
+    """Check that torch.compile has what it needs on a GPU; a training shows whether it works."""
+    triton = numbers(machine.triton_version)
+    if not machine.gpu:
+        return
+    if not machine.triton:
+        package = "triton-windows" if machine.system == "Windows" else "triton"
+        yield _no_compile("no Triton", f"pip install {package}")
+    elif machine.compute_capability >= (12, 0) and triton and triton < (3, 3):
+        found = f"Triton {machine.triton_version} does not know compute capability 12.0; 3.3 and later do"
+        yield _no_compile(found, _setup(machine, "auto"))
+    elif machine.compute_capability < (7, 5) or (machine.compute_capability < (8, 0) and triton >= (3, 3)):
+        capability = _dotted(machine.compute_capability)
+        found = f"Triton {machine.triton_version} no longer supports compute capability {capability}"
+        yield _no_compile(found, "a training that compiles shows whether it works nevertheless")
+    elif machine.system == "Linux" and not machine.compiler:
+        install = "install g++ (Debian and Ubuntu: sudo apt install g++)"
+        yield _no_compile("no C++ compiler on PATH, which Triton needs", install)
+    else:
+        yield Check("compiler", "ok", f"Triton {machine.triton_version or 'of unknown version'}")
+
+
+def _no_compile(found: str, remedy: str) -> Check:
+    return Check("compiler", "note", found, f"{remedy}; otherwise training runs without torch.compile")
 
 
 # ------------------------------------------------------------------------------------------------------------ trials

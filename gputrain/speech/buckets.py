@@ -22,8 +22,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from gputrain.data_in.mixture import FolderItems, GivenFolders, Mixture, data_folders, split_folders
-from gputrain.data_in.split import HELD_OUT_SHARE, Split
+from gputrain.data_in.split import (
+    HELD_OUT_SHARE,
+    FolderItems,
+    GivenFolders,
+    Mixture,
+    Split,
+    data_folders,
+    split_folders,
+)
 from gputrain.engine.data import Sample
 from gputrain.errors import UserError
 from gputrain.hw.ranks import SINGLE, Ranks

@@ -24,7 +24,7 @@ from gputrain.audio.config import Mel
 from gputrain.audio.io import Samples, from_int16
 from gputrain.audio.mel import frequency_ticks, log_mel
 from gputrain.audio.metrics import ClipMetrics, PitchMatch
-from gputrain.data_in.mixture import GivenFolders
+from gputrain.data_in.split import GivenFolders
 from gputrain.drawing import (
     BAND_PIXELS,
     INK,

@@ -20,10 +20,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from PIL import Image
 
-from gputrain.data_in.mixture import FolderItems, GivenFolders, Mixture, data_folders, split_folders
 from gputrain.data_in.preparation import RefusedItem, SourceFile, refuse_exclude
 from gputrain.data_in.sources import open_source
-from gputrain.data_in.split import HELD_OUT_SHARE, MANIFEST, fingerprint
+from gputrain.data_in.split import (
+    HELD_OUT_SHARE,
+    MANIFEST,
+    FolderItems,
+    GivenFolders,
+    Mixture,
+    data_folders,
+    fingerprint,
+    split_folders,
+)
 from gputrain.engine.data import DataWarning, Sample, item_rng
 from gputrain.errors import UserError
 from gputrain.files import read_rows

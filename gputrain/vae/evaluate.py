@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gputrain.data_in.mixture import GivenFolders, format_folders
+from gputrain.data_in.split import GivenFolders, format_folders
 from gputrain.errors import UserError, first_line, require
 from gputrain.files import Progress, no_progress
 from gputrain.hw.plan import DeviceName

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from gputrain.data_in.mixture import GivenFolders, data_folders, format_folders
 from gputrain.data_in.sources import is_there
+from gputrain.data_in.split import GivenFolders, data_folders, format_folders
 from gputrain.engine.checkpoint import load_weights, refuse_nonfinite
 from gputrain.errors import UserError
 from gputrain.files import Progress, no_progress

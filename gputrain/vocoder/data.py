@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gputrain.data_in.mixture import Mixture, format_folders
-from gputrain.data_in.split import digests, warn_of_few_held_out
+from gputrain.data_in.split import Mixture, digests, format_folders, warn_of_few_held_out
 from gputrain.engine.checkpoint import format_list
 from gputrain.engine.run_folder import Run
 from gputrain.engine.schedule import RunProgress, StepSchedule

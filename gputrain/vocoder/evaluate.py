@@ -25,8 +25,7 @@ from gputrain.audio.mel import frequency_ticks, log_mel, mel_decades
 from gputrain.audio.metrics import ClipMetrics, PitchMatch, pitch_match
 from gputrain.audio.store import Pitch, Wave
 from gputrain.audio.weight_norm import cached_weights
-from gputrain.data_in.mixture import GivenFolders
-from gputrain.data_in.split import HELD_OUT_SHARE
+from gputrain.data_in.split import HELD_OUT_SHARE, GivenFolders
 from gputrain.drawing import spectrogram_picture, with_axes
 from gputrain.errors import UserError
 from gputrain.files import Progress, no_progress, to_int16

@@ -40,8 +40,16 @@ from gputrain.audio.store import (
     read_units,
     stored_files,
 )
-from gputrain.data_in.mixture import FolderItems, GivenFolders, Mixture, data_folders, split_folders
-from gputrain.data_in.split import HELD_OUT_SHARE, MANIFEST, Split
+from gputrain.data_in.split import (
+    HELD_OUT_SHARE,
+    MANIFEST,
+    FolderItems,
+    GivenFolders,
+    Mixture,
+    Split,
+    data_folders,
+    split_folders,
+)
 from gputrain.engine.data import Sample, item_rng
 from gputrain.errors import UserError
 from gputrain.files import read_rows, writing

@@ -22,11 +22,10 @@ from gputrain.cli.app import app
 from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.hw import doctor
-from gputrain.hw.doctor import advise, check_machine, train_command
+from gputrain.hw.doctor import Check, advise, best_build, check_machine, check_rules, numbers, train_command
 from gputrain.hw.driver import Driver
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
-from gputrain.hw.rules import Check, best_build, check_rules, numbers
 from gputrain.serialization import from_json
 from gputrain.vae.config import TrainVae
 from tests.tables import each_row

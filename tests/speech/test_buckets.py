@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gputrain.data_in.mixture import Mixture
+from gputrain.data_in.split import Mixture
 from gputrain.engine.data import Sample
 from gputrain.errors import UserError
 from gputrain.speech.buckets import Buckets, open_speech

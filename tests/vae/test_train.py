@@ -16,7 +16,7 @@ from PIL import Image
 from rich.console import Console
 
 from gputrain.config import assemble, leaves, read_file
-from gputrain.data_in.mixture import Mixture
+from gputrain.data_in.split import Mixture
 from gputrain.engine.data import Sample
 from gputrain.engine.run_folder import PlanFile
 from gputrain.errors import UserError

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gputrain.data_in.mixture import DataFolder, Mixture, data_folders, split_folders
+from gputrain.data_in.split import DataFolder, Mixture, data_folders, split_folders
 from gputrain.engine.data import Sample, Stream, loader
 from gputrain.errors import UserError
 from gputrain.hw.ranks import Ranks
