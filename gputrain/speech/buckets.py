@@ -245,7 +245,7 @@ class Buckets:
             wave_BT[row, : len(wave_T)] = wave_T
         return ClipBatch(
             ids_BS=torch.from_numpy(ids_BS),
-            symbols_B=torch.tensor([len(one) for one in ids]),
+            symbols_B=torch.tensor([len(numbers) for numbers in ids]),
             wave_BT=torch.from_numpy(wave_BT),
             samples_B=torch.tensor([len(wave_T) for wave_T in waves]),
             frames_B=torch.tensor(frames),
@@ -372,17 +372,17 @@ class StepClips(NamedTuple):
 def clips_of_step(loaded: list[ClipBatch]) -> StepClips:
     """Returns the clips of the buckets of one step, which one process or several ranks have read."""
     alone = not len(loaded[0].range_2)
-    symbols = [number for one in loaded for number in (one.symbols_B if alone else one.all_symbols_A).tolist()]
-    frames = [number for one in loaded for number in (one.frames_B if alone else one.all_frames_A).tolist()]
+    symbols = [number for bucket in loaded for number in (bucket.symbols_B if alone else bucket.all_symbols_A).tolist()]
+    frames = [number for bucket in loaded for number in (bucket.frames_B if alone else bucket.all_frames_A).tolist()]
     if alone:
         return StepClips(loaded, symbols, frames, (slice(0, len(frames)),), is_idle=False)
     buckets, rows, begin = [], [], 0
-    for one in loaded:
-        first, stop = one.range_2.tolist()
+    for bucket in loaded:
+        first, stop = bucket.range_2.tolist()
         if stop > first:
-            buckets.append(one)
+            buckets.append(bucket)
             rows.append(slice(begin + first, begin + stop))
-        begin += len(one.all_frames_A)
+        begin += len(bucket.all_frames_A)
     if not buckets:
         return StepClips(loaded[:1], symbols, frames, (slice(0, 1),), is_idle=True)
     return StepClips(buckets, symbols, frames, tuple(rows), is_idle=False)

@@ -101,18 +101,18 @@ def check_clips(
     doubt = doubt_of(checks)
     odd = set() if doubt else set(mismatches(checks))
     found = [
-        CheckedText(name, clip.text, one.read, one.cer, one.loss if one.loss < math.inf else None, place in odd)
-        for place, (name, clip, one) in enumerate(zip(names, clips, checks, strict=True))
+        CheckedText(name, clip.text, check.read, check.cer, check.loss if check.loss < math.inf else None, place in odd)
+        for place, (name, clip, check) in enumerate(zip(names, clips, checks, strict=True))
     ]
-    return sorted(found, key=lambda one: (not one.differs, -math.inf if one.loss is None else -one.loss)), doubt
+    return sorted(found, key=lambda check: (not check.differs, -math.inf if check.loss is None else -check.loss)), doubt
 
 
 def doubt_of(checks: Sequence[TranscriptCheck]) -> str:
     """Returns why a recogniser cannot tell whether texts differ; "" if it can."""
-    count, silent = len(checks), sum(not one.read for one in checks)
-    impossible = sum(one.loss == math.inf for one in checks)
-    pairs = [one for one in checks if one.loss < math.inf and one.other_loss < math.inf]
-    preferred = sum(one.loss < one.other_loss for one in pairs)
+    count, silent = len(checks), sum(not check.read for check in checks)
+    impossible = sum(check.loss == math.inf for check in checks)
+    pairs = [check for check in checks if check.loss < math.inf and check.other_loss < math.inf]
+    preferred = sum(check.loss < check.other_loss for check in pairs)
     if 2 * silent > count:
         why = f"wrote nothing for {silent} of {count} clips: it has not learnt to write, or not this language"
     elif 2 * impossible > count:
@@ -142,14 +142,14 @@ def mismatches(checks: Iterable[TranscriptCheck]) -> list[int]:
     between the two medians, so that a recogniser of any quality will do.
     """
     found = list(checks)
-    losses = [min(one.loss, 1e6) for one in found]
+    losses = [min(check.loss, 1e6) for check in found]
     if not losses:
         return []
     middle = statistics.median(losses)
-    others = [one.other_loss for one in found if one.other_loss < math.inf]
+    others = [check.other_loss for check in found if check.other_loss < math.inf]
     wrong = statistics.median(others) if others else math.inf
     limit = min(middle + max(NEARER_TO_OTHERS * (wrong - middle), LEAST_LOSS), 1e6 - 1)
-    odd = [place for place, one in enumerate(found) if losses[place] > limit and one.cer > LEAST_CER]
+    odd = [place for place, check in enumerate(found) if losses[place] > limit and check.cer > LEAST_CER]
     return sorted(odd, key=lambda place: -losses[place])
 
 
@@ -194,7 +194,7 @@ def cut_utterances(
             found += _groups(utterance, wave_T, rate_hz, list(zip(sentences, times, strict=True)), max_seconds, refused)
         done += 1
         progress(done, len(long))
-    if unread and all(one.reason == "not recognised" for one in refused) and len(refused) == len(long):
+    if unread and all(item.reason == "not recognised" for item in refused) and len(refused) == len(long):
         others = f", as for all {len(long)} that are longer than {max_seconds:g} seconds" if len(long) > 1 else ""
         raise UserError(
             f"{unread}{others}",
@@ -252,16 +252,16 @@ def sentence_edges(wave_T: Samples, rate_hz: int, sentences: Sequence[SentenceTi
     count = len(wave_T) // window
     power_W = np.square(wave_T[: count * window].astype(np.float64)).reshape(count, window).mean(axis=1)
     cuts, edges = _cuts(wave_T, rate_hz, sentences), []
-    for one, low, high in zip(sentences, cuts, cuts[1:], strict=False):
-        places = (round(second * rate_hz / window) for second in (low, one.begin, one.end, high))
+    for sentence, low, high in zip(sentences, cuts, cuts[1:], strict=False):
+        places = (round(second * rate_hz / window) for second in (low, sentence.begin, sentence.end, high))
         first, begin, end, stop = (min(place, count) for place in places)
         speech = float(power_W[begin : max(end, begin + 1)].mean()) if begin < count else 0.0
         heard_before = _louder(power_W[first:begin], speech)
         heard_after = _louder(power_W[end:stop], speech)
         edges.append(
             (
-                (first + int(heard_before[0])) * window / rate_hz if len(heard_before) else one.begin,
-                (end + int(heard_after[-1]) + 1) * window / rate_hz if len(heard_after) else one.end,
+                (first + int(heard_before[0])) * window / rate_hz if len(heard_before) else sentence.begin,
+                (end + int(heard_after[-1]) + 1) * window / rate_hz if len(heard_after) else sentence.end,
             )
         )
     return edges

@@ -24,7 +24,6 @@ from gputrain.speech.text.unicode_cleanup import APOSTROPHES, IPA_SIGNS, is_remo
 from gputrain.speech.text.vocabulary import SPECIAL, Vocabulary, plain_words, rules_of, vocabulary_of
 from gputrain.speech.utterances import Utterance
 
-MOST_COMPARED = 200  # maximum number of texts that are compared with what Piper reads
 MOST_EXAMPLES = 5  # maximum number of characters listed in a warning
 SPOKEN_SIGNS = "/\\@%&#*§‰†"
 DEVIATION = 1.4826  # standard deviation of a normal distribution in units of its median absolute deviation
@@ -37,12 +36,11 @@ ONE_WRITING = {"Cjk", "Hiragana", "Katakana"}  # Japanese has all of them.
 
 RARE = 20  # minimum number of occurrences for a symbol to be learnt
 MOST_NAMED = 8  # maximum number of symbols named in a sentence
-REPEATED = 3  # minimum number of clips with the same text that is reported
 SHORT = 60  # maximum number of characters of an excerpt
 # Remarks about a sound, and what programs write for a missing text.
 ANNOTATION = re.compile(r"\[[^\[\]]+\]|<[^<>]+>|\{[^{}]+\}|\*[^*]+\*|\(\([^()]*\)\)|♪|^(?:nan|NaN|None|null|NULL|N/A)$")
 
-SuspicionReason = Literal["digits", "mixed scripts", "annotation", "repeated text", "text differs"]
+SuspicionReason = Literal["digits", "mixed scripts", "annotation", "text differs"]
 
 Reader: TypeAlias = Frontend | Vocabulary
 
@@ -73,11 +71,7 @@ def reader_of(config: SpeechPrepareConfig, utterances: Sequence[Utterance]) -> R
         return frontend(language, alphabet=options.alphabet, espeak_voice=options.espeak_voice, texts=texts, raw=raw)
     if not texts:  # The reason for leaving out each transcript is reported instead.
         return Vocabulary(language, SPECIAL, raw=raw)
-    try:
-        return vocabulary_of(language, (plain_words(text, language, raw) for text in texts), raw)
-    except UserError as error:
-        first = f"{shortened(texts[0])!r} in {utterances[0].where}"
-        raise UserError(f"{error.message}, such as {first}", hint=error.hint) from None
+    return vocabulary_of(language, (plain_words(text, language, raw) for text in texts), raw)
 
 
 def raw_rules(config: SpeechPrepareConfig) -> RawRules:
@@ -125,13 +119,8 @@ def unread(reader: Reader, texts: Iterable[str]) -> frozenset[str]:
 
 
 def text_notes(reader: Reader, utterances: Sequence[Utterance]) -> list[str]:
-    """Returns what the texts as read lose or keep against expectation, and what Piper reads otherwise."""
-    notes = [odd_letters(reader, utterances), removed_signs(reader, utterances)]
-    if isinstance(reader, Frontend) and reader.espeak_voice:
-        texts = [utterance.text for utterance in utterances]
-        others = reader.piper_differences(texts[:: len(texts) // MOST_COMPARED + 1])
-        notes.append(f"stock Piper reads otherwise than these data {others}" if others else "")
-    return [note for note in notes if note]
+    """Returns what the texts as read lose or keep against expectation."""
+    return list(filter(None, (odd_letters(reader, utterances), removed_signs(reader, utterances))))
 
 
 def removed_signs(reader: Reader, utterances: Iterable[Utterance]) -> str:
@@ -290,7 +279,7 @@ def symbol_counts(clips: Iterable[SpeechClip], vocabulary: Vocabulary) -> dict[s
     """Returns the occurrences of every symbol but the blank and the unknown one, the most frequent first."""
     found = Counter(number for clip in clips for number in vocabulary.ids(clip.normalized))
     hidden = {vocabulary.blank, vocabulary.unknown_id}
-    counts = {one: found[number] for number, one in enumerate(vocabulary.symbols) if number not in hidden}
+    counts = {symbol: found[number] for number, symbol in enumerate(vocabulary.symbols) if number not in hidden}
     return dict(sorted(counts.items(), key=lambda pair: -pair[1]))
 
 
@@ -309,7 +298,7 @@ def vocabulary_findings(clips: Sequence[SpeechClip], vocabulary: Vocabulary) -> 
             scripts[script] += count
     if len(scripts) > 1 and not scripts.keys() <= ONE_WRITING:
         (main, _), *others = scripts.most_common()
-        foreign = {name: [one for one in counts if script_of(one) == name] for name, _ in others}
+        foreign = {name: [symbol for symbol in counts if script_of(symbol) == name] for name, _ in others}
         parts = [f"{' '.join(foreign[name][:MOST_NAMED])} ({name})" for name, _ in others]
         yield f"letters of other scripts than {main}, which may only look alike: {', '.join(parts)}"
     marks = [mark for mark in APOSTROPHES if mark in counts]
@@ -333,18 +322,11 @@ def _examples(clips: Iterable[SpeechClip], symbols: Iterable[str]) -> dict[str, 
 
 def suspicious_texts(clips: Sequence[SpeechClip], names: Sequence[str]) -> list[SuspiciousText]:
     """Returns the texts of clips, whose names are given, that may differ from what is said."""
-    found = [
+    return [
         SuspiciousText(name, reason, detail)
         for clip, name in zip(clips, names, strict=True)
         for reason, detail in _odd_text(clip.text, clip.normalized)
     ]
-    texts = Counter(clip.normalized for clip in clips)
-    first = dict(reversed([(clip.normalized, name) for clip, name in zip(clips, names, strict=True)]))
-    for text, count in texts.most_common():
-        if count < REPEATED:
-            break
-        found.append(SuspiciousText(first[text], "repeated text", f"{shortened(text)!r} is the text of {count} clips"))
-    return found
 
 
 def _odd_text(text: str, normalized: str) -> Iterator[tuple[SuspicionReason, str]]:

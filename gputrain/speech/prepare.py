@@ -5,7 +5,7 @@ Sources are only read. Shape suffixes: T samples, F frames.
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,6 @@ from gputrain.formatting import counted
 from gputrain.speech.checker import SpeechChecker, cut_utterances
 from gputrain.speech.clip_filter import (
     BEYOND_SECONDS,
-    Selection,
     reader_of,
     select_clips,
     text_notes,
@@ -109,7 +108,7 @@ def prepare_speech(
         log.warning("%s", note)
     writer = SpeechWriter(output_dir, sound_format(config))
     prints, utterances = material.prints, material.transcripts.utterances
-    ready = prepared_before(writer.sounds, prints)
+    ready = {stored.path: stored for stored in writer.sounds if prints.get(stored.path) == stored.fingerprint}
     missing = [path for path in prints if path not in ready]
     refused, kept = list(material.refused), len(ready)
 
@@ -134,33 +133,18 @@ def prepare_speech(
         faults = faults_of(refused) or "no recording has a transcript"
         raise nothing_usable(f"{input_dir}: nothing to train on: {faults}", output_dir)
     writer.finish(chosen.format, chosen.clips)
+    facts: dict[str, tuple[str, ...]] = {}
+    if config.kind == "asr":
+        vocabulary = chosen.format.vocabulary
+        findings = tuple(vocabulary_findings(chosen.clips, vocabulary))
+        facts = {"vocabulary": vocabulary.symbols, "findings": findings}
     hours = sum(clip.samples for clip in chosen.clips) / config.sampling_rate / 3600
     return SpeechPrepareReport(
         input_dir=str(input_dir), output_dir=str(output_dir), transcripts=material.transcripts.source,
         made=len(ready) - kept, kept=kept, clips=len(chosen.clips), hours=hours, speakers=chosen.format.speakers,
         ignored=material.ignored, refused=refused, columns=material.transcripts.columns,
-        **(vocabulary_facts(chosen) if config.kind == "asr" else {}),
+        **facts,
     )  # fmt: skip
-
-
-def prepared_before(recordings: Sequence[Recording], prints: Mapping[str, str]) -> dict[str, Recording]:
-    """Returns the stored recordings of files, whose fingerprints are `prints`, by path. A file may have another name
-    than before, unless files of different content have its fingerprint."""
-    by_file = {(stored.path, stored.fingerprint): stored for stored in recordings}
-    files, stored_files = Counter(prints.values()), Counter(stored.fingerprint for stored in recordings)
-    by_content = {
-        stored.fingerprint: stored for stored in recordings
-        if files[stored.fingerprint] == stored_files[stored.fingerprint] == 1
-    }  # fmt: skip
-    found = {path: by_file.get((path, key)) or by_content.get(key) for path, key in prints.items()}
-    return {path: replace(stored, path=path) for path, stored in found.items() if stored}
-
-
-def vocabulary_facts(chosen: Selection) -> dict[str, tuple[str, ...]]:
-    vocabulary = chosen.format.vocabulary
-    return {
-        "vocabulary": vocabulary.symbols, "findings": tuple(vocabulary_findings(chosen.clips, vocabulary)),
-    }  # fmt: skip
 
 
 def check_output(folder: Path, config: SpeechPrepareConfig) -> None:
@@ -199,8 +183,8 @@ def gather_material(input_dir: Path, config: SpeechPrepareConfig, exclude: Seque
         input_dir, sorted({*tree.paths, *excluded}), file=file, columns=options.transcript_columns, rules=rules
     )
     transcripts = replace(
-        transcripts, utterances=[one for one in transcripts.utterances if one.path not in excluded],
-        refused=[one for one in transcripts.refused if one.path not in excluded],
+        transcripts, utterances=[utterance for utterance in transcripts.utterances if utterance.path not in excluded],
+        refused=[item for item in transcripts.refused if item.path not in excluded],
     )  # fmt: skip
     unread = {kind: [name for name in names if name not in transcripts.files] for kind, names in tree.ignored.items()}
     others = {kind: names for kind, names in unread.items() if names}
@@ -208,7 +192,7 @@ def gather_material(input_dir: Path, config: SpeechPrepareConfig, exclude: Seque
         others[f"not in {file.name}"] = [name for name in transcripts.unnamed if name not in excluded]
     refused, notes = [*tree.refused, *transcripts.refused], list(transcripts.notes)
     transcripts = replace(transcripts, utterances=without_whole_spans(input_dir, transcripts.utterances, notes))
-    if config.trim_db and any(one.span for one in transcripts.utterances):
+    if config.trim_db and any(utterance.span for utterance in transcripts.utterances):
         if not config.trims_by_default:
             raise UserError(
                 f"trim_db {config.trim_db:g} would move the beginning of recordings that are cut by times",
@@ -216,7 +200,9 @@ def gather_material(input_dir: Path, config: SpeechPrepareConfig, exclude: Seque
             )
         config = replace(config, trim_db=0.0)
         notes.append("silence at both ends is kept, since the transcripts cut clips out of recordings by their times")
-    prints = audio_prepare.fingerprints(input_dir, sorted({spoken.path for spoken in transcripts.utterances}), refused)
+    prints = audio_prepare.fingerprints(
+        input_dir, sorted({utterance.path for utterance in transcripts.utterances}), refused
+    )
     return Material(config, transcripts, notes, prints, refused, others)
 
 
@@ -224,22 +210,22 @@ def without_whole_spans(folder: Path, utterances: list[Utterance], notes: list[s
     """Returns the utterances; the only one of a recording has no times if they are those of the whole recording, which
     many manifests give: in it, or in a longer one from which it was cut. Recordings that go on after such times are
     added to the notes."""
-    parts = Counter(one.path for one in utterances)
+    parts = Counter(utterance.path for utterance in utterances)
     found, longer = [], list[str]()
-    for one in utterances:
-        seconds = length_of(folder / one.path) if one.span and parts[one.path] == 1 else None
-        if one.span is None or seconds is None:
-            found.append(one)
+    for utterance in utterances:
+        seconds = length_of(folder / utterance.path) if utterance.span and parts[utterance.path] == 1 else None
+        if utterance.span is None or seconds is None:
+            found.append(utterance)
             continue
-        begin, end = one.span
+        begin, end = utterance.span
         if begin:
             is_cut_out = end > seconds + BEYOND_SECONDS and abs(end - begin - seconds) <= ROUNDED_SECONDS
-            found.append(replace(one, span=None) if is_cut_out else one)
+            found.append(replace(utterance, span=None) if is_cut_out else utterance)
             continue
-        is_whole = -ROUNDED_SECONDS <= one.span[1] - seconds <= BEYOND_SECONDS
-        found.append(replace(one, span=None) if is_whole else one)
-        if one.span[1] < seconds - ROUNDED_SECONDS:
-            longer.append(f"{one.path}, of which {one.span[1]:g} of {seconds:.2f} seconds are used")
+        is_whole = -ROUNDED_SECONDS <= utterance.span[1] - seconds <= BEYOND_SECONDS
+        found.append(replace(utterance, span=None) if is_whole else utterance)
+        if utterance.span[1] < seconds - ROUNDED_SECONDS:
+            longer.append(f"{utterance.path}, of which {utterance.span[1]:g} of {seconds:.2f} seconds are used")
     if longer:
         go_on = counted(len(longer), "recording goes", "recordings go")
         notes.append(f"{go_on} on after the end that the transcripts give, such as {longer[0]}")

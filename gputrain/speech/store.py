@@ -188,7 +188,7 @@ class SpeechWriter(SoundWriter[Recording]):
 
     def _summed(self, clips: Iterable[SpeechClip]) -> Iterator[SpeechClip]:
         """Yields the clips with checksums of their samples, copied from whole recordings or computed."""
-        firsts = [one.first_sample for one in self.sounds]
+        firsts = [sound.first_sample for sound in self.sounds]
         read: tuple[Recording, Wave] | None = None  # Clips of one recording are consecutive.
         for clip in clips:
             whole = self.sounds[bisect_right(firsts, clip.first_sample) - 1]
@@ -244,9 +244,9 @@ class SpeechStore(SoundStore[SpeechClip]):
         return read_wave(*self.place_of(clip))
 
 
-def read_wave(folder: Path, one: Recording | SpeechClip) -> Wave:
+def read_wave(folder: Path, part: Recording | SpeechClip) -> Wave:
     """Returns the samples (T,) of a recording or clip. Raises UserError if they cannot be read, or have changed."""
-    (wave_T,) = read_units(folder, FILES, one, 0, one.samples)
+    (wave_T,) = read_units(folder, FILES, part, 0, part.samples)
     return wave_T
 
 
@@ -291,7 +291,7 @@ def _joined_format(first: SpeechStore, format: SpeechFormat, other: SpeechStore)
                 f"{first.folder} and {other.folder} were prepared with another {name}{values}",
                 hint="run gputrain prepare-data for both with the same options",
             )
-    speakers = (*format.speakers, *(one for one in added.speakers if one not in format.speakers))
+    speakers = (*format.speakers, *(speaker for speaker in added.speakers if speaker not in format.speakers))
     return replace(format, frontend=_joined_symbols(format.frontend, added.frontend), speakers=speakers)
 
 

@@ -4,8 +4,9 @@ subtitles: SubRip (.srt) and WebVTT (.vtt)."""
 import html
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -44,39 +45,34 @@ class Subtitle:
     speaker: str = ""
 
 
-@dataclass
-class _Block:
-    """A subtitle as it is written."""
-
-    line: int
-    begin: float
-    end: float
-    lines: list[str] = field(default_factory=list)
-
-
 def parse_subtitles(content: str) -> tuple[list[Subtitle], list[SubtitleFault]]:
     """Returns the subtitles of a file's content, and its faults: lines of times that cannot be read, subtitles without
     a duration, and those without words."""
-    faults: list[SubtitleFault] = []
-    blocks = list(_blocks(content, faults))
+    cues, faults = list[Subtitle](), list[SubtitleFault]()
     is_rolling = bool(_WORD_TIME.search(content))
-    cues: list[Subtitle] = []
     shown: list[str] = []
-    for block in blocks:
-        lines = [_plain(line) for line in block.lines]
-        fresh = [line for line in lines if line not in shown] if is_rolling else lines
-        shown = [line for line in lines if line]
-        text = " ".join(" ".join(fresh).split())
-        written = " ".join(" ".join(block.lines).split())
-        if block.end <= block.begin:
-            faults.append(
-                SubtitleFault(block.line, f"ends at {block.end:.2f} seconds, and begins at {block.begin:.2f}")
-            )
+    lines = content.split("\n")
+    starts = [place for place, line in enumerate(lines) if "-->" in line]
+    for start, following in zip(starts, [*starts[1:], len(lines)], strict=True):
+        written = list(takewhile(bool, lines[start + 1 : following]))
+        if written and start + 1 + len(written) == following < len(lines) and written[-1].strip().isdigit():
+            written.pop()  # It is the number of the next subtitle, without an empty line before it.
+        number, times = start + 1, _TIMES.fullmatch(lines[start])
+        if times is None:
+            faults.append(SubtitleFault(number, f"no times in {lines[start].strip()[:60]!r}"))
+            continue
+        begin, end = _seconds(times.groups()[:4]), _seconds(times.groups()[4:])
+        plain = [_plain(line) for line in written]
+        fresh = [line for line in plain if line not in shown] if is_rolling else plain
+        shown = [line for line in plain if line]
+        text, raw = (" ".join(" ".join(part).split()) for part in (fresh, written))
+        if end <= begin:
+            faults.append(SubtitleFault(number, f"ends at {end:.2f} seconds, and begins at {begin:.2f}"))
         elif text:
-            voice = _VOICE.search(written)
-            cues.append(Subtitle(block.begin, block.end, text, block.line, voice[1].strip() if voice else ""))
+            voice = _VOICE.search(raw)
+            cues.append(Subtitle(begin, end, text, number, voice[1].strip() if voice else ""))
         elif not is_rolling:
-            faults.append(SubtitleFault(block.line, f"no words in {written[:60]!r}"))
+            faults.append(SubtitleFault(number, f"no words in {raw[:60]!r}"))
     return cues, faults
 
 
@@ -105,28 +101,6 @@ def parse_labels(content: str) -> tuple[list[Subtitle], list[SubtitleFault]]:
             else:
                 faults.append(SubtitleFault(number, f"no words from {begin:.2f} to {end:.2f} seconds"))
     return cues, faults
-
-
-def _blocks(content: str, faults: list[SubtitleFault]) -> Iterator[_Block]:
-    block: _Block | None = None
-    for number, line in enumerate(content.split("\n"), start=1):
-        if "-->" in line:
-            if block is not None:
-                if block.lines and block.lines[-1].strip().isdigit():
-                    block.lines.pop()  # It is the number of the next subtitle, without an empty line before it.
-                yield block
-            times = _TIMES.fullmatch(line)
-            block = _Block(number, _seconds(times.groups()[:4]), _seconds(times.groups()[4:])) if times else None
-            if times is None:
-                faults.append(SubtitleFault(number, f"no times in {line.strip()[:60]!r}"))
-        elif block is not None:
-            if line:
-                block.lines.append(line)
-            else:
-                yield block
-                block = None
-    if block is not None:
-        yield block
 
 
 def _seconds(parts: Sequence[str | None]) -> float:
@@ -227,6 +201,10 @@ class SubtitleCue:
     end: float
     lines: tuple[str, ...]
 
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
 
 def cues_of(words: Sequence[TimedWord]) -> list[SubtitleCue]:
     """Groups words to cues of at most CUE_LINES lines and CUE_SECONDS, which end at pauses."""
@@ -256,19 +234,15 @@ def lines_of(words: Sequence[TimedWord]) -> list[str]:
 def srt(words: Sequence[TimedWord]) -> str:
     """Returns subtitles as a SubRip file."""
     return "".join(
-        f"{number}\n{_clock(cue.start, ',')} --> {_clock(cue.end, ',')}\n{_joined(cue)}\n\n"
+        f"{number}\n{_clock(cue.start, ',')} --> {_clock(cue.end, ',')}\n{cue.text}\n\n"
         for number, cue in enumerate(cues_of(words), start=1)
     )
 
 
 def vtt(words: Sequence[TimedWord]) -> str:
     """Returns subtitles as a WebVTT file."""
-    cues = "".join(f"\n{_clock(cue.start, '.')} --> {_clock(cue.end, '.')}\n{_joined(cue)}\n" for cue in cues_of(words))
+    cues = "".join(f"\n{_clock(cue.start, '.')} --> {_clock(cue.end, '.')}\n{cue.text}\n" for cue in cues_of(words))
     return f"WEBVTT\n{cues}"
-
-
-def _joined(cue: SubtitleCue) -> str:
-    return "\n".join(cue.lines)
 
 
 def _clock(seconds: float, point: str) -> str:

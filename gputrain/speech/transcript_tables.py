@@ -148,7 +148,7 @@ def _of_three(rows: Sequence[Sequence[str]]) -> TranscriptColumns | None:
 
 def _shared(text: str, normalised: str) -> float:
     """Returns the share of a text's words that its normalised form contains."""
-    words, others = (set(re.findall(r"\w+", one.lower())) for one in (text, normalised))
+    words, others = (set(re.findall(r"\w+", side.lower())) for side in (text, normalised))
     return len(words & others) / len(words) if words else 1.0
 
 

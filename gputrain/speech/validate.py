@@ -84,12 +84,8 @@ class SpeechReport(DataReport):
         """Symbols that occur fewer than RARE times, but at least once."""
         return {symbol: count for symbol, count in self.symbols.items() if 0 < count < RARE}
 
-    @property
-    def unspoken(self) -> list[str]:
-        return [symbol for symbol, count in self.symbols.items() if not count]
-
     def to_json(self) -> dict[str, Any]:
-        return {**super().to_json(), "rare": self.rare, "unspoken": self.unspoken}
+        return {**super().to_json(), "rare": self.rare}
 
     @property
     def suspicions(self) -> dict[str, int]:
@@ -156,9 +152,9 @@ def validate_speech(
         wave_of = partial(read_wave, input_dir)
         checked, doubt = check_clips(held.clips, held.names(), rate_hz, checker, wave_of, progress)
         suspicious += [
-            SuspiciousText(one.path, "text differs", f"{shortened(one.text)!r}, recognised: {shortened(one.read)!r}")
-            for one in checked
-            if one.differs
+            SuspiciousText(clip.path, "text differs", f"{shortened(clip.text)!r}, recognised: {shortened(clip.read)!r}")
+            for clip in checked
+            if clip.differs
         ]
     rates = [reader.spoken(clip.normalized) / length for clip, length in zip(held.clips, seconds, strict=True)]
     return SpeechReport(
@@ -213,7 +209,7 @@ def _in_tree(
     return _Held(
         chosen.format, chosen.clips, rates, refused, material.transcripts.source, material.ignored,
         material.transcripts.columns, notes,
-        {path: one.bandwidth_hz for path, one in ready.items() if one.bandwidth_hz is not None},
+        {path: sound.bandwidth_hz for path, sound in ready.items() if sound.bandwidth_hz is not None},
     )  # fmt: skip
 
 
@@ -225,10 +221,10 @@ def _in_store(folder: Path, kind: SpeechKind) -> _Held:
         sounds = [from_row(Recording, row) for row in read_rows(folder / SOUNDS, ())[1:]]
     except ValueError:
         raise unreadable(folder / SOUNDS, PREPARE_AGAIN) from None
-    notes = remarks_on((one.path, one.remark) for one in sounds)
-    rates = dict(Counter(one.source_hz for one in sounds if one.fingerprint in used))
-    narrow = {one.path: one.bandwidth_hz for one in sounds if one.bandwidth_hz is not None}
-    starts = sorted(one.first_sample for one in sounds) or [0]
+    notes = remarks_on((sound.path, sound.remark) for sound in sounds)
+    rates = dict(Counter(sound.source_hz for sound in sounds if sound.fingerprint in used))
+    narrow = {sound.path: sound.bandwidth_hz for sound in sounds if sound.bandwidth_hz is not None}
+    starts = sorted(sound.first_sample for sound in sounds) or [0]
     return _Held(store.format, store.clips, rates, read_quarantine(folder), notes=notes, narrow=narrow, starts=starts)
 
 

@@ -33,9 +33,8 @@ from gputrain.config import read_table
 from gputrain.errors import UserError, import_package, is_installed
 from gputrain.files import Progress, StepProgress, no_progress, written_aside
 from gputrain.kinds import Exported
-from gputrain.speech.text.frontend import BOS_ID, EOS_ID, PAD_ID, RESERVED, Frontend
+from gputrain.speech.text.frontend import BOS_ID, EOS_ID, PAD_ID, RESERVED, Frontend, phonemizer_version
 from gputrain.speech.text.language import CODE
-from gputrain.speech.text.piper import phonemizer_version
 from gputrain.tts.export_layers import faster_in_onnxruntime
 from gputrain.tts.load import LoadedVoice
 from gputrain.tts.model import Voice

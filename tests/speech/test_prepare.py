@@ -256,7 +256,7 @@ def test_what_the_rules_remove_is_named_by_the_text_as_read(tmp_path, caplog, la
 
 
 def test_recordings_that_share_a_fingerprint_are_both_kept(tmp_path):
-    """They differ only between the blocks that a fingerprint covers. A recording that moves keeps its samples."""
+    """They differ only between the blocks that a fingerprint covers."""
     wave = (hum(10.0) * 32767).astype(np.int16)
     other = wave.copy()
     other[80_000 // 2 : 90_000 // 2] = 0

@@ -247,7 +247,7 @@ def test_batches_have_labels(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "fault"),
-    [("?!", r"the vocabulary is empty: no transcript has a letter, such as '\?!' in a\.txt"), (" ", "1 no transcript")],
+    [("?!", r"the vocabulary is empty: no transcript has a letter"), (" ", "1 no transcript")],
 )
 def test_an_empty_vocabulary(tmp_path, text, fault):
     speak(tmp_path / "in/a.wav", hum(1.0), text=text)

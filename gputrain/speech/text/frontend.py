@@ -4,21 +4,26 @@ Symbols are single code points after NFD, because stock Piper reads a text of ph
 without converting it to lower case or numbers to words, and drops code points that its map does not have.
 """
 
+import atexit
+import json
 import re
+import subprocess
+import sys
+import tempfile
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property, lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from gputrain.config import read_file
-from gputrain.errors import UserError
+from gputrain.errors import UserError, require
 from gputrain.serialization import unreadable
 from gputrain.speech.text.english import ENGLISH
 from gputrain.speech.text.language import CHARACTERS, Language, split_sentences
-from gputrain.speech.text.piper import phonemizer_version, piper_phonemes
 from gputrain.speech.text.raw import RawRules
 from gputrain.speech.text.russian import RUSSIAN
 from gputrain.speech.text.unicode_cleanup import (
@@ -33,7 +38,7 @@ from gputrain.speech.text.uzbek import UZBEK
 PAD, BOS, EOS = "_", "^", "$"
 RESERVED = (PAD, BOS, EOS)
 PAD_ID, BOS_ID, EOS_ID = range(3)
-LANGUAGES: dict[str, Language] = {one.name: one for one in (UZBEK, ENGLISH, RUSSIAN, CHARACTERS)}
+LANGUAGES: dict[str, Language] = {language.name: language for language in (UZBEK, ENGLISH, RUSSIAN, CHARACTERS)}
 
 
 # Letters, IPA and its marks, and the digits that stand for tones: as code points after NFD, the output of espeak-ng for
@@ -168,7 +173,7 @@ class Frontend:
                 f"no symbol of the voice in {shortened(normalized)!r}",
                 hint=f"its symbols are {' '.join(self.symbols[len(RESERVED) :])}",
             )
-        return [BOS_ID, PAD_ID, *(number for one in known for number in (one, PAD_ID)), EOS_ID]
+        return [BOS_ID, PAD_ID, *(number for symbol in known for number in (symbol, PAD_ID)), EOS_ID]
 
     def frames_needed(self, normalized: str) -> int:
         """Returns the smallest number of frames that the symbols can be aligned to: one for each."""
@@ -195,13 +200,13 @@ class Frontend:
         language = LANGUAGES[self.language]
         capitals = {char.upper(): char for char in self._known} | {"ẞ": "ß"}
         lower = {char: unify_letters(char, self.orthography).lower() for char in capitals}
-        readings = {char: one if self.unknown(lower[char]) else lower[char] for char, one in capitals.items()}
+        readings = {char: lowered if self.unknown(lower[char]) else lower[char] for char, lowered in capitals.items()}
         readings |= language.readings
         readings |= {char: visible(char) for char in "µﬀﬁﬂﬃﬄ"}
         for char, reading in readings.items():
             spelled = respelled(reading, self.alphabet, language.alphabet)
             if len(char) == 1 and char not in ids and not self.unknown(spelled):
-                ids[char] = [number for one in self._ids_of(spelled) for number in (one, PAD_ID)][:-1]
+                ids[char] = [number for symbol in self._ids_of(spelled) for number in (symbol, PAD_ID)][:-1]
         return ids
 
     def piper_differences(self, texts: Sequence[str]) -> str:
@@ -293,3 +298,68 @@ def frontend(
     points = {rules.same.get(char, char) for char in unicodedata.normalize("NFD", letters)}
     symbols = (*RESERVED, *PUNCTUATION, *sorted(points - set(PUNCTUATION)))
     return Frontend(language, symbols, table, espeak_voice, raw, phonemizer_version() if espeak_voice else "")
+
+
+# -------------------------------------------------------------------------------------------------- phonemes of Piper
+
+
+# They are made by stock Piper's own code and the espeak-ng that it contains, so that a voice hears in training what its
+# player sends. piper-tts is under the GPL, and therefore runs as a program of its own, which answers each line of JSON
+# with one.
+_PROGRAM = """
+import json, sys
+sys.path[:] = [folder for folder in sys.path if folder]
+from piper import PiperVoice
+from piper.config import PhonemeType, PiperConfig
+for line in sys.stdin:
+    text, voice = json.loads(line)
+    config = PiperConfig(num_symbols=1, num_speakers=1, sample_rate=1, espeak_voice=voice, phoneme_id_map={},
+                         phoneme_type=PhonemeType.ESPEAK)
+    try:
+        sentences = PiperVoice(session=None, config=config).phonemize(text)
+        answer = {"sentences": ["".join(sentence) for sentence in sentences]}
+    except Exception as error:
+        answer = {"error": str(error)}
+    print(json.dumps(answer), flush=True)
+"""
+_HINT = 'install a newer one: pip install "piper-tts>=1.3"'
+
+
+def phonemizer_version() -> str:
+    """Returns the name and the version of the phonemiser. Raises UserError if it is not installed."""
+    require("piper", needed_by="the espeak voice", otherwise="leave out the espeak voice")
+    return f"piper-tts {version('piper-tts')}"
+
+
+@cache
+def _phonemizer() -> "subprocess.Popen[str]":
+    phonemizer_version()
+    log = tempfile.TemporaryFile()  # noqa: SIM115  The program keeps it for as long as it runs.
+    process = subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+    )
+    atexit.register(process.kill)
+    return process
+
+
+@lru_cache(maxsize=1 << 16)
+def piper_phonemes(text: str, voice: str) -> tuple[str, ...]:
+    """Returns the phonemes and the punctuation of each sentence of a text, as Piper separates them.
+
+    Raises UserError if piper-tts is not installed, or its espeak-ng does not have the voice.
+    """
+    process = _phonemizer()
+    assert process.stdin is not None  # Both are pipes.
+    assert process.stdout is not None
+    try:
+        print(json.dumps([text, voice]), file=process.stdin, flush=True)
+        answer = json.loads(process.stdout.readline())
+    except (OSError, ValueError):
+        _phonemizer.cache_clear()
+        raise UserError(f"the phonemiser of {phonemizer_version()} does not start", hint=_HINT) from None
+    if "error" in answer:
+        raise UserError(
+            f"Piper's espeak-ng cannot phonemise with the voice {voice!r}: {answer['error']}",
+            hint="name a voice of espeak-ng, such as de, en-us or pt-br",
+        )
+    return tuple(answer["sentences"])

@@ -61,7 +61,7 @@ def with_prefixes(units: Mapping[str, Any], prefixes: Mapping[str, str]) -> dict
     made = dict(units)
     for prefix, start in prefixes.items():
         for unit, name in units.items():
-            made[prefix + unit] = [start + one for one in name] if isinstance(name, list) else start + name
+            made[prefix + unit] = [start + form for form in name] if isinstance(name, list) else start + name
     return made
 
 

@@ -134,7 +134,7 @@ class Vocabulary:
         """Returns the smallest number of frames whose CTC loss is finite: one for each label, and one for the blank
         between two equal ones (Graves et al. 2006, section 3.1)."""
         ids = self.ids(normalized)
-        return len(ids) + sum(one == following for one, following in pairwise(ids))
+        return len(ids) + sum(label == following for label, following in pairwise(ids))
 
     def spoken(self, normalized: str) -> int:
         """Returns the number of spoken symbols, by which speaking rates are compared."""
@@ -198,7 +198,7 @@ class SymbolMatch(NamedTuple):
 def match_symbols(old: Vocabulary, new: Vocabulary) -> SymbolMatch:
     """Matches two vocabularies by symbol in any case; blank, unknown symbol and delimiter by what they stand for."""
     known = {_folded(symbol): number for number, symbol in reversed(list(enumerate(old.symbols)))}
-    own, theirs = ((one.blank, one.unknown_id, one.delimiter) for one in (new, old))
+    own, theirs = ((vocabulary.blank, vocabulary.unknown_id, vocabulary.delimiter) for vocabulary in (new, old))
     special = {number: old_number for number, old_number in zip(own, theirs, strict=True) if number != ABSENT}
     ids = tuple(
         special[number] if number in special else known.get(_folded(symbol), ABSENT)

@@ -42,8 +42,8 @@ RUSSIAN = Language(
     | {char: LATIN[char] for char in "abcdefghijklmnopqrstuvwxyz"}
     | {char.upper(): LATIN[char] for char in "abcdefghijklmnopqrstuvwxyz"}
     | {"…": "...", "–": "-", "—": "-", "&": "и", "%": " процентов", "(": ",", ")": ",", "№": "номер "},
-    abbreviations=frozenset(one[:-1].split()[-1] for one in (*ABBREVIATIONS, *BEFORE_NAMES, *WORDS["before_numbers"])
-                            if one.endswith("."))
+    abbreviations=frozenset(word[:-1].split()[-1] for word in (*ABBREVIATIONS, *BEFORE_NAMES, *WORDS["before_numbers"])
+                            if word.endswith("."))
     - {"д", "п", "др", "пр", "э", "с", "м", "о", "чел", "мин", "сек"},
     starts=STARTS,
 )  # fmt: skip

@@ -89,7 +89,7 @@ expand = rewriter(
     (rf"{_START}(?i:{_pattern(ABBREVIATIONS)}){_STOP}", _full),
     (
         r"(?:(?<![А-Яа-яЁё])(?P<before>[А-Яа-яЁё]{1,6}) )?(?<![А-Яа-яЁё0-9.-])(?<![0-9] )"
-        rf"(?P<short>{any_of(BEFORE_NAMES)}|(?i:{any_of(one for one in BEFORE_NAMES if len(one) > 2)})) ?(?=[А-ЯЁ])",
+        rf"(?P<short>{any_of(BEFORE_NAMES)}|(?i:{any_of(word for word in BEFORE_NAMES if len(word) > 2)})) ?(?=[А-ЯЁ])",
         lambda m: _with_preposition(m, BEFORE_NAMES),
     ),
     (r"(?<![А-Яа-яЁё.])(?:[А-ЯЁ]\. ?){1,3}(?=[А-ЯЁ][а-яё])|(?<=[а-яё] )(?:[А-ЯЁ]\. ?){2}(?![А-Яа-яЁё])", _initials),
@@ -128,7 +128,7 @@ def cyrillic(text: str) -> str:
     """Returns Latin words in Cyrillic letters: abbreviations by the English names of their letters, others by sound."""
     text = re.sub(r"(?<![A-Za-z])([xyzXYZ])(?![A-Za-z])", lambda m: _VARIABLES[m[1].lower()], text)
     text = re.sub(r"(?<![A-Za-z])([A-Z]{1,6})(?![A-Za-z])", _latin_letters, text)
-    return re.sub("[A-Za-z]+", lambda m: _LATIN_LETTERS.sub(lambda one: LATIN[one[0]], m[0].lower()), text)
+    return re.sub("[A-Za-z]+", lambda m: _LATIN_LETTERS.sub(lambda letter: LATIN[letter[0]], m[0].lower()), text)
 
 
 def _latin_letters(found: re.Match[str]) -> str:

@@ -85,7 +85,7 @@ def _year(found: re.Match[str]) -> str:
         case = _YEAR_WORDS[word]
         if word == "году" and allowed[:1] == ["datv"]:
             case = "datv"
-    said = [ordinal(int(one), "masc", case) for one in (first, last) if one]
+    said = [ordinal(int(year), "masc", case) for year in (first, last) if year]
     return f"{' - '.join(said)} {word}"
 
 
@@ -130,7 +130,9 @@ def _case_of_century(found: re.Match[str]) -> str:
 
 def _century(found: re.Match[str]) -> str:
     """Returns XIX в., в XVI-XVII вв., конец XVIII века, 21 век in words."""
-    numbers = [roman(one) or (int(one) if one.isdigit() else 0) for one in (found[1], found[2]) if one]
+    numbers = [
+        roman(numeral) or (int(numeral) if numeral.isdigit() else 0) for numeral in (found[1], found[2]) if numeral
+    ]
     if not all(numbers) or (found[1].isdigit() and len(numbers) == 1 and found[3] in ("веков", "веками", "веках")):
         return found[0]  # 2 веков is a count.
     word = found[3]
@@ -142,7 +144,7 @@ def _century(found: re.Match[str]) -> str:
         case = _CENTURY_WORDS[word]
         if word == "века" and len(numbers) > 1:
             case = "nomn"
-    return f"{' - '.join(ordinal(one, 'masc', case) for one in numbers)} {word}"
+    return f"{' - '.join(ordinal(number, 'masc', case) for number in numbers)} {word}"
 
 
 def _after_name(found: re.Match[str]) -> str:

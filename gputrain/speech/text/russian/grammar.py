@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 from gputrain.errors import import_package
 from gputrain.speech.text.russian.numbers import WORDS, form
 
-_PREPOSITIONS: dict[str, list[str]] = {one: key.split() for key, ones in WORDS["prepositions"].items() for one in ones}
+_PREPOSITIONS: dict[str, list[str]] = {
+    word: key.split() for key, words in WORDS["prepositions"].items() for word in words
+}
 _LAST_WORD = re.compile(r"((?:[Ии]з-)?[А-Яа-яЁё]+)[ «\"(]*$")
 # от 5 до 10, между 2 и 3, с 9:00: the preposition stands before the first of two numbers.
 _SHARED = re.compile(r"([А-Яа-яЁё]+) [+-]?[0-9][0-9.,:]*(?: [А-Яа-яё%°]+)?(?:,| и| или) $")
@@ -44,7 +46,7 @@ def _readings(word: str) -> Sequence[Any]:
 @lru_cache(20_000)
 def noun(word: str) -> Noun | None:
     """Returns a noun's gender and cases; None for another part of speech."""
-    found = [one.tag for one in _readings(word) if one.score > 0.001]
+    found = [reading.tag for reading in _readings(word) if reading.score > 0.001]
     if not found or "NOUN" not in {tag.POS for tag in found} or found[0].POS not in ("NOUN", "ADJF", "VERB"):
         return None
     nouns = [tag for tag in found if tag.POS == "NOUN" and "Init" not in tag]
@@ -70,7 +72,7 @@ def _is_adjective(word: str) -> bool:
 
 @lru_cache(20_000)
 def _adjective(word: str) -> Noun:
-    tags = [one.tag for one in _readings(word) if one.tag.POS in ("ADJF", "PRTF")]
+    tags = [reading.tag for reading in _readings(word) if reading.tag.POS in ("ADJF", "PRTF")]
     plural = frozenset(_case(tag) for tag in tags if tag.number == "plur")
     gender = next((str(tag.gender) for tag in tags if tag.gender), "plur")
     return Noun(gender, frozenset(_case(tag) for tag in tags if tag.number == "sing"), plural)
@@ -159,7 +161,7 @@ def inflected(phrase: str, case: str, number: str = "plur") -> str:
     head, *rest = re.split("(?= в )", phrase, maxsplit=1)
     words = []
     for word in head.split(" "):
-        made = next((made for one in _readings(word) if (made := one.inflect({case, number}))), None)
+        made = next((made for reading in _readings(word) if (made := reading.inflect({case, number}))), None)
         words.append(str(made.word) if made else word)
     return " ".join(words) + "".join(rest)
 
@@ -170,7 +172,7 @@ def forms_of(name: str | Sequence[str]) -> Sequence[str]:
         return name
     for prefix in WORDS["prefixes"].values():
         if name.removeprefix(prefix) != name and name.removeprefix(prefix) in WORDS["metric"].values():
-            return [prefix + one for one in forms_of(name.removeprefix(prefix))]
+            return [prefix + form for form in forms_of(name.removeprefix(prefix))]
     adjective, _, head = name.rpartition(" ")
     many = inflected(adjective, "gent") + " " if adjective else ""
     return name, many + inflected(head, "gent", "sing"), many + inflected(head, "gent")

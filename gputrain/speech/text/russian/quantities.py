@@ -34,8 +34,8 @@ _AWAY = re.compile(r" (?:от|к|южнее|севернее|западнее|в
 
 def _numbers(found: re.Match[str], gender: str, case: str) -> str:
     """Returns one number, or the ends of a range, in words."""
-    ends = [one for one in (found["first"], found["last"]) if one]
-    return " - ".join(number(one, gender, case) for one in ends)
+    ends = [end for end in (found["first"], found["last"]) if end]
+    return " - ".join(number(end, gender, case) for end in ends)
 
 
 def _quantity(found: re.Match[str], name: str | Sequence[str], allowed: Sequence[str]) -> str:
@@ -75,7 +75,7 @@ def _magnitude(found: re.Match[str]) -> str:
 def _telephone(found: re.Match[str]) -> str:
     groups = re.findall("[0-9]+", found[0])
     if len("".join(groups)) > 9 and len(groups) < 4:  # Without spaces between the groups: 8(495)1234567.
-        groups = [one for one in re.split(r"^(998|3[78][05]|[78])?(...?)(...)(..)(..)$", "".join(groups)) if one]
+        groups = [group for group in re.split(r"^(998|3[78][05]|[78])?(...?)(...)(..)(..)$", "".join(groups)) if group]
     said = ["ноль " + whole(group[1:]) if len(group) == 2 and group[0] == "0" else whole(group) for group in groups]
     return ("плюс " if found[0].startswith("+") else "") + " ".join(said)
 

@@ -49,7 +49,7 @@ def alone(text: str) -> str:
 
 
 def names(letters: str) -> str:
-    return " ".join(WORDS["letter_names"].get(one, one) for one in _LETTER.findall(letters.lower()))
+    return " ".join(WORDS["letter_names"].get(letter, letter) for letter in _LETTER.findall(letters.lower()))
 
 
 def _capitals(found: re.Match[str]) -> str:
