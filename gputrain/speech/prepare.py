@@ -33,6 +33,7 @@ from gputrain.formatting import counted
 from gputrain.speech.checker import SpeechChecker, cut_utterances
 from gputrain.speech.clip_filter import (
     BEYOND_SECONDS,
+    Selection,
     reader_of,
     select_clips,
     text_notes,
@@ -133,18 +134,18 @@ def prepare_speech(
         faults = faults_of(refused) or "no recording has a transcript"
         raise nothing_usable(f"{input_dir}: nothing to train on: {faults}", output_dir)
     writer.finish(chosen.format, chosen.clips)
-    facts: dict[str, tuple[str, ...]] = {}
-    if config.kind == "asr":
-        vocabulary = chosen.format.vocabulary
-        findings = tuple(vocabulary_findings(chosen.clips, vocabulary))
-        facts = {"vocabulary": vocabulary.symbols, "findings": findings}
     hours = sum(clip.samples for clip in chosen.clips) / config.sampling_rate / 3600
     return SpeechPrepareReport(
         input_dir=str(input_dir), output_dir=str(output_dir), transcripts=material.transcripts.source,
         made=len(ready) - kept, kept=kept, clips=len(chosen.clips), hours=hours, speakers=chosen.format.speakers,
         ignored=material.ignored, refused=refused, columns=material.transcripts.columns,
-        **facts,
+        **(vocabulary_facts(chosen) if config.kind == "asr" else {}),
     )  # fmt: skip
+
+
+def vocabulary_facts(chosen: Selection) -> dict[str, tuple[str, ...]]:
+    vocabulary = chosen.format.vocabulary
+    return {"vocabulary": vocabulary.symbols, "findings": tuple(vocabulary_findings(chosen.clips, vocabulary))}
 
 
 def check_output(folder: Path, config: SpeechPrepareConfig) -> None:

@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -53,7 +53,7 @@ def parse_subtitles(content: str) -> tuple[list[Subtitle], list[SubtitleFault]]:
     shown: list[str] = []
     lines = content.split("\n")
     starts = [place for place, line in enumerate(lines) if "-->" in line]
-    for start, following in zip(starts, [*starts[1:], len(lines)], strict=True):
+    for start, following in pairwise([*starts, len(lines)]):
         written = list(takewhile(bool, lines[start + 1 : following]))
         if written and start + 1 + len(written) == following < len(lines) and written[-1].strip().isdigit():
             written.pop()  # It is the number of the next subtitle, without an empty line before it.

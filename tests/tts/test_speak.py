@@ -137,8 +137,8 @@ def test_digits_without_rules_are_a_warning_once(caplog: pytest.LogCaptureFixtur
 
 def test_a_lexicon_is_added_to_that_of_the_voice(tmp_path: Path) -> None:
     reading = frontend("uz", raw=RawRules({"Makro": "makra", "Beeline": "bilayn"}))
-    path = tmp_path / "words.tsv"
-    path.write_text("Makro\tmakra market\n", encoding="utf-8")
+    path = tmp_path / "words.yaml"
+    path.write_text("Makro: makra market\n", encoding="utf-8")
     loaded = with_lexicon(narrow("fast", reading), path)
     assert loaded.frontend.normalize("Makro va Beeline") == "makra market va bilayn"
     assert with_lexicon(narrow("fast", reading), None).frontend == reading

@@ -132,8 +132,8 @@ def unify_letters(text: str, language: str) -> str:
     if text.isascii():
         return text
     text = text.replace(TATWEEL, "")
-    # The rules of Uzbek decide by the most letters of a word, as it has both alphabets.
-    if code == "uz" or not _HAS_LATIN.search(text) or not _HAS_CYRILLIC.search(text):
+    # The rules of Uzbek, which has both alphabets, decide by the most letters of a word, and English has no Cyrillic.
+    if code in ("uz", "en") or not _HAS_LATIN.search(text) or not _HAS_CYRILLIC.search(text):
         return text
 
     def spelled(found: re.Match[str]) -> str:
