@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.predictions import rates_of
-from gputrain.bench import runner, timing
+from gputrain.bench import runner, step_bench
 from gputrain.hw.plan import Hardware, Plan, decide
 from gputrain.hw.probe import machine_facts, probe
 from gputrain.hw.runtime import Runtime, apply, is_out_of_memory, release_memory, synchronize
@@ -152,7 +152,7 @@ def log_probability(model: Any, waves: Tensor) -> Tensor:
 
 def measured_seconds(step: Callable[[], object], runtime: Runtime, seconds: float) -> float:
     """Returns the median time of a micro-batch, over so many seconds and at least three of them, after a first one."""
-    device, laps = runtime.device, timing.Laps(runtime.device)
+    device, laps = runtime.device, step_bench.Laps(runtime.device)
     step()
     synchronize(device)
     began = time.perf_counter()

@@ -30,7 +30,7 @@ import torch
 from predictions import kernels_of, rates_of
 from torch import Tensor, nn
 
-from gputrain.bench import runner, timing
+from gputrain.bench import runner, step_bench
 from gputrain.engine.optim import adamw
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import machine_facts, probe
@@ -350,7 +350,7 @@ def time_step(side: Side, batch: Batch, runtime: Runtime) -> None:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
         others = torch.cuda.memory_allocated() - bytes_of(side)
-    laps = timing.Laps(runtime.device)
+    laps = step_bench.Laps(runtime.device)
     laps.mark()
     step(side, batch, runtime)
     laps.mark()

@@ -147,14 +147,13 @@ def test_the_command_line_imports_no_model():
 
 
 def test_no_kind_of_model_imports_the_benchmark():
-    """A kind says what is measured by plain data beside its KindWork; only its options extend those of a benchmark, and
-    an evaluation takes times with the same clock."""
-    shared, models = {"gputrain.bench.options", "gputrain.bench.timing"}, APART - {"autoconfig"}
+    """A kind says what is measured by plain data beside its KindWork; only its options extend those of a benchmark."""
+    models = APART - {"autoconfig"}
     assert not [
         f"{a} imports {b}"
         for a, found in imports().items()
         for b in found
-        if a.split(".")[1] in models and b.startswith("gputrain.bench") and b not in shared
+        if a.split(".")[1] in models and b.startswith("gputrain.bench") and b != "gputrain.bench.options"
     ]
 
 

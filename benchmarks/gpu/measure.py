@@ -213,7 +213,7 @@ def timed(step: Callable[[], object], device: Any, context: Context) -> Figures:
 
     import torch
 
-    from gputrain.bench.timing import Laps
+    from gputrain.bench.step_bench import Laps
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

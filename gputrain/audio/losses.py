@@ -222,81 +222,31 @@ class _AbsoluteDifference(torch.autograd.Function):
         return gradient.to(ctx.dtypes[0]) if made else None, -gradient.to(ctx.dtypes[1]) if target else None
 
 
-def spectral_distance(made_BNF: Tensor, target_BNF: Tensor, quietest: Tensor) -> Tensor:
-    """Returns the distance of magnitudes for `stft_distance`, B. `quietest` is the least divisor of spectral
-    convergence, a tensor of one value, so that a compiled function serves all resolutions."""
-    return _SpectralDistance.apply(made_BNF, target_BNF, quietest)  # type: ignore[no-untyped-call, no-any-return]
-
-
 def stft_terms(
-    resolutions: Sequence[Resolution],
-    made_B1T: Tensor,
-    target_B1T: Tensor,
-    items: float,
-    weight: float = STFT_WEIGHT,
-    *,
-    distance: Callable[[Tensor, Tensor, Tensor], Tensor] = spectral_distance,
+    resolutions: Sequence[Resolution], made_B1T: Tensor, target_B1T: Tensor, items: float, weight: float = STFT_WEIGHT
 ) -> Iterator[Term]:
-    """Yields one term for each resolution; they add up to the mean of `stft_distance` over resolutions. `distance` is
-    `spectral_distance`, or a compiled form of it."""
+    """Yields one term for each resolution; they add up to the mean of `stft_distance` over resolutions."""
     for resolution in resolutions:
-        distance_B = stft_distance(resolution, made_B1T, target_B1T, distance=distance)
+        distance_B = stft_distance(resolution, made_B1T, target_B1T)
         yield Term("stft", distance_B.sum() / (items * len(resolutions)), weight)
 
 
-def stft_distance(
-    resolution: Resolution,
-    made_B1T: Tensor,
-    target_B1T: Tensor,
-    *,
-    distance: Callable[[Tensor, Tensor, Tensor], Tensor] = spectral_distance,
-) -> Tensor:
+def stft_distance(resolution: Resolution, made_B1T: Tensor, target_B1T: Tensor) -> Tensor:
     """Returns spectral convergence plus log-magnitude distance, B (Yamamoto et al. 2020, equations 4 and 5).
 
     Spectral convergence is a ratio of two norms, often taken over a whole batch, which would couple its items. Here
     every item has its own ratio, so that a batch can be split. A silent item would then be divided by almost zero, so
     no divisor is less than that of noise at -60 dB.
     """
-    made_BNF, target_BNF = (stft_magnitudes(resolution, wave_B1T) for wave_B1T in (made_B1T, target_B1T))
+    made_BNF, target_BNF = (
+        stft_magnitudes(resolution, wave_B1T).clamp(min=QUIETEST_MAGNITUDE) for wave_B1T in (made_B1T, target_B1T)
+    )
     # White noise of amplitude a has magnitudes of root mean square a |window|, and |Hann|^2 = 3/8 of its length.
     quietest = QUIETEST_AMPLITUDE * (3 / 8 * resolution.win_length * target_BNF[0].numel()) ** 0.5
-    return distance(made_BNF, target_BNF, made_BNF.new_full((), quietest))
-
-
-class _SpectralDistance(torch.autograd.Function):
-    """Computes the distance and its gradients in half of the passes over the magnitudes that autograd's graph of the
-    same formula makes."""
-
-    @staticmethod
-    def forward(ctx: Any, made_BNF: Tensor, target_BNF: Tensor, quietest: Tensor) -> Tensor:
-        made_BNF, target_BNF = (one.clamp(min=QUIETEST_MAGNITUDE) for one in (made_BNF, target_BNF))
-        difference_BNF = made_BNF - target_BNF
-        norm_B = torch.linalg.vector_norm(difference_BNF, dim=(1, 2))
-        target_B = torch.linalg.vector_norm(target_BNF, dim=(1, 2)).maximum(quietest)
-        kept_BNF = target_BNF if ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(made_BNF, kept_BNF, difference_BNF, norm_B, target_B, quietest)
-        logarithms_B = torch.linalg.vector_norm((made_BNF / target_BNF).log_(), ord=1, dim=(1, 2))
-        distance_B: Tensor = norm_B / target_B + logarithms_B / made_BNF[0].numel()
-        return distance_B
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients_B: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        made_BNF, target_BNF, difference_BNF, norm_B, target_B, quietest = ctx.saved_tensors
-        convergence_B = (gradients_B[0] / (norm_B * target_B)).masked_fill(norm_B == 0, 0)  # Equal magnitudes.
-        logarithm_B = gradients_B[0] / made_BNF[0].numel()
-
-        def of_difference(value_BNF: Tensor, sign: int) -> Tensor:
-            # The difference of logarithms has the sign of the difference.
-            gradient_BNF: Tensor = difference_BNF.sign().div_(value_BNF).mul_(sign * logarithm_B[:, None, None])
-            return gradient_BNF.addcmul_(difference_BNF, sign * convergence_B[:, None, None])
-
-        made_gradient_BNF = of_difference(made_BNF, 1).mul_(made_BNF > QUIETEST_MAGNITUDE)
-        if target_BNF is None:
-            return made_gradient_BNF, None, None
-        divisor_B = (gradients_B[0] * norm_B / target_B**3).masked_fill(target_B <= quietest, 0)
-        target_gradient_BNF = of_difference(target_BNF, -1).addcmul_(target_BNF, -divisor_B[:, None, None])
-        return made_gradient_BNF, target_gradient_BNF.mul_(target_BNF > QUIETEST_MAGNITUDE), None
+    norm_B, target_B = (torch.linalg.vector_norm(one, dim=(1, 2)) for one in (made_BNF - target_BNF, target_BNF))
+    logarithms_B = (made_BNF / target_BNF).log().abs().mean(dim=(1, 2))
+    distance_B: Tensor = norm_B / target_B.clamp(min=quietest) + logarithms_B
+    return distance_B
 
 
 def pitch_shift_term(twice_B1T: Tensor, once_B1T: Tensor, items: float) -> Term:

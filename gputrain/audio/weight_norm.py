@@ -1,14 +1,13 @@
 """Convolutions with weight or spectral normalisation, whose weights can be computed once for a whole step."""
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from gputrain.engine.cast_once import WeightSlot, layer_weights, weights_cast_once
 
@@ -79,14 +78,13 @@ class SpectralNormed(WeightNormed):
 
 
 @contextmanager
-def cached_weights(*modules: nn.Module, stacked: bool | None = None) -> Iterator[None]:
-    """Computes the weights of the weight-normed convolutions of `modules` once for all forward passes in the block,
-    those of one shape together if `stacked` (None: on a GPU).
+def cached_weights(*modules: nn.Module) -> Iterator[None]:
+    """Computes the weights of the weight-normed convolutions of `modules` once for all forward passes in the block.
 
     The gradients of all micro-batches and loss terms are summed on these weights, and are propagated to weight_g and
     weight_v when the block is left. They are dropped if an error leaves it."""
     layers = [layer for module in modules for layer in module.modules() if isinstance(layer, WeightNormed)]
-    weights = compute_weights(layers, stacked)
+    weights = [layer.compute_weight() for layer in layers]
     leaves = [weight.detach().requires_grad_(weight.requires_grad) for weight in weights]
     for layer, leaf in zip(layers, leaves, strict=True):
         layer.made = leaf
@@ -100,76 +98,9 @@ def cached_weights(*modules: nn.Module, stacked: bool | None = None) -> Iterator
             layer.made = None
 
 
-def compute_weights(layers: Sequence[WeightNormed], stacked: bool | None = None) -> list[Tensor]:
-    """Returns the weight of each layer.
-
-    If `stacked`, the weights of one shape are computed by one kernel. None: on a GPU, as on the CPU, copying them
-    together would take longer than it saves."""
-    alike: dict[Any, list[int]] = {}
-    for index, layer in enumerate(layers):
-        v = layer.weight_v
-        together = (v.is_cuda if stacked is None else stacked) and not isinstance(layer, SpectralNormed)
-        alike.setdefault((v.shape, v.stride(), v.requires_grad) if together else index, []).append(index)
-    weights: dict[int, Tensor] = {}
-    for indices in alike.values():
-        if len(indices) == 1:
-            weights[indices[0]] = layers[indices[0]].compute_weight()
-        else:
-            made = stacked_weight_norm(
-                [layers[index].weight_v for index in indices], [layers[index].weight_g for index in indices]
-            )
-            weights.update(zip(indices, made, strict=True))
-    return [weights[index] for index in range(len(layers))]
-
-
-def stacked_weight_norm(directions: Sequence[Tensor], lengths: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Returns the weights that have the directions (K tensors of one shape and layout) and the norms of their rows."""
-    if _is_channels_last(directions[0]):
-        rows = [direction.permute(0, 2, 3, 1) for direction in directions]
-        made: tuple[Tensor, ...] = _StackedWeightNorm.apply(len(rows), *rows, *lengths)  # type: ignore[no-untyped-call]
-        return tuple(weight.permute(0, 3, 1, 2) for weight in made)
-    made = _StackedWeightNorm.apply(len(directions), *directions, *lengths)  # type: ignore[no-untyped-call]
-    return made
-
-
-class _StackedWeightNorm(torch.autograd.Function):
-    """torch's weight norm of the rows of all tensors at once. It keeps no copy of them for the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        v, g = _rows(tensors[:count]), _rows(tensors[count:])
-        weight, norms = torch.ops.aten._weight_norm_interface(v, g, 0)
-        ctx.save_for_backward(norms, *tensors)
-        ctx.set_materialize_grads(False)
-        return tuple(weight.unflatten(0, (count, -1)).unbind())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """A weight that no loss has reached gets no gradient, rather than zeros, which an optimizer would apply."""
-        norms, *tensors = ctx.saved_tensors
-        count = len(gradients)
-        reached = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        parts = norms.unflatten(0, (count, -1)).unbind()
-        given, v, g, sizes = (
-            _rows([many[index] for index in reached]) for many in (gradients, tensors[:count], tensors[count:], parts)
-        )
-        of_rows = torch.ops.aten._weight_norm_interface_backward(given, v, g, sizes, 0)
-        found: list[Tensor | None] = [None] * (1 + 2 * count)
-        for which, gradient in enumerate(of_rows):
-            for index, part in zip(reached, gradient.unflatten(0, (len(reached), -1)).unbind(), strict=True):
-                found[1 + which * count + index] = part
-        return tuple(found)
-
-
-def _rows(tensors: Sequence[Any]) -> Tensor:
-    """Returns the rows of all tensors in one."""
-    return torch.cat(list(tensors))
-
-
 @contextmanager
 def shared_weights(
-    *modules: nn.Module, dtype: torch.dtype, without_autocast: Collection[nn.Module] = (), stacked: bool | None = None
+    *modules: nn.Module, dtype: torch.dtype, without_autocast: Collection[nn.Module] = ()
 ) -> Iterator[None]:
     """Computes weights once, as `cached_weights`, and casts them once to `dtype`, the format of autocast, together
     with those of plain layers. `without_autocast` are parts of `modules` that compute without autocast."""
@@ -180,7 +111,7 @@ def shared_weights(
         for layer in module.modules()
         if isinstance(layer, WeightNormed) and layer not in left_out
     ]
-    with cached_weights(*modules, stacked=stacked):
+    with cached_weights(*modules):
         slots = [WeightSlot(layer, "made") for layer in normed]
         slots += [WeightSlot(layer, "bias") for layer in normed if layer.bias is not None]
         with weights_cast_once([*layer_weights(modules, without_autocast), *slots], dtype):

@@ -160,8 +160,6 @@ def print_plans(kind: ModelKind, settings: Any) -> None:
         ui.out.print_json(json.dumps([one.to_json() for one in plans]))
     else:
         tables.print_plans(plans)
-        for one in plans if settings.cards.explain else ():
-            tables.print_operators(one)
     tables.print_unknown_times(plans)
     tables.print_missing_costs(plans)
     if settings.cards.chart:

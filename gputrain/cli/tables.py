@@ -152,34 +152,6 @@ def _predicted(value: float | None, unit: str = "") -> str:
     return "unknown" if value is None else f"{format_number(value)} {unit}".rstrip()
 
 
-OPERATORS = 12  # Operators that are shown; the others are one line.
-BAR = 20  # Characters of the longest bar.
-
-
-def print_operators(plan: "CardPlan") -> None:
-    """Print a table of the operators that the predicted time of a step consists of, with a bar for each."""
-    rows = plan.operators
-    if not rows:
-        out.print("\nThe time of a step is not predicted: the rates of the device are unknown.", soft_wrap=True)
-        return
-    total = sum(row.seconds for row in rows)
-    out.print(f"\n[bold]{escape(plan.gpu)}: predicted time of a step by operator, not measured[/]", soft_wrap=True)
-    out.print(f"  {'operator':<24}{'launches':>9}{'GB':>8}{'TFLOP':>8}{'ms':>9}  bound by")
-    rest = rows[OPERATORS:]
-    lines = [(row.name, row.launches, row.gb, row.tflop, row.seconds, row.bound) for row in rows[:OPERATORS]]
-    if rest:
-        sums = [sum(column) for column in list(zip(*rest, strict=True))[1:5]]
-        lines.append((f"{len(rest)} others", int(sums[0]), sums[2], sums[3], sums[1], ""))
-    longest = max(line[4] for line in lines)
-    for name, launches, gb, tflop, seconds, bound in lines:
-        figures = f"  {name[:23]:<24}{launches:>9}{gb:>8.1f}{tflop:>8.2f}{1e3 * seconds:>9.2f}  {bound}"
-        out.print(escape(f"{figures:<72}").rstrip(), soft_wrap=True)
-        full, least = ("█", "▏") if out.encoding.startswith("utf") else "#|"
-        out.print(f"  {full * round(BAR * seconds / longest) or least} {seconds / total:.1%}", soft_wrap=True)
-    sums = [sum(row[column] for row in rows) for column in (1, 3, 4)]
-    out.print(f"  {'all':<24}{sums[0]:>9}{sums[1]:>8.1f}{sums[2]:>8.2f}{1e3 * total:>9.2f}")
-
-
 def _shown(value: object) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 

@@ -15,12 +15,6 @@ from gputrain.errors import UserError
 
 LearningRateSchedule = Literal["constant", "cosine", "exponential", "tri-stage"]
 TrackerName = Literal["wandb", "mlflow"]
-StepOrder = Literal["simultaneous", "alternating"]
-STEP_ORDER_HELP = (
-    "Order of the steps of generator and discriminators. simultaneous: both step from the same forward passes; "
-    "alternating: the discriminators step first, and the generator's loss comes from the updated ones, which takes "
-    "more time."
-)
 DISCRIMINATOR_START_HELP = (
     "Step at which the training of discriminators starts. Before, other losses are applied alone."
 )

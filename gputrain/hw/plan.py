@@ -94,7 +94,6 @@ class Cards:
         help="Price of an hour of a GPU. It predicts the cost: one price for all, or one for each named GPU.",
         min=0,
     )
-    explain: bool = opt(default=False, help="Also show the operators that take the time.")
     chart: Path | None = advanced(default=None, help="PNG or SVG file for a chart of the memory.")
     json: bool = opt(default=False, help="Print JSON instead of a table.")
     strict: bool = advanced(default=False, help="Exit with 3 if the training does not fit.")

@@ -23,7 +23,7 @@ from gputrain.planner.kind_work import KindWork, S
 from gputrain.planner.memory.fit import BUDGET_SHARE, Fit, MemoryBudget, MemoryModel, budget_gb, fit
 from gputrain.planner.memory.predict import least_gb, memory_models, prediction_key
 from gputrain.planner.plan_cache import kept_model
-from gputrain.planner.time.roofline import EAGER_LAUNCH_SECONDS, DeviceRates, OperatorTime, by_operator
+from gputrain.planner.time.roofline import EAGER_LAUNCH_SECONDS, DeviceRates
 
 log = logging.getLogger(__name__)
 
@@ -150,11 +150,8 @@ class ModelPlanner(Generic[S]):
                 compiling = COMPILE_SECONDS if plan.compile.value else 0.0
                 seconds, batch = found.predicted_seconds_per_step, settings.schedule.global_batch_size
                 time = PredictedTime(seconds, batch, known(seconds, compiling), target.price_per_hour, compiling)
-                operators = operator_times(found, budget) if cards.explain else []
                 elsewhere = target.gpu is not None
-                plans.append(
-                    CardPlan(target.name, memory_gb, columns, plan, found, remedies, time, operators, elsewhere)
-                )
+                plans.append(CardPlan(target.name, memory_gb, columns, plan, found, remedies, time, elsewhere))
         return plans
 
 
@@ -208,20 +205,17 @@ class CardPlan:
     fit: Fit
     remedies: list[str]  # Sentences on what helps if it does not fit.
     time: PredictedTime
-    operators: list[OperatorTime]  # The time of a step by operator, if it was asked for.
     elsewhere: bool = False  # The GPU is in another machine, of whose processor nothing is known.
 
     def to_json(self) -> dict[str, Any]:
         figures = self.fit.to_json()
         del figures["item_flops"]
-        explained = {"operators": [one._asdict() for one in self.operators]} if self.operators else {}
         return {
             "gpu": self.gpu,
             "memory_gb": self.memory_gb,
             **self.stage,
             **figures,
             **self.time.to_json(),
-            **explained,
             "precision": self.plan.precision.value,
             "reasons": {name: setting.reason for name, setting in self.plan.settings.items()},
             "settings": {name: setting.value for name, setting in self.plan.settings.items()},
@@ -246,14 +240,6 @@ def training_steps(
         return StepSchedule(schedule, RunProgress(items=items)).stop_step
     limits = [limit for limit in (schedule.num_steps, schedule.max_steps) if limit]
     return min(limits, default=None) if at_most or not schedule.num_epochs else None
-
-
-def operator_times(found: Fit, budget: MemoryBudget) -> list[OperatorTime]:
-    """Returns the predicted time of a step by operator; nothing if it is unknown."""
-    if not (found.cost and budget.rates):
-        return []
-    kernels = found.cost.kernels(found.micro_batch_size, found.accumulation_steps)
-    return by_operator(kernels, budget.rates)
 
 
 def memory_budget(

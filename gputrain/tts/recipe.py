@@ -128,7 +128,6 @@ class VoiceRecipe(BucketRecipe):
             self.discriminators,
             dtype=runtime.dtype,
             without_autocast=self.voice.computing_in_fp32(),
-            stacked=runtime.kernel_device == "cuda",
         )
         # A graph holds one bucket of clips; layers that run again repeat their dropout, which no graph can.
         captured = schedule.accumulation_steps == 1 and not settings.model.gradient_checkpointing

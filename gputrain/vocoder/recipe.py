@@ -106,7 +106,7 @@ class VocoderRecipe:
         # Weight normalisation is computed once a step, not in each of the passes and micro-batches.
         weights_once = functools.partial(
             shared_weights, self.generator, self.discriminators, dtype=self.runtime.dtype,
-            without_autocast=self.generator.computing_in_fp32(), stacked=self.runtime.kernel_device == "cuda",
+            without_autocast=self.generator.computing_in_fp32(),
         )  # fmt: skip
         return StepGroup((generator, discriminator), self.loss, weights_once, self._active)
 
@@ -116,8 +116,6 @@ class VocoderRecipe:
         self.synthesise = runtime.compile(self.generator.forward)
         # Every discriminator is compiled on its own, with its losses, because their terms are computed one by one.
         self.passes = losses.DiscriminatorPasses.compiled(runtime.compile)
-        # The spectra of each resolution have another shape.
-        self.spectral_distance = runtime.compile(losses.spectral_distance, any_shape=True)
 
     def _optimizer(
         self, module: nn.Module, name: OptimizerName, weight_decay: float, betas: tuple[float, float]
@@ -203,10 +201,7 @@ class VocoderRecipe:
         )
 
         yield losses.mel_term(self.loss_mel, made_P1T, target_PMF, batch.global_pairs, self.weights["mel"])
-        yield from losses.stft_terms(
-            self.losses.stft, made_P1T, real_P1T, batch.global_pairs, self.weights["stft"],
-            distance=self.spectral_distance,
-        )  # fmt: skip
+        yield from losses.stft_terms(self.losses.stft, made_P1T, real_P1T, batch.global_pairs, self.weights["stft"])
 
         if batch.shifts.global_count:  # Every part yields the term, whether or not some of its own items are shifted.
             yield losses.pitch_shift_term(*augment.shifted_pair(made_W1T, batch.shifts), batch.shifts.global_count)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gputrain.audio.discriminators import multi_scale
-from gputrain.audio.weight_norm import WeightNormed, cached_weights, stacked_weight_norm
+from gputrain.audio.weight_norm import WeightNormed, cached_weights
 from tests.tables import each_row
 
 
@@ -69,29 +69,3 @@ def test_spectral_norm_is_exact_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         cast = conv.compute_weight()
     assert torch.equal(cast, conv.compute_weight())
-
-
-@pytest.mark.parametrize("size", [(5, 1), (3, 9)])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_stacked_layers_have_their_own_weights_and_gradients(size, layout):
-    """Bit for bit. The second of three layers is not reached by a loss, and gets no gradient."""
-    torch.manual_seed(0)
-    layers = [WeightNormed(nn.Conv2d(6, 4, size)).to(memory_format=layout) for _ in range(3)]
-    for layer in layers:
-        layer.weight_g.data.mul_(1 + torch.rand_like(layer.weight_g))
-    alone = [layer.compute_weight() for layer in layers]
-    together = stacked_weight_norm([layer.weight_v for layer in layers], [layer.weight_g for layer in layers])
-    found = []
-    for weights in (alone, together):
-        for layer in layers:
-            layer.zero_grad()
-        loss = sum((weights[index] ** 2 * torch.arange(size[0])[:, None]).sum() for index in (0, 2))
-        loss.backward()
-        found.append([parameter.grad for layer in layers for parameter in (layer.weight_g, layer.weight_v)])
-    for ours, theirs in zip(alone, together, strict=True):
-        assert torch.equal(ours, theirs)
-        assert ours.stride() == theirs.stride()
-    assert [gradient is None for gradient in found[1]] == [False, False, True, True, False, False]
-    for ours, theirs in zip(*found, strict=True):
-        assert (ours is None) == (theirs is None)
-        assert ours is None or torch.equal(ours, theirs)

@@ -72,8 +72,6 @@ EXPECTED: dict[str, dict[str, Most]] = {
         "generated_pass forward": Most(2, 38, 24),
         "real_pass backward": Most(2, 66, 37),
         "real_pass forward": Most(2, 29, 24),
-        "spectral_distance backward": Most(1, 1, 0),
-        "spectral_distance forward": Most(1, 5, 0),
     },
     # The mini source in fp32, with the other kinds of discriminators.
     "vocoder-mini": {
@@ -81,8 +79,6 @@ EXPECTED: dict[str, dict[str, Most]] = {
         "Generator.forward forward": Most(1, 79, 98),
         "generated_pass backward": Most(5, 91, 80),
         "generated_pass forward": Most(5, 102, 38),
-        "spectral_distance backward": Most(1, 1, 0),
-        "spectral_distance forward": Most(1, 5, 0),
     },
     # The decoder of `fast`, for any number of clips, and six discriminators.
     "voice": {

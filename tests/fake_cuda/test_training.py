@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from gputrain.bench import timing
+from gputrain.bench import step_bench
 from gputrain.engine.recipe import phases_of
 from gputrain.engine.saving import HostSnapshot
 from gputrain.errors import UserError
@@ -286,7 +286,7 @@ def measure_a_model_of_the_user() -> None:
 
 def time_some_steps() -> None:
     with fake_cuda():
-        figures = timing.time_steps(lambda: None, torch.device("cuda", 0), warmup=1, steps=3)
+        figures = step_bench.time_steps(lambda: None, torch.device("cuda", 0), warmup=1, steps=3)
         facts = machine_facts("cuda")
     assert figures["seconds_per_step"] == pytest.approx(0.005)
     assert facts["device"] == "NVIDIA H100 80GB HBM3"

@@ -27,7 +27,7 @@ MODEL = MemoryModel({"a": 0.1 + 0.2}, {"a": 1 / 3}, 1e12 / 7, COST)
 OTHER = MemoryModel({}, {}, 1.0)
 SMALL = {
     "upsample_initial_channel": 32, "discriminators": "fast_mpd", "discriminator_periods": "3", "crop_mel_frames": 8,
-    "batch_size": 4, "gpu": ["h100", "t4"], "explain": True,
+    "batch_size": 4, "gpu": ["h100", "t4"],
 }  # fmt: skip
 
 

@@ -14,7 +14,6 @@ Imports no torch.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -139,17 +138,6 @@ class StepTotals(NamedTuple):
         return cls(round(launches), moved / 1e9, flops / 1e12)
 
 
-class OperatorTime(NamedTuple):
-    """The time of all kernels of a name, and what bounds it."""
-
-    name: str
-    launches: int
-    seconds: float
-    gb: float
-    tflop: float
-    bound: str  # "arithmetic", "memory" or "launches": what takes most of the time.
-
-
 def kernel_seconds(kernel: KernelCost, rates: DeviceRates) -> tuple[float, float, float]:
     """Returns the seconds that a GPU needs for the arithmetic, for the memory traffic and for the launches."""
     flops = kernel.flops / kernel.filled / (rates.sixteen_bit_flops if kernel.sixteen_bit else rates.fp32_flops)
@@ -183,33 +171,6 @@ def _starts(launches: np.ndarray, work: np.ndarray, launch_seconds: float) -> np
     first: np.ndarray = launched - (count - 1) * launch_seconds
     starts: np.ndarray = np.maximum(first, launched - work * (1 - 1 / count))
     return starts
-
-
-def by_operator(kernels: Sequence[KernelCost], rates: DeviceRates) -> list[OperatorTime]:
-    """Returns the time by operator, the longest first. A kernel that is launched later than the GPU could begin with it
-    counts with the waiting time."""
-    found: dict[str, list[float]] = defaultdict(lambda: [0.0] * 7)
-    times = [kernel_seconds(kernel, rates) for kernel in kernels]
-    launches, works = (np.array(column) for column in ([one.launches for one in kernels], [max(one) for one in times]))
-    done = 0.0
-    starts = _starts(launches, works, rates.launch_seconds)
-    for kernel, parts, start in zip(kernels, times, starts, strict=True):
-        waiting, work = max(0.0, start - done), max(parts)
-        done += waiting + work
-        row = found[kernel.name]
-        bound = 4 + parts.index(work)
-        row[0] += kernel.launches
-        row[1] += waiting + work
-        row[2] += kernel.bytes
-        row[3] += kernel.flops
-        row[bound] += work
-        row[6] += waiting
-    bounds = ("arithmetic", "memory", "launches")
-    rows = [
-        OperatorTime(name, round(row[0]), row[1], row[2] / 1e9, row[3] / 1e12, bounds[int(np.argmax(row[4:7]))])
-        for name, row in found.items()
-    ]
-    return sorted(rows, key=lambda row: -row.seconds)
 
 
 def _between(a: KernelCost, b: KernelCost, share: float) -> KernelCost:
