@@ -77,9 +77,12 @@ class AsrTraining(SpeechTraining[TrainAsr]):
         if run.resumed:  # The model to initialise from may be gone.
             self.normalizes = bool(run.resumed["facts"]["normalizes"])
         return {
-            "text": self.speech.store.format.vocabulary.to_json(), "sampling_rate": ENCODER_RATE, "hop_size": STRIDE,
-            "architecture": self.sizes.architecture, "normalizes": self.normalizes,
-        }  # fmt: skip
+            "text": self.speech.store.format.vocabulary.to_json(),
+            "sampling_rate": ENCODER_RATE,
+            "hop_size": STRIDE,
+            "architecture": self.sizes.architecture,
+            "normalizes": self.normalizes,
+        }
 
     def begin(self, settings: TrainAsr, run: Run, runtime: Runtime) -> TrainingStart[TrainAsr]:
         start = super().begin(settings, run, runtime)
@@ -94,8 +97,9 @@ class AsrTraining(SpeechTraining[TrainAsr]):
         if not settings.model.init_from and settings.model.preset not in ("tiny", "base"):
             log.warning(
                 "%s begins with random weights: --init-from its pretrained model, a folder or a name on the Hugging "
-                "Face Hub, reaches low error rates with a thousandth of the speech", settings.model.preset,
-            )  # fmt: skip
+                "Face Hub, reaches low error rates with a thousandth of the speech",
+                settings.model.preset,
+            )
 
     def recipe(self, settings: TrainAsr, runtime: Runtime) -> RecogniserRecipe:
         sizes, held_out = self.sizes, HeldOutSpeech(self.speech, settings, normalizes=self.normalizes)

@@ -250,9 +250,7 @@ def report_of(clips: Sequence[RecognisedClip], computing_seconds: float) -> Reco
     scalars["hours"] = sound_seconds / 3600
     scalars["rtf"] = computing_seconds / sound_seconds
     names = {f"{low:g}-{'' if high == math.inf else f'{high:g}'}": (low, high) for low, high in pairwise(LENGTHS)}
-    grouped = {
-        name: [clip for clip in clips if low <= clip.seconds < high] for name, (low, high) in names.items()
-    }  # fmt: skip
+    grouped = {name: [clip for clip in clips if low <= clip.seconds < high] for name, (low, high) in names.items()}
     by_speaker: dict[str, list[RecognisedClip]] = {}
     for clip in sorted(clips, key=lambda clip: clip.speaker):
         by_speaker.setdefault(clip.speaker, []).append(clip)

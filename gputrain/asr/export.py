@@ -123,9 +123,7 @@ def _on_cpu(recogniser: Recogniser) -> Recogniser:
     model = cpu_copy(recogniser.model).eval()
     model.config.vocab_size = model.lm_head.out_features
     model.config.pad_token_id = recogniser.vocabulary.blank
-    return Recogniser(
-        model, recogniser.vocabulary, recogniser.sampling_rate, recogniser.normalizes, recogniser.source
-    )  # fmt: skip
+    return Recogniser(model, recogniser.vocabulary, recogniser.sampling_rate, recogniser.normalizes, recogniser.source)
 
 
 def _write_processor(recogniser: Recogniser, folder: Path) -> None:
@@ -231,9 +229,12 @@ def write_recogniser_graph(recogniser: Recogniser, path: Path) -> None:
     )
     graph = onnx.load(path)
     metadata = {
-        "model_type": "wav2vec2-ctc", "sample_rate": recogniser.sampling_rate, "frame_samples": STRIDE,
-        "vocab_size": len(recogniser.vocabulary.symbols), "language": recogniser.vocabulary.language,
-    }  # fmt: skip
+        "model_type": "wav2vec2-ctc",
+        "sample_rate": recogniser.sampling_rate,
+        "frame_samples": STRIDE,
+        "vocab_size": len(recogniser.vocabulary.symbols),
+        "language": recogniser.vocabulary.language,
+    }
     onnx.helper.set_model_props(graph, {name: str(value) for name, value in metadata.items()})
     for beside in set(path.parent.iterdir()) - {path}:
         beside.unlink()  # The exporter writes each weight of a large graph to a file of its own.
@@ -268,9 +269,13 @@ def _stock_onnxruntime(path: Path) -> Compute:
 
 
 def export_onnx(
-    recogniser: Recogniser, folder: Path, name: str = "recogniser", *, data_path: Path | None = None,
+    recogniser: Recogniser,
+    folder: Path,
+    name: str = "recogniser",
+    *,
+    data_path: Path | None = None,
     progress: Progress = no_progress,
-) -> Exported:  # fmt: skip
+) -> Exported:
     """Writes NAME.onnx, whose input is raw samples of any length, and tokens.txt. Raises UserError for a wrong name or
     if the folder cannot be written, RuntimeError if ONNX Runtime computes something else."""
     name = name.removesuffix(".onnx")
@@ -344,8 +349,9 @@ def export_sherpa(
         figures["compared transcripts"] = "none, since the recogniser writes nothing for these sounds"
         log.warning(
             "no transcript could be compared, and nothing tells what int8 changes: the recogniser writes nothing for "
-            "%s; name other speech with --data-path", data_path or "synthetic speech",
-        )  # fmt: skip
+            "%s; name other speech with --data-path",
+            data_path or "synthetic speech",
+        )
     notes = [
         "Use it: sherpa_onnx.OfflineRecognizer.from_omnilingual_asr_ctc("
         f'"{folder / "model.int8.onnx"}", "{folder / "tokens.txt"}")'
@@ -366,9 +372,12 @@ def quantize(path: Path, target: Path) -> None:
     large = (path.parent / f"{path.stem}.weights").is_file()
     with _without_log_lines():
         quantize_dynamic(
-            path, target, op_types_to_quantize=["MatMul"], weight_type=QuantType.QUInt8,
+            path,
+            target,
+            op_types_to_quantize=["MatMul"],
+            weight_type=QuantType.QUInt8,
             use_external_data_format=large,
-        )  # fmt: skip
+        )
 
 
 @contextmanager

@@ -39,9 +39,15 @@ def _matrices() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     frames_KK = (frames_KK - PRE_EMPHASIS * before_KK) * window_function(BANK_FIELD, "povey", periodic=False)
     fourier_KS = np.fft.rfft(frames_KK, FOURIER)
     filters = mel_filter_bank(
-        FOURIER // 2 + 1, BINS, 20, ENCODER_RATE // 2, ENCODER_RATE, norm=None, mel_scale="kaldi",
+        FOURIER // 2 + 1,
+        BINS,
+        20,
+        ENCODER_RATE // 2,
+        ENCODER_RATE,
+        norm=None,
+        mel_scale="kaldi",
         triangularize_in_mel_space=True,
-    )  # fmt: skip
+    )
     return np.concatenate([fourier_KS.real, fourier_KS.imag], axis=1), filters
 
 

@@ -91,7 +91,7 @@ class AsrWork(KindWork[TrainAsr]):
     kind, item = "asr", "clip"
     traits = StepTraits(
         fixed_shapes=False, is_1d=True, eager_because=EAGER_BECAUSE, graphless_because=GRAPHLESS_BECAUSE
-    )  # fmt: skip
+    )
     # Without channels_last, as the model has no 2-D convolutions.
     switches = tuple(switch for switch in SWITCHES if switch[2] != "channels_last")
 
@@ -146,9 +146,10 @@ class AsrWork(KindWork[TrainAsr]):
             speech = open_training_speech(settings)
             clips, rate = len(speech.split.mixture()), speaking_rate(speech)
             facts = PlannedSpeech(
-                clip_seconds=rate.clip_seconds, labels_a_second=rate.symbols_a_second,
+                clip_seconds=rate.clip_seconds,
+                labels_a_second=rate.symbols_a_second,
                 num_symbols=len(speech.store.format.vocabulary.symbols),
-            )  # fmt: skip
+            )
             settings = replace(settings, speech=facts)
         model, planned = settings.model, PlannedClips.of(settings, of_data=clips is not None)
         columns = {
@@ -255,7 +256,8 @@ KIND = kinds.ModelKind(
     },
     commands=(
         kinds.OwnCommand(
-            "transcribe", Transcribe,
+            "transcribe",
+            Transcribe,
             "Transcribe recordings of any length with a recogniser: as text, JSON with word times, and subtitles.",
             transcribe,
         ),
@@ -267,4 +269,4 @@ KIND = kinds.ModelKind(
     keys=frozenset({"model_type"}),
     packages=("rapidfuzz", "soundfile", "transformers"),
     load_speech_checker=kinds.imported("gputrain.asr.checking:load_checker"),
-)  # fmt: skip
+)

@@ -109,9 +109,7 @@ def frame_counts(samples: Tensor, field: int = FIELD) -> Tensor:
     return (samples - field) // STRIDE + 1
 
 
-def sound_of(
-    model: Any, wave_BL: Tensor, samples: Sequence[int], samples_B: Tensor, *, normalizes: bool
-) -> Tensor:  # fmt: skip
+def sound_of(model: Any, wave_BL: Tensor, samples: Sequence[int], samples_B: Tensor, *, normalizes: bool) -> Tensor:
     """Returns what the encoder reads of clips in [-1, 1], which are zero beyond their ends. The numbers of samples are
     given on the host and on the device, so that nothing waits for them."""
     if has_features(model):
@@ -187,9 +185,13 @@ def _conformer_layers(model: Any, hidden_BTC: Tensor, inside_BT: Tensor | None, 
         encoder.embed_positions.cached_sequence_length = None  # It may be kept in another data type or device.
         positions = encoder.embed_positions(hidden_BTC)
     return _through_layers(
-        encoder.layers, hidden_BTC, options, attention_mask=mask_B11T, relative_position_embeddings=positions,
+        encoder.layers,
+        hidden_BTC,
+        options,
+        attention_mask=mask_B11T,
+        relative_position_embeddings=positions,
         conv_attention_mask=inside_BT,
-    )  # fmt: skip
+    )
 
 
 def _projected(base: Any, sound_BX: Tensor, options: ForwardOptions) -> Tensor:

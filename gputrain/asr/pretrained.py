@@ -92,8 +92,10 @@ class StockTokenizer:
         if unnamed > MOST_UNNAMED:
             log.warning(
                 "%s: names %d of the %d rows of the model's head; it may be that of another model",
-                self.path, rows - unnamed, rows,
-            )  # fmt: skip
+                self.path,
+                rows - unnamed,
+                rows,
+            )
         symbols = tuple(named.get(number, f"<unused {number}>") for number in range(rows))
         found = {symbol: number for number, symbol in enumerate(symbols)}
         blank_symbol = _token(self.settings, "pad_token", (BLANK, "[PAD]"), found)
@@ -103,10 +105,13 @@ class StockTokenizer:
         unknown = _token(self.settings, "unk_token", (UNKNOWN, "[UNK]"), found)
         delimiter = _token(self.settings, "word_delimiter_token", (DELIMITER, " "), found)
         return Vocabulary(
-            UNDETERMINED, symbols, at, ABSENT if unknown is None else found[unknown],
+            UNDETERMINED,
+            symbols,
+            at,
+            ABSENT if unknown is None else found[unknown],
             ABSENT if delimiter is None else found[delimiter],
             upper=bool(self.settings.get("do_lower_case")) or _are_capitals(symbols),
-        )  # fmt: skip
+        )
 
     def _own(self, language: str | None) -> Symbols:
         if self.symbols is not None:
@@ -250,9 +255,12 @@ class StockRecogniser:
                 config = config_class.from_pretrained(str(self.folder))
                 config.vocab_size = config.vocab_size or 1  # One that was only pretrained may have none.
                 model, found = model_class.from_pretrained(
-                    str(self.folder), config=config, attn_implementation=networks.attention_of(model_class),
-                    dtype=torch.float32, output_loading_info=True,
-                )  # fmt: skip
+                    str(self.folder),
+                    config=config,
+                    attn_implementation=networks.attention_of(model_class),
+                    dtype=torch.float32,
+                    output_loading_info=True,
+                )
                 missing = list(found["missing_keys"])
                 log_unused(self.name, found["unexpected_keys"])
                 if self.language is not None:

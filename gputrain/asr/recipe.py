@@ -104,9 +104,12 @@ class RecogniserRecipe(BucketRecipe):
         self.blank = int(self.model.config.pad_token_id)
         trained = trained_parameters(self.model, settings)
         optimizer = adamw(
-            trained, learning_rate=schedule.learning_rate, weight_decay=schedule.weight_decay,
-            betas=(schedule.beta1, schedule.beta2), algorithm=ALGORITHMS[schedule.optimizer],
-        )  # fmt: skip
+            trained,
+            learning_rate=schedule.learning_rate,
+            weight_decay=schedule.weight_decay,
+            betas=(schedule.beta1, schedule.beta2),
+            algorithm=ALGORITHMS[schedule.optimizer],
+        )
         # The phase's module holds the parameters that train, and not those that are frozen.
         self.phase = Phase("recogniser", (nn.ParameterList(trained),), optimizer)
         once = functools.partial(networks.cached_position_weights, self.model)
@@ -209,9 +212,14 @@ class RecogniserRecipe(BucketRecipe):
         # A clip with fewer frames than CTC needs has no path, and an infinite loss: with zero_infinity it adds nothing
         # to the loss and has no gradient. Its labels stay in the divisor, and "infinite" counts such clips.
         losses_B = F.ctc_loss(
-            log_probs_BTV.transpose(0, 1), batch.labels_BS, frames, labels, blank=self.blank, reduction="none",
+            log_probs_BTV.transpose(0, 1),
+            batch.labels_BS,
+            frames,
+            labels,
+            blank=self.blank,
+            reduction="none",
             zero_infinity=True,
-        )  # fmt: skip
+        )
         yield Term("ctc", losses_B.sum() / batch.global_labels)
         # A recogniser first learns to write nothing at all; the share of blanks tells when it begins to write.
         with torch.no_grad():

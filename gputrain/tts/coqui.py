@@ -25,9 +25,13 @@ def translate_coqui(content: dict[str, object], source: Path) -> dict[str, objec
         return key.outcome(values) if key else {name: values[name]}
 
     made = translated(
-        File(values, dict.fromkeys(values, source)), source, outcome,
-        page="docs/voice.md", names=SPELLINGS, is_whole=written_by_coqui,
-    )  # fmt: skip
+        File(values, dict.fromkeys(values, source)),
+        source,
+        outcome,
+        page="docs/voice.md",
+        names=SPELLINGS,
+        is_whole=written_by_coqui,
+    )
     return {"preset": "high", **made} if written_by_coqui else made
 
 

@@ -98,9 +98,11 @@ class TtsTraining(SpeechTraining[TrainTts]):
     def facts(self, run: Run) -> dict[str, Any]:
         format = self.speech.store.format
         return {
-            "text": format.frontend.to_json(), "sampling_rate": format.sampling_rate, "hop_size": HOP_SIZE,
+            "text": format.frontend.to_json(),
+            "sampling_rate": format.sampling_rate,
+            "hop_size": HOP_SIZE,
             "speakers": list(format.speakers),
-        }  # fmt: skip
+        }
 
     def described(self, settings: TrainTts) -> str:
         return f"{settings.model.preset} voice at {self.speech.store.format.sampling_rate} Hz"
@@ -165,10 +167,12 @@ def facts_of(speech: Speech) -> PlannedSpeech:
     """Returns the facts of prepared speech that a plan needs."""
     format, rate = speech.store.format, speaking_rate(speech)
     return PlannedSpeech(
-        clip_seconds=rate.clip_seconds, symbols_a_second=rate.symbols_a_second,
-        num_symbols=len(format.frontend.symbols), num_speakers=len(format.speakers),
+        clip_seconds=rate.clip_seconds,
+        symbols_a_second=rate.symbols_a_second,
+        num_symbols=len(format.frontend.symbols),
+        num_speakers=len(format.speakers),
         sampling_rate=format.sampling_rate,
-    )  # fmt: skip
+    )
 
 
 def synthetic_batch(settings: TrainTts, sizes: SpeechSize) -> list[ClipBatch]:

@@ -139,9 +139,12 @@ class _Tally:
 
     def add_encoded(self, found: EncodedClips, batch: ClipBatch) -> None:
         for name, value_B in (
-            ("frames", batch.frames_B), ("symbols", batch.symbols_B), ("kl", found.divergence_B),
-            ("duration", found.duration_loss_B), ("mel_distance", found.mel_distance_B),
-        ):  # fmt: skip
+            ("frames", batch.frames_B),
+            ("symbols", batch.symbols_B),
+            ("kl", found.divergence_B),
+            ("duration", found.duration_loss_B),
+            ("mel_distance", found.mel_distance_B),
+        ):
             self.sums[name] += float(value_B.sum())
         durations, scores = found.durations_BS.cpu().numpy(), found.scores_BTS.float().cpu().numpy()
         sizes = zip(batch.symbols_B.tolist(), batch.frames_B.tolist(), strict=True)
@@ -223,10 +226,14 @@ def evaluate_clips(
             texts = [
                 Text(ids_S[:symbols].tolist(), speaker, seed, LONGEST * frames)
                 for ids_S, symbols, frames, speaker, seed in zip(
-                    batch.ids_BS, batch.symbols_B.tolist(), batch.frames_B.tolist(), batch.speakers_B.tolist(), seeds,
+                    batch.ids_BS,
+                    batch.symbols_B.tolist(),
+                    batch.frames_B.tolist(),
+                    batch.speakers_B.tolist(),
+                    seeds,
                     strict=True,
                 )
-            ]  # fmt: skip
+            ]
             spoken, seconds = _timed(voice, texts, device)
             if not quick:
                 tally.rtf.append(seconds * mel.sampling_rate / sum(len(speech.wave_L) for speech in spoken))
@@ -244,8 +251,10 @@ def evaluate_clips(
     if (unread := round(tally.sums["recorded_unread"])) > done / 2 and len(recorded) > known:
         log.warning(
             "the recogniser wrote nothing for %d of %d recordings, so that cer and wer tell about it and not about the "
-            "voice: name another one with --recogniser", unread, done,
-        )  # fmt: skip
+            "voice: name another one with --recogniser",
+            unread,
+            done,
+        )
     return Evaluation(tally.scalars(), done)
 
 

@@ -235,10 +235,14 @@ def sherpa_metadata(config: Mapping[str, Any]) -> dict[str, object]:
     """Returns the metadata of the graph of a voice, by which sherpa-onnx turns texts to the ids of Piper's map."""
     language = config["language"]
     facts: dict[str, object] = {
-        "model_type": "vits", "comment": "piper", "language": language["name_english"] or language["code"],
-        "voice": config["espeak"]["voice"], "n_speakers": config["num_speakers"],
-        "sample_rate": config["audio"]["sample_rate"], "has_espeak": int(config["phoneme_type"] == "espeak"),
-    }  # fmt: skip
+        "model_type": "vits",
+        "comment": "piper",
+        "language": language["name_english"] or language["code"],
+        "voice": config["espeak"]["voice"],
+        "n_speakers": config["num_speakers"],
+        "sample_rate": config["audio"]["sample_rate"],
+        "has_espeak": int(config["phoneme_type"] == "espeak"),
+    }
     if config["phoneme_type"] == "text":
         ids = {"blank_id": PAD_ID, "bos_id": BOS_ID, "eos_id": EOS_ID}
         facts |= {"frontend": "characters", "add_blank": 1, "use_eos_bos": 1, **ids}

@@ -55,9 +55,14 @@ def export_piper(settings: Any, progress: kinds.ReportProgress, *, sherpa: bool 
 
     voice = load_voice(settings.weights, torch.device("cpu"))
     return export.export_piper(
-        voice, settings.output_dir, settings.name, language_code=settings.language_code,
-        default_speaker=settings.default_speaker, sherpa=sherpa, progress=progress,
-    )  # fmt: skip
+        voice,
+        settings.output_dir,
+        settings.name,
+        language_code=settings.language_code,
+        default_speaker=settings.default_speaker,
+        sherpa=sherpa,
+        progress=progress,
+    )
 
 
 def export_sherpa(settings: Any, progress: kinds.ReportProgress) -> kinds.Exported:
@@ -219,8 +224,10 @@ KIND = kinds.ModelKind(
     },
     commands=(
         kinds.OwnCommand(
-            "speak", Speak,
-            "Synthesise a text with a voice, into audio files or sentence by sentence to standard output.", speak,
+            "speak",
+            Speak,
+            "Synthesise a text with a voice, into audio files or sentence by sentence to standard output.",
+            speak,
         ),
     ),
     use=("speak a text", "speak", "--text", "TEXT", "--output-file", "out.wav"),
@@ -230,4 +237,4 @@ KIND = kinds.ModelKind(
     shipped=Path(__file__).parent / "profiles",
     translate=coqui.translate_coqui,
     packages=("scipy", "skimage", "soundfile"),
-)  # fmt: skip
+)

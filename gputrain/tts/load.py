@@ -95,9 +95,7 @@ def read_origin(name: str | Path, voice: Voice, discriminators: nn.Module) -> Or
         symbols, speakers = (
             {name: row for row, name in enumerate(names)} for names in (trained.frontend.symbols, trained.speakers)
         )
-        origin = Origin(
-            trained.voice, trained.discriminators, symbols, speakers, trained.source, trained.frontend
-        )  # fmt: skip
+        origin = Origin(trained.voice, trained.discriminators, symbols, speakers, trained.source, trained.frontend)
     if path != Path(name):  # The user knows a published voice by its name, and not by its place.
         origin = replace(origin, source=str(name))
     refuse_nonfinite({**origin.voice, **origin.discriminators}, origin.source)

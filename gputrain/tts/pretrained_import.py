@@ -196,8 +196,9 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 def _miss(path: Path) -> None:
     log.warning(
         "%s: its symbols are unknown without the %s in the same folder; put it there, or all symbols are reinitialised",
-        path, CONFIG,
-    )  # fmt: skip
+        path,
+        CONFIG,
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- weights

@@ -212,9 +212,7 @@ class VoiceRecipe(BucketRecipe):
         text = voice.encode_text(batch.ids_BS, batch.symbols_B)
         posterior = voice.posterior_encoder(batch.spectrogram_BNT, mask_B1T, batch.noise_BCT, speaker_leaf)
         # The duration predictor learns from the text without teaching its encoder (section 2.2.2): no gradient.
-        text_leaf = EncodedText(
-            text.hidden_BCS.detach(), leaf(text.mean_BCS), leaf(text.log_scale_BCS), text.mask_B1S
-        )  # fmt: skip
+        text_leaf = EncodedText(text.hidden_BCS.detach(), leaf(text.mean_BCS), leaf(text.log_scale_BCS), text.mask_B1S)
         latent_leaf, log_scale_leaf = leaf(posterior.latent_BCT), leaf(posterior.log_scale_BCT)
 
         # Prior: the flow maps latents to the space in which symbols have normal distributions.
@@ -263,6 +261,7 @@ class VoiceRecipe(BucketRecipe):
         waves_B1L = self.decode(segments(latent_BCT, starts_B, SEGMENT_FRAMES), speaker_BG1)
         made_leaf = leaf(at_least_fp32(waves_B1L))
         target_BMF = log_mel(real_B1L.squeeze(1), self.mel)
+        # A further loss of the waves would be one more term on `made_leaf`, before its gradient is chained.
         yield mel_term(self.mel, made_leaf, target_BMF, batch.global_clips, self.losses.mel_weight)
         counts = (batch.global_clips, batch.global_clips)
         yield from adversarial_terms(self.by_kind, real_B1L, made_leaf, *counts, passes=self.passes)
@@ -273,8 +272,8 @@ class VoiceRecipe(BucketRecipe):
         return max(0.0, 1 - step / self.settings.prior_steps) if self.settings.prior_steps else 0.0
 
     def _has_alignment_prior(self, step: int) -> bool:
-        """Returns whether the step has the alignment prior: all that the kernels of a step depend on besides shapes,
-        and so the key of its CUDA graph."""
+        """Returns whether the step has the alignment prior. It decides with the shapes of a batch which kernels a step
+        has, and so it is the key of its CUDA graph."""
         return self._prior_weight(step) > 0
 
     # ------------------------------------------------------------------------------------------------ after the step

@@ -273,8 +273,9 @@ class Narrator:
             self.told_digits = True
             log.warning(
                 "the voice reads digits as letters, as in %r: write numbers in words, or prepare its data with "
-                "--number-words", shortened(sentence),
-            )  # fmt: skip
+                "--number-words",
+                shortened(sentence),
+            )
         if not any(char.isalnum() for char in set(unicodedata.normalize("NFD", normalized)) - set(unknown)):
             log.warning("nothing to say in %r: left out", shortened(sentence))
             return []
@@ -288,9 +289,14 @@ def reads_digits(frontend: Frontend, normalized: str) -> bool:
 
 @torch.no_grad()
 def sentence_chunks(
-    voice: Voice, ids: list[int], sampling: SpeakingOptions, random: torch.Generator, speaker: int = 0, *,
+    voice: Voice,
+    ids: list[int],
+    sampling: SpeakingOptions,
+    random: torch.Generator,
+    speaker: int = 0,
+    *,
     frames: int = CHUNK_FRAMES,
-) -> Iterator[Tensor]:  # fmt: skip
+) -> Iterator[Tensor]:
     """Yields the wave of ids in chunks (T,), the first of which has at most `frames` frames."""
     device = voice.text_encoder.embedding.weight.device
     ids_BS, lengths_B = torch.tensor([ids], device=device), torch.tensor([len(ids)], device=device)
