@@ -169,9 +169,8 @@ class ModelKind:
     panel: str  # Title of the kind's commands on the help page.
     help: str  # What the train command does, in a sentence.
     bench_help: str
-    train: type  # The options of train-NAME, of plan train-NAME and of bench train-NAME.
+    train: type  # The options of train-NAME, and of plan train-NAME. Those of bench train-NAME follow.
     plan: type
-    bench: type
     work: Callable[[], Any]  # Imports what plans, measures and trains it: a gputrain.planner.kind_work.KindWork.
     evaluation: EvaluateCommand
     exporters: Mapping[str, Exporter]  # By format; the first is "auto".

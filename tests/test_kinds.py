@@ -59,10 +59,10 @@ def test_a_kind_of_another_package_has_every_command(done, folder):
     assert "step 132/132" in resumed["err"]
     (plan,) = json.loads(planned["out"])
     assert (plan["gpu"], plan["width"], plan["fits"], plan["micro_batch_size"]) == ("t4", 16, True, 16)
-    assert "16 wide, 8 points a step" in measured["out"]
+    assert "16 wide, 16 points a step" in measured["out"]
     (table,) = folder.glob("bench_curve_*.json")
     (row,) = json.loads(table.read_text())["rows"]
-    assert row["figures"]["items_per_second"] == pytest.approx(8 / row["figures"]["seconds_per_step"])
+    assert row["figures"]["items_per_second"] == pytest.approx(16 / row["figures"]["seconds_per_step"])
     assert "on 12 points" in evaluated["out"]
     assert "max_clips does nothing with" in refused["err"]
     assert "tensors  4" in exported["out"]

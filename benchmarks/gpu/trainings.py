@@ -11,7 +11,7 @@ from typing import Any
 
 from gputrain.bench.step_bench import StepBench, begin_bench
 from gputrain.cli.options import read_defaults
-from gputrain.config import assemble
+from gputrain.config import assemble, flatten
 from gputrain.hw.plan import Plan
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime
@@ -43,8 +43,12 @@ class Training:
         return assemble(kinds()[self.kind].train, {"data_path": ".", **self.values, **changes, "device": device})
 
     def model(self, settings: Any) -> KindWork[Any]:
-        work: Any = self.work
-        return work.of_clips(work.completed(settings), self.clip_seconds) if self.clip_seconds else work
+        if not self.clip_seconds:
+            return self.work
+        values = {name: value for name, value in flatten(settings).items() if name != "data_path"}
+        planned = self.work.planned(assemble(kinds()[self.kind].plan, {**values, **self.options}))
+        found: KindWork[Any] = planned.work
+        return found
 
     def decide(self, settings: Any) -> Plan:
         """Returns the plan of the train command on this machine, without the settings of the batch."""

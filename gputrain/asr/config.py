@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 
 from gputrain.asr.architecture import AdapterKind, Adapters, RecogniserPreset
 from gputrain.audio.config import SoundSaving
-from gputrain.bench.options import BenchOptions, BenchSettings
 from gputrain.config import ModelName, advanced, changed, config, file_key, opt
 from gputrain.engine.schedule import (
     CHECKPOINTING_HELP,
@@ -196,19 +195,6 @@ class PlanAsr(TrainAsr):
     speech: PlannedSpeech = PlannedSpeech()
     cards: Cards = Cards()
     rare_panels: ClassVar[tuple[str, ...]] = NOT_PLANNED
-
-
-@config(panel="Benchmark")
-class BenchAsr(BenchSettings):
-    measured: ClassVar[type] = TrainAsr
-
-    preset: RecogniserPreset = changed(Model, "preset", default="tiny")
-    adapters: AdapterKind = changed(Model, "adapters")
-    optimizer: OptimizerName = changed(RecogniserSchedule, "optimizer")
-    batch_size: int = changed(RecogniserSchedule, "batch_size", default=8)
-    clip_seconds: float = opt(default=8.0, help="Length of each clip, in seconds.", min=0.5)
-    micro_batch_size: int = changed(RecogniserSchedule, "micro_batch_size")
-    bench: BenchOptions = BenchOptions()
 
 
 @config(panel="Transcription")

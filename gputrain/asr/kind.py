@@ -16,7 +16,6 @@ from gputrain.asr.config import (
     FINE_TUNING_RATE,
     FROM_SCRATCH_RATE,
     PUBLISHED,
-    BenchAsr,
     Model,
     PlanAsr,
     PlannedData,
@@ -161,17 +160,12 @@ class AsrWork(KindWork[TrainAsr]):
         work = replace(self, sizes=facts_of(settings, settings.speech, planned.seconds))
         return PlannedTraining(work, [(settings, columns)], clips)
 
-    def of_clips(self, settings: TrainAsr, clip_seconds: float) -> AsrWork:
-        """Returns this work with the sizes of hypothetical speech."""
-        from gputrain.asr.data import facts_of
-
-        return replace(self, sizes=facts_of(settings, PlannedSpeech(), clip_seconds))
-
-    def synthetic(self, settings: TrainAsr, *, clip_seconds: float = 8.0, **options: Any) -> SyntheticWork:
-        from gputrain.asr.data import synthetic_batch
+    def synthetic(self, settings: TrainAsr, **options: Any) -> SyntheticWork:
+        from gputrain.asr.data import facts_of, synthetic_batch
         from gputrain.asr.recipe import RecogniserRecipe
 
-        sizes = self.of_clips(settings, clip_seconds).sizes
+        speech = PlannedSpeech(**options)
+        clip_seconds, sizes = speech.clip_seconds, facts_of(settings, speech, speech.clip_seconds)
         return SyntheticWork(
             title=f"{settings.model.preset}, {settings.schedule.batch_size} clips of {clip_seconds:g} s",
             recipe=partial(RecogniserRecipe, settings, sizes.architecture, sizes.clip),
@@ -233,7 +227,6 @@ KIND = kinds.ModelKind(
     bench_help="Time a step of train-asr in fp32, then with TF32, 16 bit and compile added in turn.",
     train=TrainAsr,
     plan=PlanAsr,
-    bench=BenchAsr,
     work=AsrWork,
     data="recordings with their texts",
     media="audio",

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from gputrain.bench import runner
-from gputrain.bench.options import BenchSettings
+from gputrain.bench.options import data_options, measured_training
 from gputrain.bench.runner import BenchReport, BenchRow, NotMeasured, Settings
 from gputrain.config import assemble
 from gputrain.engine.cuda_graph import replay_gradients_if_planned
@@ -47,37 +47,32 @@ PLAIN: Settings = {
 }
 
 
-def bench_rows(work: KindWork[Any], settings: BenchSettings) -> list[BenchRow]:
-    """Returns the rows; each adds a setting to those of the row before. Several configuration files have a row each,
-    with their own settings."""
-    own, options = settings.own_options, settings.bench
-    shared = {"warmup_steps": options.untimed_steps, "steps": options.steps, "device": options.device, "options": own}
-    files = options.files
-    if len(files) > 1:
-        return [BenchRow(file.name, {**shared, "switch": "", "train": settings.training(file)}) for file in files]
-    values, rows = settings.training(*files) | PLAIN, []
+def bench_rows(work: KindWork[Any], settings: Any) -> list[BenchRow]:
+    """Returns the rows; each adds a setting to those of the row before."""
+    options, train = settings.bench, kinds()[work.kind].train
+    shared = {
+        "untimed_steps": options.untimed_steps, "steps": options.steps, "device": settings.hardware.device,
+        "options": data_options(settings, train),
+    }  # fmt: skip
+    values, rows = measured_training(settings, train) | PLAIN, []
     for label, added, switch in work.switches:
         values = values | added
         rows.append(BenchRow(label, {**shared, "switch": switch, "train": values}))
     return rows
 
 
-def run_bench(work: KindWork[Any], settings: BenchSettings) -> tuple[BenchReport, Path]:
+def run_bench(work: KindWork[Any], settings: Any) -> tuple[BenchReport, Path]:
     """Measures every row of a model's benchmark, and writes JSON. Returns the report and its path.
 
-    Raises UserError if the folder cannot be written.
+    Raises UserError for the same values as the train command, and if the folder cannot be written.
     """
-    options, own = settings.bench, settings.own_options
-    titles = []
-    for file in options.files or (None,):
-        train: Any = assemble(settings.measured, settings.training(file))
-        prefix = f"{file.name}: " if file and len(options.files) > 1 else ""
-        titles.append(f"{prefix}{work.synthetic(train, **own).title} a step")
-    title = f"train-{work.kind}: {'; '.join(titles)}"
+    measured = kinds()[work.kind].train
+    train: Any = assemble(measured, measured_training(settings, measured))
+    title = f"train-{work.kind}: {work.synthetic(train, **data_options(settings, measured)).title} a step"
     report = BenchReport(title, f"{work.item}s", runner.command_line("gputrain"))
     written = runner.run_rows(
-        report, bench_rows(work, settings), runner.model_child(work.kind), minutes=options.row_minutes,
-        folder=options.output_dir, name=f"bench_{work.kind}",
+        report, bench_rows(work, settings), runner.model_child(work.kind), minutes=settings.bench.row_minutes,
+        folder=settings.saving.output_dir, name=f"bench_{work.kind}",
     )  # fmt: skip
     return report, written
 
@@ -151,7 +146,7 @@ def measure_bench_row(kind: ModelKind, request: Settings) -> dict[str, Any]:
     runtime = apply(plan)
     with tempfile.TemporaryDirectory() as folder:
         bench = begin_bench(work, train, runtime, Path(folder), **request["options"])
-        figures: dict[str, Any] = bench.measure(warmup=request["warmup_steps"], steps=request["steps"])
+        figures: dict[str, Any] = bench.measure(warmup=request["untimed_steps"], steps=request["steps"])
     check_switch(bench.runtime.plan, switch)  # A switch that failed in use is off by now.
     if switch == "precision":
         figures["label"] = f"+ {plan.precision.value}"

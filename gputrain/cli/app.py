@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from gputrain import __version__
-from gputrain.bench.options import BenchSettings
+from gputrain.bench.options import bench_settings
 from gputrain.cli import fetching, kind_commands, tables, ui
 from gputrain.cli.fetching import FetchSettings
 from gputrain.cli.help_page import WIDEST, GroupPage
@@ -138,7 +138,7 @@ def check_compatibility(settings: CheckCompatibility) -> None:
         raise typer.Exit(1)
 
 
-def print_bench(kind: ModelKind, settings: BenchSettings) -> None:
+def print_bench(kind: ModelKind, settings: Any) -> None:
     """Run the benchmark of a kind of model. Raises UserError if no row could be measured."""
     require(*kind.packages)
     from gputrain.bench.step_bench import run_bench
@@ -202,7 +202,7 @@ def print_next_steps(kind: ModelKind, run: Path) -> None:
 def add_commands_of(kind: ModelKind) -> None:
     """Add the commands of a kind of model."""
 
-    def bench_kind(settings: BenchSettings) -> None:
+    def bench_kind(settings: Any) -> None:
         print_bench(kind, settings)
 
     def plan_kind(settings: Any) -> None:
@@ -213,7 +213,9 @@ def add_commands_of(kind: ModelKind) -> None:
 
     files: dict[str, Any] = {"shipped": kind.shipped, "translate": kind.translate}
     plan_help = f"Predict the memory of {kind.command} and choose its settings for any GPU, from the options alone."
-    add_command(bench, kind.command, kind.bench, bench_kind, panel="Machine", help=kind.bench_help, **files)
+    add_command(
+        bench, kind.command, bench_settings(kind.plan), bench_kind, panel="Machine", help=kind.bench_help, **files
+    )
     add_command(plan, kind.command, kind.plan, plan_kind, panel="Machine", help=plan_help, **files)
     add_command(app, kind.command, kind.train, train_kind, panel=kind.panel, help=train_help(kind), **files)
 

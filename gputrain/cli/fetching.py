@@ -1,14 +1,8 @@
 """`gputrain fetch`: the list of published starting points, and loading them ahead of time."""
 
-import filecmp
-import json
-import os
 import shlex
-import shutil
-import tempfile
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -38,10 +32,6 @@ class FetchSettings:
     kind: Literal["all", "vae", "vocoder", "tts", "asr", "measure"] = opt(
         default="all", help="Names to list: of a kind of model, or measure."
     )
-    json: bool = opt(default=False, help="Print the list as JSON.")
-    output_dir: Path | None = opt(
-        default=None, help="Folder for the files; default: the cache. All runs share it (docs/fetching.md)."
-    )
 
     def __post_init__(self) -> None:
         if self.list == bool(self.names):
@@ -49,53 +39,28 @@ class FetchSettings:
                 "fetch takes either names or --list" if self.list else "nothing is named",
                 hint="gputrain fetch --list shows the short names; gputrain fetch NAME loads one",
             )
-        of_list, of_names = {"kind": self.kind != "all", "json": self.json}, {"output_dir": self.output_dir is not None}
-        for name, given in (of_names if self.list else of_list).items():
-            if given:
-                flag = f"--{name.replace('_', '-')}"
-                hint = f"drop {flag}" if self.list else f"add --list, or drop {flag}"
-                raise UserError(f"{name} has no effect {'with' if self.list else 'without'} --list", hint=hint)
+        if self.kind != "all" and not self.list:
+            raise UserError("kind has no effect without --list", hint="add --list, or drop --kind")
 
 
 def fetch(settings: FetchSettings) -> None:
-    """Show the list, or load what is named."""
+    """Show the list, or load what is named into the cache."""
+    from gputrain.fetch.names import catalogue, find_published, no_such
+
     if settings.list:
-        from gputrain.fetch.names import catalogue
-
-        entries = [entry for entry in catalogue().values() if settings.kind in ("all", entry.kind)]
-        print_json(entries) if settings.json else print_list(entries)
+        print_list([entry for entry in catalogue().values() if settings.kind in ("all", entry.kind)])
         return
-    from gputrain.fetch.names import find_published, no_such
-
-    if settings.output_dir and settings.output_dir.exists() and not settings.output_dir.is_dir():
-        raise UserError(f"{settings.output_dir}: is a file", hint="--output-dir names a folder")
     for name in settings.names:  # A misspelt one is found before anything is loaded.
         if find_published(name) is None:
             if Path(name).exists():
                 raise UserError(f"{name}: is a path here, so that nothing is loaded", hint="options take the path")
             raise no_such(name)
     for name in settings.names:
-        print_loaded(load(name, settings.output_dir, several=len(settings.names) > 1))
+        load(name)
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """Describes what was loaded by a name."""
-
-    name: str
-    path: Path
-    files: Sequence[Path]
-    used: str  # What options take: the name; the path, in a folder of the user or if the name is also a path here.
-    page: str = ""
-    is_data: bool = False
-
-
-def load(name: str, folder: Path | None, *, several: bool) -> Loaded:
-    """Load what is named into the cache, and copy it into a folder of the user if one is given.
-
-    If `several` are loaded, each that has several files gets a folder of its own there.
-    """
-    from gputrain.fetch.archives import stem_of
+def load(name: str) -> None:
+    """Load what is named into the cache. Print what it is, where it is, and the command that uses it."""
     from gputrain.fetch.datasets import download_dataset, is_dataset_name
     from gputrain.fetch.hub import files_below
     from gputrain.fetch.names import FILE, CatalogueEntry, by_short_name, catalogue, fetch_listed, find_published
@@ -105,56 +70,26 @@ def load(name: str, folder: Path | None, *, several: bool) -> Loaded:
     assert place is not None
     is_data = False
     if isinstance(place, CatalogueEntry):
-        path, page, own = fetch_listed(place), "", stem_of(place.file_name)
+        path = fetch_listed(place)
         files = files_below(path) if path.is_dir() else {path.name: path}
+    elif entry is None and is_dataset_name(name) and not FILE.search(place.path):
+        is_data = True
+        path, names = download_dataset(name)
+        files = {one: path / one for one in names}
     else:
-        page, own = place.page, entry.name if entry else place.repo.rpartition("/")[2]
-        is_data = entry is None and is_dataset_name(name) and not FILE.search(place.path)
-        if is_data:
-            path, names = download_dataset(name)
-            files = {one: path / one for one in names}
-        else:
-            try:
-                path, files = fetch_model(place, published(entry), sha256=entry.sha256 if entry else None)
-            except UserError as error:
-                raise by_short_name(error, place, name) if entry else error from None
-    if folder:
-        below = folder / own if several else folder
-        copy_files(files, below)
-        path = below / path.name if path.is_file() else below
-        files = {file: below / file for file in files}
-    used = str(path) if not is_data and (folder or Path(name).exists()) else name
-    return Loaded(name, path, [*files.values()], used, page, is_data)
-
-
-def copy_files(files: Mapping[str, Path], folder: Path) -> None:
-    """Copy files into a folder, under the names that are their keys; each appears when it is complete.
-
-    A file that is there already stays. Raises UserError before anything is copied if one of them is another file, and
-    if the folder cannot be written to.
-    """
-    lacking = {}
-    for name, source in files.items():
-        target = folder / name
-        if not os.path.lexists(target):
-            lacking[target] = source
-        elif not (target.is_file() and filecmp.cmp(source, target, shallow=False)):
-            raise UserError(
-                f"{target}: is there already, and is another file",
-                hint="it is not replaced: name another --output-dir",
-            )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for target, source in lacking.items():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=target.parent) as aside:
-                shutil.copyfile(source, Path(aside, target.name))
-                os.replace(Path(aside, target.name), target)
-    except OSError as error:
-        raise UserError(
-            f"{error.filename or folder}: cannot be written: {error.strerror or error}",
-            hint="see to the disk, or name another --output-dir",
-        ) from None
+        try:
+            path, files = fetch_model(place, published(entry), sha256=entry.sha256 if entry else None)
+        except UserError as error:
+            raise by_short_name(error, place, name) if entry else error from None
+    used = shlex.quote(str(path) if not is_data and Path(name).exists() else name)
+    found = {"path": path, "size": format_bytes(sum(file.stat().st_size for file in files.values()))}
+    if entry:
+        ui.print_figures(f"{name}: {entry.about}", {"licence": entry.licence, "page": entry.page, **found})
+        ui.out.print(ui.command_line(ui.escape(command_of(entry, used))), soft_wrap=True)
+    else:
+        page = {} if isinstance(place, CatalogueEntry) else {"licence": "that of its page", "page": place.page}
+        option = f"--input-dir {used}" if is_data else f"--init-from {used}"
+        ui.print_figures(name, {**page, **found, "option": option})
 
 
 def published(entry: "CatalogueEntry | None") -> "list[PublishedFiles]":
@@ -162,33 +97,9 @@ def published(entry: "CatalogueEntry | None") -> "list[PublishedFiles]":
     return [kind.published for kind in kinds().values() if kind.published and (not entry or entry.kind == kind.name)]
 
 
-def print_loaded(loaded: Loaded) -> None:
-    """Print what was loaded, where it is, and the command that uses it."""
-    from gputrain.fetch.names import catalogue
-
-    entry = catalogue().get(loaded.name)
-    facts: dict[str, object] = {"licence": entry.licence, "page": entry.page} if entry else {}
-    if loaded.page and not entry:
-        facts = {"licence": "that of its page", "page": loaded.page}
-    facts |= {"path": loaded.path, "size": format_bytes(sum(one.stat().st_size for one in loaded.files))}
-    used = shlex.quote(loaded.used)
-    if not entry:
-        facts["option"] = f"--input-dir {used}" if loaded.is_data else f"--init-from {used}"
-    ui.print_figures(f"{loaded.name}: {entry.about}" if entry else loaded.name, facts)
-    if entry:
-        ui.out.print(ui.command_line(ui.escape(command_of(entry, used))), soft_wrap=True)
-
-
 # ------------------------------------------------------------------------------------------------------------ the list
 
 TITLES = {"vae": "Autoencoders", "vocoder": "Vocoders", "tts": "Voices", "asr": "Recognisers", "measure": "Measures"}
-
-
-def print_json(entries: Sequence["CatalogueEntry"]) -> None:
-    rows = [
-        {**asdict(entry), "bytes": entry.bytes or None, "command": command_of(entry, entry.name)} for entry in entries
-    ]
-    ui.out.print_json(json.dumps(rows))
 
 
 def print_list(entries: Sequence["CatalogueEntry"]) -> None:
@@ -206,7 +117,7 @@ def print_list(entries: Sequence["CatalogueEntry"]) -> None:
             lines += textwrap.wrap(entry.about, columns, initial_indent="    ", subsequent_indent="    ")
             for line in lines:
                 ui.out.print(line, markup=False, soft_wrap=True)
-    ui.out.print("Options take these names. gputrain fetch NAME loads one; --json has all facts.", soft_wrap=True)
+    ui.out.print("Options take these names. gputrain fetch NAME loads one.", soft_wrap=True)
 
 
 def command_of(entry: "CatalogueEntry", name: str) -> str:

@@ -5,21 +5,18 @@ A value is checked in the same way whether a flag or a file gives it. A flag bea
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 
 from gputrain import config
-from gputrain.bench.options import BenchSettings, MeasuredFile
 from gputrain.cli.help_page import WIDEST, CommandPage, help_all_option, metavar
 from gputrain.config import Leaf, ModelName
 from gputrain.errors import Stopped, UserError
 from gputrain.kinds import Translate, read_defaults
 
 T = TypeVar("T")
-FILES = "gputrain.files"  # Key of the files of a benchmark in click's context.
 
 
 def command(
@@ -57,8 +54,7 @@ def add_command(
 
     def run(context: typer.Context, **values: Any) -> None:
         try:
-            made: Any = settings_of(settings, context, values)
-            function(with_files(made, context, values) if issubclass(settings, BenchSettings) else made)
+            function(settings_of(settings, context, values))
         except KeyboardInterrupt as error:
             raise Stopped(str(error) or "interrupted", hint="run the same command again") from None
         except EOFError as error:  # Click would print "Aborted." and nothing else.
@@ -87,14 +83,6 @@ def settings_of(cls: type[T], context: typer.Context, values: dict[str, Any]) ->
     given: dict[str, object] = {name: _joined(leaf, values[name]) for name, leaf in leaves.items() if name in typed}
     given |= {name: values[name] for name in switches.leave if name in typed}
     return config.assemble(cls, {**(context.default_map or {}), **config.without_switches(cls, given)})
-
-
-def with_files(made: T, context: typer.Context, values: dict[str, Any]) -> T:
-    """Return the options of a benchmark with the configuration files that --config named."""
-    option, leave = config.switches(type(made))
-    flags = frozenset(option if name in leave else name for name in _typed(context, values))
-    bench = replace(made.bench, files=context.meta.get(FILES, ()), flags=flags)  # type: ignore[attr-defined]
-    return replace(made, bench=bench)  # type: ignore[type-var]
 
 
 def _typed(context: typer.Context, values: Iterable[str]) -> frozenset[str]:
@@ -173,17 +161,11 @@ def _hidden_switch(name: str) -> inspect.Parameter:
 
 
 def _config_option(settings: type, shipped: Path | None, translate: Translate | None) -> inspect.Parameter:
-    """Return the option that names configuration files: a later one beats an earlier one, or a benchmark measures each
-    of them."""
+    """Return the option that names configuration files: a later one beats an earlier one."""
 
     # On Python 3.10 typer takes a bare `list[Path]` in a callback for a class, which it isn't, and raises TypeError.
     def load(context: typer.Context, paths: list[Path] | None) -> list[Path] | None:
         found = [_find(path, shipped) if shipped else path for path in paths or ()]
-        if issubclass(settings, BenchSettings):
-            context.meta[FILES] = tuple(
-                MeasuredFile(path.stem, read_defaults(path, settings.measured, translate)) for path in found
-            )
-            return paths
         for path in found:
             context.default_map = {**(context.default_map or {}), **read_defaults(path, settings, translate)}
         return paths

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import typer
 
+from gputrain.bench.options import BenchOptions
 from gputrain.cli.app import app
 from gputrain.cli.help_page import choices, default_text, limits, metavar
 from gputrain.config import Leaf, leaves
@@ -24,7 +25,7 @@ also reads openvpi's own keys ([vocoder_keys.md](vocoder_keys.md)), as `train-tt
 The configuration in a run folder names its kind of model in the key `kind`.
 
 `--mixed-precision`, `--use-bf16` and `--enable-tf32`, each with a `--no-` form, set `--precision`
-([precision.md](precision.md)). `bench train-NAME` measures the options of `train-NAME` in the files of `--config`.
+([precision.md](precision.md)). `bench train-NAME` has the options of `train-NAME` and its own.
 
 <!-- Written by `make docs` from the configuration; a test fails if it is stale. -->
 """
@@ -37,7 +38,7 @@ def page() -> str:
     parts = [HEAD, "\n## Training\n", "\n`plan train-NAME` has these options, too.\n", *by_panel(training)]
     plans = {kind.name: _others(leaves(kind.plan), leaves(kind.train)) for kind in kinds().values()}
     parts += ["\n## plan train-NAME\n", *by_panel(plans)]
-    parts += ["\n## bench train-NAME\n", *by_panel({kind.name: leaves(kind.bench) for kind in kinds().values()})]
+    parts += ["\n## bench train-NAME\n", *by_panel({"all": leaves(BenchOptions)})]
     further = {name: leaves(settings) for name, settings in found.items() if "train-" not in name}
     return "".join([*parts, "\n## Other commands\n", *by_panel(further)])
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from gputrain.audio.config import AdversarialSchedule, SoundSaving, check_multiple
-from gputrain.bench.options import BenchOptions, BenchSettings
 from gputrain.config import ModelName, advanced, changed, config, file_key, opt
 from gputrain.engine.schedule import (
     CHECKPOINTING_HELP,
@@ -194,18 +193,6 @@ class PlanTts(TrainTts):
     speech: PlannedSpeech = PlannedSpeech()
     cards: Cards = Cards()
     rare_panels: ClassVar[tuple[str, ...]] = NOT_PLANNED
-
-
-@config(panel="Benchmark")
-class BenchTts(BenchSettings):
-    measured: ClassVar[type] = TrainTts
-
-    preset: VoicePreset = changed(Model, "preset")
-    batch_size: int = changed(VoiceSchedule, "batch_size", default=16)
-    clip_seconds: float = opt(default=5.0, help="Length of each clip, in seconds.", min=0.5)
-    micro_batch_size: int = changed(VoiceSchedule, "micro_batch_size")
-    discriminator_channels: int = changed(Model, "discriminator_channels", level="common")
-    bench: BenchOptions = BenchOptions()
 
 
 @config(panel="Voice")

@@ -18,7 +18,6 @@ from gputrain.speech.data_commands import PREPARED_SPEECH, RATE_HZ, prepare_comm
 from gputrain.tts import coqui
 from gputrain.tts.config import (
     PUBLISHED,
-    BenchTts,
     PlannedData,
     PlannedSpeech,
     PlanTts,
@@ -127,17 +126,12 @@ class TtsWork(KindWork[TrainTts]):
         size = size_of(settings.speech, planned.seconds)
         return PlannedTraining(replace(self, sizes=size), [(settings, columns)], clips)
 
-    def of_clips(self, settings: TrainTts, clip_seconds: float) -> TtsWork:
-        """Returns this work with the sizes of hypothetical speech."""
-        from gputrain.tts.data import size_of
-
-        return replace(self, sizes=size_of(PlannedSpeech(), clip_seconds))
-
-    def synthetic(self, settings: TrainTts, *, clip_seconds: float = 5.0, **options: Any) -> SyntheticWork:
-        from gputrain.tts.data import architecture_for, synthetic_batch
+    def synthetic(self, settings: TrainTts, **options: Any) -> SyntheticWork:
+        from gputrain.tts.data import architecture_for, size_of, synthetic_batch
         from gputrain.tts.recipe import VoiceRecipe
 
-        sizes = self.of_clips(settings, clip_seconds).sizes
+        speech = PlannedSpeech(**options)
+        clip_seconds, sizes = speech.clip_seconds, size_of(speech, speech.clip_seconds)
         return SyntheticWork(
             title=f"{settings.model.preset}, {settings.schedule.batch_size} clips of {clip_seconds:g} s",
             recipe=partial(VoiceRecipe, settings, architecture_for(settings, sizes), sizes.clip),
@@ -202,7 +196,6 @@ KIND = kinds.ModelKind(
     bench_help="Time a step of train-tts in fp32, adding TF32, 16 bit, channels_last and compile.",
     train=TrainTts,
     plan=PlanTts,
-    bench=BenchTts,
     work=TtsWork,
     data="recordings with their texts",
     media="audio",

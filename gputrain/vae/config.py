@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from gputrain.bench.options import BenchOptions, BenchSettings
 from gputrain.config import ModelName, advanced, changed, config, file_key, opt
 from gputrain.engine.schedule import (
     CHECKPOINTING_HELP,
@@ -347,16 +346,3 @@ class Reconstruct(TrainedModel):
     max_side: int = opt(default=0, help="Longest side to scale down to, in pixels; 0: none.", min=0)
     tile_size: int = opt(default=512, help="Side of tiles of larger pictures, in pixels.", min=128)
     device: DeviceName = changed(Hardware, "device")
-
-
-@config(panel="Benchmark")
-class BenchVae(BenchSettings):
-    measured: ClassVar[type] = TrainVae
-
-    preset: VaePreset = changed(Model, "preset")
-    channels: tuple[int, ...] = changed(Model, "channels", level="common")
-    image_size: int = changed(Data, "image_size")
-    batch_size: int = changed(Schedule, "batch_size")
-    micro_batch_size: int = changed(Schedule, "micro_batch_size")
-    gradient_checkpointing: bool = changed(Model, "gradient_checkpointing", default=False, level="common")
-    bench: BenchOptions = BenchOptions()

@@ -18,7 +18,6 @@ from gputrain.planner.kind_work import CUDA_GRAPHS, SWITCHES, KindWork, PlannedT
 from gputrain.vae.architecture import VaePreset
 from gputrain.vae.config import (
     PUBLISHED,
-    BenchVae,
     PictureEvaluation,
     PictureLimits,
     PlannedData,
@@ -269,7 +268,6 @@ KIND = kinds.ModelKind(
     "graphs.",
     train=TrainVae,
     plan=PlanVae,
-    bench=BenchVae,
     work=VaeWork,
     data="pictures",
     media="image",

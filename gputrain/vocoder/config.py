@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from gputrain.audio.config import (
     AdversarialSchedule,
@@ -16,7 +16,6 @@ from gputrain.audio.config import (
     check_odd,
     resolutions,
 )
-from gputrain.bench.options import BenchOptions, BenchSettings, MeasuredFile
 from gputrain.config import ModelName, advanced, changed, config, file_key, opt
 from gputrain.engine.schedule import (
     CHECKPOINTING_HELP,
@@ -372,25 +371,3 @@ class Vocode(TrainedModel):
     chunk_seconds: float = opt(default=10.0, help="Seconds computed at once. Fewer need less memory.", min=0.1)
     seed: int = opt(default=0, help="Seed of the noise.", min=0)
     device: DeviceName = changed(Hardware, "device")
-
-
-@config(panel="Benchmark")
-class BenchVocoder(BenchSettings):
-    measured: ClassVar[type] = TrainVocoder
-
-    upsample_initial_channel: int = changed(Model, "upsample_initial_channel", min=32)
-    discriminators: tuple[DiscriminatorKind, ...] = changed(Discriminators, "discriminators")
-    discriminator_periods: tuple[int, ...] = changed(Discriminators, "discriminator_periods", level="common")
-    mini_nsf: bool = changed(Model, "mini_nsf")
-    crop_mel_frames: int = changed(Data, "crop_mel_frames")
-    batch_size: int = changed(VocoderSchedule, "batch_size")
-    micro_batch_size: int = changed(VocoderSchedule, "micro_batch_size")
-    optimizer: OptimizerName = opt(
-        default="muon", help="Optimizer of all parts: muon or adamw. It beats --config if it is given."
-    )
-    bench: BenchOptions = BenchOptions()
-
-    def training(self, file: MeasuredFile | None = None) -> dict[str, Any]:
-        optimizers = dict.fromkeys(("generator_optimizer", "discriminator_optimizer"), self.optimizer)
-        trained = super().training(file)
-        return optimizers | trained if file and "optimizer" not in self.bench.flags else trained | optimizers

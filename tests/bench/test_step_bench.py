@@ -13,23 +13,25 @@ from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
 from gputrain.asr import data as asr_data
-from gputrain.asr.config import BenchAsr, PlannedSpeech, TrainAsr
+from gputrain.asr.config import PlannedSpeech, TrainAsr
 from gputrain.asr.kind import AsrWork
 from gputrain.bench import step_bench
+from gputrain.bench.options import bench_settings
 from gputrain.bench.runner import NotMeasured
 from gputrain.config import assemble, to_yaml
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
+from gputrain.kinds import kinds
 from gputrain.planner.memory.predict import predict_step
 from gputrain.planner.time.roofline import DeviceRates
 from gputrain.speech.config import HOP_SIZE
 from gputrain.tts import config as tts
-from gputrain.tts.config import BenchTts, TrainTts
+from gputrain.tts.config import TrainTts
 from gputrain.tts.data import size_of, synthetic_batch
 from gputrain.tts.kind import TtsWork
-from gputrain.vae.config import BenchVae, TrainVae
+from gputrain.vae.config import TrainVae
 from gputrain.vae.kind import VaeWork
-from gputrain.vocoder.config import BenchVocoder, TrainVocoder
+from gputrain.vocoder.config import TrainVocoder
 from gputrain.vocoder.data import synthetic_crops
 from gputrain.vocoder.kind import VocoderWork
 from tests.command import gputrain_here
@@ -43,10 +45,9 @@ from tests.vocoder.conftest import flags
 
 
 class Kind(NamedTuple):
-    """One kind: its work, its settings, values of a small model, and the switches of its rows in their order."""
+    """One kind: its work, the options of its train command, values of a small model, and the switches of its rows."""
 
     work: type
-    bench: type
     train: type
     small: dict[str, Any]
     switches: tuple[str, ...]
@@ -58,27 +59,28 @@ SMALL_VOCODER = {
 }  # fmt: skip
 KINDS = {
     "vae": Kind(
-        VaeWork, BenchVae, TrainVae,
-        {"preset": "fast", "channels": [8, 16], "image_size": 32, "batch_size": 4, "device": "auto"},
+        VaeWork, TrainVae,
+        {"preset": "fast", "channels": [8, 16], "image_size": 32, "batch_size": 4},
         ("tf32", "precision", "channels_last", "compile", "recompute_norms", "cuda_graphs"),
     ),
     "vocoder": Kind(
-        VocoderWork, BenchVocoder, TrainVocoder, SMALL_VOCODER,
+        VocoderWork, TrainVocoder, SMALL_VOCODER,
         ("tf32", "precision", "channels_last", "compile", "cuda_graphs"),
     ),
     "tts": Kind(
-        TtsWork, BenchTts, TrainTts,
+        TtsWork, TrainTts,
         {"preset": "fast", "discriminator_channels": 8, "batch_size": 2, "clip_seconds": 0.5},
         ("tf32", "precision", "channels_last", "compile"),
     ),
-    "asr": Kind(AsrWork, BenchAsr, TrainAsr, {}, ("tf32", "precision", "compile")),
+    "asr": Kind(AsrWork, TrainAsr, {"preset": "tiny", "batch_size": 8}, ("tf32", "precision", "compile")),
 }  # fmt: skip
 
 
 def trains(name: str, **changes: object) -> list[Any]:
     """Returns the settings that each row trains, as its child reads them."""
     kind = KINDS[name]
-    rows = step_bench.bench_rows(kind.work(), assemble(kind.bench, {**kind.small, **changes}))
+    settings = assemble(bench_settings(kinds()[name].plan), {**kind.small, **changes})
+    rows = step_bench.bench_rows(kind.work(), settings)
     return [assemble(kind.train, json.loads(json.dumps(row.settings))["train"]) for row in rows]
 
 
@@ -114,7 +116,7 @@ def test_rows_train_what_was_asked_for():
         assert train.architecture.block_out_channels == (8, 16)
         assert (train.data.image_size, train.schedule.global_batch_size, train.schedule.micro_batch_size) == (32, 4, 2)
         assert (train.model.gradient_checkpointing, train.hardware.device) == (True, "cpu")
-    for train in trains("vocoder", optimizer="muon", micro_batch_size=1, mini_nsf=True, crop_mel_frames=16):
+    for train in trains("vocoder", micro_batch_size=1, mini_nsf=True, crop_mel_frames=16):
         schedule = train.schedule
         assert (schedule.generator_optimizer, schedule.discriminator_optimizer) == ("muon", "muon")
         assert (train.architecture.mini_nsf, train.architecture.upsample_initial_channel) == (True, 32)
@@ -127,7 +129,7 @@ def test_rows_train_what_was_asked_for():
 
 def run_with(*words: object) -> tuple[str, list[tuple[str, TrainVocoder]]]:
     """Returns the title and the rows of `bench train-vocoder` with these words, none of which is measured."""
-    seen: list[BenchVocoder] = []
+    seen: list[Any] = []
     with mock.patch("gputrain.cli.app.print_bench", lambda kind, settings: seen.append(settings)):
         done = gputrain_here("bench", "train-vocoder", *words)
     assert done.returncode == 0, done.stderr
@@ -149,17 +151,6 @@ def test_a_configuration_is_measured_and_flags_beat_it():
         assert train.discriminators.discriminator_periods == (2, 3, 5, 7, 11, 17, 23)
         assert (train.schedule.generator_optimizer, train.schedule.discriminator_optimizer) == ("muon", "muon")
     assert [train.hardware.precision for _, train in rows] == ["fp32", "tf32", *["mixed"] * 4]
-    _, rows = run_with("--config", "base_hifi_rtx5090_optimized", "--optimizer", "adamw")
-    assert {train.schedule.generator_optimizer for _, train in rows} == {"adamw"}
-
-
-def test_configurations_are_measured_side_by_side():
-    title, rows = run_with("--config", "base_hifi_gpu", "--config", "base_hifi_rtx5090_optimized")
-    assert title.count("base_hifi") == 2
-    (one, plain), (other, fast) = rows
-    assert (one, other) == ("base_hifi_gpu", "base_hifi_rtx5090_optimized")
-    assert (plain.schedule.batch_size, fast.schedule.batch_size) == (16, 32)
-    assert (plain.hardware.precision, fast.hardware.precision) == ("tf32", "fp16")
 
 
 def test_the_configuration_of_a_run_can_be_measured(tmp_path):
@@ -178,8 +169,8 @@ def test_the_configuration_of_a_run_can_be_measured(tmp_path):
     ("vae", ["--preset", "huge"], "--preset"),
     ("vocoder", ["--discriminators", "fast_mpd,cqt"], "discriminators is"),
     ("vocoder", ["--discriminators", "msd,msd"], "each may be named once"),
-    ("vocoder", ["--optimizer", "adam"], "--optimizer"),
-    ("vocoder", ["--upsample-initial-channel", 31], "--upsample-initial-channel"),
+    ("vocoder", ["--generator-optimizer", "adam"], "--generator-optimizer"),
+    ("vocoder", ["--upsample-initial-channel", 31], "upsample_initial_channel"),
     ("tts", ["--discriminator-channels", 12], "not a multiple of 8"),
     ("tts", ["--clip-seconds", 0.1], "--clip-seconds"),
 )
@@ -280,7 +271,7 @@ def test_rows_have_a_title_and_a_file(tmp_path, monkeypatch):
         ("tts", "train-tts: fast, 2 clips of 0.5 s a step"),
     ):
         values = {**KINDS[kind].small, "output_dir": str(tmp_path)}
-        report, _ = step_bench.run_bench(KINDS[kind].work(), assemble(KINDS[kind].bench, values))
+        report, _ = step_bench.run_bench(KINDS[kind].work(), assemble(bench_settings(kinds()[kind].plan), values))
         assert report.title == title
         assert names[-1] == f"bench_{kind}"
 
@@ -303,7 +294,11 @@ def test_the_time_of_a_row_is_predicted_as_a_plan_predicts_it(tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_command(kind, tmp_path):
     """Measures real rows on the CPU, each in its process: rows that need a GPU are reported so."""
-    small = {"batch_size": 1, "clip_seconds": 0.5} if kind == "asr" else {**KINDS[kind].small, "batch_size": 2}
+    small = (
+        {"preset": "tiny", "batch_size": 1, "clip_seconds": 0.5}
+        if kind == "asr"
+        else {**KINDS[kind].small, "batch_size": 2}
+    )
     words = flags({**small, "steps": 1, "untimed_steps": 1, "device": "cpu", "output_dir": tmp_path})
     done = gputrain_here("bench", f"train-{kind}", *words)
     assert done.returncode == 0, done.stderr

@@ -2,16 +2,13 @@
 
 import dataclasses
 import hashlib
-import json
 import re
 from pathlib import Path
 
 import pytest
 
-from gputrain.cli.fetching import command_of, copy_files
-from gputrain.errors import UserError
+from gputrain.cli.fetching import command_of
 from gputrain.fetch import names
-from gputrain.fetch.hub import files_below
 from gputrain.fetch.names import CatalogueEntry, catalogue
 from tests.command import gputrain_here
 from tests.hub_server import Hub, hub  # noqa: F401
@@ -39,7 +36,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_model_of_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
-    """It is verified by the list's SHA-256 and the Hub's digest, repaired, and copied into a folder."""
+    """It is verified by the list's SHA-256 and the Hub's digest, and repaired."""
     files = {"vae/config.json": b"{}", "vae/diffusion_pytorch_model.safetensors": CONTENT, "README.md": b"about"}
     hub.add("org/pipeline", files)
     digests = {name.removeprefix("vae/"): hashlib.sha256(files[name]).hexdigest() for name in list(files)[:2]}
@@ -58,10 +55,8 @@ def test_a_model_of_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "a-vae").mkdir()  # Options take it for this path, so that the command names another one.
     assert f"--init-from {folder}" in gputrain_here("fetch", "a-vae").stdout.replace("\n", "")
     (folder / "diffusion_pytorch_model.safetensors").write_bytes(CONTENT[::-1])
-    done = gputrain_here("fetch", "a-vae", "--output-dir", tmp_path / "w")
-    assert "is damaged, and is removed from the cache" in done.stderr
-    assert (tmp_path / "w" / "diffusion_pytorch_model.safetensors").read_bytes() == CONTENT
-    assert sorted(path.name for path in (tmp_path / "w").iterdir()) == sorted(path.name for path in folder.iterdir())
+    assert "is damaged, and is removed from the cache" in gputrain_here("fetch", "a-vae").stderr
+    assert (folder / "diffusion_pytorch_model.safetensors").read_bytes() == CONTENT
     for name in digests:  # The Hub states the SHA-256 of the weights, and a digest of git of the small file.
         listed["a-vae"] = dataclasses.replace(entry, sha256={**digests, name: 64 * "0"})
         done = gputrain_here("fetch", "a-vae")
@@ -71,17 +66,17 @@ def test_a_model_of_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_data_set_of_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
-    """Its files are loaded, or copied into a folder, for a preparation without a network."""
+    """Its files are loaded, for a preparation without a network."""
     files = {"data/train-0.parquet": CONTENT, "data/test-0.parquet": CONTENT[::-1], "README.md": b"about"}
     hub.add("datasets/ann/set", files)
     done = gputrain_here("fetch", "hf://datasets/ann/set")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].split() == ["option", "--input-dir", "hf://datasets/ann/set"]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    done = gputrain_here("fetch", "hf://datasets/ann/set", "--output-dir", tmp_path / "w")
+    done = gputrain_here("fetch", "hf://datasets/ann/set")
     assert done.returncode == 0, done.stderr
-    assert [path.name for path in (tmp_path / "w").rglob("*") if path.is_file()] == ["train-0.parquet"]
-    assert (tmp_path / "w" / "data" / "train-0.parquet").read_bytes() == CONTENT
+    folder = Path(next(line.split()[1] for line in done.stdout.splitlines() if line.split()[0] == "path"))
+    assert (folder / "data" / "train-0.parquet").read_bytes() == CONTENT
 
 
 def test_the_list():
@@ -97,14 +92,6 @@ def test_the_list():
     vocoders = gputrain_here("fetch", "--list", "--kind", "vocoder").stdout.splitlines()
     assert vocoders[0] == "Vocoders (vocoder)"
     assert len(vocoders) == 2 + 2 * sum(entry.kind == "vocoder" for entry in catalogue().values())
-
-
-def test_the_list_in_json():
-    rows = json.loads(gputrain_here("fetch", "--list", "--json").stdout)
-    assert [row["name"] for row in rows] == [*catalogue()]
-    row = next(row for row in rows if row["name"] == "lpips-vgg16")
-    assert row["sha256"] == catalogue()["lpips-vgg16"].sha256
-    assert row["command"].endswith("--perceptual-loss lpips --lpips-weights lpips-vgg16,lpips-heads")
 
 
 def test_the_commands_of_the_list_are_right():
@@ -138,24 +125,13 @@ def test_a_name_is_loaded_verified_and_repaired(server: WebServer, tmp_path: Pat
     assert len(server.log) == 2
 
 
-def test_a_folder_gets_plain_files(server: WebServer, tmp_path: Path):
-    done = gputrain_here("fetch", "lpips-test", "--output-dir", tmp_path / "w")
-    assert done.returncode == 0, done.stderr
-    assert [path.name for path in (tmp_path / "w").iterdir()] == ["vgg.pth"]
-    assert f"--lpips-weights lpips-vgg16,lpips-heads,{tmp_path / 'w' / 'vgg.pth'}\n" in done.stdout
-    assert len(server.log) == 1
-
-
 @each_row(
     (["lpips-vg16"], "lpips-vg16: no such file or folder", "lpips-vgg16"),
     (["piper"], "piper: no such file or folder", "piper-"),
     (["abcxyz"], "abcxyz: no such file or folder", "gputrain fetch --list"),
     ([], "nothing is named", "--list"),
     (["a", "--list"], "either names or --list", "--list"),
-    (["--list", "--output-dir", "x"], "output_dir has no effect with --list", "drop --output-dir"),
-    (["a", "--json"], "json has no effect without --list", "--list"),
     (["a", "--kind", "vae"], "kind has no effect without --list", "--list"),
-    (["lpips-heads", "--output-dir", "pyproject.toml"], "pyproject.toml: is a file", "names a folder"),
     (["pyproject.toml"], "pyproject.toml: is a path here", "options take the path"),
     (["https://example.org/a.pt"], "a.pt: nothing is loaded from other addresses", "curl"),
 )
@@ -177,23 +153,3 @@ def test_offline(server: WebServer, monkeypatch: pytest.MonkeyPatch):
     assert done.returncode == 2
     assert "lpips-test: is not in the cache, and nothing may be downloaded" in done.stderr
     assert not server.log
-
-
-def test_nothing_in_the_users_folder_is_replaced(tmp_path):
-    for name in ("a.pt", "b.pt"):
-        (tmp_path / name).write_bytes(name.encode())
-    files = {name: tmp_path / name for name in ("a.pt", "b.pt")}
-    copy_files(files, tmp_path / "w" / "x")
-    copy_files(files, tmp_path / "w" / "x")
-    assert {name: path.read_bytes() for name, path in files_below(tmp_path / "w").items()} == {
-        "x/a.pt": b"a.pt", "x/b.pt": b"b.pt"
-    }  # fmt: skip
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "b.pt").write_bytes(b"mine")
-    with pytest.raises(UserError, match=r"mine/b\.pt: is there already, and is another file") as caught:
-        copy_files(files, tmp_path / "mine")
-    assert caught.value.hint == "it is not replaced: name another --output-dir"
-    assert [*files_below(tmp_path / "mine")] == ["b.pt"]
-    assert (tmp_path / "mine" / "b.pt").read_bytes() == b"mine"
-    with pytest.raises(UserError, match=r"a\.pt.*: cannot be written"):
-        copy_files(files, tmp_path / "a.pt" / "below")

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import ClassVar
 
-from gputrain.bench.options import BenchOptions, BenchSettings
 from gputrain.config import config, opt
 from gputrain.engine.schedule import Saving, Schedule
 from gputrain.hw.plan import Cards, Hardware
@@ -34,15 +33,6 @@ class TrainCurve:
 @config()
 class PlanCurve(TrainCurve):
     cards: Cards = Cards()
-
-
-@config(panel="Benchmark")
-class BenchCurve(BenchSettings):
-    measured: ClassVar[type] = TrainCurve
-
-    width: int = opt(default=16, help="As in train-curve.", min=1)
-    batch_size: int = opt(default=8, help="Points in a step.", min=1)
-    bench: BenchOptions = BenchOptions()
 
 
 @config(panel="Points, with --kind curve")

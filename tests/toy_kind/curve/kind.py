@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from curve.config import BenchCurve, CurveEvaluation, PlanCurve, Points, Trace, TrainCurve
+from curve.config import CurveEvaluation, PlanCurve, Points, Trace, TrainCurve
 
 from gputrain.config import leaves
 from gputrain.kinds import (
@@ -102,7 +102,6 @@ KIND = ModelKind(
     bench_help="Time a step of train-curve.",
     train=TrainCurve,
     plan=PlanCurve,
-    bench=BenchCurve,
     work=work,
     data="points",
     prepare=DataCommand(groups={"points": Points}, names=frozenset(leaves(Points)), work=prepare),
