@@ -73,16 +73,6 @@ FORMER_NAMES: Mapping[str, Mapping[str, str]] = {
     "tts": {"data_dir": "data_path", "batch_room": "max_batch_audio_ratio"},
     "asr": {"data_dir": "data_path", "batch_room": "max_batch_audio_ratio"},
 }
-# Options that were left out, by kind of model, with the values at which they changed nothing. Every stored file
-# names every option of its time: with such a value it is read as if the option were not there, with others it is not.
-LEFT_OUT: Mapping[str, Mapping[str, object]] = {
-    "vae": {
-        "eq_probability": 0.0,
-        "eq_weight": 1.0,
-        "step_order": "simultaneous",
-        "discriminator_norm": "group",
-    },
-}
 Level = Literal["common", "advanced", "file"]
 LARGEST = 2**63 - 1  # The largest number that an option takes.
 LONGEST_FILE = 10_000_000  # Bytes of a configuration file.
@@ -417,10 +407,8 @@ def read_file(path: Path) -> dict[str, object]:
 
 
 def with_current_names(stored: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Return stored values of a kind of model with today's name of each option in the place of a former one, and
-    without options that were left out, as far as they changed nothing."""
-    names, left_out = {**FORMER_NAMES[""], **FORMER_NAMES.get(kind, {})}, LEFT_OUT.get(kind, {})
-    stored = {name: value for name, value in stored.items() if name not in left_out or value != left_out[name]}
+    """Return stored values of a kind of model with today's name of each option in the place of a former one."""
+    names = {**FORMER_NAMES[""], **FORMER_NAMES.get(kind, {})}
     # Beside today's name, a former one is left as it is, and refused as an unknown key.
     return {name if names.get(name) in stored else names.get(name, name): value for name, value in stored.items()}
 

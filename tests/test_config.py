@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from gputrain.config import (
     FORMER_NAMES,
-    LEFT_OUT,
     assemble,
     checked,
     config,
@@ -173,7 +172,7 @@ def test_every_former_name_leads_to_an_option_and_is_none_itself(kind):
     known = {name for leaf in leaves(kinds()[kind].train).values() for name in leaf.names}
     former = {**FORMER_NAMES[""], **FORMER_NAMES.get(kind, {})}
     assert set(former.values()) <= known
-    assert {leaf.name for leaf in leaves(kinds()[kind].train).values()}.isdisjoint({**former, **LEFT_OUT.get(kind, {})})
+    assert {leaf.name for leaf in leaves(kinds()[kind].train).values()}.isdisjoint(former)
 
 
 def test_a_file_with_former_names_is_read_and_refused_beside_todays(tmp_path):
