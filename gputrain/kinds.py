@@ -176,7 +176,6 @@ class ModelKind:
     exporters: Mapping[str, Exporter]  # By format; the first is "auto".
     use: tuple[str, ...]  # The command that uses a model: what it is for, its name, and words after --model.
     headlines: tuple[str, ...]  # Figures on held-out data at the head of a report, the most important first.
-    selectors: tuple[str, ...] = ()  # Those by which a best checkpoint can be chosen, if there are several.
     data: str = ""  # "pictures": what prepare-data reads.
     media: str = ""  # "image" or "audio": what it reads out of parquet files, archives and the like; "": only folders.
     # Files that show that a folder was prepared for it: keys of the first line of such a file, by the file's name.

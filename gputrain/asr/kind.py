@@ -257,7 +257,6 @@ KIND = kinds.ModelKind(
     ),
     use=("transcribe a recording", "transcribe", "--input", "RECORDING.wav"),
     headlines=("cer", "wer", "blank_share"),
-    selectors=("cer", "wer"),
     demo=kinds.DemoSteps("speech", write_demo_speech, demo_commands, demo_results),
     keys=frozenset({"model_type"}),
     packages=("rapidfuzz", "soundfile", "transformers"),

@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jinja2
-import numpy as np
 from markupsafe import Markup
-from numpy.typing import NDArray
 
 from gputrain import __version__
 from gputrain.engine.history import history_size
@@ -41,7 +39,6 @@ Keep = Callable[[Hashable, object, Callable[[], Any]], Any]
 
 MOST_CHARTS = 60  # Charts of a section.
 MACHINE = ("speed", "data", "memory", "gpu")
-LEAST_EVALUATIONS = 3  # Of two, a rank correlation is 1 or -1.
 REPORT = "report.html"
 MEDIA_SECONDS = 30.0  # Time to read pictures and sounds for a report that a user asks for.
 END_SECONDS = 4.0  # The same at the end of a run.
@@ -70,26 +67,12 @@ def compute(key: Hashable, version: object, make: Callable[[], Any]) -> Any:
     return make()
 
 
-class Selector(NamedTuple):
-    """A measure on held-out data, the step and value that it chooses, and its rank correlation with each measure of the
-    table, as texts."""
-
-    title: str
-    step: int
-    value: str
-    correlations: list[str]
-
-
 class RunView:
     """The parts of a page about one run, each computed when it is shown. `style` names its colour, and `letter` marks
     it for those who do not see colours."""
 
-    def __init__(
-        self, record: RunRecord, index: int, budget: MediaBudget, keep: Keep = compute, id: str = "",
-        price_per_hour: float = 0.0,
-    ) -> None:  # fmt: skip
+    def __init__(self, record: RunRecord, index: int, budget: MediaBudget, keep: Keep = compute, id: str = "") -> None:
         self.record, self.index, self.budget, self.keep, self.id = record, index, budget, keep, id
-        self.price_per_hour = price_per_hour
         self.style, self.letter = f"c{index % COLOURS}", letter_of(index)
 
     def at(self, *names: str) -> tuple[object, ...]:
@@ -116,7 +99,7 @@ class RunView:
 
     @cached_property
     def facts(self) -> list[tuple[str, str]]:
-        return facts_of(self.record) + cost_of(self.record, self.price_per_hour)
+        return facts_of(self.record)
 
     @cached_property
     def progress(self) -> ShownProgress | None:
@@ -125,10 +108,6 @@ class RunView:
     @cached_property
     def memory(self) -> Markup:
         return self._kept("memory", ("plan",), lambda: memory_of(self.record))
-
-    @cached_property
-    def selectors(self) -> list[Selector]:
-        return self._kept("selectors", ("metrics",), lambda: selectors_of(self.record))
 
     @cached_property
     def samples(self) -> SampleSection:
@@ -313,16 +292,6 @@ def progress_of(record: RunRecord) -> ShownProgress | None:
     return ShownProgress(min(1.0, done / planned), " · ".join(words))
 
 
-def cost_of(record: RunRecord, price_per_hour: float) -> list[tuple[str, str]]:
-    """Returns what a run has cost, and what the rest will, at a price of its machine."""
-    if not price_per_hour:
-        return []
-    words = f"{record.seconds / 3600 * price_per_hour:.2f} so far"
-    if record.seconds_left is not None:
-        words += f", {record.seconds_left / 3600 * price_per_hour:.2f} left"
-    return [("cost", words)]
-
-
 @dataclass(frozen=True)
 class ComparedMetric:
     """A metric of several runs: the best value of each, and which run is best (-1: none)."""
@@ -408,41 +377,6 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(set(resolved)):
             break
     return names
-
-
-def selectors_of(record: RunRecord) -> list[Selector]:
-    """Returns the measures of a run with their rank correlations over its evaluations after the first step, oriented
-    such that 1 means the same order from the best to the worst; none if there are fewer than two measures."""
-    kind = kinds().get(record.kind)
-    names = [f"eval/{name}" for name in kind.selectors] if kind else []
-    series = {name: dict(point for point in record.series(name) if point[0]) for name in names}
-    steps = sorted({step for values in series.values() for step in values})
-    series = {name: values for name, values in series.items() if len(values) == len(steps)}
-    if len(series) < 2 or len(steps) < LEAST_EVALUATIONS:
-        return []
-    merits = {
-        name: [values[step] if style_of(name).better == "higher" else -values[step] for step in steps]
-        for name, values in series.items()
-    }
-    found = []
-    for name, own in merits.items():
-        best, style = steps[int(np.argmax(own))], style_of(name)
-        correlations = [rank_correlation(own, other) for other in merits.values()]
-        texts = ["–" if one is None else f"{one:.2f}" for one in correlations]
-        found.append(Selector(style.title, best, format_value(series[name][best], style.unit), texts))
-    return found
-
-
-def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """Returns Spearman's rank correlation, with mean ranks for equal values; None if all values of a side are equal."""
-    own, others = _ranks(one), _ranks(other)
-    return float(np.corrcoef(own, others)[0, 1]) if np.ptp(own) and np.ptp(others) else None
-
-
-def _ranks(values: Sequence[float]) -> NDArray[np.float64]:
-    _, places, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
-    ranks: NDArray[np.float64] = (counts.cumsum() - (counts - 1) / 2)[places]
-    return ranks
 
 
 def write_report(runs: Sequence[Path], path: Path, seconds: float = MEDIA_SECONDS) -> int:

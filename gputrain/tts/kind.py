@@ -225,7 +225,6 @@ KIND = kinds.ModelKind(
     ),
     use=("speak a text", "speak", "--text", "TEXT", "--output-file", "out.wav"),
     headlines=("mcd_sl_db", "mel_distance", "length_mismatch", "cer"),
-    selectors=("mcd_sl_db", "cer"),
     demo=kinds.DemoSteps("speech", write_demo_speech, demo_commands, demo_results),
     shipped=Path(__file__).parent / "profiles",
     translate=coqui.translate_coqui,

@@ -21,13 +21,13 @@ from gputrain.data_in.preparation import (
     SourceFile,
     check_input_folder,
     format_counts,
+    hole_of_zeros,
     scan,
     sorted_refusals,
     source_files,
 )
 from gputrain.errors import UserError
 from gputrain.vae.config import PictureLimits
-from gputrain.vae.damage import damage_of
 from gputrain.vae.tiff import OTHERS, TiffLayout, UnsupportedTiff, read_layout, shares_of_white
 
 T = TypeVar("T")
@@ -285,9 +285,22 @@ def _check_size(path: Path, limits: PictureLimits, width: int, height: int) -> N
 
 
 def _check_whole(path: Path, image: Image.Image, tiff: TiffLayout | None) -> None:
-    is_compressed = image.format not in ("BMP", "DIB") if tiff is None else bool(tiff.compression)
-    if fault := damage_of(path, image, is_compressed):
-        raise UnusablePicture(path, "broken", f"damaged: {fault}")
+    """Raises UnusablePicture if the file has a hole of zeros, as an interrupted copy or a bad disk leaves it: decoders
+    fill it with gray, black or noise and say nothing. PNG has checksums, and without compression zeros are black."""
+    if image.format in ("PNG", "GIF", "BMP", "DIB") or (tiff and not tiff.compression):
+        return
+    content = path.read_bytes()
+    stripped = content.rstrip(b"\0")
+    # Some programs pad a complete JPEG with zeros.
+    end = len(stripped) if stripped.endswith(b"\xff\xd9") else len(content)
+    if content[:4] == b"RIFF":
+        end = min(len(content), 8 + int.from_bytes(content[4:8], "little"))
+    is_jpeg = content[:2] == b"\xff\xd8"  # Its headers and codes may hold zeros of their own, but no whole pages.
+    if hole := hole_of_zeros(content, 0, end, 512, 4096 if is_jpeg else 1):
+        raise UnusablePicture(
+            path, "broken", f"damaged: the bytes {hole[0]} to {hole[1]} of the file are zero, as after a copy that was "
+            "interrupted",
+        )  # fmt: skip
 
 
 def _opened_by_pillow(path: Path, image: Image.Image, tiff: TiffLayout | None) -> Opened:

@@ -6,7 +6,6 @@ from gputrain.config import config, opt
 from gputrain.errors import UserError
 
 PORT = 8765
-PARENT = "GPUTRAIN_WATCH_PARENT"  # Set to 1 for a page that ends soon after the end of its standard input.
 
 
 @config(panel="Watch")
@@ -25,9 +24,6 @@ class WatchSettings:
     )
     allow_control: bool = opt(
         default=False, help="Let the page control trainings. Save, stop and cool down, and write notes."
-    )
-    price_per_hour: float = opt(
-        default=0.0, help="Price of the machine for an hour. In any currency, for the costs on the page.", min=0.0
     )
 
     def __post_init__(self) -> None:

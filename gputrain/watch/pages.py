@@ -28,8 +28,8 @@ LOADS = "; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancest
 class Pages:
     """The pages of all runs. What was made for a page is kept, and made again only if its files have changed."""
 
-    def __init__(self, runs: Runs, media: LiveMedia, *, controls: bool = False, price_per_hour: float = 0.0) -> None:
-        self.runs, self.media, self.controls, self.price_per_hour = runs, media, controls, price_per_hour
+    def __init__(self, runs: Runs, media: LiveMedia, *, controls: bool = False) -> None:
+        self.runs, self.media, self.controls = runs, media, controls
         self._made: dict[Hashable, tuple[object, Any]] = {}  # What was made of some files, and their versions.
         self._pages: dict[Hashable, Parts] = {}  # By the ids of the runs.
         # The charts of some runs, and what they were drawn from: the last steps, and all else.
@@ -55,10 +55,7 @@ class Pages:
         self.media.renew(MEDIA_SECONDS)
         shown = tuple(ids) or (tuple(every) if len(every) != 1 else (every[0],))
         overview = not ids and len(shown) != 1
-        views = [
-            RunView(self.runs.record(id), index, self.media, self._keep, id, self.price_per_hour)
-            for index, id in enumerate(shown)
-        ]
+        views = [RunView(self.runs.record(id), index, self.media, self._keep, id) for index, id in enumerate(shown)]
         groups = [] if overview else self._groups(shown, views)
         values = {
             **content_of(views, groups),

@@ -1,7 +1,6 @@
 """The server's port and address, clients that are slow, silent or many, and its end."""
 
 import contextlib
-import io
 import os
 import signal
 import socket
@@ -16,7 +15,7 @@ from gputrain.errors import UserError
 from gputrain.watch import server as module
 from gputrain.watch.options import WatchSettings
 from gputrain.watch.runs import Runs
-from gputrain.watch.server import address, introduction, listen, serve, token_of
+from gputrain.watch.server import address, introduction, listen, token_of
 from tests.tables import each_row
 from tests.waiting import wait_until
 from tests.watch.serving import serving
@@ -64,14 +63,12 @@ def test_of_too_many_connections_some_end(site, monkeypatch):
         one.close()
 
 
-def test_a_port_is_found_or_another_one_is_named():
+def test_a_port_that_is_taken_is_named():
     with listen("localhost", 0) as taken:
         host, port = taken.getsockname()
         assert host == "127.0.0.1"
         with pytest.raises(UserError, match=f"port {port} is taken"):
             listen("127.0.0.1", port)
-        with listen("127.0.0.1", port, or_next=True) as other:
-            assert port < other.getsockname()[1] < port + 100
     listen("127.0.0.1", port).close()
 
 
@@ -134,11 +131,3 @@ def test_the_page_and_its_end(tmp_path, monkeypatch):
     ended = CliRunner().invoke(command_line(), ["watch", str(tmp_path), "--port", "0"])
     assert ended.exit_code == 0, ended.output
     assert answers == [b"HTTP/1.1 200"]
-
-    said = []
-    monkeypatch.setenv("GPUTRAIN_WATCH_PARENT", "1")
-    monkeypatch.setattr(module, "PARENT_SECONDS", 0.1)
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"x")))
-    with listen("127.0.0.1", 0) as taken:
-        serve(WatchSettings(folders=(tmp_path,), port=taken.getsockname()[1]), said.append)
-        assert urlsplit(said[0]).port > taken.getsockname()[1]
