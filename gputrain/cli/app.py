@@ -187,7 +187,7 @@ def train(kind: ModelKind, settings: Any) -> None:
 def print_next_steps(kind: ModelKind, run: Path) -> None:
     """Print where a run is, and the commands that use its model; nothing of a run that made no step."""
     from gputrain.engine.run_folder import CONFIG
-    from gputrain.report.next_commands import model_commands
+    from gputrain.report.page import model_commands
 
     if not (run / CONFIG).exists():
         return

@@ -6,8 +6,10 @@ import contextlib
 import hashlib
 import logging
 import os
+import shlex
+import subprocess
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib.resources import files
@@ -19,13 +21,13 @@ from markupsafe import Markup
 
 from gputrain import __version__
 from gputrain.engine.history import history_size
-from gputrain.engine.run_folder import write_text
+from gputrain.engine.run_folder import CONFIG, write_text
 from gputrain.engine.schedule import Saving
 from gputrain.engine.stop import COMMAND_CLOCK, EXIT_SECONDS, format_duration, parse_duration
 from gputrain.errors import UserError, first_line
 from gputrain.hw.ranks import Ranks
-from gputrain.kinds import kinds
-from gputrain.report import memory_chart, next_commands, settings_table
+from gputrain.kinds import ModelKind, kinds
+from gputrain.report import memory_chart, settings_table
 from gputrain.report.curves import COLOURS, TRAINING_LOSSES, Chart, Curve, draw, format_value, letter_of, style_of
 from gputrain.report.media import MediaBudget
 from gputrain.report.records import RunRecord, RunStatus, now, read_run
@@ -122,8 +124,8 @@ class RunView:
         return settings_table.run_parts(self.record)
 
     @cached_property
-    def commands(self) -> list[next_commands.NextCommand]:
-        return next_commands.next_commands(self.record)
+    def commands(self) -> list["NextCommand"]:
+        return next_commands(self.record)
 
 
 class ChartGroup(NamedTuple):
@@ -377,6 +379,64 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(set(resolved)):
             break
     return names
+
+
+# ---------------------------------------------------------------------------------------------------------- commands
+
+
+class NextCommand(NamedTuple):
+    """A command to copy, and what it does."""
+
+    purpose: str
+    line: str
+
+
+def next_commands(run: RunRecord) -> list[NextCommand]:
+    """Returns the commands for the kind of the run; for an unknown kind, only that of TensorBoard."""
+    folder = str(run.folder)
+    board = _command("the curves in TensorBoard", "tensorboard", "--logdir", str(run.folder / "logs"))
+    kind = kinds().get(run.kind)
+    if kind is None:
+        return [board]
+    go_on = ["gputrain", kind.command, "--config", str(run.folder / CONFIG), "--resume-from", "auto"]
+    if _is_elsewhere(run):
+        go_on += ["--output-dir", folder]
+    return [
+        _command("continue, or train longer with a larger --num-epochs or --num-steps", *go_on),
+        *model_commands(run.folder, kind, run.settings),
+        _command("watch it live in a browser", "gputrain", "watch", folder),
+        _command("write this report again", "gputrain", "report", folder),
+        board,
+    ]
+
+
+def model_commands(run: Path, kind: ModelKind, settings: Mapping[str, Any]) -> list[NextCommand]:
+    """Returns the commands that use the model of a run with these settings."""
+    folder, named = str(run), settings.get("data_path") or "DATA"
+    folders = map(str, named) if isinstance(named, list) else [str(named)]
+    data = [word for one in folders for word in ("--data-path", one)]
+    purpose, name, *words = kind.use
+    return [
+        _command("evaluate on held-out data", "gputrain", "evaluate", "--model", folder, *data),
+        _command(purpose, "gputrain", name, "--model", folder, *words),
+        _command("export", "gputrain", "export", "--model", folder, "--output-dir", "EXPORT"),
+    ]
+
+
+def _command(purpose: str, *words: str) -> NextCommand:
+    return NextCommand(purpose, subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words))
+
+
+def _is_elsewhere(run: RunRecord) -> bool:
+    """Returns True if the configuration names another folder, as that of a copied run does."""
+    written = run.settings.get("output_dir")
+    try:
+        return isinstance(written, str) and os.path.realpath(written) != os.path.realpath(run.folder)
+    except ValueError:  # No folder can have this name.
+        return True
+
+
+# -------------------------------------------------------------------------------------------------------------- files
 
 
 def write_report(runs: Sequence[Path], path: Path, seconds: float = MEDIA_SECONDS) -> int:

@@ -23,12 +23,11 @@ from gputrain.vae.config import TrainVae
 from gputrain.vae.dataset import CropDataset, Pictures, decoding_seconds
 from gputrain.vae.evaluate import HeldOutPictures
 from gputrain.vae.linear_start import LinearCode, fit_code, signals_of, write_code
-from gputrain.vae.losses import PUBLISHED_FILES, Lpips, load_lpips
+from gputrain.vae.losses import PUBLISHED_FILES, Lpips, load_lpips, named_files
 from gputrain.vae.model import AutoencoderKL
 from gputrain.vae.pictures import UnusablePicture, has_transparency
 from gputrain.vae.pretrained import Pretrained, load_pretrained
 from gputrain.vae.recipe import VaeRecipe
-from gputrain.vae.weights import named_files
 
 log = logging.getLogger(__name__)
 

@@ -30,10 +30,10 @@ from gputrain.vae.architecture import PATCH
 from gputrain.vae.config import Data, PictureEvaluation
 from gputrain.vae.dataset import Picture, as_rgb, centre_crop, open_pictures, to_u8, to_unit
 from gputrain.vae.latents import LatentScaling, PatchStatistics
+from gputrain.vae.losses import how_to_fetch, named_files, read_published
 from gputrain.vae.model import AutoencoderKL, Moments
 from gputrain.vae.pictures import UnusablePicture
 from gputrain.vae.pretrained import load_model
-from gputrain.vae.weights import how_to_fetch, named_files, read_published
 
 log = logging.getLogger(__name__)
 

@@ -5,16 +5,24 @@ Shapes: B items, C channels or colours, H x W pixels, S the side of a crop, L la
 Pictures are in [-1, 1].
 """
 
+import logging
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
+import pooch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gputrain.engine.checkpoint import load_weights
-from gputrain.vae.weights import how_to_fetch, read_published
+from gputrain.errors import UserError
+from gputrain.fetch.names import catalogue, close_names, find_published, local_path
+from gputrain.vae.config import MEASURES
+from gputrain.weights import read_weights_file
+
+log = logging.getLogger(__name__)
 
 # Weights of the scales, finest first: Wang, Simoncelli and Bovik 2003, section 3.2.
 MS_SSIM_WEIGHTS = (0.0448, 0.2856, 0.3001, 0.2363, 0.1333)
@@ -249,3 +257,38 @@ def crop(images_BCHW: Tensor, top_B: Tensor, left_B: Tensor, size: int) -> Tenso
     rows_B1S1 = (top_B[:, None] + steps_S)[:, None, :, None]
     columns_B11S = (left_B[:, None] + steps_S)[:, None, None, :]
     return images_BCHW.take_along_dim(rows_B1S1, dim=2).take_along_dim(columns_B11S, dim=3)
+
+
+# ------------------------------------------------------------------------------------------ weights of measures
+
+
+def named_files(names: Sequence[str | Path], known: Sequence[str]) -> tuple[Path, ...]:
+    """Returns the files of paths and published names, of which `known` are those with a short name that fit.
+
+    Raises UserError, before anything is downloaded, if one of them is neither a file nor a name.
+    """
+    for name in names:
+        if not Path(name).exists() and find_published(name) is None:
+            close = close_names(str(name))
+            hint = f"short names like it: {', '.join(close)}" if close else how_to_fetch(known)
+            raise UserError(f"{name}: no such file", hint=hint)
+    return tuple(local_path(name, MEASURES) for name in names)
+
+
+def read_published(path: Path, known: Sequence[str]) -> dict[str, Tensor]:
+    """Returns the tensors of a file, with a warning if it is none of those with a short name in `known`: figures of
+    other weights are not comparable with published ones. Raises UserError as `read_weights_file` does."""
+    tensors = read_weights_file(path).tensors
+    published = {digest for name in known for digest in catalogue()[name].sha256.values()}
+    if (found := pooch.file_hash(path)) not in published:
+        log.warning(
+            "%s: not the published weights (its SHA-256 is %s, theirs %s): figures of it compare with no others; %s",
+            path, found, " or ".join(sorted(published)), how_to_fetch(known),
+        )  # fmt: skip
+    return tensors
+
+
+def how_to_fetch(known: Sequence[str]) -> str:
+    """Returns the command that loads the files with these short names."""
+    files = " and ".join(catalogue()[name].file_name for name in known)
+    return f"gputrain fetch {' '.join(known)} loads {files}"

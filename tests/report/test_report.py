@@ -24,8 +24,7 @@ from gputrain.kinds import kinds
 from gputrain.report import page as write
 from gputrain.report.curves import COLOURS
 from gputrain.report.media import MediaBudget
-from gputrain.report.next_commands import next_commands
-from gputrain.report.page import make_page, report_at_end, unique_names, write_report
+from gputrain.report.page import make_page, next_commands, report_at_end, unique_names, write_report
 from gputrain.report.records import read_run
 from gputrain.report.settings_table import run_parts, settings_table
 from tests.command import gputrain_here

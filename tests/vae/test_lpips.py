@@ -13,8 +13,7 @@ from torch import Tensor
 
 from gputrain.errors import UserError
 from gputrain.fetch.names import catalogue
-from gputrain.vae.losses import PUBLISHED_FILES, Lpips, crop, crop_corners, load_lpips
-from gputrain.vae.weights import named_files
+from gputrain.vae.losses import PUBLISHED_FILES, Lpips, crop, crop_corners, load_lpips, named_files
 
 # Names and shapes of the 13 convolutions in torchvision's vgg16-397923af.pth, and of all tensors in lpips' vgg.pth.
 CONVOLUTIONS = {
@@ -185,7 +184,7 @@ def test_other_weights_than_the_published_ones_are_named(
     published = {name: replace(catalogue()[name], sha256={"file": pooch.file_hash(path)})
                  for name, path in zip(PUBLISHED_FILES, files, strict=True)}  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gputrain.vae.weights.catalogue", lambda: published)
+        patch.setattr("gputrain.vae.losses.catalogue", lambda: published)
         load_lpips(files)
     assert not caplog.messages
 
@@ -254,9 +253,9 @@ def test_crop_corners_reach_every_place() -> None:
 def test_names_and_paths(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Paths stay. A misspelt name is refused before another one is downloaded."""
     assert named_files(files, PUBLISHED_FILES) == files
-    monkeypatch.setattr("gputrain.fetch.names.fetch_address", lambda address: Path(address.file_name))
+    monkeypatch.setattr("gputrain.fetch.names.fetch_listed", lambda entry: Path(entry.file_name))
     assert named_files(PUBLISHED_FILES, PUBLISHED_FILES) == (Path("vgg16-397923af.pth"), Path("vgg.pth"))
-    monkeypatch.setattr("gputrain.fetch.names.fetch_address", lambda address: pytest.fail("downloaded"))
+    monkeypatch.setattr("gputrain.fetch.names.fetch_listed", lambda entry: pytest.fail("downloaded"))
     for wrong, hint in (("lpips-haeds", "lpips-heads"), ("nowhere.pth", "gputrain fetch lpips-vgg16 lpips-heads")):
         with pytest.raises(UserError, match=f"{wrong}: no such file") as caught:
             named_files(("lpips-vgg16", wrong), PUBLISHED_FILES)
