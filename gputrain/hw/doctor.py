@@ -146,7 +146,7 @@ def check_rules(machine: Machine) -> list[Check]:
         *_driver(machine),
         _torch(machine),
         *_gpu(machine),
-        *_compile(machine),
+        *_settings(machine),
         _cpu(machine),
         *_ram(machine),
         *_shared_memory(machine),
@@ -259,8 +259,9 @@ def _torch(machine: Machine) -> Check:
     if machine.torch_error:
         return Check("torch", "failed", f"cannot be imported: {machine.torch_error}", _setup(machine, "auto"))
     build = f"{machine.torch}, built for CUDA {machine.cuda}" if machine.cuda else f"{machine.torch}, without CUDA"
-    if machine.gpu and not machine.has_kernels:
-        return _no_code(machine)
+    if machine.gpu and not machine.has_kernels:  # Every kernel fails there, though CUDA is available.
+        found = f"{build}, has no code for compute capability {_dotted(machine.compute_capability)}"
+        return Check("torch", "failed", found, _gpu_remedy(machine))
     if machine.driver.cards and not (machine.cuda or machine.gpu or _hidden(machine)):
         found = f"{machine.torch} cannot use {machine.driver.cards[0].name}: it is built without CUDA"
         return Check("torch", "failed", found, _gpu_remedy(machine))
@@ -268,29 +269,10 @@ def _torch(machine: Machine) -> Check:
     return Check("torch", "ok", build + code)
 
 
-def _no_code(machine: Machine) -> Check:
-    """Return the failed check of a GPU without code in torch. Every kernel fails there, though CUDA is available."""
-    capability = _dotted(machine.compute_capability)
-    lacks = f"{machine.torch}, built for CUDA {machine.cuda}, has no code for compute capability {capability}"
-    if machine.compute_capability < (5, 0):
-        return Check("torch", "failed", lacks, "no current build has; train with --device cpu, or on a newer card")
-    if machine.compute_capability >= (10, 0):
-        lacks += "; CUDA 12.8 or later has"
-    elif machine.compute_capability < (7, 5):
-        lacks += "; of the current builds, that for CUDA 12.6 alone has"
-    return Check("torch", "failed", lacks, _gpu_remedy(machine))
-
-
 def _gpu(machine: Machine) -> Iterator[Check]:
     if machine.gpu:
         yield Check("gpu", "ok", f"{machine.gpu}, compute capability {_dotted(machine.compute_capability)}")
         yield _gpu_memory(machine)
-        if machine.has_bf16:
-            yield Check("bf16", "ok", "native")
-        else:
-            chosen = "fp16 with loss scaling" if machine.has_tensor_cores else "fp32, because it has no tensor cores"
-            found = f"not native before compute capability 8.0: {machine.gpu} trains in {chosen}"
-            yield Check("bf16", "note", found, f"leave --use-bf16 out; {chosen[:4]} is then the default")
     elif _hidden(machine):
         found = f"CUDA_VISIBLE_DEVICES={machine.visible_devices!r} hides {machine.driver.cards[0].name}"
         yield Check("gpu", "note", found, "unset CUDA_VISIBLE_DEVICES to train on the GPU")
@@ -322,30 +304,13 @@ def _gpu_memory(machine: Machine) -> Check:
     return Check("gpu memory", "ok", found)
 
 
-def _compile(machine: Machine) -> Iterator[Check]:
-    """Check that torch.compile has what it needs on a GPU; a training shows whether it works."""
-    triton = numbers(machine.triton_version)
-    if not machine.gpu:
-        return
-    if not machine.triton:
-        package = "triton-windows" if machine.system == "Windows" else "triton"
-        yield _no_compile("no Triton", f"pip install {package}")
-    elif machine.compute_capability >= (12, 0) and triton and triton < (3, 3):
-        found = f"Triton {machine.triton_version} does not know compute capability 12.0; 3.3 and later do"
-        yield _no_compile(found, _setup(machine, "auto"))
-    elif machine.compute_capability < (7, 5) or (machine.compute_capability < (8, 0) and triton >= (3, 3)):
-        capability = _dotted(machine.compute_capability)
-        found = f"Triton {machine.triton_version} no longer supports compute capability {capability}"
-        yield _no_compile(found, "a training that compiles shows whether it works nevertheless")
-    elif machine.system == "Linux" and not machine.compiler:
-        install = "install g++ (Debian and Ubuntu: sudo apt install g++)"
-        yield _no_compile("no C++ compiler on PATH, which Triton needs", install)
-    else:
-        yield Check("compiler", "ok", f"Triton {machine.triton_version or 'of unknown version'}")
-
-
-def _no_compile(found: str, remedy: str) -> Check:
-    return Check("compiler", "note", found, f"{remedy}; otherwise training runs without torch.compile")
+def _settings(machine: Machine) -> Iterator[Check]:
+    """Check what a training would choose on the GPU: its plan has the reasons, as for a missing compiler."""
+    if machine.gpu and machine.has_kernels:
+        plan = decide(machine, Hardware())
+        yield Check("precision", "ok", f"{plan.precision.value}: {plan.precision.reason}")
+        status, remedy = ("ok", "") if plan.compile.value else ("note", "training runs without torch.compile")
+        yield Check("compiler", status, plan.compile.reason, remedy)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------------------ trials

@@ -1,6 +1,5 @@
 """Collects facts about this machine without changing anything."""
 
-import functools
 import math
 import os
 import platform
@@ -9,7 +8,6 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -44,7 +42,6 @@ class Machine:
     cuda: str = ""  # CUDA version that torch was built for.
     compiler: str = ""  # C++ compiler on PATH; Triton needs a C compiler on Linux.
     triton: bool = False  # True if Triton is installed, which torch.compile needs for a GPU.
-    triton_version: str = ""
     gpu_free_gb: float = 0.0
     gpu_error: str = ""  # Message of torch why it can use no GPU.
     driver: Driver = NO_DRIVER
@@ -111,7 +108,6 @@ def probe(gpu: int = 0) -> Machine:
         ram_free_gb=ram_free_gb,
         shared_memory_gb=shared_memory_gb(),
         triton=find_spec("triton") is not None,
-        triton_version=_version("triton") or _version("triton-windows"),
         **_torch(gpu),
     )
 
@@ -129,14 +125,6 @@ def request_expandable_segments() -> None:
 def is_wsl() -> bool:
     """Return True in Windows' subsystem for Linux, whose kernel releases contain Microsoft's name."""
     return "microsoft" in platform.release().lower()
-
-
-@functools.cache
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _torch(gpu: int) -> dict[str, Any]:
