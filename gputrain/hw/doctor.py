@@ -190,36 +190,15 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, leading[0].split("."))) if leading else ()
 
 
-def best_build(driver_cuda: str, capabilities: list[tuple[int, int]]) -> str:
-    """Return the build of torch for GPUs and a driver that runs CUDA up to `driver_cuda`; empty if there is none.
-
-    It is the one that `setup.sh --torch auto` chooses: the newest build that the driver runs, except that GPUs before
-    7.5 get the one for CUDA 12.6, the only one with code for them, unless there is a GPU from 10.0 on, for which that
-    build has no code.
-    """
-    cuda = numbers(driver_cuda)
-    known = [capability for capability in capabilities if capability != (0, 0)]
-    if cuda < (12, 6):
-        return ""
-    if cuda < (12, 8) or (known and min(known) < (7, 5) and max(known) < (10, 0)):
-        return "cu126"
-    return "cu128" if cuda < (13, 0) else "cu130"
-
-
-def _setup(machine: Machine, build: str) -> str:
-    return f"{'setup_windows.bat' if machine.system == 'Windows' else './setup.sh'} --torch {build}"
+def _setup(machine: Machine) -> str:
+    """Return the command that installs the build of torch for driver and GPUs."""
+    return f"{'setup_windows.bat' if machine.system == 'Windows' else './setup.sh'} --torch auto"
 
 
 def _gpu_remedy(machine: Machine, *, newer_driver: bool = False) -> str:
     """Return how to get a build that fits driver and GPUs, and what to do until then."""
-    cards = [card.compute_capability for card in machine.driver.cards]
-    build = best_build(machine.driver.cuda, cards or ([machine.compute_capability] if machine.gpu else []))
-    steps = []
-    if newer_driver or not build:
-        steps.append(f"install NVIDIA driver {NEWEST_DRIVER} or later and run {_setup(machine, 'auto')}")
-    if build:
-        steps.append(_setup(machine, build))
-    return f"{', or '.join(steps)}; until then train with --device cpu"
+    driver = f"install NVIDIA driver {NEWEST_DRIVER} or later and run " if newer_driver else ""
+    return f"{driver}{_setup(machine)}; until then train with --device cpu"
 
 
 def _dotted(capability: tuple[int, int]) -> str:
@@ -257,7 +236,7 @@ def _driver(machine: Machine) -> Iterator[Check]:
 
 def _torch(machine: Machine) -> Check:
     if machine.torch_error:
-        return Check("torch", "failed", f"cannot be imported: {machine.torch_error}", _setup(machine, "auto"))
+        return Check("torch", "failed", f"cannot be imported: {machine.torch_error}", _setup(machine))
     build = f"{machine.torch}, built for CUDA {machine.cuda}" if machine.cuda else f"{machine.torch}, without CUDA"
     if machine.gpu and not machine.has_kernels:  # Every kernel fails there, though CUDA is available.
         found = f"{build}, has no code for compute capability {_dotted(machine.compute_capability)}"

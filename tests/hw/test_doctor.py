@@ -7,9 +7,6 @@ documents of vendors and torch, as no such machines were there.
 import json
 import re
 import shlex
-import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +19,7 @@ from gputrain.cli.app import app
 from gputrain.config import assemble
 from gputrain.errors import UserError
 from gputrain.hw import doctor
-from gputrain.hw.doctor import Check, advise, best_build, check_machine, check_rules, numbers, train_command
+from gputrain.hw.doctor import Check, advise, check_machine, check_rules, numbers, train_command
 from gputrain.hw.driver import Driver
 from gputrain.hw.plan import Hardware, decide
 from gputrain.hw.probe import Machine
@@ -36,14 +33,14 @@ RECORDED = ROOT / "tests" / "data" / "machines"
 # Every line that is not ok, with its status, a part of what was found and a part of the remedy.
 VERDICTS = {
     "rtx5090_cu126": {
-        "torch": ("failed", "no code for compute capability 12.0", "./setup.sh --torch cu130;"),
+        "torch": ("failed", "no code for compute capability 12.0", "./setup.sh --torch auto;"),
     },
     "t4": {
         "compiler": ("note", "older than those that Triton is sure to support", "training runs without torch.compile"),
         "cpu": ("note", "2 cores, few", "gputrain prepare-data"),
     },
     "gtx1080_cu130": {
-        "torch": ("failed", "has no code for compute capability 6.1", "./setup.sh --torch cu126;"),
+        "torch": ("failed", "has no code for compute capability 6.1", "./setup.sh --torch auto;"),
     },
     "no_driver": {
         "driver": ("note", "none", "for an NVIDIA card, install driver 580 or later"),
@@ -60,11 +57,11 @@ VERDICTS = {
         "driver": (
             "failed",
             "570.133.07 is too old for this torch: CUDA 13.0 needs 580 or later",
-            "install NVIDIA driver 580 or later and run ./setup.sh --torch auto, or ./setup.sh --torch cu128;",
+            "install NVIDIA driver 580 or later and run ./setup.sh --torch auto;",
         ),
     },
     "cpu_build": {
-        "torch": ("failed", "2.13.0+cpu cannot use NVIDIA GeForce RTX 5090", "./setup.sh --torch cu130;"),
+        "torch": ("failed", "2.13.0+cpu cannot use NVIDIA GeForce RTX 5090", "./setup.sh --torch auto;"),
     },
 }
 # The precision that training on them would use.
@@ -208,19 +205,6 @@ def test_notes(facts, name, found):
     assert check.remedy
 
 
-@pytest.mark.skipif(sys.platform == "win32" or not shutil.which("bash"), reason="setup.sh is bash")
-def test_remedies_name_the_build_that_the_set_up_script_takes():
-    cudas = ["11.4", "12.4", "12.6", "12.8", "12.9", "13.0", "13.3"]
-    cards = [[], [(6, 1)], [(7, 0), (8, 6)], [(7, 5)], [(9, 0)], [(12, 0)], [(6, 1), (12, 0)], [(10, 0)]]
-    cases = [(cuda, capabilities) for cuda in cudas for capabilities in cards]
-    text = (ROOT / "setup.sh").read_text(encoding="utf-8")
-    (function,) = re.findall(r"^decide_build\(\) \{.*?^\}", text, re.MULTILINE | re.DOTALL)
-    calls = [" ".join(["decide_build", cuda, *(f"{a}.{b}" for a, b in cards)]) for cuda, cards in cases]
-    script = "\n".join([function, *(f"echo $({call})" for call in calls)])
-    shell = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-    assert shell.stdout.splitlines() == [best_build(*case) for case in cases]
-
-
 @pytest.mark.parametrize(("free_gb", "status"), [(0.067, "note"), (8.0, "ok")])
 def test_shared_memory(free_gb, status):
     found = line(recorded("h100", shared_memory_gb=free_gb), "shared memory")
@@ -233,7 +217,7 @@ def test_shared_memory(free_gb, status):
 
 def test_windows_has_its_own_script():
     machine = recorded("cpu_build", system="Windows")
-    assert line(machine, "torch").remedy.startswith("setup_windows.bat --torch cu130;")
+    assert line(machine, "torch").remedy.startswith("setup_windows.bat --torch auto;")
 
 
 def test_numbers_of_versions():
