@@ -112,7 +112,6 @@ class SpeechPrepareConfig:
     sampling_rate: int = SAMPLING_RATE  # Hz
     hop_size: int = HOP_SIZE  # samples of a frame; a clip needs as many frames as its text takes
     trim_db: float = TRIM_DB  # Ends this far below the peak are trimmed; 0 is off.
-    trims_by_default: bool = False  # True if nobody asked for it, so that times of clips switch it off.
     loudness_db: float = 0.0  # Target RMS of each file in dBFS (negative); 0 is off.
     kind: SpeechKind = "tts"
 

@@ -33,11 +33,9 @@ from gputrain.formatting import counted
 from gputrain.speech.checker import SpeechChecker, cut_utterances
 from gputrain.speech.clip_filter import (
     BEYOND_SECONDS,
-    Selection,
     reader_of,
     select_clips,
     text_notes,
-    vocabulary_findings,
 )
 from gputrain.speech.config import POLICIES, SpeechKind, SpeechOptions, SpeechPrepareConfig
 from gputrain.speech.store import SOUNDS, Recording, SoundFormat, SpeechWriter, read_wave, stored_kind
@@ -53,10 +51,7 @@ def speech_prepare_config(kind: SpeechKind, speech: SpeechOptions, sound: Sound)
     policy = POLICIES[kind]
     trim_db = policy.trim_db if sound.trim_db is None else sound.trim_db
     rate_hz = sound.audio_sample_rate or policy.sampling_rate
-    return SpeechPrepareConfig(
-        speech, rate_hz, policy.hop_size, trim_db=trim_db, trims_by_default=sound.trim_db is None,
-        loudness_db=sound.loudness_db, kind=kind,
-    )  # fmt: skip
+    return SpeechPrepareConfig(speech, rate_hz, policy.hop_size, trim_db, sound.loudness_db, kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,13 +134,8 @@ def prepare_speech(
         input_dir=str(input_dir), output_dir=str(output_dir), transcripts=material.transcripts.source,
         made=len(ready) - kept, kept=kept, clips=len(chosen.clips), hours=hours, speakers=chosen.format.speakers,
         ignored=material.ignored, refused=refused, columns=material.transcripts.columns,
-        **(vocabulary_facts(chosen) if config.kind == "asr" else {}),
+        vocabulary=chosen.format.vocabulary.symbols if config.kind == "asr" else (),
     )  # fmt: skip
-
-
-def vocabulary_facts(chosen: Selection) -> dict[str, tuple[str, ...]]:
-    vocabulary = chosen.format.vocabulary
-    return {"vocabulary": vocabulary.symbols, "findings": tuple(vocabulary_findings(chosen.clips, vocabulary))}
 
 
 def check_output(folder: Path, config: SpeechPrepareConfig) -> None:
@@ -194,11 +184,7 @@ def gather_material(input_dir: Path, config: SpeechPrepareConfig, exclude: Seque
     refused, notes = [*tree.refused, *transcripts.refused], list(transcripts.notes)
     transcripts = replace(transcripts, utterances=without_whole_spans(input_dir, transcripts.utterances, notes))
     if config.trim_db and any(utterance.span for utterance in transcripts.utterances):
-        if not config.trims_by_default:
-            raise UserError(
-                f"trim_db {config.trim_db:g} would move the beginning of recordings that are cut by times",
-                hint="drop --trim-db",
-            )
+        # Trimming would move the beginning from which the times count.
         config = replace(config, trim_db=0.0)
         notes.append("silence at both ends is kept, since the transcripts cut clips out of recordings by their times")
     prints = audio_prepare.fingerprints(

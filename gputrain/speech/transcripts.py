@@ -108,8 +108,6 @@ class _Reading:
         """Returns the text of a file, which is then no other file of the folder. Raises UserError as `read_text`."""
         if file.is_relative_to(self.folder):
             self.files.add(file.relative_to(self.folder).as_posix())
-        if file.is_fifo():
-            raise UserError(f"{file}: a pipe, and a table is read twice", hint=TRANSCRIPTS_HINT)
         return read_text(file, TRANSCRIPTS_HINT)
 
     def add(self, where: str, row: Mapping[str, Any], roles: Mapping[str, TranscriptColumn], sound: str = "") -> None:

@@ -9,16 +9,16 @@ import soundfile
 import torch
 
 from gputrain.audio.config import Sound
-from gputrain.data_in.preparation import QUARANTINE
+from gputrain.data_in.preparation import QUARANTINE, Journal
 from gputrain.errors import UserError
 from gputrain.speech.buckets import Buckets, open_speech
 from gputrain.speech.config import SpeechOptions
 from gputrain.speech.frames import encoder_frames
 from gputrain.speech.prepare import prepare_speech, speech_prepare_config, without_whole_spans
-from gputrain.speech.store import TEXT, SpeechStore
+from gputrain.speech.store import SOUNDS, TEXT, SpeechStore
 from gputrain.speech.text.vocabulary import Vocabulary
 from gputrain.speech.transcripts import read_transcripts
-from gputrain.speech.validate import validate_speech
+from gputrain.speech.validate import findings_of, validate_speech
 from tests.speech.speech import hum, rest, speak
 from tests.tables import each_row
 
@@ -64,7 +64,7 @@ def test_a_store_of_many_speakers_at_16_khz(tmp_path):
     reasons = {row["path"]: (row["reason"], row["detail"]) for row in refusals(tmp_path / "out")}
     assert reasons["wavs/d.wav"] == ("unknown symbols", "中 (U+4E2D CJK UNIFIED IDEOGRAPH-4E2D)")
     assert reasons["wavs/short.wav"][0] == "too short"
-    assert any("'zoo'" in finding and "z (1: " in finding for finding in report.findings)
+    assert any("'zoo'" in finding and "z (1: " in finding for finding in findings_of(tmp_path / "out", "asr"))
     again = prepare_speech(tmp_path / "in", tmp_path / "out", recipe())
     assert (again.made, again.kept, again.clips) == (0, 5, 3)
 
@@ -136,8 +136,9 @@ def test_a_subtitle_may_end_a_little_after_its_recording(tmp_path):
         report = prepare_speech(tmp_path / "in", tmp_path / "out", recipe())
         assert report.clips == 1 + is_kept
         assert report.reasons == ({} if is_kept else {"outside the recording": 1})
-    with pytest.raises(UserError, match="would move the beginning"):
-        prepare_speech(tmp_path / "in", tmp_path / "trimmed", recipe(sound=Sound(trim_db=30.0)))
+    # Times count from the beginning, so that nothing is trimmed.
+    prepare_speech(tmp_path / "in", tmp_path / "trimmed", recipe(sound=Sound(trim_db=30.0)))
+    assert Journal(tmp_path / "trimmed" / SOUNDS).head["trim_db"] == 0
 
 
 def test_subtitles_in_a_linked_folder(tmp_path):

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import math
-import os
 import shutil
 from pathlib import Path
 from typing import get_args
@@ -510,11 +509,3 @@ def test_rows_without_any_text_name_their_columns(tmp_path):
     with pytest.raises(UserError, match=r"no column of texts; columns: audio, label") as error:
         read(folder)
     assert error.value.hint == "name it text or transcript or transcription or sentence"
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no named pipes in folders")
-def test_a_pipe_is_no_transcript(tmp_path):
-    folder = folder_of(tmp_path, "a|One.\n")
-    os.mkfifo(tmp_path / "pipe.csv")
-    with pytest.raises(UserError, match=r"pipe\.csv: a pipe, and a table is read twice"):
-        read(folder, file=tmp_path / "pipe.csv")
