@@ -68,7 +68,7 @@ WORDS = re.compile(rf"(?<![\w-])({'|'.join(PRIVATE_WORDS)})(?![\w-])", re.IGNORE
 
 
 NO_NAMES = {"one", "ones", "one_of"}
-STILL_WITH_ONE = {"audio", "cli", "engine", "planner", "report", "session", "speech", "vae", "vocoder", "watch"}
+STILL_WITH_ONE = {"audio", "cli", "engine", "planner", "report", "session", "vae", "vocoder", "watch"}
 
 
 def modules() -> dict[str, Path]:

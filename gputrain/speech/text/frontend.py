@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from importlib.metadata import version
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 from gputrain.config import read_file
@@ -41,21 +42,11 @@ PAD_ID, BOS_ID, EOS_ID = range(3)
 LANGUAGES: dict[str, Language] = {language.name: language for language in (UZBEK, ENGLISH, RUSSIAN, CHARACTERS)}
 
 
-# Letters, IPA and its marks, and the digits that stand for tones: as code points after NFD, the output of espeak-ng for
-# all of its languages.
-IPA = "".join(
-    map(
-        chr,
-        (
-            *range(ord("a"), ord("z") + 1),
-            *map(ord, "æçðøħŋœǀǁǂǃβεθχᵻⱱ"),
-            *range(0x250, 0x2B0),  # IPA extensions
-            *map(ord, "ʰʲʷˈˌːˑ˞ˠˡˤⁿᵝ↑↓0123456789\"#'()[]`ANSXZ"),
-            *range(0x300, 0x362),  # combining marks
-        ),
-    )
-)
-IPA_SYMBOLS = "".join(sorted({*unicodedata.normalize("NFD", IPA)}))
+# Letters, IPA (0x250 to 0x2AF) and its combining marks, and the digits that stand for tones: as code points after NFD,
+# the output of espeak-ng for all of its languages.
+_IPA = "".join(map(chr, (*range(0x250, 0x2B0), *range(0x300, 0x362))))
+_ESPEAK = f"{ascii_lowercase}{_IPA}æçðøħŋœǀǁǂǃβεθχᵻⱱʰʲʷˈˌːˑ˞ˠˡˤⁿᵝ↑↓0123456789\"#'()[]`ANSXZ"
+IPA_SYMBOLS = "".join(sorted({*unicodedata.normalize("NFD", _ESPEAK)}))
 
 
 BARRED = PUNCTUATION + "_^$"  # Characters besides digits that no spelling contains.

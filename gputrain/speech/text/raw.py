@@ -49,7 +49,7 @@ class Lexicon:
 
     @cached_property
     def _in_any_case(self) -> dict[str, str]:
-        return {word.lower(): spelling for word, spelling in self.words.items() if not _is_capitals(word)}
+        return {word.lower(): spelling for word, spelling in self.words.items() if not word.isupper()}
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
@@ -60,10 +60,6 @@ class Lexicon:
         # A word within an address (info@gmail.com) is left to its rule.
         before, after = r"(?<![\w'@])(?<!\w[-.])", r"(?![\w@])(?!\.[A-Za-z])"
         return re.compile(rf"{before}(?=[{re.escape(first)}])(?P<word>(?i:{words})){ending}{after}")
-
-
-def _is_capitals(word: str) -> bool:
-    return word == word.upper() and word != word.lower()
 
 
 def read_lexicon(path: Path) -> dict[str, str]:
