@@ -2,8 +2,6 @@
 
 import math
 
-UNIT_TOLERANCE = 0.1  # The share by which values may miss a unit's factor: declared durations are often rounded.
-
 
 def format_number(value: float, digits: int = 3) -> str:
     """Returns a number with about so many significant digits, without an exponent: 0.0123, 1.23, 31.2, 1,234."""

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gputrain.engine.workers import describe_exit
 from gputrain.errors import UserError, first_line
 from gputrain.formatting import format_number
-from gputrain.hw.child_process import describe_exit
 
 ROW = "--row"  # Argument of the child that precedes the settings of its row, in JSON.
 Settings = dict[str, Any]

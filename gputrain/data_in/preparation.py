@@ -26,11 +26,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gputrain.data_in.split import fingerprint
-from gputrain.engine.workers import signals_blocked
+from gputrain.engine.workers import describe_exit, remedy_for_exit, signals_blocked
 from gputrain.errors import UserError
 from gputrain.files import Progress, read_rows, write_rows, writing
 from gputrain.formatting import format_number
-from gputrain.hw.child_process import describe_exit, remedy_for_exit
 from gputrain.kinds import refuse_other_data
 from gputrain.serialization import from_row, unreadable
 
@@ -131,7 +130,7 @@ class DataReport:
         return {name: text for name, text in rows.items() if text}
 
 
-ACCOUNT_WIDTH = 46  # Letters of a list in the account, so that it fits a terminal.
+NAMED = 4  # Names of a list in the account, which mostly fit a terminal.
 
 
 def format_counts(ignored: Mapping[str, Sequence[str]]) -> str:
@@ -151,10 +150,8 @@ def _counted_files(suffix: str, names: Sequence[str]) -> str:
 
 
 def _shortened(names: Sequence[str]) -> str:
-    """Returns a list of at most ACCOUNT_WIDTH letters, but at least the first name, and the number of the others."""
-    fitting = (n for n in range(min(len(names), ACCOUNT_WIDTH), 1, -1) if len(", ".join(names[:n])) <= ACCOUNT_WIDTH)
-    shown = next(fitting, min(1, len(names)))
-    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+    """Returns the first names of a list, and the number of the others."""
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -169,11 +169,6 @@ def _folder(given: Path) -> DataFolder:
     if not has_weight:
         return DataFolder(given)
     if given.exists():
-        if Path(name).exists():
-            raise UserError(
-                f"{text}: both a folder of this name and {name} with a weight of {number} exist",
-                hint=f"write {text}=1 for the first, {name}={weight:.1f} for the second",
-            )
         return DataFolder(given)
     if not 0 < weight <= HIGHEST:
         raise UserError(

@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 
 from gputrain.engine.stop import CAUSES
 from gputrain.errors import UserError
-from gputrain.hw.child_process import describe_exit, remedy_for_exit
 
 AnyBatch = TypeVar("AnyBatch")
 log = logging.getLogger(__name__)
@@ -36,8 +35,31 @@ HANG_SECONDS = 60.0  # Time without a batch after which a warning is logged.
 LEAVING_SECONDS = 2.0  # Time for workers to end by themselves.
 DEATHS, WITHIN_BATCHES = 3, 100  # The run ends after this many deaths within this many batches.
 
+ACCESS_VIOLATION = 0xC0000005  # Windows' counterpart of SIGSEGV.
 # Windows has neither SIGHUP nor SIGUSR1.
 GROUP_SIGNALS = tuple(getattr(signal, name) for name in CAUSES if hasattr(signal, name))
+
+
+def describe_exit(code: int) -> str:
+    """Return the name of the signal that ended a process, or its exit code.
+
+    multiprocessing and subprocess report a signal as a negative number.
+    """
+    if code == ACCESS_VIOLATION:
+        return "access violation"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"exit code {code}"
+
+
+def remedy_for_exit(code: int) -> str:
+    """Return advice on what to try after a worker process ended with this code."""
+    if describe_exit(code) == "SIGKILL":
+        return "the system kills processes when memory runs out: run it again with a lower --num-workers"
+    if describe_exit(code) == "SIGBUS":
+        return "shared memory may be full: enlarge a container's /dev/shm (--shm-size), or lower --num-workers"
+    return "run it again with --num-workers 0, where the cause is printed"
 
 
 class WorkerDied(Exception):

@@ -141,7 +141,7 @@ def test_an_account_names_what_is_used_and_ignored_in_lines_of_a_terminal() -> N
     account = report.account()
     assert account == {
         "used": "audio, sentence",
-        "ignored": "source, column 0, column 1, column 2, column 3 and 16 more",
+        "ignored": "source, column 0, column 1, column 2 and 17 more",
         "ignored files": "1234 .txt such as 0.txt, logo.svg, 1 hidden",
     }
     assert max(len(f"  height in pixels  {text}") for text in account.values()) <= 80

@@ -41,7 +41,6 @@ def test_folders_and_weights_as_they_are_written(folders):
     (["a=10001"], "a: its weight is 10001,"),
     (["a", "b", "same=2"], "same: the same folder as a"),
     (["a", "b/../a"], "b/../a: the same folder as a"),
-    (["x=2"], "x=2: both a folder of this name and x with a weight of 2 exist"),
     ([], "no data folder is given"),
 )
 def test_what_is_refused(folders, given, message):
@@ -49,12 +48,6 @@ def test_what_is_refused(folders, given, message):
         data_folders(list(map(Path, given)))
     assert str(refused.value).startswith(message)
     assert refused.value.hint
-
-
-def test_the_ways_out_of_an_ambiguous_name_are_right(folders):
-    with pytest.raises(UserError) as refused:
-        data_folders([Path("x=2")])
-    assert refused.value.hint == "write x=2=1 for the first, x=2.0 for the second"
 
 
 def drawn(mixture: Mixture, epoch: int) -> list[Sample]:
