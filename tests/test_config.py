@@ -14,6 +14,7 @@ from gputrain.config import (
     checked,
     config,
     flatten,
+    is_readable,
     leaves,
     opt,
     read_file,
@@ -190,3 +191,17 @@ def test_a_file_with_former_names_is_read_and_refused_beside_todays(tmp_path):
     file.write_text("lean: false\nrecompute_norms: true\n")
     with pytest.raises(UserError, match="unknown key 'lean'"):
         read_defaults(file, TrainVae)
+
+
+@each_row("vae", "vocoder", "tts", "asr")
+def test_runs_that_stored_options_of_earlier_versions_are_readable(kind):
+    """If they have the value that the option had by default, and so did nothing."""
+    settings = kinds()[kind].train
+    removed, folder = settings.removed, {"data_path": ["data"]}
+    assert removed
+    assert not removed.keys() & leaves(settings).keys()
+    stored = {**flatten(assemble(settings, folder)), **removed}
+    assert is_readable(settings, stored)
+    assert assemble(settings, stored) == assemble(settings, folder)
+    for name in removed:
+        assert not is_readable(settings, {**stored, name: "another value"})
