@@ -28,7 +28,7 @@ from gputrain.data_in.preparation import (
 )
 from gputrain.errors import UserError
 from gputrain.vae.config import PictureLimits
-from gputrain.vae.tiff import OTHERS, TiffLayout, UnsupportedTiff, read_layout, shares_of_white
+from gputrain.vae.tiff import OTHERS, TiffLayout, UnsupportedTiff, read_layout
 
 T = TypeVar("T")
 PictureFault = Literal[
@@ -174,8 +174,7 @@ def read_picture(
     `crop(width, height)` returns the box to keep, for the size of the stored picture before the EXIF rotation. Only
     the first frame of an animation is read. With 1 and 3 channels, transparency is composited over white, the
     background for which most cut-outs are drawn, as hidden colours are meaningless; with 4 it is kept, and colours are
-    not multiplied by it. 16 bits are scaled to 8; for 32-bit integers and floats, white is the smallest of 1, 255,
-    65535 and the maximum that is not exceeded by any value (see `shares_of_white`). Colours are converted from an
+    not multiplied by it. 16 bits are scaled to 8. Colours are converted from an
     embedded ICC profile to sRGB; a broken profile is ignored. Raises UnusablePicture: broken, unsupported, unreadable,
     tiny or huge.
     """
@@ -248,7 +247,7 @@ def _opened(path: Path, limits: PictureLimits) -> Iterator[Opened]:
             warnings.simplefilter("ignore")  # Pillow warns about invalid tags.
             tiff, unsupported = read_layout(path), ""
             if tiff:
-                unsupported = f"a TIFF of {tiff}, which is not supported: {OTHERS}"
+                unsupported = f"a TIFF of {tiff.description}, which is not supported: {OTHERS}"
             if tiff and not tiff.pillow_reads:
                 raise UnsupportedTiff(unsupported)
             try:
@@ -287,7 +286,7 @@ def _check_size(path: Path, limits: PictureLimits, width: int, height: int) -> N
 def _check_whole(path: Path, image: Image.Image, tiff: TiffLayout | None) -> None:
     """Raises UnusablePicture if the file has a hole of zeros, as an interrupted copy or a bad disk leaves it: decoders
     fill it with gray, black or noise and say nothing. PNG has checksums, and without compression zeros are black."""
-    if image.format in ("PNG", "GIF", "BMP", "DIB") or (tiff and not tiff.compression):
+    if image.format in ("PNG", "GIF", "BMP", "DIB") or (tiff and not tiff.is_compressed):
         return
     content = path.read_bytes()
     stripped = content.rstrip(b"\0")
@@ -319,7 +318,7 @@ def _opened_by_pillow(path: Path, image: Image.Image, tiff: TiffLayout | None) -
         image.load()
         _check_whole(path, image, tiff)
         upright = UPRIGHT.get(_orientation(image))
-        if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        if image.mode == "I" or image.mode.startswith("I;16"):  # Some versions of Pillow have 16 bits in 32.
             return _in_8_bits(image, tiff.bits if tiff else 16), upright
         level = image.info.get("transparency")
         if bits and isinstance(level, int) and level < 2**bits:  # Pillow scales the levels to 8 bits, but not this one.
@@ -376,13 +375,9 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _in_8_bits(image: Image.Image, bits: int) -> Image.Image:
-    """Returns a gray picture of up to 16 `bits`, or of 32 bits, with 8."""
-    values = np.asarray(image)
-    if image.mode.startswith("I;16"):
-        key = image.info.get("transparency")
-        shares = np.multiply(values, 1 / (2**bits - 1), dtype=np.float32)
-    else:
-        key, shares = None, shares_of_white(values)
+    """Returns a gray picture of up to 16 `bits` with 8."""
+    values, key = np.asarray(image), image.info.get("transparency")
+    shares = np.multiply(values, 1 / (2**bits - 1), dtype=np.float32)
     grey = Image.fromarray((255 * shares).round().clip(0, 255).astype(np.uint8))
     if isinstance(key, int):  # Pixels of this level are transparent.
         grey.putalpha(Image.fromarray(np.where(values == key, 0, 255).astype(np.uint8)))

@@ -18,7 +18,6 @@ from gputrain.errors import UserError
 from gputrain.files import write_rows
 from gputrain.vae.config import PictureLimits
 from gputrain.vae.dataset import CropDataset, Picture, centre_crop, open_pictures, to_u8, to_unit
-from gputrain.vae.evaluate import readable_crops
 from gputrain.vae.pictures import (
     JOURNAL,
     UnusablePicture,
@@ -130,24 +129,6 @@ def test_16_bit_grey_is_scaled(tmp_path, suffix):
     assert read_header(path).mode.startswith("I;16")
     expected = np.round(values / 65535 * 255).astype(int)
     assert (levels(path) == expected[..., None]).all()
-
-
-@each_row(*[("int32", 255), ("int32", 65535), ("int32", 10**6)] + [("float32", w) for w in (1, 255, 65535, 4e6)])
-def test_white_of_32_bit_greys(tmp_path, dtype, white):
-    values = np.linspace(0, white, 4096).astype(dtype).reshape(64, 64)
-    path = saved(tmp_path / "grey.tif", Image.fromarray(values))
-    expected = np.round(values.astype(np.float64) / white * 255)
-    assert np.abs(levels(path)[..., 0] - expected).max() <= (0 if dtype == "int32" and white <= 65535 else 1)
-    corner = levels(path, crop=lambda width, height: (0, 0, 32, 32))
-    assert (corner == levels(path)[:32, :32]).all()
-
-
-def test_float_without_a_value_is_black(tmp_path):
-    values = np.full((64, 64), 0.5, dtype=np.float32)
-    values[0, :4] = np.nan, np.inf, -np.inf, -1
-    grey = levels(saved(tmp_path / "grey.tif", Image.fromarray(values)))[..., 0]
-    assert grey[0, :4].tolist() == [0, 0, 0, 0]
-    assert (grey[1:] == 128).all()
 
 
 def cut_out(mode):
@@ -270,17 +251,6 @@ def test_pictures_of_other_formats_are_named(tmp_path, start, name):
     (tmp_path / "photo.jpg").write_bytes(start + bytes(100))
     with pytest.raises(UnusablePicture, match=f"unsupported: a file of format {name}, .* convert it to JPEG or PNG"):
         read_picture(tmp_path / "photo.jpg")
-
-
-def test_held_out_crops_of_one_colour_are_said(tmp_path, caplog):
-    Image.new("RGB", (40, 40), RED).save(tmp_path / "red.png")
-    noise(40, 40).save(tmp_path / "noise.png")
-    pictures = [Picture(path, 40, 40, "0") for path in sorted(tmp_path.iterdir())]
-    assert len(list(readable_crops(pictures, 32, 3))) == 2
-    assert "in 1 of 2 centre crops" in caplog.text
-    caplog.clear()
-    list(readable_crops(pictures[:1], 32, 3))
-    assert not caplog.text
 
 
 # ------------------------------------------------------------------------------------------------ damage

@@ -11,7 +11,6 @@ import tifffile
 from PIL import Image
 
 from gputrain.vae.pictures import UnusablePicture, read_header, read_picture
-from gputrain.vae.tiff import shares_of_white
 from tests.tables import check_rows, each_row
 
 RGB = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
@@ -50,7 +49,7 @@ STORED = [
 
 
 # Layouts that Pillow decodes, besides those of 8 bits.
-DECODED = {("u2", "rgb"), ("u2", "minisblack"), ("f4", "minisblack")}
+DECODED = {("u2", "rgb"), ("u2", "minisblack")}
 
 
 @each_row(*[(dtype, how) for dtype in SAMPLES for how in STORED if not (dtype[0] == "f" and how["predictor"])])
@@ -60,8 +59,7 @@ def test_every_sample_format_in_every_order(tmp_path: Path, dtype: str, how: dic
     def check(picture: np.ndarray, expected: np.ndarray, layout: dict[str, str]) -> None:
         path = written(tmp_path / "a.tif", picture, **layout, **how)
         is_whole = layout.get("planarconfig") != "separate"
-        is_native = dtype != "f4" or how["byteorder"] == "<" or not how["compression"]
-        if dtype == "u1" or ((dtype, layout["photometric"]) in DECODED and is_whole and is_native):
+        if dtype == "u1" or ((dtype, layout["photometric"]) in DECODED and is_whole):
             assert np.abs(levels(path) - expected).max() <= 1
             header = read_header(path)
             assert (header.format, header.width, header.height) == ("TIFF", 64, 48)
@@ -127,14 +125,8 @@ REFUSED = {
     "raw": (
         sampled(GRAY, "u2"),
         {"photometric": "cfa"},
-        r"16-bit unsigned samples, 1 a pixel, colours of a sensor \(CFA\)",
+        r"16-bit unsigned samples, 1 a pixel, cfa colours",
     ),
-    "black": (
-        (GRAY / 127.5 - 1).astype("f4"),
-        {"photometric": "minisblack"},
-        "reach from -1 to 1, and black is not known",
-    ),
-    "scale": ((GRAY / 50).astype("f4"), {"photometric": "minisblack"}, r"reach 5\.1, neither 1 nor 255"),
 }
 
 
@@ -150,7 +142,7 @@ def test_a_compression_that_needs_another_package_is_named(tmp_path: Path) -> No
     path = written(tmp_path / "a.tif", planes(sampled(RGB, "u2")), photometric="rgb", planarconfig="separate")
     with tifffile.TiffFile(path, mode="r+") as tiff:
         tiff.pages[0].tags["Compression"].overwrite(50001)  # WebP
-    with pytest.raises(UnusablePicture, match="16-bit unsigned samples, 3 a pixel, separate planes, WEBP compression"):
+    with pytest.raises(UnusablePicture, match="3 a pixel, rgb colours, separate planes, WEBP compression"):
         levels(path)
 
 
@@ -159,19 +151,8 @@ def test_colour_differences_of_several_pixels_are_refused(tmp_path: Path) -> Non
     assert np.abs(levels(path) - RGB).max() <= 3
     with tifffile.TiffFile(path, mode="r+") as tiff:
         tiff.pages[0].tags["YCbCrSubSampling"].overwrite((2, 2))
-    with pytest.raises(UnusablePicture, match="8-bit unsigned samples, 3 a pixel, YCbCr colours"):
+    with pytest.raises(UnusablePicture, match="8-bit unsigned samples, 3 a pixel, ycbcr colours"):
         levels(path)
-
-
-def test_a_few_highlights_do_not_darken_a_picture(tmp_path: Path) -> None:
-    picture = (GRAY / 255).astype(np.float32)
-    picture[:2, :2] = 1.6
-    picture[0, 0] = -0.01  # Filters overshoot on either side.
-    expected = GRAY.astype(int)[..., None]
-    expected[:2, :2] = 255
-    expected[0, 0] = 0
-    assert np.abs(levels(written(tmp_path / "a.tif", picture, photometric="minisblack")) - expected).max() <= 1
-    assert shares_of_white(np.array([0.0, 51.0, 200.0]))[1] == pytest.approx(0.2)
 
 
 @each_row("u1", "u2")
