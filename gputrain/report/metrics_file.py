@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from gputrain.engine.metrics import RECENT_LINES, TAIL_BYTES, row_of
+from gputrain.engine.metrics import RECENT_LINES, row_of
 
 Points = list[tuple[int, float]]  # Steps with values.
 
@@ -141,29 +141,25 @@ class MetricsFile:
 
     def __init__(self, path: str, most_rows: int = MOST_ROWS) -> None:
         self.path, self.most_rows = path, most_rows
-        self._begin(0)
+        self._begin()
 
-    def _begin(self, position: int) -> None:
-        """Forget all lines, and read from a position next, from the next beginning of a line on."""
+    def _begin(self) -> None:
+        """Forget all lines, and read from the beginning next."""
         self.table = MetricsTable(self.most_rows)
-        self.position = position  # Where the next line begins.
-        self.is_whole = position == 0
+        self.position = 0  # Where the next line begins.
         self.damaged = self.waiting = 0  # Damaged lines, and bytes of a line that is not complete.
         self._checked = b""  # The last bytes before the position.
         self._number = 0
-        self._is_inside = position > 0  # True if the position is inside of a line, which is left out.
+        self._is_inside = False  # True if the position is inside of a line that is too long, and is left out.
 
-    def read(self, *, tail_only: bool = False) -> bool:
-        """Read what is new; with `tail_only`, of a file that was not read yet only the end. Returns False if there is
-        nothing new. Raises OSError."""
+    def read(self) -> bool:
+        """Read what is new. Returns False if there is nothing new. Raises OSError."""
         with Path(self.path).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(self.position - len(self._checked))
             is_known = self.position <= size and file.read(len(self._checked)) == self._checked
-            begins_anew = not is_known or not self.position or not (self.is_whole or tail_only)
-            if begins_anew:
-                reads_tail = tail_only and (not self.is_whole or not self.position)
-                self._begin(max(0, size - TAIL_BYTES) if reads_tail else 0)
+            if not is_known:
+                self._begin()
             file.seek(self.position)
             before, damaged = self.position, self.damaged
             self._read_blocks(file, size)

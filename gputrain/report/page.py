@@ -93,7 +93,7 @@ class RunView:
     @property
     def card_key(self) -> tuple[object, ...]:
         record, files = self.record, ("metrics", "plan", "history", "settings", "notes")
-        return (self.at(*files), self.status, record.is_read, record.notes)
+        return (self.at(*files), self.status, record.notes)
 
     @cached_property
     def headline(self) -> Headline | None:

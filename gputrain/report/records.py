@@ -62,7 +62,6 @@ class RunRecord:
     versions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))  # Counts of changes.
     changed_at: float = 0.0  # By time.time(), when the metrics or the history changed last; 0 if they never did.
     news_at: float | None = None  # The same by time.monotonic(), as far as changes tell that the run goes on.
-    is_read: bool = True  # False while only the end of the metrics is known.
     is_gone: bool = False  # True if the folder has vanished.
     is_elsewhere: bool = False  # True if news come although no process has the number: it is that of a container.
 
@@ -86,7 +85,7 @@ class RunRecord:
 
     @property
     def seconds(self) -> float:
-        """The time of all attempts together, as far as their metrics are read."""
+        """The time of all attempts together, as their metrics say."""
         return self.metrics.seconds_before + self.metrics.attempt_seconds
 
     @property
@@ -167,7 +166,7 @@ class RunReader:
         """Open a folder, of which nothing is read yet. Besides evaluations, at most `most_rows` lines of metrics are
         kept. Links out of the folder are not read unless it `follows_links`, since whoever writes the folder must not
         choose what others are shown."""
-        self.record = RunRecord(folder, name or os.path.basename(os.path.realpath(folder)), "", is_read=False)
+        self.record = RunRecord(folder, name or os.path.basename(os.path.realpath(folder)), "")
         self.most_rows, self.follows_links = most_rows, follows_links
         self._paths = {part: os.path.join(folder, file) for part, file in PARTS.items()}
         self._metrics = MetricsFile(self._paths["metrics"], most_rows)
@@ -177,8 +176,8 @@ class RunReader:
         self._late_news = 0  # How often news came although the process had ended.
         self._settles_at: float | None = None  # When samples that have appeared are complete.
 
-    def refresh(self, *, tail_only: bool = False) -> None:
-        """Read what is new since the last call. With `tail_only`, of metrics that have not been read yet only the end.
+    def refresh(self) -> None:
+        """Read what is new since the last call.
 
         Damaged, half and vanished files are noted, and no error. What was read before from a file that cannot be read
         any more stays.
@@ -190,10 +189,10 @@ class RunReader:
         changed = set()
         for part, path in self._paths.items():
             sign = _sign(path)
-            is_first, is_unread = part not in self._signs, part == "metrics" and not (tail_only or record.is_read)
-            if is_first or is_unread or sign != self._signs[part]:
+            is_first = part not in self._signs
+            if is_first or sign != self._signs[part]:
                 self._signs[part] = sign
-                is_new = self._read(part, sign, tail_only)
+                is_new = self._read(part, sign)
                 if sign is not None if is_first else is_new:
                     changed.add(part)
         now = time.monotonic()
@@ -208,7 +207,7 @@ class RunReader:
             self._note_news()
         record.notes = self._notes()
 
-    def _read(self, part: str, sign: Sign, tail_only: bool) -> bool:
+    def _read(self, part: str, sign: Sign) -> bool:
         """Read a file that has changed. Returns False if there is nothing new in it."""
         record, path, faults, is_changed = self.record, Path(self._paths[part]), list[str](), True
         try:
@@ -218,10 +217,10 @@ class RunReader:
                 raise ValueError("it is a link out of the folder")
             if part == "metrics":
                 if sign:
-                    is_changed = self._metrics.read(tail_only=tail_only)
+                    is_changed = self._metrics.read()
                 else:
                     self._metrics = MetricsFile(self._paths["metrics"], self.most_rows)
-                record.metrics, record.is_read = self._metrics.table, self._metrics.is_whole
+                record.metrics = self._metrics.table
             elif part == "settings":
                 record.settings = _read_settings(path) if sign else {}
                 kind = str(record.settings.pop("kind", ""))

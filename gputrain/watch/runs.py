@@ -28,7 +28,6 @@ MOST_RUNS = 2_000
 MOST_ROWS = 2_000  # Lines of metrics of a run that are kept in memory, besides evaluations.
 NOT_CRAWLED = {"samples", "logs"}
 LOOK_SECONDS, READ_SECONDS = 5.0, 1.0  # Time between looks for new runs, and between readings.
-READ_LIMIT = 0.5  # Seconds of a reading for long metrics.
 ASKED_SECONDS = 30.0  # Runs are read for so long after somebody has asked for them.
 FIRST_LOOK_SECONDS = 3.0  # The longest time that a page waits for the first look,
 PATIENCE_SECONDS = 15.0  # and for another thread that reads its run.
@@ -77,13 +76,14 @@ class WatchedRun(RunReader):
         super().__init__(folder, name, most_rows=MOST_ROWS)
         self.turn, self.known = threading.Lock(), copy.deepcopy(self.record)
 
-    def read_on(self, patience: float = 0.0, *, tail_only: bool = False, again: bool = True) -> None:
-        """Read what is new, or whatever was not read yet. Raises TimeoutError if another thread reads for longer."""
+    def read_on(self, patience: float = 0.0, *, again: bool = True) -> None:
+        """Read what is new. Without `again`, only a run that was never read. Raises TimeoutError if another thread
+        reads for longer."""
         if not self.turn.acquire(timeout=patience):
             raise TimeoutError
         try:
-            if again or not self.known.is_read:
-                self.refresh(tail_only=tail_only)
+            if again or not self._signs:
+                self.refresh()
                 before, known = self.known, copy.copy(self.record)
                 known.versions = dict(known.versions)
                 if known.versions["metrics"] == before.versions["metrics"]:
@@ -120,7 +120,7 @@ class Runs:
         self._looked.wait(FIRST_LOOK_SECONDS)
         self._asked, is_stale = time.monotonic(), time.monotonic() - self._read > 2 * READ_SECONDS
         if is_stale and not ids:
-            self.read(limit=0.0)
+            self.read()
         runs = self._runs
         for id in runs if len(runs) == 1 else ids:
             if id in runs:
@@ -149,28 +149,24 @@ class Runs:
         self._update(found)
 
     def _update(self, found: dict[str, Path]) -> None:
-        """Make readers of new runs, each read in part, and forget those of vanished runs."""
+        """Make readers of new runs, and forget those of vanished runs."""
         if found.keys() != self._runs.keys():
             names, runs = unique_names(list(found.values())), {}
             for (id, folder), name in zip(found.items(), names, strict=True):
                 runs[id] = run = self._runs.get(id) or WatchedRun(folder, name)
                 run.record.name = run.known.name = name
                 if id not in self._runs:
-                    run.read_on(tail_only=True)
+                    run.read_on()
             with self.lock:
                 self._runs = runs  # A new dict, so that other threads may go through the one they have.
         self._looked.set()
 
-    def read(self, limit: float = READ_LIMIT) -> None:
-        """Read what is new in all runs. Of long metrics only the ends are read at first, so that all runs are shown
-        soon, and for a limited time each turn the rest of one after the other, which takes much longer."""
-        for tail_only in (True, False):
-            for run in self._runs.values():
-                if tail_only or (not run.known.is_read and time.monotonic() < self._read + limit):
-                    with contextlib.suppress(TimeoutError):  # Its disk does not answer, or a page has it read.
-                        run.read_on(tail_only=tail_only)
-            if tail_only:
-                self._read = time.monotonic()
+    def read(self) -> None:
+        """Read what is new in all runs."""
+        for run in self._runs.values():
+            with contextlib.suppress(TimeoutError):  # Its disk does not answer, or a page has it read.
+                run.read_on()
+        self._read = time.monotonic()
 
     def _read_if_asked(self) -> None:
         if time.monotonic() - self._asked < ASKED_SECONDS:

@@ -96,8 +96,7 @@ def test_what_a_resumed_training_removes_is_forgotten(change, more, tmp_path):
     file = MetricsFile(str(path))
     file.read()
     change(path, b"".join(line(step, step + 0.7) for step in range(5, 5 + more)))
-    assert file.read(tail_only=True)  # What has been read whole stays so.
-    assert file.is_whole
+    assert file.read()
     assert facts(file) == fresh(path)
     assert file.table.last_step == 4 + more
 
@@ -115,27 +114,6 @@ def test_a_file_that_was_copied_again_is_not_read_again(tmp_path):
     assert file.read()
     assert file.table is table
     assert table.last_step == 300
-
-
-def test_of_a_long_file_the_end_is_known_at_first(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b"".join(line(step) for step in range(1, 3001)))
-    file = MetricsFile(str(path))
-    file.read(tail_only=True)
-    assert not file.is_whole
-    assert file.damaged == 0
-    assert file.table.last_step == 3000
-    assert file.table.longest_gap == 1  # Not the time before the lines that are known.
-    append(path, line(3001))
-    assert file.read(tail_only=True)
-    assert file.table.last_step == 3001
-    assert file.read()  # Whole from now on.
-    assert facts(file) == fresh(path)
-    assert file.is_whole
-    os.truncate(path, path.stat().st_size - len(line(3000)) * 5)
-    append(path, line(2998, 1.0))
-    assert file.read(tail_only=True)
-    assert (file.is_whole, facts(file)) == (True, fresh(path))
 
 
 @each_row((1, 50), (7, 50), (3000, 50), (3000, 1), (100, 100))

@@ -147,17 +147,3 @@ def test_the_thread_reads_what_is_asked_for(tmp_path):
     runs.start()
     runs.touch([id_of(folder)])
     assert runs.record(id_of(folder)).last_step == 3
-
-
-def test_long_metrics_are_listed_by_their_end_and_read_whole_later(tmp_path):
-    run = run_at(tmp_path / "long", steps=2000)
-    runs = Runs([run])
-    runs.look()
-    record = runs.record(id_of(run))
-    assert (record.is_read, record.last_step) == (False, 2000)
-    runs.read(limit=0.0)
-    assert not runs.record(id_of(run)).is_read
-    runs.read()
-    record = runs.record(id_of(run))
-    assert record.is_read
-    assert record.series("eval/psnr_db")[1] == (10, 3.2)
