@@ -37,7 +37,7 @@ from gputrain.audio.weight_norm import cached_weights
 from gputrain.errors import UserError, import_package
 from gputrain.files import Progress, StepProgress, no_progress, written_aside
 from gputrain.kinds import Exported
-from gputrain.vocoder.architecture import SAME_OPTIONS
+from gputrain.vocoder.config import SAME_OPTIONS
 from gputrain.vocoder.generator import HARMONICS, Generator, Noise, draw_noise
 from gputrain.vocoder.load import CONFIG, DILATIONS, MODEL, SPECTROGRAM, LoadedVocoder, load_vocoder
 

@@ -18,8 +18,7 @@ from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import load_weights, trained_weights
 from gputrain.errors import UserError
 from gputrain.fetch.names import local_path, refuse_graph
-from gputrain.vocoder.architecture import SAME_OPTIONS, NsfHifiganArchitecture
-from gputrain.vocoder.config import PUBLISHED, Model, Spectrogram, TrainVocoder
+from gputrain.vocoder.config import PUBLISHED, SAME_OPTIONS, Model, NsfHifiganArchitecture, Spectrogram, TrainVocoder
 from gputrain.vocoder.generator import Generator
 from gputrain.weights import log_unused, read_foreign, tensors_of
 

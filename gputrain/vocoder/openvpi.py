@@ -197,10 +197,6 @@ def dead(name: str, shipped: object, why: str, instead: str) -> Key:
     )
 
 
-CONSTANT = "lr_scheduler.scheduler.WarmupLR"
-COSINE = "torch.optim.lr_scheduler.CosineAnnealingLR"
-
-
 def is_fast(file: Values) -> bool:
     return "fast_task" in str(file.get("task_cls", "fast_task"))  # Our default too.
 
@@ -271,36 +267,6 @@ def frozen(value: Any, file: Values) -> Outcome:
     return {} if file.get("freezing_enabled") is False or not value else {"frozen_params": value}
 
 
-def steps(value: Any, file: Values) -> Outcome:
-    """Translates the scheduler: constant after a warm-up, or a cosine, with a warm-up if the file sets one."""
-    if value not in (CONSTANT, COSINE):
-        raise UserError("after a warm-up the rate is constant or follows a cosine", hint=f"one of {CONSTANT}, {COSINE}")
-    if value == CONSTANT:
-        return {"learning_rate_schedule": "constant"}
-    warms_up = "lr_scheduler_args.warmup_steps" in file or "warmup_steps" in file
-    return {"learning_rate_schedule": "cosine", **({} if warms_up else {"warmup_steps": 0})}
-
-
-def least_rate(value: Any, file: Values) -> Outcome:
-    """Ignores the value for a cosine with eta_min."""
-    return {} if is_cosine(file) and "lr_scheduler_args.eta_min" in file else {"min_learning_rate": value}
-
-
-def end_of_cosine(value: Any, file: Values) -> Outcome:
-    return {"min_learning_rate": value} if is_cosine(file) else {}
-
-
-def length_of_cosine(value: Any, file: Values) -> Outcome:
-    ends = (file.get("max_updates"), file.get("num_steps"))
-    if is_cosine(file) and value not in ends:
-        raise UserError("a cosine ends where training does", hint="leave it out, or set it to max_updates")
-    return {}
-
-
-def is_cosine(file: Values) -> bool:
-    return file.get("lr_scheduler_args.scheduler_cls") == COSINE
-
-
 OPTIMIZERS: dict[str, object] = {"torch.optim.AdamW": "adamw", "modules.optimizer.muon.Muon_AdamW": "muon"}
 
 
@@ -345,7 +311,7 @@ def optimizer(block: str, whose: str, prefix: str = "") -> list[Key]:
 
 TURNS = (
     dilations, periods, fast_periods, clipping, kept, rate_of_all, sanity_steps, finetuning, pretrained, freezing,
-    frozen, steps, least_rate, end_of_cosine, length_of_cosine,
+    frozen,
 )  # fmt: skip
 
 

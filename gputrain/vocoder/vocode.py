@@ -29,8 +29,7 @@ from gputrain.engine.checkpoint import format_list
 from gputrain.errors import UserError
 from gputrain.files import Progress, no_progress, output_names, write_wav, writing
 from gputrain.hw.runtime import runtime_on
-from gputrain.vocoder.architecture import NsfHifiganArchitecture
-from gputrain.vocoder.config import Vocode
+from gputrain.vocoder.config import NsfHifiganArchitecture, Vocode
 from gputrain.vocoder.generator import Generator, Noise, draw_noise
 from gputrain.vocoder.load import load_vocoder
 

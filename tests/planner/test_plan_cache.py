@@ -8,12 +8,11 @@ import pytest
 
 from gputrain import caches
 from gputrain.config import assemble
-from gputrain.planner import plan_cache
+from gputrain.planner import model_planner
 from gputrain.planner.memory import predict
 from gputrain.planner.memory.fit import MemoryModel
 from gputrain.planner.memory.predict import MemoryEstimate
-from gputrain.planner.model_planner import ModelPlanner
-from gputrain.planner.plan_cache import FILES, kept_model, sources_digest
+from gputrain.planner.model_planner import FILES, ModelPlanner, kept_model, sources_digest
 from gputrain.planner.time.roofline import KernelCost, StepCost
 from gputrain.vocoder.config import PlanVocoder
 from gputrain.vocoder.kind import VocoderWork
@@ -73,7 +72,7 @@ def test_a_change_of_the_key_the_versions_or_the_sources_is_a_miss(monkeypatch, 
     assert sources_digest(tmp_path) != before
     for name, value in (("sources_digest", lambda: "0"), ("_surroundings", lambda: ("torch 9",))):
         with monkeypatch.context() as patched:
-            patched.setattr(plan_cache, name, value)
+            patched.setattr(model_planner, name, value)
             with pytest.raises(AssertionError, match="predicted again"):
                 kept_model("key", never)
 
@@ -102,7 +101,7 @@ def test_a_folder_that_takes_nothing_does_no_harm(tmp_path, monkeypatch, caplog)
         assert kept_model("key", lambda: MODEL) == MODEL
     assert f"{tmp_path / 'file'}: what was planned cannot be kept for the next start" in caplog.text
     monkeypatch.setattr(caches, "plan_folder", lambda: tmp_path / "plans")
-    monkeypatch.setattr(plan_cache, "FILES", 3)
+    monkeypatch.setattr(model_planner, "FILES", 3)
     for number in range(FILES // 20):
         kept_model(number, lambda: MODEL)
     assert len(list((tmp_path / "plans").iterdir())) == 3

@@ -4,7 +4,7 @@ import pytest
 
 from gputrain.audio.config import Mel
 from gputrain.errors import UserError
-from gputrain.vocoder.architecture import NsfHifiganArchitecture
+from gputrain.vocoder.config import NsfHifiganArchitecture
 from tests.tables import each_row
 
 

@@ -13,8 +13,7 @@ from gputrain.audio.config import Mel
 from gputrain.config import flatten
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError
-from gputrain.vocoder.architecture import NsfHifiganArchitecture
-from gputrain.vocoder.config import Data, Model, Spectrogram, TrainVocoder
+from gputrain.vocoder.config import Data, Model, NsfHifiganArchitecture, Spectrogram, TrainVocoder
 from gputrain.vocoder.evaluate import Excerpts, evaluate_folder, evaluate_generator
 from gputrain.vocoder.generator import Generator
 from gputrain.vocoder.store import VocoderFormat, VocoderStore, VocoderStoreWriter, open_sounds

@@ -22,7 +22,7 @@ from gputrain.audio.config import Mel
 from gputrain.audio.export import LARGEST_DIFFERENCE
 from gputrain.errors import UserError
 from gputrain.vocoder import generator as generators
-from gputrain.vocoder.architecture import NsfHifiganArchitecture
+from gputrain.vocoder.config import NsfHifiganArchitecture
 from gputrain.vocoder.export import (
     _session_with_noise_outputs,
     export_onnx,

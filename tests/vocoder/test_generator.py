@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gputrain.audio.config import Mel
 from gputrain.audio.weight_norm import WeightNormed, cached_weights
-from gputrain.vocoder.architecture import NsfHifiganArchitecture
+from gputrain.vocoder.config import NsfHifiganArchitecture
 from gputrain.vocoder.generator import Generator, HarmonicSource, Noise, SineSource, draw_noise
 from tests.tables import each_row
 

@@ -15,7 +15,6 @@ from tests.tables import each_row
 
 STANDARD, FAST = PROFILES / "base_hifi_gpu.yaml", PROFILES / "base_hifi_rtx5090_optimized.yaml"
 ADAMW, MUON = "torch.optim.AdamW", "modules.optimizer.muon.Muon_AdamW"
-COSINE = "torch.optim.lr_scheduler.CosineAnnealingLR"
 # The user's two configurations: key, standard, RTX 5090.
 USERS_TABLE = [
     ("task_cls", "nsf_HiFigan_task.nsf_HiFigan", "nsf_HiFigan_fast_task.nsf_HiFigan"),
@@ -270,24 +269,6 @@ def test_a_file_goes_before_its_base_for_the_command_that_it_means(tmp_path):
         {"discriminators": ("msd", "mpd"), "discriminator_periods": (5,)},
     ),
     (
-        {
-            "max_updates": 900,
-            "lr_scheduler_args": {
-                "scheduler_cls": COSINE, "T_max": 900, "eta_min": 1e-6,
-                "min_lr": 1e-5,
-            },
-        },
-        {"num_steps": 900, "learning_rate_schedule": "cosine", "warmup_steps": 0, "min_learning_rate": 1e-6},
-    ),
-    (
-        {"lr_scheduler_args": {"scheduler_cls": COSINE, "warmup_steps": 5, "min_lr": 1e-5}},
-        {"learning_rate_schedule": "cosine", "warmup_steps": 5, "min_learning_rate": 1e-5},
-    ),
-    (  # Used by a cosine only.
-        {"lr_scheduler_args": {"scheduler_cls": "lr_scheduler.scheduler.WarmupLR", "T_max": 5, "eta_min": 1e-6}},
-        {"learning_rate_schedule": "constant"},
-    ),
-    (
         {"optimizer_cls": MUON, "generater_optimizer_args": {"muon_args": {"weight_decay": 0.1}}},
         {"generator_optimizer": "muon", "discriminator_optimizer": "muon", "weight_decay": 0.1},
     ),
@@ -384,12 +365,7 @@ def test_frozen_parameters_and_the_one_step_task(tmp_path):
         "set it to 0",
     ),
     ({"generater_optimizer_args": {"optimizer_cls": MUON, "weight_decay": 0.1}}, "have no decay", "muon_args"),
-    ({"lr_scheduler_args": {"scheduler_cls": "torch.optim.lr_scheduler.StepLR"}}, "after a warm-up", "Cosine"),
-    (
-        {"lr_scheduler_args": {"scheduler_cls": COSINE, "T_max": 5}},
-        "lr_scheduler_args.T_max is 5: a cosine ends where training does",
-        "leave it out",
-    ),
+    ({"lr_scheduler_args": {"scheduler_cls": "torch.optim.lr_scheduler.StepLR"}}, "after a warm-up", "WarmupLR"),
     (
         {"binarization_args": {"num_workers": 8}, "binarization_args.num_workers": 16},
         "binarization_args.num_workers occurs twice",

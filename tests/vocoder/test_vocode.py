@@ -16,8 +16,7 @@ from gputrain.audio.f0 import f0, interpolated
 from gputrain.audio.mel import log_mel
 from gputrain.errors import UserError
 from gputrain.files import no_progress
-from gputrain.vocoder.architecture import NsfHifiganArchitecture
-from gputrain.vocoder.config import Vocode
+from gputrain.vocoder.config import NsfHifiganArchitecture, Vocode
 from gputrain.vocoder.export import export_openvpi
 from gputrain.vocoder.generator import Generator
 from gputrain.vocoder.load import LoadedVocoder
