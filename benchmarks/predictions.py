@@ -14,9 +14,9 @@ from gputrain.hw.plan import Hardware, PrecisionWish, decide
 from gputrain.hw.probe import probe
 from gputrain.hw.runtime import Runtime, apply
 from gputrain.planner.memory.timeline import MemoryTimeline
+from gputrain.planner.model_planner import measured_rates
 from gputrain.planner.time.fusion import kernel_costs
 from gputrain.planner.time.roofline import DeviceRates, KernelCost, busy_seconds
-from gputrain.session import measured_rates
 
 SMALL_OPERATORS = 20_000
 

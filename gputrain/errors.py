@@ -23,16 +23,15 @@ class UserError(Exception):
 
 # Names under which pip knows modules that have another name.
 DISTRIBUTIONS = {
-    "PIL": "pillow", "mlflow": "mlflow-skinny", "parselmouth": "praat-parselmouth", "piper": "piper-tts",
+    "PIL": "pillow", "parselmouth": "praat-parselmouth", "piper": "piper-tts",
     "pynvml": "nvidia-ml-py",
     "pyworld": "pyworld-prebuilt", "skimage": "scikit-image", "yaml": "pyyaml",
 }  # fmt: skip
 # The extra that installs a module which only some commands import. All other modules come with gputrain itself.
 EXTRAS = {
-    "accelerate": "transformers", "datasets": "datasets", "mlflow": "mlflow", "num2words": "numbers", "onnx": "onnx",
+    "accelerate": "transformers", "datasets": "datasets", "num2words": "numbers", "onnx": "onnx",
     "onnxruntime": "onnx", "parselmouth": "f0", "pesq": "pesq", "pymorphy3": "russian", "rapidfuzz": "asr",
     "sherpa_onnx": "onnx", "swift_f0": "swift-f0", "torch_fidelity": "fid", "torchvision": "fid", "transformers": "asr",
-    "wandb": "wandb",
 }  # fmt: skip
 
 

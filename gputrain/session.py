@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic
 
-import torch
 from rich.console import Console
 from torch import nn
 
@@ -23,24 +22,20 @@ from gputrain.engine import checkpoint
 from gputrain.engine.data import batches
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.recipe import Recipe, phases_of
-from gputrain.engine.run_folder import Run, discarded_if_refused, given_plan, open_run
+from gputrain.engine.run_folder import Run, discarded_if_refused, open_run
 from gputrain.engine.schedule import StepSchedule, check_finish, stages_ahead, steps_of_stage
 from gputrain.engine.stop import Deadline, finish_moment, format_duration, log_start_until, seconds_until, timed_part
 from gputrain.engine.train import train
-from gputrain.errors import UserError, require, without_secrets
+from gputrain.errors import UserError, without_secrets
 from gputrain.hw.plan import NEEDS_GPU, Plan, Setting, data_in_memory, fit_shared_memory, workers
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of
 from gputrain.hw.runtime import Runtime, apply
-from gputrain.hw.speed import copied_bytes_per_second, product_flops_per_second
 from gputrain.planner.kind_work import BatchSource, KindWork, S, StageData, TrainingData
-from gputrain.planner.model_planner import ModelPlanner, StepsIn, memory_budget
-from gputrain.planner.time.roofline import EAGER_LAUNCH_SECONDS, LAUNCH_SECONDS, DeviceRates
+from gputrain.planner.model_planner import ModelPlanner, measured_rates, memory_budget
 from gputrain.serialization import from_json
 
 log = logging.getLogger(__name__)
-
-SMALL_SHARE = 0.1  # Share of parameters that keep their values, such as those of a recogniser's first layers.
 
 
 @dataclass
@@ -53,45 +48,37 @@ class Session(Generic[S]):
     planner: ModelPlanner[S]
     declined: Setting | None = None  # How the plan would compile, if the last stage was too short for that.
 
-    def begin_stage(self, settings: S, data: StageData, steps: StepSchedule) -> S:
-        """Returns the settings of a stage, planned. The runtime has the stage's plan then, and the run its settings and
-        prediction."""
-        self.run = replace(self.run, settings=config.flatten(settings))
-        planned = self.choose_settings(settings, data.item_seconds, partial(steps_left, steps, self.run))
-        if data.decoded_gb is not None and settings.hardware.plan and not self.run.given_plan:
-            plan = self.runtime.plan
-            kept = data_in_memory(self.machine, data.keep_decoded, data.decoded_gb, int(plan.num_workers.value))
-            self.runtime.plan = replace(plan, data_in_memory=kept)
-        log_runtime(self.runtime, self.run.prediction)
-        return planned
+    def plan_stage(self, settings: S, data: StageData, steps: StepSchedule) -> S:
+        """Returns the settings of a stage, with the micro-batch and the checkpointing of its plan, if it is planned.
 
-    def choose_settings(self, settings: S, item_seconds: Callable[[], float], steps_in: StepsIn) -> S:
-        """Returns the settings with the micro-batch and the checkpointing of the user's plan or of a new one.
-
-        A new plan becomes the runtime's plan. `item_seconds` returns the CPU time that a data worker needs for an
-        item, `steps_in` as in ModelPlanner.plan_steps. Raises UserError if the training does not fit.
+        The runtime has the plan then, and the run the stage's settings and its prediction. Raises UserError if the
+        training does not fit.
         """
-        if self.run.given_plan:
-            return with_plan(settings, self.run.given_plan.plan)
-        if not settings.hardware.plan:
-            return settings
-        runtime = self.runtime
-        plan = self.run.group.from_leader(lambda: self._plan(settings, item_seconds, steps_in).to_json())
-        runtime.plan = from_json(Plan, plan)
-        return with_plan(settings, runtime.plan)
+        self.run, runtime = replace(self.run, settings=config.flatten(settings)), self.runtime
+        if settings.hardware.plan:
+            plan = self.run.group.from_leader(lambda: self._plan(settings, data, steps).to_json())
+            runtime.plan = from_json(Plan, plan)
+            settings = with_plan(settings, runtime.plan)
+            if data.decoded_gb is not None:
+                processes = int(runtime.plan.num_workers.value)
+                kept = data_in_memory(self.machine, data.keep_decoded, data.decoded_gb, processes)
+                runtime.plan = replace(runtime.plan, data_in_memory=kept)
+        log_runtime(runtime, self.run.prediction)
+        return settings
 
-    def _plan(self, settings: S, item_seconds: Callable[[], float], steps_in: StepsIn) -> Plan:
+    def _plan(self, settings: S, data: StageData, steps: StepSchedule) -> Plan:
         """Returns the plan with the settings of the batch and of the data workers."""
         if self.declined:  # A later stage may have the steps that win it back.
             self.runtime.plan = replace(self.runtime.plan, compile=self.declined)
         runtime, requested = self.runtime, settings.hardware
         rates = measured_rates(runtime) if runtime.device.type == "cuda" else None
         budget = memory_budget(self.machine, runtime.plan, requested, rates)
+        steps_in = partial(steps_left, steps, self.run)
         plan, found, budget = self.planner.plan_steps(settings, runtime.plan, budget, steps_in)
         self.declined = runtime.plan.compile if plan.compile != runtime.plan.compile else None
         self.planner.check_fit(settings, plan, budget, found)
-        rate = runtime.product_rate / found.item_flops
-        processes = workers(self.machine, requested.num_workers, item_seconds=item_seconds(), items_per_second=rate)
+        rate, item_seconds = runtime.product_rate / found.item_flops, data.item_seconds()
+        processes = workers(self.machine, requested.num_workers, item_seconds=item_seconds, items_per_second=rate)
         self.run = replace(self.run, prediction={**found.to_json(), "margin": budget.margin})
         return replace(plan, num_workers=processes)
 
@@ -128,7 +115,6 @@ def train_model(work: KindWork[S], settings: S, console: Console) -> None:
     if settings.saving.verbose:
         logging.getLogger("gputrain").setLevel(logging.DEBUG)
     log_start_until("the end of imports")
-    require(*settings.saving.track, needed_by="track", otherwise="leave --track out")
     settings = work.completed(settings)
     if not settings.saving.resume_from:
         check_finish(settings.schedule)
@@ -139,7 +125,7 @@ def train_model(work: KindWork[S], settings: S, console: Console) -> None:
 
 
 def _train_stages(session: Session[S], work: KindWork[S], settings: S, console: Console) -> None:
-    check_finish(settings.schedule, session.run.progress, onwards=session.run.continues_beyond_end)
+    check_finish(settings.schedule, session.run.progress, beyond_end=session.run.continues_beyond_end)
     with timed_part("data"):
         data = work.open_data(settings)
         start = data.begin(settings, session.run, session.runtime)
@@ -152,7 +138,7 @@ def _train_stages(session: Session[S], work: KindWork[S], settings: S, console: 
         facts=start.facts,
     )
     stages = start.stages or (start.settings,)
-    for index in stages_ahead(run.progress, len(stages), onwards=run.continues_beyond_end):
+    for index in stages_ahead(run.progress, len(stages), beyond_end=run.continues_beyond_end):
         _train_stage(session, work, data, stages, index, console)
         if index + 1 < len(stages):
             session.run = session.run.at_next_stage(work.kind)
@@ -168,10 +154,10 @@ def _train_stage(
     with timed_part("planning"), console.status("planning the training") if runtime.ranks.leads else nullcontext():
         of_data = data.stage(stage, f"stage {index + 1} of {count}" if count > 1 else "")
         steps = steps_of_stage(
-            stage.schedule, session.run.progress, len(data), onwards=session.run.continues_beyond_end,
+            stage.schedule, session.run.progress, len(data), beyond_end=session.run.continues_beyond_end,
             step_items=of_data.step_items, stage=index, stages=count,
         )  # fmt: skip
-        planned = session.begin_stage(stage, of_data, steps)
+        planned = session.plan_stage(stage, of_data, steps)
     with timed_part("model and first weights"):
         training = data.training(planned, session.run, runtime)
     run = replace(
@@ -195,7 +181,6 @@ def open_session(settings: S, work: KindWork[S]) -> Session[S]:
     """
     ranks = Ranks.launched(os.environ)
     machine = share_of(probe(ranks.local_index if settings.hardware.device != "cpu" else 0), ranks)
-    given = given_plan(settings.hardware)
     group = RankGroup.join(ranks, on_gpu=bool(machine.gpu) and settings.hardware.device != "cpu")
     machine = weakest_of(group.gather(machine), machine)
     if machine.gpu_count > 1 and not ranks.under_torchrun and settings.hardware.device != "cpu":
@@ -203,13 +188,11 @@ def open_session(settings: S, work: KindWork[S]) -> Session[S]:
             "this machine has %d GPUs, and one trains; for all of them: torchrun --nproc-per-node %d -m gputrain "
             "train-%s ..., with the same options", machine.gpu_count, machine.gpu_count, work.kind,
         )  # fmt: skip
-    plan = given.plan if given else work.decide(machine, settings.hardware)
+    plan = work.decide(machine, settings.hardware)
     command = f"gputrain train-{work.kind}"
-    run = open_run(settings, settings.saving, kind=work.kind, command=command, group=group, given_plan=given)
+    run = open_run(settings, settings.saving, kind=work.kind, command=command, group=group)
     runtime = apply(plan, ranks)
-    budget = plan.memory_budget_gb  # The user's plan has one.
-    budget_gb = float(budget.value) if budget else memory_budget(machine, plan, settings.hardware, None).budget_gb
-    runtime.limit_memory(budget_gb)
+    runtime.limit_memory(memory_budget(machine, plan, settings.hardware, None).budget_gb)
     return Session(machine, run, runtime, ModelPlanner(work))
 
 
@@ -222,20 +205,6 @@ def steps_left(steps: StepSchedule, run: Run, seconds_per_step: float | None, st
         seconds = deadline.began + deadline.last_seconds - time.monotonic() - start_seconds
         left.append(int(max(0.0, seconds) / seconds_per_step))
     return min(left, default=None)
-
-
-def measured_rates(runtime: Runtime) -> DeviceRates:
-    """Returns the rates of the runtime's device, measured in about a second while nothing else uses it."""
-    device, in_16_bit = runtime.device, runtime.dtype != torch.float32
-    fp32 = product_flops_per_second(device, torch.float32) if in_16_bit else runtime.product_rate
-    sixteen_bit = runtime.product_rate if in_16_bit else fp32
-    count, l2_bytes = 1, 0  # Caches of a CPU are not modelled.
-    if device.type == "cuda":
-        card = torch.cuda.get_device_properties(device)
-        count, l2_bytes = card.multi_processor_count, card.L2_cache_size
-    launch_seconds = LAUNCH_SECONDS if runtime.plan.compile.value else EAGER_LAUNCH_SECONDS
-    copied = copied_bytes_per_second(device)
-    return DeviceRates(sixteen_bit, fp32, copied, count, launch_seconds=launch_seconds, l2_bytes=l2_bytes)
 
 
 def with_plan(settings: S, plan: Plan) -> S:
@@ -303,13 +272,12 @@ def log_trained(recipe: Recipe) -> None:
     trained = {id(parameter) for phase in phases_of(recipe) for parameter in phase.trained_parameters()}
 
     def millions(of: nn.Module) -> float:
-        return sum(one.numel() for one in of.parameters() if id(one) in trained) / 1e6
+        return sum(weight.numel() for weight in of.parameters() if id(weight) in trained) / 1e6
 
-    whole = sum(one.numel() for one in model.parameters()) / 1e6
-    if (trained_share := millions(model) / whole) < 1:
-        level = logging.INFO if trained_share < 1 - SMALL_SHARE else logging.DEBUG
+    total = sum(weight.numel() for weight in model.parameters()) / 1e6
+    if millions(model) < total:
         parts = ", ".join(part for part, child in model.named_children() if millions(child))
-        log.log(level, "trains: %.3g of %.3g M parameters of the %s: %s", millions(model), whole, name, parts)
+        log.info("trains: %.3g of %.3g M parameters of the %s: %s", millions(model), total, name, parts)
 
 
 def warn_of_late_parts(begins: Mapping[str, int], steps: StepSchedule) -> None:

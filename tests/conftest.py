@@ -126,13 +126,13 @@ def pytest_unconfigure() -> None:
 def measured_rates() -> Iterator[None]:
     """Every training measures the rate of matrix products for a quarter of a second, and a planned one that of copies;
     those of the tests share the rates of this CPU."""
-    from gputrain import session
     from gputrain.hw import runtime
+    from gputrain.planner import model_planner
 
     measured_once = [
         (runtime, "product_flops_per_second"),
-        (session, "product_flops_per_second"),
-        (session, "copied_bytes_per_second"),
+        (model_planner, "product_flops_per_second"),
+        (model_planner, "copied_bytes_per_second"),
     ]
     with pytest.MonkeyPatch.context() as patch:
         for module, name in measured_once:

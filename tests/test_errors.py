@@ -62,10 +62,10 @@ def test_the_first_line_says_what_is_wrong():
         'pip install soxr "gputrain[asr,onnx]"',
     ),
     (
-        ("wandb",),
-        {"needed_by": "track", "otherwise": "leave --track out"},
-        "track: the package wandb is not installed",
-        'pip install "gputrain[wandb]", or leave --track out',
+        ("torch_fidelity",),
+        {"needed_by": "rfid", "otherwise": "leave --rfid out"},
+        "rfid: the package torch-fidelity is not installed",
+        'pip install "gputrain[fid]", or leave --rfid out',
     ),
 )
 def test_a_missing_package_is_named_with_its_extra(modules, options, message, hint):

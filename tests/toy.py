@@ -173,7 +173,7 @@ def train_toy(
     settings = ToySettings(schedule=recipe.schedule, saving=saving)
     run = open_run(settings, saving, kind="toy", command="gputrain train-toy")
     run = replace(run, prediction=prediction or {}, starts_pretrained=starts_pretrained)
-    steps = steps_of_stage(recipe.schedule, run.progress, len(ITEMS), onwards=run.continues_beyond_end)
+    steps = steps_of_stage(recipe.schedule, run.progress, len(ITEMS), beyond_end=run.continues_beyond_end)
     runtime = cpu_runtime()
     vars(runtime)["product_rate"] = 1e11  # Measuring it would take longer than the training.
     train(recipe, source, steps, run, runtime, Console(quiet=True))

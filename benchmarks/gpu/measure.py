@@ -385,7 +385,7 @@ def convolution(
 
 def memory_cell(name: str, context: Context) -> Figures:
     """Compares the predicted with the measured peak of a training that is planned for a smaller card."""
-    from gputrain.engine.memory_check import MeasuredPeak, allocator_peak
+    from gputrain.engine.first_steps import MeasuredPeak, allocator_peak
     from gputrain.hw.runtime import release_memory
 
     figures = prediction(context.data, MEMORY, name)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gputrain.engine.cast_once import WeightSlot, layer_weights, weights_cast_once
+from gputrain.engine.optim import WeightSlot, layer_weights, weights_cast_once
 
 CONVOLUTIONS: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.Conv1d: F.conv1d,

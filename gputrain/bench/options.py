@@ -33,7 +33,7 @@ def bench_settings(plan: type) -> type:
 
 def measured_training(settings: Any, train: type) -> dict[str, Any]:
     """Returns the options of the measured train command, without its folders and what it begins with."""
-    left_out = {"resume_from", "init_from", "plan_file"}
+    left_out = {"resume_from", "init_from"}
     values = {name: value for name, value in flatten(settings).items() if name in leaves(train).keys() - left_out}
     return {**values, "data_path": "."}
 

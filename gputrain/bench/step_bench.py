@@ -34,8 +34,8 @@ from gputrain.hw.runtime import Runtime, apply, memory_gb, synchronize
 from gputrain.kinds import ModelKind, kinds
 from gputrain.planner.kind_work import KindWork, PlanTarget, S, TrainSettings
 from gputrain.planner.memory.predict import predict_step
+from gputrain.planner.model_planner import measured_rates
 from gputrain.planner.time.roofline import DeviceRates, StepCost
-from gputrain.session import measured_rates
 
 log = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ def code_values(*, signed: bool) -> tuple[float, ...]:
         for decade in range(DECADES)
         for place in range(least << decade)
     ]
-    return (*(-one for one in reversed(above)), 0.0, *above, 1.0) if signed else (10.0**-DECADES, *above, 1.0)
+    return (*(-value for value in reversed(above)), 0.0, *above, 1.0) if signed else (10.0**-DECADES, *above, 1.0)
 
 
 class BlockCode:
@@ -159,7 +159,7 @@ class EightBitAdamW(FusedAdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state without the conversion to the weights' data type that torch's optimizers make."""
         super().load_state_dict({**state_dict, "state": {}})
-        parameters = parameters_of(self)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, state in state_dict["state"].items():
             parameter = parameters[index]
             self.state[parameter] = {name: value.to(parameter.device, copy=True) for name, value in state.items()}
@@ -195,26 +195,12 @@ def moment_bytes(optimizer: torch.optim.Optimizer, parameter: Tensor) -> int:
     return 2 * (count + 4 * count // BLOCK) if is_8bit else 8 * count
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Returns the parameters in the order in which a saved state numbers them."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def converted(saved: Mapping[int, dict[str, Tensor]], optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Tensor]]:
-    """Returns a saved state of AdamW with averages of 8 or 32 bits, whichever the optimizer keeps of each parameter."""
-    parameters, is_8bit = parameters_of(optimizer), isinstance(optimizer, EightBitAdamW)
-    made: dict[int, dict[str, Tensor]] = {}
-    for index, state in saved.items():
-        parameter, made[index] = parameters[index], state
-        wants, has = is_8bit and has_8bit_state(parameter), "exp_avg_scale" in state
-        if wants == has or "exp_avg" not in state:
-            continue
-        made[index] = {"step": state["step"]}
-        for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-            code = BlockCode(state[name].new_empty((), dtype=parameter.dtype), signed=signed)
-            if has:
-                made[index][name] = code.decoded(state[name], state[f"{name}_scale"]).view(parameter.shape)
-            else:
-                numbers_KW = state[name].to(code.values.dtype, copy=True).reshape(-1, BLOCK)
-                made[index][name], made[index][f"{name}_scale"] = code.encoded_(numbers_KW)
-    return made
+def other_precision(saved: Mapping[int, Mapping[str, Tensor]], optimizer: torch.optim.Optimizer) -> bool:
+    """Returns True if a saved state of AdamW has averages of 8 bits where this optimizer keeps 32, or vice versa."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    is_8bit = isinstance(optimizer, EightBitAdamW)
+    return any(
+        ("exp_avg_scale" in state) != (is_8bit and has_8bit_state(parameters[index]))
+        for index, state in saved.items()
+        if "exp_avg" in state
+    )

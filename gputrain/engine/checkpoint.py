@@ -34,7 +34,7 @@ from typing import Any, BinaryIO, TypeGuard, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gputrain.config import assemble, is_readable, with_current_names
+from gputrain.config import assemble, is_readable
 from gputrain.engine.schedule import RunProgress
 from gputrain.errors import UserError
 from gputrain.fetch.names import refuse_graph
@@ -325,49 +325,23 @@ def read(path: Path, kind: str, modules: Sequence[str] | None = None) -> Content
     """Returns the verified content of a checkpoint of a `kind` of model, on the CPU.
 
     With `modules`, which may be none, it has the weights of these alone, of the first the moving average if there is
-    one, and no optimizer's state; most of the file is not read. Raises Damaged if what is read is truncated, changed or
+    one, and no optimizer's state. Raises Damaged if what is read is truncated, changed or
     unreadable, UserError if it is missing or not a checkpoint.
     """
-    content = (None if modules is None else _read_parts(path, modules)) or _read_whole(path)
+    content = _read(path, mapped=modules is not None)
     refuse_other_model(path, content["kind"], kind)
-    content["config"] = with_current_names(content["config"], kind)
-    return content
-
-
-def _read_parts(path: Path, modules: Sequence[str]) -> Content | None:
-    """Returns a checkpoint with the weights of some modules. None if that cannot be done or verified, as with a damaged
-    one, whose fault `_read_whole` names. A mapped tensor is intact if the archive's directory lists a member with its
-    size and its checksum.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if not re.fullmatch(MARK + rb"[0-9a-f]{8}", archive.comment):
-                return None
-            members = archive.infolist()
-            for one in members:  # Raises where the directory refers to another member, whose checksum is right, too.
-                archive.open(one).close()
-            archive.read(next(one for one in members if one.filename.endswith("/data.pkl")))  # Raises if damaged.
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # Damaged headers can cause any error.
-        return None
-    sums = {(one.file_size, one.CRC) for one in members}
-    if not is_content(content):
-        return None
+    if modules is None:
+        return content
     states = content["modules"]
     wanted = ["ema" if "ema" in states else name for name in modules[:1]] + [*modules[1:]]
-    kept = {name: states[name] for name in wanted if name in states}
-    for storage in {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for state in kept.values()
-                    for tensor in state.values()}.values():  # fmt: skip
-        stored: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-        if (storage.nbytes(), zlib.crc32(stored)) not in sums:
-            return None
     # Copies let go of the file, which a training may be about to replace, and Windows would not let it.
-    unread: Content = {name: {} for name in ("optimizers", "loss_scales", "random")}
-    return {**content, **unread, "modules": map_tensors(kept, torch.clone)}
+    kept = map_tensors({name: states[name] for name in wanted if name in states}, torch.clone)
+    return {**content, **{name: {} for name in ("optimizers", "loss_scales", "random")}, "modules": kept}
 
 
-def _read_whole(path: Path) -> Content:
-    """Returns the verified content of a checkpoint. Raises as `read`."""
+def _read(path: Path, *, mapped: bool) -> Content:
+    """Returns the verified content of a checkpoint. If it is `mapped`, the tensors stay in the file, which costs no
+    RAM. Raises as `read`."""
     try:
         intact = _is_intact(path)
     except FileNotFoundError:
@@ -377,7 +351,7 @@ def _read_whole(path: Path) -> Content:
     if not intact:
         raise _fault(path)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError:
         content = None
     except Exception:  # Damaged headers of a file without a checksum can cause any error.
@@ -456,8 +430,8 @@ def is_content(content: object) -> TypeGuard[dict[str, Any]]:
     """Returns True if an object has the parts of a checkpoint, each of the right type."""
     if not isinstance(content, dict) or content.get("format") != FORMAT or content.keys() != {"format", *PARTS}:
         return False
-    whole = all(isinstance(content[name], kind) for name, kind in PARTS.items())
-    if not whole or content["progress"].keys() != {field.name for field in fields(RunProgress)}:
+    has_parts = all(isinstance(content[name], kind) for name, kind in PARTS.items())
+    if not has_parts or content["progress"].keys() != {field.name for field in fields(RunProgress)}:
         return False
     return all(
         isinstance(state, dict) and all(isinstance(value, Tensor) for value in state.values())
@@ -513,7 +487,7 @@ def load_weights(
     take the place of the module's own, as those of a module on the meta device must.
     """
     mine = module.state_dict()
-    wanted, offered = ({name: one for name, one in side.items() if not left_out(name)} for side in (mine, given))
+    wanted, offered = ({name: tensor for name, tensor in side.items() if not left_out(name)} for side in (mine, given))
     fitting = {name: offered[name] for name in wanted if name in offered and offered[name].shape == wanted[name].shape}
     if (apart := differences(wanted, offered)) and (strict or not fitting):
         count = f"{len(apart)} tensor{'s' * (len(apart) != 1)}"

@@ -184,7 +184,7 @@ class ReplayedGradients:
         shapes: it is their first batch, as the last one of a training may be, or there are enough other shapes."""
         if self.is_off:
             return None
-        self.shapes = repr(map_batch(batch, lambda one: (tuple(one.shape), one.stride(), one.dtype, one.device)))
+        self.shapes = repr(map_batch(batch, lambda part: (tuple(part.shape), part.stride(), part.dtype, part.device)))
         if self.shapes in self.static:
             given: list[Tensor] = []
             map_batch(batch, given.append)
@@ -234,7 +234,7 @@ class ReplayedGradients:
             torch.clear_autocast_cache()  # 16-bit copies are made on each side of the graph's border.
             made, replay = self.backend.capture(partial(self._into_shared, group, compute))
             torch.clear_autocast_cache()
-            graph = GradientGraph(replay, made, [(one, one.grad) for one in group.parameters()])
+            graph = GradientGraph(replay, made, [(weight, weight.grad) for weight in group.parameters()])
             problem = difference(expected, on_host(graph.run(), group.parameters()), self.runtime.product_eps())
         except Exception as error:
             if is_out_of_memory(error):
@@ -247,8 +247,8 @@ class ReplayedGradients:
     def _into_shared(self, group: StepGroup, compute: Callable[[], Sums]) -> Sums:
         """Compute the gradients of a group, and put them where the graphs of other shapes have put theirs."""
         sums = compute()
-        made = [(one, one.grad) for one in group.parameters() if one.grad is not None]
-        moved = [(self.gradients[one], grad) for one, grad in made if one in self.gradients]
+        made = [(weight, weight.grad) for weight in group.parameters() if weight.grad is not None]
+        moved = [(self.gradients[weight], grad) for weight, grad in made if weight in self.gradients]
         if moved:
             torch._foreach_copy_([shared for shared, _ in moved], [gradient for _, gradient in moved])
         for parameter, gradient in made:
@@ -290,9 +290,11 @@ class ReplayedGradients:
 
 def on_host(sums: Sums, parameters: Sequence[Tensor]) -> Gradients:
     """Return copies of the sums and of the parameters' gradients, which take none of the device's memory."""
-    kinds = [(f"{phase} {kind}", named) for phase, one in sums.items() for kind, named in vars(one).items()]
+    kinds = [(f"{phase} {kind}", named) for phase, found in sums.items() for kind, named in vars(found).items()]
     numbers = {f"{kind} {name}": float(value) for kind, named in kinds for name, value in named.items()}
-    return numbers, [None if one.grad is None else one.grad.detach().to("cpu", copy=True) for one in parameters]
+    return numbers, [
+        None if weight.grad is None else weight.grad.detach().to("cpu", copy=True) for weight in parameters
+    ]
 
 
 def difference(expected: Gradients, found: Gradients, eps: float) -> str:
@@ -327,10 +329,10 @@ def all_close(pairs: Sequence[tuple[Tensor, Tensor]], eps: float) -> bool:
 
 def copied(sums: Sums) -> Sums:
     """Return copies of all sums, made by one kernel if they have one data type."""
-    values = [value for one in sums.values() for named in vars(one).values() for value in named.values()]
+    values = [value for found in sums.values() for named in vars(found).values() for value in named.values()]
     alike = len({(value.dtype, value.shape) for value in values}) == 1
     copies = iter(torch.stack(values).unbind() if alike else [value.clone() for value in values])
     return {
-        phase: PhaseSums(*({name: next(copies) for name in named} for named in vars(one).values()))
-        for phase, one in sums.items()
+        phase: PhaseSums(*({name: next(copies) for name in named} for named in vars(found).values()))
+        for phase, found in sums.items()
     }

@@ -251,35 +251,35 @@ class BatchDraws:
     """
 
     generator: torch.Generator
-    whole: int  # Items of the whole batch.
+    global_items: int  # Items of the whole batch, over all ranks.
     rows: tuple[slice, ...]  # Items of this rank.
 
     @classmethod
     def of_step(
-        cls, seed: int, step: int, device: torch.device, items: int, *, whole: int, ranks: Ranks
+        cls, seed: int, step: int, device: torch.device, items: int, *, global_items: int, ranks: Ranks
     ) -> "BatchDraws":
-        """Returns the draws of a step for `items` on this rank, of a batch of `whole` items over all ranks.
+        """Returns the draws of a step for `items` on this rank, of a batch of `global_items` items over all ranks.
 
         A rank that trains alone may have another number of items than a whole batch.
         """
         generator = torch.Generator(device).manual_seed((seed << 32) + step)
         if ranks.count == 1:
             return cls(generator, items, (slice(0, items),))
-        rows = ranks.rows(whole)
-        assert rows.stop - rows.start == items, f"rank {ranks.index} has {items} items of {whole}"
-        return cls(generator, whole, (rows,))
+        rows = ranks.rows(global_items)
+        assert rows.stop - rows.start == items, f"rank {ranks.index} has {items} items of {global_items}"
+        return cls(generator, global_items, (rows,))
 
     def uniform(self) -> Tensor:
         """Returns uniform numbers in [0, 1), one for each item of this rank."""
-        return self.kept(torch.rand(self.whole, generator=self.generator, device=self.generator.device))
+        return self.kept(torch.rand(self.global_items, generator=self.generator, device=self.generator.device))
 
     def normal(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Returns normally distributed numbers of shape (items of this rank, *shape)."""
         where: dict[str, Any] = {"generator": self.generator, "device": self.generator.device}
-        return self.kept(torch.randn(self.whole, *shape, dtype=dtype, **where))
+        return self.kept(torch.randn(self.global_items, *shape, dtype=dtype, **where))
 
     def kept(self, drawn: Tensor) -> Tensor:
         """Returns this rank's rows of what was drawn for the whole batch; those of the others leave the memory."""
-        if self.rows == (slice(0, self.whole),):
+        if self.rows == (slice(0, self.global_items),):
             return drawn
         return torch.cat([drawn[rows] for rows in self.rows])

@@ -2,7 +2,7 @@
 
 Everything is detected from what metrics.jsonl records anyway: the scalars of the steps, and the figures of a window
 (the steps between two lines). A warning is also an event in plan.json. Non-finite gradients and full memory, to which a
-run reacts, are handled elsewhere (saving.py, callbacks.py).
+run reacts, are handled elsewhere (nonfinite.py, out_of_memory.py).
 """
 
 import logging
@@ -25,13 +25,8 @@ WINDOWS = 10  # A state of the machine causes a warning when it lasts for so man
 WAIT_SHARE = 0.2  # Share of the time that steps wait for data.
 LEAST_UTILISATION, LITTLE_WAIT = 0.9, 0.05
 THROTTLED_SHARE = 0.2  # Share of the readings in which something slows the GPU down.
-HOT_CELSIUS = 85.0
-OTHERS_GB = 1.0  # Growth of the GPU memory outside torch's allocator; its own libraries load in the first steps.
 NEXT_CHECKPOINTS = 3  # The disk should have room for so many further checkpoints.
 
-FLOOR_SHARE = 0.04  # A discriminator's loss below this share of its first median is near its floor, 0.
-CEILING_SHARE = 0.9  # The adversarial loss grows or is saturated above this share of its largest median.
-COLLAPSED_STEPS = 200
 
 # What slows a GPU down, by the name of its figure, with the remedy.
 THROTTLES = {
@@ -86,12 +81,6 @@ def rules(plan: Plan, cores: int) -> tuple[HealthRule, ...]:
             "lower --gradient-clip", of_steps=True, calm=CALM,
         ),
         HealthRule(
-            "discriminator", WonDiscriminator(), COLLAPSED_STEPS,
-            "the discriminator has won: its loss {name} is {value:.2g}, near its floor, and the adversarial loss "
-            "against it stays at its largest ({against:.3g}), so that it teaches nothing; go back to an earlier "
-            "checkpoint, with a weaker discriminator (a lower learning rate, a later start)", of_steps=True,
-        ),
-        HealthRule(
             "data", lambda facts: waiting_for_data(facts, plan, cores), WINDOWS,
             "the steps wait for data in {waits:.0f} % of the time{busy}: {remedy}",
         ),
@@ -100,16 +89,6 @@ def rules(plan: Plan, cores: int) -> tuple[HealthRule, ...]:
             "the GPU computes in {busy:.0f} % of the time, and the steps wait for data in {waits:.0f} %: {remedy}",
         ),
         HealthRule("heat", throttled, WINDOWS, "{cause}{at}, in {share:.0f} % of the readings: {remedy}"),
-        HealthRule(
-            "temperature", hot, WINDOWS,
-            f"the GPU is at {{celsius:.0f}} °C; it should stay below {HOT_CELSIUS:.0f}: improve the airflow, raise the "
-            "fan curve, or lower its power limit",
-        ),
-        HealthRule(
-            "neighbours", Neighbours(), WINDOWS,
-            "other programs have taken {more_gb:.1f} GB of the GPU's memory since the start of the run: end them "
-            "(nvidia-smi lists them), or resume with a lower --memory-budget",
-        ),
         HealthRule(
             "disk", filling_disk, 1,
             "the disk of the run folder has {free_gb:.2f} GB left, and a checkpoint takes {size_gb:.2f} GB: free some "
@@ -182,70 +161,6 @@ class Rise:
             before.append(value)
 
 
-@dataclass
-class MedianTrack:
-    """The running median of a scalar, with the first median and the largest one so far."""
-
-    values: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
-    first: float | None = None
-    largest: float = -math.inf
-
-    def add(self, value: float) -> float | None:
-        """Return the median, or None before there are enough values."""
-        self.values.append(value)
-        if len(self.values) < LEAST_HISTORY:
-            return None
-        median = statistics.median(self.values)
-        self.first = median if self.first is None else self.first
-        self.largest = max(self.largest, median)
-        return median
-
-
-@dataclass
-class WonDiscriminator:
-    """Finds discriminators that have won: they tell real from generated items without error, and teach nothing.
-
-    Both losses (hinge, least squares) are 0 for a discriminator without error, and far from it for an untrained one: 1
-    and 0.5. The adversarial loss of the generator then grows without limit (hinge: minus the logit) or stays at what it
-    is for logits of 0 (least squares: 1), so it is at its largest in both cases. With a regulariser in the loss its
-    floor is not 0; there the means of the logits show that the hinges are passed on both sides.
-    """
-
-    losses: dict[str, MedianTrack] = field(default_factory=dict)
-    adversarial: dict[str, MedianTrack] = field(default_factory=dict)
-
-    def __call__(self, row: StepScalars) -> Iterator[Finding]:
-        for name, value in row.items():
-            kind, _, rest = name.partition("/")
-            phase, _, term = rest.partition("/")
-            if kind != "loss" or not phase.startswith("discriminator"):
-                continue
-            against = adversarial_loss(row, phase, term)
-            if against is not None and math.isfinite(value) and math.isfinite(against):
-                holds = self._has_won(rest, value, against, row, phase)
-                yield Finding(rest, holds, {"value": value, "against": against})
-
-    def _has_won(self, name: str, loss: float, against: float, row: StepScalars, phase: str) -> bool:
-        own, other = self.losses.setdefault(name, MedianTrack()), self.adversarial.setdefault(name, MedianTrack())
-        median, adversarial = own.add(loss), other.add(against)
-        if median is None or adversarial is None or own.first is None:
-            return False
-        near_floor = 0 <= median < FLOOR_SHARE * own.first
-        real, fake = (row.get(f"statistics/{phase}/{side}_logits", 0.0) for side in ("real", "fake"))
-        separated = near_floor or (real >= 1 and fake <= -1)
-        return separated and adversarial > 0 and adversarial >= CEILING_SHARE * other.largest
-
-
-def adversarial_loss(row: StepScalars, phase: str, term: str) -> float | None:
-    """Return the loss of the generator against a discriminator's term, without its feature matching, if recorded."""
-    for name, value in row.items():
-        kind, _, rest = name.partition("/")
-        other, _, its_term = rest.partition("/")
-        if kind == "loss" and other != phase and its_term in (term, "adversarial"):
-            return value - row.get(f"statistics/{other}/{term}_features", 0.0)
-    return None
-
-
 # ------------------------------------------------------------------------------------------------ signals of windows
 
 
@@ -283,26 +198,6 @@ def throttled(facts: StepScalars) -> Iterator[Finding]:
         share = facts.get(name, 0.0)
         shown = {"cause": cause, "at": at, "share": 100 * share, "remedy": remedy}
         yield Finding(name, share > THROTTLED_SHARE, shown)
-
-
-def hot(facts: StepScalars) -> Iterator[Finding]:
-    """Finds that the GPU is hot, before heat slows it down."""
-    celsius = facts.get("gpu/temperature_c", 0.0)
-    yield Finding("", celsius >= HOT_CELSIUS, {"celsius": celsius})
-
-
-@dataclass
-class Neighbours:
-    """Finds that other programs take memory of the GPU after the run has planned with it."""
-
-    least_gb: float = math.inf  # The least memory outside torch's allocator so far.
-
-    def __call__(self, facts: StepScalars) -> Iterator[Finding]:
-        if "memory/device_gb" in facts and "memory/reserved_gb" in facts:
-            outside_gb = max(0.0, facts["memory/device_gb"] - facts["memory/reserved_gb"])
-            self.least_gb = min(self.least_gb, outside_gb)
-            more_gb = outside_gb - self.least_gb
-            yield Finding("", more_gb > OTHERS_GB, {"more_gb": more_gb})
 
 
 def filling_disk(facts: StepScalars) -> Iterator[Finding]:

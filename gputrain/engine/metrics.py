@@ -1,4 +1,4 @@
-"""Metrics of a training: to the progress line, TensorBoard, metrics.jsonl and trackers.
+"""Metrics of a training: to the progress line, TensorBoard and metrics.jsonl.
 
 The scalars of a step stay on the device and are read once every `log_every_steps` steps, so that the steps between do
 not wait for them.
@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import os
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +33,6 @@ from torch import Tensor
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.run_folder import blocks, replace_file, write_text
 from gputrain.engine.stop import format_duration
-from gputrain.engine.trackers import Trackers
 from gputrain.files import write_wav
 from gputrain.hw.runtime import Runtime, synchronize
 from gputrain.samples import Report, Sheet, SoundSample
@@ -69,7 +67,6 @@ class Metrics:
         None is not known yet."""
         self.folder, self.console, self.runtime, self.unit, self.last_step = folder, console, runtime, unit, last_step
         self.group = group or RankGroup()
-        self.trackers: Trackers | None = None
         self.path = folder / METRICS
         self.refused: set[str] = set()
         self.referenced: set[str] = set()  # Sounds whose recording TensorBoard has.
@@ -78,9 +75,8 @@ class Metrics:
         self.board: Any = None
         # Metrics that an earlier attempt wrote for the following steps are removed.
         end = first_step + 1 if first_step else 0
-        self.repeats_steps = False  # True if an earlier attempt has logged steps that are made again.
         self._attempt("logs", functools.partial(self._open_board, end))
-        self._attempt("metrics.jsonl", functools.partial(self._drop_lines, end))
+        self._attempt("metrics.jsonl", functools.partial(self._keep_lines, end, lambda row: False))
         self.bar = Bar(console, hidden=not self.group.leads)
         self.done = first_step
         self.task = self.bar.add_task(self.step_text, total=last_step, completed=first_step, left="")
@@ -98,8 +94,6 @@ class Metrics:
         self.bar.keep_last_line()
         if self.board is not None:
             self._attempt("logs", self.board.close)
-        if self.trackers:
-            self.trackers.close()
 
     def next(self, batches: Iterator[T]) -> T:
         """Returns the next batch, and measures the time that it takes to arrive."""
@@ -174,8 +168,6 @@ class Metrics:
             path = samples / f"{name}_step_{step:08d}.png"
             self._attempt("samples", functools.partial(_save_png, image, layout, path))
             self._plot("add_image", f"{group}/{name}", np.array(image), step, dataformats="HWC")
-            if self.trackers:
-                self.trackers.log_picture(f"{group}/{name}", image, step)
         for name, sound in report.sounds.items():
             self._attempt("samples", functools.partial(_save_wav, sound, samples / f"{name}_step_{step:08d}.wav"))
             self._plot("add_audio", f"{group}/{name}", sound.wave_T, step, sound.rate_hz)
@@ -229,8 +221,6 @@ class Metrics:
         self._attempt("metrics.jsonl", functools.partial(append_line, line.encode(), self.path))
         for name, value in values.items():
             self._plot("add_scalar", name, value, step)
-        if self.trackers:
-            self.trackers.log_scalars({name: value for name, value in values.items() if math.isfinite(value)}, step)
 
     def _plot(self, method: str, *values: Any, **options: Any) -> None:
         """Write to TensorBoard. After a write error its writer is unusable and is replaced by a new one, so that only
@@ -253,19 +243,7 @@ class Metrics:
         # Importing TensorBoard takes a second, which commands that do not train avoid.
         from torch.utils.tensorboard import SummaryWriter
 
-        if not isinstance(threading.excepthook, BoardErrors):
-            threading.excepthook = BoardErrors(threading.excepthook)
-        logs = self.folder / "logs"
-        earlier = _event_files(logs)
-        self.board = SummaryWriter(str(logs), purge_step=purge_step)
-        # TensorBoard reads the files in the order of their names, which begin with the second and end with a count: of
-        # two files of one second, the 10th comes before the 9th. In a later second the name is the last.
-        own = _event_files(logs) - earlier
-        if earlier and own and max(earlier) > max(own):
-            self.board.close()
-            (logs / own.pop()).unlink()
-            time.sleep(1)
-            self.board = SummaryWriter(str(logs), purge_step=purge_step)
+        self.board = SummaryWriter(str(self.folder / "logs"), purge_step=purge_step)
 
     def _show(self, epoch: int, values: dict[str, float]) -> None:
         if not self.group.leads:
@@ -309,14 +287,10 @@ class Metrics:
 
         self._attempt("metrics.jsonl", functools.partial(self._keep_lines, step, is_another))
 
-    def _drop_lines(self, first_step: int) -> None:
-        self.repeats_steps = self._keep_lines(first_step, lambda row: False) and first_step > 0
-
-    def _keep_lines(self, first_step: int, is_kept: Callable[[MetricsRow], bool]) -> bool:
-        """Remove all other lines from a step on, and damaged ones there, and return whether there were any. What stands
-        before is not read."""
+    def _keep_lines(self, first_step: int, is_kept: Callable[[MetricsRow], bool]) -> None:
+        """Remove all other lines from a step on, and damaged ones there. What stands before is not read."""
         if not self.path.exists():
-            return False
+            return
         start, lines = lines_from(self.path, first_step)
         kept = [line for line in lines if (row := row_of(line)) is not None and is_kept(row)]
         if kept and kept != lines:
@@ -324,23 +298,6 @@ class Metrics:
                 replace_file(self.path, chain(blocks(file, start), kept))
         elif kept != lines:
             os.truncate(self.path, start)
-        return kept != lines
-
-
-@dataclass(frozen=True)
-class BoardErrors:
-    """A hook for the errors that end threads, which drops those of TensorBoard's thread that writes: the next call of
-    its writer raises them again, and that is a warning. Without this its traceback stands beside the warning."""
-
-    before: Callable[[threading.ExceptHookArgs], object]
-
-    def __call__(self, ended: threading.ExceptHookArgs) -> None:
-        if not (isinstance(ended.exc_value, OSError) and type(ended.thread).__module__.startswith("tensorboard.")):
-            self.before(ended)
-
-
-def _event_files(logs: Path) -> set[str]:
-    return {path.name for path in logs.glob("events.out.tfevents.*")}
 
 
 def lines_from(path: Path, step: int) -> tuple[int, list[bytes]]:
@@ -478,11 +435,11 @@ class Pace:
 
     @property
     def items_per_second(self) -> float:
-        return sum(one.items for one in self.windows) / sum(one.seconds for one in self.windows)
+        return sum(window.items for window in self.windows) / sum(window.seconds for window in self.windows)
 
     @property
     def flops_per_second(self) -> float:
-        return sum(one.flops for one in self.windows) / sum(one.seconds for one in self.windows)
+        return sum(window.flops for window in self.windows) / sum(window.seconds for window in self.windows)
 
     def seconds_left(self, last_step: int, done: int) -> float:
         """Return the time from step `done` to the last one, at the rate of the last lines, with the evaluations and

@@ -4,7 +4,7 @@ Shapes: K matrices of one shape stacked, R rows, C columns, and `...` further di
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,9 +16,6 @@ from gputrain.engine.out_of_memory import retried_once
 # The quintic of https://kellerjordan.github.io/posts/muon/: after five rounds singular values lie near 0.7 to 1.2.
 LINEAR, CUBIC, QUINTIC = 3.4445, -4.7750, 2.0315
 LEAST_NORM = 1e-7
-# In fp32, all rounds are made on the Gram matrix of a matrix that is so many times longer than wide. For five rounds
-# this takes 2 a + 17 products of R x R matrices instead of 10 a + 5, if its aspect is a.
-LEAST_ASPECT = 1.5
 # A stack of this many numbers takes 10 bytes each at the peak with bf16 products and 16 with fp32: 0.16 or 0.25 GB.
 STACKED_NUMBERS = 15 << 20
 # Names in torch.nn.utils.weight_norm and torch.nn.utils.parametrizations.weight_norm.
@@ -98,12 +95,8 @@ class Muon(torch.optim.Optimizer):
         self._skipped: Tensor | None = None  # True if it is not made.
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient. `closure`, if given, computes gradients and loss first."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
         self._averaged = set()
         self._made = 1.0 if self.found_inf is None else 1 - self.found_inf
         self._skipped = None if self.found_inf is None else self.found_inf > 0
@@ -116,7 +109,6 @@ class Muon(torch.optim.Optimizer):
                     self._step_in_parts(alike, group)
             elif parameters:
                 self._step_plain(parameters, group)
-        return loss
 
     def _step_in_parts(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """Muon's step for parameters of one shape. When memory runs out, they step one after the other."""
@@ -190,36 +182,8 @@ def orthogonalised(x_KRC: Tensor, rounds: int) -> Tensor:
     if tall:
         x_KRC = x_KRC.mT
     x_KRC = x_KRC / torch.linalg.vector_norm(x_KRC, dim=(1, 2), keepdim=True).clamp(min=LEAST_NORM)
-    # Rounds on the Gram matrix enlarge its rounding errors in the small singular values; in 16 bits they are large.
-    exact = x_KRC.dtype in (torch.float32, torch.float64)
-    if exact and x_KRC.shape[2] > LEAST_ASPECT * x_KRC.shape[1]:
-        x_KRC = _rounds(x_KRC, rounds)
-    else:
-        for _ in range(rounds):
-            x_KRC = _round(x_KRC)
+    for _ in range(rounds):
+        gram_KRR = x_KRC @ x_KRC.mT
+        factor_KRR = torch.baddbmm(gram_KRR, gram_KRR, gram_KRR, beta=CUBIC, alpha=QUINTIC)  # b G + c G G
+        x_KRC = torch.baddbmm(x_KRC, factor_KRR, x_KRC, beta=LINEAR)
     return x_KRC.mT.contiguous() if tall else x_KRC  # foreach needs one launch only if all tensors have one layout.
-
-
-def _round(x_KRC: Tensor) -> Tensor:
-    gram_KRR = x_KRC @ x_KRC.mT
-    return torch.baddbmm(x_KRC, _quintic(gram_KRR), x_KRC, beta=LINEAR)
-
-
-def _rounds(x_KRC: Tensor, rounds: int) -> Tensor:
-    """Returns X after some rounds, as a polynomial of its Gram matrix times X: the columns enter two products instead
-    of two in each round. All factors are polynomials of one matrix, so that they are symmetric and commute."""
-    gram_KRR = x_KRC @ x_KRC.mT
-    product_KRR: Tensor | None = None
-    for left in reversed(range(rounds)):
-        polynomial_KRR = _quintic(gram_KRR)
-        polynomial_KRR.diagonal(dim1=1, dim2=2).add_(LINEAR)
-        if left:
-            gram_KRR = polynomial_KRR @ (gram_KRR @ polynomial_KRR)
-        product_KRR = polynomial_KRR if product_KRR is None else polynomial_KRR @ product_KRR
-    assert product_KRR is not None
-    return product_KRR @ x_KRC
-
-
-def _quintic(gram_KRR: Tensor) -> Tensor:
-    """Returns the factor of a round less its constant, b G + c G G."""
-    return torch.baddbmm(gram_KRR, gram_KRR, gram_KRR, beta=CUBIC, alpha=QUINTIC)

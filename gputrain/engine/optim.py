@@ -1,9 +1,10 @@
-"""Optimizers, loss scaling, and the moving average of the weights."""
+"""Optimizers, loss scaling, the moving average of the weights, and their 16-bit copies."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import is_
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -42,19 +43,14 @@ class FusedAdamW(torch.optim.AdamW):
         self.counts = StepCounts()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient. `closure`, if given, computes gradients and loss first."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        groups = [[one for one in group["params"] if one.grad is not None] for group in self.param_groups]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates every parameter that has a gradient."""
+        groups = [[weight for weight in group["params"] if weight.grad is not None] for group in self.param_groups]
         every = [parameter for parameters in groups for parameter in parameters]
         self.begin(every)
         with self.counts.counting(self.state, every, self.found_inf):
             for group, parameters in zip(self.param_groups, groups, strict=True):
                 self.step_group(parameters, group)
-        return loss
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Allocates the state of the parameters that have none."""
@@ -72,8 +68,8 @@ class StepCounts:
     """
 
     def __init__(self) -> None:
-        self.together: Tensor | None = None
-        self.each: list[Tensor] = []
+        self.all_counts: Tensor | None = None  # The counts of all parameters that step.
+        self.views: list[Tensor] = []  # Its elements, which are the counts in the optimizer's state.
 
     @contextmanager
     def counting(
@@ -83,16 +79,16 @@ class StepCounts:
         if not parameters:
             yield
             return
-        each = [states[parameter]["step"] for parameter in parameters]
-        if self.together is None or len(each) != len(self.each) or not all(map(is_, each, self.each)):
-            self.together = torch.cat([count.reshape(1) for count in each])
-            self.each = list(self.together.unbind())
-            for parameter, count in zip(parameters, self.each, strict=True):
+        counts = [states[parameter]["step"] for parameter in parameters]
+        if self.all_counts is None or len(counts) != len(self.views) or not all(map(is_, counts, self.views)):
+            self.all_counts = torch.cat([count.reshape(1) for count in counts])
+            self.views = list(self.all_counts.unbind())
+            for parameter, count in zip(parameters, self.views, strict=True):
                 states[parameter]["step"] = count
-        self.together.add_(1)
+        self.all_counts.add_(1)
         yield
         if found_inf is not None:
-            self.together.sub_(found_inf)
+            self.all_counts.sub_(found_inf)
 
 
 def begin_adamw(states: MutableMapping[Any, dict[str, Tensor]], parameters: Iterable[Tensor]) -> None:
@@ -184,3 +180,120 @@ class Ema(nn.Module, Generic[Model]):
         torch._foreach_lerp_(list(self.average.parameters()), list(model.parameters()), 1 - decay)
         for mine, theirs in zip(self.average.buffers(), model.buffers(), strict=True):
             mine.copy_(theirs)
+
+
+# ---------------------------------------------------------------------------------------------------- 16-bit copies
+
+# Under autocast, every pass casts each weight and each bias to 16 bits, and every backward pass casts each gradient
+# back: a kernel each, and compiled code does not keep the copies from pass to pass. Here one call of a foreach function
+# casts all of them at the start of a step, and gradients are cast and added to the weights' own gradients in buckets.
+# Every gradient is cast before it is added, as by autocast, so that the sums are the same bit for bit.
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d)  # Layers that autocast computes in 16 bits.
+# Numbers of gradients that wait to be cast: 32 MB of them, and twice as much while they are added.
+BUCKET_NUMBERS = 16 << 20
+
+
+class WeightSlot(NamedTuple):
+    """A tensor that is an attribute of a module: a parameter, or a weight that is computed from parameters."""
+
+    module: nn.Module
+    name: str
+
+    def put(self, tensor: Tensor) -> None:
+        if self.name in self.module._parameters:
+            self.module._parameters[self.name] = tensor  # type: ignore[assignment]
+        else:
+            setattr(self.module, self.name, tensor)
+
+    @property
+    def tensor(self) -> Tensor:
+        tensor: Tensor = getattr(self.module, self.name)
+        return tensor
+
+
+def layer_weights(modules: Iterable[nn.Module], without_autocast: Collection[nn.Module] = ()) -> list[WeightSlot]:
+    """Returns the weights and biases of the linear layers and convolutions of `modules`, except for those inside of
+    `without_autocast`, which compute without autocast."""
+    left_out = {part for module in without_autocast for part in module.modules()}
+    return [
+        WeightSlot(part, name)
+        for module in modules
+        for part in module.modules()
+        if isinstance(part, LAYERS) and part not in left_out
+        for name, parameter in part.named_parameters(recurse=False)
+        if parameter.dtype == torch.float32
+    ]
+
+
+@contextmanager
+def weights_cast_once(slots: Iterable[WeightSlot], dtype: torch.dtype) -> Iterator[None]:
+    """Puts copies in `dtype` into these places while the block runs. The gradients of the copies are added to `grad` of
+    the originals, the last of them when the block is left. With fp32, does nothing."""
+    if dtype == torch.float32 or not (slots := list(slots)):
+        yield
+        return
+    originals = [slot.tensor for slot in slots]
+    copies = [torch.empty_like(original, dtype=dtype) for original in originals]
+    with torch.no_grad():
+        torch._foreach_copy_(copies, [original.detach() for original in originals])
+    bucket = GradientBucket()
+    for slot, original, copy in zip(slots, originals, copies, strict=True):
+        # A computed weight stays a plain tensor, which is no part of a module's state.
+        leaf = nn.Parameter(copy, requires_grad=False) if isinstance(original, nn.Parameter) else copy
+        if original.requires_grad:
+            leaf.requires_grad_(True)
+            leaf.register_post_accumulate_grad_hook(partial(bucket.take, original))  # type: ignore[no-untyped-call]
+        slot.put(leaf)
+    try:
+        yield
+        bucket.empty()
+    finally:
+        for slot, original in zip(slots, originals, strict=True):
+            slot.put(original)
+
+
+class GradientBucket:
+    """Gradients of copies that have not been added to the originals' yet, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Tensor, Tensor]] = []
+        self.numbers = 0
+
+    def take(self, original: Tensor, leaf: Tensor) -> None:
+        """Takes the gradient of a copy of `original`."""
+        assert leaf.grad is not None
+        self.waiting.append((original, leaf.grad))
+        leaf.grad = None
+        self.numbers += original.numel()
+        if self.numbers >= BUCKET_NUMBERS:
+            self.empty()
+
+    @torch.no_grad()
+    def empty(self) -> None:
+        """Adds all gradients to those of the originals. A second gradient of the same original waits for the next
+        round."""
+        while self.waiting:
+            first: dict[Tensor, Tensor] = {}
+            later: list[tuple[Tensor, Tensor]] = []
+            for original, gradient in self.waiting:
+                if original in first:
+                    later.append((original, gradient))
+                else:
+                    first[original] = gradient
+            self.waiting = later
+            _add_gradients(first)
+        self.numbers = 0
+
+
+def _add_gradients(gradients: dict[Tensor, Tensor]) -> None:
+    exact = [torch.empty_like(original) for original in gradients]
+    torch._foreach_copy_(exact, list(gradients.values()))
+    added, to = [], []
+    for original, gradient in zip(gradients, exact, strict=True):
+        if original.grad is None:
+            original.grad = gradient
+        else:
+            to.append(original.grad)
+            added.append(gradient)
+    if to:
+        torch._foreach_add_(to, added)

@@ -9,7 +9,7 @@
    (callbacks/reports.py).
 4. Before memory runs out, from 95 % of the device on, unused memory is released, and if the next line of metrics finds
    it full again, the largest micro-batch is halved (`MemoryRelief`).
-5. What fits nowhere ends the run. The last completed step is saved (callbacks/last_step.py).
+5. What fits nowhere ends the run. The last completed step is saved (callbacks/save.py).
 
 Everywhere, memory is released outside of the except block, because the traceback of the error keeps the tensors of the
 failed attempt alive.

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-import torch
 from filelock import FileLock, Timeout
 
 from gputrain import config
@@ -21,7 +20,7 @@ from gputrain.engine.distributed import RankGroup
 from gputrain.engine.schedule import RunProgress, Saving
 from gputrain.engine.stop import StopSignal
 from gputrain.errors import UserError
-from gputrain.hw.plan import Hardware, Plan
+from gputrain.hw.plan import Plan
 from gputrain.serialization import TRAIN_AGAIN, from_row, unreadable
 
 log = logging.getLogger(__name__)
@@ -85,30 +84,15 @@ class PlanFile:
         write_text(path, json.dumps(content, indent=2) + "\n")
 
     @classmethod
-    def load(cls, path: Path) -> "PlanFile":
-        """Read a plan file. Raises UserError if it is missing or invalid."""
+    def read(cls, path: Path) -> "PlanFile | None":
+        """Read a plan file; None if it is missing or damaged, which must not end a run."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             content["plan"] = content.pop("settings")
             found = from_row(cls, content)
-            _check(found)
-            return found
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror}", hint="--plan-file takes the plan.json of a run") from None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise unreadable(path, "--plan-file takes the plan.json of a run", "not a plan of gputrain") from None
-
-
-def _check(found: PlanFile) -> None:
-    """Raises ValueError if a value is one that no plan has."""
-    settings = found.plan.settings
-    known: dict[str, tuple[object, ...]] = {"device": ("cuda", "cpu"), "precision": ("bf16", "fp16", "fp32")}
-    least = {"num_workers": 0, "prefetch_factor": 0, "micro_batch_size": 1, "accumulation_steps": 1}
-    fits = [settings[name].value in values for name, values in known.items()]
-    fits += [is_count(settings[name].value, low) for name, low in least.items() if name in settings]
-    fits += [is_count(size, 1) for size in found.micro_batch.values()]
-    if not all(fits):
-        raise ValueError
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None
+        return found if all(is_count(size, 1) for size in found.micro_batch.values()) else None
 
 
 def is_count(value: object, least: int) -> bool:
@@ -138,7 +122,6 @@ class Run:
     configuration: str = ""  # Content of config.yaml.
     resumed: Content | None = None
     before: dict[str, Any] = field(default_factory=dict)  # Settings of the resumed checkpoint.
-    given_plan: PlanFile | None = None  # The plan file that the user passed.
     prediction: dict[str, Any] = field(default_factory=dict)  # The plan's prediction, for plan.json.
     data: dict[str, Any] = field(default_factory=dict)  # Counts and a digest of the training data.
     facts: dict[str, Any] = field(default_factory=dict)  # Properties of the data that inference needs.
@@ -224,7 +207,6 @@ class Run:
 
 def open_run(
     settings: object, saving: Saving, *, kind: str, command: str, group: RankGroup | None = None,
-    given_plan: PlanFile | None = None,
 ) -> Run:  # fmt: skip
     """Create the run folder, or open it again; `Run.has_started` writes the configuration into it.
 
@@ -252,7 +234,6 @@ def open_run(
         configuration=config.to_yaml(settings),
         resumed=resumed,
         before=dict.fromkeys(config.leaves(type(settings))) | resumed["config"] if resumed else {},
-        given_plan=given_plan,
         group=group,
         lock=opened.lock,
         is_new=opened.is_new,
@@ -361,16 +342,3 @@ def lock_folder(folder: Path) -> FileLock:
     except (OSError, NotImplementedError) as error:
         log.warning("%s cannot be locked (%s): a second process in it would not be detected", folder, error)
     return lock
-
-
-def given_plan(requested: Hardware) -> PlanFile | None:
-    """Returns the plan of --plan-file, if any. Raises UserError if it cannot be used on this machine."""
-    if requested.plan_file is None:
-        return None
-    found = PlanFile.load(requested.plan_file)
-    if found.plan.device.value == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            f"{requested.plan_file} plans for a GPU, and torch sees none",
-            hint="leave --plan-file out to plan for this machine",
-        )
-    return found

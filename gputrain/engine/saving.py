@@ -23,7 +23,7 @@ from gputrain.engine.adamw_8bit import moment_bytes
 from gputrain.engine.checkpoint import Content, distinct_tensors, map_tensors, tensor_bytes, tensor_identity
 from gputrain.engine.recipe import phases_of
 from gputrain.engine.run_folder import PLAN, PlanFile, Run
-from gputrain.engine.schedule import RunProgress, Saving, StepSchedule
+from gputrain.engine.schedule import RunProgress, StepSchedule
 from gputrain.engine.state import TrainState
 from gputrain.errors import Stopped
 from gputrain.hw.probe import ram
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 64 << 20  # torch rounds pinned memory up to powers of two, so tensors share chunks of this size.
 ALIGNMENT = 64  # Bytes.
+WRITTEN_AT_ONCE = 3  # Checkpoints that are on the disk during a save: the last, the previous and the new one.
 FREE_SHARE = 0.1  # Share of the RAM that must stay free; from 0.9 on, the monitor warns.
 
 
@@ -303,12 +304,9 @@ def _padded(tensor: Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
 
 
-# ------------------------------------------------------------------------------------------------- the disk, beforehand
-
-
 def warn_of_surprises(state: TrainState, run: Run, steps: StepSchedule) -> None:
-    """Say how much disk space the checkpoints will take, and warn if it is not there, or if a batch is larger than the
-    data set."""
+    """Say how much disk space a checkpoint will take, and warn if there is too little for those that a save needs, or
+    if a batch is larger than the data set."""
     if not run.group.leads:
         return
     if (items := steps.start.items) < steps.items_per_step:
@@ -317,32 +315,14 @@ def warn_of_surprises(state: TrainState, run: Run, steps: StepSchedule) -> None:
             "a step takes %d %s, and the data set has %d: every step repeats some of them; a lower %s avoids it",
             steps.items_per_step, what, items, option,
         )  # fmt: skip
-    present = memory_gb(state.runtime.device).get("memory/peak_gb", 0.0)
-    if state.runtime.device.type == "cpu" and present:
-        log.debug(
-            "the memory that is shown is the RAM of the whole process, with Python, torch and the data: %.1f GB before "
-            "the first step; the prediction counts the tensors of a step", present,
-        )  # fmt: skip
-    each_gb = checkpoint_gb(state)
-    count = kept_checkpoints(run.saving, steps)
-    files = [path.stat() for path in run.folder.glob("checkpoint_*.pt")]
-    present_gb = sum({file.st_ino: file.st_size for file in files}.values()) / 1e9  # Names of one file count once.
-    needed_gb = max(0.0, count * each_gb - present_gb)
-    disk = shutil.disk_usage(run.folder)
-    text = f"run folder: {run.folder}; checkpoints up to {_gb(needed_gb)} ({count} of {_gb(each_gb)})"
+    size, disk = checkpoint_gb(state), shutil.disk_usage(run.folder)
+    text = f"run folder: {run.folder}; a checkpoint takes {size:.2g} GB"
     if not disk.total:  # Some network drives report 0 of 0 bytes.
         log.info("%s", text)
-    elif disk.free / 1e9 < needed_gb:
-        log.warning(
-            "%s, and its disk has %s free: free some space, or keep fewer with --keep-checkpoints",
-            text, _gb(disk.free / 1e9),
-        )  # fmt: skip
+    elif disk.free / 1e9 < WRITTEN_AT_ONCE * size:
+        log.warning("%s, and its disk has %.2g GB free: free some space", text, disk.free / 1e9)
     else:
-        log.info("%s, %s free", text, _gb(disk.free / 1e9))
-
-
-def _gb(size: float) -> str:
-    return f"{size:.1f} GB" if size >= 1 else f"{size:.2g} GB"
+        log.info("%s, and its disk has %.3g GB free", text, disk.free / 1e9)
 
 
 def checkpoint_gb(state: TrainState) -> float:
@@ -354,29 +334,3 @@ def checkpoint_gb(state: TrainState) -> float:
     )
     modules = tensor_bytes({name: module.state_dict() for name, module in state.recipe.modules.items()})
     return (modules + optimizers) / 1e9
-
-
-def kept_checkpoints(saving: Saving, steps: StepSchedule) -> int:
-    """Return the largest number of different checkpoints on the disk during the run, the one being written included."""
-    first, end = steps.start.step, steps.stop_step
-    if steps.has_open_end and not saving.keep_checkpoints:
-        end = first + 1  # How many there will be is unknown.
-    kept = 0
-    if saving.checkpoint_every_epochs:
-        kept += _kept_count(
-            saving, (steps.epochs_done(end) - steps.epochs_done(first)) // saving.checkpoint_every_epochs + 1
-        )
-    interval = saving.checkpoint_every_steps
-    if interval < 0:
-        interval = saving.evaluate_every_steps or saving.evaluate_every_epochs * max(
-            1, steps.start.items // steps.items_per_step
-        )
-    if interval > 0:
-        kept += _kept_count(saving, (end - first) // interval)
-        last = first if steps.has_open_end else end
-        kept += sum(map(saving.is_permanent, range(first - first % interval, last, interval)))
-    return 2 + saving.evaluates + min(kept, end - first) + 1  # The last, the previous and the best one.
-
-
-def _kept_count(saving: Saving, count: int) -> int:
-    return min(count, saving.keep_checkpoints) if saving.keep_checkpoints else count

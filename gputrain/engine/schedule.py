@@ -14,7 +14,6 @@ from gputrain.engine.stop import parse_duration, seconds_to_finish, seconds_unti
 from gputrain.errors import UserError
 
 LearningRateSchedule = Literal["constant", "cosine", "exponential", "tri-stage"]
-TrackerName = Literal["wandb", "mlflow"]
 DISCRIMINATOR_START_HELP = (
     "Step at which the training of discriminators starts. Before, other losses are applied alone."
 )
@@ -101,7 +100,7 @@ class Schedule:
             )
 
     def _check_clock(self) -> None:
-        """Raises UserError if finish_by is no time, or beside settings that it takes the place of."""
+        """Raises UserError if finish_by is no time, or is given with settings that it takes the place of."""
         seconds_to_finish(self.finish_by)
         for name in ("num_epochs", "num_steps"):
             flag = f"--{name.replace('_', '-')}"
@@ -182,9 +181,6 @@ class Saving:
         default="", help="Save and exit with 75 before this time since the start of the command, such as 3h50m."
     )
     report: bool = advanced(default=True, help="Write report.html into the run folder at the end of a run.")
-    track: tuple[TrackerName, ...] = advanced(
-        default=(), help="Also log to wandb or mlflow. They are extras, and their environment variables say where to."
-    )
     verbose: bool = advanced(
         default=False,
         help="Log every setting of the plan with its reason, and the times of the parts of the start. Not written to "
@@ -218,7 +214,7 @@ class Saving:
 
     def evaluation_is_due(self, step: int, *, ends_epochs: bool) -> bool:
         """Returns True if an evaluation is due after a step, which may end an epoch that asks for one. Where both
-        intervals are given, an epoch's evaluation is left out beside one by steps, as it would show the same."""
+        intervals are given, an epoch's evaluation is left out next to one by steps, as it would show the same."""
         apart = (
             min(step % self.evaluate_every_steps, -step % self.evaluate_every_steps)
             if self.evaluate_every_steps
@@ -407,19 +403,19 @@ class StepSchedule:
 
 
 def steps_of_stage(
-    schedule: Schedule, saved: RunProgress | None, items: int, *, onwards: bool, step_items: int = 0, stage: int = 0,
+    schedule: Schedule, saved: RunProgress | None, items: int, *, beyond_end: bool, step_items: int = 0, stage: int = 0,
     stages: int = 1,
 ) -> StepSchedule:  # fmt: skip
     """Returns the steps of a stage, from its beginning or from the progress of a checkpoint, which was named if
-    `onwards`. With `cooldown`, they are at the beginning of a new cool-down, or in that of a checkpoint that was not
+    `beyond_end`. With `cooldown`, they are at the beginning of a new cool-down, or in that of a checkpoint that was not
     named. A named checkpoint at which a cool-down began has the full rate.
 
     Raises UserError for a cool-down without a checkpoint, or of a learning rate that has fallen already.
     """
-    if onwards and saved is not None and saved.step == saved.cooldown_step:
+    if beyond_end and saved is not None and saved.step == saved.cooldown_step:
         saved = replace(saved, cooldown_step=0, cooldown_end=0, cooldown_slope=0.0)
     cools_down = bool(schedule.cooldown and not schedule.finish_by)
-    new_stage = not cools_down and (onwards or (saved is not None and saved.stage != stage))
+    new_stage = not cools_down and (beyond_end or (saved is not None and saved.stage != stage))
     start = begin(saved, items, new_stage=new_stage, stage=stage, stages=stages)
     steps = StepSchedule(schedule, start, step_items)
     if not cools_down:
@@ -429,15 +425,15 @@ def steps_of_stage(
             f"cooldown {schedule.cooldown} begins at a checkpoint, and none is resumed",
             hint="name one: --resume-from OUTPUT_DIR/checkpoint_step_N.pt; a new training takes --finish-by",
         )
-    if start.cooldown_end and not onwards:
+    if start.cooldown_end and not beyond_end:
         return steps
     steps.check_rate(start.step)
     return steps.cooled_down(start.step, start.step + schedule.cooldown)
 
 
-def check_finish(schedule: Schedule, saved: RunProgress | None = None, *, onwards: bool = False) -> None:
+def check_finish(schedule: Schedule, saved: RunProgress | None = None, *, beyond_end: bool = False) -> None:
     """Raises UserError if the time of finish_by is past. A run in its cool-down or after its end needs none."""
-    if saved is not None and not onwards and (saved.cooldown_end or saved.finished):
+    if saved is not None and not beyond_end and (saved.cooldown_end or saved.finished):
         return
     if schedule.finish_by and seconds_until(schedule.finish_by) <= 0:
         raise UserError(
@@ -446,25 +442,25 @@ def check_finish(schedule: Schedule, saved: RunProgress | None = None, *, onward
         )
 
 
-def stages_ahead(saved: RunProgress | None, stages: int, *, onwards: bool) -> range:
+def stages_ahead(saved: RunProgress | None, stages: int, *, beyond_end: bool) -> range:
     """Returns the indices of the `stages` that a run still has to do.
 
     An interrupted stage is finished first, and a stage without its last evaluation is evaluated. After the last stage,
-    `onwards` begins all stages again; otherwise only the last one is returned, with nothing to do unless it has more
+    `beyond_end` begins all stages again; otherwise only the last one is returned, with nothing to do unless it has more
     epochs now. Raises UserError if the number of stages has changed.
     """
     if saved is None:
         return range(stages)
-    if not saved.finished or (saved.evaluation_due and not onwards and saved.stages == stages):
+    if not saved.finished or (saved.evaluation_due and not beyond_end and saved.stages == stages):
         return range(min(saved.stage, stages - 1), stages)
     if saved.stages == stages and saved.stage + 1 < stages:
         return range(saved.stage + 1, stages)
-    if not onwards and saved.stages != stages:
+    if not beyond_end and saved.stages != stages:
         raise UserError(
             f"the run has finished the {saved.stages} stages that it was asked for, and is now asked for {stages}",
             hint="to train on from its end, name its checkpoint: --resume-from OUTPUT_DIR/checkpoint_last.pt",
         )
-    return range(stages) if onwards else range(stages - 1, stages)
+    return range(stages) if beyond_end else range(stages - 1, stages)
 
 
 def begin(saved: RunProgress | None, items: int, *, new_stage: bool, stage: int = 0, stages: int = 1) -> RunProgress:

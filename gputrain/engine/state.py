@@ -1,16 +1,15 @@
 """The state of a training: what `update` changes and a checkpoint holds."""
 
-import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gputrain.engine.adamw_8bit import converted
+from gputrain.engine.adamw_8bit import other_precision
 from gputrain.engine.checkpoint import Content, load_modules
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.nonfinite import NonfiniteSteps
@@ -24,11 +23,8 @@ from gputrain.hw.runtime import Runtime, random_state, set_random_state
 log = logging.getLogger(__name__)
 
 
-class GradientsFunction(Protocol):
-    """Adds the gradients of a group's losses over a batch, in so many parts, to its parameters. Returns the sums of
-    each phase by name."""
-
-    def __call__(self, state: "TrainState", group: StepGroup, batch: Batch, parts: int, step: int, /) -> Sums: ...
+# Adds the gradients of a group's losses over a batch, in so many parts, to its parameters, as `gradients` in step.py.
+GradientsFunction = Callable[["TrainState", StepGroup, Batch, int, int], Sums]
 
 
 @dataclass
@@ -113,11 +109,7 @@ def _micro_batch(phases: list[str], schedule: Schedule, runtime: Runtime, run: R
     """Returns micro-batch sizes by step group: those of the plan, or the smaller ones that this run already needed on
     this device."""
     size = schedule.micro_batch_size or schedule.batch_size
-    known = run.given_plan
-    if known is None and run.resumed:
-        with contextlib.suppress(UserError):  # A damaged plan must not end a run.
-            known = PlanFile.load(run.folder / PLAN)
-    now = runtime.plan
+    known, now = PlanFile.read(run.folder / PLAN) if run.resumed else None, runtime.plan
     if known is None or (known.plan.device, known.plan.micro_batch_size) != (now.device, now.micro_batch_size):
         return dict.fromkeys(phases, size)
     return {phase: min(size, known.micro_batch.get(phase, size)) for phase in phases}
@@ -136,6 +128,8 @@ def load_optimizer(name: str, optimizer: torch.optim.Optimizer, states: dict[str
         )
     saved, groups = states[name], optimizer.state_dict()["param_groups"]
     before, now = _algorithm(saved["param_groups"]), _algorithm(groups)
+    if before == now and other_precision(saved["state"], optimizer):
+        before, now = f"{before} of another precision", f"this {now}"
     if before != now:
         log.warning(
             "the %s was trained with %s and continues with %s: its weights are kept, and the gradient averages "
@@ -144,10 +138,7 @@ def load_optimizer(name: str, optimizer: torch.optim.Optimizer, states: dict[str
         return
     if [len(group["params"]) for group in saved["param_groups"]] != [len(group["params"]) for group in groups]:
         raise UserError(f"the checkpoint's optimizer of the {name} belongs to other parameters")
-    state = converted(saved["state"], optimizer)
-    if any(state[index] is not one for index, one in saved["state"].items()):
-        log.info("the %s's averages of the gradients are converted, as the run began with another --optimizer", name)
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
     # Fused and foreach optimizers pair the elements of a parameter and its state by their positions in memory, and
     # the saved state has the memory format (channels_last or not) of the run that saved it.
     for parameter, state in optimizer.state.items():

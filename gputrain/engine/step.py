@@ -46,9 +46,15 @@ def update(state: TrainState, batch: Batch, step: int, learning_rate: float) -> 
             if not sums[phase.name].losses:  # The phase starts at a later step.
                 continue
             norm, finite = prepare_optimizer(state, phase, learning_rate * phase.lr_scale)
+            # From here to the end of the last phase, generator and discriminators belong to different steps: what ends
+            # the run in between must not save them. `train` sets it back.
             state.is_consistent = False
             phase.optimizer.step()
-            phase.optimizer.zero_grad(set_to_none=True)
+            phase.optimizer.zero_grad(
+                set_to_none=True
+            )  # None takes no memory, and the next backward pass adds to none.
+            # Statistics reach a loss one step late, in its next step: within a step they would be known only after the
+            # last micro-batch, and the result would depend on the split.
             phase.after_step(sums[phase.name].statistics, finite)
             scalars |= finish_step(state, phase, sums[phase.name], norm, finite)
     return scalars
@@ -63,7 +69,7 @@ def accumulate(state: TrainState, group: StepGroup, batch: Batch, step: int) -> 
     """
     recipe, device, name = state.recipe, state.runtime.device, group.name
     items = recipe.size(batch)
-    random = random_state(device)
+    random = random_state(device)  # A second attempt draws the dropout of the first, so that the result is the same.
     compute = state.gradients or gradients
 
     def attempt() -> Sums:
@@ -109,27 +115,34 @@ def back_propagate(state: TrainState, group: StepGroup, terms: Iterable[Yielded]
     partly_frozen = {phase.name for phase in group.phases if phase.frozen}
     for yielded in terms:
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-            if isinstance(yielded, ChainGradients):  # These gradients contain the loss scale already.
+            # Gradients that were gathered on a detached copy go on through the graph that made it, once for all terms.
+            # They contain the loss scale already.
+            if isinstance(yielded, ChainGradients):
                 torch.autograd.backward(yielded.tensors, yielded.gradients)
                 continue
             if isinstance(yielded, BatchStat):
                 add_value(sums[yielded.phase or first].statistics, yielded.name, yielded.value.detach())
                 continue
-            together = yielded.terms if isinstance(yielded, JointTerms) else (yielded,)
+            joint = yielded.terms if isinstance(yielded, JointTerms) else (yielded,)
             values = []
-            for term in together:
+            for term in joint:
                 phase = term.phase or first
                 factor = term.weight * state.loss_scale(phase)
                 value = term.value if isinstance(factor, float) and factor == 1 else term.value * factor
                 if value.requires_grad or phase not in partly_frozen:  # All that it depends on may be frozen.
                     values.append(value)
                 add_value(sums[phase].losses, term.name, term.value.detach())
+            # Now, and not with the sum of all terms: this frees the graph before the next term builds its own. Each
+            # discriminator's graph stands alone in memory.
             if values:
                 torch.autograd.backward(values)
 
 
 def unfreeze_only(group: StepGroup, recipe: Recipe) -> None:
-    """Have the modules of this group require gradients, but for frozen parameters, and no others."""
+    """Have the modules of this group require gradients, but for frozen parameters, and no others.
+
+    The generator's loss goes through the discriminators: without this, their weights would get gradients, too.
+    """
     for module in recipe.modules.values():
         module.requires_grad_(False)
     for phase in group.phases:
@@ -147,7 +160,9 @@ def drop_gradients(group: StepGroup) -> None:
 def all_reduce_sums(state: TrainState, group: StepGroup, sums: Sums) -> None:
     """Replace the gradients, losses and statistics of this rank's part of the batch by those of the whole batch."""
     found = [parameter.grad for parameter in group.parameters() if parameter.grad is not None]
-    state.group.all_reduce(found, [named for one in sums.values() for named in (one.losses, one.statistics)])
+    state.group.all_reduce(
+        found, [named for of_phase in sums.values() for named in (of_phase.losses, of_phase.statistics)]
+    )
 
 
 def prepare_optimizer(state: TrainState, phase: Phase, learning_rate: float) -> tuple[Tensor, Tensor]:
@@ -159,16 +174,17 @@ def prepare_optimizer(state: TrainState, phase: Phase, learning_rate: float) -> 
     and the guard against non-finite gradients therefore cost neither a pass over the gradients nor a device sync.
     """
     optimizer: Any = phase.optimizer
-    found = [p.grad for p in phase.parameters() if p.grad is not None]
+    found = [parameter.grad for parameter in phase.parameters() if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(found, foreach=True)
     finite = norm < math.inf  # False for NaN. Unlike isfinite, it is one kernel.
     limit = norm / state.gradient_clip if state.gradient_clip else torch.zeros_like(norm)
+    # Both stay on the device: an `if norm.isfinite()` would wait for it in every step. The fused kernels read them.
     optimizer.grad_scale = limit.clamp(min=state.loss_scale(phase.name)).float()
     optimizer.found_inf = (~finite).float()
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    if any(p.grad is not None and p not in optimizer.state for p in phase.parameters()):
-        allocate_optimizer_state(phase)
+    if any(weight.grad is not None and weight not in optimizer.state for weight in phase.parameters()):
+        allocate_optimizer_state(phase)  # In advance, as a step that runs out of memory half way cannot be repeated.
     return norm, finite
 
 

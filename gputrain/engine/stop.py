@@ -201,8 +201,8 @@ def duration_seconds(text: str) -> float | None:
     counts = [int(count) if count else None for count in match.groups()] if match else []
     given = [(count, unit) for count, unit in zip(counts, UNITS, strict=False) if count is not None]
     # A part that follows a larger one is less than one of the larger: 1h90m is more likely a mistake than 2h30m.
-    whole = {"h": 24, "m": 60, "s": 60}
-    overflows = any(count >= whole[unit] for count, unit in given[1:])
+    largest = {"h": 24, "m": 60, "s": 60}
+    overflows = any(count >= largest[unit] for count, unit in given[1:])
     seconds = float(sum(count * UNITS[unit] for count, unit in given))
     return None if not seconds or overflows else seconds
 

@@ -14,18 +14,16 @@ from rich.console import Console
 
 from gputrain.engine.callbacks import StepEnd, StepLoop, log_cooldown
 from gputrain.engine.callbacks.clock import Clock
-from gputrain.engine.callbacks.last_step import last_step_saved
 from gputrain.engine.callbacks.metrics_log import MetricsLog
 from gputrain.engine.callbacks.reports import SKIPPED, Reports, last_reports, reports_due
 from gputrain.engine.callbacks.requests import Requests
-from gputrain.engine.callbacks.save import Save, SaveBeforeReports, kept_names
+from gputrain.engine.callbacks.save import Save, SaveBeforeReports, kept_names, last_step_saved
 from gputrain.engine.checkpoint import tensor_bytes
 from gputrain.engine.cuda_graph import replay_gradients_if_planned
+from gputrain.engine.first_steps import MemoryCheck, compiling, profiling
 from gputrain.engine.history import recorded
-from gputrain.engine.memory_check import MemoryCheck
 from gputrain.engine.metrics import Metrics
 from gputrain.engine.out_of_memory import retried_once
-from gputrain.engine.profiling import compiling, profiling
 from gputrain.engine.recipe import Batch, Recipe
 from gputrain.engine.run_folder import Run
 from gputrain.engine.saving import Saver, warn_of_surprises
@@ -33,7 +31,6 @@ from gputrain.engine.schedule import StepSchedule
 from gputrain.engine.state import TrainState
 from gputrain.engine.step import accumulate, allocate_optimizer_state, drop_gradients, update
 from gputrain.engine.stop import Deadline, log_start_until, timed_part
-from gputrain.engine.trackers import Trackers
 from gputrain.hw.monitor import Monitor
 from gputrain.hw.runtime import Runtime, random_state, set_random_state
 
@@ -71,10 +68,6 @@ def train(
         compiling(saver, metrics) as mark_compiled,
         closing(open_batches(first, max(first, end))) as batches,
     ):
-        if run.group.leads:
-            metrics.trackers = Trackers(
-                run.saving.track, run.folder, run.settings, first, repeats_steps=metrics.repeats_steps
-            )
         loop = StepLoop(saver, steps, metrics, monitor, deadline_of(state, steps, run))
         callbacks = Callbacks(loop)
         callbacks.begin()
@@ -87,11 +80,11 @@ def train(
                 if step == first:
                     log_start_until("the first step")
                     dry_run_later_peak(state, loaded, step, check)
-                with check.watching(step):
+                with check.watching(step):  # It measures the memory of one early step.
                     batch = prepare(recipe, loaded, step)
                     state.group.reseed(steps.schedule.seed, step)
                     scalars = update(state, batch, step, loop.steps.learning_rate(step))
-                recipe.average(step)
+                recipe.average(step)  # The moving average of the weights, once every phase has stepped.
                 state.progress = loop.steps.progress_at(step + 1, state.progress)
                 state.is_consistent = True
                 if step == first:

@@ -69,7 +69,6 @@ class Hardware:
     plan: bool = advanced(
         default=True, help="Predict the memory of a step, and choose micro-batch and checkpointing by it."
     )
-    plan_file: Path | None = advanced(default=None, help="The plan.json of a run, whose plan is then used exactly.")
 
 
 NOT_PLANNED = ("Evaluation", "Run folder")  # Panels of options that change neither memory nor time of a step.

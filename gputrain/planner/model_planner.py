@@ -32,10 +32,12 @@ from gputrain.hw.gpus import Gpu, find_gpu, known_gpus, smallest_gpu
 from gputrain.hw.plan import MOST_GRAPHED_PARTS, Cards, Hardware, Plan, Setting
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import weakest_of
+from gputrain.hw.runtime import Runtime
+from gputrain.hw.speed import copied_bytes_per_second, product_flops_per_second
 from gputrain.planner.kind_work import KindWork, S
 from gputrain.planner.memory.fit import BUDGET_SHARE, Fit, MemoryBudget, MemoryModel, budget_gb, fit
 from gputrain.planner.memory.predict import least_gb, memory_models, prediction_key
-from gputrain.planner.time.roofline import EAGER_LAUNCH_SECONDS, DeviceRates, KernelCost, StepCost
+from gputrain.planner.time.roofline import EAGER_LAUNCH_SECONDS, LAUNCH_SECONDS, DeviceRates, KernelCost, StepCost
 
 log = logging.getLogger(__name__)
 
@@ -269,6 +271,20 @@ def memory_budget(
     if machine.gpus > 1 and plan.device.value == "cuda":
         budget -= NCCL_GB
     return MemoryBudget(budget, rates, gpus=machine.gpus)
+
+
+def measured_rates(runtime: Runtime) -> DeviceRates:
+    """Returns the rates of the runtime's device, measured in about a second while nothing else uses it."""
+    device, in_16_bit = runtime.device, runtime.dtype != torch.float32
+    fp32 = product_flops_per_second(device, torch.float32) if in_16_bit else runtime.product_rate
+    sixteen_bit = runtime.product_rate if in_16_bit else fp32
+    count, l2_bytes = 1, 0  # Caches of a CPU are not modelled.
+    if device.type == "cuda":
+        card = torch.cuda.get_device_properties(device)
+        count, l2_bytes = card.multi_processor_count, card.L2_cache_size
+    launch_seconds = LAUNCH_SECONDS if runtime.plan.compile.value else EAGER_LAUNCH_SECONDS
+    copied = copied_bytes_per_second(device)
+    return DeviceRates(sixteen_bit, fp32, copied, count, launch_seconds=launch_seconds, l2_bytes=l2_bytes)
 
 
 def plan_step(

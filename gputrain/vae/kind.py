@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from gputrain import kinds
 from gputrain.config import leaves
-from gputrain.errors import UserError
 from gputrain.planner.kind_work import CUDA_GRAPHS, SWITCHES, KindWork, PlannedTraining, SyntheticWork
 from gputrain.vae.architecture import VaePreset
 from gputrain.vae.config import (
@@ -96,8 +95,6 @@ class VaeWork(KindWork[TrainVae]):
     )
 
     def completed(self, settings: TrainVae) -> TrainVae:
-        if settings.hardware.plan_file and len(settings.stages) > 1:
-            raise UserError("plan_file and resolution_schedule contradict each other", hint="a plan is for one size")
         return settings
 
     def open_data(self, settings: TrainVae) -> VaeData:

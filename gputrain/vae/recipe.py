@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from gputrain.engine import gan
-from gputrain.engine.cast_once import WeightSlot, layer_weights, weights_cast_once
 from gputrain.engine.checkpoint import load_weights
 from gputrain.engine.distributed import BatchDraws
-from gputrain.engine.optim import Ema, adamw
+from gputrain.engine.optim import Ema, WeightSlot, adamw, layer_weights, weights_cast_once
 from gputrain.engine.recipe import BatchStat, ChainGradients, Phase, StepGroup, Term, Yielded
 from gputrain.hw.runtime import Runtime
 from gputrain.samples import Report
@@ -150,7 +149,7 @@ class VaeRecipe:
         schedule, device = self.settings.schedule, self.runtime.device
         images_BCHW = loaded.to(device, non_blocking=True).contiguous(memory_format=self.runtime.memory_format)
         draws = BatchDraws.of_step(
-            schedule.seed, step, device, len(loaded), whole=schedule.global_batch_size, ranks=self.runtime.ranks
+            schedule.seed, step, device, len(loaded), global_items=schedule.global_batch_size, ranks=self.runtime.ranks
         )
         side = loaded.shape[-1] // self.settings.architecture.downsampling
         noise_BLhw = draws.normal(self.settings.architecture.latent_channels, side, side, dtype=self.dtype)
@@ -158,9 +157,9 @@ class VaeRecipe:
         top_B = left_B = None
         if self.lpips is not None and 0 < self.losses.lpips_crop < loaded.shape[-1]:
             height, width = loaded.shape[-2:]
-            corners = crop_corners(draws.whole, height, width, self.losses.lpips_crop, draws.generator)
+            corners = crop_corners(draws.global_items, height, width, self.losses.lpips_crop, draws.generator)
             top_B, left_B = map(draws.kept, corners)
-        return VaeBatch(images_BCHW, noise_BLhw, made_BCHW, top_B, left_B, draws.whole)
+        return VaeBatch(images_BCHW, noise_BLhw, made_BCHW, top_B, left_B, draws.global_items)
 
     # ------------------------------------------------------------------------------------------------------- one step
 

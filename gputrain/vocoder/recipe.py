@@ -132,7 +132,12 @@ class VocoderRecipe:
         """Returns a batch of samples (int16) and pitches, longer than the crop if key_aug may play it faster."""
         data, schedule, device = self.settings.data, self.settings.schedule, self.runtime.device
         draws = BatchDraws.of_step(
-            schedule.seed, step, device, len(loaded[0]), whole=schedule.global_batch_size, ranks=self.runtime.ranks
+            schedule.seed,
+            step,
+            device,
+            len(loaded[0]),
+            global_items=schedule.global_batch_size,
+            ranks=self.runtime.ranks,
         )
         wave_BT, f0_BF = (tensor.to(device, non_blocking=True).to(self.dtype) for tensor in loaded)
         wave_BT = wave_BT / 32768
@@ -146,15 +151,17 @@ class VocoderRecipe:
             made = draw_noise(self.settings.architecture, items, f0_BF.shape[1], draws.generator)
             return Noise(*(tensor.to(self.dtype) for tensor in made))
 
-        count = math.ceil(draws.whole * self.losses.pc_aug_rate) if self.losses.pc_aug else 0
-        shifts = augment.draw_shifts(draws.whole, count, self.losses.pc_aug_key, draws.generator, self.dtype, drawn)
+        count = math.ceil(draws.global_items * self.losses.pc_aug_rate) if self.losses.pc_aug else 0
+        shifts = augment.draw_shifts(
+            draws.global_items, count, self.losses.pc_aug_key, draws.generator, self.dtype, drawn
+        )
         return VocoderBatch(
             real_B1T=wave_BT[:, None],
             mel_BMF=log_mel(wave_BT, self.mel),
             target_BMF=log_mel(wave_BT, self.loss_mel),
             f0_BF=f0_BF,
-            noise=Noise(*map(draws.kept, drawn(draws.whole))),
-            global_items=draws.whole,
+            noise=Noise(*map(draws.kept, drawn(draws.global_items))),
+            global_items=draws.global_items,
             shifts=shifts.part(draws.rows[0].start, draws.rows[0].stop),
         )
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from gputrain.audio.store import PITCHES
 from gputrain.cli import ui
@@ -110,25 +109,9 @@ def test_a_single_held_out_clip_is_a_warning(typed, tmp_path):
     ({"fmax": 9000}, "mel bands from 40 to 9000 Hz do not fit below half of 16000 Hz"),
     ({"init_from": "gone.ckpt"}, "gone.ckpt: no such file or folder"),
     ({"resume_from": "gone.pt"}, "gone.pt: no such checkpoint"),
-    ({"plan_file": "gone.json"}, "gone.json: No such file"),
     ({"data_in_memory": True}, "--data-in-memory"),
     ({"gamma": 0.99}, "gamma 0.99 has no effect with learning_rate_schedule"),
     ({"checkpoint_every_steps": 0, "permanent_start": 8}, "permanent_start 8 has no effect"),
 )
 def test_settings_that_cannot_be(typed, notes, changes, said):
     refused(typed, training(notes, **changes), said)
-
-
-def test_a_plan_is_followed_and_one_of_a_gpu_is_not(typed, notes):
-    assert typed(*training(notes))[0] == 0
-    plan = json.loads(Path("run", "plan.json").read_text())
-    plan["micro_batch"] = {"generator": 2}
-    Path("plan.json").write_text(json.dumps(plan))
-    code, printed = typed(*training(notes, plan_file="plan.json", output_dir="again"))
-    assert code == 0, printed
-    assert json.loads(Path("again", "plan.json").read_text())["micro_batch"] == plan["micro_batch"]
-    if not torch.cuda.is_available():
-        plan["settings"]["device"]["value"] = "cuda"
-        Path("plan.json").write_text(json.dumps(plan))
-        shutil.rmtree("run")
-        refused(typed, training(notes, plan_file="plan.json"), "plans for a GPU, and torch sees none")

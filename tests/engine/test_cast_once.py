@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from gputrain.audio.discriminators import vits_discriminators
 from gputrain.audio.weight_norm import cached_weights, shared_weights
-from gputrain.engine import cast_once
-from gputrain.engine.cast_once import layer_weights, weights_cast_once
+from gputrain.engine import optim
+from gputrain.engine.optim import layer_weights, weights_cast_once
 
 
 def network() -> nn.Sequential:
@@ -34,7 +34,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 @pytest.mark.parametrize("bucket", [1, 60, 10**6])
 def test_gradients_are_those_of_autocast_bit_for_bit(monkeypatch, bucket):
-    monkeypatch.setattr(cast_once, "BUCKET_NUMBERS", bucket)
+    monkeypatch.setattr(optim, "BUCKET_NUMBERS", bucket)
     plain, shared = network(), network()
     kept = list(shared.parameters())
     slots = layer_weights([shared])

@@ -156,14 +156,14 @@ def test_gradients_travel_in_buckets_of_the_size_asked_for():
 
 def test_draws_of_an_item_do_not_depend_on_the_ranks():
     def draws(ranks: Ranks, items: int) -> tuple[torch.Tensor, torch.Tensor]:
-        one = BatchDraws.of_step(3, 11, torch.device("cpu"), items, whole=7, ranks=ranks)
+        one = BatchDraws.of_step(3, 11, torch.device("cpu"), items, global_items=7, ranks=ranks)
         return one.normal(2, dtype=torch.float64), one.uniform()
 
     whole = draws(SINGLE, 7)
     parts = [draws(Ranks(index, 3), size) for index, size in enumerate((3, 2, 2))]
     for alone, together in zip(whole, zip(*parts, strict=True), strict=True):
         assert torch.equal(alone, torch.cat(together))
-    other = BatchDraws.of_step(3, 12, torch.device("cpu"), 7, whole=7, ranks=SINGLE)
+    other = BatchDraws.of_step(3, 12, torch.device("cpu"), 7, global_items=7, ranks=SINGLE)
     assert not torch.equal(whole[0], other.normal(2, dtype=torch.float64))
 
 

@@ -132,7 +132,7 @@ def test_a_stage_whose_evaluation_is_due_comes_before_the_next_one():
     ended = RunProgress(step=4, stage=0, stages=3, finished=True)
     due = RunProgress(step=4, stage=0, stages=3, finished=True, evaluation_due=True)
     last = RunProgress(step=4, stage=2, stages=3, finished=True, evaluation_due=True)
-    assert list(stages_ahead(ended, 3, onwards=False)) == [1, 2]
-    assert list(stages_ahead(due, 3, onwards=False)) == [0, 1, 2]
-    assert list(stages_ahead(last, 3, onwards=False)) == [2]
-    assert list(stages_ahead(last, 3, onwards=True)) == [0, 1, 2]
+    assert list(stages_ahead(ended, 3, beyond_end=False)) == [1, 2]
+    assert list(stages_ahead(due, 3, beyond_end=False)) == [0, 1, 2]
+    assert list(stages_ahead(last, 3, beyond_end=False)) == [2]
+    assert list(stages_ahead(last, 3, beyond_end=True)) == [0, 1, 2]

@@ -12,7 +12,7 @@ import pytest
 from gputrain.engine import saving, stop
 from gputrain.engine.callbacks import clock as clock_callback
 from gputrain.engine.run_folder import Run
-from gputrain.engine.schedule import RunProgress, Saving, Schedule, StepSchedule, check_finish, steps_of_stage
+from gputrain.engine.schedule import RunProgress, Schedule, StepSchedule, check_finish, steps_of_stage
 from gputrain.engine.stop import COMMAND_CLOCK, Deadline, finish_moment, seconds_to_finish
 from gputrain.errors import UserError
 from gputrain.session import with_finish_moment
@@ -151,7 +151,7 @@ def test_a_past_time_and_stages_are_refused(monkeypatch):
     check_finish(past, dataclasses.replace(held, cooldown_step=8, cooldown_end=12))
     check_finish(past, dataclasses.replace(held, finished=True))
     with pytest.raises(UserError, match="is past"):
-        check_finish(past, dataclasses.replace(held, finished=True), onwards=True)
+        check_finish(past, dataclasses.replace(held, finished=True), beyond_end=True)
     monkeypatch.setattr(COMMAND_CLOCK, "began", stop.time.monotonic() - 600)
     with pytest.raises(UserError, match="finish_by 5m is past"):
         check_finish(Schedule(finish_by="5m"))
@@ -260,7 +260,7 @@ def test_the_cool_down_of_a_checkpoint_ends_after_so_many_steps_and_can_be_kille
 
 def test_a_named_checkpoint_after_a_cool_down_begins_a_new_stage_at_the_full_rate():
     end = RunProgress(step=20, items_seen=640, items=32, finished=True, cooldown_step=12, cooldown_end=20)
-    steps = steps_of_stage(schedule(num_epochs=5, learning_rate_schedule="constant"), end, 32, onwards=True)
+    steps = steps_of_stage(schedule(num_epochs=5, learning_rate_schedule="constant"), end, 32, beyond_end=True)
     assert [steps.learning_rate(20 + step) for step in (0, 3, 4)] == [0.0025, 0.01, 0.01]
     assert steps.last_step == 20 + 5 * 32 // BATCH
 
@@ -269,7 +269,7 @@ def test_a_cosine_is_cooled_from_the_rate_that_it_has_reached():
     settings = schedule(num_steps=100, num_epochs=0, warmup_steps=0, min_learning_rate=0.001)
     before = StepSchedule(settings, RunProgress(items=32))
     at = dataclasses.replace(before.start, step=40, items_seen=320)
-    steps = steps_of_stage(dataclasses.replace(settings, cooldown=10), at, 32, onwards=True)
+    steps = steps_of_stage(dataclasses.replace(settings, cooldown=10), at, 32, beyond_end=True)
     assert steps.learning_rate(40) == pytest.approx(before.learning_rate(40))
     assert steps.learning_rate(45) == pytest.approx((before.learning_rate(40) + 0.001) / 2)
     assert (steps.learning_rate(50), steps.last_step) == (0.001, 50)
@@ -293,12 +293,6 @@ def test_a_time_that_is_too_short_for_a_cool_down_is_said(tmp_path, clock, caplo
     run(tmp_path, steps_of(clock, seconds=5.0), finish_by="2s")
     assert saved_step(tmp_path) == 1
     assert "--finish-by 2s is reached before the learning rate, 0.0025, could fall" in caplog.text
-
-
-def test_an_open_end_counts_no_checkpoints_that_never_come():
-    steps = StepSchedule(Schedule(finish_by="6h"), RunProgress(items=32))
-    settings = Saving(checkpoint_every_steps=100_000, permanent_start=100_000, permanent_interval=100_000)
-    assert saving.kept_checkpoints(settings, steps) == 8
 
 
 def test_the_length_of_the_cool_down_can_be_chosen(tmp_path, clock):

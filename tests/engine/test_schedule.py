@@ -70,8 +70,8 @@ def test_a_stage_may_be_counted_in_steps():
     steps = StepSchedule(Schedule(batch_size=4, num_epochs=0, num_steps=30), RunProgress(items=10))
     assert (steps.last_step, steps.stop_step) == (30, 30)
     assert steps.progress_at(30, RunProgress()).finished
-    onwards = StepSchedule(steps.schedule, begin(steps.progress_at(30, RunProgress()), 10, new_stage=True))
-    assert onwards.last_step == 60
+    beyond_end = StepSchedule(steps.schedule, begin(steps.progress_at(30, RunProgress()), 10, new_stage=True))
+    assert beyond_end.last_step == 60
     both = StepSchedule(Schedule(batch_size=5, num_epochs=3, num_steps=30), RunProgress(items=10))
     assert both.last_step == 6  # whichever ends first
     with pytest.raises(UserError, match="the training would not end"):

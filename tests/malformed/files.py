@@ -365,46 +365,6 @@ def nonfinite(kind: str, value: float) -> Callable[[Path], tuple[list[object], P
     return make
 
 
-# ------------------------------------------------------------------------------------------------------ plan files
-
-PLANS: dict[str, str | bytes] = {
-    "empty": "",
-    "no JSON": "micro_batch: 4\n",
-    "a list": "[1, 2]",
-    "a number": "7",
-    "too deeply nested": "[" * 100_000,
-    "binary": bytes(range(256)),
-    "an empty mapping": "{}",
-    "texts for numbers": json.dumps({"settings": {}, "micro_batch": {"autoencoder": "many"}}),
-    "a list for its settings": json.dumps({"settings": [1], "micro_batch": {}}),
-    "huge numbers": json.dumps({"settings": {"micro_batch_size": 10**400}, "micro_batch": {}}),
-    "NaN": '{"settings": NaN, "micro_batch": {}}',
-}
-
-
-def plan(content: str | bytes | Callable[[dict[str, Any]], object]) -> Callable[[Path], tuple[list[object], Path]]:
-    def make(folder: Path) -> tuple[list[object], Path]:
-        path = folder / "plan.json"
-        if callable(content):
-            whole = json.loads((small_run("vae") / "run" / "plan.json").read_text())
-            content(whole)
-            path.write_text(json.dumps(whole))
-        else:
-            path.write_bytes(content.encode() if isinstance(content, str) else content)
-        words = ("--config", small_run("vae") / "run" / "config.yaml", "--max-steps", 2, "--plan-file", path)
-        return train("vae", folder, *words, data=small_run("vae") / "data"), path
-
-    return make
-
-
-CHANGED_PLANS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "a micro-batch of 0": lambda whole: whole["micro_batch"].update(autoencoder=0),
-    "a negative micro-batch": lambda whole: whole["micro_batch"].update(autoencoder=-3),
-    "an unknown key": lambda whole: whole.update(colour=7),
-    "an unknown device": lambda whole: whole["settings"].update(device={"value": "cat", "reason": ""}),
-}
-
-
 def cases() -> list[Case]:
     found = [Case("configuration", title, config(content), says) for title, (content, says) in CONFIGS.items()]
     found += [
@@ -441,6 +401,4 @@ def cases() -> list[Case]:
                     "not all weights are finite",
                 )
             )
-    found += [Case("plan file", title, plan(content)) for title, content in PLANS.items()]
-    found += [Case("plan file", title, plan(change)) for title, change in CHANGED_PLANS.items()]
     return found

@@ -198,7 +198,7 @@ def test_plan_files(examples):
     @given(EDITS)
     def holds(edits):
         with written(edited(good, edits), "plan.json") as path:
-            only_user_errors(lambda: PlanFile.load(path))
+            only_user_errors(lambda: PlanFile.read(path))
 
     holds()
 

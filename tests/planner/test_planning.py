@@ -48,7 +48,7 @@ def test_what_ran_out_stands_in_the_plan_file(tmp_path):
     recipe = ToyRecipe(schedule())
     recipe.fail = {("discriminators", 2): 2, ("generator", 5): 4}
     train_toy(recipe, quiet(tmp_path))
-    record = PlanFile.load(tmp_path / "plan.json")
+    record = PlanFile.read(tmp_path / "plan.json")
     assert record.micro_batch == {"discriminators": 2, "generator": 4}
     assert record.events == [
         {"step": 2, "phase": "discriminators", "cause": "out of memory", "from": 8, "to": 4},
@@ -67,15 +67,7 @@ def test_a_resumed_run_remembers_what_fits(tmp_path, caplog):
     caplog.clear()
     train_toy(second, quiet(tmp_path, resume_from="auto"))
     assert "out of memory" not in caplog.text
-    assert PlanFile.load(tmp_path / "plan.json").micro_batch == {"discriminators": 2, "generator": 8}
-
-
-def test_the_same_plan_again(tmp_path):
-    recipe = ToyRecipe(schedule())
-    given = PlanFile(cpu_runtime().plan, {"discriminators": 1, "generator": 4})
-    run = Run(tmp_path, quiet(tmp_path), {}, "", given_plan=given)
-    made = TrainState.begin(recipe, recipe.schedule, cpu_runtime(), run)
-    assert made.micro_batch == {"discriminators": 1, "generator": 4}
+    assert PlanFile.read(tmp_path / "plan.json").micro_batch == {"discriminators": 2, "generator": 8}
 
 
 def test_a_plan_file_comes_back_as_it_was(tmp_path):
@@ -84,7 +76,7 @@ def test_a_plan_file_comes_back_as_it_was(tmp_path):
     )
     record = PlanFile(plan, {"autoencoder": 4}, found.to_json(), {"peak_gb": 1.5}, [{"step": 3}])
     record.save(tmp_path / "plan.json")
-    assert PlanFile.load(tmp_path / "plan.json") == record
+    assert PlanFile.read(tmp_path / "plan.json") == record
     content = json.loads((tmp_path / "plan.json").read_text())
     assert content["settings"]["micro_batch_size"]["value"] == 8
     assert content["prediction"]["predicted_peak_gb"] == 17.0
@@ -110,7 +102,7 @@ def test_training_begins_with_a_dry_run_of_the_step_that_takes_most(tmp_path):
     recipe.peak_memory_step = lambda step: 50
     recipe.fail = {("discriminators", 50): 4}
     train_toy(recipe, quiet(tmp_path))
-    assert PlanFile.load(tmp_path / "plan.json").micro_batch == {"discriminators": 4, "generator": 8}
+    assert PlanFile.read(tmp_path / "plan.json").micro_batch == {"discriminators": 4, "generator": 8}
 
 
 def test_a_device_that_fills_up_is_relieved(tmp_path, caplog):
@@ -157,7 +149,7 @@ def test_a_plan_that_cannot_be_read_ends_no_run(tmp_path, text):
     train_toy(ToyRecipe(schedule(max_steps=2)), quiet(tmp_path))
     (tmp_path / "plan.json").write_text(text)
     train_toy(ToyRecipe(schedule(max_steps=4)), quiet(tmp_path, resume_from="auto"))
-    assert PlanFile.load(tmp_path / "plan.json").micro_batch == {"discriminators": 8, "generator": 8}
+    assert PlanFile.read(tmp_path / "plan.json").micro_batch == {"discriminators": 8, "generator": 8}
 
 
 @each_row(

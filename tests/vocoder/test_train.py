@@ -112,7 +112,7 @@ def test_micro_batches_give_the_same_weights(undisturbed, notes, tmp_path, size)
         weights(train(tmp_path / str(parts), PROFILES / f"{name}.yaml", data_path=str(notes), **changes, **parts_of))
         for parts, parts_of in enumerate([{}, {"micro_batch_size": size}])
     ]
-    assert PlanFile.load(tmp_path / "1" / "plan.json").micro_batch == {"generator": size}
+    assert PlanFile.read(tmp_path / "1" / "plan.json").micro_batch == {"generator": size}
     later = weights(read_checkpoint(whole / "checkpoint_step_2.pt"))
     assert 0 < distance(*made) < 0.05 * distance(made[0], later)
 
@@ -134,7 +134,7 @@ def test_the_command_trains_at_the_sizes_of_the_file(tmp_path, name):
     lines = [row for row in rows(tmp_path / "run") if "learning_rate" in row]
     assert len(lines) == 20
     assert all(math.isfinite(value) for row in lines for value in row.values())
-    plan = PlanFile.load(tmp_path / "run" / "plan.json")
+    plan = PlanFile.read(tmp_path / "run" / "plan.json")
     assert plan.prediction["predicted_peak_gb"] == pytest.approx(sum(plan.prediction["parts"].values()))
     assert plan.plan.micro_batch_size.value == 4
     assert load_vocoder(tmp_path / "run", CPU).generator.architecture.upsample_rates == (8, 8, 2, 2, 2)
@@ -177,7 +177,7 @@ def test_the_run_folder(undisturbed):
     assert (settings["discriminators"], settings["num_steps"]) == (
         list(discriminators), {"base_hifi_gpu": 150_000}.get(name, 300_000),
     )  # fmt: skip
-    assert PlanFile.load(folder / "plan.json").micro_batch == {"generator": 4}
+    assert PlanFile.read(folder / "plan.json").micro_batch == {"generator": 4}
 
 
 def test_sounds_and_pictures_of_a_run(undisturbed):

@@ -10,7 +10,7 @@ state that another changes; train.py has the list of them, with the reason for t
     reports.py      samples and evaluations, the best score, early stopping
 
 No completed step is lost. Before its end and before a stop, a run saves first and samples and evaluates afterwards, and
-if anything ends the run between two steps, the last completed step is saved (last_step.py).
+if anything ends the run between two steps, the last completed step is saved.
 """
 
 import logging

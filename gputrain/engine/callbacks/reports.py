@@ -100,7 +100,7 @@ class Reports:
         return score if score > self.loop.state.progress.best_score else None
 
     def _report(self, kind: str, make: Callable[[], Report]) -> Report | None:
-        """Make a report and log it; the random state is kept. Returns None if memory ran out, and beside the leader."""
+        """Make a report and log it; the random state is kept. Returns None if memory ran out, and on other ranks."""
         loop, state = self.loop, self.loop.state
         if not loop.run.group.leads:
             return None

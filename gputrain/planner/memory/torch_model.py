@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gputrain.engine.memory_check import MeasuredPeak, allocator_peak
+from gputrain.engine.first_steps import MeasuredPeak, allocator_peak
 from gputrain.engine.recipe import Phase, StepGroup, Term
 from gputrain.errors import UserError, first_line
 from gputrain.hw.plan import Hardware, Plan, Setting, decide

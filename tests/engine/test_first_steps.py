@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gputrain.engine.memory_check import MeasuredPeak, MemoryCheck
+from gputrain.engine.first_steps import MeasuredPeak, MemoryCheck
 from gputrain.engine.run_folder import Run
 from gputrain.engine.saving import Saver
 from gputrain.engine.schedule import Schedule
