@@ -154,9 +154,14 @@ def _train_stage(
     with timed_part("planning"), console.status("planning the training") if runtime.ranks.leads else nullcontext():
         of_data = data.stage(stage, f"stage {index + 1} of {count}" if count > 1 else "")
         steps = steps_of_stage(
-            stage.schedule, session.run.progress, len(data), beyond_end=session.run.continues_beyond_end,
-            step_items=of_data.step_items, stage=index, stages=count,
-        )  # fmt: skip
+            stage.schedule,
+            session.run.progress,
+            len(data),
+            beyond_end=session.run.continues_beyond_end,
+            step_items=of_data.step_items,
+            stage=index,
+            stages=count,
+        )
         planned = session.plan_stage(stage, of_data, steps)
     with timed_part("model and first weights"):
         training = data.training(planned, session.run, runtime)
@@ -168,7 +173,7 @@ def _train_stage(
     session.run = run
     steps = replace(steps, schedule=planned.schedule)
     log_trained(training.recipe)
-    log_length(steps, run, runtime)
+    log_length(steps, run)
     warn_of_late_parts(work.begins(planned), steps)
     opened = session.open_batches(training.source, steps, divides_items=data.divides_items)
     train(training.recipe, opened, steps, run, runtime, console)
@@ -186,8 +191,11 @@ def open_session(settings: S, work: KindWork[S]) -> Session[S]:
     if machine.gpu_count > 1 and not ranks.under_torchrun and settings.hardware.device != "cpu":
         log.info(
             "this machine has %d GPUs, and one trains; for all of them: torchrun --nproc-per-node %d -m gputrain "
-            "train-%s ..., with the same options", machine.gpu_count, machine.gpu_count, work.kind,
-        )  # fmt: skip
+            "train-%s ..., with the same options",
+            machine.gpu_count,
+            machine.gpu_count,
+            work.kind,
+        )
     plan = work.decide(machine, settings.hardware)
     command = f"gputrain train-{work.kind}"
     run = open_run(settings, settings.saving, kind=work.kind, command=command, group=group)
@@ -285,15 +293,21 @@ def warn_of_late_parts(begins: Mapping[str, int], steps: StepSchedule) -> None:
     for what, before in begins.items():
         if 0 < steps.stop_step <= before:
             log.warning(
-                "%s begins after step %d, and this run ends after step %d: train longer, or lower that option", what,
-                before, steps.stop_step,
-            )  # fmt: skip
+                "%s begins after step %d, and this run ends after step %d: train longer, or lower that option",
+                what,
+                before,
+                steps.stop_step,
+            )
     warmup, length = steps.schedule.warmup_steps, steps.last_step - steps.start.stage_step
     if 0 < length < warmup:
         log.warning(
             "the learning rate rises over %d steps (warmup_steps), and the training has %d: it never reaches %g; "
-            "--warmup-steps %d would be a tenth", warmup, length, steps.schedule.learning_rate, length // 10,
-        )  # fmt: skip
+            "--warmup-steps %d would be a tenth",
+            warmup,
+            length,
+            steps.schedule.learning_rate,
+            length // 10,
+        )
 
 
 def format_memory(plan: Plan, prediction: Mapping[str, Any]) -> str:
@@ -304,9 +318,8 @@ def format_memory(plan: Plan, prediction: Mapping[str, Any]) -> str:
     return f"{prediction['predicted_peak_gb']:.2f}{budget} GB predicted; {how}{repeats}"
 
 
-def log_length(steps: StepSchedule, run: Run, runtime: Runtime) -> None:
-    """Logs the steps that are left and the time that they are predicted to take. Of a CPU only the time of the largest
-    batch's arithmetic is known."""
+def log_length(steps: StepSchedule, run: Run) -> None:
+    """Logs the steps that are left and the time that they are predicted to take, which is unknown of a CPU."""
     seconds = run.prediction.get("predicted_seconds_per_step")
     if steps.has_open_end:
         check_finish(steps.schedule)  # Starting takes time, too.
@@ -319,10 +332,7 @@ def log_length(steps: StepSchedule, run: Run, runtime: Runtime) -> None:
     limit += "of " if limit or steps.start.step else ""
     length = f"{left} step{'s' * (left != 1)}"
     length += f" ({limit}{steps.schedule.length_text})" if left != steps.schedule.num_steps else ""
-    least = run.prediction.get("item_flops", 0) * steps.schedule.global_batch_size / runtime.product_rate
     if seconds:
         log.info("time: %s, %s predicted, %.3g s a step", length, format_duration(left * seconds), seconds)
-    elif left * least >= 1 and runtime.ranks.count == 1:
-        log.info("time: %s; the arithmetic alone takes about %s", length, format_duration(left * least))
     else:
         log.info("time: %s", length)

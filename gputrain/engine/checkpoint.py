@@ -422,8 +422,10 @@ def _sync_folder(folder: Path) -> None:
             _not_synced.add(folder)
             log.warning(
                 "%s: this file system cannot confirm that a rename is on the disk (%s); "
-                "a power failure may cost the newest checkpoint", folder, error.strerror or error,
-            )  # fmt: skip
+                "a power failure may cost the newest checkpoint",
+                folder,
+                error.strerror or error,
+            )
 
 
 def is_content(content: object) -> TypeGuard[dict[str, Any]]:

@@ -96,8 +96,13 @@ class MemoryCheck:
             measured["ratio"] = ratio = peak_gb / predicted_gb
             log.info(
                 "memory of step %d: predicted peak %.2f GB, measured %.2f GB (%.2f GB reserved), measured / predicted "
-                "%.3f", done, predicted_gb, found.allocated_gb, found.reserved_gb, ratio,
-            )  # fmt: skip
+                "%.3f",
+                done,
+                predicted_gb,
+                found.allocated_gb,
+                found.reserved_gb,
+                ratio,
+            )
             if peak_gb > run.prediction["margin"] * predicted_gb + LIBRARIES_GB:
                 self.warn(ratio, done)
         run.status.measured_memory = measured

@@ -29,12 +29,20 @@ def recorded(run: Run, steps: StepSchedule, state: TrainState) -> Iterator[None]
     """Add a line to history.jsonl at the start of the block, and one at its end, however it ends."""
     progress = steps.start
     start: dict[str, Any] = {
-        "event": "start", "command": run.command, "step": progress.step,
+        "event": "start",
+        "command": run.command,
+        "step": progress.step,
         "last_step": None if steps.has_open_end else steps.last_step,
-        "logged_step": last_logged_step(run.folder), "stage": progress.stage, "stages": progress.stages,
-        "ranks": run.group.ranks.count, "machine": machine_facts(state.runtime.device.type),
-        "host": platform.node(), "process": os.getpid(), "changes": run.changes, "data": run.data,
-    }  # fmt: skip
+        "logged_step": last_logged_step(run.folder),
+        "stage": progress.stage,
+        "stages": progress.stages,
+        "ranks": run.group.ranks.count,
+        "machine": machine_facts(state.runtime.device.type),
+        "host": platform.node(),
+        "process": os.getpid(),
+        "changes": run.changes,
+        "data": run.data,
+    }
     _add(run, start)
     outcome, message = "failed", ""
     try:

@@ -44,9 +44,14 @@ def muon_with_adamw(
                 plain = parameter.ndim < 2 or isinstance(part, nn.Embedding) or name in GAINS
                 (rest if plain else matrices)[parameter] = None
     return Muon(
-        matrices, rest, learning_rate=learning_rate, weight_decay=weight_decay, momentum=momentum, betas=betas,
+        matrices,
+        rest,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        betas=betas,
         product_dtype=product_dtype,
-    )  # fmt: skip
+    )
 
 
 class Muon(torch.optim.Optimizer):

@@ -103,9 +103,12 @@ def begin_adamw(states: MutableMapping[Any, dict[str, Tensor]], parameters: Iter
 
 
 def step_adamw(
-    states: Mapping[Any, dict[str, Tensor]], parameters: list[Tensor], group: Mapping[str, Any],
-    grad_scale: Tensor | None, found_inf: Tensor | None,
-) -> None:  # fmt: skip
+    states: Mapping[Any, dict[str, Tensor]],
+    parameters: list[Tensor],
+    group: Mapping[str, Any],
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
     """Updates parameters of one data type, whose step is counted already, by torch's fused kernel (Loshchilov and
     Hutter 2019, algorithm 2)."""
     if not parameters:

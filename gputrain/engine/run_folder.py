@@ -206,8 +206,13 @@ class Run:
 
 
 def open_run(
-    settings: object, saving: Saving, *, kind: str, command: str, group: RankGroup | None = None,
-) -> Run:  # fmt: skip
+    settings: object,
+    saving: Saving,
+    *,
+    kind: str,
+    command: str,
+    group: RankGroup | None = None,
+) -> Run:
     """Create the run folder, or open it again; `Run.has_started` writes the configuration into it.
 
     A run that ended before its first checkpoint begins again, with `auto` from scratch; ranks that torchrun restarts

@@ -220,9 +220,10 @@ def keep_and_prune(run: Run, names: Sequence[str], progress: RunProgress) -> lis
             log.warning("%s cannot be written (%s); %s has the same content", run.folder / name, error, checkpoint.LAST)
     try:
         checkpoint.prune(
-            run.folder, run.saving.keep_checkpoints,
+            run.folder,
+            run.saving.keep_checkpoints,
             lambda step: run.saving.is_permanent(step) or step == progress.cooldown_step,
-        )  # fmt: skip
+        )
     except OSError as error:
         log.warning("an old checkpoint cannot be deleted (%s)", error)
     return kept
@@ -277,8 +278,9 @@ class HostSnapshot:
             self._has_said = True
             log.warning(
                 "training waits for every save: a copy of the checkpoint takes %.2f GB of RAM, and %.2f GB are free",
-                size / 1e9, free_gb,
-            )  # fmt: skip
+                size / 1e9,
+                free_gb,
+            )
         return False
 
 
@@ -313,8 +315,11 @@ def warn_of_surprises(state: TrainState, run: Run, steps: StepSchedule) -> None:
         what, option = ("batches", "--accumulation-steps") if steps.step_items else ("items", "--batch-size")
         log.warning(
             "a step takes %d %s, and the data set has %d: every step repeats some of them; a lower %s avoids it",
-            steps.items_per_step, what, items, option,
-        )  # fmt: skip
+            steps.items_per_step,
+            what,
+            items,
+            option,
+        )
     size, disk = checkpoint_gb(state), shutil.disk_usage(run.folder)
     text = f"run folder: {run.folder}; a checkpoint takes {size:.2g} GB"
     if not disk.total:  # Some network drives report 0 of 0 bytes.

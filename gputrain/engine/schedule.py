@@ -403,9 +403,15 @@ class StepSchedule:
 
 
 def steps_of_stage(
-    schedule: Schedule, saved: RunProgress | None, items: int, *, beyond_end: bool, step_items: int = 0, stage: int = 0,
+    schedule: Schedule,
+    saved: RunProgress | None,
+    items: int,
+    *,
+    beyond_end: bool,
+    step_items: int = 0,
+    stage: int = 0,
     stages: int = 1,
-) -> StepSchedule:  # fmt: skip
+) -> StepSchedule:
     """Returns the steps of a stage, from its beginning or from the progress of a checkpoint, which was named if
     `beyond_end`. With `cooldown`, they are at the beginning of a new cool-down, or in that of a checkpoint that was not
     named. A named checkpoint at which a cool-down began has the full rate.

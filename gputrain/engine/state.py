@@ -101,8 +101,12 @@ class TrainState:
         self.events.append({"step": step, "phase": phase, "cause": cause, "from": before, "to": after})
         log.warning(
             "%s: the %s continues with micro-batches of %d instead of %d; the result of the step does not change",
-            cause, phase, after, before, extra={"each_rank": True},
-        )  # fmt: skip
+            cause,
+            phase,
+            after,
+            before,
+            extra={"each_rank": True},
+        )
 
 
 def _micro_batch(phases: list[str], schedule: Schedule, runtime: Runtime, run: Run) -> dict[str, int]:
@@ -133,8 +137,12 @@ def load_optimizer(name: str, optimizer: torch.optim.Optimizer, states: dict[str
     if before != now:
         log.warning(
             "the %s was trained with %s and continues with %s: its weights are kept, and the gradient averages "
-            "of %s are lost; the first hundred steps may be unstable", name, before, now, before,
-        )  # fmt: skip
+            "of %s are lost; the first hundred steps may be unstable",
+            name,
+            before,
+            now,
+            before,
+        )
         return
     if [len(group["params"]) for group in saved["param_groups"]] != [len(group["params"]) for group in groups]:
         raise UserError(f"the checkpoint's optimizer of the {name} belongs to other parameters")

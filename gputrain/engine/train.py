@@ -170,9 +170,10 @@ class Callbacks:
             loop.cool_down(run.group.from_leader(lambda: end.requested_end), " as asked from gputrain watch")
         if end.lacks_time:
             log.info(
-                "step %d: there is no time for %s before the end", end.step,
+                "step %d: there is no time for %s before the end",
+                end.step,
                 " and ".join(SKIPPED[kind] for kind in end.reports),
-            )  # fmt: skip
+            )
             end.reports = []
         end.names = kept_names(loop.steps, run.saving, loop.state.progress, "eval" in end.reports)
         if (end.begins_cooldown or is_requested) and not end.is_last:

@@ -132,8 +132,9 @@ def received_batches(iterator: Iterator[AnyBatch], workers: Sequence[BaseProcess
             warn_after *= 2
             log.warning(
                 "no batch for %.0f s: the data workers (processes %s) or the disk that they read from hang",
-                time.monotonic() - since, ", ".join(str(worker.pid) for worker in workers),
-            )  # fmt: skip
+                time.monotonic() - since,
+                ", ".join(str(worker.pid) for worker in workers),
+            )
 
 
 def failed_code(workers: Iterable[BaseProcess]) -> int:

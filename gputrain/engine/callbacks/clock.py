@@ -66,8 +66,10 @@ class Clock:
         if begins and end == done:
             log.warning(
                 "--finish-by %s is reached before the learning rate, %.3g, could fall; --cooldown STEPS lowers it from "
-                "this checkpoint on", steps.schedule.finish_by, steps.learning_rate(done - 1),
-            )  # fmt: skip
+                "this checkpoint on",
+                steps.schedule.finish_by,
+                steps.learning_rate(done - 1),
+            )
         return begins
 
     def _end_by_clock(self) -> int | None:

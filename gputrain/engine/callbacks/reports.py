@@ -77,8 +77,10 @@ class Reports:
         if end.ends_early:
             log.info(
                 "the last %d evaluations were not better: training ends early after step %d, and %s has the best score",
-                run.saving.early_stopping_patience, end.step, checkpoint.BEST,
-            )  # fmt: skip
+                run.saving.early_stopping_patience,
+                end.step,
+                checkpoint.BEST,
+            )
 
     def _evaluate(self, *, counts: bool) -> float | None:
         """Evaluate, and count it for early stopping if it `counts`. Returns the score if it is the best so far and the
