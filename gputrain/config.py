@@ -73,6 +73,9 @@ FORMER_NAMES: Mapping[str, Mapping[str, str]] = {
     "tts": {"data_dir": "data_path", "batch_room": "max_batch_audio_ratio"},
     "asr": {"data_dir": "data_path", "batch_room": "max_batch_audio_ratio"},
 }
+# Options that every train command had, with their former defaults. They changed nothing that is trained: a checkpoint
+# is read with any value of them, a file with these.
+REMOVED: Mapping[str, object] = {"track": [], "plan_file": None}
 Level = Literal["common", "advanced", "file"]
 LARGEST = 2**63 - 1  # The largest number that an option takes.
 LONGEST_FILE = 10_000_000  # Bytes of a configuration file.
@@ -368,7 +371,7 @@ def is_readable(cls: type, values: Mapping[str, Any]) -> bool:
 def without_removed(cls: type, values: Mapping[str, T]) -> dict[str, T]:
     """Return values without those of options that earlier versions had and stored, if they have their former default:
     `removed` of a config class names these, so that its runs stay readable."""
-    removed: Mapping[str, object] = getattr(cls, "removed", {})
+    removed: Mapping[str, object] = {**REMOVED, **getattr(cls, "removed", {})}
     return {name: value for name, value in values.items() if name not in removed or value != removed[name]}
 
 

@@ -43,7 +43,7 @@ ENTRY = ("gputrain.hw", "__getattr__")
 MOST_LINES_OF_THE_ENTRY = 10
 MOST_LINES_OF_A_FILE = 600
 MOST_LINES_OF_A_FUNCTION = 60
-MOST_FILES = {"gputrain": 260, "gputrain/engine": 34}
+MOST_FILES = {"gputrain": 260, "gputrain/engine": 30}
 # Endings of literal tables, whose columns a formatter would put on lines of their own; calls are formatted.
 MOST_UNFORMATTED = 200
 
@@ -68,7 +68,7 @@ WORDS = re.compile(rf"(?<![\w-])({'|'.join(PRIVATE_WORDS)})(?![\w-])", re.IGNORE
 
 
 NO_NAMES = {"one", "ones", "one_of"}
-STILL_WITH_ONE = {"audio", "cli", "engine", "planner", "report", "session", "vae", "vocoder", "watch"}
+STILL_WITH_ONE = {"audio", "cli", "planner", "report", "vae", "vocoder", "watch"}
 
 
 def modules() -> dict[str, Path]:

@@ -34,7 +34,7 @@ from typing import Any, BinaryIO, TypeGuard, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gputrain.config import assemble, is_readable
+from gputrain.config import REMOVED, assemble, is_readable, with_current_names
 from gputrain.engine.schedule import RunProgress
 from gputrain.errors import UserError
 from gputrain.fetch.names import refuse_graph
@@ -330,6 +330,8 @@ def read(path: Path, kind: str, modules: Sequence[str] | None = None) -> Content
     """
     content = _read(path, mapped=modules is not None)
     refuse_other_model(path, content["kind"], kind)
+    stored = with_current_names(content["config"], kind)
+    content["config"] = {name: value for name, value in stored.items() if name not in REMOVED}
     if modules is None:
         return content
     states = content["modules"]

@@ -187,10 +187,11 @@ def test_a_setting_that_a_checkpoint_lacks_has_its_default(tmp_path):
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
 
 
-def test_a_checkpoint_from_before_options_were_renamed_is_resumed(tmp_path, caplog):
+def test_a_checkpoint_from_before_options_were_renamed_or_left_out_is_resumed(tmp_path, caplog):
     trained(tmp_path, 2)
     content = checkpoint.read(tmp_path / "checkpoint_last.pt", "toy")
     content["config"]["log_freq"] = content["config"].pop("log_every_steps")
+    content["config"] |= {"track": ["wandb"], "plan_file": None}  # Options that were left out.
     checkpoint.save(tmp_path, content)
     with caplog.at_level("INFO"):
         trained(tmp_path, 4, resume_from="auto")
