@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -197,7 +197,7 @@ class RecordingStats:
 
 @dataclass(frozen=True)
 class FolderStats:
-    """Statistics of the recordings of a folder; shares are weighted by duration."""
+    """Statistics of all recordings of a folder; shares are weighted by duration."""
 
     recordings: int
     hours: float
@@ -207,20 +207,16 @@ class FolderStats:
     clipped: int  # Number of recordings above CLIPPED_SHARE.
     silent_share: float
     silent_ends: float  # Share of silence at both ends.
-    leading_seconds: ValueRange
-    trailing_seconds: ValueRange
     voiced_share: float
     pitch_hz: tuple[float, float] | None  # Lowest and highest common pitch.
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoundReport(DataReport):
-    """Report on a folder. `total` covers all usable recordings, `folders` those in each folder of the tree. `findings`
-    are recommendations as text."""
+    """Report on a folder. `total` covers all usable recordings, `findings` are recommendations as text."""
 
     prepared: bool
     total: FolderStats | None
-    folders: dict[str, FolderStats]
     clipped: dict[str, float]  # Clipped files, with their share of samples at full scale.
     narrow: dict[str, float]  # Files that lack the treble which their rate promises, with their bandwidth in Hz.
     findings: list[str]
@@ -246,9 +242,6 @@ def validate_sounds(
     found, refused, ignored, limits = (
         _in_store(input_dir, num_workers, progress) if prepared else _in_tree(input_dir, exclude, num_workers, progress)
     )
-    by_folder: dict[str, list[RecordingStats]] = {}
-    for one in found:
-        by_folder.setdefault(str(PurePosixPath(one.path).parent), []).append(one)
     lacking = [one for one in found if audio_prepare.is_narrow(one.bandwidth_hz, one.rate_hz, sampling_rate)]
     narrow = {one.path: one.bandwidth_hz for one in lacking}
     total = _summary(found) if found else None
@@ -256,7 +249,6 @@ def validate_sounds(
         input_dir=str(input_dir),
         prepared=prepared,
         total=total,
-        folders={folder: _summary(members) for folder, members in sorted(by_folder.items())},
         clipped={one.path: one.clipped_share for one in found if one.clipped_share > CLIPPED_SHARE},
         narrow=narrow,
         ignored=ignored,
@@ -357,8 +349,6 @@ def _summary(found: Sequence[RecordingStats]) -> FolderStats:
         clipped=sum(one.clipped_share > CLIPPED_SHARE for one in found),
         silent_share=float(np.average([one.silent_share for one in found], weights=seconds)),
         silent_ends=sum(one.leading_seconds + one.trailing_seconds for one in found) / sum(seconds),
-        leading_seconds=ValueRange.of([one.leading_seconds for one in found]),
-        trailing_seconds=ValueRange.of([one.trailing_seconds for one in found]),
         voiced_share=float(
             np.average([one.voiced_share for one in found], weights=[one.tracked_seconds for one in found])
         ),
