@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,8 +16,6 @@ from markupsafe import Markup, escape
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
-
-from gputrain.errors import UserError
 
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
@@ -151,20 +148,6 @@ class Drawing:
         for shape in self.shapes:
             shape.paint(canvas, scale)
         return canvas
-
-    def save(self, path: Path, alt: str, scale: int = 2) -> None:
-        """Writes a PNG or SVG file. Raises UserError for another ending, or if the file cannot be written."""
-        try:
-            if path.suffix.lower() == ".svg":
-                path.write_text(self.svg(alt), encoding="utf-8")
-            elif path.suffix.lower() == ".png":
-                self.image(scale).save(path)
-            else:
-                raise UserError(f"{path}: a chart is a .png or .svg file", hint="name the file chart.svg, say")
-        except OSError as error:
-            raise UserError(
-                f"{path}: cannot be written ({error.strerror or error})", hint="name another file"
-            ) from None
 
 
 def svg_element(name: str, content: str = "", /, **attributes: str | float) -> Markup:

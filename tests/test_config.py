@@ -205,3 +205,14 @@ def test_runs_that_stored_options_of_earlier_versions_are_readable(kind):
     assert assemble(settings, stored) == assemble(settings, folder)
     for name in removed:
         assert not is_readable(settings, {**stored, name: "another value"})
+
+
+CHANGED_DEFAULTS = {"vocoder": {"fmax": 16000.0}}  # What had another default then.
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_a_stored_configuration_of_the_first_release_is_read(kind):
+    """Every option of its time is named in it, with its default."""
+    train = kinds()[kind].train
+    made = assemble(train, read_defaults(Path(__file__).parent / "data" / "stored" / f"{kind}.yaml", train))
+    assert flatten(made) == flatten(assemble(train, {"data_path": "data", **CHANGED_DEFAULTS.get(kind, {})}))

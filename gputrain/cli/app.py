@@ -160,10 +160,6 @@ def print_plans(kind: ModelKind, settings: Any) -> None:
         ui.out.print_json(json.dumps([one.to_json() for one in plans]))
     else:
         tables.print_plans(plans)
-    tables.print_unknown_times(plans)
-    tables.print_missing_costs(plans)
-    if settings.cards.chart:
-        tables.draw_plans(plans, settings.cards.chart)
     if settings.cards.strict and not all(one.fit.fits for one in plans):
         raise typer.Exit(ui.NOT_PASSED)
 

@@ -1,14 +1,12 @@
 """Prints figures, checks, benchmarks, plans and reports on data as tables on stdout."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from gputrain.cli.ui import err, escape, one_line, out
 from gputrain.formatting import format_number
-from gputrain.hw.gpus import known_gpus
 
 if TYPE_CHECKING:
     from gputrain.bench.runner import BenchReport
@@ -87,43 +85,6 @@ def print_plans(plans: Sequence["CardPlan"]) -> None:
                 if len(plans) == 1 or name in ("precision", "compile", "cuda_graphs", *plan.fit.settings):
                     cost = f" (costs {setting.cost})" if setting.cost else ""
                     out.print(f"  {name}: {_shown(setting.value)}: {escape(setting.reason + cost)}", soft_wrap=True)
-
-
-def print_unknown_times(plans: Sequence["CardPlan"]) -> None:
-    """Say on stderr which GPUs with the memory of an unnamed one have a predicted time."""
-    for plan in plans:
-        if plan.elsewhere and plan.time.seconds_per_step is None:
-            near = [gpu.key for gpu in known_gpus().values() if abs(gpu.memory_gb - plan.memory_gb) < 0.5]
-            such = f", such as {', '.join(f'--gpu {key}' for key in near[:4])}" if near else ": --gpu NAME"
-            text = f"The time of a step on {plan.gpu} is unknown: it needs the name of the GPU{such}"
-            err.print(escape(text), soft_wrap=True)
-
-
-def print_missing_costs(plans: Sequence["CardPlan"]) -> None:
-    """Say on stderr why a price gives no cost."""
-    times = {plan.gpu: plan.time for plan in plans if plan.time.price_per_hour and plan.time.cost is None}
-    if any(time.steps is None for time in times.values()):
-        err.print(
-            "No cost is predicted: the number of steps follows from the size of the training set, which is unknown. "
-            "Say it with --items, or name the data with --data-path.", soft_wrap=True,
-        )  # fmt: skip
-    unknown = ", ".join(gpu for gpu, time in times.items() if time.seconds_per_step is None)
-    if unknown:
-        reason = "the time of a step there is unknown; --gpu plans for a GPU by its name."
-        err.print(escape(f"No cost is predicted for {unknown}: {reason}"), soft_wrap=True)
-
-
-def draw_plans(plans: Sequence["CardPlan"], path: Path) -> None:
-    """Draw the predicted memory of each plan by part."""
-    from gputrain.report.memory_chart import MemoryBar, write_memory_chart
-
-    stages = [", ".join(f"{name.replace('_', ' ')} {value}" for name, value in one.stage.items()) for one in plans]
-    bars = [
-        MemoryBar(f"{one.gpu}, {stage}", one.fit.parts, one.fit.budget_gb)
-        for one, stage in zip(plans, stages, strict=True)
-    ]
-    write_memory_chart(bars, path)
-    err.print(escape(f"The chart is in {path}"), soft_wrap=True)
 
 
 def _plan_column(plan: "CardPlan", *, parts: bool) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from gputrain.config import Switches, advanced, config, opt
@@ -82,7 +81,6 @@ class Cards:
     all_gpus: bool = opt(default=False, help="Plan for every known GPU.")
     vram_gb: tuple[float, ...] = opt(default=(), help="Memory of unnamed GPUs to plan for, in GB.", min=1)
     gpus: int = opt(default=1, help="Equal GPUs that share each batch.", min=1)
-    together: bool = advanced(default=False, help="One machine with all the named GPUs. They share each batch.")
     items: int = opt(
         default=0,
         help="Items of the training set; 0: auto. Hours are predicted by them, or by those of --data-path.",
@@ -93,15 +91,10 @@ class Cards:
         help="Price of an hour of a GPU. It predicts the cost: one price for all, or one for each named GPU.",
         min=0,
     )
-    chart: Path | None = advanced(default=None, help="PNG or SVG file for a chart of the memory.")
     json: bool = opt(default=False, help="Print JSON instead of a table.")
     strict: bool = advanced(default=False, help="Exit with 3 if the training does not fit.")
 
     def __post_init__(self) -> None:
-        if self.together and len(self.gpu) + len(self.vram_gb) < 2:
-            raise UserError("together needs at least two GPUs", hint="name each of them: --gpu rtx4090 --gpu rtx3090")
-        if self.together and self.gpus > 1:
-            raise UserError("together and gpus contradict each other", hint="name every GPU with --gpu instead")
         named, prices = len(self.gpu) + len(self.vram_gb), len(self.price_per_hour)
         if prices > 1 and (prices != named or self.all_gpus):
             gpus = "all known" if self.all_gpus else f"{named or 'no'} named"

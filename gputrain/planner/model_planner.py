@@ -31,7 +31,6 @@ from gputrain.errors import UserError
 from gputrain.hw.gpus import Gpu, find_gpu, known_gpus, smallest_gpu
 from gputrain.hw.plan import MOST_GRAPHED_PARTS, Cards, Hardware, Plan, Setting
 from gputrain.hw.probe import Machine, probe
-from gputrain.hw.ranks import weakest_of
 from gputrain.hw.runtime import Runtime
 from gputrain.hw.speed import copied_bytes_per_second, product_flops_per_second
 from gputrain.planner.kind_work import KindWork, S
@@ -370,8 +369,6 @@ def target_machines(cards: Cards) -> list[TargetMachine]:
     """Returns the requested GPUs in their order; without any, this machine. Raises UserError for an unknown name."""
     machine = probe()
     named, prices = [*map(find_gpu, cards.gpu), *map(unknown_gpu, cards.vram_gb)], cards.prices()
-    if cards.together:
-        return [replace(_together(named, machine), price_per_hour=sum(prices))]
     priced = dict(zip(named, prices, strict=False))  # Without a name, there is the price of this machine's GPU.
     if cards.all_gpus:
         everything = [*named[: len(cards.gpu)], *known_gpus().values(), *named[len(cards.gpu) :]]
@@ -384,14 +381,6 @@ def target_machines(cards: Cards) -> list[TargetMachine]:
         TargetMachine(times + gpu.key, gpu.installed_in(together), gpu, cards.gpus * price)
         for gpu, price in priced.items()
     ]
-
-
-def _together(gpus: list[Gpu], machine: Machine) -> TargetMachine:
-    """Returns a machine with several different GPUs, whose ranks plan for the weakest."""
-    machines = [gpu.installed_in(replace(machine, gpus=len(gpus))) for gpu in gpus]
-    common = weakest_of(machines, machines[0])
-    slowest = min(gpus, key=lambda gpu: gpu.flops_per_second("fp16") or 0.0)
-    return TargetMachine(" + ".join(gpu.key for gpu in gpus), common, slowest)
 
 
 def unknown_gpu(memory_gb: float) -> Gpu:

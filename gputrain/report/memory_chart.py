@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from gputrain.drawing import FAINT, INK, PAPER, TEXT_SIZE, Drawing, Label, Line, Rectangle, font
@@ -111,8 +110,3 @@ def _size(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if 0 <= value < 1e6 else None
-
-
-def write_memory_chart(bars: Sequence[MemoryBar], path: Path) -> None:
-    """Write the bars as a PNG or SVG file. Raises UserError for another ending, or if the file cannot be written."""
-    memory_bars(bars).save(path, alt="; ".join(f"{bar.label}: {bar.words}" for bar in bars))

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from gputrain.cli import tables, ui
+from gputrain.cli import ui
 from gputrain.cli.ui import PipeConsole
 from gputrain.hw.ranks import SINGLE
 from gputrain.planner.model_planner import PredictedTime
@@ -220,22 +220,6 @@ def test_a_bar_is_drawn_on_terminals_only(monkeypatch):
         with ui.TerminalBar("exporting") as bar:
             bar.update(1, 3)
         assert ("exporting" in written.getvalue()) == terminal
-
-
-def test_a_price_without_a_cost_is_explained(capsys):
-    def told(price, **times):
-        plans = [
-            SimpleNamespace(gpu=gpu, time=PredictedTime(seconds, 8, steps, price))
-            for gpu, (seconds, steps) in times.items()
-        ]
-        tables.print_missing_costs(plans)
-        return capsys.readouterr().err
-
-    assert told(0.5, l4=(1.5, 100), t4=(3.0, 100)) == ""
-    assert told(0.0, l4=(1.5, None)) == ""
-    unknown_items = told(0.5, l4=(1.5, None), t4=(3.0, None)).splitlines()
-    assert [("size of the training set" in line, "--items" in line) for line in unknown_items] == [(True, True)]
-    assert "for mystery: the time of a step" in told(0.5, l4=(1.5, 100), mystery=(None, 100))
 
 
 def test_a_package_that_a_data_worker_lacks_is_named(capsys):

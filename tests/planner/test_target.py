@@ -1,13 +1,10 @@
 """The machines that a plan is for, and the price of an hour on each."""
 
-from types import SimpleNamespace
-
 import pytest
 
-from gputrain.cli import tables
 from gputrain.errors import UserError
 from gputrain.hw.plan import Cards
-from gputrain.planner.model_planner import PredictedTime, target_machines
+from gputrain.planner.model_planner import target_machines
 from tests.tables import each_row
 
 
@@ -17,8 +14,6 @@ from tests.tables import each_row
     ({"gpu": ("t4", "l4")}, {"t4": 0.0, "l4": 0.0}),
     ({"gpu": ("t4",), "vram_gb": (16.0,), "price_per_hour": (0.3, 0.4)}, {"t4": 0.3, "16 GB": 0.4}),
     ({"gpu": ("l4",), "gpus": 4, "price_per_hour": (0.75,)}, {"4 x l4": 3.0}),
-    ({"gpu": ("t4", "l4"), "together": True, "price_per_hour": (0.25, 0.75)}, {"t4 + l4": 1.0}),
-    ({"gpu": ("t4", "l4"), "together": True, "price_per_hour": (0.75,)}, {"t4 + l4": 1.5}),
 )
 def test_every_gpu_has_its_price(options, prices):
     assert {one.name: one.price_per_hour for one in target_machines(Cards(**options))} == prices
@@ -39,14 +34,3 @@ def test_one_price_is_that_of_every_known_gpu():
 def test_prices_that_belong_to_no_gpu_are_refused(options, message):
     with pytest.raises(UserError, match=message):
         Cards(**options)
-
-
-def test_an_unknown_time_names_gpus_with_that_memory(capsys):
-    def told(memory_gb: float, seconds: float | None) -> str:
-        time = PredictedTime(seconds, 8, None, 0.0)
-        tables.print_unknown_times([SimpleNamespace(gpu="a card", memory_gb=memory_gb, elsewhere=True, time=time)])
-        return " ".join(capsys.readouterr().err.split())
-
-    assert "needs the name of the GPU, such as --gpu" in told(16.0, None)
-    assert told(999.0, None).endswith("needs the name of the GPU: --gpu NAME")
-    assert told(16.0, 0.5) == ""

@@ -1,14 +1,10 @@
 """The chart of memory: sizes of its parts, on common scales, as SVG and as pixels."""
 
 import re
-import xml.etree.ElementTree as ElementTree
 
-import numpy as np
 import pytest
-from PIL import Image, ImageColor
 
 from gputrain.drawing import Line, Rectangle
-from gputrain.errors import UserError
 from gputrain.report.memory_chart import (
     BAR,
     BUDGET_COLOUR,
@@ -18,7 +14,6 @@ from gputrain.report.memory_chart import (
     MemoryBar,
     memory_bar,
     memory_bars,
-    write_memory_chart,
 )
 from tests.command import gputrain_here
 from tests.report.runs import PLAN
@@ -55,21 +50,6 @@ def test_a_distant_limit_is_only_named():
     bar = MemoryBar("", {"parameters": 1.0}, budget_gb=80.0)
     assert lines([bar]) == []
     assert bar.words == "predicted peak 1.00 GB, of 80.0 GB that may be used"
-
-
-def test_files(tmp_path):
-    write_memory_chart(BARS, tmp_path / "chart.svg")
-    root = ElementTree.parse(tmp_path / "chart.svg").getroot()
-    assert "two & <three>: predicted peak 6.00 GB" in root.attrib["aria-label"]
-    write_memory_chart(BARS, tmp_path / "chart.png")
-    with Image.open(tmp_path / "chart.png") as image:
-        pixels = np.asarray(image)
-    colour = ImageColor.getrgb(PART_COLOURS["activations"])
-    row = pixels[(26 + 22 + BAR // 2) * 2 - BAR + 4]  # A line of the first bar above its texts, at twice the size.
-    assert (row == colour).all(axis=1).sum() == pytest.approx(2 * 3 / 8 * (WIDTH - 2 * MARGIN), abs=3)
-    for name, message in (("chart.gif", r"a \.png or \.svg file"), ("none/chart.png", "cannot be written")):
-        with pytest.raises(UserError, match=message):
-            write_memory_chart(BARS, tmp_path / name)
 
 
 def test_the_content_of_a_plan():
