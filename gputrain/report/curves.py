@@ -93,7 +93,7 @@ class Axes:
 def draw(chart: Chart) -> Markup:
     """Returns a chart with its title and its data as HTML. Every curve needs a point."""
     points = [np.array(curve.points, dtype=np.float64) for curve in chart.curves]
-    values = np.concatenate([*(one[:, 1] for one in points), [level for _, level in chart.levels]])
+    values = np.concatenate([*(columns[:, 1] for columns in points), [level for _, level in chart.levels]])
     low, high = float(values.min()), float(values.max())
     reach = max(chart.reach, *(curve.points[-1][0] for curve in chart.curves))
     scales = [("lin", linear_axes(low, high, reach, is_share=chart.unit == "%"))]
@@ -103,8 +103,10 @@ def draw(chart: Chart) -> Markup:
     layers = Markup("").join(_layer(chart, lines, axes, name if len(scales) > 1 else "both") for name, axes in scales)
     data = {
         "reach": reach, "unit": chart.unit, "left": LEFT, "right": WIDTH - RIGHT, "width": WIDTH,
-        "curves": [{"label": one.label, "run": one.run, "letter": letter_of(one.run) if chart.has_many else "",
-                    "points": _rounded(thinned(of_one))} for one, of_one in zip(chart.curves, points, strict=True)],
+        "curves": [
+            {"label": curve.label, "run": curve.run, "letter": letter_of(curve.run) if chart.has_many else "",
+             "points": _rounded(thinned(columns))} for curve, columns in zip(chart.curves, points, strict=True)
+        ],
     }  # fmt: skip
     arrow = {"higher": "↑ higher is better", "lower": "↓ lower is better"}.get(chart.better, "")
     arrow += "; dotted: training" if any(curve.is_training for curve in chart.curves) else ""

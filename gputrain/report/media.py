@@ -179,8 +179,8 @@ class LiveMedia(MediaBudget):
     def _is_kept(self, made: object) -> bool:
         """Return True if no content of a picture or a sound has been dropped, and note that it was used."""
         pictures = [made.spectrogram] if isinstance(made, EmbeddedSound) else []
-        shown = [one for one in (made, *pictures) if isinstance(one, (EmbeddedPicture, EmbeddedSound))]
-        names = [one.uri.removeprefix("media/") for one in shown]
+        shown = [medium for medium in (made, *pictures) if isinstance(medium, (EmbeddedPicture, EmbeddedSound))]
+        names = [medium.uri.removeprefix("media/") for medium in shown]
         for name in names:
             if name in self._contents:
                 self._contents.move_to_end(name)

@@ -315,7 +315,7 @@ def comparison(records: Sequence[RunRecord]) -> list[ComparedMetric]:
         present = [value for value in bests if value is not None]
         if len(present) > 1:
             best = bests.index(choose(present)) if len(set(present)) > 1 else -1
-            values = [settings_table.MISSING if one is None else format_value(one, style.unit) for one in bests]
+            values = [settings_table.MISSING if best is None else format_value(best, style.unit) for best in bests]
             rows.append(ComparedMetric(style.title, values, best))
     return rows
 
@@ -414,7 +414,7 @@ def model_commands(run: Path, kind: ModelKind, settings: Mapping[str, Any]) -> l
     """Returns the commands that use the model of a run with these settings."""
     folder, named = str(run), settings.get("data_path") or "DATA"
     folders = map(str, named) if isinstance(named, list) else [str(named)]
-    data = [word for one in folders for word in ("--data-path", one)]
+    data = [word for folder in folders for word in ("--data-path", folder)]
     purpose, name, *words = kind.use
     return [
         _command("evaluate on held-out data", "gputrain", "evaluate", "--model", folder, *data),

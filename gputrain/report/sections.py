@@ -55,7 +55,9 @@ def find_samples(folder: Path) -> SampleFiles:
     groups = {"png": found.pictures, "wav": found.sounds, "txt": found.texts}
     try:
         with os.scandir(folder / "samples") as entries:
-            files = sorted((one for one, _ in zip(entries, range(MOST_FILES), strict=False)), key=lambda one: one.name)
+            files = sorted(
+                (entry for entry, _ in zip(entries, range(MOST_FILES), strict=False)), key=lambda entry: entry.name
+            )
         has_inside = is_inside(folder / "samples", folder)
         paths = [
             Path(entry.path)
@@ -338,7 +340,7 @@ def sound_rows(
                 made[name].append((steps[turn], sound))
     rows = []
     for name in names:
-        in_order = [sound for _, sound in sorted(made[name], key=lambda one: one[0])]
+        in_order = [sound for _, sound in sorted(made[name], key=lambda place: place[0])]
         heard = [recordings[name], *in_order] if name in recordings else in_order
         rows += [SoundRow(captions.get(name, name.replace("_", " ")), heard)] if heard else []
     return rows
@@ -358,13 +360,13 @@ def transcript_table(by_step: ByStep, files: SampleFiles, budget: MediaBudget) -
         return None
     recordings = {files.captions.get(name): path for name, path in files.references.items()}
     rows = []
-    for number, one in enumerate(found[steps[-1]]):
-        path = recordings.get(clip_caption(one.clip, one.text)) if number < PLAYED else None
+    for number, read in enumerate(found[steps[-1]]):
+        path = recordings.get(clip_caption(read.clip, read.text)) if number < PLAYED else None
         sound = budget.sound(path, "recording", with_spectrogram=False) if path else None
-        rows.append(TranscriptRow(one, _rates(one, steps, found), sound))
+        rows.append(TranscriptRow(read, _rates(read, steps, found), sound))
     return TranscriptTable(steps[-1], steps, rows)
 
 
-def _rates(one: ReadText, steps: Sequence[int], found: dict[int, list[ReadText]]) -> list[float | None]:
+def _rates(read: ReadText, steps: Sequence[int], found: dict[int, list[ReadText]]) -> list[float | None]:
     """Returns the error rate of a clip at each step; None where it was not read."""
-    return [next((other.cer for other in found[step] if other.clip == one.clip), None) for step in steps]
+    return [next((other.cer for other in found[step] if other.clip == read.clip), None) for step in steps]

@@ -90,8 +90,8 @@ def plan_table(runs: Sequence[RunRecord]) -> list[PlanRow]:
     for name in dict.fromkeys(name for plan in plans for name in plan):
         found = [plan.get(name) for plan in plans]
         values = [
-            (format_setting(one.get("value")), _reason(one)) if isinstance(one, dict) else (MISSING, "")
-            for one in found
+            (format_setting(setting.get("value")), _reason(setting)) if isinstance(setting, dict) else (MISSING, "")
+            for setting in found
         ]
         rows.append(PlanRow(str(name), values, len({value for value, _ in values}) > 1))
     return rows

@@ -122,7 +122,7 @@ def check_same(run: Run, name: str, value: object) -> None:
 
 def warn_of_small_pictures(pictures: Pictures, image_size: int) -> None:
     """Warn if pictures have to be enlarged to the size of a crop, as a model learns their blur."""
-    sides = [min(one.width, one.height) for one in (*pictures.train, *pictures.held_out)]
+    sides = [min(picture.width, picture.height) for picture in (*pictures.train, *pictures.held_out)]
     small = [side for side in sides if side < image_size]
     if not small:
         return
@@ -171,7 +171,9 @@ def log_training(settings: TrainVae, runtime: Runtime, pictures: Pictures) -> No
     for refused in pictures.refused[:NAMED]:
         log.warning("%s: %s; left out", refused.path, refused.detail)
     if more := pictures.refused[NAMED:]:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in Counter(one.reason for one in more).most_common())
+        reasons = ", ".join(
+            f"{count} {reason}" for reason, count in Counter(refusal.reason for refusal in more).most_common()
+        )
         log.warning("%d more files are left out (%s); gputrain validate names each", len(more), reasons)
     warn_of_few_held_out(pictures.split.parts, "picture", "a higher --held-out-share holds out more")
     log.info("pictures for training: %d, held out: %d", len(pictures.train), len(pictures.held_out))

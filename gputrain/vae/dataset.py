@@ -129,7 +129,9 @@ def open_pictures(
         rejected = [*rejected, *source.refused]
         found.append(pictures)
         several = len(folders) > 1
-        refused += [replace(one, path=str(folder.path / one.path)) if several else one for one in rejected]
+        refused += [
+            replace(refusal, path=str(folder.path / refusal.path)) if several else refusal for refusal in rejected
+        ]
     keys = [attrgetter("fingerprint")] * len(folders)
     return Pictures(split_folders(folders, found, held_out_share, keys), refused)
 
@@ -160,8 +162,8 @@ def _pictures_in(folder: Path, exclude: Sequence[str]) -> tuple[list[Picture], l
                 "%s: looking at %d pictures took %.0f s, as it will at each start, but for prepared ones: "
                 "gputrain prepare-data --input-dir %s --output-dir PREPARED", folder, len(found), took, folder,
             )  # fmt: skip
-    pictures = [one for one in found if isinstance(one, Picture)]
-    refused += [one for one in found if isinstance(one, RefusedItem)]
+    pictures = [picture for picture in found if isinstance(picture, Picture)]
+    refused += [refusal for refusal in found if isinstance(refusal, RefusedItem)]
     if not pictures:
         first = f"; {refused[0].path}: {refused[0].detail}" if refused else ""
         raise UserError(

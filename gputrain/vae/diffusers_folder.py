@@ -250,7 +250,10 @@ def _difference(model: AutoencoderKL, other: AutoencoderKL) -> float:
     size = 8 * model.architecture.downsampling
     picture = torch.rand(1, model.architecture.in_channels, size, size, generator=torch.Generator().manual_seed(0))
     images_BCHW = (picture * 2 - 1).to(reference)
-    made, remade = (one.decode(one.encode(images_BCHW).mean_BLhw.to(reference)) for one in (model, other.to(reference)))
+    made, remade = (
+        autoencoder.decode(autoencoder.encode(images_BCHW).mean_BLhw.to(reference))
+        for autoencoder in (model, other.to(reference))
+    )
     return (made - remade).abs().max().item()
 
 
@@ -329,7 +332,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
                 f"{path.parent}: {len(shards)} of {count} files of the weights, such as {shards[0].name}",
                 hint="copy the others there, too",
             )
-        return present_names({name: one for shard in shards for name, one in read_safetensors(shard).tensors.items()})
+        return present_names(
+            {name: tensor for shard in shards for name, tensor in read_safetensors(shard).tensors.items()}
+        )
     if not path.is_file():
         others = sorted(
             other for other in path.parent.glob(f"{path.stem}[.-]*") if other.suffix in (".safetensors", ".bin")

@@ -153,7 +153,7 @@ def reconstruction_figures(
         with torch.autocast(device.type, enabled=False):
             rows.append(torch.stack([metric(to_unit(saved_BCHW), target_BCHW) for metric in METRICS.values()]).cpu())
         if fid:
-            fid.add(*(to_u8(as_rgb(to_unit(one_BCHW))) for one_BCHW in (saved_BCHW, images_BCHW)))
+            fid.add(*(to_u8(as_rgb(to_unit(pictures_BCHW))) for pictures_BCHW in (saved_BCHW, images_BCHW)))
         done += len(batch)
         progress(done)
     if not rows:
@@ -357,7 +357,7 @@ class ReconstructionFid:
                 "rFID of %d pictures is biased upwards: compare it only with rFID of the same pictures, or use %d or "
                 "more", count, ENOUGH,
             )  # fmt: skip
-        made, target = ((one_BF.mean(dim=0), one_BF.T.cov()) for one_BF in features)
+        made, target = ((features_BF.mean(dim=0), features_BF.T.cov()) for features_BF in features)
         return frechet_distance(*made, *target)
 
 

@@ -222,7 +222,7 @@ def load_lpips(files: tuple[Path, ...]) -> Lpips:
     Files are .pth or .safetensors, with tensors named as in the two published files or in the state of the lpips
     package's own network. Raises UserError if a file is damaged, or a tensor is missing or has another shape.
     """
-    found = {_name(name): one for path in files for name, one in read_published(path, PUBLISHED_FILES).items()}
+    found = {_name(name): tensor for path in files for name, tensor in read_published(path, PUBLISHED_FILES).items()}
     model = Lpips()
     where = " and ".join(map(str, files)) or "no file"
     hint = f"name two files: --lpips-weights {','.join(PUBLISHED_FILES)}; {how_to_fetch(PUBLISHED_FILES)}"

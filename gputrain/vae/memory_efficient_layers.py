@@ -41,7 +41,7 @@ class Features(NamedTuple):
 
     def plus(self, other: "Features") -> "Features":
         """Returns the sum of two features, offsets apart."""
-        offsets = [one.offset_C for one in (self, other) if one.offset_C is not None]
+        offsets = [features.offset_C for features in (self, other) if features.offset_C is not None]
         return Features(self.x_BCHW + other.x_BCHW, sum(offsets[1:], offsets[0]) if offsets else None)
 
 

@@ -91,7 +91,7 @@ def _coefficients(
     mean_BG: Tensor, rstd_BG: Tensor, weight_C: Tensor, bias_C: Tensor, offset_C: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns scale and shift by item and channel: GroupNorm of x + offset is `scale * x + shift`."""
-    weight_GD, bias_GD = (one_C.view(mean_BG.shape[1], -1) for one_C in (weight_C, bias_C))
+    weight_GD, bias_GD = (parameter_C.view(mean_BG.shape[1], -1) for parameter_C in (weight_C, bias_C))
     scale_BGD = rstd_BG[:, :, None] * weight_GD
     shift_BGD = torch.addcmul(bias_GD.to(scale_BGD.dtype), scale_BGD, _own_means(mean_BG, offset_C), value=-1)
     return scale_BGD.flatten(1), shift_BGD.flatten(1)
@@ -236,7 +236,7 @@ def _norm_coefficients(
     2), and coefficients are multiplied as they are, one for each group: uncompiled, each operation is a launch.
     """
     groups, pixels = mean_BG.shape[1], shape[2] * shape[3]
-    grad_BGD, products_BGD = (one_BC.view(len(one_BC), groups, -1) for one_BC in (sums.grad_BC, sums.products_BC))
+    grad_BGD, products_BGD = (sum_BC.view(len(sum_BC), groups, -1) for sum_BC in (sums.grad_BC, sums.products_BC))
     mean_BGD, rstd_BG1 = _own_means(mean_BG, offset_C), rstd_BG[:, :, None]
     grad_z_BGD = torch.addcmul(products_BGD, mean_BGD, grad_BGD, value=-1) * rstd_BG1
     sums_2BGD = torch.stack((grad_BGD, grad_z_BGD))
@@ -248,7 +248,7 @@ def _norm_coefficients(
     if sums.x_BC is not None:
         of_x_BGD = torch.addcmul(pixels * r_BGD, q_BG1, sums.x_BC.view(len(sums.x_BC), groups, -1))
         grad_offset_C = torch.addcmul(of_x_BGD.flatten(1), scale_BC, sums.grad_BC).sum(0)
-    q_BC, r_BC = (one_BGD.expand_as(grad_BGD).flatten(1) for one_BGD in (q_BG1, r_BGD))
+    q_BC, r_BC = (coefficient_BGD.expand_as(grad_BGD).flatten(1) for coefficient_BGD in (q_BG1, r_BGD))
     return _NormCoefficients(q_BC, r_BC, grad_weight_C, grad_bias_C, grad_offset_C)
 
 

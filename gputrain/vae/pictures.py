@@ -136,8 +136,8 @@ def scan_pictures(folder: Path, exclude: Sequence[str] | None = None) -> Picture
         )
     refused = tree.refused
     files = source_files(folder, tree.paths, refused)
-    refused += [RefusedItem(one.path, "broken", "the file is empty") for one in files if not one.bytes]
-    return PictureTree([one for one in files if one.bytes], sorted_refusals(refused), tree.ignored)
+    refused += [RefusedItem(file.path, "broken", "the file is empty") for file in files if not file.bytes]
+    return PictureTree([file for file in files if file.bytes], sorted_refusals(refused), tree.ignored)
 
 
 # ------------------------------------------------------------------------------------------------ decoding

@@ -466,7 +466,7 @@ def _compare(
 ) -> Disagreement:
     present = {source.path for source in tree.sources} | {refusal.path for refusal in tree.refused}
     sums = {finding.source.path: finding.sha256 for finding in checked}
-    sums |= {path: sums.get(one.repeats or "", "") for path, one in repeats.items()}
+    sums |= {path: sums.get(refusal.repeats or "", "") for path, refusal in repeats.items()}
     return Disagreement(
         missing=sorted(listed.keys() - present),
         changed=sorted(path for path in listed.keys() & present if sums.get(path) != listed[path]["sha256"]),

@@ -120,7 +120,7 @@ def load_pretrained(name: str | Path, architecture: VaeArchitecture, train_part:
     is_new = found.architecture != architecture == own_decoder and bool(decoder)  # Asked for by its channels.
     if train_part == "decoder" and is_new and found.architecture.patch_statistics:
         log.info("the decoder is new, with channels %s, and begins with random weights", _shown(decoder))
-        encoder = {name: one for name, one in found.weights.items() if name.startswith(ENCODER)}
+        encoder = {name: tensor for name, tensor in found.weights.items() if name.startswith(ENCODER)}
         found = dataclasses.replace(found, weights=encoder, architecture=architecture)
     if found.architecture != architecture:
         options = options_for(found.architecture)
@@ -263,7 +263,8 @@ def renamed(weights: dict[str, Tensor], *, to_original: bool = False) -> dict[st
         return re.sub(r"^(encoder|decoder)\.(?=(post_)?quant_conv\.)", "", name)
 
     return {
-        rename(name): one[..., None, None] if to_original and one.ndim == 2 else one for name, one in weights.items()
+        rename(name): tensor[..., None, None] if to_original and tensor.ndim == 2 else tensor
+        for name, tensor in weights.items()
     }
 
 

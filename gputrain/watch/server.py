@@ -131,7 +131,7 @@ def listen(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(host.strip("[]") or "?", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):
         raise UserError(f"{host!r} is no address", hint=HOSTS) from None
-    family, _, _, _, place = min(found, key=lambda one: one[0] != socket.AF_INET)
+    family, _, _, _, place = min(found, key=lambda place_found: place_found[0] != socket.AF_INET)
     is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
         return socket.create_server(place, family=family, backlog=128, dualstack_ipv6=is_dual)
@@ -159,7 +159,7 @@ def address(host: str, port: int, token: str) -> str:
 
 def introduction(settings: WatchSettings, port: int, is_local: bool) -> str:
     """Returns what is shown, how to end it, and how to reach it from elsewhere."""
-    faults = ["" if os.access(one, os.R_OK | os.X_OK) else " (cannot be read yet)" for one in settings.watched]
+    faults = ["" if os.access(folder, os.R_OK | os.X_OK) else " (cannot be read yet)" for folder in settings.watched]
     folders = ", ".join(f"{folder}{fault}" for folder, fault in zip(settings.watched, faults, strict=True))
     text = f"The page shows the runs in {folders} until Ctrl-C."
     if is_local:
