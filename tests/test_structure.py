@@ -68,7 +68,7 @@ WORDS = re.compile(rf"(?<![\w-])({'|'.join(PRIVATE_WORDS)})(?![\w-])", re.IGNORE
 
 
 NO_NAMES = {"one", "ones", "one_of"}
-STILL_WITH_ONE = {"audio", "cli", "planner", "report", "vae", "vocoder", "watch"}
+STILL_WITH_ONE = {"audio", "cli", "planner", "vocoder"}
 
 
 def modules() -> dict[str, Path]:
