@@ -174,8 +174,9 @@ def train(kind: ModelKind, settings: Any) -> None:
     require(*kind.packages)
     from gputrain.report.page import report_at_end
     from gputrain.session import train_model
+    from gputrain.watch.server import watched_beside
 
-    with report_at_end(settings.saving):
+    with watched_beside(settings.saving), report_at_end(settings.saving):
         train_model(kind.work(), settings, ui.err)
     print_next_steps(kind, settings.saving.output_dir)
 

@@ -181,6 +181,12 @@ class Saving:
         default="", help="Save and exit with 75 before this time since the start of the command, such as 3h50m."
     )
     report: bool = advanced(default=True, help="Write report.html into the run folder at the end of a run.")
+    watch: bool = opt(
+        default=False,
+        help="Show the run in a browser. It is as `gputrain watch` shows it, and the address is printed. Not written "
+        "to config.yaml.",
+        is_saved=False,
+    )
     verbose: bool = advanced(
         default=False,
         help="Log every setting of the plan with its reason, and the times of the parts of the start. Not written to "

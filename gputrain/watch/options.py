@@ -6,6 +6,7 @@ from gputrain.config import config, opt
 from gputrain.errors import UserError
 
 PORT = 8765
+PARENT = "GPUTRAIN_WATCH_PARENT"  # Set to 1 for a page that ends soon after the end of its standard input.
 
 
 @config(panel="Watch")

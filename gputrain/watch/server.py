@@ -1,4 +1,9 @@
-"""The server of `gputrain watch`: its port and address, and connections that are slow or silent."""
+"""The server of `gputrain watch`: its port and address, connections that are slow or silent, and its end; and --watch
+of the train commands, which starts it beside a training.
+
+Beside a training it is a process of its own, in a session of its own, so that a Ctrl-C in the terminal only reaches the
+training. Its standard input is a pipe that closes when the training ends, however that comes about: then it ends, too.
+"""
 
 import contextlib
 import errno
@@ -9,18 +14,26 @@ import platform
 import re
 import secrets
 import socket
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+import urllib.parse
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler, get_interface_ip
 
+from gputrain.engine.history import history_size
+from gputrain.engine.schedule import Saving
+from gputrain.engine.workers import describe_exit
 from gputrain.errors import UserError
+from gputrain.hw.ranks import Ranks
 from gputrain.watch.app import HEADERS, WatchApp
-from gputrain.watch.options import PORT, WatchSettings
+from gputrain.watch.options import PARENT, PORT, WatchSettings
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +41,7 @@ TOKEN = "GPUTRAIN_WATCH_TOKEN"  # Keeps the token over restarts.
 HEAD_SECONDS = 15.0  # Time for a client to send its request,
 ANSWER_SECONDS = 300.0  # and to take the answer.
 MOST_CONNECTIONS = 200  # Of more, the oldest one is closed.
+PARENT_SECONDS = 10.0  # Time in which a page shows that its training has ended.
 
 
 class Handler(WSGIRequestHandler):
@@ -96,7 +110,11 @@ class PageServer(ThreadedWSGIServer):
 def serve(settings: WatchSettings, say: Callable[[str], None]) -> None:
     """Serve the page until a signal ends it. `say` prints its address. Raises UserError if the address or the port is
     not to be had."""
-    with contextlib.suppress(KeyboardInterrupt), listen(settings.host, settings.port) as listening:
+    has_parent = bool(os.environ.get(PARENT))
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        listen(settings.host, settings.port, or_next=has_parent) as listening,
+    ):
         host, port = listening.getsockname()[:2]
         is_local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
         token = token_of(is_local and not settings.allow_control, os.environ.get(TOKEN, ""))
@@ -112,6 +130,8 @@ def serve(settings: WatchSettings, say: Callable[[str], None]) -> None:
         runs.start()
         say(address(host, port, token))
         log.info("%s", introduction(settings, port, is_local))
+        if has_parent:
+            threading.Thread(target=end_after_parent, args=(server,), daemon=True).start()
         server.serve_forever()
 
 
@@ -125,7 +145,7 @@ FAULTS = {
 }
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, *, or_next: bool = False) -> socket.socket:
     """Returns a socket that listens at an address of this machine. Raises UserError if it can't."""
     try:
         found = socket.getaddrinfo(host.strip("[]") or "?", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -136,6 +156,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server(place, family=family, backlog=128, dualstack_ipv6=is_dual)
     except OSError as error:
+        if error.errno == errno.EADDRINUSE and or_next and port < 65535:
+            return listen(host, port + 1, or_next=True)
         fault, hint = FAULTS.get(error.errno or 0, (f"{host} is no address of this machine", HOSTS))
         raise UserError(fault.format(port), hint=hint) from None
 
@@ -165,3 +187,63 @@ def introduction(settings: WatchSettings, port: int, is_local: bool) -> str:
     if is_local:
         text += f" From another machine: ssh -L {port}:localhost:{port} {platform.node() or 'HOST'}"
     return text
+
+
+def end_after_parent(server: PageServer) -> None:
+    """End the server some time after its standard input has ended, which is a pipe from the training."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        while sys.stdin.buffer.read(1024):
+            pass
+    time.sleep(PARENT_SECONDS)
+    server.shutdown()
+
+
+PROGRAM = (sys.executable, "-m", "gputrain", "watch")
+
+
+@contextlib.contextmanager
+def watched_beside(saving: Saving) -> Iterator[None]:
+    """With --watch, serve the page of a run while the block trains, and for some seconds after it, in which open pages
+    get the last state. The training waits for nothing of it, and an error of the page is a warning."""
+    left, before = threading.Event(), history_size(saving.output_dir)
+    page = _start(saving, left) if saving.watch and Ranks.launched(os.environ).leads else None
+    try:
+        yield
+    finally:
+        left.set()
+        if page and history_size(saving.output_dir) == before:  # It has not begun: there is nothing to show.
+            page.kill()
+        if page and page.stdin:
+            page.stdin.close()
+
+
+def _start(saving: Saving, left: threading.Event) -> "subprocess.Popen[str] | None":
+    # The child finds this package also where the working directory has a folder of its name.
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", PARENT: "1"}
+    try:
+        page = subprocess.Popen(
+            [*PROGRAM, os.path.abspath(saving.output_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, errors="replace", env=environment,
+            start_new_session=True, creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
+        )  # fmt: skip
+    except OSError as error:
+        log.warning("--watch: the page of the run cannot be served (%s); the training goes on", error)
+        return None
+    threading.Thread(target=_forward, args=(page, left), name="watch", daemon=True).start()
+    return page
+
+
+def _forward(page: "subprocess.Popen[str]", left: threading.Event) -> None:
+    """Log the address that the page's process prints, and a warning if it ends before the training."""
+    assert page.stdout is not None
+    fault = ""
+    for line in page.stdout:
+        if line.startswith("http"):
+            port = urllib.parse.urlsplit(line).port
+            log.info("the page of the run, elsewhere after ssh -L %d:localhost:%d HOST: %s", port, port, line.strip())
+        fault = fault or (line.strip() if line.startswith("error") else "")
+    code = page.wait()
+    if not left.is_set():
+        reason = fault or describe_exit(code)
+        log.warning("--watch: the page of the run is not served (%s); the training goes on", reason)
