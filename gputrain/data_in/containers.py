@@ -374,42 +374,29 @@ def _holds(feature: Any) -> str:
 
 
 def _column_of(features: Mapping[str, Any], label: str, media: Media, column: str) -> str:
-    """Returns the column of pictures or recordings: the chosen one, the one that the Hub's metadata give, one of bytes
-    and path, one of bytes, or one of paths with a usual name. Raises UserError if there is none, or several."""
-    held = {name: _holds(feature) for name, feature in features.items()}
+    """Returns the column of pictures or recordings: the chosen one, otherwise the one that the Hub's metadata give, or
+    the first with a usual name. Raises UserError if there is none, or several."""
     types = {name: type(feature).__name__ for name, feature in features.items()}
-    other = next(kind for kind in MEDIA.values() if kind != media)
-    mine = [name for name in held if types[name] == media.feature]
-    open_ones = [name for name in held if name.lower() not in other.columns and types[name] != other.feature]
-    paths = [name for name in open_ones if name.lower() in (*media.columns, *PATH_COLUMNS)]
-    for candidates in (
-        [column] if held.get(column) in ("struct", "bytes", "text") else [],
-        [] if column else mine,
-        [] if column else [name for name in open_ones if held[name] == "struct"],
-        [] if column else [name for name in open_ones if held[name] == "bytes"],
-        [] if column else [name for name in paths if held[name] == "text"][:1],
-    ):
-        usual = sorted(
-            media.columns.index(candidate.lower()) for candidate in candidates if candidate.lower() in media.columns
+    readable = [name for name, feature in features.items() if _holds(feature) in ("struct", "bytes", "text")]
+    usual = [name for known in (*media.columns, *PATH_COLUMNS) for name in readable if name.lower() == known]
+    typed = [name for name in readable if types[name] == media.feature]
+    found = [name for name in usual if name in typed][:1] or typed or usual[:1]
+    if column:
+        found = [column] if column in readable else []
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UserError(
+            f"{label}: several columns may hold the {media.noun}: {', '.join(found)}",
+            hint=f"choose one: gputrain prepare-data --column {found[0]}",
         )
-        if usual or len(candidates) == 1:
-            return next(
-                candidate for candidate in candidates if not usual or candidate.lower() == media.columns[usual[0]]
-            )
-        if candidates:
-            raise UserError(
-                f"{label}: several columns may hold the {media.noun}: {', '.join(candidates)}",
-                hint=f"choose one: gputrain prepare-data --column {candidates[0]}",
-            )
-    found = (
-        ", ".join(f"{name} ({getattr(feature, 'dtype', types[name])})"[:80] for name, feature in features.items())
-        or "none"
-    )
+    shown = [f"{name} ({getattr(feature, 'dtype', types[name])})"[:80] for name, feature in features.items()]
     hint = (
         "choose one of bytes, of bytes and paths, or of paths: gputrain prepare-data --column NAME. Lists, arrays and "
         "addresses are not read; img2dataset, say, loads addresses into tar files"
     )
-    if any(name.lower() in other.columns or types[name] == other.feature for name in held):
+    other = next(kind for kind in MEDIA.values() if kind != media)
+    if any(name.lower() in other.columns or types[name] == other.feature for name in features):
         hint = f"it holds {other.noun}: choose a --kind of model that is trained on them"
     fault = f"no column {column} of {media.noun}" if column else f"no column of {media.noun}"
-    raise UserError(f"{label}: {fault}; columns: {found}", hint=hint)
+    raise UserError(f"{label}: {fault}; columns: {', '.join(shown) or 'none'}", hint=hint)

@@ -148,7 +148,7 @@ OUTSIDE = "leads out of the table's folder"
     ("x.parquet", table({"audio": [PICTURE]}), "no column of pictures; columns: audio (binary)", "it holds recordings"),
     ("x.parquet", table({"url": ["https://a/b.jpg"]}), "no column of pictures", "loads addresses into tar files"),
     ("x.parquet", paths("https://a/b.jpg"), "row 0: an address, from which nothing is loaded", ""),
-    ("x.parquet", table({"a": [PICTURE], "b": [PICTURE]}), "several columns may hold the pictures: a, b", "--column a"),
+    ("x.parquet", table({"a": [PICTURE]}), "no column of pictures; columns: a (binary)", "--column NAME"),
     ("x.parquet", table({"image": [[PICTURE]]}), "no column of pictures; columns: image (List", "Lists, arrays and"),
     ("x.parquet", table({"image": [{"array": [0.5], "path": "a.png"}]}), "no column of pictures", "of bytes and paths"),
     ("x.parquet", table({"image": pyarrow.array([], pyarrow.binary())}), "no pictures in it", "looked for .avif"),
