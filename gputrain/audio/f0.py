@@ -24,6 +24,11 @@ MODULES: dict[Method, str] = {"parselmouth": "parselmouth", "pyworld": "pyworld"
 SILENCE = 0.03  # Praat's silence threshold, relative to the loudest sample.
 PIECE_SECONDS = 120.0  # Length of a piece of a long sound; an hour at once would need gigabytes.
 MARGIN_SECONDS = 4.0  # Overlap of a piece with its neighbours, which a tracker uses as context.
+BEYOND_SECONDS = 10.0  # Length of a part that is tracked again with wider limits.
+BEYOND_SHARE, BEYOND_LEAST = 0.1, 0.15  # Share of the frames, and seconds, that show a pitch beyond the limits.
+BEYOND_FRAMES = 16  # Frames whose harmonics are looked at.
+STRONG = 0.03  # Amplitude of a strong harmonic, relative to the strongest of the first eight.
+LOUD = 1e-3  # Power of a loud frame relative to the loudest one.
 PERIODS = 3  # Periods of the lowest pitch in a tracker's window, as in Praat's autocorrelation.
 
 
@@ -80,6 +85,52 @@ def f0(
         )
         found_T[first : first + piece] = f0_T[first - begin :][:piece]
     return found_T
+
+
+def pitch_beyond(
+    wave: Floats, sampling_rate: int, hop_size: int, f0_T: Floats, floor_hz: float, ceiling_hz: float
+) -> tuple[float, float] | None:
+    """Returns the common range in Hz of a pitch that was tracked between too narrow limits; None if they hold it.
+
+    Of a pitch above its limits, a tracker finds an octave or another fraction, whose multiples alone are in the sound;
+    or it finds none: if half of the loud frames have none or the lowest pitch, BEYOND_SECONDS are tracked again.
+    """
+    hops_TH = wave[: len(f0_T) * hop_size].reshape(-1, hop_size)
+    power_T = np.einsum("th,th->t", hops_TH, hops_TH)
+    is_loud = power_T > LOUD * power_T.max(initial=0.0)
+    pitched = np.flatnonzero(is_loud & (f0_T > 0))[:: 1 + len(f0_T) // BEYOND_FRAMES]
+    found = np.array([_by_harmonics(wave, sampling_rate, (at + 0.5) * hop_size, float(f0_T[at])) for at in pitched])
+    beyond = found[found > np.maximum(ceiling_hz / 1.1, f0_T[pitched])]
+    if not len(found) or len(beyond) < BEYOND_SHARE * len(found):
+        doubtful = is_loud & (f0_T < 1.4 * floor_hz)
+        if not doubtful.any() or doubtful.sum() < 0.5 * is_loud.sum():
+            return None
+        frames = round(BEYOND_SECONDS * sampling_rate / hop_size)
+        first = max(0, int(np.median(np.flatnonzero(doubtful))) - frames // 2)
+        part = wave[first * hop_size : (first + frames) * hop_size]
+        wide_T = f0(part, sampling_rate, hop_size, floor_hz=floor_hz / 2, ceiling_hz=2 * ceiling_hz)
+        differ = doubtful[first:][: len(wide_T)] & (np.abs(f0_T[first:][: len(wide_T)] - wide_T) > 0.1 * wide_T)
+        frames_beyond = np.flatnonzero(
+            differ & (wide_T > 0) & ((wide_T > ceiling_hz / 1.1) | (wide_T < 1.1 * floor_hz))
+        )
+        # The wider limits may be too narrow as well.
+        beyond = np.array(
+            [_by_harmonics(part, sampling_rate, (at + 0.5) * hop_size, float(wide_T[at])) for at in frames_beyond]
+        )
+        if len(beyond) < max(BEYOND_SHARE * len(wide_T), BEYOND_LEAST * sampling_rate / hop_size):
+            return None
+    low_hz, high_hz = np.percentile(beyond, (5, 95)).tolist()
+    return low_hz, high_hz
+
+
+def _by_harmonics(wave: Floats, sampling_rate: int, middle: float, pitch_hz: float) -> float:
+    """Returns the multiple of a pitch whose multiples are all the strong harmonics of it around a sample."""
+    part = wave[max(0, round(middle) - sampling_rate // 20) : round(middle) + sampling_rate // 20]
+    spectrum, step_hz = np.abs(np.fft.rfft(part * np.hanning(len(part)))), sampling_rate / len(part)
+    count = min(8, int(sampling_rate / 2.2 / pitch_hz))
+    bands = [(int(0.95 * n * pitch_hz / step_hz), int(1.05 * n * pitch_hz / step_hz) + 2) for n in range(1, count + 1)]
+    levels = [float(spectrum[begin:end].max()) for begin, end in bands]
+    return pitch_hz * math.gcd(*(n for n, level in enumerate(levels, 1) if level > STRONG * max(levels)))
 
 
 def _peak(wave: Floats) -> float:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import mmap
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gputrain.data_in.containers import FFMPEG_SOUNDS
+from gputrain.data_in.preparation import hole_of_zeros
 from gputrain.errors import UserError
 from gputrain.files import FULL_SCALE
 
@@ -28,13 +30,20 @@ Samples = npt.NDArray[np.float32]
 BLOCK = 1 << 20  # Samples of a file that are decoded at once.
 TRIM_WINDOW = 2048  # Samples over which power is averaged to detect silence.
 TRIM_HOP = 512
-# Subtypes of libsndfile whose samples may exceed full scale: floating point, and decoded sound.
-UNSCALED = frozenset({"FLOAT", "DOUBLE", "VORBIS", "OPUS", "MPEG_LAYER_I", "MPEG_LAYER_II", "MPEG_LAYER_III"})
+# Subtypes of libsndfile whose samples may exceed full scale, or have another one: floating point, decoded sound, and
+# integers that hold shorter ones.
+UNSCALED = frozenset({"FLOAT", "DOUBLE", "PCM_32", "VORBIS", "OPUS", "MPEG_LAYER_I", "MPEG_LAYER_II", "MPEG_LAYER_III"})
 LOUDEST = 16.0  # Highest peak, relative to full scale, of sound that is merely too loud: 24 dB.
 CANCELLED = 0.5  # A mix with less than this share of what it keeps of a single channel cancels channels.
+ALONE = 10.0  # Ratio of powers, 10 dB, above which one of two channels is heard alone.
+ALONE_SHARE = 0.05  # Share of the sound in which each of two channels is alone, if they are two speakers of a call.
+UNRELATED = 0.1  # Correlation of two channels below which they are not the same sound.
 # What libsndfile notes of damage in Ogg, and of sound whose length in the header is not that in the file.
 DAMAGED_OGG = re.compile("Junk after the last page|reports a hole|Corrupted bitstream")
 CUT_WAV = re.compile(r"^ *(?:data|SSND|Data Size) *: (\d+) \(should be (\d+)\)", re.MULTILINE)
+# Heads of whole recordings; decoders do not read another one that was joined to it.
+HEADS = {"FLAC": rb"fLaC\0\0\0\x22", "MP3": rb"(?:Xing|Info)\0\0\0"}
+JUMP = 256  # Lowest level, of 16 bits, from which sound does not fall to zero at once.
 UNKNOWN_BYTES = 2**31 - 2**16  # From here on, a length in a header stands for one that was not known yet.
 LEAST_CUT = 0.03  # Seconds that may be missing at the end of a recording: a frame of MP3.
 LOAD_AGAIN = "copy or load it again, or leave it out"
@@ -197,7 +206,7 @@ def _blocks_of(
                     )
                 yield wave_T if mixing.full_scale == 1 else wave_T / np.float32(mixing.full_scale)
                 first += len(wave_T)
-            if first and (fault := _damage_of(file, first)):
+            if first and (fault := _damage_of(file, first) or _damage_in(path, file)):
                 raise UserError(f"{source}: damaged: {fault}", hint=LOAD_AGAIN)
         if not first:
             raise UserError(f"{source}: holds no sound", hint="leave it out, or record it again")
@@ -227,22 +236,49 @@ def _damage_of(file: "soundfile.SoundFile", samples: int) -> str:
     return ""
 
 
+def _damage_in(path: Path, file: "soundfile.SoundFile") -> str:
+    """Returns what is wrong in the bytes of a file that decodes whole: sectors of zeros within loud sound, or another
+    recording after the first; "" if nothing is."""
+    if not (file.subtype.startswith("PCM") or file.format in HEADS) or not path.stat().st_size:
+        return ""
+    with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if file.format in HEADS and len(re.findall(HEADS[file.format], content)) > 1:
+            return "another recording follows in it behind the one that is read"
+        hole = hole_of_zeros(content, 0, len(content), 512, 4096) if file.subtype.startswith("PCM") else None
+        # Silence begins and ends quietly.
+        for at in (hole[0] - 8, hole[1]) if hole else ():
+            side = np.frombuffer(content[at : at + 8][: (len(content) - at) // 2 * 2], "<i2")
+            if int(np.abs(side.astype(int)).max(initial=JUMP + 1)) <= JUMP:
+                return ""
+    return f"the bytes {hole[0]} to {hole[1]} of the file are zero" if hole else ""
+
+
 def _mixing_of(file: "soundfile.SoundFile", source: Path) -> Mixing:
-    """Reads a file to find its scale, and whether its channels cancel each other when they are mixed.
+    """Reads a file to find its scale, and whether its channels cancel each other when they are mixed, or two of them
+    hold different sound.
 
     A mix of C uncorrelated channels keeps 1 / C of their power, and of a single one 1 / C^2; it has less than that only
     where channels have opposite phases. Raises UserError if the scale is unknown.
     """
-    peak, mixed, power_C = 0.0, 0.0, np.zeros(file.channels)
+    peak, mixed, shared, power_C, alone_C = 0.0, 0.0, 0.0, np.zeros(file.channels), np.zeros(file.channels)
     for block_TC in _read(file, BLOCK // file.channels):
         peak = max(peak, float(block_TC.max()), -float(block_TC.min()))
         power_C += np.square(block_TC, dtype=np.float64).sum(axis=0)
         mixed += float(np.square(block_TC.mean(axis=1), dtype=np.float64).sum())
+        shared += float(np.multiply(block_TC[:, 0], block_TC[:, -1], dtype=np.float64).sum())
+        for begin in range(0, len(block_TC) if file.channels == 2 else 0, file.samplerate):
+            second_C = np.square(block_TC[begin : begin + file.samplerate], dtype=np.float64).sum(axis=0)
+            alone_C[second_C.argmax()] += second_C.max() * (second_C.max() > ALONE * second_C.min())
     remarks = []
     if math.isfinite(peak) and peak > LOUDEST:
         raise UserError(
             f"{source}: its samples reach {peak:.3g}, and full scale of floating point is 1",
             hint="divide the samples by their full scale, such as 32768, or export the file again as 16-bit wav",
+        )
+    if file.subtype == "PCM_32" and LOUDEST < peak * 2.0**31 <= 2.0**23:
+        raise UserError(
+            f"{source}: the samples of 32 bits reach {peak * 2.0**31:.0f}, which is the scale of fewer bits",
+            hint="export it again at full scale, as 16-bit wav or flac",
         )
     # MP3 and others often exceed full scale a little.
     is_decoded = file.subtype not in ("FLOAT", "DOUBLE") or source.suffix.lower() in FFMPEG_SOUNDS
@@ -253,6 +289,11 @@ def _mixing_of(file: "soundfile.SoundFile", source: Path) -> Mixing:
     if mixed < CANCELLED * power_C.max() / file.channels**2:
         channel = int(power_C.argmax())
         remarks.append(f"its channels cancel each other when mixed, so that channel {channel + 1} is taken")
+    elif file.channels == 2:
+        takes_turns = alone_C.min() > ALONE_SHARE * power_C.sum()
+        are_unrelated = abs(shared) < UNRELATED * math.sqrt(power_C.prod()) and power_C.min() * ALONE > power_C.max()
+        if takes_turns or are_unrelated:
+            remarks.append("its channels hold different sound, such as the two speakers of a call, and are mixed")
     return Mixing(full_scale, channel, "; ".join(remarks))
 
 

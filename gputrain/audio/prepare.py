@@ -1,6 +1,7 @@
 """Finds and checks the recordings of a folder. Sources are only read. Shape suffix: T samples."""
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy.typing as npt
 from gputrain.audio.io import BLOCK, Samples, read_sound, resample, trim
 from gputrain.data_in.containers import FFMPEG_SOUNDS, READ, SOUNDS
 from gputrain.data_in.preparation import (
+    Companions,
     PrepareReport,
     RefusedItem,
     SourceTree,
@@ -46,7 +48,7 @@ RefusalReason = Literal[
     "malformed", "no sound", "ambiguous sound", "no transcript", "doubled transcript", "no speaker", "unreadable",
     "duplicate", "silent", "clipped", "unknown symbols", "too short", "too long", "fewer frames than symbols",
     "odd speaking rate", "outside the recording", "overlapping subtitles", "text differs", "excluded", "other split",
-    "other language",
+    "other language", "further track",
 ]  # fmt: skip
 
 
@@ -190,11 +192,24 @@ def rate_for(bandwidth_hz: float) -> int:
     return next((rate for rate in USUAL_RATES if rate / 2 >= bandwidth_hz), USUAL_RATES[-1])
 
 
-def scan_recordings(folder: Path, exclude: Sequence[str] = (), *, may_be_empty: bool = False) -> SourceTree:
+# The instruments of a song beside its voice, and further microphones.
+FURTHER_TRACKS = Companions(
+    "further track",
+    re.compile(
+        r"(?:instrument|no_vocals)_(.+)|(.*?)[-_. (]*(?:mic[2-9]|inst|instrumentals?|accompaniment|karaoke|backing|"
+        r"no[-_ ]?vocals|drums|bass|other|mixture)\)?", re.IGNORECASE,
+    ),
+    re.compile(r"vocals?_(.+)|(.*?)[-_. (]*(?:mic1|vocals?|vox|acapella)\)?(?:[-_ ]*\([^()]*\))*", re.IGNORECASE),
+)  # fmt: skip
+
+
+def scan_recordings(
+    folder: Path, exclude: Sequence[str] = (), companions: Companions | None = None, *, may_be_empty: bool = False
+) -> SourceTree:
     """Finds the recordings of a folder tree by their suffixes, as `preparation.scan` does. Raises UserError if the
     folder is missing, or holds no recording."""
     check_input_folder(folder, "recordings")
-    tree = scan(folder, SOUNDS | FFMPEG_SOUNDS, exclude)
+    tree = scan(folder, SOUNDS | FFMPEG_SOUNDS, exclude, companions)
     if not tree.paths and not may_be_empty:
         others = format_counts(tree.ignored)
         raise UserError(

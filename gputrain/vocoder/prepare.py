@@ -9,7 +9,7 @@ Shapes: T samples, F frames.
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,12 +22,13 @@ from gputrain.audio.f0 import (
     FLOOR_HZ,
     default_method,
     f0,
+    pitch_beyond,
     require_tracker,
     trackable_range,
     voiced,
 )
 from gputrain.audio.io import Samples, from_int16
-from gputrain.audio.prepare import SoundPrepareReport
+from gputrain.audio.prepare import FURTHER_TRACKS, SoundPrepareReport
 from gputrain.audio.store import WAVES, Pitch, Wave, check_format
 from gputrain.data_in.preparation import (
     DataReport,
@@ -106,7 +107,7 @@ def prepare_sound(
     Raises UserError if a folder is unusable, no recording is usable, or a source of the store has changed.
     """
     check_folders(input_dir, output_dir, "vocoder")
-    tree = audio_prepare.scan_recordings(input_dir, exclude)
+    tree = audio_prepare.scan_recordings(input_dir, exclude, FURTHER_TRACKS)
     refused = list(tree.refused)
     prints = audio_prepare.fingerprints(input_dir, tree.paths, refused)
     was_finished = (output_dir / MANIFEST).is_file()
@@ -193,6 +194,7 @@ class RecordingStats:
     high_hz: float  # 95th percentile.
     bandwidth_hz: float  # The recording holds nothing above it.
     remark: str = ""  # What was unusual about its scale or channels, if anything.
+    beyond_hz: tuple[float, float] | None = None  # Common range of a pitch outside of the limits, if it has one.
 
 
 @dataclass(frozen=True)
@@ -244,6 +246,7 @@ def validate_sounds(
     )
     lacking = [one for one in found if audio_prepare.is_narrow(one.bandwidth_hz, one.rate_hz, sampling_rate)]
     narrow = {one.path: one.bandwidth_hz for one in lacking}
+    beyond = {one.path: one.beyond_hz for one in found if one.beyond_hz}
     total = _summary(found) if found else None
     return SoundReport(
         input_dir=str(input_dir),
@@ -254,7 +257,7 @@ def validate_sounds(
         ignored=ignored,
         refused=sorted_refusals(refused),
         findings=[
-            *_findings(total, len(refused), sampling_rate, narrow, limits),
+            *_findings(total, len(refused), sampling_rate, narrow, beyond, limits),
             *audio_prepare.remarks_on((one.path, one.remark) for one in found),
         ],
     )
@@ -265,7 +268,7 @@ Found = tuple[list[RecordingStats], list[RefusedItem], dict[str, list[str]], tup
 
 
 def _in_tree(folder: Path, exclude: Sequence[str], num_workers: int, progress: Progress) -> Found:
-    tree = audio_prepare.scan_recordings(folder, exclude)
+    tree = audio_prepare.scan_recordings(folder, exclude, FURTHER_TRACKS)
     refused = list(tree.refused)
     jobs = [(folder, path) for path in audio_prepare.fingerprints(folder, tree.paths, refused)]
     results: list[RecordingStats | RefusedItem] = []
@@ -296,7 +299,8 @@ def examine(job: tuple[Path, str]) -> RecordingStats | RefusedItem:
     middle_T = wave_T[begin : begin + tracked]
     hop = max(1, round(audio_prepare.FRAME_SECONDS * rate_hz))
     f0_F = f0(middle_T, rate_hz, hop)
-    return _stats(path, wave_T, rate_hz, f0_F, len(middle_T) / rate_hz, remark)
+    found = _stats(path, wave_T, rate_hz, f0_F, len(middle_T) / rate_hz, remark)
+    return replace(found, beyond_hz=pitch_beyond(middle_T, rate_hz, hop, f0_F, FLOOR_HZ, CEILING_HZ))
 
 
 def examine_clip(store: VocoderStore) -> RecordingStats:
@@ -304,7 +308,9 @@ def examine_clip(store: VocoderStore) -> RecordingStats:
     ((clip, wave_T, f0_F),) = store
     format, samples_T = store.format, from_int16(wave_T)
     rate_hz = format.sampling_rate
-    return _stats(clip.path, samples_T[: clip.samples], rate_hz, f0_F, clip.samples / rate_hz)
+    found = _stats(clip.path, samples_T[: clip.samples], rate_hz, f0_F, clip.samples / rate_hz)
+    beyond_hz = pitch_beyond(samples_T, rate_hz, format.hop_size, f0_F, format.f0_min, format.f0_max)
+    return replace(found, beyond_hz=beyond_hz)
 
 
 def _stats(
@@ -357,8 +363,13 @@ def _summary(found: Sequence[RecordingStats]) -> FolderStats:
 
 
 def _findings(
-    total: FolderStats | None, refused: int, sampling_rate: int, narrow: dict[str, float], limits: tuple[float, float]
-) -> Iterator[str]:  # fmt: skip
+    total: FolderStats | None,
+    refused: int,
+    sampling_rate: int,
+    narrow: dict[str, float],
+    beyond: dict[str, tuple[float, float]],
+    limits: tuple[float, float],
+) -> Iterator[str]:
     if refused:
         yield f"{counted(refused, 'file is', 'files are')} left out: repair what you need"
     if total is None:
@@ -388,11 +399,15 @@ def _findings(
         yield f"{silent}: prepare-data --trim-db 50 trims it at both ends"
     elif total.silent_share > MUCH_SILENCE:
         yield f"{silent} within recordings: where it is digital silence, training draws no crops"
-    if total.voiced_share < FEW_VOICED:
-        yield f"only {100 * total.voiced_share:.0f} % of the frames are voiced; the recordings may hold no voice"
-    if total.pitch_hz and (total.pitch_hz[0] < 1.1 * limits[0] or total.pitch_hz[1] > 0.9 * limits[1]):
-        reached = f"{total.pitch_hz[0]:.0f} to {total.pitch_hz[1]:.0f} Hz"
+    if beyond:
+        lowest_hz, highest_hz = min(hz for hz, _ in beyond.values()), max(hz for _, hz in beyond.values())
+        wider = [f" --f0-min {lowest_hz / 1.2:.0f}"] if lowest_hz < 1.1 * limits[0] else []
+        wider += [f" --f0-max {highest_hz * 1.2:.0f}"] if highest_hz > 0.9 * limits[1] else []
+        named = ", ".join(f"{path} ({pitch[0]:.0f} to {pitch[1]:.0f} Hz)" for path, pitch in list(beyond.items())[:3])
         yield (
-            f"the pitch, {reached}, reaches the limits of {limits[0]:g} to {limits[1]:g} Hz, beyond which another "
-            "or none is stored: prepare-data with a lower --f0-min or a higher --f0-max finds it, into another folder"
+            f"{counted(len(beyond), 'recording has', 'recordings have')} a pitch outside of {limits[0]:g} to "
+            f"{limits[1]:g} Hz, for which another one or none is stored, such as {named}; prepare-data"
+            f"{''.join(wider)} finds it, into another folder, if --f0-method can"
         )
+    elif total.voiced_share < FEW_VOICED:
+        yield f"only {100 * total.voiced_share:.0f} % of the frames are voiced; the recordings may hold no voice"

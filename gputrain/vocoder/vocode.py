@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gputrain.audio.config import Mel
-from gputrain.audio.f0 import Method, default_method, f0, interpolated, require_tracker
+from gputrain.audio.f0 import Method, default_method, f0, interpolated, pitch_beyond, require_tracker
 from gputrain.audio.io import HOW_TO_CONVERT, read_sound, resample
 from gputrain.audio.mel import log_mel
 from gputrain.audio.prepare import SILENCE
@@ -181,6 +181,7 @@ DECLARED = {
 
 LOWEST_MEL, QUIET_MEL = -13.0, -3.0  # The lowest value lies between them; acoustic models go a little below ln(1e-5).
 LOUDEST_MEL = 3.5  # A square wave at full scale has 3.2, in a window of the usual size.
+HIGHEST_MIDI = 96.0  # No note of a voice is above it.
 LOWEST_HZ, HIGHEST_HZ = 40.0, 3000.0  # The median pitch of no voice is outside of it.
 
 Numbers = npt.NDArray[Any]
@@ -216,6 +217,8 @@ class VocoderInputReader:
         whole_T = np.pad(wave_T, (0, frames * hop - len(wave_T)))
         rate_hz = self.mel.sampling_rate
         f0_F = f0(whole_T, rate_hz, hop, self.method, floor_hz=self.f0_min, ceiling_hz=self.f0_max)
+        if beyond := pitch_beyond(whole_T, rate_hz, hop, f0_F, self.f0_min, self.f0_max):
+            log.warning("%s: its pitch of %.0f to %.0f Hz needs a lower --f0-min or higher --f0-max", path, *beyond)
         mels = [self._mel_of(whole_T, first, frames) for first in range(0, frames, ANALYSED_FRAMES)]
         return VocoderInput(torch.cat(mels, dim=1), torch.from_numpy(f0_F), len(wave_T))
 
@@ -268,11 +271,17 @@ def check_units(path: Path, mel_MF: Numbers, f0_F: Numbers, mel: Mel) -> None:
             f"{path}: the mel, from {low:.3g} to {high:.3g}, is likely no natural logarithm of amplitudes",
             hint="store ln(max(amplitude, 1e-5)) of its bands; a decimal logarithm times 2.3026 is one",
         )
-    middle_hz = float(np.median(f0_F[f0_F > 0])) if (f0_F > 0).any() else LOWEST_HZ
-    if not LOWEST_HZ <= middle_hz <= HIGHEST_HZ:
+    voiced_V = f0_F[f0_F > 0]
+    middle_hz = float(np.median(voiced_V)) if len(voiced_V) else LOWEST_HZ
+    # Bins of a coarse pitch have 1 where a frame is unvoiced.
+    if not LOWEST_HZ <= middle_hz <= HIGHEST_HZ or voiced_V.min(initial=LOWEST_HZ) <= 1:
         raise UserError(
             f"{path}: f0, with a median of {middle_hz:.3g}, is likely not in Hz",
             hint="store it in Hz, and 0 where a frame is unvoiced",
+        )
+    if len(voiced_V) and np.percentile(voiced_V, 95) <= HIGHEST_MIDI:
+        log.warning(
+            "%s: its f0, about %.0f, is read as Hz, a deep bass: convert it if it is in notes of MIDI", path, middle_hz
         )
 
 

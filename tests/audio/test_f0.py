@@ -12,6 +12,7 @@ from gputrain.audio.f0 import (
     default_method,
     f0,
     interpolated,
+    pitch_beyond,
     require_tracker,
     trackable_range,
     voiced,
@@ -209,3 +210,11 @@ def test_gaps_are_bridged_in_log_f0_and_ends_held():
 @each_row(0, 1, 7)
 def test_without_a_pitch_there_is_nothing_to_bridge_from(frames):
     assert np.array_equal(interpolated(np.zeros(frames, np.float32)), np.zeros(frames, np.float32))
+
+
+def test_noise_has_no_pitch_beyond_the_limits_and_a_whistle_has_its_own() -> None:
+    """A tracker erred on the noise; 3000 Hz are beyond the wider limits too."""
+    noise = np.random.default_rng(0).uniform(-0.3, 0.3, 44100).astype(np.float32)
+    assert pitch_beyond(noise, 44100, 512, np.full(86, 50.0), 40, 1100) is None
+    whistle = tone_of(np.full(44100, 3000.0), 44100, harmonics=1)
+    assert pitch_beyond(whistle, 44100, 512, np.zeros(86), 40, 1100) == pytest.approx((3000, 3000), rel=0.01)

@@ -123,6 +123,7 @@ def test_floating_point_of_another_scale(
     (100.0, "FLOAT", "reach 60, and full scale of floating point is 1"),
     (32768.0, "FLOAT", "reach 1.97e\\+04, and full scale"),
     (1e13, "DOUBLE", r"reach 6e\+12, and full scale"),
+    (2.0**-8, "PCM_32", "32 bits reach 5033165, which is the scale of fewer bits"),
 )
 def test_an_unknown_scale_is_named(tmp_path: Path, factor: float, subtype: str, message: str) -> None:
     soundfile.write(tmp_path / "a.wav", SPEECH.astype(np.float64) * factor, 16000, subtype)
@@ -233,15 +234,19 @@ def test_damage_that_libsndfile_passes_over_is_named(tmp_path: Path) -> None:
         first = len(content) // 4 // 512 * 512
         return content[:first] + bytes(512) + content[first + 512 :]
 
+    def twice(content: bytes) -> bytes:
+        return content + content
+
     def flip(content: bytes) -> bytes:
         middle = len(content) // 2
         return content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :]
 
     rows = (
-        *(("a.wav", change, said) for change, said in ((half, "of the 240000 bytes"), (bytes, ""))),
+        *(("a.wav", change, said) for change, said in ((half, "of the 240000 bytes"), (hole, "are zero"), (bytes, ""))),
         *(("a.aiff", change, said) for change, said in ((half, "damaged: it holds"), (bytes, ""))),
         *(("a.ogg", change, "damaged") for change in (half, hole, flip)),
         ("a.mp3", half, "it holds"),
+        *((name, twice, "another recording follows in it") for name in ("a.mp3", "a.flac")),
         *(("a.flac", change, "cannot be decoded") for change in (half, hole, flip)),
         *((name, bytes, "") for name in ("a.ogg", "a.mp3", "a.flac")),
     )
@@ -257,3 +262,17 @@ def test_damage_that_libsndfile_passes_over_is_named(tmp_path: Path) -> None:
             assert len(read_sound(path, []).wave_T) == 120000
 
     check_rows(rows, check)
+
+
+def test_two_speakers_of_a_call_are_named(tmp_path: Path) -> None:
+    """Turns with crosstalk, and two people at once; the same voice in both channels is no call."""
+    first_T, second_T = SPEECH, np.random.default_rng(0).uniform(-0.6, 0.6, len(SPEECH)).astype(np.float32)
+    turns_TC = np.concatenate(
+        [np.stack([wave_T, 0.05 * wave_T], 1)[:, ::step] for wave_T, step in ((first_T, 1), (second_T, -1))]
+    )
+    both_TC, same_TC = np.stack([first_T, second_T], 1), np.stack([first_T, 0.5 * first_T], 1)
+    for name, wave_TC, is_call in (("turns", turns_TC, True), ("both", both_TC, True), ("same", same_TC, False)):
+        soundfile.write(tmp_path / f"{name}.wav", wave_TC, 16000, subtype="FLOAT")
+        wave_T = read_sound(tmp_path / f"{name}.wav", remarks := []).wave_T
+        assert any("such as the two speakers of a call" in remark for remark in remarks) == is_call, name
+        np.testing.assert_allclose(wave_T, wave_TC.mean(axis=1), atol=1e-6)

@@ -9,10 +9,11 @@ import pytest
 import soundfile
 
 from gputrain.audio.config import Sound
+from gputrain.audio.prepare import FURTHER_TRACKS, scan_recordings
 from gputrain.audio.store import PITCHES, WAVES
 from gputrain.data_in.preparation import QUARANTINE
 from gputrain.errors import UserError
-from gputrain.vocoder.prepare import VocoderPrepareConfig, prepare_sound, vocoder_prepare_config
+from gputrain.vocoder.prepare import VocoderPrepareConfig, prepare_sound, validate_sounds, vocoder_prepare_config
 from gputrain.vocoder.store import JOURNAL, MANIFEST, VocoderStore
 
 RECIPE = VocoderPrepareConfig(sampling_rate=16000, hop_size=160, f0_method="parselmouth")
@@ -209,3 +210,46 @@ def test_folders_that_will_not_do(recordings, tmp_path):
     (tmp_path / "in" / "empty.wav").write_bytes(b"")
     with pytest.raises(UserError, match="none of 1 files holds usable sound"):
         prepare_sound(tmp_path / "in", tmp_path / "out", RECIPE)
+
+
+def test_further_tracks_of_a_recording_are_left_out_and_named(tmp_path):
+    names = (
+        "a_vocals",
+        "a_inst",
+        "b (Vocal)",
+        "b (Instrumental)",
+        "c_inst",
+        "p1_mic1",
+        "p1_mic2",
+        "d/vocals",
+        "d/karaoke",
+        "e/vocals",
+        "e/drums",
+        "e/mixture",
+        "vocal_f.wav_10",
+        "instrument_f.wav_10",
+        "g_(Vocals)_(No Reverb)",
+        "g_(Instrumental)",
+    )
+    for number, name in enumerate(names):
+        path = tmp_path / "in" / f"{name}.wav"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        soundfile.write(path, tone(0.1, 16000, 200 + number), 16000)
+    tree = scan_recordings(tmp_path / "in", companions=FURTHER_TRACKS)
+    assert {item.path: (item.reason, item.detail) for item in tree.refused} == {
+        "a_inst.wav": ("further track", "belongs to a_vocals.wav"),
+        "b (Instrumental).wav": ("further track", "belongs to b (Vocal).wav"),
+        "d/karaoke.wav": ("further track", "belongs to d/vocals.wav"),
+        "e/drums.wav": ("further track", "belongs to e/vocals.wav"),
+        "e/mixture.wav": ("further track", "belongs to e/vocals.wav"),
+        "g_(Instrumental).wav": ("further track", "belongs to g_(Vocals)_(No Reverb).wav"),
+        "instrument_f.wav_10.wav": ("further track", "belongs to vocal_f.wav_10.wav"),
+        "p1_mic2.wav": ("further track", "belongs to p1_mic1.wav"),
+    }
+    assert len(scan_recordings(tmp_path / "in").paths) == len(names)  # To be transcribed, say.
+    report = prepare_sound(tmp_path / "in", tmp_path / "out", RECIPE, exclude=("d",))
+    assert (report.made, report.ignored) == (7, {"excluded by d": ["d/karaoke.wav", "d/vocals.wav"]})
+    with pytest.raises(UserError, match=r"out holds c_inst\.wav, which is left out now or not in"):
+        prepare_sound(tmp_path / "in", tmp_path / "out", RECIPE, exclude=("c_*",))
+    with pytest.raises(UserError, match="exclude does nothing with prepared data"):
+        validate_sounds(tmp_path / "out", exclude=("d",))

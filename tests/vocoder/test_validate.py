@@ -1,6 +1,7 @@
 """Reports on recordings with known faults."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import soxr
 
 from gputrain.errors import UserError
 from gputrain.vocoder.prepare import VocoderPrepareConfig, prepare_sound, validate_sounds
+from gputrain.vocoder.store import VocoderStore
 from tests.vocoder.test_prepare import tone
 
 pytest.importorskip("parselmouth")
@@ -111,10 +113,22 @@ def test_findings_say_what_to_act_on(recordings, tmp_path):
     assert "of the frames are voiced" in said
 
 
-def test_a_pitch_at_the_limits_is_named(tmp_path):
-    soundfile.write(tmp_path / "a.wav", tone(1.0, RATE, 42), RATE)
-    said = " ".join(validate_sounds(tmp_path).findings)
-    assert re.search("the pitch, 42 to 42 Hz, reaches the limits of 40 to 1100 Hz.*lower --f0-min", said)
+def test_recordings_with_a_pitch_outside_of_the_limits_are_named(tmp_path):
+    """After the options that the finding prints, the store holds the pitch, and the finding is gone."""
+    (tmp_path / "in").mkdir()
+    for hz in (33, 220, 700, 1300):
+        soundfile.write(tmp_path / f"in/{hz}.wav", tone(1.0, RATE, hz), RATE)
+    recipe = VocoderPrepareConfig(RATE, 160, "parselmouth")
+    (said,) = [line for line in validate_sounds(tmp_path / "in").findings if "pitch" in line]
+    prepare_sound(tmp_path / "in", tmp_path / "narrow", recipe)
+    assert said in validate_sounds(tmp_path / "narrow").findings
+    assert said.startswith("2 recordings have a pitch outside of 40 to 1100 Hz")
+    assert re.search(r"1300.wav \(1299 to 1\d+ Hz\), 33.wav \(33 to 33 Hz\)", said)
+    low, high = map(float, re.search(r"prepare-data --f0-min (\d+) --f0-max (\d+) finds", said).groups())
+    prepare_sound(tmp_path / "in", tmp_path / "wide", replace(recipe, f0_min=low, f0_max=high))
+    assert not [line for line in validate_sounds(tmp_path / "wide").findings if "pitch" in line]
+    for clip, _, pitch_F in VocoderStore.open(tmp_path / "wide"):
+        assert np.median(pitch_F) == pytest.approx(float(clip.path.removesuffix(".wav")), rel=0.01)
 
 
 def test_the_advice_on_silence_is_gone_after_it_was_followed(tmp_path):

@@ -250,7 +250,7 @@ def test_features_that_cannot_be_sung(tmp_path: Path, changes: dict[str, Any], s
         VocoderInputReader(MEL, "parselmouth", 40, 1100, CPU)(path)
 
 
-def test_mels_and_pitches_in_other_units_are_told(tmp_path: Path) -> None:
+def test_mels_and_pitches_in_other_units_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     wave = np.concatenate([tone(1, 44100, 440), np.zeros(11264)]).astype(np.float32)
     mel_MF = log_mel(torch.from_numpy(wave)[None], MEL)[0].numpy()
     f0_F = np.full(mel_MF.shape[1], 440.0)
@@ -269,6 +269,7 @@ def test_mels_and_pitches_in_other_units_are_told(tmp_path: Path) -> None:
         (mel_MF, np.full_like(f0_F, 33.0), "f0, with a median of 33, is likely not in Hz; hint: store it in Hz"),
         (mel_MF, np.log(f0_F), "not in Hz"),
         (mel_MF, 5700 + 0 * f0_F, "not in Hz"),
+        (mel_MF, np.where(np.arange(len(f0_F)) < 60, 115.0, 1.0), "not in Hz"),  # the bins of a coarse pitch
     )
 
     def check(mel: np.ndarray[Any, Any], pitch: np.ndarray[Any, Any], said: str) -> None:
@@ -281,6 +282,9 @@ def test_mels_and_pitches_in_other_units_are_told(tmp_path: Path) -> None:
         assert re.search(said, found) if said else not found, found
 
     check_rows(rows, check)
+    caplog.clear()
+    check(mel_MF, np.full_like(f0_F, 69.0), "")
+    assert "its f0, about 69, is read as Hz, a deep bass: convert it if it is in notes of MIDI" in caplog.text
 
 
 def test_one_bad_file_of_many(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
