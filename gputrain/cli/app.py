@@ -53,7 +53,6 @@ app.add_typer(
 
 
 def main() -> None:
-    ui.restart_in_utf8()
     ui.run(lambda: command_line()())
 
 
@@ -157,10 +156,10 @@ def print_plans(kind: ModelKind, settings: Any) -> None:
     with ui.err.status("running a step on fake tensors"):
         plans = plan_cards(kind.work(), settings)
     if settings.cards.json:
-        ui.out.print_json(json.dumps([one.to_json() for one in plans]))
+        ui.out.print_json(json.dumps([plan.to_json() for plan in plans]))
     else:
         tables.print_plans(plans)
-    if settings.cards.strict and not all(one.fit.fits for one in plans):
+    if settings.cards.strict and not all(plan.fit.fits for plan in plans):
         raise typer.Exit(ui.NOT_PASSED)
 
 
@@ -188,7 +187,7 @@ def print_next_steps(kind: ModelKind, run: Path) -> None:
 
     if not (run / CONFIG).exists():
         return
-    commands = [one.line for one in model_commands(run, kind, read_config(run / CONFIG))]
+    commands = [command.line for command in model_commands(run, kind, read_config(run / CONFIG))]
     commands.append(f"tensorboard --logdir {run / 'logs'}")
     ui.out.print(ui.escape(f"The run is in {run}. Next:"), soft_wrap=True)
     for line in commands:

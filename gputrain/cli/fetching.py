@@ -75,7 +75,7 @@ def load(name: str) -> None:
     elif entry is None and is_dataset_name(name) and not FILE.search(place.path):
         is_data = True
         path, names = download_dataset(name)
-        files = {one: path / one for one in names}
+        files = {file: path / file for file in names}
     else:
         try:
             path, files = fetch_model(place, published(entry), sha256=entry.sha256 if entry else None)
@@ -129,5 +129,7 @@ def command_of(entry: "CatalogueEntry", name: str) -> str:
         from gputrain.fetch.names import catalogue
 
         start += " --perceptual-loss lpips"
-        name = ",".join(name if one == entry else one.name for one in catalogue().values() if one.use == entry.use)
+        name = ",".join(
+            name if listed == entry else listed.name for listed in catalogue().values() if listed.use == entry.use
+        )
     return " ".join(filter(None, (start, entry.options, entry.use, name)))

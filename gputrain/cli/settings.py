@@ -46,7 +46,7 @@ def refuse_others(settings: object, kind: ModelKind, command: str, by: str) -> N
     """Raises UserError if an option of another kind is given, which would have no effect. `by` names what decided the
     kind, for the message."""
     known = leaves(type(settings))
-    of_any = frozenset[str]().union(*(options_of(one, command).names for one in kinds().values()))
+    of_any = frozenset[str]().union(*(options_of(other, command).names for other in kinds().values()))
     for name in sorted(of_any - options_of(kind, command).names):
         if known[name].value_in(settings) != known[name].default:
             raise UserError(f"{name} does nothing with {by}", hint=f"drop {known[name].flag}")

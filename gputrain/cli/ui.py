@@ -77,14 +77,6 @@ class Escaped:
         return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
-def restart_in_utf8() -> None:
-    """Start the same command again in Python's UTF-8 mode where names of files are ASCII, as in the C locale with
-    PYTHONUTF8=0: no name with another letter could be opened, nor a text on the command line be read."""
-    ascii_names = codecs.lookup(sys.getfilesystemencoding()).name == "ascii"
-    if ascii_names and os.environ.get("PYTHONUTF8") != "1":  # The mode is refused with -X utf8=0.
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONUTF8": "1"})
-
-
 def prepare_streams(environment: Mapping[str, str]) -> Escaped:
     """Let no print fail, whatever the encoding of standard output and standard error: a terminal gets escapes for what
     it lacks, and what is redirected is UTF-8 as every file of this program, unless PYTHONIOENCODING says otherwise.
@@ -112,7 +104,7 @@ class MessageConsole(PipeConsole):
     can be copied, and so do all lines that go to a file."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        if options.get("soft_wrap") and self.is_terminal and not any(COMMAND in str(one) for one in objects):
+        if options.get("soft_wrap") and self.is_terminal and not any(COMMAND in str(printed) for printed in objects):
             options |= {"soft_wrap": False}
         super().print(*objects, **options)
 

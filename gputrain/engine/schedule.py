@@ -78,16 +78,13 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.finish_by:
             self._check_clock()
-        if self.gamma != type(self).gamma and self.rate_schedule != "exponential":
-            raise UserError(
-                f"gamma {self.gamma:g} has no effect with learning_rate_schedule {self.rate_schedule}",
-                hint="--learning-rate-schedule exponential uses it; otherwise leave gamma out",
-            )
-        if self.hold_share != type(self).hold_share and self.rate_schedule != "tri-stage":
-            raise UserError(
-                f"hold_share {self.hold_share:g} has no effect with learning_rate_schedule {self.rate_schedule}",
-                hint="--learning-rate-schedule tri-stage uses it; otherwise leave hold_share out",
-            )
+        for name, schedule in (("gamma", "exponential"), ("hold_share", "tri-stage")):
+            value = getattr(self, name)
+            if value != getattr(type(self), name) and self.rate_schedule != schedule:
+                raise UserError(
+                    f"{name} {value:g} has no effect with learning_rate_schedule {self.rate_schedule}",
+                    hint=f"--learning-rate-schedule {schedule} uses it; otherwise leave {name} out",
+                )
         if not self.num_epochs and not self.num_steps and not self.finish_by:
             raise UserError(
                 "num_epochs and num_steps are both 0: the training would not end",

@@ -360,7 +360,7 @@ class TrainVocoder:
         if "fast_mrd" in self.discriminators.discriminators:
             used["fast_mrd_fft_sizes"] = self.discriminators.fast_mrd_resolutions
         for name, transforms in used.items():
-            largest = max((one.fft_size for one in transforms), default=0)
+            largest = max((transform.fft_size for transform in transforms), default=0)
             if samples <= largest // 2:
                 frames = largest // 2 // self.spectrogram.hop_size + 1
                 raise UserError(
