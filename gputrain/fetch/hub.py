@@ -4,6 +4,7 @@ Its cache, its token, its mirrors and its offline switch hold, so that what anot
 again. Without the Hub, the files count that the cache has of the newest commit that it knows of a revision.
 """
 
+import contextlib
 import errno
 import glob
 import hashlib
@@ -11,7 +12,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -133,7 +134,8 @@ class Repository:
             disable_progress_bars()
         patterns = [glob.escape(path) for path in paths]
         try:
-            folder = Path(snapshot_download(**facts_of(self.name), allow_patterns=patterns))
+            with _refusing_paths():
+                folder = Path(snapshot_download(**facts_of(self.name), allow_patterns=patterns))
         except Exception as error:  # Its versions make connections by four libraries.
             raise explained(error, self.name) from None
         if folder.name != self.commit or not all((folder / path).is_file() for path in paths):
@@ -141,6 +143,31 @@ class Repository:
                 f"{self.name}: the Hub does not give the files that it has listed", hint="run the same command again"
             )
         return folder
+
+
+@contextlib.contextmanager
+def _refusing_paths() -> Iterator[None]:
+    """Lets huggingface_hub refuse a digest and a commit that are no plain names: it joins them to the path of its cache
+    unchecked, and a mirror may state any. A version without this function of its own loads as it is."""
+    from huggingface_hub import file_download
+
+    module: Any = file_download
+    stated = getattr(module, "_get_metadata_or_catch_error", None)
+    if stated is None:
+        yield
+        return
+
+    def checked(*words: Any, **options: Any) -> Any:
+        found = stated(*words, **options)
+        if not all(re.fullmatch(r"[\w+=-]+", name) for name in found[1:3] if name is not None):
+            raise ValueError(f"{found[1]!r} of commit {found[2]!r} is no digest")
+        return found
+
+    module._get_metadata_or_catch_error = checked
+    try:
+        yield
+    finally:
+        module._get_metadata_or_catch_error = stated
 
 
 def facts_of(name: HubName) -> dict[str, Any]:

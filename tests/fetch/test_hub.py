@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from gputrain.errors import UserError
 from gputrain.fetch import hub as fetching
 from gputrain.fetch.hub import HubName, open_repository, parse_hub_name
-from tests.hub_server import GATED, NO_REPOSITORY, NO_REVISION, use_hub
+from tests.hub_server import GATED, NO_REPOSITORY, NO_REVISION, entry_of, etag_of, use_hub
 from tests.server import Answer
 from tests.tables import each_row
 
@@ -139,6 +140,27 @@ def test_no_name_of_a_file_leaves_the_cache(hub, tmp_path, path):
         fetched("ann/model")
     assert not list(tmp_path.rglob("EVIL"))
     assert not Path("/tmp/gputrain-EVIL").exists()
+
+
+@each_row(
+    ("X-Linked-Etag", "../../../../mine.bin"), ("X-Linked-Etag", "../../../../EVIL1"), ("oid", "../../../../EVIL3"),
+    ("X-Linked-Etag", "/tmp/gputrain-EVIL"), ("X-Repo-Commit", "../../../../EVIL2"),
+)  # fmt: skip
+def test_nothing_outside_the_cache_is_written_or_removed(hub, tmp_path, fact, evil):
+    """A mirror states a digest or a commit that is a path, which huggingface_hub joins to that of its cache."""
+    commit = hub.add("ann/model", {"a.bin": LARGE})
+    (tmp_path / "mine.bin").write_bytes(b"mine")
+    for revision in ("main", commit):
+        if fact == "oid":
+            entry = json.dumps([{**entry_of("a.bin", LARGE), "xetHash": "0" * 64}]).replace(etag_of(LARGE), evil)
+            hub.server.files[f"/api/models/ann/model/tree/{revision}"].content = entry.encode()
+        else:
+            hub.server.files[f"/ann/model/resolve/{revision}/a.bin"].headers[fact] = evil
+    with contextlib.suppress(UserError):  # Not all versions read the tree.
+        fetched("ann/model")
+    assert (tmp_path / "mine.bin").read_bytes() == b"mine"
+    written = [*tmp_path.rglob("*EVIL*"), *Path("/tmp").glob("gputrain-EVIL*")]
+    assert not [path for path in written if not path.is_relative_to(fetching.cache_folder())]
 
 
 INFO = "/api/models/ann/model/revision/main"
