@@ -3,6 +3,7 @@
 import re
 import struct
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image, ImageCms, PngImagePlugin, UnidentifiedImageError, features
 
 from gputrain.data_in.containers import PICTURES, READ
@@ -55,6 +57,10 @@ OTHER_FORMATS = {
 }
 # Training reads prepared pictures of any size, but no decompression bomb.
 ANY_SIZE = PictureLimits(min_size=1)
+NEXT_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # Restart markers and stuffed bytes belong to a scan of JPEG.
+PROGRESSIVE_FRAME, START_OF_SCAN, END_OF_IMAGE = 0xC2, 0xDA, 0xD9
+LEAST_ROWS = 8  # Rows of one colour at the end of a picture that may be damage: a row of blocks.
+TAIL = 96  # Bytes at the end of a scan that are looked at.
 JOURNAL = "journal.jsonl"  # It exists from the start of a preparation on.
 
 # Pillow's decoders raise these for damaged content, besides OSError; that of AVIF the last.
@@ -284,9 +290,14 @@ def _check_size(path: Path, limits: PictureLimits, width: int, height: int) -> N
 
 
 def _check_whole(path: Path, image: Image.Image, tiff: TiffLayout | None) -> None:
-    """Raises UnusablePicture if the file has a hole of zeros, as an interrupted copy or a bad disk leaves it: decoders
-    fill it with gray, black or noise and say nothing. PNG has checksums, and without compression zeros are black."""
-    if image.format in ("PNG", "GIF", "BMP", "DIB") or (tiff and not tiff.is_compressed):
+    """Raises UnusablePicture if the file has a hole of zeros, as an interrupted copy or a bad disk leaves it, or was
+    cut: decoders fill what is missing with gray, black or noise and say nothing. PNG has checksums."""
+    if image.format in ("PNG", "GIF"):
+        return
+    if image.format in ("BMP", "DIB") or (tiff and not tiff.is_compressed):  # Without compression zeros are black.
+        # The rows of a BMP are stored from the last to the first.
+        if image.mode in ("L", "RGB") and (rows := _lost_rows(np.asarray(image)[:: 1 if tiff else -1])):
+            raise UnusablePicture(path, "broken", f"damaged: {rows} rows and a part of the row before them are zero")
         return
     content = path.read_bytes()
     stripped = content.rstrip(b"\0")
@@ -300,6 +311,53 @@ def _check_whole(path: Path, image: Image.Image, tiff: TiffLayout | None) -> Non
             path, "broken", f"damaged: the bytes {hole[0]} to {hole[1]} of the file are zero, as after a copy that was "
             "interrupted",
         )  # fmt: skip
+    if is_jpeg and (fault := _lost_in_jpeg(content, image)):
+        raise UnusablePicture(path, "broken", f"damaged: {fault}")
+
+
+def _lost_rows(levels: npt.NDArray[np.uint8]) -> int:
+    """Returns the number of rows of zeros at the end of a picture that begin within a row before which nothing is
+    black, as lost rows do and a border does not; 0 for none."""
+    black_HW = np.atleast_3d(levels).max(axis=2) == 0
+    height, width = black_HW.shape
+    rows = int(np.argmin(black_HW.all(axis=1)[::-1]))
+    if not max(LEAST_ROWS, height // 50) <= rows <= height - 2:
+        return 0
+    split_W, before_W = black_HW[height - rows - 1], black_HW[height - rows - 2]
+    first = width - int(np.argmin(split_W[::-1]))
+    is_step = width - first >= 4 and split_W[:first].mean() <= 0.1 and before_W[first:].mean() <= 0.1
+    # Drawings of few levels have such steps.
+    return rows if is_step and len(np.unique(levels)) > 64 else 0
+
+
+def _lost_in_jpeg(content: bytes, image: Image.Image) -> str:
+    """Returns what a JPEG lacks by its markers (ITU-T T.81, annex B), or if its end is the gray of blocks without data;
+    "" if it lacks nothing."""
+    is_progressive, at = False, 2
+    missing: set[tuple[int, int]] = set()  # Component and whether it is the constant part (0) or the others (1).
+    while (marker := NEXT_MARKER.search(content, at)) and content[marker.start() + 1] != END_OF_IMAGE:
+        kind, at = content[marker.start() + 1], marker.end() + int.from_bytes(content[marker.end() :][:2], "big")
+        head = content[marker.end() + 2 : at]
+        if kind == PROGRESSIVE_FRAME and len(head) > 6:
+            is_progressive, missing = True, {(name, part) for name in head[6::3] for part in (0, 1)}
+        elif kind == START_OF_SCAN and len(head) >= 4 + 2 * head[0]:
+            begin, end, precision = head[-3:]
+            if not precision & 15:
+                parts = {0} if not end else {0, 1} if not begin else {1}
+                missing -= {(name, part) for name in head[1:-3:2] for part in parts}
+            following = NEXT_MARKER.search(content, at)
+            stop = following.start() if following else len(content)
+            restarts = [mark[0] - 0xD0 for mark in re.findall(rb"\xff([\xd0-\xd7])", content[at:stop])]
+            if restarts != [number % 8 for number in range(len(restarts))]:
+                return "its restart intervals are out of order: some are missing"
+            tail, rows = content[max(at, stop - TAIL) : stop], max(LEAST_ROWS, 256 * TAIL // image.width)
+            # Codes of an area of one colour repeat, and fill TAIL bytes with two bits a block.
+            if not is_progressive and image.height >= 2 * rows and len(zlib.compress(tail)) >= 0.75 * len(tail):
+                end_of_picture = image.crop((0, image.height - rows, image.width, image.height))
+                if image.mode in ("L", "RGB") and bool((np.asarray(end_of_picture) == 128).all()):
+                    return "its last rows are gray, and the file holds no data for them: it was cut short"
+            at = stop
+    return "it is progressive, and its last scans are missing" if missing else ""
 
 
 def _opened_by_pillow(path: Path, image: Image.Image, tiff: TiffLayout | None) -> Opened:

@@ -1,6 +1,7 @@
 """Damage that decoders pass over in silence is named; whole pictures with flat areas are not."""
 
 import io
+import re
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,14 @@ def file_of(format: str, picture: Image.Image | None = None, **how: object) -> b
     return made.getvalue()
 
 
+def at(content: bytes, marker: bytes, number: int) -> int:
+    return [match.start() for match in re.finditer(marker, content)][number]
+
+
+def cut(content: bytes, end: int = 0) -> bytes:
+    return content[: end or len(content) // 2] + b"\xff\xd9"
+
+
 def zeroed(content: bytes, size: int = 0, sector: int = 512) -> bytes:
     """Overwrites some bytes from the middle on with zeros, or all that follow a page."""
     first = len(content) // 2 // sector * sector if size else len(content) // 2 // 4096 * 4096
@@ -33,7 +42,17 @@ def zeroed(content: bytes, size: int = 0, sector: int = 512) -> bytes:
 def test_damage_is_named(tmp_path: Path) -> None:
     plain, scans = file_of("JPEG", quality=90), file_of("JPEG", progressive=True)
     large = file_of("JPEG", photograph(640, 512), quality=90)
+    restarts = file_of("JPEG", restart_marker_rows=1)
+    lost = [at(restarts, b"\xff[\xd0-\xd7]", number) for number in (3, 4)]
+    tiff, bitmap = file_of("TIFF"), file_of("BMP")
     rows = (
+        ("cut, with an end mark", cut(plain), "its last rows are gray"),
+        ("the same in gray", cut(file_of("JPEG", photograph().convert("L"), optimize=True)), "its last rows are gray"),
+        ("a lost interval", restarts[: lost[0]] + restarts[lost[1] :], "restart intervals are out of order"),
+        ("lost scans", cut(scans, at(scans, b"\xff\xda", 4)), "its last scans are missing"),
+        ("the last scan is lost", cut(scans, at(scans, b"\xff\xda", -1)), "its last scans are missing"),
+        ("half of a TIFF", tiff[: len(tiff) // 2] + bytes(len(tiff) - len(tiff) // 2), " 6[34] rows and a part"),
+        ("half of a BMP", bitmap[: len(bitmap) // 2] + bytes(len(bitmap) - len(bitmap) // 2), " 6[34] rows and a part"),
         ("a sector of zeros", zeroed(plain, 512), "of the file are zero"),
         ("a page of zeros", zeroed(scans, 4096), "of the file are zero"),
         ("half of a JPEG, from a page on", zeroed(large), "of the file are zero"),
@@ -65,6 +84,13 @@ def test_flat_areas_are_no_damage(tmp_path: Path, colour: str) -> None:
         ):  # fmt: skip
             (tmp_path / "a").write_bytes(file_of(format, picture, **how))  # type: ignore[arg-type]
             read_picture(tmp_path / "a")
+
+
+def test_black_areas_of_drawings_are_no_damage(tmp_path: Path) -> None:
+    levels = np.random.default_rng(0).integers(0, 4, (48, 48, 1)) * np.array([20, 30, 40]) + 60
+    levels[38:], levels[37, 20:] = 0, 0  # A step in the ground.
+    (tmp_path / "a").write_bytes(file_of("TIFF", Image.fromarray(levels.astype(np.uint8))))
+    read_picture(tmp_path / "a")
 
 
 def test_a_png_of_other_light_is_refused(tmp_path: Path) -> None:
