@@ -36,6 +36,13 @@ ONE_WRITING = {"Cjk", "Hiragana", "Katakana"}  # Japanese has all of them.
 
 RARE = 20  # minimum number of occurrences for a symbol to be learnt
 MOST_NAMED = 8  # maximum number of symbols named in a sentence
+# Letters that look alike, from Unicode's confusables.txt (UTS 39), some of them in upper case only.
+ALIKE = (
+    "aа", "aα", "ɑα", "bв", "cс", "eе", "hн", "hһ", "iі", "iι", "ıι", "jј", "kк", "kκ", "mм", "oо", "oο", "oօ", "pр",
+    "pρ", "qԛ", "sѕ", "tт", "tτ", "uυ", "vν", "wԝ", "xх", "yу", "yγ", "əә", "əǝ", "әǝ", "ɵө", "gɡ", "lӏ", "ɛε", "ßβ",
+    "şș", "ţț", "ģǵ", "ïї", "ëё", "äӓ", "öӧ", "ÿӱ", "ăӑ", "ңӊ", "қӄ", "یي", "یى", "کك", "ہه", "ۃة", "۴٤", "۵٥", "۶٦",
+    "'ʼ", "’ʼ", "ʻʼ",
+)  # fmt: skip
 SHORT = 60  # maximum number of characters of an excerpt
 # Remarks about a sound, and what programs write for a missing text.
 ANNOTATION = re.compile(r"\[[^\[\]]+\]|<[^<>]+>|\{[^{}]+\}|\*[^*]+\*|\(\([^()]*\)\)|♪|^(?:nan|NaN|None|null|NULL|N/A)$")
@@ -305,6 +312,15 @@ def vocabulary_findings(clips: Sequence[SpeechClip], vocabulary: Vocabulary) -> 
     # The standard Uzbek alphabet has two: ʻ is a part of letters, ʼ stands between them.
     if len(marks) > 1 and {*marks} != {"ʻ", "ʼ"}:
         yield f"several signs for an apostrophe: {', '.join(f'{mark} (U+{ord(mark):04X})' for mark in marks)}"
+
+
+def lookalike_findings(counts: Mapping[str, int]) -> Iterator[str]:
+    """Yields which characters of texts look alike, by their occurrences."""
+    wide = [unicodedata.normalize("NFKC", char) + char for char in sorted(counts) if "！" <= char <= "ￜ"]
+    pairs = [pair for pair in (*ALIKE, *wide) if counts.keys() >= set(pair)]
+    if pairs:
+        named = [" and ".join(f"{char} (U+{ord(char):04X}, {counts[char]} times)" for char in pair) for pair in pairs]
+        yield f"letters that look alike, perhaps one in two spellings: {'; '.join(named[:MOST_NAMED])}"
 
 
 def _examples(clips: Iterable[SpeechClip], symbols: Iterable[str]) -> dict[str, str]:

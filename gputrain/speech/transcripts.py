@@ -62,6 +62,11 @@ log = logging.getLogger(__name__)
 JSON_LINES = {".jsonl", ".json", ".ndjson"}
 SUFFIXES = ({".csv", ".tsv", ".psv", ".list"}, JSON_LINES, {".txt"})  # A text may be notes.
 TRANSCRIPTS = frozenset[str]().union(*SUFFIXES)
+# Files by which published corpora are known.
+LAYOUTS = {
+    "LibriSpeech": "*.trans.txt", "LibriTTS": "*.normalized.txt", "VCTK": "txt/*/*.txt", "CMU Arctic": "txt.done.data",
+    "Kaldi": "wav.scp",
+}  # fmt: skip
 LOOKED_AT = 50  # number of lines read to detect a transcript
 TRANSCRIPTS_HINT = "name the transcript with --transcripts FILE"
 INVALID = "holds invalid characters (NUL, U+FFFD or surrogates)"
@@ -234,8 +239,12 @@ def _find_table(folder: Path, beside: Mapping[str, Sequence[str]]) -> Path | Non
             hint="name one with --transcripts FILE, and if necessary its columns: --transcript-columns audio,text",
         )
     if not found and not beside:
+        corpus = next((name for name, pattern in LAYOUTS.items() if any(folder.rglob(pattern))), "")
+        layout = f"; it has the layout of {corpus}, which is not read: write a table of path|speaker|text" * bool(
+            corpus
+        )
         raise UserError(
-            f"{folder}: no transcripts: neither metadata.csv, JSON lines, nor text files of recordings",
+            f"{folder}: no transcripts: neither metadata.csv, JSON lines, nor text files of recordings{layout}",
             hint="name the file with --transcripts FILE, and --transcript-columns audio,text",
         )
     return found[0] if found else None

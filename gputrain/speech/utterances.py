@@ -50,6 +50,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "include": "whether it is used: keep the lines that are used",
     "status": "whether it is used: keep the lines that are used",
 }
+REFUSING = {*NO, "reject", "rejected", "discard", "discarded", "deleted", "excluded", "unusable", "invalid"}
 LineTags = Mapping[str, str]  # Values of a line by their columns, such as {"split": "test"}.
 
 
@@ -74,7 +75,9 @@ class LineChoice:
         for column, meaning in UNSUPPORTED.items():
             values = sorted(set(self.values(column).values()))
             self.unused.add(column)
-            if len(values) > (column != "channel"):  # Equal weights and marks choose nothing, one channel does.
+            refuses = column in ("include", "status") and any(value.lower() in REFUSING for value in values)
+            # Equal weights and marks choose nothing, but a channel and a mark that refuses do.
+            if refuses or len(values) > (column != "channel"):
                 said, _, advice = meaning.partition(": ")
                 raise UserError(
                     f"{self.file}: a column gives each line {said} ({', '.join(values[:4])}), which is not read",

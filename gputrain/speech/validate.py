@@ -36,6 +36,7 @@ from gputrain.speech.clip_filter import (
     ANNOTATION,
     RARE,
     SuspiciousText,
+    lookalike_findings,
     select_clips,
     suspicious_texts,
     symbol_counts,
@@ -46,6 +47,7 @@ from gputrain.speech.config import SpeechKind, SpeechPrepareConfig
 from gputrain.speech.prepare import gather_material, measure_recording, sound_format
 from gputrain.speech.store import SOUNDS, TEXT, Recording, SpeechClip, SpeechFormat, SpeechStore, read_wave
 from gputrain.speech.text.frontend import RESERVED, shortened
+from gputrain.speech.text.unicode_cleanup import APOSTROPHES
 from gputrain.speech.text.vocabulary import Vocabulary
 
 SECONDS = (0, 1, 2, 3, 4, 6, 8, 10, 15, 20)  # lower edges of the histogram's bins
@@ -256,7 +258,7 @@ def _findings(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[st
         return
     yield from held.notes
     odd = [clip.text for clip in held.clips if ANNOTATION.search(clip.text)]
-    if odd and held.format.kind == "tts":  # Of a recogniser's texts, each is listed as suspicious.
+    if odd:
         yield f"{counted(len(odd), 'text has', 'texts have')} what may be no speech, such as {shortened(odd[0])!r}"
     left_out, rate_hz, is_voice = len(held.refused), held.format.sampling_rate, held.format.kind == "tts"
     if left_out > MANY_REFUSED * (left_out + len(held.clips)):
@@ -272,11 +274,16 @@ def _findings(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[st
     if hours < FEW_HOURS:
         enough = "enough to fine-tune" if is_voice else "enough to adapt to a few words and one voice"
         yield f"{format_duration(3600 * hours)} of speech is little: {enough} (--init-from), not to train from scratch"
+    characters = Counter(char for clip in held.clips for char in clip.normalized)
     if isinstance(held.format.frontend, Vocabulary):
+        # Those of apostrophes are named on their own.
+        yield from lookalike_findings({char: characters[char] for char in characters.keys() - {*APOSTROPHES}})
         if len(held.format.speakers) == 1:
             yield "one speaker, or no speakers are named: held-out clips show nothing about other voices"
         yield from vocabulary_findings(held.clips, held.format.frontend)
         return
+    if not held.format.frontend.espeak_voice:
+        yield from lookalike_findings(characters)
     rare = [symbol for symbol, count in symbols.items() if 0 < count < RARE and symbol.isalpha()]
     if rare:
         yield f"{' '.join(rare)}: these letters occur less than {RARE} times, too rarely for the voice to learn them"

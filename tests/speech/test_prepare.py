@@ -248,8 +248,12 @@ def test_digits_and_signs_are_no_letters_without_a_warning(tmp_path, caplog, tex
 @each_row(
     ("characters", "ma★ ma°", "signs that the text rules remove, with the number of texts: ° (1: 'ma★ ma°'), ★ (1: "),
     ("en", "it is ˥ so", "signs that the text rules remove, with the number of texts: ˥ (1: 'it is ˥ so')"),
+    ("characters", "<i>it is", "1 text has what may be no speech, such as '<i>it is'"),
+    ("characters", "şi și", "letters that look alike, perhaps one in two spellings: ş (U+015F, 1 times) and ș (U+0219"),
+    ("characters", "hallo ｈ", "letters that look alike, perhaps one in two spellings: h (U+0068, 1 times) and ｈ"),
+    ("characters", "п'ять пʼять", "letters that look alike, perhaps one in two spellings: ' (U+0027, 1 times) and ʼ"),
 )
-def test_what_the_rules_remove_is_named_by_the_text_as_read(tmp_path, caplog, language, text, said):
+def test_what_the_rules_remove_or_confuse_is_named_by_the_text_as_read(tmp_path, caplog, language, text, said):
     speak(tmp_path / "in/a.wav", hum(2.0), text=text)
     report = validate_speech(tmp_path / "in", voice_of(language=language))
     assert any(finding.startswith(said) for finding in report.findings), report.findings

@@ -509,3 +509,12 @@ def test_rows_without_any_text_name_their_columns(tmp_path):
     with pytest.raises(UserError, match=r"no column of texts; columns: audio, label") as error:
         read(folder)
     assert error.value.hint == "name it text or transcript or transcription or sentence"
+
+
+def test_corpora_whose_layout_is_not_read_are_named(tmp_path):
+    for name, texts in (("LibriSpeech", "84/12/84-12.trans.txt"), ("VCTK", "txt/p1/p1_001.txt"), ("Kaldi", "wav.scp")):
+        folder = tmp_path / name
+        (folder / texts).parent.mkdir(parents=True)
+        (folder / texts).write_text("84-12-0000 A TEXT\n")
+        with pytest.raises(UserError, match=f"no transcripts: .*it has the layout of {name}, which is not read: write"):
+            read_transcripts(folder, ["84/12/84-12-0000.flac"] if name == "LibriSpeech" else [])

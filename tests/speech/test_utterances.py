@@ -59,6 +59,8 @@ def test_lines_are_left_out_by_their_columns_and_named(tmp_path, name, values, u
     ("language", ["English", "German"], "several languages, English, German"),
     ("num_repeats", [1, 1, 3], "a weight \\(1, 3\\)"),
     ("is_valid", [1, 0, 1], "whether it is used \\(0, 1\\)"),
+    ("is_valid", [False, False], "whether it is used \\(False\\)"),
+    ("status", ["", "rejected"], "whether it is used \\(rejected\\)"),
 )
 def test_what_cannot_be_decided_is_refused_and_its_advice_can_be_followed(tmp_path, name, values, fault):
     folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
