@@ -44,8 +44,9 @@ def check_hifigan_sizes(sizes: Any, *, samples: int = 1, with_samples: str = "")
     """Raises UserError for lists of different lengths, kernels that are even or leave gaps, widths that cannot be
     halved in each stage, and stages that do not make `mel.hop_size` samples of a frame, `samples` of each of theirs."""
     for first, second in (
-        ("upsample_rates", "upsample_kernel_sizes"), ("resblock_kernel_sizes", "resblock_dilation_sizes")
-    ):  # fmt: skip
+        ("upsample_rates", "upsample_kernel_sizes"),
+        ("resblock_kernel_sizes", "resblock_dilation_sizes"),
+    ):
         if len(getattr(sizes, first)) != len(getattr(sizes, second)):
             raise UserError(f"{first} and {second} differ in length", hint="give each stage one of both")
     for kernel, rate in zip(sizes.upsample_kernel_sizes, sizes.upsample_rates, strict=True):

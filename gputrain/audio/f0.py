@@ -171,9 +171,12 @@ def _parselmouth(
     sound[before : before + len(part)] = part
     # The silence threshold is relative to the loudest sample of the whole sound, of which this may be a piece.
     pitch = praat.Sound(sound, sampling_rate).to_pitch_ac(
-        time_step=hop_size / sampling_rate, silence_threshold=SILENCE / loudness, voicing_threshold=0.6,
-        pitch_floor=floor_hz, pitch_ceiling=ceiling_hz,
-    )  # fmt: skip
+        time_step=hop_size / sampling_rate,
+        silence_threshold=SILENCE / loudness,
+        voicing_threshold=0.6,
+        pitch_floor=floor_hz,
+        pitch_ceiling=ceiling_hz,
+    )
     return np.asarray(pitch.selected_array["frequency"])
 
 

@@ -129,7 +129,7 @@ class _GeneratedLosses(torch.autograd.Function):
         ctx.wave_B1T, ctx.leaves = made_B1T.detach().requires_grad_(), gradient_leaves(discriminator)
         with torch.enable_grad():
             fake, adversarial, matching = (
-                one.sum() for one in losses_of_generated_waves(discriminator, ctx.wave_B1T, targets)
+                loss_B.sum() for loss_B in losses_of_generated_waves(discriminator, ctx.wave_B1T, targets)
             )
         ctx.losses = fake, adversarial, matching
         return fake.detach(), adversarial.detach(), matching.detach()
@@ -243,7 +243,9 @@ def stft_distance(resolution: Resolution, made_B1T: Tensor, target_B1T: Tensor) 
     )
     # White noise of amplitude a has magnitudes of root mean square a |window|, and |Hann|^2 = 3/8 of its length.
     quietest = QUIETEST_AMPLITUDE * (3 / 8 * resolution.win_length * target_BNF[0].numel()) ** 0.5
-    norm_B, target_B = (torch.linalg.vector_norm(one, dim=(1, 2)) for one in (made_BNF - target_BNF, target_BNF))
+    norm_B, target_B = (
+        torch.linalg.vector_norm(magnitudes_BNF, dim=(1, 2)) for magnitudes_BNF in (made_BNF - target_BNF, target_BNF)
+    )
     logarithms_B = (made_BNF / target_BNF).log().abs().mean(dim=(1, 2))
     distance_B: Tensor = norm_B / target_B.clamp(min=quietest) + logarithms_B
     return distance_B

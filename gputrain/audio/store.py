@@ -87,7 +87,7 @@ Store = TypeVar("Store", bound="SoundStore[Any]")
 
 def end_of(sounds: Iterable[StoredSound]) -> int:
     """Returns the first unit behind all sounds."""
-    return max((one.place.first + one.place.units for one in sounds), default=0)
+    return max((sound.place.first + sound.place.units for sound in sounds), default=0)
 
 
 def checksums(numbers: Sequence[StoredNumbers], units: int, units_a_sum: int) -> tuple[int, ...]:
@@ -274,7 +274,7 @@ class SoundWriter(Generic[Row]):
             journal.head = asdict(self.format)
         try:
             earlier = from_row(type(self.format), journal.head)
-            found = [from_row(row, one) for one in journal.rows]
+            found = [from_row(row, stored) for stored in journal.rows]
             if journal.is_damaged:
                 raise ValueError
         except ValueError:

@@ -87,7 +87,7 @@ STOPS = {
 }  # fmt: skip
 SOUNDS: dict[str, list[FormantSound]] = {
     **{letter: [sound] for letter, sound in (VOWELS | CONSONANTS).items()},
-    **{letter: [FormantSound(0.06, one.resonances_hz, one.tone / 2), one] for letter, one in STOPS.items()},
+    **{letter: [FormantSound(0.06, sound.resonances_hz, sound.tone / 2), sound] for letter, sound in STOPS.items()},
 }
 
 
@@ -164,18 +164,18 @@ def _rendered(
 
     vibrato_P = np.sin(2 * np.pi * voice.vibrato_hz * np.arange(sum(points)) / CONTROL_HZ)
     unrest_P = _smooth(draws.normal(0, 0.3, sum(points)), 0.1)
-    semitones_P = curve([one.semitones for one in sounds], 0.12) + voice.vibrato_semitones * vibrato_P + unrest_P
-    tone_P = curve([one.tone for one in sounds], glide_seconds / 2)
+    semitones_P = curve([sound.semitones for sound in sounds], 0.12) + voice.vibrato_semitones * vibrato_P + unrest_P
+    tone_P = curve([sound.tone for sound in sounds], glide_seconds / 2)
     pitch_P = np.where(tone_P > LEAST_TONE, voice.lowest_hz * 2 ** (semitones_P / 12), 0.0)
     hz_N = np.fft.rfftfreq(pyworld.get_cheaptrick_fft_size(rate_hz), 1 / rate_hz)
-    lower_PR = curve([one.resonances_hz for one in sounds], glide_seconds)
+    lower_PR = curve([sound.resonances_hz for sound in sounds], glide_seconds)
     upper_PR = np.broadcast_to(UPPER_HZ, (len(lower_PR), len(UPPER_HZ)))
     gain_PN = tone_P[:, None] * mouth_gain(hz_N, voice.mouth * np.concatenate([lower_PR, upper_PR], axis=1))
     voiced_PN = np.square(gain_PN / np.maximum(hz_N, voice.lowest_hz))  # Folds and lips take 6 dB an octave.
     voiced_PN *= (pitch_P > 0)[:, None] / voiced_PN[pitch_P > 0].mean()
     noise_SN = [
         loudness * np.exp(-(((hz_N - centre) / width) ** 2))
-        for centre, width, loudness in (one.noise for one in sounds)
+        for centre, width, loudness in (sound.noise for sound in sounds)
     ]
     noise_PN = np.square(curve(noise_SN, glide_seconds / 3)) + np.square(voice.breath * gain_PN) + ROOM**2
     # WORLD takes the power of voice and noise together, and the share of the noise in the amplitude.

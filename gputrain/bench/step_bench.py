@@ -71,9 +71,13 @@ def run_bench(work: KindWork[Any], settings: Any) -> tuple[BenchReport, Path]:
     title = f"train-{work.kind}: {work.synthetic(train, **data_options(settings, measured)).title} a step"
     report = BenchReport(title, f"{work.item}s", runner.command_line("gputrain"))
     written = runner.run_rows(
-        report, bench_rows(work, settings), runner.model_child(work.kind), minutes=settings.bench.row_minutes,
-        folder=settings.saving.output_dir, name=f"bench_{work.kind}",
-    )  # fmt: skip
+        report,
+        bench_rows(work, settings),
+        runner.model_child(work.kind),
+        minutes=settings.bench.row_minutes,
+        folder=settings.saving.output_dir,
+        name=f"bench_{work.kind}",
+    )
     return report, written
 
 

@@ -151,8 +151,11 @@ class ModelPlanner(Generic[S]):
             switches = self.work.decide(target.machine, stages[0][0].hardware)
             on_gpu = switches.device.value == "cuda"
             if target.gpu and not on_gpu:  # As in the configuration of a run on a CPU.
-                log.warning("the device is %s, so that %s is not used; --device cuda plans for it",
-                            switches.device.value, target.name)  # fmt: skip
+                log.warning(
+                    "the device is %s, so that %s is not used; --device cuda plans for it",
+                    switches.device.value,
+                    target.name,
+                )
             memory_gb = target.machine.gpu_memory_gb if on_gpu else target.machine.ram_gb
             for settings, columns in stages:
                 budget = memory_budget(target.machine, switches, settings.hardware, target.rates(switches))
@@ -411,7 +414,9 @@ def kept_model(key: object, predict: Callable[[], MemoryModel]) -> MemoryModel:
 
 def _surroundings() -> tuple[str, ...]:
     """Returns the versions, and what the kernels that torch chooses for a CPU depend on."""
-    installed = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions(name="transformers")}
+    installed = {
+        package.metadata["Name"]: package.version for package in importlib.metadata.distributions(name="transformers")
+    }
     cpu = (platform.system(), platform.machine(), torch._C._get_cpu_capability())
     return (platform.python_version(), torch.__version__, np.__version__, repr(installed), *cpu)
 
@@ -455,6 +460,6 @@ def _write(path: Path, model: MemoryModel) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-    newest_first = sorted(path.parent.iterdir(), key=lambda one: one.stat().st_mtime, reverse=True)
+    newest_first = sorted(path.parent.iterdir(), key=lambda kept: kept.stat().st_mtime, reverse=True)
     for old in newest_first[FILES:]:
         old.unlink(missing_ok=True)

@@ -155,9 +155,14 @@ class Spectrogram:
     def mel(self) -> Mel:
         highest = min(16000.0, self.audio_sample_rate / 2) if self.fmax is None else self.fmax
         return Mel(
-            self.audio_sample_rate, self.audio_num_mel_bins, self.hop_size, self.win_size, self.fft_size, self.fmin,
+            self.audio_sample_rate,
+            self.audio_num_mel_bins,
+            self.hop_size,
+            self.win_size,
+            self.fft_size,
+            self.fmin,
             highest,
-        )  # fmt: skip
+        )
 
 
 @config(panel="Model")

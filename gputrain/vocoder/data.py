@@ -145,12 +145,15 @@ def log_training(settings: TrainVocoder, runtime: Runtime, sounds: VocoderData) 
         log.warning(
             "%.1f %% of the frames have a pitch: the vocoder cannot learn it; run gputrain validate --kind vocoder",
             100 * voiced,
-        )  # fmt: skip
+        )
     log.info(
-        "model: %s source, %d channels, %g Hz; %s; crops of %.2f s", "mini" if settings.model.mini_nsf else "full",
-        settings.model.upsample_initial_channel, mel.sampling_rate,
-        ", ".join(settings.discriminators.discriminators), settings.crop_seconds,
-    )  # fmt: skip
+        "model: %s source, %d channels, %g Hz; %s; crops of %.2f s",
+        "mini" if settings.model.mini_nsf else "full",
+        settings.model.upsample_initial_channel,
+        mel.sampling_rate,
+        ", ".join(settings.discriminators.discriminators),
+        settings.crop_seconds,
+    )
     if faults := settings.architecture.stock_faults:
         log.warning(
             "openvpi's generator cannot load this model; it can only be exported as ONNX: %s", "; ".join(faults)

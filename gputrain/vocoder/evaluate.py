@@ -69,9 +69,16 @@ class Excerpts:
         """Returns the figures of an evaluation during training, which measures no shifted pitches."""
         form = self.store.format
         figures = evaluate_generator(
-            generator, self, runtime.device, f0_method=form.f0_method, f0_min=form.f0_min, f0_max=form.f0_max,
-            loss_mel=loss_mel, quick=True, autocast=runtime.autocast,
-        )  # fmt: skip
+            generator,
+            self,
+            runtime.device,
+            f0_method=form.f0_method,
+            f0_min=form.f0_min,
+            f0_max=form.f0_max,
+            loss_mel=loss_mel,
+            quick=True,
+            autocast=runtime.autocast,
+        )
         return Report(figures.scalars)
 
 
@@ -171,9 +178,13 @@ def frames_of(seconds: float, rate_hz: int, hop_size: int) -> int:
 
 
 def _synthesise(
-    generator: Generator, device: torch.device, autocast: Callable[[], AbstractContextManager[object]], real_T: Samples,
-    seed: int, f0_F: Pitch,
-) -> tuple[Samples, float]:  # fmt: skip
+    generator: Generator,
+    device: torch.device,
+    autocast: Callable[[], AbstractContextManager[object]],
+    real_T: Samples,
+    seed: int,
+    f0_F: Pitch,
+) -> tuple[Samples, float]:
     """Returns what the generator makes of the mel of a clip and a pitch, and the seconds that it took."""
     architecture = generator.architecture
     given = metrics.log_mel_of(real_T, architecture.mel), interpolated(f0_F)

@@ -68,9 +68,13 @@ class Weights:
         """
         given = self.generator if part == "generator" else self.discriminators[part]
         return load_weights(
-            wanted, given, f"{self.source}: its {part}", hint=hint, strict=strict_shapes,
+            wanted,
+            given,
+            f"{self.source}: its {part}",
+            hint=hint,
+            strict=strict_shapes,
             left_out=lambda name: any(full.startswith(self.ignored) for full in names_of(part, name)),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -159,13 +163,17 @@ def frozen_parameters(beginnings: Sequence[str], parts: Mapping[str, nn.Module])
     Raises UserError if a beginning names none, or nothing is left to train.
     """
     side = "generator" if "generator" in parts else "discriminator"
-    named = [(names_of(part, name), one) for part, module in parts.items() for name, one in module.named_parameters()]
+    named = [
+        (names_of(part, name), parameter)
+        for part, module in parts.items()
+        for name, parameter in module.named_parameters()
+    ]
     for start in beginnings:
         known = not start.startswith(side) or any(name.startswith(start) for names, _ in named for name in names)
         if not (known and start.startswith(("generator", "discriminator"))):
             some = sorted({".".join(name.split(".")[:2]) for names, _ in named for name in names})
             raise UserError(f"frozen_params: no tensor begins with {start!r}", hint=f"such as {', '.join(some[:6])}")
-    frozen = [one for names, one in named if any(name.startswith(tuple(beginnings)) for name in names)]
+    frozen = [parameter for names, parameter in named if any(name.startswith(tuple(beginnings)) for name in names)]
     if frozen and len(frozen) == len(named):
         raise UserError(f"frozen_params leaves nothing of the {side} to train", hint="freeze a part of it")
     return tuple(frozen)
@@ -223,7 +231,9 @@ def _read_openvpi(path: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Te
             hint="take openvpi's model.ckpt, or a checkpoint of its trainer, whose state_dict has generator.… in it",
         )
     log_unused(path, (name for name in trained if not name.startswith((GENERATOR, DISCRIMINATOR))))
-    found = {name.removeprefix(DISCRIMINATOR): one for name, one in trained.items() if name.startswith(DISCRIMINATOR)}
+    found = {
+        name.removeprefix(DISCRIMINATOR): tensor for name, tensor in trained.items() if name.startswith(DISCRIMINATOR)
+    }
     return generator, dict(_known(group, tensors) for group, tensors in _grouped(found).items())
 
 

@@ -106,7 +106,7 @@ def _own(name: str, value: object, of: Command) -> dict[str, object]:
 def _over(file: File, base: File) -> File:
     """Returns a file's keys and those of its base that it does not set. A key outside of a block overrides the base's
     keys in blocks that become the same option, such as `lr` and `generater_optimizer_args.lr`."""
-    given = {one for name in file.values if "." not in name for one in options_of_key(name)}
+    given = {option for name in file.values if "." not in name for option in options_of_key(name)}
     left = {
         name: value for name, value in base.values.items() if name in file.values or not given & options_of_key(name)
     }

@@ -244,21 +244,27 @@ def validate_sounds(
     found, refused, ignored, limits = (
         _in_store(input_dir, num_workers, progress) if prepared else _in_tree(input_dir, exclude, num_workers, progress)
     )
-    lacking = [one for one in found if audio_prepare.is_narrow(one.bandwidth_hz, one.rate_hz, sampling_rate)]
-    narrow = {one.path: one.bandwidth_hz for one in lacking}
-    beyond = {one.path: one.beyond_hz for one in found if one.beyond_hz}
+    lacking = [
+        recording
+        for recording in found
+        if audio_prepare.is_narrow(recording.bandwidth_hz, recording.rate_hz, sampling_rate)
+    ]
+    narrow = {recording.path: recording.bandwidth_hz for recording in lacking}
+    beyond = {recording.path: recording.beyond_hz for recording in found if recording.beyond_hz}
     total = _summary(found) if found else None
     return SoundReport(
         input_dir=str(input_dir),
         prepared=prepared,
         total=total,
-        clipped={one.path: one.clipped_share for one in found if one.clipped_share > CLIPPED_SHARE},
+        clipped={
+            recording.path: recording.clipped_share for recording in found if recording.clipped_share > CLIPPED_SHARE
+        },
         narrow=narrow,
         ignored=ignored,
         refused=sorted_refusals(refused),
         findings=[
             *_findings(total, len(refused), sampling_rate, narrow, beyond, limits),
-            *audio_prepare.remarks_on((one.path, one.remark) for one in found),
+            *audio_prepare.remarks_on((recording.path, recording.remark) for recording in found),
         ],
     )
 
@@ -338,25 +344,28 @@ def _stats(
 
 
 def _summary(found: Sequence[RecordingStats]) -> FolderStats:
-    seconds = [one.seconds for one in found]
-    pitched = [one for one in found if one.voiced_share]
+    seconds = [recording.seconds for recording in found]
+    pitched = [recording for recording in found if recording.voiced_share]
     # Without the lowest and the highest 5 % of recordings, because trackers err.
     ends_hz = [
-        float(np.percentile([getattr(one, end) for one in pitched], share))
+        float(np.percentile([getattr(recording, end) for recording in pitched], share))
         for end, share in (("low_hz", 5), ("high_hz", 95))
         if pitched
     ]
     return FolderStats(
         recordings=len(found),
         hours=sum(seconds) / 3600,
-        rates=dict(sorted(Counter(one.rate_hz for one in found).items())),
+        rates=dict(sorted(Counter(recording.rate_hz for recording in found).items())),
         seconds=ValueRange.of(seconds),
-        clipped_share=float(np.average([one.clipped_share for one in found], weights=seconds)),
-        clipped=sum(one.clipped_share > CLIPPED_SHARE for one in found),
-        silent_share=float(np.average([one.silent_share for one in found], weights=seconds)),
-        silent_ends=sum(one.leading_seconds + one.trailing_seconds for one in found) / sum(seconds),
+        clipped_share=float(np.average([recording.clipped_share for recording in found], weights=seconds)),
+        clipped=sum(recording.clipped_share > CLIPPED_SHARE for recording in found),
+        silent_share=float(np.average([recording.silent_share for recording in found], weights=seconds)),
+        silent_ends=sum(recording.leading_seconds + recording.trailing_seconds for recording in found) / sum(seconds),
         voiced_share=float(
-            np.average([one.voiced_share for one in found], weights=[one.tracked_seconds for one in found])
+            np.average(
+                [recording.voiced_share for recording in found],
+                weights=[recording.tracked_seconds for recording in found],
+            )
         ),
         pitch_hz=(ends_hz[0], ends_hz[1]) if pitched else None,
     )

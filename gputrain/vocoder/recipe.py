@@ -96,18 +96,27 @@ class VocoderRecipe:
         optimizer = self._optimizer(self.generator, schedule.generator_optimizer, schedule.weight_decay, schedule.betas)
         generator = Phase("generator", (self.generator,), optimizer, frozen=frozen({"generator": self.generator}))
         optimizer = self._optimizer(
-            self.discriminators, schedule.discriminator_optimizer, schedule.discriminator_weight_decay,
+            self.discriminators,
+            schedule.discriminator_optimizer,
+            schedule.discriminator_weight_decay,
             schedule.discriminator_betas,
-        )  # fmt: skip
+        )
         discriminator = Phase(
-            "discriminator", (self.discriminators,), optimizer, self.refresh_spectral_norms,
-            schedule.discriminator_rate, frozen(self.by_kind),
-        )  # fmt: skip
+            "discriminator",
+            (self.discriminators,),
+            optimizer,
+            self.refresh_spectral_norms,
+            schedule.discriminator_rate,
+            frozen(self.by_kind),
+        )
         # Weight normalisation is computed once a step, not in each of the passes and micro-batches.
         weights_once = functools.partial(
-            shared_weights, self.generator, self.discriminators, dtype=self.runtime.dtype,
+            shared_weights,
+            self.generator,
+            self.discriminators,
+            dtype=self.runtime.dtype,
             without_autocast=self.generator.computing_in_fp32(),
-        )  # fmt: skip
+        )
         return StepGroup((generator, discriminator), self.loss, weights_once, self._active)
 
     def _compile(self) -> None:
@@ -123,9 +132,12 @@ class VocoderRecipe:
         rate = self.settings.schedule.learning_rate
         if name == "muon":
             return muon_with_adamw(
-                [module], learning_rate=rate, weight_decay=weight_decay, betas=betas,
+                [module],
+                learning_rate=rate,
+                weight_decay=weight_decay,
+                betas=betas,
                 product_dtype=self.runtime.product_dtype,
-            )  # fmt: skip
+            )
         return adamw(module.parameters(), learning_rate=rate, weight_decay=weight_decay, betas=betas)
 
     def prepare(self, loaded: tuple[Tensor, Tensor], step: int) -> VocoderBatch:

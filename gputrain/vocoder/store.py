@@ -261,7 +261,7 @@ def open_sounds(given: GivenFolders, held_out_share: float = HELD_OUT_SHARE, hel
     stores = tuple(VocoderStore.open(folder.path) for folder in folders)
     store = VocoderStore.joined(stores)
     rest = iter(store.clips)
-    clips = [list(islice(rest, len(one.clips))) for one in stores]
+    clips = [list(islice(rest, len(part.clips))) for part in stores]
     keys = [attrgetter("fingerprint")] * len(folders)
     return VocoderData(store, split_folders(folders, clips, held_out_share, keys, held_out))
 

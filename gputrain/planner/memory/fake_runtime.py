@@ -98,7 +98,7 @@ class _Results(NamedTuple):
     """The results of an operator: each is a new tensor of a shape, strides and a dtype, an argument, or None."""
 
     group: type | None  # A tuple or a list; None: there is one result.
-    each: list[tuple[Any, ...] | int | str | None]  # int and str: the position or the name of the argument.
+    made: list[tuple[Any, ...] | int | str | None]  # int and str: the position or the name of the argument.
 
 
 class _NotOfShapes(Exception):
@@ -168,11 +168,11 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 return made
             known.results[key] = learnt  # torch has references to what it made, which nn.Module.to refuses.
         group, results = known.results[key]
-        each = [
-            self._new(*one) if type(one) is tuple else args[one] if type(one) is int else kwargs.get(one)
-            for one in results
+        made_again = [
+            self._new(*result) if type(result) is tuple else args[result] if type(result) is int else kwargs.get(result)
+            for result in results
         ]
-        return group(each) if group else each[0]
+        return group(made_again) if group else made_again[0]
 
     def _described(self, values: Iterable[Any]) -> tuple[Any, ...]:
         """Returns what the shapes of an operator's results depend on. The numbers 1, 1.0 and True are different."""
@@ -213,20 +213,20 @@ def _results(made: Any, args: Any, kwargs: Any) -> _Results | None:
     named = (*reversed(tuple(enumerate(args))), *kwargs.items())  # Of equal arguments, the first is written to.
     given = {id(value): name for name, value in named if isinstance(value, Tensor)}
     memory = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-    each: list[Any] = []
-    for one in made if group else [made]:
-        if one is None or id(one) in given:
-            each.append(None if one is None else given[id(one)])
+    results: list[Any] = []
+    for tensor in made if group else [made]:
+        if tensor is None or id(tensor) in given:
+            results.append(None if tensor is None else given[id(tensor)])
             continue
-        if type(one) is not FakeTensor or one.constant is not None or one.fake_device != CPU:
+        if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.fake_device != CPU:
             return None
-        if one.layout is not torch.strided or one.untyped_storage()._cdata in memory:
+        if tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in memory:
             return None
-        alone = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
-        if alone.untyped_storage().nbytes() != one.untyped_storage().nbytes():
+        alone = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        if alone.untyped_storage().nbytes() != tensor.untyped_storage().nbytes():
             return None
-        each.append((one.shape, one.stride(), one.dtype))
-    return _Results(group, each)
+        results.append((tensor.shape, tensor.stride(), tensor.dtype))
+    return _Results(group, results)
 
 
 def _all_have_values(arguments: Sequence[Any]) -> bool:
@@ -374,9 +374,14 @@ def _to_fp32(value: Any) -> Any:
 
 
 def ctc_loss(
-    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
-    reduction: str | int = "mean", zero_infinity: bool = False,
-) -> Tensor:  # fmt: skip
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str | int = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
     """Replaces torch.nn.functional.ctc_loss: allocates and keeps the same memory, in fp32 as under autocast.
 
     Concatenated targets are assumed to have equal lengths if their lengths have no values.

@@ -33,9 +33,16 @@ class MemoryModel:
 
     @classmethod
     def through(
-        cls, one: dict[str, float], more: dict[str, float], item_flops: float, cost: StepCost | None = None, *,
-        items: int = 2, cached_gb: float = 0.0, first: int = 1,
-    ) -> "MemoryModel":  # fmt: skip
+        cls,
+        one: dict[str, float],
+        more: dict[str, float],
+        item_flops: float,
+        cost: StepCost | None = None,
+        *,
+        items: int = 2,
+        cached_gb: float = 0.0,
+        first: int = 1,
+    ) -> "MemoryModel":
         """Returns the lines through the peak with one item, or with `first` items, and the peak with `items` items, for
         which the allocator holds `cached_gb` beyond its tensors.
 
@@ -145,17 +152,18 @@ def fit(
     sizes = [m for m in range(min(smallest, share), min(share, largest or share) + 1) if share % m == 0]
     if micro_batch_size:
         sizes = [min(micro_batch_size, share)]
-    one = _Choice.largest(memory_model(bool(checkpointing)), bool(checkpointing), sizes, share, budget)
-    if checkpointing is None and one.size < sizes[-1] and (prefers_large or one.may_be_beaten(sizes, share, budget)):
+    choice = _Choice.largest(memory_model(bool(checkpointing)), bool(checkpointing), sizes, share, budget)
+    is_open = checkpointing is None and choice.size < sizes[-1]
+    if is_open and (prefers_large or choice.may_be_beaten(sizes, share, budget)):
         other = _Choice.largest(memory_model(True), True, sizes, share, budget)
-        if not one.size and not other.size:
-            one = min(one, other, key=lambda choice: choice.memory_model.peak_gb(sizes[0]))
-        elif prefers_large and other.size > one.size > 0:
-            other.replaced_size, one = one.size, other
-        elif other.size and (not one.size or (one.seconds and other.is_faster_than(one.seconds))):
-            other.compared_seconds, one = one.seconds if one.size else None, other
-    chosen, repeats = one.memory_model, one.checkpointing
-    fits, size = one.size > 0, one.size or sizes[0]
+        if not choice.size and not other.size:
+            choice = min(choice, other, key=lambda either: either.memory_model.peak_gb(sizes[0]))
+        elif prefers_large and other.size > choice.size > 0:
+            other.replaced_size, choice = choice.size, other
+        elif other.size and (not choice.size or (choice.seconds and other.is_faster_than(choice.seconds))):
+            other.compared_seconds, choice = choice.seconds if choice.size else None, other
+    chosen, repeats = choice.memory_model, choice.checkpointing
+    fits, size = choice.size > 0, choice.size or sizes[0]
     passes = -(-share // size)
     peak_gb = chosen.peak_gb(size)
     return Fit(
@@ -171,7 +179,7 @@ def fit(
         settings={
             "micro_batch_size": _micro_batch(size, sizes, share, chosen, budget, fits, bool(micro_batch_size)),
             "accumulation_steps": _accumulation(passes),
-            "gradient_checkpointing": _checkpointing(one, asked=checkpointing is not None),
+            "gradient_checkpointing": _checkpointing(choice, asked=checkpointing is not None),
         },
         cost=chosen.cost,
     )

@@ -54,7 +54,7 @@ class MemoryEstimate:
     @property
     def kernels(self) -> int:
         """Kernels that the first micro-batch of a step launches."""
-        return StepTotals.of([one for one in self.micro_batch if not one.accumulates]).kernels
+        return StepTotals.of([kernel for kernel in self.micro_batch if not kernel.accumulates]).kernels
 
     @classmethod
     def of(
@@ -261,9 +261,7 @@ def memory_model_of(
     # Elementwise work alone says nothing about the rate of a step.
     known = cost if flops and one.micro_batch else None
     cached_gb = 0.0 if grows else more.reserved_gb - more.allocated_gb
-    return MemoryModel.through(
-        one.parts, more.parts, flops, known, items=items, cached_gb=cached_gb, first=first
-    )  # fmt: skip
+    return MemoryModel.through(one.parts, more.parts, flops, known, items=items, cached_gb=cached_gb, first=first)
 
 
 def least_gb(target: PlanTarget, plan: Plan, checkpointing: bool) -> float:

@@ -75,9 +75,13 @@ def predict_training_memory(
     target = model_target(model, loss, lambda items: batch, precision, optimizer, ema=ema)
     plan = model_plan(autocast_rules, expandable_segments=expandable_segments)
     return predict_step(
-        target, plan, micro_batch_size=1, checkpointing=checkpointing, gradients_resident=gradients_resident,
+        target,
+        plan,
+        micro_batch_size=1,
+        checkpointing=checkpointing,
+        gradients_resident=gradients_resident,
         caching_allocator=caching_allocator,
-    )  # fmt: skip
+    )
 
 
 def measure_training_memory(
@@ -188,8 +192,8 @@ class ModelRecipe:
         self.average_model = nn.ParameterList(torch.empty_like(p) for p in model.parameters() if ema)
         self.modules: dict[str, nn.Module] = {"model": model}
         phases = tuple(
-            Phase(type(each).__name__, (nn.ParameterList(each.param_groups[0]["params"]),), each)
-            for each in make_optimizers(optimizer, trained)
+            Phase(type(made).__name__, (nn.ParameterList(made.param_groups[0]["params"]),), made)
+            for made in make_optimizers(optimizer, trained)
         )
         self.step_groups = [StepGroup(phases, self._loss)]
 

@@ -38,8 +38,8 @@ def fused(operators: Sequence[Operator]) -> list[Operator]:
 
 def kernel_costs(operators: Sequence[Operator]) -> tuple[KernelCost, ...]:
     """Returns the costs of the kernels of a step, in which every region is compiled."""
-    kept = [one.name for one in fields(KernelCost)]
-    return tuple(KernelCost(**{name: getattr(one, name) for name in kept}) for one in fused(operators))
+    kept = [field_.name for field_ in fields(KernelCost)]
+    return tuple(KernelCost(**{name: getattr(kernel, name) for name in kept}) for kernel in fused(operators))
 
 
 @dataclass
@@ -99,7 +99,8 @@ def _region_kernels(operators: Sequence[Operator], read_later: set[int]) -> list
         fusion.writes.update(kept)
         fusion.sixteen_bit |= operator.sixteen_bit
     kernels += [
-        (one.index, Operator("fused", one.reads, one.writes, sixteen_bit=one.sixteen_bit)) for one in fusions.values()
+        (fusion.index, Operator("fused", fusion.reads, fusion.writes, sixteen_bit=fusion.sixteen_bit))
+        for fusion in fusions.values()
     ]
     name = operators[0].region.name if operators[0].region else ""
     for _, kernel in kernels:
@@ -141,5 +142,5 @@ class _Groups:
             index = self.parent[index]
         return index
 
-    def join(self, one: int, other: int) -> None:
-        self.parent[self.of(one)] = self.of(other)
+    def join(self, first: int, second: int) -> None:
+        self.parent[self.of(first)] = self.of(second)

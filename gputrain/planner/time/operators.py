@@ -193,13 +193,21 @@ class OperatorLog:
         written = results if mutable else [tensor for tensor in results if self._numbers.of(tensor) not in known]
         if mutable and not results:
             given = zip(function._schema.arguments, arguments, strict=False)
-            written = _tensors([value for one, value in given if one.alias_info and one.alias_info.is_write])
+            written = _tensors(
+                [value for argument, value in given if argument.alias_info and argument.alias_info.is_write]
+            )
         if not written:
             return
         call = _Call(
-            name, arguments, made, self._bytes(read), self._bytes(written), self.region,
-            self.cudnn, any(tensor.dtype.itemsize == 2 and tensor.is_floating_point() for tensor in (*read, *results)),
-        )  # fmt: skip
+            name,
+            arguments,
+            made,
+            self._bytes(read),
+            self._bytes(written),
+            self.region,
+            self.cudnn,
+            any(tensor.dtype.itemsize == 2 and tensor.is_floating_point() for tensor in (*read, *results)),
+        )
         count = COUNTS.get(function.overloadpacket)
         flops = float(count(*arguments, **named, out_val=made)) if count else 0.0
         made_now = _kernels(call, flops, self._bytes)
@@ -233,13 +241,25 @@ class _Call:
     sixteen_bit: bool
 
     def kernel(
-        self, name: str, reads: dict[int, float], writes: dict[int, float], flops: float = 0.0,
-        tiles: tuple[float, float] = (0.0, 1.0), **more: Any,
-    ) -> Operator:  # fmt: skip
+        self,
+        name: str,
+        reads: dict[int, float],
+        writes: dict[int, float],
+        flops: float = 0.0,
+        tiles: tuple[float, float] = (0.0, 1.0),
+        **more: Any,
+    ) -> Operator:
         return Operator(
-            name, reads, writes, flops=flops, tiles=tiles[0], filled=tiles[1], sixteen_bit=self.sixteen_bit,
-            region=self.region, **more,
-        )  # fmt: skip
+            name,
+            reads,
+            writes,
+            flops=flops,
+            tiles=tiles[0],
+            filled=tiles[1],
+            sixteen_bit=self.sixteen_bit,
+            region=self.region,
+            **more,
+        )
 
 
 Sizes = Callable[[Sequence[Tensor]], dict[int, float]]
@@ -275,7 +295,7 @@ def _kernels(call: _Call, flops: float, bytes_of: Sizes) -> list[Operator]:
         reads = {storage: min(size, most) for storage, size in reads.items()}
     launches, passes = LAUNCHES_AND_PASSES.get(name, (1, 1))
     if name in REDUCTIONS and name != "cumsum" and isinstance(call.arguments[0], Tensor):
-        dims = next((one for one in call.arguments[1:] if isinstance(one, (list, tuple))), None)
+        dims = next((argument for argument in call.arguments[1:] if isinstance(argument, (list, tuple))), None)
         launches += _is_divided(call.arguments[0], dims)
     fusible, of_rows = name not in NOT_FUSED, name in REDUCTIONS and _is_of_rows(call.arguments)
     return [call.kernel(name, reads, writes, launches=launches, passes=passes, fusible=fusible, of_rows=of_rows)]
@@ -284,7 +304,7 @@ def _kernels(call: _Call, flops: float, bytes_of: Sizes) -> list[Operator]:
 def _is_of_rows(arguments: tuple[Any, ...]) -> bool:
     """Returns whether a reduction, of a tensor along dimensions, is one of short rows that are contiguous in memory."""
     x, *rest = arguments
-    dims = next((one for one in rest if isinstance(one, (list, tuple))), None)
+    dims = next((argument for argument in rest if isinstance(argument, (list, tuple))), None)
     if not isinstance(x, Tensor) or not x.ndim or dims is None:
         return False
     return [dim % x.ndim for dim in dims] == [x.ndim - 1] and x.stride(-1) == 1 and x.shape[-1] <= LONGEST_ROW
@@ -329,10 +349,10 @@ def _product(call: _Call, kernel: Operator, tensors: Sequence[Tensor], groups: i
     made = [kernel]
     if call.cudnn and converted_by_cudnn(x, result, groups, compiled=call.region is not None):
         converted = tensors if x.dtype.itemsize == 2 or call.name == "convolution_backward" else tensors[:1]
-        made += [call.kernel("layout", bytes_of([one]), bytes_of([one]), fusible=False) for one in converted]
+        made += [call.kernel("layout", bytes_of([copied]), bytes_of([copied]), fusible=False) for copied in converted]
     if call.cudnn and GROUP_BY_GROUP and 1 < groups < x.shape[1]:
-        for one in made:
-            one.launches = groups
+        for kernel in made:
+            kernel.launches = groups
     return made
 
 
@@ -379,7 +399,7 @@ def _convolution_backward(call: _Call, flops: float, bytes_of: Sizes) -> list[Op
         reads = bytes_of([gradient, x])
         made.append(call.kernel("weight gradient", reads, bytes_of(call.made[1:2]), each, fusible=False))
     tensors, groups = [x, gradient, weight], call.arguments[9]
-    made = [one for kernel in made for one in _product(call, kernel, tensors, groups, bytes_of)]
+    made = [with_layouts for kernel in made for with_layouts in _product(call, kernel, tensors, groups, bytes_of)]
     if needed[2]:
         launches = 1 + _is_divided(gradient, [dim for dim in range(gradient.ndim) if dim != 1])
         made.append(call.kernel("sum", bytes_of([gradient]), bytes_of([call.made[2]]), launches=launches))

@@ -59,9 +59,13 @@ class DeviceRates:
         sixteen = max(sixteen or 0.0, fp32)
         bandwidth = COPY_SHARE * 1e9 * gpu.bandwidth_gb_s
         return cls(
-            PRODUCT_SHARE * sixteen, PRODUCT_SHARE * fp32, bandwidth, gpu.multiprocessors,
-            launch_seconds=LAUNCH_SECONDS if compiled else EAGER_LAUNCH_SECONDS, l2_bytes=gpu.l2_mb * 2**20,
-        )  # fmt: skip
+            PRODUCT_SHARE * sixteen,
+            PRODUCT_SHARE * fp32,
+            bandwidth,
+            gpu.multiprocessors,
+            launch_seconds=LAUNCH_SECONDS if compiled else EAGER_LAUNCH_SECONDS,
+            l2_bytes=gpu.l2_mb * 2**20,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,7 @@ class StepCost:
     def seconds(self, rates: DeviceRates, micro_batch: int, passes: int) -> float:
         """Returns the time of a step of so many micro-batches."""
         kernels = self.micro_batch(micro_batch)
-        first = [one for one in kernels if not one.accumulates]
+        first = [kernel for kernel in kernels if not kernel.accumulates]
         parts = busy_seconds(first, rates)
         if passes > 1:
             parts += (passes - 1) * busy_seconds(kernels, rates)
@@ -134,7 +138,9 @@ class StepTotals(NamedTuple):
 
     @classmethod
     def of(cls, kernels: Sequence[KernelCost]) -> "StepTotals":
-        launches, moved, flops = (sum(getattr(one, what) for one in kernels) for what in ("launches", "bytes", "flops"))
+        launches, moved, flops = (
+            sum(getattr(kernel, what) for kernel in kernels) for what in ("launches", "bytes", "flops")
+        )
         return cls(round(launches), moved / 1e9, flops / 1e12)
 
 
