@@ -50,9 +50,8 @@ def update(state: TrainState, batch: Batch, step: int, learning_rate: float) -> 
             # the run in between must not save them. `train` sets it back.
             state.is_consistent = False
             phase.optimizer.step()
-            phase.optimizer.zero_grad(
-                set_to_none=True
-            )  # None takes no memory, and the next backward pass adds to none.
+            # None takes no memory, and the next backward pass writes its gradients instead of adding to zeros.
+            phase.optimizer.zero_grad(set_to_none=True)
             # Statistics reach a loss one step late, in its next step: within a step they would be known only after the
             # last micro-batch, and the result would depend on the split.
             phase.after_step(sums[phase.name].statistics, finite)

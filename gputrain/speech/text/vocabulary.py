@@ -61,9 +61,8 @@ def plain_words(text: str, language: str, raw: RawRules | None = None) -> str:
     """
     rules = rules_of(language)
     text = unify_letters((raw or RawRules())(text, LANGUAGES[rules or CHARACTERS.name]), language)
-    text = (
-        LANGUAGES[rules].normalize(text) if rules else visible(text).replace("İ", "i").lower()
-    )  # Python would add a combining dot to this i.
+    # Python would add a combining dot to the lower case of this İ.
+    text = LANGUAGES[rules].normalize(text) if rules else visible(text).replace("İ", "i").lower()
     if rules in _WITHOUT_HYPHENS:
         text = text.replace("-", " ")
     text = _EMPHASIS.sub("", _VARIATION.sub("", text))
