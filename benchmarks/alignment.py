@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gputrain.bench import runner, timing
+from gputrain.bench import runner, step_bench
 from gputrain.bench.runner import BenchResult, BenchRow, Settings
 from gputrain.tts import align
 
@@ -87,7 +87,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     scores_BTS = torch.randn(items, frames, symbols, generator=torch.Generator().manual_seed(0)).to(device)
     counts = torch.full((items,), symbols), torch.full((items,), frames)
     step = {"peer": by_peer, "ours": by_ours, "ours-cpu": by_ours_on_cpu}[settings["side"]](scores_BTS, *counts)
-    figures: dict[str, Any] = dict(timing.time_steps(step, device, warmup=2, steps=settings["steps"]))
+    figures: dict[str, Any] = dict(step_bench.time_steps(step, device, warmup=2, steps=settings["steps"]))
     if settings["side"] != "peer":
         figures["equal"] = torch.equal(step(), by_peer(scores_BTS, *counts)().sum(dim=2).long())
     if settings["side"] == "ours" and device.type == "cuda" and align.triton_search() is None:

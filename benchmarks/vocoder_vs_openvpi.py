@@ -34,7 +34,7 @@ import vocoder_peer
 from predictions import peer_seconds, rates_of
 from torch import nn
 
-from gputrain.bench import runner, step_bench, timing
+from gputrain.bench import runner, step_bench
 from gputrain.bench.runner import BenchResult, BenchRow, Settings
 from gputrain.bench.step_bench import StepBench
 from gputrain.config import assemble, read_file
@@ -257,7 +257,7 @@ def peer_step(settings: Settings, train: TrainVocoder) -> tuple[Any, Callable[[]
 
 
 def timed(step: Callable[[], object], device: torch.device, settings: Settings) -> dict[str, Any]:
-    return dict(timing.time_steps(step, device, warmup=settings["warmup_steps"], steps=settings["steps"]))
+    return dict(step_bench.time_steps(step, device, warmup=settings["warmup_steps"], steps=settings["steps"]))
 
 
 def check(settings: Settings) -> dict[str, Any]:

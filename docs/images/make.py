@@ -22,7 +22,7 @@ from rich.text import Text
 from gputrain.kinds import kinds
 
 HERE = Path(__file__).parent
-COLUMNS, ROWS, TALL = 80, 48, 1000  # ROWS of a help page are shown.
+COLUMNS, ROWS, TALL = 80, 64, 1000  # ROWS of a help page are shown.
 LARGEST_BYTES = 150_000
 TRAINING = (
     "train-vae --data-path photos --output-dir run --preset fast --image-size 64 --batch-size 2 "
