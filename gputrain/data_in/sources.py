@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 
 # The last suffixes of containers.
 CONTAINERS = {f".{ending.rpartition('.')[2]}" for ending in (*ENDINGS, ".zst", ".parquet", ".arrow", ".feather")}
+SHARD = re.compile(r"(\d{4,6})-of-(\d{4,6})")
 _kept: list["TemporaryDirectory[str]"] = []  # They are removed when the program ends.
 
 
@@ -304,10 +305,22 @@ def _in_folder(folder: Path, names: Iterable[str], shown: str, media: Media) -> 
     if not hub_name(Path(shown)):  # Of the Hub, the split is chosen before it is fetched.
         chosen = set(of_one_split([*containers, *texts], shown, f"{shown}{os.sep}"))
         containers, texts = ([name for name in group if name in chosen] for group in (containers, texts))
+    _warn_of_missing_shards(containers, shown)
     # The only table beside archives is that of all recordings, in whichever folder it is.
     of_all = [name for name in texts if PurePosixPath(name).suffix.lower() not in {".txt", ".srt", ".vtt"}]
     by_name = {PurePosixPath(name).name if of_all == [name] else name: folder / name for name in texts}
     return _of_containers(shown, {name: folder / name for name in containers}, by_name)
+
+
+def _warn_of_missing_shards(names: Sequence[str], shown: str) -> None:
+    found: dict[str, set[int]] = {}
+    for name in names:
+        if match := SHARD.search(name):
+            found.setdefault(SHARD.sub(f"N-of-{match[2]}", name), set()).add(int(match[1]))
+    for name, numbers in found.items():
+        count = int(name.rpartition("-of-")[2].partition(".")[0])
+        if missing := sorted(set(range(count)) - numbers):
+            log.warning("%s: %d of %d %s are not there, such as %d", shown, len(missing), count, name, missing[0])
 
 
 def _of_containers(shown: str, containers: Mapping[str, Path], texts: Mapping[str, Path]) -> FoundData:

@@ -333,6 +333,8 @@ def read(path: Path, kind: str, modules: Sequence[str] | None = None) -> Content
     stored = with_current_names(content["config"], kind)
     content["config"] = {name: value for name, value in stored.items() if name not in REMOVED}
     if modules is None:
+        if stored.get("track"):
+            log.warning("%s: its run went on in %s, which is no longer written to", path, " and ".join(stored["track"]))
         return content
     states = content["modules"]
     wanted = ["ema" if "ema" in states else name for name in modules[:1]] + [*modules[1:]]

@@ -167,8 +167,8 @@ def _name_of(archive: Path, info: zipfile.ZipInfo) -> str:
     except UnicodeDecodeError:
         raise UserError(
             f"{archive}: is not unpacked, since nothing states the code page of its names, such as {info.filename!r}",
-            hint="unpack it with that of its computer, by Python 3.11 or newer, and name the folder: python -m zipfile "
-            f"--metadata-encoding cp866 -e {archive} FOLDER",
+            hint="unpack it with that of its computer (cp866 is Russian, cp932 Japanese), by Python 3.11 or newer, and "
+            f"name the folder: python -m zipfile --metadata-encoding cp866 -e {archive} FOLDER",
         ) from None
 
 

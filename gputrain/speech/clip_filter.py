@@ -299,6 +299,15 @@ def vocabulary_findings(clips: Sequence[SpeechClip], vocabulary: Vocabulary) -> 
         named = [f"{symbol} ({counts[symbol]}: {examples[symbol]!r})" for symbol in rare[-MOST_NAMED:]]
         more = f" and {len(rare) - MOST_NAMED} more" if len(rare) > MOST_NAMED else ""
         yield f"symbols that occur less than {RARE} times, too rarely to be learnt: {', '.join(named)}{more}"
+    yield from script_findings(counts)
+    marks = [mark for mark in APOSTROPHES if mark in counts]
+    # The standard Uzbek alphabet has two: ʻ is a part of letters, ʼ stands between them.
+    if len(marks) > 1 and {*marks} != {"ʻ", "ʼ"}:
+        yield f"several signs for an apostrophe: {', '.join(f'{mark} (U+{ord(mark):04X})' for mark in marks)}"
+
+
+def script_findings(counts: Mapping[str, int]) -> Iterator[str]:
+    """Yields which characters of texts are of another script than the most, by their occurrences."""
     scripts = Counter[str]()
     for symbol, count in counts.items():
         if script := script_of(symbol):
@@ -308,10 +317,6 @@ def vocabulary_findings(clips: Sequence[SpeechClip], vocabulary: Vocabulary) -> 
         foreign = {name: [symbol for symbol in counts if script_of(symbol) == name] for name, _ in others}
         parts = [f"{' '.join(foreign[name][:MOST_NAMED])} ({name})" for name, _ in others]
         yield f"letters of other scripts than {main}, which may only look alike: {', '.join(parts)}"
-    marks = [mark for mark in APOSTROPHES if mark in counts]
-    # The standard Uzbek alphabet has two: ʻ is a part of letters, ʼ stands between them.
-    if len(marks) > 1 and {*marks} != {"ʻ", "ʼ"}:
-        yield f"several signs for an apostrophe: {', '.join(f'{mark} (U+{ord(mark):04X})' for mark in marks)}"
 
 
 def lookalike_findings(counts: Mapping[str, int]) -> Iterator[str]:

@@ -24,7 +24,7 @@ _SOUND = re.compile(r"\[[^\[\]]*\]|\([^()]*\)|♪+")  # Descriptions of sounds a
 _LABEL = re.compile(r"(-?\d+(?:[.,]\d+)?)\t(-?\d+(?:[.,]\d+)?)(?:\t(.*))?")
 _FREQUENCIES = re.compile(r"\\\t-?\d.*")  # Audacity's line below a label of a range of frequencies.
 # Forms that are not read: a TextGrid of Praat, JSON, times in samples (TIMIT) or 100 ns (HTK); and clocks in lines.
-_OTHER = re.compile(r'\s*(File type = "ooTextFile"|ooTextFile|\{\s*["}]|\[\s*[\[{\]]|0[ \t]+\d{3,}\s)')
+_OTHER = re.compile(r'\s*(File type = "ooTextFile"|ooTextFile|\{\s*["}]|\[\s*[\[{\]]|0[ \t]+\d{3,}\s|start\tend\ttext)')
 _CLOCK = re.compile(r"(?:^|\t)\s*[\[(]?\d{1,3}:\d{2}(:\d{2})?([.,:]\d{1,3})?([\])\s-]|$)")
 LABELS, CUES, OTHER = "a label track", "subtitles", "a form with times that is not read"
 

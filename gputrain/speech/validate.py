@@ -37,6 +37,7 @@ from gputrain.speech.clip_filter import (
     RARE,
     SuspiciousText,
     lookalike_findings,
+    script_findings,
     select_clips,
     suspicious_texts,
     symbol_counts,
@@ -282,7 +283,9 @@ def _findings(held: _Held, hours: float, symbols: dict[str, int]) -> Iterator[st
             yield "one speaker, or no speakers are named: held-out clips show nothing about other voices"
         yield from vocabulary_findings(held.clips, held.format.frontend)
         return
-    if not held.format.frontend.espeak_voice:
+    if held.format.frontend.espeak_voice:  # It says the names of letters that its language has not.
+        yield from script_findings(Counter(char for clip in held.clips for char in clip.text))
+    else:
         yield from lookalike_findings(characters)
     rare = [symbol for symbol, count in symbols.items() if 0 < count < RARE and symbol.isalpha()]
     if rare:

@@ -479,6 +479,12 @@ def test_values_of_databases_become_those_of_a_table(tmp_path):
     ]
 
 
+def test_missing_shards_are_named(tmp_path, caplog):
+    zipped(("a.wav", b""))(tmp_path / "t-00001-of-00003.zip")
+    open_source(tmp_path, "audio", tmp_path.with_name("at"))
+    assert "2 of 3 t-N-of-00003.zip are not there, such as 0" in caplog.text
+
+
 def test_tables_beside_the_shards_of_img2dataset_are_not_read(folders, tmp_path):
     write_webdataset(tmp_path / "00000.tar", folders / "image")
     table({"url": ["https://a/b.jpg"], "key": ["000"]})(tmp_path / "00000.parquet")

@@ -196,6 +196,7 @@ def test_a_checkpoint_from_before_options_were_renamed_or_left_out_is_resumed(tm
     with caplog.at_level("INFO"):
         trained(tmp_path, 4, resume_from="auto")
     assert "resuming" in caplog.text
+    assert "its run went on in wandb, which is no longer written to" in caplog.text
     assert "log_freq" not in caplog.text
     assert "log_every_steps" not in caplog.text  # No setting has changed.
 

@@ -6,7 +6,7 @@ import pytest
 
 from gputrain.audio.config import Sound
 from gputrain.errors import UserError
-from gputrain.speech.clip_filter import suspicious_texts, symbol_counts, vocabulary_findings
+from gputrain.speech.clip_filter import script_findings, suspicious_texts, symbol_counts, vocabulary_findings
 from gputrain.speech.config import SpeechOptions
 from gputrain.speech.prepare import prepare_speech, speech_prepare_config
 from gputrain.speech.store import SpeechClip
@@ -37,6 +37,12 @@ def test_suspicious_texts():
     clips = clips_of("да ((неразборчиво))", "NaN", "None of it", "да (нет)")
     assert [path for path, reason, _ in checked(clips) if reason == "annotation"] == ["0.wav", "1.wav"]
     assert checked(clips_of("日本のカメラ", "Kitob 3", language="ja")) == [("1.wav", "digits", "'Kitob 3'")]
+
+
+def test_letters_of_other_scripts_are_named():
+    (said,) = script_findings({"a": 9, "и": 2, "1": 9})
+    assert said == "letters of other scripts than Latin, which may only look alike: и (Cyrillic)"
+    assert not [*script_findings({"カ": 9, "本": 2})]
 
 
 def test_the_vocabulary_is_checked():

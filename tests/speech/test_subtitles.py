@@ -182,6 +182,7 @@ def test_a_label_track_of_audacity():
     (LABELS, "a label track"), (SRT, "subtitles"), (VTT, "subtitles"),
     ("[ti:A song]\n[00:12.00]So it is\n[00:17.20]not now\n", OTHER),
     ("ann\t\t00:00:01.0\tSo\nann\t\t00:00:02.0\tit\n", OTHER),
+    ("start\tend\ttext\n0\t1200\tSo it is\n", OTHER),
     ("0:01\nSo it is\n0:04\nnot now\n", OTHER),
     ("[00:00.000 --> 00:04.000]  So it is\n[00:04.000 --> 00:07.000]  not now\n", OTHER),
     ("0 46797 So it is\n", OTHER), ("0 500000 sil\n500000 2100000 s\n", OTHER), ("0 to 100 is a lot\n", ""),
