@@ -116,7 +116,7 @@ class OurTraining:
 
     def step(self) -> None:
         batch = self.recipe.prepare(next(self.batches), self.steps)
-        self.state.group.reseed(self.schedule.schedule.seed, self.steps)
+        self.state.rank_group.reseed(self.schedule.schedule.seed, self.steps)
         update(self.state, batch, self.steps, self.schedule.learning_rate(self.steps))
         self.recipe.average(self.steps)
         self.steps += 1

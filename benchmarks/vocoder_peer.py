@@ -305,7 +305,7 @@ def losses_and_gradients(ours: StepBench, batch: VocoderBatch) -> tuple[dict[str
 
 def under_our_names(logged: Mapping[str, float], recipe: VocoderRecipe) -> dict[str, float]:
     """Returns the peer's logged metrics, with the factors of ours."""
-    named = {"generator/mel": logged["aux_mel_loss"] / recipe.losses.lab_aux_melloss}
+    named = {"generator/mel": logged["aux_mel_loss"] / recipe.loss_options.lab_aux_melloss}
     for kind in recipe.by_kind:
         theirs = NAMES[kind]
         named[f"generator/{kind}"] = logged[f"G{theirs}loss"]

@@ -46,8 +46,9 @@ class UtteranceBatch:
     frames: tuple[int, ...]  # frames_B and the numbers of labels as host integers, to avoid device syncs
     labels: tuple[int, ...]
     dropped_layers: frozenset[int]
-    global_labels: float  # Sums over the global batch, whatever part of it this is: the divisors of the loss,
-    global_clips: float  # and of the statistics.
+    # Sums over the global batch, whatever part of it this is: the divisors of the loss and of the statistics.
+    global_labels: float
+    global_clips: float
     keeps_length: bool  # True: parts keep the padding, because the model's features depend on it.
 
     @property

@@ -1,8 +1,8 @@
 """Gradients that are not finite: NaN or infinite, by a high learning rate, a bad batch, or fp16.
 
 1. It never reaches the weights. `step.prepare_optimizer` sets the optimizer's `found_inf` on the device, and the fused
-   step changes neither weights nor averages; the host does not wait to know it. Averages of the weights and statistics
-   of the batch leave the step out, too (`Phase.after_step` gets `finite`).
+   step changes neither weights nor the averages of the gradients; the host does not wait to know it. Statistics of the
+   batch leave the step out, too (`Phase.after_step` gets `finite`); the EMA averages the unchanged weights once more.
 2. In fp16 the loss scale is halved (`optim.LossScale`). That is usual and no error, unless the scale is at its lowest;
    so the scalar `nonfinite/PHASE` of a step is 1 only if the scale could not help.
 3. A save that is due after such a step is postponed to the next finite one (`saving.Saver`): a doubtful state must not

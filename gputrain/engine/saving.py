@@ -159,7 +159,7 @@ class Saver:
         return WrittenSave(job, kept, time.monotonic() - began, _disk_gb(self.run.folder), failure)
 
     def _finish_save(self, written: WrittenSave, *, is_required: bool) -> None:
-        """Take over the result of a save. Raises Stopped if it failed and the run `must` save."""
+        """Take over the result of a save. Raises Stopped if it failed and is required."""
         error, job = written.error, written.job
         self.disk_gb = written.disk_gb
         if error is None:

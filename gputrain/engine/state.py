@@ -36,7 +36,7 @@ class TrainState:
     gradient_clip: float  # Largest norm of a phase's gradient; 0 is off.
     micro_batch: dict[str, int]  # Micro-batch size by the name of the step group; halved when memory runs out.
     loss_scales: dict[str, LossScale]  # By phase; they have an effect in fp16 only.
-    group: RankGroup = field(default_factory=RankGroup)  # The ranks that make each step together.
+    rank_group: RankGroup = field(default_factory=RankGroup)  # The ranks that make each step together.
     gradients: GradientsFunction | None = None  # Takes the place of `gradients` in step.py, with the same result.
     # Frees memory that is kept to save time, when it has run out. Returns whether there was any.
     free_memory: Callable[[], bool] = lambda: False
@@ -52,7 +52,7 @@ class TrainState:
         groups = [group.name for group in recipe.step_groups]
         state = cls.for_measurement(recipe, runtime)
         state.gradient_clip = schedule.gradient_clip
-        state.group = run.group
+        state.rank_group = run.group
         state.micro_batch = _micro_batch(groups, schedule, runtime, run)
         if run.resumed:
             run.warn_of_changes()
@@ -94,15 +94,15 @@ class TrainState:
                 self.loss_scales[phase.name].load_state_dict(content["loss_scales"][phase.name])
         set_random_state(content["random"], self.runtime.device)
 
-    def shrink(self, phase: str, cause: str, step: int) -> None:
+    def shrink(self, group: str, cause: str, step: int) -> None:
         """Halve the micro-batch of a step group. The result of its steps does not change."""
-        before = self.micro_batch[phase]
-        self.micro_batch[phase] = after = math.ceil(before / 2)
-        self.events.append({"step": step, "phase": phase, "cause": cause, "from": before, "to": after})
+        before = self.micro_batch[group]
+        self.micro_batch[group] = after = math.ceil(before / 2)
+        self.events.append({"step": step, "phase": group, "cause": cause, "from": before, "to": after})
         log.warning(
             "%s: the %s continues with micro-batches of %d instead of %d; the result of the step does not change",
             cause,
-            phase,
+            group,
             after,
             before,
             extra={"each_rank": True},

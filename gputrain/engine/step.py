@@ -159,7 +159,7 @@ def drop_gradients(group: StepGroup) -> None:
 def all_reduce_sums(state: TrainState, group: StepGroup, sums: Sums) -> None:
     """Replace the gradients, losses and statistics of this rank's part of the batch by those of the whole batch."""
     found = [parameter.grad for parameter in group.parameters() if parameter.grad is not None]
-    state.group.all_reduce(
+    state.rank_group.all_reduce(
         found, [named for of_phase in sums.values() for named in (of_phase.losses, of_phase.statistics)]
     )
 

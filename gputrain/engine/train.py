@@ -82,7 +82,7 @@ def train(
                     dry_run_later_peak(state, loaded, step, check)
                 with check.watching(step):  # It measures the memory of one early step.
                     batch = prepare(recipe, loaded, step)
-                    state.group.reseed(steps.schedule.seed, step)
+                    state.rank_group.reseed(steps.schedule.seed, step)
                     scalars = update(state, batch, step, loop.steps.learning_rate(step))
                 recipe.average(step)  # The moving average of the weights, once every phase has stepped.
                 state.progress = loop.steps.progress_at(step + 1, state.progress)

@@ -5,7 +5,8 @@
 A part of a batch gives exactly its share of the gradient of the whole batch: every term is a sum over the part's items
 divided by a count of the global batch (`global_items`), and noise is drawn for the global batch and split with it.
 
-Shapes: B items, 1 channel, T samples, M mel bands, F frames; W generated waves, B unless pc_aug adds some (augment.py).
+Shapes: B items, 1 channel, T samples, M mel bands, F frames; W generated waves, B unless pc_aug adds
+some; P waves that are compared with a target, also B unless pc_aug adds some (augment.py).
 """
 
 import functools
@@ -71,10 +72,10 @@ class VocoderRecipe:
 
     def __init__(self, settings: TrainVocoder, runtime: Runtime, held_out: Excerpts | None = None) -> None:
         """`held_out` are the clips of evaluations and samples during training."""
-        self.settings, self.losses, self.runtime, self.held_out = settings, settings.losses, runtime, held_out
+        self.settings, self.loss_options, self.runtime, self.held_out = settings, settings.losses, runtime, held_out
         self.mel, self.loss_mel = settings.spectrogram.mel, settings.loss_mel
         # Weights by the names of the losses in the metrics. That of every discriminator's terms is 1.
-        self.weights = {"mel": self.losses.lab_aux_melloss, "stft": self.losses.lab_aux_stftloss}
+        self.weights = {"mel": self.loss_options.lab_aux_melloss, "stft": self.loss_options.lab_aux_stftloss}
         schedule = settings.schedule
         torch.manual_seed(schedule.seed)
         self.generator = build_generator(settings, runtime)
@@ -163,9 +164,9 @@ class VocoderRecipe:
             made = draw_noise(self.settings.architecture, items, f0_BF.shape[1], draws.generator)
             return Noise(*(tensor.to(self.dtype) for tensor in made))
 
-        count = math.ceil(draws.global_items * self.losses.pc_aug_rate) if self.losses.pc_aug else 0
+        count = math.ceil(draws.global_items * self.loss_options.pc_aug_rate) if self.loss_options.pc_aug else 0
         shifts = augment.draw_shifts(
-            draws.global_items, count, self.losses.pc_aug_key, draws.generator, self.dtype, drawn
+            draws.global_items, count, self.loss_options.pc_aug_key, draws.generator, self.dtype, drawn
         )
         return VocoderBatch(
             real_B1T=wave_BT[:, None],
@@ -220,7 +221,9 @@ class VocoderRecipe:
         )
 
         yield losses.mel_term(self.loss_mel, made_P1T, target_PMF, batch.global_pairs, self.weights["mel"])
-        yield from losses.stft_terms(self.losses.stft, made_P1T, real_P1T, batch.global_pairs, self.weights["stft"])
+        yield from losses.stft_terms(
+            self.loss_options.stft, made_P1T, real_P1T, batch.global_pairs, self.weights["stft"]
+        )
 
         if batch.shifts.global_count:  # Every part yields the term, whether or not some of its own items are shifted.
             yield losses.pitch_shift_term(*augment.shifted_pair(made_W1T, batch.shifts), batch.shifts.global_count)
@@ -238,10 +241,10 @@ class VocoderRecipe:
         return log_mel(wave_B1T.squeeze(1), self.loss_mel)
 
     def _generator_learns(self, step: int) -> bool:
-        return step >= self.losses.discriminator_only_steps
+        return step >= self.loss_options.discriminator_only_steps
 
     def _discriminators_learn(self, step: int) -> bool:
-        return step >= self.losses.discriminator_start
+        return step >= self.loss_options.discriminator_start
 
     def _active(self, step: int) -> tuple[bool, bool]:
         """Returns whether the generator and the discriminators learn: all that the loss takes from the step."""
@@ -268,7 +271,7 @@ class VocoderRecipe:
 
     def peak_memory_step(self, step: int) -> int:
         """Returns a step at which both the generator and the discriminators are trained."""
-        return max(step, self.losses.discriminator_start, self.losses.discriminator_only_steps)
+        return max(step, self.loss_options.discriminator_start, self.loss_options.discriminator_only_steps)
 
     def split(self, batch: VocoderBatch, parts: int) -> list[VocoderBatch]:
         """Returns parts whose sizes differ by at most one, the largest first."""
