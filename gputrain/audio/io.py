@@ -35,6 +35,7 @@ TRIM_HOP = 512
 UNSCALED = frozenset({"FLOAT", "DOUBLE", "PCM_32", "VORBIS", "OPUS", "MPEG_LAYER_I", "MPEG_LAYER_II", "MPEG_LAYER_III"})
 LOUDEST = 16.0  # Highest peak, relative to full scale, of sound that is merely too loud: 24 dB.
 CANCELLED = 0.5  # A mix with less than this share of what it keeps of a single channel cancels channels.
+CANCELLED_SHARE = 0.02  # Share of the sound in which channels cancel each other, above which they are not mixed.
 ALONE = 10.0  # Ratio of powers, 10 dB, above which one of two channels is heard alone.
 ALONE_SHARE = 0.05  # Share of the sound in which each of two channels is alone, if they are two speakers of a call.
 UNRELATED = 0.1  # Correlation of two channels below which they are not the same sound.
@@ -260,15 +261,19 @@ def _mixing_of(file: "soundfile.SoundFile", source: Path) -> Mixing:
     A mix of C uncorrelated channels keeps 1 / C of their power, and of a single one 1 / C^2; it has less than that only
     where channels have opposite phases. Raises UserError if the scale is unknown.
     """
-    peak, mixed, shared, power_C, alone_C = 0.0, 0.0, 0.0, np.zeros(file.channels), np.zeros(file.channels)
+    peak, loudest, cancelled, shared = 0.0, 0.0, 0.0, 0.0
+    power_C, alone_C = np.zeros(file.channels), np.zeros(file.channels)
     for block_TC in _read(file, BLOCK // file.channels):
         peak = max(peak, float(block_TC.max()), -float(block_TC.min()))
-        power_C += np.square(block_TC, dtype=np.float64).sum(axis=0)
-        mixed += float(np.square(block_TC.mean(axis=1), dtype=np.float64).sum())
-        shared += float(np.multiply(block_TC[:, 0], block_TC[:, -1], dtype=np.float64).sum())
-        for begin in range(0, len(block_TC) if file.channels == 2 else 0, file.samplerate):
-            second_C = np.square(block_TC[begin : begin + file.samplerate], dtype=np.float64).sum(axis=0)
+        for begin in range(0, len(block_TC) if file.channels > 1 else 0, file.samplerate):
+            second_TC = block_TC[begin : begin + file.samplerate].astype(np.float64)
+            second_TC -= second_TC.mean(axis=0)  # A constant offset is no sound.
+            second_C = np.square(second_TC).sum(axis=0)
+            power_C, loudest = power_C + second_C, loudest + second_C.max()
+            shared += float(second_TC[:, 0] @ second_TC[:, -1])
             alone_C[second_C.argmax()] += second_C.max() * (second_C.max() > ALONE * second_C.min())
+            mixed = np.square(second_TC.mean(axis=1)).sum()
+            cancelled += second_C.max() * (mixed < CANCELLED * second_C.max() / file.channels**2)
     remarks = []
     if math.isfinite(peak) and peak > LOUDEST:
         raise UserError(
@@ -286,7 +291,7 @@ def _mixing_of(file: "soundfile.SoundFile", source: Path) -> Mixing:
     if full_scale > 1 and not (is_decoded and peak <= 2):
         remarks.append(f"its samples reach {peak:.3g} times full scale and are scaled down")
     channel = None
-    if mixed < CANCELLED * power_C.max() / file.channels**2:
+    if cancelled > CANCELLED_SHARE * loudest:
         channel = int(power_C.argmax())
         remarks.append(f"its channels cancel each other when mixed, so that channel {channel + 1} is taken")
     elif file.channels == 2:

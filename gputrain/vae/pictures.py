@@ -294,24 +294,25 @@ def _check_whole(path: Path, image: Image.Image, tiff: TiffLayout | None) -> Non
     cut: decoders fill what is missing with gray, black or noise and say nothing. PNG has checksums."""
     if image.format in ("PNG", "GIF"):
         return
+    content, fault = path.read_bytes(), ""
     if image.format in ("BMP", "DIB") or (tiff and not tiff.is_compressed):  # Without compression zeros are black.
+        hole = hole_of_zeros(content, 0, len(content), 4096, 4096)
+        hole = hole if hole and (hole[1] - hole[0]) % (image.width * len(image.getbands())) else None
         # The rows of a BMP are stored from the last to the first.
         if image.mode in ("L", "RGB") and (rows := _lost_rows(np.asarray(image)[:: 1 if tiff else -1])):
-            raise UnusablePicture(path, "broken", f"damaged: {rows} rows and a part of the row before them are zero")
-        return
-    content = path.read_bytes()
-    stripped = content.rstrip(b"\0")
-    # Some programs pad a complete JPEG with zeros.
-    end = len(stripped) if stripped.endswith(b"\xff\xd9") else len(content)
-    if content[:4] == b"RIFF":
-        end = min(len(content), 8 + int.from_bytes(content[4:8], "little"))
-    is_jpeg = content[:2] == b"\xff\xd8"  # Its headers and codes may hold zeros of their own, but no whole pages.
-    if hole := hole_of_zeros(content, 0, end, 512, 4096 if is_jpeg else 1):
-        raise UnusablePicture(
-            path, "broken", f"damaged: the bytes {hole[0]} to {hole[1]} of the file are zero, as after a copy that was "
-            "interrupted",
-        )  # fmt: skip
-    if is_jpeg and (fault := _lost_in_jpeg(content, image)):
+            fault = f"{rows} rows and a part of the row before them are zero"
+    else:
+        stripped = content.rstrip(b"\0")
+        # Some programs pad a complete JPEG with zeros.
+        end = len(stripped) if stripped.endswith(b"\xff\xd9") else len(content)
+        if content[:4] == b"RIFF":
+            end = min(len(content), 8 + int.from_bytes(content[4:8], "little"))
+        is_jpeg = content[:2] == b"\xff\xd8"  # Its headers and codes may hold zeros of their own, but no whole pages.
+        hole = hole_of_zeros(content, 0, end, 512, 4096 if is_jpeg else 1)
+        fault = _lost_in_jpeg(content, image) if is_jpeg else ""
+    if hole:
+        fault = f"the bytes {hole[0]} to {hole[1]} of the file are zero, as after a copy that was interrupted"
+    if fault:
         raise UnusablePicture(path, "broken", f"damaged: {fault}")
 
 

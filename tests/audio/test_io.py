@@ -149,6 +149,22 @@ def test_channels_that_cancel_each_other_are_not_mixed(
         assert [message.partition("channel ")[0] for message in caplog.messages] == said
 
 
+@each_row((-1.0, True), (1.0, False))
+def test_one_of_twenty_seconds_in_opposite_phase(tmp_path: Path, sign: float, cancels: bool) -> None:
+    left_T = np.tile(SPEECH, 20)
+    right_T = np.where(np.arange(len(left_T)) // 16000 == 5, sign * left_T, left_T)
+    soundfile.write(tmp_path / "a.wav", np.stack([left_T, right_T], axis=1), 16000)
+    read_sound(tmp_path / "a.wav", remarks := [])
+    assert bool(remarks) == cancels
+
+
+def test_a_constant_offset_hides_no_opposite_phases(tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "a.wav", np.stack([SPEECH + 0.3, 0.3 - SPEECH], axis=1), 16000)
+    wave_T = read_sound(tmp_path / "a.wav", remarks := []).wave_T
+    assert len(remarks) == 1
+    assert np.std(wave_T) == pytest.approx(np.std(SPEECH), rel=1e-3)
+
+
 def test_a_second_reading_in_blocks_says_nothing_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     soundfile.write(tmp_path / "a.wav", np.stack([SPEECH, -SPEECH], axis=1), 16000)
     known: list[io.Mixing] = []

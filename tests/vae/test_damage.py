@@ -51,6 +51,8 @@ def test_damage_is_named(tmp_path: Path) -> None:
         ("a lost interval", restarts[: lost[0]] + restarts[lost[1] :], "restart intervals are out of order"),
         ("lost scans", cut(scans, at(scans, b"\xff\xda", 4)), "its last scans are missing"),
         ("the last scan is lost", cut(scans, at(scans, b"\xff\xda", -1)), "its last scans are missing"),
+        ("a page of a TIFF", zeroed(tiff, 4096, 4096), "of the file are zero"),
+        ("a page of a BMP", zeroed(bitmap, 8192, 4096), "of the file are zero"),
         ("half of a TIFF", tiff[: len(tiff) // 2] + bytes(len(tiff) - len(tiff) // 2), " 6[34] rows and a part"),
         ("half of a BMP", bitmap[: len(bitmap) // 2] + bytes(len(bitmap) - len(bitmap) // 2), " 6[34] rows and a part"),
         ("a sector of zeros", zeroed(plain, 512), "of the file are zero"),
