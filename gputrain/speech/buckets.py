@@ -35,7 +35,7 @@ from gputrain.engine.data import Sample
 from gputrain.errors import UserError
 from gputrain.hw.ranks import SINGLE, Ranks
 from gputrain.speech.config import POLICIES, SpeechData, SpeechKind
-from gputrain.speech.frames import ENCODER_RATE, STRIDE
+from gputrain.speech.frames import ENCODER_RATE, STRIDE, encoder_frames
 from gputrain.speech.packing import Integers, cut, random_words, shape_borders, shuffled_by_length
 from gputrain.speech.store import SpeechClip, SpeechStore, frame_count, joined
 
@@ -69,6 +69,8 @@ def open_speech(given: GivenFolders, held_out_share: float = HELD_OUT_SHARE, kin
     stores = tuple(SpeechStore.open(folder.path, kind) for folder in folders)
     for store in stores:
         check_kind(store, kind)
+        if kind == "asr":
+            check_texts(store)
     whole = joined(stores)
     rest, clips = iter(whole.clips), list[Sequence[SpeechClip]]()
     for folder, store in zip(folders, stores, strict=True):
@@ -106,6 +108,19 @@ def check_kind(store: SpeechStore, kind: SpeechKind) -> None:
             f"recogniser reads {ENCODER_RATE} Hz with {STRIDE}",
             hint="run gputrain prepare-data --kind asr into another folder",
         )
+
+
+def check_texts(store: SpeechStore) -> None:
+    """Raises UserError if a recogniser's clip has no text in its vocabulary, or fewer frames than CTC needs for it."""
+    vocabulary = store.format.vocabulary
+    for clip in store.clips:
+        letters = set(clip.normalized) - {" "} - set(vocabulary.unknown(clip.normalized))
+        needed, frames = vocabulary.frames_needed(clip.normalized), encoder_frames(clip.samples)
+        if not letters or frames < needed:
+            found = f"{frames} frames for {needed} labels" if letters else "no letter of the vocabulary in its text"
+            raise UserError(
+                f"{store.folder}: {clip.path}: {found}", hint="run gputrain prepare-data again to rebuild it"
+            )
 
 
 @dataclass(frozen=True)

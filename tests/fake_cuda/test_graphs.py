@@ -96,7 +96,7 @@ def test_a_loss_that_reads_from_the_device_is_not_captured(reads, caplog):
 
                 def reading(batch, step):
                     float(batch.noise_BLhw.mean()) if reads == "mean" else batch.noise_BLhw.cpu()
-                    yield Term("squares", weight.square().sum() / batch.whole)
+                    yield Term("squares", weight.square().sum() / batch.global_items)
 
                 recipe.step_groups = [replace(recipe.step_groups[0], loss=reading)]
                 return recipe, loaded

@@ -32,7 +32,7 @@ from gputrain.planner.model_planner import memory_budget
 from gputrain.planner.time.roofline import KernelCost
 from gputrain.tts import align
 from gputrain.vae import architecture
-from gputrain.vae import recipe as vae_recipe
+from gputrain.vae import data as vae_data
 from gputrain.vocoder import recipe as vocoder_recipe
 from tests.fake_cuda import commands, lines
 from tests.fake_cuda.device import UNAVAILABLE, fake_cuda
@@ -158,7 +158,7 @@ def counted_elsewhere() -> Iterator[None]:
     """Leaves out what runs on shapes without the card: predictions of memory and counts of operations."""
     with (
         mock.patch.object(predict, "predict_step", predicted),
-        mock.patch.object(vae_recipe, "step_flops", return_value=10**9),
+        mock.patch.object(vae_data, "step_flops", return_value=10**9),
         mock.patch.object(vocoder_recipe, "step_flops", return_value=10**9),
     ):
         yield

@@ -252,7 +252,7 @@ def changed(kind: str, /, **changes: object) -> bytes:
 
 
 CHECKPOINTS: dict[str, tuple[Callable[[], bytes], str]] = {
-    "empty": (lambda: b"", "an empty file"),
+    "empty": (lambda: b"", "truncated or damaged"),
     "cut in half": (lambda: intact("vae")[:60000], "truncated or damaged"),
     "without its last byte": (lambda: intact("vae")[:-1], "truncated or damaged"),
     "with a flipped bit in a weight": (lambda: flipped(intact("vae"), 0.4), "truncated or damaged"),

@@ -309,7 +309,16 @@ def cases() -> list[Case]:
     found.append(Case("transcripts of a recogniser", "without a letter", transcripts(nothing, kind="asr"), "empty"))
     for title, (text, says) in SUBTITLES_LEFT_OUT.items():
         found.append(Case("subtitles", title, subtitles(text), says, code=0))
-    found.append(Case("subtitles", "with trimmed ends", subtitles(CUE, "--trim-db", 40), "trim_db", names_path=False))
+    found.append(
+        Case(
+            "subtitles",
+            "with trimmed ends",
+            subtitles(CUE, "--trim-db", 40),
+            "silence at both ends is kept",
+            code=0,
+            names_path=False,
+        )
+    )
     for title, (kind, command, says) in STORES_OF_OTHERS.items():
         found.append(Case("stores of another kind", title, reused(kind, command), says))
     return found

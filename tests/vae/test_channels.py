@@ -47,7 +47,6 @@ def test_gray_levels_stay_as_they_are(tmp_path):
     assert (decoded(path, Image.fromarray(np.stack([levels] * 3, axis=-1)), 1) == levels).all()
     # 16 bits are scaled to 8: 257 levels of 16 bits are one of 8.
     assert (decoded(path, Image.fromarray(levels.astype(np.uint16) * 257), 1) == levels).all()
-    assert (decoded(tmp_path / "a.tif", Image.fromarray(levels.astype(np.float32) / 255), 1) == levels).all()
 
 
 def test_colours_become_luma_and_transparency_white_behind_gray(tmp_path):
