@@ -24,7 +24,6 @@ from gputrain.asr.data import AsrTraining
 from gputrain.asr.export import text_of
 from gputrain.asr.kind import AsrWork
 from gputrain.asr.load import predict
-from gputrain.asr.model import family
 from gputrain.bench import runner
 from gputrain.files import FULL_SCALE
 from gputrain.hw.probe import machine_facts
@@ -68,7 +67,7 @@ def evaluate(model: Any, opened: AsrTraining) -> dict[str, float]:
     for first in range(0, len(order), 16):
         members = order[first : first + 16]
         batch = buckets.collated(members)
-        frames_B = torch.tensor([encoder_frames(int(count), family(model).field) for count in batch.samples_B])
+        frames_B = torch.tensor([encoder_frames(int(count)) for count in batch.samples_B])
         logits_BTV = predict(
             model, batch.wave_BT.float() / FULL_SCALE, batch.samples_B.tolist(), normalizes=opened.normalizes
         )

@@ -1,56 +1,16 @@
-"""Architectures of recognisers: transformers' Wav2Vec2ForCTC at several sizes, and its other models that train by CTC.
-Imports no torch."""
+"""Architectures of recognisers: transformers' Wav2Vec2ForCTC at several sizes. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from gputrain.errors import UserError
-from gputrain.speech.frames import FIELD, STRIDE
+from gputrain.speech.frames import STRIDE
 
 RecogniserPreset = Literal["tiny", "base", "xls-r-300m", "xls-r-1b"]
 AdapterKind = Literal["none", "lora", "attention"]
 
-# Samples that a frame of w2v-BERT reads: two frames of Kaldi's filter banks, of 400 samples each and 160 apart.
-FEATURE_FIELD = 560
-FEATURES = 160  # Channels of such a frame: 80 log-mel bins of two frames
-
-
-@dataclass(frozen=True)
-class RecogniserFamily:
-    """The names and sizes by which the models of one type in transformers differ from those of another. `base` is their
-    attribute that holds the encoder, the next two are the names of their attention and of its projections."""
-
-    config_class: str
-    model_class: str
-    base: str
-    attention: str
-    projections: tuple[str, ...]
-    field: int  # samples that a frame reads
-
-
-# By the `model_type` of a configuration. A preset has none, and is the first.
-FAMILIES = {
-    "wav2vec2": RecogniserFamily(
-        "Wav2Vec2Config", "Wav2Vec2ForCTC", "wav2vec2", "attention", ("q_proj", "k_proj", "v_proj", "out_proj"), FIELD
-    ),
-    "wav2vec2-bert": RecogniserFamily(
-        "Wav2Vec2BertConfig", "Wav2Vec2BertForCTC", "wav2vec2_bert", "self_attn",
-        ("linear_q", "linear_k", "linear_v", "linear_out"), FEATURE_FIELD,
-    ),
-}  # fmt: skip
-
-
-def family_of(architecture: Mapping[str, Any]) -> RecogniserFamily:
-    """Returns the family of a configuration in the form of transformers."""
-    return FAMILIES[architecture.get("model_type", "wav2vec2")]
-
-
-def reads_features(architecture: Mapping[str, Any]) -> bool:
-    """Returns True for w2v-BERT, which reads log-mel features; the others read waves."""
-    return family_of(architecture).field == FEATURE_FIELD
-
-
+MODEL_TYPE = "wav2vec2"  # the `model_type` of their configurations
 CONV_KERNELS, CONV_STRIDES = (10, 3, 3, 3, 3, 2, 2), (5, 2, 2, 2, 2, 2, 2)
 
 # Sizes that the presets share: those of XLS-R, whose layer norms make it independent of padding. All dropouts are
@@ -108,7 +68,7 @@ def with_adapters(architecture: Mapping[str, Any], adapters: Adapters) -> dict[s
     encoder has no place for them."""
     if adapters.kind != "attention":
         return dict(architecture)
-    if reads_features(architecture) or not architecture.get("do_stable_layer_norm"):
+    if not architecture.get("do_stable_layer_norm"):
         raise UserError(
             "attention adapters need an encoder with do_stable_layer_norm, such as XLS-R or MMS",
             hint="use --adapters lora",
@@ -116,15 +76,20 @@ def with_adapters(architecture: Mapping[str, Any], adapters: Adapters) -> dict[s
     return {**architecture, "adapter_attn_dim": architecture.get("adapter_attn_dim") or adapters.attention_size}
 
 
+def check_model_type(model_type: object, source: str) -> None:
+    """Raises UserError if a model is of another type than the one that is trained here."""
+    if model_type != MODEL_TYPE:
+        raise UserError(f"{source} is a model of type {model_type}", hint="use wav2vec 2.0, XLS-R or MMS")
+
+
 def check_frames(architecture: Mapping[str, Any], source: str) -> None:
-    """Raises UserError if a model's frames are not those of its family: 320 samples apart, of the known length."""
-    if reads_features(architecture):
-        is_usual, usual = architecture.get("feature_projection_input_dim") == FEATURES, f"{FEATURES} features a frame"
-    else:
-        kernels, strides = (tuple(architecture.get(name, ())) for name in ("conv_kernel", "conv_stride"))
-        is_usual, usual = (kernels, strides) == (CONV_KERNELS, CONV_STRIDES), "the convolutions of wav2vec 2.0"
-    if not is_usual:
-        raise UserError(f"{source}: its frames are not {STRIDE} samples apart", hint=f"use a model with {usual}")
+    """Raises UserError if a model's frames are not 320 samples apart, of the known length."""
+    kernels, strides = (tuple(architecture.get(name, ())) for name in ("conv_kernel", "conv_stride"))
+    if (kernels, strides) != (CONV_KERNELS, CONV_STRIDES):
+        raise UserError(
+            f"{source}: its frames are not {STRIDE} samples apart",
+            hint="use a model with the convolutions of wav2vec 2.0",
+        )
     if architecture.get("add_adapter"):
         raise UserError(
             f"{source}: has add_adapter, layers behind the encoder that make its frames longer than {STRIDE} samples; "

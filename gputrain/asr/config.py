@@ -85,8 +85,7 @@ class Model:
     gradient_checkpointing: bool | None = advanced(default=None, help=CHECKPOINTING_HELP)
     freeze_feature_encoder: bool | None = opt(
         default=None,
-        help="Keep the convolutions as they are. They read the waves; default: unless a tiny or base model is new. "
-        "w2v-BERT has none.",
+        help="Keep the convolutions as they are. They read the waves; default: unless a tiny or base model is new.",
     )
     freeze_encoder_steps: int = opt(default=0, help="First steps in which only the head trains.", min=0)
     hidden_dropout: float = advanced(default=0.0, help="Dropout of the encoder's layers.", min=0, max=0.9)
@@ -203,8 +202,7 @@ class PlanAsr(TrainAsr):
 @config(panel="Transcription")
 class Transcribe(TrainedModel):
     model: ModelName = opt(
-        help=TRAINED_HELP
-        + " Of train-asr or transformers (Wav2Vec2ForCTC or Wav2Vec2BertForCTC): its folder, its name "
+        help=TRAINED_HELP + " Of train-asr or transformers (Wav2Vec2ForCTC): its folder, its name "
         "on the Hugging Face Hub, or the file of a language's adapter in it."
     )
     input: Path = opt(help="Recording, or folder tree. Of any length, sampling rate and format.")

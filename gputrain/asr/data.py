@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gputrain.asr.architecture import preset_architecture, reads_features, with_adapters
+from gputrain.asr.architecture import MODEL_TYPE, check_model_type, preset_architecture, with_adapters
 from gputrain.asr.config import PlannedSpeech, TrainAsr
 from gputrain.asr.evaluate import HeldOutSpeech
 from gputrain.asr.load import load_run
@@ -144,19 +144,12 @@ def recogniser_architecture(settings: TrainAsr, vocabulary: Vocabulary | None, n
     options = settings.model
     kept = saved_architecture(settings)
     if kept is not None:
+        check_model_type(kept.get("model_type", MODEL_TYPE), f"the run in {settings.saving.output_dir}")
         architecture = kept
     elif not options.init_from:
         architecture = preset_architecture(options.preset, num_symbols=num_symbols, adapters=options.adapter_sizes)
     else:
         architecture = with_adapters(_initial_architecture(options.init_from), options.adapter_sizes)
-    if reads_features(architecture):
-        if options.freeze_feature_encoder is not None:
-            raise UserError(
-                f"freeze_feature_encoder has no effect: {options.init_from or 'the model'} reads log-mel features, and "
-                "has no convolutions that read waves",
-                hint="drop the option",
-            )
-        architecture = {**architecture, "conformer_conv_dropout": options.hidden_dropout}
     whole = {
         **architecture,
         "vocab_size": num_symbols,

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gputrain.asr import model as networks
-from gputrain.asr.features import features_of_equal
 from gputrain.asr.load import GreedyDecoder, Recogniser
 from gputrain.audio.export import check_file_name, cpu_copy, exported, load_line, write_onnx
 from gputrain.audio.io import Samples, from_int16
@@ -41,10 +40,6 @@ COMPARED_CLIPS = 4
 OPSET = 17
 MOST_CHANGED = 0.01  # Rounding decides between symbols that are equally probable, so that a letter may differ.
 LARGEST_PROTOBUF = 1_900_000_000  # Bytes; the weights of larger graphs are a file of their own.
-SCALES_SAMPLES = (
-    "sherpa-onnx scales samples, which changes no feature but those of exact digital silence: recordings with "
-    "stretches of it are read a little differently"
-)
 BLANK, SPACE = "<blk>", "▁"  # sherpa-onnx's names in tokens.txt
 Floats: TypeAlias = NDArray[np.float32]
 Compute: TypeAlias = Callable[[Samples], Floats]  # Returns logits or log-probabilities (F, V) of a wave.
@@ -114,7 +109,7 @@ def export_transformers(
         files = [folder / path.name for path in sorted(aside.iterdir())]
     notes = [
         f'Load it: transformers.AutoModelForCTC.from_pretrained("{folder}") and '
-        f'transformers.{_stock_processor(own).__name__}.from_pretrained("{folder}")'
+        f'transformers.Wav2Vec2Processor.from_pretrained("{folder}")'
     ]
     return exported(files, recogniser.source, "log-probability", difference, notes)
 
@@ -128,7 +123,7 @@ def _on_cpu(recogniser: Recogniser) -> Recogniser:
 
 def _write_processor(recogniser: Recogniser, folder: Path) -> None:
     """Writes vocab.json, and the settings of the tokenizer and of the feature extractor."""
-    from transformers import SeamlessM4TFeatureExtractor, Wav2Vec2CTCTokenizer, Wav2Vec2FeatureExtractor
+    from transformers import Wav2Vec2CTCTokenizer, Wav2Vec2FeatureExtractor, Wav2Vec2Processor
 
     vocabulary = recogniser.vocabulary
     if vocabulary.delimiter != ABSENT and DELIMITER not in vocabulary.symbols:
@@ -149,39 +144,27 @@ def _write_processor(recogniser: Recogniser, folder: Path) -> None:
         unk_token=blank if vocabulary.unknown_id == ABSENT else vocabulary.symbols[vocabulary.unknown_id],
         word_delimiter_token=" " if vocabulary.delimiter == ABSENT else vocabulary.symbols[vocabulary.delimiter],
     )
-    extractor = (
-        SeamlessM4TFeatureExtractor()
-        if networks.has_features(recogniser.model)
-        else Wav2Vec2FeatureExtractor(
-            feature_size=1,
-            sampling_rate=recogniser.sampling_rate,
-            padding_value=0.0,
-            do_normalize=recogniser.normalizes,
-            return_attention_mask=networks.uses_attention_mask(recogniser.model),
-        )
+    extractor = Wav2Vec2FeatureExtractor(
+        feature_size=1,
+        sampling_rate=recogniser.sampling_rate,
+        padding_value=0.0,
+        do_normalize=recogniser.normalizes,
+        return_attention_mask=networks.uses_attention_mask(recogniser.model),
     )
-    _stock_processor(recogniser)(feature_extractor=extractor, tokenizer=tokenizer).save_pretrained(folder)
+    Wav2Vec2Processor(feature_extractor=extractor, tokenizer=tokenizer).save_pretrained(folder)
     extractor.save_pretrained(folder)  # transformers before version 5 reads no other file of its settings.
 
 
-def _stock_processor(recogniser: Recogniser) -> Any:
-    from transformers import Wav2Vec2BertProcessor, Wav2Vec2Processor
-
-    return Wav2Vec2BertProcessor if networks.has_features(recogniser.model) else Wav2Vec2Processor
-
-
 def _stock_transformers(recogniser: Recogniser, folder: Path) -> Compute:
-    from transformers import AutoModelForCTC
+    from transformers import AutoModelForCTC, Wav2Vec2Processor
 
     model = AutoModelForCTC.from_pretrained(folder).eval()
-    processor = _stock_processor(recogniser).from_pretrained(folder)
+    processor = Wav2Vec2Processor.from_pretrained(folder)
 
     def compute(wave_L: Samples) -> Floats:
         inputs = processor(wave_L, sampling_rate=recogniser.sampling_rate, return_tensors="pt")
         with torch.no_grad():
             logits_FV: Floats = model(**inputs).logits[0].numpy()
-        if networks.has_features(recogniser.model):  # An odd number of frames is padded, and the last one masked.
-            logits_FV = logits_FV[: int(inputs["attention_mask"].sum())]
         decoded = " ".join(processor.decode(logits_FV.argmax(axis=1)).lower().split())
         if decoded != text_of(logits_FV, recogniser.vocabulary):
             raise RuntimeError(f"transformers' tokenizer writes {decoded!r}, expected its own symbols")
@@ -199,15 +182,11 @@ class RecogniserGraph(nn.Module):
     def __init__(self, recogniser: Recogniser) -> None:
         super().__init__()
         self.model, self.normalizes = cpu_copy(recogniser.model).eval(), recogniser.normalizes
-        if networks.has_features(self.model):
-            return
         embedding = self.model.wav2vec2.encoder.pos_conv_embed
         embedding.made = embedding.conv.weight.detach()  # The graph has the weight, not its norms and directions.
 
     def forward(self, wave_NL: Tensor) -> Tensor:
         """Returns logits (N, F, V) of waves in [-1, 1] of equal length."""
-        if networks.has_features(self.model):
-            return networks.logits(self.model, features_of_equal(wave_NL), None)
         if self.normalizes:
             centred_NL = wave_NL - wave_NL.mean(dim=1, keepdim=True)
             variance_N1 = centred_NL.square().mean(dim=1, keepdim=True)
@@ -356,7 +335,7 @@ def export_sherpa(
         "Use it: sherpa_onnx.OfflineRecognizer.from_omnilingual_asr_ctc("
         f'"{folder / "model.int8.onnx"}", "{folder / "tokens.txt"}")'
     ]
-    return Exported(files, figures, [*notes, *([SCALES_SAMPLES] if networks.has_features(recogniser.model) else [])])
+    return Exported(files, figures, notes)
 
 
 def changed_share(texts: Sequence[str], others: Sequence[str]) -> float:

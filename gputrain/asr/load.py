@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gputrain.asr import model as networks
+from gputrain.asr.architecture import MODEL_TYPE, check_model_type
 from gputrain.asr.pretrained import VOCABULARY, is_pretrained, local_recogniser, open_pretrained
 from gputrain.engine import checkpoint
 from gputrain.engine.checkpoint import format_list, load_weights, refuse_nonfinite, trained_weights
 from gputrain.errors import UserError, first_line
-from gputrain.speech.frames import ENCODER_RATE, encoder_frames
+from gputrain.speech.frames import ENCODER_RATE, FIELD, encoder_frames
 from gputrain.speech.subtitles import TimedWord
 from gputrain.speech.text.vocabulary import UNDETERMINED, Vocabulary
 
@@ -29,16 +30,11 @@ from gputrain.speech.text.vocabulary import UNDETERMINED, Vocabulary
 class Recogniser:
     """A trained recogniser for use."""
 
-    model: Any  # transformers' Wav2Vec2ForCTC or Wav2Vec2BertForCTC, in evaluation mode
+    model: Any  # transformers' Wav2Vec2ForCTC, in evaluation mode
     vocabulary: Vocabulary
     sampling_rate: int  # Hz
-    normalizes: bool  # True: it reads waves of zero mean and unit variance. Features are always normalised.
+    normalizes: bool  # True: it reads waves of zero mean and unit variance.
     source: str  # the file or folder that was read
-
-    @property
-    def field(self) -> int:
-        """The samples that a frame reads."""
-        return networks.family(self.model).field
 
     def log_probs(self, waves: Sequence[npt.NDArray[np.float32]]) -> list[Tensor]:
         """Returns for each wave the logarithms of the symbols' probabilities, float32 (F, V) on the CPU.
@@ -47,7 +43,7 @@ class Recogniser:
         model masks padding, otherwise one by one.
         """
         device = next(self.model.parameters()).device
-        long_enough = [number for number, wave in enumerate(waves) if len(wave) >= self.field]
+        long_enough = [number for number, wave in enumerate(waves) if len(wave) >= FIELD]
         if networks.uses_attention_mask(self.model):
             batches = [long_enough] if long_enough else []
         else:
@@ -60,7 +56,7 @@ class Recogniser:
                 wave_BL[row, : len(waves[number])] = torch.from_numpy(np.asarray(waves[number], dtype=np.float32))
             log_probs_BTV = predict(self.model, wave_BL.to(device), samples, normalizes=self.normalizes)
             for row, number in enumerate(members):
-                found[number] = log_probs_BTV[row, : encoder_frames(samples[row], self.field)].cpu()
+                found[number] = log_probs_BTV[row, : encoder_frames(samples[row])].cpu()
         return found
 
 
@@ -70,16 +66,12 @@ def predict(model: Any, wave_BL: Tensor, samples: Sequence[int], *, normalizes: 
     The model computes in the data type of its weights, or in that of an autocast around the call.
     """
     samples_B = torch.tensor(samples, device=wave_BL.device)
-    sound_BX = networks.sound_of(model, wave_BL, samples, samples_B, normalizes=normalizes)
-    frames = [encoder_frames(count, networks.family(model).field) for count in samples]
-    return predict_sound(model, sound_BX, frames if networks.uses_attention_mask(model) else None)
-
-
-def predict_sound(model: Any, sound_BX: Tensor, frames: Sequence[int] | None = None) -> Tensor:
-    """Does the same for what the encoder reads. `frames` are those of each clip if some may be padded."""
+    if normalizes:
+        wave_BL = networks.normalized(wave_BL, samples_B)
+    is_padded = min(samples) < wave_BL.shape[1] and networks.uses_attention_mask(model)
+    frames_B = networks.frame_counts(samples_B) if is_padded else None
     with networks.eval_mode(model):
-        frames_B = None if frames is None else torch.tensor(frames, device=sound_BX.device)
-        logits_BTV = networks.logits(model, sound_BX.to(model.lm_head.weight.dtype), frames_B)
+        logits_BTV = networks.logits(model, wave_BL.to(model.lm_head.weight.dtype), frames_B)
         return torch.log_softmax(logits_BTV.float(), dim=-1)
 
 
@@ -116,10 +108,11 @@ def load_run(path: Path) -> Recogniser:
     facts = content["facts"]
     try:
         architecture, rate, normalizes = facts["architecture"], int(facts["sampling_rate"]), bool(facts["normalizes"])
+        check_model_type(architecture.get("model_type", MODEL_TYPE), "the model")
         vocabulary = Vocabulary.from_json(facts["text"])
         model = networks.build_recogniser(architecture)
     except UserError as error:
-        raise UserError(f"{source}: {error.message}", hint="take another one") from None
+        raise UserError(f"{source}: {error.message}", hint=error.hint) from None
     except Exception as error:  # The configuration of transformers raises errors of many kinds.
         raise UserError(
             f"{source}: the checkpoint does not describe its model: {first_line(error)}", hint="take another one"

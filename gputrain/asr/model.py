@@ -1,17 +1,15 @@
-"""The recogniser: transformers' Wav2Vec2ForCTC or Wav2Vec2BertForCTC, whose forward pass is run layer by layer as a
-training step needs it.
+"""The recogniser: transformers' Wav2Vec2ForCTC, whose forward pass is run layer by layer as a training step needs it.
 
 The arithmetic is that of transformers. Differences are in what is computed at all and when: masked and dropped parts
 are given by the caller, the feature encoder keeps no graph unless it trains, padding is set to zero without a device
 sync, no attention mask is made for clips of equal length, on a CPU the convolutions have channels last, and the weight
 of the positional convolution is computed once for all micro-batches of a step.
 
-Shapes: B clips, L samples, T frames, C channels, V symbols. What an encoder reads, `sound_BX`, is waves (B, L) or, for
-w2v-BERT, features (B, T, C).
+Shapes: B clips, L samples, T frames, C channels, V symbols.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gputrain.asr.architecture import FAMILIES, RecogniserFamily, family_of
-from gputrain.asr.features import features_of
-from gputrain.speech.frames import FIELD, STRIDE, encoder_frames
+from gputrain.speech.frames import FIELD, STRIDE
 
 NORMALIZING_EPSILON = 1e-7  # As in transformers' Wav2Vec2FeatureExtractor.
 
@@ -42,44 +38,15 @@ class ForwardOptions:
 
 EVERYTHING = ForwardOptions()
 
-# Added to the scores of padding in an attention with positions. It fits all data types of an autocast, and its
-# exponential is zero in each of them.
-FORBIDDEN = torch.finfo(torch.float16).min
-
 
 def build_recogniser(architecture: Mapping[str, Any]) -> Any:
     """Returns a recogniser with random weights, in training mode. `architecture` has the fields of transformers'
     configuration."""
-    config_class, model_class = stock_classes(family_of(architecture))
-    config = config_class(**{**architecture, "attn_implementation": attention_of(model_class)})
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    config = Wav2Vec2Config(**{**architecture, "attn_implementation": "sdpa"})
     with quiet_transformers():
-        return model_class(config).train()
-
-
-def stock_classes(family: RecogniserFamily) -> tuple[Any, Any]:
-    """Returns the configuration and the model of transformers."""
-    import transformers
-
-    return getattr(transformers, family.config_class), getattr(transformers, family.model_class)
-
-
-def attention_of(model_class: Any) -> str:
-    """Returns the fastest implementation of attention; that of w2v-BERT is a new one in version 5 of transformers."""
-    return "sdpa" if model_class._supports_sdpa else "eager"
-
-
-def family(model: Any) -> RecogniserFamily:
-    return FAMILIES[model.config.model_type]
-
-
-def base_of(model: Any) -> Any:
-    """Returns the part of a recogniser that is not its head."""
-    return getattr(model, family(model).base)
-
-
-def has_features(model: Any) -> bool:
-    """Returns True for w2v-BERT, which reads log-mel features; the others read waves."""
-    return not hasattr(base_of(model), "feature_extractor")
+        return Wav2Vec2ForCTC(config).train()
 
 
 @contextmanager
@@ -101,30 +68,17 @@ def quiet_transformers() -> Iterator[None]:
 def uses_attention_mask(model: Any) -> bool:
     """Returns True if padding may be masked. Models with feat_extract_norm "group" normalise the first layer over the
     time of a clip, padding included, and were trained without a mask."""
-    return has_features(model) or bool(model.config.feat_extract_norm == "layer")
+    return bool(model.config.feat_extract_norm == "layer")
 
 
-def frame_counts(samples: Tensor, field: int = FIELD) -> Tensor:
-    """Returns the frames of clips with so many samples, elementwise, each of `field` samples."""
-    return (samples - field) // STRIDE + 1
+def frame_counts(samples: Tensor) -> Tensor:
+    """Returns the frames of clips with so many samples, elementwise."""
+    return (samples - FIELD) // STRIDE + 1
 
 
-def sound_of(model: Any, wave_BL: Tensor, samples: Sequence[int], samples_B: Tensor, *, normalizes: bool) -> Tensor:
-    """Returns what the encoder reads of clips in [-1, 1], which are zero beyond their ends. The numbers of samples are
-    given on the host and on the device, so that nothing waits for them."""
-    if has_features(model):
-        return features_of(wave_BL, samples)
-    return normalized(wave_BL, samples_B) if normalizes else wave_BL
-
-
-def frames_of(sound_BX: Tensor) -> int:
-    """Returns the number of frames that an encoder makes of what it reads."""
-    return sound_BX.shape[1] if sound_BX.ndim == 3 else encoder_frames(sound_BX.shape[1])
-
-
-def cropped(sound_BX: Tensor, frames: int) -> Tensor:
-    """Returns the part of what an encoder reads that makes so many frames."""
-    return sound_BX[:, : frames if sound_BX.ndim == 3 else (frames - 1) * STRIDE + FIELD]
+def cropped(wave_BL: Tensor, frames: int) -> Tensor:
+    """Returns the samples of waves that make so many frames."""
+    return wave_BL[:, : (frames - 1) * STRIDE + FIELD]
 
 
 def normalized(wave_BL: Tensor, samples_B: Tensor) -> Tensor:
@@ -136,90 +90,56 @@ def normalized(wave_BL: Tensor, samples_B: Tensor) -> Tensor:
     return centred_BL / (variance_B1 + NORMALIZING_EPSILON).sqrt()
 
 
-def logits(model: Any, sound_BX: Tensor, frames_B: Tensor | None, options: ForwardOptions = EVERYTHING) -> Tensor:
+def logits(model: Any, wave_BL: Tensor, frames_B: Tensor | None, options: ForwardOptions = EVERYTHING) -> Tensor:
     """Returns the logits (B, T, V). `frames_B` are the frames of each clip if some are padded, otherwise None."""
-    keeps_graph = nullcontext() if options.trains_encoder else torch.no_grad()
-    with keeps_graph:
-        hidden_BTC = encode(model, sound_BX, frames_B, options)
+    with nullcontext() if options.trains_encoder else torch.no_grad():
+        hidden_BTC = encode(model, wave_BL, frames_B, options)
     made: Tensor = model.lm_head(model.dropout(hidden_BTC))
     return made
 
 
-def encode(model: Any, sound_BX: Tensor, frames_B: Tensor | None, options: ForwardOptions) -> Tensor:
+def encode(model: Any, wave_BL: Tensor, frames_B: Tensor | None, options: ForwardOptions) -> Tensor:
     """Returns what the head reads, (B, T, C)."""
-    base, layers = base_of(model), _conformer_layers if has_features(model) else _transformer_layers
-    hidden_BTC = _projected(base, sound_BX, options)
-    inside_BT = None
+    encoder, is_stable = model.wav2vec2.encoder, model.config.do_stable_layer_norm
+    hidden_BTC = _projected(model.wav2vec2, wave_BL, options)
+    mask_B11T = None
     if options.mask_BT is not None:
         masked = options.mask_BT[:, :, None]
-        hidden_BTC = torch.where(masked, base.masked_spec_embed.to(hidden_BTC.dtype), hidden_BTC)
+        hidden_BTC = torch.where(masked, model.wav2vec2.masked_spec_embed.to(hidden_BTC.dtype), hidden_BTC)
     if options.mask_BC is not None:
         hidden_BTC = hidden_BTC.masked_fill(options.mask_BC[:, None], 0)
     if frames_B is not None:
         inside_BT = torch.arange(hidden_BTC.shape[1], device=hidden_BTC.device) < frames_B[:, None]
         hidden_BTC = hidden_BTC.masked_fill(~inside_BT[:, :, None], 0)
-    return layers(model, hidden_BTC, inside_BT, options)
-
-
-def _transformer_layers(model: Any, hidden_BTC: Tensor, inside_BT: Tensor | None, options: ForwardOptions) -> Tensor:
-    encoder = model.wav2vec2.encoder
-    mask_B11T = None if inside_BT is None else inside_BT[:, None, None]
+        mask_B11T = inside_BT[:, None, None]
     hidden_BTC = hidden_BTC + _positions(encoder.pos_conv_embed, hidden_BTC)
-    if not model.config.do_stable_layer_norm:
+    if not is_stable:
         hidden_BTC = encoder.layer_norm(hidden_BTC)
     hidden_BTC = encoder.dropout(hidden_BTC)
-    hidden_BTC = _through_layers(encoder.layers, hidden_BTC, options, attention_mask=mask_B11T)
-    if model.config.do_stable_layer_norm:
-        hidden_BTC = encoder.layer_norm(hidden_BTC)
-    return hidden_BTC
-
-
-def _conformer_layers(model: Any, hidden_BTC: Tensor, inside_BT: Tensor | None, options: ForwardOptions) -> Tensor:
-    """Runs the layers of w2v-BERT: each attends with positions of its own, and convolves to the left only."""
-    encoder, mask_B11T, positions = model.wav2vec2_bert.encoder, None, None
-    if inside_BT is not None:
-        scores_BT = hidden_BTC.new_zeros(inside_BT.shape).masked_fill(~inside_BT, FORBIDDEN)
-        mask_B11T = scores_BT[:, None, None]
-    hidden_BTC = encoder.dropout(hidden_BTC)
-    if encoder.embed_positions is not None:
-        encoder.embed_positions.cached_sequence_length = None  # It may be kept in another data type or device.
-        positions = encoder.embed_positions(hidden_BTC)
-    return _through_layers(
-        encoder.layers,
-        hidden_BTC,
-        options,
-        attention_mask=mask_B11T,
-        relative_position_embeddings=positions,
-        conv_attention_mask=inside_BT,
-    )
-
-
-def _projected(base: Any, sound_BX: Tensor, options: ForwardOptions) -> Tensor:
-    """Returns the features of the sound, projected to the encoder's width."""
-    features_BTC = sound_BX
-    if features_BTC.ndim == 2:
-        with nullcontext() if options.trains_features else torch.no_grad():
-            features_BCT = sound_BX[:, None]
-            for layer in base.feature_extractor.conv_layers:
-                features_BCT = layer(features_BCT)
-        features_BTC = features_BCT.transpose(1, 2)
-    hidden_BTC: Tensor = base.feature_projection(features_BTC)[0]
-    return hidden_BTC
-
-
-def _through_layers(layers: Any, hidden_BTC: Tensor, options: ForwardOptions, **named: Any) -> Tensor:
-    for number, layer in enumerate(layers):
+    for number, layer in enumerate(encoder.layers):
         if number not in options.dropped_layers:
-            forward: Callable[[Tensor], Tensor] = functools.partial(_layer_output, layer, **named)
+            forward: Callable[[Tensor], Tensor] = functools.partial(_layer_output, layer, mask_B11T)
             if options.checkpoints and torch.is_grad_enabled():
                 hidden_BTC = checkpoint(forward, hidden_BTC, use_reentrant=False)
             else:
                 hidden_BTC = forward(hidden_BTC)
+    if is_stable:
+        hidden_BTC = encoder.layer_norm(hidden_BTC)
     return hidden_BTC
 
 
-def _layer_output(layer: Any, hidden_BTC: Tensor, **named: Any) -> Tensor:
-    output = layer(hidden_BTC, **named)
+def _projected(base: Any, wave_BL: Tensor, options: ForwardOptions) -> Tensor:
+    """Returns the features of the waves, projected to the encoder's width."""
+    with nullcontext() if options.trains_features else torch.no_grad():
+        features_BCT = wave_BL[:, None]
+        for layer in base.feature_extractor.conv_layers:
+            features_BCT = layer(features_BCT)
+    hidden_BTC: Tensor = base.feature_projection(features_BCT.transpose(1, 2))[0]
+    return hidden_BTC
+
+
+def _layer_output(layer: Any, mask_B11T: Tensor | None, hidden_BTC: Tensor) -> Tensor:
+    output = layer(hidden_BTC, attention_mask=mask_B11T)
     made: Tensor = output[0] if isinstance(output, tuple) else output  # transformers before version 5 returns a tuple.
     return made
 
@@ -241,10 +161,7 @@ def cached_position_weights(model: Any) -> Iterator[None]:
     """Computes the weight-normed weight of the positional convolution once for all forward passes in the block.
 
     The gradients of all micro-batches are summed on it, and are propagated to its norms and directions when the block
-    is left. They are dropped if an error leaves it. w2v-BERT has no such convolution."""
-    if has_features(model):
-        yield
-        return
+    is left. They are dropped if an error leaves it."""
     embedding = model.wav2vec2.encoder.pos_conv_embed
     weight = embedding.conv.weight
     leaf = weight.detach().requires_grad_(weight.requires_grad)
@@ -291,11 +208,9 @@ class LoraLinear(nn.Linear):
 
 def add_lora(model: Any, rank: int) -> None:
     """Replaces the attention's projections of a recogniser by ones with adapters."""
-    names = family(model)
-    for layer in base_of(model).encoder.layers:
-        attention = getattr(layer, names.attention)
-        for name in names.projections:
-            setattr(attention, name, LoraLinear(getattr(attention, name), rank))
+    for layer in model.wav2vec2.encoder.layers:
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            setattr(layer.attention, name, LoraLinear(getattr(layer.attention, name), rank))
 
 
 def lora_parameters(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gputrain.asr import model as networks
-from gputrain.asr.architecture import FAMILIES, FEATURES, check_frames, family_of, reads_features
+from gputrain.asr.architecture import MODEL_TYPE, check_frames, check_model_type
 from gputrain.asr.config import PUBLISHED
 from gputrain.engine import checkpoint
 from gputrain.errors import UserError, first_line
@@ -248,16 +248,16 @@ class StockRecogniser:
     def load(self) -> tuple[Any, list[str]]:
         """Returns its model on the CPU in fp32, and the tensors that the files lack, which are random. Raises
         UserError if weights are missing or damaged."""
-        config_class, model_class = networks.stock_classes(family_of(self.architecture))
+        from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
         self.check_weights()
         try:
             with networks.quiet_transformers():
-                config = config_class.from_pretrained(str(self.folder))
-                config.vocab_size = config.vocab_size or 1  # One that was only pretrained may have none.
-                model, found = model_class.from_pretrained(
+                config = Wav2Vec2Config.from_pretrained(str(self.folder))
+                model, found = Wav2Vec2ForCTC.from_pretrained(
                     str(self.folder),
                     config=config,
-                    attn_implementation=networks.attention_of(model_class),
+                    attn_implementation="sdpa",
                     dtype=torch.float32,
                     output_loading_info=True,
                 )
@@ -308,22 +308,21 @@ def open_pretrained(path: Path, name: str = "") -> StockRecogniser:
 
     Raises UserError if there is none, it is of another type, or its language cannot be told.
     """
+    from transformers import Wav2Vec2Config
+
     folder, language = _located(path)
     name = name or str(path)
     content = read_json(folder / CONFIG)
-    if (model_type := content.get("model_type", "unknown")) not in FAMILIES:
-        raise UserError(f"{name} is a model of type {model_type}", hint="use wav2vec2, XLS-R, MMS or w2v-BERT 2.0")
+    check_model_type(content.get("model_type", "unknown"), name)
     try:
-        config_class, _ = networks.stock_classes(family_of(content))
-        architecture = config_class.from_pretrained(str(folder)).to_dict()
+        architecture = Wav2Vec2Config.from_pretrained(str(folder)).to_dict()
     except Exception as error:  # The configuration of transformers raises errors of many kinds.
         raise UserError(
-            f"{folder / CONFIG}: not a configuration of {model_type}: {first_line(error)}", hint="copy it again"
+            f"{folder / CONFIG}: not a configuration of {MODEL_TYPE}: {first_line(error)}", hint="copy it again"
         ) from None
     check_frames(architecture, name)
     tokenizer = read_tokenizer(folder)
-    of_features, fine_tuned = reads_features(architecture), tokenizer is not None
-    normalizes = _normalizes(name, folder, of_features=of_features, fine_tuned=fine_tuned)
+    normalizes = _normalizes(name, folder, fine_tuned=tokenizer is not None)
     vocabulary = None
     if tokenizer is not None:
         language = _language_of(name, folder, tokenizer, language, architecture)
@@ -355,30 +354,21 @@ def _located(path: Path) -> tuple[Path, str | None]:
     return path, language
 
 
-def _normalizes(name: str, folder: Path, *, of_features: bool, fine_tuned: bool) -> bool:
-    """Returns True if the model reads waves of zero mean and unit variance, the default of transformers, or features,
-    which always have them. Raises UserError if the settings of its feature extractor are damaged, or it reads another
-    sampling rate or other features."""
+def _normalizes(name: str, folder: Path, *, fine_tuned: bool) -> bool:
+    """Returns True if the model reads waves of zero mean and unit variance, the default of transformers. Raises
+    UserError if the settings of its feature extractor are damaged, or it reads another sampling rate."""
     processor = read_json(folder / PROCESSOR) if (folder / PROCESSOR).is_file() else {}
     # Since version 5 of transformers, the settings are a part of processor_config.json, which then comes first.
     found = processor.get("feature_extractor", processor.get("audio_processor"))
     if not isinstance(found, dict):
         if not (folder / PREPROCESSOR).is_file():
-            if fine_tuned and not of_features:
+            if fine_tuned:
                 log.warning("%s: no %s: waves are normalised, as is usual", name, PREPROCESSOR)
             return True
         found = read_json(folder / PREPROCESSOR)
     if (rate := found.get("sampling_rate", ENCODER_RATE)) != ENCODER_RATE:
         raise UserError(f"{name} reads {rate} samples a second", hint=f"use a model for {ENCODER_RATE} Hz")
-    if not of_features:
-        return bool(found.get("do_normalize", True))
-    bins, stride = (found.get(key, usual) for key, usual in (("num_mel_bins", FEATURES // 2), ("stride", 2)))
-    if (bins, stride) != (FEATURES // 2, 2):
-        raise UserError(
-            f"{name} reads {bins} bins of {stride} frames",
-            hint=f"use a model that reads {FEATURES // 2} bins of 2 frames",
-        )
-    return True
+    return bool(found.get("do_normalize", True))
 
 
 # ---------------------------------------------------------------------------------------- models of many languages

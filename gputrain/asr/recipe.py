@@ -4,8 +4,7 @@ transformers with the CTC loss of Graves et al. 2006.
 The masks of SpecAugment and the layers that a step drops are drawn for the global batch from (seed, step). transformers
 draws them inside the forward pass from the global random state, so that they would depend on how a batch is split.
 
-Shapes: B items (clips), L samples, T frames, C channels, S labels, V symbols, N positions. What the encoder reads,
-`sound_BX`, is waves (B, L) or features (B, T, C).
+Shapes: B items (clips), L samples, T frames, C channels, S labels, V symbols, N positions.
 """
 
 import functools
@@ -36,9 +35,9 @@ PEAK_SEARCH = 10_000  # Steps in which the one that leaves out the fewest layers
 
 @dataclass(frozen=True)
 class UtteranceBatch:
-    """Clips of a step, or a part of them; sound is zero beyond the end of a clip."""
+    """Clips of a step, or a part of them; waves are zero beyond the end of a clip."""
 
-    sound_BX: Tensor
+    wave_BL: Tensor
     frames_B: Tensor
     labels_BS: Tensor
     mask_BT: Tensor | None  # frames that SpecAugment replaces
@@ -53,8 +52,8 @@ class UtteranceBatch:
 
     @property
     def most_frames(self) -> int:
-        """Number of frames of the sound with its padding."""
-        return networks.frames_of(self.sound_BX)
+        """Number of frames of the waves with their padding."""
+        return encoder_frames(self.wave_BL.shape[1])
 
     @property
     def padded_frames(self) -> int:
@@ -66,7 +65,7 @@ class UtteranceBatch:
         most = self.most_frames if self.keeps_length else max(frames)
         return replace(
             self,
-            sound_BX=self.sound_BX[items] if self.keeps_length else networks.cropped(self.sound_BX[items], most),
+            wave_BL=self.wave_BL[items] if self.keeps_length else networks.cropped(self.wave_BL[items], most),
             frames_B=self.frames_B[items],
             labels_BS=self.labels_BS[items, : max(labels)],
             mask_BT=None if self.mask_BT is None else self.mask_BT[items, :most],
@@ -115,7 +114,7 @@ class RecogniserRecipe(BucketRecipe):
         self.phase = Phase("recogniser", (nn.ParameterList(trained),), optimizer)
         once = functools.partial(networks.cached_position_weights, self.model)
         self.step_groups = [StepGroup((self.phase,), self.loss, once)]
-        runtime.compile_modules(networks.base_of(self.model).encoder.layers, any_shape=True)
+        runtime.compile_modules(self.model.wav2vec2.encoder.layers, any_shape=True)
 
     def _model_on_device(self) -> Any:
         model = networks.build_recogniser(self.architecture)
@@ -133,9 +132,7 @@ class RecogniserRecipe(BucketRecipe):
         device, masking = self.runtime.device, self.settings.masking
         clips, draws = self.clips_and_draws(loaded, step)
         samples = [count for bucket in clips.buckets for count in bucket.samples_B.tolist()]
-        # A clip may be shorter than the longer frames of w2v-BERT, and then has one of silence.
-        field = networks.family(self.model).field
-        frames = tuple(max(1, encoder_frames(count, field)) for count in samples)
+        frames = tuple(encoder_frames(count) for count in samples)
         labels = tuple(count for bucket in clips.buckets for count in bucket.symbols_B.tolist())
         # Without an attention mask the length of the padding changes the features: it is that of the global batch, and
         # no part is cropped to its own clips.
@@ -147,22 +144,23 @@ class RecogniserRecipe(BucketRecipe):
         labels_BS = labels_BS.to(device, non_blocking=True)
         wave_BL = wave_BL.to(self.dtype) / 32768
         samples_B = torch.tensor(samples).to(device, non_blocking=True)
-        sound_BX = networks.sound_of(self.model, wave_BL, samples, samples_B, normalizes=self.normalizes)
+        if self.normalizes:
+            wave_BL = networks.normalized(wave_BL, samples_B)
         # Samples after the last whole frame count for the mean and the variance only.
-        sound_BX = sound_BX[:, :longest] if longest else networks.cropped(sound_BX, max(frames))
-        frames_B = networks.frame_counts(samples_B, field).clamp(min=1)
+        wave_BL = wave_BL[:, :longest] if longest else networks.cropped(wave_BL, max(frames))
+        frames_B = networks.frame_counts(samples_B)
         # SpecAugment: spans of frames get the model's mask vector, spans of channels zeros.
         mask_BT = mask_BC = None
         if masking.mask_time_prob:
             most, share = max(clips.frames), masking.mask_time_prob
             mask_BT = masked_spans(draws, frames_B, most, share=share, length=masking.mask_time_length)
-            mask_BT = mask_BT[:, : networks.frames_of(sound_BX)]
+            mask_BT = mask_BT[:, : encoder_frames(wave_BL.shape[1])]
         if masking.mask_feature_prob:
             width, share = int(self.model.config.hidden_size), masking.mask_feature_prob
             widths_B = torch.full_like(frames_B, width)
             mask_BC = masked_spans(draws, widths_B, width, share=share, length=masking.mask_feature_length)
         return UtteranceBatch(
-            sound_BX=sound_BX,
+            wave_BL=wave_BL,
             frames_B=frames_B,
             labels_BS=labels_BS,
             mask_BT=mask_BT,
@@ -202,7 +200,7 @@ class RecogniserRecipe(BucketRecipe):
             trains_encoder=step >= self.settings.model.freeze_encoder_steps,
         )
         is_padded = self.uses_mask and min(batch.frames) < most
-        logits_BTV = networks.logits(self.model, batch.sound_BX, batch.frames_B if is_padded else None, options)
+        logits_BTV = networks.logits(self.model, batch.wave_BL, batch.frames_B if is_padded else None, options)
         log_probs_BTV = F.log_softmax(logits_BTV.to(torch.promote_types(self.dtype, torch.float32)), dim=-1)
         frames: Any = batch.frames if self.uses_mask else (most,) * len(batch.frames)
         labels: Any = batch.labels
@@ -242,13 +240,13 @@ class RecogniserRecipe(BucketRecipe):
 
 def trained_parameters(model: Any, settings: TrainAsr) -> list[nn.Parameter]:
     """Returns the parameters that the settings train, in the model's order."""
-    base, head = networks.base_of(model), list(model.lm_head.parameters())
+    base, head = model.wav2vec2, list(model.lm_head.parameters())
     if settings.model.adapters == "lora":
         return [*networks.lora_parameters(model), *head]
     if settings.model.adapters == "attention":
         return [*(p for layer in base.encoder.layers for p in layer.adapter_layer.parameters()), *head]
     left_out: set[int] = set()
-    if not settings.model.trains_features and not networks.has_features(model):
+    if not settings.model.trains_features:
         left_out |= {id(parameter) for parameter in base.feature_extractor.parameters()}
     if not settings.masking.mask_time_prob and hasattr(base, "masked_spec_embed"):
         left_out.add(id(base.masked_spec_embed))  # It would never have a gradient.

@@ -1,10 +1,10 @@
 """Transcribes recordings of any length: text, words with times, and subtitles.
 
 A recogniser runs on overlapping chunks. Every chunk begins at a frame of the whole recording. Of two chunks that
-overlap, each gives its half of the overlap, because frames near the end of a chunk lack context. Samples, or the
-features of w2v-BERT, are normalised by the mean and the variance of the whole recording.
+overlap, each gives its half of the overlap, because frames near the end of a chunk lack context. Samples are normalised
+by the mean and the variance of the whole recording.
 
-Shapes: T samples, F frames, V symbols, C channels.
+Shapes: T samples, F frames, V symbols.
 """
 
 import json
@@ -17,16 +17,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from gputrain.asr.config import Transcribe, TranscriptFormat
-from gputrain.asr.features import bank_blocks, filter_banks, stacked
-from gputrain.asr.load import GreedyDecoder, Recogniser, load_recogniser, predict_sound, words_of
-from gputrain.asr.model import NORMALIZING_EPSILON, has_features
+from gputrain.asr.load import GreedyDecoder, Recogniser, load_recogniser, predict, words_of
+from gputrain.asr.model import NORMALIZING_EPSILON
 from gputrain.audio.io import HOW_TO_CONVERT, Mixing, Samples, length_of, read_in_blocks
 from gputrain.audio.prepare import scan_recordings
 from gputrain.data_in.preparation import RefusedItem
@@ -34,7 +33,7 @@ from gputrain.errors import UserError
 from gputrain.files import Progress, check_report, no_progress, output_names, writing
 from gputrain.hw.runtime import runtime_on
 from gputrain.speech import subtitles
-from gputrain.speech.frames import STRIDE, encoder_frames
+from gputrain.speech.frames import FIELD, STRIDE, encoder_frames
 
 log = logging.getLogger(__name__)
 
@@ -64,23 +63,23 @@ class ChunkLengths:
 
 @dataclass(frozen=True)
 class SoundMoments:
-    """Number of samples of a recording, mean and variance. Of features, these are those of each channel."""
+    """Number of samples of a recording, their mean and variance."""
 
     samples: int
-    mean: Any  # A number, or an array (C,)
-    variance: Any
+    mean: float
+    variance: float
 
 
 def moments_of(blocks: Iterable[NDArray[np.floating]]) -> SoundMoments:
     """Returns the moments of a recording, summed in fp64 around the mean of each block (Chan et al. 1979)."""
-    count, mean, squares = 0, np.float64(0), np.float64(0)
+    count, mean, squares = 0, 0.0, 0.0
     for block in blocks:
         if len(block):
-            own_mean = block.mean(axis=0, dtype=np.float64)
+            own_mean = float(block.mean(dtype=np.float64))
             total, step = count + len(block), own_mean - mean
-            squares = squares + np.square(block - own_mean, dtype=np.float64).sum(axis=0)
-            squares = squares + step * step * count * len(block) / total
-            mean = mean + step * len(block) / total
+            squares += float(np.square(block - own_mean, dtype=np.float64).sum())
+            squares += step * step * count * len(block) / total
+            mean += step * len(block) / total
             count = total
     return SoundMoments(count, mean, squares / max(1, count))
 
@@ -100,18 +99,12 @@ def log_prob_pieces(
     recogniser: Recogniser, blocks: Blocks, sound: SoundMoments, lengths: ChunkLengths
 ) -> Iterator[NDArray[np.float32]]:
     """Yields the log-probabilities (F, V) of consecutive frames of a recording; one chunk is in memory at a time."""
-    device, field = next(recogniser.model.parameters()).device, recogniser.field
+    device = next(recogniser.model.parameters()).device
     scale = 1 / math.sqrt(sound.variance + NORMALIZING_EPSILON)
-    moments = []
-    if has_features(recogniser.model):
-        banks = moments_of(bank_blocks(blocks()))
-        unbiased = banks.variance * banks.samples / max(1, banks.samples - 1)  # As the features of a clip are.
-        moments = [torch.as_tensor(each, device=device) for each in (banks.mean, unbiased)]
     source, begin = blocks(), 0  # `begin` is the first sample of `held_T`.
     held_T = np.empty(0, np.float32)
-    spans = chunk_spans(encoder_frames(sound.samples, field), lengths)
-    for first, end, kept_from, kept_to in spans:
-        first_sample, end_sample = first * STRIDE, (end - 1) * STRIDE + field
+    for first, end, kept_from, kept_to in chunk_spans(encoder_frames(sound.samples), lengths):
+        first_sample, end_sample = first * STRIDE, (end - 1) * STRIDE + FIELD
         parts = [held_T[first_sample - begin :]]
         begin = first_sample
         held = len(parts[0])
@@ -120,12 +113,10 @@ def log_prob_pieces(
             held += len(block_T)
         held_T = np.concatenate(parts)
         wave_T = held_T[: end_sample - begin]
-        if recogniser.normalizes and not moments:
+        if recogniser.normalizes:  # By the moments of the recording: a chunk of silence is not made loud.
             wave_T = ((wave_T - sound.mean) * scale).astype(np.float32)
-        sound_1X = torch.from_numpy(np.ascontiguousarray(wave_T))[None].to(device)
-        if moments:
-            sound_1X = stacked(filter_banks(sound_1X), *moments)
-        log_probs_FV = predict_sound(recogniser.model, sound_1X)[0]
+        wave_1T = torch.from_numpy(np.ascontiguousarray(wave_T))[None].to(device)
+        log_probs_FV = predict(recogniser.model, wave_1T, [len(wave_T)], normalizes=False)[0]
         yield log_probs_FV[kept_from - first : kept_to - first].cpu().numpy()
 
 
@@ -260,9 +251,9 @@ def transcribe_sound(
     rate_hz = recogniser.sampling_rate
     blocks = blocks_of_file(path, rate_hz)
     sound = moments_of(blocks())
-    if sound.samples < (field := recogniser.field):
+    if sound.samples < FIELD:
         raise UserError(
-            f"{path}: lasts {1000 * sound.samples / rate_hz:.3g} ms, less than a frame, {1000 * field / rate_hz:g} ms",
+            f"{path}: lasts {1000 * sound.samples / rate_hz:.3g} ms, less than a frame, {1000 * FIELD / rate_hz:g} ms",
             hint="leave it out, or record it again",
         )
     decoder, frames = GreedyDecoder(recogniser.vocabulary), 0

@@ -5,11 +5,10 @@ STRIDE = 320  # samples from one frame to the next: the product of the strides 5
 FIELD = 400  # samples that a frame reads
 
 
-def encoder_frames(samples: int, field: int = FIELD) -> int:
-    """Returns the exact number of frames that the seven convolutions make of a wave, which has no padding, or that an
-    encoder makes whose frames are `field` samples long.
+def encoder_frames(samples: int) -> int:
+    """Returns the exact number of frames that the seven convolutions make of a wave, which has no padding.
 
     Source: Baevski et al. 2020 (https://arxiv.org/abs/2006.11477), section 4.2. floor((floor((n - a) / b) + 1 - c) / d)
     of nested convolutions equals one floor of the whole, so this equals the frames layer by layer.
     """
-    return max(0, (samples - field) // STRIDE + 1)
+    return max(0, (samples - FIELD) // STRIDE + 1)

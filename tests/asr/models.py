@@ -23,11 +23,6 @@ SIZES: dict[str, Any] = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
     "conv_dim": (8,) * 7, "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2,
 }  # fmt: skip
-# The fields that make a small w2v-BERT of an architecture; it has others of wav2vec2, which it does not read.
-W2V_BERT: dict[str, Any] = {
-    "model_type": "wav2vec2-bert", "hidden_act": "swish", "conv_depthwise_kernel_size": 5,
-    "conformer_conv_dropout": 0.0, "left_max_position_embeddings": 8, "right_max_position_embeddings": 4,
-}  # fmt: skip
 
 
 @contextmanager
@@ -72,11 +67,6 @@ def transformers_folder(
         "feature_extractor_type": "Wav2Vec2FeatureExtractor", "feature_size": 1, "sampling_rate": 16000,
         "padding_value": 0.0, "do_normalize": normalizes, "return_attention_mask": True,
     }  # fmt: skip
-    if changes.get("model_type") == W2V_BERT["model_type"]:
-        features = {
-            "feature_extractor_type": "SeamlessM4TFeatureExtractor", "feature_size": 80, "num_mel_bins": 80,
-            "padding_value": 1, "sampling_rate": 16000, "stride": 2,
-        }  # fmt: skip
     (folder / "preprocessor_config.json").write_text(json.dumps(features))
     return folder
 
@@ -119,19 +109,16 @@ def change_json(path: Path, **changes: Any) -> None:
 
 def written_by_transformers(folder: Path, wave: np.ndarray, language: str | None = None) -> str:
     """Returns a wave's text by transformers' model and processor, with the adapter of a language if one is named."""
-    from transformers import AutoModelForCTC, Wav2Vec2BertProcessor, Wav2Vec2Processor
+    from transformers import AutoModelForCTC, Wav2Vec2Processor
 
     model = AutoModelForCTC.from_pretrained(folder).eval()
-    of_features = model.config.model_type == W2V_BERT["model_type"]
-    processor = (Wav2Vec2BertProcessor if of_features else Wav2Vec2Processor).from_pretrained(folder)
+    processor = Wav2Vec2Processor.from_pretrained(folder)
     if language is not None:
         processor.tokenizer.set_target_lang(language)
         model.load_adapter(language)
     with torch.no_grad():
         inputs = processor(wave, sampling_rate=16000, return_tensors="pt")
         ids = model(**inputs).logits.argmax(dim=-1)
-    if of_features:  # An odd number of frames of filter banks is padded, and the frame with the padding is masked.
-        ids = ids[:, : int(inputs["attention_mask"].sum())]
     return " ".join(processor.batch_decode(ids)[0].split())
 
 

@@ -18,12 +18,12 @@ from gputrain.asr.load import load_recogniser
 from gputrain.asr.pretrained import is_pretrained, local_recogniser, open_pretrained
 from gputrain.asr.recipe import RecogniserRecipe
 from gputrain.config import assemble
+from gputrain.engine import checkpoint
 from gputrain.errors import UserError
 from gputrain.fetch.names import TrainedModel, kind_of
 from gputrain.speech.buckets import ClipSize
 from tests.asr.models import (
     VOCABULARY,
-    W2V_BERT,
     change_json,
     in_cache_of_hub,
     mms_folder,
@@ -235,6 +235,8 @@ def no_head(folder):
     (lambda folder: change_json(folder / "config.json", vocab_size=31), "other shapes than config.json says"),
     (lambda folder: change_json(folder / "config.json", model_type="hubert"), "model of type hubert"),
     (lambda folder: change_json(folder / "config.json", model_type="wavlm"), "model of type wavlm"),
+    (lambda folder: change_json(folder / "config.json", model_type="wav2vec2-bert"), "model of type wav2vec2-bert"),
+    (lambda folder: change_json(folder / "config.json", add_adapter=True), "has add_adapter, layers behind"),
     (lambda folder: change_json(folder / "config.json", hidden_size="x"), "wav2vec2|cannot be read"),
     (lambda folder: (folder / "config.json").write_text("{"), r"config\.json: not valid JSON"),
     (lambda folder: (folder / "preprocessor_config.json").write_text("{"), "preprocessor_config.json: not valid JSON"),
@@ -247,46 +249,37 @@ def test_folders_that_cannot_be_used(tmp_path, change, message):
         load_recogniser(folder, CPU)
 
 
-@each_row(
-    ("config.json", {"feature_projection_input_dim": 80}, "160 features a frame"),
-    ("config.json", {"add_adapter": True}, "trained with add_adapter=False"),
-    ("preprocessor_config.json", {"num_mel_bins": 128}, "reads 128 bins of 2 frames"),
-    ("preprocessor_config.json", {"stride": 1}, "reads 80 bins of 1 frames"),
-)
-def test_folders_of_w2v_bert_that_cannot_be_used(tmp_path, file, changes, message):
-    folder = transformers_folder(tmp_path / f"{hash(message)}", **W2V_BERT)
-    change_json(folder / file, **changes)
-    with pytest.raises(UserError) as error:
-        load_recogniser(folder, CPU)
-    assert message in f"{error.value.message}; {error.value.hint}"
+def test_a_run_of_a_model_that_is_not_trained_any_more_is_refused_by_its_type(tmp_path):
+    content = checkpoint.read(run_folder(tmp_path / "run") / "checkpoint_last.pt", "asr")
+    content["facts"]["architecture"]["model_type"] = "wav2vec2-bert"
+    checkpoint.save(tmp_path / "run", content)
+    (tmp_path / "run" / "architecture.json").write_text(json.dumps(content["facts"]["architecture"]))
+    settings = {"data_path": str(tmp_path), "output_dir": str(tmp_path / "run"), "resume_from": "auto"}
+    for use in (
+        lambda: load_recogniser(tmp_path / "run", CPU),
+        lambda: initial_normalizes(assemble(TrainAsr, {"data_path": ".", "init_from": str(tmp_path / "run")})),
+        lambda: recogniser_architecture(assemble(TrainAsr, settings), None, 12),
+    ):
+        with pytest.raises(UserError, match="is a model of type wav2vec2-bert") as raised:
+            use()
+        assert str(tmp_path / "run") in raised.value.message
+        assert raised.value.hint == "use wav2vec 2.0, XLS-R or MMS"
 
 
-@each_row(
-    ({"freeze_feature_encoder": True}, "no convolutions that read waves"),
-    ({"freeze_feature_encoder": False}, "no convolutions that read waves"),
-    ({"adapters": "attention"}, "attention adapters need an encoder with do_stable_layer_norm"),
-)
-def test_options_that_w2v_bert_has_no_place_for(tmp_path, changes, message):
-    folder = transformers_folder(tmp_path / f"{hash(str(changes))}", **W2V_BERT)
-    settings = assemble(TrainAsr, {"data_path": str(tmp_path), "init_from": str(folder), **changes})
-    with pytest.raises(UserError, match=message):
-        recogniser_architecture(settings, None, 12)
-
-
-def test_a_w2v_bert_that_was_only_pretrained_is_a_start(tmp_path):
-    """As facebook/w2v-bert-2.0 is: an encoder alone, whose configuration has no vocabulary, with its layer drop."""
-    folder = transformers_folder(tmp_path / "model", **W2V_BERT)
-    tiny_model(seed=3, **W2V_BERT).wav2vec2_bert.save_pretrained(folder)
-    change_json(folder / "config.json", vocab_size=None, layerdrop=0.1, conformer_conv_dropout=0.1)
+def test_a_model_that_was_only_pretrained_is_a_start(tmp_path):
+    """As facebook/wav2vec2-xls-r-300m is: an encoder alone, with its layer drop, and without a tokenizer."""
+    folder = transformers_folder(tmp_path / "model")
+    tiny_model(seed=3).wav2vec2.save_pretrained(folder)
+    change_json(folder / "config.json", layerdrop=0.1)
     (folder / "vocab.json").unlink()
     values = {"data_path": str(tmp_path), "init_from": str(folder), "learning_rate": 1e-3, "hidden_dropout": 0.25}
     settings = assemble(TrainAsr, values)
     assert initial_normalizes(settings) is True
     architecture = recogniser_architecture(settings, VOCABULARY, 12)
-    assert [architecture[name] for name in ("vocab_size", "layerdrop", "conformer_conv_dropout")] == [12, 0.0, 0.25]
+    assert [architecture[name] for name in ("vocab_size", "layerdrop", "hidden_dropout")] == [12, 0.0, 0.25]
     recipe = RecogniserRecipe(settings, architecture, ClipSize(30, 6), cpu_runtime())
     init_weights(recipe, str(folder), VOCABULARY)
-    given = tiny_model(seed=3, **W2V_BERT).state_dict()
+    given = tiny_model(seed=3).state_dict()
     own = recipe.model.state_dict()
     assert len(own) == len(given) > 60
     assert all(torch.equal(own[name], given[name]) for name in own if "lm_head" not in name)

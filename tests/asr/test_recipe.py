@@ -9,7 +9,7 @@ import torch
 
 from gputrain.asr.config import TrainAsr
 from gputrain.asr.data import init_weights
-from gputrain.asr.model import base_of, logits
+from gputrain.asr.model import logits
 from gputrain.asr.recipe import RecogniserRecipe
 from gputrain.config import assemble
 from gputrain.engine import adamw_8bit
@@ -21,7 +21,7 @@ from gputrain.planner.memory.predict import predict_step, step_flops
 from gputrain.speech.buckets import ClipBatch, ClipSize
 from gputrain.speech.frames import STRIDE, encoder_frames
 from gputrain.speech.training import plan_target
-from tests.asr.models import VOCABULARY, W2V_BERT, tiny_architecture, transformers_folder
+from tests.asr.models import VOCABULARY, tiny_architecture, transformers_folder
 from tests.recipes import (
     assert_out_of_memory_changes_nothing,
     assert_resumed_is_undisturbed,
@@ -30,7 +30,7 @@ from tests.recipes import (
     go_on,
     weights,
 )
-from tests.tables import each_row, slow
+from tests.tables import slow
 from tests.toy import cpu_runtime, quiet
 
 SYMBOLS = 30
@@ -85,17 +85,17 @@ def their_gradients(
     """
     batch, model = recipe.prepare([loaded], 0), recipe.model.train()
     model.config.ctc_loss_reduction, model.config.mask_time_prob = reduction, 0.0
-    lengths_B = batch.frames_B if batch.sound_BX.ndim == 3 else loaded.samples_B
-    inside = torch.arange(batch.sound_BX.shape[1]) < lengths_B[:, None]
+    lengths_B = batch.frames_B if batch.wave_BL.ndim == 3 else loaded.samples_B
+    inside = torch.arange(batch.wave_BL.shape[1]) < lengths_B[:, None]
     labels = loaded.ids_BS.masked_fill(torch.arange(9) >= loaded.symbols_B[:, None], -100)
     model.requires_grad_(True)
     log_softmax = torch.nn.functional.log_softmax
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.functional, "log_softmax", lambda logits, dim, **named: log_softmax(logits, dim=dim))
-        encode = base_of(model).forward  # Wav2Vec2ForCTC passes no masks on.
-        patch.setattr(base_of(model), "forward", functools.partial(encode, mask_time_indices=batch.mask_BT))
+        encode = model.wav2vec2.forward  # Wav2Vec2ForCTC passes no masks on.
+        patch.setattr(model.wav2vec2, "forward", functools.partial(encode, mask_time_indices=batch.mask_BT))
         mask = None if batch.keeps_length else inside.long()
-        model(batch.sound_BX, attention_mask=mask, labels=labels).loss.backward()
+        model(batch.wave_BL, attention_mask=mask, labels=labels).loss.backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return found
@@ -108,8 +108,7 @@ def our_gradients(recipe: RecogniserRecipe, loaded: ClipBatch) -> dict[str, torc
     return {name: p.grad for name, p in recipe.model.named_parameters() if p.grad is not None}
 
 
-ARCHITECTURES = {"xls-r": {}, "group": GROUP, "post": {"do_stable_layer_norm": False}, "w2v-bert": W2V_BERT}
-ARCHITECTURES["transformer-xl"] = {**W2V_BERT, "position_embeddings_type": "relative"}
+ARCHITECTURES = {"xls-r": {}, "group": GROUP, "post": {"do_stable_layer_norm": False}}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=ARCHITECTURES)
@@ -154,19 +153,17 @@ VARIANTS = {
     "frozen": {"freeze_feature_encoder": True, "freeze_encoder_steps": 1},
     "lora": {"adapters": "lora", "lora_rank": 2},
     "attention": {"adapters": "attention"},
-    "w2v-bert": {"layer_drop": 0.3, "mask_feature_prob": 0.2},
-    "w2v-bert-lora": {"adapters": "lora", "lora_rank": 2},
 }
 
 
 def variant(tmp_path, name: str, **changes) -> TrainState:
-    architecture = {"attention": {"adapter_attn_dim": 4}, **dict.fromkeys(("w2v-bert", "w2v-bert-lora"), W2V_BERT)}
-    return begin(tmp_path, architecture.get(name, {}), **VARIANTS[name], **changes)
+    architecture = {"adapter_attn_dim": 4} if name == "attention" else {}
+    return begin(tmp_path, architecture, **VARIANTS[name], **changes)
 
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("whole", 4), ("lora", 4), ("w2v-bert", 4), *(slow(*case) for case in itertools.product(VARIANTS, (1, 4)))],
+    [("whole", 4), ("lora", 4), *(slow(*case) for case in itertools.product(VARIANTS, (1, 4)))],
 )
 def test_any_micro_batch_gives_the_same_weights(name, size, tmp_path):
     whole, split = variant(tmp_path, name), variant(tmp_path, name, micro_batch_size=size)
@@ -188,13 +185,12 @@ def test_a_model_with_group_norm_keeps_the_padding_of_the_whole_batch(tmp_path):
     assert_split_changes_nothing(whole, split, load, range(2))
 
 
-@each_row({}, W2V_BERT)
-def test_checkpointing_changes_nothing_but_memory(tmp_path, architecture):
-    plain, kept = (begin(tmp_path, architecture, gradient_checkpointing=on) for on in (False, True))
+def test_checkpointing_changes_nothing_but_memory(tmp_path):
+    plain, kept = (begin(tmp_path, gradient_checkpointing=on) for on in (False, True))
     assert_same_weights(plain, kept, load, range(2), within=1e-12)
 
 
-@pytest.mark.parametrize("name", ["lora", "attention", "frozen", "w2v-bert-lora"])
+@pytest.mark.parametrize("name", ["lora", "attention", "frozen"])
 def test_only_what_trains_has_optimizer_state_and_moves(name, tmp_path):
     state = variant(tmp_path, name)
     before = weights(state)
@@ -263,7 +259,7 @@ def test_the_share_of_blanks_is_that_of_the_frames_of_each_clip():
             recipe.model.lm_head.weight.mul_(20 if not bias else 1)
         batch = recipe.prepare([loaded], 0)
         sums = gradients(TrainState.for_measurement(recipe, cpu_runtime()), recipe.step_groups[0], batch, 1, 0)
-        read_BT = logits(recipe.model, batch.sound_BX, batch.frames_B).argmax(dim=-1)
+        read_BT = logits(recipe.model, batch.wave_BL, batch.frames_B).argmax(dim=-1)
         shares = [
             float((row[:frames] == recipe.blank).double().mean())
             for row, frames in zip(read_BT, batch.frames, strict=True)
@@ -289,12 +285,8 @@ def test_parts_lose_their_padding():
     batch = recipe.prepare([bucket(0)], 0)
     parts = recipe.split(batch, 3)
     assert batch.most_frames == max(batch.frames) == encoder_frames(12000)
-    assert [part.sound_BX.shape[1] for part in parts] == [(max(part.frames) - 1) * 320 + 400 for part in parts]
+    assert [part.wave_BL.shape[1] for part in parts] == [(max(part.frames) - 1) * 320 + 400 for part in parts]
     assert [part.labels_BS.shape[1] for part in parts] == [max(part.labels) for part in parts]
-    of_features = make(W2V_BERT)
-    parts = of_features.split(of_features.prepare([bucket(0)], 0), 3)
-    assert [part.sound_BX.shape for part in parts] == [(2, max(part.frames), 160) for part in parts]
-    assert [part.frames for part in parts][2] == ((10400 - 560) // 320 + 1, (12000 - 560) // 320 + 1)
     assert len(recipe.split(batch, 50)) == 6
     assert recipe.size(recipe.prepare([bucket(0, clips=2, longest=48000)], 0)) == 10  # 300 frames of 30 a clip
 
@@ -347,8 +339,8 @@ def test_waves_are_normalised_over_all_samples_of_a_clip():
     """Also over those after the last whole frame, which the longest clip of a batch loses."""
     recipe, loaded = make(), bucket(0)
     batch = recipe.prepare([loaded], 0)
-    assert batch.sound_BX.shape[1] < int(loaded.samples_B.max())
+    assert batch.wave_BL.shape[1] < int(loaded.samples_B.max())
     for row, samples in enumerate(loaded.samples_B.tolist()):
         wave = loaded.wave_BT[row, :samples].double() / 32768
-        expected = ((wave - wave.mean()) / (wave.var(correction=0) + 1e-7).sqrt())[: batch.sound_BX.shape[1]]
-        assert (batch.sound_BX[row, : len(expected)] - expected).abs().max() < 1e-12
+        expected = ((wave - wave.mean()) / (wave.var(correction=0) + 1e-7).sqrt())[: batch.wave_BL.shape[1]]
+        assert (batch.wave_BL[row, : len(expected)] - expected).abs().max() < 1e-12
