@@ -38,7 +38,8 @@ import yaml
 from typing_extensions import dataclass_transform
 
 from gputrain.errors import UserError
-from gputrain.serialization import converted, read_json, read_yaml
+from gputrain.former_options import explain_former, with_current_options
+from gputrain.serialization import TRAIN_AGAIN, converted, read_json, read_yaml, unreadable
 
 T = TypeVar("T")
 
@@ -56,26 +57,6 @@ class ModelName(str):
     would change a name's slashes."""
 
 
-# Names that options had, by kind of model ("" for all kinds). Checkpoints and configuration files are read with them;
-# they are no flags.
-FORMER_NAMES: Mapping[str, Mapping[str, str]] = {
-    "": {
-        "log_freq": "log_every_steps",
-        "save_samples_freq": "sample_every_steps",
-        "evaluate_freq": "evaluate_every_epochs",
-        "evaluate_steps": "evaluate_every_steps",
-        "checkpoint_freq": "checkpoint_every_epochs",
-        "checkpoint_steps": "checkpoint_every_steps",
-        "checkpoint_minutes": "checkpoint_every_minutes",
-    },
-    "vae": {"lean": "recompute_norms"},
-    "vocoder": {"discriminator_warmup_steps": "discriminator_only_steps"},
-    "tts": {"data_dir": "data_path", "batch_room": "max_batch_audio_ratio"},
-    "asr": {"data_dir": "data_path", "batch_room": "max_batch_audio_ratio"},
-}
-# Options that every train command had, with their former defaults. They changed nothing that is trained: a checkpoint
-# is read with any value of them, a file with these.
-REMOVED: Mapping[str, object] = {"track": [], "plan_file": None}
 Level = Literal["common", "advanced", "file"]
 LARGEST = 2**63 - 1  # The largest number that an option takes.
 LONGEST_FILE = 10_000_000  # Bytes of a configuration file.
@@ -282,13 +263,12 @@ def checked(cls: type, values: Mapping[str, object], source: str = "") -> dict[s
     """
     where = f"{source}: " if source else ""
     known = {name: leaf for leaf in leaves(cls).values() for name in leaf.names}
-    values = without_removed(cls, values)
     written: dict[str, str] = {}
     made: dict[str, Any] = {}
     for name, value in without_switches(cls, values, where).items():
         leaf = known.get(name)
         if leaf is None:
-            raise unknown_key(name, known, where)
+            raise unknown_key(name, known, where, "" if "kind" in known else getattr(cls, "kind", ""))
         if leaf.name in written:
             raise UserError(f"{where}{written[leaf.name]} and {name} are one and the same key", hint="keep one of them")
         written[leaf.name] = name
@@ -348,7 +328,9 @@ def _range(low: float | None, high: float | None) -> str:
     return f"at least {low}" if low is not None else f"at most {high}"
 
 
-def unknown_key(name: str, known: Mapping[str, object], where: str = "") -> UserError:
+def unknown_key(name: str, known: Mapping[str, object], where: str = "", kind: str = "") -> UserError:
+    if former := explain_former(name, kind):
+        return UserError(f"{where}{former[0]}", hint=former[1])
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(sorted(known))}"
     return UserError(f"{where}unknown key {name!r}", hint=hint)
@@ -360,19 +342,16 @@ def flatten(instance: object) -> dict[str, Any]:
     return {name: _plain(value) for name, value in values.items() if value is not None}
 
 
-def is_readable(cls: type, values: Mapping[str, Any]) -> bool:
-    """Return True if flat stored values have no key that `cls` has not, and every key without a default. Others may be
-    missing: they are options of a later version, whose defaults hold."""
+def check_stored(cls: type, values: Mapping[str, Any], source: Path) -> None:
+    """Raise UserError for flat values of a checkpoint that have a key that `cls` has not, or lack one without a
+    default. Others may be missing: they are options of a later version, whose defaults hold."""
     known = leaves(cls)
+    for name in values.keys() - known.keys():
+        if former := explain_former(name, getattr(cls, "kind", "")):
+            raise UserError(f"{source}: was trained with {name} {values[name]}, and {former[0]}", hint=TRAIN_AGAIN)
     required = {name for name, leaf in known.items() if leaf.required}
-    return required <= without_removed(cls, values).keys() <= known.keys()
-
-
-def without_removed(cls: type, values: Mapping[str, T]) -> dict[str, T]:
-    """Return values without those of options that earlier versions had and stored, if they have their former default:
-    `removed` of a config class names these, so that its runs stay readable."""
-    removed: Mapping[str, object] = {**REMOVED, **getattr(cls, "removed", {})}
-    return {name: value for name, value in values.items() if name not in removed or value != removed[name]}
+    if not required <= values.keys() <= known.keys():
+        raise unreadable(source, TRAIN_AGAIN)
 
 
 def defaults(cls: type) -> dict[str, Any]:
@@ -409,18 +388,11 @@ def read_file(path: Path) -> dict[str, object]:
     return content
 
 
-def with_current_names(stored: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Return stored values of a kind of model with today's name of each option in the place of a former one."""
-    names = {**FORMER_NAMES[""], **FORMER_NAMES.get(kind, {})}
-    # Beside today's name, a former one is left as it is, and refused as an unknown key.
-    return {name if names.get(name) in stored else names.get(name, name): value for name, value in stored.items()}
-
-
 def read_config(path: Path, kind: str = "") -> dict[str, object]:
-    """Read a configuration file as `read_file` does, which may be of a time when options had other names. Without a key
+    """Read a configuration file as `read_file` does, which may be of a time with other options. Without a key
     `kind`, it is of the kind of model that is given."""
     content = read_file(path)
-    return with_current_names(content, str(content.get("kind", kind)))
+    return with_current_options(content, str(content.get("kind", kind)))
 
 
 def read_table(package: str, name: str) -> Any:

@@ -9,18 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gputrain.config import (
-    FORMER_NAMES,
     assemble,
+    check_stored,
     checked,
     config,
     flatten,
-    is_readable,
     leaves,
     opt,
     read_file,
     to_yaml,
 )
 from gputrain.errors import UserError
+from gputrain.former_options import left_out, renamed, with_current_options
 from gputrain.kinds import kinds, read_defaults
 from gputrain.tts.config import TrainTts
 from gputrain.vae.config import TrainVae
@@ -171,7 +171,7 @@ def test_a_spelling_that_is_a_field_is_an_error():
 @pytest.mark.parametrize("kind", kinds())
 def test_every_former_name_leads_to_an_option_and_is_none_itself(kind):
     known = {name for leaf in leaves(kinds()[kind].train).values() for name in leaf.names}
-    former = {**FORMER_NAMES[""], **FORMER_NAMES.get(kind, {})}
+    former = renamed(kind)
     assert set(former.values()) <= known
     assert {leaf.name for leaf in leaves(kinds()[kind].train).values()}.isdisjoint(former)
 
@@ -184,27 +184,32 @@ def test_a_file_with_former_names_is_read_and_refused_beside_todays(tmp_path):
     assert (made.saving.log_every_steps, made.saving.evaluate_every_steps) == (7, 40)
     assert made.data.max_batch_audio_ratio == 2.5
     file.write_text("kind: vae\neq_probability: 0.0\neq_weight: 0.5\n")  # The first one changed nothing.
-    with pytest.raises(UserError, match="unknown key 'eq_weight'"):
+    with pytest.raises(UserError, match="there is no option eq_weight any more") as caught:
         read_defaults(file, TrainVae)
+    assert "leave it out" in caught.value.hint
     file.write_text("lean: false\n")
     assert read_defaults(file, TrainVae) == {"recompute_norms": False}
     file.write_text("lean: false\nrecompute_norms: true\n")
-    with pytest.raises(UserError, match="unknown key 'lean'"):
+    with pytest.raises(UserError, match="lean has another name") as caught:
         read_defaults(file, TrainVae)
+    assert caught.value.hint == "it is recompute_norms"
 
 
 @each_row("vae", "vocoder", "tts", "asr")
 def test_runs_that_stored_options_of_earlier_versions_are_readable(kind):
     """If they have the value that the option had by default, and so did nothing."""
-    settings = kinds()[kind].train
-    removed, folder = settings.removed, {"data_path": ["data"]}
-    assert removed
-    assert not removed.keys() & leaves(settings).keys()
-    stored = {**flatten(assemble(settings, folder)), **removed}
-    assert is_readable(settings, stored)
-    assert assemble(settings, stored) == assemble(settings, folder)
-    for name in removed:
-        assert not is_readable(settings, {**stored, name: "another value"})
+    settings, folder = kinds()[kind].train, {"data_path": ["data"]}
+    gone = left_out(kind)
+    assert not gone.keys() & leaves(settings).keys()
+    stored = {**flatten(assemble(settings, folder)), **{name: former.default for name, former in gone.items()}}
+    assert with_current_options(stored, kind) == flatten(assemble(settings, folder))
+    for name, former in gone.items():
+        other = with_current_options({**stored, name: "another value"}, kind, is_stored=True)
+        if former.changes_training:
+            with pytest.raises(UserError, match=f"run.pt: was trained with {name} another value"):
+                check_stored(settings, other, Path("run.pt"))
+        else:
+            check_stored(settings, other, Path("run.pt"))
 
 
 CHANGED_DEFAULTS = {"vocoder": {"fmax": 16000.0}}  # What had another default then.

@@ -28,6 +28,7 @@ LAYERS = [
         "caches",
         "config",
         "errors",
+        "former_options",
         "drawing",
         "files",
         "formatting",

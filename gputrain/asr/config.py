@@ -165,9 +165,6 @@ class RecogniserSaving(SoundSaving):
 @config()
 class TrainAsr:
     kind: ClassVar[str] = "asr"
-    removed: ClassVar[dict[str, object]] = {
-        "speed_change": 0.0, "noise_probability": 0.5, "noise_snr_low": 5.0, "noise_snr_high": 20.0,
-    }  # fmt: skip
 
     data: Data
     model: Model = Model()

@@ -22,7 +22,7 @@ def bench_settings(plan: type) -> type:
     made: Any = dataclasses.make_dataclass(
         plan.__name__.replace("Plan", "Bench"),
         [(name, group, group()) for name, group in groups.items()],
-        namespace={name: getattr(plan, name) for name in ("kind", "spellings", "removed") if hasattr(plan, name)},
+        namespace={name: getattr(plan, name) for name in ("kind", "spellings") if hasattr(plan, name)},
         frozen=True,
         kw_only=True,
     )

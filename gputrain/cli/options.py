@@ -14,6 +14,7 @@ from gputrain import config
 from gputrain.cli.help_page import WIDEST, CommandPage, help_all_option, metavar
 from gputrain.config import Leaf, ModelName
 from gputrain.errors import Stopped, UserError
+from gputrain.former_options import explain_former, left_out, renamed
 from gputrain.kinds import Translate, read_defaults
 
 T = TypeVar("T")
@@ -67,6 +68,7 @@ def add_command(
     if any(leaf.level != "common" for leaf in leaves):
         options.append(help_all_option())
     options += [_hidden_switch(name) for name in config.switches(settings).leave]
+    options += _former_flags(settings)
     run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     run.settings = settings  # type: ignore[attr-defined]
     app.command(name, help=help, cls=CommandPage, rich_help_panel=panel, context_settings=_context(settings))(run)
@@ -135,22 +137,34 @@ def _option(leaf: Leaf) -> inspect.Parameter:
 
 def _file_key(leaf: Leaf) -> inspect.Parameter:
     """Return a hidden flag that says where the key belongs."""
+    message = f"{leaf.name} is a key of a configuration file and no flag"
+    hint = f"write `{leaf.name}: VALUE` into a file, such as more.yaml, and add --config more.yaml"
+    return _refused_flag(leaf.name, leaf.plain_type is bool, message, hint)
+
+
+def _former_flags(settings: type) -> list[inspect.Parameter]:
+    """Return hidden flags of former options, which say what to do now."""
+    known = {name for leaf in config.leaves(settings).values() for name in leaf.names}
+    kind = "" if "kind" in known else getattr(settings, "kind", "")
+    gone = {name: isinstance(former.default, bool) for name, former in left_out(kind).items()}
+    gone |= dict.fromkeys(renamed(kind), False)
+    told = {name: explain_former(name, kind) or ("", "") for name in gone.keys() - known}
+    return [_refused_flag(name, gone[name], message, hint) for name, (message, hint) in told.items()]
+
+
+def _refused_flag(name: str, is_switch: bool, message: str, hint: str) -> inspect.Parameter:
+    """Return a hidden flag whose use is an error. `VALUE` in the hint stands for what was given."""
 
     def refuse(context: typer.Context, value: str | None) -> None:
-        if _typed(context, [leaf.name]):
-            key = f"{leaf.name}: {value}"
-            raise UserError(
-                f"{leaf.name} is a key of a configuration file and no flag",
-                hint=f"write `{key}` into a file, such as more.yaml, and add --config more.yaml",
-            )
+        if _typed(context, [name]):
+            raise UserError(message, hint=hint.replace("VALUE", str(value)))
 
-    is_switch = leaf.plain_type is bool
-    flag = f"{leaf.flag}/--no-{leaf.flag[2:]}" if is_switch else leaf.flag
-    option = typer.Option(flag, hidden=True, callback=refuse, expose_value=False)
-    kind: Any = bool if is_switch else str
-    return inspect.Parameter(
-        leaf.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
+    flag = "--" + name.replace("_", "-")
+    option = typer.Option(
+        f"{flag}/--no-{flag[2:]}" if is_switch else flag, hidden=True, callback=refuse, expose_value=False
     )
+    kind: Any = bool if is_switch else str
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])
 
 
 def _hidden_switch(name: str) -> inspect.Parameter:

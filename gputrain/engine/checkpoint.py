@@ -34,10 +34,11 @@ from typing import Any, BinaryIO, TypeGuard, TypeVar
 import torch
 from torch import Tensor, nn
 
-from gputrain.config import REMOVED, assemble, is_readable, with_current_names
+from gputrain.config import assemble, check_stored
 from gputrain.engine.schedule import RunProgress
 from gputrain.errors import UserError
 from gputrain.fetch.names import refuse_graph
+from gputrain.former_options import with_current_options
 from gputrain.kinds import refuse_other_model
 from gputrain.serialization import TRAIN_AGAIN, unreadable
 from gputrain.weights import log_unused, other_file
@@ -307,8 +308,7 @@ def _first_intact(choices: Sequence[Path], kind: str, modules: Sequence[str] | N
 
 def saved_settings(settings: type[T], content: Content, source: Path) -> T:
     """Returns the settings of the training that wrote a checkpoint. Raises UserError if they are damaged."""
-    if not is_readable(settings, content["config"]):
-        raise unreadable(source, TRAIN_AGAIN)
+    check_stored(settings, content["config"], source)
     return assemble(settings, content["config"], source=str(source))
 
 
@@ -330,8 +330,8 @@ def read(path: Path, kind: str, modules: Sequence[str] | None = None) -> Content
     """
     content = _read(path, mapped=modules is not None)
     refuse_other_model(path, content["kind"], kind)
-    stored = with_current_names(content["config"], kind)
-    content["config"] = {name: value for name, value in stored.items() if name not in REMOVED}
+    stored = content["config"]
+    content["config"] = with_current_options(stored, kind, is_stored=True)
     if modules is None:
         if stored.get("track"):
             log.warning("%s: its run went on in %s, which is no longer written to", path, " and ".join(stored["track"]))

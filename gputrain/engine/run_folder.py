@@ -21,7 +21,7 @@ from gputrain.engine.schedule import RunProgress, Saving
 from gputrain.engine.stop import StopSignal
 from gputrain.errors import UserError
 from gputrain.hw.plan import Plan
-from gputrain.serialization import TRAIN_AGAIN, from_row, unreadable
+from gputrain.serialization import from_row
 
 log = logging.getLogger(__name__)
 
@@ -278,11 +278,10 @@ def _open_folder(saving: Saving, kind: str, settings: type) -> OpenedFolder:
     is_new = not folder.is_dir()
     lock = None if is_new else lock_folder(folder)
     found = checkpoint.find(saving.resume_from, folder, kind) if saving.resume_from else None
-    if found and not config.is_readable(settings, found[1]["config"]):
-        raise unreadable(found[0], TRAIN_AGAIN)
     if found:
+        config.check_stored(settings, found[1]["config"], found[0])
         usual = {name: value for name, value in config.defaults(settings).items() if value is not None}
-        found[1]["config"] = usual | config.without_removed(settings, found[1]["config"])
+        found[1]["config"] = usual | found[1]["config"]
     here = found is not None and found[0].parent.resolve() == folder.resolve()
     has_steps, has_checkpoints = (folder / "metrics.jsonl").exists(), bool(checkpoint.newest_first(folder))
     begins_anew = has_steps and not has_checkpoints and bool(saving.resume_from)

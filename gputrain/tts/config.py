@@ -140,10 +140,6 @@ class VoiceSaving(SoundSaving):
 class TrainTts:
     kind: ClassVar[str] = "tts"
     spellings: ClassVar[dict[str, str]] = SPELLINGS
-    removed: ClassVar[dict[str, object]] = {
-        "use_mrd": False, "add_speaker": "", "train_part": "all", "step_order": "simultaneous",
-        "mos_predictor": None, "mos_sampling_rate": 0,
-    }  # fmt: skip
 
     data: Data
     model: Model = Model()

@@ -183,13 +183,6 @@ class Losses:
 @config()
 class TrainVae:
     kind: ClassVar[str] = "vae"
-    # Options that were left out, with the values at which they changed nothing.
-    removed: ClassVar[dict[str, object]] = {
-        "eq_probability": 0.0,
-        "eq_weight": 1.0,
-        "step_order": "simultaneous",
-        "discriminator_norm": "group",
-    }
     spellings: ClassVar[dict[str, str]] = SPELLINGS
 
     data: Data = Data()

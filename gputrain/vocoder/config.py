@@ -332,7 +332,6 @@ class VocoderSaving(SoundSaving):
 class TrainVocoder:
     kind: ClassVar[str] = "vocoder"
     spellings: ClassVar[dict[str, str]] = SPELLINGS
-    removed: ClassVar[dict[str, object]] = {"step_order": "simultaneous"}
 
     data: Data
     spectrogram: Spectrogram = Spectrogram()

@@ -100,7 +100,7 @@ def _own(name: str, value: object, of: Command) -> dict[str, object]:
         return {name: value}  # prepare-data has more options and checks them.
     if of == "prepare" and block == "model_args":
         return {}
-    raise unknown_key(name, {**known_keys(), **OURS["train"], **dict.fromkeys(blocks())})
+    raise unknown_key(name, {**known_keys(), **OURS["train"], **dict.fromkeys(blocks())}, kind="vocoder")
 
 
 def _over(file: File, base: File) -> File:
