@@ -41,6 +41,7 @@ LEFT_OUT: Mapping[str, Mapping[str, LeftOut]] = {
     "": {
         "track": LeftOut([], "leave it out: tensorboard and `gputrain watch` read what a run writes", False),
         "plan_file": LeftOut(None, "leave it out: each training plans for the machine that it runs on", False),
+        "alphabet": LeftOut(None, "leave it out: Uzbek texts in any of its alphabets are read as that of 1995"),
     },
     "vae": {
         "eq_probability": LeftOut(0.0, EQUIVARIANT),

@@ -70,12 +70,12 @@ class _Unfit(Exception):
 def reader_of(config: SpeechPrepareConfig, utterances: Sequence[Utterance]) -> Reader:
     """Returns the text front end of a voice, or the vocabulary of a recogniser.
 
-    Raises UserError if no language is given, its alphabet table is invalid, or no text has a letter.
+    Raises UserError if no language is given, or no text has a letter.
     """
     options, language = config.speech, config.speech.language_for(config.kind)
     texts, raw = [utterance.text for utterance in utterances], raw_rules(config)
     if config.kind == "tts":
-        return frontend(language, alphabet=options.alphabet, espeak_voice=options.espeak_voice, texts=texts, raw=raw)
+        return frontend(language, espeak_voice=options.espeak_voice, texts=texts, raw=raw)
     if not texts:  # The reason for leaving out each transcript is reported instead.
         return Vocabulary(language, SPECIAL, raw=raw)
     return vocabulary_of(language, (plain_words(text, language, raw) for text in texts), raw)

@@ -9,7 +9,7 @@ from gputrain.config import advanced, config, opt
 from gputrain.engine.schedule import SEVERAL
 from gputrain.errors import UserError
 from gputrain.speech.frames import ENCODER_RATE, STRIDE
-from gputrain.speech.text.commands import ALPHABET_HELP, ESPEAK_HELP, LEXICON_HELP, NUMBER_WORDS_HELP
+from gputrain.speech.text.commands import ESPEAK_HELP, LEXICON_HELP, NUMBER_WORDS_HELP
 from gputrain.speech.text.language import check_language
 from gputrain.speech.transcript_tables import COLUMNS_HINT, TranscriptColumn
 
@@ -48,7 +48,6 @@ class SpeechOptions:
         help="Language of the texts: uz, en, ru or another. For tts characters: any other, read letter by letter; for "
         "asr the code of any other, such as kk.",
     )
-    alphabet: Path | None = advanced(default=None, help=ALPHABET_HELP)
     lexicon: Path | None = opt(default=None, help=LEXICON_HELP)
     number_words: str = advanced(default="", help=NUMBER_WORDS_HELP)
     espeak_voice: str = opt(default="", help=ESPEAK_HELP)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Options of speech that have no effect for a kind.
 WITHOUT_EFFECT: Mapping[SpeechKind, frozenset[str]] = {
-    "tts": frozenset({"cue_gap"}), "asr": frozenset({"alphabet", "espeak_voice"}),
+    "tts": frozenset({"cue_gap"}), "asr": frozenset({"espeak_voice"}),
 }  # fmt: skip
 
 # Of a voice and of a recogniser: their unfinished preparations differ in nothing.

@@ -317,7 +317,7 @@ def _check_speakers(stores: Sequence[SpeechStore]) -> None:
 def _rules(frontend: Frontend | Vocabulary) -> tuple[object, ...]:
     """Returns what decides how a text is read, besides the symbols."""
     if isinstance(frontend, Frontend):
-        return (dict(frontend.alphabet), frontend.espeak_voice, frontend.phonemizer, frontend.raw)
+        return (frontend.espeak_voice, frontend.phonemizer, frontend.raw)
     return (frontend.blank, frontend.unknown_id, frontend.delimiter, frontend.upper, frontend.raw)
 
 

@@ -357,7 +357,7 @@ def check_store_fits(store: SpeechStore, trained: TrainedVoice) -> None:
         raise UserError(
             f"{format_store_folders(others or [store])}: other symbols than {trained.source}: "
             f"{differences or 'they are in another order'}",
-            hint=f"prepare the data in the voice's language, {trained.frontend.language}, with its alphabet",
+            hint=f"prepare the data in the voice's language, {trained.frontend.language}",
         )
 
 

@@ -189,7 +189,7 @@ def notes(loaded: LoadedVoice, name: str, default_speaker_id: int = 0) -> list[s
         "from which Piper gives the times of phonemes: synthesize(text, include_alignments=True)",
     ]
     if frontend.phoneme_type == "text":
-        table = " --alphabet TABLE" * bool(frontend.alphabet) + " --lexicon FILE" * bool(frontend.raw.lexicon)
+        table = " --lexicon FILE" * bool(frontend.raw.lexicon)
         table += f" --number-words {frontend.raw.number_words}" * bool(frontend.raw.number_words)
         lines += [
             "Piper does not write out numbers, dates and abbreviations: gputrain normalize --language "

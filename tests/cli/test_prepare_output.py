@@ -59,7 +59,6 @@ def test_drawings_are_ignored_and_another_size_asks_first(tmp_path):
 @each_row(
     ({"kind": "asr", "language": "uz", "audio_sample_rate": 22050}, "does nothing with", "drop --audio-sample-rate"),
     ({"kind": "asr", "language": "uz", "espeak_voice": "uz"}, "does nothing with --kind asr", "drop --espeak-voice"),
-    ({"kind": "asr", "language": "uz", "alphabet": "a.yaml"}, "does nothing with --kind asr", "drop --alphabet"),
     ({"kind": "asr", "language": "uz", "hop_size": 256}, "does nothing with --kind asr", "drop --hop-size"),
     ({"kind": "tts", "language": "uz", "cue_gap": 0.5}, "does nothing with --kind tts", "drop --cue-gap"),
     ({"kind": "tts", "language": "en", "f0_min": 55}, "f0_min does nothing with --kind tts", "drop --f0-min"),

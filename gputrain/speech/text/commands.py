@@ -16,7 +16,6 @@ log = logging.getLogger(__name__)
 
 LanguageName = Literal["uz", "en", "ru", "characters"]
 LEXICON_HELP = "File of spellings by word. YAML or JSON, such as Facebook: feysbuk; whole words match."
-ALPHABET_HELP = "Table of letters in the place of a voice's own. YAML or JSON, such as sh: ş."
 ESPEAK_HELP = "Phonemise with this voice of espeak-ng. That of Piper."
 NUMBER_WORDS_HELP = "Language in which num2words writes numbers. Only where texts have no rules, such as tr."
 
@@ -28,7 +27,6 @@ class Normalize:
     )
     text: str = opt(default="", help="Text to normalise; default: standard input. Each line is a text.")
     input_file: Path | None = opt(default=None, help="UTF-8 text file, read line by line.")
-    alphabet: Path | None = opt(default=None, help=ALPHABET_HELP)
     lexicon: Path | None = opt(default=None, help=LEXICON_HELP)
     number_words: str = opt(default="", help=NUMBER_WORDS_HELP)
     espeak_voice: str = opt(default="", help=ESPEAK_HELP)
@@ -50,7 +48,6 @@ def normalize_lines(settings: Normalize) -> Iterator[str]:
     lines = list(_lines(settings)) if settings.language == "characters" else _lines(settings)
     made = frontend(
         settings.language,
-        alphabet=settings.alphabet,
         espeak_voice=settings.espeak_voice,
         texts=lines if settings.language == "characters" else (),
         raw=raw.with_words(settings.lexicon),

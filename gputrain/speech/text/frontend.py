@@ -6,7 +6,6 @@ without converting it to lower case or numbers to words, and drops code points t
 
 import atexit
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -16,11 +15,9 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from importlib.metadata import version
-from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
-from gputrain.config import read_file
 from gputrain.errors import UserError, require
 from gputrain.serialization import unreadable
 from gputrain.speech.text.english import ENGLISH
@@ -49,61 +46,9 @@ _ESPEAK = f"{ascii_lowercase}{_IPA}æçðøħŋœǀǁǂǃβεθχᵻⱱʰʲʷˈ�
 IPA_SYMBOLS = "".join(sorted({*unicodedata.normalize("NFD", _ESPEAK)}))
 
 
-BARRED = PUNCTUATION + "_^$"  # Characters besides digits that no spelling contains.
-
-
-def read_alphabet(path: Path, letters: tuple[str, ...]) -> dict[str, str]:
-    """Reads a table of spellings for `letters`. Raises UserError if it is invalid, or two letters have one spelling."""
-    table: dict[str, str] = {}
-    known = {_plain(letter): letter for letter in letters}
-    for key, spelling in read_file(path).items():
-        letter = known.get(_plain(key))
-        if letter is None:
-            raise UserError(f"{path}: {key!r} is not a letter of the language", hint=f"letters: {' '.join(letters)}")
-        is_lower = isinstance(spelling, str) and spelling and spelling == spelling.lower()
-        if not is_lower or any(char.isdigit() or char in BARRED for char in str(spelling)):
-            raise UserError(
-                f"{path}: {key} is spelled {spelling!r}, expected lower-case letters",
-                hint="no spaces, digits, punctuation, nor Piper's _ ^ $; in quotes if YAML reads it as another type",
-            )
-        table[letter] = unicodedata.normalize("NFC", str(spelling))
-    owners: dict[str, str] = {}
-    for letter in letters:
-        spelling = table.get(letter, letter)
-        if spelling in owners:
-            raise UserError(f"{path}: {owners[spelling]} and {letter} are both spelled {spelling}")
-        owners[spelling] = letter
-    return table
-
-
-def _plain(letter: str) -> str:
-    return re.sub(f"[{APOSTROPHES}]", "'", unicodedata.normalize("NFC", letter).lower())
-
-
-def respelled(text: str, table: Mapping[str, str], letters: Iterable[str]) -> str:
-    """Converts lower-case text in standard letters to the spellings of a table."""
-    return _replaced(text, {letter: table.get(letter, letter) for letter in letters}) if table else text
-
-
-def standard(text: str, table: Mapping[str, str], letters: Iterable[str]) -> str:
-    """Converts text of any case, in the spellings of a table or in standard letters, to standard letters."""
-    if not table:
-        return text
-    back = {form: form for letter in letters for form in (letter, letter.capitalize(), letter.upper())}
-    for letter, spelling in table.items():
-        back[spelling.upper()] = letter.capitalize()
-        back[spelling] = letter
-    return _replaced(unicodedata.normalize("NFC", text), back)
-
-
-def _replaced(text: str, by: Mapping[str, str]) -> str:
-    longest_first = sorted(by, key=len, reverse=True)
-    return re.sub("|".join(map(re.escape, longest_first)), lambda found: by[found[0]], text)
-
-
 @dataclass(frozen=True)
 class Frontend:
-    """Text front end of a voice: its language, its symbols by id (PAD, BOS and EOS come first), and its spellings.
+    """Text front end of a voice: its language, and its symbols by id (PAD, BOS and EOS come first).
 
     With an `espeak_voice` the symbols are those of IPA, and `normalize` returns phonemes. `raw` are a user's lexicon
     and the language of numbers in words. `phonemizer` is the program that phonemised the data of the voice.
@@ -111,7 +56,6 @@ class Frontend:
 
     language: str
     symbols: tuple[str, ...]
-    alphabet: Mapping[str, str] = field(default_factory=dict)
     espeak_voice: str = ""
     raw: RawRules = field(default_factory=RawRules)
     phonemizer: str = ""
@@ -138,9 +82,7 @@ class Frontend:
         if self.espeak_voice:
             phonemes = piper_phonemes(" ".join(text.split()), self.espeak_voice)
             return unicodedata.normalize("NFC", " ".join(sentence.strip() for sentence in phonemes))
-        text = unify_letters(text, self.orthography)
-        words = language.normalize(standard(text, self.alphabet, language.alphabet))
-        return unicodedata.normalize("NFC", respelled(words, self.alphabet, language.alphabet))
+        return unicodedata.normalize("NFC", language.normalize(unify_letters(text, self.orthography)))
 
     def unknown(self, normalized: str) -> list[str]:
         """Returns the code points of a normalised text without a symbol, sorted."""
@@ -188,16 +130,14 @@ class Frontend:
         ids |= {char: [number] for char, number in self._known.items()}
         if self.espeak_voice:
             return ids
-        language = LANGUAGES[self.language]
         capitals = {char.upper(): char for char in self._known} | {"ẞ": "ß"}
         lower = {char: unify_letters(char, self.orthography).lower() for char in capitals}
         readings = {char: lowered if self.unknown(lower[char]) else lower[char] for char, lowered in capitals.items()}
-        readings |= language.readings
+        readings |= LANGUAGES[self.language].readings
         readings |= {char: visible(char) for char in "µﬀﬁﬂﬃﬄ"}
         for char, reading in readings.items():
-            spelled = respelled(reading, self.alphabet, language.alphabet)
-            if len(char) == 1 and char not in ids and not self.unknown(spelled):
-                ids[char] = [number for symbol in self._ids_of(spelled) for number in (symbol, PAD_ID)][:-1]
+            if len(char) == 1 and char not in ids and not self.unknown(reading):
+                ids[char] = [number for symbol in self._ids_of(reading) for number in (symbol, PAD_ID)][:-1]
         return ids
 
     def piper_differences(self, texts: Sequence[str]) -> str:
@@ -222,7 +162,7 @@ class Frontend:
         return {
             "language": self.language,
             "symbols": list(self.symbols),
-            "alphabet": dict(self.alphabet),
+            "alphabet": {},  # Runs of earlier versions, which had tables of spellings, are resumed with the same text.
             "espeak_voice": self.espeak_voice,
             **({"phonemizer": self.phonemizer} if self.phonemizer else {}),
             **self.raw.to_json(),
@@ -232,13 +172,17 @@ class Frontend:
     def from_json(cls, content: Mapping[str, Any]) -> "Frontend":
         """Restores a front end from `to_json`. Raises UserError if the content is invalid."""
         try:
-            names = content["language"], tuple(content["symbols"])
-            alphabet, raw = dict(content["alphabet"]), RawRules.from_json(content)
-            made = cls(*names, alphabet, content["espeak_voice"], raw, content.get("phonemizer", ""))
+            names = content["language"], tuple(content["symbols"]), content["espeak_voice"]
+            made = cls(*names, RawRules.from_json(content), content.get("phonemizer", ""))
         except (KeyError, TypeError, ValueError):
             raise unreadable("the voice's text settings", "prepare the data again", "invalid") from None
         if made.language not in LANGUAGES or made.symbols[: len(RESERVED)] != RESERVED:
             raise UserError(f"this version of gputrain has no text settings of the language {made.language!r}")
+        if content.get("alphabet"):
+            raise UserError(
+                "the texts have the spellings of an alphabet table, which this version of gputrain does not read",
+                hint="prepare the data again without it, and train on them",
+            )
         return made
 
     @cached_property
@@ -261,34 +205,28 @@ def shortened(text: str, longest: int = 60) -> str:
 def frontend(
     language: str,
     *,
-    alphabet: Path | None = None,
     espeak_voice: str = "",
     texts: Iterable[str] = (),
     raw: RawRules | None = None,
 ) -> Frontend:
     """Returns the front end of a language.
 
-    `alphabet` is a table of spellings; `espeak_voice` is a voice of espeak-ng (`de`, `en-us`), whose phonemes become
-    the symbols; `texts` are raw texts that define the symbols of `characters`; `raw` are rules before those of the
-    language. Raises UserError for invalid arguments.
+    `espeak_voice` is a voice of espeak-ng (`de`, `en-us`), whose phonemes become the symbols; `texts` are raw texts
+    that define the symbols of `characters`; `raw` are rules before those of the language. Raises UserError for invalid
+    arguments.
     """
     if language not in LANGUAGES:
         raise UserError(f"language {language!r} is unknown", hint=f"known languages: {', '.join(LANGUAGES)}")
     rules, raw = LANGUAGES[language], raw or RawRules()
-    if alphabet is not None and (not rules.alphabet or espeak_voice):
-        raise UserError("only Uzbek supports an alphabet table", hint="use --language uz, without an espeak voice")
-    table = read_alphabet(alphabet, rules.alphabet) if alphabet is not None else {}
-    letters = "".join(table.get(letter, letter) for letter in rules.alphabet) or rules.letters
-    if espeak_voice:
-        letters = IPA_SYMBOLS
-    elif not letters:
+    letters = IPA_SYMBOLS if espeak_voice else rules.letters
+    if not letters:
         reading = Frontend(language, RESERVED, raw=raw)
         found = {char for text in texts for char in reading.normalize(text)}
         marks = [mark for mark in APOSTROPHES if mark in found and unicodedata.category(mark) != "Lm"]
         letters = "".join(found.difference(marks[1:]))  # All but those that are letters share a symbol.
     points = {rules.same.get(char, char) for char in unicodedata.normalize("NFD", letters)}
     symbols = (*RESERVED, *PUNCTUATION, *sorted(points - set(PUNCTUATION)))
-    return Frontend(language, symbols, table, espeak_voice, raw, phonemizer_version() if espeak_voice else "")
+    return Frontend(language, symbols, espeak_voice, raw, phonemizer_version() if espeak_voice else "")
 
 
 # -------------------------------------------------------------------------------------------------- phonemes of Piper

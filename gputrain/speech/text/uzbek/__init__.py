@@ -7,7 +7,6 @@ from gputrain.speech.text.unicode_cleanup import APOSTROPHES, keep_letters, unif
 from gputrain.speech.text.uzbek import dates, numbers
 from gputrain.speech.text.uzbek.abbreviations import STARTS, alone, in_full, read_addresses, readable_dots, spelled
 from gputrain.speech.text.uzbek.letters import (
-    ALPHABET,
     LETTERS,
     OKINA,
     TUTUQ,
@@ -44,7 +43,6 @@ def _readings() -> dict[str, str]:
 UZBEK = Language(
     name="uz",
     letters=LETTERS,
-    alphabet=ALPHABET,
     normalize=normalize,
     readings=_readings(),
     same={TUTUQ: OKINA},

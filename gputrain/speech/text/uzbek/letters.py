@@ -11,8 +11,6 @@ import unicodedata
 from gputrain.config import read_table
 
 OKINA, TUTUQ = "ʻ", "ʼ"  # U+02BB of oʻ and gʻ, U+02BC of tutuq belgisi
-DIGRAPHS = ("oʻ", "gʻ", "sh", "ch", "ng")
-ALPHABET = (*"abdefghijklmnopqrstuvxyz", *DIGRAPHS, TUTUQ)
 LETTERS = "abcdefghijklmnopqrstuvxyz" + OKINA + TUTUQ
 
 WORDS = read_table("gputrain.speech.text", "uzbek.yaml")
