@@ -2,14 +2,15 @@
 
     config, manager = create_optimal_config(dataset=train, model=model)
     clips = manager.prepare(train, config)        # Clips over config.max_duration_seconds are cut or left out.
-    for batch in manager.sampler(clips, config):  # Each batch from one of config.buckets.
+    for batch in manager.sampler(clips, config):  # Each batch has clips of similar lengths.
 
 Shape suffix: T samples.
 """
 
 import contextlib
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,14 +18,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from gputrain.autoconfig.dataset import Sound, labels_of, sound_of, with_sound
-from gputrain.autoconfig.lengths import Bucket, OverLong, Seconds, checked, is_over, piece_count
-from gputrain.autoconfig.recovery import MOST_ITEMS
+from gputrain.autoconfig.lengths import OverLong, Seconds, checked, piece_count
 from gputrain.engine.data import permutation
 from gputrain.errors import UserError
 from gputrain.hw.ranks import SINGLE, Ranks
 from gputrain.speech.packing import shuffled_by_length
 
 log = logging.getLogger(__name__)
+
+LENGTH_FACTOR = 1.25  # Clips whose lengths differ by less than this factor may stand in any order.
 
 
 class Piece(NamedTuple):
@@ -102,38 +104,22 @@ class PreparedClips(Sequence[Any]):
         return with_sound(item, Sound(sound.wave_T[..., edges[0] : edges[1]], sound.sampling_rate))
 
 
-class BucketSampler(torch.utils.data.Sampler[list[int]]):
-    """Batches of indices of clips, for the `batch_sampler` of a DataLoader. Each has clips of one bucket.
+class LengthSampler(torch.utils.data.Sampler[list[int]]):
+    """Batches of indices of clips of similar lengths, for the `batch_sampler` of a DataLoader.
 
-    The clips left over in the buckets form the last batches of the epoch, so every clip occurs once in it; only the
-    very last batch may be smaller, and is left out if a rank would get fewer than `least_items`. The order is a
-    function of (seed, epoch); `set_epoch` chooses the epoch.
+    Every clip occurs once in an epoch; only the very last batch may be smaller, and is left out if a rank would get
+    fewer than `least_items`. The order is a function of (seed, epoch); `set_epoch` chooses the epoch.
 
     Several `ranks` share each batch: this process gets an equal part, with every n-th clip by length, so that parts
     need about the same memory. If a batch cannot be divided, as the last one, its longest clips are repeated.
     """
 
     def __init__(
-        self,
-        seconds: Sequence[float],
-        buckets: Sequence[Bucket],
-        batch_size: int,
-        seed: int = 0,
-        ranks: Ranks = SINGLE,
-        least_items: int = 1,
+        self, seconds: Sequence[float], batch_size: int, seed: int = 0, ranks: Ranks = SINGLE, least_items: int = 1
     ) -> None:
-        """Raises UserError if a clip is longer than the last bucket allows."""
         self._seconds_N: Seconds = np.asarray(seconds, dtype=np.float64)
-        self._buckets, self.batch_size, self.seed, self.epoch, self.ranks = tuple(buckets), batch_size, seed, 0, ranks
+        self.batch_size, self.seed, self.epoch, self.ranks = batch_size, seed, 0, ranks
         self._least = 1 if least_items == 1 else least_items * ranks.count  # Clips that the last batch has at least.
-        limits = [bucket.to_seconds for bucket in buckets]
-        longest = float(self._seconds_N.max())
-        if limits and is_over(longest, limits[-1]):
-            raise UserError(
-                f"a clip of {longest:.2f} s is longer than the planned {limits[-1]:.2f} s",
-                hint="use the clips that manager.prepare returns",
-            )
-        self._bucket_N = np.searchsorted(limits[:-1], self._seconds_N)  # The bucket of each clip.
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -143,25 +129,13 @@ class BucketSampler(torch.utils.data.Sampler[list[int]]):
         return whole + (rest >= self._least or (rest > 0 and not whole))
 
     def __iter__(self) -> Iterator[list[int]]:
-        sizes_K = np.bincount(self._bucket_N)
-        # So small a factor makes the order within each bucket random, and keeps the buckets apart.
-        order_N = shuffled_by_length(1 + self._bucket_N, 1 + 1 / len(sizes_K), self.seed, self.epoch)
-        batches: list[list[int]] = []
-        rest: list[int] = []
-        for members in np.split(order_N, np.cumsum(sizes_K)[:-1]):  # The shortest clips come first, in the rest too.
-            whole = len(members) // self.batch_size * self.batch_size
-            batches += members[:whole].reshape(-1, self.batch_size).tolist()
-            rest += members[whole:].tolist()
-        for number in permutation(self.seed, self.epoch, len(batches)):
-            yield self._part(batches[number])
-        for start in range(0, (len(self) - len(batches)) * self.batch_size, self.batch_size):
-            yield self._part(rest[start : start + self.batch_size])
-
-    def micro_batch_size(self, batch: Sequence[int]) -> int:
-        """Returns how many clips of a batch fit into memory at once: as many as of its longest clip."""
-        if not self._buckets:
-            return len(batch)
-        return self._buckets[int(self._bucket_N[list(batch)].max())].micro_batch_size
+        order = shuffled_by_length(self._seconds_N, LENGTH_FACTOR, self.seed, self.epoch).tolist()
+        whole, rest = divmod(len(order), self.batch_size)
+        *others, smaller = permutation(self.seed, self.epoch, whole + 1)  # Any place of the lengths may be cut short.
+        sizes = [self.batch_size] * smaller + [rest] + [self.batch_size] * (whole - smaller)
+        ends = list(itertools.accumulate(sizes))
+        for place in [*others, smaller][: len(self)]:
+            yield self._part(order[ends[place] - sizes[place] : ends[place]])
 
     def _part(self, batch: list[int]) -> list[int]:
         """Returns this rank's part, sorted by length, so that its micro-batches need little padding."""
@@ -175,8 +149,8 @@ class BucketSampler(torch.utils.data.Sampler[list[int]]):
 
 
 @contextlib.contextmanager
-def batched_by_length(trainer: Any, sampler: BucketSampler) -> Iterator[None]:
-    """Has the trainer read the batches of the sampler, each of which says how many of its clips fit at once.
+def batched_by_length(trainer: Any, sampler: LengthSampler) -> Iterator[None]:
+    """Has the trainer read the whole batches of the sampler.
 
     Raises UserError if the trainer's arguments are not those for whole batches.
     """
@@ -188,14 +162,13 @@ def batched_by_length(trainer: Any, sampler: BucketSampler) -> Iterator[None]:
             f"{arguments.train_batch_size} x {arguments.gradient_accumulation_steps}",
             hint="make its TrainingArguments with **config.training_arguments(by_length=True)",
         )
-    collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description="training")
 
     def load() -> Any:
         workers = arguments.dataloader_num_workers
         loader: DataLoader[Any] = EpochLoader(
-            BatchReader(trainer.train_dataset, collate, sampler),
+            trainer.train_dataset,
             batch_sampler=sampler,
-            collate_fn=_identity,
+            collate_fn=trainer._get_collator_with_removed_columns(trainer.data_collator, description="training"),
             num_workers=workers,
             pin_memory=arguments.dataloader_pin_memory and arguments.device.type == "cuda",
             persistent_workers=arguments.dataloader_persistent_workers and workers > 0,
@@ -217,22 +190,3 @@ class EpochLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         sampler: Any = self.batch_sampler
         sampler.set_epoch(epoch)
-
-
-class BatchReader(torch.utils.data.Dataset[Any]):
-    """Reads and collates whole batches, and adds to each how many of its items fit at once."""
-
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], sampler: BucketSampler) -> None:
-        self._dataset, self._collate, self._sampler = dataset, collate, sampler
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitems__(self, numbers: list[int]) -> Any:
-        batch = self._collate([self._dataset[number] for number in numbers])
-        batch[MOST_ITEMS] = self._sampler.micro_batch_size(numbers)
-        return batch
-
-
-def _identity(batch: Any) -> Any:
-    return batch

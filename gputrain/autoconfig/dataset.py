@@ -70,8 +70,7 @@ class DatasetProfile:
     items: int
     looked_at: int  # Number of examined items.
     seconds: Seconds  # Lengths of the examined items; empty unless they are sounds.
-    largest: Any = None  # The largest item as a tree of TensorShape; of sounds, the tensors beside them by name.
-    widest: Any = None  # The same tree with the largest tensor of each name, which may come from different items.
+    widest: Any = None  # Tree of TensorShape with the largest tensor of each place; of sounds, those beside them.
     item_bytes: float = 0.0  # Average size of a decoded item.
     decode_seconds: float = 0.0  # CPU seconds to decode an item; 0: unknown.
     length_column: str = ""  # Column of the lengths, if there is one.
@@ -98,7 +97,7 @@ class DatasetProfile:
         """Returns a sentence on the items and on how many of them were examined."""
         seen = "all" if self.looked_at == self.items else f"a sample of {self.looked_at}"
         if self.kind != "audio":
-            size = " x ".join(map(str, max(leaves(self.largest), key=lambda leaf: leaf.bytes).shape))
+            size = " x ".join(map(str, max(leaves(self.widest), key=lambda leaf: leaf.bytes).shape))
             return f"{self.items} items ({seen} looked at), the largest {size}"
         half, most = self.quantile(0.5), self.quantile(0.95)
         lengths = f"median {half:.1f} s, 95 % up to {most:.1f} s, longest {self.longest_seconds:.1f} s"
@@ -166,8 +165,7 @@ def _of_sounds(sounds: Sequence[ClipLength], items: int, decode_seconds: float, 
     seconds = checked([sound.seconds for sound in sounds])
     rate = float(np.mean([sound.sampling_rate for sound in sounds]))
     beside = _widest([sound.beside for sound in sounds])
-    more = {"decode_seconds": decode_seconds, "labels": labels, "largest": beside, "widest": beside}
-    return _of_lengths(seconds, items, rate, **more)
+    return _of_lengths(seconds, items, rate, decode_seconds=decode_seconds, labels=labels, widest=beside)
 
 
 # -------------------------------------------------------------------------------------------------------- items
@@ -198,17 +196,8 @@ def _of_shapes(kind: DataKind, found: list[Any], items: int, decode_seconds: flo
             hint="pass a dataset whose items are what the model takes, such as texts that are tokenized; or a list of "
             "lengths in seconds",
         )
-    largest = found[sizes.index(max(sizes))]
-    return DatasetProfile(
-        kind,
-        items,
-        len(found),
-        np.empty(0),
-        largest,
-        _widest(found),
-        float(np.mean(sizes)),
-        decode_seconds=decode_seconds,
-    )
+    mean_bytes = float(np.mean(sizes))
+    return DatasetProfile(kind, items, len(found), np.empty(0), _widest(found), mean_bytes, decode_seconds)
 
 
 def _widest(found: Sequence[Any]) -> Any:

@@ -27,17 +27,7 @@ class BatchGuess(NamedTuple):
     description: str
 
 
-TOKENS = 512  # Length of a text, if neither the data nor the model determines it.
-FRAMES_PER_SECOND = 100  # Frame rate of a log-mel spectrogram with a hop of 10 ms, as in speech models.
-# Parts of a composite configuration, in which a setting of a kind of input is looked up before the whole.
-OF_TEXT, OF_PICTURES, OF_SOUND = ("text_config",), ("vision_config", "encoder"), ("audio_config", "encoder")
-OF_DECODER = ("decoder", "text_config")
-INPUTS = {  # Name of an input: the kind of data that it is made of, and the part of a composite model that takes it.
-    "input_ids": ("tensors", "text_config"),
-    "pixel_values": ("pictures", "vision_config"),
-    "input_values": ("audio", "audio_config"),
-    "input_features": ("audio", "audio_config"),
-}
+INPUTS = {"input_values": "audio", "input_features": "audio", "pixel_values": "pictures"}  # Made of such data.
 
 
 # -------------------------------------------------------------------------------------------------------- loss
@@ -189,7 +179,7 @@ def _of_data(model: nn.Module, profile: DatasetProfile) -> list[BatchGuess]:
     signature = Signature.of(model)
     if profile.kind == "audio":
         rate = round(profile.item_bytes / 4 / float(profile.seconds.mean()))
-        wave = Made(lambda B, seconds: _floats(B, round(seconds * rate)), f"waves at {rate} Hz")
+        wave = Made(lambda B, seconds: _meta(B, round(seconds * rate)), f"waves at {rate} Hz")
         beside = {name: leaf for name, leaf in (profile.widest or {}).items() if name in signature.names}
         missing = [name for name in signature.required if name not in beside]
         if len(missing) == 1 and beside:
@@ -236,25 +226,30 @@ class Made(NamedTuple):
 
 
 def _of_transformer(model: Any, profile: DatasetProfile) -> list[BatchGuess]:
-    signature, config = Signature.of(model), model.config
-    trees = [profile.widest, *([profile.largest] if profile.largest != profile.widest else [])]
-    found = []
-    for tree in trees:
-        data = _accepted(tree, signature)
-        made = _missing_inputs(model, config, signature, data, profile)
-        if "return_loss" in signature.names:
-            made["return_loss"] = Made(lambda B, seconds: True)
-        wanted = _targets(config, signature, data)
-        unmasked = {name: leaf for name, leaf in data.items() if not name.endswith("mask")}
-        found += [_guess(data, {**made, **wanted})]
-        found += [_guess(unmasked, {**made, **wanted})] if unmasked != data else []
-        decoder = _decoder_inputs(config, signature, data)
-        # A model may choose by the values of labels (DeBERTa), or make a mask of its own by those of the inputs.
-        for inputs in [unmasked, *([data] if unmasked != data else [])]:
-            unlabelled = {name: leaf for name, leaf in inputs.items() if name != "labels"}
-            if decoder or unlabelled != inputs:
-                found.append(_guess(unlabelled, {**made, **decoder}))
-    return found
+    """Returns batches of the tensors that the model takes by name, with those that its processor makes of sounds and
+    pictures. Raises UserError if there are none."""
+    signature = Signature.of(model)
+    data = _accepted(profile.widest, signature)
+    raw = [name for name, kind in INPUTS.items() if kind == profile.kind and name in signature.names]
+    made = {} if not raw or data.keys() & set(raw) else {raw[0]: _made(raw[0], model, profile)}
+    if not data and not made:
+        raise UserError(
+            f"{type(model).__name__} takes {model.main_input_name}, and the dataset contains {profile.kind}",
+            hint="pass a dataset of its items (texts are tokenized before), or batch=",
+        )
+    if "return_loss" in signature.names:
+        made["return_loss"] = Made(lambda B, seconds: True)
+    most_tokens = getattr(model.config, "max_target_positions", 0)
+    labelled = dict(made)
+    if raw and most_tokens and "labels" in signature.names and "labels" not in data:  # The decoder needs them.
+        labelled["labels"] = Made(lambda B, seconds: _meta(B, most_tokens, dtype=torch.long), f"{most_tokens} tokens")
+    guesses = [_guess(data, labelled)]
+    # A model may choose by the values of masks and labels (DeBERTa), which are not kept of long ones.
+    for left_out in (("mask",), ("mask", "labels"), ("labels",)):
+        tree = {name: leaf for name, leaf in data.items() if not name.endswith(left_out)}
+        if tree != data:
+            guesses.append(_guess(tree, labelled if "labels" not in left_out else made))
+    return guesses
 
 
 def _accepted(tree: Any, signature: Signature) -> dict[str, Any]:
@@ -265,121 +260,31 @@ def _accepted(tree: Any, signature: Signature) -> dict[str, Any]:
     return {name: leaf for name, leaf in named.items() if name in signature.names and isinstance(leaf, TensorShape)}
 
 
-def _missing_inputs(
-    model: Any, config: Any, signature: Signature, data: dict[str, Any], profile: DatasetProfile
-) -> dict[str, Made]:
-    """Returns the inputs that the model needs and the dataset does not have by name.
-
-    Raises UserError if they are of another kind than the data, or cannot be made.
-    """
-    present = [name for name in data if name in INPUTS]
-    raw = [name for name in INPUTS if name in signature.names and INPUTS[name][0] == profile.kind and name not in data]
-    if profile.kind == "audio" and len(raw) > 1:
-        raw = raw[:1] if _setting(config, "conv_dim", OF_SOUND) else raw[1:]
-    main = model.main_input_name
-    kinds = {INPUTS[name][0] for name in present}
-    needed: list[str] = []
-    if not present and main not in data:
-        needed = [main] if main in INPUTS or not raw else raw[:1]
-        for part in ("text_config", "vision_config", "audio_config"):
-            needed += [n for n in INPUTS if hasattr(config, part) and INPUTS[n][1] == part and n in signature.names][:1]
-        needed += [name for name in signature.required if name in INPUTS]
-    elif present and profile.kind not in kinds and profile.kind != "tensors":
-        needed = raw[:1]
-    needed = list(dict.fromkeys(needed))
-    if any(name not in MAKERS for name in needed):
-        raise UserError(f"{type(model).__name__}: {', '.join(needed)} cannot be guessed", hint="pass batch=")
-    if needed and profile.kind not in {INPUTS[name][0] for name in needed}:
-        raise UserError(
-            f"{type(model).__name__} takes {' and '.join(needed)}, and the dataset contains {profile.kind}",
-            hint="pass a dataset of its items, or batch=",
-        )
-    return {name: MAKERS[name](config, profile) for name in needed}
-
-
-def _targets(config: Any, signature: Signature, data: dict[str, Any]) -> dict[str, Made]:
-    """Returns the labels of a model with a decoder, if the dataset has none; the decoder's inputs are made of them."""
-    if {"labels", "decoder_input_ids"} & set(data) or "labels" not in signature.names:
-        return {}
-    decoder = list(_decoder_inputs(config, signature, data).values())
-    return {"labels": decoder[0]} if decoder else {}
-
-
-def _decoder_inputs(config: Any, signature: Signature, data: dict[str, Any]) -> dict[str, Made]:
-    if not getattr(config, "is_encoder_decoder", False):
-        return {}
-    labels = data.get("labels")
-    if "decoder_input_ids" not in signature.names:
-        return {}
-    source = data.get("input_ids")
-    N = labels.shape[0] if labels and len(labels.shape) == 1 else 0
-    N = N or _setting(config, "max_target_positions", OF_DECODER) or _setting(config, "max_text_positions", ())
-    N = N or (source.shape[-1] if source else min(_positions(config, OF_DECODER), TOKENS))
-    return {"decoder_input_ids": Made(lambda B, seconds: _ids(B, int(N)), f"{N} tokens")}
-
-
-def _setting(config: Any, name: str, parts: tuple[str, ...]) -> Any:
-    """Returns a setting of a part of the configuration that has it, else of the whole; None if there is none."""
-    holders = [*(getattr(config, part, None) for part in parts), config]
-    return next((value for holder in holders if (value := getattr(holder, name, None)) is not None), None)
-
-
-def _positions(config: Any, parts: tuple[str, ...]) -> int:
-    names = ("max_decoder_position_embeddings", "max_position_embeddings", "n_positions")
-    found = [_setting(config, name, parts) for name in names]
-    return int(next(filter(None, found), TOKENS))
-
-
-def _tokens(config: Any, profile: DatasetProfile) -> Made:
-    N = min(_positions(config, OF_TEXT), TOKENS)
-    return Made(lambda B, seconds: _ids(B, N), f"{N} tokens")
-
-
-def _pixels(config: Any, profile: DatasetProfile) -> Made:
-    size = _setting(config, "image_size", OF_PICTURES)
+def _made(name: str, model: Any, profile: DatasetProfile) -> Made:
+    """Returns what the processor of a model makes of sounds and pictures: waves at 16 kHz, log-mel of fixed length, or
+    pictures of the size in the configuration, else of their own."""
+    if name == "input_values":
+        return Made(lambda B, seconds: _meta(B, round(seconds * SAMPLING_RATE)), "waves at 16 kHz")
+    if name == "input_features":
+        M, T = (_setting(model.config, each) or 0 for each in ("num_mel_bins", "max_source_positions"))
+        if not M or not T:
+            raise UserError(f"{name} of {type(model).__name__} cannot be guessed", hint="pass batch=")
+        # Whisper's encoder halves the frames of 30 s.
+        return Made(lambda B, seconds: _meta(B, M, 2 * T), f"log-mel with {M} channels, always {2 * T} frames")
+    size = _setting(model.config, "image_size")
     if not size:
-        pictures = [leaf for leaf in leaves(profile.largest) if len(leaf.shape) == 3]
+        pictures = [leaf for leaf in leaves(profile.widest) if len(leaf.shape) == 3]
         size = max(pictures, key=lambda leaf: leaf.bytes).shape[-2:]
     H, W = (size, size) if isinstance(size, int) else tuple(size)
-    C = _setting(config, "num_channels", OF_PICTURES) or 3
-    return Made(lambda B, seconds: _floats(B, C, H, W), f"{C} x {H} x {W}")
+    C = _setting(model.config, "num_channels") or 3
+    return Made(lambda B, seconds: _meta(B, C, H, W), f"{C} x {H} x {W}")
 
 
-def _wave(config: Any, profile: DatasetProfile) -> Made:
-    M, T = _setting(config, "num_mel_bins", OF_SOUND), _setting(config, "max_length", OF_SOUND)
-    if M and T and not _setting(config, "conv_dim", OF_SOUND):  # Spectrograms under the same name.
-        return Made(lambda B, seconds: _floats(B, T, M), f"log-mel with {M} channels, always {T} frames")
-    return Made(lambda B, seconds: _floats(B, round(seconds * SAMPLING_RATE)), "waves at 16 kHz")
+def _setting(config: Any, name: str) -> Any:
+    """Returns a setting of the part of a composite configuration that has it, else of the whole; None without one."""
+    parts = [getattr(config, part, None) for part in ("vision_config", "audio_config", "encoder")]
+    return next((value for part in (*parts, config) if (value := getattr(part, name, None)) is not None), None)
 
 
-def _features(config: Any, profile: DatasetProfile) -> Made:
-    """Makes log-mel frames; a model of fixed length (30 s for Whisper) gets all of them."""
-    part = getattr(config, "audio_config", None) or getattr(config, "encoder", None) or config
-    whole_T = 2 * getattr(part, "max_source_positions", 0) if hasattr(part, "num_mel_bins") else 0
-    wide_M = getattr(part, "feature_projection_input_dim", 0)  # Channels of two stacked frames.
-    M = getattr(part, "num_mel_bins", 0) or wide_M
-    M = M or getattr(part, "input_feat_per_channel", 0) * getattr(part, "input_channels", 1)
-    if not M:
-        raise UserError("input_features of this model cannot be guessed", hint="pass batch=")
-    rate = FRAMES_PER_SECOND // 2 if wide_M else FRAMES_PER_SECOND
-
-    def make(B: int, seconds: float) -> Tensor:
-        return _floats(B, M, whole_T) if whole_T else _floats(B, round(seconds * rate), M)
-
-    return Made(make, f"log-mel with {M} channels" + (f", always {whole_T} frames" if whole_T else ""))
-
-
-MAKERS: dict[str, Callable[[Any, DatasetProfile], Made]] = {
-    "input_ids": _tokens,
-    "pixel_values": _pixels,
-    "input_values": _wave,
-    "input_features": _features,
-}
-
-
-def _floats(*shape: int) -> Tensor:
-    return torch.empty(shape, device="meta")
-
-
-def _ids(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.long, device="meta")
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

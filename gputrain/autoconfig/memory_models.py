@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from gputrain.autoconfig.inputs import BatchGuess
-from gputrain.autoconfig.lengths import LengthCurve
 from gputrain.errors import UserError
 from gputrain.planner.memory.fit import MemoryModel
 from gputrain.planner.memory.predict import DoesNotRun, MemoryEstimate, memory_model_of, predict_step
@@ -126,17 +125,3 @@ class MemoryModels:
         """Returns the largest number of items of a length in a known step; at least twice the least."""
         known = [items for items, *rest in self.known if rest == [seconds, checkpointing]]
         return max([2 * self.least_items, *known])
-
-    def curve(self, longest: float, shortest: float, checkpointing: bool) -> LengthCurve:
-        """Returns the memory that an item adds by its length, from steps on the longest items, and on items of half and
-        of a quarter of its length if there are such.
-
-        A step on shorter items has more of them, so that the weights have little influence.
-        """
-        memory_model = self.memory_model(longest, checkpointing)
-        fixed_gb = memory_model.peak_gb(0)
-        found = {longest: memory_model.peak_gb(1) - fixed_gb}
-        for items, seconds in ((4, longest / 2), (8, longest / 4)):
-            if shortest < 1.5 * seconds:
-                found[seconds] = (self.step(items, seconds, checkpointing).reserved_gb - fixed_gb) / items
-        return LengthCurve.through(found)

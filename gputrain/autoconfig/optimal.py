@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from gputrain.autoconfig import settings
-from gputrain.autoconfig.clips import BucketSampler, PreparedClips, batched_by_length
+from gputrain.autoconfig.clips import LengthSampler, PreparedClips, batched_by_length
 from gputrain.autoconfig.dataset import DatasetProfile, profile_dataset
 from gputrain.autoconfig.inputs import (
     BatchGuess,
@@ -29,7 +29,7 @@ from gputrain.autoconfig.inputs import (
     batch_guesses,
     output_loss,
 )
-from gputrain.autoconfig.lengths import Bucket, LengthLimit, OverLong, limit_length, make_buckets, pieces
+from gputrain.autoconfig.lengths import LengthLimit, OverLong, is_over, limit_length
 from gputrain.autoconfig.memory_models import MemoryModels
 from gputrain.autoconfig.recovery import MicroBatchLimit, Reduction, memory_callback, recovering, watched_first
 from gputrain.autoconfig.settings import OptimalConfig
@@ -195,15 +195,20 @@ class Planner:
             log.warning("%d clips over %.1f s are left out", clips.left_out, config.max_duration_seconds)
         return clips
 
-    def sampler(self, clips: PreparedClips, config: OptimalConfig, seed: int = 0) -> BucketSampler:
-        """Returns a batch sampler of whole batches of clips of similar lengths.
+    def sampler(self, clips: PreparedClips, config: OptimalConfig, seed: int = 0) -> LengthSampler:
+        """Returns a batch sampler of whole batches of clips of similar lengths, of which
+        `config.per_device_train_batch_size` fit into memory at once.
 
-        `sampler.micro_batch_size(batch)` of them fit into memory at once; short clips are more than long ones. Under
-        torchrun each process gets its part of every batch. Raises UserError if a clip is longer than planned.
+        Under torchrun each process gets its part of every batch. Raises UserError if a clip is longer than planned.
         """
-        ranks = Ranks.launched(os.environ)
+        longest, planned = max(clips.seconds), config.max_duration_seconds
+        if planned and is_over(longest, planned):
+            raise UserError(
+                f"a clip of {longest:.2f} s is longer than the planned {planned:.2f} s",
+                hint="use the clips that manager.prepare returns",
+            )
         least = self.memory_models.least_items
-        return BucketSampler(clips.seconds, config.buckets, config.target_batch_size, seed, ranks, least_items=least)
+        return LengthSampler(clips.seconds, config.target_batch_size, seed, Ranks.launched(os.environ), least)
 
     def callback(self) -> Any:
         """Returns a `transformers.TrainerCallback` that watches the memory: it logs figures with those of the trainer,
@@ -221,7 +226,7 @@ class Planner:
         """Runs `trainer.train(**arguments)`, and continues with smaller parts if memory runs out.
 
         With `config`, the trainer's dataset must come from `prepare`, and its arguments from `training_arguments(
-        by_length=True)`: batches then have clips of similar lengths, and micro-batches of short clips have more.
+        by_length=True)`: batches then have clips of similar lengths.
 
         Under torchrun every process recovers by itself; gradients are averaged when all have computed their parts. The
         batch and its samples stay the same: a micro-batch that does not fit is split, and its parts are weighted so
@@ -284,7 +289,6 @@ class Planner:
             budget_gb=found.budget_gb,
             device=self.machine.gpu or str(chosen.device.value),
             reasons=reasons,
-            buckets=self._buckets(batch_size, budget, limit, found, over_long),
             length_column=self.profile.length_column,
             optimizer=self.memory_models.optimizer,
             gpus=gpus,
@@ -336,12 +340,17 @@ class Planner:
             self.memory_models.step(found.micro_batch_size, seconds, found.checkpointing)
 
     def _fitting_seconds(self, budget: MemoryBudget, longest: float) -> float:
-        """Returns the seconds of a clip that fits alone, with checkpointing if possible; 0: none fits."""
-        if not longest:
-            return 0.0
-        curve = self.memory_models.curve(longest, 0.0, self._can_checkpoint)
-        fixed_gb = self.memory_models.memory_model(longest, self._can_checkpoint).peak_gb(0)
-        return 0.98 * curve.longest(budget.budget_gb / budget.margin - fixed_gb)  # Lengths are rounded.
+        """Returns the seconds of a clip that fits alone, with checkpointing if possible; 0: only shorter ones fit."""
+        seconds = longest
+        while seconds >= SHORTEST_SECONDS:
+            memory_model = self.memory_models.memory_model(seconds, self._can_checkpoint)
+            fixed_gb, most_gb = memory_model.peak_gb(0), budget.budget_gb / budget.margin
+            clip_gb = memory_model.peak_gb(self.memory_models.least_items) - fixed_gb
+            if clip_gb <= most_gb - fixed_gb:
+                return seconds
+            # Memory that does not shrink with the clip makes this too long, and the next round shortens it.
+            seconds *= 0.98 * max(0.0, most_gb - fixed_gb) / clip_gb
+        return 0.0
 
     def _does_not_fit(self, budget: MemoryBudget, seconds: float, fitting: float, smallest: int) -> UserError:
         """Returns the error for a step of the smallest micro-batch that does not fit; its hint names what helps, the
@@ -373,26 +382,6 @@ class Planner:
             f"{type(found.model).__name__} does not fit {machine.gpu or 'this machine'}: {takes}"
             f", which is {need_gb - budget.budget_gb:.3g} GB more than the available {budget.budget_gb:.3g} GB",
             hint="; or ".join(remedies) or "it fits no known GPU: train a smaller model",
-        )
-
-    def _buckets(
-        self, batch_size: int, budget: MemoryBudget, limit: LengthLimit, found: Fit, over_long: OverLong
-    ) -> tuple[Bucket, ...]:
-        kept = pieces(self.profile.seconds, limit.seconds, over_long) if limit.seconds else self.profile.seconds
-        if not len(kept) or kept.max() < 1.25 * kept.min() or math.isinf(budget.budget_gb):
-            return ()
-        memory_model = self.memory_models.memory_model(limit.seconds, found.checkpointing)
-        curve = self.memory_models.curve(limit.seconds, float(kept.min()), found.checkpointing)
-        fixed_gb = memory_model.peak_gb(0)
-        longest_gb = memory_model.peak_gb(1) - fixed_gb
-        spare_gb = budget.budget_gb / budget.margin - fixed_gb
-        return make_buckets(
-            kept,
-            lambda seconds: min(curve.item_gb(seconds), longest_gb),
-            spare_gb,
-            batch_size,
-            smallest=self.memory_models.least_items,
-            longest=limit.seconds,
         )
 
     def _workers(self, found: Fit, limit: LengthLimit) -> Any:

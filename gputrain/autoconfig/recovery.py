@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from gputrain.autoconfig.settings import BatchSplit, OptimalConfig
 from gputrain.engine.distributed import RankGroup
 from gputrain.engine.out_of_memory import FailedAttempt, retried
-from gputrain.errors import UserError, first_line, import_package
+from gputrain.errors import UserError, import_package
 from gputrain.hw.monitor import Monitor
-from gputrain.hw.runtime import is_out_of_memory, library_failure, random_state, set_random_state
+from gputrain.hw.runtime import random_state, set_random_state
 
 Reduction = Literal["items", "labels", "sum"]
 IGNORED = -100  # Label that losses ignore.
-MOST_ITEMS = "most_items_at_once"  # Key of a batch under which its sampler gives the number of items that fit.
 EQUAL_LOSSES = 0.01  # Relative difference up to which two losses count as equal; bf16 rounds by a few thousandths.
 
 log = logging.getLogger(__name__)
@@ -103,8 +102,8 @@ def recovering(
     with RankGroup.of_connected(processes) as group:
         if config is not None:
             check_agreement(group, config)
-        recovery = Recovery(trainer, limit, reduction, group)
-        with _methods_of(recovery, trainer), _explained_failures():
+        recovery = Recovery(trainer, limit, reduction, group, config.per_device_train_batch_size if config else 0)
+        with _methods_of(recovery, trainer):
             yield
 
 
@@ -120,22 +119,6 @@ def _methods_of(recovery: "Recovery", trainer: Any) -> Iterator[None]:
         for name in names:
             vars(trainer).pop(name, None)
         vars(trainer).update(own)
-
-
-@contextlib.contextmanager
-def _explained_failures() -> Iterator[None]:
-    """Turns failures of libraries, and a lack of memory outside the steps, into UserErrors."""
-    try:
-        yield
-    except RuntimeError as error:
-        if failure := library_failure(error):
-            raise failure from error
-        if not is_out_of_memory(error):
-            raise
-        raise UserError(
-            f"out of memory outside the steps, in the optimizer or in an evaluation: {first_line(error)}",
-            hint="a smaller per_device_eval_batch_size helps an evaluation; else use a smaller model or optimizer",
-        ) from error
 
 
 class MicroBatch(NamedTuple):
@@ -154,31 +137,32 @@ class Recovery:
     smaller parts, with the same random numbers. Later ones are split from the beginning.
     """
 
-    def __init__(self, trainer: Any, limit: MicroBatchLimit, reduction: Reduction | None, group: RankGroup) -> None:
+    def __init__(
+        self, trainer: Any, limit: MicroBatchLimit, reduction: Reduction | None, group: RankGroup, most_items: int
+    ) -> None:
         self.trainer, self.limit, self.group = trainer, limit, group
         self._whole_step: Callable[..., Tensor] = trainer.training_step
         self._whole_loss: Callable[..., Any] = trainer.compute_loss
         self._reductions: list[Reduction] = [reduction] if reduction else ["items", "labels", "sum"]
         self._weight = 1.0  # Weight of the current part.
         self._items_at_once = 0  # Items of the current part.
-        self._most_items = 0  # Items that fit at once, as the batch itself says; 0: no limit.
+        self._most_items = most_items  # Items that fit at once by the plan; 0: no limit.
         self._step = -1  # Optimizer step that the following belong to.
         self._micro_batches: list[MicroBatch] = []
-        self._random = RandomStates.now(trainer.args.device)  # At the beginning of the step.
+        self._restore_random = restorer_of_random(trainer.args.device)  # As at the beginning of the step.
         self._scale_is_known = False  # True once it is known how the trainer adds up micro-batches.
 
     def training_step(self, model: Any, inputs: Any, *more: Any, **named: Any) -> Tensor:
         """Runs forward and backward of one micro-batch, as the trainer's own method; returns the loss of all of it."""
-        self._most_items = int(inputs.pop(MOST_ITEMS, 0))
         step = self.trainer.state.global_step
         if self.group.ranks.count > 1:
             # Without DDP's wrapper no backward pass waits for the other processes, so that each may repeat it.
             model = self.trainer.accelerator.unwrap_model(model)
         if step != self._step:
             self._step, self._micro_batches = step, []
-            self._random = RandomStates.now(self.trainer.args.device)
+            self._restore_random = restorer_of_random(self.trainer.args.device)
         self._micro_batches.append(MicroBatch(inputs, more, named))
-        loss = self._retried(model, self._random)
+        loss = self._retried(model)
         if self.group.ranks.count > 1 and self.trainer.accelerator.sync_gradients:
             average_over_processes(self.group, model)
         return loss
@@ -189,7 +173,7 @@ class Recovery:
             return found
         return (found[0] * self._weight, *found[1:]) if isinstance(found, tuple) else found * self._weight
 
-    def _retried(self, model: Any, random_states: "RandomStates") -> Tensor:
+    def _retried(self, model: Any) -> Tensor:
         """Returns the loss of the last micro-batch. If memory runs out, all of the step so far are repeated."""
         pending = self._micro_batches[-1:]
 
@@ -213,7 +197,7 @@ class Recovery:
             self.limit.halve(self._step, items, "out of memory")
             pending = self._micro_batches
 
-        return retried(attempt, make_room, lambda: random_states.restore(self.trainer.args.device))
+        return retried(attempt, make_room, self._restore_random)
 
     def _in_parts(self, model: Any, micro_batch: MicroBatch) -> Tensor:
         inputs, more, named = micro_batch
@@ -276,13 +260,13 @@ class Recovery:
         two = [int(labels.argmin()), int(labels.argmax())] if labels.min() < labels.max() else [0, 1]
         alone = [select_rows(inputs, slice(item, item + 1)) for item in two]
         together = select_rows(inputs, two)
-        random_states = RandomStates.now(self.trainer.args.device)
+        restore_random = restorer_of_random(self.trainer.args.device)
         model.eval()
         try:
             whole, *single = (self._loss_of(model, micro_batch._replace(inputs=batch)) for batch in (together, *alone))
         finally:
             model.train()
-            random_states.restore(self.trainer.args.device)
+            restore_random()
         sums = {r: float(np.dot(shares(r, together, alone), single)) for r in self._reductions}
         best = min(sums, key=lambda r: abs(sums[r] - whole))
         if not abs(sums[best] - whole) <= EQUAL_LOSSES * abs(whole):
@@ -353,22 +337,16 @@ def shares(reduction: Reduction, whole: Mapping[str, Any], parts: list[dict[str,
     return [float(count_labels(part).sum() / max(1, count_labels(whole).sum())) for part in parts]
 
 
-@dataclass(frozen=True)
-class RandomStates:
-    """The states of all random generators that a step may use."""
+def restorer_of_random(device: torch.device) -> Callable[[], None]:
+    """Returns a function that restores the present states of all random generators that a step may use."""
+    of_torch, of_numpy, of_python = random_state(device), np.random.get_state(), random.getstate()
 
-    of_torch: dict[str, Tensor]
-    of_numpy: Any
-    of_python: Any
+    def restore() -> None:
+        set_random_state(of_torch, device)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
 
-    @classmethod
-    def now(cls, device: torch.device) -> "RandomStates":
-        return cls(random_state(device), np.random.get_state(), random.getstate())
-
-    def restore(self, device: torch.device) -> None:
-        set_random_state(self.of_torch, device)
-        np.random.set_state(self.of_numpy)
-        random.setstate(self.of_python)
+    return restore
 
 
 # -------------------------------------------------------------------------------------------------- memory in use
@@ -416,14 +394,13 @@ def memory_callback() -> Any:
 
 @contextlib.contextmanager
 def watched_first(trainer: Any) -> Iterator[None]:
-    """Moves callbacks that watch memory before those that write logs, so that their figures are written too."""
-    handler = trainer.callback_handler
-    order = list(handler.callbacks)
-    watching = [callback for callback in order if getattr(callback, "watches_memory", False)]
-    handler.callbacks[:] = [*watching, *(callback for callback in order if callback not in watching)]
+    """Moves callbacks that watch memory before those that write logs, so that their figures are written too, and ends
+    their threads also where the training fails."""
+    callbacks = trainer.callback_handler.callbacks
+    watching = [callback for callback in callbacks if getattr(callback, "watches_memory", False)]
+    callbacks[:] = [*watching, *(callback for callback in callbacks if callback not in watching)]
     try:
         yield
     finally:
-        handler.callbacks[:] = order
         for callback in watching:
             callback.close()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gputrain.autoconfig.lengths import Bucket, OverLong
+from gputrain.autoconfig.lengths import OverLong
 from gputrain.errors import UserError, import_package
 from gputrain.serialization import from_json, unreadable
 
@@ -37,8 +37,7 @@ class OptimalConfig:
     """Settings for a training, under the names of `transformers.TrainingArguments` where it has them.
 
     `per_device_train_batch_size * gradient_accumulation_steps * gpus == target_batch_size`, exactly. `reasons` has a
-    sentence for every setting. `buckets` are for batches of similar lengths; there are none if lengths hardly differ.
-    GPUs that train together all have the settings of the weakest.
+    sentence for every setting. GPUs that train together all have the settings of the weakest.
     """
 
     target_batch_size: int
@@ -55,7 +54,6 @@ class OptimalConfig:
     budget_gb: float
     device: str  # The device that it is planned for.
     reasons: dict[str, str]
-    buckets: tuple[Bucket, ...] = ()
     length_column: str = ""  # The dataset's column of lengths, if it has one.
     gpus: int = 1  # GPUs that train together.
     splits: tuple[BatchSplit, ...] = ()  # Changes that running out of memory has caused.
@@ -73,8 +71,8 @@ class OptimalConfig:
 
     def shared_by_processes(self) -> tuple[object, ...]:
         """Returns what all processes that train together must have in common."""
-        precision, edges = (self.fp16, self.bf16), tuple(bucket.to_seconds for bucket in self.buckets)
-        return (self.target_batch_size, self.gpus, precision, self.max_duration_seconds, self.over_long, edges)
+        precision = (self.fp16, self.bf16)
+        return (self.target_batch_size, self.gpus, precision, self.max_duration_seconds, self.over_long)
 
     def training_arguments(self, *, by_length: bool = False) -> dict[str, Any]:
         """Returns keyword arguments for the TrainingArguments of the installed transformers, 4.5x or 5.x.
@@ -134,7 +132,8 @@ def load_config(path: str | Path) -> OptimalConfig:
         raise UserError(f"{path}: not valid JSON: {error}", hint="save it again") from None
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise unreadable(Path(path), "save it again with save_config", "not a configuration of gputrain")
-    content.pop("devices", None)  # Version 0.2 wrote settings of each of several GPUs,
+    for name in ("devices", "buckets"):  # Version 0.2 wrote settings of each of several GPUs and for short clips,
+        content.pop(name, None)
     if content.pop("lengths_per_second", 1.0) != 1.0:  # and used columns of lengths in other units.
         content["length_column"] = ""
     try:

@@ -19,7 +19,9 @@ def random_words(seed: int, epoch: int, count: int) -> npt.NDArray[np.uint64]:
     return np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(2, epoch))).random_raw(count)
 
 
-def shuffled_by_length(lengths_N: Integers, stretch: float, seed: int, epoch: int) -> Integers:
+def shuffled_by_length(
+    lengths_N: Integers | npt.NDArray[np.float64], stretch: float, seed: int, epoch: int
+) -> Integers:
     """Returns the indices of clips, sorted by length times a random factor from 1 to `stretch`, which is excluded."""
     words_N = random_words(seed, epoch, len(lengths_N))
     factors_N = 1 + (stretch - 1) * (words_N >> np.uint64(11)) * 2.0**-53

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from gputrain.autoconfig import optimal
-from gputrain.autoconfig.clips import BucketSampler
+from gputrain.autoconfig.clips import LengthSampler
 from gputrain.autoconfig.optimal import machine_to_plan
 from gputrain.hw.gpus import find_gpu
 from gputrain.hw.probe import Machine
 from gputrain.hw.ranks import Ranks
-from tests.autoconfig.test_clips import BUCKETS, lengths
+from tests.autoconfig.test_clips import lengths
 from tests.tables import each_row
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,8 +38,8 @@ def test_the_weakest_gpu_of_this_machine_or_the_named_one_is_planned_for(
 @each_row(2, 3)
 def test_ranks_share_each_batch(count):
     """Together they have the clips of the undivided batch; the last one repeats its longest clips to be divisible."""
-    whole = list(BucketSampler(lengths(), BUCKETS, 6 * count, seed=1))
-    parts = [list(BucketSampler(lengths(), BUCKETS, 6 * count, 1, Ranks(index, count))) for index in range(count)]
+    whole = list(LengthSampler(lengths(), 6 * count, seed=1))
+    parts = [list(LengthSampler(lengths(), 6 * count, 1, Ranks(index, count))) for index in range(count)]
     assert all(len(part) == len(whole) for part in parts)
     for batch, *shares in zip(whole, *parts, strict=True):
         assert len({len(share) for share in shares}) == 1
@@ -68,7 +68,7 @@ def test_two_processes_give_the_weights_of_one(tmp_path):
     assert (first["weights"] - alone["weights"]).abs().max() < 1e-12 * alone["weights"].abs().max()
     sizes = [[items for items, _ in one["passes"]] for one in (alone, first, second)]
     assert sum(sizes[0]) == sum(sizes[1]) + sum(sizes[2])
-    assert max(sizes[1]) == max(sizes[2]) == 4
+    assert max(sizes[1]) == max(sizes[2]) == 2
     again, failing = trained(tmp_path, 2, "--memory-ends")
     assert (failing["splits"], again["splits"]) == (1, 0)
     assert torch.equal(again["weights"], failing["weights"])

@@ -241,8 +241,6 @@ def test_clips_that_do_not_fit_are_cut():
     assert config.max_duration_seconds == pytest.approx(0.98 * 18, rel=0.01)
     assert config.per_device_train_batch_size == 1
     assert "2 longer of 32 clips, 13.0% of the hours, are cut" in config.reasons["max_duration_seconds"]
-    assert sum(bucket.clips for bucket in config.buckets) == 34
-    assert config.buckets[-1].to_seconds <= config.max_duration_seconds
     refusing, _ = plan_on_cpu(lengths, Wave(), 8, SECOND_GB * 18 * 1.05 / 0.85, over="refuse")
     assert "are left out" in refusing.reasons["max_duration_seconds"]
     assert manager.profile.hours == pytest.approx(345 / 3600)
@@ -256,13 +254,6 @@ def test_half_the_hours_are_not_cut_without_being_asked():
     config, _ = plan_on_cpu(lengths, Wave(), 8, ram_gb, seconds=seconds)
     assert config.max_duration_seconds == seconds == pytest.approx(0.98 * 18, rel=0.01)
     assert "asked for at most" in config.reasons["max_duration_seconds"]
-
-
-def test_buckets_take_more_of_shorter_clips():
-    """A twentieth is left for what the prediction misses, so that 31.9 s take the place of 33.5."""
-    config, _ = create_optimal_config([4.0] * 60 + [16.0] * 60, Wave(), 16, vram_gb=SECOND_GB * 31.9 * 1.05 / 0.85)
-    assert [(b.to_seconds, b.clips, b.micro_batch_size) for b in config.buckets] == [(4, 60, 4), (16, 60, 1)]
-    assert config.per_device_train_batch_size == 1
 
 
 class Late(nn.Module):
@@ -473,6 +464,8 @@ def test_a_configuration_survives_its_file(tmp_path):
     assert manager.load_config(tmp_path / "config.json") == config
     manager.limit.halve(7, 4, "out of memory")
     manager.save_config(config, tmp_path / "config.json")
+    former = {**json.loads((tmp_path / "config.json").read_text()), "buckets": [], "devices": {}}
+    (tmp_path / "config.json").write_text(json.dumps(former))
     assert load_config(tmp_path / "config.json").splits == (BatchSplit(7, 4, 2, "out of memory"),)
 
 
@@ -480,7 +473,7 @@ def test_a_configuration_survives_its_file(tmp_path):
     (lambda c: c.update(format="another 1"), "not a configuration of gputrain"),
     (lambda c: c.update(bf16="yes"), r"bf16 is 'yes'"),
     (lambda c: c.update(target_batch_size=1.5), r"target_batch_size is '1\.5'"),
-    (lambda c: c.update(buckets=[{"over_seconds": 1}]), r"buckets\[0\] is "),
+    (lambda c: c.update(splits=[{"step": 1}]), r"splits\[0\] is "),
     (lambda c: c.update(over_long="burn"), "over_long is 'burn'"),
     (lambda c: c.pop("fp16"), "which is not valid"),
     (lambda c: c.update(reasons=[1]), "reasons is "),

@@ -251,7 +251,10 @@ def test_memory_that_runs_out_without_gradients_too(tmp_path):
 
 
 @each_row(
-    (RuntimeError("FIND was unable to find an engine to execute this computation after trying 42 plans."), UserError),
+    (
+        RuntimeError("FIND was unable to find an engine after trying 42 plans."),
+        RuntimeError,
+    ),
     (torch._dynamo.exc.InternalTorchDynamoError("42 plans of the compiler"), torch._dynamo.exc.TorchDynamoException),
 )
 def test_what_smaller_parts_cannot_help_is_not_tried_again(tmp_path, failure, expected):
@@ -281,13 +284,9 @@ class At(TrainerCallback):
 def test_other_errors_pass_and_the_trainers_own_methods_come_back(tmp_path):
     trainer = toy_trainer(tmp_path, Toy("items"))
     own = trainer.compute_loss = lambda model, inputs, **named: model(**inputs)["loss"]
-    for error, expected, message in [
-        (RuntimeError("shapes do not match"), RuntimeError, "shapes do not match"),
-        (RuntimeError("FIND was unable to find an engine after trying 42 plans."), UserError, "memory is free: FIND"),
-        (torch.OutOfMemoryError("CUDA out of memory"), UserError, "out of memory outside the steps"),
-    ]:
+    for error in (RuntimeError("shapes do not match"), torch.OutOfMemoryError("CUDA out of memory")):
         trainer.add_callback(At(error))
-        with pytest.raises(expected, match=message), recovering(trainer, MicroBatchLimit()):
+        with pytest.raises(type(error), match=str(error)), recovering(trainer, MicroBatchLimit()):
             trainer.train()
         trainer.remove_callback(At)
     assert trainer.compute_loss is own

@@ -18,7 +18,6 @@ from torch import nn
 
 from gputrain.autoconfig.dataset import profile_dataset
 from gputrain.autoconfig.inputs import BatchGuess, output_loss
-from gputrain.autoconfig.lengths import Bucket
 from gputrain.autoconfig.memory_models import MemoryModels
 from gputrain.autoconfig.optimal import Planner
 from gputrain.autoconfig.settings import OptimalConfig
@@ -57,17 +56,13 @@ def collate(items):
     }
 
 
-def buckets(*sizes: int) -> tuple[Bucket, ...]:
-    return (Bucket(0, 0.2, 30, sizes[0]), Bucket(0.2, 0.5, 30, sizes[1]), Bucket(0.5, 0.9, 27, sizes[2]))
-
-
 def configuration(gpus: int) -> OptimalConfig:
     """Returns settings for so many GPUs, which share batches of 8 clips."""
     shared = {
-        "target_batch_size": 8, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8 // gpus,
+        "target_batch_size": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4 // gpus,
         "fp16": False, "bf16": False, "gradient_checkpointing": False, "dataloader_num_workers": 0,
         "max_duration_seconds": 0.9, "over_long": "chunk", "streaming": False, "predicted_peak_gb": 1.0,
-        "budget_gb": 1.0, "device": "small", "reasons": {}, "buckets": buckets(4, 2, 1), "gpus": gpus,
+        "budget_gb": 1.0, "device": "small", "reasons": {}, "gpus": gpus,
     }  # fmt: skip
     return OptimalConfig(**shared)
 
