@@ -28,7 +28,7 @@ from PIL import Image, ImageDraw
 from gputrain.bench import runner
 from gputrain.bench.runner import BenchRow, Settings
 from gputrain.config import assemble
-from gputrain.drawing import FAINT, INK, PAPER, font
+from gputrain.drawing import INK, PAPER, font
 from gputrain.engine.data import Stream, loader
 from gputrain.engine.recipe import Recipe
 from gputrain.engine.run_folder import Run
@@ -44,6 +44,7 @@ QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.3
 SHARES = (0.0, 0.25, 0.5, 1.0)  # Points of time at which a side is evaluated.
 ENDLESS = 10**9
 COLOURS = ("#c98a2b", "#2f6f9f", "#5b8c5a", "#a05195", "#7a7a7a", "#d45087")
+FAINT = "#6b7280"
 PANEL, GAP, TOP, BOTTOM = (420, 280), 70, 110, 50  # Sizes of the chart, in pixels.
 
 Figures = dict[str, float]

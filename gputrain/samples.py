@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw
 from torch import Tensor
 
-from gputrain.drawing import Drawing, Inset, Label, cut_text, font
+from gputrain.drawing import INK, PAPER, cut_text, font
 
 # Sizes are in pixels.
 TITLE_SIZE, CAPTION_SIZE = 14, 12
@@ -52,24 +52,25 @@ class Sheet:
         captions = [any(cell.caption for cell in row) for row in self.rows]
         height = sum(heights) + sum(CAPTION_LINE if has else GAP for has in captions) + (TITLE_LINE if title else GAP)
         width = max(left + sum(widths) + GAP * len(widths), LEAST_WIDTH if title else 0)
-        drawing = Drawing(width, height)
+        canvas = Image.new("RGB", (width, height), PAPER)
+        draw, letters = ImageDraw.Draw(canvas), font(CAPTION_SIZE)
         shown = cut_text(title, font(TITLE_SIZE), width - 2 * GAP)
-        drawing.shapes.append(Label(GAP, TITLE_LINE // 2, shown, size=TITLE_SIZE))
+        draw.text((GAP, TITLE_LINE // 2), shown, INK, font(TITLE_SIZE), "lm")
         top, parts = TITLE_LINE if title else GAP, []
         for head, row, tallest, has_captions in zip(self.heads, self.rows, heights, captions, strict=True):
-            drawing.shapes.append(Label(GAP, top + tallest / 2, head, size=CAPTION_SIZE))
+            draw.text((GAP, top + tallest / 2), head, INK, letters, "lm")
             at, boxes = left, []
             for cell, room in zip(row, widths, strict=True):
                 picture = Image.fromarray(np.ascontiguousarray(cell.picture_HW3.cpu().numpy()))
-                drawing.shapes.append(Inset(at, top, picture))
-                caption = cut_text(cell.caption, font(CAPTION_SIZE), room)
-                drawing.shapes.append(Label(at, top + tallest + CAPTION_LINE / 2, caption, size=CAPTION_SIZE))
+                canvas.paste(picture, (at, top))
+                caption = cut_text(cell.caption, letters, room)
+                draw.text((at, top + tallest + CAPTION_LINE / 2), caption, INK, letters, "lm")
                 box = [at, top, at + picture.width, top + picture.height]
                 boxes.append({"box": box, "caption": cell.caption})
                 at += room + GAP
             parts.append(boxes)
             top += tallest + (CAPTION_LINE if has_captions else GAP)
-        return DrawnSheet(drawing.image(), {"title": self.title, "heads": list(self.heads), "rows": parts})
+        return DrawnSheet(canvas, {"title": self.title, "heads": list(self.heads), "rows": parts})
 
 
 class SoundSample(NamedTuple):

@@ -1,23 +1,10 @@
-"""Drawings as SVG and as pixels, and the colours of spectrograms."""
-
-import xml.etree.ElementTree as ElementTree
+"""Elements of SVG, and the colours of spectrograms."""
 
 import numpy as np
 import torch
-from PIL import Image
 from skimage.color import rgb2lab
 
-from gputrain.drawing import (
-    INK,
-    Drawing,
-    Inset,
-    Label,
-    Line,
-    Rectangle,
-    colour_map,
-    spectrogram_picture,
-    svg_element,
-)
+from gputrain.drawing import colour_map, spectrogram_picture, svg_element
 from tests.tables import each_row
 
 
@@ -36,24 +23,6 @@ def test_what_is_beyond_has_the_colour_of_the_limit(value):
     assert torch.equal(
         spectrogram_picture(torch.full((3, 4), value)), spectrogram_picture(torch.full((3, 4), float(value > 0)))
     )
-
-
-def test_shapes_are_drawn_in_order_as_svg_and_as_pixels():
-    picture = Image.new("RGB", (3, 2), "#00ff00")
-    drawing = Drawing(40, 30, "#000000", [Inset(4, 2, picture), Rectangle(5, 2, 10, 20, "#ff0000", "a & b")])
-    drawing.shapes += [Line(0, 25, 40, 25, "#0000ff"), Label(20, 10, "<t>", INK)]
-    pixels = np.asarray(drawing.image(scale=2))
-    assert (pixels[4:8, 8:10] == (0, 255, 0)).all()  # The rectangle hides the rest of the picture.
-    assert (pixels[4:44, 10:30] == (255, 0, 0)).all()
-    assert (pixels == (255, 0, 0)).all(axis=2).sum() == 40 * 20
-    assert (pixels == (0, 0, 255)).all(axis=2).sum() == 80 * 4
-    root = ElementTree.fromstring(drawing.svg('"quoted" & <more>'))
-    assert root.attrib["aria-label"] == '"quoted" & <more>'
-    shapes = [(shape.tag.split("}")[1], "".join(shape.itertext())) for shape in root]
-    assert shapes == [("rect", ""), ("image", ""), ("rect", "a & b"), ("line", ""), ("text", "<t>")]
-    assert [shape.attrib.get("fill") for shape in root][-1] == INK
-    page = ElementTree.fromstring(drawing.svg("", page_colour="currentColor"))
-    assert (page[0].tag.split("}")[1], page[-1].attrib["fill"]) == ("image", "currentColor")
 
 
 def test_elements_escape_and_round():

@@ -1,10 +1,12 @@
-"""Draws the parts of a training's memory as stacked bars."""
+"""Draws the parts of a training's memory as a stacked bar."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gputrain.drawing import FAINT, INK, PAPER, TEXT_SIZE, Drawing, Label, Line, Rectangle, font
+from markupsafe import Markup
+
+from gputrain.drawing import PAPER, TEXT_SIZE, font, svg_element
 
 # Colours of the parts, from the bottom of the memory to its top. They differ in lightness too.
 PART_COLOURS = {
@@ -26,7 +28,6 @@ WIDTH, MARGIN, ROW, BAR, LEGEND = 720, 4, 62, 22, 26
 class MemoryBar:
     """The predicted memory of a training: GB by part at the peak, what may be used, and what was measured."""
 
-    label: str
     parts: Mapping[str, float]
     budget_gb: float | None = None
     measured_gb: float | None = None
@@ -54,43 +55,41 @@ class MemoryBar:
         return ", ".join(texts)
 
 
-def memory_bars(bars: Sequence[MemoryBar]) -> Drawing:
-    """Draws a stacked bar for each training, on a common scale: a red line is the limit, a green one what was
-    measured."""
-    largest = max(max(bar.total_gb, bar.shown_budget_gb or 0, bar.measured_gb or 0) for bar in bars) or 1.0
-    names = list(dict.fromkeys(name for bar in bars for name in bar.parts))
-    drawing = Drawing(WIDTH, LEGEND + MARGIN + ROW * len(bars))
-    at = float(MARGIN)
-    legend = [(name, PART_COLOURS.get(name, OTHER_COLOUR)) for name in names]
-    legend += [("limit", BUDGET_COLOUR)] if any(bar.shown_budget_gb for bar in bars) else []
-    legend += [("measured", MEASURED_COLOUR)] if any(bar.measured_gb is not None for bar in bars) else []
-    for name, colour in legend:
-        drawing.shapes.append(Rectangle(at, LEGEND / 2 - 5, 10, 10, colour, name))
-        drawing.shapes.append(Label(at + 15, LEGEND / 2, name, FAINT))
-        at += 15 + font(TEXT_SIZE).getlength(name) + 16
+def memory_chart(bar: MemoryBar) -> Markup:
+    """Draws the parts as a stacked bar in SVG: a red line is the limit, a green one what was measured."""
+    texts: dict[str, str | float] = {"font_size": TEXT_SIZE, "fill": "currentColor"}
+    largest = max(bar.total_gb, bar.shown_budget_gb or 0, bar.measured_gb or 0) or 1.0
     room = WIDTH - 2 * MARGIN
-    for number, bar in enumerate(bars):
-        top = LEGEND + ROW * number
-        words = f"{bar.label}: {bar.words}" if bar.label else bar.words
-        drawing.shapes.append(Label(MARGIN, top + 10, words, INK))
-        left = float(MARGIN)
-        for name, gb in bar.parts.items():
-            width = room * gb / largest
-            colour = PART_COLOURS.get(name, OTHER_COLOUR)
-            drawing.shapes.append(Rectangle(left, top + 22, width, BAR, colour, f"{name}: {gb:.3g} GB"))
-            size = f"{gb:.2g}"
-            if font(TEXT_SIZE).getlength(size) + 8 < width:
-                ink = ON_LIGHT if colour in LIGHT else PAPER
-                drawing.shapes.append(Label(left + 4, top + 22 + BAR / 2, size, ink))
-            left += width
-        for value, colour in ((bar.shown_budget_gb, BUDGET_COLOUR), (bar.measured_gb, MEASURED_COLOUR)):
-            if value is not None:
-                x = min(MARGIN + room * value / largest, WIDTH - MARGIN)
-                drawing.shapes.append(Line(x, top + 18, x, top + 26 + BAR, colour))
-    return drawing
+    limits = [("limit", bar.shown_budget_gb, BUDGET_COLOUR), ("measured", bar.measured_gb, MEASURED_COLOUR)]
+    lines = [(name, gb, colour) for name, gb, colour in limits if gb is not None]
+    legend = [(name, PART_COLOURS.get(name, OTHER_COLOUR)) for name in bar.parts]
+    at, parts = float(MARGIN), list[Markup]()
+    for name, colour in [*legend, *((name, colour) for name, _, colour in lines)]:
+        title = svg_element("title", name)
+        parts.append(svg_element("rect", title, x=at, y=LEGEND / 2 - 5, width=10, height=10, fill=colour))
+        parts.append(svg_element("text", name, x=at + 15, y=LEGEND / 2 + TEXT_SIZE / 3, **texts))
+        at += 15 + font(TEXT_SIZE).getlength(name) + 16
+    parts.append(svg_element("text", bar.words, x=MARGIN, y=LEGEND + 10 + TEXT_SIZE / 3, **texts))
+    left, top = float(MARGIN), LEGEND + 22
+    for (_, colour), (name, gb) in zip(legend, bar.parts.items(), strict=True):
+        width, title = room * gb / largest, svg_element("title", f"{name}: {gb:.3g} GB")
+        parts.append(svg_element("rect", title, x=left, y=top, width=width, height=BAR, fill=colour))
+        size = f"{gb:.2g}"
+        if font(TEXT_SIZE).getlength(size) + 8 < width:
+            ink, y = ON_LIGHT if colour in LIGHT else PAPER, top + BAR / 2 + TEXT_SIZE / 3
+            parts.append(svg_element("text", size, x=left + 4, y=y, font_size=TEXT_SIZE, fill=ink))
+        left += width
+    for _, limit_gb, colour in lines:
+        x = min(MARGIN + room * limit_gb / largest, WIDTH - MARGIN)
+        ends = {"x1": x, "x2": x, "y1": top - 4, "y2": top + BAR + 4}
+        parts.append(svg_element("line", **ends, stroke=colour, stroke_width=2))
+    return svg_element(
+        "svg", Markup("").join(parts), xmlns="http://www.w3.org/2000/svg", font_family="system-ui, sans-serif",
+        viewBox=f"0 0 {WIDTH} {LEGEND + MARGIN + ROW}", role="img", aria_label=bar.words,
+    )  # fmt: skip
 
 
-def memory_bar(label: str, plan: Mapping[str, Any]) -> MemoryBar | None:
+def memory_bar(plan: Mapping[str, Any]) -> MemoryBar | None:
     """Returns the bar of the content of a plan.json; None if it predicts nothing."""
     prediction, measured = plan.get("prediction"), plan.get("measured")
     parts = prediction.get("parts") if isinstance(prediction, dict) else None
@@ -102,7 +101,7 @@ def memory_bar(label: str, plan: Mapping[str, Any]) -> MemoryBar | None:
     settings = plan.get("settings")
     device = settings.get("device") if isinstance(settings, dict) else None
     on_cpu = isinstance(device, dict) and device.get("value") == "cpu"
-    return MemoryBar(label, named, _size(budget), _size(peak), on_cpu, _size(ratio))
+    return MemoryBar(named, _size(budget), _size(peak), on_cpu, _size(ratio))
 
 
 def _size(value: object) -> float | None:

@@ -27,9 +27,10 @@ from gputrain.engine.stop import COMMAND_CLOCK, EXIT_SECONDS, format_duration, p
 from gputrain.errors import UserError, first_line
 from gputrain.hw.ranks import Ranks
 from gputrain.kinds import ModelKind, kinds
-from gputrain.report import memory_chart, settings_table
+from gputrain.report import settings_table
 from gputrain.report.curves import COLOURS, TRAINING_LOSSES, Chart, Curve, draw, format_value, letter_of, style_of
 from gputrain.report.media import MediaBudget
+from gputrain.report.memory_chart import memory_bar, memory_chart
 from gputrain.report.records import RunRecord, RunStatus, now, read_run
 from gputrain.report.sections import SampleSection, sample_section
 
@@ -221,8 +222,8 @@ def _file(name: str) -> str:
 
 def memory_of(record: RunRecord) -> Markup:
     """Returns the chart of the predicted and the measured memory; nothing if the plan predicts none."""
-    bar = memory_chart.memory_bar("", record.plan)
-    return memory_chart.memory_bars([bar]).svg(bar.words, page_colour="currentColor") if bar else Markup("")
+    bar = memory_bar(record.plan)
+    return memory_chart(bar) if bar else Markup("")
 
 
 # ----------------------------------------------------------------------------------------------------------- figures
@@ -366,7 +367,7 @@ def _charts(records: Sequence[RunRecord], names: Sequence[str], reach: int) -> I
         levels, marks = [], []
         if len(records) == 1:
             marks = [part.first_step for part in settings_table.run_parts(records[0])[1:] if part.first_step]
-            bar = memory_chart.memory_bar("", records[0].plan) if name == "memory/peak_gb" else None
+            bar = memory_bar(records[0].plan) if name == "memory/peak_gb" else None
             levels = [("predicted", bar.total_gb)] if bar else []
         yield draw(Chart(style.title, curves, style.unit, style.better, levels, marks, reach, len(records) > 1))
 

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 from torch import Tensor
 
 from gputrain.audio.config import Mel
@@ -28,12 +28,8 @@ from gputrain.data_in.split import GivenFolders
 from gputrain.drawing import (
     BAND_PIXELS,
     INK,
+    PAPER,
     TEXT_SIZE,
-    Drawing,
-    Inset,
-    Label,
-    Line,
-    Rectangle,
     colour_map,
     font,
     spectrogram_picture,
@@ -446,38 +442,41 @@ def alignment(log_mel_MF: Tensor, durations_S: Tensor, labels: Sequence[str], vm
     mel_HW3 = spectrogram_picture(decades_MF, vmin, vmax).repeat_interleave(FRAME_PIXELS, dim=1)
     height, width, _ = mel_HW3.shape
     top = STAIRS_PIXELS + GAP_PIXELS
-    drawing = Drawing(width, top + height + TICK_PIXELS + LABEL_PIXELS * LABEL_ROWS)
-    drawing.shapes.append(Inset(0, 0, _staircase(durations, width)))
-    drawing.shapes.append(Inset(0, top, Image.fromarray(mel_HW3.numpy())))
-    _add_labels(drawing, durations, labels, top + height)
-    return torch.from_numpy(np.array(drawing.image()))
+    canvas = Image.new("RGB", (width, top + height + TICK_PIXELS + LABEL_PIXELS * LABEL_ROWS), PAPER)
+    canvas.paste(_staircase(durations, width), (0, 0))
+    canvas.paste(Image.fromarray(mel_HW3.numpy()), (0, top))
+    _add_labels(canvas, durations, labels, top + height)
+    return torch.from_numpy(np.array(canvas))
 
 
 def _staircase(durations: Sequence[int], width: int) -> Image.Image:
     """Draws symbols by frames; aligned cells are light."""
     dark, uniform, aligned = (f"#{bytes(colour_map()[index]).hex()}" for index in (0, EVEN, PATH))
-    drawing = Drawing(width, STAIRS_PIXELS, dark)
-    drawing.shapes.append(Line(0, STAIRS_PIXELS - 1, FRAME_PIXELS * sum(durations) - 1, 0, uniform, 1))
+    canvas = Image.new("RGB", (width, STAIRS_PIXELS), dark)
+    draw = ImageDraw.Draw(canvas)
+    draw.line((0, STAIRS_PIXELS - 1, FRAME_PIXELS * sum(durations) - 1, 0), uniform)
     step = STAIRS_PIXELS / max(1, len(durations))
     for number, (start, end) in enumerate(_spans(durations)):
         bottom = max(THINNEST, STAIRS_PIXELS - 1 - round(number * step))
         highest = min(bottom - THINNEST, STAIRS_PIXELS - round((number + 1) * step))
-        drawing.shapes.append(Rectangle(start, highest, end - start, bottom + 1 - highest, aligned))
-    return drawing.image()
+        if end > start:
+            draw.rectangle((start, highest, end - 1, bottom), aligned)
+    return canvas
 
 
-def _add_labels(drawing: Drawing, durations: Sequence[int], labels: Sequence[str], top: int) -> None:
+def _add_labels(canvas: Image.Image, durations: Sequence[int], labels: Sequence[str], top: int) -> None:
     """Adds a tick at the start of each labelled symbol, and the label centred between its tick and the next, in the
     first free row."""
     labelled = [(start, label) for (start, _), label in zip(_spans(durations), labels, strict=True) if label]
+    draw, letters = ImageDraw.Draw(canvas), font(TEXT_SIZE)
     right_ends = [0.0] * LABEL_ROWS  # The last label of each row ends there, in pixels.
     for (start, label), (end, _) in pairwise([*labelled, (FRAME_PIXELS * sum(durations), "")]):
-        drawing.shapes.append(Line(start, top, start, top + TICK_PIXELS - 2, INK, 1))
-        label_width = font(TEXT_SIZE).getlength(label)
-        left = min(max(0.0, (start + end - label_width) / 2), drawing.width - label_width)
+        draw.line((start, top, start, top + TICK_PIXELS - 2), INK)
+        label_width = letters.getlength(label)
+        left = min(max(0.0, (start + end - label_width) / 2), canvas.width - label_width)
         row = next((row for row in range(LABEL_ROWS) if right_ends[row] <= left), None)
         if label.strip() and row is not None:
-            drawing.shapes.append(Label(left, top + TICK_PIXELS + LABEL_PIXELS * (row + 0.5), label))
+            draw.text((left, top + TICK_PIXELS + LABEL_PIXELS * (row + 0.5)), label, INK, letters, "lm")
             right_ends[row] = left + label_width + 2
 
 
