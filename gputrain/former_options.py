@@ -48,6 +48,7 @@ LEFT_OUT: Mapping[str, Mapping[str, LeftOut]] = {
         "eq_weight": LeftOut(1.0, EQUIVARIANT),
         "step_order": ALTERNATING,
         "discriminator_norm": LeftOut("group", "leave it out: the discriminator has group norms"),
+        "data_in_memory": LeftOut(None, "leave it out: pictures that are prepared decode faster", False),
     },
     "vocoder": {"step_order": ALTERNATING},
     "tts": {

@@ -27,7 +27,7 @@ from gputrain.engine.schedule import StepSchedule, check_finish, stages_ahead, s
 from gputrain.engine.stop import Deadline, finish_moment, format_duration, log_start_until, seconds_until, timed_part
 from gputrain.engine.train import train
 from gputrain.errors import UserError, without_secrets
-from gputrain.hw.plan import NEEDS_GPU, Plan, Setting, data_in_memory, fit_shared_memory, workers
+from gputrain.hw.plan import NEEDS_GPU, Plan, Setting, fit_shared_memory, workers
 from gputrain.hw.probe import Machine, probe
 from gputrain.hw.ranks import SINGLE, Ranks, share_of, weakest_of
 from gputrain.hw.runtime import Runtime, apply
@@ -59,10 +59,6 @@ class Session(Generic[S]):
             plan = self.run.group.from_leader(lambda: self._plan(settings, data, steps).to_json())
             runtime.plan = from_json(Plan, plan)
             settings = with_plan(settings, runtime.plan)
-            if data.decoded_gb is not None:
-                processes = int(runtime.plan.num_workers.value)
-                kept = data_in_memory(self.machine, data.keep_decoded, data.decoded_gb, processes)
-                runtime.plan = replace(runtime.plan, data_in_memory=kept)
         log_runtime(runtime, self.run.prediction)
         return settings
 

@@ -399,8 +399,8 @@ def test_train_rtx5090_passes_arguments_on_after_its_own(machine: Machine, word:
     assert done.stdout.splitlines() == [*without_data(begins), "--data_path", "my vocoder", "--batch_size", "8"]
     for given in (["--data-path=a", "--data-path", "b=2"], ["--data-dir", "a"], ["--data_dir=a"]):
         assert machine.run("train_rtx5090.sh", *word, *given).stdout.split() == [*without_data(begins), *given]
-    done = machine.run("train_rtx5090.sh", *word, "--data-in-memory", "--output-dir", "data_dir")
-    assert done.stdout.split() == [*begins.split(), "--data-in-memory", "--output-dir", "data_dir"]
+    done = machine.run("train_rtx5090.sh", *word, "--eval-first", "--output-dir", "data_dir")
+    assert done.stdout.split() == [*begins.split(), "--eval-first", "--output-dir", "data_dir"]
 
 
 def without_data(begins: str) -> list[str]:

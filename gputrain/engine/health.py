@@ -173,12 +173,10 @@ def waiting_for_data(facts: StepScalars, plan: Plan, cores: int) -> Iterator[Fin
 
 def data_remedy(plan: Plan, cores: int) -> str:
     """Return what makes data arrive sooner."""
-    processes, kept = int(plan.num_workers.value), plan.data_in_memory
+    processes = int(plan.num_workers.value)
     if processes < cores:
         return f"raise --num-workers from {processes} to at most {cores}, the number of CPU cores"
-    if kept is not None and not kept.value:
-        return "--data-in-memory keeps decoded data, if the RAM suffices; otherwise take smaller source files"
-    return "put the data on a faster disk, or train on a machine with more CPU cores for each GPU"
+    return "take smaller source files, put the data on a faster disk, or train with more CPU cores for each GPU"
 
 
 def idle(facts: StepScalars, plan: Plan, cores: int) -> Iterator[Finding]:

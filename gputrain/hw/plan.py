@@ -9,7 +9,6 @@ from gputrain.errors import UserError
 from gputrain.hw.probe import Machine
 
 MOST_WORKERS = 8  # More only if the rates of decoding and of the device are known to need them.
-DATA_SHARE = 0.25  # Share of the free RAM that decoded data may take.
 SHARED_SHARE = 0.8  # Share of the free shared memory that the batches of data workers may take.
 ASKED_FOR = "asked for"
 NEEDS_GPU = "asked for, but needs a GPU"
@@ -143,7 +142,6 @@ class Plan:
     gradient_checkpointing: Setting | None = None
     memory_budget_gb: Setting | None = None
     # Settings of the data; None if they are not examined.
-    data_in_memory: Setting | None = None
 
     @property
     def settings(self) -> dict[str, Setting]:
@@ -353,18 +351,6 @@ def workers(
         held = f"the batches of each take {1e3 * batches_gb:.3g} MB"
         reason = f"{held}, and {1e3 * machine.shared_memory_gb:.3g} MB are free in /dev/shm (in Docker: --shm-size)"
     return Setting(most, reason)
-
-
-def data_in_memory(machine: Machine, wish: bool | None, decoded_gb: float, processes: int) -> Setting:
-    """Decide whether each process keeps its decoded data, or decodes them again every time."""
-    need_gb = decoded_gb * max(1, processes)
-    free_gb = DATA_SHARE * machine.ram_free_gb
-    cost = f"up to {need_gb:.1f} GB of RAM"
-    if wish is not None:
-        return Setting(wish, ASKED_FOR if wish else "switched off", cost if wish else "")
-    if not free_gb or need_gb > free_gb:
-        return Setting(False, f"decoded, the data would take {need_gb:.1f} GB, and {free_gb:.1f} GB of RAM may be used")
-    return Setting(True, "decoded, the data fit into a quarter of the free RAM, so each is decoded once", cost)
 
 
 def fit_shared_memory(plan: Plan, machine: Machine, batch_bytes: int) -> Plan:

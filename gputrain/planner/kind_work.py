@@ -80,8 +80,6 @@ class StageData:
 
     item_seconds: Callable[[], float]  # Measures the CPU time that a data worker needs for an item.
     step_items: int = 0  # Items of a step; 0: as many as the schedule says.
-    decoded_gb: float | None = None  # Size of all items, decoded; None: they are not kept in memory.
-    keep_decoded: bool | None = None  # What the user wants of that; None: the free memory decides.
 
 
 @dataclass(frozen=True)

@@ -68,10 +68,6 @@ class Data:
         default=(), help="Pictures of your own that the samples show instead of held-out ones, always the same."
     )
     horizontal_flip: bool = advanced(default=True, help="Mirror crops horizontally with a probability of 0.5.")
-    data_in_memory: bool | None = advanced(
-        default=None,
-        help="Keep decoded pictures in the RAM of each worker. Default: if they fit into a quarter of the free RAM.",
-    )
 
     def __post_init__(self) -> None:
         check_channels(self.image_channels)

@@ -71,15 +71,11 @@ class VaeData(TrainingData[TrainVae]):
                 "%s: %d px, %d images a step", position, settings.data.image_size, settings.schedule.global_batch_size
             )
         warn_of_small_pictures(self.pictures, settings.data.image_size)
-        crops = self.crops(settings, in_memory=False)
-        return StageData(
-            partial(decoding_seconds, crops), decoded_gb=crops.decoded_gb, keep_decoded=settings.data.data_in_memory
-        )
+        return StageData(partial(decoding_seconds, self.crops(settings)))
 
     def training(self, settings: TrainVae, run: Run, runtime: Runtime) -> StageTraining:
-        recipe, kept = self.recipe(settings, runtime), runtime.plan.data_in_memory
-        in_memory = bool(kept.value if kept else settings.data.data_in_memory)
-        source: BatchSource = self.pictures.mixture.of(self.crops(settings, in_memory=in_memory))
+        recipe = self.recipe(settings, runtime)
+        source: BatchSource = self.pictures.mixture.of(self.crops(settings))
         if run.resumed is None and self.pretrained:
             facts = self.start_pretrained(recipe, self.pretrained, run.group)
             self.pretrained = None
@@ -88,9 +84,9 @@ class VaeData(TrainingData[TrainVae]):
             start_linear(recipe, run.group, self.pictures)
         return StageTraining(recipe, source)
 
-    def crops(self, settings: TrainVae, *, in_memory: bool) -> CropDataset:
+    def crops(self, settings: TrainVae) -> CropDataset:
         data, seed, train = settings.data, settings.schedule.seed, self.pictures.train
-        return CropDataset(train, data.image_size, seed, data.horizontal_flip, data.image_channels, in_memory=in_memory)
+        return CropDataset(train, data.image_size, seed, data.horizontal_flip, data.image_channels)
 
     def recipe(self, settings: TrainVae, runtime: Runtime) -> VaeRecipe:
         """Returns the recipe with random weights. Raises UserError if a file that it needs is unreadable."""

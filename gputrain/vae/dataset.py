@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -42,9 +42,7 @@ from gputrain.vae.config import PictureLimits
 from gputrain.vae.pictures import (
     JOURNAL,
     Box,
-    Decoded,
     UnusablePicture,
-    decode,
     read_header,
     read_picture,
     result_or_refusal,
@@ -208,9 +206,6 @@ def _from_file(folder: Path, source: SourceFile) -> Picture | RefusedItem:
 # ------------------------------------------------------------------------------------------------- training
 
 
-Part = Callable[..., Image.Image]  # It takes `crop`, as `read_picture` does.
-
-
 @dataclass(frozen=True)
 class CropDataset:
     """Random square crops at native resolution: a data set for `gputrain.engine.data.loader`.
@@ -224,17 +219,10 @@ class CropDataset:
     seed: int
     horizontal_flip: bool
     channels: int = 3
-    in_memory: bool = False  # Each process keeps its decoded pictures; the crops are the same.
-    _decoded: dict[Path, Decoded] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def item_bytes(self) -> int:
         return self.channels * self.image_size**2
-
-    @property
-    def decoded_gb(self) -> float:
-        """GB of RAM that all decoded pictures take."""
-        return sum(self.channels * picture.width * picture.height for picture in self.pictures) / 1e9
 
     def __len__(self) -> int:
         return len(self.pictures)
@@ -250,7 +238,7 @@ class CropDataset:
         for step in range(len(self.pictures)):
             path = self.pictures[(item + step) % len(self.pictures)].path
             try:
-                image = _square(self._part(path), self.image_size, x, y)
+                image = _square_crop(path, self.channels, self.image_size, x, y)
             except UnusablePicture as refused:
                 warnings.warn(f"{refused}; replaced by the next picture", DataWarning, stacklevel=2)
                 continue
@@ -261,14 +249,6 @@ class CropDataset:
             f"none of the {len(self.pictures)} training pictures can be read any more",
             hint="see whether their folder is still in place; gputrain validate names each fault",
         )
-
-    def _part(self, path: Path) -> Part:
-        """Returns a function that crops a picture, from its file or from memory."""
-        if not self.in_memory:
-            return partial(read_picture, path, channels=self.channels)
-        if path not in self._decoded:
-            self._decoded[path] = decode(path, channels=self.channels)
-        return self._decoded[path].part
 
 
 def decoding_seconds(dataset: CropDataset, samples: int = 5) -> float:
@@ -283,18 +263,18 @@ def decoding_seconds(dataset: CropDataset, samples: int = 5) -> float:
 
 def centre_crop(path: Path, image_size: int, channels: int = 3) -> "torch.Tensor":
     """Returns the centre crop of a picture for evaluation: uint8, CHW, H = W = image_size. Raises UserError."""
-    return image_tensor(_square(partial(read_picture, path, channels=channels), image_size, 0.5, 0.5))
+    return image_tensor(_square_crop(path, channels, image_size, 0.5, 0.5))
 
 
-def _square(part: Part, size: int, x: float, y: float) -> Image.Image:
-    """Returns a crop of size x size; x and y in [0, 1) are its relative positions from the left and the top."""
+def _square_crop(path: Path, channels: int, size: int, x: float, y: float) -> Image.Image:
+    """Returns a crop of size x size pixels; x and y in [0, 1) are its relative positions from the left and the top."""
 
     def box(width: int, height: int) -> Box:
         side = min(size, width, height)
         left, top = int(x * (width - side + 1)), int(y * (height - side + 1))
         return left, top, left + side, top + side
 
-    image = part(crop=box)
+    image = read_picture(path, crop=box, channels=channels)
     return image if image.width == size else image.resize((size, size), Image.Resampling.LANCZOS)
 
 

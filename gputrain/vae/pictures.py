@@ -161,14 +161,19 @@ class Header:
 
 def has_transparency(path: Path) -> bool:
     """Returns True if a picture has a channel or a colour of transparency. Raises UnusablePicture."""
-    with _opened(path, ANY_SIZE) as opened:
-        return opened.transparent
+    with _opened(path, ANY_SIZE) as (image, _):
+        return image.has_transparency_data
 
 
 def read_header(path: Path, limits: PictureLimits = ANY_SIZE) -> Header:
     """Reads format and size without decoding. Raises UnusablePicture: broken, unsupported, unreadable, tiny or huge."""
-    with _opened(path, limits) as opened:
-        return opened.header()
+    with _opened(path, limits) as (image, _):
+        width, height = image.size
+        # For PNG, Pillow would decode the whole file to search for a tag after the pixels.
+        known = image.format != "PNG" or "exif" in image.info
+        if known and image.format != "TIFF" and _orientation(image) >= 5:
+            width, height = height, width
+        return Header(image.format or "", image.mode, width, height)
 
 
 def read_picture(
@@ -184,32 +189,15 @@ def read_picture(
     embedded ICC profile to sRGB; a broken profile is ignored. Raises UnusablePicture: broken, unsupported, unreadable,
     tiny or huge.
     """
-    return decode(path, limits, crop=crop, channels=channels).part()
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """A picture with 8 bits as stored, and the transposition that makes it upright."""
-
-    image: Image.Image
-    upright: Image.Transpose | None
-
-    def part(self, crop: Crop | None = None) -> Image.Image:
-        """Returns the part that `crop` chooses, upright, as `read_picture` would return it."""
-        image = self.image if crop is None else self.image.crop(crop(*self.image.size))
-        if self.upright is not None:
-            image = image.transpose(self.upright)
-        image.info = {}
-        return image
-
-
-def decode(path: Path, limits: PictureLimits = ANY_SIZE, *, crop: Crop | None = None, channels: int = 3) -> Decoded:
-    """Decodes a picture, or the part that `crop` chooses, as `read_picture` does, with the same errors."""
-    with _opened(path, limits) as opened:
-        image, upright = opened.decoded()
+    with _opened(path, limits) as (opened, tiff):
+        image, upright = _decoded(path, opened, tiff)
         if crop is not None:
             image = image.crop(crop(*image.size))
-        return Decoded(CONVERTED[channels](image), upright)
+        image = CONVERTED[channels](image)
+        if upright is not None:
+            image = image.transpose(upright)
+        image.info = {}
+        return image
 
 
 def check_colours(path: Path, image: Image.Image) -> None:
@@ -232,18 +220,10 @@ def check_colours(path: Path, image: Image.Image) -> None:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A picture of which only the header has been read. `decoded` returns it as it is stored, in one of Pillow's modes
-    of 8 bits, with the transposition that makes it upright."""
-
-    header: Callable[[], Header]
-    transparent: bool
-    decoded: Callable[[], tuple[Image.Image, Image.Transpose | None]]
-
-
 @contextmanager
-def _opened(path: Path, limits: PictureLimits) -> Iterator[Opened]:
+def _opened(path: Path, limits: PictureLimits) -> Iterator[tuple[Image.Image, TiffLayout | None]]:
+    """Yields a picture of which only the header has been read, and its layout if it is a TIFF. Raises UnusablePicture,
+    also for what fails in the block."""
     # The limit of pixels replaces Pillow's own limit, which is fixed and also warns; it is checked before decoding.
     Image.MAX_IMAGE_PIXELS = None
     # Programs that generate pictures keep more than Pillow's 1 MB beside them; the limit of all text of a file stays.
@@ -265,7 +245,7 @@ def _opened(path: Path, limits: PictureLimits) -> Iterator[Opened]:
             if tiff and tiff.page:
                 image.seek(tiff.page)
             _check_size(path, limits, *image.size)
-            yield _opened_by_pillow(path, image, tiff)
+            yield image, tiff
     except UnidentifiedImageError:
         raise _unidentified(path) from None
     except UnsupportedTiff as error:
@@ -365,32 +345,23 @@ def _lost_in_jpeg(content: bytes, image: Image.Image) -> str:
     return "it is progressive, and its last scans are missing" if missing else ""
 
 
-def _opened_by_pillow(path: Path, image: Image.Image, tiff: TiffLayout | None) -> Opened:
-    def header() -> Header:
-        width, height = image.size
-        # For PNG, Pillow would decode the whole file to search for a tag after the pixels.
-        known = image.format != "PNG" or "exif" in image.info
-        if known and image.format != "TIFF" and _orientation(image) >= 5:
-            width, height = height, width
-        return Header(image.format or "", image.mode, width, height)
-
-    def decoded() -> tuple[Image.Image, Image.Transpose | None]:
-        bits = _bits_of_gray_png(image)
-        if image.format == "PNG":
-            _check_light(path, image)
-        image.load()
-        _check_whole(path, image, tiff)
-        upright = UPRIGHT.get(_orientation(image))
-        if image.mode == "I" or image.mode.startswith("I;16"):  # Some versions of Pillow have 16 bits in 32.
-            return _in_8_bits(image, tiff.bits if tiff else 16), upright
-        level = image.info.get("transparency")
-        if bits and isinstance(level, int) and level < 2**bits:  # Pillow scales the levels to 8 bits, but not this one.
-            gray = image.convert("L")
-            gray.info = {**image.info, "transparency": level * 255 // (2**bits - 1)}
-            return gray, upright
-        return image, upright
-
-    return Opened(header, image.has_transparency_data, decoded)
+def _decoded(path: Path, image: Image.Image, tiff: TiffLayout | None) -> tuple[Image.Image, Image.Transpose | None]:
+    """Returns a picture as it is stored, in one of Pillow's modes of 8 bits, and the transposition that makes it
+    upright."""
+    bits = _bits_of_gray_png(image)
+    if image.format == "PNG":
+        _check_light(path, image)
+    image.load()
+    _check_whole(path, image, tiff)
+    upright = UPRIGHT.get(_orientation(image))
+    if image.mode == "I" or image.mode.startswith("I;16"):  # Some versions of Pillow have 16 bits in 32.
+        return _in_8_bits(image, tiff.bits if tiff else 16), upright
+    level = image.info.get("transparency")
+    if bits and isinstance(level, int) and level < 2**bits:  # Pillow scales the levels to 8 bits, but not this one.
+        gray = image.convert("L")
+        gray.info = {**image.info, "transparency": level * 255 // (2**bits - 1)}
+        return gray, upright
+    return image, upright
 
 
 def _check_light(path: Path, image: Image.Image) -> None:

@@ -109,7 +109,6 @@ def test_a_single_held_out_clip_is_a_warning(typed, tmp_path):
     ({"fmax": 9000}, "mel bands from 40 to 9000 Hz do not fit below half of 16000 Hz"),
     ({"init_from": "gone.ckpt"}, "gone.ckpt: no such file or folder"),
     ({"resume_from": "gone.pt"}, "gone.pt: no such checkpoint"),
-    ({"data_in_memory": True}, "--data-in-memory"),
     ({"gamma": 0.99}, "gamma 0.99 has no effect with learning_rate_schedule"),
     ({"checkpoint_every_steps": 0, "permanent_start": 8}, "permanent_start 8 has no effect"),
 )

@@ -93,7 +93,6 @@ def test_gradients_that_explode_cause_a_warning_and_single_peaks_none():
 
 @each_row(
     ({"num_workers": 2}, "raise --num-workers from 2 to at most 8, the number of CPU cores"),
-    ({"data_in_memory": False}, "--data-in-memory keeps decoded data"),
     ({}, "put the data on a faster disk"),
 )
 def test_steps_that_wait_for_data_name_the_setting_that_helps(settings, remedy):

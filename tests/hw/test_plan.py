@@ -6,7 +6,7 @@ import pytest
 
 from gputrain.errors import UserError
 from gputrain.hw.driver import Card, Driver
-from gputrain.hw.plan import Hardware, data_in_memory, decide, fit_shared_memory, workers
+from gputrain.hw.plan import Hardware, decide, fit_shared_memory, workers
 from gputrain.hw.probe import Machine
 from tests.tables import each_row
 
@@ -220,19 +220,6 @@ def test_every_setting_has_its_reason():
 def test_kernels_for_the_card(compiled, capability, runs):
     facts = {"gpu": "some", "compute_capability": capability, "compiled_capabilities": compiled}
     assert Machine(system="Linux", cpu_cores=1, **facts).has_kernels is runs
-
-
-@each_row(
-    (None, 1.0, 16.0, True, "fit into a quarter"),  # Four processes need 4 of 4 GB.
-    (None, 1.1, 16.0, False, "would take 4.4 GB, and 4.0 GB of RAM may be used"),
-    (None, 0.1, 0.0, False, "0.0 GB of RAM may be used"),  # The size is unknown.
-    (True, 9.0, 16.0, True, "asked for"),
-    (False, 0.1, 16.0, False, "switched off"),
-)
-def test_decoded_data_stay_where_there_is_room(wish, decoded_gb, free_gb, value, words):
-    setting = data_in_memory(Machine(system="Linux", cpu_cores=4, ram_free_gb=free_gb), wish, decoded_gb, 4)
-    assert setting.value is value
-    assert words in setting.reason
 
 
 @each_row(

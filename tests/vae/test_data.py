@@ -1,6 +1,5 @@
 """Decoding, finding and cropping of pictures, with files of many formats."""
 
-import dataclasses
 import itertools
 import os
 import struct
@@ -503,23 +502,3 @@ def test_a_picture_is_decoded_once_and_only_its_crop_is_worked_on(tmp_path, monk
     assert worked_on.count(("load_end", (600, 500))) == 1
     others = {size for name, size in worked_on if name != "load_end"}
     assert others == {(64, 64)}, worked_on
-
-
-def test_pictures_kept_in_memory_give_the_same_crops(tmp_path, photographs):
-    """Pictures with EXIF rotation, 16 bits, a palette or none of these; each file is read once."""
-    paths = sorted(photographs.iterdir())[:2]
-    with Image.open(paths[0]) as image:
-        exif = Image.Exif()
-        exif[0x0112] = 6  # rotated by 90 degrees
-        image.save(tmp_path / "turned.jpg", exif=exif, quality=95)
-        image.quantize(32).save(tmp_path / "palette.png")
-        Image.fromarray(np.asarray(image.convert("L")).astype(np.uint16) * 257).save(tmp_path / "deep.png")
-    paths += sorted(tmp_path.iterdir())
-    read = CropDataset([Picture(path, 0, 0, "") for path in paths], 48, 5, True)
-    held = dataclasses.replace(read, in_memory=True)
-    for epoch in range(4):
-        for item in range(len(paths)):
-            assert torch.equal(held[Sample(epoch, item)], read[Sample(epoch, item)]), paths[item]
-    for path in tmp_path.iterdir():
-        path.unlink()
-    assert held[Sample(9, len(paths) - 1)].shape == (3, 48, 48)
